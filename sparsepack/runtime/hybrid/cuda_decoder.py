@@ -25,6 +25,7 @@ from sparsepack.runtime.cuda.decoder.decoder import CudaDecoder
 from sparsepack.runtime.cuda.decoder.mlps import CudaMlp
 from sparsepack.runtime.cuda.driver.host_memory import Place
 from sparsepack.runtime.cuda.driver.kernel_set import KERNELS, Kernels
+from sparsepack.runtime.hybrid.boundaries import Boundaries
 from sparsepack.runtime.hybrid.cuda_mlps import STAGED_BYTES, CudaDivided
 from sparsepack.runtime.hybrid.handover import HandOver, next_number
 from sparsepack.runtime.hybrid.placing import Placing, links_of, placing_of
@@ -105,6 +106,7 @@ class CudaHybridDecoder(CudaDecoder):
         super().__init__(packed, device, context, 1, cache_type, kernels, new_cache, load_mlp, False, plan)
         self._worker = processor.cold_worker(records, self._divided.memory, self._divided.layout, options.threads)
         self._number = 0  # of the step that ran last
+        self._boundaries = Boundaries(self._placing.follows, self._divided, self._count_anew)
         self.reset()
 
     @property
@@ -113,7 +115,7 @@ class CudaHybridDecoder(CudaDecoder):
 
     @property
     def hit_counts(self) -> HitCounts:
-        return self._placing.follows.counts
+        return self._boundaries.follows.counts
 
     @property
     def ways(self) -> Ways:
@@ -127,48 +129,36 @@ class CudaHybridDecoder(CudaDecoder):
     def follow(self, policy: str) -> None:
         """Let another policy say who has slots, and forget the text: comparing policies loads a model once."""
         self._placing = self._placed(policy)
+        self._boundaries = Boundaries(self._placing.follows, self._divided, self._count_anew)
         self.reset()
 
     def reset(self) -> None:
         super().reset()
-        self._begin_text()
-
-    def _begin_text(self) -> None:
-        """Give slots as a text begins, and count anew on both sides."""
-        self._interrupted = True
-        self._placing.follows.restart()
         with self._kernels.on_device(self._device):
-            self._kernels.synchronize(self._device)
-            self._divided.begin_text(self._number)
-            self._divided.place(self._placing.follows.first)
-        self._interrupted = False
+            self._boundaries.begin_text()
 
-    def _begin_pass(self) -> None:
-        """After an interruption the GPU may count other steps, and the policy know of moves that were not made: then
-        as for a text."""
-        if self._interrupted:
-            self._begin_text()
-        self._interrupted = True  # until the token boundary has been passed
-        self._divided.forget()
+    def _count_anew(self) -> None:
+        self._kernels.synchronize(self._device)  # should a step have been interrupted
+        self._divided.begin_text(self._number)
 
     def _dense(self, ids: Tensor, sequence: int) -> Tensor:
-        self._begin_pass()
+        self._boundaries.begin_pass()
         hidden = super()._dense(ids, sequence)
-        self._token_boundary(self._divided.prefill_bits(), prompt=len(ids))
+        self._boundaries.passed(self._divided.prefill_bits(), prompt=len(ids))
         return hidden
 
     def _begin(self, ids: list[int], sparse: bool) -> None:
-        self._begin_pass()
+        self._boundaries.begin_pass()
         if self._graph(sparse) is None:
             traffic = self._divided.keep_traffic()
             self._answered(lambda: self._captured_step(sparse))
             self._divided.forget_step(traffic)
         self._answered(lambda: self._step_and_prepare(ids, sparse))
-        self._token_boundary(self._divided.step_bits(self._number), prompt=0)
+        self._boundaries.passed(self._divided.step_bits(self._number), prompt=0)
 
     def _step_and_prepare(self, ids: list[int], sparse: bool) -> None:
         super()._begin(ids, sparse)
-        if (moves := self._placing.follows.ahead()) is not None:
+        if (moves := self._boundaries.follows.ahead()) is not None:
             self._divided.prepare(moves)
 
     def _answered(self, run: Callable[[], object]) -> None:
@@ -183,11 +173,3 @@ class CudaHybridDecoder(CudaDecoder):
         finally:
             with suppress(RuntimeError):
                 self._kernels.synchronize(self._device)
-
-    def _token_boundary(self, bits: np.ndarray, prompt: int) -> None:
-        """Positions have passed, the first `prompt` of them not decoded: ask the policy, and move."""
-        follows = self._placing.follows
-        follows.saw(bits, prompt)
-        if (moves := follows.moves()) is not None:
-            self._divided.move(moves)
-        self._interrupted = False

@@ -196,7 +196,6 @@ class CudaDivided:
 
     def begin_text(self, number: int) -> None:
         """Count anew; the step that ran last has this number. No step may run."""
-        self.forget()
         self._traffic.zero_()
         self._number.fill_(number)
         self.residency.agree()

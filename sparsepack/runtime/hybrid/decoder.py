@@ -11,7 +11,8 @@ from sparsepack.formats.packed import PackedModel
 from sparsepack.placement.budget import plan_of_share
 from sparsepack.placement.counts import HitCounts
 from sparsepack.placement.links import HALVES, Links
-from sparsepack.placement.ways import Traffic, Ways
+from sparsepack.placement.ways import Ways
+from sparsepack.runtime.hybrid.boundaries import Boundaries
 from sparsepack.runtime.hybrid.measure import divided
 from sparsepack.runtime.hybrid.mlps import DividedMlps
 from sparsepack.runtime.hybrid.placing import links_of, placing_of
@@ -55,11 +56,12 @@ class HybridDecoder(OperationsDecoder):
         first, second = divided(options.threads or torch.get_num_threads())
         self._plan = plan_of_share(parts_of(packed, context, cache_type or "f32"), options.cached or 0.0)
         self._placing = placing_of(packed, options, self._plan, slow)
-        self._follows, shape = self._placing.follows, self._placing.shape
+        shape = self._placing.shape
         self._known = options.links or measured
         links, self._links = links_of(options, measured, ("equal", HALVES))
         hidden, slots = packed.architecture.hidden, self._plan.slots
         self._mlps = DividedMlps(operations, beside(second), shape, hidden, slots, links)
+        self._boundaries = Boundaries(self._placing.follows, self._mlps, self._mlps.count_anew)
         super().__init__(packed, self._mlps, device, context, first, cache_type)
         self._both = first + second
         self.reset()
@@ -78,48 +80,26 @@ class HybridDecoder(OperationsDecoder):
 
     @property
     def hit_counts(self) -> HitCounts:
-        return self._follows.counts
+        return self._boundaries.follows.counts
 
     def reset(self) -> None:
         super().reset()
-        self._begin_text()
+        self._boundaries.begin_text()
 
     def prefill(self, sequence: int, ids: Tensor) -> Tensor:
-        self._begin_pass()
+        self._boundaries.begin_pass()
         logits = super().prefill(sequence, ids)
-        self._token_boundary(prompt=len(ids))
+        self._boundaries.passed(self._mlps.needed(), len(ids))
         return logits
 
     def step(self, ids: Sequence[int | None], sparse: bool) -> Tensor:
-        self._begin_pass()
+        self._boundaries.begin_pass()
         logits = super().step(ids, sparse)
-        self._token_boundary(prompt=0)
+        self._boundaries.passed(self._mlps.needed(), 0)
         return logits
 
     def teacher_forced(self, ids: Tensor, sparse_from: int, sparse: bool) -> Tensor:
-        self._begin_pass()
+        self._boundaries.begin_pass()
         logits = super().teacher_forced(ids, sparse_from, sparse)
-        self._token_boundary(prompt=sparse_from)
+        self._boundaries.passed(self._mlps.needed(), sparse_from)
         return logits
-
-    def _begin_text(self) -> None:
-        """Give slots as a text begins, and count anew."""
-        self._interrupted = True
-        self._mlps.traffic = Traffic()
-        self._follows.restart()
-        self._mlps.place(self._follows.first)
-        self._interrupted = False
-
-    def _begin_pass(self) -> None:
-        """After an interruption the policy may know of moves that were not made: then as for a text."""
-        if self._interrupted:
-            self._begin_text()
-        self._interrupted = True  # until the token boundary has been passed
-        self._mlps.forget()
-
-    def _token_boundary(self, prompt: int) -> None:
-        """Count what the positions of a pass needed, the first `prompt` of them not decoded; ask the policy; move."""
-        self._follows.saw(self._mlps.needed(), prompt)
-        if (moves := self._follows.moves()) is not None:
-            self._mlps.move(moves)
-        self._interrupted = False
