@@ -72,7 +72,7 @@ class EvalRequest:
     device: str = "cpu"
     dtype: str = CalibrateOptions.dtype
     runtime: str = option(
-        "What runs the model: transformers, or the engine's backend that runs a zigzag artifact for its users, with "
+        "What runs the model: transformers, or the engine's backend that runs an artifact for its users, with "
         "its own kernels and rounding (cuda: on device cuda).",
         default="transformers",
         choices=("transformers", *BACKENDS),
@@ -105,7 +105,7 @@ class EvalRequest:
             backend_named(self.runtime).check_device(self.device)
             if self.thresholds or self.dtype not in ("auto", "float32"):
                 raise UserError(
-                    f"backend {self.runtime}: takes a zigzag artifact's own thresholds and types; "
+                    f"backend {self.runtime}: takes the artifact's own thresholds and types; "
                     "leave out --thresholds and --dtype"
                 )
         if self.engine.divided_by:

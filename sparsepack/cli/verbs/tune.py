@@ -17,7 +17,7 @@ from sparsepack.runtime.options import EngineOptions
 @group(RUNS, from_options(EngineOptions, "--threads"))
 @json_output
 def tune(paths: tuple[Path, ...], device: str, threads: int | None, json_path: str | None) -> None:
-    """Measure once which layout suits this machine, for the matrices of the zigzag artifacts PATHS.
+    """Measure once which layout suits this machine, for the matrices of the artifacts PATHS.
 
     Without PATHS: for those of Llamas of 1 and 8 billion parameters. What was found is kept below ~/.cache, and the
     runtime of the device uses it from then on (on the CPU at the same number of threads); output changes by rounding

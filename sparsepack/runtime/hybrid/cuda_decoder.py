@@ -165,11 +165,15 @@ class CudaHybridDecoder(CudaDecoder):
         """Run a step, once, and wait until both sides have ended it."""
         self._number = next_number(self._number)
         try:
-            self._worker.begin(self._number)
+            self._of_worker(self._worker.begin)
             run()
-            self._worker.end(self._number)
-        except RuntimeError as error:
-            raise UserError(f"the processor beside the GPU: {error}; load the model again") from error
+            self._of_worker(self._worker.end)
         finally:
             with suppress(RuntimeError):
                 self._kernels.synchronize(self._device)
+
+    def _of_worker(self, call: Callable[[int], None]) -> None:
+        try:
+            call(self._number)
+        except RuntimeError as error:
+            raise UserError(f"the processor beside the GPU: {error}") from error

@@ -259,7 +259,7 @@ def test_a_worker_that_is_gone_is_an_error(kernels: Kernels, when: str) -> None:
 
         worker = engine._worker
         engine._worker = Stopping()
-    with pytest.raises(UserError, match=r"the processor beside the GPU: .*; load the model again"):
+    with pytest.raises(UserError, match=r"^the processor beside the GPU: .* is gone; load the model again$"):
         engine.step([3], True)
 
 
@@ -319,6 +319,21 @@ def test_an_interrupted_step_leaves_a_decoder_that_goes_on(
     engine.reset()
     assert torch.equal(steps(engine, IDS), steps(undisturbed, IDS))
     assert engine.hit_counts == undisturbed.hit_counts
+
+
+def test_memory_that_a_step_lacks_is_no_error_of_the_worker(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    packed = model()
+    expected = Engine(packed, backend="reference").teacher_forced(IDS.tolist(), 0)
+    engine = decoder(packed, kernels, 0.3)
+
+    def without_memory(*given: Any) -> None:
+        raise torch.OutOfMemoryError("no memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "_captured_step", without_memory)
+        with pytest.raises(torch.OutOfMemoryError):
+            engine.step([int(IDS[0])], True)
+    assert largest(steps(engine, IDS), expected) < ROUNDED
 
 
 def test_a_trace_says_who_is_active_in_place_of_the_gates(kernels: Kernels) -> None:
