@@ -25,7 +25,7 @@ class Slots(Protocol):
 
 
 class Boundaries:
-    """Where the policy is told who was active, and neurons move.
+    """The token boundaries of a text: there the policy is told who was active, and neurons move.
 
     follows -- the policy; slots: those of the device; anew: counts anew on the device
 
