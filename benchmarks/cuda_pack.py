@@ -26,9 +26,9 @@ from nearness import relative_error
 from pack_stages import STAGES, Stages
 from synthetic import TINY, Size, random, save_config
 
+from sparsepack.files import transfer
 from sparsepack.files.atomic import remove
 from sparsepack.files.hashing import hashing
-from sparsepack.formats import transfer
 from sparsepack.formats.codecs import slid_matrix, zigzag
 from sparsepack.formats.codecs.matrices import decode_rows, encode_rows
 from sparsepack.formats.codecs.slide import Slide

@@ -4,7 +4,7 @@ predicted. What a predictor holds, it holds in the types that count as its memor
     ExactGate  the gate matrix itself: no prediction, the control
     Frequency  how often a neuron is active, whatever the token
     Previous   who was active for the token before, then by frequency
-    GateCopy   the gate matrix in one or two bits a weight, untrained
+    Copied     the gate matrix in one or two bits a weight, untrained
     LowRank    two thin matrices in float16: the gate's best approximation on a text, untrained, or trained on who was
                active, with ReLU between them, by the state of the same layer or of the one before (KAIROX, section 5.1)
 """
@@ -17,6 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
+
+from sparsepack.formats.codecs.gate_copy import GateCopy
 
 BATCH = 64
 """Tokens of a training step."""
@@ -108,30 +110,17 @@ class Previous:
 
 
 @dataclass(frozen=True)
-class GateCopy:
-    """The gate in `bits` a weight: an odd number from -(2^bits - 1) to 2^bits - 1, times the scale of its row.
+class Copied:
+    """The gate matrix in `copy.bits` a weight."""
 
-    codes  -- uint8 [n, d * bits / 8], the first weight in the lowest bits, (number + 2^bits - 1) / 2
-    scales -- float16 [n]
-    """
-
-    codes: Tensor
-    scales: Tensor
-    bits: int
+    copy: GateCopy
 
     @property
     def nbytes(self) -> int:
-        return self.codes.nbytes + self.scales.nbytes
-
-    def weight(self) -> Tensor:
-        """What the codes mean: float32 [n, d]."""
-        shifts = torch.arange(0, 8, self.bits, dtype=torch.uint8, device=self.codes.device)
-        levels = 2**self.bits - 1
-        numbers = 2 * (self.codes[..., None] >> shifts & levels).flatten(1).float() - levels
-        return numbers * self.scales.float()[:, None]
+        return self.copy.nbytes
 
     def scores(self, seen: Seen) -> Tensor:
-        return functional.linear(seen.here, self.weight())
+        return functional.linear(seen.here, self.copy.decoded())
 
 
 @dataclass(frozen=True)
@@ -156,27 +145,6 @@ class LowRank:
     def scores(self, seen: Seen) -> Tensor:
         middle = functional.linear(seen.before if self.adjacent else seen.here, self.inner.float())
         return functional.linear(middle.relu() if self.relu else middle, self.outer.float())
-
-
-def copied(weight: Tensor, bits: int) -> GateCopy:
-    """A gate [n, d], d a multiple of 8, in `bits` a weight, 1 or 2.
-
-    Codes and the scale of a row are chosen in turns, by least squares: of one bit, the mean magnitude of the row.
-    """
-    weight, levels = weight.float(), 2**bits - 1
-    scales = 2 * weight.abs().mean(1, keepdim=True) / (levels + 1)
-    for _ in range(20):
-        numbers = 2 * _codes(weight, scales, levels) - levels
-        scales = (weight * numbers).sum(1, keepdim=True) / numbers.square().sum(1, keepdim=True)
-    scales = scales.half()
-    codes = _codes(weight, scales.float(), levels).to(torch.uint8).unflatten(1, (-1, 8 // bits))
-    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=weight.device)
-    return GateCopy((codes << shifts).sum(-1, dtype=torch.uint8), scales[:, 0], bits)
-
-
-def _codes(weight: Tensor, scales: Tensor, levels: int) -> Tensor:
-    # Of a row of zeros every code means zero.
-    return ((weight / scales.clamp(min=torch.finfo(torch.float32).tiny) + levels) / 2).round().clamp(0, levels)
 
 
 def rank_within(nbytes: int, weight: Tensor) -> int:

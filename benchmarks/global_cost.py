@@ -20,6 +20,7 @@ from figures import json_option, write_figures
 from synthetic import TINY, llama_config, random
 
 from sparsepack.files.resume import ResumeState
+from sparsepack.models.checkpoint.bases import Bases
 from sparsepack.models.families import FAMILIES
 from sparsepack.models.stock.skeleton import parameter_shapes
 from sparsepack.models.stock.whole import build_model
@@ -79,12 +80,15 @@ def main(size: str, basis: bool, steps: int, batch: int, length: int, device: st
 def _timed(model: Any, windows: torch.Tensor, options: AllocationOptions, basis: bool) -> list[float]:
     """Seconds of each step."""
     family, device = FAMILIES[model.config.model_type], options.device
-    hidden = model.config.hidden_size
-    first = torch.eye(hidden, device=device)
+    config = model.config
+    of_heads = torch.eye(config.hidden_size // config.num_attention_heads, device=device)
+    values = (of_heads.expand(config.num_key_value_heads, -1, -1).contiguous(),) * config.num_hidden_layers
+    first = Bases(matrices=(torch.eye(config.hidden_size, device=device),), values=values)
     channels = uniform_channels(model, family, windows[:2].to(device), options.sparsity, first)
     weights = dict.fromkeys(channels.scales, 1 / len(channels.scales))
-    turn = torch.zeros(hidden, hidden, device=device, requires_grad=True)
-    groups = [*channels.groups(), *([{"params": [turn], "lr": 1e-4}] if basis else [])]
+    turns = first.map(lambda matrix: torch.zeros_like(matrix, requires_grad=True))
+    turning = [{"params": [*part], "lr": 1e-4} for part in (turns.matrices, turns.values)]
+    groups = [*channels.groups(), *(turning if basis else [])]
     training = Training(groups, options, ResumeState(None, ""))
     if device != "cpu":
         torch.cuda.reset_peak_memory_stats()
@@ -92,7 +96,7 @@ def _timed(model: Any, windows: torch.Tensor, options: AllocationOptions, basis:
 
     def loss(ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         times.append(_now(device))
-        sparse = sparse_in(turned(first, turn), family, channels, weights) if basis else sparse_at(channels, weights)
+        sparse = sparse_in(turned(first, turns), family, channels, weights) if basis else sparse_at(channels, weights)
         return divergence(model, family, ids, sparse)
 
     training.run("steps", windows, loss)

@@ -4,15 +4,16 @@
     python benchmarks/hybrid_decode.py --shape 70b --vram 24GB,32GB
 
 Random weights of the shape (`hybrid_synthetic.py`); who is active is replayed from a trace of a trained model at a
-density of 0.135 (`replayed.py`), since no trained ReLU model of these sizes is here. Without --vram: a quarter, a half
+density of 0.132 (`replayed.py`), since no trained ReLU model of these sizes is here. Without --vram: a quarter, a half
 and three quarters of the bytes. Keys and values in float16. A token is timed as a user waits for it: chosen on the GPU,
-read by the host.
+read by the host. The prompt is one token: the activity of a longer one would be that of random weights.
 
-First a model of the same kind that fits everywhere is compared with the reference backend, without replay: a wrong
-engine is not timed. `static` and `slow` take turns, a token's bytes, waits and share of the model of time are those
-of the last round. The peer is the best split of llama.cpp within the same budget by its own report
-(`llama_cpp_offload.py`), timed before ours are loaded and after they are gone: both may not fit side by side. Where
-no --llama-bench is given the peer is not run, and the script says so.
+First two blocks of the same widths are compared with the reference backend, without replay: a wrong engine is not
+timed. The policies of --policy take turns on one engine; a token's bytes, waits and share of the model of time are
+those of the last round. The peer is the best split of llama.cpp within the same budget by its own report
+(`llama_cpp_offload.py`), timed before ours is loaded and after it is gone: both may not fit side by side. Where no
+--llama-bench is given the peer is not run, and the script says so; of the 13B shape it then shows, labelled so, what
+another run measured on an H200 with 16 threads (benchmarks/notes/anchors.md).
 """
 
 import gc
@@ -29,39 +30,47 @@ import click
 import torch
 from cuda_timing import device_line
 from figures import json_option, write_figures
-from hybrid_synthetic import SIZES, TINY, random_neurons, write_for_llama_cpp
+from hybrid_synthetic import SIZES, random_neurons, write_for_llama_cpp
 from llama_cpp_offload import Peer, Split, runner
 from nearness import expect_near, relative_error
 from replayed import Activity, tiled
-from synthetic import random_ids
+from synthetic import Size, random_ids
 from turns import in_turns
 
+from sparsepack.errors import UserError
+from sparsepack.formats.codecs.neurons import record_bytes
 from sparsepack.formats.packed import PackedModel
-from sparsepack.placement.budget import bytes_in, in_words
+from sparsepack.placement.budget import Parts, bytes_in, in_words
 from sparsepack.placement.ways import per_token, per_token_in_words
+from sparsepack.runtime.cuda.links import measure, measured_links
 from sparsepack.runtime.engine import Engine
+from sparsepack.runtime.hybrid.cuda_decoder import CudaHybridDecoder
 from sparsepack.runtime.hybrid.plan import parts_of
 from sparsepack.runtime.options import EngineOptions
 from sparsepack.runtime.sampling import Sampler, Sampling
 from sparsepack.tables import Table, markdown
 
-PROMPT, NEW = 128, 256
-CHECKED = 24
+PROMPT = 1
+CHECKED = 12
 LIMIT = 0.02
 """The largest relative error of the logits; keys and values are float16."""
 SHARES = (0.25, 0.5, 0.75)
-POLICIES = ("static", "slow")
+ANCHORS = {"13b": {0: 9.9, 10: 11.9, 20: 13.0, 30: 29.2, 36: 55.5, 40: 184.0}}
+"""Tokens a second of llama.cpp by layers on the GPU (-ngl), in another run: H200, 16 threads, tg24."""
 
 
-def check() -> dict[str, float]:
-    """How far logits of a small model with slots are from the reference backend's, for several placements."""
-    activity = tiled(TINY.layers, TINY.intermediate)
-    packed, ids = random_neurons(TINY, activity.frequency), random_ids(TINY.vocabulary, CHECKED, seed=2)
-    expected = Engine(packed, context=64, backend="reference", dense=True).teacher_forced(ids, len(ids)).double()
+def check(size: Size) -> dict[str, float]:
+    """How far logits of two blocks with slots are from the reference backend's, by the share with slots."""
+    size = replace(size, layers=2)
+    activity = tiled(size.layers, size.intermediate, tokens=1)
+    packed, ids = random_neurons(size, activity.frequency, "cuda"), random_ids(size.vocabulary, CHECKED, seed=2)
+    oracle = Engine(packed, device="cuda", context=64, backend="reference", dense=True)
+    expected = oracle.teacher_forced(ids, len(ids)).double()
+    del oracle
     found = {}
-    for cached in (0.0, 0.3, 1.0):
+    for cached in (0.0, 0.3):
         engine = Engine(packed, device="cuda", cached=cached, context=64, cache_type="f16")
-        logits = torch.stack([engine.prefill(ids[:8]), *(engine.step(id) for id in ids[8:])]).double().cpu()
+        logits = torch.stack([engine.prefill(ids[:8]), *(engine.step(id) for id in ids[8:])]).double()
         error = relative_error(logits, expected[7:])
         found[f"{100 * cached:.0f} % with slots"] = expect_near("logits", error, LIMIT)
     return found
@@ -80,20 +89,49 @@ def decode_seconds(engine: Engine, prompt: Sequence[int], new: int) -> float:
     return (time.perf_counter() - start) / new
 
 
-def ours(packed: PackedModel, activity: Activity, budget: int, settings: EngineOptions, rounds: int) -> dict[str, Any]:
+def links_of(size: Size, threads: int) -> str:
+    """How fast the links of a size's records are, measured unless they were; where noise hides them, that they were
+    not, and the engine divides by those of a named machine."""
+    device = torch.device("cuda")
+    known = measured_links(threads, size.hidden, device)
+    if known is None:
+        try:
+            measure([size.hidden], device, threads)
+        except UserError as error:
+            return f"links not measured: {error}"
+        known = measured_links(threads, size.hidden, device)
+    assert known is not None
+    record = record_bytes(size.hidden)
+    speeds = {"slots": known.resident, "bus": known.bus, "processor": known.worker}
+    said = ", ".join(f"{name} {speed * record / 1e9:.1f} GB/s" for name, speed in speeds.items())
+    return f"links, both sides at work: {said}, handing over {known.handover * 1e6:.1f} us"
+
+
+def ours(
+    packed: PackedModel, activity: Activity, budget: int, settings: EngineOptions, policies: Sequence[str], rounds: int
+) -> dict[str, Any]:
     """By policy: seconds of a token in each round, and what a token took."""
     told = replace(settings, vram=f"{budget / 1e6:.6f}MB", activity=activity.bits)
-    engines = {policy: Engine(packed, replace(told, policy=policy)) for policy in POLICIES}
+    start = time.perf_counter()
+    engine = Engine(packed, told)
+    decoder = engine._decoder
+    loading = time.perf_counter() - start
+    if not isinstance(decoder, CudaHybridDecoder):
+        raise click.ClickException(f"{in_words(budget)} hold the whole model: no neuron is without a slot there")
     prompt = random_ids(packed.architecture.vocabulary, PROMPT, seed=3)
-    new = (settings.context or 0) - PROMPT
-    runs = {name: partial(decode_seconds, engine, prompt, new) for name, engine in engines.items()}
-    found = {}
-    for name, seconds in in_turns(runs, rounds, warm_up=1).items():
-        engine = engines[name]
-        found[name] = {"seconds": seconds, "description": engine.description}
+    found: dict[str, Any] = {}
+
+    def timed(policy: str) -> float:
+        decoder.follow(policy)
+        seconds = decode_seconds(engine, prompt, len(activity.bits))
+        found[policy] = {"description": engine.description, "loading": loading}
         if engine.hit_counts is not None and engine.ways is not None:
-            found[name] |= per_token(engine.ways, engine.hit_counts, statistics.median(seconds))
-            found[name]["slots"] = engine.ways.plan.share
+            found[policy] |= per_token(engine.ways, engine.hit_counts, seconds)
+            found[policy]["slots"] = engine.ways.plan.share
+        return seconds
+
+    for name, seconds in in_turns({name: partial(timed, name) for name in policies}, rounds, warm_up=1).items():
+        found[name]["seconds"] = seconds
     return found
 
 
@@ -122,41 +160,59 @@ def row_of(name: str, speeds: Sequence[float], beside: float | None, of: Mapping
 HEAD = ["", "t/s", "range", "x peer", "slots", "hits", "MB card / bus / worker / moved", "us waited", "of the model"]
 
 
+def anchor_of(shape: str, parts: Parts, budget: int) -> dict[str, list[float]]:
+    """What another run measured of llama.cpp, of as many layers as fit."""
+    layer = parts.attention[0] + 3 * parts.gates[0]
+    fitting = [count for count in ANCHORS.get(shape, {}) if count * layer + parts.cache <= budget]
+    if not fitting:
+        return {}
+    return {f"-ngl {max(fitting)} (another run, H200)": [ANCHORS[shape][max(fitting)]]}
+
+
 @click.command()
 @click.option("--shape", type=click.Choice(list(SIZES)), required=True)
 @click.option("--vram", help="Budgets, with commas between them (default: a quarter, a half, three quarters).")
+@click.option("--policy", default="static,slow", show_default=True, help="With commas.")
 @click.option("--layers", type=int, help="Of the model, to try the script.")
+@click.option("--tokens", default=128, show_default=True, help="That are timed in a round.")
 @click.option("--rounds", default=3, show_default=True)
 @click.option("--threads", default=min(16, os.cpu_count() or 1), show_default=True, help="Of the processor, for both.")
+@click.option("--tune/--no-tune", default=True, help="Measure the links first, where nobody has on this machine.")
 @click.option("--llama-bench", type=click.Path(path_type=Path, exists=True), help="llama.cpp's, built with CUDA.")
 @click.option("--work", type=click.Path(path_type=Path), default=Path("/tmp/sparsepack-bench"), show_default=True)
 @json_option
 def main(
     shape: str,
     vram: str | None,
+    policy: str,
     layers: int | None,
+    tokens: int,
     rounds: int,
     threads: int,
+    tune: bool,
     llama_bench: Path | None,
     work: Path,
     json_path: Path | None,
 ) -> None:
-    """Print a table for each budget."""
+    """Print a table for each budget, and write the figures so far."""
     if not torch.cuda.is_available():
         raise click.ClickException("an NVIDIA GPU is needed, and torch sees none here")
     size = replace(SIZES[shape], layers=layers or SIZES[shape].layers)
-    activity = tiled(size.layers, size.intermediate)
+    activity = tiled(size.layers, size.intermediate, tokens=tokens)
     packed = random_neurons(size, activity.frequency, device="cuda")
-    torch.cuda.empty_cache()
-    settings = EngineOptions(device="cuda", context=PROMPT + NEW, cache_type="f16", threads=threads)
-    parts = parts_of(packed, PROMPT + NEW, "f16")
+    context = PROMPT + tokens
+    settings = EngineOptions(device="cuda", context=context, cache_type="f16", threads=threads)
+    parts = parts_of(packed, context, "f16")
     budgets = [bytes_in(each) for each in vram.split(",")] if vram else [int(s * parts.weights) for s in SHARES]
     click.echo(
         f"{device_line()}, {threads} threads; {size.name}, {in_words(parts.weights)} of weights, density "
-        f"{activity.density:.3f}, context {PROMPT + NEW}"
+        f"{activity.density:.3f}, context {context}"
     )
-    differences = check()
+    differences = check(size)
     click.echo(f"logits differ from the reference backend's by: {differences}")
+    freed()
+    if tune:
+        click.echo(links_of(size, threads))
     peer = None
     if llama_bench is None:
         click.echo("no --llama-bench: the peer was not run")
@@ -166,7 +222,7 @@ def main(
         peer = Peer(
             runner(llama_bench),
             path if path.is_file() else write_for_llama_cpp(size, path),
-            *(size.layers, PROMPT, NEW, threads),
+            *(size.layers, PROMPT, tokens, threads),
             layer=parts.attention[0] + 3 * parts.gates[0],
             mlp=3 * parts.gates[0],
         )
@@ -174,19 +230,27 @@ def main(
     for budget in budgets:
         splits = [] if peer is None else peer.within(budget)
         before = {} if peer is None else peer_rounds(peer, splits, rounds)
-        found = ours(packed, activity, budget, settings, rounds)
-        gc.collect()
-        torch.cuda.empty_cache()
+        found = ours(packed, activity, budget, settings, policy.split(","), rounds)
+        freed()
         after = {} if peer is None else peer_rounds(peer, splits, rounds)
-        theirs = {name: before[name] + after[name] for name in before}
+        theirs = {name: before[name] + after[name] for name in before} or anchor_of(shape, parts, budget)
         best = max((statistics.median(speeds) for speeds in theirs.values()), default=None)
         rows = [row_of(f"llama.cpp, {name}", speeds, best, {}) for name, speeds in theirs.items()]
         for name, of in found.items():
             rows.append(row_of(f"ours, {name}", [1 / seconds for seconds in of["seconds"]], best, of))
+        loading = max(of["loading"] for of in found.values())
+        click.echo(f"loaded in {loading:.0f} s")
         told = [f"{name}: {per_token_in_words(of)}" for name, of in found.items() if "bytes" in of]
-        click.echo(markdown(Table(HEAD, rows, f"{size.name} in {in_words(budget)}", told)))
+        ran = {of["description"] for of in found.values()}
+        click.echo(markdown(Table(HEAD, rows, f"{size.name} in {in_words(budget)}", [*told, *sorted(ran)])))
         report[in_words(budget)] = {"ours": found, "llama.cpp": theirs, "splits": [asdict(split) for split in splits]}
-    write_figures(json_path, report)
+        write_figures(json_path, report)
+
+
+def freed() -> None:
+    """Give back what engines had that are gone."""
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":

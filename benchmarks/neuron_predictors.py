@@ -29,12 +29,12 @@ from accuracy_windows import Windows, windows_of
 from books import books_options
 from figures import json_option, write_figures
 from gate_predictors import (
+    Copied,
     ExactGate,
     Frequency,
     Predictor,
     Previous,
     Seen,
-    copied,
     principal,
     rank_within,
     seen,
@@ -48,6 +48,7 @@ from sparsepack.eval.perplexity import score_windows
 from sparsepack.eval.scorer import SparseScorer
 from sparsepack.eval.standard_error import exp_mean, mean, with_error
 from sparsepack.eval.subject import Subject, open_subject
+from sparsepack.formats.codecs.gate_copy import copied
 from sparsepack.models.families import MLP_MID
 from sparsepack.models.stock.blocks import BlockStream
 from sparsepack.models.stock.hooks import site_hooks
@@ -195,8 +196,8 @@ def _predictors(gate: Tensor, told: Seen, active: Tensor, epochs: int, first: bo
         "exact gate": ExactGate(gate),
         "frequency": frequency,
         "previous token": Previous(frequency),
-        "gate in 2 bits": copies[2],
-        "gate in 1 bit": copies[1],
+        "gate in 2 bits": Copied(copies[2]),
+        "gate in 1 bit": Copied(copies[1]),
     }
     # Small models may have the same rank twice.
     ranks = list(dict.fromkeys([*(rank_within(copy.nbytes, gate) for copy in copies.values()), gate.shape[1] // 8]))

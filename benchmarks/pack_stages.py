@@ -13,8 +13,7 @@ from unittest.mock import patch
 
 import torch
 
-from sparsepack.files import hashing
-from sparsepack.formats import transfer
+from sparsepack.files import hashing, transfer
 from sparsepack.formats.containers import write_tensors as placing
 
 STAGES = ("hash of the source", "read, to the device", "encode", "from the device", "hash", "write", "fsync")

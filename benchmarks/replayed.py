@@ -42,10 +42,10 @@ class Activity:
         return float(np.bitwise_count(self.bits.numpy()).sum() / len(self.bits) / self.frequency.size)
 
 
-def tiled(blocks: int, neurons: int, seed: int = 0, path: Path = CARRIED) -> Activity:
-    """The carried trace for so many blocks of neurons, those of a block by falling frequency."""
-    carried = np.load(path)
-    known, packed = carried["frequency"].astype(np.float64), carried["bits"]
+def tiled(blocks: int, neurons: int, seed: int = 0, tokens: int | None = None) -> Activity:
+    """The carried trace, or its first tokens, for so many blocks of neurons, those of a block by falling frequency."""
+    carried = np.load(CARRIED)
+    known, packed = carried["frequency"].astype(np.float64), carried["bits"][:tokens]
     generator = np.random.default_rng(seed)
     layers, count = known.shape
     frequency = np.empty((blocks, neurons))

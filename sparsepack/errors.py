@@ -59,3 +59,11 @@ class OutputError(UserError):
 
 class RecipeError(UserError):
     """A recipe that does not fit the schema."""
+
+
+class WorkersError(UserError):
+    """Workers that do not fit together, or are too many or too few."""
+
+
+class WorkerLost(Exception):
+    """Another worker ended before the work was done. The command line prints the message on one line and exits 1."""

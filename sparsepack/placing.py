@@ -4,14 +4,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
+from sparsepack.errors import UserError
 from sparsepack.formats.open import read_packed
 from sparsepack.formats.packed import NeuronMlp, PackedModel
 from sparsepack.placement.budget import DRIVER_BYTES, plan_within
-from sparsepack.placement.machine import Rates, dense_split, machine_of, tokens_per_second
+from sparsepack.placement.machine import Rates, dense_split, machine_of, measured_rates, tokens_per_second
 from sparsepack.placement.options import DEFAULT_MACHINE, PlaceOptions
 from sparsepack.placement.placement import across_blocks
-from sparsepack.runtime.backends import backend_for
+from sparsepack.runtime.backend_module import opened
+from sparsepack.runtime.backends import backend_for, backend_named
 from sparsepack.runtime.engine import checked_context
 from sparsepack.runtime.hybrid.plan import context_within, parts_of
 
@@ -29,7 +32,7 @@ def place(path: Path, options: PlaceOptions) -> dict[str, Any]:
                   which as much as fits is on the card and the processor computes the rest
 
     Raises `PlacementError` for a file that is not by neurons, and a budget below the least; `ArtifactError` for a file
-    that is damaged.
+    that is damaged; `UserError` for a device that was not measured.
     """
     packed = read_packed(path, verify=False)
     row = backend_for("cuda")
@@ -43,7 +46,7 @@ def place(path: Path, options: PlaceOptions) -> dict[str, Any]:
     placed = across_blocks(frequency, plan.slots)
     needed, served = float(frequency.sum()), float(frequency[placed.resident].sum())
     hit_rate = served / needed if needed else 1.0
-    name, rates = _rates(options, parts.record)
+    name, rates = _rates(options, packed.architecture.hidden, parts.record)
     given = (rates, plan, needed / frequency.size, hit_rate, 0.0)
     return {
         "kind": "placement",
@@ -75,7 +78,20 @@ def _frequency(packed: PackedModel) -> np.ndarray:
     return np.stack([mlp.frequency.double().numpy() for mlp in mlps])
 
 
-def _rates(options: PlaceOptions, record: int) -> tuple[str, Rates]:
-    """The name of the machine whose speed is modelled, and how fast it is."""
+def _rates(options: PlaceOptions, hidden: int, record: int) -> tuple[str, Rates]:
+    """The name of the machine whose speed is modelled, and how fast it is. Raises `UserError` for a device that has not
+    been measured."""
+    if options.device != "cpu":
+        from sparsepack.runtime.cuda.links import measured_links
+
+        device = torch.device(options.device)
+        backend_named("cuda").check_device(device)
+        links = measured_links(None, hidden, device)
+        if links is None:
+            raise UserError(
+                f"device {device}: its links were not measured for records of {hidden} channels; run `sparsepack tune "
+                f"FILE --device {device}` first, or give --machine"
+            )
+        return f"this machine, {opened(backend_named('cuda')).describe(device)}", measured_rates(links, record)
     name = options.machine or DEFAULT_MACHINE
     return name, machine_of(name).rates(record)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import settings
 
+from sparsepack.files import resume
 from sparsepack.runtime.cpu.tile_config import tuned as tuned_cpu
 from sparsepack.runtime.cuda.driver.compiler import compiled_folder
 from sparsepack.runtime.cuda.products.tile_config import tuned as tuned_cuda
@@ -36,6 +37,14 @@ def _cache_of_its_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
             compiled_folder().symlink_to(compiled.absolute())
         tuned_cpu.cache_clear()
         tuned_cuda.cache_clear()
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _states_are_saved_at_once() -> Iterator[None]:
+    """Tests that kill a run count on a state that is saved after each block and each step."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(resume, "SAVE_EVERY", 0.0)
         yield
 
 

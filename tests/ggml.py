@@ -8,9 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from sparsepack.formats.codecs.types import stored_bytes
-
-TYPES = {"q5_0": 6, "q8_0": 8, "q4_k": 12, "q6_k": 14}  # enum ggml_type
+TYPES = {"q5_0": 6, "q8_0": 8, "q2_k": 10, "q4_k": 12, "q6_k": 14, "tq2_0": 35}  # enum ggml_type
 
 
 @cache
@@ -36,11 +34,14 @@ def library() -> ctypes.CDLL | None:
 
 def quantize(name: str, weights: Tensor) -> Tensor:
     """float32 [rows, K] -> uint8 [rows, bytes per row], on one thread, without an importance matrix."""
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
     ggml = library()
     assert ggml is not None, "ask library() first"
     weights = weights.float().contiguous()
     rows, columns = weights.shape
-    blocks = torch.zeros(rows, stored_bytes(name.upper(), columns), dtype=torch.uint8)
+    block, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(TYPES[name])]
+    blocks = torch.zeros(rows, columns // block * block_bytes, dtype=torch.uint8)
     written = ggml.ggml_quantize_chunk(TYPES[name], weights.data_ptr(), blocks.data_ptr(), 0, rows, columns, None)
     assert written == blocks.numel(), f"ggml wrote {written} bytes, expected {blocks.numel()}"
     return blocks

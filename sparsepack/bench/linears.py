@@ -27,8 +27,8 @@ from sparsepack.progress import progress
 from sparsepack.runtime.cuda.driver.device import usable
 from sparsepack.runtime.cuda.slide.inputs import quantise_slide
 from sparsepack.runtime.cuda.slide.outputs import scale_outputs
-from sparsepack.runtime.cuda.slide.product import slid_product
 from sparsepack.runtime.reference.slide import SlidMatrix
+from sparsepack.runtime.slid_operator import prepare, slid_linear
 
 SCHEMA = 1
 TOKENS = (64, 512, 2048, 8192, 16384)
@@ -260,16 +260,20 @@ def _fp8_of_matrix(weight: Tensor) -> tuple[list[Run], int]:
 
 
 def _slid(how: Slide, dtype: torch.dtype) -> Callable[[Tensor], tuple[list[Run], int]]:
-    def prepare(weight: Tensor) -> tuple[list[Run], int]:
+    def of(matrix: SlidMatrix, out: torch.dtype) -> Run:
+        prepared = prepare(matrix, out)
+        return lambda x: slid_linear(x, matrix, None, prepared)
+
+    def make(weight: Tensor) -> tuple[list[Run], int]:
         values, positions, scale = encode(weight, how, dtype)
         nbytes = values.nbytes + positions.nbytes
         matrices = [
             SlidMatrix(values.view(torch.uint8).clone().view(dtype), positions, scale, how, weight.shape[1])
             for _ in range(_copies(nbytes))
         ]
-        return [slid_product(matrix, None, weight.dtype) for matrix in matrices], nbytes
+        return [of(matrix, weight.dtype) for matrix in matrices], nbytes
 
-    return prepare
+    return make
 
 
 def linears_of(shapes: Mapping[str, tuple[int, int]]) -> list[Linear]:

@@ -49,7 +49,7 @@ def _bench_products(artifact: Artifact, settings: BenchSettings, text: str | Non
     if settings.engine != EngineOptions(device=settings.engine.device):
         raise UserError(
             f"{artifact.path}: of what is said of the engine, the device alone counts with a slid folder; leave out "
-            "backend, cached, policy and threads"
+            "backend, cached, vram, policy and threads"
         )
     shapes = {name: artifact.logical_shape(f"{name}.weight") for name in artifact.slides}
     patterns = sorted({*PATTERNS, *(how.pattern for how in artifact.slides.values())}, key=lambda p: (p.of, p.keep))

@@ -64,13 +64,31 @@ def made_from(checkpoint: Checkpoint, text: Text, device: str, dtype: torch.dtyp
         "tokenizer": {"sha256": sha256_bytes(checkpoint.tokenizer_json().encode())},
         "texts": [{"name": text.name, "sha256": text.sha256, "documents": text.count}],
         "compute": {
-            "device": device,
+            "device": torch.device(device).type,  # on which card of several does not matter
             "dtype": type_name(dtype),
             "weights": type_name(checkpoint.dtype),
             "batch": batch,
         },
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
     }
+
+
+def facts(manifest: Mapping[str, Any], device: str) -> dict[str, Any]:
+    """What workers must agree on that make something together: all that its manifest says, and their processors."""
+    return {
+        "model": manifest["model"]["sha256"],
+        "tokenizer": manifest["tokenizer"]["sha256"],
+        "text": [text["sha256"] for text in manifest["texts"]],
+        "processor": processor(device),
+        "command": fingerprint(manifest),
+    }
+
+
+def processor(device: str) -> str:
+    """What computes, as far as bits depend on it: the name of a GPU, or the instructions of a CPU."""
+    if torch.device(device).type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{torch.device(device).type}, {torch.backends.cpu.get_cpu_capability()}"
 
 
 def read_manifest(

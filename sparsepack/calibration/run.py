@@ -1,7 +1,7 @@
 """`calibrate`: one streaming pass over text, block by block, that collects every statistic any packer needs.
 
-After each block its statistics and the hidden states that enter the next one are saved beside the output, in
-`.NAME.unfinished`. A run that was killed goes on from there with the hidden states it really had.
+Now and then the statistics of the blocks that are done and the hidden states that enter the next one are saved beside
+the output, in `.NAME.unfinished`. A run that was killed goes on from there with the hidden states it really had.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from sparsepack.calibration.collectors.residual import ends_run
 from sparsepack.calibration.criteria import column_norms
 from sparsepack.calibration.folder import Calibration
 from sparsepack.calibration.heads import heads_of
-from sparsepack.calibration.made_from import made_from
+from sparsepack.calibration.made_from import facts, made_from
 from sparsepack.calibration.options import CalibrateOptions
 from sparsepack.calibration.residual import residual_of
 from sparsepack.calibration.samples import samples_of
@@ -31,11 +31,14 @@ from sparsepack.models.families import ATTN_OUT, MLP_MID
 from sparsepack.models.heads import heads_of_config
 from sparsepack.models.precision import arithmetic
 from sparsepack.models.stock.blocks import BlockStream
+from sparsepack.models.stock.bound import bound_told
 from sparsepack.models.stock.hooks import site_hooks, stream_hooks
 from sparsepack.models.tokenizer.windows import check_vocabulary, drawn_windows, window_length
 from sparsepack.option import check_type
-from sparsepack.progress import Shorter, progress, say
+from sparsepack.progress import Advance, Shorter, progress, say
 from sparsepack.version import __version__
+from sparsepack.workers.dealt import Dealt
+from sparsepack.workers.workers import ALONE, Workers
 
 
 def calibrate(
@@ -44,13 +47,16 @@ def calibrate(
     output: Path,
     options: CalibrateOptions | None = None,
     overwrite: bool = False,
+    workers: Workers = ALONE,
 ) -> Calibration:
     """Collect the statistics of a model over text into the folder `output` (section "Calibration folder").
 
     model -- opened, or what `open_checkpoint` opens; text -- read, or what `read_text` reads
+    workers -- who do it together, with the same bytes as one alone. The first one writes it and returns it whole, the
+               others without statistics
 
     Before anything is run a note says which formats can hold the model. Raises `CheckpointError`, `CalibrationError`,
-    `TextError` (too short, or tokens beyond the model) and `OutputError`.
+    `TextError` (too short, or tokens beyond the model), `OutputError`, `WorkersError` and `WorkerLost`.
     """
     check_type("model", model, Checkpoint | Path, CalibrationError)
     check_type("text", text, Text | str | tuple[str, ...], CalibrationError)
@@ -64,14 +70,22 @@ def calibrate(
     samples = samples_of(checkpoint, options.samples, context, options.device)
     options = replace(options, context=context, samples=samples)
     options.check()
-    folder.check_output(output, overwrite)
-    windows = _chosen_windows(checkpoint, text, options)
+    if workers.first:
+        folder.check_output(output, overwrite)
+    chosen = _chosen_windows(checkpoint, text, options).tolist() if workers.first else None
+    windows = torch.tensor(workers.told_by_first(chosen))
+    checkpoint.source.hash.share(workers)
     manifest = _manifest(checkpoint, text, windows, options)
+    dealt = Dealt(workers, len(windows), options.batch)
+    dealt.check("--samples")
+    workers.agree(facts(manifest, options.device))
     say(f"note: {holders(checkpoint)}")
-    with state_beside(output) as state:
+    with state_beside(output, workers) as state:
+        resume = ResumeState(state, fingerprint(manifest), checkpoint.layers, workers)
         with torch.inference_mode():
-            layers = _run(checkpoint, windows, options, ResumeState(state, fingerprint(manifest), checkpoint.layers))
-        return folder.save(Calibration(manifest, tuple(layers), windows), output, overwrite)
+            layers = _run(checkpoint, windows, options, resume, dealt)
+        made = Calibration(manifest, tuple(layers), windows)
+        return folder.save(made, output, overwrite) if workers.first else made
 
 
 def _chosen_windows(checkpoint: Checkpoint, text: Text, options: CalibrateOptions) -> torch.Tensor:
@@ -117,58 +131,87 @@ def _dtype(checkpoint: Checkpoint, options: CalibrateOptions) -> torch.dtype:
 
 
 def _run(
-    checkpoint: Checkpoint, windows: torch.Tensor, options: CalibrateOptions, resume: ResumeState
+    checkpoint: Checkpoint, windows: torch.Tensor, options: CalibrateOptions, resume: ResumeState, dealt: Dealt
 ) -> list[Statistics]:
+    """The statistics of all blocks at the first worker; elsewhere none. windows: int64 [N, S]"""
     stream = BlockStream(checkpoint, options.device, _dtype(checkpoint, options))
     layers = [collectors.of_block(*block) for block in enumerate(resume.blocks())]
-    hidden = resume.hidden()
-    if hidden is None:
-        hidden = stream.embed(windows)
-    residual = residual_of(checkpoint) or {"runs": 0}
-    heads = heads_of_config(checkpoint.config)
-    epsilon = float(getattr(checkpoint.config, "rms_norm_eps", 0))
-    of_run: Statistics = resume.kept(_of_run(len(layers)))
-    batches = -(-len(windows) // options.batch)
+    hidden = stream.states(dealt.own(windows), resume.hidden(dealt=dealt))
+    runs = (residual_of(checkpoint) or {"runs": 0})["runs"]
+    of_run: Statistics = resume.kept_after(_RUN)
+    done, parts = resume.done, dealt.parts
     shorter = Shorter("--samples", len(windows))
-    with progress("calibrating", checkpoint.layers * batches, len(layers) * batches, 1, shorter) as advance:
-        for layer in range(len(layers), checkpoint.layers):
+    with (
+        bound_told("calibrating", stream, resume),
+        progress("calibrating", checkpoint.layers * parts, done * parts, 1, shorter) as advance,
+    ):
+        for layer in range(done, checkpoint.layers):
             stream.load(layer)
-            statistics: Statistics = {}
-            norms = {site: column_norms(stream.block, names) for site, names in checkpoint.family.projections.items()}
-
-            def collect(_: int, site: str, x: torch.Tensor, into: Any = statistics, norms: Any = norms) -> None:
-                x = x[:, options.sinks :]
-                collectors.count(into, "site", site, x, norms[site])
-                if site == ATTN_OUT and checkpoint.family.residual is not None:
-                    collectors.count(into, "outputs", "attention", x, heads.kv_heads, heads.head_dim)
-                if site == MLP_MID:
-                    collectors.count(into, "neurons", "neurons", x)
-
-            def watch(query: torch.Tensor, key: torch.Tensor, window: int, into: Any = statistics) -> None:
-                without = query[:, :, options.sinks :], key[:, :, options.sinks :]
-                collectors.count(into, "attention", "attention", *without, window)
-                collectors.count(into, "window", "attention", query, key, window)
-
-            def read(states: torch.Tensor, into: Any = of_run) -> None:
-                collectors.count(into, "residual", "residual", states[:, options.sinks :], epsilon)
-
-            with (
-                site_hooks([(layer, stream.block)], checkpoint.family, collect),
-                stream_hooks(stream.block, checkpoint.family, read),
-                stream.watched(watch),
-            ):
-                stream.pass_on(hidden, options.batch, advance)
-            resume.drop(_of_run(layer))
-            if ends_run(layer, checkpoint.layers, residual["runs"]):
+            statistics = _of_block(checkpoint, stream, layer, hidden, options, dealt, of_run, advance)
+            if ends_run(layer, checkpoint.layers, runs):
                 statistics |= {name: value.cpu() for name, value in of_run.items()}
-                of_run = {}
-            elif of_run:
-                resume.keep_with_blocks(_of_run(layer + 1), of_run)
+                of_run.clear()
+            resume.keep_after(_RUN, of_run)
             layers.append(statistics)
-            resume.save_block(layer, collectors.named(layer, statistics), hidden)
+            resume.save_block(layer, collectors.named(layer, statistics), hidden, dealt)
     return layers
 
 
-def _of_run(done: int) -> str:
-    """The name under which is kept what was counted of a run of blocks that is not over, `done` blocks finished."""
-    return f"run-{done:05}"
+_RUN = "run"
+"""Under this name is kept what was counted of a run of blocks that is not over."""
+
+
+def _of_block(
+    checkpoint: Checkpoint,
+    stream: BlockStream,
+    layer: int,
+    hidden: torch.Tensor,
+    options: CalibrateOptions,
+    dealt: Dealt,
+    of_run: Statistics,
+    advance: Advance,
+) -> Statistics:
+    """The statistics of the loaded block, at the first worker; what belongs to a run of blocks is added to `of_run`
+    there. hidden: what enters the block, this worker's windows, in whose place comes what leaves it
+
+    What is counted in one batch is added when the batch is done, in the order of the batches, whichever worker has run
+    them: sums then have the same bits for every number of workers.
+    """
+    family, heads = checkpoint.family, heads_of_config(checkpoint.config)
+    epsilon = float(getattr(checkpoint.config, "rms_norm_eps", 0))
+    norms = {site: column_norms(stream.block, names) for site, names in family.projections.items()}
+    statistics: Statistics = {}
+    of_batch: Statistics = {}
+    run_of_batch: Statistics = {}
+
+    def collect(_: int, site: str, x: torch.Tensor) -> None:
+        x = x[:, options.sinks :]
+        collectors.count(of_batch, "site", site, x, norms[site])
+        if site == ATTN_OUT and family.residual is not None:
+            collectors.count(of_batch, "outputs", "attention", x, heads.kv_heads, heads.head_dim)
+        if site == MLP_MID:
+            collectors.count(of_batch, "neurons", "neurons", x)
+
+    def watch(query: torch.Tensor, key: torch.Tensor, window: int) -> None:
+        without = query[:, :, options.sinks :], key[:, :, options.sinks :]
+        collectors.count(of_batch, "attention", "attention", *without, window)
+        collectors.count(of_batch, "window", "attention", query, key, window)
+
+    def read(states: torch.Tensor) -> None:
+        collectors.count(run_of_batch, "residual", "residual", states[:, options.sinks :], epsilon)
+
+    def batch_done(having: int) -> None:
+        for found in dealt.workers.in_order({**of_batch, **run_of_batch}, having):
+            collectors.add_to(statistics, {name: found[name] for name in of_batch})
+            collectors.add_to(of_run, {name: found[name] for name in run_of_batch})
+        of_batch.clear()
+        run_of_batch.clear()
+        advance(having)
+
+    with (
+        site_hooks([(layer, stream.block)], family, collect),
+        stream_hooks(stream.block, family, read),
+        stream.watched(watch),
+    ):
+        stream.pass_on(hidden, options.batch, dealt.after_each(batch_done))
+    return statistics

@@ -22,6 +22,7 @@ from sparsepack.runtime.backends import backend_for, backend_named
 from sparsepack.runtime.engine import Engine
 from sparsepack.runtime.features import check_features
 from sparsepack.runtime.options import EngineOptions
+from sparsepack.workers.workers import Workers
 
 
 class EngineScorer(CountingScorer):
@@ -86,6 +87,10 @@ class EngineScorer(CountingScorer):
         self._decoded = 0
         self._hit_counts = None
         self._inactive: dict[SiteKey, float] = {}
+
+    def share(self, workers: Workers) -> None:
+        """An engine is measured by one process: see `EvalRequest.check_workers`."""
+        assert workers.count == 1
 
     @property
     def hit_counts(self) -> HitCounts | None:

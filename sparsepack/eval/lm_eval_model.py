@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import logging
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -16,8 +16,10 @@ from lm_eval.models.utils import normalize_gen_kwargs
 
 from sparsepack.errors import UserError
 from sparsepack.eval.protocols import Scorer
+from sparsepack.files.hashing import fingerprint
 from sparsepack.models.tokenizer.chat import render_chat, template_of
 from sparsepack.progress import progress
+from sparsepack.workers.workers import ALONE, Workers
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
@@ -59,9 +61,20 @@ class SparseLM(TemplateLM):
     The prefix token is BOS where the tokenizer has one, else EOS. Special tokens at the start of a context are the
     tokenizer's own choice, as in lm-eval's HFLM. Rows too long for the scorer lose their beginning; they are counted
     in `truncated_requests` and warned about.
+
+    lm-eval itself runs at every one of several workers as if it were alone; each runs some batches of the requests, and
+    all have the answers to all. What is in a batch does not depend on how many workers there are.
     """
 
-    def __init__(self, scorer: Scorer, tokenizer: PreTrainedTokenizerBase, *, protocol: str, batch_size: int) -> None:
+    def __init__(
+        self,
+        scorer: Scorer,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        protocol: str,
+        batch_size: int,
+        workers: Workers = ALONE,
+    ) -> None:
         super().__init__()
         prefix = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
         if prefix is None:
@@ -70,6 +83,7 @@ class SparseLM(TemplateLM):
         self.tokenizer = tokenizer
         self.protocol = protocol
         self.batch_size = batch_size
+        self.workers = workers
         self.truncated_requests = 0
         self._prefix_token_id: int = prefix
 
@@ -150,8 +164,8 @@ class SparseLM(TemplateLM):
             requests_of[ScoredRow(ids, len(ids) - len(continuation))].append(index)
         self._warn_truncated(truncated)
 
-        scores: dict[int, tuple[float, bool]] = {}
-        for batch in _batches(requests_of, self.batch_size, "scoring"):
+        def score(batch: list[ScoredRow]) -> dict[int, tuple[float, bool]]:
+            scores: dict[int, tuple[float, bool]] = {}
             for row, logits in zip(batch, self._logits(batch), strict=True):
                 log_probs = torch.log_softmax(logits[row.scored : len(row.ids)].float(), dim=-1)  # [N, V]
                 greedy = log_probs.argmax(dim=-1)
@@ -165,7 +179,12 @@ class SparseLM(TemplateLM):
                             "are damaged, or overflow in this --dtype: try float32"
                         )
                     scores[index] = (total, bool((greedy == targets).all()))
-        return [scores[index] for index in range(len(requests))]
+            return scores
+
+        # The longest first, rows of about one length together: what does not fit in memory shows at once.
+        rows = sorted(requests_of, key=lambda row: (-len(row.ids), row))
+        scores = self._answers(rows, score, "scoring", [request[1:] for request in requests])
+        return [(scores[index][0], scores[index][1]) for index in range(len(requests))]
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = True) -> list[float]:
         """Log-likelihood of each whole text, in nats, over lm-eval's windows: every token is a target exactly once.
@@ -217,14 +236,35 @@ class SparseLM(TemplateLM):
         answers: dict[int, str] = {}
         for generation, rows in rows_of.items():
             order = sorted(rows, key=lambda index: (-len(rows[index].ids), index))
-            for batch in _chunks(order, self.batch_size, "generating"):
-                answers |= self._generate({index: rows[index] for index in batch}, generation)
+            work = functools.partial(self._generate, rows, generation)
+            answers |= self._answers(order, work, "generating", [asdict(generation), [asdict(rows[i]) for i in order]])
         return [answers[index] for index in range(len(requests))]
 
-    def _generate(self, rows: dict[int, ScoredRow], generation: GenerationArguments) -> dict[int, str]:
-        produced: dict[int, list[int]] = {index: [] for index in rows}
-        randoms = {index: torch.Generator().manual_seed(SAMPLING_SEED + index) for index in rows}
-        live = list(rows)
+    def _answers(
+        self, items: list[T], work: Callable[[list[T]], dict[int, Any]], what: str, asked: Any
+    ) -> dict[int, Any]:
+        """What `work` finds for all items, by the number of a request: a batch of them at a time, each at one of the
+        workers. asked -- JSON-able, the same at all workers unless their tasks or tokenizers differ"""
+        batches = [items[start : start + self.batch_size] for start in range(0, len(items), self.batch_size)]
+        if self.workers.count > 1:
+            self.workers.agree({"list of requests": fingerprint(asked)})
+        with progress(f"{what} requests", len(items)) as advance:
+
+            def done(batch: list[T]) -> list[tuple[int, Any]]:
+                found = [*work(batch).items()]
+                advance(self.workers.count * len(batch))
+                return found
+
+            found = self.workers.each(batches, done)
+        return {index: value for batch in found for index, value in batch}
+
+    def _generate(
+        self, rows: dict[int, ScoredRow], generation: GenerationArguments, chosen: list[int]
+    ) -> dict[int, str]:
+        """Continue the chosen rows together."""
+        produced: dict[int, list[int]] = {index: [] for index in chosen}
+        randoms = {index: torch.Generator().manual_seed(SAMPLING_SEED + index) for index in chosen}
+        live = chosen
         for _ in range(generation.max_new):
             batch = [ScoredRow((*rows[index].ids, *produced[index]), rows[index].scored) for index in live]
             still = []
@@ -295,16 +335,3 @@ def _choose(logits: torch.Tensor, temperature: float, random: torch.Generator) -
 
 def _cut(text: str, until: Sequence[str]) -> str:
     return text[: min((text.find(stop) for stop in until if stop in text), default=len(text))]
-
-
-def _batches(rows: Iterable[ScoredRow], size: int, what: str) -> Iterator[list[ScoredRow]]:
-    """Rows of about one length together, the longest first: what does not fit in memory shows at once."""
-    return _chunks(sorted(rows, key=lambda row: (-len(row.ids), row)), size, what)
-
-
-def _chunks(items: list[T], size: int, what: str) -> Iterator[list[T]]:
-    with progress(f"{what} requests", len(items)) as advance:
-        for start in range(0, len(items), size):
-            batch = items[start : start + size]
-            yield batch
-            advance(len(batch))

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from sparsepack.calibration.options import CalibrateOptions
-from sparsepack.errors import UserError
+from sparsepack.errors import UserError, WorkersError
 from sparsepack.eval.protocols import PROTOCOLS
 from sparsepack.option import check_options, only_with, option
 from sparsepack.runtime.backends import BACKENDS, backend_named
@@ -108,17 +108,24 @@ class EvalRequest:
                     f"backend {self.runtime}: takes a zigzag artifact's own thresholds and types; "
                     "leave out --thresholds and --dtype"
                 )
-        if self.engine.cached is not None:
-            self._check_slots()
+        if self.engine.divided_by:
+            self._check_slots(self.engine.divided_by)
         if self.engine.hold:
             self._check_hold()
 
-    def _check_slots(self) -> None:
+    def check_workers(self, count: int) -> None:
+        """Raise `WorkersError` for what so many workers do not measure together."""
+        if count > 1 and self.runtime != "transformers":
+            raise WorkersError(
+                f"--backend {self.runtime}: measured in one process; leave it out, or --devices and torchrun"
+            )
+
+    def _check_slots(self, name: str) -> None:
         if self.runtime == "transformers":
-            able = " or ".join(row.name for row in BACKENDS.values() if row.slots)
-            raise UserError(f"cached: transformers gives neurons no slots; give --backend {able}")
-        if self.protocol == "dense":
-            raise UserError("cached: protocol dense decodes nothing that slots could serve; take decode or all")
+            able = " or ".join(row.name for row in BACKENDS.values() if row.divides(name))
+            raise UserError(f"{name}: transformers gives neurons no slots; give --backend {able}")
+        if self.protocol == "dense" and name == "cached":  # a card that is too small needs its budget all the same
+            raise UserError(f"{name}: protocol dense decodes nothing that slots could serve; take decode or all")
 
     def _check_hold(self) -> None:
         if self.runtime == "transformers":

@@ -5,7 +5,7 @@ the second half runs sparse and only it is scored.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,8 @@ from sparsepack.eval.protocols import Done, WindowScorer, scored_from
 from sparsepack.eval.softmax import RunningSoftmax, wide
 from sparsepack.eval.standard_error import exp_mean, mean
 from sparsepack.progress import Shorter, progress
+from sparsepack.workers.dealt import Dealt
+from sparsepack.workers.workers import ALONE, Workers
 
 POSITIONS, WORDS = 1024, 4096
 """The logits that exist at one time are of so many positions and so many tokens of the vocabulary."""
@@ -39,19 +41,26 @@ def score_windows(
     reference: WindowScorer | None = None,
     batch: int = 1,
     second_half: bool = False,
+    workers: Workers = ALONE,
 ) -> WindowScores:
     """Negative log-likelihood of `targets` [N, S] given `inputs` [N, S], and KL(reference || scored), both in nats.
 
+    workers -- who score them together: each runs some batches, and all return the scores of all windows
+
     The two models take turns: each runs a group of windows, then their logits are compared. Only hidden states of both
-    are in memory together.
+    are in memory together. Whatever runs together is of one batch, so that the scores have the same bits for every
+    number of workers. Raises `WorkersError` for more workers than batches, and `WorkerLost`.
     """
+    dealt = Dealt(workers, len(inputs), batch)
+    dealt.check("--windows")
+    shorter = Shorter("--windows", len(inputs))
+    inputs, targets = dealt.own(inputs), dealt.own(targets)
     width = inputs.shape[1]
     first = scored_from(protocol, width, second_half)
     start = {"dense": width, "all": 0, "decode": first}[protocol]
     scorers = [scorer] if reference is None else [scorer, reference]
-    rows = min(each.rows_at_once(width, batch) for each in scorers)
+    rows = max(1, min(each.rows_at_once(width, batch) for each in scorers) // batch) * batch
     found: list[dict[str, torch.Tensor]] = []
-    shorter = Shorter("--windows", len(inputs))
     with progress(f"perplexity ({protocol})", len(inputs), shorter=shorter) as advance:
         done = _whole(advance, sum(each.steps for each in scorers))
         for ids, wanted in zip(torch.split(inputs, rows), torch.split(targets, rows), strict=True):
@@ -60,9 +69,9 @@ def score_windows(
                 states = each.hidden(ids, None, torch.full((len(ids),), sparse_from), batch, done)
                 hidden.append(states[:, first:].flatten(0, 1))
                 del states
-            sums = _score_rows(scorers, hidden, wanted[:, first:].flatten())
-            found.append({name: value.view(len(ids), -1).sum(1) for name, value in sums.items()})
-    joined = {name: torch.cat([sums[name] for sums in found]) for name in found[0]}
+            scores = _score_rows(scorers, hidden, wanted[:, first:].flatten(), batch * (width - first))
+            found.append({name: _of_each(value.view(len(ids), -1)) for name, value in scores.items()})
+    joined = {name: _of_all(torch.cat([sums[name] for sums in found]), dealt) for name in found[0]}
     compared = (joined.get(name) for name in ("kl", "same_top", "reference_nll"))
     return WindowScores(joined["nll"], width - first, *compared)
 
@@ -81,20 +90,34 @@ def _whole(advance: Callable[[int], None], steps: int) -> Done:
     return done
 
 
+def _of_each(values: torch.Tensor) -> torch.Tensor:
+    """The sum of each row [rows, positions], by itself: how many there are beside it decides no bit."""
+    return torch.stack([row.sum() for row in values])
+
+
+def _of_all(own: torch.Tensor, dealt: Dealt) -> torch.Tensor:
+    """The values of all windows at all workers. own: those of this one's"""
+    whole = dealt.workers.from_first(dealt.gathered(own))
+    assert whole is not None
+    return whole
+
+
 @torch.inference_mode()
 def _score_rows(
-    scorers: list[WindowScorer], hidden: list[torch.Tensor], wanted: torch.Tensor
+    scorers: list[WindowScorer], hidden: list[torch.Tensor], wanted: torch.Tensor, together: int
 ) -> dict[str, torch.Tensor]:
     """The scores of N positions, from each scorer's `hidden` [N, ...]: by the names of `WindowScores`, float64 [N].
 
+    together -- positions of one batch: logits of two batches are not made in one product
+
     The vocabulary is the outer loop: each part of an output matrix is made once.
     """
+    parts = [*_parts(len(wanted), together)]
     softmax = [RunningSoftmax(wanted) for _ in scorers]
     apart = torch.zeros(len(wanted), dtype=torch.float64)  # sum of exp(reference logit) * (reference - scored logit)
     for word in range(0, scorers[0].vocabulary, WORDS):
         heads = [scorer.head(slice(word, word + WORDS)) for scorer in scorers]
-        for at in range(0, len(wanted), POSITIONS):
-            part = slice(at, at + POSITIONS)
+        for part in parts:
             logits = [head(states[part]).float() for head, states in zip(heads, hidden, strict=True)]
             before = softmax[-1].largest[part].clone()
             grown = [each.take(part, word, these) for each, these in zip(softmax, logits, strict=True)][-1]
@@ -108,6 +131,14 @@ def _score_rows(
         found["same_top"] = (ours.top == theirs.top).double()
         found["reference_nll"] = theirs.nll()
     return found
+
+
+def _parts(positions: int, together: int) -> Iterator[slice]:
+    """Cut positions into parts of one batch each, and of `POSITIONS` at most."""
+    for batch in range(0, positions, together):
+        end = min(batch + together, positions)
+        for at in range(batch, end, POSITIONS):
+            yield slice(at, min(at + POSITIONS, end))
 
 
 def summarise(scores: WindowScores, scored_bytes: int) -> dict[str, Any]:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from sparsepack.models.records.rule import SiteKey
     from sparsepack.models.records.sparse_attention import SparseAttention
     from sparsepack.placement.counts import HitCounts
+    from sparsepack.workers.workers import Workers
 
 Logits = Callable[["torch.Tensor"], "torch.Tensor"]
 Done = Callable[[int], None]
@@ -102,6 +103,10 @@ class CountingScorer(WindowScorer, Protocol):
     @abstractmethod
     def reset(self) -> None:
         """Forget the counts."""
+
+    @abstractmethod
+    def share(self, workers: Workers) -> None:
+        """Count what all workers have counted, at all of them."""
 
     @abstractmethod
     def realised(self) -> dict[SiteKey, float]:

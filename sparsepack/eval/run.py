@@ -1,19 +1,23 @@
 """`eval`: accuracy of a checkpoint or an artifact, with the protocol beside every figure."""
 
 import importlib.metadata
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from sparsepack.calibration.made_from import processor
 from sparsepack.errors import TextError, UserError
 from sparsepack.eval.engine_subject import open_engine_subject
 from sparsepack.eval.options import EvalRequest
 from sparsepack.eval.perplexity import score_windows, summarise
 from sparsepack.eval.protocols import CountingScorer, Subject, scored_from
 from sparsepack.eval.subject import open_subject
+from sparsepack.files.hashing import combined, fingerprint, sha256_file
 from sparsepack.files.text import Text, read_text
+from sparsepack.formats.open import is_artifact
 from sparsepack.formats.table import FORMATS
 from sparsepack.models.records.skipped import skipped
 from sparsepack.models.records.sparse_attention import described
@@ -21,20 +25,23 @@ from sparsepack.models.tokenizer.windows import rolling_windows, window_length
 from sparsepack.option import check_type, with_paths
 from sparsepack.sparsity.thresholds import Thresholds, read_thresholds
 from sparsepack.version import __version__
+from sparsepack.workers.workers import ALONE, Workers
 
 
-def evaluate(request: EvalRequest, read: Callable[[str], Text] = read_text) -> dict[str, Any]:
+def evaluate(request: EvalRequest, read: Callable[[str], Text] = read_text, workers: Workers = ALONE) -> dict[str, Any]:
     """Measure what was asked; the result is JSON-able.
 
     `{"subject": {...}, "protocol", "perplexity": [row, ...], "tasks": {...}, "sparsity": {...}, "versions"}`
     A row's `windows_of` is how many windows the text has; None where it was not looked at to its end.
 
-    read -- opens a text by its name: for callers that have done so already
+    read    -- opens a text by its name: for callers that have done so already
+    workers -- who measure together; all return the same, with the same bits as one alone
 
-    Raises `UserError` subclasses.
+    Raises `UserError` subclasses, and `WorkerLost`.
     """
     check_type("request", request, EvalRequest, UserError)
     request.check()
+    request.check_workers(workers.count)
     request = with_paths(request)
     texts = [read(name) for name in request.perplexity]
     table = read_thresholds(request.thresholds) if request.thresholds else None
@@ -44,14 +51,17 @@ def evaluate(request: EvalRequest, read: Callable[[str], Text] = read_text) -> d
         raise TextError(f"context {context}: {subject.name} was made for at most {subject.context}")
     protocol = protocol_of(request, subject)
     reference = _reference(request, subject)
+    if workers.count > 1:
+        workers.agree(_facts(request, subject, texts, context, protocol))
     scorer = subject.scorer()
     rows = []
     for text in texts:
         scorer.reset()
         inputs, targets = rolling_windows(subject.tokenizer, text, context, request.windows)
         scores = score_windows(
-            scorer, inputs, targets, protocol, reference, request.windows_at_once, request.second_half
+            scorer, inputs, targets, protocol, reference, request.windows_at_once, request.second_half, workers
         )
+        scorer.share(workers)
         scored = targets[:, scored_from(protocol, targets.shape[1], request.second_half) :]
         rows.append(
             {
@@ -84,7 +94,7 @@ def evaluate(request: EvalRequest, read: Callable[[str], Text] = read_text) -> d
         "compute": {
             "batch": request.windows_at_once,
             "runtime": request.runtime,
-            "device": request.device,
+            "device": torch.device(request.device).type,  # on which card of several does not matter
             **subject.precision,
         },
         "versions": {
@@ -94,8 +104,31 @@ def evaluate(request: EvalRequest, read: Callable[[str], Text] = read_text) -> d
         },
     }
     if request.tasks:
-        result["tasks"] = _tasks(request, subject, protocol)
+        result["tasks"] = _tasks(request, subject, protocol, workers)
     return result
+
+
+def _facts(
+    request: EvalRequest, subject: Subject, texts: Sequence[Text], context: int, protocol: str
+) -> dict[str, Any]:
+    """What workers must agree on before they measure together; paths may differ from one machine to another."""
+    here = ("subject", "thresholds", "perplexity", "against", "task_path", "device", "engine")
+    asked = {name: value for name, value in asdict(request).items() if name not in here}
+    return {
+        "model": _identity(request.subject, subject),
+        "thresholds": sha256_file(request.thresholds) if request.thresholds else None,
+        "text": [text.sha256 for text in texts],
+        "processor": processor(request.device),
+        "command": fingerprint({**asked, "against": request.against is not None, "context": context, "as": protocol}),
+    }
+
+
+def _identity(name: str, subject: Subject) -> str:
+    path = Path(name)
+    if not is_artifact(path):
+        return subject.source_sha256
+    files = [path] if path.is_file() else sorted(each for each in path.rglob("*") if each.is_file())
+    return combined(map(sha256_file, files))
 
 
 def _bytes_of(tokenizer: Any, scored: torch.Tensor) -> int:
@@ -129,11 +162,12 @@ def _reference(request: EvalRequest, subject: Subject) -> CountingScorer | None:
     return source.scorer()
 
 
-def _tasks(request: EvalRequest, subject: Subject, protocol: str) -> dict[str, Any]:
+def _tasks(request: EvalRequest, subject: Subject, protocol: str, workers: Workers) -> dict[str, Any]:
     from sparsepack.eval.tasks import run_tasks
 
     scorer = subject.task_scorer()
-    result = run_tasks(scorer, subject.tokenizer, request, protocol)
+    result = run_tasks(scorer, subject.tokenizer, request, protocol, workers)
+    scorer.share(workers)
     return {**result, "held": request.engine.hold, "batch": request.requests_at_once, **_counted(scorer, subject)}
 
 

@@ -18,6 +18,7 @@ from sparsepack.models.records.rule import Rules, SiteKey, active_channels, spar
 from sparsepack.models.records.sparse_attention import SparseAttention
 from sparsepack.models.stock.hooks import site_hooks
 from sparsepack.models.stock.whole import backbone_of
+from sparsepack.workers.workers import Workers
 
 
 class SparsePositions:
@@ -67,6 +68,15 @@ class SparsePositions:
         self._inactive.clear()
         self._seen.clear()
 
+    def share(self, workers: Workers) -> None:
+        """Count what all workers have counted, at all of them."""
+        here = [[*key, int(self._inactive[key]), int(seen)] for key, seen in self._seen.items()]
+        self.reset()
+        for layer, site, inactive, seen in (row for rows in workers.told(here) for row in rows):
+            key = (layer, site)
+            self._inactive[key] = self._inactive.get(key, 0) + torch.tensor(inactive)
+            self._seen[key] = self._seen.get(key, 0) + torch.tensor(seen)
+
     def realised(self) -> dict[SiteKey, float]:
         """Share of inactive channels per site over all sparse positions so far; sites never sparse are absent."""
         return {key: float(self._inactive[key]) / max(float(seen), 1.0) for key, seen in self._seen.items()}
@@ -94,6 +104,11 @@ class StockScorer(CountingScorer):
     def reset(self) -> None:
         self._positions.reset()
         self.tokens_read.reset()
+
+    def share(self, workers: Workers) -> None:
+        if workers.count > 1:
+            self._positions.share(workers)
+            self.tokens_read.share(workers)
 
     def realised(self) -> dict[SiteKey, float]:
         return self._positions.realised()

@@ -1,7 +1,7 @@
-"""A model that is scored block by block: rows of tokens wait as hidden states while one decoder block is in memory.
+"""A model that is scored block by block: rows of tokens wait as hidden states while one decoder block is at work.
 
-Memory: one block in the type that it is computed in, the hidden states of the rows of a call (`HIDDEN_BYTES` at most
-unless a single batch has more), and for the logits the output matrix as it is stored. The numbers are those of the
+Memory: two blocks in the type that they are computed in, the hidden states of the rows of a call (`HIDDEN_BYTES` at
+most unless a single batch has more), and for the logits the output matrix as it is stored. The numbers are those of the
 whole model in memory.
 """
 

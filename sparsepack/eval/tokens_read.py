@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from sparsepack.models.records.sparse_attention import SparseAttention
+from sparsepack.workers.workers import Workers
 
 
 class TokensRead:
@@ -37,6 +38,14 @@ class TokensRead:
                 seen = [min(n, window or n) for n in range(start + 1, stop + 1)]
                 self._seen[window] += times * sum(seen)
                 self._read[window] += times * sum(map(self._attention.policy.budget, seen))
+
+    def share(self, workers: Workers) -> None:
+        """Count what all workers have counted, at all of them."""
+        said = workers.told([[*self._seen.items()], [*self._read.items()]])
+        self.reset()
+        for seen, read in said:
+            self._seen.update(dict(seen))
+            self._read.update(dict(read))
 
     def result(self) -> dict[str, Any] | None:
         """For results: the shares of the tokens seen that were read, beside the policy's `target`; None where the model

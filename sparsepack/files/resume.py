@@ -9,6 +9,7 @@ goes on from one says where it lies.
 """
 
 import json
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Any
 
 import torch
 
-from sparsepack.errors import OutputError, UserError
+from sparsepack.errors import OutputError, UserError, WorkerLost
 from sparsepack.files.atomic import atomic_file, remove, write_json
 from sparsepack.files.hashing import fingerprint as hash_of
 from sparsepack.files.hashing import sha256_file
@@ -24,9 +25,21 @@ from sparsepack.files.lock import locked
 from sparsepack.files.stored import Name, Stored, checked, shown
 from sparsepack.files.tensors import save_tensors
 from sparsepack.progress import say
+from sparsepack.workers.dealt import Dealt
+from sparsepack.workers.workers import ALONE, Workers
 
 _STATE = "state.json"
 _BLOCKS = "blocks"
+
+SAVE_EVERY = 20.0
+"""A state is saved when the one before is so many seconds old (`pause_after`)."""
+
+
+def pause_after(seconds: float) -> float:
+    """How many seconds pass before a state is saved again that took so many to save: `SAVE_EVERY`, or so many times as
+    long as saving took, if that is more than one. The hidden states of a large model are gigabytes, and a block may
+    take less than writing them."""
+    return SAVE_EVERY * max(1.0, seconds)
 
 
 def unfinished_path(output: Path) -> Path:
@@ -35,20 +48,24 @@ def unfinished_path(output: Path) -> Path:
 
 
 @contextmanager
-def state_beside(output: Path) -> Iterator[Path]:
-    """Yield the folder for the state of the run that makes `output`; it is removed once the output is written.
+def state_beside(output: Path, workers: Workers = ALONE) -> Iterator[Path]:
+    """Yield the folder for the state of the run that makes `output`; it is removed once the output is written. Of
+    several workers the first one alone keeps it.
 
     A run that is refused leaves no state of its own, since the same command would be refused again. An interrupt says
     whether there is a state to go on from; one stays, too, where the disk refuses the output. Raises `OutputError`
     where another process is making the output.
     """
     path = unfinished_path(output)
+    if not workers.first:
+        yield path
+        return
     with locked(output):
         before = _written(path)
         try:
             yield path
         except KeyboardInterrupt as interrupt:
-            if not path.is_dir():
+            if _written(path) is None:
                 raise
             kept = f"{path} keeps what was done, and the same command goes on from there"
             raise KeyboardInterrupt(kept) from interrupt
@@ -58,7 +75,7 @@ def state_beside(output: Path) -> Iterator[Path]:
             if before is None or _written(path) != before:  # else it is another command's
                 _discard(path)
             raise
-        except (OSError, MemoryError):
+        except (OSError, MemoryError, WorkerLost):
             raise
         except Exception as error:
             memory = "alloc" in str(error)  # torch's words for one that is full
@@ -89,20 +106,28 @@ class _State(Stored):
 
 
 class ResumeState:
-    """A run's state in the folder `path` (None keeps nothing).
+    """A run's state in the folder `path` (None keeps nothing). Of several workers the first one keeps it and tells the
+    others its values; hidden states are those of all windows, so another number of workers may go on.
 
     fingerprint -- of everything the result depends on; the state of a run with another one is removed
     most        -- how many decoder blocks can be finished; None: any number
     parts       -- the values that were committed last, by part; empty for a run that begins
+    workers     -- who keep it together
+    seconds     -- what saving blocks took so far
     """
 
-    def __init__(self, path: Path | None, fingerprint: str, most: int | None = None) -> None:
-        self.path, self.fingerprint, self._most = path, fingerprint, most
+    def __init__(self, path: Path | None, fingerprint: str, most: int | None = None, workers: Workers = ALONE) -> None:
+        self.path, self.fingerprint, self._most = path if workers.first else None, fingerprint, most
+        self.workers = workers
         self.parts: dict[str, Any] = {}
         self._files: dict[str, dict[str, str]] = {}  # name -> the part it is of, and its SHA-256
         self._unneeded: list[Path] = []
-        if path is not None and path.exists():
-            self._read(path)
+        self._after: dict[str, tuple[Mapping[str, torch.Tensor], Dealt | None]] = {}  # the block at hand, by name
+        self._saved, self._pause = time.monotonic(), pause_after(0)
+        self.seconds = 0.0
+        if self.path is not None and self.path.exists():
+            self._read(self.path)
+        self.parts = workers.told_by_first(self.parts)
 
     def keep(self, part: str, name: str, tensors: Mapping[str, torch.Tensor]) -> None:
         """Write tensors that count from the next `commit` on. Raises `OutputError` where the disk refuses them."""
@@ -169,29 +194,63 @@ class ResumeState:
         """What was found at one finished decoder block; nothing where nothing was."""
         return self.kept(f"block-{layer:05}")
 
-    def hidden(self, name: str = "hidden") -> torch.Tensor | None:
-        """The hidden states after the last finished block, if there is one."""
-        return self.load(f"{name}-{self.done:05}")["hidden"] if self.done else None
+    def hidden(self, name: str = "hidden", dealt: Dealt | None = None) -> torch.Tensor | None:
+        """The hidden states after the last finished block, if there is one; this worker's where windows are `dealt`,
+        else all of them."""
+        whole = self.load(f"{name}-{self.done:05}")["hidden"] if self.done and self.workers.first else None
+        return self.workers.from_first(whole) if dealt is None else dealt.scattered(whole)
 
-    def keep_hidden(self, layer: int, hidden: torch.Tensor, name: str = "hidden") -> None:
-        """Keep the hidden states after block `layer` in place of those before it, from its `save_block` on."""
-        self.keep(_BLOCKS, f"{name}-{layer + 1:05}", {"hidden": hidden})
-        self.drop(f"{name}-{layer:05}")
+    def kept_after(self, name: str) -> dict[str, torch.Tensor]:
+        """What `keep_after` has kept after the last finished block."""
+        return self.kept(f"{name}-{self.done:05}")
+
+    def keep_hidden(self, hidden: torch.Tensor, name: str = "hidden", dealt: Dealt | None = None) -> None:
+        """Keep the hidden states after the block that is being finished, as `keep_after` does."""
+        self.keep_after(name, {"hidden": hidden}, dealt)
+
+    def keep_after(self, name: str, tensors: Mapping[str, torch.Tensor], dealt: Dealt | None = None) -> None:
+        """Keep tensors that belong to the end of the block that is being finished, if there are any, in place of those
+        kept under this name before, from the next `save_block` on that commits.
+
+        dealt -- how their rows are shared among workers; None: the first one has all of them
+        """
+        self._after[name] = tensors, dealt
 
     def keep_with_block(self, name: str, tensors: Mapping[str, torch.Tensor]) -> None:
         """Keep tensors of a block that is being worked on, under a name of their own, from its `save_block` on."""
         self.keep(_BLOCKS, name, tensors)
 
+    def due(self, layer: int) -> bool:
+        """Whether `save_block` of a block will commit: now and then, and the last one."""
+        due = layer + 1 == self._most or time.monotonic() - self._saved >= self._pause
+        return bool(self.workers.told_by_first(due))
+
     def save_block(
-        self, layer: int, found: Mapping[str, torch.Tensor], hidden: torch.Tensor | None = None, **values: Any
+        self,
+        layer: int,
+        found: Mapping[str, torch.Tensor],
+        hidden: torch.Tensor | None = None,
+        dealt: Dealt | None = None,
+        **values: Any,
     ) -> None:
-        """Commit a finished block - tensors found there, values - and the hidden states after it where the run needs
-        them."""
+        """Keep a finished block - tensors found there, values - and the hidden states after it where the run needs
+        them. A run that was killed goes on after the last one that was committed (`due`)."""
+        began = time.monotonic()
         if found:
             self.keep(_BLOCKS, f"block-{layer:05}", found)
         if hidden is not None:
-            self.keep_hidden(layer, hidden)
-        self.commit(_BLOCKS, done=layer + 1, **values)
+            self.keep_hidden(hidden, dealt=dealt)
+        if self.due(layer):
+            for name, (tensors, shared) in self._after.items():
+                whole = {key: value if shared is None else shared.gathered(value) for key, value in tensors.items()}
+                if whole and self.path is not None:
+                    self.keep(_BLOCKS, f"{name}-{layer + 1:05}", {k: v for k, v in whole.items() if v is not None})
+                self.drop(f"{name}-{self.done:05}")
+            self.commit(_BLOCKS, done=layer + 1, **values)
+            self._saved = time.monotonic()
+            self._pause = pause_after(self._saved - began)
+        self._after.clear()
+        self.seconds += time.monotonic() - began
 
     def _read(self, path: Path) -> None:
         """Take what is there and fits; remove the rest."""

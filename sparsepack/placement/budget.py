@@ -2,7 +2,8 @@
 
     always on the card        keys and values of all texts, buffers
     on the card while it fits output | attention, block by block | gates, block by block | slots | embedding
-    in the host's memory      the rest, and the records of all neurons where not every neuron has a slot
+    in the host's memory      the rest, and where not every neuron has a slot the records of all neurons, twice: pinned
+                              for the bus, and as the processor's kernels read them
 
 What stands last leaves the card first, and of attention and gates the last blocks. Kernels read over the bus what lies
 in the host's memory: of the embedding a row for a token, of gates and attention all. So slots have only what is left
@@ -19,11 +20,16 @@ from sparsepack.errors import PlacementError
 DRIVER_BYTES = 600_000_000
 """What the driver's context, kernels and libraries take on the card beside any budget, at most."""
 SPARE = 64
-"""This many slots are kept beside those of the resident neurons. Neurons that come are copied there while the neurons
-that go still stand in the table."""
+_ONE_SPARE_IN = 64
 
 _POSITIONS = (2048, 1024, 512, 256, 128, 64, 32)
 _MOST_SCRATCH, _MOST_STAGED, _LEAST_STAGED = 1 << 28, 1 << 24, 1 << 18
+
+
+def spare_of(slots: int) -> int:
+    """How many slots are kept beside so many of resident neurons: `SPARE`, or one for each 64. Neurons that come are
+    copied there while those that go still stand in the table and tokens are decoded."""
+    return max(SPARE, slots // _ONE_SPARE_IN)
 
 
 def bytes_in(text: str) -> int:
@@ -38,7 +44,7 @@ def in_words(count: float) -> str:
     """Bytes as a text that `bytes_in` reads: never fewer than these, by 1 % at most more from a megabyte on."""
     unit, name = (1e9, "GB") if count >= 1e9 else (1e6, "MB")
     digits = 2 if count < 10 * unit else 1
-    return f"{math.ceil(count / unit * 10**digits) / 10**digits:g}{name}"
+    return f"{math.ceil(count / unit * 10**digits) / 10**digits:.12g}{name}"
 
 
 @dataclass(frozen=True)
@@ -162,7 +168,7 @@ class Plan:
     @property
     def spare(self) -> int:
         """Slots beside those of resident neurons."""
-        return 0 if self.whole or not self.slots else SPARE
+        return 0 if self.whole or not self.slots else spare_of(self.slots)
 
     @property
     def card(self) -> Mapping[str, int]:
@@ -181,7 +187,7 @@ class Plan:
 
     @property
     def host(self) -> Mapping[str, int]:
-        """Bytes in the host's memory, pinned, by what they are."""
+        """Bytes in the host's memory, by what they are; all are pinned but the processor's records."""
         parts = self.parts
         return {
             "embedding": (not self.embedding) * parts.embedding,
@@ -189,6 +195,7 @@ class Plan:
             "attention": sum(parts.attention[self.attention :]),
             "gates": sum(parts.gates[self.gates :]),
             "records": 0 if self.whole else parts.records,
+            "records for the processor": 0 if self.whole else parts.records,
         }
 
     @property
@@ -198,7 +205,7 @@ class Plan:
 
     @property
     def host_bytes(self) -> int:
-        """All that is to lie in the host's memory, pinned."""
+        """All that is to lie in the host's memory."""
         return sum(self.host.values())
 
     @property
@@ -246,4 +253,8 @@ def _first_ones(sizes: tuple[int, ...], left: int) -> tuple[int, int]:
 def _slots(parts: Parts, left: int) -> int:
     if left >= parts.records:
         return parts.all_neurons
-    return max(0, min(left // parts.record - SPARE, parts.all_neurons - 1))
+    both = left // parts.record
+    slots = max(0, min(both - SPARE, both * _ONE_SPARE_IN // (_ONE_SPARE_IN + 1)))
+    while slots + 1 + spare_of(slots + 1) <= both:
+        slots += 1
+    return min(slots, parts.all_neurons - 1)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from sparsepack.errors import PlacementError
-from sparsepack.option import check_options, option
+from sparsepack.option import check_options, not_with, option
 from sparsepack.placement.budget import bytes_in
 
 DEFAULT_MACHINE = "pcie5"
@@ -22,6 +22,11 @@ class PlaceOptions:
         "take at most a quarter of the budget).",
         default=None,
         least=2,
+    )
+    device: str = option(
+        "On cuda, reckon with the speeds that `sparsepack tune FILE --device cuda` has measured on this machine.",
+        default="cpu",
+        counts=(not_with("machine"),),
     )
     machine: str | None = option(
         "The machine whose speed is modelled: pcie3, pcie4, pcie5 or server, or what a .json file describes (default: "

@@ -200,9 +200,12 @@ def _times(needed: np.ndarray) -> np.ndarray:
     return times
 
 
+NOBODY_MOVES = Slow(margin=2.0)
+"""Scores lie between 0 and 1, none is better by so much: what follows a text natively serves slots that stay, too."""
+
 POLICIES: Mapping[str, PolicyRow] = MappingProxyType(
     {
-        "static": PolicyRow(_static, "slots by calibrated frequency, across blocks; nothing moves"),
+        "static": PolicyRow(_static, "slots by calibrated frequency, across blocks; nothing moves", slow=NOBODY_MOVES),
         "static-same-share": PolicyRow(_static_same_share, "the same with as many slots in each block"),
         "static-after-prompt": PolicyRow(_static_after_prompt, "placed anew once, when the prompt is known"),
         "slow": PolicyRow(

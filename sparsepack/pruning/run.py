@@ -1,7 +1,7 @@
 """`prune`: a model one block at a time, each block on what the pruned ones before it give.
 
-After each block its new tensors and the hidden states that enter the next one are kept beside the output, in
-`.NAME.unfinished`, from which a run that was killed goes on.
+Now and then the new tensors of the blocks that are done and the hidden states that enter the next one are saved beside
+the output, in `.NAME.unfinished`, from which a run that was killed goes on.
 """
 
 import json
@@ -14,7 +14,8 @@ from pydantic import TypeAdapter
 from torch import Tensor
 
 from sparsepack.calibration.folder import load as load_calibration
-from sparsepack.errors import PruningError
+from sparsepack.calibration.made_from import processor
+from sparsepack.errors import PruningError, WorkersError
 from sparsepack.files.atomic import check_output
 from sparsepack.files.hashing import fingerprint
 from sparsepack.files.resume import ResumeState, state_beside
@@ -29,15 +30,18 @@ from sparsepack.models.records.pruned import RECORD, Pruned, PrunedMatrix
 from sparsepack.models.records.rule import SiteKey
 from sparsepack.models.sites import chosen_sites
 from sparsepack.models.stock.blocks import BlockStream
+from sparsepack.models.stock.bound import bound_told
 from sparsepack.models.stock.hooks import site_hooks
 from sparsepack.models.tokenizer.windows import spread_windows
 from sparsepack.option import check_type
-from sparsepack.progress import Shorter, progress
+from sparsepack.progress import Advance, Shorter, progress
 from sparsepack.pruning.block import prune_block
 from sparsepack.pruning.methods import METHODS
 from sparsepack.pruning.options import PruneOptions
 from sparsepack.reconstruction.inputs import Sums
 from sparsepack.version import __version__
+from sparsepack.workers.dealt import Dealt
+from sparsepack.workers.workers import ALONE, Workers
 
 
 def prune(
@@ -46,13 +50,17 @@ def prune(
     options: PruneOptions,
     calibration: Path | None = None,
     overwrite: bool = False,
+    workers: Workers = ALONE,
 ) -> Pruned:
     """Prune a model's matrices and write it as an ordinary checkpoint, a Hugging Face folder.
 
     calibration -- a folder made by `calibrate`, whose windows are run; magnitude takes none
+    workers     -- who run them together, with the same bytes as one alone. The first one prunes, writes the checkpoint
+                   and returns what was done, the others without matrices
 
     Embedding, output matrix, norms and biases stay as they are. Raises `PruningError` for options that make no sense,
-    `CalibrationError` for a calibration of another model, `CheckpointError`, `SiteError` and `OutputError`.
+    `CalibrationError` for a calibration of another model, `CheckpointError`, `SiteError`, `OutputError`, `WorkersError`
+    and `WorkerLost`.
     """
     check_type("model", model, Checkpoint | Path, PruningError)
     check_type("output", output, Path, PruningError)
@@ -61,20 +69,34 @@ def prune(
     options.check()
     options.check_calibration(calibration)
     output = Path(output)
-    check_output(output, overwrite, folder=True, marker=RECORD)
+    if workers.count > 1 and calibration is None:
+        raise WorkersError(f"method {options.method} runs no text that workers could share; leave --devices out")
+    if workers.first:
+        check_output(output, overwrite, folder=True, marker=RECORD)
     checkpoint = model if isinstance(model, Checkpoint) else open_checkpoint(model)
+    checkpoint.source.hash.share(workers)
     patterns = site_patterns(checkpoint, options)
     windows, digest = None, None
     if calibration is not None:
         read = load_calibration(calibration)
         read.check_model(checkpoint)
         windows, digest = spread_windows(read.windows, options.windows), read.sha256
-    asked = {"model": checkpoint.sha256, "calibration": digest, "options": asdict(options)}
-    with state_beside(output) as state:
-        resume = ResumeState(state, fingerprint({"sparsepack": __version__, **asked}), checkpoint.layers)
+    # On which card of several it runs does not matter.
+    stored = asdict(options) | {"device": torch.device(options.device).type}
+    asked = {"model": checkpoint.sha256, "calibration": digest, "options": stored}
+    dealt = Dealt(workers, 0 if windows is None else len(windows), options.batch)
+    if windows is not None:
+        dealt.check("--windows")
+    command = fingerprint({"sparsepack": __version__, **asked})
+    hashes = {"model": checkpoint.sha256, "calibration": digest}
+    workers.agree({**hashes, "processor": processor(options.device), "command": command})
+    with state_beside(output, workers) as state:
+        resume = ResumeState(state, command, checkpoint.layers, workers)
         with torch.inference_mode():
-            matrices = _run(checkpoint, windows, patterns, options, resume)
-        made = Pruned(checkpoint.name, checkpoint.sha256, digest, asdict(options), tuple(matrices))
+            matrices = _run(checkpoint, windows, patterns, options, resume, dealt)
+        made = Pruned(checkpoint.name, checkpoint.sha256, digest, stored, tuple(matrices))
+        if not workers.first:
+            return made
         pruned = made_of_blocks(checkpoint, resume.block)
         records = {**records_beside(checkpoint.path), RECORD: made.to_json()}
         write_checkpoint(pruned, texts_of(checkpoint), records, output, overwrite)
@@ -100,44 +122,78 @@ def _run(
     patterns: Mapping[SiteKey, Pattern],
     options: PruneOptions,
     resume: ResumeState,
+    dealt: Dealt,
 ) -> list[PrunedMatrix]:
-    """Prune the blocks that are not finished; the matrices of all. windows: int64 [N, S], or None where no input
-    matters."""
+    """Prune the blocks that are not finished; the matrices of all at the first worker, elsewhere of some.
+
+    windows -- int64 [N, S], or None where no input matters
+    """
+    workers = dealt.workers
     stream = BlockStream(checkpoint, options.device, arithmetic(options.dtype, checkpoint.dtype, options.device))
     matrices = [TypeAdapter(PrunedMatrix).validate_json(json.dumps(row)) for row in resume.value("matrices", [])]
-    hidden = None if windows is None else resume.hidden()
-    if hidden is None and windows is not None:
-        hidden = stream.embed(windows)
-    batches = 0 if hidden is None else -(-len(hidden) // options.batch)
+    hidden = None if windows is None else stream.states(dealt.own(windows), resume.hidden(dealt=dealt))
+    batches = dealt.parts
     each = 1 + 2 * batches
-    shorter = None if hidden is None else Shorter("--windows", len(hidden))
-    with progress("pruning", checkpoint.layers * each, resume.done * each, each, shorter) as advance:
+    shorter = None if windows is None else Shorter("--windows", len(windows))
+    with (
+        bound_told("pruning", stream, resume),
+        progress("pruning", checkpoint.layers * each, resume.done * each, each, shorter) as advance,
+    ):
         for layer in range(resume.done, checkpoint.layers):
             here = {site: patterns[layer, site] for site in SITES if (layer, site) in patterns}
             stream.load(layer)
-            sums: dict[str, Sums] = {}
+            sums = {site: _sums(checkpoint, site, layer, options, stream.device) for site in here}
             if hidden is not None and here:
-                sums = {site: _sums(checkpoint, site, layer, options, stream.device) for site in here}
-
-                def count(_: int, site: str, x: Tensor, into: Mapping[str, Sums] = sums) -> None:
-                    if site in into:
-                        into[site].add(x)
-
-                with site_hooks([(layer, stream.block)], checkpoint.family, count):
-                    for batch in torch.split(hidden, options.batch):
-                        stream(batch)
-                        advance()
+                _count(stream, layer, hidden, options.batch, sums, dealt, advance)
             else:
                 advance(batches)
-            inputs = {site: found.inputs(options.damping) for site, found in sums.items()}
-            found, rows = prune_block(checkpoint, layer, here, inputs, options, stream.device)
-            matrices += rows
+            found: dict[str, Tensor] = {}
+            if workers.first:
+                inputs = (
+                    {site: each.inputs(options.damping) for site, each in sums.items()} if hidden is not None else {}
+                )
+                found, rows = prune_block(checkpoint, layer, here, inputs, options, stream.device)
+                matrices += rows
+            found = workers.all_from_first(found)
             advance()
             if hidden is not None:
                 stream.replace(found)
-                stream.pass_on(hidden, options.batch, advance)
-            resume.save_block(layer, found, hidden, matrices=[asdict(row) for row in matrices])
+                stream.pass_on(hidden, options.batch, dealt.after_each(advance))
+            resume.save_block(layer, found, hidden, dealt, matrices=[asdict(row) for row in matrices])
     return matrices
+
+
+def _count(
+    stream: BlockStream,
+    layer: int,
+    hidden: Tensor,
+    batch: int,
+    sums: Mapping[str, Sums],
+    dealt: Dealt,
+    advance: Advance,
+) -> None:
+    """Add what enters the sites of the loaded block to `sums`, at the first worker: batch by batch, in their order,
+    whichever worker has run each. hidden: what enters the block, this worker's windows"""
+    of_batch = {site: each.empty_like() for site, each in sums.items()}
+
+    def count(_: int, site: str, x: Tensor) -> None:
+        if site in of_batch:
+            of_batch[site].add(x)
+
+    def batch_done(having: int) -> None:
+        counted = {f"{site}/{name}": value for site, each in of_batch.items() for name, value in each.counted.items()}
+        for found in dealt.workers.in_order(counted, having):
+            for site, total in sums.items():
+                total.take({name: found[f"{site}/{name}"] for name in of_batch[site].counted})
+        for each in of_batch.values():
+            each.clear()
+        advance(having)
+
+    done = dealt.after_each(batch_done)
+    with site_hooks([(layer, stream.block)], stream.source.family, count):
+        for part in torch.split(hidden, batch):
+            stream(part)
+            done()
 
 
 def _sums(checkpoint: Checkpoint, site: str, layer: int, options: PruneOptions, device: torch.device) -> Sums:

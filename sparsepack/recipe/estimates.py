@@ -62,7 +62,7 @@ def block_by_block_bytes(job: Job, windows: int, context: int, batch: int) -> in
     hidden = windows * context * int(checkpoint.config.hidden_size) * size
     # Rows of the table are taken as it is stored; a block's inputs, its outputs, and these joined are there at once.
     embedding = torch.Size(checkpoint.source.shapes[checkpoint.family.embedding]).numel() * checkpoint.dtype.itemsize
-    block = block_parameters(checkpoint) * size
+    block = 2 * block_parameters(checkpoint) * size  # the next one is read while one is at work
     return max(embedding + 2 * hidden, block + 3 * hidden + activation_bytes(checkpoint, batch * context))
 
 

@@ -1,6 +1,7 @@
 """What is known of the inputs of a matrix: their second moments, or their products with each other."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -78,7 +79,7 @@ class Sums:
     """Sums over tokens, from which `Inputs` are made."""
 
     def __init__(self, columns: int, products: bool, device: torch.device) -> None:
-        self._tokens = 0.0
+        self._tokens, self._device = 0.0, device
         self._squares = torch.zeros(columns, dtype=torch.float64, device="cpu" if device.type == "mps" else device)
         self._products = torch.zeros(columns, columns, device=device) if products else None
 
@@ -89,6 +90,30 @@ class Sums:
         self._squares += weight * x.square().sum(0, dtype=torch.float32).to(self._squares)
         if self._products is not None:
             self._products.addmm_(x.t(), x, alpha=weight)
+
+    @property
+    def counted(self) -> dict[str, Tensor]:
+        """What was counted, to be added elsewhere by `take`; the same tensors as long as nothing more is counted."""
+        tokens = {"tokens": torch.tensor([self._tokens], dtype=torch.float64), "squares": self._squares}
+        return tokens if self._products is None else {**tokens, "products": self._products}
+
+    def take(self, counted: Mapping[str, Tensor]) -> None:
+        """Add what others counted."""
+        self._tokens += float(counted["tokens"])
+        self._squares += counted["squares"].to(self._squares.device)
+        if self._products is not None:
+            self._products += counted["products"].to(self._products.device)
+
+    def empty_like(self) -> "Sums":
+        """Sums of the same kind in which nothing is counted."""
+        return Sums(len(self._squares), self._products is not None, self._device)
+
+    def clear(self) -> None:
+        """Count from zero again."""
+        self._tokens = 0.0
+        self._squares.zero_()
+        if self._products is not None:
+            self._products.zero_()
 
     def inputs(self, damping: float) -> Inputs:
         """The means of what was counted, with `damping` for the inverse of the products."""

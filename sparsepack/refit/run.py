@@ -19,15 +19,16 @@ from sparsepack.calibration.folder import Calibration
 from sparsepack.errors import PackingError, SingularError
 from sparsepack.files.hashing import NO_HASH, fingerprint
 from sparsepack.files.resume import ResumeState, make_folder
+from sparsepack.files.transfer import stacked_on
 from sparsepack.formats.encoded import Encoded, EncodedSite, SiteEncoder
 from sparsepack.formats.plan import naming
-from sparsepack.formats.transfer import stacked_on
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
 from sparsepack.models.families import SITES
 from sparsepack.models.precision import arithmetic
 from sparsepack.models.records.rule import Rules
 from sparsepack.models.sites import site_name
 from sparsepack.models.stock.blocks import BlockStream
+from sparsepack.models.stock.bound import bound_told
 from sparsepack.models.tokenizer.windows import spread_windows
 from sparsepack.progress import Shorter, progress
 from sparsepack.reconstruction.inputs import Inputs
@@ -147,15 +148,16 @@ def _run(
 ) -> None:
     """Fit the blocks that are not finished; `resume` has all of them then. windows: int64 [N, S]"""
     stream = BlockStream(checkpoint, options.device, arithmetic(options.dtype, checkpoint.dtype, options.device))
-    hidden = resume.hidden()
-    if hidden is None:
-        hidden = stream.embed(windows)
+    hidden = stream.states(windows, resume.hidden())
     batches = torch.split(hidden, BATCH)
     names, sites = resume.value("names", []), resume.value("sites", [])
     dense = options.refit_dense if any(not rule.dense for rule in rules.values()) else None
     each = (len(SITES) + 1) * len(batches)
     shorter = Shorter("--refit-windows", len(hidden))
-    with progress("fitting weights", checkpoint.layers * each, resume.done * each, each, shorter) as advance:
+    with (
+        bound_told("fitting weights", stream, resume),
+        progress("fitting weights", checkpoint.layers * each, resume.done * each, each, shorter) as advance,
+    ):
         for layer in range(resume.done, checkpoint.layers):
             stream.load(layer)
             for site in SITES:

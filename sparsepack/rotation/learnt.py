@@ -21,7 +21,7 @@ from torch import Tensor
 from sparsepack.calibration.collectors import histogram
 from sparsepack.calibration.folder import Calibration
 from sparsepack.files.resume import ResumeState
-from sparsepack.models.checkpoint.bases import Bases
+from sparsepack.models.checkpoint.bases import Bases, bases_of
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
 from sparsepack.models.checkpoint.rotated import rotated
 from sparsepack.models.families import ATTN_OUT, SITES, Family, stream_of
@@ -36,7 +36,7 @@ from sparsepack.rotation.options import RotateOptions
 from sparsepack.sparsity.allocation import weights_of
 from sparsepack.sparsity.divergence import divergence
 from sparsepack.sparsity.soft_channels import SoftChannels, first_threshold
-from sparsepack.sparsity.training import Training
+from sparsepack.sparsity.training import PART, Training, check_share
 
 _WINDOWS = 8
 """The first thresholds are taken on so many windows of the calibration."""
@@ -47,8 +47,12 @@ def check_model(checkpoint: Checkpoint) -> None:
 
 
 def bases(checkpoint: Checkpoint, calibration: Calibration, options: RotateOptions, resume: ResumeState) -> Bases:
-    """The bases of a model, learnt from those of PCA on. Raises as `pca.bases` does."""
-    return learn_bases(checkpoint, calibration, pca.bases(checkpoint, calibration, options, resume), options, resume)
+    """The bases of a model, learnt from those of PCA on. Raises as `pca.bases` does, and `WorkersError`."""
+    check_share(resume.workers, options.batch)
+    start = pca.bases(checkpoint, calibration, options, resume)
+    # Several workers begin with the first one's: eigenvectors may differ in their last bits from machine to machine.
+    start = bases_of(resume.workers.all_from_first(start.tensors()))
+    return learn_bases(checkpoint, calibration, start, options, resume)
 
 
 def learn_bases(
@@ -77,7 +81,7 @@ def learn_bases(
             sparse = sparse_in(turned(first, turns), checkpoint.family, channels, weights)
             return divergence(model, checkpoint.family, ids, sparse)
 
-        Training(groups, options, resume).run("learning a basis", calibration.windows, loss)
+        Training(groups, options, resume, PART).run("learning a basis", calibration.windows, loss)
         found = turned(start, turns.map(lambda turn: turn.detach().cpu().double()))
         return found.map(orthonormal)
 

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from sparsepack.calibration.folder import load as load_calibration
 from sparsepack.calibration.heads import output_moments
+from sparsepack.calibration.made_from import processor
 from sparsepack.calibration.residual import residual_of, second_moments
-from sparsepack.errors import RotationError
+from sparsepack.errors import RotationError, WorkersError
 from sparsepack.files.atomic import check_output
 from sparsepack.files.hashing import fingerprint
 from sparsepack.files.resume import ResumeState, state_beside
@@ -39,6 +40,7 @@ from sparsepack.rotation.check import check_error, checked_tokens, relative_erro
 from sparsepack.rotation.options import RotateOptions
 from sparsepack.rotation.segments import check_count
 from sparsepack.version import __version__
+from sparsepack.workers.workers import ALONE, Workers
 
 _BASES = "bases"
 
@@ -49,16 +51,20 @@ def rotate(
     output: Path,
     options: RotateOptions | None = None,
     overwrite: bool = False,
+    workers: Workers = ALONE,
 ) -> Rotated:
     """Write a model with its residual stream in another basis: the same function as an ordinary checkpoint, a Hugging
     Face folder; with several segments a folder that sparsepack alone opens. Some of the calibration's text is run by
     both, and nothing is written where their logits differ.
 
     calibration -- a folder made by `calibrate`
+    workers     -- who make the blocks together, and learn a basis, with the same bytes as one alone. The first one
+                   writes them; all return the record
 
     Raises `RotationError` for options that make no sense, a model that was rotated or pruned before, more segments than
     it can have, and a calibration that lacks what the basis needs; `CalibrationError` for one of another model;
-    `CheckpointError` also for a model of a family that cannot be rotated; `OutputError`.
+    `CheckpointError` also for a model of a family that cannot be rotated; `OutputError`; `WorkersError` and
+    `WorkerLost`.
     """
     options = options or RotateOptions()
     check_type("model", model, Checkpoint | Path, RotationError)
@@ -67,9 +73,13 @@ def rotate(
     check_type("options", options, RotateOptions, RotationError)
     options.check()
     output = Path(output)
-    check_output(output, overwrite, folder=True, marker=RECORD)
+    if workers.first:
+        check_output(output, overwrite, folder=True, marker=RECORD)
     checkpoint = model if isinstance(model, Checkpoint) else open_checkpoint(model)
     check_model(checkpoint, options)
+    if workers.count > checkpoint.layers:
+        raise WorkersError(f"{workers.count} workers for {checkpoint.layers} blocks: some would be idle; start fewer")
+    checkpoint.source.hash.share(workers)
     read = load_calibration(calibration)
     read.check_model(checkpoint)
     basis = ROTATIONS[options.basis]
@@ -79,14 +89,18 @@ def rotate(
             "from a sparsepack before they were counted; make it again: sparsepack calibrate "
             f"{checkpoint.name} --text TEXT -o FOLDER"
         )
-    asked = {"model": checkpoint.sha256, "calibration": read.sha256, "options": asdict(options)}
+    # On which card of several it runs does not matter.
+    stored = asdict(options) | {"device": torch.device(options.device).type}
+    hashes = {"model": checkpoint.sha256, "calibration": read.sha256}
+    command = fingerprint({"sparsepack": __version__, **hashes, "options": stored})
+    workers.agree({**hashes, "processor": processor(options.device), "command": command})
     tokens = checked_tokens(read.windows)
-    with state_beside(output) as state, torch.inference_mode():
-        resume = ResumeState(state, fingerprint({"sparsepack": __version__, **asked}), checkpoint.layers)
-        if kept := resume.kept(_BASES):
+    with state_beside(output, workers) as state, torch.inference_mode():
+        resume = ResumeState(state, command, checkpoint.layers, workers)
+        if kept := workers.all_from_first(resume.kept(_BASES)):
             found = bases_of(kept)
         else:
-            found = basis.find(checkpoint, read, options, resume)
+            found = bases_of(workers.all_from_first(basis.find(checkpoint, read, options, resume).tensors()))
             resume.begin_blocks(_BASES, found.tensors())
         view = rotated(checkpoint, found, options.weights, options.device)
         made = made_of_blocks(view, resume.block)
@@ -96,16 +110,17 @@ def rotate(
             model=checkpoint.name,
             model_sha256=checkpoint.sha256,
             calibration_sha256=read.sha256,
-            options=asdict(options),
+            options=stored,
             boundaries=found.boundaries,
             weights=type_name(made.dtype),
             tokens=tokens.numel(),
             error=error,
             notes=tuple(notes_of(checkpoint, made, options.basis)),
         )
-        texts = texts_of(checkpoint)
-        texts[CONFIG] = rotated_config(texts[CONFIG], made)
-        write_checkpoint(made, texts, {RECORD: record.to_json()}, output, overwrite)
+        if workers.first:
+            texts = texts_of(checkpoint)
+            texts[CONFIG] = rotated_config(texts[CONFIG], made)
+            write_checkpoint(made, texts, {RECORD: record.to_json()}, output, overwrite)
     return record
 
 
@@ -137,29 +152,40 @@ def check_model(checkpoint: Checkpoint, options: RotateOptions) -> None:
 def _run(
     checkpoint: Checkpoint, view: Checkpoint, made: Checkpoint, tokens: Tensor, resume: ResumeState, device: str
 ) -> float:
-    """Make the blocks that are not finished; the relative error of the logits.
+    """Make the blocks that are not finished, each at one of the workers; the relative error of the logits.
 
     view, made -- the rotated model, its tensors made as they are read, and its blocks as they are kept
+
+    The first worker takes the blocks of all, compares and keeps them.
     """
+    workers = resume.workers
     model, other = (BlockStream(source, device) for source in (checkpoint, made))
     hidden, turned = resume.hidden(), resume.hidden("turned")
     if hidden is None or turned is None:
         hidden, turned = model.embed(tokens), other.embed(tokens)
     with progress("rotating", checkpoint.layers, resume.done) as advance:
-        for layer in range(resume.done, checkpoint.layers):
-            found = _block(view, layer)
-            model.load(layer)
-            model.pass_on(hidden, 1, lambda: None)
-            model.unload()
-            other.load(layer, found)
-            other.pass_on(turned, 1, lambda: None)
-            other.unload()
-            resume.keep_hidden(layer, turned, "turned")
-            resume.save_block(layer, found, hidden)
-            advance()
-    for stream in (model, other):
-        stream.load(checkpoint.layers - 1)
-    return relative_error(model, other, hidden, turned)
+        for start in range(resume.done, checkpoint.layers, workers.count):
+            layers = range(start, min(start + workers.count, checkpoint.layers))
+            own = _block(view, start + workers.number) if workers.number < len(layers) else {}
+            blocks = workers.in_order(own, len(layers), alike=False)
+            for layer in layers:
+                found = next(blocks, {})  # none where this is not the first worker
+                if workers.first:
+                    model.load(layer)
+                    model.pass_on(hidden, 1, lambda: None)
+                    model.unload()
+                    other.load(layer, found)
+                    other.pass_on(turned, 1, lambda: None)
+                    other.unload()
+                    resume.keep_hidden(turned, "turned")
+                resume.save_block(layer, found, hidden if workers.first else None)
+                advance()
+    error = 0.0
+    if workers.first:
+        for stream in (model, other):
+            stream.load(checkpoint.layers - 1)
+        error = relative_error(model, other, hidden, turned)
+    return float(workers.told_by_first(error))
 
 
 def _block(view: Checkpoint, layer: int) -> dict[str, Tensor]:

@@ -48,6 +48,10 @@ class Backend:
     budgets: bool = False
     holds: bool = False
 
+    def divides(self, option: str) -> bool:
+        """Whether some neurons can have slots: a share of them (`cached`), or what a budget has room for (`vram`)."""
+        return self.budgets if option == "vram" else self.slots
+
     def check_device(self, device: torch.device | str) -> None:
         """Raise `UserError` for a device of a type that it is not made for."""
         if self.devices and str(device).partition(":")[0] not in self.devices:

@@ -10,6 +10,7 @@ import torch
 
 from sparsepack.calibration.folder import Calibration
 from sparsepack.calibration.folder import load as load_calibration
+from sparsepack.calibration.made_from import processor
 from sparsepack.files.atomic import check_output
 from sparsepack.files.hashing import NO_HASH, fingerprint
 from sparsepack.files.resume import ResumeState, state_beside
@@ -25,7 +26,10 @@ from sparsepack.sparsity.allocations import ALLOCATIONS
 from sparsepack.sparsity.options import AllocationOptions
 from sparsepack.sparsity.sequential import Chooser, at_quantile, finished_rules, save_rules, sequential_thresholds
 from sparsepack.sparsity.thresholds import Thresholds
+from sparsepack.sparsity.training import check_share
 from sparsepack.version import __version__
+from sparsepack.workers.dealt import Dealt
+from sparsepack.workers.workers import ALONE, Workers
 
 BATCH = 2
 """This many windows are run at a time."""
@@ -39,45 +43,64 @@ def make_thresholds(
     options: AllocationOptions,
     output: Path,
     overwrite: bool = False,
+    workers: Workers = ALONE,
 ) -> Thresholds:
     """`thresholds`: find a table and write it. A run that was killed goes on where it stopped.
 
     calibration -- the folder; output -- the table to make, refused before any work where it cannot be
+    workers     -- who do it together, with the same bytes as one alone; the first one writes the table
 
     Raises as `find_thresholds`, and `UserError` subclasses for what cannot be read or written.
     """
     options.check()
-    check_output(output, overwrite)
+    if workers.first:
+        check_output(output, overwrite)
     checkpoint = model if isinstance(model, Checkpoint) else open_checkpoint(model)
-    with state_beside(output) as state:
-        table = find_thresholds(checkpoint, load_calibration(calibration), options, state)
-        table.write(output, overwrite)
+    checkpoint.source.hash.share(workers)
+    with state_beside(output, workers) as state:
+        table = find_thresholds(checkpoint, load_calibration(calibration), options, state, workers)
+        if workers.first:
+            table.write(output, overwrite)
         return table
 
 
 def find_thresholds(
-    checkpoint: Checkpoint, calibration: Calibration, options: AllocationOptions, state: Path | None = None
+    checkpoint: Checkpoint,
+    calibration: Calibration,
+    options: AllocationOptions,
+    state: Path | None = None,
+    workers: Workers = ALONE,
 ) -> Thresholds:
     """A thresholds table whose realised sparsity is the target on text of the calibration's kind.
 
     state -- folder from which a run that was killed goes on; the caller removes it once the table is written
 
-    Raises `ThresholdsError` for options out of range, `CalibrationError` for a calibration of another model and
-    `OutputError` where the disk refuses the state.
+    Raises `ThresholdsError` for options out of range, `CalibrationError` for a calibration of another model,
+    `OutputError` where the disk refuses the state, and `WorkersError` or `WorkerLost` of workers.
     """
     options.check()
     calibration.check_model(checkpoint)
+    dealt = Dealt(workers, min(options.windows, len(calibration.windows)), BATCH)
+    if ALLOCATIONS[options.allocation].trains:
+        check_share(workers, options.batch)
+    if options.upstream == "sparse" and options.sparsity > 0:
+        dealt.check("--windows")
+    command = _fingerprint(checkpoint, calibration, options)
+    hashes = {"model": checkpoint.sha256, "calibration": calibration.sha256}
+    workers.agree({**hashes, "processor": processor(options.device), "command": command})
     sites = chosen_sites(checkpoint, options.include, options.ignore)
     weights = weights_of(checkpoint, sites)
-    resume = ResumeState(state, _fingerprint(checkpoint, calibration, options), checkpoint.layers)
+    resume = ResumeState(state, command, checkpoint.layers, workers)
     rules: Rules
     if options.sparsity == 0:
         rules = {(layer, site): SiteRule() for layer in range(checkpoint.layers) for site in SITES}
     else:
         module = import_module(ALLOCATIONS[options.allocation].module)
         choose = module.chooser(checkpoint, calibration, options, weights, resume)
-        take = _from_histograms if options.upstream == "dense" else _sequential
-        rules = take(checkpoint, calibration, options, choose, resume)
+        if options.upstream == "dense":
+            rules = _from_histograms(checkpoint, calibration, options, choose, resume)
+        else:
+            rules = _sequential(checkpoint, calibration, options, choose, resume, dealt)
     return _table(checkpoint, calibration.sha256, options, rules, sites)
 
 
@@ -123,7 +146,8 @@ def _table(
 
 def _fingerprint(checkpoint: Checkpoint, calibration: Calibration, options: AllocationOptions) -> str:
     hashes = {"model": checkpoint.sha256, "calibration": calibration.sha256}
-    return fingerprint({"sparsepack": __version__, **hashes, "options": asdict(options)})
+    asked = asdict(options) | {"device": torch.device(options.device).type}  # on which card of several does not matter
+    return fingerprint({"sparsepack": __version__, **hashes, "options": asked})
 
 
 def _stream(checkpoint: Checkpoint, options: AllocationOptions) -> BlockStream:
@@ -137,9 +161,10 @@ def _sequential(
     options: AllocationOptions,
     choose: Chooser,
     resume: ResumeState,
+    dealt: Dealt,
 ) -> dict[SiteKey, SiteRule]:
     windows = spread_windows(calibration.windows, options.windows)
-    return sequential_thresholds(_stream(checkpoint, options), windows, choose, BATCH, resume)
+    return sequential_thresholds(_stream(checkpoint, options), windows, choose, resume, dealt)
 
 
 @torch.no_grad()

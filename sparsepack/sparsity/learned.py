@@ -31,7 +31,8 @@ from sparsepack.sparsity.options import AllocationOptions
 from sparsepack.sparsity.sequential import Chooser
 from sparsepack.sparsity.soft_channels import SoftChannels, first_threshold
 from sparsepack.sparsity.thresholds import rules_of_json, rules_to_json
-from sparsepack.sparsity.training import Training
+from sparsepack.sparsity.training import PART, Training
+from sparsepack.workers.workers import Workers
 
 _HIGHEST = 0.98
 
@@ -62,11 +63,11 @@ def learn_rules(
     model = load_model(checkpoint, options.device, dtype)
     channels = first_channels(checkpoint, calibration, options, model, weights)
     sparse = sparse_at(channels, weights)
-    training = Training(channels.groups(), options, resume)
+    training = Training(channels.groups(), options, resume, PART)
     training.run(
         "learning thresholds", calibration.windows, lambda ids: divergence(model, checkpoint.family, ids, sparse)
     )
-    realised = _realised(model, checkpoint, calibration.windows, options, channels, weights)
+    realised = _realised(model, checkpoint, calibration.windows, options, channels, weights, resume.workers)
     rules = _learnt(channels, options, _shifted(realised, weights, options.sparsity))
     training.drop()
     resume.commit("learnt", rules=rules_to_json(rules))
@@ -115,10 +116,12 @@ def _realised(
     options: AllocationOptions,
     channels: SoftChannels,
     weights: Mapping[SiteKey, float],
+    workers: Workers,
 ) -> dict[SiteKey, float]:
-    """Share of inactive channels of each site at the learnt thresholds, over a few calibration windows."""
-    inactive = dict.fromkeys(weights, 0.0)
+    """Share of inactive channels of each site at the learnt thresholds, over a few calibration windows, each of which
+    one of the workers runs."""
     half = windows.shape[1] // 2
+    inactive: dict[SiteKey, float] = {}
 
     def function(layer: int, site: str, x: torch.Tensor) -> torch.Tensor | None:
         key = (layer, site)
@@ -127,14 +130,18 @@ def _realised(
         offset = channels.offsets[key]
         shifted = x[:, half:].float() - offset
         active = shifted.abs() > channels.log_thresholds[key].exp()
-        inactive[key] += float((~active).float().mean()) / len(chosen)
+        inactive[key] = float((~active).float().mean())
         return torch.cat([x[:, :half], torch.where(active, x[:, half:], offset.to(x.dtype))], 1)
 
     chosen = spread_windows(windows, options.windows)
+
+    def shares(ids: torch.Tensor) -> list[float]:
+        model.base_model(ids[None].to(options.device), use_cache=False)
+        return [inactive[key] for key in weights]
+
     with site_hooks(list(enumerate(backbone_of(model).layers)), checkpoint.family, function):
-        for ids in chosen:
-            model.base_model(ids[None].to(options.device), use_cache=False)
-    return inactive
+        found = workers.each(list(chosen), shares)
+    return {key: sum(values) / len(chosen) for key, values in zip(weights, zip(*found, strict=True), strict=True)}
 
 
 def _shifted(

@@ -2,7 +2,7 @@
 
 Each block is run once per site: the sites before it sparse, the score at this site counted, the run cut short there.
 Only the second half of every window is sparse and counted, its first half is dense context: what decoding after a
-dense prefill sees (design, protocol `decode`). After each block its rows and the hidden states are kept.
+dense prefill sees (design, protocol `decode`). Now and then the rows of all blocks and the hidden states are saved.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,9 +16,11 @@ from sparsepack.files.resume import ResumeState
 from sparsepack.models.families import SITES
 from sparsepack.models.records.rule import CURVE_SHARES, Rules, SiteKey, SiteRule, sparsify
 from sparsepack.models.stock.blocks import BlockStream
+from sparsepack.models.stock.bound import bound_told
 from sparsepack.models.stock.hooks import SiteFunction, site_hooks
 from sparsepack.progress import Shorter, progress
 from sparsepack.sparsity.thresholds import rules_of_json, rules_to_json
+from sparsepack.workers.dealt import Dealt
 
 Chooser = Callable[[int, BlockStream], Mapping[str, SiteRule]]
 """A chooser takes (layer, stream with that block loaded) and returns each site's rule, but for its threshold; choosers
@@ -26,29 +28,36 @@ are called in order of execution. A run that goes on calls the chooser for the b
 
 
 def sequential_thresholds(
-    stream: BlockStream, windows: torch.Tensor, choose: Chooser, batch: int, resume: ResumeState
+    stream: BlockStream, windows: torch.Tensor, choose: Chooser, resume: ResumeState, dealt: Dealt
 ) -> dict[SiteKey, SiteRule]:
-    """Rules of all sites so that each realises its target sparsity on `windows` [N, S]."""
-    layers, batches = stream.source.layers, -(-len(windows) // batch)
-    rules, hidden = finished_rules(resume), resume.hidden()
-    if hidden is None:
-        hidden = stream.embed(windows)
+    """Rules of all sites so that each realises its target sparsity on `windows` [N, S].
+
+    dealt -- the windows among workers, in batches that are run at a time. Scores are counted in whole numbers, which
+             workers add once for each site: all of them take the same thresholds
+    """
+    layers, batches = stream.source.layers, dealt.parts
+    rules, hidden = finished_rules(resume), stream.states(dealt.own(windows), resume.hidden(dealt=dealt))
     done = len(rules) // len(SITES)
     shorter = Shorter("--windows", len(windows))
-    with progress("thresholds", layers * batches, done * batches, batches, shorter) as advance:
+    with (
+        bound_told("thresholds", stream, resume),
+        progress("thresholds", layers * batches, done * batches, batches, shorter) as advance,
+    ):
         for layer in range(done, layers):
             stream.load(layer)
-            found = _block_rules(stream, layer, hidden, choose(layer, stream), batch)
+            found = _block_rules(stream, layer, hidden, choose(layer, stream), dealt)
             rules |= found
             with sparse_second_half(stream, layer, found):
-                stream.pass_on(hidden, batch, advance)
-            save_rules(resume, layer, rules, hidden)
+                stream.pass_on(hidden, dealt.size, dealt.after_each(advance))
+            save_rules(resume, layer, rules, hidden, dealt)
     return rules
 
 
-def save_rules(resume: ResumeState, layer: int, rules: Rules, hidden: torch.Tensor | None = None) -> None:
+def save_rules(
+    resume: ResumeState, layer: int, rules: Rules, hidden: torch.Tensor | None = None, dealt: Dealt | None = None
+) -> None:
     """Keep the rules found up to block `layer`."""
-    resume.save_block(layer, {}, hidden, rules=rules_to_json(rules))
+    resume.save_block(layer, {}, hidden, dealt, rules=rules_to_json(rules))
 
 
 def finished_rules(resume: ResumeState) -> dict[SiteKey, SiteRule]:
@@ -57,7 +66,7 @@ def finished_rules(resume: ResumeState) -> dict[SiteKey, SiteRule]:
 
 
 def _block_rules(
-    stream: BlockStream, layer: int, hidden: torch.Tensor, choices: Mapping[str, SiteRule], batch: int
+    stream: BlockStream, layer: int, hidden: torch.Tensor, choices: Mapping[str, SiteRule], dealt: Dealt
 ) -> dict[SiteKey, SiteRule]:
     rules: dict[SiteKey, SiteRule] = {}
     for site in SITES:
@@ -65,8 +74,8 @@ def _block_rules(
         if choice.sparsity == 0:
             rules[layer, site] = SiteRule()
             continue
-        counts = _score_counts(stream, (layer, site), torch.split(hidden, batch), choice, rules)
-        rules[layer, site] = at_quantile(choice, counts)
+        counts = _score_counts(stream, (layer, site), torch.split(hidden, dealt.size), choice, rules)
+        rules[layer, site] = at_quantile(choice, dealt.workers.summed(counts))
     return rules
 
 

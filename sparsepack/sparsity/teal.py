@@ -22,6 +22,7 @@ from sparsepack.models.tokenizer.windows import spread_windows
 from sparsepack.sparsity.allocation import rules_of_criterion
 from sparsepack.sparsity.options import AllocationOptions
 from sparsepack.sparsity.sequential import Chooser, score, second_half
+from sparsepack.workers.workers import ALONE, Workers
 
 STEP = 0.025
 """One greedy step makes this share of the block's weights sparse."""
@@ -37,12 +38,14 @@ def greedy_sparsities(
     weights: Mapping[SiteKey, float],
     target: float,
     base: Mapping[str, SiteRule],
+    workers: Workers = ALONE,
 ) -> dict[str, float]:
     """Sparsity of each site of the loaded block, target on average by parameters.
 
     hidden  -- [N, S, H], what enters the block (upstream sparse)
     weights -- shares of the parameters, of the sites that may be sparse
     base    -- channel weights of the criterion, by site
+    workers -- who try the steps together
     """
     sites = [site for site in SITES if (layer, site) in weights]
     total = sum(weights[layer, site] for site in sites)
@@ -52,13 +55,17 @@ def greedy_sparsities(
     spent = 0.0
     while spent < target - 1e-9:
         step = min(STEP, target - spent)
-        candidates = []
-        for site in sites:
-            if given[site] < highest:
-                trial = {**given, site: min(given[site] + step * total / weights[layer, site], highest)}
-                error = second_half(run_at(stream, layer, hidden, trial, base) - reference).norm()
-                candidates.append((float(error), site, trial))
-        _, _, given = min(candidates)
+        trials = [
+            (site, {**given, site: min(given[site] + step * total / weights[layer, site], highest)})
+            for site in sites
+            if given[site] < highest
+        ]
+
+        def error(trial: tuple[str, dict[str, float]]) -> float:
+            return float(second_half(run_at(stream, layer, hidden, trial[1], base) - reference).norm())
+
+        errors = workers.each(trials, error)
+        _, _, given = min((each, *trial) for each, trial in zip(errors, trials, strict=True))
         spent = sum(given[site] * weights[layer, site] for site in sites) / total
     return given
 
@@ -117,8 +124,9 @@ class _Greedy:
             self.hidden = stream.embed(self.ids)
         given = dict.fromkeys(SITES, 0.0)
         if any((layer, site) in self.weights for site in SITES):
-            given = greedy_sparsities(stream, layer, self.hidden, self.weights, self.options.sparsity, base)
+            target, workers = self.options.sparsity, self.resume.workers
+            given = greedy_sparsities(stream, layer, self.hidden, self.weights, target, base, workers)
         upstream = given if self.options.upstream == "sparse" else dict.fromkeys(SITES, 0.0)
         self.hidden = run_at(stream, layer, self.hidden, upstream, base)
-        self.resume.keep_hidden(layer, self.hidden, "greedy")
+        self.resume.keep_hidden(self.hidden, "greedy")
         return {site: replace(base[site], sparsity=given[site]) for site in SITES}

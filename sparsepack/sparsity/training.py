@@ -1,20 +1,31 @@
-"""Training against the divergence of the model's output, at a fixed sparsity: the loop, and going on after a kill."""
+"""Training against the divergence of the model's output, at a fixed sparsity: the loop, and going on after a kill.
+
+Several workers may share the windows of a step. Each part of them has a backward pass of its own, whoever runs it, and
+gradients are added in the order of the parts: every worker takes the same step, with the bits of one alone.
+"""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
 
-from sparsepack.files.resume import ResumeState
+from sparsepack.errors import WorkersError
+from sparsepack.files.resume import ResumeState, pause_after
 from sparsepack.progress import Shorter, progress
+from sparsepack.workers.dealt import Dealt
+from sparsepack.workers.workers import Workers
 
-Loss = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-"""A loss takes windows of token ids [B, S] on the device and returns divergence and sparsity, differentiable."""
+Found = tuple[torch.Tensor, torch.Tensor]
+"""Divergence and sparsity of some windows, differentiable."""
+
+Loss = Callable[[torch.Tensor], Found]
+"""A loss takes windows of token ids [B, S] on the device; what it finds are means over them."""
+
+PART = 1
+"""So many windows have a backward pass of their own where workers may share them."""
 
 _STIFFNESS, _DUAL_RATE = 10.0, 0.3  # augmented Lagrangian that holds the sparsity
-_SAVE_EVERY = 20.0
-"""The state is saved after so many seconds, or so many times as long as saving it takes, if that is more than one."""
 
 
 class TrainingOptions(Protocol):
@@ -38,13 +49,21 @@ class Training:
     """The optimiser of the parameters, the price of sparsity and the random numbers, as far as step `step`.
 
     All of it, and the parameters, are saved now and then: going on from there is the same, bit for bit, as never
-    having stopped.
+    having stopped, with another number of workers, too. The first of several saves it.
 
     groups -- the parameters and their learning rates, as Adam takes them; every one is a leaf on the device
+    part   -- windows of a step that have a backward pass of their own, and are dealt to workers; None: all of them
     """
 
-    def __init__(self, groups: list[dict[str, Any]], options: TrainingOptions, resume: ResumeState) -> None:
+    def __init__(
+        self,
+        groups: list[dict[str, Any]],
+        options: TrainingOptions,
+        resume: ResumeState,
+        part: int | None = None,
+    ) -> None:
         self.options, self.resume = options, resume
+        self._dealt = Dealt(resume.workers, options.batch, part or options.batch)
         self.step = 0
         self.price: float | None = None
         self.generator = torch.Generator().manual_seed(options.seed)
@@ -54,31 +73,69 @@ class Training:
         )
         if "learning" in resume.parts:
             self._resume()
-        self.saved, self.pause = time.monotonic(), _SAVE_EVERY
+        self.saved, self.pause = time.monotonic(), pause_after(0)
 
     def run(self, label: str, windows: torch.Tensor, loss: Loss) -> None:
         """Take the steps that are left, on stretches of `windows` [N, S]."""
         steps = self.options.steps
         with progress(label, steps, self.step, 1, Shorter("--steps", steps)) as advance:
             while self.step < steps:
-                ids = slices(windows, self.options, self.generator).to(self.options.device)
-                self.descend(*loss(ids))
+                ids = self._dealt.own(slices(windows, self.options, self.generator)).to(self.options.device)
+                self.descend([loss(part) for part in torch.split(ids, self._dealt.size)])
                 advance()
 
-    def descend(self, divergence: torch.Tensor, sparsity: torch.Tensor) -> None:
-        """One step down the divergence, at the price of sparsity, which follows the gap to the target."""
+    def descend(self, found: Sequence[Found]) -> None:
+        """One step down the divergence, at the price of sparsity, which follows the gap to the target.
+
+        found -- by this worker's parts of the step
+        """
+        divergence, sparsity = self._means(found)
         # dKL/ds at half sparsity is about four times the divergence itself.
-        price = 4 * float(divergence.detach()) if self.price is None else self.price
+        price = 4 * divergence if self.price is None else self.price
         gap = self.options.sparsity - sparsity
-        loss = divergence + price * gap + _STIFFNESS / 2 * gap * gap
-        self.optimiser.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
+        # Of the loss, divergence + price * gap + _STIFFNESS / 2 * gap^2, this is the derivative by the sparsity.
+        slope = -(price + _STIFFNESS * gap)
+        self._descend_parts([(each + slope * share) / self._dealt.parts for each, share in found])
         self.optimiser.step()
         self.schedule.step()
-        self.price = price + _DUAL_RATE * float(gap.detach())
+        self.price = price + _DUAL_RATE * gap
         self.step += 1
         if self.step == self.options.steps or time.monotonic() - self.saved >= self.pause:
             self._save()
+
+    def _means(self, found: Sequence[Found]) -> list[float]:
+        """Divergence and sparsity of the whole step: means over the parts of all workers, in their order."""
+        workers = self._dealt.workers
+        said = workers.told([[float(value.detach()) for value in values] for values in found])
+        parts = [said[part % workers.count][part // workers.count] for part in range(self._dealt.parts)]
+        return [sum(values) / len(parts) for values in zip(*parts, strict=True)]
+
+    def _descend_parts(self, losses: Sequence[torch.Tensor]) -> None:
+        """Give each parameter the sum of the gradients of all parts, added in their order."""
+        workers, trained = self._dealt.workers, self._trained()
+        self.optimiser.zero_grad()
+        if workers.count == 1:
+            for loss in losses:
+                loss.backward()  # type: ignore[no-untyped-call]
+            return
+        total: torch.Tensor | None = None
+
+        def done(having: int) -> None:
+            nonlocal total
+            own = {"gradients": torch.cat([_gradient(parameter).flatten() for parameter in trained])}
+            for each in workers.in_order(own, having):
+                gradients = each["gradients"]
+                total = gradients if total is None else total + gradients.to(total.device)
+            self.optimiser.zero_grad()
+
+        part_done = self._dealt.after_each(done)
+        for loss in losses:
+            loss.backward()  # type: ignore[no-untyped-call]
+            part_done()
+        whole = workers.from_first(total)
+        assert whole is not None
+        for parameter, gradient in zip(trained, torch.split(whole, [each.numel() for each in trained]), strict=True):
+            parameter.grad = gradient.view_as(parameter).to(parameter.device)
 
     def drop(self) -> None:
         """Do without what was saved, from the next commit on."""
@@ -98,7 +155,7 @@ class Training:
         values = {"step": self.step, "price": self.price, "groups": adam["param_groups"]}
         self.resume.commit("learning", **values, schedule=self.schedule.state_dict())
         self.saved = time.monotonic()
-        self.pause = _SAVE_EVERY * max(1.0, self.saved - began)
+        self.pause = pause_after(self.saved - began)
 
     @torch.no_grad()
     def _resume(self) -> None:
@@ -106,7 +163,8 @@ class Training:
         self.step, self.price = kept["step"], kept["price"]
         if type(self.step) is not int or not 0 < self.step <= self.options.steps:
             raise ValueError(f"step {str(self.step)[:60]} of {self.options.steps}")
-        tensors = self.resume.load(_kept_at(self.step))
+        workers = self.resume.workers
+        tensors = workers.all_from_first(self.resume.load(_kept_at(self.step)) if workers.first else {})
         self.generator.set_state(tensors.pop("generator"))
         for n, parameter in enumerate(self._trained()):
             parameter.copy_(tensors.pop(f"parameter.{n}"))
@@ -116,6 +174,19 @@ class Training:
             moments.setdefault(int(place), {})[name] = value
         self.optimiser.load_state_dict({"state": moments, "param_groups": kept["groups"]})
         self.schedule.load_state_dict(kept["schedule"])
+
+
+def check_share(workers: Workers, batch: int) -> None:
+    """Raise `WorkersError` where a worker would have no window of a step with so many."""
+    if workers.count > batch:
+        raise WorkersError(
+            f"{workers.count} workers for {batch} windows in a step: some would be idle; start {batch} at most, or "
+            "give a larger --batch"
+        )
+
+
+def _gradient(parameter: torch.Tensor) -> torch.Tensor:
+    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
 
 
 def _kept_at(step: int) -> str:

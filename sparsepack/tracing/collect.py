@@ -1,7 +1,7 @@
 """`trace`: run text through a model and record which neurons of the MLP are active for each token.
 
-One decoder block in memory at a time. After each block its bit sets and the hidden states that enter the next one are
-saved beside the output, in `.NAME.unfinished`; a run that was killed goes on from there.
+One decoder block at work at a time. Now and then the bit sets of the blocks that are done and the hidden states that
+enter the next one are saved beside the output, in `.NAME.unfinished`; a run that was killed goes on from there.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,6 +23,7 @@ from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from sparsepack.models.families import MLP_MID
 from sparsepack.models.precision import arithmetic
 from sparsepack.models.stock.blocks import BlockStream
+from sparsepack.models.stock.bound import bound_told
 from sparsepack.models.stock.hooks import site_hooks
 from sparsepack.models.tokenizer.windows import check_vocabulary, session_windows
 from sparsepack.progress import Shorter, progress, say
@@ -136,12 +137,13 @@ def _run(
     """Leave the bit sets of every block and session in the state."""
     dtype = arithmetic(options.dtype, checkpoint.dtype, options.device)
     stream = BlockStream(checkpoint, options.device, dtype)
-    hidden = state.hidden()
-    if hidden is None:
-        hidden = stream.embed(windows)
+    hidden = stream.states(windows, state.hidden())
     batches = -(-len(windows) // options.batch)
     shorter = Shorter("--sessions", len(windows))
-    with progress("tracing", checkpoint.layers * batches, state.done * batches, 1, shorter) as advance:
+    with (
+        bound_told("tracing", stream, state),
+        progress("tracing", checkpoint.layers * batches, state.done * batches, 1, shorter) as advance,
+    ):
         for layer in range(state.done, checkpoint.layers):
             stream.load(layer)
             found: list[tuple[float, bytes]] = []  # of each session the share that is active, and the bit sets

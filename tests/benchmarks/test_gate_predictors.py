@@ -2,7 +2,9 @@
 
 import pytest
 import torch
-from gate_predictors import Frequency, Previous, Seen, copied, principal, rank_within, seen, thresholds, trained
+from gate_predictors import Frequency, Previous, Seen, principal, rank_within, seen, thresholds, trained
+
+from sparsepack.formats.codecs.gate_copy import copied
 
 N, D, TOKENS = 48, 32, 4000
 
@@ -23,31 +25,6 @@ def inputs() -> torch.Tensor:
 def _alone(here: torch.Tensor) -> Seen:
     """One window, in a layer where nobody was active before."""
     return seen(here[None], None, torch.zeros(1, len(here), N, dtype=torch.bool))
-
-
-@pytest.mark.parametrize("bits", [1, 2])
-def test_a_copy_takes_its_bits_and_a_scale_for_each_row(gate: torch.Tensor, bits: int) -> None:
-    assert copied(gate, bits).nbytes == N * D * bits // 8 + 2 * N
-
-
-@pytest.mark.parametrize("bits", [1, 2])
-def test_codes_mean_odd_numbers_of_their_rows_scale_nearest_to_the_gate(gate: torch.Tensor, bits: int) -> None:
-    copy = copied(gate, bits)
-    scales = copy.scales.float()[:, None]
-    possible = torch.arange(1 - 2**bits, 2**bits, 2) * scales  # [N, levels]
-    nearest = (gate.float()[..., None] - possible[:, None]).abs().min(-1).values
-    assert torch.allclose((gate.float() - copy.weight()).abs(), nearest)
-
-
-def test_one_bit_is_the_sign_and_the_mean_magnitude(gate: torch.Tensor) -> None:
-    expected = gate.float().sign() * gate.float().abs().mean(1, keepdim=True)
-    assert torch.allclose(copied(gate, 1).weight(), expected, rtol=1e-3)
-
-
-def test_a_row_of_zeros_stays_zero(gate: torch.Tensor) -> None:
-    gate = gate.clone()
-    gate[3] = 0
-    assert not copied(gate, 2).weight()[3].any()
 
 
 def test_ranks_are_the_largest_that_fit(gate: torch.Tensor, inputs: torch.Tensor) -> None:

@@ -12,6 +12,7 @@ from sparsepack.calibration.run import calibrate
 from sparsepack.calibration.samples import samples_of
 from sparsepack.files.text import Text
 from sparsepack.models.checkpoint.checkpoint import open_checkpoint
+from sparsepack.models.records.pruned import RECORD
 
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
 
@@ -34,6 +35,9 @@ def test_calibrate_says_which_formats_can_hold_the_model_or_that_none_can(
     dynamic = said(make_model(tmp_path / "dynamic", rope_parameters=DYNAMIC), tmp_path / "b", capsys)
     assert ": slide-int8 once pruned, slide-fp8 once pruned, slide-bf16 once pruned; zigzag-q4_k cannot: " in dynamic
     assert "rotary embedding of type 'dynamic' changes with the text's length" in dynamic
+    (tmp_path / "llama" / RECORD).write_text("{}")
+    pruned = said(tmp_path / "llama", tmp_path / "d", capsys)
+    assert pruned.endswith(": zigzag-q4_k, q4_k, f16, bf16, f32, slide-int8, slide-fp8, slide-bf16")
     opt = said(make_opt(tmp_path / "opt"), tmp_path / "c", capsys)
     assert opt.startswith("note: no format can hold ")
 

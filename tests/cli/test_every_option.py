@@ -90,6 +90,7 @@ MODES = {
     "serve": ("{file} --port 0", "{file} --port 0 --dense"),
     "tune": ("{file}", "{neurons} --threads 2"),
     "trace": (f"{{relu}} --text {{text}} {TRACE} -o {{new}}",),
+    "place": ("{neurons} --vram 8GB",),
     "simulate": (
         "{trace} --calibration {other} --cached 0.3",
         "{trace} --calibration {other} --cached 0.3 --group 4",

@@ -66,7 +66,7 @@ def test_a_budget_below_the_least_is_refused_with_it_and_it_works(file: Path) ->
 
 def test_the_table_says_where_everything_lies(file: Path) -> None:
     said = succeeds("place", file, "--vram", half_of_the_neurons(file), "--machine", "pcie3")
-    assert "card: slots; host: of all neurons" in said
+    assert "card: slots; host: of all neurons, pinned" in said
     assert "tokens per second on pcie3" in said
     assert "0.6GB" in said or "600MB" in said
     said = succeeds("place", file, "--vram", least_of(file), "--context", 64)

@@ -153,7 +153,6 @@ def test_a_run_that_was_killed_goes_on_to_the_same_bytes(
 ) -> None:
     options = DistilOptions(sparsity, **FEW)
     distil(folder / "p", folder / "cp", tmp_path / "whole", options)
-    monkeypatch.setattr(training, "_SAVE_EVERY", 0.0)
     slices, steps = training.slices, iter(range(99))
 
     def killed(*given: Any) -> Any:

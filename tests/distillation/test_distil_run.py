@@ -17,6 +17,8 @@ from sparsepack.calibration.run import calibrate
 from sparsepack.distillation.run import check_windows
 from sparsepack.distillation.updates import matrices
 from sparsepack.errors import CalibrationError, CheckpointError, DistillationError, OutputError, RotationError
+from sparsepack.files import resume
+from sparsepack.files.resume import ResumeState
 from sparsepack.files.text import Text, read_text
 from sparsepack.inspection import inspect
 from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
@@ -84,7 +86,6 @@ def test_a_run_that_was_killed_goes_on_to_the_same_bytes(
 ) -> None:
     options = DistilOptions(rank=rank, offsets=True, **FEW)
     distil(tiny, kept, tmp_path / "whole", options)
-    monkeypatch.setattr(training, "_SAVE_EVERY", 0.0)
     slices, steps = training.slices, iter(range(99))
 
     def dies(*_: Any, **__: Any) -> Any:
@@ -236,11 +237,11 @@ def test_a_large_state_is_announced_with_its_size(
 
 
 def test_a_state_that_takes_long_to_save_is_saved_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    from sparsepack.files.resume import ResumeState
-
     parameter = torch.zeros(3, requires_grad=True)
+    state = ResumeState(None, "")
     times: Iterator[float] = iter([0.0, 100.0, 100.0, 107.0, 108.0])
     monkeypatch.setattr(training.time, "monotonic", lambda: next(times))
-    run = training.Training([{"params": [parameter]}], DistilOptions(steps=9).allocation, ResumeState(None, ""))
-    run.descend(parameter.sum(), parameter.sum())
-    assert run.pause == 7 * training._SAVE_EVERY
+    monkeypatch.setattr(resume, "SAVE_EVERY", 20.0)
+    run = training.Training([{"params": [parameter]}], DistilOptions(steps=9).allocation, state)
+    run.descend([(parameter.sum(), parameter.sum())])
+    assert run.pause == 7 * 20.0

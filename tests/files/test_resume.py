@@ -10,6 +10,7 @@ from models_for_tests import make_model
 
 import sparsepack
 from sparsepack.errors import CalibrationError, OutputError, PlacementError
+from sparsepack.files import resume
 from sparsepack.files.hashing import fingerprint
 from sparsepack.files.resume import ResumeState, state_beside
 from sparsepack.pruning.options import PruneOptions
@@ -26,8 +27,12 @@ def test_an_interrupt_says_where_the_state_is_if_there_is_one(tmp_path: Path) ->
     assert str(bare.value) == ""
     kept = r"\.out\.unfinished keeps what was done"
     with pytest.raises(KeyboardInterrupt, match=kept), state_beside(tmp_path / "out") as path:
-        ResumeState(path, "fingerprint").keep("blocks", "x", {"x": torch.zeros(1)})
+        ResumeState(path, "fingerprint").commit("learnt", price=0.1)
         raise KeyboardInterrupt
+    with pytest.raises(KeyboardInterrupt) as early, state_beside(tmp_path / "other") as path:
+        ResumeState(path, "fingerprint").keep("blocks", "x", {"x": torch.zeros(1)})  # not committed yet
+        raise KeyboardInterrupt
+    assert str(early.value) == ""
 
 
 def _committed(path: Path) -> None:
@@ -107,7 +112,7 @@ def test_a_file_in_the_place_of_the_state_is_removed(tmp_path: Path) -> None:
 def test_what_was_never_committed_is_removed_in_silence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _committed(tmp_path / "s")
     before = sorted(entry.name for entry in (tmp_path / "s").iterdir())
-    ResumeState(tmp_path / "s", "fingerprint").keep_hidden(1, torch.ones(4))
+    ResumeState(tmp_path / "s", "fingerprint").keep_hidden(torch.ones(4))
     state = ResumeState(tmp_path / "s", "fingerprint")
     assert state.done == 1
     assert sorted(entry.name for entry in (tmp_path / "s").iterdir()) == before
@@ -117,7 +122,7 @@ def test_what_was_never_committed_is_removed_in_silence(tmp_path: Path, capsys: 
 def test_what_is_not_needed_any_more_stays_until_the_next_commit(tmp_path: Path) -> None:
     _committed(tmp_path / "s")
     state = ResumeState(tmp_path / "s", "fingerprint")
-    state.keep_hidden(1, torch.ones(4))
+    state.keep_hidden(torch.ones(4))
     assert (tmp_path / "s" / "hidden-00001.safetensors").exists()
     state.save_block(1, {})
     assert not (tmp_path / "s" / "hidden-00001.safetensors").exists()
@@ -205,3 +210,47 @@ def test_pruning_goes_on_from_no_hostile_state(tmp_path: Path, monkeypatch: pyte
     resealed(folder, parts={"blocks": good})
     sparsepack.prune(model, tmp_path / "p", options)
     assert not folder.exists()
+
+
+def test_blocks_are_committed_now_and_then_and_the_last_one_always(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resume, "SAVE_EVERY", 20.0)
+    now = 0.0
+    monkeypatch.setattr(resume.time, "monotonic", lambda: now)
+    state = ResumeState(tmp_path / "s", "fingerprint", 5)
+    kept = []
+    for layer, now in enumerate((10.0, 20.0, 30.0, 39.0, 39.5)):
+        state.keep_hidden(torch.full((2,), 2.0 * layer), "others")
+        state.save_block(layer, {"y": torch.full((1,), float(layer))}, torch.full((2,), float(layer)), seen=layer)
+        kept.append(ResumeState(tmp_path / "s", "fingerprint", 5).done if layer in (1, 4) else state.done)
+        if layer == 1:
+            state = ResumeState(tmp_path / "s", "fingerprint", 5)
+            state._saved = now
+    assert kept == [0, 2, 2, 2, 5]
+    state = ResumeState(tmp_path / "s", "fingerprint", 5)
+    assert state.value("seen") == 4
+    assert [float(block["y"]) for block in state.blocks()] == [0, 1, 2, 3, 4]
+    for name, value in (("hidden", 4.0), ("others", 8.0)):
+        hidden = state.hidden(name)
+        assert hidden is not None
+        assert torch.equal(hidden, torch.full((2,), value))
+    assert len(list((tmp_path / "s").glob("*.safetensors"))) == 5 + 2
+
+
+def test_a_run_killed_between_commits_goes_on_from_the_last_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resume, "SAVE_EVERY", 3600.0)
+    state = ResumeState(tmp_path / "s", "fingerprint", 9)
+    state._pause = 0.0
+    state.save_block(0, {"y": torch.zeros(1)}, torch.zeros(2))
+    state.save_block(1, {"y": torch.ones(1)}, torch.ones(2))
+    assert [float(block["y"]) for block in (state.block(0), state.block(1))] == [0, 1]  # before it is killed
+    state = ResumeState(tmp_path / "s", "fingerprint", 9)
+    assert state.done == 1
+    hidden = state.hidden()
+    assert hidden is not None
+    assert torch.equal(hidden, torch.zeros(2))
+    assert not state.block(1)
+    assert not (tmp_path / "s" / "block-00001.safetensors").exists()

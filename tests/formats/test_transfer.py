@@ -10,13 +10,15 @@ from codec_cases import relative_error
 from devices import DEVICES, needs_cuda
 from small_rules import rules
 
+from sparsepack.files import transfer
 from sparsepack.files.gguf import read_gguf
-from sparsepack.formats import transfer
+from sparsepack.files.transfer import host_pieces, stacked_on, tensors_at_once
 from sparsepack.formats.codecs import q4_k_device, q6_k
+from sparsepack.formats.containers import write_tensors
 from sparsepack.formats.plain import plan as plain_gguf
-from sparsepack.formats.transfer import host_pieces, stacked_on, tensors_at_once
 from sparsepack.formats.zigzag import plan as zigzag_gguf
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
+from sparsepack.workers.forked import can_fork, forked_map
 
 Checkpoints = dict[str, Checkpoint]
 TYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -94,6 +96,29 @@ def test_threads_write_what_one_writes(
         write_plain(checkpoint, tmp_path / "3.plain", type="bf16")
     finally:
         torch.set_num_threads(threads)
+    for kind in ("zigzag", "plain"):
+        assert (tmp_path / f"1.{kind}").read_bytes() == (tmp_path / f"3.{kind}").read_bytes()
+
+
+@pytest.mark.skipif(not can_fork(), reason="forks are for Linux")
+@pytest.mark.parametrize("name", ["odd", "qwen2"])
+def test_processes_write_what_one_writes(
+    checkpoints: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    checkpoint, threads = checkpoints[name], torch.get_num_threads()
+    forked: list[int] = []
+    try:
+        for processes, start in ((1, 1 << 60), (3, 0)):
+            torch.set_num_threads(processes)
+            monkeypatch.setattr(write_tensors, "FORKED_FROM", start)
+            monkeypatch.setattr(
+                write_tensors, "forked_map", lambda *given: forked.append(given[3]) or forked_map(*given)
+            )
+            write_zigzag(checkpoint, rules(checkpoint), tmp_path / f"{processes}.zigzag")
+            write_plain(checkpoint, tmp_path / f"{processes}.plain", type="bf16")
+    finally:
+        torch.set_num_threads(threads)
+    assert forked == [3, 3]
     for kind in ("zigzag", "plain"):
         assert (tmp_path / f"1.{kind}").read_bytes() == (tmp_path / f"3.{kind}").read_bytes()
 

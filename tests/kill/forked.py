@@ -129,10 +129,10 @@ def _serve(said: str) -> None:
 
     import torch
 
-    from sparsepack.sparsity import training
+    from sparsepack.files import resume
 
     torch.set_num_threads(1)
-    training._SAVE_EVERY = 0.0  # each step, so that there are states to go on from
+    resume.SAVE_EVERY = 0.0  # each block and each step, so that there are states to go on from
     for line in jobs:
         job = json.loads(line)
         os.truncate(said, 0)

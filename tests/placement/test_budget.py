@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparsepack.errors import PlacementError
-from sparsepack.placement.budget import SPARE, Parts, Plan, bytes_in, in_words, plan_of_share, plan_within, work_of
+from sparsepack.placement.budget import Parts, Plan, bytes_in, in_words, plan_of_share, plan_within, spare_of, work_of
 
 SIZES = st.integers(0, 5000)
 
@@ -30,8 +30,9 @@ def test_a_plan_stays_within_its_budget_and_loses_nothing(parts: Parts, beyond: 
     for name in ("embedding", "output", "attention", "gates"):
         sizes = getattr(parts, name)
         assert found.card[name] + found.host[name] == (sizes if isinstance(sizes, int) else sum(sizes))
-    assert found.host["records"] == (0 if found.slots == parts.all_neurons else parts.records)
-    assert found.host_bytes <= parts.weights
+    for name in ("records", "records for the processor"):
+        assert found.host[name] == (0 if found.slots == parts.all_neurons else parts.records)
+    assert found.host_bytes <= parts.weights + parts.records
     assert 0 <= found.slots <= parts.all_neurons
 
 
@@ -55,7 +56,7 @@ def test_what_leaves_first_is_on_the_card_only_with_all_that_leaves_later(parts:
 def test_no_slot_is_wasted(parts: Parts, beyond: int) -> None:
     found = plan_within(parts, parts.least + beyond)
     if found.gates == parts.blocks and not found.whole:
-        one_more = (found.slots + 1 + SPARE) * parts.record
+        one_more = (found.slots + 1 + spare_of(found.slots + 1)) * parts.record
         assert found.card_bytes - found.card["records"] + min(one_more, parts.records) > parts.least + beyond
 
 
@@ -81,7 +82,7 @@ def test_all_that_a_model_has_makes_it_whole(parts: Parts) -> None:
 def test_a_share_leaves_all_but_records_on_the_card(parts: Parts, share: float) -> None:
     found = plan_of_share(parts, share)
     assert found.slots == round(share * parts.all_neurons)
-    assert found.host_bytes == (0 if found.whole else parts.records)
+    assert found.host_bytes == (0 if found.whole else 2 * parts.records)
 
 
 @given(st.integers(0, 10**13))

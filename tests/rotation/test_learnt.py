@@ -135,7 +135,6 @@ def test_a_turn_alone_lowers_the_divergence(tiny, cal, start):
 
 def test_learning_goes_on_after_a_kill_with_the_same_bits(tiny, cal, start, tmp_path, monkeypatch):
     whole = learn_basis(tiny, cal, start, FEW, nowhere())
-    monkeypatch.setattr(training, "_SAVE_EVERY", 0.0)
     slices, left = training.slices, iter(range(2))
 
     def dies(*given):
@@ -164,7 +163,6 @@ def test_rotate_learns_a_basis_and_goes_on_after_a_kill(tiny, tiny_calibrated, t
     made = rotate(tiny, tiny_calibrated, tmp_path / "whole", FEW)
     assert made.error < 1e-5
     assert made.options["basis"] == "learnt"
-    monkeypatch.setattr(training, "_SAVE_EVERY", 0.0)
 
     def dies(*given):
         raise Killed

@@ -117,7 +117,8 @@ def test_a_copied_text_has_the_bits_of_one_that_was_prefilled(backend: str, by_n
     engine.copy(0, 1, 4)
     apart.truncate(0, 2)
     apart.prefill(TEXTS[0][:9], 2)
-    apart.prefill(TEXTS[0][:4], 1)
+    apart.prefill(TEXTS[0][:9], 1)  # products of 4 rows may differ from those of 9 in their last bits
+    apart.truncate(4, 1)
     assert engine.positions == apart.positions == (10, 4, 9)
     assert engine.common(TEXTS[0], 2) == 9
     for ids in ([1, 2, 3], [4, None, 6], [None, 8, None]):

@@ -10,6 +10,7 @@ from sparsepack.calibration.folder import Calibration
 from sparsepack.calibration.options import CalibrateOptions
 from sparsepack.calibration.run import calibrate
 from sparsepack.cli import main
+from sparsepack.files import resume
 from sparsepack.files.resume import ResumeState, state_beside
 from sparsepack.files.text import read_text
 from sparsepack.models.families import SITES
@@ -48,9 +49,9 @@ def cal(tiny, tmp_path_factory) -> Calibration:
 def work(monkeypatch) -> list[str | int]:
     """What is done: "step" for an optimiser step, a number for a block that is read."""
     done: list[str | int] = []
-    load, divergence = BlockStream.load, learned.divergence
+    load, slices = BlockStream.load, training.slices
     monkeypatch.setattr(BlockStream, "load", lambda self, layer: done.append(layer) or load(self, layer))
-    monkeypatch.setattr(learned, "divergence", lambda *given: done.append("step") or divergence(*given))
+    monkeypatch.setattr(training, "slices", lambda *given: done.append("step") or slices(*given))
     return done
 
 
@@ -87,7 +88,6 @@ def _killed_at_block(monkeypatch, tiny, cal, options, state, block, saved) -> No
 def test_learning_goes_on_from_the_step_it_was_killed_in(tiny, cal, tmp_path, monkeypatch, work, offsets):
     options = replace(GLOBAL, offsets=offsets)
     whole = find_thresholds(tiny, cal, options).to_json()
-    monkeypatch.setattr(training, "_SAVE_EVERY", 0.0)
     state = tmp_path / ".t.unfinished"
     _killed_in_step(monkeypatch, tiny, cal, options, state, 2)
     _killed_in_step(monkeypatch, tiny, cal, options, state, 2)  # and again, four steps in
@@ -98,7 +98,7 @@ def test_learning_goes_on_from_the_step_it_was_killed_in(tiny, cal, tmp_path, mo
 
 
 def test_learning_is_not_saved_more_often_than_asked(tiny, cal, tmp_path, monkeypatch, work):
-    monkeypatch.setattr(training, "_SAVE_EVERY", 3600.0)
+    monkeypatch.setattr(resume, "SAVE_EVERY", 3600.0)
     _killed_in_step(monkeypatch, tiny, cal, GLOBAL, tmp_path / "s", 3)
     assert not (tmp_path / "s").exists()
     work.clear()

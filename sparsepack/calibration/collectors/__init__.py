@@ -46,6 +46,13 @@ def count(into: Statistics, at: str, place: str, *seen: Any) -> None:
                 into[key] = collector.add(into[key], value) if key in into else value
 
 
+def add_to(into: Statistics, found: Mapping[str, Tensor]) -> None:
+    """Add what was counted elsewhere, by PLACE.NAME."""
+    rows = _rows()
+    for name, value in found.items():
+        into[name] = rows[name].add(into[name], value) if name in into else value
+
+
 def added(one: Statistics, other: Statistics) -> Statistics:
     """The statistics of two runs as those of one run over both texts."""
     return {name: row.add(one[name], other[name]) for name, row in _rows().items() if name in one}

@@ -12,7 +12,8 @@ import click
 
 from sparsepack.cli.messages import streams
 from sparsepack.cli.messages.hints import hint
-from sparsepack.errors import UserError
+from sparsepack.cli.options.verb import ARGUMENTS
+from sparsepack.errors import UserError, WorkerLost
 from sparsepack.terminal import printable, tell
 
 INTERRUPTED = 128 + signal.SIGINT
@@ -53,6 +54,10 @@ class Verbs(click.Group):
                     [(name.ljust(width), str(self.commands[name].short_help)) for name in names], col_max=width
                 )
 
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        ctx.meta[ARGUMENTS] = list(args)
+        return super().parse_args(ctx, args)
+
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
@@ -89,6 +94,9 @@ class Verbs(click.Group):
         except click.ClickException as error:
             _say(_misused(error))
             ctx.exit(error.exit_code)
+        except WorkerLost as error:
+            _say(error)
+            ctx.exit(1)
         except KeyboardInterrupt as interrupt:
             _say(f"interrupted; {interrupt}" if str(interrupt) else "interrupted")
             ctx.exit(INTERRUPTED)

@@ -23,7 +23,7 @@ ARTIFACT = Existing("what `sparsepack pack` made")
 CALIBRATION = Existing("a folder made by `sparsepack calibrate`")
 
 
-def _usable_device(context: click.Context, parameter: click.Parameter, name: str) -> str:
+def usable_device(context: click.Context, parameter: click.Parameter, name: str) -> str:
     """Refuse a device that this machine lacks before any work is done."""
     if name == "cpu":
         return name
@@ -55,7 +55,7 @@ def _use_threads(context: click.Context, parameter: click.Parameter, threads: in
 SKIPPED, RUNS = "What is skipped", "How it runs"
 """Headings that the help of several verbs has."""
 
-device_option = group(RUNS, from_options(CalibrateOptions, "--device", callback=_usable_device))
+device_option = group(RUNS, from_options(CalibrateOptions, "--device", callback=usable_device))
 backend_option = group(
     RUNS,
     from_options(
@@ -76,7 +76,7 @@ engine_flags = group(
 )
 """What every verb asks that has an engine."""
 
-slots = group(RUNS, options_from(EngineOptions, "--cached", "--policy"))
+slots = group(RUNS, options_from(EngineOptions, "--cached", "--vram", "--policy"))
 for_texts = group(
     RUNS,
     from_options(EngineOptions, "--dense"),

@@ -14,8 +14,12 @@ import click
 
 from sparsepack.errors import UserError
 from sparsepack.option import Condition, idle
+from sparsepack.workers.environment import several
 
 F = TypeVar("F", bound=Callable[..., Any])
+ARGUMENTS = "sparsepack.arguments"
+"""Under this name click's context has the arguments of the whole command line."""
+
 _GROUPS: dict[click.Parameter, str] = {}
 """The heading under which the help shows an option, where that is another than "Options"."""
 
@@ -53,7 +57,10 @@ class Verb(click.Command):
     """A command of sparsepack."""
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run it. Raises `UserError` before that where an option was given that does nothing."""
+        """Run it. Raises `UserError` before that where an option was given that does nothing, and for one of several
+        workers where the verb takes none."""
+        if several() and "devices" not in {str(each.name) for each in self.params}:
+            raise UserError(f"{self.name} runs in one process; start it without torchrun, or unset WORLD_SIZE")
         options = {str(each.name): each for each in self.params if isinstance(each, click.Option)}
         given = [name for name in options if was_given(ctx, name)]
 

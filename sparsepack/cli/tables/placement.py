@@ -13,8 +13,12 @@ def placement_table(result: Mapping[str, Any]) -> str:
     """What `placing.place` found."""
     blocks, card, host = result["blocks"], result["card"], result["host"]
     rows = [
-        [name, in_words(size), in_words(kept) if (kept := host.get(name, 0)) else "-", _where(name, result)]
-        for name, size in card.items()
+        [
+            name,
+            *(in_words(size) if size else "-" for size in (card.get(name, 0), host.get(name, 0))),
+            _where(name, result),
+        ]
+        for name in dict.fromkeys((*card, *host))
     ]
     rows.append(["together", in_words(sum(card.values())), in_words(sum(host.values())), ""])
     slots, speed = result["slots"], result["tokens_per_second"]
@@ -35,19 +39,21 @@ def placement_table(result: Mapping[str, Any]) -> str:
         f"({result['cache_type']}); the least that works is {in_words(result['least'])}; the driver takes up to "
         f"{in_words(result['driver'])} beside it"
     )
-    return markdown(title, Table(["what", "on the card", "in host memory, pinned", "where"], rows), hits, expected)
+    return markdown(title, Table(["what", "on the card", "in host memory", "where"], rows), hits, expected)
 
 
 def _where(name: str, result: Mapping[str, Any]) -> str:
     """In words, where a part of the model lies."""
     blocks, there = result["blocks"], result["host"].get(name, 0)
-    if not result["card"][name] and not there:
+    if not result["card"].get(name, 0) and not there:
         return "it is the output" if name == "embedding" else "-"
     if name in ("attention", "gates") and there:
         near = blocks[name]
         return f"card: the first {counted(near, 'block')}; the others over the bus" if near else "read over the bus"
     if name == "records":
-        return "card: slots; host: of all neurons" if there else "card: all neurons"
+        return "card: slots; host: of all neurons, pinned" if there else "card: all neurons"
+    if name not in result["card"]:
+        return "the same once more, as its kernels read them"
     if there:
         return "a row for each token, over the bus" if name == "embedding" else "read over the bus"
     return "card"

@@ -38,7 +38,7 @@ def tuning_table(result: Mapping[str, Any]) -> str:
     return markdown(*parts)
 
 
-_LINKS = {"resident": "out of slots", "bus": "out of host memory", "worker": "by the second worker"}
+_LINKS = {"resident": "out of slots", "bus": "out of host memory", "worker": "by the worker beside"}
 
 
 def _links_table(links: Sequence[Mapping[str, Any]]) -> Table:

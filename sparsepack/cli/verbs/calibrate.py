@@ -9,6 +9,7 @@ from sparsepack.cli.options.merging import merges, over_texts
 from sparsepack.cli.options.output import overwrite_flag
 from sparsepack.cli.options.shared import compute
 from sparsepack.cli.options.verb import verb
+from sparsepack.cli.options.workers import devices_option, workers_of
 from sparsepack.terminal import tell
 
 
@@ -16,17 +17,18 @@ from sparsepack.terminal import tell
 @over_texts("The calibration folder to make.")
 @options_from(CalibrateOptions, "--context", "--samples", "--seed", "--sinks", "--batch")
 @compute
+@devices_option
 @overwrite_flag
 def calibrate(
     model: str, folders: tuple[Path, ...], texts: tuple[str, ...], output: Path, overwrite: bool, **asked: Any
 ) -> None:
     """Collect the statistics of MODEL over text; or `calibrate merge A B -o C` of two calibrations of one model.
 
-    One pass, one decoder block in memory at a time. A run that was killed goes on where it stopped when the same
-    command is given again.
+    One pass, one decoder block at work while the next one is read. A run that was killed goes on from what it saved
+    last when the same command is given again. With --devices, or under torchrun, several workers share the windows; the
+    calibration has the same bytes.
     """
-    options = CalibrateOptions(**asked)
-    options.check()
+    CalibrateOptions(**asked).check()
     from sparsepack.cli.tables.manifests import calibration_table
 
     if merges("calibrate", "calibration folders", model, folders, texts):
@@ -36,5 +38,8 @@ def calibrate(
     else:
         from sparsepack.calibration.run import calibrate as run_calibration
 
-        made = run_calibration(model, texts, output, options, overwrite)
+        with workers_of(asked) as workers:
+            made = run_calibration(model, texts, output, CalibrateOptions(**asked), overwrite, workers)
+            if not workers.first:
+                return
     tell(calibration_table(made.manifest))

@@ -9,6 +9,7 @@ from sparsepack.cli.options.declared import PATH, from_options, options_from
 from sparsepack.cli.options.output import emit, json_output
 from sparsepack.cli.options.shared import RUNS, device_option, engine_flags, engine_options, slots, torch_threads
 from sparsepack.cli.options.verb import Ruled, group, verb
+from sparsepack.cli.options.workers import devices_option, workers_of
 from sparsepack.eval.options import EvalRequest
 from sparsepack.option import only_with
 
@@ -48,14 +49,23 @@ def _names(context: click.Context, parameter: click.Parameter, value: str) -> tu
 @slots
 @engine_flags
 @device_option
+@devices_option
 @group(RUNS, from_options(CalibrateOptions, "--dtype", counts=(only_with("runtime", "transformers"),)))
 @torch_threads
 @json_output
 def evaluate(json_path: str | None, **asked: Any) -> None:
-    """Measure the accuracy of SUBJECT: a checkpoint, a checkpoint with --thresholds, or an artifact."""
-    request = EvalRequest(engine=engine_options(asked, EvalRequest), **asked)
-    request.check()
+    """Measure the accuracy of SUBJECT: a checkpoint, a checkpoint with --thresholds, or an artifact.
+
+    With --devices, or under torchrun, several workers share the windows and the requests of tasks; the figures are the
+    same to the last digit.
+    """
+    engine = engine_options(asked, EvalRequest)
+    EvalRequest(engine=engine, **asked).check()
     from sparsepack.cli.tables.evaluation import evaluation_table
     from sparsepack.eval.run import evaluate as measure
 
-    emit(measure(request), json_path, evaluation_table)
+    with workers_of(asked) as workers:
+        found = measure(EvalRequest(engine=engine, **asked), workers=workers)
+        if not workers.first:
+            return
+    emit(found, json_path, evaluation_table)

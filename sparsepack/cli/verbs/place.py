@@ -7,7 +7,7 @@ import click
 
 from sparsepack.cli.options.declared import from_options, options_from
 from sparsepack.cli.options.output import emit, json_output
-from sparsepack.cli.options.shared import ARTIFACT
+from sparsepack.cli.options.shared import ARTIFACT, usable_device
 from sparsepack.cli.options.verb import verb
 from sparsepack.placement.options import PlaceOptions
 
@@ -15,7 +15,9 @@ from sparsepack.placement.options import PlaceOptions
 @verb(short_help="Say what of a model lies on a card, and what in host memory.")
 @click.argument("path", type=ARTIFACT)
 @from_options(PlaceOptions, "--vram", required=True)
-@options_from(PlaceOptions, "--context", "--machine")
+@options_from(PlaceOptions, "--context")
+@from_options(PlaceOptions, "--device", callback=usable_device)
+@from_options(PlaceOptions, "--machine")
 @json_output
 def place(path: Path, json_path: str | None, **asked: Any) -> None:
     """Say what of a file of the format neuron-q4_k lies in the GPU's memory and what in the host's, within a budget.

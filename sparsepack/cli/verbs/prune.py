@@ -9,6 +9,7 @@ from sparsepack.cli.options.declared import PATH, from_options, options_from
 from sparsepack.cli.options.output import OUTPUT, overwrite_flag
 from sparsepack.cli.options.shared import CALIBRATION, compute
 from sparsepack.cli.options.verb import Ruled, group, verb
+from sparsepack.cli.options.workers import devices_option, workers_of
 from sparsepack.option import options_of
 from sparsepack.pruning.options import PruneOptions, SitePattern
 from sparsepack.terminal import tell
@@ -31,6 +32,7 @@ from sparsepack.terminal import tell
 @options_from(PruneOptions, "--windows", "--damping", "--batch")
 @group(OUTPUT, click.option("-o", "--output", type=PATH, required=True, help="The checkpoint to make, a folder."))
 @compute
+@devices_option
 @overwrite_flag
 def prune(
     model: str,
@@ -44,12 +46,17 @@ def prune(
 
     The result is an ordinary checkpoint in the model's own type; embedding and output matrix stay as they are. One
     decoder block is in memory at a time. A run that was killed goes on where it stopped when the same command is given
-    again.
+    again. With --devices, or under torchrun, several workers share the windows; the result has the same bytes.
     """
-    options = PruneOptions(**asked, sites=tuple(SitePattern(*site) for site in sites))
+    patterns = tuple(SitePattern(*site) for site in sites)
+    options = PruneOptions(**asked, sites=patterns)
     options.check()
     options.check_calibration(calibration)
     from sparsepack.cli.tables.pruned import pruned_table
     from sparsepack.pruning.run import prune as run
 
-    tell(pruned_table(run(model, output, options, calibration, overwrite)))
+    with workers_of(asked) as workers:
+        made = run(model, output, PruneOptions(**asked, sites=patterns), calibration, overwrite, workers)
+        if not workers.first:
+            return
+    tell(pruned_table(made))

@@ -14,6 +14,7 @@ from sparsepack.cli.options.shared import (
     engine_flags,
     engine_options,
     for_texts,
+    slots,
     torch_threads,
 )
 from sparsepack.cli.options.texts import text_of
@@ -64,6 +65,7 @@ def _template(context: click.Context, parameter: click.Parameter, path: Path | N
 )
 @options_from(ServeOptions, "--grace", "--send-timeout")
 @for_texts
+@slots
 @engine_flags
 @device_option
 @backend_option

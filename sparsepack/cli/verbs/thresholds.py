@@ -9,6 +9,8 @@ from sparsepack.cli.options.declared import PATH
 from sparsepack.cli.options.output import OUTPUT, overwrite_flag
 from sparsepack.cli.options.shared import CALIBRATION, allocation, allocation_options, compute
 from sparsepack.cli.options.verb import group, verb
+from sparsepack.cli.options.workers import devices_option, workers_of
+from sparsepack.sparsity.options import AllocationOptions
 from sparsepack.terminal import tell
 
 
@@ -18,18 +20,28 @@ from sparsepack.terminal import tell
 @allocation
 @group(OUTPUT, click.option("-o", "--output", type=PATH, required=True, help="The table to make, as JSON."))
 @compute
+@devices_option
 @overwrite_flag
 def thresholds(model: str, calibration: Path, output: Path, overwrite: bool, **asked: Any) -> None:
     """Find the thresholds of MODEL for a sparsity: a table to print, edit, and give to `pack` or `eval`.
 
     A run that was killed goes on where it stopped when the same command is given again; so does `pack --sparsity`.
+    With --devices, or under torchrun, several workers share the windows; the table has the same bytes.
     """
-    options = allocation_options(asked)
-    if options is None:
+    if asked["sparsity"] is None:
         raise click.UsageError("give --sparsity, for example 0.5")
-    options.check()
+    _options(asked).check()
     from sparsepack.cli.tables.thresholds import thresholds_table
     from sparsepack.sparsity.find import make_thresholds
 
-    table = make_thresholds(model, calibration, options, output, overwrite)
+    with workers_of(asked) as workers:
+        table = make_thresholds(model, calibration, _options(asked), output, overwrite, workers)
+        if not workers.first:
+            return
     tell(thresholds_table(table.summary()))
+
+
+def _options(asked: dict[str, Any]) -> AllocationOptions:
+    found = allocation_options({**asked})
+    assert found is not None
+    return found

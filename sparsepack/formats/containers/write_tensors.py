@@ -1,6 +1,7 @@
 """Tensors into files, each at its place: several groups side by side, hashed on the way."""
 
 import hashlib
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -8,9 +9,12 @@ from functools import cached_property
 from itertools import accumulate, zip_longest
 from pathlib import Path
 
+import torch
+
 from sparsepack.files.parallel import parallel_map
+from sparsepack.files.transfer import host_pieces
 from sparsepack.formats.plan import PlannedGroup, PlannedTensor, tensors_of
-from sparsepack.formats.transfer import host_pieces
+from sparsepack.workers.forked import can_fork, forked_map
 
 
 def offsets(start: int, tensors: Iterable[PlannedTensor], alignment: int = 1) -> list[int]:
@@ -37,20 +41,42 @@ _Job = tuple[Path, PlannedGroup, list[int]]
 """A job is the file, the group that goes into the file, and where the group's tensors begin there, in bytes."""
 
 
+FORKED_FROM = 1 << 28
+"""Files with fewer bytes of tensors are made before processes of their own would gain anything."""
+
+HELD = 4
+"""The weights of the groups that processes make at a time, four bytes each, take at most this part of the machine's
+memory: one over so many."""
+
+
 def write_files(files: Sequence[TensorFile], at_once: int, done: Callable[[], object]) -> dict[str, str]:
     """Write files; returns the SHA-256 of each tensor by its name.
 
-    `at_once` groups are made, hashed and written at a time; `done` is called after each. Their order is the first of
-    each file, then the second, and so on: a system lets one thread write to a file at a time. Raises the first error
-    in this order.
+    `at_once` groups are made, hashed and written at a time; `done` is called after each. One at a time, as encoders on
+    a CPU take them, means as many as torch has threads, each in a process of its own, where the files are large. Their
+    order is the first of each file, then the second, and so on: a system lets one thread write to a file at a time.
+    Raises the first error in this order.
     """
     for file in files:
         file.path.write_bytes(file.header)
         os.truncate(file.path, file.offsets[-1])  # what is not written, the padding, is zeros
     in_turn = zip_longest(*(_jobs(file) for file in files))
     jobs = [job for of_each in in_turn for job in of_each if job is not None]
-    hashes = parallel_map(lambda job: _write(*job), jobs, at_once, done)
+    processes = torch.get_num_threads()
+    if at_once == 1 and processes > 1 and _worth_forking(files):
+        sizes = [sum(4 * math.prod(tensor.shape) for tensor in group.tensors) for _, group, _ in jobs]
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        hashes = forked_map(lambda job: _write(*job), jobs, sizes, processes, memory // HELD, done)
+    else:
+        hashes = parallel_map(lambda job: _write(*job), jobs, at_once, done)
     return {name: digest for of_group in hashes for name, digest in of_group.items()}
+
+
+def _worth_forking(files: Sequence[TensorFile]) -> bool:
+    """Whether processes can make the files, and gain by it. A process that uses CUDA cannot be forked."""
+    large = sum(file.offsets[-1] for file in files) >= FORKED_FROM
+    cuda: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return large and can_fork() and not cuda
 
 
 def _jobs(file: TensorFile) -> Iterator[_Job]:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from sparsepack.errors import PackingError
 from sparsepack.files.gguf import GgufFile
+from sparsepack.files.transfer import stacked_on
 from sparsepack.formats.artifact import Artifact
 from sparsepack.formats.codecs import gptq, neurons, q4_k, zigzag
 from sparsepack.formats.containers.gguf.writer import GgufPlan
@@ -28,7 +29,6 @@ from sparsepack.formats.neuron.layout import FREQUENCY, GATE, ORDER, RECORDS, ch
 from sparsepack.formats.neuron.section import neuron_section
 from sparsepack.formats.plan import PlannedGroup, PlannedTensor, PlanRequest, alone, naming
 from sparsepack.formats.table import Format
-from sparsepack.formats.transfer import stacked_on
 from sparsepack.formats.zigzag.plan import (
     checked_shape,
     encoded_matrix,

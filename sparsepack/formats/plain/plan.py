@@ -13,6 +13,7 @@ from torch import Tensor
 
 from sparsepack.errors import PackingError
 from sparsepack.files.gguf import GgufFile
+from sparsepack.files.transfer import stacked_on, tensors_at_once
 from sparsepack.formats.artifact import Artifact
 from sparsepack.formats.codecs import gptq
 from sparsepack.formats.codecs.matrices import decode_rows, encode_rows
@@ -28,7 +29,6 @@ from sparsepack.formats.plain.llama_cpp.pretokenizers import INEXACT
 from sparsepack.formats.plain.llama_cpp.vocabulary import KEY_TYPES, vocabulary
 from sparsepack.formats.plan import PlannedGroup, PlannedTensor, PlanRequest, alone, manifest_shapes, naming, tensors_of
 from sparsepack.formats.table import Format
-from sparsepack.formats.transfer import stacked_on, tensors_at_once
 from sparsepack.models.checkpoint.checkpoint import HEAD, Checkpoint
 from sparsepack.models.checkpoint.gguf_config import OWN_CONFIG
 from sparsepack.models.checkpoint.gguf_names import gguf_names

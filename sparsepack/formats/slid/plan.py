@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from sparsepack.errors import PackingError
+from sparsepack.files.transfer import stacked_on, tensors_at_once
 from sparsepack.formats.artifact import Artifact
 from sparsepack.formats.codecs import gptq, slid_matrix
 from sparsepack.formats.codecs.slide import Slide
@@ -32,7 +33,6 @@ from sparsepack.formats.plan import PlannedGroup, PlannedTensor, PlanRequest, al
 from sparsepack.formats.slid.artifact import SlidArtifact
 from sparsepack.formats.slid.layout import slid_tensors, value_type
 from sparsepack.formats.table import Format
-from sparsepack.formats.transfer import stacked_on, tensors_at_once
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
 from sparsepack.models.families import check_packable
 from sparsepack.models.records.pattern import Pattern

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from sparsepack.errors import PackingError
 from sparsepack.files.gguf import GgufFile
+from sparsepack.files.transfer import stacked_on, tensors_at_once
 from sparsepack.formats.artifact import Artifact
 from sparsepack.formats.codecs import gptq, zigzag
 from sparsepack.formats.codecs.matrices import encode_rows
@@ -38,7 +39,6 @@ from sparsepack.formats.encoded import EncodedSite, SiteEncoder
 from sparsepack.formats.manifest import make_manifest
 from sparsepack.formats.plan import PlannedGroup, PlannedTensor, PlanRequest, alone, manifest_shapes, tensors_of
 from sparsepack.formats.table import Format
-from sparsepack.formats.transfer import stacked_on, tensors_at_once
 from sparsepack.formats.zigzag.artifact import ZigzagArtifact
 from sparsepack.formats.zigzag.layout import BASIS, NUMBERS, site_shapes
 from sparsepack.models.architecture import Architecture

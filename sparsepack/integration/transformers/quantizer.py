@@ -9,14 +9,13 @@ from transformers.quantizers.auto import register_quantization_config, register_
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from sparsepack.errors import ArtifactError, PackingError
+from sparsepack.errors import ArtifactError
 from sparsepack.formats.attention import sparse_attention_of
 from sparsepack.formats.codecs.slide import Slide
 from sparsepack.formats.containers.safetensors.layout import MANIFEST, METHOD
-from sparsepack.formats.slid.layout import slid_formats
+from sparsepack.formats.slid.layout import configured_slides, configured_type
 from sparsepack.integration.transformers.intact import manifest_of_intact
 from sparsepack.integration.transformers.slid_linear import SlidLinear
-from sparsepack.models.records.pattern import Pattern
 from sparsepack.progress import say
 
 
@@ -34,21 +33,12 @@ class SlidConfig(QuantizationConfigMixin):  # type: ignore[misc]
     def __init__(self, format: str = "", patterns: Any = None, attention: bool = False, **more: Any) -> None:
         self.quant_method = METHOD
         self.format, self.patterns, self.attention = format, patterns, attention
-        known = slid_formats()
-        if not isinstance(format, str) or format not in known:
-            raise ArtifactError(
-                f"format {str(format)[:60]!r}: transformers loads {', '.join(known)}; update sparsepack"
-            )
+        configured_type(format)  # unknown ones are refused
 
     @property
     def slides(self) -> dict[str, Slide]:
         """How each Linear was slid."""
-        try:
-            return {name: Slide(Pattern(keep, of)) for name, (keep, of) in self.patterns.items()}
-        except (TypeError, ValueError, AttributeError, PackingError) as error:
-            raise ArtifactError(
-                f"quantization_config.patterns: not understood ({error}); pack the model again"
-            ) from error
+        return configured_slides(self.patterns)
 
 
 @register_quantizer(METHOD)
@@ -68,7 +58,7 @@ class SlidQuantizer(HfQuantizer):  # type: ignore[misc]
         if checkpoint_files:
             files = [Path(file) for file in checkpoint_files]
             self._manifest = manifest_of_intact(files, str(model.name_or_path), slides)
-        dtype = slid_formats()[self.quantization_config.format].dtype
+        dtype = configured_type(self.quantization_config.format).dtype
         for name, how in slides.items():
             try:
                 linear = model.get_submodule(name)

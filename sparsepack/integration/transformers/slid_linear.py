@@ -1,6 +1,5 @@
 """A Linear with slid weights, for stock transformers models."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -8,7 +7,8 @@ from torch import Tensor, nn
 
 from sparsepack.formats.codecs.slide import Slide
 from sparsepack.formats.codecs.symmetric import STEPS
-from sparsepack.runtime.reference.slide import SlidMatrix, quantise_slide, slide_matmul
+from sparsepack.runtime.reference.slide import SlidMatrix
+from sparsepack.runtime.slid_operator import prepare, slid_linear
 
 
 class SlidLinear(nn.Module):
@@ -19,8 +19,8 @@ class SlidLinear(nn.Module):
     weight_scale     -- float32 [rows]; None for bfloat16
     bias             -- [rows], or None
 
-    Inputs [..., columns] are quantised token by token to the values' type, outputs have the inputs' type. NVIDIA GPUs
-    have kernels (`runtime.cuda.slide`), other devices the reference. Neither has gradients.
+    Inputs [..., columns] are quantised token by token to the values' type, outputs have the inputs' type. See
+    `runtime.slid_operator`, which computes it and has no gradients.
     """
 
     def __init__(
@@ -37,7 +37,8 @@ class SlidLinear(nn.Module):
         self.weight_positions = parameter(rows, -(-stored // 4), dtype=torch.uint8)
         self.weight_scale = parameter(rows, dtype=torch.float32) if dtype in STEPS else None
         self.bias = parameter(rows, dtype=of) if bias else None
-        self._prepared: tuple[Any, Callable[[Tensor], Tensor]] | None = None
+        self._prepared_for: Any = None
+        self._prepared: list[Tensor] = []
 
     @classmethod
     def in_place_of(cls, linear: nn.Linear, how: Slide, dtype: torch.dtype) -> "SlidLinear":
@@ -47,7 +48,7 @@ class SlidLinear(nn.Module):
 
     def _apply(self, fn: Any, recurse: bool = True) -> "SlidLinear":
         """Weights and scales move, but are never cast: their types are the format's."""
-        self._prepared = None
+        self._forget()
 
         def moved(t: Tensor) -> Tensor:
             found: Tensor = fn(t) if t is self.bias else fn(t.view(torch.uint8)).view(t.dtype)
@@ -57,11 +58,11 @@ class SlidLinear(nn.Module):
         return self
 
     def _load_from_state_dict(self, *given: Any, **settings: Any) -> None:
-        self._prepared = None
+        self._forget()
         super()._load_from_state_dict(*given, **settings)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_prepared": None}  # it can neither be pickled nor serve a copy
+        return {**self.__dict__, "_prepared_for": None, "_prepared": []}  # a copy's weights lie elsewhere
 
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}, {self.how.pattern}, {self.weight.dtype}"
@@ -75,32 +76,19 @@ class SlidLinear(nn.Module):
         if x.shape[-1] != self.in_features or x.device != self.weight.device:
             wanted = f"[..., {self.in_features}] on {self.weight.device}"
             raise ValueError(f"inputs {list(x.shape)} on {x.device}; expected {wanted}")
-        inputs = x.reshape(-1, self.in_features)
-        y = self._on_gpu(inputs) if x.is_cuda else self._by_reference(inputs)
-        return y.view(*x.shape[:-1], self.out_features)
+        self._prepare(x.dtype)
+        return slid_linear(x, self.matrix, self.bias, self._prepared)
 
-    def _by_reference(self, x: Tensor) -> Tensor:
-        q, scale = quantise_slide(x, self.how, self.weight.dtype)
-        y = slide_matmul(self.matrix, q, scale)
-        if self.bias is not None:
-            y = y + self.bias.float()
-        return y.to(x.dtype)
+    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+    def _prepare(self, dtype: torch.dtype) -> bool:
+        """The weights are prepared when the first inputs come, and again once they lie elsewhere. Compilers call it
+        while they compile; from then on they watch what `_prepared` is."""
+        lies = (dtype, self.weight.device, self.weight.data_ptr(), self.weight_positions.data_ptr())
+        if self._prepared_for != lies:
+            self._forget()  # its memory is free before more is taken
+            self._prepared = prepare(self.matrix, dtype)
+            self._prepared_for = lies
+        return True
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _on_gpu(self, x: Tensor) -> Tensor:
-        """The weights are prepared when the first inputs come, and again once they lie elsewhere."""
-        key = (x.dtype, *(t.data_ptr() for t in (self.weight, self.weight_positions)))
-        with torch.cuda.device(x.device):  # kernels run on the current one
-            return self._prepared_for(key, x.dtype)(x.contiguous())
-
-    def _prepared_for(self, key: Any, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
-        prepared = self._prepared
-        if prepared is None or prepared[0] != key:
-            from sparsepack.runtime.cuda.slide.product import slid_product
-
-            self._prepared = prepared = None  # its memory is free before more is taken
-            # What is made here serves calls in inference mode and outside of it.
-            with torch.inference_mode(False), torch.no_grad():
-                prepared = (key, slid_product(self.matrix, self.bias, dtype))
-            self._prepared = prepared
-        return prepared[1]
+    def _forget(self) -> None:
+        self._prepared_for, self._prepared = None, []

@@ -1,5 +1,6 @@
 """The hash that says which weights a checkpoint has: taken by itself, or beside other work on the same files."""
 
+import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 from sparsepack.errors import CheckpointError
 from sparsepack.files.hashing import hashing
 from sparsepack.files.stored import shown
+from sparsepack.workers.workers import Workers
 
 
 class SourceHash:
@@ -25,6 +27,20 @@ class SourceHash:
         """The hash. Raises `CheckpointError` where a file cannot be read, or has changed since it was opened."""
         with self.meanwhile() as sha256:
             return sha256()
+
+    def share(self, workers: Workers) -> None:
+        """Take the hash once on each machine: of workers that have opened the same files there, the first one takes it.
+
+        Raises as `sha256` does, and `WorkerLost`.
+        """
+        if workers.count == 1 or self._known is not None:
+            return
+        files = workers.told(
+            [socket.gethostname(), [[str(file.resolve()), state] for file, state in self._opened.items()]]
+        )
+        taker = files.index(files[workers.number])
+        digests = workers.told(self.sha256() if taker == workers.number else None)
+        self._known = digests[taker]
 
     @contextmanager
     def meanwhile(self) -> Iterator[Callable[[], str]]:

@@ -1,11 +1,11 @@
-"""Run a model block by block: one decoder block of the stock transformers model in memory at a time.
+"""Run a model block by block: one decoder block of the stock transformers model at work, and the next one read.
 
 The forward pass is transformers' own: a backbone with a single layer, into which each block's weights are loaded
 in turn, so masks, rotary embeddings and sliding windows are never re-implemented here. What comes before the blocks and
 after them is done once, by the names that the family gives it, and is taken out of that backbone.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -15,10 +15,12 @@ from torch import nn
 from sparsepack.models.checkpoint.checkpoint import HEAD
 from sparsepack.models.families import Family
 from sparsepack.models.own_code import STOCK_ALONE
+from sparsepack.models.stock.ahead import BlocksAhead
 from sparsepack.models.stock.attention import Watcher, watched_attention
 from sparsepack.models.stock.basis import add_basis
 from sparsepack.models.stock.skeleton import single_layer
 from sparsepack.models.stock.whole import backbone_of
+from sparsepack.progress import say
 
 
 class BlockSource(Protocol):
@@ -45,13 +47,14 @@ class BlockSource(Protocol):
 
 
 class BlockStream:
-    """Holds one decoder block of a model on a device.
+    """Holds one decoder block of a model on a device, and reads the next one while that is used.
 
     `load(i)` replaces the block in memory, `block` is its module to hook, calling the stream runs it:
     hidden [B, S, H] -> [B, S, H]. `embed` reads the embedding and lets it go again. After the last block come
     `finish` and `head`.
 
     attention -- transformers' name of the implementation that the blocks use
+    ahead     -- where blocks come from, and how long that took
     """
 
     def __init__(
@@ -66,22 +69,32 @@ class BlockStream:
         self._backbones: dict[tuple[str, bool], Any] = {}  # by the kind of the layer, and whether it has a basis
         self._backbone: Any = None
         self._after: dict[str, Any] = {}
+        self.ahead = BlocksAhead(self._stored, self.device, dtype)
 
     def load(self, layer: int, tensors: Mapping[str, torch.Tensor] | None = None) -> None:
-        """Let go of the block in memory, then read block `layer` from disk, or take all its tensors as given, by their
-        names within it."""
+        """Let go of the block in memory, then read block `layer`, or take all its tensors as given, by their names
+        within it. Of blocks that are read, the next one is begun."""
         self.unload()
+        self._backbone = self._backbone_like(layer)
+        placed = self.ahead.take(layer) if tensors is None else self._placed(tensors)
+        self.block.load_state_dict(placed, strict=True, assign=True)
+        if tensors is None and layer + 1 < self.source.layers:
+            self._backbone_like(layer + 1)
+            self.ahead.begin(layer + 1)
+
+    def _stored(self, layer: int) -> Iterator[tuple[str, torch.Tensor]]:
+        """The tensors of a block as they are stored, by their names within it. Its backbone is there already."""
+        prefix = self.source.family.block(layer)
+        for name in list(self._backbone_like(layer).layers[0].state_dict()):
+            yield name, self.source.tensor(f"{prefix}.{name}")
+
+    def _backbone_like(self, layer: int) -> Any:
+        """The backbone that runs a block: one for all blocks of a kind."""
         kinds = getattr(self.source.config, "layer_types", None)
         kind = kinds[layer] if kinds else "only", layer in self.source.bases
         if kind not in self._backbones:
             self._backbones[kind] = self._empty(layer)
-        self._backbone = self._backbones[kind]
-        if tensors is None:
-            prefix = self.source.family.block(layer)
-            placed = {name: self._tensor(f"{prefix}.{name}") for name in self.block.state_dict()}
-        else:
-            placed = self._placed(tensors)
-        self.block.load_state_dict(placed, strict=True, assign=True)
+        return self._backbones[kind]
 
     def replace(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Put other tensors into the block in memory, by their names within it."""
@@ -120,6 +133,18 @@ class BlockStream:
     def watched(self, watcher: Watcher) -> AbstractContextManager[None]:
         """Within the context, the loaded block's attention shows its queries and keys to `watcher`."""
         return watched_attention(self._backbone, watcher)
+
+    def states(self, ids: torch.Tensor, kept: torch.Tensor | None) -> torch.Tensor:
+        """The hidden states [N, S, H] of windows of token ids that a run goes on with, on the CPU: those that were
+        `kept`, or what `embed` gives. For a GPU they are page-locked, since each block takes them there and back."""
+        hidden = self.embed(ids) if kept is None else kept
+        if self.device.type != "cuda":
+            return hidden
+        try:
+            return hidden.pin_memory()
+        except RuntimeError:
+            say(f"note: {hidden.nbytes / 1e9:.1f} GB of hidden states cannot be page-locked and move more slowly")
+            return hidden
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         """Token ids [N, S] -> hidden states [N, S, H], on the CPU: the windows of a whole run may not fit elsewhere.

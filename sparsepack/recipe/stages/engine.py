@@ -7,6 +7,7 @@ from sparsepack.formats.table import FORMATS, those_with
 from sparsepack.recipe.section import Recipe, Section
 from sparsepack.recipe.stages.pack import Pack, mlp_kind
 from sparsepack.recipe.stages.thresholds import ActivationSparsity, sparse
+from sparsepack.runtime.backends import BACKENDS, backend_for
 from sparsepack.runtime.options import EngineOptions
 
 
@@ -24,11 +25,13 @@ def engine_problems(recipe: Recipe, asked: Section) -> Iterator[str]:
     except UserError as error:
         yield f"{asked.key}: {error}"
         return
-    if options.cached is not None and not mlp_kind(recipe).by_count:
+    row, name = backend_for(recipe.device), options.divided_by
+    if name and not mlp_kind(recipe).by_count:
         able = those_with("mlp.by_count")
-        yield f"{asked.key}.cached: the artifact's MLPs are not stored by neurons; expected pack.format {able}"
-    if options.cached is not None and recipe.device != "cpu":
-        yield f"{asked.key}.cached: two workers share the CPU so far; expected device cpu"
+        yield f"{asked.key}.{name}: the artifact's MLPs are not stored by neurons; expected pack.format {able}"
+    if name and not row.divides(name):
+        able = " or ".join(each.devices[0] for each in BACKENDS.values() if each.devices and each.divides(name))
+        yield f"{asked.key}.{name}: the {row.name} backend does not divide neurons so; expected device {able}"
     if options.hold and not sparse(recipe):
         key = ActivationSparsity.key
         yield f"{asked.key}.hold: nothing is skipped whose share could be held; expected {key}.sparsity above 0"

@@ -38,6 +38,7 @@ class Eval(Section):
     apply_chat_template: bool
     batch: int | None
     cached: float | None
+    vram: str | None
     policy: str | None
 
 

@@ -39,6 +39,7 @@ class Generate(Section):
     stop: Names
     seed: int
     cached: float | None
+    vram: str | None
     policy: str | None
 
 

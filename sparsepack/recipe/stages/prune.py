@@ -147,7 +147,7 @@ def _memory(job: Job, asked: Prune) -> int:
     shapes = [checkpoint.stacked_shape(site) for site in SITES]
     products = [4 * columns**2 for _, columns in shapes] if METHODS[asked.method].needs == "products" else [0]
     count, context = _windows(job, asked)
-    way = block_by_block_bytes(job, count, context, asked.batch) + sum(products)
+    way = block_by_block_bytes(job, count, context, asked.batch) + 2 * sum(products)  # of all windows and of a batch
     hidden = count * context * int(checkpoint.config.hidden_size) * dtype_bytes(job)
     block = block_parameters(checkpoint) * (dtype_bytes(job) + 2 * checkpoint.dtype.itemsize)
     matrix = 4 * LIVE * max(rows * columns for rows, columns in shapes)

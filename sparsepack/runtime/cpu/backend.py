@@ -34,7 +34,7 @@ def decoder(
     if options.cached is not None:
         measured = measured_links(options.threads or torch.get_num_threads(), packed.architecture.hidden)
         beside = operations.neuron_ffn_beside
-        slow = dispatch.native().SlowPolicy
+        slow = operations.slow_policy()
         return HybridDecoder(packed, operations, beside, device, context, cache_type, options, measured, slow)
     return NativeDecoder(packed, device, context, options.threads, sequences=options.sequences or 1)
 

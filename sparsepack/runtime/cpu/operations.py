@@ -8,8 +8,7 @@ Kernels are given NumPy's views of tensors. For a tensor itself nanobind runs Py
 is raised there, which may be a user's Ctrl-C.
 """
 
-import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,6 +20,7 @@ from sparsepack.formats.codecs.matrices import ZIGZAG, PackedMatrix
 from sparsepack.runtime.backends import backend_named
 from sparsepack.runtime.cpu.dispatch import instruction_set, native, operations
 from sparsepack.runtime.cpu.kv_cache import NativeKvCache
+from sparsepack.runtime.cpu.machine import usable_cores
 from sparsepack.runtime.cpu.tile_config import tile_config
 from sparsepack.runtime.hybrid.handover import HandOver
 from sparsepack.runtime.kv_cache import AttentionShape
@@ -131,11 +131,16 @@ def cold_worker(
     return native().ColdWorker(instruction_set(), list(records), memory, layout, chosen, limit)
 
 
+def slow_policy() -> Callable[..., Any]:
+    """What makes a native `SlowPolicy`, as `runtime/hybrid/following.py` takes it; a prompt is followed by as many
+    threads as a worker has, which has nothing to do meanwhile."""
+    return partial(native().SlowPolicy, threads=worker_threads())
+
+
 def worker_threads() -> int:
     """How many threads a `cold_worker` has at most: all cores but the caller's and, where there are more, the policy's.
     Threads that spin keep whoever shares their core from running."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, cores - 2)
+    return max(1, usable_cores() - 2)
 
 
 def _neuron_ffn(kernels: Any, neurons: Any, x: Tensor, gate: Tensor, indices: Tensor, count: Tensor) -> Tensor:

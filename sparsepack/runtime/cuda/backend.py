@@ -8,7 +8,6 @@ import torch
 
 from sparsepack.formats.packed import PackedModel
 from sparsepack.runtime.cpu import operations
-from sparsepack.runtime.cpu.dispatch import native
 from sparsepack.runtime.cuda.attention.caches import new_cache
 from sparsepack.runtime.cuda.decoder import decoder as cuda_decoder
 from sparsepack.runtime.cuda.driver import device as gpu
@@ -36,14 +35,14 @@ def decoder(
     options: EngineOptions,
 ) -> cuda_decoder.CudaDecoder:
     cache = partial(new_cache, offload=options.offload)
-    if not options.divided:
+    if not options.divided_by:
         return cuda_decoder.CudaDecoder(packed, device, context, options.sequences or 1, cache_type, new_cache=cache)
     plan, device = planned(packed, context, cache_type, options), gpu.usable(device)
     with within_budget(plan, device):
         if plan.whole and options.cached is None:
             return cuda_decoder.CudaDecoder(packed, device, context, 1, cache_type, new_cache=cache, plan=plan)
         measured = measured_links(options.threads, packed.architecture.hidden, device)
-        slow, activity = native().SlowPolicy, cast(Any, options.activity)
+        slow, activity = operations.slow_policy(), cast(Any, options.activity)
         return CudaHybridDecoder(
             packed,
             operations,

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -25,7 +26,7 @@ from sparsepack.runtime.cuda.driver.host_memory import Place
 from sparsepack.runtime.cuda.driver.kernel_set import KERNELS, Kernels
 from sparsepack.runtime.hybrid.cuda_mlps import STAGED_BYTES, CudaDivided
 from sparsepack.runtime.hybrid.handover import HandOver, next_number
-from sparsepack.runtime.hybrid.placing import placing_of
+from sparsepack.runtime.hybrid.placing import Placing, links_of, placing_of
 from sparsepack.runtime.options import EngineOptions
 
 ASSUMED = "pcie5"
@@ -49,7 +50,8 @@ class CudaHybridDecoder(CudaDecoder):
     and says who has slots from then on, as in `HybridDecoder`; of a prompt it sees one token after the other when all
     have passed. The same text since a `reset` gives the same bits, with the same threads and links.
 
-    A step begins when the one before has ended on both sides.
+    A step begins when the one before has ended on both sides. After one that was interrupted, slots and counts begin
+    anew.
 
     processor -- what computes beside the GPU
     options   -- share, policy and links; `threads` are the processor's
@@ -81,9 +83,13 @@ class CudaHybridDecoder(CudaDecoder):
     ) -> None:
         device = kernels.usable(device)
         self._plan = plan
-        self._placing = placing_of(packed, options, plan, slow)
+        self._placed: Callable[[str | None], Placing] = lambda policy: placing_of(
+            packed, replace(options, policy=policy), plan, slow
+        )
+        self._placing = self._placed(options.policy)
         self._known = options.links or measured
-        links = self._known or MACHINES[ASSUMED].rates(plan.parts.record).links
+        assumed = f"as of {ASSUMED}", MACHINES[ASSUMED].rates(plan.parts.record).links
+        links, self._links = links_of(options, measured, assumed)
         staged = STAGED_BYTES if plan.budget is None else plan.parts.work.staged
         shape, hidden = self._placing.shape, packed.architecture.hidden
         with kernels.on_device(device):
@@ -114,34 +120,57 @@ class CudaHybridDecoder(CudaDecoder):
 
     @property
     def description(self) -> str:
-        return f"{super().description}, {self.threads} threads beside it, {self._placing.description}"
+        return f"{super().description}, {self.threads} threads beside it, {self._placing.description}, {self._links}"
+
+    def follow(self, policy: str) -> None:
+        """Let another policy say who has slots, and forget the text: comparing policies loads a model once."""
+        self._placing = self._placed(policy)
+        self.reset()
 
     def reset(self) -> None:
         super().reset()
-        self._divided.forget()
+        self._begin_text()
+
+    def _begin_text(self) -> None:
+        """Give slots as a text begins, and count anew on both sides."""
+        self._interrupted = True
         self._placing.follows.restart()
         with self._kernels.on_device(self._device):
             self._kernels.synchronize(self._device)
             self._divided.begin_text(self._number)
             self._divided.place(self._placing.follows.first)
+        self._interrupted = False
+
+    def _begin_pass(self) -> None:
+        """After an interruption the GPU may count other steps, and the policy know of moves that were not made: then
+        as for a text."""
+        if self._interrupted:
+            self._begin_text()
+        self._interrupted = True  # until the token boundary has been passed
+        self._divided.forget()
 
     def _dense(self, ids: Tensor, sequence: int) -> Tensor:
-        self._divided.forget()
+        self._begin_pass()
         hidden = super()._dense(ids, sequence)
         self._token_boundary(self._divided.prefill_bits(), prompt=len(ids))
         return hidden
 
     def _begin(self, ids: list[int], sparse: bool) -> None:
+        self._begin_pass()
         if self._graph(sparse) is None:
             traffic = self._divided.keep_traffic()
             self._answered(lambda: self._captured_step(sparse))
             self._divided.forget_step(traffic)
-        self._answered(lambda: super(CudaHybridDecoder, self)._begin(ids, sparse))
+        self._answered(lambda: self._step_and_prepare(ids, sparse))
         self._token_boundary(self._divided.step_bits(self._number), prompt=0)
+
+    def _step_and_prepare(self, ids: list[int], sparse: bool) -> None:
+        super()._begin(ids, sparse)
+        if (moves := self._placing.follows.ahead()) is not None:
+            self._divided.prepare(moves)
 
     def _answered(self, run: Callable[[], object]) -> None:
         """Run a step, once, and wait until both sides have ended it."""
-        self._kernels.synchronize(self._device)  # should one before have been interrupted
         self._number = next_number(self._number)
         try:
             self._worker.begin(self._number)
@@ -159,3 +188,4 @@ class CudaHybridDecoder(CudaDecoder):
         follows.saw(bits, prompt)
         if (moves := follows.moves()) is not None:
             self._divided.move(moves)
+        self._interrupted = False

@@ -31,6 +31,8 @@ from sparsepack.runtime.hybrid.residency import NOWHERE, Residency
 
 STAGED_BYTES = 32 << 20
 """Prefill brings this many bytes of records to the GPU at once."""
+COPIED_AT_ONCE = 512
+"""So many records that move are gathered at a time, in memory that the budget does not know."""
 WAIT_MILLISECONDS = 10_000
 """The GPU waits no longer for an answer, which takes less than a millisecond."""
 
@@ -47,13 +49,21 @@ class CudaResidency(Residency):
         self.there = torch.full((2, *shape), NOWHERE, dtype=torch.int32, device=device)
         self.version = torch.zeros(1, dtype=torch.int32, device=device)
 
-    def _put(self, positions: np.ndarray, slots: np.ndarray, free: np.ndarray) -> None:
+    def _write(self, positions: np.ndarray, slots: np.ndarray) -> None:
         changed = np.concatenate([self._may_differ, positions])
-        super()._put(positions, slots, free)
-        number, device = self._force[0], self.there.device
-        where, values = (torch.from_numpy(each).to(device) for each in (changed, self.table.ravel()[changed]))
-        self.there[number].view(-1)[where.long()] = values
-        self.version.fill_(number)
+        super()._write(positions, slots)
+        other, device = 1 - self._force[0], self.there.device
+        written = self._versions[other].ravel()[changed]
+        where, values = (torch.from_numpy(each).to(device) for each in (changed, written))
+        self.there[other].view(-1)[where.long()] = values
+
+    def _flip(self, prepared: Any) -> None:
+        super()._flip(prepared)
+        self.agree()
+
+    def agree(self) -> None:
+        """Let the version that is in force here be in force on the GPU."""
+        self.version.fill_(self._force[0])
 
 
 class Staging:
@@ -122,6 +132,7 @@ class CudaDivided:
         at_once = min(neurons, max(staged // record_bytes(hidden), 1))
         self.staging = [Staging(kernels.new_neurons(at_once, hidden, device), kernels) for _ in range(2)]
         self.copies = kernels.new_stream()
+        self._moves, self._prepared = kernels.new_stream(), kernels.new_event()
         self._prefilled: list[list[np.ndarray]] = [[] for _ in range(blocks)]
         self._loaded = 0
 
@@ -184,9 +195,11 @@ class CudaDivided:
         return Traffic(resident, bus, worker, handed, waited / 1e9)
 
     def begin_text(self, number: int) -> None:
-        """Count anew; the step that ran last has this number."""
+        """Count anew; the step that ran last has this number. No step may run."""
+        self.forget()
         self._traffic.zero_()
-        self._number[1] = number
+        self._number.fill_(number)
+        self.residency.agree()
 
     def keep_traffic(self) -> Tensor:
         """What `forget_step` takes to forget the next step."""
@@ -199,15 +212,25 @@ class CudaDivided:
 
     def place(self, resident: np.ndarray) -> None:
         """Give slots when a text begins: bool [blocks, neurons]. No step may run, here as in `move`."""
+        self._prepared.wait()
         self.residency.restart(resident, self._copy)
 
+    def prepare(self, moves: Moves) -> None:
+        """Copy those that come, and write the table that is not in force, beside a step that runs."""
+        with self._kernels.on_stream(self._moves):
+            self.residency.prepare(moves.coming, moves.going, self._copy)
+            self._prepared.record()
+
     def move(self, moves: Moves) -> None:
-        """Give slots to some and take those of others, between two tokens."""
+        """Give slots to some and take those of others, between two tokens: what was not prepared is done now."""
+        self._prepared.wait()
         self.residency.move(moves.coming, moves.going, self._copy)
 
     def _copy(self, neurons: np.ndarray, slots: np.ndarray) -> None:
         host = CudaNeurons(self._host, 1.0)
-        self._kernels.copy_neurons(self.slots, torch.from_numpy(slots), host, torch.from_numpy(neurons))
+        for first in range(0, len(neurons), COPIED_AT_ONCE):
+            some = slice(first, first + COPIED_AT_ONCE)
+            self._kernels.copy_neurons(self.slots, torch.from_numpy(slots[some]), host, torch.from_numpy(neurons[some]))
 
     def step_bits(self, number: int) -> np.ndarray:
         """Who was active in the step of this number, which has ended: uint8 [1, blocks, bytes], as `following` has
@@ -227,7 +250,7 @@ class CudaDivided:
         return bits
 
     def forget(self) -> None:
-        """Of a prefill that was interrupted nothing counts."""
+        """Forget what was seen of a prefill that was interrupted."""
         for rows in self._prefilled:
             rows.clear()
 

@@ -14,7 +14,7 @@ from sparsepack.placement.links import HALVES, Links
 from sparsepack.placement.ways import Traffic, Ways
 from sparsepack.runtime.hybrid.measure import divided
 from sparsepack.runtime.hybrid.mlps import DividedMlps
-from sparsepack.runtime.hybrid.placing import placing_of
+from sparsepack.runtime.hybrid.placing import links_of, placing_of
 from sparsepack.runtime.hybrid.plan import parts_of
 from sparsepack.runtime.operations import NeuronFfn, Operations
 from sparsepack.runtime.operations_decoder import OperationsDecoder
@@ -26,7 +26,8 @@ class HybridDecoder(OperationsDecoder):
 
     A text begins with the placement by the artifact's frequencies. After each token the policy sees who was active and
     says who has slots from then on; of a prompt it sees one token after the other when all have passed. The same text
-    since a `reset` thus gives the same bits, with the same threads and links. `truncate` takes back no moves.
+    since a `reset` thus gives the same bits, with the same threads and links. `truncate` takes back no moves; after a
+    call that was interrupted, slots and counts begin anew.
 
     operations -- of a backend on the CPU
     beside     -- given a number of threads, its `neuron_ffn` on threads of its own
@@ -50,14 +51,13 @@ class HybridDecoder(OperationsDecoder):
         slow: Callable[..., Any] | None = None,
     ) -> None:
         if device.type != "cpu":
-            raise UserError(f"cached on device {device}: two workers share the CPU so far; use device cpu")
+            raise UserError(f"cached on device {device}: this backend's two workers share the CPU; use device cpu")
         first, second = divided(options.threads or torch.get_num_threads())
         self._plan = plan_of_share(parts_of(packed, context, cache_type or "f32"), options.cached or 0.0)
         self._placing = placing_of(packed, options, self._plan, slow)
         self._follows, shape = self._placing.follows, self._placing.shape
         self._known = options.links or measured
-        links = self._known or HALVES
-        self._links = "given" if options.links else "measured" if measured else "assumed equal"
+        links, self._links = links_of(options, measured, ("equal", HALVES))
         hidden, slots = packed.architecture.hidden, self._plan.slots
         self._mlps = DividedMlps(operations, beside(second), shape, hidden, slots, links)
         super().__init__(packed, self._mlps, device, context, first, cache_type)
@@ -70,7 +70,7 @@ class HybridDecoder(OperationsDecoder):
 
     @property
     def description(self) -> str:
-        return f"{self.threads} threads in two workers, {self._placing.description}, links {self._links}"
+        return f"{self.threads} threads in two workers, {self._placing.description}, {self._links}"
 
     @property
     def ways(self) -> Ways:
@@ -82,30 +82,44 @@ class HybridDecoder(OperationsDecoder):
 
     def reset(self) -> None:
         super().reset()
-        self._mlps.traffic = Traffic()
-        self._follows.restart()
-        self._mlps.place(self._follows.first)
+        self._begin_text()
 
     def prefill(self, sequence: int, ids: Tensor) -> Tensor:
-        self._mlps.forget()
+        self._begin_pass()
         logits = super().prefill(sequence, ids)
         self._token_boundary(prompt=len(ids))
         return logits
 
     def step(self, ids: Sequence[int | None], sparse: bool) -> Tensor:
-        self._mlps.forget()
+        self._begin_pass()
         logits = super().step(ids, sparse)
         self._token_boundary(prompt=0)
         return logits
 
     def teacher_forced(self, ids: Tensor, sparse_from: int, sparse: bool) -> Tensor:
-        self._mlps.forget()
+        self._begin_pass()
         logits = super().teacher_forced(ids, sparse_from, sparse)
         self._token_boundary(prompt=sparse_from)
         return logits
+
+    def _begin_text(self) -> None:
+        """Give slots as a text begins, and count anew."""
+        self._interrupted = True
+        self._mlps.traffic = Traffic()
+        self._follows.restart()
+        self._mlps.place(self._follows.first)
+        self._interrupted = False
+
+    def _begin_pass(self) -> None:
+        """After an interruption the policy may know of moves that were not made: then as for a text."""
+        if self._interrupted:
+            self._begin_text()
+        self._interrupted = True  # until the token boundary has been passed
+        self._mlps.forget()
 
     def _token_boundary(self, prompt: int) -> None:
         """Count what the positions of a pass needed, the first `prompt` of them not decoded; ask the policy; move."""
         self._follows.saw(self._mlps.needed(), prompt)
         if (moves := self._follows.moves()) is not None:
             self._mlps.move(moves)
+        self._interrupted = False

@@ -46,6 +46,11 @@ class Following(Protocol):
         """What moves between the token that passed last and the next one; None: nothing."""
         ...
 
+    def ahead(self) -> Moves | None:
+        """What `moves` will give soon, each once, as soon as it is known: time to prepare it. Whether it comes, and
+        when, depends on how fast the machine is, and so may nothing but time."""
+        ...
+
     @property
     def counts(self) -> HitCounts:
         """What is counted of the text so far."""
@@ -92,6 +97,9 @@ class Played:
         coming, going = (np.flatnonzero(each) for each in (self._taken & ~before, before & ~self._taken))
         return Moves(coming.astype(np.int32), going.astype(np.int32)) if len(coming) + len(going) else None
 
+    def ahead(self) -> Moves | None:
+        return None
+
     def _by_model(self, stored: np.ndarray) -> np.ndarray:
         known = np.empty_like(stored)
         np.put_along_axis(known, self._order, stored, axis=1)
@@ -131,4 +139,8 @@ class FollowedNatively:
 
     def moves(self) -> Moves | None:
         found = self._policy.moves()
+        return None if found is None else Moves(*found)
+
+    def ahead(self) -> Moves | None:
+        found = self._policy.ahead()
         return None if found is None else Moves(*found)

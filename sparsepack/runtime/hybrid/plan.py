@@ -68,7 +68,7 @@ def check_host(plan: Plan, free: int | None) -> None:
     if free is not None and plan.host_bytes > free:
         remedy = "end what takes it" if plan.budget is None else "give a larger --vram, or end what takes it"
         raise PlacementError(
-            f"{in_words(plan.host_bytes)} of the host's memory, pinned, for what has no room on the card: "
+            f"{in_words(plan.host_bytes)} of the host's memory for what has no room on the card: "
             f"{free / 1e9:.2f}GB are free; {remedy}"
         )
 

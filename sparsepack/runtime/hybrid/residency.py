@@ -1,11 +1,12 @@
 """Which neuron lies in which slot: a table in two versions, of which one is read while the other is written."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
 
-from sparsepack.placement.budget import SPARE
+from sparsepack.placement.budget import spare_of
 
 NOWHERE = -1
 
@@ -25,10 +26,11 @@ class Residency:
     """
 
     def __init__(self, shape: tuple[int, int], most: int) -> None:
-        self.slots = most + SPARE
+        self._most, self.slots = most, most + spare_of(most)
         self._versions = [np.full(shape, NOWHERE, np.int32) for _ in range(2)]
         self._force = 0, np.arange(self.slots, dtype=np.int32)  # which version, and the slots that it leaves free
         self._may_differ = np.zeros(0, np.int32)  # where the versions are not the same
+        self._prepared: _Prepared | None = None
 
     @property
     def table(self) -> np.ndarray:
@@ -63,30 +65,63 @@ class Residency:
         first version has a part of them and nobody of those that go; then their slots are free. Raises ValueError for
         more neurons than may be resident.
         """
-        free = self._force[1]
-        after = self.slots - len(free) + len(coming) - len(going)
-        if after > self.slots - SPARE:
-            raise ValueError(f"{after} neurons for {self.slots - SPARE} slots")
         while True:
-            now, coming = coming[: len(free)], coming[len(free) :]
-            taken, left = free[: len(now)], free[len(now) :]
-            if len(now):
-                copy(now, taken)
-            free = np.sort(np.concatenate([left, self.table.ravel()[going]]))
-            self._put(np.concatenate([going, now]), np.concatenate([np.full_like(going, NOWHERE), taken]), free)
-            going = going[:0]
+            if not self._is_prepared(coming, going):
+                self.prepare(coming, going, copy)
+            assert self._prepared is not None
+            self._flip(self._prepared)
+            coming, going = coming[len(self._prepared.now) :], going[:0]
+            self._prepared = None
             if not len(coming):
                 return
 
-    def _put(self, positions: np.ndarray, slots: np.ndarray, free: np.ndarray) -> None:
-        """Write the version that nobody reads, then let it be in force. An interruption leaves the one that was."""
+    def prepare(self, coming: np.ndarray, going: np.ndarray, copy: Copy) -> None:
+        """Do of a `move` what can be done while the version in force is read: copy to free slots, and write the other
+        version. `move` of the same neurons then does the rest; whatever else happens first makes this vain."""
+        self._prepared = None
+        free = self._force[1]
+        after = self.slots - len(free) + len(coming) - len(going)
+        if after > self._most:
+            raise ValueError(f"{after} neurons for {self._most} slots")
+        now = coming[: len(free)]
+        taken, left = free[: len(now)], free[len(now) :]
+        if len(now):
+            copy(now, taken)
+        positions = np.concatenate([going, now])
+        self._write(positions, np.concatenate([np.full_like(going, NOWHERE), taken]))
+        free = np.sort(np.concatenate([left, self.table.ravel()[going]]))
+        self._prepared = _Prepared(coming, going, now, positions, free)
+
+    def _is_prepared(self, coming: np.ndarray, going: np.ndarray) -> bool:
+        made = self._prepared
+        return made is not None and np.array_equal(made.coming, coming) and np.array_equal(made.going, going)
+
+    def _write(self, positions: np.ndarray, slots: np.ndarray) -> None:
+        """Write the version that nobody reads. An interruption leaves the one that is in force."""
         now, before = self._force[0], self._may_differ
         self._may_differ = np.concatenate([before, positions])
         force, other = (self._versions[version].ravel() for version in (now, 1 - now))
         other[before] = force[before]
         other[positions] = slots
-        self._force = 1 - now, free
-        self._may_differ = positions
+
+    def _flip(self, prepared: "_Prepared") -> None:
+        """Let the version that was written be in force."""
+        self._force = 1 - self._force[0], prepared.free
+        self._may_differ = prepared.positions
+
+
+@dataclass(frozen=True, eq=False)
+class _Prepared:
+    """Moves that stand in the version that is not in force: of those that come, the first ones, `now`.
+
+    positions -- where the versions differ; free: the slots that this one leaves free
+    """
+
+    coming: np.ndarray
+    going: np.ndarray
+    now: np.ndarray
+    positions: np.ndarray
+    free: np.ndarray
 
 
 def ranges_of_blocks(neurons: np.ndarray, count: int) -> Iterator[tuple[int, int, int]]:

@@ -1,4 +1,5 @@
-"""The oracle's MLPs by neurons in plain torch: records, and what the active ones add up to."""
+"""The oracle's MLPs by neurons in plain torch: records, what the active ones add up to, and who may be active by a copy
+of the gate."""
 
 from dataclasses import dataclass
 
@@ -7,8 +8,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sparsepack.formats.codecs import neurons as codec
+from sparsepack.formats.codecs.gate_copy import GateCopy
+from sparsepack.formats.codecs.gate_rows import by_neuron
 from sparsepack.formats.codecs.matrices import PackedMatrix
-from sparsepack.runtime.reference.products import active_values
+from sparsepack.runtime.reference.products import active_values, collect
 
 
 @dataclass(frozen=True)
@@ -57,3 +60,48 @@ def neuron_ffn(neurons: Neurons, x: Tensor, gate: Tensor, indices: Tensor, count
 def neuron_matmul(neurons: Neurons, x: Tensor, gate: Tensor) -> Tensor:
     """`neuron_ffn` for several positions and every neuron: float32 [S, hidden], [S, neurons] -> [S, hidden]."""
     return (gate * F.linear(x, neurons.up)) @ neurons.down
+
+
+@dataclass(frozen=True)
+class ReferenceCopy:
+    """A decoded copy of a gate: weight float32 [neurons, hidden], limits float32 [neurons]."""
+
+    weight: Tensor
+    limits: Tensor
+
+
+def load_gate_copy(copy: GateCopy, limits: Tensor, device: torch.device | str = "cpu") -> ReferenceCopy:
+    """Decode a copy of a gate, and its limits (`gate_copy.limits`), on a device."""
+    return ReferenceCopy(copy.decoded().to(device), limits.to(device))
+
+
+def load_gate_rows(gate: PackedMatrix, device: torch.device | str = "cpu") -> Tensor:
+    """Decode a zigzag gate, laid out by neuron, on a device: float32 [neurons, hidden]."""
+    return by_neuron(gate).decoded().to(device)
+
+
+def may_be_active(copy: ReferenceCopy, x: Tensor) -> Tensor:
+    """Which neurons may be active by a copy of the gate: those n with copy_n . x > -limit_n |x|, strictly.
+
+    x -- float32 [..., hidden]. Returns bool [..., neurons].
+    """
+    return torch.gt(F.linear(x, copy.weight), -copy.limits * torch.linalg.vector_norm(x, dim=-1, keepdim=True))
+
+
+def list_neurons(copy: ReferenceCopy, x: Tensor) -> tuple[Tensor, Tensor]:
+    """List the neurons that `may_be_active` for x, float32 [hidden].
+
+    Returns (indices, count) as `collect` does. Who is active but not listed is lost, which two bits make rare.
+    """
+    return collect(may_be_active(copy, x).float(), torch.zeros((), device=x.device))
+
+
+def listed_gates(gate: Tensor, x: Tensor, indices: Tensor, count: Tensor) -> Tensor:
+    """The products of the listed neurons' gates with x, and zero for all others, which are not read: float32 [neurons].
+
+    gate           -- by neuron, float32 [neurons, hidden]
+    x              -- float32 [hidden]
+    indices, count -- as `list_neurons` returns them
+    """
+    listed = indices[: int(count)].long()
+    return gate.new_zeros(len(gate)).index_copy(0, listed, torch.mv(gate[listed], x))

@@ -336,7 +336,7 @@ def test_a_configuration_that_no_model_can_have_is_refused_with_sparse_attention
 def test_a_format_that_is_no_name_is_refused(format: Any) -> None:
     from sparsepack.integration.transformers.quantizer import SlidConfig
 
-    with pytest.raises(ArtifactError, match="transformers loads"):
+    with pytest.raises(ArtifactError, match="expected one of slide"):
         SlidConfig(format, {})
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+from functools import partial
 
 import numpy as np
 import pytest
@@ -23,8 +24,10 @@ except UserError as error:
     pytest.skip(str(error), allow_module_level=True)
 
 
-def both(chosen: Slow, frequency: np.ndarray, slots: int, order: np.ndarray) -> tuple[Following, Following]:
-    native = dispatch.native().SlowPolicy
+def both(
+    chosen: Slow, frequency: np.ndarray, slots: int, order: np.ndarray, threads: int = 1
+) -> tuple[Following, Following]:
+    native = partial(dispatch.native().SlowPolicy, threads=threads)
     return FollowedNatively(native, chosen, frequency, slots, order), Played(slow(chosen), frequency, slots, order)
 
 
@@ -58,7 +61,8 @@ def packed(active: np.ndarray) -> np.ndarray:
     data=st.data(),
     steps=st.lists(st.tuples(st.integers(1, 40), st.booleans()), min_size=1, max_size=25),
     levels=st.sampled_from([1, 2, 1000]),
-    margin=st.sampled_from([0.0, 0.02, 0.2]),
+    margin=st.sampled_from([0.0, 0.02, 0.2, 2.0]),
+    threads=st.integers(1, 3),
     seed=st.integers(0, 2**31),
 )
 def test_moves_and_counts_are_those_of_the_policy_in_numpy(
@@ -69,6 +73,7 @@ def test_moves_and_counts_are_those_of_the_policy_in_numpy(
     steps: list[tuple[int, bool]],
     levels: int,
     margin: float,
+    threads: int,
     seed: int,
 ) -> None:
     """Frequencies of few levels have many ties."""
@@ -76,7 +81,7 @@ def test_moves_and_counts_are_those_of_the_policy_in_numpy(
     delay = data.draw(st.integers(0, every - 1))
     frequency = generator.integers(0, levels, shape) / levels
     chosen = Slow(0.9, margin, every, delay)
-    native, numpy = both(chosen, frequency, round(share * frequency.size), orders(shape, generator))
+    native, numpy = both(chosen, frequency, round(share * frequency.size), orders(shape, generator), threads)
     assert np.array_equal(native.first, numpy.first)
     for text in range(2):
         for tokens, is_prompt in steps:

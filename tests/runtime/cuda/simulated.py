@@ -350,7 +350,7 @@ class Event:
         assert self.at
 
     def wait(self) -> None:
-        assert self.at
+        """For one that was never recorded nobody waits."""
 
     def query(self) -> bool:
         return self.at > 0

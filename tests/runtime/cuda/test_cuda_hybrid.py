@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,17 +11,24 @@ import pytest
 import torch
 from native_build import use_other_build
 from packed_models import by_neurons, random_model
+from tokenizers import Tokenizer
 from torch import Tensor
+from watched_policies import Watched, start_of
 
 from sparsepack.errors import UserError
+from sparsepack.files.text import read_text
 from sparsepack.formats.packed import PackedModel
 from sparsepack.placement.budget import Plan, plan_within
 from sparsepack.placement.links import Links
+from sparsepack.placement.names import ONLINE
+from sparsepack.placement.policies import POLICIES
+from sparsepack.placement.policy_run import play
 from sparsepack.runtime.cpu import dispatch, operations
 from sparsepack.runtime.cuda.driver.kernel_set import Kernels
 from sparsepack.runtime.engine import Engine
 from sparsepack.runtime.hybrid import cuda_decoder
 from sparsepack.runtime.hybrid.cuda_decoder import CudaHybridDecoder
+from sparsepack.runtime.hybrid.following import Moves
 from sparsepack.runtime.hybrid.plan import parts_of, planned
 from sparsepack.runtime.options import EngineOptions
 from sparsepack.runtime.sampling import Sampler, Sampling
@@ -53,15 +61,19 @@ def decoder(
     packed: PackedModel,
     kernels: Kernels,
     cached: float,
-    links: Links = EVEN,
+    links: Links | None = EVEN,
     activity: Tensor | None = None,
     plan: Plan | None = None,
+    measured: Links | None = None,
+    context: int = 128,
+    slow: Callable[..., Any] | None = None,
     **options: Any,
 ) -> CudaHybridDecoder:
     chosen = EngineOptions(device="cuda", cached=cached, threads=2, links=links, **options)
     device = torch.device("cuda")
-    plan = plan or planned(packed, 64, "f32", chosen)
-    return CudaHybridDecoder(packed, operations, device, 64, "f32", chosen, plan, kernels=kernels, activity=activity)
+    plan = plan or planned(packed, context, "f32", chosen)
+    given = {"measured": measured, "slow": slow, "kernels": kernels, "activity": activity}
+    return CudaHybridDecoder(packed, operations, device, context, "f32", chosen, plan, **given)
 
 
 def steps(engine: CudaHybridDecoder, ids: Tensor, sparse: bool = True) -> Tensor:
@@ -98,6 +110,35 @@ def test_steps_compute_what_the_reference_computes(kernels: Kernels, cached: flo
     assert largest(steps(engine, IDS, sparse=False), reference.teacher_forced(IDS.tolist(), 0)) < 0.05
 
 
+def test_moves_that_are_prepared_beside_a_step_change_nothing_but_time(
+    kernels: Kernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Followed natively, decisions are known before they are due."""
+    ids, native = IDS.repeat(5), operations.slow_policy()
+    prepared = list[int]()
+    at_once, beside = (decoder(model(), kernels, 0.3, policy="slow", slow=slow) for slow in (None, native))
+    prepare = beside._divided.prepare
+
+    def counted(moves: Moves) -> None:
+        prepared.append(len(moves.coming))
+        prepare(moves)
+
+    monkeypatch.setattr(beside._divided, "prepare", counted)
+    monkeypatch.setattr(beside._placing.follows, "ahead", lambda: waited(beside))
+    for _ in range(2):
+        assert torch.equal(steps(beside, ids), steps(at_once, ids))
+        assert beside.hit_counts == at_once.hit_counts
+        beside.reset()
+        at_once.reset()
+    assert sum(prepared) > 0
+
+
+def waited(engine: CudaHybridDecoder) -> Moves | None:
+    """What is ahead, as soon as the policy has counted all tokens: on a machine that is busy it may come too late."""
+    assert engine.hit_counts is not None
+    return type(engine._placing.follows).ahead(engine._placing.follows)
+
+
 @pytest.mark.parametrize("policy", ["static", "slow", "lru", "momentum-letter"])
 @pytest.mark.parametrize("neurons", [300, 301, 33])
 def test_whatever_moves_logits_are_the_same_but_for_rounding(kernels: Kernels, policy: str, neurons: int) -> None:
@@ -125,6 +166,37 @@ def test_a_text_is_counted_as_the_processors_decoder_counts_it(kernels: Kernels)
     assert ours is not None
     assert theirs is not None
     assert (ours.tokens, ours.needed, ours.hits) == pytest.approx((theirs.tokens, theirs.needed, theirs.hits), abs=3)
+
+
+@pytest.mark.parametrize("policy", ONLINE)
+def test_what_is_served_and_moved_is_what_the_simulator_says(kernels: Kernels, policy: str) -> None:
+    packed, ids = model(), IDS.repeat(4)
+    watched = Watched(POLICIES[policy].begin)
+    engine = decoder(packed, kernels, 0.3, begin=watched.begin)
+    engine.teacher_forced(ids, 21, True)
+    hits = engine.hit_counts
+    assert hits is not None
+    assert hits == play(POLICIES[policy].begin, start_of(packed, np.stack(watched.rows), 21, 0.3))
+    assert 0 < hits.hits < hits.needed
+    by_name = decoder(packed, kernels, 0.3, policy=policy, slow=operations.slow_policy())
+    by_name.teacher_forced(ids, 21, True)
+    assert by_name.hit_counts == hits
+
+
+@pytest.mark.long
+def test_a_trained_model_is_served_as_the_simulator_says(kernels: Kernels, trained: PackedModel, shared: Path) -> None:
+    text = read_text(str(shared / "text" / "books.validation.jsonl.xz"))
+    ids = torch.tensor(Tokenizer.from_str(trained.tokenizer_json).encode(next(text.pieces())[:2000]).ids[:160])
+    watched = Watched(POLICIES["slow"].begin)
+    engine = decoder(trained, kernels, 0.3, begin=watched.begin, context=160)
+    found = engine.teacher_forced(ids, 80, True)
+    hits = engine.hit_counts
+    assert hits is not None
+    assert hits == play(POLICIES["slow"].begin, start_of(trained, np.stack(watched.rows), 80, 0.3))
+    assert 0.3 < hits.hit_rate < 0.8
+    assert hits.moves > 0
+    dense = Engine(trained, backend="reference", dense=True).teacher_forced(ids.tolist(), len(ids))
+    assert int((found.cpu().argmax(-1) == dense.argmax(-1)).sum()) >= len(ids) - 1
 
 
 @pytest.mark.parametrize("staged", [1 << 20, 4 * 288])
@@ -191,6 +263,64 @@ def test_a_worker_that_is_gone_is_an_error(kernels: Kernels, when: str) -> None:
         engine.step([3], True)
 
 
+def test_where_the_links_come_from_is_told(kernels: Kernels) -> None:
+    def said(**links: Links | None) -> str:
+        return decoder(model(), kernels, 0.3, **links).description
+
+    assert said().endswith("with slots, slow, links given")
+    assert said(links=None, measured=EVEN).endswith("with slots, slow, links measured")
+    assert said(links=None).endswith("with slots, slow, links assumed as of pcie5")
+
+
+class Reached:
+    """A native object, some of whose methods are others."""
+
+    def __init__(self, native: Any) -> None:
+        self.native = native
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.native, name)
+
+
+INTERRUPTED: dict[str, tuple[Callable[[CudaHybridDecoder], Any], str]] = {
+    "before the worker is called": (lambda engine: engine._worker, "begin"),
+    "before the step is launched": (lambda engine: engine._ids, "write"),
+    "while the worker computes": (lambda engine: engine._worker, "end"),
+    "before the policy is told": (lambda engine: engine._divided, "step_bits"),
+    "before neurons move": (lambda engine: engine._divided, "move"),
+    "while the table changes": (lambda engine: engine._divided.residency, "agree"),
+}
+
+
+@pytest.mark.parametrize("when", INTERRUPTED)
+@pytest.mark.parametrize("before", [0, 4])
+def test_an_interrupted_step_leaves_a_decoder_that_goes_on(
+    kernels: Kernels, when: str, before: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C ends both sides; a conversation goes on with the text as it was."""
+    packed = model()
+    expected = Engine(packed, backend="reference").teacher_forced(IDS.tolist(), 0)
+    engine, undisturbed = (decoder(packed, kernels, 0.3, policy="lru") for _ in range(2))
+    engine._worker = Reached(engine._worker)
+    for id in IDS[:before].tolist():
+        engine.step([id], True)
+    owner, name = INTERRUPTED[when]
+
+    def interrupted(*given: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner(engine), name, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.step([int(IDS[before])], True)
+    assert largest(steps(engine, IDS[before:]), expected[before:]) < ROUNDED
+    assert engine.hit_counts is not None
+    assert engine.hit_counts.tokens == 13 - before, "counted anew"
+    engine.reset()
+    assert torch.equal(steps(engine, IDS), steps(undisturbed, IDS))
+    assert engine.hit_counts == undisturbed.hit_counts
+
+
 def test_a_trace_says_who_is_active_in_place_of_the_gates(kernels: Kernels) -> None:
     packed = model(intermediate_size=301)
     generator = torch.Generator().manual_seed(3)
@@ -218,7 +348,7 @@ def test_what_has_no_room_on_the_card_lies_in_the_hosts_memory(kernels: Kernels,
     """From where nothing but keys, values and buffers lies on the card to where all does."""
     packed = model(num_hidden_layers=3)
     expected = Engine(packed, backend="reference").teacher_forced(IDS.tolist(), 5)
-    parts = parts_of(packed, 64, "f32")
+    parts = parts_of(packed, 128, "f32")
     plan = plan_within(parts, parts.least + int(share * parts.weights))
     engine = decoder(packed, kernels, 0.3, plan=plan)
     assert largest(engine.teacher_forced(IDS, 5, True), expected) < ROUNDED

@@ -1,5 +1,7 @@
 """Products with slid weights on the GPU are those of the reference, by our kernel and by the library."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from operations_for_tests import normal
@@ -15,6 +17,7 @@ from sparsepack.runtime.cuda.slide import hopper, product
 from sparsepack.runtime.cuda.slide.inputs import quantise_slide
 from sparsepack.runtime.reference import slide as reference
 from sparsepack.runtime.reference.slide import SlidMatrix
+from sparsepack.runtime.slid_operator import prepare, slid_linear
 
 pytestmark = pytest.mark.gpu
 
@@ -50,6 +53,12 @@ def on_gpu(m: SlidMatrix) -> SlidMatrix:
     )
 
 
+def operator(m: SlidMatrix, dtype: torch.dtype, bias: Tensor | None = None) -> Callable[[Tensor], Tensor]:
+    """Products with a matrix on the GPU, once it is prepared for inputs of a type."""
+    prepared = prepare(m, dtype)
+    return lambda x: slid_linear(x, m, bias, prepared)
+
+
 def expected(m: SlidMatrix, x: Tensor, bias: Tensor | None) -> Tensor:
     y = reference.slide_matmul(m, *reference.quantise_slide(x, m.how, m.values.dtype))
     return y if bias is None else y + bias.float()
@@ -70,7 +79,7 @@ def test_products_are_those_of_the_reference(
 ) -> None:
     m, x = matrix(rows, columns, Pattern(6, 8), dtype), normal(tokens, columns, seed=2).to(out)
     bias = normal(rows, seed=3).to(out)
-    found = product.slid_product(on_gpu(m), bias.cuda(), out)(x.cuda())
+    found = operator(on_gpu(m), out, bias.cuda())(x.cuda())
     assert found.dtype == out
     assert found.shape == (tokens, rows)
     assert_near(found, expected(m, x, bias))
@@ -80,7 +89,7 @@ def test_products_are_those_of_the_reference(
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 def test_every_pattern(pattern: Pattern, dtype: torch.dtype, backend: str) -> None:
     m, x = matrix(128, 700, pattern, dtype), normal(33, 700, seed=4).bfloat16()
-    run = product.slid_product(on_gpu(m), None, torch.bfloat16)
+    run = operator(on_gpu(m), torch.bfloat16)
     assert_near(run(x.cuda()), expected(m, x, None))
     assert run(x[:0].cuda()).shape == (0, 128)
 
@@ -111,13 +120,13 @@ def test_integers_are_exact(backend: str) -> None:
     q = x.to(torch.int8).cuda()
     wanted = reference.slide_matmul(ones, reference.lift(q, m.how), torch.ones(16, device="cuda"))
     for out in OUTPUTS:
-        assert torch.equal(product.slid_product(ones, None, out)(x.to(out).cuda()), wanted.to(out))
+        assert torch.equal(operator(ones, out)(x.to(out).cuda()), wanted.to(out))
 
 
 def test_many_tokens_are_no_limit(backend: str) -> None:
     m, tokens = matrix(32, 64, Pattern(6, 8), torch.int8), 70_001
     x = normal(tokens, 64, seed=10).bfloat16()
-    found = product.slid_product(on_gpu(m), None, torch.bfloat16)(x.cuda())
+    found = operator(on_gpu(m), torch.bfloat16)(x.cuda())
     assert_near(found, expected(m, x, None))
 
 
@@ -127,20 +136,20 @@ def test_weights_may_begin_anywhere(backend: str) -> None:
     moved.copy_(m.values)
     there = on_gpu(m)
     elsewhere = SlidMatrix(moved, there.positions, there.scale, m.how, m.columns)
-    assert_near(product.slid_product(elsewhere, None, torch.bfloat16)(x.cuda()), expected(m, x, None))
+    assert_near(operator(elsewhere, torch.bfloat16)(x.cuda()), expected(m, x, None))
 
 
 def test_a_token_that_is_not_finite_spoils_its_own_outputs_alone(backend: str) -> None:
     m, x = matrix(64, 256, Pattern(6, 8), torch.int8), normal(5, 256, seed=7)
     x[3, 100] = float("nan")
-    found = product.slid_product(on_gpu(m), None, torch.bfloat16)(x.bfloat16().cuda())
+    found = operator(on_gpu(m), torch.bfloat16)(x.bfloat16().cuda())
     assert found.isfinite().all(dim=1).tolist() == [True, True, True, False, True]
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 def test_products_can_be_captured_once_they_ran(dtype: torch.dtype, backend: str) -> None:
     m = matrix(256, 512, Pattern(6, 8), dtype)
-    run = product.slid_product(on_gpu(m), None, torch.bfloat16)
+    run = operator(on_gpu(m), torch.bfloat16)
     x = normal(40, 512, seed=8).bfloat16().cuda()
     run(x)
     graph = torch.cuda.CUDAGraph()
@@ -154,7 +163,7 @@ def test_products_can_be_captured_once_they_ran(dtype: torch.dtype, backend: str
 def test_a_product_that_was_never_made_is_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(product, "architecture", lambda device: 80)
     monkeypatch.setattr(product, "_plans", {})
-    run = product.slid_product(on_gpu(matrix(64, 256, Pattern(6, 8), torch.int8)), None, torch.bfloat16)
+    run = operator(on_gpu(matrix(64, 256, Pattern(6, 8), torch.int8)), torch.bfloat16)
     x = torch.zeros(16, 256, device="cuda", dtype=torch.bfloat16)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(UserError, match="run it once before"):
@@ -187,4 +196,4 @@ def test_positions_that_were_changed_are_refused(backend: str) -> None:
     m = on_gpu(matrix(96, 256, Pattern(6, 8), torch.int8))
     m.positions[7, 3] = 0
     with pytest.raises(PackingError, match="row 7"):
-        product.slid_product(m, None, torch.bfloat16)
+        operator(m, torch.bfloat16)

@@ -1,5 +1,7 @@
 """The table of slots: whatever moves, and wherever it is interrupted, a slot has the neuron that the table names."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -44,7 +46,7 @@ def chosen(seed: int, most: int) -> np.ndarray:
 @given(most=st.integers(0, 120), spare=st.sampled_from([1, 5, 64]), history=st.lists(seeds, max_size=6))
 def test_those_have_slots_who_shall(most: int, spare: int, history: list[int]) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "SPARE", spare)
+        patch.setattr(module, "spare_of", lambda slots: spare)
         residency = Residency(SHAPE, most)
         slots = Slots(residency)
         for seed in history:
@@ -111,3 +113,37 @@ def test_ranges_of_blocks_are_those_of_each_block(neurons: list[int]) -> None:
     found = list(ranges_of_blocks(np.array(neurons, np.int32), 40))
     assert [n for block, first, last in found for n in neurons[first:last] if n // 40 == block] == neurons
     assert len({block for block, _, _ in found}) == len(found) == len({n // 40 for n in neurons})
+
+
+@given(spare=st.sampled_from([1, 5, 64]), seeds=st.lists(seeds, min_size=2, max_size=8), vain=st.booleans())
+def test_what_was_prepared_is_what_moves_do_at_once(spare: int, seeds: list[int], vain: bool) -> None:
+    """Or in vain: then something else moves."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "spare_of", lambda slots: spare)
+        one, other = Residency(SHAPE, 60), Residency(SHAPE, 60)
+        slots, at_once = Slots(one), Slots(other)
+        now = np.zeros(SHAPE, np.bool_)
+        for first, wanted in pairwise(seeds):
+            for seed in (first, wanted) if vain else (wanted,):
+                after = chosen(seed, 60)
+                coming, going = (np.flatnonzero(each).astype(np.int32) for each in (after & ~now, now & ~after))
+                before = one.table.copy()
+                one.prepare(coming, going, slots.copy)
+                assert np.array_equal(one.table, before)
+                slots.check()
+            one.move(coming, going, slots.copy)
+            other.move(coming, going, at_once.copy)
+            slots.check()
+            assert np.array_equal(one.table, other.table)
+            now = after
+
+
+def test_prepared_moves_are_not_copied_again() -> None:
+    residency = Residency(SHAPE, 60)
+    slots = Slots(residency)
+    residency.restart(chosen(1, 60), slots.copy)
+    coming, going = (np.flatnonzero(~residency.resident)[:1], np.flatnonzero(residency.resident)[:1])
+    residency.prepare(coming.astype(np.int32), going.astype(np.int32), slots.copy)
+    slots.left = 0
+    residency.move(coming.astype(np.int32), going.astype(np.int32), slots.copy)
+    slots.check()

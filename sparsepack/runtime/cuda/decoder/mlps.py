@@ -125,7 +125,7 @@ class NeuronMlp:
 
     @property
     def memories(self) -> tuple[CudaNeurons, CudaNeurons | None]:
-        """Where listed neurons have their records: the first memory of `add_neurons`, and its `host`."""
+        """The records of listed neurons lie in the first memory of `add_neurons` and in its `host`."""
         return self.records, None
 
     def pieces(self, at_once: int) -> Iterator[CudaNeurons]:

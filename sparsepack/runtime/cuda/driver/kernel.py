@@ -49,6 +49,7 @@ def kernel(file: str, name: str, defines: tuple[str, ...] = (), device: int = 0)
     return Kernel(function, arch, name)
 
 
+@cache
 def architecture(device: int) -> int:
     """The compute capability of a device, times ten."""
     major, minor = torch.cuda.get_device_capability(device)

@@ -24,7 +24,7 @@ def check_room(plan: Plan, free: int, device: torch.device) -> None:
 def check_use(plan: Plan, tensors: int, driver: int) -> None:
     """Raise `UserError` where more was taken than a plan's budget allows.
 
-    tensors -- bytes that torch's tensors took at most; driver: by how many bytes the driver's free memory fell
+    tensors -- bytes that torch's tensors took; driver: by how many bytes the driver's free memory fell
     """
     budget = plan.budget
     if budget is not None and (tensors > budget + LIBRARY_BYTES or driver > budget + DRIVER_BYTES):
@@ -37,18 +37,16 @@ def check_use(plan: Plan, tensors: int, driver: int) -> None:
 
 @contextmanager
 def within_budget(plan: Plan, device: torch.device) -> Iterator[None]:
-    """Measure what is taken meanwhile. Raises `UserError` as `check_room` before, and as `check_use` after; then what
-    torch keeps for later is given back."""
+    """Measure what is taken meanwhile and stays. Raises `UserError` as `check_room` before, and as `check_use` after.
+    What torch keeps for later is given back, before and after."""
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats(device)
     free, before = torch.cuda.mem_get_info(device)[0], torch.cuda.memory_allocated(device)
     check_room(plan, free, device)
     try:
         yield
         torch.cuda.synchronize(device)
-        taken = torch.cuda.max_memory_allocated(device) - before
-        check_use(plan, taken, free - torch.cuda.mem_get_info(device)[0])
-    except BaseException:
+    finally:
         torch.cuda.empty_cache()
-        raise
+    taken = torch.cuda.memory_allocated(device) - before
+    check_use(plan, taken, free - torch.cuda.mem_get_info(device)[0])

@@ -9,7 +9,8 @@ tokens.
 """
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -20,14 +21,11 @@ from sparsepack.formats.codecs.slide import unpack_positions, unslide, windowed
 from sparsepack.runtime.cuda.driver.compiler import check_architecture
 from sparsepack.runtime.cuda.driver.kernel import architecture
 from sparsepack.runtime.cuda.slide import cusparselt, hopper
-from sparsepack.runtime.cuda.slide.algorithms import best_algorithm
+from sparsepack.runtime.cuda.slide.algorithms import LARGEST, best_algorithm
 from sparsepack.runtime.cuda.slide.inputs import quantise_slide
 from sparsepack.runtime.cuda.slide.outputs import scale_outputs
 from sparsepack.runtime.reference import slide as reference
 from sparsepack.runtime.reference.slide import SlidMatrix
-
-Product = Callable[[Tensor], Tensor]
-"""A product takes x, contiguous [tokens, columns], and returns y of the same type, [tokens, rows]."""
 
 _PIECE = 1 << 24
 """This many weights are unpacked at a time."""
@@ -37,69 +35,127 @@ _PLANS = 256
 _plans: dict[tuple[cusparselt.ProductShape, torch.device], cusparselt.MatmulPlan] = {}
 
 
-def slid_product(matrix: SlidMatrix, bias: Tensor | None, out: torch.dtype) -> Product:
-    """Prepare the products of a matrix on its GPU with inputs and outputs of the type `out`.
+def prepare(matrix: SlidMatrix, out: torch.dtype, tokens: int = 0) -> list[Tensor]:
+    """What `slid_matmul` needs of a matrix on the current GPU beside the matrix, for inputs and outputs of a type.
 
-    bias -- [rows], or None
+    tokens -- find and compile now what suits up to so many tokens
 
-    Outputs have no gradient. Raises `UserError` for a GPU that has no such product, where a library is missing, or
-    while a CUDA graph is captured; `PackingError` for positions that were changed.
+    Raises `UserError` for a GPU that has no such product, where a library is missing, or while a CUDA graph is
+    captured; `PackingError` for positions that were changed.
     """
-    device = matrix.values.device
     if torch.cuda.is_current_stream_capturing():
         raise UserError("a slid Linear: run it once before it is captured in a CUDA graph")
     if matrix.scale is not None and matrix.scale.dtype != torch.float32:
         raise ValueError(f"scales are {matrix.scale.dtype}; expected float32")
-    arch = architecture(device.index or 0)
-    check_architecture(arch)
-    bias = None if bias is None else bias.to(out)
+    check_architecture(architecture(matrix.values.device.index or 0))
+    way = _way(matrix, out)
+    prepared = way.prepare(matrix)
+    if tokens:
+        way.tune(matrix, out, tokens, prepared)
+    return prepared
+
+
+def slid_matmul(x: Tensor, matrix: SlidMatrix, bias: Tensor | None, prepared: Sequence[Tensor]) -> Tensor:
+    """y = x W^T + bias on the current GPU and stream, without waiting for either.
+
+    x        -- float32, float16 or bfloat16 [tokens, columns], contiguous
+    bias     -- [rows], or None
+    prepared -- from `prepare`, for the type of x
+
+    Returns [tokens, rows] of the type of x, contiguous. Raises `ValueError` where the weights were not prepared.
+    """
+    way = _way(matrix, x.dtype)
+    if not prepared or prepared[0].dim() != way.dimensions:
+        raise ValueError(f"slid weights {list(matrix.values.shape)} are not prepared for {x.dtype}")
+    if not len(x):
+        return x.new_empty(0, len(matrix.values))
+    return way.run(x, matrix, None if bias is None else bias.to(x.dtype), prepared)
+
+
+@dataclass(frozen=True)
+class _Way:
+    """A way to make products, on some GPUs.
+
+    dimensions -- of the first tensor that `prepare` returns: no other way has as many
+    prepare    -- weights -> what `run` needs beside them
+    run        -- inputs [tokens, columns], weights, bias of the same type, what was prepared -> outputs [tokens, rows]
+    tune       -- weights, the type of inputs, the most tokens, what was prepared: get ready for all numbers of tokens
+    """
+
+    dimensions: int
+    prepare: Callable[[SlidMatrix], list[Tensor]]
+    run: Callable[[Tensor, SlidMatrix, Tensor | None, Sequence[Tensor]], Tensor]
+    tune: Callable[[SlidMatrix, torch.dtype, int, Sequence[Tensor]], None]
+
+
+def _way(matrix: SlidMatrix, out: torch.dtype) -> _Way:
+    if architecture(matrix.values.device.index or 0) != hopper.ARCHITECTURE:
+        return _LIBRARY
     if matrix.scale is None:
-        return _dense(matrix, bias) if arch == hopper.ARCHITECTURE else _by_library(matrix, bias, out)
-    if arch == hopper.ARCHITECTURE and out in hopper.OUTPUTS:
-        return _on_hopper(matrix, bias, out)
-    return _by_library(matrix, bias, out)
+        return _DENSE
+    return _HOPPER if out in hopper.OUTPUTS else _LIBRARY
 
 
-def _on_hopper(matrix: SlidMatrix, bias: Tensor | None, out: torch.dtype) -> Product:
-    """Values stay as they lie where their rows are aligned; positions are copied, in the order of the threads."""
-    rows, stored = matrix.values.shape
+def _prepare_for_hopper(matrix: SlidMatrix) -> list[Tensor]:
+    """Positions in the order of the threads. Values and scales are used as they lie, unless rows are not aligned: then
+    copies of them, too."""
+    stored = matrix.values.shape[1]
     assert matrix.scale is not None
-    values = _padded(matrix.values, hopper.ROWS, hopper.STORED)
-    prepared = hopper.HopperMatrix(
-        values if values.data_ptr() % hopper.ALIGNMENT == 0 else values.clone(),
-        hopper.arranged_positions(matrix.positions, stored),
-        _padded(matrix.scale, hopper.ROWS),
-        None if bias is None else _padded(bias, hopper.ROWS),
-    )
-
-    def product(x: Tensor) -> Tensor:
-        q, scale = quantise_slide(x, matrix.how, matrix.values.dtype)
-        return hopper.slide_matmul(prepared, q, scale, out)[:, :rows]
-
-    return product
+    arranged = hopper.arranged_positions(matrix.positions, stored)
+    values, scale = _padded(matrix.values, hopper.ROWS, hopper.STORED), _padded(matrix.scale, hopper.ROWS)
+    if values.data_ptr() % hopper.ALIGNMENT:
+        values = values.clone()
+    as_they_lie = values is matrix.values and scale is matrix.scale
+    return [arranged] if as_they_lie else [arranged, values, scale]
 
 
-def _by_library(matrix: SlidMatrix, bias: Tensor | None, out: torch.dtype) -> Product:
+def _run_on_hopper(
+    x: Tensor, matrix: SlidMatrix, bias: Tensor | None, prepared: Sequence[Tensor], tile: hopper.Tile | None = None
+) -> Tensor:
+    arranged, *copies = prepared
+    values, scale = copies or (matrix.values, matrix.scale)
+    assert scale is not None
+    weights = hopper.HopperMatrix(values, arranged, scale, None if bias is None else _padded(bias, hopper.ROWS))
+    q, x_scale = quantise_slide(x, matrix.how, values.dtype)
+    y = hopper.slide_matmul(weights, q, x_scale, x.dtype, tile)
+    return y[:, : len(matrix.values)].contiguous()
+
+
+def _tune_for_hopper(matrix: SlidMatrix, out: torch.dtype, tokens: int, prepared: Sequence[Tensor]) -> None:
+    """Which tile is the best is computed; each is compiled once for all weights of a type."""
+    x = torch.zeros(1, matrix.columns, dtype=out, device=matrix.values.device)
+    for tile in hopper.TILES:
+        _run_on_hopper(x, matrix, None, prepared, tile)
+
+
+def _prepare_for_library(matrix: SlidMatrix) -> list[Tensor]:
     """Values and positions are copied, compressed as the library wants them."""
-    rows, dtype = len(matrix.values), matrix.values.dtype
-    weight = _padded(_windowed(matrix), cusparselt.ROWS, cusparselt.LIFTED)
-    compressed, (padded_rows, lifted) = cusparselt.compress(weight), weight.shape
-    del weight
+    return [cusparselt.compress(_padded(_windowed(matrix), cusparselt.ROWS, cusparselt.LIFTED))]
+
+
+def _run_by_library(x: Tensor, matrix: SlidMatrix, bias: Tensor | None, prepared: Sequence[Tensor]) -> Tensor:
+    (tokens, _), rows, dtype, out = x.shape, len(matrix.values), matrix.values.dtype, x.dtype
+    lifted = matrix.how.lifted(matrix.columns)
+    filled, rows_filled, lifted = (
+        number + -number % of
+        for number, of in ((tokens, cusparselt.TOKENS), (rows, cusparselt.ROWS), (lifted, cusparselt.LIFTED))
+    )
     # For bfloat16, sums in bfloat16: they are rounded once more, as little as the outputs are, and take half the time.
     sums_type = cusparselt.OUTPUTS[dtype][0 if out == torch.bfloat16 else -1]
+    q, scale = _quantised(x, matrix, filled, lifted)
+    sums = torch.empty(filled, rows_filled, dtype=sums_type, device=x.device)
+    shape = cusparselt.ProductShape(rows_filled, lifted, filled, dtype, sums_type)
+    _plan(shape, prepared[0]).run(prepared[0], q, sums)
+    return scale_outputs(sums, tokens, rows, scale, matrix.scale, bias, out)
 
-    def product(x: Tensor) -> Tensor:
-        tokens = len(x)
-        if not tokens:
-            return x.new_empty(0, rows)
-        filled = tokens + -tokens % cusparselt.TOKENS
-        q, scale = _quantised(x, matrix, filled, lifted)
-        sums = torch.empty(filled, padded_rows, dtype=sums_type, device=x.device)
-        shape = cusparselt.ProductShape(padded_rows, lifted, filled, dtype, sums_type)
-        _plan(shape, compressed).run(compressed, q, sums)
-        return scale_outputs(sums, tokens, rows, scale, matrix.scale, bias, out)
 
-    return product
+def _tune_library(matrix: SlidMatrix, out: torch.dtype, tokens: int, prepared: Sequence[Tensor]) -> None:
+    """Algorithms are the same up to the next power of two."""
+    most = min(LARGEST, 1 << (tokens - 1).bit_length())
+    x = torch.zeros(most, matrix.columns, dtype=out, device=matrix.values.device)
+    while most:
+        _run_by_library(x[:most], matrix, None, prepared)
+        most = most // 2 if most > cusparselt.TOKENS else 0
 
 
 def _plan(shape: cusparselt.ProductShape, compressed: Tensor) -> cusparselt.MatmulPlan:
@@ -124,18 +180,23 @@ def _quantised(x: Tensor, matrix: SlidMatrix, filled: int, lifted: int) -> tuple
     return quantise_slide(x, matrix.how, matrix.values.dtype, filled)
 
 
-def _dense(matrix: SlidMatrix, bias: Tensor | None) -> Product:
+def _prepare_dense(matrix: SlidMatrix) -> list[Tensor]:
     """The weights as they were before they were slid."""
     warnings.warn("slide-bf16 is multiplied dense on this GPU, where that is faster; slide-int8 is not", stacklevel=2)
     whole = matrix.values.new_empty(len(matrix.values), matrix.columns)
     for rows, part in _parts(matrix):
         positions = unpack_positions(part.positions, part.values.shape[1], part.how)
         whole[rows] = unslide(part.values, positions, part.how, part.columns)
+    return [whole]
 
-    def product(x: Tensor) -> Tensor:
-        return F.linear(x.to(whole.dtype), whole, None if bias is None else bias.to(whole.dtype)).to(x.dtype)
 
-    return product
+def _run_dense(x: Tensor, matrix: SlidMatrix, bias: Tensor | None, prepared: Sequence[Tensor]) -> Tensor:
+    (whole,) = prepared
+    return F.linear(x.to(whole.dtype), whole, None if bias is None else bias.to(whole.dtype)).to(x.dtype)
+
+
+def _tune_dense(matrix: SlidMatrix, out: torch.dtype, tokens: int, prepared: Sequence[Tensor]) -> None:
+    """torch chooses by itself."""
 
 
 def _windowed(matrix: SlidMatrix) -> Tensor:
@@ -164,3 +225,8 @@ def _padded(x: Tensor, rows: int, columns: int = 1) -> Tensor:
 def _bits(x: Tensor) -> Tensor:
     """View FP8 as bytes, since torch cannot move all FP8 values otherwise."""
     return x.view(torch.uint8) if x.dtype == torch.float8_e4m3fn else x
+
+
+_HOPPER = _Way(4, _prepare_for_hopper, _run_on_hopper, _tune_for_hopper)
+_LIBRARY = _Way(1, _prepare_for_library, _run_by_library, _tune_library)
+_DENSE = _Way(2, _prepare_dense, _run_dense, _tune_dense)

@@ -28,16 +28,17 @@ nb::object array(std::vector<int32_t>&& values) {
 class Policy {
 public:
     Policy(Array<const float, 2> score, Array<const bool, 2> resident, Array<const int32_t, 2> ties, float decay,
-           float gain, float margin, int32_t every, int32_t delay)
+           float gain, float margin, int32_t every, int32_t delay, int threads)
         : blocks_(score.shape(0)), row_bytes_((score.shape(1) + 7) / 8) {
         for (size_t dimension = 0; dimension < 2; ++dimension)
             if (!score.shape(dimension) || resident.shape(dimension) != score.shape(dimension) ||
                 ties.shape(dimension) != score.shape(dimension))
                 throw std::invalid_argument("score, resident, ties: expected [blocks, neurons]");
+        if (threads < 1) throw std::invalid_argument("threads: expected at least 1");
         if (score.size() > size_t(INT32_MAX) || every < 1 || every > 255 || delay < 0 || delay >= every)
             throw std::invalid_argument("expected 1 to 255 tokens between decisions, and a delay below them");
         SlowSettings settings = {int32_t(blocks_), int32_t(score.shape(1)), decay, gain, margin, every, delay};
-        policy_ = std::make_unique<SlowPolicy>(settings, score.data(), resident.data(), ties.data());
+        policy_ = std::make_unique<SlowPolicy>(settings, score.data(), resident.data(), ties.data(), threads);
     }
 
     ~Policy() {
@@ -65,9 +66,10 @@ public:
             Released release;
             found = policy_->moves();
         }
-        if (found.coming.empty() && found.going.empty()) return nb::none();
-        return nb::make_tuple(array(std::move(found.coming)), array(std::move(found.going)));
+        return arrays(std::move(found));
     }
+
+    nb::object ahead() { return arrays(policy_->ahead()); }
 
     nb::tuple counts() {
         SlowCounts found;
@@ -79,6 +81,11 @@ public:
     }
 
 private:
+    static nb::object arrays(Moves&& found) {
+        if (found.coming.empty() && found.going.empty()) return nb::none();
+        return nb::make_tuple(array(std::move(found.coming)), array(std::move(found.going)));
+    }
+
     size_t blocks_, row_bytes_;
     std::deque<Array<const uint8_t, 3>> held_;
     std::unique_ptr<SlowPolicy> policy_;  // ends before what it reads
@@ -89,12 +96,13 @@ private:
 void bind_placement(nb::module_& m) {
     nb::class_<Policy>(m, "SlowPolicy")
         .def(nb::init<Array<const float, 2>, Array<const bool, 2>, Array<const int32_t, 2>, float, float, float,
-                      int32_t, int32_t>(),
-             "score"_a, "resident"_a, "ties"_a, "decay"_a, "gain"_a, "margin"_a, "every"_a, "delay"_a)
+                      int32_t, int32_t, int>(),
+             "score"_a, "resident"_a, "ties"_a, "decay"_a, "gain"_a, "margin"_a, "every"_a, "delay"_a, "threads"_a = 1)
         .def_prop_ro_static("room", [](nb::handle) { return SlowPolicy::ROOM; })
         .def("restart", &Policy::restart)
         .def("saw", &Policy::saw, "bits"_a, "prompt"_a)
         .def("moves", &Policy::moves)
+        .def("ahead", &Policy::ahead)
         .def("counts", &Policy::counts);
 }
 

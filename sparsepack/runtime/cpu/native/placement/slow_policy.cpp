@@ -1,12 +1,11 @@
 // Compiled without fused multiplications: scores have the bits of placement/policies.py, which is the oracle.
 #include "placement/slow_policy.h"
 
-#include "threads/pool.h"
-
 #include <string.h>
 
 #include <algorithm>
 #include <chrono>
+#include <numeric>
 #include <stdexcept>
 #include <unordered_map>
 
@@ -15,7 +14,7 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-constexpr int32_t WORD = 64;
+constexpr int32_t WORD = 64, AT_ONCE = 8;  // bits; words
 // Scores are shares of tokens; a level has those of so small a part of all that few can be swapped in vain.
 constexpr int32_t LEVELS = 4096;
 
@@ -70,9 +69,10 @@ Moves net_of(std::vector<Moves> all) {
 
 }  // namespace
 
-SlowPolicy::SlowPolicy(const SlowSettings& settings, const float* score, const bool* resident, const int32_t* ties)
+SlowPolicy::SlowPolicy(const SlowSettings& settings, const float* score, const bool* resident, const int32_t* ties,
+                       int threads)
     : s_(settings),
-      row_words_((settings.neurons + WORD - 1) / WORD),
+      row_words_((settings.neurons + WORD * AT_ONCE - 1) / (WORD * AT_ONCE) * AT_ONCE),
       planes_(planes_for(settings.every)),
       owner_(process()) {
     int64_t all = int64_t(s_.blocks) * s_.neurons;
@@ -80,6 +80,10 @@ SlowPolicy::SlowPolicy(const SlowSettings& settings, const float* score, const b
     ties_.assign(ties, ties + all);
     first_resident_.assign(s_.blocks * row_words_, 0);
     for (int32_t neuron = 0; neuron < all; ++neuron) set(first_resident_, neuron, resident[neuron]);
+    if (threads > 1) pool_ = std::make_unique<Pool>(threads);
+    bytes_.assign(2 * row_words_ * WORD * threads, 0);
+    by_block_.assign(int64_t(2) * LEVELS * s_.blocks, 0);
+    found_.assign(s_.blocks, {});
     begin_anew();
     thread_ = std::thread([this] { work(); });
 }
@@ -113,8 +117,7 @@ void SlowPolicy::begin_anew() {
     counts_ = {};
     levels_.assign(2 * LEVELS, 0);
     places_.assign(score_.size(), 0);
-    bytes_.assign(2 * row_words_ * WORD, 0);
-    passed_ = decisions_ = seen_ = taken_ = 0;
+    passed_ = decisions_ = ahead_ = seen_ = taken_ = 0;
     decided_.clear();
 }
 
@@ -148,6 +151,14 @@ Moves SlowPolicy::moves() {
     }
     raise();
     return net_of(std::move(taken));
+}
+
+Moves SlowPolicy::ahead() {
+    raise();
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (decisions_ != taken_ + 1 || ahead_ == decisions_) return {};
+    ahead_ = decisions_;
+    return decided_.front();
 }
 
 SlowCounts SlowPolicy::counts() {
@@ -193,10 +204,14 @@ void SlowPolicy::work() noexcept {
 }
 
 void SlowPolicy::pass(const Job& job) {
-    for (int64_t token = 0; token < job.tokens; ++token) {
+    together_ = pool_ && job.tokens > s_.every;
+    for (int64_t token = 0; token < job.tokens;) {
         bool decoded = token >= job.prompt;
-        count(job.bits + token * s_.blocks * job.row_bytes, job.row_bytes, decoded);
-        ++passed_;
+        int64_t last = decoded ? job.tokens : std::min(job.prompt, job.tokens);
+        int64_t tokens = std::min(last - token, until_next_change());
+        count(job.bits + token * s_.blocks * job.row_bytes, job.row_bytes, tokens, decoded);
+        passed_ += tokens;
+        token += tokens;
         if (passed_ % s_.every == 0) {
             pending_ = decide();
             is_pending_ = true;
@@ -210,34 +225,59 @@ void SlowPolicy::pass(const Job& job) {
     }
 }
 
-// Adds the bits of a token to the counts of all neurons, and, where it was decoded, to those of hits.
-void SlowPolicy::count(const uint8_t* bits, int64_t row_bytes, bool decoded) {
+int64_t SlowPolicy::until_next_change() const {
+    int64_t since = passed_ % s_.every;
+    return is_pending_ && since < s_.delay ? s_.delay - since : s_.every - since;
+}
+
+// Calls work(block, thread) for each block.
+template <class Work>
+void SlowPolicy::for_blocks(Work&& work) {
+    if (!together_) {
+        for (int32_t block = 0; block < s_.blocks; ++block) work(block, 0);
+        return;
+    }
+    pool_->run([&](int thread) { pool_->share(s_.blocks, [&](int block, int) { work(block, thread); }); });
+}
+
+// Adds the bits of tokens to the counts of all neurons, and, where they were decoded, to those of hits.
+void SlowPolicy::count(const uint8_t* bits, int64_t row_bytes, int64_t tokens, bool decoded) {
     const int64_t bytes = (s_.neurons + 7) / 8;
-    int64_t needed = 0, hits = 0;
-    for (int32_t block = 0; block < s_.blocks; ++block, bits += row_bytes) {
+    for_blocks([&](int32_t block, int) {
         uint64_t* planes = counted_.data() + block * planes_ * row_words_;
         const uint64_t* resident = resident_.data() + block * row_words_;
         uint64_t* untouched = untouched_.data() + block * row_words_;
-        for (int64_t word = 0; word < row_words_; ++word) {
-            uint64_t active = 0;
-            memcpy(&active, bits + 8 * word, std::min<int64_t>(8, bytes - 8 * word));
-            uint64_t carry = active;
-            for (int32_t plane = 0; plane < planes_; ++plane) {
-                uint64_t& sum = planes[plane * row_words_ + word];
-                uint64_t both = sum & carry;
-                sum ^= carry;
-                carry = both;
+        Found found = {};
+        for (int64_t token = 0; token < tokens; ++token) {
+            const uint8_t* row = bits + (token * s_.blocks + block) * row_bytes;
+            for (int64_t first = 0; first < row_words_; first += AT_ONCE) {
+                uint64_t active[AT_ONCE] = {}, carry[AT_ONCE];
+                memcpy(active, row + 8 * first, std::min<int64_t>(sizeof active, bytes - 8 * first));
+                memcpy(carry, active, sizeof active);
+                for (int32_t plane = 0; plane < planes_; ++plane) {
+                    uint64_t* sums = planes + plane * row_words_ + first;
+                    for (int i = 0; i < AT_ONCE; ++i) {
+                        uint64_t sum = sums[i];
+                        sums[i] = sum ^ carry[i];
+                        carry[i] &= sum;
+                    }
+                }
+                if (!decoded) continue;
+                for (int i = 0; i < AT_ONCE; ++i) {
+                    untouched[first + i] &= ~active[i];
+                    found.needed += ones(active[i]);
+                    found.hits += ones(active[i] & resident[first + i]);
+                }
             }
-            if (!decoded) continue;
-            untouched[word] &= ~active;
-            needed += ones(active);
-            hits += ones(active & resident[word]);
         }
-    }
+        found_[block] = found;
+    });
     if (!decoded) return;
-    ++counts_.tokens;
-    counts_.needed += needed;
-    counts_.hits += hits;
+    counts_.tokens += tokens;
+    for (const Found& found : found_) {
+        counts_.needed += found.needed;
+        counts_.hits += found.hits;
+    }
 }
 
 // S = decay S + gain counts, and the counts begin anew. The loops are plain so that compilers make vectors of them.
@@ -245,11 +285,10 @@ void SlowPolicy::advance_scores() {
     static const Spread spread;
     const float decay = s_.decay, gain = s_.gain;
     const int32_t n = s_.neurons;
-    std::fill(levels_.begin(), levels_.end(), 0);
-    for (int32_t block = 0; block < s_.blocks; ++block) {
-        const uint64_t* planes = counted_.data() + block * planes_ * row_words_;
+    for_blocks([&](int32_t block, int thread) {
+        uint64_t* planes = counted_.data() + block * planes_ * row_words_;
         const uint64_t* resident = resident_.data() + block * row_words_;
-        uint8_t *counts = bytes_.data(), *there = counts + row_words_ * WORD;
+        uint8_t *counts = bytes_.data() + 2 * row_words_ * WORD * thread, *there = counts + row_words_ * WORD;
         for (int64_t byte = 0; byte < row_words_ * 8; ++byte) {
             auto eight = [&](uint64_t word) { return uint8_t(word >> byte % 8 * 8); };
             uint64_t sum = 0, is_there = spread.of[eight(resident[byte / 8])];
@@ -260,11 +299,16 @@ void SlowPolicy::advance_scores() {
         }
         float* score = score_.data() + int64_t(block) * n;
         uint16_t* places = places_.data() + int64_t(block) * n;
+        int32_t* levels = by_block_.data() + int64_t(2) * LEVELS * block;
+        std::fill(levels, levels + 2 * LEVELS, 0);
         for (int32_t i = 0; i < n; ++i) score[i] = score[i] * decay + gain * float(counts[i]);
         for (int32_t i = 0; i < n; ++i) places[i] = uint16_t(level(score[i]) + there[i] * LEVELS);
-        for (int32_t i = 0; i < n; ++i) ++levels_[places[i]];
-    }
-    std::fill(counted_.begin(), counted_.end(), 0);
+        for (int32_t i = 0; i < n; ++i) ++levels[places[i]];
+        std::fill(planes, planes + planes_ * row_words_, 0);
+    });
+    std::fill(levels_.begin(), levels_.end(), 0);
+    for (int32_t block = 0; block < s_.blocks; ++block)
+        for (int32_t i = 0; i < 2 * LEVELS; ++i) levels_[i] += by_block_[int64_t(2) * LEVELS * block + i];
 }
 
 // Which neurons can be swapped at all, by their levels. In a pair the one outside is at most `less` levels below the
@@ -289,14 +333,28 @@ SlowPolicy::Candidates SlowPolicy::candidates() const {
 Moves SlowPolicy::decide() {
     advance_scores();
     Candidates can = candidates();
-    std::vector<int32_t> coming, going;
-    const int32_t first = can.others_from, last = LEVELS + can.residents_below, all = int32_t(places_.size());
-    for (int32_t begin = 0; begin < all; begin += WORD) {
-        int32_t end = std::min(begin + WORD, all), any = 0;
-        for (int32_t i = begin; i < end; ++i) any |= (places_[i] >= first) & (places_[i] < last);
-        for (int32_t i = begin; i < end && any; ++i)
-            if (places_[i] >= first && places_[i] < last) (places_[i] < LEVELS ? coming : going).push_back(i);
+    const int32_t first = can.others_from, last = LEVELS + can.residents_below, n = s_.neurons;
+    Found all = {};
+    for (int32_t block = 0; block < s_.blocks; ++block) {
+        const int32_t* levels = by_block_.data() + int64_t(2) * LEVELS * block;
+        found_[block] = all;  // where those of the block begin
+        all.coming += std::accumulate(levels + first, levels + LEVELS, int64_t(0));
+        all.going += std::accumulate(levels + LEVELS, levels + last, int64_t(0));
     }
+    std::vector<int32_t> coming(all.coming), going(all.going);
+    for_blocks([&](int32_t block, int) {
+        const uint16_t* places = places_.data() + int64_t(block) * n;
+        Found to = found_[block];
+        for (int32_t begin = 0; begin < n; begin += WORD) {
+            int32_t end = std::min(begin + WORD, n);
+            uint16_t any = 0;
+            for (int32_t i = begin; i < end; ++i) any |= uint16_t(places[i] - first) < uint16_t(last - first);
+            for (int32_t i = begin; i < end && any; ++i) {
+                if (places[i] >= first && places[i] < LEVELS) coming[to.coming++] = block * n + i;
+                if (places[i] >= LEVELS && places[i] < last) going[to.going++] = block * n + i;
+            }
+        }
+    });
     auto better = [&](int32_t a, int32_t b) {
         return score_[a] != score_[b] ? score_[a] > score_[b] : ties_[a] < ties_[b];
     };

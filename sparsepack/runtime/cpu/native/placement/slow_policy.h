@@ -8,12 +8,13 @@
 // Bits are [blocks][neurons / 8], rounded up, bit i of byte b of neuron 8 b + i, and those beyond the neurons zero. They
 // are counted in planes: bit k of the count of a neuron is in plane k, at the neuron's place.
 #pragma once
-#include "memory/buffer.h"
+#include "threads/pool.h"
 
 #include <atomic>
 #include <condition_variable>
 #include <deque>
 #include <exception>
+#include <memory>
 #include <mutex>
 #include <thread>
 #include <vector>
@@ -39,8 +40,10 @@ struct Moves {
 class SlowPolicy {
 public:
     // score, resident, ties: [blocks][neurons], where a text begins; of two neurons with the same score the one with
-    // the lower number in `ties` is the better one.
-    SlowPolicy(const SlowSettings& settings, const float* score, const bool* resident, const int32_t* ties);
+    // the lower number in `ties` is the better one. threads: that share several tokens seen at once; one follows a text
+    // token by token, while others compute.
+    SlowPolicy(const SlowSettings& settings, const float* score, const bool* resident, const int32_t* ties,
+               int threads);
     ~SlowPolicy();  // never after a fork
     // Whether its thread exists: after a fork it does in the parent alone.
     bool is_here() const noexcept;
@@ -59,12 +62,18 @@ public:
     // What has moved since the last call, up to the token that was seen last.
     Moves moves();
 
+    // What `moves` will give next where it is decided already and no call said so before; it does not wait.
+    Moves ahead();
+
     SlowCounts counts();
 
 private:
     struct Job {
         const uint8_t* bits;
         int64_t row_bytes, tokens, prompt;
+    };
+    struct Found {
+        int64_t needed, hits, coming, going;
     };
     struct Candidates {
         int32_t residents_below, others_from;  // of these levels
@@ -73,7 +82,10 @@ private:
     void work() noexcept;
     void begin_anew();
     void pass(const Job& job);
-    void count(const uint8_t* bits, int64_t row_bytes, bool decoded);
+    int64_t until_next_change() const;
+    void count(const uint8_t* bits, int64_t row_bytes, int64_t tokens, bool decoded);
+    template <class Work>
+    void for_blocks(Work&& work);
     Moves decide();
     void advance_scores();
     Candidates candidates() const;
@@ -87,13 +99,17 @@ private:
     int32_t planes_;
     std::vector<float> first_score_, score_;
     std::vector<int32_t> ties_;
-    std::vector<uint64_t> first_resident_, resident_, untouched_;  // [blocks][row_words_]
+    std::vector<uint64_t> first_resident_, resident_, untouched_;  // [blocks][row_words_], zero beyond the neurons
     std::vector<uint64_t> counted_;                                // [blocks][planes_][row_words_]
-    std::vector<int32_t> levels_;   // how many neurons have scores of each level: those outside, the residents
-    std::vector<uint16_t> places_;  // of each neuron, where in levels_ it is counted
-    std::vector<uint8_t> bytes_;    // of a block: counts, who is resident
-    int64_t passed_ = 0;            // tokens of the text
-    Moves pending_;                 // decided, not yet in force
+    std::vector<uint16_t> places_;                                 // of each neuron, where in levels_ it is counted
+    std::vector<int32_t> levels_;    // how many neurons have scores of each level: those outside, the residents
+    std::vector<int32_t> by_block_;  // the same of each block
+    std::vector<uint8_t> bytes_;     // of a block, for each thread: counts, residents
+    std::vector<Found> found_;       // of each block
+    std::unique_ptr<Pool> pool_;
+    bool together_ = false;  // the pool's threads share the blocks
+    int64_t passed_ = 0;     // tokens of the text
+    Moves pending_;          // decided, not yet in force
     bool is_pending_ = false;
     SlowCounts counts_;
 
@@ -101,6 +117,7 @@ private:
     std::condition_variable changed_;
     std::deque<Job> jobs_;       // the first one is under way
     std::deque<Moves> decided_;  // and not yet taken
+    int64_t ahead_ = 0;          // decisions, of which `ahead` has told
     int64_t decisions_ = 0;      // so far
     int64_t seen_ = 0;           // tokens, by the caller
     int64_t taken_ = 0;          // decisions, by the caller

@@ -21,6 +21,7 @@ constexpr Seconds SPIN_IN_STEP{20e-3}, CROWDED_SPIN{2e-6};
 // The threads stay awake so long after a step: longer than a caller takes between two tokens.
 constexpr Seconds SPIN_AFTER_STEP{1e-3};
 constexpr std::chrono::microseconds NAP{20};
+constexpr int32_t FIRST_RECORDS = 4;
 
 int32_t acquire(const void* word) noexcept {
     return __atomic_load_n(static_cast<const int32_t*>(word), __ATOMIC_ACQUIRE);
@@ -265,6 +266,9 @@ void ColdWorker::compute(int32_t block, const Deal& deal, int thread, float* y) 
         kernels_.neuron_matmul(&work);
         return;
     }
+    const int64_t stride = neuron_stride(&n);
+    for (int32_t i = 0; i < std::min(count, FIRST_RECORDS); ++i)  // on their way while the input is made
+        for (int64_t byte = 0; byte < stride; byte += 64) __builtin_prefetch(n.data + indices[i] * stride + byte);
     uint8_t* input = own_[thread].input.data();
     kernels_.neuron_input(x, n.bands, input);
     NeuronWork work = {&n, count, indices, all, input, y};

@@ -54,7 +54,7 @@ def test_a_host_without_room_is_refused_with_what_it_has(packed: PackedModel, mo
     check_host(found, None)
     check_host(found, found.host_bytes)
     monkeypatch.setattr(module, "free_host_bytes", lambda: found.host_bytes - 1)
-    with pytest.raises(PlacementError, match=r"of the host's memory, pinned, .*GB are free; end what takes it"):
+    with pytest.raises(PlacementError, match=r"of the host's memory for what .*GB are free; end what takes it"):
         planned(packed, 64, "bf16", EngineOptions(cached=0.5))
     with pytest.raises(PlacementError, match="give a larger --vram"):
         check_host(replace(found, budget=1), 0)
@@ -74,7 +74,7 @@ def test_a_budget_is_for_a_gpu_and_stands_alone(packed: PackedModel) -> None:
         EngineOptions(vram="8GB", cached=0.3)
     with pytest.raises(UserError, match="expected gigabytes or megabytes"):
         EngineOptions(vram="8")
-    assert EngineOptions(vram="8GB", policy="static").divided
+    assert EngineOptions(vram="8GB", policy="static").divided_by == "vram"
     with pytest.raises(UserError, match="policy static: it does nothing without cached"):
         EngineOptions(policy="static")
 

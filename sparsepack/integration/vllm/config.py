@@ -1,0 +1,125 @@
+"""What vLLM asks about a slid folder: which of its layers are slid, and how."""
+
+from collections.abc import Callable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm.config import get_current_vllm_config_or_none
+from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
+
+from sparsepack.errors import ArtifactError, UserError
+from sparsepack.formats.codecs.slide import Slide
+from sparsepack.formats.containers.safetensors.layout import MANIFEST, METHOD
+from sparsepack.formats.slid.layout import configured_slides, configured_type
+from sparsepack.progress import say
+
+_REFUSED: Mapping[str, Callable[[Any], bool]] = {
+    "a LoRA adapter (--enable-lora)": lambda config: config.lora_config is not None,
+    "speculative decoding (--speculative-config)": lambda config: config.speculative_config is not None,
+    "weights in the host's memory (--cpu-offload-gb, --offload-group-size)": lambda config: (
+        config.offload_config.uva.cpu_offload_gb > 0 or config.offload_config.prefetch.offload_group_size > 0
+    ),
+}
+"""What vLLM may be asked to do and nobody has tried with slid weights, and how its configuration says so."""
+
+
+class SlidVllmConfig(QuantizationConfig):  # type: ignore[misc]
+    """`quantization_config` of a slid folder, as `integration.transformers.quantizer.SlidConfig` describes it.
+
+    Raises `ArtifactError` for a format that is unknown, or patterns that mean nothing.
+    """
+
+    def __init__(self, format: str = "", patterns: Any = None, attention: bool = False) -> None:
+        super().__init__()
+        self.values, self.attention = configured_type(format), attention
+        self.slides: dict[str, Slide] = configured_slides(patterns)
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> "SlidVllmConfig":
+        """Read the section of config.json."""
+        return cls(config.get("format", ""), config.get("patterns"), config.get("attention", False))
+
+    def get_name(self) -> str:
+        """The name that `quant_method` of config.json has."""
+        return METHOD
+
+    def get_supported_act_dtypes(self) -> list[torch.dtype]:
+        """The types of inputs that the operator takes."""
+        return [torch.bfloat16, torch.float16, torch.float32]
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        """The first GPUs that multiply 2:4 structures are Ampere's; FP8, which needs Ada, is refused when it is
+        prepared."""
+        return 80
+
+    @staticmethod
+    def get_config_filenames() -> list[str]:
+        """config.json has it all."""
+        return []
+
+    def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
+        """Some models have other names in vLLM than in the folder."""
+        self.slides = hf_to_vllm_mapper.apply_dict(self.slides)
+
+    def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: str | None = None) -> None:
+        """vLLM calls this once, before it starts other processes: the bytes of the folder are compared with their
+        hashes. Raises `ArtifactError` as `integration.transformers.intact.manifest_of_intact`."""
+        if self.attention:
+            say(f"{model_name}: attention is dense in vLLM; sparsepack's own engines and transformers read a part")
+        if Path(model_name).is_dir():
+            _check_bytes(model_name, tuple(self.slides.items()))
+        else:
+            say(f"{model_name}: not compared with its hashes; to have that, download it and serve the folder")
+
+    def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
+        """How vLLM runs a layer; None for layers that are no Linears.
+
+        prefix -- the layer's name; of layers that vLLM has made one, the name of that one
+
+        Raises `ArtifactError` for Linears that were pruned differently and that vLLM multiplies as one, `UserError` for
+        what is asked of vLLM beside and was never tried.
+        """
+        from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+
+        from sparsepack.integration.vllm.linear_method import SlidLinearMethod
+
+        how = self._how(prefix)
+        if not isinstance(layer, LinearBase):
+            if how is not None:
+                raise ArtifactError(f"{prefix}: slid, but no Linear in vLLM ({type(layer).__name__})")
+            return None
+        if how is None:
+            return UnquantizedLinearMethod()
+        running = get_current_vllm_config_or_none()
+        for what, asked in _REFUSED.items():
+            if running is not None and asked(running):
+                raise UserError(f"{what}: not supported with slid weights ({prefix}); leave it out")
+        tokens = 1 if running is None else running.scheduler_config.max_num_batched_tokens
+        return SlidLinearMethod(how, self.values, tokens)
+
+    def _how(self, prefix: str) -> Slide | None:
+        if prefix in self.slides:  # fused in the folder, too
+            return self.slides[prefix]
+        before, dot, last = prefix.rpartition(".")
+        parts = [before + dot + part for part in self.packed_modules_mapping.get(last, [last])]
+        ways = {part: self.slides.get(part) for part in parts}
+        if len(set(ways.values())) > 1:
+            said = ", ".join(f"{part} {how.pattern if how else 'dense'}" for part, how in ways.items())
+            raise ArtifactError(
+                f"{prefix}: vLLM multiplies {len(parts)} Linears as one, and they differ: {said}; prune them alike"
+            )
+        return ways[parts[0]]
+
+
+@cache
+def _check_bytes(model: str, slides: tuple[tuple[str, Slide], ...]) -> None:
+    """Once a process, since vLLM may read a configuration several times."""
+    from sparsepack.integration.transformers.intact import manifest_of_intact
+
+    files = sorted(Path(model).glob("*.safetensors"))
+    if not files:
+        raise ArtifactError(f"{model}: no .safetensors files; expected a folder that was packed, with its {MANIFEST}")
+    manifest_of_intact(files, model, dict(slides))

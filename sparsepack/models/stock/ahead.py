@@ -1,0 +1,99 @@
+"""Read a block while the one before it computes."""
+
+import mmap
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+
+import torch
+from torch import Tensor
+
+from sparsepack.files.transfer import stacked_on
+
+Read = Callable[[int], Iterable[tuple[str, Tensor]]]
+"""Such a function reads the tensors of a block, by its number, one after the other: name, and what is stored, on the
+CPU."""
+_PAGES_FROM = 1 << 20
+"""Tensors of so many bytes get pages of their own."""
+
+
+class BlocksAhead:
+    """The blocks of a model on a device, in the type that is computed in: one is read and moved ahead, never more.
+
+    That is done on a thread, and on a GPU on a stream, of its own, by way of page-locked memory.
+
+    read_seconds, read_bytes   -- what reading took so far, from disk or from the page cache, decoding included
+    moved_seconds, moved_bytes -- likewise of moving blocks to the device and turning them into the type
+    waited_seconds             -- how long somebody waited for a block that was not there yet
+    """
+
+    def __init__(self, read: Read, device: torch.device, dtype: torch.dtype) -> None:
+        self._read, self._device, self._dtype = read, device, dtype
+        self._thread: ThreadPoolExecutor | None = None
+        self._ahead: tuple[int, Future[dict[str, Tensor]]] | None = None
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self.read_seconds = self.moved_seconds = self.waited_seconds = 0.0
+        self.read_bytes = self.moved_bytes = 0
+
+    def take(self, number: int) -> dict[str, Tensor]:
+        """The tensors of a block. Raises what reading it raises."""
+        began = time.perf_counter()
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None and ahead[0] == number:
+            tensors = ahead[1].result()
+        else:
+            if ahead is not None:  # of a block that nobody asks for
+                wait([ahead[1]])
+            tensors = self._made(number)
+        if self._stream is not None:
+            using = torch.cuda.current_stream(self._device)
+            for tensor in tensors.values():
+                tensor.record_stream(using)  # else the next block could be put there while this one is still used
+        self.waited_seconds += time.perf_counter() - began
+        return tensors
+
+    def begin(self, number: int) -> None:
+        """Read a block that will be taken next."""
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, "blocks-ahead")
+        self._ahead = number, self._thread.submit(self._made, number)
+
+    def wait(self) -> None:
+        """Let what was begun come to its end."""
+        if self._ahead is not None:
+            wait([self._ahead[1]])
+
+    def _made(self, number: int) -> dict[str, Tensor]:
+        placed = {}
+        began = time.perf_counter()
+        for name, stored in self._read(number):
+            read = time.perf_counter()
+            self.read_seconds += read - began
+            self.read_bytes += stored.nbytes
+            placed[name] = self._placed(stored)
+            self.moved_bytes += placed[name].nbytes
+            del stored  # before the next one is read
+            began = time.perf_counter()
+            self.moved_seconds += began - read
+        return placed
+
+    def _placed(self, stored: Tensor) -> Tensor:
+        if self._device.type == "cpu":
+            return _converted(stored, self._dtype)
+        if self._stream is None:
+            return stored.to(self._device, self._dtype)
+        with torch.cuda.stream(self._stream):
+            placed = stacked_on(str(self._device), [stored]).to(self._dtype)
+        self._stream.synchronize()
+        return placed
+
+
+def _converted(stored: Tensor, dtype: torch.dtype) -> Tensor:
+    """The tensor in a type, on the CPU, in pages that go back to the system when the tensor is let go of.
+
+    The allocator would keep them: they are taken by one thread and let go of by another, a block at a time.
+    """
+    nbytes = stored.numel() * dtype.itemsize
+    if stored.dtype == dtype or nbytes < _PAGES_FROM:
+        return stored.to(dtype)
+    return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=dtype).view(stored.shape).copy_(stored)

@@ -1,0 +1,13 @@
+"""Several processes that do one piece of work together, on one machine or several.
+
+workers.py   what one of them knows of the others: what it has to do, and how they exchange what they found
+dealt.py     how windows are dealt to them
+joined.py    a process finds the others, as torchrun or `launch` started them
+alive.py     signs of life, by which a process that is lost ends all
+launch.py    a command starts the workers itself (`--devices`)
+forked.py    many items by forks of this process, for encoders on a CPU
+
+Nowhere else is torch.distributed called, or a process forked. Whatever the number of workers, the result has the same
+bits: windows are dealt in parts that do not depend on it, and what is found in each part is added in the order of the
+parts.
+"""

@@ -1,0 +1,35 @@
+"""What the environment says of the workers of which this process is one. Nothing heavy is imported."""
+
+import os
+
+LAUNCHED = "SPARSEPACK_LAUNCHED_BY"
+"""The process that started the workers (`--devices`), by its number; torchrun sets no such variable."""
+
+
+_NAMES = ("RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+def several() -> bool:
+    """Whether this process was started as one of several workers."""
+    return workers_count() > 1
+
+
+def missing() -> list[str]:
+    """The variables without which one of several workers does not find the others, as far as they are not set."""
+    return [name for name in _NAMES if name not in os.environ]
+
+
+def worker_number() -> int:
+    """The number of this worker, from 0."""
+    return int(os.environ["RANK"])
+
+
+def workers_count() -> int:
+    """How many workers there are."""
+    count = os.environ.get("WORLD_SIZE", "")
+    return int(count) if count.isdecimal() else 1
+
+
+def number_here() -> int:
+    """The number of this worker among those of its machine, from 0."""
+    return int(os.environ.get("LOCAL_RANK", "0"))

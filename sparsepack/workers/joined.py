@@ -1,0 +1,171 @@
+"""A process finds the other workers: as torchrun, or `sparsepack ... --devices`, started them.
+
+Both say who they are in the environment: RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, LOCAL_RANK and
+LOCAL_WORLD_SIZE.
+"""
+
+import json
+import os
+import platform
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from sparsepack.errors import UserError, WorkerLost, WorkersError
+from sparsepack.files.hashing import combined, sha256_bytes
+from sparsepack.version import __version__
+from sparsepack.workers.alive import signs_of_life
+from sparsepack.workers.environment import LAUNCHED, missing, several, worker_number, workers_count
+from sparsepack.workers.workers import ALONE, LIMIT, Workers
+
+JOIN = 120.0
+"""All workers must have come within so many seconds of the first."""
+
+_VALUE = 1 << 20  # a store of torch.distributed takes values of 8 MiB at most: libuv's MAX_PAYLOAD_LEN
+
+
+@contextmanager
+def joined() -> Iterator[Workers]:
+    """The workers that this process is one of, until the work is done; `ALONE` where it was not started as one of
+    several.
+
+    An error that leaves the context is told to the others, which then end, too. Raises `WorkersError` where workers
+    are missing or have other versions.
+    """
+    if not several():
+        yield ALONE
+        return
+    import torch.distributed as distributed
+    from torch.distributed import distributed_c10d as c10d
+    from torch.distributed.rendezvous import rendezvous
+
+    if names := missing():
+        raise WorkersError(
+            f"WORLD_SIZE says that there are {workers_count()} workers, but {', '.join(names)} are not set; start them "
+            "by torchrun or --devices, or unset WORLD_SIZE"
+        )
+    number, count = worker_number(), workers_count()
+    try:
+        store = next(iter(rendezvous("env://", number, count, timeout=timedelta(seconds=JOIN))))[0]
+    except (RuntimeError, ValueError, KeyError) as error:
+        raise _nobody(error) from error
+    store.set_timeout(timedelta(seconds=LIMIT))
+    link = _Link(c10d.PrefixStore("sparsepack", store))
+    link.set(f"here/{number}", json.dumps(f"worker {number} of {count} on {socket.gethostname()}"))
+    workers = Workers(number, count, link, _names(link, number, count))
+    with signs_of_life(workers, _Link(c10d.PrefixStore("sparsepack", store.clone()))):
+        try:
+            workers.agree(_versions())
+            with suppress(ValueError):  # a group that the process has already
+                distributed.init_process_group(
+                    "gloo",
+                    store=c10d.PrefixStore("gloo", store),
+                    rank=number,
+                    world_size=count,
+                    timeout=timedelta(seconds=LIMIT),
+                )
+            yield workers
+            workers.told("done")  # nobody ends while another one may still ask
+        except BaseException as error:
+            with suppress(Exception):
+                workers.failed(_line(error))
+            if isinstance(error, WorkerLost) and LAUNCHED in os.environ:
+                time.sleep(2.0)  # whoever started this one tells it, and ends it
+            raise
+        finally:
+            with suppress(Exception):
+                distributed.destroy_process_group()
+
+
+class _Link:
+    """A store of torch.distributed, and the default group's sending and receiving."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+
+    def set(self, key: str, value: str) -> None:
+        data = value.encode()
+        parts = [data[at : at + _VALUE] for at in range(0, len(data), _VALUE)]
+        for number, part in enumerate(parts):
+            self._store.set(f"{key}/part {number}", part)
+        self._store.set(key, str(len(parts)))  # last: whoever finds it finds the parts
+
+    def get(self, key: str) -> str | None:
+        if not self._store.check([key]):
+            return None
+        parts = range(int(self._store.get(key)))
+        return b"".join(self._store.get(f"{key}/part {number}") for number in parts).decode()
+
+    def send(self, tensor: Tensor, to: int) -> None:
+        import torch.distributed as distributed
+
+        distributed.send(tensor, to)
+
+    def receive(self, into: Tensor, sender: int) -> None:
+        import torch.distributed as distributed
+
+        distributed.recv(into, sender)
+
+
+def _names(link: _Link, number: int, count: int) -> tuple[str, ...]:
+    """The names of all workers, which have come when all of them are known. Raises `WorkersError` for missing ones."""
+    end = time.monotonic() + JOIN
+    found: dict[int, str] = {}
+    while len(found) < count:
+        try:
+            for other in set(range(count)) - found.keys():
+                if (name := link.get(f"here/{other}")) is not None:
+                    found[other] = json.loads(name)
+        except RuntimeError as error:
+            raise _nobody(error) from error
+        absent = sorted(set(range(count)) - found.keys())
+        if absent and time.monotonic() > end:
+            raise WorkersError(
+                f"of {count} workers {len(found)} have come within {JOIN:.0f} seconds, worker "
+                f"{', '.join(map(str, absent))} has not; start all of them"
+            )
+        if absent:
+            time.sleep(0.05)
+    return tuple(found[other] for other in range(count))
+
+
+def _nobody(error: Exception) -> WorkersError:
+    where = ":".join(os.environ.get(name, "?") for name in ("MASTER_ADDR", "MASTER_PORT"))
+    reason = " ".join(str(error).split())[:200]
+    return WorkersError(f"the other workers cannot be reached at {where} ({reason}); start all of them alike")
+
+
+def _versions() -> dict[str, str]:
+    """What must be the same everywhere before anything is computed."""
+    import torch
+    import transformers
+
+    return {
+        "version of sparsepack": __version__,
+        "code of sparsepack": _code(),
+        "version of torch": str(torch.__version__),
+        "version of transformers": transformers.__version__,
+        "version of Python": platform.python_version(),
+    }
+
+
+@cache
+def _code() -> str:
+    """The hash of all of this package's own Python code."""
+    root = Path(__file__).parents[1]
+    return combined(sha256_bytes(path.read_bytes()) for path in sorted(root.rglob("*.py")))
+
+
+def _line(error: BaseException) -> str:
+    if isinstance(error, UserError | WorkerLost):
+        return " ".join(str(error).split())
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted"
+    return " ".join(f"{type(error).__name__}: {error}".split())[:300]

@@ -1,0 +1,172 @@
+"""A command starts the workers itself: itself again, once for each device, as torchrun would.
+
+The first worker has this process's output. What the others print is kept: where one of them fails first, its line is
+told. When one ends before the work is done all are ended, and one line says which and why. Nothing heavy is imported.
+"""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import IO
+
+from sparsepack.errors import WorkersError
+from sparsepack.terminal import printable, tell
+from sparsepack.workers.environment import LAUNCHED
+
+_POLL = 0.05
+_FIRST_SAYS = 2.0  # seconds in which the first worker may come to the same end by itself, and say so
+_END = 10.0  # seconds in which a worker ends that was told to
+
+
+@dataclass(frozen=True)
+class _Started:
+    number: int
+    device: str
+    process: subprocess.Popen[bytes]
+    said: IO[bytes] | None
+
+
+def devices_of(text: str) -> tuple[str, ...]:
+    """The devices that a text such as "0,1" or "cpu,cpu" lists. Raises `WorkersError` for what is no such list."""
+    found = tuple(f"cuda:{part}" if part.isdigit() else part for part in (each.strip() for each in text.split(",")))
+    if not all(found):
+        raise WorkersError(f"--devices {text!r}: expected devices between commas, such as 0,1,2,3 or cpu,cpu")
+    kinds = sorted({device.partition(":")[0] for device in found})
+    if len(kinds) > 1:
+        raise WorkersError(f"--devices {text}: {' and '.join(kinds)} round differently; give devices of one kind")
+    return found
+
+
+def launch(arguments: Sequence[str], devices: Sequence[str]) -> int:
+    """Run a command by one worker for each device, and return the exit status.
+
+    arguments -- the command line, in which one argument is `--devices` and the next one, or its end, is their list
+    """
+    ours = socket.socket()
+    ours.bind(("127.0.0.1", 0))
+    port = ours.getsockname()[1]
+    ours.close()
+    started: list[_Started] = []
+    try:
+        for number, device in enumerate(devices):
+            started.append(_start(arguments, number, device, devices, port))
+        return _wait(started)
+    except KeyboardInterrupt:  # which each of them has got from the terminal, too
+        for each in started:
+            _ended(each, _END)
+        return 128 + signal.SIGINT
+    finally:
+        _end_all(started)
+        for each in started:
+            if each.said is not None:
+                each.said.close()
+
+
+def _start(arguments: Sequence[str], number: int, device: str, devices: Sequence[str], port: int) -> _Started:
+    here = {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": len(devices), "LOCAL_WORLD_SIZE": len(devices)}
+    environment = {
+        **os.environ,
+        **{name: str(value) for name, value in here.items()},
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        LAUNCHED: str(os.getpid()),
+    }
+    if sys.platform == "linux":
+        environment.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else a host's name would have to resolve
+    if device == "cpu":
+        environment.setdefault("OMP_NUM_THREADS", str(max(1, _cores() // len(devices))))
+    said = None if number == 0 else tempfile.TemporaryFile()  # noqa: SIM115 (it is read when the worker has ended)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "sparsepack", *with_device(arguments, device)],
+        env=environment,
+        stdin=None if number == 0 else subprocess.DEVNULL,
+        stdout=None if number == 0 else subprocess.DEVNULL,
+        stderr=said,
+    )
+    return _Started(number, device, process, said)
+
+
+def with_device(arguments: Sequence[str], device: str) -> list[str]:
+    """A command line with `--device` and one device in the place of `--devices` and its list."""
+    made: list[str] = []
+    rest = iter(arguments)
+    for argument in rest:
+        if argument == "--devices":
+            next(rest)
+        if argument.partition("=")[0] == "--devices":
+            made += ["--device", device]
+        else:
+            made.append(argument)
+    return made
+
+
+def _cores() -> int:
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _wait(started: Sequence[_Started]) -> int:
+    """Wait until all have ended well, or one has not. Returns the exit status."""
+    while True:
+        statuses = {each: each.process.poll() for each in started}
+        failed = [each for each, status in statuses.items() if status]
+        if failed:
+            return _told(failed[0], started)
+        if None not in statuses.values():
+            return 0
+        time.sleep(_POLL)
+
+
+def _told(failed: _Started, started: Sequence[_Started]) -> int:
+    """Say why a worker ended, unless the first one says it, and return the exit status."""
+    status = failed.process.returncode
+    if status > 0 and failed.number:
+        first = _ended(started[0], _FIRST_SAYS)  # it may have found the same
+        if first is not None and first > 0:
+            return first
+    if status > 0 and not failed.number:
+        return int(status)
+    _end_all(started)
+    _tell(f"worker {failed.number} of {len(started)} ({failed.device}) {_why(failed)}")
+    return int(status) if status > 0 else 1
+
+
+def _why(failed: _Started) -> str:
+    status = failed.process.returncode
+    if status < 0:
+        name = signal.Signals(-status).name
+        memory = ", perhaps for want of memory" if name == "SIGKILL" else ""
+        return f"was killed by {name}{memory}; nothing is written, and the same command goes on"
+    assert failed.said is not None
+    failed.said.seek(0)
+    lines = failed.said.read().decode(errors="replace").strip().splitlines() or [f"ended with status {status}"]
+    ours = [line.removeprefix("sparsepack: ") for line in lines if line.startswith("sparsepack: ")]
+    return f"failed: {(ours or lines)[-1]}"
+
+
+def _ended(worker: _Started, seconds: float) -> int | None:
+    """The exit status of a worker that ends within so many seconds; None of one that does not."""
+    try:
+        return worker.process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        return None
+
+
+def _end_all(started: Sequence[_Started]) -> None:
+    for each in started:
+        if each.process.poll() is None:
+            each.process.terminate()
+    for each in started:
+        if _ended(each, _END) is None:
+            each.process.kill()
+            each.process.wait()
+
+
+def _tell(line: str) -> None:
+    tell(f"sparsepack: {printable(line)}", sys.stderr)

@@ -1,0 +1,234 @@
+"""What one of several workers knows of the others, and how they exchange what they found.
+
+Small values travel through a store, tensors from process to process by gloo, over the CPU's memory: so several workers
+may share a GPU. Nothing is unpickled. Whoever waits sees at once when another one fails, and gives up after `LIMIT`
+seconds.
+"""
+
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from sparsepack.errors import WorkerLost, WorkersError
+
+T = TypeVar("T")
+
+LIMIT = 3600.0
+"""An exchange waits for so many seconds at most: for the slowest worker's part, or for the hash of a large model."""
+
+FAILED = "failed"
+"""The store's key of the first failure: JSON, `worker` and `line`."""
+
+_POLL = 0.02
+_GRACE = 3.0  # seconds in which a worker that failed says why
+
+
+class Link(Protocol):
+    """How workers reach each other: a store of small values, and tensors from one to another."""
+
+    def set(self, key: str, value: str) -> None:
+        """Keep a value under a key."""
+
+    def get(self, key: str) -> str | None:
+        """The value of a key, None while it has none."""
+
+    def send(self, tensor: Tensor, to: int) -> None:
+        """Send a tensor on the CPU to a worker. Raises RuntimeError where that worker is gone."""
+
+    def receive(self, into: Tensor, sender: int) -> None:
+        """Fill a tensor on the CPU with what a worker sends. Raises RuntimeError where that worker is gone."""
+
+
+@dataclass
+class Workers:
+    """The workers of one piece of work, as one of them sees them. Number 0 is the first: it alone writes the result.
+
+    Every worker takes part in every exchange, in the same order.
+
+    number -- of this one, from 0
+    count  -- of them all
+    link   -- None for one that is alone
+    names  -- what each is called in messages: "worker 1 of 2 on HOST"
+    """
+
+    number: int = 0
+    count: int = 1
+    link: Link | None = None
+    names: tuple[str, ...] = ("this process",)
+    _exchanges: int = 0
+
+    @property
+    def first(self) -> bool:
+        """Whether this is the worker that writes the result."""
+        return self.number == 0
+
+    def told(self, value: Any) -> list[Any]:
+        """What each worker says, in their order: JSON-able values."""
+        if self.link is None:
+            return [value]
+        self._exchanges += 1
+        self.link.set(f"{self._exchanges}/{self.number}", json.dumps(value))
+        return [json.loads(self._waited(f"{self._exchanges}/{other}", other)) for other in range(self.count)]
+
+    def told_by_first(self, value: Any) -> Any:
+        """What the first worker says, a JSON-able value; what others give is not looked at."""
+        if self.link is None:
+            return value
+        self._exchanges += 1
+        key = f"{self._exchanges}/0"
+        if self.first:
+            self.link.set(key, json.dumps(value))
+            return value
+        return json.loads(self._waited(key, 0))
+
+    def agree(self, facts: Mapping[str, Any]) -> None:
+        """Raise `WorkersError` unless all workers have the same facts, JSON-able; the first that differs is named, and
+        where."""
+        said = self.told(dict(facts))
+        for name, value in said[0].items():
+            for other, theirs in enumerate(said):
+                if theirs.get(name) != value:
+                    raise WorkersError(
+                        f"{self.names[other]} has another {name} ({_short(theirs.get(name))}) than {self.names[0]} "
+                        f"({_short(value)}); give all workers the same command, files and versions"
+                    )
+
+    def each(self, items: Sequence[T], work: Callable[[T], Any]) -> list[Any]:
+        """`work(item)` of every item, JSON-able, at all workers: each is done by one of them."""
+        mine = [work(item) for item in items[self.number :: self.count]]
+        said = self.told(mine)
+        return [said[number % self.count][number // self.count] for number in range(len(items))]
+
+    def summed(self, counts: Tensor) -> Tensor:
+        """The sum over workers of whole numbers on the CPU, at all of them: exact, whatever the order."""
+        if self.link is None:
+            return counts
+        assert not counts.is_floating_point()
+        total = None
+        for found in self.in_order({"": counts}, self.count):
+            total = found[""] if total is None else total + found[""]
+        made = self.from_first(total)
+        assert made is not None
+        return made
+
+    def from_first(self, tensor: Tensor | None) -> Tensor | None:
+        """The first worker's tensor on the CPU at all of them; None where it has none. What others give is not looked
+        at."""
+        if self.link is None:
+            return tensor
+        kind = self.told_by_first(None if tensor is None else _kind(tensor))
+        if kind is None:
+            return None
+        if self.first:
+            assert tensor is not None
+            for other in range(1, self.count):
+                self.send(tensor, other)
+            return tensor.cpu()
+        return self.received(_empty(*kind), 0)
+
+    def all_from_first(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The first worker's named tensors at all of them, on the CPU where they come from elsewhere."""
+        if self.link is None:
+            return dict(tensors)
+        made = {}
+        for name in self.told_by_first([*tensors]):
+            found = self.from_first(tensors.get(name))
+            assert found is not None
+            made[name] = found
+        return made
+
+    def in_order(
+        self, tensors: Mapping[str, Tensor], having: int, alike: bool = True
+    ) -> Iterator[Mapping[str, Tensor]]:
+        """What each of the first `having` workers found, in their order, at the first worker; elsewhere nothing.
+
+        tensors -- what this one found, on any device
+        alike   -- whether all have the same names, types and shapes; else they are told first
+        """
+        names = sorted(tensors)
+        kinds = [_kinds(tensors)] * having if alike else self.told(_kinds(tensors))
+        if self.first:
+            yield tensors
+            for other in range(1, having):
+                yield {name: self.received(_empty(*kind), other) for name, kind in sorted(kinds[other].items())}
+        elif self.number < having:
+            for name in names:
+                self.send(tensors[name], 0)
+
+    def send(self, tensor: Tensor, to: int) -> None:
+        """Send a tensor to another worker, which receives it. Raises `WorkerLost`."""
+        assert self.link is not None
+        try:
+            self.link.send(tensor.detach().cpu().contiguous(), to)
+        except RuntimeError as error:
+            raise self._lost(to) from error
+
+    def received(self, into: Tensor, sender: int) -> Tensor:
+        """`into`, filled with what another worker sends. Raises `WorkerLost`."""
+        assert self.link is not None
+        try:
+            self.link.receive(into, sender)
+        except RuntimeError as error:
+            raise self._lost(sender) from error
+        return into
+
+    def failed(self, line: str) -> None:
+        """Say that this worker fails, and why, unless another one has said so before."""
+        if self.link is not None and self.link.get(FAILED) is None:
+            self.link.set(FAILED, json.dumps({"worker": self.number, "line": line}))
+
+    def _waited(self, key: str, other: int) -> str:
+        """What a worker has said under a key. Raises `WorkerLost`."""
+        assert self.link is not None
+        end = time.monotonic() + LIMIT
+        try:
+            while (value := self.link.get(key)) is None:
+                if self.link.get(FAILED) is not None:
+                    raise self._lost(other)
+                if time.monotonic() > end:
+                    raise WorkerLost(f"{self.names[other]} has not answered for {LIMIT:.0f} s; nothing is written")
+                time.sleep(_POLL)
+        except RuntimeError as error:  # of the store, which the first worker or torchrun holds
+            raise WorkerLost(f"{self.names[0]} is gone; nothing is written, and the same command goes on") from error
+        return value
+
+    def _lost(self, other: int) -> WorkerLost:
+        """Why the work cannot go on, after an exchange with another worker failed."""
+        assert self.link is not None
+        end = time.monotonic() + _GRACE
+        said = None
+        while said is None and time.monotonic() < end:
+            try:
+                said = self.link.get(FAILED)
+            except RuntimeError:
+                break
+            time.sleep(_POLL)
+        if said is not None and (failure := json.loads(said))["worker"] != self.number:
+            return WorkerLost(f"{self.names[failure['worker']]} failed: {failure['line']}")
+        return WorkerLost(f"{self.names[other]} is gone; nothing is written, and the same command goes on")
+
+
+ALONE = Workers()
+"""One process that does all of the work."""
+
+
+def _kind(tensor: Tensor) -> tuple[list[int], str]:
+    return list(tensor.shape), str(tensor.dtype)
+
+
+def _kinds(tensors: Mapping[str, Tensor]) -> dict[str, tuple[list[int], str]]:
+    return {name: _kind(tensor) for name, tensor in tensors.items()}
+
+
+def _empty(shape: Sequence[int], dtype: str) -> Tensor:
+    return torch.empty(list(shape), dtype=getattr(torch, dtype.removeprefix("torch.")))
+
+
+def _short(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value)
+    return text if len(text) <= 60 else f"{text[:12]}..."

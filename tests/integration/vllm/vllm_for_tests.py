@@ -1,0 +1,88 @@
+"""Slid weights for vLLM's layers, and vLLM in a process of its own."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparsepack.formats.codecs.slid_matrix import encode
+from sparsepack.formats.codecs.slide import Slide
+from sparsepack.formats.slid.layout import POSITIONS, SCALE
+from sparsepack.models.records.groups import kept
+from sparsepack.models.records.pattern import Pattern
+from sparsepack.runtime.reference.slide import SlidMatrix
+
+ON_TWO_CORES = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+"""The environment in which vLLM runs on a small machine without a network."""
+
+
+def slid(rows: int, columns: int, pattern: Pattern, dtype: torch.dtype = torch.int8) -> SlidMatrix:
+    """Random weights, pruned by magnitude and slid."""
+    weight, how = torch.randn(rows, columns), Slide(pattern)
+    return SlidMatrix(*encode(weight * kept(weight.abs(), pattern), how, dtype), how, columns)
+
+
+def stored(matrix: SlidMatrix) -> dict[str, Tensor]:
+    """The tensors of a slid folder, by what follows the Linear's name."""
+    tensors = {"weight": matrix.values, "weight" + POSITIONS: matrix.positions}
+    return tensors if matrix.scale is None else {**tensors, "weight" + SCALE: matrix.scale}
+
+
+def together(*matrices: SlidMatrix) -> SlidMatrix:
+    """The matrix of all rows."""
+    first = matrices[0]
+    values = torch.cat([m.values.view(torch.uint8) for m in matrices]).view(first.values.dtype)
+    positions, scales = torch.cat([m.positions for m in matrices]), [m.scale for m in matrices if m.scale is not None]
+    return SlidMatrix(values, positions, torch.cat(scales) if scales else None, first.how, first.columns)
+
+
+def in_vllm(folder: Path, prompts: list[str], tokens: int = 16, **options: Any) -> list[list[int]]:
+    """The tokens that vLLM writes greedily, served as `vllm serve` would. Raises `Refused` with what it has said."""
+    asked = json.dumps({"folder": str(folder), "prompts": prompts, "tokens": tokens, "options": options})
+    several = options.get("tensor_parallel_size", 1) > 1
+    run = started(["-c", _SERVE, asked], {**ON_TWO_CORES, "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(several))})
+    if run.returncode:
+        raise Refused(run.stdout + run.stderr)
+    (line,) = [line for line in run.stdout.splitlines() if line.startswith(_WRITTEN)]  # beside vLLM's log
+    found: list[list[int]] = json.loads(line.removeprefix(_WRITTEN))
+    return found
+
+
+class Refused(Exception):
+    """vLLM has ended with an error."""
+
+
+def started(arguments: list[str], environment: Mapping[str, str]) -> "subprocess.CompletedProcess[str]":
+    """Python with these arguments, in a process of its own."""
+    return subprocess.run(
+        [sys.executable, *arguments],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=560,
+    )
+
+
+_WRITTEN = "tokens: "
+_SERVE = f"""
+import json, sys
+from vllm import LLM, SamplingParams
+
+if __name__ == "__main__":
+    asked = json.loads(sys.argv[1])
+    options = dict(max_model_len=256, max_num_batched_tokens=256, dtype="float32") | asked["options"]
+    llm = LLM(model=asked["folder"], **options)
+    written = llm.generate(asked["prompts"], SamplingParams(temperature=0, max_tokens=asked["tokens"]))
+    print("{_WRITTEN}" + json.dumps([list(text.outputs[0].token_ids) for text in written]))
+"""

@@ -1,0 +1,55 @@
+"""How many cores a process may use, as systems tell it."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from sparsepack.runtime.cpu.machine import usable_cores
+
+
+@pytest.fixture
+def system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Eight processors, two of a core; the process may run on six of them."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1, 2, 4, 5, 6}, raising=False)
+    for cpu in range(8):
+        told = tmp_path / f"devices/system/cpu/cpu{cpu}/topology"
+        told.mkdir(parents=True)
+        (told / "thread_siblings_list").write_text(f"{cpu % 4},{cpu % 4 + 4}\n")
+    (tmp_path / "fs/cgroup/cpu").mkdir(parents=True)
+    return tmp_path
+
+
+def test_two_threads_of_a_core_count_once(system: Path) -> None:
+    assert usable_cores(system) == 3
+
+
+@pytest.mark.parametrize(
+    ("limit", "expected"),
+    [
+        ("max 100000", 3),
+        ("200000 100000", 2),
+        ("250000 100000", 2),
+        ("50000 100000", 1),
+        ("1600000 100000", 3),
+        ("", 3),
+    ],
+)
+def test_a_container_has_no_more_than_its_share(system: Path, limit: str, expected: int) -> None:
+    (system / "fs/cgroup/cpu.max").write_text(limit)
+    assert usable_cores(system) == expected
+
+
+@pytest.mark.parametrize(("quota", "expected"), [("-1", 3), ("200000", 2)])
+def test_so_has_one_of_an_old_system(system: Path, quota: str, expected: int) -> None:
+    (system / "fs/cgroup/cpu/cpu.cfs_quota_us").write_text(quota)
+    (system / "fs/cgroup/cpu/cpu.cfs_period_us").write_text("100000")
+    assert usable_cores(system) == expected
+
+
+def test_a_system_that_does_not_tell_has_a_core_for_each_processor(system: Path, tmp_path: Path) -> None:
+    assert usable_cores(tmp_path / "nothing") == 6
+
+
+def test_here_there_is_one_at_least() -> None:
+    assert 1 <= usable_cores() <= (os.cpu_count() or 1)

@@ -1,0 +1,76 @@
+"""Workers that are threads of one process: what is exchanged goes through queues."""
+
+import queue
+import threading
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from sparsepack.workers.workers import Workers
+
+
+@dataclass
+class Board:
+    """What all links share."""
+
+    values: dict[str, str] = field(default_factory=dict)
+    sent: dict[tuple[int, int], "queue.Queue[Tensor | None]"] = field(default_factory=lambda: defaultdict(queue.Queue))
+    ended: set[int] = field(default_factory=set)
+
+
+class ThreadLink:
+    """The link of one worker."""
+
+    def __init__(self, board: Board, number: int) -> None:
+        self.board, self.number = board, number
+
+    def set(self, key: str, value: str) -> None:
+        self.board.values[key] = value
+
+    def get(self, key: str) -> str | None:
+        return self.board.values.get(key)
+
+    def send(self, tensor: Tensor, to: int) -> None:
+        if to in self.board.ended:
+            raise RuntimeError("connection reset by peer")
+        self.board.sent[self.number, to].put(tensor.clone())
+
+    def receive(self, into: Tensor, sender: int) -> None:
+        while True:
+            try:
+                found = self.board.sent[sender, self.number].get(timeout=0.02)
+            except queue.Empty:
+                if sender in self.board.ended:
+                    raise RuntimeError("connection closed by peer") from None
+                continue
+            assert found is not None
+            assert (found.dtype, found.shape) == (into.dtype, into.shape)
+            into.copy_(found)
+            return
+
+
+def together(count: int, work: Callable[[Workers], Any]) -> list[Any]:
+    """What each of so many workers returns, or the error that it raises."""
+    board, found = Board(), [None] * count
+    names = tuple(f"worker {number} of {count} on here" for number in range(count))
+
+    def run(number: int) -> None:
+        workers = Workers(number, count, ThreadLink(board, number), names)
+        try:
+            found[number] = work(workers)
+        except Exception as error:
+            found[number] = error
+            workers.failed(str(error))
+        finally:
+            board.ended.add(number)
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+        assert not thread.is_alive(), "a worker waits for ever"
+    return found

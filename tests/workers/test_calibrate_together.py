@@ -1,0 +1,139 @@
+"""Several processes calibrate together: the same bytes as one, whoever goes on, and one line where one of them dies."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from calibrated_models import small
+from folders_for_tests import content
+from models_for_tests import TEXT
+
+from sparsepack.calibration.options import CalibrateOptions
+from sparsepack.calibration.run import calibrate
+from sparsepack.files.resume import unfinished_path
+from sparsepack.models.checkpoint.checkpoint import Checkpoint
+from sparsepack.models.stock.blocks import BlockStream
+
+__all__ = ["small"]
+
+WINDOWS = ["--context", "48", "--samples", "7"]
+"""Four batches of which the last is shorter."""
+OPTIONS = CalibrateOptions(context=48, samples=7)
+
+_KILLED = """
+import os, sys
+from sparsepack.files import resume
+resume.SAVE_EVERY = 0.0
+save = resume.ResumeState.save_block
+def dies(self, layer, *rest, **values):
+    if os.environ["RANK"] == "1" and layer == 1:
+        os.kill(os.getpid(), 9)
+    save(self, layer, *rest, **values)
+resume.ResumeState.save_block = dies
+from sparsepack.cli import main
+main(sys.argv[1:])
+"""
+
+
+@pytest.fixture(scope="module")
+def given(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The text, a file."""
+    path = tmp_path_factory.mktemp("text") / "topics.txt"
+    path.write_text(TEXT[:6000])
+    return path
+
+
+@pytest.fixture(scope="module")
+def alone(small: Checkpoint, given: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """What one process makes."""
+    folder = tmp_path_factory.mktemp("alone") / "c"
+    calibrate(small, str(given), folder, OPTIONS)
+    return content(folder)
+
+
+def _environment(**more: str) -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path), **more}
+
+
+def _command(small: Checkpoint, given: Path, output: Path) -> list[str]:
+    return ["calibrate", str(small.path), "--text", str(given), *WINDOWS, "-o", str(output)]
+
+
+def _port() -> str:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return str(free.getsockname()[1])
+
+
+def _started(code: list[str], arguments: list[str], number: int, port: str) -> "subprocess.Popen[bytes]":
+    """Worker `number` of two."""
+    who = {"RANK": str(number), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    environment = _environment(**who, LOCAL_RANK=str(number), GLOO_SOCKET_IFNAME="lo")
+    return subprocess.Popen([sys.executable, *code, *arguments], env=environment, stderr=subprocess.PIPE)
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_devices_make_the_bytes_of_one(
+    small: Checkpoint, given: Path, alone: dict[str, bytes], tmp_path: Path, count: int
+) -> None:
+    command = [*_command(small, given, tmp_path / "c"), "--devices", ",".join(["cpu"] * count)]
+    ended = subprocess.run(
+        [sys.executable, "-m", "sparsepack", *command], env=_environment(), capture_output=True, timeout=300
+    )
+    assert ended.returncode == 0, ended.stderr.decode()
+    assert content(tmp_path / "c") == alone
+    assert ended.stdout.count(b"windows ") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["c"]
+
+
+def test_torchrun_makes_the_bytes_of_one(
+    small: Checkpoint, given: Path, alone: dict[str, bytes], tmp_path: Path
+) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*torchrun, "-m", "sparsepack", *_command(small, given, tmp_path / "c")]
+    environment = _environment(GLOO_SOCKET_IFNAME="lo")
+    ended = subprocess.run(command, env=environment, capture_output=True, timeout=300)
+    assert ended.returncode == 0, ended.stderr.decode()
+    assert content(tmp_path / "c") == alone
+
+
+def test_a_worker_that_dies_ends_the_other_with_a_line_and_one_alone_goes_on(
+    small: Checkpoint, given: Path, alone: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    port, command = _port(), _command(small, given, tmp_path / "c")
+    first, other = (_started(["-c", _KILLED], command, number, port) for number in range(2))
+    assert other.wait(300) == -signal.SIGKILL
+    began = time.monotonic()
+    said = first.communicate(timeout=60)[1].decode()
+    assert time.monotonic() - began < 30
+    assert first.returncode == 1
+    lines = [line for line in said.splitlines() if line.startswith("sparsepack: ")]
+    assert len(lines) == 1, said
+    assert "worker 1 of 2 on " in lines[0]
+    assert not (tmp_path / "c").exists()
+    assert unfinished_path(tmp_path / "c").is_dir()
+    read: list[int] = []
+    load = BlockStream.load
+    monkeypatch.setattr(BlockStream, "load", lambda self, layer: read.append(layer) or load(self, layer))
+    calibrate(small, str(given), tmp_path / "c", OPTIONS)
+    assert read == list(range(1, small.layers))
+    assert content(tmp_path / "c") == alone
+
+
+def test_workers_that_were_given_other_commands_are_refused_and_keep_nothing(
+    small: Checkpoint, given: Path, tmp_path: Path
+) -> None:
+    port, command = _port(), _command(small, given, tmp_path / "c")
+    commands = [command, [*command, "--seed", "1"]]
+    both = [_started(["-m", "sparsepack"], each, number, port) for number, each in enumerate(commands)]
+    for each in both:
+        said = each.communicate(timeout=300)[1].decode()
+        assert each.returncode == 2
+        assert "sparsepack: worker 1 of 2 on" in said
+        assert "has another command" in said
+    assert list(tmp_path.iterdir()) == []

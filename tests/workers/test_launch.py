@@ -1,0 +1,106 @@
+"""`--devices`: which workers are started, and what is said when one of them ends early."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from sparsepack.errors import WorkersError
+from sparsepack.workers import launch as module
+from sparsepack.workers.launch import devices_of, launch, with_device
+
+
+@pytest.mark.parametrize(
+    ("text", "devices"),
+    [
+        ("0,1", ("cuda:0", "cuda:1")),
+        ("cpu,cpu", ("cpu", "cpu")),
+        ("cuda:1, cuda:1", ("cuda:1", "cuda:1")),
+        ("cpu", ("cpu",)),
+    ],
+)
+def test_devices_are_between_commas(text: str, devices: tuple[str, ...]) -> None:
+    assert devices_of(text) == devices
+
+
+@pytest.mark.parametrize("text", ["", "0,", ",", "cpu,,cpu"])
+def test_what_lists_no_devices_is_refused(text: str) -> None:
+    with pytest.raises(WorkersError, match="expected devices between commas"):
+        devices_of(text)
+
+
+def test_devices_of_two_kinds_are_refused() -> None:
+    with pytest.raises(WorkersError, match="cpu and cuda round differently"):
+        devices_of("0,cpu")
+
+
+@pytest.mark.parametrize("given", [["--devices", "0,1"], ["--devices=0,1"]])
+def test_each_worker_has_the_command_with_its_device(given: list[str]) -> None:
+    arguments = ["calibrate", "m", *given, "-o", "c"]
+    assert with_device(arguments, "cuda:1") == ["calibrate", "m", "--device", "cuda:1", "-o", "c"]
+
+
+def _workers(monkeypatch: pytest.MonkeyPatch, code: str) -> None:
+    """Workers that run `code` in the place of sparsepack."""
+    popen = subprocess.Popen
+    monkeypatch.setattr(
+        module.subprocess, "Popen", lambda command, **rest: popen([sys.executable, "-S", "-c", code], **rest)
+    )
+
+
+def test_workers_that_end_well_end_well(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    _workers(monkeypatch, "import os; open(os.environ['RANK'], 'w').write(os.environ['WORLD_SIZE'])")
+    assert launch(["x"], ["cpu"] * 3) == 0
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"0": "3", "1": "3", "2": "3"}
+
+
+def test_a_killed_worker_ends_all_with_one_line(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    code = "import os, time; os.kill(os.getpid(), 9) if os.environ['RANK'] == '2' else time.sleep(600)"
+    _workers(monkeypatch, code)
+    began = time.monotonic()
+    assert launch(["x"], ["cpu"] * 3) == 1
+    assert time.monotonic() - began < 30
+    said = capfd.readouterr().err
+    assert said.startswith("sparsepack: worker 2 of 3 (cpu) was killed by SIGKILL")
+    assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize(("others", "told"), [("time.sleep(600)", 1), ("sys.exit(2)", 0)])
+def test_the_line_of_a_worker_that_fails_is_told_unless_the_first_one_has_said_it(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], others: str, told: int
+) -> None:
+    code = (
+        "import os, sys, time\nif os.environ['RANK'] == '1':\n"
+        f" print('noise\\nsparsepack: no such card', file=sys.stderr)\n sys.exit(2)\n{others}"
+    )
+    _workers(monkeypatch, code)
+    assert launch(["x"], ["cuda:0", "cuda:9"]) == 2
+    said = capfd.readouterr().err
+    assert said == told * "sparsepack: worker 1 of 2 (cuda:9) failed: no such card\n"
+
+
+def test_none_is_left_when_the_one_that_started_them_is_interrupted(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    _workers(monkeypatch, "import os, time; open(os.environ['RANK'], 'w').write(str(os.getpid())); time.sleep(600)")
+
+    def interrupted(seconds: float) -> None:
+        time.sleep(seconds)
+        if len([path for path in tmp_path.iterdir() if path.read_text()]) == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(module, "_END", 0.5)
+    monkeypatch.setattr(module, "time", SimpleNamespace(sleep=interrupted))
+    assert launch(["x"], ["cpu"] * 2) == 128 + signal.SIGINT
+    for path in tmp_path.iterdir():
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(path.read_text()), 0)

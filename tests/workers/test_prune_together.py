@@ -1,0 +1,52 @@
+"""Several processes prune together: the same checkpoint as one."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from calibrated_models import small, small_calibration, text
+from folders_for_tests import content
+
+from sparsepack.calibration.folder import Calibration, save
+from sparsepack.errors import WorkersError
+from sparsepack.models.checkpoint.checkpoint import Checkpoint
+from sparsepack.pruning.options import PruneOptions
+from sparsepack.pruning.run import prune
+from sparsepack.workers.workers import Workers
+
+__all__ = ["small", "small_calibration", "text"]
+
+
+@pytest.mark.parametrize(("method", "permute", "count"), [("sparsegpt", True, 2), ("wanda", False, 3)])
+def test_devices_make_the_checkpoint_of_one(
+    small: Checkpoint, small_calibration: Calibration, tmp_path: Path, method: str, permute: bool, count: int
+) -> None:
+    save(small_calibration, tmp_path / "c")
+    options = PruneOptions(keep=2, of=4, method=method, permute=permute, windows=5, batch=1)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as each worker has: factors of products differ in their last bits by it
+    try:
+        prune(small, tmp_path / "alone", options, tmp_path / "c")
+    finally:
+        torch.set_num_threads(threads)
+    asked = ["--keep", "2", "--of", "4", "--method", method, "--windows", "5", "--batch", "1"]
+    asked += ["--permute"] if permute else []
+    command = ["prune", str(small.path), *asked, "--calibration", str(tmp_path / "c"), "-o", str(tmp_path / "p")]
+    ended = subprocess.run(
+        [sys.executable, "-m", "sparsepack", *command, "--devices", ",".join(["cpu"] * count)],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        timeout=300,
+    )
+    assert ended.returncode == 0, ended.stderr.decode()
+    assert content(tmp_path / "p") == content(tmp_path / "alone")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["alone", "c", "p"]
+
+
+def test_magnitude_is_refused_for_several(small: Checkpoint, tmp_path: Path) -> None:
+    options = PruneOptions(keep=2, of=4, method="magnitude")
+    with pytest.raises(WorkersError, match="method magnitude runs no text that workers could share"):
+        prune(small, tmp_path / "p", options, workers=Workers(0, 2))

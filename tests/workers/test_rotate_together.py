@@ -1,0 +1,64 @@
+"""Several processes rotate together: the same checkpoint as one."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from calibrated_models import small, small_calibration, text
+from folders_for_tests import content
+
+from sparsepack.calibration.folder import Calibration, save
+from sparsepack.errors import WorkersError
+from sparsepack.models.checkpoint.checkpoint import Checkpoint
+from sparsepack.rotation.options import RotateOptions
+from sparsepack.rotation.run import rotate
+from sparsepack.workers.workers import Workers
+
+__all__ = ["small", "small_calibration", "text"]
+
+LEARNT = {"steps": 3, "batch": 3, "length": 24}
+
+
+@pytest.mark.parametrize(
+    ("options", "count"),
+    [
+        (RotateOptions("pca", segments=2), 2),
+        (RotateOptions("hadamard"), 3),
+        (RotateOptions("learnt", **LEARNT), 2),
+    ],
+    ids=["pca", "hadamard", "learnt"],
+)
+def test_devices_make_the_checkpoint_of_one(
+    small: Checkpoint, small_calibration: Calibration, tmp_path: Path, options: RotateOptions, count: int
+) -> None:
+    save(small_calibration, tmp_path / "c")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as each worker has
+    try:
+        rotate(small, tmp_path / "c", tmp_path / "alone", options)
+    finally:
+        torch.set_num_threads(threads)
+    asked = ["--basis", options.basis]
+    asked += ["--segments", "2"] if options.segments == 2 else []
+    asked += [f"--{name}={value}" for name, value in LEARNT.items()] if options.basis == "learnt" else []
+    command = ["rotate", str(small.path), *asked, "--calibration", str(tmp_path / "c"), "-o", str(tmp_path / "r")]
+    ended = subprocess.run(
+        [sys.executable, "-m", "sparsepack", *command, "--devices", ",".join(["cpu"] * count)],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        timeout=300,
+    )
+    assert ended.returncode == 0, ended.stderr.decode()
+    assert content(tmp_path / "r") == content(tmp_path / "alone")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["alone", "c", "r"]
+
+
+def test_more_workers_than_blocks_are_refused(
+    small: Checkpoint, small_calibration: Calibration, tmp_path: Path
+) -> None:
+    save(small_calibration, tmp_path / "c")
+    with pytest.raises(WorkersError, match="4 workers for 3 blocks"):
+        rotate(small, tmp_path / "c", tmp_path / "r", RotateOptions(), workers=Workers(0, 4))

@@ -1,0 +1,107 @@
+"""Exchanges among workers: everybody gets what was said, in order, and sees who failed."""
+
+from typing import Any
+
+import pytest
+import torch
+from linked import together
+
+from sparsepack.errors import CheckpointError, WorkerLost, WorkersError
+from sparsepack.workers import workers as module
+from sparsepack.workers.workers import ALONE, Workers
+
+COUNTS = [1, 2, 3, 5]
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_all_are_told_what_each_says_in_their_order(count: int) -> None:
+    def work(workers: Workers) -> Any:
+        return workers.told({"n": workers.number}), workers.told_by_first(["first", workers.number])
+
+    assert together(count, work) == [([{"n": n} for n in range(count)], ["first", 0])] * count
+
+
+def test_one_alone_exchanges_nothing() -> None:
+    assert ALONE.told("x") == ["x"]
+    assert ALONE.told_by_first("x") == "x"
+    ALONE.agree({"model": "a"})
+    assert [*ALONE.in_order({"x": torch.ones(1)}, 1)] == [{"x": torch.ones(1)}]
+
+
+@pytest.mark.parametrize("having", [1, 2, 3])
+def test_what_was_found_comes_to_the_first_in_order(having: int) -> None:
+    def work(workers: Workers) -> list[list[float]]:
+        mine = {"b": torch.full((2,), float(workers.number)), "a": torch.full((1, 3), workers.number + 10)}
+        return [[*found["a"][0].tolist(), *found["b"].tolist()] for found in workers.in_order(mine, having)]
+
+    first, *others = together(3, work)
+    assert first == [[n + 10] * 3 + [n] * 2 for n in range(having)]
+    assert others == [[], []]
+
+
+@pytest.mark.parametrize("other", [0, 1, 2])
+def test_facts_that_differ_are_named_with_who_has_them(other: int) -> None:
+    def work(workers: Workers) -> None:
+        workers.agree({"version": "1", "model": "abc" if workers.number != other else "xyz" * 30})
+
+    for error in together(3, work):
+        assert isinstance(error, WorkersError)
+        assert f"worker {other or 1} of 3 on here has another model (" in str(error)
+        assert "\n" not in str(error)
+        assert len(str(error)) < 250
+
+
+def test_one_that_fails_is_named_by_all_others_with_the_cause(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_GRACE", 0.5)
+
+    def work(workers: Workers) -> None:
+        if workers.number == 1:
+            raise CheckpointError("block 3 is damaged")
+        workers.told("x")
+
+    first, one, two = together(3, work)
+    assert isinstance(one, CheckpointError)
+    for error in (first, two):
+        assert isinstance(error, WorkerLost)
+        assert str(error) == "worker 1 of 3 on here failed: block 3 is damaged"
+
+
+def test_one_that_ends_without_a_word_is_named_by_who_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_GRACE", 0.1)
+
+    def work(workers: Workers) -> None:
+        if workers.first:
+            workers.received(torch.empty(1), 1)
+
+    error = together(2, work)[0]
+    assert isinstance(error, WorkerLost)
+    assert str(error).startswith("worker 1 of 2 on here is gone")
+
+
+def test_an_exchange_ends_when_its_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LIMIT", 0.3)
+    error = together(2, lambda workers: workers.told("x") if workers.first else None)[0]
+    assert isinstance(error, WorkerLost)
+    assert "worker 1 of 2 on here has not answered" in str(error)
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_whole_numbers_are_summed_and_work_is_shared(count: int) -> None:
+    def work(workers: Workers) -> Any:
+        counts = torch.arange(5) + 2**60 // (workers.number + 1)
+        calls: list[int] = []
+        squares = workers.each(range(7), lambda item: calls.append(item) or item**2)
+        return workers.summed(counts).tolist(), squares, calls
+
+    found = together(count, work)
+    total = sum(2**60 // (number + 1) for number in range(count))
+    for sums, squares, _ in found:
+        assert sums == [count * n + total for n in range(5)]
+        assert squares == [n**2 for n in range(7)]
+    assert sorted(item for _, _, calls in found for item in calls) == list(range(7))
+
+
+@pytest.mark.parametrize("tensor", [None, torch.randn(3, 2), torch.randn(4).bfloat16(), torch.empty(0, 3)])
+def test_a_tensor_of_the_first_comes_to_all(tensor: torch.Tensor | None) -> None:
+    for found in together(3, lambda workers: workers.from_first(tensor if workers.first else None)):
+        assert (found is None) if tensor is None else torch.equal(found, tensor) and found.dtype == tensor.dtype
