@@ -84,7 +84,9 @@ def write_files(
             "writes; name a folder with -o that all machines share"
         )
     in_turn = zip_longest(*(_jobs(file) for file in files))
-    jobs = [job for of_each in in_turn for job in of_each if job is not None][workers.number :: workers.count]
+    jobs: list[_Job] = [job for of_each in in_turn for job in of_each if job is not None][
+        workers.number :: workers.count
+    ]
     processes = torch.get_num_threads()
     if at_once == 1 and processes > 1 and _worth_forking(files):
         sizes = [sum(4 * math.prod(tensor.shape) for tensor in group.tensors) for _, group, _ in jobs]
