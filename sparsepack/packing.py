@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sparsepack.errors import PackingError
+from sparsepack.errors import PackingError, WorkersError
 from sparsepack.formats.codecs.types import TYPES
 from sparsepack.formats.table import DEFAULT_FORMAT, FORMATS, format_of, summaries, those_with
 from sparsepack.models.records.pattern import LARGEST_GROUP, Pattern
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from sparsepack.refit.run import Refit
     from sparsepack.sparsity.attention import FoundAttention
     from sparsepack.sparsity.thresholds import Thresholds
+    from sparsepack.workers.workers import Workers
 
 _SLID = only_with("format", *(row.name for row in FORMATS.values() if row.weight_sparsity))
 
@@ -124,6 +125,21 @@ class PackRequest:
                 "--calibration alone changes nothing; say what to take from it, --sparsity or --attention"
             )
 
+    def check_workers(self, count: int) -> None:
+        """Raise `WorkersError` for what so many workers do not make together."""
+        if count == 1:
+            return
+        if self.allocation is not None and self.allocation.sparsity > 0:
+            raise WorkersError(
+                "--sparsity finds thresholds, which pack does in one process; find them with `sparsepack thresholds`, "
+                "which takes --devices, too, and give --thresholds"
+            )
+        if self.fitting is not None and self.fitting.fits:
+            raise WorkersError(
+                f"{'--refit' if self.fitting.refit else '--quantiser gptq'} fits weights in one process; leave it out, "
+                "or --devices and torchrun"
+            )
+
 
 CARD = "README.md"
 """The model card in a folder. It is not sealed: a new one with what was measured, or a word by hand, may replace it."""
@@ -160,36 +176,47 @@ class Found:
     distillation: DistillationRecord | None = None
 
 
-def pack(request: PackRequest, checkpoint: Checkpoint | None = None) -> Packed:
+def pack(request: PackRequest, checkpoint: Checkpoint | None = None, workers: Workers | None = None) -> Packed:
     """Make an artifact, whole or not at all.
 
     checkpoint -- the model that the request names: for callers that have opened it already
+    workers    -- who make its tensors together, with the same bytes as one alone; the first one writes the rest.
+                  None: this process alone
 
-    Raises `UserError` subclasses.
+    Raises `UserError` subclasses, and `WorkerLost`.
     """
+    from sparsepack.calibration.made_from import processor
     from sparsepack.files.atomic import check_output
     from sparsepack.files.resume import state_beside
     from sparsepack.formats.containers.safetensors.layout import MANIFEST
     from sparsepack.models.checkpoint.checkpoint import open_checkpoint
     from sparsepack.publish.card import model_card
     from sparsepack.sparsity.find import thresholds_to_come
+    from sparsepack.workers.workers import ALONE
 
+    workers = workers or ALONE
     check_type("request", request, PackRequest, PackingError)
     request.check()
+    request.check_workers(workers.count)
     request = with_paths(request)
     format = format_of(request.format)
-    check_output(request.output, request.overwrite, format.folder, MANIFEST if format.folder else None)
+    if workers.first:
+        check_output(request.output, request.overwrite, format.folder, MANIFEST if format.folder else None)
     checkpoint = checkpoint or open_checkpoint(request.model)
     format.check_model(checkpoint)
     # Thresholds and fitted weights take long: whatever else does not fit is found before.
     if request.allocation or (request.fitting and request.fitting.fits):
         thresholds = thresholds_to_come(checkpoint, request.allocation) if request.allocation else None
         plan_of(checkpoint, request, found_to_come(checkpoint, request, thresholds))
-    with state_beside(request.output) as state:
+    with state_beside(request.output, workers) as state:
         found = find(checkpoint, request, state)
         plan = plan_of(checkpoint, request, found)
         plan = plan.with_beside(lambda made: {CARD: model_card(made, file=request.output.name)})
-        plan.write(request.output, request.overwrite)
+        if workers.count > 1:
+            checkpoint.source.hash.share(workers)
+            facts = {"model": checkpoint.sha256, "processor": processor(request.device), "plan": plan.identity}
+            workers.agree(facts)
+        plan.write(request.output, request.overwrite, workers)
     return Packed(request.output, plan.notes, found.thresholds)
 
 

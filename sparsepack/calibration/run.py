@@ -66,13 +66,10 @@ def calibrate(
     text = text if isinstance(text, Text) else read_text(text)
     output = Path(output)
     options = options or CalibrateOptions()
-    context = window_length(options.context, checkpoint.config.max_position_embeddings)
-    samples = samples_of(checkpoint, options.samples, context, options.device)
-    options = replace(options, context=context, samples=samples)
-    options.check()
+    options = settled(checkpoint, options)
     if workers.first:
         folder.check_output(output, overwrite)
-    chosen = _chosen_windows(checkpoint, text, options).tolist() if workers.first else None
+    chosen = chosen_windows(checkpoint, text, options).tolist() if workers.first else None
     windows = torch.tensor(workers.told_by_first(chosen))
     checkpoint.source.hash.share(workers)
     manifest = _manifest(checkpoint, text, windows, options)
@@ -88,7 +85,17 @@ def calibrate(
         return folder.save(made, output, overwrite) if workers.first else made
 
 
-def _chosen_windows(checkpoint: Checkpoint, text: Text, options: CalibrateOptions) -> torch.Tensor:
+def settled(checkpoint: Checkpoint, options: CalibrateOptions) -> CalibrateOptions:
+    """The options with the number of windows and of their tokens that a model gets, checked."""
+    context = window_length(options.context, checkpoint.config.max_position_embeddings)
+    samples = samples_of(checkpoint, options.samples, context, options.device)
+    options = replace(options, context=context, samples=samples)
+    options.check()
+    return options
+
+
+def chosen_windows(checkpoint: Checkpoint, text: Text, options: CalibrateOptions) -> torch.Tensor:
+    """The windows of a text that are run: int64 [N, S]. Raises `CalibrationError` and `TextError`."""
     limit = checkpoint.config.max_position_embeddings
     context = window_length(options.context, limit)
     if context > limit:
@@ -109,7 +116,7 @@ def _manifest(checkpoint: Checkpoint, text: Text, windows: torch.Tensor, options
         "schema": folder.SCHEMA,
         "kind": "calibration",
         "sparsepack": __version__,
-        **made_from(checkpoint, text, options.device, _dtype(checkpoint, options), options.batch),
+        **made_from(checkpoint, text, options.device, computed_in(checkpoint, options), options.batch),
         "attention": heads_of(checkpoint),
         "residual": residual_of(checkpoint),
         "tokens": {
@@ -126,7 +133,8 @@ def _manifest(checkpoint: Checkpoint, text: Text, windows: torch.Tensor, options
     }
 
 
-def _dtype(checkpoint: Checkpoint, options: CalibrateOptions) -> torch.dtype:
+def computed_in(checkpoint: Checkpoint, options: CalibrateOptions) -> torch.dtype:
+    """The type that blocks are computed in."""
     return arithmetic(options.dtype, checkpoint.dtype, options.device)
 
 
@@ -134,7 +142,7 @@ def _run(
     checkpoint: Checkpoint, windows: torch.Tensor, options: CalibrateOptions, resume: ResumeState, dealt: Dealt
 ) -> list[Statistics]:
     """The statistics of all blocks at the first worker; elsewhere none. windows: int64 [N, S]"""
-    stream = BlockStream(checkpoint, options.device, _dtype(checkpoint, options))
+    stream = BlockStream(checkpoint, options.device, computed_in(checkpoint, options))
     layers = [collectors.of_block(*block) for block in enumerate(resume.blocks())]
     hidden = stream.states(dealt.own(windows), resume.hidden(dealt=dealt))
     runs = (residual_of(checkpoint) or {"runs": 0})["runs"]
@@ -147,7 +155,7 @@ def _run(
     ):
         for layer in range(done, checkpoint.layers):
             stream.load(layer)
-            statistics = _of_block(checkpoint, stream, layer, hidden, options, dealt, of_run, advance)
+            statistics = count_block(checkpoint, stream, layer, hidden, options, dealt, of_run, advance)
             if ends_run(layer, checkpoint.layers, runs):
                 statistics |= {name: value.cpu() for name, value in of_run.items()}
                 of_run.clear()
@@ -161,7 +169,7 @@ _RUN = "run"
 """Under this name is kept what was counted of a run of blocks that is not over."""
 
 
-def _of_block(
+def count_block(
     checkpoint: Checkpoint,
     stream: BlockStream,
     layer: int,

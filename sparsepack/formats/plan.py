@@ -16,6 +16,7 @@ from sparsepack.formats.encoded import Encoded
 from sparsepack.models.records.neurons import NeuronCounts
 from sparsepack.models.records.pattern import Pattern
 from sparsepack.models.records.rule import Rules
+from sparsepack.workers.workers import ALONE, Workers
 
 
 @dataclass(frozen=True)
@@ -133,13 +134,21 @@ class Plan(ABC):
     def total_bytes(self) -> int:
         """Bytes of the finished artifact, headers and padding included."""
 
+    @property
     @abstractmethod
-    def write(self, path: Path, overwrite: bool = False) -> None:
+    def identity(self) -> str:
+        """The hash of all that is known of the artifact before its tensors are made."""
+
+    @abstractmethod
+    def write(self, path: Path, overwrite: bool = False, workers: Workers = ALONE) -> None:
         """Make the artifact, whole or not at all.
+
+        workers -- who make and write its tensors together, each some groups; all must reach the folder of the first
+                   one's `path` by the same name. The first one writes the rest
 
         Raises `OutputError` where the output exists or the disk refuses it, `PackingError` naming a tensor that cannot
         be encoded, of several always the same one, and `CheckpointError` where the model is seen to have changed since
-        it was opened.
+        it was opened; `WorkersError` where a worker does not reach the output, and `WorkerLost`.
         """
 
     def with_beside(self, beside: Callable[[Path], Mapping[str, str]]) -> "Plan":

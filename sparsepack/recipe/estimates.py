@@ -1,14 +1,12 @@
 """Sizes of a model that the dry run reckons with."""
 
-import sys
-from pathlib import Path
-
 import torch
 
 from sparsepack.models.checkpoint.checkpoint import HEAD, Checkpoint
 from sparsepack.models.families import SITES
 from sparsepack.models.precision import arithmetic
 from sparsepack.models.tokenizer.windows import count_windows
+from sparsepack.process import most_so_far
 from sparsepack.recipe.stage import Job
 
 LIVE = 4
@@ -25,19 +23,7 @@ def process_bytes(job: Job) -> int:
 
     That is Python, libraries and the tokenizer, all of which this process has by now, and what torch needs to work.
     """
-    return WORKING + _most_so_far() if job.recipe.device == "cpu" else 0
-
-
-def _most_so_far() -> int:
-    """The most memory that this process had: bytes."""
-    status = Path("/proc/self/status")
-    if status.is_file():
-        # Not `getrusage`, whose figure counts the process that started this one, up to then.
-        return next(int(line.split()[1]) << 10 for line in status.read_text().splitlines() if line.startswith("VmHWM"))
-    import resource  # not on every system
-
-    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return most if sys.platform == "darwin" else most << 10
+    return WORKING + most_so_far() if job.recipe.device == "cpu" else 0
 
 
 def parameters(checkpoint: Checkpoint) -> int:

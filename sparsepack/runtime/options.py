@@ -109,10 +109,6 @@ class EngineOptions:
     def __post_init__(self) -> None:
         check_options(self, UserError, but=("backend",))  # which the table of backends is asked for
         _ = self.vram_bytes
-        if self.divided_by and (self.sequences or 1) > 1:
-            raise UserError(
-                f"{self.divided_by} with {self.sequences} sequences: slots follow one text; leave one of them out"
-            )
         if self.cached is not None and self.threads == 1 and self.device == "cpu":
             raise UserError("cached: its two workers need a thread each; give --threads 2 or more, or leave it out")
 

@@ -9,7 +9,7 @@ from commands_for_tests import fails
 from sparsepack.cli import main
 from sparsepack.errors import UserError
 
-SHARED = {"calibrate", "thresholds", "prune", "eval", "rotate"}
+SHARED = {"calibrate", "thresholds", "prune", "eval", "rotate", "pack"}
 
 
 def _verbs(command: click.Command) -> Iterator[click.Command]:

@@ -110,7 +110,7 @@ NO_NEURONS = "cached: the artifact's MLPs are not stored by neurons; expected pa
             "eval.cached: transformers gives neurons no slots; expected eval.backend reference or cpu or cuda",
         ),
         ("eval.protocols=dense", "eval.cached: nothing is decoded that slots could serve; expected protocol decode"),
-        ("bench.batch=2", "bench: batch 2: cached is for one text at a time"),
+        ("bench.batch=2", "bench: cached with 2 sequences: slots of the reference backend follow one text at a time"),
     ],
 )
 def test_slots_that_serve_nobody_are_told(tmp_path: Path, sections: dict[str, Any], changes: str, message: str) -> None:

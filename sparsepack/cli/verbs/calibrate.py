@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import Any
 
+import click
+
 from sparsepack.calibration.options import CalibrateOptions
 from sparsepack.cli.options.declared import options_from
 from sparsepack.cli.options.merging import merges, over_texts
@@ -10,7 +12,9 @@ from sparsepack.cli.options.output import overwrite_flag
 from sparsepack.cli.options.shared import compute
 from sparsepack.cli.options.verb import verb
 from sparsepack.cli.options.workers import devices_option, workers_of
+from sparsepack.errors import UserError
 from sparsepack.terminal import tell
+from sparsepack.workers.environment import several
 
 
 @verb(short_help="Collect the statistics of a model over text.")
@@ -18,9 +22,22 @@ from sparsepack.terminal import tell
 @options_from(CalibrateOptions, "--context", "--samples", "--seed", "--sinks", "--batch")
 @compute
 @devices_option
+@click.option(
+    "--dry-run",
+    "dry_run",
+    type=click.IntRange(1),
+    metavar="N",
+    help="Write nothing: say what it would take N workers like this process, from one measured block.",
+)
 @overwrite_flag
 def calibrate(
-    model: str, folders: tuple[Path, ...], texts: tuple[str, ...], output: Path, overwrite: bool, **asked: Any
+    model: str,
+    folders: tuple[Path, ...],
+    texts: tuple[str, ...],
+    output: Path,
+    overwrite: bool,
+    dry_run: int | None,
+    **asked: Any,
 ) -> None:
     """Collect the statistics of MODEL over text; or `calibrate merge A B -o C` of two calibrations of one model.
 
@@ -35,6 +52,14 @@ def calibrate(
         from sparsepack.calibration.folder import merge_folders
 
         made = merge_folders(folders[0], folders[1], output, overwrite)
+    elif dry_run is not None:
+        if several():
+            raise UserError("--dry-run: it measures in one process; leave --devices and torchrun out")
+        from sparsepack.calibration.forecast import forecast
+        from sparsepack.cli.tables.forecast import forecast_table
+
+        tell(forecast_table(forecast(model, texts, CalibrateOptions(**asked), dry_run)))
+        return
     else:
         from sparsepack.calibration.run import calibrate as run_calibration
 

@@ -1,5 +1,6 @@
 """`sparsepack pack`."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from sparsepack.cli.options.shared import (
     refit_options,
 )
 from sparsepack.cli.options.verb import group, verb
+from sparsepack.cli.options.workers import devices_option, workers_of
 from sparsepack.option import only_with
 from sparsepack.packing import PackRequest
 from sparsepack.refit.options import FITS
@@ -47,11 +49,15 @@ from sparsepack.terminal import tell
 @group("Pruned models", options_from(PackRequest, "--keep", "--of"))
 @group(OUTPUT, click.option("-o", "--output", type=PATH, required=True, help="The file or folder to make."))
 @device_option
+@devices_option
 @group(RUNS, from_options(CalibrateOptions, "--dtype", counts=(only_with("sparsity", others=(FITS,)),)))
 @overwrite_flag
 def pack(output: Path, **asked: Any) -> None:
     """Pack MODEL into one artifact, with the thresholds of a calibration inside if --sparsity is given, its heavy
-    channels of attention if --attention is, and weights fitted to their inputs if --refit or --quantiser gptq is."""
+    channels of attention if --attention is, and weights fitted to their inputs if --refit or --quantiser gptq is.
+
+    With --devices, or under torchrun, several workers share the blocks and write them into one file, which all must
+    reach; the artifact has the same bytes."""
     options, attention, refit = allocation_options(asked), attention_options(asked), refit_options(asked)
     del asked["dtype"]  # that thresholds are searched with, and weights are fitted with
     request = PackRequest(output=output, allocation=options, sparse_attention=attention, fitting=refit, **asked)
@@ -61,6 +67,9 @@ def pack(output: Path, **asked: Any) -> None:
     from sparsepack.packing import pack as make
     from sparsepack.progress import say
 
-    made = make(request)
+    with workers_of(asked) as workers:
+        made = make(replace(request, device=asked["device"]), workers=workers)
+        if not workers.first:
+            return
     say(*(f"note: {note}" for note in made.notes))
     tell(artifact_line(describe(output)))

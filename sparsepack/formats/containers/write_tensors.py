@@ -1,4 +1,4 @@
-"""Tensors into files, each at its place: several groups side by side, hashed on the way."""
+"""Tensors into files, each at its place: several groups side by side, hashed on the way, by one process or several."""
 
 import hashlib
 import math
@@ -11,10 +11,12 @@ from pathlib import Path
 
 import torch
 
+from sparsepack.errors import WorkersError
 from sparsepack.files.parallel import parallel_map
 from sparsepack.files.transfer import host_pieces
 from sparsepack.formats.plan import PlannedGroup, PlannedTensor, tensors_of
 from sparsepack.workers.forked import can_fork, forked_map
+from sparsepack.workers.workers import ALONE, Workers
 
 
 def offsets(start: int, tensors: Iterable[PlannedTensor], alignment: int = 1) -> list[int]:
@@ -49,27 +51,53 @@ HELD = 4
 memory: one over so many."""
 
 
-def write_files(files: Sequence[TensorFile], at_once: int, done: Callable[[], object]) -> dict[str, str]:
+def ignored() -> None:
+    """The `done` of workers other than the first."""
+
+
+def first_ones_output(path: Path | None, workers: Workers) -> Path:
+    """Tell all workers where the first one writes. path -- this, at the first worker; None elsewhere"""
+    return Path(workers.told_by_first(None if path is None else str(path.absolute())))
+
+
+def write_files(
+    files: Sequence[TensorFile], at_once: int, done: Callable[[], object], workers: Workers = ALONE
+) -> dict[str, str]:
     """Write files; returns the SHA-256 of each tensor by its name.
 
     `at_once` groups are made, hashed and written at a time; `done` is called after each. One at a time, as encoders on
     a CPU take them, means as many as torch has threads, each in a process of its own, where the files are large. Their
     order is the first of each file, then the second, and so on: a system lets one thread write to a file at a time.
     Raises the first error in this order.
+
+    Several workers have these files, under the same names: the first one begins them, each makes and writes some
+    groups, in turn, and all return all hashes. Raises `WorkersError` where a worker does not reach the files.
     """
-    for file in files:
-        file.path.write_bytes(file.header)
-        os.truncate(file.path, file.offsets[-1])  # what is not written, the padding, is zeros
+    if workers.first:
+        for file in files:
+            file.path.write_bytes(file.header)
+            os.truncate(file.path, file.offsets[-1])  # what is not written, the padding, is zeros
+    workers.told_by_first("begun")
+    if not all(file.path.is_file() for file in files):
+        raise WorkersError(
+            f"{files[0].path.parent}: {workers.names[workers.number]} does not find there what {workers.names[0]} "
+            "writes; name a folder with -o that all machines share"
+        )
     in_turn = zip_longest(*(_jobs(file) for file in files))
-    jobs = [job for of_each in in_turn for job in of_each if job is not None]
+    jobs: list[_Job] = [job for of_each in in_turn for job in of_each if job is not None][
+        workers.number :: workers.count
+    ]
     processes = torch.get_num_threads()
     if at_once == 1 and processes > 1 and _worth_forking(files):
         sizes = [sum(4 * math.prod(tensor.shape) for tensor in group.tensors) for _, group, _ in jobs]
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        hashes = forked_map(lambda job: _write(*job), jobs, sizes, processes, memory // HELD, done)
+        hashes = forked_map(
+            lambda job: _write(*job, shared=workers.count > 1), jobs, sizes, processes, memory // HELD, done
+        )
     else:
-        hashes = parallel_map(lambda job: _write(*job), jobs, at_once, done)
-    return {name: digest for of_group in hashes for name, digest in of_group.items()}
+        hashes = parallel_map(lambda job: _write(*job, shared=workers.count > 1), jobs, at_once, done)
+    own = {name: digest for of_group in hashes for name, digest in of_group.items()}
+    return {name: digest for of_worker in workers.told(own) for name, digest in of_worker.items()}
 
 
 def _worth_forking(files: Sequence[TensorFile]) -> bool:
@@ -85,7 +113,7 @@ def _jobs(file: TensorFile) -> Iterator[_Job]:
         yield file.path, group, [next(begins) for _ in group.tensors]
 
 
-def _write(path: Path, group: PlannedGroup, starts: Sequence[int]) -> dict[str, str]:
+def _write(path: Path, group: PlannedGroup, starts: Sequence[int], shared: bool) -> dict[str, str]:
     """Make the tensors of a group and write each where it begins; returns their SHA-256."""
     hashes = {}
     made = group.data()
@@ -97,4 +125,7 @@ def _write(path: Path, group: PlannedGroup, starts: Sequence[int]) -> dict[str, 
                 digest.update(piece)
                 file.write(piece)
             hashes[tensor.name] = digest.hexdigest()
+        if shared:
+            file.flush()
+            os.fsync(file.fileno())  # whoever seals it may be on another machine
     return hashes

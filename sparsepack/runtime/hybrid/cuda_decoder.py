@@ -46,17 +46,20 @@ class Processor(Protocol):
 
 
 class CudaHybridDecoder(CudaDecoder):
-    """A `CudaDecoder` of one text on `CudaDivided`, and between tokens the policy.
+    """A `CudaDecoder` on `CudaDivided`, and between tokens the policy.
 
     A text begins with the placement by the artifact's frequencies, and after each token the policy sees who was active
     and says who has slots from then on, as in `HybridDecoder`; of a prompt it sees one token after the other when all
     have passed. The same text since a `reset` gives the same bits, with the same threads and links.
 
+    Several texts share the slots: a step counts as one token, which needs the neurons that are active in any of them,
+    those that stand still included; who has slots then depends on all of them.
+
     A step begins when the one before has ended on both sides. After one that was interrupted, slots and counts begin
     anew.
 
     processor -- what computes beside the GPU
-    options   -- share, policy and links; `threads` are the processor's
+    options   -- share, policy, links and `sequences`; `threads` are the processor's
     plan      -- what lies where
     measured  -- the links as they were measured on this machine for this model's records
     slow      -- as `placing_of` takes it
@@ -94,8 +97,11 @@ class CudaHybridDecoder(CudaDecoder):
         links, self._links = links_of(options, measured, assumed)
         staged = STAGED_BYTES if plan.budget is None else plan.parts.work.staged
         shape, hidden = self._placing.shape, packed.architecture.hidden
+        self._texts = options.sequences or 1
         with kernels.on_device(device):
-            self._divided = CudaDivided(shape, hidden, plan.slots, links, device, kernels, activity, staged)
+            self._divided = CudaDivided(
+                shape, hidden, plan.slots, links, device, kernels, activity, staged, self._texts
+            )
         records: list[Any] = []
 
         def load_mlp(mlp: stored.Mlp, device: torch.device, kernels: Kernels, place: Place) -> CudaMlp:
@@ -103,7 +109,7 @@ class CudaHybridDecoder(CudaDecoder):
             records.append(processor.load_neurons(mlp.records))
             return self._divided.load_mlp(mlp, device, kernels, place)
 
-        super().__init__(packed, device, context, 1, cache_type, kernels, new_cache, load_mlp, False, plan)
+        super().__init__(packed, device, context, self._texts, cache_type, kernels, new_cache, load_mlp, False, plan)
         self._worker = processor.cold_worker(records, self._divided.memory, self._divided.layout, options.threads)
         self._number = 0  # of the step that ran last
         self._boundaries = Boundaries(self._placing.follows, self._divided, self._count_anew)
@@ -165,7 +171,7 @@ class CudaHybridDecoder(CudaDecoder):
         """Run a step, once, and wait until both sides have ended it."""
         self._number = next_number(self._number)
         try:
-            self._of_worker(self._worker.begin)
+            self._of_worker(lambda number: self._worker.begin(number, self._texts))
             run()
             self._of_worker(self._worker.end)
         finally:

@@ -98,6 +98,7 @@ class CudaDivided:
     links -- by which the list is divided
     activity -- as `CudaHybridDecoder` takes it
     staged -- bytes of each of the two buffers through which prefill brings records to the GPU
+    texts -- that a step has: they share the list, of who is active in any of them
 
     layout, memory -- the hand-over, as the processor sees it
     """
@@ -112,10 +113,11 @@ class CudaDivided:
         kernels: Kernels,
         activity: Tensor | None = None,
         staged: int = STAGED_BYTES,
+        texts: int = 1,
     ) -> None:
         blocks, neurons = shape
         self._kernels, self._shape = kernels, shape
-        self.layout = HandOver(blocks, neurons, hidden, 1)
+        self.layout = HandOver(blocks, neurons, hidden, texts)
         self.memory, self._there = kernels.shared_memory(self.layout.size, device, "the hand-over")
         self._words = -(-neurons // 32)
         seen, self._seen_there = kernels.shared_memory(4 * KEPT * blocks * self._words, device, "who was active")

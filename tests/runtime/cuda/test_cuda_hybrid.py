@@ -228,6 +228,34 @@ def test_who_was_active_is_seen_as_the_reference_sees_it(kernels: Kernels) -> No
     assert 0.3 < share < 0.7
 
 
+@pytest.mark.parametrize("links", LINKS)
+@pytest.mark.parametrize("sequences", [2, 5, 8])
+def test_several_texts_share_the_slots_and_the_union(kernels: Kernels, sequences: int, links: str) -> None:
+    """Of prompts of different lengths; one text stands still for a step."""
+    packed = model(intermediate_size=301)
+    texts = torch.randint(300, (sequences, 9), generator=torch.Generator().manual_seed(2))
+    engine = decoder(packed, kernels, 0.3, LINKS[links], policy="lru", sequences=sequences)
+    reference = Engine(packed, backend="reference", sequences=sequences)
+    for _ in range(2):
+        for n, ids in enumerate(texts[:, :4]):
+            length = 1 + n % 4
+            expected = reference.prefill(ids[:length].tolist(), n)
+            assert largest(engine.prefill(n, ids[:length]), expected) < ROUNDED
+        for step, ids in enumerate(texts[:, 4:].t().tolist()):
+            given = [None if step == 2 and n == 1 else id for n, id in enumerate(ids)]
+            expected, found = reference.step_all(given), engine.step(given, True)
+            moving = [n for n, id in enumerate(given) if id is not None]
+            assert largest(found[moving], expected[moving]) < ROUNDED
+        counted, traffic = engine.hit_counts, engine.ways.traffic
+        assert counted is not None
+        assert counted.tokens == 5
+        assert counted.needed == sum(count for (_, name), count in engine.active().items() if name == "mlp_records")
+        assert (traffic.resident, traffic.bus + traffic.worker) == (counted.hits, counted.needed - counted.hits)
+        assert links == "both" or (traffic.worker > 0) == (links == "processor alone")
+        engine.reset()
+        reference.reset()
+
+
 def test_tokens_are_chosen_as_without_slots(kernels: Kernels) -> None:
     packed = model()
     engine = decoder(packed, kernels, 0.5)
@@ -249,8 +277,8 @@ def test_a_worker_that_is_gone_is_an_error(kernels: Kernels, when: str) -> None:
     else:
         run: Callable[..., object] = engine._worker.begin
 
-        def begin(number: int) -> None:
-            run(number)
+        def begin(number: int, texts: int) -> None:
+            run(number, texts)
             engine._worker.stop()
 
         class Stopping:

@@ -12,13 +12,14 @@ from gguf.gguf_writer import WriterState
 
 from sparsepack.files.atomic import atomic_file
 from sparsepack.files.gguf import DEFAULT_ALIGNMENT
-from sparsepack.files.hashing import NO_HASH
+from sparsepack.files.hashing import NO_HASH, sha256_bytes
 from sparsepack.formats.containers.gguf.integrity import HEADER_BYTES, HEADER_HASH, TENSOR_HASHES, seal
 from sparsepack.formats.containers.gguf.values import KeyValue
-from sparsepack.formats.containers.write_tensors import TensorFile, offsets, write_files
+from sparsepack.formats.containers.write_tensors import TensorFile, first_ones_output, ignored, offsets, write_files
 from sparsepack.formats.plan import Plan
 from sparsepack.models.checkpoint.source_hash import SourceHash
 from sparsepack.progress import progress
+from sparsepack.workers.workers import ALONE, Workers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,16 +40,26 @@ class GgufPlan(Plan):
     def total_bytes(self) -> int:
         return offsets(len(self._header), self.tensors, self.alignment)[-1]
 
-    def write(self, path: Path, overwrite: bool = False) -> None:
+    @property
+    def identity(self) -> str:
+        return sha256_bytes(self._header)
+
+    def write(self, path: Path, overwrite: bool = False, workers: Workers = ALONE) -> None:
+        if not workers.first:
+            write_files([self._file(first_ones_output(None, workers))], self.at_once, ignored, workers)
+            return
         with (
             atomic_file(path, overwrite) as temporary,
             self.source.meanwhile() as source_sha256,
-            progress("packing", len(self.groups)) as advance,
+            progress("packing", -(-len(self.groups) // workers.count)) as advance,
         ):
-            file = TensorFile(temporary, self._header, self.groups, self.alignment)
-            hashes = write_files([file], self.at_once, advance)
+            file = self._file(first_ones_output(temporary, workers))
+            hashes = write_files([file], self.at_once, advance, workers)
             seal(temporary, file.offsets[0], [hashes[tensor.name] for tensor in self.tensors])
             source_sha256()  # the manifest has it: the weights may not be others by now
+
+    def _file(self, path: Path) -> TensorFile:
+        return TensorFile(path, self._header, self.groups, self.alignment)
 
     @cached_property
     def _header(self) -> bytes:

@@ -8,17 +8,18 @@ from pathlib import Path
 from typing import Any
 
 from sparsepack.files.atomic import atomic_folder, check_output
-from sparsepack.files.hashing import NO_HASH, sha256_bytes
+from sparsepack.files.hashing import NO_HASH, fingerprint, sha256_bytes
 from sparsepack.files.shards import SHARD_BYTES, WEIGHTS
 from sparsepack.formats.containers.safetensors.layout import CONFIG, MANIFEST, METHOD, sealed
 from sparsepack.formats.containers.safetensors.shards import Shard, index_of, shards_of
-from sparsepack.formats.containers.write_tensors import TensorFile, write_files
+from sparsepack.formats.containers.write_tensors import TensorFile, first_ones_output, ignored, write_files
 from sparsepack.formats.manifest import FILES_SCHEMA
 from sparsepack.formats.plan import Plan
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
 from sparsepack.models.checkpoint.source_files import texts_of
 from sparsepack.models.checkpoint.source_hash import SourceHash
 from sparsepack.progress import progress
+from sparsepack.workers.workers import ALONE, Workers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,20 +45,32 @@ class FolderPlan(Plan):
         weights = sum(shard.nbytes for shard in self._shards)
         return weights + sum(map(len, self._files.values())) + len(self._sealed(no_hashes, NO_HASH))
 
-    def write(self, path: Path, overwrite: bool = False) -> None:
+    @property
+    def identity(self) -> str:
+        headers = [shard.header.hex() for shard in self._shards]
+        files = {name: sha256_bytes(data) for name, data in self._files.items()}
+        return fingerprint({"manifest": self.manifest(NO_HASH), "files": files, "headers": headers})
+
+    def write(self, path: Path, overwrite: bool = False, workers: Workers = ALONE) -> None:
+        if not workers.first:
+            write_files(self._tensor_files(first_ones_output(None, workers)), self.at_once, ignored, workers)
+            return
         check_output(path, overwrite, folder=True, marker=MANIFEST)
         with (
             atomic_folder(path, overwrite) as folder,
             self.source.meanwhile() as source_sha256,
-            progress("packing", len(self.groups)) as advance,
+            progress("packing", -(-len(self.groups) // workers.count)) as advance,
         ):
             for name, data in self._files.items():
                 (folder / name).write_bytes(data)
-            files = [TensorFile(folder / shard.name, shard.header, shard.groups) for shard in self._shards]
-            hashes = write_files(files, self.at_once, advance)
+            files = self._tensor_files(first_ones_output(folder, workers))
+            hashes = write_files(files, self.at_once, advance, workers)
             (folder / MANIFEST).write_bytes(self._sealed(hashes, source_sha256()))
             for name, text in self.beside(folder).items():
                 (folder / name).write_bytes(text.encode())
+
+    def _tensor_files(self, folder: Path) -> list[TensorFile]:
+        return [TensorFile(folder / shard.name, shard.header, shard.groups) for shard in self._shards]
 
     def with_beside(self, beside: Callable[[Path], Mapping[str, str]]) -> "FolderPlan":
         return replace(self, beside=beside)

@@ -1,0 +1,35 @@
+"""What a run would take, as text for people."""
+
+from sparsepack.calibration.forecast import Forecast
+from sparsepack.progress import duration
+
+
+def forecast_table(found: Forecast) -> str:
+    """A line each: what was measured, and what that comes to."""
+    rest = found.hidden_bytes + found.sums_bytes
+    if found.device.startswith("cuda"):
+        device, host = found.memory_bytes + found.sums_bytes, found.hidden_bytes
+        memory = f"{_size(device)} of the device, {_size(host)} of the machine for hidden states"
+    else:
+        memory = _size(found.memory_bytes + rest)
+    if found.whole_bytes:
+        memory += f"; worker 0 {_size(found.whole_bytes)} more while it saves"
+    measured = (
+        f"one block: {_size(found.block_bytes)} read in {found.read_seconds:.2f} s, "
+        f"a batch of {found.batch} windows in {found.batch_seconds:.2f} s"
+    )
+    reading = found.read_seconds > found.rounds * found.batch_seconds
+    values = {
+        "measured": f"{measured}, on {found.device}",
+        "workers": f"{found.workers}, {found.windows} windows of {found.context} tokens, {found.rounds} of "
+        f"{found.batches} batches at most each",
+        "time": f"about {duration(found.seconds)}, bound by {'reading' if reading else 'arithmetic'}; exchanging not "
+        "counted",
+        "read": f"{_size(found.bytes_read)}, once on each machine",
+        "memory": f"about {memory}, a worker",
+    }
+    return "\n".join(f"{name.ljust(8)}  {value}" for name, value in values.items())
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / 1e9:.2f} GB" if nbytes >= 1e7 else f"{nbytes / 1e6:.2f} MB"

@@ -1,0 +1,92 @@
+"""Several processes pack together: the same artifact as one."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from calibrated_models import small, small_calibration, text
+from folders_for_tests import content
+from linked import together
+
+from sparsepack.calibration.folder import Calibration, save
+from sparsepack.errors import WorkerLost, WorkersError
+from sparsepack.formats.containers.write_tensors import TensorFile, ignored, write_files
+from sparsepack.models.checkpoint.checkpoint import Checkpoint
+from sparsepack.packing import PackRequest, pack
+from sparsepack.pruning.options import PruneOptions
+from sparsepack.pruning.run import prune
+from sparsepack.refit.options import RefitOptions
+from sparsepack.sparsity.find import make_thresholds
+from sparsepack.sparsity.options import AllocationOptions
+from sparsepack.workers.workers import Workers
+
+__all__ = ["small", "small_calibration", "text"]
+
+
+@pytest.fixture(scope="module")
+def given(small: Checkpoint, small_calibration: Calibration, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Thresholds of the model, and the model pruned."""
+    folder = tmp_path_factory.mktemp("given")
+    save(small_calibration, folder / "c")
+    make_thresholds(small, folder / "c", AllocationOptions(sparsity=0.5, allocation="uniform"), folder / "t.json")
+    prune(small, folder / "pruned", PruneOptions(keep=6, of=8, method="magnitude"))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("format", "count"), [("zigzag-q4_k", 2), ("slide-bf16", 3)], ids=["a file by two", "a folder by three"]
+)
+def test_devices_make_the_artifact_of_one(
+    small: Checkpoint, given: Path, tmp_path: Path, format: str, count: int
+) -> None:
+    slid = format.startswith("slide")
+    model, table = (str(given / "pruned"), None) if slid else (str(small.path), given / "t.json")
+    for folder in ("alone", "together"):
+        (tmp_path / folder).mkdir()
+    pack(PackRequest(model, tmp_path / "alone" / "made", format, thresholds=table))
+    command = ["pack", model, "--format", format, "-o", str(tmp_path / "together" / "made")]
+    command += [] if table is None else ["--thresholds", str(table)]
+    ended = subprocess.run(
+        [sys.executable, "-m", "sparsepack", *command, "--devices", ",".join(["cpu"] * count)],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        timeout=300,
+    )
+    assert ended.returncode == 0, ended.stderr.decode()
+    inside = "made" if slid else "."
+    assert content(tmp_path / "together" / inside) == content(tmp_path / "alone" / inside)
+    assert [path.name for path in (tmp_path / "together").iterdir()] == ["made"]
+
+
+@pytest.mark.parametrize(
+    ("asked", "line"),
+    [
+        (
+            {"allocation": AllocationOptions(sparsity=0.5)},
+            "--sparsity finds thresholds, which pack does in one process",
+        ),
+        ({"fitting": RefitOptions(quantiser="gptq")}, "--quantiser gptq fits weights in one process"),
+    ],
+)
+def test_what_workers_cannot_share_is_refused(
+    small: Checkpoint, given: Path, tmp_path: Path, asked: dict[str, Any], line: str
+) -> None:
+    request = PackRequest(str(small.path), tmp_path / "m.gguf", calibration=given / "c", **asked)
+    with pytest.raises(WorkersError, match=line):
+        pack(request, workers=Workers(0, 2))
+
+
+def test_a_worker_that_does_not_reach_the_output_is_named(tmp_path: Path) -> None:
+    (tmp_path / "here").mkdir()
+
+    def work(workers: Workers) -> dict[str, str]:
+        folder = tmp_path / ("here" if workers.first else "elsewhere")
+        return write_files([TensorFile(folder / "f", b"head", [])], 1, ignored, workers)
+
+    first, second = together(2, work)
+    assert "elsewhere: worker 1 of 2 on here does not find there what worker 0 of 2 on here writes" in str(second)
+    assert isinstance(second, WorkersError)
+    assert isinstance(first, WorkerLost)
