@@ -251,6 +251,16 @@ ENDS = {
         1,
         "out of memory on the device; use a smaller --batch or --context, or another --device",
     ),
+    "no memory on a GPU for its driver": (
+        _raising(RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be reported at some other call")),
+        1,
+        "out of memory on the GPU; end what else uses it, or use another --device",
+    ),
+    "a GPU that another process has to itself": (
+        _raising(RuntimeError("CUDA error: CUDA-capable device(s) is/are busy or unavailable\nSearch for it")),
+        1,
+        "the GPU is busy or unavailable: another process has it to itself; end that, or use another --device",
+    ),
     "no memory for a tensor": (
         _no_such_tensor,
         1,
