@@ -89,6 +89,8 @@ def bench_decode(
             if test.mode == "sparse":
                 row["per_token"] = per_token(ways, hits, row["median_ns"] / 1e9 / test.n_gen)
                 note += f"; {per_token_in_words(row['per_token'])}"
+            if settings.batch > 1:
+                note += f"; a step of {settings.batch} sequences counts as one token"
             notes.append(note)
     same_threads = " at the same number of threads" if engine.device.type == "cpu" else ""
     return {

@@ -47,9 +47,6 @@ class BenchSettings:
             backend_named(engine.backend).check_device(engine.device)
         if self.batch > 1 and self.prompt not in (0, type(self).prompt):
             raise UserError(f"prompt {self.prompt}: there is no prefill test with batch {self.batch}; leave it out")
-        if self.batch > 1 and engine.divided:
-            name = "cached" if engine.vram is None else "vram"
-            raise UserError(f"batch {self.batch}: {name} is for one text at a time; give one of them")
         if self.batch > 1 and not self.generate:
             raise UserError(f"batch {self.batch}: nothing to decode; give generate tokens")
         if self.batch > 1:

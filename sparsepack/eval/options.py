@@ -72,7 +72,7 @@ class EvalRequest:
     device: str = "cpu"
     dtype: str = CalibrateOptions.dtype
     runtime: str = option(
-        "What runs the model: transformers, or the engine's backend that runs a zigzag artifact for its users, with "
+        "What runs the model: transformers, or the engine's backend that runs an artifact for its users, with "
         "its own kernels and rounding (cuda: on device cuda).",
         default="transformers",
         choices=("transformers", *BACKENDS),
@@ -105,11 +105,11 @@ class EvalRequest:
             backend_named(self.runtime).check_device(self.device)
             if self.thresholds or self.dtype not in ("auto", "float32"):
                 raise UserError(
-                    f"backend {self.runtime}: takes a zigzag artifact's own thresholds and types; "
+                    f"backend {self.runtime}: takes the artifact's own thresholds and types; "
                     "leave out --thresholds and --dtype"
                 )
-        if self.engine.divided:
-            self._check_slots()
+        if self.engine.divided_by:
+            self._check_slots(self.engine.divided_by)
         if self.engine.hold:
             self._check_hold()
 
@@ -120,12 +120,11 @@ class EvalRequest:
                 f"--backend {self.runtime}: measured in one process; leave it out, or --devices and torchrun"
             )
 
-    def _check_slots(self) -> None:
-        name = "cached" if self.engine.vram is None else "vram"
+    def _check_slots(self, name: str) -> None:
         if self.runtime == "transformers":
-            able = " or ".join(row.name for row in BACKENDS.values() if row.slots)
+            able = " or ".join(row.name for row in BACKENDS.values() if row.divides(name))
             raise UserError(f"{name}: transformers gives neurons no slots; give --backend {able}")
-        if self.protocol == "dense":
+        if self.protocol == "dense" and name == "cached":  # a card that is too small needs its budget all the same
             raise UserError(f"{name}: protocol dense decodes nothing that slots could serve; take decode or all")
 
     def _check_hold(self) -> None:

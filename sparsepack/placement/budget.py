@@ -44,7 +44,7 @@ def in_words(count: float) -> str:
     """Bytes as a text that `bytes_in` reads: never fewer than these, by 1 % at most more from a megabyte on."""
     unit, name = (1e9, "GB") if count >= 1e9 else (1e6, "MB")
     digits = 2 if count < 10 * unit else 1
-    return f"{math.ceil(count / unit * 10**digits) / 10**digits:g}{name}"
+    return f"{math.ceil(count / unit * 10**digits) / 10**digits:.12g}{name}"
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,7 @@ class Backend:
     tunes       -- whether `sparsepack tune` can measure what suits the machine
     mlps        -- the kinds of MLPs that it runs
     slots       -- whether some of these neurons can have slots of their own
+    slot_texts  -- texts that it decodes together at most where some have
     budgets     -- whether what has no room in a device's memory can lie in the host's
     holds       -- whether the share that is skipped can be held at the target
     """
@@ -45,8 +46,13 @@ class Backend:
     tunes: bool = False
     mlps: tuple[MlpKind, ...] = (DENSE,)
     slots: bool = False
+    slot_texts: int = 1
     budgets: bool = False
     holds: bool = False
+
+    def divides(self, option: str) -> bool:
+        """Whether some neurons can have slots: a share of them (`cached`), or what a budget has room for (`vram`)."""
+        return self.budgets if option == "vram" else self.slots
 
     def check_device(self, device: torch.device | str) -> None:
         """Raise `UserError` for a device of a type that it is not made for."""
@@ -105,6 +111,7 @@ BACKENDS: Mapping[str, Backend] = MappingProxyType(
                 tunes=True,
                 mlps=(DENSE, NEURONS),
                 slots=True,
+                slot_texts=8,
                 budgets=True,
                 holds=True,
             ),

@@ -96,7 +96,7 @@ class Engine:
         opened_for = partial(self._module.decoder, self.packed, self.device, self.context, cache_type)
         if options.sequences is not None:
             return opened_for(options)
-        most = 1 if options.divided else row.sequences
+        most = 1 if options.divided_by else row.sequences
         of_one = cache_bytes(self.architecture, self.context, cache_type)
         sequences = texts_with_room(most, of_one, free_bytes(self.device))
         while sequences > 1:

@@ -34,7 +34,8 @@ class EngineOptions:
     sequences  -- texts that are decoded together, a token of each at a time; None: as many as the backend decodes
                   together, where memory has room for them
     begin      -- a `placement.policies.Policy` of one's own, in place of one with a name
-    links      -- how fast the two workers of `cached` are; None: as measured on this machine, or else equally fast
+    links      -- the speeds by which neurons with slots and without are divided; None: as measured on this machine, or
+                  else assumed, which the engine's description says
     activity   -- for benchmarks: who is active in each step since a reset in place of what the gates say, so that the
                   text means nothing: uint8 tensor [steps, blocks, neurons / 8, rounded up], a bit for each neuron as it
                   is stored, the lowest bit first; after the last step the first one again. For device cuda, with slots
@@ -62,9 +63,9 @@ class EngineOptions:
         default=False,
     )
     cached: float | None = option(
-        "Give this share of the neurons slots, and compute the others by a second worker, as with a GPU that has no "
-        "room for all: says how often a neuron had a slot. On device cpu both are on the CPU, which is slower than "
-        "without. For files of the format neuron-q4_k (default: no such division).",
+        "Give this share of the neurons slots in the GPU's memory; the processor computes the others, and the GPU a "
+        "part of them over the bus. On device cpu half of the threads stand in for the GPU: the same text, more "
+        "slowly. For files of the format neuron-q4_k (default: no such division).",
         default=None,
         least=0,
         most=1,
@@ -72,8 +73,9 @@ class EngineOptions:
     )
     vram: str | None = option(
         "What the model, keys and values and buffers may take of the GPU's memory, 8GB for one, in place of --cached: "
-        "what has no room lies in the host's memory, and neurons have slots where room is left. The driver's own 0.6GB "
-        "come on top. For files of the format neuron-q4_k on device cuda (default: all lies on the GPU).",
+        "what has no room lies in the host's memory, and neurons have slots where room is left. Without a context, "
+        "keys and values take at most a quarter. The driver's own 0.6GB come on top. For files of the format "
+        "neuron-q4_k on device cuda (default: all lies on the GPU).",
         default=None,
         counts=(not_with("cached"), not_with("runtime", "transformers")),
     )
@@ -100,17 +102,14 @@ class EngineOptions:
         return None if self.vram is None else bytes_in(self.vram)
 
     @property
-    def divided(self) -> bool:
-        """Whether some neurons have slots, and others may have none."""
-        return self.cached is not None or self.vram is not None
+    def divided_by(self) -> str | None:
+        """The option by which some neurons have slots, and others may have none: `cached` or `vram`."""
+        return "cached" if self.cached is not None else "vram" if self.vram is not None else None
 
     def __post_init__(self) -> None:
         check_options(self, UserError, but=("backend",))  # which the table of backends is asked for
         _ = self.vram_bytes
-        if self.divided and (self.sequences or 1) > 1:
-            name = "cached" if self.vram is None else "vram"
-            raise UserError(f"{name} with {self.sequences} sequences: slots follow one text; leave one of them out")
-        if self.cached is not None and self.threads == 1:
+        if self.cached is not None and self.threads == 1 and self.device == "cpu":
             raise UserError("cached: its two workers need a thread each; give --threads 2 or more, or leave it out")
 
 

@@ -1,4 +1,4 @@
-"""What measuring a model takes beside the model in its own type: at most half as much again."""
+"""What measuring a model takes beside the model in its own type: at most half as much again, and blocks read ahead."""
 
 import sys
 
@@ -13,7 +13,9 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc"),
 ]
-CONTEXT, HIDDEN = 64, 1024
+CONTEXT, HIDDEN, INTERMEDIATE = 64, 1024, 4096
+NEXT = 4 * HIDDEN * (3 * INTERMEDIATE + HIDDEN * 5 // 2)
+"""Bytes of a block in float32, as the next one is held while one computes."""
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +25,7 @@ def made(tmp_path_factory):
     model = make_model(
         folder / "model",
         hidden_size=HIDDEN,
-        intermediate_size=4096,
+        intermediate_size=INTERMEDIATE,
         num_hidden_layers=9,
         num_attention_heads=16,
         num_key_value_heads=4,
@@ -55,10 +57,10 @@ def test_eval_against_the_model(made, artifact):
     flags = ["--perplexity", str(made[0] / "text.txt"), "--context", str(CONTEXT), "--windows", str(windows)]
     taken = command_peak_bytes("eval", str(artifact), "--against", str(made[0] / "model"), *flags)
     waiting = 2 * min(HIDDEN_BYTES, windows * CONTEXT * HIDDEN * 4)
-    assert taken < 1.5 * made[1] + waiting
+    assert taken < 1.5 * made[1] + waiting + 2 * NEXT  # of the artifact and of the model
 
 
 def test_calibrate(made):
     flags = ["--text", str(made[0] / "text.txt"), "--context", str(CONTEXT), "--samples", "2"]
     taken = command_peak_bytes("calibrate", str(made[0] / "model"), *flags, "-o", str(made[0] / "c"))
-    assert taken < 0.75 * made[1]
+    assert taken < 0.75 * made[1] + NEXT

@@ -97,6 +97,14 @@ def _skipped(told: str) -> list[str]:
     return [cell.strip() for cell in row.split("|")][-3:-1]
 
 
+def test_a_card_too_small_for_the_model_measures_it_dense_within_its_budget(asked: EvalRequest) -> None:
+    engine = EngineOptions(vram="8GB")
+    request = replace(asked, runtime="cuda", device="cuda", engine=engine, protocol="dense")
+    request.check()
+    with pytest.raises(UserError, match="vram: transformers gives neurons no slots; give --backend cuda"):
+        replace(request, runtime="transformers").check()
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

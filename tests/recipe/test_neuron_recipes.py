@@ -1,19 +1,28 @@
 """Recipes whose artifact stores MLPs by neurons: the order is from the calibration."""
 
+import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from artifacts_for_tests import tiny_by_neurons
 from models_for_tests import TEXT, make_model
 from recipes_for_tests import ran, refused, write_recipe
 
+from sparsepack.bench.options import BenchSettings
 from sparsepack.calibration.folder import load
 from sparsepack.errors import CalibrationError, PackingError, RecipeError
 from sparsepack.formats.open import read_packed
+from sparsepack.formats.packed import PackedModel
 from sparsepack.packing import PackRequest, pack
 from sparsepack.recipe import run_recipe
 from sparsepack.recipe.load import load_recipe
 from sparsepack.recipe.shipped import FOLDER
+from sparsepack.recipe.stages import bench
+from sparsepack.recipe.stages.eval import request_of
+from sparsepack.recipe.stages.eval_section import Eval
+from sparsepack.runtime.options import EngineOptions
 
 
 @pytest.fixture
@@ -98,15 +107,47 @@ NO_NEURONS = "cached: the artifact's MLPs are not stored by neurons; expected pa
         ("generate.cached=null", "generate: policy static: it does nothing without cached"),
         (
             "eval.backend=transformers",
-            "eval.cached: transformers gives neurons no slots; expected eval.backend cpu or",
+            "eval.cached: transformers gives neurons no slots; expected eval.backend reference or cpu or cuda",
         ),
         ("eval.protocols=dense", "eval.cached: nothing is decoded that slots could serve; expected protocol decode"),
-        ("bench.batch=2", "bench: batch 2: cached is for one text at a time"),
+        ("bench.batch=2", "bench: cached with 2 sequences: slots of the reference backend follow one text at a time"),
     ],
 )
 def test_slots_that_serve_nobody_are_told(tmp_path: Path, sections: dict[str, Any], changes: str, message: str) -> None:
     recipe = write_recipe(tmp_path, **{**sections, **PLACED, "gates": None})
     assert message in refused(recipe, *changes.split())
+
+
+@pytest.mark.parametrize(
+    ("key", "measured"),
+    [({"cached": 0.3}, [(None, None), (0.3, None)]), ({"vram": "8GB"}, [(None, "8GB")]), ({}, [(None, None)])],
+)
+def test_a_card_too_small_for_the_model_need_not_hold_it(
+    key: dict[str, Any],
+    measured: list[tuple[float | None, str | None]],
+    tmp_path: Path,
+    sections: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    benched = list[EngineOptions]()
+
+    def bench_decode(packed: PackedModel, settings: BenchSettings, name: str, ids: list[int] | None) -> dict[str, Any]:
+        benched.append(settings.engine)
+        return {"of": len(benched)}
+
+    monkeypatch.setattr("sparsepack.bench.decode.bench_decode", bench_decode)
+    (tmp_path / "packed").mkdir()
+    file = tiny_by_neurons(tmp_path / "packed")
+    monkeypatch.setattr(bench, "artifact_of", lambda job: file)
+    monkeypatch.setattr(bench, "perplexity_texts", lambda recipe: ())
+    placed = {"eval": {**PLACED["eval"], "backend": "cuda", "cached": None, **key}, "bench": {"generate": 4, **key}}
+    recipe = load_recipe(write_recipe(tmp_path, **{**sections, **placed, "device": "cuda"}))
+    job: Any = SimpleNamespace(recipe=recipe, folder=tmp_path, model="m")
+    bench.BENCH.run(job, bench.Bench.asked_in(recipe))
+    assert [(engine.cached, engine.vram) for engine in benched] == measured
+    assert json.loads((tmp_path / "bench.json").read_text())["with_places"] == ({"of": 2} if "cached" in key else None)
+    dense = request_of(job, Eval.asked_in(recipe), "dense").engine
+    assert (dense.cached, dense.vram) == (None, key.get("vram"))
 
 
 def test_a_gate_on_neurons_that_nobody_skips_is_told(tmp_path: Path, sections: dict[str, Any]) -> None:

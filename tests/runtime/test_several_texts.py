@@ -12,6 +12,7 @@ from union import Union, union_logits
 from sparsepack.errors import UserError
 from sparsepack.formats.packed import PackedModel
 from sparsepack.runtime.engine import Engine
+from sparsepack.runtime.features import backend_asked
 from sparsepack.runtime.options import EngineOptions
 from sparsepack.runtime.sampling import Sampler, Sampling
 
@@ -188,5 +189,7 @@ def test_a_step_of_no_text_and_slots_for_several_texts_are_refused() -> None:
     engine = engine_of(model("llama"), "reference", sequences=2)
     with pytest.raises(UserError, match="a step of no sequence"):
         engine.step_all([None, None])
-    with pytest.raises(UserError, match="cached with 2 sequences: slots follow one text"):
-        EngineOptions(cached=0.3, sequences=2)
+    for device, backend in (("cpu", None), ("cpu", "reference"), ("cuda", "reference")):
+        with pytest.raises(UserError, match=r"cached with 2 sequences: slots of the .* backend follow one text"):
+            backend_asked(EngineOptions(device=device, backend=backend, cached=0.3, sequences=2))
+    assert backend_asked(EngineOptions(device="cuda", cached=0.3, sequences=8)).name == "cuda"

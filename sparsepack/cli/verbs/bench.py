@@ -37,6 +37,9 @@ from sparsepack.runtime.options import EngineOptions
 def bench(path: Path, text: str | None, json_path: str | None, **asked: Any) -> None:
     """Measure tokens per second of an artifact, dense and sparse in turns, with the bytes that each token needs.
 
+    With --cached or --vram also how many of the active neurons of a token had slots, what a token took of each memory,
+    and how long the device waited for the worker.
+
     Of a slid folder, with --device cuda: the products of its Linears at 64 to 16384 tokens, beside dense BF16, INT8 and
     FP8 and other patterns; of the options, --repetitions and --device count.
     """

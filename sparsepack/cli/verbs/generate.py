@@ -101,10 +101,6 @@ def generate(
     texts = [*prompts, *(text_of(file) for file in files)]
     template = None if chat_template is None else text_of(chat_template)
 
-    if len(texts) > 1 and not chat and engine.divided:
-        flag = "--cached" if engine.vram is None else "--vram"
-        raise click.UsageError(f"{flag} is for one text at a time: give one prompt")
-
     from dataclasses import replace
 
     from sparsepack.cli.talk.chat import converse

@@ -1,5 +1,6 @@
 """Read a block while the one before it computes."""
 
+import mmap
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -12,6 +13,8 @@ from sparsepack.files.transfer import stacked_on
 Read = Callable[[int], Iterable[tuple[str, Tensor]]]
 """Such a function reads the tensors of a block, by its number, one after the other: name, and what is stored, on the
 CPU."""
+_PAGES_FROM = 1 << 20
+"""Tensors of so many bytes get pages of their own."""
 
 
 class BlocksAhead:
@@ -75,9 +78,22 @@ class BlocksAhead:
         return placed
 
     def _placed(self, stored: Tensor) -> Tensor:
+        if self._device.type == "cpu":
+            return _converted(stored, self._dtype)
         if self._stream is None:
             return stored.to(self._device, self._dtype)
         with torch.cuda.stream(self._stream):
             placed = stacked_on(str(self._device), [stored]).to(self._dtype)
         self._stream.synchronize()
         return placed
+
+
+def _converted(stored: Tensor, dtype: torch.dtype) -> Tensor:
+    """The tensor in a type, on the CPU, in pages that go back to the system when the tensor is let go of.
+
+    The allocator would keep them: they are taken by one thread and let go of by another, a block at a time.
+    """
+    nbytes = stored.numel() * dtype.itemsize
+    if stored.dtype == dtype or nbytes < _PAGES_FROM:
+        return stored.to(dtype)
+    return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=dtype).view(stored.shape).copy_(stored)

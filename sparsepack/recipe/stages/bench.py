@@ -22,8 +22,8 @@ RESULT = "bench.json"
 
 
 class Bench(Section):
-    """Tokens a second of the artifact, on the first text of `eval.perplexity` where there is one; with `cached` or
-    `vram` once as without it, and once more with slots."""
+    """Tokens a second of the artifact, on the first text of `eval.perplexity` where there is one; with `cached` once as
+    without it, and once more with slots. With `vram`, which a card too small for the model needs, with slots alone."""
 
     key: ClassVar[str] = "bench"
     options: ClassVar[type] = BenchSettings
@@ -92,16 +92,17 @@ def _run(job: Job, asked: Bench) -> None:
             say(f"bench: {name} is shorter than {settings.tokens} tokens; random tokens instead")
             ids, text = None, None
     name = artifact_of(job).name
-    without = replace(settings, engine=replace(settings.engine, cached=None, vram=None, policy=None))
-    result = bench_decode(packed, without, name, ids)
-    with_slots = bench_decode(packed, settings, name, ids) if settings.engine.divided else None
+    if asked.cached is None:
+        result, with_slots = bench_decode(packed, settings, name, ids), None
+    else:
+        without = replace(settings, engine=replace(settings.engine, cached=None, policy=None))
+        result, with_slots = (bench_decode(packed, each, name, ids) for each in (without, settings))
     write_json(job.folder / RESULT, {**result, "text": text, "with_places": with_slots})
 
 
 def _tokens(job: Job, asked: Bench) -> int:
-    """The tokens of prefill, and of decoding, dense and sparse; all of it again with slots."""
-    divided = asked.cached is not None or asked.vram is not None
-    runs = 2 * asked.repetitions if divided else asked.repetitions
+    """The tokens of prefill, and of decoding, dense and sparse; with `cached` all of it again."""
+    runs = asked.repetitions if asked.cached is None else 2 * asked.repetitions
     return runs * (_prefilled(asked) + 2 * asked.generate * asked.batch)
 
 

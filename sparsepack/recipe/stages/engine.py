@@ -7,7 +7,7 @@ from sparsepack.formats.table import FORMATS, those_with
 from sparsepack.recipe.section import Recipe, Section
 from sparsepack.recipe.stages.pack import Pack, mlp_kind
 from sparsepack.recipe.stages.thresholds import ActivationSparsity, sparse
-from sparsepack.runtime.backends import BACKENDS, Backend, backend_for
+from sparsepack.runtime.backends import BACKENDS, backend_for
 from sparsepack.runtime.options import EngineOptions
 
 
@@ -25,20 +25,16 @@ def engine_problems(recipe: Recipe, asked: Section) -> Iterator[str]:
     except UserError as error:
         yield f"{asked.key}: {error}"
         return
-    row, name = backend_for(recipe.device), "cached" if options.vram is None else "vram"
-    if options.divided and not mlp_kind(recipe).by_count:
+    row, name = backend_for(recipe.device), options.divided_by
+    if name and not mlp_kind(recipe).by_count:
         able = those_with("mlp.by_count")
         yield f"{asked.key}.{name}: the artifact's MLPs are not stored by neurons; expected pack.format {able}"
-    if options.divided and not _divides(row, name):
-        able = " or ".join(each.devices[0] for each in BACKENDS.values() if each.devices and _divides(each, name))
+    if name and not row.divides(name):
+        able = " or ".join(each.devices[0] for each in BACKENDS.values() if each.devices and each.divides(name))
         yield f"{asked.key}.{name}: the {row.name} backend does not divide neurons so; expected device {able}"
     if options.hold and not sparse(recipe):
         key = ActivationSparsity.key
         yield f"{asked.key}.hold: nothing is skipped whose share could be held; expected {key}.sparsity above 0"
-
-
-def _divides(row: Backend, name: str) -> bool:
-    return row.slots if name == "cached" else row.budgets
 
 
 def needs_engine(name: str, recipe: Recipe) -> Iterator[str]:

@@ -32,11 +32,11 @@ def _problems(recipe: Recipe, asked: Eval) -> Iterator[str]:
         except UserError as error:
             yield f"eval.backend: {error}"
     yield from (problems := list(engine_problems(recipe, asked)))
-    divided = asked.cached is not None or asked.vram is not None
-    name = "cached" if asked.vram is None else "vram"
-    if divided and not problems and not skips_neurons(recipe):
-        yield f"eval.{name}: transformers gives neurons no slots; expected eval.backend cpu or reference"
-    elif divided and not problems and set(protocols_of(recipe)) == {"dense"}:
+    name = None if problems else engine_options(recipe, asked).divided_by
+    if name and not skips_neurons(recipe):
+        able = " or ".join(row.name for row in BACKENDS.values() if row.divides(name))
+        yield f"eval.{name}: transformers gives neurons no slots; expected eval.backend {able}"
+    elif name == "cached" and set(protocols_of(recipe)) == {"dense"}:
         yield f"eval.{name}: nothing is decoded that slots could serve; expected protocol decode or all"
     if asked.told(EngineOptions)["hold"] and not problems:
         if asked.runtime == EvalRequest.runtime:
@@ -109,9 +109,14 @@ def request_of(job: Job, asked: Eval, protocol: str) -> EvalRequest:
         device=recipe.device,
         # An engine computes in its own types; beside it the source model runs in what it would without a recipe.
         dtype=recipe.dtype if asked.runtime == EvalRequest.runtime else EvalRequest.dtype,
-        engine=replace(engine, cached=None, vram=None, policy=None, hold=False) if protocol == "dense" else engine,
+        engine=_dense(engine) if protocol == "dense" else engine,
         **own,
     )
+
+
+def _dense(engine: EngineOptions) -> EngineOptions:
+    """Without what dense passes have no use for. A card too small for the model needs its budget all the same."""
+    return replace(engine, cached=None, policy=None if engine.vram is None else engine.policy, hold=False)
 
 
 def _run(job: Job, asked: Eval) -> None:

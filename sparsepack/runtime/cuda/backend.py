@@ -35,12 +35,13 @@ def decoder(
     options: EngineOptions,
 ) -> cuda_decoder.CudaDecoder:
     cache = partial(new_cache, offload=options.offload)
-    if not options.divided:
-        return cuda_decoder.CudaDecoder(packed, device, context, options.sequences or 1, cache_type, new_cache=cache)
+    texts = options.sequences or 1
+    if not options.divided_by:
+        return cuda_decoder.CudaDecoder(packed, device, context, texts, cache_type, new_cache=cache)
     plan, device = planned(packed, context, cache_type, options), gpu.usable(device)
     with within_budget(plan, device):
         if plan.whole and options.cached is None:
-            return cuda_decoder.CudaDecoder(packed, device, context, 1, cache_type, new_cache=cache, plan=plan)
+            return cuda_decoder.CudaDecoder(packed, device, context, texts, cache_type, new_cache=cache, plan=plan)
         measured = measured_links(options.threads, packed.architecture.hidden, device)
         slow, activity = operations.slow_policy(), cast(Any, options.activity)
         return CudaHybridDecoder(

@@ -18,15 +18,17 @@ from sparsepack.placement.counts import HitCounts
 from sparsepack.placement.links import Links
 from sparsepack.placement.machine import MACHINES
 from sparsepack.placement.ways import Ways
+from sparsepack.progress import counted
 from sparsepack.runtime.cuda.attention.caches import new_cache
 from sparsepack.runtime.cuda.attention.kv_cache import NewCache
 from sparsepack.runtime.cuda.decoder.decoder import CudaDecoder
 from sparsepack.runtime.cuda.decoder.mlps import CudaMlp
 from sparsepack.runtime.cuda.driver.host_memory import Place
 from sparsepack.runtime.cuda.driver.kernel_set import KERNELS, Kernels
+from sparsepack.runtime.hybrid.boundaries import Boundaries
 from sparsepack.runtime.hybrid.cuda_mlps import STAGED_BYTES, CudaDivided
 from sparsepack.runtime.hybrid.handover import HandOver, next_number
-from sparsepack.runtime.hybrid.placing import Placing, placing_of
+from sparsepack.runtime.hybrid.placing import Placing, links_of, placing_of
 from sparsepack.runtime.options import EngineOptions
 
 ASSUMED = "pcie5"
@@ -44,16 +46,20 @@ class Processor(Protocol):
 
 
 class CudaHybridDecoder(CudaDecoder):
-    """A `CudaDecoder` of one text on `CudaDivided`, and between tokens the policy.
+    """A `CudaDecoder` on `CudaDivided`, and between tokens the policy.
 
     A text begins with the placement by the artifact's frequencies, and after each token the policy sees who was active
     and says who has slots from then on, as in `HybridDecoder`; of a prompt it sees one token after the other when all
     have passed. The same text since a `reset` gives the same bits, with the same threads and links.
 
-    A step begins when the one before has ended on both sides.
+    Several texts share the slots: a step counts as one token, which needs the neurons that are active in any of them,
+    those that stand still included; who has slots then depends on all of them.
+
+    A step begins when the one before has ended on both sides. After one that was interrupted, slots and counts begin
+    anew.
 
     processor -- what computes beside the GPU
-    options   -- share, policy and links; `threads` are the processor's
+    options   -- share, policy, links and `sequences`; `threads` are the processor's
     plan      -- what lies where
     measured  -- the links as they were measured on this machine for this model's records
     slow      -- as `placing_of` takes it
@@ -87,11 +93,15 @@ class CudaHybridDecoder(CudaDecoder):
         )
         self._placing = self._placed(options.policy)
         self._known = options.links or measured
-        links = self._known or MACHINES[ASSUMED].rates(plan.parts.record).links
+        assumed = f"as of {ASSUMED}", MACHINES[ASSUMED].rates(plan.parts.record).links
+        links, self._links = links_of(options, measured, assumed)
         staged = STAGED_BYTES if plan.budget is None else plan.parts.work.staged
         shape, hidden = self._placing.shape, packed.architecture.hidden
+        self._texts = options.sequences or 1
         with kernels.on_device(device):
-            self._divided = CudaDivided(shape, hidden, plan.slots, links, device, kernels, activity, staged)
+            self._divided = CudaDivided(
+                shape, hidden, plan.slots, links, device, kernels, activity, staged, self._texts
+            )
         records: list[Any] = []
 
         def load_mlp(mlp: stored.Mlp, device: torch.device, kernels: Kernels, place: Place) -> CudaMlp:
@@ -99,9 +109,10 @@ class CudaHybridDecoder(CudaDecoder):
             records.append(processor.load_neurons(mlp.records))
             return self._divided.load_mlp(mlp, device, kernels, place)
 
-        super().__init__(packed, device, context, 1, cache_type, kernels, new_cache, load_mlp, False, plan)
+        super().__init__(packed, device, context, self._texts, cache_type, kernels, new_cache, load_mlp, False, plan)
         self._worker = processor.cold_worker(records, self._divided.memory, self._divided.layout, options.threads)
         self._number = 0  # of the step that ran last
+        self._boundaries = Boundaries(self._placing.follows, self._divided, self._count_anew)
         self.reset()
 
     @property
@@ -110,7 +121,7 @@ class CudaHybridDecoder(CudaDecoder):
 
     @property
     def hit_counts(self) -> HitCounts:
-        return self._placing.follows.counts
+        return self._boundaries.follows.counts
 
     @property
     def ways(self) -> Ways:
@@ -118,58 +129,57 @@ class CudaHybridDecoder(CudaDecoder):
 
     @property
     def description(self) -> str:
-        return f"{super().description}, {self.threads} threads beside it, {self._placing.description}"
+        beside = counted(self.threads, "thread")
+        return f"{super().description}, {beside} beside it, {self._placing.description}, {self._links}"
 
     def follow(self, policy: str) -> None:
         """Let another policy say who has slots, and forget the text: comparing policies loads a model once."""
         self._placing = self._placed(policy)
+        self._boundaries = Boundaries(self._placing.follows, self._divided, self._count_anew)
         self.reset()
 
     def reset(self) -> None:
         super().reset()
-        self._divided.forget()
-        self._placing.follows.restart()
         with self._kernels.on_device(self._device):
-            self._kernels.synchronize(self._device)
-            self._divided.begin_text(self._number)
-            self._divided.place(self._placing.follows.first)
+            self._boundaries.begin_text()
+
+    def _count_anew(self) -> None:
+        self._kernels.synchronize(self._device)  # should a step have been interrupted
+        self._divided.begin_text(self._number)
 
     def _dense(self, ids: Tensor, sequence: int) -> Tensor:
-        self._divided.forget()
+        self._boundaries.begin_pass()
         hidden = super()._dense(ids, sequence)
-        self._token_boundary(self._divided.prefill_bits(), prompt=len(ids))
+        self._boundaries.passed(self._divided.prefill_bits(), prompt=len(ids))
         return hidden
 
     def _begin(self, ids: list[int], sparse: bool) -> None:
+        self._boundaries.begin_pass()
         if self._graph(sparse) is None:
             traffic = self._divided.keep_traffic()
             self._answered(lambda: self._captured_step(sparse))
             self._divided.forget_step(traffic)
         self._answered(lambda: self._step_and_prepare(ids, sparse))
-        self._token_boundary(self._divided.step_bits(self._number), prompt=0)
+        self._boundaries.passed(self._divided.step_bits(self._number), prompt=0)
 
     def _step_and_prepare(self, ids: list[int], sparse: bool) -> None:
         super()._begin(ids, sparse)
-        if (moves := self._placing.follows.ahead()) is not None:
+        if (moves := self._boundaries.follows.ahead()) is not None:
             self._divided.prepare(moves)
 
     def _answered(self, run: Callable[[], object]) -> None:
         """Run a step, once, and wait until both sides have ended it."""
-        self._kernels.synchronize(self._device)  # should one before have been interrupted
         self._number = next_number(self._number)
         try:
-            self._worker.begin(self._number)
+            self._of_worker(lambda number: self._worker.begin(number, self._texts))
             run()
-            self._worker.end(self._number)
-        except RuntimeError as error:
-            raise UserError(f"the processor beside the GPU: {error}; load the model again") from error
+            self._of_worker(self._worker.end)
         finally:
             with suppress(RuntimeError):
                 self._kernels.synchronize(self._device)
 
-    def _token_boundary(self, bits: np.ndarray, prompt: int) -> None:
-        """Positions have passed, the first `prompt` of them not decoded: ask the policy, and move."""
-        follows = self._placing.follows
-        follows.saw(bits, prompt)
-        if (moves := follows.moves()) is not None:
-            self._divided.move(moves)
+    def _of_worker(self, call: Callable[[int], None]) -> None:
+        try:
+            call(self._number)
+        except RuntimeError as error:
+            raise UserError(f"the processor beside the GPU: {error}") from error

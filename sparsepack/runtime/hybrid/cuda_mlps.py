@@ -59,6 +59,10 @@ class CudaResidency(Residency):
 
     def _flip(self, prepared: Any) -> None:
         super()._flip(prepared)
+        self.agree()
+
+    def agree(self) -> None:
+        """Let the version that is in force here be in force on the GPU."""
         self.version.fill_(self._force[0])
 
 
@@ -94,6 +98,7 @@ class CudaDivided:
     links -- by which the list is divided
     activity -- as `CudaHybridDecoder` takes it
     staged -- bytes of each of the two buffers through which prefill brings records to the GPU
+    texts -- that a step has: they share the list, of who is active in any of them
 
     layout, memory -- the hand-over, as the processor sees it
     """
@@ -108,10 +113,11 @@ class CudaDivided:
         kernels: Kernels,
         activity: Tensor | None = None,
         staged: int = STAGED_BYTES,
+        texts: int = 1,
     ) -> None:
         blocks, neurons = shape
         self._kernels, self._shape = kernels, shape
-        self.layout = HandOver(blocks, neurons, hidden, 1)
+        self.layout = HandOver(blocks, neurons, hidden, texts)
         self.memory, self._there = kernels.shared_memory(self.layout.size, device, "the hand-over")
         self._words = -(-neurons // 32)
         seen, self._seen_there = kernels.shared_memory(4 * KEPT * blocks * self._words, device, "who was active")
@@ -191,9 +197,10 @@ class CudaDivided:
         return Traffic(resident, bus, worker, handed, waited / 1e9)
 
     def begin_text(self, number: int) -> None:
-        """Count anew; the step that ran last has this number."""
+        """Count anew; the step that ran last has this number. No step may run."""
         self._traffic.zero_()
-        self._number[1] = number
+        self._number.fill_(number)
+        self.residency.agree()
 
     def keep_traffic(self) -> Tensor:
         """What `forget_step` takes to forget the next step."""

@@ -11,10 +11,11 @@ from sparsepack.formats.packed import PackedModel
 from sparsepack.placement.budget import plan_of_share
 from sparsepack.placement.counts import HitCounts
 from sparsepack.placement.links import HALVES, Links
-from sparsepack.placement.ways import Traffic, Ways
+from sparsepack.placement.ways import Ways
+from sparsepack.runtime.hybrid.boundaries import Boundaries
 from sparsepack.runtime.hybrid.measure import divided
 from sparsepack.runtime.hybrid.mlps import DividedMlps
-from sparsepack.runtime.hybrid.placing import placing_of
+from sparsepack.runtime.hybrid.placing import links_of, placing_of
 from sparsepack.runtime.hybrid.plan import parts_of
 from sparsepack.runtime.operations import NeuronFfn, Operations
 from sparsepack.runtime.operations_decoder import OperationsDecoder
@@ -26,7 +27,8 @@ class HybridDecoder(OperationsDecoder):
 
     A text begins with the placement by the artifact's frequencies. After each token the policy sees who was active and
     says who has slots from then on; of a prompt it sees one token after the other when all have passed. The same text
-    since a `reset` thus gives the same bits, with the same threads and links. `truncate` takes back no moves.
+    since a `reset` thus gives the same bits, with the same threads and links. `truncate` takes back no moves; after a
+    call that was interrupted, slots and counts begin anew.
 
     operations -- of a backend on the CPU
     beside     -- given a number of threads, its `neuron_ffn` on threads of its own
@@ -54,12 +56,12 @@ class HybridDecoder(OperationsDecoder):
         first, second = divided(options.threads or torch.get_num_threads())
         self._plan = plan_of_share(parts_of(packed, context, cache_type or "f32"), options.cached or 0.0)
         self._placing = placing_of(packed, options, self._plan, slow)
-        self._follows, shape = self._placing.follows, self._placing.shape
+        shape = self._placing.shape
         self._known = options.links or measured
-        links = self._known or HALVES
-        self._links = "given" if options.links else "measured" if measured else "assumed equal"
+        links, self._links = links_of(options, measured, ("equal", HALVES))
         hidden, slots = packed.architecture.hidden, self._plan.slots
         self._mlps = DividedMlps(operations, beside(second), shape, hidden, slots, links)
+        self._boundaries = Boundaries(self._placing.follows, self._mlps, self._mlps.count_anew)
         super().__init__(packed, self._mlps, device, context, first, cache_type)
         self._both = first + second
         self.reset()
@@ -70,7 +72,7 @@ class HybridDecoder(OperationsDecoder):
 
     @property
     def description(self) -> str:
-        return f"{self.threads} threads in two workers, {self._placing.description}, links {self._links}"
+        return f"{self.threads} threads in two workers, {self._placing.description}, {self._links}"
 
     @property
     def ways(self) -> Ways:
@@ -78,34 +80,26 @@ class HybridDecoder(OperationsDecoder):
 
     @property
     def hit_counts(self) -> HitCounts:
-        return self._follows.counts
+        return self._boundaries.follows.counts
 
     def reset(self) -> None:
         super().reset()
-        self._mlps.traffic = Traffic()
-        self._follows.restart()
-        self._mlps.place(self._follows.first)
+        self._boundaries.begin_text()
 
     def prefill(self, sequence: int, ids: Tensor) -> Tensor:
-        self._mlps.forget()
+        self._boundaries.begin_pass()
         logits = super().prefill(sequence, ids)
-        self._token_boundary(prompt=len(ids))
+        self._boundaries.passed(self._mlps.needed(), len(ids))
         return logits
 
     def step(self, ids: Sequence[int | None], sparse: bool) -> Tensor:
-        self._mlps.forget()
+        self._boundaries.begin_pass()
         logits = super().step(ids, sparse)
-        self._token_boundary(prompt=0)
+        self._boundaries.passed(self._mlps.needed(), 0)
         return logits
 
     def teacher_forced(self, ids: Tensor, sparse_from: int, sparse: bool) -> Tensor:
-        self._mlps.forget()
+        self._boundaries.begin_pass()
         logits = super().teacher_forced(ids, sparse_from, sparse)
-        self._token_boundary(prompt=sparse_from)
+        self._boundaries.passed(self._mlps.needed(), sparse_from)
         return logits
-
-    def _token_boundary(self, prompt: int) -> None:
-        """Count what the positions of a pass needed, the first `prompt` of them not decoded; ask the policy; move."""
-        self._follows.saw(self._mlps.needed(), prompt)
-        if (moves := self._follows.moves()) is not None:
-            self._mlps.move(moves)

@@ -83,6 +83,10 @@ class DividedMlps:
         self._blocks.append(HostNeurons(len(self._blocks), loaded, records.rows))
         return self._blocks[-1]
 
+    def count_anew(self) -> None:
+        """A text begins."""
+        self.traffic = Traffic()
+
     def place(self, resident: np.ndarray) -> None:
         """Give slots when a text begins: bool [blocks, neurons]."""
         self.residency.restart(resident, self._copy)

@@ -9,6 +9,7 @@ import torch
 
 from sparsepack.formats.packed import NeuronMlp, PackedModel
 from sparsepack.placement.budget import Plan
+from sparsepack.placement.links import Links
 from sparsepack.placement.policies import POLICIES
 from sparsepack.runtime.hybrid.following import FollowedNatively, Following, Played
 from sparsepack.runtime.options import DEFAULT_POLICY, EngineOptions
@@ -55,3 +56,14 @@ def placing_of(
     )
     shape: tuple[int, int] = frequency.shape
     return Placing(shape, plan.share, None if options.begin else name, follows)
+
+
+def links_of(options: EngineOptions, measured: Links | None, assumed: tuple[str, Links]) -> tuple[Links, str]:
+    """The links by which neurons are divided, and for people where they come from: those that options give, else those
+    that were measured on this machine, else the assumed ones, which have a name."""
+    if options.links is not None:
+        return options.links, "links given"
+    if measured is not None:
+        return measured, "links measured"
+    name, links = assumed
+    return links, f"links assumed {name}"

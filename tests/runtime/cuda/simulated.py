@@ -411,6 +411,7 @@ def launches() -> Iterator[None]:
             patch.setattr(module, "shared_limit", lambda device: SHARED_MEMORY)
         for module in (neurons, tile_config, zigzag):
             patch.setattr(module, "multiprocessors", lambda device: MULTIPROCESSORS)
+        patch.setattr(neurons, "architecture", lambda device: 90)
         patch.setattr(zigzag, "workspace", lambda device: WORKSPACE)
         patch.setattr(dense, "dequantise", dequantise)
         patch.setattr(dense, "_fp16_product", lambda x, weights, out: out.copy_(x.float() @ weights.float()))

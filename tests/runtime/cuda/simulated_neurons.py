@@ -33,7 +33,8 @@ def decoded(records: Tensor) -> tuple[Tensor, Tensor]:
 
 def neuron_list(defines: Any, grid: Any, gates: Tensor, neurons: int, x: Tensor, hidden: int, *rest: Any) -> None:
     norm, eps, normed, index, gates_of, counts, active, *division = rest
-    assert grid == (1,)
+    assert grid == (int(defines["CLUSTER"]),)
+    assert 512 * grid[0] * int(defines["ROUNDS"]) >= neurons
     assert gates.shape == gates_of.shape == (int(defines["INPUTS"]), neurons)
     assert x.shape == normed.shape == (int(defines["INPUTS"]), hidden)
     normed.copy_(reference.rms_norm(x, norm, eps))
@@ -97,7 +98,9 @@ def neuron_ffn(
     macros = {name: int(value) for name, value in defines.items()}
     assert (len(x), x.shape[1]) == (macros["INPUTS"], 256 * bands)
     assert macros["GROUPS"] == -(-bands // 2)
-    assert macros["BATCH"] <= min(macros["SLOTS"], macros["SLICES"] * -(-macros["GROUPS"] // macros["ROUNDS"]))
+    warps = macros["SLICES"] * -(-macros["GROUPS"] // macros["ROUNDS"])
+    assert macros["BATCH"] <= macros["SLOTS"]
+    assert macros["BATCH"] * macros["PARTS"] <= warps <= 32
     assert (stride, pitch, grid[0]) == (gates.stride(0), partial.stride(0), len(partial))
     resident, count = counts[:2].tolist()
     memories = [slots[index[:resident].long()]]

@@ -60,23 +60,24 @@ VARIANTS = {
     "dequantise": [("AT_ONCE=4",)],
     "neuron_list": [
         (
-            *(f"INPUTS={texts}", "ACTIVATION=1", f"ALL={everyone}", f"FLAG_IN_DATA={int(texts == 1)}"),
-            *(f"DIVIDED={divided}", f"REPLAYED={replayed}"),
+            *(f"CLUSTER={cluster}", f"INPUTS={texts}", f"ROUNDS={rounds}", "ACTIVATION=1", f"ALL={everyone}"),
+            *(f"FLAG_IN_DATA={int(texts == 1)}", f"DIVIDED={divided}", f"REPLAYED={replayed}"),
         )
-        for texts in (1, 3, 8)
+        for texts, rounds in ((1, 4), (3, 1), (8, 7))
+        for cluster in (1, 8)
         for everyone in (0, 1)
         for divided, replayed in ((0, 0), (1, 0), (1, 1))
     ],
     "neuron_ffn": [
         (
             *(f"INPUTS={texts}", f"GROUPS={groups}", f"ROUNDS={rounds}", f"SLICES={slices}"),
-            *(f"SLOTS={slots}", f"BATCH={batch}"),
+            *(f"SLOTS={slots}", f"BATCH={batch}", "PARTS=2"),
         )
         for texts, groups, rounds, slices, slots, batch in (
-            (1, 10, 1, 2, 34, 20),
+            (1, 10, 1, 3, 34, 15),
             (4, 16, 1, 1, 8, 8),
             (2, 17, 2, 1, 4, 4),
-            (3, 1, 1, 16, 64, 16),
+            (3, 1, 1, 16, 64, 8),
         )
     ],
     "quantise_slide": [
@@ -105,7 +106,7 @@ CASES = [
     for name in kernel_files()
     for defines in VARIANTS.get(name, [()])
     for arch in ARCHITECTURES.get(name, [80, 90])
-    if arch >= 90 or name != "double_sparsity" or "CLUSTER=1" in defines  # clusters came with Hopper
+    if arch >= 90 or not any(value.startswith("CLUSTER=") and value != "CLUSTER=1" for value in defines)  # of Hopper
 ]
 
 

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,12 +11,18 @@ import pytest
 import torch
 from native_build import use_other_build
 from packed_models import by_neurons, random_model
+from tokenizers import Tokenizer
 from torch import Tensor
+from watched_policies import Watched, start_of
 
 from sparsepack.errors import UserError
+from sparsepack.files.text import read_text
 from sparsepack.formats.packed import PackedModel
 from sparsepack.placement.budget import Plan, plan_within
 from sparsepack.placement.links import Links
+from sparsepack.placement.names import ONLINE
+from sparsepack.placement.policies import POLICIES
+from sparsepack.placement.policy_run import play
 from sparsepack.runtime.cpu import dispatch, operations
 from sparsepack.runtime.cuda.driver.kernel_set import Kernels
 from sparsepack.runtime.engine import Engine
@@ -54,17 +61,19 @@ def decoder(
     packed: PackedModel,
     kernels: Kernels,
     cached: float,
-    links: Links = EVEN,
+    links: Links | None = EVEN,
     activity: Tensor | None = None,
     plan: Plan | None = None,
+    measured: Links | None = None,
+    context: int = 128,
     slow: Callable[..., Any] | None = None,
     **options: Any,
 ) -> CudaHybridDecoder:
     chosen = EngineOptions(device="cuda", cached=cached, threads=2, links=links, **options)
     device = torch.device("cuda")
-    plan = plan or planned(packed, 128, "f32", chosen)
-    given = {"slow": slow, "kernels": kernels, "activity": activity}
-    return CudaHybridDecoder(packed, operations, device, 128, "f32", chosen, plan, **given)
+    plan = plan or planned(packed, context, "f32", chosen)
+    given = {"measured": measured, "slow": slow, "kernels": kernels, "activity": activity}
+    return CudaHybridDecoder(packed, operations, device, context, "f32", chosen, plan, **given)
 
 
 def steps(engine: CudaHybridDecoder, ids: Tensor, sparse: bool = True) -> Tensor:
@@ -159,6 +168,37 @@ def test_a_text_is_counted_as_the_processors_decoder_counts_it(kernels: Kernels)
     assert (ours.tokens, ours.needed, ours.hits) == pytest.approx((theirs.tokens, theirs.needed, theirs.hits), abs=3)
 
 
+@pytest.mark.parametrize("policy", ONLINE)
+def test_what_is_served_and_moved_is_what_the_simulator_says(kernels: Kernels, policy: str) -> None:
+    packed, ids = model(), IDS.repeat(4)
+    watched = Watched(POLICIES[policy].begin)
+    engine = decoder(packed, kernels, 0.3, begin=watched.begin)
+    engine.teacher_forced(ids, 21, True)
+    hits = engine.hit_counts
+    assert hits is not None
+    assert hits == play(POLICIES[policy].begin, start_of(packed, np.stack(watched.rows), 21, 0.3))
+    assert 0 < hits.hits < hits.needed
+    by_name = decoder(packed, kernels, 0.3, policy=policy, slow=operations.slow_policy())
+    by_name.teacher_forced(ids, 21, True)
+    assert by_name.hit_counts == hits
+
+
+@pytest.mark.long
+def test_a_trained_model_is_served_as_the_simulator_says(kernels: Kernels, trained: PackedModel, shared: Path) -> None:
+    text = read_text(str(shared / "text" / "books.validation.jsonl.xz"))
+    ids = torch.tensor(Tokenizer.from_str(trained.tokenizer_json).encode(next(text.pieces())[:2000]).ids[:160])
+    watched = Watched(POLICIES["slow"].begin)
+    engine = decoder(trained, kernels, 0.3, begin=watched.begin, context=160)
+    found = engine.teacher_forced(ids, 80, True)
+    hits = engine.hit_counts
+    assert hits is not None
+    assert hits == play(POLICIES["slow"].begin, start_of(trained, np.stack(watched.rows), 80, 0.3))
+    assert 0.3 < hits.hit_rate < 0.8
+    assert hits.moves > 0
+    dense = Engine(trained, backend="reference", dense=True).teacher_forced(ids.tolist(), len(ids))
+    assert int((found.cpu().argmax(-1) == dense.argmax(-1)).sum()) >= len(ids) - 1
+
+
 @pytest.mark.parametrize("staged", [1 << 20, 4 * 288])
 def test_prefill_streams_the_records(kernels: Kernels, staged: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_decoder, "STAGED_BYTES", staged)
@@ -188,6 +228,34 @@ def test_who_was_active_is_seen_as_the_reference_sees_it(kernels: Kernels) -> No
     assert 0.3 < share < 0.7
 
 
+@pytest.mark.parametrize("links", LINKS)
+@pytest.mark.parametrize("sequences", [2, 5, 8])
+def test_several_texts_share_the_slots_and_the_union(kernels: Kernels, sequences: int, links: str) -> None:
+    """Of prompts of different lengths; one text stands still for a step."""
+    packed = model(intermediate_size=301)
+    texts = torch.randint(300, (sequences, 9), generator=torch.Generator().manual_seed(2))
+    engine = decoder(packed, kernels, 0.3, LINKS[links], policy="lru", sequences=sequences)
+    reference = Engine(packed, backend="reference", sequences=sequences)
+    for _ in range(2):
+        for n, ids in enumerate(texts[:, :4]):
+            length = 1 + n % 4
+            expected = reference.prefill(ids[:length].tolist(), n)
+            assert largest(engine.prefill(n, ids[:length]), expected) < ROUNDED
+        for step, ids in enumerate(texts[:, 4:].t().tolist()):
+            given = [None if step == 2 and n == 1 else id for n, id in enumerate(ids)]
+            expected, found = reference.step_all(given), engine.step(given, True)
+            moving = [n for n, id in enumerate(given) if id is not None]
+            assert largest(found[moving], expected[moving]) < ROUNDED
+        counted, traffic = engine.hit_counts, engine.ways.traffic
+        assert counted is not None
+        assert counted.tokens == 5
+        assert counted.needed == sum(count for (_, name), count in engine.active().items() if name == "mlp_records")
+        assert (traffic.resident, traffic.bus + traffic.worker) == (counted.hits, counted.needed - counted.hits)
+        assert links == "both" or (traffic.worker > 0) == (links == "processor alone")
+        engine.reset()
+        reference.reset()
+
+
 def test_tokens_are_chosen_as_without_slots(kernels: Kernels) -> None:
     packed = model()
     engine = decoder(packed, kernels, 0.5)
@@ -209,8 +277,8 @@ def test_a_worker_that_is_gone_is_an_error(kernels: Kernels, when: str) -> None:
     else:
         run: Callable[..., object] = engine._worker.begin
 
-        def begin(number: int) -> None:
-            run(number)
+        def begin(number: int, texts: int) -> None:
+            run(number, texts)
             engine._worker.stop()
 
         class Stopping:
@@ -219,8 +287,81 @@ def test_a_worker_that_is_gone_is_an_error(kernels: Kernels, when: str) -> None:
 
         worker = engine._worker
         engine._worker = Stopping()
-    with pytest.raises(UserError, match=r"the processor beside the GPU: .*; load the model again"):
+    with pytest.raises(UserError, match=r"^the processor beside the GPU: .* is gone; load the model again$"):
         engine.step([3], True)
+
+
+def test_where_the_links_come_from_is_told(kernels: Kernels) -> None:
+    def said(**links: Links | None) -> str:
+        return decoder(model(), kernels, 0.3, **links).description
+
+    assert said().endswith("with slots, slow, links given")
+    assert said(links=None, measured=EVEN).endswith("with slots, slow, links measured")
+    assert said(links=None).endswith("with slots, slow, links assumed as of pcie5")
+
+
+class Reached:
+    """A native object, some of whose methods are others."""
+
+    def __init__(self, native: Any) -> None:
+        self.native = native
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.native, name)
+
+
+INTERRUPTED: dict[str, tuple[Callable[[CudaHybridDecoder], Any], str]] = {
+    "before the worker is called": (lambda engine: engine._worker, "begin"),
+    "before the step is launched": (lambda engine: engine._ids, "write"),
+    "while the worker computes": (lambda engine: engine._worker, "end"),
+    "before the policy is told": (lambda engine: engine._divided, "step_bits"),
+    "before neurons move": (lambda engine: engine._divided, "move"),
+    "while the table changes": (lambda engine: engine._divided.residency, "agree"),
+}
+
+
+@pytest.mark.parametrize("when", INTERRUPTED)
+@pytest.mark.parametrize("before", [0, 4])
+def test_an_interrupted_step_leaves_a_decoder_that_goes_on(
+    kernels: Kernels, when: str, before: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C ends both sides; a conversation goes on with the text as it was."""
+    packed = model()
+    expected = Engine(packed, backend="reference").teacher_forced(IDS.tolist(), 0)
+    engine, undisturbed = (decoder(packed, kernels, 0.3, policy="lru") for _ in range(2))
+    engine._worker = Reached(engine._worker)
+    for id in IDS[:before].tolist():
+        engine.step([id], True)
+    owner, name = INTERRUPTED[when]
+
+    def interrupted(*given: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner(engine), name, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.step([int(IDS[before])], True)
+    assert largest(steps(engine, IDS[before:]), expected[before:]) < ROUNDED
+    assert engine.hit_counts is not None
+    assert engine.hit_counts.tokens == 13 - before, "counted anew"
+    engine.reset()
+    assert torch.equal(steps(engine, IDS), steps(undisturbed, IDS))
+    assert engine.hit_counts == undisturbed.hit_counts
+
+
+def test_memory_that_a_step_lacks_is_no_error_of_the_worker(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    packed = model()
+    expected = Engine(packed, backend="reference").teacher_forced(IDS.tolist(), 0)
+    engine = decoder(packed, kernels, 0.3)
+
+    def without_memory(*given: Any) -> None:
+        raise torch.OutOfMemoryError("no memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "_captured_step", without_memory)
+        with pytest.raises(torch.OutOfMemoryError):
+            engine.step([int(IDS[0])], True)
+    assert largest(steps(engine, IDS), expected) < ROUNDED
 
 
 def test_a_trace_says_who_is_active_in_place_of_the_gates(kernels: Kernels) -> None:

@@ -10,14 +10,18 @@ from pathlib import Path
 import pytest
 import simulated
 import torch
+from artifacts_for_tests import tiny_by_neurons, write_zigzag
 from native_build import instruction_set_params
 
+from sparsepack import tuning
 from sparsepack.cli.tables.tuning import tuning_table
 from sparsepack.errors import OutputError, UserError
+from sparsepack.models.checkpoint.checkpoint import open_checkpoint
 from sparsepack.runtime.cuda import links
 from sparsepack.runtime.cuda.driver.kernel_set import Kernels
 from sparsepack.runtime.hybrid import measure as measuring
 from sparsepack.runtime.hybrid import measure_card as card
+from sparsepack.tuning import tune
 
 pytestmark = pytest.mark.parametrize("isa", instruction_set_params()[:1])
 DEVICE = torch.device("cuda", 0)
@@ -69,6 +73,25 @@ def test_what_was_measured_with_another_gpu_is_ignored(isa: str) -> None:
     content = json.loads(Path(row["path"]).read_text())
     Path(row["path"]).write_text(json.dumps({**content, "gpu_info": "another GPU"}))
     assert links.measured_links(None, 256, DEVICE, simulated.KERNELS) is None
+
+
+def test_threads_beside_a_gpu_are_for_files_by_neurons(
+    isa: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = list[tuple[list[int], int | None]]()
+
+    class Module:
+        tune = staticmethod(lambda *of: {})
+        tune_links = staticmethod(lambda widths, device, threads: asked.append((widths, threads)))
+
+    monkeypatch.setattr(tuning, "opened", lambda row: Module)
+    file, other = tiny_by_neurons(tmp_path), tmp_path / "other.gguf"
+    tune([file], "cuda", threads=3)
+    tune([file], "cuda")
+    assert asked == [([256], 3), ([256], None)]
+    write_zigzag(open_checkpoint("shipped:tiny"), {}, other)
+    with pytest.raises(UserError, match="threads 3: on device cuda they compute beside it, for files by neurons alone"):
+        tune([other], "cuda", threads=3)
 
 
 def test_a_figure_that_other_work_hides_is_refused_and_not_kept(isa: str, monkeypatch: pytest.MonkeyPatch) -> None:

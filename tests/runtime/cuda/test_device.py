@@ -1,6 +1,7 @@
 """Where the cuda backend runs, and what is said where it cannot; without a GPU."""
 
 import sys
+from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
@@ -12,12 +13,13 @@ from sparsepack.runtime.backend_module import chosen_backend
 from sparsepack.runtime.cuda.driver import device
 from sparsepack.runtime.cuda.driver.compiler import nvrtc_version
 from sparsepack.runtime.cuda.driver.device import usable
+from sparsepack.runtime.cuda.driver.kernel import architecture
 from sparsepack.runtime.engine import Engine
 from sparsepack.runtime.options import EngineOptions
 
 
 @pytest.fixture
-def _gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def _gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Two GPUs of compute capability 9.0, a driver for CUDA 13.0, and NVRTC 13.0."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
@@ -25,6 +27,9 @@ def _gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
     monkeypatch.setattr(device, "nvrtc_version", lambda: "13.0")
     driver_of(monkeypatch, 13000)
+    architecture.cache_clear()
+    yield
+    architecture.cache_clear()
 
 
 def driver_of(monkeypatch: pytest.MonkeyPatch, version: int) -> None:
@@ -59,6 +64,7 @@ def test_without_cuda_core_the_reference_runs_and_the_reason_is_told(monkeypatch
 @pytest.mark.usefixtures("_gpu")
 def test_an_older_gpu_runs_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (7, 5))
+    architecture.cache_clear()
     assert "a GPU of compute capability 7.5" in chosen()[1][0]
 
 

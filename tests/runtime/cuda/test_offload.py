@@ -134,7 +134,7 @@ def test_a_file_is_not_read_for_a_device_that_has_no_other_memory(tmp_path: Path
 
 def test_memory_that_the_host_does_not_have_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
-    with pytest.raises(UserError, match=r"4503599\.6 GB of the host's memory for keys and values, pinned: not"):
+    with pytest.raises(UserError, match=r"4503599\.7GB of the host's memory for keys and values, pinned: not"):
         host_tensors(1, (1 << 52,), torch.uint8, torch.device("cuda"))
 
 

@@ -15,23 +15,26 @@ from hypothesis import strategies as st
 from packed_models import by_neurons, random_model, stock_logits, stock_model
 from tokenizers import Tokenizer
 from torch import Tensor
+from watched_policies import Watched, start_of
 
 from sparsepack.errors import UserError
 from sparsepack.files.text import read_text
-from sparsepack.formats.packed import NeuronMlp, PackedModel
+from sparsepack.formats.packed import PackedModel
 from sparsepack.placement.links import Links
 from sparsepack.placement.names import ONLINE
-from sparsepack.placement.placement import Placement, budget_of
+from sparsepack.placement.placement import Placement
 from sparsepack.placement.policies import POLICIES, Policy, Start
 from sparsepack.placement.policy_run import play
 from sparsepack.runtime import operations_decoder
 from sparsepack.runtime.engine import Engine
 from sparsepack.runtime.hybrid import mlps
+from sparsepack.runtime.hybrid.following import Moves
 from sparsepack.runtime.sampling import Sampler, Sampling
 
 IDS = torch.randint(300, (20,), generator=torch.Generator().manual_seed(1)).tolist()
-EXACT = {"reference": 1e-5, "cpu": 2e-3}
-"""Relative, of all logits. The cpu backend multiplies in 16 bits and keeps keys and values in half precision."""
+EXACT = {"reference": 1e-5, "cpu": 2e-3, "cuda": 1e-2}
+"""Relative, of all logits. The cpu backend multiplies in 16 bits and keeps keys and values in half precision; the cuda
+backend rounds what enters the products of prefill, so that an input near its threshold may fall on the other side."""
 
 every_backend = every_backend_that(lambda row: row.slots)
 links = st.builds(Links, *[st.sampled_from([1e-3, 1.0, 1e3])] * 3, st.sampled_from([0.0, 1.0, 1e9]))
@@ -135,24 +138,6 @@ def test_a_dense_engine_reads_every_neuron(backend: str) -> None:
     assert set(engine.activity().values()) == {1.0}
 
 
-class Watched:
-    """A policy that writes down what it sees."""
-
-    def __init__(self, policy: Policy) -> None:
-        self.policy, self.rows = policy, list[np.ndarray]()
-
-    def begin(self, start: Start) -> tuple[Placement, Any]:
-        self.rows.clear()
-        placement, mover = self.policy(start)
-
-        def move(token: int, needed: np.ndarray, resident: np.ndarray) -> np.ndarray:
-            assert token == len(self.rows)
-            self.rows.append(needed.copy())
-            return resident if mover is None else mover(token, needed, resident)
-
-        return placement, move
-
-
 @every_backend
 @pytest.mark.parametrize("policy", ONLINE)
 def test_what_is_served_and_moved_is_what_the_simulator_says(backend: str, policy: str) -> None:
@@ -181,13 +166,6 @@ def test_who_is_served_is_who_is_active_in_the_stock_model() -> None:
     assert engine.hit_counts is not None
     records = sum(n for (_, name), n in engine.counts().active.items() if name == "mlp_records")
     assert engine.hit_counts.needed == records
-
-
-def start_of(packed: PackedModel, needed: np.ndarray, prompt: int, cached: float) -> Start:
-    """What the simulator knows, by the model's numbers."""
-    stored = [layer.mlp for layer in packed.layers if isinstance(layer.mlp, NeuronMlp)]
-    frequency = np.stack([block.frequency[block.order.argsort()].double().numpy() for block in stored])
-    return Start(frequency, budget_of(cached, frequency), needed, prompt)
 
 
 def dies(after: int, ffn: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -229,6 +207,29 @@ def test_an_interrupted_step_leaves_an_engine_that_can_be_reset() -> None:
         with pytest.raises(KeyboardInterrupt):
             engine.step(1)
     assert torch.equal(run(engine, 3), expected)
+
+
+def test_a_text_goes_on_after_moves_that_were_interrupted() -> None:
+    """The policy knows of them; they were not made."""
+    engine = engine_of(model(), "cpu", cached=0.3, policy="lru")
+    divided = engine._decoder._mlps  # type: ignore[attr-defined]
+
+    def interrupted(moves: Moves) -> None:
+        raise KeyboardInterrupt
+
+    run(engine, 3, IDS[:7])
+    for done in (7, 8):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(divided, "move", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                engine.step(IDS[done])
+        assert engine.common(IDS) == 0, "the cache is not known"
+        engine.keep(IDS[:8])
+        engine.prefill(IDS[: done + 1])
+    found = torch.stack([engine.step(id) for id in IDS[9:]])
+    assert difference(found, dense_logits("cpu")[9:]) < EXACT["cpu"]
+    assert engine.hit_counts is not None
+    assert engine.hit_counts.tokens == len(IDS) - 9
 
 
 def test_slots_may_change_while_the_worker_still_has_work_of_an_interrupted_prefill() -> None:

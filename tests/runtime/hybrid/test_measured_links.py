@@ -26,6 +26,7 @@ from sparsepack.runtime.engine import Engine
 from sparsepack.runtime.hybrid import measure as measuring
 from sparsepack.runtime.hybrid.kept_links import SCHEMA, keep_links, kept_links, links_path
 from sparsepack.runtime.hybrid.measure import MeasuredLinks, divided, measure_links
+from sparsepack.runtime.options import EngineOptions
 from sparsepack.runtime.reference.backend import operations as reference_operations
 from sparsepack.runtime.tuning import check_room
 
@@ -146,6 +147,7 @@ def test_engines_divide_by_one_kept_profile_and_give_the_same_bits(
     assert torch.equal(first[1], second[1])
     with pytest.raises(UserError, match="two workers need a thread each; give --threads 2"):
         run(packed, threads=1)
+    assert EngineOptions(device="cuda", cached=0.3, threads=1).divided_by, "a GPU needs but one beside it"
     assert torch.allclose(first[1], assumed, atol=0.1)
     assert run(packed, threads=4)[0].endswith("links assumed equal")
     links_path(of).write_text("{")

@@ -74,7 +74,7 @@ def test_a_budget_is_for_a_gpu_and_stands_alone(packed: PackedModel) -> None:
         EngineOptions(vram="8GB", cached=0.3)
     with pytest.raises(UserError, match="expected gigabytes or megabytes"):
         EngineOptions(vram="8")
-    assert EngineOptions(vram="8GB", policy="static").divided
+    assert EngineOptions(vram="8GB", policy="static").divided_by == "vram"
     with pytest.raises(UserError, match="policy static: it does nothing without cached"):
         EngineOptions(policy="static")
 

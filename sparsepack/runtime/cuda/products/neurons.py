@@ -9,14 +9,17 @@ from torch import Tensor
 from sparsepack.formats.codecs.matrices import PackedMatrix
 from sparsepack.formats.codecs.neurons import record_bytes
 from sparsepack.placement.links import Links
-from sparsepack.runtime.cuda.driver.kernel import kernel, launch, multiprocessors
+from sparsepack.runtime.cuda.driver.kernel import architecture, kernel, launch, multiprocessors
 from sparsepack.runtime.cuda.driver.shared_memory import deepest_pipeline
 from sparsepack.runtime.cuda.products import zigzag
 from sparsepack.runtime.cuda.products.gemm_fp16 import Product, ScaledFp16, gated, new_sums
 from sparsepack.runtime.cuda.products.tile_config import BAND_ROWS, BLOCK_BYTES, STATIC_BYTES
 from sparsepack.runtime.cuda.products.zigzag import headers_in_order
 
-LIST_THREADS = 1024
+LIST_THREADS = 512
+LIST_CLUSTER = 8
+"""So many blocks make the list together, where GPUs have clusters: from Hopper on."""
+HOPPER = 90
 SUM_CHANNELS = 32
 SUM_THREADS = 256
 WAIT_THREADS = 32
@@ -24,9 +27,11 @@ MOST_TOGETHER = 4
 """One launch takes this many texts at most: a thread keeps 16 sums of each."""
 MOST_ROUND_WARPS = 16
 """This many warps at most share the channels of a record at a time."""
-ENOUGH_WARPS = {1: 20}
-"""A block has about this many warps, by the number of texts; with more texts `MOST_ROUND_WARPS`, whose threads have
+ENOUGH_WARPS = {1: 32}
+"""A block has at most this many warps, by the number of texts; with more texts `MOST_ROUND_WARPS`, whose threads have
 more registers."""
+PARTS = 2
+"""So many warps multiply a record's up row, where a block has as many warps."""
 SLOTS = tuple(range(64, 0, -2))
 """A block has the first of these numbers of records on their way for which there is shared memory."""
 REPACKED_AT_ONCE = 1 << 23
@@ -176,8 +181,12 @@ def list_neurons(
     texts, neurons = gates.shape
     if flag_in_data and texts > 1:
         raise ValueError(f"{texts} texts with their flag in the data: the list takes one such text")
+    words, device = -(-neurons // 32), gates.device.index or 0
+    cluster = LIST_CLUSTER if architecture(device) >= HOPPER else 1
     defines = {
+        "CLUSTER": cluster,
         "INPUTS": texts,
+        "ROUNDS": -(-words // (cluster * LIST_THREADS // 32)),
         "ACTIVATION": activation,
         "ALL": int(everyone),
         "FLAG_IN_DATA": int(flag_in_data),
@@ -193,14 +202,12 @@ def list_neurons(
             *(division.request_number, division.request_indices, division.request_gates, division.request_x),
             *(division.traffic, *((None, 0, 0) if replayed is None else (replayed, replayed.stride(0), len(replayed)))),
         )
-    words = -(-neurons // 32)
     launch(
-        kernel("neuron_list", "neuron_list", _macros(defines), gates.device.index or 0),
-        (1,),
+        kernel("neuron_list", "neuron_list", _macros(defines), device),
+        (cluster,),
         LIST_THREADS,
         *(gates, neurons, x, x.shape[1], norm, float(eps), to.x, to.index, to.gates, to.counts, active),
         *divided,
-        shared=4 * words * (1 if division is None else 2),
     )
 
 
@@ -269,6 +276,10 @@ class _FfnConfig:
         return self.slices * -(-self.groups // self.rounds)
 
     @property
+    def parts(self) -> int:
+        return min(PARTS, self.warps)
+
+    @property
     def threads(self) -> int:
         return 32 * self.warps
 
@@ -285,7 +296,8 @@ class _FfnConfig:
             "ROUNDS": self.rounds,
             "SLICES": self.slices,
             "SLOTS": self.slots,
-            "BATCH": min(self.warps, self.slots),
+            "BATCH": min(self.warps // self.parts, self.slots),
+            "PARTS": self.parts,
         }
 
 

@@ -6,9 +6,10 @@
 //     ring      | slot 0: a record | slot 1 | .. SLOTS - 1 |    entry i of a block travels to slot i % SLOTS
 //     partial   float32 [blocks][texts][hidden]                  sums of each block, in the order of its entries
 //
-// A block takes BATCH of its entries at a time. First each is multiplied with the input, by a warp of its own; then
-// all of them are added up: a warp has group w % SLICE_WARPS of the channels, and SLICE_WARPS further those of the next
-// round, from every SLICES-th entry. Blocks without an entry write nothing (neuron_sum.cu knows).
+// A block takes BATCH of its entries at a time. First each is multiplied with the input, by PARTS warps, each of which
+// has every PARTS-th group; then all of them are added up: a warp has group w % SLICE_WARPS of the channels, and
+// SLICE_WARPS further those of the next round, from every SLICES-th entry. Blocks without an entry write nothing
+// (neuron_sum.cu knows).
 //
 // The input lies in shared memory as lanes read it: of each group four float4 a lane, each for 32 lanes side by side,
 // then the sums of a lane's two halves, which the minima are multiplied with.
@@ -17,8 +18,8 @@
 //
 // Launch: grid (blocks), 32 WARPS threads; shared memory: see products/neurons.py.
 //
-// Macros: INPUTS texts; GROUPS of two superblocks; ROUNDS, SLICES: WARPS = SLICES * ceil(GROUPS / ROUNDS); SLOTS, BATCH;
-//         BULK 0: as before sm_90, without bulk copies
+// Macros: INPUTS texts; GROUPS of two superblocks; ROUNDS, SLICES: WARPS = SLICES * ceil(GROUPS / ROUNDS); SLOTS, BATCH,
+//         PARTS; BULK 0: as before sm_90, without bulk copies
 
 #include "neurons/neuron_record.cuh"
 
@@ -28,7 +29,8 @@
 #define ROUNDS 1
 #define SLICES 2
 #define SLOTS 32
-#define BATCH 20
+#define BATCH 10
+#define PARTS 2
 #endif
 #ifndef BULK
 #define BULK 1
@@ -40,7 +42,7 @@
 
 static constexpr int SLICE_WARPS = (GROUPS + ROUNDS - 1) / ROUNDS, WARPS = SLICES * SLICE_WARPS;
 static constexpr int INPUT_FLOATS = GROUPS * (GROUP_CHANNELS + 64);  // of a text
-static_assert(BATCH <= WARPS && BATCH <= SLOTS, "a warp for each entry, which has a slot");
+static_assert(BATCH * PARTS <= WARPS && BATCH <= SLOTS, "warps for each entry, which has a slot");
 
 // Where a text's input, and the sums of it, lie.
 __device__ __forceinline__ float4* values_of(float* input, int group) {
@@ -61,7 +63,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
                int stride, const float* x, float* partial, int pitch) {
     extern __shared__ uint4 memory[];
     __shared__ u64 full[SLOTS];
-    __shared__ float inner[INPUTS][BATCH];
+    __shared__ float inner[INPUTS][BATCH][PARTS];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, hidden = 256 * bands;
     const int record_bytes = 2 * bands * BLOCK_BYTES;
     float* const input = (float*)memory;
@@ -74,14 +76,15 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
 #endif
     __syncthreads();
     wait_for_previous();
+    // Who comes first is read beside the counts, there or not.
+    const int maybe = (int)blockIdx.x + warp * (int)gridDim.x, its_index = maybe < stride ? load_l2(index + maybe) : 0;
     const int resident = load_l2(counts), all = load_l2(counts + 1);
     const int own = all > (int)blockIdx.x ? (all - (int)blockIdx.x + (int)gridDim.x - 1) / (int)gridDim.x : 0;
     if (!own) return;
     const auto entry = [&](int i) { return (int)blockIdx.x + i * (int)gridDim.x; };
 
-    const auto fetch = [&](int i) {  // by a warp
-        const int e = entry(i);
-        const u8* from = (e < resident ? slots : host) + (u64)load_l2(index + e) * record_bytes;
+    const auto fetch = [&](int i, int which) {  // by a warp
+        const u8* from = (entry(i) < resident ? slots : host) + (u64)which * record_bytes;
         u8* to = ring + i % SLOTS * record_bytes;
         const u32 arrived = shared_address(full + i % SLOTS);
 #if BULK
@@ -99,7 +102,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
         asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(arrived) : "memory");
 #endif
     };
-    for (int i = warp; i < min(own, SLOTS); i += WARPS) fetch(i);
+    for (int i = warp; i < min(own, SLOTS); i += WARPS) fetch(i, i == warp ? its_index : load_l2(index + entry(i)));
 
     // The input, while the records travel.
 #pragma unroll 1
@@ -123,13 +126,16 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
 #pragma unroll 1
     for (int first = 0; first < own; first += BATCH) {
         const int here = min(BATCH, own - first);
-        if (warp < here) {
-            const int i = first + warp;
+        const int mine = warp / PARTS, part = warp % PARTS;  // entry of the batch, and part of it
+        if (mine < here) {
+            const int i = first + mine;
             const u8* up = ring + i % SLOTS * record_bytes;
-            float dot[INPUTS] = {};
+            float dot[INPUTS] = {}, gate[INPUTS];
+#pragma unroll
+            for (int b = 0; b < INPUTS; ++b) gate[b] = load_l2(gates + b * stride + entry(i));
             barrier_wait(full + i % SLOTS, i / SLOTS & 1);
 #pragma unroll 2
-            for (int group = 0; group < GROUPS; ++group) {
+            for (int group = part; group < GROUPS; group += PARTS) {
                 if (2 * group + lane / 16 < bands) {
                     const Piece piece(up + (2 * group + lane / 16) * BLOCK_BYTES);
 #pragma unroll
@@ -147,7 +153,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
 #pragma unroll
             for (int b = 0; b < INPUTS; ++b) {
                 const float all_of = warp_sum(dot[b]);
-                if (lane == 0) inner[b][warp] = load_l2(gates + b * stride + entry(i)) * all_of;
+                if (lane == 0) inner[b][mine][part] = gate[b] * all_of;
             }
         }
         __syncthreads();
@@ -164,7 +170,9 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
                 const Piece piece(down + (2 * group + lane / 16) * BLOCK_BYTES);
 #pragma unroll
                 for (int b = 0; b < INPUTS; ++b) {
-                    const float times = inner[b][j];
+                    float times = 0;
+#pragma unroll
+                    for (int part = 0; part < PARTS; ++part) times += inner[b][j][part];
 #pragma unroll
                     for (int half = 0; half < 2; ++half) {
                         const float factor = times * piece.factor[half];
@@ -176,7 +184,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
             }
         }
         __syncthreads();
-        for (int i = first + SLOTS + warp; i < min(own, first + SLOTS + BATCH); i += WARPS) fetch(i);
+        for (int i = first + SLOTS + warp; i < min(own, first + SLOTS + BATCH); i += WARPS)
+            fetch(i, load_l2(index + entry(i)));
     }
 
     // The sums of slices come to the first slice, one after the other, through the place of the input.

@@ -2,7 +2,8 @@
 // their gates, and the normed input with which their records are multiplied.
 //
 //     gates    float32 [INPUTS][neurons]   before the activation, as the product of the gate left them
-//     masks    shared: 32 neurons a word, a warp has a range of the words: who is active, and who of them is resident
+//     words    | of warp 0 of block 0: ROUNDS times 32 neurons | of warp 1 | .. | of block 1 | .. |    in registers
+//     counts   of a warp -> of the block -> of the cluster's blocks, which tell each other
 //     index    int32, gates_of [INPUTS][neurons]:   | residents | offloaded ones that the GPU computes |
 //     request  indices, gates_of, as handover.py draws them: | offloaded ones that the processor computes |
 //
@@ -10,18 +11,20 @@
 // read over the bus, so many that both sides end together (placement/links.py); all others are asked of the processor,
 // once all of the request is written. Else all are resident, their records in the order of the neurons.
 //
-// Launch: one block of 1024 threads; shared memory for the masks, 4 bytes a word, twice where DIVIDED.
+// Launch: one cluster, grid (CLUSTER), of blocks of 512 threads.
 //
-// Macros: INPUTS 1 to 8; ACTIVATION: number of the function (activations.cuh); ALL 1: every neuron is listed;
-//         FLAG_IN_DATA 1: gates and x are read as soon as they are stored (one input); DIVIDED; REPLAYED 1: who is
-//         active is read from a trace instead, for benchmarks, and gates of zero become 1
+// Macros: CLUSTER; INPUTS 1 to 8; ROUNDS: words of a warp; ACTIVATION: number of the function (activations.cuh); ALL 1:
+//         every neuron is listed; FLAG_IN_DATA 1: gates and x are read as soon as they are stored (one input); DIVIDED;
+//         REPLAYED 1: who is active is read from a trace instead, for benchmarks, and gates of zero become 1
 
 #include "common/activations.cuh"
+#include "common/cluster.cuh"
 #include "common/flag_in_data.cuh"
 #include "neurons/hand_over.cuh"
 
 #ifndef INPUTS
 #define INPUTS 1
+#define ROUNDS 2
 #define ACTIVATION 1
 #define ALL 0
 #define FLAG_IN_DATA 0
@@ -29,9 +32,9 @@
 #define REPLAYED 0
 #endif
 
-static constexpr int THREADS = 1024, WARPS = 32, AT_ONCE = 8;
+static constexpr int THREADS = 512, WARPS = 16;
 
-// AT_ONCE values, asked for together.
+// COUNT values, asked for together.
 template <int COUNT, typename At>
 __device__ __forceinline__ void read(float (&values)[COUNT], At at) {
     if (FLAG_IN_DATA) {
@@ -67,20 +70,19 @@ __device__ __forceinline__ int over_the_bus(int resident, int offloaded, const d
 // number   int32 [2]: of the step, and of the step before the first one of the text
 // seen     u32 [kept][blocks][words], of this block in the first: who is active, in step n at n modulo `kept`
 // begins   it is the first block's list, which gives the step its number
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void OF_CLUSTER __launch_bounds__(THREADS)
     neuron_list(const float* gates, int neurons, const float* x, int hidden, const float* norm, float eps,
                 float* normed, int* index, float* gates_of, int* counts, u64* active,
                 // where DIVIDED
                 const int* tables, int table_pitch, const int* version, const double* links, u32* seen, int seen_pitch,
                 int kept, int* number, int begins, int* request_number, int* request_indices, float* request_gates,
                 float* request_x, u64* traffic, const u32* replayed, int replayed_pitch, int rows) {
-    extern __shared__ u32 masks[];
     __shared__ float squares[INPUTS][WARPS];
-    __shared__ int found[2][WARPS], beside_bus[1];
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const int words = (neurons + 31) / 32, each = (words + WARPS - 1) / WARPS;
-    const int first = min(warp * each, words), last = min(first + each, words);
-    u32* const residents = masks + words;
+    __shared__ int found[2][WARPS], totals[CLUSTER][2], over_bus;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, block = block_in_cluster();
+    const int words = (neurons + 31) / 32, first = (block * WARPS + warp) * ROUNDS;
+    const auto neuron = [&](int r) { return (first + r) * 32 + lane; };
+    begin_in_cluster();
     launch_dependents();
     if (!FLAG_IN_DATA) wait_for_previous();
 
@@ -101,95 +103,97 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         sum = warp_sum(sum);
         if (lane == 0) squares[b][warp] = sum;
     }
-    __syncthreads();
+    float gate[INPUTS][ROUNDS];
+#pragma unroll
+    for (int b = 0; b < INPUTS; ++b)
+        read(gate[b], [&](int r) { return neuron(r) < neurons ? gates + b * neurons + neuron(r) : nullptr; });
     if (FLAG_IN_DATA) wait_for_previous();  // nothing is written before
+
     const int step = DIVIDED ? begins ? next_number(load_l2(number)) : load_l2(number) : 0;
     const u32* const row =
         REPLAYED ? replayed + (u64)((step - 1 - load_l2(number + 1)) % rows) * replayed_pitch : nullptr;
-    const auto after = [](float gate) {
-        const float a = activated(ACTIVATION, gate);
-        return REPLAYED && a == 0 ? 1.0f : a;
-    };
     const int* const table = DIVIDED ? tables + load_l2(version) * table_pitch : nullptr;
-#pragma unroll 1
+    int slot[ROUNDS];
+    u32 mask[ROUNDS], with_slot[ROUNDS];
+    int resident_of_warp = 0, offloaded_of_warp = 0;
+#pragma unroll
+    for (int r = 0; r < ROUNDS; ++r)
+        slot[r] = !DIVIDED ? neuron(r) : neuron(r) < neurons ? load_l2(table + neuron(r)) : -1;
+#pragma unroll
+    for (int r = 0; r < ROUNDS; ++r) {
+        bool is = ALL || REPLAYED && first + r < words && row[first + r] >> lane & 1;
+#pragma unroll
+        for (int b = 0; b < INPUTS; ++b) {
+            gate[b][r] = activated(ACTIVATION, gate[b][r]);
+            if (!REPLAYED) is |= gate[b][r] != 0;  // NaN is active, so that it is seen
+            if (REPLAYED && gate[b][r] == 0) gate[b][r] = 1;
+        }
+        is &= neuron(r) < neurons;
+        mask[r] = __ballot_sync(ALL_LANES, is);
+        with_slot[r] = DIVIDED ? __ballot_sync(ALL_LANES, is && slot[r] >= 0) : mask[r];
+        resident_of_warp += __popc(with_slot[r]);
+        offloaded_of_warp += __popc(mask[r] & ~with_slot[r]);
+        if (DIVIDED && lane == 0 && first + r < words) seen[step % kept * seen_pitch + first + r] = mask[r];
+    }
+    if (lane == 0) {
+        found[0][warp] = resident_of_warp;
+        found[1][warp] = offloaded_of_warp;
+    }
+    __syncthreads();
+
+    // The blocks' counts, to each block.
+    int next[2] = {};  // the first place of the warp's residents, and of its offloaded ones
+    if (warp < 2) {
+        int sum = lane < WARPS ? found[warp][lane] : 0;
+#pragma unroll
+        for (int apart = 16; apart; apart /= 2) sum += __shfl_xor_sync(ALL_LANES, sum, apart);
+        wait_for_cluster();
+#if CLUSTER > 1
+        if (lane < CLUSTER) store_there(address_of_block(&totals[block][warp], lane), sum);
+#else
+        if (lane == 0) totals[0][warp] = sum;
+#endif
+    } else {
+        wait_for_cluster();
+    }
+#pragma unroll
     for (int b = 0; b < INPUTS; ++b) {
-        const float scale = 1 / sqrtf(warp_sum(squares[b][lane]) / hidden + eps);
-#pragma unroll 2
-        for (int k = threadIdx.x; k < hidden; k += THREADS) {
+        const float scale = 1 / sqrtf(warp_sum(lane < WARPS ? squares[b][lane] : 0) / hidden + eps);
+#pragma unroll 1
+        for (int k = block * THREADS + threadIdx.x; k < hidden; k += CLUSTER * THREADS) {
             const float v = load_l2(x + b * hidden + k) * scale * norm[k];
             normed[b * hidden + k] = v;
             if (DIVIDED) request_x[b * hidden + k] = v;
         }
     }
-
-    int of_warp = 0, resident_of_warp = 0;
-#pragma unroll 1
-    for (int begin = first; begin < last; begin += AT_ONCE) {
-        const auto neuron = [&](int i) { return (begin + i) * 32 + lane; };
-        const auto real = [&](int i) { return begin + i < last && neuron(i) < neurons; };
-        bool is[AT_ONCE], has_slot[AT_ONCE];
+    sync_cluster();
+    int count[2] = {};  // residents, offloaded ones
 #pragma unroll
-        for (int i = 0; i < AT_ONCE; ++i) {
-            is[i] = real(i) && (ALL || REPLAYED && row[begin + i] >> lane & 1);
-            has_slot[i] = !DIVIDED || (real(i) && load_l2(table + neuron(i)) >= 0);
+    for (int kind = 0; kind < 2; ++kind) {
+#pragma unroll
+        for (int n = 0; n < CLUSTER; ++n) {
+            if (n < block) next[kind] += totals[n][kind];
+            count[kind] += totals[n][kind];
         }
-#pragma unroll
-        for (int b = 0; b < (ALL || REPLAYED ? 0 : INPUTS); ++b) {
-            float v[AT_ONCE];
-            read(v, [&](int i) { return real(i) ? gates + b * neurons + neuron(i) : nullptr; });
-#pragma unroll
-            for (int i = 0; i < AT_ONCE; ++i)  // NaN is active, so that it is seen
-                is[i] |= real(i) && activated(ACTIVATION, v[i]) != 0;
-        }
-#pragma unroll
-        for (int i = 0; i < AT_ONCE; ++i) {
-            const u32 mask = __ballot_sync(ALL_LANES, is[i]), resident = __ballot_sync(ALL_LANES, is[i] && has_slot[i]);
-            of_warp += __popc(mask);
-            resident_of_warp += __popc(resident);
-            if (lane || begin + i >= last) continue;
-            masks[begin + i] = mask;
-            if (DIVIDED) {
-                residents[begin + i] = resident;
-                seen[step % kept * seen_pitch + begin + i] = mask;
-            }
-        }
+        const int before = lane < warp ? found[kind][lane] : 0;
+        next[kind] += __reduce_add_sync(ALL_LANES, before);
     }
-    if (lane == 0) {
-        found[0][warp] = resident_of_warp;
-        found[1][warp] = of_warp - resident_of_warp;
-    }
-    __syncthreads();
-    int resident = 0, offloaded = 0, next_resident = 0, next_offloaded = 0;
-#pragma unroll
-    for (int w = 0; w < WARPS; ++w) {
-        if (w < warp) {
-            next_resident += found[0][w];
-            next_offloaded += found[1][w];
-        }
-        resident += found[0][w];
-        offloaded += found[1][w];
-    }
+    const int resident = count[0], offloaded = count[1];
     int beside = 0;  // of the offloaded, the first so many are the processor's
     if (DIVIDED) {
-        if (threadIdx.x == 0) beside_bus[0] = over_the_bus(resident, offloaded, links);
+        if (threadIdx.x == 0) over_bus = over_the_bus(resident, offloaded, links);
         __syncthreads();
-        beside = offloaded - beside_bus[0];
+        beside = offloaded - over_bus;
     }
-#pragma unroll 2
-    for (int word = first; word < last; ++word) {
-        const u32 mask = masks[word], with_slot = DIVIDED ? residents[word] : mask;
-        const u32 before = (1u << lane) - 1;
-        if (mask >> lane & 1) {
-            const int n = word * 32 + lane;
-            int *to = index, listed = n, at;
+#pragma unroll
+    for (int r = 0; r < ROUNDS; ++r) {
+        const u32 before = (1u << lane) - 1, of_others = mask[r] & ~with_slot[r];
+        if (mask[r] >> lane & 1) {
+            int *to = index, listed = slot[r], at = next[0] + __popc(with_slot[r] & before);
             float* gates_to = gates_of;
-            if (!DIVIDED) {
-                at = next_resident + __popc(mask & before);
-            } else if (with_slot >> lane & 1) {
-                at = next_resident + __popc(with_slot & before);
-                listed = load_l2(table + n);
-            } else {
-                at = next_offloaded + __popc(mask & ~with_slot & before);
+            if (DIVIDED && slot[r] < 0) {
+                listed = neuron(r);
+                at = next[1] + __popc(of_others & before);
                 if (at < beside) {
                     to = request_indices;
                     gates_to = request_gates;
@@ -199,16 +203,16 @@ extern "C" __global__ void __launch_bounds__(THREADS)
             }
             to[at] = listed;
 #pragma unroll
-            for (int b = 0; b < INPUTS; ++b) gates_to[b * neurons + at] = after(load_l2(gates + b * neurons + n));
+            for (int b = 0; b < INPUTS; ++b) gates_to[b * neurons + at] = gate[b][r];
         }
-        next_resident += __popc(with_slot);
-        next_offloaded += __popc(mask & ~with_slot);
+        next[0] += __popc(with_slot[r]);
+        next[1] += __popc(of_others);
     }
     if (DIVIDED) {
         fence_system();
-        __syncthreads();
+        sync_cluster();
     }
-    if (threadIdx.x == 0) {
+    if (block == 0 && threadIdx.x == 0) {
         counts[0] = resident;
         counts[1] = resident + offloaded - beside;
         counts[2] = beside;

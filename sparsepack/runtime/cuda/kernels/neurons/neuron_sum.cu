@@ -8,7 +8,7 @@
 
 #include "neurons/hand_over.cuh"
 
-static constexpr int WARPS = 8, AT_ONCE = 9;
+static constexpr int WARPS = 8, AT_ONCE = 17;
 
 // residual, y  float32 [texts][hidden], maybe the same
 // answer       float32 [texts][hidden] in the host's memory, there where counts[2] neurons were asked for; or null
@@ -20,26 +20,28 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
     const int channel = blockIdx.x * 32 + lane, texts = gridDim.y, at = blockIdx.y * hidden + channel;
     launch_dependents();
     wait_for_previous();
-    const int written = min(blocks, load_l2(counts + 1));
+    // All is asked for at a time, also what was not written.
+    const int written = min(blocks, load_l2(counts + 1)), asked = load_l2(counts + 2);
+    const float before = warp ? 0 : load_l2(residual + at);
     const float* from = partial + (u64)blockIdx.y * hidden + channel;
-    const float answered = !warp && answer && load_l2(counts + 2) ? load_system(answer + at) : 0;
     float sum = 0;
 #pragma unroll 1
-    for (int first = warp; first < written; first += WARPS * AT_ONCE) {
+    for (int first = warp; first < blocks; first += WARPS * AT_ONCE) {
         float v[AT_ONCE];
 #pragma unroll
         for (int i = 0; i < AT_ONCE; ++i) {
             const int block = first + i * WARPS;
-            v[i] = block < written ? load_l2(from + (u64)block * texts * hidden) : 0;
+            v[i] = block < blocks ? load_l2(from + (u64)block * texts * hidden) : 0;
         }
 #pragma unroll
-        for (int i = 0; i < AT_ONCE; ++i) sum += v[i];
+        for (int i = 0; i < AT_ONCE; ++i) sum += first + i * WARPS < written ? v[i] : 0;
     }
+    const float answered = !warp && answer && asked ? load_system(answer + at) : 0;
     sums[warp][lane] = sum;
     __syncthreads();
     if (warp) return;
     float total = 0;
 #pragma unroll
     for (int w = 0; w < WARPS; ++w) total += sums[w][lane];
-    y[at] = load_l2(residual + at) + total + answered;
+    y[at] = before + total + answered;
 }

@@ -1,0 +1,88 @@
+"""`benchmarks/hybrid_decode.py` from its first line to its last, on a card in plain torch: it says nothing of speed."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import simulated
+import torch
+from click.testing import CliRunner
+from native_build import use_other_build
+
+from sparsepack.errors import UserError
+from sparsepack.formats.packed import PackedModel
+from sparsepack.placement.links import Links
+from sparsepack.runtime.cpu import dispatch, operations
+from sparsepack.runtime.cuda import backend
+from sparsepack.runtime.engine import Engine
+from sparsepack.runtime.hybrid.cuda_decoder import CudaHybridDecoder
+from sparsepack.runtime.hybrid.plan import planned
+from sparsepack.runtime.options import EngineOptions
+
+sys.path.append(str(Path(__file__).parents[3] / "benchmarks"))
+
+import hybrid_decode
+
+use_other_build()
+try:
+    dispatch.native()
+except UserError as error:
+    pytest.skip(str(error), allow_module_level=True)
+
+LINKS = Links(resident=5e8, bus=1e7, worker=1e7, handover=1e-6)
+
+
+@pytest.fixture
+def _card(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A GPU whose kernels are plain torch; what only asks torch of its GPU says nothing."""
+
+    def decoder(
+        packed: PackedModel, device: torch.device, context: int, cache_type: str, options: EngineOptions
+    ) -> CudaHybridDecoder:
+        plan, slow = planned(packed, context, cache_type, options), operations.slow_policy()
+        given: Any = {"measured": LINKS, "slow": slow, "kernels": simulated.KERNELS, "activity": options.activity}
+        return CudaHybridDecoder(packed, operations, device, context, cache_type, options, plan, **given)
+
+    def engine(packed: PackedModel, options: EngineOptions | None = None, **changes: Any) -> Engine:
+        return Engine(packed, options, **(changes | {"device": "cpu"} if "backend" in changes else changes))
+
+    for name, value in {"decoder": decoder, "usable": None, "synchronise": None, "describe": None}.items():
+        monkeypatch.setattr(backend, name, value or (lambda device: "simulated"))
+    random_neurons, measured = hybrid_decode.random_neurons, list[Links]()
+    here = {
+        "Engine": engine,
+        "random_neurons": lambda size, frequency, device: random_neurons(size, frequency),
+        "device_line": lambda: "a simulated card",
+        "measure": lambda widths, device, threads: measured.append(LINKS),
+        "measured_links": lambda threads, hidden, device: measured[0] if measured else None,
+    }
+    for name, value in here.items():
+        monkeypatch.setattr(hybrid_decode, name, value)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    with simulated.launches():
+        yield
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_card")
+def test_the_benchmark_runs_and_writes_its_figures(tmp_path: Path) -> None:
+    asked = ["--shape", "tiny", "--layers", "2", "--vram", "6.5MB,8.5MB", "--tokens", "3", "--rounds", "1"]
+    asked += ["--threads", "2", "--json", str(tmp_path / "figures.json")]
+    done = CliRunner().invoke(hybrid_decode.main, asked, catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    assert "links, both sides at work: slots" in done.output
+    assert "the peer was not run" in done.output
+    figures = json.loads((tmp_path / "figures.json").read_text())
+    for budget in ("6.5MB", "8.5MB"):
+        assert f"tiny in {budget}" in done.output
+        found = figures[budget]["ours"]
+        assert list(found) == ["static", "slow"]
+        for of in found.values():
+            assert len(of["seconds"]) == 1
+            assert of["needed"] > 0
+            assert of["model"]["slowest"] in of["model"]
+            assert "links measured" in of["description"]
+    assert found["slow"]["slots"] > figures["6.5MB"]["ours"]["slow"]["slots"]
