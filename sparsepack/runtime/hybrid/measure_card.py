@@ -99,15 +99,19 @@ def _links(kernels: Kernels, device: torch.device, threads: int, hidden: int) ->
     x, y = torch.zeros(1, hidden, device=device), torch.empty(1, hidden, device=device)
     stream = kernels.new_stream()
 
-    def graph(resident: int, **memory: Any) -> Any:
+    indices = [each.to(device) for each in lists]
+    room.gates.fill_(1.0)
+
+    def graph(resident: int, **memory: Any) -> tuple[Any, Any]:
+        """The graph, and the function that it came from, which keeps what the graph reads and writes."""
         counts = torch.tensor([resident, measure.LISTED, 0], dtype=torch.int32, device=device)
-        of_lists = [replace(room, index=each.to(device), gates=room.gates.fill_(1.0), counts=counts) for each in lists]
+        of_lists = [replace(room, index=each, counts=counts) for each in indices]
 
         def run() -> None:
             for each in of_lists:
                 kernels.add_neurons(slots, each, x, y, **memory)
 
-        return kernels.captured(run, stream)
+        return kernels.captured(run, stream), run
 
     graphs = {"slots": graph(measure.LISTED), "the bus": graph(0, host=host)}
     worker = _Worker([operations.load_neurons(stored)] * len(lists), stored.rows, hidden, threads)
@@ -115,7 +119,7 @@ def _links(kernels: Kernels, device: torch.device, threads: int, hidden: int) ->
 
     def replays(name: str) -> None:
         for _ in range(REPLAYS):
-            kernels.replay(graphs[name])
+            kernels.replay(graphs[name][0])
 
     def copy() -> None:
         slots.records.copy_(copied, non_blocking=True)
@@ -157,7 +161,8 @@ def _handed(kernels: Kernels, device: torch.device, threads: int, hidden: int) -
         kernels.synchronize(device)
         return found
 
-    def graph(active: int) -> Any:
+    def graph(active: int) -> tuple[Any, Any]:
+        """The graph, and the function that it came from, which keeps what the graph reads and writes."""
         gates = torch.full((1, _NEURONS), -1.0, device=device)
         gates[:, :active] = 1.0
         y = torch.empty(1, hidden, device=device)
@@ -167,12 +172,12 @@ def _handed(kernels: Kernels, device: torch.device, threads: int, hidden: int) -
                 kernels.list_neurons(gates, 1, x, norm, 1e-5, room, division=division)
                 kernels.add_neurons(divided.slots, room, x, y, host=records, division=division)
 
-        return step(lambda: kernels.captured(run, stream))
+        return step(lambda: kernels.captured(run, stream)), run
 
     graphs = {"steps with hand-overs": graph(1), "steps without": graph(0)}
 
     def turn() -> dict[str, float]:
-        timed = {name: partial(_on_gpu, kernels, partial(kernels.replay, each)) for name, each in graphs.items()}
+        timed = {name: partial(_on_gpu, kernels, partial(kernels.replay, each)) for name, (each, _) in graphs.items()}
         return {name: statistics.median(step(run) for _ in range(REPLAYS)) for name, run in timed.items()}
 
     return [turn]

@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import weakref
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -73,6 +74,27 @@ def test_what_was_measured_with_another_gpu_is_ignored(isa: str) -> None:
     content = json.loads(Path(row["path"]).read_text())
     Path(row["path"]).write_text(json.dumps({**content, "gpu_info": "another GPU"}))
     assert links.measured_links(None, 256, DEVICE, simulated.KERNELS) is None
+
+
+@pytest.mark.usefixtures("_slow_hand_over")
+def test_what_a_graph_reads_lives_as_long_as_the_graph(isa: str) -> None:
+    """A graph of a GPU has addresses alone: what it reads must be kept by who replays it."""
+
+    class Forgetful(simulated.SimulatedKernels):
+        @staticmethod
+        def captured(run: Callable[[], None], stream: object, pool: object = None) -> simulated.Graph:
+            run()
+            kept = weakref.ref(run)
+
+            def replay() -> None:
+                found = kept()
+                assert found is not None, "the tensors of a graph were let go of"
+                found()
+
+            return simulated.Graph(replay)
+
+    with simulated.launches():
+        links.measure([256], DEVICE, None, Forgetful())
 
 
 def test_threads_beside_a_gpu_are_for_files_by_neurons(
