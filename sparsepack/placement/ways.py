@@ -95,8 +95,7 @@ def per_token(ways: Ways, hits: HitCounts, seconds: float) -> dict[str, Any]:
 
 def per_token_in_words(found: Mapping[str, Any]) -> str:
     """What `per_token` gave, in a few words."""
-    ways = {"card": "from the card", "bus": "over the bus", "worker": "by the worker", "moved": "into slots"}
-    read = ", ".join(f"{found['bytes'][name] / 1e6:.2f} MB {said}" for name, said in ways.items())
+    read = ", ".join(f"{found['bytes'][name] / 1e6:.2f} MB {said}" for name, said in _WAYS.items())
     text = (
         f"a token: {found['hits']:.1f} of {found['needed']:.1f} active neurons had slots; {read}; "
         f"{found['handed']:.1f} blocks handed over, {found['waited_us']:.0f} us waited"
@@ -109,9 +108,15 @@ def per_token_in_words(found: Mapping[str, Any]) -> str:
     )
 
 
+_WAYS = {
+    "card": "from the device's memory",
+    "bus": "from the host's by the device",
+    "worker": "from the host's by the worker",
+    "moved": "into slots",
+}
 _PARTS = {
-    "card": "reading the card's memory",
-    "bus": "reading over the bus what has no room on the card",
+    "card": "reading the device's memory",
+    "bus": "reading over the bus what has no room there",
     "slots": "reading slots",
     "host": "reading host memory",
     "handover": "handing over",

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from sparsepack.errors import UserError
-from sparsepack.runtime.cpu.dispatch import instruction_sets
+from sparsepack.runtime.cpu.dispatch import instruction_sets, native
 
 MODULE = "sparsepack.runtime.cpu._native"
 
@@ -23,6 +23,17 @@ def use_other_build() -> None:
     module = importlib.util.module_from_spec(spec)
     sys.modules[MODULE] = module
     spec.loader.exec_module(module)
+
+
+def skip_without_kernels() -> None:
+    """Skip the module that is imported where there are no kernels, or fail where SPARSEPACK_REQUIRE_KERNELS is set."""
+    use_other_build()
+    try:
+        native()
+    except UserError as error:
+        if os.environ.get("SPARSEPACK_REQUIRE_KERNELS"):
+            raise
+        pytest.skip(str(error), allow_module_level=True)
 
 
 def instruction_set_params() -> list:

@@ -12,22 +12,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from native_build import use_other_build
+from native_build import skip_without_kernels
 from torch import Tensor
 
-from sparsepack.errors import UserError
 from sparsepack.formats.codecs import neurons
 from sparsepack.formats.codecs.matrices import PackedMatrix
 from sparsepack.runtime.cpu import dispatch, operations
 from sparsepack.runtime.hybrid.handover import LAST_NUMBER, Abort, HandOver, Views, next_number, views
 
-use_other_build()
-try:
-    dispatch.native()
-except UserError as error:
-    if os.environ.get("SPARSEPACK_REQUIRE_KERNELS"):
-        raise
-    pytest.skip(str(error), allow_module_level=True)
+skip_without_kernels()
 
 PATIENCE = 60.0  # seconds: of a machine that does much else
 

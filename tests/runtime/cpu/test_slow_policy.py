@@ -8,20 +8,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from native_build import use_other_build
+from native_build import skip_without_kernels
 
-from sparsepack.errors import UserError
 from sparsepack.placement.policies import Slow, slow
 from sparsepack.runtime.cpu import dispatch
 from sparsepack.runtime.hybrid.following import FollowedNatively, Following, Played
 
-use_other_build()
-try:
-    dispatch.native()
-except UserError as error:
-    if os.environ.get("SPARSEPACK_REQUIRE_KERNELS"):
-        raise
-    pytest.skip(str(error), allow_module_level=True)
+skip_without_kernels()
 
 
 def both(

@@ -1,6 +1,5 @@
 """The decoder on a GPU with the processor beside it, also with kernels in plain torch; the worker is the native one."""
 
-import os
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -9,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from native_build import use_other_build
+from native_build import skip_without_kernels
 from packed_models import by_neurons, random_model
 from tokenizers import Tokenizer
 from torch import Tensor
@@ -23,7 +22,7 @@ from sparsepack.placement.links import Links
 from sparsepack.placement.names import ONLINE
 from sparsepack.placement.policies import POLICIES
 from sparsepack.placement.policy_run import play
-from sparsepack.runtime.cpu import dispatch, operations
+from sparsepack.runtime.cpu import operations
 from sparsepack.runtime.cuda.driver.kernel_set import Kernels
 from sparsepack.runtime.engine import Engine
 from sparsepack.runtime.hybrid import cuda_decoder
@@ -33,13 +32,7 @@ from sparsepack.runtime.hybrid.plan import parts_of, planned
 from sparsepack.runtime.options import EngineOptions
 from sparsepack.runtime.sampling import Sampler, Sampling
 
-use_other_build()
-try:
-    dispatch.native()
-except UserError as error:
-    if os.environ.get("SPARSEPACK_REQUIRE_KERNELS"):
-        raise
-    pytest.skip(str(error), allow_module_level=True)
+skip_without_kernels()
 
 IDS = torch.randint(300, (13,), generator=torch.Generator().manual_seed(1))
 ROUNDED = 0.1

@@ -9,12 +9,11 @@ import pytest
 import simulated
 import torch
 from click.testing import CliRunner
-from native_build import use_other_build
+from native_build import skip_without_kernels
 
-from sparsepack.errors import UserError
 from sparsepack.formats.packed import PackedModel
 from sparsepack.placement.links import Links
-from sparsepack.runtime.cpu import dispatch, operations
+from sparsepack.runtime.cpu import operations
 from sparsepack.runtime.cuda import backend
 from sparsepack.runtime.engine import Engine
 from sparsepack.runtime.hybrid.cuda_decoder import CudaHybridDecoder
@@ -25,11 +24,7 @@ sys.path.append(str(Path(__file__).parents[3] / "benchmarks"))
 
 import hybrid_decode
 
-use_other_build()
-try:
-    dispatch.native()
-except UserError as error:
-    pytest.skip(str(error), allow_module_level=True)
+skip_without_kernels()
 
 LINKS = Links(resident=5e8, bus=1e7, worker=1e7, handover=1e-6)
 
