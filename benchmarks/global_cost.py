@@ -8,7 +8,7 @@ begin where half of its channels are inactive. Its text is random, too; a step c
 
 import math
 import time
-from itertools import pairwise
+from itertools import cycle, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from sparsepack.rotation.learnt import sparse_in, turned, uniform_channels
 from sparsepack.sparsity.divergence import divergence
 from sparsepack.sparsity.learned import sparse_at
 from sparsepack.sparsity.options import AllocationOptions
-from sparsepack.sparsity.training import Training
+from sparsepack.sparsity.training import PART, Training
 
 SIZES = {"8b": LLAMA_8B, "1b": LLAMA_1B, "tiny": TINY}
 STEPS = AllocationOptions.steps
@@ -89,13 +89,15 @@ def _timed(model: Any, windows: torch.Tensor, options: AllocationOptions, basis:
     turns = first.map(lambda matrix: torch.zeros_like(matrix, requires_grad=True))
     turning = [{"params": [*part], "lr": 1e-4} for part in (turns.matrices, turns.values)]
     groups = [*channels.groups(), *(turning if basis else [])]
-    training = Training(groups, options, ResumeState(None, ""))
+    training = Training(groups, options, ResumeState(None, ""), PART)
     if device != "cpu":
         torch.cuda.reset_peak_memory_stats()
     times: list[float] = []
+    parts = cycle(range(options.batch // PART))
 
     def loss(ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        times.append(_now(device))
+        if next(parts) == 0:
+            times.append(_now(device))
         sparse = sparse_in(turned(first, turns), family, channels, weights) if basis else sparse_at(channels, weights)
         return divergence(model, family, ids, sparse)
 

@@ -94,8 +94,8 @@ def test_the_manifest_says_what_was_run(small, text, tmp_path):
 
 
 def test_samples_are_drawn_by_the_seed_and_all_windows_in_order(small, text):
-    every = run._chosen_windows(small, text, replace(OPTIONS, samples=0))
-    drawn = [run._chosen_windows(small, text, replace(OPTIONS, seed=seed)) for seed in (0, 0, 1)]
+    every = run.chosen_windows(small, text, replace(OPTIONS, samples=0))
+    drawn = [run.chosen_windows(small, text, replace(OPTIONS, seed=seed)) for seed in (0, 0, 1)]
     assert torch.equal(every, rolling_windows(small.tokenizer, text, 48)[0])
     assert torch.equal(drawn[0], drawn[1])
     assert not torch.equal(drawn[0], drawn[2])

@@ -29,11 +29,11 @@ def test_a_calibration_is_read_back_as_it_was(small_calibration, tmp_path):
 
 def _sharded(monkeypatch, small, text, tmp_path, parts) -> list[Calibration]:
     """Calibrations of slices of the same windows, each with a text name of its own."""
-    windows = run._chosen_windows(small, text, OPTIONS)
+    windows = run.chosen_windows(small, text, OPTIONS)
     made = []
     for number, part in enumerate(parts):
         with monkeypatch.context() as patch:
-            patch.setattr(run, "_chosen_windows", lambda *_, part=part: windows[part])
+            patch.setattr(run, "chosen_windows", lambda *_, part=part: windows[part])
             shard = replace(text, name=f"part {number}", sha256=str(number))
             made.append(calibrate(small, shard, tmp_path / f"part {number}", OPTIONS))
     return made

@@ -185,7 +185,7 @@ def test_a_failed_gate_exits_3(tmp_path: Path) -> None:
 
 
 def test_where_the_result_cannot_go_is_said_before_any_work(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sparsepack.eval.run.evaluate", lambda *_: pytest.fail("evaluated"))
+    monkeypatch.setattr("sparsepack.eval.run.evaluate", lambda *_, **__: pytest.fail("evaluated"))
     nowhere = tiny / "none" / "x.json"
     line = fails("eval", tiny / "m.gguf", "--perplexity", "shipped:heldout", "--json", nowhere)
     assert f"the folder {nowhere.parent} does not exist" in line
@@ -251,6 +251,16 @@ ENDS = {
         1,
         "out of memory on the device; use a smaller --batch or --context, or another --device",
     ),
+    "no memory on a GPU for its driver": (
+        _raising(RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be reported at some other call")),
+        1,
+        "out of memory on the GPU; end what else uses it, or use another --device",
+    ),
+    "a GPU that another process has to itself": (
+        _raising(RuntimeError("CUDA error: CUDA-capable device(s) is/are busy or unavailable\nSearch for it")),
+        1,
+        "the GPU is busy or unavailable: another process has it to itself; end that, or use another --device",
+    ),
     "no memory for a tensor": (
         _no_such_tensor,
         1,
@@ -262,13 +272,13 @@ ENDS = {
 @pytest.mark.parametrize("case", ENDS)
 def test_what_ends_a_command_is_one_line(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     end, code, said = ENDS[case]
-    monkeypatch.setattr("sparsepack.eval.run.evaluate", lambda *_: end())
+    monkeypatch.setattr("sparsepack.eval.run.evaluate", lambda *_, **__: end())
     assert fails("eval", "shipped:tiny", "--perplexity", "shipped:heldout", code=code) == f"sparsepack: {said}"
 
 
 def test_other_errors_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     error = RuntimeError("a mistake of ours")
-    monkeypatch.setattr("sparsepack.eval.run.evaluate", lambda *_: _raising(error)())
+    monkeypatch.setattr("sparsepack.eval.run.evaluate", lambda *_, **__: _raising(error)())
     assert sparsepack("eval", "shipped:tiny", "--perplexity", "shipped:heldout").exception is error
 
 

@@ -27,6 +27,8 @@ _NO_MEMORY = (
     "Resource temporarily unavailable",  # a thread's stack, in C++
     "failed to map segment",  # the loader of libraries
 )
+_NO_DEVICE_MEMORY = ("CUDA error: out of memory", "CUDA_ERROR_OUT_OF_MEMORY")  # the driver's own, not a tensor's
+_TAKEN = "busy or unavailable"  # of a GPU in exclusive mode
 
 
 class Verbs(click.Group):
@@ -103,7 +105,7 @@ class Verbs(click.Group):
         except OSError as error:
             ctx.exit(_refused_by_the_system(error))
         except (MemoryError, RuntimeError, ImportError) as error:
-            if not (missing := _memory_missing(error)):
+            if not (missing := _memory_missing(error) or _device_missing(error)):
                 raise
             _say(missing)
             ctx.exit(1)
@@ -154,6 +156,16 @@ def _memory_missing(error: Exception) -> str:
     if isinstance(error, MemoryError) or any(words in text for words in _NO_MEMORY):
         tried = re.search(r"you tried to allocate (\d+) bytes", text)
         return f"out of memory{f', {int(tried[1]) / 2**30:.1f} GiB more are needed' if tried else ''}; {remedy}"
+    return ""
+
+
+def _device_missing(error: Exception) -> str:
+    """What is said of a GPU that other processes have taken, or nothing."""
+    text = str(error)
+    if _TAKEN in text:
+        return "the GPU is busy or unavailable: another process has it to itself; end that, or use another --device"
+    if any(words in text for words in _NO_DEVICE_MEMORY):
+        return "out of memory on the GPU; end what else uses it, or use another --device"
     return ""
 
 

@@ -27,7 +27,7 @@ from sparsepack.workers.environment import several
     "dry_run",
     type=click.IntRange(1),
     metavar="N",
-    help="Write nothing: say what it would take N workers like this process, from one measured block.",
+    help="Write nothing: say what it would take N workers like this process, from one measured block (default: run).",
 )
 @overwrite_flag
 def calibrate(

@@ -1,0 +1,68 @@
+"""Pruning and rotating that one number of workers began goes on with another, to the same bytes."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from calibrated_models import small, small_calibration, text
+from folders_for_tests import content
+from linked import together
+
+from sparsepack.calibration.folder import Calibration, save
+from sparsepack.files import resume
+from sparsepack.files.resume import ResumeState, unfinished_path
+from sparsepack.models.checkpoint.checkpoint import Checkpoint
+from sparsepack.pruning.options import PruneOptions
+from sparsepack.pruning.run import prune
+from sparsepack.rotation.options import RotateOptions
+from sparsepack.rotation.run import rotate
+from sparsepack.workers.workers import ALONE, Workers
+
+__all__ = ["small", "small_calibration", "text"]
+
+Make = Callable[[Path, Workers], object]
+
+
+class Killed(Exception):
+    pass
+
+
+@pytest.fixture(params=["prune", "rotate"])
+def make(request: pytest.FixtureRequest, small: Checkpoint, small_calibration: Calibration, tmp_path: Path) -> Make:
+    save(small_calibration, tmp_path / "c")
+    if request.param == "prune":
+        options = PruneOptions(keep=2, of=4, method="wanda", windows=5, batch=1)
+        return lambda output, workers: prune(small.path, output, options, tmp_path / "c", workers=workers)
+    return lambda output, workers: rotate(
+        small.path, tmp_path / "c", output, RotateOptions("pca", segments=2), workers=workers
+    )
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 3), (3, 1)])
+def test_another_number_of_workers_goes_on(
+    make: Make, before: int, after: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make(tmp_path / "alone", ALONE)
+    monkeypatch.setattr(resume, "SAVE_EVERY", 0.0)
+    save_block, begun = ResumeState.save_block, []
+
+    def dies(self: ResumeState, layer: int, *rest: object, **values: object) -> None:
+        if layer == 1:
+            raise Killed
+        save_block(self, layer, *rest, **values)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ResumeState, "save_block", dies)
+        assert all(isinstance(each, Exception) for each in together(before, lambda some: make(tmp_path / "made", some)))
+    assert not (tmp_path / "made").exists()
+    assert (unfinished_path(tmp_path / "made") / "state.json").exists()
+
+    def from_there(self: ResumeState, layer: int, *rest: object, **values: object) -> None:
+        begun.append(layer)
+        save_block(self, layer, *rest, **values)
+
+    monkeypatch.setattr(ResumeState, "save_block", from_there)
+    for each in together(after, lambda some: make(tmp_path / "made", some)):
+        assert not isinstance(each, Exception), each
+    assert min(begun) == 1
+    assert content(tmp_path / "made") == content(tmp_path / "alone")
