@@ -8,9 +8,9 @@ import torch
 
 from sparsepack.errors import UserError
 from sparsepack.formats.packed import PackedModel
-from sparsepack.runtime.backends import Backend, backend_for
+from sparsepack.runtime.backends import Backend, backend_for, backend_named
 from sparsepack.runtime.decoder import Decoder
-from sparsepack.runtime.features import backend_asked, check_features
+from sparsepack.runtime.features import backend_asked, check_features, lacks
 from sparsepack.runtime.options import EngineOptions
 from sparsepack.runtime.tuning import Shape
 
@@ -62,7 +62,10 @@ def opened(row: Backend) -> BackendModule:
 
 def chosen_backend(options: EngineOptions, packed: PackedModel) -> tuple[str, tuple[str, ...]]:
     """The name of the backend to run: the one that is asked for, or the one that is made for the device, where what it
-    needs is there. Notes say why where that is not the best for the device."""
+    needs is there. Notes say why where that is not the best for the device.
+
+    Raises `UserError`, saying what is missing, where the reference does not do what is asked for.
+    """
     if options.backend is not None or (options.sequences or 1) > 1:
         return backend_asked(options).name, ()
     best = backend_for(options.device)
@@ -70,5 +73,9 @@ def chosen_backend(options: EngineOptions, packed: PackedModel) -> tuple[str, tu
         check_features(best, EngineOptions(), packed)
         opened(best).usable(torch.device(options.device))
     except UserError as error:
-        return "reference", (f"note: the reference backend runs: {error}",)
+        reference = backend_named("reference")
+        # Where neurons are divided, it divides the processor's threads.
+        if lacks(reference, options, packed) or (options.divided_by and torch.device(options.device).type != "cpu"):
+            raise
+        return reference.name, (f"note: the reference backend runs: {error}",)
     return best.name, ()

@@ -141,6 +141,11 @@ def check_features(row: Backend, options: EngineOptions, packed: PackedModel | N
                 feature.check_model(packed)
 
 
+def lacks(row: Backend, options: EngineOptions, packed: PackedModel) -> bool:
+    """Whether a backend lacks a feature that options or a model ask for."""
+    return any(each.asked(options, packed) and not each.there(row, options, packed) for each in FEATURES)
+
+
 def backend_asked(options: EngineOptions) -> Backend:
     """The backend that is asked for, or that of the device; raises `UserError` where no backend decodes so many texts
     together, or this backend lacks a feature that the options ask for."""

@@ -3,10 +3,11 @@
 import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
-from packed_models import random_model
+from packed_models import by_neurons, random_model
 
 from sparsepack.errors import UserError
 from sparsepack.runtime.backend_module import chosen_backend
@@ -59,6 +60,17 @@ def test_without_cuda_core_the_reference_runs_and_the_reason_is_told(monkeypatch
     assert "pip install 'sparsepack[cuda]'" in note
     with pytest.raises(UserError, match=r"needs cuda\.core"):
         Engine(random_model("llama"), device="cuda", backend="cuda")
+
+
+@pytest.mark.usefixtures("_gpu")
+@pytest.mark.parametrize("asked", [{"vram": "8GB"}, {"cached": 0.3}, {"offload": True}])
+def test_what_the_reference_does_not_do_is_refused_with_the_reason(
+    asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver_of(monkeypatch, 12080)
+    packed = by_neurons(random_model("llama", hidden_size=256, hidden_act="relu"))
+    with pytest.raises(UserError, match="the GPU's driver knows CUDA 12"):
+        Engine(packed, device="cuda", **asked)
 
 
 @pytest.mark.usefixtures("_gpu")
