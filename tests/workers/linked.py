@@ -1,7 +1,7 @@
 """Workers that are threads of one process: what is exchanged goes through queues.
 
-One of them runs at a time, until it waits for another: transformers changes torch's default type while it makes a model,
-for all threads.
+One of them runs at a time, until it waits for another: while transformers makes a model it changes torch's default
+type, for all threads.
 """
 
 import queue
