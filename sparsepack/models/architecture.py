@@ -1,17 +1,33 @@
 """The numbers of a model that an engine needs, taken from the stock configuration when a model is packed."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
 from sparsepack.errors import CheckpointError
-from sparsepack.models.families import FAMILIES
+from sparsepack.models.families import FAMILIES, MLP_SITES
 from sparsepack.models.own_code import STOCK_ALONE
 
 ACTIVATIONS = ("silu", "relu", "gelu", "gelu_pytorch_tanh")
+MOST_EXPERTS = 1 << 14
 _FIXED_ROTARY = ("default", "linear", "llama3", "yarn")
+
+
+@dataclass(frozen=True)
+class ExpertNumbers:
+    """How MLPs choose among their experts, each of which is `Architecture.intermediate` wide.
+
+    count      -- experts of a block
+    used       -- that a token has
+    normalised -- whether the weights of these are made to add up to one
+    """
+
+    count: int
+    used: int
+    normalised: bool
 
 
 @dataclass(frozen=True)
@@ -26,6 +42,7 @@ class Architecture:
     qk_norm                   -- whether q and k are RMS-normalised per head before the rotary embedding
     context                   -- positions the model was made for
     bos, eos                  -- token ids; bos None where the model has none
+    experts                   -- of each MLP, all blocks alike; None: MLPs are dense
     """
 
     model_type: str
@@ -46,16 +63,21 @@ class Architecture:
     context: int
     bos: int | None
     eos: tuple[int, ...]
+    experts: ExpertNumbers | None = None
 
     def to_json(self) -> dict[str, Any]:
         """The architecture as JSON-able values."""
-        return asdict(self)
+        value = asdict(self)
+        return value if self.experts is not None else {name: value[name] for name in value if name != "experts"}
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> "Architecture":
         """The inverse of `to_json`; raises TypeError or KeyError where a field is missing or unknown."""
         lists = {name: tuple(value[name]) for name in ("inv_freq", "sliding_windows", "eos")}
-        return cls(**{**value, **lists})
+        experts = value.get("experts")
+        if experts is not None and not isinstance(experts, dict):
+            raise TypeError(f"experts are {str(experts)[:60]}, expected their numbers")
+        return cls(**{**value, **lists, "experts": None if experts is None else ExpertNumbers(**experts)})
 
 
 def architecture_of(config: Any, bos: int | None, more_eos: Sequence[int] = ()) -> Architecture:
@@ -74,11 +96,12 @@ def architecture_of(config: Any, bos: int | None, more_eos: Sequence[int] = ()) 
             f"{config.model_type}: activation {config.hidden_act!r}; expected {', '.join(ACTIVATIONS)}"
         )
     inv_freq, scale = _rotary(config)
+    family = FAMILIES[config.model_type]
     return Architecture(
         model_type=config.model_type,
         layers=config.num_hidden_layers,
         hidden=config.hidden_size,
-        intermediate=config.intermediate_size,
+        intermediate=family.setting(config, "intermediate_size"),
         heads=config.num_attention_heads,
         kv_heads=config.num_key_value_heads,
         head_dim=head_dim(config),
@@ -88,12 +111,47 @@ def architecture_of(config: Any, bos: int | None, more_eos: Sequence[int] = ()) 
         inv_freq=tuple(inv_freq.tolist()),
         rotary_scale=scale,
         sliding_windows=sliding_windows(config),
-        qk_norm=FAMILIES[config.model_type].qk_norm,
+        qk_norm=family.qk_norm,
         tied=bool(config.tie_word_embeddings),
         context=config.max_position_embeddings,
         bos=bos,
         eos=tuple(dict.fromkeys([*token_ids(getattr(config, "eos_token_id", None)), *more_eos])),
+        experts=expert_numbers(config),
     )
+
+
+def expert_numbers(config: Any) -> ExpertNumbers | None:
+    """How a stock configuration's MLPs choose among experts; None where they are dense.
+
+    Raises `CheckpointError` where some blocks have experts and others none, or the numbers are none.
+    """
+    experts = FAMILIES[config.model_type].experts
+    if experts is None:
+        return None
+    for name, without in experts.dense.items():
+        if (value := getattr(config, name, without)) != without:
+            raise CheckpointError(
+                f"{config.model_type}: {name} {str(value)[:60]}: some blocks have a dense MLP in place of experts; "
+                "expected experts in every block"
+            )
+    count, used = getattr(config, experts.count), config.num_experts_per_tok
+    for name, value, most in ((experts.count, count, MOST_EXPERTS), ("num_experts_per_tok", used, count)):
+        if type(value) is not int or not 1 <= value <= most:
+            raise CheckpointError(
+                f"{config.model_type}: {name} is {str(value)[:60]}; expected a whole number from 1 to {most}"
+            )
+    return ExpertNumbers(count, used, bool(getattr(config, experts.normalised)) if experts.normalised else True)
+
+
+def token_weights(config: Any, shapes: Mapping[str, tuple[int, ...]], layer: int, site: str) -> int:
+    """How many weights of a site a token has to do with, were nothing skipped: all, but of experts those it has.
+
+    shapes -- of the tensors of a stock configuration's model, by their names
+    """
+    family, experts = FAMILIES[config.model_type], expert_numbers(config)
+    names = (f"{family.block(layer)}.{family.weight(projection)}" for projection in family.projections[site])
+    weights = sum(math.prod(shapes[name]) for name in names)
+    return weights if experts is None or site not in MLP_SITES else weights // experts.count * experts.used
 
 
 def head_dim(config: Any) -> int:

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from sparsepack.errors import UserError
-from sparsepack.formats.mlp_kinds import DENSE, NEURONS, MlpKind
+from sparsepack.formats.mlp_kinds import DENSE, EXPERTS, NEURONS, MlpKind
 
 if TYPE_CHECKING:
     import torch
@@ -81,7 +81,7 @@ BACKENDS: Mapping[str, Backend] = MappingProxyType(
                 module="sparsepack.runtime.reference.backend",
                 cache_types=("f32",),
                 sequences=8,
-                mlps=(DENSE, NEURONS),
+                mlps=(DENSE, NEURONS, EXPERTS),
                 slots=True,
                 holds=True,
             ),
@@ -94,7 +94,7 @@ BACKENDS: Mapping[str, Backend] = MappingProxyType(
                 cache_types=("f16",),
                 sequences=8,
                 tunes=True,
-                mlps=(DENSE, NEURONS),
+                mlps=(DENSE, NEURONS, EXPERTS),
                 slots=True,
                 holds=True,
             ),

@@ -2,6 +2,9 @@
 
 import torch
 
+ROUTER = "ffn_gate_inp"
+"""llama.cpp's name of what chooses among experts, which it never quantises."""
+
 _OUTSIDE = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
@@ -19,11 +22,16 @@ _IN_BLOCK = {
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
+    ROUTER: "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.gate_proj",
+    "ffn_up_exps": "mlp.experts.up_proj",
+    "ffn_down_exps": "mlp.experts.down_proj",
 }
 
 
 def gguf_names(layers: int) -> dict[str, str]:
-    """llama.cpp name -> Hugging Face name, of every tensor that a supported family may have."""
+    """llama.cpp name -> Hugging Face name, of every tensor that a supported family may have; those of experts are the
+    parts that `checkpoint.experts` has."""
     names = dict(_OUTSIDE)
     for layer in range(layers):
         for ours, theirs in _IN_BLOCK.items():

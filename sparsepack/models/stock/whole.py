@@ -10,6 +10,7 @@ from sparsepack.models.checkpoint.checkpoint import HEAD, Checkpoint
 from sparsepack.models.families import FAMILIES
 from sparsepack.models.own_code import STOCK_ALONE
 from sparsepack.models.stock.basis import add_basis
+from sparsepack.models.stock.experts import ONE_BY_ONE
 
 
 def build_model(
@@ -26,7 +27,9 @@ def build_model(
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=dtype, **STOCK_ALONE)
+        model = AutoModelForCausalLM.from_config(
+            config, attn_implementation="sdpa", experts_implementation=ONE_BY_ONE, dtype=dtype, **STOCK_ALONE
+        )
     backbone = backbone_of(model)
     for layer in bases:
         add_basis(backbone.layers[layer], config.hidden_size)

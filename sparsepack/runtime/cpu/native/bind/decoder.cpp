@@ -42,7 +42,7 @@ public:
     explicit Builder(const Shape& shape) { model_.shape = shape; }
 
     void add_layer(Vector attn_norm, Vector mlp_norm) {
-        model_.layers.push_back({{}, copied(attn_norm), copied(mlp_norm), nullptr});
+        model_.layers.push_back({{}, copied(attn_norm), copied(mlp_norm), nullptr, std::nullopt, nullptr});
     }
 
     // Site `number` (decoder.h) of the last layer.
@@ -58,6 +58,23 @@ public:
         if (model_.layers.empty()) throw std::invalid_argument("no layer");
         model_.layers.back().neurons = &records->view;
         model_.owners.push_back(std::move(records));
+    }
+
+    // Sets the experts of the last layer: sites MLP_IN and MLP_MID of each, with the thresholds that they share.
+    void set_experts(std::shared_ptr<RowsMatrix> router, int32_t used, bool normalised,
+                     std::shared_ptr<ExpertsMatrix> in, std::optional<Vector> in_threshold,
+                     std::shared_ptr<ExpertsMatrix> mid, std::optional<Vector> mid_threshold) {
+        if (model_.layers.empty()) throw std::invalid_argument("no layer");
+        size_t count = size_t(router->view.rows);
+        if (in->views.size() != count || mid->views.size() != count)
+            throw std::invalid_argument("experts: expected a matrix for each row of the router");
+        Layer& layer = model_.layers.back();
+        layer.sites[MLP_IN] = {in->views.data(), {}, copied(in_threshold), {}, {}};
+        layer.sites[MLP_MID] = {mid->views.data(), {}, copied(mid_threshold), {}, {}};
+        layer.experts = Experts{&router->view, used, normalised, in->views.data(), mid->views.data()};
+        model_.owners.push_back(std::move(router));
+        model_.owners.push_back(std::move(in));
+        model_.owners.push_back(std::move(mid));
     }
 
     // Sets what the last layer begins with.
@@ -198,6 +215,8 @@ void bind_decoder(nb::module_& m) {
         .def("set_site", &Builder::set_site, "number"_a, "matrix"_a, "bias"_a.none(), "threshold"_a.none(),
              "offset"_a.none())
         .def("set_neurons", &Builder::set_neurons, "records"_a)
+        .def("set_experts", &Builder::set_experts, nb::kw_only(), "router"_a, "used"_a, "normalised"_a, "mlp_in"_a,
+             "mlp_in_threshold"_a.none(), "mlp_mid"_a, "mlp_mid_threshold"_a.none())
         .def("set_basis", &Builder::set_basis, "matrix"_a)
         .def("set_embedding", &Builder::set_embedding, "bytes"_a, "columns"_a, "type"_a)
         .def("set_output", &Builder::set_output, "matrix"_a, "norm"_a)
