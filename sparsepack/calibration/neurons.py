@@ -43,8 +43,8 @@ class Activity:
 
 
 def activity(calibration: Calibration) -> tuple[Activity, ...]:
-    """The activity of the neurons, or of the experts, of every layer. Raises `CalibrationError` for counts that contradict each
-    other."""
+    """The activity of the neurons, or of the experts, of every layer. Raises `CalibrationError` for counts that
+    contradict each other."""
     return tuple(_of_layer(calibration, layer) for layer in range(len(calibration.layers)))
 
 
