@@ -2,8 +2,9 @@
 
     python benchmarks/slide_gemm.py [--tokens 64 --tokens 512 ...] [--rounds 7] [--json FILE]
 
-Everything that a layer costs is counted: inputs are quantised (and lifted), outputs scaled. See `sparsepack bench`,
-which does the same with the shapes of a slid folder.
+Everything that a layer costs is counted: inputs are quantised (and lifted), outputs scaled. Dense INT8 is NVIDIA's
+library's, and on Hopper also our own kernel's ("one kernel"), the one that multiplies slid weights, without what makes
+them slid: what a good dense kernel takes. See `sparsepack bench`, which does the same with the shapes of a slid folder.
 """
 
 from pathlib import Path

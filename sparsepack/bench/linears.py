@@ -25,6 +25,7 @@ from sparsepack.models.records.groups import kept
 from sparsepack.models.records.pattern import Pattern
 from sparsepack.progress import progress
 from sparsepack.runtime.cuda.driver.device import usable
+from sparsepack.runtime.cuda.slide import hopper
 from sparsepack.runtime.cuda.slide.inputs import quantise_slide
 from sparsepack.runtime.cuda.slide.outputs import scale_outputs
 from sparsepack.runtime.reference.slide import SlidMatrix
@@ -69,6 +70,7 @@ class Contender:
     how        -- how the weights are slid; None: they are dense
     prepare    -- weight -> copies of what is needed of it, to take turns, and the bytes of one
     scaled     -- whether its outputs have their scales
+    hopper     -- whether only Hopper has it
     """
 
     name: str
@@ -76,14 +78,17 @@ class Contender:
     how: Slide | None
     prepare: Callable[[Tensor], tuple[list[Run], int]]
     scaled: bool = True
+    hopper: bool = False
 
 
 def contenders(patterns: Sequence[Pattern] = PATTERNS, kinds: Sequence[str] = ("INT8", "FP8")) -> list[Contender]:
-    """Dense BF16, INT8 and FP8, and each pattern in the kinds of numbers."""
+    """Dense BF16, INT8 and FP8, and each pattern in the kinds of numbers. INT8 is that of NVIDIA's library, its outputs
+    scaled by a kernel of ours; "one kernel" is the one that multiplies slid weights, with dense ones."""
     dense = [
         Contender("BF16", "BF16", None, _bf16),
         Contender("INT8, no scales", "INT8", None, lambda weight: _int8(weight, scales=False), scaled=False),
         Contender("INT8", "INT8", None, _int8),
+        Contender("INT8, one kernel", "INT8", None, _int8_by_one_kernel, hopper=True),
         Contender("FP8", "FP8", None, _fp8),
         Contender("FP8, a scale a matrix", "FP8", None, _fp8_of_matrix),
     ]
@@ -112,8 +117,9 @@ def bench_linears(
     where = usable(device)
     bandwidth, peak = read_bandwidth(where), PEAKS.get(torch.cuda.get_device_name(where))
     rows = []
-    fp8 = torch.cuda.get_device_capability(where) >= FP8_FROM
-    ways = [way for way in contenders(patterns, kinds) if fp8 or way.kind != "FP8"]
+    capability = torch.cuda.get_device_capability(where)
+    fp8, ours = capability >= FP8_FROM, capability[0] * 10 + capability[1] == hopper.ARCHITECTURE
+    ways = [way for way in contenders(patterns, kinds) if (fp8 or way.kind != "FP8") and (ours or not way.hopper)]
     with torch.cuda.device(where), torch.inference_mode(), progress("products", len(linears) * len(ways)) as advance:
         for linear in linears:
             made = []
@@ -224,6 +230,16 @@ def _int8(weight: Tensor, scales: bool = True) -> tuple[list[Run], int]:
             return scale_outputs(sums, len(x), len(copy), x_scale, w_scale, None, x.dtype) if scales else sums
 
         return run
+
+    return [of(q.clone()) for _ in range(_copies(q.nbytes))], q.nbytes
+
+
+def _int8_by_one_kernel(weight: Tensor) -> tuple[list[Run], int]:
+    q, w_scale = quantise_rows(weight, torch.int8)
+
+    def of(copy: Tensor) -> Run:
+        matrix = hopper.HopperMatrix(copy, None, w_scale, None)
+        return lambda x: hopper.slide_matmul(matrix, *quantise_slide(x, _PLAIN, torch.int8), x.dtype)
 
     return [of(q.clone()) for _ in range(_copies(q.nbytes))], q.nbytes
 
