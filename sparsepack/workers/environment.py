@@ -20,8 +20,9 @@ def missing() -> list[str]:
 
 
 def worker_number() -> int:
-    """The number of this worker, from 0."""
-    return int(os.environ["RANK"])
+    """The number of this worker, from 0; -1 where the environment gives none."""
+    number = os.environ.get("RANK", "")
+    return int(number) if number.isdecimal() else -1
 
 
 def workers_count() -> int:

@@ -52,6 +52,11 @@ def joined() -> Iterator[Workers]:
             "by torchrun or --devices, or unset WORLD_SIZE"
         )
     number, count = worker_number(), workers_count()
+    if number not in range(count):
+        raise WorkersError(
+            f"RANK is {os.environ['RANK']!r}: expected the number of this worker, from 0 to {count - 1}; start the "
+            "workers by torchrun or --devices"
+        )
     try:
         store = next(iter(rendezvous("env://", number, count, timeout=timedelta(seconds=JOIN))))[0]
     except (RuntimeError, ValueError, KeyError) as error:
@@ -63,16 +68,23 @@ def joined() -> Iterator[Workers]:
     with signs_of_life(workers, _Link(c10d.PrefixStore("sparsepack", store.clone()))):
         try:
             workers.agree(_versions())
-            with suppress(ValueError):  # a group that the process has already
-                distributed.init_process_group(
-                    "gloo",
-                    store=c10d.PrefixStore("gloo", store),
-                    rank=number,
-                    world_size=count,
-                    timeout=timedelta(seconds=LIMIT),
-                )
+            try:
+                with suppress(ValueError):  # a group that the process has already
+                    distributed.init_process_group(
+                        "gloo",
+                        store=c10d.PrefixStore("gloo", store),
+                        rank=number,
+                        world_size=count,
+                        timeout=timedelta(seconds=LIMIT),
+                    )
+            except RuntimeError as error:  # a machine's name that does not resolve, or no way between them
+                reason = " ".join(str(error).split())[:200]
+                raise WorkersError(
+                    f"{workers.names[number]} cannot open connections to the others ({reason}); set "
+                    "GLOO_SOCKET_IFNAME to the network interface by which the machines reach each other"
+                ) from error
             yield workers
-            workers.told("done")  # nobody ends while another one may still ask
+            workers.leave()  # nobody ends while another one may still ask
         except BaseException as error:
             with suppress(Exception):
                 workers.failed(_line(error))

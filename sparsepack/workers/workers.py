@@ -26,6 +26,7 @@ FAILED = "failed"
 
 _POLL = 0.02
 _GRACE = 3.0  # seconds in which a worker that failed says why
+_LEAVE = 10.0  # seconds in which the others leave when all is done
 
 
 class Link(Protocol):
@@ -176,6 +177,19 @@ class Workers:
         except RuntimeError as error:
             raise self._lost(sender) from error
         return into
+
+    def leave(self) -> None:
+        """Come to the end together. The first worker ends last, since it may hold the store that others still read;
+        it waits for `_LEAVE` seconds at most: the work is done."""
+        self.told("done")
+        if self.link is None:
+            return
+        self.link.set(f"left/{self.number}", "")
+        end = time.monotonic() + _LEAVE
+        while self.first and time.monotonic() < end:
+            if all(self.link.get(f"left/{other}") is not None for other in range(self.count)):
+                return
+            time.sleep(_POLL)
 
     def failed(self, line: str) -> None:
         """Say that this worker fails, and why, unless another one has said so before."""

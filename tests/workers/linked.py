@@ -1,7 +1,12 @@
-"""Workers that are threads of one process: what is exchanged goes through queues."""
+"""Workers that are threads of one process: what is exchanged goes through queues.
+
+One of them runs at a time, until it waits for another: while transformers makes a model it changes torch's default
+type, for all threads.
+"""
 
 import queue
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -19,6 +24,13 @@ class Board:
     values: dict[str, str] = field(default_factory=dict)
     sent: dict[tuple[int, int], "queue.Queue[Tensor | None]"] = field(default_factory=lambda: defaultdict(queue.Queue))
     ended: set[int] = field(default_factory=set)
+    turn: threading.Lock = field(default_factory=threading.Lock)
+
+    def let_others(self) -> None:
+        """Called by the thread whose turn it is: lets another one run for a while."""
+        self.turn.release()
+        time.sleep(0.002)
+        self.turn.acquire()
 
 
 class ThreadLink:
@@ -31,6 +43,8 @@ class ThreadLink:
         self.board.values[key] = value
 
     def get(self, key: str) -> str | None:
+        if key not in self.board.values:
+            self.board.let_others()
         return self.board.values.get(key)
 
     def send(self, tensor: Tensor, to: int) -> None:
@@ -41,10 +55,11 @@ class ThreadLink:
     def receive(self, into: Tensor, sender: int) -> None:
         while True:
             try:
-                found = self.board.sent[sender, self.number].get(timeout=0.02)
+                found = self.board.sent[sender, self.number].get_nowait()
             except queue.Empty:
                 if sender in self.board.ended:
                     raise RuntimeError("connection closed by peer") from None
+                self.board.let_others()
                 continue
             assert found is not None
             assert (found.dtype, found.shape) == (into.dtype, into.shape)
@@ -59,13 +74,14 @@ def together(count: int, work: Callable[[Workers], Any]) -> list[Any]:
 
     def run(number: int) -> None:
         workers = Workers(number, count, ThreadLink(board, number), names)
-        try:
-            found[number] = work(workers)
-        except Exception as error:
-            found[number] = error
-            workers.failed(str(error))
-        finally:
-            board.ended.add(number)
+        with board.turn:
+            try:
+                found[number] = work(workers)
+            except Exception as error:
+                found[number] = error
+                workers.failed(str(error))
+            finally:
+                board.ended.add(number)
 
     threads = [threading.Thread(target=run, args=(number,)) for number in range(count)]
     for thread in threads:

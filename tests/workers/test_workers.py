@@ -1,5 +1,6 @@
 """Exchanges among workers: everybody gets what was said, in order, and sees who failed."""
 
+import time
 from typing import Any
 
 import pytest
@@ -105,3 +106,37 @@ def test_whole_numbers_are_summed_and_work_is_shared(count: int) -> None:
 def test_a_tensor_of_the_first_comes_to_all(tensor: torch.Tensor | None) -> None:
     for found in together(3, lambda workers: workers.from_first(tensor if workers.first else None)):
         assert (found is None) if tensor is None else torch.equal(found, tensor) and found.dtype == tensor.dtype
+
+
+def test_the_first_worker_ends_last() -> None:
+    """It may hold the store: one that has to wait for a core still reads what the others said."""
+    read: list[int] = []  # by the slow one
+
+    def work(workers: Workers) -> bool:
+        if workers.number == 1:
+            told = workers.told
+
+            def slowly(value: Any) -> list[Any]:
+                found = told(value)
+                time.sleep(0.3)
+                read.append(1)
+                return found
+
+            workers.told = slowly  # type: ignore[method-assign]
+        workers.leave()
+        return bool(read)
+
+    assert together(3, work)[0] is True
+    ALONE.leave()
+
+
+def test_the_first_worker_does_not_wait_for_ever_for_one_that_never_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_LEAVE", 0.2)
+
+    def work(workers: Workers) -> None:
+        if workers.first:
+            workers.leave()
+        else:
+            workers.told("done")
+
+    assert together(2, work) == [None, None]

@@ -173,6 +173,9 @@ class CudaHybridDecoder(CudaDecoder):
         try:
             self._of_worker(lambda number: self._worker.begin(number, self._texts))
             run()
+            # First the GPU, which waits for the worker within a limit: what a kernel did wrong is raised at once, where
+            # the worker would wait for a request that never comes.
+            self._kernels.synchronize(self._device)
             self._of_worker(self._worker.end)
         finally:
             with suppress(RuntimeError):

@@ -93,10 +93,22 @@ def test_no_more_than_two_blocks_are_ever_held(folders, monkeypatch, name):
     assert as_stored
 
 
+def read_names(checkpoint, monkeypatch):
+    """The names of tensors that are read of this checkpoint from now on; another test's may still be read ahead."""
+    names, tensor = [], type(checkpoint.source).tensor
+
+    def noted(self, name):
+        if self is checkpoint.source:
+            names.append(name)
+        return tensor(self, name)
+
+    monkeypatch.setattr(type(checkpoint.source), "tensor", noted)
+    return names
+
+
 def test_a_block_reads_its_own_tensors_only(folders, monkeypatch):
-    checkpoint, read = open_checkpoint(folders("llama")), []
-    tensor = type(checkpoint.source).tensor
-    monkeypatch.setattr(type(checkpoint.source), "tensor", lambda self, name: read.append(name) or tensor(self, name))
+    checkpoint = open_checkpoint(folders("llama"))
+    read = read_names(checkpoint, monkeypatch)
     stream = BlockStream(checkpoint)
     assert read == []
     stream.load(checkpoint.layers - 1)
@@ -105,9 +117,8 @@ def test_a_block_reads_its_own_tensors_only(folders, monkeypatch):
 
 
 def test_the_block_after_the_one_in_use_is_read_and_no_other(folders, monkeypatch):
-    checkpoint, read = open_checkpoint(folders("llama")), []
-    tensor = type(checkpoint.source).tensor
-    monkeypatch.setattr(type(checkpoint.source), "tensor", lambda self, name: read.append(name) or tensor(self, name))
+    checkpoint = open_checkpoint(folders("llama"))
+    read = read_names(checkpoint, monkeypatch)
     stream = BlockStream(checkpoint)
     for layer in range(checkpoint.layers):
         stream.load(layer)

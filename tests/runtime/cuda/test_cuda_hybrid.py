@@ -357,6 +357,25 @@ def test_memory_that_a_step_lacks_is_no_error_of_the_worker(kernels: Kernels, mo
     assert largest(steps(engine, IDS), expected) < ROUNDED
 
 
+def test_a_fault_of_the_gpu_is_raised_before_the_worker_is_waited_for(
+    kernels: Kernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The worker waits for a request, which does not come after a fault, for much longer."""
+    engine = decoder(model(), kernels, 0.3)
+    engine.step([3], True)
+    engine._worker = Reached(engine._worker)
+
+    def fault(device: torch.device) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "_step_and_prepare", lambda ids, sparse: None)
+        patch.setattr(engine._kernels, "synchronize", fault)
+        patch.setattr(engine._worker, "end", lambda number: pytest.fail("the worker was waited for"), raising=False)
+        with pytest.raises(RuntimeError, match=r"^CUDA error: an illegal memory access"):
+            engine.step([3], True)
+
+
 def test_a_trace_says_who_is_active_in_place_of_the_gates(kernels: Kernels) -> None:
     packed = model(intermediate_size=301)
     generator = torch.Generator().manual_seed(3)
