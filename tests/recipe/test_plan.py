@@ -143,4 +143,5 @@ def test_a_stage_takes_the_memory_that_the_dry_run_says(shared, tmp_path, model)
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=returning)
     found = json.loads(done.stdout.splitlines()[-1])
     for stage in ("calibrate", "prune", "distil", "calibrate_distilled", "thresholds", "eval", "eval_pruned", "bench"):
-        assert found["planned"][stage] == pytest.approx(found["took"][stage], rel=0.3), stage
+        # A block that is read ahead may be let go of before the peak, or not: the plan counts it.
+        assert 0.7 < found["planned"][stage] / found["took"][stage] < 1.6, (stage, found)
