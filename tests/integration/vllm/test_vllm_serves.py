@@ -24,10 +24,12 @@ from sparsepack.runtime.reference.slide import SlidMatrix
 from sparsepack.runtime.slid_operator import slid_linear
 
 TINY = "shipped:tiny"
-AS_LIKELY = 0.1
+AS_LIKELY = 0.02
 """Of the standard deviation of logits: where vLLM and transformers add up in another order, an input of a Linear can be
-rounded to the next step, and the likelier of two tokens whose logits differ by less become the other. A change of the
-first block's inputs by a millionth moves a logit of the books model by up to 0.16 (benchmarks/notes/slide.md)."""
+rounded to the next step, and the likelier of two tokens whose logits differ by less become the other."""
+AS_LIKELY_OF_RANKS = 0.04
+"""The same for the books model on two ranks, which missed by 0.026; beside transformers that quantises whole inputs it
+misses by 0.062 (benchmarks/notes/slide.md), which is seen."""
 PROMPTS = [
     *(
         "Once upon a time",
@@ -74,7 +76,8 @@ def in_transformers(folder: Path) -> tuple[Any, Any]:
 
 
 def share_out(model: Any, ranks: int) -> None:
-    """Let transformers quantise inputs of Linears whose columns are shared out as ranks do, each with its own scale."""
+    """Let transformers quantise inputs of Linears whose columns are shared out as several ranks do, each with its own
+    scale."""
 
     def by_ranks(matrix: SlidMatrix, x: Tensor) -> Tensor:
         parts = (tensor.chunk(ranks, -1) for tensor in (x, matrix.values, matrix.positions))
@@ -94,7 +97,8 @@ def assert_greedy(folder: Path, written: list[list[int]], margin: float = 0, ran
     """Every token is the one that transformers finds the likeliest behind those before it, or one whose logit is not
     further below than `margin` standard deviations of the logits."""
     model, tokenizer = in_transformers(folder)
-    share_out(model, ranks)
+    if ranks > 1:
+        share_out(model, ranks)
     for prompt, tokens in zip(PROMPTS, written, strict=True):
         ids = torch.tensor([tokenizer(prompt).input_ids + tokens])
         with torch.no_grad():
@@ -113,14 +117,17 @@ def test_tokens_are_those_of_transformers(
     assert_greedy(folder, in_vllm(folder, PROMPTS, **options), margin)
 
 
-@pytest.mark.parametrize(("model", "ranks"), [("tiny", 2), ("tiny", 4), ("books", 2)])
+@pytest.mark.parametrize(
+    ("model", "ranks", "margin"),
+    [("tiny", 2, AS_LIKELY), ("tiny", 4, AS_LIKELY), ("books", 2, AS_LIKELY_OF_RANKS)],
+)
 def test_tokens_of_several_ranks_are_those_of_transformers(
-    model: str, ranks: int, request: pytest.FixtureRequest
+    model: str, ranks: int, margin: float, request: pytest.FixtureRequest
 ) -> None:
     """Of the two KV heads of the tiny model, each is on two of four ranks."""
     folder: Path = request.getfixturevalue(model)
     written = in_vllm(folder, PROMPTS, enforce_eager=True, tensor_parallel_size=ranks)
-    assert_greedy(folder, written, AS_LIKELY, ranks)
+    assert_greedy(folder, written, margin, ranks)
 
 
 @pytest.mark.parametrize(

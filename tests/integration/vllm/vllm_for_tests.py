@@ -57,7 +57,10 @@ def in_vllm(
     """
     asked = json.dumps(
         {
-            **{"folder": str(folder), "prompts": prompts, "tokens": tokens, "options": options},
+            "folder": str(folder),
+            "prompts": prompts,
+            "tokens": tokens,
+            "options": options,
             "reload": None if reload is None else str(reload),
         }
     )
