@@ -28,8 +28,9 @@ AS_LIKELY = 0.02
 """Of the standard deviation of logits: where vLLM and transformers add up in another order, an input of a Linear can be
 rounded to the next step, and the likelier of two tokens whose logits differ by less become the other."""
 AS_LIKELY_OF_RANKS = 0.04
-"""The same for the books model on two ranks, which missed by 0.026; beside transformers that quantises whole inputs it
-misses by 0.062 (benchmarks/notes/slide.md), which is seen."""
+"""The same for the books model on two ranks, which missed by 0.026, where noise of a millionth makes transformers
+choose vLLM's token, too; beside transformers that quantises whole inputs it misses by 0.062, which is seen
+(benchmarks/notes/slide.md)."""
 PROMPTS = [
     *(
         "Once upon a time",
