@@ -231,5 +231,5 @@ def count_block(
         routing_hooks(stream.block, family, route),
         stream.watched(watch),
     ):
-        stream.pass_on(hidden, options.batch, dealt.after_each(batch_done))
+        stream.pass_on(hidden, dealt.size, dealt.after_each(batch_done))
     return statistics
