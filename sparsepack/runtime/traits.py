@@ -26,7 +26,7 @@ TRAITS: Mapping[str, Callable[[Architecture, int], bool]] = MappingProxyType(
         POST_NORMS: lambda a, context: a.post_norms,
     }
 )
-"""Of each trait, in words, whether a model has it in texts of up to so many tokens."""
+"""Each trait, in words, and what tells whether a model has it in texts of up to so many tokens."""
 
 
 def traits_of(architecture: Architecture, context: int) -> list[str]:
