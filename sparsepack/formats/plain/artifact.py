@@ -15,11 +15,9 @@ from sparsepack.formats.table import those_with
 from sparsepack.models.checkpoint.checkpoint import EMBEDDING, HEAD, Checkpoint, check_sizes
 from sparsepack.models.checkpoint.experts import fused_tensor, part_shapes, part_tensor
 from sparsepack.models.checkpoint.gguf_config import gguf_config
-from sparsepack.models.checkpoint.gguf_names import gguf_names, permute_rotary, unpermute_rotary
+from sparsepack.models.checkpoint.gguf_names import ROTARY_FACTORS, gguf_names, permute_rotary, unpermute_rotary
 from sparsepack.models.families import FAMILIES, family_of
 from sparsepack.models.tokenizer.tokenizer import gguf_tokenizer
-
-ROTARY_FACTORS = "rope_freqs.weight"
 
 
 @dataclass(frozen=True)
@@ -36,7 +34,7 @@ class PlainArtifact(GgufArtifact):
         config = gguf_config(self.file, str(self.path))
         family = family_of(config.model_type, str(self.path))
         check_sizes(config, str(self.path))
-        names = {theirs: ours for ours, theirs in gguf_names(config.num_hidden_layers).items()}
+        names = {theirs: ours for ours, theirs in gguf_names(family, config.num_hidden_layers).items()}
         heads = {"q_proj": config.num_attention_heads, "k_proj": family.setting(config, "num_key_value_heads")}
 
         def part(name: str) -> Tensor:
@@ -58,10 +56,10 @@ class PlainArtifact(GgufArtifact):
         return StockModel(config, tensor, gguf_tokenizer(self.file, str(self.path)))
 
     def holds_weights(self, name: str) -> bool:
-        return name != ROTARY_FACTORS
+        return name not in ROTARY_FACTORS
 
     def source(self, name: str, checkpoint: Checkpoint) -> Tensor | None:
-        source = gguf_names(checkpoint.layers).get(name, "")
+        source = gguf_names(checkpoint.family, checkpoint.layers).get(name, "")
         shapes = checkpoint.source.shapes
         if source not in shapes and source not in part_shapes(checkpoint.family, shapes):
             return None
@@ -83,7 +81,7 @@ class PlainArtifact(GgufArtifact):
         """Which of the model's numbers transformers (5.23) does not take from a GGUF."""
         metadata = self.file.metadata
         kind = metadata.get("general.architecture")
-        if f"{kind}.rope.scaling.type" in metadata or ROTARY_FACTORS in self.tensors:
+        if f"{kind}.rope.scaling.type" in metadata or not self.tensors.keys().isdisjoint(ROTARY_FACTORS):
             return "the rotary scaling"
         if kind == "llama" and f"{kind}.expert_count" in metadata:
             return "the experts"

@@ -44,11 +44,14 @@ void check_layer(const Layer& layer, const Shape& s, const AttentionShape& a, co
         expect(neuron_hidden(layer.neurons) == s.hidden, name + ": neurons of another width");
     } else {
         if (layer.experts) check_experts(*layer.experts, s, name);
+        expect(!layer.experts || layer.mlp_post_norm.empty(), name + ": experts with a norm after them");
         check_site(layer.sites[MLP_IN], 2 * int64_t(s.intermediate), s.hidden, name + " mlp_in");
         check_site(layer.sites[MLP_MID], s.hidden, s.intermediate, name + " mlp_mid");
     }
     for (const auto* norm : {&layer.attn_norm, &layer.mlp_norm})
         expect(norm->size() == size_t(s.hidden), name + ": norm of another length");
+    for (const auto* norm : {&layer.attn_post_norm, &layer.mlp_post_norm})
+        expect(norm->empty() || norm->size() == size_t(s.hidden), name + ": norm of another length");
     expect(!layer.basis || (layer.basis->rows == s.hidden && layer.basis->columns == s.hidden),
            name + ": basis of another shape");
 }
