@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from sparsepack.errors import UserError
 from sparsepack.formats.mlp_kinds import DENSE, NEURONS, MlpKind
+from sparsepack.runtime.traits import TRAITS
 
 if TYPE_CHECKING:
     import torch
@@ -33,6 +34,7 @@ class Backend:
     slot_texts  -- texts that it decodes together at most where some have
     budgets     -- whether what has no room in a device's memory can lie in the host's
     holds       -- whether the share that is skipped can be held at the target
+    traits      -- of `traits.TRAITS`, those that it computes
     """
 
     name: str
@@ -49,6 +51,7 @@ class Backend:
     slot_texts: int = 1
     budgets: bool = False
     holds: bool = False
+    traits: frozenset[str] = frozenset()
 
     def divides(self, option: str) -> bool:
         """Whether some neurons can have slots: a share of them (`cached`), or what a budget has room for (`vram`)."""
@@ -84,6 +87,7 @@ BACKENDS: Mapping[str, Backend] = MappingProxyType(
                 mlps=(DENSE, NEURONS),
                 slots=True,
                 holds=True,
+                traits=frozenset(TRAITS),
             ),
             Backend(
                 "cpu",
@@ -97,6 +101,7 @@ BACKENDS: Mapping[str, Backend] = MappingProxyType(
                 mlps=(DENSE, NEURONS),
                 slots=True,
                 holds=True,
+                traits=frozenset(TRAITS),
             ),
             Backend(
                 "cuda",

@@ -85,6 +85,13 @@ class Decoder(Protocol):
         all logits: float32 [S, vocabulary]."""
 
 
+class TurningDecoder(Decoder, Protocol):
+    """A decoder of a backend that computes `traits.LONG_TEXTS`."""
+
+    def turn(self, sequence: int, first: int, cos: Tensor, sin: Tensor) -> None:
+        """Let positions of a sequence turn by other rows, as `KvCache.turn` says."""
+
+
 def stepped(ids: Sequence[int | None]) -> dict[int, int]:
     """The id of each sequence that does not stand still, by its number, in ascending order."""
     return {sequence: id for sequence, id in enumerate(ids) if id is not None}
@@ -105,4 +112,8 @@ def attention_of(packed: PackedModel, context: int, device: torch.device, sequen
     norms = [(layer.norms.get("q_norm"), layer.norms.get("k_norm")) for layer in packed.layers]
     inv_freq = torch.tensor(architecture.inv_freq, device=device)
     cos, sin = reference_attention.rotary_table(inv_freq, architecture.rotary_scale, context)
-    return attention_shape(architecture, norms, cos, sin, sequences, packed.attention)
+    more = []
+    if architecture.local_inv_freq:
+        local = torch.tensor(architecture.local_inv_freq, device=device)
+        more.append(reference_attention.rotary_table(local, 1.0, context))
+    return attention_shape(architecture, norms, cos, sin, sequences, packed.attention, more)
