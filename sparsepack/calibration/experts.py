@@ -20,7 +20,7 @@ def given(calibration: Calibration) -> torch.Tensor:
     rows: list[torch.Tensor] = []
     model = calibration.manifest["model"]["name"]
     for layer, statistics in enumerate(calibration.layers):
-        each, tokens = statistics["experts.given"], statistics["experts.tokens"]
+        each, tokens = statistics["experts.given"], statistics["experts.routed_tokens"]
         fits = len(tokens) == 1 and int(tokens) > 0 and bool(((each >= 0) & (each <= tokens)).all())
         if not fits or int(each.sum()) % int(tokens) or (rows and len(rows[0]) != len(each)):
             raise CalibrationError(

@@ -52,7 +52,7 @@ def _of_layer(calibration: Calibration, layer: int) -> Activity:
     statistics: Mapping[str, torch.Tensor] = calibration.layers[layer]
     model = calibration.manifest["model"]["name"]
     if has_experts(calibration):
-        each, count = given(calibration)[layer], int(statistics["experts.tokens"])
+        each, count = given(calibration)[layer], int(statistics["experts.routed_tokens"])
         return Activity(each, count, count * (int(each.sum()) // count) ** 2)
     active, tokens, squares = (statistics[f"neurons.{name}"] for name in ("active", "tokens", "squares"))
     fits = len(tokens) == len(squares) == 1 and int(tokens) > 0 and bool(((active >= 0) & (active <= tokens)).all())

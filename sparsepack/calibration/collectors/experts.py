@@ -12,5 +12,5 @@ def _count(chosen: Tensor, experts: int) -> tuple[Tensor, ...]:
     return given.cpu(), torch.tensor([chosen.numel() // used])
 
 
-EXPERTS = Collector("experts", ("given", "tokens"), torch.int64, (0,), _count)
+EXPERTS = Collector("experts", ("given", "routed_tokens"), torch.int64, (0,), _count)
 """The counts are int64: [experts], the tokens that each expert was given; [1], the tokens counted."""
