@@ -227,7 +227,7 @@ def _planned_rule(name: str, rule: SiteRule) -> Iterator[PlannedGroup]:
 
 def _norm(checkpoint: Checkpoint, name: str, source: str) -> PlannedGroup:
     shape = checkpoint.source.shapes[source]
-    return alone(PlannedTensor(name, shape, "F32"), lambda: encode_rows(checkpoint.tensor(source), "F32"))
+    return alone(PlannedTensor(name, shape, "F32"), lambda: encode_rows(checkpoint.norm(source), "F32"))
 
 
 def _check_rules(checkpoint: Checkpoint, rules: Rules) -> None:

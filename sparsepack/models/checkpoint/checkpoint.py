@@ -91,6 +91,10 @@ class Checkpoint:
             raise CheckpointError(f"{self.name}: the tensor {name} is missing{f'; nearest: {near[0]}' if near else ''}")
         return self.source.tensor(name)
 
+    def norm(self, name: str) -> torch.Tensor:
+        """What a norm multiplies by, float32, by the name of its tensor."""
+        return self.tensor(name).float() + self.family.norm_offset
+
     def stacked(self, layer: int, site: str) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The matrix of a site, its projections' rows stacked: weight [rows, columns], bias [rows] or None."""
         return torch.cat(self.projections(layer, site)), self.stacked_bias(layer, site)

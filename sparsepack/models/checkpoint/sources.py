@@ -195,7 +195,7 @@ class GgufSource:
     """A GGUF in F32, F16 or BF16: names and the rotary row order are translated back to Hugging Face's."""
 
     def __init__(self, file: GgufFile, family: Family, layers: int, heads: int, kv_heads: int) -> None:
-        self._file = file
+        self._file, self._family = file, family
         self._hash = SourceHash([file.path], "".join)  # of the file itself
         self._heads = {"q_proj": heads, "k_proj": kv_heads} if family.gguf_permuted else {}
         self._gguf_name: dict[str, str] = {}
@@ -233,6 +233,8 @@ class GgufSource:
         data = torch.from_numpy(np.array(self._file.bytes(gguf_name)))  # copied without the interpreter's lock
         self._file.forget(gguf_name)
         value = _finite(self._file.path, gguf_name, data.view(_GGUF_DTYPES[info.type]).reshape(info.shape))
+        if offset := self._family.norm_offset_of(name):
+            return value.float() - offset
         for projection, heads in self._heads.items():
             if f"{projection}." in name:
                 return unpermute_rotary(value, heads)
