@@ -6,7 +6,8 @@
     blk.I.SITE.bias                [rows]                  F32, where the model has one
     blk.I.SITE.threshold           [1] or [columns]        F32, where the site is sparse
     blk.I.SITE.offset              [columns]               F32, where inactive channels take a value other than 0
-    blk.I.NORM.weight              [width]                 F32; NORM: attn_norm, mlp_norm, and q_norm, k_norm
+    blk.I.NORM.weight              [width]                 F32; NORM: attn_norm, mlp_norm, and in some families
+                                                           q_norm, k_norm, attn_post_norm, mlp_post_norm
     output_norm.weight             [hidden]                F32
     output.weight                  [vocabulary, hidden]    as token_embd; absent where the two are tied
 
