@@ -304,6 +304,33 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         )
     }
 )
+
+
+@dataclass(frozen=True)
+class TextPart:
+    """The text part of a model that also takes images, as far as transformers has it as a model of its own.
+
+    model_type -- of the text part
+    names      -- what the names of its tensors begin with in the whole model -> in the text model
+    others     -- what the names of all other tensors begin with
+    """
+
+    model_type: str
+    names: Mapping[str, str]
+    others: tuple[str, ...]
+
+
+TEXT_PARTS: Mapping[str, TextPart] = MappingProxyType(
+    {
+        "gemma3": TextPart(
+            "gemma3_text",
+            MappingProxyType({"language_model.": "", "model.language_model.": "model."}),
+            ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector."),
+        )
+    }
+)
+"""By the `model_type` of the whole model."""
+
 PACKABLE = tuple(name for name, family in FAMILIES.items() if not family.unpackable)
 """Formats and engines have a place for these model types."""
 

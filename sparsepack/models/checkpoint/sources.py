@@ -15,7 +15,7 @@ from sparsepack.files.stored import Name, Stored, checked, shown
 from sparsepack.files.tensors import all_finite
 from sparsepack.models.checkpoint.gguf_names import ROTARY_FACTORS, gguf_names, unpermute_rotary
 from sparsepack.models.checkpoint.source_hash import SourceHash
-from sparsepack.models.families import Family
+from sparsepack.models.families import Family, TextPart
 
 _GGUF_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _SAFETENSORS_DTYPES = {**_GGUF_DTYPES, "F64": torch.float64}
@@ -96,11 +96,12 @@ class SafetensorsSource:
 
     decoder -- module of the base model that is its backbone, empty where the base model is that itself. Exports of such
                base models alone name their tensors by it, without what stands before it in the whole model
+    part    -- which of the tensors are the model's; None: all of them
     """
 
     file: GgufFile | None = None
 
-    def __init__(self, folder: Path, decoder: str = "") -> None:
+    def __init__(self, folder: Path, decoder: str = "", part: TextPart | None = None) -> None:
         from safetensors import SafetensorError, safe_open
 
         files = self._listed(folder)
@@ -113,7 +114,13 @@ class SafetensorsSource:
             try:
                 with safe_open(path, framework="pt") as file:
                     for stored_as in file.keys():  # noqa: SIM118 (not a dict)
+                        if part is not None and stored_as.startswith(part.others):
+                            continue
                         name = f"model.{stored_as}" if decoder and stored_as.startswith(f"{decoder}.") else stored_as
+                        for begins, own in part.names.items() if part is not None else ():
+                            if name.startswith(begins):
+                                name = own + name.removeprefix(begins)
+                                break
                         if name in self._file_of:
                             raise CheckpointError(f"{path}: the tensor {name} stands in {self._file_of[name].name} too")
                         self._file_of[name], self._stored_as[name] = path, stored_as
