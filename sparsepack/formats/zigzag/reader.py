@@ -194,7 +194,7 @@ def _check_numbers(architecture: Architecture, tensors: int) -> None:
     if long is not None:
         real, least_0 = (*real, *long.inv_freq), (*least_0, long.base, long.factor, long.tokens - 1)
     if not all(type(value) in (int, float) and -_LARGEST <= value <= _LARGEST for value in (*real, *least_0)):
-        raise ValueError("norm_eps, rotary_scale, inv_freq, long_texts, scales or caps hold other things than numbers")
+        raise ValueError("norm_eps, rotary_scale, inv_freq, long_texts, caps or scales are something else than numbers")
     if min(least_0) < 0:
         raise ValueError("attention_scale, attention_cap, logit_cap or long_texts hold numbers below 0")
     more = (a.local_inv_freq, () if long is None else long.inv_freq)
