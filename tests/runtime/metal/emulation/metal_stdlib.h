@@ -63,6 +63,8 @@ uint emulation_lane();
 float expf(float), logf(float), sqrtf(float), tanhf(float), sinf(float), cosf(float), powf(float, float);
 }
 
+#define INFINITY __builtin_inff()
+
 namespace metal {
 
 enum class mem_flags : uint { mem_none = 0, mem_device = 1, mem_threadgroup = 2 };
