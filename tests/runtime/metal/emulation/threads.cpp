@@ -185,7 +185,8 @@ const char* touch(Touched& of, bool writes, bool shared) {
     return nullptr;
 }
 
-void access(void* address, size_t size, bool writes) {
+// aligned: as the type in the source says
+void access(void* address, size_t size, bool writes, bool aligned = true) {
     char* const at = (char*)address;
     const char* const own = stacks + (size_t)current * STACK;
     if (at >= own && at < own + STACK) return;
@@ -195,7 +196,7 @@ void access(void* address, size_t size, bool writes) {
     if (!range) {
         describe(where, sizeof where, at);
         wrong = writes ? "writes" : "reads";
-    } else if ((uintptr_t)at % (size > 16 ? 16 : size)) {
+    } else if (aligned && (uintptr_t)at % size) {
         describe(where, sizeof where, at);
         wrong = "touches, not aligned, ";
     } else if (range->touched) {
@@ -383,20 +384,26 @@ int emulation_launch(Kernel function, void** buffers, const uint64_t* lengths, c
     return failed;
 }
 
-#define ACCESS(size)                                                                            \
-    void __tsan_read##size(void* at) { access(at, size, false); }                               \
-    void __tsan_write##size(void* at) { access(at, size, true); }                               \
-    void __tsan_unaligned_read##size(void* at) { access(at, size, false); }                     \
-    void __tsan_unaligned_write##size(void* at) { access(at, size, true); }                     \
-    void __tsan_read_write##size(void* at) { access(at, size, false), access(at, size, true); } \
-    void __tsan_unaligned_read_write##size(void* at) { access(at, size, false), access(at, size, true); }
+#define ACCESS(size)                                                               \
+    void __tsan_read##size(void* at) { access(at, size, false); }                  \
+    void __tsan_write##size(void* at) { access(at, size, true); }                  \
+    void __tsan_unaligned_read##size(void* at) { access(at, size, false, false); } \
+    void __tsan_unaligned_write##size(void* at) { access(at, size, true, false); } \
+    void __tsan_read_write##size(void* at) {                                       \
+        access(at, size, false);                                                   \
+        access(at, size, true);                                                    \
+    }                                                                              \
+    void __tsan_unaligned_read_write##size(void* at) {                             \
+        access(at, size, false, false);                                            \
+        access(at, size, true, false);                                             \
+    }
 ACCESS(1)
 ACCESS(2)
 ACCESS(4)
 ACCESS(8)
 ACCESS(16)
-void __tsan_read_range(void* at, size_t size) { access(at, size, false); }
-void __tsan_write_range(void* at, size_t size) { access(at, size, true); }
+void __tsan_read_range(void* at, size_t size) { access(at, size, false, false); }
+void __tsan_write_range(void* at, size_t size) { access(at, size, true, false); }
 void __tsan_init() {}
 void __tsan_func_entry(void*) {}
 void __tsan_func_exit() {}
