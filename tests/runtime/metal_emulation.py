@@ -169,7 +169,7 @@ def prepared(source: str) -> str:
         text += source[at : of.begin] + _memory(of) + source[of.begin : of.body]
         body = source[of.body : of.end + 1]
         for memory in of.memory:
-            body = body.replace(f"threadgroup {memory.declared};", f"using {of.name}_memory::{memory.name};")
+            body = body.replace(f"threadgroup {memory.declared};", f"GUARDED_IN({of.name}_memory, {memory.name});")
         text += body + _entry(of)
         at = of.end + 1
     text = (text + source[at:]).replace("#include <metal_stdlib>", '#include "metal_stdlib.h"')
@@ -177,10 +177,7 @@ def prepared(source: str) -> str:
 
 
 def _memory(of: Source) -> str:
-    guards = " ".join(
-        f"GUARD(before_{memory.name}); static threadgroup {memory.declared}; GUARD(after_{memory.name});"
-        for memory in of.memory
-    )
+    guards = " ".join(f"GUARDED({memory.declared}, {memory.name});" for memory in of.memory)
     return f"namespace {of.name}_memory {{ {guards} }} " if of.memory else ""
 
 
@@ -195,9 +192,8 @@ def _entry(of: Source) -> str:
             values.append(f"*({pointer.replace('&', '*')})buffers[{argument.buffer}]")
         else:
             values.append(f"({pointer})buffers[{argument.buffer}]")
-    pieces = ", ".join(
-        f"(void*){of.name}_memory::{m.name}, (void*)sizeof({of.name}_memory::{m.name})" for m in of.memory
-    )
+    memory = [f"{of.name}_memory::GUARDED_AT({each.name})" for each in of.memory]
+    pieces = ", ".join(f"(void*)&{each}, (void*)sizeof({each})" for each in memory)
     return (
         f' extern "C" UNCHECKED void run_{of.name}(void** buffers, const Place& place) '
         f"{{ {of.name}({', '.join(values)}); }}"
