@@ -25,6 +25,13 @@ from torch import Tensor
 
 HERE = Path(__file__).parent / "metal" / "emulation"
 LANES, MOST_THREADS = 32, 1024
+AXES = (
+    "threadgroup_position_in_grid",
+    "threadgroups_per_grid",
+    "thread_position_in_threadgroup",
+    "threads_per_threadgroup",
+)
+"""These attributes have a number for each axis of a grid."""
 
 _FLAGS = ("-std=c++17", "-O2", "-fPIC", "-ffp-contract=off", "-fno-exceptions", "-fno-rtti", "-Wall", "-Werror")
 _FLAGS += ("-fno-sanitize=undefined", "-Wno-unused-function", "-fno-threadsafe-statics")
@@ -162,7 +169,7 @@ def prepared(source: str) -> str:
         text += source[at : of.begin] + _memory(of) + source[of.begin : of.body]
         body = source[of.body : of.end + 1]
         for memory in of.memory:
-            body = body.replace(f"threadgroup {memory.declared};", f"using {of.name}_memory::{memory.name};")
+            body = body.replace(f"threadgroup {memory.declared};", f"GUARDED_IN({of.name}_memory, {memory.name});")
         text += body + _entry(of)
         at = of.end + 1
     text = (text + source[at:]).replace("#include <metal_stdlib>", '#include "metal_stdlib.h"')
@@ -170,10 +177,7 @@ def prepared(source: str) -> str:
 
 
 def _memory(of: Source) -> str:
-    guards = " ".join(
-        f"GUARD(before_{memory.name}); static threadgroup {memory.declared}; GUARD(after_{memory.name});"
-        for memory in of.memory
-    )
+    guards = " ".join(f"GUARDED({memory.declared}, {memory.name});" for memory in of.memory)
     return f"namespace {of.name}_memory {{ {guards} }} " if of.memory else ""
 
 
@@ -183,23 +187,28 @@ def _entry(of: Source) -> str:
     for argument in of.arguments:
         pointer = argument.declared.rsplit(argument.name, 1)[0].strip()
         if argument.buffer is None:
-            place = f"place.{argument.attribute}"
-            axes = re.fullmatch(r"uint([23])", argument.type)
-            values.append(
-                f"{argument.type}{{{', '.join(f'{place}[{i}]' for i in range(int(axes[1])))}}}" if axes else place
-            )
+            values.append(_place(argument))
         elif argument.scalar:
             values.append(f"*({pointer.replace('&', '*')})buffers[{argument.buffer}]")
         else:
             values.append(f"({pointer})buffers[{argument.buffer}]")
-    pieces = ", ".join(
-        f"(void*){of.name}_memory::{m.name}, (void*)sizeof({of.name}_memory::{m.name})" for m in of.memory
-    )
+    memory = [f"{of.name}_memory::GUARDED_AT({each.name})" for each in of.memory]
+    pieces = ", ".join(f"(void*)&{each}, (void*)sizeof({each})" for each in memory)
     return (
-        f' extern "C" UNCHECKED void run_{of.name}(void** buffers, const Place& place) {{ {of.name}({", ".join(values)}); }}'
+        f' extern "C" UNCHECKED void run_{of.name}(void** buffers, const Place& place) '
+        f"{{ {of.name}({', '.join(values)}); }}"
         f' extern "C" UNCHECKED void** memory_of_{of.name}() '
         f"{{ static void* pieces[] = {{{pieces + ', ' if pieces else ''}nullptr}}; return pieces; }}"
     )
+
+
+def _place(argument: Argument) -> str:
+    """An argument that tells a thread's place, in one number or by axes."""
+    place = f"place.{argument.attribute}"
+    if argument.attribute not in AXES:
+        return place
+    axes = int(argument.type[4:] or 1)
+    return f"{argument.type}{{{', '.join(f'{place}[{axis}]' for axis in range(axes))}}}"
 
 
 def compile_shader(source: str) -> "Library":

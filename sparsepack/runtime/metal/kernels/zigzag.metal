@@ -58,8 +58,8 @@ kernel void zigzag_gemv(device const uchar* blocks [[buffer(0)]], device const f
                         device const int* indices [[buffer(2)]], device const int* counts [[buffer(3)]],
                         device float* partials [[buffer(4)]], device int* active [[buffer(5)]],
                         constant int& columns [[buffer(6)]], uint2 group [[threadgroup_position_in_grid]],
-                        uint2 groups [[threadgroups_per_grid]],
-                        uint index [[thread_index_in_threadgroup]], uint simdgroup [[simdgroup_index_in_threadgroup]],
+                        uint2 groups [[threadgroups_per_grid]], uint index [[thread_index_in_threadgroup]],
+                        uint simdgroup [[simdgroup_index_in_threadgroup]],
                         uint simdgroups [[simdgroups_per_threadgroup]], uint lane [[thread_index_in_simdgroup]]) {
     threadgroup float sums[MOST_SIMDGROUPS * BAND_ROWS];
     const int segments = (columns + SEGMENT - 1) / SEGMENT;
@@ -112,34 +112,19 @@ kernel void zigzag_gemv(device const uchar* blocks [[buffer(0)]], device const f
 // The transpose of some bands, dense, for products with many vectors: out [columns, bands here * 256].
 //
 //     grid (columns / 8 rounded up, bands here) threadgroups of 256 threads: a column for each simdgroup
-template <typename T>
-inline void decode_zigzag(device const uchar* blocks, device T* out, int columns, int first_band, uint2 group,
-                          uint2 groups, uint simdgroup, uint lane) {
+kernel void zigzag_decode(device const uchar* blocks [[buffer(0)]], device float* out [[buffer(1)]],
+                          constant int& columns [[buffer(2)]], constant int& first_band [[buffer(3)]],
+                          uint2 group [[threadgroup_position_in_grid]], uint2 groups [[threadgroups_per_grid]],
+                          uint simdgroup [[simdgroup_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]]) {
     const int column = int(8 * group.x + simdgroup);
     if (column >= columns) return;
     const ulong block = ulong(first_band + int(group.y)) * ulong(columns) + ulong(column);
     device const uint* words = (device const uint*)(blocks + block * BLOCK_BYTES);
     const Header header = header_of(words, lane);
     const uint nibbles = words[4 + lane];
-    device T* to = out + (ulong(column) * groups.y + group.y) * BAND_ROWS + first_row_of(lane);
+    device float* to = out + (ulong(column) * groups.y + group.y) * BAND_ROWS + first_row_of(lane);
     for (int i = 0; i < 4; ++i) {
-        to[i] = T(header.scale[0] * float(nibbles >> 8 * i & 15) - header.minimum[0]);
-        to[32 + i] = T(header.scale[1] * float(nibbles >> (8 * i + 4) & 15) - header.minimum[1]);
+        to[i] = header.scale[0] * float(nibbles >> 8 * i & 15) - header.minimum[0];
+        to[32 + i] = header.scale[1] * float(nibbles >> (8 * i + 4) & 15) - header.minimum[1];
     }
-}
-
-kernel void zigzag_decode_f32(device const uchar* blocks [[buffer(0)]], device float* out [[buffer(1)]],
-                              constant int& columns [[buffer(2)]], constant int& first_band [[buffer(3)]],
-                              uint2 group [[threadgroup_position_in_grid]], uint2 groups [[threadgroups_per_grid]],
-                              uint simdgroup [[simdgroup_index_in_threadgroup]],
-                              uint lane [[thread_index_in_simdgroup]]) {
-    decode_zigzag(blocks, out, columns, first_band, group, groups, simdgroup, lane);
-}
-
-kernel void zigzag_decode_f16(device const uchar* blocks [[buffer(0)]], device half* out [[buffer(1)]],
-                              constant int& columns [[buffer(2)]], constant int& first_band [[buffer(3)]],
-                              uint2 group [[threadgroup_position_in_grid]], uint2 groups [[threadgroups_per_grid]],
-                              uint simdgroup [[simdgroup_index_in_threadgroup]],
-                              uint lane [[thread_index_in_simdgroup]]) {
-    decode_zigzag(blocks, out, columns, first_band, group, groups, simdgroup, lane);
 }

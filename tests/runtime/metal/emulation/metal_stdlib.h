@@ -5,6 +5,9 @@
 //     SPACES defined    types only: each address space is a type of its own, and a pointer to a wrong one is an error
 //     SPACES undefined  to run: memory is memory, and the compiler calls threads.cpp before each access to it
 //
+// A kernel's variable in threadgroup memory is declared outside of it, between guards (GUARDED); the kernel gets its name
+// back by GUARDED_IN.
+//
 // Threads of a threadgroup are fibres. A function that Metal's threads execute together ends a fibre's turn.
 
 #pragma once
@@ -12,8 +15,6 @@
 #include <stddef.h>
 #include <stdint.h>
 
-// What metal_emulation.py makes of a kernel's variable in threadgroup memory: whoever goes beyond it is in a guard.
-#define GUARD(name) __attribute__((used, aligned(64))) static char name[256]
 #define UNCHECKED __attribute__((no_sanitize("thread"), noinline))
 
 typedef unsigned char uchar;
@@ -38,10 +39,21 @@ VECTORS(half);
 #define device __attribute__((address_space(1)))
 #define threadgroup __attribute__((address_space(3)))
 #define constant const __attribute__((address_space(4)))
+#define GUARDED(declared, name) static threadgroup declared
+#define GUARDED_IN(memory, name) using memory::name
+#define GUARDED_AT(name) name
 #else
 #define device
 #define threadgroup
 #define constant const
+#define GUARDED(declared, name)                        \
+    static struct {                                    \
+        __attribute__((aligned(64))) char before[256]; \
+        __attribute__((aligned(64))) declared;         \
+        __attribute__((aligned(64))) char after[256];  \
+    } guarded_##name
+#define GUARDED_IN(memory, name) auto& name = memory::guarded_##name.name
+#define GUARDED_AT(name) guarded_##name.name
 #endif
 #define thread
 #define kernel static
@@ -62,6 +74,8 @@ const uint64_t* emulation_exchange(const void* value, size_t size, const char* f
 uint emulation_lane();
 float expf(float), logf(float), sqrtf(float), tanhf(float), sinf(float), cosf(float), powf(float, float);
 }
+
+#define INFINITY __builtin_inff()
 
 namespace metal {
 

@@ -139,11 +139,11 @@ void shuffle(uint* numbers, uint count) {
 void describe(char* text, size_t room, char* at) {
     for (uint i = 0; i < range_count; ++i) {
         if (ranges[i].shared || at < ranges[i].begin - 4096 || at >= ranges[i].end + 4096) continue;
-        snprintf(text, room, "byte %ld of buffer %u, which has %ld", (long)(at - ranges[i].begin), i,
+        snprintf(text, room, ": byte %ld of buffer %u, which has %ld", (long)(at - ranges[i].begin), i,
                  (long)(ranges[i].end - ranges[i].begin));
         return;
     }
-    snprintf(text, room, "an address that is near no buffer's");
+    snprintf(text, room, ": no memory of the kernel");
 }
 
 Range* range_of(char* at, size_t size) {
@@ -185,7 +185,8 @@ const char* touch(Touched& of, bool writes, bool shared) {
     return nullptr;
 }
 
-void access(void* address, size_t size, bool writes) {
+// aligned: as the type in the source says
+void access(void* address, size_t size, bool writes, bool aligned = true) {
     char* const at = (char*)address;
     const char* const own = stacks + (size_t)current * STACK;
     if (at >= own && at < own + STACK) return;
@@ -194,10 +195,10 @@ void access(void* address, size_t size, bool writes) {
     Range* const range = range_of(at, size);
     if (!range) {
         describe(where, sizeof where, at);
-        wrong = writes ? "writes" : "reads";
-    } else if ((uintptr_t)at % (size > 16 ? 16 : size)) {
+        wrong = writes ? "writes beyond its memory" : "reads beyond its memory";
+    } else if (aligned && (uintptr_t)at % size) {
         describe(where, sizeof where, at);
-        wrong = "touches, not aligned, ";
+        wrong = "is not aligned";
     } else if (range->touched) {
         const size_t first = (size_t)(at - range->begin) / 2, last = (size_t)(at + size - 1 - range->begin) / 2;
         for (size_t i = first; i <= last && !wrong; ++i) wrong = touch(range->touched[i], writes, range->shared);
@@ -209,11 +210,11 @@ void access(void* address, size_t size, bool writes) {
         }
     } else if (writes) {
         describe(where, sizeof where, at);
-        wrong = "writes, though it is not to be written, ";
+        wrong = "writes what is only to be read";
     }
     if (!wrong) return;
     const Place& place = fibres[current].place;
-    fail("thread %u of threadgroup (%u, %u, %u) %s %s", current, place.threadgroup_position_in_grid[0],
+    fail("thread %u of threadgroup (%u, %u, %u) %s%s", current, place.threadgroup_position_in_grid[0],
          place.threadgroup_position_in_grid[1], place.threadgroup_position_in_grid[2], wrong, where);
     fibres[current].state = ENDED;
     leave();
@@ -383,20 +384,26 @@ int emulation_launch(Kernel function, void** buffers, const uint64_t* lengths, c
     return failed;
 }
 
-#define ACCESS(size)                                                                            \
-    void __tsan_read##size(void* at) { access(at, size, false); }                               \
-    void __tsan_write##size(void* at) { access(at, size, true); }                               \
-    void __tsan_unaligned_read##size(void* at) { access(at, size, false); }                     \
-    void __tsan_unaligned_write##size(void* at) { access(at, size, true); }                     \
-    void __tsan_read_write##size(void* at) { access(at, size, false), access(at, size, true); } \
-    void __tsan_unaligned_read_write##size(void* at) { access(at, size, false), access(at, size, true); }
+#define ACCESS(size)                                                               \
+    void __tsan_read##size(void* at) { access(at, size, false); }                  \
+    void __tsan_write##size(void* at) { access(at, size, true); }                  \
+    void __tsan_unaligned_read##size(void* at) { access(at, size, false, false); } \
+    void __tsan_unaligned_write##size(void* at) { access(at, size, true, false); } \
+    void __tsan_read_write##size(void* at) {                                       \
+        access(at, size, false);                                                   \
+        access(at, size, true);                                                    \
+    }                                                                              \
+    void __tsan_unaligned_read_write##size(void* at) {                             \
+        access(at, size, false, false);                                            \
+        access(at, size, true, false);                                             \
+    }
 ACCESS(1)
 ACCESS(2)
 ACCESS(4)
 ACCESS(8)
 ACCESS(16)
-void __tsan_read_range(void* at, size_t size) { access(at, size, false); }
-void __tsan_write_range(void* at, size_t size) { access(at, size, true); }
+void __tsan_read_range(void* at, size_t size) { access(at, size, false, false); }
+void __tsan_write_range(void* at, size_t size) { access(at, size, true, false); }
 void __tsan_init() {}
 void __tsan_func_entry(void*) {}
 void __tsan_func_exit() {}
