@@ -13,6 +13,9 @@ from sparsepack.runtime.metal.sources import source
 Launch = Callable[[], object]
 """The function puts a kernel on torch's stream with all that the kernel takes."""
 
+PLACE = "mps"
+"""Tensors lie on this device of torch's; tests run the kernels where there is another."""
+
 
 def usable(device: torch.device | str) -> torch.device:
     """The device on which tensors lie. Compiles the kernels where that was not done yet, which takes seconds.
@@ -26,7 +29,7 @@ def usable(device: torch.device | str) -> torch.device:
             "it; use cpu"
         )
     library()
-    return torch.device("mps")
+    return torch.device(PLACE)
 
 
 @cache

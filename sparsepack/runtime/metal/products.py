@@ -225,7 +225,7 @@ def zigzag_gemv(matrix: MetalZigzag, found: ActiveColumns, parts: Tensor, active
 
 def rows_product(matrix: MetalRows, x: Tensor, y: Tensor, candidates: Candidates | None = None) -> Launch:
     """y = W x: float32 [columns] or longer -> float32 [rows]; with candidates also the best row of each threadgroup."""
-    best, rows = (y, x) if candidates is None else (candidates.best, candidates.rows)
+    best, rows = (y, y.view(torch.int32)) if candidates is None else (candidates.best, candidates.rows)
     return launch(
         "rows_product",
         *(matrix.blocks, x, y, best, rows, TYPES[matrix.type], matrix.rows, matrix.columns, matrix.blocks.shape[1]),
@@ -261,8 +261,8 @@ def zigzag_decode(matrix: MetalZigzag, first: int, out: Tensor) -> Launch:
     """Decode the bands from one on: out float32 [columns, bands * 256], transposed weights."""
     bands = out.shape[1] // BAND_ROWS
     return launch(
-        "zigzag_decode_f32",
-        *(matrix.blocks, out, matrix.columns, first, bands),
+        "zigzag_decode",
+        *(matrix.blocks, out, matrix.columns, first),
         groups=(-(-matrix.columns // 8), bands),
         threads=256,
     )
