@@ -9,7 +9,7 @@ from sparsepack.runtime.kv_cache import AttentionShape
 from sparsepack.runtime.metal import products
 from sparsepack.runtime.metal.kv_cache import MetalKvCache
 from sparsepack.runtime.metal.products import SEGMENT, ActiveColumns, MetalZigzag, Sums
-from sparsepack.runtime.reference.backend import ReferenceOperations
+from sparsepack.runtime.reference import neurons
 
 
 def collect(x: Tensor, threshold: Tensor) -> tuple[Tensor, Tensor]:
@@ -51,8 +51,8 @@ def _listed(x: Tensor, indices: Tensor, count: Tensor) -> ActiveColumns:
     return found
 
 
-class MetalOperations(ReferenceOperations):
-    """The functions that have no kernel are the reference's, which run on any device."""
+class MetalOperations:
+    """The functions on neurons are the reference's, which run on any device: no kernel does that yet."""
 
     load_zigzag = staticmethod(products.load_zigzag)
     load_rows = staticmethod(products.load_rows)
@@ -60,6 +60,11 @@ class MetalOperations(ReferenceOperations):
     zigzag_gemv = staticmethod(zigzag_gemv)
     zigzag_matmul = staticmethod(products.zigzag_matmul)
     matmul = staticmethod(products.matmul)
+    load_neurons = staticmethod(neurons.load_neurons)
+    new_neurons = staticmethod(neurons.new_neurons)
+    copy_neurons = staticmethod(neurons.copy_neurons)
+    neuron_ffn = staticmethod(neurons.neuron_ffn)
+    neuron_matmul = staticmethod(neurons.neuron_matmul)
 
     @staticmethod
     def new_cache(shape: AttentionShape, type: str | None = None, device: torch.device | str = "mps") -> MetalKvCache:
