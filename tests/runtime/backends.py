@@ -54,6 +54,7 @@ def every_backend_that(able: Callable[[backends.Backend], bool]) -> pytest.MarkD
 
 
 every_backend = every_backend_that(lambda row: True)
+every_backend_of_several_texts = every_backend_that(lambda row: row.sequences > 1)
 
 
 def largest_difference(a: Tensor, b: Tensor) -> float:
