@@ -277,6 +277,11 @@ class Kernel:
     max_threads_per_threadgroup = MOST_THREADS
     thread_execution_width = LANES
 
+    @property
+    def static_thread_group_memory_length(self) -> int:
+        """Bytes of the kernel's variables in threadgroup memory."""
+        return sum(self._memory()[1])
+
     def __call__(
         self,
         *args: Any,
