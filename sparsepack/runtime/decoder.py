@@ -103,6 +103,6 @@ def attention_of(packed: PackedModel, context: int, device: torch.device, sequen
     """What a model's cache is made for, on the device that attends."""
     architecture = packed.architecture
     norms = [(layer.norms.get("q_norm"), layer.norms.get("k_norm")) for layer in packed.layers]
-    inv_freq = torch.tensor(architecture.inv_freq, device=device)
-    cos, sin = reference_attention.rotary_table(inv_freq, architecture.rotary_scale, context)
-    return attention_shape(architecture, norms, cos, sin, sequences, packed.attention)
+    # On the CPU: of large angles a GPU's cosine need not be as exact.
+    cos, sin = reference_attention.rotary_table(torch.tensor(architecture.inv_freq), architecture.rotary_scale, context)
+    return attention_shape(architecture, norms, cos.to(device), sin.to(device), sequences, packed.attention)

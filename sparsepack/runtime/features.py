@@ -95,6 +95,12 @@ FEATURES = (
         "use backend {names}, or pack the model as zigzag-q4_k",
     ),
     Feature(
+        asked=lambda options, packed: packed is not None and packed.attention is not None,
+        there=lambda row, options, packed: row.selects,
+        refusal="the {row.name} backend reads every cached token, and the model was packed to read a part of them; "
+        "use backend {names}, or pack the model without --attention",
+    ),
+    Feature(
         asked=lambda options, packed: options.offload,
         there=lambda row, options, packed: row.offloads,
         refusal="offload: the {row.name} backend keeps keys and values where it computes; use device {devices}, or "
