@@ -37,7 +37,7 @@ attention = partial(
     suite.test_attention_of_steps_is_the_references, heads=4, kv_heads=2, head_dim=64, window=0, chunk=256
 )
 windows = partial(suite.test_attention_of_steps_is_the_references, heads=4, kv_heads=2, head_dim=64, window=3, chunk=2)
-lists = partial(suite.test_collect_lists_active_columns_in_order, columns=1025, kind="one threshold")
+lists = partial(suite.test_collect_lists_active_columns_in_order, columns=1025, kind="everything above")
 norms = partial(suite.test_collect_takes_sums_norms_and_offsets, columns=1025, splits=5, bits=suite.NORM)
 decoded = partial(suite.test_decoded_bands_are_the_codecs_weights, rows=700, columns=17, first=1, bands=2)
 likeliest = partial(suite.test_the_likeliest_is_the_lowest_of_equals, logits=[1.0, 3.0, 3.0, 2.0], expected=1)
@@ -85,7 +85,7 @@ MUTATIONS = {
         EmulationError,
     ),
     "a list beyond its segment": Mutation(
-        "collect.metal", "first + before", "first + before + 1024", lists, AssertionError
+        "collect.metal", "first + before", "first + before + 1024", lists, EmulationError
     ),
     "the last of equals": Mutation(
         "rows.metal",
