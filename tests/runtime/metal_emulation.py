@@ -98,12 +98,17 @@ class Source:
 class Order:
     """How launches run.
 
-    seed     -- of the order of threads and threadgroups; 0: that of their numbers
+    seed     -- of the orders of threads and threadgroups, another one for each launch; 0: that of their numbers
     launched -- the names of the kernels executed, in order
     """
 
     seed: int = 0
     launched: list[str] = field(default_factory=list)
+
+    @property
+    def of_next(self) -> int:
+        """The seed of the next launch."""
+        return self.seed and self.seed * 1_000_003 + len(self.launched)
 
 
 _order = Order()
@@ -277,6 +282,11 @@ class Kernel:
     max_threads_per_threadgroup = MOST_THREADS
     thread_execution_width = LANES
 
+    @property
+    def static_thread_group_memory_length(self) -> int:
+        """Bytes of the kernel's variables in threadgroup memory."""
+        return sum(self._memory()[1])
+
     def __call__(
         self,
         *args: Any,
@@ -338,7 +348,7 @@ class Kernel:
             getattr(self.compiled, f"run_{self.source.name}"),
             *(pointers, lengths, writable, ctypes.c_uint32(count)),
             *(pieces, piece_lengths, ctypes.c_uint32(len(pieces))),
-            *((ctypes.c_uint32 * 3)(*groups), (ctypes.c_uint32 * 3)(*of_group), ctypes.c_uint64(_order.seed)),
+            *((ctypes.c_uint32 * 3)(*groups), (ctypes.c_uint32 * 3)(*of_group), ctypes.c_uint64(_order.of_next)),
             *(error, ctypes.c_uint64(len(error))),
         )
         if failed:

@@ -6,14 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from metal_emulation import Library, compile_shader, order
+from metal_emulation import Library, order
 from torch import Tensor
 
 from sparsepack.formats.codecs import q4_k, zigzag
 from sparsepack.formats.codecs.matrices import decode_rows, encode_rows
 from sparsepack.models.architecture import ACTIVATIONS
 from sparsepack.runtime.kv_cache import AttentionShape, LayerAttention
-from sparsepack.runtime.metal.sources import source
 from sparsepack.runtime.reference.attention import DenseKvCache, rotary_table
 from sparsepack.runtime.reference.products import ACTIVATION_FUNCTIONS, rms_norm
 
@@ -23,11 +22,6 @@ TYPES = ["F32", "F16", "BF16", "Q4_K", "Q6_K", "Q8_0"]
 UNSET = 1 << 30
 SEEDS = (0, 1, 2)
 """Of the orders in which each launch is made; 0 is that of numbers."""
-
-
-@pytest.fixture(scope="session")
-def library() -> Library:
-    return compile_shader(source())
 
 
 def random(*shape: int) -> Tensor:

@@ -12,7 +12,7 @@
 // Lane l has with its word four rows of sub-block 2 (l / 8) in the low nibbles, 64 (l / 8) + 4 (l % 8) + 0 .. 3, and
 // the rows 32 further on, of the next sub-block, in the high ones.
 
-enum { BLOCK_BYTES = 144, MOST_SIMDGROUPS = 8 };
+enum { BLOCK_BYTES = 144, MOST_SIMDGROUPS = 8, COLUMNS_AT_ONCE = 4 };
 
 inline int first_row_of(uint lane) { return 64 * int(lane / 8) + 4 * int(lane % 8); }
 
@@ -22,18 +22,52 @@ struct Header {
 };
 
 inline Header header_of(device const uint* words, uint lane) {
-    const uint ends = words[0], scales = words[1], minima = words[2], mixed = words[3];
-    const float d = half_of(ends, 0), dmin = half_of(ends, 16);
+    // The two sub-blocks' bytes are neighbours: both at once.
+    const uint pair = lane / 8, shift = 16 * (pair % 2);
+    const uint scale_bytes = words[1] >> shift, minimum_bytes = words[2] >> shift, mixed = words[3] >> shift;
+    const bool whole = pair < 2;  // six bits together, else four and two
+    const uint scales = whole ? scale_bytes & 0x3f3f : (mixed & 0x0f0f) | (scale_bytes & 0xc0c0) >> 2;
+    const uint minima = whole ? minimum_bytes & 0x3f3f : (mixed >> 4 & 0x0f0f) | (minimum_bytes & 0xc0c0) >> 2;
+    const float d = half_of(words[0], 0), dmin = half_of(words[0], 16);
     Header header;
     for (int i = 0; i < 2; ++i) {
-        const uint sub = 2 * (lane / 8) + i, shift = 8 * (sub % 4);
-        const uint low = mixed >> shift;
-        const uint scale = sub < 4 ? scales >> shift & 63 : (low & 15) | (scales >> shift >> 6 & 3) << 4;
-        const uint minimum = sub < 4 ? minima >> shift & 63 : (low >> 4 & 15) | (minima >> shift >> 6 & 3) << 4;
-        header.scale[i] = d * float(scale);
-        header.minimum[i] = dmin * float(minimum);
+        header.scale[i] = d * float(scales >> 8 * i & 255);
+        header.minimum[i] = dmin * float(minima >> 8 * i & 255);
     }
     return header;
+}
+
+// The sums of a lane's rows. Nibbles are added where they stand in 16 bits: of the rows of one sub-block the second and
+// the fourth count 256 times, all of the other sub-block 16 times as much, which is taken back in the end.
+struct Sums {
+    float low[4], high[4], minimum[2];
+};
+
+// Add columns that are listed one behind the other; all of their superblocks are on their way at once.
+template <int COLUMNS>
+inline void add_columns(thread Sums& sums, device const uchar* band, device const float* values,
+                        device const int* indices, uint lane) {
+    float x[COLUMNS];
+    Header header[COLUMNS];
+    uint nibbles[COLUMNS];
+    for (int c = 0; c < COLUMNS; ++c) {
+        device const uint* words = (device const uint*)(band + ulong(indices[c]) * BLOCK_BYTES);
+        x[c] = values[c];
+        nibbles[c] = words[4 + lane];
+        header[c] = header_of(words, lane);
+    }
+    for (int c = 0; c < COLUMNS; ++c) {
+        const float low = x[c] * header[c].scale[0], high = x[c] * header[c].scale[1];
+        for (int i = 0; i < 2; ++i) {
+            const uint two = nibbles[c] >> 16 * i;
+            sums.low[2 * i] += low * float(two & 0x000f);
+            sums.low[2 * i + 1] += low * float(two & 0x0f00);
+            sums.high[2 * i] += high * float(two & 0x00f0);
+            sums.high[2 * i + 1] += high * float(two & 0xf000);
+        }
+        sums.minimum[0] += x[c] * header[c].minimum[0];
+        sums.minimum[1] += x[c] * header[c].minimum[1];
+    }
 }
 
 // Part of so many things: as many for everyone, and one more for the first ones.
@@ -72,33 +106,26 @@ kernel void zigzag_gemv(device const uchar* blocks [[buffer(0)]], device const f
     int segment = 0, at = share.begin, left = share.count;
     while (left && at >= counts[segment]) at -= counts[segment++];
 
-    float sum[8] = {0, 0, 0, 0, 0, 0, 0, 0}, minimum[2] = {0, 0};
+    Sums of_lane = {{0, 0, 0, 0}, {0, 0, 0, 0}, {0, 0}};
     device const uchar* band = blocks + ulong(group.y) * ulong(columns) * BLOCK_BYTES;
     while (left) {
         const int end = min(counts[segment], at + left);
         left -= end - at;
-        for (; at < end; ++at) {
-            const float x = values[segment * SEGMENT + at];
-            device const uint* words =
-                (device const uint*)(band + ulong(indices[segment * SEGMENT + at]) * BLOCK_BYTES);
-            const Header header = header_of(words, lane);
-            const uint nibbles = words[4 + lane];
-            const float low = x * header.scale[0], high = x * header.scale[1];
-            for (int i = 0; i < 4; ++i) {
-                sum[i] += low * float(nibbles >> 8 * i & 15);
-                sum[4 + i] += high * float(nibbles >> (8 * i + 4) & 15);
-            }
-            minimum[0] += x * header.minimum[0];
-            minimum[1] += x * header.minimum[1];
+        device const float* x = values + segment * SEGMENT;
+        device const int* column = indices + segment * SEGMENT;
+        for (; at + COLUMNS_AT_ONCE <= end; at += COLUMNS_AT_ONCE) {
+            add_columns<COLUMNS_AT_ONCE>(of_lane, band, x + at, column + at, lane);
         }
+        for (; at < end; ++at) add_columns<1>(of_lane, band, x + at, column + at, lane);
         at = 0;
         ++segment;
     }
 
     const int row = int(simdgroup) * BAND_ROWS + first_row_of(lane);
     for (int i = 0; i < 4; ++i) {
-        sums[row + i] = sum[i] - minimum[0];
-        sums[row + 32 + i] = sum[4 + i] - minimum[1];
+        const float unit = i % 2 ? 1.0f / 256.0f : 1.0f;
+        sums[row + i] = of_lane.low[i] * unit - of_lane.minimum[0];
+        sums[row + 32 + i] = of_lane.high[i] * (unit / 16.0f) - of_lane.minimum[1];
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
     device float* to = partials + (group.x * groups.y + group.y) * BAND_ROWS;
