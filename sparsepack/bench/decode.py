@@ -3,14 +3,14 @@
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
 
 import torch
 
 from sparsepack.bench import traffic
-from sparsepack.bench.machine import ARRAY_BYTES, read_bandwidth
+from sparsepack.bench.machine import bandwidth_of
 from sparsepack.bench.options import BenchSettings
 from sparsepack.errors import UserError
 from sparsepack.formats.packed import PackedModel
@@ -54,8 +54,8 @@ def bench_decode(
     pieces of `ids` one after the other, and their rows count the tokens of all. Rows of decoding tests also have
     `bytes_per_token` (stored bytes needed, see `traffic.bytes_per_token`), `realised_sparsity` (share of the block
     weights skipped), the same `_of_sparse_sites`, and `bandwidth_share` (bytes_per_token * avg_ts over the memory's
-    measured bandwidth). Where neurons have slots, `served` has how many did of those that were active, and of sparse
-    ones `per_token` what a token took (`placement.ways.per_token`), in the last repetition.
+    bandwidth, see `machine.bandwidth_of`). Where neurons have slots, `served` has how many did of those that were
+    active, and of sparse ones `per_token` what a token took (`placement.ways.per_token`), in the last repetition.
 
     Raises `UserError` for a text shorter than a test or a test longer than the model's context.
     """
@@ -79,7 +79,8 @@ def bench_decode(
         expected = expected or _expected(engine, modes, texts[0])
         check = {mode: _difference(engine, mode, texts[0], expected[mode]) for mode in modes}
         samples, activities, served = _measured(engine, tests, texts, settings.repetitions)
-        bandwidth = read_bandwidth(engine.device)
+        memory = bandwidth_of(engine.device)
+        bandwidth = memory.bytes_per_second
         rows = [_row(packed, engine, settings, filename, t, samples[t], activities[t], bandwidth) for t in tests]
     for test, row in zip(tests, rows, strict=True):
         if (of_test := served.get(test)) is not None:
@@ -92,16 +93,12 @@ def bench_decode(
             if settings.batch > 1:
                 note += f"; a step of {settings.batch} sequences counts as one token"
             notes.append(note)
-    same_threads = " at the same number of threads" if engine.device.type == "cpu" else ""
     return {
         "schema": SCHEMA,
         "runtime": f"runtime: {engine.description}: {backend_named(engine.backend).says}",
         "tokens": f"random, seed {settings.seed}" if ids is None else "given",
         "check": check,
-        "read_bandwidth": {
-            "bytes_per_second": bandwidth,
-            "how": f"torch max over {ARRAY_BYTES >> 20} MiB of float32{same_threads}, fastest of 5",
-        },
+        "read_bandwidth": asdict(memory),
         "notes": [*engine.notes, *notes],
         "tests": rows,
     }

@@ -34,6 +34,7 @@ class Backend:
     slot_texts  -- texts that it decodes together at most where some have
     budgets     -- whether what has no room in a device's memory can lie in the host's
     holds       -- whether the share that is skipped can be held at the target
+    selects     -- whether decoded tokens of models with sparse attention read a part of the cached ones
     traits      -- of `traits.TRAITS`, those that it computes
     """
 
@@ -51,6 +52,7 @@ class Backend:
     slot_texts: int = 1
     budgets: bool = False
     holds: bool = False
+    selects: bool = True
     traits: frozenset[str] = frozenset()
 
     def divides(self, option: str) -> bool:
@@ -119,6 +121,17 @@ BACKENDS: Mapping[str, Backend] = MappingProxyType(
                 slot_texts=8,
                 budgets=True,
                 holds=True,
+            ),
+            Backend(
+                "metal",
+                says="Metal kernels on the stored 4.5 bits a weight; prefill in float32 by torch",
+                hardware="Apple GPUs",
+                devices=("mps",),
+                module="sparsepack.runtime.metal.backend",
+                cache_types=("f16",),
+                tunes=True,
+                holds=True,
+                selects=False,
             ),
         )
     }

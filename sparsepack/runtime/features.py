@@ -105,6 +105,12 @@ FEATURES = (
         "use backend {names}{packed.mlp_kind.instead}",
     ),
     Feature(
+        asked=lambda options, packed: packed is not None and packed.attention is not None,
+        there=lambda row, options, packed: row.selects,
+        refusal="the {row.name} backend reads every cached token, and the model was packed to read a part of them; "
+        "use backend {names}, or pack the model without --attention",
+    ),
+    Feature(
         asked=lambda options, packed: bool(traits_asked(options, packed)),
         there=lambda row, options, packed: row.traits.issuperset(traits_asked(options, packed)),
         refusal="the {row.name} backend does not compute all of this model ({traits}); use backend {names}",

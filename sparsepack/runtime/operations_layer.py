@@ -88,7 +88,9 @@ class LoadedSite:
 
 
 @dataclass(frozen=True)
-class _LoadedDenseMlp:
+class LoadedDenseMlp:
+    """A loaded MLP of the sites mlp_in and mlp_mid."""
+
     sites: Mapping[str, LoadedSite]
 
     @property
@@ -211,7 +213,7 @@ def load_layer(layer: PackedLayer, operations: Operations, device: torch.device)
 
 
 def _loaded_dense(mlp: DenseMlp, operations: Operations, device: torch.device) -> Mlp:
-    return _LoadedDenseMlp(_loaded_sites(mlp.sites, operations, device))
+    return LoadedDenseMlp(_loaded_sites(mlp.sites, operations, device))
 
 
 def _loaded_neurons(mlp: NeuronMlp, operations: Operations, device: torch.device) -> Mlp:

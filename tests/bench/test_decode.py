@@ -35,7 +35,8 @@ LLAMA_BENCH_KEYS = {
 
 @pytest.fixture(autouse=True)
 def _small_array(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode, "read_bandwidth", lambda device: machine.read_bandwidth(device, 1 << 20))
+    read = machine.read_bandwidth
+    monkeypatch.setattr(machine, "read_bandwidth", lambda device: read(device, 1 << 20))
 
 
 def running(**changes: Any) -> BenchSettings:

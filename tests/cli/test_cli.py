@@ -199,6 +199,9 @@ def test_mistakes_say_what_is_wrong_and_no_more(tiny: Path) -> None:
     assert fails("generate", packed, "--prompt", "a", "--device", "foo").endswith(
         "--device foo: expected cpu, cuda, cuda:N or mps"
     )
+    if not torch.backends.mps.is_available():
+        line = fails("generate", packed, "--prompt", "a", "--device", "mps")
+        assert "--device mps: not usable here (torch finds no Apple GPU); this machine has cpu" in line
     assert "a text without a name" in fails("calibrate", "shipped:tiny", "--text", "", "-o", tiny / "c")
     long = fails("generate", packed, "--prompt", "once " * 3000, "-n", 1)
     assert long.endswith("shorten it")

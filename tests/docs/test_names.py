@@ -8,14 +8,14 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-SOURCES = {".py", ".cpp", ".h", ".inc", ".cu", ".cuh"}
+SOURCES = {".py", ".cpp", ".h", ".inc", ".cu", ".cuh", ".metal"}
 COMMENTED = [
     path
-    for folder in ("runtime/cuda", "runtime/cpu/native")
+    for folder in ("runtime/cuda", "runtime/cpu/native", "runtime/metal")
     for path in sorted((ROOT / "sparsepack" / folder).rglob("*"))
     if path.suffix in SOURCES
 ]
-FILE = re.compile(r"(?<![\w.*<{-])(?:\.\./)*((?:[\w-]+/)*[\w-]+\.(?:py|cpp|cuh|cu|h|inc|yaml|svg))\b(?!`? as)")
+FILE = re.compile(r"(?<![\w.*<{-])(?:\.\./)*((?:[\w-]+/)*[\w-]+\.(?:py|cpp|cuh|cu|h|inc|metal|yaml|svg))\b(?!`? as)")
 OTHERS = ("sglang.", "vllm.")
 """Names that begin with these are of programs that load parts of ours, and that stand in no source of ours."""
 NOT_FILES_OF_OURS = {"llama.cpp", "cusparseLt.h", "sparsepack/runtime/toy/backend.py"}

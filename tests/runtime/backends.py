@@ -33,11 +33,11 @@ def device_of(row: backends.Backend) -> str:
 
 
 def marks_of(row: backends.Backend) -> list[pytest.MarkDecorator]:
-    """`gpu` where it needs a device beside the CPU; skipped where it cannot run, or on the CPU with
-    SPARSEPACK_REQUIRE_KERNELS an error."""
+    """`gpu` where it needs a CUDA device, `mps` where it needs an Apple GPU; skipped where it cannot run, or on the CPU
+    with SPARSEPACK_REQUIRE_KERNELS an error."""
     use_other_build()
     device = device_of(row)
-    marks = [] if device == "cpu" else [pytest.mark.gpu]
+    marks = {"cuda": [pytest.mark.gpu], "mps": [pytest.mark.mps]}.get(device, [])
     try:
         opened(row).usable(torch.device(device))
     except UserError as error:
@@ -56,6 +56,7 @@ def every_backend_that(able: Callable[[backends.Backend], bool]) -> pytest.MarkD
 
 
 every_backend = every_backend_that(lambda row: True)
+every_backend_of_several_texts = every_backend_that(lambda row: row.sequences > 1)
 
 
 def largest_difference(a: Tensor, b: Tensor) -> float:

@@ -1,5 +1,5 @@
 """The caches of every backend for tests: with each type of keys and values, and on the CPU each instruction set, beside
-the oracle's of the same type."""
+the oracle's of the same type. The metal backend's run here, too, emulated."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from backends import device_of, marks_of
+from metal_stand_in import stand_in
 from native_build import instruction_set_params
 from torch import Tensor
 
@@ -21,6 +22,8 @@ from sparsepack.runtime.cuda.attention.kv_cache import CudaDenseKvCache
 from sparsepack.runtime.cuda.driver.device import usable
 from sparsepack.runtime.cuda.products.gemm_fp16 import Product
 from sparsepack.runtime.kv_cache import AttentionShape, KvCache, LayerAttention
+from sparsepack.runtime.metal.kv_cache import MetalKvCache
+from sparsepack.runtime.metal.products import Sums, new_active_columns
 from sparsepack.runtime.reference.attention import rotary_table
 from sparsepack.runtime.reference.backend import operations as reference_operations
 
@@ -34,6 +37,9 @@ CASES = [
     for isa in (instruction_set_params() if row.name == "cpu" else [None])
     for parts, marks in [((row.name, type, *isa.values), isa.marks) if isa else ((row.name, type), marks_of(row))]
 ]
+CASES.append(pytest.param(("metal", "f16", "emulated"), id="metal-f16-emulated"))
+SPARSE_CASES = [case for case in CASES if BACKENDS[case.values[0][0]].selects]
+"""Those whose decoded positions can read a part of the tokens."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +74,10 @@ def appended(
     cache: KvCache | CudaDenseKvCache, layer: int, qkv: Tensor, sequence: int = 0, sparse: bool = False
 ) -> Tensor:
     """What the queries of positions after a sequence's last make of the text so far: float32 [S, rows] -> [S, heads *
-    head_dim]. Nothing is counted. On the GPU sparse positions are steps, one after the other."""
+    head_dim]. Nothing is counted. On the GPU sparse positions are steps, one after the other; on Apple's a single
+    position of a single text is one."""
+    if isinstance(cache, MetalKvCache) and (len(qkv), len(cache.lengths)) == (1, 1):
+        return metal_step(cache, layer, qkv[0])
     if not isinstance(cache, CudaDenseKvCache):
         return cache.attend(layer, cache.append(layer, qkv, sequence), sequence, sparse)
     if not sparse:
@@ -96,6 +105,16 @@ def stepped(cache: KvCache | CudaDenseKvCache, layer: int, qkv: Tensor, sparse: 
     return out
 
 
+def metal_step(cache: MetalKvCache, layer: int, qkv: Tensor) -> Tensor:
+    """The same for one position, by the kernels of a step: [rows] -> [1, heads * head_dim]."""
+    shape, position = cache._shape, cache.lengths[0]
+    parts = torch.stack([qkv / 4, qkv / 4, qkv / 2])  # as a product with three splits leaves the rows
+    found = new_active_columns(shape.heads * shape.head_dim, qkv.device)
+    cache.step(layer, Sums(torch.nn.functional.pad(parts, (0, -len(qkv) % 256))), position)()
+    cache.collect(layer, position, found)()
+    return found.values[None, : shape.heads * shape.head_dim].clone()
+
+
 def moved(shape: AttentionShape, device: str) -> AttentionShape:
     """What a cache is made for, all of it on a device."""
 
@@ -110,6 +129,10 @@ def moved(shape: AttentionShape, device: str) -> AttentionShape:
 
 def opened(name: str, type: str, isa: str | None) -> Iterator[Backend]:
     """One of the cases while the iterator lives."""
+    if isa == "emulated":
+        with stand_in(seed=1):  # each launch has another order of threads
+            yield Backend(name, "cpu", type)
+        return
     with pytest.MonkeyPatch.context() as patch:
         if isa:
             patch.setenv(FORCED, isa)
@@ -196,9 +219,13 @@ def both(
 ) -> Both:
     """heads    -- of queries and of keys
     channels -- heavy ones, how many of each layer, None: it is dense; None for all: there is no policy
+    Skips the test where the backend's decoded positions cannot read a part of the tokens, but should.
+
     changed  -- whether norms change queries and keys, and rotation where there is a policy; without one it always does
     shape    -- context, sequences and policy where they are others than usual
     """
+    if channels is not None and not BACKENDS[backend.name].selects:
+        pytest.skip(f"the {backend.name} backend reads every token")
     random = torch.Generator()
     random.seed()  # other inputs every run
 

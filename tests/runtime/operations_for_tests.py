@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from backends import device_of, marks_of
+from metal_stand_in import stand_in
 from native_build import instruction_set_params
 from torch import Tensor
 
@@ -156,6 +157,7 @@ OF_OPERATIONS = [
         for row in BACKENDS.values()
         if row.name not in ("reference", "cpu") and hasattr(backend_module.opened(row), "operations")
     ),
+    pytest.param(("metal", "emulated"), id="metal-emulated"),
 ]
 CUDA = pytest.param(("cuda", "cuda"), id="cuda", marks=pytest.mark.gpu)
 every_backend = pytest.mark.parametrize("backend", [*OF_OPERATIONS, CUDA], indirect=True)
@@ -165,7 +167,7 @@ every_backend_of_operations = pytest.mark.parametrize("backend", OF_OPERATIONS, 
 
 
 def opened(name: str, variant: str) -> Iterator[Backend]:
-    """A backend on a device, or with an instruction set of the CPU, while the iterator lives."""
+    """A backend on a device, with an instruction set of the CPU, or emulated, while the iterator lives."""
     if variant == "cuda" and not torch.cuda.is_available():
         pytest.skip("no CUDA device")
     exact = Bounds(1e-6, 1e-5)
@@ -174,6 +176,10 @@ def opened(name: str, variant: str) -> Iterator[Backend]:
         yield Backend(name, CudaProducts(), variant, exact, Bounds(1e-3, 1e-3))
         return
     operations = backend_module.opened(backend_named(name)).operations
+    if variant == "emulated":
+        with stand_in(seed=1):  # each launch has another order of threads
+            yield Backend(name, ChainedProducts(operations, "cpu"), "cpu", exact, exact)
+        return
     if name != "cpu":
         yield Backend(name, ChainedProducts(operations, variant), variant, exact, exact)
         return

@@ -38,8 +38,8 @@ def test_a_module_offers_what_its_row_says(row: Backend) -> None:
 
 
 def test_a_device_has_the_backend_that_is_made_for_it() -> None:
-    found = {device: backend_for(device).name for device in ("cpu", "cuda", "cuda:1", "mps")}
-    assert found == {"cpu": "cpu", "cuda": "cuda", "cuda:1": "cuda", "mps": "reference"}
+    found = {device: backend_for(device).name for device in ("cpu", "cuda", "cuda:1", "mps", "xpu")}
+    assert found == {"cpu": "cpu", "cuda": "cuda", "cuda:1": "cuda", "mps": "metal", "xpu": "reference"}
     assert backend_for(torch.device("cuda", 3)).name == "cuda"
 
 
@@ -47,10 +47,10 @@ def test_a_device_has_the_backend_that_is_made_for_it() -> None:
 def test_a_backend_refuses_devices_that_it_is_not_made_for(row: Backend) -> None:
     row.check_device(device_of(row))
     if not row.devices:
-        row.check_device("mps")
+        row.check_device("xpu")
         return
-    with pytest.raises(UserError, match=f"device mps: the {row.name} backend runs on .*; use device {row.devices[0]}"):
-        row.check_device(torch.device("mps"))
+    with pytest.raises(UserError, match=f"device xpu: the {row.name} backend runs on .*; use device {row.devices[0]}"):
+        row.check_device(torch.device("xpu"))
 
 
 @every_row
@@ -63,23 +63,23 @@ def test_a_cache_type_that_a_backend_does_not_have_is_an_error(row: Backend) -> 
 
 def test_batches_and_tuning_are_refused_where_no_backend_does_them() -> None:
     assert backend_asked(EngineOptions("cuda", sequences=8)).name == "cuda"
-    toy = replace(backend_for("mps"), name="toy", sequences=1)
+    toy = replace(backend_for("xpu"), name="toy", sequences=1)
     with pytest.raises(UserError, match="a batch of 2 by the toy backend: it runs at most 1 together; use backend ref"):
         check_features(toy, EngineOptions(sequences=2))
     with pytest.raises(UserError, match="a batch of 9 sequences: expected 1 to 8"):
         backend_asked(EngineOptions("cuda", sequences=9))
     assert tuning_backend(EngineOptions("cpu")).name == "cpu"
-    with pytest.raises(UserError, match="device mps: the reference backend has nothing to tune; use device cpu"):
-        tuning_backend(EngineOptions("mps"))
+    with pytest.raises(UserError, match="device xpu: the reference backend has nothing to tune; use device cpu"):
+        tuning_backend(EngineOptions("xpu"))
 
 
 def test_the_reference_waits_for_any_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     waited: list[torch.device] = []
     monkeypatch.setattr(torch.accelerator, "synchronize", waited.append)
-    module = opened(backend_for("mps"))
+    module = opened(backend_for("xpu"))
     module.synchronise(torch.device("cpu"))
     assert waited == []
-    module.synchronise(torch.device("mps"))
-    assert waited == [torch.device("mps")]
+    module.synchronise(torch.device("xpu"))
+    assert waited == [torch.device("xpu")]
     assert module.operations is reference_operations
     assert module.describe(torch.device("cpu")) == ""

@@ -6,7 +6,7 @@ from functools import cache
 
 import pytest
 import torch
-from backends import TOLERANCE, engine_of, every_backend
+from backends import TOLERANCE, engine_of, every_backend_that
 from packed_models import random_model, stock_model, with_rules
 from torch import Tensor
 
@@ -23,6 +23,7 @@ IDS = torch.randint(300, (48,), generator=torch.Generator().manual_seed(1)).toli
 START = 24
 POLICY = TokenPolicy(Fraction(1, 4), sinks=1, recent=3, min_context=8)
 VARIANTS = ["llama", "qwen2, biases, tied", "qwen3, tied", "llama, one head, relu"]
+every_backend = every_backend_that(lambda row: row.selects)
 
 
 @cache

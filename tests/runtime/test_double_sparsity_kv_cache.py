@@ -6,12 +6,12 @@ from fractions import Fraction
 
 import pytest
 import torch
-from kv_cache_backends import CASES, CONTEXT, POLICY, Backend, both, opened
+from kv_cache_backends import CONTEXT, POLICY, SPARSE_CASES, Backend, both, opened
 
 from sparsepack.models.records.sparse_attention import TokenPolicy
 
 
-@pytest.fixture(params=CASES, scope="module")
+@pytest.fixture(params=SPARSE_CASES, scope="module")
 def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
     yield from opened(*request.param)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from backends import TOLERANCE, engine_of, every_backend, largest_difference
+from backends import TOLERANCE, engine_of, every_backend, every_backend_of_several_texts, largest_difference
 from packed_models import by_neurons, random_model, stock_model, with_rules, with_sites
 from torch import Tensor
 
@@ -201,7 +201,7 @@ def test_step_by_step_every_backend_does_what_the_reference_does(backend: str, v
     assert oracle.scales[0] > 1.02
 
 
-@every_backend
+@every_backend_of_several_texts
 @threads
 def test_each_text_of_several_is_held_for_itself(backend: str, threads: int) -> None:
     packed = model()
@@ -221,7 +221,7 @@ def test_each_text_of_several_is_held_for_itself(backend: str, threads: int) -> 
     assert len(set(engine.scales)) == 3
 
 
-@every_backend
+@every_backend_of_several_texts
 def test_the_same_text_everywhere_has_the_scale_of_the_text_alone(backend: str) -> None:
     packed = model()
     alone, together = engine_of(packed, backend, hold=True), engine_of(packed, backend, sequences=3, hold=True)
@@ -252,7 +252,7 @@ def test_a_text_begins_anew_where_it_loses_tokens_and_goes_on_elsewhere(backend:
     assert engine.scales == (1.0,)
 
 
-@every_backend
+@every_backend_of_several_texts
 def test_of_several_texts_one_begins_anew(backend: str) -> None:
     engine = engine_of(model(), backend, sequences=2, hold=True)
     for column in zip(*TEXTS[:2], strict=True):
@@ -265,7 +265,7 @@ def test_of_several_texts_one_begins_anew(backend: str) -> None:
     assert engine.scales[1] != other
 
 
-@every_backend
+@every_backend_of_several_texts
 def test_a_copied_text_begins_anew(backend: str) -> None:
     engine = engine_of(model(), backend, sequences=2, hold=True)
     for column in zip(*TEXTS[:2], strict=True):

@@ -34,8 +34,10 @@ def usable_device(context: click.Context, parameter: click.Parameter, name: str)
     try:
         torch.empty(1, device=name)
     except (RuntimeError, AssertionError) as error:
-        reason = str(error).strip().split("\n")[0].split(". ")[0]
+        no_gpu = name == "mps" and not torch.backends.mps.is_available()
+        reason = "torch finds no Apple GPU" if no_gpu else str(error).strip().split("\n")[0].split(". ")[0]
         there = ["cpu", *(f"cuda:{n}" for n in range(torch.cuda.device_count()))]
+        there += ["mps"] if torch.backends.mps.is_available() else []
         raise UserError(f"--device {name}: not usable here ({reason}); this machine has {', '.join(there)}") from error
     return name
 

@@ -6,7 +6,7 @@ from typing import Any
 from sparsepack.progress import counted
 from sparsepack.tables import Table, markdown
 
-_TILE_CONFIG = ("span", "tile", "tile_bands", "warps", "stages", "splits")
+_TILE_CONFIG = ("span", "tile", "tile_bands", "warps", "stages", "splits", "simdgroups")
 """`tune` chooses the values of these fields, on CPUs and on GPUs."""
 
 

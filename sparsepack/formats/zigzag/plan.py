@@ -8,7 +8,8 @@
     blk.I.SITE.bias                [rows]                  F32, where the model has one
     blk.I.SITE.threshold           [1] or [columns]        F32, where the site is sparse
     blk.I.SITE.offset              [columns]               F32, where inactive channels take a value other than 0
-    blk.I.NORM.weight              [width]                 F32; NORM: attn_norm, mlp_norm, and q_norm, k_norm
+    blk.I.NORM.weight              [width]                 F32; NORM: attn_norm, mlp_norm, and in some families
+                                                           q_norm, k_norm, attn_post_norm, mlp_post_norm
     output_norm.weight             [hidden]                F32
     output.weight                  [vocabulary, hidden]    as token_embd; absent where the two are tied
 
@@ -156,9 +157,9 @@ def _groups(
         if layer in checkpoint.bases:
             yield matrix(f"blk.{layer}.{BASIS}", checkpoint.family.basis(layer), of_basis)
         for name, module in checkpoint.family.norms.items():
-            yield _in_f32(checkpoint, f"blk.{layer}.{name}.weight", f"model.layers.{layer}.{module}.weight")
+            yield _norm(checkpoint, f"blk.{layer}.{name}.weight", f"model.layers.{layer}.{module}.weight")
         yield from block(architecture, layer)
-    yield _in_f32(checkpoint, "output_norm.weight", FINAL_NORM)
+    yield _norm(checkpoint, "output_norm.weight", FINAL_NORM)
     if "output.weight" in embedding:
         yield matrix("output.weight", HEAD, embedding["output.weight"])
 
@@ -228,7 +229,8 @@ def _planned_router(checkpoint: Checkpoint, layer: int) -> Iterator[PlannedGroup
     experts = checkpoint.family.experts
     if experts is not None:
         source = f"{checkpoint.family.block(layer)}.{experts.router}.weight"
-        yield _in_f32(checkpoint, f"blk.{layer}.{ROUTER}", source)
+        planned = PlannedTensor(f"blk.{layer}.{ROUTER}", checkpoint.source.shapes[source], "F32")
+        yield alone(planned, lambda: encode_rows(checkpoint.tensor(source), "F32"))
 
 
 def planned_vector(name: str, type: str, value: Tensor) -> PlannedGroup:
@@ -243,9 +245,9 @@ def _planned_rule(name: str, rule: SiteRule) -> Iterator[PlannedGroup]:
             yield planned_vector(f"{name}.{part}", "F32", value.detach().float().reshape(-1))
 
 
-def _in_f32(checkpoint: Checkpoint, name: str, source: str) -> PlannedGroup:
+def _norm(checkpoint: Checkpoint, name: str, source: str) -> PlannedGroup:
     shape = checkpoint.source.shapes[source]
-    return alone(PlannedTensor(name, shape, "F32"), lambda: encode_rows(checkpoint.tensor(source), "F32"))
+    return alone(PlannedTensor(name, shape, "F32"), lambda: encode_rows(checkpoint.norm(source), "F32"))
 
 
 def _check_rules(checkpoint: Checkpoint, rules: Rules) -> None:

@@ -2,7 +2,10 @@
 
 import os
 import platform
+import subprocess
+import sys
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 
 _QUOTAS = (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"))
@@ -10,7 +13,9 @@ _QUOTAS = (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"))
 
 
 def cpu_info() -> str:
-    """The processor's name."""
+    """The processor's name; on a Mac that of the chip: "Apple M2 Pro"."""
+    if name := _sysctl("machdep.cpu.brand_string"):
+        return name
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").is_file() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()
@@ -23,9 +28,21 @@ def usable_cores(system: Path = Path("/sys")) -> int:
     system -- where the system tells what it has
     """
     if not hasattr(os, "sched_getaffinity"):
-        return os.cpu_count() or 1
+        # On Apple silicon without the efficiency cores, for which the others would wait; torch counts alike.
+        return int(_sysctl("hw.perflevel0.physicalcpu") or os.cpu_count() or 1)
     cores = {_siblings(system, cpu) for cpu in os.sched_getaffinity(0)}
     return max(1, min(len(cores), *(_quota(system / "fs/cgroup", names) for names in _QUOTAS)))
+
+
+@cache
+def _sysctl(name: str) -> str:
+    """What macOS says of the machine; empty elsewhere, and where it does not say."""
+    if sys.platform != "darwin":
+        return ""
+    with suppress(OSError, subprocess.SubprocessError):
+        asked = subprocess.run(["/usr/sbin/sysctl", "-n", name], capture_output=True, text=True, timeout=10, check=True)
+        return asked.stdout.strip()
+    return ""
 
 
 def _siblings(system: Path, cpu: int) -> str:

@@ -1,11 +1,15 @@
 """How many cores a process may use, as systems tell it."""
 
 import os
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from sparsepack.runtime.cpu.machine import usable_cores
+from sparsepack.runtime.cpu import machine
+from sparsepack.runtime.cpu.machine import cpu_info, usable_cores
 
 
 @pytest.fixture
@@ -53,3 +57,33 @@ def test_a_system_that_does_not_tell_has_a_core_for_each_processor(system: Path,
 
 def test_here_there_is_one_at_least() -> None:
     assert 1 <= usable_cores() <= (os.cpu_count() or 1)
+
+
+@pytest.fixture
+def mac(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
+    """What macOS says of the machine, by name."""
+    said: dict[str, str] = {}
+
+    def run(command: list[str], **how: object) -> subprocess.CompletedProcess:
+        if command[2] not in said:
+            raise subprocess.CalledProcessError(1, command)
+        return subprocess.CompletedProcess(command, 0, said[command[2]] + "\n", "")
+
+    monkeypatch.setattr(sys, "platform", "darwin")
+    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.delattr(os, "sched_getaffinity", raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 12)
+    machine._sysctl.cache_clear()
+    yield said
+    machine._sysctl.cache_clear()
+
+
+def test_a_mac_tells_its_chip_and_its_performance_cores(mac: dict[str, str]) -> None:
+    mac |= {"machdep.cpu.brand_string": "Apple M2 Pro", "hw.perflevel0.physicalcpu": "8"}
+    assert cpu_info() == "Apple M2 Pro"
+    assert usable_cores() == 8
+
+
+def test_a_mac_that_does_not_tell_has_a_name_and_all_of_its_cores(mac: dict[str, str]) -> None:
+    assert cpu_info()
+    assert usable_cores() == 12

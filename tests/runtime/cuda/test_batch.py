@@ -14,7 +14,7 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from torch import Tensor
 from union import Union, union_logits
 
-from sparsepack.bench import decode, traffic
+from sparsepack.bench import machine, traffic
 from sparsepack.bench.decode import bench_decode
 from sparsepack.bench.options import BenchSettings
 from sparsepack.errors import ArtifactError, UserError
@@ -227,7 +227,7 @@ def test_a_truncated_sequence_goes_on_from_there() -> None:
 
 
 def test_a_benchmark_of_a_batch_counts_the_tokens_of_all_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode, "read_bandwidth", lambda device: 1e9)
+    monkeypatch.setattr(machine, "read_bandwidth", lambda device: 1e9)
     packed, ids = model("llama"), TEXTS[0].repeat(3).tolist()
     found = bench_decode(packed, BenchSettings(generate=13, repetitions=2, engine=ON_GPU, batch=3), ids=ids)
     dense, sparse = found["tests"]

@@ -11,12 +11,13 @@ from torch import Tensor
 from sparsepack.formats import packed as stored
 from sparsepack.formats.mlp_kinds import DENSE, MLP_GATE, MLP_RECORDS, NEURONS, MlpKind
 from sparsepack.runtime.cuda.decoder.block_buffers import Buffers
-from sparsepack.runtime.cuda.decoder.sites import Columns, CudaSite, load_sites
+from sparsepack.runtime.cuda.decoder.sites import CudaSite, load_sites
 from sparsepack.runtime.cuda.driver.host_memory import Place
 from sparsepack.runtime.cuda.driver.kernel_set import Kernels
 from sparsepack.runtime.cuda.products.gemm_fp16 import Product, ScaledFp16
 from sparsepack.runtime.cuda.products.neurons import ActiveNeurons, CudaNeurons, Division
 from sparsepack.runtime.cuda.products.zigzag import CudaZigzag, Input
+from sparsepack.runtime.site_columns import Columns
 
 Launch = Callable[[], object]
 """The function launches a kernel with all that the kernel takes."""

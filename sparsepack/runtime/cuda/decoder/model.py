@@ -11,12 +11,13 @@ from sparsepack.models.architecture import Architecture
 from sparsepack.models.families import ATTENTION_SITES
 from sparsepack.placement.budget import Plan
 from sparsepack.runtime.cuda.decoder.mlps import CudaMlp, LoadMlp, load_mlp
-from sparsepack.runtime.cuda.decoder.sites import CudaSite, load_sites, load_vector
+from sparsepack.runtime.cuda.decoder.sites import CudaSite, load_sites
 from sparsepack.runtime.cuda.driver.host_memory import Place
 from sparsepack.runtime.cuda.driver.kernel_set import Kernels
 from sparsepack.runtime.cuda.products.rows import RowsMatrix
 from sparsepack.runtime.kv_cache import AttentionShape, attention_shape
 from sparsepack.runtime.reference.attention import rotary_table
+from sparsepack.runtime.site_columns import load_vector
 
 ACTIVATIONS = {"silu": 0, "relu": 1, "gelu": 2, "gelu_pytorch_tanh": 3}
 """The activations have the numbers that `kernels/common/activations.cuh` gives them."""

@@ -5,27 +5,13 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch import Tensor
 
 from sparsepack.formats.packed import PackedSite
 from sparsepack.runtime.cuda.driver.host_memory import Place
 from sparsepack.runtime.cuda.driver.kernel_set import Kernels
 from sparsepack.runtime.cuda.products.tile_config import BAND_ROWS
 from sparsepack.runtime.cuda.products.zigzag import CudaZigzag, Input
-
-
-@dataclass(frozen=True)
-class Columns:
-    """The columns that a site's product reads, and what the product lacks without the others.
-
-    threshold -- float32 [1] or [columns]; None: every column
-    offset    -- taken from the input first: float32 [columns] or None
-    bias      -- to add to the product: the site's own and, with an offset, W offset; float32 [rows] or None
-    """
-
-    threshold: Tensor | None = None
-    offset: Tensor | None = None
-    bias: Tensor | None = None
+from sparsepack.runtime.site_columns import Columns, load_vector
 
 
 @dataclass(frozen=True)
@@ -64,8 +50,3 @@ def _site(site: PackedSite, device: torch.device, gate: bool, kernels: Kernels, 
     if gate:  # rows of such a matrix come in pairs from the product that was just made
         matrix = load(gate=True)
     return CudaSite(matrix, dense, Columns(threshold, offset, with_offset))
-
-
-def load_vector(x: Tensor, device: torch.device) -> Tensor:
-    """float32 [n] on a device."""
-    return x.detach().to(device, torch.float32).reshape(-1).contiguous()

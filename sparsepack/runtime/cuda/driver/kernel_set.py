@@ -11,6 +11,7 @@ from sparsepack.runtime.cuda.driver import device, flag_in_data, graph, host_mem
 from sparsepack.runtime.cuda.products import gate as gate_alone
 from sparsepack.runtime.cuda.products import gemm_fp16 as dense
 from sparsepack.runtime.cuda.products import neurons, rows, zigzag
+from sparsepack.runtime.device_sampling import sample
 
 
 class Kernels:
@@ -66,7 +67,7 @@ class Kernels:
     add_neurons = staticmethod(neurons.add_neurons)
     product = staticmethod(rows.product)
     pick_likeliest = staticmethod(sampling.pick_likeliest)
-    sample = staticmethod(sampling.sample)
+    sample = staticmethod(sample)
 
     # Prefill.
     new_scratch = staticmethod(dense.new_scratch)

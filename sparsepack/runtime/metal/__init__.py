@@ -1,0 +1,1 @@
+"""Apple GPUs through torch's MPS device and kernels in the Metal Shading Language."""
