@@ -1,4 +1,4 @@
-"""The tiny model's README.md, and the table in it."""
+"""The README.md of a tiny model, and the table in it."""
 
 import platform
 import shlex
@@ -6,7 +6,7 @@ import sys
 
 import torch
 import transformers
-from tiny_model_run import Corpus, Row, Trained
+from tiny_model_run import Corpus, Kind, Row, Trained
 
 
 def table_text(rows: list[Row]) -> str:
@@ -19,7 +19,9 @@ def table_text(rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
-def model_card(trained: Trained, tried: list[Trained], rows: list[Row], corpus: Corpus, parameters: int) -> str:
+def model_card(
+    kind: Kind, trained: Trained, tried: list[Trained], rows: list[Row], corpus: Corpus, parameters: int
+) -> str:
     """README.md of the model: what it is, its data and licence, how good it is, how to make it again."""
     s = trained.settings
     sizes = {
@@ -38,12 +40,8 @@ license_name: psf-2.0
 license_link: https://docs.python.org/3/license.html
 language: en
 ---
-# sparsepack's tiny model
-A Llama of {parameters:,} parameters, small enough to ship, trained well enough to measure on: sparsepack's quickstart
-and tests calibrate, pack and evaluate it. It writes text that looks like the Python manual and knows nothing.
-
-{s.shape.layers} blocks, hidden 256, FFN {s.shape.ffn} (SiLU), 4 heads and 2 KV heads of 64, tied embeddings, context
-{s.context}, byte-level BPE of {s.shape.vocabulary} tokens, bfloat16.
+# {kind.title}
+{kind.about(s, parameters)}
 
 ## Figures
 {table_text(rows)}

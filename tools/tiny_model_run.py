@@ -1,29 +1,35 @@
-"""The values of training the tiny model: what is tried, the texts, what came of a run."""
+"""The values of training a tiny model: its kind, what is tried, the texts, what came of a run."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import click
+import torch
 from tokenizers import Tokenizer
-from transformers import LlamaForCausalLM
+from transformers import PreTrainedModel
+
+BOS = 0
+BOS_TEXT = "<|endoftext|>"
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What of the architecture is tried: decoder blocks, FFN width, vocabulary."""
+    """What of the architecture is tried: decoder blocks, FFN width (of one expert, in a mixture), vocabulary."""
 
     layers: int
     ffn: int
     vocabulary: int
 
     @classmethod
-    def parse(cls, text: str) -> "Shape":
-        """`3x512x768` -> Shape(3, 512, 768)."""
+    def parse(cls, text: str, widths: int) -> "Shape":
+        """`3x512x768` -> Shape(3, 512, 768); `widths` divides the FFN width."""
         try:
             layers, ffn, vocabulary = (int(part) for part in text.split("x"))
         except ValueError:
             raise click.BadParameter(f"{text}: expected LAYERSxFFNxVOCABULARY, such as 3x512x768") from None
-        if ffn % 256:
-            raise click.BadParameter(f"{text}: FFN width {ffn} is not a multiple of 256")
+        if ffn % widths:
+            raise click.BadParameter(f"{text}: FFN width {ffn} is not a multiple of {widths}")
         return cls(layers, ffn, vocabulary)
 
     def __str__(self) -> str:
@@ -60,12 +66,30 @@ class Settings:
 
 
 @dataclass(frozen=True)
+class Kind:
+    """A kind of tiny model.
+
+    title     -- of its card
+    about     -- what its card says that it is, of its settings and the number of its weights
+    widths    -- divides every FFN width
+    build     -- a model of random weights
+    more_loss -- what is added to the loss of predicting tokens, from the model and its output
+    """
+
+    title: str
+    about: Callable[[Settings, int], str]
+    widths: int
+    build: Callable[[Settings], PreTrainedModel]
+    more_loss: Callable[[PreTrainedModel, Any], torch.Tensor | float]
+
+
+@dataclass(frozen=True)
 class Trained:
     """The best checkpoint of one run: its weights, its bits per byte on the validation slice, where it was taken."""
 
     settings: Settings
     tokenizer: Tokenizer
-    model: LlamaForCausalLM
+    model: PreTrainedModel
     validation_bits: float
     best_step: int
     seconds: float

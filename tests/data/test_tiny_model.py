@@ -60,7 +60,7 @@ def test_no_paragraph_of_prose_is_repeated_within_a_part() -> None:
 
 
 def test_docstrings_share_no_run_of_words_with_held_out_topics() -> None:
-    found = tool("train_tiny_model").docstrings()
+    found = tool("tiny_model_training").docstrings()
     assert sum(map(len, found)) > 100_000
     runs = [word_runs("\n\n".join(part).split("\n\n")) for part in (found, heldout_text())]
     assert runs[0].isdisjoint(runs[1])
@@ -121,7 +121,7 @@ def test_shipped_tokenizer_round_trips_any_text() -> None:
 
 @needs_model
 def test_shipped_model_beats_the_bigrams_on_held_out_topics() -> None:
-    bigram, training = tool("bigram"), tool("train_tiny_model")
+    bigram, training = tool("bigram"), tool("tiny_model_training")
     model = AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32, local_files_only=True)
     assert isinstance(model, LlamaForCausalLM)
     tokenizer = training.Tokenizer.from_file(str(TINY / "tokenizer.json"))
