@@ -67,12 +67,19 @@ def check_holds(packed: PackedModel) -> None:
     hold_of(packed)
 
 
+def not_by_neurons(packed: PackedModel) -> str:
+    """What people are told who give slots to neurons in a model that is not stored by them, and what to do."""
+    if packed.architecture.experts is not None:
+        return "the model's MLPs are mixtures of experts, which no engine places; `trace` and `simulate` take experts"
+    return "the model's MLPs are not stored by neurons; pack it with --format neuron-q4_k"
+
+
 def check_by_count(name: str) -> Callable[[PackedModel], None]:
     """What raises `UserError` for a model whose MLPs have no neurons that could have slots. name -- of the option"""
 
     def check(packed: PackedModel) -> None:
         if not packed.mlp_kind.by_count:
-            raise UserError(f"{name}: the model's MLPs are not stored by neurons; pack it with --format neuron-q4_k")
+            raise UserError(f"{name}: {not_by_neurons(packed)}")
 
     return check
 

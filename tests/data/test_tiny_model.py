@@ -1,4 +1,4 @@
-"""The text that ships with Python, its split, and the tiny model trained on it."""
+"""The text that ships with Python, its split, and the tiny models trained on it."""
 
 import importlib
 import json
@@ -9,15 +9,19 @@ from types import ModuleType
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from sparsepack.data import SHIPPED_MODELS
 from sparsepack.data.topics import HELD_OUT_TOPICS, clean_paragraphs, heldout_text, training_text, word_runs
+from sparsepack.eval.options import EvalRequest
+from sparsepack.eval.run import evaluate
+from sparsepack.models.checkpoint.checkpoint import open_checkpoint
+from sparsepack.tracing.collect import trace
+from sparsepack.tracing.options import TraceOptions
 
 ROOT = Path(__file__).resolve().parents[2]
-TINY = ROOT / "sparsepack" / "data" / "tiny"
-needs_model = pytest.mark.skipif(
-    not (TINY / "model.safetensors").exists(), reason=f"{TINY} is not there; tools/train_tiny_model.py makes it"
-)
+TINY, MIXTURE = SHIPPED_MODELS["shipped:tiny"], SHIPPED_MODELS["shipped:tiny-mixture"]
+both = pytest.mark.parametrize("model", [TINY, MIXTURE], ids=lambda path: path.name)
 
 
 def tool(name: str) -> ModuleType:
@@ -95,12 +99,11 @@ def test_nll_of_a_table_counts_the_first_token_after_bos() -> None:
     assert torch.allclose(nll.exp(), torch.tensor([1 / 0.75, 2.0], dtype=torch.float64))
 
 
-@needs_model
-def test_shipped_folder_is_small() -> None:
-    assert sum(path.stat().st_size for path in TINY.rglob("*") if path.is_file()) <= 4_000_000
+@both
+def test_a_shipped_folder_is_small(model: Path) -> None:
+    assert sum(path.stat().st_size for path in model.rglob("*") if path.is_file()) <= 4_000_000
 
 
-@needs_model
 def test_shipped_model_is_a_llama_whose_widths_are_whole_superblocks() -> None:
     config = json.loads((TINY / "config.json").read_text())
     assert config["architectures"] == ["LlamaForCausalLM"]
@@ -111,27 +114,78 @@ def test_shipped_model_is_a_llama_whose_widths_are_whole_superblocks() -> None:
     assert [width % 256 for width in (config["hidden_size"], config["intermediate_size"], heads_width)] == [0, 0, 0]
 
 
-@needs_model
-def test_shipped_tokenizer_round_trips_any_text() -> None:
-    tokenizer = AutoTokenizer.from_pretrained(TINY, local_files_only=True)
+@both
+def test_a_shipped_tokenizer_round_trips_any_text(model: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True)
     text = 'The "with" statement\n\n    naïve → 日本 🙂'
     assert tokenizer.decode(tokenizer.encode(text)) == text
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (0, 0)
 
 
-@needs_model
-def test_shipped_model_beats_the_bigrams_on_held_out_topics() -> None:
+@both
+def test_a_shipped_model_beats_the_bigrams_on_held_out_topics(model: Path) -> None:
     bigram, training = tool("bigram"), tool("tiny_model_training")
-    model = AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32, local_files_only=True)
-    assert isinstance(model, LlamaForCausalLM)
-    tokenizer = training.Tokenizer.from_file(str(TINY / "tokenizer.json"))
+    stock = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, local_files_only=True)
+    tokenizer = training.Tokenizer.from_file(str(model / "tokenizer.json"))
     corpus = training.gather_corpus()
     tokens, _ = training.joined(tokenizer, corpus.held_out)
     topics_only = training.stream(tokenizer, corpus.topics)
     everything = torch.cat([topics_only, training.stream(tokenizer, corpus.docstrings)])
     bigrams = [
-        bigram.table_nll(bigram.bigram_table(seen, model.config.vocab_size), tokens, training.BOS).mean().exp().item()
+        bigram.table_nll(bigram.bigram_table(seen, stock.config.vocab_size), tokens, training.BOS).mean().exp().item()
         for seen in (topics_only, everything)
     ]
-    perplexity = training.model_nll(model, tokens, model.config.max_position_embeddings).mean().exp().item()
+    perplexity = training.model_nll(stock, tokens, stock.config.max_position_embeddings).mean().exp().item()
     assert perplexity < 0.8 * min(bigrams)
+
+
+def test_no_block_of_the_shipped_mixture_leaves_most_of_its_experts_out(tmp_path: Path) -> None:
+    options = TraceOptions(sessions=8, tokens=256, prompt=16, batch=8)
+    traced = trace("shipped:tiny-mixture", "shipped:heldout", tmp_path / "trace", options)
+    assert (traced.unit, traced.layers, traced.neurons) == ("experts", 4, 16)
+    sessions = range(len(traced.sessions))
+    for block in range(4):
+        visits = sum(traced.active(session, block).sum(0) for session in sessions)
+        assert (visits > 0).sum() >= 12
+        assert visits.sum() == 2 * 256 * len(sessions)
+
+
+def test_the_perplexity_of_the_shipped_mixture_is_the_stock_models() -> None:
+    training = tool("tiny_model_training")
+    request = EvalRequest(subject="shipped:tiny-mixture", perplexity=("shipped:heldout",), context=128, windows=4)
+    found = evaluate(request)["perplexity"][0]["perplexity"]["value"]
+    stock = AutoModelForCausalLM.from_pretrained(MIXTURE, dtype=torch.float32, local_files_only=True)
+    tokenizer = training.Tokenizer.from_file(str(MIXTURE / "tokenizer.json"))
+    tokens, _ = training.joined(tokenizer, training.gather_corpus().held_out)
+    nll = training.model_nll(stock, tokens[: 4 * 128], 128)
+    assert found == pytest.approx(nll.mean().exp().item(), rel=1e-4)
+
+
+def test_what_is_added_to_the_loss_is_what_the_stock_model_adds() -> None:
+    mixture, run = tool("train_tiny_mixture"), tool("tiny_model_run")
+    settings = run.Settings(run.Shape(2, 32, 64), 0.0, 1, 16, 1, 1e-3, 0.0, 0.5, 0, "cpu")
+    model = mixture.build(settings)
+    tokens = torch.randint(64, (2, 16))
+    output = model(input_ids=tokens, labels=tokens)
+    predicted = torch.nn.functional.cross_entropy(output.logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+    added = mixture.MIXTURE.more_loss(model, output)
+    assert added > 0
+    assert torch.allclose(predicted + added, output.loss, atol=1e-6)
+
+
+def test_a_short_training_leaves_a_checkpoint_and_lowers_the_loss(tmp_path: Path) -> None:
+    training, run, mixture = tool("tiny_model_training"), tool("tiny_model_run"), tool("train_tiny_mixture")
+    text = ["the cat sat on the mat and the dog sat on the log. " * 10]
+    corpus = run.Corpus(text, text, text, text)
+    tokenizer = training.train_tokenizer(text, 300)
+    settings = run.Settings(run.Shape(1, 32, 300), 0.0, 8, 32, 4, 1e-2, 0.0, 0.5, 0, "cpu")
+    trained = training.train(mixture.MIXTURE, settings, tokenizer, corpus)
+    size = len(text[0].encode())
+    tokens, _ = training.joined(tokenizer, text)
+    torch.manual_seed(0)
+    before = training.bits_per_byte(training.model_nll(mixture.build(settings), tokens, 32), size)
+    assert trained.validation_bits < 0.9 * before
+    training.save(trained, tmp_path)
+    found = open_checkpoint(tmp_path)
+    assert found.config.num_experts == 16
+    assert found.dtype == torch.bfloat16

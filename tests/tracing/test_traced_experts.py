@@ -16,6 +16,9 @@ from sparsepack.files.text import Text
 from sparsepack.inspection import kind_of
 from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from sparsepack.models.stock.whole import load_model
+from sparsepack.packing import PackRequest, pack
+from sparsepack.placement.options import PlaceOptions
+from sparsepack.placing import place
 from sparsepack.simulation.options import SimulateOptions
 from sparsepack.simulation.run import simulate
 from sparsepack.tracing.collect import trace
@@ -87,3 +90,9 @@ def test_inspect_names_experts(traced: Trace, calibration: Path) -> None:
         assert shown.exit_code == 0, shown.output
         assert "experts, over" in shown.output
         assert "neurons" not in shown.output
+
+
+def test_place_says_that_experts_are_not_placed(model: Checkpoint, tmp_path: Path) -> None:
+    pack(PackRequest(model=str(model.path), output=tmp_path / "m.gguf"))
+    with pytest.raises(PlacementError, match="mixtures of experts, which no engine places; `trace` and `simulate`"):
+        place(tmp_path / "m.gguf", PlaceOptions(vram="1GB"))

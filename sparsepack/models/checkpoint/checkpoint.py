@@ -1,7 +1,7 @@
 """A checkpoint: configuration, tokenizer and tensors of a trained model, read one decoder block at a time.
 
 Accepted: a local Hugging Face folder (safetensors, sharded or not), a hub id, a GGUF in F32, F16 or BF16 as made by
-llama.cpp's converter, and `shipped:tiny`.
+llama.cpp's converter, and the models that ship with sparsepack.
 """
 
 import difflib
@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from sparsepack.data import SHIPPED_MODELS
 from sparsepack.errors import CheckpointError
 from sparsepack.files.gguf import GgufFile, read_gguf
 from sparsepack.files.stored import Count, Stored, checked, shown
@@ -246,10 +247,8 @@ def open_checkpoint(name: str | Path) -> Checkpoint:
 
 
 def _located(name: str) -> Path:
-    if name == "shipped:tiny":
-        from sparsepack.data import TINY_MODEL
-
-        return TINY_MODEL
+    if name in SHIPPED_MODELS:
+        return SHIPPED_MODELS[name]
     path = Path(name)
     if path.is_dir():
         if not (path / "config.json").is_file():

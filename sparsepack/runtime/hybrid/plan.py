@@ -6,6 +6,7 @@ from sparsepack.errors import PlacementError
 from sparsepack.formats.codecs.neurons import record_bytes
 from sparsepack.formats.packed import NeuronMlp, PackedLayer, PackedModel
 from sparsepack.placement.budget import Parts, Plan, in_words, plan_of_share, plan_within, work_of
+from sparsepack.runtime.features import not_by_neurons
 from sparsepack.runtime.free_memory import free_host_bytes
 from sparsepack.runtime.options import EngineOptions
 from sparsepack.runtime.room import cache_bytes
@@ -42,7 +43,7 @@ def parts_of(packed: PackedModel, context: int, cache_type: str, texts: int = 1)
     """What a model by neurons takes, for texts of so many tokens side by side. Raises `PlacementError` for another."""
     a = packed.architecture
     if not packed.mlp_kind.by_count:
-        raise PlacementError("the model's MLPs are not stored by neurons; pack it with --format neuron-q4_k")
+        raise PlacementError(not_by_neurons(packed))
     record, tied = record_bytes(a.hidden), packed.output is packed.embedding
     embedding = 0 if tied else packed.embedding.blocks.nbytes
     output = packed.output.blocks.nbytes + packed.output_norm.nbytes
