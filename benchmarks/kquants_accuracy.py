@@ -28,13 +28,14 @@ from torch import Tensor
 from sparsepack.eval.perplexity import score_windows, summarise
 from sparsepack.eval.subject import StockSubject, open_subject
 from sparsepack.models.checkpoint.gguf_names import gguf_names, unpermute_rotary
+from sparsepack.models.families import Family
 from sparsepack.packing import PackRequest, pack
 
 TYPES = ("Q4_K_S", "Q3_K_M", "Q3_K_S", "Q2_K")
 _FLOAT = gguf.GGMLQuantizationType.F32
 
 
-def quantised(exact: Path, type: str, heads: Mapping[str, int]) -> tuple[dict[str, Tensor], float]:
+def quantised(exact: Path, type: str, family: Family, heads: Mapping[str, int]) -> tuple[dict[str, Tensor], float]:
     """Put a GGUF in F32 through llama.cpp's `type` and back: the weights that it changes, by their Hugging Face names,
     and the bits that a weight of the blocks takes in that type.
 
@@ -51,7 +52,7 @@ def quantised(exact: Path, type: str, heads: Mapping[str, int]) -> tuple[dict[st
             raise RuntimeError(f"llama.cpp could not quantise {exact} to {type}")
         bits = weights = 0
         tensors = gguf.GGUFReader(packed).tensors
-        names = gguf_names(len(tensors))
+        names = gguf_names(family, len(tensors))
         for tensor in tensors:
             if tensor.tensor_type == _FLOAT:
                 continue
@@ -75,7 +76,7 @@ def kquant_rows(
         exact = Path(folder) / "f32.gguf"
         pack(PackRequest(model, exact, format="f32", output_type="f32", embedding_type="f32"))
         for type in types:
-            changed, bits = quantised(exact, type, heads if source.family.gguf_permuted else {})
+            changed, bits = quantised(exact, type, source.family, heads if source.family.gguf_permuted else {})
             subject = replace(reference, source=ChangedWeights(source, changed))
             scores = score_windows(subject.scorer(), *data, "dense", reference.scorer(), batch=4, second_half=True)
             rows.append({"type": type, "bits_read": bits, **summarise(scores, 1)})

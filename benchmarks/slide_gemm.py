@@ -4,15 +4,26 @@
 
 Everything that a layer costs is counted: inputs are quantised (and lifted), outputs scaled. See `sparsepack bench`,
 which does the same with the shapes of a slid folder.
+
+On Hopper there is one more baseline, "INT8, one kernel": NVIDIA's library is slower there with INT8 than with BF16, so
+that the kernel of slid weights multiplies dense ones, too, all else being the same. With dense weights it has been
+compiled, but not been run on a GPU yet: no figure in RESULTS.md is of it.
 """
 
 from pathlib import Path
 
 import click
+import torch
 from figures import json_option, write_figures
+from torch import Tensor
 
-from sparsepack.bench.linears import TOKENS, Linear, bench_linears
+from sparsepack.bench.linears import PLAIN, TOKENS, Contender, Linear, Run, bench_linears, copies
 from sparsepack.bench.table import linears_table
+from sparsepack.formats.codecs.symmetric import quantise_rows
+from sparsepack.runtime.cuda.driver.device import usable
+from sparsepack.runtime.cuda.driver.kernel import architecture
+from sparsepack.runtime.cuda.slide import hopper
+from sparsepack.runtime.cuda.slide.inputs import quantise_slide
 
 QWEN_7B = (
     Linear("Wqkv", 4608, 3584),
@@ -22,13 +33,28 @@ QWEN_7B = (
 )
 
 
+def int8_by_one_kernel(weight: Tensor) -> tuple[list[Run], int]:
+    """Dense INT8 products by the kernel of slid weights."""
+    q, w_scale = quantise_rows(weight, torch.int8)
+
+    def of(copy: Tensor) -> Run:
+        matrix = hopper.HopperMatrix(copy, None, w_scale, None)
+        return lambda x: hopper.slide_matmul(matrix, *quantise_slide(x, PLAIN, torch.int8), x.dtype)
+
+    return copies(q, of)
+
+
+ONE_KERNEL = Contender("INT8, one kernel", "INT8", None, int8_by_one_kernel)
+
+
 @click.command()
 @click.option("--tokens", multiple=True, type=int, default=TOKENS, show_default=True)
 @click.option("--rounds", default=7, show_default=True)
 @json_option
 def main(tokens: tuple[int, ...], rounds: int, json_path: Path | None) -> None:
     """Print the tables."""
-    result = bench_linears(QWEN_7B, tokens, rounds=rounds)
+    others = [ONE_KERNEL] if architecture(usable("cuda").index or 0) == hopper.ARCHITECTURE else []
+    result = bench_linears(QWEN_7B, tokens, rounds=rounds, others=others)
     click.echo(linears_table(result))
     write_figures(json_path, result)
 

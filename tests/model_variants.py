@@ -26,4 +26,15 @@ FOLDERS = {
         "layer_types": ["full_attention", "sliding_attention"] * 2,
     },
     "qwen3, tied, wide heads": {"family": "qwen3"},
+    "phi3, longrope": {
+        "family": "phi3",
+        "original_max_position_embeddings": 24,
+        "partial_rotary_factor": 0.25,
+        "rope_parameters": {
+            "rope_type": "longrope",
+            "rope_theta": 10000.0,
+            "short_factor": [1.0, 1.1, 1.2, 1.3, 1.5, 2.0, 2.1, 2.2],
+            "long_factor": [1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 7.0, 8.0],
+        },
+    },
 }

@@ -19,6 +19,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "mistral": {"num_key_value_heads": 2, "tie_word_embeddings": False, "sliding_window": None, "head_dim": 64},
     "qwen2": {"num_key_value_heads": 2, "tie_word_embeddings": False},
     "qwen3": {"num_key_value_heads": 2, "tie_word_embeddings": True, "head_dim": 128},
+    "phi3": {"num_key_value_heads": 2, "tie_word_embeddings": False, "pad_token_id": 0, "partial_rotary_factor": 0.75},
 }
 
 WINDOWED: dict[str, dict[str, Any]] = {
@@ -31,6 +32,7 @@ WINDOWED: dict[str, dict[str, Any]] = {
         "layer_types": ["full_attention", "sliding_attention"] * 2,
     },
     "qwen3": {},
+    "phi3": {"sliding_window": 10},
 }
 """The changes to each family that make its layers look back a few tokens, where the family has such layers."""
 

@@ -45,7 +45,8 @@ KINDS = {row.kind: row for row in VALUE_TYPES.values()}
 """Each kind of numbers has this row in the table of value types."""
 FP8_FROM = (8, 9)
 """FP8 products need at least this compute capability."""
-_PLAIN = Slide(Pattern(2, 4))  # windows of a whole group: nothing is seen twice
+PLAIN = Slide(Pattern(2, 4))
+"""Inputs of dense weights: windows of a whole group, so that nothing is seen twice."""
 _FP8 = torch.float8_e4m3fn
 
 Run = Callable[[Tensor], Tensor]
@@ -79,7 +80,7 @@ class Contender:
 
 
 def contenders(patterns: Sequence[Pattern] = PATTERNS, kinds: Sequence[str] = ("INT8", "FP8")) -> list[Contender]:
-    """Dense BF16, INT8 and FP8, and each pattern in the kinds of numbers."""
+    """Dense BF16, INT8 and FP8, of NVIDIA's libraries, and each pattern in the kinds of numbers."""
     dense = [
         Contender("BF16", "BF16", None, _bf16),
         Contender("INT8, no scales", "INT8", None, lambda weight: _int8(weight, scales=False), scaled=False),
@@ -102,10 +103,12 @@ def bench_linears(
     rounds: int = 7,
     device: str = "cuda",
     kinds: Sequence[str] = ("INT8", "FP8"),
+    others: Sequence[Contender] = (),
 ) -> dict[str, Any]:
-    """Measure every contender with every shape. Returns a JSON-able dict; `products` holds a row for each: `seconds`
-    (the median of the rounds), `samples`, `bytes` (read and written at least), `share` of what the GPU could do with
-    those bytes and operations, None where that is not known, and `error`.
+    """Measure every contender, and `others` beside them, with every shape. Returns a JSON-able dict; `products` holds a
+    row for each: `seconds` (the median of the rounds), `samples`, `bytes` (read and written at least), `share` of what
+    the GPU could do with those bytes and operations, None where that is not known, and `error`; `baselines` names those
+    with dense weights.
 
     Raises `UserError` where the device is no NVIDIA GPU of the kernels, `RuntimeError` for outputs that are wrong.
     """
@@ -113,7 +116,7 @@ def bench_linears(
     bandwidth, peak = read_bandwidth(where), PEAKS.get(torch.cuda.get_device_name(where))
     rows = []
     fp8 = torch.cuda.get_device_capability(where) >= FP8_FROM
-    ways = [way for way in contenders(patterns, kinds) if fp8 or way.kind != "FP8"]
+    ways = [way for way in (*contenders(patterns, kinds), *others) if fp8 or way.kind != "FP8"]
     with torch.cuda.device(where), torch.inference_mode(), progress("products", len(linears) * len(ways)) as advance:
         for linear in linears:
             made = []
@@ -130,6 +133,7 @@ def bench_linears(
         "read_bandwidth": bandwidth,
         "linears": [{"name": n.name, "rows": n.rows, "columns": n.columns, "count": n.count} for n in linears],
         "contenders": [way.name for way in ways],
+        "baselines": [way.name for way in ways if way.how is None],
         "tokens": list(tokens),
         "products": rows,
     }
@@ -203,7 +207,13 @@ def _replay(runs: Sequence[Run], x: Tensor) -> Callable[[], float]:
     return graph_seconds(lambda i: runs[i % len(runs)](x), max(LAUNCHES, len(runs)))
 
 
-def _copies(nbytes: int) -> int:
+def copies(weight: Tensor, of: Callable[[Tensor], Run]) -> tuple[list[Run], int]:
+    """What `Contender.prepare` returns: `of` copies of the weights, so many that no cache serves them."""
+    bits = weight.view(torch.uint8)
+    return [of(bits.clone().view(weight.dtype)) for _ in range(_count(weight.nbytes))], weight.nbytes
+
+
+def _count(nbytes: int) -> int:
     return max(1, -(-ROTATION // nbytes))
 
 
@@ -211,7 +221,7 @@ def _bf16(weight: Tensor) -> tuple[list[Run], int]:
     def of(copy: Tensor) -> Run:
         return lambda x: F.linear(x, copy)
 
-    return [of(weight.clone()) for _ in range(_copies(weight.nbytes))], weight.nbytes
+    return copies(weight, of)
 
 
 def _int8(weight: Tensor, scales: bool = True) -> tuple[list[Run], int]:
@@ -219,13 +229,13 @@ def _int8(weight: Tensor, scales: bool = True) -> tuple[list[Run], int]:
 
     def of(copy: Tensor) -> Run:
         def run(x: Tensor) -> Tensor:
-            values, x_scale = quantise_slide(x, _PLAIN, torch.int8)
+            values, x_scale = quantise_slide(x, PLAIN, torch.int8)
             sums = torch._int_mm(values[:, : copy.shape[1]], copy.t())
             return scale_outputs(sums, len(x), len(copy), x_scale, w_scale, None, x.dtype) if scales else sums
 
         return run
 
-    return [of(q.clone()) for _ in range(_copies(q.nbytes))], q.nbytes
+    return copies(q, of)
 
 
 def _fp8(weight: Tensor) -> tuple[list[Run], int]:
@@ -233,7 +243,7 @@ def _fp8(weight: Tensor) -> tuple[list[Run], int]:
 
     def of(copy: Tensor) -> Run:
         def run(x: Tensor) -> Tensor:
-            values, x_scale = quantise_slide(x, _PLAIN, _FP8)
+            values, x_scale = quantise_slide(x, PLAIN, _FP8)
             return torch._scaled_mm(
                 values[:, : copy.shape[1]],
                 copy.t(),
@@ -245,7 +255,7 @@ def _fp8(weight: Tensor) -> tuple[list[Run], int]:
 
         return run
 
-    return [of(q.view(torch.uint8).clone().view(_FP8)) for _ in range(_copies(q.nbytes))], q.nbytes
+    return copies(q, of)
 
 
 def _fp8_of_matrix(weight: Tensor) -> tuple[list[Run], int]:
@@ -256,7 +266,7 @@ def _fp8_of_matrix(weight: Tensor) -> tuple[list[Run], int]:
     def of(copy: Tensor) -> Run:
         return lambda x: torch._scaled_mm(x.to(_FP8), copy.t(), one, w_scale, out_dtype=x.dtype, use_fast_accum=True)
 
-    return [of(q.view(torch.uint8).clone().view(_FP8)) for _ in range(_copies(q.nbytes))], q.nbytes
+    return copies(q, of)
 
 
 def _slid(how: Slide, dtype: torch.dtype) -> Callable[[Tensor], tuple[list[Run], int]]:
@@ -269,7 +279,7 @@ def _slid(how: Slide, dtype: torch.dtype) -> Callable[[Tensor], tuple[list[Run],
         nbytes = values.nbytes + positions.nbytes
         matrices = [
             SlidMatrix(values.view(torch.uint8).clone().view(dtype), positions, scale, how, weight.shape[1])
-            for _ in range(_copies(nbytes))
+            for _ in range(_count(nbytes))
         ]
         return [of(matrix, weight.dtype) for matrix in matrices], nbytes
 

@@ -221,5 +221,5 @@ def count_block(
         stream_hooks(stream.block, family, read),
         stream.watched(watch),
     ):
-        stream.pass_on(hidden, options.batch, dealt.after_each(batch_done))
+        stream.pass_on(hidden, dealt.size, dealt.after_each(batch_done))
     return statistics

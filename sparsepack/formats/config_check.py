@@ -20,7 +20,7 @@ _SAME = {
     "rms_norm_eps": "norm_eps",
     "hidden_act": "activation",
     "tie_word_embeddings": "tied",
-    "max_position_embeddings": "context",
+    "max_position_embeddings": "named_context",
 }
 """Keys of a configuration, and the fields of `Architecture` that repeat them."""
 
@@ -55,6 +55,8 @@ def _compare(name: str, found: Any, expected: Any) -> None:
 
 
 def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_equal(value, other[key]) for key, value in one.items())
     if isinstance(one, list | tuple) and isinstance(other, list | tuple):
         return len(one) == len(other) and all(map(_equal, one, other))
     if isinstance(one, float) or isinstance(other, float):

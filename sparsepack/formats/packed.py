@@ -6,6 +6,7 @@ from functools import partial
 from itertools import accumulate
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from sparsepack.formats.codecs import neurons
@@ -96,12 +97,17 @@ class NeuronMlp:
     def weights(self, projections: Mapping[str, Sequence[str]]) -> Weights:
         """The tensors of the projections at each site, the neurons in the model's order, decoded when asked for."""
         stored_at = neurons.original_order(self.order)
-        (gate, up), (down,) = projections["mlp_in"], projections["mlp_mid"]
-        return {
-            f"{gate}.weight": lambda: decode_matrix(self.gate)[stored_at],
-            f"{up}.weight": lambda: neurons.unpack(self.records.blocks)[0][stored_at],
-            f"{down}.weight": lambda: neurons.unpack(self.records.blocks)[1][:, stored_at],
-        }
+        into, (down,) = projections["mlp_in"], projections["mlp_mid"]
+
+        def gates() -> Tensor:
+            return decode_matrix(self.gate)[stored_at]
+
+        def ups() -> Tensor:
+            return neurons.unpack(self.records.blocks)[0][stored_at]
+
+        made = (gates, ups) if len(into) == 2 else (lambda: torch.cat([gates(), ups()]),)
+        found = {f"{name}.weight": weight for name, weight in zip(into, made, strict=True)}
+        return found | {f"{down}.weight": lambda: neurons.unpack(self.records.blocks)[1][:, stored_at]}
 
 
 Mlp = DenseMlp | NeuronMlp

@@ -133,7 +133,8 @@ def _found_values(artifact: Artifact, turned: Checkpoint) -> Iterator[list[Found
     for layer in range(turned.layers):
         name = f"{value_and_output(turned.family, layer)[0]}.weight"
         of_model, of_artifact = (
-            torch.unflatten(tensor(name), 0, (heads.kv_heads, heads.head_dim)).mT  # [kv_heads, hidden, D]
+            # [kv_heads, hidden, D]
+            torch.unflatten(tensor(name)[-heads.kv_heads * heads.head_dim :], 0, (heads.kv_heads, heads.head_dim)).mT
             for tensor in (turned.tensor, stored.tensor)
         )
         yield [found_basis([pair]) for pair in zip(of_model, of_artifact, strict=True)]

@@ -1,7 +1,7 @@
 """The numbers of a model that an engine needs, taken from the stock configuration when a model is packed."""
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import torch
@@ -12,6 +12,30 @@ from sparsepack.models.own_code import STOCK_ALONE
 
 ACTIVATIONS = ("silu", "relu", "gelu", "gelu_pytorch_tanh")
 _FIXED_ROTARY = ("default", "linear", "llama3", "yarn")
+_BY_LENGTH = ("longrope", "dynamic")
+"""Rotary embeddings of these types turn long texts by other frequencies than short ones."""
+
+
+@dataclass(frozen=True)
+class LongTexts:
+    """By which frequencies texts of more than so many tokens turn, their first tokens too.
+
+    tokens   -- up to so many, texts turn by `Architecture.inv_freq`
+    inv_freq -- of all longer ones (longrope); empty: the frequencies fall as a text grows (dynamic NTK), and what is
+                cached keeps the ones that it was turned by
+    base     -- of the frequencies that fall, as `Architecture.inv_freq` has it
+    factor   -- by which they fall
+    """
+
+    tokens: int
+    inv_freq: tuple[float, ...] = ()
+    base: float = 0.0
+    factor: float = 0.0
+
+    @property
+    def turns_all(self) -> bool:
+        """Whether a text that becomes long is turned anew as a whole, so that its keys must be computed again."""
+        return bool(self.inv_freq)
 
 
 @dataclass(frozen=True)
@@ -20,12 +44,18 @@ class Architecture:
 
     heads, kv_heads, head_dim -- attention; grouped queries where heads > kv_heads
     activation                -- of the gate, one of ACTIVATIONS
-    inv_freq                  -- rotary frequencies [head_dim / 2]; channels i and i + head_dim / 2 turn together
+    inv_freq                  -- rotary frequencies [n / 2] of the first n channels of a head, the others do not turn;
+                                 channels i and i + n / 2 turn together
     rotary_scale              -- factor on cos and sin (YaRN), 1 otherwise
     sliding_windows           -- per layer, tokens that a query sees at most (0: all)
     qk_norm                   -- whether q and k are RMS-normalised per head before the rotary embedding
     context                   -- positions the model was made for
     bos, eos                  -- token ids; bos None where the model has none
+    long_texts                -- how texts turn that are longer than most; None: as others
+    local_inv_freq            -- rotary frequencies of layers with a sliding window; empty: those of all layers
+    attention_scale           -- what products of queries and keys are multiplied by; 0: 1 / sqrt(head_dim)
+    attention_cap, logit_cap  -- a score or logit x becomes cap tanh(x / cap); 0: it stays
+    embedding_scale           -- what rows of the embedding are multiplied by
     """
 
     model_type: str
@@ -46,15 +76,48 @@ class Architecture:
     context: int
     bos: int | None
     eos: tuple[int, ...]
+    long_texts: LongTexts | None = None
+    local_inv_freq: tuple[float, ...] = ()
+    attention_scale: float = 0.0
+    attention_cap: float = 0.0
+    logit_cap: float = 0.0
+    embedding_scale: float = 1.0
+
+    @property
+    def post_norms(self) -> bool:
+        """Whether what attention and MLP of a block add is normed."""
+        return "attn_post_norm" in FAMILIES[self.model_type].norms
+
+    @property
+    def named_context(self) -> int:
+        """The `max_position_embeddings` of the configuration, which dynamic rotary embeddings go beyond."""
+        long = self.long_texts
+        return self.context if long is None or long.turns_all else long.tokens
+
+    def frequencies(self, length: int) -> torch.Tensor:
+        """The rotary frequencies of a text of `length` tokens: float32 [n / 2]."""
+        long, usual = self.long_texts, torch.tensor(self.inv_freq)
+        if long is None or length <= long.tokens:
+            return usual
+        if long.turns_all:
+            return torch.tensor(long.inv_freq)
+        dims = 2 * len(usual)
+        growth = torch.tensor(long.factor) * length / long.tokens - (long.factor - 1)
+        return 1.0 / ((long.base * growth ** (dims / (dims - 2))) ** (torch.arange(0, dims, 2).float() / dims))
 
     def to_json(self) -> dict[str, Any]:
-        """The architecture as JSON-able values."""
-        return asdict(self)
+        """The architecture as JSON-able values, without what only some models have."""
+        values = asdict(self)
+        usual = {field.name: field.default for field in fields(self)}
+        return {name: value for name, value in values.items() if usual[name] != value}
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> "Architecture":
         """The inverse of `to_json`; raises TypeError or KeyError where a field is missing or unknown."""
-        lists = {name: tuple(value[name]) for name in ("inv_freq", "sliding_windows", "eos")}
+        lists: dict[str, Any] = {name: tuple(value[name]) for name in ("inv_freq", "sliding_windows", "eos")}
+        lists["local_inv_freq"] = tuple(value.get("local_inv_freq", ()))
+        if (long := value.get("long_texts")) is not None:
+            lists["long_texts"] = LongTexts(**{**long, "inv_freq": tuple(long["inv_freq"])})
         return cls(**{**value, **lists})
 
 
@@ -63,17 +126,21 @@ def architecture_of(config: Any, bos: int | None, more_eos: Sequence[int] = ()) 
 
     Raises `CheckpointError` for what an engine here cannot run.
     """
-    kind = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
-    if kind not in _FIXED_ROTARY:
+    rope = getattr(config, "rope_parameters", None) or {}
+    kind, known = rope.get("rope_type", "default"), (*_FIXED_ROTARY, *_BY_LENGTH)
+    if kind not in known:
         raise CheckpointError(
-            f"{config.model_type}: rotary embedding of type {kind!r} changes with the text's length; "
-            f"expected one of {', '.join(_FIXED_ROTARY)}"
+            f"{config.model_type}: rotary embedding of type {str(kind)[:60]!r}; expected one of {', '.join(known)}"
         )
     if config.hidden_act not in ACTIVATIONS:
         raise CheckpointError(
             f"{config.model_type}: activation {config.hidden_act!r}; expected {', '.join(ACTIVATIONS)}"
         )
     inv_freq, scale = _rotary(config)
+    long_texts = _long_texts(config, kind, rope)
+    made_for = config.max_position_embeddings
+    if long_texts is not None and not long_texts.turns_all:
+        made_for = int(made_for * long_texts.factor)
     return Architecture(
         model_type=config.model_type,
         layers=config.num_hidden_layers,
@@ -90,9 +157,10 @@ def architecture_of(config: Any, bos: int | None, more_eos: Sequence[int] = ()) 
         sliding_windows=sliding_windows(config),
         qk_norm=FAMILIES[config.model_type].qk_norm,
         tied=bool(config.tie_word_embeddings),
-        context=config.max_position_embeddings,
+        context=made_for,
         bos=bos,
         eos=tuple(dict.fromkeys([*token_ids(getattr(config, "eos_token_id", None)), *more_eos])),
+        long_texts=long_texts,
     )
 
 
@@ -119,6 +187,19 @@ def _rotary(config: Any) -> tuple[torch.Tensor, float]:
         rotary_class = type(AutoModel.from_config(config, **STOCK_ALONE).rotary_emb)
     rotary = rotary_class(config)
     return rotary.inv_freq.float(), float(rotary.attention_scaling)
+
+
+def _long_texts(config: Any, kind: str, rope: Mapping[str, Any]) -> LongTexts | None:
+    """How transformers turns texts of a stock configuration that are longer than its frequencies are for."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    if kind == "dynamic":
+        return LongTexts(config.max_position_embeddings, (), float(rope["rope_theta"]), float(rope["factor"]))
+    if kind != "longrope":
+        return None
+    tokens = int(rope["original_max_position_embeddings"])
+    long = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"), seq_len=tokens + 1)[0]
+    return LongTexts(tokens, tuple(long.float().tolist()))
 
 
 def sliding_windows(config: Any) -> tuple[int, ...]:

@@ -29,7 +29,8 @@ MLP_MID = "mlp_mid"
 """The site whose channels are the neurons of the MLP."""
 
 Rotary = Literal["half-split", "interleaved", "none"]
-"""Channel c of a head of n turns with c + n / 2 ("half-split", also called neox), 2 c with 2 c + 1, or none turns."""
+"""Channel c of the n of a head that turn, the first ones, turns with c + n / 2 ("half-split", also called neox), 2 c
+with 2 c + 1, or none turns."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,23 @@ _STREAM = ResidualStream(
 )
 
 
+_GGUF_PARTS = MappingProxyType(
+    {
+        "attn_norm": "input_layernorm",
+        "ffn_norm": "post_attention_layernorm",
+        "attn_q": "self_attn.q_proj",
+        "attn_k": "self_attn.k_proj",
+        "attn_v": "self_attn.v_proj",
+        "attn_output": "self_attn.o_proj",
+        "attn_q_norm": "self_attn.q_norm",
+        "attn_k_norm": "self_attn.k_norm",
+        "ffn_gate": "mlp.gate_proj",
+        "ffn_up": "mlp.up_proj",
+        "ffn_down": "mlp.down_proj",
+    }
+)
+
+
 @dataclass(frozen=True)
 class Family:
     """A model family. Names of projections and norms are relative to a decoder block, others to the backbone.
@@ -67,11 +85,13 @@ class Family:
     model_type     -- `model_type` of config.json
     gguf           -- llama.cpp's architecture name; empty: it has none
     projections    -- site -> its projections, in the order in which their output rows are stacked; an MLP with a gate
-                      has gate and up at `mlp_in`, one without has one matrix there
+                      has gate and up at `mlp_in`, one without has one matrix there. A family that stores the matrices
+                      of a site fused has one projection there, whose rows are the same
     norms          -- our name -> module
     gguf_permuted  -- llama.cpp stores q and k rows with rotary pairs adjacent; Hugging Face keeps the halves apart
     gguf_biases    -- llama.cpp knows biases in such models
     gguf_head      -- transformers takes this for the head size, whatever a GGUF says; None: it reads the head size
+    gguf_parts     -- llama.cpp's name of a part of a block -> module
     rotary         -- which channels of a head the stock model turns together
     qk_norm        -- q and k are RMS-normalised per head before the rotary embedding
     slides         -- a window in config.json holds for all layers where it does not say for which
@@ -101,6 +121,7 @@ class Family:
     unpackable: str = ""
     gguf_biases: bool = True
     gguf_head: int | None = None
+    gguf_parts: Mapping[str, str] = field(default_factory=lambda: _GGUF_PARTS)
     residual: ResidualStream | None = _STREAM
     unrotatable: str = ""
 
@@ -137,6 +158,33 @@ _PROJECTIONS = MappingProxyType(
 )
 _NORMS = MappingProxyType({"attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"})
 _QK_NORMS = MappingProxyType({**_NORMS, "q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm"})
+
+_PHI3 = Family(
+    "phi3",
+    "phi3",
+    MappingProxyType(
+        {
+            "attn_in": ("self_attn.qkv_proj",),
+            "attn_out": ("self_attn.o_proj",),
+            "mlp_in": ("mlp.gate_up_proj",),
+            "mlp_mid": ("mlp.down_proj",),
+        }
+    ),
+    _NORMS,
+    False,
+    "half-split",
+    slides=True,
+    gguf_parts=MappingProxyType(
+        {
+            "attn_norm": "input_layernorm",
+            "ffn_norm": "post_attention_layernorm",
+            "attn_qkv": "self_attn.qkv_proj",
+            "attn_output": "self_attn.o_proj",
+            "ffn_up": "mlp.gate_up_proj",
+            "ffn_down": "mlp.down_proj",
+        }
+    ),
+)
 
 _OPT = Family(
     "opt",
@@ -186,6 +234,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 gguf_biases=False,
                 gguf_head=128,
             ),
+            _PHI3,
             _OPT,
         )
     }

@@ -121,13 +121,17 @@ def permuted_block(
     moved = dict(tensors)
     if neurons is not None:
         for name in family.projections["mlp_in"]:
-            _take(moved, name, neurons, rows=True)
+            fused = len(moved[f"{name}.weight"]) // len(neurons)  # gate and up in one matrix, or one of them
+            _take(moved, name, torch.cat([neurons + part * len(neurons) for part in range(fused)]), rows=True)
         for name in family.projections["mlp_mid"]:
             _take(moved, name, neurons, rows=False)
     if channels is not None:
         kv_heads, width = channels.shape
         first = torch.arange(kv_heads, device=channels.device)[:, None] * width
-        _take(moved, family.projections["attn_in"][-1], (first + channels).flatten(), rows=True)
+        name, values = family.projections["attn_in"][-1], (first + channels).flatten()
+        before = len(moved[f"{name}.weight"]) - len(values)  # rows of q and k, where one matrix has all
+        ahead = torch.arange(before, device=channels.device)
+        _take(moved, name, torch.cat([ahead, before + values]), rows=True)
         for name in family.projections["attn_out"]:
             _take(moved, name, of_query_heads(channels, heads), rows=False)
     return moved

@@ -128,8 +128,7 @@ def _run(
 
     windows -- int64 [N, S], or None where no input matters
     """
-    workers = dealt.workers
-    stream = BlockStream(checkpoint, options.device, arithmetic(options.dtype, checkpoint.dtype, options.device))
+    stream = block_stream(checkpoint, options)
     matrices = [TypeAdapter(PrunedMatrix).validate_json(json.dumps(row)) for row in resume.value("matrices", [])]
     hidden = None if windows is None else stream.states(dealt.own(windows), resume.hidden(dealt=dealt))
     batches = dealt.parts
@@ -142,19 +141,8 @@ def _run(
         for layer in range(resume.done, checkpoint.layers):
             here = {site: patterns[layer, site] for site in SITES if (layer, site) in patterns}
             stream.load(layer)
-            sums = {site: _sums(checkpoint, site, layer, options, stream.device) for site in here}
-            if hidden is not None and here:
-                _count(stream, layer, hidden, options.batch, sums, dealt, advance)
-            else:
-                advance(batches)
-            found: dict[str, Tensor] = {}
-            if workers.first:
-                inputs = (
-                    {site: each.inputs(options.damping) for site, each in sums.items()} if hidden is not None else {}
-                )
-                found, rows = prune_block(checkpoint, layer, here, inputs, options, stream.device)
-                matrices += rows
-            found = workers.all_from_first(found)
+            found, rows = prune_loaded(checkpoint, stream, layer, here, hidden, options, dealt, advance)
+            matrices += rows
             advance()
             if hidden is not None:
                 stream.replace(found)
@@ -163,11 +151,43 @@ def _run(
     return matrices
 
 
+def block_stream(checkpoint: Checkpoint, options: PruneOptions) -> BlockStream:
+    """The blocks of a model where and as they are run."""
+    return BlockStream(checkpoint, options.device, arithmetic(options.dtype, checkpoint.dtype, options.device))
+
+
+def prune_loaded(
+    checkpoint: Checkpoint,
+    stream: BlockStream,
+    layer: int,
+    patterns: Mapping[str, Pattern],
+    hidden: Tensor | None,
+    options: PruneOptions,
+    dealt: Dealt,
+    advance: Advance,
+) -> tuple[dict[str, Tensor], list[PrunedMatrix]]:
+    """The new tensors of the loaded block, by their names within it, and at the first worker what was done to each.
+
+    patterns -- of its sites; hidden -- what enters the block, this worker's windows; None where no input matters
+    """
+    workers = dealt.workers
+    sums = {site: _sums(checkpoint, site, layer, options, stream.device) for site in patterns}
+    if hidden is not None and patterns:
+        _count(stream, layer, hidden, sums, dealt, advance)
+    else:
+        advance(dealt.parts)
+    found: dict[str, Tensor] = {}
+    rows: list[PrunedMatrix] = []
+    if workers.first:
+        inputs = {site: each.inputs(options.damping) for site, each in sums.items()} if hidden is not None else {}
+        found, rows = prune_block(checkpoint, layer, patterns, inputs, options, stream.device)
+    return workers.all_from_first(found), rows
+
+
 def _count(
     stream: BlockStream,
     layer: int,
     hidden: Tensor,
-    batch: int,
     sums: Mapping[str, Sums],
     dealt: Dealt,
     advance: Advance,
@@ -191,7 +211,7 @@ def _count(
 
     done = dealt.after_each(batch_done)
     with site_hooks([(layer, stream.block)], stream.source.family, count):
-        for part in torch.split(hidden, batch):
+        for part in torch.split(hidden, dealt.size):
             stream(part)
             done()
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from sparsepack.errors import UserError
 from sparsepack.formats.mlp_kinds import DENSE, NEURONS, MlpKind
+from sparsepack.runtime.traits import TRAITS
 
 if TYPE_CHECKING:
     import torch
@@ -34,6 +35,7 @@ class Backend:
     budgets     -- whether what has no room in a device's memory can lie in the host's
     holds       -- whether the share that is skipped can be held at the target
     selects     -- whether decoded tokens of models with sparse attention read a part of the cached ones
+    traits      -- of `traits.TRAITS`, those that it computes
     """
 
     name: str
@@ -51,6 +53,7 @@ class Backend:
     budgets: bool = False
     holds: bool = False
     selects: bool = True
+    traits: frozenset[str] = frozenset()
 
     def divides(self, option: str) -> bool:
         """Whether some neurons can have slots: a share of them (`cached`), or what a budget has room for (`vram`)."""
@@ -86,6 +89,7 @@ BACKENDS: Mapping[str, Backend] = MappingProxyType(
                 mlps=(DENSE, NEURONS),
                 slots=True,
                 holds=True,
+                traits=frozenset(TRAITS),
             ),
             Backend(
                 "cpu",
@@ -99,6 +103,7 @@ BACKENDS: Mapping[str, Backend] = MappingProxyType(
                 mlps=(DENSE, NEURONS),
                 slots=True,
                 holds=True,
+                traits=frozenset(TRAITS),
             ),
             Backend(
                 "cuda",

@@ -85,6 +85,13 @@ class Decoder(Protocol):
         all logits: float32 [S, vocabulary]."""
 
 
+class TurningDecoder(Decoder, Protocol):
+    """A decoder of a backend that computes `traits.LONG_TEXTS`."""
+
+    def turn(self, sequence: int, first: int, cos: Tensor, sin: Tensor) -> None:
+        """Let positions of a sequence turn by other rows, as `KvCache.turn` says."""
+
+
 def stepped(ids: Sequence[int | None]) -> dict[int, int]:
     """The id of each sequence that does not stand still, by its number, in ascending order."""
     return {sequence: id for sequence, id in enumerate(ids) if id is not None}
@@ -103,6 +110,10 @@ def attention_of(packed: PackedModel, context: int, device: torch.device, sequen
     """What a model's cache is made for, on the device that attends."""
     architecture = packed.architecture
     norms = [(layer.norms.get("q_norm"), layer.norms.get("k_norm")) for layer in packed.layers]
+    tables = [(architecture.inv_freq, architecture.rotary_scale)]
+    if architecture.local_inv_freq:
+        tables.append((architecture.local_inv_freq, 1.0))
     # On the CPU: of large angles a GPU's cosine need not be as exact.
-    cos, sin = reference_attention.rotary_table(torch.tensor(architecture.inv_freq), architecture.rotary_scale, context)
-    return attention_shape(architecture, norms, cos.to(device), sin.to(device), sequences, packed.attention)
+    made = [reference_attention.rotary_table(torch.tensor(inv_freq), scale, context) for inv_freq, scale in tables]
+    (cos, sin), *more = [(cos.to(device), sin.to(device)) for cos, sin in made]
+    return attention_shape(architecture, norms, cos, sin, sequences, packed.attention, more)

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -16,16 +16,15 @@ from sparsepack.placement.counts import HitCounts
 from sparsepack.placement.ways import Ways
 from sparsepack.runtime.backend_module import chosen_backend, opened
 from sparsepack.runtime.backends import Backend, backend_named
-from sparsepack.runtime.decoder import Decoder, stepped
+from sparsepack.runtime.decoder import Decoder, TurningDecoder, stepped
 from sparsepack.runtime.features import check_features
 from sparsepack.runtime.hold import hold_of
 from sparsepack.runtime.hybrid.plan import context_within
-from sparsepack.runtime.options import EngineOptions
+from sparsepack.runtime.options import EngineOptions, usual_context
+from sparsepack.runtime.reference.attention import rotary_table
 from sparsepack.runtime.room import cache_bytes, free_bytes, texts_with_room
 from sparsepack.runtime.sampling import Sampler
 from sparsepack.runtime.skipped import skipped_weights
-
-DEFAULT_CONTEXT = 4096
 
 
 @dataclass(frozen=True)
@@ -79,6 +78,9 @@ class Engine:
         if self._hold is not None:
             self._decoder.hold(self._hold)
         self._ids: list[list[int]] = [[] for _ in self.positions]
+        long = self.architecture.long_texts
+        self._long_texts = None if long is None or self.context <= long.tokens else long
+        self._are_long = [False for _ in self.positions]
 
     def _fit_context(self, options: EngineOptions, cache_type: str) -> None:
         """Take a context that leaves room for the model, where a budget was given and no context; the notes say so."""
@@ -183,6 +185,7 @@ class Engine:
         ids = self._ids[source][:length]
         self._ids[to] = []  # until all is there, nobody knows what is
         self._decoder.copy(source, to, length)
+        self._turn_all(to, self._are_long[source])
         self._ids[to] = ids
 
     def counts(self) -> Counts:
@@ -214,7 +217,9 @@ class Engine:
         self._check_sequence(sequence)
         if not len(ids):
             raise UserError("prefill of 0 tokens; expected at least one")
-        logits = self._decoder.prefill(sequence, self._checked(ids, self.positions[sequence]))
+        checked = self._checked(ids, self.positions[sequence])
+        self._turn(sequence, len(ids))
+        logits = self._decoder.prefill(sequence, checked)
         self._ids[sequence] += ids
         return logits
 
@@ -247,6 +252,7 @@ class Engine:
         Raises `UserError` for another number of ids, none at all, one that the model does not have, or a full cache.
         """
         self._check_step(ids)
+        self._turn_each(ids)
         logits = self._decoder.step(ids, not self.dense)
         self._appended(ids)
         return logits
@@ -273,6 +279,7 @@ class Engine:
                 for id, sampler, row in zip(ids, samplers, logits, strict=True)
             ]
         self._check_step(ids)
+        self._turn_each(ids)
         chosen = self._decoder.decode_next(ids, not self.dense, samplers)
         self._appended(ids)
         return chosen
@@ -294,9 +301,46 @@ class Engine:
         if len(self._ids) > 1:
             raise UserError(f"{len(self._ids)} sequences: all logits of a text come from an engine for one")
         self.reset()
-        logits = self._decoder.teacher_forced(self._checked(ids, 0), sparse_from, not self.dense)
+        checked = self._checked(ids, 0)
+        self._turn(0, len(ids))
+        logits = self._decoder.teacher_forced(checked, sparse_from, not self.dense)
         self._ids[0] += ids
         return logits
+
+    def _turn_each(self, ids: Sequence[int | None]) -> None:
+        if self._long_texts is not None:
+            for sequence in stepped(ids):
+                self._turn(sequence, 1)
+
+    def _turn(self, sequence: int, count: int) -> None:
+        """Let the next `count` tokens of a text turn as its length then means. Where that means all of it, a text that
+        becomes long, or short again, is computed anew, dense, as transformers does."""
+        long = self._long_texts
+        if long is None:
+            return
+        if not long.turns_all:
+            first = self.positions[sequence]
+            self._turn_rows(sequence, first, first + count, first + count)
+            return
+        is_long = len(self._ids[sequence]) + count > long.tokens
+        if is_long == self._are_long[sequence]:
+            return
+        self._decoder.truncate(sequence, 0)
+        self._turn_all(sequence, is_long)
+        if ids := self._ids[sequence]:
+            self._decoder.prefill(sequence, torch.tensor(ids))
+
+    def _turn_all(self, sequence: int, is_long: bool) -> None:
+        """Let a text turn as long ones do, or as short ones, from its first token on."""
+        long = self._long_texts
+        if long is not None and long.turns_all and is_long != self._are_long[sequence]:
+            self._turn_rows(sequence, 0, self.context, self.context if is_long else 0)
+            self._are_long[sequence] = is_long
+
+    def _turn_rows(self, sequence: int, first: int, last: int, length: int) -> None:
+        a = self.architecture
+        rows = rotary_table(a.frequencies(length), a.rotary_scale, last, first)
+        cast(TurningDecoder, self._decoder).turn(sequence, first, *rows)
 
     def _appended(self, ids: Sequence[int | None]) -> None:
         for sequence, id in stepped(ids).items():
@@ -364,7 +408,7 @@ def _shares(packed: PackedModel, active: Mapping[tuple[int, str], int], stepped:
 
 def checked_context(asked: int | None, made_for: int) -> int:
     """The context to make room for; raises `UserError` for one that the model was not made for."""
-    context = min(made_for, DEFAULT_CONTEXT) if asked is None else asked
+    context = usual_context(made_for) if asked is None else asked
     if not 1 <= context <= made_for:
         raise UserError(f"context {context}: the model was made for {made_for} positions; give 1 to {made_for}")
     return context

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 from sparsepack.errors import UserError
 from sparsepack.runtime.backends import BACKENDS, Backend, backend_for, backend_named, most_sequences
-from sparsepack.runtime.options import EngineOptions
+from sparsepack.runtime.options import EngineOptions, usual_context
+from sparsepack.runtime.traits import traits_of
 
 if TYPE_CHECKING:
     from sparsepack.formats.packed import PackedModel
@@ -20,8 +21,8 @@ class Feature:
 
     asked       -- whether options, or the model where one is given, need it
     there       -- whether a backend has enough of it for them
-    refusal     -- the error where it does not, with fields for the row, the options, the model, and for names, devices
-                   and hardware of the rows that do
+    refusal     -- the error where it does not, with fields for the row, the options, the model, its traits that the
+                   backend lacks, and for names, devices and hardware of the rows that do
     check_model -- raises `UserError` for a model that has no use for it
     """
 
@@ -37,7 +38,8 @@ class Feature:
         able = [other for other in BACKENDS.values() if self.there(other, options, packed)]
         names, hardware = (" or ".join(texts) for texts in zip(*((a.name, a.hardware) for a in able), strict=True))
         devices = " or ".join(device for other in able for device in other.devices[:1])
-        values = {"row": row, "options": options, "packed": packed}
+        lacking = ", ".join(trait for trait in traits_asked(options, packed) if trait not in row.traits)
+        values = {"row": row, "options": options, "packed": packed, "traits": lacking}
         raise UserError(self.refusal.format(**values, names=names, hardware=hardware, devices=devices))
 
 
@@ -75,6 +77,14 @@ def check_by_count(name: str) -> Callable[[PackedModel], None]:
     return check
 
 
+def traits_asked(options: EngineOptions, packed: PackedModel | None) -> list[str]:
+    """The traits of a model, if one is given, in the context that options ask for."""
+    if packed is None:
+        return []
+    architecture = packed.architecture
+    return traits_of(architecture, options.context or usual_context(architecture.context))
+
+
 SEQUENCES = Feature(
     asked=lambda options, packed: (options.sequences or 1) > 1,
     there=lambda row, options, packed: row.sequences >= (options.sequences or 1),
@@ -99,6 +109,11 @@ FEATURES = (
         there=lambda row, options, packed: row.selects,
         refusal="the {row.name} backend reads every cached token, and the model was packed to read a part of them; "
         "use backend {names}, or pack the model without --attention",
+    ),
+    Feature(
+        asked=lambda options, packed: bool(traits_asked(options, packed)),
+        there=lambda row, options, packed: row.traits.issuperset(traits_asked(options, packed)),
+        refusal="the {row.name} backend does not compute all of this model ({traits}); use backend {names}",
     ),
     Feature(
         asked=lambda options, packed: options.offload,

@@ -30,12 +30,14 @@ class LayerAttention:
     q_norm, k_norm -- float32 [head_dim]: RMSNorm of every head before it is rotated; None: there is none
     channels       -- int64 [kv_heads, r]: the heavy channels by which decoded positions find what they read; None: they
                       read all that they see
+    table          -- the number of the rotary table by which it turns
     """
 
     window: int = 0
     q_norm: Tensor | None = None
     k_norm: Tensor | None = None
     channels: Tensor | None = None
+    table: int = 0
 
 
 @dataclass(frozen=True)
@@ -44,10 +46,14 @@ class AttentionShape:
 
     heads, kv_heads, head_dim -- query head h reads key head h * kv_heads // heads
     eps                       -- of the heads' norms
-    cos, sin                  -- float32 [context, head_dim / 2], as `reference.rotary_table` gives them
+    cos, sin                  -- float32 [context, n / 2], as `reference.rotary_table` gives them: of the first n
+                                 channels of a head, the others do not turn
     layers                    -- in order of execution
     sequences                 -- texts side by side
     policy                    -- how many tokens decoded positions read in layers with heavy channels; None: all
+    scale                     -- what products of queries and keys are multiplied by; 0: 1 / sqrt(head_dim)
+    cap                       -- a score s becomes cap tanh(s / cap); 0: it stays
+    more_tables               -- cos and sin of the tables after the first, which alone long texts may change
     """
 
     heads: int
@@ -59,6 +65,14 @@ class AttentionShape:
     layers: tuple[LayerAttention, ...]
     sequences: int = 1
     policy: TokenPolicy | None = None
+    scale: float = 0.0
+    cap: float = 0.0
+    more_tables: tuple[tuple[Tensor, Tensor], ...] = ()
+
+    @property
+    def score_scale(self) -> float:
+        """What products of queries and keys are multiplied by."""
+        return float(self.scale or self.head_dim**-0.5)
 
     @property
     def context(self) -> int:
@@ -120,8 +134,12 @@ class KvCache(CacheState, Protocol):
     def copy(self, source: int, to: int, length: int) -> None:
         """Let a sequence have the first `length` positions of another, and nothing else."""
 
+    def turn(self, sequence: int, first: int, cos: Tensor, sin: Tensor) -> None:
+        """Let the positions of a sequence from `first` on turn by these rows [S, n / 2] when they are appended, in
+        layers of the first table."""
+
     def reset(self) -> None:
-        """Forget everything."""
+        """Forget everything but how positions turn."""
 
 
 def attention_shape(
@@ -131,17 +149,20 @@ def attention_shape(
     sin: Tensor,
     sequences: int = 1,
     sparse: SparseAttention | None = None,
+    more_tables: Sequence[tuple[Tensor, Tensor]] = (),
 ) -> AttentionShape:
     """What a model's cache is made for.
 
-    norms    -- q_norm and k_norm of every layer
-    cos, sin -- on the device that attends
-    sparse   -- which tokens decoded positions read; None: all
+    norms       -- q_norm and k_norm of every layer
+    cos, sin    -- on the device that attends
+    sparse      -- which tokens decoded positions read; None: all
+    more_tables -- as the shape has them: layers with a window turn by the first of them
     """
     channels = sparse.channels if sparse else (None,) * architecture.layers
     of_layers = zip(architecture.sliding_windows, norms, channels, strict=True)
     layers = tuple(
-        LayerAttention(window, *(_beside(x, cos) for x in (q, k, heavy))) for window, (q, k), heavy in of_layers
+        LayerAttention(window, _beside(q, cos), _beside(k, cos), _beside(heavy, cos), int(bool(more_tables and window)))
+        for window, (q, k), heavy in of_layers
     )
     return AttentionShape(
         architecture.heads,
@@ -153,6 +174,9 @@ def attention_shape(
         layers,
         sequences,
         sparse.policy if sparse else None,
+        architecture.attention_scale,
+        architecture.attention_cap,
+        tuple(more_tables),
     )
 
 

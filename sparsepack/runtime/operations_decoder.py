@@ -14,8 +14,9 @@ from sparsepack.runtime.decoder import among_all, attention_of, stepped
 from sparsepack.runtime.hold import HeldStep, HeldTexts, Hold
 from sparsepack.runtime.kv_cache import AttentionShape, KvCache
 from sparsepack.runtime.operations import Operations
-from sparsepack.runtime.operations_layer import Mode, load_layer
+from sparsepack.runtime.operations_layer import LoadedLayer, Mode, load_layer
 from sparsepack.runtime.reference import products as reference
+from sparsepack.runtime.reference.attention import capped
 from sparsepack.runtime.sampling import Sampler
 
 PREFILL_TOKENS = 512
@@ -104,6 +105,9 @@ class OperationsDecoder:
         if self._held is not None:
             self._held.begin(to)
 
+    def turn(self, sequence: int, first: int, cos: Tensor, sin: Tensor) -> None:
+        self.cache.turn(sequence, first, cos, sin)
+
     def prefill(self, sequence: int, ids: Tensor) -> Tensor:
         with torch_threads(self._threads):
             return self._logits(self._run(ids, Mode.PREFILL, sequence)[-1:])[0]
@@ -148,17 +152,24 @@ class OperationsDecoder:
         holds = self._held if mode in (Mode.STEP, Mode.MASKED) else None
         held = None if holds is None else holds.step(sequences)
         x = reference.embed(self._packed.embedding, tokens).to(self._device)  # [S, hidden]
+        x = x * self._architecture.embedding_scale
         for number, layer in enumerate(self._layers):
             if layer.basis is not None:
                 x = self._operations.matmul(layer.basis, x)
             normed = reference.rms_norm(x, layer.norms["attn_norm"], eps)
-            x = x + self._attention(number, normed, mode, sequences, held)
-            x = x + layer.mlp.output(reference.rms_norm(x, layer.norms["mlp_norm"], eps), activation, mode, held)
+            x = x + self._after(layer, "attn", self._attention(number, normed, mode, sequences, held))
+            normed = reference.rms_norm(x, layer.norms["mlp_norm"], eps)
+            x = x + self._after(layer, "mlp", layer.mlp.output(normed, activation, mode, held))
         if holds is not None and held is not None:
             holds.stepped(sequences, held)
         for sequence in sequences:
             self.cache.advance(len(tokens) // len(sequences), sequence)
         return reference.rms_norm(x, self._output_norm, eps)
+
+    def _after(self, layer: LoadedLayer, part: str, y: Tensor) -> Tensor:
+        """What attention or the MLP of a block adds, normed where the model does that."""
+        norm = layer.norms.get(f"{part}_post_norm")
+        return y if norm is None else reference.rms_norm(y, norm, self._architecture.norm_eps)
 
     def _attention(self, number: int, x: Tensor, mode: Mode, sequences: Sequence[int], held: HeldStep | None) -> Tensor:
         sites = self._layers[number].attention
@@ -171,7 +182,7 @@ class OperationsDecoder:
         return sites["attn_out"].product(torch.cat(attended), mode, held)
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        return self._operations.matmul(self._output, hidden)
+        return capped(self._operations.matmul(self._output, hidden), self._architecture.logit_cap)
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from sparsepack.placement.names import ONLINE
 from sparsepack.runtime.backends import BACKENDS
 
 MOST_THREADS = 1024
+DEFAULT_CONTEXT = 4096
 DEFAULT_POLICY = "slow"
 
 CHAT_TOKENS = 1024
@@ -23,6 +24,11 @@ GREEDY = {"temperature": 0.0, "repeat_penalty": 1.0}
 
 _DRAWN = (not_with("temperature", 0),)
 _SUGGESTED = "default: as the model's makers suggest, else"
+
+
+def usual_context(made_for: int) -> int:
+    """The number of tokens that an engine makes room for unless told otherwise, of a model made for so many."""
+    return min(made_for, DEFAULT_CONTEXT)
 
 
 @dataclass(frozen=True)

@@ -150,7 +150,8 @@ def _fingerprint(checkpoint: Checkpoint, calibration: Calibration, options: Allo
     return fingerprint({"sparsepack": __version__, **hashes, "options": asked})
 
 
-def _stream(checkpoint: Checkpoint, options: AllocationOptions) -> BlockStream:
+def block_stream(checkpoint: Checkpoint, options: AllocationOptions) -> BlockStream:
+    """The blocks of a model where and as they are run."""
     return BlockStream(checkpoint, options.device, arithmetic(options.dtype, checkpoint.dtype, options.device))
 
 
@@ -164,7 +165,7 @@ def _sequential(
     dealt: Dealt,
 ) -> dict[SiteKey, SiteRule]:
     windows = spread_windows(calibration.windows, options.windows)
-    return sequential_thresholds(_stream(checkpoint, options), windows, choose, resume, dealt)
+    return sequential_thresholds(block_stream(checkpoint, options), windows, choose, resume, dealt)
 
 
 @torch.no_grad()
@@ -176,7 +177,7 @@ def _from_histograms(
     resume: ResumeState,
 ) -> dict[SiteKey, SiteRule]:
     """Thresholds from the calibration's own counts: everything upstream dense, as the papers take them."""
-    stream, rules = _stream(checkpoint, options), finished_rules(resume)
+    stream, rules = block_stream(checkpoint, options), finished_rules(resume)
     for layer in range(len(rules) // len(SITES), checkpoint.layers):
         stream.load(layer)
         for site, choice in choose(layer, stream).items():

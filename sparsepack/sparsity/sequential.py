@@ -18,7 +18,7 @@ from sparsepack.models.records.rule import CURVE_SHARES, Rules, SiteKey, SiteRul
 from sparsepack.models.stock.blocks import BlockStream
 from sparsepack.models.stock.bound import bound_told
 from sparsepack.models.stock.hooks import SiteFunction, site_hooks
-from sparsepack.progress import Shorter, progress
+from sparsepack.progress import Advance, Shorter, progress
 from sparsepack.sparsity.thresholds import rules_of_json, rules_to_json
 from sparsepack.workers.dealt import Dealt
 
@@ -45,12 +45,19 @@ def sequential_thresholds(
     ):
         for layer in range(done, layers):
             stream.load(layer)
-            found = _block_rules(stream, layer, hidden, choose(layer, stream), dealt)
-            rules |= found
-            with sparse_second_half(stream, layer, found):
-                stream.pass_on(hidden, dealt.size, dealt.after_each(advance))
+            rules |= rules_of_block(stream, layer, hidden, choose, dealt, advance)
             save_rules(resume, layer, rules, hidden, dealt)
     return rules
+
+
+def rules_of_block(
+    stream: BlockStream, layer: int, hidden: torch.Tensor, choose: Chooser, dealt: Dealt, advance: Advance
+) -> dict[SiteKey, SiteRule]:
+    """The rules of the loaded block's sites; the states that enter it become those that leave it, sparse by them."""
+    found = _site_rules(stream, layer, hidden, choose(layer, stream), dealt)
+    with sparse_second_half(stream, layer, found):
+        stream.pass_on(hidden, dealt.size, dealt.after_each(advance))
+    return found
 
 
 def save_rules(
@@ -65,7 +72,7 @@ def finished_rules(resume: ResumeState) -> dict[SiteKey, SiteRule]:
     return rules_of_json(resume.value("rules", []), str(resume.path))
 
 
-def _block_rules(
+def _site_rules(
     stream: BlockStream, layer: int, hidden: torch.Tensor, choices: Mapping[str, SiteRule], dealt: Dealt
 ) -> dict[SiteKey, SiteRule]:
     rules: dict[SiteKey, SiteRule] = {}

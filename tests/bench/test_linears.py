@@ -1,5 +1,6 @@
 """Products of slid folders: which shapes are measured, what the table says, and on a GPU that contenders are right."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -22,7 +23,8 @@ def test_a_folder_without_slid_linears_has_nothing_to_measure() -> None:
 
 
 def test_the_table_has_sums_and_ratios() -> None:
-    names = [way.name for way in contenders([Pattern(6, 8)])]
+    ways = contenders([Pattern(6, 8)])
+    names, baselines = [way.name for way in ways], [way.name for way in ways if way.how is None]
     linears = [{"name": "a", "rows": 8, "columns": 16, "count": 2}, {"name": "b", "rows": 8, "columns": 8, "count": 1}]
     rows: list[dict[str, Any]] = [
         {**linear, "tokens": 64, "contender": name, "seconds": (n + 1) * 1e-6, "share": share}
@@ -30,18 +32,22 @@ def test_the_table_has_sums_and_ratios() -> None:
         for n, name in enumerate(names)
     ]
     result = {"device": "a GPU", "read_bandwidth": 1e9, "contenders": names, "linears": linears, "tokens": [64]}
-    table = " ".join(linears_table({**result, "products": rows}).split())
+    table = " ".join(linears_table({**result, "baselines": baselines, "products": rows}).split())
     assert "| a 8 x 16, 2 of them | 1.0 (50%) | 2.0 (50%) |" in table
     assert "| all of them | 3 | 6 | 9 |" in table
     assert "| as dense INT8 | 64 | 3.00 | 1.50 | 1.00 |" in table
+    assert table.count("| as dense ") == len(baselines)
+    assert "as dense 6/8" not in table
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_every_contender_is_measured() -> None:
-    result = bench_linears([Linear("a", 256, 512), Linear("b", 512, 256, 3)], [64], rounds=2)
+    other = replace(contenders()[0], name="one more")
+    result = bench_linears([Linear("a", 256, 512), Linear("b", 512, 256, 3)], [64], rounds=2, others=[other])
     assert len(result["products"]) == 2 * len(result["contenders"])
     for row in result["products"]:
         assert row["seconds"] > 0
         assert len(row["samples"]) == 2
     assert "b 512 x 256, 3 of them" in linears_table(result)
+    assert "as dense one more" in linears_table(result)

@@ -14,8 +14,6 @@ from sparsepack.files.text import Text
 from sparsepack.models.checkpoint.checkpoint import open_checkpoint
 from sparsepack.models.records.pruned import RECORD
 
-DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
-
 
 def said(model: Path, output: Path, capsys: pytest.CaptureFixture[str]) -> str:
     """The note on formats."""
@@ -32,9 +30,9 @@ def test_calibrate_says_which_formats_can_hold_the_model_or_that_none_can(
     assert llama.startswith("note: formats that can hold ")
     assert "zigzag-q4_k" in llama
     assert "cannot" not in llama
-    dynamic = said(make_model(tmp_path / "dynamic", rope_parameters=DYNAMIC), tmp_path / "b", capsys)
-    assert ": slide-int8 once pruned, slide-fp8 once pruned, slide-bf16 once pruned; zigzag-q4_k cannot: " in dynamic
-    assert "rotary embedding of type 'dynamic' changes with the text's length" in dynamic
+    strange = said(make_model(tmp_path / "strange", hidden_act="gelu_new"), tmp_path / "b", capsys)
+    assert ": slide-int8 once pruned, slide-fp8 once pruned, slide-bf16 once pruned; zigzag-q4_k cannot: " in strange
+    assert "activation 'gelu_new'; expected silu, relu" in strange
     (tmp_path / "llama" / RECORD).write_text("{}")
     pruned = said(tmp_path / "llama", tmp_path / "d", capsys)
     assert pruned.endswith(": zigzag-q4_k, q4_k, f16, bf16, f32, slide-int8, slide-fp8, slide-bf16")

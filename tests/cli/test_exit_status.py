@@ -109,7 +109,7 @@ def test_no_line_begins_twice_with_the_same_name(notok: Path) -> None:
         (notok / "config.json").write_text(json.dumps(config | {"hidden_act": "tanh"}))
 
     def rotary() -> None:
-        rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+        rope = {"rope_type": "longrope", "rope_theta": 10000.0, "factor": 2.0}
         (notok / "config.json").write_text(json.dumps(config | {"rope_parameters": rope}))
 
     for damage in (lost, larger, odd, rotary):

@@ -1,5 +1,7 @@
 """The numbers that an engine takes from a configuration are those of the stock model."""
 
+import json
+
 import pytest
 import torch
 from model_variants import FOLDERS
@@ -48,11 +50,37 @@ def test_frequencies_turn_positions_as_the_stock_model_does(kind):
         assert architecture.rotary_scale > 1
 
 
-@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
-def test_frequencies_that_change_with_the_length_are_refused(kind):
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0 + 0.1 * n for n in range(8)],
+    "long_factor": [1.0 + n for n in range(8)],
+    "original_max_position_embeddings": 64,
+}
+BY_LENGTH = {
+    "longrope": LONGROPE,
+    "dynamic": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0},
+}
+
+
+@pytest.mark.parametrize("kind", BY_LENGTH)
+@pytest.mark.parametrize("length", [64, 65, 200])
+def test_frequencies_follow_the_texts_length_as_in_the_stock_model(kind, length):
+    stock = config(rope_parameters=BY_LENGTH[kind], max_position_embeddings=64 if kind == "dynamic" else 256)
+    architecture = architecture_of(stock, None)
+    assert architecture.context == 256
+    cos, sin = type(AutoModel.from_config(stock).rotary_emb)(stock)(torch.zeros(1), torch.arange(length)[None])
+    angles = torch.outer(torch.arange(float(length)), architecture.frequencies(length))
+    torch.testing.assert_close(angles.cos().repeat(1, 2) * architecture.rotary_scale, cos[0])
+    torch.testing.assert_close(angles.sin().repeat(1, 2) * architecture.rotary_scale, sin[0])
+    assert torch.equal(architecture.frequencies(length), torch.tensor(architecture.inv_freq)) == (length == 64)
+    assert Architecture.from_json(json.loads(json.dumps(architecture.to_json()))) == architecture
+
+
+def test_a_rotary_embedding_of_another_type_is_refused():
     stock = config()
-    stock.rope_parameters = {"rope_type": kind, "rope_theta": 10000.0, "factor": 2.0}
-    with pytest.raises(CheckpointError, match=f"'{kind}' changes with the text's length"):
+    stock.rope_parameters = {"rope_type": "spiral", "rope_theta": 10000.0, "factor": 2.0}
+    with pytest.raises(CheckpointError, match="of type 'spiral'; expected one of default, linear, llama3, yarn, long"):
         architecture_of(stock, None)
 
 
@@ -86,8 +114,6 @@ def test_heads_and_tokens_are_read():
 
 @pytest.mark.parametrize("name", FOLDERS)
 def test_an_architecture_survives_json(folders, name):
-    import json
-
     architecture = architecture_of(open_checkpoint(folders(name)).config, 1)
     assert Architecture.from_json(json.loads(json.dumps(architecture.to_json()))) == architecture
 

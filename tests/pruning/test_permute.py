@@ -35,7 +35,8 @@ def test_a_block_in_another_order_computes_the_same(family: str, tmp_path: Path)
     channels = torch.stack([torch.randperm(width, generator=generator) for _ in range(kv_heads)])
     stream.replace(permuted_block(before, checkpoint.family, neurons, channels, config.num_attention_heads))
     moved = stream.block.state_dict()
-    for name in ("mlp.down_proj", "mlp.gate_proj", "mlp.up_proj", "self_attn.v_proj", "self_attn.o_proj"):
+    of = checkpoint.family.projections
+    for name in (*of["mlp_mid"], *of["mlp_in"], of["attn_in"][-1], *of["attn_out"]):
         assert not torch.equal(moved[f"{name}.weight"], before[f"{name}.weight"])
     assert torch.allclose(stream(x), expected, rtol=1e-4, atol=1e-5)
 

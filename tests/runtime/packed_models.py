@@ -17,6 +17,9 @@ from sparsepack.models.families import ATTENTION_SITES, FAMILIES, MLP_SITES
 from sparsepack.models.records.rule import SiteRule, sparsify
 from sparsepack.models.stock.hooks import site_hooks
 from sparsepack.models.stock.whole import build_model
+from sparsepack.runtime.backends import backend_named
+from sparsepack.runtime.features import lacks
+from sparsepack.runtime.options import EngineOptions
 
 SMALL = {
     "vocab_size": 300,
@@ -82,7 +85,28 @@ VARIANTS: Mapping[str, dict[str, Any]] = {
     },
     "llama, segments": {"model_type": "llama", "bases": (0, 1)},
     "qwen3, tied": {"model_type": "qwen3", "head_dim": 24, "tie_word_embeddings": True},
+    "phi3, sliding window": {"model_type": "phi3", "sliding_window": 5, "pad_token_id": 0},
+    "phi3, a part of each head, longrope": {
+        "model_type": "phi3",
+        "num_attention_heads": 4,
+        "pad_token_id": 0,
+        "max_position_embeddings": 64,
+        "original_max_position_embeddings": 16,
+        "partial_rotary_factor": 0.75,
+        "rope_parameters": {
+            "rope_type": "longrope",
+            "rope_theta": 10000.0,
+            "short_factor": [1.0, 1.1, 1.2, 1.3, 1.5, 2.0],
+            "long_factor": [1.0, 1.5, 2.0, 3.0, 4.0, 6.0],
+        },
+    },
 }
+
+
+def variants_of(backend: str) -> list[str]:
+    """The variants that a backend computes."""
+    row = backend_named(backend)
+    return [name for name in VARIANTS if not lacks(row, EngineOptions(), random_model(name))]
 
 
 def random_model(variant: str = "llama", seed: int = 0, **changes: Any) -> PackedModel:

@@ -1,7 +1,7 @@
 """`--devices`, and the workers that a verb's work is done by."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -10,10 +10,12 @@ import click
 from sparsepack.cli.options.shared import RUNS
 from sparsepack.cli.options.verb import ARGUMENTS, group
 from sparsepack.errors import UserError, WorkersError
+from sparsepack.terminal import tell
 from sparsepack.workers.environment import LAUNCHED, number_here, several
 from sparsepack.workers.launch import devices_of, launch
 
 if TYPE_CHECKING:
+    from sparsepack.models.stock.forecast import Forecast
     from sparsepack.workers.workers import Workers
 
 
@@ -41,6 +43,28 @@ devices_option = group(
     ),
 )
 """Verbs with this option also run under torchrun."""
+
+dry_run_option = group(
+    RUNS,
+    click.option(
+        "--dry-run",
+        "dry_run",
+        type=click.IntRange(1),
+        metavar="N",
+        help="Write nothing: say what it would take N workers like this process, from one measured block (default: "
+        "run).",
+    ),
+)
+"""How many workers a verb is asked to foresee the work of, in place of doing it."""
+
+
+def tell_forecast(forecast: Callable[[int], "Forecast"], workers: int) -> None:
+    """Tell what the work would take so many workers. Raises `UserError` where this process is one of several."""
+    if several():
+        raise UserError("--dry-run: it measures in one process; leave --devices and torchrun out")
+    from sparsepack.cli.tables.forecast import forecast_table
+
+    tell(forecast_table(forecast(workers)))
 
 
 @contextmanager

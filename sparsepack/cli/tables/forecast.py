@@ -1,6 +1,6 @@
 """What a run would take, as text for people."""
 
-from sparsepack.calibration.forecast import Forecast
+from sparsepack.models.stock.forecast import Forecast
 from sparsepack.progress import duration
 
 
@@ -16,9 +16,9 @@ def forecast_table(found: Forecast) -> str:
         memory += f"; worker 0 {_size(found.whole_bytes)} more while it saves"
     measured = (
         f"one block: {_size(found.block_bytes)} read in {found.read_seconds:.2f} s, "
-        f"a batch of {found.batch} windows in {found.batch_seconds:.2f} s"
+        f"a batch of {found.batch} windows in {found.batch_seconds:.2f} s, all else in {found.alone_seconds:.2f} s"
     )
-    reading = found.read_seconds > found.rounds * found.batch_seconds
+    reading = found.read_seconds > found.computing_seconds
     values = {
         "measured": f"{measured}, on {found.device}",
         "workers": f"{found.workers}, {found.windows} windows of {found.context} tokens, {found.rounds} of "

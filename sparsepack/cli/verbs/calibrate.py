@@ -1,9 +1,8 @@
 """`sparsepack calibrate`."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
-
-import click
 
 from sparsepack.calibration.options import CalibrateOptions
 from sparsepack.cli.options.declared import options_from
@@ -11,10 +10,8 @@ from sparsepack.cli.options.merging import merges, over_texts
 from sparsepack.cli.options.output import overwrite_flag
 from sparsepack.cli.options.shared import compute
 from sparsepack.cli.options.verb import verb
-from sparsepack.cli.options.workers import devices_option, workers_of
-from sparsepack.errors import UserError
+from sparsepack.cli.options.workers import devices_option, dry_run_option, tell_forecast, workers_of
 from sparsepack.terminal import tell
-from sparsepack.workers.environment import several
 
 
 @verb(short_help="Collect the statistics of a model over text.")
@@ -22,13 +19,7 @@ from sparsepack.workers.environment import several
 @options_from(CalibrateOptions, "--context", "--samples", "--seed", "--sinks", "--batch")
 @compute
 @devices_option
-@click.option(
-    "--dry-run",
-    "dry_run",
-    type=click.IntRange(1),
-    metavar="N",
-    help="Write nothing: say what it would take N workers like this process, from one measured block (default: run).",
-)
+@dry_run_option
 @overwrite_flag
 def calibrate(
     model: str,
@@ -53,12 +44,9 @@ def calibrate(
 
         made = merge_folders(folders[0], folders[1], output, overwrite)
     elif dry_run is not None:
-        if several():
-            raise UserError("--dry-run: it measures in one process; leave --devices and torchrun out")
         from sparsepack.calibration.forecast import forecast
-        from sparsepack.cli.tables.forecast import forecast_table
 
-        tell(forecast_table(forecast(model, texts, CalibrateOptions(**asked), dry_run)))
+        tell_forecast(partial(forecast, model, texts, CalibrateOptions(**asked)), dry_run)
         return
     else:
         from sparsepack.calibration.run import calibrate as run_calibration

@@ -1,5 +1,6 @@
 """`sparsepack prune`."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ from sparsepack.cli.options.declared import PATH, from_options, options_from
 from sparsepack.cli.options.output import OUTPUT, overwrite_flag
 from sparsepack.cli.options.shared import CALIBRATION, compute
 from sparsepack.cli.options.verb import Ruled, group, verb
-from sparsepack.cli.options.workers import devices_option, workers_of
+from sparsepack.cli.options.workers import devices_option, dry_run_option, tell_forecast, workers_of
 from sparsepack.option import options_of
 from sparsepack.pruning.options import PruneOptions, SitePattern
 from sparsepack.terminal import tell
@@ -33,6 +34,7 @@ from sparsepack.terminal import tell
 @group(OUTPUT, click.option("-o", "--output", type=PATH, required=True, help="The checkpoint to make, a folder."))
 @compute
 @devices_option
+@dry_run_option
 @overwrite_flag
 def prune(
     model: str,
@@ -40,6 +42,7 @@ def prune(
     calibration: Path | None,
     sites: tuple[tuple[str, int, int], ...],
     overwrite: bool,
+    dry_run: int | None,
     **asked: Any,
 ) -> None:
     """Prune the matrices of MODEL: of every OF consecutive inputs of a row, KEEP nonzero weights stay.
@@ -52,6 +55,11 @@ def prune(
     options = PruneOptions(**asked, sites=patterns)
     options.check()
     options.check_calibration(calibration)
+    if dry_run is not None:
+        from sparsepack.pruning.forecast import forecast
+
+        tell_forecast(partial(forecast, model, options, calibration), dry_run)
+        return
     from sparsepack.cli.tables.pruned import pruned_table
     from sparsepack.pruning.run import prune as run
 

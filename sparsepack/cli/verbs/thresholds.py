@@ -1,5 +1,6 @@
 """`sparsepack thresholds`."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ from sparsepack.cli.options.declared import PATH
 from sparsepack.cli.options.output import OUTPUT, overwrite_flag
 from sparsepack.cli.options.shared import CALIBRATION, allocation, allocation_options, compute
 from sparsepack.cli.options.verb import group, verb
-from sparsepack.cli.options.workers import devices_option, workers_of
+from sparsepack.cli.options.workers import devices_option, dry_run_option, tell_forecast, workers_of
 from sparsepack.sparsity.options import AllocationOptions
 from sparsepack.terminal import tell
 
@@ -21,8 +22,9 @@ from sparsepack.terminal import tell
 @group(OUTPUT, click.option("-o", "--output", type=PATH, required=True, help="The table to make, as JSON."))
 @compute
 @devices_option
+@dry_run_option
 @overwrite_flag
-def thresholds(model: str, calibration: Path, output: Path, overwrite: bool, **asked: Any) -> None:
+def thresholds(model: str, calibration: Path, output: Path, overwrite: bool, dry_run: int | None, **asked: Any) -> None:
     """Find the thresholds of MODEL for a sparsity: a table to print, edit, and give to `pack` or `eval`.
 
     A run that was killed goes on where it stopped when the same command is given again; so does `pack --sparsity`.
@@ -31,6 +33,11 @@ def thresholds(model: str, calibration: Path, output: Path, overwrite: bool, **a
     if asked["sparsity"] is None:
         raise click.UsageError("give --sparsity, for example 0.5")
     _options(asked).check()
+    if dry_run is not None:
+        from sparsepack.sparsity.forecast import forecast
+
+        tell_forecast(partial(forecast, model, calibration, _options(asked)), dry_run)
+        return
     from sparsepack.cli.tables.thresholds import thresholds_table
     from sparsepack.sparsity.find import make_thresholds
 

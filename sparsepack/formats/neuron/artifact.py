@@ -34,7 +34,7 @@ class NeuronArtifact(ZigzagArtifact):
         layer = block.removeprefix("blk.")
         if f"mlp_{part}" not in (GATE, RECORDS) or not layer.isdecimal() or int(layer) >= checkpoint.layers:
             return super().source(name, checkpoint)
-        (gate, up), (down,) = (checkpoint.projections(int(layer), site) for site in ("mlp_in", "mlp_mid"))
+        (gate, up), (down,) = checkpoint.gate_and_up(int(layer)), checkpoint.projections(int(layer), "mlp_mid")
         order = self._order(f"{block}.{ORDER}")
         if len(order) != len(gate):
             return None  # another model's

@@ -128,12 +128,12 @@ def _planned_neurons(
     order, device, encoded = neurons.by_frequency(counts.active[layer]), request.device, request.encoded
 
     def gate() -> Tensor:
-        return zigzag.pack(stacked_on(device, [checkpoint.projections(layer, "mlp_in")[0][order]]))
+        return zigzag.pack(stacked_on(device, [checkpoint.gate_and_up(layer)[0][order]]))
 
     def records() -> Tensor:
         if f"{name}.{_UP}" in encoded:
             return torch.cat([encoded[f"{name}.{part}"]() for part in (_UP, _DOWN)], 1)
-        up, (down,) = checkpoint.projections(layer, "mlp_in")[1], checkpoint.projections(layer, "mlp_mid")
+        up, (down,) = checkpoint.gate_and_up(layer)[1], checkpoint.projections(layer, "mlp_mid")
         return neurons.pack(stacked_on(device, [up]), stacked_on(device, [down]), order)
 
     bands = (zigzag.bands(count), hidden, zigzag.BAND_ROWS)

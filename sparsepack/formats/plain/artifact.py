@@ -14,11 +14,9 @@ from sparsepack.formats.stock import StockModel
 from sparsepack.formats.table import those_with
 from sparsepack.models.checkpoint.checkpoint import EMBEDDING, HEAD, Checkpoint, check_sizes
 from sparsepack.models.checkpoint.gguf_config import gguf_config
-from sparsepack.models.checkpoint.gguf_names import gguf_names, permute_rotary, unpermute_rotary
+from sparsepack.models.checkpoint.gguf_names import ROTARY_FACTORS, gguf_names, permute_rotary, unpermute_rotary
 from sparsepack.models.families import FAMILIES, family_of
 from sparsepack.models.tokenizer.tokenizer import gguf_tokenizer
-
-ROTARY_FACTORS = "rope_freqs.weight"
 
 
 @dataclass(frozen=True)
@@ -35,7 +33,7 @@ class PlainArtifact(GgufArtifact):
         config = gguf_config(self.file, str(self.path))
         family = family_of(config.model_type, str(self.path))
         check_sizes(config, str(self.path))
-        names = {theirs: ours for ours, theirs in gguf_names(config.num_hidden_layers).items()}
+        names = {theirs: ours for ours, theirs in gguf_names(family, config.num_hidden_layers).items()}
         heads = {"q_proj": config.num_attention_heads, "k_proj": family.setting(config, "num_key_value_heads")}
 
         def tensor(name: str) -> Tensor:
@@ -54,10 +52,10 @@ class PlainArtifact(GgufArtifact):
         return StockModel(config, tensor, gguf_tokenizer(self.file, str(self.path)))
 
     def holds_weights(self, name: str) -> bool:
-        return name != ROTARY_FACTORS
+        return name not in ROTARY_FACTORS
 
     def source(self, name: str, checkpoint: Checkpoint) -> Tensor | None:
-        source = gguf_names(checkpoint.layers).get(name, "")
+        source = gguf_names(checkpoint.family, checkpoint.layers).get(name, "")
         if source not in checkpoint.source.shapes:
             return None
         return llama_cpp_rows(checkpoint, source, checkpoint.tensor(source))
@@ -78,7 +76,7 @@ class PlainArtifact(GgufArtifact):
         """Which of the model's numbers transformers (5.23) does not take from a GGUF."""
         metadata = self.file.metadata
         kind = metadata.get("general.architecture")
-        if f"{kind}.rope.scaling.type" in metadata or ROTARY_FACTORS in self.tensors:
+        if f"{kind}.rope.scaling.type" in metadata or not self.tensors.keys().isdisjoint(ROTARY_FACTORS):
             return "the rotary scaling"
         if any(name.endswith("attn_output.bias") for name in self.tensors):
             return "the biases"

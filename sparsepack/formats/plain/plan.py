@@ -5,6 +5,7 @@ Tensor names, their shapes and the order of q and k rows are llama.cpp's. Beside
 """
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -23,7 +24,7 @@ from sparsepack.formats.containers.gguf.values import KeyValue, manifest_values,
 from sparsepack.formats.containers.gguf.writer import GgufPlan
 from sparsepack.formats.encoded import EncodedSite, SiteEncoder
 from sparsepack.formats.manifest import make_manifest
-from sparsepack.formats.plain.artifact import ROTARY_FACTORS, PlainArtifact, llama_cpp_rows
+from sparsepack.formats.plain.artifact import PlainArtifact, llama_cpp_rows
 from sparsepack.formats.plain.llama_cpp.keys import architecture_keys, rotary_factors
 from sparsepack.formats.plain.llama_cpp.pretokenizers import INEXACT
 from sparsepack.formats.plain.llama_cpp.vocabulary import KEY_TYPES, vocabulary
@@ -48,7 +49,7 @@ def check_model(format: Format, checkpoint: Checkpoint) -> None:
     _architecture_values(checkpoint)
     _vocabulary_values(checkpoint)
     if not checkpoint.family.gguf_biases:
-        for name, source in gguf_names(checkpoint.layers).items():
+        for name, source in gguf_names(checkpoint.family, checkpoint.layers).items():
             if name.endswith(".bias") and source in checkpoint.source.shapes:
                 raise PackingError(
                     f"{name}: llama.cpp knows no biases in {checkpoint.family.gguf} models; "
@@ -83,8 +84,21 @@ def plan(format: Format, checkpoint: Checkpoint, request: PlanRequest) -> GgufPl
         at_once=tensors_at_once(request.device),
         source=checkpoint.source.hash,
         architecture=checkpoint.family.gguf,
-        values=values | manifest_values(manifest) | own,
+        values=values | _named(manifest_values(manifest), vocabulary_keys) | own,
     )
+
+
+_PHI_3 = re.compile("phi-?3", re.IGNORECASE)
+_PHI_3_TOKENS = {"<unk>", "<s>", "</s>", "<|endoftext|>"}
+
+
+def _named(values: dict[str, KeyValue], vocabulary_keys: Mapping[str, KeyValue]) -> dict[str, KeyValue]:
+    """The keys with a name by which llama.cpp does not take another model's vocabulary for Phi-3's: it asks the name
+    alone, and loads no such file without these tokens."""
+    tokens = vocabulary_keys["tokenizer.ggml.tokens"][0]
+    if _PHI_3_TOKENS.issubset(tokens):
+        return values
+    return values | {"general.name": string(_PHI_3.sub("Phi 3", values["general.name"][0]))}
 
 
 def _architecture_values(checkpoint: Checkpoint) -> tuple[dict[str, KeyValue], list[str]]:
@@ -105,11 +119,10 @@ def _vocabulary_values(checkpoint: Checkpoint) -> tuple[dict[str, KeyValue], lis
 
 def _groups(checkpoint: Checkpoint, types: Mapping[str, str], request: PlanRequest) -> Iterator[PlannedGroup]:
     shapes = checkpoint.source.shapes
-    factors = rotary_factors(checkpoint.architecture, checkpoint.config)
-    if factors is not None:
+    for name, factors in rotary_factors(checkpoint.architecture, checkpoint.config).items():
         stored = partial(encode_rows, factors, "F32")
-        yield alone(PlannedTensor(ROTARY_FACTORS, tuple(factors.shape), "F32", weights=False), stored)
-    for name, source in gguf_names(checkpoint.layers).items():
+        yield alone(PlannedTensor(name, tuple(factors.shape), "F32", weights=False), stored)
+    for name, source in gguf_names(checkpoint.family, checkpoint.layers).items():
         if source not in shapes or (source == HEAD and checkpoint.tied):
             continue
         shape = shapes[source]
@@ -121,7 +134,7 @@ def _groups(checkpoint: Checkpoint, types: Mapping[str, str], request: PlanReque
 def encoder(format: Format, checkpoint: Checkpoint, request: PlanRequest) -> SiteEncoder:
     """What encodes a model's sites (`Format.encoder`); what fell back to another type than Q4_K is rounded alone."""
     types = _types(checkpoint, format.matrices, [])
-    names = {source: name for name, source in gguf_names(checkpoint.layers).items()}
+    names = {source: name for name, source in gguf_names(checkpoint.family, checkpoint.layers).items()}
 
     def encode(layer: int, site: str, weight: Tensor, inputs: Inputs | None) -> EncodedSite:
         tensors, rows, start = {}, {}, 0
@@ -143,7 +156,7 @@ def encoder(format: Format, checkpoint: Checkpoint, request: PlanRequest) -> Sit
 def _types(checkpoint: Checkpoint, type: str, notes: list[str]) -> dict[str, str]:
     """The type of each matrix of the blocks; notes where it is not the one of the format."""
     kinds, said = {}, {}
-    for name, source in gguf_names(checkpoint.layers).items():
+    for name, source in gguf_names(checkpoint.family, checkpoint.layers).items():
         shape = checkpoint.source.shapes.get(source, ())
         if name.startswith("blk.") and len(shape) == 2:
             part = name.split(".", 2)[2]

@@ -15,11 +15,16 @@ RULE_VECTORS = (".threshold", ".offset")
 def site_shapes(architecture: Architecture) -> dict[str, tuple[tuple[int, ...], int]]:
     """For each site: output rows of its projections in stacking order, and input columns."""
     queries, keys = architecture.heads * architecture.head_dim, architecture.kv_heads * architecture.head_dim
-    return {
+    apart: dict[str, tuple[tuple[int, ...], int]] = {
         "attn_in": ((queries, keys, keys), architecture.hidden),
         "attn_out": ((architecture.hidden,), queries),
         "mlp_in": ((architecture.intermediate, architecture.intermediate), architecture.hidden),
         "mlp_mid": ((architecture.hidden,), architecture.intermediate),
+    }
+    projections = FAMILIES[architecture.model_type].projections
+    return {
+        site: (parts if len(projections[site]) == len(parts) else (sum(parts),), columns)
+        for site, (parts, columns) in apart.items()
     }
 
 

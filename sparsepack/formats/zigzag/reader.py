@@ -207,7 +207,7 @@ def _check_numbers(architecture: Architecture, tensors: int) -> None:
     windows = len(architecture.sliding_windows)
     if architecture.layers > tensors or windows != architecture.layers:
         raise ValueError(f"{architecture.layers} layers, {tensors} tensors, {windows} sliding windows")
-    if architecture.heads % architecture.kv_heads or len(architecture.inv_freq) * 2 != architecture.head_dim:
+    if architecture.heads % architecture.kv_heads or not 0 < 2 * len(architecture.inv_freq) <= architecture.head_dim:
         raise ValueError(
             f"{architecture.heads} heads, {architecture.kv_heads} of keys, {len(architecture.inv_freq)} frequencies "
             f"for heads of {architecture.head_dim}"

@@ -99,6 +99,12 @@ class Checkpoint:
         """The matrices of a site one by one, in the order in which they are stacked."""
         return [self.tensor(f"{name}.weight") for name in self._projection_names(layer, site)]
 
+    def gate_and_up(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The gate's and up's rows of `mlp_in`, each [intermediate, hidden], however the family stores them."""
+        stored = self.projections(layer, "mlp_in")
+        gate, up = stored if len(stored) == 2 else stored[0].chunk(2)
+        return gate, up
+
     def stacked_bias(self, layer: int, site: str) -> torch.Tensor | None:
         """The bias [rows] of a site's stacked matrix, zeros for projections that have none, or None."""
         names = self._projection_names(layer, site)
@@ -205,8 +211,7 @@ def open_checkpoint(name: str | Path) -> Checkpoint:
     source: TensorSource
     if file is not None:
         heads, kv_heads = config.num_attention_heads, family.setting(config, "num_key_value_heads")
-        permuted = family.gguf_permuted
-        source = GgufSource(file, config.num_hidden_layers, heads, kv_heads, permuted)
+        source = GgufSource(file, family, config.num_hidden_layers, heads, kv_heads)
         config.tie_word_embeddings = HEAD not in source.shapes
     else:
         source = SafetensorsSource(path, family.decoder)

@@ -14,7 +14,7 @@ import numpy as np
 from sparsepack.errors import CheckpointError
 from sparsepack.files.gguf import GgufFile
 from sparsepack.files.stored import shown
-from sparsepack.models.families import FAMILIES
+from sparsepack.models.families import FAMILIES, Family
 
 OWN_CONFIG = "sparsepack.config"
 """The config.json that sparsepack puts into the GGUFs it writes."""
@@ -50,7 +50,7 @@ def gguf_config(file: GgufFile, name: str) -> Any:
         known = sorted({family.gguf for family in families})
         raise CheckpointError(f"{name}: a GGUF of architecture {str(kind)[:60]!r}; expected one of {', '.join(known)}")
     try:
-        values = _values(file, f"{kind}.")
+        values = _values(file, f"{kind}.", FAMILIES[model_type])
         config = AutoConfig.for_model(model_type, **values)
     except KeyError as error:
         raise CheckpointError(f"{name}: the key {error} is missing; convert the model again") from error
@@ -63,31 +63,48 @@ def gguf_config(file: GgufFile, name: str) -> Any:
     return config
 
 
-def _values(file: GgufFile, prefix: str) -> dict[str, Any]:
+def _values(file: GgufFile, prefix: str, family: Family) -> dict[str, Any]:
     keys = {key.removeprefix(prefix): value for key, value in file.metadata.items() if key.startswith(prefix)}
     heads, hidden = keys["attention.head_count"], keys["embedding_length"]
     tokenizer = "tokenizer.ggml."
+    # In models with fused matrices a part of each head may turn.
+    turns = None if "blk.0.attn_qkv.weight" in file.tensors else keys.get("rope.dimension_count")
+    head_dim = keys.get("attention.key_length", turns or hidden // heads)
     return {
         "hidden_size": hidden,
         "intermediate_size": keys["feed_forward_length"],
         "num_hidden_layers": keys["block_count"],
         "num_attention_heads": heads,
         "num_key_value_heads": keys.get("attention.head_count_kv", heads),
-        "head_dim": keys.get("attention.key_length", keys.get("rope.dimension_count", hidden // heads)),
+        "head_dim": head_dim,
         "rms_norm_eps": keys["attention.layer_norm_rms_epsilon"],
         "max_position_embeddings": keys["context_length"],
         "vocab_size": file.tensors["token_embd.weight"].shape[0],
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "attention_bias": "blk.0.attn_q.bias" in file.tensors,
         "mlp_bias": "blk.0.ffn_down.bias" in file.tensors,
-        "rope_parameters": _rope(keys),
+        "rope_parameters": (rope := _rope(keys, file, head_dim)),
+        # where transformers looks first
+        **{name: rope[name] for name in ("original_max_position_embeddings",) if rope["rope_type"] == "longrope"},
+        **({"sliding_window": keys.get("attention.sliding_window")} if family.slides else {}),
         "bos_token_id": file.metadata.get(f"{tokenizer}bos_token_id"),
         "eos_token_id": file.metadata.get(f"{tokenizer}eos_token_id"),
+        "pad_token_id": file.metadata.get(f"{tokenizer}padding_token_id"),
     }
 
 
-def _rope(keys: dict[str, Any]) -> dict[str, Any]:
+def _rope(keys: dict[str, Any], file: GgufFile, head_dim: int) -> dict[str, Any]:
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": keys.get("rope.freq_base", 10000.0)}
+    if (dims := keys.get("rope.dimension_count", head_dim)) != head_dim:
+        rope["partial_rotary_factor"] = dims / head_dim
+    if "rope_factors_long.weight" in file.tensors:
+        return rope | {
+            "rope_type": "longrope",
+            "short_factor": _factors(file, "rope_factors_short.weight").tolist(),
+            "long_factor": _factors(file, "rope_factors_long.weight").tolist(),
+            "original_max_position_embeddings": keys["rope.scaling.original_context_length"],
+            "attention_factor": keys.get("rope.scaling.attn_factor", 1.0),
+        }
     scaling = keys.get("rope.scaling.type", "none")
     if scaling in ("linear", "yarn"):
         rope |= {"rope_type": scaling, "factor": keys["rope.scaling.factor"]}
@@ -106,9 +123,10 @@ def _rope(keys: dict[str, Any]) -> dict[str, Any]:
 
 def _take_factors(config: Any, file: GgufFile, name: str) -> None:
     """Llama 3's scaling from the factors that llama.cpp's converter made of it, if it is Llama 3's."""
-    if (kind := file.tensors["rope_freqs.weight"].type) != "F32":
-        raise CheckpointError(f"{name}: rope_freqs.weight is {kind}, expected F32; convert the model again")
-    factors = np.frombuffer(file.bytes("rope_freqs.weight").tobytes(), dtype="<f4")
+    try:
+        factors = _factors(file, "rope_freqs.weight")
+    except TypeError as error:
+        raise CheckpointError(f"{name}: {error}; convert the model again") from error
     scaling = {**_LLAMA3, "factor": float(factors.max(initial=1.0)), "rope_theta": config.rope_parameters["rope_theta"]}
     config.rope_parameters = scaling
     unscaled = scaling["rope_theta"] ** (-np.arange(0, config.head_dim, 2) / config.head_dim)
@@ -116,6 +134,12 @@ def _take_factors(config: Any, file: GgufFile, name: str) -> None:
         raise CheckpointError(
             f"{name}: rope_freqs.weight is not Llama 3's scaling; expected the Hugging Face folder here"
         )
+
+
+def _factors(file: GgufFile, tensor: str) -> np.ndarray:
+    if (kind := file.tensors[tensor].type) != "F32":
+        raise TypeError(f"{tensor} is {kind}, expected F32")
+    return np.frombuffer(file.bytes(tensor).tobytes(), dtype="<f4")
 
 
 def _frequencies(config: Any) -> np.ndarray:

@@ -2,33 +2,26 @@
 
 import torch
 
+from sparsepack.models.families import Family
+
 _OUTSIDE = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
     "output.weight": "lm_head.weight",
 }
-_IN_BLOCK = {
-    "attn_norm": "input_layernorm",
-    "ffn_norm": "post_attention_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
 
 
-def gguf_names(layers: int) -> dict[str, str]:
-    """llama.cpp name -> Hugging Face name, of every tensor that a supported family may have."""
+ROTARY_FACTORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
+"""llama.cpp divides rotary frequencies by these: in all texts, or in short and in long ones."""
+
+
+def gguf_names(family: Family, layers: int) -> dict[str, str]:
+    """llama.cpp name -> Hugging Face name, of every tensor that a model of the family may have."""
     names = dict(_OUTSIDE)
     for layer in range(layers):
-        for ours, theirs in _IN_BLOCK.items():
+        for ours, theirs in family.gguf_parts.items():
             for part in ("weight", "bias"):
-                names[f"blk.{layer}.{ours}.{part}"] = f"model.layers.{layer}.{theirs}.{part}"
+                names[f"blk.{layer}.{ours}.{part}"] = f"{family.block(layer)}.{theirs}.{part}"
     return names
 
 

@@ -207,12 +207,15 @@ def _of_heads(checkpoint: Checkpoint, bases: Bases) -> dict[str, Tensor]:
     group = heads_of_config(checkpoint.config).heads // max((len(matrices) for matrices in bases.values), default=1)
     for layer, matrices in enumerate(bases.values):
         value, output = value_and_output(family, layer)
-        found |= {f"{value}.weight": matrices, f"{value}.bias": matrices}
+        head_dim = matrices.shape[1]
+        before = checkpoint.source.shapes[f"{value}.weight"][0] // head_dim - len(matrices)  # of q and k in one matrix
+        stay = torch.eye(head_dim, dtype=matrices.dtype, device=matrices.device).expand(before, -1, -1)
+        found |= dict.fromkeys((f"{value}.weight", f"{value}.bias"), torch.cat([stay, matrices]))
         found[f"{output}.weight"] = matrices.repeat_interleave(group, 0)
     return found
 
 
 def value_and_output(family: Family, layer: int) -> tuple[str, str]:
-    """The names of a block's v and o."""
+    """The names of a block's v, or of the matrix whose last rows are v, and o."""
     block = family.block(layer)
     return f"{block}.{family.projections['attn_in'][-1]}", f"{block}.{family.projections[ATTN_OUT][0]}"

@@ -13,8 +13,9 @@ from sparsepack.files.gguf import GgufFile
 from sparsepack.files.hashing import combined
 from sparsepack.files.stored import Name, Stored, checked, shown
 from sparsepack.files.tensors import all_finite
-from sparsepack.models.checkpoint.gguf_names import gguf_names, unpermute_rotary
+from sparsepack.models.checkpoint.gguf_names import ROTARY_FACTORS, gguf_names, unpermute_rotary
 from sparsepack.models.checkpoint.source_hash import SourceHash
+from sparsepack.models.families import Family
 
 _GGUF_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _SAFETENSORS_DTYPES = {**_GGUF_DTYPES, "F64": torch.float64}
@@ -193,14 +194,14 @@ def _is_there(path: Path) -> bool:
 class GgufSource:
     """A GGUF in F32, F16 or BF16: names and the rotary row order are translated back to Hugging Face's."""
 
-    def __init__(self, file: GgufFile, layers: int, heads: int, kv_heads: int, permuted: bool) -> None:
+    def __init__(self, file: GgufFile, family: Family, layers: int, heads: int, kv_heads: int) -> None:
         self._file = file
         self._hash = SourceHash([file.path], "".join)  # of the file itself
-        self._heads = {"q_proj": heads, "k_proj": kv_heads} if permuted else {}
+        self._heads = {"q_proj": heads, "k_proj": kv_heads} if family.gguf_permuted else {}
         self._gguf_name: dict[str, str] = {}
-        known = gguf_names(layers)
+        known = gguf_names(family, layers)
         for name, info in file.tensors.items():
-            if name == "rope_freqs.weight":
+            if name in ROTARY_FACTORS:
                 continue  # derived from the config; transformers computes it again
             if name not in known:
                 raise CheckpointError(f"{file.path}: the tensor {name} is not understood")

@@ -102,6 +102,9 @@ class NativeDecoder:
         self.cache.copy(source, to, length)
         self.native.begin_held(to)
 
+    def turn(self, sequence: int, first: int, cos: Tensor, sin: Tensor) -> None:
+        self.cache.turn(sequence, first, cos, sin)
+
     def prefill(self, sequence: int, ids: Tensor) -> Tensor:
         logits = torch.empty(1, self._vocabulary)
         self.native.prefill(sequence, ids.numpy(), False, logits.numpy())
@@ -151,9 +154,12 @@ def _built(packed: PackedModel, cache: NativeKvCache, threads: int) -> Any:
         prefill_tokens=PREFILL_TOKENS,
         eps=a.norm_eps,
         activation=_ACTIVATIONS[a.activation],
+        embedding_scale=a.embedding_scale,
+        logit_cap=a.logit_cap,
     )
     for layer in packed.layers:
-        builder.add_layer(vector(layer.norms["attn_norm"]), vector(layer.norms["mlp_norm"]))
+        norms = (layer.norms.get(name) for name in ("attn_norm", "mlp_norm", "attn_post_norm", "mlp_post_norm"))
+        builder.add_layer(*map(vector, norms))
         if layer.basis is not None:
             builder.set_basis(load_rows(layer.basis))
         _add_sites(builder, layer.attention, threads)

@@ -53,6 +53,9 @@ class NativeKvCache:
     def copy(self, source: int, to: int, length: int) -> None:
         self.native[to].copy(self.native[source], length)
 
+    def turn(self, sequence: int, first: int, cos: Tensor, sin: Tensor) -> None:
+        self.native[sequence].turn(first, cos.contiguous(), sin.contiguous())
+
     def reset(self) -> None:
         for cache in self.native:
             cache.reset()
@@ -64,9 +67,10 @@ def _native_cache(shape: AttentionShape) -> Any:
         "kv_heads": shape.kv_heads,
         "head_dim": shape.head_dim,
         "eps": shape.eps,
-        "cos": shape.cos.contiguous(),
-        "sin": shape.sin.contiguous(),
-        "layers": [(layer.window, vector(layer.q_norm), vector(layer.k_norm)) for layer in shape.layers],
+        "tables": [(cos.contiguous(), sin.contiguous()) for cos, sin in ((shape.cos, shape.sin), *shape.more_tables)],
+        "scale": shape.score_scale,
+        "cap": shape.cap,
+        "layers": [(of.window, vector(of.q_norm), vector(of.k_norm), of.table) for of in shape.layers],
         "instruction_set": instruction_set(),
     }
     policy = shape.policy

@@ -12,19 +12,21 @@ CACHE_TYPES: Mapping[str, torch.dtype] = {"f32": torch.float32, "f16": torch.flo
 """The types of cached keys and values stand under the names that benchmarks print."""
 
 
-def rotary_table(inv_freq: Tensor, scale: float, context: int) -> tuple[Tensor, Tensor]:
-    """cos and sin of every position's angles: float32 [head_dim / 2] -> twice float32 [context, head_dim / 2]."""
-    angles = torch.arange(context, dtype=torch.float32, device=inv_freq.device)[:, None] * inv_freq
+def rotary_table(inv_freq: Tensor, scale: float, context: int, first: int = 0) -> tuple[Tensor, Tensor]:
+    """cos and sin of the angles of positions from `first` on: float32 [n / 2] -> twice float32 [context - first,
+    n / 2]."""
+    angles = torch.arange(first, context, dtype=torch.float32, device=inv_freq.device)[:, None] * inv_freq
     return angles.cos() * scale, angles.sin() * scale
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding, halves apart: channel i is rotated together with i + head_dim / 2.
+    """Rotary embedding, halves apart: channel i of the first n is rotated together with i + n / 2, the others stay.
 
-    x: float32 [heads, S, head_dim]; cos, sin: [S, head_dim / 2], the rows of the positions in question.
+    x: float32 [heads, S, head_dim]; cos, sin: [S, n / 2], the rows of the positions in question.
     """
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+    half = cos.shape[-1]
+    first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1)
 
 
 def visible(first: int, queries: int, keys_from: int, window: int, device: torch.device | str = "cpu") -> Tensor:
@@ -42,18 +44,25 @@ def visible(first: int, queries: int, keys_from: int, window: int, device: torch
     return seen & (key > query - window) if window else seen
 
 
-def attention(q: Tensor, keys: Tensor, values: Tensor, seen: Tensor) -> Tensor:
+def capped(scores: Tensor, cap: float) -> Tensor:
+    """Scores that stay within `cap`: cap tanh(score / cap); 0: as they are."""
+    return torch.tanh(scores / cap) * cap if cap else scores
+
+
+def attention(q: Tensor, keys: Tensor, values: Tensor, seen: Tensor, scale: float = 0.0, cap: float = 0.0) -> Tensor:
     """softmax(q k^T / sqrt(head_dim)) v with grouped queries: query head h reads key head h * kv_heads // heads.
 
     q            -- float32 [heads, S, head_dim]
     keys, values -- float32 [kv_heads, T, head_dim]
     seen         -- bool [S, T]; every query sees at least one key
+    scale        -- in place of 1 / sqrt(head_dim); 0: that
+    cap          -- of scores, as `capped` takes it
 
     Returns float32 [S, heads * head_dim].
     """
     heads, length, head_dim = q.shape
     grouped = q.reshape(keys.shape[0], -1, head_dim)  # [kv_heads, group * S, head_dim]
-    scores = torch.matmul(grouped, keys.transpose(1, 2)) * head_dim**-0.5
+    scores = capped(torch.matmul(grouped, keys.transpose(1, 2)) * (scale or head_dim**-0.5), cap)
     scores = scores.view(heads, length, -1).masked_fill(~seen, float("-inf"))
     weights = scores.softmax(-1).view(*grouped.shape[:2], -1)
     attn_output = torch.matmul(weights, values).view(heads, length, head_dim)
@@ -73,6 +82,7 @@ class DenseKvCache:
         room = (len(shape.layers), shape.sequences, shape.kv_heads, shape.context, shape.head_dim)
         self._keys, self._values = (torch.zeros(room, dtype=CACHE_TYPES[type], device=device) for _ in range(2))
         self._lengths = [0] * shape.sequences
+        self._tables = [[(shape.cos, shape.sin), *shape.more_tables] for _ in range(shape.sequences)]
 
     @property
     def lengths(self) -> list[int]:
@@ -83,9 +93,10 @@ class DenseKvCache:
         rows = [heads * shape.head_dim for heads in (shape.heads, shape.kv_heads, shape.kv_heads)]
         q, k, v = torch.split(qkv, rows, dim=-1)
         new = slice(self._lengths[sequence], self._lengths[sequence] + len(qkv))
-        self._keys[layer, sequence, :, new] = self._apply_rope(k, norms.k_norm, new)
+        cos, sin = (of[new] for of in self._tables[sequence][norms.table])
+        self._keys[layer, sequence, :, new] = self._apply_rope(k, norms.k_norm, cos, sin)
         self._values[layer, sequence, :, new] = self._by_head(v)
-        return self._apply_rope(q, norms.q_norm, new)
+        return self._apply_rope(q, norms.q_norm, cos, sin)
 
     def attend(self, layer: int, queries: Tensor, sequence: int = 0, sparse: bool = False) -> Tensor:
         window, first = self._shape.layers[layer].window, self._lengths[sequence]
@@ -93,7 +104,7 @@ class DenseKvCache:
         oldest = max(0, first + 1 - window) if window else 0
         seen = visible(first, queries.shape[1], oldest, window, queries.device)
         keys, values = (cached[layer, sequence, :, oldest:last].float() for cached in (self._keys, self._values))
-        return attention(queries, keys, values, seen)
+        return attention(queries, keys, values, seen, self._shape.scale, self._shape.cap)
 
     def advance(self, positions: int, sequence: int = 0) -> None:
         self._lengths[sequence] += positions
@@ -106,15 +117,22 @@ class DenseKvCache:
             cached[:, to, :, :length] = cached[:, source, :, :length]
         self._lengths[to] = length
 
+    def turn(self, sequence: int, first: int, cos: Tensor, sin: Tensor) -> None:
+        own, shape = self._tables[sequence], self._shape
+        if own[0][0] is shape.cos:
+            own[0] = shape.cos.clone(), shape.sin.clone()
+        for of, rows in zip(own[0], (cos, sin), strict=True):
+            of[first : first + len(rows)] = rows.to(of.device)
+
     def reset(self) -> None:
         self._lengths = [0] * self._shape.sequences
 
-    def _apply_rope(self, rows: Tensor, norm: Tensor | None, positions: slice) -> Tensor:
+    def _apply_rope(self, rows: Tensor, norm: Tensor | None, cos: Tensor, sin: Tensor) -> Tensor:
         """Queries or keys, normed where the model does that, and rotated: [heads, S, head_dim]."""
         x = self._by_head(rows)
         if norm is not None:
             x = rms_norm(x, norm, self._shape.eps)
-        return rotate(x, self._shape.cos[positions], self._shape.sin[positions])
+        return rotate(x, cos, sin)
 
     def _by_head(self, rows: Tensor) -> Tensor:
         return rows.view(len(rows), -1, self._shape.head_dim).transpose(0, 1)  # [heads, S, head_dim]

@@ -17,7 +17,7 @@ from torch import Tensor
 from sparsepack.formats.codecs.labels import encode_labels, label_numbers, quantise_queries
 from sparsepack.models.records.sparse_attention import TokenPolicy
 from sparsepack.runtime.kv_cache import AttentionShape, LayerAttention
-from sparsepack.runtime.reference.attention import DenseKvCache, visible
+from sparsepack.runtime.reference.attention import DenseKvCache, capped, visible
 
 QUERIES_AT_ONCE = 256
 """This many queries attend in one call: each has a score for every token."""
@@ -82,18 +82,21 @@ def select_tokens(scores: Tensor, first: int, policy: TokenPolicy, window: int =
     return above | ties & (ties.cumsum(-1) <= left)
 
 
-def attend_selected(queries: Tensor, keys: Tensor, values: Tensor, selected: Tensor) -> Tensor:
+def attend_selected(
+    queries: Tensor, keys: Tensor, values: Tensor, selected: Tensor, scale: float = 0.0, cap: float = 0.0
+) -> Tensor:
     """softmax(q k^T / sqrt(D)) v over the tokens that are read.
 
     queries      -- float32 [heads, S, D]
     keys, values -- float32 [kv_heads, T, D]
     selected     -- bool [kv_heads, S, T], at least one token for each position
+    scale, cap   -- of scores, as `reference.attention.attention` takes them
 
     Returns float32 [S, heads * D].
     """
     heads, length, head_dim = queries.shape
     grouped = queries.reshape(len(keys), -1, head_dim)  # [kv_heads, group * S, D]: keys are not copied for each head
-    scores = torch.matmul(grouped, keys.transpose(1, 2)) * head_dim**-0.5
+    scores = capped(torch.matmul(grouped, keys.transpose(1, 2)) * (scale or head_dim**-0.5), cap)
     scores = scores.view(len(keys), -1, *selected.shape[1:])  # [kv_heads, group, S, T]
     weights = scores.masked_fill(~selected[:, None], -torch.inf).softmax(-1)
     attn_output = torch.matmul(weights.flatten(1, 2), values).view(heads, length, head_dim)
@@ -122,6 +125,8 @@ def attend_sparse(
     first: int,
     window: int = 0,
     oldest: int = 0,
+    scale: float = 0.0,
+    cap: float = 0.0,
 ) -> Tensor:
     """What decoded positions make of the tokens that their labels rank best: the three operations, for some queries at
     a time.
@@ -130,6 +135,7 @@ def attend_sparse(
     keys, values  -- [kv_heads, T, D], any floating type, of tokens oldest .. first + S - 1
     labels        -- of these keys
     window        -- as for `select_tokens`
+    scale, cap    -- as for `attend_selected`
 
     Returns float32 [S, heads * D].
     """
@@ -141,7 +147,7 @@ def attend_sparse(
         )
         scores = label_scores(label_queries(part, labels.channels), codes, scales)
         selected = select_tokens(scores, first, policy, window, oldest)
-        outputs.append(attend_selected(part, seen_keys.float(), seen_values.float(), selected))
+        outputs.append(attend_selected(part, seen_keys.float(), seen_values.float(), selected, scale, cap))
         first = last
     return torch.cat(outputs)
 
@@ -177,7 +183,8 @@ class DoubleSparsityKvCache(DenseKvCache):
         here = slice(first + queries.shape[1])
         keys, values = (of[layer, sequence, :, here] for of in (self._keys, self._values))
         codes, scales = (of[sequence, :, here] for of in labels)
-        return attend_sparse(queries, keys, values, Labels(codes, scales, channels), policy, first, window)
+        labelled, (scale, cap) = Labels(codes, scales, channels), (self._shape.scale, self._shape.cap)
+        return attend_sparse(queries, keys, values, labelled, policy, first, window, scale=scale, cap=cap)
 
     def copy(self, source: int, to: int, length: int) -> None:
         super().copy(source, to, length)

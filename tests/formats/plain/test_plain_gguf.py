@@ -76,6 +76,20 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"rope_parameters": ROPE | {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1, "high_freq_factor": 4}},
     ),
     "yarn": ("qwen3", {"rope_parameters": ROPE | {"rope_type": "yarn", "factor": 8.0}}),
+    "longrope": (
+        "phi3",
+        {
+            "original_max_position_embeddings": 512,
+            "max_position_embeddings": 4096,
+            "partial_rotary_factor": 0.25,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 10000.0,
+                "short_factor": [1.0, 1.1, 1.2, 1.3, 1.5, 2.0, 2.1, 2.2],
+                "long_factor": [1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 7.0, 8.0],
+            },
+        },
+    ),
     "yarn, own scale": (
         "qwen2",
         {"rope_parameters": ROPE | {"rope_type": "yarn", "factor": 8.0, "attention_factor": 1.5}},

@@ -235,11 +235,11 @@ def test_reloaded_weights_are_prepared_anew_where_graphs_read_them(monkeypatch: 
     assert [tensor.data_ptr() for tensor in seen] == places
 
 
-@pytest.mark.parametrize("ranks", [2])
+@pytest.mark.parametrize("ranks", [2, 4])
 def test_ranks_share_out_rows_and_columns(ranks: int, tmp_path: Path) -> None:
     torch.manual_seed(11)
     heads = [slid(n * 16, 64, SIX) for n in (8, 4, 4)]
-    down, x = slid(40, 96, SIX), torch.randn(5, 96)
+    down, x = slid(40, 128, SIX), torch.randn(5, 128)
     processes.spawn(_rank, (ranks, tmp_path, heads, down, x), nprocs=ranks)
     found = [torch.load(tmp_path / f"{rank}.pt") for rank in range(ranks)]
     for part, matrix in enumerate(heads):  # a rank has its heads of each part
@@ -262,7 +262,7 @@ def _rank(rank: int, ranks: int, folder: Path, heads: list[SlidMatrix], down: Sl
         qkv = QKVParallelLinear(64, 16, 8, 4, bias=False, prefix="qkv_proj", **options)
         for shard, matrix in zip("qkv", heads, strict=True):
             load(qkv, matrix, shard)
-        last = RowParallelLinear(96, 40, bias=False, input_is_parallel=False, prefix="down_proj", **options)
+        last = RowParallelLinear(128, 40, bias=False, input_is_parallel=False, prefix="down_proj", **options)
         load(last, down)
         found = {"qkv": ready(qkv)(x[:, :64])[0], "down": ready(last)(x)[0]}
         torch.save(found, folder / f"{rank}.pt")

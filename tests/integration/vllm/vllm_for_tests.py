@@ -47,9 +47,23 @@ def together(*matrices: SlidMatrix) -> SlidMatrix:
     return SlidMatrix(values, positions, torch.cat(scales) if scales else None, first.how, first.columns)
 
 
-def in_vllm(folder: Path, prompts: list[str], tokens: int = 16, **options: Any) -> list[list[int]]:
-    """The tokens that vLLM writes greedily, served as `vllm serve` would. Raises `Refused` with what it has said."""
-    asked = json.dumps({"folder": str(folder), "prompts": prompts, "tokens": tokens, "options": options})
+def in_vllm(
+    folder: Path, prompts: list[str], tokens: int = 16, reload: Path | None = None, **options: Any
+) -> list[list[int]]:
+    """The tokens that vLLM writes greedily, served as `vllm serve` would. Raises `Refused` with what it has said.
+
+    reload -- once it has written, vLLM loads the weights of this folder in place of the others; what it writes then
+              is returned
+    """
+    asked = json.dumps(
+        {
+            "folder": str(folder),
+            "prompts": prompts,
+            "tokens": tokens,
+            "options": options,
+            "reload": None if reload is None else str(reload),
+        }
+    )
     several = options.get("tensor_parallel_size", 1) > 1
     run = started(["-c", _SERVE, asked], {**ON_TWO_CORES, "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(several))})
     if run.returncode:
@@ -83,6 +97,11 @@ if __name__ == "__main__":
     asked = json.loads(sys.argv[1])
     options = dict(max_model_len=256, max_num_batched_tokens=256, dtype="float32") | asked["options"]
     llm = LLM(model=asked["folder"], **options)
-    written = llm.generate(asked["prompts"], SamplingParams(temperature=0, max_tokens=asked["tokens"]))
+    sampling = SamplingParams(temperature=0, max_tokens=asked["tokens"])
+    written = llm.generate(asked["prompts"], sampling)
+    if asked["reload"]:
+        llm.collective_rpc("reload_weights", kwargs=dict(weights_path=asked["reload"]))
+        llm.reset_prefix_cache()
+        written = llm.generate(asked["prompts"], sampling)
     print("{_WRITTEN}" + json.dumps([list(text.outputs[0].token_ids) for text in written]))
 """

@@ -15,20 +15,30 @@ void check_attention(const Kernels& k) {
             for (int position : {0, 1, 6, 40, 300, 700}) {
                 for (int positions : {1, 2, 5, 19}) {
                     int window = (int[]){0, 0, 1, 3, 50}[below(5)], total = position + positions;
+                    float cap = (float[]){0, 0, 0.7f, 30}[below(4)];
                     int64_t q_stride = heads * head_dim + 3, kv_stride = head_dim + 16, y_stride = q_stride + 1;
                     std::vector<float> q = normals(positions * q_stride, 2), y[2];
                     std::vector<uint16_t> keys = halves(total * kv_stride), values = halves(total * kv_stride);
                     for (int s = 0; s < 2; s++) {
                         std::vector<float> scores((size_t)heads * positions * total);
                         y[s].assign(positions * y_stride, GUARD);
-                        AttentionWork work = {q.data(),      keys.data(),
-                                              values.data(), y[s].data(),
-                                              scores.data(), q_stride,
-                                              kv_stride,     y_stride,
-                                              heads,         head_dim,
-                                              position,      positions,
-                                              window,        1 / std::sqrt((float)head_dim),
-                                              nullptr,       0};
+                        AttentionWork work = {q.data(),
+                                              keys.data(),
+                                              values.data(),
+                                              y[s].data(),
+                                              scores.data(),
+                                              q_stride,
+                                              kv_stride,
+                                              y_stride,
+                                              heads,
+                                              head_dim,
+                                              position,
+                                              positions,
+                                              window,
+                                              1 / std::sqrt((float)head_dim),
+                                              cap,
+                                              nullptr,
+                                              0};
                         (s ? k : scalar_kernels).attention(&work);
                     }
                     check_near(y[1], y[0], k.name,
@@ -68,6 +78,7 @@ void check_listed_attention(const Kernels& k) {
                                           1,
                                           3,
                                           1 / std::sqrt((float)head_dim),
+                                          listed % 2 ? 0 : 0.7f,
                                           tokens.data(),
                                           listed};
                     (s ? k : scalar_kernels).attention(&work);

@@ -78,7 +78,13 @@ std::string text(const char* format, Args... args) {
 
 // check_attention.cpp: attention, and what finds the tokens that it reads.
 void check_attention_kernels(const Kernels& k);
+
+// check_neurons.cpp: MLPs by neurons.
 void check_neuron_kernels(const Kernels& k);
+// What the norm of an MLP's result would be if all terms had random signs: some cancel, and their errors do not.
+float typical_norm(const Neurons& n, const float* x, const float* gate);
+
+// check_worker.cpp
 void check_cold_worker(const Kernels& k);
 
 }  // namespace sparsepack

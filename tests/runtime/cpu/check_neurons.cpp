@@ -28,11 +28,14 @@ Random random_neurons(int64_t count, int32_t bands) {
     return {std::move(records), std::move(m)};
 }
 
-// What the norm of a result would be if all terms had random signs: some cancel, and their errors do not.
-float typical(const Random& random, const float* x, const float* gate) {
-    const Neurons& n = random.matrix.view;
+}  // namespace
+
+float typical_norm(const Neurons& n, const float* x, const float* gate) {
+    static Pool pool(1);
     int32_t hidden = neuron_hidden(&n);
-    Rows rows = {random.records.data(), n.count, 2 * hidden, Q4_K};
+    std::vector<uint8_t> records(n.count * n.bands * 2 * sizeof(Q4KBlock));
+    unpack_neurons(n, records.data(), pool);
+    Rows rows = {records.data(), n.count, 2 * hidden, Q4_K};
     std::vector<float> weights(2 * hidden);
     double sum = 0;
     for (int64_t neuron = 0; neuron < n.count; neuron++) {
@@ -46,6 +49,8 @@ float typical(const Random& random, const float* x, const float* gate) {
     }
     return (float)std::sqrt(sum);
 }
+
+namespace {
 
 // Every `step`th neuron is active.
 void check_ffn(const Kernels& k, const Random& random, int step, float outlier) {
@@ -66,7 +71,7 @@ void check_ffn(const Kernels& k, const Random& random, int step, float outlier) 
         set.neuron_ffn(&work, step % 2 ? &work : nullptr);
     }
     check_near(y[1], y[0], k.name, text("ffn of %d neurons of %d bands, step %d", (int)n.count, n.bands, step),
-               NORMWISE, NORMWISE * typical(random, x.data(), gate.data()));
+               NORMWISE, NORMWISE * typical_norm(n, x.data(), gate.data()));
 }
 
 void check_nothing_active(const Kernels& k, const Neurons& n) {

@@ -98,6 +98,14 @@ std::vector<float> expected(const Neurons& n, int32_t texts, const Asked& asked)
     return y;
 }
 
+void check_answer(const std::vector<float>& found, const Neurons& n, int32_t texts, const Asked& asked,
+                  const Kernels& k, const std::string& what) {
+    double typical = 0;  // of all texts together
+    for (int32_t text = 0; text < texts; text++)
+        typical += std::pow(typical_norm(n, &asked.x[text * neuron_hidden(&n)], &asked.gates[text * n.count]), 2);
+    check_near(found, expected(n, texts, asked), k.name, what, NORMWISE, NORMWISE * (float)std::sqrt(typical));
+}
+
 void check_steps(const Kernels& k, const HandOver& at, int threads) {
     Case c = random_case(at);
     ColdWorker worker(k, c.views, at, c.memory.data(), threads, 60);
@@ -117,10 +125,9 @@ void check_steps(const Kernels& k, const HandOver& at, int threads) {
         while (!worker.wait(number, 0.01)) continue;
         device.join();
         for (int32_t block = 0; block < at.blocks; block++)
-            check_near(found[block], expected(*c.views[block], texts, asked[block]), k.name,
-                       text("worker of %d threads, %d texts, %d of %d neurons of %d channels", threads, texts,
-                            (int)asked[block].indices.size(), at.neurons, at.hidden),
-                       2 * NORMWISE);
+            check_answer(found[block], *c.views[block], texts, asked[block], k,
+                         text("worker of %d threads, %d texts, %d of %d neurons of %d channels", threads, texts,
+                              (int)asked[block].indices.size(), at.neurons, at.hidden));
     }
 }
 
@@ -152,9 +159,7 @@ void check_interrupts(const Kernels& k) {
         }
         device.join();
         check(failed == interrupted, k.name, "an interrupted step");
-        if (!interrupted)
-            check_near(last, expected(*c.views.back(), 1, asked.back()), k.name, "a step after an interrupted one",
-                       2 * NORMWISE);
+        if (!interrupted) check_answer(last, *c.views.back(), 1, asked.back(), k, "a step after an interrupted one");
     }
 }
 

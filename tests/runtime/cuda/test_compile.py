@@ -12,7 +12,7 @@ from sparsepack.runtime.cuda.driver.compiler import cubin, kernel_files, nvrtc_v
 from sparsepack.runtime.cuda.products import zigzag
 from sparsepack.runtime.cuda.products.tile_config import CudaTileConfig
 from sparsepack.runtime.cuda.products.zigzag import CudaZigzag, Input
-from sparsepack.runtime.cuda.slide.hopper import CLUSTER, TILES
+from sparsepack.runtime.cuda.slide.hopper import CLUSTER, DENSE_TILES, TILES
 
 
 @cache
@@ -90,10 +90,18 @@ VARIANTS = {
     "scale_outputs": [(f"SUMS={sums}", f"OUTPUT={output}") for sums in range(3) for output in range(3)],
     "slide_matmul": [
         (
-            *(f"FP8={fp8}", f"HALF={fp8}", f"CLUSTER={CLUSTER}", f"TOKENS={tile.tokens}", f"GROUPS={tile.groups}"),
+            *(
+                f"DENSE={int(tile.dense)}",
+                f"FP8={fp8}",
+                f"HALF={fp8}",
+                f"CLUSTER={CLUSTER}",
+                f"TOKENS={tile.tokens}",
+                f"GROUPS={tile.groups}",
+            ),
             *(f"STAGES={tile.stages}", f"OUT_BUFFERS={tile.out_buffers}"),
         )
-        for fp8, tile in [(0, TILES[1]), (0, TILES[4]), *((1, tile) for tile in TILES)]
+        for fp8, tile in [(0, TILES[1]), (0, TILES[4]), (1, DENSE_TILES[0]), *((1, tile) for tile in TILES)]
+        + [(0, tile) for tile in DENSE_TILES]
     ],
     "rows_decode": [(f"TYPE={type}",) for type in range(6)],
     "rows_product": [(f"TYPE={type}", "BATCH=2", "STAGES=3") for type in range(6)],

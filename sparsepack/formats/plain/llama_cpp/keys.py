@@ -1,6 +1,7 @@
-"""The keys that tell stock llama.cpp of a model: its `llama.*`, `qwen2.*`, `qwen3.*` keys and rotary factors."""
+"""The keys that tell stock llama.cpp of a model: its `llama.*`, `qwen2.*`, `phi3.*` keys and rotary factors."""
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,9 +10,14 @@ from gguf import GGUFValueType
 from sparsepack.errors import PackingError
 from sparsepack.formats.containers.gguf.values import KeyValue, f32, string, u32
 from sparsepack.models.architecture import Architecture
+from sparsepack.models.checkpoint.gguf_names import ROTARY_FACTORS
 from sparsepack.models.families import FAMILIES
 
 _INSTEAD = "pack as zigzag-q4_k, which sparsepack itself runs"
+_PARTS_OF_HEADS = ("phi3",)
+"""llama.cpp turns a part of each head in models of these architectures."""
+_WITH_FACTORS = {"llama3": ("llama",), "longrope": ("phi3",)}
+"""By the type of a rotary scaling that needs factors, llama.cpp's architectures that have it."""
 _YARN_BETAS = {"beta_fast": 32.0, "beta_slow": 1.0}
 
 
@@ -29,7 +35,7 @@ def architecture_keys(architecture: Architecture, config: Any) -> tuple[dict[str
         )
     notes = []
     keys = {
-        "context_length": u32(architecture.context),
+        "context_length": u32(architecture.named_context),
         "embedding_length": u32(architecture.hidden),
         "block_count": u32(architecture.layers),
         "feed_forward_length": u32(architecture.intermediate),
@@ -38,7 +44,7 @@ def architecture_keys(architecture: Architecture, config: Any) -> tuple[dict[str
         "attention.key_length": u32(architecture.head_dim),
         "attention.value_length": u32(architecture.head_dim),
         "attention.layer_norm_rms_epsilon": f32(architecture.norm_eps),
-        "rope.dimension_count": u32(architecture.head_dim),
+        "rope.dimension_count": u32(2 * len(architecture.inv_freq)),
         "vocab_size": u32(architecture.vocabulary),
     }
     window = max(architecture.sliding_windows, default=0)
@@ -47,29 +53,50 @@ def architecture_keys(architecture: Architecture, config: Any) -> tuple[dict[str
         notes.append(
             f"llama.cpp ignores the sliding window of {window} tokens in {kind} models: longer texts attend to all"
         )
+    if (long := architecture.long_texts) is not None:
+        notes.append(
+            f"llama.cpp turns texts by the room that it makes for them, not by their length: give it more than "
+            f"{long.tokens} tokens (-c) only for texts that are longer"
+            if long.turns_all
+            else f"llama.cpp turns texts of more than {long.tokens} tokens as shorter ones"
+        )
     keys |= _rotary_keys(architecture, config.rope_parameters, kind)
     return {f"{kind}.{key}": value for key, value in keys.items()}, notes
 
 
-def rotary_factors(architecture: Architecture, config: Any) -> torch.Tensor | None:
-    """llama.cpp's `rope_freqs.weight`: what each rotary frequency is divided by, float32 [head_dim / 2], or None.
+def rotary_factors(architecture: Architecture, config: Any) -> dict[str, torch.Tensor]:
+    """What llama.cpp divides each rotary frequency by, by the names of its tensors: float32 [n / 2] of the n channels
+    of a head that turn.
 
-    Only Llama 3's scaling needs it; the other kinds are keys.
+    Only Llama 3's scaling and longrope need them; the other kinds are keys.
     """
-    if config.rope_parameters.get("rope_type", "default") != "llama3":
-        return None
-    steps = torch.arange(0, architecture.head_dim, 2, dtype=torch.float64) / architecture.head_dim
-    unscaled = 1 / float(config.rope_parameters["rope_theta"]) ** steps
-    return (unscaled / torch.tensor(architecture.inv_freq, dtype=torch.float64)).float()
+    rope, long = config.rope_parameters, architecture.long_texts
+    of_all, short, of_long = ROTARY_FACTORS
+    dims = 2 * len(architecture.inv_freq)
+
+    def factors(inv_freq: Sequence[float]) -> torch.Tensor:
+        unscaled = 1 / float(rope["rope_theta"]) ** (torch.arange(0, dims, 2, dtype=torch.float64) / dims)
+        return (unscaled / torch.tensor(inv_freq, dtype=torch.float64)).float()
+
+    if rope.get("rope_type", "default") == "llama3":
+        return {of_all: factors(architecture.inv_freq)}
+    if long is None or not long.turns_all:
+        return {}
+    return {short: factors(architecture.inv_freq), of_long: factors(long.inv_freq)}
 
 
 def _rotary_keys(architecture: Architecture, rope: dict[str, Any], kind: str) -> dict[str, KeyValue]:
     keys = {"rope.freq_base": f32(rope["rope_theta"])}
     scaling = rope.get("rope_type", "default")
-    if rope.get("partial_rotary_factor", 1.0) != 1.0:
+    if 2 * len(architecture.inv_freq) != architecture.head_dim and kind not in _PARTS_OF_HEADS:
         raise PackingError(f"partial rotary embedding: llama.cpp turns whole heads in {kind} models; {_INSTEAD}")
-    if scaling == "llama3" and kind != "llama":
-        raise PackingError(f"rotary scaling 'llama3': llama.cpp has it for llama models only, not {kind}; {_INSTEAD}")
+    if kind not in (able := _WITH_FACTORS.get(scaling, (kind,))):
+        raise PackingError(
+            f"rotary scaling {scaling!r}: llama.cpp has it for {able[0]} models only, not {kind}; {_INSTEAD}"
+        )
+    if (long := architecture.long_texts) is not None and long.turns_all:
+        keys["rope.scaling.original_context_length"] = u32(long.tokens)
+        keys["rope.scaling.attn_factor"] = f32(architecture.rotary_scale)
     if scaling in ("linear", "yarn"):
         keys |= {"rope.scaling.type": string(scaling), "rope.scaling.factor": f32(_factor(architecture, rope))}
     if scaling == "yarn":

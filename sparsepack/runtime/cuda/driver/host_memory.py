@@ -39,7 +39,8 @@ class _Pinned:
 
     def __del__(self) -> None:
         if self._registered:
-            torch.cuda.synchronize(self._device)  # a step that runs ahead may still read
+            with suppress(RuntimeError):  # after a kernel's fault no call of this GPU's succeeds
+                torch.cuda.synchronize(self._device)  # a step that runs ahead may still read
             _runtime().cudaHostUnregister(self.address)
 
 

@@ -1,6 +1,7 @@
-"""Products with slid weights on Hopper's 2:4 tensor cores, by one kernel of ours (`kernels/slide/slide_matmul.cu`)."""
+"""Products with slid weights on Hopper's 2:4 tensor cores, by one kernel of ours (`kernels/slide/slide_matmul.cu`); and
+by the same kernel with dense ones, which benchmarks compare with them."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -23,8 +24,9 @@ ALIGNMENT = 16
 LIFTED = 32
 """A token has a multiple of this many inputs (`inputs.ALIGNMENT`)."""
 
-K_TILE = 64
-"""This many stored values of a row are multiplied together."""
+K_TILE = 128
+"""This many inputs of a token are multiplied together, and so are this many weights of a dense row, half as many stored
+values of a slid one."""
 BLOCK_ROWS = 64
 CLUSTER = 2
 """This many blocks share their inputs."""
@@ -41,10 +43,14 @@ _STATIC_BYTES = 4096
 
 @dataclass(frozen=True)
 class Tile:
-    """The tile that a block multiplies at a time: `groups` warpgroups of 64 rows, by 64, 128, 192 or 256 tokens."""
+    """The tile that a block multiplies at a time: `groups` warpgroups of 64 rows, by 64, 128, 192 or 256 tokens.
+
+    dense -- the weights are dense
+    """
 
     groups: int
     tokens: int
+    dense: bool = False
 
     @property
     def rows(self) -> int:
@@ -53,7 +59,16 @@ class Tile:
     @property
     def stage_bytes(self) -> int:
         """The bytes of shared memory for a k_tile of weights, inputs and positions."""
-        return self.rows * 64 + self.tokens * 128 + self.groups * 1024
+        return self.rows * self.k_tile + self.tokens * K_TILE + self._position_bytes
+
+    @property
+    def k_tile(self) -> int:
+        """This many stored values of a row are multiplied together."""
+        return K_TILE if self.dense else K_TILE // 2
+
+    @property
+    def _position_bytes(self) -> int:
+        return 0 if self.dense else self.groups * 1024
 
     @property
     def stages(self) -> int:
@@ -76,37 +91,40 @@ class Tile:
     @property
     def microseconds(self) -> float:
         """The time of a k_tile on an H100: what goes in and out of its shared memory at 128 bytes a cycle, and a
-        little."""
-        read = self.groups * 2 * (self.tokens * 64 + 2048) + self.groups * 1024
-        return 0.1 + 0.00045 * (read + self.stage_bytes) / 128
+        little. For dense weights, if that is longer, what its tensor cores take by their data sheet; that has not been
+        measured yet."""
+        read = self.groups * self.tokens * K_TILE + self.rows * self.k_tile + self._position_bytes
+        products = 2 * self.groups * self.tokens if self.dense else 0  # cycles
+        return 0.1 + 0.00045 * max((read + self.stage_bytes) / 128, products)
 
 
 TILES = (Tile(2, 256), Tile(3, 192), Tile(2, 192), Tile(3, 128), Tile(2, 128), Tile(1, 128), Tile(3, 64), Tile(1, 64))
+DENSE_TILES = tuple(replace(tile, dense=True) for tile in TILES)
 
 
 @lru_cache(maxsize=4096)
-def best_tile(rows: int, tokens: int, blocks: int) -> Tile:
+def best_tile(rows: int, tokens: int, blocks: int, dense: bool = False) -> Tile:
     """The tile with which so many blocks at a time are done first (benchmarks/notes/slide.md has the measurements)."""
 
     def cost(tile: Tile) -> float:
         pairs = -(-rows // (CLUSTER * tile.rows)) * -(-tokens // tile.tokens)
         return -(-pairs // (blocks // CLUSTER)) * tile.microseconds
 
-    return min(TILES, key=cost)
+    return min(DENSE_TILES if dense else TILES, key=cost)
 
 
 @dataclass(frozen=True, eq=False)
 class HopperMatrix:
-    """Slid weights as the kernel takes them.
+    """Slid or dense weights as the kernel takes them.
 
     values    -- int8 or float8_e4m3fn [rows, stored], `ROWS` and `STORED` of them or a multiple
-    positions -- from `arranged_positions`
+    positions -- from `arranged_positions`; None: the weights are dense, and all columns are stored
     scale     -- float32 [rows]
     bias      -- of the type of the outputs [rows], or None
     """
 
     values: Tensor
-    positions: Tensor
+    positions: Tensor | None
     scale: Tensor
     bias: Tensor | None
 
@@ -121,9 +139,10 @@ def arranged_positions(positions: Tensor, stored: int) -> Tensor:
     Raises `PackingError` for positions that do not ascend within a window: what the kernel does with them is undefined.
     """
     rows, given = positions.shape
-    tiles, blocks = _k_tiles(stored), -(-rows // BLOCK_ROWS)
+    k_tile = TILES[0].k_tile
+    tiles, blocks = -(-stored // k_tile), -(-rows // BLOCK_ROWS)
     # Where nothing is stored there still are positions, 0 and 1: what equal ones do is undefined.
-    padded = positions.new_full((blocks * BLOCK_ROWS, tiles * K_TILE // 4), 0b01000100)
+    padded = positions.new_full((blocks * BLOCK_ROWS, tiles * k_tile // 4), 0b01000100)
     padded[:rows, :given] = positions
     if stored % 4:
         padded[:rows, given - 1] |= 0b01000000
@@ -138,7 +157,8 @@ def arranged_positions(positions: Tensor, stored: int) -> Tensor:
 def slide_matmul(matrix: HopperMatrix, q: Tensor, scale: Tensor, out: torch.dtype, tile: Tile | None = None) -> Tensor:
     """Y = (Q W^T) * scales + bias, on the current stream.
 
-    q     -- of the type of the weights, [tokens, lifted], a multiple of 16 wide: `inputs.quantise_slide`
+    q     -- of the type of the weights, [tokens, lifted], a multiple of 16 wide: `inputs.quantise_slide`; for dense
+             weights nothing is lifted
     scale -- float32 [tokens]
     out   -- one of `OUTPUTS`
     tile  -- None: `best_tile`
@@ -146,14 +166,17 @@ def slide_matmul(matrix: HopperMatrix, q: Tensor, scale: Tensor, out: torch.dtyp
     Returns [tokens, rows]. Raises `ValueError` for inputs of another width.
     """
     (rows, stored), tokens = matrix.values.shape, len(q)
-    if not 0 <= q.shape[1] - 2 * stored + 2 * STORED < 2 * STORED + LIFTED:
+    dense = matrix.positions is None
+    inputs, spare = (stored, STORED) if dense else (2 * stored, 2 * STORED)
+    if not 0 <= q.shape[1] - inputs + spare < spare + LIFTED:
         raise ValueError(f"inputs lifted to {q.shape[1]} for weights with {stored} stored values a row")
     y = torch.empty(tokens, rows, dtype=out, device=q.device)
     if not tokens:
         return y
     blocks = multiprocessors(q.device)
-    tile = tile or best_tile(rows, tokens, blocks)
+    tile = tile or best_tile(rows, tokens, blocks, dense)
     defines = (
+        f"DENSE={int(dense)}",
         f"FP8={int(q.dtype == torch.float8_e4m3fn)}",
         f"TOKENS={tile.tokens}",
         f"GROUPS={tile.groups}",
@@ -167,18 +190,14 @@ def slide_matmul(matrix: HopperMatrix, q: Tensor, scale: Tensor, out: torch.dtyp
         kernel("slide_matmul", "slide_matmul", defines, q.device.index or 0),
         (min(blocks // CLUSTER, tiles) * CLUSTER,),
         128 * tile.groups + 32,
-        _map(matrix.values, K_TILE, tile.rows),
-        _map(q, 2 * K_TILE, tile.tokens // CLUSTER),
+        _map(matrix.values, tile.k_tile, tile.rows),
+        _map(q, K_TILE, tile.tokens // CLUSTER),
         _map(y, BLOCK_ROWS, _OUT_TOKENS),
         *(matrix.positions, matrix.scale, scale, matrix.bias),
-        *(rows, tokens, _k_tiles(stored), max(1, _BAND_BYTES // (tile.tokens * q.shape[1]))),
+        *(rows, tokens, -(-stored // tile.k_tile), max(1, _BAND_BYTES // (tile.tokens * q.shape[1]))),
         shared=tile.shared_bytes,
     )
     return y
-
-
-def _k_tiles(stored: int) -> int:
-    return -(-stored // K_TILE)
 
 
 def _map(matrix: Tensor, columns: int, rows: int) -> Any:

@@ -41,8 +41,14 @@ class Builder {
 public:
     explicit Builder(const Shape& shape) { model_.shape = shape; }
 
-    void add_layer(Vector attn_norm, Vector mlp_norm) {
-        model_.layers.push_back({{}, copied(attn_norm), copied(mlp_norm), nullptr});
+    void add_layer(Vector attn_norm, Vector mlp_norm, std::optional<Vector> attn_post_norm,
+                   std::optional<Vector> mlp_post_norm) {
+        Layer layer{};
+        layer.attn_norm = copied(attn_norm);
+        layer.mlp_norm = copied(mlp_norm);
+        layer.attn_post_norm = copied(attn_post_norm);
+        layer.mlp_post_norm = copied(mlp_post_norm);
+        model_.layers.push_back(std::move(layer));
     }
 
     // Site `number` (decoder.h) of the last layer.
@@ -190,11 +196,14 @@ void bind_decoder(nb::module_& m) {
         .def(
             "__init__",
             [](Builder* self, int32_t hidden, int32_t intermediate, int64_t vocabulary, int32_t prefill_tokens,
-               float eps, int32_t activation) {
-                new (self) Builder({hidden, intermediate, vocabulary, prefill_tokens, eps, activation});
+               float eps, int32_t activation, float embedding_scale, float logit_cap) {
+                new (self) Builder(
+                    {hidden, intermediate, vocabulary, prefill_tokens, eps, activation, embedding_scale, logit_cap});
             },
-            nb::kw_only(), "hidden"_a, "intermediate"_a, "vocabulary"_a, "prefill_tokens"_a, "eps"_a, "activation"_a)
-        .def("add_layer", &Builder::add_layer, "attn_norm"_a, "mlp_norm"_a)
+            nb::kw_only(), "hidden"_a, "intermediate"_a, "vocabulary"_a, "prefill_tokens"_a, "eps"_a, "activation"_a,
+            "embedding_scale"_a, "logit_cap"_a)
+        .def("add_layer", &Builder::add_layer, "attn_norm"_a, "mlp_norm"_a, "attn_post_norm"_a.none(),
+             "mlp_post_norm"_a.none())
         .def("set_site", &Builder::set_site, "number"_a, "matrix"_a, "bias"_a.none(), "threshold"_a.none(),
              "offset"_a.none())
         .def("set_neurons", &Builder::set_neurons, "records"_a)

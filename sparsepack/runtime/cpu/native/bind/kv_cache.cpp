@@ -7,6 +7,7 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
@@ -27,7 +28,8 @@ namespace {
 template <int dimensions, class T = float>
 using Array = nb::ndarray<const T, nb::ndim<dimensions>, nb::c_contig, nb::device::cpu>;
 using Norm = std::optional<Array<1>>;
-using Layers = std::vector<std::tuple<int32_t, Norm, Norm>>;
+using Layers = std::vector<std::tuple<int32_t, Norm, Norm, int32_t>>;
+using Tables = std::vector<std::pair<Array<2>, Array<2>>>;
 
 template <class T>
 auto copied(const T& x) {
@@ -36,10 +38,23 @@ auto copied(const T& x) {
 
 std::vector<LayerAttention> made_of(const Layers& layers) {
     std::vector<LayerAttention> made;
-    for (const auto& [window, q_norm, k_norm] : layers)
-        made.push_back(
-            {window, q_norm ? copied(*q_norm) : std::vector<float>(), k_norm ? copied(*k_norm) : std::vector<float>()});
+    for (const auto& [window, q_norm, k_norm, table] : layers)
+        made.push_back({window, q_norm ? copied(*q_norm) : std::vector<float>(),
+                        k_norm ? copied(*k_norm) : std::vector<float>(), table});
     return made;
+}
+
+std::vector<RotaryTable> made_of(const Tables& tables) {
+    std::vector<RotaryTable> made;
+    for (const auto& [cos, sin] : tables) made.push_back({copied(cos), copied(sin)});
+    return made;
+}
+
+AttentionShape shape_of(int32_t heads, int32_t kv_heads, int32_t head_dim, float eps, const Tables& tables, float scale,
+                        float cap) {
+    if (tables.empty()) throw std::invalid_argument("tables: expected one at least");
+    const Array<2>& cos = tables[0].first;
+    return {heads, kv_heads, head_dim, int32_t(cos.shape(0)), eps, int32_t(cos.shape(1)), scale, cap};
 }
 
 }  // namespace
@@ -62,37 +77,44 @@ void bind_kv_cache(nb::module_& m) {
                 cache.truncate(length);
             },
             "length"_a)
+        .def(
+            "turn",
+            [](KvCache& cache, int64_t first, Array<2> cos, Array<2> sin) {
+                if (int32_t(cos.shape(1)) != cache.shape().half || sin.size() != cos.size())
+                    throw std::invalid_argument("cos, sin: expected [positions, half]");
+                cache.turn(first, int64_t(cos.shape(0)), cos.data(), sin.data());
+            },
+            "first"_a, "cos"_a, "sin"_a)
         .def("copy", &KvCache::copy, "other"_a, "length"_a, nb::call_guard<nb::gil_scoped_release>())
         .def("reset", &KvCache::reset);
     nb::class_<DenseKvCache, KvCache>(m, "DenseKvCache")
         .def(
             "__init__",
-            [](DenseKvCache* self, int32_t heads, int32_t kv_heads, int32_t head_dim, float eps, Array<2> cos,
-               Array<2> sin, const Layers& layers, const std::string& instruction_set) {
-                AttentionShape shape{heads, kv_heads, head_dim, int32_t(cos.shape(0)), eps};
-                new (self) DenseKvCache(shape, made_of(layers), copied(cos), copied(sin), kernels(instruction_set));
+            [](DenseKvCache* self, int32_t heads, int32_t kv_heads, int32_t head_dim, float eps, const Tables& tables,
+               float scale, float cap, const Layers& layers, const std::string& instruction_set) {
+                AttentionShape shape = shape_of(heads, kv_heads, head_dim, eps, tables, scale, cap);
+                new (self) DenseKvCache(shape, made_of(layers), made_of(tables), kernels(instruction_set));
             },
-            nb::kw_only(), "heads"_a, "kv_heads"_a, "head_dim"_a, "eps"_a, "cos"_a, "sin"_a, "layers"_a,
+            nb::kw_only(), "heads"_a, "kv_heads"_a, "head_dim"_a, "eps"_a, "tables"_a, "scale"_a, "cap"_a, "layers"_a,
             "instruction_set"_a);
     nb::class_<DoubleSparsityKvCache, KvCache>(m, "DoubleSparsityKvCache")
         .def(
             "__init__",
-            [](DoubleSparsityKvCache* self, int32_t heads, int32_t kv_heads, int32_t head_dim, float eps, Array<2> cos,
-               Array<2> sin, const Layers& layers, const std::string& instruction_set,
+            [](DoubleSparsityKvCache* self, int32_t heads, int32_t kv_heads, int32_t head_dim, float eps,
+               const Tables& tables, float scale, float cap, const Layers& layers, const std::string& instruction_set,
                const std::vector<std::optional<Array<2, int32_t>>>& channels, Array<1, int32_t> budgets, int32_t sinks,
                int32_t recent) {
-                AttentionShape shape{heads, kv_heads, head_dim, int32_t(cos.shape(0)), eps};
+                AttentionShape shape = shape_of(heads, kv_heads, head_dim, eps, tables, scale, cap);
                 std::vector<HeavyChannels> heavy;
                 for (const auto& of_layer : channels) {
                     if (of_layer && int64_t(of_layer->shape(0)) != kv_heads)
                         throw std::invalid_argument("channels: expected [kv_heads, r]");
                     heavy.push_back(of_layer ? copied(*of_layer) : HeavyChannels());
                 }
-                new (self)
-                    DoubleSparsityKvCache(shape, made_of(layers), copied(cos), copied(sin), kernels(instruction_set),
-                                          std::move(heavy), {copied(budgets), sinks, recent});
+                new (self) DoubleSparsityKvCache(shape, made_of(layers), made_of(tables), kernels(instruction_set),
+                                                 std::move(heavy), {copied(budgets), sinks, recent});
             },
-            nb::kw_only(), "heads"_a, "kv_heads"_a, "head_dim"_a, "eps"_a, "cos"_a, "sin"_a, "layers"_a,
+            nb::kw_only(), "heads"_a, "kv_heads"_a, "head_dim"_a, "eps"_a, "tables"_a, "scale"_a, "cap"_a, "layers"_a,
             "instruction_set"_a, "channels"_a, "budgets"_a, "sinks"_a, "recent"_a);
 }
 

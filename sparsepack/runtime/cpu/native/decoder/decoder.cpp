@@ -35,6 +35,8 @@ void check_layer(const Layer& layer, const Shape& s, const AttentionShape& a, co
     }
     for (const auto* norm : {&layer.attn_norm, &layer.mlp_norm})
         expect(norm->size() == size_t(s.hidden), name + ": norm of another length");
+    for (const auto* norm : {&layer.attn_post_norm, &layer.mlp_post_norm})
+        expect(norm->empty() || norm->size() == size_t(s.hidden), name + ": norm of another length");
     expect(!layer.basis || (layer.basis->rows == s.hidden && layer.basis->columns == s.hidden),
            name + ": basis of another shape");
 }

@@ -34,7 +34,9 @@ struct Shape {
     int64_t vocabulary;
     int32_t prefill_tokens;  // positions that prefill takes at once
     float eps;
-    int32_t activation;  // kernels.h, Activation
+    int32_t activation;     // kernels.h, Activation
+    float embedding_scale;  // what rows of the embedding are multiplied by
+    float logit_cap;        // a logit x becomes cap tanh(x / cap); 0: it stays
 };
 
 // A site. Bias and sparse_bias have one value per row or are empty; threshold has one value, one per column, or none:
@@ -48,8 +50,9 @@ struct Site {
 struct Layer {
     Site sites[SITES];
     std::vector<float> attn_norm, mlp_norm;
-    const Neurons* neurons = nullptr;  // then MLP_IN is the gate alone, and MLP_MID nothing
-    const Rows* basis = nullptr;       // [hidden, hidden]: the block begins with x = basis x
+    std::vector<float> attn_post_norm, mlp_post_norm;  // of what attention and MLP add; empty: it is not normed
+    const Neurons* neurons = nullptr;                  // then MLP_IN is the gate alone, and MLP_MID nothing
+    const Rows* basis = nullptr;                       // [hidden, hidden]: the block begins with x = basis x
 };
 
 struct Model {
@@ -130,7 +133,9 @@ private:
     void multiply(const Input& input);
     Sums sums(const Input& input) const;
     void read(const Sums& sums, int64_t first, int64_t count, float* y, bool add = false) const;
-    void add_to(float* x, const Sums& sums, int thread);
+    void add_to(float* x, const Sums& sums, const std::vector<float>& norm, int thread);
+    void look_up(int64_t id, float* x) const;
+    void cap_logits(float* logits, int64_t count, int thread);
 
     // decoder/step.cpp
     void token(int64_t id, bool sparse, float* logits, int thread);
@@ -160,7 +165,7 @@ private:
     void matmul(const Site& site, const float* x, int32_t positions);
     void append_rows(int layer, int32_t first, int32_t last);
     void gate_rows(int layer, int32_t first, int32_t last);
-    void add_rows(const Site& site, int32_t first, int32_t last);
+    void add_rows(const Site& site, const std::vector<float>& norm, int32_t first, int32_t last);
     void change_basis_of_rows(const Rows& basis, int32_t first, int32_t last, int32_t positions);
     void norm_rows(const std::vector<float>& weight, int32_t first, int32_t last);
 

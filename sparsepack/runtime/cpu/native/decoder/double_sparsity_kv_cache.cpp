@@ -14,9 +14,9 @@ void expect(bool met, const char* what) {
 }  // namespace
 
 DoubleSparsityKvCache::DoubleSparsityKvCache(AttentionShape shape, std::vector<LayerAttention> layers,
-                                             std::vector<float> cos, std::vector<float> sin, const Kernels& kernels,
+                                             std::vector<RotaryTable> tables, const Kernels& kernels,
                                              std::vector<HeavyChannels> channels, TokenPolicy policy)
-    : DenseKvCache(shape, std::move(layers), std::move(cos), std::move(sin), kernels),
+    : DenseKvCache(shape, std::move(layers), std::move(tables), kernels),
       channels_(std::move(channels)),
       policy_(std::move(policy)) {
     expect(channels_.size() == layers_.size(), "channels: expected those of every layer");

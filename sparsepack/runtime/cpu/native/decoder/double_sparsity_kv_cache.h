@@ -21,9 +21,8 @@ using HeavyChannels = std::vector<int32_t>;
 // codes uint8 [layer][kv_head][context][padded / 2] and scales fp16 [layer][kv_head][context].
 class DoubleSparsityKvCache final : public DenseKvCache {
 public:
-    DoubleSparsityKvCache(AttentionShape shape, std::vector<LayerAttention> layers, std::vector<float> cos,
-                          std::vector<float> sin, const Kernels& kernels, std::vector<HeavyChannels> channels,
-                          TokenPolicy policy);
+    DoubleSparsityKvCache(AttentionShape shape, std::vector<LayerAttention> layers, std::vector<RotaryTable> tables,
+                          const Kernels& kernels, std::vector<HeavyChannels> channels, TokenPolicy policy);
 
     void append(int layer, int32_t kv_head, int64_t position, float* q, float* k, const float* v) override;
     void attend(int layer, int32_t kv_head, int64_t position, const Queries& queries) const override;

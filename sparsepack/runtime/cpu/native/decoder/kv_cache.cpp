@@ -1,7 +1,6 @@
 #include "decoder/kv_cache.h"
 
 #include <algorithm>
-#include <cmath>
 #include <stdexcept>
 #include <string>
 #include <typeinfo>
@@ -15,19 +14,23 @@ void expect(bool met, const char* what) {
 
 }  // namespace
 
-KvCache::KvCache(AttentionShape shape, std::vector<LayerAttention> layers, std::vector<float> cos,
-                 std::vector<float> sin, const Kernels& kernels)
-    : shape_(shape), layers_(std::move(layers)), cos_(std::move(cos)), sin_(std::move(sin)), kernels_(kernels) {
+KvCache::KvCache(AttentionShape shape, std::vector<LayerAttention> layers, std::vector<RotaryTable> tables,
+                 const Kernels& kernels)
+    : shape_(shape), layers_(std::move(layers)), tables_(std::move(tables)), kernels_(kernels) {
     for (int32_t value : {shape_.heads, shape_.kv_heads, shape_.head_dim, shape_.context})
         expect(value > 0, "sizes: expected positive numbers");
     expect(shape_.heads % shape_.kv_heads == 0, "heads: expected a multiple of kv_heads");
     expect(shape_.head_dim % 2 == 0, "head_dim: expected an even number");
-    size_t angles = size_t(shape_.context) * size_t(shape_.head_dim / 2);
-    expect(cos_.size() == angles && sin_.size() == angles, "cos, sin: expected [context][head_dim / 2]");
+    expect(shape_.half > 0 && 2 * shape_.half <= shape_.head_dim, "cos, sin: expected head_dim / 2 angles at most");
+    expect(shape_.scale > 0 && shape_.cap >= 0, "scale, cap: expected a positive number, and none below 0");
+    size_t angles = size_t(shape_.context) * size_t(shape_.half);
+    for (const RotaryTable& table : tables_)
+        expect(table.cos.size() == angles && table.sin.size() == angles, "cos, sin: expected [context][half]");
     for (const LayerAttention& layer : layers_) {
         for (const auto* norm : {&layer.q_norm, &layer.k_norm})
             expect(norm->empty() || norm->size() == size_t(shape_.head_dim), "norm of another length");
         expect(layer.window >= 0, "negative window");
+        expect(layer.table >= 0 && size_t(layer.table) < tables_.size(), "layers: no such rotary table");
     }
 }
 
@@ -44,10 +47,17 @@ void KvCache::copy(const KvCache& other, int64_t length) {
     length_ = length;
 }
 
-void KvCache::apply_rope(float* x, const std::vector<float>& norm, int64_t position) const {
-    int32_t half = shape_.head_dim / 2;
+void KvCache::turn(int64_t first, int64_t count, const float* cos, const float* sin) {
+    expect(first >= 0 && count >= 0 && first + count <= shape_.context, "positions: more than there is room for");
+    std::copy_n(cos, count * shape_.half, tables_[0].cos.data() + first * shape_.half);
+    std::copy_n(sin, count * shape_.half, tables_[0].sin.data() + first * shape_.half);
+}
+
+void KvCache::apply_rope(float* x, const std::vector<float>& norm, int32_t table, int64_t position) const {
+    const RotaryTable& turns = tables_[table];
+    int64_t at = position * shape_.half;
     if (!norm.empty()) kernels_.rms_norm(x, norm.data(), shape_.head_dim, shape_.eps, x);
-    kernels_.rotate(x, cos_.data() + position * half, sin_.data() + position * half, half);
+    kernels_.rotate(x, turns.cos.data() + at, turns.sin.data() + at, shape_.half);
 }
 
 void KvCache::append_rows(int layer, float* qkv, int32_t first, int32_t last) {
@@ -73,10 +83,9 @@ void KvCache::attend_rows(Pool& pool, int layer, const float* qkv, int32_t count
     });
 }
 
-DenseKvCache::DenseKvCache(AttentionShape shape, std::vector<LayerAttention> layers, std::vector<float> cos,
-                           std::vector<float> sin, const Kernels& kernels)
-    : KvCache(shape, std::move(layers), std::move(cos), std::move(sin), kernels),
-      scale_(1 / std::sqrt(float(shape.head_dim))),
+DenseKvCache::DenseKvCache(AttentionShape shape, std::vector<LayerAttention> layers, std::vector<RotaryTable> tables,
+                           const Kernels& kernels)
+    : KvCache(shape, std::move(layers), std::move(tables), kernels),
       memory_(layers_.size() * shape.kv_heads * shape.context * stride() * sizeof(uint16_t)) {}
 
 void DenseKvCache::copy_positions(const KvCache& other, int64_t length) {
@@ -87,10 +96,10 @@ void DenseKvCache::copy_positions(const KvCache& other, int64_t length) {
 }
 
 void DenseKvCache::append(int layer, int32_t kv_head, int64_t position, float* q, float* k, const float* v) {
-    int32_t width = shape_.head_dim;
+    int32_t width = shape_.head_dim, table = layers_[layer].table;
     for (int32_t head = 0; head < shape_.gqa_ratio(); ++head)
-        apply_rope(q + head * width, layers_[layer].q_norm, position);
-    apply_rope(k, layers_[layer].k_norm, position);
+        apply_rope(q + head * width, layers_[layer].q_norm, table, position);
+    apply_rope(k, layers_[layer].k_norm, table, position);
     kernels_.to_half(k, width, key(layer, kv_head, position));
     kernels_.to_half(v, width, value(layer, kv_head, position));
 }
@@ -115,7 +124,8 @@ AttentionWork DenseKvCache::attention(int layer, int32_t kv_head, int64_t positi
     work.position = int32_t(position);
     work.positions = queries.positions;
     work.window = layers_[layer].window;
-    work.scale = scale_;
+    work.scale = shape_.scale;
+    work.cap = shape_.cap;
     return work;
 }
 

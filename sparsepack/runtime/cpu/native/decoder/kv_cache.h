@@ -14,7 +14,10 @@ namespace sparsepack {
 
 struct AttentionShape {
     int32_t heads, kv_heads, head_dim, context;
-    float eps;  // of the heads' norms
+    float eps;        // of the heads' norms
+    int32_t half;     // the first 2 half channels of a head turn, i with half + i
+    float scale = 0;  // what products of queries and keys are multiplied by
+    float cap = 0;    // a score s becomes cap tanh(s / cap); 0: it stays
 
     int32_t gqa_ratio() const noexcept { return heads / kv_heads; }
     int32_t q_rows() const noexcept { return heads * head_dim; }
@@ -26,6 +29,12 @@ struct AttentionShape {
 struct LayerAttention {
     int32_t window;  // 0: no limit
     std::vector<float> q_norm, k_norm;
+    int32_t table = 0;  // by which it turns
+};
+
+// How positions turn: [context][half].
+struct RotaryTable {
+    std::vector<float> cos, sin;
 };
 
 // Consecutive positions of the query heads that share a key head, and where their outputs go.
@@ -43,8 +52,8 @@ public:
     // Positions that `attend_rows` takes together: they share what is read of the cache.
     static constexpr int32_t BLOCK = 16;
 
-    // cos, sin: [context][head_dim / 2]. Throws std::invalid_argument where sizes do not fit together.
-    KvCache(AttentionShape shape, std::vector<LayerAttention> layers, std::vector<float> cos, std::vector<float> sin,
+    // Throws std::invalid_argument where sizes do not fit together.
+    KvCache(AttentionShape shape, std::vector<LayerAttention> layers, std::vector<RotaryTable> tables,
             const Kernels& kernels);
     virtual ~KvCache() = default;
 
@@ -61,11 +70,15 @@ public:
     // where that is another kind of cache or has fewer.
     void copy(const KvCache& other, int64_t length);
 
+    // Lets `count` positions from `first` on turn by these rows [count][half] when they are appended, in layers of the
+    // first table. Throws std::invalid_argument where there are not so many.
+    void turn(int64_t first, int64_t count, const float* cos, const float* sin);
+
     // Any thread, for a position and key head of its own: norms and rotates the query heads q [gqa_ratio][head_dim] and
     // the key k [head_dim] in place, and keeps k and v. Counts nothing: see `advance`.
     virtual void append(int layer, int32_t kv_head, int64_t position, float* q, float* k, const float* v) = 0;
 
-    // Any thread: softmax(q k^T / sqrt(head_dim)) v over the positions that each query sees, up to its own. The first
+    // Any thread: softmax(q k^T scale) v over the positions that each query sees, up to its own. The first
     // query's is `position`.
     virtual void attend(int layer, int32_t kv_head, int64_t position, const Queries& queries) const = 0;
     virtual int64_t scratch(int32_t positions) const = 0;
@@ -81,11 +94,11 @@ protected:
     virtual void copy_positions(const KvCache& other, int64_t length) = 0;
 
     // Norms and rotates the query or key at x, a head of a position.
-    void apply_rope(float* x, const std::vector<float>& norm, int64_t position) const;
+    void apply_rope(float* x, const std::vector<float>& norm, int32_t table, int64_t position) const;
 
     const AttentionShape shape_;
     const std::vector<LayerAttention> layers_;
-    const std::vector<float> cos_, sin_;
+    std::vector<RotaryTable> tables_;
     const Kernels& kernels_;
 
 private:
@@ -97,8 +110,8 @@ private:
 // long as they would be in planes of their own.
 class DenseKvCache : public KvCache {
 public:
-    DenseKvCache(AttentionShape shape, std::vector<LayerAttention> layers, std::vector<float> cos,
-                 std::vector<float> sin, const Kernels& kernels);
+    DenseKvCache(AttentionShape shape, std::vector<LayerAttention> layers, std::vector<RotaryTable> tables,
+                 const Kernels& kernels);
 
     void append(int layer, int32_t kv_head, int64_t position, float* q, float* k, const float* v) override;
     void attend(int layer, int32_t kv_head, int64_t position, const Queries& queries) const override;
@@ -119,7 +132,6 @@ protected:
     int64_t stride() const noexcept { return 2 * int64_t(shape_.head_dim); }
 
 private:
-    const float scale_;
     Memory memory_;
 };
 

@@ -36,8 +36,12 @@ void Decoder::neuron_rows(int layer, int32_t first, int32_t last, int32_t positi
     pool_.barrier();
     share_neuron_matmul(k_, pool_, n, wide_normed_.data(), gates, positions, wide_inner_.data());
     pool_.barrier();
-    for (int64_t p = first; p < last; ++p)
-        k_.sum(wide_inner_.data() + p * s_.hidden, 0, 1, nullptr, s_.hidden, 1, wide_x_.data() + p * s_.hidden);
+    const std::vector<float>& norm = model_.layers[layer].mlp_post_norm;
+    for (int64_t p = first; p < last; ++p) {
+        float* y = wide_inner_.data() + p * s_.hidden;
+        if (!norm.empty()) k_.rms_norm(y, norm.data(), s_.hidden, s_.eps, y);
+        k_.sum(y, 0, 1, nullptr, s_.hidden, 1, wide_x_.data() + p * s_.hidden);
+    }
 }
 
 }  // namespace sparsepack

@@ -31,7 +31,7 @@ void Decoder::prefill(int32_t sequence, const int64_t* ids, int64_t count, bool 
 void Decoder::prefill_together(const int64_t* ids, int32_t count, float* logits, bool all, int thread) {
     int32_t first = int32_t(int64_t(count) * thread / pool_.threads());
     int32_t last = int32_t(int64_t(count) * (thread + 1) / pool_.threads());
-    for (int32_t p = first; p < last; ++p) embed(model_.embedding, ids[p], wide_x_.data() + int64_t(p) * s_.hidden);
+    for (int32_t p = first; p < last; ++p) look_up(ids[p], wide_x_.data() + int64_t(p) * s_.hidden);
     for (int number = 0; number < int(model_.layers.size()); ++number) {
         const Layer& layer = model_.layers[number];
 
@@ -47,7 +47,7 @@ void Decoder::prefill_together(const int64_t* ids, int32_t count, float* logits,
         pool_.barrier();
         matmul(layer.sites[ATTN_OUT], wide_inner_.data(), count);
         pool_.barrier();
-        add_rows(layer.sites[ATTN_OUT], first, last);
+        add_rows(layer.sites[ATTN_OUT], layer.attn_post_norm, first, last);
 
         norm_rows(layer.mlp_norm, first, last);
         pool_.barrier();
@@ -61,13 +61,14 @@ void Decoder::prefill_together(const int64_t* ids, int32_t count, float* logits,
         pool_.barrier();
         matmul(layer.sites[MLP_MID], wide_inner_.data(), count);
         pool_.barrier();
-        add_rows(layer.sites[MLP_MID], first, last);
+        add_rows(layer.sites[MLP_MID], layer.mlp_post_norm, first, last);
     }
     if (!logits) return;
     norm_rows(model_.output_norm, first, last);
     pool_.barrier();
     int32_t wanted = all ? count : 1;
     share_matmul(k_, pool_, model_.output, wide_normed_.data() + int64_t(count - wanted) * s_.hidden, wanted, logits);
+    cap_logits(logits, wanted, thread);
 }
 
 // wide_rows_[position][rows of the site] = x[position][columns of the site] W^T
@@ -94,11 +95,19 @@ void Decoder::gate_rows(int number, int32_t first, int32_t last) {
     }
 }
 
-// x += the products of a site that leads back to it
-void Decoder::add_rows(const Site& site, int32_t first, int32_t last) {
+// x += the products of a site that leads back to it, normed where `norm` is not empty
+void Decoder::add_rows(const Site& site, const std::vector<float>& norm, int32_t first, int32_t last) {
     const float* bias = site.bias.empty() ? nullptr : site.bias.data();
-    for (int64_t p = first; p < last; ++p)
-        k_.sum(wide_rows_.data() + p * s_.hidden, 0, 1, bias, s_.hidden, 1, wide_x_.data() + p * s_.hidden);
+    for (int64_t p = first; p < last; ++p) {
+        float *y = wide_rows_.data() + p * s_.hidden, *x = wide_x_.data() + p * s_.hidden;
+        if (norm.empty()) {
+            k_.sum(y, 0, 1, bias, s_.hidden, 1, x);
+            continue;
+        }
+        if (bias) k_.sum(bias, 0, 1, nullptr, s_.hidden, 1, y);
+        k_.rms_norm(y, norm.data(), s_.hidden, s_.eps, y);
+        k_.sum(y, 0, 1, nullptr, s_.hidden, 1, x);
+    }
 }
 
 // x = basis x of all positions, of which this thread has made first ... last - 1 and goes on with them.

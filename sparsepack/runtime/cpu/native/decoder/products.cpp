@@ -50,14 +50,25 @@ void Decoder::read(const Sums& sums, int64_t first, int64_t count, float* y, boo
     k_.sum(sums.partial_sums + first, sums.stride, sums.slices, bias, int32_t(count), add, y);
 }
 
-// x[hidden] += a finished product; x is the thread's own.
-void Decoder::add_to(float* x, const Sums& sums, int thread) {
+// x[hidden] += a finished product, normed where `norm` is not empty; x is the thread's own.
+void Decoder::add_to(float* x, const Sums& sums, const std::vector<float>& norm, int thread) {
     int64_t rows = sums.rows;
-    if (sums.slices * rows <= MOST_READ_BY_ALL) return read(sums, 0, rows, x, true);
-    int64_t first = rows * thread / pool_.threads(), last = rows * (thread + 1) / pool_.threads();
-    read(sums, first, last - first, sum_.data() + first);
-    pool_.barrier();
-    k_.sum(sum_.data(), 0, 1, nullptr, int32_t(rows), 1, x);
+    float *own = scratch_[thread].d.data(), *y = own;
+    if (sums.slices * rows > MOST_READ_BY_ALL) {
+        int64_t first = rows * thread / pool_.threads(), last = rows * (thread + 1) / pool_.threads();
+        read(sums, first, last - first, sum_.data() + first);
+        pool_.barrier();
+        y = sum_.data();
+    } else if (norm.empty()) {
+        return read(sums, 0, rows, x, true);
+    } else {
+        read(sums, 0, rows, own);
+    }
+    if (!norm.empty()) {
+        k_.rms_norm(y, norm.data(), int32_t(rows), s_.eps, own);
+        y = own;
+    }
+    k_.sum(y, 0, 1, nullptr, int32_t(rows), 1, x);
 }
 
 }  // namespace sparsepack

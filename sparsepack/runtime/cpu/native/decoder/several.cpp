@@ -10,11 +10,17 @@ namespace sparsepack {
 void Decoder::tokens(const int64_t* ids, int32_t texts, bool sparse, float* logits, int thread) {
     int32_t first = texts * thread / pool_.threads(), last = texts * (thread + 1) / pool_.threads();
     float *normed = wide_normed_.data(), *inner = wide_inner_.data();
-    auto add = [&](const Sums& sums) {
-        for (int32_t t = first; t < last; ++t)
-            read(of_text(sums, t), 0, s_.hidden, wide_x_.data() + int64_t(t) * s_.hidden, true);
+    auto add = [&](const Sums& sums, const std::vector<float>& norm) {
+        float* own = scratch_[thread].d.data();
+        for (int32_t t = first; t < last; ++t) {
+            float* x = wide_x_.data() + int64_t(t) * s_.hidden;
+            read(of_text(sums, t), 0, s_.hidden, norm.empty() ? x : own, norm.empty());
+            if (norm.empty()) continue;
+            k_.rms_norm(own, norm.data(), s_.hidden, s_.eps, own);
+            k_.sum(own, 0, 1, nullptr, s_.hidden, 1, x);
+        }
     };
-    for (int32_t t = first; t < last; ++t) embed(model_.embedding, ids[t], wide_x_.data() + int64_t(t) * s_.hidden);
+    for (int32_t t = first; t < last; ++t) look_up(ids[t], wide_x_.data() + int64_t(t) * s_.hidden);
     for (int number = 0; number < int(model_.layers.size()); ++number) {
         const Layer& layer = model_.layers[number];
 
@@ -23,7 +29,7 @@ void Decoder::tokens(const int64_t* ids, int32_t texts, bool sparse, float* logi
         pool_.barrier();
         attend_several(multiply_several(number, ATTN_IN, normed, texts, sparse, thread), number, texts, sparse, thread);
         pool_.barrier();
-        add(multiply_several(number, ATTN_OUT, inner, texts, sparse, thread));
+        add(multiply_several(number, ATTN_OUT, inner, texts, sparse, thread), layer.attn_post_norm);
 
         norm_rows(layer.mlp_norm, first, last);
         pool_.barrier();
@@ -34,11 +40,12 @@ void Decoder::tokens(const int64_t* ids, int32_t texts, bool sparse, float* logi
         }
         gate_several(sums, texts, thread);
         pool_.barrier();
-        add(multiply_several(number, MLP_MID, inner, texts, sparse, thread));
+        add(multiply_several(number, MLP_MID, inner, texts, sparse, thread), layer.mlp_post_norm);
     }
     norm_rows(model_.output_norm, first, last);
     pool_.barrier();
     share_matmul(k_, pool_, model_.output, normed, texts, logits);
+    cap_logits(logits, texts, thread);
 }
 
 // The products of a site with the rows of x [texts][columns], which all threads have left; of x remains what is

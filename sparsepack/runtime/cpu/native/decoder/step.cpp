@@ -31,7 +31,7 @@ void Decoder::step(const int32_t* sequences, const int64_t* ids, int32_t count, 
 void Decoder::token(int64_t id, bool sparse, float* logits, int thread) {
     Scratch& own = scratch_[thread];
     float *x = own.x.data(), *normed = own.normed.data();
-    embed(model_.embedding, id, x);
+    look_up(id, x);
     for (int number = 0; number < int(model_.layers.size()); ++number) {
         const Layer& layer = model_.layers[number];
 
@@ -47,23 +47,38 @@ void Decoder::token(int64_t id, bool sparse, float* logits, int thread) {
         input = select(number, ATTN_OUT, attn_output_.data(), sparse, thread);
         multiply(input);
         pool_.barrier();
-        add_to(x, sums(input), thread);
+        add_to(x, sums(input), layer.attn_post_norm, thread);
 
         k_.rms_norm(x, layer.mlp_norm.data(), s_.hidden, s_.eps, normed);
         input = select(number, MLP_IN, normed, sparse, thread);
         multiply(input);
         pool_.barrier();
         if (layer.neurons) {
-            add_to(x, neurons(input, normed, number, sparse, thread), thread);
+            add_to(x, neurons(input, normed, number, sparse, thread), layer.mlp_post_norm, thread);
             continue;
         }
         input = gate(input, number, sparse, thread);
         multiply(input);
         pool_.barrier();
-        add_to(x, sums(input), thread);
+        add_to(x, sums(input), layer.mlp_post_norm, thread);
     }
     k_.rms_norm(x, model_.output_norm.data(), s_.hidden, s_.eps, normed);
     share_matmul(k_, pool_, model_.output, normed, 1, logits);
+    cap_logits(logits, 1, thread);
+}
+
+void Decoder::look_up(int64_t id, float* x) const {
+    embed(model_.embedding, id, x);
+    if (s_.embedding_scale != 1)
+        for (int32_t i = 0; i < s_.hidden; ++i) x[i] *= s_.embedding_scale;
+}
+
+// Of the logits of `count` positions, which all threads have left, each caps a share.
+void Decoder::cap_logits(float* logits, int64_t count, int thread) {
+    if (!s_.logit_cap) return;
+    pool_.barrier();
+    int64_t all = count * s_.vocabulary, first = all * thread / pool_.threads();
+    k_.soft_cap(logits + first, all * (thread + 1) / pool_.threads() - first, s_.logit_cap);
 }
 
 // x = basis x; x is the thread's own. What another thread has yet to copy is not overwritten: it meets this one at a

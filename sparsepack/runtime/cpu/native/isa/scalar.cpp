@@ -182,6 +182,10 @@ void rotate(float* x, const float* cos, const float* sin, int32_t half) {
     }
 }
 
+void soft_cap(float* x, int64_t n, float cap) {
+    for (int64_t i = 0; i < n; i++) x[i] = tanhf(x[i] / cap) * cap;
+}
+
 void attention(const AttentionWork* u) {
     for (int32_t h = 0; h < u->heads; h++) {
         for (int32_t p = 0; p < u->positions; p++) {
@@ -194,6 +198,7 @@ void attention(const AttentionWork* u) {
                 float score = 0;
                 for (int32_t i = 0; i < u->head_dim; i++) score += q[i] * from_half(u->keys[row(n) + i]);
                 u->scores[n] = score * u->scale;
+                if (u->cap) u->scores[n] = tanhf(u->scores[n] / u->cap) * u->cap;
                 if (u->scores[n] > largest) largest = u->scores[n];
             }
             for (int32_t n = 0; n < count; n++) sum += u->scores[n] = expf(u->scores[n] - largest);
@@ -315,6 +320,7 @@ const Kernels scalar_kernels = {
     rows_matmul,
     rms_norm,
     rotate,
+    soft_cap,
     attention,
     label_key,
     label_scores,

@@ -44,7 +44,8 @@ struct AttentionWork {
     int32_t position;
     int32_t positions;
     int32_t window;         // 0: no limit
-    float scale;            // 1 / sqrt(head_dim)
+    float scale;            // usually 1 / sqrt(head_dim)
+    float cap;              // a score s becomes cap tanh(s / cap); 0: it stays
     const int32_t* tokens;  // [listed]: what the one position reads, whatever its window; null: all that it sees
     int32_t listed;
 };
@@ -107,8 +108,11 @@ struct Kernels {
     // y = x / sqrt(mean(x^2) + eps) * weight; y may be x.
     void (*rms_norm)(const float* x, const float* weight, int32_t n, float eps, float* y);
 
-    // Rotary embedding of one head in place, halves apart: cos, sin [head_dim / 2].
+    // Rotary embedding of the first 2 half channels of one head in place, halves apart: cos, sin [half].
     void (*rotate)(float* x, const float* cos, const float* sin, int32_t half);
+
+    // x = cap tanh(x / cap)
+    void (*soft_cap)(float* x, int64_t n, float cap);
 
     // softmax(q k^T scale) v; see AttentionWork.
     void (*attention)(const AttentionWork* work);

@@ -5,12 +5,15 @@
 //     inputs    [tokens, lifted] bytes       quantised and lifted (quantise_slide.cu)
 //     outputs   [tokens, rows]               BF16 or F16
 //
+// Where DENSE, weights are [rows, columns] with all their zeros, and there is no metadata: what slid weights are compared
+// with in benchmarks, everything else being the same.
+//
 // A block has one tile of ROWS = 64 GROUPS rows by TOKENS tokens after the other; there are as many blocks as
 // multiprocessors. Two blocks of a cluster have rows below one another and share their inputs: each fetches half of
 // them for both. K is walked in tiles of 128 lifted inputs, through a pipeline of STAGES in shared memory that the copy
 // engine (TMA) fills:
 //
-//     stage     | weights: ROWS of 64 bytes | inputs: TOKENS of 128 bytes | metadata: GROUPS of 1024 bytes |
+//     stage     | weights: ROWS of 64 bytes (DENSE: 128) | inputs: TOKENS of 128 bytes | metadata: GROUPS of 1024 bytes |
 //     mbarriers | full: copy engine -> consumers | empty: consumers of both blocks -> producer |
 //
 // Warps are specialised, as in CUTLASS: GROUPS warpgroups multiply, 64 rows each; one thread of the last warp fetches.
@@ -24,16 +27,18 @@
 // Tiles go token by token within a band of `band` tiles of tokens, then to the next rows: the inputs of a band stay in
 // the L2 cache.
 //
-// Macros: those of wgmma_sparse.cuh; GROUPS 1 .. 3; STAGES; OUT_BUFFERS: of OUT_TOKENS, that a warpgroup has; HALF 0:
+// Macros: those of wgmma.cuh; GROUPS 1 .. 3; STAGES; OUT_BUFFERS: of OUT_TOKENS, that a warpgroup has; HALF 0:
 //         outputs are BF16, 1: F16
 
 #include "common/tensor_copy.cuh"
-#include "slide/wgmma_sparse.cuh"
+#include "slide/wgmma.cuh"
 
 static constexpr int ROWS = 64 * GROUPS;
 static constexpr int CONSUMERS = 128 * GROUPS;
 static constexpr int ALL_THREADS = CONSUMERS + 32;
-static constexpr int WEIGHT_BYTES = ROWS * 64, INPUT_BYTES = TOKENS * 128, METADATA_BYTES = GROUPS * 1024;
+static constexpr int WEIGHT_WIDTH = DENSE ? 128 : 64;  // of a row in a stage
+static constexpr int WEIGHT_BYTES = ROWS * WEIGHT_WIDTH, INPUT_BYTES = TOKENS * 128;
+static constexpr int METADATA_BYTES = DENSE ? 0 : GROUPS * 1024;
 static constexpr int STAGE_BYTES = WEIGHT_BYTES + INPUT_BYTES + METADATA_BYTES;
 static constexpr int OUT_TOKENS = 32;
 static constexpr int OUT_BYTES = OUT_TOKENS * 128;
@@ -111,12 +116,12 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(ALL
                     barrier_wait(empty + stage, phase ^ 1);
                     const u32 at = ring + stage * STAGE_BYTES;
                     expect_bytes(full + stage, STAGE_BYTES);
-                    copy_tile(at, &weights, k * 64, row, full + stage);
+                    copy_tile(at, &weights, k * WEIGHT_WIDTH, row, full + stage);
                     constexpr int SHARE = TOKENS / CLUSTER;
                     copy_tile_to_all(at + WEIGHT_BYTES + rank * SHARE * 128, &inputs, k * 128, token + rank * SHARE,
                                      full + stage);
 #pragma unroll
-                    for (int g = 0; g < GROUPS; ++g)
+                    for (int g = 0; g < (DENSE ? 0 : GROUPS); ++g)
                         copy_bulk(at + WEIGHT_BYTES + INPUT_BYTES + g * 1024,
                                   metadata + ((u64)min(row / 64 + g, last_block) * k_tiles + k) * 1024, 1024,
                                   full + stage);
@@ -148,13 +153,21 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(ALL
             const auto step = [&](int k, u32(&positions)[2], u32(&held)[2]) {
                 barrier_wait(full + stage, phase);
                 const u32 at = ring + stage * STAGE_BYTES;
-                const u32 weights_at = at + group * 4096, inputs_at = at + WEIGHT_BYTES;
-                asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];"
-                             : "=r"(positions[0]), "=r"(positions[1])
-                             : "r"(at + WEIGHT_BYTES + INPUT_BYTES + group * 1024 + thread * 8));
-                wgmma_begin();
-                wgmma_sparse(d, operand(weights_at, 64), operand(inputs_at, 128), positions[0], k);
-                wgmma_sparse(d, operand(weights_at + 32, 64), operand(inputs_at + 64, 128), positions[1], 1);
+                const u32 weights_at = at + group * 64 * WEIGHT_WIDTH, inputs_at = at + WEIGHT_BYTES;
+                if constexpr (DENSE) {
+                    wgmma_begin();
+#pragma unroll
+                    for (int part = 0; part < 4; ++part)
+                        wgmma(d, operand(weights_at + 32 * part, 128), operand(inputs_at + 32 * part, 128), 0,
+                              k + part);
+                } else {
+                    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];"
+                                 : "=r"(positions[0]), "=r"(positions[1])
+                                 : "r"(at + WEIGHT_BYTES + INPUT_BYTES + group * 1024 + thread * 8));
+                    wgmma_begin();
+                    wgmma(d, operand(weights_at, 64), operand(inputs_at, 128), positions[0], k);
+                    wgmma(d, operand(weights_at + 32, 64), operand(inputs_at + 64, 128), positions[1], 1);
+                }
                 wgmma_commit();
                 wgmma_wait<1>();
                 still_needed(held);

@@ -1,0 +1,131 @@
+"""What taking text through a model block by block would take with some workers, from one block that is measured here.
+
+Blocks of a model are alike, and each is read while the one before computes. So every block takes as long as reading
+takes or computing takes, whichever is longer. Computing takes as long as the worker with the most batches needs for
+them, and then what one worker does while the others wait for it.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sparsepack.models.checkpoint.checkpoint import Checkpoint
+from sparsepack.models.stock.blocks import BlockStream
+from sparsepack.process import most_so_far
+from sparsepack.workers.dealt import Dealt
+from sparsepack.workers.workers import ALONE
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What was measured of a block, and what it comes to.
+
+    device, workers -- what runs it, and how many
+    windows, context, batches, batch -- the text, and how many windows run together
+    layers          -- blocks of the model
+    block_bytes     -- of one block as it is stored
+    embedding_bytes -- of the embedding as it is stored
+    read_seconds    -- reading a block and bringing it to the device, as often as it was measured here
+    batch_seconds   -- one batch through a block, as often as the command runs it, counting included
+    alone_seconds   -- what a block takes beside its batches, however many they are
+    rounds          -- batches of the worker that has the most
+    memory_bytes    -- of the device while the block was measured, the next one being there; on a CPU of this process
+    hidden_bytes    -- hidden states of a worker's windows, in the memory of its machine
+    whole_bytes     -- those of all windows, which the first worker holds, too, while it saves them
+    sums_bytes      -- sums of products of several blocks, at the first worker's device
+    """
+
+    device: str
+    workers: int
+    windows: int
+    context: int
+    batches: int
+    batch: int
+    layers: int
+    block_bytes: int
+    embedding_bytes: int
+    read_seconds: float
+    batch_seconds: float
+    alone_seconds: float
+    rounds: int
+    memory_bytes: int
+    hidden_bytes: int
+    whole_bytes: int
+    sums_bytes: int
+
+    @property
+    def computing_seconds(self) -> float:
+        """A block's arithmetic; what workers exchange is not counted."""
+        return self.rounds * self.batch_seconds + self.alone_seconds
+
+    @property
+    def seconds(self) -> float:
+        """The whole run; what workers exchange is not counted."""
+        return self.read_seconds + self.layers * max(self.read_seconds, self.computing_seconds)
+
+    @property
+    def bytes_read(self) -> int:
+        """From the disk, once on each machine."""
+        return self.embedding_bytes + self.layers * self.block_bytes
+
+
+def forecast_blocks(
+    checkpoint: Checkpoint,
+    stream: BlockStream,
+    windows: Tensor,
+    dealt: Dealt,
+    run_block: Callable[[Tensor, Dealt], object],
+    sums_bytes: int = 0,
+) -> Forecast:
+    """Read a model's first block, run one batch and two batches through it, and say what a whole run comes to.
+
+    windows   -- int64 [N, S], all that the run would have; dealt -- they, among the workers that the run would have
+    run_block -- does with hidden states [n, S, H] and their parts what the run does with each block; states may change
+
+    Raises `CheckpointError` for a block that cannot be read.
+    """
+    batch = dealt.size
+    hidden = stream.states(windows[:batch], None)
+    stream.load(0)
+    read_seconds, block_bytes = stream.ahead.waited_seconds, stream.ahead.read_bytes
+    stream.ahead.wait()
+
+    def seconds(batches: int) -> float:
+        states = hidden.repeat(batches, 1, 1)
+        began = time.perf_counter()
+        run_block(states, Dealt(ALONE, len(states), len(hidden)))
+        if stream.device.type == "cuda":
+            torch.cuda.synchronize(stream.device)
+        return time.perf_counter() - began
+
+    seconds(1)  # what only the first call takes, such as loading a library
+    one, two = seconds(1), seconds(2)
+    batch_seconds = min(max(two - one, 0.0), one)
+    embedding = checkpoint.source.shapes[checkpoint.family.embedding]
+    window = windows.shape[1] * hidden.shape[-1] * hidden.itemsize
+    return Forecast(
+        device=str(stream.device),
+        workers=dealt.workers.count,
+        windows=len(windows),
+        context=windows.shape[1],
+        batches=dealt.parts,
+        batch=batch,
+        layers=checkpoint.layers,
+        block_bytes=block_bytes,
+        embedding_bytes=torch.Size(embedding).numel() * checkpoint.source.dtypes[checkpoint.family.embedding].itemsize,
+        read_seconds=read_seconds,
+        batch_seconds=batch_seconds,
+        alone_seconds=one - batch_seconds,
+        rounds=dealt.rounds,
+        memory_bytes=_memory(stream.device),
+        hidden_bytes=len(dealt.own(torch.arange(len(windows)))) * window,
+        whole_bytes=len(windows) * window if dealt.workers.count > 1 else 0,
+        sums_bytes=sums_bytes,
+    )
+
+
+def _memory(device: torch.device) -> int:
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else most_so_far()

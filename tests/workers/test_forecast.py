@@ -1,0 +1,125 @@
+"""`--dry-run N`: what the work would take N workers, from one block, and nothing written."""
+
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from calibrated_models import small, small_calibration, text
+from commands_for_tests import fails, succeeds
+
+from sparsepack.calibration.folder import Calibration, save
+from sparsepack.calibration.forecast import forecast
+from sparsepack.calibration.options import CalibrateOptions
+from sparsepack.errors import WorkersError
+from sparsepack.files.text import Text
+from sparsepack.models.checkpoint.checkpoint import Checkpoint
+from sparsepack.models.stock.blocks import BlockStream
+from sparsepack.models.stock.forecast import Forecast, forecast_blocks
+from sparsepack.workers.dealt import Dealt
+from sparsepack.workers.workers import Workers
+
+__all__ = ["small", "small_calibration", "text"]
+
+OPTIONS = CalibrateOptions(context=64, samples=7)
+
+
+@pytest.mark.parametrize(("workers", "rounds", "own"), [(1, 4, 7), (2, 2, 4), (3, 2, 3), (4, 1, 2)])
+def test_windows_are_shared_and_the_model_is_read_whole(
+    small: Checkpoint, text: Text, workers: int, rounds: int, own: int
+) -> None:
+    found = forecast(small, text, OPTIONS, workers)
+    width, source = int(small.config.hidden_size), small.source
+    block = sum(
+        source.dtypes[name].itemsize * shape.numel()
+        for name, shape in ((name, torch.Size(shape)) for name, shape in source.shapes.items())
+        if name.startswith(small.family.block(0) + ".")
+    )
+    assert found.block_bytes == block
+    assert found.bytes_read == 3 * block + small.tensor(small.family.embedding).nbytes
+    assert (found.rounds, found.batches, found.windows) == (rounds, 4, 7)
+    assert found.hidden_bytes == own * 63 * width * 4  # without a BOS token a window of 64 has 63 inputs
+    assert found.whole_bytes == (0 if workers == 1 else 7 * 63 * width * 4)
+    assert found.read_seconds > 0
+    assert found.batch_seconds + found.alone_seconds > 0
+    assert found.memory_bytes > block
+
+
+def test_a_block_takes_as_long_as_what_bounds_it() -> None:
+    values = dict.fromkeys(Forecast.__annotations__, 1) | {"layers": 10, "read_seconds": 2.0}
+    bound_by_arithmetic = Forecast(**values | {"batch_seconds": 3.0, "rounds": 4, "alone_seconds": 0.5})
+    assert bound_by_arithmetic.seconds == 2 + 10 * 12.5
+    bound_by_reading = Forecast(**values | {"batch_seconds": 0.5, "rounds": 1, "alone_seconds": 1.25})
+    assert bound_by_reading.seconds == 2 + 10 * 2
+
+
+def test_what_a_batch_takes_is_told_from_what_a_block_takes_beside(small: Checkpoint) -> None:
+    """Of a block that takes 0.3 s whatever it runs, and 0.1 s for each batch."""
+    seen = []
+
+    def run_block(hidden: torch.Tensor, parts: Dealt) -> None:
+        seen.append((len(hidden), parts.parts))
+        time.sleep(0.3 + 0.1 * parts.parts)
+
+    windows = torch.zeros(7, 8, dtype=torch.int64)
+    found = forecast_blocks(small, BlockStream(small), windows, Dealt(Workers(0, 2), 7, 2), run_block)
+    assert seen == [(2, 1), (2, 1), (4, 2)]
+    assert found.batch_seconds == pytest.approx(0.1, abs=0.08)
+    assert found.alone_seconds == pytest.approx(0.3, abs=0.08)
+    assert found.computing_seconds == 2 * found.batch_seconds + found.alone_seconds
+
+
+VERBS = {
+    "prune": ("--keep", "2", "--of", "4", "--windows", "5", "--batch", "1", "--permute"),
+    "thresholds": ("--sparsity", "0.5", "--allocation", "teal", "--windows", "5"),
+}
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_verbs_that_run_a_calibrations_text_say_it(
+    small: Checkpoint, small_calibration: Calibration, tmp_path: Path, verb: str
+) -> None:
+    save(small_calibration, tmp_path / "c")
+    asked = [verb, str(small.path), "--calibration", tmp_path / "c", *VERBS[verb], "-o", tmp_path / "made"]
+    said = succeeds(*asked, "--dry-run", "3")
+    assert "workers   3, 5 windows of" in said
+    assert list(tmp_path.iterdir()) == [tmp_path / "c"]
+    assert "10 workers for" in fails(*asked, "--dry-run", "10")
+
+
+@pytest.mark.parametrize(
+    ("asked", "line"),
+    [
+        (["prune", "--keep", "2", "--of", "4", "--method", "magnitude"], "method magnitude runs no text"),
+        (
+            ["prune", "--keep", "2", "--of", "4", "--include", "blk.1.mlp_in", "--calibration"],
+            "the first block, which is measured, is not pruned",
+        ),
+        (["thresholds", "--sparsity", "0.5", "--allocation", "global", "--calibration"], "trains the whole model"),
+        (["thresholds", "--sparsity", "0.5", "--dense-upstream", "--calibration"], "runs no text"),
+    ],
+)
+def test_what_cannot_be_measured_by_a_block_is_refused(
+    small: Checkpoint, small_calibration: Calibration, tmp_path: Path, asked: list[str], line: str
+) -> None:
+    save(small_calibration, tmp_path / "c")
+    verb, *flags = asked
+    flags += [str(tmp_path / "c")] if flags[-1] == "--calibration" else []
+    assert line in fails(verb, str(small.path), *flags, "-o", tmp_path / "made", "--dry-run", "2")
+
+
+def test_more_workers_than_batches_are_refused(small: Checkpoint, text: Text) -> None:
+    with pytest.raises(WorkersError, match="5 workers for 4 batches"):
+        forecast(small, text, OPTIONS, 5)
+
+
+def test_the_command_says_it_and_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = ["calibrate", "shipped:tiny", "--text", "shipped:train", "--samples", "8", "-o", tmp_path / "c"]
+    said = succeeds(*asked, "--dry-run", "2")
+    assert "workers   2, 8 windows of" in said
+    assert "2 of 4 batches at most each" in said
+    assert [line.partition(" ")[0] for line in said.splitlines()] == ["measured", "workers", "time", "read", "memory"]
+    assert not list(tmp_path.iterdir())
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert "--dry-run: it measures in one process" in fails(*asked, "--dry-run", "2")
