@@ -130,7 +130,7 @@ test-gpu-sanitize:
 
 # On a Mac with Apple silicon. No Mac of ours has run these (docs/metal.md).
 test-mps: $(VENV)/.installed-test build
-	$(BIN)/python -m pytest -m mps $$(grep -rlwE "mps|every_backend" tests --include="test_*.py") $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m mps $$(grep -rlwE "mps|every_backend[a-z_]*" tests --include="test_*.py") $(PYTEST_ARGS)
 
 FILE ?= build/mps/tiny.gguf
 bench-mps: build $(FILE)
@@ -143,7 +143,7 @@ build/mps/tiny.gguf: | build
 
 # The CPU kernels as Apple's clang would compile them, but for its headers, which zig brings: the flags are those of
 # runtime/cpu/native/CMakeLists.txt. What binds them to Python needs Python's headers for macOS, and is left out.
-CPU_SOURCES := $(filter-out %/bind/% %/avx2.cpp %/avx512.cpp,$(filter %.cpp,$(NATIVE)))
+CPU_SOURCES := $(filter-out %/avx2.cpp %/avx512.cpp,$(shell find sparsepack/runtime/cpu/native -name "*.cpp" -not -path "*/bind/*"))
 check-macos: $(VENV)/.installed-test
 	@mkdir -p build/macos
 	@set -e; for file in $(CPU_SOURCES); do \
