@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from sparsepack.models.families import FAMILIES
+
 VOCABULARY = 512
 END = "<|endoftext|>"
 
@@ -19,8 +21,33 @@ SMALL: dict[str, dict[str, Any]] = {
     "mistral": {"num_key_value_heads": 2, "tie_word_embeddings": False, "sliding_window": None, "head_dim": 64},
     "qwen2": {"num_key_value_heads": 2, "tie_word_embeddings": False},
     "qwen3": {"num_key_value_heads": 2, "tie_word_embeddings": True, "head_dim": 128},
+    "gemma2": {
+        "num_key_value_heads": 2,
+        "tie_word_embeddings": True,
+        "head_dim": 64,
+        "query_pre_attn_scalar": 64,
+        "sliding_window": 24,
+        "attn_logit_softcapping": 5.0,
+        "pad_token_id": 0,
+    },
+    "gemma3_text": {
+        "num_key_value_heads": 1,
+        "num_hidden_layers": 6,
+        "tie_word_embeddings": True,
+        "head_dim": 64,
+        "query_pre_attn_scalar": 64,
+        "sliding_window": 24,
+        "pad_token_id": 0,
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
+            "full_attention": {"rope_type": "linear", "rope_theta": 100000.0, "factor": 2.0},
+        },
+    },
     "phi3": {"num_key_value_heads": 2, "tie_word_embeddings": False, "pad_token_id": 0, "partial_rotary_factor": 0.75},
 }
+
+ROTATED = [family for family in SMALL if FAMILIES[family].residual is not None]
+"""The families whose residual stream may be written in another basis."""
 
 WINDOWED: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -33,6 +60,8 @@ WINDOWED: dict[str, dict[str, Any]] = {
     },
     "qwen3": {},
     "phi3": {"sliding_window": 10},
+    "gemma2": {"sliding_window": 10},
+    "gemma3_text": {"sliding_window": 10},
 }
 """The changes to each family that make its layers look back a few tokens, where the family has such layers."""
 

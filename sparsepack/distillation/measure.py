@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparsepack.models.architecture import logit_cap
 from sparsepack.models.families import Family
 from sparsepack.models.records.distilled import Figures
 from sparsepack.models.stock.halves import Change, changed_pass, dense_pass
@@ -25,7 +26,7 @@ def measure(model: Any, family: Family, windows: Tensor, sparse: Change | None, 
     sparse -- None: nothing is skipped
     wanted -- the `dense_states` of the model that it should follow
     """
-    head, half = model.get_output_embeddings(), windows.shape[1] // 2
+    head, half, cap = model.get_output_embeddings(), windows.shape[1] // 2, logit_cap(model.config)
     sums = torch.zeros(3, dtype=torch.float64)
     for ids, dense in zip(windows, wanted, strict=True):
         states, context = dense_pass(model, ids[None])
@@ -34,7 +35,7 @@ def measure(model: Any, family: Family, windows: Tensor, sparse: Change | None, 
             second, shares = changed_pass(model, family, ids[None], context, sparse)
             skipped = torch.stack(shares).sum()
         dense = dense.to(states)
-        decoded = mean_divergence(head, dense[:, half:], second)
-        prompt = mean_divergence(head, dense[:, :half], states[:, :half])
+        decoded = mean_divergence(head, dense[:, half:], second, cap)
+        prompt = mean_divergence(head, dense[:, :half], states[:, :half], cap)
         sums += torch.stack([decoded, prompt, skipped.to(decoded)]).double().cpu()
     return Figures(*(sums / len(windows)).tolist())

@@ -12,10 +12,11 @@ from sparsepack.eval.protocols import CountingScorer, Done, Logits, ignored
 from sparsepack.eval.quantised_inputs import quantised_inputs
 from sparsepack.eval.tokens_read import TokensRead
 from sparsepack.integration.transformers import double_sparsity
-from sparsepack.models.architecture import sliding_windows
+from sparsepack.models.architecture import logit_cap, sliding_windows
 from sparsepack.models.families import Family
 from sparsepack.models.records.rule import Rules, SiteKey, active_channels, sparsify
 from sparsepack.models.records.sparse_attention import SparseAttention
+from sparsepack.models.soft_caps import soft_capped
 from sparsepack.models.stock.hooks import site_hooks
 from sparsepack.models.stock.whole import backbone_of
 from sparsepack.workers.workers import Workers
@@ -168,14 +169,14 @@ class SparseScorer(StockScorer):
         return found
 
     def head(self, words: slice) -> Logits:
-        return linear(self.model.lm_head.weight[words])
+        return linear(self.model.lm_head.weight[words], logit_cap(self.model.config))
 
 
-def linear(weight: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
-    """The product with `weight` [V, H]: [..., H] -> [..., V]."""
+def linear(weight: torch.Tensor, cap: float = 0.0) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The product with `weight` [V, H], soft-capped (`soft_capped`): [..., H] -> [..., V]."""
 
     @torch.inference_mode()
     def product(hidden: torch.Tensor) -> torch.Tensor:
-        return functional.linear(hidden, weight)
+        return soft_capped(functional.linear(hidden, weight), cap)
 
     return product

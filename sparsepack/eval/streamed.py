@@ -12,6 +12,7 @@ import torch
 from sparsepack.eval.protocols import Done, Logits, ignored
 from sparsepack.eval.scorer import SparsePositions, StockScorer, linear
 from sparsepack.integration.transformers import double_sparsity
+from sparsepack.models.architecture import logit_cap
 from sparsepack.models.records.rule import Rules, SiteKey
 from sparsepack.models.records.sparse_attention import SparseAttention
 from sparsepack.models.stock.blocks import BlockSource, BlockStream
@@ -36,7 +37,7 @@ class StreamedScorer(StockScorer):
         super().__init__(source.config, SparsePositions(source.family, rules), context, inputs, attention)
         self.source, self.steps, self.device = source, source.layers, torch.device("cpu")
         self._attention = attention
-        self._stream = BlockStream(source, "cpu", dtype, "sdpa" if attention is None else double_sparsity.NAME)
+        self._stream = BlockStream(source, "cpu", dtype, None if attention is None else double_sparsity.NAME)
         self._output: torch.Tensor | None = None
 
     def rows_at_once(self, width: int, batch: int) -> int:
@@ -81,4 +82,4 @@ class StreamedScorer(StockScorer):
         """The output matrix stays as it is stored until `hidden` is called again."""
         if self._output is None:
             self._output = self._stream.head()
-        return linear(self._output[words].to(self._stream.dtype))
+        return linear(self._output[words].to(self._stream.dtype), logit_cap(self.source.config))

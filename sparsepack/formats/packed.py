@@ -144,7 +144,10 @@ class PackedLayer:
 
     def weights(self, family: Family) -> Weights:
         """The tensors of the stock model's decoder block, decoded when asked for."""
-        norms = {f"{module}.weight": partial(_same, self.norms[name]) for name, module in family.norms.items()}
+        norms = {
+            f"{module}.weight": partial(_same, self.norms[name] - family.norm_offset)
+            for name, module in family.norms.items()
+        }
         bases = {} if self.basis is None else {f"{BASIS}.weight": partial(decode_matrix, self.basis)}
         sites = {**_weights_of(self.attention, family.projections), **self.mlp.weights(family.projections)}
         return {**norms, **bases, **sites}

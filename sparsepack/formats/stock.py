@@ -115,7 +115,7 @@ def dequantised(packed: PackedModel) -> Callable[[str], Tensor]:
     makers: dict[str, Callable[[], Tensor]] = {
         EMBEDDING: lambda: decode_matrix(packed.embedding),
         HEAD: lambda: decode_matrix(packed.output),
-        FINAL_NORM: lambda: packed.output_norm,
+        FINAL_NORM: lambda: packed.output_norm - family.norm_offset,
     }
     family = FAMILIES[packed.architecture.model_type]
     for index, layer in enumerate(packed.layers):

@@ -126,17 +126,24 @@ def architecture_of(config: Any, bos: int | None, more_eos: Sequence[int] = ()) 
 
     Raises `CheckpointError` for what an engine here cannot run.
     """
-    rope = getattr(config, "rope_parameters", None) or {}
+    family = FAMILIES[config.model_type]
+    rope, local = rotary_settings(config)
     kind, known = rope.get("rope_type", "default"), (*_FIXED_ROTARY, *_BY_LENGTH)
     if kind not in known:
         raise CheckpointError(
             f"{config.model_type}: rotary embedding of type {str(kind)[:60]!r}; expected one of {', '.join(known)}"
         )
-    if config.hidden_act not in ACTIVATIONS:
+    if local and (local.get("rope_type", "default") != "default" or kind in _BY_LENGTH):
         raise CheckpointError(
-            f"{config.model_type}: activation {config.hidden_act!r}; expected {', '.join(ACTIVATIONS)}"
+            f"{config.model_type}: rotary embeddings of types {kind!r} and {str(local.get('rope_type'))[:60]!r} in one "
+            "model; expected plain ones in layers with a sliding window, and none that follow a text's length"
         )
-    inv_freq, scale = _rotary(config)
+    activation = family.setting(config, "hidden_act")
+    if activation not in ACTIVATIONS:
+        raise CheckpointError(f"{config.model_type}: activation {activation!r}; expected {', '.join(ACTIVATIONS)}")
+    if getattr(config, "use_bidirectional_attention", None):
+        raise CheckpointError(f"{config.model_type}: tokens see later ones; expected a model that writes text")
+    (inv_freq, scale), *others = _rotaries(config)
     long_texts = _long_texts(config, kind, rope)
     made_for = config.max_position_embeddings
     if long_texts is not None and not long_texts.turns_all:
@@ -151,16 +158,21 @@ def architecture_of(config: Any, bos: int | None, more_eos: Sequence[int] = ()) 
         head_dim=head_dim(config),
         vocabulary=config.vocab_size,
         norm_eps=config.rms_norm_eps,
-        activation=config.hidden_act,
+        activation=activation,
         inv_freq=tuple(inv_freq.tolist()),
         rotary_scale=scale,
         sliding_windows=sliding_windows(config),
-        qk_norm=FAMILIES[config.model_type].qk_norm,
+        qk_norm=family.qk_norm,
         tied=bool(config.tie_word_embeddings),
         context=made_for,
         bos=bos,
         eos=tuple(dict.fromkeys([*token_ids(getattr(config, "eos_token_id", None)), *more_eos])),
         long_texts=long_texts,
+        local_inv_freq=tuple(others[0][0].tolist()) if others else (),
+        attention_scale=attention_scale(config),
+        attention_cap=_cap(config, family.attention_cap),
+        logit_cap=logit_cap(config),
+        embedding_scale=embedding_scale(config),
     )
 
 
@@ -171,7 +183,42 @@ def head_dim(config: Any) -> int:
 
 def rotary_dims(config: Any) -> int:
     """How many channels of a head are turned by the rotary embedding, of the first ones."""
-    return 2 * len(_rotary(config)[0])
+    return 2 * len(_rotaries(config)[0][0])
+
+
+def rotary_settings(config: Any) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """What a stock configuration says of its rotary embedding, and of that of layers with a sliding window where they
+    have one of their own; empty where it says nothing."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    if not {"full_attention", "sliding_attention"} & rope.keys():
+        return rope, {}
+    settings = [rope.get(kind) or {} for kind in _kinds(config)]
+    return settings[0], settings[1] if len(settings) > 1 else {}
+
+
+def _kinds(config: Any) -> list[str]:
+    """The kinds of layers that a model has, those that see everything first."""
+    return sorted(set(config.layer_types))
+
+
+def attention_scale(config: Any) -> float:
+    """What products of queries and keys are multiplied by where that is not 1 / sqrt(head_dim); else 0."""
+    scalar = getattr(config, "query_pre_attn_scalar", None)
+    return 0.0 if scalar is None or scalar == head_dim(config) else float(scalar**-0.5)
+
+
+def logit_cap(config: Any) -> float:
+    """The bound of a stock model's soft-capped logits; 0: they have none."""
+    return _cap(config, FAMILIES[config.model_type].logit_cap)
+
+
+def embedding_scale(config: Any) -> float:
+    """What the rows of a stock model's embedding are multiplied by."""
+    return float(config.hidden_size**0.5) if FAMILIES[config.model_type].embedding_scaled else 1.0
+
+
+def _cap(config: Any, name: str) -> float:
+    return float(getattr(config, name, None) or 0.0) if name else 0.0
 
 
 def token_ids(value: int | list[int] | None) -> list[int]:
@@ -179,14 +226,19 @@ def token_ids(value: int | list[int] | None) -> list[int]:
     return value if isinstance(value, list) else [] if value is None else [value]
 
 
-def _rotary(config: Any) -> tuple[torch.Tensor, float]:
-    """The frequencies as the stock rotary module computes them: float32 [head_dim / 2], and its scale."""
+def _rotaries(config: Any) -> list[tuple[torch.Tensor, float]]:
+    """The frequencies as the stock rotary module computes them: float32 [n / 2], and its scale; where layers with a
+    sliding window have their own, these second."""
     from transformers import AutoModel
 
     with torch.device("meta"):
         rotary_class = type(AutoModel.from_config(config, **STOCK_ALONE).rotary_emb)
     rotary = rotary_class(config)
-    return rotary.inv_freq.float(), float(rotary.attention_scaling)
+    prefixes = [""] if hasattr(rotary, "inv_freq") else [f"{kind}_" for kind in _kinds(config)]
+    return [
+        (getattr(rotary, f"{prefix}inv_freq").float(), float(getattr(rotary, f"{prefix}attention_scaling")))
+        for prefix in prefixes
+    ]
 
 
 def _long_texts(config: Any, kind: str, rope: Mapping[str, Any]) -> LongTexts | None:

@@ -7,7 +7,7 @@ formats and engines have no place for says so; everything that works on the stoc
 
 import difflib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -87,7 +87,8 @@ class Family:
     projections    -- site -> its projections, in the order in which their output rows are stacked; an MLP with a gate
                       has gate and up at `mlp_in`, one without has one matrix there. A family that stores the matrices
                       of a site fused has one projection there, whose rows are the same
-    norms          -- our name -> module
+    norms          -- our name -> module; `attn_post_norm` and `mlp_post_norm` norm what attention and MLP add
+    norm_offset    -- what is added to the weights of norms before they multiply
     gguf_permuted  -- llama.cpp stores q and k rows with rotary pairs adjacent; Hugging Face keeps the halves apart
     gguf_biases    -- llama.cpp knows biases in such models
     gguf_head      -- transformers takes this for the head size, whatever a GGUF says; None: it reads the head size
@@ -101,6 +102,11 @@ class Family:
     after          -- modules after the last block, as far as a model has them; the output matrix comes then
     fields         -- of the configuration: Llama's name -> its own, where they differ
     unpackable     -- what formats and engines have no place for in such a model; empty: they have for everything
+    attention      -- transformers' implementation of attention that computes all of it
+    attention_cap  -- of the configuration: the bound of soft-capped scores, by its name; empty: they have none
+    logit_cap      -- likewise of the output
+    local_rotary   -- layers with a sliding window have rotary frequencies of their own
+    embedding_scaled -- the embedding is multiplied by the root of its width
     residual       -- who reads the residual stream and who writes to it; None: it cannot be rotated
     unrotatable    -- why it cannot
     """
@@ -122,6 +128,12 @@ class Family:
     gguf_biases: bool = True
     gguf_head: int | None = None
     gguf_parts: Mapping[str, str] = field(default_factory=lambda: _GGUF_PARTS)
+    norm_offset: float = 0.0
+    attention: Literal["sdpa", "eager"] = "sdpa"
+    attention_cap: str = ""
+    logit_cap: str = ""
+    local_rotary: bool = False
+    embedding_scaled: bool = False
     residual: ResidualStream | None = _STREAM
     unrotatable: str = ""
 
@@ -142,6 +154,13 @@ class Family:
     def basis(self, layer: int) -> str:
         """The name of the tensor [hidden, hidden] that changes the basis of the residual stream before a block."""
         return f"{self.block(layer)}.{BASIS}.weight"
+
+    def norm_offset_of(self, name: str) -> float:
+        """What is added to a tensor before it multiplies: `norm_offset` for the weights of norms, else 0."""
+        module = name.removesuffix(".weight")
+        outside = tuple(f"{self.backbone}.{after}" for after in self.after)
+        inside = tuple(f".{norm}" for norm in self.norms.values())
+        return self.norm_offset if module in outside or module.endswith(inside) else 0.0
 
     def setting(self, config: Any, name: str) -> Any:
         """What a stock configuration of the family says under Llama's `name`; None where it says nothing."""
@@ -184,6 +203,50 @@ _PHI3 = Family(
             "ffn_down": "mlp.down_proj",
         }
     ),
+)
+
+_GEMMA2 = Family(
+    "gemma2",
+    "gemma2",
+    _PROJECTIONS,
+    MappingProxyType(
+        {
+            "attn_norm": "input_layernorm",
+            "attn_post_norm": "post_attention_layernorm",
+            "mlp_norm": "pre_feedforward_layernorm",
+            "mlp_post_norm": "post_feedforward_layernorm",
+        }
+    ),
+    False,
+    "half-split",
+    fields=MappingProxyType({"hidden_act": "hidden_activation"}),
+    slides=True,
+    gguf_biases=False,
+    gguf_parts=MappingProxyType(
+        {
+            **_GGUF_PARTS,
+            "post_attention_norm": "post_attention_layernorm",
+            "ffn_norm": "pre_feedforward_layernorm",
+            "post_ffw_norm": "post_feedforward_layernorm",
+        }
+    ),
+    norm_offset=1.0,
+    attention="eager",
+    attention_cap="attn_logit_softcapping",
+    logit_cap="final_logit_softcapping",
+    embedding_scaled=True,
+    residual=None,
+    unrotatable="norms stand between its matrices and what they add to",
+)
+_GEMMA3 = replace(
+    _GEMMA2,
+    model_type="gemma3_text",
+    gguf="gemma3",
+    norms=MappingProxyType({**_GEMMA2.norms, "q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm"}),
+    qk_norm=True,
+    attention="sdpa",
+    local_rotary=True,
+    attention_cap="",  # the stock model does not look at the configuration's
 )
 
 _OPT = Family(
@@ -235,10 +298,39 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 gguf_head=128,
             ),
             _PHI3,
+            _GEMMA2,
+            _GEMMA3,
             _OPT,
         )
     }
 )
+
+
+@dataclass(frozen=True)
+class TextPart:
+    """The text part of a model that also takes images, as far as transformers has it as a model of its own.
+
+    model_type -- of the text part
+    names      -- what the names of its tensors begin with in the whole model -> in the text model
+    others     -- what the names of all other tensors begin with
+    """
+
+    model_type: str
+    names: Mapping[str, str]
+    others: tuple[str, ...]
+
+
+TEXT_PARTS: Mapping[str, TextPart] = MappingProxyType(
+    {
+        "gemma3": TextPart(
+            "gemma3_text",
+            MappingProxyType({"language_model.": "", "model.language_model.": "model."}),
+            ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector."),
+        )
+    }
+)
+"""By the `model_type` of the whole model."""
+
 PACKABLE = tuple(name for name, family in FAMILIES.items() if not family.unpackable)
 """Formats and engines have a place for these model types."""
 

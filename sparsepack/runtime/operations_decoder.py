@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from sparsepack.formats.packed import PackedModel
+from sparsepack.models.soft_caps import soft_capped
 from sparsepack.placement.counts import HitCounts
 from sparsepack.placement.ways import Ways
 from sparsepack.progress import counted
@@ -16,7 +17,6 @@ from sparsepack.runtime.kv_cache import AttentionShape, KvCache
 from sparsepack.runtime.operations import Operations
 from sparsepack.runtime.operations_layer import LoadedLayer, Mode, load_layer
 from sparsepack.runtime.reference import products as reference
-from sparsepack.runtime.reference.attention import capped
 from sparsepack.runtime.sampling import Sampler
 
 PREFILL_TOKENS = 512
@@ -182,7 +182,7 @@ class OperationsDecoder:
         return sites["attn_out"].product(torch.cat(attended), mode, held)
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        return capped(self._operations.matmul(self._output, hidden), self._architecture.logit_cap)
+        return soft_capped(self._operations.matmul(self._output, hidden), self._architecture.logit_cap)
 
 
 @contextmanager

@@ -8,7 +8,9 @@ import torch
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint as recomputed
 
+from sparsepack.models.architecture import logit_cap
 from sparsepack.models.families import Family
+from sparsepack.models.soft_caps import soft_capped
 from sparsepack.models.stock.halves import Change, changed_pass, dense_pass, trained_pass
 
 LOGITS = 1 << 26
@@ -38,16 +40,16 @@ def divergence(
     teacher -- the dense model, where the model's weights are trained, too: keys and values of the first halves are then
                the trained model's own, and the divergence there is added
     """
-    half, head = ids.shape[1] // 2, model.get_output_embeddings()
+    half, head, cap = ids.shape[1] // 2, model.get_output_embeddings(), logit_cap(model.config)
     prompt: torch.Tensor | float = 0.0
     if teacher is None:
         dense, context = dense_pass(model, ids)
     else:
         dense = teacher.dense(ids)
         first, context = trained_pass(model, family, ids[:, :half])
-        prompt = teacher.prompt * mean_divergence(head, dense[:, :half], first)
+        prompt = teacher.prompt * mean_divergence(head, dense[:, :half], first, cap)
     second, shares = changed_pass(model, family, ids, context, sparse)
-    return mean_divergence(head, dense[:, half:], second) + prompt, torch.stack(shares).sum()
+    return mean_divergence(head, dense[:, half:], second, cap) + prompt, torch.stack(shares).sum()
 
 
 def dense_divergence(
@@ -56,22 +58,23 @@ def dense_divergence(
     """Mean KL(teacher || model) over windows `ids` [B, S] of which nothing is skipped, differentiable; and a sparsity
     of 0."""
     states, _ = trained_pass(model, family, ids)
-    found = mean_divergence(model.get_output_embeddings(), teacher.dense(ids), states)
+    found = mean_divergence(model.get_output_embeddings(), teacher.dense(ids), states, logit_cap(model.config))
     return found, torch.zeros_like(found)
 
 
-def mean_divergence(head: torch.nn.Linear, dense: torch.Tensor, sparse: torch.Tensor) -> torch.Tensor:
-    """Mean KL(dense || sparse) over positions, from what enters the output matrix: [B, S, H] each.
+def mean_divergence(head: torch.nn.Linear, dense: torch.Tensor, sparse: torch.Tensor, cap: float) -> torch.Tensor:
+    """Mean KL(dense || sparse) over positions, from what enters the output matrix: [B, S, H] each. cap: of logits, as
+    `soft_capped` takes it.
 
     Logits are computed for a part of the positions at a time, and again in the backward pass.
     """
     positions = max(1, LOGITS // head.out_features)
     parts = zip(*(torch.split(states.flatten(0, 1), positions) for states in (dense, sparse)), strict=True)
-    each = [recomputed(_divergences, head, *part, use_reentrant=False, preserve_rng_state=False) for part in parts]
+    each = [recomputed(_divergences, head, *part, cap, use_reentrant=False, preserve_rng_state=False) for part in parts]
     return torch.cat(each).mean()
 
 
-def _divergences(head: torch.nn.Linear, dense: torch.Tensor, sparse: torch.Tensor) -> torch.Tensor:
+def _divergences(head: torch.nn.Linear, dense: torch.Tensor, sparse: torch.Tensor, cap: float) -> torch.Tensor:
     """KL(dense || sparse) of each position: [N, H] each -> [N]."""
-    log_p, log_q = (functional.log_softmax(head(states).float(), -1) for states in (dense, sparse))
+    log_p, log_q = (functional.log_softmax(soft_capped(head(states), cap).float(), -1) for states in (dense, sparse))
     return (log_p.exp() * (log_p - log_q)).sum(-1)

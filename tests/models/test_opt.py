@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from sparsepack.errors import CheckpointError
 from sparsepack.files.text import Text
 from sparsepack.models.checkpoint.checkpoint import open_checkpoint
-from sparsepack.models.families import SITES
+from sparsepack.models.families import PACKABLE, SITES
 from sparsepack.models.stock.blocks import BlockStream
 from sparsepack.models.stock.hooks import site_hooks
 from sparsepack.models.stock.whole import load_model
@@ -167,7 +167,7 @@ def test_what_does_not_belong_together_is_refused_in_its_own_names(copied, chang
 def test_what_an_engine_would_need_is_refused_and_named(opts):
     with pytest.raises(CheckpointError, match=r"no format holds and no engine runs opt models \(learned pos") as caught:
         _ = open_checkpoint(opts["opt"]).architecture
-    assert "expected one of llama, mistral, qwen2, qwen3; calibrate, trace" in str(caught.value)
+    assert f"expected one of {', '.join(PACKABLE)}; calibrate, trace" in str(caught.value)
 
 
 @pytest.mark.parametrize(

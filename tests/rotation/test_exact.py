@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from model_variants import FOLDERS
-from models_for_tests import OPT, SMALL, make_model, make_opt
+from models_for_tests import OPT, ROTATED, make_model, make_opt
 
 from sparsepack.errors import CheckpointError
 from sparsepack.models.checkpoint.bases import Bases, bases_of
@@ -136,7 +136,7 @@ def test_changes_of_basis_are_stored_in_the_type_of_the_matrices(tmp_path: Path)
         assert rotated(model, bases, weights).tensor("model.layers.1.residual_basis.weight").dtype == kept
 
 
-@pytest.mark.parametrize("name", [*SMALL, "llama, biases"])
+@pytest.mark.parametrize("name", [*ROTATED, "llama, biases"])
 def test_what_lies_within_a_block_stays(name: str, tmp_path: Path) -> None:
     """Biases and norms of queries and keys, which are outputs of their matrices; of o and down they are turned."""
     model = open_checkpoint(make_model(tmp_path / "m", **FOLDERS.get(name, {"family": name})))

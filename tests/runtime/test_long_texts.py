@@ -11,7 +11,6 @@ from packed_models import random_model, stock_model
 from sparsepack.errors import UserError
 from sparsepack.formats.packed import PackedModel
 from sparsepack.runtime.backends import backend_named
-from sparsepack.runtime.engine import Engine
 from sparsepack.runtime.features import check_features
 from sparsepack.runtime.options import EngineOptions
 from sparsepack.runtime.traits import LONG_TEXTS
@@ -89,24 +88,6 @@ def test_texts_side_by_side_turn_by_their_own_lengths(backend: str) -> None:
     assert largest_difference(torch.stack(longer), by_steps(LONGROPE, 30)[1:4]) < TOLERANCE[backend]
     engine.truncate(9, 1)
     assert largest_difference(engine.step_all([None, IDS[9]])[1], by_steps(LONGROPE, 9)[1]) < TOLERANCE[backend]
-
-
-@every_kind
-def test_256_greedy_tokens_are_those_of_generate(kind: str) -> None:
-    long = {"max_position_embeddings": 300} if kind == LONGROPE else {"max_position_embeddings": 75}
-    short = {"original_max_position_embeddings": 75} if kind == LONGROPE else {}
-    packed = random_model(kind, **{**CHANGES[kind], **long, **short})
-    stock = stock_model(packed)
-    stock.generation_config.eos_token_id = None
-    with torch.no_grad():
-        expected = stock.generate(torch.tensor([IDS[:20]]), max_new_tokens=256, do_sample=False)[0, 20:].tolist()
-    engine = Engine(packed, backend="reference")
-    assert engine.context > 276
-    logits, found = engine.prefill(IDS[:20]), []
-    while len(found) < 256:
-        found.append(int(logits.argmax()))
-        logits = engine.step(found[-1])
-    assert found == expected
 
 
 def test_a_backend_without_long_texts_takes_the_usual_length_alone() -> None:

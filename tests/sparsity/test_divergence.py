@@ -79,7 +79,8 @@ def test_halves_apart_are_the_whole_windows(tmp_path, family, windowed):
     changes = {"tie_word_embeddings": False, **(WINDOWED[family] if windowed else {})}
     case = Case(make_model(tmp_path / "m", family, **changes))
     found = case.found(case.in_parts)
-    assert found[0] > 0.01
+    # A scaled embedding outweighs what blocks with norms behind them add.
+    assert found[0] > (3e-4 if case.family.embedding_scaled else 0.01)
     assert 0.05 < found[1] < 0.95
     _same(found, case.found(case.plain), 1e-4)
     assert not any("forward" in vars(block) for block in backbone_of(case.model).layers)

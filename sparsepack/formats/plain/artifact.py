@@ -42,7 +42,7 @@ class PlainArtifact(GgufArtifact):
                 name = EMBEDDING
             if names.get(name) not in self.tensors:
                 raise ArtifactError(f"{self.path}: the tensor {name} is missing; pack the model again")
-            value = self.decoded(names[name])
+            value = self.decoded(names[name]) - family.norm_offset_of(name)
             if family.gguf_permuted:
                 for projection, count in heads.items():
                     if f"{projection}." in name:
@@ -87,8 +87,11 @@ class PlainArtifact(GgufArtifact):
 
 
 def llama_cpp_rows(checkpoint: Checkpoint, source: str, value: Tensor) -> Tensor:
-    """A Hugging Face tensor with its rows in llama.cpp's order: q and k of llama models have rotary pairs adjacent."""
+    """A Hugging Face tensor as llama.cpp's files have it: rows of q and k of llama models with rotary pairs adjacent,
+    weights of norms as they multiply."""
     config = checkpoint.config
+    if offset := checkpoint.family.norm_offset_of(source):
+        return value.float() + offset
     for projection, heads in (("q_proj", config.num_attention_heads), ("k_proj", config.num_key_value_heads)):
         if checkpoint.family.gguf_permuted and f".{projection}." in source:
             return permute_rotary(value, heads)

@@ -61,12 +61,13 @@ class ZigzagArtifact(GgufArtifact):
 
     def source(self, name: str, checkpoint: Checkpoint) -> Tensor | None:
         if name in _OUTSIDE:
-            return checkpoint.tensor(_OUTSIDE[name])
+            source = _OUTSIDE[name]
+            return checkpoint.norm(source) if source == FINAL_NORM else checkpoint.tensor(source)
         block, layer, what, part = (*name.split("."), "", "", "")[:4]
         if block != "blk" or not layer.isdecimal() or int(layer) >= checkpoint.layers:
             return None
         if what in checkpoint.family.norms:
-            return checkpoint.tensor(f"model.layers.{layer}.{checkpoint.family.norms[what]}.weight")
+            return checkpoint.norm(f"model.layers.{layer}.{checkpoint.family.norms[what]}.weight")
         if f"{what}.{part}" == BASIS and int(layer) in checkpoint.bases:
             return checkpoint.tensor(checkpoint.family.basis(int(layer)))
         if what in checkpoint.family.projections:

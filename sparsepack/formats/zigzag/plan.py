@@ -6,7 +6,8 @@
     blk.I.SITE.bias                [rows]                  F32, where the model has one
     blk.I.SITE.threshold           [1] or [columns]        F32, where the site is sparse
     blk.I.SITE.offset              [columns]               F32, where inactive channels take a value other than 0
-    blk.I.NORM.weight              [width]                 F32; NORM: attn_norm, mlp_norm, and q_norm, k_norm
+    blk.I.NORM.weight              [width]                 F32; NORM: attn_norm, mlp_norm, and in some families
+                                                           q_norm, k_norm, attn_post_norm, mlp_post_norm
     output_norm.weight             [hidden]                F32
     output.weight                  [vocabulary, hidden]    as token_embd; absent where the two are tied
 
@@ -227,7 +228,7 @@ def _planned_rule(name: str, rule: SiteRule) -> Iterator[PlannedGroup]:
 
 def _norm(checkpoint: Checkpoint, name: str, source: str) -> PlannedGroup:
     shape = checkpoint.source.shapes[source]
-    return alone(PlannedTensor(name, shape, "F32"), lambda: encode_rows(checkpoint.tensor(source), "F32"))
+    return alone(PlannedTensor(name, shape, "F32"), lambda: encode_rows(checkpoint.norm(source), "F32"))
 
 
 def _check_rules(checkpoint: Checkpoint, rules: Rules) -> None:

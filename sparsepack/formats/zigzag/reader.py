@@ -188,9 +188,18 @@ def _check_numbers(architecture: Architecture, tensors: int) -> None:
         value = getattr(architecture, name)
         if type(value) is not int or not 1 <= value < 2**31:
             raise ValueError(f"{name} {repr(value)[:60]}, expected a positive integer below 2**31")
-    real = (architecture.norm_eps, architecture.rotary_scale, *architecture.inv_freq)
-    if not all(type(value) in (int, float) and -_LARGEST <= value <= _LARGEST for value in real):
-        raise ValueError("norm_eps, rotary_scale or inv_freq hold something else than numbers")
+    a, long = architecture, architecture.long_texts
+    real: tuple[float, ...] = (a.norm_eps, a.rotary_scale, *a.inv_freq, *a.local_inv_freq, a.embedding_scale)
+    least_0: tuple[float, ...] = (a.attention_scale, a.attention_cap, a.logit_cap)
+    if long is not None:
+        real, least_0 = (*real, *long.inv_freq), (*least_0, long.base, long.factor, long.tokens - 1)
+    if not all(type(value) in (int, float) and -_LARGEST <= value <= _LARGEST for value in (*real, *least_0)):
+        raise ValueError("norm_eps, rotary_scale, inv_freq, long_texts, caps or scales are something else than numbers")
+    if min(least_0) < 0:
+        raise ValueError("attention_scale, attention_cap, logit_cap or long_texts hold numbers below 0")
+    more = (a.local_inv_freq, () if long is None else long.inv_freq)
+    if not {len(of) for of in more} <= {0, len(a.inv_freq)}:
+        raise ValueError(f"{len(more[0])} local, {len(more[1])} long frequencies, expected {len(a.inv_freq)} or none")
     if not all(
         type(value) is int and 0 <= value < 2**31 for value in (*architecture.sliding_windows, *architecture.eos)
     ):

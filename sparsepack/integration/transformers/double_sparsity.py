@@ -15,14 +15,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import AttentionInterface
 
 from sparsepack.errors import UserError
 from sparsepack.formats.codecs.labels import encode_labels
-from sparsepack.models.families import family_of
+from sparsepack.models.families import FAMILIES, family_of
 from sparsepack.models.records.sparse_attention import SparseAttention, TokenPolicy
+from sparsepack.models.stock.attention import dense_attention
 from sparsepack.models.stock.whole import backbone_of
 from sparsepack.runtime.reference import attention as reference_attention
 from sparsepack.runtime.reference.double_sparsity import QUERIES_AT_ONCE, Labels, attend_sparse, heavy
@@ -79,7 +79,8 @@ def attach(model: Any, attention: SparseAttention) -> None:
 def attach_layer(block: Any, attention: SparseAttention, layer: int) -> None:
     """`attach` for decoder block `layer` alone, of a model that uses the implementation already."""
     module, channels = block.self_attn, attention.channels[layer]
-    kv_heads, head_dim = module.k_proj.out_features // module.head_dim, module.head_dim
+    family = FAMILIES[module.config.model_type]
+    kv_heads, head_dim = family.setting(module.config, "num_key_value_heads"), module.head_dim
     if channels is not None:
         fit = channels.dim() == 2 and len(channels) == kv_heads and 0 < channels.shape[1] <= head_dim
         if not fit or not 0 <= int(channels.min()) <= int(channels.max()) < head_dim:
@@ -165,8 +166,7 @@ def _starts(texts: int, length: int) -> list[int]:
 
 
 def _dense(*call: Any, **options: Any) -> tuple[Tensor, Tensor | None]:
-    found: tuple[Tensor, Tensor | None] = sdpa_attention_forward(*call, **options)
-    return found
+    return dense_attention(*call, **options)
 
 
 def _keys(text: _Text) -> Tensor | slice:
@@ -194,7 +194,8 @@ def _attend(
     channels = layer.channels.to(queries.device).repeat(texts, 1)
     queries, keys, values = (of.flatten(0, 1) for of in (queries, keys, values))
     labels = Labels(*encode_labels(heavy(keys, channels)), channels)
-    found = attend_sparse(queries, keys, values, labels, layer.policy, first, _window(options), text.oldest)
+    window, cap = _window(options), float(options.get("softcap") or 0.0)
+    found = attend_sparse(queries, keys, values, labels, layer.policy, first, window, text.oldest, cap=cap)
     return found.view(length, texts, heads, head_dim).transpose(0, 1)
 
 

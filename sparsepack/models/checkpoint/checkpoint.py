@@ -24,13 +24,14 @@ from sparsepack.models.checkpoint.gguf_config import gguf_config
 from sparsepack.models.checkpoint.saved_copy import METHOD, is_saved_copy, told_of_copy
 from sparsepack.models.checkpoint.segmented_config import stock_values
 from sparsepack.models.checkpoint.sources import GgufSource, SafetensorsSource, TensorSource
-from sparsepack.models.families import FAMILIES, Family, check_packable, family_of
+from sparsepack.models.families import FAMILIES, TEXT_PARTS, Family, TextPart, check_packable, family_of
 from sparsepack.models.own_code import STOCK_ALONE, refused_own_code, tell_own_code
 from sparsepack.models.records.generation import suggested
 from sparsepack.models.stock.skeleton import parameter_shapes
 from sparsepack.models.tokenizer.gguf_tokenizer import gguf_tokenizer_json
 from sparsepack.models.tokenizer.sentencepiece_model import sentencepiece_json
 from sparsepack.models.tokenizer.tokenizer import folder_tokenizer, gguf_tokenizer, only_sentencepiece
+from sparsepack.progress import say
 
 EMBEDDING, FINAL_NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 """The names of the tensors outside of the blocks in packable families; the last one is the output matrix in all of
@@ -90,6 +91,10 @@ class Checkpoint:
             near = difflib.get_close_matches(name, self.source.shapes, 1)
             raise CheckpointError(f"{self.name}: the tensor {name} is missing{f'; nearest: {near[0]}' if near else ''}")
         return self.source.tensor(name)
+
+    def norm(self, name: str) -> torch.Tensor:
+        """What a norm multiplies by, float32, by the name of its tensor."""
+        return self.tensor(name).float() + self.family.norm_offset
 
     def stacked(self, layer: int, site: str) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The matrix of a site, its projections' rows stacked: weight [rows, columns], bias [rows] or None."""
@@ -205,7 +210,7 @@ def open_checkpoint(name: str | Path) -> Checkpoint:
     name = str(name)
     path = _located(name)
     file = read_gguf(path) if path.is_file() else None
-    config, bases = _folder_config(path, name) if file is None else (_gguf_config(file, name), ())
+    config, bases, part = _folder_config(path, name) if file is None else (_gguf_config(file, name), (), None)
     family = family_of(config.model_type, name)
     check_sizes(config, name)
     source: TensorSource
@@ -214,7 +219,7 @@ def open_checkpoint(name: str | Path) -> Checkpoint:
         source = GgufSource(file, family, config.num_hidden_layers, heads, kv_heads)
         config.tie_word_embeddings = HEAD not in source.shapes
     else:
-        source = SafetensorsSource(path, family.decoder)
+        source = SafetensorsSource(path, family.decoder, part)
     shown_name = name.encode("utf-8", "replace").decode()  # the system's names need not be text
     checkpoint = Checkpoint(shown_name, path, config, family, source, bases)
     _check_understood(checkpoint)
@@ -259,8 +264,9 @@ def _gguf_config(file: GgufFile, name: str) -> Any:
     return gguf_config(file, name)
 
 
-def _folder_config(path: Path, name: str) -> tuple[Any, tuple[int, ...]]:
-    """The stock configuration, and the blocks that have a residual basis."""
+def _folder_config(path: Path, name: str) -> tuple[Any, tuple[int, ...], TextPart | None]:
+    """The stock configuration, the blocks that have a residual basis, and which part of the model it is of; None: all
+    of it."""
     from transformers import AutoConfig
 
     try:
@@ -271,7 +277,8 @@ def _folder_config(path: Path, name: str) -> tuple[Any, tuple[int, ...]]:
         raise CheckpointError(f"{path / 'config.json'}: not a model configuration ({shown(error)})") from error
     except OSError as error:
         raise CheckpointError(f"{path / 'config.json'}: cannot be read ({error.strerror})") from error
-    family_of(model_type, name)
+    part = TEXT_PARTS.get(model_type) if isinstance(model_type, str) else None
+    family_of(model_type if part is None else part.model_type, name)
     quantised = stock.get("quantization_config")
     if is_saved_copy(path):
         raise CheckpointError(told_of_copy(name))
@@ -286,7 +293,10 @@ def _folder_config(path: Path, name: str) -> tuple[Any, tuple[int, ...]]:
             f"{path / 'config.json'}: not a {model_type} configuration ({shown(error)})"
         ) from error
     tell_own_code(path / "config.json")
-    return config, bases
+    if part is not None:
+        say(f"{name}: the text part of a {model_type} model alone is read; it then knows no images")
+        config = config.text_config
+    return config, bases, part
 
 
 _SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "vocab_size")

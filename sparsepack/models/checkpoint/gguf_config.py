@@ -70,7 +70,14 @@ def _values(file: GgufFile, prefix: str, family: Family) -> dict[str, Any]:
     # In models with fused matrices a part of each head may turn.
     turns = None if "blk.0.attn_qkv.weight" in file.tensors else keys.get("rope.dimension_count")
     head_dim = keys.get("attention.key_length", turns or hidden // heads)
+    caps = {"attn_logit_softcapping": family.attention_cap, "final_logit_softcapping": family.logit_cap}
+    rope = _rope(keys, file, head_dim)
+    if family.local_rotary:
+        local = {"rope_type": "default", "rope_theta": keys.get("rope.freq_base_swa", 10000.0)}
+        rope = {"full_attention": rope, "sliding_attention": local}
     return {
+        **{name: keys[key] or None for key, name in caps.items() if name and key in keys},
+        **({"query_pre_attn_scalar": head_dim} if family.embedding_scaled else {}),
         "hidden_size": hidden,
         "intermediate_size": keys["feed_forward_length"],
         "num_hidden_layers": keys["block_count"],
@@ -83,9 +90,9 @@ def _values(file: GgufFile, prefix: str, family: Family) -> dict[str, Any]:
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "attention_bias": "blk.0.attn_q.bias" in file.tensors,
         "mlp_bias": "blk.0.ffn_down.bias" in file.tensors,
-        "rope_parameters": (rope := _rope(keys, file, head_dim)),
+        "rope_parameters": rope,
         # where transformers looks first
-        **{name: rope[name] for name in ("original_max_position_embeddings",) if rope["rope_type"] == "longrope"},
+        **{name: rope[name] for name in ("original_max_position_embeddings",) if rope.get("rope_type") == "longrope"},
         **({"sliding_window": keys.get("attention.sliding_window")} if family.slides else {}),
         "bos_token_id": file.metadata.get(f"{tokenizer}bos_token_id"),
         "eos_token_id": file.metadata.get(f"{tokenizer}eos_token_id"),

@@ -8,6 +8,7 @@ from sparsepack.errors import PackingError
 from sparsepack.files.stored import shown
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
 from sparsepack.models.checkpoint.segmented_config import segmented_config, stock_values
+from sparsepack.models.families import TEXT_PARTS
 from sparsepack.models.tokenizer.chat import CHAT_TEMPLATE, template_of
 from sparsepack.models.tokenizer.sentencepiece_model import sentencepiece_config
 from sparsepack.models.tokenizer.tokenizer import only_sentencepiece
@@ -21,7 +22,10 @@ def config_json(checkpoint: Checkpoint) -> str:
     if not path.is_file():
         return str(checkpoint.config.to_json_string())
     text = path.read_text(encoding="utf-8")
-    return json.dumps(stock_values(json.loads(text))[0], indent=2, ensure_ascii=False) if checkpoint.bases else text
+    values = json.loads(text)
+    if values.get("model_type") in TEXT_PARTS:
+        return str(checkpoint.config.to_json_string())
+    return json.dumps(stock_values(values)[0], indent=2, ensure_ascii=False) if checkpoint.bases else text
 
 
 _BESIDE = (

@@ -15,7 +15,7 @@ from sparsepack.files.stored import Name, Stored, checked, shown
 from sparsepack.files.tensors import all_finite
 from sparsepack.models.checkpoint.gguf_names import ROTARY_FACTORS, gguf_names, unpermute_rotary
 from sparsepack.models.checkpoint.source_hash import SourceHash
-from sparsepack.models.families import Family
+from sparsepack.models.families import Family, TextPart
 
 _GGUF_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _SAFETENSORS_DTYPES = {**_GGUF_DTYPES, "F64": torch.float64}
@@ -96,11 +96,12 @@ class SafetensorsSource:
 
     decoder -- module of the base model that is its backbone, empty where the base model is that itself. Exports of such
                base models alone name their tensors by it, without what stands before it in the whole model
+    part    -- which of the tensors are the model's; None: all of them
     """
 
     file: GgufFile | None = None
 
-    def __init__(self, folder: Path, decoder: str = "") -> None:
+    def __init__(self, folder: Path, decoder: str = "", part: TextPart | None = None) -> None:
         from safetensors import SafetensorError, safe_open
 
         files = self._listed(folder)
@@ -113,7 +114,13 @@ class SafetensorsSource:
             try:
                 with safe_open(path, framework="pt") as file:
                     for stored_as in file.keys():  # noqa: SIM118 (not a dict)
+                        if part is not None and stored_as.startswith(part.others):
+                            continue
                         name = f"model.{stored_as}" if decoder and stored_as.startswith(f"{decoder}.") else stored_as
+                        for begins, own in part.names.items() if part is not None else ():
+                            if name.startswith(begins):
+                                name = own + name.removeprefix(begins)
+                                break
                         if name in self._file_of:
                             raise CheckpointError(f"{path}: the tensor {name} stands in {self._file_of[name].name} too")
                         self._file_of[name], self._stored_as[name] = path, stored_as
@@ -195,7 +202,7 @@ class GgufSource:
     """A GGUF in F32, F16 or BF16: names and the rotary row order are translated back to Hugging Face's."""
 
     def __init__(self, file: GgufFile, family: Family, layers: int, heads: int, kv_heads: int) -> None:
-        self._file = file
+        self._file, self._family = file, family
         self._hash = SourceHash([file.path], "".join)  # of the file itself
         self._heads = {"q_proj": heads, "k_proj": kv_heads} if family.gguf_permuted else {}
         self._gguf_name: dict[str, str] = {}
@@ -233,6 +240,8 @@ class GgufSource:
         data = torch.from_numpy(np.array(self._file.bytes(gguf_name)))  # copied without the interpreter's lock
         self._file.forget(gguf_name)
         value = _finite(self._file.path, gguf_name, data.view(_GGUF_DTYPES[info.type]).reshape(info.shape))
+        if offset := self._family.norm_offset_of(name):
+            return value.float() - offset
         for projection, heads in self._heads.items():
             if f"{projection}." in name:
                 return unpermute_rotary(value, heads)

@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from sparsepack.models.soft_caps import soft_capped
+
 _NAME = "sparsepack_watched"
 Watcher = Callable[[torch.Tensor, torch.Tensor, int], None]
 """A watcher receives query [B, H, S, D], key [B, H_kv, S, D], and how many tokens a query sees at most with itself (0:
@@ -15,9 +17,9 @@ for that."""
 
 @contextmanager
 def watched_attention(backbone: Any, watcher: Watcher) -> Iterator[None]:
-    """Within the context, every attention of `backbone` shows its query and key to `watcher`, then runs SDPA."""
+    """Within the context, every attention of `backbone` shows its query and key to `watcher`, then runs as
+    `dense_attention`."""
     from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
     from transformers.masking_utils import sdpa_mask
 
     def forward(module: Any, query: torch.Tensor, key: torch.Tensor, *rest: Any, **options: Any) -> Any:
@@ -25,7 +27,7 @@ def watched_attention(backbone: Any, watcher: Watcher) -> Iterator[None]:
         scaling = options.get("scaling") or usual
         shown = query if scaling == usual else query * (scaling / usual)
         watcher(shown, key, options.get("sliding_window") or 0)
-        return sdpa_attention_forward(module, query, key, *rest, **options)
+        return dense_attention(module, query, key, *rest, **options)
 
     AttentionInterface.register(_NAME, forward)
     AttentionMaskInterface.register(_NAME, sdpa_mask)
@@ -35,3 +37,40 @@ def watched_attention(backbone: Any, watcher: Watcher) -> Iterator[None]:
         yield
     finally:
         backbone.set_attn_implementation(before)
+
+
+def dense_attention(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    """SDPA as transformers calls it, and where scores are soft-capped, which SDPA does not know, plain torch.
+
+    query          -- [B, heads, S, D]
+    key, value     -- [B, kv_heads, T, D]
+    attention_mask -- as `sdpa_mask` makes it: bool [B, 1, S, T]; None: causal, or a single query sees all
+
+    Returns [B, S, heads, D].
+    """
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    if not softcap:
+        found: tuple[torch.Tensor, None] = sdpa_attention_forward(
+            module, query, key, value, attention_mask, scaling=scaling, **options
+        )
+        return found
+    group = query.shape[1] // key.shape[1]
+    keys, values = (of.repeat_interleave(group, 1) for of in (key, value))
+    scores = soft_capped(query @ keys.mT * (scaling or query.shape[-1] ** -0.5), softcap)
+    if attention_mask is None:
+        length = query.shape[2]
+        seen = torch.ones(length, keys.shape[2], dtype=torch.bool, device=query.device).tril()
+        attention_mask = seen if length > 1 else torch.ones_like(seen)
+    scores = scores.masked_fill(~attention_mask, torch.finfo(scores.dtype).min)
+    weights = scores.softmax(-1, dtype=torch.float32).to(query.dtype)
+    return (weights @ values).transpose(1, 2).contiguous(), None

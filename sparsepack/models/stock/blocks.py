@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from sparsepack.models.architecture import embedding_scale
 from sparsepack.models.checkpoint.checkpoint import HEAD
 from sparsepack.models.families import Family
 from sparsepack.models.own_code import STOCK_ALONE
@@ -53,7 +54,7 @@ class BlockStream:
     hidden [B, S, H] -> [B, S, H]. `embed` reads the embedding and lets it go again. After the last block come
     `finish` and `head`.
 
-    attention -- transformers' name of the implementation that the blocks use
+    attention -- transformers' name of the implementation that the blocks use; None: the family's
     ahead     -- where blocks come from, and how long that took
     """
 
@@ -62,9 +63,9 @@ class BlockStream:
         source: BlockSource,
         device: str = "cpu",
         dtype: torch.dtype = torch.float32,
-        attention: str = "sdpa",
+        attention: str | None = None,
     ) -> None:
-        self.source, self._attention = source, attention
+        self.source, self._attention = source, attention or source.family.attention
         self.device, self.dtype = torch.device(device), dtype
         self._backbones: dict[tuple[str, bool], Any] = {}  # by the kind of the layer, and whether it has a basis
         self._backbone: Any = None
@@ -153,6 +154,8 @@ class BlockStream:
         """
         family, tensor = self.source.family, self.source.tensor
         hidden = nn.functional.embedding(ids.cpu(), tensor(family.embedding)).to(self.dtype)
+        if (scale := embedding_scale(self.source.config)) != 1:
+            hidden *= torch.tensor(scale).to(self.dtype)  # rounded as the stock model rounds it
         if family.widening and hidden.shape[-1] != self.source.config.hidden_size:
             widening = tensor(f"{family.backbone}.{family.widening}.weight").to(self.dtype)
             hidden = nn.functional.linear(hidden, widening)

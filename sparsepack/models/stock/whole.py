@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from sparsepack.models.architecture import embedding_scale
 from sparsepack.models.checkpoint.checkpoint import HEAD, Checkpoint
 from sparsepack.models.families import FAMILIES
 from sparsepack.models.own_code import STOCK_ALONE
@@ -26,7 +27,8 @@ def build_model(
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=dtype, **STOCK_ALONE)
+        attention = FAMILIES[config.model_type].attention
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=dtype, **STOCK_ALONE)
     backbone = backbone_of(model)
     for layer in bases:
         add_basis(backbone.layers[layer], config.hidden_size)
@@ -38,6 +40,8 @@ def build_model(
         setattr(module, name.rpartition(".")[2], nn.Parameter(value, requires_grad=False))
     if config.tie_word_embeddings:
         model.lm_head.weight = model.get_input_embeddings().weight
+    if (scale := embedding_scale(config)) != 1:
+        model.get_input_embeddings().embed_scale = torch.tensor(scale, device=device)
     if FAMILIES[config.model_type].rotary != "none":
         backbone.rotary_emb = type(backbone.rotary_emb)(config).to(device)
     return model.eval()

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from sparsepack.models.soft_caps import soft_capped
 from sparsepack.runtime.kv_cache import AttentionShape
 from sparsepack.runtime.reference.products import rms_norm
 
@@ -44,11 +45,6 @@ def visible(first: int, queries: int, keys_from: int, window: int, device: torch
     return seen & (key > query - window) if window else seen
 
 
-def capped(scores: Tensor, cap: float) -> Tensor:
-    """Scores that stay within `cap`: cap tanh(score / cap); 0: as they are."""
-    return torch.tanh(scores / cap) * cap if cap else scores
-
-
 def attention(q: Tensor, keys: Tensor, values: Tensor, seen: Tensor, scale: float = 0.0, cap: float = 0.0) -> Tensor:
     """softmax(q k^T / sqrt(head_dim)) v with grouped queries: query head h reads key head h * kv_heads // heads.
 
@@ -56,13 +52,13 @@ def attention(q: Tensor, keys: Tensor, values: Tensor, seen: Tensor, scale: floa
     keys, values -- float32 [kv_heads, T, head_dim]
     seen         -- bool [S, T]; every query sees at least one key
     scale        -- in place of 1 / sqrt(head_dim); 0: that
-    cap          -- of scores, as `capped` takes it
+    cap          -- of scores, as `soft_capped` takes it
 
     Returns float32 [S, heads * head_dim].
     """
     heads, length, head_dim = q.shape
     grouped = q.reshape(keys.shape[0], -1, head_dim)  # [kv_heads, group * S, head_dim]
-    scores = capped(torch.matmul(grouped, keys.transpose(1, 2)) * (scale or head_dim**-0.5), cap)
+    scores = soft_capped(torch.matmul(grouped, keys.transpose(1, 2)) * (scale or head_dim**-0.5), cap)
     scores = scores.view(heads, length, -1).masked_fill(~seen, float("-inf"))
     weights = scores.softmax(-1).view(*grouped.shape[:2], -1)
     attn_output = torch.matmul(weights, values).view(heads, length, head_dim)

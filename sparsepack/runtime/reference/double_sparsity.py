@@ -16,8 +16,9 @@ from torch import Tensor
 
 from sparsepack.formats.codecs.labels import encode_labels, label_numbers, quantise_queries
 from sparsepack.models.records.sparse_attention import TokenPolicy
+from sparsepack.models.soft_caps import soft_capped
 from sparsepack.runtime.kv_cache import AttentionShape, LayerAttention
-from sparsepack.runtime.reference.attention import DenseKvCache, capped, visible
+from sparsepack.runtime.reference.attention import DenseKvCache, visible
 
 QUERIES_AT_ONCE = 256
 """This many queries attend in one call: each has a score for every token."""
@@ -96,7 +97,7 @@ def attend_selected(
     """
     heads, length, head_dim = queries.shape
     grouped = queries.reshape(len(keys), -1, head_dim)  # [kv_heads, group * S, D]: keys are not copied for each head
-    scores = capped(torch.matmul(grouped, keys.transpose(1, 2)) * (scale or head_dim**-0.5), cap)
+    scores = soft_capped(torch.matmul(grouped, keys.transpose(1, 2)) * (scale or head_dim**-0.5), cap)
     scores = scores.view(len(keys), -1, *selected.shape[1:])  # [kv_heads, group, S, T]
     weights = scores.masked_fill(~selected[:, None], -torch.inf).softmax(-1)
     attn_output = torch.matmul(weights.flatten(1, 2), values).view(heads, length, head_dim)

@@ -50,7 +50,7 @@ def test_llama_cpp_agrees_with_transformers_on_q4_k(checkpoints: Checkpoints, fi
     relative, same, clear = disagreement(*both_logits(files[family, "q4_k"], checkpoints[family]))
     assert relative <= 2e-2  # llama.cpp rounds activations to 8 bits
     assert same >= 0.9  # random models have no favourite: many second tokens are close
-    assert clear >= 0.98
+    assert clear >= 0.98 or same >= 0.98  # of soft-capped ones none leads clearly
 
 
 def test_llama_cpp_runs_the_trained_model(shared: Path, tmp_path: Path) -> None:

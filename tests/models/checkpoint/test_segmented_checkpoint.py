@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from models_for_tests import SMALL, WINDOWED, edit_config, make_model
+from models_for_tests import ROTATED, WINDOWED, edit_config, make_model
 from passes import by_a_stream
 from safetensors.torch import load_file, save_file
 from segments_for_tests import segmented
@@ -50,7 +50,7 @@ def refused(folder: Path) -> str:
 
 
 @pytest.mark.parametrize(
-    ("family", "starts"), [*((family, (1, 3)) for family in SMALL), ("llama", (0, 1, 2, 3)), ("qwen3", (0,))]
+    ("family", "starts"), [*((family, (1, 3)) for family in ROTATED), ("llama", (0, 1, 2, 3)), ("qwen3", (0,))]
 )
 def test_the_whole_model_and_a_stream_are_the_model_from_before(
     tmp_path: Path, family: str, starts: tuple[int, ...]

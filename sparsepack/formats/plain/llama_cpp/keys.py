@@ -1,7 +1,8 @@
 """The keys that tell stock llama.cpp of a model: its `llama.*`, `qwen2.*`, `phi3.*` keys and rotary factors."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -9,13 +10,41 @@ from gguf import GGUFValueType
 
 from sparsepack.errors import PackingError
 from sparsepack.formats.containers.gguf.values import KeyValue, f32, string, u32
-from sparsepack.models.architecture import Architecture
+from sparsepack.models.architecture import Architecture, rotary_settings
 from sparsepack.models.checkpoint.gguf_names import ROTARY_FACTORS
 from sparsepack.models.families import FAMILIES
 
 _INSTEAD = "pack as zigzag-q4_k, which sparsepack itself runs"
-_PARTS_OF_HEADS = ("phi3",)
-"""llama.cpp turns a part of each head in models of these architectures."""
+
+
+@dataclass(frozen=True)
+class _Runs:
+    """What llama.cpp computes in models of an architecture.
+
+    activation     -- the one that it knows there
+    parts_of_heads -- it turns a part of each head, where a model does
+    window_every   -- of so many layers all but the last see a window alone; 0: it knows no windows
+    caps           -- it caps scores and logits
+    untied         -- it reads an output matrix beside the embedding
+    wide           -- in models of so many layers it scales scores by 1 / sqrt(hidden / heads), in others by 1 /
+                      sqrt(head_dim)
+    """
+
+    activation: str = "silu"
+    parts_of_heads: bool = False
+    window_every: int = 0
+    caps: bool = False
+    untied: bool = True
+    wide: int = 0
+
+
+_OTHERS: Mapping[str, _Runs] = {
+    "phi3": _Runs(parts_of_heads=True),
+    "gemma2": _Runs("gelu_pytorch_tanh", window_every=2, caps=True, untied=False, wide=46),
+    "gemma3": _Runs("gelu_pytorch_tanh", window_every=6, wide=62),
+}
+"""The architectures of llama.cpp's that compute something else than Llama's."""
+
 _WITH_FACTORS = {"llama3": ("llama",), "longrope": ("phi3",)}
 """By the type of a rotary scaling that needs factors, llama.cpp's architectures that have it."""
 _YARN_BETAS = {"beta_fast": 32.0, "beta_slow": 1.0}
@@ -29,9 +58,20 @@ def architecture_keys(architecture: Architecture, config: Any) -> tuple[dict[str
     kind = FAMILIES[architecture.model_type].gguf
     if not kind:
         raise PackingError(f"{architecture.model_type} models have no name in llama.cpp's table here; {_INSTEAD}")
-    if architecture.activation != "silu":
+    runs = _OTHERS.get(kind, _Runs())
+    if architecture.activation != runs.activation:
         raise PackingError(
-            f"activation {architecture.activation!r}: llama.cpp runs {kind} models with silu only; {_INSTEAD}"
+            f"activation {architecture.activation!r}: llama.cpp runs {kind} models with {runs.activation} only; "
+            f"{_INSTEAD}"
+        )
+    if not architecture.tied and not runs.untied:
+        raise PackingError(f"an output matrix beside the embedding: llama.cpp reads none in {kind} models; {_INSTEAD}")
+    wide = architecture.layers == runs.wide
+    scale = (architecture.hidden // architecture.heads if wide else architecture.head_dim) ** -0.5
+    if abs((architecture.attention_scale or architecture.head_dim**-0.5) / scale - 1) > 1e-6:
+        raise PackingError(
+            f"attention scores times {architecture.attention_scale:.6g}: llama.cpp takes {scale:.6g} in {kind} models "
+            f"of {architecture.layers} layers; {_INSTEAD}"
         )
     notes = []
     keys = {
@@ -48,7 +88,20 @@ def architecture_keys(architecture: Architecture, config: Any) -> tuple[dict[str
         "vocab_size": u32(architecture.vocabulary),
     }
     window = max(architecture.sliding_windows, default=0)
-    if 0 < window < architecture.context:
+    if runs.caps:
+        keys["attn_logit_softcapping"] = f32(architecture.attention_cap)
+        keys["final_logit_softcapping"] = f32(architecture.logit_cap)
+    elif architecture.attention_cap or architecture.logit_cap:
+        raise PackingError(f"soft caps: llama.cpp has none in {kind} models; {_INSTEAD}")
+    if runs.window_every:
+        keys["attention.sliding_window"] = u32(window or architecture.context)
+        every, layers = runs.window_every, range(architecture.layers)
+        if architecture.sliding_windows != tuple(0 if layer % every == every - 1 else window for layer in layers):
+            raise PackingError(
+                f"layers with a sliding window: in {kind} models llama.cpp gives one to all but one in {every}; "
+                f"{_INSTEAD}"
+            )
+    elif 0 < window < architecture.context:
         keys["attention.sliding_window"] = u32(window)
         notes.append(
             f"llama.cpp ignores the sliding window of {window} tokens in {kind} models: longer texts attend to all"
@@ -60,7 +113,10 @@ def architecture_keys(architecture: Architecture, config: Any) -> tuple[dict[str
             if long.turns_all
             else f"llama.cpp turns texts of more than {long.tokens} tokens as shorter ones"
         )
-    keys |= _rotary_keys(architecture, config.rope_parameters, kind)
+    rope, local = rotary_settings(config)
+    if local:
+        keys["rope.freq_base_swa"] = f32(local["rope_theta"])
+    keys |= _rotary_keys(architecture, rope, kind)
     return {f"{kind}.{key}": value for key, value in keys.items()}, notes
 
 
@@ -70,7 +126,7 @@ def rotary_factors(architecture: Architecture, config: Any) -> dict[str, torch.T
 
     Only Llama 3's scaling and longrope need them; the other kinds are keys.
     """
-    rope, long = config.rope_parameters, architecture.long_texts
+    rope, long = rotary_settings(config)[0], architecture.long_texts
     of_all, short, of_long = ROTARY_FACTORS
     dims = 2 * len(architecture.inv_freq)
 
@@ -85,10 +141,10 @@ def rotary_factors(architecture: Architecture, config: Any) -> dict[str, torch.T
     return {short: factors(architecture.inv_freq), of_long: factors(long.inv_freq)}
 
 
-def _rotary_keys(architecture: Architecture, rope: dict[str, Any], kind: str) -> dict[str, KeyValue]:
+def _rotary_keys(architecture: Architecture, rope: Mapping[str, Any], kind: str) -> dict[str, KeyValue]:
     keys = {"rope.freq_base": f32(rope["rope_theta"])}
     scaling = rope.get("rope_type", "default")
-    if 2 * len(architecture.inv_freq) != architecture.head_dim and kind not in _PARTS_OF_HEADS:
+    if 2 * len(architecture.inv_freq) != architecture.head_dim and not _OTHERS.get(kind, _Runs()).parts_of_heads:
         raise PackingError(f"partial rotary embedding: llama.cpp turns whole heads in {kind} models; {_INSTEAD}")
     if kind not in (able := _WITH_FACTORS.get(scaling, (kind,))):
         raise PackingError(
@@ -104,7 +160,7 @@ def _rotary_keys(architecture: Architecture, rope: dict[str, Any], kind: str) ->
     return keys
 
 
-def _yarn_keys(architecture: Architecture, rope: dict[str, Any]) -> dict[str, KeyValue]:
+def _yarn_keys(architecture: Architecture, rope: Mapping[str, Any]) -> dict[str, KeyValue]:
     if not rope.get("truncate", True):
         raise PackingError(f"rotary scaling 'yarn' without truncation: llama.cpp always truncates; {_INSTEAD}")
     keys = {
@@ -120,5 +176,5 @@ def _yarn_keys(architecture: Architecture, rope: dict[str, Any]) -> dict[str, Ke
     return keys
 
 
-def _factor(architecture: Architecture, rope: dict[str, Any]) -> float:
+def _factor(architecture: Architecture, rope: Mapping[str, Any]) -> float:
     return float(rope.get("factor") or architecture.context / rope["original_max_position_embeddings"])

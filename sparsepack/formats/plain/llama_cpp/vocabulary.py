@@ -219,6 +219,8 @@ def _spaces(tokenizer: dict) -> tuple[bool, bool]:
         else:
             raise refused("normalizer", step)
     for step in steps(tokenizer.get("pre_tokenizer"), "pretokenizers"):
+        if marked and step["type"] == "Split" and step["pattern"] == {"String": " "}:
+            continue  # Gemma's: where every space is marked there is none to cut at
         if step["type"] != "Metaspace" or step["replacement"] != "▁":
             raise refused("pre_tokenizer", step)
         scheme = step.get("prepend_scheme") or ("always" if step.get("add_prefix_space", True) else "never")
