@@ -130,7 +130,7 @@ def save_config(folder: Path, size: Size) -> Any:
     """The configuration of a checkpoint, written with the tokenizer."""
     config = llama_config(size, architectures=["LlamaForCausalLM"], dtype="bfloat16")
     config.save_pretrained(folder)
-    _save_tokenizer(folder)
+    save_tokenizer(folder)
     return config
 
 
@@ -141,12 +141,12 @@ def random(name: str, shape: tuple[int, ...], layers: int, generator: torch.Gene
         noise = 1 + 0.2 * noise
     elif "embed_tokens" not in name:
         noise = noise / shape[-1] ** 0.5
-    if name.endswith(("o_proj.weight", "down_proj.weight")):
+    if name.endswith(("o_proj.weight", "down_proj.weight", "down_proj")):
         noise = noise / (2 * layers) ** 0.5
     return noise.to(torch.bfloat16)
 
 
-def _save_tokenizer(folder: Path) -> None:
+def save_tokenizer(folder: Path) -> None:
     """One token a byte and one merge (a GGUF cannot hold an empty list); the model's other ids are unused."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast

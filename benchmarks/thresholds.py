@@ -13,8 +13,7 @@ from torch import Tensor
 
 from sparsepack.formats.codecs import zigzag
 from sparsepack.formats.codecs.matrices import decode_rows
-from sparsepack.formats.packed import DenseMlp, PackedModel
-from sparsepack.models.families import MLP_SITES
+from sparsepack.formats.packed import PackedModel
 from sparsepack.models.records.rule import SiteRule
 from sparsepack.runtime.reference import attention as reference_attention
 from sparsepack.runtime.reference import products as reference
@@ -33,7 +32,7 @@ def with_thresholds(packed: PackedModel, thresholds: Thresholds) -> PackedModel:
             value = thresholds.get((number, name))
             rule = None if value is None else SiteRule(torch.tensor(value, dtype=torch.float32))
             sites[name] = replace(site, rule=rule)
-        mlp = DenseMlp({name: sites.pop(name) for name in MLP_SITES})
+        mlp = replace(layer.mlp, sites={name: sites.pop(name) for name in layer.mlp.sites})
         layers.append(replace(layer, attention=sites, mlp=mlp))
     return replace(packed, layers=tuple(layers))
 

@@ -105,6 +105,7 @@ def _inspect_calibration(path: Path) -> dict[str, Any]:
     from sparsepack.calibration import folder
     from sparsepack.calibration.channel_report import channel_report
     from sparsepack.calibration.channels import importance
+    from sparsepack.calibration.experts import has_experts, told_of_starved
     from sparsepack.calibration.neurons import activity
     from sparsepack.calibration.tokens import token_report
     from sparsepack.tracing.activity_report import activity_report
@@ -114,7 +115,8 @@ def _inspect_calibration(path: Path) -> dict[str, Any]:
         **calibration.manifest,
         "attention_channels": channel_report(importance(calibration)),
         "attention_tokens": token_report(calibration),
-        "neurons": activity_report([activity(calibration)]),
+        "neurons": activity_report([activity(calibration)], "experts" if has_experts(calibration) else "neurons"),
+        "starved": told_of_starved(calibration),
     }
 
 
@@ -126,7 +128,7 @@ def _inspect_trace(path: Path) -> dict[str, Any]:
     sessions = [trace_activity(trace, session) for session in range(len(trace.sessions))]
     return {
         **{key: value for key, value in trace.manifest.items() if key != "files"},
-        "neurons": activity_report(sessions),
+        "neurons": activity_report(sessions, trace.unit),
     }
 
 

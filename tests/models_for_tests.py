@@ -46,6 +46,25 @@ SMALL: dict[str, dict[str, Any]] = {
     "phi3": {"num_key_value_heads": 2, "tie_word_embeddings": False, "pad_token_id": 0, "partial_rotary_factor": 0.75},
 }
 
+EXPERTS: dict[str, dict[str, Any]] = {
+    "mixtral": {
+        "num_key_value_heads": 2,
+        "intermediate_size": 256,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "tie_word_embeddings": False,
+    },
+    "qwen3_moe": {
+        "num_key_value_heads": 2,
+        "head_dim": 128,
+        "moe_intermediate_size": 256,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": True,
+        "tie_word_embeddings": True,
+    },
+}
+"""The same of families whose MLPs are mixtures of experts, which some verbs do not take."""
 ROTATED = [family for family in SMALL if FAMILIES[family].residual is not None]
 """The families whose residual stream may be written in another basis."""
 
@@ -113,7 +132,7 @@ def make_model(folder: Path, family: str = "llama", seed: int = 0, **changes: An
         "max_position_embeddings": 512,
         "bos_token_id": None,
         "eos_token_id": 0,
-        **SMALL[family],
+        **(SMALL | EXPERTS)[family],
         **changes,
     }
     return _saved(folder, family, values, seed)
@@ -157,7 +176,7 @@ def _saved(folder: Path, family: str, values: dict[str, Any], seed: int) -> Path
             elif "embed_" in name:
                 parameter.copy_(noise)
             else:
-                parameter.copy_(noise / parameter.shape[1] ** 0.5)
+                parameter.copy_(noise / parameter.shape[-1] ** 0.5)
     model.to(torch.bfloat16).save_pretrained(folder)
     tokenizer().save_pretrained(folder)
     return folder

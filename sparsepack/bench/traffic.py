@@ -14,8 +14,10 @@ site that is not named is wholly active."""
 def parameters(packed: PackedModel) -> int:
     """The model's parameters: logical weights, norms and biases; a tied output matrix counts once."""
     matrices = [packed.embedding] + ([] if packed.architecture.tied else [packed.output])
-    count = packed.output_norm.numel() + sum(m.rows * m.columns for m in matrices) + sum(packed.parameters.values())
+    count = packed.output_norm.numel() + sum(matrix.weights for matrix in [*matrices, *packed.bases.values()])
     for layer in packed.layers:
+        count += sum(matrix.weights for matrix in layer.matrices.values())
+        count += sum(tensor.numel() for tensor in layer.mlp.always)
         count += sum(norm.numel() for norm in layer.norms.values())
         count += sum(site.bias.numel() for site in layer.sites.values() if site.bias is not None)
     return count
@@ -32,10 +34,11 @@ def stored_bytes(packed: PackedModel) -> int:
 
 
 def bytes_per_token(packed: PackedModel, activity: Activity) -> float:
-    """Stored bytes that decoding one token needs: active columns and records, the output matrix, one row of the
-    embedding, changes of basis, norms, biases and rules. The KV cache, which grows with the text, is left out."""
+    """Stored bytes that decoding one token needs: active columns and records, of experts those that it has, the output
+    matrix, one row of the embedding, changes of basis, norms, routers, biases and rules. The KV cache, which grows with
+    the text, is left out."""
     blocks = sum(
-        matrix.blocks.nbytes * activity.get((number, name), 1.0)
+        matrix.blocks.nbytes * layer.reached[name] * activity.get((number, name), 1.0)
         for number, layer in enumerate(packed.layers)
         for name, matrix in layer.matrices.items()
     )
@@ -47,7 +50,7 @@ def _always_read(packed: PackedModel) -> int:
     tensors: list[Tensor | None] = [packed.output.blocks, packed.output_norm]
     tensors += [basis.blocks for basis in packed.bases.values()]
     for layer in packed.layers:
-        tensors += layer.norms.values()
+        tensors += [*layer.norms.values(), *layer.mlp.always]
         for site in layer.sites.values():
             tensors.append(site.bias)
             if site.rule is not None:

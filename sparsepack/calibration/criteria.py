@@ -1,17 +1,19 @@
 """The criteria of a channel's score |x_j| * c_j: c = 1, or the norm of its column in the stacked matrix."""
 
-from collections.abc import Sequence
-
 import torch
 from torch import nn
 
-
-def column_norms(block: nn.Module, projections: Sequence[str]) -> torch.Tensor:
-    """||W[:, j]|| of a site's stacked matrix: float32 [columns]."""
-    squares = [block.get_submodule(name).weight.float().square().sum(0) for name in projections]  # type: ignore[operator]
-    return torch.stack(squares).sum(0).sqrt()
+from sparsepack.models.families import Family
 
 
-def channel_weights(criterion: str, block: nn.Module, projections: Sequence[str]) -> torch.Tensor | None:
+def column_norms(block: nn.Module, family: Family, site: str) -> torch.Tensor:
+    """||W[:, j]|| of a site's stacked matrix, that of all experts where it has experts: float32 [columns]."""
+    weights = [block.get_parameter(family.weight(projection)) for projection in family.projections[site]]
+    # One expert at a time: a copy in float32 of all of them would be as large as two blocks.
+    matrices = (matrix for weight in weights for matrix in (weight if weight.dim() == 3 else (weight,)))
+    return torch.stack([matrix.float().square().sum(0) for matrix in matrices]).sum(0).sqrt()
+
+
+def channel_weights(criterion: str, block: nn.Module, family: Family, site: str) -> torch.Tensor | None:
     """c of a criterion: None for `magnitude` (all ones), float32 [columns] for `column-norm`."""
-    return None if criterion == "magnitude" else column_norms(block, projections)
+    return None if criterion == "magnitude" else column_norms(block, family, site)

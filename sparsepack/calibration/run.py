@@ -15,6 +15,7 @@ from sparsepack.calibration import collectors, folder
 from sparsepack.calibration.collectors import Statistics
 from sparsepack.calibration.collectors.residual import ends_run
 from sparsepack.calibration.criteria import column_norms
+from sparsepack.calibration.experts import told_of_starved
 from sparsepack.calibration.folder import Calibration
 from sparsepack.calibration.heads import heads_of
 from sparsepack.calibration.made_from import facts, made_from
@@ -26,13 +27,14 @@ from sparsepack.files.hashing import fingerprint
 from sparsepack.files.resume import ResumeState, state_beside
 from sparsepack.files.text import Text, read_text
 from sparsepack.formats.table import holders
+from sparsepack.models.architecture import expert_numbers
 from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
-from sparsepack.models.families import ATTN_OUT, MLP_MID
+from sparsepack.models.families import ATTN_OUT, MLP_MID, SITES
 from sparsepack.models.heads import heads_of_config
 from sparsepack.models.precision import arithmetic
 from sparsepack.models.stock.blocks import BlockStream
 from sparsepack.models.stock.bound import bound_told
-from sparsepack.models.stock.hooks import site_hooks, stream_hooks
+from sparsepack.models.stock.hooks import routing_hooks, site_hooks, stream_hooks
 from sparsepack.models.tokenizer.windows import check_vocabulary, drawn_windows, window_length
 from sparsepack.option import check_type
 from sparsepack.progress import Advance, Shorter, progress, say
@@ -82,6 +84,8 @@ def calibrate(
         with torch.inference_mode():
             layers = _run(checkpoint, windows, options, resume, dealt)
         made = Calibration(manifest, tuple(layers), windows)
+        if workers.first and (starved := told_of_starved(made)) is not None:
+            say(f"note: {starved}")
         return folder.save(made, output, overwrite) if workers.first else made
 
 
@@ -187,7 +191,8 @@ def count_block(
     """
     family, heads = checkpoint.family, heads_of_config(checkpoint.config)
     epsilon = float(getattr(checkpoint.config, "rms_norm_eps", 0))
-    norms = {site: column_norms(stream.block, names) for site, names in family.projections.items()}
+    norms = {site: column_norms(stream.block, family, site) for site in SITES}
+    experts = expert_numbers(checkpoint.config)
     statistics: Statistics = {}
     of_batch: Statistics = {}
     run_of_batch: Statistics = {}
@@ -197,7 +202,7 @@ def count_block(
         collectors.count(of_batch, "site", site, x, norms[site])
         if site == ATTN_OUT and family.residual is not None:
             collectors.count(of_batch, "outputs", "attention", x, heads.kv_heads, heads.head_dim)
-        if site == MLP_MID:
+        if site == MLP_MID and experts is None:
             collectors.count(of_batch, "neurons", "neurons", x)
 
     def watch(query: torch.Tensor, key: torch.Tensor, window: int) -> None:
@@ -207,6 +212,10 @@ def count_block(
 
     def read(states: torch.Tensor) -> None:
         collectors.count(run_of_batch, "residual", "residual", states[:, options.sinks :], epsilon)
+
+    def route(chosen: torch.Tensor) -> None:
+        assert experts is not None
+        collectors.count(of_batch, "experts", "experts", chosen[:, options.sinks :], experts.count)
 
     def batch_done(having: int) -> None:
         for found in dealt.workers.in_order({**of_batch, **run_of_batch}, having):
@@ -219,6 +228,7 @@ def count_block(
     with (
         site_hooks([(layer, stream.block)], family, collect),
         stream_hooks(stream.block, family, read),
+        routing_hooks(stream.block, family, route),
         stream.watched(watch),
     ):
         stream.pass_on(hidden, dealt.size, dealt.after_each(batch_done))

@@ -55,11 +55,15 @@ class SparsePositions:
             rule = self._rules.get((layer, site))
             if rule is None:
                 return None
-            inactive = ~active_channels(x, rule) & counted[..., None]
+            of_each = (
+                *counted.shape,
+                *[1] * (x.dim() - 2),
+            )  # a position has one vector, or one for each of its experts
+            inactive = ~active_channels(x, rule) & counted.view(of_each)
             key = (layer, site)
             self._inactive[key] = self._inactive.get(key, 0) + inactive.sum()
-            self._seen[key] = self._seen.get(key, 0) + counted.sum() * x.shape[-1]
-            return torch.where(sparse[..., None], sparsify(x, rule), x)
+            self._seen[key] = self._seen.get(key, 0) + counted.sum() * x[0, 0].numel()
+            return torch.where(sparse.view(of_each), sparsify(x, rule), x)
 
         with site_hooks(blocks, self.family, function):
             yield

@@ -20,6 +20,7 @@ from sparsepack.eval.streamed import StreamedScorer
 from sparsepack.formats.artifact import Artifact
 from sparsepack.formats.manifest import source_made_from
 from sparsepack.formats.open import is_artifact, open_artifact
+from sparsepack.models.architecture import token_weights
 from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from sparsepack.models.families import BASIS, SITES, Family
 from sparsepack.models.precision import arithmetic, type_name
@@ -81,9 +82,9 @@ class StockSubject(Subject):
     def parameters(self) -> dict[SiteKey, int]:
         shapes = parameter_shapes(self.source.config, self.source.bases)
         sites = {
-            (layer, site): sum(math.prod(shapes[f"{self.family.block(layer)}.{name}.weight"]) for name in names)
+            (layer, site): token_weights(self.source.config, shapes, layer, site)
             for layer in range(self.source.layers)
-            for site, names in ((site, self.family.projections[site]) for site in SITES)
+            for site in SITES
         }
         return sites | {(layer, BASIS): math.prod(shapes[self.family.basis(layer)]) for layer in self.source.bases}
 

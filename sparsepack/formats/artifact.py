@@ -127,7 +127,7 @@ class Artifact(ABC):
 
     def check_shapes(self) -> None:
         """Raise `ArtifactError` unless the matrices are those of the manifest, in its shapes: nothing is padded."""
-        matrices = {name for name, info in self.tensors.items() if len(info.shape) == 2}
+        matrices = {name for name, info in self.tensors.items() if len(info.shape) > 1}
         if matrices != set(self.manifest["tensors"]):
             raise ArtifactError(f"{self.path}: the manifest lists other matrices than are stored; pack it again")
         for name in matrices:

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from sparsepack.models.architecture import Architecture
+from sparsepack.models.families import FAMILIES
 
 _SAME = {
     "model_type": "model_type",
@@ -37,8 +38,10 @@ def check_config(config_json: str, architecture: Architecture) -> None:
     values = json.loads(config_json)
     if not isinstance(values, dict):
         raise ValueError("config.json is no JSON object")
+    family = FAMILIES[architecture.model_type]
     for key, name in _SAME.items():
-        _compare(key, values.get(key), getattr(architecture, name))
+        own = family.fields.get(key, key)
+        _compare(own, values.get(own), getattr(architecture, name))
 
 
 def check_architecture(found: Architecture, architecture: Architecture) -> None:

@@ -15,6 +15,7 @@ class MlpKind:
     name     -- for messages: a model "by neurons"
     counted  -- the names of its matrices, under which what a token reads is counted, in the order of `decoder.h`
     exact    -- those of `counted` whose inactive units are left out exactly, whatever the rules of the sites
+    instead  -- for messages: what else the model could be packed as, a clause that begins with a comma
     by_count -- the units are stored in the order of how often a calibration or a trace saw each active
     """
 
@@ -22,7 +23,11 @@ class MlpKind:
     counted: tuple[str, ...]
     exact: tuple[str, ...] = ()
     by_count: bool = False
+    instead: str = ""
 
 
 DENSE = MlpKind("sites", MLP_SITES)
-NEURONS = MlpKind("neurons", (MLP_GATE, MLP_RECORDS), (MLP_RECORDS,), by_count=True)
+EXPERTS = MlpKind("experts", MLP_SITES)
+NEURONS = MlpKind(
+    "neurons", (MLP_GATE, MLP_RECORDS), (MLP_RECORDS,), by_count=True, instead=", or pack the model as zigzag-q4_k"
+)

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from sparsepack.formats.codecs import neurons
-from sparsepack.formats.codecs.matrices import PackedMatrix, decode_matrix, zigzag_rows
-from sparsepack.formats.mlp_kinds import DENSE, MLP_GATE, MLP_RECORDS, NEURONS, MlpKind
+from sparsepack.formats.codecs.matrices import PackedExperts, PackedMatrix, decode_experts, decode_matrix, zigzag_rows
+from sparsepack.formats.mlp_kinds import DENSE, EXPERTS, MLP_GATE, MLP_RECORDS, NEURONS, MlpKind
 from sparsepack.models.architecture import Architecture
 from sparsepack.models.families import BASIS, Family
 from sparsepack.models.records.rule import Rules, SiteKey, SiteRule
@@ -48,6 +48,8 @@ class DenseMlp:
     """An MLP of the sites mlp_in (gate and up, stacked) and mlp_mid (down), whose rules say what a token skips."""
 
     kind: ClassVar[MlpKind] = DENSE
+    reached: ClassVar[float] = 1.0
+    always: ClassVar[tuple[Tensor, ...]] = ()
 
     sites: Mapping[str, PackedSite]
 
@@ -61,9 +63,9 @@ class DenseMlp:
         """The MLP's part of `PackedLayer.units`."""
         return {name: matrix.columns for name, matrix in self.matrices.items()}
 
-    def weights(self, projections: Mapping[str, Sequence[str]]) -> Weights:
-        """The tensors of the projections at each site, decoded when asked for."""
-        return _weights_of(self.sites, projections)
+    def weights(self, family: Family) -> Weights:
+        """The stock model's tensors of the MLP, decoded when asked for."""
+        return _weights_of(self.sites, family.projections)
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,8 @@ class NeuronMlp:
     """
 
     kind: ClassVar[MlpKind] = NEURONS
+    reached: ClassVar[float] = 1.0
+    always: ClassVar[tuple[Tensor, ...]] = ()
     sites: ClassVar[Mapping[str, PackedSite]] = {}
 
     gate: PackedMatrix
@@ -94,10 +98,10 @@ class NeuronMlp:
         """The MLP's part of `PackedLayer.units`."""
         return {MLP_GATE: self.gate.columns, MLP_RECORDS: self.records.rows}
 
-    def weights(self, projections: Mapping[str, Sequence[str]]) -> Weights:
-        """The tensors of the projections at each site, the neurons in the model's order, decoded when asked for."""
+    def weights(self, family: Family) -> Weights:
+        """The stock model's tensors of the MLP, the neurons in the model's order, decoded when asked for."""
         stored_at = neurons.original_order(self.order)
-        into, (down,) = projections["mlp_in"], projections["mlp_mid"]
+        into, (down,) = family.projections["mlp_in"], family.projections["mlp_mid"]
 
         def gates() -> Tensor:
             return decode_matrix(self.gate)[stored_at]
@@ -110,7 +114,67 @@ class NeuronMlp:
         return found | {f"{down}.weight": lambda: neurons.unpack(self.records.blocks)[1][:, stored_at]}
 
 
-Mlp = DenseMlp | NeuronMlp
+@dataclass(frozen=True)
+class PackedExpertsSite:
+    """A site of all experts of an MLP: their matrices, and the one rule that they share (None: always dense).
+
+    parts -- output rows of each projection of one expert, in stacking order
+    """
+
+    matrix: PackedExperts
+    rule: SiteRule | None
+    parts: tuple[int, ...]
+    bias: ClassVar[None] = None
+
+
+@dataclass(frozen=True)
+class ExpertMlp:
+    """An MLP that is a mixture of experts: mlp_in (gate and up of each, stacked) has one input and one list of active
+    columns for all experts that a token has, mlp_mid (down) an input of each of them, by one rule.
+
+    router     -- float32 [experts, hidden]: the softmax of its products chooses
+    used       -- experts that a token has
+    normalised -- whether their weights are made to add up to one
+    """
+
+    kind: ClassVar[MlpKind] = EXPERTS
+
+    router: Tensor
+    used: int
+    normalised: bool
+    sites: Mapping[str, PackedExpertsSite]
+
+    @property
+    def matrices(self) -> Mapping[str, PackedExperts]:
+        """The MLP's part of `PackedLayer.matrices`."""
+        return {name: site.matrix for name, site in self.sites.items()}
+
+    @property
+    def units(self) -> Mapping[str, int]:
+        """The MLP's part of `PackedLayer.units`: columns of the experts that a token has."""
+        return {name: self.used * matrix.columns for name, matrix in self.matrices.items()}
+
+    @property
+    def reached(self) -> float:
+        """The share of its matrices' weights that a token has to do with, were nothing skipped."""
+        return self.used / len(self.router)
+
+    @property
+    def always(self) -> tuple[Tensor, ...]:
+        """What every token reads beside the matrices."""
+        return (self.router,)
+
+    def weights(self, family: Family) -> Weights:
+        """The stock model's tensors of the MLP, decoded when asked for."""
+        assert family.experts is not None
+        found: dict[str, Callable[[], Tensor]] = {
+            family.weight(family.projections[name][0]): partial(decode_experts, site.matrix)
+            for name, site in self.sites.items()
+        }
+        return {**found, f"{family.experts.router}.weight": partial(_same, self.router)}
+
+
+Mlp = DenseMlp | NeuronMlp | ExpertMlp
 
 
 @dataclass(frozen=True)
@@ -128,18 +192,23 @@ class PackedLayer:
     basis: PackedMatrix | None = None
 
     @property
-    def sites(self) -> dict[str, PackedSite]:
+    def sites(self) -> dict[str, PackedSite | PackedExpertsSite]:
         """All sites of the block."""
         return {**self.attention, **self.mlp.sites}
 
     @property
-    def matrices(self) -> dict[str, PackedMatrix]:
+    def matrices(self) -> dict[str, PackedMatrix | PackedExperts]:
         """All matrices of the block, each by the name under which its columns or records that were read are counted."""
         return {**{name: site.matrix for name, site in self.attention.items()}, **self.mlp.matrices}
 
     @property
+    def reached(self) -> dict[str, float]:
+        """For each of `matrices`, the share of its weights that a token has to do with, were nothing skipped."""
+        return {**dict.fromkeys(self.attention, 1.0), **dict.fromkeys(self.mlp.matrices, self.mlp.reached)}
+
+    @property
     def units(self) -> dict[str, int]:
-        """For each of `matrices`, the number of pieces that may be left out: columns, or records."""
+        """For each of `matrices`, the number of pieces that a token may leave out: columns, or records."""
         return {**{name: site.matrix.columns for name, site in self.attention.items()}, **self.mlp.units}
 
     def weights(self, family: Family) -> Weights:
@@ -149,7 +218,7 @@ class PackedLayer:
             for name, module in family.norms.items()
         }
         bases = {} if self.basis is None else {f"{BASIS}.weight": partial(decode_matrix, self.basis)}
-        sites = {**_weights_of(self.attention, family.projections), **self.mlp.weights(family.projections)}
+        sites = {**_weights_of(self.attention, family.projections), **self.mlp.weights(family)}
         return {**norms, **bases, **sites}
 
 
@@ -213,8 +282,10 @@ class PackedModel:
 
     @property
     def parameters(self) -> dict[SiteKey, int]:
-        """Logical weights of each matrix of every block, by its name there, and of each change of basis."""
-        layers = enumerate(self.layers)
-        matrices = {(n, name): matrix for n, layer in layers for name, matrix in layer.matrices.items()}
-        matrices |= {(n, BASIS): basis for n, basis in self.bases.items()}
-        return {key: matrix.rows * matrix.columns for key, matrix in matrices.items()}
+        """Logical weights that a token has to do with of each matrix of every block, by its name there, and of each
+        change of basis: all of them, but of experts those that the token has."""
+        found: dict[SiteKey, int] = {}
+        for n, layer in enumerate(self.layers):
+            reached = layer.reached
+            found |= {(n, name): round(matrix.weights * reached[name]) for name, matrix in layer.matrices.items()}
+        return found | {(n, BASIS): basis.weights for n, basis in self.bases.items()}

@@ -167,11 +167,13 @@ def tensors_of(groups: Iterable[PlannedGroup]) -> tuple[PlannedTensor, ...]:
 
 
 def manifest_shapes(tensors: Iterable[PlannedTensor]) -> dict[str, dict[str, Any]]:
-    """What the manifest says of each matrix: `{"shape": [rows, columns], "padding_rows": n}`."""
+    """What the manifest says of each matrix: `{"shape": [rows, columns], "padding_rows": n}`; where it is of experts,
+    the shape begins with how many there are, and the padding is that of each."""
     shapes = {}
     for tensor in tensors:
-        if len(tensor.logical_shape) == 2:
-            rows, columns = tensor.logical_shape
-            padding = tensor.shape[0] * tensor.shape[2] - rows if len(tensor.shape) == 3 else 0  # of whole bands
-            shapes[tensor.name] = {"shape": [rows, columns], "padding_rows": padding}
+        logical = tensor.logical_shape
+        if len(logical) > 1:
+            in_bands = len(tensor.shape) == len(logical) + 1
+            padding = tensor.shape[-3] * tensor.shape[-1] - logical[-2] if in_bands else 0
+            shapes[tensor.name] = {"shape": list(logical), "padding_rows": padding}
     return shapes

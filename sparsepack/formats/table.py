@@ -34,6 +34,7 @@ class Format:
     attention       -- whether it carries a policy for sparse attention
     weight_sparsity -- whether it leaves out pruned weights
     bases           -- whether it has a place for changes of basis between blocks
+    experts         -- whether it has a place for MLPs that are mixtures of experts
     fits            -- whether its matrices can be fitted to their inputs and quantised with error feedback
     mlp             -- how MLPs are stored
     runs            -- whether an engine of ours runs it
@@ -49,6 +50,7 @@ class Format:
     attention: bool = False
     weight_sparsity: bool = False
     bases: bool = False
+    experts: bool = False
     fits: bool = False
     mlp: MlpKind = DENSE
     runs: bool = False
@@ -73,6 +75,11 @@ class Format:
             raise PackingError(
                 f"{checkpoint.name}: its residual stream changes its basis before block {checkpoint.bases[0]}, for "
                 f"which {self.name} has no place; pack as {those_with('bases')}, or rotate it with one basis"
+            )
+        if checkpoint.family.experts is not None and not self.experts:
+            raise PackingError(
+                f"{checkpoint.name}: its MLPs are mixtures of experts, for which {self.name} has no place; pack as "
+                f"{those_with('experts')}"
             )
         self._implementation.check_model(self, checkpoint)
 
@@ -109,7 +116,7 @@ _PRUNED: Mapping[str, Any] = {"folder": True, "attention": True, "weight_sparsit
 FORMATS: Mapping[str, Format] = {
     format.name: format
     for format in (
-        Format("zigzag-q4_k", "skips inactive columns", _ZIGZAG, "Q4_K", fits=True, file_type=14, **_RUN),
+        Format("zigzag-q4_k", "skips inactive columns", _ZIGZAG, "Q4_K", experts=True, fits=True, file_type=14, **_RUN),
         Format(
             "neuron-q4_k",
             "also skips, exactly, inactive neurons of models with ReLU",
@@ -120,10 +127,10 @@ FORMATS: Mapping[str, Format] = {
             file_type=14,
             **_RUN,
         ),
-        Format("q4_k", _FOR_LLAMA_CPP, _PLAIN, "Q4_K", fits=True, file_type=14),
-        Format("f16", _FOR_LLAMA_CPP, _PLAIN, "F16", file_type=1),
-        Format("bf16", _FOR_LLAMA_CPP, _PLAIN, "BF16", file_type=32),
-        Format("f32", _FOR_LLAMA_CPP, _PLAIN, "F32", file_type=0),
+        Format("q4_k", _FOR_LLAMA_CPP, _PLAIN, "Q4_K", experts=True, fits=True, file_type=14),
+        Format("f16", _FOR_LLAMA_CPP, _PLAIN, "F16", experts=True, file_type=1),
+        Format("bf16", _FOR_LLAMA_CPP, _PLAIN, "BF16", experts=True, file_type=32),
+        Format("f32", _FOR_LLAMA_CPP, _PLAIN, "F32", experts=True, file_type=0),
         Format("slide-int8", _FOR_2_OF_4, _SLID, "I8", fits=True, **_PRUNED),
         Format("slide-fp8", _FOR_2_OF_4, _SLID, "F8_E4M3", fits=True, **_PRUNED),
         Format("slide-bf16", _FOR_2_OF_4, _SLID, "BF16", **_PRUNED),

@@ -1,5 +1,6 @@
 """The numbers of a model that an engine needs, taken from the stock configuration when a model is packed."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
@@ -7,10 +8,11 @@ from typing import Any
 import torch
 
 from sparsepack.errors import CheckpointError
-from sparsepack.models.families import FAMILIES
+from sparsepack.models.families import FAMILIES, MLP_SITES
 from sparsepack.models.own_code import STOCK_ALONE
 
 ACTIVATIONS = ("silu", "relu", "gelu", "gelu_pytorch_tanh")
+MOST_EXPERTS = 1 << 14
 _FIXED_ROTARY = ("default", "linear", "llama3", "yarn")
 _BY_LENGTH = ("longrope", "dynamic")
 """Rotary embeddings of these types turn long texts by other frequencies than short ones."""
@@ -39,6 +41,20 @@ class LongTexts:
 
 
 @dataclass(frozen=True)
+class ExpertNumbers:
+    """How MLPs choose among their experts, each of which is `Architecture.intermediate` wide.
+
+    count      -- experts of a block
+    used       -- that a token has
+    normalised -- whether the weights of these are made to add up to one
+    """
+
+    count: int
+    used: int
+    normalised: bool
+
+
+@dataclass(frozen=True)
 class Architecture:
     """One decoder, in numbers.
 
@@ -56,6 +72,7 @@ class Architecture:
     attention_scale           -- what products of queries and keys are multiplied by; 0: 1 / sqrt(head_dim)
     attention_cap, logit_cap  -- a score or logit x becomes cap tanh(x / cap); 0: it stays
     embedding_scale           -- what rows of the embedding are multiplied by
+    experts                   -- of each MLP, all blocks alike; None: MLPs are dense
     """
 
     model_type: str
@@ -82,6 +99,7 @@ class Architecture:
     attention_cap: float = 0.0
     logit_cap: float = 0.0
     embedding_scale: float = 1.0
+    experts: ExpertNumbers | None = None
 
     @property
     def post_norms(self) -> bool:
@@ -118,6 +136,11 @@ class Architecture:
         lists["local_inv_freq"] = tuple(value.get("local_inv_freq", ()))
         if (long := value.get("long_texts")) is not None:
             lists["long_texts"] = LongTexts(**{**long, "inv_freq": tuple(long["inv_freq"])})
+        experts = value.get("experts")
+        if experts is not None and not isinstance(experts, dict):
+            raise TypeError(f"experts are {str(experts)[:60]}, expected their numbers")
+        if experts is not None:
+            lists["experts"] = ExpertNumbers(**experts)
         return cls(**{**value, **lists})
 
 
@@ -152,7 +175,7 @@ def architecture_of(config: Any, bos: int | None, more_eos: Sequence[int] = ()) 
         model_type=config.model_type,
         layers=config.num_hidden_layers,
         hidden=config.hidden_size,
-        intermediate=config.intermediate_size,
+        intermediate=family.setting(config, "intermediate_size"),
         heads=config.num_attention_heads,
         kv_heads=config.num_key_value_heads,
         head_dim=head_dim(config),
@@ -173,7 +196,42 @@ def architecture_of(config: Any, bos: int | None, more_eos: Sequence[int] = ()) 
         attention_cap=_cap(config, family.attention_cap),
         logit_cap=logit_cap(config),
         embedding_scale=embedding_scale(config),
+        experts=expert_numbers(config),
     )
+
+
+def expert_numbers(config: Any) -> ExpertNumbers | None:
+    """How a stock configuration's MLPs choose among experts; None where they are dense.
+
+    Raises `CheckpointError` where some blocks have experts and others none, or the numbers are none.
+    """
+    experts = FAMILIES[config.model_type].experts
+    if experts is None:
+        return None
+    for name, without in experts.dense.items():
+        if (value := getattr(config, name, without)) != without:
+            raise CheckpointError(
+                f"{config.model_type}: {name} {str(value)[:60]}: some blocks have a dense MLP in place of experts; "
+                "expected experts in every block"
+            )
+    count, used = getattr(config, experts.count), config.num_experts_per_tok
+    for name, value, most in ((experts.count, count, MOST_EXPERTS), ("num_experts_per_tok", used, count)):
+        if type(value) is not int or not 1 <= value <= most:
+            raise CheckpointError(
+                f"{config.model_type}: {name} is {str(value)[:60]}; expected a whole number from 1 to {most}"
+            )
+    return ExpertNumbers(count, used, bool(getattr(config, experts.normalised)) if experts.normalised else True)
+
+
+def token_weights(config: Any, shapes: Mapping[str, tuple[int, ...]], layer: int, site: str) -> int:
+    """How many weights of a site a token has to do with, were nothing skipped: all, but of experts those it has.
+
+    shapes -- of the tensors of a stock configuration's model, by their names
+    """
+    family, experts = FAMILIES[config.model_type], expert_numbers(config)
+    names = (f"{family.block(layer)}.{family.weight(projection)}" for projection in family.projections[site])
+    weights = sum(math.prod(shapes[name]) for name in names)
+    return weights if experts is None or site not in MLP_SITES else weights // experts.count * experts.used
 
 
 def head_dim(config: Any) -> int:

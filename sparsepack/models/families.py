@@ -9,7 +9,7 @@ import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from sparsepack.errors import CheckpointError
 
@@ -54,6 +54,42 @@ class ResidualStream:
     readers: Mapping[str, str]
     writers: tuple[str, ...]
     last: str
+
+
+@dataclass(frozen=True)
+class Experts:
+    """MLPs that are mixtures of experts: a router chooses a few of them for each token, by the softmax of its logits.
+
+    The stock model holds them as parameters of one module, `GATE_UP` [experts, 2 * width, hidden], the gate's rows
+    first, and `DOWN` [experts, hidden, width]. Names are relative to a decoder block.
+
+    module     -- that holds them
+    router     -- the module whose `weight` is [experts, hidden]
+    stored     -- how a checkpoint names the module, which the stock model may call otherwise
+    parts      -- how a checkpoint names gate, up and down of one expert, within `stored` and the expert's number
+    count      -- the field of the configuration that says how many there are
+    normalised -- the field that says whether the weights of the chosen ones are made to add up to one; "": they are
+    gguf_normalised -- whether llama.cpp makes them so
+    dense      -- fields that make the MLPs of some blocks dense, which nothing here has a place for, and what each of
+                  them is where there are none
+    """
+
+    module: str
+    router: str
+    stored: str
+    parts: tuple[str, str, str]
+    count: str = "num_experts"
+    normalised: str = ""
+    gguf_normalised: bool = True
+    dense: Mapping[str, Any] = field(default_factory=dict)
+
+    GATE_UP: ClassVar[str] = "gate_up_proj"
+    DOWN: ClassVar[str] = "down_proj"
+
+    @property
+    def parameters(self) -> tuple[str, str]:
+        """The names of the two parameters: what stands at mlp_in, and what stands at mlp_mid."""
+        return f"{self.module}.{self.GATE_UP}", f"{self.module}.{self.DOWN}"
 
 
 _STREAM = ResidualStream(
@@ -109,6 +145,7 @@ class Family:
     embedding_scaled -- the embedding is multiplied by the root of its width
     residual       -- who reads the residual stream and who writes to it; None: it cannot be rotated
     unrotatable    -- why it cannot
+    experts        -- of MLPs that are mixtures of experts; None: MLPs are dense
     """
 
     model_type: str
@@ -136,6 +173,7 @@ class Family:
     embedding_scaled: bool = False
     residual: ResidualStream | None = _STREAM
     unrotatable: str = ""
+    experts: Experts | None = None
 
     @property
     def decoder(self) -> str:
@@ -150,6 +188,12 @@ class Family:
     def block(self, layer: int | str) -> str:
         """The name of a decoder block; "" for what the names of all begin with."""
         return f"{self.backbone}.layers.{layer}"
+
+    def weight(self, projection: str) -> str:
+        """The name of a projection's tensor: what `projections` names is a module, but for experts, whose projections
+        are parameters."""
+        of_experts = self.experts is not None and projection in self.experts.parameters
+        return projection if of_experts else f"{projection}.weight"
 
     def basis(self, layer: int) -> str:
         """The name of the tensor [hidden, hidden] that changes the basis of the residual stream before a block."""
@@ -279,6 +323,35 @@ _OPT = Family(
     unrotatable="its norms subtract the mean, which is not the same in another basis",
 )
 
+
+_EXPERT_PARTS = MappingProxyType(
+    {
+        **{ours: theirs for ours, theirs in _GGUF_PARTS.items() if not ours.startswith("ffn_") or ours == "ffn_norm"},
+        "ffn_gate_inp": "mlp.gate",
+        "ffn_gate_exps": "mlp.experts.gate_proj",
+        "ffn_up_exps": "mlp.experts.up_proj",
+        "ffn_down_exps": "mlp.experts.down_proj",
+    }
+)
+
+
+def _of_experts(experts: Experts, norms: Mapping[str, str] = _NORMS, **fields: Any) -> dict[str, Any]:
+    """What rows of families with experts have in common."""
+    in_, mid = experts.parameters
+    return {
+        "projections": MappingProxyType({**_PROJECTIONS, "mlp_in": (in_,), "mlp_mid": (mid,)}),
+        "norms": norms,
+        "rotary": "half-split",
+        "experts": experts,
+        "gguf_parts": _EXPERT_PARTS,
+        "residual": None,
+        "unrotatable": "the router reads the residual stream, too, and experts are not rotated yet",
+        **fields,
+    }
+
+
+_EXPERTS_APART = ("gate_proj", "up_proj", "down_proj")
+
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
         family.model_type: family
@@ -301,9 +374,56 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             _GEMMA2,
             _GEMMA3,
             _OPT,
+            Family(
+                "mixtral",
+                "llama",
+                gguf_permuted=True,
+                slides=True,
+                **_of_experts(
+                    Experts("mlp.experts", "mlp.gate", "block_sparse_moe", ("w1", "w3", "w2"), "num_local_experts")
+                ),
+            ),
+            Family(
+                "qwen3_moe",
+                "qwen3moe",
+                gguf_permuted=False,
+                qk_norm=True,
+                gguf_biases=False,
+                gguf_head=128,
+                fields=MappingProxyType({"intermediate_size": "moe_intermediate_size"}),
+                **_of_experts(
+                    Experts(
+                        "mlp.experts",
+                        "mlp.gate",
+                        "mlp",
+                        _EXPERTS_APART,
+                        normalised="norm_topk_prob",
+                        dense=MappingProxyType({"mlp_only_layers": [], "decoder_sparse_step": 1}),
+                    ),
+                    _QK_NORMS,
+                ),
+            ),
         )
     }
 )
+_OTHER_ROUTERS = "its router has sigmoid scores, a bias for each expert, or groups of experts"
+_LATENT = "its attention keeps keys and values compressed (MLA), and " + _OTHER_ROUTERS
+REFUSED: Mapping[str, str] = MappingProxyType(
+    {
+        **dict.fromkeys(("deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2", "glm4_moe_lite"), _LATENT),
+        **dict.fromkeys(("glm4_moe", "dots1", "ernie4_5_moe", "minimax_m2"), _OTHER_ROUTERS),
+        "gpt_oss": "its experts are stored transposed in MXFP4, with biases, and its attention has sinks",
+        "olmoe": "its queries and keys are normalised over all heads together, which no engine does",
+        "qwen2_moe": "each of its MLPs has a shared expert beside those that are chosen",
+        **dict.fromkeys(("qwen3_next", "minimax"), "most of its layers have linear attention"),
+        "phimoe": "its router chooses by sparse mixing",
+        "jamba": "most of its layers are state-space models",
+        "granitemoe": "its embedding, attention and residual sums are scaled",
+        "llama4": "its experts are scaled on the way in, and not each of its layers turns queries and keys",
+        "llama4_text": "its experts are scaled on the way in, and not each of its layers turns queries and keys",
+    }
+)
+"""Model types that are known and not supported, and why: users ask for them by name."""
 
 
 @dataclass(frozen=True)
@@ -339,6 +459,11 @@ def family_of(model_type: str, where: str) -> Family:
     """The family of a `model_type`; raises `CheckpointError` naming the known ones."""
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         model_type = str(model_type)[:60]
+        if model_type in REFUSED:
+            raise CheckpointError(
+                f"{where}: {model_type} models are not supported: {REFUSED[model_type]}; expected one of "
+                f"{', '.join(FAMILIES)}"
+            )
         near = difflib.get_close_matches(model_type, FAMILIES, 1)
         hint = f" (nearest: {near[0]})" if near else ""
         raise CheckpointError(
@@ -353,6 +478,16 @@ def check_packable(family: Family, where: str) -> None:
         raise CheckpointError(
             f"{where}: no format holds and no engine runs {family.model_type} models ({family.unpackable}); expected "
             f"one of {', '.join(PACKABLE)}; calibrate, trace, simulate, thresholds, prune and eval work with it"
+        )
+
+
+def check_without_experts(family: Family, where: str, verb: str) -> None:
+    """Raise `CheckpointError` for a model with experts; `verb` is what does not take them."""
+    if family.experts is not None:
+        able = ", ".join(name for name, other in FAMILIES.items() if other.experts is None)
+        raise CheckpointError(
+            f"{where}: {verb} does not take {family.model_type} models yet, whose MLPs are mixtures of experts; "
+            f"expected one of {able}"
         )
 
 

@@ -22,7 +22,7 @@ from sparsepack.files.resume import ResumeState, state_beside
 from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from sparsepack.models.checkpoint.source_files import texts_of
 from sparsepack.models.checkpoint.writer import made_of_blocks, write_checkpoint
-from sparsepack.models.families import SITES
+from sparsepack.models.families import SITES, check_without_experts
 from sparsepack.models.precision import arithmetic
 from sparsepack.models.records.made import records_beside
 from sparsepack.models.records.pattern import Pattern
@@ -74,6 +74,7 @@ def prune(
     if workers.first:
         check_output(output, overwrite, folder=True, marker=RECORD)
     checkpoint = model if isinstance(model, Checkpoint) else open_checkpoint(model)
+    check_without_experts(checkpoint.family, checkpoint.name, "prune")
     checkpoint.source.hash.share(workers)
     patterns = site_patterns(checkpoint, options)
     windows, digest = None, None

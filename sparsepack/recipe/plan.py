@@ -1,5 +1,6 @@
 """`--dry-run`: what a recipe would make and cost, without running the model."""
 
+import math
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -67,8 +68,9 @@ def _sites(job: Job, artifact: Mapping[str, Any] | None, pruned: Mapping[str, st
         for site in SITES:
             shape, name = checkpoint.stacked_shape(site, layer), site_name(layer, site)
             tensor = stored.get(f"{name}.weight")
-            # A zigzag matrix is stored as [bands, columns, 256].
-            padding = tensor["shape"][0] * tensor["shape"][2] - shape[0] if tensor and len(tensor["shape"]) == 3 else 0
+            # A zigzag matrix is stored as [bands, columns, 256], those of experts with their number before.
+            stored_as = list(tensor["shape"]) if tensor else []
+            padding = math.prod([*stored_as[:-2], *stored_as[-1:]]) - shape[0] if len(stored_as) > 2 else 0
             target = asked.sparsity if asked is not None and (layer, site) in skipping else 0.0
             row = {"site": name, "shape": list(shape), "padding_rows": padding, "sparsity": target}
             rows.append({**row, "keeps": pruned.get(name)})

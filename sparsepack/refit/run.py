@@ -23,7 +23,7 @@ from sparsepack.files.transfer import stacked_on
 from sparsepack.formats.encoded import Encoded, EncodedSite, SiteEncoder
 from sparsepack.formats.plan import naming
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
-from sparsepack.models.families import SITES
+from sparsepack.models.families import SITES, check_without_experts
 from sparsepack.models.precision import arithmetic
 from sparsepack.models.records.rule import Rules
 from sparsepack.models.sites import site_name
@@ -110,7 +110,9 @@ def refit_state(
 
 
 def refit_to_come(checkpoint: Checkpoint, options: RefitOptions) -> Refit:
-    """What will be known of the pass, in as much room, before it is run."""
+    """What will be known of the pass, in as much room, before it is run. Raises `CheckpointError` for a model with
+    experts."""
+    check_without_experts(checkpoint.family, checkpoint.name, "fitting weights to their inputs")
     typical = 0.12346
     sites = [
         {"site": site_name(layer, site), **_row({f"{site_name(layer, site)}.weight": typical}, typical, typical)}

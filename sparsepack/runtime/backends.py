@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from sparsepack.errors import UserError
-from sparsepack.formats.mlp_kinds import DENSE, NEURONS, MlpKind
+from sparsepack.formats.mlp_kinds import DENSE, EXPERTS, NEURONS, MlpKind
 from sparsepack.runtime.traits import TRAITS
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ BACKENDS: Mapping[str, Backend] = MappingProxyType(
                 module="sparsepack.runtime.reference.backend",
                 cache_types=("f32",),
                 sequences=8,
-                mlps=(DENSE, NEURONS),
+                mlps=(DENSE, NEURONS, EXPERTS),
                 slots=True,
                 holds=True,
                 traits=frozenset(TRAITS),
@@ -100,7 +100,7 @@ BACKENDS: Mapping[str, Backend] = MappingProxyType(
                 cache_types=("f16",),
                 sequences=8,
                 tunes=True,
-                mlps=(DENSE, NEURONS),
+                mlps=(DENSE, NEURONS, EXPERTS),
                 slots=True,
                 holds=True,
                 traits=frozenset(TRAITS),

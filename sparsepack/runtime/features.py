@@ -102,7 +102,7 @@ FEATURES = (
         asked=lambda options, packed: packed is not None,
         there=lambda row, options, packed: packed is None or packed.mlp_kind in row.mlps,
         refusal="the {row.name} backend does not run models by {packed.mlp_kind.name}; "
-        "use backend {names}, or pack the model as zigzag-q4_k",
+        "use backend {names}{packed.mlp_kind.instead}",
     ),
     Feature(
         asked=lambda options, packed: packed is not None and packed.attention is not None,

@@ -3,7 +3,7 @@
 Every part counts for itself what decoded positions read of it.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Protocol
@@ -11,11 +11,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from sparsepack.formats.mlp_kinds import DENSE, MLP_GATE, MLP_RECORDS, NEURONS, MlpKind
-from sparsepack.formats.packed import DenseMlp, NeuronMlp, PackedLayer, PackedSite
+from sparsepack.formats.mlp_kinds import DENSE, EXPERTS, MLP_GATE, MLP_RECORDS, NEURONS, MlpKind
+from sparsepack.formats.packed import DenseMlp, ExpertMlp, NeuronMlp, PackedLayer, PackedSite
 from sparsepack.models.records.rule import SiteRule
 from sparsepack.runtime.hold import HeldStep
 from sparsepack.runtime.operations import Operations
+from sparsepack.runtime.reference import experts as reference_experts
 
 Activation = Callable[[Tensor], Tensor]
 
@@ -124,6 +125,71 @@ class _LoadedNeuronMlp:
 
 
 @dataclass(frozen=True)
+class _LoadedExpertMlp:
+    """Loaded experts: matrices and rule of each site, and what chooses.
+
+    Counted are columns of the experts that a token has; of a step of several sequences the mean over these.
+    """
+
+    operations: Operations
+    router: Tensor
+    used: int
+    normalised: bool
+    matrices: Mapping[str, Sequence[Any]]
+    rules: Mapping[str, SiteRule | None]
+    active: Mapping[str, Tensor]
+
+    def output(self, x: Tensor, activation: Activation, mode: Mode, held: HeldStep | None = None) -> Tensor:
+        chosen, weights = reference_experts.route(x, self.router, self.used, self.normalised)
+        into, middle_of = self.matrices["mlp_in"], self.matrices["mlp_mid"]
+        product = self._gemv if mode is Mode.STEP and len(x) == 1 else self._matmul
+        places = [(expert, *torch.where(chosen == expert)) for expert in sorted(set(chosen.flatten().tolist()))]
+        x, read = self._selected("mlp_in", x[:, None], mode, held)  # [S, 1, hidden], the same for all of a token's
+        middle: Tensor | None = None
+        for expert, token, slot in places:
+            gate, up = product(into[expert], x[token, 0], read).chunk(2, dim=-1)
+            made = activation(gate) * up
+            middle = x.new_empty(*chosen.shape, made.shape[1]) if middle is None else middle
+            middle[token, slot] = made
+        assert middle is not None
+        middle, read = self._selected("mlp_mid", middle, mode, held)
+        output = torch.zeros_like(x[:, 0])
+        for expert, token, slot in places:
+            made = product(middle_of[expert], middle[token, slot], read)
+            output.index_add_(0, token, made * weights[token, slot, None])
+        return output
+
+    def _selected(self, site: str, x: Tensor, mode: Mode, held: HeldStep | None) -> tuple[Tensor, bool]:
+        """x [S, experts, columns] with zeros where columns are inactive, counted, and whether any may be."""
+        rule, times = self.rules[site], self.used // x.shape[1]
+        texts = 1 if mode in (Mode.DENSE, Mode.MASKED) else len(x)
+        if mode is Mode.PREFILL:
+            return x, False
+        if rule is None or mode in (Mode.DENSE, Mode.DENSE_STEP):
+            self.active[site].add_(times * x.numel() // texts)
+            return x, False
+        limits = rule.limits if held is None else held.limits(rule.limits)[:, None]
+        active = x.abs() > limits
+        self.active[site].add_((times * active.sum()).div(texts, rounding_mode="floor"))
+        if held is not None:
+            held.count(times * (~active).sum((1, 2)), self._rows(site))
+        return torch.where(active, x, 0), True
+
+    def _rows(self, site: str) -> int:
+        return int(self.matrices[site][0].rows)
+
+    def _matmul(self, matrix: Any, x: Tensor, read: bool) -> Tensor:
+        return self.operations.zigzag_matmul(matrix, x)
+
+    def _gemv(self, matrix: Any, x: Tensor, read: bool) -> Tensor:
+        """The product of one position that reads the columns alone that are not zero, where some were made so."""
+        if not read:
+            return self.operations.zigzag_matmul(matrix, x)
+        indices, count = self.operations.collect(x[0], torch.zeros((), device=x.device))
+        return self.operations.zigzag_gemv(matrix, x[0], indices, count)[None]
+
+
+@dataclass(frozen=True)
 class LoadedLayer:
     """A loaded block. `basis` is what its input is multiplied by first; None: nothing."""
 
@@ -155,9 +221,20 @@ def _loaded_neurons(mlp: NeuronMlp, operations: Operations, device: torch.device
     return _LoadedNeuronMlp(operations, gate, records, {name: _zero(device) for name in NEURONS.counted})
 
 
+def _loaded_experts(mlp: ExpertMlp, operations: Operations, device: torch.device) -> Mlp:
+    matrices = {
+        name: [operations.load_zigzag(site.matrix.expert(number), device) for number in range(site.matrix.experts)]
+        for name, site in mlp.sites.items()
+    }
+    rules = {name: None if site.rule is None else site.rule.to(device) for name, site in mlp.sites.items()}
+    active = {name: _zero(device) for name in EXPERTS.counted}
+    return _LoadedExpertMlp(operations, mlp.router.to(device), mlp.used, mlp.normalised, matrices, rules, active)
+
+
 _LOADERS: Mapping[MlpKind, Callable[[Any, Operations, torch.device], Mlp]] = {
     DENSE: _loaded_dense,
     NEURONS: _loaded_neurons,
+    EXPERTS: _loaded_experts,
 }
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from sparsepack.calibration.experts import has_experts
 from sparsepack.calibration.folder import Calibration
 from sparsepack.errors import PlacementError
 from sparsepack.eval.standard_error import mean
@@ -52,6 +53,8 @@ def simulate(
     bounds -- for each share and price of a move: what hits less `price` times moves cannot exceed, as a share of the
         active neurons; of single neurons only
 
+    Of a trace of experts all that is said of neurons is of experts; a machine, or a budget, they cannot have.
+
     Raises `PlacementError`, `CalibrationError`: they are not of one model, the calibration has not counted neurons, or
     has counted others than the trace has, which is of those above thresholds; it is a trace of sessions that are
     played; or groups by METIS are asked for, and it is no trace. Raises `UserError` where pymetis is missing for these.
@@ -67,6 +70,11 @@ def simulate(
     setting = _Setting(options.policies, shares, options.group)
     trace = trace if isinstance(trace, Trace) else load(trace)
     made = calibration if isinstance(calibration, Calibration | Trace) else calibration_or_trace(calibration)
+    if trace.unit == "experts" and (machine is not None or vram is not None):
+        raise PlacementError(
+            f"{trace.path}: it traces experts, and the model of time and of memory knows neurons alone; leave "
+            "--machine and --vram out"
+        )
     frequency = _frequency(trace, made)
     sessions = made if isinstance(made, Trace) else None
     if sessions is not None:
@@ -86,6 +94,7 @@ def simulate(
         "trace": {"name": str(trace.path), "sha256": trace.sha256, "sessions": len(trace.sessions)},
         "calibration": {"sha256": made.sha256},
         "model": trace.manifest["model"],
+        "unit": trace.unit,
         "neurons": frequency.size,
         "density": density,
         "group": {"neurons": options.group, "order": options.order},
@@ -99,7 +108,8 @@ def simulate(
 def _frequency(trace: Trace, calibration: Calibration | Trace) -> np.ndarray:
     """How often each neuron is active: float64 [blocks, neurons]."""
     trace.check_same_model(calibration.manifest["model"]["sha256"], "the calibration")
-    rule = calibration.manifest["rule"] if isinstance(calibration, Trace) else {"active": "nonzero"}
+    counted = {"active": "routed" if isinstance(calibration, Calibration) and has_experts(calibration) else "nonzero"}
+    rule = calibration.manifest["rule"] if isinstance(calibration, Trace) else counted
     if rule != trace.manifest["rule"]:
         raise PlacementError(
             f"{trace.path}: who is active there is decided otherwise than in the calibration, which gives out the "
@@ -109,7 +119,7 @@ def _frequency(trace: Trace, calibration: Calibration | Trace) -> np.ndarray:
     blocks, neurons = counts.active.shape
     if (blocks, neurons) != (trace.layers, trace.neurons):
         raise PlacementError(
-            f"{trace.path}: {trace.layers} blocks of {trace.neurons} neurons, the calibration has {blocks} of "
+            f"{trace.path}: {trace.layers} blocks of {trace.neurons} {trace.unit}, the calibration has {blocks} of "
             f"{neurons}; trace and calibrate again"
         )
     return counts.frequency.numpy()

@@ -2,8 +2,6 @@
 
 from collections.abc import Sequence
 
-import torch
-
 from sparsepack.calibration.criteria import channel_weights
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
 from sparsepack.models.families import SITES
@@ -12,17 +10,16 @@ from sparsepack.models.stock.blocks import BlockStream
 
 
 def weights_of(checkpoint: Checkpoint, sites: Sequence[SiteKey]) -> dict[SiteKey, float]:
-    """Each site's share of the parameters of all `sites`: how much its sparsity counts."""
-    sizes = {key: float(torch.Size(checkpoint.stacked_shape(key[1], key[0])).numel()) for key in sites}
+    """Each site's share of the parameters of all `sites` that a token has to do with: how much its sparsity counts."""
+    sizes = {key: float(checkpoint.token_weights(key[1], key[0])) for key in sites}
     total = sum(sizes.values())
     return {key: size / total for key, size in sizes.items()}
 
 
 def rules_of_criterion(stream: BlockStream, criterion: str) -> dict[str, SiteRule]:
     """The criterion's channel weights for each site of the loaded block, at no sparsity yet."""
-    names = stream.source.family.projections
     choices = {}
     for site in SITES:
-        c = channel_weights(criterion, stream.block, names[site])
+        c = channel_weights(criterion, stream.block, stream.source.family, site)
         choices[site] = SiteRule(channel_weights=None if c is None else c.cpu())
     return choices

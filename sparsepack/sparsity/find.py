@@ -1,6 +1,5 @@
 """`thresholds`: from a calibration and a target to a thresholds table, by one of the allocations."""
 
-import math
 from collections.abc import Collection
 from dataclasses import asdict
 from importlib import import_module
@@ -11,6 +10,7 @@ import torch
 from sparsepack.calibration.folder import Calibration
 from sparsepack.calibration.folder import load as load_calibration
 from sparsepack.calibration.made_from import processor
+from sparsepack.errors import ThresholdsError
 from sparsepack.files.atomic import check_output
 from sparsepack.files.hashing import NO_HASH, fingerprint
 from sparsepack.files.resume import ResumeState, state_beside
@@ -79,6 +79,7 @@ def find_thresholds(
     `OutputError` where the disk refuses the state, and `WorkersError` or `WorkerLost` of workers.
     """
     options.check()
+    check_experts(checkpoint, options)
     calibration.check_model(checkpoint)
     dealt = Dealt(workers, min(options.windows, len(calibration.windows)), BATCH)
     if ALLOCATIONS[options.allocation].trains:
@@ -108,8 +109,10 @@ def thresholds_to_come(checkpoint: Checkpoint, options: AllocationOptions) -> Th
     """A table as long as the one that will be found, with vectors where there will be vectors: what is known of it
     before anything is run.
 
-    Raises `SiteError` for a pattern that matches no site.
+    Raises `SiteError` for a pattern that matches no site, `ThresholdsError` for options that a model with experts
+    cannot have.
     """
+    check_experts(checkpoint, options)
     per_channel = ALLOCATIONS[options.allocation].per_channel or options.criterion != "magnitude"
     rules = {(layer, site): SiteRule() for layer in range(checkpoint.layers) for site in SITES}
     sites = chosen_sites(checkpoint, options.include, options.ignore)
@@ -126,6 +129,20 @@ def thresholds_to_come(checkpoint: Checkpoint, options: AllocationOptions) -> Th
     return _table(checkpoint, NO_HASH, options, rules, sites)
 
 
+def check_experts(checkpoint: Checkpoint, options: AllocationOptions) -> None:
+    """Raise `ThresholdsError` for options that a model cannot have whose MLPs have experts: thresholds of mlp_mid are
+    pooled over them, channel by channel they have nothing in common."""
+    if checkpoint.family.experts is None or options.sparsity == 0:
+        return
+    per_channel = ALLOCATIONS[options.allocation].per_channel
+    if per_channel or options.criterion != "magnitude":
+        what, instead = ("allocation", "uniform or teal") if per_channel else ("criterion", "magnitude")
+        raise ThresholdsError(
+            f"{checkpoint.name}: {what} {getattr(options, what)} has a weight for each channel, and thresholds are "
+            f"pooled over the experts of a block, whose channels have nothing in common; use {instead}"
+        )
+
+
 def _table(
     checkpoint: Checkpoint, calibration: str, options: AllocationOptions, rules: Rules, sites: Collection[SiteKey]
 ) -> Thresholds:
@@ -138,7 +155,7 @@ def _table(
         sparsity=options.sparsity,
         upstream=options.upstream,
         rules=rules,
-        weights={(layer, site): math.prod(checkpoint.stacked_shape(site, layer)) for layer, site in rules},
+        weights={(layer, site): checkpoint.token_weights(site, layer) for layer, site in rules},
         sparse_sites=frozenset(sites),
         of_bases=len(checkpoint.bases) * int(checkpoint.config.hidden_size) ** 2,
     )

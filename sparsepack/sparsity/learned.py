@@ -100,8 +100,7 @@ def first_channels(
         counts = calibration.layers[layer][f"{site}.histogram.{options.criterion}"]
         threshold = first_threshold(counts, options.sparsity)
         columns = checkpoint.stacked_shape(site, layer)[1]
-        names = checkpoint.family.projections[site]
-        c = channel_weights(options.criterion, backbone_of(model).layers[layer], names)
+        c = channel_weights(options.criterion, backbone_of(model).layers[layer], checkpoint.family, site)
         each = torch.full((columns,), threshold, device=options.device)
         each = each if c is None else each / c.clamp_min(float(c.max()) * 1e-6 or 1.0)
         made.begin((layer, site), each, options.offsets)

@@ -5,12 +5,16 @@ of the neurons have 30 % of what is needed, whoever has them.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from sparsepack.calibration.neurons import Activity
-from sparsepack.tracing.trace import Trace
+
+if TYPE_CHECKING:
+    from sparsepack.tracing.trace import Trace
+
+Unit = Literal["neurons", "experts"]
 
 SHARES = (0.1, 0.2, 0.3, 0.5)
 """The report says which share of what is needed these shares of the neurons are, the ones most often active."""
@@ -23,15 +27,16 @@ DENSE = 0.9
 """A model with more of its neurons active than this has nothing to skip."""
 
 
-def trace_activity(trace: Trace, session: int) -> tuple[Activity, ...]:
+def trace_activity(trace: "Trace", session: int) -> tuple[Activity, ...]:
     """How often the neurons of each block were active in one session."""
     return tuple(_counted(torch.from_numpy(trace.active(session, layer))) for layer in range(trace.layers))
 
 
-def activity_report(sessions: Sequence[Sequence[Activity]]) -> dict[str, Any]:
-    """Neurons in a few numbers, JSON-able; shares are between 0 and 1.
+def activity_report(sessions: Sequence[Sequence[Activity]], unit: Unit = "neurons") -> dict[str, Any]:
+    """Neurons, or experts, in a few numbers, JSON-able; shares are between 0 and 1.
 
     sessions -- of each, or of one text as a whole, the activity of every block
+    unit     -- what is active
 
     tokens, density -- of all blocks; shares -- SHARES
     hottest -- for each of `shares`, the share of all activations that is of so many of the neurons most often active,
@@ -46,8 +51,9 @@ def activity_report(sessions: Sequence[Sequence[Activity]]) -> dict[str, Any]:
     whole = _joined(layers)
     most_active = [_of_most_active(whole, share) for share in SHARES]
     drift = _drift([_joined(session) for session in sessions])
-    verdict = _verdict(whole.density, most_active[SHARES.index(JUDGED)], drift)
+    verdict = _verdict(whole.density, most_active[SHARES.index(JUDGED)], drift, unit)
     return {
+        "unit": unit,
         "tokens": whole.tokens,
         "density": whole.density,
         "shares": list(SHARES),
@@ -67,19 +73,19 @@ def activity_report(sessions: Sequence[Sequence[Activity]]) -> dict[str, Any]:
     }
 
 
-def _verdict(density: float, most_active: float, drift: Mapping[str, float] | None) -> tuple[bool, str]:
+def _verdict(density: float, most_active: float, drift: Mapping[str, float] | None, unit: Unit) -> tuple[bool, str]:
     """Judge by other documents than those that chose the neurons, where there are several: the neurons most often
     active for a few tokens are much of what these few had active, whatever the model."""
     if density > DENSE:
         return False, (
-            f"placement cannot pay: {100 * density:.1f} % of the neurons are active for every token, there is nothing "
+            f"placement cannot pay: {100 * density:.1f} % of the {unit} are active for every token, there is nothing "
             "to leave out"
         )
     covered = most_active if drift is None else drift["others"]
     elsewhere = "" if drift is None else " of all other documents"
     where = "" if drift is None else " in one"
     found = (
-        f"the hottest {100 * JUDGED:.0f} % of the neurons{elsewhere} are {100 * covered:.0f} % of what is active{where}"
+        f"the hottest {100 * JUDGED:.0f} % of the {unit}{elsewhere} are {100 * covered:.0f} % of what is active{where}"
     )
     if covered < PAYS * JUDGED:
         return False, f"placement cannot pay: {found}; any other {100 * JUDGED:.0f} % would be nearly as many"

@@ -1,4 +1,4 @@
-"""`trace`: run text through a model and record which neurons of the MLP are active for each token.
+"""`trace`: run text through a model and record which neurons of the MLP, or which experts, are active for each token.
 
 One decoder block at work at a time. Now and then the bit sets of the blocks that are done and the hidden states that
 enter the next one are saved beside the output, in `.NAME.unfinished`; a run that was killed goes on from there.
@@ -19,12 +19,13 @@ from sparsepack.errors import PlacementError
 from sparsepack.files.hashing import fingerprint
 from sparsepack.files.resume import ResumeState, state_beside
 from sparsepack.files.text import Text, read_text
+from sparsepack.models.architecture import expert_numbers
 from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from sparsepack.models.families import MLP_MID
 from sparsepack.models.precision import arithmetic
 from sparsepack.models.stock.blocks import BlockStream
 from sparsepack.models.stock.bound import bound_told
-from sparsepack.models.stock.hooks import site_hooks
+from sparsepack.models.stock.hooks import routing_hooks, site_hooks
 from sparsepack.models.tokenizer.windows import check_vocabulary, session_windows
 from sparsepack.progress import Shorter, progress, say
 from sparsepack.tracing import trace as traces
@@ -49,7 +50,8 @@ def trace(
     model -- opened, or what `open_checkpoint` opens; text -- read, or what `read_text` reads
     calibration -- of the model, needed with `options.share`: whose thresholds have that share
 
-    A neuron is active where what enters the last matrix of the MLP is not zero, or is above the block's threshold.
+    A neuron is active where what enters the last matrix of the MLP is not zero, or is above the block's threshold. Of
+    MLPs that are mixtures of experts the experts are traced: those that a token is given to.
     Raises `CheckpointError`, `CalibrationError`, `TextError`, `OutputError` and `PlacementError`: for a model whose
     neurons are all active.
     """
@@ -79,6 +81,13 @@ def _files(windows: torch.Tensor, state: ResumeState) -> Iterator[tuple[str, byt
 
 def _rule(checkpoint: Checkpoint, options: TraceOptions, calibration: Calibration | Path | None) -> dict[str, Any]:
     """The rule for active neurons, JSON-able: all that are not zero, or those above a threshold of their block."""
+    if checkpoint.family.experts is not None:
+        if options.share is not None or calibration is not None:
+            raise PlacementError(
+                f"{checkpoint.name}: its MLPs have experts, and a token has those that the router gives it to; leave "
+                "--share and --calibration out"
+            )
+        return {"active": "routed"}
     if options.share is None:
         if calibration is not None:
             raise PlacementError("a calibration is read for the thresholds of --share alone; give both or neither")
@@ -122,7 +131,7 @@ def _manifest(
         "sparsepack": __version__,
         **made,
         "model": {**made["model"], "activation": _activation(checkpoint)},
-        "intermediate": checkpoint.stacked_shape(MLP_MID)[1],
+        "intermediate": units_of(checkpoint),
         "rule": rule,
         "sessions": [
             {"text": 0, "document": document, "tokens": windows.shape[1], "prompt": options.prompt}
@@ -140,6 +149,7 @@ def _run(
     hidden = stream.states(windows, state.hidden())
     batches = -(-len(windows) // options.batch)
     shorter = Shorter("--sessions", len(windows))
+    experts, units = checkpoint.family.experts is not None, units_of(checkpoint)
     with (
         bound_told("tracing", stream, state),
         progress("tracing", checkpoint.layers * batches, state.done * batches, 1, shorter) as advance,
@@ -154,12 +164,24 @@ def _run(
                     active = (x.float().abs() > above).cpu().numpy()
                     into.extend((float(each.mean()), traces.packed_bits(each)) for each in active)
 
-            with site_hooks([(layer, stream.block)], checkpoint.family, record):
+            def route(chosen: torch.Tensor, into: Any = found) -> None:
+                for each in chosen.cpu():
+                    active = torch.zeros(len(each), units, dtype=torch.bool).scatter_(1, each, True)
+                    into.append((0.0, traces.packed_bits(active.numpy())))
+
+            sites = site_hooks([(layer, stream.block)], checkpoint.family, record)
+            with routing_hooks(stream.block, checkpoint.family, route) if experts else sites:
                 stream.pass_on(hidden, options.batch, advance)
             density = float(np.mean([share for share, _ in found]))
             if density > DENSE and "thresholds" not in rule:  # else so many are what was asked for
                 raise PlacementError(_all_active(checkpoint, layer, density))
             state.save_block(layer, _tensors([data for _, data in found]), hidden)
+
+
+def units_of(checkpoint: Checkpoint) -> int:
+    """Neurons of a block, or its experts."""
+    experts = expert_numbers(checkpoint.config)
+    return checkpoint.stacked_shape(MLP_MID)[1] if experts is None else experts.count
 
 
 def _activation(checkpoint: Checkpoint) -> str:

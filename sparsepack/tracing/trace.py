@@ -1,4 +1,5 @@
-"""A trace: who was active when. A folder of bit sets, read a session and a block at a time; docs/placement.md has it.
+"""A trace: who was active when, neurons or experts. A folder of bit sets, read a session and a block at a time;
+docs/placement.md has it.
 
     trace.json                        what was traced, and the SHA-256 of every other file
     session-00000/tokens.zlib         the token ids that were run: int32 [tokens]
@@ -31,6 +32,7 @@ from sparsepack.files import atomic
 from sparsepack.files.hashing import fingerprint, sha256_bytes
 from sparsepack.files.stored import Count, Name, Size, Stored
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
+from sparsepack.tracing.activity_report import Unit
 
 SCHEMA = 1
 MANIFEST = "trace.json"
@@ -49,7 +51,7 @@ class _Session(Stored):
 
 
 class _Rule(Stored):
-    active: Literal["nonzero", "threshold"]
+    active: Literal["nonzero", "threshold", "routed"]
     share: Annotated[float, Field(gt=0, lt=1)] | None = None
 
 
@@ -88,8 +90,13 @@ class Trace:
         return int(self.manifest["model"]["layers"])
 
     @property
+    def unit(self) -> Unit:
+        """What it traces; where others say neurons, it may be experts."""
+        return "experts" if self.manifest["rule"]["active"] == "routed" else "neurons"
+
+    @property
     def neurons(self) -> int:
-        """Neurons of a block."""
+        """Neurons of a block, or its experts."""
         return int(self.manifest["intermediate"])
 
     @property
@@ -200,7 +207,7 @@ def load(path: Path) -> Trace:
 
 def _check(found: _TraceManifest) -> None:
     """Raise ValueError where parts of a manifest contradict each other or ask for too much memory."""
-    if (found.rule.share is None) != (found.rule.active == "nonzero"):
+    if (found.rule.share is None) != (found.rule.active != "threshold"):
         raise ValueError(f"rule: {found.rule.active}, of a share of {found.rule.share}")
     for number, session in enumerate(found.sessions):
         if session.tokens * found.intermediate > _MOST_BITS:

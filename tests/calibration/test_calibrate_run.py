@@ -65,7 +65,7 @@ def test_statistics_are_those_of_the_stock_model_without_the_sinks(small, text, 
         for layer, block in blocks:
             for site in SITES:
                 statistics, x = made.layers[layer], seen[layer, site]
-                norms = column_norms(block, small.family.projections[site])
+                norms = column_norms(block, small.family, site)
                 for name, values in (("magnitude", x.abs()), ("column-norm", x.abs() * norms)):
                     counts = statistics[f"{site}.histogram.{name}"]
                     assert int(counts.sum()) == x.numel()

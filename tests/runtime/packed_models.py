@@ -9,11 +9,19 @@ import torch
 from torch import Tensor
 
 from sparsepack.formats.codecs import neurons, zigzag
-from sparsepack.formats.codecs.matrices import ZIGZAG, PackedMatrix, decode_matrix, encode_rows
-from sparsepack.formats.packed import DenseMlp, NeuronMlp, PackedLayer, PackedModel, PackedSite
+from sparsepack.formats.codecs.matrices import ZIGZAG, PackedExperts, PackedMatrix, decode_matrix, encode_rows
+from sparsepack.formats.packed import (
+    DenseMlp,
+    ExpertMlp,
+    NeuronMlp,
+    PackedExpertsSite,
+    PackedLayer,
+    PackedModel,
+    PackedSite,
+)
 from sparsepack.formats.stock import dequantised
 from sparsepack.models.architecture import architecture_of
-from sparsepack.models.families import ATTENTION_SITES, FAMILIES, MLP_SITES
+from sparsepack.models.families import ATTENTION_SITES, FAMILIES, MLP_SITES, SITES
 from sparsepack.models.records.rule import SiteRule, sparsify
 from sparsepack.models.stock.hooks import site_hooks
 from sparsepack.models.stock.whole import build_model
@@ -148,7 +156,7 @@ def random_model(variant: str = "llama", seed: int = 0, **changes: Any) -> Packe
         x = torch.randn(shapes[name], generator=generator)
         if name.endswith("norm.weight"):
             return 1 + 0.2 * x
-        return 0.3 * x if x.dim() == 1 else x * 2 / x.shape[1] ** 0.5
+        return 0.3 * x if x.dim() == 1 else x * 2 / x.shape[-1] ** 0.5
 
     def site(prefix: str, projections: tuple[str, ...]) -> PackedSite:
         weights = [weight(f"{prefix}.{p}.weight") for p in projections]
@@ -158,14 +166,29 @@ def random_model(variant: str = "llama", seed: int = 0, **changes: Any) -> Packe
         stacked = torch.cat(weights)
         return PackedSite(PackedMatrix(zigzag.pack(stacked), ZIGZAG, *stacked.shape), bias, None, parts)
 
+    def experts(prefix: str) -> ExpertMlp:
+        numbers = architecture_of(config, None).experts
+        assert numbers is not None
+        assert family.experts is not None
+        sites = {}
+        for name in MLP_SITES:
+            stacked = weight(f"{prefix}.{family.weight(family.projections[name][0])}")
+            blocks = torch.stack([zigzag.pack(matrix) for matrix in stacked])
+            rows = stacked.shape[1]
+            parts = (rows // 2, rows // 2) if name == "mlp_in" else (rows,)
+            sites[name] = PackedExpertsSite(PackedExperts(blocks, rows, stacked.shape[2]), None, parts)
+        return ExpertMlp(weight(f"{prefix}.{family.experts.router}.weight"), numbers.used, numbers.normalised, sites)
+
     def by_rows(name: str, type: str) -> PackedMatrix:
         value = weight(name)
         return PackedMatrix(encode_rows(value, type), type, *value.shape)
 
+    of_layer = SITES if family.experts is None else ATTENTION_SITES
     layers = tuple(
         layer_of(
-            {name: site(f"model.layers.{i}", projections) for name, projections in family.projections.items()},
+            {name: site(f"model.layers.{i}", family.projections[name]) for name in of_layer},
             {name: weight(f"model.layers.{i}.{module}.weight") for name, module in family.norms.items()},
+            None if family.experts is None else experts(f"model.layers.{i}"),
         )
         for i in range(config.num_hidden_layers)
     )
@@ -194,17 +217,20 @@ def with_bases(packed: PackedModel, starts: Collection[int], type: str = "Q8_0")
     return dataclasses.replace(packed, layers=tuple(layers))
 
 
-def layer_of(sites: Mapping[str, PackedSite], norms: Mapping[str, Tensor]) -> PackedLayer:
-    """A block whose MLP is dense."""
-    attention, mlp = ({name: sites[name] for name in names} for names in (ATTENTION_SITES, MLP_SITES))
-    return PackedLayer(attention, norms, DenseMlp(mlp))
+def layer_of(sites: Mapping[str, Any], norms: Mapping[str, Tensor], mlp: ExpertMlp | None = None) -> PackedLayer:
+    """A block whose MLP is dense, or is given."""
+    attention = {name: sites[name] for name in ATTENTION_SITES}
+    return PackedLayer(attention, norms, mlp or DenseMlp({name: sites[name] for name in MLP_SITES}))
 
 
-def with_sites(layer: PackedLayer, changed: Mapping[str, PackedSite]) -> PackedLayer:
+def with_sites(layer: PackedLayer, changed: Mapping[str, Any]) -> PackedLayer:
     """The same block with these sites in place of their namesakes."""
     sites = {**layer.sites, **changed}
     if isinstance(layer.mlp, DenseMlp):
         return dataclasses.replace(layer_of(sites, layer.norms), basis=layer.basis)
+    if isinstance(layer.mlp, ExpertMlp):
+        mlp = dataclasses.replace(layer.mlp, sites={name: sites[name] for name in MLP_SITES})
+        return dataclasses.replace(layer, attention={name: sites[name] for name in ATTENTION_SITES}, mlp=mlp)
     return dataclasses.replace(layer, attention=sites)
 
 
@@ -273,9 +299,11 @@ def with_rules(packed: PackedModel, model: Any, ids: list[int], starts: list[int
             kind = layer + number
             seen = [stock_logits(model, packed, ids, start)[1].inputs[layer, site] for start in starts]
             x = torch.cat(seen)  # [positions, columns]
-            offset = x.mean(0) + 0.1 * torch.randn(x.shape[1], generator=generator) if kind % 3 == 1 else None
+            fixed = isinstance(packed.layers[layer].mlp, ExpertMlp) and site in MLP_SITES  # experts have no offsets
+            shift = kind % 3 == 1 and not fixed
+            offset = x.mean(0) + 0.1 * torch.randn(x.shape[1], generator=generator) if shift else None
             d = x if offset is None else x - offset
-            cost = 0.5 + torch.rand(x.shape[1], generator=generator) if kind % 2 else torch.ones(())
+            cost = 0.5 + torch.rand(x.shape[-1], generator=generator) if kind % 2 else torch.ones(())
             rule = SiteRule(_amid_a_gap(d.abs() * cost) / cost, offset)
             packed = _with_rule(packed, layer, site, rule)
     return packed

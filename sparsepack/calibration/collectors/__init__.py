@@ -7,6 +7,7 @@ from torch import Tensor
 
 from sparsepack.calibration.collectors.attention import ATTENTION
 from sparsepack.calibration.collectors.collector import Collector
+from sparsepack.calibration.collectors.experts import EXPERTS
 from sparsepack.calibration.collectors.missed import MISSED
 from sparsepack.calibration.collectors.moments import MOMENTS
 from sparsepack.calibration.collectors.neurons import NEURONS
@@ -16,7 +17,7 @@ from sparsepack.calibration.collectors.residual import RESIDUAL
 from sparsepack.calibration.collectors.scores import SCORES
 from sparsepack.models.families import SITES
 
-COLLECTORS = (SCORES, MOMENTS, ATTENTION, PRODUCTS, MISSED, NEURONS, RESIDUAL, OUTPUTS)
+COLLECTORS = (SCORES, MOMENTS, ATTENTION, PRODUCTS, MISSED, NEURONS, EXPERTS, RESIDUAL, OUTPUTS)
 
 Statistics = dict[str, Tensor]
 """The statistics of one decoder block stand under PLACE.NAME: `mlp_in.second_moment`."""
@@ -27,6 +28,7 @@ _PLACES = {
     "attention": _OF_ATTENTION,
     "window": _OF_ATTENTION,
     "neurons": ("neurons",),
+    "experts": ("experts",),
     "residual": ("residual",),
     "outputs": _OF_ATTENTION,
 }
@@ -67,7 +69,10 @@ def of_block(layer: int, tensors: Mapping[str, Tensor]) -> Statistics:
     """The inverse of `named`, from a file that may hold other blocks too; KeyError where something is missing that
     every block has."""
     names = {name: f"layers.{layer}.{name}" for name in _rows()}
-    missable = {name for name, row in _rows().items() if row.of_runs or row.later}
+    other = (
+        NEURONS if f"layers.{layer}.experts.{EXPERTS.names[0]}" in tensors else EXPERTS
+    )  # an MLP is one or the other
+    missable = {name for name, row in _rows().items() if row.of_runs or row.later or row is other}
     return {name: tensors[key] for name, key in names.items() if key in tensors or name not in missable}
 
 

@@ -16,13 +16,15 @@ class Collector:
              "attention": of the query [B, heads, S, D] and key [B, kv_heads, S, D] of the block's attention, and how
              many tokens a query sees at most, itself included (0: all before it);
              "window": the same of whole windows, the first positions too, which are left out elsewhere;
-             "neurons": of what enters the last matrix of the block's MLP [B, S, intermediate];
+             "neurons": of what enters the last matrix of the block's MLP [B, S, intermediate], unless it has experts;
+             "experts": of the experts that each token has, int64 [B, S, used], and how many there are, of an MLP that
+             has experts;
              "residual": of the residual stream [B, S, hidden] as it enters a norm, and that norm's epsilon, in families
              that say who reads the stream;
              "outputs": in the same families, of what the heads of attention give, as it enters o [B, S, heads * D], and
              how many KV heads there are, and D
-    names -- of its tensors; in the file `layers.LAYER.PLACE.NAME`, with the site's name as PLACE, or else "neurons" and
-             "residual" for what is counted of these, and "attention" for all others
+    names -- of its tensors; in the file `layers.LAYER.PLACE.NAME`, with the site's name as PLACE, or else "neurons",
+             "experts" and "residual" for what is counted of these, and "attention" for all others
     dtype, shape -- of each of them; 0 stands for a size that depends on the model
     count -- of what comes to such a place, a tensor for every name, on the CPU; of runs of blocks, where it was counted
     add   -- what was counted in one part and in another, as that of both
@@ -31,7 +33,7 @@ class Collector:
     later -- whether a calibration from before it was counted, or of another family, is one without it
     """
 
-    at: Literal["site", "attention", "window", "neurons", "residual", "outputs"]
+    at: Literal["site", "attention", "window", "neurons", "experts", "residual", "outputs"]
     names: tuple[str, ...]
     dtype: torch.dtype
     shape: tuple[int, ...]

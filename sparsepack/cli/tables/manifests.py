@@ -23,13 +23,15 @@ def trace_table(manifest: Mapping[str, Any]) -> str:
     documents = sum(row["document"] is not None for row in sessions)
     lengths = sorted({row["tokens"] for row in sessions})
     prompts = sorted({row["prompt"] for row in sessions})
-    which = "not zero" if rule["active"] == "nonzero" else f"above a threshold that {100 * rule['share']:g} % pass"
+    unit = "experts" if rule["active"] == "routed" else "neurons"
+    which = {"nonzero": "not zero", "routed": "those that the router gives a token to"}.get(rule["active"])
+    which = which or f"above a threshold that {100 * rule['share']:g} % pass"
     return _made_from(
         manifest,
         {
             "sessions": f"{len(sessions)} of {_range(lengths)} tokens, the first {_range(prompts)} of them prompt; "
             f"{documents} from the middle of a document of their own",
-            "neurons": f"{manifest['intermediate']:,} in a block; active: {which}",
+            unit: f"{manifest['intermediate']:,} in a block; active: {which}",
         },
     )
 

@@ -1,4 +1,4 @@
-"""The activity of the neurons of a model's MLP, as text for people."""
+"""The activity of the neurons of a model's MLP, or of its experts, as text for people."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,15 +7,15 @@ from sparsepack.tables import Table, markdown
 
 
 def neurons_table(report: Mapping[str, Any]) -> str:
-    """What `inspect` found of neurons in a calibration or a trace (`tracing.activity_report`)."""
+    """What `inspect` found of neurons, or of experts, in a calibration or a trace (`tracing.activity_report`)."""
     tops = [f"hottest {100 * share:.0f} %" for share in report["shares"]]
-    drifts = report["drift"] is not None
+    drifts, unit = report["drift"] is not None, report["unit"]
     rows = [[number, *_row(layer, drifts, f"{layer['spread']:.3f}")] for number, layer in enumerate(report["layers"])]
     rows.append(["all", *_row(report, drifts, "")])
     lines = [
-        f"neurons, over {report['tokens']:,} tokens",
-        "  active: share of the neurons that a token has active; spread: its standard deviation over tokens",
-        "  hottest: share of what is active that is of so many of the most used neurons of the block, or of all blocks",
+        f"{unit}, over {report['tokens']:,} tokens",
+        f"  active: share of the {unit} that a token has active; spread: its standard deviation over tokens",
+        f"  hottest: share of what is active that is of so many of the most used {unit} of the block, or of all blocks",
     ]
     if drifts:
         lines.append(
@@ -24,6 +24,11 @@ def neurons_table(report: Mapping[str, Any]) -> str:
         )
     head = ["block", "active", "spread", *tops, *(["own", "others"] if drifts else [])]
     return markdown(Table(head, rows, "\n".join(lines), [str(report["verdict"])]))
+
+
+def starved_note(found: Mapping[str, Any]) -> str:
+    """What a calibration says of experts that were given few tokens; empty where there is nothing to say."""
+    return f"note: {found['starved']}" if found.get("starved") else ""
 
 
 def _row(part: Mapping[str, Any], drifts: bool, spread: str) -> list[str]:

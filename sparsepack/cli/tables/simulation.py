@@ -11,14 +11,14 @@ def simulation_table(result: Mapping[str, Any]) -> str:
     """The tables of `simulation.run.simulate`: a row for each policy, a column for each share of the neurons."""
     policies = result["policies"]
     width = max(map(len, policies))
-    group = result["group"]["neurons"]
+    group, unit = result["group"]["neurons"], result["unit"]
     units = "" if group == 1 else f", which move {group} together, grouped by {result['group']['order']}"
     parts: list[str | Table] = [
         f"{result['trace']['sessions']} sessions; a token needs {100 * result['density']:.1f} % of "
-        f"{result['neurons']:,} neurons{units}",
+        f"{result['neurons']:,} {unit}{units}",
         "\n".join(f"  {name.ljust(width)}  {summary}" for name, summary in policies.items()),
         _titled(
-            "share of the needed neurons that have a slot, ± standard error over sessions (neurons moved per token)",
+            f"share of the needed {unit} that have a slot, ± standard error over sessions ({unit} moved per token)",
             result,
             lambda row: f"{with_error(row['hit_rate'], 3)} ({row['moves']:.1f})",
             _bounds(result),
@@ -29,7 +29,7 @@ def simulation_table(result: Mapping[str, Any]) -> str:
             lambda row: with_error(row["difference"], 3),
         ),
         _titled(
-            "neurons read from host memory per token, moves included, ± standard error over sessions (share of the "
+            f"{unit} read from host memory per token, moves included, ± standard error over sessions (share of the "
             "moves that were of no use)",
             result,
             lambda row: (

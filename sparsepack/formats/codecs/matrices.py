@@ -1,6 +1,7 @@
 """One stored matrix of any type: which type fits it, its bytes, and its weights back from them."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -30,6 +31,39 @@ class PackedMatrix:
     type: str
     rows: int
     columns: int
+
+    @property
+    def weights(self) -> int:
+        """Logical weights."""
+        return self.rows * self.columns
+
+
+@dataclass(frozen=True)
+class PackedExperts:
+    """A zigzag matrix of each expert of an MLP, all of one shape.
+
+    blocks -- the stored bytes: uint8 [experts, bands, columns, 144]
+    rows, columns -- the logical shape of one (padding rows not counted)
+    """
+
+    blocks: torch.Tensor
+    rows: int
+    columns: int
+    type: ClassVar[str] = ZIGZAG
+
+    @property
+    def weights(self) -> int:
+        """Logical weights of all of them."""
+        return self.experts * self.rows * self.columns
+
+    @property
+    def experts(self) -> int:
+        """How many there are."""
+        return self.blocks.shape[0]
+
+    def expert(self, number: int) -> PackedMatrix:
+        """The matrix of one expert."""
+        return PackedMatrix(self.blocks[number], self.type, self.rows, self.columns)
 
 
 def fitting_type(asked: str, columns: int, name: str) -> str:
@@ -82,6 +116,11 @@ def decode_matrix(matrix: PackedMatrix) -> Tensor:
     if matrix.type == ZIGZAG:
         return zigzag.unpack(matrix.blocks, matrix.rows)
     return decode_rows(matrix.blocks, matrix.type)
+
+
+def decode_experts(matrix: PackedExperts) -> Tensor:
+    """The logical weights of all experts: float32 [experts, rows, columns]."""
+    return torch.stack([decode_matrix(matrix.expert(number)) for number in range(matrix.experts)])
 
 
 def zigzag_rows(matrix: PackedMatrix, start: int, stop: int) -> Tensor:

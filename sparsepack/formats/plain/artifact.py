@@ -13,6 +13,7 @@ from sparsepack.formats.packed import PackedModel
 from sparsepack.formats.stock import StockModel
 from sparsepack.formats.table import those_with
 from sparsepack.models.checkpoint.checkpoint import EMBEDDING, HEAD, Checkpoint, check_sizes
+from sparsepack.models.checkpoint.experts import fused_tensor, part_shapes, part_tensor
 from sparsepack.models.checkpoint.gguf_config import gguf_config
 from sparsepack.models.checkpoint.gguf_names import ROTARY_FACTORS, gguf_names, permute_rotary, unpermute_rotary
 from sparsepack.models.families import FAMILIES, family_of
@@ -36,7 +37,7 @@ class PlainArtifact(GgufArtifact):
         names = {theirs: ours for ours, theirs in gguf_names(family, config.num_hidden_layers).items()}
         heads = {"q_proj": config.num_attention_heads, "k_proj": family.setting(config, "num_key_value_heads")}
 
-        def tensor(name: str) -> Tensor:
+        def part(name: str) -> Tensor:
             """One tensor by its Hugging Face name, rotary rows back in Hugging Face's order."""
             if name == HEAD and names[name] not in self.tensors:
                 name = EMBEDDING
@@ -49,6 +50,9 @@ class PlainArtifact(GgufArtifact):
                         return unpermute_rotary(value, count)
             return value
 
+        def tensor(name: str) -> Tensor:
+            return fused_tensor(family, name, part)
+
         return StockModel(config, tensor, gguf_tokenizer(self.file, str(self.path)))
 
     def holds_weights(self, name: str) -> bool:
@@ -56,9 +60,10 @@ class PlainArtifact(GgufArtifact):
 
     def source(self, name: str, checkpoint: Checkpoint) -> Tensor | None:
         source = gguf_names(checkpoint.family, checkpoint.layers).get(name, "")
-        if source not in checkpoint.source.shapes:
+        shapes = checkpoint.source.shapes
+        if source not in shapes and source not in part_shapes(checkpoint.family, shapes):
             return None
-        return llama_cpp_rows(checkpoint, source, checkpoint.tensor(source))
+        return llama_cpp_rows(checkpoint, source, part_tensor(checkpoint.family, source, checkpoint.tensor))
 
     def programs(self) -> Iterator[Program]:
         yield Program("llama.cpp", True, "runs it, dense")
@@ -78,6 +83,8 @@ class PlainArtifact(GgufArtifact):
         kind = metadata.get("general.architecture")
         if f"{kind}.rope.scaling.type" in metadata or not self.tensors.keys().isdisjoint(ROTARY_FACTORS):
             return "the rotary scaling"
+        if kind == "llama" and f"{kind}.expert_count" in metadata:
+            return "the experts"
         if any(name.endswith("attn_output.bias") for name in self.tensors):
             return "the biases"
         heads = {family.gguf_head for family in FAMILIES.values() if family.gguf == kind and family.gguf_head}

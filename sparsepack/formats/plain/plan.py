@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from sparsepack.errors import PackingError
@@ -31,8 +32,9 @@ from sparsepack.formats.plain.llama_cpp.vocabulary import KEY_TYPES, vocabulary
 from sparsepack.formats.plan import PlannedGroup, PlannedTensor, PlanRequest, alone, manifest_shapes, naming, tensors_of
 from sparsepack.formats.table import Format
 from sparsepack.models.checkpoint.checkpoint import HEAD, Checkpoint
+from sparsepack.models.checkpoint.experts import part_shapes, part_tensor
 from sparsepack.models.checkpoint.gguf_config import OWN_CONFIG
-from sparsepack.models.checkpoint.gguf_names import gguf_names
+from sparsepack.models.checkpoint.gguf_names import ROUTER, gguf_names
 from sparsepack.models.checkpoint.source_files import config_json, tokenizer_config
 from sparsepack.models.tokenizer.gguf_tokenizer import OWN_TOKENIZER
 from sparsepack.reconstruction.inputs import Inputs
@@ -118,7 +120,7 @@ def _vocabulary_values(checkpoint: Checkpoint) -> tuple[dict[str, KeyValue], lis
 
 
 def _groups(checkpoint: Checkpoint, types: Mapping[str, str], request: PlanRequest) -> Iterator[PlannedGroup]:
-    shapes = checkpoint.source.shapes
+    shapes = _shapes(checkpoint)
     for name, factors in rotary_factors(checkpoint.architecture, checkpoint.config).items():
         stored = partial(encode_rows, factors, "F32")
         yield alone(PlannedTensor(name, tuple(factors.shape), "F32", weights=False), stored)
@@ -155,15 +157,24 @@ def encoder(format: Format, checkpoint: Checkpoint, request: PlanRequest) -> Sit
 
 def _types(checkpoint: Checkpoint, type: str, notes: list[str]) -> dict[str, str]:
     """The type of each matrix of the blocks; notes where it is not the one of the format."""
-    kinds, said = {}, {}
+    kinds, said, shapes = {}, {}, _shapes(checkpoint)
     for name, source in gguf_names(checkpoint.family, checkpoint.layers).items():
-        shape = checkpoint.source.shapes.get(source, ())
-        if name.startswith("blk.") and len(shape) == 2:
-            part = name.split(".", 2)[2]
+        shape = shapes.get(source, ())
+        part = name.split(".", 2)[-1]
+        if name.startswith("blk.") and len(shape) > 1 and part != f"{ROUTER}.weight":
             kinds[name], said[part] = fallen_back(type, shape[-1], f"blk.*.{part}")
     notes += [note for note in said.values() if note]
     return kinds
 
 
 def _encoded(checkpoint: Checkpoint, source: str, kind: str, device: str) -> Tensor:
-    return encode_rows(llama_cpp_rows(checkpoint, source, stacked_on(device, [checkpoint.tensor(source)])), kind)
+    value = part_tensor(checkpoint.family, source, checkpoint.tensor)
+    if value.dim() < 3:
+        return encode_rows(llama_cpp_rows(checkpoint, source, stacked_on(device, [value])), kind)
+    return torch.stack([encode_rows(stacked_on(device, [matrix]), kind) for matrix in value])  # an expert at a time
+
+
+def _shapes(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
+    """The tensors by the names that `gguf_names` gives: those of experts in parts."""
+    shapes = checkpoint.source.shapes
+    return {**shapes, **part_shapes(checkpoint.family, shapes)}

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from sparsepack.formats.artifact import Program
@@ -12,9 +13,10 @@ from sparsepack.formats.codecs.q4_k_fit import SUB
 from sparsepack.formats.containers.gguf.container import GgufArtifact
 from sparsepack.formats.packed import PackedModel
 from sparsepack.formats.stock import StockModel, stock_config, stock_of
-from sparsepack.formats.zigzag.layout import BASIS, RULE_VECTORS
+from sparsepack.formats.zigzag.layout import BASIS, ROUTER, RULE_VECTORS
 from sparsepack.formats.zigzag.reader import ModelReader
 from sparsepack.models.checkpoint.checkpoint import EMBEDDING, FINAL_NORM, HEAD, Checkpoint
+from sparsepack.models.families import MLP_SITES
 from sparsepack.models.records.sparse_attention import SparseAttention
 
 _OUTSIDE = {"token_embd.weight": EMBEDDING, "output_norm.weight": FINAL_NORM, "output.weight": HEAD}
@@ -46,14 +48,25 @@ class ZigzagArtifact(GgufArtifact):
         return not name.endswith(RULE_VECTORS)
 
     def decoded(self, name: str, first: int = 0, last: int | None = None) -> Tensor:
-        if len(self.tensors[name].shape) != 3:
+        dimensions = len(self.tensors[name].shape)
+        if dimensions < 3:
             return super().decoded(name, first, last)
+        if dimensions == 4:
+            numbers = range(*slice(first, last).indices(self.tensors[name].shape[0]))
+            return torch.stack([self._expert(name, number) for number in numbers])
         rows = self.logical_shape(name)[0]
         last = rows if last is None else min(last, rows)
         top = first // zigzag.BAND_ROWS
         blocks = self._blocks(name, top, zigzag.bands(last))
         top *= zigzag.BAND_ROWS
         return zigzag.unpack(blocks, min(rows - top, blocks.shape[0] * zigzag.BAND_ROWS))[first - top : last - top]
+
+    def _expert(self, name: str, number: int) -> Tensor:
+        """The logical weights of one expert: float32 [rows, columns]."""
+        _, bands, columns, _ = self.tensors[name].shape
+        return zigzag.unpack(
+            self.stored(name, number, number + 1).view(bands, columns, -1), self.logical_shape(name)[1]
+        )
 
     def _blocks(self, name: str, first: int, last: int) -> Tensor:
         """The bands [first, last): uint8 [bands, columns, 144]."""
@@ -70,6 +83,11 @@ class ZigzagArtifact(GgufArtifact):
             return checkpoint.norm(f"model.layers.{layer}.{checkpoint.family.norms[what]}.weight")
         if f"{what}.{part}" == BASIS and int(layer) in checkpoint.bases:
             return checkpoint.tensor(checkpoint.family.basis(int(layer)))
+        experts = checkpoint.family.experts
+        if f"{what}.{part}" == ROUTER and experts is not None:
+            return checkpoint.tensor(f"{checkpoint.family.block(layer)}.{experts.router}.weight")
+        if experts is not None and what in MLP_SITES:
+            return checkpoint.tensor(checkpoint.weight_names(int(layer), what)[0]) if part == "weight" else None
         if what in checkpoint.family.projections:
             weight, bias = checkpoint.stacked(int(layer), what)
             return bias if part == "bias" else weight
@@ -82,16 +100,19 @@ class ZigzagArtifact(GgufArtifact):
         grid.
         """
         for name, info in self.tensors.items():
-            rows = self.logical_shape(name)[0]
-            if len(info.shape) != 3 or rows % zigzag.BAND_ROWS == 0:
+            if len(info.shape) < 3:
                 continue
-            bands = info.shape[0]
-            last = zigzag.unpack(self._blocks(name, bands - 1, bands), zigzag.BAND_ROWS).view(-1, SUB, info.shape[1])
-            shared, held = divmod(rows % zigzag.BAND_ROWS, SUB)
-            step = last[shared].amax(0).clamp_min(0) - last[shared].amin(0).clamp_max(0)
-            step /= 10  # of 14 or 15 on the grid, to which dmin's rounding comes
-            if last[shared + (held > 0) :].any() or (held and (last[shared, held:].abs() > step).any()):
+            rows = self.logical_shape(name)[-2]
+            if rows % zigzag.BAND_ROWS and any(_rows_after(rows, blocks) for blocks in self._last_bands(name)):
                 yield f"{self.path}: {name}: rows after the {rows} logical ones are not zero; pack it again"
+
+    def _last_bands(self, name: str) -> Iterator[Tensor]:
+        """The last band of a matrix, or of each expert's: uint8 [1, columns, 144]."""
+        *experts, bands, columns, _ = self.tensors[name].shape
+        if not experts:
+            yield self._blocks(name, bands - 1, bands)
+        for expert in range(*experts) if experts else ():
+            yield self.stored(name, expert, expert + 1).view(bands, columns, -1)[-1:]
 
     def programs(self) -> Iterator[Program]:
         yield Program("sparsepack", True, "runs it, skipping inactive columns while decoding")
@@ -100,3 +121,12 @@ class ZigzagArtifact(GgufArtifact):
         )
         yield Program("llama.cpp", False, "unknown model architecture 'sparsepack'; pack as q4_k for it")
         yield Program("transformers", False, "unknown architecture; sparsepack gives it the dequantised weights")
+
+
+def _rows_after(rows: int, blocks: Tensor) -> bool:
+    """Whether a last band, of a matrix of so many logical rows, holds anything after them: uint8 [1, columns, 144]."""
+    last = zigzag.unpack(blocks, zigzag.BAND_ROWS).view(-1, SUB, blocks.shape[1])
+    shared, held = divmod(rows % zigzag.BAND_ROWS, SUB)
+    step = last[shared].amax(0).clamp_min(0) - last[shared].amin(0).clamp_max(0)
+    step /= 10  # of 14 or 15 on the grid, to which dmin's rounding comes
+    return bool(last[shared + (held > 0) :].any() or (held and (last[shared, held:].abs() > step).any()))

@@ -3,6 +3,9 @@
 from sparsepack.models.architecture import Architecture
 from sparsepack.models.families import FAMILIES
 
+ROUTER = "router.weight"
+"""The name of the matrix that chooses among the experts of a block's MLP, after the block's own."""
+
 NUMBERS = "sparsepack.architecture"
 
 BASIS = "basis.weight"
@@ -13,7 +16,8 @@ RULE_VECTORS = (".threshold", ".offset")
 
 
 def site_shapes(architecture: Architecture) -> dict[str, tuple[tuple[int, ...], int]]:
-    """For each site: output rows of its projections in stacking order, and input columns."""
+    """For each site: output rows of its projections in stacking order, and input columns; of an MLP with experts those
+    of each expert."""
     queries, keys = architecture.heads * architecture.head_dim, architecture.kv_heads * architecture.head_dim
     apart: dict[str, tuple[tuple[int, ...], int]] = {
         "attn_in": ((queries, keys, keys), architecture.hidden),

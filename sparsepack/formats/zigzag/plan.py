@@ -3,6 +3,8 @@
     token_embd.weight              [vocabulary, hidden]    Q8_0, Q6_K, Q4_K, F16, BF16 or F32
     blk.I.basis.weight             [hidden, hidden]        Q8_0 or F16, where the residual stream changes its basis
     blk.I.SITE.weight              [bands, columns, 256]   Q4_K in zigzag order; SITE: attn_in, attn_out, ...
+                                   [experts, bands, columns, 256]    of the MLP, where it is a mixture of experts
+    blk.I.router.weight            [experts, hidden]       F32, likewise
     blk.I.SITE.bias                [rows]                  F32, where the model has one
     blk.I.SITE.threshold           [1] or [columns]        F32, where the site is sparse
     blk.I.SITE.offset              [columns]               F32, where inactive channels take a value other than 0
@@ -41,12 +43,12 @@ from sparsepack.formats.manifest import make_manifest
 from sparsepack.formats.plan import PlannedGroup, PlannedTensor, PlanRequest, alone, manifest_shapes, tensors_of
 from sparsepack.formats.table import Format
 from sparsepack.formats.zigzag.artifact import ZigzagArtifact
-from sparsepack.formats.zigzag.layout import BASIS, NUMBERS, site_shapes
+from sparsepack.formats.zigzag.layout import BASIS, NUMBERS, ROUTER, site_shapes
 from sparsepack.models.architecture import Architecture
 from sparsepack.models.checkpoint.checkpoint import EMBEDDING, FINAL_NORM, HEAD, Checkpoint
 from sparsepack.models.checkpoint.gguf_config import OWN_CONFIG
 from sparsepack.models.checkpoint.source_files import chat_template, config_json
-from sparsepack.models.families import SITES
+from sparsepack.models.families import MLP_SITES, SITES
 from sparsepack.models.records.generation import GENERATION
 from sparsepack.models.records.rule import Rules, SiteRule
 from sparsepack.models.tokenizer.chat import CHAT_TEMPLATE
@@ -82,6 +84,8 @@ def plan(format: Format, checkpoint: Checkpoint, request: PlanRequest) -> GgufPl
 
     def block(architecture: Architecture, layer: int) -> Iterator[PlannedGroup]:
         for site in SITES:
+            if site == MLP_SITES[0]:
+                yield from _planned_router(checkpoint, layer)
             yield from planned_site(checkpoint, architecture, layer, site, request)
 
     return engine_plan(format, checkpoint, request, block)
@@ -168,15 +172,20 @@ def planned_site(
     rows, columns = checked_shape(checkpoint, architecture, layer, site)
 
     def weight() -> Tensor:
-        return zigzag.pack(stacked_on(device, checkpoint.projections(layer, site)))
+        stacked = stacked_on(device, checkpoint.projections(layer, site))
+        if experts is None:
+            return zigzag.pack(stacked)
+        return torch.stack([zigzag.pack(matrix) for matrix in stacked.view(experts.count, rows, columns)])
 
     def bias() -> Tensor:
         stacked = checkpoint.stacked_bias(layer, site)
         assert stacked is not None
         return encode_rows(stacked, "F32")
 
-    shape = (zigzag.bands(rows), columns, zigzag.BAND_ROWS)
-    planned = PlannedTensor(f"{name}.weight", shape, "Q4_K", logical=(rows, columns))
+    experts = architecture.experts if site in MLP_SITES else None
+    leading = () if experts is None else (experts.count,)
+    shape = (*leading, zigzag.bands(rows), columns, zigzag.BAND_ROWS)
+    planned = PlannedTensor(f"{name}.weight", shape, "Q4_K", logical=(*leading, rows, columns))
     yield alone(planned, request.encoded.get(planned.name, weight))
     projections = checkpoint.family.projections[site]
     if any(f"model.layers.{layer}.{projection}.bias" in checkpoint.source.shapes for projection in projections):
@@ -204,14 +213,24 @@ def encoded_matrix(weight: Tensor, inputs: Inputs | None) -> Tensor:
 
 
 def checked_shape(checkpoint: Checkpoint, architecture: Architecture, layer: int, site: str) -> tuple[int, int]:
-    """Rows and columns of a site's matrix; raises `PackingError` where they are not the configuration's."""
+    """Rows and columns of a site's matrix, or of an expert's there; raises `PackingError` where they are not the
+    configuration's."""
     parts, columns = site_shapes(architecture)[site]
-    expected, found = (sum(parts), columns), checkpoint.stacked_shape(site, layer)
+    experts = 1 if architecture.experts is None or site not in MLP_SITES else architecture.experts.count
+    expected, found = (experts * sum(parts), columns), checkpoint.stacked_shape(site, layer)
     if found != expected:
         raise PackingError(
             f"blk.{layer}.{site}: the weights are {found}, config.json means {expected}; is it this model's?"
         )
-    return expected
+    return sum(parts), columns
+
+
+def _planned_router(checkpoint: Checkpoint, layer: int) -> Iterator[PlannedGroup]:
+    experts = checkpoint.family.experts
+    if experts is not None:
+        source = f"{checkpoint.family.block(layer)}.{experts.router}.weight"
+        planned = PlannedTensor(f"blk.{layer}.{ROUTER}", checkpoint.source.shapes[source], "F32")
+        yield alone(planned, lambda: encode_rows(checkpoint.tensor(source), "F32"))
 
 
 def planned_vector(name: str, type: str, value: Tensor) -> PlannedGroup:
@@ -249,5 +268,7 @@ def _check_rules(checkpoint: Checkpoint, rules: Rules) -> None:
             raise PackingError(f"{name}: a threshold is NaN, expected a number; calibrate again")
         if rule.offset is not None and tuple(rule.offset.shape) != (columns,):
             raise PackingError(f"{name}: offset {list(rule.offset.shape)}, expected [{columns}]; calibrate again")
+        if rule.offset is not None and checkpoint.family.experts is not None and site in MLP_SITES:
+            raise PackingError(f"{name}: offsets, which experts have no place for; give thresholds without them")
         if rule.offset is not None and not rule.offset.isfinite().all():
             raise PackingError(f"{name}: an offset is not finite, expected a number; calibrate again")

@@ -13,14 +13,22 @@ from sparsepack.files.gguf import GgufFile, TensorInfo
 from sparsepack.files.stored import shown
 from sparsepack.formats.attention import sparse_attention_of
 from sparsepack.formats.codecs import zigzag
-from sparsepack.formats.codecs.matrices import ZIGZAG, PackedMatrix
+from sparsepack.formats.codecs.matrices import ZIGZAG, PackedExperts, PackedMatrix, decode_matrix
 from sparsepack.formats.config_check import check_config
 from sparsepack.formats.containers.gguf.container import ARCHITECTURE
-from sparsepack.formats.packed import DenseMlp, Mlp, PackedLayer, PackedModel, PackedSite
-from sparsepack.formats.zigzag.layout import BASIS, NUMBERS, norm_widths, site_shapes
-from sparsepack.models.architecture import ACTIVATIONS, Architecture
+from sparsepack.formats.packed import (
+    DenseMlp,
+    ExpertMlp,
+    Mlp,
+    PackedExpertsSite,
+    PackedLayer,
+    PackedModel,
+    PackedSite,
+)
+from sparsepack.formats.zigzag.layout import BASIS, NUMBERS, ROUTER, norm_widths, site_shapes
+from sparsepack.models.architecture import ACTIVATIONS, MOST_EXPERTS, Architecture
 from sparsepack.models.checkpoint.gguf_config import OWN_CONFIG
-from sparsepack.models.families import ATTENTION_SITES, MLP_SITES, PACKABLE
+from sparsepack.models.families import ATTENTION_SITES, FAMILIES, MLP_SITES, PACKABLE
 from sparsepack.models.records.generation import GENERATION, read_suggested
 from sparsepack.models.records.rule import SiteRule
 from sparsepack.models.tokenizer.chat import CHAT_TEMPLATE
@@ -78,7 +86,24 @@ class ModelReader:
 
     def mlp(self, layer: int) -> Mlp:
         """The MLP of a block."""
-        return DenseMlp(self.sites(layer, MLP_SITES))
+        experts = self.architecture.experts
+        if experts is None:
+            return DenseMlp(self.sites(layer, MLP_SITES))
+        router = self.rows_matrix(f"blk.{layer}.{ROUTER}", ("F32",), (experts.count, self.architecture.hidden))
+        shapes = site_shapes(self.architecture)
+        sites = {site: self.experts_site(f"blk.{layer}.{site}", experts.count, *shapes[site]) for site in MLP_SITES}
+        return ExpertMlp(decode_matrix(router).clone(), experts.used, experts.normalised, sites)
+
+    def experts_site(self, name: str, experts: int, parts: tuple[int, ...], columns: int) -> PackedExpertsSite:
+        """A site of so many experts."""
+        rows, bands = sum(parts), zigzag.bands(sum(parts))
+        info = self.take(f"{name}.weight", ("Q4_K",), (experts, bands, columns, zigzag.BAND_ROWS))
+        self.check_logical(info.name, experts, rows, columns)
+        matrix = PackedExperts(self.mapped(info).view(experts, bands, columns, -1), rows, columns)
+        rule = self.rule(name, columns)
+        if rule is not None and rule.offset is not None:
+            raise self.wrong(f"{name} has offsets, which experts have no place for")
+        return PackedExpertsSite(matrix, rule, parts)
 
     def norms(self, layer: int) -> dict[str, Tensor]:
         """The norms of a block."""
@@ -140,10 +165,10 @@ class ModelReader:
             warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
             return torch.from_numpy(self.file.bytes(info.name))
 
-    def check_logical(self, name: str, rows: int, columns: int) -> None:
+    def check_logical(self, name: str, *expected: int) -> None:
         shape = self.manifest["tensors"].get(name, {}).get("shape")
-        if shape != [rows, columns]:
-            raise self.wrong(f"the manifest gives {name} the logical shape {shape}, expected {[rows, columns]}")
+        if shape != list(expected):
+            raise self.wrong(f"the manifest gives {name} the logical shape {shape}, expected {list(expected)}")
 
     def text(self, key: str) -> str:
         value = self.file.metadata.get(key)
@@ -213,6 +238,7 @@ def _check_numbers(architecture: Architecture, tensors: int) -> None:
         raise ValueError(f"activation {str(architecture.activation)[:60]!r}, expected one of {', '.join(ACTIVATIONS)}")
     if not isinstance(architecture.model_type, str) or architecture.model_type not in PACKABLE:
         raise ValueError(f"model type {str(architecture.model_type)[:60]!r}, expected one of {', '.join(PACKABLE)}")
+    _check_experts(architecture)
     windows = len(architecture.sliding_windows)
     if architecture.layers > tensors or windows != architecture.layers:
         raise ValueError(f"{architecture.layers} layers, {tensors} tensors, {windows} sliding windows")
@@ -221,3 +247,18 @@ def _check_numbers(architecture: Architecture, tensors: int) -> None:
             f"{architecture.heads} heads, {architecture.kv_heads} of keys, {len(architecture.inv_freq)} frequencies "
             f"for heads of {architecture.head_dim}"
         )
+
+
+def _check_experts(architecture: Architecture) -> None:
+    """Raise ValueError where the numbers of experts could not be a model's."""
+    experts = architecture.experts
+    if (experts is None) != (FAMILIES[architecture.model_type].experts is None):
+        raise ValueError(f"experts {str(experts)[:60]} in a {architecture.model_type} model")
+    if experts is None:
+        return
+    if type(experts.count) is not int or not 1 <= experts.count <= MOST_EXPERTS:
+        raise ValueError(f"{str(experts.count)[:60]} experts, expected 1 to {MOST_EXPERTS}")
+    if type(experts.used) is not int or not 1 <= experts.used <= experts.count:
+        raise ValueError(f"{str(experts.used)[:60]} experts for a token, expected 1 to {experts.count}")
+    if type(experts.normalised) is not bool:
+        raise ValueError("experts.normalised is neither true nor false")

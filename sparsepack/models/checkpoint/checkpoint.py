@@ -19,7 +19,15 @@ import torch
 from sparsepack.errors import CheckpointError
 from sparsepack.files.gguf import GgufFile, read_gguf
 from sparsepack.files.stored import Count, Stored, checked, shown
-from sparsepack.models.architecture import Architecture, architecture_of, token_ids
+from sparsepack.models.architecture import (
+    Architecture,
+    ExpertNumbers,
+    architecture_of,
+    expert_numbers,
+    token_ids,
+    token_weights,
+)
+from sparsepack.models.checkpoint.experts import ExpertsSource
 from sparsepack.models.checkpoint.gguf_config import gguf_config
 from sparsepack.models.checkpoint.saved_copy import METHOD, is_saved_copy, told_of_copy
 from sparsepack.models.checkpoint.segmented_config import stock_values
@@ -101,8 +109,13 @@ class Checkpoint:
         return torch.cat(self.projections(layer, site)), self.stacked_bias(layer, site)
 
     def projections(self, layer: int, site: str) -> list[torch.Tensor]:
-        """The matrices of a site one by one, in the order in which they are stacked."""
-        return [self.tensor(f"{name}.weight") for name in self._projection_names(layer, site)]
+        """The matrices of a site one by one, in the order in which they are stacked; those of all experts are one."""
+        return [self.tensor(name).flatten(0, -2) for name in self.weight_names(layer, site)]
+
+    def weight_names(self, layer: int, site: str) -> list[str]:
+        """The names of the tensors of a site, in the order in which they are stacked."""
+        block = self.family.block(layer)
+        return [f"{block}.{self.family.weight(projection)}" for projection in self.family.projections[site]]
 
     def gate_and_up(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The gate's and up's rows of `mlp_in`, each [intermediate, hidden], however the family stores them."""
@@ -128,8 +141,12 @@ class Checkpoint:
 
     def stacked_shape(self, site: str, layer: int = 0) -> tuple[int, int]:
         """(rows, columns) of a site's stacked matrix, without reading it."""
-        shapes = [self.source.shapes[f"{name}.weight"] for name in self._projection_names(layer, site)]
-        return sum(shape[0] for shape in shapes), shapes[0][1]
+        shapes = [self.source.shapes[name] for name in self.weight_names(layer, site)]
+        return sum(math.prod(shape[:-1]) for shape in shapes), shapes[0][-1]
+
+    def token_weights(self, site: str, layer: int = 0) -> int:
+        """How many weights of a site a token has to do with, were nothing skipped: all, but of experts those it has."""
+        return token_weights(self.config, self.source.shapes, layer, site)
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -220,6 +237,8 @@ def open_checkpoint(name: str | Path) -> Checkpoint:
         config.tie_word_embeddings = HEAD not in source.shapes
     else:
         source = SafetensorsSource(path, family.decoder, part)
+    if (experts := _expert_numbers(config, name)) is not None:
+        source = ExpertsSource(source, family, experts.count, name)
     shown_name = name.encode("utf-8", "replace").decode()  # the system's names need not be text
     checkpoint = Checkpoint(shown_name, path, config, family, source, bases)
     _check_understood(checkpoint)
@@ -314,6 +333,13 @@ def check_sizes(config: Any, name: str) -> None:
     head = getattr(config, "head_dim", None)
     if head is not None and (type(head) is not int or not 1 <= head < 2**31):
         raise CheckpointError(f"{name}: head_dim is {str(head)[:60]}; expected a whole number from 1 to {2**31 - 1}")
+
+
+def _expert_numbers(config: Any, name: str) -> ExpertNumbers | None:
+    try:
+        return expert_numbers(config)
+    except CheckpointError as error:
+        raise CheckpointError(f"{name}: {error}") from error
 
 
 def _packed_already(name: str) -> CheckpointError:

@@ -14,7 +14,7 @@ import numpy as np
 from sparsepack.errors import CheckpointError
 from sparsepack.files.gguf import GgufFile
 from sparsepack.files.stored import shown
-from sparsepack.models.families import FAMILIES, Family
+from sparsepack.models.families import FAMILIES, Experts, Family
 
 OWN_CONFIG = "sparsepack.config"
 """The config.json that sparsepack puts into the GGUFs it writes."""
@@ -45,13 +45,20 @@ def gguf_config(file: GgufFile, name: str) -> Any:
             ) from error
     kind = file.metadata.get("general.architecture")
     families = [family for family in FAMILIES.values() if family.gguf]
-    model_type = next((family.model_type for family in families if family.gguf == kind), None)
-    if model_type is None:
+    mixture = f"{kind}.expert_count" in file.metadata
+    of_kind = (one for one in families if one.gguf == kind and (one.experts is not None) == mixture)
+    family = next(of_kind, None)
+    if family is None:
         known = sorted({family.gguf for family in families})
-        raise CheckpointError(f"{name}: a GGUF of architecture {str(kind)[:60]!r}; expected one of {', '.join(known)}")
+        with_experts = " with experts" * mixture
+        raise CheckpointError(
+            f"{name}: a GGUF of architecture {str(kind)[:60]!r}{with_experts}; expected one of {', '.join(known)}"
+        )
     try:
-        values = _values(file, f"{kind}.", FAMILIES[model_type])
-        config = AutoConfig.for_model(model_type, **values)
+        values = _values(file, f"{kind}.", family)
+        if family.experts is not None:
+            values |= _expert_values(file, f"{kind}.", family, family.experts)
+        config = AutoConfig.for_model(family.model_type, **values)
     except KeyError as error:
         raise CheckpointError(f"{name}: the key {error} is missing; convert the model again") from error
     except Exception as error:  # transformers checks fields in several ways, each with its own kind
@@ -97,6 +104,16 @@ def _values(file: GgufFile, prefix: str, family: Family) -> dict[str, Any]:
         "bos_token_id": file.metadata.get(f"{tokenizer}bos_token_id"),
         "eos_token_id": file.metadata.get(f"{tokenizer}eos_token_id"),
         "pad_token_id": file.metadata.get(f"{tokenizer}padding_token_id"),
+    }
+
+
+def _expert_values(file: GgufFile, prefix: str, family: Family, experts: Experts) -> dict[str, Any]:
+    width = file.metadata.get(f"{prefix}expert_feed_forward_length", file.metadata[f"{prefix}feed_forward_length"])
+    return {
+        family.fields.get("intermediate_size", "intermediate_size"): width,
+        experts.count: file.metadata[f"{prefix}expert_count"],
+        "num_experts_per_tok": file.metadata[f"{prefix}expert_used_count"],
+        **({experts.normalised: experts.gguf_normalised} if experts.normalised else {}),
     }
 
 

@@ -10,13 +10,16 @@ _OUTSIDE = {
     "output.weight": "lm_head.weight",
 }
 
+ROUTER = "ffn_gate_inp"
+"""llama.cpp's name of what chooses among experts, which it never quantises."""
 
 ROTARY_FACTORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
 """llama.cpp divides rotary frequencies by these: in all texts, or in short and in long ones."""
 
 
 def gguf_names(family: Family, layers: int) -> dict[str, str]:
-    """llama.cpp name -> Hugging Face name, of every tensor that a model of the family may have."""
+    """llama.cpp name -> Hugging Face name, of every tensor that a model of the family may have; those of experts
+    are the parts that `checkpoint.experts` has."""
     names = dict(_OUTSIDE)
     for layer in range(layers):
         for ours, theirs in family.gguf_parts.items():

@@ -19,6 +19,7 @@ from sparsepack.models.own_code import STOCK_ALONE
 from sparsepack.models.stock.ahead import BlocksAhead
 from sparsepack.models.stock.attention import Watcher, watched_attention
 from sparsepack.models.stock.basis import add_basis
+from sparsepack.models.stock.experts import ONE_BY_ONE
 from sparsepack.models.stock.skeleton import single_layer
 from sparsepack.models.stock.whole import backbone_of
 from sparsepack.progress import say
@@ -186,7 +187,8 @@ class BlockStream:
         config, family = single_layer(self.source.config, layer), self.source.family
         config.dtype = self.dtype
         with torch.device("meta"):
-            backbone = backbone_of(AutoModel.from_config(config, attn_implementation=self._attention, **STOCK_ALONE))
+            how = {"attn_implementation": self._attention, "experts_implementation": ONE_BY_ONE}
+            backbone = backbone_of(AutoModel.from_config(config, **how, **STOCK_ALONE))
         if layer in self.source.bases:
             add_basis(backbone.layers[0], config.hidden_size)
         backbone.eval().requires_grad_(False)

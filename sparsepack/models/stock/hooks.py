@@ -7,11 +7,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from sparsepack.models.families import SITES, Family
+from sparsepack.models.families import MLP_MID, MLP_SITES, SITES, Family
+from sparsepack.models.stock.experts import ExpertsWatch, watched_experts
 
 SiteFunction = Callable[[int, str, torch.Tensor], torch.Tensor | None]
 """The function takes (layer, site, x [B, S, columns]) and returns the vector to use in place of x, or None to leave x
-as it is."""
+as it is. Of experts, x is at mlp_in what all of them are given, and at mlp_mid [B, S, used, columns]: what enters the
+down matrices of those that a token has."""
 
 
 @contextmanager
@@ -21,16 +23,23 @@ def site_hooks(blocks: Sequence[tuple[int, nn.Module]], family: Family, function
     The projections of a site share their input, so the function runs on the first and its answer serves the rest. Some
     stock blocks join rows and positions before their MLP; the function sees them apart at every site.
     """
-    handles = []
+    handles, watches = [], []
     for layer, block in blocks:
         shape: list[int] = []  # B and S, as the first site of a block shows them in each pass
         for site, names in family.projections.items():
             memory: dict[str, Any] = {}
-            for position, name in enumerate(names):
+            modules = names
+            if family.experts is not None and site in MLP_SITES:
+                modules = (family.experts.module,) if site != MLP_MID else ()
+            for position, name in enumerate(modules):
                 hook = _hook(layer, site, function, memory, shape, first=position == 0)
                 handles.append(block.get_submodule(name).register_forward_pre_hook(hook))
+        if family.experts is not None:
+            watch = ExpertsWatch(middle=_middle(layer, function, shape))
+            watches.append((block.get_submodule(family.experts.module), watch))
     try:
-        yield
+        with watched_experts(watches):
+            yield
     finally:
         for handle in handles:
             handle.remove()
@@ -49,6 +58,32 @@ def stream_hooks(block: nn.Module, family: Family, function: Callable[[torch.Ten
     finally:
         for handle in handles:
             handle.remove()
+
+
+@contextmanager
+def routing_hooks(block: nn.Module, family: Family, function: Callable[[torch.Tensor], None]) -> Iterator[None]:
+    """Call `function` with the experts that each token of a block has, int64 [B, S, used]; never, for a family without
+    experts."""
+    if family.experts is None:
+        yield
+        return
+    shape: list[int] = []
+    first = block.get_submodule(family.projections[SITES[0]][0])
+    handle = first.register_forward_pre_hook(lambda _, inputs: shape.__setitem__(slice(None), inputs[0].shape[:-1]))
+    watch = ExpertsWatch(routed=lambda chosen: function(chosen.reshape(*shape, chosen.shape[-1])))
+    try:
+        with watched_experts([(block.get_submodule(family.experts.module), watch)]):
+            yield
+    finally:
+        handle.remove()
+
+
+def _middle(layer: int, function: SiteFunction, shape: list[int]) -> Callable[[torch.Tensor], torch.Tensor | None]:
+    def middle(x: torch.Tensor) -> torch.Tensor | None:
+        answer = function(layer, MLP_MID, x.reshape(*shape, *x.shape[1:]))
+        return None if answer is None else answer.reshape(x.shape)
+
+    return middle
 
 
 def _hook(layer: int, site: str, function: SiteFunction, memory: dict[str, Any], shape: list[int], first: bool) -> Any:

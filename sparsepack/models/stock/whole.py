@@ -11,6 +11,7 @@ from sparsepack.models.checkpoint.checkpoint import HEAD, Checkpoint
 from sparsepack.models.families import FAMILIES
 from sparsepack.models.own_code import STOCK_ALONE
 from sparsepack.models.stock.basis import add_basis
+from sparsepack.models.stock.experts import ONE_BY_ONE
 
 
 def build_model(
@@ -28,7 +29,9 @@ def build_model(
 
     with torch.device("meta"):
         attention = FAMILIES[config.model_type].attention
-        model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=dtype, **STOCK_ALONE)
+        model = AutoModelForCausalLM.from_config(
+            config, attn_implementation=attention, experts_implementation=ONE_BY_ONE, dtype=dtype, **STOCK_ALONE
+        )
     backbone = backbone_of(model)
     for layer in bases:
         add_basis(backbone.layers[layer], config.hidden_size)

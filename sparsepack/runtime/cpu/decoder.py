@@ -10,14 +10,15 @@ import torch
 from torch import Tensor
 
 from sparsepack.errors import UserError
-from sparsepack.formats.mlp_kinds import DENSE, NEURONS, MlpKind
-from sparsepack.formats.packed import DenseMlp, NeuronMlp, PackedModel, PackedSite
-from sparsepack.models.families import ATTENTION_SITES, SITES
+from sparsepack.formats.codecs.matrices import PackedMatrix
+from sparsepack.formats.mlp_kinds import DENSE, EXPERTS, NEURONS, MlpKind
+from sparsepack.formats.packed import DenseMlp, ExpertMlp, NeuronMlp, PackedModel, PackedSite
+from sparsepack.models.families import ATTENTION_SITES, MLP_SITES, SITES
 from sparsepack.progress import counted
 from sparsepack.runtime.backends import backend_named
 from sparsepack.runtime.cpu.dispatch import instruction_set, native
 from sparsepack.runtime.cpu.kv_cache import NativeKvCache, vector
-from sparsepack.runtime.cpu.operations import ROW_TYPES, load_neurons, load_rows, load_zigzag
+from sparsepack.runtime.cpu.operations import ROW_TYPES, load_experts, load_neurons, load_rows, load_zigzag
 from sparsepack.runtime.decoder import among_all, attention_of, stepped
 from sparsepack.runtime.hold import Hold
 from sparsepack.runtime.kv_cache import AttentionShape
@@ -190,4 +191,23 @@ def _add_neurons(builder: Any, mlp: NeuronMlp, threads: int) -> None:
     builder.set_neurons(load_neurons(mlp.records))
 
 
-_ADD_MLP: Mapping[MlpKind, Callable[[Any, Any, int], None]] = {DENSE: _add_dense, NEURONS: _add_neurons}
+def _add_experts(builder: Any, mlp: ExpertMlp, threads: int) -> None:
+    router = mlp.router.contiguous()
+    into, mid = (mlp.sites[name] for name in MLP_SITES)
+    limits = [None if site.rule is None else vector(site.rule.limits) for site in (into, mid)]
+    builder.set_experts(
+        router=load_rows(PackedMatrix(router.view(torch.uint8), "F32", *router.shape)),
+        used=mlp.used,
+        normalised=mlp.normalised,
+        mlp_in=load_experts(into.matrix, threads),
+        mlp_in_threshold=limits[0],
+        mlp_mid=load_experts(mid.matrix, threads),
+        mlp_mid_threshold=limits[1],
+    )
+
+
+_ADD_MLP: Mapping[MlpKind, Callable[[Any, Any, int], None]] = {
+    DENSE: _add_dense,
+    NEURONS: _add_neurons,
+    EXPERTS: _add_experts,
+}

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sparsepack.formats.codecs.matrices import ZIGZAG, PackedMatrix
+from sparsepack.formats.codecs.matrices import ZIGZAG, PackedExperts, PackedMatrix
 from sparsepack.runtime.backends import backend_named
 from sparsepack.runtime.cpu.dispatch import instruction_set, native, operations
 from sparsepack.runtime.cpu.kv_cache import NativeKvCache
@@ -41,6 +41,12 @@ def load_zigzag(matrix: PackedMatrix, device: torch.device | str = "cpu", thread
     backend_named("cpu").check_device(device)
     config = tile_config((matrix.rows, matrix.columns), threads or torch.get_num_threads())
     return operations().load_zigzag(matrix.blocks.contiguous().numpy(), matrix.rows, config.span, config.tile)
+
+
+def load_experts(matrix: PackedExperts, threads: int | None = None) -> Any:
+    """The same for the matrices of all experts of a site, side by side in one piece of memory."""
+    config = tile_config((matrix.rows, matrix.columns), threads or torch.get_num_threads())
+    return operations().load_experts(matrix.blocks.contiguous().numpy(), matrix.rows, config.span, config.tile)
 
 
 def load_rows(matrix: PackedMatrix, device: torch.device | str = "cpu") -> Any:

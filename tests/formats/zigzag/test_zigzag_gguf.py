@@ -288,7 +288,12 @@ FORGED = {
     "many layers": (lambda v, t: (edited(v, NUMBERS, layers=10**12), t), "layers 10000*0, expected"),
     "words for numbers": (lambda v, t: (edited(v, NUMBERS, inv_freq=["x"] * 32), t), "something else than numbers"),
     "words for windows": (lambda v, t: (edited(v, NUMBERS, sliding_windows=["x", 0]), t), "something else than integ"),
-    "unknown number": (lambda v, t: (edited(v, NUMBERS, experts=8), t), "experts"),
+    "unknown number": (lambda v, t: (edited(v, NUMBERS, mysteries=8), t), "mysteries"),
+    "experts that are no numbers": (lambda v, t: (edited(v, NUMBERS, experts=8), t), "experts are 8, expected"),
+    "experts of a dense model": (
+        lambda v, t: (edited(v, NUMBERS, experts={"count": 8, "used": 2, "normalised": True}), t),
+        "in a llama model",
+    ),
     "a vector of no format": (
         lambda v, t: (v, [*t, named(t[-2], "blk.0.attention.heavy_channels")]),
         "the tensor blk.0.attention.heavy_channels is not understood",

@@ -87,6 +87,8 @@ def architecture_keys(architecture: Architecture, config: Any) -> tuple[dict[str
         "rope.dimension_count": u32(2 * len(architecture.inv_freq)),
         "vocab_size": u32(architecture.vocabulary),
     }
+    if architecture.experts is not None:
+        keys |= _expert_keys(architecture, config, kind)
     window = max(architecture.sliding_windows, default=0)
     if runs.caps:
         keys["attn_logit_softcapping"] = f32(architecture.attention_cap)
@@ -118,6 +120,24 @@ def architecture_keys(architecture: Architecture, config: Any) -> tuple[dict[str
         keys["rope.freq_base_swa"] = f32(local["rope_theta"])
     keys |= _rotary_keys(architecture, rope, kind)
     return {f"{kind}.{key}": value for key, value in keys.items()}, notes
+
+
+def _expert_keys(architecture: Architecture, config: Any, kind: str) -> dict[str, KeyValue]:
+    numbers, of_family = architecture.experts, FAMILIES[architecture.model_type].experts
+    assert numbers is not None
+    assert of_family is not None
+    if numbers.normalised != of_family.gguf_normalised:
+        does = "makes the weights of the chosen experts add up to one"
+        raise PackingError(
+            f"{of_family.normalised} {str(numbers.normalised).lower()}: llama.cpp "
+            f"{'always' if of_family.gguf_normalised else 'never'} {does} in {kind} models; {_INSTEAD}"
+        )
+    return {
+        "expert_count": u32(numbers.count),
+        "expert_used_count": u32(numbers.used),
+        "expert_feed_forward_length": u32(architecture.intermediate),
+        "feed_forward_length": u32(config.intermediate_size),
+    }
 
 
 def rotary_factors(architecture: Architecture, config: Any) -> dict[str, torch.Tensor]:

@@ -66,6 +66,23 @@ public:
         model_.owners.push_back(std::move(records));
     }
 
+    // Sets the experts of the last layer: sites MLP_IN and MLP_MID of each, with the thresholds that they share.
+    void set_experts(std::shared_ptr<RowsMatrix> router, int32_t used, bool normalised,
+                     std::shared_ptr<ExpertsMatrix> in, std::optional<Vector> in_threshold,
+                     std::shared_ptr<ExpertsMatrix> mid, std::optional<Vector> mid_threshold) {
+        if (model_.layers.empty()) throw std::invalid_argument("no layer");
+        size_t count = size_t(router->view.rows);
+        if (in->views.size() != count || mid->views.size() != count)
+            throw std::invalid_argument("experts: expected a matrix for each row of the router");
+        Layer& layer = model_.layers.back();
+        layer.sites[MLP_IN] = {in->views.data(), {}, copied(in_threshold), {}, {}};
+        layer.sites[MLP_MID] = {mid->views.data(), {}, copied(mid_threshold), {}, {}};
+        layer.experts = Experts{&router->view, used, normalised, in->views.data(), mid->views.data()};
+        model_.owners.push_back(std::move(router));
+        model_.owners.push_back(std::move(in));
+        model_.owners.push_back(std::move(mid));
+    }
+
     // Sets what the last layer begins with.
     void set_basis(std::shared_ptr<RowsMatrix> matrix) {
         if (model_.layers.empty()) throw std::invalid_argument("no layer");
@@ -207,6 +224,8 @@ void bind_decoder(nb::module_& m) {
         .def("set_site", &Builder::set_site, "number"_a, "matrix"_a, "bias"_a.none(), "threshold"_a.none(),
              "offset"_a.none())
         .def("set_neurons", &Builder::set_neurons, "records"_a)
+        .def("set_experts", &Builder::set_experts, nb::kw_only(), "router"_a, "used"_a, "normalised"_a, "mlp_in"_a,
+             "mlp_in_threshold"_a.none(), "mlp_mid"_a, "mlp_mid_threshold"_a.none())
         .def("set_basis", &Builder::set_basis, "matrix"_a)
         .def("set_embedding", &Builder::set_embedding, "bytes"_a, "columns"_a, "type"_a)
         .def("set_output", &Builder::set_output, "matrix"_a, "norm"_a)

@@ -51,6 +51,17 @@ public:
         return repack_zigzag(blocks.data(), rows, columns, span, tile, pool_);
     }
 
+    ExpertsMatrix load_experts(Array<const uint8_t, 4> blocks, int64_t rows, int32_t span, int32_t tile) {
+        int64_t columns = blocks.shape(2);
+        expect(blocks.shape(3) == sizeof(Q4KBlock), "blocks: expected [experts, bands, columns, 144]");
+        expect(blocks.shape(0) > 0 && rows > 0 && columns > 0, "no experts, or without rows or columns");
+        expect((int64_t)blocks.shape(1) == (rows + BAND_ROWS - 1) / BAND_ROWS, "blocks: too few or too many bands");
+        expect(span >= 1 && span <= MAX_SPAN, "span: expected 1 to 16");
+        expect_tile(tile);
+        std::lock_guard<std::mutex> lock(mutex_);
+        return repack_experts(blocks.data(), blocks.shape(0), rows, columns, span, tile, pool_);
+    }
+
     void unpack_zigzag(const ZigzagMatrix& m, Array<uint8_t, 3> blocks) {
         expect((int64_t)blocks.shape(0) == m.view.bands && (int64_t)blocks.shape(1) == m.view.columns &&
                    blocks.shape(2) == sizeof(Q4KBlock),
@@ -217,6 +228,9 @@ void bind_operations(nb::module_& m) {
     m.def(
         "give_back", [](Array<const uint8_t, 1> bytes) { return give_back(bytes.data(), bytes.shape(0)); }, "bytes"_a,
         Released());
+    nb::class_<ExpertsMatrix>(m, "ExpertsMatrix")
+        .def_prop_ro("experts", [](const ExpertsMatrix& m) { return m.views.size(); })
+        .def_prop_ro("bytes", [](const ExpertsMatrix& m) { return m.memory.bytes(); });
     nb::class_<ZigzagMatrix>(m, "ZigzagMatrix")
         .def_prop_ro("rows", [](const ZigzagMatrix& m) { return m.view.rows; })
         .def_prop_ro("columns", [](const ZigzagMatrix& m) { return m.view.columns; })
@@ -241,6 +255,7 @@ void bind_operations(nb::module_& m) {
     nb::class_<Operations>(m, "Operations")
         .def(nb::init<const std::string&, int>(), "instruction_set"_a, "threads"_a)
         .def("load_zigzag", &Operations::load_zigzag, "blocks"_a, "rows"_a, "span"_a, "tile"_a, Released())
+        .def("load_experts", &Operations::load_experts, "blocks"_a, "rows"_a, "span"_a, "tile"_a, Released())
         .def("unpack_zigzag", &Operations::unpack_zigzag, "matrix"_a, "blocks"_a, Released())
         .def("load_rows", &Operations::load_rows, "data"_a, "columns"_a, "type"_a, Released())
         .def("unpack_rows", &Operations::unpack_rows, "matrix"_a, "data"_a, Released())

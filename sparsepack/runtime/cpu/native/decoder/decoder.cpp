@@ -21,6 +21,19 @@ void check_site(const Site& site, int64_t rows, int64_t columns, const std::stri
     expect(site.offset.empty() || limits, name + ": offset without threshold");
 }
 
+void check_experts(const Experts& e, const Shape& s, const std::string& name) {
+    expect(e.router->type == F32 && e.router->columns == s.hidden, name + ": router of another shape or type");
+    expect(e.used >= 1 && e.used <= e.count(), name + ": more experts for a token than there are");
+    for (const Zigzag* of_site : {e.in, e.mid}) {
+        for (int32_t i = 1; i < e.count(); ++i) {
+            const Zigzag &one = of_site[0], &other = of_site[i];
+            expect(one.rows == other.rows && one.columns == other.columns && one.span == other.span &&
+                       one.tile == other.tile,
+                   name + ": experts of different shapes");
+        }
+    }
+}
+
 void check_layer(const Layer& layer, const Shape& s, const AttentionShape& a, const std::string& name) {
     check_site(layer.sites[ATTN_IN], a.qkv_rows(), s.hidden, name + " attn_in");
     check_site(layer.sites[ATTN_OUT], s.hidden, a.q_rows(), name + " attn_out");
@@ -30,6 +43,8 @@ void check_layer(const Layer& layer, const Shape& s, const AttentionShape& a, co
         expect(layer.neurons->count == s.intermediate, name + ": another number of neurons");
         expect(neuron_hidden(layer.neurons) == s.hidden, name + ": neurons of another width");
     } else {
+        if (layer.experts) check_experts(*layer.experts, s, name);
+        expect(!layer.experts || layer.mlp_post_norm.empty(), name + ": experts with a norm after them");
         check_site(layer.sites[MLP_IN], 2 * int64_t(s.intermediate), s.hidden, name + " mlp_in");
         check_site(layer.sites[MLP_MID], s.hidden, s.intermediate, name + " mlp_mid");
     }
@@ -78,7 +93,12 @@ Decoder::Decoder(Model model, const Kernels& kernels, int threads)
       k_(kernels),
       pool_(threads) {
     int64_t columns = std::max({s_.hidden, s_.intermediate, a_.q_rows()}), padded[2] = {0, 0};
-    int64_t texts = int64_t(model_.caches.size());
+    int64_t texts = int64_t(model_.caches.size()), experts = 0, used = 1;
+    for (const Layer& layer : model_.layers) {
+        if (!layer.experts) continue;
+        experts = std::max<int64_t>(experts, layer.experts->count());
+        used = std::max<int64_t>(used, layer.experts->used);
+    }
     for (Layer& layer : model_.layers) {
         for (int number = 0; number < SITES; ++number) {
             Site& site = layer.sites[number];
@@ -90,6 +110,10 @@ Decoder::Decoder(Model model, const Kernels& kernels, int threads)
             site.sparse_bias = sparse_bias(site, k_);
             const Zigzag& m = *site.matrix;
             int64_t room = gemv_slices(m, int32_t(m.columns), threads) * gemv_stride(m);
+            if (layer.experts && number >= MLP_IN) {
+                int32_t used = layer.experts->used;
+                room = std::max(room, used * gemv_slices(m, int32_t(m.columns), threads, used) * gemv_stride(m));
+            }
             if (texts > 1) room = std::max(room, matmul_slices(m, int32_t(m.columns), threads) * texts * m.rows);
             padded[number & 1] = std::max(padded[number & 1], room);
         }
@@ -101,12 +125,19 @@ Decoder::Decoder(Model model, const Kernels& kernels, int threads)
     sum_ = Buffer<float>(s_.hidden);
     changed_ = Buffer<float>(s_.hidden);
     attn_output_ = Buffer<float>(a_.q_rows());
-    middle_ = Buffer<float>(s_.intermediate);
+    middle_ = Buffer<float>(used * s_.intermediate);
+    if (experts) {
+        routed_ = Buffer<float>(experts);
+        expert_lists_ = Buffer<int32_t>(used * (int64_t(s_.intermediate) + 16));
+        expert_counts_ = Buffer<int32_t>(16 * used);
+        starts_ = Buffer<int32_t>(experts + 1);
+    }
     listed_ = Buffer<int32_t>(columns + 16 * threads);
     active_in_any_ = Buffer<uint8_t>(texts > 1 ? columns : 0);
     counts_ = Buffer<int32_t>(16 * threads);
     scratch_.resize(threads);
     for (Scratch& own : scratch_) {
+        own.chosen.resize(used), own.weights.resize(used), own.products.resize(used);
         own.x = Buffer<float>(s_.hidden);
         own.normed = Buffer<float>(s_.hidden);
         own.d = Buffer<float>(columns);

@@ -5,7 +5,9 @@
 //     per block:  [change of basis |] attn_in product | attention | attn_out product | mlp_in product | gate * up | mlp_mid product
 //     at the end: the output matrix
 //
-// Where an MLP is stored by neurons, its last three phases are: gate product | active neurons | their records.
+// Where an MLP is stored by neurons, its last three phases are: gate product | active neurons | their records. Where it is
+// a mixture of experts, they are: router | all mlp_in products of the chosen ones | gate * up | all their mlp_mid products
+// (decoder/experts.cpp).
 //
 // A token of each of several texts has the same phases (decoder/several.cpp); a product then reads the columns that are
 // active in any of the texts, once for all of them. One text has the same bits whatever room there is for others.
@@ -22,6 +24,7 @@
 #include "threads/products.h"
 
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -47,12 +50,23 @@ struct Site {
     std::vector<float> sparse_bias;  // what its sparse product lacks: bias + W offset; made by the decoder
 };
 
+// An MLP that is a mixture of experts. Its sites have what the experts share, and the matrix of the first one.
+struct Experts {
+    const Rows* router;      // F32 [experts, hidden]
+    int32_t used;            // experts that a token has
+    bool normalised;         // the weights of these are made to add up to one
+    const Zigzag *in, *mid;  // of each expert, all of one shape
+
+    int32_t count() const { return int32_t(router->rows); }
+};
+
 struct Layer {
     Site sites[SITES];
     std::vector<float> attn_norm, mlp_norm;
     std::vector<float> attn_post_norm, mlp_post_norm;  // of what attention and MLP add; empty: it is not normed
     const Neurons* neurons = nullptr;                  // then MLP_IN is the gate alone, and MLP_MID nothing
-    const Rows* basis = nullptr;                       // [hidden, hidden]: the block begins with x = basis x
+    std::optional<Experts> experts;
+    const Rows* basis = nullptr;  // [hidden, hidden]: the block begins with x = basis x
 };
 
 struct Model {
@@ -99,6 +113,9 @@ private:
         Buffer<float> x, normed, d, heads, attention, limits;
         Buffer<int32_t> indices;
         Buffer<uint8_t> neuron_input;
+        std::vector<int32_t> chosen;  // experts of a token
+        std::vector<float> weights;   // of these
+        std::vector<Product> products;
         std::vector<int64_t> skipped;  // weights, of each text of a step, where a share is held
     };
     // The input of a product: the active columns of x.
@@ -159,6 +176,12 @@ private:
     Sums neurons(const Input& gate, const float* x, int layer, bool sparse, int thread);
     void neuron_rows(int layer, int32_t first, int32_t last, int32_t positions);
 
+    // decoder/experts.cpp
+    void choose(const Experts& experts, const float* logits, int32_t* chosen, float* weights) const;
+    Sums experts(const float* x, int layer, bool sparse, int32_t text, int thread, int64_t read[2]);
+    void experts_several(int layer, int32_t texts, bool sparse, int thread);
+    void expert_rows(int layer, int32_t first, int32_t last, int32_t positions, int thread);
+
     // decoder/prefill.cpp
     void grow_wide(int64_t positions);
     void prefill_together(const int64_t* ids, int32_t count, float* logits, bool all, int thread);
@@ -182,13 +205,20 @@ private:
     Buffer<float> sum_;              // of these, where they are too many for every thread to add all
     Buffer<float> changed_;          // the hidden state in another basis
     Buffer<float> attn_output_;
-    Buffer<float> middle_;           // gate * up
+    Buffer<float> middle_;           // gate * up, of each expert that a token has
     Buffer<int32_t> listed_;         // active columns, each thread's range at a place of its own
     Buffer<int32_t> counts_;         // of those, one cache line per thread
     std::vector<KvCache*> texts_;    // that a step of several appends to
     std::vector<int32_t> moving_;    // the sequences that these are
     Buffer<uint8_t> active_in_any_;  // of these, by column
     std::vector<Scratch> scratch_;
+    Buffer<float> routed_;           // logits of the router, [positions][experts]
+    Buffer<int32_t> expert_lists_;   // active columns of mlp_mid, of each expert that a token has
+    Buffer<int32_t> expert_counts_;  // of those, one cache line each
+    Buffer<int32_t> wide_chosen_;    // [positions][used]
+    Buffer<float> wide_weights_;     // likewise
+    Buffer<int32_t> placed_;         // the places in these, expert by expert
+    Buffer<int32_t> starts_;         // [experts + 1]: where the places of each begin
     Hold hold_ = {};
     std::vector<HeldText> held_;
     Buffer<float> wide_x_, wide_normed_, wide_rows_, wide_inner_;  // [prefill_tokens][...], or [texts][...] in a step

@@ -13,6 +13,12 @@ void Decoder::grow_wide(int64_t positions) {
     wide_normed_.grow(positions * s_.hidden);
     wide_rows_.grow(positions * std::max({a_.qkv_rows(), 2 * s_.intermediate, s_.hidden}));
     wide_inner_.grow(positions * std::max({a_.q_rows(), s_.intermediate, s_.hidden}));
+    if (!starts_.size()) return;
+    int64_t used = int64_t(scratch_[0].chosen.size());
+    routed_.grow(positions * (starts_.size() - 1));
+    wide_chosen_.grow(positions * used);
+    wide_weights_.grow(positions * used);
+    placed_.grow(positions * used);
 }
 
 void Decoder::prefill(int32_t sequence, const int64_t* ids, int64_t count, bool all, float* logits) {
@@ -51,6 +57,10 @@ void Decoder::prefill_together(const int64_t* ids, int32_t count, float* logits,
 
         norm_rows(layer.mlp_norm, first, last);
         pool_.barrier();
+        if (layer.experts) {
+            expert_rows(number, first, last, count, thread);
+            continue;
+        }
         matmul(layer.sites[MLP_IN], wide_normed_.data(), count);
         pool_.barrier();
         if (layer.neurons) {

@@ -33,6 +33,10 @@ void Decoder::tokens(const int64_t* ids, int32_t texts, bool sparse, float* logi
 
         norm_rows(layer.mlp_norm, first, last);
         pool_.barrier();
+        if (layer.experts) {
+            experts_several(number, texts, sparse, thread);
+            continue;
+        }
         Sums sums = multiply_several(number, MLP_IN, normed, texts, sparse, thread);
         if (layer.neurons) {
             neurons_several(sums, number, texts, sparse, thread);

@@ -50,6 +50,13 @@ void Decoder::token(int64_t id, bool sparse, float* logits, int thread) {
         add_to(x, sums(input), layer.attn_post_norm, thread);
 
         k_.rms_norm(x, layer.mlp_norm.data(), s_.hidden, s_.eps, normed);
+        if (layer.experts) {
+            int64_t read[2];
+            add_to(x, experts(normed, number, sparse, 0, thread, read), layer.mlp_post_norm, thread);
+            for (int site : {0, 1})
+                if (thread == 0) active_[number * SITES + MLP_IN + site] += read[site];
+            continue;
+        }
         input = select(number, MLP_IN, normed, sparse, thread);
         multiply(input);
         pool_.barrier();

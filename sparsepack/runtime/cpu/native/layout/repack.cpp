@@ -104,6 +104,23 @@ void for_each_tile(int64_t begin, int64_t end, Pool& pool, Work&& work) {
     pool.run([&](int) { pool.share((int)((end - begin + ROW_TILE - 1) / ROW_TILE), item); });
 }
 
+// A matrix of that shape at `data`, which has room for it and its bounds.
+Zigzag repack_at(Zigzag view, const uint8_t* blocks, uint8_t* data, Pool& pool) {
+    auto* bounds = reinterpret_cast<uint16_t*>(data + zigzag_bytes(&view));
+    view.data = data;
+    view.bounds = bounds;
+    int64_t band_bytes = view.columns * (int64_t)sizeof(Q4KBlock);
+    for (int32_t span = 0; span < spans(&view); span++) {
+        for_each_quad(view, span, pool, [=](int64_t to, int64_t from, int32_t bands, int64_t place) {
+            auto* quad = (Quad*)(data + to);
+            pack_quad(blocks + from, band_bytes, bands, quad);
+            bounds[place] = bound(quad->header, bands);
+        });
+        give_back(blocks + (int64_t)span * view.span * QUAD_BANDS * band_bytes, span_bands(&view, span) * band_bytes);
+    }
+    return view;
+}
+
 }  // namespace
 
 void pack_quad(const uint8_t* blocks, int64_t band_bytes, int32_t bands, Quad* quad) {
@@ -133,23 +150,21 @@ void unpack_quad(const Quad* quad, int32_t bands, uint8_t* blocks, int64_t band_
 
 ZigzagMatrix repack_zigzag(const uint8_t* blocks, int64_t rows, int64_t columns, int32_t span, int32_t tile,
                            Pool& pool) {
-    Zigzag view = {nullptr, rows, columns, (int32_t)((rows + BAND_ROWS - 1) / BAND_ROWS), span, tile, nullptr};
-    view.span = std::min(span, quads(&view));
-    Memory memory(zigzag_bytes(&view) + bounds_bytes(&view));
-    uint8_t* data = memory.data();
-    auto* bounds = reinterpret_cast<uint16_t*>(data + zigzag_bytes(&view));
-    view.data = data;
-    view.bounds = bounds;
-    int64_t band_bytes = columns * (int64_t)sizeof(Q4KBlock);
-    for (int32_t span = 0; span < spans(&view); span++) {
-        for_each_quad(view, span, pool, [=](int64_t to, int64_t from, int32_t bands, int64_t place) {
-            auto* quad = (Quad*)(data + to);
-            pack_quad(blocks + from, band_bytes, bands, quad);
-            bounds[place] = bound(quad->header, bands);
-        });
-        give_back(blocks + (int64_t)span * view.span * QUAD_BANDS * band_bytes, span_bands(&view, span) * band_bytes);
-    }
-    return {view, std::move(memory)};
+    ExpertsMatrix one = repack_experts(blocks, 1, rows, columns, span, tile, pool);
+    return {one.views[0], std::move(one.memory)};
+}
+
+ExpertsMatrix repack_experts(const uint8_t* blocks, int64_t experts, int64_t rows, int64_t columns, int32_t span,
+                             int32_t tile, Pool& pool) {
+    Zigzag shape = {nullptr, rows, columns, (int32_t)((rows + BAND_ROWS - 1) / BAND_ROWS), span, tile, nullptr};
+    shape.span = std::min(span, quads(&shape));
+    int64_t bytes = zigzag_bytes(&shape) + bounds_bytes(&shape), stride = (bytes + 63) & ~(int64_t)63;
+    Memory memory((experts - 1) * stride + bytes);
+    std::vector<Zigzag> views;
+    int64_t of_each = shape.bands * columns * (int64_t)sizeof(Q4KBlock);
+    for (int64_t expert = 0; expert < experts; expert++)
+        views.push_back(repack_at(shape, blocks + expert * of_each, memory.data() + expert * stride, pool));
+    return {std::move(views), std::move(memory)};
 }
 
 void unpack_zigzag(const Zigzag& matrix, uint8_t* blocks, Pool& pool) {

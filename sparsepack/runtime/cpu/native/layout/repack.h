@@ -4,6 +4,8 @@
 #include "memory/memory.h"
 #include "threads/pool.h"
 
+#include <vector>
+
 namespace sparsepack {
 
 struct ZigzagMatrix {
@@ -23,6 +25,15 @@ ZigzagMatrix repack_zigzag(const uint8_t* blocks, int64_t rows, int64_t columns,
 
 // The inverse of `repack_zigzag`, byte for byte.
 void unpack_zigzag(const Zigzag& matrix, uint8_t* blocks, Pool& pool);
+
+struct ExpertsMatrix {
+    std::vector<Zigzag> views;  // of each expert, all of one shape
+    Memory memory;
+};
+
+// The same for a matrix of each of `experts`: blocks [experts, bands, columns, 144].
+ExpertsMatrix repack_experts(const uint8_t* blocks, int64_t experts, int64_t rows, int64_t columns, int32_t span,
+                             int32_t tile, Pool& pool);
 
 struct NeuronMatrix {
     Neurons view;

@@ -20,33 +20,45 @@ int32_t neuron_border(int32_t count, int32_t slices, int32_t slice) {
 
 }  // namespace
 
-int32_t gemv_slices(const Zigzag& m, int32_t count, int32_t threads) {
+int32_t gemv_slices(const Zigzag& m, int32_t count, int32_t threads, int32_t together) {
     if (threads == 1) return 1;
-    int32_t tiles = (count + m.tile - 1) / m.tile;
-    int32_t wanted = (ITEMS_PER_THREAD * threads + spans(&m) - 1) / spans(&m);
+    int32_t tiles = (count + m.tile - 1) / m.tile, items = spans(&m) * together;
+    int32_t wanted = (ITEMS_PER_THREAD * threads + items - 1) / items;
     return std::max(1, std::min(wanted, tiles / TILES_PER_SLICE));
 }
+
+int32_t gemv_slices(const Zigzag& m, int32_t count, int32_t threads) { return gemv_slices(m, count, threads, 1); }
 
 int32_t neuron_slices(int32_t count, int32_t threads) {
     int32_t wanted = threads == 1 ? 1 : ITEMS_PER_THREAD * threads;
     return std::max(1, std::min(wanted, count / NEURONS_PER_SLICE));
 }
 
-void share_gemv(const Kernels& kernels, Pool& pool, const Zigzag& m, const float* x, Active active,
-                float* partial_sums) {
-    int32_t slices = gemv_slices(m, active.count, pool.threads()), tiles = (active.count + m.tile - 1) / m.tile;
-    auto border = [&](int32_t slice) {
-        return std::min(active.count, int32_t(int64_t(tiles) * slice / slices) * m.tile);
-    };
+void share_gemvs(const Kernels& kernels, Pool& pool, const Product* products, int32_t together, float* partial_sums) {
+    const Zigzag& shape = *products[0].matrix;
+    auto slices_of = [&](const Product& p) { return gemv_slices(shape, p.active.count, pool.threads(), together); };
+    int32_t all = 0;
+    for (int32_t i = 0; i < together; ++i) all += slices_of(products[i]);
     auto item = [&](int number) {
-        int32_t span = number % spans(&m), slice = number / spans(&m), first = border(slice);
-        float* y = partial_sums + slice * gemv_stride(m) + int64_t(span) * m.span * QUAD_ROWS;
-        return GemvWork{&m, span, border(slice + 1) - first, active.indices + first, x, y};
+        int32_t span = number % spans(&shape), at = number / spans(&shape), slice = at;
+        const Product* p = products;
+        for (; slice >= slices_of(*p); ++p) slice -= slices_of(*p);
+        int32_t slices = slices_of(*p), count = p->active.count, tiles = (count + shape.tile - 1) / shape.tile;
+        auto border = [&](int32_t n) { return std::min(count, int32_t(int64_t(tiles) * n / slices) * shape.tile); };
+        int32_t first = border(slice);
+        float* y = partial_sums + at * gemv_stride(shape) + int64_t(span) * shape.span * QUAD_ROWS;
+        return GemvWork{p->matrix, span, border(slice + 1) - first, p->active.indices + first, p->x, y};
     };
-    pool.share(slices * spans(&m), [&](int here, int next) {
+    pool.share(all * spans(&shape), [&](int here, int next) {
         GemvWork now = item(here), after = next < 0 ? now : item(next);
         kernels.zigzag_gemv(&now, next < 0 ? nullptr : &after);
     });
+}
+
+void share_gemv(const Kernels& kernels, Pool& pool, const Zigzag& m, const float* x, Active active,
+                float* partial_sums) {
+    Product one = {&m, x, active};
+    share_gemvs(kernels, pool, &one, 1, partial_sums);
 }
 
 void share_matmul(const Kernels& kernels, Pool& pool, const Zigzag& m, const float* x, int32_t positions, float* y) {

@@ -27,6 +27,19 @@ int32_t neuron_slices(int32_t count, int32_t threads);
 // The floats between the partial sums of two slices.
 inline int64_t gemv_stride(const Zigzag& matrix) { return int64_t(matrix.bands) * BAND_ROWS; }
 
+// A product among several of one shape that are computed together: its input has all columns.
+struct Product {
+    const Zigzag* matrix;
+    const float* x;
+    Active active;
+};
+
+// The slices of a product with so many active columns among `together` of them.
+int32_t gemv_slices(const Zigzag& matrix, int32_t count, int32_t threads, int32_t together);
+
+// partial_sums[slice][padded rows] of one product after the other, each with the slices that it has among them.
+void share_gemvs(const Kernels& kernels, Pool& pool, const Product* products, int32_t together, float* partial_sums);
+
 // partial_sums[slice][padded rows] = W[:, active] x[active], where x has all columns.
 void share_gemv(const Kernels& kernels, Pool& pool, const Zigzag& matrix, const float* x, Active active,
                 float* partial_sums);

@@ -1,0 +1,16 @@
+"""How many tokens each expert of an MLP was given by the router: what says whether a text has reached them all."""
+
+import torch
+from torch import Tensor
+
+from sparsepack.calibration.collectors.collector import Collector
+
+
+def _count(chosen: Tensor, experts: int) -> tuple[Tensor, ...]:
+    used = chosen.shape[-1]
+    given = torch.bincount(chosen.flatten(), minlength=experts)
+    return given.cpu(), torch.tensor([chosen.numel() // used])
+
+
+EXPERTS = Collector("experts", ("given", "routed_tokens"), torch.int64, (0,), _count)
+"""The counts are int64: [experts], the tokens that each expert was given; [1], the tokens counted."""

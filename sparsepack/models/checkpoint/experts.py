@@ -1,0 +1,184 @@
+"""The experts of a checkpoint under the names of the stock model, which has those of a block in two tensors.
+
+Most checkpoints have three matrices for each expert, a GGUF three tensors for those of a block, a few what the stock
+model has. Here the second form is called parts: gate, up and down of all experts of a block, each [experts, rows,
+columns], by the names `PARTS` within the module.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+
+import torch
+
+from sparsepack.errors import CheckpointError
+from sparsepack.files.gguf import GgufFile
+from sparsepack.models.checkpoint.source_hash import SourceHash
+from sparsepack.models.checkpoint.sources import TensorSource
+from sparsepack.models.families import Experts, Family
+
+PARTS = ("gate_proj.weight", "up_proj.weight", "down_proj.weight")
+
+Shape = tuple[int, ...]
+
+
+def part_shapes(family: Family, shapes: Mapping[str, Shape]) -> dict[str, Shape]:
+    """Name and shape of the parts that the stock model's tensors `shapes` are made of; none without experts."""
+    found: dict[str, Shape] = {}
+    for name, shape in shapes.items():
+        module, of = _parameter(family, name)
+        for part in of:
+            count, rows, columns = shape
+            found[f"{module}.{part}"] = (count, rows // len(of), columns)
+    return found
+
+
+def part_tensor(family: Family, name: str, tensor: Callable[[str], torch.Tensor]) -> torch.Tensor:
+    """A part by its name, or any other tensor, of a model whose tensors `tensor` gives by the stock model's names."""
+    module, _, part = name.rpartition(".experts.") if family.experts else ("", "", "")
+    if part not in PARTS:
+        return tensor(name)
+    whole = f"{module}.experts.{Experts.DOWN if part == PARTS[2] else Experts.GATE_UP}"
+    of = _parameter(family, whole)[1]
+    return tensor(whole).chunk(len(of), 1)[of.index(part)]
+
+
+def fused_tensor(family: Family, name: str, part: Callable[[str], torch.Tensor]) -> torch.Tensor:
+    """The inverse of `part_tensor`: a tensor by the stock model's name, where `part` gives the parts, and all that is
+    no expert's."""
+    module, of = _parameter(family, name)
+    return torch.cat([part(f"{module}.{each}") for each in of], 1) if of else part(name)
+
+
+def _parameter(family: Family, name: str) -> tuple[str, tuple[str, ...]]:
+    """The module of a parameter of experts, by its name, and the parts that it is made of; none of other tensors."""
+    module, _, parameter = name.rpartition(".")
+    if family.experts is None or not module.endswith(f".{family.experts.module}"):
+        return module, ()
+    return module, {Experts.GATE_UP: PARTS[:2], Experts.DOWN: PARTS[2:]}.get(parameter, ())
+
+
+class ExpertsSource:
+    """A source whose experts are stored in any of the three forms.
+
+    count -- of experts, as the configuration says; name -- of the checkpoint, for messages
+
+    Raises `CheckpointError` where an expert is missing, or is of another shape or type than the others of its block.
+    """
+
+    def __init__(self, source: TensorSource, family: Family, count: int, name: str) -> None:
+        assert family.experts is not None
+        self._source, self._family, self._count, self._name = source, family, count, name
+        self._pieces: dict[str, list[list[str]]] = {}  # of each fused tensor: of each part, its tensors in the source
+        self._renamed: dict[str, str] = {}
+        self._shapes: dict[str, Shape] = {}
+        self._dtypes: dict[str, torch.dtype] = {}
+        apart: dict[str, dict[str, dict[int, str]]] = {}  # module, part, expert
+        for stored, expert, module, part in self._placed():
+            if part is None:
+                self._renamed[module] = stored
+                self._shapes[module], self._dtypes[module] = source.shapes[stored], source.dtypes[stored]
+            else:
+                apart.setdefault(module, {}).setdefault(part, {})[expert] = stored
+        for module, parts in apart.items():
+            self._join(module, parts)
+
+    def _placed(self) -> Iterator[tuple[str, int, str, str | None]]:
+        """Find the expert, the module and the part that each stored tensor is of, after its name; the expert is -1
+        where it has all of them. The part is None where it is no expert's, and the module then its name in the stock
+        model."""
+        experts = self._family.experts
+        assert experts is not None
+        layers = re.escape(self._family.block(""))
+        inside = re.compile(rf"({layers}\d+)\.{re.escape(experts.stored)}\.(.+)")
+        own = dict(zip((f"{part}.weight" for part in experts.parts), PARTS, strict=True))
+        home, _, last = experts.module.rpartition(".")
+        for stored in self._source.shapes:
+            found = inside.fullmatch(stored)
+            if found is None:
+                within = re.fullmatch(rf"(.+\.{re.escape(experts.module)})\.(.+)", stored)
+                if within and within[2] in PARTS:  # of a GGUF
+                    yield stored, -1, within[1], within[2]
+                else:
+                    yield stored, -1, stored, None
+                continue
+            block, rest = found[1], found[2]
+            one = re.fullmatch(rf"{last}\.(?:(\d{{1,9}})\.)?(.+)", rest)
+            if one and one[1] is not None and one[2] in own:
+                yield stored, int(one[1]), f"{block}.{experts.module}", own[one[2]]
+            elif one and one[1] is None and one[2] in PARTS:
+                yield stored, -1, f"{block}.{experts.module}", one[2]
+            else:
+                yield stored, -1, f"{block}.{home}.{rest}", None
+
+    def _join(self, module: str, parts: Mapping[str, Mapping[int, str]]) -> None:
+        for parameter, of in ((Experts.GATE_UP, PARTS[:2]), (Experts.DOWN, PARTS[2:])):
+            pieces = [self._tensors(module, part, parts.get(part, {})) for part in of]
+            name, all_of = f"{module}.{parameter}", [piece for part in pieces for piece in part]
+            shapes = {self._source.shapes[piece] for piece in all_of}
+            dtypes = {self._source.dtypes[piece] for piece in all_of}
+            if len(shapes) > 1 or len(dtypes) > 1:
+                other = next(
+                    piece
+                    for piece in all_of
+                    if self._source.shapes[piece] != self._source.shapes[all_of[0]]
+                    or self._source.dtypes[piece] != self._source.dtypes[all_of[0]]
+                )
+                raise CheckpointError(
+                    f"{self._name}: {other} is {self._described(other)}, {all_of[0]} is {self._described(all_of[0])}; "
+                    "expected all experts of a block alike"
+                )
+            shape = next(iter(shapes))[-2:]
+            if len(shape) != 2:
+                raise CheckpointError(f"{self._name}: {all_of[0]} is {self._described(all_of[0])}; expected a matrix")
+            self._pieces[name] = pieces
+            self._shapes[name] = (self._count, len(of) * shape[0], shape[1])
+            self._dtypes[name] = next(iter(dtypes))
+
+    def _described(self, stored: str) -> str:
+        return f"{str(self._source.dtypes[stored]).removeprefix('torch.')} {list(self._source.shapes[stored])}"
+
+    def _tensors(self, module: str, part: str, found: Mapping[int, str]) -> list[str]:
+        """The tensors of a part, one of all experts or one of each."""
+        if found.keys() == {-1}:
+            if self._source.shapes[found[-1]][0] != self._count:
+                raise CheckpointError(
+                    f"{self._name}: {found[-1]} is {self._described(found[-1])}, its configuration means {self._count} "
+                    "experts; weights and config.json do not belong together"
+                )
+            return [found[-1]]
+        expected = set(range(self._count))
+        if found.keys() != expected:
+            missing = sorted(expected - found.keys())
+            what = f"{part} of expert {missing[0]} is missing" if missing else f"{found[max(found)]} is one too many"
+            raise CheckpointError(
+                f"{self._name}: {module}: {what}, its configuration means {self._count} experts; weights and "
+                "config.json do not belong together"
+            )
+        return [found[expert] for expert in range(self._count)]
+
+    @property
+    def shapes(self) -> Mapping[str, Shape]:
+        return self._shapes
+
+    @property
+    def dtypes(self) -> Mapping[str, torch.dtype]:
+        return self._dtypes
+
+    @property
+    def hash(self) -> SourceHash:
+        return self._source.hash
+
+    @property
+    def file(self) -> GgufFile | None:
+        return self._source.file
+
+    def tensor(self, name: str) -> torch.Tensor:
+        if name not in self._pieces:
+            return self._source.tensor(self._renamed[name])
+        pieces = self._pieces[name]
+        whole = torch.empty(self._shapes[name], dtype=self._dtypes[name])
+        for of_part, into in zip(pieces, whole.chunk(len(pieces), 1), strict=True):
+            for expert, stored in enumerate(of_part):  # one more of them in memory, not one more copy of all
+                value = self._source.tensor(stored)
+                (into if value.dim() == 3 else into[expert]).copy_(value)
+        return whole

@@ -1,0 +1,154 @@
+// MLPs that are mixtures of experts: who is chosen, and what these add. The products of all experts of a token are shared
+// out together, so that a token has as many barriers as with a dense MLP, and one for the router.
+#include <math.h>
+#include <string.h>
+
+#include <algorithm>
+
+#include "decoder/decoder.h"
+
+namespace sparsepack {
+
+// The experts of a token by the router's logits, the likeliest first, and their weights.
+void Decoder::choose(const Experts& e, const float* logits, int32_t* chosen, float* weights) const {
+    float largest = *std::max_element(logits, logits + e.count()), sum = 0, of_chosen = 0;
+    for (int32_t i = 0; i < e.count(); ++i) sum += expf(logits[i] - largest);
+    for (int32_t slot = 0; slot < e.used; ++slot) {
+        int32_t best = -1;
+        for (int32_t i = 0; i < e.count(); ++i) {
+            if (best >= 0 && !(logits[i] > logits[best])) continue;
+            if (std::find(chosen, chosen + slot, i) == chosen + slot) best = i;
+        }
+        chosen[slot] = best;
+        weights[slot] = expf(logits[best] - largest) / sum;
+        of_chosen += weights[slot];
+    }
+    for (int32_t slot = 0; slot < e.used && e.normalised; ++slot) weights[slot] /= of_chosen;
+}
+
+// From the input x [hidden] of the MLP, for the text of this number in the step, to what the experts add. The slices of
+// all experts are one sum: what enters mlp_mid is multiplied by the expert's weight. read: the columns of mlp_in and of
+// mlp_mid that were active, of all experts of the token.
+Decoder::Sums Decoder::experts(const float* x, int layer, bool sparse, int32_t text, int thread, int64_t read[2]) {
+    static const std::vector<float> no_bias;
+    const Layer& of = model_.layers[layer];
+    const Experts& e = *of.experts;
+    const Site &in = of.sites[MLP_IN], &mid = of.sites[MLP_MID];
+    Scratch& own = scratch_[thread];
+    const int32_t n = s_.intermediate;
+
+    share_matmul(k_, pool_, *e.router, x, 1, routed_.data());
+    pool_.barrier();
+    choose(e, routed_.data(), own.chosen.data(), own.weights.data());
+
+    Active active = {all_.data(), s_.hidden};
+    if (sparse && !in.threshold.empty()) {
+        const float* threshold = limits(in, 0, s_.hidden, text, thread);
+        active.count =
+            k_.collect(x, nullptr, threshold, in.threshold.size() > 1, s_.hidden, 0, own.d.data(), own.indices.data());
+        active.indices = own.indices.data();
+        x = own.d.data();
+        if (thread == 0) count_skipped(in, int64_t(e.used) * (s_.hidden - active.count), text, thread);
+    }
+    for (int32_t slot = 0; slot < e.used; ++slot) own.products[slot] = {&e.in[own.chosen[slot]], x, active};
+    float *both = partial_sums_[MLP_IN & 1].data(), *sums = partial_sums_[MLP_MID & 1].data();
+    share_gemvs(k_, pool_, own.products.data(), e.used, both);
+    pool_.barrier();
+
+    const int32_t slices = gemv_slices(*in.matrix, active.count, pool_.threads(), e.used);
+    const int64_t stride = gemv_stride(*in.matrix);
+    const bool skips = sparse && !mid.threshold.empty();
+    pool_.share(e.used, [&](int slot, int) {
+        const float* of_slot = both + slot * slices * stride;
+        float *y = middle_.data() + int64_t(slot) * n, *up = own.d.data();
+        k_.sum(of_slot, stride, slices, nullptr, n, 0, y);
+        k_.sum(of_slot + n, stride, slices, nullptr, n, 0, up);
+        k_.gate(s_.activation, y, up, n, y);
+        int32_t count = n;
+        if (skips) {
+            const float* threshold = limits(mid, 0, n, text, thread);
+            int32_t* listed = expert_lists_.data() + slot * (int64_t(n) + 16);
+            count = k_.collect(y, nullptr, threshold, mid.threshold.size() > 1, n, 0, y, listed);
+            count_skipped(mid, n - count, text, thread);
+        }
+        for (int32_t i = 0; i < n; ++i) y[i] *= own.weights[slot];
+        expert_counts_.data()[16 * slot] = count;
+    });
+    pool_.barrier();
+
+    int32_t all_slices = 0;
+    read[0] = int64_t(e.used) * active.count, read[1] = 0;
+    for (int32_t slot = 0; slot < e.used; ++slot) {
+        int32_t count = expert_counts_.data()[16 * slot];
+        const int32_t* listed = skips ? expert_lists_.data() + slot * (int64_t(n) + 16) : all_.data();
+        own.products[slot] = {&e.mid[own.chosen[slot]], middle_.data() + int64_t(slot) * n, {listed, count}};
+        all_slices += gemv_slices(*mid.matrix, count, pool_.threads(), e.used);
+        read[1] += count;
+    }
+    share_gemvs(k_, pool_, own.products.data(), e.used, sums);
+    pool_.barrier();
+    return {sums, gemv_stride(*mid.matrix), all_slices, &no_bias, s_.hidden};
+}
+
+// What the experts add to each of several texts, one after the other: each text has experts of its own. Counted is the
+// mean over the texts.
+void Decoder::experts_several(int layer, int32_t texts, bool sparse, int thread) {
+    int32_t first = texts * thread / pool_.threads(), last = texts * (thread + 1) / pool_.threads();
+    int64_t all[2] = {0, 0}, of_text[2];
+    for (int32_t t = 0; t < texts; ++t) {
+        Sums sums = experts(wide_normed_.data() + int64_t(t) * s_.hidden, layer, sparse, t, thread, of_text);
+        if (first <= t && t < last) read(sums, 0, s_.hidden, wide_x_.data() + int64_t(t) * s_.hidden, true);
+        for (int site : {0, 1}) all[site] += of_text[site];
+    }
+    for (int site : {0, 1})
+        if (thread == 0) active_[layer * SITES + MLP_IN + site] += all[site] / texts;
+}
+
+// The same, dense, for positions that are prefilled together, of which this thread has first ... last - 1: expert by
+// expert, the positions that have it side by side.
+void Decoder::expert_rows(int layer, int32_t first, int32_t last, int32_t positions, int thread) {
+    const Experts& e = *model_.layers[layer].experts;
+    const int64_t hidden = s_.hidden, n = s_.intermediate;
+    int32_t *chosen = wide_chosen_.data(), *starts = starts_.data(), *placed = placed_.data();
+    float *inner = wide_inner_.data(), *rows = wide_rows_.data();
+
+    share_matmul(k_, pool_, *e.router, wide_normed_.data(), positions, routed_.data());
+    pool_.barrier();
+    for (int64_t p = first; p < last; ++p)
+        choose(e, routed_.data() + p * e.count(), chosen + p * e.used, wide_weights_.data() + p * e.used);
+    pool_.barrier();
+    if (thread == 0) {
+        int32_t places = positions * e.used;
+        std::fill(starts, starts + e.count() + 1, 0);
+        for (int32_t i = 0; i < places; ++i) ++starts[chosen[i] + 1];
+        for (int32_t i = 0; i < e.count(); ++i) starts[i + 1] += starts[i];
+        for (int32_t i = 0; i < places; ++i) placed[starts[chosen[i]]++] = i;
+        for (int32_t i = e.count(); i > 0; --i) starts[i] = starts[i - 1];  // each was moved to the next one's
+        starts[0] = 0;
+    }
+    pool_.barrier();
+    for (int32_t expert = 0; expert < e.count(); ++expert) {
+        const int32_t *here = placed + starts[expert], count = starts[expert + 1] - starts[expert];
+        if (!count) continue;
+        int32_t from = int32_t(int64_t(count) * thread / pool_.threads());
+        int32_t to = int32_t(int64_t(count) * (thread + 1) / pool_.threads());
+        for (int32_t i = from; i < to; ++i)
+            memcpy(inner + i * hidden, wide_normed_.data() + here[i] / e.used * hidden, hidden * sizeof(float));
+        pool_.barrier();
+        share_matmul(k_, pool_, e.in[expert], inner, count, rows);
+        pool_.barrier();
+        for (int32_t i = from; i < to; ++i) {
+            float *gate = rows + i * 2 * n, *y = inner + i * n;
+            k_.gate(s_.activation, gate, gate + n, int32_t(n), y);
+            for (int64_t j = 0; j < n; ++j) y[j] *= wide_weights_.data()[here[i]];
+        }
+        pool_.barrier();
+        share_matmul(k_, pool_, e.mid[expert], inner, count, rows);
+        pool_.barrier();
+        for (int32_t i = from; i < to; ++i)
+            k_.sum(rows + i * hidden, 0, 1, nullptr, s_.hidden, 1, wide_x_.data() + here[i] / e.used * hidden);
+        pool_.barrier();
+    }
+}
+
+}  // namespace sparsepack

@@ -1,0 +1,177 @@
+"""Mixtures of experts in files: zigzag with a leading dimension of experts, and what stock llama.cpp runs."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from artifacts_for_tests import plan_zigzag, write_plain, write_zigzag
+from codec_cases import relative_error
+from forged import edited
+from models_for_tests import EXPERTS, make_model
+
+from sparsepack.errors import ArtifactError, CheckpointError, PackingError
+from sparsepack.formats.codecs import q4_k, zigzag
+from sparsepack.formats.containers.gguf.writer import GgufPlan
+from sparsepack.formats.open import open_artifact, read_packed
+from sparsepack.formats.packed import ExpertMlp
+from sparsepack.formats.plan import PlanRequest
+from sparsepack.formats.stock import dequantised, stock_config
+from sparsepack.formats.table import FORMATS
+from sparsepack.formats.verify import verify
+from sparsepack.formats.zigzag.layout import NUMBERS
+from sparsepack.models.architecture import architecture_of
+from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from sparsepack.models.records.rule import SiteRule
+
+ODD: dict[str, tuple[str, dict[str, Any]]] = {
+    "odd": ("qwen3_moe", {"moe_intermediate_size": 96, "num_experts": 5, "num_experts_per_tok": 3}),
+}
+"""Of widths that no superblock divides, and an odd number of experts."""
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Checkpoint]:
+    folder = tmp_path_factory.mktemp("experts")
+    kinds = {family: (family, {}) for family in EXPERTS} | ODD
+    return {name: open_checkpoint(make_model(folder / name, of, **more)) for name, (of, more) in kinds.items()}
+
+
+def rules() -> dict[tuple[int, str], SiteRule]:
+    return {(0, "mlp_in"): SiteRule(0.5, sparsity=0.3), (1, "mlp_mid"): SiteRule(0.25, sparsity=0.3)}
+
+
+@pytest.fixture(scope="module")
+def files(checkpoints: dict[str, Checkpoint], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("files")
+    for name, checkpoint in checkpoints.items():
+        write_zigzag(checkpoint, rules(), folder / f"{name}.gguf")
+    return {name: folder / f"{name}.gguf" for name in checkpoints}
+
+
+@pytest.mark.parametrize("name", [*EXPERTS, *ODD])
+def test_every_tensor_comes_back_within_its_types_error(
+    checkpoints: dict[str, Checkpoint], files: dict[str, Path], name: str
+) -> None:
+    checkpoint, packed = checkpoints[name], read_packed(files[name])
+    tensor = dequantised(packed)
+    for source in checkpoint.source.shapes:
+        found, expected = tensor(source), checkpoint.tensor(source).float()
+        assert found.shape == expected.shape
+        exact = expected.dim() == 1 or source.endswith("mlp.gate.weight")
+        assert relative_error(found, expected) < (1e-7 if exact else 0.09), source
+    assert packed.architecture == architecture_of(checkpoint.config, None)
+    assert stock_config(packed).num_experts_per_tok == checkpoint.config.num_experts_per_tok
+    assert packed.rules[0, "mlp_in"].limits == 0.5
+    assert packed.rules[1, "mlp_mid"].limits == 0.25
+    assert verify(files[name], checkpoint).passed
+
+
+def test_each_expert_is_the_zigzag_matrix_of_its_own(
+    checkpoints: dict[str, Checkpoint], files: dict[str, Path]
+) -> None:
+    checkpoint, packed = checkpoints["odd"], read_packed(files["odd"])
+    mlp = packed.layers[1].mlp
+    assert isinstance(mlp, ExpertMlp)
+    stored = mlp.sites["mlp_in"].matrix
+    assert tuple(stored.blocks.shape) == (5, 1, 256, 144)
+    weight = checkpoint.tensor("model.layers.1.mlp.experts.gate_up_proj")
+    for expert in range(5):
+        assert torch.equal(stored.expert(expert).blocks, zigzag.pack(weight[expert]))
+        assert not q4_k.decode(stored.blocks[expert])[0, :, 192:].any()  # rows that are not there
+    entry = packed.manifest["tensors"]["blk.1.mlp_in.weight"]
+    assert entry == {"shape": [5, 192, 256], "padding_rows": 64}
+
+
+def test_an_expert_of_another_model_is_found(
+    checkpoints: dict[str, Checkpoint], files: dict[str, Path], tmp_path: Path
+) -> None:
+    other = open_checkpoint(make_model(tmp_path / "m", "mixtral", seed=1))
+    report = verify(files["mixtral"], other)
+    assert not report.passed
+    assert any("blk.0.mlp_mid.weight: relative error" in problem for problem in report.problems)
+
+
+FORGED = {
+    "more used than there are": ({"experts": {"count": 8, "used": 9, "normalised": True}}, "expected 1 to 8"),
+    "fewer than stored": ({"experts": {"count": 7, "used": 2, "normalised": True}}, "the architecture means"),
+    "no experts": ({"experts": None}, "experts None in a mixtral model"),
+    "no truth": ({"experts": {"count": 8, "used": 2, "normalised": 1}}, "neither true nor false"),
+    "other fields": ({"experts": {"count": 8, "used": 2}}, "normalised"),
+}
+
+
+@pytest.mark.parametrize("case", FORGED)
+def test_files_that_contradict_themselves_are_refused(
+    checkpoints: dict[str, Checkpoint], tmp_path: Path, case: str
+) -> None:
+    changes, told = FORGED[case]
+    plan = plan_zigzag(checkpoints["mixtral"], {})
+    assert isinstance(plan, GgufPlan)
+    dataclasses.replace(plan, values=edited(plan.values, NUMBERS, **changes)).write(tmp_path / "m.gguf")
+    with pytest.raises(ArtifactError, match=told):
+        read_packed(tmp_path / "m.gguf")
+
+
+def test_offsets_inside_experts_are_refused(checkpoints: dict[str, Checkpoint]) -> None:
+    rule = SiteRule(0.5, offset=torch.zeros(256))
+    with pytest.raises(PackingError, match="offsets, which experts have no place for"):
+        plan_zigzag(checkpoints["mixtral"], {(0, "mlp_mid"): rule})
+
+
+def test_weights_that_llama_cpp_would_make_add_up_are_refused(tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(make_model(tmp_path / "m", "qwen3_moe", norm_topk_prob=False, num_hidden_layers=1))
+    FORMATS["zigzag-q4_k"].check_model(checkpoint)
+    with pytest.raises(PackingError, match=r"norm_topk_prob false: llama\.cpp always makes the weights"):
+        FORMATS["q4_k"].check_model(checkpoint)
+
+
+@pytest.mark.parametrize("name", [*EXPERTS, *ODD])
+def test_llama_cpp_runs_experts_with_the_same_top_tokens(
+    checkpoints: dict[str, Checkpoint], tmp_path: Path, name: str
+) -> None:
+    pytest.importorskip("llama_cpp", reason="llama-cpp-python is the peer of this test")
+    from plain_model import both_logits, disagreement
+
+    checkpoint = checkpoints[name]
+    for type, most, least in (("f32", 1e-3, 0.98), ("q4_k", 0.08, 0.9)):
+        path = tmp_path / f"{type}.gguf"
+        notes = write_plain(checkpoint, path, type=type)
+        assert len(notes) == (name in ODD and type == "q4_k")  # down is Q5_0, by ggml's rules
+        relative, same, clear = disagreement(*both_logits(path, checkpoint))
+        assert relative < most
+        assert same >= least
+        assert clear >= 0.98
+        assert verify(path, checkpoint).passed
+    tensors = open_artifact(path).tensors
+    assert {tensors[f"blk.0.{part}.weight"].type for part in ("ffn_gate_exps", "ffn_up_exps")} == {"Q4_K"}
+    assert tensors["blk.0.ffn_down_exps.weight"].type == ("Q5_0" if name in ODD else "Q4_K")
+    assert tensors["blk.0.ffn_gate_inp.weight"].type == "F32"
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+def test_a_gguf_of_llama_cpps_converter_is_the_same_model(
+    checkpoints: dict[str, Checkpoint], tmp_path: Path, name: str
+) -> None:
+    checkpoint = checkpoints[name]
+    plan = FORMATS["bf16"].plan(checkpoint, PlanRequest())
+    assert isinstance(plan, GgufPlan)
+    foreign = {key: value for key, value in plan.values.items() if key != "sparsepack.config"}
+    dataclasses.replace(plan, values=foreign).write(tmp_path / "m.gguf")
+    found = open_checkpoint(tmp_path / "m.gguf")
+    assert found.family is checkpoint.family
+    assert found.architecture.experts == checkpoint.architecture.experts
+    assert set(found.source.shapes) == set(checkpoint.source.shapes) - {"lm_head.weight"} or not checkpoint.tied
+    for tensor in found.source.shapes:
+        assert torch.equal(found.tensor(tensor).float(), checkpoint.tensor(tensor).float()), tensor
+
+
+def test_a_gguf_with_experts_of_an_unknown_kind_is_one_line(checkpoints: dict[str, Checkpoint], tmp_path: Path) -> None:
+    plan = FORMATS["bf16"].plan(checkpoints["mixtral"], PlanRequest())
+    assert isinstance(plan, GgufPlan)
+    values = {key: value for key, value in plan.values.items() if key != "sparsepack.config"}
+    values |= {key.replace("llama.", "qwen2."): value for key, value in values.items() if key.startswith("llama.")}
+    dataclasses.replace(plan, values=values, architecture="qwen2").write(tmp_path / "m.gguf")
+    with pytest.raises(CheckpointError, match="a GGUF of architecture 'qwen2' with experts; expected one of"):
+        open_checkpoint(tmp_path / "m.gguf")

@@ -1,0 +1,212 @@
+"""Mixtures of experts: read under the stock model's names, computed as it computes them, watched inside."""
+
+import shutil
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models_for_tests import EXPERTS, VOCABULARY, edit_config, make_model
+from passes import by_a_stream, by_the_stock_model
+from safetensors.torch import load_file, save_file
+from torch.nn import functional
+from transformers import AutoModelForCausalLM
+
+from sparsepack.errors import CheckpointError, PruningError, UserError
+from sparsepack.models.checkpoint.checkpoint import open_checkpoint
+from sparsepack.models.checkpoint.experts import PARTS, fused_tensor, part_shapes, part_tensor
+from sparsepack.models.families import REFUSED, SITES, family_of
+from sparsepack.models.stock.blocks import BlockStream
+from sparsepack.models.stock.hooks import routing_hooks, site_hooks
+from sparsepack.models.stock.whole import load_model
+
+IDS = torch.randint(VOCABULARY, (2, 33), generator=torch.Generator().manual_seed(1))
+FILE = "model.safetensors"
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return {family: make_model(tmp_path_factory.mktemp("experts") / "m", family) for family in EXPERTS}
+
+
+@pytest.fixture
+def copied(folders: dict[str, Path], tmp_path: Path) -> Path:
+    return shutil.copytree(folders["qwen3_moe"], tmp_path / "model")
+
+
+@cache
+def stock_model(folder: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="sdpa", experts_implementation="eager"
+    ).eval()
+
+
+def refused(folder: Path) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        open_checkpoint(folder)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("family", EXPERTS)
+def test_a_checkpoint_of_single_experts_is_the_stock_model(folders: dict[str, Path], family: str) -> None:
+    names = load_file(folders[family] / FILE)
+    assert any(".experts.7." in name for name in names)  # what is tested: they are stored one by one
+    checkpoint, stock = open_checkpoint(folders[family]), stock_model(folders[family])
+    for name, parameter in stock.named_parameters():
+        assert torch.equal(checkpoint.tensor(name).float(), parameter), name
+    mine = load_model(checkpoint)
+    with torch.inference_mode():
+        expected = stock(IDS).logits
+        assert torch.allclose(mine(IDS).logits, expected, rtol=0, atol=1e-4 * float(expected.abs().max()))
+    numbers = checkpoint.architecture.experts
+    assert numbers is not None
+    assert (numbers.count, numbers.used, numbers.normalised) == (8, 2, True)
+    assert checkpoint.stacked_shape("mlp_in") == (8 * 512, 256)
+    assert checkpoint.stacked_shape("mlp_mid") == (8 * 256, 256)
+    assert checkpoint.token_weights("mlp_mid") == 2 * 256 * 256
+    assert checkpoint.token_weights("attn_out") == checkpoint.stacked(0, "attn_out")[0].numel()
+
+
+@pytest.mark.parametrize("family", EXPERTS)
+def test_blocks_one_by_one_are_those_of_the_stock_model(folders: dict[str, Path], family: str) -> None:
+    stock = stock_model(folders[family])
+    expected, last = by_the_stock_model(stock, stock.model.layers, IDS)
+    stream = BlockStream(open_checkpoint(folders[family]))
+    found, _ = by_a_stream(stream, 2, IDS, watched=True)
+    assert all(torch.allclose(*pair, atol=1e-5) for pair in zip(found, expected, strict=True))
+    assert torch.allclose(stream.finish(found[-1]), last, atol=1e-5)
+
+
+@pytest.mark.parametrize("form", ["fused", "parts"])
+def test_experts_that_are_stored_together_are_the_same_model(folders: dict[str, Path], copied: Path, form: str) -> None:
+    expected, tensors = open_checkpoint(folders["qwen3_moe"]), load_file(copied / FILE)
+    shapes = expected.source.shapes
+    kept = {name: value for name, value in tensors.items() if ".experts." not in name}
+    for name in part_shapes(expected.family, shapes) if form == "parts" else (n for n in shapes if ".experts." in n):
+        kept[name] = part_tensor(expected.family, name, expected.tensor).contiguous()
+    save_file(kept, copied / FILE, {"format": "pt"})
+    found = open_checkpoint(copied)
+    assert dict(found.source.shapes) == dict(shapes)
+    for name in shapes:
+        assert torch.equal(found.tensor(name), expected.tensor(name)), name
+
+
+def test_parts_make_up_the_whole_and_other_tensors_are_left_alone(folders: dict[str, Path]) -> None:
+    checkpoint = open_checkpoint(folders["mixtral"])
+    family = checkpoint.family
+    parts = part_shapes(family, checkpoint.source.shapes)
+    assert len(parts) == 2 * len(PARTS)
+    assert set(parts.values()) == {(8, 256, 256)}
+    for name in checkpoint.source.shapes:
+        made = fused_tensor(family, name, lambda part: part_tensor(family, part, checkpoint.tensor))
+        assert torch.equal(made, checkpoint.tensor(name)), name
+
+
+def test_what_is_watched_inside_is_what_the_experts_compute_and_may_be_changed(folders: dict[str, Path]) -> None:
+    checkpoint = open_checkpoint(folders["qwen3_moe"])
+    stream = BlockStream(checkpoint)
+    stream.load(0)
+    seen: dict[str, torch.Tensor] = {}
+    chosen: list[torch.Tensor] = []
+    hidden = stream.embed(IDS)
+    with torch.inference_mode():
+        plain = stream(hidden)
+        with (
+            site_hooks([(0, stream.block)], checkpoint.family, lambda _, site, x: seen.__setitem__(site, x.clone())),
+            routing_hooks(stream.block, checkpoint.family, lambda each: chosen.append(each.clone())),
+        ):
+            assert torch.allclose(stream(hidden), plain, atol=1e-6)
+        assert list(seen) == list(SITES)
+        (experts,) = chosen
+        assert experts.shape == (2, 33, 2)
+        assert seen["mlp_mid"].shape == (2, 33, 2, 256)
+        for row, position, slot in ((0, 0, 0), (1, 32, 1)):
+            expert = int(experts[row, position, slot])
+            weight = checkpoint.tensor("model.layers.0.mlp.experts.gate_up_proj")[expert].float()
+            gate, up = (weight @ seen["mlp_in"][row, position]).chunk(2)
+            assert torch.allclose(functional.silu(gate) * up, seen["mlp_mid"][row, position, slot], atol=1e-5)
+
+        def nothing(_: int, site: str, x: torch.Tensor) -> torch.Tensor | None:
+            return torch.zeros_like(x) if site == "mlp_mid" else None
+
+        with site_hooks([(0, stream.block)], checkpoint.family, nothing):
+            assert not torch.allclose(stream(hidden), plain, atol=1e-2)
+        assert torch.allclose(stream(hidden), plain, atol=1e-6)  # who has watched has gone
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ("lost", "up_proj.weight of expert 5 is missing, its configuration means 8 experts"),
+        ("more", "is one too many, its configuration means 8 experts"),
+        ("narrow", "expected all experts of a block alike"),
+        ("float", "expected all experts of a block alike"),
+    ],
+)
+def test_experts_that_are_not_those_of_the_configuration_are_one_line(copied: Path, change: str, told: str) -> None:
+    tensors = load_file(copied / FILE)
+    name = "model.layers.1.mlp.experts.5.up_proj.weight"
+    if change == "lost":
+        del tensors[name]
+    elif change == "more":
+        tensors[name.replace(".5.", ".8.")] = tensors[name].clone()
+    else:
+        tensors[name] = tensors[name][:-1] if change == "narrow" else tensors[name].float()
+    save_file(tensors, copied / FILE, {"format": "pt"})
+    assert told in refused(copied)
+
+
+@pytest.mark.parametrize(
+    ("values", "told"),
+    [
+        ({"num_experts_per_tok": 9}, "num_experts_per_tok is 9; expected a whole number from 1 to 8"),
+        ({"num_experts_per_tok": 0}, "num_experts_per_tok is 0; expected a whole number from 1 to 8"),
+        ({"mlp_only_layers": [1]}, "some blocks have a dense MLP in place of experts"),
+        ({"decoder_sparse_step": 2}, "some blocks have a dense MLP in place of experts"),
+        ({"moe_intermediate_size": 0}, "moe_intermediate_size is 0; expected a whole number"),
+        ({"moe_intermediate_size": 128}, "weights and config.json do not belong together"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantised already"),
+    ],
+)
+def test_numbers_that_no_engine_runs_are_one_line(copied: Path, values: dict[str, Any], told: str) -> None:
+    edit_config(copied, **values)
+    assert told in refused(copied)
+
+
+@pytest.mark.parametrize("model_type", REFUSED)
+def test_known_types_that_are_not_supported_are_refused_by_what_they_have(model_type: str) -> None:
+    with pytest.raises(CheckpointError, match=f"{model_type} models are not supported: ") as caught:
+        family_of(model_type, "m")
+    assert REFUSED[model_type] in str(caught.value)
+
+
+def test_verbs_that_do_not_take_experts_say_so(folders: dict[str, Path], tmp_path: Path) -> None:
+    from sparsepack.distillation.run import check_model
+    from sparsepack.formats.table import FORMATS
+    from sparsepack.models.families import stream_of
+    from sparsepack.pruning.options import PruneOptions
+    from sparsepack.pruning.run import prune
+    from sparsepack.refit.options import RefitOptions
+    from sparsepack.refit.run import refit_to_come
+
+    checkpoint = open_checkpoint(folders["mixtral"])
+    told = "does not take mixtral models yet, whose MLPs are mixtures of experts"
+    calls = {
+        "prune": lambda: prune(checkpoint, tmp_path / "p", PruneOptions(keep=2, of=4, method="magnitude")),
+        "distil": lambda: check_model(checkpoint),
+        "fitting": lambda: refit_to_come(checkpoint, RefitOptions(refit=True)),
+    }
+    for what, call in calls.items():
+        with pytest.raises((CheckpointError, PruningError), match=told):
+            call()
+        assert what
+    with pytest.raises(CheckpointError, match="mixtral models cannot be rotated"):
+        stream_of(checkpoint.family, "m")
+    for name, format in FORMATS.items():
+        if format.experts:
+            format.check_model(checkpoint)
+        else:
+            with pytest.raises(UserError, match=f"mixtures of experts, for which {name} has no place"):
+                format.check_model(checkpoint)

@@ -1,0 +1,214 @@
+"""Engines on mixtures of experts, against the stock model: routing and skipping inside the experts compound."""
+
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from backends import SHARE, TOLERANCE, engine_of, every_backend_that, largest_difference
+from packed_models import random_model, stock_logits, stock_model, with_rules, with_sites
+
+from sparsepack.bench.traffic import bytes_per_token, parameters
+from sparsepack.errors import UserError
+from sparsepack.formats.mlp_kinds import EXPERTS
+from sparsepack.formats.packed import ExpertMlp, PackedModel
+from sparsepack.models.records.rule import SiteRule
+from sparsepack.runtime.backends import BACKENDS
+from sparsepack.runtime.features import check_features
+from sparsepack.runtime.options import EngineOptions
+from sparsepack.runtime.reference.experts import route
+
+IDS = torch.randint(300, (13,), generator=torch.Generator().manual_seed(1)).tolist()
+QWEN = {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": True}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "qwen3_moe, odd width": {**QWEN, "moe_intermediate_size": 43, "head_dim": 24},
+    "qwen3_moe, weights as they are": {
+        **QWEN,
+        "norm_topk_prob": False,
+        "moe_intermediate_size": 300,
+        "num_experts": 5,
+        "num_experts_per_tok": 3,
+        "head_dim": 8,
+    },
+    "mixtral, one expert for a token": {
+        "model_type": "mixtral",
+        "intermediate_size": 72,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 1,
+        "sliding_window": 5,
+    },
+    "mixtral, all experts": {
+        "model_type": "mixtral",
+        "hidden_size": 256,
+        "intermediate_size": 128,
+        "num_local_experts": 3,
+        "num_experts_per_tok": 3,
+        "tie_word_embeddings": True,
+        "hidden_act": "relu",
+    },
+}
+
+every_backend = every_backend_that(lambda row: EXPERTS in row.mlps)
+
+
+@cache
+def models(variant: str, rules: bool = False) -> tuple[PackedModel, Any]:
+    packed = random_model(**VARIANTS[variant])
+    stock = stock_model(packed)
+    return (with_rules(packed, stock, IDS, [0, 6]) if rules else packed), stock
+
+
+def experts_of(packed: PackedModel, layer: int = 0) -> ExpertMlp:
+    mlp = packed.layers[layer].mlp
+    assert isinstance(mlp, ExpertMlp)
+    return mlp
+
+
+@every_backend
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_dense_logits_are_those_of_the_stock_model(backend: str, variant: str) -> None:
+    packed, stock = models(variant)
+    expected, _ = stock_logits(stock, packed, IDS, len(IDS))
+    engine = engine_of(packed, backend)
+    assert largest_difference(engine.teacher_forced(IDS, len(IDS)), expected) < TOLERANCE[backend]
+    assert largest_difference(engine_of(packed, backend).teacher_forced(IDS, 0), expected) < TOLERANCE[backend]
+    engine.reset()
+    steps = torch.stack([engine.step(id) for id in IDS])
+    assert largest_difference(steps, expected) < TOLERANCE[backend]
+    assert set(engine.activity().values()) == {1.0}
+
+
+def test_the_reference_is_within_a_ten_thousandth_of_the_stock_model() -> None:
+    for variant in VARIANTS:
+        packed, stock = models(variant)
+        expected, _ = stock_logits(stock, packed, IDS, len(IDS))
+        found = engine_of(packed, "reference").teacher_forced(IDS, len(IDS))
+        assert largest_difference(found, expected) < 1e-4 * float(expected.abs().max())
+
+
+@every_backend
+@pytest.mark.parametrize("start", [0, 6])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_skipping_is_the_stock_models_with_sparse_inputs(backend: str, variant: str, start: int) -> None:
+    packed, stock = models(variant, rules=True)
+    expected, watch = stock_logits(stock, packed, IDS, start)
+    engine = engine_of(packed, backend)
+    assert largest_difference(engine.teacher_forced(IDS, start), expected) < TOLERANCE[backend]
+    activity = engine.activity()
+    for (layer, site), x in watch.inputs.items():
+        rule = packed.layers[layer].sites[site].rule
+        if rule is not None:
+            d = x if rule.offset is None else x - rule.offset
+            active = float((d.abs() > rule.limits).double().mean())
+            assert activity[layer, site] == pytest.approx(active, abs=SHARE[backend])
+    engine.reset()
+    engine.prefill(IDS[:start]) if start else None
+    steps = torch.stack([engine.step(id) for id in IDS[start:]])
+    assert largest_difference(steps, expected[start:]) < TOLERANCE[backend]
+
+
+@every_backend
+def test_greedy_tokens_are_the_stock_models(backend: str) -> None:
+    changes = {**VARIANTS["qwen3_moe, odd width"], "max_position_embeddings": 300, "seed": 5}
+    packed = random_model(**changes)
+    stock = stock_model(packed)
+    engine = engine_of(packed, backend)
+    ids = IDS[:4]
+    logits, agreed = engine.prefill(ids), 0
+    with torch.inference_mode():
+        expected = stock(torch.tensor([ids]), use_cache=True)
+        for _ in range(256):
+            row = expected.logits[0, -1]
+            top = row.topk(2)
+            if float(top.values[0] - top.values[1]) > TOLERANCE[backend]:  # a nearer second may win by roundings
+                assert int(logits.argmax()) == int(top.indices[0])
+                agreed += 1
+            id = int(top.indices[0])
+            logits = engine.step(id)
+            expected = stock(torch.tensor([[id]]), past_key_values=expected.past_key_values, use_cache=True)
+    assert agreed > 200
+
+
+@every_backend
+@pytest.mark.parametrize("rules", [False, True])
+def test_several_texts_have_what_each_has_alone(backend: str, rules: bool) -> None:
+    packed, _ = models("qwen3_moe, odd width", rules)
+    for number, layer in enumerate(packed.layers):  # attention reads what is active in any text
+        dense = {name: replace(site, rule=None) for name, site in layer.attention.items()}
+        layers = [*packed.layers]
+        layers[number] = replace(layer, attention=dense)
+        packed = replace(packed, layers=tuple(layers))
+    together = engine_of(packed, backend, sequences=3)
+    alone = engine_of(packed, backend)
+    texts = [IDS[:4], IDS[3:9], IDS[8:]]
+    for number, text in enumerate(texts):
+        together.prefill(text, number)
+    found = [together.step_all([7, 11, 13]), together.step_all([2, 250, 31])]
+    for number, text in enumerate(texts):
+        alone.reset()
+        alone.prefill(text)
+        expected = [alone.step(id) for id in ([7, 11, 13][number], [2, 250, 31][number])]
+        for step in range(2):
+            assert largest_difference(found[step][number], expected[step]) < TOLERANCE[backend]
+
+
+@every_backend
+@pytest.mark.parametrize(("threshold", "share"), [(0.0, 1.0), (1e30, 0.0)])
+def test_all_columns_and_none(backend: str, threshold: float, share: float) -> None:
+    packed, stock = models("qwen3_moe, odd width")
+    layer = packed.layers[1]
+    rule = SiteRule(torch.tensor(threshold))
+    changed = {name: replace(layer.sites[name], rule=rule) for name in ("mlp_in", "mlp_mid")}
+    packed = replace(packed, layers=(packed.layers[0], with_sites(layer, changed)))
+    expected, _ = stock_logits(stock, packed, IDS, 0)
+    engine = engine_of(packed, backend)
+    found = torch.stack([engine.step(id) for id in IDS])
+    assert largest_difference(found, expected) < TOLERANCE[backend]
+    activity = engine.activity()
+    assert activity[1, "mlp_in"] == share
+    assert activity[1, "mlp_mid"] == pytest.approx(share, abs=1e-3)
+    assert activity[0, "mlp_in"] == 1
+
+
+@every_backend
+def test_a_held_share_scales_thresholds_inside_experts(backend: str) -> None:
+    packed, _ = models("qwen3_moe, odd width", rules=True)
+    packed = replace(packed, manifest={**packed.manifest, "thresholds": {"sparsity": 0.7}})
+    engine = engine_of(packed, backend, hold=True)
+    for id in IDS * 4:
+        engine.step(id)
+    (scale,) = engine.scales
+    assert scale > 1.05  # half would be skipped by the thresholds as they are
+
+
+def test_bytes_of_a_token_are_those_of_its_experts() -> None:
+    packed, _ = models("qwen3_moe, odd width")
+    mlp = experts_of(packed)
+    all_of = sum(matrix.blocks.nbytes for layer in packed.layers for matrix in layer.mlp.matrices.values())
+    dense = bytes_per_token(packed, {})
+    only = {(layer, name): 0.0 for layer in range(2) for name in ("mlp_in", "mlp_mid")}
+    assert dense - bytes_per_token(packed, only) == pytest.approx(all_of * 2 / 8)
+    assert packed.parameters[0, "mlp_in"] == 2 * 86 * 64
+    weights = sum(parameter.numel() for parameter in models("qwen3_moe, odd width")[1].parameters())
+    assert parameters(packed) == weights
+    assert mlp.units == {"mlp_in": 2 * 64, "mlp_mid": 2 * 43}
+
+
+def test_the_router_chooses_as_the_stock_one() -> None:
+    for variant in VARIANTS:
+        packed, stock = models(variant)
+        mlp, router = experts_of(packed), stock.model.layers[0].mlp.gate
+        x = torch.randn(9, packed.architecture.hidden)
+        _, weights, chosen = router(x)
+        found, of_found = route(x, mlp.router, mlp.used, mlp.normalised)
+        assert torch.equal(found, chosen)
+        assert torch.allclose(of_found, weights)
+
+
+def test_backends_without_experts_say_who_has_them() -> None:
+    packed, _ = models("qwen3_moe, odd width")
+    for row in BACKENDS.values():
+        if EXPERTS not in row.mlps:
+            with pytest.raises(UserError, match=f"the {row.name} backend does not run models by experts; use backend"):
+                check_features(row, EngineOptions(), packed)
