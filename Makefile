@@ -2,6 +2,8 @@
 # make test   the tests that take little time, in the same environment; make test-all: every test
 # make test-kill   the verbs killed at each of their file operations, state of theirs damaged; `make test-all` tries some
 # make test-sanitize, make test-neon: the CPU kernels under sanitizers, and for aarch64 under emulation
+# make test-mps, make bench-mps: on a Mac, the tests of the Apple GPU, and a table of its speed; FILE=model.gguf
+# make check-macos   compile the CPU kernels for Apple silicon, on any machine; nothing is run
 # make test-vllm   slid folders in vLLM, on the CPU, in an environment of its own, .venv-vllm, which takes 4 GB
 # make fuzz   every reader on hostile input, FUZZ_SECONDS for each
 # make docs   the pages as a site, in build/docs; a link that leads nowhere is an error
@@ -23,7 +25,8 @@ REQUIRE_KERNELS := $(if $(COMPILER),SPARSEPACK_REQUIRE_KERNELS=1)
 # Tests of one file share its models, so a worker takes whole files. One process: PYTEST_ARGS="-n 0".
 PARALLEL := -n logical --maxprocesses 4 --dist loadfile
 
-.PHONY: demo build test test-all fuzz test-kill test-sanitize test-neon test-vllm lint format docs test-gpu test-gpu-sanitize clean
+.PHONY: demo build test test-all fuzz test-kill test-sanitize test-neon test-vllm lint format docs test-gpu test-gpu-sanitize \
+	test-mps bench-mps check-macos clean
 
 demo:
 	@start=$$(date +%s) && $(MAKE) --no-print-directory build && ready=$$(date +%s) && \
@@ -124,6 +127,30 @@ test-gpu-sanitize:
 	SPARSEPACK_CUDA_CHECKED=1 $(call sanitize,racecheck) --deselect tests/runtime/test_real_model.py
 	@grep "SUMMARY: " $(REPORTS)/racecheck.log
 	@! grep "access at " $(REPORTS)/racecheck.log | grep -vE "access at (nvjet_|cudnn_)"
+
+# On a Mac with Apple silicon. No Mac of ours has run these (docs/metal.md).
+test-mps: $(VENV)/.installed-test build
+	$(BIN)/python -m pytest -m mps $$(grep -rlwE "mps|every_backend[a-z_]*" tests --include="test_*.py") $(PYTEST_ARGS)
+
+FILE ?= build/mps/tiny.gguf
+bench-mps: build $(FILE)
+	$(BIN)/sparsepack tune $(FILE) --device mps
+	$(BIN)/sparsepack bench $(FILE) --device mps
+
+build/mps/tiny.gguf: | build
+	mkdir -p $(@D)
+	$(BIN)/sparsepack pack shipped:tiny -o $@ --overwrite
+
+# The CPU kernels as Apple's clang would compile them, but for its headers, which zig brings: the flags are those of
+# runtime/cpu/native/CMakeLists.txt. What binds them to Python needs Python's headers for macOS, and is left out.
+CPU_SOURCES := $(filter-out %/avx2.cpp %/avx512.cpp,$(shell find sparsepack/runtime/cpu/native -name "*.cpp" -not -path "*/bind/*"))
+check-macos: $(VENV)/.installed-test
+	@mkdir -p build/macos
+	@set -e; for file in $(CPU_SOURCES); do \
+		$(BIN)/python -m ziglang c++ -target aarch64-macos -std=c++17 -O3 -Wall -Wextra -Werror -Wno-psabi \
+			-fno-math-errno -fno-trapping-math -ffp-contract=fast -DSPARSEPACK_NEON \
+			-Isparsepack/runtime/cpu/native -c $$file -o build/macos/$$(echo $$file | tr / -).o; \
+	done; echo "compiled for aarch64-macos: $(words $(CPU_SOURCES)) files; none was run"
 
 # The build tools lie in the environment, so that a build finds what the last one left in build/ and takes seconds.
 EDITABLE := --no-build-isolation --config-settings=build-dir=build/{wheel_tag} -e

@@ -110,11 +110,10 @@ def attention_of(packed: PackedModel, context: int, device: torch.device, sequen
     """What a model's cache is made for, on the device that attends."""
     architecture = packed.architecture
     norms = [(layer.norms.get("q_norm"), layer.norms.get("k_norm")) for layer in packed.layers]
-    # On the CPU: of large angles a GPU's cosine need not be as exact.
-    inv_freq = torch.tensor(architecture.inv_freq)
-    cos, sin = (x.to(device) for x in reference_attention.rotary_table(inv_freq, architecture.rotary_scale, context))
-    more = []
+    tables = [(architecture.inv_freq, architecture.rotary_scale)]
     if architecture.local_inv_freq:
-        local = reference_attention.rotary_table(torch.tensor(architecture.local_inv_freq), 1.0, context)
-        more.append((local[0].to(device), local[1].to(device)))
+        tables.append((architecture.local_inv_freq, 1.0))
+    # On the CPU: of large angles a GPU's cosine need not be as exact.
+    made = [reference_attention.rotary_table(torch.tensor(inv_freq), scale, context) for inv_freq, scale in tables]
+    (cos, sin), *more = [(cos.to(device), sin.to(device)) for cos, sin in made]
     return attention_shape(architecture, norms, cos, sin, sequences, packed.attention, more)

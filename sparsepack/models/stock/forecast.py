@@ -90,8 +90,9 @@ def forecast_blocks(
     batch = dealt.size
     hidden = stream.states(windows[:batch], None)
     stream.load(0)
-    read_seconds, block_bytes = stream.ahead.waited_seconds, stream.ahead.read_bytes
+    read_seconds = stream.ahead.waited_seconds
     stream.ahead.wait()
+    block_bytes = stream.ahead.read_bytes // min(checkpoint.layers, 2)  # the next one has been read, too
 
     def seconds(batches: int) -> float:
         states = hidden.repeat(batches, 1, 1)

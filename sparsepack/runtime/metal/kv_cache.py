@@ -15,7 +15,7 @@ MOST_GQA_RATIO, MOST_HEAD_DIM = 16, 256
 CHUNK = 256
 """A threadgroup of `attend` attends to so many positions, or to more of them where a text is long."""
 MOST_CHUNKS = 32
-"""So many threadgroups share a text at most: what they leave has to be put together."""
+"""A text is shared by at most so many threadgroups: what they leave has to be put together."""
 
 _BIAS, _Q_NORM, _K_NORM = 2, 64, 128
 
@@ -58,7 +58,7 @@ class MetalKvCache(DenseKvCache):
         return first, -(-seen // chunk), chunk
 
     def attended(self, chunks: int) -> Attended:
-        """The memory in which so many chunks leave what they attend to; every layer takes the same memory."""
+        """The memory where so many chunks leave what they attend to; every layer takes the same memory."""
         shape, width = self._shape, self._shape.heads * self._shape.head_dim
         softmax = self._softmax[: chunks * shape.heads * 2].view(chunks, shape.heads, 2)
         return Attended(self._attended[: chunks * width].view(chunks, width), softmax)
