@@ -51,7 +51,7 @@ def test_sparse_logits_are_those_of_the_stock_model_with_sparsified_inputs(
     expected, _ = stock_logits(stock, packed, IDS, start)
     dense, _ = stock_logits(stock, packed, IDS, len(IDS))
     assert largest_difference(engine_of(packed, backend).teacher_forced(IDS, start), expected) < TOLERANCE[backend]
-    assert largest_difference(expected[start:], dense[start:]) > 2, "the rules change nothing"
+    assert largest_difference(expected[start:], dense[start:]) > 1, "the rules change nothing"
 
 
 @every_backend

@@ -78,6 +78,8 @@ def test_no_more_than_two_blocks_are_ever_held(folders, monkeypatch, name):
     tensor = source.tensor
 
     def watched(self, name):
+        if self is not checkpoint.source:  # of another test's stream, which reads ahead still
+            return tensor(self, name)
         assert not [ref for refs in before[:-1] for ref in refs if ref() is not None], "an older block is still held"
         assert not [ref for ref in as_stored[:-1] if ref() is not None], "tensors pile up as stored"
         value = tensor(self, name)
