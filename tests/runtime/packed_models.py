@@ -299,20 +299,22 @@ def with_rules(packed: PackedModel, model: Any, ids: list[int], starts: list[int
             kind = layer + number
             seen = [stock_logits(model, packed, ids, start)[1].inputs[layer, site] for start in starts]
             x = torch.cat(seen)  # [positions, columns]
-            fixed = isinstance(packed.layers[layer].mlp, ExpertMlp) and site in MLP_SITES  # experts have no offsets
+            of_experts = isinstance(packed.layers[layer].mlp, ExpertMlp)
+            fixed = of_experts and site in MLP_SITES  # experts have no offsets
             shift = kind % 3 == 1 and not fixed
             offset = x.mean(0) + 0.1 * torch.randn(x.shape[1], generator=generator) if shift else None
             d = x if offset is None else x - offset
             cost = 0.5 + torch.rand(x.shape[-1], generator=generator) if kind % 2 else torch.ones(())
-            rule = SiteRule(_amid_a_gap(d.abs() * cost) / cost, offset)
+            # Models with experts have many scores, so that gaps are narrow.
+            rule = SiteRule(_amid_a_gap(d.abs() * cost, 25 if of_experts else 5) / cost, offset)
             packed = _with_rule(packed, layer, site, rule)
     return packed
 
 
-def _amid_a_gap(scores: Tensor) -> Tensor:
-    """Near the median of the scores, the middle of the widest gap between neighbours."""
+def _amid_a_gap(scores: Tensor, near: int) -> Tensor:
+    """So many hundredths of the scores or fewer from the median, the middle of the widest gap between neighbours."""
     ordered = scores.flatten().sort().values
-    middle = ordered[len(ordered) * 45 // 100 : len(ordered) * 55 // 100 + 2]
+    middle = ordered[len(ordered) * (50 - near) // 100 : len(ordered) * (50 + near) // 100 + 2]
     widest = int(middle.diff().argmax())
     return (middle[widest] + middle[widest + 1]) / 2
 
