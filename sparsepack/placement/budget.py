@@ -66,7 +66,7 @@ class Work:
 
     @property
     def bytes(self) -> int:
-        """All of them together."""
+        """The sum of these parts: scratch, both staging buffers, steps and prefill."""
         return self.scratch + 2 * self.staged + self.steps + self.prefill
 
 

@@ -138,6 +138,15 @@ def test_greedy_tokens_are_the_stock_models(backend: str) -> None:
     assert agreed > 200
 
 
+STEPS = [
+    [[7, 11, 13], [2, 250, 31]],
+    [[40, 3, 77], [5, 120, 9]],
+    [[201, 60, 18], [33, 8, 290]],
+    [[91, 17, 4], [150, 22, 63]],
+]
+"""Tokens that three texts go on with, in two steps, each time anew."""
+
+
 @every_backend
 @pytest.mark.parametrize("rules", [False, True])
 def test_several_texts_have_what_each_has_alone(backend: str, rules: bool) -> None:
@@ -147,21 +156,20 @@ def test_several_texts_have_what_each_has_alone(backend: str, rules: bool) -> No
         layers = [*packed.layers]
         layers[number] = replace(layer, attention=dense)
         packed = replace(packed, layers=tuple(layers))
-    together = engine_of(packed, backend, sequences=3)
-    alone = engine_of(packed, backend)
     texts = [IDS[:4], IDS[3:9], IDS[8:]]
-    for number, text in enumerate(texts):
-        together.prefill(text, number)
-    found = [together.step_all([7, 11, 13]), together.step_all([2, 250, 31])]
-    apart = []
-    for number, text in enumerate(texts):
-        alone.reset()
-        alone.prefill(text)
-        expected = [alone.step(id) for id in ([7, 11, 13][number], [2, 250, 31][number])]
-        apart += [largest_difference(found[step][number], expected[step]) for step in range(2)]
-    # Kernels that round may move an input of one text over its threshold, which its second step sees, too.
-    near = len(apart) if backend == "reference" else len(apart) - 2
-    assert sorted(apart)[near - 1] < TOLERANCE[backend]
+    near = [0, 0, 0]
+    for steps in STEPS:
+        together, alone = engine_of(packed, backend, sequences=3), engine_of(packed, backend)
+        for number, text in enumerate(texts):
+            together.prefill(text, number)
+        found = torch.stack([together.step_all(ids) for ids in steps])
+        for number, text in enumerate(texts):
+            alone.reset()
+            alone.prefill(text)
+            expected = torch.stack([alone.step(ids[number]) for ids in steps])
+            near[number] += largest_difference(found[:, number], expected) < TOLERANCE[backend]
+    # Kernels that round may move an input over its threshold, or choose another expert, now in one text, now in another.
+    assert min(near) >= len(STEPS) - (backend != "reference"), near
 
 
 @every_backend

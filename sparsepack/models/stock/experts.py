@@ -18,7 +18,7 @@ _NAME = "sparsepack_watched"
 
 @dataclass(frozen=True)
 class ExpertsWatch:
-    """Who watches the experts of a block. With T tokens, of which each has `used` of the experts:
+    """Functions that watch the experts of a block. With T tokens, of which each has `used` of the experts:
 
     routed -- is shown which ones: int64 [T, used]
     middle -- is shown what enters their down matrices [T, used, width], and returns what to use in its place, or None

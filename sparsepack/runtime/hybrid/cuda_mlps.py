@@ -146,7 +146,7 @@ class CudaDivided:
         return DividedNeuronMlp(load_gate(mlp, device, kernels, place), records, block, self.division(block), self)
 
     def load_records(self, records: PackedMatrix, device: torch.device) -> CudaNeurons:
-        """Those of the next block, to the host's memory."""
+        """Load the records of the next block into the host's memory."""
         first = self._loaded * self._shape[1]
         self._loaded += 1
         return self._kernels.load_neurons(records, device, self._host[first : first + self._shape[1]])
@@ -234,8 +234,8 @@ class CudaDivided:
             self._kernels.copy_neurons(self.slots, torch.from_numpy(slots[some]), host, torch.from_numpy(neurons[some]))
 
     def step_bits(self, number: int) -> np.ndarray:
-        """Who was active in the step of this number, which has ended: uint8 [1, blocks, bytes], as `following` has
-        bits. They may be written again `KEPT` steps later."""
+        """Return who was active in the step of this number, which has ended: uint8 [1, blocks, bytes], bits as in
+        `following`. The GPU may write these bits again `KEPT` steps later."""
         return np.ascontiguousarray(self._seen[number % KEPT, None, :, : -(-self._shape[1] // 8)])
 
     def saw(self, block: int, gate: Product) -> None:
@@ -245,7 +245,7 @@ class CudaDivided:
         self._prefilled[block].append((active * weights).sum(-1, dtype=torch.uint8).cpu().numpy())
 
     def prefill_bits(self) -> np.ndarray:
-        """Who was active at the positions that were prefilled since the last call: uint8 [positions, blocks, bytes]."""
+        """Return who was active at the positions prefilled since the last call: uint8 [positions, blocks, bytes]."""
         bits = np.stack([np.concatenate(rows) for rows in self._prefilled], axis=1)
         self.forget()
         return bits

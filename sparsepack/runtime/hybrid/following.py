@@ -31,7 +31,7 @@ class Following(Protocol):
 
     @property
     def first(self) -> np.ndarray:
-        """Who is resident when a text begins: bool [blocks, neurons], as stored."""
+        """Return who is resident when a text begins: bool [blocks, neurons], as stored."""
         ...
 
     def restart(self) -> None:

@@ -1,4 +1,4 @@
-"""Who has the slots of a plan in a model by neurons, by the policy that options ask for."""
+"""Choose who has the slots of a plan in a model by neurons, by the policy that options ask for."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

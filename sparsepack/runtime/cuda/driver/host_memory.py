@@ -78,12 +78,15 @@ Place = Callable[[Tensor], Tensor]
 
 
 def on_card(loaded: Tensor) -> Tensor:
-    """It stays in the GPU's memory."""
+    """Leave a loaded tensor in the GPU's memory."""
     return loaded
 
 
 def in_host_memory(loaded: Tensor) -> Tensor:
-    """It lies in the host's memory, where kernels read it over the bus. Raises `UserError` as `host_tensors`."""
+    """Move a loaded tensor to the host's memory, where kernels read it over the bus.
+
+    Raises `UserError` as `host_tensors`.
+    """
     (there,) = host_tensors(1, tuple(loaded.shape), loaded.dtype, loaded.device, "weights")
     return there.copy_(loaded)
 
