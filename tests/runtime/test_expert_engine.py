@@ -168,7 +168,7 @@ def test_several_texts_have_what_each_has_alone(backend: str, rules: bool) -> No
             alone.prefill(text)
             expected = torch.stack([alone.step(ids[number]) for ids in steps])
             near[number] += largest_difference(found[:, number], expected) < TOLERANCE[backend]
-    # Kernels that round may move an input over its threshold, or choose another expert, now in one text, now in another.
+    # Kernels that round may move an input over its threshold or choose another expert, now in one text, now in another.
     assert min(near) >= len(STEPS) - (backend != "reference"), near
 
 
