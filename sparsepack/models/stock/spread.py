@@ -19,7 +19,7 @@ Places = Mapping[str, int | str]
 
 
 def places_of(model: Any, device: str, dtype: torch.dtype) -> Places | None:
-    """Where each part of a model goes that does not fit on `device`, a GPU; None where all of it goes to `device`.
+    """Say where each part of a model goes that does not fit on `device`, a GPU; None: all of it goes to `device`.
 
     model -- a stock model on the meta device
     device -- "cuda" stands for all GPUs; another is that device alone
