@@ -232,4 +232,4 @@ def count_block(
         stream.watched(watch),
     ):
         stream.pass_on(hidden, dealt.size, dealt.after_each(batch_done))
-    return statistics
+    return {name: value.cpu() for name, value in statistics.items()}

@@ -11,7 +11,7 @@ from sparsepack.calibration.collectors.collector import Collector
 
 def _count(query: Tensor, key: Tensor, window: int) -> tuple[Tensor, ...]:
     amounts = (amount for value in (query.float(), key.float()) for amount in (value.abs(), value.square()))
-    return tuple(amount.sum((0, 2), dtype=torch.float64).cpu() for amount in amounts)
+    return tuple(amount.sum((0, 2), dtype=torch.float64) for amount in amounts)
 
 
 ATTENTION = Collector(

@@ -8,6 +8,12 @@ import torch
 from torch import Tensor
 
 
+def _added(one: Tensor, other: Tensor) -> Tensor:
+    """The sum, on a GPU where one of them is there: the other comes from a file or another worker."""
+    device = other.device if one.device.type == "cpu" else one.device
+    return one.to(device) + other.to(device)
+
+
 @dataclass(frozen=True)
 class Collector:
     """Named tensors counted at one kind of place, which add up over batches and over calibrations.
@@ -26,7 +32,7 @@ class Collector:
     names -- of its tensors; in the file `layers.LAYER.PLACE.NAME`, with the site's name as PLACE, or else "neurons",
              "experts" and "residual" for what is counted of these, and "attention" for all others
     dtype, shape -- of each of them; 0 stands for a size that depends on the model
-    count -- of what comes to such a place, a tensor for every name, on the CPU; of runs of blocks, where it was counted
+    count -- of what comes to such a place, a tensor for every name, on the device where it was: a GPU does not wait
     add   -- what was counted in one part and in another, as that of both
     signed -- whether a tensor may be below zero
     of_runs -- whether it is counted over a run of consecutive blocks, of which only the last has it
@@ -38,7 +44,7 @@ class Collector:
     dtype: torch.dtype
     shape: tuple[int, ...]
     count: Callable[..., tuple[Tensor, ...]]
-    add: Callable[[Tensor, Tensor], Tensor] = torch.add
+    add: Callable[[Tensor, Tensor], Tensor] = _added
     signed: bool = False
     of_runs: bool = False
     later: bool = False

@@ -9,7 +9,7 @@ from sparsepack.calibration.collectors.collector import Collector
 def _count(chosen: Tensor, experts: int) -> tuple[Tensor, ...]:
     used = chosen.shape[-1]
     given = torch.bincount(chosen.flatten(), minlength=experts)
-    return given.cpu(), torch.tensor([chosen.numel() // used])
+    return given, torch.tensor([chosen.numel() // used])
 
 
 EXPERTS = Collector("experts", ("given", "routed_tokens"), torch.int64, (0,), _count)

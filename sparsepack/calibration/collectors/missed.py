@@ -31,7 +31,7 @@ def _count(query: Tensor, key: Tensor, window: int) -> tuple[Tensor, ...]:
     # A head at a time: scores exist of one head only.
     missed = [_missed(*pair, seen, last_read) for pair in zip(groups, key.flatten(0, 1), strict=True)]
     positions = torch.full((len(SHARES),), float(len(query) * len(at)), dtype=torch.float64)
-    return torch.stack(missed).sum(0).cpu() / key.shape[1], positions
+    return torch.stack(missed).sum(0) / key.shape[1], positions
 
 
 def _positions(length: int, device: torch.device) -> Tensor:

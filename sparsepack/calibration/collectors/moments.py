@@ -7,7 +7,7 @@ from sparsepack.calibration.collectors.collector import Collector
 
 
 def _count(x: Tensor, column_norms: Tensor) -> tuple[Tensor, ...]:
-    return (x.float().square().flatten(0, -2).sum(0, dtype=torch.float64).cpu(),)
+    return (x.float().square().flatten(0, -2).sum(0, dtype=torch.float64),)
 
 
 MOMENTS = Collector("site", ("second_moment",), torch.float64, (0,), _count)

@@ -15,7 +15,7 @@ def _count(x: Tensor) -> tuple[Tensor, ...]:
     active = (x != 0).flatten(0, -2)  # [tokens, intermediate]
     each = active.sum(1)
     tokens = torch.tensor([len(active)])
-    return active.sum(0).cpu(), tokens, each.square().sum().cpu()[None]
+    return active.sum(0), tokens, each.square().sum()[None]
 
 
 NEURONS = Collector("neurons", ("active", "tokens", "squares"), torch.int64, (0,), _count)

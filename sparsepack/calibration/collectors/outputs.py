@@ -11,7 +11,8 @@ from sparsepack.calibration.collectors.collector import Collector
 def _count(outputs: Tensor, kv_heads: int, head_dim: int) -> tuple[Tensor, ...]:
     of_heads = torch.unflatten(outputs.flatten(0, -2).float(), -1, (kv_heads, -1, head_dim))  # [N, kv_heads, group, D]
     each = of_heads.transpose(0, 1).flatten(1, 2)
-    return ((each.transpose(1, 2) @ each).cpu().double(),)
+    product = each.transpose(1, 2) @ each
+    return ((product.cpu() if product.device.type == "mps" else product).double(),)
 
 
 OUTPUTS = Collector("outputs", ("output_product",), torch.float64, (0, 0, 0), _count, signed=True, later=True)

@@ -30,7 +30,7 @@ def _count(query: Tensor, key: Tensor, window: int) -> tuple[Tensor, ...]:
     groups = torch.unflatten(query, 1, (kv_heads, -1))  # [B, kv_heads, group, S, D]
     # A head at a time: numbers in 64 bits exist of one head only.
     sums = [_pairs(groups[:, head], key[:, head], window) for head in range(kv_heads)]
-    return (torch.stack(sums).cpu(),)
+    return (torch.stack(sums),)
 
 
 def _pairs(group: Tensor, key: Tensor, window: int) -> Tensor:

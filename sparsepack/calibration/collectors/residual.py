@@ -44,10 +44,5 @@ def _gram(x: Tensor) -> Tensor:
     return made
 
 
-def _add(one: Tensor, other: Tensor) -> Tensor:
-    """The sum, on the device of the second one: a run that goes on has the first from a file."""
-    return one.to(other.device) + other
-
-
-RESIDUAL = Collector("residual", ("product",), torch.float64, (0, 0), _count, _add, signed=True, of_runs=True)
+RESIDUAL = Collector("residual", ("product",), torch.float64, (0, 0), _count, signed=True, of_runs=True)
 """The sums are float64 [hidden, hidden]."""

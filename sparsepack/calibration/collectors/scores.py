@@ -9,7 +9,7 @@ from sparsepack.calibration.collectors.collector import Collector
 
 def _count(x: Tensor, column_norms: Tensor) -> tuple[Tensor, ...]:
     size = x.float().abs()
-    return histogram.count(size).cpu(), histogram.count(size * column_norms).cpu()
+    return histogram.count(size), histogram.count(size * column_norms)
 
 
 SCORES = Collector("site", ("histogram.magnitude", "histogram.column-norm"), torch.int64, (histogram.BINS,), _count)

@@ -122,15 +122,20 @@ class BlockStream:
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """Run the loaded block on hidden states [B, S, H]."""
-        output = self._backbone(inputs_embeds=hidden.to(self.device, self.dtype), use_cache=False)
+        placed = hidden.to(self.device, self.dtype, non_blocking=self.device.type == "cuda")
+        output = self._backbone(inputs_embeds=placed, use_cache=False)
         return output.last_hidden_state  # type: ignore[no-any-return]
 
     def pass_on(self, hidden: torch.Tensor, batch: int, advance: Callable[[], object]) -> None:
         """Run the loaded block on hidden states [N, S, H], `batch` rows at a time, after each of which `advance` is
-        called. The results take the place of what was there, so that the states of all windows are there once."""
+        called. The results take the place of what was there, so that the states of all windows are there once. A GPU
+        is waited for at the end: until then `advance` may find that it has not come so far."""
+        cuda = self.device.type == "cuda"
         for part in torch.split(hidden, batch):
-            part.copy_(self(part))
+            part.copy_(self(part), non_blocking=cuda)
             advance()
+        if cuda:
+            torch.cuda.current_stream(self.device).synchronize()
 
     def watched(self, watcher: Watcher) -> AbstractContextManager[None]:
         """Within the context, the loaded block's attention shows its queries and keys to `watcher`."""
