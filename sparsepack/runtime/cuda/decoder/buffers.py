@@ -19,8 +19,8 @@ def flag_in_data_of_one(model: CudaModel, embedded: Tensor, kernels: Kernels) ->
     heads, ends = a.heads * a.head_dim, _ends_of_segments(model)
     of_between, of_y = _parts(model, kernels)
     qkv_words, (qkv,) = kernels.flag_in_data_buffers([heads + 2 * a.kv_heads * a.head_dim], device)
-    inside, (between, between_squares, mid) = kernels.flag_in_data_buffers(
-        [a.hidden, of_between, a.intermediate], device
+    inside, (between, between_squares, mid, *updates) = kernels.flag_in_data_buffers(
+        [a.hidden, of_between, a.intermediate, *[a.hidden] * (2 if a.post_norms else 0)], device
     )
     # What a layer takes and mixes, and what the next one does: in turns.
     turns = [kernels.flag_in_data_buffers([a.hidden, of_y, heads], device) for _ in range(2)]
@@ -51,6 +51,7 @@ def flag_in_data_of_one(model: CudaModel, embedded: Tensor, kernels: Kernels) ->
                 y=result if ends[number] else y,
                 squares_of_y=None if ends[number] else squares_of_y,
                 before=before,
+                updates=(updates[0], updates[1]) if a.post_norms else None,
                 flag_in_data=True,
                 reset=dict(zip(model.names, (inside, qkv_words, words), strict=False)),
             )
@@ -84,6 +85,7 @@ def memory_of_several(model: CudaModel, embedded: Tensor, kernels: Kernels) -> l
         mid=memory(a.intermediate),
         y=embedded,
         squares_of_y=squares,
+        updates=(memory(a.hidden), memory(a.hidden)) if a.post_norms else None,
     )
     ends, made = _ends_of_segments(model), []
     for number, layer in enumerate(model.layers):
@@ -104,6 +106,8 @@ def memory_of_several(model: CudaModel, embedded: Tensor, kernels: Kernels) -> l
 
 def _parts(model: CudaModel, kernels: Kernels) -> tuple[int, int]:
     """How many parts the squares of between and of y have, as in all layers."""
+    if model.architecture.post_norms:
+        return 1, 1
     of, last = model.layers[0], model.layers[0].mlp.last
     return kernels.blocks(of.attention["attn_out"].matrix), 0 if last is None else kernels.blocks(last)
 

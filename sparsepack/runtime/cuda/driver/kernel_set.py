@@ -10,7 +10,7 @@ from sparsepack.runtime.cuda.decoder import sampling
 from sparsepack.runtime.cuda.driver import device, flag_in_data, graph, host_memory
 from sparsepack.runtime.cuda.products import gate as gate_alone
 from sparsepack.runtime.cuda.products import gemm_fp16 as dense
-from sparsepack.runtime.cuda.products import neurons, rows, zigzag
+from sparsepack.runtime.cuda.products import neurons, post_norm, rows, zigzag
 from sparsepack.runtime.device_sampling import sample
 
 
@@ -61,6 +61,7 @@ class Kernels:
     attend_double_sparsity = staticmethod(double_sparsity.attend)
     attend_offloaded = staticmethod(offload.attend_offloaded)
     label_append = staticmethod(double_sparsity.label_append)
+    post_norm = staticmethod(post_norm.post_norm)
     gate = staticmethod(gate_alone.gate)
     new_active_neurons = staticmethod(neurons.new_active_neurons)
     list_neurons = staticmethod(neurons.list_neurons)
