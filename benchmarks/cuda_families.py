@@ -1,10 +1,10 @@
-"""Decoding and prefill on the GPU of random models of families that compute something of their own: dense, and with half
-of the columns skipped.
+"""Decoding and prefill on the GPU of random models of families that compute something of their own, dense and with
+half of the columns skipped.
 
     python benchmarks/cuda_families.py [--model gemma-2-2b] [--layers N] [--quick] [--json FILE]
 
-As `cuda_decode.py`, which has Llamas: 128 tokens after a prompt of 128, batch 1. Before anything is timed, a model of the
-same widths with two layers is compared with the reference backend, dense and sparse, at once and step by step.
+As `cuda_decode.py`, which has Llamas: 128 tokens after a prompt of 128, batch 1. Before anything is timed, a model of
+the same widths with two layers is compared with the reference backend, dense and sparse, at once and step by step.
 """
 
 import math
@@ -178,8 +178,10 @@ def main(quick: bool, layers: int | None, names: tuple[str, ...], rounds: int, j
         packed = random_model(name, layers)
         result = measure(packed, find_thresholds(packed), rounds)
         lines = [
-            [name, mode, f"{of['sparsity']:.0%}", f"{1 / of['seconds']:.0f}", f"{of['bytes'] / 1e9:.2f}"]
-            + [f"{of['bytes'] / of['seconds'] / bandwidth:.0%}"]
+            [
+                *(name, mode, f"{of['sparsity']:.0%}", f"{1 / of['seconds']:.0f}", f"{of['bytes'] / 1e9:.2f}"),
+                f"{of['bytes'] / of['seconds'] / bandwidth:.0%}",
+            ]
             for mode, of in result.items()
         ]
         click.echo(markdown(Table(["model", "runtime", "skipped", "t/s", "GB/token", "of bandwidth"], lines)))
