@@ -64,7 +64,7 @@ class Matrix:
         """The weights where the real ones have their superblocks: float32 [tiles, columns, tile_bands, 256]."""
         padded = torch.nn.functional.pad(self.weight, (0, 0, 0, -self.rows % BAND_ROWS))
         bands = padded.view(-1, BAND_ROWS, self.columns).transpose(1, 2)
-        return zigzag._tiled(bands, self.config.tile_bands, self.gate_bands > 0)
+        return zigzag.tiled(bands, self.config.tile_bands, self.gate_bands > 0)
 
 
 def load_zigzag(
