@@ -1,7 +1,7 @@
 """One token of each sequence through the model: five kernels a layer (more where gate and up do not fill whole bands,
 attention takes more than one, or the basis of the residual stream changes first), which wait for no host."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,7 +15,7 @@ from sparsepack.runtime.cuda.decoder.buffers import flag_in_data_of_one, memory_
 from sparsepack.runtime.cuda.decoder.held import CudaHeld, new_held
 from sparsepack.runtime.cuda.decoder.mlps import Launch, MlpStep
 from sparsepack.runtime.cuda.decoder.model import CudaModel
-from sparsepack.runtime.cuda.decoder.sites import CudaSite
+from sparsepack.runtime.cuda.decoder.sites import CudaExpertsSite, CudaSite
 from sparsepack.runtime.cuda.driver.kernel_set import Kernels
 from sparsepack.runtime.cuda.products.zigzag import Input
 from sparsepack.runtime.hold import Hold
@@ -98,9 +98,19 @@ class Step:
         yield from layer.mlp.step(of_mlp, self._room, self._kernels)
 
     def _product(
-        self, number: int, of: Buffers, sparse: bool, name: str, site: CudaSite, input: Input, y: Tensor, **more: Any
+        self,
+        number: int,
+        of: Buffers,
+        sparse: bool,
+        name: str,
+        site: CudaSite | CudaExpertsSite,
+        input: Input,
+        y: Tensor,
+        by: Callable[..., None] | None = None,
+        **more: Any,
     ) -> Launch:
-        """The launch of a site's product, which also counts the site's active columns under a name."""
+        """The launch of a site's product, which also counts the site's active columns under a name. by: what launches
+        it; None: what launches products with one matrix"""
         columns = site.sparse if sparse else site.dense
         if name in of.reset:
             more["reset"] = of.reset[name]
@@ -108,7 +118,7 @@ class Step:
         if self.held is not None and not input.dense:
             input = replace(input, scales=self.held.scales, skipped=self.held.skipped)
         return partial(
-            self._multiply,
+            by or self._multiply,
             site.matrix,
             input,
             y,
@@ -129,7 +139,13 @@ def state_parts(state: Tensor, sequences: int) -> tuple[Tensor, Tensor, Tensor, 
     return active, ids, best, lasting.view(torch.float32).view(2, sequences)
 
 
-def counted(active: Tensor, names: Sequence[str]) -> dict[tuple[int, str], int]:
-    """The number of active units of each (layer, name), from `active` of a step or of its state."""
+def counted(
+    active: Tensor, names: Sequence[str], of_each_text: Collection[str] = (), texts: int = 1
+) -> dict[tuple[int, str], int]:
+    """The number of active units of each (layer, name), from `active` of a step or of its state.
+
+    of_each_text -- names under which those of each of so many texts are counted: the mean is taken
+    """
     counts = enumerate(active.flatten().tolist())
-    return {(n // len(names), names[n % len(names)]): count for n, count in counts}
+    found = {(n // len(names), names[n % len(names)]): count for n, count in counts}
+    return {key: count // texts if key[1] in of_each_text else count for key, count in found.items()}

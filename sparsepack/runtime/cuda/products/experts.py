@@ -66,11 +66,6 @@ def load_experts(
     return CudaExperts(of_all, Together(matrix.experts, used, normalised, added))
 
 
-def new_logits(experts: CudaExperts, texts: int) -> Tensor:
-    """Room for what `route` leaves: float32 [texts, experts]."""
-    return torch.empty(texts, experts.together.experts, device=experts.all.blocks.device)
-
-
 def route(router: Tensor, input: Input, logits: Tensor) -> None:
     """Put logits = router RMSNorm(x) on the current stream.
 
@@ -111,9 +106,10 @@ def multiply_experts(
     """Put the products of the experts that a token has, by its logits, on the current stream; of several texts one
     after the other, since each has experts of its own.
 
-    Where products are not added, y = W x of each of a token's experts, likeliest first: x float32 [columns], y
-    [used, rows], or [used, rows / 2] with an activation. Where they are, y = sum of weight * (W x) of each + residual: x
+    Where products are not added, y = W x of each of a token's experts, likeliest first: x float32 [columns], y [used,
+    rows], or [used, rows / 2] with an activation. Where they are, y = residual + the sum of weight * (W x) of each: x
     [used, columns], y [rows]. Of several texts all of these, and logits, have a dimension more, before the others.
+    What is two-dimensional so far may be flat.
 
     squares -- float32 [blocks(experts)], of several texts [B, blocks(experts)]
     active  -- int64 []: the active columns of each text and expert are added to it
@@ -124,19 +120,12 @@ def multiply_experts(
             experts.all, input, y, None, residual, activation, squares, active, reset, (experts.together, logits)
         )
         return
-    for text in range(len(logits)):
-        of_text = replace(
-            input,
-            x=input.x[text],
-            squares=None if input.squares is None else input.squares[text],
-            scales=None if input.scales is None else input.scales[text : text + 1],
-            skipped=None if input.skipped is None else input.skipped[text : text + 1],
-        )
+    for text, row in enumerate(logits):
         multiply_experts(
             experts,
-            of_text,
+            input.of_text(text),
             y[text],
-            logits=logits[text],
+            logits=row,
             residual=None if residual is None else residual[text],
             activation=activation,
             squares=None if squares is None else squares[text],

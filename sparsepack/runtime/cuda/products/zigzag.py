@@ -161,6 +161,14 @@ class Input:
     def dense(self) -> bool:
         return self.threshold is None
 
+    def of_text(self, number: int) -> "Input":
+        """One of several inputs."""
+        squares, scales, skipped = (
+            None if each is None else each[number : number + 1] for each in (self.squares, self.scales, self.skipped)
+        )
+        squares = None if squares is None else squares[0]
+        return replace(self, x=self.x[number], squares=squares, scales=scales, skipped=skipped)
+
 
 @dataclass(frozen=True)
 class Together:
