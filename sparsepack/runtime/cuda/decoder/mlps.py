@@ -216,6 +216,7 @@ class ExpertMlp:
 
     def step(self, step: MlpStep, room: None, kernels: Kernels) -> Iterator[Launch]:
         of, into = step.of, self.sites["mlp_in"]
+        assert of.logits is not None  # the architecture has experts
         product = partial(step.product, by=kernels.multiply_experts, logits=of.logits)
         yield partial(kernels.route, self.router, step.input, of.logits)
         fused = into.matrix.all.gate_bands > 0
