@@ -197,7 +197,7 @@ def load_experts(
     return Experts(each, Together(matrix.experts, used, normalised, added))
 
 
-def expert_blocks(experts: Experts) -> int:
+def expert_blocks(experts: Experts, texts: int = 1) -> int:
     return zigzag.blocks(experts.all) * experts.together.used
 
 
@@ -215,7 +215,9 @@ def multiply_experts(experts: Experts, input: Input, y: Tensor, *, logits: Tenso
     if logits.dim() > 1:
         for text, row in enumerate(logits):
             own = {name: how[name][text] for name in ("residual", "squares") if how.get(name) is not None}
-            multiply_experts(experts, input.of_text(text), y[text], logits=row, **{**how, **own})
+            of = input.of_texts(slice(text, text + 1), len(logits))
+            of = replace(of, x=of.x[0], squares=None if of.squares is None else of.squares[0])
+            multiply_experts(experts, of, y[text], logits=row, **{**how, **own})
         return
     if input.flag_in_data:
         _assert_written(logits)
@@ -236,7 +238,7 @@ def multiply_experts(experts: Experts, input: Input, y: Tensor, *, logits: Tenso
     product = weights[0] @ made + residual
     _write(y, product)
     if squares is not None:
-        assert len(squares) == expert_blocks(experts)
+        assert len(squares) == expert_blocks(experts)  # of any number of texts
         _write(squares, torch.nn.functional.pad(product.square().sum()[None], (0, len(squares) - 1)))
 
 

@@ -156,22 +156,33 @@ def test_a_chain_from_the_router_to_the_sum_hands_its_results_on(
         assert int(skipped) == pytest.approx(5 * (inactive[0] * 2 * width + inactive[1] * hidden), rel=0.02)
 
 
-def test_several_texts_have_their_own_experts() -> None:
-    count, used, hidden, width = 8, 2, 300, 256
+@pytest.mark.parametrize("texts", [2, 5, 8])
+@pytest.mark.parametrize(("count", "used"), [(8, 2), (40, 8), (3, 3)])
+def test_several_texts_have_their_own_experts(texts: int, count: int, used: int) -> None:
+    hidden, width = 900, 256
     into, mid = random_experts(count, 2 * width, hidden), random_experts(count, hidden, width)
     first = loaded(into, used, True, None, gate=True)
     second = loaded(mid, used, True, None, added=True)
-    x, logits, limit = normal(3, hidden), normal(3, count, seed=1), torch.tensor([0.4], device="cuda")
-    inner = torch.empty(3, used, width, device="cuda")
-    y, squares = torch.empty(3, hidden, device="cuda"), torch.empty(3, blocks(second), device="cuda")
-    multiply_experts(first, Input(x, threshold=limit), inner, logits=logits, activation=0)
-    multiply_experts(second, Input(inner, threshold=limit), y, logits=logits, residual=x, squares=squares)
-    for text in range(3):
+    x, logits, limit = normal(texts, hidden), normal(texts, count, seed=1), torch.tensor([0.4], device="cuda")
+    inner = torch.empty(texts, used, width, device="cuda")
+    y, squares = torch.empty(texts, hidden, device="cuda"), torch.empty(texts, blocks(second, texts), device="cuda")
+    active, counted = (torch.zeros(2, dtype=torch.int64, device="cuda") for _ in range(2))
+    scales, skipped = 0.5 + torch.rand(texts, device="cuda"), torch.zeros(texts, dtype=torch.int64, device="cuda")
+    of_one = torch.zeros(texts, dtype=torch.int64, device="cuda")
+    held = {"threshold": limit, "scales": scales, "skipped": skipped}
+    multiply_experts(first, Input(x, **held), inner, logits=logits, activation=0, active=active[0])
+    multiply_experts(second, Input(inner, **held), y, logits=logits, residual=x, squares=squares, active=active[1])
+    for text in range(texts):
         alone, out = torch.empty(used, width, device="cuda"), torch.empty(hidden, device="cuda")
-        multiply_experts(first, Input(x[text], threshold=limit), alone, logits=logits[text], activation=0)
-        multiply_experts(second, Input(alone, threshold=limit), out, logits=logits[text], residual=x[text])
-        assert torch.equal(out, y[text])
+        one = {"threshold": limit, "scales": scales[text : text + 1], "skipped": of_one[text : text + 1]}
+        given = {"logits": logits[text]}
+        multiply_experts(first, Input(x[text], **one), alone, **given, activation=0, active=counted[0])
+        assert_close(inner[text], alone.double())
+        multiply_experts(second, Input(inner[text], **one), out, **given, residual=x[text], active=counted[1])
+        assert_close(y[text], out.double())
         assert float(squares[text].sum()) == pytest.approx(float(out.square().sum()), rel=1e-5)
+    assert active.tolist() == counted.tolist()
+    assert skipped.tolist() == of_one.tolist()
 
 
 def test_logits_that_are_no_numbers_choose_experts_that_there_are() -> None:

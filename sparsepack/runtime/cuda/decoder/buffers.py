@@ -17,7 +17,7 @@ def flag_in_data_of_one(model: CudaModel, embedded: Tensor, kernels: Kernels) ->
     """
     a, device = model.architecture, model.device
     heads, ends = a.heads * a.head_dim, _ends_of_segments(model, kernels)
-    of_between, of_y = _parts(model, kernels)
+    of_between, of_y = _parts(model, 1, kernels)
     qkv_words, (qkv,) = kernels.flag_in_data_buffers([heads + 2 * a.kv_heads * a.head_dim], device)
     width, experts = _of_mlp(model)
     inside, (between, between_squares, mid, logits) = kernels.flag_in_data_buffers(
@@ -68,7 +68,7 @@ def memory_of_several(model: CudaModel, embedded: Tensor, kernels: Kernels) -> l
     embedded -- float32 [B, hidden]: the first layer's x
     """
     a, sequences = model.architecture, len(embedded)
-    of_between, of_y = _parts(model, kernels)
+    of_between, of_y = _parts(model, sequences, kernels)
     width, experts = _of_mlp(model)
 
     def memory(width: int) -> Tensor:
@@ -106,10 +106,10 @@ def memory_of_several(model: CudaModel, embedded: Tensor, kernels: Kernels) -> l
     return made
 
 
-def _parts(model: CudaModel, kernels: Kernels) -> tuple[int, int]:
+def _parts(model: CudaModel, sequences: int, kernels: Kernels) -> tuple[int, int]:
     """How many parts the squares of between and of y have, as in all layers."""
     of = model.layers[0]
-    return kernels.blocks(of.attention["attn_out"].matrix), of.mlp.parts(kernels) or 0
+    return kernels.blocks(of.attention["attn_out"].matrix), of.mlp.parts(sequences, kernels) or 0
 
 
 def _of_mlp(model: CudaModel) -> tuple[int, int]:
@@ -122,4 +122,4 @@ def _ends_of_segments(model: CudaModel, kernels: Kernels) -> list[bool]:
     """Whether the y of each layer lies in plain memory: it is the last of all, a change of basis follows, or the MLP
     leaves it there."""
     of_basis = [layer.basis is not None for layer in model.layers[1:]] + [True]
-    return [ends or layer.mlp.parts(kernels) is None for ends, layer in zip(of_basis, model.layers, strict=True)]
+    return [ends or layer.mlp.parts(1, kernels) is None for ends, layer in zip(of_basis, model.layers, strict=True)]

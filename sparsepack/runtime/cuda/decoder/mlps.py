@@ -56,8 +56,8 @@ class CudaMlp(Protocol):
     @property
     def matrices(self) -> Sequence[CudaZigzag]: ...
 
-    def parts(self, kernels: Kernels) -> int | None:
-        """In how many parts the last product leaves the squares of y, and y as soon as it is known; None: y lies in
+    def parts(self, sequences: int, kernels: Kernels) -> int | None:
+        """In how many parts the last product leaves the squares of each y, and y as soon as known; None: y lies in
         plain memory, without squares."""
 
     def new_room(self, sequences: int, kernels: Kernels) -> Any:
@@ -87,7 +87,7 @@ class DenseMlp:
     def matrices(self) -> Sequence[CudaZigzag]:
         return [site.matrix for site in self.sites.values()]
 
-    def parts(self, kernels: Kernels) -> int:
+    def parts(self, sequences: int, kernels: Kernels) -> int:
         return kernels.blocks(self.sites["mlp_mid"].matrix)
 
     def new_room(self, sequences: int, kernels: Kernels) -> None:
@@ -147,7 +147,7 @@ class NeuronMlp:
     def matrices(self) -> Sequence[CudaZigzag]:
         return [self.gate.matrix]
 
-    def parts(self, kernels: Kernels) -> None:
+    def parts(self, sequences: int, kernels: Kernels) -> None:
         return None
 
     def new_room(self, sequences: int, kernels: Kernels) -> ActiveNeurons:
@@ -208,8 +208,8 @@ class ExpertMlp:
     def matrices(self) -> Sequence[CudaZigzag]:
         return [site.matrix.expert(0) for site in self.sites.values()]
 
-    def parts(self, kernels: Kernels) -> int:
-        return kernels.expert_blocks(self.sites["mlp_mid"].matrix)
+    def parts(self, sequences: int, kernels: Kernels) -> int:
+        return kernels.expert_blocks(self.sites["mlp_mid"].matrix, sequences)
 
     def new_room(self, sequences: int, kernels: Kernels) -> None:
         return None

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from sparsepack.formats.codecs.matrices import PackedExperts
-from sparsepack.runtime.cuda.driver.kernel import kernel, launch
+from sparsepack.runtime.cuda.driver.kernel import kernel, launch, multiprocessors
 from sparsepack.runtime.cuda.products import zigzag
 from sparsepack.runtime.cuda.products.tile_config import CudaTileConfig, expert_tile_config
 from sparsepack.runtime.cuda.products.zigzag import CudaZigzag, Input, Together
@@ -103,36 +103,53 @@ def multiply_experts(
     active: Tensor | None = None,
     reset: Tensor | None = None,
 ) -> None:
-    """Put the products of the experts that a token has, by its logits, on the current stream; of several texts one
-    after the other, since each has experts of its own.
+    """Put the products of the experts that a token has, by its logits, on the current stream.
 
     Where products are not added, y = W x of each of a token's experts, likeliest first: x float32 [columns], y [used,
     rows], or [used, rows / 2] with an activation. Where they are, y = residual + the sum of weight * (W x) of each: x
-    [used, columns], y [rows]. Of several texts all of these, and logits, have a dimension more, before the others.
-    What is two-dimensional so far may be flat.
+    [used, columns], y [rows]. Of several texts all of these, and logits, have a dimension more, before the others; each
+    text has experts of its own. What is two-dimensional so far may be flat.
 
-    squares -- float32 [blocks(experts)], of several texts [B, blocks(experts)]
+    squares -- float32 [blocks(experts, 1)], of several texts [B, blocks(experts, B)]
     active  -- int64 []: the active columns of each text and expert are added to it
     The others are as `zigzag.gemv` takes them.
     """
-    if logits.dim() == 1:
+    logits = logits.view(-1, experts.together.experts)
+    at_once, config = _spread(experts, len(logits))
+    matrix = replace(experts.all, config=config)
+    for first in range(0, len(logits), at_once):
+        these = slice(first, first + at_once)
+
+        def of(each: Tensor | None, these: slice = these) -> Tensor | None:
+            return None if each is None else each.view(len(logits), -1)[these]
+
         zigzag.launch_gemv(
-            experts.all, input, y, None, residual, activation, squares, active, reset, (experts.together, logits)
-        )
-        return
-    for text, row in enumerate(logits):
-        multiply_experts(
-            experts,
-            input.of_text(text),
-            y[text],
-            logits=row,
-            residual=None if residual is None else residual[text],
-            activation=activation,
-            squares=None if squares is None else squares[text],
-            active=active,
+            matrix,
+            input.of_texts(these, len(logits)),
+            y.view(len(logits), -1)[these],
+            None,
+            of(residual),
+            activation,
+            of(squares),
+            active,
+            reset,
+            (experts.together, logits[these]),
         )
 
 
-def blocks(experts: CudaExperts) -> int:
-    """The number of thread blocks of the products of a token's experts."""
-    return zigzag.blocks_of(experts.all, experts.together)
+def blocks(experts: CudaExperts, texts: int = 1) -> int:
+    """The number of thread blocks that finish the rows of a text."""
+    _, config = _spread(experts, texts)
+    return zigzag.blocks_of(replace(experts.all, config=config), experts.together)
+
+
+def _spread(experts: CudaExperts, texts: int) -> tuple[int, CudaTileConfig]:
+    """How many of so many texts are launched at a time, and how: blocks that wait for each other run at once."""
+    matrix, together, at_once = experts.all, experts.together, texts
+    of_text = matrix.blocks.shape[0] // together.experts * together.used  # blocks, at least
+    room = multiprocessors(matrix.blocks.device)
+    if together.added:
+        launches = -(-texts // max(room // of_text, 1))
+        at_once = -(-texts // launches)
+    splits = max(1, min(matrix.config.splits, room // (of_text * at_once)))
+    return at_once, replace(matrix.config, splits=splits)

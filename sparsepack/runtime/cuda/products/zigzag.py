@@ -161,13 +161,15 @@ class Input:
     def dense(self) -> bool:
         return self.threshold is None
 
-    def of_text(self, number: int) -> "Input":
-        """One of several inputs."""
-        squares, scales, skipped = (
-            None if each is None else each[number : number + 1] for each in (self.squares, self.scales, self.skipped)
-        )
-        squares = None if squares is None else squares[0]
-        return replace(self, x=self.x[number], squares=squares, scales=scales, skipped=skipped)
+    def of_texts(self, which: slice, of: int) -> "Input":
+        """Some of so many inputs that lie one after the other."""
+
+        def some(each: Tensor | None) -> Tensor | None:
+            return None if each is None else each.view(of, -1)[which]
+
+        scales, skipped = (None if each is None else each[which] for each in (self.scales, self.skipped))
+        x = self.x.view(of, -1)[which]
+        return replace(self, x=x, squares=some(self.squares), scales=scales, skipped=skipped)
 
 
 @dataclass(frozen=True)
@@ -225,8 +227,9 @@ def launch_gemv(
     reset: Tensor | None,
     chosen: tuple[Together, Tensor] | None = None,
 ) -> None:
-    """What `gemv` launches, or with `chosen` the products of the experts that a token has: how they are launched, and
-    the logits of the router, float32 [experts]."""
+    """What `gemv` launches, or with `chosen` the products of the experts that tokens have: how they are launched, and
+    the logits of the router, float32 [texts, experts]. Of several texts what comes in and goes out lies one text after
+    the other."""
     together, logits = chosen or (None, None)
     device, tiles = matrix.blocks.device, matrix.blocks.shape[0]
     if input.flag_in_data and input.norm is not None and input.squares is None:
@@ -235,13 +238,20 @@ def launch_gemv(
     if (input.dense or together) and not matrix.config.stages:
         matrix = _with_ring(matrix, shared_bytes)
     config = matrix.config
-    _check_blocks(matrix, 1, together)
+    grid: tuple[int, ...] = (config.splits, tiles)
+    parts, texts = 0 if input.squares is None else input.squares.numel(), 1
+    if together is not None and logits is not None:
+        texts = len(logits)
+        grid, parts = (config.splits, tiles // together.experts, together.used * texts), parts // texts
+        config = fitted(config, lambda config: shared_bytes(matrix.columns, config), device)
+        matrix = replace(matrix, config=config)
+    _check_blocks(matrix, 1, together, texts)
     launch(
         kernel("zigzag_gemv", "zigzag_gemv", _defines(matrix, input, activation, together), device.index or 0),
-        (config.splits, tiles) if together is None else (config.splits, tiles // together.experts, together.used),
+        grid,
         config.threads,
         *(matrix.blocks, matrix.columns, matrix.rows, matrix.largest_scale),
-        *(input.x, input.norm, input.eps, input.squares, 0 if input.squares is None else input.squares.numel()),
+        *(input.x, input.norm, input.eps, input.squares, parts),
         *(input.threshold, input.offset, input.scales),
         *(y, bias, residual, squares),
         *(active, input.skipped, workspace(device)),
@@ -268,14 +278,14 @@ def _check_gate(matrix: CudaZigzag, activation: int | None, residual: Tensor | N
         raise ValueError(f"activation {activation} for {matrix.gate_bands} bands of gate: one needs the other")
 
 
-def _check_blocks(matrix: CudaZigzag, inputs: int, together: Together | None = None) -> None:
+def _check_blocks(matrix: CudaZigzag, inputs: int, together: Together | None = None, texts: int = 1) -> None:
     """Raises `ValueError` where a block would have no columns, or blocks would wait for each other in vain."""
     config, device = matrix.config, matrix.blocks.device
     if config.splits > -(-matrix.columns // COLUMNS_AT_ONCE):
         raise ValueError(f"{config}: more splits than {matrix.columns} columns have chunks of {COLUMNS_AT_ONCE}")
     if config.splits == 1 and not (together and together.added):
         return
-    count = blocks_of(matrix, together)
+    count = blocks_of(matrix, together) * texts
     if count > multiprocessors(device):
         raise ValueError(f"{config}: {count} blocks that wait for each other, more than run at once")
     sums, room = count * config.tile_bands * BAND_ROWS * inputs, workspace(device).numel()

@@ -19,9 +19,9 @@
 
 static constexpr int THREADS = 256;
 
-extern "C" __global__ void __launch_bounds__(THREADS) route(const float* __restrict__ router, int hidden, const float* x,
-                                                            const float* norm, float eps, const float* squares,
-                                                            int parts, float* logits) {
+extern "C" __global__ void __launch_bounds__(THREADS)
+    route(const float* __restrict__ router, int hidden, const float* x, const float* norm, float eps,
+          const float* squares, int parts, float* logits) {
     __shared__ float of_products[THREADS / 32], of_squares[THREADS / 32];
     const int expert = blockIdx.x, input = blockIdx.y;
     const auto column = [](int i) { return i * THREADS + (int)threadIdx.x; };

@@ -1,12 +1,12 @@
 // y = W[:, active] x[active] for a matrix in zigzag Q4_K (SpQt, section 4.2.2), which lies as zigzag.cuh shows; or for
-// the experts that a token has, together.
+// the experts that tokens have, together.
 //
 //     blocks  [tiles, columns, TILE_BANDS, 144 bytes]  ->  pipeline (zigzag.cuh)  ->  tensor cores  ->  sums of a warp
 //     x       float32 [columns]  ->  list of active columns (column_split.cuh)
 //     sums of warps  ->  of the block  ->  workspace  ->  y float32 [rows]       (split_k_reduce.cuh)
 //
-// Launch: grid (SPLITS, tiles), with experts (SPLITS, tiles of one, CHOSEN); ALL_THREADS threads a block; where SHARES >
-// 1, no more blocks than run at once, since they wait for each other. On the tensor cores:
+// Launch: grid (SPLITS, tiles), with experts (SPLITS, tiles of one, CHOSEN * texts); ALL_THREADS threads a block; where
+// SHARES > 1, no more blocks than run at once, since they wait for each other. On the tensor cores:
 //
 //     mma.m16n8k16:  A [16 rows, 16 columns] = whole bytes, low + 16 high, and then their high nibbles alone, 16 high;
 //                        as float16 with nothing but their lowest bits, times 2^-24
@@ -27,7 +27,8 @@
 //         ACTIVATION: number of the function, see activations.cuh
 //         CHOSEN: how many experts a token has (choose.cuh), whose matrices of one shape lie one after the other; 0: the
 //         matrix is one. They share x, and each has a y; with ADDED 1 each has an x, and y is the sum of their products
-//         times their weights: the blocks of all experts finish it together
+//         times their weights: the blocks of all experts finish it together. Each text of a launch has all of these, one
+//         after the other
 
 #include "common/activations.cuh"
 
@@ -230,7 +231,8 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, RESIDENT) zigzag_gemv(
     __shared__ int listed_k_tiles;
     __shared__ float weight;  // where ADDED
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, band = warp % TILE_BANDS, k_slice = warp / TILE_BANDS;
-    const int split = blockIdx.x, tile = blockIdx.y, slot = CHOSEN ? blockIdx.z : 0;
+    const int split = blockIdx.x, tile = blockIdx.y;
+    const int slot = CHOSEN ? blockIdx.z % CHOSEN : 0, text = CHOSEN ? blockIdx.z / CHOSEN : 0;
     const u8* tile_base = blocks + (u64)tile * columns * COLUMN_BYTES;
     const bool is_producer = STAGES && warp >= WARPS;
     static_assert(STAGES || !CHOSEN, "producers choose");
@@ -257,7 +259,7 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, RESIDENT) zigzag_gemv(
         pipeline.set_up();
 #if CHOSEN
         if (!FLAG_IN_DATA) wait_for_previous();
-        const Chosen expert = choose(logits, slot);
+        const Chosen expert = choose(logits + text * EXPERTS, slot);
         pipeline.base += (u64)expert.number * gridDim.y * columns * COLUMN_BYTES;
         if (ADDED && threadIdx.x == THREADS) {
             weight = expert.weight;
@@ -268,9 +270,10 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, RESIDENT) zigzag_gemv(
         // Constants that are needed later.
         const int row = tile * TILE_ROWS + threadIdx.x * 32;
         if (!GATE && bias && threadIdx.x * 32 < TILE_ROWS && row < rows) prefetch_l2(bias + row);
-        const float* own_x = x + (ADDED ? slot * columns : 0);
-        const Site site{
-            own_x, columns, norm, eps, squares, parts, threshold, offset, scales, rows, tile ? nullptr : skipped};
+        const float* own_x = x + (ADDED ? blockIdx.z : text) * columns;
+        u64* own_skipped = tile || !skipped ? nullptr : skipped + text;
+        const Site site{own_x,  columns,       norm, eps,        squares + text * parts, parts, threshold,
+                        offset, scales + text, rows, own_skipped};
         max_abs = compact_active<WARPS, DENSE>(site, column_split, list, found, sums_of, [] {
                       if (!FLAG_IN_DATA) wait_for_previous();
                   }).of[0];
@@ -281,7 +284,7 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, RESIDENT) zigzag_gemv(
     if (!is_producer || !DENSE) launch_dependents();  // not before: see common/flag_in_data.cuh
     if (is_producer) {
         pipeline.run();
-        if (reset && slot == 0) {
+        if (reset && blockIdx.z == 0) {
             wait_for_previous();
             constexpr int EACH = PRODUCERS * 32;
             const int number = (tile * SPLITS + split) * EACH + threadIdx.x - THREADS;
@@ -294,7 +297,8 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, RESIDENT) zigzag_gemv(
     constexpr int FINISHED = GATE ? TILE_ROWS / 2 : TILE_ROWS;
     const int number = ADDED ? slot * SPLITS + split : split;  // of the block among those that share the tile's sums
     const RowShare<FINISHED> share(number);
-    if (CHOSEN && !ADDED) y += slot * (GATE ? rows / 2 : rows);
+    if (residual) residual += text * rows;
+    y += (CHOSEN && !ADDED ? blockIdx.z : text) * (GATE ? rows / 2 : rows);
     const int real = (GATE ? rows / 2 : rows) - tile * FINISHED;
 
     // What the first of them need besides.
@@ -332,7 +336,7 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, RESIDENT) zigzag_gemv(
     if (FLAG_IN_DATA) wait_for_previous();  // nothing is written before
     sync_consumers<THREADS>();
 
-    float* tile_workspace = workspace + ((ADDED ? 0 : slot * gridDim.y) + tile) * SHARES * TILE_ROWS;
+    float* tile_workspace = workspace + ((ADDED ? text : blockIdx.z) * gridDim.y + tile) * SHARES * TILE_ROWS;
     reduce_warps<TILE_ROWS>(own, tile_workspace + number * TILE_ROWS);
     constexpr int EACH = GATE ? 2 : 1;  // sums for a row of y
     float of_squares = 0;
@@ -369,7 +373,7 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, RESIDENT) zigzag_gemv(
 #pragma unroll
             for (int w = 0; w < WRITERS; ++w) of_squares += sums_of[w];
         }
-        if (threadIdx.x == 0) ll_store(squares_of_y + tile * SHARES + number, of_squares);
+        if (threadIdx.x == 0) ll_store(squares_of_y + (text * gridDim.y + tile) * SHARES + number, of_squares);
     }
     if (!STAGES && reset) {
         const int thread = (tile * SPLITS + split) * THREADS + threadIdx.x;
