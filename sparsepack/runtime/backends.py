@@ -121,6 +121,7 @@ BACKENDS: Mapping[str, Backend] = MappingProxyType(
                 slot_texts=8,
                 budgets=True,
                 holds=True,
+                traits=frozenset(TRAITS),
             ),
             Backend(
                 "metal",

@@ -27,6 +27,7 @@ from simulated_double_sparsity import (
 from torch import Tensor
 
 from sparsepack.formats.codecs.matrices import PackedExperts, PackedMatrix, decode_matrix
+from sparsepack.models.soft_caps import soft_capped
 from sparsepack.runtime.cuda.attention.attention import AttentionParameters
 from sparsepack.runtime.cuda.decoder.held import CudaHeld
 from sparsepack.runtime.cuda.driver import kernel_set, shared_memory
@@ -165,13 +166,14 @@ def attend(
     attn_output = torch.empty_like(out)
     for n, here in enumerate(positions.tolist()):
         q, k, v = qkv[n].view(1, -1, shape.head_dim).split([shape.heads, shape.kv_heads, shape.kv_heads], dim=1)
-        q = rotated(q, layer.q_norm, shape.eps, shape.cos[here], shape.sin[here])
-        k = rotated(k, layer.k_norm, shape.eps, shape.cos[here], shape.sin[here])
+        cos, sin = (of[n if parameters.rope_stride else 0, here] for of in parameters.table)
+        q = rotated(q, layer.q_norm, shape.eps, cos, sin)
+        k = rotated(k, layer.k_norm, shape.eps, cos, sin)
         keys[n, :, here], values[n, :, here] = k[0], v[0]
         oldest = max(0, here + 1 - layer.window) if layer.window else 0
         cached = (x[n, :, oldest : here + 1].float() for x in (keys, values))
         seen = torch.ones(1, here + 1 - oldest, dtype=torch.bool)
-        attn_output[n] = reference_attention.attention(q.transpose(0, 1), *cached, seen)[0]
+        attn_output[n] = reference_attention.attention(q.transpose(0, 1), *cached, seen, shape.scale, shape.cap)[0]
     _write(out, attn_output)
 
 
@@ -242,8 +244,28 @@ def multiply_experts(experts: Experts, input: Input, y: Tensor, *, logits: Tenso
         _write(squares, torch.nn.functional.pad(product.square().sum()[None], (0, len(squares) - 1)))
 
 
-def embed(matrix: Matrix, ids: Tensor, out: Tensor) -> None:
-    out.copy_(matrix.weight[ids.long()])
+def post_norm(
+    update: Tensor,
+    residual: Tensor,
+    norm: Tensor,
+    eps: float,
+    y: Tensor,
+    *,
+    squares: Tensor | None = None,
+    flag_in_data: bool = False,
+) -> None:
+    if flag_in_data:
+        _assert_written(update)
+    of_words = update.untyped_storage().data_ptr() in BUFFERS
+    assert flag_in_data == of_words or y.untyped_storage().data_ptr() not in BUFFERS, "who waits for the kernel before"
+    added = residual + reference.rms_norm(update, norm, eps)
+    _write(y, added)
+    if squares is not None:
+        _write(squares.view(-1), added.square().sum(1))
+
+
+def embed(matrix: Matrix, ids: Tensor, out: Tensor, scale: float = 1.0) -> None:
+    out.copy_(matrix.weight[ids.long()] * scale)
 
 
 def product(
@@ -253,9 +275,10 @@ def product(
     *,
     norm: Tensor | None = None,
     eps: float = 0.0,
+    cap: float = 0.0,
     candidates: Tensor | None = None,
 ) -> None:
-    y.copy_((x if norm is None else reference.rms_norm(x, norm, eps)) @ matrix.weight.t())
+    y.copy_(soft_capped((x if norm is None else reference.rms_norm(x, norm, eps)) @ matrix.weight.t(), cap))
     if candidates is not None:
         logits = y.double()
         candidates.copy_(torch.stack([logits.argmax(1), logits.amax(1).float().view(torch.int32).long()], dim=1))
@@ -301,10 +324,12 @@ def _leave(x: Tensor, half: Tensor, factor: Tensor) -> None:
 
 
 def _add_rows(defines: Any, grid: Any, x: Tensor, width: int, product: Any, *rest: Any) -> None:
-    product_factor, inverse, bias, norm, eps, half, factor = rest
+    product_factor, inverse, bias, product_norm, norm, eps, half, factor = rest
     assert (grid, x.shape[1]) == ((len(x),), width)
     if product is not None:
-        x += _finished(product, product_factor, inverse, bias)
+        update = _finished(product, product_factor, inverse, bias)
+        assert int(defines["NORMED"]) == (product_norm is not None)
+        x += update if product_norm is None else reference.rms_norm(update, product_norm, eps)
     if half is not None:
         _leave(x if norm is None else reference.rms_norm(x, norm, eps), half, factor)
 
@@ -323,6 +348,7 @@ def _split_heads(defines: Any, grid: Any, product: Tensor, *rest: Any) -> None:
     factor, inverse, bias, q_norm, k_norm, eps, cos, sin, first, context, heads, kv_heads, q, keys, values = rest
     assert grid == (len(q), -(-(heads + 2 * kv_heads) // 8))
     assert (keys.shape[1], int(defines["HEAD_DIM"])) == (context, keys.shape[2])
+    assert int(defines["ROTARY_DIM"]) == 2 * cos.shape[1]
     here = slice(first, first + len(q))
     rows = _finished(product, factor, inverse, bias).view(len(q), -1, keys.shape[2])
     queries, k, v = (x.transpose(0, 1) for x in rows.split([heads, kv_heads, kv_heads], dim=1))
@@ -456,6 +482,7 @@ class SimulatedKernels(kernel_set.Kernels):
     expert_blocks = staticmethod(expert_blocks)
     multiply_experts = staticmethod(multiply_experts)
     attend = staticmethod(attend)
+    post_norm = staticmethod(post_norm)
     double_sparsity_parameters = staticmethod(double_sparsity_parameters)
     label_append = staticmethod(label_append)
     attend_double_sparsity = staticmethod(attend_double_sparsity)

@@ -29,8 +29,9 @@ pytestmark = pytest.mark.skipif(bool(_no_compiler()), reason=_no_compiler())
 VARIANTS = {
     "prefill": [
         (),
-        *(("VECTOR=1", f"ROUNDS={rounds}", "ACTIVATION=3") for rounds in (1, 5)),
+        *(("VECTOR=1", f"ROUNDS={rounds}", "ACTIVATION=3", "NORMED=1") for rounds in (1, 5)),
         *(("HEADS=1", f"HEAD_DIM={width}", f"KV={type}") for width, type in ((2, 1), (24, 3), (128, 2), (256, 1))),
+        ("HEADS=1", "HEAD_DIM=128", "KV=1", "ROTARY_DIM=96"),
     ],
     "attention": [
         (f"HEAD_DIM={width}", f"GQA_RATIO={ratio}", f"KV={type}", f"WARPS={warps}", f"FLAG_IN_DATA={flag_in_data}")
@@ -41,7 +42,8 @@ VARIANTS = {
             (256, 12, 1, 4, 0),
         )
     ]
-    + [("HEAD_DIM=130", "GQA_RATIO=15", "KV=3", f"STAGES={stages}") for stages in (2, 3)],
+    + [("HEAD_DIM=130", "GQA_RATIO=15", "KV=3", f"STAGES={stages}") for stages in (2, 3)]
+    + [("HEAD_DIM=128", "GQA_RATIO=3", "ROTARY_DIM=96"), ("HEAD_DIM=256", "GQA_RATIO=2", "CAPPED=1", "FLAG_IN_DATA=1")],
     "double_sparsity": [
         (
             *(f"HEAD_DIM={width}", f"GQA_RATIO={ratio}", f"KV={type}", f"WARPS={warps}", "STAGES=3"),
@@ -103,13 +105,14 @@ VARIANTS = {
         for fp8, tile in [(0, TILES[1]), (0, TILES[4]), (1, DENSE_TILES[0]), *((1, tile) for tile in TILES)]
         + [(0, tile) for tile in DENSE_TILES]
     ],
+    "post_norm": [(f"ROUNDS={rounds}", f"FLAG_IN_DATA={flag}") for rounds, flag in ((1, 0), (3, 1), (6, 1))],
     "route": [
         (f"ROUNDS={rounds}", f"PARTS={parts}", f"FLAG_IN_DATA={flag}")
         for rounds, parts in ((1, 1), (8, 1), (33, 2))
         for flag in (0, 1)
     ],
     "rows_decode": [(f"TYPE={type}",) for type in range(6)],
-    "rows_product": [(f"TYPE={type}", "BATCH=2", "STAGES=3") for type in range(6)],
+    "rows_product": [(f"TYPE={type}", "BATCH=2", "STAGES=3", f"CAPPED={type % 2}") for type in range(6)],
 }
 """Macros of a file, where not those that it takes by itself."""
 ARCHITECTURES = {"slide_matmul": [90]}

@@ -28,7 +28,7 @@ Launch = Callable[[], object]
 class MlpStep:
     """A block's step as its MLP sees it.
 
-    of         -- the block's buffers
+    of         -- the block's buffers; what the MLP makes is added to `between`
     input      -- of the first product: what attention left, with its norm
     product    -- given the name under which a matrix is counted, its site, an input and y: the launch of its product
     active     -- given such a name: int64 [], where it is counted
@@ -158,10 +158,10 @@ class NeuronMlp:
         of, texts, norm = step.of, len(room.x), step.input.norm
         assert norm is not None
         yield step.product(MLP_GATE, self.gate, step.input, of.mid)
-        residual = of.between.view(texts, -1)
+        residual, x = of.between.view(texts, -1), step.input.x.view(texts, -1)
         yield partial(
             kernels.list_neurons,
-            *(of.mid.view(texts, -1), step.activation, residual, norm, step.input.eps, room),
+            *(of.mid.view(texts, -1), step.activation, x, norm, step.input.eps, room),
             everyone=not step.sparse,
             active=step.active(MLP_RECORDS),
             flag_in_data=of.flag_in_data,

@@ -8,7 +8,7 @@ from torch import Tensor
 from sparsepack.runtime.cuda.attention import attention, double_sparsity, offload, prefill_attention
 from sparsepack.runtime.cuda.decoder import sampling
 from sparsepack.runtime.cuda.driver import device, flag_in_data, graph, host_memory
-from sparsepack.runtime.cuda.products import experts, neurons, rows, zigzag
+from sparsepack.runtime.cuda.products import experts, neurons, post_norm, rows, zigzag
 from sparsepack.runtime.cuda.products import gate as gate_alone
 from sparsepack.runtime.cuda.products import gemm_fp16 as dense
 from sparsepack.runtime.device_sampling import sample
@@ -62,6 +62,7 @@ class Kernels:
     attend_double_sparsity = staticmethod(double_sparsity.attend)
     attend_offloaded = staticmethod(offload.attend_offloaded)
     label_append = staticmethod(double_sparsity.label_append)
+    post_norm = staticmethod(post_norm.post_norm)
     gate = staticmethod(gate_alone.gate)
     route = staticmethod(experts.route)
     expert_blocks = staticmethod(experts.blocks)
