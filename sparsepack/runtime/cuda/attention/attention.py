@@ -32,8 +32,8 @@ FEWEST_POSITIONS = 64
 @dataclass(frozen=True)
 class Variant:
     """What the kernel is compiled for, and the sizes that follow. Its names are those of
-    `kernels/attention/attention_layout.cuh`; gqa_ratio: query heads of a key head; rotary_dim: channels that turn, None:
-    all."""
+    `kernels/attention/attention_layout.cuh`; gqa_ratio: query heads of a key head; rotary_dim: channels that turn,
+    None: all."""
 
     head_dim: int
     gqa_ratio: int
