@@ -63,7 +63,7 @@ def random_zigzag(rows: int, columns: int, scale: float, generator: torch.Genera
     return PackedMatrix(blocks, ZIGZAG, rows, columns)
 
 
-def random_superblocks(shape: tuple[int, int], deviation: float, generator: torch.Generator) -> Tensor:
+def random_superblocks(shape: tuple[int, ...], deviation: float, generator: torch.Generator) -> Tensor:
     """Superblocks of Q4_K, uint8 [*shape, 144], whose weights have a standard deviation."""
     blocks = torch.randint(0, 256, (*shape, 144), dtype=torch.uint8, device=generator.device, generator=generator)
     step = deviation / 4.61  # the standard deviation of 0 .. 15

@@ -26,7 +26,7 @@ from simulated_double_sparsity import (
 )
 from torch import Tensor
 
-from sparsepack.formats.codecs.matrices import PackedMatrix, decode_matrix
+from sparsepack.formats.codecs.matrices import PackedExperts, PackedMatrix, decode_matrix
 from sparsepack.models.soft_caps import soft_capped
 from sparsepack.runtime.cuda.attention.attention import AttentionParameters
 from sparsepack.runtime.cuda.decoder.held import CudaHeld
@@ -37,9 +37,10 @@ from sparsepack.runtime.cuda.products import gate as gate_alone
 from sparsepack.runtime.cuda.products import gemm_fp16 as dense
 from sparsepack.runtime.cuda.products import neurons, tile_config, zigzag
 from sparsepack.runtime.cuda.products.tile_config import BAND_ROWS, COLUMNS_AT_ONCE, CudaTileConfig
-from sparsepack.runtime.cuda.products.zigzag import Input
+from sparsepack.runtime.cuda.products.zigzag import Input, Together
 from sparsepack.runtime.hold import HeldText
 from sparsepack.runtime.reference import attention as reference_attention
+from sparsepack.runtime.reference import experts as reference_experts
 from sparsepack.runtime.reference import products as reference
 
 ACTIVATIONS = list(reference.ACTIVATION_FUNCTIONS.values())
@@ -65,7 +66,7 @@ class Matrix:
         """The weights where the real ones have their superblocks: float32 [tiles, columns, tile_bands, 256]."""
         padded = torch.nn.functional.pad(self.weight, (0, 0, 0, -self.rows % BAND_ROWS))
         bands = padded.view(-1, BAND_ROWS, self.columns).transpose(1, 2)
-        return zigzag._tiled(bands, self.config.tile_bands, self.gate_bands > 0)
+        return zigzag.tiled(bands, self.config.tile_bands, self.gate_bands > 0)
 
 
 def load_zigzag(
@@ -174,6 +175,73 @@ def attend(
         seen = torch.ones(1, here + 1 - oldest, dtype=torch.bool)
         attn_output[n] = reference_attention.attention(q.transpose(0, 1), *cached, seen, shape.scale, shape.cap)[0]
     _write(out, attn_output)
+
+
+@dataclass(frozen=True)
+class Experts:
+    """float32 matrices of one shape, with what the real ones tell."""
+
+    each: list[Matrix]
+    together: Together
+
+    @property
+    def all(self) -> Matrix:
+        return self.each[0]
+
+    def expert(self, number: int) -> Matrix:
+        return self.each[number]
+
+
+def load_experts(
+    matrix: PackedExperts, used: int, normalised: bool, device: Any, config: Any = None, *, gate: bool, added: bool
+) -> Experts:
+    each = [load_zigzag(matrix.expert(number), device, gate=gate) for number in range(matrix.experts)]
+    return Experts(each, Together(matrix.experts, used, normalised, added))
+
+
+def expert_blocks(experts: Experts, texts: int = 1) -> int:
+    return zigzag.blocks(experts.all) * experts.together.used
+
+
+def route(router: Tensor, input: Input, logits: Tensor) -> None:
+    if input.flag_in_data:
+        _assert_written(input.x)
+        _assert_written(input.squares)
+    x = input.x.view(-1, router.shape[1])
+    torch.testing.assert_close(input.squares.view(len(x), -1).sum(1), x.square().sum(1))
+    _write(logits, (reference.rms_norm(x, input.norm, input.eps) @ router.t()).view_as(logits))
+
+
+def multiply_experts(experts: Experts, input: Input, y: Tensor, *, logits: Tensor, **how: Any) -> None:
+    together = experts.together
+    if logits.dim() > 1:
+        for text, row in enumerate(logits):
+            own = {name: how[name][text] for name in ("residual", "squares") if how.get(name) is not None}
+            of = input.of_texts(slice(text, text + 1), len(logits))
+            of = replace(of, x=of.x[0], squares=None if of.squares is None else of.squares[0])
+            multiply_experts(experts, of, y[text], logits=row, **{**how, **own})
+        return
+    if input.flag_in_data:
+        _assert_written(logits)
+    one = torch.eye(together.experts)
+    chosen, weights = reference_experts.route(logits[None], one, together.used, together.normalised)
+    inputs = input.x.view(together.used, -1) if together.added else [input.x] * together.used
+    residual, squares, reset = (how.pop(name, None) for name in ("residual", "squares", "reset"))
+    rows = experts.all.rows // (1 if how.get("activation") is None else 2)
+    made = torch.zeros(together.used, rows)
+    for number, x, of in zip(chosen[0].tolist(), inputs, made, strict=True):
+        gemv(experts.expert(number), replace(input, x=x), of, **how)
+    if reset is not None:
+        reset.copy_(torch.tensor(SENTINEL))
+    if not together.added:
+        _write(y, made.view_as(y))
+        return
+    assert residual is not None
+    product = weights[0] @ made + residual
+    _write(y, product)
+    if squares is not None:
+        assert len(squares) == expert_blocks(experts)  # of any number of texts
+        _write(squares, torch.nn.functional.pad(product.square().sum()[None], (0, len(squares) - 1)))
 
 
 def post_norm(
@@ -409,6 +477,10 @@ class SimulatedKernels(kernel_set.Kernels):
     new_candidates = staticmethod(new_candidates)
     embed = staticmethod(embed)
     gemv = staticmethod(gemv)
+    load_experts = staticmethod(load_experts)
+    route = staticmethod(route)
+    expert_blocks = staticmethod(expert_blocks)
+    multiply_experts = staticmethod(multiply_experts)
     attend = staticmethod(attend)
     post_norm = staticmethod(post_norm)
     double_sparsity_parameters = staticmethod(double_sparsity_parameters)

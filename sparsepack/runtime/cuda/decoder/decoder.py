@@ -116,11 +116,8 @@ class CudaDecoder:
         return self._stepped
 
     def active(self) -> dict[tuple[int, str], int]:
-        return (
-            counted(self._ahead.active, self._model.names)
-            if self._ahead and self._ahead.begun
-            else counted(self._step.active, self._model.names)
-        )
+        active = self._ahead.active if self._ahead and self._ahead.begun else self._step.active
+        return counted(active, self._model.names, self._model.of_each_text, len(self._cache.lengths))
 
     @property
     def scales(self) -> tuple[float, ...]:

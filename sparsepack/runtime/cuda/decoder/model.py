@@ -1,6 +1,6 @@
 """A packed model on the GPU, at its stored size."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -51,6 +51,11 @@ class CudaModel:
     embedding: RowsMatrix
     output: RowsMatrix
     output_norm: Tensor
+
+    @property
+    def of_each_text(self) -> Collection[str]:
+        """Those of `names` under which the units of each text of a step are counted."""
+        return self.names[len(ATTENTION_SITES) :] if self.layers[0].mlp.each_text else ()
 
     @property
     def activation(self) -> int:

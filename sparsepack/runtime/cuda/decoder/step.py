@@ -2,7 +2,7 @@
 attention takes more than one, or the basis of the residual stream changes first; two more with post norms), which wait
 for no host."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -16,7 +16,7 @@ from sparsepack.runtime.cuda.decoder.buffers import flag_in_data_of_one, memory_
 from sparsepack.runtime.cuda.decoder.held import CudaHeld, new_held
 from sparsepack.runtime.cuda.decoder.mlps import Launch, MlpStep
 from sparsepack.runtime.cuda.decoder.model import CudaModel
-from sparsepack.runtime.cuda.decoder.sites import CudaSite
+from sparsepack.runtime.cuda.decoder.sites import CudaExpertsSite, CudaSite
 from sparsepack.runtime.cuda.driver.kernel_set import Kernels
 from sparsepack.runtime.cuda.products.zigzag import Input
 from sparsepack.runtime.hold import Hold
@@ -109,7 +109,7 @@ class Step:
         # The MLP adds what it makes to nothing.
         alone = replace(of, between=self._zeros.view_as(of.between), y=of_the_mlp, squares_of_y=None)
         yield from layer.mlp.step(replace(of_mlp, of=alone), self._room, self._kernels)
-        flag_in_data = flag_in_data and layer.mlp.last is not None
+        flag_in_data = flag_in_data and layer.mlp.parts(sequences, self._kernels) is not None
         yield self._post_norm(of_the_mlp, of.between, after_mlp, of.y, of.squares_of_y, flag_in_data)
 
     def _post_norm(
@@ -122,9 +122,19 @@ class Step:
         return partial(launch, flag_in_data=flag_in_data)
 
     def _product(
-        self, number: int, of: Buffers, sparse: bool, name: str, site: CudaSite, input: Input, y: Tensor, **more: Any
+        self,
+        number: int,
+        of: Buffers,
+        sparse: bool,
+        name: str,
+        site: CudaSite | CudaExpertsSite,
+        input: Input,
+        y: Tensor,
+        by: Callable[..., None] | None = None,
+        **more: Any,
     ) -> Launch:
-        """The launch of a site's product, which also counts the site's active columns under a name."""
+        """The launch of a site's product, which also counts the site's active columns under a name. by: what launches
+        it; None: what launches products with one matrix"""
         columns = site.sparse if sparse else site.dense
         if name in of.reset:
             more["reset"] = of.reset[name]
@@ -132,7 +142,7 @@ class Step:
         if self.held is not None and not input.dense:
             input = replace(input, scales=self.held.scales, skipped=self.held.skipped)
         return partial(
-            self._multiply,
+            by or self._multiply,
             site.matrix,
             input,
             y,
@@ -153,7 +163,13 @@ def state_parts(state: Tensor, sequences: int) -> tuple[Tensor, Tensor, Tensor, 
     return active, ids, best, lasting.view(torch.float32).view(2, sequences)
 
 
-def counted(active: Tensor, names: Sequence[str]) -> dict[tuple[int, str], int]:
-    """The number of active units of each (layer, name), from `active` of a step or of its state."""
+def counted(
+    active: Tensor, names: Sequence[str], of_each_text: Collection[str] = (), texts: int = 1
+) -> dict[tuple[int, str], int]:
+    """The number of active units of each (layer, name), from `active` of a step or of its state.
+
+    of_each_text -- names under which those of each of so many texts are counted: the mean is taken
+    """
     counts = enumerate(active.flatten().tolist())
-    return {(n // len(names), names[n % len(names)]): count for n, count in counts}
+    found = {(n // len(names), names[n % len(names)]): count for n, count in counts}
+    return {key: count // texts if key[1] in of_each_text else count for key, count in found.items()}

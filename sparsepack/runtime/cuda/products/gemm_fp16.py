@@ -30,6 +30,10 @@ class ScaledFp16:
     values: Tensor
     factor: Tensor
 
+    def rows(self, numbers: Tensor) -> "ScaledFp16":
+        """Some of the rows, by their numbers: int64 [n]."""
+        return ScaledFp16(self.values[numbers], self.factor[numbers])
+
 
 @dataclass(frozen=True)
 class Product:
