@@ -6,7 +6,7 @@ columns], by the names `PARTS` within the module.
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
@@ -14,11 +14,28 @@ from sparsepack.errors import CheckpointError
 from sparsepack.files.gguf import GgufFile
 from sparsepack.models.checkpoint.source_hash import SourceHash
 from sparsepack.models.checkpoint.sources import TensorSource
-from sparsepack.models.families import Experts, Family
+from sparsepack.models.families import MLP_MID, Experts, Family
 
 PARTS = ("gate_proj.weight", "up_proj.weight", "down_proj.weight")
 
 Shape = tuple[int, ...]
+
+
+def as_experts(site: str, weights: Sequence[torch.Tensor], width: int) -> torch.Tensor:
+    """The matrices of a shared expert at a site as those of experts of this width: [experts, rows, columns].
+
+    weights -- gate and up [experts * width, hidden] at mlp_in, down [hidden, experts * width] at mlp_mid
+    """
+    if site == MLP_MID:
+        return torch.unflatten(weights[0], 1, (-1, width)).transpose(0, 1)
+    return torch.cat([torch.unflatten(weight, 0, (-1, width)) for weight in weights], 1)
+
+
+def as_shared(site: str, experts: torch.Tensor) -> list[torch.Tensor]:
+    """The inverse of `as_experts`."""
+    if site == MLP_MID:
+        return [experts.transpose(0, 1).flatten(1)]
+    return [weight.flatten(0, 1) for weight in experts.chunk(2, 1)]
 
 
 def part_shapes(family: Family, shapes: Mapping[str, Shape]) -> dict[str, Shape]:

@@ -13,7 +13,7 @@ from sparsepack.files.gguf import GgufFile
 from sparsepack.files.hashing import combined
 from sparsepack.files.stored import Name, Stored, checked, shown
 from sparsepack.files.tensors import all_finite
-from sparsepack.models.checkpoint.gguf_names import ROTARY_FACTORS, gguf_names, unpermute_rotary
+from sparsepack.models.checkpoint.gguf_names import ROTARY_FACTORS, SHARED_GATE, gguf_names, unpermute_rotary
 from sparsepack.models.checkpoint.source_hash import SourceHash
 from sparsepack.models.families import Family, TextPart
 
@@ -224,11 +224,15 @@ class GgufSource:
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        return {name: self._file.tensors[gguf].shape for name, gguf in self._gguf_name.items()}
+        return {name: self._shape(gguf) for name, gguf in self._gguf_name.items()}
 
     @property
     def dtypes(self) -> Mapping[str, torch.dtype]:
         return {name: _GGUF_DTYPES[self._file.tensors[gguf].type] for name, gguf in self._gguf_name.items()}
+
+    def _shape(self, gguf_name: str) -> tuple[int, ...]:
+        shape = self._file.tensors[gguf_name].shape
+        return (1, *shape) if gguf_name.endswith(f"{SHARED_GATE}.weight") and len(shape) == 1 else shape
 
     @property
     def hash(self) -> SourceHash:
@@ -239,7 +243,7 @@ class GgufSource:
         info = self._file.tensors[gguf_name]
         data = torch.from_numpy(np.array(self._file.bytes(gguf_name)))  # copied without the interpreter's lock
         self._file.forget(gguf_name)
-        value = _finite(self._file.path, gguf_name, data.view(_GGUF_DTYPES[info.type]).reshape(info.shape))
+        value = _finite(self._file.path, gguf_name, data.view(_GGUF_DTYPES[info.type]).reshape(self._shape(gguf_name)))
         if offset := self._family.norm_offset_of(name):
             return value.float() - offset
         for projection, heads in self._heads.items():
