@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
-from sparsepack.errors import CheckpointError, PruningError, UserError
+from sparsepack.errors import CheckpointError, UserError
 from sparsepack.models.checkpoint.checkpoint import open_checkpoint
 from sparsepack.models.checkpoint.experts import PARTS, fused_tensor, part_shapes, part_tensor
 from sparsepack.models.families import REFUSED, SITES, family_of
@@ -238,24 +238,21 @@ def test_known_types_that_are_not_supported_are_refused_by_what_they_have(model_
     assert REFUSED[model_type] in str(caught.value)
 
 
-def test_verbs_that_do_not_take_experts_say_so(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_verbs_that_do_not_take_experts_say_so(folders: dict[str, Path]) -> None:
     from sparsepack.distillation.run import check_model
     from sparsepack.formats.table import FORMATS
     from sparsepack.models.families import stream_of
-    from sparsepack.pruning.options import PruneOptions
-    from sparsepack.pruning.run import prune
     from sparsepack.refit.options import RefitOptions
     from sparsepack.refit.run import refit_to_come
 
     checkpoint = open_checkpoint(folders["mixtral"])
     told = "does not take mixtral models yet, whose MLPs are mixtures of experts"
     calls = {
-        "prune": lambda: prune(checkpoint, tmp_path / "p", PruneOptions(keep=2, of=4, method="magnitude")),
         "distil": lambda: check_model(checkpoint),
         "fitting": lambda: refit_to_come(checkpoint, RefitOptions(refit=True)),
     }
     for what, call in calls.items():
-        with pytest.raises((CheckpointError, PruningError), match=told):
+        with pytest.raises(CheckpointError, match=told):
             call()
         assert what
     with pytest.raises(CheckpointError, match="mixtral models cannot be rotated"):

@@ -28,7 +28,7 @@ from sparsepack.models.architecture import (
     token_ids,
     token_weights,
 )
-from sparsepack.models.checkpoint.experts import ExpertsSource, as_experts
+from sparsepack.models.checkpoint.experts import as_experts, experts_source
 from sparsepack.models.checkpoint.gguf_config import gguf_config
 from sparsepack.models.checkpoint.saved_copy import METHOD, is_saved_copy, told_of_copy
 from sparsepack.models.checkpoint.segmented_config import stock_values
@@ -252,7 +252,7 @@ def open_checkpoint(name: str | Path) -> Checkpoint:
     else:
         source = SafetensorsSource(path, family.decoder, part)
     if (experts := _expert_numbers(config, name)) is not None:
-        source = ExpertsSource(source, family, experts.count, name)
+        source = experts_source(source, family, experts.count, name)
     shown_name = name.encode("utf-8", "replace").decode()  # the system's names need not be text
     checkpoint = Checkpoint(shown_name, path, config, family, source, bases)
     _check_understood(checkpoint)
