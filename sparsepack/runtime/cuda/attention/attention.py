@@ -186,8 +186,8 @@ def attention_parameters(
     first_table -- of each sequence, in layers of the shape's first rotary table; None: the shape's own
     """
     return tuple(
-        AttentionParameters(shape, layer, *of, None if layer.table else first_table)
-        for layer, *of in zip(shape.layers, keys, values, strict=True)
+        AttentionParameters(shape, layer, *of, own_table=None if layer.table else first_table)
+        for layer, of in zip(shape.layers, zip(keys, values, strict=True), strict=True)
     )
 
 

@@ -13,7 +13,7 @@ BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBacke
 
 
 MOST_SCORES = 1 << 26
-"""Where torch's kernels cannot attend, so many scores of float32 exist at one time."""
+"""So many scores of float32 exist at one time, where torch's kernels cannot attend."""
 
 
 def attention(
@@ -58,7 +58,7 @@ def attention(
 def _in_float32(
     q: Tensor, keys: Tensor, values: Tensor, first: int, oldest: int, window: int, scale: float, cap: float
 ) -> Tensor:
-    """As `attention`; keys, values -- from position `oldest` on, up to the last query's."""
+    """See `attention`. keys, values -- from position `oldest` on, up to the last query's."""
     keys, values = keys.float(), values.float()
     attn_output = torch.empty(len(q), q[0].numel(), device=q.device)
     at_once = max(1, MOST_SCORES // (q.shape[1] * keys.shape[1]))
