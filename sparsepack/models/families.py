@@ -57,6 +57,29 @@ class ResidualStream:
 
 
 @dataclass(frozen=True)
+class SharedExpert:
+    """An MLP with a gate that every token has beside the experts that are chosen, as much of it as the sigmoid of one
+    more product of the router's input says. Names are relative to a decoder block.
+
+    Everywhere but in the stock model it is so many experts more as it is as wide as one of the others; they stand after
+    these.
+
+    module -- that holds its projections, of the usual names
+    gate   -- the module whose `weight` is [1, hidden]
+    width  -- the field of the configuration that says how wide it is
+    """
+
+    module: str = "mlp.shared_expert"
+    gate: str = "mlp.shared_expert_gate"
+    width: str = "shared_expert_intermediate_size"
+
+    @property
+    def projections(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Its gate and up, and its down."""
+        return (f"{self.module}.gate_proj", f"{self.module}.up_proj"), (f"{self.module}.down_proj",)
+
+
+@dataclass(frozen=True)
 class Experts:
     """MLPs that are mixtures of experts: a router chooses a few of them for each token, by the softmax of its logits.
 
@@ -72,6 +95,7 @@ class Experts:
     gguf_normalised -- whether llama.cpp makes them so
     dense      -- fields that make the MLPs of some blocks dense, which nothing here has a place for, and what each of
                   them is where there are none
+    shared     -- the expert that all tokens have; None: there is none
     """
 
     module: str
@@ -82,6 +106,7 @@ class Experts:
     normalised: str = ""
     gguf_normalised: bool = True
     dense: Mapping[str, Any] = field(default_factory=dict)
+    shared: SharedExpert | None = None
 
     GATE_UP: ClassVar[str] = "gate_up_proj"
     DOWN: ClassVar[str] = "down_proj"
@@ -123,7 +148,8 @@ class Family:
     projections    -- site -> its projections, in the order in which their output rows are stacked; an MLP with a gate
                       has gate and up at `mlp_in`, one without has one matrix there. A family that stores the matrices
                       of a site fused has one projection there, whose rows are the same
-    norms          -- our name -> module; `attn_post_norm` and `mlp_post_norm` norm what attention and MLP add
+    norms          -- our name -> module; `attn_post_norm` and `mlp_post_norm` norm what attention and MLP add,
+                      `q_row_norm` and `k_row_norm` the queries and keys of all heads together
     norm_offset    -- what is added to the weights of norms before they multiply
     gguf_permuted  -- llama.cpp stores q and k rows with rotary pairs adjacent; Hugging Face keeps the halves apart
     gguf_biases    -- llama.cpp knows biases in such models
@@ -146,6 +172,7 @@ class Family:
     residual       -- who reads the residual stream and who writes to it; None: it cannot be rotated
     unrotatable    -- why it cannot
     experts        -- of MLPs that are mixtures of experts; None: MLPs are dense
+    clips          -- of the configuration: the bound of queries, keys and values, which no engine has a place for
     """
 
     model_type: str
@@ -174,6 +201,7 @@ class Family:
     residual: ResidualStream | None = _STREAM
     unrotatable: str = ""
     experts: Experts | None = None
+    clips: str = ""
 
     @property
     def decoder(self) -> str:
@@ -221,6 +249,8 @@ _PROJECTIONS = MappingProxyType(
 )
 _NORMS = MappingProxyType({"attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"})
 _QK_NORMS = MappingProxyType({**_NORMS, "q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm"})
+
+_ROW_NORMS = MappingProxyType({**_NORMS, "q_row_norm": "self_attn.q_norm", "k_row_norm": "self_attn.k_norm"})
 
 _PHI3 = Family(
     "phi3",
@@ -333,13 +363,25 @@ _EXPERT_PARTS = MappingProxyType(
         "ffn_down_exps": "mlp.experts.down_proj",
     }
 )
+_SHARED_PARTS = MappingProxyType(
+    {
+        **_EXPERT_PARTS,
+        "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+        "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+        "ffn_up_shexp": "mlp.shared_expert.up_proj",
+        "ffn_down_shexp": "mlp.shared_expert.down_proj",
+    }
+)
 
 
 def _of_experts(experts: Experts, norms: Mapping[str, str] = _NORMS, **fields: Any) -> dict[str, Any]:
     """What rows of families with experts have in common."""
     in_, mid = experts.parameters
+    of_shared = ((), ()) if experts.shared is None else experts.shared.projections
     return {
-        "projections": MappingProxyType({**_PROJECTIONS, "mlp_in": (in_,), "mlp_mid": (mid,)}),
+        "projections": MappingProxyType(
+            {**_PROJECTIONS, "mlp_in": (in_, *of_shared[0]), "mlp_mid": (mid, *of_shared[1])}
+        ),
         "norms": norms,
         "rotary": "half-split",
         "experts": experts,
@@ -351,6 +393,7 @@ def _of_experts(experts: Experts, norms: Mapping[str, str] = _NORMS, **fields: A
 
 
 _EXPERTS_APART = ("gate_proj", "up_proj", "down_proj")
+_SOME_DENSE = MappingProxyType({"mlp_only_layers": [], "decoder_sparse_step": 1})
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
@@ -398,9 +441,46 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                         "mlp",
                         _EXPERTS_APART,
                         normalised="norm_topk_prob",
-                        dense=MappingProxyType({"mlp_only_layers": [], "decoder_sparse_step": 1}),
+                        dense=_SOME_DENSE,
                     ),
                     _QK_NORMS,
+                ),
+            ),
+            Family(
+                "olmoe",
+                "olmoe",
+                gguf_permuted=False,
+                gguf_biases=False,
+                **_of_experts(
+                    Experts(
+                        "mlp.experts",
+                        "mlp.gate",
+                        "mlp",
+                        _EXPERTS_APART,
+                        normalised="norm_topk_prob",
+                        gguf_normalised=False,
+                    ),
+                    _ROW_NORMS,
+                    clips="clip_qkv",
+                ),
+            ),
+            Family(
+                "qwen2_moe",
+                "qwen2moe",
+                gguf_permuted=False,
+                fields=MappingProxyType({"intermediate_size": "moe_intermediate_size", "attention_bias": "qkv_bias"}),
+                **_of_experts(
+                    Experts(
+                        "mlp.experts",
+                        "mlp.gate",
+                        "mlp",
+                        _EXPERTS_APART,
+                        normalised="norm_topk_prob",
+                        gguf_normalised=False,
+                        dense=_SOME_DENSE,
+                        shared=SharedExpert(),
+                    ),
+                    gguf_parts=_SHARED_PARTS,
                 ),
             ),
         )
@@ -413,8 +493,6 @@ REFUSED: Mapping[str, str] = MappingProxyType(
         **dict.fromkeys(("deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2", "glm4_moe_lite"), _LATENT),
         **dict.fromkeys(("glm4_moe", "dots1", "ernie4_5_moe", "minimax_m2"), _OTHER_ROUTERS),
         "gpt_oss": "its experts are stored transposed in MXFP4, with biases, and its attention has sinks",
-        "olmoe": "its queries and keys are normalised over all heads together, which no engine does",
-        "qwen2_moe": "each of its MLPs has a shared expert beside those that are chosen",
         **dict.fromkeys(("qwen3_next", "minimax"), "most of its layers have linear attention"),
         "phimoe": "its router chooses by sparse mixing",
         "jamba": "most of its layers are state-space models",

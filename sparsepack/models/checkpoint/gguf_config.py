@@ -95,7 +95,7 @@ def _values(file: GgufFile, prefix: str, family: Family) -> dict[str, Any]:
         "max_position_embeddings": keys["context_length"],
         "vocab_size": file.tensors["token_embd.weight"].shape[0],
         "tie_word_embeddings": "output.weight" not in file.tensors,
-        "attention_bias": "blk.0.attn_q.bias" in file.tensors,
+        family.fields.get("attention_bias", "attention_bias"): "blk.0.attn_q.bias" in file.tensors,
         "mlp_bias": "blk.0.ffn_down.bias" in file.tensors,
         "rope_parameters": rope,
         # where transformers looks first
@@ -109,11 +109,13 @@ def _values(file: GgufFile, prefix: str, family: Family) -> dict[str, Any]:
 
 def _expert_values(file: GgufFile, prefix: str, family: Family, experts: Experts) -> dict[str, Any]:
     width = file.metadata.get(f"{prefix}expert_feed_forward_length", file.metadata[f"{prefix}feed_forward_length"])
+    shared = experts.shared
     return {
         family.fields.get("intermediate_size", "intermediate_size"): width,
         experts.count: file.metadata[f"{prefix}expert_count"],
         "num_experts_per_tok": file.metadata[f"{prefix}expert_used_count"],
         **({experts.normalised: experts.gguf_normalised} if experts.normalised else {}),
+        **({} if shared is None else {shared.width: file.metadata[f"{prefix}expert_shared_feed_forward_length"]}),
     }
 
 

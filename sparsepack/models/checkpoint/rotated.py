@@ -32,7 +32,7 @@ from sparsepack.files.tensors import all_finite
 from sparsepack.models.checkpoint.bases import Bases
 from sparsepack.models.checkpoint.checkpoint import HEAD, Checkpoint
 from sparsepack.models.checkpoint.segmented_config import segmented_config
-from sparsepack.models.checkpoint.sources import ChangedSource
+from sparsepack.models.checkpoint.sources import changed_source
 from sparsepack.models.families import ATTN_OUT, Family, stream_of
 from sparsepack.models.heads import heads_of_config
 from sparsepack.models.precision import HALVES, type_name
@@ -69,7 +69,7 @@ def rotated(checkpoint: Checkpoint, bases: Bases, weights: str = "auto", device:
     config = copy.deepcopy(checkpoint.config)
     config.tie_word_embeddings = False
     config.dtype = stored_type(weights, checkpoint.dtype)
-    made = ChangedSource(source, fold.tensor, entries)
+    made = changed_source(source, fold.tensor, entries)
     return replace(checkpoint, config=config, source=made, bases=bases.boundaries)
 
 
