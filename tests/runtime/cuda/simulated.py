@@ -64,7 +64,7 @@ class Matrix:
     @cached_property
     def blocks(self) -> Tensor:
         """The weights where the real ones have their superblocks: float32 [tiles, columns, tile_bands, 256]."""
-        padded = torch.nn.functional.pad(self.weight, (0, 0, 0, -self.rows % BAND_ROWS))
+        padded = torch.nn.functional.pad(self.weight, (0, 0, 0, -len(self.weight) % BAND_ROWS))
         bands = padded.view(-1, BAND_ROWS, self.columns).transpose(1, 2)
         return zigzag.tiled(bands, self.config.tile_bands, self.gate_bands > 0)
 
@@ -184,9 +184,11 @@ class Experts:
     each: list[Matrix]
     together: Together
 
-    @property
+    @cached_property
     def all(self) -> Matrix:
-        return self.each[0]
+        missing = (0, 0, 0, -self.each[0].rows % (ONE_SPLIT.tile_bands * BAND_ROWS))
+        padded = [torch.nn.functional.pad(matrix.weight, missing) for matrix in self.each]
+        return replace(self.each[0], weight=torch.cat(padded))
 
     def expert(self, number: int) -> Matrix:
         return self.each[number]
@@ -199,8 +201,14 @@ def load_experts(
     return Experts(each, Together(matrix.experts, used, normalised, added))
 
 
+def decode_experts(experts: Experts, first: int, count: int, parts: int, scratch: Tensor) -> list[Tensor]:
+    assert count * experts.all.rows * experts.all.columns <= len(scratch)
+    weights = torch.stack([matrix.weight.t() * matrix.fp16_scale for matrix in experts.each[first : first + count]])
+    return [part.half() for part in weights.chunk(parts, dim=2)]
+
+
 def expert_blocks(experts: Experts, texts: int = 1) -> int:
-    return zigzag.blocks(experts.all) * experts.together.used
+    return zigzag.blocks(experts.expert(0)) * experts.together.used
 
 
 def route(router: Tensor, input: Input, logits: Tensor) -> None:
@@ -479,6 +487,8 @@ class SimulatedKernels(kernel_set.Kernels):
     gemv = staticmethod(gemv)
     load_experts = staticmethod(load_experts)
     route = staticmethod(route)
+    decode_experts = staticmethod(decode_experts)
+    new_products = staticmethod(lambda x, weights: x.float() @ weights.float())
     expert_blocks = staticmethod(expert_blocks)
     multiply_experts = staticmethod(multiply_experts)
     attend = staticmethod(attend)

@@ -14,6 +14,7 @@ from torch import Tensor
 from sparsepack.formats.packed import PackedModel
 from sparsepack.runtime.cuda.decoder import decoder as cuda_decoder
 from sparsepack.runtime.cuda.decoder.decoder import CudaDecoder
+from sparsepack.runtime.cuda.products import zigzag
 from sparsepack.runtime.engine import Engine
 from sparsepack.runtime.hold import hold_of
 from sparsepack.runtime.sampling import Sampler, Sampling
@@ -80,10 +81,13 @@ def test_steps_compute_and_count_what_the_reference_does(variant: str, rules: bo
 
 @every_variant
 @pytest.mark.parametrize("chunk", [2048, 4])
+@pytest.mark.parametrize("room", [1 << 28, 2 * 64 * 1024])
 def test_prefill_computes_what_the_reference_computes(
-    variant: str, chunk: int, monkeypatch: pytest.MonkeyPatch
+    variant: str, chunk: int, room: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Also where there is room for few experts at a time."""
     monkeypatch.setattr(cuda_decoder, "PREFILL_TOKENS", chunk)
+    monkeypatch.setattr(zigzag, "SCRATCH_BYTES", room)
     packed = model(variant)
     engine = decoder(packed)
     expected = Engine(packed, backend="reference").teacher_forced(IDS.tolist(), 6)

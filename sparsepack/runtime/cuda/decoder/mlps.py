@@ -14,6 +14,7 @@ from sparsepack.runtime.cuda.decoder.block_buffers import Buffers
 from sparsepack.runtime.cuda.decoder.sites import CudaExpertsSite, CudaSite, load_expert_sites, load_sites
 from sparsepack.runtime.cuda.driver.host_memory import Place
 from sparsepack.runtime.cuda.driver.kernel_set import Kernels
+from sparsepack.runtime.cuda.products.experts import CudaExperts, decoded_weights
 from sparsepack.runtime.cuda.products.gemm_fp16 import Product, ScaledFp16
 from sparsepack.runtime.cuda.products.neurons import ActiveNeurons, CudaNeurons, Division
 from sparsepack.runtime.cuda.products.zigzag import CudaZigzag, Input, Together
@@ -231,25 +232,45 @@ class ExpertMlp:
 
     @property
     def decoded(self) -> int:
-        return 0
+        return max(decoded_weights(site.matrix) for site in self.sites.values())
 
     def prefill(self, x: ScaledFp16, residual: Tensor, activation: int, scratch: Tensor, kernels: Kernels) -> Product:
-        """Expert by expert, the positions that have it together. The host waits to know how many these are."""
+        """Some experts together, as the scratch has room, each with as many positions as the one with most: others fill
+        up. The host waits to know how many these are."""
         together, into, mid = self.together, self.sites["mlp_in"].matrix, self.sites["mlp_mid"].matrix
-        chosen, weights = route(x.values.float() * x.factor[:, None], self.router, together.used, together.normalised)
+        positions, used, experts = len(x.values), together.used, together.experts
+        chosen, weights = route(x.values.float() * x.factor[:, None], self.router, used, together.normalised)
         by_expert = chosen.flatten().argsort(stable=True)
-        counts = chosen.flatten().bincount(minlength=together.experts).tolist()
-        output, width = torch.zeros_like(residual), mid.all.columns
-        for expert, places in enumerate(torch.split(by_expert, counts)):
-            if not len(places):
-                continue
-            positions = places // together.used
-            stacked = kernels.multiply(into.expert(expert), x.rows(positions), scratch)
-            gated = kernels.gated(stacked.part(0, width), stacked.part(width, width), activation)
-            made = kernels.multiply(mid.expert(expert), gated, scratch)
-            factor = made.factor * made.inverse * weights.flatten()[places]
-            output.index_add_(0, positions, made.sums * factor[:, None])
+        counts = chosen.flatten().bincount(minlength=experts)
+        most = int(counts.max())
+        column = torch.arange(most, device=counts.device)
+        place = (counts.cumsum(0) - counts)[:, None] + column  # [experts, most]: in the order of the experts
+        place = by_expert[place.clamp(max=len(by_expert) - 1)]
+        of_nobody = positions * used
+        place = torch.where(column < counts[:, None], place, of_nobody)
+        made = torch.empty(of_nobody + 1, residual.shape[1], device=residual.device)  # its last row is of nobody
+        scratch = scratch if len(scratch) * experts >= self.decoded else scratch.new_empty(-(-self.decoded // experts))
+        at_once = min(len(scratch) * experts // self.decoded, max(1, 2 * of_nobody // most))
+        for first in range(0, experts, at_once):
+            here = place[first : first + at_once]
+            rows = x.rows(here.flatten().clamp(max=of_nobody - 1) // used)
+            gate, up = _products(into, first, len(here), 2, rows, scratch, kernels)
+            inner = kernels.gated(gate, up, activation)
+            (product,) = _products(mid, first, len(here), 1, inner, scratch, kernels)
+            made[here.flatten()] = product.sums * (product.factor * product.inverse)[:, None]
+        output = torch.bmm(weights[:, None], made[:-1].view(positions, used, -1))[:, 0]
         return Product(output, torch.ones_like(x.factor), 1.0, None)
+
+
+def _products(
+    experts: CudaExperts, first: int, count: int, parts: int, x: ScaledFp16, scratch: Tensor, kernels: Kernels
+) -> list[Product]:
+    """The products of some experts, each with as many rows of x as the others; by parts of the matrices' rows."""
+    values = x.values.view(count, -1, x.values.shape[1])
+    inverse = 1 / experts.all.fp16_scale
+    weights = kernels.decode_experts(experts, first, count, parts, scratch)
+    sums = [kernels.new_products(values, part).flatten(0, 1) for part in weights]
+    return [Product(part, x.factor, inverse, None) for part in sums]
 
 
 LoadMlp = Callable[[stored.Mlp, torch.device, Kernels, Place], CudaMlp]

@@ -81,6 +81,8 @@ class Kernels:
     split_heads = staticmethod(dense.split_heads)
     prefill_attention = staticmethod(prefill_attention.attention)
     gated = staticmethod(dense.gated)
+    decode_experts = staticmethod(experts.decode_experts)
+    new_products = staticmethod(dense.new_products)
     neurons_at_once = staticmethod(neurons.neurons_at_once)
     multiply_neurons = staticmethod(neurons.multiply_neurons)
     add = staticmethod(dense.add)

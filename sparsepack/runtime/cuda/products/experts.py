@@ -8,7 +8,7 @@ from torch import Tensor
 from sparsepack.formats.codecs.matrices import PackedExperts
 from sparsepack.runtime.cuda.driver.kernel import kernel, launch, multiprocessors
 from sparsepack.runtime.cuda.products import zigzag
-from sparsepack.runtime.cuda.products.tile_config import CudaTileConfig, expert_tile_config
+from sparsepack.runtime.cuda.products.tile_config import BAND_ROWS, CudaTileConfig, expert_tile_config
 from sparsepack.runtime.cuda.products.zigzag import CudaZigzag, Input, Together
 
 ROUTE_THREADS = 256
@@ -135,6 +135,31 @@ def multiply_experts(
             reset,
             (experts.together, logits[these]),
         )
+
+
+def decoded_weights(experts: CudaExperts) -> int:
+    """How many float16 the matrices of all experts take."""
+    matrix = experts.all
+    return matrix.blocks.shape[0] * matrix.columns * matrix.config.tile_bands * BAND_ROWS
+
+
+def decode_experts(experts: CudaExperts, first: int, count: int, parts: int, scratch: Tensor) -> tuple[Tensor, ...]:
+    """Some of the matrices times `fp16_scale`, each by its parts of as many rows, transposed: float16 [count, columns,
+    rows / parts]. They last as long as the scratch, float16 with room for them, is not used otherwise."""
+    matrix, tiles = experts.all, experts.all.blocks.shape[0] // experts.together.experts
+    bands = tiles * matrix.config.tile_bands  # of a matrix, filled up to whole tiles
+    width = count * bands * BAND_ROWS
+    out = scratch[: matrix.columns * width].view(matrix.columns, width)
+    # Where gate and up share tiles, all gates come before all ups.
+    gate_bands = count * bands // 2 if matrix.gate_bands else 0
+    blocks_of_these = matrix.blocks[first * tiles : (first + count) * tiles]
+    zigzag.dequantise_blocks(blocks_of_these, out, matrix.fp16_scale, 0, count * bands, gate_bands)
+    rows = matrix.rows // parts
+    if gate_bands:
+        both = out.view(matrix.columns, 2, count, -1)
+        return tuple(both[:, part, :, :rows].transpose(0, 1) for part in range(parts))
+    each = out.view(matrix.columns, count, -1)
+    return tuple(each[..., part * rows : (part + 1) * rows].transpose(0, 1) for part in range(parts))
 
 
 def blocks(experts: CudaExperts, texts: int = 1) -> int:

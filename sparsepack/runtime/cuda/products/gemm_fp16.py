@@ -96,6 +96,11 @@ def _fp16_product(x: Tensor, weights: Tensor, out: Tensor) -> None:
     torch.mm(x, weights, out_dtype=torch.float32, out=out)
 
 
+def new_products(x: Tensor, weights: Tensor) -> Tensor:
+    """The products of several matrices, float16 [n, S, columns] and [n, columns, rows]: float32 [n, S, rows]."""
+    return torch.bmm(x, weights, out_dtype=torch.float32)
+
+
 def _bands(matrix: CudaZigzag) -> int:
     return -(-matrix.rows // BAND_ROWS)
 
