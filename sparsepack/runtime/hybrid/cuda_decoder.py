@@ -174,12 +174,13 @@ class CudaHybridDecoder(CudaDecoder):
             self._of_worker(lambda number: self._worker.begin(number, self._texts))
             run()
             # First the GPU, which waits for the worker within a limit: what a kernel did wrong is raised at once, where
-            # the worker would wait for a request that never comes.
-            self._kernels.synchronize(self._device)
+            # the worker would wait for a request that never comes. Copies for moves may go on.
+            self._kernels.wait_for_step()
             self._of_worker(self._worker.end)
-        finally:
+        except BaseException:
             with suppress(RuntimeError):
                 self._kernels.synchronize(self._device)
+            raise
 
     def _of_worker(self, call: Callable[[int], None]) -> None:
         try:
