@@ -85,7 +85,7 @@ class Kernels:
     def new_step_stream() -> torch.cuda.Stream:
         """A stream whose kernels, replayed from a graph too, come before those of other streams where they compete for
         multiprocessors."""
-        return torch.cuda.Stream(priority=-1)
+        return torch.cuda.Stream(priority=-1)  # type: ignore[no-untyped-call]
 
     @staticmethod
     def wait_for_step() -> None:
