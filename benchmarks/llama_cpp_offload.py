@@ -11,7 +11,7 @@ import re
 import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 
 _BUFFER = re.compile(r"CUDA\d+(?: [A-Za-z]+)? (?:model |KV |compute |output )?buffer size *= *([\d.]+) MiB")
@@ -75,8 +75,9 @@ class Peer:
         count = max(count, 0)
         return Split(f"{name} {count}/{self.layers}", of(count), size if count else none)
 
-    def _reported(self, arguments: Sequence[str]) -> int:
-        """With the context of what is timed."""
+    @cache  # noqa: B019 -- a peer lasts as long as the program
+    def _reported(self, arguments: tuple[str, ...]) -> int:
+        """With the context of what is timed. A load takes seconds."""
         _, said = self.run(self.command(arguments, self.depth + self.new - 1, 1, 1))
         return reported_bytes(said)
 
