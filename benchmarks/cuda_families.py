@@ -25,7 +25,8 @@ from torch import Tensor
 
 from sparsepack.formats.packed import DenseMlp, PackedLayer, PackedModel, PackedSite
 from sparsepack.models.architecture import architecture_of
-from sparsepack.models.families import ATTENTION_SITES, FAMILIES, MLP_SITES
+from sparsepack.models.families import FAMILIES
+from sparsepack.models.family import ATTENTION_SITES, MLP_SITES
 from sparsepack.runtime.engine import Engine
 from sparsepack.runtime.operations_decoder import OperationsDecoder
 from sparsepack.runtime.operations_layer import LoadedSite

@@ -14,7 +14,7 @@ from sparsepack.formats.codecs import zigzag
 from sparsepack.formats.codecs.matrices import ZIGZAG, PackedMatrix, encode_rows
 from sparsepack.formats.packed import DenseMlp, PackedLayer, PackedModel, PackedSite
 from sparsepack.models.architecture import architecture_of
-from sparsepack.models.families import ATTENTION_SITES, MLP_SITES
+from sparsepack.models.family import ATTENTION_SITES, MLP_SITES
 
 LLAMA_8B = Size("Llama-3-8B", 4096, 32, 14336, 32, 8, 128256)
 LLAMA_7B = Size("Llama-2-7B", 4096, 32, 11008, 32, 32, 32000)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from sparsepack.formats.packed import PackedLayer, PackedModel
 from sparsepack.models.architecture import Architecture
-from sparsepack.models.families import ATTENTION_SITES
+from sparsepack.models.family import ATTENTION_SITES
 from sparsepack.placement.budget import Plan
 from sparsepack.runtime.cuda.decoder.mlps import CudaMlp, LoadMlp, load_mlp
 from sparsepack.runtime.cuda.decoder.sites import CudaSite, load_sites
