@@ -1,4 +1,5 @@
-"""`place`: what of a file by neurons lies on a card and what in host memory, for a budget; how fast it would decode."""
+"""`place`: what of a file by neurons, or of one with experts, lies on a card and what in host memory, for a budget; how
+fast it would decode."""
 
 from pathlib import Path
 from typing import Any
@@ -6,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from sparsepack.errors import UserError
+from sparsepack.errors import PlacementError, UserError
 from sparsepack.formats.open import read_packed
 from sparsepack.formats.packed import NeuronMlp, PackedModel
 from sparsepack.placement.budget import DRIVER_BYTES, plan_within
@@ -16,23 +17,31 @@ from sparsepack.placement.placement import across_blocks
 from sparsepack.runtime.backend_module import opened
 from sparsepack.runtime.backends import backend_for, backend_named
 from sparsepack.runtime.engine import checked_context
-from sparsepack.runtime.hybrid.plan import context_within, parts_of
+from sparsepack.runtime.hybrid.plan import context_within, parts_of, parts_of_experts
+from sparsepack.tracing.counts import calibration_or_trace, neuron_counts
 
 
-def place(path: Path, options: PlaceOptions) -> dict[str, Any]:
+def place(path: Path, options: PlaceOptions, calibration: Path | None = None) -> dict[str, Any]:
     """What lies where, JSON-able; nothing is written, and no GPU is needed.
+
+    calibration -- a folder that says how often each expert is used: of a calibration or a trace. A file by neurons says
+                   that of its neurons itself
+
+    Of a file with experts all that is said of neurons is of these.
 
     card, host -- bytes by what they are; driver: bytes that the driver takes beside the budget, at most
     blocks     -- attention, gates: of so many blocks, the first ones, they lie on the card
     slots      -- of each block, for the neurons that the file's frequencies say are active most often
+    unit       -- what has slots: "neurons", or "experts"
     density    -- share of the neurons that a token needs; hit_rate: of these, the share with slots, both by these
                   frequencies, so that a policy that moves neurons is not counted in
     tokens_per_second -- by the model of time, which is a bound: `processor`, where it computes what has no slot;
                   `and_bus`, where the GPU reads a part of that from host memory; `dense_split`, of a dense model of
                   which as much as fits is on the card and the processor computes the rest
 
-    Raises `PlacementError` for a file that is not by neurons, and a budget below the least; `ArtifactError` for a file
-    that is damaged; `UserError` for a device that was not measured.
+    Raises `PlacementError` for a file that has neither, or of another model than the calibration, and a budget below
+    the least; `ArtifactError` for a file that is damaged; `CalibrationError`; `UserError` for a device that was not
+    measured.
     """
     packed = read_packed(path, verify=False)
     row = backend_for("cuda")
@@ -40,9 +49,10 @@ def place(path: Path, options: PlaceOptions) -> dict[str, Any]:
     context = checked_context(options.context, packed.architecture.context)
     if options.context is None:
         context = context_within(packed, context, cache_type, 1, options.budget)
-    parts = parts_of(packed, context, cache_type)
+    experts = packed.architecture.experts is not None
+    parts = (parts_of_experts if experts else parts_of)(packed, context, cache_type)
     plan = plan_within(parts, options.budget)
-    frequency = _frequency(packed)
+    frequency = _frequency_of_experts(path, packed, calibration) if experts else _frequency(packed, calibration)
     placed = across_blocks(frequency, plan.slots)
     needed, served = float(frequency.sum()), float(frequency[placed.resident].sum())
     hit_rate = served / needed if needed else 1.0
@@ -59,6 +69,7 @@ def place(path: Path, options: PlaceOptions) -> dict[str, Any]:
         "driver": DRIVER_BYTES,
         "least": parts.least,
         "blocks": {"all": parts.blocks, "attention": plan.attention, "gates": plan.gates},
+        "unit": "experts" if experts else "neurons",
         "neurons": parts.neurons,
         "slots": list(placed.slots),
         "density": needed / frequency.size,
@@ -72,10 +83,28 @@ def place(path: Path, options: PlaceOptions) -> dict[str, Any]:
     }
 
 
-def _frequency(packed: PackedModel) -> np.ndarray:
+def _frequency(packed: PackedModel, calibration: Path | None) -> np.ndarray:
     """The share of tokens at which each neuron was active, as stored: float64 [blocks, neurons]."""
+    if calibration is not None:
+        raise PlacementError(f"calibration {calibration}: the file has the frequencies of its neurons; leave it out")
     mlps = [layer.mlp for layer in packed.layers if isinstance(layer.mlp, NeuronMlp)]
     return np.stack([mlp.frequency.double().numpy() for mlp in mlps])
+
+
+def _frequency_of_experts(path: Path, packed: PackedModel, calibration: Path | None) -> np.ndarray:
+    """The share of tokens that each expert was given: float64 [blocks, experts]."""
+    if calibration is None:
+        raise PlacementError(
+            f"{path}: its MLPs are mixtures of experts, and it does not say how often each is used; give --calibration"
+        )
+    made = calibration_or_trace(calibration)
+    counted, packed_from = made.manifest["model"], packed.manifest["model"]
+    if counted["sha256"] != packed_from["sha256"]:
+        raise PlacementError(
+            f"{calibration}: of {counted['name']} ({counted['sha256'][:12]}), {path} is of {packed_from['name']} "
+            f"({packed_from['sha256'][:12]}); expected both of one model"
+        )
+    return neuron_counts(made).frequency.numpy()
 
 
 def _rates(options: PlaceOptions, hidden: int, record: int) -> tuple[str, Rates]:

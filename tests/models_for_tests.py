@@ -63,6 +63,22 @@ EXPERTS: dict[str, dict[str, Any]] = {
         "norm_topk_prob": True,
         "tie_word_embeddings": True,
     },
+    "olmoe": {
+        "num_key_value_heads": 4,
+        "intermediate_size": 256,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "pad_token_id": None,
+        "tie_word_embeddings": False,
+    },
+    "qwen2_moe": {
+        "num_key_value_heads": 2,
+        "moe_intermediate_size": 256,
+        "shared_expert_intermediate_size": 512,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "tie_word_embeddings": False,
+    },
 }
 """The same of families whose MLPs are mixtures of experts, which some verbs do not take."""
 ROTATED = [family for family in SMALL if FAMILIES[family].residual is not None]

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from sparsepack.models.families import Family
+from sparsepack.models.family import Family
 
 
 def column_norms(block: nn.Module, family: Family, site: str) -> torch.Tensor:
@@ -11,7 +11,9 @@ def column_norms(block: nn.Module, family: Family, site: str) -> torch.Tensor:
     weights = [block.get_parameter(family.weight(projection)) for projection in family.projections[site]]
     # One expert at a time: a copy in float32 of all of them would be as large as two blocks.
     matrices = (matrix for weight in weights for matrix in (weight if weight.dim() == 3 else (weight,)))
-    return torch.stack([matrix.float().square().sum(0) for matrix in matrices]).sum(0).sqrt()
+    # A shared expert may be wider than the others: its parts are experts like them.
+    columns = weights[0].shape[-1]
+    return torch.stack([matrix.float().square().sum(0).view(-1, columns).sum(0) for matrix in matrices]).sum(0).sqrt()
 
 
 def channel_weights(criterion: str, block: nn.Module, family: Family, site: str) -> torch.Tensor | None:

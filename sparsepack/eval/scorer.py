@@ -13,7 +13,7 @@ from sparsepack.eval.quantised_inputs import quantised_inputs
 from sparsepack.eval.tokens_read import TokensRead
 from sparsepack.integration.transformers import double_sparsity
 from sparsepack.models.architecture import logit_cap, sliding_windows
-from sparsepack.models.families import Family
+from sparsepack.models.family import Family
 from sparsepack.models.records.rule import Rules, SiteKey, active_channels, sparsify
 from sparsepack.models.records.sparse_attention import SparseAttention
 from sparsepack.models.soft_caps import soft_capped

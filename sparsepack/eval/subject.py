@@ -22,7 +22,7 @@ from sparsepack.formats.manifest import source_made_from
 from sparsepack.formats.open import is_artifact, open_artifact
 from sparsepack.models.architecture import token_weights
 from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
-from sparsepack.models.families import BASIS, SITES, Family
+from sparsepack.models.family import BASIS, SITES, Family
 from sparsepack.models.precision import arithmetic, type_name
 from sparsepack.models.records.made import made_from
 from sparsepack.models.records.rule import Rules, SiteKey

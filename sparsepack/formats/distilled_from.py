@@ -14,7 +14,7 @@ from torch import Tensor
 from sparsepack.formats.artifact import Artifact
 from sparsepack.formats.manifest import DISTILLATION, PRUNING
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
-from sparsepack.models.checkpoint.sources import ChangedSource
+from sparsepack.models.checkpoint.sources import changed_source
 
 
 def made_from_undistilled(manifest: Mapping[str, Any], checkpoint: Checkpoint) -> bool:
@@ -50,4 +50,4 @@ class Undistilled:
 
     @cached_property
     def _watched(self) -> Checkpoint:
-        return replace(self.checkpoint, source=ChangedSource(self.checkpoint.source, self._read.add))
+        return replace(self.checkpoint, source=changed_source(self.checkpoint.source, self._read.add))

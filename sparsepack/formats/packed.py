@@ -13,7 +13,8 @@ from sparsepack.formats.codecs import neurons
 from sparsepack.formats.codecs.matrices import PackedExperts, PackedMatrix, decode_experts, decode_matrix, zigzag_rows
 from sparsepack.formats.mlp_kinds import DENSE, EXPERTS, MLP_GATE, MLP_RECORDS, NEURONS, MlpKind
 from sparsepack.models.architecture import Architecture
-from sparsepack.models.families import BASIS, Family
+from sparsepack.models.checkpoint.experts import as_shared
+from sparsepack.models.family import BASIS, Family
 from sparsepack.models.records.rule import Rules, SiteKey, SiteRule
 from sparsepack.models.records.sparse_attention import SparseAttention
 
@@ -132,9 +133,11 @@ class ExpertMlp:
     """An MLP that is a mixture of experts: mlp_in (gate and up of each, stacked) has one input and one list of active
     columns for all experts that a token has, mlp_mid (down) an input of each of them, by one rule.
 
-    router     -- float32 [experts, hidden]: the softmax of its products chooses
-    used       -- experts that a token has
-    normalised -- whether their weights are made to add up to one
+    router      -- float32 [experts, hidden]: the softmax of its products chooses
+    used        -- experts that a token is given so
+    normalised  -- whether their weights are made to add up to one
+    shared_gate -- float32 [1, hidden], where each token has the experts too that the sites have after these: the
+                   sigmoid of its product is the weight of them all; None: there are none
     """
 
     kind: ClassVar[MlpKind] = EXPERTS
@@ -143,6 +146,17 @@ class ExpertMlp:
     used: int
     normalised: bool
     sites: Mapping[str, PackedExpertsSite]
+    shared_gate: Tensor | None = None
+
+    @property
+    def shared(self) -> int:
+        """Experts that each token has."""
+        return self.sites["mlp_in"].matrix.experts - len(self.router)
+
+    @property
+    def of_token(self) -> int:
+        """Experts that a token has, chosen or not."""
+        return self.used + self.shared
 
     @property
     def matrices(self) -> Mapping[str, PackedExperts]:
@@ -152,26 +166,30 @@ class ExpertMlp:
     @property
     def units(self) -> Mapping[str, int]:
         """The MLP's part of `PackedLayer.units`: columns of the experts that a token has."""
-        return {name: self.used * matrix.columns for name, matrix in self.matrices.items()}
+        return {name: self.of_token * matrix.columns for name, matrix in self.matrices.items()}
 
     @property
     def reached(self) -> float:
         """The share of its matrices' weights that a token has to do with, were nothing skipped."""
-        return self.used / len(self.router)
+        return self.of_token / (len(self.router) + self.shared)
 
     @property
     def always(self) -> tuple[Tensor, ...]:
         """What every token reads beside the matrices."""
-        return (self.router,)
+        return (self.router,) if self.shared_gate is None else (self.router, self.shared_gate)
 
     def weights(self, family: Family) -> Weights:
         """The stock model's tensors of the MLP, decoded when asked for."""
         assert family.experts is not None
-        found: dict[str, Callable[[], Tensor]] = {
-            family.weight(family.projections[name][0]): partial(decode_experts, site.matrix)
-            for name, site in self.sites.items()
-        }
-        return {**found, f"{family.experts.router}.weight": partial(_same, self.router)}
+        count, found = len(self.router), {f"{family.experts.router}.weight": partial(_same, self.router)}
+        for name, site in self.sites.items():
+            stored, *shared = map(family.weight, family.projections[name])
+            found[stored] = partial(decode_experts, site.matrix, 0, count)
+            for number, part in enumerate(shared):
+                found[part] = partial(_of_shared, name, site.matrix, count, number)
+        if family.experts.shared is not None and self.shared_gate is not None:
+            found[f"{family.experts.shared.gate}.weight"] = partial(_same, self.shared_gate)
+        return found
 
 
 Mlp = DenseMlp | NeuronMlp | ExpertMlp
@@ -220,6 +238,11 @@ class PackedLayer:
         bases = {} if self.basis is None else {f"{BASIS}.weight": partial(decode_matrix, self.basis)}
         sites = {**_weights_of(self.attention, family.projections), **self.mlp.weights(family)}
         return {**norms, **bases, **sites}
+
+
+def _of_shared(site: str, matrix: PackedExperts, first: int, number: int) -> Tensor:
+    """One of the shared expert's matrices at a site, which are stored as experts from `first` on."""
+    return as_shared(site, decode_experts(matrix, first))[number]
 
 
 def _same(value: Tensor) -> Tensor:

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from sparsepack.errors import CheckpointError
-from sparsepack.models.families import FAMILIES, MLP_SITES
+from sparsepack.models.families import FAMILIES
+from sparsepack.models.family import MLP_SITES
 from sparsepack.models.own_code import STOCK_ALONE
 
 ACTIVATIONS = ("silu", "relu", "gelu", "gelu_pytorch_tanh")
@@ -47,11 +48,24 @@ class ExpertNumbers:
     count      -- experts of a block
     used       -- that a token has
     normalised -- whether the weights of these are made to add up to one
+    shared     -- experts that every token has beside these, all with the weight that the shared expert has whose parts
+                  they are
     """
 
     count: int
     used: int
     normalised: bool
+    shared: int = 0
+
+    @property
+    def stored(self) -> int:
+        """Experts of a block whose matrices there are."""
+        return self.count + self.shared
+
+    @property
+    def of_token(self) -> int:
+        """Experts that a token has, chosen or not."""
+        return self.used + self.shared
 
 
 @dataclass(frozen=True)
@@ -105,6 +119,11 @@ class Architecture:
     def post_norms(self) -> bool:
         """Whether what attention and MLP of a block add is normed."""
         return "attn_post_norm" in FAMILIES[self.model_type].norms
+
+    @property
+    def row_norms(self) -> bool:
+        """Whether queries and keys are RMS-normalised over all heads together before the rotary embedding."""
+        return "q_row_norm" in FAMILIES[self.model_type].norms
 
     @property
     def named_context(self) -> int:
@@ -166,6 +185,11 @@ def architecture_of(config: Any, bos: int | None, more_eos: Sequence[int] = ()) 
         raise CheckpointError(f"{config.model_type}: activation {activation!r}; expected {', '.join(ACTIVATIONS)}")
     if getattr(config, "use_bidirectional_attention", None):
         raise CheckpointError(f"{config.model_type}: tokens see later ones; expected a model that writes text")
+    if family.clips and (clip := getattr(config, family.clips, None)) is not None:
+        raise CheckpointError(
+            f"{config.model_type}: {family.clips} {str(clip)[:60]}: queries, keys and values are clipped, which no "
+            "engine does; expected a model without that"
+        )
     (inv_freq, scale), *others = _rotaries(config)
     long_texts = _long_texts(config, kind, rope)
     made_for = config.max_position_embeddings
@@ -220,7 +244,28 @@ def expert_numbers(config: Any) -> ExpertNumbers | None:
             raise CheckpointError(
                 f"{config.model_type}: {name} is {str(value)[:60]}; expected a whole number from 1 to {most}"
             )
-    return ExpertNumbers(count, used, bool(getattr(config, experts.normalised)) if experts.normalised else True)
+    normalised = bool(getattr(config, experts.normalised)) if experts.normalised else True
+    return ExpertNumbers(count, used, normalised, _shared_parts(config))
+
+
+def _shared_parts(config: Any) -> int:
+    """Count the experts that the shared one is as wide as. Raises `CheckpointError` where that is no whole number."""
+    family = FAMILIES[config.model_type]
+    if family.experts is None or family.experts.shared is None:
+        return 0
+    name, width = family.experts.shared.width, family.setting(config, "intermediate_size")
+    value = getattr(config, name)
+    if type(width) is not int or type(value) is not int or width < 1 or not 1 <= value // width <= MOST_EXPERTS:
+        raise CheckpointError(
+            f"{config.model_type}: {name} is {str(value)[:60]}, experts are {str(width)[:60]} wide; expected 1 to "
+            f"{MOST_EXPERTS} times as much"
+        )
+    if value % width:
+        raise CheckpointError(
+            f"{config.model_type}: {name} is {value}, which is no multiple of the {width} of the other experts; "
+            "expected a shared expert that is so many of them side by side"
+        )
+    return value // width
 
 
 def token_weights(config: Any, shapes: Mapping[str, tuple[int, ...]], layer: int, site: str) -> int:
@@ -231,7 +276,7 @@ def token_weights(config: Any, shapes: Mapping[str, tuple[int, ...]], layer: int
     family, experts = FAMILIES[config.model_type], expert_numbers(config)
     names = (f"{family.block(layer)}.{family.weight(projection)}" for projection in family.projections[site])
     weights = sum(math.prod(shapes[name]) for name in names)
-    return weights if experts is None or site not in MLP_SITES else weights // experts.count * experts.used
+    return weights if experts is None or site not in MLP_SITES else weights // experts.stored * experts.of_token
 
 
 def head_dim(config: Any) -> int:

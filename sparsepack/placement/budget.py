@@ -26,10 +26,10 @@ _POSITIONS = (2048, 1024, 512, 256, 128, 64, 32)
 _MOST_SCRATCH, _MOST_STAGED, _LEAST_STAGED = 1 << 28, 1 << 24, 1 << 18
 
 
-def spare_of(slots: int) -> int:
-    """How many slots are kept beside so many of resident neurons: `SPARE`, or one for each 64. Neurons that come are
+def spare_of(slots: int, least: int = SPARE) -> int:
+    """How many slots are kept beside so many of resident neurons: `least`, or one for each 64. Neurons that come are
     copied there while those that go still stand in the table and tokens are decoded."""
-    return max(SPARE, slots // _ONE_SPARE_IN)
+    return max(least, slots // _ONE_SPARE_IN)
 
 
 def bytes_in(text: str) -> int:
@@ -84,7 +84,7 @@ def work_of(
     return Work(
         positions=positions,
         scratch=max(512 * hidden, min(_MOST_SCRATCH, model // 64)),
-        staged=staged // record * record,
+        staged=max(staged // record, 1) * record,
         steps=steps + blocks * (1 << 13),  # what is small is rounded up
         prefill=positions * of_a_position,
     )
@@ -92,14 +92,15 @@ def work_of(
 
 @dataclass(frozen=True)
 class Parts:
-    """What a model by neurons takes, in bytes.
+    """What a model by neurons takes, in bytes. A model with experts is one whose neurons are these.
 
     embedding -- of which a token reads a row; 0 where it is the output, too
     output    -- the output matrix and its norm
     attention -- of each block, what it has beside its MLP
-    gates     -- of each block
+    gates     -- of each block: what every token reads of its MLP; of experts the router, and a shared one
     record    -- of a neuron; neurons -- how many a block has
     cache     -- keys and values of all texts, and the tables of their positions
+    spare     -- slots beside those of resident neurons at least, where not all are resident
     """
 
     embedding: int
@@ -110,6 +111,7 @@ class Parts:
     neurons: int
     cache: int
     work: Work
+    spare: int = SPARE
 
     @property
     def blocks(self) -> int:
@@ -168,7 +170,7 @@ class Plan:
     @property
     def spare(self) -> int:
         """Slots beside those of resident neurons."""
-        return 0 if self.whole or not self.slots else spare_of(self.slots)
+        return 0 if self.whole or not self.slots else spare_of(self.slots, self.parts.spare)
 
     @property
     def card(self) -> Mapping[str, int]:
@@ -254,7 +256,7 @@ def _slots(parts: Parts, left: int) -> int:
     if left >= parts.records:
         return parts.all_neurons
     both = left // parts.record
-    slots = max(0, min(both - SPARE, both * _ONE_SPARE_IN // (_ONE_SPARE_IN + 1)))
-    while slots + 1 + spare_of(slots + 1) <= both:
+    slots = max(0, min(both - parts.spare, both * _ONE_SPARE_IN // (_ONE_SPARE_IN + 1)))
+    while slots + 1 + spare_of(slots + 1, parts.spare) <= both:
         slots += 1
     return min(slots, parts.all_neurons - 1)

@@ -1,6 +1,6 @@
 """One block: its inputs put into a better order where that is asked for, then each matrix pruned."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -10,10 +10,11 @@ from sparsepack.models.checkpoint.checkpoint import Checkpoint
 from sparsepack.models.records.pattern import Pattern
 from sparsepack.models.records.pruned import PrunedMatrix
 from sparsepack.models.sites import site_name
-from sparsepack.pruning.methods import METHODS
+from sparsepack.pruning.inputs import inputs_name
+from sparsepack.pruning.methods import METHODS, Method
 from sparsepack.pruning.options import PruneOptions
 from sparsepack.pruning.permute import better_order, of_query_heads, permuted_block
-from sparsepack.reconstruction.inputs import Inputs
+from sparsepack.reconstruction.inputs import Inputs, root_of_share
 
 
 def prune_block(
@@ -26,7 +27,8 @@ def prune_block(
 ) -> tuple[dict[str, Tensor], list[PrunedMatrix]]:
     """The tensors of a block that change, by their names within it, in their stored type on the CPU; and what was done.
 
-    patterns -- of the sites that are pruned; inputs -- of these sites, none where the method needs none
+    patterns -- of the sites that are pruned
+    inputs   -- of these sites' matrices, by the names that `inputs_name` gives; none where the method needs none
     """
     family, method = checkpoint.family, METHODS[options.method]
     prefix = f"{family.block(layer)}."
@@ -35,8 +37,9 @@ def prune_block(
     def tensor(name: str) -> Tensor:
         return checkpoint.tensor(prefix + name)
 
-    def known(site: str) -> Inputs:
-        return inputs.get(site) or Inputs(torch.ones(checkpoint.stacked_shape(site, layer)[1], device=device))
+    def known(name: str, columns: int = 0) -> Inputs:
+        columns = columns or checkpoint.stacked_shape(name, layer)[1]
+        return inputs.get(name) or Inputs(torch.ones(columns, device=device))
 
     changed: dict[str, Tensor] = {}
     orders: dict[str, Tensor] = {}
@@ -55,15 +58,15 @@ def prune_block(
     rows = []
     for site, pattern in patterns.items():
         for projection in family.projections[site]:
-            name = f"{projection}.weight"
+            name = family.weight(projection)
             stored = changed.get(name, tensor(name))
-            weight = stored.to(device, torch.float32)
+            of_each = [known(inputs_name(family, site, projection, n), stored.shape[-1]) for n in range(_count(stored))]
             try:
-                pruned = method.prune(weight, known(site), pattern).to(stored.dtype)
-            except SingularError as error:
+                pruned, error = _pruned(stored, of_each, method, pattern, device)
+            except SingularError as found:
                 raise PruningError(
-                    f"{prefix}{projection}: {error}; give a larger --damping or more --windows"
-                ) from error
+                    f"{prefix}{projection}: {found}; give a larger --damping or more --windows"
+                ) from found
             if not torch.isfinite(pruned).all():
                 raise PruningError(f"{prefix}{projection}: weights that are not finite; they cannot be pruned")
             rows.append(
@@ -72,14 +75,36 @@ def prune_block(
                     site=site_name(layer, site),
                     keep=pattern.keep,
                     of=pattern.of,
-                    tail=pattern.tail(weight.shape[1]),
-                    density=float((pruned != 0).float().mean()),
-                    error=known(site).relative_error(weight, pruned.float()),
+                    tail=pattern.tail(stored.shape[-1]),
+                    density=int(pruned.count_nonzero()) / pruned.numel(),
+                    error=error,
                     permuted=site in orders,
                 )
             )
-            changed[name] = pruned.cpu()
+            changed[name] = pruned
     return changed, rows
+
+
+def _count(stored: Tensor) -> int:
+    """How many matrices a projection is: one, or one of each expert."""
+    return len(stored) if stored.dim() == 3 else 1
+
+
+def _pruned(
+    stored: Tensor, inputs: Sequence[Inputs], method: Method, pattern: Pattern, device: torch.device
+) -> tuple[Tensor, float]:
+    """A matrix or those of all experts, pruned, in their stored type, and their relative error.
+
+    inputs -- what enters the matrix, or each of them
+    """
+    pruned, size, difference = torch.empty(stored.shape, dtype=stored.dtype), 0.0, 0.0
+    each = (len(inputs), -1, stored.shape[-1])
+    for matrix, known, into in zip(stored.reshape(each), inputs, pruned.view(each), strict=True):
+        weight = matrix.to(device, torch.float32)
+        into.copy_(method.prune(weight, known, pattern))
+        size += known.output_squares(weight)
+        difference += known.output_squares(weight - into.to(device, torch.float32))
+    return pruned, root_of_share(difference, size)
 
 
 def _orders(

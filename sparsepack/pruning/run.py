@@ -22,7 +22,7 @@ from sparsepack.files.resume import ResumeState, state_beside
 from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from sparsepack.models.checkpoint.source_files import texts_of
 from sparsepack.models.checkpoint.writer import made_of_blocks, write_checkpoint
-from sparsepack.models.families import SITES, check_without_experts
+from sparsepack.models.family import SITES
 from sparsepack.models.precision import arithmetic
 from sparsepack.models.records.made import records_beside
 from sparsepack.models.records.pattern import Pattern
@@ -31,11 +31,12 @@ from sparsepack.models.records.rule import SiteKey
 from sparsepack.models.sites import chosen_sites
 from sparsepack.models.stock.blocks import BlockStream
 from sparsepack.models.stock.bound import bound_told
-from sparsepack.models.stock.hooks import site_hooks
+from sparsepack.models.stock.hooks import routing_hooks, site_hooks
 from sparsepack.models.tokenizer.windows import spread_windows
 from sparsepack.option import check_type
 from sparsepack.progress import Advance, Shorter, progress
 from sparsepack.pruning.block import prune_block
+from sparsepack.pruning.inputs import empty_sums, entering, inputs_of
 from sparsepack.pruning.methods import METHODS
 from sparsepack.pruning.options import PruneOptions
 from sparsepack.reconstruction.inputs import Sums
@@ -74,7 +75,10 @@ def prune(
     if workers.first:
         check_output(output, overwrite, folder=True, marker=RECORD)
     checkpoint = model if isinstance(model, Checkpoint) else open_checkpoint(model)
-    check_without_experts(checkpoint.family, checkpoint.name, "prune")
+    if options.permute and checkpoint.family.experts is not None:
+        raise PruningError(
+            f"permute: {checkpoint.name} has experts, whose neurons are not put into another order; leave it out"
+        )
     checkpoint.source.hash.share(workers)
     patterns = site_patterns(checkpoint, options)
     windows, digest = None, None
@@ -172,7 +176,10 @@ def prune_loaded(
     patterns -- of its sites; hidden -- what enters the block, this worker's windows; None where no input matters
     """
     workers = dealt.workers
-    sums = {site: _sums(checkpoint, site, layer, options, stream.device) for site in patterns}
+    products = METHODS[options.method].needs == "products"
+    sums: dict[str, Sums] = {}
+    for site in patterns if hidden is not None else ():
+        sums |= empty_sums(checkpoint, site, layer, products, stream.device)
     if hidden is not None and patterns:
         _count(stream, layer, hidden, sums, dealt, advance)
     else:
@@ -180,7 +187,7 @@ def prune_loaded(
     found: dict[str, Tensor] = {}
     rows: list[PrunedMatrix] = []
     if workers.first:
-        inputs = {site: each.inputs(options.damping) for site, each in sums.items()} if hidden is not None else {}
+        inputs = inputs_of(sums, options.damping, layer)
         found, rows = prune_block(checkpoint, layer, patterns, inputs, options, stream.device)
     return workers.all_from_first(found), rows
 
@@ -193,30 +200,31 @@ def _count(
     dealt: Dealt,
     advance: Advance,
 ) -> None:
-    """Add what enters the sites of the loaded block to `sums`, at the first worker: batch by batch, in their order,
+    """Add what enters the matrices of the loaded block to `sums`, at the first worker: batch by batch, in their order,
     whichever worker has run each. hidden: what enters the block, this worker's windows"""
-    of_batch = {site: each.empty_like() for site, each in sums.items()}
+    family = stream.source.family
+    of_batch = {name: each.empty_like() for name, each in sums.items()}
+    routed: list[Tensor] = []  # in this pass, before what enters the down matrices of experts is there
 
     def count(_: int, site: str, x: Tensor) -> None:
-        if site in of_batch:
-            of_batch[site].add(x)
+        for name, inputs in entering(family, site, x, routed[-1] if routed else None):
+            if name in of_batch:
+                of_batch[name].add(inputs)
+
+    def route(chosen: Tensor) -> None:
+        routed[:] = [chosen]
 
     def batch_done(having: int) -> None:
-        counted = {f"{site}/{name}": value for site, each in of_batch.items() for name, value in each.counted.items()}
+        counted = {f"{of}/{name}": value for of, each in of_batch.items() for name, value in each.counted.items()}
         for found in dealt.workers.in_order(counted, having):
-            for site, total in sums.items():
-                total.take({name: found[f"{site}/{name}"] for name in of_batch[site].counted})
+            for of, total in sums.items():
+                total.take({name: found[f"{of}/{name}"] for name in of_batch[of].counted})
         for each in of_batch.values():
             each.clear()
         advance(having)
 
     done = dealt.after_each(batch_done)
-    with site_hooks([(layer, stream.block)], stream.source.family, count):
+    with site_hooks([(layer, stream.block)], family, count), routing_hooks(stream.block, family, route):
         for part in torch.split(hidden, dealt.size):
             stream(part)
             done()
-
-
-def _sums(checkpoint: Checkpoint, site: str, layer: int, options: PruneOptions, device: torch.device) -> Sums:
-    columns = checkpoint.stacked_shape(site, layer)[1]
-    return Sums(columns, METHODS[options.method].needs == "products", device)

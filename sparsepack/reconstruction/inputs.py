@@ -61,8 +61,7 @@ class Inputs:
 
         By the second moments alone, where the products are not known, as if inputs were independent of each other.
         """
-        size, difference = (self.output_squares(matrix) for matrix in (weight, weight - changed))
-        return math.sqrt(difference / size) if size > 0 else 0.0
+        return root_of_share(self.output_squares(weight - changed), self.output_squares(weight))
 
     def output_squares(self, weight: Tensor) -> float:
         """The mean over tokens of the squared length of a matrix's outputs; without products as `relative_error`."""
@@ -73,6 +72,11 @@ class Inputs:
     def dead(self) -> Tensor:
         """Inputs that were zero for every token: bool [columns]."""
         return self.moments == 0
+
+
+def root_of_share(difference: float, size: float) -> float:
+    """The root of the share of `size` that `difference` is; 0 where there is nothing."""
+    return math.sqrt(difference / size) if size > 0 else 0.0
 
 
 class Sums:
@@ -90,6 +94,11 @@ class Sums:
         self._squares += weight * x.square().sum(0, dtype=torch.float32).to(self._squares)
         if self._products is not None:
             self._products.addmm_(x.t(), x, alpha=weight)
+
+    @property
+    def tokens(self) -> float:
+        """How many inputs were counted, by their weights."""
+        return self._tokens
 
     @property
     def counted(self) -> dict[str, Tensor]:
@@ -119,3 +128,8 @@ class Sums:
         """The means of what was counted, with `damping` for the inverse of the products."""
         products = None if self._products is None else self._products / self._tokens
         return Inputs((self._squares / self._tokens).float(), products, damping)
+
+    def unknown(self, damping: float) -> Inputs:
+        """What stands for the means where nothing was counted: inputs of one size, independent of each other."""
+        ones = torch.ones(len(self._squares), device=self._device)
+        return Inputs(ones, None if self._products is None else torch.diag(ones), damping)

@@ -28,12 +28,13 @@ from sparsepack.models.checkpoint.checkpoint import HEAD, Checkpoint, open_check
 from sparsepack.models.checkpoint.rotated import check_one_basis, rotated, rotated_config
 from sparsepack.models.checkpoint.source_files import CONFIG, texts_of
 from sparsepack.models.checkpoint.writer import made_of_blocks, write_checkpoint
-from sparsepack.models.families import SITES, stream_of
+from sparsepack.models.family import SITES
 from sparsepack.models.precision import type_name
 from sparsepack.models.records.distilled import distillation_record
 from sparsepack.models.records.pruned import pruning_record
 from sparsepack.models.records.rotated import RECORD, Rotated, rotation_record
 from sparsepack.models.stock.blocks import BlockStream
+from sparsepack.models.verbs import stream_of
 from sparsepack.option import check_type
 from sparsepack.progress import progress
 from sparsepack.rotation.bases import ROTATIONS

@@ -70,7 +70,10 @@ def check_holds(packed: PackedModel) -> None:
 def not_by_neurons(packed: PackedModel) -> str:
     """What people are told who give slots to neurons in a model that is not stored by them, and what to do."""
     if packed.architecture.experts is not None:
-        return "the model's MLPs are mixtures of experts, which no engine places; `trace` and `simulate` take experts"
+        return (
+            "the model's MLPs are mixtures of experts, which no engine gives slots; `place`, `trace` and `simulate` "
+            "take experts"
+        )
     return "the model's MLPs are not stored by neurons; pack it with --format neuron-q4_k"
 
 

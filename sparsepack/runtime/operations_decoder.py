@@ -174,12 +174,21 @@ class OperationsDecoder:
     def _attention(self, number: int, x: Tensor, mode: Mode, sequences: Sequence[int], held: HeldStep | None) -> Tensor:
         sites = self._layers[number].attention
         sparse = mode in (Mode.STEP, Mode.MASKED)
-        rows = sites["attn_in"].product(x, mode, held).tensor_split(len(sequences))
+        rows = self._rows_normed(number, sites["attn_in"].product(x, mode, held)).tensor_split(len(sequences))
         attended = [
             self.cache.attend(number, self.cache.append(number, qkv, sequence), sequence, sparse)
             for sequence, qkv in zip(sequences, rows, strict=True)
         ]
         return sites["attn_out"].product(torch.cat(attended), mode, held)
+
+    def _rows_normed(self, number: int, qkv: Tensor) -> Tensor:
+        """What attn_in gives, queries and keys of all heads normed together where the model does that."""
+        a, norms = self._architecture, self._layers[number].norms
+        if not a.row_norms:
+            return qkv
+        q, k, v = torch.split(qkv, [heads * a.head_dim for heads in (a.heads, a.kv_heads, a.kv_heads)], dim=-1)
+        q = reference.rms_norm(q, norms["q_row_norm"], a.norm_eps)
+        return torch.cat([q, reference.rms_norm(k, norms["k_row_norm"], a.norm_eps), v], dim=-1)
 
     def _logits(self, hidden: Tensor) -> Tensor:
         return soft_capped(self._operations.matmul(self._output, hidden), self._architecture.logit_cap)

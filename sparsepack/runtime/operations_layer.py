@@ -126,13 +126,15 @@ class _LoadedNeuronMlp:
 
 @dataclass(frozen=True)
 class _LoadedExpertMlp:
-    """Loaded experts: matrices and rule of each site, and what chooses.
+    """Loaded experts: matrices and rule of each site, and what chooses. Matrices after those that may be chosen are of
+    experts that every token has.
 
     Counted are columns of the experts that a token has; of a step of several sequences the mean over these.
     """
 
     operations: Operations
     router: Tensor
+    shared_gate: Tensor | None
     used: int
     normalised: bool
     matrices: Mapping[str, Sequence[Any]]
@@ -142,6 +144,9 @@ class _LoadedExpertMlp:
     def output(self, x: Tensor, activation: Activation, mode: Mode, held: HeldStep | None = None) -> Tensor:
         chosen, weights = reference_experts.route(x, self.router, self.used, self.normalised)
         into, middle_of = self.matrices["mlp_in"], self.matrices["mlp_mid"]
+        if self.shared_gate is not None:
+            numbers = range(len(self.router), len(into))
+            chosen, weights = reference_experts.with_shared(x, self.shared_gate, numbers, chosen, weights)
         product = self._gemv if mode is Mode.STEP and len(x) == 1 else self._matmul
         places = [(expert, *torch.where(chosen == expert)) for expert in sorted(set(chosen.flatten().tolist()))]
         x, read = self._selected("mlp_in", x[:, None], mode, held)  # [S, 1, hidden], the same for all of a token's
@@ -161,7 +166,8 @@ class _LoadedExpertMlp:
 
     def _selected(self, site: str, x: Tensor, mode: Mode, held: HeldStep | None) -> tuple[Tensor, bool]:
         """x [S, experts, columns] with zeros where columns are inactive, counted, and whether any may be."""
-        rule, times = self.rules[site], self.used // x.shape[1]
+        of_token = self.used + len(self.matrices[site]) - len(self.router)
+        rule, times = self.rules[site], of_token // x.shape[1]
         texts = 1 if mode in (Mode.DENSE, Mode.MASKED) else len(x)
         if mode is Mode.PREFILL:
             return x, False
@@ -228,7 +234,8 @@ def _loaded_experts(mlp: ExpertMlp, operations: Operations, device: torch.device
     }
     rules = {name: None if site.rule is None else site.rule.to(device) for name, site in mlp.sites.items()}
     active = {name: _zero(device) for name in EXPERTS.counted}
-    return _LoadedExpertMlp(operations, mlp.router.to(device), mlp.used, mlp.normalised, matrices, rules, active)
+    router, shared = mlp.router.to(device), None if mlp.shared_gate is None else mlp.shared_gate.to(device)
+    return _LoadedExpertMlp(operations, router, shared, mlp.used, mlp.normalised, matrices, rules, active)
 
 
 _LOADERS: Mapping[MlpKind, Callable[[Any, Operations, torch.device], Mlp]] = {

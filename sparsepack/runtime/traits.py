@@ -15,6 +15,8 @@ LOCAL_FREQUENCIES = "rotary frequencies of their own in layers with a sliding wi
 SOFT_CAPS = "soft caps"
 SCALES = "scaled embeddings or attention scores of their own scale"
 POST_NORMS = "norms after attention and MLP"
+ROW_NORMS = "norms of the queries and keys of all heads together"
+SHARED_EXPERTS = "a shared expert"
 
 TRAITS: Mapping[str, Callable[[Architecture, int], bool]] = MappingProxyType(
     {
@@ -24,6 +26,8 @@ TRAITS: Mapping[str, Callable[[Architecture, int], bool]] = MappingProxyType(
         SOFT_CAPS: lambda a, context: bool(a.attention_cap or a.logit_cap),
         SCALES: lambda a, context: a.embedding_scale != 1 or a.attention_scale not in (0, a.head_dim**-0.5),
         POST_NORMS: lambda a, context: a.post_norms,
+        ROW_NORMS: lambda a, context: a.row_norms,
+        SHARED_EXPERTS: lambda a, context: a.experts is not None and a.experts.shared > 0,
     }
 )
 """Each trait, in words, and what tells whether a model has it in texts of up to so many tokens."""

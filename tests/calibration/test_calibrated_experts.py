@@ -7,6 +7,7 @@ import torch
 from models_for_tests import TEXT, make_model
 
 from sparsepack.calibration import folder
+from sparsepack.calibration.criteria import column_norms
 from sparsepack.calibration.experts import FEW, given, has_experts, told_of_starved
 from sparsepack.calibration.folder import Calibration
 from sparsepack.calibration.neurons import activity
@@ -15,6 +16,8 @@ from sparsepack.calibration.run import calibrate
 from sparsepack.errors import CalibrationError, ThresholdsError
 from sparsepack.files.text import Text
 from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from sparsepack.models.family import MLP_SITES
+from sparsepack.models.stock.blocks import BlockStream
 from sparsepack.models.stock.whole import load_model
 from sparsepack.sparsity.find import find_thresholds
 from sparsepack.sparsity.options import AllocationOptions
@@ -74,6 +77,30 @@ def test_thresholds_realise_their_target(
     assert all(rule.realised == pytest.approx(rule.sparsity, abs=0.01) for rule in table.rules.values())
     assert table.weights[0, "mlp_in"] == 2 * 512 * 256  # of the experts that a token has
     table.check_model(model)
+
+
+def test_what_enters_a_shared_expert_is_pooled_with_the_others(tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(make_model(tmp_path / "m", "qwen2_moe"))
+    options = CalibrateOptions(context=CONTEXT, samples=SAMPLES, batch=4)
+    made = calibrate(checkpoint, Text("topics", (TEXT[:6000],), "topics"), tmp_path / "c", options)
+    tokens = made.manifest["tokens"]["counted"]
+    for layer, statistics in enumerate(made.layers):
+        assert int(statistics["mlp_in.histogram.magnitude"].sum()) == tokens * 256
+        assert int(statistics["mlp_mid.histogram.magnitude"].sum()) == tokens * (2 + 2) * 256
+        assert int(given(made)[layer].sum()) == tokens * 2  # of those that the router chooses
+        assert len(given(made)[layer]) == 8
+    table = find_thresholds(checkpoint, made, AllocationOptions(sparsity=0.4))
+    assert all(rule.realised == pytest.approx(0.4, abs=0.01) for rule in table.rules.values())
+    assert table.weights[0, "mlp_in"] == (2 + 2) * 512 * 256
+
+
+def test_column_norms_are_those_of_all_experts(tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(make_model(tmp_path / "m", "qwen2_moe", num_hidden_layers=1))
+    stream = BlockStream(checkpoint)
+    stream.load(0)
+    for site in MLP_SITES:
+        expected = checkpoint.stacked(0, site)[0].float().norm(dim=0)
+        assert torch.allclose(column_norms(stream.block, checkpoint.family, site), expected, rtol=1e-4)
 
 
 @pytest.mark.parametrize("options", [{"criterion": "column-norm"}, {"allocation": "global"}])

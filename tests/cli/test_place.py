@@ -77,6 +77,9 @@ def test_what_cannot_be_placed_is_one_line(file: Path, tmp_path: Path) -> None:
     zigzag = tmp_path / "z.gguf"
     write_zigzag(open_checkpoint("shipped:tiny"), {}, zigzag)
     assert "pack it with --format neuron-q4_k" in fails("place", zigzag, "--vram", "8GB")
+    assert "the file has the frequencies of its neurons; leave it out" in fails(
+        "place", file, "--vram", "8GB", "--calibration", tmp_path
+    )
     assert "expected gigabytes or megabytes" in fails("place", file, "--vram", "8")
     assert "expected one of pcie3" in fails("place", file, "--vram", "8GB", "--machine", "abacus")
     assert "context 10000000" in fails("place", file, "--vram", "8GB", "--context", 10_000_000)

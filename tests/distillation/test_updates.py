@@ -11,8 +11,8 @@ from torch.nn import functional
 from sparsepack.distillation.updates import Update, first_updates, matrices, trained_with
 from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from sparsepack.models.checkpoint.distilled import distilled
-from sparsepack.models.checkpoint.sources import ChangedSource
-from sparsepack.models.families import SITES
+from sparsepack.models.checkpoint.sources import changed_source
+from sparsepack.models.family import SITES
 from sparsepack.models.stock.halves import dense_pass
 from sparsepack.models.stock.hooks import site_hooks
 from sparsepack.models.stock.whole import backbone_of, load_model
@@ -187,7 +187,7 @@ def test_with_nothing_skipped_the_loss_is_that_of_whole_windows(small: Checkpoin
 def test_zeros_of_pruned_matrices_stay_and_those_of_others_move(small: Checkpoint) -> None:
     pruned, other = matrices(small)[:2]
     half = {name: small.tensor(name) * (torch.rand(small.source.shapes[name]) < 0.5) for name in (pruned, other)}
-    checkpoint = replace(small, source=ChangedSource(small.source, half.get))
+    checkpoint = replace(small, source=changed_source(small.source, half.get))
     updates = first_updates(checkpoint, None, 0, "cpu", {pruned})
     zeros = {name: updates[name].trained[0].detach() == 0 for name in half}
     trained = [each for update in updates.values() for each in update.trained]

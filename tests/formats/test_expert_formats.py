@@ -27,6 +27,10 @@ from sparsepack.models.records.rule import SiteRule
 
 ODD: dict[str, tuple[str, dict[str, Any]]] = {
     "odd": ("qwen3_moe", {"moe_intermediate_size": 96, "num_experts": 5, "num_experts_per_tok": 3}),
+    "odd, shared": (
+        "qwen2_moe",
+        {"moe_intermediate_size": 96, "shared_expert_intermediate_size": 288, "num_experts": 5},
+    ),
 }
 """Of widths that no superblock divides, and an odd number of experts."""
 
@@ -59,7 +63,7 @@ def test_every_tensor_comes_back_within_its_types_error(
     for source in checkpoint.source.shapes:
         found, expected = tensor(source), checkpoint.tensor(source).float()
         assert found.shape == expected.shape
-        exact = expected.dim() == 1 or source.endswith("mlp.gate.weight")
+        exact = expected.dim() == 1 or source.endswith(("mlp.gate.weight", "shared_expert_gate.weight"))
         assert relative_error(found, expected) < (1e-7 if exact else 0.09), source
     assert packed.architecture == architecture_of(checkpoint.config, None)
     assert stock_config(packed).num_experts_per_tok == checkpoint.config.num_experts_per_tok
@@ -99,6 +103,10 @@ FORGED = {
     "no experts": ({"experts": None}, "experts None in a mixtral model"),
     "no truth": ({"experts": {"count": 8, "used": 2, "normalised": 1}}, "neither true nor false"),
     "other fields": ({"experts": {"count": 8, "used": 2}}, "normalised"),
+    "shared": (
+        {"experts": {"count": 7, "used": 2, "normalised": True, "shared": 1}},
+        "1 shared experts in a mixtral model",
+    ),
 }
 
 
@@ -120,10 +128,21 @@ def test_offsets_inside_experts_are_refused(checkpoints: dict[str, Checkpoint]) 
         plan_zigzag(checkpoints["mixtral"], {(0, "mlp_mid"): rule})
 
 
-def test_weights_that_llama_cpp_would_make_add_up_are_refused(tmp_path: Path) -> None:
-    checkpoint = open_checkpoint(make_model(tmp_path / "m", "qwen3_moe", norm_topk_prob=False, num_hidden_layers=1))
+@pytest.mark.parametrize(
+    ("family", "values", "told"),
+    [
+        ("qwen3_moe", {"norm_topk_prob": False}, r"norm_topk_prob false: llama\.cpp always makes the weights"),
+        ("olmoe", {"norm_topk_prob": True}, r"norm_topk_prob true: llama\.cpp never makes the weights"),
+        ("olmoe", {"num_key_value_heads": 2}, r"4 heads, 2 of keys: llama\.cpp norms as many of them"),
+        ("olmoe", {"attention_bias": True}, "llama.cpp knows no biases in olmoe models"),
+    ],
+)
+def test_what_llama_cpp_would_compute_otherwise_is_refused(
+    tmp_path: Path, family: str, values: dict[str, Any], told: str
+) -> None:
+    checkpoint = open_checkpoint(make_model(tmp_path / "m", family, **values, num_hidden_layers=1))
     FORMATS["zigzag-q4_k"].check_model(checkpoint)
-    with pytest.raises(PackingError, match=r"norm_topk_prob false: llama\.cpp always makes the weights"):
+    with pytest.raises(PackingError, match=told):
         FORMATS["q4_k"].check_model(checkpoint)
 
 
@@ -138,7 +157,8 @@ def test_llama_cpp_runs_experts_with_the_same_top_tokens(
     for type, most, least in (("f32", 1e-3, 0.98), ("q4_k", 0.08, 0.9)):
         path = tmp_path / f"{type}.gguf"
         notes = write_plain(checkpoint, path, type=type)
-        assert len(notes) == (name in ODD and type == "q4_k")  # down is Q5_0, by ggml's rules
+        # Down is Q5_0, by ggml's rules, and that of a shared expert.
+        assert len(notes) == (type == "q4_k") * ("odd" in name) * (1 + ("shared" in name))
         relative, same, clear = disagreement(*both_logits(path, checkpoint))
         assert relative < most
         assert same >= least
@@ -147,6 +167,9 @@ def test_llama_cpp_runs_experts_with_the_same_top_tokens(
     tensors = open_artifact(path).tensors
     assert {tensors[f"blk.0.{part}.weight"].type for part in ("ffn_gate_exps", "ffn_up_exps")} == {"Q4_K"}
     assert tensors["blk.0.ffn_down_exps.weight"].type == ("Q5_0" if name in ODD else "Q4_K")
+    if "blk.0.ffn_gate_inp_shexp.weight" in tensors:
+        assert tensors["blk.0.ffn_gate_inp_shexp.weight"].type == "F32"
+        assert tensors["blk.0.ffn_gate_shexp.weight"].type == "Q4_K"
     assert tensors["blk.0.ffn_gate_inp.weight"].type == "F32"
 
 

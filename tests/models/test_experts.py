@@ -13,10 +13,11 @@ from safetensors.torch import load_file, save_file
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
-from sparsepack.errors import CheckpointError, PruningError, UserError
+from sparsepack.errors import CheckpointError, UserError
 from sparsepack.models.checkpoint.checkpoint import open_checkpoint
 from sparsepack.models.checkpoint.experts import PARTS, fused_tensor, part_shapes, part_tensor
-from sparsepack.models.families import REFUSED, SITES, family_of
+from sparsepack.models.families import REFUSED, family_of
+from sparsepack.models.family import SITES
 from sparsepack.models.stock.blocks import BlockStream
 from sparsepack.models.stock.hooks import routing_hooks, site_hooks
 from sparsepack.models.stock.whole import load_model
@@ -62,10 +63,14 @@ def test_a_checkpoint_of_single_experts_is_the_stock_model(folders: dict[str, Pa
         assert torch.allclose(mine(IDS).logits, expected, rtol=0, atol=1e-4 * float(expected.abs().max()))
     numbers = checkpoint.architecture.experts
     assert numbers is not None
-    assert (numbers.count, numbers.used, numbers.normalised) == (8, 2, True)
-    assert checkpoint.stacked_shape("mlp_in") == (8 * 512, 256)
-    assert checkpoint.stacked_shape("mlp_mid") == (8 * 256, 256)
-    assert checkpoint.token_weights("mlp_mid") == 2 * 256 * 256
+    shared = 2 if family == "qwen2_moe" else 0
+    assert (numbers.count, numbers.used, numbers.shared) == (8, 2, shared)
+    assert numbers.normalised == (family in ("mixtral", "qwen3_moe"))
+    for site, rows in (("mlp_in", 512), ("mlp_mid", 256)):
+        assert checkpoint.stacked_shape(site) == ((8 + shared) * rows, 256)
+        assert tuple(checkpoint.experts(0, site).shape) == (8 + shared, rows, 256)
+        assert torch.equal(checkpoint.experts(0, site).flatten(0, 1), checkpoint.stacked(0, site)[0])
+    assert checkpoint.token_weights("mlp_mid") == (2 + shared) * 256 * 256
     assert checkpoint.token_weights("attn_out") == checkpoint.stacked(0, "attn_out")[0].numel()
 
 
@@ -136,6 +141,58 @@ def test_what_is_watched_inside_is_what_the_experts_compute_and_may_be_changed(f
         assert torch.allclose(stream(hidden), plain, atol=1e-6)  # who has watched has gone
 
 
+def test_a_shared_expert_is_watched_as_experts_of_the_common_width(folders: dict[str, Path]) -> None:
+    checkpoint = open_checkpoint(folders["qwen2_moe"])
+    into, mid = checkpoint.experts(1, "mlp_in").float(), checkpoint.experts(1, "mlp_mid").float()
+    stream = BlockStream(checkpoint)
+    hidden = stream.embed(IDS)
+    stream.load(1)
+    seen: list[tuple[str, torch.Tensor]] = []
+    with torch.inference_mode():
+        plain = stream(hidden)
+        for halved in (False, True):
+
+            def watch(_: int, site: str, x: torch.Tensor, halved: bool = halved) -> torch.Tensor | None:
+                seen.append((site, x.clone()))
+                return x / 2 if halved and site == "mlp_mid" else None
+
+            before = len(seen)
+            with site_hooks([(1, stream.block)], checkpoint.family, watch):
+                found = stream(hidden)
+            assert [site for site, _ in seen[before:]] == [*SITES]  # each once
+            assert torch.allclose(found, plain, atol=1e-5) == (not halved)
+        x, middle = seen[2][1], seen[3][1]
+        assert middle.shape == (2, 33, 2 + 2, 256)
+        outputs = []
+        for part in (0, 1):
+            gate, up = (x @ into[8 + part].T).chunk(2, -1)
+            assert torch.allclose(functional.silu(gate) * up, middle[:, :, 2 + part], atol=1e-5)
+            outputs.append(middle[:, :, 2 + part] @ mid[8 + part].T)
+        expected = stream.block.mlp.shared_expert(x)
+        assert torch.allclose(sum(outputs), expected, atol=1e-4)
+        assert torch.equal(stream(hidden), plain)  # who has watched has gone
+
+
+@pytest.mark.parametrize(
+    ("family", "values", "told"),
+    [
+        ("qwen2_moe", {"shared_expert_intermediate_size": 300}, "is 300, which is no multiple of the 256"),
+        ("qwen2_moe", {"shared_expert_intermediate_size": 0}, "is 0, experts are 256 wide"),
+        ("qwen2_moe", {"shared_expert_intermediate_size": 768}, "weights and config.json do not belong together"),
+        ("olmoe", {"clip_qkv": 8.0}, "clip_qkv 8.0: queries, keys and values are clipped, which no engine does"),
+    ],
+)
+def test_what_no_engine_has_a_place_for_in_these_families_is_one_line(
+    folders: dict[str, Path], tmp_path: Path, family: str, values: dict[str, Any], told: str
+) -> None:
+    folder = shutil.copytree(folders[family], tmp_path / "model")
+    edit_config(folder, **values)
+    with pytest.raises(CheckpointError) as caught:
+        _ = open_checkpoint(folder).architecture
+    assert told in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("change", "told"),
     [
@@ -182,24 +239,21 @@ def test_known_types_that_are_not_supported_are_refused_by_what_they_have(model_
     assert REFUSED[model_type] in str(caught.value)
 
 
-def test_verbs_that_do_not_take_experts_say_so(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_verbs_that_do_not_take_experts_say_so(folders: dict[str, Path]) -> None:
     from sparsepack.distillation.run import check_model
     from sparsepack.formats.table import FORMATS
-    from sparsepack.models.families import stream_of
-    from sparsepack.pruning.options import PruneOptions
-    from sparsepack.pruning.run import prune
+    from sparsepack.models.verbs import stream_of
     from sparsepack.refit.options import RefitOptions
     from sparsepack.refit.run import refit_to_come
 
     checkpoint = open_checkpoint(folders["mixtral"])
     told = "does not take mixtral models yet, whose MLPs are mixtures of experts"
     calls = {
-        "prune": lambda: prune(checkpoint, tmp_path / "p", PruneOptions(keep=2, of=4, method="magnitude")),
         "distil": lambda: check_model(checkpoint),
         "fitting": lambda: refit_to_come(checkpoint, RefitOptions(refit=True)),
     }
     for what, call in calls.items():
-        with pytest.raises((CheckpointError, PruningError), match=told):
+        with pytest.raises(CheckpointError, match=told):
             call()
         assert what
     with pytest.raises(CheckpointError, match="mixtral models cannot be rotated"):

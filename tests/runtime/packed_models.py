@@ -21,7 +21,9 @@ from sparsepack.formats.packed import (
 )
 from sparsepack.formats.stock import dequantised
 from sparsepack.models.architecture import architecture_of
-from sparsepack.models.families import ATTENTION_SITES, FAMILIES, MLP_SITES, SITES
+from sparsepack.models.checkpoint.experts import as_experts
+from sparsepack.models.families import FAMILIES
+from sparsepack.models.family import ATTENTION_SITES, MLP_SITES, SITES
 from sparsepack.models.records.rule import SiteRule, sparsify
 from sparsepack.models.stock.hooks import site_hooks
 from sparsepack.models.stock.whole import build_model
@@ -172,12 +174,15 @@ def random_model(variant: str = "llama", seed: int = 0, **changes: Any) -> Packe
         assert family.experts is not None
         sites = {}
         for name in MLP_SITES:
-            stacked = weight(f"{prefix}.{family.weight(family.projections[name][0])}")
+            first, *shared = (weight(f"{prefix}.{family.weight(each)}") for each in family.projections[name])
+            stacked = torch.cat([first, as_experts(name, shared, config.moe_intermediate_size)]) if shared else first
             blocks = torch.stack([zigzag.pack(matrix) for matrix in stacked])
             rows = stacked.shape[1]
             parts = (rows // 2, rows // 2) if name == "mlp_in" else (rows,)
             sites[name] = PackedExpertsSite(PackedExperts(blocks, rows, stacked.shape[2]), None, parts)
-        return ExpertMlp(weight(f"{prefix}.{family.experts.router}.weight"), numbers.used, numbers.normalised, sites)
+        router, shared_of = weight(f"{prefix}.{family.experts.router}.weight"), family.experts.shared
+        gate = None if shared_of is None else weight(f"{prefix}.{shared_of.gate}.weight")
+        return ExpertMlp(router, numbers.used, numbers.normalised, sites, gate)
 
     def by_rows(name: str, type: str) -> PackedMatrix:
         value = weight(name)

@@ -1,5 +1,6 @@
 """Engines on mixtures of experts, against the stock model: routing and skipping inside the experts compound."""
 
+import re
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -18,6 +19,7 @@ from sparsepack.runtime.backends import BACKENDS
 from sparsepack.runtime.features import check_features
 from sparsepack.runtime.options import EngineOptions
 from sparsepack.runtime.reference.experts import route
+from sparsepack.runtime.traits import ROW_NORMS, SHARED_EXPERTS, traits_of
 
 IDS = torch.randint(300, (13,), generator=torch.Generator().manual_seed(1)).tolist()
 QWEN = {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": True}
@@ -38,6 +40,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 1,
         "sliding_window": 5,
     },
+    "qwen3_moe, many experts": {
+        **QWEN,
+        "num_experts": 40,
+        "num_experts_per_tok": 6,
+        "moe_intermediate_size": 256,
+        "head_dim": 16,
+    },
     "mixtral, all experts": {
         "model_type": "mixtral",
         "hidden_size": 256,
@@ -46,6 +55,29 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 3,
         "tie_word_embeddings": True,
         "hidden_act": "relu",
+    },
+    "olmoe, grouped queries": {
+        "model_type": "olmoe",
+        "intermediate_size": 43,
+        "num_experts": 5,
+        "num_experts_per_tok": 2,
+        "pad_token_id": None,
+    },
+    "qwen2_moe, a shared expert": {
+        "model_type": "qwen2_moe",
+        "moe_intermediate_size": 43,
+        "shared_expert_intermediate_size": 86,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+    },
+    "qwen2_moe, a shared expert as wide as the others": {
+        "model_type": "qwen2_moe",
+        "hidden_size": 256,
+        "moe_intermediate_size": 300,
+        "shared_expert_intermediate_size": 300,
+        "num_experts": 3,
+        "num_experts_per_tok": 1,
+        "norm_topk_prob": True,
     },
 }
 
@@ -116,9 +148,13 @@ def test_skipping_is_the_stock_models_with_sparse_inputs(backend: str, variant: 
     check_rows(steps, expected[start:], backend)
 
 
+OF_EACH_KIND = ("qwen3_moe, odd width", "olmoe, grouped queries", "qwen2_moe, a shared expert")
+
+
 @every_backend
-def test_greedy_tokens_are_the_stock_models(backend: str) -> None:
-    changes = {**VARIANTS["qwen3_moe, odd width"], "max_position_embeddings": 300, "seed": 5}
+@pytest.mark.parametrize("variant", OF_EACH_KIND)
+def test_greedy_tokens_are_the_stock_models(backend: str, variant: str) -> None:
+    changes = {**VARIANTS[variant], "max_position_embeddings": 300, "seed": 5}
     packed = random_model(**changes)
     stock = stock_model(packed)
     engine = engine_of(packed, backend)
@@ -149,8 +185,9 @@ STEPS = [
 
 @every_backend
 @pytest.mark.parametrize("rules", [False, True])
-def test_several_texts_have_what_each_has_alone(backend: str, rules: bool) -> None:
-    packed, _ = models("qwen3_moe, odd width", rules)
+@pytest.mark.parametrize("variant", OF_EACH_KIND)
+def test_several_texts_have_what_each_has_alone(backend: str, variant: str, rules: bool) -> None:
+    packed, _ = models(variant, rules)
     for number, layer in enumerate(packed.layers):  # attention reads what is active in any text
         dense = {name: replace(site, rule=None) for name, site in layer.attention.items()}
         layers = [*packed.layers]
@@ -191,14 +228,15 @@ def test_all_columns_and_none(backend: str, threshold: float, share: float) -> N
 
 
 @every_backend
-def test_a_held_share_scales_thresholds_inside_experts(backend: str) -> None:
-    packed, _ = models("qwen3_moe, odd width", rules=True)
+@pytest.mark.parametrize("variant", OF_EACH_KIND)
+def test_a_held_share_scales_thresholds_inside_experts(backend: str, variant: str) -> None:
+    packed, _ = models(variant, rules=True)
     packed = replace(packed, manifest={**packed.manifest, "thresholds": {"sparsity": 0.7}})
     engine = engine_of(packed, backend, hold=True)
     for id in IDS * 4:
         engine.step(id)
     (scale,) = engine.scales
-    assert scale > 1.05  # half would be skipped by the thresholds as they are
+    assert scale > 1.03  # half would be skipped by the thresholds as they are
 
 
 def test_bytes_of_a_token_are_those_of_its_experts() -> None:
@@ -212,6 +250,15 @@ def test_bytes_of_a_token_are_those_of_its_experts() -> None:
     weights = sum(parameter.numel() for parameter in models("qwen3_moe, odd width")[1].parameters())
     assert parameters(packed) == weights
     assert mlp.units == {"mlp_in": 2 * 64, "mlp_mid": 2 * 43}
+
+
+def test_bytes_of_a_token_have_the_shared_expert_in_them() -> None:
+    packed, stock = models("qwen2_moe, a shared expert")
+    all_of = sum(matrix.blocks.nbytes for layer in packed.layers for matrix in layer.mlp.matrices.values())
+    only = {(layer, name): 0.0 for layer in range(2) for name in ("mlp_in", "mlp_mid")}
+    assert bytes_per_token(packed, {}) - bytes_per_token(packed, only) == pytest.approx(all_of * (2 + 2) / (6 + 2))
+    assert packed.parameters[0, "mlp_in"] == (2 + 2) * 86 * 64
+    assert parameters(packed) == sum(parameter.numel() for parameter in stock.parameters())
 
 
 def test_the_router_chooses_as_the_stock_one() -> None:
@@ -231,3 +278,15 @@ def test_backends_without_experts_say_who_has_them() -> None:
         if EXPERTS not in row.mlps:
             with pytest.raises(UserError, match=f"the {row.name} backend does not run models by experts; use backend"):
                 check_features(row, EngineOptions(), packed)
+
+
+@pytest.mark.parametrize(
+    ("variant", "trait"), [("olmoe, grouped queries", ROW_NORMS), ("qwen2_moe, a shared expert", SHARED_EXPERTS)]
+)
+def test_backends_that_do_not_compute_all_of_a_family_say_what_they_lack(variant: str, trait: str) -> None:
+    packed, _ = models(variant)
+    assert traits_of(packed.architecture, 64) == [trait]
+    for row in BACKENDS.values():
+        lacking = replace(row, mlps=frozenset((EXPERTS,)), traits=row.traits - {trait})
+        with pytest.raises(UserError, match=re.escape(f"does not compute all of this model ({trait}); use backend")):
+            check_features(lacking, EngineOptions(), packed)

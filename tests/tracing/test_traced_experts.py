@@ -13,6 +13,7 @@ from sparsepack.calibration.run import calibrate
 from sparsepack.cli.app import main
 from sparsepack.errors import PlacementError
 from sparsepack.files.text import Text
+from sparsepack.formats.open import read_packed
 from sparsepack.inspection import kind_of
 from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from sparsepack.models.stock.whole import load_model
@@ -22,6 +23,7 @@ from sparsepack.placing import place
 from sparsepack.simulation.options import SimulateOptions
 from sparsepack.simulation.run import simulate
 from sparsepack.tracing.collect import trace
+from sparsepack.tracing.counts import calibration_or_trace, neuron_counts
 from sparsepack.tracing.options import TraceOptions
 from sparsepack.tracing.trace import Trace
 
@@ -92,7 +94,66 @@ def test_inspect_names_experts(traced: Trace, calibration: Path) -> None:
         assert "neurons" not in shown.output
 
 
-def test_place_says_that_experts_are_not_placed(model: Checkpoint, tmp_path: Path) -> None:
-    pack(PackRequest(model=str(model.path), output=tmp_path / "m.gguf"))
-    with pytest.raises(PlacementError, match="mixtures of experts, which no engine places; `trace` and `simulate`"):
-        place(tmp_path / "m.gguf", PlaceOptions(vram="1GB"))
+@pytest.fixture(scope="module")
+def packed(model: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("experts") / "m.gguf"
+    pack(PackRequest(model=str(model.path), output=path))
+    return path
+
+
+def budget_for(packed: Path, calibration: Path, slots: int) -> PlaceOptions:
+    """Room for everything but for all experts beside so many and the spare ones."""
+    record = sum(matrix.blocks.nbytes // 8 for matrix in read_packed(packed).layers[0].mlp.matrices.values())
+    least = place(packed, PlaceOptions(vram="1GB", context=64), calibration)
+    rest = sum(size for name, size in least["card"].items() if name not in ("records", "embedding"))
+    return PlaceOptions(vram=f"{(rest + (slots + 2.5) * record) / 1e6:.3f}MB", context=64)
+
+
+def test_place_gives_slots_to_the_experts_that_are_used_most(packed: Path, calibration: Path, traced: Trace) -> None:
+    for source in (calibration, traced.path):
+        frequency = neuron_counts(calibration_or_trace(source)).frequency.numpy()
+        found = place(packed, budget_for(packed, source, 5), source)
+        assert found["unit"] == "experts"
+        assert found["neurons"] == 8
+        assert sum(found["slots"]) == 5
+        assert found["density"] == pytest.approx(2 / 8)
+        best = np.sort(frequency.ravel())[::-1][:5].sum()
+        assert found["hit_rate"] == pytest.approx(best / frequency.sum())
+        assert sum(found["card"].values()) <= found["vram"]
+        assert found["blocks"]["gates"] == 2
+
+
+def test_more_slots_for_experts_are_faster_and_all_need_no_host(packed: Path, calibration: Path) -> None:
+    some, more = (place(packed, budget_for(packed, calibration, slots), calibration) for slots in (2, 9))
+    whole = place(packed, PlaceOptions(vram="1GB", context=64), calibration)
+    speeds = [found["tokens_per_second"]["processor"] for found in (some, more, whole)]
+    assert sorted(set(speeds)) == speeds
+    assert whole["hit_rate"] == 1
+    assert not sum(whole["host"].values())
+    shown = CliRunner().invoke(main, ["place", str(packed), "--vram", "1GB", "--calibration", str(calibration)])
+    assert shown.exit_code == 0, shown.output
+    assert "16 of 16 experts" in shown.output
+    assert "routers" in shown.output
+    assert "neurons" not in shown.output
+
+
+def test_a_shared_expert_is_always_read_and_has_no_slots(tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "m", "qwen2_moe", num_hidden_layers=1)
+    calibrate(folder, Text("c", (TEXT[:4000],), "c"), tmp_path / "c", CalibrateOptions(context=32, samples=2))
+    pack(PackRequest(model=str(folder), output=tmp_path / "m.gguf"))
+    found = place(tmp_path / "m.gguf", PlaceOptions(vram="1GB", context=64), tmp_path / "c")
+    mlp = read_packed(tmp_path / "m.gguf").layers[0].mlp
+    record = sum(matrix.blocks.nbytes // 10 for matrix in mlp.matrices.values())
+    assert found["slots"] == [8]
+    assert found["card"]["records"] == 8 * record
+    assert found["card"]["gates"] == 2 * record + 4 * 256 * (8 + 1)
+
+
+def test_places_without_counts_of_this_model_are_one_line(packed: Path, calibration: Path, tmp_path: Path) -> None:
+    options = PlaceOptions(vram="1GB")
+    with pytest.raises(PlacementError, match="it does not say how often each is used; give --calibration"):
+        place(packed, options)
+    other = make_model(tmp_path / "m", "mixtral", seed=1, num_hidden_layers=1)
+    calibrate(other, Text("c", (TEXT[:4000],), "c"), tmp_path / "c", CalibrateOptions(context=32, samples=2))
+    with pytest.raises(PlacementError, match="expected both of one model"):
+        place(packed, options, tmp_path / "c")

@@ -11,10 +11,11 @@ from sparsepack.tables import Table, markdown
 
 def placement_table(result: Mapping[str, Any]) -> str:
     """What `placing.place` found."""
-    blocks, card, host = result["blocks"], result["card"], result["host"]
+    blocks, card, host, unit = result["blocks"], result["card"], result["host"], result["unit"]
+    origin = "the calibration" if unit == "experts" else "the file"
     rows = [
         [
-            name,
+            "routers" if name == "gates" and unit == "experts" else name,
             *(in_words(size) if size else "-" for size in (card.get(name, 0), host.get(name, 0))),
             _where(name, result),
         ]
@@ -24,10 +25,10 @@ def placement_table(result: Mapping[str, Any]) -> str:
     slots, speed = result["slots"], result["tokens_per_second"]
     total = result["neurons"] * blocks["all"]
     hits = (
-        f"slots: {sum(slots):,} of {total:,} neurons ({100 * sum(slots) / total:.1f} %), across blocks by how "
-        f"often each neuron was active; of each block {_listed(slots)}.\n"
-        f"A token needs {100 * result['density']:.1f} % of the neurons; {100 * result['hit_rate']:.1f} % of these have "
-        "slots, by the file's frequencies, when nothing moves."
+        f"slots: {sum(slots):,} of {total:,} {unit} ({100 * sum(slots) / total:.1f} %), across blocks by how "
+        f"often each was {'used' if unit == 'experts' else 'active'}; of each block {_listed(slots)}.\n"
+        f"A token needs {100 * result['density']:.1f} % of the {unit}; {100 * result['hit_rate']:.1f} % of these have "
+        f"slots, by {origin}'s frequencies, when nothing moves."
     )
     expected = (
         f"tokens per second on {result['machine']}, by a model of time that is a bound: {speed['processor']:.1f} where "
@@ -51,7 +52,7 @@ def _where(name: str, result: Mapping[str, Any]) -> str:
         near = blocks[name]
         return f"card: the first {counted(near, 'block')}; the others over the bus" if near else "read over the bus"
     if name == "records":
-        return "card: slots; host: of all neurons, pinned" if there else "card: all neurons"
+        return f"card: slots; host: of all {result['unit']}, pinned" if there else f"card: all {result['unit']}"
     if name not in result["card"]:
         return "the same once more, as its kernels read them"
     if there:

@@ -118,9 +118,10 @@ def decode_matrix(matrix: PackedMatrix) -> Tensor:
     return decode_rows(matrix.blocks, matrix.type)
 
 
-def decode_experts(matrix: PackedExperts) -> Tensor:
-    """The logical weights of all experts: float32 [experts, rows, columns]."""
-    return torch.stack([decode_matrix(matrix.expert(number)) for number in range(matrix.experts)])
+def decode_experts(matrix: PackedExperts, first: int = 0, last: int | None = None) -> Tensor:
+    """The logical weights of experts [first, last), of all unless told otherwise: float32 [experts, rows, columns]."""
+    numbers = range(*slice(first, last).indices(matrix.experts))
+    return torch.stack([decode_matrix(matrix.expert(number)) for number in numbers])
 
 
 def zigzag_rows(matrix: PackedMatrix, start: int, stop: int) -> Tensor:

@@ -17,6 +17,7 @@ from sparsepack.models.checkpoint.experts import fused_tensor, part_shapes, part
 from sparsepack.models.checkpoint.gguf_config import gguf_config
 from sparsepack.models.checkpoint.gguf_names import ROTARY_FACTORS, gguf_names, permute_rotary, unpermute_rotary
 from sparsepack.models.families import FAMILIES, family_of
+from sparsepack.models.family import Family
 from sparsepack.models.tokenizer.tokenizer import gguf_tokenizer
 
 
@@ -44,6 +45,8 @@ class PlainArtifact(GgufArtifact):
             if names.get(name) not in self.tensors:
                 raise ArtifactError(f"{self.path}: the tensor {name} is missing; pack the model again")
             value = self.decoded(names[name]) - family.norm_offset_of(name)
+            if is_shared_gate(family, name):
+                return value[None]
             if family.gguf_permuted:
                 for projection, count in heads.items():
                     if f"{projection}." in name:
@@ -93,10 +96,18 @@ class PlainArtifact(GgufArtifact):
         return None
 
 
+def is_shared_gate(family: Family, name: str) -> bool:
+    """Whether a tensor is what llama.cpp has as a vector, and transformers as a matrix of one row."""
+    shared = None if family.experts is None else family.experts.shared
+    return shared is not None and name.endswith(f".{shared.gate}.weight")
+
+
 def llama_cpp_rows(checkpoint: Checkpoint, source: str, value: Tensor) -> Tensor:
     """A Hugging Face tensor as llama.cpp's files have it: rows of q and k of llama models with rotary pairs adjacent,
     weights of norms as they multiply."""
     config = checkpoint.config
+    if is_shared_gate(checkpoint.family, source):
+        return value[0]
     if offset := checkpoint.family.norm_offset_of(source):
         return value.float() + offset
     for projection, heads in (("q_proj", config.num_attention_heads), ("k_proj", config.num_key_value_heads)):

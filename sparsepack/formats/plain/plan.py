@@ -25,7 +25,7 @@ from sparsepack.formats.containers.gguf.values import KeyValue, manifest_values,
 from sparsepack.formats.containers.gguf.writer import GgufPlan
 from sparsepack.formats.encoded import EncodedSite, SiteEncoder
 from sparsepack.formats.manifest import make_manifest
-from sparsepack.formats.plain.artifact import PlainArtifact, llama_cpp_rows
+from sparsepack.formats.plain.artifact import PlainArtifact, is_shared_gate, llama_cpp_rows
 from sparsepack.formats.plain.llama_cpp.keys import architecture_keys, rotary_factors
 from sparsepack.formats.plain.llama_cpp.pretokenizers import INEXACT
 from sparsepack.formats.plain.llama_cpp.vocabulary import KEY_TYPES, vocabulary
@@ -34,7 +34,7 @@ from sparsepack.formats.table import Format
 from sparsepack.models.checkpoint.checkpoint import HEAD, Checkpoint
 from sparsepack.models.checkpoint.experts import part_shapes, part_tensor
 from sparsepack.models.checkpoint.gguf_config import OWN_CONFIG
-from sparsepack.models.checkpoint.gguf_names import ROUTER, gguf_names
+from sparsepack.models.checkpoint.gguf_names import UNQUANTISED, gguf_names
 from sparsepack.models.checkpoint.source_files import config_json, tokenizer_config
 from sparsepack.models.tokenizer.gguf_tokenizer import OWN_TOKENIZER
 from sparsepack.reconstruction.inputs import Inputs
@@ -161,7 +161,7 @@ def _types(checkpoint: Checkpoint, type: str, notes: list[str]) -> dict[str, str
     for name, source in gguf_names(checkpoint.family, checkpoint.layers).items():
         shape = shapes.get(source, ())
         part = name.split(".", 2)[-1]
-        if name.startswith("blk.") and len(shape) > 1 and part != f"{ROUTER}.weight":
+        if name.startswith("blk.") and len(shape) > 1 and part not in UNQUANTISED:
             kinds[name], said[part] = fallen_back(type, shape[-1], f"blk.*.{part}")
     notes += [note for note in said.values() if note]
     return kinds
@@ -175,6 +175,7 @@ def _encoded(checkpoint: Checkpoint, source: str, kind: str, device: str) -> Ten
 
 
 def _shapes(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
-    """The tensors by the names that `gguf_names` gives: those of experts in parts."""
-    shapes = checkpoint.source.shapes
-    return {**shapes, **part_shapes(checkpoint.family, shapes)}
+    """The tensors as llama.cpp has them, by the names that `gguf_names` gives: those of experts in parts."""
+    shapes = {**checkpoint.source.shapes, **part_shapes(checkpoint.family, checkpoint.source.shapes)}
+    vectors = {name: shape[1:] for name, shape in shapes.items() if is_shared_gate(checkpoint.family, name)}
+    return shapes | vectors

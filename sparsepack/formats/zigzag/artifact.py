@@ -13,10 +13,10 @@ from sparsepack.formats.codecs.q4_k_fit import SUB
 from sparsepack.formats.containers.gguf.container import GgufArtifact
 from sparsepack.formats.packed import PackedModel
 from sparsepack.formats.stock import StockModel, stock_config, stock_of
-from sparsepack.formats.zigzag.layout import BASIS, ROUTER, RULE_VECTORS
+from sparsepack.formats.zigzag.layout import BASIS, ROUTER, RULE_VECTORS, SHARED_GATE
 from sparsepack.formats.zigzag.reader import ModelReader
 from sparsepack.models.checkpoint.checkpoint import EMBEDDING, FINAL_NORM, HEAD, Checkpoint
-from sparsepack.models.families import MLP_SITES
+from sparsepack.models.family import MLP_SITES
 from sparsepack.models.records.sparse_attention import SparseAttention
 
 _OUTSIDE = {"token_embd.weight": EMBEDDING, "output_norm.weight": FINAL_NORM, "output.weight": HEAD}
@@ -86,8 +86,10 @@ class ZigzagArtifact(GgufArtifact):
         experts = checkpoint.family.experts
         if f"{what}.{part}" == ROUTER and experts is not None:
             return checkpoint.tensor(f"{checkpoint.family.block(layer)}.{experts.router}.weight")
+        if f"{what}.{part}" == SHARED_GATE and experts is not None and experts.shared is not None:
+            return checkpoint.tensor(f"{checkpoint.family.block(layer)}.{experts.shared.gate}.weight")
         if experts is not None and what in MLP_SITES:
-            return checkpoint.tensor(checkpoint.weight_names(int(layer), what)[0]) if part == "weight" else None
+            return checkpoint.experts(int(layer), what) if part == "weight" else None
         if what in checkpoint.family.projections:
             weight, bias = checkpoint.stacked(int(layer), what)
             return bias if part == "bias" else weight

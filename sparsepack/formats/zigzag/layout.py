@@ -6,6 +6,9 @@ from sparsepack.models.families import FAMILIES
 ROUTER = "router.weight"
 """The name of the matrix that chooses among the experts of a block's MLP, after the block's own."""
 
+SHARED_GATE = "shared_gate.weight"
+"""The name of what says how much of the shared expert a token has."""
+
 NUMBERS = "sparsepack.architecture"
 
 BASIS = "basis.weight"
@@ -34,8 +37,8 @@ def site_shapes(architecture: Architecture) -> dict[str, tuple[tuple[int, ...], 
 
 def norm_widths(architecture: Architecture) -> dict[str, int]:
     """For each norm of a block, the number of channels that the norm scales."""
-    per_head = {"q_norm", "k_norm"}
+    heads = {"q_norm": 1, "k_norm": 1, "q_row_norm": architecture.heads, "k_row_norm": architecture.kv_heads}
     return {
-        name: architecture.head_dim if name in per_head else architecture.hidden
+        name: heads[name] * architecture.head_dim if name in heads else architecture.hidden
         for name in FAMILIES[architecture.model_type].norms
     }

@@ -5,11 +5,13 @@
     blk.I.SITE.weight              [bands, columns, 256]   Q4_K in zigzag order; SITE: attn_in, attn_out, ...
                                    [experts, bands, columns, 256]    of the MLP, where it is a mixture of experts
     blk.I.router.weight            [experts, hidden]       F32, likewise
+    blk.I.shared_gate.weight       [1, hidden]             F32, where the last of the experts are of every token
     blk.I.SITE.bias                [rows]                  F32, where the model has one
     blk.I.SITE.threshold           [1] or [columns]        F32, where the site is sparse
     blk.I.SITE.offset              [columns]               F32, where inactive channels take a value other than 0
     blk.I.NORM.weight              [width]                 F32; NORM: attn_norm, mlp_norm, and in some families
-                                                           q_norm, k_norm, attn_post_norm, mlp_post_norm
+                                                           q_norm, k_norm, q_row_norm, k_row_norm,
+                                                           attn_post_norm, mlp_post_norm
     output_norm.weight             [hidden]                F32
     output.weight                  [vocabulary, hidden]    as token_embd; absent where the two are tied
 
@@ -43,12 +45,12 @@ from sparsepack.formats.manifest import make_manifest
 from sparsepack.formats.plan import PlannedGroup, PlannedTensor, PlanRequest, alone, manifest_shapes, tensors_of
 from sparsepack.formats.table import Format
 from sparsepack.formats.zigzag.artifact import ZigzagArtifact
-from sparsepack.formats.zigzag.layout import BASIS, NUMBERS, ROUTER, site_shapes
+from sparsepack.formats.zigzag.layout import BASIS, NUMBERS, ROUTER, SHARED_GATE, site_shapes
 from sparsepack.models.architecture import Architecture
 from sparsepack.models.checkpoint.checkpoint import EMBEDDING, FINAL_NORM, HEAD, Checkpoint
 from sparsepack.models.checkpoint.gguf_config import OWN_CONFIG
 from sparsepack.models.checkpoint.source_files import chat_template, config_json
-from sparsepack.models.families import MLP_SITES, SITES
+from sparsepack.models.family import MLP_SITES, SITES
 from sparsepack.models.records.generation import GENERATION
 from sparsepack.models.records.rule import Rules, SiteRule
 from sparsepack.models.tokenizer.chat import CHAT_TEMPLATE
@@ -175,7 +177,7 @@ def planned_site(
         stacked = stacked_on(device, checkpoint.projections(layer, site))
         if experts is None:
             return zigzag.pack(stacked)
-        return torch.stack([zigzag.pack(matrix) for matrix in stacked.view(experts.count, rows, columns)])
+        return torch.stack([zigzag.pack(matrix) for matrix in stacked.view(experts.stored, rows, columns)])
 
     def bias() -> Tensor:
         stacked = checkpoint.stacked_bias(layer, site)
@@ -183,7 +185,7 @@ def planned_site(
         return encode_rows(stacked, "F32")
 
     experts = architecture.experts if site in MLP_SITES else None
-    leading = () if experts is None else (experts.count,)
+    leading = () if experts is None else (experts.stored,)
     shape = (*leading, zigzag.bands(rows), columns, zigzag.BAND_ROWS)
     planned = PlannedTensor(f"{name}.weight", shape, "Q4_K", logical=(*leading, rows, columns))
     yield alone(planned, request.encoded.get(planned.name, weight))
@@ -216,7 +218,7 @@ def checked_shape(checkpoint: Checkpoint, architecture: Architecture, layer: int
     """Rows and columns of a site's matrix, or of an expert's there; raises `PackingError` where they are not the
     configuration's."""
     parts, columns = site_shapes(architecture)[site]
-    experts = 1 if architecture.experts is None or site not in MLP_SITES else architecture.experts.count
+    experts = 1 if architecture.experts is None or site not in MLP_SITES else architecture.experts.stored
     expected, found = (experts * sum(parts), columns), checkpoint.stacked_shape(site, layer)
     if found != expected:
         raise PackingError(
@@ -226,11 +228,18 @@ def checked_shape(checkpoint: Checkpoint, architecture: Architecture, layer: int
 
 
 def _planned_router(checkpoint: Checkpoint, layer: int) -> Iterator[PlannedGroup]:
+    """What says which experts a token has, and how much of each."""
     experts = checkpoint.family.experts
     if experts is not None:
-        source = f"{checkpoint.family.block(layer)}.{experts.router}.weight"
-        planned = PlannedTensor(f"blk.{layer}.{ROUTER}", checkpoint.source.shapes[source], "F32")
-        yield alone(planned, lambda: encode_rows(checkpoint.tensor(source), "F32"))
+        modules = {ROUTER: experts.router} | ({} if experts.shared is None else {SHARED_GATE: experts.shared.gate})
+        for name, module in modules.items():
+            source = f"{checkpoint.family.block(layer)}.{module}.weight"
+            planned = PlannedTensor(f"blk.{layer}.{name}", checkpoint.source.shapes[source], "F32")
+            yield alone(planned, partial(_in_f32, checkpoint, source))
+
+
+def _in_f32(checkpoint: Checkpoint, source: str) -> Tensor:
+    return encode_rows(checkpoint.tensor(source), "F32")
 
 
 def planned_vector(name: str, type: str, value: Tensor) -> PlannedGroup:

@@ -25,14 +25,16 @@ from sparsepack.formats.packed import (
     PackedModel,
     PackedSite,
 )
-from sparsepack.formats.zigzag.layout import BASIS, NUMBERS, ROUTER, norm_widths, site_shapes
+from sparsepack.formats.zigzag.layout import BASIS, NUMBERS, ROUTER, SHARED_GATE, norm_widths, site_shapes
 from sparsepack.models.architecture import ACTIVATIONS, MOST_EXPERTS, Architecture
 from sparsepack.models.checkpoint.gguf_config import OWN_CONFIG
-from sparsepack.models.families import ATTENTION_SITES, FAMILIES, MLP_SITES, PACKABLE
+from sparsepack.models.families import FAMILIES
+from sparsepack.models.family import ATTENTION_SITES, MLP_SITES
 from sparsepack.models.records.generation import GENERATION, read_suggested
 from sparsepack.models.records.rule import SiteRule
 from sparsepack.models.tokenizer.chat import CHAT_TEMPLATE
 from sparsepack.models.tokenizer.gguf_tokenizer import OWN_TOKENIZER
+from sparsepack.models.verbs import taken_by
 
 _LARGEST = 3.4e38  # float32
 _MATRIX_TYPES = ("Q8_0", "Q6_K", "Q4_K", "F16", "BF16", "F32")
@@ -89,10 +91,15 @@ class ModelReader:
         experts = self.architecture.experts
         if experts is None:
             return DenseMlp(self.sites(layer, MLP_SITES))
-        router = self.rows_matrix(f"blk.{layer}.{ROUTER}", ("F32",), (experts.count, self.architecture.hidden))
-        shapes = site_shapes(self.architecture)
-        sites = {site: self.experts_site(f"blk.{layer}.{site}", experts.count, *shapes[site]) for site in MLP_SITES}
-        return ExpertMlp(decode_matrix(router).clone(), experts.used, experts.normalised, sites)
+        router, shapes = self.router(layer, ROUTER, experts.count), site_shapes(self.architecture)
+        shared = self.router(layer, SHARED_GATE, 1) if experts.shared else None
+        sites = {site: self.experts_site(f"blk.{layer}.{site}", experts.stored, *shapes[site]) for site in MLP_SITES}
+        return ExpertMlp(router, experts.used, experts.normalised, sites, shared)
+
+    def router(self, layer: int, name: str, rows: int) -> Tensor:
+        """What says of experts how much of them a token has."""
+        stored = self.rows_matrix(f"blk.{layer}.{name}", ("F32",), (rows, self.architecture.hidden))
+        return decode_matrix(stored).clone()
 
     def experts_site(self, name: str, experts: int, parts: tuple[int, ...], columns: int) -> PackedExpertsSite:
         """A site of so many experts."""
@@ -236,8 +243,9 @@ def _check_numbers(architecture: Architecture, tensors: int) -> None:
         raise ValueError("qk_norm or tied is neither true nor false")
     if architecture.activation not in ACTIVATIONS:
         raise ValueError(f"activation {str(architecture.activation)[:60]!r}, expected one of {', '.join(ACTIVATIONS)}")
-    if not isinstance(architecture.model_type, str) or architecture.model_type not in PACKABLE:
-        raise ValueError(f"model type {str(architecture.model_type)[:60]!r}, expected one of {', '.join(PACKABLE)}")
+    if not isinstance(architecture.model_type, str) or architecture.model_type not in taken_by("pack"):
+        known = ", ".join(taken_by("pack"))
+        raise ValueError(f"model type {str(architecture.model_type)[:60]!r}, expected one of {known}")
     _check_experts(architecture)
     windows = len(architecture.sliding_windows)
     if architecture.layers > tensors or windows != architecture.layers:
@@ -251,14 +259,17 @@ def _check_numbers(architecture: Architecture, tensors: int) -> None:
 
 def _check_experts(architecture: Architecture) -> None:
     """Raise ValueError where the numbers of experts could not be a model's."""
-    experts = architecture.experts
-    if (experts is None) != (FAMILIES[architecture.model_type].experts is None):
+    experts, of_family = architecture.experts, FAMILIES[architecture.model_type].experts
+    if (experts is None) != (of_family is None):
         raise ValueError(f"experts {str(experts)[:60]} in a {architecture.model_type} model")
-    if experts is None:
+    if experts is None or of_family is None:
         return
     if type(experts.count) is not int or not 1 <= experts.count <= MOST_EXPERTS:
         raise ValueError(f"{str(experts.count)[:60]} experts, expected 1 to {MOST_EXPERTS}")
     if type(experts.used) is not int or not 1 <= experts.used <= experts.count:
         raise ValueError(f"{str(experts.used)[:60]} experts for a token, expected 1 to {experts.count}")
+    shared = of_family.shared is not None
+    if type(experts.shared) is not int or not shared <= experts.shared <= shared * MOST_EXPERTS:
+        raise ValueError(f"{str(experts.shared)[:60]} shared experts in a {architecture.model_type} model")
     if type(experts.normalised) is not bool:
         raise ValueError("experts.normalised is neither true nor false")

@@ -28,18 +28,20 @@ from sparsepack.models.architecture import (
     token_ids,
     token_weights,
 )
-from sparsepack.models.checkpoint.experts import ExpertsSource
+from sparsepack.models.checkpoint.experts import as_experts, experts_source
 from sparsepack.models.checkpoint.gguf_config import gguf_config
 from sparsepack.models.checkpoint.saved_copy import METHOD, is_saved_copy, told_of_copy
 from sparsepack.models.checkpoint.segmented_config import stock_values
 from sparsepack.models.checkpoint.sources import GgufSource, SafetensorsSource, TensorSource
-from sparsepack.models.families import FAMILIES, TEXT_PARTS, Family, TextPart, check_packable, family_of
+from sparsepack.models.families import FAMILIES, TEXT_PARTS, TextPart, family_of
+from sparsepack.models.family import Family
 from sparsepack.models.own_code import STOCK_ALONE, refused_own_code, tell_own_code
 from sparsepack.models.records.generation import suggested
 from sparsepack.models.stock.skeleton import parameter_shapes
 from sparsepack.models.tokenizer.gguf_tokenizer import gguf_tokenizer_json
 from sparsepack.models.tokenizer.sentencepiece_model import sentencepiece_json
 from sparsepack.models.tokenizer.tokenizer import folder_tokenizer, gguf_tokenizer, only_sentencepiece
+from sparsepack.models.verbs import check_taken
 from sparsepack.progress import say
 
 EMBEDDING, FINAL_NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
@@ -110,8 +112,20 @@ class Checkpoint:
         return torch.cat(self.projections(layer, site)), self.stacked_bias(layer, site)
 
     def projections(self, layer: int, site: str) -> list[torch.Tensor]:
-        """The matrices of a site one by one, in the order in which they are stacked; those of all experts are one."""
-        return [self.tensor(name).flatten(0, -2) for name in self.weight_names(layer, site)]
+        """The matrices of a site one by one, in the order in which they are stacked; those of all experts are one, and
+        the parts of a shared one as wide as these another."""
+        weights = [self.tensor(name) for name in self.weight_names(layer, site)]
+        if weights[0].dim() == 3 and len(weights) > 1:
+            width = self.family.setting(self.config, "intermediate_size")
+            weights = [weights[0], as_experts(site, weights[1:], width)]
+        return [weight.flatten(0, -2) for weight in weights]
+
+    def experts(self, layer: int, site: str) -> torch.Tensor:
+        """The matrices of all experts at a site of the MLP: [experts, rows, columns]."""
+        numbers, found = expert_numbers(self.config), self.projections(layer, site)
+        assert numbers is not None
+        whole = found[0] if len(found) == 1 else torch.cat(found)
+        return torch.unflatten(whole, 0, (numbers.stored, -1))
 
     def weight_names(self, layer: int, site: str) -> list[str]:
         """The names of the tensors of a site, in the order in which they are stacked."""
@@ -143,7 +157,8 @@ class Checkpoint:
     def stacked_shape(self, site: str, layer: int = 0) -> tuple[int, int]:
         """(rows, columns) of a site's stacked matrix, without reading it."""
         shapes = [self.source.shapes[name] for name in self.weight_names(layer, site)]
-        return sum(math.prod(shape[:-1]) for shape in shapes), shapes[0][-1]
+        columns = shapes[0][-1]  # a shared expert may have more, in as many parts
+        return sum(math.prod(shape) for shape in shapes) // columns, columns
 
     def token_weights(self, site: str, layer: int = 0) -> int:
         """How many weights of a site a token has to do with, were nothing skipped: all, but of experts those it has."""
@@ -178,7 +193,7 @@ class Checkpoint:
     @cached_property
     def architecture(self) -> Architecture:
         """The numbers that an engine needs. Raises `CheckpointError` for what none here can run."""
-        check_packable(self.family, self.name)
+        check_taken("pack", self.family, self.name)
         # Chat models end a turn with tokens that only this file names.
         more_eos = self._of_generation(lambda config: checked(_Generation, config).eos_token_id)
         bos = self.tokenizer.bos_token_id
@@ -239,7 +254,7 @@ def open_checkpoint(name: str | Path) -> Checkpoint:
     else:
         source = SafetensorsSource(path, family.decoder, part)
     if (experts := _expert_numbers(config, name)) is not None:
-        source = ExpertsSource(source, family, experts.count, name)
+        source = experts_source(source, family, experts.count, name)
     shown_name = name.encode("utf-8", "replace").decode()  # the system's names need not be text
     checkpoint = Checkpoint(shown_name, path, config, family, source, bases)
     _check_understood(checkpoint)

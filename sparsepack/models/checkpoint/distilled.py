@@ -13,7 +13,7 @@ from sparsepack.models.checkpoint.checkpoint import Checkpoint
 from sparsepack.models.checkpoint.rotated import stored_type
 from sparsepack.models.checkpoint.segmented_config import segmented_config
 from sparsepack.models.checkpoint.source_files import CONFIG, config_json, texts_of
-from sparsepack.models.checkpoint.sources import ChangedSource
+from sparsepack.models.checkpoint.sources import changed_source
 from sparsepack.models.precision import type_name
 
 
@@ -43,7 +43,7 @@ def distilled(
     config = copy.deepcopy(checkpoint.config)
     config.dtype = stored_type(weights, checkpoint.dtype)
     entries = {name: (types[name], shape) for name, shape in source.shapes.items()}
-    return replace(checkpoint, config=config, source=ChangedSource(source, tensor, entries))
+    return replace(checkpoint, config=config, source=changed_source(source, tensor, entries))
 
 
 def texts_of_distilled(checkpoint: Checkpoint, made: Checkpoint) -> dict[str, str]:

@@ -6,19 +6,34 @@ columns], by the names `PARTS` within the module.
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
 from sparsepack.errors import CheckpointError
-from sparsepack.files.gguf import GgufFile
-from sparsepack.models.checkpoint.source_hash import SourceHash
-from sparsepack.models.checkpoint.sources import TensorSource
-from sparsepack.models.families import Experts, Family
+from sparsepack.models.checkpoint.sources import Entries, MadeSource, TensorSource, entries_of
+from sparsepack.models.family import MLP_MID, Experts, Family
 
 PARTS = ("gate_proj.weight", "up_proj.weight", "down_proj.weight")
 
 Shape = tuple[int, ...]
+
+
+def as_experts(site: str, weights: Sequence[torch.Tensor], width: int) -> torch.Tensor:
+    """The matrices of a shared expert at a site as those of experts of this width: [experts, rows, columns].
+
+    weights -- gate and up [experts * width, hidden] at mlp_in, down [hidden, experts * width] at mlp_mid
+    """
+    if site == MLP_MID:
+        return torch.unflatten(weights[0], 1, (-1, width)).transpose(0, 1)
+    return torch.cat([torch.unflatten(weight, 0, (-1, width)) for weight in weights], 1)
+
+
+def as_shared(site: str, experts: torch.Tensor) -> list[torch.Tensor]:
+    """The inverse of `as_experts`."""
+    if site == MLP_MID:
+        return [experts.transpose(0, 1).flatten(1)]
+    return [weight.flatten(0, 1) for weight in experts.chunk(2, 1)]
 
 
 def part_shapes(family: Family, shapes: Mapping[str, Shape]) -> dict[str, Shape]:
@@ -57,60 +72,109 @@ def _parameter(family: Family, name: str) -> tuple[str, tuple[str, ...]]:
     return module, {Experts.GATE_UP: PARTS[:2], Experts.DOWN: PARTS[2:]}.get(parameter, ())
 
 
-class ExpertsSource:
-    """A source whose experts are stored in any of the three forms.
+def experts_source(source: TensorSource, family: Family, count: int, name: str) -> MadeSource:
+    """A source whose experts are stored in any of the three forms, under the stock model's names.
 
     count -- of experts, as the configuration says; name -- of the checkpoint, for messages
 
     Raises `CheckpointError` where an expert is missing, or is of another shape or type than the others of its block.
     """
+    all_stored, joined = entries_of(source), _Joined(source, count, name)
+    entries: dict[str, tuple[torch.dtype, Shape]] = {}
+    renamed: dict[str, str] = {}
+    apart: dict[str, dict[str, dict[int, str]]] = {}  # module, part, expert
+    for stored, expert, module, part in _placed(source, family):
+        if part is None:
+            renamed[module], entries[module] = stored, all_stored[stored]
+        else:
+            apart.setdefault(module, {}).setdefault(part, {})[expert] = stored
+    for module, parts in apart.items():
+        entries |= joined.join(module, parts)
 
-    def __init__(self, source: TensorSource, family: Family, count: int, name: str) -> None:
-        assert family.experts is not None
-        self._source, self._family, self._count, self._name = source, family, count, name
+    def tensor(one: str) -> torch.Tensor:
+        return source.tensor(renamed[one]) if one in renamed else joined.tensor(one)
+
+    return MadeSource(source, entries, tensor)
+
+
+def apart_source(source: TensorSource, family: Family) -> TensorSource:
+    """The inverse of `experts_source`: a source of a checkpoint as most have it, three matrices for each expert. A
+    source without experts is as it is.
+
+    The two tensors of a block from which they are taken are held until those of another one are asked for.
+    """
+    experts = family.experts
+    if experts is None:
+        return source
+    home, _, last = experts.module.rpartition(".")
+    names = dict(zip(PARTS, (f"{part}.weight" for part in experts.parts), strict=True))
+    entries: dict[str, tuple[torch.dtype, Shape]] = {}
+    places: dict[str, tuple[str, int, int]] = {}  # the stock model's tensor, the part of it, the expert; -1: all
+    held: dict[str, torch.Tensor] = {}
+    for name, (dtype, shape) in entries_of(source).items():
+        module, of = _parameter(family, name)
+        block = re.match(re.escape(family.block("")) + r"\d+\.", name)
+        begins = f"{block[0]}{home}." if block else ""
+        if not of:
+            inside = begins and name.startswith(begins)
+            stored = f"{block[0]}{experts.stored}.{name.removeprefix(begins)}" if block and inside else name
+            entries[stored], places[stored] = (dtype, shape), (name, 0, -1)
+        for number, part in enumerate(of):
+            for expert in range(shape[0]):
+                stored = f"{module.removesuffix(experts.module)}{experts.stored}.{last}.{expert}.{names[part]}"
+                entries[stored] = dtype, (shape[1] // len(of), shape[2])
+                places[stored] = name, number, expert
+
+    def tensor(stored: str) -> torch.Tensor:
+        name, number, expert = places[stored]
+        if expert < 0:
+            return source.tensor(name)
+        module, of = _parameter(family, name)
+        if name not in held:
+            for other in [each for each in held if _parameter(family, each)[0] != module]:
+                del held[other]
+            held[name] = source.tensor(name)
+        return held[name][expert].chunk(len(of))[number].contiguous()
+
+    return MadeSource(source, entries, tensor)
+
+
+def _placed(source: TensorSource, family: Family) -> Iterator[tuple[str, int, str, str | None]]:
+    """Find the expert, the module and the part that each stored tensor is of, after its name; the expert is -1 where it
+    has all of them. The part is None where it is no expert's, and the module then its name in the stock model."""
+    experts = family.experts
+    assert experts is not None
+    inside = re.compile(rf"({re.escape(family.block(''))}\d+)\.{re.escape(experts.stored)}\.(.+)")
+    own = dict(zip((f"{part}.weight" for part in experts.parts), PARTS, strict=True))
+    home, _, last = experts.module.rpartition(".")
+    for stored in source.shapes:
+        found = inside.fullmatch(stored)
+        if found is None:
+            within = re.fullmatch(rf"(.+\.{re.escape(experts.module)})\.(.+)", stored)
+            if within and within[2] in PARTS:  # of a GGUF
+                yield stored, -1, within[1], within[2]
+            else:
+                yield stored, -1, stored, None
+            continue
+        block, rest = found[1], found[2]
+        one = re.fullmatch(rf"{last}\.(?:(\d{{1,9}})\.)?(.+)", rest)
+        if one and one[1] is not None and one[2] in own:
+            yield stored, int(one[1]), f"{block}.{experts.module}", own[one[2]]
+        elif one and one[1] is None and one[2] in PARTS:
+            yield stored, -1, f"{block}.{experts.module}", one[2]
+        else:
+            yield stored, -1, f"{block}.{home}.{rest}", None
+
+
+class _Joined:
+    """The stock model's tensors out of those of single experts, or of all experts' parts."""
+
+    def __init__(self, source: TensorSource, count: int, name: str) -> None:
+        self._source, self._count, self._name = source, count, name
         self._pieces: dict[str, list[list[str]]] = {}  # of each fused tensor: of each part, its tensors in the source
-        self._renamed: dict[str, str] = {}
-        self._shapes: dict[str, Shape] = {}
-        self._dtypes: dict[str, torch.dtype] = {}
-        apart: dict[str, dict[str, dict[int, str]]] = {}  # module, part, expert
-        for stored, expert, module, part in self._placed():
-            if part is None:
-                self._renamed[module] = stored
-                self._shapes[module], self._dtypes[module] = source.shapes[stored], source.dtypes[stored]
-            else:
-                apart.setdefault(module, {}).setdefault(part, {})[expert] = stored
-        for module, parts in apart.items():
-            self._join(module, parts)
+        self._entries: dict[str, tuple[torch.dtype, Shape]] = {}
 
-    def _placed(self) -> Iterator[tuple[str, int, str, str | None]]:
-        """Find the expert, the module and the part that each stored tensor is of, after its name; the expert is -1
-        where it has all of them. The part is None where it is no expert's, and the module then its name in the stock
-        model."""
-        experts = self._family.experts
-        assert experts is not None
-        layers = re.escape(self._family.block(""))
-        inside = re.compile(rf"({layers}\d+)\.{re.escape(experts.stored)}\.(.+)")
-        own = dict(zip((f"{part}.weight" for part in experts.parts), PARTS, strict=True))
-        home, _, last = experts.module.rpartition(".")
-        for stored in self._source.shapes:
-            found = inside.fullmatch(stored)
-            if found is None:
-                within = re.fullmatch(rf"(.+\.{re.escape(experts.module)})\.(.+)", stored)
-                if within and within[2] in PARTS:  # of a GGUF
-                    yield stored, -1, within[1], within[2]
-                else:
-                    yield stored, -1, stored, None
-                continue
-            block, rest = found[1], found[2]
-            one = re.fullmatch(rf"{last}\.(?:(\d{{1,9}})\.)?(.+)", rest)
-            if one and one[1] is not None and one[2] in own:
-                yield stored, int(one[1]), f"{block}.{experts.module}", own[one[2]]
-            elif one and one[1] is None and one[2] in PARTS:
-                yield stored, -1, f"{block}.{experts.module}", one[2]
-            else:
-                yield stored, -1, f"{block}.{home}.{rest}", None
-
-    def _join(self, module: str, parts: Mapping[str, Mapping[int, str]]) -> None:
+    def join(self, module: str, parts: Mapping[str, Mapping[int, str]]) -> Entries:
         for parameter, of in ((Experts.GATE_UP, PARTS[:2]), (Experts.DOWN, PARTS[2:])):
             pieces = [self._tensors(module, part, parts.get(part, {})) for part in of]
             name, all_of = f"{module}.{parameter}", [piece for part in pieces for piece in part]
@@ -131,8 +195,8 @@ class ExpertsSource:
             if len(shape) != 2:
                 raise CheckpointError(f"{self._name}: {all_of[0]} is {self._described(all_of[0])}; expected a matrix")
             self._pieces[name] = pieces
-            self._shapes[name] = (self._count, len(of) * shape[0], shape[1])
-            self._dtypes[name] = next(iter(dtypes))
+            self._entries[name] = next(iter(dtypes)), (self._count, len(of) * shape[0], shape[1])
+        return {name: self._entries[name] for name in (f"{module}.{Experts.GATE_UP}", f"{module}.{Experts.DOWN}")}
 
     def _described(self, stored: str) -> str:
         return f"{str(self._source.dtypes[stored]).removeprefix('torch.')} {list(self._source.shapes[stored])}"
@@ -156,27 +220,9 @@ class ExpertsSource:
             )
         return [found[expert] for expert in range(self._count)]
 
-    @property
-    def shapes(self) -> Mapping[str, Shape]:
-        return self._shapes
-
-    @property
-    def dtypes(self) -> Mapping[str, torch.dtype]:
-        return self._dtypes
-
-    @property
-    def hash(self) -> SourceHash:
-        return self._source.hash
-
-    @property
-    def file(self) -> GgufFile | None:
-        return self._source.file
-
     def tensor(self, name: str) -> torch.Tensor:
-        if name not in self._pieces:
-            return self._source.tensor(self._renamed[name])
-        pieces = self._pieces[name]
-        whole = torch.empty(self._shapes[name], dtype=self._dtypes[name])
+        pieces, (dtype, shape) = self._pieces[name], self._entries[name]
+        whole = torch.empty(shape, dtype=dtype)
         for of_part, into in zip(pieces, whole.chunk(len(pieces), 1), strict=True):
             for expert, stored in enumerate(of_part):  # one more of them in memory, not one more copy of all
                 value = self._source.tensor(stored)

@@ -14,7 +14,8 @@ import numpy as np
 from sparsepack.errors import CheckpointError
 from sparsepack.files.gguf import GgufFile
 from sparsepack.files.stored import shown
-from sparsepack.models.families import FAMILIES, Experts, Family
+from sparsepack.models.families import FAMILIES
+from sparsepack.models.family import Experts, Family
 
 OWN_CONFIG = "sparsepack.config"
 """The config.json that sparsepack puts into the GGUFs it writes."""
@@ -95,7 +96,7 @@ def _values(file: GgufFile, prefix: str, family: Family) -> dict[str, Any]:
         "max_position_embeddings": keys["context_length"],
         "vocab_size": file.tensors["token_embd.weight"].shape[0],
         "tie_word_embeddings": "output.weight" not in file.tensors,
-        "attention_bias": "blk.0.attn_q.bias" in file.tensors,
+        family.fields.get("attention_bias", "attention_bias"): "blk.0.attn_q.bias" in file.tensors,
         "mlp_bias": "blk.0.ffn_down.bias" in file.tensors,
         "rope_parameters": rope,
         # where transformers looks first
@@ -109,11 +110,13 @@ def _values(file: GgufFile, prefix: str, family: Family) -> dict[str, Any]:
 
 def _expert_values(file: GgufFile, prefix: str, family: Family, experts: Experts) -> dict[str, Any]:
     width = file.metadata.get(f"{prefix}expert_feed_forward_length", file.metadata[f"{prefix}feed_forward_length"])
+    shared = experts.shared
     return {
         family.fields.get("intermediate_size", "intermediate_size"): width,
         experts.count: file.metadata[f"{prefix}expert_count"],
         "num_experts_per_tok": file.metadata[f"{prefix}expert_used_count"],
         **({experts.normalised: experts.gguf_normalised} if experts.normalised else {}),
+        **({} if shared is None else {shared.width: file.metadata[f"{prefix}expert_shared_feed_forward_length"]}),
     }
 
 

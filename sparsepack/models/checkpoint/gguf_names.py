@@ -2,7 +2,7 @@
 
 import torch
 
-from sparsepack.models.families import Family
+from sparsepack.models.family import Family
 
 _OUTSIDE = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -12,6 +12,12 @@ _OUTSIDE = {
 
 ROUTER = "ffn_gate_inp"
 """llama.cpp's name of what chooses among experts, which it never quantises."""
+
+SHARED_GATE = "ffn_gate_inp_shexp"
+"""llama.cpp's name of what says how much of a shared expert a token has: a vector there, a matrix of one row here."""
+
+UNQUANTISED = (f"{ROUTER}.weight", f"{SHARED_GATE}.weight")
+"""These matrices of blocks stay in F32."""
 
 ROTARY_FACTORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
 """llama.cpp divides rotary frequencies by these: in all texts, or in short and in long ones."""

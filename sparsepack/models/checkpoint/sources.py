@@ -13,9 +13,10 @@ from sparsepack.files.gguf import GgufFile
 from sparsepack.files.hashing import combined
 from sparsepack.files.stored import Name, Stored, checked, shown
 from sparsepack.files.tensors import all_finite
-from sparsepack.models.checkpoint.gguf_names import ROTARY_FACTORS, gguf_names, unpermute_rotary
+from sparsepack.models.checkpoint.gguf_names import ROTARY_FACTORS, SHARED_GATE, gguf_names, unpermute_rotary
 from sparsepack.models.checkpoint.source_hash import SourceHash
-from sparsepack.models.families import Family, TextPart
+from sparsepack.models.families import TextPart
+from sparsepack.models.family import Family
 
 _GGUF_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _SAFETENSORS_DTYPES = {**_GGUF_DTYPES, "F64": torch.float64}
@@ -47,23 +48,20 @@ class TensorSource(Protocol):
         """
 
 
-class ChangedSource:
-    """Another source with some of its tensors changed, and perhaps others added.
+Entries = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+"""Type and shape of tensors, by their names."""
 
-    changed -- a tensor that changed, by its name; None: it is as it was
-    entries -- type and shape of the tensors where these changed, or that were added
+
+class MadeSource:
+    """A source made of another one, whose tensors are others.
+
+    entries -- all of them; tensor -- one, by its name
     """
 
-    def __init__(
-        self,
-        source: TensorSource,
-        changed: Callable[[str], torch.Tensor | None],
-        entries: Mapping[str, tuple[torch.dtype, tuple[int, ...]]] | None = None,
-    ) -> None:
-        self._source, self._changed = source, changed
-        entries = entries or {}
-        self._shapes = {**source.shapes, **{name: shape for name, (_, shape) in entries.items()}}
-        self._dtypes = {**source.dtypes, **{name: dtype for name, (dtype, _) in entries.items()}}
+    def __init__(self, source: TensorSource, entries: Entries, tensor: Callable[[str], torch.Tensor]) -> None:
+        self._source, self._tensor = source, tensor
+        self._shapes = {name: shape for name, (_, shape) in entries.items()}
+        self._dtypes = {name: dtype for name, (dtype, _) in entries.items()}
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
@@ -75,7 +73,7 @@ class ChangedSource:
 
     @property
     def hash(self) -> SourceHash:
-        """The hash of the source, as it is without the changes."""
+        """The hash of the source that it was made of."""
         return self._source.hash
 
     @property
@@ -83,8 +81,28 @@ class ChangedSource:
         return self._source.file
 
     def tensor(self, name: str) -> torch.Tensor:
-        changed = self._changed(name)
-        return self._source.tensor(name) if changed is None else changed
+        return self._tensor(name)
+
+
+def entries_of(source: TensorSource) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """Type and shape of a source's tensors."""
+    return {name: (source.dtypes[name], shape) for name, shape in source.shapes.items()}
+
+
+def changed_source(
+    source: TensorSource, changed: Callable[[str], torch.Tensor | None], entries: Entries | None = None
+) -> MadeSource:
+    """Another source with some of its tensors changed, and perhaps others added.
+
+    changed -- a tensor that changed, by its name; None: it is as it was
+    entries -- type and shape of the tensors where these changed, or that were added
+    """
+
+    def tensor(name: str) -> torch.Tensor:
+        found = changed(name)
+        return source.tensor(name) if found is None else found
+
+    return MadeSource(source, entries_of(source) | dict(entries or {}), tensor)
 
 
 class _Index(Stored):
@@ -224,11 +242,15 @@ class GgufSource:
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        return {name: self._file.tensors[gguf].shape for name, gguf in self._gguf_name.items()}
+        return {name: self._shape(gguf) for name, gguf in self._gguf_name.items()}
 
     @property
     def dtypes(self) -> Mapping[str, torch.dtype]:
         return {name: _GGUF_DTYPES[self._file.tensors[gguf].type] for name, gguf in self._gguf_name.items()}
+
+    def _shape(self, gguf_name: str) -> tuple[int, ...]:
+        shape = self._file.tensors[gguf_name].shape
+        return (1, *shape) if gguf_name.endswith(f"{SHARED_GATE}.weight") and len(shape) == 1 else shape
 
     @property
     def hash(self) -> SourceHash:
@@ -239,7 +261,7 @@ class GgufSource:
         info = self._file.tensors[gguf_name]
         data = torch.from_numpy(np.array(self._file.bytes(gguf_name)))  # copied without the interpreter's lock
         self._file.forget(gguf_name)
-        value = _finite(self._file.path, gguf_name, data.view(_GGUF_DTYPES[info.type]).reshape(info.shape))
+        value = _finite(self._file.path, gguf_name, data.view(_GGUF_DTYPES[info.type]).reshape(self._shape(gguf_name)))
         if offset := self._family.norm_offset_of(name):
             return value.float() - offset
         for projection, heads in self._heads.items():

@@ -12,8 +12,9 @@ from sparsepack.files.atomic import atomic_folder, write_json
 from sparsepack.files.shards import INDEX, SHARD_BYTES, file_names, index_text, split
 from sparsepack.files.tensors import TensorEntry, write_tensors
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
-from sparsepack.models.checkpoint.sources import ChangedSource
-from sparsepack.models.families import Family
+from sparsepack.models.checkpoint.experts import apart_source
+from sparsepack.models.checkpoint.sources import changed_source
+from sparsepack.models.family import Family
 from sparsepack.progress import progress
 
 
@@ -25,13 +26,15 @@ def write_checkpoint(
     overwrite: bool,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Write a checkpoint, its tensors as its source gives them, one at a time, those of a block one after the other.
+    """Write a checkpoint, its tensors as its source gives them, one at a time, those of a block one after the other;
+    experts as most checkpoints have them.
 
     texts       -- the files that describe it, by name (`source_files.texts_of`)
     records     -- of what was done to it, JSON-able, by the names of their files
     shard_bytes -- of tensors in one file at most
     """
-    source, family = checkpoint.source, checkpoint.family
+    family = checkpoint.family
+    source = apart_source(checkpoint.source, family)
     names = sorted(source.shapes, key=lambda name: (_layer_of(family, name), name))
     entries = [TensorEntry(name, source.dtypes[name], source.shapes[name]) for name in names]
     with atomic_folder(output, overwrite) as folder, progress("writing", len(names)) as advance:
@@ -65,7 +68,7 @@ def made_of_blocks(checkpoint: Checkpoint, block: Callable[[int], Mapping[str, T
             held[layer] = block(layer)
         return held[layer].get(name.removeprefix(f"{family.block(layer)}."))
 
-    return replace(checkpoint, source=ChangedSource(checkpoint.source, changed))
+    return replace(checkpoint, source=changed_source(checkpoint.source, changed))
 
 
 def _layer_of(family: Family, name: str) -> int:

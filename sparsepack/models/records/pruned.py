@@ -18,11 +18,12 @@ SCHEMA = 1
 class PrunedMatrix:
     """A matrix and what became of it.
 
-    matrix   -- its name in the checkpoint, without `.weight`; site -- `blk.LAYER.SITE`
+    matrix   -- its name in the checkpoint, without `.weight`, or that of the stock model for those of all experts of a
+                block; site -- `blk.LAYER.SITE`
     keep, of -- nonzeros that stay in each group of inputs
     tail     -- inputs of the last group where it is shorter; it may hold as many nonzeros as any other. Else 0
     density  -- share of its weights that are not zero
-    error    -- of its outputs, relative: see `Inputs.relative_error`
+    error    -- of its outputs, relative: see `Inputs.relative_error`; of experts over all of them
     permuted -- whether its inputs were put into another order
     """
 

@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from sparsepack.models.families import MLP_MID, MLP_SITES, SITES, Family
+from sparsepack.models.family import MLP_MID, MLP_SITES, SITES, Family
 from sparsepack.models.stock.experts import ExpertsWatch, watched_experts
 
 SiteFunction = Callable[[int, str, torch.Tensor], torch.Tensor | None]
 """The function takes (layer, site, x [B, S, columns]) and returns the vector to use in place of x, or None to leave x
-as it is. Of experts, x is at mlp_in what all of them are given, and at mlp_mid [B, S, used, columns]: what enters the
-down matrices of those that a token has."""
+as it is. Of experts, x is at mlp_in what all of them are given, and at mlp_mid [B, S, experts, columns]: what enters
+the down matrices of those that a token has, the parts of a shared one after those that were chosen."""
 
 
 @contextmanager
@@ -35,7 +35,11 @@ def site_hooks(blocks: Sequence[tuple[int, nn.Module]], family: Family, function
                 hook = _hook(layer, site, function, memory, shape, first=position == 0)
                 handles.append(block.get_submodule(name).register_forward_pre_hook(hook))
         if family.experts is not None:
-            watch = ExpertsWatch(middle=_middle(layer, function, shape))
+            shared = family.experts.shared
+            watch = ExpertsWatch(
+                middle=_middle(layer, function, shape),
+                shared=None if shared is None else block.get_submodule(shared.module),
+            )
             watches.append((block.get_submodule(family.experts.module), watch))
     try:
         with watched_experts(watches):

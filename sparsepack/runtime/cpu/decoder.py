@@ -13,7 +13,7 @@ from sparsepack.errors import UserError
 from sparsepack.formats.codecs.matrices import PackedMatrix
 from sparsepack.formats.mlp_kinds import DENSE, EXPERTS, NEURONS, MlpKind
 from sparsepack.formats.packed import DenseMlp, ExpertMlp, NeuronMlp, PackedModel, PackedSite
-from sparsepack.models.families import ATTENTION_SITES, MLP_SITES, SITES
+from sparsepack.models.family import ATTENTION_SITES, MLP_SITES, SITES
 from sparsepack.progress import counted
 from sparsepack.runtime.backends import backend_named
 from sparsepack.runtime.cpu.dispatch import instruction_set, native
@@ -26,6 +26,9 @@ from sparsepack.runtime.sampling import Sampler, not_finite
 
 PREFILL_TOKENS = 512
 """Prefill takes this many positions at once, and about 16 * intermediate bytes of memory for each."""
+
+_NORMS = ("attn_norm", "mlp_norm", "attn_post_norm", "mlp_post_norm", "q_row_norm", "k_row_norm")
+"""The norms of a layer that the decoder has itself, in the order in which its builder takes them."""
 
 _ACTIVATIONS = {"silu": 0, "relu": 1, "gelu": 2, "gelu_pytorch_tanh": 3}  # kernels.h, Activation
 
@@ -159,8 +162,7 @@ def _built(packed: PackedModel, cache: NativeKvCache, threads: int) -> Any:
         logit_cap=a.logit_cap,
     )
     for layer in packed.layers:
-        norms = (layer.norms.get(name) for name in ("attn_norm", "mlp_norm", "attn_post_norm", "mlp_post_norm"))
-        builder.add_layer(*map(vector, norms))
+        builder.add_layer(*(vector(layer.norms.get(name)) for name in _NORMS))
         if layer.basis is not None:
             builder.set_basis(load_rows(layer.basis))
         _add_sites(builder, layer.attention, threads)
@@ -192,12 +194,13 @@ def _add_neurons(builder: Any, mlp: NeuronMlp, threads: int) -> None:
 
 
 def _add_experts(builder: Any, mlp: ExpertMlp, threads: int) -> None:
-    router = mlp.router.contiguous()
+    router = torch.cat(mlp.always).contiguous()  # what says how much of shared experts is its last row
     into, mid = (mlp.sites[name] for name in MLP_SITES)
     limits = [None if site.rule is None else vector(site.rule.limits) for site in (into, mid)]
     builder.set_experts(
         router=load_rows(PackedMatrix(router.view(torch.uint8), "F32", *router.shape)),
         used=mlp.used,
+        shared=mlp.shared,
         normalised=mlp.normalised,
         mlp_in=load_experts(into.matrix, threads),
         mlp_in_threshold=limits[0],

@@ -1,10 +1,13 @@
 """What of a packed model lies on the card and what in the host's memory, for what an engine was asked."""
 
+from collections.abc import Iterable
+from dataclasses import replace
+
 from torch import Tensor
 
 from sparsepack.errors import PlacementError
 from sparsepack.formats.codecs.neurons import record_bytes
-from sparsepack.formats.packed import NeuronMlp, PackedLayer, PackedModel
+from sparsepack.formats.packed import ExpertMlp, NeuronMlp, PackedExpertsSite, PackedLayer, PackedModel, PackedSite
 from sparsepack.placement.budget import Parts, Plan, in_words, plan_of_share, plan_within, work_of
 from sparsepack.runtime.features import not_by_neurons
 from sparsepack.runtime.free_memory import free_host_bytes
@@ -44,16 +47,48 @@ def parts_of(packed: PackedModel, context: int, cache_type: str, texts: int = 1)
     a = packed.architecture
     if not packed.mlp_kind.by_count:
         raise PlacementError(not_by_neurons(packed))
-    record, tied = record_bytes(a.hidden), packed.output is packed.embedding
+    gates = tuple(layer.mlp.gate.blocks.nbytes for layer in packed.layers if isinstance(layer.mlp, NeuronMlp))
+    return _parts(packed, context, cache_type, texts, gates, record_bytes(a.hidden), a.intermediate, a.intermediate)
+
+
+def parts_of_experts(packed: PackedModel, context: int, cache_type: str) -> Parts:
+    """What a model with experts takes, each of which is one record of its matrices, for one text of so many tokens."""
+    gates, records = [], []
+    for layer in packed.layers:
+        mlp = layer.mlp
+        assert isinstance(mlp, ExpertMlp)
+        matrices = sum(matrix.blocks.nbytes for matrix in mlp.matrices.values())
+        record = matrices // (len(mlp.router) + mlp.shared)
+        records.append(record)
+        gates.append(record * mlp.shared + sum(tensor.nbytes for tensor in mlp.always) + _rules(mlp.sites.values()))
+    experts = packed.architecture.experts
+    assert experts is not None
+    wide = experts.of_token * packed.architecture.intermediate
+    made = _parts(packed, context, cache_type, 1, tuple(gates), max(records), experts.count, wide)
+    return replace(made, spare=experts.used)
+
+
+def _parts(
+    packed: PackedModel,
+    context: int,
+    cache_type: str,
+    texts: int,
+    gates: tuple[int, ...],
+    record: int,
+    neurons: int,
+    wide: int,
+) -> Parts:
+    """What a model takes; wide -- channels of its MLP that a token has."""
+    a = packed.architecture
+    tied = packed.output is packed.embedding
     embedding = 0 if tied else packed.embedding.blocks.nbytes
     output = packed.output.blocks.nbytes + packed.output_norm.nbytes
     attention = tuple(_beside_the_mlp(layer) for layer in packed.layers)
-    gates = tuple(layer.mlp.gate.blocks.nbytes for layer in packed.layers if isinstance(layer.mlp, NeuronMlp))
-    weights = embedding + output + sum(attention) + sum(gates) + record * a.intermediate * a.layers
+    weights = embedding + output + sum(attention) + sum(gates) + record * neurons * a.layers
     rotary = 4 * a.head_dim * context
     work = work_of(
         hidden=max(a.hidden, a.heads * a.head_dim),
-        intermediate=a.intermediate,
+        intermediate=wide,
         blocks=a.layers,
         vocabulary=a.vocabulary,
         texts=texts,
@@ -61,7 +96,7 @@ def parts_of(packed: PackedModel, context: int, cache_type: str, texts: int = 1)
         model=weights,
     )
     cache = texts * cache_bytes(a, context, cache_type) + rotary
-    return Parts(embedding, output, attention, gates, record, a.intermediate, cache, work)
+    return Parts(embedding, output, attention, gates, record, neurons, cache, work)
 
 
 def check_host(plan: Plan, free: int | None) -> None:
@@ -78,6 +113,9 @@ def _beside_the_mlp(layer: PackedLayer) -> int:
     tensors: list[Tensor | None] = [*layer.norms.values(), None if layer.basis is None else layer.basis.blocks]
     for site in layer.attention.values():
         tensors += [site.matrix.blocks, site.bias]
-        if site.rule is not None:
-            tensors += [site.rule.limits, site.rule.offset]
-    return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+    return sum(tensor.nbytes for tensor in tensors if tensor is not None) + _rules(layer.attention.values())
+
+
+def _rules(sites: Iterable[PackedSite | PackedExpertsSite]) -> int:
+    rules = [site.rule for site in sites if site.rule is not None]
+    return sum(tensor.nbytes for rule in rules for tensor in (rule.limits, rule.offset) if tensor is not None)

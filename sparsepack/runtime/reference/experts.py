@@ -14,3 +14,13 @@ def route(x: Tensor, router: Tensor, used: int, normalised: bool) -> tuple[Tenso
     """
     weights, chosen = torch.softmax(x @ router.T, -1).topk(used, -1)
     return chosen, weights / weights.sum(-1, keepdim=True) if normalised else weights
+
+
+def with_shared(x: Tensor, gate: Tensor, numbers: range, chosen: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """What `route` returned, and after it the experts that every token has: [S, used + shared].
+
+    gate -- float32 [1, hidden]: the sigmoid of its product with x is their weight; numbers -- of these experts
+    """
+    more = torch.tensor([*numbers], device=x.device).expand(len(x), -1)
+    weight = torch.sigmoid(x @ gate.T).expand(-1, len(numbers))
+    return torch.cat([chosen, more], 1), torch.cat([weights, weight], 1)

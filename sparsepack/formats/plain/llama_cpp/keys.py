@@ -132,7 +132,14 @@ def _expert_keys(architecture: Architecture, config: Any, kind: str) -> dict[str
             f"{of_family.normalised} {str(numbers.normalised).lower()}: llama.cpp "
             f"{'always' if of_family.gguf_normalised else 'never'} {does} in {kind} models; {_INSTEAD}"
         )
+    if architecture.row_norms and architecture.heads != architecture.kv_heads:
+        raise PackingError(
+            f"{architecture.heads} heads, {architecture.kv_heads} of keys: llama.cpp norms as many of them in {kind} "
+            f"models; {_INSTEAD}"
+        )
+    shared = {"expert_shared_feed_forward_length": u32(numbers.shared * architecture.intermediate)}
     return {
+        **(shared if numbers.shared else {}),
         "expert_count": u32(numbers.count),
         "expert_used_count": u32(numbers.used),
         "expert_feed_forward_length": u32(architecture.intermediate),

@@ -42,12 +42,15 @@ public:
     explicit Builder(const Shape& shape) { model_.shape = shape; }
 
     void add_layer(Vector attn_norm, Vector mlp_norm, std::optional<Vector> attn_post_norm,
-                   std::optional<Vector> mlp_post_norm) {
+                   std::optional<Vector> mlp_post_norm, std::optional<Vector> q_row_norm,
+                   std::optional<Vector> k_row_norm) {
         Layer layer{};
         layer.attn_norm = copied(attn_norm);
         layer.mlp_norm = copied(mlp_norm);
         layer.attn_post_norm = copied(attn_post_norm);
         layer.mlp_post_norm = copied(mlp_post_norm);
+        layer.q_row_norm = copied(q_row_norm);
+        layer.k_row_norm = copied(k_row_norm);
         model_.layers.push_back(std::move(layer));
     }
 
@@ -67,17 +70,18 @@ public:
     }
 
     // Sets the experts of the last layer: sites MLP_IN and MLP_MID of each, with the thresholds that they share.
-    void set_experts(std::shared_ptr<RowsMatrix> router, int32_t used, bool normalised,
+    void set_experts(std::shared_ptr<RowsMatrix> router, int32_t used, int32_t shared, bool normalised,
                      std::shared_ptr<ExpertsMatrix> in, std::optional<Vector> in_threshold,
                      std::shared_ptr<ExpertsMatrix> mid, std::optional<Vector> mid_threshold) {
         if (model_.layers.empty()) throw std::invalid_argument("no layer");
-        size_t count = size_t(router->view.rows);
+        Experts experts = {&router->view, used, shared, normalised, in->views.data(), mid->views.data()};
+        size_t count = size_t(experts.stored());
         if (in->views.size() != count || mid->views.size() != count)
-            throw std::invalid_argument("experts: expected a matrix for each row of the router");
+            throw std::invalid_argument("experts: expected a matrix for each row of the router, and the shared ones'");
         Layer& layer = model_.layers.back();
         layer.sites[MLP_IN] = {in->views.data(), {}, copied(in_threshold), {}, {}};
         layer.sites[MLP_MID] = {mid->views.data(), {}, copied(mid_threshold), {}, {}};
-        layer.experts = Experts{&router->view, used, normalised, in->views.data(), mid->views.data()};
+        layer.experts = experts;
         model_.owners.push_back(std::move(router));
         model_.owners.push_back(std::move(in));
         model_.owners.push_back(std::move(mid));
@@ -220,12 +224,12 @@ void bind_decoder(nb::module_& m) {
             nb::kw_only(), "hidden"_a, "intermediate"_a, "vocabulary"_a, "prefill_tokens"_a, "eps"_a, "activation"_a,
             "embedding_scale"_a, "logit_cap"_a)
         .def("add_layer", &Builder::add_layer, "attn_norm"_a, "mlp_norm"_a, "attn_post_norm"_a.none(),
-             "mlp_post_norm"_a.none())
+             "mlp_post_norm"_a.none(), "q_row_norm"_a.none(), "k_row_norm"_a.none())
         .def("set_site", &Builder::set_site, "number"_a, "matrix"_a, "bias"_a.none(), "threshold"_a.none(),
              "offset"_a.none())
         .def("set_neurons", &Builder::set_neurons, "records"_a)
-        .def("set_experts", &Builder::set_experts, nb::kw_only(), "router"_a, "used"_a, "normalised"_a, "mlp_in"_a,
-             "mlp_in_threshold"_a.none(), "mlp_mid"_a, "mlp_mid_threshold"_a.none())
+        .def("set_experts", &Builder::set_experts, nb::kw_only(), "router"_a, "used"_a, "shared"_a, "normalised"_a,
+             "mlp_in"_a, "mlp_in_threshold"_a.none(), "mlp_mid"_a, "mlp_mid_threshold"_a.none())
         .def("set_basis", &Builder::set_basis, "matrix"_a)
         .def("set_embedding", &Builder::set_embedding, "bytes"_a, "columns"_a, "type"_a)
         .def("set_output", &Builder::set_output, "matrix"_a, "norm"_a)

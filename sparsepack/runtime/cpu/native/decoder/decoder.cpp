@@ -24,8 +24,9 @@ void check_site(const Site& site, int64_t rows, int64_t columns, const std::stri
 void check_experts(const Experts& e, const Shape& s, const std::string& name) {
     expect(e.router->type == F32 && e.router->columns == s.hidden, name + ": router of another shape or type");
     expect(e.used >= 1 && e.used <= e.count(), name + ": more experts for a token than there are");
+    expect(e.shared >= 0, name + ": fewer shared experts than none");
     for (const Zigzag* of_site : {e.in, e.mid}) {
-        for (int32_t i = 1; i < e.count(); ++i) {
+        for (int32_t i = 1; i < e.stored(); ++i) {
             const Zigzag &one = of_site[0], &other = of_site[i];
             expect(one.rows == other.rows && one.columns == other.columns && one.span == other.span &&
                        one.tile == other.tile,
@@ -52,6 +53,10 @@ void check_layer(const Layer& layer, const Shape& s, const AttentionShape& a, co
         expect(norm->size() == size_t(s.hidden), name + ": norm of another length");
     for (const auto* norm : {&layer.attn_post_norm, &layer.mlp_post_norm})
         expect(norm->empty() || norm->size() == size_t(s.hidden), name + ": norm of another length");
+    expect(layer.q_row_norm.empty() == layer.k_row_norm.empty(), name + ": queries or keys normed, not both");
+    if (!layer.q_row_norm.empty())
+        expect(layer.q_row_norm.size() == size_t(a.q_rows()) && layer.k_row_norm.size() == size_t(a.kv_rows()),
+               name + ": norm of another length");
     expect(!layer.basis || (layer.basis->rows == s.hidden && layer.basis->columns == s.hidden),
            name + ": basis of another shape");
 }
@@ -96,8 +101,8 @@ Decoder::Decoder(Model model, const Kernels& kernels, int threads)
     int64_t texts = int64_t(model_.caches.size()), experts = 0, used = 1;
     for (const Layer& layer : model_.layers) {
         if (!layer.experts) continue;
-        experts = std::max<int64_t>(experts, layer.experts->count());
-        used = std::max<int64_t>(used, layer.experts->used);
+        experts = std::max<int64_t>(experts, layer.experts->stored());
+        used = std::max<int64_t>(used, layer.experts->of_token());
     }
     for (Layer& layer : model_.layers) {
         for (int number = 0; number < SITES; ++number) {
@@ -111,7 +116,7 @@ Decoder::Decoder(Model model, const Kernels& kernels, int threads)
             const Zigzag& m = *site.matrix;
             int64_t room = gemv_slices(m, int32_t(m.columns), threads) * gemv_stride(m);
             if (layer.experts && number >= MLP_IN) {
-                int32_t used = layer.experts->used;
+                int32_t used = layer.experts->of_token();
                 room = std::max(room, used * gemv_slices(m, int32_t(m.columns), threads, used) * gemv_stride(m));
             }
             if (texts > 1) room = std::max(room, matmul_slices(m, int32_t(m.columns), threads) * texts * m.rows);
@@ -127,7 +132,7 @@ Decoder::Decoder(Model model, const Kernels& kernels, int threads)
     attn_output_ = Buffer<float>(a_.q_rows());
     middle_ = Buffer<float>(used * s_.intermediate);
     if (experts) {
-        routed_ = Buffer<float>(experts);
+        routed_ = Buffer<float>(experts + 1);
         expert_lists_ = Buffer<int32_t>(used * (int64_t(s_.intermediate) + 16));
         expert_counts_ = Buffer<int32_t>(16 * used);
         starts_ = Buffer<int32_t>(experts + 1);
@@ -142,6 +147,8 @@ Decoder::Decoder(Model model, const Kernels& kernels, int threads)
         own.normed = Buffer<float>(s_.hidden);
         own.d = Buffer<float>(columns);
         own.indices = Buffer<int32_t>(columns + 16);
+        if (!model_.layers.empty() && !model_.layers[0].q_row_norm.empty())
+            own.rows = Buffer<float>(a_.q_rows() + a_.kv_rows());
         own.heads = Buffer<float>(int64_t(a_.gqa_ratio() + 2) * a_.head_dim);
         own.attention = Buffer<float>(cache_->scratch(1));
         own.neuron_input = Buffer<uint8_t>(neuron_input_bytes((s_.hidden + BAND_ROWS - 1) / BAND_ROWS));

@@ -50,20 +50,25 @@ struct Site {
     std::vector<float> sparse_bias;  // what its sparse product lacks: bias + W offset; made by the decoder
 };
 
-// An MLP that is a mixture of experts. Its sites have what the experts share, and the matrix of the first one.
+// An MLP that is a mixture of experts. Its sites have what the experts share, and the matrix of the first one. The last
+// `shared` experts are of every token, with the sigmoid of the router's last row as their weight.
 struct Experts {
-    const Rows* router;      // F32 [experts, hidden]
-    int32_t used;            // experts that a token has
-    bool normalised;         // the weights of these are made to add up to one
+    const Rows* router;      // F32 [count, or one more where experts are shared][hidden]
+    int32_t used;            // experts that are chosen for a token
+    int32_t shared;          // that it has beside these
+    bool normalised;         // the weights of the chosen are made to add up to one
     const Zigzag *in, *mid;  // of each expert, all of one shape
 
-    int32_t count() const { return int32_t(router->rows); }
+    int32_t count() const { return int32_t(router->rows) - (shared > 0); }  // to choose from
+    int32_t stored() const { return count() + shared; }
+    int32_t of_token() const { return used + shared; }
 };
 
 struct Layer {
     Site sites[SITES];
     std::vector<float> attn_norm, mlp_norm;
     std::vector<float> attn_post_norm, mlp_post_norm;  // of what attention and MLP add; empty: it is not normed
+    std::vector<float> q_row_norm, k_row_norm;         // of queries and keys of all heads together; empty: likewise
     const Neurons* neurons = nullptr;                  // then MLP_IN is the gate alone, and MLP_MID nothing
     std::optional<Experts> experts;
     const Rows* basis = nullptr;  // [hidden, hidden]: the block begins with x = basis x
@@ -113,6 +118,7 @@ private:
         Buffer<float> x, normed, d, heads, attention, limits;
         Buffer<int32_t> indices;
         Buffer<uint8_t> neuron_input;
+        Buffer<float> rows;           // queries and keys, where they are normed together
         std::vector<int32_t> chosen;  // experts of a token
         std::vector<float> weights;   // of these
         std::vector<Product> products;
@@ -157,6 +163,7 @@ private:
     // decoder/step.cpp
     void token(int64_t id, bool sparse, float* logits, int thread);
     void change_basis(const Rows& basis, float* x);
+    void norm_heads(const Sums& qkv, int layer, int thread);
     void attend(const Sums& qkv, KvCache& cache, int layer, int32_t kv_head, bool sparse, float* y, int thread);
     int32_t border(int64_t columns, int thread) const;
     int32_t* list(int64_t columns, int thread) const;
@@ -212,10 +219,10 @@ private:
     std::vector<int32_t> moving_;    // the sequences that these are
     Buffer<uint8_t> active_in_any_;  // of these, by column
     std::vector<Scratch> scratch_;
-    Buffer<float> routed_;           // logits of the router, [positions][experts]
+    Buffer<float> routed_;           // logits of the router, [positions][its rows]
     Buffer<int32_t> expert_lists_;   // active columns of mlp_mid, of each expert that a token has
     Buffer<int32_t> expert_counts_;  // of those, one cache line each
-    Buffer<int32_t> wide_chosen_;    // [positions][used]
+    Buffer<int32_t> wide_chosen_;    // [positions][experts of a token]
     Buffer<float> wide_weights_;     // likewise
     Buffer<int32_t> placed_;         // the places in these, expert by expert
     Buffer<int32_t> starts_;         // [experts + 1]: where the places of each begin

@@ -9,7 +9,7 @@
 
 namespace sparsepack {
 
-// The experts of a token by the router's logits, the likeliest first, and their weights.
+// The experts of a token by the router's logits, the likeliest first, and their weights; after them the shared ones.
 void Decoder::choose(const Experts& e, const float* logits, int32_t* chosen, float* weights) const {
     float largest = *std::max_element(logits, logits + e.count()), sum = 0, of_chosen = 0;
     for (int32_t i = 0; i < e.count(); ++i) sum += expf(logits[i] - largest);
@@ -24,6 +24,10 @@ void Decoder::choose(const Experts& e, const float* logits, int32_t* chosen, flo
         of_chosen += weights[slot];
     }
     for (int32_t slot = 0; slot < e.used && e.normalised; ++slot) weights[slot] /= of_chosen;
+    for (int32_t i = 0; i < e.shared; ++i) {
+        chosen[e.used + i] = e.count() + i;
+        weights[e.used + i] = 1 / (1 + expf(-logits[e.count()]));
+    }
 }
 
 // From the input x [hidden] of the MLP, for the text of this number in the step, to what the experts add. The slices of
@@ -35,7 +39,7 @@ Decoder::Sums Decoder::experts(const float* x, int layer, bool sparse, int32_t t
     const Experts& e = *of.experts;
     const Site &in = of.sites[MLP_IN], &mid = of.sites[MLP_MID];
     Scratch& own = scratch_[thread];
-    const int32_t n = s_.intermediate;
+    const int32_t n = s_.intermediate, used = e.of_token();
 
     share_matmul(k_, pool_, *e.router, x, 1, routed_.data());
     pool_.barrier();
@@ -48,17 +52,17 @@ Decoder::Sums Decoder::experts(const float* x, int layer, bool sparse, int32_t t
             k_.collect(x, nullptr, threshold, in.threshold.size() > 1, s_.hidden, 0, own.d.data(), own.indices.data());
         active.indices = own.indices.data();
         x = own.d.data();
-        if (thread == 0) count_skipped(in, int64_t(e.used) * (s_.hidden - active.count), text, thread);
+        if (thread == 0) count_skipped(in, int64_t(used) * (s_.hidden - active.count), text, thread);
     }
-    for (int32_t slot = 0; slot < e.used; ++slot) own.products[slot] = {&e.in[own.chosen[slot]], x, active};
+    for (int32_t slot = 0; slot < used; ++slot) own.products[slot] = {&e.in[own.chosen[slot]], x, active};
     float *both = partial_sums_[MLP_IN & 1].data(), *sums = partial_sums_[MLP_MID & 1].data();
-    share_gemvs(k_, pool_, own.products.data(), e.used, both);
+    share_gemvs(k_, pool_, own.products.data(), used, both);
     pool_.barrier();
 
-    const int32_t slices = gemv_slices(*in.matrix, active.count, pool_.threads(), e.used);
+    const int32_t slices = gemv_slices(*in.matrix, active.count, pool_.threads(), used);
     const int64_t stride = gemv_stride(*in.matrix);
     const bool skips = sparse && !mid.threshold.empty();
-    pool_.share(e.used, [&](int slot, int) {
+    pool_.share(used, [&](int slot, int) {
         const float* of_slot = both + slot * slices * stride;
         float *y = middle_.data() + int64_t(slot) * n, *up = own.d.data();
         k_.sum(of_slot, stride, slices, nullptr, n, 0, y);
@@ -77,15 +81,15 @@ Decoder::Sums Decoder::experts(const float* x, int layer, bool sparse, int32_t t
     pool_.barrier();
 
     int32_t all_slices = 0;
-    read[0] = int64_t(e.used) * active.count, read[1] = 0;
-    for (int32_t slot = 0; slot < e.used; ++slot) {
+    read[0] = int64_t(used) * active.count, read[1] = 0;
+    for (int32_t slot = 0; slot < used; ++slot) {
         int32_t count = expert_counts_.data()[16 * slot];
         const int32_t* listed = skips ? expert_lists_.data() + slot * (int64_t(n) + 16) : all_.data();
         own.products[slot] = {&e.mid[own.chosen[slot]], middle_.data() + int64_t(slot) * n, {listed, count}};
-        all_slices += gemv_slices(*mid.matrix, count, pool_.threads(), e.used);
+        all_slices += gemv_slices(*mid.matrix, count, pool_.threads(), used);
         read[1] += count;
     }
-    share_gemvs(k_, pool_, own.products.data(), e.used, sums);
+    share_gemvs(k_, pool_, own.products.data(), used, sums);
     pool_.barrier();
     return {sums, gemv_stride(*mid.matrix), all_slices, &no_bias, s_.hidden};
 }
@@ -109,31 +113,32 @@ void Decoder::experts_several(int layer, int32_t texts, bool sparse, int thread)
 void Decoder::expert_rows(int layer, int32_t first, int32_t last, int32_t positions, int thread) {
     const Experts& e = *model_.layers[layer].experts;
     const int64_t hidden = s_.hidden, n = s_.intermediate;
+    const int32_t used = e.of_token(), stored = e.stored();
     int32_t *chosen = wide_chosen_.data(), *starts = starts_.data(), *placed = placed_.data();
     float *inner = wide_inner_.data(), *rows = wide_rows_.data();
 
     share_matmul(k_, pool_, *e.router, wide_normed_.data(), positions, routed_.data());
     pool_.barrier();
     for (int64_t p = first; p < last; ++p)
-        choose(e, routed_.data() + p * e.count(), chosen + p * e.used, wide_weights_.data() + p * e.used);
+        choose(e, routed_.data() + p * e.router->rows, chosen + p * used, wide_weights_.data() + p * used);
     pool_.barrier();
     if (thread == 0) {
-        int32_t places = positions * e.used;
-        std::fill(starts, starts + e.count() + 1, 0);
+        int32_t places = positions * used;
+        std::fill(starts, starts + stored + 1, 0);
         for (int32_t i = 0; i < places; ++i) ++starts[chosen[i] + 1];
-        for (int32_t i = 0; i < e.count(); ++i) starts[i + 1] += starts[i];
+        for (int32_t i = 0; i < stored; ++i) starts[i + 1] += starts[i];
         for (int32_t i = 0; i < places; ++i) placed[starts[chosen[i]]++] = i;
-        for (int32_t i = e.count(); i > 0; --i) starts[i] = starts[i - 1];  // each was moved to the next one's
+        for (int32_t i = stored; i > 0; --i) starts[i] = starts[i - 1];  // each was moved to the next one's
         starts[0] = 0;
     }
     pool_.barrier();
-    for (int32_t expert = 0; expert < e.count(); ++expert) {
+    for (int32_t expert = 0; expert < stored; ++expert) {
         const int32_t *here = placed + starts[expert], count = starts[expert + 1] - starts[expert];
         if (!count) continue;
         int32_t from = int32_t(int64_t(count) * thread / pool_.threads());
         int32_t to = int32_t(int64_t(count) * (thread + 1) / pool_.threads());
         for (int32_t i = from; i < to; ++i)
-            memcpy(inner + i * hidden, wide_normed_.data() + here[i] / e.used * hidden, hidden * sizeof(float));
+            memcpy(inner + i * hidden, wide_normed_.data() + here[i] / used * hidden, hidden * sizeof(float));
         pool_.barrier();
         share_matmul(k_, pool_, e.in[expert], inner, count, rows);
         pool_.barrier();
@@ -146,7 +151,7 @@ void Decoder::expert_rows(int layer, int32_t first, int32_t last, int32_t positi
         share_matmul(k_, pool_, e.mid[expert], inner, count, rows);
         pool_.barrier();
         for (int32_t i = from; i < to; ++i)
-            k_.sum(rows + i * hidden, 0, 1, nullptr, s_.hidden, 1, wide_x_.data() + here[i] / e.used * hidden);
+            k_.sum(rows + i * hidden, 0, 1, nullptr, s_.hidden, 1, wide_x_.data() + here[i] / used * hidden);
         pool_.barrier();
     }
 }

@@ -15,7 +15,7 @@ void Decoder::grow_wide(int64_t positions) {
     wide_inner_.grow(positions * std::max({a_.q_rows(), s_.intermediate, s_.hidden}));
     if (!starts_.size()) return;
     int64_t used = int64_t(scratch_[0].chosen.size());
-    routed_.grow(positions * (starts_.size() - 1));
+    routed_.grow(positions * starts_.size());
     wide_chosen_.grow(positions * used);
     wide_weights_.grow(positions * used);
     placed_.grow(positions * used);
@@ -92,6 +92,12 @@ void Decoder::append_rows(int number, int32_t first, int32_t last) {
     int32_t rows = a_.qkv_rows();
     for (int32_t p = first; p < last && !bias.empty(); ++p)
         k_.sum(bias.data(), 0, 1, nullptr, rows, 1, wide_rows_.data() + int64_t(p) * rows);
+    const Layer& of = model_.layers[number];
+    for (int32_t p = first; p < last && !of.q_row_norm.empty(); ++p) {
+        float *q = wide_rows_.data() + int64_t(p) * rows, *k = q + a_.q_rows();
+        k_.rms_norm(q, of.q_row_norm.data(), a_.q_rows(), s_.eps, q);
+        k_.rms_norm(k, of.k_row_norm.data(), a_.kv_rows(), s_.eps, k);
+    }
     cache_->append_rows(number, wide_rows_.data(), first, last);
 }
 

@@ -106,8 +106,11 @@ Active Decoder::select_several(const Site& at, float* x, int32_t texts, int thre
 
 // From the products of attn_in to the inputs of attn_out in `wide_inner_`.
 void Decoder::attend_several(const Sums& qkv, int layer, int32_t texts, bool sparse, int thread) {
+    int32_t at = -1;  // the text whose heads this thread has normed
     pool_.share(texts * a_.kv_heads, [&](int item, int) {
         int32_t text = item / a_.kv_heads;
+        if (text != at) norm_heads(of_text(qkv, text), layer, thread);
+        at = text;
         float* y = wide_inner_.data() + int64_t(text) * a_.q_rows();
         attend(of_text(qkv, text), *texts_[text], layer, item % a_.kv_heads, sparse, y, thread);
     });

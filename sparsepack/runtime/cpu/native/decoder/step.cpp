@@ -40,6 +40,7 @@ void Decoder::token(int64_t id, bool sparse, float* logits, int thread) {
         Input input = select(number, ATTN_IN, normed, sparse, thread);
         multiply(input);
         pool_.barrier();
+        norm_heads(sums(input), number, thread);
         pool_.share(a_.kv_heads, [&](int kv_head, int) {
             attend(sums(input), *cache_, number, kv_head, sparse, attn_output_.data(), thread);
         });
@@ -96,13 +97,28 @@ void Decoder::change_basis(const Rows& basis, float* x) {
     memcpy(x, changed_.data(), s_.hidden * sizeof(float));
 }
 
-// The query heads of one key head: from a text's product of attn_in to their part of y [q_rows].
+// Queries and keys of a text, from its product of attn_in, in the thread's own scratch where they are normed together.
+void Decoder::norm_heads(const Sums& qkv, int layer, int thread) {
+    const Layer& of = model_.layers[layer];
+    if (of.q_row_norm.empty()) return;
+    float *q = scratch_[thread].rows.data(), *k = q + a_.q_rows();
+    read(qkv, 0, a_.q_rows() + a_.kv_rows(), q);
+    k_.rms_norm(q, of.q_row_norm.data(), a_.q_rows(), s_.eps, q);
+    k_.rms_norm(k, of.k_row_norm.data(), a_.kv_rows(), s_.eps, k);
+}
+
+// The query heads of one key head: from a text's product of attn_in to their part of y [q_rows], `norm_heads` before.
 void Decoder::attend(const Sums& qkv, KvCache& cache, int layer, int32_t kv_head, bool sparse, float* y, int thread) {
     Scratch& own = scratch_[thread];
     int32_t width = a_.head_dim, grouped = a_.gqa_ratio() * width;
     float *q = own.heads.data(), *k = q + grouped, *v = k + width;
-    read(qkv, int64_t(kv_head) * grouped, grouped, q);
-    read(qkv, a_.q_rows() + int64_t(kv_head) * width, width, k);
+    if (model_.layers[layer].q_row_norm.empty()) {
+        read(qkv, int64_t(kv_head) * grouped, grouped, q);
+        read(qkv, a_.q_rows() + int64_t(kv_head) * width, width, k);
+    } else {
+        memcpy(q, own.rows.data() + int64_t(kv_head) * grouped, grouped * sizeof(float));
+        memcpy(k, own.rows.data() + a_.q_rows() + int64_t(kv_head) * width, width * sizeof(float));
+    }
     read(qkv, a_.q_rows() + a_.kv_rows() + int64_t(kv_head) * width, width, v);
     cache.append(layer, kv_head, cache.length(), q, k, v);
     y += int64_t(kv_head) * grouped;
