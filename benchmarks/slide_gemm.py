@@ -86,7 +86,7 @@ def main(tokens: tuple[int, ...], rounds: int, vllm: str | None, json_path: Path
     """Print the tables."""
     others = [ONE_KERNEL] if architecture(usable("cuda").index or 0) == hopper.ARCHITECTURE else []
     if vllm:
-        torch.ops.load_library(vllm)
+        torch.ops.load_library(vllm)  # type: ignore[no-untyped-call]
         others += OF_VLLM
     result = bench_linears(QWEN_7B, tokens, rounds=rounds, others=others)
     click.echo(linears_table(result))
