@@ -6,8 +6,7 @@ Everything that a layer costs is counted: inputs are quantised (and lifted), out
 which does the same with the shapes of a slid folder.
 
 On Hopper there is one more baseline, "INT8, one kernel": NVIDIA's library is slower there with INT8 than with BF16, so
-that the kernel of slid weights multiplies dense ones, too, all else being the same. With dense weights it has been
-compiled, but not been run on a GPU yet: no figure in RESULTS.md is of it.
+that the kernel of slid weights multiplies dense ones, too, all else being the same.
 
 With --vllm there are two more, "INT8, vLLM" and "FP8, vLLM": what vLLM makes of a W8A8 checkpoint, which is its own
 quantisation of the inputs and CUTLASS's product. LIBRARY is `vllm/_C_stable_libtorch.abi3.so` of a wheel that was built
@@ -87,7 +86,7 @@ def main(tokens: tuple[int, ...], rounds: int, vllm: str | None, json_path: Path
     """Print the tables."""
     others = [ONE_KERNEL] if architecture(usable("cuda").index or 0) == hopper.ARCHITECTURE else []
     if vllm:
-        torch.ops.load_library(vllm)
+        torch.ops.load_library(vllm)  # type: ignore[no-untyped-call]
         others += OF_VLLM
     result = bench_linears(QWEN_7B, tokens, rounds=rounds, others=others)
     click.echo(linears_table(result))
