@@ -20,7 +20,7 @@ from typing import Any
 import click
 import numpy as np
 import torch
-from cuda_decode import NEW, PROMPT, SHOWN, check, measure, name_of
+from cuda_decode import NEW, PROMPT, SHOWN, check, measure, measure_prefill, name_of
 from cuda_synthetic import CONTEXT, random_rows, random_superblocks, random_zigzag
 from cuda_timing import announced_bandwidth, device_line
 from figures import json_option, write_figures
@@ -214,10 +214,10 @@ def main(quick: bool, layers: int, llama_bench: Path | None, work: Path, json_pa
     head = ["runtime", "skipped", "t/s", "range", "x", "GB/token", "of bandwidth"]
     title = f"{size.name}, {layers} layers, {traffic.parameters(packed) / 1e9:.1f} billion parameters; {PROMPT} + {NEW}"
     click.echo(f"{device_line()}\n\n{markdown(Table(head, rows(measured, bandwidth, peers), title))}")
-    write_figures(
-        json_path,
-        {"device": device_line(), "bandwidth": bandwidth, "check": differences, "decode": measured, "peer": peers},
-    )
+    prefill = measure_prefill(packed, rounds)
+    click.echo(markdown(Table(["prompt", "t/s"], [[str(n), f"{n / s:.0f}"] for n, s in prefill.items()])))
+    report = {"device": device_line(), "bandwidth": bandwidth, "check": differences}
+    write_figures(json_path, {**report, "decode": measured, "peer": peers, "prefill": prefill})
 
 
 if __name__ == "__main__":

@@ -79,7 +79,7 @@ def test_padding_changes_no_real_position_and_is_not_counted(scorers):
     assert blocks.realised() == whole.realised()
 
 
-def test_stored_weights_are_read_a_tensor_at_a_time_and_one_block_is_held(checkpoint, monkeypatch):
+def test_one_block_waits_as_it_is_stored_and_one_is_held(checkpoint, monkeypatch):
     source, alive, most = type(checkpoint.source), [], []
     tensor, load = source.tensor, streamed.BlockStream.load
 
@@ -98,7 +98,7 @@ def test_stored_weights_are_read_a_tensor_at_a_time_and_one_block_is_held(checkp
     monkeypatch.setattr(streamed.BlockStream, "load", loaded)
     scorer = StreamedScorer(checkpoint, {}, 64)
     hidden = scorer.hidden(IDS, None, torch.full((5,), 24), 1)
-    assert max(most) <= 2
+    assert max(most) <= len(scorer._stream.block.state_dict()) + 1
     assert next(scorer._stream.block.parameters()).is_meta, "a block is still held when the logits are made"
     scorer.head(slice(0, 10))(hidden)
     scorer.head(slice(10, 20))(hidden)

@@ -471,7 +471,7 @@ class SimulatedKernels(kernel_set.Kernels):
     on_device = staticmethod(nullcontext)
     device_name = staticmethod(lambda device: "simulated")
     synchronize = staticmethod(lambda device: None)
-    new_stream = new_graph_pool = staticmethod(lambda: None)
+    new_stream = new_step_stream = new_graph_pool = wait_for_step = staticmethod(lambda: None)
     on_stream = staticmethod(lambda stream: nullcontext())
     on_card = in_host_memory = staticmethod(lambda loaded: loaded)
     new_event = staticmethod(lambda enable_timing=False: Event())

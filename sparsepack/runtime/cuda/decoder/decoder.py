@@ -82,7 +82,7 @@ class CudaDecoder:
             work = None if plan is None or plan.budget is None else plan.parts.work
             self._prefill = Prefill(self._model, self._cache, kernels, None if work is None else work.scratch)
             self._positions = None if work is None else work.positions
-            self._stream = kernels.new_stream()
+            self._stream = kernels.new_step_stream()
             self._ahead = RunAhead(self._step, kernels, self._stream) if sequences == 1 and runs_ahead else None
         self._ids = Mirror(self._step.ids, kernels)
         self._moving: Mirror | None = None

@@ -89,6 +89,17 @@ class Kernels:
     matmul = staticmethod(rows.matmul)
 
     @staticmethod
+    def new_step_stream() -> torch.cuda.Stream:
+        """A stream whose kernels, replayed from a graph too, come before those of other streams where they compete for
+        multiprocessors."""
+        return torch.cuda.Stream(priority=-1)  # type: ignore[no-untyped-call]
+
+    @staticmethod
+    def wait_for_step() -> None:
+        """The host waits until what is on the current stream has ended; other streams may go on."""
+        torch.cuda.current_stream().synchronize()
+
+    @staticmethod
     def host_memory(like: Tensor) -> Tensor:
         """The host's memory in which the host reads what lies on the GPU: copies to this memory need not be waited for
         one by one."""
