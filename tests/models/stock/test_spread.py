@@ -9,7 +9,7 @@ from models_for_tests import VOCABULARY, make_model
 from sparsepack.errors import UserError
 from sparsepack.eval.scorer import SparseScorer
 from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
-from sparsepack.models.families import SITES
+from sparsepack.models.family import SITES
 from sparsepack.models.records.rule import SiteRule
 from sparsepack.models.stock import spread as module
 from sparsepack.models.stock.spread import Places, place_of, places_of
