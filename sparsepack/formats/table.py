@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from sparsepack.formats.encoded import SiteEncoder
     from sparsepack.formats.plan import Plan, PlanRequest
     from sparsepack.models.checkpoint.checkpoint import Checkpoint
+    from sparsepack.models.family import Family
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,10 @@ class Format:
         """What its name ends with, for those who name outputs."""
         return "" if self.folder else ".gguf"
 
+    def lacks(self, family: "Family") -> str:
+        """What models of a family have that the format has no place for; empty: it has for everything."""
+        return "" if family.experts is None or self.experts else "mixtures of experts"
+
     def check_model(self, checkpoint: "Checkpoint") -> None:
         """Whether the format can hold a model: ask once, before anything is found for it.
 
@@ -76,9 +81,9 @@ class Format:
                 f"{checkpoint.name}: its residual stream changes its basis before block {checkpoint.bases[0]}, for "
                 f"which {self.name} has no place; pack as {those_with('bases')}, or rotate it with one basis"
             )
-        if checkpoint.family.experts is not None and not self.experts:
+        if lacks := self.lacks(checkpoint.family):
             raise PackingError(
-                f"{checkpoint.name}: its MLPs are mixtures of experts, for which {self.name} has no place; pack as "
+                f"{checkpoint.name}: its MLPs are {lacks}, for which {self.name} has no place; pack as "
                 f"{those_with('experts')}"
             )
         self._implementation.check_model(self, checkpoint)

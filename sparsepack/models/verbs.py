@@ -1,4 +1,4 @@
-"""What verbs lack for some families, a row for each verb: errors say it, and the table of README is made of it, too
+"""What verbs lack for some families, a row for each verb: errors say it, and the tables of README are made of it, too
 (`tools/families_table.py`)."""
 
 from collections.abc import Callable, Mapping

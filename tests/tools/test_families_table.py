@@ -1,0 +1,77 @@
+"""README's tables of models are what the rows say, and the rows say what is refused."""
+
+import json
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+from absolute_links import README
+from families_table import FORMAT_GROUPS, MODELS, NO, YES, holds, runs, tables, takes
+from models_for_tests import EXPERTS, SMALL, make_model, make_opt
+
+from sparsepack.distillation.run import check_model as check_distilled
+from sparsepack.errors import UserError
+from sparsepack.formats.table import FORMATS
+from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from sparsepack.models.families import FAMILIES
+from sparsepack.models.verbs import stream_of
+from sparsepack.refit.options import RefitOptions
+from sparsepack.refit.run import refit_to_come
+from sparsepack.runtime.backends import BACKENDS
+
+every_family = pytest.mark.parametrize("family", FAMILIES)
+
+
+def test_readme_has_the_tables() -> None:
+    assert tables() in README.read_text(encoding="utf-8"), "python tools/families_table.py"
+
+
+def test_every_family_has_a_row_in_each_table() -> None:
+    assert {family for family, _ in MODELS.values()} == set(FAMILIES)
+    for one in tables().split("\n\n"):
+        rows = [row.split("|")[1:-1] for row in one.splitlines()[2:]]
+        assert [row[0].strip() for row in rows] == [*MODELS]
+        assert {cell.strip() for row in rows for cell in row[1:]} == {YES, NO}
+
+
+def raises(action: object, *of: object) -> bool:
+    try:
+        action(*of)  # type: ignore[operator]
+    except UserError:
+        return True
+    return False
+
+
+@cache
+def made(family: str, folder: Path) -> Checkpoint:
+    path = make_opt(folder / family) if family == "opt" else make_model(folder / family, family)
+    if family in SMALL and family != "opt":
+        config = json.loads((path / "config.json").read_text())
+        field = "hidden_activation" if family.startswith("gemma") else "hidden_act"
+        (path / "config.json").write_text(json.dumps({**config, field: "relu"}))
+    return open_checkpoint(path)
+
+
+@every_family
+def test_what_the_table_says_no_to_is_refused_and_nothing_else(
+    family: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    checkpoint, row = made(family, tmp_path_factory.getbasetemp()), FAMILIES[family]
+    assert takes("rotate", row) != raises(stream_of, row, "m")
+    assert takes("distil", row) != raises(check_distilled, checkpoint)
+    assert takes("refit", row) != raises(refit_to_come, checkpoint, RefitOptions())
+    assert takes("pack", row) != raises(lambda: checkpoint.architecture)
+    for name in FORMAT_GROUPS:
+        if name == "q4_k" and family in SMALL:
+            continue  # llama.cpp does not know ReLU in them
+        assert holds(FORMATS[name], row) != raises(FORMATS[name].check_model, checkpoint), name
+
+
+def test_a_trait_that_a_backend_lacks_takes_a_yes_away() -> None:
+    cuda, gemma = BACKENDS["cuda"], FAMILIES["gemma2"]
+    assert runs(cuda, gemma, {})
+    poorer = replace(cuda, traits=frozenset())
+    assert not runs(poorer, gemma, {})
+    assert runs(poorer, FAMILIES["llama"], {})
+    assert set(SMALL) | set(EXPERTS) | {"opt"} == set(FAMILIES)

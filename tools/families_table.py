@@ -1,0 +1,106 @@
+"""The tables of README that say what can be done with which models, out of the rows that refuse the others.
+
+    python tools/families_table.py
+
+The first has verbs and engines, the second what `pack` makes. They have from `models/verbs.py` what verbs take, from
+`formats/table.py` what formats hold, and from `runtime/backends.py` and `runtime/traits.py` what engines compute, of a
+model as the family's usual ones are.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from sparsepack.errors import UserError
+from sparsepack.formats.mlp_kinds import DENSE, EXPERTS
+from sparsepack.formats.table import FORMATS, Format
+from sparsepack.models.architecture import architecture_of
+from sparsepack.models.families import FAMILIES
+from sparsepack.models.family import Family
+from sparsepack.models.verbs import check_taken
+from sparsepack.runtime.backends import BACKENDS, Backend
+from sparsepack.runtime.traits import traits_of
+from sparsepack.tables import Table, markdown
+
+MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "Llama": ("llama", {}),
+    "Mistral": ("mistral", {}),
+    "Qwen2, Qwen2.5": ("qwen2", {}),
+    "Qwen3": ("qwen3", {}),
+    "Phi-3, Phi-4": ("phi3", {}),
+    "Phi-4-mini": (
+        "phi3",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75}},
+    ),
+    "Gemma 2": ("gemma2", {}),
+    "Gemma 3 (text)": ("gemma3_text", {}),
+    "Mixtral": ("mixtral", {}),
+    "Qwen3-MoE": ("qwen3_moe", {}),
+    "Qwen2-MoE": ("qwen2_moe", {}),
+    "OLMoE": ("olmoe", {}),
+    "OPT": ("opt", {}),
+}
+"""For people -> the family, and what such a model's configuration has that is not its family's default."""
+VERBS = ("rotate", "distil")
+FORMAT_GROUPS = ("zigzag-q4_k", "neuron-q4_k", "slide-int8", "q4_k")
+"""One format of each kind; llama.cpp loads the last."""
+HEADS = {"neuron-q4_k": "neuron-q4_k (with ReLU)", "slide-int8": "slid", "q4_k": "for llama.cpp"}
+EVERY = "calibrate, thresholds, prune, trace, eval"
+YES, NO = "yes", "-"
+
+
+def tables() -> str:
+    """Both tables in Markdown."""
+    return "\n\n".join(markdown(Table(heads, rows)) for heads, rows in (_of_verbs(), _of_formats()))
+
+
+def _of_verbs() -> tuple[list[str], list[list[str]]]:
+    rows = [
+        [name, YES]
+        + [_cell(takes(verb, FAMILIES[kind])) for verb in VERBS]
+        + [_cell(runs(row, FAMILIES[kind], changes)) for row in BACKENDS.values()]
+        for name, (kind, changes) in MODELS.items()
+    ]
+    return ["models", EVERY, *VERBS, *BACKENDS], rows
+
+
+def _of_formats() -> tuple[list[str], list[list[str]]]:
+    rows = [
+        [name]
+        + [_cell(holds(FORMATS[format], FAMILIES[kind])) for format in FORMAT_GROUPS]
+        + [_cell(all(takes(verb, FAMILIES[kind]) for verb in ("pack", "refit")))]
+        for name, (kind, _) in MODELS.items()
+    ]
+    return ["models", *(HEADS.get(name, name) for name in FORMAT_GROUPS), "pack --refit"], rows
+
+
+def _cell(able: bool) -> str:
+    return YES if able else NO
+
+
+def takes(verb: str, family: Family) -> bool:
+    """Whether a verb takes a family."""
+    try:
+        check_taken(verb, family, "")
+    except UserError:
+        return False
+    return True
+
+
+def holds(format: Format, family: Family) -> bool:
+    """Whether a format has a place for models of a family."""
+    return takes("pack", family) and not format.lacks(family) and (format.runs or bool(family.gguf) or format.folder)
+
+
+def runs(row: Backend, family: Family, changes: Mapping[str, Any]) -> bool:
+    """Whether a backend computes a model of a family with such a configuration, up to the length it was trained for."""
+    from transformers import AutoConfig
+
+    kind = DENSE if family.experts is None else EXPERTS
+    if not takes("pack", family) or kind not in row.mlps:
+        return False
+    architecture = architecture_of(AutoConfig.for_model(family.model_type, **changes), None)
+    return row.traits.issuperset(traits_of(architecture, 0))
+
+
+if __name__ == "__main__":
+    print(tables())
