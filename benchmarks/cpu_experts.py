@@ -61,6 +61,8 @@ class Mixture:
 
 
 THREE_BILLION = Mixture("mixture-3b", 2048, 18, 768, 32, 4, 32, 8, 64, 32000)
+THIRTY_BILLION = Mixture("mixture-30b", 2048, 48, 768, 128, 8, 32, 4, 128, 8192)
+"""The shape of Qwen3-30B-A3B, with a small vocabulary."""
 TINY = Mixture("mixture-tiny", 256, 2, 256, 8, 2, 4, 2, 64, 512)
 
 
