@@ -10,6 +10,7 @@ Before anything is timed, a model of the same widths with two layers is compared
 
 import statistics
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,7 +22,7 @@ from cuda_synthetic import CONTEXT, LLAMA_1B, LLAMA_7B, LLAMA_8B, random_model
 from cuda_timing import announced_bandwidth, device_line
 from figures import json_option, write_figures
 from nearness import expect_near, relative_error
-from synthetic import Size, random_ids
+from synthetic import random_ids
 from thresholds import Thresholds, find_thresholds, with_thresholds
 from turns import in_turns, interleaved
 
@@ -42,24 +43,21 @@ LIMITS = {"dense": 0.01, "sparse": 0.1}
 """The largest relative error of the logits. Keys and values are bfloat16, which may move inputs across thresholds."""
 
 
-def check(size: Size) -> dict[str, float]:
-    """How far logits of two layers are from the reference backend's. RuntimeError where they are another model's."""
-    packed = random_model(size, layers=2)
+def check(packed: PackedModel, limits: Mapping[str, float] = LIMITS) -> dict[str, float]:
+    """How far logits of a model of two layers are from the reference backend's. RuntimeError where they are another
+    model's."""
     packed = with_thresholds(packed, find_thresholds(packed, [SHOWN])[SHOWN])
-    ids = random_ids(size.vocabulary, 24, seed=2)
+    ids = random_ids(packed.architecture.vocabulary, 24, seed=2)
     found = {}
     ours, oracle = (Engine(packed, device="cuda", context=64, backend=name) for name in ("cuda", "reference"))
     for mode, sparse_from in (("dense", len(ids)), ("sparse", 16)):
         a, b = (engine.teacher_forced(ids, sparse_from).double() for engine in (ours, oracle))
-        found[f"{mode}, at once"] = _difference(a, b, mode)
+        found[f"{mode}, at once"] = expect_near(f"{mode}, logits", relative_error(a, b), limits[mode])
     ours.reset()
     first = [ours.prefill(ids[:16]), *(ours.step(id) for id in ids[16:])]
-    found["sparse, steps"] = _difference(torch.stack(first).double(), b[15:], "sparse")
+    stepped = relative_error(torch.stack(first).double(), b[15:])
+    found["sparse, steps"] = expect_near("sparse, logits", stepped, limits["sparse"])
     return found
-
-
-def _difference(found: torch.Tensor, expected: torch.Tensor, mode: str) -> float:
-    return expect_near(f"{mode}, logits", relative_error(found, expected), LIMITS[mode])
 
 
 def decode_seconds(engine: Engine, ids: list[int], dense: bool) -> float:
@@ -108,7 +106,9 @@ def measure(packed: PackedModel, thresholds: Thresholds, rounds: int) -> dict[st
         taken = (decode_seconds if kind == "chosen" else teacher_forced_seconds)(engine, ids, dense)
         return taken, engine.activity()
 
-    runs = {_name(kind, dense): partial(timed, kind, dense) for kind in ("chosen", "given") for dense in (True, False)}
+    runs = {
+        name_of(kind, dense): partial(timed, kind, dense) for kind in ("chosen", "given") for dense in (True, False)
+    }
     results = {}
     for name, samples in in_turns(runs, rounds, warm_up=1).items():
         seconds, activity = [taken for taken, _ in samples], samples[-1][1]
@@ -121,7 +121,7 @@ def measure(packed: PackedModel, thresholds: Thresholds, rounds: int) -> dict[st
     return results
 
 
-def _name(kind: str, dense: bool) -> str:
+def name_of(kind: str, dense: bool) -> str:
     return f"{'dense' if dense else 'sparse'}, {kind}"
 
 
@@ -135,20 +135,20 @@ def measure_prefill(packed: PackedModel, rounds: int) -> dict[int, float]:
 
 def decode_rows(name: str, kind: str, result: dict[str, Any], bandwidth: float) -> list[list[str]]:
     """Three rows: llama.cpp, where it has an anchor, dense, sparse."""
-    anchor, dense = DECODE_ANCHORS.get(name), result[_name(kind, True)]
+    anchor, dense = DECODE_ANCHORS.get(name), result[name_of(kind, True)]
     size = SIZES[name].name
     rows = []
     if anchor:
         share = f"{dense['bytes'] * anchor / bandwidth:.0%}"
         rows = [[size, "llama.cpp (anchor)", "-", f"{anchor:.0f}", "-", "1.00", f"{dense['bytes'] / 1e9:.2f}", share]]
     for mode in (True, False):
-        row = result[_name(kind, mode)]
+        row = result[name_of(kind, mode)]
         speed = 1 / row["seconds"]
         low, high = (1 / s for s in reversed(row["range"]))
         rows.append(
             [
                 size,
-                f"ours, {_name(kind, mode)}",
+                f"ours, {name_of(kind, mode)}",
                 f"{row['sparsity']:.1%}",
                 f"{speed:.0f}",
                 f"{low:.0f} to {high:.0f}",
@@ -173,7 +173,7 @@ def main(quick: bool, layers: int | None, names: tuple[str, ...], rounds: int, j
     report: dict[str, Any] = {"device": device_line(), "bandwidth": bandwidth}
     for name in names or SIZES:
         size = SIZES[name]
-        differences = check(size)
+        differences = check(random_model(size, layers=2))
         click.echo(f"{size.name}, difference of logits from the reference backend, two layers: {differences}")
         packed = random_model(replace(size, layers=layers or size.layers))
         tried = (SHOWN,) if quick or name != "8b" else SPARSITIES

@@ -39,7 +39,7 @@ from sparsepack.formats.slid.layout import POSITIONS, SCALE, value_type
 from sparsepack.formats.table import FORMATS
 from sparsepack.formats.zigzag import plan as zigzag_gguf
 from sparsepack.models.checkpoint.checkpoint import EMBEDDING, HEAD, Checkpoint, open_checkpoint
-from sparsepack.models.families import SITES
+from sparsepack.models.family import SITES
 from sparsepack.models.records.groups import kept
 from sparsepack.models.records.pattern import Pattern
 from sparsepack.models.stock.skeleton import parameter_shapes

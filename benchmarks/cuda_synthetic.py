@@ -14,7 +14,7 @@ from sparsepack.formats.codecs import zigzag
 from sparsepack.formats.codecs.matrices import ZIGZAG, PackedMatrix, encode_rows
 from sparsepack.formats.packed import DenseMlp, PackedLayer, PackedModel, PackedSite
 from sparsepack.models.architecture import architecture_of
-from sparsepack.models.families import ATTENTION_SITES, MLP_SITES
+from sparsepack.models.family import ATTENTION_SITES, MLP_SITES
 
 LLAMA_8B = Size("Llama-3-8B", 4096, 32, 14336, 32, 8, 128256)
 LLAMA_7B = Size("Llama-2-7B", 4096, 32, 11008, 32, 32, 32000)
@@ -63,7 +63,7 @@ def random_zigzag(rows: int, columns: int, scale: float, generator: torch.Genera
     return PackedMatrix(blocks, ZIGZAG, rows, columns)
 
 
-def random_superblocks(shape: tuple[int, int], deviation: float, generator: torch.Generator) -> Tensor:
+def random_superblocks(shape: tuple[int, ...], deviation: float, generator: torch.Generator) -> Tensor:
     """Superblocks of Q4_K, uint8 [*shape, 144], whose weights have a standard deviation."""
     blocks = torch.randint(0, 256, (*shape, 144), dtype=torch.uint8, device=generator.device, generator=generator)
     step = deviation / 4.61  # the standard deviation of 0 .. 15

@@ -49,7 +49,7 @@ from sparsepack.formats.codecs.gate_copy import copied, limits
 from sparsepack.formats.codecs.matrices import decode_matrix, decode_rows, encode_rows
 from sparsepack.formats.open import read_packed
 from sparsepack.formats.packed import NeuronMlp, PackedModel
-from sparsepack.models.families import MLP_MID
+from sparsepack.models.family import MLP_MID
 from sparsepack.models.stock.hooks import site_hooks
 from sparsepack.placement.machine import MACHINES, SHAPES, Machine, Shape, dense_split
 from sparsepack.placement.placement import across_blocks, budget_of

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from cuda_synthetic import random_rows, random_superblocks, random_zigzag
+from llama_cpp_file import q4_k, write_random
 from synthetic import Size, llama_config
 
 from sparsepack.formats.codecs.matrices import PackedMatrix
@@ -67,10 +68,8 @@ def _here(matrix: PackedMatrix) -> PackedMatrix:
 def write_for_llama_cpp(size: Size, path: Path, seed: int = 0) -> Path:
     """The shape as a GGUF in Q4_K, the output matrix in Q6_K, without a tokenizer; blocks have the same weights.
     llama.cpp's Llama knows SiLU alone: it reads and computes as much as it would with ReLU."""
-    import gguf
-
     generator = torch.Generator().manual_seed(seed)
-    kv = size.kv_heads * size.hidden // size.heads
+    kv, head_dim = size.kv_heads * size.hidden // size.heads, size.hidden // size.heads
     shapes = {
         "attn_q": (size.hidden, size.hidden),
         "attn_k": (kv, size.hidden),
@@ -80,37 +79,17 @@ def write_for_llama_cpp(size: Size, path: Path, seed: int = 0) -> Path:
         "ffn_up": (size.intermediate, size.hidden),
         "ffn_down": (size.hidden, size.intermediate),
     }
-
-    def q4_k(rows: int, columns: int, deviation: float) -> np.ndarray:
-        found: np.ndarray = random_superblocks((rows, columns // 256), deviation, generator).flatten(1).numpy()
-        return found
-
-    of_block = {name: q4_k(rows, columns, 0.1 * columns**-0.5) for name, (rows, columns) in shapes.items()}
-    unfinished = path.with_suffix(".unfinished")
-    writer = gguf.GGUFWriter(unfinished, "llama")
-    writer.add_context_length(CONTEXT)
-    writer.add_embedding_length(size.hidden)
-    writer.add_block_count(size.layers)
-    writer.add_feed_forward_length(size.intermediate)
-    writer.add_head_count(size.heads)
-    writer.add_head_count_kv(size.kv_heads)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_rope_dimension_count(size.hidden // size.heads)
-    writer.add_vocab_size(size.vocabulary)
-    writer.add_tokenizer_model("no_vocab")
-    norm = np.ones(size.hidden, np.float32)
-    output = random_rows(size.vocabulary, size.hidden, size.hidden**-0.5, generator).blocks.numpy()
-    quantised = gguf.GGMLQuantizationType
-    writer.add_tensor("token_embd.weight", q4_k(size.vocabulary, size.hidden, 1.0), raw_dtype=quantised.Q4_K)
-    writer.add_tensor("output_norm.weight", norm)
-    writer.add_tensor("output.weight", output, raw_dtype=quantised.Q6_K)
-    for block in range(size.layers):
-        for name in ("attn_norm", "ffn_norm"):
-            writer.add_tensor(f"blk.{block}.{name}.weight", norm)
-        for name, weights in of_block.items():
-            writer.add_tensor(f"blk.{block}.{name}.weight", weights, raw_dtype=quantised.Q4_K)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return unfinished.rename(path)
+    of_block = {name: q4_k(shape, 0.1 * shape[-1] ** -0.5, generator) for name, shape in shapes.items()}
+    of_block |= dict.fromkeys(("attn_norm", "ffn_norm"), np.ones(size.hidden, np.float32))
+    numbers = {
+        "context_length": CONTEXT,
+        "embedding_length": size.hidden,
+        "block_count": size.layers,
+        "feed_forward_length": size.intermediate,
+        "head_count": size.heads,
+        "head_count_kv": size.kv_heads,
+        "layer_norm_rms_eps": 1e-5,
+        "rope_dimension_count": head_dim,
+        "vocab_size": size.vocabulary,
+    }
+    return write_random(path, "llama", numbers, of_block, generator)

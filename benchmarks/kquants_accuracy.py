@@ -28,7 +28,7 @@ from torch import Tensor
 from sparsepack.eval.perplexity import score_windows, summarise
 from sparsepack.eval.subject import StockSubject, open_subject
 from sparsepack.models.checkpoint.gguf_names import gguf_names, unpermute_rotary
-from sparsepack.models.families import Family
+from sparsepack.models.family import Family
 from sparsepack.packing import PackRequest, pack
 
 TYPES = ("Q4_K_S", "Q3_K_M", "Q3_K_S", "Q2_K")

@@ -11,6 +11,7 @@ import re
 import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache, cached_property
 from pathlib import Path
 
 _BUFFER = re.compile(r"CUDA\d+(?: [A-Za-z]+)? (?:model |KV |compute |output )?buffer size *= *([\d.]+) MiB")
@@ -43,8 +44,9 @@ class Peer:
 
     def command(self, split: Sequence[str], depth: int, new: int, rounds: int) -> list[str]:
         """The arguments of a run."""
-        fixed = ["-m", self.path, "-o", "json", "-v", "-mmp", 0, "-fa", 1, "-ctk", "f16", "-ctv", "f16", "-ub", 64]
-        sizes = ["-p", 0, "-n", new, "-d", depth, "-r", rounds, "-t", self.threads]
+        fixed = ["-m", self.path, "-o", "json", "-v", "-fa", 1, "-ctk", "f16", "-ctv", "f16", "-ub", 64]
+        mapped = ["-lm", "none"] if "--load-mode" in self._help else ["-mmp", 0]
+        sizes = ["-p", 0, "-n", new, "-d", depth, "-r", rounds, "-t", self.threads, *mapped]
         return [str(each) for each in (*fixed, *sizes, *split)]
 
     def within(self, budget: int) -> list[Split]:
@@ -73,15 +75,21 @@ class Peer:
         count = max(count, 0)
         return Split(f"{name} {count}/{self.layers}", of(count), size if count else none)
 
-    def _reported(self, arguments: Sequence[str]) -> int:
-        """With the context of what is timed."""
+    @cache  # noqa: B019 -- a peer lasts as long as the program
+    def _reported(self, arguments: tuple[str, ...]) -> int:
+        """With the context of what is timed. A load takes seconds."""
         _, said = self.run(self.command(arguments, self.depth + self.new - 1, 1, 1))
         return reported_bytes(said)
+
+    @cached_property
+    def _help(self) -> str:
+        """What this llama-bench says of its options, of which some came and others went in 2026."""
+        return "".join(self.run(["--help"]))
 
     def _mlps(self, near: int) -> tuple[str, ...]:
         """All attention on the GPU, and the MLPs of the last `near` blocks."""
         far = self.layers - near
-        if "--n-cpu-ffn" in "".join(self.run(["--help"])):
+        if "--n-cpu-ffn" in self._help:
             return ("-ngl", "999", "--n-cpu-ffn", str(far))
         blocks = "|".join(map(str, range(far)))
         return ("-ngl", "999", "-ot", rf"blk\.({blocks})\.ffn_(gate|up|down)\.weight=CPU") if far else ("-ngl", "999")

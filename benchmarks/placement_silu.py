@@ -47,7 +47,7 @@ from sparsepack.eval.scorer import SparseScorer
 from sparsepack.eval.standard_error import exp_mean, mean, with_error
 from sparsepack.eval.subject import StockSubject, open_subject
 from sparsepack.files.text import read_text
-from sparsepack.models.families import MLP_MID, SITES
+from sparsepack.models.family import MLP_MID, SITES
 from sparsepack.models.records.rule import Rules, SiteRule
 from sparsepack.models.stock.hooks import site_hooks
 from sparsepack.models.tokenizer.windows import session_windows

@@ -1,6 +1,6 @@
 """The four linears of Qwen2.5-7B on a GPU: dense BF16, INT8 and FP8 beside slid weights of four patterns, in turns.
 
-    python benchmarks/slide_gemm.py [--tokens 64 --tokens 512 ...] [--rounds 7] [--json FILE]
+    python benchmarks/slide_gemm.py [--tokens 64 --tokens 512 ...] [--rounds 7] [--vllm LIBRARY] [--json FILE]
 
 Everything that a layer costs is counted: inputs are quantised (and lifted), outputs scaled. See `sparsepack bench`,
 which does the same with the shapes of a slid folder.
@@ -8,8 +8,13 @@ which does the same with the shapes of a slid folder.
 On Hopper there is one more baseline, "INT8, one kernel": NVIDIA's library is slower there with INT8 than with BF16, so
 that the kernel of slid weights multiplies dense ones, too, all else being the same. With dense weights it has been
 compiled, but not been run on a GPU yet: no figure in RESULTS.md is of it.
+
+With --vllm there are two more, "INT8, vLLM" and "FP8, vLLM": what vLLM makes of a W8A8 checkpoint, which is its own
+quantisation of the inputs and CUTLASS's product. LIBRARY is `vllm/_C_stable_libtorch.abi3.so` of a wheel that was built
+for the torch that is installed (benchmarks/notes/slide.md); nothing else of vLLM is needed.
 """
 
+from functools import partial
 from pathlib import Path
 
 import click
@@ -44,16 +49,46 @@ def int8_by_one_kernel(weight: Tensor) -> tuple[list[Run], int]:
     return copies(q, of)
 
 
+def by_vllm(weight: Tensor, dtype: torch.dtype) -> tuple[list[Run], int]:
+    """Dense products as vLLM 0.24 makes them, with a scale for each token and one for each row of weights."""
+    q, w_scale = quantise_rows(weight, dtype)
+    scales = w_scale[:, None]
+
+    def of(copy: Tensor) -> Run:
+        def run(x: Tensor) -> Tensor:
+            values = torch.empty_like(x, dtype=dtype)
+            scale = torch.empty(len(x), 1, device=x.device)
+            if dtype == torch.int8:
+                torch.ops._C.dynamic_scaled_int8_quant(values, x, scale, None)
+            else:
+                torch.ops._C.dynamic_per_token_scaled_fp8_quant(values, x, scale, None)
+            y = x.new_empty(len(x), len(copy))
+            torch.ops._C.cutlass_scaled_mm(y, values, copy.t(), scale, scales, None)
+            return y
+
+        return run
+
+    return copies(q, of)
+
+
 ONE_KERNEL = Contender("INT8, one kernel", "INT8", None, int8_by_one_kernel)
+OF_VLLM = [
+    Contender("INT8, vLLM", "INT8", None, partial(by_vllm, dtype=torch.int8)),
+    Contender("FP8, vLLM", "FP8", None, partial(by_vllm, dtype=torch.float8_e4m3fn)),
+]
 
 
 @click.command()
 @click.option("--tokens", multiple=True, type=int, default=TOKENS, show_default=True)
 @click.option("--rounds", default=7, show_default=True)
+@click.option("--vllm", type=click.Path(exists=True, dir_okay=False), help="vLLM's library of kernels.")
 @json_option
-def main(tokens: tuple[int, ...], rounds: int, json_path: Path | None) -> None:
+def main(tokens: tuple[int, ...], rounds: int, vllm: str | None, json_path: Path | None) -> None:
     """Print the tables."""
     others = [ONE_KERNEL] if architecture(usable("cuda").index or 0) == hopper.ARCHITECTURE else []
+    if vllm:
+        torch.ops.load_library(vllm)
+        others += OF_VLLM
     result = bench_linears(QWEN_7B, tokens, rounds=rounds, others=others)
     click.echo(linears_table(result))
     write_figures(json_path, result)

@@ -1,7 +1,13 @@
-"""What this process has taken of the machine."""
+"""What this process has of the machine."""
 
+import os
 import sys
 from pathlib import Path
+
+
+def cores() -> int:
+    """The logical cores that this process may use: at least 1."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def most_so_far() -> int:

@@ -22,7 +22,7 @@ from sparsepack.files.resume import state_beside
 from sparsepack.files.text import read_text
 from sparsepack.formats.verify import verify
 from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
-from sparsepack.models.families import SITES
+from sparsepack.models.family import SITES
 from sparsepack.models.records.pruned import pruning_record
 from sparsepack.models.stock.blocks import BlockStream
 from sparsepack.packing import PackRequest, pack

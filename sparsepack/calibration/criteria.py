@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from sparsepack.models.families import Family
+from sparsepack.models.family import Family
 
 
 def column_norms(block: nn.Module, family: Family, site: str) -> torch.Tensor:

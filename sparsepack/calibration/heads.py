@@ -2,7 +2,7 @@
 
     heads, kv_heads, head_dim   as the model's configuration has them
     groups                      how the query heads of a KV head are combined: `collectors.products.GROUPS`
-    rotary.convention, .dims    which channels turn together, and how many of the first ones turn: `families.Rotary`
+    rotary.convention, .dims    which channels turn together, and how many of the first ones turn: `family.Rotary`
 
 Whoever stores some of the channels must find the same in the model.
 """
@@ -16,7 +16,7 @@ from sparsepack.calibration.collectors import Statistics
 from sparsepack.calibration.collectors.products import GROUPS
 from sparsepack.files.stored import Count, Size, Stored
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
-from sparsepack.models.families import Rotary
+from sparsepack.models.family import Rotary
 from sparsepack.models.heads import heads_of_config
 
 if TYPE_CHECKING:

@@ -29,7 +29,7 @@ from sparsepack.files.text import Text, read_text
 from sparsepack.formats.table import holders
 from sparsepack.models.architecture import expert_numbers
 from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
-from sparsepack.models.families import ATTN_OUT, MLP_MID, SITES
+from sparsepack.models.family import ATTN_OUT, MLP_MID, SITES
 from sparsepack.models.heads import heads_of_config
 from sparsepack.models.precision import arithmetic
 from sparsepack.models.stock.blocks import BlockStream

@@ -4,7 +4,7 @@ import math
 
 from sparsepack.calibration.options import FEWEST_SAMPLES, MOST_SAMPLES
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
-from sparsepack.models.families import SITES
+from sparsepack.models.family import SITES
 
 WORK = 1.5e13
 """Weights times tokens: two cores take about six minutes for so much. A model with 900 million weights in its blocks

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from sparsepack.models.architecture import logit_cap
-from sparsepack.models.families import Family
+from sparsepack.models.family import Family
 from sparsepack.models.records.distilled import Figures
 from sparsepack.models.stock.halves import Change, changed_pass, dense_pass
 from sparsepack.sparsity.divergence import mean_divergence

@@ -21,10 +21,10 @@ from sparsepack.files.resume import ResumeState, state_beside
 from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from sparsepack.models.checkpoint.distilled import distilled, texts_of_distilled
 from sparsepack.models.checkpoint.writer import write_checkpoint
-from sparsepack.models.families import check_without_experts
 from sparsepack.models.precision import type_name
 from sparsepack.models.records.distilled import RECORD, Distilled, distillation_record
 from sparsepack.models.records.made import records_beside
+from sparsepack.models.verbs import check_taken
 from sparsepack.option import check_type
 from sparsepack.version import __version__
 
@@ -93,7 +93,7 @@ def distil(
 
 def check_model(checkpoint: Checkpoint) -> None:
     """Raise `DistillationError` for a model that was distilled before, `CheckpointError` for one with experts."""
-    check_without_experts(checkpoint.family, checkpoint.name, "distil")
+    check_taken("distil", checkpoint.family, checkpoint.name)
     if (before := distillation_record(checkpoint.path)) is not None:
         raise DistillationError(
             f"{checkpoint.name}: distilled already, from {before.summary['model']}; distil that model, with more "

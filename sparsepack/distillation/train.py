@@ -19,7 +19,7 @@ from sparsepack.distillation.options import DistilOptions
 from sparsepack.distillation.updates import Update, first_updates, trained_with
 from sparsepack.files.resume import ResumeState
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
-from sparsepack.models.families import SITES
+from sparsepack.models.family import SITES
 from sparsepack.models.precision import arithmetic
 from sparsepack.models.records.distilled import Figures
 from sparsepack.models.records.pruned import pruning_record

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
-from sparsepack.models.families import SITES
+from sparsepack.models.family import SITES
 
 
 class Update(ABC):

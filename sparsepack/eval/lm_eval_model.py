@@ -248,11 +248,13 @@ class SparseLM(TemplateLM):
         batches = [items[start : start + self.batch_size] for start in range(0, len(items), self.batch_size)]
         if self.workers.count > 1:
             self.workers.agree({"list of requests": fingerprint(asked)})
+        count = self.workers.count
+        rounds = iter([sum(map(len, batches[at : at + count])) for at in range(0, len(batches), count)])
         with progress(f"{what} requests", len(items)) as advance:
 
             def done(batch: list[T]) -> list[tuple[int, Any]]:
                 found = [*work(batch).items()]
-                advance(self.workers.count * len(batch))
+                advance(next(rounds))  # the others have done theirs, too, or nearly so
                 return found
 
             found = self.workers.each(batches, done)

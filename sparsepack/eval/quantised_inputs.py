@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from sparsepack.formats.codecs.symmetric import dequantised, quantise_rows
-from sparsepack.models.families import Family
+from sparsepack.models.family import Family
 from sparsepack.models.records.rule import SiteKey
 from sparsepack.models.stock.hooks import site_hooks
 

@@ -13,7 +13,7 @@ from sparsepack.eval.quantised_inputs import quantised_inputs
 from sparsepack.eval.tokens_read import TokensRead
 from sparsepack.integration.transformers import double_sparsity
 from sparsepack.models.architecture import logit_cap, sliding_windows
-from sparsepack.models.families import Family
+from sparsepack.models.family import Family
 from sparsepack.models.records.rule import Rules, SiteKey, active_channels, sparsify
 from sparsepack.models.records.sparse_attention import SparseAttention
 from sparsepack.models.soft_caps import soft_capped
@@ -55,15 +55,16 @@ class SparsePositions:
             rule = self._rules.get((layer, site))
             if rule is None:
                 return None
-            of_each = (
-                *counted.shape,
-                *[1] * (x.dim() - 2),
-            )  # a position has one vector, or one for each of its experts
-            inactive = ~active_channels(x, rule) & counted.view(of_each)
+            # A position has one vector, or one for each of its experts. A model may be spread over several devices.
+            of_each = (*counted.shape, *[1] * (x.dim() - 2))
+            if rule.limits.device != x.device:
+                rule = self._rules[layer, site] = rule.to(x.device)
+            skips, counts = sparse.to(x.device).view(of_each), counted.to(x.device).view(of_each)
+            inactive = ~active_channels(x, rule) & counts
             key = (layer, site)
             self._inactive[key] = self._inactive.get(key, 0) + inactive.sum()
-            self._seen[key] = self._seen.get(key, 0) + counted.sum() * x[0, 0].numel()
-            return torch.where(sparse.view(of_each), sparsify(x, rule), x)
+            self._seen[key] = self._seen.get(key, 0) + counts.sum() * x[0, 0].numel()
+            return torch.where(skips, sparsify(x, rule), x)
 
         with site_hooks(blocks, self.family, function):
             yield
@@ -170,7 +171,7 @@ class SparseScorer(StockScorer):
             # Right padding needs no attention mask: no real position looks at a later one.
             found: torch.Tensor = self.model.base_model(ids, use_cache=False).last_hidden_state
         done(len(ids))
-        return found
+        return found.to(self.device)  # of a model over several GPUs it is where the last block is
 
     def head(self, words: slice) -> Logits:
         return linear(self.model.lm_head.weight[words], logit_cap(self.model.config))

@@ -22,12 +22,13 @@ from sparsepack.formats.manifest import source_made_from
 from sparsepack.formats.open import is_artifact, open_artifact
 from sparsepack.models.architecture import token_weights
 from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
-from sparsepack.models.families import BASIS, SITES, Family
+from sparsepack.models.family import BASIS, SITES, Family
 from sparsepack.models.precision import arithmetic, type_name
 from sparsepack.models.records.made import made_from
 from sparsepack.models.records.rule import Rules, SiteKey
 from sparsepack.models.stock.blocks import BlockSource
 from sparsepack.models.stock.skeleton import parameter_shapes
+from sparsepack.models.stock.spread import Places, places_of
 from sparsepack.models.stock.whole import build_model
 from sparsepack.sparsity.thresholds import Thresholds
 
@@ -62,8 +63,18 @@ class StockSubject(Subject):
 
     @cached_property
     def model(self) -> Any:
-        """The whole stock model in memory, in `dtype`."""
-        return build_model(self.source.config, self.source.tensor, self.device, self.dtype, self.source.bases)
+        """The whole stock model in memory, in `dtype`: on one device, or over all GPUs where one has no room for it."""
+        source = self.source
+        return build_model(source.config, source.tensor, self.device, self.dtype, source.bases, self._places)
+
+    def _places(self, model: Any) -> Places | None:
+        places = places_of(model, self.device, self.dtype)
+        if places is not None and self.attention is not None:
+            raise UserError(
+                f"{self.name}: larger than one GPU, and a model with sparse attention cannot be spread over several; "
+                "use --device cpu"
+            )
+        return places
 
     @cached_property
     def sparse(self) -> bool:

@@ -25,7 +25,7 @@ from sparsepack.errors import ArtifactError
 from sparsepack.files.stored import Count, Name, Size, Stored, checked, shown
 from sparsepack.formats.codecs.labels import LABEL_BITS
 from sparsepack.models.architecture import Architecture
-from sparsepack.models.families import Rotary
+from sparsepack.models.family import Rotary
 from sparsepack.models.heads import Heads, heads_of, heads_of_config
 from sparsepack.models.records.sparse_attention import LARGEST_DENOMINATOR, SparseAttention, TokenPolicy, described
 

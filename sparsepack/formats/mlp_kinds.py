@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from sparsepack.models.families import MLP_SITES
+from sparsepack.models.family import MLP_SITES
 
 MLP_GATE, MLP_RECORDS = "mlp_gate", "mlp_records"
 """What stands in place of the sites mlp_in and mlp_mid where an MLP is stored by neurons."""

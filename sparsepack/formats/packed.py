@@ -14,7 +14,7 @@ from sparsepack.formats.codecs.matrices import PackedExperts, PackedMatrix, deco
 from sparsepack.formats.mlp_kinds import DENSE, EXPERTS, MLP_GATE, MLP_RECORDS, NEURONS, MlpKind
 from sparsepack.models.architecture import Architecture
 from sparsepack.models.checkpoint.experts import as_shared
-from sparsepack.models.families import BASIS, Family
+from sparsepack.models.family import BASIS, Family
 from sparsepack.models.records.rule import Rules, SiteKey, SiteRule
 from sparsepack.models.records.sparse_attention import SparseAttention
 

@@ -15,7 +15,8 @@ from sparsepack.formats.config_check import check_architecture
 from sparsepack.formats.packed import PackedModel
 from sparsepack.models.architecture import architecture_of
 from sparsepack.models.checkpoint.checkpoint import EMBEDDING, FINAL_NORM, HEAD
-from sparsepack.models.families import FAMILIES, Family
+from sparsepack.models.families import FAMILIES
+from sparsepack.models.family import Family
 from sparsepack.models.records.rule import Rules, SiteKey
 from sparsepack.models.records.skipped import sparse_sites_of
 from sparsepack.models.records.sparse_attention import SparseAttention

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from sparsepack.errors import CheckpointError
-from sparsepack.models.families import FAMILIES, MLP_SITES
+from sparsepack.models.families import FAMILIES
+from sparsepack.models.family import MLP_SITES
 from sparsepack.models.own_code import STOCK_ALONE
 
 ACTIVATIONS = ("silu", "relu", "gelu", "gelu_pytorch_tanh")

@@ -4,12 +4,13 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from sparsepack.models.architecture import Architecture, head_dim, rotary_dims
-from sparsepack.models.families import FAMILIES, Rotary
+from sparsepack.models.families import FAMILIES
+from sparsepack.models.family import Rotary
 
 
 @dataclass(frozen=True)
 class RotaryChannels:
-    """Which channels of a head turn together (`families.Rotary`), and how many of the first ones turn."""
+    """Which channels of a head turn together (`family.Rotary`), and how many of the first ones turn."""
 
     convention: Rotary
     dims: int

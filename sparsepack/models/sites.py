@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from sparsepack.errors import SiteError
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
-from sparsepack.models.families import SITES
+from sparsepack.models.family import SITES
 from sparsepack.models.records.rule import SiteKey
 
 

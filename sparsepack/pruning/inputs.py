@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sparsepack.models.architecture import expert_numbers
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
-from sparsepack.models.families import MLP_MID, Family
+from sparsepack.models.family import MLP_MID, Family
 from sparsepack.progress import say
 from sparsepack.reconstruction.inputs import Inputs, Sums
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from sparsepack.models.families import Family
+from sparsepack.models.family import Family
 from sparsepack.models.records.groups import grouped
 from sparsepack.models.records.pattern import Pattern
 

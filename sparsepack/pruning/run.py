@@ -22,7 +22,7 @@ from sparsepack.files.resume import ResumeState, state_beside
 from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from sparsepack.models.checkpoint.source_files import texts_of
 from sparsepack.models.checkpoint.writer import made_of_blocks, write_checkpoint
-from sparsepack.models.families import SITES
+from sparsepack.models.family import SITES
 from sparsepack.models.precision import arithmetic
 from sparsepack.models.records.made import records_beside
 from sparsepack.models.records.pattern import Pattern

@@ -3,7 +3,7 @@
 import torch
 
 from sparsepack.models.checkpoint.checkpoint import HEAD, Checkpoint
-from sparsepack.models.families import SITES
+from sparsepack.models.family import SITES
 from sparsepack.models.precision import arithmetic
 from sparsepack.models.tokenizer.windows import count_windows
 from sparsepack.process import most_so_far

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from sparsepack import tables
-from sparsepack.models.families import SITES
+from sparsepack.models.family import SITES
 from sparsepack.models.sites import chosen_sites, site_name
 from sparsepack.recipe.estimates import parameters, process_bytes
 from sparsepack.recipe.section import PATH, Recipe

@@ -1,7 +1,6 @@
 """The end of a run: everything measured as one JSON-able value, and what each stage shows of it."""
 
 import importlib.metadata
-import os
 import platform
 import shlex
 from collections.abc import Mapping, Sequence
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from sparsepack import tables
+from sparsepack.process import cores
 from sparsepack.publish.gates import gates_table
 from sparsepack.recipe.gates import Verdict
 from sparsepack.recipe.runner import LIBRARIES, Outcome
@@ -65,7 +65,7 @@ def _machine(device: str) -> dict[str, Any]:
 
     return {
         "cpu": cpu_info(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cores": cores(),
         "gpu": opened(backend_named("reference")).describe(torch.device(device)),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "python": platform.python_version(),

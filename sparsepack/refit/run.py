@@ -23,13 +23,14 @@ from sparsepack.files.transfer import stacked_on
 from sparsepack.formats.encoded import Encoded, EncodedSite, SiteEncoder
 from sparsepack.formats.plan import naming
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
-from sparsepack.models.families import SITES, check_without_experts
+from sparsepack.models.family import SITES
 from sparsepack.models.precision import arithmetic
 from sparsepack.models.records.rule import Rules
 from sparsepack.models.sites import site_name
 from sparsepack.models.stock.blocks import BlockStream
 from sparsepack.models.stock.bound import bound_told
 from sparsepack.models.tokenizer.windows import spread_windows
+from sparsepack.models.verbs import check_taken
 from sparsepack.progress import Shorter, progress
 from sparsepack.reconstruction.inputs import Inputs
 from sparsepack.refit.inputs import SiteInputs, SiteSums
@@ -112,7 +113,7 @@ def refit_state(
 def refit_to_come(checkpoint: Checkpoint, options: RefitOptions) -> Refit:
     """What will be known of the pass, in as much room, before it is run. Raises `CheckpointError` for a model with
     experts."""
-    check_without_experts(checkpoint.family, checkpoint.name, "fitting weights to their inputs")
+    check_taken("refit", checkpoint.family, checkpoint.name)
     typical = 0.12346
     sites = [
         {"site": site_name(layer, site), **_row({f"{site_name(layer, site)}.weight": typical}, typical, typical)}

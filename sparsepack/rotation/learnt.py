@@ -24,13 +24,14 @@ from sparsepack.files.resume import ResumeState
 from sparsepack.models.checkpoint.bases import Bases, bases_of
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
 from sparsepack.models.checkpoint.rotated import rotated
-from sparsepack.models.families import ATTN_OUT, SITES, Family, stream_of
+from sparsepack.models.family import ATTN_OUT, SITES, Family
 from sparsepack.models.precision import arithmetic
 from sparsepack.models.records.rule import SiteKey
 from sparsepack.models.stock.halves import Change
 from sparsepack.models.stock.hooks import site_hooks
 from sparsepack.models.stock.whole import backbone_of, load_model
 from sparsepack.models.tokenizer.windows import spread_windows
+from sparsepack.models.verbs import stream_of
 from sparsepack.rotation import pca
 from sparsepack.rotation.options import RotateOptions
 from sparsepack.sparsity.allocation import weights_of

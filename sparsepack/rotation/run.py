@@ -4,7 +4,7 @@ The bases, each new block and the hidden states of both models are kept beside t
 which a run that was killed goes on.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
 from math import prod
 from pathlib import Path
@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from sparsepack.calibration.folder import Calibration
 from sparsepack.calibration.folder import load as load_calibration
 from sparsepack.calibration.heads import output_moments
 from sparsepack.calibration.made_from import processor
@@ -27,12 +28,13 @@ from sparsepack.models.checkpoint.checkpoint import HEAD, Checkpoint, open_check
 from sparsepack.models.checkpoint.rotated import check_one_basis, rotated, rotated_config
 from sparsepack.models.checkpoint.source_files import CONFIG, texts_of
 from sparsepack.models.checkpoint.writer import made_of_blocks, write_checkpoint
-from sparsepack.models.families import SITES, stream_of
+from sparsepack.models.family import SITES
 from sparsepack.models.precision import type_name
 from sparsepack.models.records.distilled import distillation_record
 from sparsepack.models.records.pruned import pruning_record
 from sparsepack.models.records.rotated import RECORD, Rotated, rotation_record
 from sparsepack.models.stock.blocks import BlockStream
+from sparsepack.models.verbs import stream_of
 from sparsepack.option import check_type
 from sparsepack.progress import progress
 from sparsepack.rotation.bases import ROTATIONS
@@ -75,20 +77,8 @@ def rotate(
     output = Path(output)
     if workers.first:
         check_output(output, overwrite, folder=True, marker=RECORD)
-    checkpoint = model if isinstance(model, Checkpoint) else open_checkpoint(model)
-    check_model(checkpoint, options)
-    if workers.count > checkpoint.layers:
-        raise WorkersError(f"{workers.count} workers for {checkpoint.layers} blocks: some would be idle; start fewer")
-    checkpoint.source.hash.share(workers)
-    read = load_calibration(calibration)
-    read.check_model(checkpoint)
+    checkpoint, read = opened(model, calibration, options, workers)
     basis = ROTATIONS[options.basis]
-    if basis.needs == "moments" and (second_moments(read) is None or output_moments(read) is None):
-        raise RotationError(
-            f"{calibration}: a calibration without the second moments of the residual stream and of what heads give, "
-            "from a sparsepack before they were counted; make it again: sparsepack calibrate "
-            f"{checkpoint.name} --text TEXT -o FOLDER"
-        )
     # On which card of several it runs does not matter.
     stored = asdict(options) | {"device": torch.device(options.device).type}
     hashes = {"model": checkpoint.sha256, "calibration": read.sha256}
@@ -122,6 +112,27 @@ def rotate(
             texts[CONFIG] = rotated_config(texts[CONFIG], made)
             write_checkpoint(made, texts, {RECORD: record.to_json()}, output, overwrite)
     return record
+
+
+def opened(
+    model: Checkpoint | str | Path, calibration: Path, options: RotateOptions, workers: Workers
+) -> tuple[Checkpoint, Calibration]:
+    """The model and its calibration, of which all is known that `rotate` asks of them. Raises as `rotate` does."""
+    checkpoint = model if isinstance(model, Checkpoint) else open_checkpoint(model)
+    check_model(checkpoint, options)
+    if workers.count > checkpoint.layers:
+        raise WorkersError(f"{workers.count} workers for {checkpoint.layers} blocks: some would be idle; start fewer")
+    checkpoint.source.hash.share(workers)
+    read = load_calibration(calibration)
+    read.check_model(checkpoint)
+    needs = ROTATIONS[options.basis].needs
+    if needs == "moments" and (second_moments(read) is None or output_moments(read) is None):
+        raise RotationError(
+            f"{calibration}: a calibration without the second moments of the residual stream and of what heads give, "
+            "from a sparsepack before they were counted; make it again: sparsepack calibrate "
+            f"{checkpoint.name} --text TEXT -o FOLDER"
+        )
+    return checkpoint, read
 
 
 def check_model(checkpoint: Checkpoint, options: RotateOptions) -> None:
@@ -166,17 +177,12 @@ def _run(
     with progress("rotating", checkpoint.layers, resume.done) as advance:
         for start in range(resume.done, checkpoint.layers, workers.count):
             layers = range(start, min(start + workers.count, checkpoint.layers))
-            own = _block(view, start + workers.number) if workers.number < len(layers) else {}
+            own = block_of(view, start + workers.number) if workers.number < len(layers) else {}
             blocks = workers.in_order(own, len(layers), alike=False)
             for layer in layers:
                 found = next(blocks, {})  # none where this is not the first worker
                 if workers.first:
-                    model.load(layer)
-                    model.pass_on(hidden, 1, lambda: None)
-                    model.unload()
-                    other.load(layer, found)
-                    other.pass_on(turned, 1, lambda: None)
-                    other.unload()
+                    run_both(model, other, layer, found, hidden, turned)
                     resume.keep_hidden(turned, "turned")
                 resume.save_block(layer, found, hidden if workers.first else None)
                 advance()
@@ -188,7 +194,19 @@ def _run(
     return float(workers.told_by_first(error))
 
 
-def _block(view: Checkpoint, layer: int) -> dict[str, Tensor]:
+def run_both(
+    model: BlockStream, other: BlockStream, layer: int, found: Mapping[str, Tensor], hidden: Tensor, turned: Tensor
+) -> None:
+    """Take what enters a block of both models through it: `found` are the tensors of the rotated one."""
+    model.load(layer)
+    model.pass_on(hidden, 1, lambda: None)
+    model.unload()
+    other.load(layer, found)
+    other.pass_on(turned, 1, lambda: None)
+    other.unload()
+
+
+def block_of(view: Checkpoint, layer: int) -> dict[str, Tensor]:
     """The tensors of a block of the rotated model, by their names within it."""
     prefix = f"{view.family.block(layer)}."
     names = [name for name in view.source.shapes if name.startswith(prefix)]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from sparsepack.errors import UserError
 from sparsepack.formats.mlp_kinds import DENSE, EXPERTS, NEURONS, MlpKind
-from sparsepack.runtime.traits import TRAITS
+from sparsepack.runtime.traits import ROW_NORMS, SHARED_EXPERTS, TRAITS
 
 if TYPE_CHECKING:
     import torch
@@ -116,11 +116,12 @@ BACKENDS: Mapping[str, Backend] = MappingProxyType(
                 sequences=8,
                 offloads=True,
                 tunes=True,
-                mlps=(DENSE, NEURONS),
+                mlps=(DENSE, NEURONS, EXPERTS),
                 slots=True,
                 slot_texts=8,
                 budgets=True,
                 holds=True,
+                traits=frozenset(TRAITS) - {ROW_NORMS, SHARED_EXPERTS},
             ),
             Backend(
                 "metal",

@@ -54,6 +54,7 @@ class AttentionShape:
     scale                     -- what products of queries and keys are multiplied by; 0: 1 / sqrt(head_dim)
     cap                       -- a score s becomes cap tanh(s / cap); 0: it stays
     more_tables               -- cos and sin of the tables after the first, which alone long texts may change
+    turns                     -- whether they do: positions of a sequence may turn by rows of its own (`KvCache.turn`)
     """
 
     heads: int
@@ -68,6 +69,12 @@ class AttentionShape:
     scale: float = 0.0
     cap: float = 0.0
     more_tables: tuple[tuple[Tensor, Tensor], ...] = ()
+    turns: bool = False
+
+    @property
+    def tables(self) -> tuple[tuple[Tensor, Tensor], ...]:
+        """cos and sin of every table, in the order of their numbers."""
+        return (self.cos, self.sin), *self.more_tables
 
     @property
     def score_scale(self) -> float:
@@ -160,6 +167,7 @@ def attention_shape(
     """
     channels = sparse.channels if sparse else (None,) * architecture.layers
     of_layers = zip(architecture.sliding_windows, norms, channels, strict=True)
+    long = architecture.long_texts
     layers = tuple(
         LayerAttention(window, _beside(q, cos), _beside(k, cos), _beside(heavy, cos), int(bool(more_tables and window)))
         for window, (q, k), heavy in of_layers
@@ -177,6 +185,7 @@ def attention_shape(
         architecture.attention_scale,
         architecture.attention_cap,
         tuple(more_tables),
+        long is not None and len(cos) > long.tokens,
     )
 
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from sparsepack.calibration.criteria import channel_weights
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
-from sparsepack.models.families import SITES
+from sparsepack.models.family import SITES
 from sparsepack.models.records.rule import SiteKey, SiteRule
 from sparsepack.models.stock.blocks import BlockStream
 

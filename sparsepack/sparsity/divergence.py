@@ -9,7 +9,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint as recomputed
 
 from sparsepack.models.architecture import logit_cap
-from sparsepack.models.families import Family
+from sparsepack.models.family import Family
 from sparsepack.models.soft_caps import soft_capped
 from sparsepack.models.stock.halves import Change, changed_pass, dense_pass, trained_pass
 

@@ -15,7 +15,7 @@ from sparsepack.files.atomic import check_output
 from sparsepack.files.hashing import NO_HASH, fingerprint
 from sparsepack.files.resume import ResumeState, state_beside
 from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
-from sparsepack.models.families import SITES
+from sparsepack.models.family import SITES
 from sparsepack.models.precision import arithmetic
 from sparsepack.models.records.rule import CURVE_SHARES, Rules, SiteKey, SiteRule
 from sparsepack.models.sites import chosen_sites

@@ -19,7 +19,7 @@ from sparsepack.calibration.criteria import channel_weights
 from sparsepack.calibration.folder import Calibration
 from sparsepack.files.resume import ResumeState
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
-from sparsepack.models.families import SITES
+from sparsepack.models.family import SITES
 from sparsepack.models.precision import arithmetic
 from sparsepack.models.records.rule import SiteKey, SiteRule
 from sparsepack.models.stock.halves import Change

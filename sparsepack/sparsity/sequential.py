@@ -13,7 +13,7 @@ import torch
 
 from sparsepack.calibration.collectors import histogram
 from sparsepack.files.resume import ResumeState
-from sparsepack.models.families import SITES
+from sparsepack.models.family import SITES
 from sparsepack.models.records.rule import CURVE_SHARES, Rules, SiteKey, SiteRule, sparsify
 from sparsepack.models.stock.blocks import BlockStream
 from sparsepack.models.stock.bound import bound_told

@@ -23,7 +23,7 @@ from sparsepack.errors import ThresholdsError
 from sparsepack.files import stored
 from sparsepack.files.atomic import atomic_file
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
-from sparsepack.models.families import BASIS, SITES
+from sparsepack.models.family import BASIS, SITES
 from sparsepack.models.records.rule import CURVE_SHARES, Rules, SiteKey, SiteRule
 from sparsepack.models.records.skipped import Skipped, skipped
 

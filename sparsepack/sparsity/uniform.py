@@ -6,7 +6,7 @@ from dataclasses import replace
 from sparsepack.calibration.folder import Calibration
 from sparsepack.files.resume import ResumeState
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
-from sparsepack.models.families import SITES
+from sparsepack.models.family import SITES
 from sparsepack.models.records.rule import SiteKey, SiteRule
 from sparsepack.models.stock.blocks import BlockStream
 from sparsepack.sparsity.allocation import rules_of_criterion

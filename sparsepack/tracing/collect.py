@@ -21,7 +21,7 @@ from sparsepack.files.resume import ResumeState, state_beside
 from sparsepack.files.text import Text, read_text
 from sparsepack.models.architecture import expert_numbers
 from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
-from sparsepack.models.families import MLP_MID
+from sparsepack.models.family import MLP_MID
 from sparsepack.models.precision import arithmetic
 from sparsepack.models.stock.blocks import BlockStream
 from sparsepack.models.stock.bound import bound_told

@@ -11,7 +11,7 @@ from sparsepack.calibration.neurons import Activity, activity
 from sparsepack.errors import PackingError, PlacementError
 from sparsepack.files.hashing import NO_HASH
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
-from sparsepack.models.families import MLP_MID
+from sparsepack.models.family import MLP_MID
 from sparsepack.models.records.neurons import NeuronCounts
 from sparsepack.tracing.activity_report import added, trace_activity
 from sparsepack.tracing.trace import Trace, is_trace, load

@@ -1,7 +1,7 @@
 """Signs of life: each worker gives one every few seconds, and ends when another one gives none any more.
 
 A worker that dies closes its connections, which whoever waits for it sees at once. One that hangs, or whose machine is
-gone, closes none.
+gone, closes none; and whoever is at work waits for nobody: it looks whether another one has said that it fails.
 """
 
 import os
@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 from sparsepack.terminal import printable, tell
 from sparsepack.workers.environment import LAUNCHED
-from sparsepack.workers.workers import Link, Workers
+from sparsepack.workers.workers import Link, Workers, failure
 
 EVERY = 4.0
 """A sign is given after so many seconds."""
@@ -23,6 +23,7 @@ LOST = 20.0
 
 _LAST_WORD = 5.0  # seconds in which the main thread may come to an end and say more
 _EXIT = 1
+_GOES_ON = "; nothing is written, and the same command goes on"
 
 
 @contextmanager
@@ -43,24 +44,27 @@ def signs_of_life(workers: Workers, link: Link) -> Iterator[None]:
 
 def _watch(workers: Workers, link: Link, stop: threading.Event) -> None:
     seen = {other: ("", time.monotonic()) for other in range(workers.count) if other != workers.number}
-    parent = os.getppid()
+    launcher = os.environ.get(LAUNCHED)
     beats = 0
     while not stop.wait(EVERY):
-        if LAUNCHED in os.environ and os.getppid() != parent:
-            os._exit(_EXIT)  # whoever started the workers is gone
+        if launcher is not None and str(os.getppid()) != launcher:
+            os._exit(_EXIT)  # whoever started the workers is gone, perhaps before this thread began
         beats += 1
         try:
             link.set(f"alive/{workers.number}", str(beats))
+            if (failed := failure(link)) is not None and failed["worker"] != workers.number:
+                _end(f"{workers.names[failed['worker']]} failed: {failed['line']}", stop)
+                return
             for other in seen:
                 beat = link.get(f"alive/{other}") or ""
                 if beat != seen[other][0]:
                     seen[other] = beat, time.monotonic()
         except RuntimeError:
-            _end(f"{workers.names[0]} is gone", stop)
+            _end(f"{workers.names[0]} is gone{_GOES_ON}", stop)
             return
         for other, (_, when) in seen.items():
             if time.monotonic() - when > LOST:
-                _end(f"{workers.names[other]} has given no sign of life for {LOST:.0f} seconds", stop)
+                _end(f"{workers.names[other]} has given no sign of life for {LOST:.0f} seconds{_GOES_ON}", stop)
                 return
 
 
@@ -68,5 +72,5 @@ def _end(why: str, stop: threading.Event) -> None:
     """End this process: its main thread may wait in a library for whom nobody can stop."""
     if stop.wait(_LAST_WORD):  # the others may just have come to their end, or this one's main thread knows more
         return
-    tell(f"sparsepack: {printable(why)}; nothing is written, and the same command goes on", sys.stderr)
+    tell(f"sparsepack: {printable(why)}", sys.stderr)
     os._exit(_EXIT)

@@ -14,6 +14,12 @@ def several() -> bool:
     return workers_count() > 1
 
 
+def several_machines() -> bool:
+    """Whether some of the workers are on other machines than this one."""
+    here = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return several() and here.isdecimal() and int(here) < workers_count()
+
+
 def missing() -> list[str]:
     """The variables without which one of several workers does not find the others, as far as they are not set."""
     return [name for name in _NAMES if name not in os.environ]

@@ -22,7 +22,7 @@ from sparsepack.errors import UserError, WorkerLost, WorkersError
 from sparsepack.files.hashing import combined, sha256_bytes
 from sparsepack.version import __version__
 from sparsepack.workers.alive import signs_of_life
-from sparsepack.workers.environment import LAUNCHED, missing, several, worker_number, workers_count
+from sparsepack.workers.environment import LAUNCHED, missing, several, several_machines, worker_number, workers_count
 from sparsepack.workers.workers import ALONE, LIMIT, Workers
 
 JOIN = 120.0
@@ -52,6 +52,11 @@ def joined() -> Iterator[Workers]:
             "by torchrun or --devices, or unset WORLD_SIZE"
         )
     number, count = worker_number(), workers_count()
+    if distributed.is_initialized():
+        raise WorkersError(
+            "this process has a group of torch.distributed already, which may not be one that sends tensors of the "
+            "CPU; call destroy_process_group() before"
+        )
     if number not in range(count):
         raise WorkersError(
             f"RANK is {os.environ['RANK']!r}: expected the number of this worker, from 0 to {count - 1}; start the "
@@ -69,14 +74,13 @@ def joined() -> Iterator[Workers]:
         try:
             workers.agree(_versions())
             try:
-                with suppress(ValueError):  # a group that the process has already
-                    distributed.init_process_group(
-                        "gloo",
-                        store=c10d.PrefixStore("gloo", store),
-                        rank=number,
-                        world_size=count,
-                        timeout=timedelta(seconds=LIMIT),
-                    )
+                distributed.init_process_group(
+                    "gloo",
+                    store=c10d.PrefixStore("gloo", store),
+                    rank=number,
+                    world_size=count,
+                    timeout=timedelta(seconds=LIMIT),
+                )
             except RuntimeError as error:  # a machine's name that does not resolve, or no way between them
                 reason = " ".join(str(error).split())[:200]
                 raise WorkersError(
@@ -88,6 +92,8 @@ def joined() -> Iterator[Workers]:
         except BaseException as error:
             with suppress(Exception):
                 workers.failed(_line(error))
+                if several_machines():  # on one machine the first worker's own line is seen
+                    workers.seen_by_all()
             if isinstance(error, WorkerLost) and LAUNCHED in os.environ:
                 time.sleep(2.0)  # whoever started this one tells it, and ends it
             raise
@@ -108,6 +114,11 @@ class _Link:
         for number, part in enumerate(parts):
             self._store.set(f"{key}/part {number}", part)
         self._store.set(key, str(len(parts)))  # last: whoever finds it finds the parts
+
+    def forget(self, key: str) -> None:
+        parts = range(int(self._store.get(key)))
+        for name in (key, *(f"{key}/part {number}" for number in parts)):
+            self._store.delete_key(name)
 
     def get(self, key: str) -> str | None:
         if not self._store.check([key]):

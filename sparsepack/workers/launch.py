@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import IO
 
 from sparsepack.errors import WorkersError
+from sparsepack.process import cores
 from sparsepack.terminal import printable, tell
 from sparsepack.workers.environment import LAUNCHED
 
@@ -80,7 +81,7 @@ def _start(arguments: Sequence[str], number: int, device: str, devices: Sequence
     if sys.platform == "linux":
         environment.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else a host's name would have to resolve
     if device == "cpu":
-        environment.setdefault("OMP_NUM_THREADS", str(max(1, _cores() // len(devices))))
+        environment.setdefault("OMP_NUM_THREADS", str(max(1, cores() // len(devices))))
     said = None if number == 0 else tempfile.TemporaryFile()  # noqa: SIM115 (it is read when the worker has ended)
     process = subprocess.Popen(
         [sys.executable, "-m", "sparsepack", *with_device(arguments, device)],
@@ -104,11 +105,6 @@ def with_device(arguments: Sequence[str], device: str) -> list[str]:
         else:
             made.append(argument)
     return made
-
-
-def _cores() -> int:
-    """The cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _wait(started: Sequence[_Started]) -> int:

@@ -8,7 +8,7 @@ seconds.
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -25,6 +25,7 @@ FAILED = "failed"
 """The store's key of the first failure: JSON, `worker` and `line`."""
 
 _POLL = 0.02
+_UNHEARD = 64  # exchanges in which the first worker alone speaks, until it asks whether all have heard it
 _GRACE = 3.0  # seconds in which a worker that failed says why
 _LEAVE = 10.0  # seconds in which the others leave when all is done
 
@@ -37,6 +38,9 @@ class Link(Protocol):
 
     def get(self, key: str) -> str | None:
         """The value of a key, None while it has none."""
+
+    def forget(self, key: str) -> None:
+        """Keep no longer what this worker has set under a key."""
 
     def send(self, tensor: Tensor, to: int) -> None:
         """Send a tensor on the CPU to a worker. Raises RuntimeError where that worker is gone."""
@@ -62,6 +66,8 @@ class Workers:
     link: Link | None = None
     names: tuple[str, ...] = ("this process",)
     _exchanges: int = 0
+    _unheard: int = 0  # exchanges since all have last spoken
+    _kept: list[str] = field(default_factory=list)  # the store's keys of what this one said that others may still read
 
     @property
     def first(self) -> bool:
@@ -72,20 +78,25 @@ class Workers:
         """What each worker says, in their order: JSON-able values."""
         if self.link is None:
             return [value]
-        self._exchanges += 1
-        self.link.set(f"{self._exchanges}/{self.number}", json.dumps(value))
-        return [json.loads(self._waited(f"{self._exchanges}/{other}", other)) for other in range(self.count)]
+        before, self._kept, self._unheard = self._kept, [], 0
+        self._say(value)
+        said = [json.loads(self._waited(f"{self._exchanges}/{other}", other)) for other in range(self.count)]
+        for key in before:  # whoever speaks now has read what was said before
+            self.link.forget(key)
+        return said
 
     def told_by_first(self, value: Any) -> Any:
         """What the first worker says, a JSON-able value; what others give is not looked at."""
         if self.link is None:
             return value
-        self._exchanges += 1
-        key = f"{self._exchanges}/0"
+        if self._unheard == _UNHEARD:
+            self.told(None)
+        self._unheard += 1
         if self.first:
-            self.link.set(key, json.dumps(value))
+            self._say(value)
             return value
-        return json.loads(self._waited(key, 0))
+        self._exchanges += 1
+        return json.loads(self._waited(f"{self._exchanges}/0", 0))
 
     def agree(self, facts: Mapping[str, Any]) -> None:
         """Raise `WorkersError` unless all workers have the same facts, JSON-able; the first that differs is named, and
@@ -182,8 +193,23 @@ class Workers:
         """Come to the end together. The first worker ends last, since it may hold the store that others still read;
         it waits for `_LEAVE` seconds at most: the work is done."""
         self.told("done")
-        if self.link is None:
-            return
+        if self.link is not None:
+            self._left()
+
+    def failed(self, line: str) -> None:
+        """Say that this worker fails, and why, unless another one has said so before."""
+        if self.link is not None and failure(self.link) is None:
+            self.link.set(FAILED, json.dumps({"worker": self.number, "line": line}))
+
+    def seen_by_all(self) -> None:
+        """After a failure: let the first worker, which may hold the store, not end before the others have read why;
+        it waits for `_LEAVE` seconds at most."""
+        if self.link is not None:
+            self._left()
+
+    def _left(self) -> None:
+        """Say that this worker needs nothing more; the first one waits until all have said so."""
+        assert self.link is not None
         self.link.set(f"left/{self.number}", "")
         end = time.monotonic() + _LEAVE
         while self.first and time.monotonic() < end:
@@ -191,10 +217,12 @@ class Workers:
                 return
             time.sleep(_POLL)
 
-    def failed(self, line: str) -> None:
-        """Say that this worker fails, and why, unless another one has said so before."""
-        if self.link is not None and self.link.get(FAILED) is None:
-            self.link.set(FAILED, json.dumps({"worker": self.number, "line": line}))
+    def _say(self, value: Any) -> None:
+        assert self.link is not None
+        self._exchanges += 1
+        key = f"{self._exchanges}/{self.number}"
+        self.link.set(key, json.dumps(value))
+        self._kept.append(key)
 
     def _waited(self, key: str, other: int) -> str:
         """What a worker has said under a key. Raises `WorkerLost`."""
@@ -202,7 +230,7 @@ class Workers:
         end = time.monotonic() + LIMIT
         try:
             while (value := self.link.get(key)) is None:
-                if self.link.get(FAILED) is not None:
+                if failure(self.link) is not None:
                     raise self._lost(other)
                 if time.monotonic() > end:
                     raise WorkerLost(f"{self.names[other]} has not answered for {LIMIT:.0f} s; nothing is written")
@@ -218,17 +246,24 @@ class Workers:
         said = None
         while said is None and time.monotonic() < end:
             try:
-                said = self.link.get(FAILED)
+                said = failure(self.link)
             except RuntimeError:
                 break
             time.sleep(_POLL)
-        if said is not None and (failure := json.loads(said))["worker"] != self.number:
-            return WorkerLost(f"{self.names[failure['worker']]} failed: {failure['line']}")
+        if said is not None and said["worker"] != self.number:
+            return WorkerLost(f"{self.names[said['worker']]} failed: {said['line']}")
         return WorkerLost(f"{self.names[other]} is gone; nothing is written, and the same command goes on")
 
 
 ALONE = Workers()
 """One process that does all of the work."""
+
+
+def failure(link: Link) -> dict[str, Any] | None:
+    """What the first worker to fail has said, `worker` and `line`; None while none has."""
+    said = link.get(FAILED)
+    found: dict[str, Any] | None = None if said is None else json.loads(said)
+    return found
 
 
 def _kind(tensor: Tensor) -> tuple[list[int], str]:

@@ -93,6 +93,13 @@ def test_of_each_kind_the_largest_split_within_the_budget_is_found(help: str) ->
     assert only.name == "layers 0/10"
 
 
+@pytest.mark.parametrize(
+    ("help", "expected"), [("--mmap <0|1>", "-mmp 0"), ("-lm, --load-mode <none|mmap>", "-lm none")]
+)
+def test_the_file_is_read_and_not_mapped(help: str, expected: str) -> None:
+    assert " ".join(peer(Pretended(help)).command(["-ngl", "3"], 8, 4, 2)).endswith(f"-t 2 {expected} -ngl 3")
+
+
 def test_a_log_without_buffers_is_an_error() -> None:
     assert reported_bytes("CUDA1 RS buffer size = 2.50 MiB, CPU buffer size = 1.00 MiB") == 2.5 * 2**20
     assert reported_bytes("CPU model buffer size = 1.00 MiB") == 0

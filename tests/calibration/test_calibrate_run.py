@@ -14,7 +14,7 @@ from sparsepack.calibration.run import calibrate
 from sparsepack.cli.tables.manifests import calibration_table
 from sparsepack.errors import CalibrationError, TextError
 from sparsepack.files.text import Text
-from sparsepack.models.families import SITES
+from sparsepack.models.family import SITES
 from sparsepack.models.stock.blocks import BlockStream
 from sparsepack.models.stock.hooks import site_hooks
 from sparsepack.models.stock.whole import load_model

@@ -16,7 +16,7 @@ from sparsepack.calibration.run import calibrate
 from sparsepack.errors import CalibrationError, ThresholdsError
 from sparsepack.files.text import Text
 from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
-from sparsepack.models.families import MLP_SITES
+from sparsepack.models.family import MLP_SITES
 from sparsepack.models.stock.blocks import BlockStream
 from sparsepack.models.stock.whole import load_model
 from sparsepack.sparsity.find import find_thresholds

@@ -12,7 +12,7 @@ from sparsepack.distillation.updates import Update, first_updates, matrices, tra
 from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from sparsepack.models.checkpoint.distilled import distilled
 from sparsepack.models.checkpoint.sources import changed_source
-from sparsepack.models.families import SITES
+from sparsepack.models.family import SITES
 from sparsepack.models.stock.halves import dense_pass
 from sparsepack.models.stock.hooks import site_hooks
 from sparsepack.models.stock.whole import backbone_of, load_model

@@ -11,7 +11,7 @@ from sparsepack.eval.protocols import scored_from
 from sparsepack.eval.subject import open_subject
 from sparsepack.files.text import read_text
 from sparsepack.models.checkpoint.checkpoint import open_checkpoint
-from sparsepack.models.families import SITES
+from sparsepack.models.family import SITES
 from sparsepack.models.records.rule import SiteRule
 from sparsepack.models.stock.hooks import site_hooks
 from sparsepack.models.tokenizer.windows import rolling_windows

@@ -6,7 +6,7 @@ from models_for_tests import VOCABULARY, make_model
 
 from sparsepack.eval.scorer import SparseScorer
 from sparsepack.models.checkpoint.checkpoint import open_checkpoint
-from sparsepack.models.families import SITES
+from sparsepack.models.family import SITES
 from sparsepack.models.records.rule import SiteRule
 from sparsepack.models.stock.hooks import site_hooks
 from sparsepack.models.stock.whole import load_model

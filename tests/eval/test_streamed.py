@@ -12,7 +12,7 @@ from sparsepack.eval.scorer import SparseScorer
 from sparsepack.eval.streamed import StreamedScorer
 from sparsepack.eval.subject import open_subject
 from sparsepack.models.checkpoint.checkpoint import open_checkpoint
-from sparsepack.models.families import SITES
+from sparsepack.models.family import SITES
 from sparsepack.models.records.rule import SiteRule
 from sparsepack.models.stock.whole import load_model
 from sparsepack.packing import PackRequest, pack

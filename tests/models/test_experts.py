@@ -16,7 +16,8 @@ from transformers import AutoModelForCausalLM
 from sparsepack.errors import CheckpointError, UserError
 from sparsepack.models.checkpoint.checkpoint import open_checkpoint
 from sparsepack.models.checkpoint.experts import PARTS, fused_tensor, part_shapes, part_tensor
-from sparsepack.models.families import REFUSED, SITES, family_of
+from sparsepack.models.families import REFUSED, family_of
+from sparsepack.models.family import SITES
 from sparsepack.models.stock.blocks import BlockStream
 from sparsepack.models.stock.hooks import routing_hooks, site_hooks
 from sparsepack.models.stock.whole import load_model
@@ -241,7 +242,7 @@ def test_known_types_that_are_not_supported_are_refused_by_what_they_have(model_
 def test_verbs_that_do_not_take_experts_say_so(folders: dict[str, Path]) -> None:
     from sparsepack.distillation.run import check_model
     from sparsepack.formats.table import FORMATS
-    from sparsepack.models.families import stream_of
+    from sparsepack.models.verbs import stream_of
     from sparsepack.refit.options import RefitOptions
     from sparsepack.refit.run import refit_to_come
 

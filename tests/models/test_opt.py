@@ -13,11 +13,12 @@ from transformers import AutoModelForCausalLM
 from sparsepack.errors import CheckpointError
 from sparsepack.files.text import Text
 from sparsepack.models.checkpoint.checkpoint import open_checkpoint
-from sparsepack.models.families import PACKABLE, SITES
+from sparsepack.models.family import SITES
 from sparsepack.models.stock.blocks import BlockStream
 from sparsepack.models.stock.hooks import site_hooks
 from sparsepack.models.stock.whole import load_model
 from sparsepack.models.tokenizer.windows import rolling_windows
+from sparsepack.models.verbs import taken_by
 from sparsepack.pruning.options import PruneOptions
 from sparsepack.pruning.run import prune
 
@@ -167,7 +168,7 @@ def test_what_does_not_belong_together_is_refused_in_its_own_names(copied, chang
 def test_what_an_engine_would_need_is_refused_and_named(opts):
     with pytest.raises(CheckpointError, match=r"no format holds and no engine runs opt models \(learned pos") as caught:
         _ = open_checkpoint(opts["opt"]).architecture
-    assert f"expected one of {', '.join(PACKABLE)}; calibrate, trace" in str(caught.value)
+    assert f"expected one of {', '.join(taken_by('pack'))}; calibrate, trace" in str(caught.value)
 
 
 @pytest.mark.parametrize(

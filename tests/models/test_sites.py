@@ -4,7 +4,7 @@ import pytest
 
 from sparsepack.errors import SiteError
 from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
-from sparsepack.models.families import SITES
+from sparsepack.models.family import SITES
 from sparsepack.models.records.rule import SiteKey
 from sparsepack.models.sites import chosen_sites, site_name
 

@@ -9,7 +9,7 @@ from sparsepack.calibration.options import CalibrateOptions
 from sparsepack.calibration.run import calibrate
 from sparsepack.files.text import Text
 from sparsepack.models.checkpoint.checkpoint import open_checkpoint
-from sparsepack.models.families import SITES
+from sparsepack.models.family import SITES
 from sparsepack.models.records.groups import grouped
 from sparsepack.models.records.pattern import Pattern
 from sparsepack.models.stock.blocks import BlockStream

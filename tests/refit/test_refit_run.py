@@ -18,7 +18,7 @@ from sparsepack.formats.inspect import describe
 from sparsepack.formats.open import open_artifact
 from sparsepack.formats.verify import verify
 from sparsepack.models.checkpoint.checkpoint import open_checkpoint
-from sparsepack.models.families import SITES
+from sparsepack.models.family import SITES
 from sparsepack.models.stock.blocks import BlockStream
 from sparsepack.packing import PackRequest, pack
 from sparsepack.pruning.options import PruneOptions

@@ -12,7 +12,7 @@ from sparsepack.files.resume import ResumeState
 from sparsepack.models.checkpoint.bases import Bases
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
 from sparsepack.models.checkpoint.rotated import rotated
-from sparsepack.models.families import SITES
+from sparsepack.models.family import SITES
 from sparsepack.models.heads import heads_of_config
 from sparsepack.models.stock.whole import load_model
 from sparsepack.rotation import learnt, pca

@@ -145,7 +145,7 @@ def test_a_run_that_was_interrupted_goes_on_to_the_same_bytes(
     from sparsepack.rotation import run
 
     rotate(small, calibration, tmp_path / "whole")
-    block, layers, searches = run._block, [], []
+    block, layers, searches = run.block_of, [], []
 
     def interrupted(view: Checkpoint, layer: int) -> Any:
         layers.append(layer)
@@ -162,7 +162,7 @@ def test_a_run_that_was_interrupted_goes_on_to_the_same_bytes(
 
     from sparsepack.rotation.pca import directions
 
-    monkeypatch.setattr(run, "_block", interrupted)
+    monkeypatch.setattr(run, "block_of", interrupted)
     monkeypatch.setattr("sparsepack.rotation.pca.directions", searched)
     with monkeypatch.context() as once:
         if isinstance(at, str):

@@ -113,7 +113,7 @@ def test_the_cost_is_told(tiny: Checkpoint, tiny_calibrated: Path, tmp_path: Pat
 def test_a_run_that_was_interrupted_goes_on_to_the_same_bytes(
     at: int | str, tiny: Checkpoint, tiny_calibrated: Path, three: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    block = run._block
+    block = run.block_of
 
     def interrupted(view: Checkpoint, layer: int) -> dict[str, torch.Tensor]:
         if layer == at:
@@ -124,7 +124,7 @@ def test_a_run_that_was_interrupted_goes_on_to_the_same_bytes(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt, match="goes on from there"):
-        patch.setattr(run, "_block", interrupted)
+        patch.setattr(run, "block_of", interrupted)
         if isinstance(at, str):
             patch.setattr(run, "write_checkpoint", never)
         rotate(tiny, tiny_calibrated, tmp_path / "rotated", RotateOptions(segments=3))

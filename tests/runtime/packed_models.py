@@ -22,7 +22,8 @@ from sparsepack.formats.packed import (
 from sparsepack.formats.stock import dequantised
 from sparsepack.models.architecture import architecture_of
 from sparsepack.models.checkpoint.experts import as_experts
-from sparsepack.models.families import ATTENTION_SITES, FAMILIES, MLP_SITES, SITES
+from sparsepack.models.families import FAMILIES
+from sparsepack.models.family import ATTENTION_SITES, MLP_SITES, SITES
 from sparsepack.models.records.rule import SiteRule, sparsify
 from sparsepack.models.stock.hooks import site_hooks
 from sparsepack.models.stock.whole import build_model

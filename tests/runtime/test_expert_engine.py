@@ -40,6 +40,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 1,
         "sliding_window": 5,
     },
+    "qwen3_moe, many experts": {
+        **QWEN,
+        "num_experts": 40,
+        "num_experts_per_tok": 6,
+        "moe_intermediate_size": 256,
+        "head_dim": 16,
+    },
     "mixtral, all experts": {
         "model_type": "mixtral",
         "hidden_size": 256,

@@ -14,7 +14,7 @@ from serving import Served, tiny_model
 
 from sparsepack.loading import Model
 from sparsepack.models.checkpoint.checkpoint import open_checkpoint
-from sparsepack.models.families import SITES
+from sparsepack.models.family import SITES
 from sparsepack.models.records.rule import SiteRule
 from sparsepack.runtime.cpu import dispatch
 from sparsepack.serve.options import ServeOptions

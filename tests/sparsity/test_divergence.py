@@ -9,7 +9,7 @@ from models_for_tests import OPT, WINDOWED, make_model, make_opt
 from torch.nn import functional
 
 from sparsepack.models.checkpoint.checkpoint import open_checkpoint
-from sparsepack.models.families import SITES
+from sparsepack.models.family import SITES
 from sparsepack.models.stock.hooks import site_hooks
 from sparsepack.models.stock.whole import backbone_of, load_model
 from sparsepack.sparsity import divergence as in_parts

@@ -14,7 +14,7 @@ from sparsepack.calibration.run import calibrate
 from sparsepack.eval.subject import open_subject
 from sparsepack.files.text import read_text
 from sparsepack.models.checkpoint.checkpoint import open_checkpoint
-from sparsepack.models.families import SITES
+from sparsepack.models.family import SITES
 from sparsepack.models.records.rule import SiteRule
 from sparsepack.models.sites import chosen_sites
 from sparsepack.models.stock.blocks import BlockStream

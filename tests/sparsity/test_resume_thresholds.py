@@ -13,7 +13,7 @@ from sparsepack.cli import main
 from sparsepack.files import resume
 from sparsepack.files.resume import ResumeState, state_beside
 from sparsepack.files.text import read_text
-from sparsepack.models.families import SITES
+from sparsepack.models.family import SITES
 from sparsepack.models.records.rule import SiteRule
 from sparsepack.models.stock.blocks import BlockStream
 from sparsepack.packing import PackRequest, pack

@@ -9,7 +9,7 @@ import torch
 
 from sparsepack.calibration.collectors import histogram
 from sparsepack.errors import ThresholdsError
-from sparsepack.models.families import SITES
+from sparsepack.models.family import SITES
 from sparsepack.models.records.rule import CURVE_SHARES, SiteRule
 from sparsepack.sparsity.sequential import at_quantile
 from sparsepack.sparsity.thresholds import Thresholds, read_thresholds

@@ -47,6 +47,9 @@ class ThreadLink:
             self.board.let_others()
         return self.board.values.get(key)
 
+    def forget(self, key: str) -> None:
+        del self.board.values[key]
+
     def send(self, tensor: Tensor, to: int) -> None:
         if to in self.board.ended:
             raise RuntimeError("connection reset by peer")

@@ -1,5 +1,6 @@
 """Signs of life end a worker when another one gives none any more."""
 
+import os
 import threading
 import time
 
@@ -7,6 +8,7 @@ import pytest
 
 from sparsepack.workers import alive
 from sparsepack.workers.alive import signs_of_life
+from sparsepack.workers.environment import LAUNCHED
 from sparsepack.workers.workers import Workers
 
 NAMES = ("worker 0 of 2 on here", "worker 1 of 2 on there")
@@ -30,7 +32,7 @@ class Board:
     def send(self, *_: object) -> None:
         raise AssertionError
 
-    receive = send
+    receive = forget = send
 
 
 @pytest.fixture
@@ -66,6 +68,33 @@ def test_signs_of_life_are_given_and_seen(ended: threading.Event) -> None:
         time.sleep(1.0)
         assert not ended.is_set()
     assert int(board.values["alive/0"]) > 1
+
+
+def test_a_failure_of_another_ends_a_worker_that_is_at_work(
+    ended: threading.Event, capfd: pytest.CaptureFixture[str]
+) -> None:
+    board = Board(other_lives=True)
+    Workers(1, 2, board, NAMES).failed("no memory is left")
+    with signs_of_life(Workers(0, 2, None, NAMES), board):
+        assert ended.wait(60)
+    assert capfd.readouterr().err == "sparsepack: worker 1 of 2 on there failed: no memory is left\n"
+
+
+def test_a_failure_of_ones_own_does_not_end_one(ended: threading.Event) -> None:
+    board = Board(other_lives=True)
+    Workers(0, 2, board, NAMES).failed("no memory is left")
+    with signs_of_life(Workers(0, 2, None, NAMES), board):
+        time.sleep(0.5)
+        assert not ended.is_set()
+
+
+@pytest.mark.parametrize("gone", [True, False])
+def test_a_worker_ends_whose_launcher_is_gone_before_it_began(
+    gone: bool, ended: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(LAUNCHED, str(os.getpid() if gone else os.getppid()))  # no process is its own parent
+    with signs_of_life(Workers(0, 2, None, NAMES), Board(other_lives=True)):
+        assert ended.wait(60 if gone else 0.5) == gone
 
 
 def test_whoever_comes_to_the_end_is_not_ended(ended: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:

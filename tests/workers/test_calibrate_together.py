@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from calibrated_models import small
 from folders_for_tests import content
 from models_for_tests import TEXT
@@ -54,6 +55,19 @@ def alone(small: Checkpoint, given: Path, tmp_path_factory: pytest.TempPathFacto
     folder = tmp_path_factory.mktemp("alone") / "c"
     calibrate(small, str(given), folder, OPTIONS)
     return content(folder)
+
+
+def test_a_mixture_of_experts_has_the_same_bytes_by_two_workers(given: Path, tmp_path: Path) -> None:
+    name = "shipped:tiny-mixture"
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as each worker has: of few tokens an expert's products depend on it
+    try:
+        calibrate(name, str(given), tmp_path / "alone", OPTIONS)
+    finally:
+        torch.set_num_threads(threads)
+    command = ["calibrate", name, "--text", str(given), *WINDOWS, "-o", str(tmp_path / "two"), "--devices", "cpu,cpu"]
+    subprocess.run([sys.executable, "-m", "sparsepack", *command], env=_environment(), check=True, timeout=300)
+    assert content(tmp_path / "two") == content(tmp_path / "alone")
 
 
 def _environment(**more: str) -> dict[str, str]:

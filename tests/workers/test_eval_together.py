@@ -4,15 +4,22 @@ import json
 import os
 import subprocess
 import sys
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
 from calibrated_models import small, small_calibration, text
+from linked import together
 from task_files import MULTIPLE_CHOICE, OUR_DATA
 
 from sparsepack.calibration.folder import Calibration, save
 from sparsepack.errors import WorkersError
+from sparsepack.eval import lm_eval_model
+from sparsepack.eval.lm_eval_model import SparseLM
 from sparsepack.eval.options import EvalRequest
 from sparsepack.eval.run import evaluate
 from sparsepack.files.text import Text
@@ -108,3 +115,24 @@ def test_what_workers_cannot_share_is_refused(small: Checkpoint, given: Path, as
     request = EvalRequest(str(small.path), perplexity=(str(given / "text.txt"),), context=64, **asked)
     with pytest.raises(WorkersError, match=line):
         evaluate(request, workers=Agreeing(0, 2))
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_progress_over_requests_ends_with_their_number(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    advanced: dict[int, list[int]] = defaultdict(list)
+
+    @contextmanager
+    def told(label: str, total: int) -> Iterator[Callable[[int], None]]:
+        yield advanced[threading.get_ident()].append
+
+    def work(workers: Workers) -> tuple[dict[int, int], int]:
+        lm = SparseLM.__new__(SparseLM)
+        lm.workers, lm.batch_size = workers, 2
+        found = lm._answers([*range(11)], lambda batch: {item: -item for item in batch}, "scoring", [])
+        return found, sum(advanced[threading.get_ident()])
+
+    monkeypatch.setattr(lm_eval_model, "progress", told)
+    answers, shown = zip(*together(count, work), strict=True)
+    assert answers == ({item: -item for item in range(11)},) * count
+    assert shown[0] == 11
+    assert max(shown) == 11

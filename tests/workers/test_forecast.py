@@ -16,7 +16,10 @@ from sparsepack.files.text import Text
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
 from sparsepack.models.stock.blocks import BlockStream
 from sparsepack.models.stock.forecast import Forecast, forecast_blocks
+from sparsepack.packing import PackRequest, pack
+from sparsepack.packing_forecast import forecast as parts_of_pack
 from sparsepack.workers.dealt import Dealt
+from sparsepack.workers.forecast import PartsForecast
 from sparsepack.workers.workers import Workers
 
 __all__ = ["small", "small_calibration", "text"]
@@ -87,9 +90,40 @@ def test_verbs_that_run_a_calibrations_text_say_it(
     assert "10 workers for" in fails(*asked, "--dry-run", "10")
 
 
+@pytest.mark.parametrize(("verb", "parts"), [("rotate", "3 blocks"), ("pack", "groups of tensors")])
+def test_verbs_that_deal_blocks_say_it(
+    small: Checkpoint, small_calibration: Calibration, tmp_path: Path, verb: str, parts: str
+) -> None:
+    save(small_calibration, tmp_path / "c")
+    asked = [verb, str(small.path), "-o", tmp_path / "made"]
+    asked += ["--calibration", tmp_path / "c"] if verb == "rotate" else ["--format", "f32"]
+    said = succeeds(*asked, "--dry-run", "3")
+    assert [line.partition(" ")[0] for line in said.splitlines()] == [
+        "measured", "workers", "time", "read", "written", "memory",
+    ]  # fmt: skip
+    assert parts in said
+    assert [*tmp_path.iterdir()] == [tmp_path / "c"]
+
+
+def test_what_is_said_to_be_written_is_what_is_written(small: Checkpoint, tmp_path: Path) -> None:
+    request = PackRequest(str(small.path), tmp_path / "f32.gguf", format="f32")
+    found = parts_of_pack(request, 2)
+    pack(request)
+    assert found.bytes_written == request.output.stat().st_size
+    assert found.dealt_seconds > 0
+    assert found.memory_bytes > 0
+
+
+def test_parts_are_shared_and_the_rest_is_not() -> None:
+    values = dict.fromkeys(PartsForecast.__annotations__, 1) | {"dealt_seconds": 12.0, "alone_seconds": 3.0}
+    assert [PartsForecast(**values | {"workers": count}).seconds for count in (1, 2, 4)] == [15.0, 9.0, 6.0]
+
+
 @pytest.mark.parametrize(
     ("asked", "line"),
     [
+        (["rotate", "--basis", "learnt", "--calibration"], "basis learnt trains the whole model"),
+        (["pack", "--sparsity", "0.5", "--calibration"], "finds thresholds"),
         (["prune", "--keep", "2", "--of", "4", "--method", "magnitude"], "method magnitude runs no text"),
         (
             ["prune", "--keep", "2", "--of", "4", "--include", "blk.1.mlp_in", "--calibration"],
@@ -106,6 +140,15 @@ def test_what_cannot_be_measured_by_a_block_is_refused(
     verb, *flags = asked
     flags += [str(tmp_path / "c")] if flags[-1] == "--calibration" else []
     assert line in fails(verb, str(small.path), *flags, "-o", tmp_path / "made", "--dry-run", "2")
+
+
+def test_one_process_is_told_what_pack_does_before(
+    small: Checkpoint, small_calibration: Calibration, tmp_path: Path
+) -> None:
+    save(small_calibration, tmp_path / "c")
+    asked = ["pack", str(small.path), "--calibration", tmp_path / "c", "-o", tmp_path / "made", "--dry-run", "1"]
+    assert "--dry-run: pack finds thresholds before" in fails(*asked, "--sparsity", "0.5")
+    assert "--dry-run: pack fits weights before" in fails(*asked, "--quantiser", "gptq")
 
 
 def test_more_workers_than_batches_are_refused(small: Checkpoint, text: Text) -> None:

@@ -24,6 +24,16 @@ def test_a_number_that_no_worker_has_is_refused(monkeypatch: pytest.MonkeyPatch,
         pass
 
 
+def test_a_group_that_the_process_has_already_is_refused_and_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    _environment(monkeypatch, "0")
+    ended: list[None] = []
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "destroy_process_group", lambda: ended.append(None))
+    with pytest.raises(WorkersError, match="has a group of torch"), joined():
+        pass
+    assert not ended
+
+
 def test_connections_that_cannot_be_opened_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any, **__: Any) -> None:
         raise RuntimeError("Gloo connectFullMesh failed:\n unable to resolve address")

@@ -20,3 +20,6 @@ def test_a_value_comes_whole_whatever_its_length(length: int) -> None:
     assert link.get("key") is None
     link.set("key", value)
     assert link.get("key") == value
+    link.forget("key")
+    assert link.get("key") is None
+    assert store.num_keys() <= 1  # its own

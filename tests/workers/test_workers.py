@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from linked import together
+from linked import ThreadLink, together
 
 from sparsepack.errors import CheckpointError, WorkerLost, WorkersError
 from sparsepack.workers import workers as module
@@ -140,3 +140,39 @@ def test_the_first_worker_does_not_wait_for_ever_for_one_that_never_leaves(monke
             workers.told("done")
 
     assert together(2, work) == [None, None]
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_what_was_said_is_not_kept_for_ever(count: int) -> None:
+    kept: list[int] = []
+
+    def work(workers: Workers) -> list[int]:
+        found = []
+        for number in range(300):
+            found.append(workers.told_by_first(number if workers.first else None))
+            if number % 50 == 0:
+                assert workers.told(number) == [number] * count
+            assert isinstance(workers.link, ThreadLink)
+            kept.append(len(workers.link.board.values))
+        return found
+
+    assert together(count, work) == [[*range(300)]] * count
+    assert max(kept) <= module._UNHEARD + 3 * count
+
+
+def test_the_first_worker_that_fails_does_not_end_before_all_have_read_why() -> None:
+    """It may hold the store."""
+    ended: list[int] = []
+
+    def work(workers: Workers) -> None:
+        if workers.first:
+            workers.failed("no memory is left")
+        else:
+            time.sleep(0.2 * workers.number)
+            with pytest.raises(WorkerLost, match="worker 0 of 3 on here failed: no memory is left"):
+                workers.told("x")
+        workers.seen_by_all()
+        ended.append(workers.number)
+
+    assert together(3, work) == [None] * 3
+    assert ended == [1, 2, 0]

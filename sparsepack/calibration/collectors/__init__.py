@@ -15,7 +15,7 @@ from sparsepack.calibration.collectors.outputs import OUTPUTS
 from sparsepack.calibration.collectors.products import PRODUCTS
 from sparsepack.calibration.collectors.residual import RESIDUAL
 from sparsepack.calibration.collectors.scores import SCORES
-from sparsepack.models.families import SITES
+from sparsepack.models.family import SITES
 
 COLLECTORS = (SCORES, MOMENTS, ATTENTION, PRODUCTS, MISSED, NEURONS, EXPERTS, RESIDUAL, OUTPUTS)
 

@@ -16,6 +16,7 @@ from sparsepack.workers.launch import devices_of, launch
 
 if TYPE_CHECKING:
     from sparsepack.models.stock.forecast import Forecast
+    from sparsepack.workers.forecast import PartsForecast
     from sparsepack.workers.workers import Workers
 
 
@@ -58,7 +59,7 @@ dry_run_option = group(
 """How many workers a verb is asked to foresee the work of, in place of doing it."""
 
 
-def tell_forecast(forecast: Callable[[int], "Forecast"], workers: int) -> None:
+def tell_forecast(forecast: Callable[[int], "Forecast | PartsForecast"], workers: int) -> None:
     """Tell what the work would take so many workers. Raises `UserError` where this process is one of several."""
     if several():
         raise UserError("--dry-run: it measures in one process; leave --devices and torchrun out")

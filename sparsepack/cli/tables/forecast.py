@@ -2,10 +2,28 @@
 
 from sparsepack.models.stock.forecast import Forecast
 from sparsepack.progress import duration
+from sparsepack.workers.forecast import PartsForecast
 
 
-def forecast_table(found: Forecast) -> str:
+def forecast_table(found: Forecast | PartsForecast) -> str:
     """A line each: what was measured, and what that comes to."""
+    values = _of_parts(found) if isinstance(found, PartsForecast) else _of_blocks(found)
+    return "\n".join(f"{name.ljust(8)}  {value}" for name, value in values.items())
+
+
+def _of_parts(found: PartsForecast) -> dict[str, str]:
+    return {
+        "measured": f"{found.measured}, on {found.device}",
+        "workers": f"{found.workers}, {found.parts}",
+        "time": f"about {duration(found.seconds)}, of which {duration(found.alone_seconds)} for any number of workers; "
+        f"{found.uncounted} not counted",
+        "read": f"{_size(found.bytes_read)}, once on each machine",
+        "written": _size(found.bytes_written),
+        "memory": f"about {_size(found.memory_bytes)}, a worker",
+    }
+
+
+def _of_blocks(found: Forecast) -> dict[str, str]:
     rest = found.hidden_bytes + found.sums_bytes
     if found.device.startswith("cuda"):
         device, host = found.memory_bytes + found.sums_bytes, found.hidden_bytes
@@ -19,7 +37,7 @@ def forecast_table(found: Forecast) -> str:
         f"a batch of {found.batch} windows in {found.batch_seconds:.2f} s, all else in {found.alone_seconds:.2f} s"
     )
     reading = found.read_seconds > found.computing_seconds
-    values = {
+    return {
         "measured": f"{measured}, on {found.device}",
         "workers": f"{found.workers}, {found.windows} windows of {found.context} tokens, {found.rounds} of "
         f"{found.batches} batches at most each",
@@ -28,7 +46,6 @@ def forecast_table(found: Forecast) -> str:
         "read": f"{_size(found.bytes_read)}, once on each machine",
         "memory": f"about {memory}, a worker",
     }
-    return "\n".join(f"{name.ljust(8)}  {value}" for name, value in values.items())
 
 
 def _size(nbytes: int) -> str:

@@ -1,6 +1,7 @@
 """`sparsepack pack`."""
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from sparsepack.cli.options.shared import (
     refit_options,
 )
 from sparsepack.cli.options.verb import group, verb
-from sparsepack.cli.options.workers import devices_option, workers_of
+from sparsepack.cli.options.workers import devices_option, dry_run_option, tell_forecast, workers_of
 from sparsepack.option import only_with
 from sparsepack.packing import PackRequest
 from sparsepack.refit.options import FITS
@@ -50,9 +51,10 @@ from sparsepack.terminal import tell
 @group(OUTPUT, click.option("-o", "--output", type=PATH, required=True, help="The file or folder to make."))
 @device_option
 @devices_option
+@dry_run_option
 @group(RUNS, from_options(CalibrateOptions, "--dtype", counts=(only_with("sparsity", others=(FITS,)),)))
 @overwrite_flag
-def pack(output: Path, **asked: Any) -> None:
+def pack(output: Path, dry_run: int | None, **asked: Any) -> None:
     """Pack MODEL into one artifact, with the thresholds of a calibration inside if --sparsity is given, its heavy
     channels of attention if --attention is, and weights fitted to their inputs if --refit or --quantiser gptq is.
 
@@ -62,6 +64,11 @@ def pack(output: Path, **asked: Any) -> None:
     del asked["dtype"]  # that thresholds are searched with, and weights are fitted with
     request = PackRequest(output=output, allocation=options, sparse_attention=attention, fitting=refit, **asked)
     request.check()
+    if dry_run is not None:
+        from sparsepack.packing_forecast import forecast
+
+        tell_forecast(partial(forecast, request), dry_run)
+        return
     from sparsepack.cli.tables.artifact import artifact_line
     from sparsepack.formats.inspect import describe
     from sparsepack.packing import pack as make

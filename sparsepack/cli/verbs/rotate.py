@@ -1,5 +1,6 @@
 """`sparsepack rotate`."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ from sparsepack.cli.options.declared import PATH, options_from
 from sparsepack.cli.options.output import OUTPUT, overwrite_flag
 from sparsepack.cli.options.shared import CALIBRATION, device_option
 from sparsepack.cli.options.verb import group, verb
-from sparsepack.cli.options.workers import devices_option, workers_of
+from sparsepack.cli.options.workers import devices_option, dry_run_option, tell_forecast, workers_of
 from sparsepack.rotation.options import RotateOptions
 from sparsepack.terminal import tell
 
@@ -27,8 +28,9 @@ from sparsepack.terminal import tell
 @group(OUTPUT, click.option("-o", "--output", type=PATH, required=True, help="The checkpoint to make, a folder."))
 @device_option
 @devices_option
+@dry_run_option
 @overwrite_flag
-def rotate(model: str, calibration: Path, output: Path, overwrite: bool, **asked: Any) -> None:
+def rotate(model: str, calibration: Path, output: Path, overwrite: bool, dry_run: int | None, **asked: Any) -> None:
     """Write MODEL with its residual stream in another basis: the same function, folded into the weights.
 
     The result is an ordinary checkpoint, or with several segments one that sparsepack alone takes; calibrate that one
@@ -38,6 +40,11 @@ def rotate(model: str, calibration: Path, output: Path, overwrite: bool, **asked
     share the blocks, and the windows on which a basis is learnt; the result has the same bytes.
     """
     RotateOptions(**asked).check()
+    if dry_run is not None:
+        from sparsepack.rotation.forecast import forecast
+
+        tell_forecast(partial(forecast, model, calibration, RotateOptions(**asked)), dry_run)
+        return
     from sparsepack.cli.tables.rotated import rotated_text
     from sparsepack.rotation.run import rotate as run
 

@@ -39,7 +39,7 @@ from sparsepack.formats.zigzag.plan import (
 )
 from sparsepack.models.architecture import Architecture
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
-from sparsepack.models.families import ATTENTION_SITES, MLP_SITES
+from sparsepack.models.family import ATTENTION_SITES, MLP_SITES
 from sparsepack.models.records.neurons import NeuronCounts, check_counts
 from sparsepack.reconstruction.inputs import Inputs
 

@@ -34,8 +34,8 @@ from sparsepack.formats.slid.artifact import SlidArtifact
 from sparsepack.formats.slid.layout import slid_tensors, value_type
 from sparsepack.formats.table import Format
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
-from sparsepack.models.families import check_packable
 from sparsepack.models.records.pattern import Pattern
+from sparsepack.models.verbs import check_taken
 from sparsepack.reconstruction.inputs import Inputs
 
 SLID_AT_ONCE = 16
@@ -47,7 +47,7 @@ _OWN_TYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"
 
 def check_model(format: Format, checkpoint: Checkpoint) -> None:
     """Raise `CheckpointError` for a model of a family that no format holds."""
-    check_packable(checkpoint.family, checkpoint.name)
+    check_taken("pack", checkpoint.family, checkpoint.name)
 
 
 def plan(format: Format, checkpoint: Checkpoint, request: PlanRequest) -> FolderPlan:

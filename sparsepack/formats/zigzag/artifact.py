@@ -16,7 +16,7 @@ from sparsepack.formats.stock import StockModel, stock_config, stock_of
 from sparsepack.formats.zigzag.layout import BASIS, ROUTER, RULE_VECTORS, SHARED_GATE
 from sparsepack.formats.zigzag.reader import ModelReader
 from sparsepack.models.checkpoint.checkpoint import EMBEDDING, FINAL_NORM, HEAD, Checkpoint
-from sparsepack.models.families import MLP_SITES
+from sparsepack.models.family import MLP_SITES
 from sparsepack.models.records.sparse_attention import SparseAttention
 
 _OUTSIDE = {"token_embd.weight": EMBEDDING, "output_norm.weight": FINAL_NORM, "output.weight": HEAD}

@@ -50,7 +50,7 @@ from sparsepack.models.architecture import Architecture
 from sparsepack.models.checkpoint.checkpoint import EMBEDDING, FINAL_NORM, HEAD, Checkpoint
 from sparsepack.models.checkpoint.gguf_config import OWN_CONFIG
 from sparsepack.models.checkpoint.source_files import chat_template, config_json
-from sparsepack.models.families import MLP_SITES, SITES
+from sparsepack.models.family import MLP_SITES, SITES
 from sparsepack.models.records.generation import GENERATION
 from sparsepack.models.records.rule import Rules, SiteRule
 from sparsepack.models.tokenizer.chat import CHAT_TEMPLATE

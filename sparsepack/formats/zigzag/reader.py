@@ -28,11 +28,13 @@ from sparsepack.formats.packed import (
 from sparsepack.formats.zigzag.layout import BASIS, NUMBERS, ROUTER, SHARED_GATE, norm_widths, site_shapes
 from sparsepack.models.architecture import ACTIVATIONS, MOST_EXPERTS, Architecture
 from sparsepack.models.checkpoint.gguf_config import OWN_CONFIG
-from sparsepack.models.families import ATTENTION_SITES, FAMILIES, MLP_SITES, PACKABLE
+from sparsepack.models.families import FAMILIES
+from sparsepack.models.family import ATTENTION_SITES, MLP_SITES
 from sparsepack.models.records.generation import GENERATION, read_suggested
 from sparsepack.models.records.rule import SiteRule
 from sparsepack.models.tokenizer.chat import CHAT_TEMPLATE
 from sparsepack.models.tokenizer.gguf_tokenizer import OWN_TOKENIZER
+from sparsepack.models.verbs import taken_by
 
 _LARGEST = 3.4e38  # float32
 _MATRIX_TYPES = ("Q8_0", "Q6_K", "Q4_K", "F16", "BF16", "F32")
@@ -241,8 +243,9 @@ def _check_numbers(architecture: Architecture, tensors: int) -> None:
         raise ValueError("qk_norm or tied is neither true nor false")
     if architecture.activation not in ACTIVATIONS:
         raise ValueError(f"activation {str(architecture.activation)[:60]!r}, expected one of {', '.join(ACTIVATIONS)}")
-    if not isinstance(architecture.model_type, str) or architecture.model_type not in PACKABLE:
-        raise ValueError(f"model type {str(architecture.model_type)[:60]!r}, expected one of {', '.join(PACKABLE)}")
+    if not isinstance(architecture.model_type, str) or architecture.model_type not in taken_by("pack"):
+        known = ", ".join(taken_by("pack"))
+        raise ValueError(f"model type {str(architecture.model_type)[:60]!r}, expected one of {known}")
     _check_experts(architecture)
     windows = len(architecture.sliding_windows)
     if architecture.layers > tensors or windows != architecture.layers:

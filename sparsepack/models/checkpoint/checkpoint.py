@@ -33,13 +33,15 @@ from sparsepack.models.checkpoint.gguf_config import gguf_config
 from sparsepack.models.checkpoint.saved_copy import METHOD, is_saved_copy, told_of_copy
 from sparsepack.models.checkpoint.segmented_config import stock_values
 from sparsepack.models.checkpoint.sources import GgufSource, SafetensorsSource, TensorSource
-from sparsepack.models.families import FAMILIES, TEXT_PARTS, Family, TextPart, check_packable, family_of
+from sparsepack.models.families import FAMILIES, TEXT_PARTS, TextPart, family_of
+from sparsepack.models.family import Family
 from sparsepack.models.own_code import STOCK_ALONE, refused_own_code, tell_own_code
 from sparsepack.models.records.generation import suggested
 from sparsepack.models.stock.skeleton import parameter_shapes
 from sparsepack.models.tokenizer.gguf_tokenizer import gguf_tokenizer_json
 from sparsepack.models.tokenizer.sentencepiece_model import sentencepiece_json
 from sparsepack.models.tokenizer.tokenizer import folder_tokenizer, gguf_tokenizer, only_sentencepiece
+from sparsepack.models.verbs import check_taken
 from sparsepack.progress import say
 
 EMBEDDING, FINAL_NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
@@ -191,7 +193,7 @@ class Checkpoint:
     @cached_property
     def architecture(self) -> Architecture:
         """The numbers that an engine needs. Raises `CheckpointError` for what none here can run."""
-        check_packable(self.family, self.name)
+        check_taken("pack", self.family, self.name)
         # Chat models end a turn with tokens that only this file names.
         more_eos = self._of_generation(lambda config: checked(_Generation, config).eos_token_id)
         bos = self.tokenizer.bos_token_id

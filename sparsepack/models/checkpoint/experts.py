@@ -12,7 +12,7 @@ import torch
 
 from sparsepack.errors import CheckpointError
 from sparsepack.models.checkpoint.sources import Entries, MadeSource, TensorSource, entries_of
-from sparsepack.models.families import MLP_MID, Experts, Family
+from sparsepack.models.family import MLP_MID, Experts, Family
 
 PARTS = ("gate_proj.weight", "up_proj.weight", "down_proj.weight")
 

@@ -14,7 +14,8 @@ import numpy as np
 from sparsepack.errors import CheckpointError
 from sparsepack.files.gguf import GgufFile
 from sparsepack.files.stored import shown
-from sparsepack.models.families import FAMILIES, Experts, Family
+from sparsepack.models.families import FAMILIES
+from sparsepack.models.family import Experts, Family
 
 OWN_CONFIG = "sparsepack.config"
 """The config.json that sparsepack puts into the GGUFs it writes."""

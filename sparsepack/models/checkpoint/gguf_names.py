@@ -2,7 +2,7 @@
 
 import torch
 
-from sparsepack.models.families import Family
+from sparsepack.models.family import Family
 
 _OUTSIDE = {
     "token_embd.weight": "model.embed_tokens.weight",

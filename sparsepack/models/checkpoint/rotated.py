@@ -15,7 +15,7 @@ output matrix the last one. Before the first block of a later segment h' is mult
 What attention gives is a weighted mean of values, so that the values of a KV head may be turned, too, by an R that o
 takes back: rows R^T W of v (and of its bias), and W R for the columns of o of each query head that shares the KV head.
 
-These are the invariances of SliceGPT (2401.15024) and QuaRot (2404.00456). `families.ResidualStream` says who reads and
+These are the invariances of SliceGPT (2401.15024) and QuaRot (2404.00456). `family.ResidualStream` says who reads and
 who writes. All products are taken in float64.
 """
 
@@ -33,9 +33,10 @@ from sparsepack.models.checkpoint.bases import Bases
 from sparsepack.models.checkpoint.checkpoint import HEAD, Checkpoint
 from sparsepack.models.checkpoint.segmented_config import segmented_config
 from sparsepack.models.checkpoint.sources import changed_source
-from sparsepack.models.families import ATTN_OUT, Family, stream_of
+from sparsepack.models.family import ATTN_OUT, Family
 from sparsepack.models.heads import heads_of_config
 from sparsepack.models.precision import HALVES, type_name
+from sparsepack.models.verbs import stream_of
 
 PIECE = 1 << 22
 """This many weights are in float64 at one time."""

@@ -14,7 +14,7 @@ from sparsepack.files.tensors import TensorEntry, write_tensors
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
 from sparsepack.models.checkpoint.experts import apart_source
 from sparsepack.models.checkpoint.sources import changed_source
-from sparsepack.models.families import Family
+from sparsepack.models.family import Family
 from sparsepack.progress import progress
 
 

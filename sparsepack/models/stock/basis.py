@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from sparsepack.models.families import BASIS
+from sparsepack.models.family import BASIS
 
 
 def add_basis(block: nn.Module, hidden: int) -> None:

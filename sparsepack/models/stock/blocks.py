@@ -14,7 +14,7 @@ from torch import nn
 
 from sparsepack.models.architecture import embedding_scale
 from sparsepack.models.checkpoint.checkpoint import HEAD
-from sparsepack.models.families import Family
+from sparsepack.models.family import Family
 from sparsepack.models.own_code import STOCK_ALONE
 from sparsepack.models.stock.ahead import BlocksAhead
 from sparsepack.models.stock.attention import Watcher, watched_attention

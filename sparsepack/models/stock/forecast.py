@@ -121,12 +121,13 @@ def forecast_blocks(
         batch_seconds=batch_seconds,
         alone_seconds=one - batch_seconds,
         rounds=dealt.rounds,
-        memory_bytes=_memory(stream.device),
+        memory_bytes=memory_so_far(stream.device),
         hidden_bytes=len(dealt.own(torch.arange(len(windows)))) * window,
         whole_bytes=len(windows) * window if dealt.workers.count > 1 else 0,
         sums_bytes=sums_bytes,
     )
 
 
-def _memory(device: torch.device) -> int:
+def memory_so_far(device: torch.device) -> int:
+    """The most memory that a device had; a CPU: this process."""
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else most_so_far()

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint as recomputed
 from transformers.cache_utils import Cache, DynamicLayer
 
-from sparsepack.models.families import Family
+from sparsepack.models.family import Family
 from sparsepack.models.stock.hooks import site_hooks
 from sparsepack.models.stock.whole import backbone_of
 

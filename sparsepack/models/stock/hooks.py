@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from sparsepack.models.families import MLP_MID, MLP_SITES, SITES, Family
+from sparsepack.models.family import MLP_MID, MLP_SITES, SITES, Family
 from sparsepack.models.stock.experts import ExpertsWatch, watched_experts
 
 SiteFunction = Callable[[int, str, torch.Tensor], torch.Tensor | None]

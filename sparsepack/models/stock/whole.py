@@ -1,6 +1,7 @@
 """The whole stock transformers model, for work that needs the model's own output."""
 
 from collections.abc import Callable, Collection
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from sparsepack.models.families import FAMILIES
 from sparsepack.models.own_code import STOCK_ALONE
 from sparsepack.models.stock.basis import add_basis
 from sparsepack.models.stock.experts import ONE_BY_ONE
+from sparsepack.models.stock.spread import Places, place_of, spread
 
 
 def build_model(
@@ -20,10 +22,12 @@ def build_model(
     device: str = "cpu",
     dtype: torch.dtype = torch.float32,
     bases: Collection[int] = (),
+    places: Callable[[Any], Places | None] = lambda model: None,
 ) -> Any:
     """A stock causal language model with every parameter taken from `tensor(name)`, frozen, in eval mode.
 
-    bases -- the blocks before which the residual stream changes its basis
+    bases  -- the blocks before which the residual stream changes its basis
+    places -- where the parts of the model go, which the function sees on the meta device; None: all to `device`
     """
     from transformers import AutoModelForCausalLM
 
@@ -35,18 +39,25 @@ def build_model(
     backbone = backbone_of(model)
     for layer in bases:
         add_basis(backbone.layers[layer], config.hidden_size)
+    found = places(model)
+    where = (lambda name: device) if found is None else partial(place_of, places=found)
     for name, _ in list(model.named_parameters()):
         if name == HEAD and config.tie_word_embeddings:
             continue
         module = model.get_submodule(name.rpartition(".")[0])
-        value = tensor(name).to(device, dtype)
+        value = tensor(name).to(where(name), dtype)
         setattr(module, name.rpartition(".")[2], nn.Parameter(value, requires_grad=False))
     if config.tie_word_embeddings:
         model.lm_head.weight = model.get_input_embeddings().weight
+    first = model.get_input_embeddings().weight.device
     if (scale := embedding_scale(config)) != 1:
-        model.get_input_embeddings().embed_scale = torch.tensor(scale, device=device)
+        model.get_input_embeddings().embed_scale = torch.tensor(
+            scale, device=model.get_input_embeddings().weight.device
+        )
     if FAMILIES[config.model_type].rotary != "none":
-        backbone.rotary_emb = type(backbone.rotary_emb)(config).to(device)
+        backbone.rotary_emb = type(backbone.rotary_emb)(config).to(first)
+    if found is not None:
+        spread(model, found)
     return model.eval()
 
 

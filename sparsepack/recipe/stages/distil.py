@@ -145,7 +145,7 @@ def _memory(job: Job, asked: Distil) -> int:
     from math import prod
 
     from sparsepack.distillation.updates import matrices
-    from sparsepack.models.families import SITES
+    from sparsepack.models.family import SITES
     from sparsepack.recipe.estimates import LIVE, dtype_bytes, parameters
     from sparsepack.sparsity.divergence import LOGITS
 

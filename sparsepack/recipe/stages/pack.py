@@ -175,7 +175,7 @@ def _tokens(job: Job, asked: Pack) -> int | None:
 
 def _memory(job: Job, asked: Pack) -> int | None:
     """The bytes of the text's way through a block, and of what its widest site is fitted with."""
-    from sparsepack.models.families import SITES
+    from sparsepack.models.family import SITES
     from sparsepack.recipe.estimates import LIVE, block_by_block_bytes
     from sparsepack.refit.run import BATCH
 

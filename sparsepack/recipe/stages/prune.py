@@ -138,7 +138,7 @@ def _tokens(job: Job, asked: Prune) -> int:
 def _memory(job: Job, asked: Prune) -> int:
     """The bytes of the text's way through a block while its inputs are counted, or of what its matrices are pruned
     with."""
-    from sparsepack.models.families import SITES
+    from sparsepack.models.family import SITES
     from sparsepack.pruning.methods import METHODS
     from sparsepack.pruning.permute import AT_ONCE, SAMPLED_ROWS
     from sparsepack.recipe.estimates import LIVE, block_by_block_bytes, block_parameters, dtype_bytes

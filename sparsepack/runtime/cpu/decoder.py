@@ -13,7 +13,7 @@ from sparsepack.errors import UserError
 from sparsepack.formats.codecs.matrices import PackedMatrix
 from sparsepack.formats.mlp_kinds import DENSE, EXPERTS, NEURONS, MlpKind
 from sparsepack.formats.packed import DenseMlp, ExpertMlp, NeuronMlp, PackedModel, PackedSite
-from sparsepack.models.families import ATTENTION_SITES, MLP_SITES, SITES
+from sparsepack.models.family import ATTENTION_SITES, MLP_SITES, SITES
 from sparsepack.progress import counted
 from sparsepack.runtime.backends import backend_named
 from sparsepack.runtime.cpu.dispatch import instruction_set, native

@@ -32,7 +32,11 @@ from sparsepack.runtime.hybrid.placing import Placing, links_of, placing_of
 from sparsepack.runtime.options import EngineOptions
 
 ASSUMED = "pcie5"
-"""Nothing was measured: the machine is taken for this one of `placement.machine.MACHINES`."""
+"""Nothing was measured: the machine is taken for this one of `placement.machine.MACHINES`, whose bus is as fast as
+large copies are."""
+RECORDS_OVER_THE_BUS = 0.64
+"""Kernels read records over the bus at this share of the speed of large copies: measured on an H200
+(benchmarks/RESULTS.md)."""
 
 
 class Processor(Protocol):
@@ -93,8 +97,7 @@ class CudaHybridDecoder(CudaDecoder):
         )
         self._placing = self._placed(options.policy)
         self._known = options.links or measured
-        assumed = f"as of {ASSUMED}", MACHINES[ASSUMED].rates(plan.parts.record).links
-        links, self._links = links_of(options, measured, assumed)
+        links, self._links = links_of(options, measured, (f"as of {ASSUMED}", assumed_links(plan.parts.record)))
         staged = STAGED_BYTES if plan.budget is None else plan.parts.work.staged
         shape, hidden = self._placing.shape, packed.architecture.hidden
         self._texts = options.sequences or 1
@@ -174,15 +177,22 @@ class CudaHybridDecoder(CudaDecoder):
             self._of_worker(lambda number: self._worker.begin(number, self._texts))
             run()
             # First the GPU, which waits for the worker within a limit: what a kernel did wrong is raised at once, where
-            # the worker would wait for a request that never comes.
-            self._kernels.synchronize(self._device)
+            # the worker would wait for a request that never comes. Copies for moves may go on.
+            self._kernels.wait_for_step()
             self._of_worker(self._worker.end)
-        finally:
+        except BaseException:
             with suppress(RuntimeError):
                 self._kernels.synchronize(self._device)
+            raise
 
     def _of_worker(self, call: Callable[[int], None]) -> None:
         try:
             call(self._number)
         except RuntimeError as error:
             raise UserError(f"the processor beside the GPU: {error}") from error
+
+
+def assumed_links(record: int) -> Links:
+    """The links where none were measured, for records of so many bytes."""
+    links = MACHINES[ASSUMED].rates(record).links
+    return replace(links, bus=RECORDS_OVER_THE_BUS * links.bus)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from sparsepack.models.architecture import Architecture
-from sparsepack.models.families import SITES
+from sparsepack.models.family import SITES
 from sparsepack.runtime.metal import products
 from sparsepack.runtime.metal.kv_cache import MetalKvCache
 from sparsepack.runtime.metal.library import Launch, new_submitter

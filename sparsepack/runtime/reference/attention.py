@@ -78,7 +78,7 @@ class DenseKvCache:
         room = (len(shape.layers), shape.sequences, shape.kv_heads, shape.context, shape.head_dim)
         self._keys, self._values = (torch.zeros(room, dtype=CACHE_TYPES[type], device=device) for _ in range(2))
         self._lengths = [0] * shape.sequences
-        self._tables = [[(shape.cos, shape.sin), *shape.more_tables] for _ in range(shape.sequences)]
+        self._tables = [[*shape.tables] for _ in range(shape.sequences)]
 
     @property
     def lengths(self) -> list[int]:

@@ -28,7 +28,7 @@ from sparsepack.formats.verify import verify
 from sparsepack.formats.zigzag import plan as zigzag
 from sparsepack.models.architecture import architecture_of
 from sparsepack.models.checkpoint.checkpoint import HEAD, Checkpoint, open_checkpoint
-from sparsepack.models.families import SITES
+from sparsepack.models.family import SITES
 from sparsepack.models.records.rule import SiteRule
 from sparsepack.models.stock.whole import build_model
 

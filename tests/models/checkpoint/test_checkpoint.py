@@ -11,7 +11,8 @@ from transformers import AutoModelForCausalLM
 
 from sparsepack.errors import CheckpointError
 from sparsepack.models.checkpoint.checkpoint import EMBEDDING, HEAD, open_checkpoint
-from sparsepack.models.families import FAMILIES, SITES
+from sparsepack.models.families import FAMILIES
+from sparsepack.models.family import SITES
 from sparsepack.models.stock.whole import load_model
 
 IDS = torch.arange(24).reshape(2, 12)

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 from sparsepack.errors import CheckpointError
 from sparsepack.models.checkpoint.checkpoint import FINAL_NORM, Checkpoint, open_checkpoint
 from sparsepack.models.checkpoint.source_files import config_json, texts_of
-from sparsepack.models.families import SITES
+from sparsepack.models.family import SITES
 from sparsepack.models.stock.blocks import BlockStream
 from sparsepack.models.stock.hooks import site_hooks
 from sparsepack.models.stock.whole import load_model

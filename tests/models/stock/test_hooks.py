@@ -5,7 +5,7 @@ import torch
 from model_variants import FOLDERS
 
 from sparsepack.models.checkpoint.checkpoint import open_checkpoint
-from sparsepack.models.families import SITES
+from sparsepack.models.family import SITES
 from sparsepack.models.records.rule import SiteRule, active_channels, sparsify
 from sparsepack.models.stock.hooks import site_hooks
 from sparsepack.models.stock.whole import load_model

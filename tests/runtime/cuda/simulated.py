@@ -26,7 +26,8 @@ from simulated_double_sparsity import (
 )
 from torch import Tensor
 
-from sparsepack.formats.codecs.matrices import PackedMatrix, decode_matrix
+from sparsepack.formats.codecs.matrices import PackedExperts, PackedMatrix, decode_matrix
+from sparsepack.models.soft_caps import soft_capped
 from sparsepack.runtime.cuda.attention.attention import AttentionParameters
 from sparsepack.runtime.cuda.decoder.held import CudaHeld
 from sparsepack.runtime.cuda.driver import kernel_set, shared_memory
@@ -36,9 +37,10 @@ from sparsepack.runtime.cuda.products import gate as gate_alone
 from sparsepack.runtime.cuda.products import gemm_fp16 as dense
 from sparsepack.runtime.cuda.products import neurons, tile_config, zigzag
 from sparsepack.runtime.cuda.products.tile_config import BAND_ROWS, COLUMNS_AT_ONCE, CudaTileConfig
-from sparsepack.runtime.cuda.products.zigzag import Input
+from sparsepack.runtime.cuda.products.zigzag import Input, Together
 from sparsepack.runtime.hold import HeldText
 from sparsepack.runtime.reference import attention as reference_attention
+from sparsepack.runtime.reference import experts as reference_experts
 from sparsepack.runtime.reference import products as reference
 
 ACTIVATIONS = list(reference.ACTIVATION_FUNCTIONS.values())
@@ -62,9 +64,9 @@ class Matrix:
     @cached_property
     def blocks(self) -> Tensor:
         """The weights where the real ones have their superblocks: float32 [tiles, columns, tile_bands, 256]."""
-        padded = torch.nn.functional.pad(self.weight, (0, 0, 0, -self.rows % BAND_ROWS))
+        padded = torch.nn.functional.pad(self.weight, (0, 0, 0, -len(self.weight) % BAND_ROWS))
         bands = padded.view(-1, BAND_ROWS, self.columns).transpose(1, 2)
-        return zigzag._tiled(bands, self.config.tile_bands, self.gate_bands > 0)
+        return zigzag.tiled(bands, self.config.tile_bands, self.gate_bands > 0)
 
 
 def load_zigzag(
@@ -164,18 +166,114 @@ def attend(
     attn_output = torch.empty_like(out)
     for n, here in enumerate(positions.tolist()):
         q, k, v = qkv[n].view(1, -1, shape.head_dim).split([shape.heads, shape.kv_heads, shape.kv_heads], dim=1)
-        q = rotated(q, layer.q_norm, shape.eps, shape.cos[here], shape.sin[here])
-        k = rotated(k, layer.k_norm, shape.eps, shape.cos[here], shape.sin[here])
+        cos, sin = (of[n if parameters.rope_stride else 0, here] for of in parameters.table)
+        q = rotated(q, layer.q_norm, shape.eps, cos, sin)
+        k = rotated(k, layer.k_norm, shape.eps, cos, sin)
         keys[n, :, here], values[n, :, here] = k[0], v[0]
         oldest = max(0, here + 1 - layer.window) if layer.window else 0
         cached = (x[n, :, oldest : here + 1].float() for x in (keys, values))
         seen = torch.ones(1, here + 1 - oldest, dtype=torch.bool)
-        attn_output[n] = reference_attention.attention(q.transpose(0, 1), *cached, seen)[0]
+        attn_output[n] = reference_attention.attention(q.transpose(0, 1), *cached, seen, shape.scale, shape.cap)[0]
     _write(out, attn_output)
 
 
-def embed(matrix: Matrix, ids: Tensor, out: Tensor) -> None:
-    out.copy_(matrix.weight[ids.long()])
+@dataclass(frozen=True)
+class Experts:
+    """float32 matrices of one shape, with what the real ones tell."""
+
+    each: list[Matrix]
+    together: Together
+
+    @cached_property
+    def all(self) -> Matrix:
+        missing = (0, 0, 0, -self.each[0].rows % (ONE_SPLIT.tile_bands * BAND_ROWS))
+        padded = [torch.nn.functional.pad(matrix.weight, missing) for matrix in self.each]
+        return replace(self.each[0], weight=torch.cat(padded))
+
+    def expert(self, number: int) -> Matrix:
+        return self.each[number]
+
+
+def load_experts(
+    matrix: PackedExperts, used: int, normalised: bool, device: Any, config: Any = None, *, gate: bool, added: bool
+) -> Experts:
+    each = [load_zigzag(matrix.expert(number), device, gate=gate) for number in range(matrix.experts)]
+    return Experts(each, Together(matrix.experts, used, normalised, added))
+
+
+def decode_experts(experts: Experts, first: int, count: int, parts: int, scratch: Tensor) -> list[Tensor]:
+    assert count * experts.all.rows * experts.all.columns <= len(scratch)
+    weights = torch.stack([matrix.weight.t() * matrix.fp16_scale for matrix in experts.each[first : first + count]])
+    return [part.half() for part in weights.chunk(parts, dim=2)]
+
+
+def expert_blocks(experts: Experts, texts: int = 1) -> int:
+    return zigzag.blocks(experts.expert(0)) * experts.together.used
+
+
+def route(router: Tensor, input: Input, logits: Tensor) -> None:
+    if input.flag_in_data:
+        _assert_written(input.x)
+        _assert_written(input.squares)
+    x = input.x.view(-1, router.shape[1])
+    torch.testing.assert_close(input.squares.view(len(x), -1).sum(1), x.square().sum(1))
+    _write(logits, (reference.rms_norm(x, input.norm, input.eps) @ router.t()).view_as(logits))
+
+
+def multiply_experts(experts: Experts, input: Input, y: Tensor, *, logits: Tensor, **how: Any) -> None:
+    together = experts.together
+    if logits.dim() > 1:
+        for text, row in enumerate(logits):
+            own = {name: how[name][text] for name in ("residual", "squares") if how.get(name) is not None}
+            of = input.of_texts(slice(text, text + 1), len(logits))
+            of = replace(of, x=of.x[0], squares=None if of.squares is None else of.squares[0])
+            multiply_experts(experts, of, y[text], logits=row, **{**how, **own})
+        return
+    if input.flag_in_data:
+        _assert_written(logits)
+    one = torch.eye(together.experts)
+    chosen, weights = reference_experts.route(logits[None], one, together.used, together.normalised)
+    inputs = input.x.view(together.used, -1) if together.added else [input.x] * together.used
+    residual, squares, reset = (how.pop(name, None) for name in ("residual", "squares", "reset"))
+    rows = experts.all.rows // (1 if how.get("activation") is None else 2)
+    made = torch.zeros(together.used, rows)
+    for number, x, of in zip(chosen[0].tolist(), inputs, made, strict=True):
+        gemv(experts.expert(number), replace(input, x=x), of, **how)
+    if reset is not None:
+        reset.copy_(torch.tensor(SENTINEL))
+    if not together.added:
+        _write(y, made.view_as(y))
+        return
+    assert residual is not None
+    product = weights[0] @ made + residual
+    _write(y, product)
+    if squares is not None:
+        assert len(squares) == expert_blocks(experts)  # of any number of texts
+        _write(squares, torch.nn.functional.pad(product.square().sum()[None], (0, len(squares) - 1)))
+
+
+def post_norm(
+    update: Tensor,
+    residual: Tensor,
+    norm: Tensor,
+    eps: float,
+    y: Tensor,
+    *,
+    squares: Tensor | None = None,
+    flag_in_data: bool = False,
+) -> None:
+    if flag_in_data:
+        _assert_written(update)
+    of_words = update.untyped_storage().data_ptr() in BUFFERS
+    assert flag_in_data == of_words or y.untyped_storage().data_ptr() not in BUFFERS, "who waits for the kernel before"
+    added = residual + reference.rms_norm(update, norm, eps)
+    _write(y, added)
+    if squares is not None:
+        _write(squares.view(-1), added.square().sum(1))
+
+
+def embed(matrix: Matrix, ids: Tensor, out: Tensor, scale: float = 1.0) -> None:
+    out.copy_(matrix.weight[ids.long()] * scale)
 
 
 def product(
@@ -185,9 +283,10 @@ def product(
     *,
     norm: Tensor | None = None,
     eps: float = 0.0,
+    cap: float = 0.0,
     candidates: Tensor | None = None,
 ) -> None:
-    y.copy_((x if norm is None else reference.rms_norm(x, norm, eps)) @ matrix.weight.t())
+    y.copy_(soft_capped((x if norm is None else reference.rms_norm(x, norm, eps)) @ matrix.weight.t(), cap))
     if candidates is not None:
         logits = y.double()
         candidates.copy_(torch.stack([logits.argmax(1), logits.amax(1).float().view(torch.int32).long()], dim=1))
@@ -233,10 +332,12 @@ def _leave(x: Tensor, half: Tensor, factor: Tensor) -> None:
 
 
 def _add_rows(defines: Any, grid: Any, x: Tensor, width: int, product: Any, *rest: Any) -> None:
-    product_factor, inverse, bias, norm, eps, half, factor = rest
+    product_factor, inverse, bias, product_norm, norm, eps, half, factor = rest
     assert (grid, x.shape[1]) == ((len(x),), width)
     if product is not None:
-        x += _finished(product, product_factor, inverse, bias)
+        update = _finished(product, product_factor, inverse, bias)
+        assert int(defines["NORMED"]) == (product_norm is not None)
+        x += update if product_norm is None else reference.rms_norm(update, product_norm, eps)
     if half is not None:
         _leave(x if norm is None else reference.rms_norm(x, norm, eps), half, factor)
 
@@ -255,6 +356,7 @@ def _split_heads(defines: Any, grid: Any, product: Tensor, *rest: Any) -> None:
     factor, inverse, bias, q_norm, k_norm, eps, cos, sin, first, context, heads, kv_heads, q, keys, values = rest
     assert grid == (len(q), -(-(heads + 2 * kv_heads) // 8))
     assert (keys.shape[1], int(defines["HEAD_DIM"])) == (context, keys.shape[2])
+    assert int(defines["ROTARY_DIM"]) == 2 * cos.shape[1]
     here = slice(first, first + len(q))
     rows = _finished(product, factor, inverse, bias).view(len(q), -1, keys.shape[2])
     queries, k, v = (x.transpose(0, 1) for x in rows.split([heads, kv_heads, kv_heads], dim=1))
@@ -369,7 +471,7 @@ class SimulatedKernels(kernel_set.Kernels):
     on_device = staticmethod(nullcontext)
     device_name = staticmethod(lambda device: "simulated")
     synchronize = staticmethod(lambda device: None)
-    new_stream = new_graph_pool = staticmethod(lambda: None)
+    new_stream = new_step_stream = new_graph_pool = wait_for_step = staticmethod(lambda: None)
     on_stream = staticmethod(lambda stream: nullcontext())
     on_card = in_host_memory = staticmethod(lambda loaded: loaded)
     new_event = staticmethod(lambda enable_timing=False: Event())
@@ -383,7 +485,14 @@ class SimulatedKernels(kernel_set.Kernels):
     new_candidates = staticmethod(new_candidates)
     embed = staticmethod(embed)
     gemv = staticmethod(gemv)
+    load_experts = staticmethod(load_experts)
+    route = staticmethod(route)
+    decode_experts = staticmethod(decode_experts)
+    new_products = staticmethod(lambda x, weights: x.float() @ weights.float())
+    expert_blocks = staticmethod(expert_blocks)
+    multiply_experts = staticmethod(multiply_experts)
     attend = staticmethod(attend)
+    post_norm = staticmethod(post_norm)
     double_sparsity_parameters = staticmethod(double_sparsity_parameters)
     label_append = staticmethod(label_append)
     attend_double_sparsity = staticmethod(attend_double_sparsity)

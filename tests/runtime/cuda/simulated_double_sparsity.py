@@ -43,15 +43,16 @@ def attend_double_sparsity(
     shape, layer, keys, values = of.dense.shape, of.dense.layer, of.dense.keys, of.dense.values
     for n, here in enumerate(positions.tolist()):
         q, k, v = qkv[n].view(1, -1, shape.head_dim).split([shape.heads, shape.kv_heads, shape.kv_heads], dim=1)
-        q = rotated(q, layer.q_norm, shape.eps, shape.cos[here], shape.sin[here]).transpose(0, 1)
-        keys[n, :, here] = rotated(k, layer.k_norm, shape.eps, shape.cos[here], shape.sin[here])[0]
+        cos, sin = (rows[n if of.dense.rope_stride else 0, here] for rows in of.dense.table)
+        q = rotated(q, layer.q_norm, shape.eps, cos, sin).transpose(0, 1)
+        keys[n, :, here] = rotated(k, layer.k_norm, shape.eps, cos, sin)[0]
         values[n, :, here] = v[0]
         label_append(of, here, 1, n)
         codes, scales = of.codes[n, :, : here + 1], of.scales[n, :, : here + 1]
         scores = double_sparsity.label_scores(double_sparsity.label_queries(q, of.channels), codes, scales)
         selected = double_sparsity.select_tokens(scores, here, policy, layer.window)
         cached = (x[n, :, : here + 1].float() for x in (keys, values))
-        out[n] = double_sparsity.attend_selected(q, *cached, selected)[0]
+        out[n] = double_sparsity.attend_selected(q, *cached, selected, shape.scale, shape.cap)[0]
 
 
 def attend_offloaded(
@@ -61,7 +62,8 @@ def attend_offloaded(
     shape, layer, keys, values = of.dense.shape, of.dense.layer, of.dense.keys, of.dense.values
     for n, here in enumerate(positions.tolist()):
         q = qkv[n, : shape.heads * shape.head_dim].view(1, -1, shape.head_dim)
-        q = rotated(q, layer.q_norm, shape.eps, shape.cos[here], shape.sin[here]).transpose(0, 1)
+        cos, sin = (rows[n if of.dense.rope_stride else 0, here] for rows in of.dense.table)
+        q = rotated(q, layer.q_norm, shape.eps, cos, sin).transpose(0, 1)
         codes, scales = of.codes[n, :, : here + 1], of.scales[n, :, : here + 1]
         scores = double_sparsity.label_scores(double_sparsity.label_queries(q, of.channels), codes, scales)
         selected = double_sparsity.select_tokens(scores, here, of.policy, layer.window)
@@ -75,7 +77,7 @@ def attend_offloaded(
         listed = slots.listed[n, :, : slots.counts[n, 0]].long()
         cached = (x[n][heads, listed].float() for x in (slots.keys, slots.values))
         everything = torch.ones(len(selected), 1, listed.shape[1], dtype=torch.bool, device=listed.device)
-        out[n] = double_sparsity.attend_selected(q, *cached, everything)[0]
+        out[n] = double_sparsity.attend_selected(q, *cached, everything, shape.scale, shape.cap)[0]
 
 
 def rotated(x: Tensor, norm: Tensor | None, eps: float, cos: Tensor, sin: Tensor) -> Tensor:

@@ -88,6 +88,9 @@ class Step:
     sin: Tensor
     q_norm: Tensor | None
     k_norm: Tensor | None
+    scale: float = 0.0
+    cap: float = 0.0
+    own_table: tuple[Tensor, Tensor] | None = None
 
     def run(self, splits: int | None = None, positions: Tensor | None = None, **options: Any) -> Tensor:
         """The result; the keys and values of the new positions are cached."""
@@ -96,8 +99,12 @@ class Step:
         out = torch.full((len(self.last), self.shape.heads * self.shape.head_dim), torch.nan, device=self.qkv.device)
         layer = LayerAttention(self.window, self.q_norm, self.k_norm)
         tables = (self.cos, self.sin)
-        shape = AttentionShape(self.shape.heads, KV_HEADS, self.shape.head_dim, EPS, *tables, (layer,), len(self.last))
-        parameters = AttentionParameters(shape, layer, self.keys, self.values)
+        shape = AttentionShape(
+            *(self.shape.heads, KV_HEADS, self.shape.head_dim, EPS, *tables, (layer,), len(self.last)),
+            scale=self.scale,
+            cap=self.cap,
+        )
+        parameters = AttentionParameters(shape, layer, self.keys, self.values, self.own_table)
         attend(parameters, self.qkv, positions, out, splits=splits, **options)
         return out
 
@@ -109,7 +116,8 @@ class Step:
             q = reference.rms_norm(q, self.q_norm.double(), EPS)
             k = reference.rms_norm(k, self.k_norm.double(), EPS)
         here = slice(self.last[b], self.last[b] + 1)
-        cos, sin = self.cos[here].double(), self.sin[here].double()
+        table = (self.cos, self.sin) if self.own_table is None else (of[b] for of in self.own_table)
+        cos, sin = (of[here].double() for of in table)
         return reference_attention.rotate(q, cos, sin), reference_attention.rotate(k, cos, sin), v
 
     def expected(self) -> Tensor:
@@ -119,7 +127,8 @@ class Step:
             oldest = max(0, last + 1 - self.window) if self.window else 0
             keys, values = (cached[b, :, oldest : last + 1].double() for cached in (self.keys, self.values))
             seen = reference_attention.visible(last, 1, oldest, self.window, self.qkv.device)
-            rows.append(reference_attention.attention(self.rotated(b)[0], keys, values, seen))
+            q, _, _ = self.rotated(b)
+            rows.append(reference_attention.attention(q, keys, values, seen, self.scale, self.cap))
         return torch.cat(rows)
 
 
@@ -130,8 +139,19 @@ def random_cache(shape: Shape, device: torch.device) -> tuple[Tensor, Tensor]:
     return keys.to(shape.dtype), values.to(shape.dtype)
 
 
-def step(shape: Shape, last: Sequence[int], device: torch.device, window: int = 0, size: float = 2) -> Step:
-    """A step of random numbers. What no query sees is NaN, the cached rows of the new positions too."""
+def step(
+    shape: Shape,
+    last: Sequence[int],
+    device: torch.device,
+    window: int = 0,
+    size: float = 2,
+    turned: int | None = None,
+    **more: Any,
+) -> Step:
+    """A step of random numbers. What no query sees is NaN, the cached rows of the new positions too.
+
+    turned -- channels of a head that turn; None: all
+    """
     bits = torch.Generator(device).manual_seed(max(last))
     context = max(last) + 1 + max(last) % 3
     width = (shape.heads + 2 * KV_HEADS) * shape.head_dim
@@ -142,11 +162,12 @@ def step(shape: Shape, last: Sequence[int], device: torch.device, window: int = 
         for cached in (keys, values):
             cached[b, :, :oldest] = torch.nan
             cached[b, :, p:] = torch.nan
-    inv_freq = 1e4 ** (-torch.arange(0, shape.head_dim, 2, device=device) / shape.head_dim)
+    turned = turned or shape.head_dim
+    inv_freq = 1e4 ** (-torch.arange(0, turned, 2, device=device) / turned)
     cos, sin = reference_attention.rotary_table(inv_freq, 1.0, context)
     q_norm, k_norm = 0.5 + torch.rand(2, shape.head_dim, generator=bits, device=device)
     norms = (q_norm, k_norm) if shape.norms else (None, None)
-    return Step(shape, list(last), window, qkv, keys, values, cos, sin, *norms)
+    return Step(shape, list(last), window, qkv, keys, values, cos, sin, *norms, **more)
 
 
 def assert_close_to_reference(step: Step, out: Tensor, tolerance: float = 1e-5) -> None:
@@ -179,6 +200,38 @@ def test_sequences_of_a_batch_have_positions_of_their_own(shape: Shape, device: 
         for splits in (None, 1, 4):
             case = step(shape, last, device, window=100)
             assert_close_to_reference(case, case.run(splits))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("splits", [1, 16])
+@pytest.mark.parametrize("shape", [SHAPES[1], SHAPES[3], SHAPES[4], SHAPES[8], *UNUSUAL[1:]], ids=name)
+def test_a_part_of_each_head_turns(shape: Shape, splits: int, device: torch.device) -> None:
+    for turned in (2, shape.head_dim // 4 * 2, shape.head_dim - 2):
+        for last in ([300, 0, 64], [LONGEST - 1]):
+            case = step(shape, last, device, turned=turned)
+            assert_close_to_reference(case, case.run(splits if len(last) == 1 else None))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("scale", "cap"), [(0.3, 0.0), (0.0, 2.0), (0.07, 50.0), (1.0, 5.0)])
+@pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[6], SHAPES[8], *UNUSUAL[1:]], ids=name)
+def test_scores_have_a_scale_of_their_own_and_a_soft_cap(
+    shape: Shape, scale: float, cap: float, device: torch.device
+) -> None:
+    for last in ([300, 0, 64], [LONGEST - 1]):
+        for window in WINDOWS:
+            case = step(shape, last, device, window, scale=scale, cap=cap)
+            assert_close_to_reference(case, case.run(), 5e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("flag_in_data", [False, True])
+def test_each_sequence_turns_by_a_table_of_its_own(flag_in_data: bool, device: torch.device) -> None:
+    shape = SHAPES[8]
+    plain = step(shape, [300, 0, 64], device)
+    angles = torch.arange(3, device=device)[:, None, None] + torch.rand(len(plain.cos), 64, device=device)
+    case = replace(plain, own_table=(angles.cos().contiguous(), angles.sin().contiguous()))
+    assert_close_to_reference(case, case.run(flag_in_data=flag_in_data))
 
 
 @pytest.mark.gpu
@@ -329,6 +382,7 @@ def on_cpu() -> dict[str, Any]:
         ({"positions": torch.zeros(1, dtype=torch.int64)}, "positions: int64"),
         ({"cos": torch.zeros(63, 8)}, "cos: 63 positions, expected 64 or more"),
         ({"sin": torch.zeros(64, 9)}, "sin: "),
+        ({"cos": torch.zeros(64, 9)}, "cos: 18 channels of a head turn, expected 2 to 16"),
         ({"out": torch.zeros(2, 64)}, "out: "),
         ({"q_norm": torch.zeros(8)}, "q_norm: "),
         ({"window": -1}, "window: -1"),

@@ -45,6 +45,8 @@ every_variant = pytest.mark.parametrize(
         "mistral, sliding window",
         "qwen2, every second layer slides",
         "qwen3, tied",
+        "gemma2, soft caps",
+        "phi3, a part of each head, longrope",
         INTERLEAVED,
         LARGE,
         SEGMENTS,

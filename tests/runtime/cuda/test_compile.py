@@ -11,7 +11,7 @@ from sparsepack.runtime.cuda.driver import compiler
 from sparsepack.runtime.cuda.driver.compiler import cubin, kernel_files, nvrtc_version
 from sparsepack.runtime.cuda.products import zigzag
 from sparsepack.runtime.cuda.products.tile_config import CudaTileConfig
-from sparsepack.runtime.cuda.products.zigzag import CudaZigzag, Input
+from sparsepack.runtime.cuda.products.zigzag import CudaZigzag, Input, Together
 from sparsepack.runtime.cuda.slide.hopper import CLUSTER, DENSE_TILES, TILES
 
 
@@ -29,8 +29,9 @@ pytestmark = pytest.mark.skipif(bool(_no_compiler()), reason=_no_compiler())
 VARIANTS = {
     "prefill": [
         (),
-        *(("VECTOR=1", f"ROUNDS={rounds}", "ACTIVATION=3") for rounds in (1, 5)),
+        *(("VECTOR=1", f"ROUNDS={rounds}", "ACTIVATION=3", "NORMED=1") for rounds in (1, 5)),
         *(("HEADS=1", f"HEAD_DIM={width}", f"KV={type}") for width, type in ((2, 1), (24, 3), (128, 2), (256, 1))),
+        ("HEADS=1", "HEAD_DIM=128", "KV=1", "ROTARY_DIM=96"),
     ],
     "attention": [
         (f"HEAD_DIM={width}", f"GQA_RATIO={ratio}", f"KV={type}", f"WARPS={warps}", f"FLAG_IN_DATA={flag_in_data}")
@@ -41,7 +42,8 @@ VARIANTS = {
             (256, 12, 1, 4, 0),
         )
     ]
-    + [("HEAD_DIM=130", "GQA_RATIO=15", "KV=3", f"STAGES={stages}") for stages in (2, 3)],
+    + [("HEAD_DIM=130", "GQA_RATIO=15", "KV=3", f"STAGES={stages}") for stages in (2, 3)]
+    + [("HEAD_DIM=128", "GQA_RATIO=3", "ROTARY_DIM=96"), ("HEAD_DIM=256", "GQA_RATIO=2", "CAPPED=1", "FLAG_IN_DATA=1")],
     "double_sparsity": [
         (
             *(f"HEAD_DIM={width}", f"GQA_RATIO={ratio}", f"KV={type}", f"WARPS={warps}", "STAGES=3"),
@@ -103,8 +105,14 @@ VARIANTS = {
         for fp8, tile in [(0, TILES[1]), (0, TILES[4]), (1, DENSE_TILES[0]), *((1, tile) for tile in TILES)]
         + [(0, tile) for tile in DENSE_TILES]
     ],
+    "post_norm": [(f"ROUNDS={rounds}", f"FLAG_IN_DATA={flag}") for rounds, flag in ((1, 0), (3, 1), (6, 1))],
+    "route": [
+        (f"ROUNDS={rounds}", f"PARTS={parts}", f"FLAG_IN_DATA={flag}")
+        for rounds, parts in ((1, 1), (8, 1), (33, 2))
+        for flag in (0, 1)
+    ],
     "rows_decode": [(f"TYPE={type}",) for type in range(6)],
-    "rows_product": [(f"TYPE={type}", "BATCH=2", "STAGES=3") for type in range(6)],
+    "rows_product": [(f"TYPE={type}", "BATCH=2", "STAGES=3", f"CAPPED={type % 2}") for type in range(6)],
 }
 """Macros of a file, where not those that it takes by itself."""
 ARCHITECTURES = {"slide_matmul": [90]}
@@ -147,6 +155,19 @@ def test_products_compile_as_they_are_launched(what: str, arch: int) -> None:
         defines = zigzag._defines(matrix, input, 2 if what == "gate" else None)
         if (what != "gate" or config.tile_bands > 1) and (what != "dense" or config.stages):
             assert cubin("zigzag_gemv", arch, defines)[:4] == b"\x7fELF"
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+@pytest.mark.parametrize("together", [Together(128, 8, True, False), Together(5, 1, False, True)], ids=str)
+@pytest.mark.parametrize("what", ["dense", "held, flag in data"])
+def test_products_of_experts_compile_as_they_are_launched(what: str, together: Together, arch: int) -> None:
+    x, one = torch.empty(768), torch.empty(1)
+    held = Input(x, norm=x, squares=one, threshold=x, scales=one, skipped=one, flag_in_data=True)
+    for config in (CudaTileConfig(1, 8, 24, 2), CudaTileConfig(2, 8, 16, 5)):
+        matrix = CudaZigzag(torch.empty(0), 512, 768, config, 0, 1.0, 1.0, 1.0)
+        activation = 0 if config.tile_bands > 1 and not together.added else None
+        defines = zigzag._defines(matrix, Input(x) if what == "dense" else held, activation, together)
+        assert cubin("zigzag_gemv", arch, defines)[:4] == b"\x7fELF"
 
 
 @pytest.mark.parametrize("arch", [80, 90])

@@ -1,6 +1,7 @@
 """The decoder on a GPU with the processor beside it, also with kernels in plain torch; the worker is the native one."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from sparsepack.files.text import read_text
 from sparsepack.formats.packed import PackedModel
 from sparsepack.placement.budget import Plan, plan_within
 from sparsepack.placement.links import Links
+from sparsepack.placement.machine import MACHINES
 from sparsepack.placement.names import ONLINE
 from sparsepack.placement.policies import POLICIES
 from sparsepack.placement.policy_run import play
@@ -26,7 +28,7 @@ from sparsepack.runtime.cpu import operations
 from sparsepack.runtime.cuda.driver.kernel_set import Kernels
 from sparsepack.runtime.engine import Engine
 from sparsepack.runtime.hybrid import cuda_decoder
-from sparsepack.runtime.hybrid.cuda_decoder import CudaHybridDecoder
+from sparsepack.runtime.hybrid.cuda_decoder import CudaHybridDecoder, assumed_links
 from sparsepack.runtime.hybrid.following import Moves
 from sparsepack.runtime.hybrid.plan import parts_of, planned
 from sparsepack.runtime.options import EngineOptions
@@ -293,6 +295,13 @@ def test_where_the_links_come_from_is_told(kernels: Kernels) -> None:
     assert said(links=None).endswith("with slots, slow, links assumed as of pcie5")
 
 
+def test_assumed_links_are_those_of_kernels_and_not_of_copies() -> None:
+    of_copies = MACHINES["pcie5"].rates(9216).links
+    assumed = assumed_links(9216)
+    assert assumed.bus * 9216 == pytest.approx(35.2e9)
+    assert replace(assumed, bus=of_copies.bus) == of_copies
+
+
 class Reached:
     """A native object, some of whose methods are others."""
 
@@ -365,12 +374,12 @@ def test_a_fault_of_the_gpu_is_raised_before_the_worker_is_waited_for(
     engine.step([3], True)
     engine._worker = Reached(engine._worker)
 
-    def fault(device: torch.device) -> None:
+    def fault() -> None:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
     with monkeypatch.context() as patch:
         patch.setattr(engine, "_step_and_prepare", lambda ids, sparse: None)
-        patch.setattr(engine._kernels, "synchronize", fault)
+        patch.setattr(type(engine._kernels), "wait_for_step", staticmethod(fault))
         patch.setattr(engine._worker, "end", lambda number: pytest.fail("the worker was waited for"), raising=False)
         with pytest.raises(RuntimeError, match=r"^CUDA error: an illegal memory access"):
             engine.step([3], True)

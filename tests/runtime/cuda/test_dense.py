@@ -7,6 +7,7 @@ from torch import Tensor
 
 from sparsepack.formats.codecs import zigzag as codec
 from sparsepack.formats.codecs.matrices import ZIGZAG, PackedMatrix, decode_matrix
+from sparsepack.runtime.cuda.attention import prefill_attention
 from sparsepack.runtime.cuda.attention.attention import AttentionParameters
 from sparsepack.runtime.cuda.attention.prefill_attention import attention
 from sparsepack.runtime.cuda.products import zigzag
@@ -81,6 +82,23 @@ def test_what_is_added_comes_before_the_norm_and_stays(device: str, width: int, 
 
 @on_gpu
 @pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("width", WIDTHS)
+def test_what_is_added_may_be_normed_first(device: str, width: int, norm: bool, bias: bool) -> None:
+    x, weight, of_update = normal(7, width), 1 + 0.1 * normal(width, seed=3), 1 + 0.1 * normal(width, seed=4)
+    update = product_of(7, width, bias, device)
+    expected = x + reference.rms_norm(put_together(update).float(), of_update, EPS)
+    on_device = x.clone().to(device)
+    scaled = to_scaled_fp16(on_device, update, weight.to(device) if norm else None, EPS, of_update.to(device))
+    assert torch.allclose(on_device.cpu(), expected, rtol=1e-5, atol=1e-5)
+    assert_is(scaled, reference.rms_norm(expected, weight, EPS) if norm else expected)
+    on_device = x.clone().to(device)
+    add(on_device, update, of_update.to(device), EPS)
+    assert torch.allclose(on_device.cpu(), expected, rtol=1e-5, atol=1e-5)
+
+
+@on_gpu
+@pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("activation", range(4))
 @pytest.mark.parametrize("width", [1, 172, 513, 14336])
 def test_gate_and_up_become_one(device: str, width: int, activation: int, bias: bool) -> None:
@@ -134,14 +152,17 @@ def test_products_come_within_the_rounding_of_float16(
 @on_gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("normed", [False, True])
-@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 2, 64), (3, 3, 24), (7, 1, 8), (2, 1, 256), (1, 1, 2)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "turned"),
+    [(4, 2, 64, 64), (3, 3, 24, 24), (7, 1, 8, 6), (2, 1, 256, 256), (1, 1, 2, 2), (3, 1, 128, 96), (2, 2, 96, 2)],
+)
 def test_heads_are_rotated_and_appended(
-    device: str, heads: int, kv_heads: int, head_dim: int, normed: bool, dtype: torch.dtype
+    device: str, heads: int, kv_heads: int, head_dim: int, turned: int, normed: bool, dtype: torch.dtype
 ) -> None:
     first, context, rows = 4, 19, 9
     qkv = product_of(rows, (heads + 2 * kv_heads) * head_dim, normed, device)
     keys, values = (torch.full((2, kv_heads, context, head_dim), 7.0, dtype=dtype, device=device) for _ in range(2))
-    cos, sin = reference_attention.rotary_table(normal(head_dim // 2, seed=3), 1.3, context)
+    cos, sin = reference_attention.rotary_table(normal(turned // 2, seed=3), 1.3, context)
     norms = [1 + 0.1 * normal(head_dim, seed=n) for n in (4, 5)] if normed else [None, None]
     layer = LayerAttention(0, *(None if norm is None else norm.to(device) for norm in norms))
     shape = AttentionShape(heads, kv_heads, head_dim, EPS, cos.to(device), sin.to(device), (layer,), 2)
@@ -167,9 +188,20 @@ def test_heads_are_rotated_and_appended(
 @pytest.mark.parametrize("window", [0, 1, 6, 30])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2), (3, 1)])
 @pytest.mark.parametrize(("first", "length"), [(0, 1), (0, 20), (13, 1), (13, 11)])
+@pytest.mark.parametrize(("scale", "cap"), [(0.0, 0.0), (0.3, 0.0), (0.1, 0.5)])
 def test_attention_sees_what_its_positions_may_see(
-    device: str, first: int, length: int, heads: int, kv_heads: int, window: int, dtype: torch.dtype
+    device: str,
+    first: int,
+    length: int,
+    heads: int,
+    kv_heads: int,
+    window: int,
+    dtype: torch.dtype,
+    scale: float,
+    cap: float,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(prefill_attention, "MOST_SCORES", 5 * heads * 24)
     q = normal(length, heads, 32).to(dtype)
     keys, values = (normal(kv_heads, 40, 32, seed=n).to(dtype) for n in (1, 2))
     # What is beyond the last position must not matter.
@@ -180,8 +212,10 @@ def test_attention_sees_what_its_positions_may_see(
         q.float().transpose(0, 1),
         *(cached[:, oldest : first + length].float() for cached in (keys, values)),
         reference_attention.visible(first, length, oldest, window),
+        scale,
+        cap,
     )
-    found = attention(q.to(device), keys.to(device), values.to(device), first, window)
+    found = attention(q.to(device), keys.to(device), values.to(device), first, window, scale=scale, cap=cap)
     assert found.dtype == torch.float32
     bound = {torch.bfloat16: 0.03, torch.float16: 4e-3, torch.float32: 1e-5}[dtype]
     assert (found.cpu() - expected).abs().max() < bound

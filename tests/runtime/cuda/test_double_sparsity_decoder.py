@@ -20,7 +20,10 @@ Cache = type[CudaDoubleSparsityKvCache]
 every_cache = pytest.mark.parametrize("new_cache", [CudaDoubleSparsityKvCache, OffloadedKvCache])
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen3, wide heads, yarn", "mistral, sliding window"])
+VARIANTS = ["llama", "qwen3, wide heads, yarn", "mistral, sliding window", "gemma2, soft caps"]
+
+
+@pytest.fixture(scope="module", params=VARIANTS)
 def packed(request: pytest.FixtureRequest) -> PackedModel:
     return sparse_model(request.param, policy_from(FIRST))
 

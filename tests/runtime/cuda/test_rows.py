@@ -10,6 +10,8 @@ from torch import Tensor
 from sparsepack.formats.codecs import zigzag
 from sparsepack.formats.codecs.matrices import ZIGZAG, PackedMatrix, decode_matrix, encode_rows
 from sparsepack.formats.codecs.types import BLOCKS
+from sparsepack.models.soft_caps import soft_capped
+from sparsepack.runtime.cuda.decoder.sampling import pick_likeliest
 from sparsepack.runtime.cuda.products import rows
 from sparsepack.runtime.cuda.products.rows import blocks, embed, load_rows, matmul, new_candidates, product
 
@@ -138,6 +140,27 @@ def test_embed_has_the_bits_of_the_codec(type: str, shape: tuple[int, int]) -> N
     out = torch.full((70, shape[1]), float("nan"), device="cuda")
     embed(loaded(type, shape), ids.cuda(), out)
     assert torch.equal(out.cpu(), weights(type, shape)[ids.long()])
+
+
+@pytest.mark.parametrize("type", TYPES)
+def test_rows_that_are_looked_up_may_be_scaled(type: str) -> None:
+    out, ids = torch.empty(3, 512, device="cuda"), torch.tensor([76, 0, 5], dtype=torch.int32)
+    embed(loaded(type, (77, 512)), ids.cuda(), out, 48.5)
+    assert torch.equal(out.cpu(), weights(type, (77, 512))[ids] * torch.tensor(48.5))
+
+
+@pytest.mark.parametrize("type", TYPES)
+@pytest.mark.parametrize("vectors", [1, 8])
+def test_products_may_have_a_soft_cap(type: str, vectors: int) -> None:
+    matrix, x, y = loaded(type, (2000, 1024)), normal(vectors, 1024), torch.empty(vectors, 2000, device="cuda")
+    candidates = new_candidates(matrix, vectors)
+    product(matrix, x.cuda(), y, cap=30.0, candidates=candidates)
+    expected = soft_capped(x.double() @ weights(type, (2000, 1024)).double().T, 30.0)
+    assert (y.cpu() - expected).abs().max() < 1e-4
+    assert 10 < float(y.abs().max()) < 30
+    ids, best = torch.empty(vectors, dtype=torch.int32, device="cuda"), torch.empty(vectors, device="cuda")
+    pick_likeliest(candidates, ids, best)
+    assert torch.equal(best, y.amax(1))
 
 
 def test_an_id_that_is_no_row_gives_nan() -> None:

@@ -1,8 +1,9 @@
 """Attention of one decoding step on the GPU: one launch that also norms, rotates, and appends to the cache."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -31,13 +32,16 @@ FEWEST_POSITIONS = 64
 @dataclass(frozen=True)
 class Variant:
     """What the kernel is compiled for, and the sizes that follow. Its names are those of
-    `kernels/attention/attention_layout.cuh`; gqa_ratio: query heads of a key head."""
+    `kernels/attention/attention_layout.cuh`; gqa_ratio: query heads of a key head; rotary_dim: channels that turn,
+    None: all."""
 
     head_dim: int
     gqa_ratio: int
     dtype: torch.dtype
     stages: int = STAGES[0]
     warps: int = 8
+    rotary_dim: int | None = None
+    capped: bool = False
 
     @property
     def defines(self) -> tuple[str, ...]:
@@ -47,6 +51,8 @@ class Variant:
             "KV": KV_MACROS[self.dtype],
             "WARPS": self.warps,
             "STAGES": self.stages,
+            "ROTARY_DIM": self.head_dim if self.rotary_dim is None else self.rotary_dim,
+            "CAPPED": int(self.capped),
         }
         return tuple(f"{name}={value}" for name, value in values.items())
 
@@ -87,10 +93,11 @@ class Variant:
 class AttentionParameters:
     """What attention of a layer takes at every step: built, and checked, once when a model is loaded.
 
-    shape        -- heads, at most 16 * kv_heads; head_dim even, at most 256; rotary tables float32 [context or more,
-                    head_dim / 2]
-    layer        -- its window, and the norms of its heads, float32 [head_dim]
+    shape        -- heads, at most 16 * kv_heads; head_dim even, at most 256
+    layer        -- its window, the number of its rotary table, and the norms of its heads, float32 [head_dim]
     keys, values -- its cache: bfloat16, float16 or float32 [B, kv_heads, context, head_dim]
+    own_table    -- cos and sin by which each sequence turns, in place of the shape's: float32 [B, context or more, n /
+                    2]; None: the shape's
 
     Raises `ValueError` naming what does not fit.
     """
@@ -99,6 +106,33 @@ class AttentionParameters:
     layer: LayerAttention
     keys: Tensor
     values: Tensor
+    own_table: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def table(self) -> tuple[Tensor, Tensor]:
+        """cos and sin of each sequence, or of all: float32 [B or 1, context or more, n / 2]."""
+        if self.own_table is not None:
+            return self.own_table
+        cos, sin = self.shape.tables[self.layer.table]
+        return cos[None], sin[None]
+
+    @property
+    def rope_stride(self) -> int:
+        """How many numbers the table of a sequence lies behind that of the one before."""
+        cos, _ = self.table
+        return cos.stride(0) if len(cos) > 1 else 0
+
+    @property
+    def query_scale(self) -> float:
+        """What the kernel multiplies queries by: scores are then in units of log2, or where they have a soft cap what
+        `soft_capped` of `kernels/attention/attention_sums.cuh` takes."""
+        scale, cap = self.shape.score_scale, self.shape.cap
+        return (2 * scale / cap if cap else scale) / math.log(2)
+
+    @property
+    def log2_cap(self) -> float:
+        """The soft cap of scores in units of log2; 0: they have none."""
+        return self.shape.cap / math.log(2)
 
     def __post_init__(self) -> None:
         shape, layer, keys = self.shape, self.layer, self.keys
@@ -116,11 +150,15 @@ class AttentionParameters:
             raise ValueError(f"window: {layer.window}, expected 0 (no limit) or more")
         if shape.context < context:
             raise ValueError(f"cos: {shape.context} positions, expected {context} or more, as in the cache")
-        cached, table = (batch, kv_heads, context, shape.head_dim), (shape.context, shape.head_dim // 2)
+        cached = (batch, kv_heads, context, shape.head_dim)
         _check("keys", keys, keys, keys.dtype, cached, 16)
         _check("values", self.values, keys, keys.dtype, cached, 16)
-        _check("cos", shape.cos, keys, torch.float32, table)
-        _check("sin", shape.sin, keys, torch.float32, table)
+        turned = 2 * shape.cos.shape[-1]
+        if not 2 <= turned <= head_dim:
+            raise ValueError(f"cos: {turned} channels of a head turn, expected 2 to {head_dim}")
+        sequences = 1 if self.own_table is None else batch
+        for name, table in zip(("cos", "sin"), self.table, strict=True):
+            _check(name, table, keys, torch.float32, (sequences, shape.context, turned // 2))
         for name, norm in (("q_norm", layer.q_norm), ("k_norm", layer.k_norm)):
             if norm is not None:
                 _check(name, norm, keys, torch.float32, (head_dim,))
@@ -131,17 +169,26 @@ class AttentionParameters:
         of = self.shape.head_dim, self.shape.heads // self.shape.kv_heads, self.keys.dtype
         warps = 8 if of[0] * of[1] <= 2048 else 4  # their sums, [warps, gqa_ratio, head_dim], stay within 64 KB
 
-        def needed(stages: int) -> int:
-            return Variant(*of, stages, warps).shared_bytes
+        cos, _ = self.table
+        variant = partial(Variant, *of, warps=warps, rotary_dim=2 * cos.shape[-1], capped=self.shape.cap > 0)
 
-        return Variant(*of, deepest_pipeline(STAGES, needed, self.keys.device), warps)
+        def needed(stages: int) -> int:
+            return variant(stages=stages).shared_bytes
+
+        return variant(stages=deepest_pipeline(STAGES, needed, self.keys.device))
 
 
 def attention_parameters(
-    shape: AttentionShape, keys: Sequence[Tensor], values: Sequence[Tensor]
+    shape: AttentionShape, keys: Sequence[Tensor], values: Sequence[Tensor], first_table: tuple[Tensor, Tensor] | None
 ) -> tuple[AttentionParameters, ...]:
-    """The parameters of every layer's attention, over the layer's cache."""
-    return tuple(AttentionParameters(shape, *of) for of in zip(shape.layers, keys, values, strict=True))
+    """The parameters of every layer's attention, over the layer's cache.
+
+    first_table -- of each sequence, in layers of the shape's first rotary table; None: the shape's own
+    """
+    return tuple(
+        AttentionParameters(shape, layer, *of, own_table=None if layer.table else first_table)
+        for layer, of in zip(shape.layers, zip(keys, values, strict=True), strict=True)
+    )
 
 
 def attend(
@@ -154,7 +201,7 @@ def attend(
     flag_in_data: bool = False,
 ) -> None:
     """Put the attention of one new position per sequence on the current stream: norm and rotate q and k, append k and v
-    to the cache, and out = softmax(q k^T / sqrt(head_dim)) v over the positions that the new one sees.
+    to the cache, and out = softmax(scale q k^T) v over the positions that the new one sees.
 
     qkv        -- float32 [B, (heads + 2 * kv_heads) * head_dim]: q, then k, then v
     positions  -- int32 [B]: how many positions are cached, below `context`; only the device reads it. The cache's
@@ -194,8 +241,9 @@ def attend(
         compiled,
         (splits, kv_heads, batch),
         threads,
-        *(qkv, keys, parameters.values, positions, shape.cos, shape.sin, layer.q_norm, layer.k_norm, out),
+        *(qkv, keys, parameters.values, positions, *parameters.table, layer.q_norm, layer.k_norm, out),
         *(room, kv_heads, context, layer.window, float(shape.eps)),
+        *(parameters.rope_stride, parameters.query_scale, parameters.log2_cap),
         *(slice, _magic(slice)),
         shared=variant.shared_bytes,
     )

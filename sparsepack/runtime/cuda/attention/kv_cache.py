@@ -1,7 +1,7 @@
 """Keys and values on the GPU, and attention to all cached tokens (`runtime/kv_cache.py`)."""
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from sparsepack.models.records.sparse_attention import SparseFrom
 from sparsepack.runtime.cuda.attention.attention import (
     MOST_GQA_RATIO,
     MOST_HEAD_DIM,
+    AttentionParameters,
     attention_parameters,
 )
 from sparsepack.runtime.cuda.driver.kernel_set import KERNELS, Kernels
@@ -58,6 +59,8 @@ class CudaKvCache(Protocol):
 
     def copy(self, source: int, to: int, length: int) -> None: ...
 
+    def turn(self, sequence: int, first: int, cos: Tensor, sin: Tensor) -> None: ...
+
     def reset(self) -> None: ...
 
     def selecting(self, sparse: bool) -> int | None:
@@ -98,7 +101,11 @@ class CudaDenseKvCache:
         self._kernels = kernels
         self.positions = Mirror(torch.zeros(shape.sequences, dtype=torch.int32, device=device), kernels)
         self.lengths = [0] * shape.sequences
-        self._layers = attention_parameters(shape, *self._room(shape, torch_type(type), device))
+        # Kernels of all steps read this memory, whose rows may change.
+        first = tuple(of.repeat(shape.sequences, 1, 1) for of in shape.tables[0]) if shape.turns else None
+        self._first_table = cast("tuple[Tensor, Tensor] | None", first)
+        room = self._room(shape, torch_type(type), device)
+        self._layers = attention_parameters(shape, *room, self._first_table)
 
     def append(self, layer: int, qkv: Product, sequence: int = 0) -> Tensor:
         return self._kernels.split_heads(self._layers[layer], qkv, self.lengths[sequence], sequence)
@@ -106,7 +113,13 @@ class CudaDenseKvCache:
     def attend(self, layer: int, queries: Tensor, sequence: int = 0) -> Tensor:
         of, first = self._layers[layer], self.lengths[sequence]
         keys, values = of.keys[sequence], of.values[sequence]
-        return self._kernels.prefill_attention(queries, keys, values, first, of.layer.window)
+        return self._prefill(queries, keys, values, first, of)
+
+    def _prefill(self, queries: Tensor, keys: Tensor, values: Tensor, first: int, of: AttentionParameters) -> Tensor:
+        shape = of.shape
+        return self._kernels.prefill_attention(
+            queries, keys, values, first, of.layer.window, scale=shape.scale, cap=shape.cap
+        )
 
     def step(self, layer: int, qkv: Tensor, sparse: bool, out: Tensor, flag_in_data: bool = False) -> None:
         self._kernels.attend(self._layers[layer], qkv, self.positions.there, out, flag_in_data=flag_in_data)
@@ -125,6 +138,12 @@ class CudaDenseKvCache:
         for cached in (cached for of in self._layers for cached in (of.keys, of.values)):
             cached[to, :, :length].copy_(cached[source, :, :length])
         self.lengths[to] = length
+
+    def turn(self, sequence: int, first: int, cos: Tensor, sin: Tensor) -> None:
+        if self._first_table is None:
+            raise ValueError("the shape says that no texts turn by rows of their own")
+        for table, rows in zip(self._first_table, (cos, sin), strict=True):
+            table[sequence, first : first + len(rows)].copy_(rows)
 
     def reset(self) -> None:
         self.lengths = [0] * len(self.lengths)

@@ -59,7 +59,7 @@ class OffloadedKvCache(CudaDoubleSparsityKvCache):
         for here, cached in zip(self._brought, (of.keys, of.values), strict=True):
             here[:, seen].copy_(cached[sequence, :, seen])
         keys, values = self._brought
-        return self._kernels.prefill_attention(queries, keys, values, first, window)
+        return self._prefill(queries, keys, values, first, of)
 
     def step(self, layer: int, qkv: Tensor, sparse: bool, out: Tensor, flag_in_data: bool = False) -> None:
         double_sparsity, slots = self._double_sparsity[layer], self._slots[layer]

@@ -16,18 +16,19 @@ def flag_in_data_of_one(model: CudaModel, embedded: Tensor, kernels: Kernels) ->
     embedded -- float32 [1, hidden]: the first layer's x
     """
     a, device = model.architecture, model.device
-    heads, ends = a.heads * a.head_dim, _ends_of_segments(model)
-    of_between, of_y = _parts(model, kernels)
+    heads, ends = a.heads * a.head_dim, _ends_of_segments(model, kernels)
+    of_between, of_y = _parts(model, 1, kernels)
     qkv_words, (qkv,) = kernels.flag_in_data_buffers([heads + 2 * a.kv_heads * a.head_dim], device)
-    inside, (between, between_squares, mid) = kernels.flag_in_data_buffers(
-        [a.hidden, of_between, a.intermediate], device
+    width, experts = _of_mlp(model)
+    inside, (between, between_squares, mid, logits, *updates) = kernels.flag_in_data_buffers(
+        [a.hidden, of_between, width, experts, *[a.hidden] * (2 if a.post_norms else 0)], device
     )
     # What a layer takes and mixes, and what the next one does: in turns.
     turns = [kernels.flag_in_data_buffers([a.hidden, of_y, heads], device) for _ in range(2)]
     # In plain memory: what the last layer of a segment leaves, and that in the next segment's basis. (Each layer of
     # neurons is such a segment.)
     result, changed = torch.empty(a.hidden, device=device), torch.empty(a.hidden, device=device)
-    stacked = torch.empty(2 * a.intermediate, device=device)
+    stacked = torch.empty(2 * width, device=device)
     made = []
     for number in range(a.layers):
         begins = number == 0 or ends[number - 1]
@@ -48,9 +49,11 @@ def flag_in_data_of_one(model: CudaModel, embedded: Tensor, kernels: Kernels) ->
                 between_squares=between_squares,
                 stacked=stacked,
                 mid=mid,
+                logits=logits if experts else None,
                 y=result if ends[number] else y,
                 squares_of_y=None if ends[number] else squares_of_y,
                 before=before,
+                updates=(updates[0], updates[1]) if a.post_norms else None,
                 flag_in_data=True,
                 reset=dict(zip(model.names, (inside, qkv_words, words), strict=False)),
             )
@@ -66,7 +69,8 @@ def memory_of_several(model: CudaModel, embedded: Tensor, kernels: Kernels) -> l
     embedded -- float32 [B, hidden]: the first layer's x
     """
     a, sequences = model.architecture, len(embedded)
-    of_between, of_y = _parts(model, kernels)
+    of_between, of_y = _parts(model, sequences, kernels)
+    width, experts = _of_mlp(model)
 
     def memory(width: int) -> Tensor:
         return torch.empty(sequences, width, device=model.device)
@@ -80,12 +84,14 @@ def memory_of_several(model: CudaModel, embedded: Tensor, kernels: Kernels) -> l
         attn_output=memory(heads),
         between=embedded,
         between_squares=memory(of_between),
-        stacked=memory(2 * a.intermediate),
-        mid=memory(a.intermediate),
+        stacked=memory(2 * width),
+        mid=memory(width),
+        logits=memory(experts) if experts else None,
         y=embedded,
         squares_of_y=squares,
+        updates=(memory(a.hidden), memory(a.hidden)) if a.post_norms else None,
     )
-    ends, made = _ends_of_segments(model), []
+    ends, made = _ends_of_segments(model, kernels), []
     for number, layer in enumerate(model.layers):
         if layer.basis is not None:
             other = memory(a.hidden) if one.before is None else one.before
@@ -102,14 +108,22 @@ def memory_of_several(model: CudaModel, embedded: Tensor, kernels: Kernels) -> l
     return made
 
 
-def _parts(model: CudaModel, kernels: Kernels) -> tuple[int, int]:
+def _parts(model: CudaModel, sequences: int, kernels: Kernels) -> tuple[int, int]:
     """How many parts the squares of between and of y have, as in all layers."""
-    of, last = model.layers[0], model.layers[0].mlp.last
-    return kernels.blocks(of.attention["attn_out"].matrix), 0 if last is None else kernels.blocks(last)
+    if model.architecture.post_norms:
+        return 1, 1
+    of = model.layers[0]
+    return kernels.blocks(of.attention["attn_out"].matrix), of.mlp.parts(sequences, kernels) or 0
 
 
-def _ends_of_segments(model: CudaModel) -> list[bool]:
+def _of_mlp(model: CudaModel) -> tuple[int, int]:
+    """How many numbers enter the last products of an MLP, and how many experts its router tells apart."""
+    a = model.architecture
+    return (a.intermediate, 0) if a.experts is None else (a.experts.used * a.intermediate, a.experts.count)
+
+
+def _ends_of_segments(model: CudaModel, kernels: Kernels) -> list[bool]:
     """Whether the y of each layer lies in plain memory: it is the last of all, a change of basis follows, or the MLP
     leaves it there."""
     of_basis = [layer.basis is not None for layer in model.layers[1:]] + [True]
-    return [ends or layer.mlp.last is None for ends, layer in zip(of_basis, model.layers, strict=True)]
+    return [ends or layer.mlp.parts(1, kernels) is None for ends, layer in zip(of_basis, model.layers, strict=True)]

@@ -9,19 +9,20 @@ from torch import Tensor
 
 from sparsepack.errors import UserError
 from sparsepack.formats.packed import PackedModel
+from sparsepack.models.soft_caps import soft_capped
 from sparsepack.placement.budget import Plan
 from sparsepack.placement.counts import HitCounts
 from sparsepack.placement.ways import Ways
 from sparsepack.runtime.cuda.attention.caches import new_cache
 from sparsepack.runtime.cuda.attention.kv_cache import CudaKvCache, NewCache
 from sparsepack.runtime.cuda.decoder.mlps import LoadMlp, load_mlp
-from sparsepack.runtime.cuda.decoder.model import load_attention, load_model
+from sparsepack.runtime.cuda.decoder.model import load_model
 from sparsepack.runtime.cuda.decoder.prefill import Prefill
 from sparsepack.runtime.cuda.decoder.run_ahead import RunAhead
 from sparsepack.runtime.cuda.decoder.step import Step, counted, state_parts
 from sparsepack.runtime.cuda.driver.kernel_set import KERNELS, Kernels
 from sparsepack.runtime.cuda.driver.mirror import Mirror
-from sparsepack.runtime.decoder import stepped
+from sparsepack.runtime.decoder import attention_of, stepped
 from sparsepack.runtime.hold import Hold
 from sparsepack.runtime.reference import products as reference
 from sparsepack.runtime.sampling import Sampler, not_finite
@@ -74,14 +75,14 @@ class CudaDecoder:
         self._kernels, self._context = kernels, context
         self._device = kernels.usable(device)
         with kernels.on_device(self._device):
-            attention = load_attention(packed, self._device, context, sequences)
+            attention = attention_of(packed, context, self._device, sequences)
             self._cache = new_cache(attention, cache_type, self._device, kernels)
             self._model = load_model(packed, self._device, kernels, load_mlp, plan)
             self._step = Step(self._model, self._cache, kernels, together=sequences > 1)
             work = None if plan is None or plan.budget is None else plan.parts.work
             self._prefill = Prefill(self._model, self._cache, kernels, None if work is None else work.scratch)
             self._positions = None if work is None else work.positions
-            self._stream = kernels.new_stream()
+            self._stream = kernels.new_step_stream()
             self._ahead = RunAhead(self._step, kernels, self._stream) if sequences == 1 and runs_ahead else None
         self._ids = Mirror(self._step.ids, kernels)
         self._moving: Mirror | None = None
@@ -115,11 +116,8 @@ class CudaDecoder:
         return self._stepped
 
     def active(self) -> dict[tuple[int, str], int]:
-        return (
-            counted(self._ahead.active, self._model.names)
-            if self._ahead and self._ahead.begun
-            else counted(self._step.active, self._model.names)
-        )
+        active = self._ahead.active if self._ahead and self._ahead.begun else self._step.active
+        return counted(active, self._model.names, self._model.of_each_text, len(self._cache.lengths))
 
     @property
     def scales(self) -> tuple[float, ...]:
@@ -153,14 +151,20 @@ class CudaDecoder:
             if self._step.held is not None:
                 self._step.held.begin(to)
 
+    def turn(self, sequence: int, first: int, cos: Tensor, sin: Tensor) -> None:
+        self._drop()
+        with self._kernels.on_device(self._device):
+            self._cache.turn(sequence, first, cos, sin)
+
     def prefill(self, sequence: int, ids: Tensor) -> Tensor:
         with self._kernels.on_device(self._device):
             for piece in self._prefill_pieces(ids):
                 hidden = self._dense(piece, sequence)
             logits = torch.empty_like(self._step.logits[:1])
-            norm, eps = self._model.output_norm, self._model.architecture.norm_eps
+            norm, a = self._model.output_norm, self._model.architecture
             # A copy begins at a multiple of 16 bytes.
-            self._kernels.product(self._model.output, hidden[-1:].clone(), logits, norm=norm, eps=eps)
+            last = hidden[-1:].clone()
+            self._kernels.product(self._model.output, last, logits, norm=norm, eps=a.norm_eps, cap=a.logit_cap)
         return logits[0]
 
     def step(self, ids: Sequence[int | None], sparse: bool) -> Tensor:
@@ -196,12 +200,13 @@ class CudaDecoder:
 
     def _teacher_forced(self, ids: Tensor, sparse_from: int, sparse: bool) -> Tensor:
         logits = torch.empty(len(ids), self._step.logits.shape[1], device=self._device)
-        norm, eps = self._model.output_norm, self._model.architecture.norm_eps
+        norm, a = self._model.output_norm, self._model.architecture
         with self._kernels.on_device(self._device):
             first = 0
             for piece in self._prefill_pieces(ids[:sparse_from]):
-                hidden = reference.rms_norm(self._dense(piece, 0), norm, eps)
-                logits[first : first + len(piece)] = self._kernels.matmul(self._model.output, hidden)
+                hidden = reference.rms_norm(self._dense(piece, 0), norm, a.norm_eps)
+                uncapped = self._kernels.matmul(self._model.output, hidden)
+                logits[first : first + len(piece)] = soft_capped(uncapped, a.logit_cap)
                 first += len(piece)
             for row, id in zip(logits[sparse_from:], ids[sparse_from:].tolist(), strict=True):
                 self._append([id], sparse)

@@ -3,20 +3,22 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
 from sparsepack.formats import packed as stored
-from sparsepack.formats.mlp_kinds import DENSE, MLP_GATE, MLP_RECORDS, NEURONS, MlpKind
+from sparsepack.formats.mlp_kinds import DENSE, EXPERTS, MLP_GATE, MLP_RECORDS, NEURONS, MlpKind
 from sparsepack.runtime.cuda.decoder.block_buffers import Buffers
-from sparsepack.runtime.cuda.decoder.sites import CudaSite, load_sites
+from sparsepack.runtime.cuda.decoder.sites import CudaExpertsSite, CudaSite, load_expert_sites, load_sites
 from sparsepack.runtime.cuda.driver.host_memory import Place
 from sparsepack.runtime.cuda.driver.kernel_set import Kernels
+from sparsepack.runtime.cuda.products.experts import CudaExperts, decoded_weights
 from sparsepack.runtime.cuda.products.gemm_fp16 import Product, ScaledFp16
 from sparsepack.runtime.cuda.products.neurons import ActiveNeurons, CudaNeurons, Division
-from sparsepack.runtime.cuda.products.zigzag import CudaZigzag, Input
+from sparsepack.runtime.cuda.products.zigzag import CudaZigzag, Input, Together
+from sparsepack.runtime.reference.experts import route
 from sparsepack.runtime.site_columns import Columns
 
 Launch = Callable[[], object]
@@ -27,7 +29,7 @@ Launch = Callable[[], object]
 class MlpStep:
     """A block's step as its MLP sees it.
 
-    of         -- the block's buffers
+    of         -- the block's buffers; what the MLP makes is added to `between`
     input      -- of the first product: what attention left, with its norm
     product    -- given the name under which a matrix is counted, its site, an input and y: the launch of its product
     active     -- given such a name: int64 [], where it is counted
@@ -46,16 +48,18 @@ class MlpStep:
 class CudaMlp(Protocol):
     """A loaded MLP.
 
-    matrices -- those that products of a step read
-    last     -- the matrix whose product leaves y as soon as it is known, with parts of its squares; None: y lies in
-                plain memory, without squares
+    matrices   -- those that products of a step read, or some of their shapes
+    each_text  -- whether a step counts the units of each of its texts; else those that are active in any
     """
+
+    each_text: ClassVar[bool]
 
     @property
     def matrices(self) -> Sequence[CudaZigzag]: ...
 
-    @property
-    def last(self) -> CudaZigzag | None: ...
+    def parts(self, sequences: int, kernels: Kernels) -> int | None:
+        """In how many parts the last product leaves the squares of each y, and y as soon as known; None: y lies in
+        plain memory, without squares."""
 
     def new_room(self, sequences: int, kernels: Kernels) -> Any:
         """What `step` needs beside the buffers; MLPs of a model share it."""
@@ -76,15 +80,16 @@ class CudaMlp(Protocol):
 class DenseMlp:
     """An MLP of the sites mlp_in and mlp_mid."""
 
+    each_text: ClassVar[bool] = False
+
     sites: Mapping[str, CudaSite]
 
     @property
     def matrices(self) -> Sequence[CudaZigzag]:
         return [site.matrix for site in self.sites.values()]
 
-    @property
-    def last(self) -> CudaZigzag:
-        return self.sites["mlp_mid"].matrix
+    def parts(self, sequences: int, kernels: Kernels) -> int:
+        return kernels.blocks(self.sites["mlp_mid"].matrix)
 
     def new_room(self, sequences: int, kernels: Kernels) -> None:
         return None
@@ -116,6 +121,8 @@ class DenseMlp:
 class NeuronMlp:
     """An MLP by neurons. All of its records lie on the GPU, unless a class that derives from it says where they lie."""
 
+    each_text: ClassVar[bool] = False
+
     gate: CudaSite
     records: CudaNeurons
 
@@ -141,8 +148,7 @@ class NeuronMlp:
     def matrices(self) -> Sequence[CudaZigzag]:
         return [self.gate.matrix]
 
-    @property
-    def last(self) -> None:
+    def parts(self, sequences: int, kernels: Kernels) -> None:
         return None
 
     def new_room(self, sequences: int, kernels: Kernels) -> ActiveNeurons:
@@ -153,10 +159,10 @@ class NeuronMlp:
         of, texts, norm = step.of, len(room.x), step.input.norm
         assert norm is not None
         yield step.product(MLP_GATE, self.gate, step.input, of.mid)
-        residual = of.between.view(texts, -1)
+        residual, x = of.between.view(texts, -1), step.input.x.view(texts, -1)
         yield partial(
             kernels.list_neurons,
-            *(of.mid.view(texts, -1), step.activation, residual, norm, step.input.eps, room),
+            *(of.mid.view(texts, -1), step.activation, x, norm, step.input.eps, room),
             everyone=not step.sparse,
             active=step.active(MLP_RECORDS),
             flag_in_data=of.flag_in_data,
@@ -185,6 +191,88 @@ class NeuronMlp:
         return product
 
 
+@dataclass(frozen=True)
+class ExpertMlp:
+    """A mixture of experts, all of them in the GPU's memory. router: float32 [experts, hidden]"""
+
+    each_text: ClassVar[bool] = True
+
+    router: Tensor
+    sites: Mapping[str, CudaExpertsSite]
+
+    @property
+    def together(self) -> Together:
+        """How a token's experts are chosen."""
+        return self.sites["mlp_in"].matrix.together
+
+    @property
+    def matrices(self) -> Sequence[CudaZigzag]:
+        return [site.matrix.expert(0) for site in self.sites.values()]
+
+    def parts(self, sequences: int, kernels: Kernels) -> int:
+        return kernels.expert_blocks(self.sites["mlp_mid"].matrix, sequences)
+
+    def new_room(self, sequences: int, kernels: Kernels) -> None:
+        return None
+
+    def step(self, step: MlpStep, room: None, kernels: Kernels) -> Iterator[Launch]:
+        of, into = step.of, self.sites["mlp_in"]
+        assert of.logits is not None  # the architecture has experts
+        product = partial(step.product, by=kernels.multiply_experts, logits=of.logits)
+        yield partial(kernels.route, self.router, step.input, of.logits)
+        fused = into.matrix.all.gate_bands > 0
+        if fused:
+            yield product("mlp_in", into, step.input, of.mid, activation=step.activation)
+        else:
+            yield product("mlp_in", into, step.input, of.stacked)
+            each = of.mid.numel() // self.sites["mlp_mid"].matrix.all.columns
+            yield partial(kernels.gate, of.stacked.view(each, -1), step.activation, of.mid.view(each, -1))
+        mid = Input(of.mid, eps=step.input.eps, flag_in_data=of.flag_in_data and fused)
+        yield product("mlp_mid", self.sites["mlp_mid"], mid, of.y, residual=of.between, squares=of.squares_of_y)
+
+    @property
+    def decoded(self) -> int:
+        return max(decoded_weights(site.matrix) for site in self.sites.values())
+
+    def prefill(self, x: ScaledFp16, residual: Tensor, activation: int, scratch: Tensor, kernels: Kernels) -> Product:
+        """Some experts together, as the scratch has room, each with as many positions as the one with most: others fill
+        up. The host waits to know how many these are."""
+        together, into, mid = self.together, self.sites["mlp_in"].matrix, self.sites["mlp_mid"].matrix
+        positions, used, experts = len(x.values), together.used, together.experts
+        chosen, weights = route(x.values.float() * x.factor[:, None], self.router, used, together.normalised)
+        by_expert = chosen.flatten().argsort(stable=True)
+        counts = chosen.flatten().bincount(minlength=experts)
+        most = int(counts.max())
+        column = torch.arange(most, device=counts.device)
+        place = (counts.cumsum(0) - counts)[:, None] + column  # [experts, most]: in the order of the experts
+        place = by_expert[place.clamp(max=len(by_expert) - 1)]
+        of_nobody = positions * used
+        place = torch.where(column < counts[:, None], place, of_nobody)
+        made = torch.empty(of_nobody + 1, residual.shape[1], device=residual.device)  # its last row is of nobody
+        scratch = scratch if len(scratch) * experts >= self.decoded else scratch.new_empty(-(-self.decoded // experts))
+        at_once = min(len(scratch) * experts // self.decoded, max(1, 2 * of_nobody // most))
+        for first in range(0, experts, at_once):
+            here = place[first : first + at_once]
+            rows = x.rows(here.flatten().clamp(max=of_nobody - 1) // used)
+            gate, up = _products(into, first, len(here), 2, rows, scratch, kernels)
+            inner = kernels.gated(gate, up, activation)
+            (product,) = _products(mid, first, len(here), 1, inner, scratch, kernels)
+            made[here.flatten()] = product.sums * (product.factor * product.inverse)[:, None]
+        output = torch.bmm(weights[:, None], made[:-1].view(positions, used, -1))[:, 0]
+        return Product(output, torch.ones_like(x.factor), 1.0, None)
+
+
+def _products(
+    experts: CudaExperts, first: int, count: int, parts: int, x: ScaledFp16, scratch: Tensor, kernels: Kernels
+) -> list[Product]:
+    """The products of some experts, each with as many rows of x as the others; by parts of the matrices' rows."""
+    values = x.values.view(count, -1, x.values.shape[1])
+    inverse = 1 / experts.all.fp16_scale
+    weights = kernels.decode_experts(experts, first, count, parts, scratch)
+    sums = [kernels.new_products(values, part).flatten(0, 1) for part in weights]
+    return [Product(part, x.factor, inverse, None) for part in sums]
+
+
 LoadMlp = Callable[[stored.Mlp, torch.device, Kernels, Place], CudaMlp]
 """Such a function copies a block's MLP to a GPU, its gate where it shall lie; it is called for one block after the
 other."""
@@ -203,9 +291,18 @@ def _neurons(mlp: stored.NeuronMlp, device: torch.device, kernels: Kernels, plac
     return NeuronMlp(load_gate(mlp, device, kernels, place), kernels.load_neurons(mlp.records, device))
 
 
+def _experts(mlp: stored.ExpertMlp, device: torch.device, kernels: Kernels, place: Place) -> CudaMlp:
+    router = mlp.router.to(device, torch.float32).contiguous()
+    return ExpertMlp(router, load_expert_sites(mlp, device, kernels))
+
+
 def load_gate(mlp: stored.NeuronMlp, device: torch.device, kernels: Kernels, place: Place) -> CudaSite:
     """Copy the gate of an MLP by neurons to a GPU, where it shall lie."""
     return CudaSite(kernels.load_zigzag(mlp.gate, device, place=place), Columns(), Columns())
 
 
-_LOADERS: Mapping[MlpKind, Callable[[Any, torch.device, Kernels, Place], CudaMlp]] = {DENSE: _dense, NEURONS: _neurons}
+_LOADERS: Mapping[MlpKind, Callable[[Any, torch.device, Kernels, Place], CudaMlp]] = {
+    DENSE: _dense,
+    NEURONS: _neurons,
+    EXPERTS: _experts,
+}

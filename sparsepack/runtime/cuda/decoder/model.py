@@ -1,6 +1,6 @@
 """A packed model on the GPU, at its stored size."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -8,15 +8,13 @@ from torch import Tensor
 
 from sparsepack.formats.packed import PackedLayer, PackedModel
 from sparsepack.models.architecture import Architecture
-from sparsepack.models.families import ATTENTION_SITES
+from sparsepack.models.family import ATTENTION_SITES
 from sparsepack.placement.budget import Plan
 from sparsepack.runtime.cuda.decoder.mlps import CudaMlp, LoadMlp, load_mlp
 from sparsepack.runtime.cuda.decoder.sites import CudaSite, load_sites
 from sparsepack.runtime.cuda.driver.host_memory import Place
 from sparsepack.runtime.cuda.driver.kernel_set import Kernels
 from sparsepack.runtime.cuda.products.rows import RowsMatrix
-from sparsepack.runtime.kv_cache import AttentionShape, attention_shape
-from sparsepack.runtime.reference.attention import rotary_table
 from sparsepack.runtime.site_columns import load_vector
 
 ACTIVATIONS = {"silu": 0, "relu": 1, "gelu": 2, "gelu_pytorch_tanh": 3}
@@ -25,13 +23,18 @@ ACTIVATIONS = {"silu": 0, "relu": 1, "gelu": 2, "gelu_pytorch_tanh": 3}
 
 @dataclass(frozen=True)
 class CudaLayer:
-    """A decoder block without its cache. `basis` is what its input is multiplied by first; None: nothing."""
+    """A decoder block without its cache.
+
+    basis      -- what its input is multiplied by first; None: nothing
+    post_norms -- the norms of what attention and the MLP add; None: they add it as it is
+    """
 
     attention: Mapping[str, CudaSite]
     mlp: CudaMlp
     attn_norm: Tensor
     mlp_norm: Tensor
     basis: RowsMatrix | None
+    post_norms: tuple[Tensor, Tensor] | None = None
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,11 @@ class CudaModel:
     embedding: RowsMatrix
     output: RowsMatrix
     output_norm: Tensor
+
+    @property
+    def of_each_text(self) -> Collection[str]:
+        """Those of `names` under which the units of each text of a step are counted."""
+        return self.names[len(ATTENTION_SITES) :] if self.layers[0].mlp.each_text else ()
 
     @property
     def activation(self) -> int:
@@ -75,9 +83,14 @@ def load_model(
             plan is None or number < first for first in ((plan.attention, plan.gates) if plan else (0, 0))
         )
         attn_norm, mlp_norm = (load_vector(of.norms[name], device) for name in ("attn_norm", "mlp_norm"))
+        post_norms = None
+        if packed.architecture.post_norms:
+            after_attention, after_mlp = (of.norms[f"{part}_post_norm"] for part in ("attn", "mlp"))
+            post_norms = load_vector(after_attention, device), load_vector(after_mlp, device)
         basis = None if of.basis is None else kernels.load_rows(of.basis, device, place=place(here))
         attention = load_sites(of.attention, device, kernels, place(here))
-        return CudaLayer(attention, load_mlp(of.mlp, device, kernels, place(gate_here)), attn_norm, mlp_norm, basis)
+        mlp = load_mlp(of.mlp, device, kernels, place(gate_here))
+        return CudaLayer(attention, mlp, attn_norm, mlp_norm, basis, post_norms)
 
     tied = packed.output is packed.embedding
     output_here = plan is None or plan.output
@@ -94,15 +107,3 @@ def load_model(
     )
     kernels.synchronize(device)  # kernels read weights before they wait for what is ahead
     return model
-
-
-def load_attention(packed: PackedModel, device: torch.device, context: int, sequences: int) -> AttentionShape:
-    """The shape from which a model's cache is made, with norms and rotary tables on a GPU."""
-    a = packed.architecture
-    cos, sin = rotary_table(torch.tensor(a.inv_freq), a.rotary_scale, context)
-    norms = [
-        {name: load_vector(norm, device) for name, norm in layer.norms.items() if name in ("q_norm", "k_norm")}
-        for layer in packed.layers
-    ]
-    pairs = [(of.get("q_norm"), of.get("k_norm")) for of in norms]
-    return attention_shape(a, pairs, cos.to(device), sin.to(device), sequences, packed.attention)

@@ -26,20 +26,23 @@ class Prefill:
         before the output norm: float32 [S, hidden]."""
         model, kernels, eps = self._model, self._kernels, self._model.architecture.norm_eps
         x = torch.empty(len(ids), model.architecture.hidden, device=model.device)
-        kernels.embed(model.embedding, ids, x)
+        kernels.embed(model.embedding, ids, x, model.architecture.embedding_scale)
         update: Product | None = None  # that x still lacks
+        update_norm: Tensor | None = None  # which comes before
         with sdpa_kernel(BACKENDS):
             for number, layer in enumerate(model.layers):
                 if layer.basis is not None:
                     if update is not None:
-                        kernels.add(x, update)
-                    x, update = kernels.matmul(layer.basis, x), None
-                attn_output = self._attention(number, kernels.to_scaled_fp16(x, update, layer.attn_norm, eps), sequence)
+                        kernels.add(x, update, update_norm, eps)
+                    x, update, update_norm = kernels.matmul(layer.basis, x), None, None
+                after_attention, after_mlp = layer.post_norms or (None, None)
+                normed = kernels.to_scaled_fp16(x, update, layer.attn_norm, eps, update_norm)
+                attn_output = self._attention(number, normed, sequence)
                 update = self._product(layer, "attn_out", kernels.to_scaled_fp16(attn_output))
-                normed = kernels.to_scaled_fp16(x, update, layer.mlp_norm, eps)
-                update = layer.mlp.prefill(normed, x, model.activation, self._scratch, kernels)
+                normed = kernels.to_scaled_fp16(x, update, layer.mlp_norm, eps, after_attention)
+                update, update_norm = self._mlp(layer, normed, x), after_mlp
         if update is not None:
-            kernels.add(x, update)
+            kernels.add(x, update, update_norm, eps)
         self._cache.advance(len(ids), sequence)
         return x
 
@@ -47,6 +50,15 @@ class Prefill:
         """Append q, k and v to the cache. Returns attention's outputs: float32 [S, heads * head_dim]."""
         q = self._cache.append(number, self._product(self._model.layers[number], "attn_in", x), sequence)
         return self._cache.attend(number, q, sequence)
+
+    def _mlp(self, layer: CudaLayer, normed: ScaledFp16, x: Tensor) -> Product:
+        """What the MLP adds to x that it has not added itself: all of it where that is normed first."""
+        if layer.post_norms is None:
+            return layer.mlp.prefill(normed, x, self._model.activation, self._scratch, self._kernels)
+        output = torch.zeros_like(x)
+        update = layer.mlp.prefill(normed, output, self._model.activation, self._scratch, self._kernels)
+        self._kernels.add(output, update)
+        return Product(output, torch.ones(len(x), device=x.device), 1.0, None)
 
     def _product(self, layer: CudaLayer, name: str, x: ScaledFp16) -> Product:
         site = layer.attention[name]

@@ -6,9 +6,10 @@ from functools import partial
 
 import torch
 
-from sparsepack.formats.packed import PackedSite
+from sparsepack.formats.packed import ExpertMlp, PackedSite
 from sparsepack.runtime.cuda.driver.host_memory import Place
 from sparsepack.runtime.cuda.driver.kernel_set import Kernels
+from sparsepack.runtime.cuda.products.experts import CudaExperts
 from sparsepack.runtime.cuda.products.tile_config import BAND_ROWS
 from sparsepack.runtime.cuda.products.zigzag import CudaZigzag, Input
 from sparsepack.runtime.site_columns import Columns, load_vector
@@ -24,6 +25,15 @@ class CudaSite:
     sparse: Columns
 
 
+@dataclass(frozen=True)
+class CudaExpertsSite:
+    """A site of all experts of an MLP, likewise."""
+
+    matrix: CudaExperts
+    dense: Columns
+    sparse: Columns
+
+
 def load_sites(
     sites: Mapping[str, PackedSite], device: torch.device, kernels: Kernels, place: Place
 ) -> dict[str, CudaSite]:
@@ -32,8 +42,29 @@ def load_sites(
     return {name: _site(site, device, name == "mlp_in", kernels, place) for name, site in sites.items()}
 
 
+def load_expert_sites(mlp: ExpertMlp, device: torch.device, kernels: Kernels) -> dict[str, CudaExpertsSite]:
+    """Copy the sites of an MLP's experts to a GPU, rows of gate and up as `load_sites` does."""
+    found = {}
+    for name, site in mlp.sites.items():
+        matrix = kernels.load_experts(
+            site.matrix,
+            mlp.used,
+            mlp.normalised,
+            device,
+            gate=name == "mlp_in" and _interleaves(site.matrix.rows),
+            added=name == "mlp_mid",
+        )
+        limits = None if site.rule is None else load_vector(site.rule.limits, device)
+        found[name] = CudaExpertsSite(matrix, Columns(), Columns(limits))
+    return found
+
+
+def _interleaves(rows: int) -> bool:
+    return rows % (2 * BAND_ROWS) == 0
+
+
 def _site(site: PackedSite, device: torch.device, gate: bool, kernels: Kernels, place: Place) -> CudaSite:
-    gate = gate and site.matrix.rows % (2 * BAND_ROWS) == 0
+    gate = gate and _interleaves(site.matrix.rows)
     load = partial(kernels.load_zigzag, site.matrix, device, place=place)
     bias = None if site.bias is None else load_vector(site.bias, device)
     dense = Columns(bias=bias)

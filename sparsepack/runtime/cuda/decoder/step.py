@@ -1,7 +1,8 @@
 """One token of each sequence through the model: five kernels a layer (more where gate and up do not fill whole bands,
-attention takes more than one, or the basis of the residual stream changes first), which wait for no host."""
+attention takes more than one, or the basis of the residual stream changes first; two more with post norms), which wait
+for no host."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,7 +16,7 @@ from sparsepack.runtime.cuda.decoder.buffers import flag_in_data_of_one, memory_
 from sparsepack.runtime.cuda.decoder.held import CudaHeld, new_held
 from sparsepack.runtime.cuda.decoder.mlps import Launch, MlpStep
 from sparsepack.runtime.cuda.decoder.model import CudaModel
-from sparsepack.runtime.cuda.decoder.sites import CudaSite
+from sparsepack.runtime.cuda.decoder.sites import CudaExpertsSite, CudaSite
 from sparsepack.runtime.cuda.driver.kernel_set import Kernels
 from sparsepack.runtime.cuda.products.zigzag import Input
 from sparsepack.runtime.hold import Hold
@@ -49,7 +50,8 @@ class Step:
         candidates = kernels.new_candidates(model.output, sequences)
         self._room = model.layers[0].mlp.new_room(sequences, kernels)
         self._buffers = (memory_of_several if together else flag_in_data_of_one)(model, embedded, kernels)
-        self._first = partial(kernels.embed, model.embedding, self.ids, embedded)
+        self._zeros = torch.zeros(sequences, a.hidden, device=model.device) if a.post_norms else None
+        self._first = partial(kernels.embed, model.embedding, self.ids, embedded, a.embedding_scale)
         self._last = partial(
             kernels.product,
             model.output,
@@ -57,6 +59,7 @@ class Step:
             self.logits,
             norm=model.output_norm,
             eps=float(a.norm_eps),
+            cap=float(a.logit_cap),
             candidates=candidates,
         )
         self._end = partial(kernels.pick_likeliest, candidates, self.ids, self.best, cache.positions.there)
@@ -92,15 +95,46 @@ class Step:
         attn_output = of.attn_output.view(sequences, -1)
         yield partial(cache.step, number, of.qkv.view(sequences, -1), sparse, attn_output, flag_in_data)
         attended, out = Input(of.attn_output, eps=eps, flag_in_data=flag_in_data), layer.attention["attn_out"]
-        yield product("attn_out", out, attended, of.between, residual=of.x, squares=of.between_squares)
         between = Input(of.between, layer.mlp_norm, eps, of.between_squares, flag_in_data=of.flag_in_data)
         of_mlp = MlpStep(of, between, product, partial(self._active, number), self._model.activation, sparse)
-        yield from layer.mlp.step(of_mlp, self._room, self._kernels)
+        if layer.post_norms is None or of.updates is None or self._zeros is None:
+            yield product("attn_out", out, attended, of.between, residual=of.x, squares=of.between_squares)
+            yield from layer.mlp.step(of_mlp, self._room, self._kernels)
+            return
+        after_attention, after_mlp = layer.post_norms
+        of_attention, of_the_mlp = of.updates
+        yield product("attn_out", out, attended, of_attention)
+        flag_in_data = of.flag_in_data
+        yield self._post_norm(of_attention, of.x, after_attention, of.between, of.between_squares, flag_in_data)
+        # The MLP adds what it makes to nothing.
+        alone = replace(of, between=self._zeros.view_as(of.between), y=of_the_mlp, squares_of_y=None)
+        yield from layer.mlp.step(replace(of_mlp, of=alone), self._room, self._kernels)
+        flag_in_data = flag_in_data and layer.mlp.parts(sequences, self._kernels) is not None
+        yield self._post_norm(of_the_mlp, of.between, after_mlp, of.y, of.squares_of_y, flag_in_data)
+
+    def _post_norm(
+        self, update: Tensor, x: Tensor, norm: Tensor, y: Tensor, squares: Tensor | None, flag_in_data: bool
+    ) -> Launch:
+        """The launch that adds an update to x, normed."""
+        rows, eps = len(self.ids), float(self._model.architecture.norm_eps)
+        update, x, y = (of.view(rows, -1) for of in (update, x, y))
+        launch = partial(self._kernels.post_norm, update, x, norm, eps, y, squares=squares)
+        return partial(launch, flag_in_data=flag_in_data)
 
     def _product(
-        self, number: int, of: Buffers, sparse: bool, name: str, site: CudaSite, input: Input, y: Tensor, **more: Any
+        self,
+        number: int,
+        of: Buffers,
+        sparse: bool,
+        name: str,
+        site: CudaSite | CudaExpertsSite,
+        input: Input,
+        y: Tensor,
+        by: Callable[..., None] | None = None,
+        **more: Any,
     ) -> Launch:
-        """The launch of a site's product, which also counts the site's active columns under a name."""
+        """The launch of a site's product, which also counts the site's active columns under a name. by: what launches
+        it; None: what launches products with one matrix"""
         columns = site.sparse if sparse else site.dense
         if name in of.reset:
             more["reset"] = of.reset[name]
@@ -108,7 +142,7 @@ class Step:
         if self.held is not None and not input.dense:
             input = replace(input, scales=self.held.scales, skipped=self.held.skipped)
         return partial(
-            self._multiply,
+            by or self._multiply,
             site.matrix,
             input,
             y,
@@ -129,7 +163,13 @@ def state_parts(state: Tensor, sequences: int) -> tuple[Tensor, Tensor, Tensor, 
     return active, ids, best, lasting.view(torch.float32).view(2, sequences)
 
 
-def counted(active: Tensor, names: Sequence[str]) -> dict[tuple[int, str], int]:
-    """The number of active units of each (layer, name), from `active` of a step or of its state."""
+def counted(
+    active: Tensor, names: Sequence[str], of_each_text: Collection[str] = (), texts: int = 1
+) -> dict[tuple[int, str], int]:
+    """The number of active units of each (layer, name), from `active` of a step or of its state.
+
+    of_each_text -- names under which those of each of so many texts are counted: the mean is taken
+    """
     counts = enumerate(active.flatten().tolist())
-    return {(n // len(names), names[n % len(names)]): count for n, count in counts}
+    found = {(n // len(names), names[n % len(names)]): count for n, count in counts}
+    return {key: count // texts if key[1] in of_each_text else count for key, count in found.items()}

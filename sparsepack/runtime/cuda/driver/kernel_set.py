@@ -8,9 +8,9 @@ from torch import Tensor
 from sparsepack.runtime.cuda.attention import attention, double_sparsity, offload, prefill_attention
 from sparsepack.runtime.cuda.decoder import sampling
 from sparsepack.runtime.cuda.driver import device, flag_in_data, graph, host_memory
+from sparsepack.runtime.cuda.products import experts, neurons, post_norm, rows, zigzag
 from sparsepack.runtime.cuda.products import gate as gate_alone
 from sparsepack.runtime.cuda.products import gemm_fp16 as dense
-from sparsepack.runtime.cuda.products import neurons, rows, zigzag
 from sparsepack.runtime.device_sampling import sample
 
 
@@ -38,6 +38,7 @@ class Kernels:
     # Loading.
     load_zigzag = staticmethod(zigzag.load_zigzag)
     load_rows = staticmethod(rows.load_rows)
+    load_experts = staticmethod(experts.load_experts)
     load_neurons = staticmethod(neurons.load_neurons)
     new_neurons = staticmethod(neurons.new_neurons)
     copy_neurons = staticmethod(neurons.copy_neurons)
@@ -61,7 +62,11 @@ class Kernels:
     attend_double_sparsity = staticmethod(double_sparsity.attend)
     attend_offloaded = staticmethod(offload.attend_offloaded)
     label_append = staticmethod(double_sparsity.label_append)
+    post_norm = staticmethod(post_norm.post_norm)
     gate = staticmethod(gate_alone.gate)
+    route = staticmethod(experts.route)
+    expert_blocks = staticmethod(experts.blocks)
+    multiply_experts = staticmethod(experts.multiply_experts)
     new_active_neurons = staticmethod(neurons.new_active_neurons)
     list_neurons = staticmethod(neurons.list_neurons)
     add_neurons = staticmethod(neurons.add_neurons)
@@ -76,10 +81,23 @@ class Kernels:
     split_heads = staticmethod(dense.split_heads)
     prefill_attention = staticmethod(prefill_attention.attention)
     gated = staticmethod(dense.gated)
+    decode_experts = staticmethod(experts.decode_experts)
+    new_products = staticmethod(dense.new_products)
     neurons_at_once = staticmethod(neurons.neurons_at_once)
     multiply_neurons = staticmethod(neurons.multiply_neurons)
     add = staticmethod(dense.add)
     matmul = staticmethod(rows.matmul)
+
+    @staticmethod
+    def new_step_stream() -> torch.cuda.Stream:
+        """A stream whose kernels, replayed from a graph too, come before those of other streams where they compete for
+        multiprocessors."""
+        return torch.cuda.Stream(priority=-1)  # type: ignore[no-untyped-call]
+
+    @staticmethod
+    def wait_for_step() -> None:
+        """The host waits until what is on the current stream has ended; other streams may go on."""
+        torch.cuda.current_stream().synchronize()
 
     @staticmethod
     def host_memory(like: Tensor) -> Tensor:

@@ -30,6 +30,10 @@ class ScaledFp16:
     values: Tensor
     factor: Tensor
 
+    def rows(self, numbers: Tensor) -> "ScaledFp16":
+        """Some of the rows, by their numbers: int64 [n]."""
+        return ScaledFp16(self.values[numbers], self.factor[numbers])
+
 
 @dataclass(frozen=True)
 class Product:
@@ -92,27 +96,37 @@ def _fp16_product(x: Tensor, weights: Tensor, out: Tensor) -> None:
     torch.mm(x, weights, out_dtype=torch.float32, out=out)
 
 
+def new_products(x: Tensor, weights: Tensor) -> Tensor:
+    """The products of several matrices, float16 [n, S, columns] and [n, columns, rows]: float32 [n, S, rows]."""
+    return torch.bmm(x, weights, out_dtype=torch.float32)
+
+
 def _bands(matrix: CudaZigzag) -> int:
     return -(-matrix.rows // BAND_ROWS)
 
 
 def to_scaled_fp16(
-    x: Tensor, update: Product | None = None, norm: Tensor | None = None, eps: float = 0.0
+    x: Tensor,
+    update: Product | None = None,
+    norm: Tensor | None = None,
+    eps: float = 0.0,
+    update_norm: Tensor | None = None,
 ) -> ScaledFp16:
     """Scale x, or its RMSNorm, to the input of a product.
 
-    x      -- float32 [S, columns], contiguous
-    update -- a product that is added to x (the residual stream) before, and x written back
-    norm   -- weight of the RMSNorm, float32 [columns], with `eps`
+    x           -- float32 [S, columns], contiguous
+    update      -- a product that is added to x (the residual stream) before, and x written back
+    norm        -- weight of the RMSNorm, float32 [columns], with `eps`
+    update_norm -- of that of the update before it is added, likewise; None: it is added as it is
     """
     scaled = _new_scaled(x)
-    _add_rows(x, update, norm, eps, scaled)
+    _add_rows(x, update, update_norm, norm, eps, scaled)
     return scaled
 
 
-def add(x: Tensor, update: Product) -> None:
-    """x += update: float32 [S, columns], contiguous."""
-    _add_rows(x, update, None, 0.0, None)
+def add(x: Tensor, update: Product, norm: Tensor | None = None, eps: float = 0.0) -> None:
+    """x += update, or RMSNorm(update) where a norm's weight is given: float32 [S, columns], contiguous."""
+    _add_rows(x, update, norm, None, eps, None)
 
 
 def gated(gate: Product, up: Product, activation: int) -> ScaledFp16:
@@ -146,13 +160,17 @@ def split_heads(parameters: AttentionParameters, qkv: Product, first: int, seque
     kv_heads, context, head_dim = keys.shape
     q = torch.empty(len(qkv.sums), shape.heads, head_dim, dtype=keys.dtype, device=keys.device)
     if len(q):
-        defines = ("HEADS=1", f"HEAD_DIM={head_dim}", f"KV={KV_MACROS[keys.dtype]}")
+        cos, sin = (of[sequence if parameters.rope_stride else 0] for of in parameters.table)
+        defines = (
+            *("HEADS=1", f"HEAD_DIM={head_dim}", f"KV={KV_MACROS[keys.dtype]}"),
+            f"ROTARY_DIM={2 * cos.shape[1]}",
+        )
         launch(
             kernel("prefill", "split_heads", defines, keys.device.index or 0),
             (len(q), -(-(shape.heads + 2 * kv_heads) // HEADS)),
             HEADS * 32,
             *(qkv.sums, qkv.factor, qkv.inverse, qkv.bias, layer.q_norm, layer.k_norm, float(shape.eps)),
-            *(shape.cos, shape.sin, first, context, shape.heads, kv_heads, q, keys, values),
+            *(cos, sin, first, context, shape.heads, kv_heads, q, keys, values),
         )
     return q
 
@@ -162,23 +180,35 @@ def _new_scaled(x: Tensor) -> ScaledFp16:
     return ScaledFp16(values, torch.empty(len(x), device=x.device))
 
 
-def _add_rows(x: Tensor, update: Product | None, norm: Tensor | None, eps: float, scaled: ScaledFp16 | None) -> None:
+def _add_rows(
+    x: Tensor,
+    update: Product | None,
+    update_norm: Tensor | None,
+    norm: Tensor | None,
+    eps: float,
+    scaled: ScaledFp16 | None,
+) -> None:
     if not len(x):
         return
     product = (update.sums, update.factor, update.inverse, update.bias) if update else (None, None, 0.0, None)
     launch(
-        _row_kernel("add_rows", x.shape[1], x, product[0]),
+        _row_kernel("add_rows", x.shape[1], x, product[0], normed=update_norm is not None),
         (len(x),),
         THREADS,
-        *(x, x.shape[1], *product, norm, float(eps)),
+        *(x, x.shape[1], *product, update_norm, norm, float(eps)),
         *((scaled.values, scaled.factor) if scaled else (None, None)),
     )
 
 
-def _row_kernel(name: str, width: int, x: Tensor, product: Tensor | None = None, activation: int = 0) -> Kernel:
+def _row_kernel(
+    name: str, width: int, x: Tensor, product: Tensor | None = None, activation: int = 0, normed: bool = False
+) -> Kernel:
     """The variant for rows of a width, four columns at a time where rows begin at multiples of 16 bytes."""
     rows = [x] if product is None else [x, product]
     addresses = reduce(or_, (of.data_ptr() | 4 * of.stride(0) for of in rows), 4 * width)
     vector = 1 if addresses % 16 else 4
-    defines = (f"VECTOR={vector}", f"ROUNDS={-(-width // (vector * THREADS))}", f"ACTIVATION={activation}")
+    defines = (
+        *(f"VECTOR={vector}", f"ROUNDS={-(-width // (vector * THREADS))}"),
+        *(f"ACTIVATION={activation}", f"NORMED={int(normed)}"),
+    )
     return kernel("prefill", name, defines, x.device.index or 0)

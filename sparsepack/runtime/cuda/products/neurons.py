@@ -36,6 +36,9 @@ SLOTS = tuple(range(64, 0, -2))
 """A block has the first of these numbers of records on their way for which there is shared memory."""
 REPACKED_AT_ONCE = 1 << 23
 """This many bytes of records are repacked at a time."""
+COPIED = torch.complex128
+"""torch copies a thread one value of a type at a time, and this is the largest, of 16 bytes: by bytes, records over the
+bus take several times as long, and keep the multiprocessors from the step beside which they come."""
 _INPUT_BYTES = 4 * (2 * BAND_ROWS + 64)  # of a group of two superblocks, as `neuron_ffn.cu` draws it
 
 
@@ -141,7 +144,8 @@ def new_neurons(count: int, hidden: int, device: torch.device | str = "cuda") ->
 def copy_neurons(to: CudaNeurons, slots: Tensor, source: CudaNeurons, records: Tensor) -> None:
     """Copy records of `source` to slots of `to`, on the current stream: int32 [n] each."""
     device = to.records.device
-    to.records[slots.to(device).long()] = source.records[records.to(source.records.device).long()].to(device)
+    there, here = (each.records.view(COPIED) for each in (to, source))
+    there[slots.to(device).long()] = here[records.to(here.device).long()].to(device)
 
 
 def new_active_neurons(neurons: int, hidden: int, texts: int, device: torch.device) -> ActiveNeurons:

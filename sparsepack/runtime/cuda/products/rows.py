@@ -150,6 +150,7 @@ def product(
     *,
     norm: Tensor | None = None,
     eps: float = 0.0,
+    cap: float = 0.0,
     candidates: Tensor | None = None,
 ) -> None:
     """Put y = W xn on the current stream, for one to eight vectors; xn = x, or RMSNorm(x) with a `norm`.
@@ -157,6 +158,7 @@ def product(
     x          -- float32 [vectors, columns], contiguous
     y          -- float32 [vectors, rows], contiguous
     norm, eps  -- weight of the RMSNorm, float32 [columns], and what it adds to the mean square
+    cap        -- of y, as `models.soft_caps.soft_capped` takes it
     candidates -- what `sampling.pick_likeliest` chooses from, as `new_candidates` makes it
 
     The same bits every run; and where x fits in shared memory (on an H100 4096 columns of eight vectors), whatever the
@@ -175,13 +177,13 @@ def product(
     if candidates is not None and candidates.shape != (len(x), grid):
         raise ValueError(f"candidates {list(candidates.shape)}, expected {[len(x), grid]}; make them by new_candidates")
     plan = _plan(matrix.type, matrix.columns, len(x), device)
-    defines = (f"TYPE={TYPES[matrix.type]}", f"BATCH={len(x)}", f"STAGES={plan.stages}")
+    defines = (f"TYPE={TYPES[matrix.type]}", f"BATCH={len(x)}", f"STAGES={plan.stages}", f"CAPPED={int(cap > 0)}")
     launch(
         kernel("rows_product", "rows_product", defines, device.index or 0),
         (grid,),
         WARPS * 32,
         *(matrix.data, matrix.rows, matrix.columns, matrix.row_bytes),
-        *(x, norm, float(eps), plan.piece, y, candidates),
+        *(x, norm, float(eps), plan.piece, y, float(cap), candidates),
         shared=plan.shared,
     )
 
@@ -218,25 +220,27 @@ def matmul(matrix: RowsMatrix, x: Tensor) -> Tensor:
     return y
 
 
-def embed(matrix: RowsMatrix, ids: Tensor, out: Tensor) -> None:
-    """Put rows of a matrix on the current stream: ids int32 [S] on the device -> out float32 [S, columns].
+def embed(matrix: RowsMatrix, ids: Tensor, out: Tensor, scale: float = 1.0) -> None:
+    """Put rows of a matrix, times `scale`, on the current stream: ids int32 [S] on the device -> out float32 [S,
+    columns].
 
-    The bits are those of `formats.codecs.matrices.decode_rows`. An id that is no row gives NaN.
+    The bits are those of `formats.codecs.matrices.decode_rows`, times `scale` in float32. An id that is no row gives
+    NaN.
     """
     if ids.dtype != torch.int32 or not ids.is_contiguous():
         raise ValueError(f"ids of {ids.dtype}, stride {ids.stride()}: expected contiguous torch.int32")
     _check("out", out, (len(ids), matrix.columns))
-    _decode(matrix, ids, 0, out)
+    _decode(matrix, ids, 0, out, scale)
 
 
-def _decode(matrix: RowsMatrix, ids: Tensor | None, first: int, out: Tensor) -> None:
+def _decode(matrix: RowsMatrix, ids: Tensor | None, first: int, out: Tensor, scale: float = 1.0) -> None:
     if not out.numel():
         return
     launch(
         kernel("rows_decode", "rows_decode", (f"TYPE={TYPES[matrix.type]}",), matrix.data.device.index or 0),
         (len(out), -(-matrix.columns // 1024)),
         256,
-        *(matrix.data, matrix.rows, matrix.columns, matrix.row_bytes, ids, first, out),
+        *(matrix.data, matrix.rows, matrix.columns, matrix.row_bytes, ids, first, float(scale), out),
     )
 
 

@@ -127,6 +127,23 @@ def default_tile_config(bands: int, columns: int, device: torch.device, gate: bo
     return of(2 if gate or bands >= 4 else 1)
 
 
+def expert_tile_config(
+    bands: int, columns: int, device: torch.device, used: int, gate: bool, added: bool
+) -> CudaTileConfig:
+    """The configuration of an expert's matrix, where `used` of them are multiplied together and fill the GPU: tiles of
+    2 bands, or of more where there would be more blocks than run at once, and these wait for each other."""
+    at_once = multiprocessors(device)
+    usual = 2 if gate or bands > 1 else 1
+    sizes = [size for size in sorted(STAGES) if size >= usual]
+    tile_bands = next((size for size in sizes if -(-bands // size) * used <= at_once), sizes[-1])
+    splits = max(1, min(_most_splits(columns, tile_bands), at_once // (-(-bands // tile_bands) * used)))
+
+    def needed(config: CudaTileConfig) -> int:
+        return shared_bytes(columns, config)
+
+    return fitted(CudaTileConfig(tile_bands, warps=8, stages=STAGES[tile_bands], splits=splits), needed, device)
+
+
 def filling_splits(bands: int, columns: int, device: torch.device, tile_bands: int) -> int:
     """The number of blocks that share a tile's columns where each multiprocessor has about one block."""
     return max(1, min(_most_splits(columns, tile_bands), multiprocessors(device) // -(-bands // tile_bands)))

@@ -1,7 +1,7 @@
 """Zigzag matrices on the GPU: loading, the product that skips inactive columns, and the dense one for many inputs."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 import torch
@@ -80,12 +80,17 @@ def load_zigzag(
     blocks = matrix.blocks.to(device)
     config = config or measured_tile_config((matrix.rows, matrix.columns), blocks.device, gate)
     config = config or default_tile_config(blocks.shape[0], matrix.columns, blocks.device, gate)
-    d, dmin = largest_ends(blocks)
-    gate_bands = blocks.shape[0] // 2 if gate else 0
-    tiled = place(_tiled(headers_in_order(blocks), config.tile_bands, gate))
-    return CudaZigzag(
-        tiled, matrix.rows, matrix.columns, config, gate_bands, LARGEST_FACTOR * d, max(d, dmin), fp16_scale(d, dmin)
-    )
+    there = place(tiled(headers_in_order(blocks), config.tile_bands, gate))
+    ends = ((end,) for end in largest_ends(blocks))
+    return laid_out(there, matrix.rows, matrix.columns, config, blocks.shape[0] // 2 if gate else 0, ends)
+
+
+def laid_out(
+    blocks: Tensor, rows: int, columns: int, config: CudaTileConfig, gate_bands: int, ends: Iterable[Iterable[float]]
+) -> CudaZigzag:
+    """A matrix of blocks that lie on the GPU. ends: of each of its parts the largest |d|, and likewise |dmin|."""
+    d, dmin = (max(parts) for parts in ends)
+    return CudaZigzag(blocks, rows, columns, config, gate_bands, LARGEST_FACTOR * d, max(d, dmin), fp16_scale(d, dmin))
 
 
 def largest_ends(blocks: Tensor) -> tuple[float, float]:
@@ -102,12 +107,12 @@ def fp16_scale(d: float, dmin: float) -> float:
     return float(2.0 ** (14 - math.ceil(math.log2(max(largest, 1e-30)))))
 
 
-def _tiled(blocks: Tensor, tile_bands: int, gate: bool) -> Tensor:
+def tiled(blocks: Tensor, tile_bands: int, gate: bool) -> Tensor:
     """uint8 [bands, columns, 144] -> [tiles, columns, tile_bands, 144], filled up with bands of zeros."""
     parts = blocks.chunk(2) if gate else (blocks,)
     each = tile_bands // len(parts)
-    tiled = [_padded(part, each).view(-1, each, *part.shape[1:]).transpose(1, 2) for part in parts]
-    return torch.cat(tiled, dim=2).contiguous()
+    made = [_padded(part, each).view(-1, each, *part.shape[1:]).transpose(1, 2) for part in parts]
+    return torch.cat(made, dim=2).contiguous()
 
 
 def headers_in_order(blocks: Tensor) -> Tensor:
@@ -156,6 +161,33 @@ class Input:
     def dense(self) -> bool:
         return self.threshold is None
 
+    def of_texts(self, which: slice, of: int) -> "Input":
+        """Some of so many inputs that lie one after the other."""
+
+        def some(each: Tensor | None) -> Tensor | None:
+            return None if each is None else each.view(of, -1)[which]
+
+        scales, skipped = (None if each is None else each[which] for each in (self.scales, self.skipped))
+        x = self.x.view(of, -1)[which]
+        return replace(self, x=x, squares=some(self.squares), scales=scales, skipped=skipped)
+
+
+@dataclass(frozen=True)
+class Together:
+    """Experts whose products are launched together (`products/experts.py`).
+
+    experts    -- matrices that lie one after the other
+    used       -- those that a token has
+    normalised -- whether their weights are made to add up to one
+    added      -- whether each has an x, and y is the sum of their weighted products; else they share x, and each has
+                  a y
+    """
+
+    experts: int
+    used: int
+    normalised: bool
+    added: bool
+
 
 def gemv(
     matrix: CudaZigzag,
@@ -180,31 +212,63 @@ def gemv(
     active     -- int64 []: the number of active columns is added to it
     reset      -- int32 [..]: flag-in-data words that become SENTINEL again, since all have read them
     """
+    launch_gemv(matrix, input, y, bias, residual, activation, squares, active, reset)
+
+
+def launch_gemv(
+    matrix: CudaZigzag,
+    input: Input,
+    y: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    activation: int | None,
+    squares: Tensor | None,
+    active: Tensor | None,
+    reset: Tensor | None,
+    chosen: tuple[Together, Tensor] | None = None,
+) -> None:
+    """What `gemv` launches, or with `chosen` the products of the experts that tokens have: how they are launched, and
+    the logits of the router, float32 [texts, experts]. Of several texts what comes in and goes out lies one text after
+    the other."""
+    together, logits = chosen or (None, None)
     device, tiles = matrix.blocks.device, matrix.blocks.shape[0]
     if input.flag_in_data and input.norm is not None and input.squares is None:
         raise ValueError("an input with its flag in the data, with a norm and without squares")
     _check_gate(matrix, activation, residual)
-    if input.dense and not matrix.config.stages:
+    if (input.dense or together) and not matrix.config.stages:
         matrix = _with_ring(matrix, shared_bytes)
     config = matrix.config
-    _check_blocks(matrix, 1)
+    grid: tuple[int, ...] = (config.splits, tiles)
+    parts, texts = 0 if input.squares is None else input.squares.numel(), 1
+    if together is not None and logits is not None:
+        texts = len(logits)
+        grid, parts = (config.splits, tiles // together.experts, together.used * texts), parts // texts
+        config = fitted(config, lambda config: shared_bytes(matrix.columns, config), device)
+        matrix = replace(matrix, config=config)
+    _check_blocks(matrix, 1, together, texts)
     launch(
-        kernel("zigzag_gemv", "zigzag_gemv", _defines(matrix, input, activation), device.index or 0),
-        (config.splits, tiles),
+        kernel("zigzag_gemv", "zigzag_gemv", _defines(matrix, input, activation, together), device.index or 0),
+        grid,
         config.threads,
         *(matrix.blocks, matrix.columns, matrix.rows, matrix.largest_scale),
-        *(input.x, input.norm, input.eps, input.squares, 0 if input.squares is None else input.squares.numel()),
+        *(input.x, input.norm, input.eps, input.squares, parts),
         *(input.threshold, input.offset, input.scales),
         *(y, bias, residual, squares),
         *(active, input.skipped, workspace(device)),
-        *(reset, 0 if reset is None else reset.numel()),
+        *(reset, 0 if reset is None else reset.numel(), logits),
         shared=shared_bytes(matrix.columns, config),
     )
 
 
 def blocks(matrix: CudaZigzag) -> int:
     """The number of thread blocks of a product with the matrix."""
-    return matrix.blocks.shape[0] * matrix.config.splits
+    return blocks_of(matrix)
+
+
+def blocks_of(matrix: CudaZigzag, together: Together | None = None) -> int:
+    """The number of thread blocks of a product with the matrix, or of the products of experts."""
+    tiles = matrix.blocks.shape[0] * matrix.config.splits
+    return tiles if together is None else tiles // together.experts * together.used
 
 
 def _check_gate(matrix: CudaZigzag, activation: int | None, residual: Tensor | None) -> None:
@@ -214,16 +278,17 @@ def _check_gate(matrix: CudaZigzag, activation: int | None, residual: Tensor | N
         raise ValueError(f"activation {activation} for {matrix.gate_bands} bands of gate: one needs the other")
 
 
-def _check_blocks(matrix: CudaZigzag, inputs: int) -> None:
+def _check_blocks(matrix: CudaZigzag, inputs: int, together: Together | None = None, texts: int = 1) -> None:
     """Raises `ValueError` where a block would have no columns, or blocks would wait for each other in vain."""
     config, device = matrix.config, matrix.blocks.device
     if config.splits > -(-matrix.columns // COLUMNS_AT_ONCE):
         raise ValueError(f"{config}: more splits than {matrix.columns} columns have chunks of {COLUMNS_AT_ONCE}")
-    if config.splits == 1:
+    if config.splits == 1 and not (together and together.added):
         return
-    if blocks(matrix) > multiprocessors(device):
-        raise ValueError(f"{config}: {blocks(matrix)} blocks that wait for each other, more than run at once")
-    sums, room = blocks(matrix) * config.tile_bands * BAND_ROWS * inputs, workspace(device).numel()
+    count = blocks_of(matrix, together) * texts
+    if count > multiprocessors(device):
+        raise ValueError(f"{config}: {count} blocks that wait for each other, more than run at once")
+    sums, room = count * config.tile_bands * BAND_ROWS * inputs, workspace(device).numel()
     if sums > room:
         raise ValueError(
             f"{config}: {sums} sums of blocks with {inputs} inputs, more than {room}; take tiles of up to "
@@ -301,12 +366,21 @@ def _batch_bytes(columns: int, config: CudaTileConfig, inputs: int) -> int:
     return first + 4 * (inputs + 1) * COLUMNS_AT_ONCE * config.chunks(columns)
 
 
-def _defines(matrix: CudaZigzag, input: Input, activation: int | None) -> tuple[str, ...]:
+def _defines(
+    matrix: CudaZigzag, input: Input, activation: int | None, together: Together | None = None
+) -> tuple[str, ...]:
     values = {
         **_macros(matrix),
         **_of_input(matrix, input, activation),
         "FLAG_IN_DATA": int(input.flag_in_data),
     }
+    if together is not None:
+        values |= {
+            "EXPERTS": together.experts,
+            "CHOSEN": together.used,
+            "NORMALISED": int(together.normalised),
+            "ADDED": int(together.added),
+        }
     return tuple(f"{name}={value}" for name, value in values.items())
 
 

@@ -1,8 +1,8 @@
-// Attention of one decoding step: softmax(q k^T / sqrt(HEAD_DIM)) v for one new position of each sequence.
+// Attention of one decoding step: softmax(scale q k^T) v for one new position of each sequence.
 //
 //     qkv        float32 [B, heads + 2 kv_heads, HEAD_DIM]      q, then k, then v of the new position
 //     keys       CacheType [B, kv_heads, context, HEAD_DIM]     and values; row positions[b] is written here
-//     cos, sin   float32 [context, HEAD_DIM / 2]
+//     cos, sin   float32 [1 or B, context, ROTARY_DIM / 2]
 //     out        float32 [B, heads, HEAD_DIM]
 //
 // Launch: grid (splits, kv_heads, B), WARPS warps a block. splits is a power of two up to 32 (split-K over positions:
@@ -40,6 +40,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     attention(const float* qkv, CacheType* keys, CacheType* values, const int* positions, const float* cos,
               const float* sin, const float* q_norm, const float* k_norm, float* out, float4* workspace, int kv_heads,
               int context, int window, float eps,
+              // floats from a sequence's cos to the next one's; what q is multiplied by (attend_rows), and its cap
+              int rope_stride, float scale, float cap,
               // pairs of the result that a block finishes, and 2^32 / slice, rounded up
               int slice, u32 slice_magic) {
     extern __shared__ __align__(16) u8 memory[];
@@ -48,8 +50,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const bool newest = split == splits - 1;  // this block takes the new position
 
     // The new rows are the warps' tasks: the queries 0 .. GQA_RATIO - 1 and, where they are cached, key GQA_RATIO and
-    // value GQA_RATIO + 1. A lane has channels c and c + HALF, which rotary embedding rotates together
-    // (llama.cpp's NEOX type).
+    // value GQA_RATIO + 1. A lane has pairs of channels, which rotary embedding rotates together (rotary.cuh).
     const int tasks = newest ? GQA_RATIO + 2 : GQA_RATIO;
     const auto new_row = [&](int task) {
         const int head = task < GQA_RATIO ? kv_head * GQA_RATIO + task : task * kv_heads + kv_head;
@@ -73,6 +74,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     SoftmaxState* warp_states = (SoftmaxState*)(scratch + WARPS * SCRATCH_FLOATS);  // [WARPS][GQA_RATIO]
 
     const long long sequence = (long long)b * kv_heads + kv_head;
+    cos += (long long)b * rope_stride, sin += (long long)b * rope_stride;
     keys += sequence * context * HEAD_DIM;
     values += sequence * context * HEAD_DIM;
 
@@ -84,9 +86,9 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         const long long from = (long long)share.first * HEAD_DIM;
         if (ALIGNED && bytes && threadIdx.x == 0) prefetch_l2_bulk(keys + from, bytes);
         if (ALIGNED && bytes && threadIdx.x == THREADS - 1) prefetch_l2_bulk(values + from, bytes);
-        if ((int)threadIdx.x * 32 < HALF) {
-            prefetch_l2(cos + (long long)position * HALF + threadIdx.x * 32);
-            prefetch_l2(sin + (long long)position * HALF + threadIdx.x * 32);
+        if ((int)threadIdx.x * 32 < TURNED) {
+            prefetch_l2(cos + (long long)position * TURNED + threadIdx.x * 32);
+            prefetch_l2(sin + (long long)position * TURNED + threadIdx.x * 32);
         }
         if ((int)threadIdx.x * 32 < HEAD_DIM) {
             if (q_norm) prefetch_l2(q_norm + threadIdx.x * 32);
@@ -121,9 +123,9 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 #pragma unroll
         for (int i = 0; i < LANE_PAIRS; ++i) {
             const int c = lane + 32 * i;
-            const long long at = (long long)position * HALF + c;
-            rope_cos[i] = c < HALF ? load_l2(cos + at) : 0;
-            rope_sin[i] = c < HALF ? load_l2(sin + at) : 0;
+            const long long at = (long long)position * TURNED + c;
+            rope_cos[i] = c < TURNED ? load_l2(cos + at) : 1;
+            rope_sin[i] = c < TURNED ? load_l2(sin + at) : 0;
         }
         fetch_next(0, warp * BATCH < rows, newest && lane_row == 0);
         if (position == position_now) break;
@@ -138,7 +140,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         NewRow& row = new_rows[t];
         row.receive(new_row(task));
         if (task < GQA_RATIO ? q_norm : task == GQA_RATIO ? k_norm : nullptr) row.scale_to_norm(eps);
-        const float scale = task < GQA_RATIO ? LOG2_E / sqrtf(HEAD_DIM) : 1;
+        const float factor = task < GQA_RATIO ? scale : 1;
         // The new position's place is row 0 of warp 0's first stage.
         CacheType* near = (CacheType*)(memory + (task == GQA_RATIO ? 0 : KEY_BYTES));
         CacheType* far = (task == GQA_RATIO ? keys : values) + (long long)position * HEAD_DIM;
@@ -156,8 +158,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
             const int c = lane + 32 * i;
             if (c >= HALF) continue;
             const float cos_c = task <= GQA_RATIO ? rope_cos[i] : 1, sin_c = task <= GQA_RATIO ? rope_sin[i] : 0;
-            put(c, (row.first[i] * cos_c - row.second[i] * sin_c) * scale);
-            put(c + HALF, (row.second[i] * cos_c + row.first[i] * sin_c) * scale);
+            put(first_channel(c), (row.first[i] * cos_c - row.second[i] * sin_c) * factor);
+            put(second_channel(c), (row.second[i] * cos_c + row.first[i] * sin_c) * factor);
         }
         for (int c = HEAD_DIM + lane; c < WIDTH; c += 32) put(c, 0);
     }
@@ -167,7 +169,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 #pragma unroll
     for (int i = 1; i < STAGES - 1; ++i) fetch_next(i, warp * BATCH + i * BLOCK_ROWS < rows);
 
-    attend_rows(rows, memory, query, scratch, warp_states, fetch_next);
+    attend_rows(rows, memory, query, cap, scratch, warp_states, fetch_next);
     __syncthreads();
 
     if (FLAG_IN_DATA) wait_for_previous();  // nothing but the cache's row is written before: common/flag_in_data.cuh

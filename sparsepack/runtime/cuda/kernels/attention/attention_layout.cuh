@@ -10,7 +10,7 @@
 //
 // Macros: HEAD_DIM even, 2 to 256; GQA_RATIO query heads of a key head, 1 to 16 (the group size of grouped-query
 //         attention; llama.cpp's gqa_ratio); that of cache_type.cuh; WARPS; STAGES of the pipeline (CUTLASS's word,
-//         too); AHEAD 1: bring the first rows to the L2 cache before the kernel may begin; FLAG_IN_DATA 1: q, k and v
+//         too); ROTARY_DIM: rotary.cuh; CAPPED 1: scores have a soft cap; AHEAD 1: bring the first rows to the L2 cache before the kernel may begin; FLAG_IN_DATA 1: q, k and v
 //         are read as soon as they are written (common/flag_in_data.cuh), not when the kernel before has ended
 
 #pragma once
@@ -19,6 +19,11 @@
 
 #ifndef HEAD_DIM
 #define HEAD_DIM 128
+#endif
+#include "attention/rotary.cuh"
+
+#ifndef CAPPED
+#define CAPPED 0
 #endif
 #ifndef GQA_RATIO
 #define GQA_RATIO 4
@@ -41,7 +46,6 @@
 #endif
 
 static constexpr int THREADS = WARPS * 32;
-static constexpr int HALF = HEAD_DIM / 2;
 static constexpr int PAIRS = GQA_RATIO * HALF;  // of output channels
 
 static constexpr int VECTOR_CHANNELS = 16 / sizeof(CacheType);  // channels of a lane's 16 bytes
@@ -81,7 +85,6 @@ static constexpr bool DEEP_IN_LANE = LANES < DEEP;
 // Queries stay in registers where there is room.
 static constexpr bool QUERY_IN_REGISTERS = GQA_RATIO * LANE_VECTORS * VECTOR_CHANNELS <= 64;
 static constexpr int TASKS = (GQA_RATIO + 2 + WARPS - 1) / WARPS;  // of a warp, see attention.cu
-static constexpr int LANE_PAIRS = (HALF + 31) / 32;
 
 // Shared memory, in floats behind the rings.
 static constexpr int QUERY_FLOATS = GQA_RATIO * WIDTH;

@@ -12,13 +12,15 @@ __device__ __forceinline__ int warps_with(int rows) { return min((rows + BATCH -
 // rows        -- of the block
 // memory      -- the rings of its warps, of which the first STAGES - 1 stages are on their way; then, of each warp that
 //                has rows, sums float [GQA_RATIO][HEAD_DIM]
-// query       -- [GQA_RATIO][WIDTH], in units of log2
+// query       -- [GQA_RATIO][WIDTH], such that products with keys are scores in units of log2, or where CAPPED what
+//                soft_capped() takes
+// cap         -- of scores, in units of log2, where CAPPED
 // scratch     -- of each warp: attention_layout.cuh
 // warp_states -- [WARPS][GQA_RATIO]
 // fetch_next  -- (stage, real): begins to copy the warp's next batch into a stage of its ring, if there is one, and
 //                commits
 template <typename FetchNext>
-__device__ __forceinline__ void attend_rows(int rows, u8* memory, const float* query, float* scratch,
+__device__ __forceinline__ void attend_rows(int rows, u8* memory, const float* query, float cap, float* scratch,
                                             SoftmaxState* warp_states, FetchNext fetch_next) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     u8* ring = memory + warp * RING_BYTES;
@@ -85,6 +87,7 @@ __device__ __forceinline__ void attend_rows(int rows, u8* memory, const float* q
         float largest[LANE_SCORES];
 #pragma unroll
         for (int r = 0; r < LANE_SCORES; ++r) {
+            if (CAPPED) scores[r] = soft_capped(scores[r], cap);
             if (start + row_of[r] >= rows) scores[r] = -__int_as_float(0x7f800000);
             largest[r] = scores[r];
         }

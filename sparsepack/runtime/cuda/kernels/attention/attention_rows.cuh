@@ -58,7 +58,7 @@ __device__ __forceinline__ void load_cached(const u8* at, float* x) {
 #endif
 }
 
-// A lane's channels of a row of q, k or v, and of the norm's weight.
+// A lane's channels of a row of q, k or v, by pairs (rotary.cuh), and of the norm's weight.
 struct NewRow {
     u32 words[2 * LANE_PAIRS];
     float first[LANE_PAIRS], second[LANE_PAIRS], norm_first[LANE_PAIRS], norm_second[LANE_PAIRS];
@@ -69,8 +69,8 @@ struct NewRow {
 #pragma unroll
         for (int i = 0; i < LANE_PAIRS; ++i) {
             const int c = threadIdx.x % 32 + 32 * i;
-            norm_first[i] = c < HALF ? load_l2(norm + c) : 0;
-            norm_second[i] = c < HALF ? load_l2(norm + c + HALF) : 0;
+            norm_first[i] = c < HALF ? load_l2(norm + first_channel(c)) : 0;
+            norm_second[i] = c < HALF ? load_l2(norm + second_channel(c)) : 0;
         }
     }
 
@@ -78,7 +78,7 @@ struct NewRow {
 #pragma unroll
         for (int i = 0; i < 2 * LANE_PAIRS; ++i) {  // the first channels, then the second
             const int c = threadIdx.x % 32 + 32 * (i % LANE_PAIRS);
-            words[i] = c < HALF ? ll_load(row + c + i / LANE_PAIRS * HALF) : 0;
+            words[i] = c < HALF ? ll_load(row + (i < LANE_PAIRS ? first_channel(c) : second_channel(c))) : 0;
         }
     }
 

@@ -28,6 +28,12 @@ __device__ __forceinline__ float exp2_approx(float x) {
     return y;
 }
 
+// A score with a soft cap, cap tanh(score / cap): both in units of log2, of `x` what 2 / ln 2 of score / cap are. To 2^-22
+// of the cap.
+__device__ __forceinline__ float soft_capped(float x, float cap) {
+    return fmaf(-2 * cap, __fdividef(1, 1 + exp2_approx(x)), cap);
+}
+
 // COUNT sums in each of a row's lanes become totals, about COUNT / LANES of them in each lane: with every step, lanes
 // exchange half of what they have, and keep the half that their bit says. An odd one is added up in both.
 template <int COUNT, int STEP_LANES>

@@ -65,8 +65,10 @@ struct Segment {
 extern "C" __global__ void OF_CLUSTER __launch_bounds__(THREADS)
     double_sparsity(const float* qkv, CacheType* keys, CacheType* values, u8* codes, u16* scales, const int* channels,
                     const int* positions, const float* cos, const float* sin, const float* q_norm, const float* k_norm,
-                    float* out, int kv_heads, int context, int window, float eps, int numerator, int denominator,
-                    int sinks, int recent, int min_context,
+                    float* out, int kv_heads, int context, int window, float eps,
+                    // as attention.cu takes them
+                    int rope_stride, float scale, float cap, int numerator, int denominator, int sinks, int recent,
+                    int min_context,
                     // bytes of the first part of shared memory: scores, then rings; tokens that a list has room for
                     int first_bytes, int list_room,
                     // rows of a key head in keys and values; `context` where they are all tokens
@@ -88,6 +90,7 @@ extern "C" __global__ void OF_CLUSTER __launch_bounds__(THREADS)
     u16* list = (u16*)(parts + (CLUSTER > 1 ? CLUSTER * SLICE : 0));                     // of this segment
     int* share = (int*)(list + list_room);  // this block's part of all lists
 
+    cos += (long long)b * rope_stride, sin += (long long)b * rope_stride;
     keys += sequence * cached_rows * HEAD_DIM;
     values += sequence * cached_rows * HEAD_DIM;
     listed += sequence * listed_room;
@@ -129,7 +132,7 @@ extern "C" __global__ void OF_CLUSTER __launch_bounds__(THREADS)
 #endif
 
     // The new rows are the warps' tasks: the queries 0 .. GQA_RATIO - 1 and, in the first block, key GQA_RATIO and
-    // value GQA_RATIO + 1. A lane has channels c and c + HALF, which rotary embedding rotates together.
+    // value GQA_RATIO + 1. A lane has pairs of channels (rotary.cuh).
     for (int task = warp; task < (SELECTS && rank == 0 ? GQA_RATIO + 2 : GQA_RATIO); task += WARPS) {
         const int head = task < GQA_RATIO ? kv_head * GQA_RATIO + task : task * kv_heads + kv_head;
         const float* from = qkv + ((long long)b * (GQA_RATIO + 2) * kv_heads + head) * HEAD_DIM;
@@ -140,8 +143,8 @@ extern "C" __global__ void OF_CLUSTER __launch_bounds__(THREADS)
 #pragma unroll
         for (int i = 0; i < LANE_PAIRS; ++i) {
             const int c = lane + 32 * i;
-            const long long at = (long long)position * HALF + c;
-            const bool turns = task <= GQA_RATIO && c < HALF;
+            const long long at = (long long)position * TURNED + c;
+            const bool turns = task <= GQA_RATIO && c < TURNED;
             rope_cos[i] = turns ? load_l2(cos + at) : 1;
             rope_sin[i] = turns ? load_l2(sin + at) : 0;
         }
@@ -161,8 +164,8 @@ extern "C" __global__ void OF_CLUSTER __launch_bounds__(THREADS)
         for (int i = 0; i < LANE_PAIRS; ++i) {
             const int c = lane + 32 * i;
             if (c >= HALF) continue;
-            put(c, row.first[i] * rope_cos[i] - row.second[i] * rope_sin[i]);
-            put(c + HALF, row.second[i] * rope_cos[i] + row.first[i] * rope_sin[i]);
+            put(first_channel(c), row.first[i] * rope_cos[i] - row.second[i] * rope_sin[i]);
+            put(second_channel(c), row.second[i] * rope_cos[i] + row.first[i] * rope_sin[i]);
         }
         for (int c = HEAD_DIM + lane; c < WIDTH; c += 32) put(c, 0);
     }
@@ -182,7 +185,7 @@ extern "C" __global__ void OF_CLUSTER __launch_bounds__(THREADS)
     }
     __syncthreads();
 #endif
-    for (int i = threadIdx.x; i < QUERY_FLOATS; i += THREADS) query[i] *= LOG2_E / sqrtf(HEAD_DIM);
+    for (int i = threadIdx.x; i < QUERY_FLOATS; i += THREADS) query[i] *= scale;
 
 #if SELECTS
     {
@@ -283,7 +286,7 @@ extern "C" __global__ void OF_CLUSTER __launch_bounds__(THREADS)
     };
 #pragma unroll
     for (int i = 0; i < STAGES - 1; ++i) fetch_next(i, warp * BATCH + i * BLOCK_ROWS < rows);
-    attend_rows(rows, memory, query, scratch, warp_states, fetch_next);
+    attend_rows(rows, memory, query, cap, scratch, warp_states, fetch_next);
     __syncthreads();
 
     float* result = out + sequence * GQA_RATIO * HEAD_DIM;

@@ -12,7 +12,8 @@
 //
 // Macros: VECTOR 4 where every row begins at a multiple of 16 bytes, 1 elsewhere; ROUNDS: width / (VECTOR * THREADS),
 //         rounded up; ACTIVATION: number of the gate's function; or HEADS 1 for split_heads, with HEAD_DIM and the
-//         cache's type KV: 1 bfloat16, 2 float16, 3 float32
+//         cache's type KV: 1 bfloat16, 2 float16, 3 float32, and ROTARY_DIM (attention/rotary.cuh); NORMED 1: what
+//         add_rows adds is normed first
 
 #include "common/common.cuh"
 #include "common/activations.cuh"
@@ -26,6 +27,9 @@
 #endif
 #ifndef HEADS
 #define HEADS 0
+#endif
+#ifndef NORMED
+#define NORMED 0
 #endif
 
 #if !HEADS
@@ -96,11 +100,12 @@ __device__ __forceinline__ void finished(float (&v)[VECTOR], const float* produc
 
 // x        float32 [S, width]; what a product adds to it is written back
 // product  float32 [S, width] or null, with its factors, `inverse`, and bias [width] or null
+// product_norm  float32 [width]: RMSNorm of what is added, where NORMED
 // norm     float32 [width]: RMSNorm comes before `scaled`; or null
 // scaled   float16 [S, width] and factor float32 [S]; or null: x is all that is wanted
 extern "C" __global__ void __launch_bounds__(THREADS)
     add_rows(float* x, int width, const float* product, const float* product_factor, float inverse, const float* bias,
-             const float* norm, float eps, u16* scaled, float* factor) {
+             const float* product_norm, const float* norm, float eps, u16* scaled, float* factor) {
     __shared__ float scratch[2][THREADS / 32];
     launch_dependents();
     wait_for_previous();
@@ -108,6 +113,22 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     float v[ROUNDS][VECTOR];
     float sum = 0, largest = 0;
     const float known = product ? load_l2(product_factor + blockIdx.x) : 0;
+    float of_product = 1;  // its RMSNorm's factor
+    if (NORMED && product) {
+#pragma unroll
+        for (int r = 0; r < ROUNDS; ++r) {
+            const int k = column(r);
+            if (k >= width) break;
+            float more[VECTOR];
+            finished(more, product + at + k, known, inverse, bias ? bias + k : nullptr);
+#pragma unroll
+            for (int j = 0; j < VECTOR; ++j) sum += more[j] * more[j];
+        }
+        over_block(sum, largest, scratch);
+        of_product = 1 / sqrtf(sum / width + eps);
+        sum = 0;
+        __syncthreads();  // scratch is written again below
+    }
 #pragma unroll
     for (int r = 0; r < ROUNDS; ++r) {
         const int k = column(r);
@@ -117,7 +138,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
             float more[VECTOR];
             finished(more, product + at + k, known, inverse, bias ? bias + k : nullptr);
 #pragma unroll
-            for (int j = 0; j < VECTOR; ++j) v[r][j] += more[j];
+            for (int j = 0; j < VECTOR; ++j) v[r][j] += NORMED ? more[j] * of_product * product_norm[k + j] : more[j];
             store(x + at + k, v[r]);
         }
 #pragma unroll
@@ -187,15 +208,13 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 #else  // ---- Heads --------------------------------------------------------------------------------------------------
 
 #include "attention/cache_type.cuh"
+#include "attention/rotary.cuh"
 
-static constexpr int HALF = HEAD_DIM / 2;
-static constexpr int LANE_PAIRS = (HALF + 31) / 32;
-
-// Norm and rotate queries and keys (channels c and c + HALF together), and append keys and values to the cache.
+// Norm and rotate queries and keys, and append keys and values to the cache.
 //
 // product       float32 [S, heads + 2 kv_heads, HEAD_DIM]: q, then k, then v; factors, `inverse` and bias as above
 // q_norm, k_norm  float32 [HEAD_DIM] or null: RMSNorm of every head
-// cos, sin      float32 [context, HEAD_DIM / 2]; row s is position first + s
+// cos, sin      float32 [context, ROTARY_DIM / 2]; row s is position first + s
 // q             CacheType [S, heads, HEAD_DIM]
 // keys, values  CacheType [kv_heads, context, HEAD_DIM]
 extern "C" __global__ void __launch_bounds__(256)
@@ -216,11 +235,11 @@ extern "C" __global__ void __launch_bounds__(256)
         const int i = p * 32 + lane;
         a[p] = b[p] = 0;
         if (i >= HALF) continue;
-        a[p] = load_l2(from + i) * known * inverse;
-        b[p] = load_l2(from + HALF + i) * known * inverse;
+        a[p] = load_l2(from + first_channel(i)) * known * inverse;
+        b[p] = load_l2(from + second_channel(i)) * known * inverse;
         if (bias) {
-            a[p] += bias[head * HEAD_DIM + i];
-            b[p] += bias[head * HEAD_DIM + HALF + i];
+            a[p] += bias[head * HEAD_DIM + first_channel(i)];
+            b[p] += bias[head * HEAD_DIM + second_channel(i)];
         }
         sum += a[p] * a[p] + b[p] * b[p];
     }
@@ -236,16 +255,16 @@ extern "C" __global__ void __launch_bounds__(256)
         const int i = p * 32 + lane;
         if (i >= HALF) continue;
         if (norm) {
-            a[p] *= scale * norm[i];
-            b[p] *= scale * norm[HALF + i];
+            a[p] *= scale * norm[first_channel(i)];
+            b[p] *= scale * norm[second_channel(i)];
         }
-        if (rotated) {
-            const float c = cos[(u64)position * HALF + i], s = sin[(u64)position * HALF + i], old = a[p];
+        if (rotated && turned(i)) {
+            const float c = cos[(u64)position * TURNED + i], s = sin[(u64)position * TURNED + i], old = a[p];
             a[p] = old * c - b[p] * s;
             b[p] = b[p] * c + old * s;
         }
-        to[i] = to_cache_type(a[p]);
-        to[HALF + i] = to_cache_type(b[p]);
+        to[first_channel(i)] = to_cache_type(a[p]);
+        to[second_channel(i)] = to_cache_type(b[p]);
     }
 }
 #endif

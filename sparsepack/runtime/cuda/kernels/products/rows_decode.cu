@@ -48,10 +48,11 @@ __device__ __forceinline__ void decode(float (&w)[4], const u8* weights, int row
     }
 }
 
-// Rows by their ids, or without ids the rows from `first` on: float32 [rows asked for, columns]. An id that is no row
-// gives NaN.
-extern "C" __global__ void __launch_bounds__(256) rows_decode(const u8* __restrict__ weights, int rows, int columns,
-                                                              int row_bytes, const int* ids, int first, float* out) {
+// Rows by their ids, or without ids the rows from `first` on, times `scale`: float32 [rows asked for, columns]. An id
+// that is no row gives NaN.
+extern "C" __global__ void __launch_bounds__(256)
+    rows_decode(const u8* __restrict__ weights, int rows, int columns, int row_bytes, const int* ids, int first,
+                float scale, float* out) {
     launch_dependents();
     wait_for_previous();
     const int quad = blockIdx.y * 256 + threadIdx.x, row = ids ? load_l2(ids + blockIdx.x) : first + (int)blockIdx.x;
@@ -59,6 +60,8 @@ extern "C" __global__ void __launch_bounds__(256) rows_decode(const u8* __restri
     float w[4];
     if ((u32)row < (u32)rows) {
         decode(w, weights, row, quad, columns, row_bytes);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) w[j] = __fmul_rn(w[j], scale);
     } else {
         for (int j = 0; j < 4; ++j) w[j] = __uint_as_float(0x7fffffff);
     }

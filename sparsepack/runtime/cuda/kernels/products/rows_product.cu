@@ -10,9 +10,13 @@
 // bits every run, whatever the grid. xn lies in shared memory; where all columns do not fit, it comes in pieces, and y
 // holds the sum so far.
 //
-// Macros: TYPE; BATCH 1 .. 8, vectors; STAGES
+// Macros: TYPE; BATCH 1 .. 8, vectors; STAGES; CAPPED 1: y has a soft cap
 
 #include "products/rows.cuh"
+
+#ifndef CAPPED
+#define CAPPED 0
+#endif
 
 static constexpr int WARPS = 16;
 static constexpr int THREADS = WARPS * 32;
@@ -243,10 +247,11 @@ __device__ __forceinline__ u64 candidate(float value, int row) {
 // columns     of Q4_K and Q6_K: a multiple of 256; of Q8_0: of 32
 // row_bytes   of floats
 // piece       tiles of a row whose x fits in shared memory
+// cap         where CAPPED, y becomes cap tanh(y / cap)
 // candidates  u64 [BATCH, blocks]: the best row of each block, as sampling.cu reads it; or null
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     rows_product(const u8* __restrict__ weights, int rows, int columns, int row_bytes, const float* x,
-                 const float* __restrict__ norm, float eps, int piece, float* y, u64* candidates) {
+                 const float* __restrict__ norm, float eps, int piece, float* y, float cap, u64* candidates) {
     launch_dependents();
     extern __shared__ __align__(16) u8 shared[];
     u8* const ring = shared + threadIdx.x / 32 * RING;
@@ -307,6 +312,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                     float sum =
                         across < 2 ? (across == 0 ? sums[b][0] : sums[b][1]) : (across == 2 ? sums[b][2] : sums[b][3]);
                     if (first) sum += *to;
+                    if (CAPPED && last == tiles) sum = cap * tanhf(sum / cap);
                     *to = sum;
                     if (last == tiles) best[b] = max(best[b], candidate(sum, row));
                 }

@@ -1,11 +1,11 @@
 // Split-K reduction: the blocks of a tile, which have different columns, come to one sum for each row.
 //
-// Each of them has the same COUNT sums, first those of its warps. Where SPLITS > 1 it stores its own in a workspace
+// Each of them has the same COUNT sums, first those of its warps. Where SHARES > 1 it stores its own in a workspace
 // (CUTLASS's word) of flag-in-data words (common/flag_in_data.cuh), and finishes a share of the COUNT: takes what all
 // of them stored there, in the order of the blocks, so that the same bits come every run, and resets it to SENTINEL.
 // There is no ticket and no last block: blocks wait for each other, so all of a grid must run at once.
 //
-//     workspace   | COUNT sums of block 0 | of block 1 | .. SPLITS - 1 | ... the next tile's
+//     workspace   | COUNT sums of block 0 | of block 1 | .. SHARES - 1 | ... the next tile's
 //
 // The warps' sums lie in shared memory, 256 of a band after the other (of each input, then of the next band). Lanes
 // that write at a time are 64 rows apart, which would be the same bank: so 4 floats stay unused after each 64, and 4
@@ -15,12 +15,16 @@
 //
 // Launch: as column_split.cuh; the first WARPS warps of a block reduce.
 //
-// Macros: SPLITS, and those of zigzag.cuh
+// Macros: SHARES: how many blocks come to one sum, by default the SPLITS of the columns; and those of zigzag.cuh
 
 #pragma once
 
 #include "common/flag_in_data.cuh"
 #include "products/zigzag.cuh"
+
+#ifndef SHARES
+#define SHARES SPLITS
+#endif
 
 static constexpr int PADDED_ROWS = BAND_ROWS + 20;  // of a band's sums
 __device__ __forceinline__ int padded_index(int i) {
@@ -30,7 +34,7 @@ __device__ __forceinline__ int padded_index(int i) {
 // What a block finishes of COUNT: from begin on, before end.
 template <int COUNT>
 struct RowShare {
-    static constexpr int EACH = (COUNT + SPLITS - 1) / SPLITS;
+    static constexpr int EACH = (COUNT + SHARES - 1) / SHARES;
     int begin, end;
 
     __device__ __forceinline__ explicit RowShare(int split)
@@ -52,22 +56,22 @@ __device__ __forceinline__ void reduce_warps(float* own, float* workspace) {
             sum.z += v.z;
             sum.w += v.w;
         }
-        if (SPLITS > 1) {
+        if (SHARES > 1) {
             ll_store4(workspace + r, sum);
         } else {
             *(float4*)(own + padded_index(r)) = sum;  // which no other thread reads before
         }
     }
-    if (SPLITS == 1) sync_consumers<THREADS>();
+    if (SHARES == 1) sync_consumers<THREADS>();
 }
 
 // Adds to sums, in order, what the blocks of a tile stored STRIDE apart, and resets it. Each stored COUNT partial sums,
 // the i-th apart(i) from the first; of them the last COUNT - present may be missing.
 template <int STRIDE, int COUNT, typename Apart>
 __device__ __forceinline__ void reduce_splits(float* partials, float (&sums)[COUNT], Apart apart, int present = COUNT) {
-    constexpr int MOST = COUNT > 2 ? 16 : 32, ONCE = SPLITS <= MOST ? SPLITS : MOST;  // blocks asked at a time
+    constexpr int MOST = COUNT > 2 ? 16 : 32, ONCE = SHARES <= MOST ? SHARES : MOST;  // blocks asked at a time
 #pragma unroll 1
-    for (int first = 0; first < SPLITS; first += ONCE, partials += ONCE * STRIDE) {
+    for (int first = 0; first < SHARES; first += ONCE, partials += ONCE * STRIDE) {
         float values[ONCE][COUNT];
         bool missing;
         do {
@@ -76,7 +80,7 @@ __device__ __forceinline__ void reduce_splits(float* partials, float (&sums)[COU
             for (int s = 0; s < ONCE; ++s) {
 #pragma unroll
                 for (int i = 0; i < COUNT; ++i) {
-                    const bool none = SPLITS % ONCE && first + s >= SPLITS || i >= present;
+                    const bool none = SHARES % ONCE && first + s >= SHARES || i >= present;
                     const u32 word = none ? 0 : ll_load(partials + s * STRIDE + apart(i));
                     values[s][i] = __uint_as_float(word);
                     missing |= word == SENTINEL;
@@ -85,7 +89,7 @@ __device__ __forceinline__ void reduce_splits(float* partials, float (&sums)[COU
         } while (missing);
 #pragma unroll
         for (int s = 0; s < ONCE; ++s) {
-            if (SPLITS % ONCE && first + s >= SPLITS) break;
+            if (SHARES % ONCE && first + s >= SHARES) break;
 #pragma unroll
             for (int i = 0; i < COUNT; ++i) {
                 sums[i] += values[s][i];

@@ -1,11 +1,12 @@
-// y = W[:, active] x[active] for a matrix in zigzag Q4_K (SpQt, section 4.2.2), which lies as zigzag.cuh shows.
+// y = W[:, active] x[active] for a matrix in zigzag Q4_K (SpQt, section 4.2.2), which lies as zigzag.cuh shows; or for
+// the experts that tokens have, together.
 //
 //     blocks  [tiles, columns, TILE_BANDS, 144 bytes]  ->  pipeline (zigzag.cuh)  ->  tensor cores  ->  sums of a warp
 //     x       float32 [columns]  ->  list of active columns (column_split.cuh)
 //     sums of warps  ->  of the block  ->  workspace  ->  y float32 [rows]       (split_k_reduce.cuh)
 //
-// Launch: grid (SPLITS, tiles), ALL_THREADS threads a block; where SPLITS > 1, no more blocks than run at once, since
-// they wait for each other. On the tensor cores:
+// Launch: grid (SPLITS, tiles), with experts (SPLITS, tiles of one, CHOSEN * texts); ALL_THREADS threads a block; where
+// SHARES > 1, no more blocks than run at once, since they wait for each other. On the tensor cores:
 //
 //     mma.m16n8k16:  A [16 rows, 16 columns] = whole bytes, low + 16 high, and then their high nibbles alone, 16 high;
 //                        as float16 with nothing but their lowest bits, times 2^-24
@@ -24,6 +25,10 @@
 // Macros: those of zigzag.cuh and column_split.cuh
 //         GATE 1: the first half of a tile's bands is of gate, the second of up; activation(gate) * up is written
 //         ACTIVATION: number of the function, see activations.cuh
+//         CHOSEN: how many experts a token has (choose.cuh), whose matrices of one shape lie one after the other; 0: the
+//         matrix is one. They share x, and each has a y; with ADDED 1 each has an x, and y is the sum of their products
+//         times their weights: the blocks of all experts finish it together. Each text of a launch has all of these, one
+//         after the other
 
 #include "common/activations.cuh"
 
@@ -36,7 +41,15 @@
 #define ACTIVATION 0
 #define PRODUCERS 4
 #endif
+#ifndef CHOSEN
+#define CHOSEN 0
+#define ADDED 0
+#endif
+#if ADDED
+#define SHARES (SPLITS * CHOSEN)
+#endif
 
+#include "products/choose.cuh"
 #include "products/column_split.cuh"
 #include "products/split_k_reduce.cuh"
 
@@ -205,19 +218,24 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, RESIDENT) zigzag_gemv(
     // sum in each block
     float* y, const float* bias, const float* residual, float* squares_of_y,
     // sums of active columns; where HOLD, of the weights of inactive ones; the blocks' partial sums, every word SENTINEL:
-    // [tiles][splits][TILE_ROWS]
+    // [tiles][SHARES][TILE_ROWS], with experts that have a y each [CHOSEN][tiles] ..
     u64* active, u64* skipped, float* workspace,
     // flag-in-data words that nobody reads any more
-    u32* reset, int reset_count) {
+    u32* reset, int reset_count,
+    // of the router, where CHOSEN
+    const float* logits) {
     extern __shared__ uint4 memory[];
     __shared__ float sums_of[WARPS], warp_max_abs[WARPS];
     __shared__ int found[WARPS];
     __shared__ u64 full[RING_STAGES], empty[RING_STAGES];
     __shared__ int listed_k_tiles;
+    __shared__ float weight;  // where ADDED
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, band = warp % TILE_BANDS, k_slice = warp / TILE_BANDS;
     const int split = blockIdx.x, tile = blockIdx.y;
+    const int slot = CHOSEN ? blockIdx.z % CHOSEN : 0, text = CHOSEN ? blockIdx.z / CHOSEN : 0;
     const u8* tile_base = blocks + (u64)tile * columns * COLUMN_BYTES;
     const bool is_producer = STAGES && warp >= WARPS;
+    static_assert(STAGES || !CHOSEN, "producers choose");
     const SubBlock bits(lane / 4);
     const ColumnSplit column_split(columns, split);
     init_consumer_barrier<THREADS>();
@@ -239,12 +257,23 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, RESIDENT) zigzag_gemv(
     float max_abs = 0;
     if (is_producer) {  // while the input is not there yet
         pipeline.set_up();
+#if CHOSEN
+        if (!FLAG_IN_DATA) wait_for_previous();
+        const Chosen expert = choose(logits + text * EXPERTS, slot);
+        pipeline.base += (u64)expert.number * gridDim.y * columns * COLUMN_BYTES;
+        if (ADDED && threadIdx.x == THREADS) {
+            weight = expert.weight;
+            __threadfence_block();
+        }
+#endif
     } else {
         // Constants that are needed later.
         const int row = tile * TILE_ROWS + threadIdx.x * 32;
         if (!GATE && bias && threadIdx.x * 32 < TILE_ROWS && row < rows) prefetch_l2(bias + row);
-        const Site site{
-            x, columns, norm, eps, squares, parts, threshold, offset, scales, rows, tile ? nullptr : skipped};
+        const float* own_x = x + (ADDED ? blockIdx.z : text) * columns;
+        u64* own_skipped = tile || !skipped ? nullptr : skipped + text;
+        const Site site{own_x,  columns,       norm, eps,        squares + text * parts, parts, threshold,
+                        offset, scales + text, rows, own_skipped};
         max_abs = compact_active<WARPS, DENSE>(site, column_split, list, found, sums_of, [] {
                       if (!FLAG_IN_DATA) wait_for_previous();
                   }).of[0];
@@ -255,7 +284,7 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, RESIDENT) zigzag_gemv(
     if (!is_producer || !DENSE) launch_dependents();  // not before: see common/flag_in_data.cuh
     if (is_producer) {
         pipeline.run();
-        if (reset) {
+        if (reset && blockIdx.z == 0) {
             wait_for_previous();
             constexpr int EACH = PRODUCERS * 32;
             const int number = (tile * SPLITS + split) * EACH + threadIdx.x - THREADS;
@@ -266,7 +295,10 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, RESIDENT) zigzag_gemv(
 
     // The rows of y that this block finishes.
     constexpr int FINISHED = GATE ? TILE_ROWS / 2 : TILE_ROWS;
-    const RowShare<FINISHED> share(split);
+    const int number = ADDED ? slot * SPLITS + split : split;  // of the block among those that share the tile's sums
+    const RowShare<FINISHED> share(number);
+    if (residual) residual += text * rows;
+    y += (CHOSEN && !ADDED ? blockIdx.z : text) * (GATE ? rows / 2 : rows);
     const int real = (GATE ? rows / 2 : rows) - tile * FINISHED;
 
     // What the first of them need besides.
@@ -300,18 +332,18 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, RESIDENT) zigzag_gemv(
             fetch(i + K_SLICES);
         }
     }
-    store_sums(sums, power_of_two(-exponent), own + warp * PADDED_ROWS);
+    store_sums(sums, (ADDED ? weight : 1) * power_of_two(-exponent), own + warp * PADDED_ROWS);
     if (FLAG_IN_DATA) wait_for_previous();  // nothing is written before
     sync_consumers<THREADS>();
 
-    float* tile_workspace = workspace + tile * SPLITS * TILE_ROWS;
-    reduce_warps<TILE_ROWS>(own, tile_workspace + split * TILE_ROWS);
+    float* tile_workspace = workspace + ((ADDED ? text : blockIdx.z) * gridDim.y + tile) * SHARES * TILE_ROWS;
+    reduce_warps<TILE_ROWS>(own, tile_workspace + number * TILE_ROWS);
     constexpr int EACH = GATE ? 2 : 1;  // sums for a row of y
     float of_squares = 0;
 #pragma unroll 1
     for (int r = share.begin + threadIdx.x; r < share.end; r += THREADS) {
         float sum[EACH] = {};
-        if (SPLITS > 1) {
+        if (SHARES > 1) {
             reduce_splits<TILE_ROWS>(tile_workspace + r, sum, [](int j) { return j * FINISHED; });
         } else {
             for (int j = 0; j < EACH; ++j) sum[j] = own[padded_index(r + j * FINISHED)];
@@ -341,11 +373,11 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, RESIDENT) zigzag_gemv(
 #pragma unroll
             for (int w = 0; w < WRITERS; ++w) of_squares += sums_of[w];
         }
-        if (threadIdx.x == 0) ll_store(squares_of_y + tile * SPLITS + split, of_squares);
+        if (threadIdx.x == 0) ll_store(squares_of_y + (text * gridDim.y + tile) * SHARES + number, of_squares);
     }
     if (!STAGES && reset) {
-        const int number = (tile * SPLITS + split) * THREADS + threadIdx.x;
-        ll_reset(reset, reset_count, number, gridDim.y * SPLITS * THREADS);
+        const int thread = (tile * SPLITS + split) * THREADS + threadIdx.x;
+        ll_reset(reset, reset_count, thread, gridDim.y * SPLITS * THREADS);
     }
     if (active && tile == 0 && threadIdx.x == 0) atomic_add(active, DENSE ? column_split.count() : list.count);
 }

@@ -1,0 +1,233 @@
+"""What a model family is, as data: which submodules of a decoder block sit at which site, which are norms, and what
+else its models compute. The families are rows of `models/families.py`."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, ClassVar, Literal
+
+SITES = ("attn_in", "attn_out", "mlp_in", "mlp_mid")
+"""A site is where one hidden vector enters one or more projections of a decoder block; the sites stand in order of
+execution."""
+
+ATTENTION_SITES, MLP_SITES = SITES[:2], SITES[2:]
+
+BASIS = "residual_basis"
+"""The module of a decoder block that changes the basis of the residual stream before anything else in it: h' = h W^T.
+No stock model has such a module (`models.stock.basis`)."""
+
+ATTN_OUT = "attn_out"
+"""The site whose channels are those of the attention heads' outputs, head by head."""
+MLP_MID = "mlp_mid"
+"""The site whose channels are the neurons of the MLP."""
+
+Rotary = Literal["half-split", "interleaved", "none"]
+"""Channel c of the n of a head that turn, the first ones, turns with c + n / 2 ("half-split", also called neox), 2 c
+with 2 c + 1, or none turns."""
+
+
+@dataclass(frozen=True)
+class LearnedPositions:
+    """A table of vectors that are added to the embedding: its module, and the row of a text's first token."""
+
+    module: str
+    first: int
+
+
+@dataclass(frozen=True)
+class ResidualStream:
+    """The sites that read the residual stream and write to it, in a family whose norms divide the stream by its root
+    mean square and do no more. Such a stream may be written in any orthonormal basis (`models.checkpoint.rotated`).
+
+    readers -- site -> our name of the norm through which its projections read the stream
+    writers -- the sites whose outputs are added to the stream, which the embedding begins
+    last    -- the norm, a module of the backbone, through which the output matrix reads the stream
+    """
+
+    readers: Mapping[str, str]
+    writers: tuple[str, ...]
+    last: str
+
+
+@dataclass(frozen=True)
+class SharedExpert:
+    """An MLP with a gate that every token has beside the experts that are chosen, as much of it as the sigmoid of one
+    more product of the router's input says. Names are relative to a decoder block.
+
+    Everywhere but in the stock model it is so many experts more as it is as wide as one of the others; they stand after
+    these.
+
+    module -- that holds its projections, of the usual names
+    gate   -- the module whose `weight` is [1, hidden]
+    width  -- the field of the configuration that says how wide it is
+    """
+
+    module: str = "mlp.shared_expert"
+    gate: str = "mlp.shared_expert_gate"
+    width: str = "shared_expert_intermediate_size"
+
+    @property
+    def projections(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Its gate and up, and its down."""
+        return (f"{self.module}.gate_proj", f"{self.module}.up_proj"), (f"{self.module}.down_proj",)
+
+
+@dataclass(frozen=True)
+class Experts:
+    """MLPs that are mixtures of experts: a router chooses a few of them for each token, by the softmax of its logits.
+
+    The stock model holds them as parameters of one module, `GATE_UP` [experts, 2 * width, hidden], the gate's rows
+    first, and `DOWN` [experts, hidden, width]. Names are relative to a decoder block.
+
+    module     -- that holds them
+    router     -- the module whose `weight` is [experts, hidden]
+    stored     -- how a checkpoint names the module, which the stock model may call otherwise
+    parts      -- how a checkpoint names gate, up and down of one expert, within `stored` and the expert's number
+    count      -- the field of the configuration that says how many there are
+    normalised -- the field that says whether the weights of the chosen ones are made to add up to one; "": they are
+    gguf_normalised -- whether llama.cpp makes them so
+    dense      -- fields that make the MLPs of some blocks dense, which nothing here has a place for, and what each of
+                  them is where there are none
+    shared     -- the expert that all tokens have; None: there is none
+    """
+
+    module: str
+    router: str
+    stored: str
+    parts: tuple[str, str, str]
+    count: str = "num_experts"
+    normalised: str = ""
+    gguf_normalised: bool = True
+    dense: Mapping[str, Any] = field(default_factory=dict)
+    shared: SharedExpert | None = None
+
+    GATE_UP: ClassVar[str] = "gate_up_proj"
+    DOWN: ClassVar[str] = "down_proj"
+
+    @property
+    def parameters(self) -> tuple[str, str]:
+        """The names of the two parameters: what stands at mlp_in, and what stands at mlp_mid."""
+        return f"{self.module}.{self.GATE_UP}", f"{self.module}.{self.DOWN}"
+
+
+_STREAM = ResidualStream(
+    MappingProxyType({"attn_in": "attn_norm", "mlp_in": "mlp_norm"}), ("attn_out", "mlp_mid"), "norm"
+)
+
+
+GGUF_PARTS = MappingProxyType(
+    {
+        "attn_norm": "input_layernorm",
+        "ffn_norm": "post_attention_layernorm",
+        "attn_q": "self_attn.q_proj",
+        "attn_k": "self_attn.k_proj",
+        "attn_v": "self_attn.v_proj",
+        "attn_output": "self_attn.o_proj",
+        "attn_q_norm": "self_attn.q_norm",
+        "attn_k_norm": "self_attn.k_norm",
+        "ffn_gate": "mlp.gate_proj",
+        "ffn_up": "mlp.up_proj",
+        "ffn_down": "mlp.down_proj",
+    }
+)
+"""llama.cpp's name of a part of a block -> module, in most families."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """A model family. Names of projections and norms are relative to a decoder block, others to the backbone.
+
+    model_type     -- `model_type` of config.json
+    gguf           -- llama.cpp's architecture name; empty: it has none
+    projections    -- site -> its projections, in the order in which their output rows are stacked; an MLP with a gate
+                      has gate and up at `mlp_in`, one without has one matrix there. A family that stores the matrices
+                      of a site fused has one projection there, whose rows are the same
+    norms          -- our name -> module; `attn_post_norm` and `mlp_post_norm` norm what attention and MLP add,
+                      `q_row_norm` and `k_row_norm` the queries and keys of all heads together
+    norm_offset    -- what is added to the weights of norms before they multiply
+    gguf_permuted  -- llama.cpp stores q and k rows with rotary pairs adjacent; Hugging Face keeps the halves apart
+    gguf_biases    -- llama.cpp knows biases in such models
+    gguf_head      -- transformers takes this for the head size, whatever a GGUF says; None: it reads the head size
+    gguf_parts     -- llama.cpp's name of a part of a block -> module
+    rotary         -- which channels of a head the stock model turns together
+    qk_norm        -- q and k are RMS-normalised per head before the rotary embedding
+    slides         -- a window in config.json holds for all layers where it does not say for which
+    backbone       -- the module with the blocks, within the causal language model
+    widening       -- the matrix behind an embedding that is not as wide as the blocks
+    positions      -- that are learned; None: there are none
+    after          -- modules after the last block, as far as a model has them; the output matrix comes then
+    fields         -- of the configuration: Llama's name -> its own, where they differ
+    unpackable     -- what formats and engines have no place for in such a model; empty: they have for everything
+    attention      -- transformers' implementation of attention that computes all of it
+    attention_cap  -- of the configuration: the bound of soft-capped scores, by its name; empty: they have none
+    logit_cap      -- likewise of the output
+    local_rotary   -- layers with a sliding window have rotary frequencies of their own
+    embedding_scaled -- the embedding is multiplied by the root of its width
+    residual       -- who reads the residual stream and who writes to it; None: it cannot be rotated
+    unrotatable    -- why it cannot
+    experts        -- of MLPs that are mixtures of experts; None: MLPs are dense
+    clips          -- of the configuration: the bound of queries, keys and values, which no engine has a place for
+    """
+
+    model_type: str
+    gguf: str
+    projections: Mapping[str, tuple[str, ...]]
+    norms: Mapping[str, str]
+    gguf_permuted: bool
+    rotary: Rotary
+    qk_norm: bool = False
+    slides: bool = False
+    backbone: str = "model"
+    widening: str = ""
+    positions: LearnedPositions | None = None
+    after: tuple[str, ...] = ("norm",)
+    fields: Mapping[str, str] = field(default_factory=dict)
+    unpackable: str = ""
+    gguf_biases: bool = True
+    gguf_head: int | None = None
+    gguf_parts: Mapping[str, str] = field(default_factory=lambda: GGUF_PARTS)
+    norm_offset: float = 0.0
+    attention: Literal["sdpa", "eager"] = "sdpa"
+    attention_cap: str = ""
+    logit_cap: str = ""
+    local_rotary: bool = False
+    embedding_scaled: bool = False
+    residual: ResidualStream | None = _STREAM
+    unrotatable: str = ""
+    experts: Experts | None = None
+    clips: str = ""
+
+    @property
+    def decoder(self) -> str:
+        """The module of the base model that is the backbone; empty where the base model is that itself."""
+        return self.backbone.partition(".")[2]
+
+    @property
+    def embedding(self) -> str:
+        """The name of the embedding's tensor."""
+        return f"{self.backbone}.embed_tokens.weight"
+
+    def block(self, layer: int | str) -> str:
+        """The name of a decoder block; "" for what the names of all begin with."""
+        return f"{self.backbone}.layers.{layer}"
+
+    def weight(self, projection: str) -> str:
+        """The name of a projection's tensor: what `projections` names is a module, but for experts, whose projections
+        are parameters."""
+        of_experts = self.experts is not None and projection in self.experts.parameters
+        return projection if of_experts else f"{projection}.weight"
+
+    def basis(self, layer: int) -> str:
+        """The name of the tensor [hidden, hidden] that changes the basis of the residual stream before a block."""
+        return f"{self.block(layer)}.{BASIS}.weight"
+
+    def norm_offset_of(self, name: str) -> float:
+        """What is added to a tensor before it multiplies: `norm_offset` for the weights of norms, else 0."""
+        module = name.removesuffix(".weight")
+        outside = tuple(f"{self.backbone}.{after}" for after in self.after)
+        inside = tuple(f".{norm}" for norm in self.norms.values())
+        return self.norm_offset if module in outside or module.endswith(inside) else 0.0
+
+    def setting(self, config: Any, name: str) -> Any:
+        """What a stock configuration of the family says under Llama's `name`; None where it says nothing."""
+        return getattr(config, self.fields.get(name, name), None)

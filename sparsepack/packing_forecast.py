@@ -1,0 +1,72 @@
+"""`pack --dry-run`: what packing a model by some workers would take."""
+
+import time
+from math import prod
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+
+from sparsepack.errors import PackingError
+from sparsepack.formats.containers.write_tensors import FORKED_FROM, TensorFile, ignored, write_files
+from sparsepack.formats.plan import Plan, PlannedGroup
+from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from sparsepack.models.stock.forecast import memory_so_far
+from sparsepack.packing import PackRequest, find, plan_of
+from sparsepack.workers.forecast import PartsForecast
+
+
+def forecast(request: PackRequest, workers: int = 1) -> PartsForecast:
+    """What `pack` would take with so many workers like this process; the output is not written. Some blocks are made as
+    `pack` makes them, into a temporary folder, which is deleted: one, or as many as processes of their own are started
+    for.
+
+    Raises as `pack` does, and `PackingError` where thresholds would have to be found or weights fitted first.
+    """
+    request.check()
+    request.check_workers(workers)
+    first = "finds thresholds" if request.allocation and request.allocation.sparsity > 0 else ""
+    first = "fits weights" if request.fitting and request.fitting.fits else first
+    if first:
+        raise PackingError(
+            f"--dry-run: pack {first} before it packs, which is not measured; leave it out, or find thresholds by "
+            "`sparsepack thresholds`, whose --dry-run measures that, and give --thresholds"
+        )
+    checkpoint = open_checkpoint(request.model)
+    # No state is read or kept: that is for thresholds and fitted weights.
+    with TemporaryDirectory(prefix="sparsepack-") as folder:
+        plan = plan_of(checkpoint, request, find(checkpoint, request, Path(folder) / "state"))
+        blocks = [_of_block(checkpoint, plan, layer) for layer in range(checkpoint.layers)]
+        blocks[0][0].data()  # what only the first call takes, such as compiling a kernel
+        measured: list[PlannedGroup] = []
+        count = 0
+        while count < len(blocks) and _bytes(measured) < (FORKED_FROM if plan.at_once == 1 else 1):
+            measured += blocks[count]
+            count += 1
+        began = time.perf_counter()
+        write_files([TensorFile(Path(folder) / "blocks", b"", measured)], plan.at_once, ignored)
+        seconds = time.perf_counter() - began
+    whole, source = sum(tensor.nbytes for tensor in plan.tensors), checkpoint.source
+    return PartsForecast(
+        measured=f"{count} of {checkpoint.layers} blocks: {_bytes(measured) / 1e6:,.1f} MB made, hashed and written in "
+        f"{seconds:.2f} s",
+        device=request.device,
+        workers=workers,
+        parts=f"{len(plan.groups)} groups of tensors",
+        dealt_seconds=seconds * whole / _bytes(measured),
+        alone_seconds=0.0,
+        bytes_read=sum(prod(shape) * source.dtypes[name].itemsize for name, shape in source.shapes.items()),
+        bytes_written=plan.total_bytes,
+        memory_bytes=memory_so_far(torch.device(request.device)),
+        uncounted="reading from a slower disk and hashing the model's files",
+    )
+
+
+def _of_block(checkpoint: Checkpoint, plan: Plan, layer: int) -> list[PlannedGroup]:
+    """The groups of one block, whose tensors have its number in their names."""
+    prefixes = (f"blk.{layer}.", f"{checkpoint.family.block(layer)}.")
+    return [group for group in plan.groups if group.tensors[0].name.startswith(prefixes)]
+
+
+def _bytes(groups: list[PlannedGroup]) -> int:
+    return sum(tensor.nbytes for group in groups for tensor in group.tensors)

@@ -1,0 +1,68 @@
+// What attention or an MLP adds to the residual stream in models that norm it first: y = residual + RMSNorm(update).
+//
+//     update    float32 [B, width]      what a product left
+//     residual  float32 [B, width]      may be y itself; not of the kernel just before
+//     y         float32 [B, width]      ->  squares float32 [B]: the sums of y^2, which the next norm needs
+//
+// Launch: grid (B), a block a row; thread t has the columns t, t + THREADS, ..
+//
+// Macros: ROUNDS: width / THREADS, rounded up; FLAG_IN_DATA 1: update is read as soon as it is stored
+//         (common/flag_in_data.cuh), not when the kernel before has ended
+
+#include "common/flag_in_data.cuh"
+
+#ifndef ROUNDS
+#define ROUNDS 4
+#define FLAG_IN_DATA 1
+#endif
+
+static constexpr int THREADS = 1024, WARPS = THREADS / 32;
+
+// The sum over a block, in the same order every time; every thread gets it. scratch: [WARPS] of shared memory.
+__device__ __forceinline__ float block_sum(float x, float* scratch) {
+    x = warp_sum(x);
+    if (threadIdx.x % 32 == 0) scratch[threadIdx.x / 32] = x;
+    __syncthreads();
+    return warp_sum(scratch[threadIdx.x % WARPS]);
+}
+
+// squares: null where nobody asks for them.
+extern "C" __global__ void __launch_bounds__(THREADS)
+    post_norm(const float* update, const float* residual, const float* norm, int width, float eps, float* y,
+              float* squares) {
+    __shared__ float scratch[2][WARPS];
+    const auto column = [](int r) { return r * THREADS + (int)threadIdx.x; };
+    const u64 at = (u64)blockIdx.x * width;
+    float weight[ROUNDS], v[ROUNDS], before[ROUNDS];
+#pragma unroll
+    for (int r = 0; r < ROUNDS; ++r) weight[r] = column(r) < width ? norm[column(r)] : 0;
+    if (!FLAG_IN_DATA) wait_for_previous();
+    const auto from = [&](int r) { return column(r) < width ? update + at + column(r) : nullptr; };
+    if (FLAG_IN_DATA) {
+        ll_wait(v, from);
+    } else {
+#pragma unroll
+        for (int r = 0; r < ROUNDS; ++r) v[r] = from(r) ? load_l2(from(r)) : 0;
+    }
+    launch_dependents();  // not before: see common/flag_in_data.cuh
+    float sum = 0;
+#pragma unroll
+    for (int r = 0; r < ROUNDS; ++r) {
+        before[r] = column(r) < width ? load_l2(residual + at + column(r)) : 0;
+        sum += v[r] * v[r];
+    }
+    const float scale = rsqrtf(block_sum(sum, scratch[0]) / width + eps);
+    sum = 0;
+#pragma unroll
+    for (int r = 0; r < ROUNDS; ++r) {
+        v[r] = before[r] + v[r] * scale * weight[r];
+        sum += v[r] * v[r];
+    }
+    if (FLAG_IN_DATA) wait_for_previous();  // nothing is written before
+#pragma unroll
+    for (int r = 0; r < ROUNDS; ++r)
+        if (column(r) < width) ll_store(y + at + column(r), v[r]);
+    if (!squares) return;
+    sum = block_sum(sum, scratch[1]);
+    if (threadIdx.x == 0) ll_store(squares + blockIdx.x, sum);
+}

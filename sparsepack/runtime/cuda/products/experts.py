@@ -1,0 +1,180 @@
+"""The experts of an MLP on the GPU: their router, and the products of those that a token has, in one launch."""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from sparsepack.formats.codecs.matrices import PackedExperts
+from sparsepack.runtime.cuda.driver.kernel import kernel, launch, multiprocessors
+from sparsepack.runtime.cuda.products import zigzag
+from sparsepack.runtime.cuda.products.tile_config import BAND_ROWS, CudaTileConfig, expert_tile_config
+from sparsepack.runtime.cuda.products.zigzag import CudaZigzag, Input, Together
+
+ROUTE_THREADS = 256
+LOADED_AT_ONCE = 1 << 26
+"""About so many bytes of experts are copied to the GPU at a time."""
+
+
+@dataclass(frozen=True)
+class CudaExperts:
+    """Matrices of one shape, of which each token has some.
+
+    all      -- blocks [experts * tiles, columns, tile_bands, 144], a matrix after the other; the rest is that of one
+    together -- how a token's products are launched
+    """
+
+    all: CudaZigzag
+    together: Together
+
+    def expert(self, number: int) -> CudaZigzag:
+        """The matrix of one expert."""
+        tiles = self.all.blocks.shape[0] // self.together.experts
+        return replace(self.all, blocks=self.all.blocks[number * tiles : (number + 1) * tiles])
+
+
+def load_experts(
+    matrix: PackedExperts,
+    used: int,
+    normalised: bool,
+    device: torch.device | str = "cuda",
+    config: CudaTileConfig | None = None,
+    *,
+    gate: bool = False,
+    added: bool = False,
+) -> CudaExperts:
+    """Copy the matrices of all experts to the GPU. Takes their stored size, and bands up to whole tiles.
+
+    used, normalised -- as of an `ExpertMlp`
+    gate             -- as of `zigzag.load_zigzag`
+    added            -- whether the products of a token's experts are one sum
+    """
+    bands, columns = matrix.blocks.shape[1:3]
+    config = config or expert_tile_config(bands, columns, torch.device(device), used, gate, added)
+    ends, first, tiled = [(0.0, 0.0)], 0, None
+    for part in torch.split(matrix.blocks, max(LOADED_AT_ONCE // max(matrix.blocks[0].nbytes, 1), 1)):
+        blocks = part.to(device)
+        ends.append(zigzag.largest_ends(blocks))
+        for one in zigzag.headers_in_order(blocks):
+            laid = zigzag.tiled(one, config.tile_bands, gate)
+            if tiled is None:
+                tiled = laid.new_empty(matrix.experts * len(laid), *laid.shape[1:])
+            tiled[first : first + len(laid)] = laid
+            first += len(laid)
+    assert tiled is not None  # a mixture has experts
+    of_all = zigzag.laid_out(tiled, matrix.rows, columns, config, bands // 2 if gate else 0, zip(*ends, strict=True))
+    return CudaExperts(of_all, Together(matrix.experts, used, normalised, added))
+
+
+def route(router: Tensor, input: Input, logits: Tensor) -> None:
+    """Put logits = router RMSNorm(x) on the current stream.
+
+    router -- float32 [experts, hidden]
+    input  -- x of one text [hidden] or of several [B, hidden], with a norm and with squares
+    logits -- float32 [experts] or [B, experts]; in words of `flag_in_data.py` where the input is
+    """
+    if input.norm is None or input.squares is None:
+        raise ValueError("a router's input without norm or squares: attention leaves both")
+    experts, hidden = router.shape
+    parts, texts = input.squares.shape[-1], input.x.numel() // hidden
+    defines = (
+        f"ROUNDS={-(-hidden // ROUTE_THREADS)}",
+        f"PARTS={-(-parts // ROUTE_THREADS)}",
+        f"FLAG_IN_DATA={int(input.flag_in_data)}",
+    )
+    launch(
+        kernel("route", "route", defines, router.device.index or 0),
+        (experts, texts),
+        ROUTE_THREADS,
+        *(router, hidden, input.x, input.norm, input.eps, input.squares, parts, logits),
+    )
+
+
+def multiply_experts(
+    experts: CudaExperts,
+    input: Input,
+    y: Tensor,
+    *,
+    logits: Tensor,
+    bias: None = None,
+    residual: Tensor | None = None,
+    activation: int | None = None,
+    squares: Tensor | None = None,
+    active: Tensor | None = None,
+    reset: Tensor | None = None,
+) -> None:
+    """Put the products of the experts that a token has, by its logits, on the current stream.
+
+    Where products are not added, y = W x of each of a token's experts, likeliest first: x float32 [columns], y [used,
+    rows], or [used, rows / 2] with an activation. Where they are, y = residual + the sum of weight * (W x) of each: x
+    [used, columns], y [rows]. Of several texts all of these, and logits, have a dimension more, before the others; each
+    text has experts of its own. What is two-dimensional so far may be flat.
+
+    squares -- float32 [blocks(experts, 1)], of several texts [B, blocks(experts, B)]
+    active  -- int64 []: the active columns of each text and expert are added to it
+    The others are as `zigzag.gemv` takes them.
+    """
+    logits = logits.view(-1, experts.together.experts)
+    at_once, config = _spread(experts, len(logits))
+    matrix = replace(experts.all, config=config)
+    for first in range(0, len(logits), at_once):
+        these = slice(first, first + at_once)
+
+        def of(each: Tensor | None, these: slice = these) -> Tensor | None:
+            return None if each is None else each.view(len(logits), -1)[these]
+
+        zigzag.launch_gemv(
+            matrix,
+            input.of_texts(these, len(logits)),
+            y.view(len(logits), -1)[these],
+            None,
+            of(residual),
+            activation,
+            of(squares),
+            active,
+            reset,
+            (experts.together, logits[these]),
+        )
+
+
+def decoded_weights(experts: CudaExperts) -> int:
+    """How many float16 the matrices of all experts take."""
+    matrix = experts.all
+    return matrix.blocks.shape[0] * matrix.columns * matrix.config.tile_bands * BAND_ROWS
+
+
+def decode_experts(experts: CudaExperts, first: int, count: int, parts: int, scratch: Tensor) -> tuple[Tensor, ...]:
+    """Some of the matrices times `fp16_scale`, each by its parts of as many rows, transposed: float16 [count, columns,
+    rows / parts]. They last as long as the scratch, float16 with room for them, is not used otherwise."""
+    matrix, tiles = experts.all, experts.all.blocks.shape[0] // experts.together.experts
+    bands = tiles * matrix.config.tile_bands  # of a matrix, filled up to whole tiles
+    width = count * bands * BAND_ROWS
+    out = scratch[: matrix.columns * width].view(matrix.columns, width)
+    # Where gate and up share tiles, all gates come before all ups.
+    gate_bands = count * bands // 2 if matrix.gate_bands else 0
+    blocks_of_these = matrix.blocks[first * tiles : (first + count) * tiles]
+    zigzag.dequantise_blocks(blocks_of_these, out, matrix.fp16_scale, 0, count * bands, gate_bands)
+    rows = matrix.rows // parts
+    if gate_bands:
+        both = out.view(matrix.columns, 2, count, -1)
+        return tuple(both[:, part, :, :rows].transpose(0, 1) for part in range(parts))
+    each = out.view(matrix.columns, count, -1)
+    return tuple(each[..., part * rows : (part + 1) * rows].transpose(0, 1) for part in range(parts))
+
+
+def blocks(experts: CudaExperts, texts: int = 1) -> int:
+    """The number of thread blocks that finish the rows of a text."""
+    _, config = _spread(experts, texts)
+    return zigzag.blocks_of(replace(experts.all, config=config), experts.together)
+
+
+def _spread(experts: CudaExperts, texts: int) -> tuple[int, CudaTileConfig]:
+    """How many of so many texts are launched at a time, and how: blocks that wait for each other run at once."""
+    matrix, together, at_once = experts.all, experts.together, texts
+    of_text = matrix.blocks.shape[0] // together.experts * together.used  # blocks, at least
+    room = multiprocessors(matrix.blocks.device)
+    if together.added:
+        launches = -(-texts // max(room // of_text, 1))
+        at_once = -(-texts // launches)
+    splits = max(1, min(matrix.config.splits, room // (of_text * at_once)))
+    return at_once, replace(matrix.config, splits=splits)

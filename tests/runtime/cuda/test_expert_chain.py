@@ -1,0 +1,137 @@
+"""The cuda decoder on mixtures of experts, its kernels in plain torch on the CPU, against the reference."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import simulated
+import torch
+from packed_models import random_model, stock_model, with_rules
+from torch import Tensor
+
+from sparsepack.formats.packed import PackedModel
+from sparsepack.runtime.cuda.decoder import decoder as cuda_decoder
+from sparsepack.runtime.cuda.decoder.decoder import CudaDecoder
+from sparsepack.runtime.cuda.products import zigzag
+from sparsepack.runtime.engine import Engine
+from sparsepack.runtime.hold import hold_of
+from sparsepack.runtime.sampling import Sampler, Sampling
+
+IDS = torch.randint(300, (13,), generator=torch.Generator().manual_seed(1))
+ROUNDED = 0.1
+"""Largest difference of a logit after a prefill, whose inputs are rounded to float16 (`test_chain.py`)."""
+VARIANTS: dict[str, dict[str, Any]] = {
+    "odd width": {"num_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": True, "moe_intermediate_size": 43},
+    "gate beside up, weights as they are": {
+        "num_experts": 5,
+        "num_experts_per_tok": 3,
+        "norm_topk_prob": False,
+        "moe_intermediate_size": 256,
+    },
+    "one expert for a token": {"num_experts": 4, "num_experts_per_tok": 1, "moe_intermediate_size": 72},
+    "all experts": {"num_experts": 3, "num_experts_per_tok": 3, "moe_intermediate_size": 256},
+}
+every_variant = pytest.mark.parametrize("variant", VARIANTS)
+
+
+@pytest.fixture(autouse=True)
+def _simulated() -> Iterator[None]:
+    with simulated.launches(), torch.no_grad():
+        yield
+
+
+@cache
+def model(variant: str, rules: bool = False) -> PackedModel:
+    packed = random_model(model_type="qwen3_moe", head_dim=24, **VARIANTS[variant])
+    return with_rules(packed, stock_model(packed), IDS.tolist(), [0]) if rules else packed
+
+
+def decoder(packed: PackedModel, sequences: int = 1) -> CudaDecoder:
+    return CudaDecoder(packed, torch.device("cuda"), 64, sequences, "f32", simulated.KERNELS)
+
+
+def steps(engine: CudaDecoder, ids: Tensor, sparse: bool = True) -> Tensor:
+    return torch.cat([engine.step([id], sparse) for id in ids.tolist()])
+
+
+def largest(a: Tensor, b: Tensor) -> float:
+    assert a.shape == b.shape
+    return float((a - b).abs().max())
+
+
+def counts(reference: Engine, steps: int) -> dict[tuple[int, str], float]:
+    packed = reference.packed
+    return {key: share * steps * packed.layers[key[0]].units[key[1]] for key, share in reference.activity().items()}
+
+
+@every_variant
+@pytest.mark.parametrize("rules", [False, True])
+def test_steps_compute_and_count_what_the_reference_does(variant: str, rules: bool) -> None:
+    packed = model(variant, rules)
+    engine, reference = decoder(packed), Engine(packed, backend="reference")
+    assert largest(steps(engine, IDS), reference.teacher_forced(IDS.tolist(), 0)) < 1e-3
+    assert engine.active() == pytest.approx(counts(reference, len(IDS)))
+    engine.reset()
+    reference.dense = True
+    assert largest(steps(engine, IDS, sparse=False), reference.teacher_forced(IDS.tolist(), 0)) < 1e-3
+    assert engine.active() == pytest.approx(counts(reference, len(IDS)))
+
+
+@every_variant
+@pytest.mark.parametrize("chunk", [2048, 4])
+@pytest.mark.parametrize("room", [1 << 28, 2 * 64 * 1024])
+def test_prefill_computes_what_the_reference_computes(
+    variant: str, chunk: int, room: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where there is room for few experts at a time."""
+    monkeypatch.setattr(cuda_decoder, "PREFILL_TOKENS", chunk)
+    monkeypatch.setattr(zigzag, "SCRATCH_BYTES", room)
+    packed = model(variant)
+    engine = decoder(packed)
+    expected = Engine(packed, backend="reference").teacher_forced(IDS.tolist(), 6)
+    assert largest(engine.teacher_forced(IDS, 6, True), expected) < ROUNDED
+    engine.reset()
+    assert largest(engine.prefill(0, IDS[:6]), expected[5]) < ROUNDED
+    assert largest(steps(engine, IDS[6:]), expected[6:]) < ROUNDED
+
+
+@pytest.mark.parametrize("variant", ["odd width", "gate beside up, weights as they are"])
+@pytest.mark.parametrize("sequences", [2, 5, 8])
+@pytest.mark.parametrize("sparse", [True, False])
+def test_several_texts_have_their_own_experts(variant: str, sequences: int, sparse: bool) -> None:
+    packed = model(variant, rules=True)
+    texts = torch.randint(300, (sequences, 5), generator=torch.Generator().manual_seed(2))
+    engine, reference = decoder(packed, sequences), Engine(packed, backend="reference", sequences=sequences)
+    reference.dense = not sparse
+    for ids in texts.t().tolist():
+        assert largest(engine.step(ids, sparse), reference.step_all(ids)) < 1e-3
+    found, expected = engine.active(), counts(reference, 5)
+    assert found == pytest.approx(expected, abs=5)  # the reference cuts the mean over texts off at each step
+
+
+@pytest.mark.parametrize("sequences", [1, 3])
+def test_a_held_share_scales_thresholds_as_the_reference_does(sequences: int) -> None:
+    packed = model("gate beside up, weights as they are", rules=True)
+    packed = replace(packed, manifest={**packed.manifest, "thresholds": {"sparsity": 0.7}})
+    engine, reference = decoder(packed, sequences), Engine(packed, backend="reference", sequences=sequences, hold=True)
+    engine.hold(hold_of(packed))
+    texts = torch.randint(300, (sequences, 8), generator=torch.Generator().manual_seed(3))
+    for ids in texts.t().tolist():
+        assert largest(engine.step(ids, True), reference.step_all(ids)) < 1e-3
+        assert engine.scales == pytest.approx(reference.scales)
+    assert min(engine.scales) > 1.01  # half would be skipped by the thresholds as they are
+
+
+def test_a_step_ahead_is_the_step_that_is_asked_for() -> None:
+    packed = model("gate beside up, weights as they are", rules=True)
+    engine, reference = decoder(packed), Engine(packed, backend="reference")
+    sampler, chosen = Sampler(Sampling()), [int(IDS[0])]
+    for _ in range(8):
+        (id,) = engine.decode_next([chosen[-1]], True, [sampler])
+        assert id is not None
+        chosen.append(id)
+    expected = reference.teacher_forced(chosen[:-1], 0)
+    assert chosen[1:] == expected.argmax(-1).tolist()
+    assert engine.active() == pytest.approx(counts(reference, 8))

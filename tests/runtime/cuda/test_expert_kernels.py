@@ -1,0 +1,217 @@
+"""The router and the products of a token's experts on the GPU, against float64."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+from zigzag_cases import assert_close, normal, random_matrix, weights
+
+from sparsepack.formats.codecs.matrices import PackedExperts
+from sparsepack.runtime.cuda.driver.flag_in_data import SENTINEL, flag_in_data_buffers
+from sparsepack.runtime.cuda.products.experts import (
+    CudaExperts,
+    blocks,
+    decode_experts,
+    decoded_weights,
+    load_experts,
+    multiply_experts,
+    route,
+)
+from sparsepack.runtime.cuda.products.gemm_fp16 import new_products
+from sparsepack.runtime.cuda.products.tile_config import CudaTileConfig
+from sparsepack.runtime.cuda.products.zigzag import Input
+from sparsepack.runtime.reference.experts import route as reference_route
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("workspace_is_reset")]
+EXPERTS = [(8, 2, True), (5, 1, False), (3, 3, False), (128, 8, True), (70, 6, True)]
+"""How many there are, how many a token has, and whether weights are normalised."""
+CONFIGS = [None, CudaTileConfig(1, 8, 24, 2), CudaTileConfig(2, 8, 16, 1), CudaTileConfig(4, 8, 8, 3)]
+
+
+def random_experts(count: int, rows: int, columns: int) -> PackedExperts:
+    """Random matrices, few of which are alike."""
+    few = torch.stack([random_matrix(rows, columns, seed=seed).blocks for seed in range(4)])
+    return PackedExperts(few[torch.arange(count) * 5 % 7 % 4], rows, columns)
+
+
+def matrix_of(stored: PackedExperts, number: Tensor) -> Tensor:
+    return weights(stored.expert(int(number)))
+
+
+def loaded(
+    stored: PackedExperts, used: int, normalised: bool, config: CudaTileConfig | None, **how: bool
+) -> CudaExperts:
+    if how.get("gate") and config and config.tile_bands == 1:
+        pytest.skip("a band of gate beside one of up")
+    experts = load_experts(stored, used, normalised, "cuda", config, **how)
+    if blocks(experts) > torch.cuda.get_device_properties(0).multi_processor_count:
+        pytest.skip("more blocks than this GPU runs at once")
+    return experts
+
+
+@pytest.mark.parametrize("texts", [1, 3])
+@pytest.mark.parametrize(("count", "hidden"), [(8, 64), (128, 2048), (3, 9001), (70, 300)])
+def test_logits_of_a_router(count: int, hidden: int, texts: int) -> None:
+    router, norm, x = normal(count, hidden), normal(hidden, seed=1), normal(texts, hidden, seed=2)
+    squares = torch.stack([part.square().sum(1) for part in x.tensor_split(7, 1)], 1).contiguous()
+    logits = torch.full((texts, count), float("nan"), device="cuda")
+    route(router, Input(x, norm=norm, eps=1e-5, squares=squares), logits)
+    normed = x.double() * torch.rsqrt(x.double().square().mean(1, keepdim=True) + 1e-5) * norm.double()
+    assert_close(logits, normed @ router.double().t(), 3e-6)
+    first = logits.clone()
+    route(router, Input(x, norm=norm, eps=1e-5, squares=squares), logits)
+    assert torch.equal(first, logits)
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+@pytest.mark.parametrize(("count", "used", "normalised"), EXPERTS)
+def test_the_chosen_ones_share_an_input_and_their_products_are_added(
+    count: int, used: int, normalised: bool, config: CudaTileConfig | None
+) -> None:
+    hidden, width = 300, 150
+    into = random_experts(count, 2 * width, hidden)
+    mid = random_experts(count, hidden, width)
+    first = loaded(into, used, normalised, config)
+    second = loaded(mid, used, normalised, config, added=True)
+    x, residual, limit = normal(hidden), normal(hidden, seed=1), torch.tensor([0.6], device="cuda")
+    logits = normal(count, seed=2)
+    chosen, weight = reference_route(logits[None].double(), torch.eye(count).double().cuda(), used, normalised)
+    for threshold in (None, limit):
+        active = torch.zeros((), dtype=torch.int64, device="cuda")
+        y = torch.full((used, 2 * width), float("nan"), device="cuda")
+        multiply_experts(first, Input(x, threshold=threshold), y, logits=logits, active=active)
+        kept = x if threshold is None else torch.where(x.abs() > threshold, x, 0)
+        expected = torch.stack([matrix_of(into, number) @ kept.double() for number in chosen[0]])
+        assert_close(y, expected)
+        assert int(active) == used * int(kept.count_nonzero())
+
+        inner, out = normal(used, width, seed=3), torch.full((hidden,), float("nan"), device="cuda")
+        squares = torch.full((blocks(second),), float("nan"), device="cuda")
+        active.zero_()
+        for _ in range(2):
+            multiply_experts(
+                second,
+                Input(inner, threshold=threshold),
+                out,
+                logits=logits,
+                residual=residual,
+                squares=squares,
+                active=active,
+            )
+        kept = inner if threshold is None else torch.where(inner.abs() > threshold, inner, 0)
+        each = [w * (matrix_of(mid, n) @ v.double()) for n, w, v in zip(chosen[0], weight[0], kept, strict=True)]
+        assert_close(out, torch.stack(each).sum(0) + residual.double())
+        assert float(squares.sum()) == pytest.approx(float(out.square().sum()), rel=1e-5)
+        assert int(active) == 2 * int(kept.count_nonzero())
+
+
+@pytest.mark.parametrize("config", [None, CudaTileConfig(2, 8, 16, 3), CudaTileConfig(4, 8, 8, 1)], ids=str)
+@pytest.mark.parametrize(("count", "used", "normalised"), EXPERTS)
+@pytest.mark.parametrize("held", [False, True])
+def test_a_chain_from_the_router_to_the_sum_hands_its_results_on(
+    count: int, used: int, normalised: bool, held: bool, config: CudaTileConfig | None
+) -> None:
+    """Kernels that do not wait for each other's ends leave what kernels in turn leave, and count as much."""
+    hidden, width = 300, 256
+    into, mid = random_experts(count, 2 * width, hidden), random_experts(count, hidden, width)
+    first = loaded(into, used, normalised, config, gate=True)
+    second = loaded(mid, used, normalised, config, added=True)
+    router, norm, x, limit = (
+        normal(count, hidden),
+        normal(hidden, seed=1),
+        normal(hidden, seed=2),
+        torch.full((1,), 0.4),
+    )
+    scales = torch.full((1,), 0.5, device="cuda")
+
+    def run(flag: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        words, (start, squares, logits, inner) = flag_in_data_buffers([hidden, 1, count, used * width], x.device)
+        y, last = torch.empty(hidden, device="cuda"), torch.empty(blocks(second), device="cuda")
+        counts = torch.zeros(2, dtype=torch.int64, device="cuda")
+        skipped = torch.zeros(1, dtype=torch.int64, device="cuda")
+        for _ in range(5):
+            start.copy_(x), squares.copy_(x.square().sum()[None])
+            input = Input(start, norm=norm, eps=1e-5, squares=squares, flag_in_data=flag)
+            route(router, input, logits)
+            more = {"threshold": limit.cuda()} | ({"scales": scales, "skipped": skipped} if held else {})
+            multiply_experts(
+                first, replace(input, **more), inner.view(used, -1), logits=logits, activation=0, active=counts[0]
+            )
+            middle = Input(inner.view(used, -1), flag_in_data=flag, **more)
+            multiply_experts(second, middle, y, logits=logits, residual=start, squares=last, active=counts[1])
+            torch.cuda.synchronize()
+            words.fill_(SENTINEL)
+        return y, last, counts, skipped
+
+    for found, expected in zip(run(True), run(False), strict=True):
+        assert_close(found, expected.double())
+    y, _, counts, skipped = run(True)
+    scale = 0.5 if held else 1.0
+    normed = x.double() * torch.rsqrt(x.double().square().mean() + 1e-5) * norm.double()
+    chosen, weight = reference_route(normed[None], router.double(), used, normalised)
+    kept = torch.where(normed.abs() > 0.4 * scale, normed, 0)
+    expected, active = x.double(), [used * int(kept.count_nonzero()), 0]
+    for number, of_sum in zip(chosen[0], weight[0], strict=True):
+        gate, up = (matrix_of(into, number) @ kept).chunk(2)
+        inner = torch.nn.functional.silu(gate) * up
+        inner = torch.where(inner.abs() > 0.4 * scale, inner, 0)
+        active[1] += int(inner.count_nonzero())
+        expected = expected + of_sum * (matrix_of(mid, number) @ inner)
+    assert_close(y, expected, 1e-3)  # an input within rounding of the threshold may flip
+    assert counts.tolist() == pytest.approx([5 * n for n in active], rel=0.02)
+    if held:
+        inactive = [used * hidden - active[0], used * width - active[1]]
+        assert int(skipped) == pytest.approx(5 * (inactive[0] * 2 * width + inactive[1] * hidden), rel=0.02)
+
+
+@pytest.mark.parametrize("texts", [2, 5, 8])
+@pytest.mark.parametrize(("count", "used"), [(8, 2), (40, 8), (3, 3)])
+def test_several_texts_have_their_own_experts(texts: int, count: int, used: int) -> None:
+    hidden, width = 900, 256
+    into, mid = random_experts(count, 2 * width, hidden), random_experts(count, hidden, width)
+    first = loaded(into, used, True, None, gate=True)
+    second = loaded(mid, used, True, None, added=True)
+    x, logits, limit = normal(texts, hidden), normal(texts, count, seed=1), torch.tensor([0.4], device="cuda")
+    inner = torch.empty(texts, used, width, device="cuda")
+    y, squares = torch.empty(texts, hidden, device="cuda"), torch.empty(texts, blocks(second, texts), device="cuda")
+    active, counted = (torch.zeros(2, dtype=torch.int64, device="cuda") for _ in range(2))
+    scales, skipped = 0.5 + torch.rand(texts, device="cuda"), torch.zeros(texts, dtype=torch.int64, device="cuda")
+    of_one = torch.zeros(texts, dtype=torch.int64, device="cuda")
+    held = {"threshold": limit, "scales": scales, "skipped": skipped}
+    multiply_experts(first, Input(x, **held), inner, logits=logits, activation=0, active=active[0])
+    multiply_experts(second, Input(inner, **held), y, logits=logits, residual=x, squares=squares, active=active[1])
+    for text in range(texts):
+        alone, out = torch.empty(used, width, device="cuda"), torch.empty(hidden, device="cuda")
+        one = {"threshold": limit, "scales": scales[text : text + 1], "skipped": of_one[text : text + 1]}
+        given = {"logits": logits[text]}
+        multiply_experts(first, Input(x[text], **one), alone, **given, activation=0, active=counted[0])
+        assert_close(inner[text], alone.double())
+        multiply_experts(second, Input(inner[text], **one), out, **given, residual=x[text], active=counted[1])
+        assert_close(y[text], out.double())
+        assert float(squares[text].sum()) == pytest.approx(float(out.square().sum()), rel=1e-5)
+    assert active.tolist() == counted.tolist()
+    assert skipped.tolist() == of_one.tolist()
+
+
+@pytest.mark.parametrize("config", [CudaTileConfig(2, 8, 16, 1), CudaTileConfig(4, 8, 8, 1)], ids=str)
+@pytest.mark.parametrize(("rows", "gate"), [(300, False), (1536, True), (1536, False)])
+def test_several_experts_are_decoded_together(rows: int, gate: bool, config: CudaTileConfig) -> None:
+    stored = random_experts(5, rows, 70)
+    experts = load_experts(stored, 2, True, "cuda", config, gate=gate)
+    scratch = torch.full((decoded_weights(experts),), float("nan"), dtype=torch.float16, device="cuda")
+    parts = decode_experts(experts, 1, 3, 2, scratch)
+    for number in range(3):
+        expected = matrix_of(stored, torch.tensor(1 + number)).chunk(2)
+        for part, weight in zip(parts, expected, strict=True):
+            assert_close(part[number].float().t() / experts.all.fp16_scale, weight, 1e-3)
+    x = normal(3, 4, 70).half()
+    for part in parts:
+        assert_close(new_products(x, part), x.double() @ part.double(), 1e-4)
+
+
+def test_logits_that_are_no_numbers_choose_experts_that_there_are() -> None:
+    experts = load_experts(random_experts(5, 300, 64), 2, True, "cuda", added=True)
+    y = torch.zeros(300, device="cuda")
+    multiply_experts(experts, Input(normal(2, 64)), y, logits=torch.full((5,), float("nan"), device="cuda"))
+    assert y.isnan().all()
