@@ -5,7 +5,8 @@
 Blocks of a model are alike: random ones of Qwen3-30B-A3B's shape are made and taken through the command line, each step
 in a process of its own, so that memory is as with any number of blocks: one at work, one that waits. What one more
 block takes, and what the command takes beside its blocks, make up the time of all 48. The vocabulary is a small one:
-what the embedding and the output matrix take is not counted. A peak is resident memory, mapped files included.
+what the embedding and the output matrix take is not counted. A peak is of all processes of a step together, looked up
+ten times a second: memory that they share counts once, and mapped files count. Linux alone tells that.
 """
 
 import os
@@ -13,13 +14,15 @@ import pydoc_data.topics
 import shutil
 import subprocess
 import sys
+import tempfile
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import click
 from figures import json_option, write_figures
-from steps import DEFAULT_WORK, Step, measured
+from steps import DEFAULT_WORK, Step
 
 _MAKE = """
 import sys
@@ -30,11 +33,44 @@ folder = Path(sys.argv[2])
 folder.mkdir(parents=True)
 cpu_experts.make_checkpoint(folder, replace(getattr(cpu_experts, sys.argv[1]), layers=int(sys.argv[3])))
 """
-"""In a process of its own: a peak begins with that of the process that started the one measured."""
+"""In a process of its own, so that nothing large is imported here."""
 
 LAYERS = 48
+EVERY = 0.1
 BYTES_OF_CALCULATION = 4
 """On a CPU calibration computes in float32, whatever the weights are stored in."""
+
+
+def measured(name: str, command: list[str]) -> Step:
+    """Run a command to its end, and look at what it and the processes that it starts take."""
+    peak, start = 0, time.perf_counter()
+    with tempfile.TemporaryFile() as printed, subprocess.Popen(command, stdout=printed, stderr=printed) as process:
+        while process.poll() is None:
+            peak = max(peak, memory_of(process.pid))
+            time.sleep(EVERY)
+        seconds = time.perf_counter() - start
+        if process.returncode:
+            printed.seek(0)
+            click.echo(printed.read().decode(errors="replace")[-2000:], err=True)
+    return Step(name, seconds, peak, process.returncode)
+
+
+def memory_of(pid: int) -> int:
+    """The bytes that a process and those below it have in memory; of what several share, each has its part."""
+    try:
+        rows = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+        below = [int(each) for task in Path(f"/proc/{pid}/task").iterdir() for each in _children(task)]
+    except OSError:  # it has ended
+        return 0
+    own = next((int(row.split()[1]) for row in rows if row.startswith("Pss:")), 0)
+    return 1024 * own + sum(memory_of(each) for each in below)
+
+
+def _children(task: Path) -> list[str]:
+    try:
+        return (task / "children").read_text().split()
+    except OSError:
+        return []
 
 
 @dataclass(frozen=True)

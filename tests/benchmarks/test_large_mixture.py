@@ -1,7 +1,9 @@
 """What the study of a large mixture makes of a few blocks."""
 
+import sys
+
 import pytest
-from large_mixture import LAYERS, Found, row
+from large_mixture import LAYERS, Found, measured, row
 from steps import Step
 
 
@@ -20,3 +22,12 @@ def test_memory_is_told_in_blocks_of_the_type_that_is_computed_in() -> None:
     ]
     assert shown[0].endswith("| 24 | 5.00 | 4.00 |")
     assert shown[1].endswith("| 24 | 5.00 | 2.00 |")
+
+
+def test_memory_of_a_command_is_that_of_all_its_processes() -> None:
+    code = "import subprocess, sys, time; x = bytearray(60_000_000); "
+    child = "import time; x = bytearray(80_000_000); time.sleep(1)"
+    step = measured("both", [sys.executable, "-c", f"{code}subprocess.run([sys.executable, '-c', '{child}'])"])
+    assert step.code == 0
+    assert step.peak_bytes > 140_000_000
+    assert measured("fails", [sys.executable, "-c", "exit(3)"]).code == 3
