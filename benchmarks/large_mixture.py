@@ -81,10 +81,10 @@ class Found:
     fewer: Step
     more: Step
 
-    def of_all(self, fewer: int, more: int, layers: int) -> float:
-        """The seconds of so many blocks."""
+    def of_all(self, fewer: int, more: int, layers: int) -> float | None:
+        """The seconds of so many blocks; None where more blocks took no longer, because something else ran beside."""
         each = (self.more.seconds - self.fewer.seconds) / (more - fewer)
-        return self.fewer.seconds + (layers - fewer) * max(each, 0.0)
+        return self.fewer.seconds + (layers - fewer) * each if each > 0 else None
 
 
 def make(work: Path, shape: str, blocks: int) -> Path:
@@ -165,7 +165,8 @@ def row(found: Found, counts: list[int], block: int) -> dict[str, Any]:
     whole = found.of_all(counts[0], counts[1], LAYERS)
     of_step = block if found.name == "pack" else block * BYTES_OF_CALCULATION // 2
     peak = found.more.peak_bytes
-    shown = f"| {found.name} | {found.fewer.seconds:.1f} | {found.more.seconds:.1f} | {whole / 60:.0f} "
+    minutes = "?" if whole is None else f"{whole / 60:.0f}"
+    shown = f"| {found.name} | {found.fewer.seconds:.1f} | {found.more.seconds:.1f} | {minutes} "
     shown += f"| {peak / 1e9:.2f} | {peak / of_step:.2f} |"
     return {
         "step": found.name,
