@@ -11,7 +11,7 @@ timed where they differ.
 
 import json
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,9 @@ from thresholds import Thresholds, with_thresholds
 from sparsepack.bench import traffic
 from sparsepack.formats.open import open_artifact, read_packed
 from sparsepack.formats.packed import PackedModel
+from sparsepack.models.checkpoint.experts import apart_source
+from sparsepack.models.checkpoint.sources import MadeSource
+from sparsepack.models.families import FAMILIES
 from sparsepack.models.stock.blocks import BlockStream
 from sparsepack.models.stock.hooks import site_hooks
 from sparsepack.models.stock.skeleton import parameter_shapes
@@ -61,6 +64,8 @@ class Mixture:
 
 
 THREE_BILLION = Mixture("mixture-3b", 2048, 18, 768, 32, 4, 32, 8, 64, 32000)
+THIRTY_BILLION = Mixture("mixture-30b", 2048, 48, 768, 128, 8, 32, 4, 128, 8192)
+"""The shape of Qwen3-30B-A3B, with a small vocabulary."""
 TINY = Mixture("mixture-tiny", 256, 2, 256, 8, 2, 4, 2, 64, 512)
 
 
@@ -100,7 +105,7 @@ def made(work: Path, size: Mixture) -> Files:
 
 
 def make_checkpoint(folder: Path, size: Mixture) -> None:
-    """Random weights, as `synthetic.make_checkpoint` makes them; a file for each block."""
+    """Random weights, as `synthetic.make_checkpoint` makes them; a file for each block, its experts one by one."""
     from safetensors.torch import save_file
     from transformers import Qwen3MoeConfig
 
@@ -131,9 +136,17 @@ def make_checkpoint(folder: Path, size: Mixture) -> None:
         file = f"model-{number:05}.safetensors"
         weights = {name: random(name, shapes[name], size.layers, generator) for name in names}
         weights |= {name: value * SHARPER for name, value in weights.items() if name.endswith("mlp.gate.weight")}
+        weights = one_by_one(weights)
         save_file(weights, folder / file, metadata={"format": "pt"})
-        files |= dict.fromkeys(names, file)
+        files |= dict.fromkeys(weights, file)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+
+
+def one_by_one(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Tensors of a stock Qwen3-MoE as most checkpoints have them."""
+    entries = {name: (value.dtype, tuple(value.shape)) for name, value in weights.items()}
+    source = apart_source(MadeSource(None, entries, weights.__getitem__), FAMILIES["qwen3_moe"])
+    return {name: source.tensor(name) for name in source.shapes}
 
 
 def by_block(names: list[str]) -> Iterator[list[str]]:

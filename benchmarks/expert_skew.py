@@ -24,7 +24,7 @@ from typing import Any
 import click
 import numpy as np
 import torch
-from books import SHARED
+from books import BOOKS, study_options
 from figures import json_option, write_figures
 
 from sparsepack.calibration.options import CalibrateOptions
@@ -44,15 +44,17 @@ DISTANCES = (1, 4, 32)
 
 
 @click.command()
-@click.option("--model", default="shipped:tiny-mixture", show_default=True)
-@click.option("--calibration-text", default="shipped:train", show_default=True)
-@click.option("--text", default="shipped:heldout", show_default=True)
-@click.option("--other", default=str(SHARED / "text" / "books.validation.jsonl.xz"), help="Text of another kind.")
-@click.option("--samples", default=64, show_default=True, help="Windows of the calibration.")
-@click.option("--sessions", default=12, show_default=True)
-@click.option("--tokens", default=512, show_default=True, help="Of a session, and of a window.")
+@study_options(
+    model="shipped:tiny-mixture",
+    calibration_text="shipped:train",
+    text="shipped:heldout",
+    other=BOOKS["text"],
+    samples=64,
+    sessions=12,
+    tokens=512,
+    cached="0.125,0.25,0.5,0.75",
+)
 @click.option("--prompt", default=64, show_default=True)
-@click.option("--cached", default="0.125,0.25,0.5,0.75", show_default=True)
 @json_option
 def main(
     model: str,

@@ -21,7 +21,7 @@ from typing import Any
 
 import click
 import numpy as np
-from books import SHARED, books_options
+from books import BOOKS, SHARED, study_options
 from figures import json_option, write_figures
 
 from sparsepack.calibration.folder import Calibration
@@ -56,12 +56,14 @@ GROUP_POLICIES = {
 
 
 @click.command()
-@books_options
-@click.option("--other", default=str(SHARED / "text" / "wikitext2.test.txt.xz"), help="Text of another kind.")
-@click.option("--samples", default=72, help="Windows of the calibration, of 2048 tokens.")
-@click.option("--sessions", default=TraceOptions.sessions)
-@click.option("--tokens", default=TraceOptions.tokens, help="Of a session, and of a window.")
-@click.option("--cached", default=SimulateOptions.cached)
+@study_options(
+    **BOOKS,
+    other=str(SHARED / "text" / "wikitext2.test.txt.xz"),
+    samples=72,
+    sessions=TraceOptions.sessions,
+    tokens=TraceOptions.tokens,
+    cached=SimulateOptions.cached,
+)
 @click.option("--blocks", default="1,4,6,7", help="Whose neurons form groups.")
 @click.option("--only-groups", is_flag=True)
 @click.option("--work", default="/tmp/sparsepack-placement", type=click.Path(path_type=Path))

@@ -36,6 +36,28 @@ class Shape:
         return f"{self.layers}x{self.ffn}x{self.vocabulary}"
 
 
+def config_values(settings: "Settings", head_dim: int) -> dict[str, Any]:
+    """What the configurations of the tiny models have in common: four heads of so many channels, and two of keys."""
+    return {
+        "vocab_size": settings.shape.vocabulary,
+        "hidden_size": 4 * head_dim,
+        "intermediate_size": settings.shape.ffn,
+        "num_hidden_layers": settings.shape.layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": head_dim,
+        "hidden_act": "silu",
+        "max_position_embeddings": settings.context,
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "tie_word_embeddings": True,
+        "attention_dropout": settings.dropout,
+        "bos_token_id": BOS,
+        "eos_token_id": BOS,
+        "pad_token_id": None,
+    }
+
+
 @dataclass(frozen=True)
 class Corpus:
     """Documents: topics to train on, topics to select on, topics to report on, docstrings to train on."""

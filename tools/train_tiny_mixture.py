@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from tiny_model_run import BOS, Kind, Settings
+from tiny_model_run import Kind, Settings, config_values
 from tiny_model_training import main
 
 EXPERTS, USED = 16, 2
@@ -24,28 +24,13 @@ BALANCE = 0.01
 def build(settings: Settings) -> Qwen3MoeForCausalLM:
     """A Qwen3-MoE with random weights."""
     config = Qwen3MoeConfig(
-        vocab_size=settings.shape.vocabulary,
-        hidden_size=128,
+        **config_values(settings, 32),
         moe_intermediate_size=settings.shape.ffn,
-        intermediate_size=settings.shape.ffn,
         num_experts=EXPERTS,
         num_experts_per_tok=USED,
         norm_topk_prob=True,
         router_aux_loss_coef=BALANCE,
         output_router_logits=True,
-        num_hidden_layers=settings.shape.layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        hidden_act="silu",
-        max_position_embeddings=settings.context,
-        rms_norm_eps=1e-5,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-        tie_word_embeddings=True,
-        attention_dropout=settings.dropout,
-        bos_token_id=BOS,
-        eos_token_id=BOS,
-        pad_token_id=None,
     )
     return Qwen3MoeForCausalLM(config)
 

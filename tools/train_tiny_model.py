@@ -10,31 +10,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from tiny_model_run import BOS, Kind, Settings
+from tiny_model_run import Kind, Settings, config_values
 from tiny_model_training import main
 
 
 def build(settings: Settings) -> LlamaForCausalLM:
     """A Llama with random weights."""
-    config = LlamaConfig(
-        vocab_size=settings.shape.vocabulary,
-        hidden_size=256,
-        intermediate_size=settings.shape.ffn,
-        num_hidden_layers=settings.shape.layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        hidden_act="silu",
-        max_position_embeddings=settings.context,
-        rms_norm_eps=1e-5,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-        tie_word_embeddings=True,
-        attention_dropout=settings.dropout,
-        bos_token_id=BOS,
-        eos_token_id=BOS,
-        pad_token_id=None,
-    )
-    return LlamaForCausalLM(config)
+    return LlamaForCausalLM(LlamaConfig(**config_values(settings, 64)))
 
 
 def about(settings: Settings, parameters: int) -> str:
