@@ -12,6 +12,7 @@ from torch import Tensor
 
 from sparsepack.formats.codecs import zigzag
 from sparsepack.formats.codecs.matrices import ZIGZAG, PackedMatrix, encode_rows
+from sparsepack.formats.codecs.types import type_that_fits
 from sparsepack.formats.packed import DenseMlp, PackedLayer, PackedModel, PackedSite
 from sparsepack.models.architecture import architecture_of
 from sparsepack.models.family import ATTENTION_SITES, MLP_SITES
@@ -76,10 +77,12 @@ def random_superblocks(shape: tuple[int, ...], deviation: float, generator: torc
 
 
 def random_rows(rows: int, columns: int, scale: float, generator: torch.Generator) -> PackedMatrix:
+    """Weights with a standard deviation, in Q6_K or what takes its place for so many columns."""
+    type = type_that_fits("Q6_K", columns)
     parts = [
         encode_rows(
-            scale * torch.randn(min(16384, rows - at), columns, device=generator.device, generator=generator), "Q6_K"
+            scale * torch.randn(min(16384, rows - at), columns, device=generator.device, generator=generator), type
         )
         for at in range(0, rows, 16384)
     ]
-    return PackedMatrix(torch.cat(parts), "Q6_K", rows, columns)
+    return PackedMatrix(torch.cat(parts), type, rows, columns)
