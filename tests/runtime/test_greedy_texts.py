@@ -64,9 +64,10 @@ def test_greedy_tokens_and_their_logits_are_those_of_the_stock_model(name: str) 
 @every_backend_that(lambda row: not row.traits.isdisjoint(TRAITS) and row.name != "reference")
 @pytest.mark.parametrize("name", MODELS)
 def test_backends_stay_with_the_stock_model_all_along(name: str, backend: str) -> None:
-    """After each of its tokens they choose the next one, but where two are about as likely."""
-    packed, tokens, wanted = generated(name)
-    engine = engine_of(packed, backend)
-    found = torch.stack([engine.prefill(IDS), *(engine.step(id) for id in tokens[:-1])]).cpu()
+    """After each of its tokens they choose what the reference chooses, but where two are about as likely. The reference
+    is the stock model of this version of transformers (above); others do not read a text again that becomes long."""
+    packed, tokens, _ = generated(name)
+    engines = engine_of(packed, backend), Engine(packed, backend="reference")
+    found, wanted = (torch.stack([each.prefill(IDS), *(each.step(id) for id in tokens[:-1])]).cpu() for each in engines)
     assert largest_difference(found, wanted) < TOLERANCE[backend]
-    assert int((found.argmax(1) == torch.tensor(tokens)).sum()) >= ALIKE
+    assert int((found.argmax(1) == wanted.argmax(1)).sum()) >= ALIKE

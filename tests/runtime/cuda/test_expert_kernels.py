@@ -102,7 +102,7 @@ def test_the_chosen_ones_share_an_input_and_their_products_are_added(
         kept = inner if threshold is None else torch.where(inner.abs() > threshold, inner, 0)
         each = [w * (matrix_of(mid, n) @ v.double()) for n, w, v in zip(chosen[0], weight[0], kept, strict=True)]
         assert_close(out, torch.stack(each).sum(0) + residual.double())
-        assert float(squares.sum()) == pytest.approx(float(out.square().sum()), rel=1e-5)
+        assert float(squares.sum()) == pytest.approx(float(out.square().sum()), rel=3e-5)
         assert int(active) == 2 * int(kept.count_nonzero())
 
 
@@ -186,10 +186,11 @@ def test_several_texts_have_their_own_experts(texts: int, count: int, used: int)
         one = {"threshold": limit, "scales": scales[text : text + 1], "skipped": of_one[text : text + 1]}
         given = {"logits": logits[text]}
         multiply_experts(first, Input(x[text], **one), alone, **given, activation=0, active=counted[0])
-        assert_close(inner[text], alone.double())
+        # Launches of one text and of several divide columns otherwise; tensor cores cut sums off: 1.0e-5 was measured.
+        assert_close(inner[text], alone.double(), 3e-5)
         multiply_experts(second, Input(inner[text], **one), out, **given, residual=x[text], active=counted[1])
-        assert_close(y[text], out.double())
-        assert float(squares[text].sum()) == pytest.approx(float(out.square().sum()), rel=1e-5)
+        assert_close(y[text], out.double(), 3e-5)
+        assert float(squares[text].sum()) == pytest.approx(float(out.square().sum()), rel=3e-5)
     assert active.tolist() == counted.tolist()
     assert skipped.tolist() == of_one.tolist()
 
