@@ -22,6 +22,7 @@ import torch
 from cpu_decode import CONTEXT, decode_ours, decode_peer, open_engine
 from figures import json_option, write_figures
 from llama_cpp_peer import LlamaCpp
+from mixtures import SHARPER, THREE_BILLION, TINY, Mixture, configuration
 from nearness import expect_near, relative_error
 from synthetic import DEFAULT_WORK, random, random_ids, save_tokenizer
 from thresholds import Thresholds, with_thresholds
@@ -43,30 +44,6 @@ PROMPT, GENERATED, CHECKED = 64, 64, 32
 SPARSITY = 0.5
 OURS, PEERS = 5e-3, 0.05
 """Largest relative errors of dense logits; llama.cpp rounds activations to 8 bits, which experts feel twice."""
-SHARPER = 4.0
-"""The router's weights are so many times as large as those of other matrices."""
-
-
-@dataclass(frozen=True)
-class Mixture:
-    """The numbers of a Qwen3-MoE."""
-
-    name: str
-    hidden: int
-    layers: int
-    width: int
-    experts: int
-    used: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    vocabulary: int
-
-
-THREE_BILLION = Mixture("mixture-3b", 2048, 18, 768, 32, 4, 32, 8, 64, 32000)
-THIRTY_BILLION = Mixture("mixture-30b", 2048, 48, 768, 128, 8, 32, 4, 128, 8192)
-"""The shape of Qwen3-30B-A3B, with a small vocabulary."""
-TINY = Mixture("mixture-tiny", 256, 2, 256, 8, 2, 4, 2, 64, 512)
 
 
 @dataclass(frozen=True)
@@ -107,24 +84,11 @@ def made(work: Path, size: Mixture) -> Files:
 def make_checkpoint(folder: Path, size: Mixture) -> None:
     """Random weights, as `synthetic.make_checkpoint` makes them; a file for each block, its experts one by one."""
     from safetensors.torch import save_file
-    from transformers import Qwen3MoeConfig
 
-    config = Qwen3MoeConfig(
-        vocab_size=size.vocabulary,
-        hidden_size=size.hidden,
+    config = configuration(
+        size,
         intermediate_size=size.width * size.used,
-        moe_intermediate_size=size.width,
-        num_hidden_layers=size.layers,
-        num_attention_heads=size.heads,
-        num_key_value_heads=size.kv_heads,
-        head_dim=size.head_dim,
-        num_experts=size.experts,
-        num_experts_per_tok=size.used,
-        norm_topk_prob=True,
         max_position_embeddings=4096,
-        tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=0,
         architectures=["Qwen3MoeForCausalLM"],
         dtype="bfloat16",
     )

@@ -13,7 +13,7 @@ is chosen on the GPU and read by the host, after a prompt of 128, 128 times.
 import json
 import math
 import statistics
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from cuda_timing import announced_bandwidth, device_line
 from figures import json_option, write_figures
 from llama_cpp_file import q4_k, write_random
 from llama_cpp_offload import runner
+from mixtures import QWEN3_30B, SHARPER, Mixture, configuration
 from thresholds import find_thresholds
 from torch import Tensor
 
@@ -38,49 +39,11 @@ from sparsepack.tables import Table, markdown
 
 LIMITS = {"dense": 0.05, "sparse": 0.15}
 """Largest relative errors of logits: a rounding may choose another expert for a token."""
-SHARPER = 4.0
-"""The router's weights are so many times as large as those of other matrices."""
-
-
-@dataclass(frozen=True)
-class Mixture:
-    """The numbers of a Qwen3-MoE."""
-
-    name: str
-    hidden: int
-    layers: int
-    width: int
-    experts: int
-    used: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    vocabulary: int
-
-
-QWEN3_30B = Mixture("Qwen3-30B-A3B", 2048, 48, 768, 128, 8, 32, 4, 128, 151936)
 
 
 def random_mixture(size: Mixture, layers: int, device: str = "cuda") -> PackedModel:
     """A mixture of a size, with so many layers; all of it on the device."""
-    from transformers import Qwen3MoeConfig
-
-    config = Qwen3MoeConfig(
-        vocab_size=size.vocabulary,
-        hidden_size=size.hidden,
-        moe_intermediate_size=size.width,
-        num_hidden_layers=layers,
-        num_attention_heads=size.heads,
-        num_key_value_heads=size.kv_heads,
-        head_dim=size.head_dim,
-        num_experts=size.experts,
-        num_experts_per_tok=size.used,
-        norm_topk_prob=True,
-        max_position_embeddings=CONTEXT,
-        tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=0,
-    )
+    config = configuration(size, num_hidden_layers=layers, max_position_embeddings=CONTEXT)
     generator = torch.Generator(device=device).manual_seed(0)
     q, kv, narrow = size.heads * size.head_dim, size.kv_heads * size.head_dim, 1 / math.sqrt(2 * size.layers)
 

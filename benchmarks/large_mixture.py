@@ -29,9 +29,10 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 import cpu_experts
+import mixtures
 folder = Path(sys.argv[2])
 folder.mkdir(parents=True)
-cpu_experts.make_checkpoint(folder, replace(getattr(cpu_experts, sys.argv[1]), layers=int(sys.argv[3])))
+cpu_experts.make_checkpoint(folder, replace(getattr(mixtures, sys.argv[1]), layers=int(sys.argv[3])))
 """
 """In a process of its own, so that nothing large is imported here."""
 

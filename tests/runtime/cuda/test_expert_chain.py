@@ -8,20 +8,17 @@ from typing import Any
 import pytest
 import simulated
 import torch
+from backends import largest_difference
 from packed_models import random_model, stock_model, with_rules
-from torch import Tensor
+from simulated_decoders import IDS, check_prefill, check_steps, counts, decoder
 
 from sparsepack.formats.packed import PackedModel
 from sparsepack.runtime.cuda.decoder import decoder as cuda_decoder
-from sparsepack.runtime.cuda.decoder.decoder import CudaDecoder
 from sparsepack.runtime.cuda.products import zigzag
 from sparsepack.runtime.engine import Engine
 from sparsepack.runtime.hold import hold_of
 from sparsepack.runtime.sampling import Sampler, Sampling
 
-IDS = torch.randint(300, (13,), generator=torch.Generator().manual_seed(1))
-ROUNDED = 0.1
-"""Largest difference of a logit after a prefill, whose inputs are rounded to float16 (`test_chain.py`)."""
 VARIANTS: dict[str, dict[str, Any]] = {
     "odd width": {"num_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": True, "moe_intermediate_size": 43},
     "gate beside up, weights as they are": {
@@ -48,35 +45,11 @@ def model(variant: str, rules: bool = False) -> PackedModel:
     return with_rules(packed, stock_model(packed), IDS.tolist(), [0]) if rules else packed
 
 
-def decoder(packed: PackedModel, sequences: int = 1) -> CudaDecoder:
-    return CudaDecoder(packed, torch.device("cuda"), 64, sequences, "f32", simulated.KERNELS)
-
-
-def steps(engine: CudaDecoder, ids: Tensor, sparse: bool = True) -> Tensor:
-    return torch.cat([engine.step([id], sparse) for id in ids.tolist()])
-
-
-def largest(a: Tensor, b: Tensor) -> float:
-    assert a.shape == b.shape
-    return float((a - b).abs().max())
-
-
-def counts(reference: Engine, steps: int) -> dict[tuple[int, str], float]:
-    packed = reference.packed
-    return {key: share * steps * packed.layers[key[0]].units[key[1]] for key, share in reference.activity().items()}
-
-
 @every_variant
 @pytest.mark.parametrize("rules", [False, True])
 def test_steps_compute_and_count_what_the_reference_does(variant: str, rules: bool) -> None:
     packed = model(variant, rules)
-    engine, reference = decoder(packed), Engine(packed, backend="reference")
-    assert largest(steps(engine, IDS), reference.teacher_forced(IDS.tolist(), 0)) < 1e-3
-    assert engine.active() == pytest.approx(counts(reference, len(IDS)))
-    engine.reset()
-    reference.dense = True
-    assert largest(steps(engine, IDS, sparse=False), reference.teacher_forced(IDS.tolist(), 0)) < 1e-3
-    assert engine.active() == pytest.approx(counts(reference, len(IDS)))
+    check_steps(packed)
 
 
 @every_variant
@@ -88,13 +61,7 @@ def test_prefill_computes_what_the_reference_computes(
     """Also where there is room for few experts at a time."""
     monkeypatch.setattr(cuda_decoder, "PREFILL_TOKENS", chunk)
     monkeypatch.setattr(zigzag, "SCRATCH_BYTES", room)
-    packed = model(variant)
-    engine = decoder(packed)
-    expected = Engine(packed, backend="reference").teacher_forced(IDS.tolist(), 6)
-    assert largest(engine.teacher_forced(IDS, 6, True), expected) < ROUNDED
-    engine.reset()
-    assert largest(engine.prefill(0, IDS[:6]), expected[5]) < ROUNDED
-    assert largest(steps(engine, IDS[6:]), expected[6:]) < ROUNDED
+    check_prefill(model(variant))
 
 
 @pytest.mark.parametrize("variant", ["odd width", "gate beside up, weights as they are"])
@@ -106,7 +73,7 @@ def test_several_texts_have_their_own_experts(variant: str, sequences: int, spar
     engine, reference = decoder(packed, sequences), Engine(packed, backend="reference", sequences=sequences)
     reference.dense = not sparse
     for ids in texts.t().tolist():
-        assert largest(engine.step(ids, sparse), reference.step_all(ids)) < 1e-3
+        assert largest_difference(engine.step(ids, sparse), reference.step_all(ids)) < 1e-3
     found, expected = engine.active(), counts(reference, 5)
     assert found == pytest.approx(expected, abs=5)  # the reference cuts the mean over texts off at each step
 
@@ -119,7 +86,7 @@ def test_a_held_share_scales_thresholds_as_the_reference_does(sequences: int) ->
     engine.hold(hold_of(packed))
     texts = torch.randint(300, (sequences, 8), generator=torch.Generator().manual_seed(3))
     for ids in texts.t().tolist():
-        assert largest(engine.step(ids, True), reference.step_all(ids)) < 1e-3
+        assert largest_difference(engine.step(ids, True), reference.step_all(ids)) < 1e-3
         assert engine.scales == pytest.approx(reference.scales)
     assert min(engine.scales) > 1.01  # half would be skipped by the thresholds as they are
 

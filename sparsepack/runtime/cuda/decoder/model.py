@@ -54,7 +54,7 @@ class CudaModel:
 
     @property
     def of_each_text(self) -> Collection[str]:
-        """Those of `names` under which the units of each text of a step are counted."""
+        """The units of each text of a step are counted under these of `names`."""
         return self.names[len(ATTENTION_SITES) :] if self.layers[0].mlp.each_text else ()
 
     @property

@@ -56,7 +56,7 @@ public:
 
     ColdWorker& worker() { return *worker_; }
 
-    // Ctrl-C is looked for now and then, and ends both sides.
+    // Ctrl-C is looked for every LOOK seconds, and ends both sides.
     void end(int32_t number) {
         constexpr double LOOK = 0.05;  // seconds
         for (;;) {
