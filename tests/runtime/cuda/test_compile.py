@@ -99,6 +99,7 @@ VARIANTS = {
                 f"CLUSTER={CLUSTER}",
                 f"TOKENS={tile.tokens}",
                 f"GROUPS={tile.groups}",
+                f"LOAD_WARPS={tile.load_warps}",
             ),
             *(f"STAGES={tile.stages}", f"OUT_BUFFERS={tile.out_buffers}"),
         )

@@ -45,16 +45,22 @@ _STATIC_BYTES = 4096
 class Tile:
     """The tile that a block multiplies at a time: `groups` warpgroups of 64 rows, by 64, 128, 192 or 256 tokens.
 
-    dense -- the weights are dense
+    dense      -- the weights are dense
+    load_warps -- 1: a warp fetches; 4, with 2 or 3 groups: a warpgroup does, and leaves its registers to the others
     """
 
     groups: int
     tokens: int
     dense: bool = False
+    load_warps: int = 1
 
     @property
     def rows(self) -> int:
         return BLOCK_ROWS * self.groups
+
+    @property
+    def threads(self) -> int:
+        return 128 * self.groups + 32 * self.load_warps
 
     @property
     def stage_bytes(self) -> int:
@@ -98,7 +104,16 @@ class Tile:
         return 0.1 + 0.00045 * max((read + self.stage_bytes) / 128, products)
 
 
-TILES = (Tile(2, 256), Tile(3, 192), Tile(2, 192), Tile(3, 128), Tile(2, 128), Tile(1, 128), Tile(3, 64), Tile(1, 64))
+TILES = (
+    Tile(2, 256, load_warps=4),
+    Tile(3, 192, load_warps=4),
+    Tile(2, 192),
+    Tile(3, 128),
+    Tile(2, 128),
+    Tile(1, 128),
+    Tile(3, 64),
+    Tile(1, 64),
+)
 DENSE_TILES = tuple(replace(tile, dense=True) for tile in TILES)
 
 
@@ -180,6 +195,7 @@ def slide_matmul(matrix: HopperMatrix, q: Tensor, scale: Tensor, out: torch.dtyp
         f"FP8={int(q.dtype == torch.float8_e4m3fn)}",
         f"TOKENS={tile.tokens}",
         f"GROUPS={tile.groups}",
+        f"LOAD_WARPS={tile.load_warps}",
         f"STAGES={tile.stages}",
         f"OUT_BUFFERS={tile.out_buffers}",
         f"CLUSTER={CLUSTER}",
@@ -189,7 +205,7 @@ def slide_matmul(matrix: HopperMatrix, q: Tensor, scale: Tensor, out: torch.dtyp
     launch(
         kernel("slide_matmul", "slide_matmul", defines, q.device.index or 0),
         (min(blocks // CLUSTER, tiles) * CLUSTER,),
-        128 * tile.groups + 32,
+        tile.threads,
         _map(matrix.values, tile.k_tile, tile.rows),
         _map(q, K_TILE, tile.tokens // CLUSTER),
         _map(y, BLOCK_ROWS, _OUT_TOKENS),
