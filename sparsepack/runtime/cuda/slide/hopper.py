@@ -45,18 +45,22 @@ _STATIC_BYTES = 4096
 class Tile:
     """The tile that a block multiplies at a time: `groups` warpgroups of 64 rows, by 64, 128, 192 or 256 tokens.
 
-    dense      -- the weights are dense
-    load_warps -- 1: a warp fetches; 4, with 2 or 3 groups: a warpgroup does, and leaves its registers to the others
+    dense -- the weights are dense
     """
 
     groups: int
     tokens: int
     dense: bool = False
-    load_warps: int = 1
 
     @property
     def rows(self) -> int:
         return BLOCK_ROWS * self.groups
+
+    @property
+    def load_warps(self) -> int:
+        """The warps behind the groups, of which one thread fetches. A whole warpgroup gives its registers to the others;
+        where there is one other, they have enough."""
+        return 4 if self.groups > 1 else 1
 
     @property
     def threads(self) -> int:
@@ -79,9 +83,10 @@ class Tile:
     @property
     def stages(self) -> int:
         """The stages of the pipeline: as many as leave room for all outputs of a tile, but enough to hide what fetching
-        takes."""
-        outputs = self.rows * self.tokens * 2
-        return max(4, min(12, (_SHARED_BYTES - _STATIC_BYTES - outputs) // self.stage_bytes))
+        takes, if two buffers of outputs remain."""
+        room, outputs = _SHARED_BYTES - _STATIC_BYTES, self.rows * self.tokens * 2
+        enough = min(5, (room - 2 * self.groups * _OUT_BYTES) // self.stage_bytes)
+        return max(enough, min(12, (room - outputs) // self.stage_bytes))
 
     @property
     def out_buffers(self) -> int:
@@ -104,16 +109,7 @@ class Tile:
         return 0.1 + 0.00045 * max((read + self.stage_bytes) / 128, products)
 
 
-TILES = (
-    Tile(2, 256, load_warps=4),
-    Tile(3, 192, load_warps=4),
-    Tile(2, 192),
-    Tile(3, 128),
-    Tile(2, 128),
-    Tile(1, 128),
-    Tile(3, 64),
-    Tile(1, 64),
-)
+TILES = (Tile(2, 256), Tile(3, 192), Tile(2, 192), Tile(3, 128), Tile(2, 128), Tile(1, 128), Tile(3, 64), Tile(1, 64))
 DENSE_TILES = tuple(replace(tile, dense=True) for tile in TILES)
 
 

@@ -28,7 +28,7 @@
 // Tiles go token by token within a band of `band` tiles of tokens, then to the next rows: the inputs of a band stay in
 // the L2 cache.
 //
-// Macros: those of wgmma.cuh; GROUPS 1 .. 3; LOAD_WARPS 1 or, with 2 or 3 GROUPS, 4; STAGES; OUT_BUFFERS: of OUT_TOKENS,
+// Macros: those of wgmma.cuh; GROUPS 1 .. 3; LOAD_WARPS 1, or 4 with 2 or 3 GROUPS; STAGES; OUT_BUFFERS: of OUT_TOKENS,
 //         that a warpgroup has; HALF 0: outputs are BF16, 1: F16
 
 #include "common/tensor_copy.cuh"
