@@ -58,8 +58,8 @@ class Tile:
 
     @property
     def load_warps(self) -> int:
-        """The warps behind the groups, of which one thread fetches. A whole warpgroup gives its registers to the others;
-        where there is one other, they have enough."""
+        """The warps behind the groups, of which one thread fetches. A whole warpgroup gives its registers to the
+        others; where there is one other, that one has enough."""
         return 4 if self.groups > 1 else 1
 
     @property

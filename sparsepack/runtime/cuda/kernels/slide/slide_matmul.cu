@@ -39,6 +39,7 @@ static constexpr int CONSUMERS = 128 * GROUPS;
 static constexpr int ALL_THREADS = CONSUMERS + 32 * LOAD_WARPS;
 // Registers of a thread with LOAD_WARPS 4: together as many as the launch bounds give out.
 static constexpr int LOAD_REGISTERS = GROUPS == 2 ? 40 : 32, SUM_REGISTERS = GROUPS == 2 ? 232 : 160;
+#define SET_REGISTERS(how, count) asm volatile("setmaxnreg." how ".sync.aligned.u32 %0;" ::"n"(count))
 static constexpr int WEIGHT_WIDTH = DENSE ? 128 : 64;  // of a row in a stage
 static constexpr int WEIGHT_BYTES = ROWS * WEIGHT_WIDTH, INPUT_BYTES = TOKENS * 128;
 static constexpr int METADATA_BYTES = DENSE ? 0 : GROUPS * 1024;
@@ -113,7 +114,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(ALL
     // Each role ends by itself: setmaxnreg needs that.
     if (group == GROUPS) {
 #if LOAD_WARPS == 4
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(LOAD_REGISTERS));
+        SET_REGISTERS("dec", LOAD_REGISTERS);
 #endif
         const int last_block = (rows - 1) / 64;  // of rows; what lies beyond has weights of zero and any positions
         if (threadIdx.x == CONSUMERS) {
@@ -142,7 +143,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(ALL
         sync_cluster();
     } else {
 #if LOAD_WARPS == 4
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(SUM_REGISTERS));
+        SET_REGISTERS("inc", SUM_REGISTERS);
 #endif
         const int thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
         const u32 out = out_base + group * OUT_BUFFERS * OUT_BYTES;
