@@ -2,12 +2,13 @@
 
     always on the card        keys and values of all texts, buffers
     on the card while it fits output | attention, block by block | gates, block by block | slots | embedding
-    in the host's memory      the rest, and where not every neuron has a slot the records of all neurons, twice: pinned
-                              for the bus, and as the processor's kernels read them
+    in the host's memory      the rest, and where not every neuron has a slot the records of all neurons, all twice:
+                              pinned for the bus, and as the processor's kernels read them
 
-What stands last leaves the card first, and of attention and gates the last blocks. Kernels read over the bus what lies
-in the host's memory: of the embedding a row for a token, of gates and attention all. So slots have only what is left
-when all of these are on the card. Beside the budget the driver takes memory for its context, kernels and libraries.
+What stands last leaves the card first, and of attention and gates the last blocks. What lies in the host's memory is
+read there: of the embedding a row for a token, of gates and attention all, in part by the GPU over the bus, in part by
+the processor. So slots have only what is left when all of these are on the card. Beside the budget the driver takes
+memory for its context, kernels and libraries.
 """
 
 import math
@@ -189,7 +190,8 @@ class Plan:
 
     @property
     def host(self) -> Mapping[str, int]:
-        """Bytes in the host's memory, by what they are; all are pinned but the processor's records."""
+        """Bytes in the host's memory, by what they are; all are pinned but what is the processor's: of the
+        matrices at most so many."""
         parts = self.parts
         return {
             "embedding": (not self.embedding) * parts.embedding,
@@ -198,7 +200,13 @@ class Plan:
             "gates": sum(parts.gates[self.gates :]),
             "records": 0 if self.whole else parts.records,
             "records for the processor": 0 if self.whole else parts.records,
+            "matrices for the processor": sum(parts.attention[self.attention :]) + sum(parts.gates[self.gates :]),
         }
+
+    @property
+    def far_products(self) -> int:
+        """How many matrices of blocks lie in the host's memory: two of attention, and a gate."""
+        return 2 * (self.parts.blocks - self.attention) + self.parts.blocks - self.gates
 
     @property
     def card_bytes(self) -> int:

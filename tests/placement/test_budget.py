@@ -32,7 +32,9 @@ def test_a_plan_stays_within_its_budget_and_loses_nothing(parts: Parts, beyond: 
         assert found.card[name] + found.host[name] == (sizes if isinstance(sizes, int) else sum(sizes))
     for name in ("records", "records for the processor"):
         assert found.host[name] == (0 if found.slots == parts.all_neurons else parts.records)
-    assert found.host_bytes <= parts.weights + parts.records
+    shared = found.host["attention"] + found.host["gates"]
+    assert found.host["matrices for the processor"] == shared
+    assert found.host_bytes <= parts.weights + parts.records + shared
     assert 0 <= found.slots <= parts.all_neurons
 
 

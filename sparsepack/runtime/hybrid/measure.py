@@ -85,12 +85,12 @@ def measure_links(
             taken.setdefault("worker alone", []).extend(worker.take(worker.post(lambda: _times(offloaded))))
             taken.setdefault("handover", []).extend(_times(handed))
     seconds = {name: statistics.median(times) / 1e9 for name, times in taken.items()}
-    return MeasuredLinks(_links(seconds, ""), _links(seconds, " alone"))
+    return MeasuredLinks(*(_links(seconds, how, record_bytes(hidden)) for how in ("", " alone")))
 
 
-def _links(seconds: Mapping[str, float], how: str) -> Links:
+def _links(seconds: Mapping[str, float], how: str, record: int) -> Links:
     resident, bus, worker = (LISTED / seconds[f"{name}{how}"] for name in ("resident", "bus", "worker"))
-    return Links(resident, bus, worker, seconds["handover"])
+    return Links(resident, bus, worker, seconds["handover"], bus * record, worker * record)
 
 
 def _nothing() -> None:
