@@ -62,8 +62,14 @@ def measure_card(kernels: Kernels, device: torch.device, threads: int, hidden: i
         raise UserError(_hidden("steps with hand-overs: they take no longer than steps without"))
 
     def links(how: str) -> Links:
-        neurons = (speed[side + how] for side in ("slots", "the bus", "the worker"))
-        return Links(*neurons, handover, *(1 / far[side + how] for side in ("matrices over the bus", "the worker's")))
+        return Links(
+            resident=speed["slots" + how],
+            bus=speed["the bus" + how],
+            worker=speed["the worker" + how],
+            handover=handover,
+            far_bus=1 / far["matrices over the bus" + how],
+            far_worker=1 / far["the worker's" + how],
+        )
 
     return MeasuredLinks(links(" beside"), links(""), copies=speed["large copies"])
 
@@ -151,7 +157,7 @@ def _links(kernels: Kernels, device: torch.device, threads: int, hidden: int) ->
 def _far(kernels: Kernels, device: torch.device, threads: int, hidden: int) -> list[Turn]:
     """Each figure is of a byte, of matrices so many that no cache has them all."""
     size = FAR_BANDS * hidden * BLOCK_BYTES
-    count = -(-measure.ROTATION // size)
+    count = measure.beyond_caches(size)
     rows = FAR_BANDS * BAND_ROWS
     stored = PackedMatrix(random_blocks((rows, hidden)), ZIGZAG, rows, hidden)
     config = far_tile_config(FAR_BANDS, hidden, device)
