@@ -56,8 +56,10 @@ class AskedProduct:
 
 @dataclass(frozen=True)
 class ProductPlaces:
-    """Where the parts of a product lie, in bytes from the beginning of the memory: its request's number and x, its
-    answer's number and y."""
+    """The places of a product's parts, in bytes from the beginning of the memory.
+
+    request, x -- the number of its request, and its input; answer, y -- the number of its answer, and the rows
+    """
 
     request: int
     x: int
@@ -137,7 +139,7 @@ class HandOver:
 
     @property
     def places(self) -> tuple[ProductPlaces, ...]:
-        """Where each product's parts lie."""
+        """The places of each product's parts."""
         found, at = [], self.answers + self.blocks * self.answer_size
         for product in self.products:
             x = at + PART

@@ -1,4 +1,4 @@
-"""The kernels by which a GPU shares a product with the processor: what they ask for, and what they make of an answer."""
+"""The kernels by which a GPU shares a product with the processor: what they ask, and what they make of an answer."""
 
 import numpy as np
 import pytest
