@@ -121,14 +121,17 @@ class Shape:
         """What such a model takes, as `placement.budget` plans it; its embedding is not its output."""
         words = int(self.vocabulary * self.row_bytes)
         weights = 2 * words + int(self.layers * (self.attention + 3 * self.gates))
-        work = work_of(
-            hidden=self.hidden,
-            intermediate=self.intermediate,
-            blocks=self.layers,
-            vocabulary=self.vocabulary,
-            texts=1,
-            record=self.record_bytes,
-            model=weights,
+        work, least_work = (
+            work_of(
+                hidden=self.hidden,
+                intermediate=self.intermediate,
+                blocks=self.layers,
+                vocabulary=self.vocabulary,
+                texts=1,
+                record=self.record_bytes,
+                model=model,
+            )
+            for model in (weights, 0)
         )
         return Parts(
             embedding=words,
@@ -139,6 +142,7 @@ class Shape:
             neurons=self.intermediate,
             cache=int(self.cache),
             work=work,
+            least_work=least_work,
         )
 
 
@@ -239,5 +243,5 @@ def seconds_per_token(
 def dense_split(rates: Rates, parts: Parts, vram: float) -> float:
     """Tokens per second of a dense model of whose weights as many as fit are on the GPU, the rest on the processor."""
     weights = parts.weights - parts.embedding
-    near = max(0.0, min(weights, vram - parts.least))
+    near = max(0.0, min(weights, vram - parts.cache - parts.work_within(int(vram)).bytes))
     return 1 / ((near + parts.cache) / rates.card + (weights - near) / rates.host)

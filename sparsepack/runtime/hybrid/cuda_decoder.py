@@ -107,7 +107,7 @@ class CudaHybridDecoder(CudaDecoder):
         self._placing = self._placed(options.policy)
         self._known = options.links or measured
         links, self._links = links_of(options, measured, (f"as of {ASSUMED}", assumed_links(plan.parts.record)))
-        staged = STAGED_BYTES if plan.budget is None else plan.parts.work.staged
+        staged = STAGED_BYTES if plan.budget is None else plan.work.staged
         shape, hidden = self._placing.shape, packed.architecture.hidden
         self._texts = options.sequences or 1
         far = far_matrices(packed, plan, links)
