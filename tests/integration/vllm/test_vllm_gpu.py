@@ -30,7 +30,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def test_tokens_are_those_of_transformers_on_the_gpu(folder: Path, way: str, ranks: int) -> None:
     if torch.cuda.device_count() < ranks:
         pytest.skip(f"for {ranks} GPUs")
-    options = WAYS[way] | {"dtype": "bfloat16", "gpu_memory_utilization": 0.1}
+    options = WAYS[way] | {"dtype": "bfloat16", "kv_cache_memory_bytes": 1 << 28, "gpu_memory_utilization": 0.02}
     if ranks > 1:
         options |= {"tensor_parallel_size": ranks}
     written = in_vllm(folder, PROMPTS, **options)
