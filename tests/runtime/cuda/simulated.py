@@ -195,10 +195,18 @@ class Experts:
 
 
 def load_experts(
-    matrix: PackedExperts, used: int, normalised: bool, device: Any, config: Any = None, *, gate: bool, added: bool
+    matrix: PackedExperts,
+    used: int,
+    normalised: bool,
+    device: Any,
+    config: Any = None,
+    *,
+    gate: bool,
+    added: bool,
+    shared: int = 0,
 ) -> Experts:
     each = [load_zigzag(matrix.expert(number), device, gate=gate) for number in range(matrix.experts)]
-    return Experts(each, Together(matrix.experts, used, normalised, added))
+    return Experts(each, Together(matrix.experts - shared, used, normalised, added, shared))
 
 
 def decode_experts(experts: Experts, first: int, count: int, parts: int, scratch: Tensor) -> list[Tensor]:
@@ -208,7 +216,7 @@ def decode_experts(experts: Experts, first: int, count: int, parts: int, scratch
 
 
 def expert_blocks(experts: Experts, texts: int = 1) -> int:
-    return zigzag.blocks(experts.expert(0)) * experts.together.used
+    return zigzag.blocks(experts.expert(0)) * experts.together.of_token
 
 
 def route(router: Tensor, input: Input, logits: Tensor) -> None:
@@ -231,12 +239,17 @@ def multiply_experts(experts: Experts, input: Input, y: Tensor, *, logits: Tenso
         return
     if input.flag_in_data:
         _assert_written(logits)
+    assert len(logits) == together.logits
+    of_router, of_shared = logits[None, : together.experts], logits[None, together.experts :]
     one = torch.eye(together.experts)
-    chosen, weights = reference_experts.route(logits[None], one, together.used, together.normalised)
-    inputs = input.x.view(together.used, -1) if together.added else [input.x] * together.used
+    chosen, weights = reference_experts.route(of_router, one, together.used, together.normalised)
+    if together.shared:
+        every = range(together.experts, together.stored)
+        chosen, weights = reference_experts.with_shared(of_shared, torch.eye(1), every, chosen, weights)
+    inputs = input.x.view(together.of_token, -1) if together.added else [input.x] * together.of_token
     residual, squares, reset = (how.pop(name, None) for name in ("residual", "squares", "reset"))
     rows = experts.all.rows // (1 if how.get("activation") is None else 2)
-    made = torch.zeros(together.used, rows)
+    made = torch.zeros(together.of_token, rows)
     for number, x, of in zip(chosen[0].tolist(), inputs, made, strict=True):
         gemv(experts.expert(number), replace(input, x=x), of, **how)
     if reset is not None:
@@ -270,6 +283,20 @@ def post_norm(
     _write(y, added)
     if squares is not None:
         _write(squares.view(-1), added.square().sum(1))
+
+
+def norm_rows(qkv: Tensor, norms: tuple[Tensor, Tensor], eps: float, y: Tensor, *, flag_in_data: bool = False) -> None:
+    if flag_in_data:
+        _assert_written(qkv)
+    q, k, v = qkv.split([len(norms[0]), len(norms[1]), len(norms[1])], dim=1)
+    normed = [reference.rms_norm(x, norm, eps) for x, norm in zip((q, k), norms, strict=True)]
+    _write(y, torch.cat([*normed, v], dim=1))
+
+
+def normed_rows(qkv: dense.Product, norms: tuple[Tensor, Tensor], eps: float) -> dense.Product:
+    x, y = _finished(qkv.sums, qkv.factor, qkv.inverse, qkv.bias), torch.empty_like(qkv.sums)
+    norm_rows(x, norms, eps, y)
+    return dense.Product(y, torch.ones(len(y)), 1.0, None)
 
 
 def embed(matrix: Matrix, ids: Tensor, out: Tensor, scale: float = 1.0) -> None:
@@ -493,6 +520,8 @@ class SimulatedKernels(kernel_set.Kernels):
     multiply_experts = staticmethod(multiply_experts)
     attend = staticmethod(attend)
     post_norm = staticmethod(post_norm)
+    norm_rows = staticmethod(norm_rows)
+    normed_rows = staticmethod(normed_rows)
     double_sparsity_parameters = staticmethod(double_sparsity_parameters)
     label_append = staticmethod(label_append)
     attend_double_sparsity = staticmethod(attend_double_sparsity)

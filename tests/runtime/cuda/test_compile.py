@@ -106,6 +106,7 @@ VARIANTS = {
         + [(0, tile) for tile in DENSE_TILES]
     ],
     "post_norm": [(f"ROUNDS={rounds}", f"FLAG_IN_DATA={flag}") for rounds, flag in ((1, 0), (3, 1), (6, 1))],
+    "row_norms": [(f"ROUNDS={rounds}", f"FLAG_IN_DATA={flag}") for rounds, flag in ((1, 0), (2, 1))],
     "route": [
         (f"ROUNDS={rounds}", f"PARTS={parts}", f"FLAG_IN_DATA={flag}")
         for rounds, parts in ((1, 1), (8, 1), (33, 2))
@@ -158,7 +159,7 @@ def test_products_compile_as_they_are_launched(what: str, arch: int) -> None:
 
 
 @pytest.mark.parametrize("arch", [80, 90])
-@pytest.mark.parametrize("together", [Together(128, 8, True, False), Together(5, 1, False, True)], ids=str)
+@pytest.mark.parametrize("together", [Together(128, 8, True, False), Together(5, 1, False, True, 2)], ids=str)
 @pytest.mark.parametrize("what", ["dense", "held, flag in data"])
 def test_products_of_experts_compile_as_they_are_launched(what: str, together: Together, arch: int) -> None:
     x, one = torch.empty(768), torch.empty(1)

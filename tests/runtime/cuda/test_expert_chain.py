@@ -19,16 +19,48 @@ from sparsepack.runtime.engine import Engine
 from sparsepack.runtime.hold import hold_of
 from sparsepack.runtime.sampling import Sampler, Sampling
 
+QWEN3: dict[str, Any] = {"model_type": "qwen3_moe", "head_dim": 24}
 VARIANTS: dict[str, dict[str, Any]] = {
-    "odd width": {"num_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": True, "moe_intermediate_size": 43},
+    "odd width": {
+        **QWEN3,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": True,
+        "moe_intermediate_size": 43,
+    },
     "gate beside up, weights as they are": {
+        **QWEN3,
         "num_experts": 5,
         "num_experts_per_tok": 3,
         "norm_topk_prob": False,
         "moe_intermediate_size": 256,
     },
-    "one expert for a token": {"num_experts": 4, "num_experts_per_tok": 1, "moe_intermediate_size": 72},
-    "all experts": {"num_experts": 3, "num_experts_per_tok": 3, "moe_intermediate_size": 256},
+    "one expert for a token": {**QWEN3, "num_experts": 4, "num_experts_per_tok": 1, "moe_intermediate_size": 72},
+    "all experts": {**QWEN3, "num_experts": 3, "num_experts_per_tok": 3, "moe_intermediate_size": 256},
+    "olmoe": {"model_type": "olmoe", "intermediate_size": 43, "num_experts": 5, "num_experts_per_tok": 2},
+    "olmoe, biases": {
+        "model_type": "olmoe",
+        "intermediate_size": 256,
+        "num_experts": 5,
+        "num_experts_per_tok": 2,
+        "attention_bias": True,
+        "norm_topk_prob": True,
+    },
+    "qwen2_moe": {
+        "model_type": "qwen2_moe",
+        "moe_intermediate_size": 43,
+        "shared_expert_intermediate_size": 129,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+    },
+    "qwen2_moe, gate beside up": {
+        "model_type": "qwen2_moe",
+        "moe_intermediate_size": 256,
+        "shared_expert_intermediate_size": 512,
+        "num_experts": 4,
+        "num_experts_per_tok": 1,
+        "norm_topk_prob": True,
+    },
 }
 every_variant = pytest.mark.parametrize("variant", VARIANTS)
 
@@ -41,7 +73,7 @@ def _simulated() -> Iterator[None]:
 
 @cache
 def model(variant: str, rules: bool = False) -> PackedModel:
-    packed = random_model(model_type="qwen3_moe", head_dim=24, **VARIANTS[variant])
+    packed = random_model(**VARIANTS[variant])
     return with_rules(packed, stock_model(packed), IDS.tolist(), [0]) if rules else packed
 
 

@@ -19,6 +19,8 @@ class Buffers:
     logits  -- of a mixture's router; None: no experts
     y       -- between and what the MLP adds: the next layer's x; squares_of_y: its squares, None for the last layer's,
                for what a change of basis follows, and where the MLP leaves none
+    normed  -- the rows of attn_in, queries and keys normed, which attention takes where the model norms them over all
+               heads together; None: it takes qkv
     updates -- of models with post norms, what attention and the MLP add before it is normed; None: it is not
     reset   -- name of a matrix -> the words that its product resets, as `kernels/common/flag_in_data.cuh` allows
 
@@ -39,5 +41,6 @@ class Buffers:
     logits: Tensor | None = None
     before: Tensor | None = None
     updates: tuple[Tensor, Tensor] | None = None
+    normed: Tensor | None = None
     flag_in_data: bool = False
     reset: Mapping[str, Tensor] = field(default_factory=dict)

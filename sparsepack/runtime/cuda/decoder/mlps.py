@@ -18,7 +18,7 @@ from sparsepack.runtime.cuda.products.experts import CudaExperts, decoded_weight
 from sparsepack.runtime.cuda.products.gemm_fp16 import Product, ScaledFp16
 from sparsepack.runtime.cuda.products.neurons import ActiveNeurons, CudaNeurons, Division
 from sparsepack.runtime.cuda.products.zigzag import CudaZigzag, Input, Together
-from sparsepack.runtime.reference.experts import route
+from sparsepack.runtime.reference.experts import route, with_shared
 from sparsepack.runtime.site_columns import Columns
 
 Launch = Callable[[], object]
@@ -193,7 +193,10 @@ class NeuronMlp:
 
 @dataclass(frozen=True)
 class ExpertMlp:
-    """A mixture of experts, all of them in the GPU's memory. router: float32 [experts, hidden]"""
+    """A mixture of experts, all of them in the GPU's memory.
+
+    router -- float32 [logits, hidden]: a row for each expert, then that of the experts that every token has, if any
+    """
 
     each_text: ClassVar[bool] = True
 
@@ -238,28 +241,40 @@ class ExpertMlp:
         """Some experts together, as the scratch has room, each with as many positions as the one with most: others fill
         up. The host waits to know how many these are."""
         together, into, mid = self.together, self.sites["mlp_in"].matrix, self.sites["mlp_mid"].matrix
-        positions, used, experts = len(x.values), together.used, together.experts
-        chosen, weights = route(x.values.float() * x.factor[:, None], self.router, used, together.normalised)
+        positions, of_token, experts = len(x.values), together.of_token, together.experts
+        chosen, weights = self._chosen(x.values.float() * x.factor[:, None])
         by_expert = chosen.flatten().argsort(stable=True)
-        counts = chosen.flatten().bincount(minlength=experts)
-        most = int(counts.max())
-        column = torch.arange(most, device=counts.device)
-        place = (counts.cumsum(0) - counts)[:, None] + column  # [experts, most]: in the order of the experts
-        place = by_expert[place.clamp(max=len(by_expert) - 1)]
-        of_nobody = positions * used
-        place = torch.where(column < counts[:, None], place, of_nobody)
+        counts = chosen.flatten().bincount(minlength=together.stored)
+        before, of_nobody = counts.cumsum(0) - counts, positions * of_token
         made = torch.empty(of_nobody + 1, residual.shape[1], device=residual.device)  # its last row is of nobody
-        scratch = scratch if len(scratch) * experts >= self.decoded else scratch.new_empty(-(-self.decoded // experts))
-        at_once = min(len(scratch) * experts // self.decoded, max(1, 2 * of_nobody // most))
-        for first in range(0, experts, at_once):
-            here = place[first : first + at_once]
-            rows = x.rows(here.flatten().clamp(max=of_nobody - 1) // used)
-            gate, up = _products(into, first, len(here), 2, rows, scratch, kernels)
-            inner = kernels.gated(gate, up, activation)
-            (product,) = _products(mid, first, len(here), 1, inner, scratch, kernels)
-            made[here.flatten()] = product.sums * (product.factor * product.inverse)[:, None]
-        output = torch.bmm(weights[:, None], made[:-1].view(positions, used, -1))[:, 0]
+        of_one = -(-self.decoded // together.stored)
+        scratch = scratch if len(scratch) >= of_one else scratch.new_empty(of_one)
+        groups = [(0, experts, int(counts[:experts].max()))]
+        if together.shared:  # by themselves, since the others would fill up to all positions
+            groups.append((experts, together.stored, positions))
+        for start, end, most in groups:
+            column = torch.arange(most, device=counts.device)
+            at_once = min(len(scratch) // of_one, max(1, 2 * of_nobody // most))
+            for first in range(start, end, at_once):
+                these = slice(first, min(first + at_once, end))
+                place = by_expert[(before[these, None] + column).clamp(max=len(by_expert) - 1)]  # [these, most]
+                place = torch.where(column < counts[these, None], place, of_nobody).flatten()
+                rows, count = x.rows(place.clamp(max=of_nobody - 1) // of_token), these.stop - first
+                gate, up = _products(into, first, count, 2, rows, scratch, kernels)
+                inner = kernels.gated(gate, up, activation)
+                (product,) = _products(mid, first, count, 1, inner, scratch, kernels)
+                made[place] = product.sums * (product.factor * product.inverse)[:, None]
+        output = torch.bmm(weights[:, None], made[:-1].view(positions, of_token, -1))[:, 0]
         return Product(output, torch.ones_like(x.factor), 1.0, None)
+
+    def _chosen(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The experts that positions x [S, hidden] have, and their weights: [S, of_token] each."""
+        together = self.together
+        router, of_shared = self.router[: together.experts], self.router[together.experts :]
+        chosen, weights = route(x, router, together.used, together.normalised)
+        if not together.shared:
+            return chosen, weights
+        return with_shared(x, of_shared, range(together.experts, together.stored), chosen, weights)
 
 
 def _products(
@@ -292,7 +307,7 @@ def _neurons(mlp: stored.NeuronMlp, device: torch.device, kernels: Kernels, plac
 
 
 def _experts(mlp: stored.ExpertMlp, device: torch.device, kernels: Kernels, place: Place) -> CudaMlp:
-    router = mlp.router.to(device, torch.float32).contiguous()
+    router = torch.cat(mlp.always).to(device, torch.float32)
     return ExpertMlp(router, load_expert_sites(mlp, device, kernels))
 
 

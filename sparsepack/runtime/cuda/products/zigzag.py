@@ -176,17 +176,34 @@ class Input:
 class Together:
     """Experts whose products are launched together (`products/experts.py`).
 
-    experts    -- matrices that lie one after the other
-    used       -- those that a token has
+    experts    -- matrices that lie one after the other, and one of which a logit of a token's is
+    used       -- those that a token is given by its logits
     normalised -- whether their weights are made to add up to one
     added      -- whether each has an x, and y is the sum of their weighted products; else they share x, and each has
                   a y
+    shared     -- matrices behind these that every token has: the sigmoid of one logit more is the weight of each
     """
 
     experts: int
     used: int
     normalised: bool
     added: bool
+    shared: int = 0
+
+    @property
+    def stored(self) -> int:
+        """The number of all matrices."""
+        return self.experts + self.shared
+
+    @property
+    def of_token(self) -> int:
+        """The number of those that a token has, by its logits or as every token."""
+        return self.used + self.shared
+
+    @property
+    def logits(self) -> int:
+        """The number of logits of a token."""
+        return self.experts + bool(self.shared)
 
 
 def gemv(
@@ -228,7 +245,7 @@ def launch_gemv(
     chosen: tuple[Together, Tensor] | None = None,
 ) -> None:
     """What `gemv` launches, or with `chosen` the products of the experts that tokens have: how they are launched, and
-    the logits of the router, float32 [texts, experts]. Of several texts what comes in and goes out lies one text after
+    the logits of the router, float32 [texts, logits]. Of several texts what comes in and goes out lies one text after
     the other."""
     together, logits = chosen or (None, None)
     device, tiles = matrix.blocks.device, matrix.blocks.shape[0]
@@ -242,7 +259,7 @@ def launch_gemv(
     parts, texts = 0 if input.squares is None else input.squares.numel(), 1
     if together is not None and logits is not None:
         texts = len(logits)
-        grid, parts = (config.splits, tiles // together.experts, together.used * texts), parts // texts
+        grid, parts = (config.splits, tiles // together.stored, together.of_token * texts), parts // texts
         config = fitted(config, lambda config: shared_bytes(matrix.columns, config), device)
         matrix = replace(matrix, config=config)
     _check_blocks(matrix, 1, together, texts)
@@ -268,7 +285,7 @@ def blocks(matrix: CudaZigzag) -> int:
 def blocks_of(matrix: CudaZigzag, together: Together | None = None) -> int:
     """The number of thread blocks of a product with the matrix, or of the products of experts."""
     tiles = matrix.blocks.shape[0] * matrix.config.splits
-    return tiles if together is None else tiles // together.experts * together.used
+    return tiles if together is None else tiles // together.stored * together.of_token
 
 
 def _check_gate(matrix: CudaZigzag, activation: int | None, residual: Tensor | None) -> None:
@@ -378,6 +395,7 @@ def _defines(
         values |= {
             "EXPERTS": together.experts,
             "CHOSEN": together.used,
+            "SHARED": together.shared,
             "NORMALISED": int(together.normalised),
             "ADDED": int(together.added),
         }
