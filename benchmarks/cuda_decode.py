@@ -10,7 +10,7 @@ Before anything is timed, a model of the same widths with two layers is compared
 
 import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -160,18 +160,41 @@ def decode_rows(name: str, kind: str, result: dict[str, Any], bandwidth: float) 
     return rows
 
 
+def decode_options(names: Iterable[str]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """The options of scripts that measure decoding of models with these names: names (all unless told otherwise),
+    layers, quick, rounds, and the file for figures."""
+
+    def every(context: click.Context, option: click.Parameter, chosen: tuple[str, ...]) -> tuple[str, ...]:
+        return chosen or tuple(names)
+
+    def two_if_quick(context: click.Context, option: click.Parameter, rounds: int) -> int:
+        return 2 if context.params["quick"] else rounds
+
+    options = (
+        click.option("--quick", is_flag=True, is_eager=True, help="Two rounds, and no other sparsities than one half."),
+        click.option("--layers", type=int, help="Of the models, to try the script."),
+        click.option(
+            "--model", "names", multiple=True, type=click.Choice(list(names)), callback=every, help="Only these."
+        ),
+        click.option("--rounds", default=5, show_default=True, callback=two_if_quick),
+        json_option,
+    )
+
+    def with_options(command: Callable[..., None]) -> Callable[..., None]:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return with_options
+
+
 @click.command()
-@click.option("--quick", is_flag=True, help="Two rounds, and only the sparsity of one half.")
-@click.option("--layers", type=int, help="Of the models, to try the script.")
-@click.option("--model", "names", multiple=True, type=click.Choice(list(SIZES)), help="Only these.")
-@click.option("--rounds", default=5, show_default=True)
-@json_option
+@decode_options(SIZES)
 def main(quick: bool, layers: int | None, names: tuple[str, ...], rounds: int, json_path: Path | None) -> None:
     """Print the tables."""
-    rounds = 2 if quick else rounds
     bandwidth = announced_bandwidth()
     report: dict[str, Any] = {"device": device_line(), "bandwidth": bandwidth}
-    for name in names or SIZES:
+    for name in names:
         size = SIZES[name]
         differences = check(random_model(size, layers=2))
         click.echo(f"{size.name}, difference of logits from the reference backend, two layers: {differences}")
