@@ -17,7 +17,7 @@ SMALL = {
     "vocab_size": 512,
     "hidden_size": 256,
     "intermediate_size": 512,
-    "num_hidden_layers": 2,
+    "num_hidden_layers": 1,
     "num_attention_heads": 4,
     "num_key_value_heads": 4,
     "max_position_embeddings": 64,
@@ -29,7 +29,6 @@ EXPERTS = {
     "shared_expert_intermediate_size": 320,
 }
 IDS = [3, 500, 17, 4, 90]
-every_shape = pytest.mark.parametrize("name", MODELS)
 
 
 def small(name: str) -> Any:
@@ -37,12 +36,12 @@ def small(name: str) -> Any:
     return configuration(name, **changes)
 
 
-@every_shape
+@pytest.mark.parametrize("name", ["gemma-3-1b", "olmoe-1b-7b", "qwen1.5-moe-a2.7b"])
 def test_thresholds_leave_half_of_the_inputs_of_each_site(name: str) -> None:
-    packed = random_of(small(name), name, 2, "cpu")
+    packed = random_of(small(name), name, 1, "cpu")
     (found,) = find_thresholds(packed, [0.5]).values()
     engine = Engine(with_thresholds(packed, found), backend="reference")
-    engine.teacher_forced(torch.randint(512, (40,), generator=torch.Generator().manual_seed(5)).tolist(), 0)
+    engine.teacher_forced(torch.randint(512, (30,), generator=torch.Generator().manual_seed(5)).tolist(), 0)
     activity = engine.activity()
     assert set(activity) == set(found)
     for (layer, site), share in activity.items():
@@ -50,7 +49,7 @@ def test_thresholds_leave_half_of_the_inputs_of_each_site(name: str) -> None:
         assert share == pytest.approx(0.5, abs=0.3 if site == "attn_out" else 0.1), (layer, site)
 
 
-@every_shape
+@pytest.mark.parametrize("name", MODELS)
 def test_llama_cpp_runs_the_file(name: str, tmp_path: Path) -> None:
     peer = LlamaCpp(write_shape(tmp_path / "peer.gguf", small(name)), 64)
     found = []

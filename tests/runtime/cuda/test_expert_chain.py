@@ -85,8 +85,7 @@ def test_steps_compute_and_count_what_the_reference_does(variant: str, rules: bo
 
 
 @every_variant
-@pytest.mark.parametrize("chunk", [2048, 4])
-@pytest.mark.parametrize("room", [1 << 28, 2 * 64 * 1024])
+@pytest.mark.parametrize(("chunk", "room"), [(2048, 1 << 28), (4, 2 * 64 * 1024)])
 def test_prefill_computes_what_the_reference_computes(
     variant: str, chunk: int, room: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
