@@ -3,7 +3,6 @@ llama.cpp's own benchmark decodes with it on the GPU."""
 
 import json
 import math
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,60 +21,15 @@ from sparsepack.models.families import FAMILIES
 from sparsepack.models.stock.skeleton import parameter_shapes
 
 
-def q4_k(shape: tuple[int, ...], deviation: float, generator: torch.Generator) -> np.ndarray:
-    """Random weights [.., columns] with a standard deviation: uint8 [.., bytes of a row]."""
-    *rows, columns = shape
-    found: np.ndarray = random_superblocks((*rows, columns // 256), deviation, generator).flatten(-2).numpy()
-    return found
-
-
-def write_random(
-    path: Path,
-    architecture: str,
-    numbers: Mapping[str, Any],
-    of_block: Mapping[str, np.ndarray],
-    generator: torch.Generator,
-) -> Path:
-    """Write a model: its blocks' matrices, uint8 in Q4_K and float32 as they are, the output matrix in Q6_K.
-
-    architecture -- llama.cpp's name of the family
-    numbers      -- by the names of gguf's methods that add them: {"block_count": 32, ..}
-    of_block     -- by the names of a block's tensors
-    """
-    import gguf
-
-    quantised = gguf.GGMLQuantizationType
-    unfinished = path.with_suffix(".unfinished")
-    writer = gguf.GGUFWriter(unfinished, architecture)
-    for name, value in numbers.items():
-        getattr(writer, f"add_{name}")(value)
-    writer.add_tokenizer_model("no_vocab")
-    vocabulary, hidden = numbers["vocab_size"], numbers["embedding_length"]
-    embedding = q4_k((vocabulary, hidden), 1.0, generator)
-    output = random_rows(vocabulary, hidden, hidden**-0.5, generator).blocks.numpy()
-    writer.add_tensor("token_embd.weight", embedding, raw_dtype=quantised.Q4_K)
-    writer.add_tensor("output_norm.weight", np.ones(hidden, np.float32))
-    writer.add_tensor("output.weight", output, raw_dtype=quantised.Q6_K)
-    for block in range(numbers["block_count"]):
-        for name, weights in of_block.items():
-            type = quantised.Q4_K if weights.dtype == np.uint8 else quantised.F32
-            writer.add_tensor(f"blk.{block}.{name}.weight", weights, raw_dtype=type)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return unfinished.rename(path)
-
-
-def write_shape(path: Path, config: Any) -> Path:
+def write_shape(path: Path, config: Any, device: str = "cpu") -> Path:
     """Write the model of a configuration, of any family that llama.cpp knows: matrices in Q4_K or what takes its place
-    for their columns, routers and norms in F32, the matrix that gives logits in Q6_K."""
+    for their columns, routers and norms in F32, the matrix that gives logits in Q6_K. They are made on a device."""
     import gguf
 
     a, family = architecture_of(config, None), FAMILIES[config.model_type]
     shapes = parameter_shapes(config)
     shapes |= part_shapes(family, shapes)
-    generator = torch.Generator(device="cuda" if torch.cuda.is_available() else "cpu").manual_seed(0)
+    generator = torch.Generator(device=device).manual_seed(0)
     of_logits = "token_embd.weight" if a.tied else "output.weight"
     made: dict[str, tuple[np.ndarray, Any]] = {}
 
@@ -87,7 +41,7 @@ def write_shape(path: Path, config: Any) -> Path:
             random = torch.randn(ones.shape, generator=generator, device=generator.device).cpu()
             return (size * random if part.startswith(ROUTER) else ones * part.endswith(".weight")).numpy(), None
         type = type_that_fits("Q6_K" if part == of_logits else "Q4_K", columns)
-        deviation = 1.0 if part == "token_embd.weight" else columns**-0.5
+        deviation = {"token_embd.weight": 1.0, of_logits: columns**-0.5}.get(part, 0.1 * columns**-0.5)
         if type == "Q4_K":
             blocks = random_superblocks((*rows, columns // 256), deviation, generator).flatten(-2)
         else:
@@ -116,7 +70,7 @@ def write_shape(path: Path, config: Any) -> Path:
 
 def peer_speeds(program: Path, config: Any, folder: Path, prompt: int, new: int, rounds: int) -> list[float]:
     """llama.cpp's tokens a second after a prompt, all on the GPU, of each round, with such a file."""
-    path = write_shape(folder / "peer.gguf", config)
+    path = write_shape(folder / "peer.gguf", config, "cuda")
     sizes = ["-p", "0", "-n", str(new), "-d", str(prompt), "-r", str(rounds)]
     written, _ = runner(program)(["-m", str(path), "-o", "json", "-ngl", "99", "-fa", "1", *sizes])
     path.unlink()
