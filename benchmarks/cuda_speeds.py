@@ -139,10 +139,9 @@ def decode_rows(
         ratio, share = f"{speed / peer:.2f}" if peer else "-", f"{read * speed / bandwidth:.0%}"
         return [name, skipped, f"{speed:.0f}", f"{low:.0f} to {high:.0f}", ratio, f"{read / 1e9:.2f}", share]
 
-    of_peer = (
-        row("llama.cpp", "-", peer, min(peers), max(peers), result[name_of(KINDS[0], True)]["bytes"]) if peers else []
-    )
-    shown = [of_peer] if peers else []
+    shown = []
+    if peers:
+        shown.append(row("llama.cpp", "-", peer, min(peers), max(peers), result[name_of(KINDS[0], True)]["bytes"]))
     for name in (name_of(kind, dense) for kind in kinds for dense in (True, False)):
         of, (low, high) = result[name], (1 / s for s in reversed(result[name]["range"]))
         shown.append(row(f"ours, {name}", f"{of['sparsity']:.1%}", 1 / of["seconds"], low, high, of["bytes"]))
