@@ -1,9 +1,8 @@
 """Kernels of the cuda backend in plain torch on the CPU, so that the chain of a decoder can be tested without a GPU.
 
 `KERNELS` is what a decoder takes; each function stands in for the one of its name. Those that it leaves as they are run
-under `launches`: a launch of `kernels/decoder/prefill.cu`, `kernels/products/gate.cu`,
-`kernels/products/zigzag_batch.cu` or `kernels/neurons` is computed from the macros and arguments that the kernel would
-get, in the order in which it would get them.
+under `launches`: a launch of `kernels/decoder/prefill.cu`, `kernels/products/zigzag_batch.cu` or `kernels/neurons` is
+computed from the macros and arguments that the kernel would get, in the order in which it would get them.
 """
 
 import time
@@ -33,7 +32,6 @@ from sparsepack.runtime.cuda.decoder.held import CudaHeld
 from sparsepack.runtime.cuda.driver import kernel_set, shared_memory
 from sparsepack.runtime.cuda.driver.flag_in_data import SENTINEL, WORKSPACE_WORDS
 from sparsepack.runtime.cuda.driver.flag_in_data import flag_in_data_buffers as real_flag_in_data_buffers
-from sparsepack.runtime.cuda.products import gate as gate_alone
 from sparsepack.runtime.cuda.products import gemm_fp16 as dense
 from sparsepack.runtime.cuda.products import neurons, tile_config, zigzag
 from sparsepack.runtime.cuda.products.tile_config import BAND_ROWS, COLUMNS_AT_ONCE, CudaTileConfig
@@ -106,6 +104,8 @@ def gemv(
     if reset is not None:
         reset.copy_(torch.tensor(SENTINEL))
     x = input.x if input.norm is None else reference.rms_norm(input.x, input.norm, input.eps)
+    x = x if input.gated is None else _gated(input.gated, x)
+    assert x.shape == (matrix.columns,)
     x = x if input.offset is None else x - input.offset
     on = torch.ones_like(x, dtype=torch.bool) if input.threshold is None else x.abs() > _scaled(input)[0]
     if input.skipped is not None:
@@ -115,14 +115,18 @@ def gemv(
     product = matrix.weight @ torch.where(on, x, 0)
     product = product if bias is None else product + bias
     if activation is not None:
-        first, second = product.chunk(2)
-        product = ACTIVATIONS[activation](first) * second
+        product = _gated(activation, product)
     product = product if residual is None else product + residual
     _write(y, product)
     if squares is not None:
         _write(squares, torch.nn.functional.pad(product.square().sum()[None], (0, len(squares) - 1)))
     if active is not None:
         active += on.sum()
+
+
+def _gated(activation: int, x: Tensor) -> Tensor:
+    gate, up = x.chunk(2, dim=-1)
+    return ACTIVATIONS[activation](gate) * up
 
 
 def _scaled(input: Input) -> Tensor:
@@ -344,7 +348,7 @@ def pick_likeliest(
     held.skipped.zero_()
 
 
-# kernels/decoder/prefill.cu, kernels/products/gate.cu and kernels/products/zigzag_batch.cu
+# kernels/decoder/prefill.cu and kernels/products/zigzag_batch.cu
 
 
 def _finished(product: Tensor, factor: Tensor, inverse: float, bias: Tensor | None) -> Tensor:
@@ -391,12 +395,6 @@ def _split_heads(defines: Any, grid: Any, product: Tensor, *rest: Any) -> None:
     keys[:, here], values[:, here] = rotated(k, k_norm, eps, cos[here], sin[here]), v
 
 
-def _gate(defines: Any, grid: Any, stacked: Tensor, width: int, activation: int, out: Tensor) -> None:
-    assert grid == (-(-width // 256), stacked.numel() // (2 * width))
-    first, second = stacked.chunk(2, dim=-1)
-    out.copy_(ACTIVATIONS[activation](first) * second)
-
-
 def _zigzag_batch(
     defines: Any, grid: Any, blocks: Tensor, columns: int, rows: int, largest_d: float, *rest: Any
 ) -> None:
@@ -405,6 +403,7 @@ def _zigzag_batch(
     macros = {name: int(value) for name, value in defines.items()}
     inputs, tile_bands, each = macros["INPUTS"], macros["TILE_BANDS"], 2 if macros["GATE"] else 1
     assert grid == (macros["SPLITS"], len(blocks))
+    x = _gated(macros["ACTIVATION"], x) if macros["GATED"] else x
     assert (x.shape, blocks.shape[1:3]) == ((inputs, columns), (columns, tile_bands))
     assert workspace.dtype == torch.int32
     if macros["NORM"]:
@@ -429,8 +428,7 @@ def _zigzag_batch(
     product = product[:, :, : rows // each].reshape(inputs, rows)
     product = product if bias is None else product + bias
     if macros["GATE"]:
-        gate, up = product.chunk(2, dim=1)
-        product = ACTIVATIONS[macros["ACTIVATION"]](gate) * up
+        product = _gated(macros["ACTIVATION"], product)
     else:
         product = product if residual is None else product + residual
     assert y.shape == product.shape
@@ -446,7 +444,6 @@ LAUNCHED = {
     "add_rows": _add_rows,
     "gate_rows": _gate_rows,
     "split_heads": _split_heads,
-    "gate": _gate,
     "zigzag_batch": _zigzag_batch,
     **simulated_neurons.LAUNCHED,
 }
@@ -542,7 +539,7 @@ def launches() -> Iterator[None]:
     """Let functions that launch what is in `LAUNCHED` run on the CPU."""
     BUFFERS.clear()
     with pytest.MonkeyPatch.context() as patch:
-        for module in (dense, gate_alone, neurons, zigzag):
+        for module in (dense, neurons, zigzag):
             patch.setattr(module, "kernel", _kernel)
             patch.setattr(module, "launch", _launch)
         for module in (shared_memory, tile_config, zigzag):

@@ -133,7 +133,9 @@ def test_every_kernel_compiles(name: str, defines: tuple[str, ...], arch: int) -
 
 
 @pytest.mark.parametrize("arch", [80, 90])
-@pytest.mark.parametrize("what", ["dense", "sparse", "per channel", "held", "held per channel", "flag in data", "gate"])
+@pytest.mark.parametrize(
+    "what", ["dense", "sparse", "per channel", "held", "held per channel", "flag in data", "gate", "gated"]
+)
 def test_products_compile_as_they_are_launched(what: str, arch: int) -> None:
     x = torch.empty(9001)
     one = torch.empty(1)
@@ -145,6 +147,7 @@ def test_products_compile_as_they_are_launched(what: str, arch: int) -> None:
         "held per channel": Input(x, threshold=x, offset=x, scales=one, skipped=one),
         "flag in data": Input(x, norm=x, squares=one, threshold=one, flag_in_data=True),
         "gate": Input(x, threshold=one),
+        "gated": Input(x, threshold=one, flag_in_data=True, gated=1),
     }[what]
     for config in (
         CudaTileConfig(1, 8, 24, 1),
@@ -173,7 +176,7 @@ def test_products_of_experts_compile_as_they_are_launched(what: str, together: T
 
 @pytest.mark.parametrize("arch", [80, 90])
 @pytest.mark.parametrize("inputs", [1, 3, 8])
-@pytest.mark.parametrize("what", ["dense", "sparse", "per channel", "held", "norm", "norm of squares", "gate"])
+@pytest.mark.parametrize("what", ["dense", "sparse", "per channel", "held", "norm", "norm of squares", "gate", "gated"])
 def test_products_of_several_inputs_compile_as_they_are_launched(what: str, inputs: int, arch: int) -> None:
     x, weight, one = torch.empty(inputs, 9001), torch.empty(9001), torch.empty(1)
     input = {
@@ -184,6 +187,7 @@ def test_products_of_several_inputs_compile_as_they_are_launched(what: str, inpu
         "norm": Input(x, norm=weight, threshold=one),
         "norm of squares": Input(x, norm=weight, squares=torch.empty(inputs, 600)),
         "gate": Input(x, norm=weight, squares=torch.empty(inputs, 100), threshold=one),
+        "gated": Input(x, threshold=weight, offset=weight, gated=3),
     }[what]
     for config in (CudaTileConfig(1, 8, 24, 1), CudaTileConfig(2, 8, 16, 16), CudaTileConfig(8, 8, 4, 20)):
         matrix = CudaZigzag(torch.empty(0), 512, 9001, config, 0, 1.0, 1.0, 1.0)
@@ -205,22 +209,22 @@ def test_a_build_for_racecheck_has_other_barriers(name: str, monkeypatch: pytest
 
 
 def test_compiled_code_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    code = cubin("gate", 80)
+    code = cubin("post_norm", 80)
     monkeypatch.setattr(compiler, "_compiled", lambda *_: pytest.fail("compiled again"))
-    assert cubin("gate", 80) == code
+    assert cubin("post_norm", 80) == code
 
 
 def test_a_cache_that_cannot_be_written_is_done_without(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    assert cubin("gate", 80)[:4] == b"\x7fELF"
+    assert cubin("post_norm", 80)[:4] == b"\x7fELF"
 
 
 def test_without_a_home_kernels_are_compiled_and_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     without_a_home(monkeypatch)
-    assert cubin("gate", 80)[:4] == b"\x7fELF"
+    assert cubin("post_norm", 80)[:4] == b"\x7fELF"
 
 
 def test_an_older_gpu_is_an_error() -> None:
     with pytest.raises(UserError, match=r"compute capability 7\.5: the cuda backend needs 8\.0"):
-        cubin("gate", 75)
+        cubin("post_norm", 75)

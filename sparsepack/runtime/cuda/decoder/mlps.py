@@ -57,6 +57,10 @@ class CudaMlp(Protocol):
     @property
     def matrices(self) -> Sequence[CudaZigzag]: ...
 
+    @property
+    def numbers(self) -> int:
+        """How many numbers its first product leaves, for each text."""
+
     def parts(self, sequences: int, kernels: Kernels) -> int | None:
         """In how many parts the last product leaves the squares of each y, and y as soon as known; None: y lies in
         plain memory, without squares."""
@@ -88,6 +92,10 @@ class DenseMlp:
     def matrices(self) -> Sequence[CudaZigzag]:
         return [site.matrix for site in self.sites.values()]
 
+    @property
+    def numbers(self) -> int:
+        return _rows(self.sites["mlp_in"].matrix)
+
     def parts(self, sequences: int, kernels: Kernels) -> int:
         return kernels.blocks(self.sites["mlp_mid"].matrix)
 
@@ -96,13 +104,9 @@ class DenseMlp:
 
     def step(self, step: MlpStep, room: None, kernels: Kernels) -> Iterator[Launch]:
         of, into = step.of, self.sites["mlp_in"]
-        fused = into.matrix.gate_bands > 0
-        if fused:
-            yield step.product("mlp_in", into, step.input, of.mid, activation=step.activation)
-        else:
-            yield step.product("mlp_in", into, step.input, of.stacked)
-            yield partial(kernels.gate, of.stacked, step.activation, of.mid)
-        mid = Input(of.mid, eps=step.input.eps, flag_in_data=of.flag_in_data and fused)
+        of_product, of_input = _activations(into.matrix, step.activation)
+        yield step.product("mlp_in", into, step.input, of.mid, activation=of_product)
+        mid = Input(of.mid, eps=step.input.eps, flag_in_data=of.flag_in_data, gated=of_input)
         yield step.product("mlp_mid", self.sites["mlp_mid"], mid, of.y, residual=of.between, squares=of.squares_of_y)
 
     @property
@@ -147,6 +151,10 @@ class NeuronMlp:
     @property
     def matrices(self) -> Sequence[CudaZigzag]:
         return [self.gate.matrix]
+
+    @property
+    def numbers(self) -> int:
+        return self.gate.matrix.rows
 
     def parts(self, sequences: int, kernels: Kernels) -> None:
         return None
@@ -212,6 +220,10 @@ class ExpertMlp:
     def matrices(self) -> Sequence[CudaZigzag]:
         return [site.matrix.expert(0) for site in self.sites.values()]
 
+    @property
+    def numbers(self) -> int:
+        return self.together.of_token * _rows(self.sites["mlp_in"].matrix.all)
+
     def parts(self, sequences: int, kernels: Kernels) -> int:
         return kernels.expert_blocks(self.sites["mlp_mid"].matrix, sequences)
 
@@ -223,14 +235,9 @@ class ExpertMlp:
         assert of.logits is not None  # the architecture has experts
         product = partial(step.product, by=kernels.multiply_experts, logits=of.logits)
         yield partial(kernels.route, self.router, step.input, of.logits)
-        fused = into.matrix.all.gate_bands > 0
-        if fused:
-            yield product("mlp_in", into, step.input, of.mid, activation=step.activation)
-        else:
-            yield product("mlp_in", into, step.input, of.stacked)
-            each = of.mid.numel() // self.sites["mlp_mid"].matrix.all.columns
-            yield partial(kernels.gate, of.stacked.view(each, -1), step.activation, of.mid.view(each, -1))
-        mid = Input(of.mid, eps=step.input.eps, flag_in_data=of.flag_in_data and fused)
+        of_product, of_input = _activations(into.matrix.all, step.activation)
+        yield product("mlp_in", into, step.input, of.mid, activation=of_product)
+        mid = Input(of.mid, eps=step.input.eps, flag_in_data=of.flag_in_data, gated=of_input)
         yield product("mlp_mid", self.sites["mlp_mid"], mid, of.y, residual=of.between, squares=of.squares_of_y)
 
     @property
@@ -286,6 +293,17 @@ def _products(
     weights = kernels.decode_experts(experts, first, count, parts, scratch)
     sums = [kernels.new_products(values, part).flatten(0, 1) for part in weights]
     return [Product(part, x.factor, inverse, None) for part in sums]
+
+
+def _rows(matrix: CudaZigzag) -> int:
+    """How many numbers the product with gate and up leaves."""
+    return matrix.rows // (2 if matrix.gate_bands else 1)
+
+
+def _activations(matrix: CudaZigzag, activation: int) -> tuple[int | None, int | None]:
+    """The function of the gate where the product with gate and up finishes both, and where it leaves both to what reads
+    them."""
+    return (activation, None) if matrix.gate_bands else (None, activation)
 
 
 LoadMlp = Callable[[stored.Mlp, torch.device, Kernels, Place], CudaMlp]

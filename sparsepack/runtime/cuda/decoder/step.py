@@ -1,6 +1,6 @@
-"""One token of each sequence through the model: five kernels a layer (more where gate and up do not fill whole bands,
-attention takes more than one, or the basis of the residual stream changes first; two more with post norms, one with
-norms of all heads together), which wait for no host."""
+"""One token of each sequence through the model: five kernels a layer (more where attention takes more than one, or
+the basis of the residual stream changes first; two more with post norms, one with norms of all heads together), which
+wait for no host."""
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace

@@ -9,7 +9,6 @@ from sparsepack.runtime.cuda.attention import attention, double_sparsity, offloa
 from sparsepack.runtime.cuda.decoder import sampling
 from sparsepack.runtime.cuda.driver import device, flag_in_data, graph, host_memory
 from sparsepack.runtime.cuda.products import experts, neurons, post_norm, row_norms, rows, zigzag
-from sparsepack.runtime.cuda.products import gate as gate_alone
 from sparsepack.runtime.cuda.products import gemm_fp16 as dense
 from sparsepack.runtime.device_sampling import sample
 
@@ -64,7 +63,6 @@ class Kernels:
     label_append = staticmethod(double_sparsity.label_append)
     post_norm = staticmethod(post_norm.post_norm)
     norm_rows = staticmethod(row_norms.norm_rows)
-    gate = staticmethod(gate_alone.gate)
     route = staticmethod(experts.route)
     expert_blocks = staticmethod(experts.blocks)
     multiply_experts = staticmethod(experts.multiply_experts)

@@ -136,6 +136,8 @@ class Input:
     """The input of a product, and which columns the product reads. Fields not given have no effect.
 
     x               -- float32 [columns]; [B, columns] of several inputs
+    gated           -- x has twice as many numbers, gate and then up: what is multiplied is activation(gate) * up, by
+                       the function of this number; no norm. None: x is taken as it is
     norm, eps       -- RMSNorm of x comes first: weight float32 [columns]
     squares         -- parts of the sum of x^2, which the norm needs: float32 [..], of several inputs [B, ..]; else the
                        product adds them up
@@ -156,6 +158,7 @@ class Input:
     scales: Tensor | None = None
     skipped: Tensor | None = None
     flag_in_data: bool = False
+    gated: int | None = None
 
     @property
     def dense(self) -> bool:
@@ -251,7 +254,7 @@ def launch_gemv(
     device, tiles = matrix.blocks.device, matrix.blocks.shape[0]
     if input.flag_in_data and input.norm is not None and input.squares is None:
         raise ValueError("an input with its flag in the data, with a norm and without squares")
-    _check_gate(matrix, activation, residual)
+    _check_gate(matrix, activation, residual, input)
     if (input.dense or together) and not matrix.config.stages:
         matrix = _with_ring(matrix, shared_bytes)
     config = matrix.config
@@ -288,7 +291,9 @@ def blocks_of(matrix: CudaZigzag, together: Together | None = None) -> int:
     return tiles if together is None else tiles // together.stored * together.of_token
 
 
-def _check_gate(matrix: CudaZigzag, activation: int | None, residual: Tensor | None) -> None:
+def _check_gate(matrix: CudaZigzag, activation: int | None, residual: Tensor | None, input: Input) -> None:
+    if input.gated is not None and (activation is not None or input.norm is not None):
+        raise ValueError("an input of gate and up, with a norm or an activation of the product")
     if activation is not None and residual is not None:
         raise ValueError("an activation, with a residual: activation(gate) * up is taken as it is")
     if (activation is not None) != (matrix.gate_bands > 0):
@@ -339,7 +344,7 @@ def batch(
         raise ValueError(f"{inputs} inputs, expected 1 to {MOST_INPUTS}")
     if input.flag_in_data:
         raise ValueError("several inputs with their flag in the data: gemv takes one such input")
-    _check_gate(matrix, activation, residual)
+    _check_gate(matrix, activation, residual, input)
     matrix = _for_inputs(matrix, inputs)
     device, config = matrix.blocks.device, matrix.config
     _check_blocks(matrix, inputs)
@@ -416,7 +421,8 @@ def _of_input(matrix: CudaZigzag, input: Input, activation: int | None) -> dict[
     """The arguments of a product's kernel that say what happens to the input."""
     return {
         "GATE": int(activation is not None),
-        "ACTIVATION": activation or 0,
+        "GATED": int(input.gated is not None),
+        "ACTIVATION": (input.gated if activation is None else activation) or 0,
         "DENSE": int(input.dense),
         "NORM": int(input.norm is not None),
         "SQUARES": 0

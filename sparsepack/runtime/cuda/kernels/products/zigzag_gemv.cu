@@ -24,7 +24,7 @@
 //
 // Macros: those of zigzag.cuh and column_split.cuh
 //         GATE 1: the first half of a tile's bands is of gate, the second of up; activation(gate) * up is written
-//         ACTIVATION: number of the function, see activations.cuh
+//         ACTIVATION: number of the function, see activations.cuh; or where GATED of that of the input
 //         CHOSEN, SHARED: how many experts a token has, SLOTS together (choose.cuh), whose matrices of one shape lie one
 //         after the other; CHOSEN 0: the matrix is one. They share x, and each has a y; with ADDED 1 each has an x, and
 //         y is the sum of their products times their weights: the blocks of all experts finish it together. Each text of
@@ -270,7 +270,7 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, RESIDENT) zigzag_gemv(
         // Constants that are needed later.
         const int row = tile * TILE_ROWS + threadIdx.x * 32;
         if (!GATE && bias && threadIdx.x * 32 < TILE_ROWS && row < rows) prefetch_l2(bias + row);
-        const float* own_x = x + (ADDED ? blockIdx.z : text) * columns;
+        const float* own_x = x + (ADDED ? blockIdx.z : text) * EACH_COLUMN * columns;
         u64* own_skipped = tile || !skipped ? nullptr : skipped + text;
         const Site site{own_x,  columns,       norm, eps,        squares + text * parts, parts, threshold,
                         offset, scales + text, rows, own_skipped};
