@@ -32,8 +32,8 @@ from sparsepack.runtime.cuda.decoder.held import CudaHeld
 from sparsepack.runtime.cuda.driver import kernel_set, shared_memory
 from sparsepack.runtime.cuda.driver.flag_in_data import SENTINEL, WORKSPACE_WORDS
 from sparsepack.runtime.cuda.driver.flag_in_data import flag_in_data_buffers as real_flag_in_data_buffers
+from sparsepack.runtime.cuda.products import far, neurons, tile_config, zigzag
 from sparsepack.runtime.cuda.products import gemm_fp16 as dense
-from sparsepack.runtime.cuda.products import neurons, tile_config, zigzag
 from sparsepack.runtime.cuda.products.tile_config import BAND_ROWS, COLUMNS_AT_ONCE, CudaTileConfig
 from sparsepack.runtime.cuda.products.zigzag import Input, Together
 from sparsepack.runtime.hold import HeldText
@@ -78,6 +78,11 @@ def load_zigzag(
         gate_bands=matrix.rows // 512 if gate else 0,
         config=replace(ONE_SPLIT, splits=min(3, -(-matrix.columns // COLUMNS_AT_ONCE))),
     )
+
+
+def first_bands(matrix: Matrix, bands: int) -> Matrix:
+    rows = min(matrix.rows, BAND_ROWS * bands)
+    return replace(matrix, weight=matrix.weight[:rows], rows=rows)
 
 
 def load_rows(matrix: PackedMatrix, device: Any, *, place: Any = None) -> Matrix:
@@ -504,6 +509,7 @@ class SimulatedKernels(kernel_set.Kernels):
     captured = staticmethod(captured)
     replay = staticmethod(lambda graph: graph.replay())
     load_zigzag = staticmethod(load_zigzag)
+    first_bands = staticmethod(first_bands)
     load_rows = staticmethod(load_rows)
     flag_in_data_buffers = staticmethod(flag_in_data_buffers)
     new_candidates = staticmethod(new_candidates)
@@ -539,7 +545,7 @@ def launches() -> Iterator[None]:
     """Let functions that launch what is in `LAUNCHED` run on the CPU."""
     BUFFERS.clear()
     with pytest.MonkeyPatch.context() as patch:
-        for module in (dense, neurons, zigzag):
+        for module in (dense, far, neurons, zigzag):
             patch.setattr(module, "kernel", _kernel)
             patch.setattr(module, "launch", _launch)
         for module in (shared_memory, tile_config, zigzag):

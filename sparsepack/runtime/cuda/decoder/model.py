@@ -11,7 +11,7 @@ from sparsepack.models.architecture import Architecture
 from sparsepack.models.family import ATTENTION_SITES
 from sparsepack.placement.budget import Plan
 from sparsepack.runtime.cuda.decoder.mlps import CudaMlp, LoadMlp, load_mlp
-from sparsepack.runtime.cuda.decoder.sites import CudaSite, load_sites
+from sparsepack.runtime.cuda.decoder.sites import CudaSite, LoadSites, load_sites
 from sparsepack.runtime.cuda.driver.host_memory import Place
 from sparsepack.runtime.cuda.driver.kernel_set import Kernels
 from sparsepack.runtime.cuda.products.rows import RowsMatrix
@@ -71,8 +71,9 @@ def load_model(
     kernels: Kernels,
     load_mlp: LoadMlp = load_mlp,
     plan: Plan | None = None,
+    load_attention: LoadSites = load_sites,
 ) -> CudaModel:
-    """Copy a model to a GPU, its MLPs by a function of its own, and wait until it is there.
+    """Copy a model to a GPU, its MLPs and its attention's sites by functions of their own, and wait until it is there.
 
     plan -- what of it lies in the host's memory; None: nothing
     """
@@ -92,7 +93,7 @@ def load_model(
         post_norms = norms("attn_post_norm", "mlp_post_norm") if packed.architecture.post_norms else None
         row_norms = norms("q_row_norm", "k_row_norm") if packed.architecture.row_norms else None
         basis = None if of.basis is None else kernels.load_rows(of.basis, device, place=place(here))
-        attention = load_sites(of.attention, device, kernels, place(here))
+        attention = load_attention(of.attention, device, kernels, place(here))
         mlp = load_mlp(of.mlp, device, kernels, place(gate_here))
         return CudaLayer(attention, mlp, attn_norm, mlp_norm, basis, post_norms, row_norms)
 

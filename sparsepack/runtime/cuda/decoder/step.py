@@ -145,15 +145,10 @@ class Step:
         input = replace(input, threshold=columns.threshold, offset=columns.offset)
         if self.held is not None and not input.dense:
             input = replace(input, scales=self.held.scales, skipped=self.held.skipped)
-        return partial(
-            by or self._multiply,
-            site.matrix,
-            input,
-            y,
-            bias=columns.bias,
-            active=self._active(number, name),
-            **more,
-        )
+        more |= {"bias": columns.bias, "active": self._active(number, name)}
+        if isinstance(site, CudaSite) and site.far is not None:
+            return partial(self._kernels.multiply_far, site.far, self._multiply, input, y, **more)
+        return partial(by or self._multiply, site.matrix, input, y, **more)
 
     def _active(self, number: int, name: str) -> Tensor:
         return self.active[number, self._model.names.index(name)]
