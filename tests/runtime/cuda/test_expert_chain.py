@@ -11,9 +11,12 @@ import torch
 from backends import largest_difference
 from packed_models import random_model, stock_model, with_rules
 from simulated_decoders import IDS, check_prefill, check_steps, counts, decoder
+from sparse_decoders import CONTEXT, assert_near, oracle, policy_from, sparse_model
 
 from sparsepack.formats.packed import PackedModel
+from sparsepack.runtime.cuda.attention.double_sparsity_kv_cache import CudaDoubleSparsityKvCache
 from sparsepack.runtime.cuda.decoder import decoder as cuda_decoder
+from sparsepack.runtime.cuda.decoder.decoder import CudaDecoder
 from sparsepack.runtime.cuda.products import zigzag
 from sparsepack.runtime.engine import Engine
 from sparsepack.runtime.hold import hold_of
@@ -107,6 +110,17 @@ def test_several_texts_have_their_own_experts(variant: str, sequences: int, spar
         assert largest_difference(engine.step(ids, sparse), reference.step_all(ids)) < 1e-3
     found, expected = engine.active(), counts(reference, 5)
     assert found == pytest.approx(expected, abs=5)  # the reference cuts the mean over texts off at each step
+
+
+@pytest.mark.parametrize("sequences", [1, 2])
+def test_sparse_attention_takes_queries_and_keys_that_are_normed_over_all_heads(sequences: int) -> None:
+    packed = sparse_model("llama", policy_from(8), **VARIANTS["olmoe"])
+    cache, theirs = CudaDoubleSparsityKvCache, oracle(packed)
+    ours = CudaDecoder(packed, torch.device("cuda"), CONTEXT, sequences, "f32", simulated.KERNELS, cache)
+    for id in IDS.tolist():
+        (expected,) = theirs.step([id], True)
+        for row in ours.step([id] * sequences, True):
+            assert_near(row, expected)
 
 
 @pytest.mark.parametrize("sequences", [1, 3])
