@@ -133,9 +133,7 @@ def test_every_kernel_compiles(name: str, defines: tuple[str, ...], arch: int) -
 
 
 @pytest.mark.parametrize("arch", [80, 90])
-@pytest.mark.parametrize(
-    "what", ["dense", "sparse", "per channel", "held", "held per channel", "flag in data", "gate", "gated"]
-)
+@pytest.mark.parametrize("what", ["dense", "sparse", "per channel", "held", "held per channel", "flag in data", "gate"])
 def test_products_compile_as_they_are_launched(what: str, arch: int) -> None:
     x = torch.empty(9001)
     one = torch.empty(1)
@@ -144,10 +142,9 @@ def test_products_compile_as_they_are_launched(what: str, arch: int) -> None:
         "sparse": Input(x, threshold=one),
         "per channel": Input(x, threshold=x, offset=x),
         "held": Input(x, norm=x, squares=one, threshold=one, scales=one, skipped=one, flag_in_data=True),
-        "held per channel": Input(x, threshold=x, offset=x, scales=one, skipped=one),
+        "held per channel": Input(x, threshold=x, offset=x, scales=one, skipped=one, flag_in_data=True, gated=1),
         "flag in data": Input(x, norm=x, squares=one, threshold=one, flag_in_data=True),
         "gate": Input(x, threshold=one),
-        "gated": Input(x, threshold=one, flag_in_data=True, gated=1),
     }[what]
     for config in (
         CudaTileConfig(1, 8, 24, 1),
@@ -182,12 +179,11 @@ def test_products_of_several_inputs_compile_as_they_are_launched(what: str, inpu
     input = {
         "dense": Input(x),
         "sparse": Input(x, threshold=one),
-        "per channel": Input(x, threshold=weight, offset=weight),
+        "per channel": Input(x, threshold=weight, offset=weight, gated=3),
         "held": Input(x, threshold=weight, offset=weight, scales=torch.empty(inputs), skipped=torch.empty(inputs)),
         "norm": Input(x, norm=weight, threshold=one),
         "norm of squares": Input(x, norm=weight, squares=torch.empty(inputs, 600)),
         "gate": Input(x, norm=weight, squares=torch.empty(inputs, 100), threshold=one),
-        "gated": Input(x, threshold=weight, offset=weight, gated=3),
     }[what]
     for config in (CudaTileConfig(1, 8, 24, 1), CudaTileConfig(2, 8, 16, 16), CudaTileConfig(8, 8, 4, 20)):
         matrix = CudaZigzag(torch.empty(0), 512, 9001, config, 0, 1.0, 1.0, 1.0)
