@@ -13,7 +13,18 @@ from pathlib import Path
 from typing import Any
 
 import click
-from cuda_speeds import HEAD, KINDS, SHOWN, check, decode_options, decode_rows, measure, measure_prefill, peers_of
+from cuda_speeds import (
+    HEAD,
+    KINDS,
+    SHOWN,
+    check,
+    decode_options,
+    decode_rows,
+    measure,
+    measure_prefill,
+    peer_of,
+    prompt_table,
+)
 from cuda_synthetic import CONTEXT, LLAMA_1B, LLAMA_7B, LLAMA_8B, random_model
 from cuda_timing import announced_bandwidth, device_line
 from figures import write_figures
@@ -24,7 +35,7 @@ from sparsepack.tables import Table, markdown
 
 SIZES = {"8b": LLAMA_8B, "7b": LLAMA_7B, "1b": LLAMA_1B}
 DECODE_ANCHORS = {"8b": 283.0, "7b": 303.0}
-PREFILL_ANCHORS = {"8b": {512: 9600, 2048: 10050, 8192: 9690}}
+PREFILL_ANCHORS = {"8b": {512: 9600.0, 2048: 10050.0, 8192: 9690.0}}
 SPARSITIES = (0.0, 0.1, 0.25, 0.4, 0.5, 0.65, 0.8)
 
 
@@ -46,14 +57,14 @@ def main(
         size = replace(SIZES[name], layers=layers or SIZES[name].layers)
         differences = check(random_model(size, layers=2))
         click.echo(f"{size.name}, difference of logits from the reference backend, two layers: {differences}")
-        peers = peers_of(llama_bench, llama_config(size, max_position_embeddings=CONTEXT), work, rounds)
-        anchors = peers or ([DECODE_ANCHORS[name]] if name in DECODE_ANCHORS else [])
+        peer = peer_of(llama_bench, llama_config(size, max_position_embeddings=CONTEXT), work, rounds)
+        anchors = peer.decode or ([DECODE_ANCHORS[name]] if name in DECODE_ANCHORS else [])
         packed = random_model(size)
         tried = (SHOWN,) if quick or name != "8b" else SPARSITIES
         thresholds = find_thresholds(packed, tried)
         results = {sparsity: measure(packed, thresholds[sparsity], rounds) for sparsity in tried}
         title = f"{size.name}, llama.cpp's figure " + (
-            "of this run" if peers else "an anchor" if anchors else "missing"
+            "of this run" if peer.decode else "an anchor" if anchors else "missing"
         )
         click.echo(markdown(Table(HEAD, decode_rows(results[SHOWN], bandwidth, anchors), title)))
         if len(tried) > 1:
@@ -62,10 +73,8 @@ def main(
             ]
             click.echo(markdown(Table(["target", *HEAD[1:]], lines)))
         prefill = measure_prefill(packed, rounds)
-        of_peer = PREFILL_ANCHORS.get(name, {})
-        lines = [[size.name, str(n), f"{n / s:.0f}", str(of_peer.get(n, "-"))] for n, s in prefill.items()]
-        click.echo(markdown(Table(["model", "prompt", "t/s", "llama.cpp"], lines)))
-        report[name] = {"check": differences, "decode": results, "peer": peers, "prefill": prefill}
+        click.echo(markdown(prompt_table(prefill, peer.prompts or PREFILL_ANCHORS.get(name, {}))))
+        report[name] = {"check": differences, "decode": results, "peer": vars(peer), "prefill": prefill}
         del packed
     write_figures(json_path, report)
 

@@ -22,7 +22,8 @@ from cuda_speeds import (
     decode_rows,
     measure,
     measure_prefill,
-    peers_of,
+    peer_of,
+    prompt_table,
 )
 from cuda_synthetic import CONTEXT, random_of
 from cuda_timing import announced_bandwidth, device_line
@@ -68,14 +69,14 @@ def main(
         packed = random_model(name, 2)
         differences = check(packed, LIMITS if packed.architecture.experts is None else OF_EXPERTS)
         click.echo(f"{name}, difference of logits from the reference backend, two layers: {differences}")
-        peers = peers_of(llama_bench, config_of(name, layers), work, rounds)
+        peer = peer_of(llama_bench, config_of(name, layers), work, rounds)
         packed = random_model(name, layers)
         measured = measure(packed, find_thresholds(packed, [SHOWN])[SHOWN], rounds)
         title = f"{name}, {traffic.parameters(packed) / 1e9:.1f} billion parameters; {PROMPT} + {NEW}"
-        click.echo(markdown(Table(HEAD, decode_rows(measured, bandwidth, peers), title)))
+        click.echo(markdown(Table(HEAD, decode_rows(measured, bandwidth, peer.decode), title)))
         prefill = measure_prefill(packed, rounds)
-        click.echo(markdown(Table(["prompt", "t/s"], [[str(n), f"{n / s:.0f}"] for n, s in prefill.items()])))
-        report[name] = {"check": differences, "decode": measured, "peer": peers, "prefill": prefill}
+        click.echo(markdown(prompt_table(prefill, peer.prompts)))
+        report[name] = {"check": differences, "decode": measured, "peer": vars(peer), "prefill": prefill}
         write_figures(json_path, report)
         del packed
 

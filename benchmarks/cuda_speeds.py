@@ -15,7 +15,7 @@ import click
 import torch
 from cuda_synthetic import CONTEXT
 from figures import json_option
-from llama_cpp_file import peer_speeds
+from llama_cpp_file import PeerSpeeds, peer_speeds
 from nearness import expect_near, relative_error
 from synthetic import random_ids
 from thresholds import Thresholds, find_thresholds, with_thresholds
@@ -26,9 +26,11 @@ from sparsepack.formats.packed import PackedModel
 from sparsepack.runtime.engine import Engine
 from sparsepack.runtime.sampling import Sampler, Sampling
 from sparsepack.runtime.skipped import skipped_weights
+from sparsepack.tables import Table
 
 SHOWN = 0.5
 PROMPT, NEW = 128, 128
+PROMPTS = (128, 512, 2048, 8192)
 LIMITS = {"dense": 0.01, "sparse": 0.1}
 """The largest relative error of the logits. Keys and values are bfloat16, which may move inputs across thresholds."""
 HEAD = ["runtime", "skipped", "t/s", "range", "x", "GB/token", "of bandwidth"]
@@ -122,7 +124,7 @@ def measure_prefill(packed: PackedModel, rounds: int) -> dict[int, float]:
     """Seconds by length of the prompt."""
     engine = Engine(packed, device="cuda", context=CONTEXT)
     ids = random_ids(packed.architecture.vocabulary, CONTEXT, seed=4)
-    runs = {length: partial(prefill_seconds, engine, ids[:length]) for length in (128, 512, 2048, 8192)}
+    runs = {length: partial(prefill_seconds, engine, ids[:length]) for length in PROMPTS}
     return interleaved(runs, rounds, warm_up=1)
 
 
@@ -148,12 +150,18 @@ def decode_rows(
     return shown
 
 
-def peers_of(program: Path | None, config: Any, work: Path, rounds: int) -> list[float]:
-    """llama.cpp's tokens a second with the shape of a configuration, in each round; none without the program."""
+def peer_of(program: Path | None, config: Any, work: Path, rounds: int) -> PeerSpeeds:
+    """llama.cpp's speeds with the shape of a configuration; none without the program."""
     if program is None:
         click.echo("no --llama-bench: the peer was not run")
-        return []
-    return peer_speeds(program, config, work, PROMPT, NEW, rounds)
+        return PeerSpeeds()
+    return peer_speeds(program, config, work, PROMPT, NEW, PROMPTS, rounds)
+
+
+def prompt_table(seconds: Mapping[int, float], peer: Mapping[int, float]) -> Table:
+    """Tokens a second of prompts, by their lengths: ours, and llama.cpp's where they are known."""
+    rows = [[str(n), f"{n / s:.0f}", f"{peer[n]:.0f}" if n in peer else "-"] for n, s in seconds.items()]
+    return Table(["prompt", "t/s", "llama.cpp"], rows)
 
 
 def decode_options(names: Iterable[str]) -> Callable[[Callable[..., None]], Callable[..., None]]:

@@ -3,6 +3,9 @@ llama.cpp's own benchmark decodes with it on the GPU."""
 
 import json
 import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -68,11 +71,24 @@ def write_shape(path: Path, config: Any, device: str = "cpu") -> Path:
     return unfinished.rename(path)
 
 
-def peer_speeds(program: Path, config: Any, folder: Path, prompt: int, new: int, rounds: int) -> list[float]:
-    """llama.cpp's tokens a second after a prompt, all on the GPU, of each round, with such a file."""
+@dataclass(frozen=True)
+class PeerSpeeds:
+    """llama.cpp's tokens a second, all on the GPU: decode -- in each round, after a prompt; prompts -- in the mean, by
+    their lengths. Both are empty where it did not run."""
+
+    decode: tuple[float, ...] = ()
+    prompts: Mapping[int, float] = field(default_factory=dict)
+
+
+def peer_speeds(
+    program: Path, config: Any, folder: Path, prompt: int, new: int, prompts: Sequence[int], rounds: int
+) -> PeerSpeeds:
+    """The speeds of llama.cpp's own benchmark with such a file."""
     path = write_shape(folder / "peer.gguf", config, "cuda")
-    sizes = ["-p", "0", "-n", str(new), "-d", str(prompt), "-r", str(rounds)]
+    lengths = ",".join(map(str, prompts))
+    sizes = ["-p", lengths, "-n", str(new), "-d", f"0,{prompt}", "-r", str(rounds)]
     written, _ = runner(program)(["-m", str(path), "-o", "json", "-ngl", "99", "-fa", "1", *sizes])
     path.unlink()
-    (row,) = json.loads(written)
-    return [float(value) for value in row["samples_ts"]]
+    found = {(row["n_prompt"], row["n_gen"], row["n_depth"]): row["samples_ts"] for row in json.loads(written)}
+    means = {length: statistics.mean(found[length, 0, 0]) for length in prompts}
+    return PeerSpeeds(tuple(map(float, found[0, new, prompt])), means)
