@@ -63,6 +63,7 @@ def load_expert_sites(mlp: ExpertMlp, device: torch.device, kernels: Kernels) ->
             device,
             gate=name == "mlp_in" and _interleaves(site.matrix.rows),
             added=name == "mlp_mid",
+            shared=mlp.shared,
         )
         limits = None if site.rule is None else load_vector(site.rule.limits, device)
         found[name] = CudaExpertsSite(matrix, Columns(), Columns(limits))

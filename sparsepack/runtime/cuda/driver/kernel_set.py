@@ -8,8 +8,7 @@ from torch import Tensor
 from sparsepack.runtime.cuda.attention import attention, double_sparsity, offload, prefill_attention
 from sparsepack.runtime.cuda.decoder import sampling
 from sparsepack.runtime.cuda.driver import device, flag_in_data, graph, host_memory
-from sparsepack.runtime.cuda.products import experts, far, neurons, post_norm, rows, zigzag
-from sparsepack.runtime.cuda.products import gate as gate_alone
+from sparsepack.runtime.cuda.products import experts, far, neurons, post_norm, row_norms, rows, zigzag
 from sparsepack.runtime.cuda.products import gemm_fp16 as dense
 from sparsepack.runtime.device_sampling import sample
 
@@ -65,7 +64,7 @@ class Kernels:
     attend_offloaded = staticmethod(offload.attend_offloaded)
     label_append = staticmethod(double_sparsity.label_append)
     post_norm = staticmethod(post_norm.post_norm)
-    gate = staticmethod(gate_alone.gate)
+    norm_rows = staticmethod(row_norms.norm_rows)
     route = staticmethod(experts.route)
     expert_blocks = staticmethod(experts.blocks)
     multiply_experts = staticmethod(experts.multiply_experts)
@@ -80,6 +79,7 @@ class Kernels:
     new_scratch = staticmethod(dense.new_scratch)
     to_scaled_fp16 = staticmethod(dense.to_scaled_fp16)
     multiply = staticmethod(dense.multiply)
+    normed_rows = staticmethod(row_norms.normed_rows)
     split_heads = staticmethod(dense.split_heads)
     prefill_attention = staticmethod(prefill_attention.attention)
     gated = staticmethod(dense.gated)
