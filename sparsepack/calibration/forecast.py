@@ -28,7 +28,7 @@ def forecast(
     checkpoint = model if isinstance(model, Checkpoint) else open_checkpoint(model)
     options = settled(checkpoint, options)
     windows = chosen_windows(checkpoint, text if isinstance(text, Text) else read_text(text), options)
-    dealt = Dealt(Workers(0, workers), len(windows), options.batch)
+    dealt = Dealt.for_sums(Workers(0, workers), len(windows), options.batch)
     dealt.check("--samples")
     stream = BlockStream(checkpoint, options.device, computed_in(checkpoint, options))
 

@@ -89,7 +89,7 @@ def prune(
     # On which card of several it runs does not matter.
     stored = asdict(options) | {"device": torch.device(options.device).type}
     asked = {"model": checkpoint.sha256, "calibration": digest, "options": stored}
-    dealt = Dealt(workers, 0 if windows is None else len(windows), options.batch)
+    dealt = Dealt.for_sums(workers, 0 if windows is None else len(windows), options.batch)
     if windows is not None:
         dealt.check("--windows")
     command = fingerprint({"sparsepack": __version__, **asked})
@@ -136,7 +136,7 @@ def _run(
     stream = block_stream(checkpoint, options)
     matrices = [TypeAdapter(PrunedMatrix).validate_json(json.dumps(row)) for row in resume.value("matrices", [])]
     hidden = None if windows is None else stream.states(dealt.own(windows), resume.hidden(dealt=dealt))
-    batches = dealt.parts
+    batches = dealt.runs
     each = 1 + 2 * batches
     shorter = None if windows is None else Shorter("--windows", len(windows))
     with (
@@ -183,13 +183,13 @@ def prune_loaded(
     if hidden is not None and patterns:
         _count(stream, layer, hidden, sums, dealt, advance)
     else:
-        advance(dealt.parts)
+        advance(dealt.runs)
     found: dict[str, Tensor] = {}
     rows: list[PrunedMatrix] = []
     if workers.first:
         inputs = inputs_of(sums, options.damping, layer)
         found, rows = prune_block(checkpoint, layer, patterns, inputs, options, stream.device)
-    return workers.all_from_first(found), rows
+    return workers.all_from_first(found, to_gpu=True), rows
 
 
 def _count(
@@ -200,31 +200,30 @@ def _count(
     dealt: Dealt,
     advance: Advance,
 ) -> None:
-    """Add what enters the matrices of the loaded block to `sums`, at the first worker: batch by batch, in their order,
+    """Add what enters the matrices of the loaded block to `sums`, at the first worker: part by part, in their order,
     whichever worker has run each. hidden: what enters the block, this worker's windows"""
     family = stream.source.family
-    of_batch = {name: each.empty_like() for name, each in sums.items()}
+    of_part = {name: each.empty_like() for name, each in sums.items()}
     routed: list[Tensor] = []  # in this pass, before what enters the down matrices of experts is there
 
     def count(_: int, site: str, x: Tensor) -> None:
         for name, inputs in entering(family, site, x, routed[-1] if routed else None):
-            if name in of_batch:
-                of_batch[name].add(inputs)
+            if name in of_part:
+                of_part[name].add(inputs)
 
     def route(chosen: Tensor) -> None:
         routed[:] = [chosen]
 
-    def batch_done(having: int) -> None:
-        counted = {f"{of}/{name}": value for of, each in of_batch.items() for name, value in each.counted.items()}
+    def part_done(having: int) -> None:
+        counted = {f"{of}/{name}": value for of, each in of_part.items() for name, value in each.counted.items()}
         for found in dealt.workers.in_order(counted, having):
             for of, total in sums.items():
-                total.take({name: found[f"{of}/{name}"] for name in of_batch[of].counted})
-        for each in of_batch.values():
+                total.take({name: found[f"{of}/{name}"] for name in of_part[of].counted})
+        for each in of_part.values():
             each.clear()
-        advance(having)
 
-    done = dealt.after_each(batch_done)
+    done = dealt.after_each(advance, part_done)
     with site_hooks([(layer, stream.block)], family, count), routing_hooks(stream.block, family, route):
-        for part in torch.split(hidden, dealt.size):
+        for part in torch.split(hidden, dealt.batch):
             stream(part)
             done()

@@ -35,7 +35,7 @@ def sequential_thresholds(
     dealt -- the windows among workers, in batches that are run at a time. Scores are counted in whole numbers, which
              workers add once for each site: all of them take the same thresholds
     """
-    layers, batches = stream.source.layers, dealt.parts
+    layers, batches = stream.source.layers, dealt.runs
     rules, hidden = finished_rules(resume), stream.states(dealt.own(windows), resume.hidden(dealt=dealt))
     done = len(rules) // len(SITES)
     shorter = Shorter("--windows", len(windows))
@@ -56,7 +56,7 @@ def rules_of_block(
     """The rules of the loaded block's sites; the states that enter it become those that leave it, sparse by them."""
     found = _site_rules(stream, layer, hidden, choose(layer, stream), dealt)
     with sparse_second_half(stream, layer, found):
-        stream.pass_on(hidden, dealt.size, dealt.after_each(advance))
+        stream.pass_on(hidden, dealt.batch, dealt.after_each(advance))
     return found
 
 
@@ -81,7 +81,7 @@ def _site_rules(
         if choice.sparsity == 0:
             rules[layer, site] = SiteRule()
             continue
-        counts = _score_counts(stream, (layer, site), torch.split(hidden, dealt.size), choice, rules)
+        counts = _score_counts(stream, (layer, site), torch.split(hidden, dealt.batch), choice, rules)
         rules[layer, site] = at_quantile(choice, dealt.workers.summed(counts))
     return rules
 

@@ -81,7 +81,7 @@ class Training:
         with progress(label, steps, self.step, 1, Shorter("--steps", steps)) as advance:
             while self.step < steps:
                 ids = self._dealt.own(slices(windows, self.options, self.generator)).to(self.options.device)
-                self.descend([loss(part) for part in torch.split(ids, self._dealt.size)])
+                self.descend([loss(part) for part in torch.split(ids, self._dealt.batch)])
                 advance()
 
     def descend(self, found: Sequence[Found]) -> None:

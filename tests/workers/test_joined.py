@@ -45,6 +45,7 @@ def test_connections_that_cannot_be_opened_are_one_line(monkeypatch: pytest.Monk
     monkeypatch.setattr(torch.distributed, "init_process_group", refuse)
     monkeypatch.setattr(module, "_names", lambda *_: ("worker 0 of 2 on here", "worker 1 of 2 on there"))
     monkeypatch.setattr(module.Workers, "agree", lambda *_: None)
+    monkeypatch.setattr(module, "_own_gpu", lambda *_: None)
     line = r"worker 0 of 2 on here cannot open .* \(Gloo connectFullMesh failed: unable to .*GLOO_SOCKET_IFNAME"
     with pytest.raises(WorkersError, match=line), joined():
         pass

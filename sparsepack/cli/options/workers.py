@@ -91,7 +91,7 @@ def workers_of(asked: dict[str, Any]) -> Iterator["Workers"]:
             say(f"note: {here} workers share {cards} GPU{'s' if cards > 1 else ''}, which makes nothing faster")
     if asked["device"].startswith("mps") and not os.environ.get(LAUNCHED):
         raise WorkersError("--device mps: a machine has one; run this command without torchrun")
-    with joined() as workers:
+    with joined(asked["device"]) as workers:
         if not workers.first:
             be_quiet(True)
         yield workers
