@@ -62,6 +62,11 @@ class Dealt:
         return -(-self.rows // self.size)
 
     @property
+    def own_rounds(self) -> int:
+        """How many parts this worker has."""
+        return len(self._of(self.workers.number))
+
+    @property
     def rounds(self) -> int:
         """How many parts the first worker has, of whom none has more."""
         return -(-self.parts // self.workers.count)
@@ -87,15 +92,18 @@ class Dealt:
         self, run: Callable[[int], object], part_done: Callable[[int], object] | None = None
     ) -> Callable[[], None]:
         """A function to call after each of this worker's batches, which calls `run` with how many workers have run one
-        meanwhile, and before that, after the last batch of a part, `part_done` with how many have such a part."""
+        meanwhile, and before that, after the last batch of a part, `part_done` with how many have such a part. A
+        worker that has none in the last round calls that in it, too."""
 
         def all_of_them() -> Iterator[None]:
-            count = self.workers.count
-            for round, part in enumerate(self._of(self.workers.number)):
-                there = [self._runs(round * count + worker) for worker in range(self.having(round))]
-                for number in range(1, self._runs(part) + 1):
-                    if number == self._runs(part) and part_done is not None:
+            for round in range(self.own_rounds):
+                there = [self._runs(round * self.workers.count + worker) for worker in range(self.having(round))]
+                last = there[self.workers.number]
+                for number in range(1, last + 1):
+                    if part_done is not None and number == last:
                         part_done(len(there))
+                        if round + 2 == self.rounds and round + 1 == self.own_rounds:
+                            part_done(self.having(round + 1))
                     run(sum(runs >= number for runs in there))
                     yield
 

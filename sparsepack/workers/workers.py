@@ -146,30 +146,45 @@ class Workers:
         """
         if self.link is None:
             return dict(tensors)
-        kinds = self.told_by_first({name: (*_kind(tensor), to_gpu) for name, tensor in tensors.items()})
-        if not self.first:
-            return self._received({name: self._room(*kind) for name, kind in kinds.items()}, 0)
+        return self._spread(tensors, self.told_by_first(_kinds(tensors)), 0, to_gpu)
+
+    def of_all(self, tensors: Mapping[str, Tensor], to_gpu: bool = False) -> list[dict[str, Tensor]]:
+        """The named tensors of each worker, in their order, at all of them, where `all_from_first` has them."""
+        if self.link is None:
+            return [dict(tensors)]
+        kinds = self.told(_kinds(tensors))
+        return [self._spread(tensors, kinds[worker], worker, to_gpu) for worker in range(self.count)]
+
+    def _spread(
+        self, tensors: Mapping[str, Tensor], kinds: Mapping[str, Any], sender: int, to_gpu: bool
+    ) -> dict[str, Tensor]:
+        """One worker's named tensors at all of them."""
+        if self.number != sender:
+            return self._received({name: self._room(*kind, to_gpu) for name, kind in kinds.items()}, sender)
         sent = [tensor.to(self._place(to_gpu)) for tensor in tensors.values()]
-        for other in range(1, self.count):
-            self._send(sent, other)
+        for other in range(self.count):
+            if other != sender:
+                self._send(sent, other)
         return dict(tensors)
 
     def in_order(
-        self, tensors: Mapping[str, Tensor], having: int, alike: bool = True
+        self, tensors: Mapping[str, Tensor], having: int, alike: bool = True, to: int = 0
     ) -> Iterator[Mapping[str, Tensor]]:
         """What each of the first `having` workers found, in their order, at the first worker; elsewhere nothing.
 
         tensors -- what this one found, on any device
         alike   -- whether all have the same names, types and shapes; else they are told first
+        to      -- the worker that gets it in place of the first one; if it is none of those that have something, all
+                   names, types and shapes are those of `tensors` there
         """
         own = {name: (*_kind(tensor), self._straight(tensor)) for name, tensor in sorted(tensors.items())}
         kinds = [own] * having if alike else self.told(own)
-        if self.first:
-            yield tensors
-            for other in range(1, having):
-                yield self._received({name: self._room(*kind) for name, kind in kinds[other].items()}, other)
+        if self.number == to:
+            for other in range(having):
+                room = {} if other == to else {name: self._room(*kind) for name, kind in kinds[other].items()}
+                yield tensors if other == to else self._received(room, other)
         elif self.number < having:
-            self._send([tensors[name] for name in own], 0)
+            self._send([tensors[name] for name in own], to)
 
     def send(self, tensor: Tensor, to: int) -> None:
         """Send a tensor on the CPU to another worker, which receives it. Raises `WorkerLost`."""
@@ -287,6 +302,10 @@ def failure(link: Link) -> dict[str, Any] | None:
 
 def _kind(tensor: Tensor) -> tuple[list[int], str]:
     return list(tensor.shape), str(tensor.dtype)
+
+
+def _kinds(tensors: Mapping[str, Tensor]) -> dict[str, tuple[list[int], str]]:
+    return {name: _kind(tensor) for name, tensor in tensors.items()}
 
 
 def _short(value: Any) -> str:

@@ -47,8 +47,9 @@ def test_rows_that_were_dealt_come_back_and_are_dealt_anew(
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5])
 @pytest.mark.parametrize(("rows", "batch"), [(7, 2), (35, 1), (40, 2), (128, 2), (64, 4), (49, 3)])
-def test_each_batch_is_told_of_and_each_part_when_its_last_batch_is_done(count: int, rows: int, batch: int) -> None:
-    for number in range(min(count, Dealt.for_sums(Workers(), rows, batch).parts)):
+def test_each_batch_is_told_of_and_every_round_of_parts_by_all_workers(count: int, rows: int, batch: int) -> None:
+    count = min(count, Dealt.for_sums(Workers(), rows, batch).parts)
+    for number in range(count):
         dealt = Dealt.for_sums(Workers(number, count), rows, batch)
         assert dealt.parts <= PARTS
         runs: list[int] = []
@@ -57,7 +58,7 @@ def test_each_batch_is_told_of_and_each_part_when_its_last_batch_is_done(count: 
         for _ in torch.split(dealt.own(torch.arange(rows)), batch):
             done()
         assert len(runs) == dealt.own_runs
-        assert len(parts) == len(range(number, dealt.parts, count))
+        assert len(parts) == dealt.rounds
         assert number or (sum(runs), sum(parts)) == (dealt.runs, dealt.parts)
         with pytest.raises(StopIteration):
             done()
