@@ -160,7 +160,7 @@ class Workers:
     ) -> dict[str, Tensor]:
         """One worker's named tensors at all of them."""
         if self.number != sender:
-            return self._received({name: self._room(*kind, to_gpu) for name, kind in kinds.items()}, sender)
+            return self._received({name: self._room(kind, to_gpu) for name, kind in kinds.items()}, sender)
         sent = [tensor.to(self._place(to_gpu)) for tensor in tensors.values()]
         for other in range(self.count):
             if other != sender:
@@ -177,7 +177,7 @@ class Workers:
         to      -- the worker that gets it in place of the first one; if it is none of those that have something, all
                    names, types and shapes are those of `tensors` there
         """
-        own = {name: (*_kind(tensor), self._straight(tensor)) for name, tensor in sorted(tensors.items())}
+        own = {name: (_kind(tensor), self._straight(tensor)) for name, tensor in sorted(tensors.items())}
         kinds = [own] * having if alike else self.told(own)
         if self.number == to:
             for other in range(having):
@@ -197,10 +197,10 @@ class Workers:
     def _place(self, straight: bool) -> torch.device:
         return self.gpu if straight and self.gpu is not None else torch.device("cpu")
 
-    def _room(self, shape: Sequence[int], dtype: str, straight: bool) -> Tensor:
+    def _room(self, kind: tuple[list[int], str], straight: bool) -> Tensor:
         """A tensor to be filled with what another worker sends, from GPU to GPU or not."""
-        kind = getattr(torch, dtype.removeprefix("torch."))
-        return torch.empty(list(shape), dtype=kind, device=self._place(straight))
+        dtype = getattr(torch, kind[1].removeprefix("torch."))
+        return torch.empty(kind[0], dtype=dtype, device=self._place(straight))
 
     def _straight(self, tensor: Tensor) -> bool:
         """Whether a tensor goes from GPU to GPU."""
