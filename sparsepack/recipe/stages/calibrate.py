@@ -37,7 +37,7 @@ class Calibrate(Section):
     samples: int | None
     seed: int
     sinks: int
-    batch: int
+    batch: int | None
 
 
 def _problems(recipe: Recipe, asked: Calibrate) -> Iterator[str]:
