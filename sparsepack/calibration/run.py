@@ -14,6 +14,7 @@ import torch
 from sparsepack.calibration import collectors, folder
 from sparsepack.calibration.collectors import Statistics
 from sparsepack.calibration.collectors.residual import ends_run
+from sparsepack.calibration.collectors.site_input import SiteInput
 from sparsepack.calibration.criteria import column_norms
 from sparsepack.calibration.experts import told_of_starved
 from sparsepack.calibration.folder import Calibration
@@ -21,7 +22,7 @@ from sparsepack.calibration.heads import heads_of
 from sparsepack.calibration.made_from import facts, made_from
 from sparsepack.calibration.options import CalibrateOptions
 from sparsepack.calibration.residual import residual_of
-from sparsepack.calibration.samples import samples_of
+from sparsepack.calibration.samples import at_once, samples_of
 from sparsepack.errors import CalibrationError
 from sparsepack.files.hashing import fingerprint
 from sparsepack.files.resume import ResumeState, state_beside
@@ -73,9 +74,10 @@ def calibrate(
         folder.check_output(output, overwrite)
     chosen = chosen_windows(checkpoint, text, options).tolist() if workers.first else None
     windows = torch.tensor(workers.told_by_first(chosen))
+    batch = at_once(options.batch, len(windows), windows.shape[1], options.device)
     checkpoint.source.hash.share(workers)
-    manifest = _manifest(checkpoint, text, windows, options)
-    dealt = Dealt.for_sums(workers, len(windows), options.batch)
+    manifest = _manifest(checkpoint, text, windows, options, batch)
+    dealt = Dealt.for_sums(workers, len(windows), batch)
     dealt.check("--samples")
     workers.agree(facts(manifest, options.device))
     say(f"note: {holders(checkpoint)}")
@@ -114,13 +116,15 @@ def chosen_windows(checkpoint: Checkpoint, text: Text, options: CalibrateOptions
     return windows
 
 
-def _manifest(checkpoint: Checkpoint, text: Text, windows: torch.Tensor, options: CalibrateOptions) -> dict[str, Any]:
+def _manifest(
+    checkpoint: Checkpoint, text: Text, windows: torch.Tensor, options: CalibrateOptions, batch: int
+) -> dict[str, Any]:
     count, context = windows.shape
     return {
         "schema": folder.SCHEMA,
         "kind": "calibration",
         "sparsepack": __version__,
-        **made_from(checkpoint, text, options.device, computed_in(checkpoint, options), options.batch),
+        **made_from(checkpoint, text, options.device, computed_in(checkpoint, options), batch),
         "attention": heads_of(checkpoint),
         "residual": residual_of(checkpoint),
         "tokens": {
@@ -199,11 +203,12 @@ def count_block(
 
     def collect(_: int, site: str, x: torch.Tensor) -> None:
         x = x[:, options.sinks :]
-        collectors.count(of_part, "site", site, x, norms[site])
+        seen = SiteInput(x, norms[site], neurons=site == MLP_MID and experts is None)
+        collectors.count(of_part, "site", site, seen)
         if site == ATTN_OUT and family.residual is not None:
             collectors.count(of_part, "outputs", "attention", x, heads.kv_heads, heads.head_dim)
-        if site == MLP_MID and experts is None:
-            collectors.count(of_part, "neurons", "neurons", x)
+        if seen.neurons:
+            collectors.count(of_part, "neurons", "neurons", seen)
 
     def watch(query: torch.Tensor, key: torch.Tensor, window: int) -> None:
         without = query[:, :, options.sinks :], key[:, :, options.sinks :]

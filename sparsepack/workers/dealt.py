@@ -16,10 +16,8 @@ import torch
 from torch import Tensor
 
 from sparsepack.errors import WorkersError
+from sparsepack.workers import PARTS
 from sparsepack.workers.workers import Workers
-
-PARTS = 16
-"""Parts of work whose sums are large, at most: so many sums of each kind come to the first worker."""
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from linked import together
 
 from sparsepack.errors import WorkersError
-from sparsepack.workers.dealt import PARTS, Dealt
+from sparsepack.workers import PARTS
+from sparsepack.workers.dealt import Dealt
 from sparsepack.workers.workers import Workers
 
 
