@@ -21,6 +21,7 @@ from torch import Tensor
 
 from sparsepack.errors import UserError, WorkerLost, WorkersError
 from sparsepack.files.hashing import combined, sha256_bytes
+from sparsepack.progress import say
 from sparsepack.version import __version__
 from sparsepack.workers.alive import signs_of_life
 from sparsepack.workers.environment import LAUNCHED, missing, several, several_machines, worker_number, workers_count
@@ -166,7 +167,12 @@ def _own_gpu(workers: Workers, device: str) -> torch.device | None:
     if torch.device(device).type == "cuda":
         card = [socket.gethostname(), str(torch.cuda.get_device_properties(device).uuid)]
     cards = workers.told(card)
-    if card is None or None in cards or len({tuple(each) for each in cards}) < len(cards):
+    if card is None or None in cards:
+        return None
+    if (count := len({tuple(each) for each in cards})) < len(cards):
+        if workers.first:
+            shared = f"{len(cards)} workers share {count} GPU{'s' if count > 1 else ''}"
+            say(f"note: {shared}, which makes nothing faster: they exchange tensors over the CPU's memory")
         return None
     for name, value in _NCCL.items():
         os.environ.setdefault(name, value)
