@@ -152,6 +152,8 @@ def _run(
     """The statistics of all blocks at the first worker; elsewhere none. windows: int64 [N, S]"""
     stream = BlockStream(checkpoint, options.device, computed_in(checkpoint, options))
     layers = [collectors.of_block(*block) for block in enumerate(resume.blocks())]
+    if resume.done == checkpoint.layers:  # what leaves the last block is not kept: nobody reads it
+        return layers
     hidden = stream.states(dealt.own(windows), resume.hidden(dealt=dealt))
     runs = (residual_of(checkpoint) or {"runs": 0})["runs"]
     of_run: Statistics = resume.kept_after(_RUN)
@@ -169,7 +171,8 @@ def _run(
                 of_run.clear()
             resume.keep_after(_RUN, of_run)
             layers.append(statistics)
-            resume.save_block(layer, collectors.named(layer, statistics), hidden, dealt)
+            left = hidden if layer + 1 < checkpoint.layers else None
+            resume.save_block(layer, collectors.named(layer, statistics), left, dealt)
     return layers
 
 
