@@ -16,6 +16,7 @@ is made for them once.
 """
 
 import hashlib
+import json
 import os
 import resource
 import shutil
@@ -26,10 +27,13 @@ import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from figures import json_option, write_figures
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 MAKING = {
     "calibrate": "calibrate {model} --text {text} --samples {samples} --context {context}",
@@ -45,6 +49,7 @@ MAKING = {
 """Each verb's command without its output. A word in braces that is another verb stands for what that one has made."""
 
 OUTPUT = {"pack": (".gguf", "-o"), "eval": (".json", "--json")}  # else a folder or a table, by -o
+SHARD = 5 << 30
 START = "import torch, transformers; torch.zeros(1, device='{device}')"
 
 
@@ -64,7 +69,6 @@ def made_shape(name: str, work: Path, device: str) -> Path:
     """The folder of a random checkpoint `shape:SIZE:LAYERS`, made on the device unless it is there."""
     import torch
     from cuda_synthetic import LLAMA_8B
-    from safetensors.torch import save_file
     from synthetic import TINY, Size, random, save_config
 
     from sparsepack.models.stock.skeleton import parameter_shapes
@@ -80,8 +84,28 @@ def made_shape(name: str, work: Path, device: str) -> Path:
     generator = torch.Generator(device=device).manual_seed(0)
     # The whole model's count of blocks scales what a block adds, however few of them are made.
     weights = {name: random(name, shapes[name], sizes[kind].layers, generator).cpu() for name in shapes}
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    _save_sharded(weights, folder)
     return folder
+
+
+def _save_sharded(weights: dict[str, "Tensor"], folder: Path) -> None:
+    """Save tensors as models of this size are published: in files of `SHARD` bytes or little less."""
+    from safetensors.torch import save_file
+
+    shards: list[list[str]] = [[]]
+    room = SHARD
+    for name, value in weights.items():
+        if shards[-1] and value.nbytes > room:
+            shards.append([])
+            room = SHARD
+        shards[-1].append(name)
+        room -= value.nbytes
+    files = [f"model-{number:05}-of-{len(shards):05}.safetensors" for number in range(1, len(shards) + 1)]
+    for file, names in zip(files, shards, strict=True):
+        save_file({name: weights[name] for name in names}, folder / file, metadata={"format": "pt"})
+    places = {name: file for file, names in zip(files, shards, strict=True) for name in names}
+    index = {"metadata": {"total_size": sum(value.nbytes for value in weights.values())}, "weight_map": places}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
 def content(path: Path) -> str:
