@@ -16,7 +16,6 @@ is made for them once.
 """
 
 import hashlib
-import json
 import os
 import resource
 import shutil
@@ -27,13 +26,10 @@ import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 from figures import json_option, write_figures
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 MAKING = {
     "calibrate": "calibrate {model} --text {text} --samples {samples} --context {context}",
@@ -49,7 +45,6 @@ MAKING = {
 """Each verb's command without its output. A word in braces that is another verb stands for what that one has made."""
 
 OUTPUT = {"pack": (".gguf", "-o"), "eval": (".json", "--json")}  # else a folder or a table, by -o
-SHARD = 5 << 30
 START = "import torch, transformers; torch.zeros(1, device='{device}')"
 
 
@@ -66,9 +61,11 @@ class Run:
 
 
 def made_shape(name: str, work: Path, device: str) -> Path:
-    """The folder of a random checkpoint `shape:SIZE:LAYERS`, made on the device unless it is there."""
+    """The folder of a random checkpoint `shape:SIZE:LAYERS`, made on the device unless it is there, in files as large
+    as usual: several are hashed at a time."""
     import torch
     from cuda_synthetic import LLAMA_8B
+    from huggingface_hub import save_torch_state_dict
     from synthetic import TINY, Size, random, save_config
 
     from sparsepack.models.stock.skeleton import parameter_shapes
@@ -84,28 +81,8 @@ def made_shape(name: str, work: Path, device: str) -> Path:
     generator = torch.Generator(device=device).manual_seed(0)
     # The whole model's count of blocks scales what a block adds, however few of them are made.
     weights = {name: random(name, shapes[name], sizes[kind].layers, generator).cpu() for name in shapes}
-    _save_sharded(weights, folder)
+    save_torch_state_dict(weights, folder, max_shard_size="5GB", metadata={"format": "pt"})
     return folder
-
-
-def _save_sharded(weights: dict[str, "Tensor"], folder: Path) -> None:
-    """Save tensors as models of this size are published: in files of `SHARD` bytes or little less."""
-    from safetensors.torch import save_file
-
-    shards: list[list[str]] = [[]]
-    room = SHARD
-    for name, value in weights.items():
-        if shards[-1] and value.nbytes > room:
-            shards.append([])
-            room = SHARD
-        shards[-1].append(name)
-        room -= value.nbytes
-    files = [f"model-{number:05}-of-{len(shards):05}.safetensors" for number in range(1, len(shards) + 1)]
-    for file, names in zip(files, shards, strict=True):
-        save_file({name: weights[name] for name in names}, folder / file, metadata={"format": "pt"})
-    places = {name: file for file, names in zip(files, shards, strict=True) for name in names}
-    index = {"metadata": {"total_size": sum(value.nbytes for value in weights.values())}, "weight_map": places}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
 def content(path: Path) -> str:

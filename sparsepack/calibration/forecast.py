@@ -30,7 +30,7 @@ def forecast(
     options = settled(checkpoint, options)
     windows = chosen_windows(checkpoint, text if isinstance(text, Text) else read_text(text), options)
     batch = at_once(options.batch, len(windows), windows.shape[1], options.device)
-    dealt = Dealt(Workers(0, workers), len(windows), batch)
+    dealt = Dealt.for_sums(Workers(0, workers), len(windows), batch)
     dealt.check("--samples")
     stream = BlockStream(checkpoint, options.device, computed_in(checkpoint, options))
 

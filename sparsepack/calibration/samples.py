@@ -5,9 +5,10 @@ import math
 
 import torch
 
-from sparsepack.calibration.options import FEW_AT_ONCE, FEWEST_SAMPLES, MOST_SAMPLES, SHARES, TOKENS_AT_ONCE
+from sparsepack.calibration.options import FEW_AT_ONCE, FEWEST_SAMPLES, MOST_SAMPLES, TOKENS_AT_ONCE
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
 from sparsepack.models.family import SITES
+from sparsepack.workers import PARTS
 
 WORK = 1.5e13
 """Weights times tokens: two cores take about six minutes for so much. A model with 900 million weights in its blocks
@@ -32,4 +33,4 @@ def at_once(asked: int | None, windows: int, context: int, device: str) -> int:
         return asked
     if torch.device(device).type != "cuda":
         return FEW_AT_ONCE
-    return max(FEW_AT_ONCE, min(TOKENS_AT_ONCE // context, windows // SHARES))
+    return max(FEW_AT_ONCE, min(TOKENS_AT_ONCE // context, windows // PARTS))
