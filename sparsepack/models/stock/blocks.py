@@ -58,6 +58,7 @@ class BlockStream:
 
     attention -- transformers' name of the implementation that the blocks use; None: the family's
     ahead     -- where blocks come from, and how long that took
+    passed    -- how many tokens `pass_on` has taken through a block so far, those of each block counted
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class BlockStream:
         self._backbone: Any = None
         self._after: dict[str, Any] = {}
         self.ahead = BlocksAhead(self._stored, self.device, dtype)
+        self.passed = 0
 
     def load(self, layer: int, tensors: Mapping[str, torch.Tensor] | None = None) -> None:
         """Let go of the block in memory, then read block `layer`, or take all its tensors as given, by their names
@@ -132,6 +134,7 @@ class BlockStream:
         called. The results take the place of what was there, so that the states of all windows are there once. A GPU
         is waited for at the end: until then `advance` may find that it has not come so far."""
         parts = torch.split(hidden, batch)
+        self.passed += hidden.shape[0] * hidden.shape[1]
         if self.device.type == "cuda":
             run_between_copies(parts, self, self.device, self.dtype, advance)
             return
