@@ -19,6 +19,7 @@ from sparsepack.models.own_code import STOCK_ALONE
 from sparsepack.models.stock.ahead import BlocksAhead
 from sparsepack.models.stock.attention import Watcher, watched_attention
 from sparsepack.models.stock.basis import add_basis
+from sparsepack.models.stock.copies import run_between_copies
 from sparsepack.models.stock.experts import ONE_BY_ONE
 from sparsepack.models.stock.skeleton import single_layer
 from sparsepack.models.stock.whole import backbone_of
@@ -57,6 +58,7 @@ class BlockStream:
 
     attention -- transformers' name of the implementation that the blocks use; None: the family's
     ahead     -- where blocks come from, and how long that took
+    passed    -- how many tokens `pass_on` has taken through a block so far, those of each block counted
     """
 
     def __init__(
@@ -72,6 +74,7 @@ class BlockStream:
         self._backbone: Any = None
         self._after: dict[str, Any] = {}
         self.ahead = BlocksAhead(self._stored, self.device, dtype)
+        self.passed = 0
 
     def load(self, layer: int, tensors: Mapping[str, torch.Tensor] | None = None) -> None:
         """Let go of the block in memory, then read block `layer`, or take all its tensors as given, by their names
@@ -130,12 +133,14 @@ class BlockStream:
         """Run the loaded block on hidden states [N, S, H], `batch` rows at a time, after each of which `advance` is
         called. The results take the place of what was there, so that the states of all windows are there once. A GPU
         is waited for at the end: until then `advance` may find that it has not come so far."""
-        cuda = self.device.type == "cuda"
-        for part in torch.split(hidden, batch):
-            part.copy_(self(part), non_blocking=cuda)
+        parts = torch.split(hidden, batch)
+        self.passed += hidden.shape[0] * hidden.shape[1]
+        if self.device.type == "cuda":
+            run_between_copies(parts, self, self.device, self.dtype, advance)
+            return
+        for part in parts:
+            part.copy_(self(part))
             advance()
-        if cuda:
-            torch.cuda.current_stream(self.device).synchronize()
 
     def watched(self, watcher: Watcher) -> AbstractContextManager[None]:
         """Within the context, the loaded block's attention shows its queries and keys to `watcher`."""
