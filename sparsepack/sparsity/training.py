@@ -79,7 +79,10 @@ class Training:
     def run(self, label: str, windows: torch.Tensor, loss: Loss) -> None:
         """Take the steps that are left, on stretches of `windows` [N, S]."""
         steps = self.options.steps
-        with repeatable(), progress(label, steps, self.step, 1, Shorter("--steps", steps)) as advance:
+        with (
+            repeatable(self.options.device),
+            progress(label, steps, self.step, 1, Shorter("--steps", steps)) as advance,
+        ):
             while self.step < steps:
                 ids = self._dealt.own(slices(windows, self.options, self.generator)).to(self.options.device)
                 self.descend([loss(part) for part in torch.split(ids, self._dealt.batch)])
