@@ -5,7 +5,9 @@ the output, in `.NAME.unfinished`. A run that was killed goes on from there with
 """
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,7 @@ from sparsepack.errors import CalibrationError
 from sparsepack.files.hashing import fingerprint
 from sparsepack.files.resume import ResumeState, state_beside
 from sparsepack.files.text import Text, read_text
+from sparsepack.files.transfer import on_host
 from sparsepack.formats.table import holders
 from sparsepack.models.architecture import expert_numbers
 from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
@@ -162,18 +165,25 @@ def _run(
     with (
         bound_told("calibrating", stream, resume),
         progress("calibrating", checkpoint.layers * batches, done * batches, 1, shorter) as advance,
+        ThreadPoolExecutor(1, "finished-blocks") as behind,
     ):
         for layer in range(done, checkpoint.layers):
             stream.load(layer)
             statistics = count_block(checkpoint, stream, layer, hidden, options, dealt, of_run, advance)
             if ends_run(layer, checkpoint.layers, runs):
-                statistics |= {name: value.cpu() for name, value in of_run.items()}
-                of_run.clear()
+                statistics |= of_run
+                of_run = {}
             resume.keep_after(_RUN, of_run)
             layers.append(statistics)
             left = hidden if layer + 1 < checkpoint.layers else None
-            resume.save_block(layer, collectors.named(layer, statistics), left, dealt)
+            resume.save_block(layer, partial(_brought, layers, layer), left, dealt, behind)
     return layers
+
+
+def _brought(layers: list[Statistics], layer: int) -> dict[str, torch.Tensor]:
+    """Bring the statistics of a block to the host; returns them as they are named in a file."""
+    layers[layer] = {name: on_host(value) for name, value in layers[layer].items()}
+    return collectors.named(layer, layers[layer])
 
 
 _RUN = "run"
@@ -190,8 +200,8 @@ def count_block(
     of_run: Statistics,
     advance: Advance,
 ) -> Statistics:
-    """The statistics of the loaded block, at the first worker; what belongs to a run of blocks is added to `of_run`
-    there. hidden: what enters the block, this worker's windows, in whose place comes what leaves it
+    """The statistics of the loaded block, on its device, at the first worker; what belongs to a run of blocks is added
+    to `of_run` there. hidden: what enters the block, this worker's windows, in whose place comes what leaves it
 
     What is counted in one part of the windows is added when the part is done, in the order of the parts, whichever
     worker has run them: sums then have the same bits for every number of workers.
@@ -239,4 +249,4 @@ def count_block(
         stream.watched(watch),
     ):
         stream.pass_on(hidden, dealt.batch, dealt.after_each(advance, part_done))
-    return {name: value.cpu() for name, value in statistics.items()}
+    return statistics

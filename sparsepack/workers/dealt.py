@@ -119,6 +119,7 @@ class Dealt:
         workers = self.workers
         if workers.count == 1:
             return own
+        own = own.cpu()  # workers' rows may lie on GPUs or not
         if not workers.first:
             workers.send(own, 0)
             return None

@@ -77,7 +77,7 @@ def plan(format: Format, checkpoint: Checkpoint, request: PlanRequest) -> GgufPl
     types = embedding | _types(checkpoint, type, notes)
     groups = tuple(_groups(checkpoint, types, request))
     shapes = manifest_shapes(tensors_of(groups))
-    manifest = make_manifest(format.name, checkpoint, request.provenance, shapes, notes, checkpoint.sha256)
+    manifest = make_manifest(format.name, checkpoint, request.provenance, shapes, notes, checkpoint.source.hash.so_far)
     own = {OWN_CONFIG: string(config_json(checkpoint)), OWN_TOKENIZER: string(checkpoint.tokenizer_json())}
     return GgufPlan(
         format=format.name,

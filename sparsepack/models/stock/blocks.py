@@ -25,6 +25,9 @@ from sparsepack.models.stock.skeleton import single_layer
 from sparsepack.models.stock.whole import backbone_of
 from sparsepack.progress import say
 
+RESIDENT = 8
+"""Hidden states stay on a GPU where they take at most this part of its memory: one over so many."""
+
 
 class BlockSource(Protocol):
     """A model whose tensors are read one at a time: a checkpoint, or what an artifact stands for."""
@@ -135,23 +138,29 @@ class BlockStream:
         is waited for at the end: until then `advance` may find that it has not come so far."""
         parts = torch.split(hidden, batch)
         self.passed += hidden.shape[0] * hidden.shape[1]
-        if self.device.type == "cuda":
+        if self.device.type == "cuda" and hidden.device.type == "cpu":
             run_between_copies(parts, self, self.device, self.dtype, advance)
             return
         for part in parts:
             part.copy_(self(part))
             advance()
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
 
     def watched(self, watcher: Watcher) -> AbstractContextManager[None]:
         """Within the context, the loaded block's attention shows its queries and keys to `watcher`."""
         return watched_attention(self._backbone, watcher)
 
     def states(self, ids: torch.Tensor, kept: torch.Tensor | None) -> torch.Tensor:
-        """The hidden states [N, S, H] of windows of token ids that a run goes on with, on the CPU: those that were
-        `kept`, or what `embed` gives. For a GPU they are page-locked, since each block takes them there and back."""
+        """The hidden states [N, S, H] of windows of token ids that a run goes on with: those that were `kept`, or what
+        `embed` gives. They are on the CPU, or on a GPU of which they take little (`RESIDENT`). Else they are
+        page-locked for it, since each block takes them there and back."""
         hidden = self.embed(ids) if kept is None else kept
         if self.device.type != "cuda":
             return hidden
+        free, whole = torch.cuda.mem_get_info(self.device)
+        if hidden.nbytes <= min(whole // RESIDENT, free // 2):
+            return hidden.to(self.device)
         try:
             return hidden.pin_memory()
         except RuntimeError:
