@@ -31,7 +31,7 @@ import torch
 from cuda_timing import device_line
 from figures import json_option, write_figures
 from hybrid_synthetic import SIZES, random_neurons, write_for_llama_cpp
-from llama_cpp_offload import Peer, Split, runner
+from llama_cpp_offload import LAYERS, MLPS, Peer, runner
 from nearness import expect_near, relative_error
 from replayed import Activity, tiled
 from synthetic import Size, random_ids
@@ -135,11 +135,6 @@ def ours(
     return found
 
 
-def peer_rounds(peer: Peer, splits: Sequence[Split], rounds: int) -> dict[str, list[float]]:
-    """Tokens a second of each split, by its name."""
-    return {split.name: peer.tokens_per_second(split, rounds) for split in splits}
-
-
 def row_of(name: str, speeds: Sequence[float], beside: float | None, of: Mapping[str, Any]) -> list[str]:
     """A row of the table. beside -- the peer's speed; of: what `per_token` says of ours"""
     median = statistics.median(speeds)
@@ -179,6 +174,9 @@ def anchor_of(shape: str, parts: Parts, budget: int) -> dict[str, list[float]]:
 @click.option("--threads", default=min(16, os.cpu_count() or 1), show_default=True, help="Of the processor, for both.")
 @click.option("--tune/--no-tune", default=True, help="Measure the links first, where nobody has on this machine.")
 @click.option("--llama-bench", type=click.Path(path_type=Path, exists=True), help="llama.cpp's, built with CUDA.")
+@click.option(
+    "--split", "splits", multiple=True, type=click.Choice([LAYERS, MLPS]), default=(LAYERS, MLPS), help="Of llama.cpp."
+)
 @click.option("--work", type=click.Path(path_type=Path), default=Path("/tmp/sparsepack-bench"), show_default=True)
 @json_option
 def main(
@@ -191,6 +189,7 @@ def main(
     threads: int,
     tune: bool,
     llama_bench: Path | None,
+    splits: tuple[str, ...],
     work: Path,
     json_path: Path | None,
 ) -> None:
@@ -225,15 +224,15 @@ def main(
             *(size.layers, PROMPT, tokens, threads),
             layer=parts.attention[0] + 3 * parts.gates[0],
             mlp=3 * parts.gates[0],
+            kinds=splits,
         )
     report: dict[str, Any] = {"device": device_line(), "threads": threads, "size": asdict(size), "check": differences}
     for budget in budgets:
-        splits = [] if peer is None else peer.within(budget)
-        before = {} if peer is None else peer_rounds(peer, splits, rounds)
+        before = {} if peer is None else peer.within(budget, rounds)
         found = ours(packed, activity, budget, settings, policy.split(","), rounds)
         freed()
-        after = {} if peer is None else peer_rounds(peer, splits, rounds)
-        theirs = {name: before[name] + after[name] for name in before} or anchor_of(shape, parts, budget)
+        after = {} if peer is None else {split: peer.tokens_per_second(split, rounds) for split in before}
+        theirs = {split.name: before[split] + after[split] for split in before} or anchor_of(shape, parts, budget)
         best = max((statistics.median(speeds) for speeds in theirs.values()), default=None)
         rows = [row_of(f"llama.cpp, {name}", speeds, best, {}) for name, speeds in theirs.items()]
         for name, of in found.items():
@@ -243,7 +242,7 @@ def main(
         told = [f"{name}: {per_token_in_words(of)}" for name, of in found.items() if "bytes" in of]
         ran = {of["description"] for of in found.values()}
         click.echo(markdown(Table(HEAD, rows, f"{size.name} in {in_words(budget)}", [*told, *sorted(ran)])))
-        report[in_words(budget)] = {"ours": found, "llama.cpp": theirs, "splits": [asdict(split) for split in splits]}
+        report[in_words(budget)] = {"ours": found, "llama.cpp": theirs, "splits": [asdict(split) for split in before]}
         write_figures(json_path, report)
 
 
