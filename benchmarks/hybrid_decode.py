@@ -1,7 +1,8 @@
 """Decoding with a card too small for the model: hot neurons there, the others on the processor and over the bus.
 
     python benchmarks/hybrid_decode.py --shape 13b [--vram LIST] [--llama-bench PATH] [--json FILE]
-    python benchmarks/hybrid_decode.py --shape 70b --vram 24GB,32GB
+    python benchmarks/hybrid_decode.py --shape 70b --vram 24GB,32GB [--split layers]
+    python benchmarks/hybrid_decode.py --shape 13b --whole
 
 Random weights of the shape (`hybrid_synthetic.py`); who is active is replayed from a trace of a trained model at a
 density of 0.132 (`replayed.py`), since no trained ReLU model of these sizes is here. Without --vram: a quarter, a half
@@ -135,6 +136,22 @@ def ours(
     return found
 
 
+def whole(packed: PackedModel, settings: EngineOptions, tokens: int, rounds: int) -> dict[str, list[float]]:
+    """Tokens a second where all is on the card: of the cuda engine, the same within a budget, and with a slot for each
+    neuron. Who is active is what random gates say, about half: the cuda engine replays nothing."""
+    ample = f"{2 * parts_of(packed, PROMPT + tokens, 'f16').weights / 1e6 + 4000:.0f}MB"
+    told = {
+        "the cuda engine": settings,
+        "within a budget": replace(settings, vram=ample),
+        "a slot for each neuron": replace(settings, cached=1.0),
+    }
+    engines = {name: Engine(packed, options) for name, options in told.items()}
+    engines["the cuda engine, dense"] = Engine(packed, settings, dense=True)
+    prompt = random_ids(packed.architecture.vocabulary, PROMPT, seed=3)
+    timed = {name: partial(decode_seconds, engine, prompt, tokens) for name, engine in engines.items()}
+    return {name: [1 / each for each in taken] for name, taken in in_turns(timed, rounds, warm_up=1).items()}
+
+
 def row_of(name: str, speeds: Sequence[float], beside: float | None, of: Mapping[str, Any]) -> list[str]:
     """A row of the table. beside -- the peer's speed; of: what `per_token` says of ours"""
     median = statistics.median(speeds)
@@ -178,6 +195,7 @@ def anchor_of(shape: str, parts: Parts, budget: int) -> dict[str, list[float]]:
     "--split", "splits", multiple=True, type=click.Choice([LAYERS, MLPS]), default=(LAYERS, MLPS), help="Of llama.cpp."
 )
 @click.option("--work", type=click.Path(path_type=Path), default=Path("/tmp/sparsepack-bench"), show_default=True)
+@click.option("--whole", "is_whole", is_flag=True, help="With all on the card, instead of within budgets.")
 @json_option
 def main(
     shape: str,
@@ -191,6 +209,7 @@ def main(
     llama_bench: Path | None,
     splits: tuple[str, ...],
     work: Path,
+    is_whole: bool,
     json_path: Path | None,
 ) -> None:
     """Print a table for each budget, and write the figures so far."""
@@ -210,6 +229,14 @@ def main(
     differences = check(size)
     click.echo(f"logits differ from the reference backend's by: {differences}")
     freed()
+    report: dict[str, Any] = {"device": device_line(), "threads": threads, "size": asdict(size), "check": differences}
+    if is_whole:
+        found = whole(packed, settings, tokens, rounds)
+        beside = statistics.median(found["the cuda engine"])
+        rows = [row_of(name, speeds, beside, {})[:4] for name, speeds in found.items()]
+        click.echo(markdown(Table(["all on the card", "t/s", "range", "x the cuda engine"], rows, size.name)))
+        write_figures(json_path, report | {"whole": found})
+        return
     if tune:
         click.echo(links_of(size, threads))
     peer = None
@@ -226,7 +253,6 @@ def main(
             mlp=3 * parts.gates[0],
             kinds=splits,
         )
-    report: dict[str, Any] = {"device": device_line(), "threads": threads, "size": asdict(size), "check": differences}
     for budget in budgets:
         before = {} if peer is None else peer.within(budget, rounds)
         found = ours(packed, activity, budget, settings, policy.split(","), rounds)
