@@ -191,6 +191,7 @@ def anchor_of(shape: str, parts: Parts, budget: int) -> dict[str, list[float]]:
 @click.option("--threads", default=min(16, os.cpu_count() or 1), show_default=True, help="Of the processor, for both.")
 @click.option("--tune/--no-tune", default=True, help="Measure the links first, where nobody has on this machine.")
 @click.option("--llama-bench", type=click.Path(path_type=Path, exists=True), help="llama.cpp's, built with CUDA.")
+@click.option("--peer-tokens", type=int, help="That llama.cpp is timed for in a round, in a context of so many.")
 @click.option(
     "--split", "splits", multiple=True, type=click.Choice([LAYERS, MLPS]), default=(LAYERS, MLPS), help="Of llama.cpp."
 )
@@ -207,6 +208,7 @@ def main(
     threads: int,
     tune: bool,
     llama_bench: Path | None,
+    peer_tokens: int | None,
     splits: tuple[str, ...],
     work: Path,
     is_whole: bool,
@@ -248,7 +250,7 @@ def main(
         peer = Peer(
             runner(llama_bench),
             path if path.is_file() else write_for_llama_cpp(size, path),
-            *(size.layers, PROMPT, tokens, threads),
+            *(size.layers, PROMPT, peer_tokens or tokens, threads),
             layer=parts.attention[0] + 3 * parts.gates[0],
             mlp=3 * parts.gates[0],
             kinds=splits,
