@@ -75,10 +75,13 @@ def calibrate(
     options = settled(checkpoint, options)
     if workers.first:
         folder.check_output(output, overwrite)
-    chosen = chosen_windows(checkpoint, text, options).tolist() if workers.first else None
-    windows = torch.tensor(workers.told_by_first(chosen))
+
+    def drawn() -> torch.Tensor:
+        chosen = chosen_windows(checkpoint, text, options).tolist() if workers.first else None
+        return torch.tensor(workers.told_by_first(chosen))
+
+    windows = checkpoint.source.hash.share_beside(workers, drawn)
     batch = at_once(options.batch, len(windows), windows.shape[1], options.device)
-    checkpoint.source.hash.share(workers)
     manifest = _manifest(checkpoint, text, windows, options, batch)
     dealt = Dealt.for_sums(workers, len(windows), batch)
     dealt.check("--samples")
