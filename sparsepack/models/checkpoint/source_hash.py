@@ -45,7 +45,7 @@ class SourceHash:
             self.share_beside(workers, lambda: None)
 
     def share_beside(self, workers: Workers, work: Callable[[], T]) -> T:
-        """As `share`, also of one worker, while each does other work; returns what that gives."""
+        """Do as `share` does, also for one worker alone, while each does other work; returns what that gives."""
         if workers.count == 1 or self._known is not None:
             with self.meanwhile() as sha256:
                 made = work()
