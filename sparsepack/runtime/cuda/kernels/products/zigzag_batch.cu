@@ -18,7 +18,7 @@
 //
 // Macros: those of zigzag.cuh and column_split.cuh; INPUTS 1 to 8; FLAG_IN_DATA 0
 //         GATE 1: the first half of a tile's bands is of gate, the second of up; activation(gate) * up is written
-//         ACTIVATION: number of the function, see activations.cuh
+//         ACTIVATION: number of the function, see activations.cuh; or where GATED of that of the input
 
 #include "common/activations.cuh"
 
