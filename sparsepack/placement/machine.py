@@ -13,7 +13,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from sparsepack.errors import PlacementError
-from sparsepack.placement.budget import Parts, Plan, work_of
+from sparsepack.placement.budget import SPARE, Parts, Plan, work_of
 from sparsepack.placement.links import Links
 
 HBM, DRAM, SCATTERED = 0.7, 0.9, 0.85
@@ -76,7 +76,13 @@ MACHINES: Mapping[str, Machine] = MappingProxyType(
 
 @dataclass(frozen=True)
 class Shape:
-    """A model in numbers. heads and kv_heads are of 128 channels; bits of a weight; cache in 16 bits."""
+    """A model in numbers.
+
+    intermediate -- neurons of a block; of a mixture those of an expert
+    heads, kv_heads -- of 128 channels, whose keys and values take 16 bits; heads None: as many as the hidden state has
+    bits         -- of a weight
+    experts, used -- of a block, and of these for a token; 0: it is no mixture
+    """
 
     layers: int
     hidden: int
@@ -85,6 +91,14 @@ class Shape:
     context: int
     vocabulary: int = 32_000
     bits: float = 4.5
+    heads: int | None = None
+    experts: int = 0
+    used: int = 0
+
+    @property
+    def unit(self) -> str:
+        """What has slots: "neurons", or "experts"."""
+        return "experts" if self.experts else "neurons"
 
     @property
     def row_bytes(self) -> float:
@@ -93,18 +107,24 @@ class Shape:
 
     @property
     def record_bytes(self) -> int:
-        """What a slot takes: an up row and a down column."""
-        return int(2 * self.row_bytes)
+        """What a slot takes: an up row and a down column, or all of an expert."""
+        return int(3 * self.intermediate * self.row_bytes if self.experts else 2 * self.row_bytes)
+
+    @property
+    def units(self) -> int:
+        """The number of neurons of a block, or of experts."""
+        return self.experts or self.intermediate
 
     @property
     def neurons(self) -> int:
-        """The number of neurons of all blocks."""
-        return self.layers * self.intermediate
+        """The number of neurons of all blocks, or of experts."""
+        return self.layers * self.units
 
     @property
     def attention(self) -> float:
         """Bytes of q, k, v and o of a block."""
-        return (2 * self.hidden + 256 * self.kv_heads) * self.row_bytes
+        heads = self.hidden if self.heads is None else 128 * self.heads
+        return (2 * heads + 256 * self.kv_heads) * self.row_bytes
 
     @property
     def cache(self) -> float:
@@ -113,18 +133,19 @@ class Shape:
 
     @property
     def gates(self) -> float:
-        """Bytes of the gates of a block."""
-        return self.intermediate * self.row_bytes
+        """Bytes of the gates of a block; of a mixture of the router, in 32 bits."""
+        return 4.0 * self.experts * self.hidden if self.experts else self.intermediate * self.row_bytes
 
     @property
     def parts(self) -> Parts:
         """What such a model takes, as `placement.budget` plans it; its embedding is not its output."""
         words = int(self.vocabulary * self.row_bytes)
-        weights = 2 * words + int(self.layers * (self.attention + 3 * self.gates))
+        mlp = self.gates + self.units * self.record_bytes
+        weights = 2 * words + int(self.layers * (self.attention + mlp))
         work, least_work = (
             work_of(
-                hidden=self.hidden,
-                intermediate=self.intermediate,
+                hidden=max(self.hidden, 128 * (self.heads or 0)),
+                intermediate=self.intermediate * max(self.used, 1),
                 blocks=self.layers,
                 vocabulary=self.vocabulary,
                 texts=1,
@@ -139,10 +160,11 @@ class Shape:
             attention=(int(self.attention),) * self.layers,
             gates=(int(self.gates),) * self.layers,
             record=self.record_bytes,
-            neurons=self.intermediate,
+            neurons=self.units,
             cache=int(self.cache),
             work=work,
             least_work=least_work,
+            spare=self.used or SPARE,
         )
 
 
@@ -151,8 +173,30 @@ SHAPES: Mapping[str, Shape] = MappingProxyType(
         "7b": Shape(32, 4096, 11_008, 32, 2048),
         "13b": Shape(40, 5120, 13_824, 40, 2048),
         "70b": Shape(80, 8192, 28_672, 8, 4096),
+        "30b-a3b": Shape(48, 2048, 768, 4, 4096, vocabulary=151_936, heads=32, experts=128, used=8),
+        "8x7b": Shape(32, 4096, 14_336, 8, 4096, experts=8, used=2),
     }
 )
+
+
+DEFAULT_SHAPES: Mapping[str, str] = MappingProxyType({"neurons": "70b", "experts": "30b-a3b"})
+"""The shape that is modelled where none is named, by what has slots."""
+
+
+def shape_of(name: str | None, unit: str) -> str:
+    """The name of a shape whose slots are for such units, "neurons" or "experts"; None: the one of DEFAULT_SHAPES.
+
+    Raises `PlacementError` for one of the others.
+    """
+    fitting = [each for each, shape in SHAPES.items() if shape.unit == unit]
+    if name is None:
+        return DEFAULT_SHAPES[unit]
+    if name not in fitting:
+        raise PlacementError(
+            f"--shape {name}: a model whose {SHAPES[name].unit} have slots, and the trace is of {unit}; "
+            f"give {', '.join(fitting[:-1])} or {fitting[-1]}"
+        )
+    return name
 
 
 def machine_of(name: str) -> Machine:

@@ -138,3 +138,12 @@ def test_an_unknown_machine_is_refused(tmp_path):
         machine_of("pcie6")
     with pytest.raises(PlacementError, match="cannot be read"):
         machine_of(str(tmp_path / "missing.json"))
+
+
+def test_mixtures_have_as_many_weights_as_their_names_say() -> None:
+    for name, billions in (("30b-a3b", 30.5), ("8x7b", 46.7)):
+        parts = SHAPES[name].parts
+        assert SHAPES[name].unit == "experts"
+        assert parts.weights / 4.5 * 8 == pytest.approx(billions * 1e9, rel=0.01)
+        assert parts.neurons == SHAPES[name].experts
+        assert parts.spare == SHAPES[name].used

@@ -38,6 +38,8 @@ large copies are."""
 RECORDS_OVER_THE_BUS = 0.64
 """Kernels read records over the bus at this share of the speed of large copies: measured on an H200
 (benchmarks/RESULTS.md)."""
+MATRICES_OVER_THE_BUS = 0.78
+"""Products read matrices over the bus at this share, likewise."""
 
 
 class Processor(Protocol):
@@ -210,4 +212,4 @@ class CudaHybridDecoder(CudaDecoder):
 def assumed_links(record: int) -> Links:
     """The links where none were measured, for records of so many bytes."""
     links = MACHINES[ASSUMED].rates(record).links
-    return replace(links, bus=RECORDS_OVER_THE_BUS * links.bus)
+    return replace(links, bus=RECORDS_OVER_THE_BUS * links.bus, far_bus=MATRICES_OVER_THE_BUS * links.far_bus)

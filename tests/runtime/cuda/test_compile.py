@@ -82,6 +82,10 @@ VARIANTS = {
             (3, 1, 1, 16, 64, 8),
         )
     ],
+    "head_sums": [(f"INPUT={type}", f"GROUP={group}") for type, group in ((0, 1), (1, 7), (2, 4))],
+    "site_counts": [
+        (f"INPUT={type}", f"CRITERIA={criteria}", f"ACTIVE={type % 2}") for type, criteria in ((0, 2), (1, 1), (2, 2))
+    ],
     "quantise_slide": [
         (
             *(f"INPUT={type}", "FP8=0", f"OF={of}", f"WINDOWS={of // 2 - 1}"),
@@ -99,6 +103,7 @@ VARIANTS = {
                 f"CLUSTER={CLUSTER}",
                 f"TOKENS={tile.tokens}",
                 f"GROUPS={tile.groups}",
+                f"LOAD_WARPS={tile.load_warps}",
             ),
             *(f"STAGES={tile.stages}", f"OUT_BUFFERS={tile.out_buffers}"),
         )

@@ -5,8 +5,9 @@
 //     (product)   rows 0 .. near - 1  ->  sums               meanwhile
 //     far_take    awaits the answer; y = sums, then the answer, + bias + residual  ->  squares of y
 //
-// Both wait for the kernel before first, and let the next one begin then: what flag_in_data.cuh asks for. What they read
-// may be in its words; y is.
+// Both wait for the kernel before first, and let the next one begin later: what flag_in_data.cuh asks for. What they read
+// may be in its words; y is. The product, whose weights travel as soon as it begins, begins only when the request has
+// reached the host: behind so many reads on the bus it would come when they are over.
 
 #include "common/flag_in_data.cuh"
 #include "neurons/hand_over.cuh"
@@ -40,7 +41,6 @@ extern "C" __global__ void __launch_bounds__(THREADS)
             const int* number, int before_list) {
     __shared__ float scratch[THREADS / 32];
     wait_for_previous();
-    launch_dependents();
 #pragma unroll 1
     for (int b = 0; b < texts; ++b) {
         const float* const from = x + (u64)b * columns;
@@ -57,7 +57,10 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     }
     fence_system();
     __syncthreads();
-    if (threadIdx.x == 0) store_release_system(request, number_of_step(number, before_list));
+    if (threadIdx.x) return;
+    store_release_system(request, number_of_step(number, before_list));
+    fence_system();
+    launch_dependents();
 }
 
 // sums      float32 [texts][near]: what the product left

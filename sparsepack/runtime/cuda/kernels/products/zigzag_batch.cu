@@ -148,7 +148,7 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1) zigzag_batch(
     // sums of active columns; where HOLD, of the weights of inactive ones, for each input [INPUTS]; the blocks' partial
     // sums, every word SENTINEL: [tiles][SPLITS][TILE_BANDS][INPUTS][256]
     u64* active, u64* skipped, float* workspace) {
-    extern __shared__ uint4 memory[];
+    extern __shared__ __align__(128) uint4 memory[];  // bulk copies of columns: both ends alike modulo 128 bytes
     __shared__ float sums_of[WARPS][INPUTS], warp_max_abs[WARPS][INPUTS];
     __shared__ int found[WARPS];
     __shared__ u64 full[STAGES], empty[STAGES];

@@ -224,7 +224,7 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, RESIDENT) zigzag_gemv(
     u32* reset, int reset_count,
     // of the router, where CHOSEN
     const float* logits) {
-    extern __shared__ uint4 memory[];
+    extern __shared__ __align__(128) uint4 memory[];  // bulk copies of columns: both ends alike modulo 128 bytes
     __shared__ float sums_of[WARPS], warp_max_abs[WARPS];
     __shared__ int found[WARPS];
     __shared__ u64 full[RING_STAGES], empty[RING_STAGES];
