@@ -61,10 +61,11 @@ class Run:
 
 
 def made_shape(name: str, work: Path, device: str) -> Path:
-    """The folder of a random checkpoint `shape:SIZE:LAYERS`, made on the device unless it is there."""
+    """The folder of a random checkpoint `shape:SIZE:LAYERS`, made on the device unless it is there, in files as large
+    as usual: several are hashed at a time."""
     import torch
     from cuda_synthetic import LLAMA_8B
-    from safetensors.torch import save_file
+    from huggingface_hub import save_torch_state_dict
     from synthetic import TINY, Size, random, save_config
 
     from sparsepack.models.stock.skeleton import parameter_shapes
@@ -80,7 +81,7 @@ def made_shape(name: str, work: Path, device: str) -> Path:
     generator = torch.Generator(device=device).manual_seed(0)
     # The whole model's count of blocks scales what a block adds, however few of them are made.
     weights = {name: random(name, shapes[name], sizes[kind].layers, generator).cpu() for name in shapes}
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    save_torch_state_dict(weights, folder, max_shard_size="5GB", metadata={"format": "pt"})
     return folder
 
 

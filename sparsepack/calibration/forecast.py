@@ -9,6 +9,7 @@ from torch import Tensor
 from sparsepack.calibration.options import CalibrateOptions
 from sparsepack.calibration.residual import residual_of
 from sparsepack.calibration.run import chosen_windows, computed_in, count_block, settled
+from sparsepack.calibration.samples import at_once
 from sparsepack.files.text import Text, read_text
 from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from sparsepack.models.stock.blocks import BlockStream
@@ -28,7 +29,8 @@ def forecast(
     checkpoint = model if isinstance(model, Checkpoint) else open_checkpoint(model)
     options = settled(checkpoint, options)
     windows = chosen_windows(checkpoint, text if isinstance(text, Text) else read_text(text), options)
-    dealt = Dealt(Workers(0, workers), len(windows), options.batch)
+    batch = at_once(options.batch, len(windows), windows.shape[1], options.device)
+    dealt = Dealt.for_sums(Workers(0, workers), len(windows), batch)
     dealt.check("--samples")
     stream = BlockStream(checkpoint, options.device, computed_in(checkpoint, options))
 

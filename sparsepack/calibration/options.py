@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from sparsepack.errors import CalibrationError
 from sparsepack.option import LARGEST_SEED, check_options, not_with, option
+from sparsepack.workers import PARTS
 
 CRITERIA = ("magnitude", "column-norm")
 """The scores of these criteria are counted; see `calibration.criteria`."""
@@ -13,6 +14,10 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 MOST_SAMPLES, FEWEST_SAMPLES = 128, 8
 """The number of windows is between these, unless it is given."""
+
+FEW_AT_ONCE, TOKENS_AT_ONCE = 2, 16_384
+"""So many windows run at a time on a CPU, where fewer tokens do. A GPU that has more of them waits less for the host;
+so many workers as there are `PARTS` can have windows of their own."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +38,12 @@ class CalibrateOptions:
         "Which windows are drawn.", default=0, least=0, most=LARGEST_SEED, counts=(not_with("samples", 0),)
     )
     sinks: int = option("First positions of a window left out of the statistics.", default=4, least=0)
-    batch: int = option("Windows at a time.", default=2, least=1)
+    batch: int | None = option(
+        f"Windows at a time (default {FEW_AT_ONCE}; on a CUDA device as many as have {TOKENS_AT_ONCE:,} tokens, at "
+        f"most 1/{PARTS} of all).",
+        default=None,
+        least=1,
+    )
     device: str = option("Where models run: cpu, cuda, cuda:1, mps.", default="cpu")
     dtype: str = option(
         "What blocks are computed in; auto: float32 on a CPU, the model's own type on a GPU. Weights are read as they "

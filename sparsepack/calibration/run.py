@@ -5,7 +5,9 @@ the output, in `.NAME.unfinished`. A run that was killed goes on from there with
 """
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ import torch
 from sparsepack.calibration import collectors, folder
 from sparsepack.calibration.collectors import Statistics
 from sparsepack.calibration.collectors.residual import ends_run
+from sparsepack.calibration.collectors.site_input import SiteInput
 from sparsepack.calibration.criteria import column_norms
 from sparsepack.calibration.experts import told_of_starved
 from sparsepack.calibration.folder import Calibration
@@ -21,11 +24,12 @@ from sparsepack.calibration.heads import heads_of
 from sparsepack.calibration.made_from import facts, made_from
 from sparsepack.calibration.options import CalibrateOptions
 from sparsepack.calibration.residual import residual_of
-from sparsepack.calibration.samples import samples_of
+from sparsepack.calibration.samples import at_once, samples_of
 from sparsepack.errors import CalibrationError
 from sparsepack.files.hashing import fingerprint
 from sparsepack.files.resume import ResumeState, state_beside
 from sparsepack.files.text import Text, read_text
+from sparsepack.files.transfer import on_host
 from sparsepack.formats.table import holders
 from sparsepack.models.architecture import expert_numbers
 from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
@@ -73,9 +77,10 @@ def calibrate(
         folder.check_output(output, overwrite)
     chosen = chosen_windows(checkpoint, text, options).tolist() if workers.first else None
     windows = torch.tensor(workers.told_by_first(chosen))
+    batch = at_once(options.batch, len(windows), windows.shape[1], options.device)
     checkpoint.source.hash.share(workers)
-    manifest = _manifest(checkpoint, text, windows, options)
-    dealt = Dealt(workers, len(windows), options.batch)
+    manifest = _manifest(checkpoint, text, windows, options, batch)
+    dealt = Dealt.for_sums(workers, len(windows), batch)
     dealt.check("--samples")
     workers.agree(facts(manifest, options.device))
     say(f"note: {holders(checkpoint)}")
@@ -114,13 +119,15 @@ def chosen_windows(checkpoint: Checkpoint, text: Text, options: CalibrateOptions
     return windows
 
 
-def _manifest(checkpoint: Checkpoint, text: Text, windows: torch.Tensor, options: CalibrateOptions) -> dict[str, Any]:
+def _manifest(
+    checkpoint: Checkpoint, text: Text, windows: torch.Tensor, options: CalibrateOptions, batch: int
+) -> dict[str, Any]:
     count, context = windows.shape
     return {
         "schema": folder.SCHEMA,
         "kind": "calibration",
         "sparsepack": __version__,
-        **made_from(checkpoint, text, options.device, computed_in(checkpoint, options), options.batch),
+        **made_from(checkpoint, text, options.device, computed_in(checkpoint, options), batch),
         "attention": heads_of(checkpoint),
         "residual": residual_of(checkpoint),
         "tokens": {
@@ -148,25 +155,35 @@ def _run(
     """The statistics of all blocks at the first worker; elsewhere none. windows: int64 [N, S]"""
     stream = BlockStream(checkpoint, options.device, computed_in(checkpoint, options))
     layers = [collectors.of_block(*block) for block in enumerate(resume.blocks())]
+    if resume.done == checkpoint.layers:  # what leaves the last block is not kept: nobody reads it
+        return layers
     hidden = stream.states(dealt.own(windows), resume.hidden(dealt=dealt))
     runs = (residual_of(checkpoint) or {"runs": 0})["runs"]
     of_run: Statistics = resume.kept_after(_RUN)
-    done, parts = resume.done, dealt.parts
+    done, batches = resume.done, dealt.runs
     shorter = Shorter("--samples", len(windows))
     with (
         bound_told("calibrating", stream, resume),
-        progress("calibrating", checkpoint.layers * parts, done * parts, 1, shorter) as advance,
+        progress("calibrating", checkpoint.layers * batches, done * batches, 1, shorter) as advance,
+        ThreadPoolExecutor(1, "finished-blocks") as behind,
     ):
         for layer in range(done, checkpoint.layers):
             stream.load(layer)
             statistics = count_block(checkpoint, stream, layer, hidden, options, dealt, of_run, advance)
             if ends_run(layer, checkpoint.layers, runs):
-                statistics |= {name: value.cpu() for name, value in of_run.items()}
-                of_run.clear()
+                statistics |= of_run
+                of_run = {}
             resume.keep_after(_RUN, of_run)
             layers.append(statistics)
-            resume.save_block(layer, collectors.named(layer, statistics), hidden, dealt)
+            left = hidden if layer + 1 < checkpoint.layers else None
+            resume.save_block(layer, partial(_brought, layers, layer), left, dealt, behind)
     return layers
+
+
+def _brought(layers: list[Statistics], layer: int) -> dict[str, torch.Tensor]:
+    """Bring the statistics of a block to the host; returns them as they are named in a file."""
+    layers[layer] = {name: on_host(value) for name, value in layers[layer].items()}
+    return collectors.named(layer, layers[layer])
 
 
 _RUN = "run"
@@ -183,47 +200,47 @@ def count_block(
     of_run: Statistics,
     advance: Advance,
 ) -> Statistics:
-    """The statistics of the loaded block, at the first worker; what belongs to a run of blocks is added to `of_run`
-    there. hidden: what enters the block, this worker's windows, in whose place comes what leaves it
+    """The statistics of the loaded block, on its device, at the first worker; what belongs to a run of blocks is added
+    to `of_run` there. hidden: what enters the block, this worker's windows, in whose place comes what leaves it
 
-    What is counted in one batch is added when the batch is done, in the order of the batches, whichever worker has run
-    them: sums then have the same bits for every number of workers.
+    What is counted in one part of the windows is added when the part is done, in the order of the parts, whichever
+    worker has run them: sums then have the same bits for every number of workers.
     """
     family, heads = checkpoint.family, heads_of_config(checkpoint.config)
     epsilon = float(getattr(checkpoint.config, "rms_norm_eps", 0))
     norms = {site: column_norms(stream.block, family, site) for site in SITES}
     experts = expert_numbers(checkpoint.config)
     statistics: Statistics = {}
-    of_batch: Statistics = {}
-    run_of_batch: Statistics = {}
+    of_part: Statistics = {}
+    run_of_part: Statistics = {}
 
     def collect(_: int, site: str, x: torch.Tensor) -> None:
         x = x[:, options.sinks :]
-        collectors.count(of_batch, "site", site, x, norms[site])
+        seen = SiteInput(x, norms[site], neurons=site == MLP_MID and experts is None)
+        collectors.count(of_part, "site", site, seen)
         if site == ATTN_OUT and family.residual is not None:
-            collectors.count(of_batch, "outputs", "attention", x, heads.kv_heads, heads.head_dim)
-        if site == MLP_MID and experts is None:
-            collectors.count(of_batch, "neurons", "neurons", x)
+            collectors.count(of_part, "outputs", "attention", x, heads.kv_heads, heads.head_dim)
+        if seen.neurons:
+            collectors.count(of_part, "neurons", "neurons", seen)
 
     def watch(query: torch.Tensor, key: torch.Tensor, window: int) -> None:
         without = query[:, :, options.sinks :], key[:, :, options.sinks :]
-        collectors.count(of_batch, "attention", "attention", *without, window)
-        collectors.count(of_batch, "window", "attention", query, key, window)
+        collectors.count(of_part, "attention", "attention", *without, window)
+        collectors.count(of_part, "window", "attention", query, key, window)
 
     def read(states: torch.Tensor) -> None:
-        collectors.count(run_of_batch, "residual", "residual", states[:, options.sinks :], epsilon)
+        collectors.count(run_of_part, "residual", "residual", states[:, options.sinks :], epsilon)
 
     def route(chosen: torch.Tensor) -> None:
         assert experts is not None
-        collectors.count(of_batch, "experts", "experts", chosen[:, options.sinks :], experts.count)
+        collectors.count(of_part, "experts", "experts", chosen[:, options.sinks :], experts.count)
 
-    def batch_done(having: int) -> None:
-        for found in dealt.workers.in_order({**of_batch, **run_of_batch}, having):
-            collectors.add_to(statistics, {name: found[name] for name in of_batch})
-            collectors.add_to(of_run, {name: found[name] for name in run_of_batch})
-        of_batch.clear()
-        run_of_batch.clear()
-        advance(having)
+    def part_done(having: int) -> None:
+        for found in dealt.workers.in_order({**of_part, **run_of_part}, having):
+            collectors.add_to(statistics, {name: found[name] for name in of_part})
+            collectors.add_to(of_run, {name: found[name] for name in run_of_part})
+        of_part.clear()
+        run_of_part.clear()
 
     with (
         site_hooks([(layer, stream.block)], family, collect),
@@ -231,5 +248,5 @@ def count_block(
         routing_hooks(stream.block, family, route),
         stream.watched(watch),
     ):
-        stream.pass_on(hidden, dealt.size, dealt.after_each(batch_done))
-    return {name: value.cpu() for name, value in statistics.items()}
+        stream.pass_on(hidden, dealt.batch, dealt.after_each(advance, part_done))
+    return statistics

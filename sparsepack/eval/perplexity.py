@@ -5,7 +5,7 @@ the second half runs sparse and only it is scored.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,7 +59,7 @@ def score_windows(
     first = scored_from(protocol, width, second_half)
     start = {"dense": width, "all": 0, "decode": first}[protocol]
     scorers = [scorer] if reference is None else [scorer, reference]
-    rows = max(1, min(each.rows_at_once(width, batch) for each in scorers) // batch) * batch
+    rows = rows_together(scorers, width, batch)
     found: list[dict[str, torch.Tensor]] = []
     with progress(f"perplexity ({protocol})", len(inputs), shorter=shorter) as advance:
         done = _whole(advance, sum(each.steps for each in scorers))
@@ -74,6 +74,11 @@ def score_windows(
     joined = {name: _of_all(torch.cat([sums[name] for sums in found]), dealt) for name in found[0]}
     compared = (joined.get(name) for name in ("kl", "same_top", "reference_nll"))
     return WindowScores(joined["nll"], width - first, *compared)
+
+
+def rows_together(scorers: Sequence[WindowScorer], width: int, batch: int) -> int:
+    """How many windows of `width` tokens wait together for all scorers: whole batches."""
+    return max(1, min(each.rows_at_once(width, batch) for each in scorers) // batch) * batch
 
 
 def _whole(advance: Callable[[int], None], steps: int) -> Done:

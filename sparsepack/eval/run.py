@@ -4,7 +4,7 @@ import importlib.metadata
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -42,15 +42,7 @@ def evaluate(request: EvalRequest, read: Callable[[str], Text] = read_text, work
     check_type("request", request, EvalRequest, UserError)
     request.check()
     request.check_workers(workers.count)
-    request = with_paths(request)
-    texts = [read(name) for name in request.perplexity]
-    table = read_thresholds(request.thresholds) if request.thresholds else None
-    subject = subject_of(request, table)
-    context = window_length(request.context, subject.context)
-    if texts and context > subject.context:
-        raise TextError(f"context {context}: {subject.name} was made for at most {subject.context}")
-    protocol = protocol_of(request, subject)
-    reference = _reference(request, subject)
+    request, texts, subject, context, protocol, reference = opened(request, read)
     if workers.count > 1:
         workers.agree(_facts(request, subject, texts, context, protocol))
     scorer = subject.scorer()
@@ -106,6 +98,31 @@ def evaluate(request: EvalRequest, read: Callable[[str], Text] = read_text, work
     if request.tasks:
         result["tasks"] = _tasks(request, subject, protocol, workers)
     return result
+
+
+class Opened(NamedTuple):
+    """What a request is about: its texts, the subject, tokens in a window, the protocol, the source's scorer if that is
+    compared with."""
+
+    request: EvalRequest
+    texts: list[Text]
+    subject: Subject
+    context: int
+    protocol: str
+    reference: CountingScorer | None
+
+
+def opened(request: EvalRequest, read: Callable[[str], Text] = read_text) -> Opened:
+    """Open what a request, which was checked, is about. Raises `UserError` subclasses for what cannot be measured."""
+    request = with_paths(request)
+    texts = [read(name) for name in request.perplexity]
+    table = read_thresholds(request.thresholds) if request.thresholds else None
+    subject = subject_of(request, table)
+    context = window_length(request.context, subject.context)
+    if texts and context > subject.context:
+        raise TextError(f"context {context}: {subject.name} was made for at most {subject.context}")
+    protocol = protocol_of(request, subject)
+    return Opened(request, texts, subject, context, protocol, _reference(request, subject))
 
 
 def _facts(

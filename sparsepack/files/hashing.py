@@ -13,6 +13,9 @@ from typing import Any
 NO_HASH = "0" * 64
 """These 64 zeros stand where a SHA-256 will be written."""
 
+TO_COME = "?" * 64
+"""These stand where the SHA-256 of what is still being hashed will be written."""
+
 _PIECE = 1 << 20
 
 

@@ -10,7 +10,8 @@ goes on from one says where it lies.
 
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Executor, Future
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -125,6 +126,7 @@ class ResumeState:
         self._after: dict[str, tuple[Mapping[str, torch.Tensor], Dealt | None]] = {}  # the block at hand, by name
         self._saved, self._pause = time.monotonic(), pause_after(0)
         self.seconds = 0.0
+        self._behind: Future[None] | None = None
         if self.path is not None and self.path.exists():
             self._read(self.path)
         self.parts = workers.told_by_first(self.parts)
@@ -228,19 +230,28 @@ class ResumeState:
     def save_block(
         self,
         layer: int,
-        found: Mapping[str, torch.Tensor],
+        found: Mapping[str, torch.Tensor] | Callable[[], Mapping[str, torch.Tensor]],
         hidden: torch.Tensor | None = None,
         dealt: Dealt | None = None,
+        behind: Executor | None = None,
         **values: Any,
     ) -> None:
         """Keep a finished block - tensors found there, values - and the hidden states after it where the run needs
-        them. A run that was killed goes on after the last one that was committed (`due`)."""
+        them. A run that was killed goes on after the last one that was committed (`due`).
+
+        found  -- the tensors, or what gives them
+        behind -- a thread that keeps them while the run goes on; the next block waits for it. None: they are kept now
+        """
         began = time.monotonic()
-        if found:
-            self.keep(_BLOCKS, f"block-{layer:05}", found)
+        self._wait_behind()
+        if behind is not None:
+            self._behind = behind.submit(self._keep_found, layer, found)
+        else:
+            self._keep_found(layer, found)
         if hidden is not None:
             self.keep_hidden(hidden, dealt=dealt)
         if self.due(layer):
+            self._wait_behind()
             for name, (tensors, shared) in self._after.items():
                 whole = {key: value if shared is None else shared.gathered(value) for key, value in tensors.items()}
                 if whole and self.path is not None:
@@ -251,6 +262,19 @@ class ResumeState:
             self._pause = pause_after(self._saved - began)
         self._after.clear()
         self.seconds += time.monotonic() - began
+
+    def _keep_found(
+        self, layer: int, found: Mapping[str, torch.Tensor] | Callable[[], Mapping[str, torch.Tensor]]
+    ) -> None:
+        tensors = found() if callable(found) else found
+        if tensors:
+            self.keep(_BLOCKS, f"block-{layer:05}", tensors)
+
+    def _wait_behind(self) -> None:
+        """Until the block before is kept. Raises what keeping it raised."""
+        behind, self._behind = self._behind, None
+        if behind is not None:
+            behind.result()
 
     def _read(self, path: Path) -> None:
         """Take what is there and fits; remove the rest."""

@@ -54,6 +54,20 @@ def host_pieces(data: Tensor) -> Iterator[memoryview]:
         yield flat.cpu().numpy().data
 
 
+def on_host(tensor: Tensor) -> Tensor:
+    """The tensor in the host's memory, where a GPU's is copied by a stream of its own: work that was begun after what
+    made it is not waited for, and must not change it."""
+    if not tensor.is_cuda:
+        return tensor.cpu()
+    made = torch.empty(tensor.shape, dtype=tensor.dtype)
+    whole, end = made.view(-1).view(torch.uint8).numpy(), 0
+    with torch.cuda.device(tensor.device), torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
+        for piece in host_pieces(tensor.contiguous().view(-1).view(torch.uint8)):
+            start, end = end, end + len(piece)
+            np.copyto(whole[start:end], np.frombuffer(piece, np.uint8))
+    return made
+
+
 def _staged(flat: Tensor) -> Iterator[memoryview]:
     for piece in torch.split(flat, PIECE):
         staged = _buffer()[: piece.numel()]

@@ -1,9 +1,9 @@
 """How fast a machine would decode: a model of its time, in which memory is read and nothing else takes time.
 
-A token reads attention, the keys and values, and the gates of all neurons from the GPU's memory, or over the bus what
-of them has no room there; of the active neurons the up row and the down column, from the GPU's memory where they have
-slots, otherwise from host memory, which the processor reads, or the processor and the GPU over the bus together. It is
-a bound: kernels and launches come on top.
+A token reads attention, the keys and values, and the gates of all neurons from the GPU's memory, or from host memory
+what of them has no room there; of the active neurons the up row and the down column, from the GPU's memory where they
+have slots, otherwise from host memory. That the processor reads, or the processor and the GPU over the bus together;
+only the output matrix, where it has no room, the GPU reads alone. It is a bound: kernels and launches come on top.
 """
 
 import json
@@ -37,7 +37,7 @@ def measured_rates(links: Links, record_bytes: int) -> Rates:
     """What kernels reach by links that were measured: all is read as fast as records, and the host's memory serves
     processor and bus at the speeds that were measured while both read it."""
     card, bus, worker = (speed * record_bytes for speed in (links.resident, links.bus, links.worker))
-    return Rates(links, card, bus, bus + worker)
+    return Rates(links, card, links.far(record_bytes)[0], max(bus + worker, sum(links.far(record_bytes))))
 
 
 @dataclass(frozen=True)
@@ -57,8 +57,10 @@ class Machine:
     def rates(self, record_bytes: int) -> Rates:
         """What kernels reach of these bandwidths, for records of so many bytes."""
         hbm, dram, bus = HBM * self.hbm * 1e9, DRAM * self.dram * 1e9, self.pcie * 1e9
-        worker = min(SCATTERED * dram, (self.cpu or self.dram) * 1e9)
-        links = Links(hbm / record_bytes, bus / record_bytes, worker / record_bytes, self.handover_us * 1e-6)
+        most = (self.cpu or self.dram) * 1e9
+        worker = min(SCATTERED * dram, most) / record_bytes
+        handover = self.handover_us * 1e-6
+        links = Links(hbm / record_bytes, bus / record_bytes, worker, handover, bus, min(dram, most))
         return Rates(links, hbm, bus, dram)
 
 
@@ -140,14 +142,17 @@ class Shape:
         words = int(self.vocabulary * self.row_bytes)
         mlp = self.gates + self.units * self.record_bytes
         weights = 2 * words + int(self.layers * (self.attention + mlp))
-        work = work_of(
-            hidden=max(self.hidden, 128 * (self.heads or 0)),
-            intermediate=self.intermediate * max(self.used, 1),
-            blocks=self.layers,
-            vocabulary=self.vocabulary,
-            texts=1,
-            record=self.record_bytes,
-            model=weights,
+        work, least_work = (
+            work_of(
+                hidden=max(self.hidden, 128 * (self.heads or 0)),
+                intermediate=self.intermediate * max(self.used, 1),
+                blocks=self.layers,
+                vocabulary=self.vocabulary,
+                texts=1,
+                record=self.record_bytes,
+                model=model,
+            )
+            for model in (weights, 0)
         )
         return Parts(
             embedding=words,
@@ -158,6 +163,7 @@ class Shape:
             neurons=self.units,
             cache=int(self.cache),
             work=work,
+            least_work=least_work,
             spare=self.used or SPARE,
         )
 
@@ -224,13 +230,13 @@ def machine_of(name: str) -> Machine:
 class TokenSeconds:
     """What a token takes by the model of time: seconds for each part, of which `slots` and `host` go on at once.
 
-    card     -- reading what is always read from the GPU's memory; bus: what of it lies in the host's
+    card     -- reading what is always read from the GPU's memory; far: what of it lies in the host's
     slots    -- reading active neurons out of slots; host: out of host memory, both ways together
-    handover -- of inputs and results, all blocks
+    handover -- of inputs and results, all blocks and matrices
     """
 
     card: float
-    bus: float
+    far: float
     slots: float
     host: float
     handover: float
@@ -238,7 +244,7 @@ class TokenSeconds:
     @property
     def together(self) -> float:
         """What the whole token takes."""
-        return self.card + self.bus + max(self.slots, self.host) + self.handover
+        return self.card + self.far + max(self.slots, self.host) + self.handover
 
     @property
     def parts(self) -> dict[str, float]:
@@ -260,7 +266,8 @@ def seconds_per_token(
 
     density -- share of the neurons that a token needs; hit_rate -- share of these that have slots
     moved   -- share of all neurons that come to the GPU with a token
-    over_the_bus -- the GPU reads a part of what has no slot from host memory itself, beside the processor
+    over_the_bus -- the GPU and the processor share what lies in host memory: what has no slot, and matrices that every
+                    token reads, but for the output matrix; else each reads what is its own
     """
     links, parts = rates.links, plan.parts
     needed = density * parts.all_neurons
@@ -270,12 +277,15 @@ def seconds_per_token(
     from_host = (offloaded + moves) * parts.record / rates.host
     host = max(together if over_the_bus else alone, from_host)
     card, bus = plan.always_read
-    handover = parts.blocks * links.handover if offloaded else 0.0
-    return TokenSeconds(card / rates.card, bus / rates.bus, needed * hit_rate / links.resident, host, handover)
+    divided = (bus - plan.host["output"]) if over_the_bus else 0
+    far = (bus - divided) / rates.bus + divided / min(sum(links.far(parts.record)), rates.host)
+    handovers = (parts.blocks if offloaded else 0) + (plan.far_products if over_the_bus else 0)
+    slots = needed * hit_rate / links.resident
+    return TokenSeconds(card / rates.card, far, slots, host, handovers * links.handover)
 
 
 def dense_split(rates: Rates, parts: Parts, vram: float) -> float:
     """Tokens per second of a dense model of whose weights as many as fit are on the GPU, the rest on the processor."""
     weights = parts.weights - parts.embedding
-    near = max(0.0, min(weights, vram - parts.least))
+    near = max(0.0, min(weights, vram - parts.cache - parts.work_within(int(vram)).bytes))
     return 1 / ((near + parts.cache) / rates.card + (weights - near) / rates.host)

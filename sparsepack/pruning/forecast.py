@@ -33,7 +33,7 @@ def forecast(
     read = load_calibration(calibration)
     read.check_model(checkpoint)
     windows = spread_windows(read.windows, options.windows)
-    dealt = Dealt(Workers(0, workers), len(windows), options.batch)
+    dealt = Dealt.for_sums(Workers(0, workers), len(windows), options.batch)
     dealt.check("--windows")
     patterns = {site: pattern for (layer, site), pattern in site_patterns(checkpoint, options).items() if layer == 0}
     if not patterns:

@@ -5,7 +5,7 @@ the output, in `.NAME.unfinished`, from which a run that was killed goes on.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -22,13 +22,13 @@ from sparsepack.files.resume import ResumeState, state_beside
 from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from sparsepack.models.checkpoint.source_files import texts_of
 from sparsepack.models.checkpoint.writer import made_of_blocks, write_checkpoint
-from sparsepack.models.family import SITES
+from sparsepack.models.family import MLP_MID, SITES
 from sparsepack.models.precision import arithmetic
 from sparsepack.models.records.made import records_beside
 from sparsepack.models.records.pattern import Pattern
 from sparsepack.models.records.pruned import RECORD, Pruned, PrunedMatrix
 from sparsepack.models.records.rule import SiteKey
-from sparsepack.models.sites import chosen_sites
+from sparsepack.models.sites import chosen_sites, site_name
 from sparsepack.models.stock.blocks import BlockStream
 from sparsepack.models.stock.bound import bound_told
 from sparsepack.models.stock.hooks import routing_hooks, site_hooks
@@ -89,7 +89,7 @@ def prune(
     # On which card of several it runs does not matter.
     stored = asdict(options) | {"device": torch.device(options.device).type}
     asked = {"model": checkpoint.sha256, "calibration": digest, "options": stored}
-    dealt = Dealt(workers, 0 if windows is None else len(windows), options.batch)
+    dealt = Dealt.for_sums(workers, 0 if windows is None else len(windows), options.batch)
     if windows is not None:
         dealt.check("--windows")
     command = fingerprint({"sparsepack": __version__, **asked})
@@ -136,7 +136,7 @@ def _run(
     stream = block_stream(checkpoint, options)
     matrices = [TypeAdapter(PrunedMatrix).validate_json(json.dumps(row)) for row in resume.value("matrices", [])]
     hidden = None if windows is None else stream.states(dealt.own(windows), resume.hidden(dealt=dealt))
-    batches = dealt.parts
+    batches = dealt.runs
     each = 1 + 2 * batches
     shorter = None if windows is None else Shorter("--windows", len(windows))
     with (
@@ -171,60 +171,82 @@ def prune_loaded(
     dealt: Dealt,
     advance: Advance,
 ) -> tuple[dict[str, Tensor], list[PrunedMatrix]]:
-    """The new tensors of the loaded block, by their names within it, and at the first worker what was done to each.
+    """The new tensors of the loaded block, by their names within it, and what was done to each, in their order.
 
     patterns -- of its sites; hidden -- what enters the block, this worker's windows; None where no input matters
+
+    Each site is pruned by one of the workers.
     """
     workers = dealt.workers
     products = METHODS[options.method].needs == "products"
-    sums: dict[str, Sums] = {}
+    pruners = _pruners(checkpoint, layer, patterns, 1 if options.permute else workers.count)
+    sums: list[dict[str, Sums]] = [{} for _ in range(workers.count)]
     for site in patterns if hidden is not None else ():
-        sums |= empty_sums(checkpoint, site, layer, products, stream.device)
+        sums[pruners[site]] |= empty_sums(checkpoint, site, layer, products, stream.device)
     if hidden is not None and patterns:
         _count(stream, layer, hidden, sums, dealt, advance)
     else:
-        advance(dealt.parts)
-    found: dict[str, Tensor] = {}
-    rows: list[PrunedMatrix] = []
-    if workers.first:
-        inputs = inputs_of(sums, options.damping, layer)
-        found, rows = prune_block(checkpoint, layer, patterns, inputs, options, stream.device)
-    return workers.all_from_first(found), rows
+        advance(dealt.runs)
+    own = {site: pattern for site, pattern in patterns.items() if pruners[site] == workers.number}
+    inputs = inputs_of(sums[workers.number], options.damping, layer)
+    found, rows = (
+        prune_block(checkpoint, layer, own, inputs, options, stream.device) if own or workers.first else ({}, [])
+    )
+    told = [row for said in workers.told([asdict(row) for row in rows]) for row in said]
+    sites = [site_name(layer, site) for site in patterns]
+    rows = [TypeAdapter(PrunedMatrix).validate_json(json.dumps(row)) for row in told]
+    changed = {name: tensor for each in workers.of_all(found, to_gpu=True) for name, tensor in each.items()}
+    return changed, sorted(rows, key=lambda row: sites.index(row.site))
+
+
+def _pruners(checkpoint: Checkpoint, layer: int, sites: Iterable[str], workers: int) -> dict[str, int]:
+    """The worker that prunes each site: the one that has the fewest columns so far, since what takes the time is to go
+    through the columns of a matrix, one after the other. The down matrices are the first worker's, which tells of
+    experts that no token reached; the others follow from the most columns on."""
+    columns = {
+        site: checkpoint.stacked_shape(site, layer)[1] * len(checkpoint.family.projections[site]) for site in sites
+    }
+    taken = [0] * workers
+    pruners = {}
+    for site in sorted(columns, key=lambda site: (site != MLP_MID, -columns[site])):
+        pruners[site] = taken.index(min(taken))
+        taken[pruners[site]] += columns[site]
+    return pruners
 
 
 def _count(
     stream: BlockStream,
     layer: int,
     hidden: Tensor,
-    sums: Mapping[str, Sums],
+    sums: Sequence[Mapping[str, Sums]],
     dealt: Dealt,
     advance: Advance,
 ) -> None:
-    """Add what enters the matrices of the loaded block to `sums`, at the first worker: batch by batch, in their order,
-    whichever worker has run each. hidden: what enters the block, this worker's windows"""
+    """Add what enters the matrices of the loaded block to the `sums` of each worker, at that worker: part by part, in
+    their order, whichever worker has run each. hidden: what enters the block, this worker's windows"""
     family = stream.source.family
-    of_batch = {name: each.empty_like() for name, each in sums.items()}
+    of_part = {name: each.empty_like() for of_worker in sums for name, each in of_worker.items()}
     routed: list[Tensor] = []  # in this pass, before what enters the down matrices of experts is there
 
     def count(_: int, site: str, x: Tensor) -> None:
         for name, inputs in entering(family, site, x, routed[-1] if routed else None):
-            if name in of_batch:
-                of_batch[name].add(inputs)
+            if name in of_part:
+                of_part[name].add(inputs)
 
     def route(chosen: Tensor) -> None:
         routed[:] = [chosen]
 
-    def batch_done(having: int) -> None:
-        counted = {f"{of}/{name}": value for of, each in of_batch.items() for name, value in each.counted.items()}
-        for found in dealt.workers.in_order(counted, having):
-            for of, total in sums.items():
-                total.take({name: found[f"{of}/{name}"] for name in of_batch[of].counted})
-        for each in of_batch.values():
+    def part_done(having: int) -> None:
+        for worker, of_worker in enumerate(sums):
+            counted = {f"{of}/{name}": value for of in of_worker for name, value in of_part[of].counted.items()}
+            for found in dealt.workers.in_order(counted, having, to=worker):
+                for of, total in of_worker.items():
+                    total.take({name: found[f"{of}/{name}"] for name in of_part[of].counted})
+        for each in of_part.values():
             each.clear()
-        advance(having)
 
-    done = dealt.after_each(batch_done)
+    done = dealt.after_each(advance, part_done)
     with site_hooks([(layer, stream.block)], family, count), routing_hooks(stream.block, family, route):
-        for part in torch.split(hidden, dealt.size):
+        for part in torch.split(hidden, dealt.batch):
             stream(part)
             done()

@@ -12,6 +12,7 @@ from dataclasses import replace
 import torch
 
 from sparsepack.calibration.collectors import histogram
+from sparsepack.calibration.collectors.site_input import SiteInput, kernels_on
 from sparsepack.files.resume import ResumeState
 from sparsepack.models.family import SITES
 from sparsepack.models.records.rule import CURVE_SHARES, Rules, SiteKey, SiteRule, sparsify
@@ -35,7 +36,7 @@ def sequential_thresholds(
     dealt -- the windows among workers, in batches that are run at a time. Scores are counted in whole numbers, which
              workers add once for each site: all of them take the same thresholds
     """
-    layers, batches = stream.source.layers, dealt.parts
+    layers, batches = stream.source.layers, dealt.runs
     rules, hidden = finished_rules(resume), stream.states(dealt.own(windows), resume.hidden(dealt=dealt))
     done = len(rules) // len(SITES)
     shorter = Shorter("--windows", len(windows))
@@ -56,7 +57,7 @@ def rules_of_block(
     """The rules of the loaded block's sites; the states that enter it become those that leave it, sparse by them."""
     found = _site_rules(stream, layer, hidden, choose(layer, stream), dealt)
     with sparse_second_half(stream, layer, found):
-        stream.pass_on(hidden, dealt.size, dealt.after_each(advance))
+        stream.pass_on(hidden, dealt.batch, dealt.after_each(advance))
     return found
 
 
@@ -81,7 +82,7 @@ def _site_rules(
         if choice.sparsity == 0:
             rules[layer, site] = SiteRule()
             continue
-        counts = _score_counts(stream, (layer, site), torch.split(hidden, dealt.size), choice, rules)
+        counts = _score_counts(stream, (layer, site), torch.split(hidden, dealt.batch), choice, rules)
         rules[layer, site] = at_quantile(choice, dealt.workers.summed(counts))
     return rules
 
@@ -101,13 +102,13 @@ def _score_counts(
     rules: Rules,
 ) -> torch.Tensor:
     """Histogram of the score at one site of the loaded block, the sites before it sparse by `rules`."""
-    counts = torch.zeros(histogram.BINS, dtype=torch.int64)
+    counts = torch.zeros(histogram.BINS, dtype=torch.int64, device=stream.device)
 
     def count(x: torch.Tensor) -> None:
-        counts.add_(histogram.count(score(second_half(x), choice)).cpu())
+        counts.add_(score_counts(second_half(x), choice))
 
     inputs_of_site(stream, key, batches, rules, count)
-    return counts
+    return counts.cpu()
 
 
 def inputs_of_site(
@@ -137,6 +138,15 @@ def score(x: torch.Tensor, choice: SiteRule) -> torch.Tensor:
     """|x_j - offset_j| * c_j in float32: [..., columns]."""
     shifted = x.float() if choice.offset is None else x.float() - choice.offset.to(x.device)
     return shifted.abs() if choice.channel_weights is None else shifted.abs() * choice.channel_weights.to(x.device)
+
+
+def score_counts(x: torch.Tensor, choice: SiteRule) -> torch.Tensor:
+    """The histogram of `score`, int64 [histogram.BINS], on the device of x."""
+    weights = choice.channel_weights
+    if choice.offset is None and kernels_on(x.device):
+        norms = torch.ones(x.shape[-1], device=x.device) if weights is None else weights.to(x.device).float()
+        return SiteInput(x, norms).counted.scores[0 if weights is None else 1]
+    return histogram.count(score(x, choice))
 
 
 def second_half(x: torch.Tensor) -> torch.Tensor:

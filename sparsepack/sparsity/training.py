@@ -12,6 +12,7 @@ import torch
 
 from sparsepack.errors import WorkersError
 from sparsepack.files.resume import ResumeState, pause_after
+from sparsepack.models.stock.repeatable import repeatable
 from sparsepack.progress import Shorter, progress
 from sparsepack.workers.dealt import Dealt
 from sparsepack.workers.workers import Workers
@@ -78,10 +79,13 @@ class Training:
     def run(self, label: str, windows: torch.Tensor, loss: Loss) -> None:
         """Take the steps that are left, on stretches of `windows` [N, S]."""
         steps = self.options.steps
-        with progress(label, steps, self.step, 1, Shorter("--steps", steps)) as advance:
+        with (
+            repeatable(self.options.device),
+            progress(label, steps, self.step, 1, Shorter("--steps", steps)) as advance,
+        ):
             while self.step < steps:
                 ids = self._dealt.own(slices(windows, self.options, self.generator)).to(self.options.device)
-                self.descend([loss(part) for part in torch.split(ids, self._dealt.size)])
+                self.descend([loss(part) for part in torch.split(ids, self._dealt.batch)])
                 advance()
 
     def descend(self, found: Sequence[Found]) -> None:

@@ -11,3 +11,7 @@ Nowhere else is torch.distributed called, or a process forked. Whatever the numb
 bits: windows are dealt in parts that do not depend on it, and what is found in each part is added in the order of the
 parts.
 """
+
+PARTS = 16
+"""Parts of work whose sums are large, at most: so many sums of each kind come to the worker that needs them, and so
+many workers can share it."""

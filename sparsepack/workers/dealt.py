@@ -4,27 +4,55 @@
     |-- size --|  |-- size --|  |-- size --|  |-- rest --|         of `rows` rows
     worker 0      worker 1      worker 0      worker 1             of two workers
 
-A part is what is run at one time. In round r the workers have the parts r * count ... of them, in their order: what is
-found there is added in the order of the workers, so all together in the order of the parts.
+A part is one batch, of what is run at one time, or several. In round r the workers have the parts r * count ... of
+them, in their order: what is found there is added in the order of the workers, so all together in the order of the
+parts.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from sparsepack.errors import WorkersError
+from sparsepack.workers import PARTS
 from sparsepack.workers.workers import Workers
 
 
 @dataclass(frozen=True)
 class Dealt:
-    """Rows of tensors, dealt to workers. size -- rows in a part"""
+    """Rows of tensors, dealt to workers.
+
+    batch   -- rows that are run at one time
+    batches -- batches in a part
+    """
 
     workers: Workers
     rows: int
-    size: int
+    batch: int
+    batches: int = 1
+
+    @classmethod
+    def for_sums(cls, workers: Workers, rows: int, batch: int) -> "Dealt":
+        """Rows in `PARTS` parts at most, whatever the number of workers: what is summed over a part is exchanged, not
+        what is found in each batch."""
+        return cls(workers, rows, batch, max(1, -(-rows // (batch * PARTS))))
+
+    @property
+    def size(self) -> int:
+        """Rows in a part."""
+        return self.batch * self.batches
+
+    @property
+    def runs(self) -> int:
+        """How many batches there are."""
+        return -(-self.rows // self.batch)
+
+    @property
+    def own_runs(self) -> int:
+        """How many batches this worker has; the first one has the most."""
+        return sum(self._runs(part) for part in self._of(self.workers.number))
 
     @property
     def parts(self) -> int:
@@ -32,14 +60,14 @@ class Dealt:
         return -(-self.rows // self.size)
 
     @property
+    def own_rounds(self) -> int:
+        """How many parts this worker has."""
+        return len(self._of(self.workers.number))
+
+    @property
     def rounds(self) -> int:
         """How many parts the first worker has, of whom none has more."""
         return -(-self.parts // self.workers.count)
-
-    @property
-    def own_parts(self) -> int:
-        """How many parts this worker has."""
-        return len(range(self.workers.number, self.parts, self.workers.count))
 
     def check(self, option: str) -> None:
         """Raise `WorkersError` where a worker would have nothing to do.
@@ -47,24 +75,38 @@ class Dealt:
         option -- the one that says how many windows there are
         """
         if self.workers.count > self.parts:
+            kind = "batches" if self.batches == 1 else "parts"
+            more = f", or give more {option} or a smaller --batch" if self.parts < PARTS else ""
             raise WorkersError(
-                f"{self.workers.count} workers for {self.parts} batches of {self.size} windows: some would be idle; "
-                f"start {self.parts} at most, or give more {option} or a smaller --batch"
+                f"{self.workers.count} workers for {self.parts} {kind} of {self.size} windows: some would be idle; "
+                f"start {self.parts} at most{more}"
             )
 
     def having(self, round: int) -> int:
         """How many workers have a part in a round: so many of the first ones."""
         return min(self.workers.count, self.parts - round * self.workers.count)
 
-    def after_each(self, done: Callable[[int], object]) -> Callable[[], None]:
-        """A function to call after each of this worker's parts, which calls `done` with how many workers had a part in
-        that round."""
-        rounds = iter(range(self.rounds))
+    def after_each(
+        self, run: Callable[[int], object], part_done: Callable[[int], object] | None = None
+    ) -> Callable[[], None]:
+        """A function to call after each of this worker's batches, which calls `run` with how many workers have run one
+        meanwhile, and before that, after the last batch of a part, `part_done` with how many have such a part. A
+        worker that has none in the last round calls that in it, too."""
 
-        def part_done() -> None:
-            done(self.having(next(rounds)))
+        def all_of_them() -> Iterator[None]:
+            for round in range(self.own_rounds):
+                there = [self._runs(round * self.workers.count + worker) for worker in range(self.having(round))]
+                last = there[self.workers.number]
+                for number in range(1, last + 1):
+                    if part_done is not None and number == last:
+                        part_done(len(there))
+                        if round + 2 == self.rounds and round + 1 == self.own_rounds:
+                            part_done(self.having(round + 1))
+                    run(sum(runs >= number for runs in there))
+                    yield
 
-        return part_done
+        each = all_of_them()
+        return lambda: next(each)
 
     def own(self, whole: Tensor) -> Tensor:
         """This worker's rows of a tensor [rows, ...], in their order."""
@@ -77,6 +119,7 @@ class Dealt:
         workers = self.workers
         if workers.count == 1:
             return own
+        own = own.cpu()  # workers' rows may lie on GPUs or not
         if not workers.first:
             workers.send(own, 0)
             return None
@@ -108,6 +151,9 @@ class Dealt:
 
     def _at(self, part: int) -> slice:
         return slice(part * self.size, min((part + 1) * self.size, self.rows))
+
+    def _runs(self, part: int) -> int:
+        return -(-min(self.size, self.rows - part * self.size) // self.batch)
 
     def _rows(self, worker: int) -> int:
         return sum(self._at(part).stop - self._at(part).start for part in self._of(worker))

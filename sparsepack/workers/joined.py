@@ -9,17 +9,19 @@ import os
 import platform
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from sparsepack.errors import UserError, WorkerLost, WorkersError
 from sparsepack.files.hashing import combined, sha256_bytes
+from sparsepack.progress import say
 from sparsepack.version import __version__
 from sparsepack.workers.alive import signs_of_life
 from sparsepack.workers.environment import LAUNCHED, missing, several, several_machines, worker_number, workers_count
@@ -32,9 +34,11 @@ _VALUE = 1 << 20  # a store of torch.distributed takes values of 8 MiB at most: 
 
 
 @contextmanager
-def joined() -> Iterator[Workers]:
+def joined(device: str = "cpu") -> Iterator[Workers]:
     """The workers that this process is one of, until the work is done; `ALONE` where it was not started as one of
     several.
+
+    device -- where this one computes; where each has a GPU of its own, they exchange tensors from GPU to GPU
 
     An error that leaves the context is told to the others, which then end, too. Raises `WorkersError` where workers
     are missing or have other versions.
@@ -73,19 +77,22 @@ def joined() -> Iterator[Workers]:
     with signs_of_life(workers, _Link(c10d.PrefixStore("sparsepack", store.clone()))):
         try:
             workers.agree(_versions())
+            workers.gpu = _own_gpu(workers, device)
             try:
                 distributed.init_process_group(
-                    "gloo",
+                    "gloo" if workers.gpu is None else "cpu:gloo,cuda:nccl",
                     store=c10d.PrefixStore("gloo", store),
                     rank=number,
                     world_size=count,
                     timeout=timedelta(seconds=LIMIT),
+                    device_id=workers.gpu,
                 )
             except RuntimeError as error:  # a machine's name that does not resolve, or no way between them
                 reason = " ".join(str(error).split())[:200]
+                settings = "GLOO_SOCKET_IFNAME" + ("" if workers.gpu is None else " and NCCL_SOCKET_IFNAME")
                 raise WorkersError(
                     f"{workers.names[number]} cannot open connections to the others ({reason}); set "
-                    "GLOO_SOCKET_IFNAME to the network interface by which the machines reach each other"
+                    f"{settings} to the network interface by which the machines reach each other"
                 ) from error
             yield workers
             workers.leave()  # nobody ends while another one may still ask
@@ -126,15 +133,53 @@ class _Link:
         parts = range(int(self._store.get(key)))
         return b"".join(self._store.get(f"{key}/part {number}") for number in parts).decode()
 
-    def send(self, tensor: Tensor, to: int) -> None:
+    def send(self, tensors: Sequence[Tensor], to: int) -> None:
         import torch.distributed as distributed
 
-        distributed.send(tensor, to)
+        _exchange(distributed.isend, tensors, to)
 
-    def receive(self, into: Tensor, sender: int) -> None:
+    def receive(self, into: Sequence[Tensor], sender: int) -> None:
         import torch.distributed as distributed
 
-        distributed.recv(into, sender)
+        _exchange(distributed.irecv, into, sender)
+
+
+def _exchange(what: Callable[..., Any], tensors: Sequence[Tensor], other: int) -> None:
+    """Send or receive tensors in their order: those on a GPU in one call, before those on the CPU."""
+    import torch.distributed as distributed
+
+    on_gpu = [distributed.P2POp(what, tensor, other) for tensor in tensors if tensor.is_cuda]
+    for begun in distributed.batch_isend_irecv(on_gpu) if on_gpu else []:
+        begun.wait()  # the stream waits, not this process
+    for tensor in tensors:
+        if not tensor.is_cuda:
+            what(tensor, other).wait()
+
+
+_NCCL = {"NCCL_NVLS_ENABLE": "0", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
+"""No multicast, whose sums nobody needs here and which not every machine lets a program use; and no threads of torch
+that end the process with many lines: `signs_of_life` does so with one."""
+
+
+def _own_gpu(workers: Workers, device: str) -> torch.device | None:
+    """This worker's GPU where each of them has one of its own, else None: NCCL takes no two workers on one."""
+    card = None
+    if torch.device(device).type == "cuda":
+        card = [socket.gethostname(), str(torch.cuda.get_device_properties(device).uuid)]
+    cards = workers.told(card)
+    if card is None or None in cards:
+        return None
+    if (count := len({tuple(each) for each in cards})) < len(cards):
+        if workers.first:
+            shared = f"{len(cards)} workers share {count} GPU{'s' if count > 1 else ''}"
+            say(f"note: {shared}, which makes nothing faster: they exchange tensors over the CPU's memory")
+        return None
+    for name, value in _NCCL.items():
+        os.environ.setdefault(name, value)
+    index = torch.device(device).index
+    gpu = torch.device("cuda", torch.cuda.current_device() if index is None else index)
+    torch.cuda.set_device(gpu)
+    return gpu
 
 
 def _names(link: _Link, number: int, count: int) -> tuple[str, ...]:
@@ -167,7 +212,6 @@ def _nobody(error: Exception) -> WorkersError:
 
 def _versions() -> dict[str, str]:
     """What must be the same everywhere before anything is computed."""
-    import torch
     import transformers
 
     return {

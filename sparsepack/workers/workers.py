@@ -1,8 +1,8 @@
 """What one of several workers knows of the others, and how they exchange what they found.
 
-Small values travel through a store, tensors from process to process by gloo, over the CPU's memory: so several workers
-may share a GPU. Nothing is unpickled. Whoever waits sees at once when another one fails, and gives up after `LIMIT`
-seconds.
+Small values travel through a store, tensors from process to process: from GPU to GPU by NCCL where each worker has one
+of its own, else by gloo, over the CPU's memory. Nothing is unpickled. Whoever waits sees at once when another one
+fails, and gives up after `LIMIT` seconds.
 """
 
 import json
@@ -25,6 +25,7 @@ FAILED = "failed"
 """The store's key of the first failure: JSON, `worker` and `line`."""
 
 _POLL = 0.02
+_FIRST_POLL = 0.0005  # the first wait, each next one is twice as long
 _UNHEARD = 64  # exchanges in which the first worker alone speaks, until it asks whether all have heard it
 _GRACE = 3.0  # seconds in which a worker that failed says why
 _LEAVE = 10.0  # seconds in which the others leave when all is done
@@ -42,11 +43,13 @@ class Link(Protocol):
     def forget(self, key: str) -> None:
         """Keep no longer what this worker has set under a key."""
 
-    def send(self, tensor: Tensor, to: int) -> None:
-        """Send a tensor on the CPU to a worker. Raises RuntimeError where that worker is gone."""
+    def send(self, tensors: Sequence[Tensor], to: int) -> None:
+        """Send tensors to a worker, each on the CPU or on the worker's own GPU, where that is `Workers.gpu`. A GPU is
+        not waited for. Raises RuntimeError where that worker is gone."""
 
-    def receive(self, into: Tensor, sender: int) -> None:
-        """Fill a tensor on the CPU with what a worker sends. Raises RuntimeError where that worker is gone."""
+    def receive(self, into: Sequence[Tensor], sender: int) -> None:
+        """Fill tensors with what a worker sends, each on the device where that one has it. Raises RuntimeError where
+        that worker is gone."""
 
 
 @dataclass
@@ -59,12 +62,15 @@ class Workers:
     count  -- of them all
     link   -- None for one that is alone
     names  -- what each is called in messages: "worker 1 of 2 on HOST"
+    gpu    -- this worker's GPU, where each has one of its own: tensors there go straight to those of others. None: all
+              go over the CPU's memory
     """
 
     number: int = 0
     count: int = 1
     link: Link | None = None
     names: tuple[str, ...] = ("this process",)
+    gpu: torch.device | None = None
     _exchanges: int = 0
     _unheard: int = 0  # exchanges since all have last spoken
     _kept: list[str] = field(default_factory=list)  # the store's keys of what this one said that others may still read
@@ -129,62 +135,89 @@ class Workers:
         return made
 
     def from_first(self, tensor: Tensor | None) -> Tensor | None:
-        """The first worker's tensor on the CPU at all of them; None where it has none. What others give is not looked
-        at."""
-        if self.link is None:
-            return tensor
-        kind = self.told_by_first(None if tensor is None else _kind(tensor))
-        if kind is None:
-            return None
-        if self.first:
-            assert tensor is not None
-            for other in range(1, self.count):
-                self.send(tensor, other)
-            return tensor.cpu()
-        return self.received(_empty(*kind), 0)
+        """The first worker's tensor at all of them, as `all_from_first`; None where it has none."""
+        return self.all_from_first({} if tensor is None else {"": tensor}).get("")
 
-    def all_from_first(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The first worker's named tensors at all of them, on the CPU where they come from elsewhere."""
+    def all_from_first(self, tensors: Mapping[str, Tensor], to_gpu: bool = False) -> dict[str, Tensor]:
+        """The first worker's named tensors at all of them: there as they are, elsewhere on the CPU, or on the worker's
+        `gpu`. What others give is not looked at.
+
+        to_gpu -- whether they are wanted there, if there is one
+        """
         if self.link is None:
             return dict(tensors)
-        made = {}
-        for name in self.told_by_first([*tensors]):
-            found = self.from_first(tensors.get(name))
-            assert found is not None
-            made[name] = found
-        return made
+        return self._spread(tensors, self.told_by_first(_kinds(tensors)), 0, to_gpu)
+
+    def of_all(self, tensors: Mapping[str, Tensor], to_gpu: bool = False) -> list[dict[str, Tensor]]:
+        """The named tensors of each worker, in their order, at all of them, where `all_from_first` has them."""
+        if self.link is None:
+            return [dict(tensors)]
+        kinds = self.told(_kinds(tensors))
+        return [self._spread(tensors, kinds[worker], worker, to_gpu) for worker in range(self.count)]
+
+    def _spread(
+        self, tensors: Mapping[str, Tensor], kinds: Mapping[str, Any], sender: int, to_gpu: bool
+    ) -> dict[str, Tensor]:
+        """One worker's named tensors at all of them."""
+        if self.number != sender:
+            return self._received({name: self._room(kind, to_gpu) for name, kind in kinds.items()}, sender)
+        sent = [tensor.to(self._place(to_gpu)) for tensor in tensors.values()]
+        for other in range(self.count):
+            if other != sender:
+                self._send(sent, other)
+        return dict(tensors)
 
     def in_order(
-        self, tensors: Mapping[str, Tensor], having: int, alike: bool = True
+        self, tensors: Mapping[str, Tensor], having: int, alike: bool = True, to: int = 0
     ) -> Iterator[Mapping[str, Tensor]]:
         """What each of the first `having` workers found, in their order, at the first worker; elsewhere nothing.
 
         tensors -- what this one found, on any device
         alike   -- whether all have the same names, types and shapes; else they are told first
+        to      -- the worker that gets it in place of the first one; if it is none of those that have something, all
+                   names, types and shapes are those of `tensors` there
         """
-        names = sorted(tensors)
-        kinds = [_kinds(tensors)] * having if alike else self.told(_kinds(tensors))
-        if self.first:
-            yield tensors
-            for other in range(1, having):
-                yield {name: self.received(_empty(*kind), other) for name, kind in sorted(kinds[other].items())}
+        own = {name: (_kind(tensor), self._straight(tensor)) for name, tensor in sorted(tensors.items())}
+        kinds = [own] * having if alike else self.told(own)
+        if self.number == to:
+            for other in range(having):
+                room = {} if other == to else {name: self._room(*kind) for name, kind in kinds[other].items()}
+                yield tensors if other == to else self._received(room, other)
         elif self.number < having:
-            for name in names:
-                self.send(tensors[name], 0)
+            self._send([tensors[name] for name in own], to)
 
     def send(self, tensor: Tensor, to: int) -> None:
-        """Send a tensor to another worker, which receives it. Raises `WorkerLost`."""
+        """Send a tensor on the CPU to another worker, which receives it. Raises `WorkerLost`."""
+        self._send([tensor], to)
+
+    def received(self, into: Tensor, sender: int) -> Tensor:
+        """`into`, a tensor on the CPU, filled with what another worker sends. Raises `WorkerLost`."""
+        return self._received({"": into}, sender)[""]
+
+    def _place(self, straight: bool) -> torch.device:
+        return self.gpu if straight and self.gpu is not None else torch.device("cpu")
+
+    def _room(self, kind: tuple[list[int], str], straight: bool) -> Tensor:
+        """A tensor to be filled with what another worker sends, from GPU to GPU or not."""
+        dtype = getattr(torch, kind[1].removeprefix("torch."))
+        return torch.empty(kind[0], dtype=dtype, device=self._place(straight))
+
+    def _straight(self, tensor: Tensor) -> bool:
+        """Whether a tensor goes from GPU to GPU."""
+        return self.gpu is not None and tensor.device == self.gpu
+
+    def _send(self, tensors: Sequence[Tensor], to: int) -> None:
         assert self.link is not None
+        placed = [tensor.detach().to(self._place(self._straight(tensor))).contiguous() for tensor in tensors]
         try:
-            self.link.send(tensor.detach().cpu().contiguous(), to)
+            self.link.send(placed, to)
         except RuntimeError as error:
             raise self._lost(to) from error
 
-    def received(self, into: Tensor, sender: int) -> Tensor:
-        """`into`, filled with what another worker sends. Raises `WorkerLost`."""
+    def _received(self, into: dict[str, Tensor], sender: int) -> dict[str, Tensor]:
         assert self.link is not None
         try:
-            self.link.receive(into, sender)
+            self.link.receive([*into.values()], sender)
         except RuntimeError as error:
             raise self._lost(sender) from error
         return into
@@ -227,14 +260,15 @@ class Workers:
     def _waited(self, key: str, other: int) -> str:
         """What a worker has said under a key. Raises `WorkerLost`."""
         assert self.link is not None
-        end = time.monotonic() + LIMIT
+        end, pause = time.monotonic() + LIMIT, _FIRST_POLL
         try:
             while (value := self.link.get(key)) is None:
                 if failure(self.link) is not None:
                     raise self._lost(other)
                 if time.monotonic() > end:
                     raise WorkerLost(f"{self.names[other]} has not answered for {LIMIT:.0f} s; nothing is written")
-                time.sleep(_POLL)
+                time.sleep(pause)
+                pause = min(2 * pause, _POLL)
         except RuntimeError as error:  # of the store, which the first worker or torchrun holds
             raise WorkerLost(f"{self.names[0]} is gone; nothing is written, and the same command goes on") from error
         return value
@@ -272,10 +306,6 @@ def _kind(tensor: Tensor) -> tuple[list[int], str]:
 
 def _kinds(tensors: Mapping[str, Tensor]) -> dict[str, tuple[list[int], str]]:
     return {name: _kind(tensor) for name, tensor in tensors.items()}
-
-
-def _empty(shape: Sequence[int], dtype: str) -> Tensor:
-    return torch.empty(list(shape), dtype=getattr(torch, dtype.removeprefix("torch.")))
 
 
 def _short(value: Any) -> str:

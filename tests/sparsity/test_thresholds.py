@@ -11,7 +11,7 @@ from sparsepack.calibration.collectors import histogram
 from sparsepack.errors import ThresholdsError
 from sparsepack.models.family import SITES
 from sparsepack.models.records.rule import CURVE_SHARES, SiteRule
-from sparsepack.sparsity.sequential import at_quantile
+from sparsepack.sparsity.sequential import at_quantile, score, score_counts, second_half
 from sparsepack.sparsity.thresholds import Thresholds, read_thresholds
 
 
@@ -250,3 +250,12 @@ def test_a_head_that_is_too_much_is_one_short_line(table, tmp_path, wrong):
             read_thresholds(path)
         assert len(str(caught.value)) < 500
         assert "\n" not in str(caught.value)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("weighted", [False, True])
+def test_a_gpu_counts_the_scores_that_torch_computes(weighted: bool) -> None:
+    x = second_half(torch.randn(3, 37, 259, device="cuda", dtype=torch.bfloat16))
+    choice = SiteRule(channel_weights=torch.rand(259) if weighted else None)
+    assert torch.equal(score_counts(x, choice), histogram.count(score(x, choice)))

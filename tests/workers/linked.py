@@ -8,7 +8,7 @@ import queue
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,12 +50,17 @@ class ThreadLink:
     def forget(self, key: str) -> None:
         del self.board.values[key]
 
-    def send(self, tensor: Tensor, to: int) -> None:
+    def send(self, tensors: Sequence[Tensor], to: int) -> None:
         if to in self.board.ended:
             raise RuntimeError("connection reset by peer")
-        self.board.sent[self.number, to].put(tensor.clone())
+        for tensor in tensors:
+            self.board.sent[self.number, to].put(tensor.clone())
 
-    def receive(self, into: Tensor, sender: int) -> None:
+    def receive(self, into: Sequence[Tensor], sender: int) -> None:
+        for tensor in into:
+            self._receive(tensor, sender)
+
+    def _receive(self, into: Tensor, sender: int) -> None:
         while True:
             try:
                 found = self.board.sent[sender, self.number].get_nowait()

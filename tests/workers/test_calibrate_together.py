@@ -22,9 +22,9 @@ from sparsepack.models.stock.blocks import BlockStream
 
 __all__ = ["small"]
 
-WINDOWS = ["--context", "48", "--samples", "7"]
-"""Four batches of which the last is shorter."""
-OPTIONS = CalibrateOptions(context=48, samples=7)
+WINDOWS = ["--context", "24", "--samples", "35"]
+"""Nine parts of two batches, of which the last has less."""
+OPTIONS = CalibrateOptions(context=24, samples=35)
 
 _KILLED = """
 import os, sys

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from linked import together
 
 from sparsepack.errors import WorkersError
+from sparsepack.workers import PARTS
 from sparsepack.workers.dealt import Dealt
 from sparsepack.workers.workers import Workers
 
@@ -17,7 +18,7 @@ def test_every_part_has_one_worker_and_rounds_are_in_order(count: int, rows: int
     whole = torch.arange(rows)
     parts = list(torch.split(whole, size))
     each = [Dealt(Workers(number, count), rows, size) for number in range(count)]
-    own = [list(torch.split(dealt.own(whole), size)) if dealt.own_parts else [] for dealt in each]
+    own = [list(torch.split(dealt.own(whole), size)) if dealt.own_runs else [] for dealt in each]
     in_order = []
     for number in range(each[0].rounds):
         having = each[0].having(number)
@@ -43,6 +44,25 @@ def test_rows_that_were_dealt_come_back_and_are_dealt_anew(
         return [torch.equal(again, own), back is None or torch.equal(back, whole)]
 
     assert together(count, work) == [[True, True]] * count
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5])
+@pytest.mark.parametrize(("rows", "batch"), [(7, 2), (35, 1), (40, 2), (128, 2), (64, 4), (49, 3)])
+def test_each_batch_is_told_of_and_every_round_of_parts_by_all_workers(count: int, rows: int, batch: int) -> None:
+    count = min(count, Dealt.for_sums(Workers(), rows, batch).parts)
+    for number in range(count):
+        dealt = Dealt.for_sums(Workers(number, count), rows, batch)
+        assert dealt.parts <= PARTS
+        runs: list[int] = []
+        parts: list[int] = []
+        done = dealt.after_each(runs.append, parts.append)
+        for _ in torch.split(dealt.own(torch.arange(rows)), batch):
+            done()
+        assert len(runs) == dealt.own_runs
+        assert len(parts) == dealt.rounds
+        assert number or (sum(runs), sum(parts)) == (dealt.runs, dealt.parts)
+        with pytest.raises(StopIteration):
+            done()
 
 
 def test_nothing_kept_is_nothing_dealt() -> None:

@@ -12,6 +12,8 @@ from sparsepack.calibration.folder import Calibration, save
 from sparsepack.calibration.forecast import forecast
 from sparsepack.calibration.options import CalibrateOptions
 from sparsepack.errors import WorkersError
+from sparsepack.eval.forecast import forecast as measured_by_eval
+from sparsepack.eval.options import EvalRequest
 from sparsepack.files.text import Text
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
 from sparsepack.models.stock.blocks import BlockStream
@@ -88,6 +90,20 @@ def test_verbs_that_run_a_calibrations_text_say_it(
     assert "workers   3, 5 windows of" in said
     assert list(tmp_path.iterdir()) == [tmp_path / "c"]
     assert "10 workers for" in fails(*asked, "--dry-run", "10")
+
+
+def test_eval_says_it_from_batches_that_it_scores(small: Checkpoint, tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("a word and another " * 400)
+    asked = ["eval", str(small.path), "--perplexity", tmp_path / "text.txt", "--windows", "5", "--context", "32"]
+    found = measured_by_eval(
+        EvalRequest(str(small.path), perplexity=(str(tmp_path / "text.txt"),), windows=5, context=32, batch=2), 2
+    )
+    assert found.parts == "5 windows of 32 tokens, 2 of 3 batches at most each"
+    assert found.bytes_read == sum(file.stat().st_size for file in small.path.glob("*.safetensors"))
+    assert found.seconds == pytest.approx(found.dealt_seconds / 2 + found.alone_seconds)
+    assert "5 windows of 32 tokens" in succeeds(*asked, "--dry-run", "3")
+    assert "6 workers for 5 batches" in fails(*asked, "--dry-run", "6")
+    assert "leave --tasks out" in fails("eval", str(small.path), "--tasks", "hellaswag", "--dry-run", "1")
 
 
 @pytest.mark.parametrize(("verb", "parts"), [("rotate", "3 blocks"), ("pack", "groups of tensors")])

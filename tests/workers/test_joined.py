@@ -1,14 +1,17 @@
 """A process that cannot find the other workers says so in a line."""
 
 from importlib import import_module
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch.distributed
+from linked import together
 
 from sparsepack.errors import WorkersError
 from sparsepack.workers import joined as module
 from sparsepack.workers.joined import joined
+from sparsepack.workers.workers import Workers
 
 
 def _environment(monkeypatch: pytest.MonkeyPatch, number: str) -> None:
@@ -45,6 +48,37 @@ def test_connections_that_cannot_be_opened_are_one_line(monkeypatch: pytest.Monk
     monkeypatch.setattr(torch.distributed, "init_process_group", refuse)
     monkeypatch.setattr(module, "_names", lambda *_: ("worker 0 of 2 on here", "worker 1 of 2 on there"))
     monkeypatch.setattr(module.Workers, "agree", lambda *_: None)
+    monkeypatch.setattr(module, "_own_gpu", lambda *_: None)
     line = r"worker 0 of 2 on here cannot open .* \(Gloo connectFullMesh failed: unable to .*GLOO_SOCKET_IFNAME"
     with pytest.raises(WorkersError, match=line), joined():
         pass
+
+
+@pytest.mark.parametrize(
+    ("cards", "own", "note"),
+    [
+        (["a", "b"], ["cuda:0", "cuda:1"], ""),
+        (
+            ["a", "a"],
+            [None, None],
+            "note: 2 workers share 1 GPU, which makes nothing faster: they exchange",
+        ),
+        (["a", ""], [None, None], ""),
+    ],
+)
+def test_tensors_go_from_gpu_to_gpu_where_each_worker_has_its_own(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], cards: list[str], own: list[Any], note: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda name: SimpleNamespace(uuid=cards[int(name[-1])]))
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    for name in module._NCCL:
+        monkeypatch.setenv(name, "0")
+
+    def work(workers: Workers) -> torch.device | None:
+        number = workers.number
+        return module._own_gpu(workers, f"cuda:{number}" if cards[number] else "cpu")
+
+    assert together(2, work) == [None if device is None else torch.device(device) for device in own]
+    said = capsys.readouterr().err
+    assert said.startswith(note)
+    assert bool(said) == bool(note)

@@ -32,10 +32,12 @@ def make(small: Checkpoint, text: Text, tmp_path_factory: pytest.TempPathFactory
     (given / "text.txt").write_text("".join(text.documents))
     calibration, table = ["--calibration", str(given / "c")], ["--thresholds", str(given / "t.json")]
     sparse = ["--sparsity", "0.5", "--windows", "6"]
+    learnt = ["--allocation", "global", "--steps", "4", "--batch", "4", "--length", "48"]
     some = ["--context", "48", "--windows", "6"]
     arguments = {
         "calibrate": ["--text", str(given / "text.txt"), "--context", "48", "--samples", "7"],
         "thresholds": [*calibration, *sparse],
+        "global": [*calibration, *sparse, *learnt],
         "prune": [*calibration, "--keep", "2", "--of", "4", "--windows", "6"],
         "rotate": calibration,
         "pack": ["--format", "f32"],
@@ -43,7 +45,8 @@ def make(small: Checkpoint, text: Text, tmp_path_factory: pytest.TempPathFactory
     }
 
     def run(verb: str, output: Path, devices: list[str]) -> None:
-        command = [verb, str(small.path), *arguments[verb], "--json" if verb == "eval" else "-o", str(output)]
+        name = {"global": "thresholds"}.get(verb, verb)
+        command = [name, str(small.path), *arguments[verb], "--json" if verb == "eval" else "-o", str(output)]
         path = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
         ended = subprocess.run(
             [sys.executable, "-m", "sparsepack", *command, *devices], env=path, capture_output=True, timeout=300
@@ -55,7 +58,7 @@ def make(small: Checkpoint, text: Text, tmp_path_factory: pytest.TempPathFactory
     return run
 
 
-@pytest.mark.parametrize("verb", ["calibrate", "thresholds", "prune", "rotate", "pack", "eval"])
+@pytest.mark.parametrize("verb", ["calibrate", "thresholds", "global", "prune", "rotate", "pack", "eval"])
 def test_workers_on_gpus_write_the_bytes_of_one(make: Make, verb: str, tmp_path: Path) -> None:
     make(verb, tmp_path / "alone", ["--device", "cuda:0"])
     alone = _bytes(tmp_path / "alone")

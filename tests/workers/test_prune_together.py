@@ -20,7 +20,9 @@ from sparsepack.workers.workers import Workers
 __all__ = ["small", "small_calibration", "text"]
 
 
-@pytest.mark.parametrize(("method", "permute", "count"), [("sparsegpt", True, 2), ("wanda", False, 3)])
+@pytest.mark.parametrize(
+    ("method", "permute", "count"), [("sparsegpt", True, 2), ("sparsegpt", False, 3), ("wanda", False, 3)]
+)
 def test_devices_make_the_checkpoint_of_one(
     small: Checkpoint, small_calibration: Calibration, tmp_path: Path, method: str, permute: bool, count: int
 ) -> None:

@@ -40,6 +40,26 @@ def test_what_was_found_comes_to_the_first_in_order(having: int) -> None:
     assert others == [[], []]
 
 
+@pytest.mark.parametrize("having", [1, 2, 3])
+@pytest.mark.parametrize("to", [0, 1, 2])
+def test_any_worker_may_get_what_was_found_in_order(having: int, to: int) -> None:
+    def work(workers: Workers) -> list[float]:
+        mine = {"x": torch.full((2,), float(workers.number))}
+        return [found["x"][1].item() for found in workers.in_order(mine, having, to=to)]
+
+    assert together(3, work) == [[*range(having)] if number == to else [] for number in range(3)]
+
+
+def test_what_each_has_comes_to_all_by_its_names() -> None:
+    def work(workers: Workers) -> list[dict[str, list[int]]]:
+        mine = {f"{name} of {workers.number}": torch.arange(workers.number) for name in "ba"[: workers.number]}
+        return [{name: x.tolist() for name, x in each.items()} for each in workers.of_all(mine)]
+
+    wanted = [{}, {"b of 1": [0]}, {"b of 2": [0, 1], "a of 2": [0, 1]}]
+    assert together(3, work) == [wanted] * 3
+    assert [*ALONE.of_all({"x": torch.ones(1)})[0]] == ["x"]
+
+
 @pytest.mark.parametrize("other", [0, 1, 2])
 def test_facts_that_differ_are_named_with_who_has_them(other: int) -> None:
     def work(workers: Workers) -> None:

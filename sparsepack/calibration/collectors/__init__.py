@@ -12,12 +12,11 @@ from sparsepack.calibration.collectors.missed import MISSED
 from sparsepack.calibration.collectors.moments import MOMENTS
 from sparsepack.calibration.collectors.neurons import NEURONS
 from sparsepack.calibration.collectors.outputs import OUTPUTS
-from sparsepack.calibration.collectors.products import PRODUCTS
 from sparsepack.calibration.collectors.residual import RESIDUAL
 from sparsepack.calibration.collectors.scores import SCORES
 from sparsepack.models.family import SITES
 
-COLLECTORS = (SCORES, MOMENTS, ATTENTION, PRODUCTS, MISSED, NEURONS, EXPERTS, RESIDUAL, OUTPUTS)
+COLLECTORS = (SCORES, MOMENTS, ATTENTION, MISSED, NEURONS, EXPERTS, RESIDUAL, OUTPUTS)
 
 Statistics = dict[str, Tensor]
 """The statistics of one decoder block stand under PLACE.NAME: `mlp_in.second_moment`."""
@@ -57,7 +56,7 @@ def add_to(into: Statistics, found: Mapping[str, Tensor]) -> None:
 
 def added(one: Statistics, other: Statistics) -> Statistics:
     """The statistics of two runs as those of one run over both texts."""
-    return {name: row.add(one[name], other[name]) for name, row in _rows().items() if name in one}
+    return {name: row.add(one[name].clone(), other[name]) for name, row in _rows().items() if name in one}
 
 
 def named(layer: int, statistics: Statistics) -> dict[str, Tensor]:

@@ -9,20 +9,21 @@ from torch import Tensor
 
 
 def _added(one: Tensor, other: Tensor) -> Tensor:
-    """The sum, on a GPU where one of them is there: the other comes from a file or another worker."""
+    """The sum in the place of the first, on a GPU where one of them is there: the other comes from a file or another
+    worker."""
     device = other.device if one.device.type == "cpu" else one.device
-    return one.to(device) + other.to(device)
+    return one.to(device).add_(other.to(device))
 
 
 @dataclass(frozen=True)
 class Collector:
     """Named tensors counted at one kind of place, which add up over batches and over calibrations.
 
-    at    -- "site": of each site's input x [B, S, columns] and the norms of its matrix's columns [columns];
+    at    -- "site": of each site's `SiteInput`;
              "attention": of the query [B, heads, S, D] and key [B, kv_heads, S, D] of the block's attention, and how
              many tokens a query sees at most, itself included (0: all before it);
              "window": the same of whole windows, the first positions too, which are left out elsewhere;
-             "neurons": of what enters the last matrix of the block's MLP [B, S, intermediate], unless it has experts;
+             "neurons": of the `SiteInput` of the last matrix of the block's MLP, unless it has experts;
              "experts": of the experts that each token has, int64 [B, S, used], and how many there are, of an MLP that
              has experts;
              "residual": of the residual stream [B, S, hidden] as it enters a norm, and that norm's epsilon, in families
@@ -33,7 +34,7 @@ class Collector:
              "experts" and "residual" for what is counted of these, and "attention" for all others
     dtype, shape -- of each of them; 0 stands for a size that depends on the model
     count -- of what comes to such a place, a tensor for every name, on the device where it was: a GPU does not wait
-    add   -- what was counted in one part and in another, as that of both
+    add   -- what was counted in one part and in another, as that of both; it may take the place of the first
     signed -- whether a tensor may be below zero
     of_runs -- whether it is counted over a run of consecutive blocks, of which only the last has it
     later -- whether a calibration from before it was counted, or of another family, is one without it

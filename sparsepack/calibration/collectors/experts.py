@@ -8,8 +8,9 @@ from sparsepack.calibration.collectors.collector import Collector
 
 def _count(chosen: Tensor, experts: int) -> tuple[Tensor, ...]:
     used = chosen.shape[-1]
-    given = torch.bincount(chosen.flatten(), minlength=experts)
-    return given, torch.tensor([chosen.numel() // used])
+    flat = chosen.flatten()  # bincount would wait for a GPU
+    given = torch.zeros(experts, dtype=torch.int64, device=flat.device).scatter_add_(0, flat, torch.ones_like(flat))
+    return given, torch.full((1,), chosen.numel() // used, device=chosen.device)
 
 
 EXPERTS = Collector("experts", ("given", "routed_tokens"), torch.int64, (0,), _count)

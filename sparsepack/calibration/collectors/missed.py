@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from sparsepack.calibration.collectors.collector import Collector
-from sparsepack.calibration.collectors.products import of_groups
 
 SHARES = (4, 8, 16, 32)
 """The figures are for reading the best 1/4 of the tokens that a position sees, rounded up, 1/8, and so on."""
@@ -28,10 +27,9 @@ def _count(query: Tensor, key: Tensor, window: int) -> tuple[Tensor, ...]:
     counts = seen.sum(1)
     last_read = torch.stack([-(-counts // share) for share in SHARES], 1) - 1  # [P, shares]
     groups = torch.unflatten(query[:, :, at], 1, (key.shape[1], -1)).flatten(0, 1)  # [B * kv_heads, group, P, D]
-    # A head at a time: scores exist of one head only.
-    missed = [_missed(*pair, seen, last_read) for pair in zip(groups, key.flatten(0, 1), strict=True)]
-    positions = torch.full((len(SHARES),), float(len(query) * len(at)), dtype=torch.float64)
-    return torch.stack(missed).sum(0) / key.shape[1], positions
+    missed = _missed(groups, key.flatten(0, 1), seen, last_read)
+    positions = torch.full((len(SHARES),), len(query) * len(at), dtype=torch.float64, device=query.device)
+    return missed / key.shape[1], positions
 
 
 def _positions(length: int, device: torch.device) -> Tensor:
@@ -40,18 +38,20 @@ def _positions(length: int, device: torch.device) -> Tensor:
     return torch.linspace(first, length - 1, min(POSITIONS, length - first), device=device).round().long()
 
 
-def _missed(group: Tensor, key: Tensor, seen: Tensor, last_read: Tensor) -> Tensor:
-    """For queries [group, P, D] and the key [S, D] of one KV head: the weight that each share misses, mean over the
-    group, summed over the positions: float64 [shares].
+def _missed(groups: Tensor, keys: Tensor, seen: Tensor, last_read: Tensor) -> Tensor:
+    """For queries [N, group, P, D] and keys [N, S, D] of N KV heads: the weight that each share misses, mean over the
+    group, summed over heads and positions: float64 [shares].
 
     seen -- bool [P, S]; last_read -- int64 [P, shares], the rank of the last token that is read
     """
-    scores = (group.float() @ key.float().T * key.shape[1] ** -0.5).masked_fill(~seen, -torch.inf)
+    products = groups.flatten(1, 2).float() @ keys.float().mT * keys.shape[2] ** -0.5
+    scores = torch.unflatten(products, 1, groups.shape[1:3]).masked_fill_(~seen, -torch.inf)  # [N, group, P, S]
     # The mean of the scores is the score of the mean query.
-    best_first = of_groups(scores, 1).squeeze(0).argsort(1, descending=True)
-    weights = of_groups(scores.softmax(-1), 1).squeeze(0)
-    found = weights.gather(1, best_first).cumsum(1, dtype=torch.float64).gather(1, last_read)
-    return (1 - found).clamp(0, 1).sum(0)
+    best_first = scores.mean(1).argsort(-1, descending=True)
+    weights = scores.softmax(-1).mean(1)
+    found = weights.gather(-1, best_first).cumsum(-1, dtype=torch.float64)
+    missed = 1 - found.gather(-1, last_read.expand(len(found), -1, -1))
+    return missed.clamp(0, 1).sum((0, 1))
 
 
 MISSED = Collector("window", ("missed", "missed_positions"), torch.float64, (len(SHARES),), _count)

@@ -4,10 +4,11 @@ import torch
 from torch import Tensor
 
 from sparsepack.calibration.collectors.collector import Collector
+from sparsepack.calibration.collectors.site_input import SiteInput
 
 
-def _count(x: Tensor, column_norms: Tensor) -> tuple[Tensor, ...]:
-    return (x.float().square().flatten(0, -2).sum(0, dtype=torch.float64),)
+def _count(site: SiteInput) -> tuple[Tensor, ...]:
+    return (site.counted.squares,)
 
 
 MOMENTS = Collector("site", ("second_moment",), torch.float64, (0,), _count)

@@ -9,13 +9,15 @@ import torch
 from torch import Tensor
 
 from sparsepack.calibration.collectors.collector import Collector
+from sparsepack.calibration.collectors.site_input import SiteInput
 
 
-def _count(x: Tensor) -> tuple[Tensor, ...]:
-    active = (x != 0).flatten(0, -2)  # [tokens, intermediate]
-    each = active.sum(1)
-    tokens = torch.tensor([len(active)])
-    return active.sum(0), tokens, each.square().sum()[None]
+def _count(site: SiteInput) -> tuple[Tensor, ...]:
+    counted = site.counted
+    assert counted.active is not None
+    assert counted.each is not None
+    tokens = torch.full((1,), site.tokens, device=site.x.device)
+    return counted.active, tokens, counted.each.long().square().sum()[None]
 
 
 NEURONS = Collector("neurons", ("active", "tokens", "squares"), torch.int64, (0,), _count)

@@ -5,13 +5,14 @@ a KV head of y y^T. A basis of the values is found from them (`rotation.pca`).
 import torch
 from torch import Tensor
 
+from sparsepack.calibration.collectors import wide
 from sparsepack.calibration.collectors.collector import Collector
 
 
 def _count(outputs: Tensor, kv_heads: int, head_dim: int) -> tuple[Tensor, ...]:
-    of_heads = torch.unflatten(outputs.flatten(0, -2).float(), -1, (kv_heads, -1, head_dim))  # [N, kv_heads, group, D]
-    each = of_heads.transpose(0, 1).flatten(1, 2)
-    product = each.transpose(1, 2) @ each
+    windows = torch.unflatten(outputs, -1, (-1, head_dim))  # [B, S, heads, D]
+    each = [wide.product(of.permute(1, 2, 0), of.transpose(0, 1)) for of in windows]  # [heads, D, D]
+    product = torch.unflatten(torch.stack(each), 1, (kv_heads, -1)).sum((0, 2))
     return ((product.cpu() if product.device.type == "mps" else product).double(),)
 
 

@@ -9,9 +9,9 @@ share a KV head are combined by `GROUPS`.
 """
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from sparsepack.calibration.collectors.collector import Collector
+_PIECE = 64
 
 GROUPS = "mean"
 """A KV head has the mean of what is known of the query heads that share the KV head."""
@@ -25,22 +25,28 @@ def of_groups(queries: Tensor, kv_heads: int, dim: int = 0) -> Tensor:
     return torch.unflatten(queries, dim, (kv_heads, -1)).mean(dim + 1)
 
 
-def _count(query: Tensor, key: Tensor, window: int) -> tuple[Tensor, ...]:
-    kv_heads = key.shape[1]
-    groups = torch.unflatten(query, 1, (kv_heads, -1))  # [B, kv_heads, group, S, D]
-    # A head at a time: numbers in 64 bits exist of one head only.
-    sums = [_pairs(groups[:, head], key[:, head], window) for head in range(kv_heads)]
-    return (torch.stack(sums),)
+def product_sums(query: Tensor, key: Tensor, window: int) -> Tensor:
+    """The sums of products of queries [B, heads, S, D] and keys [B, kv_heads, S, D], on any device: float64
+    [kv_heads, D].
+
+    window -- how many tokens a query sees at most, itself included; 0: all before it
+    """
+    asked = of_groups(query.float().abs(), key.shape[1], dim=1)  # [B, kv_heads, S, D]
+    up_to = _running(key.float().abs())
+    if 0 < window < key.shape[2]:
+        up_to = torch.cat([up_to[:, :, :window], up_to[:, :, window:] - up_to[:, :, :-window]], 2)
+    return up_to.mul_(asked).sum((0, 2))
 
 
-def _pairs(group: Tensor, key: Tensor, window: int) -> Tensor:
-    """The sums of products of the queries [B, group, S, D] and the key [B, S, D] of one KV head: float64 [D]."""
-    asked = of_groups(group.float().abs(), 1, dim=1).squeeze(1)  # [B, S, D]
-    up_to = key.float().abs().cumsum(1, dtype=torch.float64)
-    if 0 < window < key.shape[1]:
-        up_to = torch.cat([up_to[:, :window], up_to[:, window:] - up_to[:, :-window]], 1)
-    return up_to.mul_(asked).sum((0, 1))
+def _running(amounts: Tensor) -> Tensor:
+    """Sums over the tokens up to each, itself included: [B, heads, S, D] -> float64 of that shape.
 
-
-PRODUCTS = Collector("attention", ("product_abs",), torch.float64, (0, 0), _count)
-"""The sums are float64 [kv_heads, D]."""
+    Pieces of a window are summed by themselves, then one after the other: a GPU takes each step of a sum for a channel
+    by itself.
+    """
+    length = amounts.shape[2]
+    pieces = torch.unflatten(nn.functional.pad(amounts, (0, 0, 0, -length % _PIECE)), 2, (-1, _PIECE))
+    within = pieces.cumsum(3, dtype=torch.float64)
+    before = nn.functional.pad(within[:, :, :-1, -1].cumsum(2), (0, 0, 1, 0))
+    running: Tensor = (within + before[:, :, :, None]).flatten(2, 3)[:, :, :length]
+    return running

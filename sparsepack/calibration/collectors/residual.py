@@ -6,8 +6,9 @@ share a sum, in as many runs of blocks as `MOST_BYTES` hold, and the last block 
 """
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from sparsepack.calibration.collectors import wide
 from sparsepack.calibration.collectors.collector import Collector
 
 MOST_BYTES = 1 << 30
@@ -27,18 +28,22 @@ def ends_run(layer: int, layers: int, runs: int) -> bool:
 
 
 def _count(stream: Tensor, eps: float) -> tuple[Tensor, ...]:
-    h = stream.flatten(0, -2).float()
-    x = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + eps)
+    h = stream.flatten(0, -2)
+    if h.device.type == "cuda" and h.dtype.itemsize == 2:
+        x = nn.functional.rms_norm(h, h.shape[-1:], eps=eps)  # rounded as the model's norms round it
+    else:
+        h = h.float()
+        x = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + eps)
     product = _gram(x)
     return ((product.cpu() if product.device.type == "mps" else product).double(),)
 
 
 def _gram(x: Tensor) -> Tensor:
-    """x^T x of [N, hidden]: the part on and above the diagonal of blocks, the rest being the same."""
+    """x^T x of [N, hidden], float32: the part on and above the diagonal of blocks, the rest being the same."""
     hidden = x.shape[1]
-    made, width = x.new_empty(hidden, hidden), -(-hidden // _BLOCKS)
+    made, width = x.new_empty(hidden, hidden, dtype=torch.float32), -(-hidden // _BLOCKS)
     for first in range(0, hidden, width):
-        rows = x[:, first : first + width].t() @ x[:, first:]
+        rows = wide.product(x[:, first : first + width].t(), x[:, first:])
         made[first : first + width, first:] = rows
         made[first:, first : first + width] = rows.t()
     return made

@@ -5,11 +5,11 @@ from torch import Tensor
 
 from sparsepack.calibration.collectors import histogram
 from sparsepack.calibration.collectors.collector import Collector
+from sparsepack.calibration.collectors.site_input import SiteInput
 
 
-def _count(x: Tensor, column_norms: Tensor) -> tuple[Tensor, ...]:
-    size = x.float().abs()
-    return histogram.count(size), histogram.count(size * column_norms)
+def _count(site: SiteInput) -> tuple[Tensor, ...]:
+    return site.counted.scores.unbind()
 
 
 SCORES = Collector("site", ("histogram.magnitude", "histogram.column-norm"), torch.int64, (histogram.BINS,), _count)

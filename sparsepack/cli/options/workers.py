@@ -81,17 +81,14 @@ def workers_of(asked: dict[str, Any]) -> Iterator["Workers"]:
 
     import torch
 
-    from sparsepack.progress import be_quiet, say
+    from sparsepack.progress import be_quiet
     from sparsepack.workers.joined import joined
 
     if asked["device"] == "cuda":
-        cards, here = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        asked["device"] = f"cuda:{number_here() % cards}"
-        if here > cards and number_here() == 0:
-            say(f"note: {here} workers share {cards} GPU{'s' if cards > 1 else ''}, which makes nothing faster")
+        asked["device"] = f"cuda:{number_here() % torch.cuda.device_count()}"
     if asked["device"].startswith("mps") and not os.environ.get(LAUNCHED):
         raise WorkersError("--device mps: a machine has one; run this command without torchrun")
-    with joined() as workers:
+    with joined(asked["device"]) as workers:
         if not workers.first:
             be_quiet(True)
         yield workers

@@ -1,5 +1,6 @@
 """`sparsepack eval`."""
 
+from functools import partial
 from typing import Any
 
 import click
@@ -9,7 +10,7 @@ from sparsepack.cli.options.declared import PATH, from_options, options_from
 from sparsepack.cli.options.output import emit, json_output
 from sparsepack.cli.options.shared import RUNS, device_option, engine_flags, engine_options, slots, torch_threads
 from sparsepack.cli.options.verb import Ruled, group, verb
-from sparsepack.cli.options.workers import devices_option, workers_of
+from sparsepack.cli.options.workers import devices_option, dry_run_option, tell_forecast, workers_of
 from sparsepack.eval.options import EvalRequest
 from sparsepack.option import only_with
 
@@ -50,10 +51,11 @@ def _names(context: click.Context, parameter: click.Parameter, value: str) -> tu
 @engine_flags
 @device_option
 @devices_option
+@dry_run_option
 @group(RUNS, from_options(CalibrateOptions, "--dtype", counts=(only_with("runtime", "transformers"),)))
 @torch_threads
 @json_output
-def evaluate(json_path: str | None, **asked: Any) -> None:
+def evaluate(json_path: str | None, dry_run: int | None, **asked: Any) -> None:
     """Measure the accuracy of SUBJECT: a checkpoint, a checkpoint with --thresholds, or an artifact.
 
     With --devices, or under torchrun, several workers share the windows and the requests of tasks; the figures are the
@@ -61,6 +63,11 @@ def evaluate(json_path: str | None, **asked: Any) -> None:
     """
     engine = engine_options(asked, EvalRequest)
     EvalRequest(engine=engine, **asked).check()
+    if dry_run is not None:
+        from sparsepack.eval.forecast import forecast
+
+        tell_forecast(partial(forecast, EvalRequest(engine=engine, **asked)), dry_run)
+        return
     from sparsepack.cli.tables.evaluation import evaluation_table
     from sparsepack.eval.run import evaluate as measure
 

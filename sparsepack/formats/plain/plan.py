@@ -7,7 +7,7 @@ Tensor names, their shapes and the order of q and k rows are llama.cpp's. Beside
 import json
 import re
 from collections.abc import Iterator, Mapping
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -77,7 +77,7 @@ def plan(format: Format, checkpoint: Checkpoint, request: PlanRequest) -> GgufPl
     types = embedding | _types(checkpoint, type, notes)
     groups = tuple(_groups(checkpoint, types, request))
     shapes = manifest_shapes(tensors_of(groups))
-    manifest = make_manifest(format.name, checkpoint, request.provenance, shapes, notes, checkpoint.sha256)
+    manifest = make_manifest(format.name, checkpoint, request.provenance, shapes, notes, checkpoint.source.hash.so_far)
     own = {OWN_CONFIG: string(config_json(checkpoint)), OWN_TOKENIZER: string(checkpoint.tokenizer_json())}
     return GgufPlan(
         format=format.name,
@@ -112,11 +112,20 @@ def _architecture_values(checkpoint: Checkpoint) -> tuple[dict[str, KeyValue], l
 
 def _vocabulary_values(checkpoint: Checkpoint) -> tuple[dict[str, KeyValue], list[str]]:
     """The tokenizer's keys, and notes where llama.cpp's only resembles it."""
-    tokenizer = json.loads(checkpoint.tokenizer_json())
-    keys = vocabulary(tokenizer, tokenizer_config(checkpoint), checkpoint.config.to_dict())
+    keys = _vocabulary(
+        checkpoint.tokenizer_json(),
+        json.dumps(tokenizer_config(checkpoint), default=str),
+        json.dumps(checkpoint.config.to_dict(), default=str),
+    )
     name = keys["tokenizer.ggml.pre"]
     notes = [f"pre-tokenizer {name}: {INEXACT[name]}"] if name in INEXACT else []
     return {key: (value, *KEY_TYPES[key]) for key, value in keys.items()}, notes
+
+
+@lru_cache(maxsize=1)
+def _vocabulary(*parsed: str) -> dict[str, Any]:
+    """`vocabulary` of JSON texts: several formats ask for that of one model, and a large one takes half a second."""
+    return vocabulary(*map(json.loads, parsed))
 
 
 def _groups(checkpoint: Checkpoint, types: Mapping[str, str], request: PlanRequest) -> Iterator[PlannedGroup]:

@@ -114,8 +114,9 @@ def engine_plan(
     groups = tuple(_groups(checkpoint, architecture, block, embedding, request.device))
     shapes = manifest_shapes(sorted(tensors_of(groups), key=lambda tensor: tensor.name in embedding))
     notes += request.notes
+    known = checkpoint.source.hash.so_far
     manifest = make_manifest(
-        format.name, checkpoint, request.provenance, shapes, notes, checkpoint.sha256, request.attention, neurons
+        format.name, checkpoint, request.provenance, shapes, notes, known, request.attention, neurons
     )
     values = manifest_values(manifest) | {
         OWN_CONFIG: string(config_json(checkpoint)),

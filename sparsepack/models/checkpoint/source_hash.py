@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from sparsepack.errors import CheckpointError
-from sparsepack.files.hashing import hashing
+from sparsepack.files.hashing import TO_COME, hashing
 from sparsepack.files.stored import shown
 from sparsepack.workers.workers import Workers
 
@@ -27,6 +27,11 @@ class SourceHash:
         """The hash. Raises `CheckpointError` where a file cannot be read, or has changed since it was opened."""
         with self.meanwhile() as sha256:
             return sha256()
+
+    @property
+    def so_far(self) -> str:
+        """The hash where it has been taken, else `TO_COME`."""
+        return self._known or TO_COME
 
     def share(self, workers: Workers) -> None:
         """Take the hash once on each machine: of workers that have opened the same files there, the first one takes it.

@@ -19,10 +19,14 @@ from sparsepack.models.own_code import STOCK_ALONE
 from sparsepack.models.stock.ahead import BlocksAhead
 from sparsepack.models.stock.attention import Watcher, watched_attention
 from sparsepack.models.stock.basis import add_basis
+from sparsepack.models.stock.copies import run_between_copies
 from sparsepack.models.stock.experts import ONE_BY_ONE
 from sparsepack.models.stock.skeleton import single_layer
 from sparsepack.models.stock.whole import backbone_of
 from sparsepack.progress import say
+
+RESIDENT = 8
+"""Hidden states stay on a GPU where they take at most this part of its memory: one over so many."""
 
 
 class BlockSource(Protocol):
@@ -57,6 +61,7 @@ class BlockStream:
 
     attention -- transformers' name of the implementation that the blocks use; None: the family's
     ahead     -- where blocks come from, and how long that took
+    passed    -- how many tokens `pass_on` has taken through a block so far, those of each block counted
     """
 
     def __init__(
@@ -72,6 +77,7 @@ class BlockStream:
         self._backbone: Any = None
         self._after: dict[str, Any] = {}
         self.ahead = BlocksAhead(self._stored, self.device, dtype)
+        self.passed = 0
 
     def load(self, layer: int, tensors: Mapping[str, torch.Tensor] | None = None) -> None:
         """Let go of the block in memory, then read block `layer`, or take all its tensors as given, by their names
@@ -130,11 +136,15 @@ class BlockStream:
         """Run the loaded block on hidden states [N, S, H], `batch` rows at a time, after each of which `advance` is
         called. The results take the place of what was there, so that the states of all windows are there once. A GPU
         is waited for at the end: until then `advance` may find that it has not come so far."""
-        cuda = self.device.type == "cuda"
-        for part in torch.split(hidden, batch):
-            part.copy_(self(part), non_blocking=cuda)
+        parts = torch.split(hidden, batch)
+        self.passed += hidden.shape[0] * hidden.shape[1]
+        if self.device.type == "cuda" and hidden.device.type == "cpu":
+            run_between_copies(parts, self, self.device, self.dtype, advance)
+            return
+        for part in parts:
+            part.copy_(self(part))
             advance()
-        if cuda:
+        if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
 
     def watched(self, watcher: Watcher) -> AbstractContextManager[None]:
@@ -142,11 +152,15 @@ class BlockStream:
         return watched_attention(self._backbone, watcher)
 
     def states(self, ids: torch.Tensor, kept: torch.Tensor | None) -> torch.Tensor:
-        """The hidden states [N, S, H] of windows of token ids that a run goes on with, on the CPU: those that were
-        `kept`, or what `embed` gives. For a GPU they are page-locked, since each block takes them there and back."""
+        """The hidden states [N, S, H] of windows of token ids that a run goes on with: those that were `kept`, or what
+        `embed` gives. They are on the CPU, or on a GPU of which they take little (`RESIDENT`). Else they are
+        page-locked for it, since each block takes them there and back."""
         hidden = self.embed(ids) if kept is None else kept
         if self.device.type != "cuda":
             return hidden
+        free, whole = torch.cuda.mem_get_info(self.device)
+        if hidden.nbytes <= min(whole // RESIDENT, free // 2):
+            return hidden.to(self.device)
         try:
             return hidden.pin_memory()
         except RuntimeError:

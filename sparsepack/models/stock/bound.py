@@ -5,7 +5,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from sparsepack.files.resume import ResumeState
-from sparsepack.models.stock.blocks import BlockStream
+from sparsepack.models.architecture import token_weights
+from sparsepack.models.family import SITES
+from sparsepack.models.stock.blocks import BlockSource, BlockStream
+from sparsepack.models.stock.skeleton import parameter_shapes
 from sparsepack.progress import EVERY, duration, say
 
 
@@ -24,7 +27,9 @@ def bound_line(seconds: float, stream: BlockStream, resume: ResumeState) -> str:
     """How long work took, what bounded it, and what each part took of it.
 
     Reading and moving a block costs only what somebody waited for it; that is shared in the proportion of the two.
-    Saving the state counts as the disk's. What is left is the arithmetic's, which is not timed by itself.
+    Saving the state counts as the disk's. What is left is the arithmetic's, which is not timed by itself: all that is
+    computed, counted and waited for. How many operations of products of blocks with tokens came to a second of it tells
+    whether that is what the processor can do.
     """
     ahead = stream.ahead
     fetched = ahead.read_seconds + ahead.moved_seconds
@@ -36,11 +41,20 @@ def bound_line(seconds: float, stream: BlockStream, resume: ResumeState) -> str:
         bus: ahead.waited_seconds - reading,
     }
     most = max(parts, key=lambda name: parts[name])
+    products = 2 * stream.passed * weights_of_block(stream.source) / max(parts["arithmetic"], 1e-9)
     return (
-        f"{duration(seconds)}, bound by {most}: arithmetic {duration(parts['arithmetic'])}, waiting for blocks "
+        f"{duration(seconds)}, bound by {most}: arithmetic {duration(parts['arithmetic'])} (products at "
+        f"{products / 1e12:.3g} TFLOP/s), waiting for blocks "
         f"{duration(ahead.waited_seconds)} (read {_rate(ahead.read_bytes, ahead.read_seconds)}, placed "
         f"{_rate(ahead.moved_bytes, ahead.moved_seconds)}), saving {duration(resume.seconds)}"
     )
+
+
+def weights_of_block(source: BlockSource) -> float:
+    """The weights of a block that a token has to do with, the mean over blocks."""
+    shapes = parameter_shapes(source.config, source.bases)
+    of_blocks = (token_weights(source.config, shapes, layer, site) for layer in range(source.layers) for site in SITES)
+    return sum(of_blocks) / source.layers
 
 
 def _rate(nbytes: int, seconds: float) -> str:

@@ -87,7 +87,7 @@ def forecast_blocks(
 
     Raises `CheckpointError` for a block that cannot be read.
     """
-    batch = dealt.size
+    batch = dealt.batch
     hidden = stream.states(windows[:batch], None)
     stream.load(0)
     read_seconds = stream.ahead.waited_seconds
@@ -112,7 +112,7 @@ def forecast_blocks(
         workers=dealt.workers.count,
         windows=len(windows),
         context=windows.shape[1],
-        batches=dealt.parts,
+        batches=dealt.runs,
         batch=batch,
         layers=checkpoint.layers,
         block_bytes=block_bytes,
@@ -120,7 +120,7 @@ def forecast_blocks(
         read_seconds=read_seconds,
         batch_seconds=batch_seconds,
         alone_seconds=one - batch_seconds,
-        rounds=dealt.rounds,
+        rounds=dealt.own_runs,
         memory_bytes=memory_so_far(stream.device),
         hidden_bytes=len(dealt.own(torch.arange(len(windows)))) * window,
         whole_bytes=len(windows) * window if dealt.workers.count > 1 else 0,

@@ -37,7 +37,7 @@ class Calibrate(Section):
     samples: int | None
     seed: int
     sinks: int
-    batch: int
+    batch: int | None
 
 
 def _problems(recipe: Recipe, asked: Calibrate) -> Iterator[str]:
@@ -92,13 +92,15 @@ def _tokens(job: Job, asked: Calibrate) -> int:
 def _memory(job: Job, asked: Calibrate) -> int:
     """The bytes of the text's way through a block, and of the sums of products of the residual stream."""
     from sparsepack.calibration.residual import residual_of
+    from sparsepack.calibration.samples import at_once
     from sparsepack.recipe.estimates import block_by_block_bytes
 
     section = residual_of(job.checkpoint)
     # Those of runs of blocks that are over, that of the run at hand, and of a batch what is added to it.
     sums = 0 if section is None else section["runs"] + 3
     squares = 8 * int(job.checkpoint.config.hidden_size) ** 2
-    return block_by_block_bytes(job, *windows(job, asked), asked.batch) + sums * squares
+    batch = at_once(asked.batch, *windows(job, asked), job.recipe.device)
+    return block_by_block_bytes(job, *windows(job, asked), batch) + sums * squares
 
 
 CALIBRATE = Stage(

@@ -13,7 +13,7 @@ from sparsepack.errors import CalibrationError
 
 OPTIONS = CalibrateOptions(context=32, samples=4, sinks=2)
 LARGEST = Collector(
-    "site", ("largest",), torch.float32, (0,), lambda x, norms: (x.abs().amax((0, 1)).cpu(),), torch.maximum
+    "site", ("largest",), torch.float32, (0,), lambda site: (site.x.abs().amax((0, 1)).cpu(),), torch.maximum
 )
 
 

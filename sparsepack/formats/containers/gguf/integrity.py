@@ -19,7 +19,7 @@ from pathlib import Path
 
 from sparsepack.errors import ArtifactError
 from sparsepack.files.gguf import DEFAULT_ALIGNMENT, GgufFile
-from sparsepack.files.hashing import NO_HASH, sha256_bytes
+from sparsepack.files.hashing import NO_HASH, TO_COME, sha256_bytes
 
 HEADER_HASH, HEADER_BYTES, TENSOR_HASHES = (
     "sparsepack.header.sha256",
@@ -43,10 +43,11 @@ _FIRST_TENSOR_HASH_AT = _FIXED + len(_key(TENSOR_HASHES)) + struct.calcsize("<II
 _PIECE = 1 << 24
 
 
-def seal(path: Path, header_bytes: int, tensor_hashes: Sequence[str]) -> None:
-    """Put the hashes into a file that was written with `NO_HASH` in their places."""
+def seal(path: Path, header_bytes: int, tensor_hashes: Sequence[str], source_sha256: str) -> None:
+    """Put the hashes into a file that was written with `NO_HASH` in their places, and that of the model where the
+    manifest has `TO_COME`."""
     with path.open("r+b") as file:
-        header = bytearray(file.read(header_bytes))
+        header = bytearray(file.read(header_bytes)).replace(TO_COME.encode(), source_sha256.encode())
         for position, digest in enumerate(tensor_hashes):
             at = _FIRST_TENSOR_HASH_AT + position * (8 + len(NO_HASH))
             _replace(header, at, NO_HASH.encode(), digest.encode())

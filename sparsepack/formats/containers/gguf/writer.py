@@ -26,7 +26,7 @@ from sparsepack.workers.workers import ALONE, Workers
 class GgufPlan(Plan):
     """A GGUF to write.
 
-    source       -- of the model's weights, whose hash is in the manifest
+    source       -- of the model's weights, whose hash is in the manifest, or `TO_COME` in its place
     architecture -- `general.architecture`
     values       -- the other key/value pairs, the manifest among them
     """
@@ -55,8 +55,8 @@ class GgufPlan(Plan):
         ):
             file = self._file(first_ones_output(temporary, workers))
             hashes = write_files([file], self.at_once, advance, workers)
-            seal(temporary, file.offsets[0], [hashes[tensor.name] for tensor in self.tensors])
-            source_sha256()  # the manifest has it: the weights may not be others by now
+            # The weights may not be others by now than those that were hashed.
+            seal(temporary, file.offsets[0], [hashes[tensor.name] for tensor in self.tensors], source_sha256())
 
     def _file(self, path: Path) -> TensorFile:
         return TensorFile(path, self._header, self.groups, self.alignment)
