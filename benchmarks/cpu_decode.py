@@ -18,20 +18,17 @@ from typing import Any
 
 import click
 import cpu_setting
-import torch
 from cpu_decode_check import Checks
 from cpu_decode_table import show
+from cpu_engine import CONTEXT, decode_ours, open_engine
 from figures import json_option, write_figures
 from llama_cpp_peer import LlamaCpp, bytes_per_token
 from synthetic import BILLION, DEFAULT_WORK, TINY, Synthetic, random_ids, synthetic
 
 from sparsepack.bench import traffic
-from sparsepack.formats.packed import PackedModel
 from sparsepack.runtime.engine import Engine
-from sparsepack.runtime.sampling import Sampler, Sampling
 from sparsepack.runtime.skipped import skipped_weights
 
-CONTEXT = 1024
 PEER = "llama.cpp Q4_K"
 NAMES = {"dense": "ours, dense", "0.5": "ours, 50 % active", "0.75": "ours, 25 % active"}
 
@@ -62,12 +59,6 @@ class Measured:
     bandwidth: list[float] = field(default_factory=list)
 
 
-def open_engine(packed: PackedModel, backend: str, threads: int) -> Engine:
-    """An engine with so many threads."""
-    torch.set_num_threads(threads)
-    return Engine(packed, context=CONTEXT, backend=backend, threads=threads)
-
-
 def decode_peer(peer: LlamaCpp, prompt: list[int], count: int) -> float:
     """Tokens a second of llama.cpp."""
     peer.reset()
@@ -77,18 +68,6 @@ def decode_peer(peer: LlamaCpp, prompt: list[int], count: int) -> float:
     for _ in range(count):
         peer.decode([id])
         id = peer.choose()
-    return count / (time.perf_counter() - start)
-
-
-def decode_ours(engine: Engine, dense: bool, prompt: list[int], count: int) -> float:
-    """Tokens a second of ours."""
-    engine.reset()
-    engine.dense = dense
-    sampler = Sampler(Sampling(temperature=0.0))
-    id = sampler.choose(engine.prefill(prompt))
-    start = time.perf_counter()
-    for _ in range(count):
-        id = engine.decode_next(id, sampler)
     return count / (time.perf_counter() - start)
 
 

@@ -19,7 +19,8 @@ from typing import Any
 import click
 import cpu_setting
 import torch
-from cpu_decode import CONTEXT, decode_ours, decode_peer, open_engine
+from cpu_decode import decode_peer
+from cpu_engine import CONTEXT, decode_ours, open_engine
 from figures import json_option, write_figures
 from llama_cpp_peer import LlamaCpp
 from mixtures import SHARPER, THREE_BILLION, TINY, Mixture, configuration

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import click
 import torch
-from cuda_decode import LIMITS, NEW, PROMPT, SHOWN
+from cuda_speeds import LIMITS, NEW, PROMPT, SHOWN
 from cuda_synthetic import LLAMA_8B, random_model
 from cuda_timing import device_line
 from figures import json_option, write_figures

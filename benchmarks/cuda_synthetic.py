@@ -1,20 +1,31 @@
-"""Llamas of 7 and 8 billion parameters made on the GPU in seconds, with random weights and real thresholds.
+"""Models of any family and size made on the GPU in seconds, with random weights and real thresholds.
 
-Weights have a real model's size and spread: variance 1 / columns, what a block adds scaled down. Thresholds are those
-of this model (`thresholds.py`).
+Weights have a real model's size and spread: variance 1 / columns, what a block adds scaled down. Routers are sharper,
+as trained ones are: else roundings would choose other experts. Thresholds are those of this model (`thresholds.py`).
 """
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
 import torch
+from mixtures import SHARPER
 from synthetic import Size, llama_config
 from torch import Tensor
 
 from sparsepack.formats.codecs import zigzag
-from sparsepack.formats.codecs.matrices import ZIGZAG, PackedMatrix, encode_rows
+from sparsepack.formats.codecs.matrices import ZIGZAG, PackedExperts, PackedMatrix, encode_rows
 from sparsepack.formats.codecs.types import type_that_fits
-from sparsepack.formats.packed import DenseMlp, PackedLayer, PackedModel, PackedSite
-from sparsepack.models.architecture import architecture_of
+from sparsepack.formats.packed import (
+    DenseMlp,
+    ExpertMlp,
+    PackedExpertsSite,
+    PackedLayer,
+    PackedModel,
+    PackedSite,
+)
+from sparsepack.models.architecture import ExpertNumbers, architecture_of
+from sparsepack.models.families import FAMILIES
 from sparsepack.models.family import ATTENTION_SITES, MLP_SITES
 
 LLAMA_8B = Size("Llama-3-8B", 4096, 32, 14336, 32, 8, 128256)
@@ -24,37 +35,67 @@ CONTEXT = 8192
 
 
 def random_model(size: Size, layers: int | None = None, device: str = "cuda") -> PackedModel:
-    """A model of a size, with fewer layers if asked; all of it on the device."""
+    """A Llama of a size, with fewer layers if asked; all of it on the device."""
     config = llama_config(size, num_hidden_layers=layers or size.layers, max_position_embeddings=CONTEXT)
-    generator = torch.Generator(device=device).manual_seed(0)
-    kv, narrow = size.kv_heads * config.head_dim, 1 / math.sqrt(2 * size.layers)
-    shapes = {
-        "attn_in": ((size.hidden, kv, kv), size.hidden, 1.0),
-        "attn_out": ((size.hidden,), size.hidden, narrow),
-        "mlp_in": ((size.intermediate, size.intermediate), size.hidden, 1.0),
-        "mlp_mid": ((size.hidden,), size.intermediate, narrow),
-    }
+    return random_of(config, size.name, size.layers, device)
 
-    def norm() -> Tensor:
-        return 1 + 0.2 * torch.randn(size.hidden, generator=generator, device=device)
+
+def random_of(config: Any, name: str, depth: int, device: str = "cuda") -> PackedModel:
+    """A model of any family, by its configuration, on the device; every site dense.
+
+    depth -- layers of the model whose part it may be: what a block adds is as small as there
+    """
+    a, family, narrow = architecture_of(config, None), FAMILIES[config.model_type], 1 / math.sqrt(2 * depth)
+    generator = torch.Generator(device=device).manual_seed(0)
+    heads, kv = a.heads * a.head_dim, a.kv_heads * a.head_dim
+    shapes: Mapping[str, tuple[tuple[int, ...], int, float]] = {
+        "attn_in": ((heads, kv, kv), a.hidden, 1.0),
+        "attn_out": ((a.hidden,), heads, narrow),
+        "mlp_in": ((a.intermediate, a.intermediate), a.hidden, 1.0),
+        "mlp_mid": ((a.hidden,), a.intermediate, narrow),
+    }
+    widths = {"q_norm": a.head_dim, "k_norm": a.head_dim, "q_row_norm": heads, "k_row_norm": kv}
+
+    def normal(*shape: int, size: float = 1.0) -> Tensor:
+        return size * torch.randn(*shape, generator=generator, device=device)
+
+    def norm(width: int, size: float = 1.0) -> Tensor:
+        return size * (1 + normal(width, size=0.2))
+
+    def site(of: str) -> PackedSite:
+        parts, columns, scale = shapes[of]
+        return PackedSite(random_zigzag(sum(parts), columns, scale, generator), None, None, parts)
+
+    def experts_site(of: str, numbers: ExpertNumbers) -> PackedExpertsSite:
+        parts, columns, scale = shapes[of]
+        shape = numbers.stored, zigzag.bands(sum(parts)), columns
+        blocks = random_superblocks(shape, scale * columns**-0.5, generator)
+        return PackedExpertsSite(PackedExperts(blocks, sum(parts), columns), None, parts)
+
+    def mlp() -> DenseMlp | ExpertMlp:
+        if a.experts is None:
+            return DenseMlp({of: site(of) for of in MLP_SITES})
+        sites = {of: experts_site(of, a.experts) for of in MLP_SITES}
+        router = normal(a.experts.count, a.hidden, size=SHARPER * a.hidden**-0.5)
+        shared = normal(1, a.hidden, size=a.hidden**-0.5) if a.experts.shared else None
+        return ExpertMlp(router, a.experts.used, a.experts.normalised, sites, shared)
 
     def layer() -> PackedLayer:
-        sites = {
-            name: PackedSite(random_zigzag(sum(parts), columns, scale, generator), None, None, parts)
-            for name, (parts, columns, scale) in shapes.items()
-        }
-        attention, mlp = ({name: sites[name] for name in names} for names in (ATTENTION_SITES, MLP_SITES))
-        return PackedLayer(attention, {"attn_norm": norm(), "mlp_norm": norm()}, DenseMlp(mlp))
+        attention = {of: site(of) for of in ATTENTION_SITES}
+        units = mlp()
+        # What a block adds is small beside the stream, as a trained model's.
+        norms = {of: norm(widths.get(of, a.hidden), narrow if "post" in of else 1.0) for of in family.norms}
+        return PackedLayer(attention, norms, units)
 
     return PackedModel(
-        architecture=architecture_of(config, None),
-        layers=tuple(layer() for _ in range(config.num_hidden_layers)),
-        embedding=random_rows(size.vocabulary, size.hidden, 1.0, generator),
-        output_norm=norm(),
-        output=random_rows(size.vocabulary, size.hidden, size.hidden**-0.5, generator),
+        architecture=a,
+        layers=tuple(layer() for _ in range(a.layers)),
+        embedding=random_rows(a.vocabulary, a.hidden, 1 / a.embedding_scale, generator),
+        output_norm=norm(a.hidden),
+        output=random_rows(a.vocabulary, a.hidden, a.hidden**-0.5, generator),
         config_json=config.to_json_string(),
         tokenizer_json="{}",
-        manifest={"model": {"name": f"random {size.name}"}},
+        manifest={"model": {"name": f"random {name}"}},
     )
 
 
@@ -76,9 +117,11 @@ def random_superblocks(shape: tuple[int, ...], deviation: float, generator: torc
     return blocks
 
 
-def random_rows(rows: int, columns: int, scale: float, generator: torch.Generator) -> PackedMatrix:
-    """Weights with a standard deviation, in Q6_K or what takes its place for so many columns."""
-    type = type_that_fits("Q6_K", columns)
+def random_rows(
+    rows: int, columns: int, scale: float, generator: torch.Generator, type: str | None = None
+) -> PackedMatrix:
+    """Weights with a standard deviation, in a type, or in Q6_K or what takes its place for so many columns."""
+    type = type or type_that_fits("Q6_K", columns)
     parts = [
         encode_rows(
             scale * torch.randn(min(16384, rows - at), columns, device=generator.device, generator=generator), type

@@ -1,7 +1,8 @@
 """Decoding with a card too small for the model: hot neurons there, the others on the processor and over the bus.
 
     python benchmarks/hybrid_decode.py --shape 13b [--vram LIST] [--llama-bench PATH] [--json FILE]
-    python benchmarks/hybrid_decode.py --shape 70b --vram 24GB,32GB
+    python benchmarks/hybrid_decode.py --shape 70b --vram 24GB,32GB [--split layers]
+    python benchmarks/hybrid_decode.py --shape 13b --whole
 
 Random weights of the shape (`hybrid_synthetic.py`); who is active is replayed from a trace of a trained model at a
 density of 0.132 (`replayed.py`), since no trained ReLU model of these sizes is here. Without --vram: a quarter, a half
@@ -31,7 +32,7 @@ import torch
 from cuda_timing import device_line
 from figures import json_option, write_figures
 from hybrid_synthetic import SIZES, random_neurons, write_for_llama_cpp
-from llama_cpp_offload import Peer, Split, runner
+from llama_cpp_offload import LAYERS, MLPS, Peer, runner
 from nearness import expect_near, relative_error
 from replayed import Activity, tiled
 from synthetic import Size, random_ids
@@ -135,9 +136,20 @@ def ours(
     return found
 
 
-def peer_rounds(peer: Peer, splits: Sequence[Split], rounds: int) -> dict[str, list[float]]:
-    """Tokens a second of each split, by its name."""
-    return {split.name: peer.tokens_per_second(split, rounds) for split in splits}
+def whole(packed: PackedModel, settings: EngineOptions, tokens: int, rounds: int) -> dict[str, list[float]]:
+    """Tokens a second where all is on the card: of the cuda engine, the same within a budget, and with a slot for each
+    neuron. Who is active is what random gates say, about half: the cuda engine replays nothing."""
+    ample = f"{2 * parts_of(packed, PROMPT + tokens, 'f16').weights / 1e6 + 4000:.0f}MB"
+    told = {
+        "the cuda engine": settings,
+        "within a budget": replace(settings, vram=ample),
+        "a slot for each neuron": replace(settings, cached=1.0),
+    }
+    engines = {name: Engine(packed, options) for name, options in told.items()}
+    engines["the cuda engine, dense"] = Engine(packed, settings, dense=True)
+    prompt = random_ids(packed.architecture.vocabulary, PROMPT, seed=3)
+    timed = {name: partial(decode_seconds, engine, prompt, tokens) for name, engine in engines.items()}
+    return {name: [1 / each for each in taken] for name, taken in in_turns(timed, rounds, warm_up=1).items()}
 
 
 def row_of(name: str, speeds: Sequence[float], beside: float | None, of: Mapping[str, Any]) -> list[str]:
@@ -179,7 +191,12 @@ def anchor_of(shape: str, parts: Parts, budget: int) -> dict[str, list[float]]:
 @click.option("--threads", default=min(16, os.cpu_count() or 1), show_default=True, help="Of the processor, for both.")
 @click.option("--tune/--no-tune", default=True, help="Measure the links first, where nobody has on this machine.")
 @click.option("--llama-bench", type=click.Path(path_type=Path, exists=True), help="llama.cpp's, built with CUDA.")
+@click.option("--peer-tokens", type=int, help="That llama.cpp is timed for in a round, in a context of so many.")
+@click.option(
+    "--split", "splits", multiple=True, type=click.Choice([LAYERS, MLPS]), default=(LAYERS, MLPS), help="Of llama.cpp."
+)
 @click.option("--work", type=click.Path(path_type=Path), default=Path("/tmp/sparsepack-bench"), show_default=True)
+@click.option("--whole", "is_whole", is_flag=True, help="With all on the card, instead of within budgets.")
 @json_option
 def main(
     shape: str,
@@ -191,7 +208,10 @@ def main(
     threads: int,
     tune: bool,
     llama_bench: Path | None,
+    peer_tokens: int | None,
+    splits: tuple[str, ...],
     work: Path,
+    is_whole: bool,
     json_path: Path | None,
 ) -> None:
     """Print a table for each budget, and write the figures so far."""
@@ -211,6 +231,14 @@ def main(
     differences = check(size)
     click.echo(f"logits differ from the reference backend's by: {differences}")
     freed()
+    report: dict[str, Any] = {"device": device_line(), "threads": threads, "size": asdict(size), "check": differences}
+    if is_whole:
+        found = whole(packed, settings, tokens, rounds)
+        beside = statistics.median(found["the cuda engine"])
+        rows = [row_of(name, speeds, beside, {})[:4] for name, speeds in found.items()]
+        click.echo(markdown(Table(["all on the card", "t/s", "range", "x the cuda engine"], rows, size.name)))
+        write_figures(json_path, report | {"whole": found})
+        return
     if tune:
         click.echo(links_of(size, threads))
     peer = None
@@ -222,18 +250,17 @@ def main(
         peer = Peer(
             runner(llama_bench),
             path if path.is_file() else write_for_llama_cpp(size, path),
-            *(size.layers, PROMPT, tokens, threads),
+            *(size.layers, PROMPT, peer_tokens or tokens, threads),
             layer=parts.attention[0] + 3 * parts.gates[0],
             mlp=3 * parts.gates[0],
+            kinds=splits,
         )
-    report: dict[str, Any] = {"device": device_line(), "threads": threads, "size": asdict(size), "check": differences}
     for budget in budgets:
-        splits = [] if peer is None else peer.within(budget)
-        before = {} if peer is None else peer_rounds(peer, splits, rounds)
+        before = {} if peer is None else peer.within(budget, rounds)
         found = ours(packed, activity, budget, settings, policy.split(","), rounds)
         freed()
-        after = {} if peer is None else peer_rounds(peer, splits, rounds)
-        theirs = {name: before[name] + after[name] for name in before} or anchor_of(shape, parts, budget)
+        after = {} if peer is None else {split: peer.tokens_per_second(split, rounds) for split in before}
+        theirs = {split.name: before[split] + after[split] for split in before} or anchor_of(shape, parts, budget)
         best = max((statistics.median(speeds) for speeds in theirs.values()), default=None)
         rows = [row_of(f"llama.cpp, {name}", speeds, best, {}) for name, speeds in theirs.items()]
         for name, of in found.items():
@@ -243,7 +270,7 @@ def main(
         told = [f"{name}: {per_token_in_words(of)}" for name, of in found.items() if "bytes" in of]
         ran = {of["description"] for of in found.values()}
         click.echo(markdown(Table(HEAD, rows, f"{size.name} in {in_words(budget)}", [*told, *sorted(ran)])))
-        report[in_words(budget)] = {"ours": found, "llama.cpp": theirs, "splits": [asdict(split) for split in splits]}
+        report[in_words(budget)] = {"ours": found, "llama.cpp": theirs, "splits": [asdict(split) for split in before]}
         write_figures(json_path, report)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from cuda_synthetic import random_rows, random_superblocks, random_zigzag
-from llama_cpp_file import q4_k, write_random
+from llama_cpp_file import write_shape
 from synthetic import Size, llama_config
 
 from sparsepack.formats.codecs.matrices import PackedMatrix
@@ -65,31 +65,6 @@ def _here(matrix: PackedMatrix) -> PackedMatrix:
     return PackedMatrix(matrix.blocks.cpu(), matrix.type, matrix.rows, matrix.columns)
 
 
-def write_for_llama_cpp(size: Size, path: Path, seed: int = 0) -> Path:
-    """The shape as a GGUF in Q4_K, the output matrix in Q6_K, without a tokenizer; blocks have the same weights.
-    llama.cpp's Llama knows SiLU alone: it reads and computes as much as it would with ReLU."""
-    generator = torch.Generator().manual_seed(seed)
-    kv, head_dim = size.kv_heads * size.hidden // size.heads, size.hidden // size.heads
-    shapes = {
-        "attn_q": (size.hidden, size.hidden),
-        "attn_k": (kv, size.hidden),
-        "attn_v": (kv, size.hidden),
-        "attn_output": (size.hidden, size.hidden),
-        "ffn_gate": (size.intermediate, size.hidden),
-        "ffn_up": (size.intermediate, size.hidden),
-        "ffn_down": (size.hidden, size.intermediate),
-    }
-    of_block = {name: q4_k(shape, 0.1 * shape[-1] ** -0.5, generator) for name, shape in shapes.items()}
-    of_block |= dict.fromkeys(("attn_norm", "ffn_norm"), np.ones(size.hidden, np.float32))
-    numbers = {
-        "context_length": CONTEXT,
-        "embedding_length": size.hidden,
-        "block_count": size.layers,
-        "feed_forward_length": size.intermediate,
-        "head_count": size.heads,
-        "head_count_kv": size.kv_heads,
-        "layer_norm_rms_eps": 1e-5,
-        "rope_dimension_count": head_dim,
-        "vocab_size": size.vocabulary,
-    }
-    return write_random(path, "llama", numbers, of_block, generator)
+def write_for_llama_cpp(size: Size, path: Path) -> Path:
+    """The shape as a GGUF. llama.cpp's Llama knows SiLU alone: it reads and computes as much as it would with ReLU."""
+    return write_shape(path, llama_config(size, max_position_embeddings=CONTEXT))

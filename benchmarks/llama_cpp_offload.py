@@ -10,11 +10,14 @@ import json
 import re
 import subprocess
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cache, cached_property
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 _BUFFER = re.compile(r"CUDA\d+(?: [A-Za-z]+)? (?:model |KV |compute |output )?buffer size *= *([\d.]+) MiB")
+LAYERS, MLPS = "layers", "MLPs"
+COMPUTING = 350_000_000
+"""About as many bytes are on the GPU beside weights, before any report says it."""
 Run = Callable[[Sequence[str]], tuple[str, str]]
 """The function runs llama-bench with arguments: what it wrote on standard output and on standard error."""
 
@@ -31,7 +34,7 @@ class Split:
 @dataclass(frozen=True)
 class Peer:
     """llama-bench with a file. depth, new -- tokens before those that are timed, and these; threads of the processor;
-    layer, mlp -- bytes of a layer and of an MLP"""
+    layer, mlp -- bytes of a layer and of an MLP; kinds of splits that are tried"""
 
     run: Run
     path: Path
@@ -41,6 +44,8 @@ class Peer:
     threads: int
     layer: int
     mlp: int
+    kinds: Sequence[str] = (LAYERS, MLPS)
+    _reported: dict[str, int] = field(default_factory=dict)
 
     def command(self, split: Sequence[str], depth: int, new: int, rounds: int) -> list[str]:
         """The arguments of a run."""
@@ -49,37 +54,50 @@ class Peer:
         sizes = ["-p", 0, "-n", new, "-d", depth, "-r", rounds, "-t", self.threads, *mapped]
         return [str(each) for each in (*fixed, *sizes, *split)]
 
-    def within(self, budget: int) -> list[Split]:
-        """Of each kind, the split with most on the GPU that stays within so many bytes."""
-        found = (
-            self._largest("layers", _layers, self.layer, budget),
-            self._largest("MLPs", self._mlps, self.mlp, budget),
-        )
-        return [split for split in found if split is not None]
+    def within(self, budget: int, rounds: int) -> dict[Split, list[float]]:
+        """Of each kind, the split with most on the GPU that stays within so many bytes, and its tokens a second in the
+        rounds of the run that showed it."""
+        found = {}
+        for name in self.kinds:
+            if largest := self._largest(name, budget, rounds):
+                split, speeds = largest
+                found[split] = speeds
+        return found
 
     def tokens_per_second(self, split: Split, rounds: int) -> list[float]:
         """Of each round."""
-        written, _ = self.run(self.command(split.arguments, self.depth, self.new, rounds))
+        return self._timed(split.arguments, rounds)[0]
+
+    def _timed(self, arguments: Sequence[str], rounds: int) -> tuple[list[float], int]:
+        """Tokens a second of each round, and the bytes on the GPU."""
+        written, said = self.run(self.command(arguments, self.depth, self.new, rounds))
         (row,) = json.loads(written)
-        return [float(value) for value in row["samples_ts"]]
+        return [float(value) for value in row["samples_ts"]], reported_bytes(said)
 
-    def _largest(self, name: str, of: Callable[[int], tuple[str, ...]], each: int, budget: int) -> Split | None:
-        """The largest of 0 .. layers whose report stays within the budget. As many as should fit beside the report of 0
-        are tried, then fewer until they do: a load takes long."""
-        count, none = 0, self._reported(of(0))
-        if none > budget:
-            return None
-        count = min(self.layers, (budget - none) // each)
-        while count and (size := self._reported(of(count))) > budget:
-            count -= max(1, (size - budget) // each)
-        count = max(count, 0)
-        return Split(f"{name} {count}/{self.layers}", of(count), size if count else none)
+    def _largest(self, name: str, budget: int, rounds: int) -> tuple[Split, list[float]] | None:
+        """The largest of 0 .. layers whose report stays within the budget. As many as should fit are tried, then as
+        many more or fewer as the report of these says: a load takes long, so each is timed at once."""
+        of, each, beside = self._kinds[name]
+        count = min(max((budget - self._reported.get(name, beside)) // each, 0), self.layers)
+        found, too_many = None, self.layers + 1
+        while True:
+            speeds, size = self._timed(of(count), rounds)
+            self._reported[name] = size - count * each
+            if size <= budget:
+                found = Split(f"{name} {count}/{self.layers}", of(count), size), speeds
+                following = min(count + (budget - size) // each, too_many - 1)
+            else:
+                too_many = count
+                following = max(count - max(1, -(-(size - budget) // each)), 0)
+            if following == count or (found and following < count):
+                return found
+            count = following
 
-    @cache  # noqa: B019 -- a peer lasts as long as the program
-    def _reported(self, arguments: tuple[str, ...]) -> int:
-        """With the context of what is timed. A load takes seconds."""
-        _, said = self.run(self.command(arguments, self.depth + self.new - 1, 1, 1))
-        return reported_bytes(said)
+    @property
+    def _kinds(self) -> dict[str, tuple[Callable[[int], tuple[str, ...]], int, int]]:
+        """Of each kind the arguments for a number of layers, the bytes of each, and about what else is on the GPU."""
+        attention = self.layers * (self.layer - self.mlp)
+        return {LAYERS: (_layers, self.layer, COMPUTING), MLPS: (self._mlps, self.mlp, attention + COMPUTING)}
 
     @cached_property
     def _help(self) -> str:

@@ -33,11 +33,9 @@ TINY = Mixture("mixture-tiny", 256, 2, 256, 8, 2, 4, 2, 64, 512)
 QWEN3_30B = Mixture("Qwen3-30B-A3B", 2048, 48, 768, 128, 8, 32, 4, 128, 151936)
 
 
-def configuration(size: Mixture, **settings: Any) -> "Qwen3MoeConfig":
-    """The configuration of a mixture, with settings that change it."""
-    from transformers import Qwen3MoeConfig
-
-    fields = {
+def fields(size: Mixture) -> dict[str, Any]:
+    """What transformers has to know of a mixture."""
+    return {
         "vocab_size": size.vocabulary,
         "hidden_size": size.hidden,
         "moe_intermediate_size": size.width,
@@ -49,7 +47,11 @@ def configuration(size: Mixture, **settings: Any) -> "Qwen3MoeConfig":
         "num_experts_per_tok": size.used,
         "norm_topk_prob": True,
         "tie_word_embeddings": False,
-        "bos_token_id": None,
-        "eos_token_id": 0,
     }
-    return Qwen3MoeConfig(**{**fields, **settings})
+
+
+def configuration(size: Mixture, **settings: Any) -> "Qwen3MoeConfig":
+    """The configuration of a mixture, with settings that change it."""
+    from transformers import Qwen3MoeConfig
+
+    return Qwen3MoeConfig(**{**fields(size), "bos_token_id": None, "eos_token_id": 0, **settings})

@@ -1,4 +1,4 @@
-"""Thresholds of a Llama or a mixture of experts with random weights: real ones for it.
+"""Thresholds of a model with random weights: real ones for it.
 
 For each site in the order of execution it is the quantile of |x| over random tokens, everything upstream already
 sparse. The columns that are active then spread at random from token to token; a trained model's cluster more.
@@ -6,22 +6,24 @@ sparse. The columns that are active then spread at random from token to token; a
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sparsepack.formats.codecs import zigzag
-from sparsepack.formats.codecs.matrices import decode_rows
-from sparsepack.formats.packed import ExpertMlp, PackedModel, PackedSite
+from sparsepack.formats.codecs.matrices import decode_matrix
+from sparsepack.formats.packed import PackedModel
 from sparsepack.models.records.rule import SiteRule
-from sparsepack.runtime.reference import attention as reference_attention
-from sparsepack.runtime.reference import products as reference
-from sparsepack.runtime.reference.experts import route
+from sparsepack.runtime.operations_decoder import OperationsDecoder
+from sparsepack.runtime.operations_layer import LoadedDenseMlp, LoadedSite, _LoadedExpertMlp
+from sparsepack.runtime.reference.backend import ReferenceOperations
 
 CALIBRATION_TOKENS = 256
 Thresholds = Mapping[tuple[int, str], float]
 """The threshold of each (layer, site)."""
+Kept = Callable[[tuple[int, str], Tensor], Tensor]
 
 
 def with_thresholds(packed: PackedModel, thresholds: Thresholds) -> PackedModel:
@@ -38,71 +40,47 @@ def with_thresholds(packed: PackedModel, thresholds: Thresholds) -> PackedModel:
     return replace(packed, layers=tuple(layers))
 
 
+class _Stored(ReferenceOperations):
+    """The reference's operations on matrices that stay as they are stored, each decoded when it is multiplied."""
+
+    load_zigzag = load_rows = staticmethod(lambda matrix, device: matrix)  # type: ignore[assignment]
+    zigzag_matmul = staticmethod(lambda matrix, x: F.linear(x, decode_matrix(matrix)))  # type: ignore[assignment]
+    matmul = staticmethod(lambda matrix, x: F.linear(x, decode_matrix(matrix)))  # type: ignore[assignment]
+
+
 @torch.inference_mode()
 def find_thresholds(packed: PackedModel, sparsities: Iterable[float]) -> dict[float, Thresholds]:
-    """For each sparsity a threshold per (layer, site): one pass over random tokens each, in float32, sites in turn."""
-    a, device = packed.architecture, packed.output_norm.device
+    """For each sparsity a threshold per (layer, site): one pass over random tokens each, in float32, by the reference's
+    decoder, whose products are watched."""
+    device = packed.output_norm.device
     generator = torch.Generator(device=device).manual_seed(1)
-    ids = torch.randint(a.vocabulary, (CALIBRATION_TOKENS,), device=device, generator=generator)
-    embedded = decode_rows(packed.embedding.blocks[ids], packed.embedding.type)
-    cos, sin = (
-        t.to(device) for t in reference_attention.rotary_table(torch.tensor(a.inv_freq), a.rotary_scale, len(ids))
-    )
-    seen = reference_attention.visible(0, len(ids), 0, 0, device)
-    states = {sparsity: embedded.clone() for sparsity in sparsities}
-    found: dict[float, dict[tuple[int, str], float]] = {sparsity: {} for sparsity in states}
-    for number, layer in enumerate(packed.layers):
-        dense = {name: site for name, site in layer.sites.items() if isinstance(site, PackedSite)}
-        weights = {name: zigzag.unpack(site.matrix.blocks, site.matrix.rows) for name, site in dense.items()}
-        for sparsity, hidden in states.items():
+    ids = torch.randint(packed.architecture.vocabulary, (CALIBRATION_TOKENS,), device=device, generator=generator)
+    decoder = OperationsDecoder(with_thresholds(packed, {}), _Stored(), device, CALIBRATION_TOKENS, None, "f32")
+    places: dict[int, tuple[int, str]] = {}
+    for number, layer in enumerate(decoder._layers):
+        sites = layer.mlp.sites if isinstance(layer.mlp, LoadedDenseMlp) else {}
+        places |= {id(site): (number, name) for name, site in {**layer.attention, **sites}.items()}
+    of_experts = {id(layer.mlp): number for number, layer in enumerate(decoder._layers)}
+    found: dict[float, dict[tuple[int, str], float]] = {}
+    product, selected = LoadedSite.product, _LoadedExpertMlp._selected
+    for sparsity in sparsities:
+        found[sparsity] = {}
 
-            def kept(name: str, x: Tensor, sparsity: float = sparsity, number: int = number) -> Tensor:
-                size = x.abs()
-                threshold = size.flatten().kthvalue(max(1, round(sparsity * size.numel()))).values
-                found[sparsity][number, name] = float(threshold)
-                return torch.where(size > threshold, x, 0)
+        def kept(place: tuple[int, str], x: Tensor, sparsity: float = sparsity) -> Tensor:
+            size = x.abs()
+            threshold = size.flatten().kthvalue(max(1, round(sparsity * size.numel()))).values
+            found[sparsity][place] = float(threshold)
+            return torch.where(size > threshold, x, 0)
 
-            def product(name: str, x: Tensor, weights: Mapping[str, Tensor] = weights) -> Tensor:
-                return F.linear(kept(name, x), weights[name])
+        def of_site(site: LoadedSite, x: Tensor, *more: Any, kept: Kept = kept) -> Tensor:
+            return product(site, kept(places[id(site)], x), *more)
 
-            def heads(x: Tensor, norm: Tensor | None = None) -> Tensor:
-                x = x.view(len(x), -1, a.head_dim).transpose(0, 1)
-                return x if norm is None else reference.rms_norm(x, norm, a.norm_eps)
+        def of_expert(
+            mlp: _LoadedExpertMlp, name: str, x: Tensor, *more: Any, kept: Kept = kept
+        ) -> tuple[Tensor, bool]:
+            return selected(mlp, name, kept((of_experts[id(mlp)], name), x), *more)
 
-            x = reference.rms_norm(hidden, layer.norms["attn_norm"], a.norm_eps)
-            parts = list(layer.sites["attn_in"].parts)
-            norms = (layer.norms.get("q_norm"), layer.norms.get("k_norm"), None)
-            qkv = product("attn_in", x).split(parts, dim=-1)
-            q, k, v = (heads(part, norm) for part, norm in zip(qkv, norms, strict=True))
-            mixed = reference_attention.attention(
-                reference_attention.rotate(q, cos, sin), reference_attention.rotate(k, cos, sin), v, seen
-            )
-            hidden = hidden + product("attn_out", mixed)
-            x = reference.rms_norm(hidden, layer.norms["mlp_norm"], a.norm_eps)
-            if isinstance(layer.mlp, ExpertMlp):
-                states[sparsity] = hidden + _of_experts(layer.mlp, x, kept)
-                continue
-            gate, up = product("mlp_in", x).chunk(2, dim=-1)
-            states[sparsity] = hidden + product("mlp_mid", F.silu(gate) * up)
+        decoder.reset()
+        with patch.object(LoadedSite, "product", of_site), patch.object(_LoadedExpertMlp, "_selected", of_expert):
+            decoder.prefill(0, ids.cpu())
     return dict(found)
-
-
-def _of_experts(mlp: ExpertMlp, x: Tensor, kept: Callable[[str, Tensor], Tensor]) -> Tensor:
-    """What experts make of x [S, hidden], of the inputs that are kept."""
-
-    def weight(name: str, expert: int) -> Tensor:
-        matrix = mlp.sites[name].matrix
-        return zigzag.unpack(matrix.blocks[expert], matrix.rows)
-
-    chosen, shares = route(x, mlp.router, mlp.used, mlp.normalised)
-    places = [(expert, *torch.where(chosen == expert)) for expert in chosen.unique().tolist()]
-    x = kept("mlp_in", x)
-    inner = x.new_empty(*chosen.shape, mlp.sites["mlp_mid"].matrix.columns)
-    for expert, token, slot in places:
-        gate, up = F.linear(x[token], weight("mlp_in", expert)).chunk(2, dim=-1)
-        inner[token, slot] = F.silu(gate) * up
-    inner, output = kept("mlp_mid", inner), torch.zeros_like(x)
-    for expert, token, slot in places:
-        made = F.linear(inner[token, slot], weight("mlp_mid", expert))
-        output.index_add_(0, token, made * shares[token, slot, None])
-    return output

@@ -2,18 +2,19 @@
 
     always on the card        keys and values of all texts, buffers
     on the card while it fits output | attention, block by block | gates, block by block | slots | embedding
-    in the host's memory      the rest, and where not every neuron has a slot the records of all neurons, twice: pinned
-                              for the bus, and as the processor's kernels read them
+    in the host's memory      the rest, and where not every neuron has a slot the records of all neurons, all twice:
+                              pinned for the bus, and as the processor's kernels read them
 
-What stands last leaves the card first, and of attention and gates the last blocks. Kernels read over the bus what lies
-in the host's memory: of the embedding a row for a token, of gates and attention all. So slots have only what is left
-when all of these are on the card. Beside the budget the driver takes memory for its context, kernels and libraries.
+What stands last leaves the card first, and of attention and gates the last blocks. What lies in the host's memory is
+read there: of the embedding a row for a token, of gates and attention all, in part by the GPU over the bus, in part by
+the processor. So slots have only what is left when all of these are on the card. Beside the budget the driver takes
+memory for its context, kernels and libraries.
 """
 
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from sparsepack.errors import PlacementError
 
@@ -21,6 +22,8 @@ DRIVER_BYTES = 600_000_000
 """What the driver's context, kernels and libraries take on the card beside any budget, at most."""
 SPARE = 64
 _ONE_SPARE_IN = 64
+_WORK_OF_A_BUDGET = 3 / 64
+"""Beyond the least, buffers take at most this share of what a budget has beyond its own least."""
 
 _POSITIONS = (2048, 1024, 512, 256, 128, 64, 32)
 _MOST_SCRATCH, _MOST_STAGED, _LEAST_STAGED = 1 << 28, 1 << 24, 1 << 18
@@ -56,6 +59,7 @@ class Work:
     staged    -- bytes of each of the two buffers into which prefill brings records
     steps     -- bytes of a step's buffers, of the lists of active neurons, and of the tables of slots
     prefill   -- bytes of what prefill keeps of its positions
+    unused    -- bytes that rounding leaves, so that more of a budget never gives fewer slots
     """
 
     positions: int
@@ -63,19 +67,21 @@ class Work:
     staged: int
     steps: int
     prefill: int
+    unused: int = 0
 
     @property
     def bytes(self) -> int:
-        """The sum of these parts: scratch, both staging buffers, steps and prefill."""
-        return self.scratch + 2 * self.staged + self.steps + self.prefill
+        """The sum of these parts: scratch, both staging buffers, steps, prefill and what is not used."""
+        return self.scratch + 2 * self.staged + self.steps + self.prefill + self.unused
 
 
 def work_of(
     *, hidden: int, intermediate: int, blocks: int, vocabulary: int, texts: int, record: int, model: int
 ) -> Work:
-    """The buffers for a model, which depend on its widths and not on the budget: more of it never gives fewer slots.
+    """The buffers for a model with room for all of it.
 
-    record, model -- bytes of a neuron's record, and of all weights, of which prefill's positions take at most 2 %
+    record, model -- bytes of a neuron's record, and of all weights, of which prefill's positions take at most 2 %; of
+                     no weights: the least buffers
     """
     of_a_position = 16 * intermediate + 48 * hidden + intermediate // 8
     positions = next((n for n in _POSITIONS if 50 * n * of_a_position <= model), _POSITIONS[-1])
@@ -100,6 +106,7 @@ class Parts:
     gates     -- of each block: what every token reads of its MLP; of experts the router, and a shared one
     record    -- of a neuron; neurons -- how many a block has
     cache     -- keys and values of all texts, and the tables of their positions
+    work, least_work -- buffers where the card has room for all, and the least that work; None: as many
     spare     -- slots beside those of resident neurons at least, where not all are resident
     """
 
@@ -112,6 +119,7 @@ class Parts:
     cache: int
     work: Work
     spare: int = SPARE
+    least_work: Work | None = None
 
     @property
     def blocks(self) -> int:
@@ -136,7 +144,29 @@ class Parts:
     @property
     def least(self) -> int:
         """The least budget: all weights in the host's memory."""
-        return self.cache + self.work.bytes
+        return self.cache + (self.least_work or self.work).bytes
+
+    def work_within(self, budget: int) -> Work:
+        """The buffers within a budget, which grow with it: what every token reads comes before room for prompts."""
+        least, most = self.least_work or self.work, self.work
+        beyond = most.bytes - least.bytes
+        extra = min(beyond, max(0, int((budget - self.least) * _WORK_OF_A_BUDGET)))
+        if extra == beyond:
+            return most
+
+        def between(name: str) -> int:
+            first, last = int(getattr(least, name)), int(getattr(most, name))
+            return first + (last - first) * extra // beyond
+
+        positions = between("positions")
+        found = Work(
+            positions=positions,
+            scratch=between("scratch"),
+            staged=between("staged") // self.record * self.record,
+            steps=most.steps,
+            prefill=positions * (most.prefill // most.positions),
+        )
+        return replace(found, unused=least.bytes + extra - found.bytes)
 
 
 @dataclass(frozen=True)
@@ -163,6 +193,11 @@ class Plan:
         return self.slots == self.parts.all_neurons
 
     @property
+    def work(self) -> Work:
+        """The buffers."""
+        return self.parts.work if self.budget is None else self.parts.work_within(self.budget)
+
+    @property
     def share(self) -> float:
         """The share of all neurons that may be resident."""
         return self.slots / self.parts.all_neurons
@@ -175,7 +210,7 @@ class Plan:
     @property
     def card(self) -> Mapping[str, int]:
         """Bytes in the GPU's memory, by what they are."""
-        parts, work = self.parts, self.parts.work
+        parts, work = self.parts, self.work
         return {
             "embedding": self.embedding * parts.embedding,
             "output": self.output * parts.output,
@@ -189,7 +224,8 @@ class Plan:
 
     @property
     def host(self) -> Mapping[str, int]:
-        """Bytes in the host's memory, by what they are; all are pinned but the processor's records."""
+        """Bytes in the host's memory, by what they are; all are pinned but what is the processor's: of the
+        matrices at most so many."""
         parts = self.parts
         return {
             "embedding": (not self.embedding) * parts.embedding,
@@ -198,7 +234,13 @@ class Plan:
             "gates": sum(parts.gates[self.gates :]),
             "records": 0 if self.whole else parts.records,
             "records for the processor": 0 if self.whole else parts.records,
+            "matrices for the processor": sum(parts.attention[self.attention :]) + sum(parts.gates[self.gates :]),
         }
+
+    @property
+    def far_products(self) -> int:
+        """How many matrices of blocks lie in the host's memory: two of attention, and a gate."""
+        return 2 * (self.parts.blocks - self.attention) + self.parts.blocks - self.gates
 
     @property
     def card_bytes(self) -> int:
@@ -223,12 +265,13 @@ def plan_within(parts: Parts, budget: int) -> Plan:
 
     Raises `PlacementError` where they do not hold what must be there, with the least that does.
     """
-    left = budget - parts.least
-    if left < 0:
+    if budget < parts.least:
+        buffers = parts.least - parts.cache
         raise PlacementError(
             f"--vram {in_words(budget)}: keys and values take {in_words(parts.cache)} of it and buffers "
-            f"{in_words(parts.work.bytes)}; give at least {in_words(parts.least)}, or a smaller --context"
+            f"{in_words(buffers)}; give at least {in_words(parts.least)}, or a smaller --context"
         )
+    left = budget - parts.cache - parts.work_within(budget).bytes
     output = left >= parts.output
     left -= output * parts.output
     attention, left = _first_ones(parts.attention, left) if output else (0, left)

@@ -12,12 +12,23 @@ class Links:
     bus      -- of the device, for records that lie in the host's memory
     worker   -- of the processor beside the device, for records in the host's memory
     handover -- seconds that handing inputs over to that processor and its results back takes
+
+    Of matrices that lie in the host's memory and that every token reads, in bytes per second; 0: nobody has measured it
+
+    far_bus    -- of the device
+    far_worker -- of the processor, while the device reads others
     """
 
     resident: float
     bus: float
     worker: float
     handover: float = 0.0
+    far_bus: float = 0.0
+    far_worker: float = 0.0
+
+    def far(self, record_bytes: int) -> tuple[float, float]:
+        """How fast the device and the processor read such matrices: as fast as records, where that was not measured."""
+        return self.far_bus or self.bus * record_bytes, self.far_worker or self.worker * record_bytes
 
     def seconds(self, resident: int, offloaded: int, bus: int) -> float:
         """How long a block takes, of whose offloaded neurons the device computes `bus` and the worker all others."""

@@ -1,9 +1,9 @@
 """How fast a machine would decode: a model of its time, in which memory is read and nothing else takes time.
 
-A token reads attention, the keys and values, and the gates of all neurons from the GPU's memory, or over the bus what
-of them has no room there; of the active neurons the up row and the down column, from the GPU's memory where they have
-slots, otherwise from host memory, which the processor reads, or the processor and the GPU over the bus together. It is
-a bound: kernels and launches come on top.
+A token reads attention, the keys and values, and the gates of all neurons from the GPU's memory, or from host memory
+what of them has no room there; of the active neurons the up row and the down column, from the GPU's memory where they
+have slots, otherwise from host memory. That the processor reads, or the processor and the GPU over the bus together;
+only the output matrix, where it has no room, the GPU reads alone. It is a bound: kernels and launches come on top.
 """
 
 import json
@@ -13,7 +13,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from sparsepack.errors import PlacementError
-from sparsepack.placement.budget import Parts, Plan, work_of
+from sparsepack.placement.budget import SPARE, Parts, Plan, work_of
 from sparsepack.placement.links import Links
 
 HBM, DRAM, SCATTERED = 0.7, 0.9, 0.85
@@ -37,7 +37,7 @@ def measured_rates(links: Links, record_bytes: int) -> Rates:
     """What kernels reach by links that were measured: all is read as fast as records, and the host's memory serves
     processor and bus at the speeds that were measured while both read it."""
     card, bus, worker = (speed * record_bytes for speed in (links.resident, links.bus, links.worker))
-    return Rates(links, card, bus, bus + worker)
+    return Rates(links, card, links.far(record_bytes)[0], max(bus + worker, sum(links.far(record_bytes))))
 
 
 @dataclass(frozen=True)
@@ -57,8 +57,10 @@ class Machine:
     def rates(self, record_bytes: int) -> Rates:
         """What kernels reach of these bandwidths, for records of so many bytes."""
         hbm, dram, bus = HBM * self.hbm * 1e9, DRAM * self.dram * 1e9, self.pcie * 1e9
-        worker = min(SCATTERED * dram, (self.cpu or self.dram) * 1e9)
-        links = Links(hbm / record_bytes, bus / record_bytes, worker / record_bytes, self.handover_us * 1e-6)
+        most = (self.cpu or self.dram) * 1e9
+        worker = min(SCATTERED * dram, most) / record_bytes
+        handover = self.handover_us * 1e-6
+        links = Links(hbm / record_bytes, bus / record_bytes, worker, handover, bus, min(dram, most))
         return Rates(links, hbm, bus, dram)
 
 
@@ -74,7 +76,13 @@ MACHINES: Mapping[str, Machine] = MappingProxyType(
 
 @dataclass(frozen=True)
 class Shape:
-    """A model in numbers. heads and kv_heads are of 128 channels; bits of a weight; cache in 16 bits."""
+    """A model in numbers.
+
+    intermediate -- neurons of a block; of a mixture those of an expert
+    heads, kv_heads -- of 128 channels, whose keys and values take 16 bits; heads None: as many as the hidden state has
+    bits         -- of a weight
+    experts, used -- of a block, and of these for a token; 0: it is no mixture
+    """
 
     layers: int
     hidden: int
@@ -83,6 +91,14 @@ class Shape:
     context: int
     vocabulary: int = 32_000
     bits: float = 4.5
+    heads: int | None = None
+    experts: int = 0
+    used: int = 0
+
+    @property
+    def unit(self) -> str:
+        """What has slots: "neurons", or "experts"."""
+        return "experts" if self.experts else "neurons"
 
     @property
     def row_bytes(self) -> float:
@@ -91,18 +107,24 @@ class Shape:
 
     @property
     def record_bytes(self) -> int:
-        """What a slot takes: an up row and a down column."""
-        return int(2 * self.row_bytes)
+        """What a slot takes: an up row and a down column, or all of an expert."""
+        return int(3 * self.intermediate * self.row_bytes if self.experts else 2 * self.row_bytes)
+
+    @property
+    def units(self) -> int:
+        """The number of neurons of a block, or of experts."""
+        return self.experts or self.intermediate
 
     @property
     def neurons(self) -> int:
-        """The number of neurons of all blocks."""
-        return self.layers * self.intermediate
+        """The number of neurons of all blocks, or of experts."""
+        return self.layers * self.units
 
     @property
     def attention(self) -> float:
         """Bytes of q, k, v and o of a block."""
-        return (2 * self.hidden + 256 * self.kv_heads) * self.row_bytes
+        heads = self.hidden if self.heads is None else 128 * self.heads
+        return (2 * heads + 256 * self.kv_heads) * self.row_bytes
 
     @property
     def cache(self) -> float:
@@ -111,22 +133,26 @@ class Shape:
 
     @property
     def gates(self) -> float:
-        """Bytes of the gates of a block."""
-        return self.intermediate * self.row_bytes
+        """Bytes of the gates of a block; of a mixture of the router, in 32 bits."""
+        return 4.0 * self.experts * self.hidden if self.experts else self.intermediate * self.row_bytes
 
     @property
     def parts(self) -> Parts:
         """What such a model takes, as `placement.budget` plans it; its embedding is not its output."""
         words = int(self.vocabulary * self.row_bytes)
-        weights = 2 * words + int(self.layers * (self.attention + 3 * self.gates))
-        work = work_of(
-            hidden=self.hidden,
-            intermediate=self.intermediate,
-            blocks=self.layers,
-            vocabulary=self.vocabulary,
-            texts=1,
-            record=self.record_bytes,
-            model=weights,
+        mlp = self.gates + self.units * self.record_bytes
+        weights = 2 * words + int(self.layers * (self.attention + mlp))
+        work, least_work = (
+            work_of(
+                hidden=max(self.hidden, 128 * (self.heads or 0)),
+                intermediate=self.intermediate * max(self.used, 1),
+                blocks=self.layers,
+                vocabulary=self.vocabulary,
+                texts=1,
+                record=self.record_bytes,
+                model=model,
+            )
+            for model in (weights, 0)
         )
         return Parts(
             embedding=words,
@@ -134,9 +160,11 @@ class Shape:
             attention=(int(self.attention),) * self.layers,
             gates=(int(self.gates),) * self.layers,
             record=self.record_bytes,
-            neurons=self.intermediate,
+            neurons=self.units,
             cache=int(self.cache),
             work=work,
+            least_work=least_work,
+            spare=self.used or SPARE,
         )
 
 
@@ -145,8 +173,30 @@ SHAPES: Mapping[str, Shape] = MappingProxyType(
         "7b": Shape(32, 4096, 11_008, 32, 2048),
         "13b": Shape(40, 5120, 13_824, 40, 2048),
         "70b": Shape(80, 8192, 28_672, 8, 4096),
+        "30b-a3b": Shape(48, 2048, 768, 4, 4096, vocabulary=151_936, heads=32, experts=128, used=8),
+        "8x7b": Shape(32, 4096, 14_336, 8, 4096, experts=8, used=2),
     }
 )
+
+
+DEFAULT_SHAPES: Mapping[str, str] = MappingProxyType({"neurons": "70b", "experts": "30b-a3b"})
+"""The shape that is modelled where none is named, by what has slots."""
+
+
+def shape_of(name: str | None, unit: str) -> str:
+    """The name of a shape whose slots are for such units, "neurons" or "experts"; None: the one of DEFAULT_SHAPES.
+
+    Raises `PlacementError` for one of the others.
+    """
+    fitting = [each for each, shape in SHAPES.items() if shape.unit == unit]
+    if name is None:
+        return DEFAULT_SHAPES[unit]
+    if name not in fitting:
+        raise PlacementError(
+            f"--shape {name}: a model whose {SHAPES[name].unit} have slots, and the trace is of {unit}; "
+            f"give {', '.join(fitting[:-1])} or {fitting[-1]}"
+        )
+    return name
 
 
 def machine_of(name: str) -> Machine:
@@ -180,13 +230,13 @@ def machine_of(name: str) -> Machine:
 class TokenSeconds:
     """What a token takes by the model of time: seconds for each part, of which `slots` and `host` go on at once.
 
-    card     -- reading what is always read from the GPU's memory; bus: what of it lies in the host's
+    card     -- reading what is always read from the GPU's memory; far: what of it lies in the host's
     slots    -- reading active neurons out of slots; host: out of host memory, both ways together
-    handover -- of inputs and results, all blocks
+    handover -- of inputs and results, all blocks and matrices
     """
 
     card: float
-    bus: float
+    far: float
     slots: float
     host: float
     handover: float
@@ -194,7 +244,7 @@ class TokenSeconds:
     @property
     def together(self) -> float:
         """What the whole token takes."""
-        return self.card + self.bus + max(self.slots, self.host) + self.handover
+        return self.card + self.far + max(self.slots, self.host) + self.handover
 
     @property
     def parts(self) -> dict[str, float]:
@@ -216,7 +266,8 @@ def seconds_per_token(
 
     density -- share of the neurons that a token needs; hit_rate -- share of these that have slots
     moved   -- share of all neurons that come to the GPU with a token
-    over_the_bus -- the GPU reads a part of what has no slot from host memory itself, beside the processor
+    over_the_bus -- the GPU and the processor share what lies in host memory: what has no slot, and matrices that every
+                    token reads, but for the output matrix; else each reads what is its own
     """
     links, parts = rates.links, plan.parts
     needed = density * parts.all_neurons
@@ -226,12 +277,15 @@ def seconds_per_token(
     from_host = (offloaded + moves) * parts.record / rates.host
     host = max(together if over_the_bus else alone, from_host)
     card, bus = plan.always_read
-    handover = parts.blocks * links.handover if offloaded else 0.0
-    return TokenSeconds(card / rates.card, bus / rates.bus, needed * hit_rate / links.resident, host, handover)
+    divided = (bus - plan.host["output"]) if over_the_bus else 0
+    far = (bus - divided) / rates.bus + divided / min(sum(links.far(parts.record)), rates.host)
+    handovers = (parts.blocks if offloaded else 0) + (plan.far_products if over_the_bus else 0)
+    slots = needed * hit_rate / links.resident
+    return TokenSeconds(card / rates.card, far, slots, host, handovers * links.handover)
 
 
 def dense_split(rates: Rates, parts: Parts, vram: float) -> float:
     """Tokens per second of a dense model of whose weights as many as fit are on the GPU, the rest on the processor."""
     weights = parts.weights - parts.embedding
-    near = max(0.0, min(weights, vram - parts.least))
+    near = max(0.0, min(weights, vram - parts.cache - parts.work_within(int(vram)).bytes))
     return 1 / ((near + parts.cache) / rates.card + (weights - near) / rates.host)

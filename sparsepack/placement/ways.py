@@ -43,11 +43,13 @@ class Ways:
     traffic -- since the reset
     plan    -- what lies where
     links   -- as they were measured on this machine; None: nobody has
+    beside  -- bytes of matrices that every token reads which the worker reads in place of the device
     """
 
     traffic: Traffic
     plan: Plan
     links: Links | None
+    beside: int = 0
 
 
 def per_token(ways: Ways, hits: HitCounts, seconds: float) -> dict[str, Any]:
@@ -70,8 +72,8 @@ def per_token(ways: Ways, hits: HitCounts, seconds: float) -> dict[str, Any]:
         "needed": hits.needed / tokens,
         "bytes": {
             "card": card + traffic.resident * record / tokens,
-            "bus": bus + traffic.bus * record / tokens,
-            "worker": traffic.worker * record / tokens,
+            "bus": bus - ways.beside + traffic.bus * record / tokens,
+            "worker": ways.beside + traffic.worker * record / tokens,
             "moved": hits.moves * record / tokens,
         },
         "handed": traffic.handed / tokens,
@@ -116,7 +118,7 @@ _WAYS = {
 }
 _PARTS = {
     "card": "reading the device's memory",
-    "bus": "reading over the bus what has no room there",
+    "far": "reading in host memory what every token reads",
     "slots": "reading slots",
     "host": "reading host memory",
     "handover": "handing over",

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from sparsepack.errors import UserError
 from sparsepack.formats.mlp_kinds import DENSE, EXPERTS, NEURONS, MlpKind
-from sparsepack.runtime.traits import ROW_NORMS, SHARED_EXPERTS, TRAITS
+from sparsepack.runtime.traits import TRAITS
 
 if TYPE_CHECKING:
     import torch
@@ -121,7 +121,7 @@ BACKENDS: Mapping[str, Backend] = MappingProxyType(
                 slot_texts=8,
                 budgets=True,
                 holds=True,
-                traits=frozenset(TRAITS) - {ROW_NORMS, SHARED_EXPERTS},
+                traits=frozenset(TRAITS),
             ),
             Backend(
                 "metal",

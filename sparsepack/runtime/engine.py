@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,12 +16,12 @@ from sparsepack.placement.counts import HitCounts
 from sparsepack.placement.ways import Ways
 from sparsepack.runtime.backend_module import chosen_backend, opened
 from sparsepack.runtime.backends import Backend, backend_named
-from sparsepack.runtime.decoder import Decoder, TurningDecoder, stepped
+from sparsepack.runtime.decoder import Decoder, stepped
 from sparsepack.runtime.features import check_features
 from sparsepack.runtime.hold import hold_of
 from sparsepack.runtime.hybrid.plan import context_within
+from sparsepack.runtime.long_texts import TurnedTexts
 from sparsepack.runtime.options import EngineOptions, usual_context
-from sparsepack.runtime.reference.attention import rotary_table
 from sparsepack.runtime.room import cache_bytes, free_bytes, texts_with_room
 from sparsepack.runtime.sampling import Sampler
 from sparsepack.runtime.skipped import skipped_weights
@@ -78,9 +78,7 @@ class Engine:
         if self._hold is not None:
             self._decoder.hold(self._hold)
         self._ids: list[list[int]] = [[] for _ in self.positions]
-        long = self.architecture.long_texts
-        self._long_texts = None if long is None or self.context <= long.tokens else long
-        self._are_long = [False for _ in self.positions]
+        self._turned = TurnedTexts(self.architecture, self.context, self._decoder)
 
     def _fit_context(self, options: EngineOptions, cache_type: str) -> None:
         """Take a context that leaves room for the model, where a budget was given and no context; the notes say so."""
@@ -185,7 +183,7 @@ class Engine:
         ids = self._ids[source][:length]
         self._ids[to] = []  # until all is there, nobody knows what is
         self._decoder.copy(source, to, length)
-        self._turn_all(to, self._are_long[source])
+        self._turned.copied(source, to)
         self._ids[to] = ids
 
     def counts(self) -> Counts:
@@ -218,7 +216,7 @@ class Engine:
         if not len(ids):
             raise UserError("prefill of 0 tokens; expected at least one")
         checked = self._checked(ids, self.positions[sequence])
-        self._turn(sequence, len(ids))
+        self._turned.grow(sequence, self._ids[sequence], len(ids))
         logits = self._decoder.prefill(sequence, checked)
         self._ids[sequence] += ids
         return logits
@@ -302,45 +300,14 @@ class Engine:
             raise UserError(f"{len(self._ids)} sequences: all logits of a text come from an engine for one")
         self.reset()
         checked = self._checked(ids, 0)
-        self._turn(0, len(ids))
+        self._turned.grow(0, self._ids[0], len(ids))
         logits = self._decoder.teacher_forced(checked, sparse_from, not self.dense)
         self._ids[0] += ids
         return logits
 
     def _turn_each(self, ids: Sequence[int | None]) -> None:
-        if self._long_texts is not None:
-            for sequence in stepped(ids):
-                self._turn(sequence, 1)
-
-    def _turn(self, sequence: int, count: int) -> None:
-        """Let the next `count` tokens of a text turn as its length then means. Where that means all of it, a text that
-        becomes long, or short again, is computed anew, dense, as transformers does."""
-        long = self._long_texts
-        if long is None:
-            return
-        if not long.turns_all:
-            first = self.positions[sequence]
-            self._turn_rows(sequence, first, first + count, first + count)
-            return
-        is_long = len(self._ids[sequence]) + count > long.tokens
-        if is_long == self._are_long[sequence]:
-            return
-        self._decoder.truncate(sequence, 0)
-        self._turn_all(sequence, is_long)
-        if ids := self._ids[sequence]:
-            self._decoder.prefill(sequence, torch.tensor(ids))
-
-    def _turn_all(self, sequence: int, is_long: bool) -> None:
-        """Let a text turn as long ones do, or as short ones, from its first token on."""
-        long = self._long_texts
-        if long is not None and long.turns_all and is_long != self._are_long[sequence]:
-            self._turn_rows(sequence, 0, self.context, self.context if is_long else 0)
-            self._are_long[sequence] = is_long
-
-    def _turn_rows(self, sequence: int, first: int, last: int, length: int) -> None:
-        a = self.architecture
-        rows = rotary_table(a.frequencies(length), a.rotary_scale, last, first)
-        cast(TurningDecoder, self._decoder).turn(sequence, first, *rows)
+        for sequence in stepped(ids):
+            self._turned.grow(sequence, self._ids[sequence], 1)
 
     def _appended(self, ids: Sequence[int | None]) -> None:
         for sequence, id in stepped(ids).items():

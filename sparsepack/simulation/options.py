@@ -38,10 +38,11 @@ class SimulateOptions:
         "(default: no).",
         default=None,
     )
-    shape: str = option(
-        "The model whose speed is modelled.",
-        default="70b",
-        choices=("7b", "13b", "70b"),
+    shape: str | None = option(
+        "The model whose speed is modelled: for experts 30b-a3b or 8x7b, else one of the others (default: 70b, for "
+        "experts 30b-a3b).",
+        default=None,
+        choices=("7b", "13b", "70b", "30b-a3b", "8x7b"),
         counts=(only_with("machine"),),
     )
     vram: str | None = option(

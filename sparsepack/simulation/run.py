@@ -14,7 +14,7 @@ from sparsepack.errors import PlacementError
 from sparsepack.eval.standard_error import mean
 from sparsepack.placement.budget import Plan, plan_of_share, plan_within
 from sparsepack.placement.counts import HitCounts
-from sparsepack.placement.machine import SHAPES, Machine, dense_split, machine_of, tokens_per_second
+from sparsepack.placement.machine import SHAPES, Machine, dense_split, machine_of, shape_of, tokens_per_second
 from sparsepack.placement.oracles import bound
 from sparsepack.placement.policies import POLICIES, Start
 from sparsepack.placement.policy_run import play
@@ -53,28 +53,27 @@ def simulate(
     bounds -- for each share and price of a move: what hits less `price` times moves cannot exceed, as a share of the
         active neurons; of single neurons only
 
-    Of a trace of experts all that is said of neurons is of experts; a machine, or a budget, they cannot have.
+    Of a trace of experts all that is said of neurons is of experts. The model of time then takes as many of them for a
+    token as the shape has, and from the trace the share of these that has slots, and of moves for each that is needed.
 
     Raises `PlacementError`, `CalibrationError`: they are not of one model, the calibration has not counted neurons, or
     has counted others than the trace has, which is of those above thresholds; it is a trace of sessions that are
-    played; or groups by METIS are asked for, and it is no trace. Raises `UserError` where pymetis is missing for these.
+    played; the shape is of neurons and the trace of experts, or the other way round; or groups by METIS are asked for,
+    and it is no trace. Raises `UserError` where pymetis is missing for these.
     """
     options = options or SimulateOptions()
     options.check()
     machine = None if options.machine is None else machine_of(options.machine)
     vram = options.vram_bytes
-    parts = SHAPES[options.shape].parts
+    trace = trace if isinstance(trace, Trace) else load(trace)
+    name = shape_of(options.shape, trace.unit)
+    shape = SHAPES[name]
+    parts = shape.parts
     plans = [plan_of_share(parts, share) for share in options.shares] if vram is None else [plan_within(parts, vram)]
     shares = options.shares if vram is None else tuple(plan.share for plan in plans)
     plan_of = dict(zip(shares, plans, strict=True))
     setting = _Setting(options.policies, shares, options.group)
-    trace = trace if isinstance(trace, Trace) else load(trace)
     made = calibration if isinstance(calibration, Calibration | Trace) else calibration_or_trace(calibration)
-    if trace.unit == "experts" and (machine is not None or vram is not None):
-        raise PlacementError(
-            f"{trace.path}: it traces experts, and the model of time and of memory knows neurons alone; leave "
-            "--machine and --vram out"
-        )
     frequency = _frequency(trace, made)
     sessions = made if isinstance(made, Trace) else None
     if sessions is not None:
@@ -83,11 +82,12 @@ def simulate(
     outcomes, limits = _played(trace, grouped_frequency(frequency, groups), groups, setting)
     total = _total(next(iter(outcomes.values())))
     density = total.needed / total.tokens / frequency.size  # the share of the neurons that a decoded token needs
+    modelled = shape.used / shape.experts if shape.experts else density
     results = [
-        {"cached": share, "places": round(share * frequency.size), "policy": name}
+        {"cached": share, "places": round(share * frequency.size), "policy": policy}
         | _summary(found, outcomes[share, setting.policies[0]], options.group)
-        | _speeds(machine, plan_of[share], density, found, options.group, frequency.size)
-        for (share, name), found in outcomes.items()
+        | _speeds(machine, plan_of[share], modelled, found, options.group)
+        for (share, policy), found in outcomes.items()
     ]
     return {
         "kind": "simulation",
@@ -101,7 +101,7 @@ def simulate(
         "policies": {name: POLICIES[name].summary for name in setting.policies},
         "results": results,
         "bounds": [{"cached": share, "price": price, "value": value} for (share, price), value in limits.items()],
-        "machine": _machine(machine, options, plans),
+        "machine": _machine(machine, name, options, plans),
     }
 
 
@@ -187,26 +187,29 @@ def _summary(outcomes: Sequence[HitCounts], first: Sequence[HitCounts], group: i
 
 
 def _speeds(
-    machine: Machine | None, plan: Plan, density: float, outcomes: Sequence[HitCounts], group: int, neurons: int
+    machine: Machine | None, plan: Plan, density: float, outcomes: Sequence[HitCounts], group: int
 ) -> dict[str, Any]:
+    """By the model of time; density -- share of its neurons, or experts, that a token needs."""
     if machine is None:
         return {}
     total = _total(outcomes)
-    moved = group * total.moves / total.tokens / neurons
+    moved = density * group * total.moves / max(total.needed, 1)
     by = {"processor": False, "and_bus": True}
     given = (machine.rates(plan.parts.record), plan, density, total.hit_rate, moved)
     return {"tokens_per_second": {name: tokens_per_second(*given, over) for name, over in by.items()}}
 
 
-def _machine(machine: Machine | None, options: SimulateOptions, plans: Sequence[Plan]) -> dict[str, Any] | None:
+def _machine(
+    machine: Machine | None, shape: str, options: SimulateOptions, plans: Sequence[Plan]
+) -> dict[str, Any] | None:
     if machine is None:
         return None
-    parts = SHAPES[options.shape].parts
+    parts = SHAPES[shape].parts
     vram = [options.vram_bytes or plan.card_bytes for plan in plans]
     return {
         "name": options.machine,
         **asdict(machine),
-        "shape": options.shape,
+        "shape": shape,
         "vram": vram,
         "dense_split": [dense_split(machine.rates(parts.record), parts, each) for each in vram],
     }

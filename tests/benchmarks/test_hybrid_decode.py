@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import gguf
@@ -10,7 +11,7 @@ import pytest
 import torch
 from hybrid_decode import HEAD, row_of
 from hybrid_synthetic import TINY, random_neurons, write_for_llama_cpp
-from llama_cpp_offload import Peer, reported_bytes
+from llama_cpp_offload import LAYERS, Peer, reported_bytes
 from replayed import tiled
 
 from sparsepack.runtime.engine import Engine
@@ -84,13 +85,19 @@ def peer(run: Pretended) -> Peer:
 @pytest.mark.parametrize("help", ["", "--n-cpu-ffn N"])
 def test_of_each_kind_the_largest_split_within_the_budget_is_found(help: str) -> None:
     run = Pretended(help)
-    layers, mlps = peer(run).within(600 << 20)
+    asked = peer(run)
+    layers, mlps = (found := asked.within(600 << 20, 2))
     assert (layers.name, layers.bytes >> 20) == ("layers 5/10", 550)
     assert (mlps.name, mlps.bytes >> 20) == ("MLPs 2/10", 570)
     assert len(run.calls) <= 6
-    assert peer(run).tokens_per_second(layers, 2) == [550, 551]
-    (only,) = peer(run).within(120 << 20)  # without room for the attention of all
+    assert asked.tokens_per_second(layers, 2) == found[layers] == [550, 551]
+    run.calls.clear()
+    layers, mlps = asked.within(700 << 20, 2)  # once what is beside the layers is known, at the first try
+    assert (layers.name, mlps.name, len(run.calls)) == ("layers 6/10", "MLPs 4/10", 2)
+    (only,) = asked.within(120 << 20, 2)  # without room for the attention of all
     assert only.name == "layers 0/10"
+    (whole,) = replace(asked, kinds=[LAYERS]).within(2000 << 20, 2)
+    assert (whole.name, whole.bytes >> 20) == ("layers 10/10", 1050)
 
 
 @pytest.mark.parametrize(

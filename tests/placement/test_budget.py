@@ -16,8 +16,12 @@ SIZES = st.integers(0, 5000)
 def models(draw: st.DrawFn) -> Parts:
     blocks, record, neurons = draw(st.integers(1, 5)), draw(st.integers(1, 40)), draw(st.integers(1, 200))
     sizes = st.lists(SIZES, min_size=blocks, max_size=blocks).map(tuple)
-    work = work_of(hidden=4, intermediate=neurons, blocks=blocks, vocabulary=9, texts=2, record=record, model=30_000)
-    return Parts(draw(SIZES), draw(SIZES), draw(sizes), draw(sizes), record, neurons, draw(SIZES), work)
+    work, least = (
+        work_of(hidden=4, intermediate=neurons, blocks=blocks, vocabulary=9, texts=2, record=record, model=model)
+        for model in (draw(st.sampled_from([30_000, 10**6, 10**7])), 0)
+    )
+    made = Parts(draw(SIZES), draw(SIZES), draw(sizes), draw(sizes), record, neurons, draw(SIZES), work)
+    return replace(made, least_work=draw(st.sampled_from([None, least])))
 
 
 BEYOND = st.integers(0, 80_000)
@@ -32,7 +36,9 @@ def test_a_plan_stays_within_its_budget_and_loses_nothing(parts: Parts, beyond: 
         assert found.card[name] + found.host[name] == (sizes if isinstance(sizes, int) else sum(sizes))
     for name in ("records", "records for the processor"):
         assert found.host[name] == (0 if found.slots == parts.all_neurons else parts.records)
-    assert found.host_bytes <= parts.weights + parts.records
+    shared = found.host["attention"] + found.host["gates"]
+    assert found.host["matrices for the processor"] == shared
+    assert found.host_bytes <= parts.weights + parts.records + shared
     assert 0 <= found.slots <= parts.all_neurons
 
 
@@ -72,10 +78,23 @@ def test_the_least_works_and_less_is_refused_with_it(parts: Parts) -> None:
 
 @given(models())
 def test_all_that_a_model_has_makes_it_whole(parts: Parts) -> None:
-    found = plan_within(parts, parts.least + parts.weights)
+    budget = parts.cache + parts.work.bytes + parts.weights
+    found = plan_within(parts, max(budget, parts.least + 22 * (parts.work.bytes - parts.least + parts.cache)))
     assert found.whole
     assert found.embedding
-    assert (found.host_bytes, found.card_bytes) == (0, parts.least + parts.weights)
+    assert (found.host_bytes, found.card_bytes) == (0, budget)
+    assert found.work == parts.work
+
+
+@given(models(), BEYOND)
+def test_buffers_grow_with_the_budget_from_the_least_ones(parts: Parts, beyond: int) -> None:
+    least, found = parts.least_work or parts.work, parts.work_within(parts.least + beyond)
+    assert least.bytes <= found.bytes <= min(parts.work.bytes, least.bytes + beyond * 3 / 64)
+    assert found.bytes > least.bytes + beyond * 3 / 64 - 1 or found == parts.work
+    for name in ("positions", "scratch", "staged", "steps", "prefill"):
+        assert getattr(least, name) <= getattr(found, name) <= getattr(parts.work, name)
+    assert found.unused >= 0
+    assert found.staged % parts.record == 0
 
 
 @given(models(), st.floats(0, 1))

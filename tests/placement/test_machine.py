@@ -74,16 +74,18 @@ def test_the_bus_helps_most_where_the_processor_is_slow():
     assert found == pytest.approx([1.10, 1.53], abs=0.02)
 
 
-def test_memory_gives_slots_and_with_little_of_it_gates_are_read_over_the_bus():
+def test_memory_gives_slots_and_with_little_of_it_gates_are_read_from_host_memory():
     assert plan_within(LLAMA_70B.parts, int(24e9)).share == pytest.approx(0.21, abs=0.02)
     assert plan_within(LLAMA_70B.parts, int(100e9)).whole
     little = plan_within(LLAMA_70B.parts, int(12e9))
     assert (little.slots, little.attention) == (0, 80)
     assert 0 < little.gates < 80
     rates = PCIE5.rates(LLAMA_70B.record_bytes)
-    speeds = [modelled(rates, plan, 0.135, 0, 0, True) for plan in (little, plan_of_share(LLAMA_70B.parts, 0))]
-    longer = little.host["gates"] / 55e9 - little.host["gates"] / (0.7 * 3350e9)
-    assert 1 / speeds[0] - 1 / speeds[1] == pytest.approx(longer)
+    # Over the bus alone, or by both sides: then memory bounds them, and each gate is handed over.
+    for both, speed, handovers in ((False, 55e9, 0), (True, 0.9 * 100e9, 80 - little.gates)):
+        speeds = [modelled(rates, plan, 0.135, 0, 0, both) for plan in (little, plan_of_share(LLAMA_70B.parts, 0))]
+        longer = little.host["gates"] / speed - little.host["gates"] / (0.7 * 3350e9) + handovers * 20e-6
+        assert 1 / speeds[0] - 1 / speeds[1] == pytest.approx(longer)
 
 
 def test_measured_links_give_the_speed_of_a_machine_that_has_them():
@@ -136,3 +138,12 @@ def test_an_unknown_machine_is_refused(tmp_path):
         machine_of("pcie6")
     with pytest.raises(PlacementError, match="cannot be read"):
         machine_of(str(tmp_path / "missing.json"))
+
+
+def test_mixtures_have_as_many_weights_as_their_names_say() -> None:
+    for name, billions in (("30b-a3b", 30.5), ("8x7b", 46.7)):
+        parts = SHAPES[name].parts
+        assert SHAPES[name].unit == "experts"
+        assert parts.weights / 4.5 * 8 == pytest.approx(billions * 1e9, rel=0.01)
+        assert parts.neurons == SHAPES[name].experts
+        assert parts.spare == SHAPES[name].used

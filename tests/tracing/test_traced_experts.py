@@ -18,6 +18,8 @@ from sparsepack.inspection import kind_of
 from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from sparsepack.models.stock.whole import load_model
 from sparsepack.packing import PackRequest, pack
+from sparsepack.placement.budget import plan_within
+from sparsepack.placement.machine import MACHINES, SHAPES, tokens_per_second
 from sparsepack.placement.options import PlaceOptions
 from sparsepack.placing import place
 from sparsepack.simulation.options import SimulateOptions
@@ -77,9 +79,29 @@ def test_policies_play_experts(traced: Trace, calibration: Path) -> None:
             assert 0 < row["hit_rate"]["value"] < 1
 
 
+def test_a_machine_says_how_fast_a_mixture_decodes(traced: Trace, calibration: Path) -> None:
+    options = SimulateOptions(machine="pcie5", vram="8GB", policy="static,lru")
+    found = simulate(traced, calibration, options)
+    assert found["machine"]["shape"] == "30b-a3b"
+    shape = SHAPES["30b-a3b"]
+    parts = shape.parts
+    room = 8e9 - parts.least - parts.output - sum(parts.attention) - sum(parts.gates)
+    slots = int(room / parts.record) - max(shape.used, 2)  # as many are spare as a token has
+    rates = MACHINES["pcie5"].rates(parts.record)
+    for row in found["results"]:
+        assert row["cached"] == pytest.approx(slots / (48 * 128), rel=0.02)
+        speeds = row["tokens_per_second"]
+        assert speeds["and_bus"] >= speeds["processor"] > 0
+        moved = row["moves"] / row["needed"] * 8 / 128
+        given = (rates, plan_within(parts, 8_000_000_000), 8 / 128, row["hit_rate"]["value"], moved)
+        assert speeds["processor"] == pytest.approx(tokens_per_second(*given, over_the_bus=False))
+    large = simulate(traced, calibration, SimulateOptions(cached="0.25", machine="pcie5", shape="8x7b"))
+    assert large["results"][0]["tokens_per_second"]["processor"] < found["results"][0]["tokens_per_second"]["processor"]
+
+
 def test_what_is_of_neurons_alone_is_one_line(model: Checkpoint, traced: Trace, calibration: Path) -> None:
-    with pytest.raises(PlacementError, match=r"it traces experts.*; leave --machine and --vram out"):
-        simulate(traced, calibration, SimulateOptions(machine="pcie4"))
+    with pytest.raises(PlacementError, match=r"--shape 13b: .* the trace is of experts; give 30b-a3b or 8x7b"):
+        simulate(traced, calibration, SimulateOptions(machine="pcie4", shape="13b"))
     text = Text("t", (TEXT[:2000],), "t")
     with pytest.raises(PlacementError, match=r"its MLPs have experts.*; leave --share and --calibration out"):
         trace(model, text, traced.path.parent / "other", TraceOptions(sessions=1, tokens=16, prompt=4, share=0.3))

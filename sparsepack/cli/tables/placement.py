@@ -32,7 +32,7 @@ def placement_table(result: Mapping[str, Any]) -> str:
     )
     expected = (
         f"tokens per second on {result['machine']}, by a model of time that is a bound: {speed['processor']:.1f} where "
-        f"the processor computes what has no slot, {speed['and_bus']:.1f} where the GPU reads a part over the bus; a "
+        f"the processor computes what has no slot, {speed['and_bus']:.1f} where the bus shares all that is far; a "
         f"dense model split by weights {speed['dense_split']:.1f}"
     )
     title = (
@@ -50,11 +50,12 @@ def _where(name: str, result: Mapping[str, Any]) -> str:
         return "it is the output" if name == "embedding" else "-"
     if name in ("attention", "gates") and there:
         near = blocks[name]
-        return f"card: the first {counted(near, 'block')}; the others over the bus" if near else "read over the bus"
+        others = "by the bus and the processor"
+        return f"card: the first {counted(near, 'block')}; the others {others}" if near else f"read {others}"
     if name == "records":
         return f"card: slots; host: of all {result['unit']}, pinned" if there else f"card: all {result['unit']}"
     if name not in result["card"]:
-        return "the same once more, as its kernels read them"
+        return "the same once more, as its kernels read them; of matrices only its part"
     if there:
         return "a row for each token, over the bus" if name == "embedding" else "read over the bus"
     return "card"

@@ -35,6 +35,7 @@ from sparsepack.files.transfer import stacked_on, tensors_at_once
 from sparsepack.formats.artifact import Artifact
 from sparsepack.formats.codecs import gptq, zigzag
 from sparsepack.formats.codecs.matrices import encode_rows
+from sparsepack.formats.codecs.q4_k_fit import BLOCK_BYTES
 from sparsepack.formats.codecs.types import type_that_fits
 from sparsepack.formats.containers.gguf.container import ARCHITECTURE
 from sparsepack.formats.containers.gguf.embeddings import embedding_types
@@ -178,7 +179,10 @@ def planned_site(
         stacked = stacked_on(device, checkpoint.projections(layer, site))
         if experts is None:
             return zigzag.pack(stacked)
-        return torch.stack([zigzag.pack(matrix) for matrix in stacked.view(experts.stored, rows, columns)])
+        blocks = torch.empty(*shape[:-1], BLOCK_BYTES, dtype=torch.uint8, device=stacked.device)
+        for into, matrix in zip(blocks, stacked.view(experts.stored, rows, columns), strict=True):
+            into.copy_(zigzag.pack(matrix))  # at its place at once: a list of them and their stack would be twice all
+        return blocks
 
     def bias() -> Tensor:
         stacked = checkpoint.stacked_bias(layer, site)

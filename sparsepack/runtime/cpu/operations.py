@@ -116,7 +116,12 @@ def neuron_ffn_beside(threads: int) -> NeuronFfn:
 
 
 def cold_worker(
-    records: Sequence[Any], memory: np.ndarray, layout: HandOver, threads: int | None = None, limit: float = 60.0
+    records: Sequence[Any],
+    memory: np.ndarray,
+    layout: HandOver,
+    threads: int | None = None,
+    limit: float = 60.0,
+    products: Sequence[Any] = (),
 ) -> Any:
     """Threads that compute what a device asks for through a hand-over; see `runtime/hybrid/handover.py`.
 
@@ -125,16 +130,17 @@ def cold_worker(
     threads -- at most as many as there are cores beside those of the caller and of the policy, which run meanwhile;
                None: that many
     limit   -- seconds that it waits for a request of a step that has begun: of a first one kernels are compiled
+    products -- the matrices of the layout's products, as `load_zigzag` gives them
 
     What it gives has `begin(number, texts=1)`, before the device asks for the first block of a step, and when both
     sides have ended the step before; and `end(number)`, which waits for the worker alone. Both raise RuntimeError from
     the moment when either side gave up; after Ctrl-C, or `interrupt()`, the next step begins anew as soon as the device
-    has ended. `stop()` ends the threads. `neurons` and `seconds` say what was computed, and how long that took. The
-    same requests have the same bits with as many threads.
+    has ended. `stop()` ends the threads. `neurons` and `seconds` say what was computed, and how long that took,
+    `product_seconds` how long products took. The same requests have the same bits with as many threads.
     """
     most = worker_threads()
     chosen = min(threads or most, most)
-    return native().ColdWorker(instruction_set(), list(records), memory, layout, chosen, limit)
+    return native().ColdWorker(instruction_set(), list(records), memory, layout, chosen, limit, list(products))
 
 
 def slow_policy() -> Callable[..., Any]:

@@ -27,6 +27,7 @@ from sparsepack.runtime.cuda.driver.host_memory import Place
 from sparsepack.runtime.cuda.driver.kernel_set import KERNELS, Kernels
 from sparsepack.runtime.hybrid.boundaries import Boundaries
 from sparsepack.runtime.hybrid.cuda_mlps import STAGED_BYTES, CudaDivided
+from sparsepack.runtime.hybrid.far_products import bytes_beside, far_matrices
 from sparsepack.runtime.hybrid.handover import HandOver, next_number
 from sparsepack.runtime.hybrid.placing import Placing, links_of, placing_of
 from sparsepack.runtime.options import EngineOptions
@@ -37,6 +38,8 @@ large copies are."""
 RECORDS_OVER_THE_BUS = 0.64
 """Kernels read records over the bus at this share of the speed of large copies: measured on an H200
 (benchmarks/RESULTS.md)."""
+MATRICES_OVER_THE_BUS = 0.78
+"""Products read matrices over the bus at this share, likewise."""
 
 
 class Processor(Protocol):
@@ -44,8 +47,16 @@ class Processor(Protocol):
 
     def load_neurons(self, records: PackedMatrix) -> Any: ...
 
+    def load_zigzag(self, matrix: PackedMatrix) -> Any: ...
+
     def cold_worker(
-        self, records: Sequence[Any], memory: np.ndarray, layout: HandOver, threads: int | None = None
+        self,
+        records: Sequence[Any],
+        memory: np.ndarray,
+        layout: HandOver,
+        threads: int | None = None,
+        *,
+        products: Sequence[Any] = (),
     ) -> Any: ...
 
 
@@ -98,12 +109,14 @@ class CudaHybridDecoder(CudaDecoder):
         self._placing = self._placed(options.policy)
         self._known = options.links or measured
         links, self._links = links_of(options, measured, (f"as of {ASSUMED}", assumed_links(plan.parts.record)))
-        staged = STAGED_BYTES if plan.budget is None else plan.parts.work.staged
+        staged = STAGED_BYTES if plan.budget is None else plan.work.staged
         shape, hidden = self._placing.shape, packed.architecture.hidden
         self._texts = options.sequences or 1
+        far = far_matrices(packed, plan, links)
+        self._beside = bytes_beside(far)
         with kernels.on_device(device):
             self._divided = CudaDivided(
-                shape, hidden, plan.slots, links, device, kernels, activity, staged, self._texts
+                *(shape, hidden, plan.slots, links, device, kernels, activity, staged, self._texts), far
             )
         records: list[Any] = []
 
@@ -112,8 +125,12 @@ class CudaHybridDecoder(CudaDecoder):
             records.append(processor.load_neurons(mlp.records))
             return self._divided.load_mlp(mlp, device, kernels, place)
 
-        super().__init__(packed, device, context, self._texts, cache_type, kernels, new_cache, load_mlp, False, plan)
-        self._worker = processor.cold_worker(records, self._divided.memory, self._divided.layout, options.threads)
+        attention = self._divided.load_attention
+        given = kernels, new_cache, load_mlp, False, plan, attention
+        super().__init__(packed, device, context, self._texts, cache_type, *given)
+        products = [processor.load_zigzag(each.beside) for each in far]
+        memory, layout = self._divided.memory, self._divided.layout
+        self._worker = processor.cold_worker(records, memory, layout, options.threads, products=products)
         self._number = 0  # of the step that ran last
         self._boundaries = Boundaries(self._placing.follows, self._divided, self._count_anew)
         self.reset()
@@ -128,7 +145,7 @@ class CudaHybridDecoder(CudaDecoder):
 
     @property
     def ways(self) -> Ways:
-        return Ways(self._divided.traffic, self._plan, self._known)
+        return Ways(self._divided.traffic, self._plan, self._known, self._beside)
 
     @property
     def description(self) -> str:
@@ -195,4 +212,4 @@ class CudaHybridDecoder(CudaDecoder):
 def assumed_links(record: int) -> Links:
     """The links where none were measured, for records of so many bytes."""
     links = MACHINES[ASSUMED].rates(record).links
-    return replace(links, bus=RECORDS_OVER_THE_BUS * links.bus)
+    return replace(links, bus=RECORDS_OVER_THE_BUS * links.bus, far_bus=MATRICES_OVER_THE_BUS * links.far_bus)

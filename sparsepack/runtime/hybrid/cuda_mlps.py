@@ -7,7 +7,7 @@ Slots, bus and worker are those of `runtime/hybrid/mlps.py`; here the GPU divide
 token, and asks through memory that both reach (`runtime/hybrid/handover.py`).
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,16 +18,22 @@ from torch import Tensor
 from sparsepack.formats import packed as stored
 from sparsepack.formats.codecs.matrices import PackedMatrix
 from sparsepack.formats.codecs.neurons import record_bytes
+from sparsepack.formats.mlp_kinds import MLP_GATE
 from sparsepack.placement.links import Links
 from sparsepack.placement.ways import Traffic
 from sparsepack.runtime.cuda.decoder.mlps import NeuronMlp, load_gate
+from sparsepack.runtime.cuda.decoder.sites import CudaSite, load_sites
 from sparsepack.runtime.cuda.driver.host_memory import Place
 from sparsepack.runtime.cuda.driver.kernel_set import Kernels
+from sparsepack.runtime.cuda.products.far import FarProduct
 from sparsepack.runtime.cuda.products.gemm_fp16 import Product
 from sparsepack.runtime.cuda.products.neurons import CudaNeurons, Division, links_of
+from sparsepack.runtime.cuda.products.tile_config import BAND_ROWS, far_tile_config
+from sparsepack.runtime.hybrid.far_products import FarMatrix
 from sparsepack.runtime.hybrid.following import KEPT, Moves
 from sparsepack.runtime.hybrid.handover import HandOver
 from sparsepack.runtime.hybrid.residency import NOWHERE, Residency
+from sparsepack.runtime.site_columns import Columns, load_vector
 
 STAGED_BYTES = 32 << 20
 """Prefill brings this many bytes of records to the GPU at once."""
@@ -99,6 +105,7 @@ class CudaDivided:
     activity -- as `CudaHybridDecoder` takes it
     staged -- bytes of each of the two buffers through which prefill brings records to the GPU
     texts -- that a step has: they share the list, of who is active in any of them
+    far -- the matrices whose bands are divided, in the order in which a step comes to them
 
     layout, memory -- the hand-over, as the processor sees it
     """
@@ -114,10 +121,14 @@ class CudaDivided:
         activity: Tensor | None = None,
         staged: int = STAGED_BYTES,
         texts: int = 1,
+        far: Sequence[FarMatrix] = (),
     ) -> None:
         blocks, neurons = shape
         self._kernels, self._shape = kernels, shape
-        self.layout = HandOver(blocks, neurons, hidden, texts)
+        self.layout = HandOver(blocks, neurons, hidden, texts, tuple(each.asked for each in far))
+        self._far = {(of.block, of.name): (of, at) for of, at in zip(far, self.layout.places, strict=True)}
+        rows = max((BAND_ROWS * each.near for each in far), default=0)
+        self._far_sums = torch.zeros(texts * rows, device=device)
         self.memory, self._there = kernels.shared_memory(self.layout.size, device, "the hand-over")
         self._words = -(-neurons // 32)
         seen, self._seen_there = kernels.shared_memory(4 * KEPT * blocks * self._words, device, "who was active")
@@ -142,8 +153,46 @@ class CudaDivided:
         """The next block's MLP: its gate where it shall lie, its records in the host's memory."""
         assert isinstance(mlp, stored.NeuronMlp)
         block = self._loaded
+        gate = self._load_far(MLP_GATE, device, None) or load_gate(mlp, device, kernels, place)
         records = self.load_records(mlp.records, device)
-        return DividedNeuronMlp(load_gate(mlp, device, kernels, place), records, block, self.division(block), self)
+        return DividedNeuronMlp(gate, records, block, self.division(block), self)
+
+    def load_attention(
+        self, sites: Mapping[str, stored.PackedSite], device: torch.device, kernels: Kernels, place: Place
+    ) -> dict[str, CudaSite]:
+        """The sites of the next block's attention, where they shall lie."""
+        usual = {name: site for name, site in sites.items() if (self._loaded, name) not in self._far}
+        loaded = load_sites(usual, device, kernels, place)
+        for name, site in sites.items():
+            if (divided := self._load_far(name, device, site.bias)) is not None:
+                loaded[name] = divided
+        return loaded
+
+    def _load_far(self, name: str, device: torch.device, bias: Tensor | None) -> CudaSite | None:
+        """A site of the next block whose bands are divided, all of them in the host's memory; None: it is none."""
+        if (self._loaded, name) not in self._far:
+            return None
+        kernels, (of, at) = self._kernels, self._far[self._loaded, name]
+        bands, texts, asked = len(of.matrix.blocks), self.layout.sequences, of.asked
+        config = far_tile_config(bands, asked.columns, device)
+        matrix = kernels.load_zigzag(of.matrix, device, config, place=kernels.in_host_memory)
+        near = kernels.first_bands(matrix, of.near)
+        columns = Columns(bias=None if bias is None else load_vector(bias, device))
+        product = FarProduct(
+            near=near,
+            rows=matrix.rows,
+            sums=self._far_sums[: texts * near.rows].view(texts, near.rows),
+            number=self._number,
+            before_list=of.block == 0,
+            abort=self._part(self.layout.abort, torch.int32, 1),
+            request_number=self._part(at.request, torch.int32, 1),
+            request_x=self._part(at.x, torch.float32, texts, asked.columns),
+            answer_number=self._part(at.answer, torch.int32, 1),
+            answer=self._part(at.y, torch.float32, texts, asked.rows),
+            waited=self._traffic[4:],
+            limit=WAIT_MILLISECONDS,
+        )
+        return CudaSite(matrix, columns, columns, product)
 
     def load_records(self, records: PackedMatrix, device: torch.device) -> CudaNeurons:
         """Load the records of the next block into the host's memory."""

@@ -3,14 +3,17 @@
     abort            int32: 0, or why either side gave up
     request, block l int32 number, int32 count | int32 indices [N] | float32 gates [B][N] | float32 x [B][H]
     answer, block l  int32 number              | float32 y [B][H]
+    request, product int32 number              | float32 x [B][K]
+    answer, product  int32 number              | float32 y [B][R]
 
-with L blocks of N neurons, H channels and B texts. Each part between two bars begins at a multiple of `PART` bytes.
+with L blocks of N neurons, H channels and B texts; a product is of R rows and K columns of a matrix that every token
+reads (`runtime/hybrid/far_products.py`). Each part between two bars begins at a multiple of `PART` bytes.
 `number` is that of the step, from 1 on; whoever announces writes it last, with release, and the other side awaits it
 with acquire. Indices are ascending; the gates of a text are those of the listed neurons, its first `count`. Where
 `count` is 0 nobody answers and nobody waits. Both sides look at `abort` while they wait.
 """
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from enum import IntEnum
 
 import numpy as np
@@ -43,10 +46,33 @@ def next_number(number: int) -> int:
 
 
 @dataclass(frozen=True)
+class AskedProduct:
+    """A product that the device asks for in each step, before the neurons of a block."""
+
+    block: int
+    columns: int
+    rows: int
+
+
+@dataclass(frozen=True)
+class ProductPlaces:
+    """The places of a product's parts, in bytes from the beginning of the memory.
+
+    request, x -- the number of its request, and its input; answer, y -- the number of its answer, and the rows
+    """
+
+    request: int
+    x: int
+    answer: int
+    y: int
+
+
+@dataclass(frozen=True)
 class HandOver:
     """Sizes of a hand-over. All properties are in bytes; those of a request or an answer count from where it begins.
 
     blocks, neurons of each, hidden: channels; sequences: texts at once, 1 to `MOST_TEXTS`
+    products -- in the order in which a step asks for them, by block
 
     Raises ValueError for sizes that no hand-over has.
     """
@@ -55,10 +81,14 @@ class HandOver:
     neurons: int
     hidden: int
     sequences: int
+    products: tuple[AskedProduct, ...] = ()
 
     def __post_init__(self) -> None:
         if min(self.blocks, self.neurons, self.hidden) < 1 or not 1 <= self.sequences <= MOST_TEXTS:
             raise ValueError(f"{self}: expected sizes from 1 on and at most {MOST_TEXTS} sequences")
+        blocks = [product.block for product in self.products]
+        if blocks != sorted(blocks) or any(min(astuple(each)[1:]) < 1 for each in self.products):
+            raise ValueError(f"{self}: expected products by block, of one row and column at least")
 
     @property
     def abort(self) -> int:
@@ -108,7 +138,25 @@ class HandOver:
         return self.y + _parts(_WORD * self.sequences * self.hidden)
 
     @property
+    def places(self) -> tuple[ProductPlaces, ...]:
+        """The places of each product's parts."""
+        found, at = [], self.answers + self.blocks * self.answer_size
+        for product in self.products:
+            x = at + PART
+            answer = x + _parts(_WORD * self.sequences * product.columns)
+            found.append(ProductPlaces(at, x, answer, answer + PART))
+            at = answer + PART + _parts(_WORD * self.sequences * product.rows)
+        return tuple(found)
+
+    @property
+    def asked(self) -> list[tuple[int, ...]]:
+        """The products and their places, as the native worker takes them."""
+        return [(*astuple(of), *astuple(at)) for of, at in zip(self.products, self.places, strict=True)]
+
+    @property
     def size(self) -> int:
+        if self.products:
+            return self.places[-1].y + _parts(_WORD * self.sequences * self.products[-1].rows)
         return self.answers + self.blocks * self.answer_size
 
 

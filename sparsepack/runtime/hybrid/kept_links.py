@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, fields
+from dataclasses import asdict, astuple, fields
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from sparsepack.placement.links import Links
 from sparsepack.runtime.hybrid.measure import MeasuredLinks
 from sparsepack.runtime.tuning import check_room, tuned_path
 
-SCHEMA = 2
+SCHEMA = 3
 
 
 def links_path(of: Mapping[str, Any]) -> Path:
@@ -49,5 +49,5 @@ def kept_links(of: Mapping[str, Any]) -> Links | None:
         known = {key: content[key] for key in ("schema", *of)}
     except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return None
-    speeds = (links.resident, links.bus, links.worker, links.handover)
+    speeds = astuple(links)
     return links if known == {"schema": SCHEMA, **of} and all(0 < each < math.inf for each in speeds) else None

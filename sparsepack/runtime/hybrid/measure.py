@@ -85,12 +85,13 @@ def measure_links(
             taken.setdefault("worker alone", []).extend(worker.take(worker.post(lambda: _times(offloaded))))
             taken.setdefault("handover", []).extend(_times(handed))
     seconds = {name: statistics.median(times) / 1e9 for name, times in taken.items()}
-    return MeasuredLinks(_links(seconds, ""), _links(seconds, " alone"))
+    together, alone = (_links(seconds, how, record_bytes(hidden)) for how in ("", " alone"))
+    return MeasuredLinks(together, alone)
 
 
-def _links(seconds: Mapping[str, float], how: str) -> Links:
+def _links(seconds: Mapping[str, float], how: str, record: int) -> Links:
     resident, bus, worker = (LISTED / seconds[f"{name}{how}"] for name in ("resident", "bus", "worker"))
-    return Links(resident, bus, worker, seconds["handover"])
+    return Links(resident, bus, worker, seconds["handover"], bus * record, worker * record)
 
 
 def _nothing() -> None:
@@ -99,8 +100,13 @@ def _nothing() -> None:
 
 def count_for(hidden: int) -> int:
     """So many records that no cache has them all, a whole number of lists."""
-    count = -(-ROTATION // record_bytes(hidden))
+    count = beyond_caches(record_bytes(hidden))
     return count + -count % (ONE_IN * LISTED)
+
+
+def beyond_caches(size: int) -> int:
+    """So many things of a size that no cache has them all."""
+    return -(-ROTATION // size)
 
 
 def records(count: int, hidden: int) -> PackedMatrix:

@@ -2,6 +2,7 @@
 
     alone      the GPU out of slots | the GPU over the bus | the worker | large copies, to compare the bus with
     together   the GPU out of slots, or over the bus, while the worker computes out of the same memory
+    far        matrices in the host's memory: the GPU over the bus | the worker | both at once
     handed     steps of which the worker computes a neuron a block, and steps of which nobody computes anything
 
 All take turns, round after round. The GPU is timed by its own clock, between events, the worker from requests to
@@ -18,18 +19,24 @@ import numpy as np
 import torch
 
 from sparsepack.errors import UserError
+from sparsepack.formats.codecs.matrices import ZIGZAG, PackedMatrix
 from sparsepack.placement.links import Links
 from sparsepack.runtime.cpu import operations
 from sparsepack.runtime.cuda.driver.kernel_set import Kernels
+from sparsepack.runtime.cuda.products.tile_config import BAND_ROWS, BLOCK_BYTES, far_tile_config
+from sparsepack.runtime.cuda.products.zigzag import Input
 from sparsepack.runtime.hybrid import measure
 from sparsepack.runtime.hybrid.cuda_mlps import CudaDivided
-from sparsepack.runtime.hybrid.handover import HandOver, next_number, views
+from sparsepack.runtime.hybrid.handover import AskedProduct, HandOver, next_number, views
 from sparsepack.runtime.hybrid.measure import MeasuredLinks
+from sparsepack.runtime.tuning import random_blocks
 
 ROUNDS = 9
 NOISE = 0.2
 """The middle half of a figure's rounds may lie this far apart, as a part of the figure: a division by figures that are
 wrong by more gains little."""
+FAR_BANDS = 40
+"""A matrix that every token reads has so many bands here, as those of large models."""
 HANDED = 32
 """A step hands over so many blocks."""
 REPLAYS = 4
@@ -47,6 +54,7 @@ def measure_card(kernels: Kernels, device: torch.device, threads: int, hidden: i
     """
     with torch.no_grad(), kernels.on_device(device):
         seconds = _in_turns(_links(kernels, device, threads, hidden))
+        far = _in_turns(_far(kernels, device, threads, hidden))
         seconds |= _in_turns(_handed(kernels, device, threads, hidden))
     speed = {name: measure.LISTED / taken for name, taken in seconds.items()}
     handover = max(seconds["steps with hand-overs"] - seconds["steps without"], 0.0) / HANDED
@@ -54,7 +62,14 @@ def measure_card(kernels: Kernels, device: torch.device, threads: int, hidden: i
         raise UserError(_hidden("steps with hand-overs: they take no longer than steps without"))
 
     def links(how: str) -> Links:
-        return Links(speed["slots" + how], speed["the bus" + how], speed["the worker" + how], handover)
+        return Links(
+            resident=speed["slots" + how],
+            bus=speed["the bus" + how],
+            worker=speed["the worker" + how],
+            handover=handover,
+            far_bus=1 / far["matrices over the bus" + how],
+            far_worker=1 / far["the worker's" + how],
+        )
 
     return MeasuredLinks(links(" beside"), links(""), copies=speed["large copies"])
 
@@ -139,6 +154,42 @@ def _links(kernels: Kernels, device: torch.device, threads: int, hidden: int) ->
     return [alone, together]
 
 
+def _far(kernels: Kernels, device: torch.device, threads: int, hidden: int) -> list[Turn]:
+    """Each figure is of a byte, of matrices so many that no cache has them all."""
+    size = FAR_BANDS * hidden * BLOCK_BYTES
+    count = measure.beyond_caches(size)
+    rows = FAR_BANDS * BAND_ROWS
+    stored = PackedMatrix(random_blocks((rows, hidden)), ZIGZAG, rows, hidden)
+    config = far_tile_config(FAR_BANDS, hidden, device)
+    host = [kernels.load_zigzag(stored, device, config, place=kernels.in_host_memory) for _ in range(count)]
+    near = [kernels.first_bands(each, FAR_BANDS) for each in host]
+    x, y = torch.ones(hidden, device=device), torch.empty(stored.rows, device=device)
+
+    def run() -> None:
+        for each in near:
+            kernels.gemv(each, Input(x), y)
+
+    graph = kernels.captured(run, kernels.new_stream()), run  # which keeps what the graph reads
+    asked = AskedProduct(0, hidden, stored.rows)
+    products = [(operations.load_zigzag(stored, threads=threads), asked) for _ in range(count)]
+    worker = _Worker([operations.load_neurons(measure.records(1, hidden))], 1, hidden, threads, products)
+
+    def replays() -> None:
+        for _ in range(REPLAYS):
+            kernels.replay(graph[0])
+
+    def alone() -> dict[str, float]:
+        taken = _on_gpu(kernels, replays) / REPLAYS / count
+        return {"matrices over the bus": taken / size, "the worker's": worker.product() / size}
+
+    def together() -> dict[str, float]:
+        steps = list[float]()
+        taken = _on_gpu(kernels, replays, partial(_kept, worker.product, steps)) / REPLAYS / count
+        return {"matrices over the bus beside": taken / size, "the worker's beside": statistics.median(steps) / size}
+
+    return [alone, together]
+
+
 def _handed(kernels: Kernels, device: torch.device, threads: int, hidden: int) -> list[Turn]:
     """Steps of `HANDED` blocks."""
     nobody_else = Links(resident=1.0, bus=1e-9, worker=1e9)
@@ -186,11 +237,20 @@ def _handed(kernels: Kernels, device: torch.device, threads: int, hidden: int) -
 class _Worker:
     """The native worker, and requests of a step that are there before it begins."""
 
-    def __init__(self, records: Sequence[Any], neurons: int, hidden: int, threads: int) -> None:
-        self._layout = HandOver(len(records), neurons, hidden, 1)
+    def __init__(
+        self,
+        records: Sequence[Any],
+        neurons: int,
+        hidden: int,
+        threads: int,
+        far: Sequence[tuple[Any, AskedProduct]] = (),
+    ) -> None:
+        self._layout = HandOver(len(records), neurons, hidden, 1, tuple(asked for _, asked in far))
         self._memory = np.zeros(self._layout.size, np.uint8)
         self._seen = views(self._layout, self._memory)
-        self._worker = operations.cold_worker(records, self._memory, self._layout, threads)
+        self._worker = operations.cold_worker(
+            records, self._memory, self._layout, threads, products=[each for each, _ in far]
+        )
         self._number = 0
 
     def ask(self, lists: Sequence[torch.Tensor]) -> None:
@@ -203,11 +263,23 @@ class _Worker:
     def step(self) -> float:
         """Seconds for each `measure.LISTED` neurons."""
         neurons, seconds = self._worker.neurons, self._worker.seconds
+        self._answer()
+        return float((self._worker.seconds - seconds) / (self._worker.neurons - neurons) * measure.LISTED)
+
+    def product(self) -> float:
+        """Seconds for each of the products."""
+        seconds = self._worker.product_seconds
+        self._answer()
+        return float((self._worker.product_seconds - seconds) / len(self._layout.products))
+
+    def _answer(self) -> None:
+        """The worker answers a step of requests that are all there."""
         self._number = next_number(self._number)
+        words = self._memory.view(np.int32)
+        words[[place.request // 4 for place in self._layout.places]] = self._number
         self._seen.requested[:] = self._number
         self._worker.begin(self._number)
         self._worker.end(self._number)
-        return float((self._worker.seconds - seconds) / (self._worker.neurons - neurons) * measure.LISTED)
 
 
 def _kept(measured: Callable[[], float], taken: list[float]) -> None:

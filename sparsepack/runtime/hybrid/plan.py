@@ -86,17 +86,20 @@ def _parts(
     attention = tuple(_beside_the_mlp(layer) for layer in packed.layers)
     weights = embedding + output + sum(attention) + sum(gates) + record * neurons * a.layers
     rotary = 4 * a.head_dim * context
-    work = work_of(
-        hidden=max(a.hidden, a.heads * a.head_dim),
-        intermediate=wide,
-        blocks=a.layers,
-        vocabulary=a.vocabulary,
-        texts=texts,
-        record=record,
-        model=weights,
+    work, least_work = (
+        work_of(
+            hidden=max(a.hidden, a.heads * a.head_dim),
+            intermediate=wide,
+            blocks=a.layers,
+            vocabulary=a.vocabulary,
+            texts=texts,
+            record=record,
+            model=model,
+        )
+        for model in (weights, 0)
     )
     cache = texts * cache_bytes(a, context, cache_type) + rotary
-    return Parts(embedding, output, attention, gates, record, neurons, cache, work)
+    return Parts(embedding, output, attention, gates, record, neurons, cache, work, least_work=least_work)
 
 
 def check_host(plan: Plan, free: int | None) -> None:

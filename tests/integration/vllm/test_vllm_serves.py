@@ -3,25 +3,18 @@
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-from torch import Tensor
 from vllm.model_executor.layers.quantization import get_quantization_config
-from vllm_for_tests import ON_TWO_CORES, Refused, in_vllm, started
+from vllm_for_tests import ON_TWO_CORES, PROMPTS, Refused, assert_greedy, in_transformers, in_vllm, made, started
 
 import sparsepack
 from sparsepack.errors import ArtifactError
 from sparsepack.formats.containers.safetensors.layout import MANIFEST, sealed, unsealed
 from sparsepack.integration.vllm.config import SlidVllmConfig, _check_bytes
 from sparsepack.integration.vllm.plugin import register
-from sparsepack.packing import PackRequest, pack, plan_of
-from sparsepack.pruning.options import PruneOptions
-from sparsepack.runtime.reference.slide import SlidMatrix
-from sparsepack.runtime.slid_operator import slid_linear
+from sparsepack.packing import plan_of
 
 TINY = "shipped:tiny"
 AS_LIKELY = 0.02
@@ -31,26 +24,6 @@ AS_LIKELY_OF_RANKS = 0.04
 """The same for the books model on two ranks, which missed by 0.026, where noise of a millionth makes transformers
 choose vLLM's token, too; beside transformers that quantises whole inputs it misses by 0.062, which is seen
 (benchmarks/notes/slide.md)."""
-PROMPTS = [
-    *(
-        "Once upon a time",
-        "The little dog",
-        "She said",
-        "It was a cold evening, and",
-        "A",
-        "There is no",
-        "The sea was",
-    ),
-    *("When he came home", "In the year", "Nobody knew", "My dear friend,", "The door", "At last they", "What is the"),
-    *("Of all the", "A small boat", "He had never", "I think", "The old man looked at the", "And then"),
-]
-
-
-def made(model: str, folder: Path, format: str = "slide-int8") -> Path:
-    """The model pruned 6 of 8 and slid."""
-    sparsepack.prune(model, folder / "pruned", PruneOptions(6, 8, method="magnitude"))
-    pack(PackRequest(str(folder / "pruned"), folder / "slid", format=format))
-    return folder / "slid"
 
 
 @pytest.fixture(scope="module")
@@ -66,47 +39,6 @@ def books(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         folder = made(str(shared / "models" / "books-26m-silu"), tmp_path_factory.mktemp("books"))
     assert len(list(folder.glob("*.safetensors"))) > 2
     return folder
-
-
-def in_transformers(folder: Path) -> tuple[Any, Any]:
-    """The model and its tokenizer, as transformers has them."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    return model, AutoTokenizer.from_pretrained(folder)
-
-
-def share_out(model: Any, ranks: int) -> None:
-    """Let transformers quantise inputs of Linears whose columns are shared out as several ranks do, each with its own
-    scale."""
-
-    def by_ranks(matrix: SlidMatrix, x: Tensor) -> Tensor:
-        parts = (tensor.chunk(ranks, -1) for tensor in (x, matrix.values, matrix.positions))
-        width = matrix.columns // ranks
-        outputs = (
-            slid_linear(of_x, SlidMatrix(values, positions, matrix.scale, matrix.how, width), None, [])
-            for of_x, values, positions in zip(*parts, strict=True)
-        )
-        return torch.stack([*outputs]).sum(0)
-
-    for layer in model.model.layers:
-        for linear in (layer.self_attn.o_proj, layer.mlp.down_proj):
-            linear.forward = partial(by_ranks, linear.matrix)
-
-
-def assert_greedy(folder: Path, written: list[list[int]], margin: float = 0, ranks: int = 1) -> None:
-    """Every token is the one that transformers finds the likeliest behind those before it, or one whose logit is not
-    further below than `margin` standard deviations of the logits."""
-    model, tokenizer = in_transformers(folder)
-    if ranks > 1:
-        share_out(model, ranks)
-    for prompt, tokens in zip(PROMPTS, written, strict=True):
-        ids = torch.tensor([tokenizer(prompt).input_ids + tokens])
-        with torch.no_grad():
-            logits = model(ids).logits[0, -len(tokens) - 1 : -1]
-        chosen = logits.gather(1, torch.tensor(tokens)[:, None])[:, 0]
-        missed = (logits.amax(1) - chosen) / logits.std(1)
-        assert (missed <= margin).all(), (prompt, missed.tolist())
 
 
 @pytest.mark.parametrize("options", [{"enforce_eager": True}, {}], ids=["eager", "compiled"])

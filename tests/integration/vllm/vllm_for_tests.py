@@ -4,19 +4,23 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+import sparsepack
 from sparsepack.formats.codecs.slid_matrix import encode
 from sparsepack.formats.codecs.slide import Slide
 from sparsepack.formats.slid.layout import POSITIONS, SCALE
 from sparsepack.models.records.groups import kept
 from sparsepack.models.records.pattern import Pattern
+from sparsepack.packing import PackRequest, pack
+from sparsepack.pruning.options import PruneOptions
 from sparsepack.runtime.reference.slide import SlidMatrix
+from sparsepack.runtime.slid_operator import prepare, slid_linear
 
 ON_TWO_CORES = {
     "HF_HUB_OFFLINE": "1",
@@ -25,6 +29,29 @@ ON_TWO_CORES = {
     "VLLM_NO_USAGE_STATS": "1",
 }
 """The environment in which vLLM runs on a small machine without a network."""
+
+
+PROMPTS = [
+    *(
+        "Once upon a time",
+        "The little dog",
+        "She said",
+        "It was a cold evening, and",
+        "A",
+        "There is no",
+        "The sea was",
+    ),
+    *("When he came home", "In the year", "Nobody knew", "My dear friend,", "The door", "At last they", "What is the"),
+    *("Of all the", "A small boat", "He had never", "I think", "The old man looked at the", "And then"),
+]
+"""Of these texts are written."""
+
+
+def made(model: str, folder: Path, format: str = "slide-int8") -> Path:
+    """The model pruned 6 of 8 and slid."""
+    sparsepack.prune(model, folder / "pruned", PruneOptions(6, 8, method="magnitude"))
+    pack(PackRequest(str(folder / "pruned"), folder / "slid", format=format))
+    return folder / "slid"
 
 
 def slid(rows: int, columns: int, pattern: Pattern, dtype: torch.dtype = torch.int8) -> SlidMatrix:
@@ -45,6 +72,63 @@ def together(*matrices: SlidMatrix) -> SlidMatrix:
     values = torch.cat([m.values.view(torch.uint8) for m in matrices]).view(first.values.dtype)
     positions, scales = torch.cat([m.positions for m in matrices]), [m.scale for m in matrices if m.scale is not None]
     return SlidMatrix(values, positions, torch.cat(scales) if scales else None, first.how, first.columns)
+
+
+def in_transformers(folder: Path, dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
+    """The model and its tokenizer, as transformers has them."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    return model, AutoTokenizer.from_pretrained(folder)
+
+
+def share_out(model: Any, ranks: int) -> None:
+    """Let transformers quantise inputs of Linears whose columns are shared out as several ranks do, each with its own
+    scale."""
+
+    def of(matrix: SlidMatrix) -> Callable[[Tensor], Tensor]:
+        width, parts = matrix.columns // ranks, (matrix.values.chunk(ranks, -1), matrix.positions.chunk(ranks, -1))
+        matrices = [
+            SlidMatrix(values.contiguous(), positions.contiguous(), matrix.scale, matrix.how, width)
+            for values, positions in zip(*parts, strict=True)
+        ]
+        prepared = [prepare(part, model.dtype) for part in matrices]
+
+        def by_ranks(x: Tensor) -> Tensor:
+            pieces = zip(x.chunk(ranks, -1), matrices, prepared, strict=True)
+            return torch.stack([slid_linear(piece, part, None, ready) for piece, part, ready in pieces]).sum(0)
+
+        return by_ranks
+
+    for layer in model.model.layers:
+        for linear in (layer.self_attn.o_proj, layer.mlp.down_proj):
+            linear.forward = of(linear.matrix)
+
+
+def assert_greedy(
+    folder: Path,
+    written: list[list[int]],
+    margin: float = 0,
+    ranks: int = 1,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+) -> None:
+    """Every token is the one that transformers finds the likeliest behind those before it, or one whose logit is not
+    further below than `margin` standard deviations of the logits."""
+    model, tokenizer = in_transformers(folder, dtype)
+    model.to(device)
+    if ranks > 1:
+        share_out(model, ranks)
+    furthest, others = 0.0, 0
+    for prompt, tokens in zip(PROMPTS, written, strict=True):
+        ids = torch.tensor([tokenizer(prompt).input_ids + tokens], device=device)
+        with torch.no_grad():
+            logits = model(ids).logits[0, -len(tokens) - 1 : -1].float().cpu()
+        chosen = logits.gather(1, torch.tensor(tokens)[:, None])[:, 0]
+        missed = (logits.amax(1) - chosen) / logits.std(1)
+        furthest, others = max(furthest, float(missed.max())), others + int((missed > 0).sum())
+        assert (missed <= margin).all(), (prompt, missed.tolist())
+    print(f"{others} of {sum(map(len, written))} tokens are not the likeliest, at most {furthest:.4f} below")
 
 
 def in_vllm(

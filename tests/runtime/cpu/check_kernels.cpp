@@ -83,8 +83,8 @@ void check_gemv(const Kernels& k, const Zigzag& m, int count) {
         std::vector<float> y[2];
         for (int s = 0; s < 2; s++) {
             y[s].assign(rows + 16, GUARD);
-            GemvWork work = {&m, span, count, indices.data(), x.data(), y[s].data()};
-            GemvWork next = {&m, spans(&m) - 1 - span, count, indices.data(), x.data(), y[s].data()};
+            GemvWork work = {&m, span, count, indices.data(), x.data(), y[s].data(), span % 2 == 0};
+            GemvWork next = {&m, spans(&m) - 1 - span, count, indices.data(), x.data(), y[s].data(), false};
             (s ? k : scalar_kernels).zigzag_gemv(&work, span % 2 ? &next : nullptr);
         }
         check_near(
@@ -104,7 +104,7 @@ void check_not_finite(const Kernels& k, const Zigzag& m, float value) {
     };
     for (int32_t span = 0; span < spans(&m); span++) {
         float* to = y.data() + (size_t)span * m.span * QUAD_ROWS;
-        GemvWork work = {&m, span, (int32_t)m.columns, indices.data(), x.data(), to};
+        GemvWork work = {&m, span, (int32_t)m.columns, indices.data(), x.data(), to, span % 2 == 1};
         k.zigzag_gemv(&work, nullptr);
     }
     check(none_finite(), k.name, text("gemv of %d x %d with %f", (int)m.rows, (int)m.columns, value));

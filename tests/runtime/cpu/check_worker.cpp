@@ -15,7 +15,7 @@ int64_t parts(int64_t bytes) { return (bytes + 127) / 128 * 128; }
 
 // As runtime/hybrid/handover.py lays it out.
 HandOver layout_of(int32_t blocks, int32_t neurons, int32_t hidden, int32_t sequences) {
-    HandOver at = {blocks, neurons, hidden, sequences, 0, 0, 128, 0, 4, 128, 0, 0, 0, 0, 128};
+    HandOver at = {blocks, neurons, hidden, sequences, 0, 0, 128, 0, 4, 128, 0, 0, 0, 0, 128, {}};
     at.gates = at.indices + parts(4 * neurons);
     at.x = at.gates + parts(4LL * sequences * neurons);
     at.request_size = at.x + parts(4LL * sequences * hidden);
@@ -131,6 +131,60 @@ void check_steps(const Kernels& k, const HandOver& at, int threads) {
     }
 }
 
+// A product of each block, of all texts, before its neurons, of which there are none.
+void check_products(const Kernels& k, int64_t rows, int64_t columns, int32_t texts, int threads) {
+    static Pool pool(1);
+    HandOver at = layout_of(3, 32, 256, texts);
+    std::vector<ZigzagMatrix> matrices;
+    std::vector<const Zigzag*> views;
+    for (int32_t block = 0; block < at.blocks; block++) {
+        std::vector<uint8_t> stored((rows + 255) / 256 * columns * sizeof(Q4KBlock));
+        for (uint8_t& byte : stored) byte = (uint8_t)bits();
+        for (size_t i = 0; i < stored.size(); i += sizeof(Q4KBlock)) {
+            uint16_t scales[2] = {half(0.01f * normal()), half(0.01f * normal())};
+            __builtin_memcpy(&stored[i], scales, 4);
+        }
+        matrices.push_back(repack_zigzag(stored.data(), rows, columns, 1, 64, pool));
+        int64_t x = at.size + 128, answer = x + parts(4 * texts * columns), y = answer + 128;
+        at.products.push_back({block, int32_t(columns), int32_t(rows), at.size, x, answer, y});
+        at.size = y + parts(4 * texts * rows);
+    }
+    for (const ZigzagMatrix& matrix : matrices) views.push_back(&matrix.view);
+    Case c = random_case(at);
+    ColdWorker worker(k, c.views, at, c.memory.data(), threads, 60, views);
+    for (int32_t number = 1; number < 4; number++) {
+        std::vector<std::vector<float>> x, found(at.blocks);
+        for (int32_t block = 0; block < at.blocks; block++) x.push_back(normals(texts * columns));
+        worker.begin(number, texts);
+        std::thread device([&] {
+            for (int32_t block = 0; block < at.blocks; block++) {
+                const AskedProduct& asked = at.products[block];
+                uint8_t* memory = c.memory.data();
+                std::copy(x[block].begin(), x[block].end(), (float*)(memory + asked.x));
+                __atomic_store_n((int32_t*)(memory + asked.request), number, __ATOMIC_RELEASE);
+                while (__atomic_load_n((int32_t*)(memory + asked.answer), __ATOMIC_ACQUIRE) != number)
+                    std::this_thread::yield();
+                const float* y = (const float*)(memory + asked.y);
+                found[block].assign(y, y + texts * rows);
+                ask(c, block, number, texts, random_request(at, texts, 0));
+            }
+        });
+        while (!worker.wait(number, 0.01)) continue;
+        device.join();
+        for (int32_t block = 0; block < at.blocks; block++) {
+            std::vector<float> expected(texts * rows);
+            MatmulWork work = {views[block], 0,    int32_t(columns), nullptr, x[block].data(), nullptr, columns,
+                               rows,         texts};
+            for (work.quad = 0; work.quad < quads(views[block]); work.quad++) {
+                work.y = expected.data();
+                scalar_kernels.zigzag_matmul(&work);
+            }
+            check_near(found[block], expected, k.name,
+                       text("worker of %d threads, rows %d of %d columns", threads, (int)rows, (int)columns));
+        }
+    }
+}
+
 // An end that comes at any moment ends both sides, and what comes next is right.
 void check_interrupts(const Kernels& k) {
     HandOver at = layout_of(6, 256, 256, 1);
@@ -187,6 +241,8 @@ void check_cold_worker(const Kernels& k) {
         check_steps(k, layout_of(5, 37, 256, 1), threads);
         check_steps(k, layout_of(5, 701, 512, 3), threads);
         check_steps(k, layout_of(4, 131, 1280, 8), threads);
+        check_products(k, 1301, 512, 1, threads);
+        check_products(k, 2304, 300, 3, threads);
     }
     check_interrupts(k);
     check_stop(k);

@@ -13,12 +13,13 @@ import numpy as np
 import pytest
 import torch
 from native_build import skip_without_kernels
+from operations_for_tests import packed
 from torch import Tensor
 
 from sparsepack.formats.codecs import neurons
-from sparsepack.formats.codecs.matrices import PackedMatrix
+from sparsepack.formats.codecs.matrices import PackedMatrix, decode_matrix
 from sparsepack.runtime.cpu import dispatch, operations
-from sparsepack.runtime.hybrid.handover import LAST_NUMBER, Abort, HandOver, Views, next_number, views
+from sparsepack.runtime.hybrid.handover import LAST_NUMBER, Abort, AskedProduct, HandOver, Views, next_number, views
 
 skip_without_kernels()
 
@@ -173,6 +174,69 @@ def test_what_was_computed_is_counted() -> None:
     check(side, 1, [64, 0, 5], 1, seed=1)
     assert side.worker.neurons == 69
     assert 0 < side.worker.seconds < PATIENCE
+
+
+PRODUCTS = (AskedProduct(0, 512, 1301), AskedProduct(0, 256, 1), AskedProduct(2, 512, 300), AskedProduct(2, 5120, 2048))
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+@pytest.mark.parametrize("texts", [1, 3])
+def test_rows_are_multiplied_before_the_neurons_of_their_block(texts: int, threads: int) -> None:
+    layout = HandOver(3, 64, 256, texts, PRODUCTS)
+    matrices = [packed(each.rows, each.columns) for each in PRODUCTS]
+    blocks = [Block(64, 256, seed) for seed in range(3)]
+    memory = np.zeros(layout.size, np.uint8)
+    seen, words, floats = views(layout, memory), memory.view(np.int32), memory.view(np.float32)
+    given = [block.loaded for block in blocks], memory, layout, threads, PATIENCE
+    loaded = [operations.load_zigzag(each) for each in matrices]
+    worker = dispatch.native().ColdWorker(dispatch.instruction_set(), *given, loaded)
+    generator = torch.Generator().manual_seed(texts)
+    inputs = [torch.randn(texts, each.columns, generator=generator) for each in PRODUCTS]
+    x, gates = torch.randn(texts, 256, generator=generator), gates_of(64, 40, texts, generator)
+    found: dict[int, Tensor] = {}
+
+    def device(number: int) -> None:
+        for block in range(3):
+            for n, (asked, at) in enumerate(zip(PRODUCTS, layout.places, strict=True)):
+                if asked.block != block:
+                    continue
+                floats[at.x // 4 : at.x // 4 + inputs[n].numel()] = inputs[n].flatten().numpy()
+                words[at.request // 4] = number
+                end = time.monotonic() + PATIENCE
+                while words[at.answer // 4] != number:
+                    assert time.monotonic() < end, "no answer"
+                    time.sleep(0)
+                y = floats[at.y // 4 : at.y // 4 + texts * asked.rows].copy()
+                found[n] = torch.from_numpy(y).view(texts, asked.rows)
+            ask(seen, block, number, x, gates)
+            error = (answer(seen, block, number, texts).double() - blocks[block].ffn(x, gates)).norm(dim=-1)
+            assert (error <= 1e-3 * blocks[block].typical(x, gates)).all()
+
+    before: list[Tensor] = []
+    for number in (1, 2):
+        worker.begin(number, texts)
+        thread = threading.Thread(target=device, args=(number,))
+        thread.start()
+        worker.end(number)
+        thread.join()
+        for n, matrix in enumerate(matrices):
+            weight = decode_matrix(matrix).double()
+            error = (found[n].double() - inputs[n].double() @ weight.t()).norm()
+            assert error <= 1e-3 * (inputs[n].double().square() @ weight.square().t()).sum().sqrt()
+        assert not before or all(torch.equal(a, b) for a, b in zip(before, found.values(), strict=True))
+        before = list(found.values())
+        found = {}
+    assert 0 < worker.product_seconds < PATIENCE
+    assert worker.neurons == 2 * 3 * int(gates.any(0).sum())
+
+
+@pytest.mark.parametrize("products", [(), PRODUCTS[:3], (*PRODUCTS[:3], AskedProduct(2, 5120, 2047))])
+def test_products_that_are_not_those_of_the_hand_over_are_refused(products: tuple[AskedProduct, ...]) -> None:
+    layout = HandOver(3, 64, 256, 1, products)
+    matrices = [operations.load_zigzag(packed(each.rows, each.columns)) for each in PRODUCTS]
+    given = [Block(64, 256, 0).loaded] * 3, np.zeros(layout.size, np.uint8), layout, 1, PATIENCE
+    with pytest.raises(ValueError, match="products: expected"):
+        dispatch.native().ColdWorker(dispatch.instruction_set(), *given, matrices)
 
 
 def test_another_placement_between_steps_changes_rounding_only() -> None:

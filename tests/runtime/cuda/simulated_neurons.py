@@ -126,4 +126,36 @@ def zigzag_dequantise(defines: Any, grid: Any, blocks: Tensor, columns: int, til
     out.copy_(superblocks(blocks.view(columns, BLOCK_BYTES)) * scale)
 
 
-LAUNCHED = {each.__name__: each for each in (neuron_list, neuron_ffn, neuron_wait, neuron_sum, zigzag_dequantise)}
+def far_ask(
+    defines: Any, grid: Any, x: Tensor, columns: int, texts: int, norm: Tensor | None, eps: float, *rest: Any
+) -> None:
+    request_number, request_x, number, before_list = rest
+    assert (grid, request_x.shape, x.numel()) == ((1,), (texts, columns), texts * columns)
+    x = x.view(texts, columns)
+    request_x.copy_(x if norm is None else reference.rms_norm(x, norm, eps))
+    request_number[0] = next_number(int(number[0])) if before_list else number[0]
+
+
+def far_take(
+    defines: Any, grid: Any, sums: Tensor, near: int, answered: Tensor, answer: Tensor, rows: int, *rest: Any
+) -> None:
+    abort, limit, number, before_list, bias, residual, y, squares, waited = rest
+    texts = len(answer)
+    assert (sums.shape, answer.shape, y.numel()) == ((texts, near), (texts, rows - near), texts * rows)
+    asked = torch.tensor([1, 1, 1])
+    step = torch.tensor([next_number(int(number[0])) if before_list else int(number[0])])
+    neuron_wait(defines, (1,), asked, step, answered, abort, limit, waited)
+    found = torch.cat([sums, answer], dim=1)
+    found = found if bias is None else found + bias
+    found = found if residual is None else found + residual.view(texts, rows)
+    y.view(texts, rows).copy_(found)
+    if squares is not None:
+        assert squares.numel() == texts * grid[0]
+        parts = found.square().split(-(-rows // grid[0]), dim=1)
+        squares.view(texts, -1).copy_(torch.zeros(texts, grid[0]))
+        for n, part in enumerate(parts):
+            squares.view(texts, -1)[:, n] = part.sum(1)
+
+
+_KERNELS = (neuron_list, neuron_ffn, neuron_wait, neuron_sum, zigzag_dequantise, far_ask, far_take)
+LAUNCHED = {each.__name__: each for each in _KERNELS}

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from fractions import Fraction
+from typing import Any
 
 import torch
 from packed_models import random_model
@@ -22,9 +23,9 @@ def policy_from(tokens: int) -> TokenPolicy:
     return TokenPolicy(Fraction(1, 4), sinks=1, recent=3, min_context=tokens)
 
 
-def sparse_model(variant: str, policy: TokenPolicy, dense_layers: int = 1) -> PackedModel:
+def sparse_model(variant: str, policy: TokenPolicy, dense_layers: int = 1, **changes: Any) -> PackedModel:
     """A random model that selects tokens by four channels of each head, in all but its first layers."""
-    packed = random_model(variant)
+    packed = random_model(variant, **changes)
     a = packed.architecture
     random = torch.Generator().manual_seed(3)
     heavy = [

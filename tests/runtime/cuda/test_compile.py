@@ -103,6 +103,7 @@ VARIANTS = {
                 f"CLUSTER={CLUSTER}",
                 f"TOKENS={tile.tokens}",
                 f"GROUPS={tile.groups}",
+                f"LOAD_WARPS={tile.load_warps}",
             ),
             *(f"STAGES={tile.stages}", f"OUT_BUFFERS={tile.out_buffers}"),
         )
@@ -110,6 +111,7 @@ VARIANTS = {
         + [(0, tile) for tile in DENSE_TILES]
     ],
     "post_norm": [(f"ROUNDS={rounds}", f"FLAG_IN_DATA={flag}") for rounds, flag in ((1, 0), (3, 1), (6, 1))],
+    "row_norms": [(f"ROUNDS={rounds}", f"FLAG_IN_DATA={flag}") for rounds, flag in ((1, 0), (2, 1))],
     "route": [
         (f"ROUNDS={rounds}", f"PARTS={parts}", f"FLAG_IN_DATA={flag}")
         for rounds, parts in ((1, 1), (8, 1), (33, 2))
@@ -145,7 +147,7 @@ def test_products_compile_as_they_are_launched(what: str, arch: int) -> None:
         "sparse": Input(x, threshold=one),
         "per channel": Input(x, threshold=x, offset=x),
         "held": Input(x, norm=x, squares=one, threshold=one, scales=one, skipped=one, flag_in_data=True),
-        "held per channel": Input(x, threshold=x, offset=x, scales=one, skipped=one),
+        "held per channel": Input(x, threshold=x, offset=x, scales=one, skipped=one, flag_in_data=True, gated=1),
         "flag in data": Input(x, norm=x, squares=one, threshold=one, flag_in_data=True),
         "gate": Input(x, threshold=one),
     }[what]
@@ -162,7 +164,7 @@ def test_products_compile_as_they_are_launched(what: str, arch: int) -> None:
 
 
 @pytest.mark.parametrize("arch", [80, 90])
-@pytest.mark.parametrize("together", [Together(128, 8, True, False), Together(5, 1, False, True)], ids=str)
+@pytest.mark.parametrize("together", [Together(128, 8, True, False), Together(5, 1, False, True, 2)], ids=str)
 @pytest.mark.parametrize("what", ["dense", "held, flag in data"])
 def test_products_of_experts_compile_as_they_are_launched(what: str, together: Together, arch: int) -> None:
     x, one = torch.empty(768), torch.empty(1)
@@ -182,7 +184,7 @@ def test_products_of_several_inputs_compile_as_they_are_launched(what: str, inpu
     input = {
         "dense": Input(x),
         "sparse": Input(x, threshold=one),
-        "per channel": Input(x, threshold=weight, offset=weight),
+        "per channel": Input(x, threshold=weight, offset=weight, gated=3),
         "held": Input(x, threshold=weight, offset=weight, scales=torch.empty(inputs), skipped=torch.empty(inputs)),
         "norm": Input(x, norm=weight, threshold=one),
         "norm of squares": Input(x, norm=weight, squares=torch.empty(inputs, 600)),
@@ -208,22 +210,22 @@ def test_a_build_for_racecheck_has_other_barriers(name: str, monkeypatch: pytest
 
 
 def test_compiled_code_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    code = cubin("gate", 80)
+    code = cubin("post_norm", 80)
     monkeypatch.setattr(compiler, "_compiled", lambda *_: pytest.fail("compiled again"))
-    assert cubin("gate", 80) == code
+    assert cubin("post_norm", 80) == code
 
 
 def test_a_cache_that_cannot_be_written_is_done_without(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    assert cubin("gate", 80)[:4] == b"\x7fELF"
+    assert cubin("post_norm", 80)[:4] == b"\x7fELF"
 
 
 def test_without_a_home_kernels_are_compiled_and_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     without_a_home(monkeypatch)
-    assert cubin("gate", 80)[:4] == b"\x7fELF"
+    assert cubin("post_norm", 80)[:4] == b"\x7fELF"
 
 
 def test_an_older_gpu_is_an_error() -> None:
     with pytest.raises(UserError, match=r"compute capability 7\.5: the cuda backend needs 8\.0"):
-        cubin("gate", 75)
+        cubin("post_norm", 75)

@@ -11,24 +11,59 @@ import torch
 from backends import largest_difference
 from packed_models import random_model, stock_model, with_rules
 from simulated_decoders import IDS, check_prefill, check_steps, counts, decoder
+from sparse_decoders import CONTEXT, assert_near, oracle, policy_from, sparse_model
 
 from sparsepack.formats.packed import PackedModel
+from sparsepack.runtime.cuda.attention.double_sparsity_kv_cache import CudaDoubleSparsityKvCache
 from sparsepack.runtime.cuda.decoder import decoder as cuda_decoder
+from sparsepack.runtime.cuda.decoder.decoder import CudaDecoder
 from sparsepack.runtime.cuda.products import zigzag
 from sparsepack.runtime.engine import Engine
 from sparsepack.runtime.hold import hold_of
 from sparsepack.runtime.sampling import Sampler, Sampling
 
+QWEN3: dict[str, Any] = {"model_type": "qwen3_moe", "head_dim": 24}
 VARIANTS: dict[str, dict[str, Any]] = {
-    "odd width": {"num_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": True, "moe_intermediate_size": 43},
+    "odd width": {
+        **QWEN3,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": True,
+        "moe_intermediate_size": 43,
+    },
     "gate beside up, weights as they are": {
+        **QWEN3,
         "num_experts": 5,
         "num_experts_per_tok": 3,
         "norm_topk_prob": False,
         "moe_intermediate_size": 256,
     },
-    "one expert for a token": {"num_experts": 4, "num_experts_per_tok": 1, "moe_intermediate_size": 72},
-    "all experts": {"num_experts": 3, "num_experts_per_tok": 3, "moe_intermediate_size": 256},
+    "one expert for a token": {**QWEN3, "num_experts": 4, "num_experts_per_tok": 1, "moe_intermediate_size": 72},
+    "all experts": {**QWEN3, "num_experts": 3, "num_experts_per_tok": 3, "moe_intermediate_size": 256},
+    "olmoe": {"model_type": "olmoe", "intermediate_size": 43, "num_experts": 5, "num_experts_per_tok": 2},
+    "olmoe, biases": {
+        "model_type": "olmoe",
+        "intermediate_size": 256,
+        "num_experts": 5,
+        "num_experts_per_tok": 2,
+        "attention_bias": True,
+        "norm_topk_prob": True,
+    },
+    "qwen2_moe": {
+        "model_type": "qwen2_moe",
+        "moe_intermediate_size": 43,
+        "shared_expert_intermediate_size": 129,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+    },
+    "qwen2_moe, gate beside up": {
+        "model_type": "qwen2_moe",
+        "moe_intermediate_size": 256,
+        "shared_expert_intermediate_size": 512,
+        "num_experts": 4,
+        "num_experts_per_tok": 1,
+        "norm_topk_prob": True,
+    },
 }
 every_variant = pytest.mark.parametrize("variant", VARIANTS)
 
@@ -41,7 +76,7 @@ def _simulated() -> Iterator[None]:
 
 @cache
 def model(variant: str, rules: bool = False) -> PackedModel:
-    packed = random_model(model_type="qwen3_moe", head_dim=24, **VARIANTS[variant])
+    packed = random_model(**VARIANTS[variant])
     return with_rules(packed, stock_model(packed), IDS.tolist(), [0]) if rules else packed
 
 
@@ -53,8 +88,7 @@ def test_steps_compute_and_count_what_the_reference_does(variant: str, rules: bo
 
 
 @every_variant
-@pytest.mark.parametrize("chunk", [2048, 4])
-@pytest.mark.parametrize("room", [1 << 28, 2 * 64 * 1024])
+@pytest.mark.parametrize(("chunk", "room"), [(2048, 1 << 28), (4, 2 * 64 * 1024)])
 def test_prefill_computes_what_the_reference_computes(
     variant: str, chunk: int, room: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -76,6 +110,17 @@ def test_several_texts_have_their_own_experts(variant: str, sequences: int, spar
         assert largest_difference(engine.step(ids, sparse), reference.step_all(ids)) < 1e-3
     found, expected = engine.active(), counts(reference, 5)
     assert found == pytest.approx(expected, abs=5)  # the reference cuts the mean over texts off at each step
+
+
+@pytest.mark.parametrize("sequences", [1, 2])
+def test_sparse_attention_takes_queries_and_keys_that_are_normed_over_all_heads(sequences: int) -> None:
+    packed = sparse_model("llama", policy_from(8), **VARIANTS["olmoe"])
+    cache, theirs = CudaDoubleSparsityKvCache, oracle(packed)
+    ours = CudaDecoder(packed, torch.device("cuda"), CONTEXT, sequences, "f32", simulated.KERNELS, cache)
+    for id in IDS.tolist():
+        (expected,) = theirs.step([id], True)
+        for row in ours.step([id] * sequences, True):
+            assert_near(row, expected)
 
 
 @pytest.mark.parametrize("sequences", [1, 3])

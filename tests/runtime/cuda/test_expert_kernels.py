@@ -1,6 +1,7 @@
 """The router and the products of a token's experts on the GPU, against float64."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -22,10 +23,14 @@ from sparsepack.runtime.cuda.products.gemm_fp16 import new_products
 from sparsepack.runtime.cuda.products.tile_config import CudaTileConfig
 from sparsepack.runtime.cuda.products.zigzag import Input
 from sparsepack.runtime.reference.experts import route as reference_route
+from sparsepack.runtime.reference.experts import with_shared
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("workspace_is_reset")]
-EXPERTS = [(8, 2, True), (5, 1, False), (3, 3, False), (128, 8, True), (70, 6, True)]
-"""How many there are, how many a token has, and whether weights are normalised."""
+EXPERTS = [
+    *((8, 2, True, 0), (5, 1, False, 0), (3, 3, False, 0), (128, 8, True, 0), (70, 6, True, 0)),
+    *((6, 2, True, 1), (60, 4, False, 4), (1, 1, False, 3)),
+]
+"""How many are chosen from, how many a token is given, whether weights are normalised, and how many it has besides."""
 CONFIGS = [None, CudaTileConfig(1, 8, 24, 2), CudaTileConfig(2, 8, 16, 1), CudaTileConfig(4, 8, 8, 3)]
 
 
@@ -40,7 +45,7 @@ def matrix_of(stored: PackedExperts, number: Tensor) -> Tensor:
 
 
 def loaded(
-    stored: PackedExperts, used: int, normalised: bool, config: CudaTileConfig | None, **how: bool
+    stored: PackedExperts, used: int, normalised: bool, config: CudaTileConfig | None, **how: Any
 ) -> CudaExperts:
     if how.get("gate") and config and config.tile_bands == 1:
         pytest.skip("a band of gate beside one of up")
@@ -48,6 +53,17 @@ def loaded(
     if blocks(experts) > torch.cuda.get_device_properties(0).multi_processor_count:
         pytest.skip("more blocks than this GPU runs at once")
     return experts
+
+
+def chosen_of(logits: Tensor, used: int, normalised: bool, shared: int) -> tuple[Tensor, Tensor]:
+    """The experts of a token and their weights, by its logits [count], or [count + 1] with shared ones: float64."""
+    count = len(logits) - bool(shared)
+    of_router, of_shared = logits[None, :count].double(), logits[None, count:].double()
+    one = torch.eye(count, device=logits.device).double()
+    chosen, weights = reference_route(of_router, one, used, normalised)
+    if shared:
+        chosen, weights = with_shared(of_shared, one[:1, :1], range(count, count + shared), chosen, weights)
+    return chosen[0], weights[0]
 
 
 @pytest.mark.parametrize("texts", [1, 3])
@@ -65,28 +81,28 @@ def test_logits_of_a_router(count: int, hidden: int, texts: int) -> None:
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
-@pytest.mark.parametrize(("count", "used", "normalised"), EXPERTS)
+@pytest.mark.parametrize(("count", "used", "normalised", "shared"), EXPERTS)
 def test_the_chosen_ones_share_an_input_and_their_products_are_added(
-    count: int, used: int, normalised: bool, config: CudaTileConfig | None
+    count: int, used: int, normalised: bool, shared: int, config: CudaTileConfig | None
 ) -> None:
-    hidden, width = 300, 150
-    into = random_experts(count, 2 * width, hidden)
-    mid = random_experts(count, hidden, width)
-    first = loaded(into, used, normalised, config)
-    second = loaded(mid, used, normalised, config, added=True)
+    hidden, width, of_token = 300, 150, used + shared
+    into = random_experts(count + shared, 2 * width, hidden)
+    mid = random_experts(count + shared, hidden, width)
+    first = loaded(into, used, normalised, config, shared=shared)
+    second = loaded(mid, used, normalised, config, added=True, shared=shared)
     x, residual, limit = normal(hidden), normal(hidden, seed=1), torch.tensor([0.6], device="cuda")
-    logits = normal(count, seed=2)
-    chosen, weight = reference_route(logits[None].double(), torch.eye(count).double().cuda(), used, normalised)
+    logits = normal(count + bool(shared), seed=2)
+    chosen, weight = chosen_of(logits, used, normalised, shared)
     for threshold in (None, limit):
         active = torch.zeros((), dtype=torch.int64, device="cuda")
-        y = torch.full((used, 2 * width), float("nan"), device="cuda")
+        y = torch.full((of_token, 2 * width), float("nan"), device="cuda")
         multiply_experts(first, Input(x, threshold=threshold), y, logits=logits, active=active)
         kept = x if threshold is None else torch.where(x.abs() > threshold, x, 0)
-        expected = torch.stack([matrix_of(into, number) @ kept.double() for number in chosen[0]])
+        expected = torch.stack([matrix_of(into, number) @ kept.double() for number in chosen])
         assert_close(y, expected)
-        assert int(active) == used * int(kept.count_nonzero())
+        assert int(active) == of_token * int(kept.count_nonzero())
 
-        inner, out = normal(used, width, seed=3), torch.full((hidden,), float("nan"), device="cuda")
+        inner, out = normal(of_token, width, seed=3), torch.full((hidden,), float("nan"), device="cuda")
         squares = torch.full((blocks(second),), float("nan"), device="cuda")
         active.zero_()
         for _ in range(2):
@@ -100,25 +116,25 @@ def test_the_chosen_ones_share_an_input_and_their_products_are_added(
                 active=active,
             )
         kept = inner if threshold is None else torch.where(inner.abs() > threshold, inner, 0)
-        each = [w * (matrix_of(mid, n) @ v.double()) for n, w, v in zip(chosen[0], weight[0], kept, strict=True)]
+        each = [w * (matrix_of(mid, n) @ v.double()) for n, w, v in zip(chosen, weight, kept, strict=True)]
         assert_close(out, torch.stack(each).sum(0) + residual.double())
         assert float(squares.sum()) == pytest.approx(float(out.square().sum()), rel=3e-5)
         assert int(active) == 2 * int(kept.count_nonzero())
 
 
 @pytest.mark.parametrize("config", [None, CudaTileConfig(2, 8, 16, 3), CudaTileConfig(4, 8, 8, 1)], ids=str)
-@pytest.mark.parametrize(("count", "used", "normalised"), EXPERTS)
+@pytest.mark.parametrize(("count", "used", "normalised", "shared"), EXPERTS)
 @pytest.mark.parametrize("held", [False, True])
 def test_a_chain_from_the_router_to_the_sum_hands_its_results_on(
-    count: int, used: int, normalised: bool, held: bool, config: CudaTileConfig | None
+    count: int, used: int, normalised: bool, shared: int, held: bool, config: CudaTileConfig | None
 ) -> None:
     """Kernels that do not wait for each other's ends leave what kernels in turn leave, and count as much."""
-    hidden, width = 300, 256
-    into, mid = random_experts(count, 2 * width, hidden), random_experts(count, hidden, width)
-    first = loaded(into, used, normalised, config, gate=True)
-    second = loaded(mid, used, normalised, config, added=True)
+    hidden, width, of_token, of_router = 300, 256, used + shared, count + bool(shared)
+    into, mid = random_experts(count + shared, 2 * width, hidden), random_experts(count + shared, hidden, width)
+    first = loaded(into, used, normalised, config, gate=True, shared=shared)
+    second = loaded(mid, used, normalised, config, added=True, shared=shared)
     router, norm, x, limit = (
-        normal(count, hidden),
+        normal(of_router, hidden),
         normal(hidden, seed=1),
         normal(hidden, seed=2),
         torch.full((1,), 0.4),
@@ -126,7 +142,9 @@ def test_a_chain_from_the_router_to_the_sum_hands_its_results_on(
     scales = torch.full((1,), 0.5, device="cuda")
 
     def run(flag: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        words, (start, squares, logits, inner) = flag_in_data_buffers([hidden, 1, count, used * width], x.device)
+        words, (start, squares, logits, inner) = flag_in_data_buffers(
+            [hidden, 1, of_router, of_token * width], x.device
+        )
         y, last = torch.empty(hidden, device="cuda"), torch.empty(blocks(second), device="cuda")
         counts = torch.zeros(2, dtype=torch.int64, device="cuda")
         skipped = torch.zeros(1, dtype=torch.int64, device="cuda")
@@ -136,9 +154,9 @@ def test_a_chain_from_the_router_to_the_sum_hands_its_results_on(
             route(router, input, logits)
             more = {"threshold": limit.cuda()} | ({"scales": scales, "skipped": skipped} if held else {})
             multiply_experts(
-                first, replace(input, **more), inner.view(used, -1), logits=logits, activation=0, active=counts[0]
+                first, replace(input, **more), inner.view(of_token, -1), logits=logits, activation=0, active=counts[0]
             )
-            middle = Input(inner.view(used, -1), flag_in_data=flag, **more)
+            middle = Input(inner.view(of_token, -1), flag_in_data=flag, **more)
             multiply_experts(second, middle, y, logits=logits, residual=start, squares=last, active=counts[1])
             torch.cuda.synchronize()
             words.fill_(SENTINEL)
@@ -149,10 +167,10 @@ def test_a_chain_from_the_router_to_the_sum_hands_its_results_on(
     y, _, counts, skipped = run(True)
     scale = 0.5 if held else 1.0
     normed = x.double() * torch.rsqrt(x.double().square().mean() + 1e-5) * norm.double()
-    chosen, weight = reference_route(normed[None], router.double(), used, normalised)
+    chosen, weight = chosen_of(router.double() @ normed, used, normalised, shared)
     kept = torch.where(normed.abs() > 0.4 * scale, normed, 0)
-    expected, active = x.double(), [used * int(kept.count_nonzero()), 0]
-    for number, of_sum in zip(chosen[0], weight[0], strict=True):
+    expected, active = x.double(), [of_token * int(kept.count_nonzero()), 0]
+    for number, of_sum in zip(chosen, weight, strict=True):
         gate, up = (matrix_of(into, number) @ kept).chunk(2)
         inner = torch.nn.functional.silu(gate) * up
         inner = torch.where(inner.abs() > 0.4 * scale, inner, 0)
@@ -161,19 +179,20 @@ def test_a_chain_from_the_router_to_the_sum_hands_its_results_on(
     assert_close(y, expected, 1e-3)  # an input within rounding of the threshold may flip
     assert counts.tolist() == pytest.approx([5 * n for n in active], rel=0.02)
     if held:
-        inactive = [used * hidden - active[0], used * width - active[1]]
+        inactive = [of_token * hidden - active[0], of_token * width - active[1]]
         assert int(skipped) == pytest.approx(5 * (inactive[0] * 2 * width + inactive[1] * hidden), rel=0.02)
 
 
 @pytest.mark.parametrize("texts", [2, 5, 8])
-@pytest.mark.parametrize(("count", "used"), [(8, 2), (40, 8), (3, 3)])
-def test_several_texts_have_their_own_experts(texts: int, count: int, used: int) -> None:
-    hidden, width = 900, 256
-    into, mid = random_experts(count, 2 * width, hidden), random_experts(count, hidden, width)
-    first = loaded(into, used, True, None, gate=True)
-    second = loaded(mid, used, True, None, added=True)
-    x, logits, limit = normal(texts, hidden), normal(texts, count, seed=1), torch.tensor([0.4], device="cuda")
-    inner = torch.empty(texts, used, width, device="cuda")
+@pytest.mark.parametrize(("count", "used", "shared"), [(8, 2, 0), (40, 8, 0), (3, 3, 0), (60, 4, 4)])
+def test_several_texts_have_their_own_experts(texts: int, count: int, used: int, shared: int) -> None:
+    hidden, width, of_token = 900, 256, used + shared
+    into, mid = random_experts(count + shared, 2 * width, hidden), random_experts(count + shared, hidden, width)
+    first = loaded(into, used, True, None, gate=True, shared=shared)
+    second = loaded(mid, used, True, None, added=True, shared=shared)
+    x, limit = normal(texts, hidden), torch.tensor([0.4], device="cuda")
+    logits = normal(texts, count + bool(shared), seed=1)
+    inner = torch.empty(texts, of_token, width, device="cuda")
     y, squares = torch.empty(texts, hidden, device="cuda"), torch.empty(texts, blocks(second, texts), device="cuda")
     active, counted = (torch.zeros(2, dtype=torch.int64, device="cuda") for _ in range(2))
     scales, skipped = 0.5 + torch.rand(texts, device="cuda"), torch.zeros(texts, dtype=torch.int64, device="cuda")
@@ -182,7 +201,7 @@ def test_several_texts_have_their_own_experts(texts: int, count: int, used: int)
     multiply_experts(first, Input(x, **held), inner, logits=logits, activation=0, active=active[0])
     multiply_experts(second, Input(inner, **held), y, logits=logits, residual=x, squares=squares, active=active[1])
     for text in range(texts):
-        alone, out = torch.empty(used, width, device="cuda"), torch.empty(hidden, device="cuda")
+        alone, out = torch.empty(of_token, width, device="cuda"), torch.empty(hidden, device="cuda")
         one = {"threshold": limit, "scales": scales[text : text + 1], "skipped": of_one[text : text + 1]}
         given = {"logits": logits[text]}
         multiply_experts(first, Input(x[text], **one), alone, **given, activation=0, active=counted[0])

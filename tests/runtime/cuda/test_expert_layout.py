@@ -13,8 +13,11 @@ from sparsepack.runtime.cuda.products.experts import blocks, load_experts
 from sparsepack.runtime.cuda.products.tile_config import CudaTileConfig, expert_tile_config
 from sparsepack.runtime.cuda.products.zigzag import load_zigzag
 
-SHAPES = [(128, 8, 2048, 768), (8, 2, 4096, 14336), (4, 1, 64, 43), (3, 3, 300, 256), (512, 10, 2048, 512)]
-"""Experts, those that a token has, hidden, width."""
+SHAPES = [
+    *((128, 8, 2048, 768, 0), (8, 2, 4096, 14336, 0), (4, 1, 64, 43, 0), (3, 3, 300, 256, 0), (512, 10, 2048, 512, 0)),
+    *((60, 4, 2048, 1408, 4), (64, 8, 3584, 2560, 8), (2, 1, 64, 43, 1)),
+]
+"""Experts, those that a token is given, hidden, width, those that every token has."""
 
 
 @pytest.fixture(autouse=True)
@@ -45,21 +48,21 @@ def test_experts_lie_one_after_the_other_as_each_would_alone(
 
 
 @pytest.mark.parametrize("texts", [1, 2, 5, 8])
-@pytest.mark.parametrize(("count", "used", "hidden", "width"), SHAPES)
+@pytest.mark.parametrize(("count", "used", "hidden", "width", "shared"), SHAPES)
 def test_blocks_that_wait_for_each_other_run_at_once(
-    count: int, used: int, hidden: int, width: int, texts: int
+    count: int, used: int, hidden: int, width: int, shared: int, texts: int
 ) -> None:
     """Of as many texts as are launched together."""
     for rows, columns, gate, added in ((2 * width, hidden, width % 256 == 0, False), (hidden, width, False, True)):
         bands = -(-rows // 256)
-        config = expert_tile_config(bands, columns, torch.device("cpu"), used, gate, added)
+        config = expert_tile_config(bands, columns, torch.device("cpu"), used + shared, gate, added)
         tiles = -(-bands // config.tile_bands)
-        matrix = torch.empty(count * tiles, 0)
+        matrix = torch.empty((count + shared) * tiles, 0)
         of_all = experts.zigzag.laid_out(matrix, rows, columns, config, bands // 2 if gate else 0, [[0.0], [0.0]])
-        loaded = experts.CudaExperts(of_all, experts.Together(count, used, True, added))
+        loaded = experts.CudaExperts(of_all, experts.Together(count, used, True, added, shared))
         at_once, of_texts = experts._spread(loaded, texts)
         assert 1 <= at_once <= texts
         assert of_texts.splits <= -(-columns // tile_config.COLUMNS_AT_ONCE)
         if added or of_texts.splits > 1:
             assert blocks(loaded, texts) * at_once <= simulated.MULTIPROCESSORS
-        assert blocks(loaded, texts) == tiles * used * of_texts.splits
+        assert blocks(loaded, texts) == tiles * (used + shared) * of_texts.splits

@@ -15,6 +15,7 @@ from sparsepack.formats.packed import PackedModel
 from sparsepack.placement.links import Links
 from sparsepack.runtime.cpu import operations
 from sparsepack.runtime.cuda import backend
+from sparsepack.runtime.cuda.decoder.decoder import CudaDecoder
 from sparsepack.runtime.engine import Engine
 from sparsepack.runtime.hybrid.cuda_decoder import CudaHybridDecoder
 from sparsepack.runtime.hybrid.plan import planned
@@ -35,7 +36,9 @@ def _card(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def decoder(
         packed: PackedModel, device: torch.device, context: int, cache_type: str, options: EngineOptions
-    ) -> CudaHybridDecoder:
+    ) -> CudaDecoder:
+        if not options.divided_by:
+            return CudaDecoder(packed, device, context, 1, cache_type, kernels=simulated.KERNELS)
         plan, slow = planned(packed, context, cache_type, options), operations.slow_policy()
         given: Any = {"measured": LINKS, "slow": slow, "kernels": simulated.KERNELS, "activity": options.activity}
         return CudaHybridDecoder(packed, operations, device, context, cache_type, options, plan, **given)
@@ -81,3 +84,16 @@ def test_the_benchmark_runs_and_writes_its_figures(tmp_path: Path) -> None:
             assert of["model"]["slowest"] in of["model"]
             assert "links measured" in of["description"]
     assert found["slow"]["slots"] > figures["6.5MB"]["ours"]["slow"]["slots"]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_card")
+def test_all_on_the_card_is_compared_with_the_cuda_engine(tmp_path: Path) -> None:
+    asked = ["--shape", "tiny", "--layers", "2", "--whole", "--tokens", "2", "--rounds", "1", "--threads", "2"]
+    done = CliRunner().invoke(
+        hybrid_decode.main, [*asked, "--json", str(tmp_path / "figures.json")], catch_exceptions=False
+    )
+    assert done.exit_code == 0, done.output
+    figures = json.loads((tmp_path / "figures.json").read_text())["whole"]
+    assert len(figures) == 4
+    assert all(f"| {name} " in done.output and len(speeds) == 1 for name, speeds in figures.items())

@@ -207,3 +207,18 @@ def test_products_of_one_and_of_several_inputs_share_their_slots() -> None:
     assert_close(alone, w @ x[0].double())
     for found, input in zip(y, x, strict=True):
         assert_close(found, w @ input.double())
+
+
+@several_inputs
+@several_geometries
+def test_inputs_of_gate_and_up_are_put_together(config: CudaTileConfig, columns: int, inputs: int) -> None:
+    stored = random_matrix(1100, columns)
+    matrix, w = loaded_for(stored, config, inputs), weights(stored)
+    both, y = normal(inputs, 2 * columns), torch.full((inputs, 1100), float("nan"), device="cuda")
+    gate, up = both.double().chunk(2, dim=1)
+    x = ACTIVATION_FUNCTIONS["silu"](gate) * up
+    threshold = between(x)
+    batch(matrix, Input(both, threshold=threshold, gated=0), y)
+    union = (x.abs() > threshold).any(0)
+    for found, one in zip(y, x, strict=True):
+        assert_close(found, w @ torch.where(union, one, 0))

@@ -127,6 +127,30 @@ def test_gate_and_up_become_one(config: CudaTileConfig, width: int, activation: 
     assert_close(mid, list(ACTIVATION_FUNCTIONS.values())[activation](gate) * up)
 
 
+@pytest.mark.parametrize("activation", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    ("config", "width"), [(CONFIGS[0], 40), (CONFIGS[3], 700), (CONFIGS[6], 9001), (CONFIGS[9], 9001)]
+)
+def test_an_input_of_gate_and_up_is_put_together(config: CudaTileConfig, width: int, activation: int) -> None:
+    """Also as soon as the product before has left it."""
+    first, stored = random_matrix(2 * width, 64, seed=1), random_matrix(300, width)
+    into, matrix, w = loaded(first, CudaTileConfig(2, 8, 16, 1)), loaded(stored, config), weights(stored)
+    x, limit = normal(64) / 100, torch.tensor([0.02], device="cuda")
+    words, (both,) = flag_in_data_buffers([2 * width], x.device)
+    y = torch.full((300,), float("nan"), device="cuda")
+    active = torch.zeros((), dtype=torch.int64, device="cuda")
+    for _ in range(5):
+        gemv(into, Input(x), both)
+        gemv(matrix, Input(both, threshold=limit, flag_in_data=True, gated=activation), y, active=active.zero_())
+        gate, up = both.double().chunk(2)
+        inner = list(ACTIVATION_FUNCTIONS.values())[activation](gate) * up
+        assert_close(
+            y, w @ torch.where(inner.abs() > limit, inner, 0), 1e-3
+        )  # some lie within rounding of the threshold
+        assert int(active) == pytest.approx(int((inner.abs() > limit).sum()), abs=2)
+        words.fill_(SENTINEL)
+
+
 def test_what_a_product_cannot_do_is_refused() -> None:
     few, x, y = load_zigzag(random_matrix(512, 64), "cuda", CudaTileConfig(2, 8, 16, 3)), normal(64), normal(512)
     with pytest.raises(ValueError, match="more splits than 64 columns have chunks of 32"):
@@ -136,6 +160,8 @@ def test_what_a_product_cannot_do_is_refused() -> None:
     one = load_zigzag(random_matrix(512, 64), "cuda", CudaTileConfig(2, 8, 16, 1))
     with pytest.raises(ValueError, match="with a residual"):
         gemv(one, Input(x), y, residual=y, activation=0)
+    with pytest.raises(ValueError, match="an input of gate and up, with a norm"):
+        gemv(one, Input(torch.cat([x, x]), norm=x, gated=0), y)
     with pytest.raises(ValueError, match="without squares"):
         gemv(one, Input(x, norm=x, flag_in_data=True), y)
     with pytest.raises(ValueError, match="several inputs with their flag"):

@@ -1,11 +1,11 @@
 """The layout of the memory between a device and the worker: parts that do not overlap, numbers that go round."""
 
-from dataclasses import fields
+from dataclasses import astuple, fields
 
 import numpy as np
 import pytest
 
-from sparsepack.runtime.hybrid.handover import LAST_NUMBER, PART, HandOver, next_number, views
+from sparsepack.runtime.hybrid.handover import LAST_NUMBER, PART, AskedProduct, HandOver, next_number, views
 
 SHAPES = [HandOver(1, 1, 1, 1), HandOver(3, 37, 256, 1), HandOver(2, 1280, 512, 8), HandOver(5, 33, 5120, 3)]
 
@@ -43,6 +43,27 @@ def test_views_lie_where_the_layout_says() -> None:
     assert words[(layout.requests + 2 * layout.request_size + layout.gates) // 4 + 37 + 5] == 1.5
     assert words[(layout.requests + layout.request_size + layout.x) // 4 + 256 + 7] == 2.5
     assert words[(layout.answers + 2 * layout.answer_size + layout.y) // 4 + 256 + 9] == 3.5
+
+
+@pytest.mark.parametrize("sequences", [1, 3])
+def test_products_lie_behind_the_answers_without_overlap(sequences: int) -> None:
+    products = AskedProduct(0, 300, 1), AskedProduct(0, 32, 1301), AskedProduct(2, 1, 33)
+    layout = HandOver(3, 37, 256, sequences, products)
+    end = HandOver(3, 37, 256, sequences).size
+    for of, at in zip(products, layout.places, strict=True):
+        assert (at.request, at.x) == (end, end + PART)
+        assert at.answer >= at.x + 4 * sequences * of.columns
+        assert at.y == at.answer + PART
+        assert all(place % PART == 0 for place in (at.request, at.x, at.answer, at.y))
+        end = -(-(at.y + 4 * sequences * of.rows) // PART) * PART
+    assert layout.size == end
+    assert layout.asked[1] == (0, 32, 1301, *astuple(layout.places[1]))
+
+
+@pytest.mark.parametrize("products", [(AskedProduct(1, 2, 2), AskedProduct(0, 2, 2)), (AskedProduct(0, 0, 2),)])
+def test_products_that_no_step_has_are_refused(products: tuple[AskedProduct, ...]) -> None:
+    with pytest.raises(ValueError, match="expected products by block"):
+        HandOver(2, 1, 1, 1, products)
 
 
 def test_numbers_go_round_without_zero() -> None:

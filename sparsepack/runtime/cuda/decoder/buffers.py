@@ -18,17 +18,17 @@ def flag_in_data_of_one(model: CudaModel, embedded: Tensor, kernels: Kernels) ->
     a, device = model.architecture, model.device
     heads, ends = a.heads * a.head_dim, _ends_of_segments(model, kernels)
     of_between, of_y = _parts(model, 1, kernels)
-    qkv_words, (qkv,) = kernels.flag_in_data_buffers([heads + 2 * a.kv_heads * a.head_dim], device)
-    width, experts = _of_mlp(model)
+    rows = heads + 2 * a.kv_heads * a.head_dim
+    qkv_words, (qkv, *normed) = kernels.flag_in_data_buffers([rows] * (2 if a.row_norms else 1), device)
+    numbers, of_router = model.layers[0].mlp.numbers, _of_router(model)
     inside, (between, between_squares, mid, logits, *updates) = kernels.flag_in_data_buffers(
-        [a.hidden, of_between, width, experts, *[a.hidden] * (2 if a.post_norms else 0)], device
+        [a.hidden, of_between, numbers, of_router, *[a.hidden] * (2 if a.post_norms else 0)], device
     )
     # What a layer takes and mixes, and what the next one does: in turns.
     turns = [kernels.flag_in_data_buffers([a.hidden, of_y, heads], device) for _ in range(2)]
     # In plain memory: what the last layer of a segment leaves, and that in the next segment's basis. (Each layer of
     # neurons is such a segment.)
     result, changed = torch.empty(a.hidden, device=device), torch.empty(a.hidden, device=device)
-    stacked = torch.empty(2 * width, device=device)
     made = []
     for number in range(a.layers):
         begins = number == 0 or ends[number - 1]
@@ -47,13 +47,13 @@ def flag_in_data_of_one(model: CudaModel, embedded: Tensor, kernels: Kernels) ->
                 attn_output=attn_output,
                 between=between,
                 between_squares=between_squares,
-                stacked=stacked,
                 mid=mid,
-                logits=logits if experts else None,
+                logits=logits if of_router else None,
                 y=result if ends[number] else y,
                 squares_of_y=None if ends[number] else squares_of_y,
                 before=before,
                 updates=(updates[0], updates[1]) if a.post_norms else None,
+                normed=normed[0] if normed else None,
                 flag_in_data=True,
                 reset=dict(zip(model.names, (inside, qkv_words, words), strict=False)),
             )
@@ -70,26 +70,27 @@ def memory_of_several(model: CudaModel, embedded: Tensor, kernels: Kernels) -> l
     """
     a, sequences = model.architecture, len(embedded)
     of_between, of_y = _parts(model, sequences, kernels)
-    width, experts = _of_mlp(model)
+    of_router = _of_router(model)
 
     def memory(width: int) -> Tensor:
         return torch.empty(sequences, width, device=model.device)
 
     heads = a.heads * a.head_dim
+    rows = heads + 2 * a.kv_heads * a.head_dim
     squares = memory(of_y)
     one = Buffers(
         x=embedded,
         squares=squares,
-        qkv=memory(heads + 2 * a.kv_heads * a.head_dim),
+        qkv=memory(rows),
         attn_output=memory(heads),
         between=embedded,
         between_squares=memory(of_between),
-        stacked=memory(2 * width),
-        mid=memory(width),
-        logits=memory(experts) if experts else None,
+        mid=memory(model.layers[0].mlp.numbers),
+        logits=memory(of_router) if of_router else None,
         y=embedded,
         squares_of_y=squares,
         updates=(memory(a.hidden), memory(a.hidden)) if a.post_norms else None,
+        normed=memory(rows) if a.row_norms else None,
     )
     ends, made = _ends_of_segments(model, kernels), []
     for number, layer in enumerate(model.layers):
@@ -116,10 +117,10 @@ def _parts(model: CudaModel, sequences: int, kernels: Kernels) -> tuple[int, int
     return kernels.blocks(of.attention["attn_out"].matrix), of.mlp.parts(sequences, kernels) or 0
 
 
-def _of_mlp(model: CudaModel) -> tuple[int, int]:
-    """How many numbers enter the last products of an MLP, and how many experts its router tells apart."""
-    a = model.architecture
-    return (a.intermediate, 0) if a.experts is None else (a.experts.used * a.intermediate, a.experts.count)
+def _of_router(model: CudaModel) -> int:
+    """How many logits a router has; 0: there is none."""
+    experts = model.architecture.experts
+    return 0 if experts is None else experts.count + bool(experts.shared)
 
 
 def _ends_of_segments(model: CudaModel, kernels: Kernels) -> list[bool]:

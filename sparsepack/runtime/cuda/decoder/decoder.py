@@ -19,6 +19,7 @@ from sparsepack.runtime.cuda.decoder.mlps import LoadMlp, load_mlp
 from sparsepack.runtime.cuda.decoder.model import load_model
 from sparsepack.runtime.cuda.decoder.prefill import Prefill
 from sparsepack.runtime.cuda.decoder.run_ahead import RunAhead
+from sparsepack.runtime.cuda.decoder.sites import LoadSites, load_sites
 from sparsepack.runtime.cuda.decoder.step import Step, counted, state_parts
 from sparsepack.runtime.cuda.driver.kernel_set import KERNELS, Kernels
 from sparsepack.runtime.cuda.driver.mirror import Mirror
@@ -51,7 +52,7 @@ class CudaDecoder:
     cache_type -- of keys and values: "bf16", "f16", or "f32" for comparisons, where prefill is slow
     kernels    -- who computes
     new_cache  -- what attends
-    load_mlp   -- what copies MLPs to the GPU
+    load_mlp   -- what copies MLPs to the GPU; load_attention: the sites of attention
     runs_ahead -- whether a step may begin before the host has read its token
     plan       -- of a budget: what lies in the host's memory, and how much prefill may take; None: there is none
 
@@ -71,15 +72,16 @@ class CudaDecoder:
         load_mlp: LoadMlp = load_mlp,
         runs_ahead: bool = True,
         plan: Plan | None = None,
+        load_attention: LoadSites = load_sites,
     ) -> None:
         self._kernels, self._context = kernels, context
         self._device = kernels.usable(device)
         with kernels.on_device(self._device):
             attention = attention_of(packed, context, self._device, sequences)
             self._cache = new_cache(attention, cache_type, self._device, kernels)
-            self._model = load_model(packed, self._device, kernels, load_mlp, plan)
+            self._model = load_model(packed, self._device, kernels, load_mlp, plan, load_attention)
             self._step = Step(self._model, self._cache, kernels, together=sequences > 1)
-            work = None if plan is None or plan.budget is None else plan.parts.work
+            work = None if plan is None or plan.budget is None else plan.work
             self._prefill = Prefill(self._model, self._cache, kernels, None if work is None else work.scratch)
             self._positions = None if work is None else work.positions
             self._stream = kernels.new_step_stream()

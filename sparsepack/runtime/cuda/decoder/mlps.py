@@ -18,7 +18,7 @@ from sparsepack.runtime.cuda.products.experts import CudaExperts, decoded_weight
 from sparsepack.runtime.cuda.products.gemm_fp16 import Product, ScaledFp16
 from sparsepack.runtime.cuda.products.neurons import ActiveNeurons, CudaNeurons, Division
 from sparsepack.runtime.cuda.products.zigzag import CudaZigzag, Input, Together
-from sparsepack.runtime.reference.experts import route
+from sparsepack.runtime.reference.experts import route, with_shared
 from sparsepack.runtime.site_columns import Columns
 
 Launch = Callable[[], object]
@@ -57,6 +57,10 @@ class CudaMlp(Protocol):
     @property
     def matrices(self) -> Sequence[CudaZigzag]: ...
 
+    @property
+    def numbers(self) -> int:
+        """How many numbers its first product leaves, for each text."""
+
     def parts(self, sequences: int, kernels: Kernels) -> int | None:
         """In how many parts the last product leaves the squares of each y, and y as soon as known; None: y lies in
         plain memory, without squares."""
@@ -88,6 +92,10 @@ class DenseMlp:
     def matrices(self) -> Sequence[CudaZigzag]:
         return [site.matrix for site in self.sites.values()]
 
+    @property
+    def numbers(self) -> int:
+        return _rows(self.sites["mlp_in"].matrix)
+
     def parts(self, sequences: int, kernels: Kernels) -> int:
         return kernels.blocks(self.sites["mlp_mid"].matrix)
 
@@ -96,13 +104,9 @@ class DenseMlp:
 
     def step(self, step: MlpStep, room: None, kernels: Kernels) -> Iterator[Launch]:
         of, into = step.of, self.sites["mlp_in"]
-        fused = into.matrix.gate_bands > 0
-        if fused:
-            yield step.product("mlp_in", into, step.input, of.mid, activation=step.activation)
-        else:
-            yield step.product("mlp_in", into, step.input, of.stacked)
-            yield partial(kernels.gate, of.stacked, step.activation, of.mid)
-        mid = Input(of.mid, eps=step.input.eps, flag_in_data=of.flag_in_data and fused)
+        of_product, of_input = _activations(into.matrix, step.activation)
+        yield step.product("mlp_in", into, step.input, of.mid, activation=of_product)
+        mid = Input(of.mid, eps=step.input.eps, flag_in_data=of.flag_in_data, gated=of_input)
         yield step.product("mlp_mid", self.sites["mlp_mid"], mid, of.y, residual=of.between, squares=of.squares_of_y)
 
     @property
@@ -147,6 +151,10 @@ class NeuronMlp:
     @property
     def matrices(self) -> Sequence[CudaZigzag]:
         return [self.gate.matrix]
+
+    @property
+    def numbers(self) -> int:
+        return self.gate.matrix.rows
 
     def parts(self, sequences: int, kernels: Kernels) -> None:
         return None
@@ -193,7 +201,10 @@ class NeuronMlp:
 
 @dataclass(frozen=True)
 class ExpertMlp:
-    """A mixture of experts, all of them in the GPU's memory. router: float32 [experts, hidden]"""
+    """A mixture of experts, all of them in the GPU's memory.
+
+    router -- float32 [logits, hidden]: a row for each expert, then that of the experts that every token has, if any
+    """
 
     each_text: ClassVar[bool] = True
 
@@ -209,6 +220,10 @@ class ExpertMlp:
     def matrices(self) -> Sequence[CudaZigzag]:
         return [site.matrix.expert(0) for site in self.sites.values()]
 
+    @property
+    def numbers(self) -> int:
+        return self.together.of_token * _rows(self.sites["mlp_in"].matrix.all)
+
     def parts(self, sequences: int, kernels: Kernels) -> int:
         return kernels.expert_blocks(self.sites["mlp_mid"].matrix, sequences)
 
@@ -220,14 +235,9 @@ class ExpertMlp:
         assert of.logits is not None  # the architecture has experts
         product = partial(step.product, by=kernels.multiply_experts, logits=of.logits)
         yield partial(kernels.route, self.router, step.input, of.logits)
-        fused = into.matrix.all.gate_bands > 0
-        if fused:
-            yield product("mlp_in", into, step.input, of.mid, activation=step.activation)
-        else:
-            yield product("mlp_in", into, step.input, of.stacked)
-            each = of.mid.numel() // self.sites["mlp_mid"].matrix.all.columns
-            yield partial(kernels.gate, of.stacked.view(each, -1), step.activation, of.mid.view(each, -1))
-        mid = Input(of.mid, eps=step.input.eps, flag_in_data=of.flag_in_data and fused)
+        of_product, of_input = _activations(into.matrix.all, step.activation)
+        yield product("mlp_in", into, step.input, of.mid, activation=of_product)
+        mid = Input(of.mid, eps=step.input.eps, flag_in_data=of.flag_in_data, gated=of_input)
         yield product("mlp_mid", self.sites["mlp_mid"], mid, of.y, residual=of.between, squares=of.squares_of_y)
 
     @property
@@ -238,28 +248,40 @@ class ExpertMlp:
         """Some experts together, as the scratch has room, each with as many positions as the one with most: others fill
         up. The host waits to know how many these are."""
         together, into, mid = self.together, self.sites["mlp_in"].matrix, self.sites["mlp_mid"].matrix
-        positions, used, experts = len(x.values), together.used, together.experts
-        chosen, weights = route(x.values.float() * x.factor[:, None], self.router, used, together.normalised)
+        positions, of_token, experts = len(x.values), together.of_token, together.experts
+        chosen, weights = self._chosen(x.values.float() * x.factor[:, None])
         by_expert = chosen.flatten().argsort(stable=True)
-        counts = chosen.flatten().bincount(minlength=experts)
-        most = int(counts.max())
-        column = torch.arange(most, device=counts.device)
-        place = (counts.cumsum(0) - counts)[:, None] + column  # [experts, most]: in the order of the experts
-        place = by_expert[place.clamp(max=len(by_expert) - 1)]
-        of_nobody = positions * used
-        place = torch.where(column < counts[:, None], place, of_nobody)
+        counts = chosen.flatten().bincount(minlength=together.stored)
+        before, of_nobody = counts.cumsum(0) - counts, positions * of_token
         made = torch.empty(of_nobody + 1, residual.shape[1], device=residual.device)  # its last row is of nobody
-        scratch = scratch if len(scratch) * experts >= self.decoded else scratch.new_empty(-(-self.decoded // experts))
-        at_once = min(len(scratch) * experts // self.decoded, max(1, 2 * of_nobody // most))
-        for first in range(0, experts, at_once):
-            here = place[first : first + at_once]
-            rows = x.rows(here.flatten().clamp(max=of_nobody - 1) // used)
-            gate, up = _products(into, first, len(here), 2, rows, scratch, kernels)
-            inner = kernels.gated(gate, up, activation)
-            (product,) = _products(mid, first, len(here), 1, inner, scratch, kernels)
-            made[here.flatten()] = product.sums * (product.factor * product.inverse)[:, None]
-        output = torch.bmm(weights[:, None], made[:-1].view(positions, used, -1))[:, 0]
+        of_one = -(-self.decoded // together.stored)
+        scratch = scratch if len(scratch) >= of_one else scratch.new_empty(of_one)
+        groups = [(0, experts, int(counts[:experts].max()))]
+        if together.shared:  # by themselves, since the others would fill up to all positions
+            groups.append((experts, together.stored, positions))
+        for start, end, most in groups:
+            column = torch.arange(most, device=counts.device)
+            at_once = min(len(scratch) // of_one, max(1, 2 * of_nobody // most))
+            for first in range(start, end, at_once):
+                these = slice(first, min(first + at_once, end))
+                place = by_expert[(before[these, None] + column).clamp(max=len(by_expert) - 1)]  # [these, most]
+                place = torch.where(column < counts[these, None], place, of_nobody).flatten()
+                rows, count = x.rows(place.clamp(max=of_nobody - 1) // of_token), these.stop - first
+                gate, up = _products(into, first, count, 2, rows, scratch, kernels)
+                inner = kernels.gated(gate, up, activation)
+                (product,) = _products(mid, first, count, 1, inner, scratch, kernels)
+                made[place] = product.sums * (product.factor * product.inverse)[:, None]
+        output = torch.bmm(weights[:, None], made[:-1].view(positions, of_token, -1))[:, 0]
         return Product(output, torch.ones_like(x.factor), 1.0, None)
+
+    def _chosen(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The experts that positions x [S, hidden] have, and their weights: [S, of_token] each."""
+        together = self.together
+        router, of_shared = self.router[: together.experts], self.router[together.experts :]
+        chosen, weights = route(x, router, together.used, together.normalised)
+        if not together.shared:
+            return chosen, weights
+        return with_shared(x, of_shared, range(together.experts, together.stored), chosen, weights)
 
 
 def _products(
@@ -271,6 +293,17 @@ def _products(
     weights = kernels.decode_experts(experts, first, count, parts, scratch)
     sums = [kernels.new_products(values, part).flatten(0, 1) for part in weights]
     return [Product(part, x.factor, inverse, None) for part in sums]
+
+
+def _rows(matrix: CudaZigzag) -> int:
+    """How many numbers the product with gate and up leaves."""
+    return matrix.rows // (2 if matrix.gate_bands else 1)
+
+
+def _activations(matrix: CudaZigzag, activation: int) -> tuple[int | None, int | None]:
+    """The function of the gate where the product with gate and up finishes both, and where it leaves both to what reads
+    them."""
+    return (activation, None) if matrix.gate_bands else (None, activation)
 
 
 LoadMlp = Callable[[stored.Mlp, torch.device, Kernels, Place], CudaMlp]
@@ -292,7 +325,7 @@ def _neurons(mlp: stored.NeuronMlp, device: torch.device, kernels: Kernels, plac
 
 
 def _experts(mlp: stored.ExpertMlp, device: torch.device, kernels: Kernels, place: Place) -> CudaMlp:
-    router = mlp.router.to(device, torch.float32).contiguous()
+    router = torch.cat(mlp.always).to(device, torch.float32)
     return ExpertMlp(router, load_expert_sites(mlp, device, kernels))
 
 

@@ -11,7 +11,7 @@ from sparsepack.models.architecture import Architecture
 from sparsepack.models.family import ATTENTION_SITES
 from sparsepack.placement.budget import Plan
 from sparsepack.runtime.cuda.decoder.mlps import CudaMlp, LoadMlp, load_mlp
-from sparsepack.runtime.cuda.decoder.sites import CudaSite, load_sites
+from sparsepack.runtime.cuda.decoder.sites import CudaSite, LoadSites, load_sites
 from sparsepack.runtime.cuda.driver.host_memory import Place
 from sparsepack.runtime.cuda.driver.kernel_set import Kernels
 from sparsepack.runtime.cuda.products.rows import RowsMatrix
@@ -27,6 +27,7 @@ class CudaLayer:
 
     basis      -- what its input is multiplied by first; None: nothing
     post_norms -- the norms of what attention and the MLP add; None: they add it as it is
+    row_norms  -- those of the queries and of the keys of all heads together; None: there are none
     """
 
     attention: Mapping[str, CudaSite]
@@ -35,6 +36,7 @@ class CudaLayer:
     mlp_norm: Tensor
     basis: RowsMatrix | None
     post_norms: tuple[Tensor, Tensor] | None = None
+    row_norms: tuple[Tensor, Tensor] | None = None
 
 
 @dataclass(frozen=True)
@@ -69,8 +71,9 @@ def load_model(
     kernels: Kernels,
     load_mlp: LoadMlp = load_mlp,
     plan: Plan | None = None,
+    load_attention: LoadSites = load_sites,
 ) -> CudaModel:
-    """Copy a model to a GPU, its MLPs by a function of its own, and wait until it is there.
+    """Copy a model to a GPU, its MLPs and its attention's sites by functions of their own, and wait until it is there.
 
     plan -- what of it lies in the host's memory; None: nothing
     """
@@ -82,15 +85,17 @@ def load_model(
         here, gate_here = (
             plan is None or number < first for first in ((plan.attention, plan.gates) if plan else (0, 0))
         )
-        attn_norm, mlp_norm = (load_vector(of.norms[name], device) for name in ("attn_norm", "mlp_norm"))
-        post_norms = None
-        if packed.architecture.post_norms:
-            after_attention, after_mlp = (of.norms[f"{part}_post_norm"] for part in ("attn", "mlp"))
-            post_norms = load_vector(after_attention, device), load_vector(after_mlp, device)
+
+        def norms(first: str, second: str) -> tuple[Tensor, Tensor]:
+            return load_vector(of.norms[first], device), load_vector(of.norms[second], device)
+
+        attn_norm, mlp_norm = norms("attn_norm", "mlp_norm")
+        post_norms = norms("attn_post_norm", "mlp_post_norm") if packed.architecture.post_norms else None
+        row_norms = norms("q_row_norm", "k_row_norm") if packed.architecture.row_norms else None
         basis = None if of.basis is None else kernels.load_rows(of.basis, device, place=place(here))
-        attention = load_sites(of.attention, device, kernels, place(here))
+        attention = load_attention(of.attention, device, kernels, place(here))
         mlp = load_mlp(of.mlp, device, kernels, place(gate_here))
-        return CudaLayer(attention, mlp, attn_norm, mlp_norm, basis, post_norms)
+        return CudaLayer(attention, mlp, attn_norm, mlp_norm, basis, post_norms, row_norms)
 
     tied = packed.output is packed.embedding
     output_here = plan is None or plan.output

@@ -48,7 +48,11 @@ class Prefill:
 
     def _attention(self, number: int, x: ScaledFp16, sequence: int) -> Tensor:
         """Append q, k and v to the cache. Returns attention's outputs: float32 [S, heads * head_dim]."""
-        q = self._cache.append(number, self._product(self._model.layers[number], "attn_in", x), sequence)
+        layer = self._model.layers[number]
+        qkv = self._product(layer, "attn_in", x)
+        if layer.row_norms is not None:
+            qkv = self._kernels.normed_rows(qkv, layer.row_norms, self._model.architecture.norm_eps)
+        q = self._cache.append(number, qkv, sequence)
         return self._cache.attend(number, q, sequence)
 
     def _mlp(self, layer: CudaLayer, normed: ScaledFp16, x: Tensor) -> Product:

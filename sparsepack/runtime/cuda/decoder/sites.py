@@ -1,6 +1,6 @@
 """A site of a packed model on the GPU: its matrix, and the columns that products read."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -10,6 +10,7 @@ from sparsepack.formats.packed import ExpertMlp, PackedSite
 from sparsepack.runtime.cuda.driver.host_memory import Place
 from sparsepack.runtime.cuda.driver.kernel_set import Kernels
 from sparsepack.runtime.cuda.products.experts import CudaExperts
+from sparsepack.runtime.cuda.products.far import FarProduct
 from sparsepack.runtime.cuda.products.tile_config import BAND_ROWS
 from sparsepack.runtime.cuda.products.zigzag import CudaZigzag, Input
 from sparsepack.runtime.site_columns import Columns, load_vector
@@ -18,11 +19,15 @@ from sparsepack.runtime.site_columns import Columns, load_vector
 @dataclass(frozen=True)
 class CudaSite:
     """A site on the GPU: the matrix, and the columns that products read in dense and in sparse steps, which are the
-    same without a rule. Prefill is dense."""
+    same without a rule. Prefill is dense.
+
+    far -- how a step shares its products with the processor; None: it does not
+    """
 
     matrix: CudaZigzag
     dense: Columns
     sparse: Columns
+    far: FarProduct | None = None
 
 
 @dataclass(frozen=True)
@@ -32,6 +37,11 @@ class CudaExpertsSite:
     matrix: CudaExperts
     dense: Columns
     sparse: Columns
+
+
+LoadSites = Callable[[Mapping[str, PackedSite], torch.device, Kernels, Place], Mapping[str, CudaSite]]
+"""Such a function copies the sites of a block's attention to a GPU, where they shall lie; it is called for one block
+after the other, before the block's MLP is loaded."""
 
 
 def load_sites(
@@ -53,6 +63,7 @@ def load_expert_sites(mlp: ExpertMlp, device: torch.device, kernels: Kernels) ->
             device,
             gate=name == "mlp_in" and _interleaves(site.matrix.rows),
             added=name == "mlp_mid",
+            shared=mlp.shared,
         )
         limits = None if site.rule is None else load_vector(site.rule.limits, device)
         found[name] = CudaExpertsSite(matrix, Columns(), Columns(limits))

@@ -1,6 +1,6 @@
-"""One token of each sequence through the model: five kernels a layer (more where gate and up do not fill whole bands,
-attention takes more than one, or the basis of the residual stream changes first; two more with post norms), which wait
-for no host."""
+"""One token of each sequence through the model: five kernels a layer (more where attention takes more than one, or
+the basis of the residual stream changes first; two more with post norms, one with norms of all heads together), which
+wait for no host."""
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
@@ -92,8 +92,12 @@ class Step:
         x = Input(of.x, layer.attn_norm, eps, of.squares, flag_in_data=of.flag_in_data and of.squares is not None)
         yield product("attn_in", layer.attention["attn_in"], x, of.qkv)
         flag_in_data = of.flag_in_data and cache.flag_in_data
-        attn_output = of.attn_output.view(sequences, -1)
-        yield partial(cache.step, number, of.qkv.view(sequences, -1), sparse, attn_output, flag_in_data)
+        qkv, attn_output = (x.view(sequences, -1) for x in (of.qkv, of.attn_output))
+        if layer.row_norms is not None and of.normed is not None:
+            normed = of.normed.view(sequences, -1)
+            yield partial(self._kernels.norm_rows, qkv, layer.row_norms, eps, normed, flag_in_data=of.flag_in_data)
+            qkv = normed
+        yield partial(cache.step, number, qkv, sparse, attn_output, flag_in_data)
         attended, out = Input(of.attn_output, eps=eps, flag_in_data=flag_in_data), layer.attention["attn_out"]
         between = Input(of.between, layer.mlp_norm, eps, of.between_squares, flag_in_data=of.flag_in_data)
         of_mlp = MlpStep(of, between, product, partial(self._active, number), self._model.activation, sparse)
@@ -141,15 +145,10 @@ class Step:
         input = replace(input, threshold=columns.threshold, offset=columns.offset)
         if self.held is not None and not input.dense:
             input = replace(input, scales=self.held.scales, skipped=self.held.skipped)
-        return partial(
-            by or self._multiply,
-            site.matrix,
-            input,
-            y,
-            bias=columns.bias,
-            active=self._active(number, name),
-            **more,
-        )
+        more |= {"bias": columns.bias, "active": self._active(number, name)}
+        if isinstance(site, CudaSite) and site.far is not None:
+            return partial(self._kernels.multiply_far, site.far, self._multiply, input, y, **more)
+        return partial(by or self._multiply, site.matrix, input, y, **more)
 
     def _active(self, number: int, name: str) -> Tensor:
         return self.active[number, self._model.names.index(name)]

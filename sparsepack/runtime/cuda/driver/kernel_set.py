@@ -8,8 +8,7 @@ from torch import Tensor
 from sparsepack.runtime.cuda.attention import attention, double_sparsity, offload, prefill_attention
 from sparsepack.runtime.cuda.decoder import sampling
 from sparsepack.runtime.cuda.driver import device, flag_in_data, graph, host_memory
-from sparsepack.runtime.cuda.products import experts, neurons, post_norm, rows, zigzag
-from sparsepack.runtime.cuda.products import gate as gate_alone
+from sparsepack.runtime.cuda.products import experts, far, neurons, post_norm, row_norms, rows, zigzag
 from sparsepack.runtime.cuda.products import gemm_fp16 as dense
 from sparsepack.runtime.device_sampling import sample
 
@@ -37,6 +36,7 @@ class Kernels:
 
     # Loading.
     load_zigzag = staticmethod(zigzag.load_zigzag)
+    first_bands = staticmethod(far.first_bands)
     load_rows = staticmethod(rows.load_rows)
     load_experts = staticmethod(experts.load_experts)
     load_neurons = staticmethod(neurons.load_neurons)
@@ -58,12 +58,13 @@ class Kernels:
     embed = staticmethod(rows.embed)
     gemv = staticmethod(zigzag.gemv)
     batch = staticmethod(zigzag.batch)
+    multiply_far = staticmethod(far.multiply)
     attend = staticmethod(attention.attend)
     attend_double_sparsity = staticmethod(double_sparsity.attend)
     attend_offloaded = staticmethod(offload.attend_offloaded)
     label_append = staticmethod(double_sparsity.label_append)
     post_norm = staticmethod(post_norm.post_norm)
-    gate = staticmethod(gate_alone.gate)
+    norm_rows = staticmethod(row_norms.norm_rows)
     route = staticmethod(experts.route)
     expert_blocks = staticmethod(experts.blocks)
     multiply_experts = staticmethod(experts.multiply_experts)
@@ -78,6 +79,7 @@ class Kernels:
     new_scratch = staticmethod(dense.new_scratch)
     to_scaled_fp16 = staticmethod(dense.to_scaled_fp16)
     multiply = staticmethod(dense.multiply)
+    normed_rows = staticmethod(row_norms.normed_rows)
     split_heads = staticmethod(dense.split_heads)
     prefill_attention = staticmethod(prefill_attention.attention)
     gated = staticmethod(dense.gated)

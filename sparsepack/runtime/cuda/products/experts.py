@@ -29,7 +29,7 @@ class CudaExperts:
 
     def expert(self, number: int) -> CudaZigzag:
         """The matrix of one expert."""
-        tiles = self.all.blocks.shape[0] // self.together.experts
+        tiles = self.all.blocks.shape[0] // self.together.stored
         return replace(self.all, blocks=self.all.blocks[number * tiles : (number + 1) * tiles])
 
 
@@ -42,15 +42,18 @@ def load_experts(
     *,
     gate: bool = False,
     added: bool = False,
+    shared: int = 0,
 ) -> CudaExperts:
     """Copy the matrices of all experts to the GPU. Takes their stored size, and bands up to whole tiles.
 
     used, normalised -- as of an `ExpertMlp`
+    shared           -- so many of the matrices, the last, are of experts that every token has
     gate             -- as of `zigzag.load_zigzag`
     added            -- whether the products of a token's experts are one sum
     """
     bands, columns = matrix.blocks.shape[1:3]
-    config = config or expert_tile_config(bands, columns, torch.device(device), used, gate, added)
+    together = Together(matrix.experts - shared, used, normalised, added, shared)
+    config = config or expert_tile_config(bands, columns, torch.device(device), together.of_token, gate, added)
     ends, first, tiled = [(0.0, 0.0)], 0, None
     for part in torch.split(matrix.blocks, max(LOADED_AT_ONCE // max(matrix.blocks[0].nbytes, 1), 1)):
         blocks = part.to(device)
@@ -63,19 +66,19 @@ def load_experts(
             first += len(laid)
     assert tiled is not None  # a mixture has experts
     of_all = zigzag.laid_out(tiled, matrix.rows, columns, config, bands // 2 if gate else 0, zip(*ends, strict=True))
-    return CudaExperts(of_all, Together(matrix.experts, used, normalised, added))
+    return CudaExperts(of_all, together)
 
 
 def route(router: Tensor, input: Input, logits: Tensor) -> None:
     """Put logits = router RMSNorm(x) on the current stream.
 
-    router -- float32 [experts, hidden]
+    router -- float32 [logits, hidden]
     input  -- x of one text [hidden] or of several [B, hidden], with a norm and with squares
-    logits -- float32 [experts] or [B, experts]; in words of `flag_in_data.py` where the input is
+    logits -- float32 [logits] or [B, logits]; in words of `flag_in_data.py` where the input is
     """
     if input.norm is None or input.squares is None:
         raise ValueError("a router's input without norm or squares: attention leaves both")
-    experts, hidden = router.shape
+    rows, hidden = router.shape
     parts, texts = input.squares.shape[-1], input.x.numel() // hidden
     defines = (
         f"ROUNDS={-(-hidden // ROUTE_THREADS)}",
@@ -84,7 +87,7 @@ def route(router: Tensor, input: Input, logits: Tensor) -> None:
     )
     launch(
         kernel("route", "route", defines, router.device.index or 0),
-        (experts, texts),
+        (rows, texts),
         ROUTE_THREADS,
         *(router, hidden, input.x, input.norm, input.eps, input.squares, parts, logits),
     )
@@ -105,16 +108,17 @@ def multiply_experts(
 ) -> None:
     """Put the products of the experts that a token has, by its logits, on the current stream.
 
-    Where products are not added, y = W x of each of a token's experts, likeliest first: x float32 [columns], y [used,
-    rows], or [used, rows / 2] with an activation. Where they are, y = residual + the sum of weight * (W x) of each: x
-    [used, columns], y [rows]. Of several texts all of these, and logits, have a dimension more, before the others; each
-    text has experts of its own. What is two-dimensional so far may be flat.
+    Where products are not added, y = W x of each of a token's experts, likeliest first, then those that every token
+    has: x float32 [columns], y [of_token, rows], or [of_token, rows / 2] with an activation. Where they are, y =
+    residual + the sum of weight * (W x) of each: x [of_token, columns], y [rows]. Of several texts all of these, and
+    logits, have a dimension more, before the others; each text has experts of its own. What is two-dimensional so far
+    may be flat.
 
     squares -- float32 [blocks(experts, 1)], of several texts [B, blocks(experts, B)]
     active  -- int64 []: the active columns of each text and expert are added to it
     The others are as `zigzag.gemv` takes them.
     """
-    logits = logits.view(-1, experts.together.experts)
+    logits = logits.view(-1, experts.together.logits)
     at_once, config = _spread(experts, len(logits))
     matrix = replace(experts.all, config=config)
     for first in range(0, len(logits), at_once):
@@ -146,7 +150,7 @@ def decoded_weights(experts: CudaExperts) -> int:
 def decode_experts(experts: CudaExperts, first: int, count: int, parts: int, scratch: Tensor) -> tuple[Tensor, ...]:
     """Some of the matrices times `fp16_scale`, each by its parts of as many rows, transposed: float16 [count, columns,
     rows / parts]. They last as long as the scratch, float16 with room for them, is not used otherwise."""
-    matrix, tiles = experts.all, experts.all.blocks.shape[0] // experts.together.experts
+    matrix, tiles = experts.all, experts.all.blocks.shape[0] // experts.together.stored
     bands = tiles * matrix.config.tile_bands  # of a matrix, filled up to whole tiles
     width = count * bands * BAND_ROWS
     out = scratch[: matrix.columns * width].view(matrix.columns, width)
@@ -171,7 +175,7 @@ def blocks(experts: CudaExperts, texts: int = 1) -> int:
 def _spread(experts: CudaExperts, texts: int) -> tuple[int, CudaTileConfig]:
     """How many of so many texts are launched at a time, and how: blocks that wait for each other run at once."""
     matrix, together, at_once = experts.all, experts.together, texts
-    of_text = matrix.blocks.shape[0] // together.experts * together.used  # blocks, at least
+    of_text = matrix.blocks.shape[0] // together.stored * together.of_token  # blocks, at least
     room = multiprocessors(matrix.blocks.device)
     if together.added:
         launches = -(-texts // max(room // of_text, 1))

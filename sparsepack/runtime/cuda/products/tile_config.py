@@ -127,6 +127,17 @@ def default_tile_config(bands: int, columns: int, device: torch.device, gate: bo
     return of(2 if gate or bands >= 4 else 1)
 
 
+def far_tile_config(bands: int, columns: int, device: torch.device) -> CudaTileConfig:
+    """The configuration of a matrix in the host's memory of which a product has any number of first bands: tiles of one
+    band, which lie one after the other."""
+
+    def needed(config: CudaTileConfig) -> int:
+        return shared_bytes(columns, config)
+
+    splits = filling_splits(bands, columns, device, 1)
+    return fitted(CudaTileConfig(1, warps=8, stages=STAGES[1], splits=splits), needed, device)
+
+
 def expert_tile_config(
     bands: int, columns: int, device: torch.device, used: int, gate: bool, added: bool
 ) -> CudaTileConfig:

@@ -136,6 +136,8 @@ class Input:
     """The input of a product, and which columns the product reads. Fields not given have no effect.
 
     x               -- float32 [columns]; [B, columns] of several inputs
+    gated           -- x has twice as many numbers, gate and then up: what is multiplied is activation(gate) * up, by
+                       the function of this number; no norm. None: x is taken as it is
     norm, eps       -- RMSNorm of x comes first: weight float32 [columns]
     squares         -- parts of the sum of x^2, which the norm needs: float32 [..], of several inputs [B, ..]; else the
                        product adds them up
@@ -156,6 +158,7 @@ class Input:
     scales: Tensor | None = None
     skipped: Tensor | None = None
     flag_in_data: bool = False
+    gated: int | None = None
 
     @property
     def dense(self) -> bool:
@@ -176,17 +179,34 @@ class Input:
 class Together:
     """Experts whose products are launched together (`products/experts.py`).
 
-    experts    -- matrices that lie one after the other
-    used       -- those that a token has
+    experts    -- matrices that lie one after the other, and one of which a logit of a token's is
+    used       -- those that a token is given by its logits
     normalised -- whether their weights are made to add up to one
     added      -- whether each has an x, and y is the sum of their weighted products; else they share x, and each has
                   a y
+    shared     -- matrices behind these that every token has: the sigmoid of one logit more is the weight of each
     """
 
     experts: int
     used: int
     normalised: bool
     added: bool
+    shared: int = 0
+
+    @property
+    def stored(self) -> int:
+        """The number of all matrices."""
+        return self.experts + self.shared
+
+    @property
+    def of_token(self) -> int:
+        """The number of those that a token has, by its logits or as every token."""
+        return self.used + self.shared
+
+    @property
+    def logits(self) -> int:
+        """The number of logits of a token."""
+        return self.experts + bool(self.shared)
 
 
 def gemv(
@@ -228,13 +248,13 @@ def launch_gemv(
     chosen: tuple[Together, Tensor] | None = None,
 ) -> None:
     """What `gemv` launches, or with `chosen` the products of the experts that tokens have: how they are launched, and
-    the logits of the router, float32 [texts, experts]. Of several texts what comes in and goes out lies one text after
+    the logits of the router, float32 [texts, logits]. Of several texts what comes in and goes out lies one text after
     the other."""
     together, logits = chosen or (None, None)
     device, tiles = matrix.blocks.device, matrix.blocks.shape[0]
     if input.flag_in_data and input.norm is not None and input.squares is None:
         raise ValueError("an input with its flag in the data, with a norm and without squares")
-    _check_gate(matrix, activation, residual)
+    _check_gate(matrix, activation, residual, input)
     if (input.dense or together) and not matrix.config.stages:
         matrix = _with_ring(matrix, shared_bytes)
     config = matrix.config
@@ -242,7 +262,7 @@ def launch_gemv(
     parts, texts = 0 if input.squares is None else input.squares.numel(), 1
     if together is not None and logits is not None:
         texts = len(logits)
-        grid, parts = (config.splits, tiles // together.experts, together.used * texts), parts // texts
+        grid, parts = (config.splits, tiles // together.stored, together.of_token * texts), parts // texts
         config = fitted(config, lambda config: shared_bytes(matrix.columns, config), device)
         matrix = replace(matrix, config=config)
     _check_blocks(matrix, 1, together, texts)
@@ -268,10 +288,12 @@ def blocks(matrix: CudaZigzag) -> int:
 def blocks_of(matrix: CudaZigzag, together: Together | None = None) -> int:
     """The number of thread blocks of a product with the matrix, or of the products of experts."""
     tiles = matrix.blocks.shape[0] * matrix.config.splits
-    return tiles if together is None else tiles // together.experts * together.used
+    return tiles if together is None else tiles // together.stored * together.of_token
 
 
-def _check_gate(matrix: CudaZigzag, activation: int | None, residual: Tensor | None) -> None:
+def _check_gate(matrix: CudaZigzag, activation: int | None, residual: Tensor | None, input: Input) -> None:
+    if input.gated is not None and (activation is not None or input.norm is not None):
+        raise ValueError("an input of gate and up, with a norm or an activation of the product")
     if activation is not None and residual is not None:
         raise ValueError("an activation, with a residual: activation(gate) * up is taken as it is")
     if (activation is not None) != (matrix.gate_bands > 0):
@@ -322,7 +344,7 @@ def batch(
         raise ValueError(f"{inputs} inputs, expected 1 to {MOST_INPUTS}")
     if input.flag_in_data:
         raise ValueError("several inputs with their flag in the data: gemv takes one such input")
-    _check_gate(matrix, activation, residual)
+    _check_gate(matrix, activation, residual, input)
     matrix = _for_inputs(matrix, inputs)
     device, config = matrix.blocks.device, matrix.config
     _check_blocks(matrix, inputs)
@@ -378,6 +400,7 @@ def _defines(
         values |= {
             "EXPERTS": together.experts,
             "CHOSEN": together.used,
+            "SHARED": together.shared,
             "NORMALISED": int(together.normalised),
             "ADDED": int(together.added),
         }
@@ -398,7 +421,8 @@ def _of_input(matrix: CudaZigzag, input: Input, activation: int | None) -> dict[
     """The arguments of a product's kernel that say what happens to the input."""
     return {
         "GATE": int(activation is not None),
-        "ACTIVATION": activation or 0,
+        "GATED": int(input.gated is not None),
+        "ACTIVATION": (input.gated if activation is None else activation) or 0,
         "DENSE": int(input.dense),
         "NORM": int(input.norm is not None),
         "SQUARES": 0

@@ -57,6 +57,16 @@ class Tile:
         return BLOCK_ROWS * self.groups
 
     @property
+    def load_warps(self) -> int:
+        """The warps behind the groups, of which one thread fetches. A whole warpgroup gives its registers to the
+        others; where there is one other, that one has enough."""
+        return 4 if self.groups > 1 else 1
+
+    @property
+    def threads(self) -> int:
+        return 128 * self.groups + 32 * self.load_warps
+
+    @property
     def stage_bytes(self) -> int:
         """The bytes of shared memory for a k_tile of weights, inputs and positions."""
         return self.rows * self.k_tile + self.tokens * K_TILE + self._position_bytes
@@ -73,9 +83,10 @@ class Tile:
     @property
     def stages(self) -> int:
         """The stages of the pipeline: as many as leave room for all outputs of a tile, but enough to hide what fetching
-        takes."""
-        outputs = self.rows * self.tokens * 2
-        return max(4, min(12, (_SHARED_BYTES - _STATIC_BYTES - outputs) // self.stage_bytes))
+        takes, if two buffers of outputs remain."""
+        room, outputs = _SHARED_BYTES - _STATIC_BYTES, self.rows * self.tokens * 2
+        enough = min(5, (room - 2 * self.groups * _OUT_BYTES) // self.stage_bytes)
+        return max(enough, min(12, (room - outputs) // self.stage_bytes))
 
     @property
     def out_buffers(self) -> int:
@@ -180,6 +191,7 @@ def slide_matmul(matrix: HopperMatrix, q: Tensor, scale: Tensor, out: torch.dtyp
         f"FP8={int(q.dtype == torch.float8_e4m3fn)}",
         f"TOKENS={tile.tokens}",
         f"GROUPS={tile.groups}",
+        f"LOAD_WARPS={tile.load_warps}",
         f"STAGES={tile.stages}",
         f"OUT_BUFFERS={tile.out_buffers}",
         f"CLUSTER={CLUSTER}",
@@ -189,7 +201,7 @@ def slide_matmul(matrix: HopperMatrix, q: Tensor, scale: Tensor, out: torch.dtyp
     launch(
         kernel("slide_matmul", "slide_matmul", defines, q.device.index or 0),
         (min(blocks // CLUSTER, tiles) * CLUSTER,),
-        128 * tile.groups + 32,
+        tile.threads,
         _map(matrix.values, tile.k_tile, tile.rows),
         _map(q, K_TILE, tile.tokens // CLUSTER),
         _map(y, BLOCK_ROWS, _OUT_TOKENS),

@@ -7,6 +7,7 @@
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 namespace nb = nanobind;
@@ -21,6 +22,10 @@ using Released = nb::call_guard<nb::gil_scoped_release>;
 // layout: handover.HandOver
 HandOver layout_of(nb::handle layout) {
     auto number = [&](const char* name) { return nb::cast<int64_t>(layout.attr(name)); };
+    using Asked = std::tuple<int32_t, int32_t, int32_t, int64_t, int64_t, int64_t, int64_t>;
+    std::vector<AskedProduct> products;
+    for (auto [block, columns, rows, request, x, answer, y] : nb::cast<std::vector<Asked>>(layout.attr("asked")))
+        products.push_back({block, columns, rows, request, x, answer, y});
     return {int32_t(number("blocks")),
             int32_t(number("neurons")),
             int32_t(number("hidden")),
@@ -35,23 +40,26 @@ HandOver layout_of(nb::handle layout) {
             number("x"),
             number("answers"),
             number("answer_size"),
-            number("y")};
+            number("y"),
+            std::move(products)};
 }
 
 // The worker and what it looks at.
 class Worker {
 public:
     Worker(const std::string& instruction_set, std::vector<std::shared_ptr<NeuronMatrix>> records, Bytes memory,
-           nb::handle layout, int threads, double limit)
-        : records_(std::move(records)), memory_(std::move(memory)) {
+           nb::handle layout, int threads, double limit, std::vector<std::shared_ptr<ZigzagMatrix>> products)
+        : records_(std::move(records)), products_(std::move(products)), memory_(std::move(memory)) {
         HandOver at = layout_of(layout);
         if (threads < 1 || !(limit > 0)) throw std::invalid_argument("expected threads and seconds");
         if (int64_t(memory_.shape(0)) != at.size || reinterpret_cast<uintptr_t>(memory_.data()) % 4)
             throw std::invalid_argument("memory: expected the size of the hand-over, at a multiple of 4 bytes");
         std::vector<const Neurons*> views;
         for (const auto& matrix : records_) views.push_back(&matrix->view);
+        std::vector<const Zigzag*> matrices;
+        for (const auto& matrix : products_) matrices.push_back(&matrix->view);
         worker_ = std::make_unique<ColdWorker>(kernels(instruction_set), std::move(views), at, memory_.data(), threads,
-                                               limit);
+                                               limit, std::move(matrices));
     }
 
     ColdWorker& worker() { return *worker_; }
@@ -73,6 +81,7 @@ public:
 
 private:
     std::vector<std::shared_ptr<NeuronMatrix>> records_;
+    std::vector<std::shared_ptr<ZigzagMatrix>> products_;
     Bytes memory_;
     std::unique_ptr<ColdWorker> worker_;
 };
@@ -81,8 +90,10 @@ private:
 
 void bind_worker(nb::module_& m) {
     nb::class_<Worker>(m, "ColdWorker")
-        .def(nb::init<const std::string&, std::vector<std::shared_ptr<NeuronMatrix>>, Bytes, nb::handle, int, double>(),
-             "instruction_set"_a, "records"_a, "memory"_a, "layout"_a, "threads"_a, "limit"_a)
+        .def(nb::init<const std::string&, std::vector<std::shared_ptr<NeuronMatrix>>, Bytes, nb::handle, int, double,
+                      std::vector<std::shared_ptr<ZigzagMatrix>>>(),
+             "instruction_set"_a, "records"_a, "memory"_a, "layout"_a, "threads"_a, "limit"_a,
+             "products"_a = std::vector<std::shared_ptr<ZigzagMatrix>>{})
         .def(
             "begin", [](Worker& self, int32_t number, int32_t texts) { self.worker().begin(number, texts); },
             "number"_a, "texts"_a = 1, Released())
@@ -91,7 +102,8 @@ void bind_worker(nb::module_& m) {
         .def("stop", [](Worker& self) { self.worker().stop(); })
         .def_prop_ro("threads", [](Worker& self) { return self.worker().threads(); })
         .def_prop_ro("neurons", [](Worker& self) { return self.worker().neurons(); })
-        .def_prop_ro("seconds", [](Worker& self) { return self.worker().seconds(); });
+        .def_prop_ro("seconds", [](Worker& self) { return self.worker().seconds(); })
+        .def_prop_ro("product_seconds", [](Worker& self) { return self.worker().product_seconds(); });
 }
 
 }  // namespace sparsepack

@@ -15,6 +15,7 @@ struct GemvWork {
     const int32_t* indices;  // ascending
     const float* x;          // [columns], read at the indices
     float* y;                // [span_bands * 256], overwritten, in the order of the rows, padding rows too
+    bool cold;               // no work item before has fetched its first columns
 };
 
 // A work item of a product for several positions: the rows of one quad.

@@ -47,10 +47,12 @@ void share_gemvs(const Kernels& kernels, Pool& pool, const Product* products, in
         auto border = [&](int32_t n) { return std::min(count, int32_t(int64_t(tiles) * n / slices) * shape.tile); };
         int32_t first = border(slice);
         float* y = partial_sums + at * gemv_stride(shape) + int64_t(span) * shape.span * QUAD_ROWS;
-        return GemvWork{p->matrix, span, border(slice + 1) - first, p->active.indices + first, p->x, y};
+        return GemvWork{p->matrix, span, border(slice + 1) - first, p->active.indices + first, p->x, y, false};
     };
+    bool cold = true;
     pool.share(all * spans(&shape), [&](int here, int next) {
         GemvWork now = item(here), after = next < 0 ? now : item(next);
+        now.cold = cold, cold = false;
         kernels.zigzag_gemv(&now, next < 0 ? nullptr : &after);
     });
 }

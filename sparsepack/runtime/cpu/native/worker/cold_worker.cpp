@@ -1,9 +1,12 @@
 #include "worker/cold_worker.h"
 
+#include "threads/products.h"
+
 #include <algorithm>
 #include <chrono>
 #include <condition_variable>
 #include <mutex>
+#include <numeric>
 #include <string>
 #include <thread>
 
@@ -22,6 +25,9 @@ constexpr Seconds SPIN_IN_STEP{20e-3}, CROWDED_SPIN{2e-6};
 constexpr Seconds SPIN_AFTER_STEP{1e-3};
 constexpr std::chrono::microseconds NAP{20};
 constexpr int32_t FIRST_RECORDS = 4;
+// Whoever adds takes whole cache lines.
+constexpr int64_t LINE = 16;           // floats
+constexpr int32_t SPARE_COLUMNS = 16;  // kernels may read as many indices beyond the last
 
 int32_t acquire(const void* word) noexcept {
     return __atomic_load_n(static_cast<const int32_t*>(word), __ATOMIC_ACQUIRE);
@@ -67,9 +73,10 @@ struct ColdWorker::Leader {
 };
 
 ColdWorker::ColdWorker(const Kernels& kernels, std::vector<const Neurons*> records, const HandOver& layout,
-                       uint8_t* memory, int threads, double limit)
+                       uint8_t* memory, int threads, double limit, std::vector<const Zigzag*> products)
     : kernels_(kernels),
       records_(std::move(records)),
+      products_(std::move(products)),
       at_(layout),
       memory_(memory),
       threads_(threads),
@@ -77,8 +84,8 @@ ColdWorker::ColdWorker(const Kernels& kernels, std::vector<const Neurons*> recor
       crowded_(threads + 1 > int(std::thread::hardware_concurrency())),
       pool_(threads, SPIN_AFTER_STEP),
       owner_(process()),
-      deals_(layout.blocks),
-      arrivals_(layout.blocks),
+      deals_(layout.blocks + layout.products.size()),
+      arrivals_(layout.blocks + layout.products.size()),
       own_(threads),
       gates_(size_t(layout.sequences) * layout.neurons),
       partial_sums_(size_t(threads) * layout.sequences * layout.hidden) {
@@ -86,6 +93,25 @@ ColdWorker::ColdWorker(const Kernels& kernels, std::vector<const Neurons*> recor
     for (const Neurons* n : records_)
         if (n->count != at_.neurons || neuron_hidden(n) != at_.hidden)
             throw std::invalid_argument("records: expected as many, and as wide, as the hand-over has");
+    if (products_.size() != at_.products.size())
+        throw std::invalid_argument("products: expected those of the hand-over");
+    int64_t floats = 0, columns = 0;
+    int32_t block = 0;
+    for (size_t p = 0; p < products_.size(); ++p) {
+        const AskedProduct& asked = at_.products[p];
+        if (asked.block < block || asked.block >= at_.blocks || asked.columns != products_[p]->columns ||
+            asked.rows != products_[p]->rows)
+            throw std::invalid_argument("products: expected them by block, and the sizes that the hand-over has");
+        for (; block < asked.block; ++block) requests_.push_back({block, -1});
+        requests_.push_back({block, int32_t(p)});
+        int32_t slices = gemv_slices(*products_[p], asked.columns, threads);
+        floats = std::max(floats, at_.sequences * slices * gemv_stride(*products_[p]));
+        columns = std::max<int64_t>(columns, asked.columns);
+    }
+    for (; block < at_.blocks; ++block) requests_.push_back({block, -1});
+    slices_.grow(floats);
+    columns_.resize(columns + SPARE_COLUMNS);
+    std::iota(columns_.begin(), columns_.end(), 0);
     for (Own& own : own_) own.input.grow(neuron_input_bytes(at_.hidden / BAND_ROWS));
     auto leader = std::make_unique<Leader>();
     Leader* led = leader.get();
@@ -182,6 +208,7 @@ void ColdWorker::lead(Leader& leader) noexcept {
 
 void ColdWorker::step() noexcept {
     for (Arrivals& at : arrivals_) {
+        at.taken.store(0, std::memory_order_relaxed);
         at.computed.store(0, std::memory_order_relaxed);
         at.added.store(0, std::memory_order_relaxed);
     }
@@ -191,27 +218,32 @@ void ColdWorker::step() noexcept {
 }
 
 void ColdWorker::part(int thread) noexcept {
-    for (int32_t block = 0; block < at_.blocks; ++block) {
-        if (!(thread == 0 ? deal(block) : await_deal(block))) return;
-        const Deal& deal = deals_[block];
+    for (int32_t number = 0; number < int32_t(requests_.size()); ++number) {
+        if (!(thread == 0 ? deal(number) : await_deal(number))) return;
+        const Deal& deal = deals_[number];
+        const Request& of = requests_[number];
         if (thread >= deal.threads) continue;
         auto start = Clock::now();
-        if (deal.threads == 1) {
-            compute(block, deal, thread, reinterpret_cast<float*>(answer(block) + at_.y));
-            publish(block);
+        if (of.product >= 0) {
+            multiply_together(number, thread);
+        } else if (deal.threads == 1) {
+            compute(of, deal, thread, reinterpret_cast<float*>(answer(of) + at_.y));
+            publish(of);
         } else {
-            answer_together(block, deal, thread);
+            answer_together(number, thread);
         }
         if (thread == 0) {
-            neurons_ += deal.count;
-            seconds_ += Seconds(Clock::now() - start).count();
+            double taken = Seconds(Clock::now() - start).count();
+            neurons_ += of.product < 0 ? deal.count : 0;
+            (of.product < 0 ? seconds_ : product_seconds_) += taken;
         }
     }
 }
 
 // Awaits the device's request and says how many threads share it. False where the step is given up.
-bool ColdWorker::deal(int32_t block) noexcept {
-    const uint8_t* asked = request(block);
+bool ColdWorker::deal(int32_t number) noexcept {
+    const Request& of = requests_[number];
+    const uint8_t* asked = this->asked(of);
     bool came = await(
         crowded_ ? CROWDED_SPIN : SPIN_IN_STEP, [&] { return acquire(asked) == number_; },
         [&](double so_far) {
@@ -219,7 +251,7 @@ bool ColdWorker::deal(int32_t block) noexcept {
             return leave_.load(std::memory_order_relaxed) || acquire(abort_word()) != GOES_ON;
         });
     int32_t count = 0;
-    if (came) {
+    if (came && of.product < 0) {
         count = acquire(asked + at_.count);
         if (count < 0 || count > at_.neurons) give_up(BAD_REQUEST);
     }
@@ -227,23 +259,24 @@ bool ColdWorker::deal(int32_t block) noexcept {
         given_up_.store(true, std::memory_order_release);
         return false;
     }
-    int64_t paid = count * neuron_stride(records_[block]) / LEAST_BYTES;
-    deals_[block] = {count, count ? int32_t(std::clamp<int64_t>(paid, 1, threads_)) : 0};
-    dealt_.store(block + 1, std::memory_order_release);
+    if (of.product >= 0) count = at_.products[of.product].columns;
+    int64_t bytes = of.product < 0 ? count * neuron_stride(records_[of.block]) : zigzag_bytes(products_[of.product]);
+    deals_[number] = {count, count ? int32_t(std::clamp<int64_t>(bytes / LEAST_BYTES, 1, threads_)) : 0};
+    dealt_.store(number + 1, std::memory_order_release);
     return true;
 }
 
-// Every block that was dealt out is computed, so that nobody waits in vain for a thread's arrival.
-bool ColdWorker::await_deal(int32_t block) noexcept {
-    auto dealt = [&] { return dealt_.load(std::memory_order_acquire) > block; };
+// Every request that was dealt out is computed, so that nobody waits in vain for a thread's arrival.
+bool ColdWorker::await_deal(int32_t number) noexcept {
+    auto dealt = [&] { return dealt_.load(std::memory_order_acquire) > number; };
     return await(crowded_ ? CROWDED_SPIN : SPIN_IN_STEP, dealt,
                  [&](double) { return given_up_.load(std::memory_order_acquire); });
 }
 
 // y [texts][hidden] = the sum over the thread's range of the listed neurons
-void ColdWorker::compute(int32_t block, const Deal& deal, int thread, float* y) noexcept {
-    const uint8_t* asked = request(block);
-    const Neurons& n = *records_[block];
+void ColdWorker::compute(const Request& of, const Deal& deal, int thread, float* y) noexcept {
+    const uint8_t* asked = this->asked(of);
+    const Neurons& n = *records_[of.block];
     auto border = [&](int32_t thread) {  // a multiple of 8, as many as are multiplied together
         return thread == deal.threads ? deal.count : int32_t(int64_t(deal.count) * thread / deal.threads) & ~7;
     };
@@ -275,23 +308,65 @@ void ColdWorker::compute(int32_t block, const Deal& deal, int thread, float* y) 
     kernels_.neuron_ffn(&work, nullptr);
 }
 
-void ColdWorker::answer_together(int32_t block, const Deal& deal, int thread) noexcept {
-    constexpr int64_t LINE = 16;  // floats
+void ColdWorker::answer_together(int32_t number, int thread) noexcept {
+    const Request& of = requests_[number];
+    const Deal& deal = deals_[number];
     int64_t floats = int64_t(texts_) * at_.hidden, stride = int64_t(at_.sequences) * at_.hidden;
-    compute(block, deal, thread, partial_sums_.data() + thread * stride);
-    Arrivals& at = arrivals_[block];
+    compute(of, deal, thread, partial_sums_.data() + thread * stride);
+    Arrivals& at = arrivals_[number];
+    arrive(at, deal);
+    int64_t lines = floats / LINE, first = lines * thread / deal.threads * LINE;
+    int64_t last = lines * (thread + 1) / deal.threads * LINE;
+    float* y = reinterpret_cast<float*>(answer(of) + at_.y);
+    kernels_.sum(partial_sums_.data() + first, stride, deal.threads, nullptr, int32_t(last - first), 0, y + first);
+    if (at.added.fetch_add(1, std::memory_order_acq_rel) == deal.threads - 1) publish(of);
+}
+
+// y [texts][rows] = x [texts][columns] W^T. A text is multiplied as if it were alone; the weights of a slice stay in the
+// cache meanwhile.
+void ColdWorker::multiply_together(int32_t number, int thread) noexcept {
+    const Request& of = requests_[number];
+    const Deal& deal = deals_[number];
+    const Zigzag& m = *products_[of.product];
+    const AskedProduct& asked = at_.products[of.product];
+    const float* x = reinterpret_cast<const float*>(memory_ + asked.x);
+    const int32_t slices = gemv_slices(m, asked.columns, deal.threads), items = slices * spans(&m) * texts_;
+    const int32_t tiles = (asked.columns + m.tile - 1) / m.tile;
+    const int64_t stride = gemv_stride(m);
+    auto border = [&](int32_t n) { return std::min(asked.columns, int32_t(int64_t(tiles) * n / slices) * m.tile); };
+    auto item = [&](int32_t at) {
+        int32_t text = at % texts_, span = at / texts_ % spans(&m), slice = at / texts_ / spans(&m);
+        int32_t first = border(slice);
+        float* y = slices_.data() + (int64_t(text) * slices + slice) * stride + int64_t(span) * m.span * QUAD_ROWS;
+        return GemvWork{&m, span, border(slice + 1) - first, columns_.data() + first, x + int64_t(text) * m.columns, y};
+    };
+    Arrivals& at = arrivals_[number];
+    auto take = [&] { return at.taken.fetch_add(1, std::memory_order_relaxed); };
+    for (int32_t here = take(); here < items;) {
+        int32_t next = take();
+        GemvWork now = item(here), after = next < items ? item(next) : now;
+        kernels_.zigzag_gemv(&now, next < items ? &after : nullptr);
+        here = next;
+    }
+    arrive(at, deal);
+    int64_t lines = (m.rows + LINE - 1) / LINE, first = lines * thread / deal.threads * LINE;
+    int64_t last = std::min(m.rows, lines * (thread + 1) / deal.threads * LINE);
+    float* y = reinterpret_cast<float*>(memory_ + asked.y);
+    for (int32_t text = 0; text < texts_ && first < last; ++text)
+        kernels_.sum(slices_.data() + int64_t(text) * slices * stride + first, stride, slices, nullptr,
+                     int32_t(last - first), 0, y + int64_t(text) * m.rows + first);
+    if (at.added.fetch_add(1, std::memory_order_acq_rel) == deal.threads - 1) publish(of);
+}
+
+// Waits until all threads that a request is dealt to have computed.
+void ColdWorker::arrive(Arrivals& at, const Deal& deal) noexcept {
     at.computed.fetch_add(1, std::memory_order_acq_rel);
     auto all = [&] { return at.computed.load(std::memory_order_acquire) == deal.threads; };
     await(crowded_ ? CROWDED_SPIN : SPIN_IN_STEP, all, [](double) { return false; });
-    int64_t lines = floats / LINE, first = lines * thread / deal.threads * LINE;
-    int64_t last = lines * (thread + 1) / deal.threads * LINE;
-    float* y = reinterpret_cast<float*>(answer(block) + at_.y);
-    kernels_.sum(partial_sums_.data() + first, stride, deal.threads, nullptr, int32_t(last - first), 0, y + first);
-    if (at.added.fetch_add(1, std::memory_order_acq_rel) == deal.threads - 1) publish(block);
 }
 
-void ColdWorker::publish(int32_t block) noexcept {
-    if (acquire(abort_word()) == GOES_ON) release(answer(block), number_);
+void ColdWorker::publish(const Request& of) noexcept {
+    if (acquire(abort_word()) == GOES_ON) release(answer(of), number_);
 }
 
 }  // namespace sparsepack

@@ -1,5 +1,5 @@
 // The processor's side of a hand-over (runtime/hybrid/handover.py draws the memory): threads that answer what a device
-// asks of them, block after block.
+// asks of them, one request after the other: of each block the rows of its matrices, and then its neurons.
 //
 //     caller     begin(n)                                                   wait(n)
 //     device       request 0, n ...... answer 0, n | request 1, n ...        |
@@ -7,9 +7,10 @@
 //     others              compute ranges | add                               sleep after a while
 //
 // A step is one region of a pool. Thread 0 alone looks at what the device writes; the others learn from it how many
-// threads a block is dealt to, by its bytes. Each of these takes a contiguous range of the listed neurons and leaves a
-// vector of sums, and after all of them have, adds a range of the channels of all vectors, in the order of the threads.
-// So the same request gives the same bits with as many threads.
+// threads a request is dealt to, by its bytes. Of neurons each of these takes a contiguous range of the listed ones and
+// leaves a vector of sums, and after all of them have, adds a range of the channels of all vectors, in the order of the
+// threads. Of rows they take slices of the columns from a counter, and add slices in their order. So the same request
+// gives the same bits with as many threads.
 #pragma once
 #include "kernels/kernels.h"
 #include "memory/buffer.h"
@@ -22,6 +23,12 @@
 
 namespace sparsepack {
 
+// A product that is asked for before a block's neurons; where its request and its answer lie in the memory.
+struct AskedProduct {
+    int32_t block, columns, rows;
+    int64_t request, x, answer, y;
+};
+
 // The bytes at which the parts of a hand-over lie; those of a request or an answer count from where it begins, which is
 // with its number.
 struct HandOver {
@@ -29,6 +36,7 @@ struct HandOver {
     int64_t size, abort;
     int64_t requests, request_size, count, indices, gates, x;
     int64_t answers, answer_size, y;
+    std::vector<AskedProduct> products;  // by block
 };
 
 // Why a side gave up, as the abort word says it: handover.py, Abort.
@@ -37,10 +45,11 @@ enum Abort { GOES_ON = 0, INTERRUPTED = 1, DEVICE_WAITED = 2, WORKER_WAITED = 3,
 // The calls come from one thread, but for `stop`.
 class ColdWorker {
 public:
-    // records: of each block; they and the memory must outlive the worker. limit: seconds that it waits for a request.
-    // Throws std::invalid_argument where sizes do not fit together, std::system_error where threads do not start.
+    // records: of each block; products: the matrices of the layout's. They and the memory must outlive the worker.
+    // limit: seconds that it waits for a request. Throws std::invalid_argument where sizes do not fit together,
+    // std::system_error where threads do not start.
     ColdWorker(const Kernels& kernels, std::vector<const Neurons*> records, const HandOver& layout, uint8_t* memory,
-               int threads, double limit);
+               int threads, double limit, std::vector<const Zigzag*> products = {});
     ~ColdWorker();
 
     // The device is about to ask for step `number`, of the first `texts` texts. Before it does, the step before has
@@ -62,36 +71,51 @@ public:
     // Since the beginning: neurons computed, and the seconds from their requests to their answers.
     int64_t neurons() const noexcept { return neurons_; }
     double seconds() const noexcept { return seconds_; }
+    // The seconds from requests of products to their answers.
+    double product_seconds() const noexcept { return product_seconds_; }
 
 private:
     struct Leader;
+    // What the device asks for: the neurons of a block, or a product's rows where `product` is none of -1.
+    struct Request {
+        int32_t block, product;
+    };
     struct Deal {
         int32_t count, threads;
     };
     struct alignas(64) Arrivals {
-        std::atomic<int32_t> computed{0}, added{0};
+        std::atomic<int32_t> taken{0}, computed{0}, added{0};
     };
     struct alignas(64) Own {
         Buffer<uint8_t> input;
     };
 
-    uint8_t* request(int32_t block) const noexcept { return memory_ + at_.requests + block * at_.request_size; }
-    uint8_t* answer(int32_t block) const noexcept { return memory_ + at_.answers + block * at_.answer_size; }
+    uint8_t* asked(const Request& of) const noexcept {
+        if (of.product >= 0) return memory_ + at_.products[of.product].request;
+        return memory_ + at_.requests + of.block * at_.request_size;
+    }
+    uint8_t* answer(const Request& of) const noexcept {
+        if (of.product >= 0) return memory_ + at_.products[of.product].answer;
+        return memory_ + at_.answers + of.block * at_.answer_size;
+    }
     int32_t* abort_word() const noexcept { return reinterpret_cast<int32_t*>(memory_ + at_.abort); }
 
     void lead(Leader& leader) noexcept;
     void step() noexcept;
     void part(int thread) noexcept;
-    bool deal(int32_t block) noexcept;
-    bool await_deal(int32_t block) noexcept;
-    void compute(int32_t block, const Deal& deal, int thread, float* y) noexcept;
-    void answer_together(int32_t block, const Deal& deal, int thread) noexcept;
-    void publish(int32_t block) noexcept;
+    bool deal(int32_t number) noexcept;
+    bool await_deal(int32_t number) noexcept;
+    void compute(const Request& of, const Deal& deal, int thread, float* y) noexcept;
+    void answer_together(int32_t number, int thread) noexcept;
+    void multiply_together(int32_t number, int thread) noexcept;
+    void arrive(Arrivals& at, const Deal& deal) noexcept;
+    void publish(const Request& of) noexcept;
     void give_up(int32_t reason) noexcept;
     void raise() const;
 
     const Kernels& kernels_;
     std::vector<const Neurons*> records_;
+    std::vector<const Zigzag*> products_;
     HandOver at_;
     uint8_t* memory_;
     int threads_;
@@ -102,16 +126,19 @@ private:
     long owner_;
 
     int32_t number_ = 0, texts_ = 0;  // of the step
-    std::vector<Deal> deals_;         // of its blocks
+    std::vector<Request> requests_;   // in the order in which they come
+    std::vector<Deal> deals_;         // of them
     std::vector<Arrivals> arrivals_;  // at them
     std::vector<Own> own_;            // of each thread
     Buffer<float> gates_;             // [sequences][neurons], where listed
     Buffer<float> partial_sums_;      // [threads][sequences][hidden]
+    Buffer<float> slices_;            // of a product: [sequences][slices][padded rows]
+    std::vector<int32_t> columns_;    // 0, 1, .. up to the most of any product
     alignas(64) std::atomic<int32_t> dealt_{0};
     std::atomic<bool> given_up_{false}, leave_{false};
     std::atomic<int32_t> failed_{GOES_ON};
     int64_t neurons_ = 0;
-    double seconds_ = 0;
+    double seconds_ = 0, product_seconds_ = 0;
 };
 
 }  // namespace sparsepack

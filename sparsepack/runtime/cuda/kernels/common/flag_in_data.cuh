@@ -15,9 +15,9 @@
 //     above K - 2 has ended by then.
 // So words that K + 1 reads before K has ended must have been reset by K - 2 or before, and words that K resets must
 // have been read by K - 1 or before.
-// Kernels that let the next one begin at once (all but zigzag_gemv, attention and post_norm) may not stand before one
-// that reads such words. Attention writes its row of the cache before it has waited: nobody else touches it in the same
-// step.
+// Kernels that let the next one begin at once (all but zigzag_gemv, route, attention and the norms) may not stand before
+// one that reads such words. Attention writes its row of the cache before it has waited: nobody else touches it in the
+// same step.
 
 #pragma once
 

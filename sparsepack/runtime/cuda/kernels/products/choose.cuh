@@ -2,16 +2,26 @@
 //
 //     logits float32 [EXPERTS]  ->  the CHOSEN largest, of equals those with the lowest numbers, the largest first
 //                               ->  weights: softmax over all, or with NORMALISED 1 over these alone
+//            and one more       ->  its sigmoid: the weight of each of the SHARED experts after these, which every token
+//                                   has, where there are any
 //
 // Each warp that needs to know finds out for itself: it takes less time than to hand it on.
 //
-// Macros: CHOSEN, 0: nobody chooses; EXPERTS, NORMALISED; FLAG_IN_DATA 1: logits are read as soon as they are stored
+// Macros: CHOSEN, 0: nobody chooses; EXPERTS, NORMALISED; SHARED; FLAG_IN_DATA 1: logits are read as soon as they are
+//         stored
 
 #pragma once
 
 #include "common/flag_in_data.cuh"
 
+#ifndef SHARED
+#define SHARED 0
+#endif
+
+static constexpr int SLOTS = CHOSEN + SHARED;  // experts of a token
 #if CHOSEN
+static constexpr int LOGITS = EXPERTS + (SHARED ? 1 : 0);  // of a token
+
 struct Chosen {
     int number;
     float weight;
@@ -26,9 +36,19 @@ __device__ __forceinline__ float number_of(u32 ordered) {
     return __uint_as_float(ordered >> 31 ? ordered & 0x7fffffff : ~ordered);
 }
 
-// The expert of a slot: the slot-th largest. By a whole warp, whose lanes all get it; a number below EXPERTS, whatever
-// the logits are.
+// The expert of a slot: the slot-th largest, behind CHOSEN the next of those that every token has. By a whole warp,
+// whose lanes all get it; a number below EXPERTS + SHARED, whatever the logits are.
 __device__ __forceinline__ Chosen choose(const float* logits, int slot) {
+    if (SHARED && slot >= CHOSEN) {
+        float of_all[1];
+        const auto last = [&](int) { return logits + EXPERTS; };
+        if (FLAG_IN_DATA) {
+            ll_wait(of_all, last);
+        } else {
+            of_all[0] = load_l2(last(0));
+        }
+        return {EXPERTS + slot - CHOSEN, 1 / (1 + expf(-of_all[0]))};
+    }
     constexpr int EACH = (EXPERTS + 31) / 32;
     const int lane = threadIdx.x % 32;
     const auto at = [&](int i) { return i * 32 + lane < EXPERTS ? logits + i * 32 + lane : nullptr; };

@@ -16,6 +16,7 @@
 #pragma once
 
 #include "products/k_tile.cuh"
+#include "common/activations.cuh"
 #include "common/flag_in_data.cuh"
 
 // Macros, so that kernels stay small (a cold one waits for its instructions): SPLITS; ROUNDS chunks that a warp takes
@@ -23,7 +24,8 @@
 //         when the kernel before has ended; NORM 1: RMSNorm comes first; SQUARES: how many parts of its sum of
 //         squares a thread takes that others have added up, 0: the sum is made here; OFFSET 1: it is taken from x;
 //         PER_CHANNEL 1: a threshold for each column; HOLD 1: thresholds are scaled, each input's by a number of its
-//         own; INPUTS: how many are multiplied together, 1 where FLAG_IN_DATA
+//         own; INPUTS: how many are multiplied together, 1 where FLAG_IN_DATA; GATED 1: x is activation(gate) * up of
+//         what lies there, ACTIVATION the function's number (common/activations.cuh), and there is no norm
 #ifndef SPLITS
 #define SPLITS 2
 #define ROUNDS 4
@@ -40,11 +42,16 @@
 #ifndef HOLD
 #define HOLD 0
 #endif
+#ifndef GATED
+#define GATED 0
+#endif
+static_assert(!NORM || !GATED, "norms are of x as it lies there");
 static_assert(INPUTS == 1 || !FLAG_IN_DATA, "one input can have its flag in the data");
 
 static constexpr int COLUMNS_AT_ONCE = 32;
+static constexpr int EACH_COLUMN = GATED ? 2 : 1;  // numbers of the input
 
-// What a site does with its inputs, float32 [INPUTS][columns].
+// What a site does with its inputs, float32 [INPUTS][columns], or where GATED [INPUTS][2 columns]: gate, then up.
 struct Site {
     const float* x;
     int columns;
@@ -166,21 +173,22 @@ struct InputChunks {
     // Returns what the thread has of the sums of squares: PARTS partial sums of each, which it waits for together.
     template <int PARTS, int THREADS>
     __device__ __forceinline__ PerInput load(const Site& site, const ColumnSplit& column_split, int first) {
+        constexpr int VALUES = EACH_COLUMN * ROUNDS;
         const auto at = [&](int r) {
-            if (r >= ROUNDS) {
-                const int part = (r - ROUNDS) * THREADS + threadIdx.x;
+            if (r >= VALUES) {
+                const int part = (r - VALUES) * THREADS + threadIdx.x;
                 return part < site.parts ? site.squares + part : nullptr;
             }
-            const int k = column_split.column(first + r) + threadIdx.x % 32;
-            return real(column_split, first + r, k) ? site.x + k : nullptr;
+            const int chunk = first + r % ROUNDS, k = column_split.column(chunk) + threadIdx.x % 32;
+            return real(column_split, chunk, k) ? site.x + r / ROUNDS * site.columns + k : nullptr;
         };
-        float both[INPUTS][ROUNDS + PARTS];
+        float both[INPUTS][VALUES + PARTS];
         if (FLAG_IN_DATA) {
             ll_wait(both[0], at);
         } else {
 #pragma unroll
-            for (int r = 0; r < ROUNDS + PARTS; ++r) {
-                const int apart = r < ROUNDS ? site.columns : site.parts;
+            for (int r = 0; r < VALUES + PARTS; ++r) {
+                const int apart = r < VALUES ? EACH_COLUMN * site.columns : site.parts;
 #pragma unroll
                 for (int b = 0; b < INPUTS; ++b) both[b][r] = at(r) ? load_l2(at(r) + b * apart) : 0;
             }
@@ -189,9 +197,12 @@ struct InputChunks {
 #pragma unroll
         for (int b = 0; b < INPUTS; ++b) {
 #pragma unroll
-            for (int r = 0; r < ROUNDS; ++r) v[b][r] = both[b][r];
+            for (int r = 0; r < ROUNDS; ++r) {
+                v[b][r] = both[b][r];
+                if (GATED) v[b][r] = __fmul_rn(activated(ACTIVATION, v[b][r]), both[b][VALUES - ROUNDS + r]);
+            }
 #pragma unroll
-            for (int r = 0; r < PARTS; ++r) sums.of[b] += both[b][ROUNDS + r];
+            for (int r = 0; r < PARTS; ++r) sums.of[b] += both[b][VALUES + r];
         }
         return sums;
     }

@@ -18,7 +18,7 @@
 //
 // Macros: those of zigzag.cuh and column_split.cuh; INPUTS 1 to 8; FLAG_IN_DATA 0
 //         GATE 1: the first half of a tile's bands is of gate, the second of up; activation(gate) * up is written
-//         ACTIVATION: number of the function, see activations.cuh
+//         ACTIVATION: number of the function, see activations.cuh; or where GATED of that of the input
 
 #include "common/activations.cuh"
 
@@ -148,7 +148,7 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1) zigzag_batch(
     // sums of active columns; where HOLD, of the weights of inactive ones, for each input [INPUTS]; the blocks' partial
     // sums, every word SENTINEL: [tiles][SPLITS][TILE_BANDS][INPUTS][256]
     u64* active, u64* skipped, float* workspace) {
-    extern __shared__ uint4 memory[];
+    extern __shared__ __align__(128) uint4 memory[];  // bulk copies of columns: both ends alike modulo 128 bytes
     __shared__ float sums_of[WARPS][INPUTS], warp_max_abs[WARPS][INPUTS];
     __shared__ int found[WARPS];
     __shared__ u64 full[STAGES], empty[STAGES];

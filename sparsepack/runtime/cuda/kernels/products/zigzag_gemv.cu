@@ -5,7 +5,7 @@
 //     x       float32 [columns]  ->  list of active columns (column_split.cuh)
 //     sums of warps  ->  of the block  ->  workspace  ->  y float32 [rows]       (split_k_reduce.cuh)
 //
-// Launch: grid (SPLITS, tiles), with experts (SPLITS, tiles of one, CHOSEN * texts); ALL_THREADS threads a block; where
+// Launch: grid (SPLITS, tiles), with experts (SPLITS, tiles of one, SLOTS * texts); ALL_THREADS threads a block; where
 // SHARES > 1, no more blocks than run at once, since they wait for each other. On the tensor cores:
 //
 //     mma.m16n8k16:  A [16 rows, 16 columns] = whole bytes, low + 16 high, and then their high nibbles alone, 16 high;
@@ -24,11 +24,11 @@
 //
 // Macros: those of zigzag.cuh and column_split.cuh
 //         GATE 1: the first half of a tile's bands is of gate, the second of up; activation(gate) * up is written
-//         ACTIVATION: number of the function, see activations.cuh
-//         CHOSEN: how many experts a token has (choose.cuh), whose matrices of one shape lie one after the other; 0: the
-//         matrix is one. They share x, and each has a y; with ADDED 1 each has an x, and y is the sum of their products
-//         times their weights: the blocks of all experts finish it together. Each text of a launch has all of these, one
-//         after the other
+//         ACTIVATION: number of the function, see activations.cuh; or where GATED of that of the input
+//         CHOSEN, SHARED: how many experts a token has, SLOTS together (choose.cuh), whose matrices of one shape lie one
+//         after the other; CHOSEN 0: the matrix is one. They share x, and each has a y; with ADDED 1 each has an x, and
+//         y is the sum of their products times their weights: the blocks of all experts finish it together. Each text of
+//         a launch has all of these, one after the other
 
 #include "common/activations.cuh"
 
@@ -46,7 +46,7 @@
 #define ADDED 0
 #endif
 #if ADDED
-#define SHARES (SPLITS * CHOSEN)
+#define SHARES (SPLITS * SLOTS)
 #endif
 
 #include "products/choose.cuh"
@@ -218,13 +218,13 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, RESIDENT) zigzag_gemv(
     // sum in each block
     float* y, const float* bias, const float* residual, float* squares_of_y,
     // sums of active columns; where HOLD, of the weights of inactive ones; the blocks' partial sums, every word SENTINEL:
-    // [tiles][SHARES][TILE_ROWS], with experts that have a y each [CHOSEN][tiles] ..
+    // [tiles][SHARES][TILE_ROWS], with experts that have a y each [SLOTS][tiles] ..
     u64* active, u64* skipped, float* workspace,
     // flag-in-data words that nobody reads any more
     u32* reset, int reset_count,
     // of the router, where CHOSEN
     const float* logits) {
-    extern __shared__ uint4 memory[];
+    extern __shared__ __align__(128) uint4 memory[];  // bulk copies of columns: both ends alike modulo 128 bytes
     __shared__ float sums_of[WARPS], warp_max_abs[WARPS];
     __shared__ int found[WARPS];
     __shared__ u64 full[RING_STAGES], empty[RING_STAGES];
@@ -232,7 +232,7 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, RESIDENT) zigzag_gemv(
     __shared__ float weight;  // where ADDED
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, band = warp % TILE_BANDS, k_slice = warp / TILE_BANDS;
     const int split = blockIdx.x, tile = blockIdx.y;
-    const int slot = CHOSEN ? blockIdx.z % CHOSEN : 0, text = CHOSEN ? blockIdx.z / CHOSEN : 0;
+    const int slot = CHOSEN ? blockIdx.z % SLOTS : 0, text = CHOSEN ? blockIdx.z / SLOTS : 0;
     const u8* tile_base = blocks + (u64)tile * columns * COLUMN_BYTES;
     const bool is_producer = STAGES && warp >= WARPS;
     static_assert(STAGES || !CHOSEN, "producers choose");
@@ -259,7 +259,7 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, RESIDENT) zigzag_gemv(
         pipeline.set_up();
 #if CHOSEN
         if (!FLAG_IN_DATA) wait_for_previous();
-        const Chosen expert = choose(logits + text * EXPERTS, slot);
+        const Chosen expert = choose(logits + text * LOGITS, slot);
         pipeline.base += (u64)expert.number * gridDim.y * columns * COLUMN_BYTES;
         if (ADDED && threadIdx.x == THREADS) {
             weight = expert.weight;
@@ -270,7 +270,7 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, RESIDENT) zigzag_gemv(
         // Constants that are needed later.
         const int row = tile * TILE_ROWS + threadIdx.x * 32;
         if (!GATE && bias && threadIdx.x * 32 < TILE_ROWS && row < rows) prefetch_l2(bias + row);
-        const float* own_x = x + (ADDED ? blockIdx.z : text) * columns;
+        const float* own_x = x + (ADDED ? blockIdx.z : text) * EACH_COLUMN * columns;
         u64* own_skipped = tile || !skipped ? nullptr : skipped + text;
         const Site site{own_x,  columns,       norm, eps,        squares + text * parts, parts, threshold,
                         offset, scales + text, rows, own_skipped};

@@ -16,9 +16,10 @@
 //     stage     | weights: ROWS of 64 bytes (DENSE: 128) | inputs: TOKENS of 128 bytes | metadata: GROUPS of 1024 bytes |
 //     mbarriers | full: copy engine -> consumers | empty: consumers of both blocks -> producer |
 //
-// Warps are specialised, as in CUTLASS: GROUPS warpgroups multiply, 64 rows each; one thread of the last warp fetches.
-// Sums stay in registers until K is done. Outputs are scaled, turned in shared memory, OUT_TOKENS at a time, and stored
-// by the copy engine while the next tile is being multiplied.
+// Warps are specialised, as in CUTLASS: GROUPS warpgroups multiply, 64 rows each; one thread of the LOAD_WARPS behind
+// them fetches. Four of these are a warpgroup, which gives registers to the others (setmaxnreg). Sums stay in registers
+// until K is done. Outputs are scaled, turned in shared memory, OUT_TOKENS at a time, and stored by the copy engine
+// while the next tile is being multiplied.
 //
 // What bounds it: operands in shared memory. A product of 64 rows reads 64 bytes for each of its tokens, and a tensor
 // core that skips zeros could take them at 128 bytes a cycle, all that shared memory has; what fills it comes on top
@@ -27,15 +28,18 @@
 // Tiles go token by token within a band of `band` tiles of tokens, then to the next rows: the inputs of a band stay in
 // the L2 cache.
 //
-// Macros: those of wgmma.cuh; GROUPS 1 .. 3; STAGES; OUT_BUFFERS: of OUT_TOKENS, that a warpgroup has; HALF 0:
-//         outputs are BF16, 1: F16
+// Macros: those of wgmma.cuh; GROUPS 1 .. 3; LOAD_WARPS 1, or 4 with 2 or 3 GROUPS; STAGES; OUT_BUFFERS: of OUT_TOKENS,
+//         that a warpgroup has; HALF 0: outputs are BF16, 1: F16
 
 #include "common/tensor_copy.cuh"
 #include "slide/wgmma.cuh"
 
 static constexpr int ROWS = 64 * GROUPS;
 static constexpr int CONSUMERS = 128 * GROUPS;
-static constexpr int ALL_THREADS = CONSUMERS + 32;
+static constexpr int ALL_THREADS = CONSUMERS + 32 * LOAD_WARPS;
+// Registers of a thread with LOAD_WARPS 4: together as many as the launch bounds give out.
+static constexpr int LOAD_REGISTERS = GROUPS == 2 ? 40 : 32, SUM_REGISTERS = GROUPS == 2 ? 232 : 160;
+#define SET_REGISTERS(how, count) asm volatile("setmaxnreg." how ".sync.aligned.u32 %0;" ::"n"(count))
 static constexpr int WEIGHT_WIDTH = DENSE ? 128 : 64;  // of a row in a stage
 static constexpr int WEIGHT_BYTES = ROWS * WEIGHT_WIDTH, INPUT_BYTES = TOKENS * 128;
 static constexpr int METADATA_BYTES = DENSE ? 0 : GROUPS * 1024;
@@ -56,10 +60,12 @@ __device__ __forceinline__ float output_to_float(u16 bits) {
     return HALF ? half_to_float(bits) : bfloat_to_float(bits);
 }
 
-// Registers that hold positions keep them until here. (No positions are 0. What does nothing the compiler leaves out.)
+// Registers that hold positions keep them until here. No positions are 0, so nothing is stored: what does nothing at all
+// the compiler leaves out, and where there is a trap it leaves the registers as the launch bounds have them.
 __device__ __forceinline__ void still_needed(const u32 (&positions)[2]) {
     asm volatile(
-        "{\n.reg .pred p;\nsetp.eq.u32 p, %0, 0;\n@p trap;\nsetp.eq.u32 p, %1, 0;\n@p trap;\n}" ::"r"(positions[0]),
+        "{\n.reg .pred p;\nsetp.eq.u32 p, %0, 0;\n@p st.shared.u32 [%0], %1;\n"
+        "setp.eq.u32 p, %1, 0;\n@p st.shared.u32 [%1], %0;\n}" ::"r"(positions[0]),
         "r"(positions[1])
         : "memory");
 }
@@ -105,7 +111,11 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(ALL
 
     int stage = 0;
     u32 phase = 0;
+    // Each role ends by itself: setmaxnreg needs that.
     if (group == GROUPS) {
+#if LOAD_WARPS == 4
+        SET_REGISTERS("dec", LOAD_REGISTERS);
+#endif
         const int last_block = (rows - 1) / 64;  // of rows; what lies beyond has weights of zero and any positions
         if (threadIdx.x == CONSUMERS) {
             for (int tile = blockIdx.x / CLUSTER; tile < tiles.count(); tile += clusters) {
@@ -130,7 +140,11 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(ALL
             }
         }
         __syncwarp();
+        sync_cluster();
     } else {
+#if LOAD_WARPS == 4
+        SET_REGISTERS("inc", SUM_REGISTERS);
+#endif
         const int thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
         const u32 out = out_base + group * OUT_BUFFERS * OUT_BYTES;
         for (int tile = blockIdx.x / CLUSTER; tile < tiles.count(); tile += clusters) {
@@ -230,7 +244,6 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(ALL
             }
         }
         if (thread == 0) asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+        sync_cluster();  // nothing that a block sends to the other one arrives after that has ended
     }
-    // Nothing that a block sends to the other one arrives after that has ended.
-    sync_cluster();
 }

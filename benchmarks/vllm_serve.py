@@ -1,0 +1,331 @@
+"""vLLM with slid weights beside vLLM with dense ones, on one GPU: a model of Qwen2.5-7B's shape, all weights random.
+
+    python benchmarks/vllm_serve.py [--kind BF16 --kind "FP8, 6 of 8" ...] [--layers 28] [--rounds 3] [--compiled]
+                                    [--attention NAME] [--linears FILE] [--logs FOLDER] [--json FILE]
+
+Each kind is served by a process of its own; all are started first, and then take turns, so that none is measured while
+another one works. INT8 and FP8 are what vLLM makes of checkpoints of compressed-tensors: a scale for each token and
+each row, CUTLASS's products. Slid weights are served by the plug-in, as from a folder of `sparsepack pack`. What is
+timed is `LLM.generate`: a prompt of 8,192 tokens and one more; and the steps of 1, 64 and 256 texts, as the difference
+between many steps and one.
+
+With --linears, which is what `slide_gemm.py --tokens 64 --tokens 256 --tokens 8192 --vllm LIBRARY --json FILE` wrote on
+the same machine, each time is set beside the one that is to be expected: that of BF16, less its Linears, plus those of
+the kind.
+
+Tokens of random weights mean nothing; that vLLM with slid folders writes those of transformers is what
+tests/integration/vllm checks.
+"""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import click
+from figures import json_option, write_figures
+
+SHAPE = {
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "vocab_size": 152064,
+}
+LINEARS = (
+    *(f"self_attn.{part}_proj" for part in ("q", "k", "v", "o")),
+    *(f"mlp.{part}_proj" for part in ("gate", "up", "down")),
+)
+PROMPT = 8192
+BATCHES = (1, 64, 256)
+STEPS = 64
+CACHE_BYTES = 2 << 30
+SAID = "vllm_serve: "
+"""What a process that serves says to the one that asks begins with this, beside vLLM's log."""
+
+
+def compressed_tensors(type: str) -> dict[str, Any]:
+    """8-bit weights with a scale for each row, inputs with one for each token."""
+    numbers = {"num_bits": 8, "type": type, "symmetric": True}
+    group = {
+        "targets": ["Linear"],
+        "weights": numbers | {"strategy": "channel", "dynamic": False},
+        "input_activations": numbers | {"strategy": "token", "dynamic": True},
+    }
+    return {
+        "quant_method": "compressed-tensors",
+        "format": f"{type}-quantized",
+        "ignore": ["lm_head"],
+        "config_groups": {"group_0": group},
+    }
+
+
+def slid(format: str, keep: int, of: int) -> dict[str, Any]:
+    """What `pack` writes about all Linears of a layer; the names of layers come later."""
+    return {"quant_method": "sparsepack", "format": format, "patterns": {name: [keep, of] for name in LINEARS}}
+
+
+KINDS: Mapping[str, dict[str, Any] | None] = {
+    "BF16": None,
+    "INT8": compressed_tensors("int"),
+    "FP8": compressed_tensors("float"),
+    "INT8, 6 of 8": slid("slide-int8", 6, 8),
+    "FP8, 6 of 8": slid("slide-fp8", 6, 8),
+    "INT8, 2 of 4": slid("slide-int8", 2, 4),
+    "FP8, 2 of 4": slid("slide-fp8", 2, 4),
+}
+"""What `quantization_config` of config.json says."""
+IN_SLIDE_GEMM = {
+    "BF16": "BF16",
+    "INT8": "INT8, vLLM",
+    "FP8": "FP8, vLLM",
+    "INT8, 6 of 8": "6/8 INT8",
+    "FP8, 6 of 8": "6/8 FP8",
+    "INT8, 2 of 4": "2/4 INT8",
+    "FP8, 2 of 4": "2/4 FP8",
+}
+"""What `slide_gemm.py` calls them."""
+
+
+def write_config(folder: Path, kind: str, layers: int) -> None:
+    """A config.json that vLLM serves with weights that are nowhere."""
+    config = {
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "num_hidden_layers": layers,
+        "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e6,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        **SHAPE,
+    }
+    how = KINDS[kind]
+    if how and "patterns" in how:
+        named = {f"model.layers.{i}.{name}": pair for i in range(layers) for name, pair in how["patterns"].items()}
+        how = how | {"patterns": named}
+    if how:
+        config["quantization_config"] = how
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def fill(layer: Any) -> None:
+    """Random weights of a real spread in place of what a checkpoint would hold."""
+    import torch
+
+    pairs = torch.tensor([4, 8, 12, 9, 13, 14], dtype=torch.uint8)  # of positions that ascend
+    done: set[int] = set()
+    for name, parameter in layer.named_parameters():
+        tensor = parameter.data
+        if tensor.data_ptr() in done:
+            continue
+        done.add(tensor.data_ptr())
+        if "norm" in name:
+            tensor.fill_(1)
+        elif "scale" in name:
+            tensor.fill_(0.02 / 40)
+        else:
+            for part in tensor.split(4096):
+                if part.dtype == torch.uint8:
+                    some = pairs.to(part.device)
+                    low, high = (some[torch.randint(0, 6, part.shape, device=part.device)] for _ in range(2))
+                    part.copy_(low | high << 4)
+                else:
+                    spread = 40 if part.element_size() == 1 else 0.02
+                    noise = torch.randn(part.shape, device=part.device) * spread
+                    part.copy_(noise.round().clamp(-127, 127) if part.dtype == torch.int8 else noise)
+
+
+def serve(kind: str, layers: int, compiled: bool, attention: str) -> None:
+    """Serve until nothing more is asked: how many texts, the tokens of their prompts and how many to write."""
+    import torch
+    import vllm.model_executor.model_loader.dummy_loader as dummy
+    from vllm import LLM, SamplingParams
+
+    def load_weights(self: Any, model: Any, config: Any) -> None:
+        with torch.no_grad():
+            fill(model)
+
+    dummy.DummyModelLoader.load_weights = load_weights
+    if "of" in kind:
+        from sparsepack.integration.vllm.config import SlidVllmConfig
+        from sparsepack.integration.vllm.plugin import register
+
+        register()
+        # There are no bytes to compare with hashes.
+        SlidVllmConfig.maybe_update_config = lambda *_, **__: None  # type: ignore[method-assign]
+    graphs: dict[str, Any] = {"cudagraph_capture_sizes": [*BATCHES]}
+    if not compiled:
+        graphs |= {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+    with tempfile.TemporaryDirectory() as folder:
+        write_config(Path(folder), kind, layers)
+        begun = time.perf_counter()
+        llm = LLM(
+            model=folder,
+            load_format="dummy",
+            skip_tokenizer_init=True,
+            dtype="bfloat16",
+            max_model_len=PROMPT + 128,
+            max_num_batched_tokens=PROMPT,
+            max_num_seqs=max(BATCHES),
+            kv_cache_memory_bytes=CACHE_BYTES,
+            gpu_memory_utilization=0.05,  # only so much must be free at the start
+            enable_prefix_caching=False,
+            compilation_config=graphs,
+            **({"attention_backend": attention} if attention else {}),
+        )
+    print(SAID + json.dumps({"start": time.perf_counter() - begun}), flush=True)
+    generator = torch.Generator().manual_seed(0)
+    for line in sys.stdin:
+        count, tokens, new = json.loads(line)
+        drawn = [torch.randint(10, SHAPE["vocab_size"], (tokens,), generator=generator) for _ in range(count)]
+        prompts: Any = [{"prompt_token_ids": ids.tolist()} for ids in drawn]
+        sampling = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True, detokenize=False)
+        torch.cuda.synchronize()
+        begun = time.perf_counter()
+        written = llm.generate(prompts, sampling, use_tqdm=False)
+        took = time.perf_counter() - begun
+        assert all(len(text.outputs[0].token_ids) == new for text in written)
+        print(SAID + json.dumps({"took": took}), flush=True)
+
+
+class Server:
+    """A process that serves one kind. Raises `RuntimeError` with the end of its log where it has ended."""
+
+    def __init__(self, kind: str, options: list[str], log: Path) -> None:
+        self.kind, self.log = kind, log
+        environment = {
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_USE_FLASHINFER_SAMPLER": "0",
+            "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_LOGGING_LEVEL": "WARNING",
+        }
+        self.process = subprocess.Popen(
+            [sys.executable, __file__, "--serve", kind, *options],
+            env=os.environ | environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log.open("w"),
+            text=True,
+        )
+
+    def hear(self) -> dict[str, float]:
+        """What it says next."""
+        assert self.process.stdout
+        for line in self.process.stdout:
+            if line.startswith(SAID):
+                heard: dict[str, float] = json.loads(line.removeprefix(SAID))
+                return heard
+        raise RuntimeError(f"{self.kind} has ended: {self.log.read_text()[-1500:]}")
+
+    def seconds(self, count: int, tokens: int, new: int) -> float:
+        """The time that it takes for so many texts."""
+        assert self.process.stdin
+        print(json.dumps([count, tokens, new]), file=self.process.stdin, flush=True)
+        return self.hear()["took"]
+
+
+def measure(servers: list[Server], rounds: int) -> Iterator[dict[str, dict[str, list[float]]]]:
+    """Seconds of a prompt of 8,192 tokens and of a step of each batch, by kind, in turns: all that there are after each
+    round. A process that ends is left out from then on."""
+    took: dict[str, dict[str, list[float]]] = {server.kind: {} for server in servers}
+    for round in range(-1, rounds):  # the first one warms up
+        for server in servers if round % 2 else servers[::-1]:
+            try:
+                found = {"prefill": server.seconds(1, PROMPT, 1)}
+                for batch in BATCHES:
+                    steps = STEPS if round >= 0 else 2
+                    short, long = (server.seconds(batch, 16, new) for new in (1, 1 + steps))
+                    found[f"batch {batch}"] = (long - short) / steps
+            except (RuntimeError, OSError) as error:
+                click.echo(f"{server.kind}: {error}", err=True)
+                servers = [other for other in servers if other is not server]
+                continue
+            for what, seconds in found.items() if round >= 0 else ():
+                took[server.kind].setdefault(what, []).append(seconds)
+        yield took
+
+
+def linears_of(path: Path, layers: int) -> dict[tuple[str, int], float]:
+    """Seconds that the Linears of all layers take by `slide_gemm.py`, by its name of a kind and number of tokens."""
+    sums: dict[tuple[str, int], float] = {}
+    for row in json.loads(path.read_text())["products"]:
+        key = row["contender"], row["tokens"]
+        sums[key] = sums.get(key, 0.0) + row["seconds"] * layers
+    return sums
+
+
+def table(medians: dict[str, dict[str, float]], linears: dict[tuple[str, int], float]) -> list[str]:
+    """Milliseconds of each kind, times the speed of BF16 and FP8, and of what is to be expected of its Linears."""
+    lines = []
+    for kind, found in medians.items():
+        cells = []
+        for what, seconds in found.items():
+            tokens = PROMPT if what == "prefill" else int(what.split()[1])
+            ratios = [f"{medians[base][what] / seconds:.2f} x {base}" for base in ("BF16", "FP8") if base in medians]
+            mine, of_bf16 = (linears.get((IN_SLIDE_GEMM[name], tokens)) for name in (kind, "BF16"))
+            if mine and of_bf16 and "BF16" in medians:
+                expected = medians["BF16"][what] - of_bf16 + mine
+                ratios.append(f"{expected / seconds:.2f} of the expected")
+            cells.append(f"{what} {seconds * 1e3:.2f} ms ({', '.join(ratios)})")
+        lines.append(f"{kind:14s} " + "; ".join(cells))
+    return lines
+
+
+@click.command()
+@click.option("--kind", "kinds", multiple=True, type=click.Choice(list(KINDS)), help="All of them if left out.")
+@click.option("--layers", default=28, show_default=True)
+@click.option("--rounds", default=3, show_default=True)
+@click.option("--compiled", is_flag=True, help="With torch.compile, as vLLM is started by default; it takes minutes.")
+@click.option("--attention", default="", help="vLLM's name of a kind of attention.")
+@click.option("--linears", type=click.Path(exists=True, path_type=Path), help="What slide_gemm.py wrote.")
+@click.option("--logs", type=click.Path(path_type=Path), help="Keep vLLM's logs in this folder.")
+@click.option("--serve", "served", hidden=True)
+@json_option
+def main(
+    kinds: tuple[str, ...],
+    layers: int,
+    rounds: int,
+    compiled: bool,
+    attention: str,
+    linears: Path | None,
+    logs: Path | None,
+    served: str | None,
+    json_path: Path | None,
+) -> None:
+    """Print a line for each kind."""
+    if served:
+        return serve(served, layers, compiled, attention)
+    options = ["--layers", str(layers), "--attention", attention, *(["--compiled"] if compiled else [])]
+    with tempfile.TemporaryDirectory() as folder:
+        servers = [
+            Server(kind, options, (logs or Path(folder)) / f"vllm-{kind.replace(', ', '-').replace(' ', '-')}.log")
+            for kind in kinds or KINDS
+        ]
+        started = []
+        for server in servers:
+            try:
+                click.echo(f"{server.kind}: started in {server.hear()['start']:.0f} s", err=True)
+                started.append(server)
+            except RuntimeError as error:
+                click.echo(str(error), err=True)
+        for took in measure(started, rounds):
+            write_figures(json_path, {"layers": layers, "compiled": compiled, "attention": attention, "seconds": took})
+        for server in servers:
+            server.process.kill()
+    medians = {kind: {what: statistics.median(s) for what, s in found.items()} for kind, found in took.items()}
+    for line in table(medians, linears_of(linears, layers) if linears else {}):
+        click.echo(line)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,108 @@
+"""Products with matrices in the host's memory, which the GPU shares with the processor: the GPU reads the first bands
+over the bus while the processor multiplies the last rows, out of memory of its own (`kernels/products/far_product.cu`).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from sparsepack.runtime.cuda.driver.kernel import kernel, launch
+from sparsepack.runtime.cuda.products.tile_config import BAND_ROWS, far_tile_config
+from sparsepack.runtime.cuda.products.zigzag import CudaZigzag, Input
+
+ASK_THREADS, TAKE_THREADS = 1024, 256
+ROWS_OF_A_BLOCK = 512
+"""A block takes so many rows where nobody asks for their squares."""
+
+
+@dataclass(frozen=True)
+class FarProduct:
+    """Who multiplies which rows, and where they meet. Tensors in the host's memory are the GPU's all the same.
+
+    near        -- the first bands, which the GPU reads
+    rows        -- of the whole matrix
+    sums        -- float32 [B, near.rows]: what the GPU makes of them; products on one stream share it
+    number      -- int32 [2]: of the step, as in `neurons.Division`
+    before_list -- whether the product comes before the first block's list, which gives the step its number
+    abort       -- int32 [1], and the others as `runtime/hybrid/handover.py` draws them
+    waited      -- int64 [1], to which the nanoseconds are added that the GPU waited
+    limit       -- milliseconds to wait for an answer
+    """
+
+    near: CudaZigzag
+    rows: int
+    sums: Tensor
+    number: Tensor
+    before_list: bool
+    abort: Tensor
+    request_number: Tensor
+    request_x: Tensor
+    answer_number: Tensor
+    answer: Tensor
+    waited: Tensor
+    limit: int
+
+
+def first_bands(matrix: CudaZigzag, bands: int) -> CudaZigzag:
+    """The first bands of a matrix in tiles of one band, for products that have only these."""
+    config = far_tile_config(bands, matrix.columns, matrix.blocks.device)
+    rows = min(matrix.rows, BAND_ROWS * bands)
+    return replace(matrix, blocks=matrix.blocks[:bands], rows=rows, config=config)
+
+
+def ask(of: FarProduct, input: Input) -> None:
+    """Ask the processor for the last rows of a product, on the current stream.
+
+    input -- of B texts, with or without a norm; dense
+    """
+    texts, columns = of.request_x.shape
+    launch(
+        kernel("far_product", "far_ask", (), of.sums.device.index or 0),
+        (1,),
+        ASK_THREADS,
+        *(input.x, columns, texts, input.norm, float(input.eps), of.request_number, of.request_x),
+        *(of.number, int(of.before_list)),
+    )
+
+
+def take(
+    of: FarProduct,
+    y: Tensor,
+    *,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    squares: Tensor | None = None,
+) -> None:
+    """Put y = the sums of the first rows and the processor's answer, + bias + residual, on the current stream.
+
+    y, residual -- float32 [B, rows], maybe the same
+    squares     -- float32 [B, parts]: parts of the sums of y^2
+    """
+    texts = len(of.answer)
+    parts = -(-of.rows // ROWS_OF_A_BLOCK) if squares is None else squares.numel() // texts
+    launch(
+        kernel("far_product", "far_take", (), of.sums.device.index or 0),
+        (parts, texts),
+        TAKE_THREADS,
+        *(of.sums, of.near.rows, of.answer_number, of.answer, of.rows, of.abort, of.limit),
+        *(of.number, int(of.before_list), bias, residual, y, squares, of.waited),
+    )
+
+
+def multiply(
+    of: FarProduct,
+    by: Callable[..., None],
+    input: Input,
+    y: Tensor,
+    *,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    squares: Tensor | None = None,
+    active: Tensor | None = None,
+    **more: Tensor,
+) -> None:
+    """The whole product: what `gemv` does, or `batch` for several texts. by -- one of these"""
+    ask(of, input)
+    by(of.near, input, of.sums if len(of.sums) > 1 else of.sums[0], active=active, **more)
+    take(of, y, bias=bias, residual=residual, squares=squares)

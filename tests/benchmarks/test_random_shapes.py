@@ -1,0 +1,63 @@
+"""Random models of the shapes that `cuda_families.py` measures: ours, and the files that llama.cpp is timed with."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cuda_synthetic import random_of
+from llama_cpp_file import write_shape
+from llama_cpp_peer import LlamaCpp
+from shapes import MODELS, configuration
+from thresholds import find_thresholds, with_thresholds
+
+from sparsepack.runtime.engine import Engine
+
+SMALL = {
+    "vocab_size": 512,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 64,
+}
+EXPERTS = {
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 160,
+    "shared_expert_intermediate_size": 320,
+}
+IDS = [3, 500, 17, 4, 90]
+
+
+def small(name: str) -> Any:
+    changes: dict[str, Any] = {**SMALL, **(EXPERTS if "num_experts" in MODELS[name] else {})}
+    return configuration(name, **changes)
+
+
+@pytest.mark.parametrize("name", ["gemma-3-1b", "olmoe-1b-7b", "qwen1.5-moe-a2.7b"])
+def test_thresholds_leave_half_of_the_inputs_of_each_site(name: str) -> None:
+    packed = random_of(small(name), name, 1, "cpu")
+    (found,) = find_thresholds(packed, [0.5]).values()
+    engine = Engine(with_thresholds(packed, found), backend="reference")
+    engine.teacher_forced(torch.randint(512, (30,), generator=torch.Generator().manual_seed(5)).tolist(), 0)
+    activity = engine.activity()
+    assert set(activity) == set(found)
+    for (layer, site), share in activity.items():
+        # What attention leaves is smaller where it adds up more positions, as those are that thresholds are found with.
+        assert share == pytest.approx(0.5, abs=0.3 if site == "attn_out" else 0.1), (layer, site)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_llama_cpp_runs_the_file(name: str, tmp_path: Path) -> None:
+    peer = LlamaCpp(write_shape(tmp_path / "peer.gguf", small(name)), 64)
+    found = []
+    for id in IDS:
+        peer.decode([id])
+        found.append(peer.logits())
+    peer.close()
+    logits = torch.stack(found)
+    assert logits.shape == (len(IDS), 512)
+    assert logits.isfinite().all()
+    assert len({int(row.argmax()) for row in logits}) > 1

@@ -1,0 +1,55 @@
+"""What the benchmark of vLLM makes of its figures, without vLLM."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from vllm_serve import IN_SLIDE_GEMM, KINDS, LINEARS, PROMPT, fill, linears_of, table, write_config
+
+from sparsepack.formats.slid.layout import configured_slides, configured_type
+from sparsepack.models.records.pattern import Pattern
+
+
+@pytest.mark.parametrize(("kind", "pattern"), [("FP8, 6 of 8", Pattern(6, 8)), ("INT8, 2 of 4", Pattern(2, 4))])
+def test_its_folders_are_slid_ones(kind: str, pattern: Pattern, tmp_path: Path) -> None:
+    write_config(tmp_path, kind, 3)
+    section = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    slides = configured_slides(section["patterns"])
+    assert len(slides) == 3 * len(LINEARS)
+    assert {how.pattern for how in slides.values()} == {pattern}
+    assert configured_type(section["format"]).kind == kind.split(",")[0]
+
+
+def test_random_positions_ascend_and_all_weights_are_filled() -> None:
+    layer = torch.nn.Module()
+    for name, dtype in (("weight", torch.int8), ("weight_positions", torch.uint8), ("weight_scale", torch.float32)):
+        empty = torch.zeros(4100, 33, dtype=dtype)
+        layer.register_parameter(name, torch.nn.Parameter(empty, requires_grad=False))
+    layer.register_parameter("input_layernorm", torch.nn.Parameter(torch.zeros(7)))
+    fill(layer)
+    positions = layer.weight_positions
+    assert ((positions & 3) < (positions >> 2 & 3)).all()
+    assert ((positions >> 4 & 3) < positions >> 6).all()
+    assert 30 < layer.weight.float().std() < 50
+    assert len(layer.weight_scale.unique()) == 1
+    assert layer.input_layernorm.eq(1).all()
+
+
+def test_times_are_set_beside_those_of_the_linears(tmp_path: Path) -> None:
+    path = tmp_path / "gemm.json"
+    products = [
+        {"contender": IN_SLIDE_GEMM[kind], "tokens": tokens, "seconds": seconds}
+        for kind, seconds in (("BF16", 0.25), ("FP8, 6 of 8", 0.125))
+        for tokens in (64, PROMPT)
+        for _ in range(2)
+    ]
+    path.write_text(json.dumps({"products": products}))
+    linears = linears_of(path, layers=3)
+    assert linears["6/8 FP8", 64] == 0.75
+    medians = {"BF16": {"prefill": 2.0}, "FP8": {"prefill": 1.0}, "FP8, 6 of 8": {"prefill": 1.6}}
+    lines = table(medians, linears)
+    # 2 s, of which the Linears take 1.5 s or 0.75 s: 1.25 s are to be expected
+    assert "1.25 x BF16, 0.62 x FP8, 0.78 of the expected" in lines[2]
+    assert "1.00 x BF16, 0.50 x FP8, 1.00 of the expected" in lines[0]
+    assert set(IN_SLIDE_GEMM) == set(KINDS)

@@ -1,0 +1,67 @@
+"""What stands between the products of a step in plain torch: attention and norms. Each function stands in for the one
+of its name."""
+
+import torch
+from simulated_double_sparsity import rotated
+from simulated_launches import put_together
+from simulated_words import BUFFERS, assert_written, write
+from torch import Tensor
+
+from sparsepack.runtime.cuda.attention.attention import AttentionParameters
+from sparsepack.runtime.cuda.products import gemm_fp16 as dense
+from sparsepack.runtime.reference import attention as reference_attention
+from sparsepack.runtime.reference import products as reference
+
+
+def attend(
+    parameters: AttentionParameters, qkv: Tensor, positions: Tensor, out: Tensor, *, flag_in_data: bool = False
+) -> None:
+    if flag_in_data:
+        assert_written(qkv)
+    shape, layer, keys, values = parameters.shape, parameters.layer, parameters.keys, parameters.values
+    attn_output = torch.empty_like(out)
+    for n, here in enumerate(positions.tolist()):
+        q, k, v = qkv[n].view(1, -1, shape.head_dim).split([shape.heads, shape.kv_heads, shape.kv_heads], dim=1)
+        cos, sin = (of[n if parameters.rope_stride else 0, here] for of in parameters.table)
+        q = rotated(q, layer.q_norm, shape.eps, cos, sin)
+        k = rotated(k, layer.k_norm, shape.eps, cos, sin)
+        keys[n, :, here], values[n, :, here] = k[0], v[0]
+        oldest = max(0, here + 1 - layer.window) if layer.window else 0
+        cached = (x[n, :, oldest : here + 1].float() for x in (keys, values))
+        seen = torch.ones(1, here + 1 - oldest, dtype=torch.bool)
+        attn_output[n] = reference_attention.attention(q.transpose(0, 1), *cached, seen, shape.scale, shape.cap)[0]
+    write(out, attn_output)
+
+
+def post_norm(
+    update: Tensor,
+    residual: Tensor,
+    norm: Tensor,
+    eps: float,
+    y: Tensor,
+    *,
+    squares: Tensor | None = None,
+    flag_in_data: bool = False,
+) -> None:
+    if flag_in_data:
+        assert_written(update)
+    of_words = update.untyped_storage().data_ptr() in BUFFERS
+    assert flag_in_data == of_words or y.untyped_storage().data_ptr() not in BUFFERS, "who waits for the kernel before"
+    added = residual + reference.rms_norm(update, norm, eps)
+    write(y, added)
+    if squares is not None:
+        write(squares.view(-1), added.square().sum(1))
+
+
+def norm_rows(qkv: Tensor, norms: tuple[Tensor, Tensor], eps: float, y: Tensor, *, flag_in_data: bool = False) -> None:
+    if flag_in_data:
+        assert_written(qkv)
+    q, k, v = qkv.split([len(norms[0]), len(norms[1]), len(norms[1])], dim=1)
+    normed = [reference.rms_norm(x, norm, eps) for x, norm in zip((q, k), norms, strict=True)]
+    write(y, torch.cat([*normed, v], dim=1))
+
+
+def normed_rows(qkv: dense.Product, norms: tuple[Tensor, Tensor], eps: float) -> dense.Product:
+    x, y = put_together(qkv.sums, qkv.factor, qkv.inverse, qkv.bias), torch.empty_like(qkv.sums)
+    norm_rows(x, norms, eps, y)
+    return dense.Product(y, torch.ones(len(y)), 1.0, None)

@@ -1,0 +1,106 @@
+"""Experts of an MLP, their router and products in plain torch. Each function stands in for the one of its name."""
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from simulated_products import ONE_SPLIT, Matrix, gemv, load_zigzag
+from simulated_words import assert_written, write
+from torch import Tensor
+
+from sparsepack.formats.codecs.matrices import PackedExperts
+from sparsepack.runtime.cuda.driver.flag_in_data import SENTINEL
+from sparsepack.runtime.cuda.products import zigzag
+from sparsepack.runtime.cuda.products.tile_config import BAND_ROWS
+from sparsepack.runtime.cuda.products.zigzag import Input, Together
+from sparsepack.runtime.reference import experts as reference_experts
+from sparsepack.runtime.reference import products as reference
+
+
+@dataclass(frozen=True)
+class Experts:
+    """float32 matrices of one shape, with what the real ones tell."""
+
+    each: list[Matrix]
+    together: Together
+
+    @cached_property
+    def all(self) -> Matrix:
+        missing = (0, 0, 0, -self.each[0].rows % (ONE_SPLIT.tile_bands * BAND_ROWS))
+        padded = [torch.nn.functional.pad(matrix.weight, missing) for matrix in self.each]
+        return replace(self.each[0], weight=torch.cat(padded))
+
+    def expert(self, number: int) -> Matrix:
+        return self.each[number]
+
+
+def load_experts(
+    matrix: PackedExperts,
+    used: int,
+    normalised: bool,
+    device: Any,
+    config: Any = None,
+    *,
+    gate: bool,
+    added: bool,
+    shared: int = 0,
+) -> Experts:
+    each = [load_zigzag(matrix.expert(number), device, gate=gate) for number in range(matrix.experts)]
+    return Experts(each, Together(matrix.experts - shared, used, normalised, added, shared))
+
+
+def decode_experts(experts: Experts, first: int, count: int, parts: int, scratch: Tensor) -> list[Tensor]:
+    assert count * experts.all.rows * experts.all.columns <= len(scratch)
+    weights = torch.stack([matrix.weight.t() * matrix.fp16_scale for matrix in experts.each[first : first + count]])
+    return [part.half() for part in weights.chunk(parts, dim=2)]
+
+
+def expert_blocks(experts: Experts, texts: int = 1) -> int:
+    return zigzag.blocks(experts.expert(0)) * experts.together.of_token
+
+
+def route(router: Tensor, input: Input, logits: Tensor) -> None:
+    if input.flag_in_data:
+        assert_written(input.x)
+        assert_written(input.squares)
+    x = input.x.view(-1, router.shape[1])
+    torch.testing.assert_close(input.squares.view(len(x), -1).sum(1), x.square().sum(1))
+    write(logits, (reference.rms_norm(x, input.norm, input.eps) @ router.t()).view_as(logits))
+
+
+def multiply_experts(experts: Experts, input: Input, y: Tensor, *, logits: Tensor, **how: Any) -> None:
+    together = experts.together
+    if logits.dim() > 1:
+        for text, row in enumerate(logits):
+            own = {name: how[name][text] for name in ("residual", "squares") if how.get(name) is not None}
+            of = input.of_texts(slice(text, text + 1), len(logits))
+            of = replace(of, x=of.x[0], squares=None if of.squares is None else of.squares[0])
+            multiply_experts(experts, of, y[text], logits=row, **{**how, **own})
+        return
+    if input.flag_in_data:
+        assert_written(logits)
+    assert len(logits) == together.logits
+    of_router, of_shared = logits[None, : together.experts], logits[None, together.experts :]
+    one = torch.eye(together.experts)
+    chosen, weights = reference_experts.route(of_router, one, together.used, together.normalised)
+    if together.shared:
+        every = range(together.experts, together.stored)
+        chosen, weights = reference_experts.with_shared(of_shared, torch.eye(1), every, chosen, weights)
+    inputs = input.x.view(together.of_token, -1) if together.added else [input.x] * together.of_token
+    residual, squares, reset = (how.pop(name, None) for name in ("residual", "squares", "reset"))
+    rows = experts.all.rows // (1 if how.get("activation") is None else 2)
+    made = torch.zeros(together.of_token, rows)
+    for number, x, of in zip(chosen[0].tolist(), inputs, made, strict=True):
+        gemv(experts.expert(number), replace(input, x=x), of, **how)
+    if reset is not None:
+        reset.copy_(torch.tensor(SENTINEL))
+    if not together.added:
+        write(y, made.view_as(y))
+        return
+    assert residual is not None
+    product = weights[0] @ made + residual
+    write(y, product)
+    if squares is not None:
+        assert len(squares) == expert_blocks(experts)  # of any number of texts
+        write(squares, torch.nn.functional.pad(product.square().sum()[None], (0, len(squares) - 1)))

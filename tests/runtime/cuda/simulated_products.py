@@ -1,0 +1,166 @@
+"""Products of zigzag matrices and of matrices by rows in plain torch, and matrices for them. Each function stands in
+for the one of its name."""
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from simulated_words import assert_written, write
+from torch import Tensor
+
+from sparsepack.formats.codecs.matrices import PackedMatrix, decode_matrix
+from sparsepack.models.soft_caps import soft_capped
+from sparsepack.runtime.cuda.decoder.held import CudaHeld
+from sparsepack.runtime.cuda.driver.flag_in_data import SENTINEL
+from sparsepack.runtime.cuda.products import zigzag
+from sparsepack.runtime.cuda.products.tile_config import BAND_ROWS, COLUMNS_AT_ONCE, CudaTileConfig
+from sparsepack.runtime.cuda.products.zigzag import Input
+from sparsepack.runtime.hold import HeldText
+from sparsepack.runtime.reference import products as reference
+
+ACTIVATIONS = list(reference.ACTIVATION_FUNCTIONS.values())
+ONE_SPLIT = CudaTileConfig(2, 8, 8, 1)
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """float32 [rows, columns], with what the real ones tell."""
+
+    weight: Tensor
+    rows: int
+    columns: int
+    gate_bands: int = 0
+    fp16_scale: float = 4.0
+    config: CudaTileConfig = ONE_SPLIT
+    largest_d: float = 1.0
+
+    @cached_property
+    def blocks(self) -> Tensor:
+        """The weights where the real ones have their superblocks: float32 [tiles, columns, tile_bands, 256]."""
+        padded = torch.nn.functional.pad(self.weight, (0, 0, 0, -len(self.weight) % BAND_ROWS))
+        bands = padded.view(-1, BAND_ROWS, self.columns).transpose(1, 2)
+        return zigzag.tiled(bands, self.config.tile_bands, self.gate_bands > 0)
+
+
+def load_zigzag(
+    matrix: PackedMatrix, device: Any, config: Any = None, *, gate: bool = False, place: Any = None
+) -> Matrix:
+    assert not gate or matrix.rows % 512 == 0
+    return Matrix(
+        decode_matrix(matrix),
+        matrix.rows,
+        matrix.columns,
+        gate_bands=matrix.rows // 512 if gate else 0,
+        config=replace(ONE_SPLIT, splits=min(3, -(-matrix.columns // COLUMNS_AT_ONCE))),
+    )
+
+
+def first_bands(matrix: Matrix, bands: int) -> Matrix:
+    rows = min(matrix.rows, BAND_ROWS * bands)
+    return replace(matrix, weight=matrix.weight[:rows], rows=rows)
+
+
+def load_rows(matrix: PackedMatrix, device: Any, *, place: Any = None) -> Matrix:
+    return Matrix(decode_matrix(matrix), matrix.rows, matrix.columns)
+
+
+def gemv(
+    matrix: Matrix,
+    input: Input,
+    y: Tensor,
+    *,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    activation: int | None = None,
+    squares: Tensor | None = None,
+    active: Tensor | None = None,
+    reset: Tensor | None = None,
+) -> None:
+    if input.flag_in_data:
+        assert_written(input.x)
+    if input.norm is not None and input.squares is not None:
+        assert_written(input.squares)
+        torch.testing.assert_close(input.squares.sum(), input.x.square().sum())
+    if reset is not None:
+        reset.copy_(torch.tensor(SENTINEL))
+    x = input.x if input.norm is None else reference.rms_norm(input.x, input.norm, input.eps)
+    x = x if input.gated is None else gated(input.gated, x)
+    assert x.shape == (matrix.columns,)
+    x = x if input.offset is None else x - input.offset
+    on = torch.ones_like(x, dtype=torch.bool) if input.threshold is None else x.abs() > scaled(input)[0]
+    if input.skipped is not None:
+        input.skipped.add_(matrix.rows * (~on).sum())
+    assert activation is None or residual is None
+    assert bool(matrix.gate_bands) == (activation is not None), "gate and up lie side by side for products of both"
+    product = matrix.weight @ torch.where(on, x, 0)
+    product = product if bias is None else product + bias
+    if activation is not None:
+        product = gated(activation, product)
+    product = product if residual is None else product + residual
+    write(y, product)
+    if squares is not None:
+        write(squares, torch.nn.functional.pad(product.square().sum()[None], (0, len(squares) - 1)))
+    if active is not None:
+        active += on.sum()
+
+
+def gated(activation: int, x: Tensor) -> Tensor:
+    gate, up = x.chunk(2, dim=-1)
+    return ACTIVATIONS[activation](gate) * up
+
+
+def scaled(input: Input) -> Tensor:
+    """The thresholds of each input."""
+    return input.threshold[None] if input.scales is None else input.scales[:, None] * input.threshold
+
+
+def dequantise(matrix: Matrix, out: Tensor, first: int, bands: int) -> None:
+    part = matrix.weight[256 * first : 256 * (first + bands)]
+    out.zero_()
+    out[:, : len(part)] = part.t() * matrix.fp16_scale
+
+
+def embed(matrix: Matrix, ids: Tensor, out: Tensor, scale: float = 1.0) -> None:
+    out.copy_(matrix.weight[ids.long()] * scale)
+
+
+def product(
+    matrix: Matrix,
+    x: Tensor,
+    y: Tensor,
+    *,
+    norm: Tensor | None = None,
+    eps: float = 0.0,
+    cap: float = 0.0,
+    candidates: Tensor | None = None,
+) -> None:
+    y.copy_(soft_capped((x if norm is None else reference.rms_norm(x, norm, eps)) @ matrix.weight.t(), cap))
+    if candidates is not None:
+        logits = y.double()
+        candidates.copy_(torch.stack([logits.argmax(1), logits.amax(1).float().view(torch.int32).long()], dim=1))
+
+
+def matmul(matrix: Matrix, x: Tensor) -> Tensor:
+    return x @ matrix.weight.t()
+
+
+def new_candidates(matrix: Matrix, vectors: int) -> Tensor:
+    return torch.zeros(vectors, 2, dtype=torch.int64)
+
+
+def pick_likeliest(
+    candidates: Tensor, ids: Tensor, best: Tensor, positions: Tensor | None = None, held: CudaHeld | None = None
+) -> None:
+    ids.copy_(candidates[:, 0])
+    best.copy_(candidates[:, 1].int().view(torch.float32))
+    if positions is not None:
+        positions += 1
+    if held is None:
+        return
+    for n, (scale, steps, skipped) in enumerate(zip(held.scales, held.steps, held.skipped, strict=True)):
+        if held.moving is None or held.moving[n]:
+            text = held.hold.after(HeldText(float(scale), int(steps)), int(skipped))
+            scale.copy_(torch.tensor(text.scale))
+            steps.copy_(torch.tensor(text.steps))
+    held.skipped.zero_()
