@@ -25,6 +25,7 @@ from sparsepack.files.hashing import sha256_file
 from sparsepack.files.lock import locked
 from sparsepack.files.stored import Name, Stored, checked, shown
 from sparsepack.files.tensors import save_tensors
+from sparsepack.files.transfer import on_host
 from sparsepack.progress import say
 from sparsepack.workers.dealt import Dealt
 from sparsepack.workers.workers import ALONE, Workers
@@ -137,7 +138,7 @@ class ResumeState:
             make_folder(self.path)
             file = self._file(name)
             with atomic_file(file, overwrite=True) as temporary:
-                save_tensors(tensors, temporary)
+                save_tensors({name: on_host(value) for name, value in tensors.items()}, temporary)
                 digest = sha256_file(temporary)
             self._files[file.name] = {"part": part, "sha256": digest}
 
