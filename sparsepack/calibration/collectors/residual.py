@@ -36,7 +36,7 @@ def _count(stream: Tensor, eps: float) -> tuple[Tensor, ...]:
         h = h.float()
         x = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + eps)
     product = _gram(x)
-    return ((product.cpu() if product.device.type == "mps" else product).double(),)
+    return (product.cpu() if product.device.type == "mps" else product,)
 
 
 def _gram(x: Tensor) -> Tensor:
