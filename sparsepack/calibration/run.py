@@ -75,21 +75,25 @@ def calibrate(
     options = settled(checkpoint, options)
     if workers.first:
         folder.check_output(output, overwrite)
-    chosen = chosen_windows(checkpoint, text, options).tolist() if workers.first else None
-    windows = torch.tensor(workers.told_by_first(chosen))
-    batch = at_once(options.batch, len(windows), windows.shape[1], options.device)
-    dealt = Dealt.for_sums(workers, len(windows), batch)
-    dealt.check("--samples")
-    if workers.count > 1:
-        checkpoint.source.hash.share(workers)
+
+    def drawn() -> torch.Tensor:
+        chosen = chosen_windows(checkpoint, text, options).tolist() if workers.first else None
+        return torch.tensor(workers.told_by_first(chosen))
+
+    several = workers.count > 1
+    shared = checkpoint.source.hash.share_beside(workers, drawn) if several else None
     # Alone, nobody asks for the model's hash before something is kept: it is taken while blocks run.
     with checkpoint.source.hash.meanwhile() as model_sha256:
+        windows = drawn() if shared is None else shared
+        batch = at_once(options.batch, len(windows), windows.shape[1], options.device)
+        dealt = Dealt.for_sums(workers, len(windows), batch)
+        dealt.check("--samples")
 
         def manifest() -> dict[str, Any]:
             model_sha256()
             return _manifest(checkpoint, text, windows, options, batch)
 
-        if workers.count > 1:
+        if several:
             workers.agree(facts(manifest(), options.device))
         say(f"note: {holders(checkpoint)}")
         with state_beside(output, workers) as state:
