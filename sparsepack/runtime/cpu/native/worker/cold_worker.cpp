@@ -357,18 +357,21 @@ void ColdWorker::multiply_together(int32_t number, int thread) noexcept {
     const int64_t stride = gemv_stride(m);
     auto border = [&](int32_t n) { return std::min(asked.columns, int32_t(int64_t(tiles) * n / slices) * m.tile); };
     auto item = [&](int32_t at) {
-        int32_t text = at % texts_, span = at / texts_ % spans(&m), slice = at / texts_ / spans(&m);
+        int64_t text = at % texts_;
+        int32_t span = at / texts_ % spans(&m), slice = at / texts_ / spans(&m);
         int32_t first = border(slice);
         float* y = slices_.data() + (int64_t(text) * slices + slice) * stride + int64_t(span) * m.span * QUAD_ROWS;
-        return GemvWork{&m, span, border(slice + 1) - first, columns_.data() + first, x + int64_t(text) * m.columns, y};
+        return GemvWork{&m, span, border(slice + 1) - first, columns_.data() + first, x + text * m.columns, y, true};
     };
     Arrivals& at = arrivals_[number];
     auto take = [&] { return at.taken.fetch_add(1, std::memory_order_relaxed); };
+    bool fetched = false;
     for (int32_t here = take(); here < items;) {
         bool ahead = here + deal.threads < items;  // nobody holds one of the last items while others have none
         int32_t next = ahead ? take() : items;
         GemvWork now = item(here), after = next < items ? item(next) : now;
-        kernels_.zigzag_gemv(&now, next < items ? &after : nullptr);
+        now.cold = !fetched, fetched = next < items;
+        kernels_.zigzag_gemv(&now, fetched ? &after : nullptr);
         here = ahead ? next : take();
     }
     arrive(at, deal);
