@@ -141,7 +141,7 @@ class ResumeState:
 
     @property
     def fingerprint(self) -> str:
-        """Of everything the result depends on."""
+        """The hash of everything that the result depends on."""
         if callable(self._found):
             self._found = self._found()
         return self._found

@@ -138,18 +138,18 @@ class Workers:
         """The first worker's tensor at all of them, as `all_from_first`; None where it has none."""
         return self.all_from_first({} if tensor is None else {"": tensor}).get("")
 
-    def all_from_first(self, tensors: Mapping[str, Tensor], to_gpu: bool = False) -> dict[str, Tensor]:
-        """The first worker's named tensors at all of them: there as they are, elsewhere on the CPU, or on the worker's
-        `gpu`. What others give is not looked at.
-
-        to_gpu -- whether they are wanted there, if there is one
-        """
+    def all_from_first(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The first worker's named tensors at all of them: there as they are, elsewhere on the CPU. What others give is
+        not looked at."""
         if self.link is None:
             return dict(tensors)
-        return self._spread(tensors, self.told_by_first(_kinds(tensors)), 0, to_gpu)
+        return self._spread(tensors, self.told_by_first(_kinds(tensors)), 0, to_gpu=False)
 
     def of_all(self, tensors: Mapping[str, Tensor], to_gpu: bool = False) -> list[dict[str, Tensor]]:
-        """The named tensors of each worker, in their order, at all of them, where `all_from_first` has them."""
+        """The named tensors of each worker, in their order, at all of them: its own as they are, others on the CPU.
+
+        to_gpu -- whether others are wanted on `gpu`, if there is one
+        """
         if self.link is None:
             return [dict(tensors)]
         kinds = self.told(_kinds(tensors))
