@@ -16,7 +16,8 @@ NO_HASH = "0" * 64
 TO_COME = "?" * 64
 """These stand where the SHA-256 of what is still being hashed will be written."""
 
-_PIECE = 1 << 20
+_PIECE = 1 << 22
+"""Between two pieces a thread asks for Python's interpreter, which work beside needs."""
 
 
 def sha256_bytes(data: bytes | memoryview) -> str:

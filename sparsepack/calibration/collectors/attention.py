@@ -10,9 +10,13 @@ from sparsepack.calibration.collectors.collector import Collector
 from sparsepack.calibration.collectors.products import product_sums
 from sparsepack.calibration.collectors.site_input import kernels_on
 
+_FARTHEST = 2**31 - 1
+"""Kernels take distances between values in 32 bits."""
+
 
 def _count(query: Tensor, key: Tensor, window: int) -> tuple[Tensor, ...]:
-    if not kernels_on(query.device):
+    too_far = max(*query.stride(), *key.stride()) > _FARTHEST
+    if too_far or not kernels_on(query.device):
         return (*sums_by_torch(query, key), product_sums(query, key, window))
     from sparsepack.runtime.cuda.calibration import sum_heads
 

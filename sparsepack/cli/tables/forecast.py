@@ -18,7 +18,7 @@ def _of_parts(found: PartsForecast) -> dict[str, str]:
         "time": f"about {duration(found.seconds)}, of which {duration(found.alone_seconds)} for any number of workers; "
         f"{found.uncounted} not counted",
         "read": f"{_size(found.bytes_read)}, once on each machine",
-        "written": _size(found.bytes_written),
+        **({"written": _size(found.bytes_written)} if found.bytes_written else {}),
         "memory": f"about {_size(found.memory_bytes)}, a worker",
     }
 

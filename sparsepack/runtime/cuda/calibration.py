@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from sparsepack.runtime.cuda.driver.kernel import STATIC_SHARED, blocks_at_once, kernel, launch
+from sparsepack.runtime.cuda.driver.kernel import blocks_at_once, kernel, launch
 
 INPUTS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 """The types of vectors that are counted, and what stands for them in `kernels/common/eight.cuh`."""
@@ -37,7 +37,7 @@ def count_site(
     defines = (f"INPUT={INPUTS[x.dtype]}", f"CRITERIA={criteria}", f"ACTIVE={int(active)}")
     with torch.cuda.device(device):
         function = kernel("site_counts", "site_counts", defines, number)
-        at_once = blocks_at_once(function, device, _THREADS, max(shared, STATIC_SHARED + 1))
+        at_once = blocks_at_once(function, device, _THREADS, shared)
         tiles = len(squares) * -(-columns // _STRIP)
         launch(
             function,
