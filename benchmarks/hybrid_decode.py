@@ -34,7 +34,7 @@ from figures import json_option, write_figures
 from hybrid_synthetic import SIZES, random_neurons, write_for_llama_cpp
 from llama_cpp_offload import LAYERS, MLPS, Peer, runner
 from nearness import expect_near, relative_error
-from replayed import Activity, tiled
+from replayed import CARRIED, OTHER, Activity, tiled
 from synthetic import Size, random_ids
 from turns import in_turns
 
@@ -56,6 +56,8 @@ CHECKED = 12
 LIMIT = 0.02
 """The largest relative error of the logits; keys and values are float16."""
 SHARES = (0.25, 0.5, 0.75)
+TEXTS = {"books": CARRIED, "wikitext": OTHER}
+"""Traces; frequencies are of books in both."""
 ANCHORS = {"13b": {0: 9.9, 10: 11.9, 20: 13.0, 30: 29.2, 36: 55.5, 40: 184.0}}
 """Tokens a second of llama.cpp by layers on the GPU (-ngl), in another run: H200, 16 threads, tg24."""
 
@@ -184,6 +186,7 @@ def anchor_of(shape: str, parts: Parts, budget: int) -> dict[str, list[float]]:
 @click.command()
 @click.option("--shape", type=click.Choice(list(SIZES)), required=True)
 @click.option("--vram", help="Budgets, with commas between them (default: a quarter, a half, three quarters).")
+@click.option("--text", type=click.Choice(list(TEXTS)), default="books", show_default=True, help="That is replayed.")
 @click.option("--policy", default="static,slow", show_default=True, help="With commas.")
 @click.option("--layers", type=int, help="Of the model, to try the script.")
 @click.option("--tokens", default=128, show_default=True, help="That are timed in a round.")
@@ -201,6 +204,7 @@ def anchor_of(shape: str, parts: Parts, budget: int) -> dict[str, list[float]]:
 def main(
     shape: str,
     vram: str | None,
+    text: str,
     policy: str,
     layers: int | None,
     tokens: int,
@@ -218,7 +222,7 @@ def main(
     if not torch.cuda.is_available():
         raise click.ClickException("an NVIDIA GPU is needed, and torch sees none here")
     size = replace(SIZES[shape], layers=layers or SIZES[shape].layers)
-    activity = tiled(size.layers, size.intermediate, tokens=tokens)
+    activity = tiled(size.layers, size.intermediate, tokens=tokens, path=TEXTS[text])
     packed = random_neurons(size, activity.frequency, device="cuda")
     context = PROMPT + tokens
     settings = EngineOptions(device="cuda", context=context, cache_type="f16", threads=threads)
@@ -226,7 +230,7 @@ def main(
     budgets = [bytes_in(each) for each in vram.split(",")] if vram else [int(s * parts.weights) for s in SHARES]
     click.echo(
         f"{device_line()}, {threads} threads; {size.name}, {in_words(parts.weights)} of weights, density "
-        f"{activity.density:.3f}, context {context}"
+        f"{activity.density:.3f} ({text}), context {context}"
     )
     differences = check(size)
     click.echo(f"logits differ from the reference backend's by: {differences}")

@@ -9,8 +9,8 @@ skips nothing, and with those of the engine's own backend that skips nothing: th
 
 Placements are `none`: nobody has a slot; `all`; `random`: --cached of the neurons, which stay; and `default`: what
 --policy gives and moves. Each is also played by the simulator, on who was active in the engine's own steps. Ends with
-an error where the counts differ, or where an engine has another likeliest token than a dense one in more than one
-position of a thousand.
+an error where the counts differ, or where an engine that skips has another likeliest token than the dense one of its
+own backend in more than one position of a thousand: what the backend's arithmetic changes is no matter of neurons.
 """
 
 from collections.abc import Mapping
@@ -199,7 +199,7 @@ def main(
     counts = markdown(Table(["backend", "placement", "session", *both], rows))
     click.echo(f"\n{100 * cached:g} % with slots, {policy}\n\n{counts}")
     for (backend, name, against), each in compared.items():
-        if each.same_top < LEAST_AGREEMENT * each.positions:
+        if against == backend and each.same_top < LEAST_AGREEMENT * each.positions:
             wrong.append(f"{backend}, {name}: the likeliest token is not that of the dense {against} too often")
     if wrong:
         raise click.ClickException("; ".join(wrong))

@@ -23,6 +23,9 @@ from sparsepack.tracing.counts import calibration_or_trace, neuron_counts
 from sparsepack.tracing.trace import load
 
 CARRIED = Path(__file__).parent / "results" / "books-26m-relu.activity.npz"
+OTHER = Path(__file__).parent / "results" / "books-26m-relu.wikitext2.npz"
+"""The same model, with the same frequencies, from books, on a text of another kind: a session of WikiText-2.
+Made like the other, with `--text wikitext2.test.txt.xz` and the other's calibration."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,9 +45,9 @@ class Activity:
         return float(np.bitwise_count(self.bits.numpy()).sum() / len(self.bits) / self.frequency.size)
 
 
-def tiled(blocks: int, neurons: int, seed: int = 0, tokens: int | None = None) -> Activity:
-    """The carried trace, or its first tokens, for so many blocks of neurons, those of a block by falling frequency."""
-    carried = np.load(CARRIED)
+def tiled(blocks: int, neurons: int, seed: int = 0, tokens: int | None = None, path: Path = CARRIED) -> Activity:
+    """A carried trace, or its first tokens, for so many blocks of neurons, those of a block by falling frequency."""
+    carried = np.load(path)
     known, packed = carried["frequency"].astype(np.float64), carried["bits"][:tokens]
     generator = np.random.default_rng(seed)
     layers, count = known.shape

@@ -35,10 +35,10 @@ from sparsepack.runtime.options import EngineOptions
 ASSUMED = "pcie5"
 """Nothing was measured: the machine is taken for this one of `placement.machine.MACHINES`, whose bus is as fast as
 large copies are."""
-RECORDS_OVER_THE_BUS = 0.64
+RECORDS_OVER_THE_BUS = 0.85
 """Kernels read records over the bus at this share of the speed of large copies: measured on an H200
 (benchmarks/RESULTS.md)."""
-MATRICES_OVER_THE_BUS = 0.78
+MATRICES_OVER_THE_BUS = 0.9
 """Products read matrices over the bus at this share, likewise."""
 
 
