@@ -237,7 +237,7 @@ def speeds(
     parts, row = shape.parts, shape.row_bytes
     rates = machine.rates(parts.record)
     beside = parts.output + sum(parts.attention) + parts.cache
-    room = vram - parts.work.bytes - beside
+    room = vram - parts.work_within(int(vram)).bytes - beside
     both = min((rates.links.worker + rates.links.bus) * parts.record, rates.host)
 
     def speed(near: float, slots: float, far: float, listed_far: float = 0.0, listed_by: float = 1.0) -> float:

@@ -32,7 +32,8 @@ def test_gates_near_are_the_model_of_simulate(machine: Machine, vram: float) -> 
     shape = SHAPES["70b"]
     parts = shape.parts
     found = speeds(machine, shape, vram, 2, COUNTS, FREQUENCY, TOKENS)
-    share = (vram - parts.least - parts.output - sum(parts.attention) - sum(parts.gates)) / parts.records
+    beside = parts.cache + parts.output + sum(parts.attention) + sum(parts.gates)
+    share = (vram - parts.work_within(int(vram)).bytes - beside) / parts.records
     hit = hit_rates(COUNTS, FREQUENCY, share)[1]
     density = float(COUNTS[1].sum()) / TOKENS / FREQUENCY.size
     plan, rates = plan_of_share(parts, share), machine.rates(parts.record)
@@ -50,9 +51,11 @@ def test_what_does_not_fit_has_no_speed_or_a_part_of_it_far(machine: Machine) ->
         assert rates == sorted(rates), "more room is never slower"
     parts = SHAPES["70b"].parts
     # Where no copies fit, all gates are far and are read by both sides.
-    none = speeds(
-        machine, SHAPES["70b"], parts.least + parts.output + sum(parts.attention), 1, COUNTS, FREQUENCY, TOKENS
-    )
+    beside = parts.cache + parts.output + sum(parts.attention)
+    budget = beside
+    for _ in range(20):  # buffers grow with the budget, by little of what it grows
+        budget = beside + parts.work_within(budget).bytes
+    none = speeds(machine, SHAPES["70b"], budget, 1, COUNTS, FREQUENCY, TOKENS)
     for name in ("copy, bus", "copy, Q4_K", "copy, Q6_K"):
         assert none[name] == pytest.approx(none["gates far, by both"])
 

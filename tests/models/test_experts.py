@@ -70,8 +70,27 @@ def test_a_checkpoint_of_single_experts_is_the_stock_model(folders: dict[str, Pa
         assert checkpoint.stacked_shape(site) == ((8 + shared) * rows, 256)
         assert tuple(checkpoint.experts(0, site).shape) == (8 + shared, rows, 256)
         assert torch.equal(checkpoint.experts(0, site).flatten(0, 1), checkpoint.stacked(0, site)[0])
+        assert torch.equal(torch.stack([*checkpoint.each_expert(0, site)]), checkpoint.experts(0, site))
     assert checkpoint.token_weights("mlp_mid") == (2 + shared) * 256 * 256
     assert checkpoint.token_weights("attn_out") == checkpoint.stacked(0, "attn_out")[0].numel()
+
+
+def test_packing_never_has_all_experts_of_a_block_at_once(
+    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from sparsepack.models.checkpoint.sources import MadeSource
+    from sparsepack.packing import PackRequest, pack
+
+    whole, asked = MadeSource.tensor, list[str]()
+
+    def tensor(source: MadeSource, name: str) -> torch.Tensor:
+        asked.append(name)
+        return whole(source, name)
+
+    monkeypatch.setattr(MadeSource, "tensor", tensor)
+    pack(PackRequest(str(folders["qwen3_moe"]), tmp_path / "m.gguf"))
+    assert any("gate.weight" in name for name in asked)  # what is tested: the router is read through it
+    assert not any(".mlp.experts." in name for name in asked)
 
 
 @pytest.mark.parametrize("family", EXPERTS)

@@ -176,12 +176,11 @@ def planned_site(
     rows, columns = checked_shape(checkpoint, architecture, layer, site)
 
     def weight() -> Tensor:
-        stacked = stacked_on(device, checkpoint.projections(layer, site))
         if experts is None:
-            return zigzag.pack(stacked)
-        blocks = torch.empty(*shape[:-1], BLOCK_BYTES, dtype=torch.uint8, device=stacked.device)
-        for into, matrix in zip(blocks, stacked.view(experts.stored, rows, columns), strict=True):
-            into.copy_(zigzag.pack(matrix))  # at its place at once: a list of them and their stack would be twice all
+            return zigzag.pack(stacked_on(device, checkpoint.projections(layer, site)))
+        blocks = torch.empty(*shape[:-1], BLOCK_BYTES, dtype=torch.uint8, device=device)
+        for into, matrix in zip(blocks, checkpoint.each_expert(layer, site), strict=True):
+            into.copy_(zigzag.pack(stacked_on(device, [matrix])))
         return blocks
 
     def bias() -> Tensor:

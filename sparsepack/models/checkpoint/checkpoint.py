@@ -8,7 +8,7 @@ import difflib
 import json
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -32,7 +32,7 @@ from sparsepack.models.checkpoint.experts import as_experts, experts_source
 from sparsepack.models.checkpoint.gguf_config import gguf_config
 from sparsepack.models.checkpoint.saved_copy import METHOD, is_saved_copy, told_of_copy
 from sparsepack.models.checkpoint.segmented_config import stock_values
-from sparsepack.models.checkpoint.sources import GgufSource, SafetensorsSource, TensorSource
+from sparsepack.models.checkpoint.sources import GgufSource, MadeSource, SafetensorsSource, TensorSource
 from sparsepack.models.families import FAMILIES, TEXT_PARTS, TextPart, family_of
 from sparsepack.models.family import Family
 from sparsepack.models.own_code import STOCK_ALONE, refused_own_code, tell_own_code
@@ -126,6 +126,14 @@ class Checkpoint:
         assert numbers is not None
         whole = found[0] if len(found) == 1 else torch.cat(found)
         return torch.unflatten(whole, 0, (numbers.stored, -1))
+
+    def each_expert(self, layer: int, site: str) -> Iterator[torch.Tensor]:
+        """The same one by one, [rows, columns]; where each is stored by itself, one at a time is in memory."""
+        first, *shared = self.weight_names(layer, site)
+        yield from self.source.slices(first) if isinstance(self.source, MadeSource) else self.tensor(first)
+        if shared:
+            width = self.family.setting(self.config, "intermediate_size")
+            yield from as_experts(site, [self.tensor(name) for name in shared], width)
 
     def weight_names(self, layer: int, site: str) -> list[str]:
         """The names of the tensors of a site, in the order in which they are stacked."""

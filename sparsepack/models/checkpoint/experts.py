@@ -6,7 +6,7 @@ columns], by the names `PARTS` within the module.
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 
@@ -94,7 +94,10 @@ def experts_source(source: TensorSource, family: Family, count: int, name: str) 
     def tensor(one: str) -> torch.Tensor:
         return source.tensor(renamed[one]) if one in renamed else joined.tensor(one)
 
-    return MadeSource(source, entries, tensor)
+    def slices(one: str) -> Iterable[torch.Tensor]:
+        return tensor(one) if one in renamed else joined.slices(one)
+
+    return MadeSource(source, entries, tensor, slices)
 
 
 def apart_source(source: TensorSource, family: Family) -> TensorSource:
@@ -219,6 +222,14 @@ class _Joined:
                 "config.json do not belong together"
             )
         return [found[expert] for expert in range(self._count)]
+
+    def slices(self, name: str) -> Iterable[torch.Tensor]:
+        """The matrices of a tensor one by one, read when their turn comes where each expert has its own."""
+        pieces = self._pieces[name]
+        if len(self._source.shapes[pieces[0][0]]) == 3:  # all experts' in one
+            return self.tensor(name)
+        of_each = zip(*pieces, strict=True)
+        return (torch.cat([self._source.tensor(stored) for stored in of_expert]) for of_expert in of_each)
 
     def tensor(self, name: str) -> torch.Tensor:
         pieces, (dtype, shape) = self._pieces[name], self._entries[name]

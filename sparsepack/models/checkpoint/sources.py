@@ -1,7 +1,7 @@
 """The sources of a checkpoint's tensors: sharded safetensors, or a GGUF as made by llama.cpp's converter."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Protocol
 
@@ -55,11 +55,18 @@ Entries = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 class MadeSource:
     """A source made of another one, whose tensors are others.
 
-    entries -- all of them; tensor -- one, by its name
+    entries -- all of them; tensor -- one, by its name; slices -- where they are stored apart, those of one along its
+    first dimension, by its name
     """
 
-    def __init__(self, source: TensorSource, entries: Entries, tensor: Callable[[str], torch.Tensor]) -> None:
-        self._source, self._tensor = source, tensor
+    def __init__(
+        self,
+        source: TensorSource,
+        entries: Entries,
+        tensor: Callable[[str], torch.Tensor],
+        slices: Callable[[str], Iterable[torch.Tensor]] | None = None,
+    ) -> None:
+        self._source, self._tensor, self._slices = source, tensor, slices
         self._shapes = {name: shape for name, (_, shape) in entries.items()}
         self._dtypes = {name: dtype for name, (dtype, _) in entries.items()}
 
@@ -82,6 +89,11 @@ class MadeSource:
 
     def tensor(self, name: str) -> torch.Tensor:
         return self._tensor(name)
+
+    def slices(self, name: str) -> Iterable[torch.Tensor]:
+        """The slices of a tensor along its first dimension, in order; where they are stored apart one at a time is in
+        memory."""
+        return self.tensor(name) if self._slices is None else self._slices(name)
 
 
 def entries_of(source: TensorSource) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
