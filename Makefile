@@ -23,7 +23,8 @@ PIP_INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check -c constra
 COMPILER := $(shell command -v c++ g++ clang++ $(CXX) 2>/dev/null)
 REQUIRE_KERNELS := $(if $(COMPILER),SPARSEPACK_REQUIRE_KERNELS=1)
 # Tests of one file share its models, so a worker takes whole files. One process: PYTEST_ARGS="-n 0".
-PARALLEL := -n logical --maxprocesses 4 --dist loadfile
+# Files in their order: by default those with the fewest tests come last, and the longest tests of all are among them.
+PARALLEL := -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 .PHONY: demo build test test-all fuzz test-kill test-sanitize test-neon test-vllm lint format docs test-gpu test-gpu-sanitize \
 	test-mps bench-mps check-macos clean

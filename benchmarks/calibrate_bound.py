@@ -24,6 +24,7 @@ from many_workers import made_shape
 
 from sparsepack.calibration.options import CalibrateOptions
 from sparsepack.calibration.run import calibrate
+from sparsepack.calibration.samples import at_once
 from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from sparsepack.models.family import SITES
 from sparsepack.models.stock import bound
@@ -66,7 +67,7 @@ def _multiply(inputs: list[torch.Tensor], weights: list[torch.Tensor]) -> None:
 
 
 def measured(model: Path, text: str, samples: int, context: int, made: Path) -> tuple[float, float, str]:
-    """Seconds of `calibrate` and of its blocks, and what it says of them, of the second of two runs."""
+    """Seconds of `calibrate` and of its blocks, and what it says of them, after a run of a few windows."""
     said: list[str] = []
     bound.EVERY = 0.0
     line = bound.bound_line
@@ -77,9 +78,11 @@ def measured(model: Path, text: str, samples: int, context: int, made: Path) -> 
 
     bound.bound_line = kept
     try:
-        for _ in range(2):
+        batch = at_once(None, samples, context, "cuda")
+        for windows in (2 * batch, samples):
             began = time.perf_counter()
-            calibrate(model, text, made, CalibrateOptions(samples=samples, context=context, device="cuda"), True)
+            options = CalibrateOptions(samples=windows, context=context, batch=batch, device="cuda")
+            calibrate(model, text, made, options, overwrite=True)
             seconds = time.perf_counter() - began
     finally:
         bound.bound_line = line

@@ -1,28 +1,30 @@
-"""Decoding of several texts together on the GPU, dense and sparse: a Llama of 8 billion parameters.
+"""Decoding of several texts together on the GPU, dense and sparse: a Llama of 8 billion parameters, or another shape.
 
-    python benchmarks/cuda_batch.py [--layers N] [--rounds N] [--json FILE]
+    python benchmarks/cuda_batch.py [--model olmoe-1b-7b] [--layers N] [--rounds N] [--json FILE]
 
 Each text has 128 random tokens of its own and then 128 given ones, whose logits stay on the GPU; a column is skipped
-where it is inactive in all of them. Dense and sparse take turns on one engine. Before anything is timed, two texts in a
-model of the same widths with two layers are compared with the reference backend, dense; what several texts skip is
-what tests compare (`tests/runtime/cuda/test_batch.py`).
+where it is inactive in all of them, within a mixture's experts where it is inactive in the one text. Dense and sparse
+take turns on one engine. Before anything is timed, two texts in a model of the same widths with two layers are compared
+with the reference backend, dense; what several texts skip is what tests compare (`tests/runtime/cuda/test_batch.py`).
 """
 
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import click
 import torch
+from cuda_families import OF_EXPERTS
+from cuda_families import random_model as random_shape
 from cuda_speeds import LIMITS, NEW, PROMPT, SHOWN
 from cuda_synthetic import LLAMA_8B, random_model
 from cuda_timing import device_line
 from figures import json_option, write_figures
 from nearness import expect_near, relative_error
-from synthetic import Size, random_ids
+from shapes import MODELS
+from synthetic import random_ids
 from thresholds import find_thresholds, with_thresholds
 from turns import in_turns
 
@@ -36,10 +38,15 @@ CHECKED, PREFILLED = 24, 16
 """Tokens of a text that is compared, and how many of them are its prompt."""
 
 
-def check(size: Size) -> float:
+def made(name: str, layers: int | None) -> PackedModel:
+    """The model of a name, with fewer layers if asked."""
+    return random_model(LLAMA_8B, layers) if name == LLAMA_8B.name else random_shape(name, layers)
+
+
+def check(name: str) -> float:
     """How far logits of two texts are from the reference backend's. RuntimeError where they are another model's."""
-    packed = random_model(size, layers=2)
-    texts = [random_ids(size.vocabulary, CHECKED, seed=seed) for seed in (2, 3)]
+    packed = made(name, 2)
+    texts = [random_ids(packed.architecture.vocabulary, CHECKED, seed=seed) for seed in (2, 3)]
     together = Engine(packed, device="cuda", context=64, sequences=len(texts), dense=True)
     oracle = Engine(packed, device="cuda", context=64, backend="reference")
     for number, text in enumerate(texts):
@@ -47,7 +54,8 @@ def check(size: Size) -> float:
     steps = [together.step_all(ids) for ids in zip(*(text[PREFILLED:] for text in texts), strict=True)]
     found = torch.stack(steps, dim=1).double()
     expected = torch.stack([oracle.teacher_forced(text, len(text))[PREFILLED:] for text in texts]).double()
-    return expect_near("logits of two texts", relative_error(found, expected), LIMITS["dense"])
+    limit = (LIMITS if packed.architecture.experts is None else OF_EXPERTS)["dense"]
+    return expect_near("logits of two texts", relative_error(found, expected), limit)
 
 
 def step_seconds(engine: Engine, texts: Sequence[Sequence[int]]) -> float:
@@ -80,13 +88,14 @@ def measure(packed: PackedModel, sequences: int, rounds: int) -> dict[str, dict[
 
 
 @click.command()
+@click.option("--model", "name", type=click.Choice([LLAMA_8B.name, *MODELS]), default=LLAMA_8B.name, show_default=True)
 @click.option("--layers", type=int, help="Of the model, to try the script.")
 @click.option("--rounds", default=5, show_default=True)
 @json_option
-def main(layers: int | None, rounds: int, json_path: Path | None) -> None:
+def main(name: str, layers: int | None, rounds: int, json_path: Path | None) -> None:
     """Print the table."""
-    click.echo(f"{device_line()}; {LLAMA_8B.name}, logits differ from the reference backend's by {check(LLAMA_8B):.1e}")
-    packed = random_model(replace(LLAMA_8B, layers=layers or LLAMA_8B.layers))
+    click.echo(f"{device_line()}; {name}, logits differ from the reference backend's by {check(name):.1e}")
+    packed = made(name, layers)
     packed = with_thresholds(packed, find_thresholds(packed, [SHOWN])[SHOWN])
     results = {sequences: measure(packed, sequences, rounds) for sequences in TEXTS}
     lines = [

@@ -3,8 +3,8 @@
     python benchmarks/pack_threads.py [--format zigzag-q4_k] [--cores 1 --cores 16] [--size llama-1b] [--work FOLDER]
 
 Each count of cores is a process of its own that may use no others. The checkpoint is read once before, so that it lies
-in the page cache; Python's and the libraries' start is not counted. The artifacts of all counts must be equal, byte for
-byte, or nothing is printed.
+in the page cache; Python's and the libraries' start is not counted: a checkpoint is opened before. The artifacts of all
+counts must be equal, byte for byte, or nothing is printed.
 """
 
 import hashlib
@@ -23,7 +23,9 @@ os.sched_setaffinity(0, cores)
 import torch
 torch.set_num_threads(len(cores))
 from pathlib import Path
+from sparsepack.models.checkpoint.checkpoint import open_checkpoint
 from sparsepack.packing import PackRequest, pack
+open_checkpoint(sys.argv[2]).architecture
 began = time.perf_counter()
 pack(PackRequest(sys.argv[2], Path(sys.argv[3]), format=sys.argv[4], overwrite=True))
 print(json.dumps(time.perf_counter() - began))

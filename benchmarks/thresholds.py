@@ -17,7 +17,7 @@ from sparsepack.formats.codecs.matrices import decode_matrix
 from sparsepack.formats.packed import PackedModel
 from sparsepack.models.records.rule import SiteRule
 from sparsepack.runtime.operations_decoder import OperationsDecoder
-from sparsepack.runtime.operations_layer import LoadedDenseMlp, LoadedSite, _LoadedExpertMlp
+from sparsepack.runtime.operations_layer import LoadedDenseMlp, LoadedExpertMlp, LoadedSite
 from sparsepack.runtime.reference.backend import ReferenceOperations
 
 CALIBRATION_TOKENS = 256
@@ -62,7 +62,7 @@ def find_thresholds(packed: PackedModel, sparsities: Iterable[float]) -> dict[fl
         places |= {id(site): (number, name) for name, site in {**layer.attention, **sites}.items()}
     of_experts = {id(layer.mlp): number for number, layer in enumerate(decoder._layers)}
     found: dict[float, dict[tuple[int, str], float]] = {}
-    product, selected = LoadedSite.product, _LoadedExpertMlp._selected
+    product, selected = LoadedSite.product, LoadedExpertMlp._selected
     for sparsity in sparsities:
         found[sparsity] = {}
 
@@ -75,12 +75,10 @@ def find_thresholds(packed: PackedModel, sparsities: Iterable[float]) -> dict[fl
         def of_site(site: LoadedSite, x: Tensor, *more: Any, kept: Kept = kept) -> Tensor:
             return product(site, kept(places[id(site)], x), *more)
 
-        def of_expert(
-            mlp: _LoadedExpertMlp, name: str, x: Tensor, *more: Any, kept: Kept = kept
-        ) -> tuple[Tensor, bool]:
+        def of_expert(mlp: LoadedExpertMlp, name: str, x: Tensor, *more: Any, kept: Kept = kept) -> tuple[Tensor, bool]:
             return selected(mlp, name, kept((of_experts[id(mlp)], name), x), *more)
 
         decoder.reset()
-        with patch.object(LoadedSite, "product", of_site), patch.object(_LoadedExpertMlp, "_selected", of_expert):
+        with patch.object(LoadedSite, "product", of_site), patch.object(LoadedExpertMlp, "_selected", of_expert):
             decoder.prefill(0, ids.cpu())
     return dict(found)

@@ -1,7 +1,7 @@
-"""vLLM with slid weights beside vLLM with dense ones, on one GPU: a model of Qwen2.5-7B's shape, all weights random.
+"""vLLM with slid weights beside vLLM with dense ones, on GPUs: a model of Qwen2.5-7B's shape, all weights random.
 
-    python benchmarks/vllm_serve.py [--kind BF16 --kind "FP8, 6 of 8" ...] [--layers 28] [--rounds 3] [--compiled]
-                                    [--attention NAME] [--linears FILE] [--logs FOLDER] [--json FILE]
+    python benchmarks/vllm_serve.py [--kind BF16 --kind "FP8, 6 of 8" ...] [--layers 28] [--rounds 3] [--ranks 1]
+                                    [--compiled] [--attention NAME] [--linears FILE] [--logs FOLDER] [--json FILE]
 
 Each kind is served by a process of its own; all are started first, and then take turns, so that none is measured while
 another one works. INT8 and FP8 are what vLLM makes of checkpoints of compressed-tensors: a scale for each token and
@@ -145,7 +145,7 @@ def fill(layer: Any) -> None:
                     part.copy_(noise.round().clamp(-127, 127) if part.dtype == torch.int8 else noise)
 
 
-def serve(kind: str, layers: int, compiled: bool, attention: str) -> None:
+def serve(kind: str, layers: int, ranks: int, compiled: bool, attention: str) -> None:
     """Serve until nothing more is asked: how many texts, the tokens of their prompts and how many to write."""
     import torch
     import vllm.model_executor.model_loader.dummy_loader as dummy
@@ -181,6 +181,7 @@ def serve(kind: str, layers: int, compiled: bool, attention: str) -> None:
             gpu_memory_utilization=0.05,  # only so much must be free at the start
             enable_prefix_caching=False,
             compilation_config=graphs,
+            tensor_parallel_size=ranks,
             **({"attention_backend": attention} if attention else {}),
         )
     print(SAID + json.dumps({"start": time.perf_counter() - begun}), flush=True)
@@ -190,7 +191,6 @@ def serve(kind: str, layers: int, compiled: bool, attention: str) -> None:
         drawn = [torch.randint(10, SHAPE["vocab_size"], (tokens,), generator=generator) for _ in range(count)]
         prompts: Any = [{"prompt_token_ids": ids.tolist()} for ids in drawn]
         sampling = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True, detokenize=False)
-        torch.cuda.synchronize()
         begun = time.perf_counter()
         written = llm.generate(prompts, sampling, use_tqdm=False)
         took = time.perf_counter() - begun
@@ -201,10 +201,11 @@ def serve(kind: str, layers: int, compiled: bool, attention: str) -> None:
 class Server:
     """A process that serves one kind. Raises `RuntimeError` with the end of its log where it has ended."""
 
-    def __init__(self, kind: str, options: list[str], log: Path) -> None:
+    def __init__(self, kind: str, ranks: int, options: list[str], log: Path) -> None:
         self.kind, self.log = kind, log
         environment = {
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(ranks > 1)),
+            "VLLM_WORKER_MULTIPROC_METHOD": "fork",  # ranks have what `serve` changes in vLLM, too
             "VLLM_USE_FLASHINFER_SAMPLER": "0",
             "VLLM_NO_USAGE_STATS": "1",
             "VLLM_LOGGING_LEVEL": "WARNING",
@@ -285,6 +286,7 @@ def table(medians: dict[str, dict[str, float]], linears: dict[tuple[str, int], f
 @click.option("--kind", "kinds", multiple=True, type=click.Choice(list(KINDS)), help="All of them if left out.")
 @click.option("--layers", default=28, show_default=True)
 @click.option("--rounds", default=3, show_default=True)
+@click.option("--ranks", default=1, show_default=True, help="GPUs that share out each model.")
 @click.option("--compiled", is_flag=True, help="With torch.compile, as vLLM is started by default; it takes minutes.")
 @click.option("--attention", default="", help="vLLM's name of a kind of attention.")
 @click.option("--linears", type=click.Path(exists=True, path_type=Path), help="What slide_gemm.py wrote.")
@@ -295,6 +297,7 @@ def main(
     kinds: tuple[str, ...],
     layers: int,
     rounds: int,
+    ranks: int,
     compiled: bool,
     attention: str,
     linears: Path | None,
@@ -304,11 +307,14 @@ def main(
 ) -> None:
     """Print a line for each kind."""
     if served:
-        return serve(served, layers, compiled, attention)
-    options = ["--layers", str(layers), "--attention", attention, *(["--compiled"] if compiled else [])]
+        return serve(served, layers, ranks, compiled, attention)
+    options = ["--layers", str(layers), "--ranks", str(ranks), "--attention", attention]
+    options += ["--compiled"] if compiled else []
     with tempfile.TemporaryDirectory() as folder:
         servers = [
-            Server(kind, options, (logs or Path(folder)) / f"vllm-{kind.replace(', ', '-').replace(' ', '-')}.log")
+            Server(
+                kind, ranks, options, (logs or Path(folder)) / f"vllm-{kind.replace(', ', '-').replace(' ', '-')}.log"
+            )
             for kind in kinds or KINDS
         ]
         started = []
@@ -319,11 +325,14 @@ def main(
             except RuntimeError as error:
                 click.echo(str(error), err=True)
         for took in measure(started, rounds):
-            write_figures(json_path, {"layers": layers, "compiled": compiled, "attention": attention, "seconds": took})
+            write_figures(
+                json_path,
+                {"layers": layers, "ranks": ranks, "compiled": compiled, "attention": attention, "seconds": took},
+            )
         for server in servers:
             server.process.kill()
     medians = {kind: {what: statistics.median(s) for what, s in found.items()} for kind, found in took.items()}
-    for line in table(medians, linears_of(linears, layers) if linears else {}):
+    for line in table(medians, linears_of(linears, layers) if linears and ranks == 1 else {}):
         click.echo(line)
 
 

@@ -75,23 +75,35 @@ def calibrate(
     options = settled(checkpoint, options)
     if workers.first:
         folder.check_output(output, overwrite)
-    chosen = chosen_windows(checkpoint, text, options).tolist() if workers.first else None
-    windows = torch.tensor(workers.told_by_first(chosen))
-    batch = at_once(options.batch, len(windows), windows.shape[1], options.device)
-    checkpoint.source.hash.share(workers)
-    manifest = _manifest(checkpoint, text, windows, options, batch)
-    dealt = Dealt.for_sums(workers, len(windows), batch)
-    dealt.check("--samples")
-    workers.agree(facts(manifest, options.device))
-    say(f"note: {holders(checkpoint)}")
-    with state_beside(output, workers) as state:
-        resume = ResumeState(state, fingerprint(manifest), checkpoint.layers, workers)
-        with torch.inference_mode():
-            layers = _run(checkpoint, windows, options, resume, dealt)
-        made = Calibration(manifest, tuple(layers), windows)
-        if workers.first and (starved := told_of_starved(made)) is not None:
-            say(f"note: {starved}")
-        return folder.save(made, output, overwrite) if workers.first else made
+
+    def drawn() -> torch.Tensor:
+        chosen = chosen_windows(checkpoint, text, options).tolist() if workers.first else None
+        return torch.tensor(workers.told_by_first(chosen))
+
+    several = workers.count > 1
+    shared = checkpoint.source.hash.share_beside(workers, drawn) if several else None
+    # Alone, nobody asks for the model's hash before something is kept: it is taken while blocks run.
+    with checkpoint.source.hash.meanwhile() as model_sha256:
+        windows = drawn() if shared is None else shared
+        batch = at_once(options.batch, len(windows), windows.shape[1], options.device)
+        dealt = Dealt.for_sums(workers, len(windows), batch)
+        dealt.check("--samples")
+
+        def manifest() -> dict[str, Any]:
+            model_sha256()
+            return _manifest(checkpoint, text, windows, options, batch)
+
+        if several:
+            workers.agree(facts(manifest(), options.device))
+        say(f"note: {holders(checkpoint)}")
+        with state_beside(output, workers) as state:
+            resume = ResumeState(state, lambda: fingerprint(manifest()), checkpoint.layers, workers)
+            with torch.inference_mode():
+                layers = _run(checkpoint, windows, options, resume, dealt)
+            made = Calibration(manifest(), tuple(layers), windows)
+            if workers.first and (starved := told_of_starved(made)) is not None:
+                say(f"note: {starved}")
+            return folder.save(made, output, overwrite) if workers.first else made
 
 
 def settled(checkpoint: Checkpoint, options: CalibrateOptions) -> CalibrateOptions:
@@ -175,8 +187,13 @@ def _run(
                 of_run = {}
             resume.keep_after(_RUN, of_run)
             layers.append(statistics)
-            left = hidden if layer + 1 < checkpoint.layers else None
-            resume.save_block(layer, partial(_brought, layers, layer), left, dealt, behind)
+            last = layer + 1 == checkpoint.layers
+            if not last or resume.stale:
+                resume.save_block(layer, partial(_brought, layers, layer), None if last else hidden, dealt, behind)
+            else:  # all of it is written soon
+                resume.wait_behind()
+                _brought(layers, layer)
+        resume.wait_behind()
     return layers
 
 

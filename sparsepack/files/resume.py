@@ -25,6 +25,7 @@ from sparsepack.files.hashing import sha256_file
 from sparsepack.files.lock import locked
 from sparsepack.files.stored import Name, Stored, checked, shown
 from sparsepack.files.tensors import save_tensors
+from sparsepack.files.transfer import on_host
 from sparsepack.progress import say
 from sparsepack.workers.dealt import Dealt
 from sparsepack.workers.workers import ALONE, Workers
@@ -110,15 +111,22 @@ class ResumeState:
     """A run's state in the folder `path` (None keeps nothing). Of several workers the first one keeps it and tells the
     others its values; hidden states are those of all windows, so another number of workers may go on.
 
-    fingerprint -- of everything the result depends on; the state of a run with another one is removed
+    fingerprint -- of everything the result depends on, or what finds it, when it is first needed; the state of a run
+                   with another one is removed
     most        -- how many decoder blocks can be finished; None: any number
     parts       -- the values that were committed last, by part; empty for a run that begins
     workers     -- who keep it together
     seconds     -- what saving blocks took so far
     """
 
-    def __init__(self, path: Path | None, fingerprint: str, most: int | None = None, workers: Workers = ALONE) -> None:
-        self.path, self.fingerprint, self._most = path if workers.first else None, fingerprint, most
+    def __init__(
+        self,
+        path: Path | None,
+        fingerprint: str | Callable[[], str],
+        most: int | None = None,
+        workers: Workers = ALONE,
+    ) -> None:
+        self.path, self._found, self._most = path if workers.first else None, fingerprint, most
         self.workers = workers
         self.parts: dict[str, Any] = {}
         self._files: dict[str, dict[str, str]] = {}  # name -> the part it is of, and its SHA-256
@@ -131,13 +139,20 @@ class ResumeState:
             self._read(self.path)
         self.parts = workers.told_by_first(self.parts)
 
+    @property
+    def fingerprint(self) -> str:
+        """Of everything the result depends on."""
+        if callable(self._found):
+            self._found = self._found()
+        return self._found
+
     def keep(self, part: str, name: str, tensors: Mapping[str, torch.Tensor]) -> None:
         """Write tensors that count from the next `commit` on. Raises `OutputError` where the disk refuses them."""
         if self.path is not None:
             make_folder(self.path)
             file = self._file(name)
             with atomic_file(file, overwrite=True) as temporary:
-                save_tensors(tensors, temporary)
+                save_tensors({name: on_host(value) for name, value in tensors.items()}, temporary)
                 digest = sha256_file(temporary)
             self._files[file.name] = {"part": part, "sha256": digest}
 
@@ -224,8 +239,18 @@ class ResumeState:
 
     def due(self, layer: int) -> bool:
         """Whether `save_block` of a block will commit: now and then, and the last one."""
-        due = layer + 1 == self._most or time.monotonic() - self._saved >= self._pause
+        due = layer + 1 == self._most or self._stale
         return bool(self.workers.told_by_first(due))
+
+    @property
+    def stale(self) -> bool:
+        """Whether the state that was committed last is so old that another one is worth its time, as the first worker
+        says."""
+        return bool(self.workers.told_by_first(self._stale))
+
+    @property
+    def _stale(self) -> bool:
+        return time.monotonic() - self._saved >= self._pause
 
     def save_block(
         self,
@@ -243,7 +268,7 @@ class ResumeState:
         behind -- a thread that keeps them while the run goes on; the next block waits for it. None: they are kept now
         """
         began = time.monotonic()
-        self._wait_behind()
+        self.wait_behind()
         if behind is not None:
             self._behind = behind.submit(self._keep_found, layer, found)
         else:
@@ -251,7 +276,7 @@ class ResumeState:
         if hidden is not None:
             self.keep_hidden(hidden, dealt=dealt)
         if self.due(layer):
-            self._wait_behind()
+            self.wait_behind()
             for name, (tensors, shared) in self._after.items():
                 whole = {key: value if shared is None else shared.gathered(value) for key, value in tensors.items()}
                 if whole and self.path is not None:
@@ -270,8 +295,8 @@ class ResumeState:
         if tensors:
             self.keep(_BLOCKS, f"block-{layer:05}", tensors)
 
-    def _wait_behind(self) -> None:
-        """Until the block before is kept. Raises what keeping it raised."""
+    def wait_behind(self) -> None:
+        """Wait until the block that was saved last is kept. Raises what keeping it raised."""
         behind, self._behind = self._behind, None
         if behind is not None:
             behind.result()

@@ -55,13 +55,15 @@ def host_pieces(data: Tensor) -> Iterator[memoryview]:
 
 
 def on_host(tensor: Tensor) -> Tensor:
-    """The tensor in the host's memory, where a GPU's is copied by a stream of its own: work that was begun after what
-    made it is not waited for, and must not change it."""
+    """The tensor in the host's memory. A GPU's is copied by a stream of its own: what is put on the current one from
+    now on goes on beside, and must not change it."""
     if not tensor.is_cuda:
         return tensor.cpu()
     made = torch.empty(tensor.shape, dtype=tensor.dtype)
     whole, end = made.view(-1).view(torch.uint8).numpy(), 0
-    with torch.cuda.device(tensor.device), torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
+    beside = torch.cuda.Stream(tensor.device)  # type: ignore[no-untyped-call]
+    beside.wait_stream(torch.cuda.current_stream(tensor.device))
+    with torch.cuda.stream(beside):
         for piece in host_pieces(tensor.contiguous().view(-1).view(torch.uint8)):
             start, end = end, end + len(piece)
             np.copyto(whole[start:end], np.frombuffer(piece, np.uint8))

@@ -161,8 +161,6 @@ def _of_experts(experts: Experts, norms: Mapping[str, str] = _NORMS, **fields: A
         "rotary": "half-split",
         "experts": experts,
         "gguf_parts": _EXPERT_PARTS,
-        "residual": None,
-        "unrotatable": "the router reads the residual stream, too, and experts are not rotated yet",
         **fields,
     }
 

@@ -217,6 +217,13 @@ class Family:
         of_experts = self.experts is not None and projection in self.experts.parameters
         return projection if of_experts else f"{projection}.weight"
 
+    def routers(self, site: str) -> tuple[str, ...]:
+        """The modules that read what enters a site beside its projections: what says which experts a token has, and how
+        much of a shared one."""
+        if self.experts is None or site != MLP_SITES[0]:
+            return ()
+        return self.experts.router, *(() if self.experts.shared is None else (self.experts.shared.gate,))
+
     def basis(self, layer: int) -> str:
         """The name of the tensor [hidden, hidden] that changes the basis of the residual stream before a block."""
         return f"{self.block(layer)}.{BASIS}.weight"

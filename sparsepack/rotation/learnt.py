@@ -20,6 +20,7 @@ from torch import Tensor
 
 from sparsepack.calibration.collectors import histogram
 from sparsepack.calibration.folder import Calibration
+from sparsepack.errors import RotationError
 from sparsepack.files.resume import ResumeState
 from sparsepack.models.checkpoint.bases import Bases, bases_of
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
@@ -44,7 +45,11 @@ _WINDOWS = 8
 
 
 def check_model(checkpoint: Checkpoint) -> None:
-    """Every model has one."""
+    """Raise `RotationError` for a model with experts, whose inputs differ from token to token."""
+    if checkpoint.family.experts is not None:
+        raise RotationError(
+            f"{checkpoint.name}: a basis is not learnt for mixtures of experts; take the basis pca or hadamard"
+        )
 
 
 def bases(checkpoint: Checkpoint, calibration: Calibration, options: RotateOptions, resume: ResumeState) -> Bases:

@@ -125,7 +125,7 @@ class _LoadedNeuronMlp:
 
 
 @dataclass(frozen=True)
-class _LoadedExpertMlp:
+class LoadedExpertMlp:
     """Loaded experts: matrices and rule of each site, and what chooses. Matrices after those that may be chosen are of
     experts that every token has.
 
@@ -235,7 +235,7 @@ def _loaded_experts(mlp: ExpertMlp, operations: Operations, device: torch.device
     rules = {name: None if site.rule is None else site.rule.to(device) for name, site in mlp.sites.items()}
     active = {name: _zero(device) for name in EXPERTS.counted}
     router, shared = mlp.router.to(device), None if mlp.shared_gate is None else mlp.shared_gate.to(device)
-    return _LoadedExpertMlp(operations, router, shared, mlp.used, mlp.normalised, matrices, rules, active)
+    return LoadedExpertMlp(operations, router, shared, mlp.used, mlp.normalised, matrices, rules, active)
 
 
 _LOADERS: Mapping[MlpKind, Callable[[Any, Operations, torch.device], Mlp]] = {

@@ -12,7 +12,7 @@ from small_rules import rules
 
 from sparsepack.files import transfer
 from sparsepack.files.gguf import read_gguf
-from sparsepack.files.transfer import host_pieces, stacked_on, tensors_at_once
+from sparsepack.files.transfer import host_pieces, on_host, stacked_on, tensors_at_once
 from sparsepack.formats.codecs import q4_k_device, q6_k
 from sparsepack.formats.containers import write_tensors
 from sparsepack.formats.plain import plan as plain_gguf
@@ -73,6 +73,15 @@ def test_bytes_come_from_any_device(device: str) -> None:
     data = torch.arange(256, dtype=torch.uint8).repeat(10).view(-1, 16)
     for given in (data, data[:0], data.t(), data[:, :5]):
         assert b"".join(map(bytes, host_pieces(given.to(device)))) == given.contiguous().numpy().tobytes()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.usefixtures("short_pieces")
+def test_a_tensor_comes_to_the_host_whole(device: str) -> None:
+    for given in (normal(30, 17).double(), torch.arange(7), torch.tensor(3.5), torch.zeros(0, 4), normal(8, 5).t()):
+        found = on_host(given.to(device))
+        assert found.device.type == "cpu"
+        assert torch.equal(found, given)
 
 
 def test_several_tensors_are_in_work_for_a_cuda_device_only() -> None:

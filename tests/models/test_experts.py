@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
-from sparsepack.errors import CheckpointError, UserError
+from sparsepack.errors import CheckpointError, RotationError, UserError
 from sparsepack.models.checkpoint.checkpoint import open_checkpoint
 from sparsepack.models.checkpoint.experts import PARTS, fused_tensor, part_shapes, part_tensor
 from sparsepack.models.families import REFUSED, family_of
@@ -242,9 +242,9 @@ def test_known_types_that_are_not_supported_are_refused_by_what_they_have(model_
 def test_verbs_that_do_not_take_experts_say_so(folders: dict[str, Path]) -> None:
     from sparsepack.distillation.run import check_model
     from sparsepack.formats.table import FORMATS
-    from sparsepack.models.verbs import stream_of
     from sparsepack.refit.options import RefitOptions
     from sparsepack.refit.run import refit_to_come
+    from sparsepack.rotation.bases import ROTATIONS
 
     checkpoint = open_checkpoint(folders["mixtral"])
     told = "does not take mixtral models yet, whose MLPs are mixtures of experts"
@@ -256,8 +256,8 @@ def test_verbs_that_do_not_take_experts_say_so(folders: dict[str, Path]) -> None
         with pytest.raises(CheckpointError, match=told):
             call()
         assert what
-    with pytest.raises(CheckpointError, match="mixtral models cannot be rotated"):
-        stream_of(checkpoint.family, "m")
+    with pytest.raises(RotationError, match="a basis is not learnt for mixtures of experts; take the basis pca"):
+        ROTATIONS["learnt"].check_model(checkpoint)
     for name, format in FORMATS.items():
         if format.experts:
             format.check_model(checkpoint)

@@ -132,7 +132,8 @@ def test_a_stage_takes_the_memory_that_the_dry_run_says(shared, tmp_path, model)
         "verify=false",
         "eval.protocols=decode",
         "distil={steps: 2, batch: 2, length: 256}",
-        "prune={keep: 6, of: 8, permute: true}",
+        # Two blocks, one after the other, take what all take, and the search for orders of the others' inputs is long.
+        "prune={keep: 6, of: 8, permute: true, include: ['blk.0.*', 'blk.1.*']}",
         "bench={prompt: 16, generate: 8, repetitions: 1}",
         *(f"{key}={value}" for key, value in sections.items()),
     ]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from model_variants import FOLDERS
-from models_for_tests import OPT, ROTATED, make_model, make_opt
+from models_for_tests import EXPERTS, OPT, ROTATED, make_model, make_opt
 
 from sparsepack.errors import CheckpointError
 from sparsepack.models.checkpoint.bases import Bases, bases_of
@@ -111,6 +111,23 @@ def test_values_alone_are_the_same_function(name: str, tmp_path: Path) -> None:
     assert off(turned.tensor(f"{value}.weight")[rows], basis.t() @ folded.tensor(f"{value}.weight")[rows]) < 1e-6
     expected = folded.tensor(f"{output}.weight")[:, columns] @ basis
     assert off(turned.tensor(f"{output}.weight")[:, columns], expected) < 1e-6
+
+
+@pytest.mark.parametrize("family", EXPERTS)
+def test_mixtures_are_the_same_function(family: str, tmp_path: Path) -> None:
+    model = open_checkpoint(make_model(tmp_path / "m", family, num_hidden_layers=3))
+    bases = Bases((0, 2), tuple(some_basis(model.config.hidden_size, seed) for seed in range(2)), some_values(model))
+    turned = rotated(model, bases)
+    assert off(logits(turned), logits(model)) < 1e-5
+    experts = model.family.experts
+    assert experts is not None
+    block, norm = model.family.block(2), model.tensor(f"{model.family.block(2)}.post_attention_layernorm.weight")
+    routers = [experts.router, *([] if experts.shared is None else [experts.shared.gate])]
+    for name in [f"{router}.weight" for router in routers] + [experts.parameters[0]]:
+        expected = model.tensor(f"{block}.{name}").double() * norm.double() @ bases.matrices[1]
+        assert off(turned.tensor(f"{block}.{name}"), expected) < 1e-6
+    down = f"{block}.{experts.parameters[1]}"
+    assert off(turned.tensor(down), bases.matrices[1].t() @ model.tensor(down).double()) < 1e-6
 
 
 def test_bases_are_kept_by_name() -> None:

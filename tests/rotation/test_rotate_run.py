@@ -97,6 +97,22 @@ def test_the_record_says_what_was_done(small: Checkpoint, calibration: Path, tmp
     assert rotation_record(small.path) is None
 
 
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen2_moe"])
+def test_a_mixture_is_an_ordinary_checkpoint_that_computes_the_same(family: str, text: Text, tmp_path: Path) -> None:
+    model = open_checkpoint(make_model(tmp_path / "m", family))
+    calibrate(model, text, tmp_path / "c", CalibrateOptions(context=32, samples=2))
+    rotate(model, tmp_path / "c", tmp_path / "rotated")
+    ids = torch.arange(3, 60)[None]
+    before, after = logits(model.path, ids), logits(tmp_path / "rotated", ids)
+    assert float((after - before).norm() / before.norm()) < 1e-5
+    turned = open_checkpoint(tmp_path / "rotated")
+    experts = model.family.experts
+    assert experts is not None
+    for name in (f"{experts.router}.weight", *experts.parameters):
+        name = f"model.layers.1.{name}"
+        assert not torch.allclose(turned.tensor(name), model.tensor(name).float(), atol=1e-3)
+
+
 def test_a_tie_is_lost_and_its_bytes_are_told(text: Text, tmp_path: Path) -> None:
     model = open_checkpoint(make_model(tmp_path / "m", "qwen3"))
     calibrate(model, text, tmp_path / "c", CalibrateOptions(context=32, samples=2))

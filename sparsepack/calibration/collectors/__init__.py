@@ -44,7 +44,7 @@ def count(into: Statistics, at: str, place: str, *seen: Any) -> None:
         if collector.at == at:
             for name, value in zip(collector.names, collector.count(*seen), strict=True):
                 key = f"{place}.{name}"
-                into[key] = collector.add(into[key], value) if key in into else value
+                into[key] = collector.add(into[key], value) if key in into else value.to(collector.dtype)
 
 
 def add_to(into: Statistics, found: Mapping[str, Tensor]) -> None:

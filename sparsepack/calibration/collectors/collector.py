@@ -33,7 +33,8 @@ class Collector:
     names -- of its tensors; in the file `layers.LAYER.PLACE.NAME`, with the site's name as PLACE, or else "neurons",
              "experts" and "residual" for what is counted of these, and "attention" for all others
     dtype, shape -- of each of them; 0 stands for a size that depends on the model
-    count -- of what comes to such a place, a tensor for every name, on the device where it was: a GPU does not wait
+    count -- of what comes to such a place, a tensor for every name, in `dtype` or a narrower type, on the device where
+             it was: a GPU does not wait
     add   -- what was counted in one part and in another, as that of both; it may take the place of the first
     signed -- whether a tensor may be below zero
     of_runs -- whether it is counted over a run of consecutive blocks, of which only the last has it

@@ -11,6 +11,7 @@ scores, where attention itself has all of them.
 import torch
 from torch import Tensor
 
+from sparsepack.calibration.collectors import wide
 from sparsepack.calibration.collectors.collector import Collector
 
 SHARES = (4, 8, 16, 32)
@@ -44,7 +45,7 @@ def _missed(groups: Tensor, keys: Tensor, seen: Tensor, last_read: Tensor) -> Te
 
     seen -- bool [P, S]; last_read -- int64 [P, shares], the rank of the last token that is read
     """
-    products = groups.flatten(1, 2).float() @ keys.float().mT * keys.shape[2] ** -0.5
+    products = wide.product(groups.flatten(1, 2), keys.mT) * keys.shape[2] ** -0.5
     scores = torch.unflatten(products, 1, groups.shape[1:3]).masked_fill_(~seen, -torch.inf)  # [N, group, P, S]
     # The mean of the scores is the score of the mean query.
     best_first = scores.mean(1).argsort(-1, descending=True)

@@ -14,7 +14,8 @@ from sparsepack.calibration.collectors.collector import Collector
 MOST_BYTES = 1 << 30
 """The sums of a whole model take at most this many bytes, unless a single one takes more."""
 
-_BLOCKS = 4
+_BLOCKS, _LEAST = 4, 2048
+"""A product is made in so many blocks of rows, on a GPU each of so many at least: less does not fill it."""
 
 
 def run_count(layers: int, hidden: int) -> int:
@@ -35,13 +36,14 @@ def _count(stream: Tensor, eps: float) -> tuple[Tensor, ...]:
         h = h.float()
         x = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + eps)
     product = _gram(x)
-    return ((product.cpu() if product.device.type == "mps" else product).double(),)
+    return (product.cpu() if product.device.type == "mps" else product,)
 
 
 def _gram(x: Tensor) -> Tensor:
     """x^T x of [N, hidden], float32: the part on and above the diagonal of blocks, the rest being the same."""
     hidden = x.shape[1]
-    made, width = x.new_empty(hidden, hidden, dtype=torch.float32), -(-hidden // _BLOCKS)
+    blocks = max(1, min(_BLOCKS, hidden // _LEAST)) if x.is_cuda else _BLOCKS
+    made, width = x.new_empty(hidden, hidden, dtype=torch.float32), -(-hidden // blocks)
     for first in range(0, hidden, width):
         rows = wide.product(x[:, first : first + width].t(), x[:, first:])
         made[first : first + width, first:] = rows

@@ -27,7 +27,7 @@ def _of_blocks(found: Forecast) -> dict[str, str]:
     rest = found.hidden_bytes + found.sums_bytes
     if found.device.startswith("cuda"):
         device, host = found.memory_bytes + found.sums_bytes, found.hidden_bytes
-        memory = f"{_size(device)} of the device, {_size(host)} of the machine for hidden states"
+        memory = f"{_size(device)} of the device, {_size(host)} of either for hidden states"
     else:
         memory = _size(found.memory_bytes + rest)
     if found.whole_bytes:

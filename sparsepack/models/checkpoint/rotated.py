@@ -4,7 +4,7 @@ With x = h / rms(h), a norm's output is diag(w) x. The length of h is the same i
 h' = Q^T h is what flows, and every output stays as it was, once the norms' weights w are folded into what reads them:
 
     embedding      E Q
-    readers        W diag(w) Q        q, k, v, gate and up; their biases are outputs and stay
+    readers        W diag(w) Q        q, k, v, gate and up, routers; their biases are outputs and stay
     writers        Q^T W, Q^T b       o and down
     output matrix  W diag(w) Q        of a tied model W = E: it becomes a matrix of its own
     norms          1
@@ -134,7 +134,7 @@ class _Fold:
         elif name in self.writers and stored.dim() == 1:
             made = self._turned(stored[None], dtype, self._basis(self.writers[name]))[0]
         elif name in self.writers:
-            made = self._turned(stored.t(), dtype, self._basis(self.writers[name]), heads=heads).t().contiguous()
+            made = self._turned(stored.mT, dtype, self._basis(self.writers[name]), heads=heads).mT.contiguous()
         elif heads is not None:  # the bias of values
             made = self._turned(stored[:, None], dtype, heads=heads)[:, 0].contiguous()
         else:
@@ -160,8 +160,11 @@ class _Fold:
         scale: Tensor | None = None,
         heads: Tensor | None = None,
     ) -> Tensor:
-        """Vectors of the residual stream [N, hidden] by rows, scaled by `scale` [hidden], in a basis. heads: the rows
-        are the channels of heads, which are turned by these matrices, [heads, D, D]."""
+        """Vectors of the residual stream [N, hidden] by rows, or those of each expert [experts, N, hidden], scaled by
+        `scale` [hidden], in a basis. heads: the rows are the channels of heads, which are turned by these matrices,
+        [heads, D, D]."""
+        if rows.dim() == 3:
+            return torch.stack([self._turned(of_expert, dtype, basis, scale) for of_expert in rows])
         made = torch.empty(rows.shape, dtype=dtype)
         step = max(PIECE // rows.shape[1], 1)
         if heads is not None:
@@ -190,10 +193,11 @@ def _fold(checkpoint: Checkpoint, bases: Bases, weights: str, device: str) -> _F
         block = family.block(layer)
         for site, norm in stream.readers.items():
             of_site = layer, f"{block}.{family.norms[norm]}.weight"
-            readers |= {f"{block}.{projection}.weight": of_site for projection in family.projections[site]}
+            modules = (*family.projections[site], *family.routers(site))
+            readers |= {f"{block}.{family.weight(module)}": of_site for module in modules}
         for site in stream.writers:
             for projection in family.projections[site]:
-                writers |= {f"{block}.{projection}.weight": layer, f"{block}.{projection}.bias": layer}
+                writers |= {f"{block}.{family.weight(projection)}": layer, f"{block}.{projection}.bias": layer}
     norms = {norm for _, norm in readers.values() if norm is not None}
     place = torch.device("cpu" if device == "mps" else device)  # Apple's GPUs have no float64
     moved = bases.map(lambda matrix: matrix.to(place, torch.float64))

@@ -4,11 +4,14 @@ import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeVar
 
 from sparsepack.errors import CheckpointError
 from sparsepack.files.hashing import TO_COME, hashing
 from sparsepack.files.stored import shown
 from sparsepack.workers.workers import Workers
+
+T = TypeVar("T")
 
 
 class SourceHash:
@@ -38,14 +41,29 @@ class SourceHash:
 
         Raises as `sha256` does, and `WorkerLost`.
         """
+        if workers.count > 1:
+            self.share_beside(workers, lambda: None)
+
+    def share_beside(self, workers: Workers, work: Callable[[], T]) -> T:
+        """Do as `share` does, also for one worker alone, while each does other work; returns what that gives."""
         if workers.count == 1 or self._known is not None:
-            return
+            with self.meanwhile() as sha256:
+                made = work()
+                sha256()
+            return made
         files = workers.told(
             [socket.gethostname(), [[str(file.resolve()), state] for file, state in self._opened.items()]]
         )
         taker = files.index(files[workers.number])
-        digests = workers.told(self.sha256() if taker == workers.number else None)
+        if taker == workers.number:
+            with self.meanwhile() as sha256:
+                made = work()
+                digests = workers.told(sha256())
+        else:
+            made = work()
+            digests = workers.told(None)
         self._known = digests[taker]
+        return made
 
     @contextmanager
     def meanwhile(self) -> Iterator[Callable[[], str]]:

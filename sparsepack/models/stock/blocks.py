@@ -21,6 +21,7 @@ from sparsepack.models.stock.attention import Watcher, watched_attention
 from sparsepack.models.stock.basis import add_basis
 from sparsepack.models.stock.copies import run_between_copies
 from sparsepack.models.stock.experts import ONE_BY_ONE
+from sparsepack.models.stock.norms import norms_by_one_kernel
 from sparsepack.models.stock.skeleton import single_layer
 from sparsepack.models.stock.whole import backbone_of
 from sparsepack.progress import say
@@ -211,6 +212,8 @@ class BlockStream:
         if layer in self.source.bases:
             add_basis(backbone.layers[0], config.hidden_size)
         backbone.eval().requires_grad_(False)
+        if self.device.type == "cuda":
+            norms_by_one_kernel(backbone.layers[0])
         after = {name: module for name in family.after if (module := getattr(backbone, name)) is not None}
         self._after = self._after or {f"{family.backbone}.{name}": module for name, module in after.items()}
         for name in ("embed_tokens", *after):

@@ -33,7 +33,7 @@ class Forecast:
     alone_seconds   -- what a block takes beside its batches, however many they are
     rounds          -- batches of the worker that has the most
     memory_bytes    -- of the device while the block was measured, the next one being there; on a CPU of this process
-    hidden_bytes    -- hidden states of a worker's windows, in the memory of its machine
+    hidden_bytes    -- hidden states of a worker's windows, in the memory of its machine or of its GPU
     whole_bytes     -- those of all windows, which the first worker holds, too, while it saves them
     sums_bytes      -- sums of products of several blocks, at the first worker's device
     """

@@ -38,7 +38,7 @@ large copies are."""
 RECORDS_OVER_THE_BUS = 0.85
 """Kernels read records over the bus at this share of the speed of large copies: measured on an H200
 (benchmarks/RESULTS.md)."""
-MATRICES_OVER_THE_BUS = 0.78
+MATRICES_OVER_THE_BUS = 0.9
 """Products read matrices over the bus at this share, likewise."""
 
 

@@ -176,7 +176,7 @@ def test_what_was_computed_is_counted() -> None:
     assert 0 < side.worker.seconds < PATIENCE
 
 
-PRODUCTS = (AskedProduct(0, 512, 1301), AskedProduct(0, 256, 1), AskedProduct(2, 512, 300), AskedProduct(2, 5120, 2048))
+PRODUCTS = (AskedProduct(0, 512, 1301), AskedProduct(0, 256, 1), AskedProduct(2, 512, 300), AskedProduct(2, 1280, 512))
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
@@ -230,7 +230,7 @@ def test_rows_are_multiplied_before_the_neurons_of_their_block(texts: int, threa
     assert worker.neurons == 2 * 3 * int(gates.any(0).sum())
 
 
-@pytest.mark.parametrize("products", [(), PRODUCTS[:3], (*PRODUCTS[:3], AskedProduct(2, 5120, 2047))])
+@pytest.mark.parametrize("products", [(), PRODUCTS[:3], (*PRODUCTS[:3], AskedProduct(2, 1280, 511))])
 def test_products_that_are_not_those_of_the_hand_over_are_refused(products: tuple[AskedProduct, ...]) -> None:
     layout = HandOver(3, 64, 256, 1, products)
     matrices = [operations.load_zigzag(packed(each.rows, each.columns)) for each in PRODUCTS]

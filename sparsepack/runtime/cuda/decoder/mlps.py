@@ -245,34 +245,40 @@ class ExpertMlp:
         return max(decoded_weights(site.matrix) for site in self.sites.values())
 
     def prefill(self, x: ScaledFp16, residual: Tensor, activation: int, scratch: Tensor, kernels: Kernels) -> Product:
-        """Some experts together, as the scratch has room, each with as many positions as the one with most: others fill
-        up. The host waits to know how many these are."""
+        """Some experts together, as the scratch has room."""
         together, into, mid = self.together, self.sites["mlp_in"].matrix, self.sites["mlp_mid"].matrix
-        positions, of_token, experts = len(x.values), together.of_token, together.experts
+        of_token, of_one = together.of_token, -(-self.decoded // together.stored)
         chosen, weights = self._chosen(x.values.float() * x.factor[:, None])
-        by_expert = chosen.flatten().argsort(stable=True)
-        counts = chosen.flatten().bincount(minlength=together.stored)
-        before, of_nobody = counts.cumsum(0) - counts, positions * of_token
-        made = torch.empty(of_nobody + 1, residual.shape[1], device=residual.device)  # its last row is of nobody
-        of_one = -(-self.decoded // together.stored)
+        made = torch.empty(chosen.numel() + 1, residual.shape[1], device=residual.device)  # its last row is of nobody
         scratch = scratch if len(scratch) >= of_one else scratch.new_empty(of_one)
-        groups = [(0, experts, int(counts[:experts].max()))]
-        if together.shared:  # by themselves, since the others would fill up to all positions
-            groups.append((experts, together.stored, positions))
-        for start, end, most in groups:
+        for first, count, place in self._groups(chosen, len(scratch) // of_one):
+            rows = x.rows(place.clamp(max=chosen.numel() - 1) // of_token)
+            gate, up = _products(into, first, count, 2, rows, scratch, kernels)
+            inner = kernels.gated(gate, up, activation)
+            (product,) = _products(mid, first, count, 1, inner, scratch, kernels)
+            made[place] = product.sums * (product.factor * product.inverse)[:, None]
+        output = torch.bmm(weights[:, None], made[:-1].view(*chosen.shape, -1))[:, 0]
+        return Product(output, torch.ones_like(x.factor), 1.0, None)
+
+    def _groups(self, chosen: Tensor, room: int) -> Iterator[tuple[int, int, Tensor]]:
+        """The experts that are multiplied together, at most `room` of them: the first one, how many, and what is
+        theirs, places in `chosen` [S, of_token], flat. Each has as many as the one with most: others are filled up with
+        the place behind the last. The host waits to know how many these are."""
+        experts, stored = self.together.experts, self.together.stored
+        by_expert = chosen.flatten().argsort(stable=True)
+        counts = chosen.flatten().bincount(minlength=stored)
+        before, of_nobody = counts.cumsum(0) - counts, chosen.numel()
+        kinds = [(0, experts, int(counts[:experts].max()))]
+        if stored > experts:  # by themselves, since the others would fill up to all positions
+            kinds.append((experts, stored, len(chosen)))
+        for start, end, most in kinds:
             column = torch.arange(most, device=counts.device)
-            at_once = min(len(scratch) // of_one, max(1, 2 * of_nobody // most))
+            at_once = min(room, max(1, 2 * of_nobody // most))
             for first in range(start, end, at_once):
                 these = slice(first, min(first + at_once, end))
-                place = by_expert[(before[these, None] + column).clamp(max=len(by_expert) - 1)]  # [these, most]
-                place = torch.where(column < counts[these, None], place, of_nobody).flatten()
-                rows, count = x.rows(place.clamp(max=of_nobody - 1) // of_token), these.stop - first
-                gate, up = _products(into, first, count, 2, rows, scratch, kernels)
-                inner = kernels.gated(gate, up, activation)
-                (product,) = _products(mid, first, count, 1, inner, scratch, kernels)
-                made[place] = product.sums * (product.factor * product.inverse)[:, None]
-        output = torch.bmm(weights[:, None], made[:-1].view(positions, of_token, -1))[:, 0]
-        return Product(output, torch.ones_like(x.factor), 1.0, None)
+                place = by_expert[(before[these, None] + column).clamp(max=of_nobody - 1)]  # [these, most]
+                place = torch.where(column < counts[these, None], place, of_nobody)
+                yield first, len(place), place.flatten()
 
     def _chosen(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The experts that positions x [S, hidden] have, and their weights: [S, of_token] each."""

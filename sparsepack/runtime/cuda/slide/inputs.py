@@ -72,6 +72,6 @@ def quantise_slide(x: Tensor, how: Slide, dtype: torch.dtype, filled: int = 0) -
         (tokens,),
         32 * warps,
         *(x, columns, x.element_size(), stride, q.view(torch.uint8), scale),
-        shared=how.pattern.groups(columns) * how.pattern.of + 8,
+        shared=0 if 8 % how.pattern.of == 0 else how.pattern.groups(columns) * how.pattern.of + 8,
     )
     return q, scale

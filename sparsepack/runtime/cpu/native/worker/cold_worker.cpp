@@ -29,6 +29,28 @@ constexpr int32_t FIRST_RECORDS = 4;
 constexpr int64_t LINE = 16;           // floats
 constexpr int32_t SPARE_COLUMNS = 16;  // kernels may read as many indices beyond the last
 
+// A thread has at least so many items of a product, and at most so many where the last ones come out even.
+constexpr int32_t LEAST_ITEMS = 3, MOST_ITEMS = 9;
+constexpr int32_t TILES_PER_SLICE = 2;  // a shorter slice would spend its time beginning
+
+int32_t most_slices(const Zigzag& m, int32_t threads) noexcept {
+    int32_t tiles = int32_t((m.columns + m.tile - 1) / m.tile);
+    return std::max(1, std::min(tiles / TILES_PER_SLICE, (MOST_ITEMS * threads + spans(&m) - 1) / spans(&m)));
+}
+
+// The slices of a product's columns with which the fewest threads have nothing to do while the last items are computed.
+int32_t product_slices(const Zigzag& m, int32_t threads) noexcept {
+    int32_t most = most_slices(m, threads), chosen = most;
+    double best = 0;
+    for (int32_t slices = std::min(most, (LEAST_ITEMS * threads + spans(&m) - 1) / spans(&m)); slices <= most;
+         ++slices) {
+        int32_t items = slices * spans(&m), rounds = (items + threads - 1) / threads;
+        double busy = double(items) / (rounds * threads);
+        if (busy > best) best = busy, chosen = slices;
+    }
+    return chosen;
+}
+
 int32_t acquire(const void* word) noexcept {
     return __atomic_load_n(static_cast<const int32_t*>(word), __ATOMIC_ACQUIRE);
 }
@@ -104,8 +126,8 @@ ColdWorker::ColdWorker(const Kernels& kernels, std::vector<const Neurons*> recor
             throw std::invalid_argument("products: expected them by block, and the sizes that the hand-over has");
         for (; block < asked.block; ++block) requests_.push_back({block, -1});
         requests_.push_back({block, int32_t(p)});
-        int32_t slices = gemv_slices(*products_[p], asked.columns, threads);
-        floats = std::max(floats, at_.sequences * slices * gemv_stride(*products_[p]));
+        int64_t slices = at_.sequences * most_slices(*products_[p], threads);
+        floats = std::max(floats, slices * gemv_stride(*products_[p]));
         columns = std::max<int64_t>(columns, asked.columns);
     }
     for (; block < at_.blocks; ++block) requests_.push_back({block, -1});
@@ -330,23 +352,27 @@ void ColdWorker::multiply_together(int32_t number, int thread) noexcept {
     const Zigzag& m = *products_[of.product];
     const AskedProduct& asked = at_.products[of.product];
     const float* x = reinterpret_cast<const float*>(memory_ + asked.x);
-    const int32_t slices = gemv_slices(m, asked.columns, deal.threads), items = slices * spans(&m) * texts_;
+    const int32_t slices = product_slices(m, deal.threads), items = slices * spans(&m) * texts_;
     const int32_t tiles = (asked.columns + m.tile - 1) / m.tile;
     const int64_t stride = gemv_stride(m);
     auto border = [&](int32_t n) { return std::min(asked.columns, int32_t(int64_t(tiles) * n / slices) * m.tile); };
     auto item = [&](int32_t at) {
-        int32_t text = at % texts_, span = at / texts_ % spans(&m), slice = at / texts_ / spans(&m);
+        int64_t text = at % texts_;
+        int32_t span = at / texts_ % spans(&m), slice = at / texts_ / spans(&m);
         int32_t first = border(slice);
         float* y = slices_.data() + (int64_t(text) * slices + slice) * stride + int64_t(span) * m.span * QUAD_ROWS;
-        return GemvWork{&m, span, border(slice + 1) - first, columns_.data() + first, x + int64_t(text) * m.columns, y};
+        return GemvWork{&m, span, border(slice + 1) - first, columns_.data() + first, x + text * m.columns, y, true};
     };
     Arrivals& at = arrivals_[number];
     auto take = [&] { return at.taken.fetch_add(1, std::memory_order_relaxed); };
+    bool fetched = false;
     for (int32_t here = take(); here < items;) {
-        int32_t next = take();
+        bool ahead = here + deal.threads < items;  // nobody holds one of the last items while others have none
+        int32_t next = ahead ? take() : items;
         GemvWork now = item(here), after = next < items ? item(next) : now;
-        kernels_.zigzag_gemv(&now, next < items ? &after : nullptr);
-        here = next;
+        now.cold = !fetched, fetched = next < items;
+        kernels_.zigzag_gemv(&now, fetched ? &after : nullptr);
+        here = ahead ? next : take();
     }
     arrive(at, deal);
     int64_t lines = (m.rows + LINE - 1) / LINE, first = lines * thread / deal.threads * LINE;

@@ -22,12 +22,16 @@
 static constexpr int WARPS = 32, STRIP = 256, ROWS = 256, STAGED = 8;
 static constexpr int PARTS_BITS = 8, BINS = 1 + (64 << PARTS_BITS), OFFSET = (127 - 40) << PARTS_BITS;
 
+// A value of BF16 has seven bits behind the first one: every second bin stays empty, so bins lie in shared memory in
+// another order, in which those that are used fall into all banks.
+__device__ __forceinline__ int placed(int bin) { return INPUT == 2 ? bin / 2 + bin % 2 * ((BINS + 1) / 2) : bin; }
+
 __device__ __forceinline__ void count(u32* histogram, u32* zeros, float size) {
     const int place = (int)(__float_as_uint(size) >> (23 - PARTS_BITS));
     if (place == 0)
         ++*zeros;
     else
-        atomicAdd(histogram + 1 + min(max(place - OFFSET, 0), BINS - 2), 1u);
+        atomicAdd(histogram + placed(1 + min(max(place - OFFSET, 0), BINS - 2)), 1u);
 }
 
 // The sums over a block's warps of what their lanes hold of a strip's columns; thread t < STRIP gets column t's.
@@ -120,6 +124,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
     __syncthreads();
     u64* const to = counts + (u64)blockIdx.y * BINS;
     for (int i = threadIdx.x; i < CRITERIA * BINS; i += WARPS * 32) {
-        if (shared[i]) atomic_add(to + i, shared[i]);
+        const u32 found = shared[i / BINS * BINS + placed(i % BINS)];
+        if (found) atomic_add(to + i, found);
     }
 }
