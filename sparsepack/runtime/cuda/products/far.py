@@ -18,7 +18,8 @@ ROWS_OF_A_BLOCK = 512
 
 @dataclass(frozen=True)
 class FarProduct:
-    """Who multiplies which rows, and where they meet. Tensors in the host's memory are the GPU's all the same.
+    """A product that GPU and processor share: it says which rows are whose, and where results meet. Kernels read and
+    write the tensors in the host's memory like their own.
 
     near        -- the first bands, which the GPU reads
     rows        -- of the whole matrix
