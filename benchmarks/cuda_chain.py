@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from sparsepack.runtime.cuda.driver.flag_in_data import flag_in_data_buffers
-from sparsepack.runtime.cuda.products.zigzag import CudaZigzag, Input, gemv
+from sparsepack.runtime.cuda.products.zigzag import CudaZigzag
+from sparsepack.runtime.cuda.products.zigzag_products import Input, gemv
 
 
 class Buffers:

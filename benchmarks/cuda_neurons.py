@@ -23,7 +23,7 @@ from sparsepack.formats.codecs.neurons import record_bytes
 from sparsepack.runtime.cuda.driver.host_memory import host_tensors
 from sparsepack.runtime.cuda.driver.kernel_set import KERNELS
 from sparsepack.runtime.cuda.products.neurons import ActiveNeurons, CudaNeurons
-from sparsepack.runtime.cuda.products.zigzag import Input
+from sparsepack.runtime.cuda.products.zigzag_products import Input
 from sparsepack.runtime.tuning import random_blocks
 from sparsepack.tables import Table, markdown
 

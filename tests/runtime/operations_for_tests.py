@@ -22,7 +22,8 @@ from sparsepack.runtime.cuda.driver.kernel_set import KERNELS
 from sparsepack.runtime.cuda.products import neurons
 from sparsepack.runtime.cuda.products.gemm_fp16 import Product
 from sparsepack.runtime.cuda.products.neurons import CudaNeurons
-from sparsepack.runtime.cuda.products.zigzag import CudaZigzag, Input
+from sparsepack.runtime.cuda.products.zigzag import CudaZigzag
+from sparsepack.runtime.cuda.products.zigzag_products import Input
 from sparsepack.runtime.operations import Operations
 from sparsepack.runtime.reference import products as reference
 

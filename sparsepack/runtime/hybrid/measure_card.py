@@ -24,7 +24,7 @@ from sparsepack.placement.links import Links
 from sparsepack.runtime.cpu import operations
 from sparsepack.runtime.cuda.driver.kernel_set import Kernels
 from sparsepack.runtime.cuda.products.tile_config import BAND_ROWS, BLOCK_BYTES, far_tile_config
-from sparsepack.runtime.cuda.products.zigzag import Input
+from sparsepack.runtime.cuda.products.zigzag_products import Input
 from sparsepack.runtime.hybrid import measure
 from sparsepack.runtime.hybrid.cuda_mlps import CudaDivided
 from sparsepack.runtime.hybrid.handover import AskedProduct, HandOver, next_number, views

@@ -8,7 +8,7 @@ import torch
 
 from sparsepack.runtime.cuda.driver.flag_in_data import SENTINEL, workspace
 from sparsepack.runtime.cuda.driver.kernel_set import KERNELS, Kernels
-from sparsepack.runtime.cuda.products import zigzag
+from sparsepack.runtime.cuda.products import zigzag_products
 
 
 @pytest.fixture(params=["simulated", pytest.param("gpu", marks=pytest.mark.gpu)])
@@ -33,5 +33,5 @@ def workspace_is_reset() -> Iterator[None]:
 @pytest.fixture
 def no_copy_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     """The path of older GPUs runs on newer ones, too."""
-    macros = zigzag._macros
-    monkeypatch.setattr(zigzag, "_macros", lambda *args: {**macros(*args), "BULK": 0})
+    macros = zigzag_products._macros
+    monkeypatch.setattr(zigzag_products, "_macros", lambda *args: {**macros(*args), "BULK": 0})

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from sparsepack.formats.codecs.matrices import PackedExperts
 from sparsepack.runtime.cuda.driver.flag_in_data import SENTINEL
-from sparsepack.runtime.cuda.products import zigzag
+from sparsepack.runtime.cuda.products import zigzag_products
 from sparsepack.runtime.cuda.products.tile_config import BAND_ROWS
-from sparsepack.runtime.cuda.products.zigzag import Input, Together
+from sparsepack.runtime.cuda.products.zigzag_products import Input, Together
 from sparsepack.runtime.reference import experts as reference_experts
 from sparsepack.runtime.reference import products as reference
 
@@ -57,7 +57,7 @@ def decode_experts(experts: Experts, first: int, count: int, parts: int, scratch
 
 
 def expert_blocks(experts: Experts, texts: int = 1) -> int:
-    return zigzag.blocks(experts.expert(0)) * experts.together.of_token
+    return zigzag_products.blocks(experts.expert(0)) * experts.together.of_token
 
 
 def route(router: Tensor, input: Input, logits: Tensor) -> None:

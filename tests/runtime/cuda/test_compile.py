@@ -9,9 +9,10 @@ from homes_for_tests import without_a_home
 from sparsepack.errors import UserError
 from sparsepack.runtime.cuda.driver import compiler
 from sparsepack.runtime.cuda.driver.compiler import cubin, kernel_files, nvrtc_version
-from sparsepack.runtime.cuda.products import zigzag
+from sparsepack.runtime.cuda.products import zigzag_products
 from sparsepack.runtime.cuda.products.tile_config import CudaTileConfig
-from sparsepack.runtime.cuda.products.zigzag import CudaZigzag, Input, Together
+from sparsepack.runtime.cuda.products.zigzag import CudaZigzag
+from sparsepack.runtime.cuda.products.zigzag_products import Input, Together
 from sparsepack.runtime.cuda.slide.hopper import CLUSTER, DENSE_TILES, TILES
 
 
@@ -158,7 +159,7 @@ def test_products_compile_as_they_are_launched(what: str, arch: int) -> None:
         CudaTileConfig(2, 8, 0, 11),
     ):
         matrix = CudaZigzag(torch.empty(0), 512, 9001, config, 0, 1.0, 1.0, 1.0)
-        defines = zigzag._defines(matrix, input, 2 if what == "gate" else None)
+        defines = zigzag_products._defines(matrix, input, 2 if what == "gate" else None)
         if (what != "gate" or config.tile_bands > 1) and (what != "dense" or config.stages):
             assert cubin("zigzag_gemv", arch, defines)[:4] == b"\x7fELF"
 
@@ -172,7 +173,7 @@ def test_products_of_experts_compile_as_they_are_launched(what: str, together: T
     for config in (CudaTileConfig(1, 8, 24, 2), CudaTileConfig(2, 8, 16, 5)):
         matrix = CudaZigzag(torch.empty(0), 512, 768, config, 0, 1.0, 1.0, 1.0)
         activation = 0 if config.tile_bands > 1 and not together.added else None
-        defines = zigzag._defines(matrix, Input(x) if what == "dense" else held, activation, together)
+        defines = zigzag_products._defines(matrix, Input(x) if what == "dense" else held, activation, together)
         assert cubin("zigzag_gemv", arch, defines)[:4] == b"\x7fELF"
 
 
@@ -192,7 +193,7 @@ def test_products_of_several_inputs_compile_as_they_are_launched(what: str, inpu
     }[what]
     for config in (CudaTileConfig(1, 8, 24, 1), CudaTileConfig(2, 8, 16, 16), CudaTileConfig(8, 8, 4, 20)):
         matrix = CudaZigzag(torch.empty(0), 512, 9001, config, 0, 1.0, 1.0, 1.0)
-        defines = zigzag._batch_defines(matrix, input, 2 if what == "gate" else None)
+        defines = zigzag_products._batch_defines(matrix, input, 2 if what == "gate" else None)
         if what != "gate" or config.tile_bands > 1:
             assert cubin("zigzag_batch", arch, defines)[:4] == b"\x7fELF"
 
@@ -201,8 +202,8 @@ def test_products_of_several_inputs_compile_as_they_are_launched(what: str, inpu
 def test_a_build_for_racecheck_has_other_barriers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.empty(64)
     matrix = CudaZigzag(torch.empty(0), 512, 64, CudaTileConfig(2, 8, 16, 2), 0, 1.0, 1.0, 1.0)
-    gemv = zigzag._defines(matrix, Input(x, threshold=x), None)
-    batch = zigzag._batch_defines(matrix, Input(x.expand(2, -1), threshold=x), None)
+    gemv = zigzag_products._defines(matrix, Input(x, threshold=x), None)
+    batch = zigzag_products._batch_defines(matrix, Input(x.expand(2, -1), threshold=x), None)
     defines = gemv if name == "zigzag_gemv" else batch
     usual = cubin(name, 90, defines)
     monkeypatch.setenv("SPARSEPACK_CUDA_CHECKED", "1")

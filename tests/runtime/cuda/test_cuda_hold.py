@@ -16,7 +16,7 @@ from sparsepack.runtime.cuda.decoder.held import new_held
 from sparsepack.runtime.cuda.decoder.sampling import pick_likeliest
 from sparsepack.runtime.cuda.driver.kernel_set import KERNELS, Kernels
 from sparsepack.runtime.cuda.products.tile_config import CudaTileConfig
-from sparsepack.runtime.cuda.products.zigzag import Input, batch, gemv, most_inputs
+from sparsepack.runtime.cuda.products.zigzag_products import Input, batch, gemv, most_inputs
 from sparsepack.runtime.engine import Engine
 from sparsepack.runtime.hold import HeldText, Hold, hold_of
 from sparsepack.runtime.sampling import Sampler, Sampling

@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from sparsepack.cli import main
 from sparsepack.formats.codecs import zigzag as codec
 from sparsepack.formats.codecs.matrices import ZIGZAG, PackedMatrix, decode_matrix
-from sparsepack.runtime.cuda.products import tune, zigzag
+from sparsepack.runtime.cuda.products import tune, zigzag, zigzag_products
 from sparsepack.runtime.cuda.products.tile_config import (
     SCHEMA,
     CudaTileConfig,
@@ -174,7 +174,7 @@ def test_a_tuning_is_kept_and_used(cache: Path) -> None:
     torch.cuda.synchronize()
     assert loaded.config == tile_config_of(result["shapes"][0])
     x, y = torch.randn(SHAPE[1]), torch.empty(SHAPE[0], device="cuda")
-    zigzag.gemv(loaded, zigzag.Input(x.cuda(), threshold=torch.tensor([0.5], device="cuda")), y)
+    zigzag_products.gemv(loaded, zigzag_products.Input(x.cuda(), threshold=torch.tensor([0.5], device="cuda")), y)
     expected = decode_matrix(matrix).double() @ torch.where(x.abs() > 0.5, x, 0).double()
     assert (y.cpu() - expected).norm() < 1e-5 * expected.norm()
 

@@ -21,7 +21,7 @@ from sparsepack.runtime.cuda.products.experts import (
 )
 from sparsepack.runtime.cuda.products.gemm_fp16 import new_products
 from sparsepack.runtime.cuda.products.tile_config import CudaTileConfig
-from sparsepack.runtime.cuda.products.zigzag import Input
+from sparsepack.runtime.cuda.products.zigzag_products import Input
 from sparsepack.runtime.reference.experts import route as reference_route
 from sparsepack.runtime.reference.experts import with_shared
 

@@ -8,10 +8,10 @@ from torch import Tensor
 
 from sparsepack.formats.codecs.matrices import decode_matrix
 from sparsepack.runtime.cuda.driver.host_memory import in_host_memory, shared_memory
-from sparsepack.runtime.cuda.products import far, zigzag
+from sparsepack.runtime.cuda.products import far, zigzag, zigzag_products
 from sparsepack.runtime.cuda.products.far import FarProduct
 from sparsepack.runtime.cuda.products.tile_config import far_tile_config
-from sparsepack.runtime.cuda.products.zigzag import Input
+from sparsepack.runtime.cuda.products.zigzag_products import Input
 from sparsepack.runtime.hybrid.handover import LAST_NUMBER, Abort, AskedProduct, HandOver
 from sparsepack.runtime.reference import products as reference
 
@@ -91,7 +91,7 @@ def test_rows_of_both_sides_make_the_product(rows: int, columns: int, near: int,
     y = before.to(CUDA)
     parts = torch.full((texts, squares), -1.0, device=CUDA) if squares else None
     active = torch.zeros((), dtype=torch.int64, device=CUDA)
-    multiply, given = (zigzag.gemv, x[0]) if texts == 1 else (zigzag.batch, x)
+    multiply, given = (zigzag_products.gemv, x[0]) if texts == 1 else (zigzag_products.batch, x)
     input = Input(given.to(CUDA))
     far.multiply(shared.of, multiply, input, y, bias=bias.to(CUDA), residual=y, squares=parts, active=active)
     expected = x.double() @ shared.weight.t() + bias + before

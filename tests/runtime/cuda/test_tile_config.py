@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from sparsepack.runtime.cuda.driver import flag_in_data, shared_memory
-from sparsepack.runtime.cuda.products import tile_config, zigzag
+from sparsepack.runtime.cuda.products import tile_config, zigzag_products
 from sparsepack.runtime.cuda.products.tile_config import CudaTileConfig, default_tile_config, shared_bytes
-from sparsepack.runtime.cuda.products.zigzag import CudaZigzag, Input, batch, gemv, most_inputs
+from sparsepack.runtime.cuda.products.zigzag import CudaZigzag
+from sparsepack.runtime.cuda.products.zigzag_products import Input, batch, gemv, most_inputs
 
 GPUS = {"A100": (108, 163), "A10": (72, 99), "RTX 3050": (20, 99), "RTX 4090": (128, 99), "H100": (132, 227)}
 """Multiprocessors, and KiB of shared memory that a block may have."""
@@ -28,9 +29,9 @@ LARGE = SHAPES[-2:]
 
 def on_gpu(monkeypatch: pytest.MonkeyPatch, processors: int, memory: int = 227) -> None:
     """As if on a GPU with so many multiprocessors, and so many KiB of shared memory for a block."""
-    for module in (tile_config, zigzag):
+    for module in (tile_config, zigzag_products):
         monkeypatch.setattr(module, "multiprocessors", lambda device: processors)
-    for module in (shared_memory, tile_config, zigzag):
+    for module in (shared_memory, tile_config, zigzag_products):
         monkeypatch.setattr(module, "shared_limit", lambda device: memory * 1024)
 
 
@@ -88,9 +89,9 @@ def test_where_all_columns_are_active_there_is_a_ring(monkeypatch: pytest.Monkey
     def launch(defines: tuple[str, ...], grid: object, threads: int, *_: object, shared: int) -> None:
         launched.append((next(one for one in defines if one.startswith("STAGES=")), threads, shared))
 
-    monkeypatch.setattr(zigzag, "kernel", lambda file, name, defines, device: defines)
-    monkeypatch.setattr(zigzag, "launch", launch)
-    monkeypatch.setattr(zigzag, "workspace", lambda device: torch.empty(flag_in_data.WORKSPACE_WORDS * 132))
+    monkeypatch.setattr(zigzag_products, "kernel", lambda file, name, defines, device: defines)
+    monkeypatch.setattr(zigzag_products, "launch", launch)
+    monkeypatch.setattr(zigzag_products, "workspace", lambda device: torch.empty(flag_in_data.WORKSPACE_WORDS * 132))
     none = CudaZigzag(torch.empty(4, 0), 1024, 4096, CudaTileConfig(1, 6, 0, 32), 0, 1.0, 1.0, 1.0)
     x, y, threshold = torch.zeros(4096), torch.empty(1024), torch.zeros(1)
     for input in (Input(x, threshold=threshold), Input(x)):
@@ -104,7 +105,7 @@ def test_where_all_columns_are_active_there_is_a_ring(monkeypatch: pytest.Monkey
 def test_several_inputs_need_a_ring(tile_bands: int, monkeypatch: pytest.MonkeyPatch) -> None:
     on_gpu(monkeypatch, *GPUS["H100"])
     none = CudaZigzag(torch.empty(0), 2048, 256, CudaTileConfig(tile_bands, 8, 0, 4), 0, 1.0, 1.0, 1.0)
-    config = zigzag._for_inputs(none, 8).config
+    config = zigzag_products._for_inputs(none, 8).config
     assert config.stages
     assert (config.tile_bands, config.splits) == (tile_bands, 4), "as the matrix lies"
     assert most_inputs(none) == 8
@@ -124,7 +125,7 @@ def test_how_many_sequences_of_8_billion_parameters_run_together(
 
 def test_products_whose_blocks_would_wait_in_vain_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     on_gpu(monkeypatch, 6)
-    monkeypatch.setattr(zigzag, "workspace", flag_in_data.workspace.__wrapped__)
+    monkeypatch.setattr(zigzag_products, "workspace", flag_in_data.workspace.__wrapped__)
     monkeypatch.setattr(flag_in_data, "multiprocessors", lambda device: 6)
     x, y = torch.zeros(8, 96), torch.zeros(8, 3 * 256)
 

@@ -7,7 +7,8 @@ from zigzag_cases import CONFIGS, assert_close, loaded, normal, random_matrix, w
 
 from sparsepack.formats.codecs.matrices import PackedMatrix
 from sparsepack.runtime.cuda.products.tile_config import CudaTileConfig
-from sparsepack.runtime.cuda.products.zigzag import CudaZigzag, Input, batch, blocks, gemv, most_inputs
+from sparsepack.runtime.cuda.products.zigzag import CudaZigzag
+from sparsepack.runtime.cuda.products.zigzag_products import Input, batch, blocks, gemv, most_inputs
 from sparsepack.runtime.reference.products import ACTIVATION_FUNCTIONS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("workspace_is_reset")]

@@ -6,7 +6,8 @@ from zigzag_cases import CONFIGS, LIMIT, assert_close, loaded, normal, random_ma
 
 from sparsepack.runtime.cuda.driver.flag_in_data import SENTINEL, flag_in_data_buffers
 from sparsepack.runtime.cuda.products.tile_config import CudaTileConfig, with_ring
-from sparsepack.runtime.cuda.products.zigzag import Input, batch, blocks, gemv, load_zigzag
+from sparsepack.runtime.cuda.products.zigzag import load_zigzag
+from sparsepack.runtime.cuda.products.zigzag_products import Input, batch, blocks, gemv
 from sparsepack.runtime.reference.products import ACTIVATION_FUNCTIONS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("workspace_is_reset")]

@@ -9,7 +9,8 @@ from sparsepack.formats.codecs.matrices import ZIGZAG, PackedMatrix
 from sparsepack.formats.codecs.types import BLOCKS
 from sparsepack.runtime.cuda.driver.kernel import multiprocessors
 from sparsepack.runtime.cuda.products.tile_config import CudaTileConfig
-from sparsepack.runtime.cuda.products.zigzag import CudaZigzag, blocks, load_zigzag
+from sparsepack.runtime.cuda.products.zigzag import CudaZigzag, load_zigzag
+from sparsepack.runtime.cuda.products.zigzag_products import blocks
 
 CONFIGS = [
     CudaTileConfig(1, 8, 24, 1),

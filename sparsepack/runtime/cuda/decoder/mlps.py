@@ -17,7 +17,8 @@ from sparsepack.runtime.cuda.driver.kernel_set import Kernels
 from sparsepack.runtime.cuda.products.experts import CudaExperts, decoded_weights
 from sparsepack.runtime.cuda.products.gemm_fp16 import Product, ScaledFp16
 from sparsepack.runtime.cuda.products.neurons import ActiveNeurons, CudaNeurons, Division
-from sparsepack.runtime.cuda.products.zigzag import CudaZigzag, Input, Together
+from sparsepack.runtime.cuda.products.zigzag import CudaZigzag
+from sparsepack.runtime.cuda.products.zigzag_products import Input, Together
 from sparsepack.runtime.reference.experts import route, with_shared
 from sparsepack.runtime.site_columns import Columns
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from sparsepack.runtime.cuda.attention import attention, double_sparsity, offload, prefill_attention
 from sparsepack.runtime.cuda.decoder import sampling
 from sparsepack.runtime.cuda.driver import device, flag_in_data, graph, host_memory
-from sparsepack.runtime.cuda.products import experts, far, neurons, post_norm, row_norms, rows, zigzag
+from sparsepack.runtime.cuda.products import experts, far, neurons, post_norm, row_norms, rows, zigzag, zigzag_products
 from sparsepack.runtime.cuda.products import gemm_fp16 as dense
 from sparsepack.runtime.device_sampling import sample
 
@@ -52,12 +52,12 @@ class Kernels:
 
     # Steps.
     flag_in_data_buffers = staticmethod(flag_in_data.flag_in_data_buffers)
-    blocks = staticmethod(zigzag.blocks)
-    most_inputs = staticmethod(zigzag.most_inputs)
+    blocks = staticmethod(zigzag_products.blocks)
+    most_inputs = staticmethod(zigzag_products.most_inputs)
     new_candidates = staticmethod(rows.new_candidates)
     embed = staticmethod(rows.embed)
-    gemv = staticmethod(zigzag.gemv)
-    batch = staticmethod(zigzag.batch)
+    gemv = staticmethod(zigzag_products.gemv)
+    batch = staticmethod(zigzag_products.batch)
     multiply_far = staticmethod(far.multiply)
     attend = staticmethod(attention.attend)
     attend_double_sparsity = staticmethod(double_sparsity.attend)

@@ -7,9 +7,10 @@ from torch import Tensor
 
 from sparsepack.formats.codecs.matrices import PackedExperts
 from sparsepack.runtime.cuda.driver.kernel import kernel, launch, multiprocessors
-from sparsepack.runtime.cuda.products import zigzag
+from sparsepack.runtime.cuda.products import zigzag, zigzag_products
 from sparsepack.runtime.cuda.products.tile_config import BAND_ROWS, CudaTileConfig, expert_tile_config
-from sparsepack.runtime.cuda.products.zigzag import CudaZigzag, Input, Together
+from sparsepack.runtime.cuda.products.zigzag import CudaZigzag
+from sparsepack.runtime.cuda.products.zigzag_products import Input, Together
 
 ROUTE_THREADS = 256
 LOADED_AT_ONCE = 1 << 26
@@ -116,7 +117,7 @@ def multiply_experts(
 
     squares -- float32 [blocks(experts, 1)], of several texts [B, blocks(experts, B)]
     active  -- int64 []: the active columns of each text and expert are added to it
-    The others are as `zigzag.gemv` takes them.
+    The others are as `zigzag_products.gemv` takes them.
     """
     logits = logits.view(-1, experts.together.logits)
     at_once, config = _spread(experts, len(logits))
@@ -127,7 +128,7 @@ def multiply_experts(
         def of(each: Tensor | None, these: slice = these) -> Tensor | None:
             return None if each is None else each.view(len(logits), -1)[these]
 
-        zigzag.launch_gemv(
+        zigzag_products.launch_gemv(
             matrix,
             input.of_texts(these, len(logits)),
             y.view(len(logits), -1)[these],
@@ -169,7 +170,7 @@ def decode_experts(experts: CudaExperts, first: int, count: int, parts: int, scr
 def blocks(experts: CudaExperts, texts: int = 1) -> int:
     """The number of thread blocks that finish the rows of a text."""
     _, config = _spread(experts, texts)
-    return zigzag.blocks_of(replace(experts.all, config=config), experts.together)
+    return zigzag_products.blocks(replace(experts.all, config=config), experts.together)
 
 
 def _spread(experts: CudaExperts, texts: int) -> tuple[int, CudaTileConfig]:

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from sparsepack.runtime.cuda.driver.kernel import kernel, launch
 from sparsepack.runtime.cuda.products.tile_config import BAND_ROWS, far_tile_config
-from sparsepack.runtime.cuda.products.zigzag import CudaZigzag, Input
+from sparsepack.runtime.cuda.products.zigzag import CudaZigzag
+from sparsepack.runtime.cuda.products.zigzag_products import Input
 
 ASK_THREADS, TAKE_THREADS = 1024, 256
 ROWS_OF_A_BLOCK = 512

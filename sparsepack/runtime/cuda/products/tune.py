@@ -23,7 +23,8 @@ from sparsepack.runtime.cuda.products.tile_config import (
     tuned,
     tuned_path,
 )
-from sparsepack.runtime.cuda.products.zigzag import CudaZigzag, Input, gemv, load_zigzag
+from sparsepack.runtime.cuda.products.zigzag import CudaZigzag, load_zigzag
+from sparsepack.runtime.cuda.products.zigzag_products import Input, gemv
 from sparsepack.runtime.tuning import ACTIVE, ROTATION, Shape, copies_of, measure_shapes, random_blocks, row_of
 
 CHOICES: Mapping[str, Sequence[int]] = MappingProxyType(
