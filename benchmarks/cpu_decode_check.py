@@ -18,7 +18,7 @@ from synthetic import Synthetic, random_ids
 from sparsepack.eval.subject import Subject, open_subject
 from sparsepack.models.stock.hooks import site_hooks
 from sparsepack.runtime.engine import Engine
-from sparsepack.runtime.sampling import Sampler, Sampling
+from sparsepack.runtime.generation.sampling import Sampler, Sampling
 
 TOKENS = 32
 PROMPT = 16

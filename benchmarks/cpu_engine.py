@@ -6,7 +6,7 @@ import torch
 
 from sparsepack.formats.packed import PackedModel
 from sparsepack.runtime.engine import Engine
-from sparsepack.runtime.sampling import Sampler, Sampling
+from sparsepack.runtime.generation.sampling import Sampler, Sampling
 
 CONTEXT = 1024
 

@@ -36,7 +36,7 @@ from sparsepack.models.records.neurons import NeuronCounts
 from sparsepack.models.tokenizer.windows import rolling_windows
 from sparsepack.runtime.cpu.dispatch import instruction_set, native
 from sparsepack.runtime.engine import Engine
-from sparsepack.runtime.sampling import Sampler, Sampling
+from sparsepack.runtime.generation.sampling import Sampler, Sampling
 from sparsepack.runtime.tuning import ROTATION
 from sparsepack.tables import Table, markdown
 

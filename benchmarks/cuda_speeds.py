@@ -24,7 +24,7 @@ from turns import in_turns, interleaved
 from sparsepack.bench import traffic
 from sparsepack.formats.packed import PackedModel
 from sparsepack.runtime.engine import Engine
-from sparsepack.runtime.sampling import Sampler, Sampling
+from sparsepack.runtime.generation.sampling import Sampler, Sampling
 from sparsepack.runtime.skipped import skipped_weights
 from sparsepack.tables import Table
 

@@ -20,7 +20,7 @@ from sparsepack.formats.open import read_packed
 from sparsepack.formats.packed import PackedModel
 from sparsepack.models.tokenizer.windows import tokenise
 from sparsepack.runtime.engine import Engine
-from sparsepack.runtime.generate import open_tokenizer
+from sparsepack.runtime.generation.generate import open_tokenizer
 from sparsepack.runtime.hold import GAIN_TOKENS, Hold, hold_of
 from sparsepack.runtime.options import EngineOptions
 from sparsepack.tables import Table, markdown

@@ -45,10 +45,10 @@ from sparsepack.placement.budget import Parts, bytes_in, in_words
 from sparsepack.placement.ways import per_token, per_token_in_words
 from sparsepack.runtime.cuda.links import measure, measured_links
 from sparsepack.runtime.engine import Engine
+from sparsepack.runtime.generation.sampling import Sampler, Sampling
 from sparsepack.runtime.hybrid.cuda_decoder import CudaHybridDecoder
 from sparsepack.runtime.hybrid.plan import parts_of
 from sparsepack.runtime.options import EngineOptions
-from sparsepack.runtime.sampling import Sampler, Sampling
 from sparsepack.tables import Table, markdown
 
 PROMPT = 1

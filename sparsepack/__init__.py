@@ -70,7 +70,7 @@ if TYPE_CHECKING:
     from sparsepack.refit.options import RefitOptions
     from sparsepack.rotation.options import RotateOptions
     from sparsepack.rotation.run import rotate
-    from sparsepack.runtime.generate import Generated, Generation
+    from sparsepack.runtime.generation.generate import Generated, Generation
     from sparsepack.runtime.options import GenerateOptions
     from sparsepack.simulation.options import SimulateOptions
     from sparsepack.simulation.run import simulate
@@ -87,8 +87,8 @@ _HOMES = {
     "DistilOptions": "sparsepack.distillation.options",
     "EvalRequest": "sparsepack.eval.options",
     "GenerateOptions": "sparsepack.runtime.options",
-    "Generated": "sparsepack.runtime.generate",
-    "Generation": "sparsepack.runtime.generate",
+    "Generated": "sparsepack.runtime.generation.generate",
+    "Generation": "sparsepack.runtime.generation.generate",
     "Model": "sparsepack.loading",
     "PackRequest": "sparsepack.packing",
     "PlaceOptions": "sparsepack.placement.options",

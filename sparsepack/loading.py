@@ -18,7 +18,7 @@ from sparsepack.models.tokenizer.chat import Message, render_chat
 from sparsepack.option import check_type, check_types
 from sparsepack.runtime.engine import Engine
 from sparsepack.runtime.features import backend_asked
-from sparsepack.runtime.generate import (
+from sparsepack.runtime.generation.generate import (
     Generated,
     Generation,
     generate,
@@ -26,8 +26,8 @@ from sparsepack.runtime.generate import (
     open_tokenizer,
     prompt_tokens,
 )
+from sparsepack.runtime.generation.suggestion import as_suggested, checked
 from sparsepack.runtime.options import CHAT_TOKENS, EngineOptions, GenerateOptions
-from sparsepack.runtime.suggestion import as_suggested, checked
 
 
 @dataclass(frozen=True)

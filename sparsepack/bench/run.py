@@ -10,7 +10,7 @@ from sparsepack.files.text import read_text
 from sparsepack.formats.artifact import Artifact
 from sparsepack.formats.open import open_artifact, read_packed
 from sparsepack.models.tokenizer.windows import tokenise
-from sparsepack.runtime.generate import open_tokenizer
+from sparsepack.runtime.generation.generate import open_tokenizer
 from sparsepack.runtime.options import EngineOptions
 
 

@@ -9,10 +9,10 @@ from torch import Tensor
 from sparsepack.formats.packed import PackedModel
 from sparsepack.placement.counts import HitCounts
 from sparsepack.placement.ways import Ways
+from sparsepack.runtime.generation.sampling import Sampler
 from sparsepack.runtime.hold import Hold
 from sparsepack.runtime.kv_cache import AttentionShape, CacheState, attention_shape
 from sparsepack.runtime.reference import attention as reference_attention
-from sparsepack.runtime.sampling import Sampler
 
 
 class Decoder(Protocol):

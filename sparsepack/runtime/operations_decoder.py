@@ -12,12 +12,12 @@ from sparsepack.placement.counts import HitCounts
 from sparsepack.placement.ways import Ways
 from sparsepack.progress import counted
 from sparsepack.runtime.decoder import among_all, attention_of, stepped
+from sparsepack.runtime.generation.sampling import Sampler
 from sparsepack.runtime.hold import HeldStep, HeldTexts, Hold
 from sparsepack.runtime.kv_cache import AttentionShape, KvCache
 from sparsepack.runtime.operations import Operations
 from sparsepack.runtime.operations_layer import LoadedLayer, Mode, load_layer
 from sparsepack.runtime.reference import products as reference
-from sparsepack.runtime.sampling import Sampler
 
 PREFILL_TOKENS = 512
 """This many positions pass at once: attention needs heads * PREFILL_TOKENS * context scores."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from sparsepack.runtime.sampling import TokenLogprob
+from sparsepack.runtime.generation.sampling import TokenLogprob
 from sparsepack.serve.likelihoods import Likelihoods
 from sparsepack.serve.tools import AnswerReader, TextReader, ToolCall
 from sparsepack.serve.worker import Ended, Piece

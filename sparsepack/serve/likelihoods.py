@@ -4,7 +4,7 @@ import codecs
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from sparsepack.runtime.sampling import TokenLogprob
+from sparsepack.runtime.generation.sampling import TokenLogprob
 
 Bytes = Callable[[int], bytes]
 """What a token stands for, by its id."""

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from sparsepack.loading import Model
+from sparsepack.runtime.generation.suggestion import as_suggested
 from sparsepack.runtime.options import GenerateOptions
-from sparsepack.runtime.suggestion import as_suggested
 from sparsepack.serve.grammar import GrammarConstraint, Grammars
 from sparsepack.serve.guards import MOST_VALUES, check_values
 from sparsepack.serve.likelihoods import Likelihoods, chat_likelihoods, completion_likelihoods

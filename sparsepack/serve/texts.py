@@ -15,8 +15,8 @@ from typing import Protocol
 from torch import Tensor
 
 from sparsepack.loading import Model
-from sparsepack.runtime.continuation import Continuation
-from sparsepack.runtime.sampling import Sampler
+from sparsepack.runtime.generation.continuation import Continuation
+from sparsepack.runtime.generation.sampling import Sampler
 from sparsepack.serve.worker import Ended, Event, Failed, Piece, TextRequest
 
 PREFILLED_AT_ONCE = 512

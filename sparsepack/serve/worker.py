@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from math import ceil
 from typing import Any, Protocol
 
+from sparsepack.runtime.generation.sampling import TokenLogprob
 from sparsepack.runtime.options import GenerateOptions
-from sparsepack.runtime.sampling import TokenLogprob
 from sparsepack.serve.waiting import FairQueue
 
 

@@ -126,7 +126,7 @@ def test_a_conversation_on_a_terminal(folder: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_an_answer_can_be_interrupted_on_a_terminal(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from sparsepack.runtime.generate import Generation
+    from sparsepack.runtime.generation.generate import Generation
 
     step = Generation._step
     calls: list[Sequence[int]] = []

@@ -17,7 +17,7 @@ from sparsepack.runtime import operations_decoder
 from sparsepack.runtime.cpu import decoder as native_decoder
 from sparsepack.runtime.cuda.decoder import decoder as cuda_decoder
 from sparsepack.runtime.engine import Engine
-from sparsepack.runtime.sampling import Sampler, Sampling
+from sparsepack.runtime.generation.sampling import Sampler, Sampling
 
 IDS = torch.randint(300, (13,), generator=torch.Generator().manual_seed(1)).tolist()
 STARTS = [0, 6, 12]

@@ -19,10 +19,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from sparsepack.errors import ArtifactError, UserError
 from sparsepack.models.records.skipped import Skipped
-from sparsepack.runtime.detokenise import TextStream
-from sparsepack.runtime.generate import generate, open_tokenizer, prompt_tokens
+from sparsepack.runtime.generation.detokenise import TextStream
+from sparsepack.runtime.generation.generate import generate, open_tokenizer, prompt_tokens
+from sparsepack.runtime.generation.sampling import Sampler
 from sparsepack.runtime.options import GenerateOptions
-from sparsepack.runtime.sampling import Sampler
 
 SPECIAL = ["<unk>", "<s>", "</s>"]
 
@@ -327,5 +327,5 @@ def test_a_real_engine_generates_the_same_text_for_the_same_seed(backend: str) -
 
 
 def test_generation_imports_no_transformers() -> None:
-    code = "import sys, sparsepack.runtime.generate; sys.exit('transformers' in sys.modules)"
+    code = "import sys, sparsepack.runtime.generation.generate; sys.exit('transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=120).returncode == 0

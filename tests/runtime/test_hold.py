@@ -19,12 +19,12 @@ from sparsepack.runtime import hold
 from sparsepack.runtime.backends import BACKENDS
 from sparsepack.runtime.engine import Engine
 from sparsepack.runtime.features import check_features
+from sparsepack.runtime.generation.sampling import Sampler, Sampling
 from sparsepack.runtime.hold import LEAST_SCALE, MOST_SCALE, HeldText, Hold, hold_of
 from sparsepack.runtime.operations_decoder import OperationsDecoder
 from sparsepack.runtime.options import EngineOptions
 from sparsepack.runtime.reference import products
 from sparsepack.runtime.reference.backend import ReferenceOperations
-from sparsepack.runtime.sampling import Sampler, Sampling
 
 TEXTS = torch.randint(300, (4, 48), generator=torch.Generator().manual_seed(5)).tolist()
 every_variant = pytest.mark.parametrize("variant", ["llama", "llama, several bands, tied Q6_K", "qwen3, tied"])

@@ -15,7 +15,7 @@ from sparsepack.formats.stock import dequantised, stock_config
 from sparsepack.models.checkpoint.checkpoint import open_checkpoint
 from sparsepack.models.stock.whole import build_model
 from sparsepack.runtime.engine import Engine
-from sparsepack.runtime.generate import generate, open_tokenizer
+from sparsepack.runtime.generation.generate import generate, open_tokenizer
 from sparsepack.runtime.options import GenerateOptions
 
 TEXT = "It was the best of times, it was the worst of times, it was the age of wisdom, it was the age of foolishness, "

@@ -5,7 +5,7 @@ import torch
 from commands_for_tests import sparsepack
 
 from sparsepack.errors import ArtifactError, UserError
-from sparsepack.runtime.sampling import LEAST_LOGPROB, Sampler, Sampling, penalised
+from sparsepack.runtime.generation.sampling import LEAST_LOGPROB, Sampler, Sampling, penalised
 
 LOGITS = torch.tensor([0.5, 0.2, 0.1, 0.15, 0.05]).log()
 

@@ -13,8 +13,8 @@ from sparsepack.errors import UserError
 from sparsepack.formats.packed import PackedModel
 from sparsepack.runtime.engine import Engine
 from sparsepack.runtime.features import backend_asked
+from sparsepack.runtime.generation.sampling import Sampler, Sampling
 from sparsepack.runtime.options import EngineOptions
-from sparsepack.runtime.sampling import Sampler, Sampling
 
 every_backend = every_backend_that(lambda row: "cpu" in row.devices or not row.devices)
 every_variant = pytest.mark.parametrize("variant", ["llama", "llama tied, biases, llama3 rotary", "qwen3, tied"])

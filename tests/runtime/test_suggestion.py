@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 
 from sparsepack.errors import UserError
-from sparsepack.runtime.continuation import sampling_of
+from sparsepack.runtime.generation.continuation import sampling_of
+from sparsepack.runtime.generation.sampling import Sampling
+from sparsepack.runtime.generation.suggestion import as_suggested, checked
 from sparsepack.runtime.options import GenerateOptions
-from sparsepack.runtime.sampling import Sampling
-from sparsepack.runtime.suggestion import as_suggested, checked
 
 MAKERS = {"temperature": 0.7, "top_k": 20, "repeat_penalty": 1.1}
 

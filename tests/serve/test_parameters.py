@@ -17,8 +17,8 @@ from tokenizers.models import WordLevel
 
 from sparsepack.errors import UserError
 from sparsepack.loading import Model
+from sparsepack.runtime.generation.sampling import TokenLogprob
 from sparsepack.runtime.options import GenerateOptions
-from sparsepack.runtime.sampling import TokenLogprob
 from sparsepack.serve.answers import Answer
 from sparsepack.serve.grammar import GrammarConstraint, Grammars
 from sparsepack.serve.likelihoods import completion_likelihoods

@@ -9,7 +9,7 @@ from sparsepack.cli.talk.streaming import Answers, stream
 from sparsepack.errors import UserError
 from sparsepack.loading import Model
 from sparsepack.progress import say
-from sparsepack.runtime.generate import Generated, Generation
+from sparsepack.runtime.generation.generate import Generated, Generation
 from sparsepack.runtime.options import GenerateOptions
 
 _FORGET, _END, _EXPLAIN = "/clear", ("/exit", "/quit", "/bye"), "/help"

@@ -12,7 +12,7 @@ from sparsepack.loading import Model, what_runs
 from sparsepack.models.records.skipped import shown
 from sparsepack.progress import say
 from sparsepack.runtime.engine import Engine
-from sparsepack.runtime.generate import Generated, Generation
+from sparsepack.runtime.generation.generate import Generated, Generation
 from sparsepack.runtime.options import GenerateOptions
 from sparsepack.terminal import tell
 

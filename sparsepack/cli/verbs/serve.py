@@ -87,7 +87,7 @@ def serve(path: Path, chat_template: str | None, **asked: Any) -> None:
         raise UserError(f"serve needs {error.name}, which is not installed: pip install 'sparsepack[serve]'") from error
     from sparsepack.loading import load, what_runs
     from sparsepack.progress import say
-    from sparsepack.runtime.suggestion import told
+    from sparsepack.runtime.generation.suggestion import told
 
     options = ServeOptions(**asked)
     engine = replace(engine, sequences=options.sequences)

@@ -45,7 +45,7 @@ class Generate(Section):
 
 def _length(job: Job, asked: Generate) -> int:
     """Tokens of the prompt and of what is made."""
-    from sparsepack.runtime.generate import open_tokenizer, prompt_tokens
+    from sparsepack.runtime.generation.generate import open_tokenizer, prompt_tokens
 
     tokenizer = open_tokenizer(job.checkpoint.tokenizer_json())
     prompt = prompt_tokens(tokenizer, asked.prompt, job.checkpoint.tokenizer.bos_token_id)
@@ -58,7 +58,7 @@ def _problems(recipe: Recipe, asked: Generate) -> Iterator[str]:
 
 
 def _misfits(job: Job, asked: Generate) -> Iterator[str]:
-    from sparsepack.runtime.suggestion import as_suggested, checked
+    from sparsepack.runtime.generation.suggestion import as_suggested, checked
 
     yield from job.too_long("generate, prompt and tokens together", _length(job, asked))
     options, _ = as_suggested(GenerateOptions(**asked.told(GenerateOptions)), job.checkpoint.generation)
@@ -70,7 +70,7 @@ def _misfits(job: Job, asked: Generate) -> Iterator[str]:
 
 def _run(job: Job, asked: Generate) -> None:
     from sparsepack.loading import load, what_runs
-    from sparsepack.runtime.suggestion import as_suggested, told
+    from sparsepack.runtime.generation.suggestion import as_suggested, told
 
     options = engine_options(job.recipe, asked)
     model = load(artifact_of(job), context=_length(job, asked), options=options, verify=False)

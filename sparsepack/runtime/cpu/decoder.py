@@ -20,9 +20,9 @@ from sparsepack.runtime.cpu.dispatch import instruction_set, native
 from sparsepack.runtime.cpu.kv_cache import NativeKvCache, vector
 from sparsepack.runtime.cpu.operations import ROW_TYPES, load_experts, load_neurons, load_rows, load_zigzag
 from sparsepack.runtime.decoder import among_all, attention_of, stepped
+from sparsepack.runtime.generation.sampling import Sampler, not_finite
 from sparsepack.runtime.hold import Hold
 from sparsepack.runtime.kv_cache import AttentionShape
-from sparsepack.runtime.sampling import Sampler, not_finite
 
 PREFILL_TOKENS = 512
 """Prefill takes this many positions at once, and about 16 * intermediate bytes of memory for each."""

@@ -23,9 +23,9 @@ from sparsepack.runtime.cuda.decoder import decoder as cuda_decoder
 from sparsepack.runtime.cuda.decoder.decoder import CudaDecoder
 from sparsepack.runtime.cuda.driver.kernel_set import KERNELS, Kernels
 from sparsepack.runtime.engine import Engine
-from sparsepack.runtime.generate import generate, generate_together
+from sparsepack.runtime.generation.generate import generate, generate_together
+from sparsepack.runtime.generation.sampling import Sampler, Sampling
 from sparsepack.runtime.options import EngineOptions, GenerateOptions
-from sparsepack.runtime.sampling import Sampler, Sampling
 
 TEXTS = torch.randint(300, (8, 13), generator=torch.Generator().manual_seed(3))
 LENGTHS = (1, 5, 8)

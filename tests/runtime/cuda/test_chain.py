@@ -17,7 +17,7 @@ from sparsepack.runtime.cuda.decoder import run_ahead
 from sparsepack.runtime.cuda.decoder.decoder import CudaDecoder
 from sparsepack.runtime.cuda.products import zigzag
 from sparsepack.runtime.engine import Engine
-from sparsepack.runtime.sampling import Sampler, Sampling
+from sparsepack.runtime.generation.sampling import Sampler, Sampling
 
 IDS = torch.randint(300, (13,), generator=torch.Generator().manual_seed(1))
 STARTS = [0, 6, 12]

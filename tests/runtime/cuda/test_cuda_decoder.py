@@ -20,7 +20,7 @@ from sparsepack.runtime.cuda.decoder import decoder as cuda_decoder
 from sparsepack.runtime.cuda.decoder import run_ahead
 from sparsepack.runtime.cuda.products import zigzag
 from sparsepack.runtime.engine import Engine
-from sparsepack.runtime.sampling import Sampler, Sampling
+from sparsepack.runtime.generation.sampling import Sampler, Sampling
 
 pytestmark = pytest.mark.gpu
 

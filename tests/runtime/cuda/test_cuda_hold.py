@@ -18,8 +18,8 @@ from sparsepack.runtime.cuda.driver.kernel_set import KERNELS, Kernels
 from sparsepack.runtime.cuda.products.tile_config import CudaTileConfig
 from sparsepack.runtime.cuda.products.zigzag_products import Input, batch, gemv, most_inputs
 from sparsepack.runtime.engine import Engine
+from sparsepack.runtime.generation.sampling import Sampler, Sampling
 from sparsepack.runtime.hold import HeldText, Hold, hold_of
-from sparsepack.runtime.sampling import Sampler, Sampling
 
 TEXTS = torch.randint(300, (4, 40), generator=torch.Generator().manual_seed(5)).tolist()
 INTERLEAVED = "gate and up in one product"

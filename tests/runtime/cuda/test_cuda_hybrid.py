@@ -28,13 +28,13 @@ from sparsepack.placement.policy_run import play
 from sparsepack.runtime.cpu import operations
 from sparsepack.runtime.cuda.driver.kernel_set import Kernels
 from sparsepack.runtime.engine import Engine
+from sparsepack.runtime.generation.sampling import Sampler, Sampling
 from sparsepack.runtime.hybrid import cuda_decoder
 from sparsepack.runtime.hybrid.cuda_decoder import CudaHybridDecoder, assumed_links
 from sparsepack.runtime.hybrid.far_products import far_matrices
 from sparsepack.runtime.hybrid.following import Moves
 from sparsepack.runtime.hybrid.plan import parts_of, planned
 from sparsepack.runtime.options import EngineOptions
-from sparsepack.runtime.sampling import Sampler, Sampling
 
 skip_without_kernels()
 

@@ -12,8 +12,8 @@ from sparsepack.runtime.cuda.attention.double_sparsity_kv_cache import CudaDoubl
 from sparsepack.runtime.cuda.attention.offloaded_kv_cache import OffloadedKvCache
 from sparsepack.runtime.cuda.decoder.decoder import CudaDecoder
 from sparsepack.runtime.cuda.driver.kernel_set import Kernels
+from sparsepack.runtime.generation.sampling import Sampler, Sampling
 from sparsepack.runtime.operations_decoder import OperationsDecoder
-from sparsepack.runtime.sampling import Sampler, Sampling
 
 FIRST = 20
 Cache = type[CudaDoubleSparsityKvCache]

@@ -19,8 +19,8 @@ from sparsepack.runtime.cuda.decoder import decoder as cuda_decoder
 from sparsepack.runtime.cuda.decoder.decoder import CudaDecoder
 from sparsepack.runtime.cuda.products import zigzag
 from sparsepack.runtime.engine import Engine
+from sparsepack.runtime.generation.sampling import Sampler, Sampling
 from sparsepack.runtime.hold import hold_of
-from sparsepack.runtime.sampling import Sampler, Sampling
 
 QWEN3: dict[str, Any] = {"model_type": "qwen3_moe", "head_dim": 24}
 VARIANTS: dict[str, dict[str, Any]] = {

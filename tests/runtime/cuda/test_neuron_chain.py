@@ -15,7 +15,7 @@ from sparsepack.formats.packed import PackedModel
 from sparsepack.runtime.cuda.decoder import decoder as cuda_decoder
 from sparsepack.runtime.cuda.products import zigzag
 from sparsepack.runtime.engine import Engine
-from sparsepack.runtime.sampling import Sampler, Sampling
+from sparsepack.runtime.generation.sampling import Sampler, Sampling
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "grouped queries": {},

@@ -27,9 +27,9 @@ from sparsepack.placement.policies import POLICIES, Policy, Start
 from sparsepack.placement.policy_run import play
 from sparsepack.runtime import operations_decoder
 from sparsepack.runtime.engine import Engine
+from sparsepack.runtime.generation.sampling import Sampler, Sampling
 from sparsepack.runtime.hybrid import mlps
 from sparsepack.runtime.hybrid.following import Moves
-from sparsepack.runtime.sampling import Sampler, Sampling
 
 IDS = torch.randint(300, (20,), generator=torch.Generator().manual_seed(1)).tolist()
 EXACT = {"reference": 1e-5, "cpu": 2e-3, "cuda": 1e-2}

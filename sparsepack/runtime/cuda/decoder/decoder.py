@@ -24,9 +24,9 @@ from sparsepack.runtime.cuda.decoder.step import Step, counted, state_parts
 from sparsepack.runtime.cuda.driver.kernel_set import KERNELS, Kernels
 from sparsepack.runtime.cuda.driver.mirror import Mirror
 from sparsepack.runtime.decoder import attention_of, stepped
+from sparsepack.runtime.generation.sampling import Sampler, not_finite
 from sparsepack.runtime.hold import Hold
 from sparsepack.runtime.reference import products as reference
-from sparsepack.runtime.sampling import Sampler, not_finite
 
 PREFILL_TOKENS = 2048
 """Prefill takes this many positions at once."""

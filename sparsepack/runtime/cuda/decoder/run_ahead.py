@@ -7,7 +7,7 @@ from torch import Tensor
 
 from sparsepack.runtime.cuda.decoder.step import Step, state_parts
 from sparsepack.runtime.cuda.driver.kernel_set import Kernels
-from sparsepack.runtime.sampling import Sampler, Sampling, not_finite
+from sparsepack.runtime.generation.sampling import Sampler, Sampling, not_finite
 
 MOST_SAMPLERS = 8
 """The graphs of at most this many ways of sampling are kept."""

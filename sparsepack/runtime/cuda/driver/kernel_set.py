@@ -10,7 +10,7 @@ from sparsepack.runtime.cuda.decoder import sampling
 from sparsepack.runtime.cuda.driver import device, flag_in_data, graph, host_memory
 from sparsepack.runtime.cuda.products import experts, far, neurons, post_norm, row_norms, rows, zigzag, zigzag_products
 from sparsepack.runtime.cuda.products import gemm_fp16 as dense
-from sparsepack.runtime.device_sampling import sample
+from sparsepack.runtime.generation.device_sampling import sample
 
 
 class Kernels:

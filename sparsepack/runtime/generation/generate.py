@@ -9,11 +9,11 @@ from tokenizers import Tokenizer
 from sparsepack.errors import ArtifactError, UserError
 from sparsepack.models.records.skipped import Skipped
 from sparsepack.models.tokenizer.tokenizer_check import check_tokenizer
-from sparsepack.runtime.continuation import Continuation
 from sparsepack.runtime.engine import Engine
+from sparsepack.runtime.generation.continuation import Continuation
+from sparsepack.runtime.generation.sampling import Sampler
+from sparsepack.runtime.generation.suggestion import checked
 from sparsepack.runtime.options import GenerateOptions
-from sparsepack.runtime.sampling import Sampler
-from sparsepack.runtime.suggestion import checked
 
 
 @dataclass(frozen=True)

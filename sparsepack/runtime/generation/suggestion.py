@@ -10,9 +10,9 @@ from typing import Any
 
 from sparsepack.errors import UserError
 from sparsepack.option import default_of, idle, options_of
-from sparsepack.runtime.continuation import sampling_of
+from sparsepack.runtime.generation.continuation import sampling_of
+from sparsepack.runtime.generation.stopping import StopText
 from sparsepack.runtime.options import GREEDY, GenerateOptions
-from sparsepack.runtime.stopping import StopText
 
 _DECLARED = options_of(GenerateOptions)
 _OF_DRAWING = {name for name, each in _DECLARED.items() if any(one.field == "temperature" for one in each.counts)}

@@ -5,11 +5,11 @@ from dataclasses import fields, replace
 
 from tokenizers import Tokenizer
 
-from sparsepack.runtime.detokenise import TextStream
 from sparsepack.runtime.engine import Engine
+from sparsepack.runtime.generation.detokenise import TextStream
+from sparsepack.runtime.generation.sampling import Sampler, Sampling, TokenLogprob
+from sparsepack.runtime.generation.stopping import StopText
 from sparsepack.runtime.options import GenerateOptions
-from sparsepack.runtime.sampling import Sampler, Sampling, TokenLogprob
-from sparsepack.runtime.stopping import StopText
 
 
 class Continuation:
