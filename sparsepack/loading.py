@@ -53,13 +53,13 @@ class Model:
                             left None of how tokens are chosen is as the model's makers suggest
 
         The engine forgets its text, so that the same prompt gives the same text. Raises `UserError` as
-        `runtime.generate.generate` does, before anything runs.
+        `runtime.generation.generate.generate` does, before anything runs.
         """
         check_type("prompt", prompt, str, UserError)
         return generate(self.engine, self.tokenizer, prompt, self._with(options, changes))
 
     def generate_together(self, prompts: Sequence[str], options: GenerateOptions | None = None) -> list[Generated]:
-        """Continue a prompt in each of the engine's sequences; see `runtime.generate.generate_together`."""
+        """Continue a prompt in each of the engine's sequences; see `runtime.generation.generate.generate_together`."""
         check_type("prompts", prompts, tuple[str, ...], UserError)
         return generate_together(self.engine, self.tokenizer, prompts, self._with(options, {}))
 

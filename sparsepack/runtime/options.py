@@ -121,9 +121,9 @@ class EngineOptions:
 
 @dataclass(frozen=True)
 class GenerateOptions:
-    """How many tokens at most, how they are chosen (see `runtime.sampling.Sampling`), and what ends the text.
+    """How many tokens at most, how they are chosen (`runtime.generation.sampling.Sampling`), and what ends the text.
 
-    temperature, top_k, top_p, min_p, repeat_penalty -- None: as `runtime.suggestion.as_suggested` finds
+    temperature, top_k, top_p, min_p, repeat_penalty -- None: as `runtime.generation.suggestion.as_suggested` finds
     stop -- texts that end it; they are not part of it
     logit_bias, logprobs, constraint -- as `Sampling` has them
     """

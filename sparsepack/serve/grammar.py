@@ -29,7 +29,7 @@ Function = tuple[str, Mapping[str, Any] | None]
 
 
 class GrammarConstraint:
-    """What a text may still be, by a matcher of its own; see `runtime.sampling.Constraint`."""
+    """What a text may still be, by a matcher of its own; see `runtime.generation.sampling.Constraint`."""
 
     def __init__(self, matcher: Any) -> None:
         self._matcher = matcher

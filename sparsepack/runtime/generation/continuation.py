@@ -20,7 +20,7 @@ class Continuation:
 
     sampler -- what chooses the next token
     tokens  -- those that were made, those of a stop string included, the model's end of text not
-    reason  -- why the text has ended, as `runtime.generate.Generated` has it; empty: it goes on
+    reason  -- why the text has ended, as `runtime.generation.generate.Generated` has it; empty: it goes on
     stop    -- the stop string that came
     """
 

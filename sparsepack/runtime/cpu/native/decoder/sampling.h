@@ -1,4 +1,5 @@
-// The next token from the logits: what runtime/sampling.py chooses, without putting the whole vocabulary in order.
+// The next token from the logits: what runtime/generation/sampling.py chooses, without putting the whole vocabulary in
+// order.
 #pragma once
 #include "threads/pool.h"
 
@@ -8,7 +9,7 @@
 
 namespace sparsepack {
 
-// As in runtime/sampling.py. `draw` in [0, 1) decides; greedy choice needs none.
+// As in runtime/generation/sampling.py. `draw` in [0, 1) decides; greedy choice needs none.
 struct Sampling {
     double temperature;  // 0: the likeliest, the lowest id of equals
     int64_t top_k;       // 0: all
