@@ -116,7 +116,7 @@ class CudaHybridDecoder(CudaDecoder):
         self._beside = bytes_beside(far)
         with kernels.on_device(device):
             self._divided = CudaDivided(
-                *(shape, hidden, plan.slots, links, device, kernels, activity, staged, self._texts), far
+                shape, hidden, plan.slots, links, device, kernels, activity, staged, self._texts, far=far
             )
         records: list[Any] = []
 
@@ -125,9 +125,19 @@ class CudaHybridDecoder(CudaDecoder):
             records.append(processor.load_neurons(mlp.records))
             return self._divided.load_mlp(mlp, device, kernels, place)
 
-        attention = self._divided.load_attention
-        given = kernels, new_cache, load_mlp, False, plan, attention
-        super().__init__(packed, device, context, self._texts, cache_type, *given)
+        super().__init__(
+            packed,
+            device,
+            context,
+            self._texts,
+            cache_type,
+            kernels,
+            new_cache,
+            load_mlp,
+            runs_ahead=False,
+            plan=plan,
+            load_attention=self._divided.load_attention,
+        )
         products = [processor.load_zigzag(each.beside) for each in far]
         memory, layout = self._divided.memory, self._divided.layout
         self._worker = processor.cold_worker(records, memory, layout, options.threads, products=products)

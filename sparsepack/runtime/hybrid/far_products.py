@@ -12,14 +12,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sparsepack.formats.codecs.matrices import PackedMatrix
+from sparsepack.formats.codecs.zigzag import BAND_ROWS
 from sparsepack.formats.mlp_kinds import MLP_GATE
 from sparsepack.formats.packed import NeuronMlp, PackedModel
 from sparsepack.models.family import ATTENTION_SITES
 from sparsepack.placement.budget import Plan
 from sparsepack.placement.links import Links, over_the_bus
 from sparsepack.runtime.hybrid.handover import AskedProduct
-
-BAND_ROWS = 256
 
 
 @dataclass(frozen=True)
