@@ -1,4 +1,4 @@
-"""Where a checkpoint that is asked for by name lies: a model that ships, a folder, a file, or what the hub has."""
+"""A checkpoint that is asked for by name is a model that ships, a folder, a file, or what the hub has."""
 
 from pathlib import Path
 
