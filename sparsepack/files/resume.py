@@ -107,6 +107,10 @@ class _State(Stored):
     parts: dict[Name, dict[str, Any]]
 
 
+def _nothing() -> None:
+    """What there is to do before most blocks are committed."""
+
+
 class ResumeState:
     """A run's state in the folder `path` (None keeps nothing). Of several workers the first one keeps it and tells the
     others its values; hidden states are those of all windows, so another number of workers may go on.
@@ -116,6 +120,7 @@ class ResumeState:
     most        -- how many decoder blocks can be finished; None: any number
     parts       -- the values that were committed last, by part; empty for a run that begins
     workers     -- who keep it together
+    first       -- called by all workers before a block is committed first
     seconds     -- what saving blocks took so far
     """
 
@@ -125,9 +130,10 @@ class ResumeState:
         fingerprint: str | Callable[[], str],
         most: int | None = None,
         workers: Workers = ALONE,
+        first: Callable[[], object] = _nothing,
     ) -> None:
         self.path, self._found, self._most = path if workers.first else None, fingerprint, most
-        self.workers = workers
+        self.workers, self._first = workers, first
         self.parts: dict[str, Any] = {}
         self._files: dict[str, dict[str, str]] = {}  # name -> the part it is of, and its SHA-256
         self._unneeded: list[Path] = []
@@ -276,6 +282,8 @@ class ResumeState:
         if hidden is not None:
             self.keep_hidden(hidden, dealt=dealt)
         if self.due(layer):
+            self._first()
+            self._first = _nothing
             self.wait_behind()
             for name, (tensors, shared) in self._after.items():
                 whole = {key: value if shared is None else shared.gathered(value) for key, value in tensors.items()}

@@ -1,6 +1,7 @@
 """Several processes calibrate together: the same bytes as one, whoever goes on, and one line where one of them dies."""
 
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -12,13 +13,16 @@ import pytest
 import torch
 from calibrated_models import small
 from folders_for_tests import content
+from linked import together
 from models_for_tests import TEXT
 
 from sparsepack.calibration.options import CalibrateOptions
 from sparsepack.calibration.run import calibrate
+from sparsepack.errors import WorkerLost, WorkersError
 from sparsepack.files.resume import unfinished_path
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
 from sparsepack.models.stock.blocks import BlockStream
+from sparsepack.workers.workers import Workers
 
 __all__ = ["small"]
 
@@ -151,3 +155,22 @@ def test_workers_that_were_given_other_commands_are_refused_and_keep_nothing(
         assert "sparsepack: worker 1 of 2 on" in said
         assert "has another command" in said
     assert list(tmp_path.iterdir()) == []
+
+
+def test_weights_that_differ_are_found_before_anything_is_kept(small: Checkpoint, given: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other" / small.path.name
+    shutil.copytree(small.path, other)
+    (file,) = other.glob("*.safetensors")
+    with file.open("r+b") as weights:
+        weights.seek(-1, os.SEEK_END)
+        weights.write(b"\x3f")
+    models = [small.path, other]
+    (tmp_path / "out").mkdir()
+
+    def work(workers: Workers) -> None:
+        calibrate(models[workers.number], str(given), tmp_path / "out" / "c", OPTIONS, workers=workers)
+
+    for error in together(2, work):
+        assert isinstance(error, WorkersError | WorkerLost)
+        assert "has another model" in str(error)
+    assert list((tmp_path / "out").iterdir()) == []
