@@ -13,16 +13,13 @@ import pytest
 import torch
 from calibrated_models import small
 from folders_for_tests import content
-from linked import together
 from models_for_tests import TEXT
 
 from sparsepack.calibration.options import CalibrateOptions
 from sparsepack.calibration.run import calibrate
-from sparsepack.errors import WorkerLost, WorkersError
 from sparsepack.files.resume import unfinished_path
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
 from sparsepack.models.stock.blocks import BlockStream
-from sparsepack.workers.workers import Workers
 
 __all__ = ["small"]
 
@@ -88,11 +85,13 @@ def _port() -> str:
         return str(free.getsockname()[1])
 
 
-def _started(code: list[str], arguments: list[str], number: int, port: str) -> "subprocess.Popen[bytes]":
+def _started(
+    code: list[str], arguments: list[str], number: int, port: str, folder: Path | None = None
+) -> "subprocess.Popen[bytes]":
     """Worker `number` of two."""
     who = {"RANK": str(number), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     environment = _environment(**who, LOCAL_RANK=str(number), GLOO_SOCKET_IFNAME="lo")
-    return subprocess.Popen([sys.executable, *code, *arguments], env=environment, stderr=subprocess.PIPE)
+    return subprocess.Popen([sys.executable, *code, *arguments], env=environment, stderr=subprocess.PIPE, cwd=folder)
 
 
 @pytest.mark.parametrize("count", [2, 3])
@@ -164,13 +163,13 @@ def test_weights_that_differ_are_found_before_anything_is_kept(small: Checkpoint
     with file.open("r+b") as weights:
         weights.seek(-1, os.SEEK_END)
         weights.write(b"\x3f")
-    models = [small.path, other]
     (tmp_path / "out").mkdir()
-
-    def work(workers: Workers) -> None:
-        calibrate(models[workers.number], str(given), tmp_path / "out" / "c", OPTIONS, workers=workers)
-
-    for error in together(2, work):
-        assert isinstance(error, WorkersError | WorkerLost)
-        assert "has another model" in str(error)
+    port, command = _port(), _command(small, given, tmp_path / "out" / "c")
+    command[1] = small.path.name
+    folders = [small.path.parent, other.parent]
+    both = [_started(["-m", "sparsepack"], command, number, port, at) for number, at in enumerate(folders)]
+    for each in both:
+        said = each.communicate(timeout=300)[1].decode()
+        assert each.returncode == 2
+        assert "has another model" in said
     assert list((tmp_path / "out").iterdir()) == []

@@ -44,7 +44,7 @@ class SourceHash:
 
         Raises as `sha256` does, and `WorkerLost`.
         """
-        if workers.count > 1:
+        if workers.count > 1:  # alone, it is taken when somebody asks
             self.share_beside(workers, lambda: None)
 
     def share_beside(self, workers: Workers, work: Callable[[], T]) -> T:
@@ -64,9 +64,9 @@ class SourceHash:
         may have been read than were hashed. So does the context where its work fails over such a file. Raises
         `WorkerLost`.
         """
-        taker = None if self._known is not None else self._taker(workers)
+        taker, told = self._taker(workers), False
         takes = taker == workers.number
-        with hashing(self._opened if takes else ()) as digests:
+        with hashing(self._opened if takes and self._known is None else ()) as digests:
 
             def taken() -> str:
                 try:
@@ -78,10 +78,9 @@ class SourceHash:
                 return known
 
             def shared() -> str:
-                nonlocal taker
-                if taker is not None and workers.count > 1:
-                    said = workers.told(taken() if takes else None)
-                    self._known, taker = said[taker], None
+                nonlocal told
+                if not told:
+                    self._known, told = workers.told(taken() if takes else None)[taker], True
                 return taken()
 
             before, self._waits = self._waits, taken if takes else self._waits
