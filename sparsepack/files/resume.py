@@ -21,7 +21,7 @@ import torch
 from sparsepack.errors import OutputError, UserError, WorkerLost
 from sparsepack.files.atomic import atomic_file, remove, write_json
 from sparsepack.files.hashing import fingerprint as hash_of
-from sparsepack.files.hashing import sha256_file
+from sparsepack.files.hashing import sha256_of_pieces
 from sparsepack.files.lock import locked
 from sparsepack.files.stored import Name, Stored, checked, shown
 from sparsepack.files.tensors import save_tensors
@@ -159,7 +159,7 @@ class ResumeState:
             file = self._file(name)
             with atomic_file(file, overwrite=True) as temporary:
                 save_tensors({name: on_host(value) for name, value in tensors.items()}, temporary)
-                digest = sha256_file(temporary)
+                digest = sha256_of_pieces(temporary)
             self._files[file.name] = {"part": part, "sha256": digest}
 
     def drop(self, name: str) -> None:
@@ -354,7 +354,7 @@ class ResumeState:
 
 def _intact(path: Path, file: Mapping[str, str]) -> bool:
     try:
-        return sha256_file(path) == file["sha256"]
+        return sha256_of_pieces(path) == file["sha256"]
     except OSError:
         return False
 

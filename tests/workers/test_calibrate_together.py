@@ -162,7 +162,7 @@ def test_weights_that_differ_are_found_before_anything_is_kept(small: Checkpoint
     (file,) = other.glob("*.safetensors")
     with file.open("r+b") as weights:
         weights.seek(-1, os.SEEK_END)
-        weights.write(b"\x3f")
+        weights.write(b"\x40")  # a norm of 1.0 before
     (tmp_path / "out").mkdir()
     port, command = _port(), _command(small, given, tmp_path / "out" / "c")
     command[1] = small.path.name
