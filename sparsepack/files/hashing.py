@@ -32,8 +32,8 @@ def sha256_file(path: Path) -> str:
 
 
 def sha256_of_pieces(path: Path) -> str:
-    """Hex SHA-256 over those of a file's pieces of `_LARGE` bytes, hashed side by side: one thread hashes more
-    slowly than most disks write."""
+    """Hex SHA-256 over those of a file's pieces of `_LARGE` bytes, hashed side by side: one thread hashes more slowly
+    than most disks write."""
     starts = range(0, max(path.stat().st_size, 1), _LARGE)
     with ThreadPoolExecutor(min(len(starts), 16, os.cpu_count() or 1)) as pool:
         return combined(pool.map(lambda start: _sha256_file(path, Event(), start, _LARGE), starts))
@@ -62,7 +62,7 @@ def hashing(paths: Iterable[Path]) -> Iterator[Callable[[], list[str]]]:
 
 
 def _sha256_file(path: Path, abandoned: Event, start: int = 0, most: int | None = None) -> str:
-    """Of the file from `start` on, of so many bytes at most."""
+    """Hash a file from `start` on, so many bytes at most."""
     digest, buffer = hashlib.sha256(), memoryview(bytearray(_PIECE))
     with path.open("rb", buffering=0) as file:
         file.seek(start)
