@@ -6,7 +6,7 @@ import multiprocessing
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing import reduction
 from pathlib import Path
 from types import SimpleNamespace
@@ -129,6 +129,39 @@ class Fork:
     def kill(self) -> None:
         """As `subprocess` has it."""
         self.process.kill()
+
+
+_EACH_IN_A_FORK = """
+import os, sys, traceback
+codes = sys.argv[1:]
+for code in codes:
+    reading, writing = os.pipe()
+    if os.fork() == 0:
+        os.close(reading)
+        said = ""
+        try:
+            exec(code, {})
+        except BaseException:
+            said = traceback.format_exc()
+        os.write(writing, said.encode()[-4000:])
+        os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading, "rb") as file:
+        sys.stdout.buffer.write(file.read() + b"\\0")
+    assert os.wait()[1] == 0
+"""
+
+
+def in_forks(before: str, codes: Sequence[str]) -> list[str]:
+    """The traceback of each code, run in a new interpreter that has run `before`; empty where there is none.
+
+    before -- code after which the process has one thread
+    """
+    command = [sys.executable, "-c", f"{before}\n{_EACH_IN_A_FORK}", *codes]
+    # torch imports installed packages that ask for it, and ours does so for lm-eval.
+    environment = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    return done.stdout.split("\0")[:-1]
 
 
 @pytest.fixture

@@ -110,9 +110,10 @@ def random_texts(count: int, length: int) -> list[str]:
 RANDOM = random_texts(1000, 6)
 
 
-def trained(pre_tokenizer: Any, ignore_merges: bool = False, size: int = 12000) -> Tokenizer:
-    """Byte-level BPE whose merges cross every cut of the pre-tokenizer, so that each cut shows in the tokens."""
-    tokenizer = Tokenizer(models.BPE(ignore_merges=ignore_merges))
+@cache
+def _merges(size: int) -> str:
+    """The tokenizer.json of a byte-level BPE that was trained on text that nothing cuts."""
+    tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     windows = [text[i : i + 6] for text in NASTY + MARKED for i in range(len(text))]
@@ -125,6 +126,14 @@ def trained(pre_tokenizer: Any, ignore_merges: bool = False, size: int = 12000) 
     )
     tokenizer.train_from_iterator(pieces + RANDOM * 3 + windows * 5, trainer)
     tokenizer.add_tokens(["<think>"])
+    return str(tokenizer.to_str())
+
+
+def trained(pre_tokenizer: Any, ignore_merges: bool = False, size: int = 12000) -> Tokenizer:
+    """Byte-level BPE whose merges cross every cut of the pre-tokenizer, so that each cut shows in the tokens."""
+    parsed = json.loads(_merges(size))
+    parsed["model"]["ignore_merges"] = ignore_merges
+    tokenizer = Tokenizer.from_str(json.dumps(parsed))
     tokenizer.pre_tokenizer = pre_tokenizer
     return tokenizer
 

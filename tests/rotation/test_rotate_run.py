@@ -328,6 +328,7 @@ def test_a_damaged_record_is_one_line(small: Checkpoint, calibration: Path, tmp_
         (tmp_path / "rotated" / RECORD).write_text(json.dumps(record))
 
 
+@pytest.mark.long
 def test_a_trained_model_computes_the_same(silu: Checkpoint, silu_calibration: Calibration, tmp_path: Path) -> None:
     folder.save(silu_calibration, tmp_path / "c")
     made = rotate(silu, tmp_path / "c", tmp_path / "rotated")

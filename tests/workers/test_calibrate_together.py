@@ -130,7 +130,7 @@ def test_torchrun_makes_the_bytes_of_one(
 ) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command = [*torchrun, "-m", "sparsepack", *_command(small, given, tmp_path / "c")]
-    environment = _environment(GLOO_SOCKET_IFNAME="lo")
+    environment = _environment(GLOO_SOCKET_IFNAME="lo", TMPDIR=str(tmp_path))  # torchrun leaves a folder of logs
     ended = subprocess.run(command, env=environment, capture_output=True, timeout=300)
     assert ended.returncode == 0, ended.stderr.decode()
     assert content(tmp_path / "c") == alone
