@@ -15,6 +15,7 @@ import torch
 
 from sparsepack.calibration import collectors, folder
 from sparsepack.calibration.collectors import Statistics
+from sparsepack.calibration.collectors.kernels import parts_on
 from sparsepack.calibration.collectors.residual import ends_run
 from sparsepack.calibration.collectors.site_input import SiteInput
 from sparsepack.calibration.criteria import column_norms
@@ -264,6 +265,7 @@ def count_block(
         stream_hooks(stream.block, family, read),
         routing_hooks(stream.block, family, route),
         stream.watched(watch),
+        stream.with_parts(parts_on(stream.device)),
     ):
         stream.pass_on(hidden, dealt.batch, dealt.after_each(advance, part_done))
     return statistics

@@ -6,7 +6,7 @@ after them is done once, by the names that the family gives it, and is taken out
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -22,6 +22,7 @@ from sparsepack.models.stock.basis import add_basis
 from sparsepack.models.stock.copies import run_between_copies
 from sparsepack.models.stock.experts import ONE_BY_ONE
 from sparsepack.models.stock.norms import norms_by_one_kernel
+from sparsepack.models.stock.parts import Parts, parts_by
 from sparsepack.models.stock.skeleton import single_layer
 from sparsepack.models.stock.whole import backbone_of
 from sparsepack.progress import say
@@ -151,6 +152,10 @@ class BlockStream:
     def watched(self, watcher: Watcher) -> AbstractContextManager[None]:
         """Within the context, the loaded block's attention shows its queries and keys to `watcher`."""
         return watched_attention(self._backbone, watcher)
+
+    def with_parts(self, parts: Parts | None) -> AbstractContextManager[object]:
+        """Within the context, the loaded block runs with such parts in the place of its own code; None: with none."""
+        return nullcontext() if parts is None else parts_by(self.block, parts)
 
     def states(self, ids: torch.Tensor, kept: torch.Tensor | None) -> torch.Tensor:
         """The hidden states [N, S, H] of windows of token ids that a run goes on with: those that were `kept`, or what

@@ -7,8 +7,8 @@
 //     weight   [columns] in the type, or null: not multiplied
 //     out      [windows, seen, columns], rows one behind the other
 //
-// Launch: a block of THREADS for each row. Squares are added in the order of torch's vectorized_layer_norm_kernel
-// (aten/src/ATen/native/cuda/layer_norm_kernel.cu), so that the result is the same.
+// Launch: a block of THREADS for each row. Squares are added in the order of vectorized_layer_norm_kernel of torch 2.13,
+// so that the result is the same.
 //
 // Macros: INPUT (common/eight.cuh), 1 or 2; ROUNDS: columns / (4 * THREADS), rounded up
 
