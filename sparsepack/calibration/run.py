@@ -15,7 +15,7 @@ import torch
 
 from sparsepack.calibration import collectors, folder
 from sparsepack.calibration.collectors import Statistics
-from sparsepack.calibration.collectors.kernels import parts_on
+from sparsepack.calibration.collectors.kernels import parts_on, recorder_on
 from sparsepack.calibration.collectors.residual import ends_run
 from sparsepack.calibration.collectors.site_input import SiteInput
 from sparsepack.calibration.criteria import column_norms
@@ -257,8 +257,8 @@ def count_block(
         for found in dealt.workers.in_order({**of_part, **run_of_part}, having):
             collectors.add_to(statistics, {name: found[name] for name in of_part})
             collectors.add_to(of_run, {name: found[name] for name in run_of_part})
-        of_part.clear()
-        run_of_part.clear()
+        for counted in (*of_part.values(), *run_of_part.values()):
+            counted.zero_()  # in its place: a recorded run adds to these tensors
 
     with (
         site_hooks([(layer, stream.block)], family, collect),
@@ -267,5 +267,5 @@ def count_block(
         stream.watched(watch),
         stream.with_parts(parts_on(stream.device)),
     ):
-        stream.pass_on(hidden, dealt.batch, dealt.after_each(advance, part_done))
+        stream.pass_on(hidden, dealt.batch, dealt.after_each(advance, part_done), recorder_on(stream))
     return statistics

@@ -5,7 +5,10 @@ from functools import cache
 import torch
 
 from sparsepack.errors import UserError
+from sparsepack.models.architecture import by_length, rotary_settings
+from sparsepack.models.stock.blocks import BlockStream
 from sparsepack.models.stock.parts import Parts
+from sparsepack.models.stock.recorded import Record
 from sparsepack.progress import say
 
 
@@ -32,3 +35,25 @@ def parts_on(device: torch.device) -> Parts | None:
     from sparsepack.runtime.cuda.stock_parts import judged_parts
 
     return judged_parts(device)
+
+
+RECORDS = False
+"""Whether a block's run is recorded. No GPU has judged that yet, so it waits for one."""
+
+
+def recorder_on(stream: BlockStream) -> Record | None:
+    """What records runs of the loaded block on its device, or None. Experts are chosen by a run that waits for the GPU,
+    and so are the frequencies of rotary embeddings that depend on a text's length."""
+    source = stream.source
+    if not RECORDS or not kernels_on(stream.device) or source.family.experts is not None:
+        return None
+    if source.family.rotary != "none" and any(by_length(of) for of in rotary_settings(source.config)):
+        return None
+    return _recorder(stream.device)
+
+
+@cache
+def _recorder(device: torch.device) -> Record:
+    from sparsepack.runtime.cuda.driver.graph import Recorder
+
+    return Recorder(device)
