@@ -40,6 +40,7 @@ from sparsepack.models.precision import arithmetic
 from sparsepack.models.stock.blocks import BlockStream
 from sparsepack.models.stock.bound import bound_told
 from sparsepack.models.stock.hooks import routing_hooks, site_hooks, stream_hooks
+from sparsepack.models.stock.recorded import Record
 from sparsepack.models.tokenizer.windows import check_vocabulary, drawn_windows, window_length
 from sparsepack.option import check_type
 from sparsepack.progress import Advance, Shorter, progress, say
@@ -174,7 +175,7 @@ def _run(
     runs = (residual_of(checkpoint) or {"runs": 0})["runs"]
     of_run: Statistics = resume.kept_after(_RUN)
     done, batches = resume.done, dealt.runs
-    shorter = Shorter("--samples", len(windows))
+    shorter, record = Shorter("--samples", len(windows)), recorder_on(stream)
     with (
         bound_told("calibrating", stream, resume),
         progress("calibrating", checkpoint.layers * batches, done * batches, 1, shorter) as advance,
@@ -182,7 +183,7 @@ def _run(
     ):
         for layer in range(done, checkpoint.layers):
             stream.load(layer)
-            statistics = count_block(checkpoint, stream, layer, hidden, options, dealt, of_run, advance)
+            statistics = count_block(checkpoint, stream, layer, hidden, options, dealt, of_run, advance, record)
             if ends_run(layer, checkpoint.layers, runs):
                 statistics |= of_run
                 of_run = {}
@@ -217,9 +218,13 @@ def count_block(
     dealt: Dealt,
     of_run: Statistics,
     advance: Advance,
+    record: Record | None,
 ) -> Statistics:
     """The statistics of the loaded block, on its device, at the first worker; what belongs to a run of blocks is added
-    to `of_run` there. hidden: what enters the block, this worker's windows, in whose place comes what leaves it
+    to `of_run` there.
+
+    hidden -- what enters the block, this worker's windows, in whose place comes what leaves it
+    record -- see `recorder_on`
 
     What is counted in one part of the windows is added when the part is done, in the order of the parts, whichever
     worker has run them: sums then have the same bits for every number of workers.
@@ -267,5 +272,5 @@ def count_block(
         stream.watched(watch),
         stream.with_parts(parts_on(stream.device)),
     ):
-        stream.pass_on(hidden, dealt.batch, dealt.after_each(advance, part_done), recorder_on(stream))
+        stream.pass_on(hidden, dealt.batch, dealt.after_each(advance, part_done), record)
     return statistics

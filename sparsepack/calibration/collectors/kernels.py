@@ -42,18 +42,13 @@ RECORDS = False
 
 
 def recorder_on(stream: BlockStream) -> Record | None:
-    """What records runs of the loaded block on its device, or None. Experts are chosen by a run that waits for the GPU,
+    """What records runs of blocks of a stream, or None. Experts are chosen by a run that waits for the GPU,
     and so are the frequencies of rotary embeddings that depend on a text's length."""
     source = stream.source
     if not RECORDS or not kernels_on(stream.device) or source.family.experts is not None:
         return None
     if source.family.rotary != "none" and any(by_length(of) for of in rotary_settings(source.config)):
         return None
-    return _recorder(stream.device)
-
-
-@cache
-def _recorder(device: torch.device) -> Record:
     from sparsepack.runtime.cuda.driver.graph import Recorder
 
-    return Recorder(device)
+    return Recorder(stream.device)
