@@ -7,7 +7,7 @@ the output, in `.NAME.unfinished`. A run that was killed goes on from there with
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -80,26 +80,29 @@ def calibrate(
         chosen = chosen_windows(checkpoint, text, options).tolist() if workers.first else None
         return torch.tensor(workers.told_by_first(chosen))
 
-    several = workers.count > 1
-    shared = checkpoint.source.hash.share_beside(workers, drawn) if several else None
-    # Alone, nobody asks for the model's hash before something is kept: it is taken while blocks run.
-    with checkpoint.source.hash.meanwhile() as model_sha256:
-        windows = drawn() if shared is None else shared
+    # Nobody asks for the model's hash before something is kept: it is taken while blocks run.
+    with checkpoint.source.hash.meanwhile(workers) as model_sha256:
+        windows = drawn()
         batch = at_once(options.batch, len(windows), windows.shape[1], options.device)
         dealt = Dealt.for_sums(workers, len(windows), batch)
         dealt.check("--samples")
 
-        def manifest() -> dict[str, Any]:
-            model_sha256()
-            return _manifest(checkpoint, text, windows, options, batch)
+        def manifest(sha256: str | None = None) -> dict[str, Any]:
+            return _manifest(checkpoint, text, windows, options, batch, sha256)
 
-        if several:
-            workers.agree(facts(manifest(), options.device))
+        shapes = fingerprint({name: list(shape) for name, shape in checkpoint.source.shapes.items()})
+        workers.agree(facts(manifest(shapes), options.device))
         say(f"note: {holders(checkpoint)}")
+
+        @cache
+        def same_model() -> None:
+            workers.agree({"model": model_sha256()})
+
         with state_beside(output, workers) as state:
-            resume = ResumeState(state, lambda: fingerprint(manifest()), checkpoint.layers, workers)
+            resume = ResumeState(state, lambda: fingerprint(manifest()), checkpoint.layers, workers, same_model)
             with torch.inference_mode():
                 layers = _run(checkpoint, windows, options, resume, dealt)
+            same_model()
             made = Calibration(manifest(), tuple(layers), windows)
             if workers.first and (starved := told_of_starved(made)) is not None:
                 say(f"note: {starved}")
@@ -132,14 +135,14 @@ def chosen_windows(checkpoint: Checkpoint, text: Text, options: CalibrateOptions
 
 
 def _manifest(
-    checkpoint: Checkpoint, text: Text, windows: torch.Tensor, options: CalibrateOptions, batch: int
+    checkpoint: Checkpoint, text: Text, windows: torch.Tensor, options: CalibrateOptions, batch: int, sha256: str | None
 ) -> dict[str, Any]:
     count, context = windows.shape
     return {
         "schema": folder.SCHEMA,
         "kind": "calibration",
         "sparsepack": __version__,
-        **made_from(checkpoint, text, options.device, computed_in(checkpoint, options), batch),
+        **made_from(checkpoint, text, options.device, computed_in(checkpoint, options), batch, sha256),
         "attention": heads_of(checkpoint),
         "residual": residual_of(checkpoint),
         "tokens": {

@@ -1,6 +1,7 @@
 """Several processes calibrate together: the same bytes as one, whoever goes on, and one line where one of them dies."""
 
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -84,11 +85,13 @@ def _port() -> str:
         return str(free.getsockname()[1])
 
 
-def _started(code: list[str], arguments: list[str], number: int, port: str) -> "subprocess.Popen[bytes]":
+def _started(
+    code: list[str], arguments: list[str], number: int, port: str, folder: Path | None = None
+) -> "subprocess.Popen[bytes]":
     """Worker `number` of two."""
     who = {"RANK": str(number), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     environment = _environment(**who, LOCAL_RANK=str(number), GLOO_SOCKET_IFNAME="lo")
-    return subprocess.Popen([sys.executable, *code, *arguments], env=environment, stderr=subprocess.PIPE)
+    return subprocess.Popen([sys.executable, *code, *arguments], env=environment, stderr=subprocess.PIPE, cwd=folder)
 
 
 @pytest.mark.parametrize("count", [2, 3])
@@ -151,3 +154,22 @@ def test_workers_that_were_given_other_commands_are_refused_and_keep_nothing(
         assert "sparsepack: worker 1 of 2 on" in said
         assert "has another command" in said
     assert list(tmp_path.iterdir()) == []
+
+
+def test_weights_that_differ_are_found_before_anything_is_kept(small: Checkpoint, given: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other" / small.path.name
+    shutil.copytree(small.path, other)
+    (file,) = other.glob("*.safetensors")
+    with file.open("r+b") as weights:
+        weights.seek(-1, os.SEEK_END)
+        weights.write(b"\x40")  # a norm of 1.0 before
+    (tmp_path / "out").mkdir()
+    port, command = _port(), _command(small, given, tmp_path / "out" / "c")
+    command[1] = small.path.name
+    folders = [small.path.parent, other.parent]
+    both = [_started(["-m", "sparsepack"], command, number, port, at) for number, at in enumerate(folders)]
+    for each in both:
+        said = each.communicate(timeout=300)[1].decode()
+        assert each.returncode == 2
+        assert "has another model" in said
+    assert list((tmp_path / "out").iterdir()) == []

@@ -1,0 +1,115 @@
+"""Workers that `--devices` starts, as forks of one process that has imported what they need: each begins at once, and
+does not import torch and transformers for seconds. All else is as `launch` has it: a process each, with its own
+environment, and gloo between them.
+"""
+
+import multiprocessing
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from multiprocessing import reduction
+from types import SimpleNamespace
+from typing import IO, Any
+
+import pytest
+from commands_for_tests import sparsepack
+
+from sparsepack.workers import launch
+from sparsepack.workers.environment import LAUNCHED
+
+_PRELOADED = (
+    "torch.distributed",
+    "transformers.models.llama.modeling_llama",
+    "lm_eval.evaluator",
+    "sparsepack.calibration.run",
+    "sparsepack.eval.run",
+    "sparsepack.eval.lm_eval_model",
+    "sparsepack.packing",
+    "sparsepack.pruning.run",
+    "sparsepack.rotation.run",
+    "sparsepack.sparsity.find",
+)
+_FORKS = multiprocessing.get_context("forkserver")
+
+
+class _Output:
+    """A file that a fork writes to; None: nothing."""
+
+    def __init__(self, file: IO[Any] | None) -> None:
+        self.file = file
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _received, (None if self.file is None else reduction.DupFd(self.file.fileno()),)
+
+
+def _received(copy: Any) -> int:
+    return os.open(os.devnull, os.O_RDWR) if copy is None else copy.detach()
+
+
+def _run(arguments: list[str], environment: dict[str, str], output: int, errors: int) -> None:
+    import torch
+
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(output, 1)
+    os.dup2(errors, 2)
+    sys.stdin = os.fdopen(0)  # multiprocessing has opened another one
+    os.environ.clear()
+    os.environ.update(environment)
+    if LAUNCHED in environment:
+        os.environ[LAUNCHED] = str(os.getppid())
+    torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))  # which torch read when it was imported
+    from sparsepack.cli import main
+
+    main(arguments)
+
+
+class _Fork:
+    """What `launch` asks of `subprocess.Popen`."""
+
+    def __init__(self, command: list[str], env: dict[str, str], stdin: Any, stdout: Any, stderr: Any, said: IO[Any]):
+        assert command[:3] == [sys.executable, "-m", "sparsepack"]
+        outputs = (_Output(None if stdout == subprocess.DEVNULL else stdout or said), _Output(stderr or said))
+        self.process = _FORKS.Process(target=_run, args=(command[3:], env, *outputs))
+        self.process.start()
+
+    @property
+    def returncode(self) -> int | None:
+        return self.process.exitcode
+
+    def poll(self) -> int | None:
+        return self.process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        self.process.join(timeout)
+        if self.process.exitcode is None:
+            raise subprocess.TimeoutExpired("a fork", timeout or 0)
+        return self.process.exitcode
+
+    def terminate(self) -> None:
+        self.process.terminate()
+
+    def kill(self) -> None:
+        self.process.kill()
+
+
+@pytest.fixture
+def on_devices(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
+    """A command by so many workers of one thread each, which must succeed; what the first one says."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    _FORKS.set_forkserver_preload([*_PRELOADED])
+    path = tmp_path_factory.mktemp("forks") / "said.txt"
+
+    def run(count: int, *command: str) -> str:
+        with path.open("w") as said, monkeypatch.context() as patch:
+            started = SimpleNamespace(
+                Popen=lambda command, **rest: _Fork(command, **rest, said=said),
+                DEVNULL=subprocess.DEVNULL,
+                TimeoutExpired=subprocess.TimeoutExpired,
+            )
+            patch.setattr(launch, "subprocess", started)
+            ended = sparsepack(*command, "--devices", ",".join(["cpu"] * count))
+        assert ended.exit_code == 0, ended.output + path.read_text()
+        return path.read_text()
+
+    return run
