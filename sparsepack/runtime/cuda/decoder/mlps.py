@@ -277,9 +277,9 @@ class ExpertMlp:
             column = torch.arange(most, device=counts.device)
             at_once = min(room, max(1, 2 * of_nobody // most))
             places = by_expert[(before[start:end, None] + column).clamp(max=of_nobody - 1)]  # [experts, most]
-            positions = (places // self.together.of_token).split(at_once)
+            positions = torch.split(places // self.together.of_token, at_once)
             places = torch.where(column < counts[start:end, None], places, of_nobody)
-            for group, (place, position) in enumerate(zip(places.split(at_once), positions, strict=True)):
+            for group, (place, position) in enumerate(zip(torch.split(places, at_once), positions, strict=True)):
                 yield start + group * at_once, len(place), place.flatten(), position.flatten()
 
     def _chosen(self, x: Tensor) -> tuple[Tensor, Tensor]:
