@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from multiprocessing import reduction
+from pathlib import Path
 from types import SimpleNamespace
 from typing import IO, Any
 
@@ -47,7 +48,14 @@ def _received(copy: Any) -> int:
     return os.open(os.devnull, os.O_RDWR) if copy is None else copy.detach()
 
 
-def _run(arguments: list[str], environment: dict[str, str], output: int, errors: int) -> None:
+def _run(
+    arguments: list[str],
+    environment: dict[str, str],
+    folder: Path | None,
+    before: Callable[[], None] | None,
+    output: int,
+    errors: int,
+) -> None:
     import torch
 
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -59,37 +67,59 @@ def _run(arguments: list[str], environment: dict[str, str], output: int, errors:
     if LAUNCHED in environment:
         os.environ[LAUNCHED] = str(os.getppid())
     torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))  # which torch read when it was imported
+    if folder is not None:
+        os.chdir(folder)
+    if before is not None:
+        before()
     from sparsepack.cli import main
 
     main(arguments)
 
 
-class _Fork:
-    """What `launch` asks of `subprocess.Popen`."""
+class Fork:
+    """A command of sparsepack, with what `launch` asks of a `subprocess.Popen`.
 
-    def __init__(self, command: list[str], env: dict[str, str], stdin: Any, stdout: Any, stderr: Any, said: IO[Any]):
-        assert command[:3] == [sys.executable, "-m", "sparsepack"]
-        outputs = (_Output(None if stdout == subprocess.DEVNULL else stdout or said), _Output(stderr or said))
-        self.process = _FORKS.Process(target=_run, args=(command[3:], env, *outputs))
+    stdout, stderr -- files; None: nothing
+    folder         -- where it runs; None: here
+    before         -- a function of a module, which the fork calls first
+    """
+
+    def __init__(
+        self,
+        arguments: list[str],
+        environment: dict[str, str],
+        stdout: IO[Any] | None,
+        stderr: IO[Any] | None,
+        folder: Path | None = None,
+        before: Callable[[], None] | None = None,
+    ) -> None:
+        _FORKS.set_forkserver_preload([*_PRELOADED])
+        outputs = _Output(stdout), _Output(stderr)
+        self.process = _FORKS.Process(target=_run, args=(arguments, environment, folder, before, *outputs))
         self.process.start()
 
     @property
     def returncode(self) -> int | None:
+        """As `subprocess` has it."""
         return self.process.exitcode
 
     def poll(self) -> int | None:
+        """As `subprocess` has it."""
         return self.process.exitcode
 
     def wait(self, timeout: float | None = None) -> int:
+        """As `subprocess` has it."""
         self.process.join(timeout)
         if self.process.exitcode is None:
             raise subprocess.TimeoutExpired("a fork", timeout or 0)
         return self.process.exitcode
 
     def terminate(self) -> None:
+        """As `subprocess` has it."""
         self.process.terminate()
 
     def kill(self) -> None:
+        """As `subprocess` has it."""
         self.process.kill()
 
 
@@ -97,17 +127,20 @@ class _Fork:
 def on_devices(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
     """A command by so many workers of one thread each, which must succeed; what the first one says."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    _FORKS.set_forkserver_preload([*_PRELOADED])
     path = tmp_path_factory.mktemp("forks") / "said.txt"
 
     def run(count: int, *command: str) -> str:
         with path.open("w") as said, monkeypatch.context() as patch:
-            started = SimpleNamespace(
-                Popen=lambda command, **rest: _Fork(command, **rest, said=said),
-                DEVNULL=subprocess.DEVNULL,
-                TimeoutExpired=subprocess.TimeoutExpired,
+
+            def started(command: list[str], env: dict[str, str], stdin: Any, stdout: Any, stderr: Any) -> Fork:
+                assert command[:3] == [sys.executable, "-m", "sparsepack"]
+                printed = None if stdout == subprocess.DEVNULL else stdout or said
+                return Fork(command[3:], env, printed, stderr or said)
+
+            replaced = SimpleNamespace(
+                Popen=started, DEVNULL=subprocess.DEVNULL, TimeoutExpired=subprocess.TimeoutExpired
             )
-            patch.setattr(launch, "subprocess", started)
+            patch.setattr(launch, "subprocess", replaced)
             ended = sparsepack(*command, "--devices", ",".join(["cpu"] * count))
         assert ended.exit_code == 0, ended.output + path.read_text()
         return path.read_text()

@@ -6,7 +6,7 @@ after them is done once, by the names that the family gives it, and is taken out
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -22,6 +22,8 @@ from sparsepack.models.stock.basis import add_basis
 from sparsepack.models.stock.copies import run_between_copies
 from sparsepack.models.stock.experts import ONE_BY_ONE
 from sparsepack.models.stock.norms import norms_by_one_kernel
+from sparsepack.models.stock.parts import Parts, parts_by
+from sparsepack.models.stock.recorded import Record, run_recorded
 from sparsepack.models.stock.skeleton import single_layer
 from sparsepack.models.stock.whole import backbone_of
 from sparsepack.progress import say
@@ -133,24 +135,36 @@ class BlockStream:
         output = self._backbone(inputs_embeds=placed, use_cache=False)
         return output.last_hidden_state  # type: ignore[no-any-return]
 
-    def pass_on(self, hidden: torch.Tensor, batch: int, advance: Callable[[], object]) -> None:
+    def pass_on(
+        self, hidden: torch.Tensor, batch: int, advance: Callable[[], object], record: Record | None = None
+    ) -> None:
         """Run the loaded block on hidden states [N, S, H], `batch` rows at a time, after each of which `advance` is
         called. The results take the place of what was there, so that the states of all windows are there once. A GPU
-        is waited for at the end: until then `advance` may find that it has not come so far."""
+        is waited for at the end: until then `advance` may find that it has not come so far.
+
+        record -- see `run_recorded`; for states that are where the block is and in its type, else nothing is recorded
+        """
         parts = torch.split(hidden, batch)
         self.passed += hidden.shape[0] * hidden.shape[1]
         if self.device.type == "cuda" and hidden.device.type == "cpu":
             run_between_copies(parts, self, self.device, self.dtype, advance)
             return
-        for part in parts:
-            part.copy_(self(part))
-            advance()
+        if record is not None and hidden.device.type == self.device.type and hidden.dtype == self.dtype:
+            run_recorded(parts, self, record, advance)
+        else:
+            for part in parts:
+                part.copy_(self(part))
+                advance()
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
 
     def watched(self, watcher: Watcher) -> AbstractContextManager[None]:
         """Within the context, the loaded block's attention shows its queries and keys to `watcher`."""
         return watched_attention(self._backbone, watcher)
+
+    def with_parts(self, parts: Parts | None) -> AbstractContextManager[object]:
+        """Within the context, the loaded block runs with such parts in the place of its own code; None: with none."""
+        return nullcontext() if parts is None else parts_by(self.block, parts)
 
     def states(self, ids: torch.Tensor, kept: torch.Tensor | None) -> torch.Tensor:
         """The hidden states [N, S, H] of windows of token ids that a run goes on with: those that were `kept`, or what

@@ -21,12 +21,13 @@ import torch
 
 from sparsepack.errors import UserError
 from sparsepack.formats.codecs.matrices import ZIGZAG, PackedMatrix
+from sparsepack.formats.codecs.zigzag import BAND_ROWS
 from sparsepack.placement.links import Links
 from sparsepack.process import cores
 from sparsepack.progress import counted
 from sparsepack.runtime.cpu import operations
 from sparsepack.runtime.cuda.driver.kernel_set import Kernels
-from sparsepack.runtime.cuda.products.tile_config import BAND_ROWS, BLOCK_BYTES, far_tile_config
+from sparsepack.runtime.cuda.products.tile_config import BLOCK_BYTES, far_tile_config
 from sparsepack.runtime.cuda.products.zigzag_products import Input
 from sparsepack.runtime.hybrid import measure
 from sparsepack.runtime.hybrid.cuda_mlps import CudaDivided

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from sparsepack.formats.codecs.matrices import ZIGZAG, PackedMatrix
+from sparsepack.formats.codecs.zigzag import BAND_ROWS
 from sparsepack.runtime.cuda.driver.device import usable
 from sparsepack.runtime.cuda.driver.graph import captured
 from sparsepack.runtime.cuda.driver.kernel import compile_together
 from sparsepack.runtime.cuda.products.tile_config import (
-    BAND_ROWS,
     SCHEMA,
     CudaTileConfig,
     default_tile_config,
