@@ -17,6 +17,7 @@ from sparsepack.models.architecture import embedding_scale
 from sparsepack.models.checkpoint.checkpoint import HEAD
 from sparsepack.models.family import Family
 from sparsepack.models.own_code import STOCK_ALONE
+from sparsepack.models.stock import ahead
 from sparsepack.models.stock.ahead import BlocksAhead
 from sparsepack.models.stock.attention import Watcher, watched_attention
 from sparsepack.models.stock.basis import add_basis
@@ -80,7 +81,7 @@ class BlockStream:
         self._backbones: dict[tuple[str, bool], Any] = {}  # by the kind of the layer, and whether it has a basis
         self._backbone: Any = None
         self._after: dict[str, Any] = {}
-        self.ahead = BlocksAhead(self._stored, self.device, dtype)
+        self.ahead = BlocksAhead(self._stored, self.device, dtype, ahead.AT_ONCE if self.device.type == "cuda" else 1)
         self.passed = 0
 
     def load(self, layer: int, tensors: Mapping[str, torch.Tensor] | None = None) -> None:
