@@ -58,10 +58,8 @@ WITHOUT_A_NETWORK = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_HOST_IP": "127.0.0.1",  # else vLLM asks which address leads outside, and torch for the name of that address
-    "GLOO_SOCKET_IFNAME": "lo",  # else the host's name is looked up
-    "NCCL_SOCKET_IFNAME": "lo",
 }
-"""With these vLLM starts without waiting for answers that never come; docs/vllm.md names them, too."""
+"""With these vLLM does not wait for answers that never come; docs/vllm.md says more."""
 SAID = "vllm_serve: "
 """What a process that serves says to the one that asks begins with this, beside vLLM's log."""
 

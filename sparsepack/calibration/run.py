@@ -15,6 +15,7 @@ import torch
 
 from sparsepack.calibration import collectors, folder
 from sparsepack.calibration.collectors import Statistics
+from sparsepack.calibration.collectors.kernels import parts_on, recorder_on
 from sparsepack.calibration.collectors.residual import ends_run
 from sparsepack.calibration.collectors.site_input import SiteInput
 from sparsepack.calibration.criteria import column_norms
@@ -39,6 +40,7 @@ from sparsepack.models.precision import arithmetic
 from sparsepack.models.stock.blocks import BlockStream
 from sparsepack.models.stock.bound import bound_told
 from sparsepack.models.stock.hooks import routing_hooks, site_hooks, stream_hooks
+from sparsepack.models.stock.recorded import Record
 from sparsepack.models.tokenizer.windows import check_vocabulary, drawn_windows, window_length
 from sparsepack.option import check_type
 from sparsepack.progress import Advance, Shorter, progress, say
@@ -176,7 +178,7 @@ def _run(
     runs = (residual_of(checkpoint) or {"runs": 0})["runs"]
     of_run: Statistics = resume.kept_after(_RUN)
     done, batches = resume.done, dealt.runs
-    shorter = Shorter("--samples", len(windows))
+    shorter, record = Shorter("--samples", len(windows)), recorder_on(stream)
     with (
         bound_told("calibrating", stream, resume),
         progress("calibrating", checkpoint.layers * batches, done * batches, 1, shorter) as advance,
@@ -184,7 +186,7 @@ def _run(
     ):
         for layer in range(done, checkpoint.layers):
             stream.load(layer)
-            statistics = count_block(checkpoint, stream, layer, hidden, options, dealt, of_run, advance)
+            statistics = count_block(checkpoint, stream, layer, hidden, options, dealt, of_run, advance, record)
             if ends_run(layer, checkpoint.layers, runs):
                 statistics |= of_run
                 of_run = {}
@@ -219,9 +221,13 @@ def count_block(
     dealt: Dealt,
     of_run: Statistics,
     advance: Advance,
+    record: Record | None,
 ) -> Statistics:
     """The statistics of the loaded block, on its device, at the first worker; what belongs to a run of blocks is added
-    to `of_run` there. hidden: what enters the block, this worker's windows, in whose place comes what leaves it
+    to `of_run` there.
+
+    hidden -- what enters the block, this worker's windows, in whose place comes what leaves it
+    record -- see `recorder_on`
 
     What is counted in one part of the windows is added when the part is done, in the order of the parts, whichever
     worker has run them: sums then have the same bits for every number of workers.
@@ -259,14 +265,15 @@ def count_block(
         for found in dealt.workers.in_order({**of_part, **run_of_part}, having):
             collectors.add_to(statistics, {name: found[name] for name in of_part})
             collectors.add_to(of_run, {name: found[name] for name in run_of_part})
-        of_part.clear()
-        run_of_part.clear()
+        for counted in (*of_part.values(), *run_of_part.values()):
+            counted.zero_()  # in its place: a recorded run adds to these tensors
 
     with (
         site_hooks([(layer, stream.block)], family, collect),
         stream_hooks(stream.block, family, read),
         routing_hooks(stream.block, family, route),
         stream.watched(watch),
+        stream.with_parts(parts_on(stream.device)),
     ):
-        stream.pass_on(hidden, dealt.batch, dealt.after_each(advance, part_done))
+        stream.pass_on(hidden, dealt.batch, dealt.after_each(advance, part_done), record)
     return statistics

@@ -17,7 +17,7 @@ TO_COME = "?" * 64
 """These stand where the SHA-256 of what is still being hashed will be written."""
 
 _LARGE = 1 << 26
-_PIECE = 1 << 22
+_PIECE = 1 << 24
 """Between two pieces a thread asks for Python's interpreter, which work beside needs."""
 
 

@@ -1,5 +1,7 @@
 """What the first step would make is made before it: kernels, compiled many at a time, and the graph of the step."""
 
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -171,6 +173,12 @@ def test_slots_begin_anew_where_preparing_was_interrupted(kernels: Kernels, monk
             engine.prepare(True)
     assert torch.equal(outputs(engine), outputs(undisturbed))
     assert engine.hit_counts == undisturbed.hit_counts
+
+
+def test_torch_s_compiler_is_not_imported_to_begin_with() -> None:
+    """It takes a second or more, at every start."""
+    code = "import sys, sparsepack.runtime.cuda.backend; sys.exit('torch._dynamo' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=120).returncode == 0
 
 
 @pytest.mark.gpu
