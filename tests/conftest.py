@@ -54,7 +54,6 @@ def _cache_of_its_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
     compiled = compiled_folder()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("inductor")))  # else beside that folder
         if compiled.is_dir():  # GPU kernels, named by all that they depend on
             compiled_folder().parent.mkdir(parents=True)
             compiled_folder().symlink_to(compiled.absolute())
