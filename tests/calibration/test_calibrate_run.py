@@ -18,7 +18,7 @@ from sparsepack.files.text import Text
 from sparsepack.models.family import SITES
 from sparsepack.models.stock.blocks import BlockStream
 from sparsepack.models.stock.hooks import site_hooks
-from sparsepack.models.stock.parts import OWN_CODE
+from sparsepack.models.stock.parts import OWN_CODE, turned_by_torch
 from sparsepack.models.stock.whole import load_model
 from sparsepack.models.tokenizer.windows import rolling_windows
 
@@ -137,10 +137,10 @@ def test_a_token_beyond_the_vocabulary_is_refused(small, text, tmp_path, monkeyp
         calibrate(small, text, tmp_path / "c", OPTIONS)
 
 
-@pytest.mark.parametrize("batch", [1, 3])
-def test_a_recorded_run_of_a_block_counts_what_its_own_runs_count(small, text, tmp_path, monkeypatch, batch):
-    """With parts of one batch and of two, and a last batch that is smaller."""
-    options = replace(OPTIONS, samples=20, batch=batch)
+@pytest.mark.parametrize(("samples", "batch"), [(18, 1), (7, 2)])
+def test_a_recorded_run_of_a_block_counts_what_its_own_runs_count(small, text, tmp_path, monkeypatch, samples, batch):
+    """With parts of two batches and of one, and a last batch that is smaller."""
+    options = replace(OPTIONS, samples=samples, batch=batch)
     expected = calibrate(small, text, tmp_path / "expected", options)
     recorder, runs = SimulatedRecorder(), []
     call = BlockStream.__call__
@@ -151,10 +151,31 @@ def test_a_recorded_run_of_a_block_counts_what_its_own_runs_count(small, text, t
         assert here.keys() == there.keys()
         assert [name for name in here if not torch.equal(here[name], there[name])] == []
     assert content(tmp_path / "found") == content(tmp_path / "expected")
-    batches, smaller = -(-20 // batch), 20 % batch > 0
+    batches, smaller = -(-samples // batch), samples % batch > 0
     assert recorder.recorded == small.layers
     assert recorder.repeated == small.layers * (batches - 1 - smaller)
     assert len(runs) == small.layers * (2 + smaller)
+
+
+def test_parts_that_are_done_at_once_change_no_bit(small, text, tmp_path, monkeypatch):
+    """Under watched attention and the hooks of sites, in the type that kernels are for."""
+    options = replace(OPTIONS, dtype="bfloat16")
+    calibrate(small, text, tmp_path / "stock", options)
+    ran = []
+
+    def turn_heads(query, key, *angles):
+        ran.append("heads")
+        return turned_by_torch(query, *angles), turned_by_torch(key, *angles)
+
+    def silu_times(gate, up):
+        ran.append("gate")
+        return torch.nn.functional.silu(gate) * up
+
+    parts = replace(OWN_CODE, turn_heads=turn_heads, silu_times=silu_times)
+    monkeypatch.setattr(run, "parts_on", lambda _: parts)
+    calibrate(small, text, tmp_path / "parts", options)
+    assert ran == ["heads", "gate"] * 3 * small.layers
+    assert content(tmp_path / "parts") == content(tmp_path / "stock")
 
 
 @pytest.mark.gpu

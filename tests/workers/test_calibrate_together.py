@@ -15,7 +15,7 @@ import pytest
 import torch
 from calibrated_models import small
 from folders_for_tests import content
-from forks import Fork, on_devices
+from forks_for_tests import Fork, on_devices
 from models_for_tests import TEXT
 
 from sparsepack.calibration.options import CalibrateOptions

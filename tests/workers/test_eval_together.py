@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from calibrated_models import small, small_calibration, text
-from forks import on_devices
+from forks_for_tests import on_devices
 from linked import together
 from task_files import MULTIPLE_CHOICE, OUR_DATA
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from calibrated_models import small, small_calibration, text
 from folders_for_tests import content
-from forks import on_devices
+from forks_for_tests import on_devices
 from linked import together
 
 from sparsepack.calibration.folder import Calibration, save

@@ -7,7 +7,7 @@ import pytest
 import torch
 from calibrated_models import small, small_calibration, text
 from folders_for_tests import content
-from forks import on_devices
+from forks_for_tests import on_devices
 
 from sparsepack.calibration.folder import Calibration, save
 from sparsepack.errors import WorkersError

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from calibrated_models import small, small_calibration, text
-from forks import on_devices
+from forks_for_tests import on_devices
 
 from sparsepack.calibration.folder import Calibration, save
 from sparsepack.errors import WorkersError

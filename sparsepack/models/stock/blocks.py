@@ -5,7 +5,8 @@ in turn, so masks, rotary embeddings and sliding windows are never re-implemente
 after them is done once, by the names that the family gives it, and is taken out of that backbone.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
@@ -16,6 +17,7 @@ from sparsepack.models.architecture import embedding_scale
 from sparsepack.models.checkpoint.checkpoint import HEAD
 from sparsepack.models.family import Family
 from sparsepack.models.own_code import STOCK_ALONE
+from sparsepack.models.stock import ahead
 from sparsepack.models.stock.ahead import BlocksAhead
 from sparsepack.models.stock.attention import Watcher, watched_attention
 from sparsepack.models.stock.basis import add_basis
@@ -79,7 +81,7 @@ class BlockStream:
         self._backbones: dict[tuple[str, bool], Any] = {}  # by the kind of the layer, and whether it has a basis
         self._backbone: Any = None
         self._after: dict[str, Any] = {}
-        self.ahead = BlocksAhead(self._stored, self.device, dtype)
+        self.ahead = BlocksAhead(self._stored, self.device, dtype, ahead.AT_ONCE if self.device.type == "cuda" else 1)
         self.passed = 0
 
     def load(self, layer: int, tensors: Mapping[str, torch.Tensor] | None = None) -> None:
@@ -142,7 +144,8 @@ class BlockStream:
         called. The results take the place of what was there, so that the states of all windows are there once. A GPU
         is waited for at the end: until then `advance` may find that it has not come so far.
 
-        record -- see `run_recorded`; for states that are where the block is and in its type, else nothing is recorded
+        record -- see `run_recorded`; for states that are where the block is and in its type, else nothing is recorded.
+                  Of a GPU the last part is not waited for then
         """
         parts = torch.split(hidden, batch)
         self.passed += hidden.shape[0] * hidden.shape[1]
@@ -150,13 +153,26 @@ class BlockStream:
             run_between_copies(parts, self, self.device, self.dtype, advance)
             return
         if record is not None and hidden.device.type == self.device.type and hidden.dtype == self.dtype:
-            run_recorded(parts, self, record, advance)
-        else:
-            for part in parts:
-                part.copy_(self(part))
-                advance()
+            self._pass_on_recorded(parts, record, advance)
+            return
+        for part in parts:
+            part.copy_(self(part))
+            advance()
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
+
+    def _pass_on_recorded(self, parts: Sequence[torch.Tensor], record: Record, advance: Callable[[], object]) -> None:
+        """`pass_on`, which leaves a GPU the last part to do while the next block is taken."""
+        ended: deque[torch.cuda.Event] = deque(maxlen=2)
+
+        def passed() -> None:
+            advance()
+            if self.device.type == "cuda":
+                ended.append(torch.cuda.current_stream(self.device).record_event())
+
+        run_recorded(parts, self, record, passed)
+        if ended:
+            ended[0].synchronize()
 
     def watched(self, watcher: Watcher) -> AbstractContextManager[None]:
         """Within the context, the loaded block's attention shows its queries and keys to `watcher`."""

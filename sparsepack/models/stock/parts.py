@@ -7,8 +7,9 @@ import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -103,7 +104,17 @@ def _turned(
 
 
 def _is_gated_by_silu(module: nn.Module) -> bool:
-    """Whether a module's own code is `_gated`, tried with random outputs of its gate and up."""
+    """Whether a module's own code is `_gated`, tried once with random outputs of its gate and up."""
+    if module not in _tried:
+        _tried[module] = _found_gated_by_silu(module)
+    return _tried[module]
+
+
+_tried: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
+"""A block's modules stay when the next block's weights come."""
+
+
+def _found_gated_by_silu(module: nn.Module) -> bool:
     generator = torch.Generator().manual_seed(0)
     gate, up = (8 * torch.randn(2, _TRIED, generator=generator)).bfloat16()
     tried = copy.copy(module)
@@ -125,6 +136,7 @@ class _Gives(nn.Module):
         return self.output
 
 
+@cache
 def _turns_halves(rotary: Any) -> bool:
     """Whether a rotary embedding turns channel c with c + D / 2, and rounds as the usual one, tried on random heads."""
     generator = torch.Generator().manual_seed(0)

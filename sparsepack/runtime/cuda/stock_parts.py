@@ -14,7 +14,7 @@ from sparsepack.runtime.cuda.driver.kernel import kernel, launch
 _FARTHEST = 2**31 - 1
 """Kernels take distances between values, and numbers of them, in 32 bits."""
 _ALIGNED = 16
-_SILU_THREADS, _SILU_EACH, _NORM_THREADS = 256, 4, 128
+_TURN_THREADS, _SILU_THREADS, _SILU_EACH, _NORM_THREADS = 128, 256, 4, 128
 """The last two stand in the kernels, too."""
 _WIDEST = 16384
 """A norm's row stays in registers."""
@@ -32,6 +32,7 @@ def turn_heads(query: Tensor, key: Tensor, cosine: Tensor, sine: Tensor) -> tupl
         query.dtype in INPUTS
         and all(x.dtype == query.dtype and _aligned(x) for x in inputs)
         and channels % 16 == 0
+        and channels <= _WIDEST
         and key.shape == (windows, kv_heads, tokens, channels)
         and cosine.shape == sine.shape == (cosine.shape[0], tokens, channels)
         and cosine.shape[0] in (1, windows)
@@ -43,12 +44,12 @@ def turn_heads(query: Tensor, key: Tensor, cosine: Tensor, sine: Tensor) -> tupl
         return None
     turned = torch.empty_like(query), torch.empty_like(key)
     table = 0 if cosine.shape[0] == 1 else cosine.stride(0)
-    pieces = (heads + kv_heads) * channels // 16
+    pieces = channels // 16
     with torch.cuda.device(query.device):
         launch(
             kernel("turn_heads", "turn_heads", (f"INPUT={INPUTS[query.dtype]}",), query.device.index or 0),
             (tokens, windows),
-            min(512, -(-pieces // 32) * 32),
+            pieces * max(1, min(heads + kv_heads, _TURN_THREADS // pieces)),
             *(query, *query.stride()[:3], key, *key.stride()[:3], cosine, sine, table, heads, kv_heads, channels),
             *(turned[0], *turned[0].stride()[:3], turned[1], *turned[1].stride()[:3]),
         )

@@ -107,7 +107,7 @@ class Together:
 
 @dataclass(frozen=True)
 class Output:
-    """Where a product goes, and what becomes of it on the way; `gemv` says what each of these is."""
+    """A product's way out: where it goes and what is done to it before; `gemv` says what each of these is."""
 
     y: Tensor
     bias: Tensor | None = None

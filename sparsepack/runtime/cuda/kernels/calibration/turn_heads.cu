@@ -10,7 +10,8 @@
 //                   between windows, or 0
 //     new_query, new_key   as query and key, with distances of their own
 //
-// Launch: a block for each token and window; a thread has eight channels of each half of a head, then those THREADS on
+// Launch: a block for each token and window, of a multiple of channels / 16 threads; a thread has eight channels of each
+// half of a head, then the same of other heads
 //
 // Macro: INPUT (common/eight.cuh)
 
@@ -28,9 +29,16 @@ extern "C" __global__ void turn_heads(const u8* __restrict__ query, int query_wi
     const int token = blockIdx.x, window = blockIdx.y;
     const int half = channels / 2, pieces = half / 8;
     const u64 angle = ((u64)window * table + (u64)token * channels) * ELEMENT;
-    for (int i = threadIdx.x; i < (heads + kv_heads) * pieces; i += blockDim.x) {
-        const bool of_key = i >= heads * pieces;
-        const int head = of_key ? i / pieces - heads : i / pieces, channel = i % pieces * 8;
+    const int channel = threadIdx.x % pieces * 8;
+    Eight c[2], s[2];
+#pragma unroll
+    for (int part = 0; part < 2; ++part) {
+        c[part].load(cosine + angle, channel + part * half, channels, true);
+        s[part].load(sine + angle, channel + part * half, channels, true);
+    }
+    for (int at = threadIdx.x / pieces; at < heads + kv_heads; at += blockDim.x / pieces) {
+        const bool of_key = at >= heads;
+        const int head = of_key ? at - heads : at;
         const u8* const from =
             of_key ? key + ((u64)window * key_window + (u64)head * key_head + (u64)token * key_token) * ELEMENT
                    : query + ((u64)window * query_window + (u64)head * query_head + (u64)token * query_token) * ELEMENT;
@@ -40,13 +48,9 @@ extern "C" __global__ void turn_heads(const u8* __restrict__ query, int query_wi
                    : new_query +
                          ((u64)window * new_query_window + (u64)head * new_query_head + (u64)token * new_query_token) *
                              ELEMENT;
-        Eight x[2], c[2], s[2];
+        Eight x[2];
 #pragma unroll
-        for (int part = 0; part < 2; ++part) {
-            x[part].load(from, channel + part * half, channels, true);
-            c[part].load(cosine + angle, channel + part * half, channels, true);
-            s[part].load(sine + angle, channel + part * half, channels, true);
-        }
+        for (int part = 0; part < 2; ++part) x[part].load(from, channel + part * half, channels, true);
         float made[8];
 #pragma unroll
         for (int part = 0; part < 2; ++part) {

@@ -1,6 +1,5 @@
-"""Workers that `--devices` starts, as forks of one process that has imported what they need: each begins at once, and
-does not import torch and transformers for seconds. All else is as `launch` has it: a process each, with its own
-environment, and gloo between them.
+"""Commands as forks of one process that has imported what they need: each begins at once, and does not import torch and
+transformers for seconds. All else is a process's own: its environment, standard streams, signals and exit status.
 """
 
 import multiprocessing
@@ -29,6 +28,7 @@ _PRELOADED = (
     "sparsepack.packing",
     "sparsepack.pruning.run",
     "sparsepack.rotation.run",
+    "sparsepack.serve.server",
     "sparsepack.sparsity.find",
 )
 _FORKS = multiprocessing.get_context("forkserver")
@@ -61,12 +61,14 @@ def _run(
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(output, 1)
     os.dup2(errors, 2)
-    sys.stdin = os.fdopen(0)  # multiprocessing has opened another one
+    # What is there reads and writes what the process that forks had.
+    sys.stdin, sys.stdout, sys.stderr = os.fdopen(0), os.fdopen(1, "w"), os.fdopen(2, "w", buffering=1)
     os.environ.clear()
     os.environ.update(environment)
     if LAUNCHED in environment:
         os.environ[LAUNCHED] = str(os.getppid())
-    torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))  # which torch read when it was imported
+    if threads := environment.get("OMP_NUM_THREADS"):
+        torch.set_num_threads(int(threads))  # as torch itself does when it is imported
     if folder is not None:
         os.chdir(folder)
     if before is not None:
@@ -97,6 +99,12 @@ class Fork:
         outputs = _Output(stdout), _Output(stderr)
         self.process = _FORKS.Process(target=_run, args=(arguments, environment, folder, before, *outputs))
         self.process.start()
+
+    def send_signal(self, number: int) -> None:
+        """As `subprocess` has it."""
+        if self.process.is_alive():
+            assert self.process.pid is not None
+            os.kill(self.process.pid, number)
 
     @property
     def returncode(self) -> int | None:
