@@ -107,7 +107,17 @@ class Together:
 
 @dataclass(frozen=True)
 class Output:
-    """A product's way out: where it goes and what is done to it before; `gemv` says what each of these is."""
+    """The place of a product, and what is done to it before it is written there.
+
+    y          -- float32 [rows]; [rows / 2] with an activation
+    bias       -- float32 [rows]
+    residual   -- float32 [rows], may be y itself; where the input has its flag in the data, not what the kernel just
+                  before writes
+    activation -- for rows of gate and up: y = activation(gate) * up; see `kernels/common/activations.cuh`
+    squares    -- float32 [blocks(matrix)]: what the blocks' rows add to the sum of y^2
+    active     -- int64 []: the number of active columns is added to it
+    reset      -- int32 [..]: flag-in-data words that become SENTINEL again, since all have read them
+    """
 
     y: Tensor
     bias: Tensor | None = None
@@ -130,17 +140,7 @@ def gemv(
     active: Tensor | None = None,
     reset: Tensor | None = None,
 ) -> None:
-    """Put y = W[:, active] x[active] + bias + residual on the current stream.
-
-    y          -- float32 [rows]; [rows / 2] with an activation
-    bias       -- float32 [rows]
-    residual   -- float32 [rows], may be y itself; where the input has its flag in the data, not what the kernel just
-                  before writes
-    activation -- for rows of gate and up: y = activation(gate) * up; see `kernels/common/activations.cuh`
-    squares    -- float32 [blocks(matrix)]: what the blocks' rows add to the sum of y^2
-    active     -- int64 []: the number of active columns is added to it
-    reset      -- int32 [..]: flag-in-data words that become SENTINEL again, since all have read them
-    """
+    """Put y = W[:, active] x[active] + bias + residual on the current stream: an `Output` has what is named here."""
     launch_gemv(matrix, input, Output(y, bias, residual, activation, squares, active, reset))
 
 
