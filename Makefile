@@ -62,7 +62,7 @@ test-sanitize: $(VENV)/.installed-test
 	$(SANITIZE)/check_kernels
 	SPARSEPACK_NATIVE=$$(ls -d $(SANITIZE)/_native.*) SPARSEPACK_REQUIRE_KERNELS=1 ASAN_OPTIONS=detect_leaks=0 \
 		LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
-		$(BIN)/python -m pytest tests/runtime -m "not slow and not gpu" -k cpu $(PYTEST_ARGS)
+		$(BIN)/python -m pytest $(PARALLEL) tests/runtime -m "not slow and not gpu" -k cpu $(PYTEST_ARGS)
 
 # The kernels for aarch64 against the plain ones, under emulation: needs g++-aarch64-linux-gnu and qemu-user.
 NEON := build/aarch64
