@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sparsepack.errors import UserError
-from sparsepack.formats.codecs.matrices import PackedMatrix
+from sparsepack.formats.codecs.matrices import ZIGZAG, PackedMatrix
 from sparsepack.formats.mlp_kinds import DENSE, EXPERTS, NEURONS, MlpKind
 from sparsepack.formats.packed import DenseMlp, ExpertMlp, NeuronMlp, PackedModel, PackedSite
 from sparsepack.models.family import ATTENTION_SITES, MLP_SITES, SITES
@@ -189,8 +189,10 @@ def _add_dense(builder: Any, mlp: DenseMlp, threads: int) -> None:
 
 
 def _add_neurons(builder: Any, mlp: NeuronMlp, threads: int) -> None:
-    builder.set_site(SITES.index("mlp_in"), load_zigzag(mlp.gate, threads=threads), None, None, None)
-    builder.set_neurons(load_neurons(mlp.records))
+    by_rows = mlp.gate.type != ZIGZAG
+    if not by_rows:
+        builder.set_site(SITES.index("mlp_in"), load_zigzag(mlp.gate, threads=threads), None, None, None)
+    builder.set_neurons(load_neurons(mlp.records), load_rows(mlp.gate) if by_rows else None)
 
 
 def _add_experts(builder: Any, mlp: ExpertMlp, threads: int) -> None:

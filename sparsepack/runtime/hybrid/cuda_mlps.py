@@ -21,7 +21,7 @@ from sparsepack.formats.codecs.neurons import record_bytes
 from sparsepack.formats.mlp_kinds import MLP_GATE
 from sparsepack.placement.links import Links
 from sparsepack.placement.ways import Traffic
-from sparsepack.runtime.cuda.decoder.mlps import NeuronMlp, load_gate
+from sparsepack.runtime.cuda.decoder.mlps import NeuronMlp, ZigzagGate, load_gate
 from sparsepack.runtime.cuda.decoder.sites import CudaSite, load_sites
 from sparsepack.runtime.cuda.driver.host_memory import Place
 from sparsepack.runtime.cuda.driver.kernel_set import Kernels
@@ -153,7 +153,8 @@ class CudaDivided:
         """The next block's MLP: its gate where it shall lie, its records in the host's memory."""
         assert isinstance(mlp, stored.NeuronMlp)
         block = self._loaded
-        gate = self._load_far(MLP_GATE, device, None) or load_gate(mlp, device, kernels, place)
+        far = self._load_far(MLP_GATE, device, None)
+        gate = load_gate(mlp, device, kernels, place) if far is None else ZigzagGate(far)
         records = self.load_records(mlp.records, device)
         return DividedNeuronMlp(gate, records, block, self.division(block), self)
 

@@ -75,6 +75,7 @@ class SimulatedKernels(kernel_set.Kernels):
     load_zigzag = staticmethod(products.load_zigzag)
     first_bands = staticmethod(products.first_bands)
     load_rows = staticmethod(products.load_rows)
+    load_rows_fp16 = staticmethod(products.load_rows_fp16)
     flag_in_data_buffers = staticmethod(flag_in_data_buffers)
     new_candidates = staticmethod(products.new_candidates)
     embed = staticmethod(products.embed)
@@ -119,5 +120,6 @@ def launches() -> Iterator[None]:
         patch.setattr(neurons, "architecture", lambda device: 90)
         patch.setattr(zigzag_products, "workspace", lambda device: WORKSPACE)
         patch.setattr(dense, "dequantise", products.dequantise)
+        patch.setattr(dense, "decode", products.decode)
         patch.setattr(dense, "_fp16_product", lambda x, weights, out: out.copy_(x.float() @ weights.float()))
         yield

@@ -3,9 +3,21 @@
 
 namespace sparsepack {
 
+// The products of a gate by rows with the rows of x [texts][hidden], for all threads, those of the texts one after the
+// other.
+Decoder::Sums Decoder::gates(int layer, const float* x, int32_t texts, int thread) {
+    static const std::vector<float> no_bias;
+    const Rows& m = *model_.layers[layer].gate;
+    float* y = partial_sums_[MLP_IN & 1].data();
+    if (thread == 0) active_[layer * SITES + MLP_IN] += m.columns;
+    share_matmul(k_, pool_, m, x, texts, y);
+    pool_.barrier();
+    return {y, 0, 1, &no_bias, m.rows};
+}
+
 // From the product of the gate to what the MLP adds; x is its input. Each thread does a range of the neurons and lists
 // those that are active; after a barrier all of them are shared out.
-Decoder::Sums Decoder::neurons(const Input& gate, const float* x, int layer, bool sparse, int thread) {
+Decoder::Sums Decoder::neurons(const Sums& gate, const float* x, int layer, bool sparse, int thread) {
     static const std::vector<float> no_bias;
     const float zero = 0;
     const Neurons& n = *model_.layers[layer].neurons;
@@ -13,7 +25,7 @@ Decoder::Sums Decoder::neurons(const Input& gate, const float* x, int layer, boo
     int32_t first = border(s_.intermediate, thread), size = border(s_.intermediate, thread + 1) - first, count = 0;
     float *g = middle_.data() + first, *partial_sums = partial_sums_[MLP_MID & 1].data();
     if (size) {
-        read(sums(gate), first, size, g);
+        read(gate, first, size, g);
         for (int32_t i = 0; i < size; ++i) g[i] = g[i] < 0 ? 0 : g[i];
         count = k_.collect(g, nullptr, &zero, 0, size, first, g, list(s_.intermediate, thread));
     }

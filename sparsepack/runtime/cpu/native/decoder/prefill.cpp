@@ -61,7 +61,10 @@ void Decoder::prefill_together(const int64_t* ids, int32_t count, float* logits,
             expert_rows(number, first, last, count, thread);
             continue;
         }
-        matmul(layer.sites[MLP_IN], wide_normed_.data(), count);
+        if (layer.gate)
+            share_matmul(k_, pool_, *layer.gate, wide_normed_.data(), count, wide_rows_.data());
+        else
+            matmul(layer.sites[MLP_IN], wide_normed_.data(), count);
         pool_.barrier();
         if (layer.neurons) {
             neuron_rows(number, first, last, count);

@@ -37,7 +37,8 @@ void Decoder::tokens(const int64_t* ids, int32_t texts, bool sparse, float* logi
             experts_several(number, texts, sparse, thread);
             continue;
         }
-        Sums sums = multiply_several(number, MLP_IN, normed, texts, sparse, thread);
+        Sums sums = layer.gate ? gates(number, normed, texts, thread)
+                               : multiply_several(number, MLP_IN, normed, texts, sparse, thread);
         if (layer.neurons) {
             neurons_several(sums, number, texts, sparse, thread);
             continue;
