@@ -18,7 +18,7 @@ from sparsepack.progress import counted
 from sparsepack.runtime.backends import backend_named
 from sparsepack.runtime.cpu.dispatch import instruction_set, native
 from sparsepack.runtime.cpu.kv_cache import NativeKvCache, vector
-from sparsepack.runtime.cpu.operations import ROW_TYPES, load_experts, load_neurons, load_rows, load_zigzag
+from sparsepack.runtime.cpu.operations import ROW_TYPES, load_experts, load_gates, load_neurons, load_rows, load_zigzag
 from sparsepack.runtime.decoder import among_all, attention_of, stepped
 from sparsepack.runtime.generation.sampling import Sampler, not_finite
 from sparsepack.runtime.hold import Hold
@@ -192,7 +192,7 @@ def _add_neurons(builder: Any, mlp: NeuronMlp, threads: int) -> None:
     by_rows = mlp.gate.type != ZIGZAG
     if not by_rows:
         builder.set_site(SITES.index("mlp_in"), load_zigzag(mlp.gate, threads=threads), None, None, None)
-    builder.set_neurons(load_neurons(mlp.records), load_rows(mlp.gate) if by_rows else None)
+    builder.set_neurons(load_neurons(mlp.records), load_gates(mlp.gate) if by_rows else None)
 
 
 def _add_experts(builder: Any, mlp: ExpertMlp, threads: int) -> None:

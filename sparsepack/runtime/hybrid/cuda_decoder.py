@@ -49,6 +49,8 @@ class Processor(Protocol):
 
     def load_zigzag(self, matrix: PackedMatrix) -> Any: ...
 
+    def load_gates(self, gates: PackedMatrix) -> Any: ...
+
     def cold_worker(
         self,
         records: Sequence[Any],
@@ -57,6 +59,7 @@ class Processor(Protocol):
         threads: int | None = None,
         *,
         products: Sequence[Any] = (),
+        gates: Sequence[Any] = (),
     ) -> Any: ...
 
 

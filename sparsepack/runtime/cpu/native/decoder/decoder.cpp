@@ -39,9 +39,9 @@ void check_layer(const Layer& layer, const Shape& s, const AttentionShape& a, co
     check_site(layer.sites[ATTN_IN], a.qkv_rows(), s.hidden, name + " attn_in");
     check_site(layer.sites[ATTN_OUT], s.hidden, a.q_rows(), name + " attn_out");
     if (layer.neurons) {
-        if (layer.gate)
-            expect(layer.gate->rows == s.intermediate && layer.gate->columns == s.hidden,
-                   name + ": gate of another shape");
+        if (layer.gates)
+            expect(layer.gates->count == s.intermediate && layer.gates->bands * BAND_ROWS == s.hidden,
+                   name + ": gates of another shape");
         else
             check_site(layer.sites[MLP_IN], s.intermediate, s.hidden, name + " gate");
         expect(s.activation == RELU, name + ": neurons of another activation");
@@ -116,7 +116,7 @@ Decoder::Decoder(Model model, const Kernels& kernels, int threads)
                 padded[number & 1] = std::max(padded[number & 1], room);
                 continue;
             }
-            if (layer.gate && number == MLP_IN) {
+            if (layer.gates && number == MLP_IN) {
                 padded[number & 1] = std::max(padded[number & 1], texts * s_.intermediate);
                 continue;
             }

@@ -3,16 +3,24 @@
 
 namespace sparsepack {
 
-// The products of a gate by rows with the rows of x [texts][hidden], for all threads, those of the texts one after the
-// other.
-Decoder::Sums Decoder::gates(int layer, const float* x, int32_t texts, int thread) {
+// The products of gates by rows with the rows of x, which all threads have left, or with each thread's own x where there
+// is one: y [positions][neurons], for all threads.
+Decoder::Sums Decoder::gates(int layer, const float* x, int32_t positions, float* y, int thread) {
     static const std::vector<float> no_bias;
-    const Rows& m = *model_.layers[layer].gate;
-    float* y = partial_sums_[MLP_IN & 1].data();
-    if (thread == 0) active_[layer * SITES + MLP_IN] += m.columns;
-    share_matmul(k_, pool_, m, x, texts, y);
+    const Gates& g = *model_.layers[layer].gates;
+    uint8_t* inputs = scratch_[thread].neuron_input.data();
+    if (positions == 1) {
+        k_.neuron_input(x, g.bands, inputs);
+    } else {
+        int64_t stride = neuron_input_stride(g.bands);
+        inputs = wide_inputs_.data();
+        for (int32_t p = thread; p < positions; p += pool_.threads())
+            k_.neuron_input(x + int64_t(p) * s_.hidden, g.bands, inputs + p * stride);
+        pool_.barrier();
+    }
+    share_gate_products(k_, pool_, g, inputs, positions, y);
     pool_.barrier();
-    return {y, 0, 1, &no_bias, m.rows};
+    return {y, 0, 1, &no_bias, g.count};
 }
 
 // From the product of the gate to what the MLP adds; x is its input. Each thread does a range of the neurons and lists
