@@ -53,6 +53,11 @@ class GateCopy:
         return torch.mul(numbers, self.scales.float()[:, None])
 
 
+def copy_bytes(neurons: int, hidden: int, bits: int = 2) -> int:
+    """What the copy of a gate takes, with limits in float32."""
+    return neurons * (hidden * bits // 8 + 2 + 4)
+
+
 def copied(gate: Tensor, bits: int = 2) -> GateCopy:
     """A gate [n, d], d a multiple of 8, in `bits` a weight, 1 or 2.
 

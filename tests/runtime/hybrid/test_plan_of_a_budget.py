@@ -3,10 +3,12 @@
 from dataclasses import replace
 
 import pytest
+import torch
 from packed_models import by_neurons, random_model
 
 from sparsepack.bench.traffic import stored_bytes
 from sparsepack.errors import PlacementError, UserError
+from sparsepack.formats.codecs.gate_copy import copied, limits
 from sparsepack.formats.packed import PackedModel
 from sparsepack.placement.budget import SPARE
 from sparsepack.runtime.engine import Engine
@@ -25,6 +27,18 @@ def packed(request: pytest.FixtureRequest) -> PackedModel:
 
 def test_every_stored_byte_is_counted_once(packed: PackedModel) -> None:
     assert parts_of(packed, 64, "bf16").weights == stored_bytes(packed)
+
+
+def test_copies_of_gates_are_for_gates_by_rows() -> None:
+    rows = by_neurons(random_model("llama", **RELU), gates="rows")
+    parts = parts_of(rows, 64, "bf16", gate_copies=True)
+    assert parts.weights == stored_bytes(rows)
+    assert parts.gate == 144
+    gate = copied(torch.randn(300, 256))
+    limit = limits(gate, gate.decoded() + 1, torch.full((300,), 0.1), 2)
+    assert parts.copies == (gate.nbytes + limit.nbytes,) * 2
+    with pytest.raises(PlacementError, match="gates in zigzag order; pack the model again with --gates rows"):
+        parts_of(by_neurons(random_model("llama", **RELU)), 64, "bf16", gate_copies=True)
 
 
 def test_texts_have_a_cache_each(packed: PackedModel) -> None:
