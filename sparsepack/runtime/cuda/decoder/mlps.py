@@ -1,6 +1,6 @@
 """The MLPs that the cuda decoder runs, a class for each kind: their part of a step, and of prefill."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Protocol
@@ -145,8 +145,11 @@ class Gate(Protocol):
     def shape(self) -> tuple[int, int]:
         """Neurons and channels."""
 
-    def step(self, step: MlpStep, kernels: Kernels) -> Iterator[Launch]:
-        """The kernels of its product, from `step.input` to `step.of.mid`."""
+    def step(self, step: MlpStep, kernels: Kernels) -> Iterable[Launch]:
+        """The kernels of its product, from `step.input` to `step.of.mid`: who has a zero there is not listed."""
+
+    def checked(self, step: MlpStep, listed: ActiveNeurons, kernels: Kernels) -> tuple[Sequence[Launch], ActiveNeurons]:
+        """The kernels that find who of a list is active, and where these then are listed."""
 
     def prefill(self, x: ScaledFp16, scratch: Tensor, kernels: Kernels) -> Product:
         """Its product with every row of x [S, hidden]."""
@@ -171,6 +174,9 @@ class ZigzagGate:
     def step(self, step: MlpStep, kernels: Kernels) -> Iterator[Launch]:
         yield step.product(MLP_GATE, self.site, step.input, step.of.mid)
 
+    def checked(self, step: MlpStep, listed: ActiveNeurons, kernels: Kernels) -> tuple[Sequence[Launch], ActiveNeurons]:
+        return (), listed
+
     def prefill(self, x: ScaledFp16, scratch: Tensor, kernels: Kernels) -> Product:
         return kernels.multiply(self.site.matrix, x, scratch)
 
@@ -193,6 +199,9 @@ class RowsGate:
         x, y = of.x.view(-1, hidden), step.of.mid.view(-1, neurons)
         yield partial(step.active(MLP_GATE).add_, hidden)
         yield partial(kernels.product, self.rows.matrix, x, y, norm=of.norm, eps=of.eps)
+
+    def checked(self, step: MlpStep, listed: ActiveNeurons, kernels: Kernels) -> tuple[Sequence[Launch], ActiveNeurons]:
+        return (), listed
 
     def prefill(self, x: ScaledFp16, scratch: Tensor, kernels: Kernels) -> Product:
         return kernels.multiply_rows(self.rows, x, scratch)
@@ -256,9 +265,11 @@ class NeuronMlp:
             flag_in_data=of.flag_in_data,
             division=self.division,
         )
+        checks, active = self.gate.checked(step, room, kernels)
+        yield from checks
         first, host = self.memories
         y = of.y.view(texts, -1)
-        yield partial(kernels.add_neurons, first, room, residual, y, host=host, division=self.division)
+        yield partial(kernels.add_neurons, first, active, residual, y, host=host, division=self.division)
 
     @property
     def decoded(self) -> int:

@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from sparsepack.formats.codecs.gate_copy import GateCopy
+from sparsepack.formats.codecs.gate_copy import CopyErrors, copied, errors_of, limits_of
+from sparsepack.formats.codecs.matrices import PackedMatrix, decode_matrix
 from sparsepack.runtime.cuda.driver.kernel import kernel, launch, multiprocessors
 from sparsepack.runtime.cuda.driver.shared_memory import deepest_pipeline, shared_limit
 from sparsepack.runtime.cuda.products import zigzag
@@ -17,6 +18,10 @@ from sparsepack.runtime.cuda.products.tile_config import BAND_ROWS, BLOCK_BYTES,
 SCORE_THREADS = KEEP_THREADS = 1024
 WARPS_AND_SLOTS = ((16, 4), (16, 2), (8, 2), (8, 1), (4, 1), (1, 1))
 """A block has the first of these numbers of warps, and of rows on their way to each, for which there is shared memory."""
+
+
+WEIGHTS_AT_ONCE = 1 << 20
+"""So many weights are copied at a time; temporaries take some forty times as many bytes."""
 
 
 @dataclass(frozen=True)
@@ -37,11 +42,23 @@ class CudaGateCopy:
         return len(self.codes), 4 * self.codes.shape[1]
 
 
-def load_gate_copy(copy: GateCopy, limits: Tensor, device: torch.device | str = "cuda") -> CudaGateCopy:
-    """Copy a copy of a gate, in two bits a weight, and its limits to the GPU. Raises `ValueError` for other bits."""
-    if copy.bits != 2:
-        raise ValueError(f"a copy of a gate in {copy.bits} bits, expected 2")
-    return CudaGateCopy(copy.codes.to(device), copy.scales.to(device), limits.to(device, torch.float32))
+def load_gate_copy(
+    gate: PackedMatrix, frequency: Tensor, times: float, device: torch.device | str = "cuda"
+) -> CudaGateCopy:
+    """Make a copy of a gate stored by rows, on a device, some rows at a time. Takes an eighth of a byte for each bit.
+
+    frequency, times -- as `gate_copy.limits_of` takes them
+    """
+    codes, scales, found = [], [], []
+    for blocks in torch.split(gate.blocks, max(WEIGHTS_AT_ONCE // gate.columns, 1)):
+        rows = decode_matrix(PackedMatrix(blocks.to(device), gate.type, len(blocks), gate.columns))
+        copy = copied(rows)
+        codes.append(copy.codes)
+        scales.append(copy.scales)
+        found.append(errors_of(copy, rows))
+    errors = CopyErrors(torch.cat([each.error for each in found]), torch.cat([each.norm for each in found]))
+    limits = limits_of(errors, gate.columns, frequency, times)
+    return CudaGateCopy(torch.cat(codes), torch.cat(scales), limits)
 
 
 def score_neurons(copy: CudaGateCopy, x: Tensor, norm: Tensor, eps: float, listed: Tensor) -> None:
@@ -51,8 +68,14 @@ def score_neurons(copy: CudaGateCopy, x: Tensor, norm: Tensor, eps: float, liste
     listed    -- float32 [B, neurons]
     """
     neurons, hidden = copy.shape
-    if x.shape != (len(listed), hidden) or listed.shape[1] != neurons or not (x.is_contiguous() and norm.is_contiguous()):
-        raise ValueError(f"x {list(x.shape)}, listed {list(listed.shape)}: expected contiguous [B, {hidden}], {neurons}")
+    if (
+        x.shape != (len(listed), hidden)
+        or listed.shape[1] != neurons
+        or not (x.is_contiguous() and norm.is_contiguous())
+    ):
+        raise ValueError(
+            f"x {list(x.shape)}, listed {list(listed.shape)}: expected contiguous [B, {hidden}], {neurons}"
+        )
     device = x.device
     at_once = max(min(MOST_TOGETHER, (shared_limit(device) - STATIC_BYTES) // (4 * hidden)), 1)
     for first in range(0, len(x), at_once):
