@@ -1,4 +1,4 @@
-"""Gates of which the GPU's memory has a copy in two bits a weight: who may be active by it, and exact gates of these alone
+"""Gates of which the GPU has a copy in two bits a weight: who may be active by it, and exact gates of these alone
 (`kernels/neurons/neuron_score.cu`, `neuron_gates.cu` and `neuron_keep.cu`)."""
 
 from dataclasses import dataclass, replace
@@ -17,7 +17,7 @@ from sparsepack.runtime.cuda.products.tile_config import BAND_ROWS, BLOCK_BYTES,
 
 SCORE_THREADS = KEEP_THREADS = 1024
 WARPS_AND_SLOTS = ((16, 4), (16, 2), (8, 2), (8, 1), (4, 1), (1, 1))
-"""A block has the first of these numbers of warps, and of rows on their way to each, for which there is shared memory."""
+"""A block has the first of these numbers of warps, and of rows on their way to each, that fit in shared memory."""
 
 
 WEIGHTS_AT_ONCE = 1 << 20
@@ -64,17 +64,13 @@ def load_gate_copy(
 def score_neurons(copy: CudaGateCopy, x: Tensor, norm: Tensor, eps: float, listed: Tensor) -> None:
     """Put 1 for each neuron that may be active and 0 for the others on the current stream, for B texts.
 
-    x         -- float32 [B, hidden], before its RMSNorm, whose weight is `norm` float32 [hidden]
-    listed    -- float32 [B, neurons]
+    x      -- float32 [B, hidden], before its RMSNorm, whose weight is `norm` float32 [hidden]
+    listed -- float32 [B, neurons]
     """
     neurons, hidden = copy.shape
-    if (
-        x.shape != (len(listed), hidden)
-        or listed.shape[1] != neurons
-        or not (x.is_contiguous() and norm.is_contiguous())
-    ):
+    if x.shape != (len(listed), hidden) or listed.shape[1] != neurons:
         raise ValueError(
-            f"x {list(x.shape)}, listed {list(listed.shape)}: expected contiguous [B, {hidden}], {neurons}"
+            f"x {list(x.shape)}, listed {list(listed.shape)}: expected {hidden} and {neurons} of each text"
         )
     device = x.device
     at_once = max(min(MOST_TOGETHER, (shared_limit(device) - STATIC_BYTES) // (4 * hidden)), 1)
