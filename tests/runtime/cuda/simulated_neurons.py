@@ -198,15 +198,7 @@ def neuron_keep(defines: Any, grid: Any, counts: Tensor, index: Tensor, gates: T
 
 
 _KERNELS = (
-    neuron_list,
-    neuron_score,
-    neuron_gates,
-    neuron_keep,
-    neuron_ffn,
-    neuron_wait,
-    neuron_sum,
-    zigzag_dequantise,
-    far_ask,
-    far_take,
+    *(neuron_list, neuron_score, neuron_gates, neuron_keep, neuron_ffn, neuron_wait, neuron_sum),
+    *(zigzag_dequantise, far_ask, far_take),
 )
 LAUNCHED = {each.__name__: each for each in _KERNELS}

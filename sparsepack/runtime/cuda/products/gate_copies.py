@@ -69,9 +69,7 @@ def score_neurons(copy: CudaGateCopy, x: Tensor, norm: Tensor, eps: float, liste
     """
     neurons, hidden = copy.shape
     if x.shape != (len(listed), hidden) or listed.shape[1] != neurons:
-        raise ValueError(
-            f"x {list(x.shape)}, listed {list(listed.shape)}: expected {hidden} and {neurons} of each text"
-        )
+        raise ValueError(f"x {list(x.shape)}, listed {list(listed.shape)}: expected {hidden}, {neurons} of each text")
     device = x.device
     at_once = max(min(MOST_TOGETHER, (shared_limit(device) - STATIC_BYTES) // (4 * hidden)), 1)
     for first in range(0, len(x), at_once):
