@@ -24,7 +24,8 @@ def planned(packed: PackedModel, context: int, cache_type: str, options: EngineO
 
     Raises `PlacementError`: the budget is below the least, or the host's memory does not hold the rest.
     """
-    parts = parts_of(packed, context, cache_type, options.sequences or 1)
+    copies = options.gate_copy is not None
+    parts = parts_of(packed, context, cache_type, options.sequences or 1, gate_copies=copies)
     budget = options.vram_bytes
     found = plan_of_share(parts, 1.0 if options.cached is None else options.cached)
     if budget is not None:
