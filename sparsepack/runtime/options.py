@@ -43,6 +43,8 @@ class EngineOptions:
     begin      -- a `placement.policies.Policy` of one's own, in place of one with a name
     links      -- the speeds by which neurons with slots and without are divided; None: as measured on this machine, or
                   else assumed, which the engine's description says
+    gate_copy  -- where gates have no room within `vram`, copies of them in 2 bits on the GPU, which list this many
+                  times as many neurons as are active; None: gates are read whole
     activity   -- for benchmarks: who is active in each step since a reset in place of what the gates say, so that the
                   text means nothing: uint8 tensor [steps, blocks, neurons / 8, rounded up], a bit for each neuron as it
                   is stored, the lowest bit first; after the last step the first one again. For device cuda, with slots
@@ -102,6 +104,7 @@ class EngineOptions:
     begin: Callable[..., Any] | None = None
     gate_copy: float | None = None
     links: Links | None = None
+    gate_copy: float | None = None
     activity: object = None
 
     @property
