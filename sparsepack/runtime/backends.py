@@ -122,6 +122,7 @@ BACKENDS: Mapping[str, Backend] = MappingProxyType(
                 slots=True,
                 slot_texts=8,
                 budgets=True,
+                gate_copies=True,
                 holds=True,
                 traits=frozenset(TRAITS),
             ),

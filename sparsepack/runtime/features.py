@@ -154,7 +154,8 @@ FEATURES = (
     Feature(
         asked=lambda options, packed: options.gate_copy is not None,
         there=lambda row, options, packed: row.gate_copies,
-        refusal="gate_copy {options.gate_copy:g}: the {row.name} backend has no copies of gates; leave it out",
+        refusal="gate_copy {options.gate_copy:g}: the {row.name} backend has no copies of gates; use device {devices}, "
+        "or leave it out",
     ),
     Feature(
         asked=lambda options, packed: options.hold,

@@ -39,7 +39,6 @@ class EngineOptions:
     cache_type -- of keys and values, one that the backend has: "bf16", "f16", or "f32" for comparisons; None: its first
     sequences  -- texts that are decoded together, a token of each at a time; None: as many as the backend decodes
                   together, where memory has room for them
-    gate_copy  -- where gates have no room on the GPU, copies of them list so many times as many neurons as are active
     begin      -- a `placement.policies.Policy` of one's own, in place of one with a name
     links      -- the speeds by which neurons with slots and without are divided; None: as measured on this machine, or
                   else assumed, which the engine's description says
@@ -102,7 +101,6 @@ class EngineOptions:
         everywhere=True,
     )
     begin: Callable[..., Any] | None = None
-    gate_copy: float | None = None
     links: Links | None = None
     gate_copy: float | None = None
     activity: object = None
