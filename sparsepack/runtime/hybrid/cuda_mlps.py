@@ -144,7 +144,9 @@ class CudaDivided:
         self.slots = kernels.new_neurons(self.residency.slots, hidden, device)
         self._copied: CopiedGates | None = None
         if copies is not None:
-            self._copied = CopiedGates(copies, shape, hidden, self.residency.slots, texts, device, kernels)
+            self._copied = CopiedGates(
+                copies, shape, hidden, self.residency.slots if most else 0, texts, device, kernels
+            )
             self._links_of_listed = links_of(copies.links_of_listed(links), device)
         self._links, self._number = links_of(links, device), torch.zeros(2, dtype=torch.int32, device=device)
         self._traffic = torch.zeros(5, dtype=torch.int64, device=device)
