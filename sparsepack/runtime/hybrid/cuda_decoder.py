@@ -118,7 +118,7 @@ class CudaHybridDecoder(CudaDecoder):
         self._texts = options.sequences or 1
         far = far_matrices(packed, plan, links)
         self._beside = bytes_beside(far)
-        copies = _gate_copies(plan, options)
+        self._copies = copies = _gate_copies(plan, options)
         with kernels.on_device(device):
             self._divided = CudaDivided(
                 *(shape, hidden, plan.slots, links, device, kernels, activity, staged, self._texts),
@@ -172,7 +172,8 @@ class CudaHybridDecoder(CudaDecoder):
     @property
     def description(self) -> str:
         beside = counted(self.threads, "thread")
-        return f"{super().description}, {beside} beside it, {self._placing.description}, {self._links}"
+        listed = "" if self._copies is None else f", {self._copies.description}"
+        return f"{super().description}, {beside} beside it, {self._placing.description}{listed}, {self._links}"
 
     def follow(self, policy: str) -> None:
         """Let another policy say who has slots, and forget the text: comparing policies loads a model once."""
