@@ -96,7 +96,7 @@ def check(size: Size, gate_copy: float | None = None) -> dict[str, float]:
 def _of_copies(parts: Parts) -> int:
     """A budget that holds copies of gates and a few slots, and not all gates."""
     always = parts.least + parts.output + sum(parts.attention)
-    return always + (sum(parts.copies) + 3 * sum(parts.gates)) // 4 + (always >> 5)
+    return always + 13 * sum(parts.copies) // 10 + (always >> 5)
 
 
 def decode_seconds(engine: Engine, prompt: Sequence[int], new: int) -> float:
