@@ -28,7 +28,7 @@ class PlaceOptions:
     gate_copy: float | None = option(
         "Where gates do not all fit, reckon with copies of them in 2 bits on the card, which list this many times as "
         "many neurons as are active; the exact gates of those alone are read. 1.5 loses little, 2 less. For files "
-        "packed with --gates rows; no engine loads a model so yet (default: gates are read whole).",
+        "packed with --gates rows (default: gates are read whole).",
         default=None,
         least=1,
         most=MOST_LISTED,

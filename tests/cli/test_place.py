@@ -88,7 +88,7 @@ def test_copies_of_gates_are_planned_where_gates_do_not_fit(file: Path, tmp_path
     assert found["tokens_per_second"]["and_bus"] > without["tokens_per_second"]["and_bus"]
     said = succeeds("place", rows, "--vram", vram, "--context", 64, "--gate-copy", 2)
     assert "copies of gates" in said
-    assert "No engine loads a model so yet" in said
+    assert "of these alone the exact gates are read" in said
     assert "pack the model again with --gates rows" in fails("place", file, "--vram", vram, "--gate-copy", 2)
     assert "is not in the range 1<=x<=16" in fails("place", rows, "--vram", vram, "--gate-copy", 0.5)
 

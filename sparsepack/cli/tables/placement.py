@@ -33,7 +33,7 @@ def placement_table(result: Mapping[str, Any]) -> str:
     if result["listed"] is not None:
         hits += (
             f"\nCopies of gates list at most {100 * result['listed']:.1f} % of the neurons of a block as maybe active; "
-            "of these alone the exact gates are read, so that who is missed is lost. No engine loads a model so yet."
+            "of these alone the exact gates are read, so that who is missed is lost."
         )
     expected = (
         f"tokens per second on {result['machine']}, by a model of time that is a bound: {speed['processor']:.1f} where "

@@ -118,7 +118,8 @@ class CudaHybridDecoder(CudaDecoder):
         self._texts = options.sequences or 1
         far = far_matrices(packed, plan, links)
         self._beside = bytes_beside(far)
-        self._copies = copies = _gate_copies(plan, options)
+        copies = _gate_copies(plan, options)
+        self._times = 1.0 if copies is None else copies.times
         with kernels.on_device(device):
             self._divided = CudaDivided(
                 *(shape, hidden, plan.slots, links, device, kernels, activity, staged, self._texts),
@@ -167,13 +168,16 @@ class CudaHybridDecoder(CudaDecoder):
 
     @property
     def ways(self) -> Ways:
-        return Ways(self._divided.traffic, self._plan, self._known, self._beside)
+        return Ways(self._divided.traffic, self._plan, self._known, self._beside, self._times)
 
     @property
     def description(self) -> str:
         beside = counted(self.threads, "thread")
-        listed = "" if self._copies is None else f", {self._copies.description}"
-        return f"{super().description}, {beside} beside it, {self._placing.description}{listed}, {self._links}"
+        said = [super().description, f"{beside} beside it", self._placing.description, str(self._links)]
+        if self._plan.copied:
+            copied = counted(self._plan.copied, "block")
+            said.append(f"copies of the gates of {copied}, which list {self._times:g} times as many as are active")
+        return ", ".join(said)
 
     def follow(self, policy: str) -> None:
         """Let another policy say who has slots, and forget the text: comparing policies loads a model once."""

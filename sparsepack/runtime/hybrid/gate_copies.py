@@ -17,7 +17,6 @@ from torch import Tensor
 from sparsepack.formats import packed as stored
 from sparsepack.formats.mlp_kinds import MLP_GATE
 from sparsepack.placement.links import Links
-from sparsepack.progress import counted
 from sparsepack.runtime.cuda.decoder.mlps import Launch, MlpStep
 from sparsepack.runtime.cuda.driver.kernel_set import Kernels
 from sparsepack.runtime.cuda.products.gate_copies import CudaGateCopy, kept_of, new_kept
@@ -36,12 +35,6 @@ class GateCopies:
 
     blocks: range
     times: float
-
-    @property
-    def description(self) -> str:
-        """What the engine says of them."""
-        blocks = counted(len(self.blocks), "block")
-        return f"copies of gates list {self.times:g} times as many as are active in {blocks}: who is missed is lost"
 
     def links_of_listed(self, links: Links) -> Links:
         """The speeds in listed neurons, of each of which the gate is read, and the record where it is active."""

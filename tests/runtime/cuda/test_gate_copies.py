@@ -60,7 +60,7 @@ def decoder(
     **options: Any,
 ) -> CudaHybridDecoder:
     packed = packed or model()
-    chosen = EngineOptions(device="cuda", cached=0.3, gate_copy=times, threads=2, links=links, **options)
+    chosen = EngineOptions(device="cuda", vram="1GB", gate_copy=times, threads=2, links=links, **options)
     parts = parts_of(packed, 128, "f32", chosen.sequences or 1, gate_copies=True)
     plan = Plan(parts, slots, parts.blocks, copied.start, copied=len(copied))
     return CudaHybridDecoder(packed, operations, torch.device("cuda"), 128, "f32", chosen, plan, kernels=kernels)

@@ -13,7 +13,7 @@ from sparsepack.formats.packed import PackedModel
 from sparsepack.placement.budget import SPARE
 from sparsepack.runtime.backends import backend_named
 from sparsepack.runtime.engine import Engine
-from sparsepack.runtime.features import check_features
+from sparsepack.runtime.features import FEATURES
 from sparsepack.runtime.hybrid import plan as module
 from sparsepack.runtime.hybrid.plan import check_host, context_within, parts_of, planned
 from sparsepack.runtime.options import EngineOptions
@@ -44,9 +44,12 @@ def test_copies_of_gates_are_for_gates_by_rows() -> None:
     budget = parts.least + parts.output + sum(parts.attention) + sum(parts.gates) * 3 // 4
     found = planned(rows, 64, "bf16", EngineOptions(vram=f"{budget / 1e6:.6f}MB", gate_copy=1.5))
     assert (found.gates, found.copied) == (0, 2)
-    check_features(backend_named("cuda"), EngineOptions(vram="8GB", gate_copy=1.5))
-    with pytest.raises(UserError, match=r"gate_copy 1\.5: the cpu backend has no copies of gates; use device cuda, or"):
-        check_features(backend_named("cpu"), EngineOptions(gate_copy=1.5))
+    asked = EngineOptions(vram="8GB", gate_copy=1.5)
+    (copies,) = (
+        each for each in FEATURES if each.asked(asked, None) and not each.asked(EngineOptions(vram="8GB"), None)
+    )
+    with pytest.raises(UserError, match=r"gate_copy 1\.5: the cpu backend has no copies of gates; use device cuda"):
+        copies.check(backend_named("cpu"), asked)
 
 
 def test_texts_have_a_cache_each(packed: PackedModel) -> None:
