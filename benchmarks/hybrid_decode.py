@@ -13,7 +13,7 @@ read by the host. The prompt is one token: the activity of a longer one would be
 With --gate-copy TIMES gates are stored by rows, and where they have no room copies of them list neurons. Random weights
 make half of the listed ones active, where copies would list TIMES as many as are active. So that for each active one as
 many bytes are read, a gate being half of a record, the trace lists TIMES / 2 + 1 as many as it has: for 2 the same, for
-1.5 a sixth more gates and an eighth fewer records, and what is printed of bytes is a sixth too much. Hits are of listed ones.
+1.5 a sixth more gates and an eighth fewer records, and of bytes a sixth too many are printed. Hits are of listed ones.
 
 First two blocks of the same widths are compared with the reference backend, without replay: a wrong engine is not
 timed. The policies of --policy take turns on one engine; a token's bytes, waits and share of the model of time are
