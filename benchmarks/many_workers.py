@@ -8,9 +8,10 @@ Each run is a whole command, Python's start included; beside it stands what is g
 Python, PyTorch, transformers and the device takes here by itself. On a CPU each worker has one thread. Runs of the
 numbers take turns, and the fastest of each counts: other work on the machine only adds. CPU seconds are those of all
 workers together, by the same run: how much more they are than one worker's is what sharing costs, whatever else the
-machine does. What the numbers write must be equal, byte for byte, or a verb's rows are not printed and the exit status
-is 1. Verbs that need a calibration or a table take those of the first number of workers; what `--verb` does not list
-is made for them once.
+machine does. A row's last columns are what the first worker did, as `worker_parts` samples it, and the seconds of those
+parts that did not shrink. What the numbers write must be equal, byte for byte, or a verb's rows are not printed and the
+exit status is 1. Verbs that need a calibration or a table take those of the first number of workers; what `--verb` does
+not list is made for them once.
 
 `shape:SIZE:LAYERS` is a random model, made in the folder `--work` unless it is there: so many blocks of 8b or 70b.
 """
@@ -30,6 +31,7 @@ from typing import Any
 
 import click
 from figures import json_option, write_figures
+from worker_parts import parts_in, sampled
 
 MAKING = {
     "calibrate": "calibrate {model} --text {text} --samples {samples} --context {context}",
@@ -50,14 +52,15 @@ START = "import torch, transformers; torch.zeros(1, device='{device}')"
 
 @dataclass(frozen=True)
 class Run:
-    """One command: its seconds, the CPU seconds of all its processes, the load before, the hash of its output, and what
-    it said of what bounded it."""
+    """One command: its seconds, the CPU seconds of all its processes, the load before, the hash of its output, what it
+    said of what bounded it, and the seconds of the parts of each worker."""
 
     seconds: float
     cpu_seconds: float
     load: float
     content: str
     said: str
+    parts: list[dict[str, float]]
 
 
 def made_shape(name: str, work: Path, device: str) -> Path:
@@ -101,7 +104,8 @@ def run_once(arguments: list[str], output: Path, flag: str, workers: int, device
     alone = ["--device", "cpu" if device == "cpu" else "cuda:0"]
     command = [sys.executable, "-m", "sparsepack", *arguments, flag, str(output)]
     command += ["--devices", ",".join(names)] if workers > 1 else alone
-    environment = {**os.environ, **({"OMP_NUM_THREADS": "1"} if device == "cpu" else {})}
+    parts = output.with_name(f"{output.name}-parts")
+    environment = sampled({**os.environ, **({"OMP_NUM_THREADS": "1"} if device == "cpu" else {})}, parts)
     load, before, began = os.getloadavg()[0], resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
     done = subprocess.run(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     seconds, after = time.perf_counter() - began, resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -110,7 +114,9 @@ def run_once(arguments: list[str], output: Path, flag: str, workers: int, device
         raise click.ClickException(f"{' '.join(command)}: {lines[-1]}")
     cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     bound = [line for line in lines if "bound by" in line]
-    return Run(seconds, cpu, load, content(output), bound[-1] if bound else "")
+    found = parts_in(parts)
+    forget(parts)
+    return Run(seconds, cpu, load, content(output), bound[-1] if bound else "", found)
 
 
 def needed(verbs: Collection[str]) -> list[str]:
@@ -134,11 +140,30 @@ def show(verb: str, found: Mapping[int, list[Run]], start: float) -> list[dict[s
     """Print a verb's rows, one for each number of workers, and return their figures."""
     best = {count: min(each, key=lambda run: run.seconds) for count, each in found.items()}
     first = next(iter(best.values())).seconds
+    parts = {count: run.parts[0] for count, run in best.items()}
     for count, run in best.items():
         gain = (first - start) / max(run.seconds - start, 1e-9)
         times = f"{run.seconds:.1f} | {first / run.seconds:.2f}x | {gain:.2f}x"
-        click.echo(f"| {verb} | {count} | {times} | {run.cpu_seconds:.1f} | {run.load:.1f} | {run.said} |")
+        bound = f"{run.said} | {parts_line(parts[count])} | {unshrunk(parts, count):.1f}"
+        click.echo(f"| {verb} | {count} | {times} | {run.cpu_seconds:.1f} | {run.load:.1f} | {bound} |")
     return [{"verb": verb, "workers": count, "start": start, **vars(run)} for count, run in best.items()]
+
+
+SHRUNK = 0.8
+"""A part has shrunk that takes less than so much of what it took the first number of workers."""
+
+
+def parts_line(parts: Mapping[str, float]) -> str:
+    """The seconds of a worker's parts, the longest first."""
+    longest = sorted(parts.items(), key=lambda part: -part[1])
+    return ", ".join(f"{name} {seconds:.1f}" for name, seconds in longest if seconds >= 0.05)
+
+
+def unshrunk(parts: Mapping[int, Mapping[str, float]], count: int) -> float:
+    """The seconds of parts that have not shrunk with so many workers, by numbers of workers, the one to compare with
+    first."""
+    first = next(iter(parts.values()))
+    return sum(seconds for name, seconds in parts[count].items() if seconds >= SHRUNK * first.get(name, 0.0))
 
 
 @click.command()
@@ -176,8 +201,9 @@ def main(
         subprocess.run([sys.executable, "-c", START.format(device=device)], check=True)
         start = time.perf_counter() - began
         click.echo(f"{model}, {device}; starting takes {start:.1f} s\n")
-        click.echo("| verb | workers | seconds | speed-up | without starting | CPU seconds | load before | bound |")
-        click.echo("|---|--:|--:|--:|--:|--:|--:|---|")
+        columns = ("speed-up", "without starting", "CPU seconds", "load before", "bound", "parts", "did not shrink")
+        click.echo(f"| verb | workers | seconds | {' | '.join(columns)} |")
+        click.echo("|---|--:|--:|--:|--:|--:|--:|---|---|--:|")
         asked: dict[str, Any] = {"model": model, "text": text, **numbers}
         asked |= {verb: folder / f"{verb}{OUTPUT.get(verb, ('',))[0]}" for verb in MAKING}
         differ, figures = [], []

@@ -1,13 +1,17 @@
 """vLLM with slid weights beside vLLM with dense ones, on GPUs: a model of Qwen2.5-7B's shape, all weights random.
 
     python benchmarks/vllm_serve.py [--kind BF16 --kind "FP8, 6 of 8" ...] [--layers 28] [--rounds 3] [--ranks 1]
-                                    [--compiled] [--attention NAME] [--linears FILE] [--logs FOLDER] [--json FILE]
+                                    [--compiled] [--attention NAME] [--patience 300] [--linears FILE] [--logs FOLDER]
+                                    [--json FILE]
 
 Each kind is served by a process of its own; all are started first, and then take turns, so that none is measured while
-another one works. INT8 and FP8 are what vLLM makes of checkpoints of compressed-tensors: a scale for each token and
-each row, CUTLASS's products. Slid weights are served by the plug-in, as from a folder of `sparsepack pack`. What is
-timed is `LLM.generate`: a prompt of 8,192 tokens and one more; and the steps of 1, 64 and 256 texts, as the difference
-between many steps and one.
+another one works. What was measured is written to --json after each turn. A process that says nothing for --patience
+seconds is ended, and the end of its log tells where it stood. Nothing asks for a network.
+
+INT8 and FP8 are what vLLM makes of checkpoints of compressed-tensors: a scale for each token and each row, CUTLASS's
+products. Slid weights are served by the plug-in, as from a folder of `sparsepack pack`. What is timed is
+`LLM.generate`: a prompt of 8,192 tokens and one more; and the steps of 1, 64 and 256 texts, as the difference between
+many steps and one.
 
 With --linears, which is what `slide_gemm.py --tokens 64 --tokens 256 --tokens 8192 --vllm LIBRARY --json FILE` wrote on
 the same machine, each time is set beside the one that is to be expected: that of BF16, less its Linears, plus those of
@@ -21,10 +25,12 @@ tests/integration/vllm checks.
 
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -48,6 +54,12 @@ PROMPT = 8192
 BATCHES = (1, 64, 256)
 STEPS = 64
 CACHE_BYTES = 2 << 30
+WITHOUT_A_NETWORK = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_HOST_IP": "127.0.0.1",  # else vLLM asks which address leads outside, and torch for the name of that address
+}
+"""With these vLLM does not wait for answers that never come; docs/vllm.md says more."""
 SAID = "vllm_serve: "
 """What a process that serves says to the one that asks begins with this, beside vLLM's log."""
 
@@ -203,14 +215,14 @@ def serve(kind: str, layers: int, ranks: int, compiled: bool, attention: str) ->
 class Server:
     """A process that serves one kind. Raises `RuntimeError` with the end of its log where it has ended."""
 
-    def __init__(self, kind: str, ranks: int, options: list[str], log: Path) -> None:
-        self.kind, self.log = kind, log
-        environment = {
+    def __init__(self, kind: str, ranks: int, options: list[str], log: Path, patience: float) -> None:
+        self.kind, self.log, self.patience = kind, log, patience
+        environment = WITHOUT_A_NETWORK | {
             "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(ranks > 1)),
             "VLLM_WORKER_MULTIPROC_METHOD": "fork",  # ranks have what `serve` changes in vLLM, too
             "VLLM_USE_FLASHINFER_SAMPLER": "0",
-            "VLLM_NO_USAGE_STATS": "1",
-            "VLLM_LOGGING_LEVEL": "WARNING",
+            "VLLM_LOGGING_STREAM": "ext://sys.stderr",
+            "PYTHONFAULTHANDLER": "1",  # what is aborted says where it stood
         }
         self.process = subprocess.Popen(
             [sys.executable, __file__, "--serve", kind, *options],
@@ -224,10 +236,15 @@ class Server:
     def hear(self) -> dict[str, float]:
         """What it says next."""
         assert self.process.stdout
-        for line in self.process.stdout:
-            if line.startswith(SAID):
-                heard: dict[str, float] = json.loads(line.removeprefix(SAID))
-                return heard
+        timer = threading.Timer(self.patience, self.process.send_signal, [signal.SIGABRT])
+        timer.start()
+        try:
+            for line in self.process.stdout:
+                if line.startswith(SAID):
+                    heard: dict[str, float] = json.loads(line.removeprefix(SAID))
+                    return heard
+        finally:
+            timer.cancel()
         raise RuntimeError(f"{self.kind} has ended: {self.log.read_text()[-1500:]}")
 
     def seconds(self, count: int, tokens: int, new: int) -> float:
@@ -238,8 +255,8 @@ class Server:
 
 
 def measure(servers: list[Server], rounds: int) -> Iterator[dict[str, dict[str, list[float]]]]:
-    """Seconds of a prompt of 8,192 tokens and of a step of each batch, by kind, in turns: all that there are after each
-    round. A process that ends is left out from then on."""
+    """Seconds of a prompt of 8,192 tokens and of a step of each batch, by kind, in turns: what there is after each
+    turn. A process that ends is left out from then on."""
     took: dict[str, dict[str, list[float]]] = {server.kind: {} for server in servers}
     for round in range(-1, rounds):  # the first one warms up
         for server in servers if round % 2 else servers[::-1]:
@@ -255,7 +272,7 @@ def measure(servers: list[Server], rounds: int) -> Iterator[dict[str, dict[str, 
                 continue
             for what, seconds in found.items() if round >= 0 else ():
                 took[server.kind].setdefault(what, []).append(seconds)
-        yield took
+            yield took
 
 
 def linears_of(path: Path, layers: int) -> dict[tuple[str, int], float]:
@@ -291,6 +308,7 @@ def table(medians: dict[str, dict[str, float]], linears: dict[tuple[str, int], f
 @click.option("--ranks", default=1, show_default=True, help="GPUs that share out each model.")
 @click.option("--compiled", is_flag=True, help="With torch.compile, as vLLM is started by default; it takes minutes.")
 @click.option("--attention", default="", help="vLLM's name of a kind of attention.")
+@click.option("--patience", default=300.0, show_default=True, help="Seconds that a process may say nothing.")
 @click.option("--linears", type=click.Path(exists=True, path_type=Path), help="What slide_gemm.py wrote.")
 @click.option("--logs", type=click.Path(path_type=Path), help="Keep vLLM's logs in this folder.")
 @click.option("--serve", "served", hidden=True)
@@ -302,6 +320,7 @@ def main(
     ranks: int,
     compiled: bool,
     attention: str,
+    patience: float,
     linears: Path | None,
     logs: Path | None,
     served: str | None,
@@ -313,19 +332,19 @@ def main(
     options = ["--layers", str(layers), "--ranks", str(ranks), "--attention", attention]
     options += ["--compiled"] if compiled else []
     with tempfile.TemporaryDirectory() as folder:
+        names = {kind: f"vllm-{kind.replace(', ', '-').replace(' ', '-')}.log" for kind in kinds or KINDS}
         servers = [
-            Server(
-                kind, ranks, options, (logs or Path(folder)) / f"vllm-{kind.replace(', ', '-').replace(' ', '-')}.log"
-            )
-            for kind in kinds or KINDS
+            Server(kind, ranks, options, (logs or Path(folder)) / name, patience) for kind, name in names.items()
         ]
         started = []
         for server in servers:
             try:
-                click.echo(f"{server.kind}: started in {server.hear()['start']:.0f} s", err=True)
+                seconds = server.hear()["start"], server.seconds(1, 16, 1)
+                click.echo(f"{server.kind}: started in {seconds[0]:.1f} s, first token in {seconds[1]:.1f} s", err=True)
                 started.append(server)
-            except RuntimeError as error:
+            except (RuntimeError, OSError) as error:
                 click.echo(str(error), err=True)
+        took: dict[str, dict[str, list[float]]] = {}
         for took in measure(started, rounds):
             write_figures(
                 json_path,
@@ -333,7 +352,7 @@ def main(
             )
         for server in servers:
             server.process.kill()
-    medians = {kind: {what: statistics.median(s) for what, s in found.items()} for kind, found in took.items()}
+    medians = {kind: {what: statistics.median(s) for what, s in found.items()} for kind, found in took.items() if found}
     for line in table(medians, linears_of(linears, layers) if linears and ranks == 1 else {}):
         click.echo(line)
 

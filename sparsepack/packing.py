@@ -215,12 +215,12 @@ def pack(request: PackRequest, checkpoint: Checkpoint | None = None, workers: Wo
     if request.allocation or (request.fitting and request.fitting.fits):
         thresholds = thresholds_to_come(checkpoint, request.allocation) if request.allocation else None
         plan_of(checkpoint, request, found_to_come(checkpoint, request, thresholds))
+    checkpoint.source.hash.share(workers)  # before each of them asks for it, to check what was found
     with state_beside(request.output, workers) as state:
         found = find(checkpoint, request, state)
         plan = plan_of(checkpoint, request, found)
         plan = plan.with_beside(lambda made: {CARD: model_card(made, file=request.output.name)})
         if workers.count > 1:
-            checkpoint.source.hash.share(workers)
             facts = {"model": checkpoint.sha256, "processor": processor(request.device), "plan": plan.identity}
             workers.agree(facts)
         plan.write(request.output, request.overwrite, workers)

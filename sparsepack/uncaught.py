@@ -1,16 +1,18 @@
 """Errors that nobody caught: those of the main thread with their traceback, those of threads, destructors and event
 loops in one line, since the program goes on. With Python's own `-X dev` each has its traceback."""
 
-import asyncio
 import sys
 import threading
 import traceback
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sparsepack.terminal import printable, tell
+
+if TYPE_CHECKING:
+    import asyncio  # every command loads this module, and few an event loop
 
 
 def show_uncaught() -> None:
@@ -18,7 +20,7 @@ def show_uncaught() -> None:
     sys.excepthook, sys.unraisablehook, threading.excepthook = _of_the_program, _of_a_destructor, _of_a_thread
 
 
-def of_an_event_loop(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+def of_an_event_loop(loop: "asyncio.AbstractEventLoop", context: dict[str, Any]) -> None:
     """Show what an event loop has nobody to tell of; an event loop's exception handler."""
     _show(context.get("message") or "an event loop", context.get("exception"))
 

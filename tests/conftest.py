@@ -19,11 +19,33 @@ settings.register_profile("shared cores", deadline=None)
 settings.load_profile("shared cores")
 
 
+_broken: list[str] = []
+"""The test that broke this process's CUDA context, and how."""
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """A test that is marked `gpu` is skipped where there is no CUDA device."""
-    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
+    """A test that is marked `gpu` is skipped where there is no CUDA device, or none any more."""
+    if item.get_closest_marker("gpu"):
+        if not torch.cuda.is_available():
+            pytest.skip("no CUDA device")
+        if _broken:
+            pytest.skip(f"not judged: CUDA cannot be used in this process since {_broken[0]}")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """A fault of a kernel, and a capture that is left open, are the fault of the test that they come from: all that
+    asks CUDA for anything after it would fail, too."""
+    try:
+        yield
+    finally:
+        if item.get_closest_marker("gpu") and torch.cuda.is_initialized():
+            try:
+                torch.cuda.synchronize()
+            except RuntimeError as error:
+                _broken.append(f"{item.nodeid}: {str(error).splitlines()[0]}")
+                raise
 
 
 @pytest.fixture(autouse=True, scope="session")

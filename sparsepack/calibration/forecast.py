@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from sparsepack.calibration.collectors.kernels import recorder_on
 from sparsepack.calibration.options import CalibrateOptions
 from sparsepack.calibration.residual import residual_of
 from sparsepack.calibration.run import chosen_windows, computed_in, count_block, settled
@@ -34,8 +35,10 @@ def forecast(
     dealt.check("--samples")
     stream = BlockStream(checkpoint, options.device, computed_in(checkpoint, options))
 
+    record = recorder_on(stream)
+
     def run_block(hidden: Tensor, parts: Dealt) -> None:
-        count_block(checkpoint, stream, 0, hidden, options, parts, {}, lambda steps=1: None)
+        count_block(checkpoint, stream, 0, hidden, options, parts, {}, lambda steps=1: None, record)
 
     width, runs = int(checkpoint.config.hidden_size), (residual_of(checkpoint) or {"runs": 0})["runs"]
     sums = (runs + 1) * 8 * width**2 if runs else 0

@@ -47,17 +47,20 @@ class StoredCompute(Stored):
     weights: Name
 
 
-def made_from(checkpoint: Checkpoint, text: Text, device: str, dtype: torch.dtype, batch: int) -> dict[str, Any]:
+def made_from(
+    checkpoint: Checkpoint, text: Text, device: str, dtype: torch.dtype, batch: int, sha256: str | None = None
+) -> dict[str, Any]:
     """The sections `model`, `tokenizer`, `texts`, `compute` and `versions` of a manifest, JSON-able.
 
-    dtype -- that blocks are computed in; batch -- rows of text at a time
+    dtype  -- that blocks are computed in; batch -- rows of text at a time
+    sha256 -- what stands in the place of the weights' hash, which is not taken; None: that
     """
     import transformers
 
     return {
         "model": {
             "name": checkpoint.name,
-            "sha256": checkpoint.sha256,
+            "sha256": sha256 or checkpoint.sha256,
             "model_type": checkpoint.family.model_type,
             "layers": checkpoint.layers,
         },

@@ -7,7 +7,7 @@ the output, in `.NAME.unfinished`. A run that was killed goes on from there with
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 
 from sparsepack.calibration import collectors, folder
 from sparsepack.calibration.collectors import Statistics
+from sparsepack.calibration.collectors.kernels import parts_on, recorder_on
 from sparsepack.calibration.collectors.residual import ends_run
 from sparsepack.calibration.collectors.site_input import SiteInput
 from sparsepack.calibration.criteria import column_norms
@@ -39,6 +40,7 @@ from sparsepack.models.precision import arithmetic
 from sparsepack.models.stock.blocks import BlockStream
 from sparsepack.models.stock.bound import bound_told
 from sparsepack.models.stock.hooks import routing_hooks, site_hooks, stream_hooks
+from sparsepack.models.stock.recorded import Record
 from sparsepack.models.tokenizer.windows import check_vocabulary, drawn_windows, window_length
 from sparsepack.option import check_type
 from sparsepack.progress import Advance, Shorter, progress, say
@@ -80,26 +82,29 @@ def calibrate(
         chosen = chosen_windows(checkpoint, text, options).tolist() if workers.first else None
         return torch.tensor(workers.told_by_first(chosen))
 
-    several = workers.count > 1
-    shared = checkpoint.source.hash.share_beside(workers, drawn) if several else None
-    # Alone, nobody asks for the model's hash before something is kept: it is taken while blocks run.
-    with checkpoint.source.hash.meanwhile() as model_sha256:
-        windows = drawn() if shared is None else shared
+    # Nobody asks for the model's hash before something is kept: it is taken while blocks run.
+    with checkpoint.source.hash.meanwhile(workers) as model_sha256:
+        windows = drawn()
         batch = at_once(options.batch, len(windows), windows.shape[1], options.device)
         dealt = Dealt.for_sums(workers, len(windows), batch)
         dealt.check("--samples")
 
-        def manifest() -> dict[str, Any]:
-            model_sha256()
-            return _manifest(checkpoint, text, windows, options, batch)
+        def manifest(sha256: str | None = None) -> dict[str, Any]:
+            return _manifest(checkpoint, text, windows, options, batch, sha256)
 
-        if several:
-            workers.agree(facts(manifest(), options.device))
+        shapes = fingerprint({name: list(shape) for name, shape in checkpoint.source.shapes.items()})
+        workers.agree(facts(manifest(shapes), options.device))
         say(f"note: {holders(checkpoint)}")
+
+        @cache
+        def same_model() -> None:
+            workers.agree({"model": model_sha256()})
+
         with state_beside(output, workers) as state:
-            resume = ResumeState(state, lambda: fingerprint(manifest()), checkpoint.layers, workers)
+            resume = ResumeState(state, lambda: fingerprint(manifest()), checkpoint.layers, workers, same_model)
             with torch.inference_mode():
                 layers = _run(checkpoint, windows, options, resume, dealt)
+            same_model()
             made = Calibration(manifest(), tuple(layers), windows)
             if workers.first and (starved := told_of_starved(made)) is not None:
                 say(f"note: {starved}")
@@ -132,14 +137,14 @@ def chosen_windows(checkpoint: Checkpoint, text: Text, options: CalibrateOptions
 
 
 def _manifest(
-    checkpoint: Checkpoint, text: Text, windows: torch.Tensor, options: CalibrateOptions, batch: int
+    checkpoint: Checkpoint, text: Text, windows: torch.Tensor, options: CalibrateOptions, batch: int, sha256: str | None
 ) -> dict[str, Any]:
     count, context = windows.shape
     return {
         "schema": folder.SCHEMA,
         "kind": "calibration",
         "sparsepack": __version__,
-        **made_from(checkpoint, text, options.device, computed_in(checkpoint, options), batch),
+        **made_from(checkpoint, text, options.device, computed_in(checkpoint, options), batch, sha256),
         "attention": heads_of(checkpoint),
         "residual": residual_of(checkpoint),
         "tokens": {
@@ -173,7 +178,7 @@ def _run(
     runs = (residual_of(checkpoint) or {"runs": 0})["runs"]
     of_run: Statistics = resume.kept_after(_RUN)
     done, batches = resume.done, dealt.runs
-    shorter = Shorter("--samples", len(windows))
+    shorter, record = Shorter("--samples", len(windows)), recorder_on(stream)
     with (
         bound_told("calibrating", stream, resume),
         progress("calibrating", checkpoint.layers * batches, done * batches, 1, shorter) as advance,
@@ -181,7 +186,7 @@ def _run(
     ):
         for layer in range(done, checkpoint.layers):
             stream.load(layer)
-            statistics = count_block(checkpoint, stream, layer, hidden, options, dealt, of_run, advance)
+            statistics = count_block(checkpoint, stream, layer, hidden, options, dealt, of_run, advance, record)
             if ends_run(layer, checkpoint.layers, runs):
                 statistics |= of_run
                 of_run = {}
@@ -216,9 +221,13 @@ def count_block(
     dealt: Dealt,
     of_run: Statistics,
     advance: Advance,
+    record: Record | None,
 ) -> Statistics:
     """The statistics of the loaded block, on its device, at the first worker; what belongs to a run of blocks is added
-    to `of_run` there. hidden: what enters the block, this worker's windows, in whose place comes what leaves it
+    to `of_run` there.
+
+    hidden -- what enters the block, this worker's windows, in whose place comes what leaves it
+    record -- see `recorder_on`
 
     What is counted in one part of the windows is added when the part is done, in the order of the parts, whichever
     worker has run them: sums then have the same bits for every number of workers.
@@ -256,14 +265,15 @@ def count_block(
         for found in dealt.workers.in_order({**of_part, **run_of_part}, having):
             collectors.add_to(statistics, {name: found[name] for name in of_part})
             collectors.add_to(of_run, {name: found[name] for name in run_of_part})
-        of_part.clear()
-        run_of_part.clear()
+        for counted in (*of_part.values(), *run_of_part.values()):
+            counted.zero_()  # in its place: a recorded run adds to these tensors
 
     with (
         site_hooks([(layer, stream.block)], family, collect),
         stream_hooks(stream.block, family, read),
         routing_hooks(stream.block, family, route),
         stream.watched(watch),
+        stream.with_parts(parts_on(stream.device)),
     ):
-        stream.pass_on(hidden, dealt.batch, dealt.after_each(advance, part_done))
+        stream.pass_on(hidden, dealt.batch, dealt.after_each(advance, part_done), record)
     return statistics

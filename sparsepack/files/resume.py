@@ -21,7 +21,7 @@ import torch
 from sparsepack.errors import OutputError, UserError, WorkerLost
 from sparsepack.files.atomic import atomic_file, remove, write_json
 from sparsepack.files.hashing import fingerprint as hash_of
-from sparsepack.files.hashing import sha256_file
+from sparsepack.files.hashing import sha256_of_pieces
 from sparsepack.files.lock import locked
 from sparsepack.files.stored import Name, Stored, checked, shown
 from sparsepack.files.tensors import save_tensors
@@ -107,6 +107,10 @@ class _State(Stored):
     parts: dict[Name, dict[str, Any]]
 
 
+def _nothing() -> None:
+    """What there is to do before most blocks are committed."""
+
+
 class ResumeState:
     """A run's state in the folder `path` (None keeps nothing). Of several workers the first one keeps it and tells the
     others its values; hidden states are those of all windows, so another number of workers may go on.
@@ -116,6 +120,7 @@ class ResumeState:
     most        -- how many decoder blocks can be finished; None: any number
     parts       -- the values that were committed last, by part; empty for a run that begins
     workers     -- who keep it together
+    first       -- called by all workers before a block is committed first
     seconds     -- what saving blocks took so far
     """
 
@@ -125,9 +130,10 @@ class ResumeState:
         fingerprint: str | Callable[[], str],
         most: int | None = None,
         workers: Workers = ALONE,
+        first: Callable[[], object] = _nothing,
     ) -> None:
         self.path, self._found, self._most = path if workers.first else None, fingerprint, most
-        self.workers = workers
+        self.workers, self._first = workers, first
         self.parts: dict[str, Any] = {}
         self._files: dict[str, dict[str, str]] = {}  # name -> the part it is of, and its SHA-256
         self._unneeded: list[Path] = []
@@ -153,7 +159,7 @@ class ResumeState:
             file = self._file(name)
             with atomic_file(file, overwrite=True) as temporary:
                 save_tensors({name: on_host(value) for name, value in tensors.items()}, temporary)
-                digest = sha256_file(temporary)
+                digest = sha256_of_pieces(temporary)
             self._files[file.name] = {"part": part, "sha256": digest}
 
     def drop(self, name: str) -> None:
@@ -276,6 +282,8 @@ class ResumeState:
         if hidden is not None:
             self.keep_hidden(hidden, dealt=dealt)
         if self.due(layer):
+            self._first()
+            self._first = _nothing
             self.wait_behind()
             for name, (tensors, shared) in self._after.items():
                 whole = {key: value if shared is None else shared.gathered(value) for key, value in tensors.items()}
@@ -346,7 +354,7 @@ class ResumeState:
 
 def _intact(path: Path, file: Mapping[str, str]) -> bool:
     try:
-        return sha256_file(path) == file["sha256"]
+        return sha256_of_pieces(path) == file["sha256"]
     except OSError:
         return False
 

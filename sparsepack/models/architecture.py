@@ -299,6 +299,11 @@ def rotary_settings(config: Any) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     return settings[0], settings[1] if len(settings) > 1 else {}
 
 
+def by_length(rotary: Mapping[str, Any]) -> bool:
+    """Whether frequencies depend on how long a text is, by what `rotary_settings` gives."""
+    return rotary.get("rope_type") in _BY_LENGTH
+
+
 def _kinds(config: Any) -> list[str]:
     """The kinds of layers that a model has, those that see everything first."""
     return sorted(set(config.layer_types))

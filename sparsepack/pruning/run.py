@@ -6,6 +6,7 @@ the output, in `.NAME.unfinished`, from which a run that was killed goes on.
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 
@@ -79,11 +80,12 @@ def prune(
         raise PruningError(
             f"permute: {checkpoint.name} has experts, whose neurons are not put into another order; leave it out"
         )
-    checkpoint.source.hash.share(workers)
     patterns = site_patterns(checkpoint, options)
     windows, digest = None, None
-    if calibration is not None:
-        read = load_calibration(calibration)
+    read = checkpoint.source.hash.share_beside(
+        workers, lambda: None if calibration is None else load_calibration(calibration)
+    )
+    if read is not None:
         read.check_model(checkpoint)
         windows, digest = spread_windows(read.windows, options.windows), read.sha256
     # On which card of several it runs does not matter.
@@ -142,6 +144,7 @@ def _run(
     with (
         bound_told("pruning", stream, resume),
         progress("pruning", checkpoint.layers * each, resume.done * each, each, shorter) as advance,
+        ThreadPoolExecutor(1, "finished-blocks") as behind,
     ):
         for layer in range(resume.done, checkpoint.layers):
             here = {site: patterns[layer, site] for site in SITES if (layer, site) in patterns}
@@ -152,7 +155,7 @@ def _run(
             if hidden is not None:
                 stream.replace(found)
                 stream.pass_on(hidden, options.batch, dealt.after_each(advance))
-            resume.save_block(layer, found, hidden, dealt, matrices=[asdict(row) for row in matrices])
+            resume.save_block(layer, found, hidden, dealt, behind, matrices=[asdict(row) for row in matrices])
     return matrices
 
 

@@ -5,6 +5,7 @@ which a run that was killed goes on.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from math import prod
 from pathlib import Path
@@ -122,8 +123,7 @@ def opened(
     check_model(checkpoint, options)
     if workers.count > checkpoint.layers:
         raise WorkersError(f"{workers.count} workers for {checkpoint.layers} blocks: some would be idle; start fewer")
-    checkpoint.source.hash.share(workers)
-    read = load_calibration(calibration)
+    read = checkpoint.source.hash.share_beside(workers, lambda: load_calibration(calibration))
     read.check_model(checkpoint)
     needs = ROTATIONS[options.basis].needs
     if needs == "moments" and (second_moments(read) is None or output_moments(read) is None):
@@ -174,7 +174,10 @@ def _run(
     hidden, turned = resume.hidden(), resume.hidden("turned")
     if hidden is None or turned is None:
         hidden, turned = model.embed(tokens), other.embed(tokens)
-    with progress("rotating", checkpoint.layers, resume.done) as advance:
+    with (
+        progress("rotating", checkpoint.layers, resume.done) as advance,
+        ThreadPoolExecutor(1, "finished-blocks") as behind,
+    ):
         for start in range(resume.done, checkpoint.layers, workers.count):
             layers = range(start, min(start + workers.count, checkpoint.layers))
             own = block_of(view, start + workers.number) if workers.number < len(layers) else {}
@@ -184,7 +187,7 @@ def _run(
                 if workers.first:
                     run_both(model, other, layer, found, hidden, turned)
                     resume.keep_hidden(turned, "turned")
-                resume.save_block(layer, found, hidden if workers.first else None)
+                resume.save_block(layer, found, hidden if workers.first else None, behind=behind)
                 advance()
     error = 0.0
     if workers.first:

@@ -71,6 +71,10 @@ class Decoder(Protocol):
     def prefill(self, sequence: int, ids: Tensor) -> Tensor:
         """Append int64 [S > 0] to a sequence, dense. Returns the logits after the last: float32 [vocabulary]."""
 
+    def prepare(self, sparse: bool) -> None:
+        """Make what the first of such steps would make, kernels and their order, so that it takes as long as the
+        others; whoever steps need not have asked for it."""
+
     def step(self, ids: Sequence[int | None], sparse: bool) -> Tensor:
         """Append a token to each sequence with an id. Returns the logits after them: float32 [sequences, vocabulary];
         rows of sequences that stand still mean nothing."""

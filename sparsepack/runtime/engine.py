@@ -237,6 +237,12 @@ class Engine:
         self.truncate(common, sequence)
         return common
 
+    @torch.no_grad()
+    def prepare(self) -> None:
+        """Make what the first step would make: kernels that are compiled where they run, and their order. Whoever times
+        steps calls it before; the steps are the same."""
+        self._decoder.prepare(not self.dense)
+
     def step(self, id: int) -> Tensor:
         """Append one token to the one text. Returns the logits after it: float32 [vocabulary]; see `step_all`."""
         return self.step_all([id])[0]

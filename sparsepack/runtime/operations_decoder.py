@@ -112,6 +112,9 @@ class OperationsDecoder:
         with torch_threads(self._threads):
             return self._logits(self._run(ids, Mode.PREFILL, sequence)[-1:])[0]
 
+    def prepare(self, sparse: bool) -> None:
+        """There is nothing to be made."""
+
     def step(self, ids: Sequence[int | None], sparse: bool) -> Tensor:
         moving = stepped(ids)
         with torch_threads(self._threads):

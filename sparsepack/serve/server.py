@@ -59,6 +59,7 @@ def bound_socket(host: str, port: int, stalled: float) -> socket.socket:
 def serve(model: Model, default_name: str, options: ServeOptions, listening: socket.socket) -> None:
     """Serve a model on a socket until SIGINT or SIGTERM. Texts in the making then have `options.grace` seconds."""
     name = options.model_name or default_name
+    model.engine.prepare()  # which the first request need not wait for
     worker = TextWorker(Texts(model), options.queue)
     try:
         server = _Server(Service(worker, Prompts(model), options, name, fingerprint(model)))

@@ -56,9 +56,9 @@ def make_thresholds(
     if workers.first:
         check_output(output, overwrite)
     checkpoint = model if isinstance(model, Checkpoint) else open_checkpoint(model)
-    checkpoint.source.hash.share(workers)
+    read = checkpoint.source.hash.share_beside(workers, lambda: load_calibration(calibration))
     with state_beside(output, workers) as state:
-        table = find_thresholds(checkpoint, load_calibration(calibration), options, state, workers)
+        table = find_thresholds(checkpoint, read, options, state, workers)
         if workers.first:
             table.write(output, overwrite)
         return table

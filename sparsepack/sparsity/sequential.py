@@ -12,7 +12,8 @@ from dataclasses import replace
 import torch
 
 from sparsepack.calibration.collectors import histogram
-from sparsepack.calibration.collectors.site_input import SiteInput, kernels_on
+from sparsepack.calibration.collectors.kernels import kernels_on
+from sparsepack.calibration.collectors.site_input import SiteInput
 from sparsepack.files.resume import ResumeState
 from sparsepack.models.family import SITES
 from sparsepack.models.records.rule import CURVE_SHARES, Rules, SiteKey, SiteRule, sparsify

@@ -25,7 +25,8 @@ FAILED = "failed"
 """The store's key of the first failure: JSON, `worker` and `line`."""
 
 _POLL = 0.02
-_FIRST_POLL = 0.0005  # the first wait, each next one is twice as long
+_LATE = 0.02  # what is waited for is seen after so much of the wait more, or `_POLL` seconds if that is less
+_FIRST_POLL = 0.0005
 _UNHEARD = 64  # exchanges in which the first worker alone speaks, until it asks whether all have heard it
 _GRACE = 3.0  # seconds in which a worker that failed says why
 _LEAVE = 10.0  # seconds in which the others leave when all is done
@@ -260,15 +261,15 @@ class Workers:
     def _waited(self, key: str, other: int) -> str:
         """What a worker has said under a key. Raises `WorkerLost`."""
         assert self.link is not None
-        end, pause = time.monotonic() + LIMIT, _FIRST_POLL
+        began = time.monotonic()
+        end = began + LIMIT
         try:
             while (value := self.link.get(key)) is None:
                 if failure(self.link) is not None:
                     raise self._lost(other)
-                if time.monotonic() > end:
+                if (now := time.monotonic()) > end:
                     raise WorkerLost(f"{self.names[other]} has not answered for {LIMIT:.0f} s; nothing is written")
-                time.sleep(pause)
-                pause = min(2 * pause, _POLL)
+                time.sleep(min(_POLL, _FIRST_POLL + _LATE * (now - began)))
         except RuntimeError as error:  # of the store, which the first worker or torchrun holds
             raise WorkerLost(f"{self.names[0]} is gone; nothing is written, and the same command goes on") from error
         return value

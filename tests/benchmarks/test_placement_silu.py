@@ -1,7 +1,8 @@
 """The study of placement in models with SiLU: its shapes and its ways to divide a model, beside those of `simulate`."""
 
 import pytest
-from placement_silu import BOTH, GATE, far_last, parts_of, smallest, split_by_layers
+from placement_silu import smallest
+from silu_speeds import BOTH, GATE, far_last, parts_of, split_by_layers
 
 from sparsepack.placement.budget import plan_of_share
 from sparsepack.placement.machine import MACHINES, SHAPES, Machine, dense_split, tokens_per_second

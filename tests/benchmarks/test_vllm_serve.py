@@ -5,7 +5,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from vllm_serve import IN_SLIDE_GEMM, KINDS, LINEARS, PROMPT, fill, linears_of, table, write_config
+import vllm_serve
+from vllm_serve import (
+    BATCHES,
+    IN_SLIDE_GEMM,
+    KINDS,
+    LINEARS,
+    PROMPT,
+    Server,
+    fill,
+    linears_of,
+    measure,
+    table,
+    write_config,
+)
 
 from sparsepack.formats.slid.layout import configured_slides, configured_type
 from sparsepack.models.records.pattern import Pattern
@@ -53,3 +66,36 @@ def test_times_are_set_beside_those_of_the_linears(tmp_path: Path) -> None:
     assert "1.25 x BF16, 0.62 x FP8, 0.78 of the expected" in lines[2]
     assert "1.00 x BF16, 0.50 x FP8, 1.00 of the expected" in lines[0]
     assert set(IN_SLIDE_GEMM) == set(KINDS)
+
+
+class Scripted(Server):
+    """Takes a second for each new token; ends before it is asked for the `end`-th time."""
+
+    def __init__(self, kind: str, end: int) -> None:
+        self.kind, self.left = kind, end
+
+    def seconds(self, count: int, tokens: int, new: int) -> float:
+        self.left -= 1
+        if self.left < 0:
+            raise RuntimeError("has ended")
+        return float(new)
+
+
+def test_what_was_measured_is_there_after_each_turn_and_outlives_a_process() -> None:
+    of_a_turn = 1 + 2 * len(BATCHES)
+    lasting, ending = Scripted("BF16", 99), Scripted("FP8", 2 * of_a_turn + 1)
+    turns = measure([lasting, ending], 2)
+    counts = [[len(took[kind].get("batch 64", [])) for kind in ("BF16", "FP8")] for took in turns]
+    # a warm-up by both, a round by both, and the last round, in which one ends
+    assert counts == [[0, 0], [0, 0], [0, 1], [1, 1], [2, 1]]
+
+
+def test_a_process_that_says_nothing_is_ended_and_tells_where_it_stood(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    silent = tmp_path / "silent.py"
+    silent.write_text("def waits():\n    __import__('time').sleep(60)\nwaits()\n")
+    monkeypatch.setattr(vllm_serve, "__file__", str(silent))
+    server = Server("FP8", 1, [], tmp_path / "log", patience=0.5)
+    with pytest.raises(RuntimeError, match=r"(?s)FP8 has ended: .*in waits"):
+        server.hear()

@@ -5,9 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 from folders_for_tests import content
+from simulated_graph import SimulatedRecorder
 
 from sparsepack.calibration import run
-from sparsepack.calibration.collectors import histogram
+from sparsepack.calibration.collectors import histogram, kernels, residual
 from sparsepack.calibration.criteria import column_norms
 from sparsepack.calibration.options import CalibrateOptions
 from sparsepack.calibration.run import calibrate
@@ -17,6 +18,7 @@ from sparsepack.files.text import Text
 from sparsepack.models.family import SITES
 from sparsepack.models.stock.blocks import BlockStream
 from sparsepack.models.stock.hooks import site_hooks
+from sparsepack.models.stock.parts import OWN_CODE, turned_by_torch
 from sparsepack.models.stock.whole import load_model
 from sparsepack.models.tokenizer.windows import rolling_windows
 
@@ -133,3 +135,64 @@ def test_a_token_beyond_the_vocabulary_is_refused(small, text, tmp_path, monkeyp
     monkeypatch.setattr(run, "drawn_windows", lambda *_: beyond)
     with pytest.raises(TextError, match="token 512 is beyond the model's vocabulary of 512"):
         calibrate(small, text, tmp_path / "c", OPTIONS)
+
+
+@pytest.mark.parametrize(("samples", "batch"), [(18, 1), (7, 2)])
+def test_a_recorded_run_of_a_block_counts_what_its_own_runs_count(small, text, tmp_path, monkeypatch, samples, batch):
+    """With parts of two batches and of one, and a last batch that is smaller."""
+    options = replace(OPTIONS, samples=samples, batch=batch)
+    expected = calibrate(small, text, tmp_path / "expected", options)
+    recorder, runs = SimulatedRecorder(), []
+    call = BlockStream.__call__
+    monkeypatch.setattr(run, "recorder_on", lambda _: recorder)
+    monkeypatch.setattr(BlockStream, "__call__", lambda self, x: runs.append(x) or call(self, x))
+    found = calibrate(small, text, tmp_path / "found", options)
+    for here, there in zip(found.layers, expected.layers, strict=True):
+        assert here.keys() == there.keys()
+        assert [name for name in here if not torch.equal(here[name], there[name])] == []
+    assert content(tmp_path / "found") == content(tmp_path / "expected")
+    batches, smaller = -(-samples // batch), samples % batch > 0
+    assert recorder.recorded == small.layers
+    assert recorder.repeated == small.layers * (batches - 1 - smaller)
+    assert len(runs) == small.layers * (2 + smaller)
+
+
+def test_parts_that_are_done_at_once_change_no_bit(small, text, tmp_path, monkeypatch):
+    """Under watched attention and the hooks of sites, in the type that kernels are for."""
+    options = replace(OPTIONS, dtype="bfloat16")
+    calibrate(small, text, tmp_path / "stock", options)
+    ran = []
+
+    def turn_heads(query, key, *angles):
+        ran.append("heads")
+        return turned_by_torch(query, *angles), turned_by_torch(key, *angles)
+
+    def silu_times(gate, up):
+        ran.append("gate")
+        return torch.nn.functional.silu(gate) * up
+
+    parts = replace(OWN_CODE, turn_heads=turn_heads, silu_times=silu_times)
+    monkeypatch.setattr(run, "parts_on", lambda _: parts)
+    calibrate(small, text, tmp_path / "parts", options)
+    assert ran == ["heads", "gate"] * 3 * small.layers
+    assert content(tmp_path / "parts") == content(tmp_path / "stock")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("batch", [1, 3])
+def test_a_gpu_counts_the_same_with_kernels_for_parts_and_with_a_recorded_run(
+    small, text, tmp_path, monkeypatch, batch
+):
+    """To the last bit; kernels for norms may add in another order than stock code, so they are left out at first."""
+    options = replace(OPTIONS, samples=20, batch=batch, device="cuda", dtype="bfloat16")
+    every = kernels.parts_on(torch.device("cuda"))
+    assert every is not None
+    rows = {"stock": None, "parts": replace(every, norm_rows=OWN_CODE.norm_rows), "norms": every, "recorded": every}
+    for name, parts in rows.items():
+        with monkeypatch.context() as patch:
+            patch.setattr(kernels, "RECORDS", name == "recorded")
+            patch.setattr(run, "parts_on", lambda _, parts=parts: parts)
+            patch.setattr(residual, "parts_on", lambda _, parts=parts: parts)
+            calibrate(small, text, tmp_path / name, options)
+    assert content(tmp_path / "parts") == content(tmp_path / "stock")
+    assert content(tmp_path / "recorded") == content(tmp_path / "norms")

@@ -7,7 +7,8 @@ import threading
 
 import pytest
 
-from sparsepack.files.hashing import combined, fingerprint, hashing, sha256_bytes, sha256_file
+from sparsepack.files import hashing as module
+from sparsepack.files.hashing import combined, fingerprint, hashing, sha256_bytes, sha256_file, sha256_of_pieces
 
 
 def digests_of(*paths):
@@ -20,6 +21,17 @@ def test_a_file_hashes_as_its_bytes(tmp_path):
     path = tmp_path / "a"
     path.write_bytes(data)
     assert sha256_file(path) == sha256_bytes(data) == hashlib.sha256(data).hexdigest()
+
+
+@pytest.mark.parametrize("size", [0, 1, 99, 100, 101, 250, 300])
+def test_pieces_of_a_file_are_hashed_as_their_bytes(tmp_path, monkeypatch, size):
+    monkeypatch.setattr(module, "_LARGE", 100)
+    monkeypatch.setattr(module, "_PIECE", 64)
+    data = os.urandom(size)
+    path = tmp_path / "a"
+    path.write_bytes(data)
+    pieces = [data[at : at + 100] for at in range(0, size, 100)] or [b""]
+    assert sha256_of_pieces(path) == combined(map(sha256_bytes, pieces))
 
 
 def test_files_hash_by_content_and_order_not_by_name(tmp_path):

@@ -63,6 +63,7 @@ class Script:
         self.architecture = SimpleNamespace(bos=bos, eos=eos, context=1024)
         self.script, self.context, self.said = script, context, 0
         self.fed: list[int] = []
+        self.prepared = False
 
     @property
     def position(self) -> int:
@@ -93,7 +94,11 @@ class Script:
         self.fed += ids
         return self.say()
 
+    def prepare(self) -> None:
+        self.prepared = True
+
     def decode_all(self, ids: Sequence[int], samplers: Sequence[Sampler]) -> list[int]:
+        assert self.prepared, "a step whose time is told has to be prepared"
         self.fed += ids
         return [samplers[0].choose(self.say())]
 

@@ -1,11 +1,10 @@
-"""`sparsepack serve` as a process: how it begins, how it ends, and what it says where it cannot."""
+"""`sparsepack serve` as a process (a fork): how it begins, how it ends, and what it says where it cannot."""
 
 import contextlib
 import os
 import re
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -16,6 +15,7 @@ import httpx
 import openai
 import pytest
 from click.testing import CliRunner
+from forks_for_tests import Fork
 from serving import TEMPLATE
 
 from sparsepack.cli import main
@@ -26,16 +26,18 @@ class Process:
     """A server in a process of its own."""
 
     def __init__(self, artifact: Path, *options: str, env: dict[str, str] | None = None) -> None:
-        command = [sys.executable, "-m", "sparsepack.cli", "serve", str(artifact), "--port", "0", *options]
-        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, **(env or {})})
+        reading, writing = os.pipe()
+        with open(writing, "w") as errors:
+            arguments = ["serve", str(artifact), "--port", "0", *options]
+            self.process = Fork(arguments, {**os.environ, **(env or {})}, None, errors)
         self.said: list[str] = []
-        assert self.process.stderr is not None
-        for line in self.process.stderr:
+        self._stderr = open(reading)  # noqa: SIM115 (a thread reads on)
+        for line in self._stderr:
             self.said.append(line)
             if found := re.search(r" at (http://\S+)/v1; Ctrl-C ends it", line):
                 self.url = found[1]
                 break
-        self._rest = threading.Thread(target=lambda: self.said.extend(self.process.stderr or ()))
+        self._rest = threading.Thread(target=lambda: self.said.extend(self._stderr))
         self._rest.start()
 
     def client(self, key: str = "none") -> openai.OpenAI:
@@ -58,6 +60,7 @@ def process(artifact: Path, *options: str, env: dict[str, str] | None = None) ->
         made.process.kill()
         made.process.wait(30)
         made._rest.join(10)
+        made._stderr.close()
 
 
 def fails(*arguments: object) -> str:

@@ -1,44 +1,48 @@
 """Several processes calibrate together: the same bytes as one, whoever goes on, and one line where one of them dies."""
 
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from calibrated_models import small
 from folders_for_tests import content
+from forks_for_tests import Fork, on_devices
 from models_for_tests import TEXT
 
 from sparsepack.calibration.options import CalibrateOptions
 from sparsepack.calibration.run import calibrate
+from sparsepack.files import resume
 from sparsepack.files.resume import unfinished_path
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
 from sparsepack.models.stock.blocks import BlockStream
 
-__all__ = ["small"]
+__all__ = ["on_devices", "small"]
 
 WINDOWS = ["--context", "24", "--samples", "35"]
 """Nine parts of two batches, of which the last has less."""
 OPTIONS = CalibrateOptions(context=24, samples=35)
 
-_KILLED = """
-import os, sys
-from sparsepack.files import resume
-resume.SAVE_EVERY = 0.0
-save = resume.ResumeState.save_block
-def dies(self, layer, *rest, **values):
-    if os.environ["RANK"] == "1" and layer == 1:
-        os.kill(os.getpid(), 9)
-    save(self, layer, *rest, **values)
-resume.ResumeState.save_block = dies
-from sparsepack.cli import main
-main(sys.argv[1:])
-"""
+
+def _dies_at_a_block() -> None:
+    """Worker 1 is killed when it has saved block 0."""
+    save = resume.ResumeState.save_block
+
+    def dies(self: resume.ResumeState, layer: int, *rest: Any, **values: Any) -> None:
+        if os.environ["RANK"] == "1" and layer == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        save(self, layer, *rest, **values)
+
+    resume.SAVE_EVERY = 0.0
+    resume.ResumeState.save_block = dies  # type: ignore[method-assign]
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +61,9 @@ def alone(small: Checkpoint, given: Path, tmp_path_factory: pytest.TempPathFacto
     return content(folder)
 
 
-def test_a_mixture_of_experts_has_the_same_bytes_by_two_workers(given: Path, tmp_path: Path) -> None:
+def test_a_mixture_of_experts_has_the_same_bytes_by_two_workers(
+    given: Path, tmp_path: Path, on_devices: Callable[..., str]
+) -> None:
     name = "shipped:tiny-mixture"
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as each worker has: of few tokens an expert's products depend on it
@@ -65,8 +71,8 @@ def test_a_mixture_of_experts_has_the_same_bytes_by_two_workers(given: Path, tmp
         calibrate(name, str(given), tmp_path / "alone", OPTIONS)
     finally:
         torch.set_num_threads(threads)
-    command = ["calibrate", name, "--text", str(given), *WINDOWS, "-o", str(tmp_path / "two"), "--devices", "cpu,cpu"]
-    subprocess.run([sys.executable, "-m", "sparsepack", *command], env=_environment(), check=True, timeout=300)
+    command = ["calibrate", name, "--text", str(given), *WINDOWS, "-o", str(tmp_path / "two")]
+    on_devices(2, *command)
     assert content(tmp_path / "two") == content(tmp_path / "alone")
 
 
@@ -84,24 +90,38 @@ def _port() -> str:
         return str(free.getsockname()[1])
 
 
-def _started(code: list[str], arguments: list[str], number: int, port: str) -> "subprocess.Popen[bytes]":
-    """Worker `number` of two."""
+def _started(
+    arguments: list[str],
+    number: int,
+    port: str,
+    said: Path,
+    folder: Path | None = None,
+    before: Callable[[], None] | None = None,
+) -> Fork:
+    """Worker `number` of two, as torchrun starts it."""
     who = {"RANK": str(number), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    environment = _environment(**who, LOCAL_RANK=str(number), GLOO_SOCKET_IFNAME="lo")
-    return subprocess.Popen([sys.executable, *code, *arguments], env=environment, stderr=subprocess.PIPE)
+    with said.open("w") as errors:
+        environment = _environment(**who, LOCAL_RANK=str(number), GLOO_SOCKET_IFNAME="lo")
+        return Fork(arguments, environment, None, errors, folder, before)
 
 
-@pytest.mark.parametrize("count", [2, 3])
-def test_devices_make_the_bytes_of_one(
-    small: Checkpoint, given: Path, alone: dict[str, bytes], tmp_path: Path, count: int
-) -> None:
-    command = [*_command(small, given, tmp_path / "c"), "--devices", ",".join(["cpu"] * count)]
+def test_devices_make_the_bytes_of_one(small: Checkpoint, given: Path, alone: dict[str, bytes], tmp_path: Path) -> None:
+    command = [*_command(small, given, tmp_path / "c"), "--devices", "cpu,cpu"]
     ended = subprocess.run(
         [sys.executable, "-m", "sparsepack", *command], env=_environment(), capture_output=True, timeout=300
     )
     assert ended.returncode == 0, ended.stderr.decode()
     assert content(tmp_path / "c") == alone
     assert ended.stdout.count(b"windows ") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["c"]
+
+
+def test_three_devices_make_the_bytes_of_one(
+    small: Checkpoint, given: Path, alone: dict[str, bytes], tmp_path: Path, on_devices: Callable[..., str]
+) -> None:
+    said = on_devices(3, *_command(small, given, tmp_path / "c"))
+    assert content(tmp_path / "c") == alone
+    assert said.count("windows ") == 1
     assert [path.name for path in tmp_path.iterdir()] == ["c"]
 
 
@@ -120,14 +140,14 @@ def test_a_worker_that_dies_ends_the_other_with_a_line_and_one_alone_goes_on(
     small: Checkpoint, given: Path, alone: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     port, command = _port(), _command(small, given, tmp_path / "c")
-    first, other = (_started(["-c", _KILLED], command, number, port) for number in range(2))
+    texts = [tmp_path / f"said-{number}" for number in range(2)]
+    first, other = (_started(command, number, port, said, before=_dies_at_a_block) for number, said in enumerate(texts))
     assert other.wait(300) == -signal.SIGKILL
     began = time.monotonic()
-    said = first.communicate(timeout=60)[1].decode()
+    assert first.wait(60) == 1
     assert time.monotonic() - began < 30
-    assert first.returncode == 1
-    lines = [line for line in said.splitlines() if line.startswith("sparsepack: ")]
-    assert len(lines) == 1, said
+    lines = [line for line in texts[0].read_text().splitlines() if line.startswith("sparsepack: ")]
+    assert len(lines) == 1, lines
     assert "worker 1 of 2 on " in lines[0]
     assert not (tmp_path / "c").exists()
     assert unfinished_path(tmp_path / "c").is_dir()
@@ -144,10 +164,29 @@ def test_workers_that_were_given_other_commands_are_refused_and_keep_nothing(
 ) -> None:
     port, command = _port(), _command(small, given, tmp_path / "c")
     commands = [command, [*command, "--seed", "1"]]
-    both = [_started(["-m", "sparsepack"], each, number, port) for number, each in enumerate(commands)]
-    for each in both:
-        said = each.communicate(timeout=300)[1].decode()
-        assert each.returncode == 2
-        assert "sparsepack: worker 1 of 2 on" in said
-        assert "has another command" in said
-    assert list(tmp_path.iterdir()) == []
+    texts = [tmp_path / f"said-{number}" for number in range(2)]
+    both = [_started(each, number, port, texts[number]) for number, each in enumerate(commands)]
+    for each, said in zip(both, texts, strict=True):
+        assert each.wait(300) == 2
+        assert "sparsepack: worker 1 of 2 on" in said.read_text()
+        assert "has another command" in said.read_text()
+    assert sorted(tmp_path.iterdir()) == texts
+
+
+def test_weights_that_differ_are_found_before_anything_is_kept(small: Checkpoint, given: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other" / small.path.name
+    shutil.copytree(small.path, other)
+    (file,) = other.glob("*.safetensors")
+    with file.open("r+b") as weights:
+        weights.seek(-1, os.SEEK_END)
+        weights.write(b"\x40")  # a norm of 1.0 before
+    (tmp_path / "out").mkdir()
+    port, command = _port(), _command(small, given, tmp_path / "out" / "c")
+    command[1] = small.path.name
+    folders = [small.path.parent, other.parent]
+    texts = [tmp_path / f"said-{number}" for number in range(2)]
+    both = [_started(command, number, port, texts[number], at) for number, at in enumerate(folders)]
+    for each, said in zip(both, texts, strict=True):
+        assert each.wait(300) == 2
+        assert "has another model" in said.read_text()
+    assert list((tmp_path / "out").iterdir()) == []

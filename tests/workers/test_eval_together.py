@@ -1,9 +1,6 @@
 """Several processes evaluate together: the figures of one, to the last digit."""
 
 import json
-import os
-import subprocess
-import sys
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -13,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from calibrated_models import small, small_calibration, text
+from forks_for_tests import on_devices
 from linked import together
 from task_files import MULTIPLE_CHOICE, OUR_DATA
 
@@ -28,7 +26,7 @@ from sparsepack.sparsity.find import make_thresholds
 from sparsepack.sparsity.options import AllocationOptions
 from sparsepack.workers.workers import Workers
 
-__all__ = ["small", "small_calibration", "text"]
+__all__ = ["on_devices", "small", "small_calibration", "text"]
 
 GENERATION = """
 output_type: generate_until
@@ -63,7 +61,13 @@ def given(small: Checkpoint, small_calibration: Calibration, text: Text, tmp_pat
     ("count", "protocol", "batch"), [(2, "decode", 1), (3, "all", 2)], ids=["two-decode", "three-all"]
 )
 def test_devices_find_the_figures_of_one(
-    small: Checkpoint, given: Path, tmp_path: Path, count: int, protocol: str, batch: int
+    small: Checkpoint,
+    given: Path,
+    tmp_path: Path,
+    count: int,
+    protocol: str,
+    batch: int,
+    on_devices: Callable[..., str],
 ) -> None:
     asked = ["--perplexity", str(given / "text.txt"), "--context", "64", "--windows", "7", "--protocol", protocol]
     asked += ["--against", str(small.path), "--thresholds", str(given / "t.json"), "--batch", str(batch)]
@@ -87,13 +91,7 @@ def test_devices_find_the_figures_of_one(
     finally:
         torch.set_num_threads(threads)
     command = ["eval", str(small.path), *asked, "--json", str(tmp_path / "e.json")]
-    ended = subprocess.run(
-        [sys.executable, "-m", "sparsepack", *command, "--devices", ",".join(["cpu"] * count)],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        timeout=300,
-    )
-    assert ended.returncode == 0, ended.stderr.decode()
+    on_devices(count, *command)
     found = json.loads((tmp_path / "e.json").read_text())
     assert found == json.loads(json.dumps(alone))
     assert 0.1 < found["perplexity"][0]["realised_sparsity"]["overall"] < 0.9

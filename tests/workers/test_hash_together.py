@@ -1,29 +1,59 @@
 """The hash of a model is taken by one worker of a machine, while all do other work."""
 
 from pathlib import Path
+from threading import Event
 
 import pytest
 from linked import together
 
-from sparsepack.files.hashing import combined
+from sparsepack.files import hashing
+from sparsepack.files.hashing import combined, sha256_bytes
 from sparsepack.models.checkpoint.source_hash import SourceHash
 from sparsepack.workers.workers import Workers
 
+KNOWN = combined([sha256_bytes(b"some")])
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "weights"
+    path.write_bytes(b"some")
+    return path
+
+
+@pytest.fixture
+def taken(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """The files that were hashed."""
+    found: list[Path] = []
+    take = hashing._sha256_file
+
+    def record(path: Path, abandoned: Event) -> str:
+        found.append(path)
+        return take(path, abandoned)
+
+    monkeypatch.setattr(hashing, "_sha256_file", record)
+    return found
+
 
 @pytest.mark.parametrize("count", [1, 3])
-def test_one_worker_takes_the_hash_while_all_do_other_work(
-    count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = tmp_path / "weights"
-    file.write_bytes(b"some")
-    known = SourceHash([file], combined).sha256()
-    taken: list[SourceHash] = []
-    meanwhile = SourceHash.meanwhile
-    monkeypatch.setattr(SourceHash, "meanwhile", lambda self: taken.append(self) or meanwhile(self))
-
+def test_one_worker_takes_the_hash_while_all_do_other_work(count: int, file: Path, taken: list[Path]) -> None:
     def work(workers: Workers) -> tuple[list[int], str]:
         source = SourceHash([file], combined)
         return source.share_beside(workers, lambda: workers.told(workers.number)), source.so_far
 
-    assert together(count, work) == [([*range(count)], known)] * count
-    assert len(taken) == 1
+    assert together(count, work) == [([*range(count)], KNOWN)] * count
+    assert taken == [file]
+
+
+def test_the_one_that_takes_it_may_ask_for_it_before_the_others(file: Path, taken: list[Path]) -> None:
+    def work(workers: Workers) -> tuple[str, str]:
+        source = SourceHash([file], combined)
+        with source.meanwhile(workers) as sha256:
+            early = source.sha256() if workers.first else source.so_far
+            workers.told(None)
+            return early, sha256()
+
+    first, other = together(2, work)
+    assert first == (KNOWN, KNOWN)
+    assert other == ("?" * 64, KNOWN)
+    assert taken == [file]

@@ -1,14 +1,13 @@
 """Several processes pack together: the same artifact as one."""
 
-import os
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from calibrated_models import small, small_calibration, text
 from folders_for_tests import content
+from forks_for_tests import on_devices
 from linked import together
 
 from sparsepack.calibration.folder import Calibration, save
@@ -23,7 +22,7 @@ from sparsepack.sparsity.find import make_thresholds
 from sparsepack.sparsity.options import AllocationOptions
 from sparsepack.workers.workers import Workers
 
-__all__ = ["small", "small_calibration", "text"]
+__all__ = ["on_devices", "small", "small_calibration", "text"]
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +39,7 @@ def given(small: Checkpoint, small_calibration: Calibration, tmp_path_factory: p
     ("format", "count"), [("zigzag-q4_k", 2), ("slide-bf16", 3)], ids=["a file by two", "a folder by three"]
 )
 def test_devices_make_the_artifact_of_one(
-    small: Checkpoint, given: Path, tmp_path: Path, format: str, count: int
+    small: Checkpoint, given: Path, tmp_path: Path, format: str, count: int, on_devices: Callable[..., str]
 ) -> None:
     slid = format.startswith("slide")
     model, table = (str(given / "pruned"), None) if slid else (str(small.path), given / "t.json")
@@ -49,13 +48,7 @@ def test_devices_make_the_artifact_of_one(
     pack(PackRequest(model, tmp_path / "alone" / "made", format, thresholds=table))
     command = ["pack", model, "--format", format, "-o", str(tmp_path / "together" / "made")]
     command += [] if table is None else ["--thresholds", str(table)]
-    ended = subprocess.run(
-        [sys.executable, "-m", "sparsepack", *command, "--devices", ",".join(["cpu"] * count)],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        timeout=300,
-    )
-    assert ended.returncode == 0, ended.stderr.decode()
+    on_devices(count, *command)
     inside = "made" if slid else "."
     assert content(tmp_path / "together" / inside) == content(tmp_path / "alone" / inside)
     assert [path.name for path in (tmp_path / "together").iterdir()] == ["made"]

@@ -1,14 +1,13 @@
 """Several processes prune together: the same checkpoint as one."""
 
-import os
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from calibrated_models import small, small_calibration, text
 from folders_for_tests import content
+from forks_for_tests import on_devices
 
 from sparsepack.calibration.folder import Calibration, save
 from sparsepack.errors import WorkersError
@@ -17,14 +16,20 @@ from sparsepack.pruning.options import PruneOptions
 from sparsepack.pruning.run import prune
 from sparsepack.workers.workers import Workers
 
-__all__ = ["small", "small_calibration", "text"]
+__all__ = ["on_devices", "small", "small_calibration", "text"]
 
 
 @pytest.mark.parametrize(
     ("method", "permute", "count"), [("sparsegpt", True, 2), ("sparsegpt", False, 3), ("wanda", False, 3)]
 )
 def test_devices_make_the_checkpoint_of_one(
-    small: Checkpoint, small_calibration: Calibration, tmp_path: Path, method: str, permute: bool, count: int
+    small: Checkpoint,
+    small_calibration: Calibration,
+    tmp_path: Path,
+    method: str,
+    permute: bool,
+    count: int,
+    on_devices: Callable[..., str],
 ) -> None:
     save(small_calibration, tmp_path / "c")
     options = PruneOptions(keep=2, of=4, method=method, permute=permute, windows=5, batch=1)
@@ -37,13 +42,7 @@ def test_devices_make_the_checkpoint_of_one(
     asked = ["--keep", "2", "--of", "4", "--method", method, "--windows", "5", "--batch", "1"]
     asked += ["--permute"] if permute else []
     command = ["prune", str(small.path), *asked, "--calibration", str(tmp_path / "c"), "-o", str(tmp_path / "p")]
-    ended = subprocess.run(
-        [sys.executable, "-m", "sparsepack", *command, "--devices", ",".join(["cpu"] * count)],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        timeout=300,
-    )
-    assert ended.returncode == 0, ended.stderr.decode()
+    on_devices(count, *command)
     assert content(tmp_path / "p") == content(tmp_path / "alone")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["alone", "c", "p"]
 

@@ -1,14 +1,13 @@
 """Several processes rotate together: the same checkpoint as one."""
 
-import os
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from calibrated_models import small, small_calibration, text
 from folders_for_tests import content
+from forks_for_tests import on_devices
 
 from sparsepack.calibration.folder import Calibration, save
 from sparsepack.errors import WorkersError
@@ -17,7 +16,7 @@ from sparsepack.rotation.options import RotateOptions
 from sparsepack.rotation.run import rotate
 from sparsepack.workers.workers import Workers
 
-__all__ = ["small", "small_calibration", "text"]
+__all__ = ["on_devices", "small", "small_calibration", "text"]
 
 LEARNT = {"steps": 3, "batch": 3, "length": 24}
 
@@ -32,7 +31,12 @@ LEARNT = {"steps": 3, "batch": 3, "length": 24}
     ids=["pca", "hadamard", "learnt"],
 )
 def test_devices_make_the_checkpoint_of_one(
-    small: Checkpoint, small_calibration: Calibration, tmp_path: Path, options: RotateOptions, count: int
+    small: Checkpoint,
+    small_calibration: Calibration,
+    tmp_path: Path,
+    options: RotateOptions,
+    count: int,
+    on_devices: Callable[..., str],
 ) -> None:
     save(small_calibration, tmp_path / "c")
     threads = torch.get_num_threads()
@@ -45,13 +49,7 @@ def test_devices_make_the_checkpoint_of_one(
     asked += ["--segments", "2"] if options.segments == 2 else []
     asked += [f"--{name}={value}" for name, value in LEARNT.items()] if options.basis == "learnt" else []
     command = ["rotate", str(small.path), *asked, "--calibration", str(tmp_path / "c"), "-o", str(tmp_path / "r")]
-    ended = subprocess.run(
-        [sys.executable, "-m", "sparsepack", *command, "--devices", ",".join(["cpu"] * count)],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        timeout=300,
-    )
-    assert ended.returncode == 0, ended.stderr.decode()
+    on_devices(count, *command)
     assert content(tmp_path / "r") == content(tmp_path / "alone")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["alone", "c", "r"]
 

@@ -1,13 +1,12 @@
 """Several processes find thresholds together: the same bytes as one, by each allocation."""
 
-import os
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from calibrated_models import small, small_calibration, text
+from forks_for_tests import on_devices
 
 from sparsepack.calibration.folder import Calibration, save
 from sparsepack.errors import WorkersError
@@ -16,7 +15,7 @@ from sparsepack.sparsity.find import find_thresholds, make_thresholds
 from sparsepack.sparsity.options import AllocationOptions
 from sparsepack.workers.workers import Workers
 
-__all__ = ["small", "small_calibration", "text"]
+__all__ = ["on_devices", "small", "small_calibration", "text"]
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +36,7 @@ def kept(small_calibration: Calibration, tmp_path_factory: pytest.TempPathFactor
     ],
 )
 def test_devices_make_the_table_of_one(
-    small: Checkpoint, kept: Path, tmp_path: Path, asked: list[str], count: int
+    small: Checkpoint, kept: Path, tmp_path: Path, asked: list[str], count: int, on_devices: Callable[..., str]
 ) -> None:
     values = dict(zip((name.strip("-") for name in asked[::2]), asked[1::2], strict=False))
     options = AllocationOptions(
@@ -56,15 +55,7 @@ def test_devices_make_the_table_of_one(
     finally:
         torch.set_num_threads(threads)
     command = ["thresholds", str(small.path), "--calibration", str(kept), "--sparsity", "0.4", *asked]
-    devices = ["--devices", ",".join(["cpu"] * count)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    ended = subprocess.run(
-        [sys.executable, "-m", "sparsepack", *command, "-o", str(tmp_path / "t.json"), *devices],
-        env=environment,
-        capture_output=True,
-        timeout=300,
-    )
-    assert ended.returncode == 0, ended.stderr.decode()
+    on_devices(count, *command, "-o", str(tmp_path / "t.json"))
     assert (tmp_path / "t.json").read_bytes() == (tmp_path / "alone.json").read_bytes()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["alone.json", "t.json"]
 

@@ -48,10 +48,10 @@ def count(into: Statistics, at: str, place: str, *seen: Any) -> None:
 
 
 def add_to(into: Statistics, found: Mapping[str, Tensor]) -> None:
-    """Add what was counted elsewhere, by PLACE.NAME."""
+    """Add what was counted elsewhere, by PLACE.NAME. Nothing of it is kept: its tensors may be used again."""
     rows = _rows()
     for name, value in found.items():
-        into[name] = rows[name].add(into[name], value) if name in into else value
+        into[name] = rows[name].add(into[name], value) if name in into else value.clone()
 
 
 def added(one: Statistics, other: Statistics) -> Statistics:

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from sparsepack.calibration.collectors.collector import Collector
+from sparsepack.calibration.collectors.kernels import kernels_on
 from sparsepack.calibration.collectors.products import product_sums
-from sparsepack.calibration.collectors.site_input import kernels_on
 
 _FARTHEST = 2**31 - 1
 """Kernels take distances between values in 32 bits."""

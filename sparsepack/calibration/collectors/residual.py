@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from sparsepack.calibration.collectors import wide
 from sparsepack.calibration.collectors.collector import Collector
+from sparsepack.calibration.collectors.kernels import parts_on
 
 MOST_BYTES = 1 << 30
 """The sums of a whole model take at most this many bytes, unless a single one takes more."""
@@ -29,14 +30,20 @@ def ends_run(layer: int, layers: int, runs: int) -> bool:
 
 
 def _count(stream: Tensor, eps: float) -> tuple[Tensor, ...]:
-    h = stream.flatten(0, -2)
-    if h.device.type == "cuda" and h.dtype.itemsize == 2:
-        x = nn.functional.rms_norm(h, h.shape[-1:], eps=eps)  # rounded as the model's norms round it
+    if stream.device.type == "cuda" and stream.dtype.itemsize == 2:
+        x = _normed(stream, eps).flatten(0, -2)
     else:
-        h = h.float()
+        h = stream.flatten(0, -2).float()
         x = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + eps)
     product = _gram(x)
     return (product.cpu() if product.device.type == "mps" else product,)
+
+
+def _normed(stream: Tensor, eps: float) -> Tensor:
+    """A GPU's stream [B, S, hidden] over its root mean square, rounded as the model's norms round it."""
+    parts = parts_on(stream.device)
+    made = None if parts is None else parts.norm_rows(stream, eps, None)
+    return nn.functional.rms_norm(stream, stream.shape[-1:], eps=eps) if made is None else made
 
 
 def _gram(x: Tensor) -> Tensor:

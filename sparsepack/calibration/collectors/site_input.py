@@ -1,15 +1,14 @@
 """The vectors that enter a site, and what is counted of them together: on an NVIDIA GPU one kernel reads them once."""
 
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from sparsepack.calibration.collectors import histogram
-from sparsepack.errors import UserError
-from sparsepack.progress import say
+from sparsepack.calibration.collectors.kernels import kernels_on
 
 
 class SiteCounts(NamedTuple):
@@ -65,18 +64,3 @@ def counted_by_torch(site: SiteInput) -> SiteCounts:
         return SiteCounts(scores, squares, None, None)
     active = (site.x != 0).flatten(0, -2)
     return SiteCounts(scores, squares, active.sum(0), active.sum(1))
-
-
-@cache
-def kernels_on(device: torch.device) -> bool:
-    """Whether our kernels count on a device. Where they cannot on a GPU, why is said, once."""
-    if device.type != "cuda":
-        return False
-    from sparsepack.runtime.cuda.driver.device import usable
-
-    try:
-        usable(device)
-    except UserError as error:
-        say(f"note: {device}: statistics are counted by PyTorch alone, which takes longer ({error})")
-        return False
-    return True

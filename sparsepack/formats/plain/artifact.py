@@ -12,7 +12,8 @@ from sparsepack.formats.containers.gguf.container import GgufArtifact
 from sparsepack.formats.packed import PackedModel
 from sparsepack.formats.stock import StockModel
 from sparsepack.formats.table import those_with
-from sparsepack.models.checkpoint.checkpoint import EMBEDDING, HEAD, Checkpoint, check_sizes
+from sparsepack.models.checkpoint.checkpoint import EMBEDDING, HEAD, Checkpoint
+from sparsepack.models.checkpoint.configuration import check_sizes
 from sparsepack.models.checkpoint.experts import fused_tensor, part_shapes, part_tensor
 from sparsepack.models.checkpoint.gguf_config import gguf_config
 from sparsepack.models.checkpoint.gguf_names import ROTARY_FACTORS, gguf_names, permute_rotary, unpermute_rotary

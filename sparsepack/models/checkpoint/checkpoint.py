@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 
 import torch
 
-from sparsepack.data import SHIPPED_MODELS
 from sparsepack.errors import CheckpointError
 from sparsepack.files.gguf import GgufFile, read_gguf
 from sparsepack.files.stored import Count, Stored, checked, shown
@@ -28,26 +27,22 @@ from sparsepack.models.architecture import (
     token_ids,
     token_weights,
 )
+from sparsepack.models.checkpoint.configuration import check_sizes, file_config, folder_config
 from sparsepack.models.checkpoint.experts import as_experts, experts_source
-from sparsepack.models.checkpoint.gguf_config import gguf_config
-from sparsepack.models.checkpoint.saved_copy import METHOD, is_saved_copy, told_of_copy
-from sparsepack.models.checkpoint.segmented_config import stock_values
+from sparsepack.models.checkpoint.locate import located
 from sparsepack.models.checkpoint.sources import GgufSource, MadeSource, SafetensorsSource, TensorSource
-from sparsepack.models.families import FAMILIES, TEXT_PARTS, TextPart, family_of
+from sparsepack.models.checkpoint.stock_model import check_stock_model
+from sparsepack.models.families import family_of
 from sparsepack.models.family import Family
-from sparsepack.models.own_code import STOCK_ALONE, refused_own_code, tell_own_code
 from sparsepack.models.records.generation import suggested
-from sparsepack.models.stock.skeleton import parameter_shapes
 from sparsepack.models.tokenizer.gguf_tokenizer import gguf_tokenizer_json
 from sparsepack.models.tokenizer.sentencepiece_model import sentencepiece_json
 from sparsepack.models.tokenizer.tokenizer import folder_tokenizer, gguf_tokenizer, only_sentencepiece
 from sparsepack.models.verbs import check_taken
-from sparsepack.progress import say
 
 EMBEDDING, FINAL_NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 """The names of the tensors outside of the blocks in packable families; the last one is the output matrix in all of
 them."""
-_DERIVED = "rotary_emb.inv_freq"  # old exports carry the rotary frequencies; transformers computes them
 
 T = TypeVar("T")
 
@@ -249,9 +244,9 @@ def open_checkpoint(name: str | Path) -> Checkpoint:
     Raises `CheckpointError` naming what is missing, unknown or not understood. Reads no weights yet.
     """
     name = str(name)
-    path = _located(name)
+    path = located(name)
     file = read_gguf(path) if path.is_file() else None
-    config, bases, part = _folder_config(path, name) if file is None else (_gguf_config(file, name), (), None)
+    config, bases, part = folder_config(path, name) if file is None else (file_config(file, name), (), None)
     family = family_of(config.model_type, name)
     check_sizes(config, name)
     source: TensorSource
@@ -264,97 +259,9 @@ def open_checkpoint(name: str | Path) -> Checkpoint:
     if (experts := _expert_numbers(config, name)) is not None:
         source = experts_source(source, family, experts.count, name)
     shown_name = name.encode("utf-8", "replace").decode()  # the system's names need not be text
-    checkpoint = Checkpoint(shown_name, path, config, family, source, bases)
-    _check_understood(checkpoint)
-    return checkpoint
-
-
-def _located(name: str) -> Path:
-    if name in SHIPPED_MODELS:
-        return SHIPPED_MODELS[name]
-    path = Path(name)
-    if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise CheckpointError(f"{name}: no config.json in this folder; expected a Hugging Face model folder")
-        return path
-    if path.is_file():
-        if path.suffix != ".gguf":
-            raise CheckpointError(f"{name}: expected a model folder, a .gguf file or a hub id")
-        return path
-    if name.startswith((".", "/", "~")) or name.count("/") > 1 or path.suffix == ".gguf":
-        raise CheckpointError(f"{name}: no such model folder or file")
-    return _downloaded(name)
-
-
-def _downloaded(name: str) -> Path:
-    from huggingface_hub import snapshot_download
-
-    patterns = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "tokenizer.model", "merges.txt"]
-    try:
-        return Path(snapshot_download(name, allow_patterns=patterns))
-    except Exception as error:  # offline, unknown, gated: many kinds, one meaning
-        reason = str(error).strip().split("\n")[0]
-        raise CheckpointError(
-            f"{name}: neither a local model folder nor a hub model that can be reached ({reason})"
-        ) from error
-
-
-def _gguf_config(file: GgufFile, name: str) -> Any:
-    if file.metadata.get("general.architecture") == "sparsepack":
-        raise _packed_already(name)
-    return gguf_config(file, name)
-
-
-def _folder_config(path: Path, name: str) -> tuple[Any, tuple[int, ...], TextPart | None]:
-    """The stock configuration, the blocks that have a residual basis, and which part of the model it is of; None: all
-    of it."""
-    from transformers import AutoConfig
-
-    try:
-        raw = json.loads((path / "config.json").read_text(encoding="utf-8"))
-        stock, bases = stock_values(raw)
-        model_type = stock["model_type"]
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{path / 'config.json'}: not a model configuration ({shown(error)})") from error
-    except OSError as error:
-        raise CheckpointError(f"{path / 'config.json'}: cannot be read ({error.strerror})") from error
-    part = TEXT_PARTS.get(model_type) if isinstance(model_type, str) else None
-    family_of(model_type if part is None else part.model_type, name)
-    quantised = stock.get("quantization_config")
-    if is_saved_copy(path):
-        raise CheckpointError(told_of_copy(name))
-    if isinstance(quantised, dict) and quantised.get("quant_method") == METHOD:
-        raise _packed_already(name)
-    if quantised:
-        raise CheckpointError(f"{name}: quantised already (quantization_config); expected F32, F16 or BF16 weights")
-    try:
-        config = AutoConfig.for_model(**stock) if bases else AutoConfig.from_pretrained(str(path), **STOCK_ALONE)
-    except Exception as error:  # the library checks fields in several ways, each with its own kind
-        raise refused_own_code(error, path / "config.json") or CheckpointError(
-            f"{path / 'config.json'}: not a {model_type} configuration ({shown(error)})"
-        ) from error
-    tell_own_code(path / "config.json")
-    if part is not None:
-        say(f"{name}: the text part of a {model_type} model alone is read; it then knows no images")
-        config = config.text_config
-    return config, bases, part
-
-
-_SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "vocab_size")
-_MOST_LAYERS = 10_000
-
-
-def check_sizes(config: Any, name: str) -> None:
-    """Raise `CheckpointError` for numbers of a configuration that are none, or too large: others are made with them."""
-    family = FAMILIES[config.model_type]
-    limits = dict.fromkeys((*_SIZES, "max_position_embeddings"), 2**31) | {"num_hidden_layers": _MOST_LAYERS}
-    for field, limit in limits.items():
-        value, own = family.setting(config, field), family.fields.get(field, field)
-        if type(value) is not int or not 1 <= value < limit:
-            raise CheckpointError(f"{name}: {own} is {str(value)[:60]}; expected a whole number from 1 to {limit - 1}")
-    head = getattr(config, "head_dim", None)
-    if head is not None and (type(head) is not int or not 1 <= head < 2**31):
-        raise CheckpointError(f"{name}: head_dim is {str(head)[:60]}; expected a whole number from 1 to {2**31 - 1}")
+    # A tied model's output matrix may be stored a second time; it is never read.
+    check_stock_model(config, source.shapes, bases, shown_name, never_read=(HEAD,))
+    return Checkpoint(shown_name, path, config, family, source, bases)
 
 
 def _expert_numbers(config: Any, name: str) -> ExpertNumbers | None:
@@ -362,48 +269,3 @@ def _expert_numbers(config: Any, name: str) -> ExpertNumbers | None:
         return expert_numbers(config)
     except CheckpointError as error:
         raise CheckpointError(f"{name}: {error}") from error
-
-
-def _packed_already(name: str) -> CheckpointError:
-    return CheckpointError(
-        f"{name}: a packed sparsepack artifact; expected its source model here (`sparsepack inspect` names it). "
-        "The artifact itself is for inspect, verify and eval"
-    )
-
-
-def _check_activation(checkpoint: Checkpoint) -> None:
-    """Models with an activation of their own bring code for it, which is not run."""
-    from transformers.activations import ACT2FN
-
-    name = str(checkpoint.family.setting(checkpoint.config, "hidden_act"))
-    if name not in ACT2FN:
-        raise CheckpointError(
-            f"{checkpoint.name}: activation {name[:60]!r} is not one of transformers' own, and code that comes with a "
-            "model is not run; expected a model that stock transformers computes"
-        )
-
-
-def _check_understood(checkpoint: Checkpoint) -> None:
-    """Every tensor must have its place in the stock model, in its shape, and every place its tensor."""
-    _check_activation(checkpoint)
-    found = checkpoint.source.shapes
-    try:
-        expected = parameter_shapes(checkpoint.config, checkpoint.bases)
-    except Exception as error:  # transformers' own code, on numbers that it did not check
-        raise CheckpointError(f"{checkpoint.name}: its configuration is not understood ({shown(error)})") from error
-    # A tied model's output matrix may be stored a second time; it is never read.
-    unknown = sorted(n for n in found if n not in expected and n != HEAD and not n.endswith(_DERIVED))
-    if unknown:
-        raise CheckpointError(
-            f"{checkpoint.name}: the tensor {unknown[0]} is not understood in a {checkpoint.family.model_type} model "
-            f"of this configuration ({len(unknown)} such tensors); packing it would lose it"
-        )
-    missing = sorted(set(expected) - set(found))
-    if missing:
-        raise CheckpointError(f"{checkpoint.name}: the tensor {missing[0]} is missing ({len(missing)} in all)")
-    for name, shape in expected.items():
-        if found[name] != shape:
-            raise CheckpointError(
-                f"{checkpoint.name}: {name} is {list(found[name])}, its configuration means {list(shape)}; "
-                "weights and config.json do not belong together"
-            )

@@ -13,6 +13,8 @@ from sparsepack.files.transfer import stacked_on
 Read = Callable[[int], Iterable[tuple[str, Tensor]]]
 """Such a function reads the tensors of a block, by its number, one after the other: name, and what is stored, on the
 CPU."""
+AT_ONCE = 1
+"""So many tensors of a block move to a GPU side by side; more have not been timed on one yet."""
 _PAGES_FROM = 1 << 20
 """Tensors of so many bytes get pages of their own."""
 
@@ -23,14 +25,16 @@ class BlocksAhead:
     That is done on a thread, and on a GPU on a stream, of its own, by way of page-locked memory. On a CPU a block that
     is stored in a narrower type waits as it is stored: turning it into the other takes little time, and no memory then.
 
+    at_once                    -- so many tensors move side by side
     read_seconds, read_bytes   -- what reading took so far, from disk or from the page cache, decoding included
     moved_seconds, moved_bytes -- likewise of moving blocks to the device and turning them into the type
     waited_seconds             -- how long somebody waited for a block that was not there yet
     """
 
-    def __init__(self, read: Read, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, read: Read, device: torch.device, dtype: torch.dtype, at_once: int = 1) -> None:
         self._read, self._device, self._dtype = read, device, dtype
         self._thread: ThreadPoolExecutor | None = None
+        self._movers = ThreadPoolExecutor(at_once, "blocks-moved") if at_once > 1 else None
         self._ahead: tuple[int, Future[dict[str, Tensor]]] | None = None
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self.read_seconds = self.moved_seconds = self.waited_seconds = 0.0
@@ -71,17 +75,23 @@ class BlocksAhead:
             wait([self._ahead[1]])
 
     def _made(self, number: int) -> dict[str, Tensor]:
-        placed = {}
+        placed: dict[str, Tensor] = {}
+        moving: dict[str, Future[Tensor]] = {}
         began = time.perf_counter()
         for name, stored in self._read(number):
             read = time.perf_counter()
             self.read_seconds += read - began
             self.read_bytes += stored.nbytes
-            placed[name] = self._placed(stored)
-            self.moved_bytes += placed[name].nbytes if self._device.type != "cpu" else 0
+            if self._movers is not None:
+                moving[name] = self._movers.submit(self._placed, stored)
+            else:
+                placed[name] = self._placed(stored)
             del stored  # before the next one is read
             began = time.perf_counter()
             self.moved_seconds += began - read
+        placed |= {name: moved.result() for name, moved in moving.items()}
+        self.moved_seconds += time.perf_counter() - began
+        self.moved_bytes += sum(each.nbytes for each in placed.values()) if self._device.type != "cpu" else 0
         return placed
 
     def _placed(self, stored: Tensor) -> Tensor:

@@ -5,8 +5,9 @@ in turn, so masks, rotary embeddings and sliding windows are never re-implemente
 after them is done once, by the names that the family gives it, and is taken out of that backbone.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import AbstractContextManager
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -16,12 +17,15 @@ from sparsepack.models.architecture import embedding_scale
 from sparsepack.models.checkpoint.checkpoint import HEAD
 from sparsepack.models.family import Family
 from sparsepack.models.own_code import STOCK_ALONE
+from sparsepack.models.stock import ahead
 from sparsepack.models.stock.ahead import BlocksAhead
 from sparsepack.models.stock.attention import Watcher, watched_attention
 from sparsepack.models.stock.basis import add_basis
 from sparsepack.models.stock.copies import run_between_copies
 from sparsepack.models.stock.experts import ONE_BY_ONE
 from sparsepack.models.stock.norms import norms_by_one_kernel
+from sparsepack.models.stock.parts import Parts, parts_by
+from sparsepack.models.stock.recorded import Record, run_recorded
 from sparsepack.models.stock.skeleton import single_layer
 from sparsepack.models.stock.whole import backbone_of
 from sparsepack.progress import say
@@ -77,7 +81,7 @@ class BlockStream:
         self._backbones: dict[tuple[str, bool], Any] = {}  # by the kind of the layer, and whether it has a basis
         self._backbone: Any = None
         self._after: dict[str, Any] = {}
-        self.ahead = BlocksAhead(self._stored, self.device, dtype)
+        self.ahead = BlocksAhead(self._stored, self.device, dtype, ahead.AT_ONCE if self.device.type == "cuda" else 1)
         self.passed = 0
 
     def load(self, layer: int, tensors: Mapping[str, torch.Tensor] | None = None) -> None:
@@ -133,14 +137,23 @@ class BlockStream:
         output = self._backbone(inputs_embeds=placed, use_cache=False)
         return output.last_hidden_state  # type: ignore[no-any-return]
 
-    def pass_on(self, hidden: torch.Tensor, batch: int, advance: Callable[[], object]) -> None:
+    def pass_on(
+        self, hidden: torch.Tensor, batch: int, advance: Callable[[], object], record: Record | None = None
+    ) -> None:
         """Run the loaded block on hidden states [N, S, H], `batch` rows at a time, after each of which `advance` is
         called. The results take the place of what was there, so that the states of all windows are there once. A GPU
-        is waited for at the end: until then `advance` may find that it has not come so far."""
+        is waited for at the end: until then `advance` may find that it has not come so far.
+
+        record -- see `run_recorded`; for states that are where the block is and in its type, else nothing is recorded.
+                  Of a GPU the last part is not waited for then
+        """
         parts = torch.split(hidden, batch)
         self.passed += hidden.shape[0] * hidden.shape[1]
         if self.device.type == "cuda" and hidden.device.type == "cpu":
             run_between_copies(parts, self, self.device, self.dtype, advance)
+            return
+        if record is not None and hidden.device.type == self.device.type and hidden.dtype == self.dtype:
+            self._pass_on_recorded(parts, record, advance)
             return
         for part in parts:
             part.copy_(self(part))
@@ -148,9 +161,26 @@ class BlockStream:
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
 
+    def _pass_on_recorded(self, parts: Sequence[torch.Tensor], record: Record, advance: Callable[[], object]) -> None:
+        """`pass_on`, which leaves a GPU the last part to do while the next block is taken."""
+        ended: deque[torch.cuda.Event] = deque(maxlen=2)
+
+        def passed() -> None:
+            advance()
+            if self.device.type == "cuda":
+                ended.append(torch.cuda.current_stream(self.device).record_event())
+
+        run_recorded(parts, self, record, passed)
+        if ended:
+            ended[0].synchronize()
+
     def watched(self, watcher: Watcher) -> AbstractContextManager[None]:
         """Within the context, the loaded block's attention shows its queries and keys to `watcher`."""
         return watched_attention(self._backbone, watcher)
+
+    def with_parts(self, parts: Parts | None) -> AbstractContextManager[object]:
+        """Within the context, the loaded block runs with such parts in the place of its own code; None: with none."""
+        return nullcontext() if parts is None else parts_by(self.block, parts)
 
     def states(self, ids: torch.Tensor, kept: torch.Tensor | None) -> torch.Tensor:
         """The hidden states [N, S, H] of windows of token ids that a run goes on with: those that were `kept`, or what

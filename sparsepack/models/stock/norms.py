@@ -25,6 +25,15 @@ def norms_by_one_kernel(block: nn.Module) -> list[str]:
     return changed
 
 
+def eps_by_one_kernel(module: nn.Module) -> float | None:
+    """The epsilon of a norm that `norms_by_one_kernel` has changed; None of any other module."""
+    forward = vars(module).get("forward")
+    if isinstance(forward, partial) and forward.func is _forward:
+        eps: float = forward.args[1]
+        return eps
+    return None
+
+
 def _forward(module: Any, eps: float, hidden_states: Tensor) -> Tensor:
     scaled: Tensor = module.weight * nn.functional.rms_norm(hidden_states, hidden_states.shape[-1:], eps=eps)
     return scaled

@@ -114,6 +114,9 @@ class NativeDecoder:
         self.native.prefill(sequence, ids.numpy(), False, logits.numpy())
         return logits[0]
 
+    def prepare(self, sparse: bool) -> None:
+        """There is nothing to be made."""
+
     def step(self, ids: Sequence[int | None], sparse: bool) -> Tensor:
         moving = stepped(ids)
         logits = torch.empty(len(moving), self._vocabulary)

@@ -1,5 +1,6 @@
 """The backend of NVIDIA GPUs; see `runtime.backend_module.BackendModule`."""
 
+import gc
 from collections.abc import Collection, Iterable
 from functools import partial
 from typing import Any, cast
@@ -34,6 +35,7 @@ def decoder(
     cache_type: str,
     options: EngineOptions,
 ) -> cuda_decoder.CudaDecoder:
+    gc.collect()  # what a decoder before had lies in cycles, and would be there twice, pinned memory of the host too
     cache = partial(new_cache, offload=options.offload)
     texts = options.sequences or 1
     if not options.divided_by:

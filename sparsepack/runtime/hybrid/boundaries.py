@@ -46,11 +46,15 @@ class Boundaries:
         self._interrupted = False
 
     def begin_pass(self) -> None:
-        """Positions are to pass, until `passed`."""
+        """Positions are to pass, until `passed` or `nothing_passed`."""
         if self._interrupted:
             self.begin_text()
         self._interrupted = True
         self._slots.forget()
+
+    def nothing_passed(self) -> None:
+        """What ran since `begin_pass` belongs to no text, and left nothing behind."""
+        self._interrupted = False
 
     def passed(self, bits: np.ndarray, prompt: int) -> None:
         """Positions have passed, the first `prompt` of them not decoded: tell the policy who was active, as `following`

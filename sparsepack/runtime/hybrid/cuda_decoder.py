@@ -3,7 +3,8 @@
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -41,6 +42,9 @@ RECORDS_OVER_THE_BUS = 0.85
 (benchmarks/RESULTS.md)."""
 MATRICES_OVER_THE_BUS = 0.9
 """Products read matrices over the bus at this share, likewise."""
+
+
+Result = TypeVar("Result")
 
 
 class Processor(Protocol):
@@ -200,12 +204,21 @@ class CudaHybridDecoder(CudaDecoder):
         self._boundaries.passed(self._divided.prefill_bits(), prompt=len(ids))
         return hidden
 
+    def prepare(self, sparse: bool) -> None:
+        self._boundaries.begin_pass()
+        super().prepare(sparse)
+        self._boundaries.nothing_passed()
+
+    def _make_graph(self, sparse: bool) -> torch.cuda.CUDAGraph:
+        traffic = self._divided.keep_traffic()
+        graph = self._answered(partial(super()._make_graph, sparse))
+        self._divided.forget_step(traffic)
+        return graph
+
     def _begin(self, ids: list[int], sparse: bool) -> None:
         self._boundaries.begin_pass()
         if self._graph(sparse) is None:
-            traffic = self._divided.keep_traffic()
-            self._answered(lambda: self._captured_step(sparse))
-            self._divided.forget_step(traffic)
+            self._make_graph(sparse)
         self._answered(lambda: self._step_and_prepare(ids, sparse))
         self._boundaries.passed(self._divided.step_bits(self._number), prompt=0)
 
@@ -214,16 +227,17 @@ class CudaHybridDecoder(CudaDecoder):
         if (moves := self._boundaries.follows.ahead()) is not None:
             self._divided.prepare(moves)
 
-    def _answered(self, run: Callable[[], object]) -> None:
+    def _answered(self, run: Callable[[], Result]) -> Result:
         """Run a step, once, and wait until both sides have ended it."""
         self._number = next_number(self._number)
         try:
             self._of_worker(lambda number: self._worker.begin(number, self._texts))
-            run()
+            result = run()
             # First the GPU, which waits for the worker within a limit: what a kernel did wrong is raised at once, where
             # the worker would wait for a request that never comes. Copies for moves may go on.
             self._kernels.wait_for_step()
             self._of_worker(self._worker.end)
+            return result
         except BaseException:
             with suppress(RuntimeError):
                 self._kernels.synchronize(self._device)

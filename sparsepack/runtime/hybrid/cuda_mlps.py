@@ -18,6 +18,7 @@ from torch import Tensor
 from sparsepack.formats import packed as stored
 from sparsepack.formats.codecs.matrices import PackedMatrix
 from sparsepack.formats.codecs.neurons import record_bytes
+from sparsepack.formats.codecs.zigzag import BAND_ROWS
 from sparsepack.formats.mlp_kinds import MLP_GATE
 from sparsepack.placement.links import Links
 from sparsepack.placement.ways import Traffic
@@ -28,7 +29,7 @@ from sparsepack.runtime.cuda.driver.kernel_set import Kernels
 from sparsepack.runtime.cuda.products.far import FarProduct
 from sparsepack.runtime.cuda.products.gemm_fp16 import Product
 from sparsepack.runtime.cuda.products.neurons import CudaNeurons, Division, links_of
-from sparsepack.runtime.cuda.products.tile_config import BAND_ROWS, far_tile_config
+from sparsepack.runtime.cuda.products.tile_config import far_tile_config
 from sparsepack.runtime.hybrid.far_products import FarMatrix
 from sparsepack.runtime.hybrid.following import KEPT, Moves
 from sparsepack.runtime.hybrid.gate_copies import CopiedGates, GateCopies

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from sparsepack.formats import packed as stored
+from sparsepack.formats.codecs.zigzag import BAND_ROWS
 from sparsepack.formats.mlp_kinds import MLP_GATE
 from sparsepack.placement.links import Links
 from sparsepack.runtime.cuda.decoder.mlps import Launch, MlpStep
@@ -22,7 +23,7 @@ from sparsepack.runtime.cuda.driver.kernel_set import Kernels
 from sparsepack.runtime.cuda.products.gate_copies import CudaGateCopy, kept_of, new_kept
 from sparsepack.runtime.cuda.products.gemm_fp16 import Product, ScaledFp16
 from sparsepack.runtime.cuda.products.neurons import ActiveNeurons, CudaNeurons
-from sparsepack.runtime.cuda.products.tile_config import BAND_ROWS, BLOCK_BYTES
+from sparsepack.runtime.cuda.products.tile_config import BLOCK_BYTES
 from sparsepack.runtime.cuda.products.zigzag import CudaZigzag
 
 GATE_OF_A_RECORD = 0.5

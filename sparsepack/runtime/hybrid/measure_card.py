@@ -9,6 +9,7 @@ All take turns, round after round. The GPU is timed by its own clock, between ev
 answers. What runs is what runs when a model decodes: the kernels of a token's graph, and the native worker.
 """
 
+import os
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -20,10 +21,13 @@ import torch
 
 from sparsepack.errors import UserError
 from sparsepack.formats.codecs.matrices import ZIGZAG, PackedMatrix
+from sparsepack.formats.codecs.zigzag import BAND_ROWS
 from sparsepack.placement.links import Links
+from sparsepack.process import cores
+from sparsepack.progress import counted
 from sparsepack.runtime.cpu import operations
 from sparsepack.runtime.cuda.driver.kernel_set import Kernels
-from sparsepack.runtime.cuda.products.tile_config import BAND_ROWS, BLOCK_BYTES, far_tile_config
+from sparsepack.runtime.cuda.products.tile_config import BLOCK_BYTES, far_tile_config
 from sparsepack.runtime.cuda.products.zigzag_products import Input
 from sparsepack.runtime.hybrid import measure
 from sparsepack.runtime.hybrid.cuda_mlps import CudaDivided
@@ -32,6 +36,8 @@ from sparsepack.runtime.hybrid.measure import MeasuredLinks
 from sparsepack.runtime.tuning import random_blocks
 
 ROUNDS = 9
+ATTEMPTS = 3
+"""Rounds that do not agree are measured anew, so many times in all: other work may end meanwhile."""
 NOISE = 0.2
 """The middle half of a figure's rounds may lie this far apart, as a part of the figure: a division by figures that are
 wrong by more gains little."""
@@ -52,6 +58,29 @@ def measure_card(kernels: Kernels, device: torch.device, threads: int, hidden: i
 
     Raises `UserError` where other work on the machine hides a figure, naming it.
     """
+    before = _load()
+    try:
+        return _measured(kernels, device, threads, hidden)
+    except _Hidden as hidden_figure:
+        raise UserError(
+            f"tune: {hidden_figure}; other work on this machine hides how fast it is ({before}); end that, or leave it "
+            f"cores by fewer --threads than {threads}, here and where the model runs, then run tune again; until then "
+            "speeds are assumed"
+        ) from hidden_figure
+
+
+class _Hidden(Exception):
+    """A figure of which the rounds do not agree."""
+
+
+def _load() -> str:
+    """How much wanted to run on this machine in the last minute."""
+    wanted = f"{os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else "an unknown number of"
+    return f"before, {wanted} threads wanted to run, and tune has {counted(cores(), 'core')}"
+
+
+def _measured(kernels: Kernels, device: torch.device, threads: int, hidden: int) -> MeasuredLinks:
+    """Raises `_Hidden`."""
     with torch.no_grad(), kernels.on_device(device):
         seconds = _in_turns(_links(kernels, device, threads, hidden))
         far = _in_turns(_far(kernels, device, threads, hidden))
@@ -59,7 +88,7 @@ def measure_card(kernels: Kernels, device: torch.device, threads: int, hidden: i
     speed = {name: measure.LISTED / taken for name, taken in seconds.items()}
     handover = max(seconds["steps with hand-overs"] - seconds["steps without"], 0.0) / HANDED
     if handover == 0:
-        raise UserError(_hidden("steps with hand-overs: they take no longer than steps without"))
+        raise _Hidden("steps with hand-overs: they take no longer than steps without")
 
     def links(how: str) -> Links:
         return Links(
@@ -78,27 +107,29 @@ Turn = Callable[[], Mapping[str, float]]
 """A turn measures something once: seconds, by the name of the figure."""
 
 
-def _in_turns(turns: Sequence[Turn]) -> dict[str, float]:
-    """The median of each figure, of rounds in which each turn comes once. Raises `UserError` where it is hidden."""
+def _in_turns(turns: Sequence[Turn], attempts: int = ATTEMPTS) -> dict[str, float]:
+    """The median of each figure, of rounds in which each turn comes once. Raises `_Hidden` where no attempt has rounds
+    that agree."""
     taken: dict[str, list[float]] = {}
     for _ in range(ROUNDS):
         for turn in turns:
             for name, seconds in turn().items():
                 taken.setdefault(name, []).append(seconds)
-    return {name: _figure(name, each) for name, each in taken.items()}
+    try:
+        return {name: _figure(name, each) for name, each in taken.items()}
+    except _Hidden:
+        if attempts == 1:
+            raise
+    return _in_turns(turns, attempts - 1)
 
 
 def _figure(name: str, taken: Sequence[float]) -> float:
-    """The median. Raises `UserError` where the rounds do not agree."""
+    """The median. Raises `_Hidden` where the rounds do not agree."""
     if len(taken) > 1:
         first, middle, third = statistics.quantiles(taken, n=4, method="inclusive")
         if not third - first <= NOISE * middle:
-            raise UserError(_hidden(f"{name}: {1e6 * min(taken):.0f} to {1e6 * max(taken):.0f} us in {ROUNDS} rounds"))
+            raise _Hidden(f"{name}: {1e6 * min(taken):.0f} to {1e6 * max(taken):.0f} us in {ROUNDS} rounds")
     return statistics.median(taken)
-
-
-def _hidden(what: str) -> str:
-    return f"tune: {what}; other work on this machine hides how fast it is; end that, then run tune again"
 
 
 def _links(kernels: Kernels, device: torch.device, threads: int, hidden: int) -> list[Turn]:

@@ -4,6 +4,7 @@ they launch, one behind the other (`step.py`)."""
 import torch
 from torch import Tensor
 
+from sparsepack.formats.codecs.zigzag import BAND_ROWS
 from sparsepack.runtime.backends import backend_named
 from sparsepack.runtime.kv_cache import AttentionShape
 from sparsepack.runtime.metal import products
@@ -25,7 +26,7 @@ def collect(x: Tensor, threshold: Tensor) -> tuple[Tensor, Tensor]:
 def zigzag_gemv(matrix: MetalZigzag, x: Tensor, indices: Tensor, count: Tensor) -> Tensor:
     """y = W[:, active] x[active]; see `reference.zigzag_gemv`. The same bits every run."""
     device, config = x.device, matrix.config
-    parts = torch.empty(config.splits, matrix.bands * products.BAND_ROWS, device=device)
+    parts = torch.empty(config.splits, matrix.bands * BAND_ROWS, device=device)
     active = torch.zeros(1, dtype=torch.int32, device=device)
     products.zigzag_gemv(matrix, _listed(x, indices, count), parts, active)()
     y = products.new_active_columns(matrix.rows, device)

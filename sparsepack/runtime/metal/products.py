@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from sparsepack.formats.codecs.matrices import ZIGZAG, PackedMatrix
+from sparsepack.formats.codecs.zigzag import BAND_ROWS
 from sparsepack.models.architecture import ACTIVATIONS
 from sparsepack.runtime.metal.library import Launch, launch
 from sparsepack.runtime.metal.tile_config import MetalTileConfig, tile_config
 
-BAND_ROWS = 256
 SEGMENT = 1024
 """A list of active columns is made, and counted, in segments of so many columns."""
 TYPES = {"F32": 0, "F16": 1, "BF16": 2, "Q4_K": 3, "Q6_K": 4, "Q8_0": 5}

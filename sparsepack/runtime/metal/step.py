@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from sparsepack.formats.codecs.zigzag import BAND_ROWS
 from sparsepack.models.architecture import Architecture
 from sparsepack.models.family import SITES
 from sparsepack.runtime.metal import products
@@ -75,9 +76,7 @@ class Step:
         # and two of the residual, between which it goes to and fro.
         self._residual = torch.empty(2, a.hidden, device=device)
         self._found = products.new_active_columns(max(matrix.columns for matrix in matrices), device)
-        self._parts = torch.empty(
-            max(of.config.splits * of.bands for of in matrices) * products.BAND_ROWS, device=device
-        )
+        self._parts = torch.empty(max(of.config.splits * of.bands for of in matrices) * BAND_ROWS, device=device)
         self._candidates = products.new_candidates(model.output)
         self._thresholds = Thresholds(sites, device)
         self._position = 0
@@ -178,7 +177,7 @@ class Step:
 
     def _parts_of(self, matrix: MetalZigzag) -> Tensor:
         splits = matrix.config.splits
-        return self._parts[: splits * matrix.bands * products.BAND_ROWS].view(splits, -1)
+        return self._parts[: splits * matrix.bands * BAND_ROWS].view(splits, -1)
 
     def _columns(self, number: int, name: str, sparse: bool) -> Columns:
         if sparse:

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 
 from sparsepack.formats.codecs.matrices import ZIGZAG, PackedMatrix
+from sparsepack.formats.codecs.zigzag import BAND_ROWS
 from sparsepack.runtime.metal import products
 from sparsepack.runtime.metal.library import Launch
-from sparsepack.runtime.metal.products import BAND_ROWS, MetalZigzag, Sums, load_zigzag
+from sparsepack.runtime.metal.products import MetalZigzag, Sums, load_zigzag
 from sparsepack.runtime.metal.tile_config import SCHEMA, MetalTileConfig, gpu_name, read_tuned, tuned, tuned_path
 from sparsepack.runtime.tuning import (
     ACTIVE,

@@ -14,7 +14,7 @@ AS_LIKELY = 0.1
 their last bits, and inputs of Linears are rounded to the next step."""
 WITH_GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 32]}
 WAYS: dict[str, dict[str, Any]] = {
-    "eager": {"enforce_eager": True},
+    "eager": {"enforce_eager": True, "disable_custom_all_reduce": True},  # by NCCL alone
     "graphs": {"compilation_config": WITH_GRAPHS},
     "compiled": {},
 }

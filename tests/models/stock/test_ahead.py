@@ -35,8 +35,9 @@ class Reader:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("device", DEVICES)
-def test_blocks_are_the_same_ahead_or_not(device: str, dtype: torch.dtype) -> None:
-    ahead = BlocksAhead(Reader(), torch.device(device), dtype)
+@pytest.mark.parametrize("at_once", [1, 3])
+def test_blocks_are_the_same_ahead_or_not(at_once: int, device: str, dtype: torch.dtype) -> None:
+    ahead = BlocksAhead(Reader(), torch.device(device), dtype, at_once)
     for number in (0, 1, 2):
         found = ahead.take(number)
         if number == 0:

@@ -70,6 +70,7 @@ class SimulatedKernels(kernel_set.Kernels):
     new_event = staticmethod(lambda enable_timing=False: Event())
     host_memory = staticmethod(torch.empty_like)
     host_values = staticmethod(lambda values: torch.tensor(values, dtype=torch.int32))
+    compile_together = staticmethod(lambda run: None)
     captured = staticmethod(captured)
     replay = staticmethod(lambda graph: graph.replay())
     load_zigzag = staticmethod(products.load_zigzag)

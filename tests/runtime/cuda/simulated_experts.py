@@ -10,9 +10,9 @@ from simulated_words import assert_written, write
 from torch import Tensor
 
 from sparsepack.formats.codecs.matrices import PackedExperts
+from sparsepack.formats.codecs.zigzag import BAND_ROWS
 from sparsepack.runtime.cuda.driver.flag_in_data import SENTINEL
 from sparsepack.runtime.cuda.products import zigzag_products
-from sparsepack.runtime.cuda.products.tile_config import BAND_ROWS
 from sparsepack.runtime.cuda.products.zigzag_products import Input, Together
 from sparsepack.runtime.reference import experts as reference_experts
 from sparsepack.runtime.reference import products as reference

@@ -10,12 +10,13 @@ from simulated_words import assert_written, write
 from torch import Tensor
 
 from sparsepack.formats.codecs.matrices import PackedMatrix, decode_matrix
+from sparsepack.formats.codecs.zigzag import BAND_ROWS
 from sparsepack.models.soft_caps import soft_capped
 from sparsepack.runtime.cuda.decoder.held import CudaHeld
 from sparsepack.runtime.cuda.driver.flag_in_data import SENTINEL
 from sparsepack.runtime.cuda.products import zigzag
 from sparsepack.runtime.cuda.products.rows import RowsFp16
-from sparsepack.runtime.cuda.products.tile_config import BAND_ROWS, COLUMNS_AT_ONCE, CudaTileConfig
+from sparsepack.runtime.cuda.products.tile_config import COLUMNS_AT_ONCE, CudaTileConfig
 from sparsepack.runtime.cuda.products.zigzag_products import Input
 from sparsepack.runtime.hold import HeldText
 from sparsepack.runtime.reference import products as reference

@@ -363,7 +363,7 @@ def test_memory_that_a_step_lacks_is_no_error_of_the_worker(kernels: Kernels, mo
         raise torch.OutOfMemoryError("no memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine, "_captured_step", without_memory)
+        patch.setattr(engine, "_make_graph", without_memory)
         with pytest.raises(torch.OutOfMemoryError):
             engine.step([int(IDS[0])], True)
     assert largest(steps(engine, IDS), expected) < ROUNDED

@@ -1,19 +1,21 @@
 """What `sparsepack tune --device cuda` finds, keeps and changes; never how fast anything is."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import simulated
 import torch
 from click.testing import CliRunner
 
 from sparsepack.cli import main
 from sparsepack.formats.codecs import zigzag as codec
 from sparsepack.formats.codecs.matrices import ZIGZAG, PackedMatrix, decode_matrix
-from sparsepack.runtime.cuda.products import tune, zigzag, zigzag_products
+from sparsepack.runtime.cuda.driver import kernel as launching
+from sparsepack.runtime.cuda.products import tile_config, tune, zigzag, zigzag_products
 from sparsepack.runtime.cuda.products.tile_config import (
     SCHEMA,
     CudaTileConfig,
@@ -104,14 +106,19 @@ class Imagined:
     best = replace(ANY, **{name: values[1] for name, values in tune.CHOICES.items()})
 
     def __init__(self, shape: tuple[int, int], device: torch.device, gate: bool) -> None:
-        self.bands = -(-shape[0] // 256)
+        self.bands, self.columns = -(-shape[0] // 256), shape[1]
         self.tried: list[CudaTileConfig] = []
+        self.compiled: list[CudaTileConfig] = []
 
     def check(self) -> None:
         pass
 
+    def compile(self, candidates: Sequence[CudaTileConfig]) -> None:
+        self.compiled += candidates
+
     def nanoseconds(self, candidate: CudaTileConfig) -> float:
         assert candidate not in self.tried, "measured twice"
+        assert candidate in self.compiled or not self.tried, "compiled by itself"
         self.tried.append(candidate)
         differences = sum(value != asdict(self.best)[name] for name, value in asdict(candidate).items())
         if candidate != ANY and differences == len(asdict(ANY)):
@@ -143,6 +150,26 @@ def test_another_number_of_bands_is_tried_with_splits_that_fill_the_gpu(monkeypa
     tune._best(SHAPE, DEVICE, gate=False)
     tried = {(config.tile_bands, config.splits) for config in trials[0].tried[:10]}
     assert tried == {(ANY.tile_bands, ANY.splits), (1, 32), (2, 16), (4, 8)}
+
+
+def test_products_of_candidates_are_compiled_together_but_for_impossible_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the macros of the products that are measured, without a GPU."""
+    compiled: list[tuple[str, int, tuple[str, ...]]] = []
+    monkeypatch.setattr(launching, "architecture", lambda device: 90)
+    monkeypatch.setattr(launching, "cubin", lambda *of: (compiled.append(of), b"")[1])
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
+    for module in (tile_config, zigzag_products):
+        monkeypatch.setattr(module, "shared_limit", lambda device: simulated.SHARED_MEMORY)
+        monkeypatch.setattr(module, "multiprocessors", lambda device: simulated.MULTIPROCESSORS)
+    monkeypatch.setattr(zigzag_products, "workspace", lambda device: simulated.WORKSPACE)
+    launching._code.cache_clear()
+    trial = tune._Trial(SHAPE, torch.device("cpu"), gate=False)
+    possible = [CudaTileConfig(1, 8, 16, 8), CudaTileConfig(2, 8, 0, 4), CudaTileConfig(4, 8, 8, 2)]
+    trial.compile([possible[0], CudaTileConfig(1, 8, 16, 16), *possible])  # 320 columns have 10 chunks
+    launching._code.cache_clear()
+    input = zigzag_products.Input(trial._x, threshold=trial._threshold)
+    expected = [zigzag_products._defines(trial._laid_out(config), input, None) for config in possible]
+    assert sorted(compiled) == sorted(("zigzag_gemv", 90, defines) for defines in expected)
 
 
 def test_every_field_is_chosen() -> None:

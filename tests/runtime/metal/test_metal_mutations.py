@@ -5,7 +5,9 @@ from dataclasses import dataclass
 from functools import partial
 
 import pytest
-import test_metal_kernels as suite
+import test_metal_attention as attention_suite
+import test_metal_lists as lists_suite
+import test_metal_products as products_suite
 from metal_emulation import EmulationError, Library, ShaderError, compile_shader
 
 from sparsepack.runtime.metal.sources import FIRST, FOLDER
@@ -29,18 +31,20 @@ class Mutation:
     fails: type[Exception]
 
 
-gemv = partial(suite.test_gemv_divides_any_number_of_columns, active=65)
+gemv = partial(products_suite.test_gemv_divides_any_number_of_columns, active=65)
 several_bands = partial(
-    suite.test_gemv_sums_the_active_columns, rows=513, columns=70, share=0.5, splits=3, simdgroups=2
+    products_suite.test_gemv_sums_the_active_columns, rows=513, columns=70, share=0.5, splits=3, simdgroups=2
 )
 attention = partial(
-    suite.test_attention_of_steps_is_the_references, heads=4, kv_heads=2, head_dim=64, window=0, chunk=256
+    attention_suite.test_attention_of_steps_is_the_references, heads=4, kv_heads=2, head_dim=64, window=0, chunk=256
 )
-windows = partial(suite.test_attention_of_steps_is_the_references, heads=4, kv_heads=2, head_dim=64, window=3, chunk=2)
-lists = partial(suite.test_collect_lists_active_columns_in_order, columns=1025, kind="everything above")
-norms = partial(suite.test_collect_takes_sums_norms_and_offsets, columns=1025, splits=5, bits=suite.NORM)
-decoded = partial(suite.test_decoded_bands_are_the_codecs_weights, rows=700, columns=17, first=1, bands=2)
-likeliest = partial(suite.test_the_likeliest_is_the_lowest_of_equals, logits=[1.0, 3.0, 3.0, 2.0], expected=1)
+windows = partial(
+    attention_suite.test_attention_of_steps_is_the_references, heads=4, kv_heads=2, head_dim=64, window=3, chunk=2
+)
+lists = partial(lists_suite.test_collect_lists_active_columns_in_order, columns=1025, kind="everything above")
+norms = partial(lists_suite.test_collect_takes_sums_norms_and_offsets, columns=1025, splits=5, bits=lists_suite.NORM)
+decoded = partial(products_suite.test_decoded_bands_are_the_codecs_weights, rows=700, columns=17, first=1, bands=2)
+likeliest = partial(products_suite.test_the_likeliest_is_the_lowest_of_equals, logits=[1.0, 3.0, 3.0, 2.0], expected=1)
 
 BARRIER = "    threadgroup_barrier(mem_flags::mem_threadgroup);\n"
 BOTH = "threadgroup_barrier(mem_flags::mem_device | mem_flags::mem_threadgroup);"

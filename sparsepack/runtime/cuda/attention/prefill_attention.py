@@ -4,7 +4,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend
-from torch.nn.attention.bias import causal_lower_right
 
 from sparsepack.runtime.reference import attention as reference_attention
 
@@ -42,6 +41,8 @@ def attention(
         keys, values = (cached.repeat_interleave(ratio, 0) for cached in (keys, values))
         seen = reference_attention.visible(first, length, oldest, window, q.device)
     elif keys.shape[1] > length:
+        from torch.nn.attention.bias import causal_lower_right  # and all of torch's compiler, for a second or two
+
         seen = causal_lower_right(length, keys.shape[1])
     attn_output = F.scaled_dot_product_attention(
         q[None],

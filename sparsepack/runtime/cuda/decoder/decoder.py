@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -170,6 +171,12 @@ class CudaDecoder:
             self._kernels.product(self._model.output, last, logits, norm=norm, eps=a.norm_eps, cap=a.logit_cap)
         return logits[0]
 
+    def prepare(self, sparse: bool) -> None:
+        if max(self._cache.lengths) < self._context and self._graph(sparse) is None:
+            self._drop()
+            with self._kernels.on_device(self._device):
+                self._make_graph(sparse)
+
     def step(self, ids: Sequence[int | None], sparse: bool) -> Tensor:
         with self._kernels.on_device(self._device):
             self._append(ids, sparse)
@@ -276,7 +283,7 @@ class CudaDecoder:
 
     def _begin(self, ids: list[int], sparse: bool) -> None:
         """Put a step on the current stream."""
-        graph = self._graph(sparse) or self._captured_step(sparse)
+        graph = self._graph(sparse) or self._make_graph(sparse)
         self._ids.write(ids)
         self._cache.positions.write(self._cache.lengths)
         self._ids.known = self._cache.positions.known = None  # should what follows be interrupted
@@ -290,12 +297,15 @@ class CudaDecoder:
         with self._kernels.on_device(self._device):
             self._ahead.undo()
 
-    def _captured_step(self, sparse: bool) -> torch.cuda.CUDAGraph:
+    def _make_graph(self, sparse: bool) -> torch.cuda.CUDAGraph:
+        """The graph of the next step, made by a step that leaves nothing behind."""
         before, positions = self._step.state.clone(), self._cache.positions
         self._ids.known = positions.known = None
         self._step.ids.zero_()
         positions.write(self._cache.lengths)  # what is cached there now is written again by the step itself
-        graph = self._kernels.captured(lambda: self._step.run(sparse), self._stream)
+        run = partial(self._step.run, sparse)
+        self._kernels.compile_together(run)
+        graph = self._kernels.captured(run, self._stream)
         positions.known = None
         active, _, _, lasting = state_parts(before, len(self._cache.lengths))
         self._step.active.copy_(active.view_as(self._step.active))

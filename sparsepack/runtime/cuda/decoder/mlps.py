@@ -338,13 +338,13 @@ class ExpertMlp:
 
     def prefill(self, x: ScaledFp16, residual: Tensor, activation: int, scratch: Tensor, kernels: Kernels) -> Product:
         """Some experts together, as the scratch has room."""
-        together, into, mid = self.together, self.sites["mlp_in"].matrix, self.sites["mlp_mid"].matrix
-        of_token, of_one = together.of_token, -(-self.decoded // together.stored)
+        into, mid = self.sites["mlp_in"].matrix, self.sites["mlp_mid"].matrix
+        of_one = -(-self.decoded // self.together.stored)
         chosen, weights = self._chosen(x.values.float() * x.factor[:, None])
         made = torch.empty(chosen.numel() + 1, residual.shape[1], device=residual.device)  # its last row is of nobody
         scratch = scratch if len(scratch) >= of_one else scratch.new_empty(of_one)
-        for first, count, place in self._groups(chosen, len(scratch) // of_one):
-            rows = x.rows(place.clamp(max=chosen.numel() - 1) // of_token)
+        for first, count, place, position in self._groups(chosen, len(scratch) // of_one):
+            rows = x.rows(position)
             gate, up = _products(into, first, count, 2, rows, scratch, kernels)
             inner = kernels.gated(gate, up, activation)
             (product,) = _products(mid, first, count, 1, inner, scratch, kernels)
@@ -352,10 +352,11 @@ class ExpertMlp:
         output = torch.bmm(weights[:, None], made[:-1].view(*chosen.shape, -1))[:, 0]
         return Product(output, torch.ones_like(x.factor), 1.0, None)
 
-    def _groups(self, chosen: Tensor, room: int) -> Iterator[tuple[int, int, Tensor]]:
+    def _groups(self, chosen: Tensor, room: int) -> Iterator[tuple[int, int, Tensor, Tensor]]:
         """The experts that are multiplied together, at most `room` of them: the first one, how many, and what is
-        theirs, places in `chosen` [S, of_token], flat. Each has as many as the one with most: others are filled up with
-        the place behind the last. The host waits to know how many these are."""
+        theirs, places in `chosen` [S, of_token], flat, and the positions of these. Each has as many as the one with
+        most: others are filled up with the place behind the last, of whatever position. The host waits to know how many
+        these are; short prompts wait for the host, so all is put together for all groups at once."""
         experts, stored = self.together.experts, self.together.stored
         by_expert = chosen.flatten().argsort(stable=True)
         counts = chosen.flatten().bincount(minlength=stored)
@@ -366,11 +367,11 @@ class ExpertMlp:
         for start, end, most in kinds:
             column = torch.arange(most, device=counts.device)
             at_once = min(room, max(1, 2 * of_nobody // most))
-            for first in range(start, end, at_once):
-                these = slice(first, min(first + at_once, end))
-                place = by_expert[(before[these, None] + column).clamp(max=of_nobody - 1)]  # [these, most]
-                place = torch.where(column < counts[these, None], place, of_nobody)
-                yield first, len(place), place.flatten()
+            places = by_expert[(before[start:end, None] + column).clamp(max=of_nobody - 1)]  # [experts, most]
+            positions = torch.split(places // self.together.of_token, at_once)
+            places = torch.where(column < counts[start:end, None], places, of_nobody)
+            for group, (place, position) in enumerate(zip(torch.split(places, at_once), positions, strict=True)):
+                yield start + group * at_once, len(place), place.flatten(), position.flatten()
 
     def _chosen(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The experts that positions x [S, hidden] have, and their weights: [S, of_token] each."""

@@ -6,12 +6,12 @@ from functools import partial
 
 import torch
 
+from sparsepack.formats.codecs.zigzag import BAND_ROWS
 from sparsepack.formats.packed import ExpertMlp, PackedSite
 from sparsepack.runtime.cuda.driver.host_memory import Place
 from sparsepack.runtime.cuda.driver.kernel_set import Kernels
 from sparsepack.runtime.cuda.products.experts import CudaExperts
 from sparsepack.runtime.cuda.products.far import FarProduct
-from sparsepack.runtime.cuda.products.tile_config import BAND_ROWS
 from sparsepack.runtime.cuda.products.zigzag import CudaZigzag
 from sparsepack.runtime.cuda.products.zigzag_products import Input
 from sparsepack.runtime.site_columns import Columns, load_vector

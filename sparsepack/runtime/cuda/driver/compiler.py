@@ -5,7 +5,9 @@ import os
 from collections.abc import Sequence
 from functools import cache
 from importlib.resources import files
+from importlib.util import find_spec
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 from sparsepack.errors import OutputError, UserError
@@ -87,21 +89,33 @@ def _compiled(name: str, sources: dict[str, str], arch: int, defines: Sequence[s
     return bytes(core.Program(source, "c++", options).compile("cubin").code)
 
 
+_importing = Lock()
+"""Its modules import each other: threads that import it at one time find a half of it."""
+
+
 def cuda_core() -> Any:
     """The module cuda.core. Raises `UserError` where it is missing."""
     try:
-        import cuda.core
+        with _importing:
+            import cuda.core
     except ImportError as error:
-        raise UserError(
-            f"the cuda backend needs cuda.core ({error}); install it with: pip install 'sparsepack[cuda]'"
-        ) from error
+        raise _no_cuda_core(str(error)) from error
     return cuda.core
+
+
+def _no_cuda_core(why: str) -> UserError:
+    return UserError(f"the cuda backend needs cuda.core ({why}); install it with: pip install 'sparsepack[cuda]'")
 
 
 @cache
 def nvrtc_version() -> str:
     """The version of the run-time compiler: "13.0". Raises `UserError` where the compiler is missing."""
-    cuda_core()
+    try:  # it takes tenths of a second to import, and who finds all kernels compiled need not
+        missing_core = find_spec("cuda.core") is None
+    except ImportError:
+        missing_core = True
+    if missing_core:
+        raise _no_cuda_core("no such module")
     from cuda.bindings import nvrtc
 
     try:

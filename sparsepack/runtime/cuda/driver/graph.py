@@ -2,10 +2,12 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from threading import Lock
 from typing import Any
 
 import torch
+from torch import Tensor
 
 _lock = Lock()
 _last: dict[int, torch.cuda.Stream] = {}
@@ -36,6 +38,32 @@ def replay(graph: torch.cuda.CUDAGraph) -> None:
     """Put what was recorded on the current stream."""
     with _turn():
         graph.replay()
+
+
+class Recorder:
+    """Records one function after the other, while the GPU goes on: nothing is waited for, and nothing is computed.
+
+    All share their memory, so the last one alone may be replayed. What a function launches must have run before, so
+    that its kernels are loaded; it must not wait for the GPU.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._pool = torch.cuda.graph_pool_handle()
+        self._last: torch.cuda.CUDAGraph | None = None  # memory that no graph has is gone
+
+    def __call__(self, run: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+        """What puts the function's work on the current stream, and the tensor in which it leaves its result."""
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(self._stream):
+            # Of this thread alone: others read the next block and bring finished ones to the host.
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                made = run()
+            finally:
+                graph.capture_end()
+        self._last = graph
+        return partial(replay, graph), made
 
 
 @contextmanager

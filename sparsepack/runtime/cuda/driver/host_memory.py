@@ -1,6 +1,5 @@
 """Memory of the host that kernels read and write over the bus, as tensors of the GPU."""
 
-import gc
 import mmap
 from collections.abc import Callable
 from contextlib import suppress
@@ -99,7 +98,6 @@ def shared_memory(size: int, device: torch.device, purpose: str) -> tuple[np.nda
 
 
 def _pinned(size: int, device: torch.device, purpose: str) -> _Pinned:
-    gc.collect()  # what a decoder before had lies in cycles, and would be there twice
     with torch.cuda.device(device):
         return _Pinned(size, device, purpose)
 

@@ -1,7 +1,9 @@
 """Compiled kernels as Python values, launched one after the other by programmatic dependent launch."""
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from typing import Any
@@ -9,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparsepack.files.parallel import parallel_map
+from sparsepack.process import cores
 from sparsepack.runtime.cuda.driver.compiler import cubin
 
 Argument = Any
@@ -33,20 +37,62 @@ class Kernel:
     allowed: dict[str, int] = field(default_factory=dict)
 
 
-@cache
+_Source = tuple[str, int, tuple[str, ...]]  # file, compute capability times ten, macros
+_named: ContextVar[list[_Source] | None] = ContextVar("kernels that are named and not launched", default=None)
+_PLENTY = 1 << 20  # blocks at once of a kernel that is not launched
+
+
 def kernel(file: str, name: str, defines: tuple[str, ...] = (), device: int = 0) -> Kernel:
     """Kernel `name` of the file FILE.cu in a folder of `kernels/`, compiled with macros for a device and loaded there.
 
     Raises `UserError` where it cannot be compiled for want of something on this machine.
     """
+    if (named := _named.get()) is not None:
+        named.append((file, architecture(device), defines))
+        return Kernel(None, architecture(device), name)
+    return _loaded(file, name, defines, device)
+
+
+@cache
+def _loaded(file: str, name: str, defines: tuple[str, ...], device: int) -> Kernel:
     from cuda.bindings import driver
 
     arch = architecture(device)
     with torch.cuda.device(device):
         torch.cuda.current_stream().synchronize()  # makes torch's context current
-        module = checked(driver.cuModuleLoadData(cubin(file, arch, defines)))
+        module = checked(driver.cuModuleLoadData(_code((file, arch, defines))))
         function = checked(driver.cuModuleGetFunction(module, name.encode()))
     return Kernel(function, arch, name)
+
+
+@cache
+def _code(of: _Source) -> bytes:
+    return cubin(*of)
+
+
+def compile_together(run: Callable[[], object]) -> None:
+    """Compile the kernels that a function launches many at a time, so that it finds them when it runs: one after the
+    other they take a few tenths of a second each.
+
+    The function is called here, and launches nothing: it must not look at what its kernels would compute.
+
+    Raises `UserError` as `kernel`.
+    """
+    with _naming() as named:
+        run()
+    sources = list(dict.fromkeys(named))
+    parallel_map(_code, sources, max(1, min(len(sources), cores())), done=lambda: None)
+
+
+@contextmanager
+def _naming() -> Iterator[list[_Source]]:
+    """Kernels are named while the context lasts, and neither loaded nor launched."""
+    named: list[_Source] = []
+    before = _named.set(named)
+    try:
+        yield named
+    finally:
+        _named.reset(before)
 
 
 @cache
@@ -74,6 +120,8 @@ def launch(
     grid   -- blocks, up to three numbers
     shared -- bytes of dynamic shared memory
     """
+    if _named.get() is not None:
+        return
     from cuda.bindings import driver
 
     _allow(kernel, shared)
@@ -124,9 +172,13 @@ def _allow(kernel: Kernel, shared: int) -> None:
     kernel.allowed["shared"] = shared
 
 
-@cache
 def blocks_at_once(kernel: Kernel, device: torch.device, threads: int, shared: int) -> int:
     """The number of the kernel's blocks, with so much dynamic shared memory, that run on a GPU at the same time."""
+    return _PLENTY if _named.get() is not None else _blocks_at_once(kernel, device, threads, shared)
+
+
+@cache
+def _blocks_at_once(kernel: Kernel, device: torch.device, threads: int, shared: int) -> int:
     from cuda.bindings import driver
 
     _allow(kernel, shared)

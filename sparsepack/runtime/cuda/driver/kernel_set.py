@@ -7,7 +7,7 @@ from torch import Tensor
 
 from sparsepack.runtime.cuda.attention import attention, double_sparsity, offload, prefill_attention
 from sparsepack.runtime.cuda.decoder import sampling
-from sparsepack.runtime.cuda.driver import device, flag_in_data, graph, host_memory
+from sparsepack.runtime.cuda.driver import device, flag_in_data, graph, host_memory, kernel
 from sparsepack.runtime.cuda.products import (
     experts,
     far,
@@ -41,6 +41,7 @@ class Kernels:
     on_stream = staticmethod(torch.cuda.stream)
     new_event = staticmethod(torch.cuda.Event)
     new_graph_pool = staticmethod(torch.cuda.graph_pool_handle)
+    compile_together = staticmethod(kernel.compile_together)
     captured = staticmethod(graph.captured)
     replay = staticmethod(graph.replay)
 

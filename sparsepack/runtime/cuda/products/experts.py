@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 
 from sparsepack.formats.codecs.matrices import PackedExperts
+from sparsepack.formats.codecs.zigzag import BAND_ROWS
 from sparsepack.runtime.cuda.driver.kernel import kernel, launch, multiprocessors
 from sparsepack.runtime.cuda.products import zigzag, zigzag_products
-from sparsepack.runtime.cuda.products.tile_config import BAND_ROWS, CudaTileConfig, expert_tile_config
+from sparsepack.runtime.cuda.products.tile_config import CudaTileConfig, expert_tile_config
 from sparsepack.runtime.cuda.products.zigzag import CudaZigzag
 from sparsepack.runtime.cuda.products.zigzag_products import Input, Together
 
@@ -131,13 +132,9 @@ def multiply_experts(
         zigzag_products.launch_gemv(
             matrix,
             input.of_texts(these, len(logits)),
-            y.view(len(logits), -1)[these],
-            None,
-            of(residual),
-            activation,
-            of(squares),
-            active,
-            reset,
+            zigzag_products.Output(
+                y.view(len(logits), -1)[these], None, of(residual), activation, of(squares), active, reset
+            ),
             (experts.together, logits[these]),
         )
 

@@ -8,12 +8,13 @@ from torch import Tensor
 
 from sparsepack.formats.codecs.gate_copy import CopyErrors, copied, errors_of, limits_of
 from sparsepack.formats.codecs.matrices import PackedMatrix, decode_matrix
+from sparsepack.formats.codecs.zigzag import BAND_ROWS
 from sparsepack.runtime.cuda.driver.kernel import kernel, launch, multiprocessors
 from sparsepack.runtime.cuda.driver.shared_memory import deepest_pipeline, shared_limit
 from sparsepack.runtime.cuda.products import zigzag
 from sparsepack.runtime.cuda.products.gemm_fp16 import Product, ScaledFp16, new_sums
 from sparsepack.runtime.cuda.products.neurons import INPUT_BYTES, MOST_TOGETHER, ActiveNeurons, CudaNeurons
-from sparsepack.runtime.cuda.products.tile_config import BAND_ROWS, BLOCK_BYTES, STATIC_BYTES
+from sparsepack.runtime.cuda.products.tile_config import BLOCK_BYTES, STATIC_BYTES
 
 SCORE_THREADS = KEEP_THREADS = 1024
 WARPS_AND_SLOTS = ((16, 4), (16, 2), (8, 2), (8, 1), (4, 1), (1, 1))

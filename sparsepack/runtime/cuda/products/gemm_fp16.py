@@ -9,11 +9,11 @@ from operator import or_
 import torch
 from torch import Tensor
 
+from sparsepack.formats.codecs.zigzag import BAND_ROWS
 from sparsepack.runtime.cuda.attention.attention import KV_MACROS, AttentionParameters
 from sparsepack.runtime.cuda.driver.kernel import Kernel, kernel, launch
 from sparsepack.runtime.cuda.products import zigzag
 from sparsepack.runtime.cuda.products.rows import RowsFp16, decode
-from sparsepack.runtime.cuda.products.tile_config import BAND_ROWS
 from sparsepack.runtime.cuda.products.zigzag import CudaZigzag, dequantise
 
 THREADS = 512  # of a block that takes a row

@@ -8,12 +8,13 @@ from torch import Tensor
 
 from sparsepack.formats.codecs.matrices import PackedMatrix
 from sparsepack.formats.codecs.neurons import record_bytes
+from sparsepack.formats.codecs.zigzag import BAND_ROWS
 from sparsepack.placement.links import Links
 from sparsepack.runtime.cuda.driver.kernel import architecture, kernel, launch, multiprocessors
 from sparsepack.runtime.cuda.driver.shared_memory import deepest_pipeline
 from sparsepack.runtime.cuda.products import zigzag
 from sparsepack.runtime.cuda.products.gemm_fp16 import Product, ScaledFp16, gated, new_sums
-from sparsepack.runtime.cuda.products.tile_config import BAND_ROWS, BLOCK_BYTES, STATIC_BYTES
+from sparsepack.runtime.cuda.products.tile_config import BLOCK_BYTES, STATIC_BYTES
 from sparsepack.runtime.cuda.products.zigzag import headers_in_order
 
 LIST_THREADS = 512

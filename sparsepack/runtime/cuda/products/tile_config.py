@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 
+from sparsepack.formats.codecs.zigzag import BAND_ROWS
 from sparsepack.runtime import tuning
 from sparsepack.runtime.cuda.driver.kernel import multiprocessors
 from sparsepack.runtime.cuda.driver.shared_memory import deepest_pipeline, shared_limit
 from sparsepack.runtime.tuning import Shape
 
 SCHEMA = 2
-BAND_ROWS = 256
 PADDED_ROWS = BAND_ROWS + 20  # of its sums in shared memory (`kernels/products/split_k_reduce.cuh`)
 BLOCK_BYTES = 144
 K_TILE = 16  # columns that are multiplied together

@@ -1,7 +1,8 @@
 """Measure which tile configuration suits this GPU, once, and remember it (SpQt, section 3.2: hardware profiling)."""
 
 import statistics
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from itertools import product
 from types import MappingProxyType
@@ -11,10 +12,11 @@ import torch
 from torch import Tensor
 
 from sparsepack.formats.codecs.matrices import ZIGZAG, PackedMatrix
+from sparsepack.formats.codecs.zigzag import BAND_ROWS
 from sparsepack.runtime.cuda.driver.device import usable
 from sparsepack.runtime.cuda.driver.graph import captured
+from sparsepack.runtime.cuda.driver.kernel import compile_together
 from sparsepack.runtime.cuda.products.tile_config import (
-    BAND_ROWS,
     SCHEMA,
     CudaTileConfig,
     default_tile_config,
@@ -72,19 +74,34 @@ def _best(shape: Shape, device: torch.device, gate: bool) -> dict[str, Any]:
     times = {best: trial.nanoseconds(best)}
     for _ in range(TURNS):
         for names in TOGETHER:
-            for values in product(*(CHOICES[name] for name in names)):
-                chosen = dict(zip(names, values, strict=True))
-                if "tile_bands" in chosen:
-                    chosen["splits"] = filling_splits(trial.bands, shape[1], device, chosen["tile_bands"])
-                try:
-                    candidate = replace(best, **chosen)
-                    if candidate not in times:
-                        times[candidate] = trial.nanoseconds(candidate)
-                except (RuntimeError, ValueError):
-                    continue  # more than a multiprocessor has, or than columns and multiprocessors allow
+            candidates = [each for each in _candidates(best, names, trial, device) if each not in times]
+            trial.compile(candidates)
+            for candidate in candidates:
+                with suppress(*_IMPOSSIBLE):
+                    times[candidate] = trial.nanoseconds(candidate)
             best = min(times, key=lambda config: times[config])
     trial.check()
     return row_of(shape, asdict(best), times.values(), times[best])
+
+
+_IMPOSSIBLE = RuntimeError, ValueError
+"""More than a multiprocessor has, or than columns and multiprocessors allow, raises one of these."""
+
+
+def _candidates(
+    best: CudaTileConfig, names: Sequence[str], trial: "_Trial", device: torch.device
+) -> Iterator[CudaTileConfig]:
+    """Each configuration with other values of some fields, once."""
+    found = set[CudaTileConfig]()
+    for values in product(*(CHOICES[name] for name in names)):
+        chosen = dict(zip(names, values, strict=True))
+        if "tile_bands" in chosen:
+            chosen["splits"] = filling_splits(trial.bands, trial.columns, device, chosen["tile_bands"])
+        with suppress(*_IMPOSSIBLE):
+            candidate = replace(best, **chosen)
+            if candidate not in found:
+                found.add(candidate)
+                yield candidate
 
 
 class _Trial:
@@ -93,7 +110,7 @@ class _Trial:
     def __init__(self, shape: Shape, device: torch.device, gate: bool) -> None:
         self._shape, self._gate = shape, gate
         self._blocks = random_blocks(shape).to(device)
-        self.bands = self._blocks.shape[0]
+        self.bands, self.columns = self._blocks.shape[:2]
         generator = torch.Generator().manual_seed(0)
         self._x = torch.randn(shape[1], generator=generator).to(device)
         self._threshold = self._x.abs().quantile(1 - ACTIVE).reshape(1)
@@ -105,23 +122,39 @@ class _Trial:
         """Raises RuntimeError where the GPU has stopped, and not where the GPU merely refuses a configuration."""
         torch.cuda.synchronize(self._blocks.device)
 
+    def compile(self, configs: Sequence[CudaTileConfig]) -> None:
+        """Compile the products of some configurations many at a time; not those that are impossible."""
+
+        def run() -> None:
+            for config in configs:
+                with suppress(*_IMPOSSIBLE):
+                    self._multiply(self._laid_out(config))
+
+        compile_together(run)
+
     def nanoseconds(self, config: CudaTileConfig) -> float:
         """The time of a product: the median over replays of a CUDA graph of one for each copy.
 
-        Raises RuntimeError or ValueError where the GPU cannot run it.
+        Raises one of `_IMPOSSIBLE` where the GPU cannot run it.
         """
         matrices = self._matrices(config)
 
         def run() -> None:
             for matrix in matrices:
-                gemv(matrix, Input(self._x, threshold=self._threshold), self._y, activation=0 if self._gate else None)
+                self._multiply(matrix)
 
         graph = captured(run, self._stream)
         return statistics.median(_replayed(graph) for _ in range(REPLAYS)) / len(matrices)
 
-    def _matrices(self, config: CudaTileConfig) -> list[CudaZigzag]:
+    def _multiply(self, matrix: CudaZigzag) -> None:
+        gemv(matrix, Input(self._x, threshold=self._threshold), self._y, activation=0 if self._gate else None)
+
+    def _laid_out(self, config: CudaTileConfig) -> CudaZigzag:
         packed = PackedMatrix(self._blocks, ZIGZAG, *self._shape)
-        first = load_zigzag(packed, self._blocks.device, config, gate=self._gate)
+        return load_zigzag(packed, self._blocks.device, config, gate=self._gate)
+
+    def _matrices(self, config: CudaTileConfig) -> list[CudaZigzag]:
+        first = self._laid_out(config)
         if self._layout is None or self._layout[0] != config.tile_bands:
             self._layout = None  # before the next one is made
             copies = copies_of(self._blocks, ROTATION, COPIES)

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from sparsepack.formats.codecs.matrices import ZIGZAG, PackedMatrix
 from sparsepack.formats.codecs.q4_k import scales_and_mins
+from sparsepack.formats.codecs.zigzag import BAND_ROWS
 from sparsepack.runtime.cuda.driver.host_memory import Place, on_card
 from sparsepack.runtime.cuda.driver.kernel import kernel, launch, multiprocessors
 from sparsepack.runtime.cuda.products.tile_config import (
-    BAND_ROWS,
     CudaTileConfig,
     default_tile_config,
     measured_tile_config,

@@ -5,11 +5,11 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+from sparsepack.formats.codecs.zigzag import BAND_ROWS
 from sparsepack.runtime.cuda.driver.flag_in_data import workspace
 from sparsepack.runtime.cuda.driver.kernel import kernel, launch, multiprocessors
 from sparsepack.runtime.cuda.driver.shared_memory import shared_limit
 from sparsepack.runtime.cuda.products.tile_config import (
-    BAND_ROWS,
     COLUMNS_AT_ONCE,
     PADDED_ROWS,
     PRODUCERS,
@@ -105,6 +105,29 @@ class Together:
         return self.experts + bool(self.shared)
 
 
+@dataclass(frozen=True)
+class Output:
+    """The place of a product, and what is done to it before it is written there.
+
+    y          -- float32 [rows]; [rows / 2] with an activation
+    bias       -- float32 [rows]
+    residual   -- float32 [rows], may be y itself; where the input has its flag in the data, not what the kernel just
+                  before writes
+    activation -- for rows of gate and up: y = activation(gate) * up; see `kernels/common/activations.cuh`
+    squares    -- float32 [blocks(matrix)]: what the blocks' rows add to the sum of y^2
+    active     -- int64 []: the number of active columns is added to it
+    reset      -- int32 [..]: flag-in-data words that become SENTINEL again, since all have read them
+    """
+
+    y: Tensor
+    bias: Tensor | None = None
+    residual: Tensor | None = None
+    activation: int | None = None
+    squares: Tensor | None = None
+    active: Tensor | None = None
+    reset: Tensor | None = None
+
+
 def gemv(
     matrix: CudaZigzag,
     input: Input,
@@ -117,30 +140,14 @@ def gemv(
     active: Tensor | None = None,
     reset: Tensor | None = None,
 ) -> None:
-    """Put y = W[:, active] x[active] + bias + residual on the current stream.
-
-    y          -- float32 [rows]; [rows / 2] with an activation
-    bias       -- float32 [rows]
-    residual   -- float32 [rows], may be y itself; where the input has its flag in the data, not what the kernel just
-                  before writes
-    activation -- for rows of gate and up: y = activation(gate) * up; see `kernels/common/activations.cuh`
-    squares    -- float32 [blocks(matrix)]: what the blocks' rows add to the sum of y^2
-    active     -- int64 []: the number of active columns is added to it
-    reset      -- int32 [..]: flag-in-data words that become SENTINEL again, since all have read them
-    """
-    launch_gemv(matrix, input, y, bias, residual, activation, squares, active, reset)
+    """Put y = W[:, active] x[active] + bias + residual on the current stream: an `Output` has what is named here."""
+    launch_gemv(matrix, input, Output(y, bias, residual, activation, squares, active, reset))
 
 
 def launch_gemv(
     matrix: CudaZigzag,
     input: Input,
-    y: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    activation: int | None,
-    squares: Tensor | None,
-    active: Tensor | None,
-    reset: Tensor | None,
+    output: Output,
     chosen: tuple[Together, Tensor] | None = None,
 ) -> None:
     """What `gemv` launches, or with `chosen` the products of the experts that tokens have: how they are launched, and
@@ -150,7 +157,7 @@ def launch_gemv(
     device, tiles = matrix.blocks.device, matrix.blocks.shape[0]
     if input.flag_in_data and input.norm is not None and input.squares is None:
         raise ValueError("an input with its flag in the data, with a norm and without squares")
-    _check_gate(matrix, activation, residual, input)
+    _check_gate(matrix, output.activation, output.residual, input)
     if (input.dense or together) and not matrix.config.stages:
         matrix = _with_ring(matrix, shared_bytes)
     config = matrix.config
@@ -163,15 +170,15 @@ def launch_gemv(
         matrix = replace(matrix, config=config)
     _check_blocks(matrix, 1, together, texts)
     launch(
-        kernel("zigzag_gemv", "zigzag_gemv", _defines(matrix, input, activation, together), device.index or 0),
+        kernel("zigzag_gemv", "zigzag_gemv", _defines(matrix, input, output.activation, together), device.index or 0),
         grid,
         config.threads,
         *(matrix.blocks, matrix.columns, matrix.rows, matrix.largest_scale),
         *(input.x, input.norm, input.eps, input.squares, parts),
         *(input.threshold, input.offset, input.scales),
-        *(y, bias, residual, squares),
-        *(active, input.skipped, workspace(device)),
-        *(reset, 0 if reset is None else reset.numel(), logits),
+        *(output.y, output.bias, output.residual, output.squares),
+        *(output.active, input.skipped, workspace(device)),
+        *(output.reset, 0 if output.reset is None else output.reset.numel(), logits),
         shared=shared_bytes(matrix.columns, config),
     )
 

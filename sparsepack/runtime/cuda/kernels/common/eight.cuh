@@ -1,4 +1,4 @@
-// Eight values of F32, F16 or BF16 that a thread reads at a time.
+// Eight values of F32, F16 or BF16 that a thread reads or writes at a time.
 //
 // Macro: INPUT 0 .. 2 for F32, F16, BF16
 
@@ -38,5 +38,23 @@ struct Eight {
                 }
             }
         }
+    }
+    // Eight values that the type has, to where 16 bytes are aligned.
+    static __device__ __forceinline__ void store(const float* value, u8* row, u64 column) {
+        u32 made[WORDS];
+#pragma unroll
+        for (int i = 0; i < WORDS; ++i) {
+            made[i] = INPUT == 0 ? __float_as_uint(value[i])
+                                 : (u32)bits(value[2 * i % 8]) | (u32)bits(value[(2 * i + 1) % 8]) << 16;
+        }
+        uint4* const to = (uint4*)(row + column * (INPUT == 0 ? 4 : 2));
+#pragma unroll
+        for (int i = 0; i < WORDS / 4; ++i)
+            to[i] = make_uint4(made[4 * i], made[4 * i + 1], made[4 * i + 2], made[4 * i + 3]);
+    }
+    static __device__ __forceinline__ u16 bits(float x) { return INPUT == 1 ? float_to_half(x) : float_to_bfloat(x); }
+    // The nearest value that the type has.
+    static __device__ __forceinline__ float rounded(float x) {
+        return INPUT == 0 ? x : INPUT == 1 ? half_to_float(bits(x)) : bfloat_to_float(bits(x));
     }
 };

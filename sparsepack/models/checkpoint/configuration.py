@@ -1,0 +1,80 @@
+"""The stock transformers configuration of a checkpoint, and what its numbers must be: others are made with them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from sparsepack.errors import CheckpointError
+from sparsepack.files.gguf import GgufFile
+from sparsepack.files.stored import shown
+from sparsepack.models.checkpoint.gguf_config import gguf_config
+from sparsepack.models.checkpoint.saved_copy import METHOD, is_saved_copy, told_of_copy
+from sparsepack.models.checkpoint.segmented_config import stock_values
+from sparsepack.models.families import FAMILIES, TEXT_PARTS, TextPart, family_of
+from sparsepack.models.own_code import STOCK_ALONE, refused_own_code, tell_own_code
+from sparsepack.progress import say
+
+_SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "vocab_size")
+_MOST_LAYERS = 10_000
+
+
+def file_config(file: GgufFile, name: str) -> Any:
+    """The stock configuration of a GGUF. Raises `CheckpointError`."""
+    if file.metadata.get("general.architecture") == "sparsepack":
+        raise _packed_already(name)
+    return gguf_config(file, name)
+
+
+def folder_config(path: Path, name: str) -> tuple[Any, tuple[int, ...], TextPart | None]:
+    """The stock configuration, the blocks that have a residual basis, and which part of the model it is of; None: all
+    of it. Raises `CheckpointError`."""
+    from transformers import AutoConfig
+
+    try:
+        raw = json.loads((path / "config.json").read_text(encoding="utf-8"))
+        stock, bases = stock_values(raw)
+        model_type = stock["model_type"]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{path / 'config.json'}: not a model configuration ({shown(error)})") from error
+    except OSError as error:
+        raise CheckpointError(f"{path / 'config.json'}: cannot be read ({error.strerror})") from error
+    part = TEXT_PARTS.get(model_type) if isinstance(model_type, str) else None
+    family_of(model_type if part is None else part.model_type, name)
+    quantised = stock.get("quantization_config")
+    if is_saved_copy(path):
+        raise CheckpointError(told_of_copy(name))
+    if isinstance(quantised, dict) and quantised.get("quant_method") == METHOD:
+        raise _packed_already(name)
+    if quantised:
+        raise CheckpointError(f"{name}: quantised already (quantization_config); expected F32, F16 or BF16 weights")
+    try:
+        config = AutoConfig.for_model(**stock) if bases else AutoConfig.from_pretrained(str(path), **STOCK_ALONE)
+    except Exception as error:  # the library checks fields in several ways, each with its own kind
+        raise refused_own_code(error, path / "config.json") or CheckpointError(
+            f"{path / 'config.json'}: not a {model_type} configuration ({shown(error)})"
+        ) from error
+    tell_own_code(path / "config.json")
+    if part is not None:
+        say(f"{name}: the text part of a {model_type} model alone is read; it then knows no images")
+        config = config.text_config
+    return config, bases, part
+
+
+def check_sizes(config: Any, name: str) -> None:
+    """Raise `CheckpointError` for numbers of a configuration that are none, or too large: others are made with them."""
+    family = FAMILIES[config.model_type]
+    limits = dict.fromkeys((*_SIZES, "max_position_embeddings"), 2**31) | {"num_hidden_layers": _MOST_LAYERS}
+    for field, limit in limits.items():
+        value, own = family.setting(config, field), family.fields.get(field, field)
+        if type(value) is not int or not 1 <= value < limit:
+            raise CheckpointError(f"{name}: {own} is {str(value)[:60]}; expected a whole number from 1 to {limit - 1}")
+    head = getattr(config, "head_dim", None)
+    if head is not None and (type(head) is not int or not 1 <= head < 2**31):
+        raise CheckpointError(f"{name}: head_dim is {str(head)[:60]}; expected a whole number from 1 to {2**31 - 1}")
+
+
+def _packed_already(name: str) -> CheckpointError:
+    return CheckpointError(
+        f"{name}: a packed sparsepack artifact; expected its source model here (`sparsepack inspect` names it). "
+        "The artifact itself is for inspect, verify and eval"
+    )

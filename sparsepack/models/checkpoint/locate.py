@@ -1,0 +1,37 @@
+"""A checkpoint that is asked for by name is a model that ships, a folder, a file, or what the hub has."""
+
+from pathlib import Path
+
+from sparsepack.data import SHIPPED_MODELS
+from sparsepack.errors import CheckpointError
+
+
+def located(name: str) -> Path:
+    """The folder or the GGUF file of a checkpoint; a hub id is downloaded. Raises `CheckpointError`."""
+    if name in SHIPPED_MODELS:
+        return SHIPPED_MODELS[name]
+    path = Path(name)
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise CheckpointError(f"{name}: no config.json in this folder; expected a Hugging Face model folder")
+        return path
+    if path.is_file():
+        if path.suffix != ".gguf":
+            raise CheckpointError(f"{name}: expected a model folder, a .gguf file or a hub id")
+        return path
+    if name.startswith((".", "/", "~")) or name.count("/") > 1 or path.suffix == ".gguf":
+        raise CheckpointError(f"{name}: no such model folder or file")
+    return _downloaded(name)
+
+
+def _downloaded(name: str) -> Path:
+    from huggingface_hub import snapshot_download
+
+    patterns = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "tokenizer.model", "merges.txt"]
+    try:
+        return Path(snapshot_download(name, allow_patterns=patterns))
+    except Exception as error:  # offline, unknown, gated: many kinds, one meaning
+        reason = str(error).strip().split("\n")[0]
+        raise CheckpointError(
+            f"{name}: neither a local model folder nor a hub model that can be reached ({reason})"
+        ) from error

@@ -1,0 +1,156 @@
+"""Commands as forks of one process that has imported what they need: each begins at once, and does not import torch and
+transformers for seconds. All else is a process's own: its environment, standard streams, signals and exit status.
+"""
+
+import multiprocessing
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from multiprocessing import reduction
+from pathlib import Path
+from types import SimpleNamespace
+from typing import IO, Any
+
+import pytest
+from commands_for_tests import sparsepack
+
+from sparsepack.workers import launch
+from sparsepack.workers.environment import LAUNCHED
+
+_PRELOADED = (
+    "torch.distributed",
+    "transformers.models.llama.modeling_llama",
+    "lm_eval.evaluator",
+    "sparsepack.calibration.run",
+    "sparsepack.eval.run",
+    "sparsepack.eval.lm_eval_model",
+    "sparsepack.packing",
+    "sparsepack.pruning.run",
+    "sparsepack.rotation.run",
+    "sparsepack.serve.server",
+    "sparsepack.sparsity.find",
+)
+_FORKS = multiprocessing.get_context("forkserver")
+
+
+class _Output:
+    """A file that a fork writes to; None: nothing."""
+
+    def __init__(self, file: IO[Any] | None) -> None:
+        self.file = file
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _received, (None if self.file is None else reduction.DupFd(self.file.fileno()),)
+
+
+def _received(copy: Any) -> int:
+    return os.open(os.devnull, os.O_RDWR) if copy is None else copy.detach()
+
+
+def _run(
+    arguments: list[str],
+    environment: dict[str, str],
+    folder: Path | None,
+    before: Callable[[], None] | None,
+    output: int,
+    errors: int,
+) -> None:
+    import torch
+
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(output, 1)
+    os.dup2(errors, 2)
+    # What is there reads and writes what the process that forks had.
+    sys.stdin, sys.stdout, sys.stderr = os.fdopen(0), os.fdopen(1, "w"), os.fdopen(2, "w", buffering=1)
+    os.environ.clear()
+    os.environ.update(environment)
+    if LAUNCHED in environment:
+        os.environ[LAUNCHED] = str(os.getppid())
+    if threads := environment.get("OMP_NUM_THREADS"):
+        torch.set_num_threads(int(threads))  # as torch itself does when it is imported
+    if folder is not None:
+        os.chdir(folder)
+    if before is not None:
+        before()
+    from sparsepack.cli import main
+
+    main(arguments)
+
+
+class Fork:
+    """A command of sparsepack, with what `launch` asks of a `subprocess.Popen`.
+
+    stdout, stderr -- files; None: nothing
+    folder         -- where it runs; None: here
+    before         -- a function of a module, which the fork calls first
+    """
+
+    def __init__(
+        self,
+        arguments: list[str],
+        environment: dict[str, str],
+        stdout: IO[Any] | None,
+        stderr: IO[Any] | None,
+        folder: Path | None = None,
+        before: Callable[[], None] | None = None,
+    ) -> None:
+        _FORKS.set_forkserver_preload([*_PRELOADED])
+        outputs = _Output(stdout), _Output(stderr)
+        self.process = _FORKS.Process(target=_run, args=(arguments, environment, folder, before, *outputs))
+        self.process.start()
+
+    def send_signal(self, number: int) -> None:
+        """As `subprocess` has it."""
+        if self.process.is_alive():
+            assert self.process.pid is not None
+            os.kill(self.process.pid, number)
+
+    @property
+    def returncode(self) -> int | None:
+        """As `subprocess` has it."""
+        return self.process.exitcode
+
+    def poll(self) -> int | None:
+        """As `subprocess` has it."""
+        return self.process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """As `subprocess` has it."""
+        self.process.join(timeout)
+        if self.process.exitcode is None:
+            raise subprocess.TimeoutExpired("a fork", timeout or 0)
+        return self.process.exitcode
+
+    def terminate(self) -> None:
+        """As `subprocess` has it."""
+        self.process.terminate()
+
+    def kill(self) -> None:
+        """As `subprocess` has it."""
+        self.process.kill()
+
+
+@pytest.fixture
+def on_devices(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
+    """A command by so many workers of one thread each, which must succeed; what the first one says."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    path = tmp_path_factory.mktemp("forks") / "said.txt"
+
+    def run(count: int, *command: str) -> str:
+        with path.open("w") as said, monkeypatch.context() as patch:
+
+            def started(command: list[str], env: dict[str, str], stdin: Any, stdout: Any, stderr: Any) -> Fork:
+                assert command[:3] == [sys.executable, "-m", "sparsepack"]
+                printed = None if stdout == subprocess.DEVNULL else stdout or said
+                return Fork(command[3:], env, printed, stderr or said)
+
+            replaced = SimpleNamespace(
+                Popen=started, DEVNULL=subprocess.DEVNULL, TimeoutExpired=subprocess.TimeoutExpired
+            )
+            patch.setattr(launch, "subprocess", replaced)
+            ended = sparsepack(*command, "--devices", ",".join(["cpu"] * count))
+        assert ended.exit_code == 0, ended.output + path.read_text()
+        return path.read_text()
+
+    return run

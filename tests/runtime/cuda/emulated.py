@@ -1,0 +1,67 @@
+"""Kernels that need no more of a GPU than threads, barriers and shuffles, run by the processor: what a host compiler
+makes of the same source, with `emulation/common/common.cuh` in the place of its header."""
+
+import ctypes
+import shutil
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from sparsepack.runtime.cuda.driver.compiler import FOLDER
+
+HERE = Path(__file__).parent / "emulation"
+COMPILER = shutil.which("c++")
+FLAGS = ("-std=c++20", "-O0", "-fPIC", "-shared", "-pthread", "-ffp-contract=off", "-Wno-unknown-pragmas")
+
+needs_compiler = pytest.mark.skipif(
+    COMPILER is None or not sys.platform.startswith("linux"), reason="no compiler that knows threads' barriers"
+)
+
+
+class Emulation:
+    """Stands in for `kernel` and `launch` of a module; compiles each variant once."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._made: dict[tuple[str, tuple[str, ...]], ctypes.CDLL] = {}
+        self.launches = 0
+
+    def kernel(self, file: str, name: str, defines: tuple[str, ...] = (), device: int = 0) -> ctypes.CDLL:
+        key = name, defines
+        if key not in self._made:
+            stem = "-".join((name, *defines))
+            source, library = self._folder / f"{stem}.cpp", self._folder / f"{stem}.so"
+            path = next(FOLDER.glob(f"*/{file}.cu"))
+            source.write_text(
+                f'#include "common/common.cuh"\n#include "{path}"\n'
+                'extern "C" void run_it(int x, int y, int threads, const u64* arguments) {\n'
+                f"    run({name}, x, y, threads, arguments);\n}}\n"
+            )
+            macros = [f"-D{define}" for define in defines]
+            where = ("-I", str(HERE), "-I", str(FOLDER))
+            assert COMPILER is not None
+            subprocess.run([COMPILER, *FLAGS, *macros, *where, str(source), "-o", str(library)], check=True)
+            self._made[key] = ctypes.CDLL(str(library))
+        return self._made[key]
+
+    def launch(self, library: ctypes.CDLL, grid: tuple[int, ...], threads: int, *arguments, shared: int = 0) -> None:
+        assert shared == 0
+        self.launches += 1
+        words = (ctypes.c_ulonglong * len(arguments))(*map(_word, arguments))
+        library.run_it(*(*grid, 1)[:2], threads, words)
+
+
+def _word(value: object) -> int:
+    if value is None:
+        return 0
+    if isinstance(value, torch.Tensor):
+        return value.data_ptr()
+    if isinstance(value, float):
+        return int.from_bytes(struct.pack("<f", value), "little")
+    assert isinstance(value, int)
+    assert 0 <= value < 2**31
+    return value

@@ -1,0 +1,101 @@
+// In the place of kernels/common/common.cuh: a host compiler makes functions of kernels, which `run` calls once for each
+// thread of a grid. Threads of a block are threads of the system, so barriers and shuffles wait for all of them.
+
+#pragma once
+
+#include <barrier>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <thread>
+#include <utility>
+#include <vector>
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+#define __device__
+#define __forceinline__ inline
+#define __global__
+#define __launch_bounds__(...)
+#define __shared__ static
+
+struct uint2 {
+    u32 x, y;
+};
+struct uint4 {
+    u32 x, y, z, w;
+};
+struct dim3 {
+    int x, y, z;
+};
+inline uint2 make_uint2(u32 x, u32 y) { return {x, y}; }
+inline uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
+
+inline thread_local dim3 threadIdx;
+inline dim3 blockIdx, blockDim, gridDim;
+inline std::barrier<>* of_block;
+inline float exchanged[1024];
+static constexpr u32 ALL_LANES = 0xffffffff;
+
+inline void wait_for_previous() {}
+inline void __syncthreads() { of_block->arrive_and_wait(); }
+inline float __shfl_down_sync(u32, float x, int step) {
+    const int lane = threadIdx.x % 32, from = lane + step < 32 ? threadIdx.x + step : threadIdx.x;
+    exchanged[threadIdx.x] = x;
+    __syncthreads();
+    const float found = exchanged[from];
+    __syncthreads();
+    return found;
+}
+
+template <typename T>
+inline T load_l2(const T* p) {
+    return *p;
+}
+template <typename To, typename From>
+inline To bits_as(From from) {
+    To to;
+    memcpy(&to, &from, sizeof to);
+    return to;
+}
+inline u32 __float_as_uint(float x) { return bits_as<u32>(x); }
+inline float __uint_as_float(u32 x) { return bits_as<float>(x); }
+inline float __fadd_rn(float a, float b) { return a + b; }
+inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
+inline float rsqrtf(float x) { return (float)(1 / std::sqrt((double)x)); }
+inline float half_to_float(u16 bits) { return (float)bits_as<_Float16>(bits); }
+inline u16 float_to_half(float x) { return bits_as<u16>((_Float16)x); }
+inline float bfloat_to_float(u16 bits) { return __uint_as_float((u32)bits << 16); }
+inline u16 float_to_bfloat(float x) {  // to the nearest, to even between two; not for NaN
+    const u32 bits = __float_as_uint(x);
+    return (u16)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+template <typename T>
+inline T argument(u64 value) {
+    return bits_as<T>(value);
+}
+template <typename... T, size_t... N>
+inline void call(void (*kernel)(T...), const u64* arguments, std::index_sequence<N...>) {
+    kernel(argument<T>(arguments[N])...);
+}
+template <typename... T>
+inline void run(void (*kernel)(T...), int x, int y, int threads, const u64* arguments) {
+    std::barrier<> barrier(threads);
+    of_block = &barrier, blockDim = {threads, 1, 1}, gridDim = {x, y, 1};
+    for (int block = 0; block < x * y; ++block) {
+        blockIdx = {block % x, block / x, 0};
+        std::vector<std::thread> started;
+        for (int thread = 0; thread < threads; ++thread) {
+            started.emplace_back([=] {
+                threadIdx = {thread, 0, 0};
+                call(kernel, arguments, std::index_sequence_for<T...>());
+            });
+        }
+        for (std::thread& thread : started) thread.join();
+    }
+}
