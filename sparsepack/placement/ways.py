@@ -56,7 +56,7 @@ class Ways:
 
     @property
     def listed_share(self) -> float:
-        """Of the neurons that are counted, the share that copies of gates have listed, of blocks as dense as others."""
+        """The share of the counted neurons that copies of gates have listed, if all blocks are as dense."""
         copied = self.plan.copied * self.times
         return copied / (copied + self.plan.parts.blocks - self.plan.copied)
 
