@@ -56,7 +56,7 @@ class Ways:
 
     @property
     def listed_share(self) -> float:
-        """The share of the counted neurons that copies of gates have listed, if all blocks are as dense."""
+        """The share of the counted neurons that copies of gates have listed, if their blocks are as dense as others."""
         copied = self.plan.copied * self.times
         return copied / (copied + self.plan.parts.blocks - self.plan.copied)
 

@@ -64,18 +64,19 @@ def test_copies_take_the_place_of_gates_that_do_not_all_fit(parts: Parts, beyond
     copied = replace(parts, copies=tuple(min(size, each) for each in parts.gates), gate=gate)
     without, found = (plan_within(of, parts.least + beyond) for of in (parts, copied))
     assert found.card_bytes <= parts.least + beyond
-    assert (found.output, found.attention) == (without.output, without.attention)
-    if without.gates == parts.blocks or without.attention < parts.blocks:
+    assert found.output == without.output
+    if without.gates == parts.blocks or not without.output:
         assert replace(found, parts=parts) == without
         return
     assert found.gates == 0
-    assert found.copied >= without.gates
-    assert not found.slots or found.copied == parts.blocks
+    assert not found.attention or found.copied == parts.blocks
+    assert not found.slots or found.attention == parts.blocks
+    assert without.attention < parts.blocks or found.copied >= without.gates
     assert not found.whole or not parts.all_neurons * gate
     assert found.host["gates"] == sum(parts.gates)
     assert found.card["copies of gates"] == sum(copied.copies[: found.copied])
     assert found.card["records"] == (found.slots + found.spare) * ((parts.record + gate) if found.copied else 0)
-    assert found.always_read[1] == found.host["output"] + sum(parts.gates[found.copied :])
+    assert found.always_read[1] == found.host["output"] + found.host["attention"] + sum(parts.gates[found.copied :])
 
 
 @given(models(), BEYOND)

@@ -31,7 +31,7 @@ GATE_OF_A_RECORD = 0.5
 
 @dataclass(frozen=True)
 class GateCopies:
-    """Of these blocks the gates are copied; a copy lists so many `times` as many neurons as are active."""
+    """The blocks whose gates are copied; a copy lists so many `times` as many neurons as are active."""
 
     blocks: range
     times: float
