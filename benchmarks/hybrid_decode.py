@@ -2,12 +2,18 @@
 
     python benchmarks/hybrid_decode.py --shape 13b [--vram LIST] [--llama-bench PATH] [--json FILE]
     python benchmarks/hybrid_decode.py --shape 70b --vram 24GB,32GB [--split layers]
+    python benchmarks/hybrid_decode.py --shape 13b --gate-copy 2
     python benchmarks/hybrid_decode.py --shape 13b --whole
 
 Random weights of the shape (`hybrid_synthetic.py`); who is active is replayed from a trace of a trained model at a
 density of 0.132 (`replayed.py`), since no trained ReLU model of these sizes is here. Without --vram: a quarter, a half
 and three quarters of the bytes. Keys and values in float16. A token is timed as a user waits for it: chosen on the GPU,
 read by the host. The prompt is one token: the activity of a longer one would be that of random weights.
+
+With --gate-copy TIMES gates are stored by rows, and where they have no room copies of them list neurons. Random weights
+make half of the listed ones active, where copies would list TIMES as many as are active. So that for each active one as
+many bytes are read, a gate being half of a record, the trace lists TIMES / 2 + 1 as many as it has: for 2 the same, for
+1.5 a sixth more gates and an eighth fewer records, and of bytes a sixth too many are printed. Hits are of listed ones.
 
 First two blocks of the same widths are compared with the reference backend, without replay: a wrong engine is not
 timed. The policies of --policy take turns on one engine; a token's bytes, waits and share of the model of time are
@@ -34,7 +40,7 @@ from figures import json_option, write_figures
 from hybrid_synthetic import SIZES, random_neurons, write_for_llama_cpp
 from llama_cpp_offload import LAYERS, MLPS, Peer, runner
 from nearness import expect_near, relative_error
-from replayed import CARRIED, OTHER, Activity, tiled
+from replayed import CARRIED, OTHER, Activity, tiled, with_more
 from synthetic import Size, random_ids
 from turns import in_turns
 
@@ -42,12 +48,13 @@ from sparsepack.errors import UserError
 from sparsepack.formats.codecs.neurons import record_bytes
 from sparsepack.formats.packed import PackedModel
 from sparsepack.placement.budget import Parts, bytes_in, in_words
+from sparsepack.placement.options import MOST_LISTED
 from sparsepack.placement.ways import per_token, per_token_in_words
 from sparsepack.runtime.cuda.links import measure, measured_links
 from sparsepack.runtime.engine import Engine
 from sparsepack.runtime.generation.sampling import Sampler, Sampling
 from sparsepack.runtime.hybrid.cuda_decoder import CudaHybridDecoder
-from sparsepack.runtime.hybrid.plan import parts_of
+from sparsepack.runtime.hybrid.plan import parts_of, planned
 from sparsepack.runtime.options import EngineOptions
 from sparsepack.tables import Table, markdown
 
@@ -62,21 +69,34 @@ ANCHORS = {"13b": {0: 9.9, 10: 11.9, 20: 13.0, 30: 29.2, 36: 55.5, 40: 184.0}}
 """Tokens a second of llama.cpp by layers on the GPU (-ngl), in another run: H200, 16 threads, tg24."""
 
 
-def check(size: Size) -> dict[str, float]:
-    """How far logits of two blocks with slots are from the reference backend's, by the share with slots."""
+def check(size: Size, gate_copy: float | None = None) -> dict[str, float]:
+    """How far logits of two blocks are from the reference backend's, by what has slots or copies: of gates copies that
+    list all, which lose nothing."""
     size = replace(size, layers=2)
     activity = tiled(size.layers, size.intermediate, tokens=1)
-    packed, ids = random_neurons(size, activity.frequency, "cuda"), random_ids(size.vocabulary, CHECKED, seed=2)
+    packed = random_neurons(size, activity.frequency, "cuda", rows=gate_copy is not None)
+    ids = random_ids(size.vocabulary, CHECKED, seed=2)
     oracle = Engine(packed, device="cuda", context=64, backend="reference", dense=True)
     expected = oracle.teacher_forced(ids, len(ids)).double()
     del oracle
     found = {}
-    for cached in (0.0, 0.3):
-        engine = Engine(packed, device="cuda", cached=cached, context=64, cache_type="f16")
+    settings = EngineOptions(device="cuda", context=64, cache_type="f16")
+    told = {f"{100 * share:.0f} % with slots": replace(settings, cached=share) for share in (0.0, 0.3)}
+    if gate_copy is not None:
+        budget = _of_copies(parts_of(packed, 64, "f16", gate_copies=True))
+        told = {"copies of gates": replace(settings, vram=f"{budget / 1e6:.6f}MB", gate_copy=MOST_LISTED)}
+    for name, options in told.items():
+        engine = Engine(packed, options)
         logits = torch.stack([engine.prefill(ids[:8]), *(engine.step(id) for id in ids[8:])]).double()
         error = relative_error(logits, expected[7:])
-        found[f"{100 * cached:.0f} % with slots"] = expect_near("logits", error, LIMIT)
+        found[name] = expect_near("logits", error, LIMIT)
     return found
+
+
+def _of_copies(parts: Parts) -> int:
+    """A budget that holds copies of gates and a few slots, and not all gates."""
+    always = parts.least + parts.output + sum(parts.attention)
+    return always + 13 * sum(parts.copies) // 10 + (always >> 5)
 
 
 def decode_seconds(engine: Engine, prompt: Sequence[int], new: int) -> float:
@@ -111,10 +131,21 @@ def links_of(size: Size, threads: int) -> str:
 
 
 def ours(
-    packed: PackedModel, activity: Activity, budget: int, settings: EngineOptions, policies: Sequence[str], rounds: int
+    packed: PackedModel,
+    activity: Activity,
+    budget: int,
+    settings: EngineOptions,
+    policies: Sequence[str],
+    rounds: int,
+    gate_copy: float | None = None,
 ) -> dict[str, Any]:
     """By policy: seconds of a token in each round, and what a token took."""
-    told = replace(settings, vram=f"{budget / 1e6:.6f}MB", activity=activity.bits)
+    vram = f"{budget / 1e6:.6f}MB"
+    plan = planned(packed, settings.context or 0, "f16", replace(settings, vram=vram, gate_copy=gate_copy))
+    if plan.copied:
+        assert gate_copy is not None
+        activity = with_more(activity, gate_copy / 2 + 1)
+    told = replace(settings, vram=vram, gate_copy=gate_copy, activity=activity.bits)
     start = time.perf_counter()
     engine = Engine(packed, told)
     decoder = engine._decoder
@@ -199,6 +230,7 @@ def anchor_of(shape: str, parts: Parts, budget: int) -> dict[str, list[float]]:
     "--split", "splits", multiple=True, type=click.Choice([LAYERS, MLPS]), default=(LAYERS, MLPS), help="Of llama.cpp."
 )
 @click.option("--work", type=click.Path(path_type=Path), default=Path("/tmp/sparsepack-bench"), show_default=True)
+@click.option("--gate-copy", type=click.FloatRange(1), help="Copies of gates list so many times as many as are active.")
 @click.option("--whole", "is_whole", is_flag=True, help="With all on the card, instead of within budgets.")
 @json_option
 def main(
@@ -215,6 +247,7 @@ def main(
     peer_tokens: int | None,
     splits: tuple[str, ...],
     work: Path,
+    gate_copy: float | None,
     is_whole: bool,
     json_path: Path | None,
 ) -> None:
@@ -223,7 +256,7 @@ def main(
         raise click.ClickException("an NVIDIA GPU is needed, and torch sees none here")
     size = replace(SIZES[shape], layers=layers or SIZES[shape].layers)
     activity = tiled(size.layers, size.intermediate, tokens=tokens, path=TEXTS[text])
-    packed = random_neurons(size, activity.frequency, device="cuda")
+    packed = random_neurons(size, activity.frequency, device="cuda", rows=gate_copy is not None)
     context = PROMPT + tokens
     settings = EngineOptions(device="cuda", context=context, cache_type="f16", threads=threads)
     parts = parts_of(packed, context, "f16")
@@ -232,7 +265,7 @@ def main(
         f"{device_line()}, {threads} threads; {size.name}, {in_words(parts.weights)} of weights, density "
         f"{activity.density:.3f} ({text}), context {context}"
     )
-    differences = check(size)
+    differences = check(size, gate_copy)
     click.echo(f"logits differ from the reference backend's by: {differences}")
     freed()
     report: dict[str, Any] = {"device": device_line(), "threads": threads, "size": asdict(size), "check": differences}
@@ -261,7 +294,7 @@ def main(
         )
     for budget in budgets:
         before = {} if peer is None else peer.within(budget, rounds)
-        found = ours(packed, activity, budget, settings, policy.split(","), rounds)
+        found = ours(packed, activity, budget, settings, policy.split(","), rounds, gate_copy)
         freed()
         after = {} if peer is None else {split: peer.tokens_per_second(split, rounds) for split in before}
         theirs = {split.name: before[split] + after[split] for split in before} or anchor_of(shape, parts, budget)

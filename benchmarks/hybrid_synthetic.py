@@ -23,8 +23,14 @@ SIZES = {"tiny": TINY, "13b": LLAMA_13B, "70b": LLAMA_70B}
 CONTEXT = 4096
 
 
-def random_neurons(size: Size, frequency: np.ndarray, device: str = "cpu", seed: int = 0) -> PackedModel:
-    """A model of a size, in host memory. frequency -- float64 [blocks, neurons], falling: the file would say so"""
+def random_neurons(
+    size: Size, frequency: np.ndarray, device: str = "cpu", seed: int = 0, *, rows: bool = False
+) -> PackedModel:
+    """A model of a size, in host memory.
+
+    frequency -- float64 [blocks, neurons], falling: the file would say so
+    rows      -- whether gates are stored by rows
+    """
     generator = torch.Generator(device=device).manual_seed(seed)
     config = llama_config(size, hidden_act="relu", max_position_embeddings=CONTEXT)
     kv, narrow = size.kv_heads * config.head_dim, 1 / math.sqrt(2 * size.layers)
@@ -38,7 +44,7 @@ def random_neurons(size: Size, frequency: np.ndarray, device: str = "cpu", seed:
     }
     superblocks = 2 * size.hidden // 256
     records = random_superblocks((size.intermediate, superblocks), size.hidden**-0.5 * narrow, generator)
-    gate = zigzag(size.intermediate)
+    gate = gate_by_rows(size, generator) if rows else zigzag(size.intermediate)
     stored = PackedMatrix(records.flatten(1).cpu(), "Q4_K", size.intermediate, 2 * size.hidden)
     norm = torch.ones(size.hidden)
     layers = tuple(
@@ -59,6 +65,12 @@ def random_neurons(size: Size, frequency: np.ndarray, device: str = "cpu", seed:
         tokenizer_json="{}",
         manifest={"kind": "neuron-q4_k", "model": {"name": f"random {size.name}"}},
     )
+
+
+def gate_by_rows(size: Size, generator: torch.Generator) -> PackedMatrix:
+    """A random gate by rows."""
+    superblocks = random_superblocks((size.intermediate, size.hidden // 256), size.hidden**-0.5, generator)
+    return PackedMatrix(superblocks.flatten(1).cpu(), "Q4_K", size.intermediate, size.hidden)
 
 
 def _here(matrix: PackedMatrix) -> PackedMatrix:

@@ -64,6 +64,22 @@ def tiled(blocks: int, neurons: int, seed: int = 0, tokens: int | None = None, p
     return Activity(frequency, torch.from_numpy(bits))
 
 
+def with_more(activity: Activity, times: float, seed: int = 0) -> Activity:
+    """So many times as many neurons in each block and token, those included that were active: as copies of gates would
+    list them, those that were active for some other tokens first."""
+    bits, neurons = activity.bits.numpy(), activity.frequency.shape[1]
+    tokens, generator = len(bits), np.random.default_rng(seed)
+    more = np.empty_like(bits)
+    for token in range(tokens):
+        taken = [(token + tokens * n // 5) % tokens for n in range(5)]
+        active, *others = np.unpackbits(bits[taken], axis=2, count=neurons, bitorder="little").astype(bool)
+        order = generator.random(active.shape) + np.any(others, axis=0) + 2 * active
+        wanted = np.minimum(np.rint(times * active.sum(1)).astype(int), neurons)
+        rank = np.argsort(np.argsort(-order, axis=1), axis=1)
+        more[token] = np.packbits(rank < wanted[:, None], axis=1, bitorder="little")
+    return Activity(activity.frequency, torch.from_numpy(more))
+
+
 @click.command()
 @click.argument("calibration", type=click.Path(path_type=Path))
 @click.argument("trace", type=click.Path(path_type=Path))

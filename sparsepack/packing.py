@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from sparsepack.errors import PackingError, WorkersError
 from sparsepack.formats.codecs.types import TYPES
+from sparsepack.formats.mlp_kinds import GATE_ORDERS
 from sparsepack.formats.table import DEFAULT_FORMAT, FORMATS, format_of, summaries, those_with
 from sparsepack.models.records.pattern import LARGEST_GROUP, Pattern
 from sparsepack.option import check_options, check_type, check_types, only_with, option, with_paths
@@ -63,6 +64,12 @@ class PackRequest:
         least=2,
         most=LARGEST_GROUP,
         counts=(only_with("keep"), _SLID),
+    )
+    gates: str = option(
+        "Order in which gates are stored: of gates by rows, those of a few neurons can be read alone.",
+        default=GATE_ORDERS[0],
+        choices=GATE_ORDERS,
+        counts=(only_with("format", *(row.name for row in FORMATS.values() if row.mlp.by_count)),),
     )
     device: str = "cpu"
     overwrite: bool = False
@@ -273,7 +280,7 @@ def _refit(checkpoint: Checkpoint, request: PackRequest, found: Found, calibrati
     assert options is not None
     inside = _inside(checkpoint, request, found)
     encode = format.encoder(checkpoint, inside)
-    how = f"{format.name} {inside.pattern}"
+    how = f"{format.name} {inside.pattern} {inside.gates}"
     resume = refit_state(state, checkpoint, calibration, thresholds, options, how)
     return refit_model(checkpoint, calibration, encode, thresholds, options, resume)
 
@@ -353,6 +360,7 @@ def _inside(checkpoint: Checkpoint, request: PackRequest, found: Found) -> PlanR
         pattern=None if request.keep is None or request.of is None else Pattern(request.keep, request.of),
         attention=section,
         neurons=found.neurons,
+        gates=request.gates,
         encoded=found.refit.encoded if found.refit else {},
         notes=attention.notes if attention else (),
         device=request.device,

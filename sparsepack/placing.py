@@ -1,6 +1,7 @@
 """`place`: what of a file by neurons, or of one with experts, lies on a card and what in host memory, for a budget; how
 fast it would decode."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,14 @@ from sparsepack.errors import PlacementError, UserError
 from sparsepack.formats.open import read_packed
 from sparsepack.formats.packed import NeuronMlp, PackedModel
 from sparsepack.placement.budget import DRIVER_BYTES, plan_within
-from sparsepack.placement.machine import Rates, dense_split, machine_of, measured_rates, tokens_per_second
+from sparsepack.placement.machine import (
+    Listed,
+    Rates,
+    dense_split,
+    machine_of,
+    measured_rates,
+    tokens_per_second,
+)
 from sparsepack.placement.options import DEFAULT_MACHINE, PlaceOptions
 from sparsepack.placement.placement import across_blocks
 from sparsepack.runtime.backend_module import opened
@@ -30,11 +38,13 @@ def place(path: Path, options: PlaceOptions, calibration: Path | None = None) ->
     Of a file with experts all that is said of neurons is of these.
 
     card, host -- bytes by what they are; driver: bytes that the driver takes beside the budget, at most
-    blocks     -- attention, gates: of so many blocks, the first ones, they lie on the card
+    blocks     -- attention, gates: of so many blocks, the first ones, they lie on the card; copied: of so many after
+                  those copies of the gates do
     slots      -- of each block, for the neurons that the file's frequencies say are active most often
     unit       -- what has slots: "neurons", or "experts"
     density    -- share of the neurons that a token needs; hit_rate: of these, the share with slots, both by these
                   frequencies, so that a policy that moves neurons is not counted in
+    listed     -- share of the neurons that a token lists by copies of gates, at most; None: there are no copies
     tokens_per_second -- by the model of time, which is a bound: `processor`, where it computes what has no slot;
                   `and_bus`, where the GPU reads a part of that from host memory; `dense_split`, of a dense model of
                   which as much as fits is on the card and the processor computes the rest
@@ -50,14 +60,23 @@ def place(path: Path, options: PlaceOptions, calibration: Path | None = None) ->
     if options.context is None:
         context = context_within(packed, context, cache_type, 1, options.budget)
     experts = packed.architecture.experts is not None
-    parts = (parts_of_experts if experts else parts_of)(packed, context, cache_type)
+    if experts and options.gate_copy is not None:
+        raise PlacementError("--gate-copy: it is for files of the format neuron-q4_k, not for experts; leave it out")
+    parts = (
+        parts_of_experts(packed, context, cache_type)
+        if experts
+        else parts_of(packed, context, cache_type, gate_copies=options.gate_copy is not None)
+    )
     plan = plan_within(parts, options.budget)
     frequency = _frequency_of_experts(path, packed, calibration) if experts else _frequency(packed, calibration)
     placed = across_blocks(frequency, plan.slots)
-    needed, served = float(frequency.sum()), float(frequency[placed.resident].sum())
-    hit_rate = served / needed if needed else 1.0
+    density, hit_rate = _density_and_hits(frequency, placed.resident)
+    listed = None
+    if plan.copied:
+        assert options.gate_copy is not None
+        listed = Listed(*_density_and_hits(np.minimum(1, options.gate_copy * frequency), placed.resident))
     name, rates = _rates(options, packed.architecture.hidden, parts.record)
-    given = (rates, plan, needed / frequency.size, hit_rate, 0.0)
+    reckon = partial(tokens_per_second, rates, plan, density, hit_rate, 0.0, listed=listed)
     return {
         "kind": "placement",
         "file": path.name,
@@ -68,19 +87,26 @@ def place(path: Path, options: PlaceOptions, calibration: Path | None = None) ->
         "host": dict(plan.host),
         "driver": DRIVER_BYTES,
         "least": parts.least,
-        "blocks": {"all": parts.blocks, "attention": plan.attention, "gates": plan.gates},
+        "blocks": {"all": parts.blocks, "attention": plan.attention, "gates": plan.gates, "copied": plan.copied},
         "unit": "experts" if experts else "neurons",
         "neurons": parts.neurons,
         "slots": list(placed.slots),
-        "density": needed / frequency.size,
+        "density": density,
+        "listed": None if listed is None else listed.density,
         "hit_rate": hit_rate,
         "machine": name,
         "tokens_per_second": {
-            "processor": tokens_per_second(*given, over_the_bus=False),
-            "and_bus": tokens_per_second(*given, over_the_bus=True),
+            "processor": reckon(over_the_bus=False),
+            "and_bus": reckon(over_the_bus=True),
             "dense_split": dense_split(rates, parts, options.budget),
         },
     }
+
+
+def _density_and_hits(shares: np.ndarray, resident: np.ndarray) -> tuple[float, float]:
+    """The mean of the shares of tokens that take each neuron, and how much of it falls to residents."""
+    taken = float(shares.sum())
+    return taken / shares.size, float(shares[resident].sum()) / taken if taken else 1.0
 
 
 def _frequency(packed: PackedModel, calibration: Path | None) -> np.ndarray:

@@ -42,11 +42,11 @@ def plan_neurons(checkpoint: Checkpoint, rules: Rules | None = None, **inside: A
     return FORMATS["neuron-q4_k"].plan(checkpoint, PlanRequest(rules or {}, **inside))
 
 
-def tiny_by_neurons(folder: Path) -> Path:
+def tiny_by_neurons(folder: Path, **inside: Any) -> Path:
     """The tiny model by neurons, as if it had been trained with ReLU, in a folder. Its text makes no sense."""
     shutil.copytree(open_checkpoint("shipped:tiny").path, folder / "relu")
     edit_config(folder / "relu", hidden_act="relu")
-    plan_neurons(open_checkpoint(folder / "relu")).write(folder / "m.gguf")
+    plan_neurons(open_checkpoint(folder / "relu"), **inside).write(folder / "m.gguf")
     return folder / "m.gguf"
 
 

@@ -5,6 +5,9 @@ from dataclasses import dataclass
 from sparsepack.models.family import MLP_SITES
 
 MLP_GATE, MLP_RECORDS = "mlp_gate", "mlp_records"
+
+GATE_ORDERS = ("zigzag", "rows")
+"""The orders in which gates of MLPs by neurons are stored; by rows, the gate of one neuron can be read alone."""
 """What stands in place of the sites mlp_in and mlp_mid where an MLP is stored by neurons."""
 
 

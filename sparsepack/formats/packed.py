@@ -73,7 +73,7 @@ class DenseMlp:
 class NeuronMlp:
     """An MLP by neurons, stored by falling frequency; only what its activation makes exactly zero is skipped.
 
-    gate      -- zigzag matrix [neurons, hidden]: who is active
+    gate      -- zigzag matrix, or Q4_K by rows, [neurons, hidden]: who is active
     records   -- Q4_K by rows [neurons, 2 * hidden]: of each neuron its row of up and its column of down
     frequency -- float32 [neurons]: share of the calibration's tokens at which each was active
     order     -- int64 [neurons]: the model's number of each

@@ -13,6 +13,7 @@ import torch
 from sparsepack.errors import PackingError
 from sparsepack.formats.codecs.types import stored_bytes
 from sparsepack.formats.encoded import Encoded
+from sparsepack.formats.mlp_kinds import GATE_ORDERS
 from sparsepack.models.records.neurons import NeuronCounts
 from sparsepack.models.records.pattern import Pattern
 from sparsepack.models.records.rule import Rules
@@ -31,6 +32,7 @@ class PlanRequest:
     pattern        -- of all matrices of the blocks instead, of a model that was pruned elsewhere
     attention      -- the manifest's section of sparse attention (`formats.attention`); None: every token is read
     neurons        -- how often each neuron was active, for formats that store them by it
+    gates          -- the order in which these store gates, one of `mlp_kinds.GATE_ORDERS`
     encoded        -- matrices that were encoded before, by the names of the artifact's tensors
     notes          -- what the user is told beside the format's own
     device         -- where the encoders run
@@ -44,6 +46,7 @@ class PlanRequest:
     pattern: Pattern | None = None
     attention: Mapping[str, Any] | None = None
     neurons: NeuronCounts | None = None
+    gates: str = GATE_ORDERS[0]
     encoded: Encoded = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     device: str = "cpu"

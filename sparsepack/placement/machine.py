@@ -227,6 +227,18 @@ def machine_of(name: str) -> Machine:
 
 
 @dataclass(frozen=True)
+class Listed:
+    """What copies of gates list as maybe active.
+
+    density  -- share of the neurons of a block that a token lists
+    hit_rate -- share of these that have slots
+    """
+
+    density: float
+    hit_rate: float
+
+
+@dataclass(frozen=True)
 class TokenSeconds:
     """What a token takes by the model of time: seconds for each part, of which `slots` and `host` go on at once.
 
@@ -253,14 +265,26 @@ class TokenSeconds:
 
 
 def tokens_per_second(
-    rates: Rates, plan: Plan, density: float, hit_rate: float, moved: float, over_the_bus: bool
+    rates: Rates,
+    plan: Plan,
+    density: float,
+    hit_rate: float,
+    moved: float,
+    over_the_bus: bool,
+    listed: Listed | None = None,
 ) -> float:
     """How fast a model decodes; see `seconds_per_token`."""
-    return 1 / seconds_per_token(rates, plan, density, hit_rate, moved, over_the_bus).together
+    return 1 / seconds_per_token(rates, plan, density, hit_rate, moved, over_the_bus, listed).together
 
 
 def seconds_per_token(
-    rates: Rates, plan: Plan, density: float, hit_rate: float, moved: float, over_the_bus: bool
+    rates: Rates,
+    plan: Plan,
+    density: float,
+    hit_rate: float,
+    moved: float,
+    over_the_bus: bool,
+    listed: Listed | None = None,
 ) -> TokenSeconds:
     """What a token takes of a model of which a plan says what lies where.
 
@@ -268,10 +292,15 @@ def seconds_per_token(
     moved   -- share of all neurons that come to the GPU with a token
     over_the_bus -- the GPU and the processor share what lies in host memory: what has no slot, and matrices that every
                     token reads, but for the output matrix; else each reads what is its own
+    listed  -- of blocks whose gates are copied, for which it must be given: whose gates are read, where they lie
     """
     links, parts = rates.links, plan.parts
-    needed = density * parts.all_neurons
-    offloaded, moves = needed * (1 - hit_rate), moved * parts.all_neurons
+    needed, moves = density * parts.all_neurons, moved * parts.all_neurons * plan.slot / parts.record
+    offloaded, resident = needed * (1 - hit_rate), needed * hit_rate
+    if plan.copied:
+        assert listed is not None
+        gates = listed.density * parts.neurons * plan.copied * parts.gate / parts.record  # as many records
+        offloaded, resident = offloaded + gates * (1 - listed.hit_rate), resident + gates * listed.hit_rate
     alone = max(offloaded / links.worker, moves / links.bus)
     together = max((offloaded + moves) / (links.worker + links.bus), moves / links.bus)
     from_host = (offloaded + moves) * parts.record / rates.host
@@ -280,7 +309,7 @@ def seconds_per_token(
     divided = (bus - plan.host["output"]) if over_the_bus else 0
     far = (bus - divided) / rates.bus + divided / min(sum(links.far(parts.record)), rates.host)
     handovers = (parts.blocks if offloaded else 0) + (plan.far_products if over_the_bus else 0)
-    slots = needed * hit_rate / links.resident
+    slots = resident / links.resident
     return TokenSeconds(card / rates.card, far, slots, host, handovers * links.handover)
 
 

@@ -7,6 +7,8 @@ from sparsepack.option import check_options, not_with, option
 from sparsepack.placement.budget import bytes_in
 
 DEFAULT_MACHINE = "pcie5"
+MOST_LISTED = 16
+"""Copies of gates that list more times as many neurons as are active would list most of them."""
 
 
 @dataclass(frozen=True)
@@ -22,6 +24,14 @@ class PlaceOptions:
         "take at most a quarter of the budget).",
         default=None,
         least=2,
+    )
+    gate_copy: float | None = option(
+        "Where gates do not all fit, reckon with copies of them in 2 bits on the card, which list this many times as "
+        "many neurons as are active; the exact gates of those alone are read. 1.5 loses little, 2 less. For files "
+        "packed with --gates rows (default: gates are read whole).",
+        default=None,
+        least=1,
+        most=MOST_LISTED,
     )
     device: str = option(
         "On cuda, reckon with the speeds that `sparsepack tune FILE --device cuda` has measured on this machine.",

@@ -7,7 +7,7 @@ from typing import Any
 from sparsepack.placement.budget import Plan
 from sparsepack.placement.counts import HitCounts
 from sparsepack.placement.links import Links
-from sparsepack.placement.machine import measured_rates, seconds_per_token
+from sparsepack.placement.machine import Listed, measured_rates, seconds_per_token
 
 
 @dataclass(frozen=True)
@@ -44,12 +44,28 @@ class Ways:
     plan    -- what lies where
     links   -- as they were measured on this machine; None: nobody has
     beside  -- bytes of matrices that every token reads which the worker reads in place of the device
+    times   -- where the plan has copies of gates, how many times as many neurons as are active these list; traffic and
+               hits are of listed neurons there
     """
 
     traffic: Traffic
     plan: Plan
     links: Links | None
     beside: int = 0
+    times: float = 1.0
+
+    @property
+    def listed_share(self) -> float:
+        """The share of the counted neurons that copies of gates have listed, if their blocks are as dense as others."""
+        copied = self.plan.copied * self.times
+        return copied / (copied + self.plan.parts.blocks - self.plan.copied)
+
+    @property
+    def neuron(self) -> float:
+        """Bytes that are read of a neuron that is counted: its record, or if it was listed its gate, and its record
+        where it is active."""
+        parts, listed = self.plan.parts, self.listed_share
+        return listed * (parts.gate + parts.record / self.times) + (1 - listed) * parts.record
 
 
 def per_token(ways: Ways, hits: HitCounts, seconds: float) -> dict[str, Any]:
@@ -58,23 +74,24 @@ def per_token(ways: Ways, hits: HitCounts, seconds: float) -> dict[str, Any]:
     hits    -- of the same steps
     seconds -- that a token took
 
-    hits, needed -- neurons
+    hits, needed -- neurons; listed: whether these are those that copies of gates list
     bytes        -- read from the card's memory, of the full cache too; over the bus; by the worker; copied into slots
     handed       -- blocks; waited_us: microseconds that the device waited
     model        -- by measured links, the seconds that the model of time gives each part and `together`; `slowest`,
                     the part that takes longest; `share`, what it gives over what a token took. None: nobody measured
     """
     traffic, plan = ways.traffic, ways.plan
-    tokens, record = max(hits.tokens, 1), plan.parts.record
+    tokens, record, neuron = max(hits.tokens, 1), plan.parts.record, ways.neuron
     card, bus = plan.always_read
     found: dict[str, Any] = {
         "hits": hits.hits / tokens,
         "needed": hits.needed / tokens,
+        "listed": plan.copied > 0,
         "bytes": {
-            "card": card + traffic.resident * record / tokens,
-            "bus": bus - ways.beside + traffic.bus * record / tokens,
-            "worker": ways.beside + traffic.worker * record / tokens,
-            "moved": hits.moves * record / tokens,
+            "card": card + traffic.resident * neuron / tokens,
+            "bus": bus - ways.beside + traffic.bus * neuron / tokens,
+            "worker": ways.beside + traffic.worker * neuron / tokens,
+            "moved": hits.moves * plan.slot / tokens,
         },
         "handed": traffic.handed / tokens,
         "waited_us": 1e6 * traffic.waited / tokens,
@@ -83,8 +100,11 @@ def per_token(ways: Ways, hits: HitCounts, seconds: float) -> dict[str, Any]:
     if ways.links is not None:
         rates = measured_rates(ways.links, record)
         everyone = plan.parts.all_neurons
-        needed, moved = hits.needed / tokens / everyone, hits.moves / tokens / everyone
-        model = seconds_per_token(rates, plan, needed, hits.hit_rate, moved, over_the_bus=True)
+        counted, moved, share = hits.needed / tokens / everyone, hits.moves / tokens / everyone, ways.listed_share
+        density, listed = counted * (1 - share + share / ways.times), None
+        if plan.copied:
+            listed = Listed(counted * share * plan.parts.blocks / plan.copied, hits.hit_rate)
+        model = seconds_per_token(rates, plan, density, hits.hit_rate, moved, over_the_bus=True, listed=listed)
         slowest = max(model.parts, key=lambda name: model.parts[name])
         found["model"] = {
             **model.parts,
@@ -98,8 +118,9 @@ def per_token(ways: Ways, hits: HitCounts, seconds: float) -> dict[str, Any]:
 def per_token_in_words(found: Mapping[str, Any]) -> str:
     """What `per_token` gave, in a few words."""
     read = ", ".join(f"{found['bytes'][name] / 1e6:.2f} MB {said}" for name, said in _WAYS.items())
+    counted = "listed" if found["listed"] else "active"
     text = (
-        f"a token: {found['hits']:.1f} of {found['needed']:.1f} active neurons had slots; {read}; "
+        f"a token: {found['hits']:.1f} of {found['needed']:.1f} {counted} neurons had slots; {read}; "
         f"{found['handed']:.1f} blocks handed over, {found['waited_us']:.0f} us waited"
     )
     if (model := found["model"]) is None:

@@ -33,6 +33,7 @@ class Backend:
     slots       -- whether some of these neurons can have slots of their own
     slot_texts  -- texts that it decodes together at most where some have
     budgets     -- whether what has no room in a device's memory can lie in the host's
+    gate_copies -- whether copies of gates can take the place of those that have no room in a device's memory
     holds       -- whether the share that is skipped can be held at the target
     selects     -- whether decoded tokens of models with sparse attention read a part of the cached ones
     traits      -- of `traits.TRAITS`, those that it computes
@@ -51,6 +52,7 @@ class Backend:
     slots: bool = False
     slot_texts: int = 1
     budgets: bool = False
+    gate_copies: bool = False
     holds: bool = False
     selects: bool = True
     traits: frozenset[str] = frozenset()
@@ -120,6 +122,7 @@ BACKENDS: Mapping[str, Backend] = MappingProxyType(
                 slots=True,
                 slot_texts=8,
                 budgets=True,
+                gate_copies=True,
                 holds=True,
                 traits=frozenset(TRAITS),
             ),

@@ -36,7 +36,7 @@ class Feature:
         if self.there(row, options, packed):
             return
         able = [other for other in BACKENDS.values() if self.there(other, options, packed)]
-        names, hardware = (" or ".join(texts) for texts in zip(*((a.name, a.hardware) for a in able), strict=True))
+        names, hardware = (" or ".join(getattr(a, field) for a in able) for field in ("name", "hardware"))
         devices = " or ".join(device for other in able for device in other.devices[:1])
         lacking = ", ".join(trait for trait in traits_asked(options, packed) if trait not in row.traits)
         values = {"row": row, "options": options, "packed": packed, "traits": lacking}
@@ -150,6 +150,12 @@ FEATURES = (
         refusal="vram {options.vram}: the {row.name} backend has no memory of a GPU to divide; use device {devices}, "
         "or cached",
         check_model=check_by_count("vram"),
+    ),
+    Feature(
+        asked=lambda options, packed: options.gate_copy is not None,
+        there=lambda row, options, packed: row.gate_copies,
+        refusal="gate_copy {options.gate_copy:g}: the {row.name} backend has no copies of gates; use device {devices}, "
+        "or leave it out",
     ),
     Feature(
         asked=lambda options, packed: options.hold,

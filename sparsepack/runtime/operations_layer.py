@@ -6,11 +6,13 @@ Every part counts for itself what decoded positions read of it.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from sparsepack.formats.codecs.matrices import ZIGZAG, PackedMatrix
 from sparsepack.formats.mlp_kinds import DENSE, EXPERTS, MLP_GATE, MLP_RECORDS, NEURONS, MlpKind
 from sparsepack.formats.packed import DenseMlp, ExpertMlp, NeuronMlp, PackedLayer, PackedSite
 from sparsepack.models.records.rule import SiteRule
@@ -105,12 +107,12 @@ class LoadedDenseMlp:
 @dataclass(frozen=True)
 class _LoadedNeuronMlp:
     operations: Operations
-    gate: Any
+    gate: Callable[[Tensor], Tensor]
     records: Any
     active: Mapping[str, Tensor]
 
     def output(self, x: Tensor, activation: Activation, mode: Mode, held: HeldStep | None = None) -> Tensor:
-        gate = activation(self.operations.zigzag_matmul(self.gate, x))  # [S, neurons]
+        gate = activation(self.gate(x))  # [S, neurons]
         self.active[MLP_GATE].add_(mode.units(x))
         if mode is Mode.STEP and len(x) == 1:
             indices, count = self.operations.collect(gate[0], torch.zeros((), device=gate.device))
@@ -223,8 +225,15 @@ def _loaded_dense(mlp: DenseMlp, operations: Operations, device: torch.device) -
 
 
 def _loaded_neurons(mlp: NeuronMlp, operations: Operations, device: torch.device) -> Mlp:
-    gate, records = operations.load_zigzag(mlp.gate, device), operations.load_neurons(mlp.records, device)
+    gate, records = _product_of(mlp.gate, operations, device), operations.load_neurons(mlp.records, device)
     return _LoadedNeuronMlp(operations, gate, records, {name: _zero(device) for name in NEURONS.counted})
+
+
+def _product_of(matrix: PackedMatrix, operations: Operations, device: torch.device) -> Callable[[Tensor], Tensor]:
+    """Y = X W^T for a matrix in either order, which is loaded."""
+    if matrix.type == ZIGZAG:
+        return partial(operations.zigzag_matmul, operations.load_zigzag(matrix, device))
+    return partial(operations.matmul, operations.load_rows(matrix, device))
 
 
 def _loaded_experts(mlp: ExpertMlp, operations: Operations, device: torch.device) -> Mlp:

@@ -10,6 +10,7 @@ from sparsepack.option import LARGEST_COUNT, LARGEST_SEED, check_options, not_wi
 from sparsepack.placement.budget import bytes_in
 from sparsepack.placement.links import Links
 from sparsepack.placement.names import ONLINE
+from sparsepack.placement.options import MOST_LISTED
 from sparsepack.runtime.backends import BACKENDS
 
 MOST_THREADS = 1024
@@ -90,6 +91,15 @@ class EngineOptions:
         default=None,
         choices=ONLINE,
         counts=(only_with("cached", others=(only_with("vram"),)),),
+    )
+    gate_copy: float | None = option(
+        "Where gates do not all fit within --vram, keep copies of them in 2 bits on the GPU, which list this many "
+        "times as many neurons as are active; of these alone the exact gates are read. It changes the text a little: "
+        "1.5 loses little, 2 less. For files packed with --gates rows (default: gates are read whole, where they lie).",
+        default=None,
+        least=1,
+        most=MOST_LISTED,
+        counts=(only_with("vram"),),
     )
     hold: bool = option(
         "Scale thresholds from token to token so that each text skips the share that the file was packed for, on "

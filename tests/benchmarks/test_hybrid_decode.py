@@ -12,7 +12,7 @@ import torch
 from hybrid_decode import HEAD, row_of
 from hybrid_synthetic import TINY, random_neurons, write_for_llama_cpp
 from llama_cpp_offload import LAYERS, Peer, reported_bytes
-from replayed import tiled
+from replayed import tiled, with_more
 
 from sparsepack.runtime.engine import Engine
 
@@ -34,8 +34,18 @@ def test_who_is_often_active_elsewhere_is_often_active_here() -> None:
     assert np.corrcoef(active.ravel(), found.frequency.ravel())[0, 1] > 0.7
 
 
-def test_a_model_of_a_shape_runs_and_its_neurons_are_skipped_exactly() -> None:
-    packed = random_neurons(TINY, tiled(TINY.layers, TINY.intermediate).frequency)
+@pytest.mark.parametrize("times", [1.0, 1.75, 16.0])
+def test_copies_list_more_neurons_among_which_are_the_active_ones(times: float) -> None:
+    found = tiled(2, 1281, tokens=3)
+    more = with_more(found, times)
+    assert not (found.bits & ~more.bits).any()
+    active, listed = (np.bitwise_count(each.bits.numpy()).sum(2) for each in (found, more))
+    assert listed == pytest.approx(np.minimum(times * active, 1281), abs=0.51)
+
+
+@pytest.mark.parametrize("rows", [False, True])
+def test_a_model_of_a_shape_runs_and_its_neurons_are_skipped_exactly(rows: bool) -> None:
+    packed = random_neurons(TINY, tiled(TINY.layers, TINY.intermediate).frequency, rows=rows)
     ids = [5, 7, 11, 13]
     dense, skipping = (Engine(packed, context=16, backend="reference", dense=dense) for dense in (True, False))
     expected = dense.teacher_forced(ids, len(ids))

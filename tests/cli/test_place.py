@@ -74,6 +74,25 @@ def test_the_table_says_where_everything_lies(file: Path) -> None:
     assert said.count("read by the bus and the processor") == 2
 
 
+def test_copies_of_gates_are_planned_where_gates_do_not_fit(file: Path, tmp_path: Path) -> None:
+    rows = tiny_by_neurons(tmp_path, gates="rows")
+    whole = placed(rows, "1GB", "--gate-copy", 2)
+    assert (whole["blocks"]["copied"], whole["listed"]) == (0, None)
+    card = whole["card"]
+    room = sum(card.values()) - card["embedding"] - card["records"] - card["gates"] // 3
+    vram = f"{room / 1e6:.3f}MB"
+    without, found = placed(rows, vram), placed(rows, vram, "--gate-copy", 2)
+    assert 0 < without["blocks"]["gates"] < without["blocks"]["all"]
+    assert found["blocks"]["copied"] == found["blocks"]["all"]
+    assert found["density"] < found["listed"] <= 2 * found["density"]
+    assert found["tokens_per_second"]["and_bus"] > without["tokens_per_second"]["and_bus"]
+    said = succeeds("place", rows, "--vram", vram, "--context", 64, "--gate-copy", 2)
+    assert "copies of gates" in said
+    assert "of these alone the exact gates are read" in said
+    assert "pack the model again with --gates rows" in fails("place", file, "--vram", vram, "--gate-copy", 2)
+    assert "is not in the range 1<=x<=16" in fails("place", rows, "--vram", vram, "--gate-copy", 0.5)
+
+
 def test_what_cannot_be_placed_is_one_line(file: Path, tmp_path: Path) -> None:
     zigzag = tmp_path / "z.gguf"
     write_zigzag(open_checkpoint("shipped:tiny"), {}, zigzag)

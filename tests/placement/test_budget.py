@@ -58,6 +58,27 @@ def test_what_leaves_first_is_on_the_card_only_with_all_that_leaves_later(parts:
     assert not found.embedding or found.whole
 
 
+@given(models(), BEYOND, st.integers(1, 3000))
+def test_copies_take_the_place_of_gates_that_do_not_all_fit(parts: Parts, beyond: int, size: int) -> None:
+    gate = -(-max(parts.gates, default=0) // parts.neurons)
+    copied = replace(parts, copies=tuple(min(size, each) for each in parts.gates), gate=gate)
+    without, found = (plan_within(of, parts.least + beyond) for of in (parts, copied))
+    assert found.card_bytes <= parts.least + beyond
+    assert found.output == without.output
+    if without.gates == parts.blocks or not without.output:
+        assert replace(found, parts=parts) == without
+        return
+    assert found.gates == 0
+    assert not found.attention or found.copied == parts.blocks
+    assert not found.slots or found.attention == parts.blocks
+    assert without.attention < parts.blocks or found.copied >= without.gates
+    assert not found.whole or not parts.all_neurons * gate
+    assert found.host["gates"] == sum(parts.gates)
+    assert found.card["copies of gates"] == sum(copied.copies[: found.copied])
+    assert found.card["records"] == (found.slots + found.spare) * ((parts.record + gate) if found.copied else 0)
+    assert found.always_read[1] == found.host["output"] + found.host["attention"] + sum(parts.gates[found.copied :])
+
+
 @given(models(), BEYOND)
 def test_no_slot_is_wasted(parts: Parts, beyond: int) -> None:
     found = plan_within(parts, parts.least + beyond)

@@ -9,7 +9,17 @@ from hypothesis import strategies as st
 
 from sparsepack.errors import PlacementError
 from sparsepack.placement.budget import plan_of_share, plan_within
-from sparsepack.placement.machine import MACHINES, SHAPES, Machine, Shape, dense_split, machine_of, measured_rates
+from sparsepack.placement.machine import (
+    MACHINES,
+    SHAPES,
+    Listed,
+    Machine,
+    Shape,
+    dense_split,
+    machine_of,
+    measured_rates,
+    seconds_per_token,
+)
 from sparsepack.placement.machine import tokens_per_second as modelled
 
 PCIE5, LLAMA_70B = MACHINES["pcie5"], SHAPES["70b"]
@@ -147,3 +157,23 @@ def test_mixtures_have_as_many_weights_as_their_names_say() -> None:
         assert parts.weights / 4.5 * 8 == pytest.approx(billions * 1e9, rel=0.01)
         assert parts.neurons == SHAPES[name].experts
         assert parts.spare == SHAPES[name].used
+
+
+def test_of_listed_neurons_the_gates_are_read_where_they_lie():
+    parts = SHAPES["13b"].parts
+    row = parts.gates[0] // parts.neurons
+    copied = replace(parts, copies=tuple(size // 2 for size in parts.gates), gate=row)
+    rates = PCIE5.rates(parts.record)
+    plan = plan_within(copied, int(5.5e9))
+    assert (plan.gates, plan.copied) == (0, 40)
+    assert plan.slots
+    listed = Listed(0.2, 0.4)
+    found = seconds_per_token(rates, plan, 0.135, 0.5, 0.0, True, listed)
+    none = seconds_per_token(rates, plan, 0.135, 0.5, 0.0, True, Listed(0.0, 1.0))
+    links, of_all = rates.links, 0.2 * parts.all_neurons * row / parts.record
+    assert found.slots - none.slots == pytest.approx(0.4 * of_all / links.resident)
+    by_links, by_memory = 0.6 * of_all / (links.bus + links.worker), 0.6 * of_all * parts.record / rates.host
+    assert found.host - none.host == pytest.approx(max(by_links, by_memory))
+    assert (found.card, found.far) == (none.card, none.far)
+    far = plan_within(parts, int(5.5e9))
+    assert seconds_per_token(rates, far, 0.135, 0.0, 0.0, True).together > found.together

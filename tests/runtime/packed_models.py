@@ -239,8 +239,8 @@ def with_sites(layer: PackedLayer, changed: Mapping[str, Any]) -> PackedLayer:
     return dataclasses.replace(layer, attention=sites)
 
 
-def by_neurons(packed: PackedModel, seed: int = 0) -> PackedModel:
-    """The same model, quantised once more, its MLPs stored by neurons in a random order."""
+def by_neurons(packed: PackedModel, seed: int = 0, gates: str = "zigzag") -> PackedModel:
+    """The same model, quantised once more, its MLPs stored by neurons in a random order, their gates in this one."""
     generator = torch.Generator().manual_seed(seed)
     layers = []
     for layer in packed.layers:
@@ -249,7 +249,11 @@ def by_neurons(packed: PackedModel, seed: int = 0) -> PackedModel:
         down = decode_matrix(sites.pop("mlp_mid").matrix)
         order = torch.randperm(len(gate), generator=generator)
         mlp = NeuronMlp(
-            gate=PackedMatrix(zigzag.pack(gate[order]), ZIGZAG, *gate.shape),
+            gate=(
+                PackedMatrix(zigzag.pack(gate[order]), ZIGZAG, *gate.shape)
+                if gates == "zigzag"
+                else PackedMatrix(encode_rows(gate[order], "Q4_K"), "Q4_K", *gate.shape)
+            ),
             records=PackedMatrix(neurons.pack(up, down, order), "Q4_K", len(gate), 2 * gate.shape[1]),
             frequency=torch.linspace(1, 0, len(gate)),
             order=order,

@@ -29,6 +29,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "odd count of neurons": {"intermediate_size": 301, "num_key_value_heads": 8},
     "one neuron": {"intermediate_size": 1},
     "tied, two superblocks": {"hidden_size": 512, "tie_word_embeddings": True},
+    "gates by rows": {"gates": "rows"},
+    "gates by rows, odd count": {"gates": "rows", "hidden_size": 512, "intermediate_size": 301},
 }
 
 every_backend = every_backend_that(lambda row: NEURONS in row.mlps)
@@ -37,7 +39,8 @@ every_backend = every_backend_that(lambda row: NEURONS in row.mlps)
 @cache
 def models(variant: str, rules: bool = False) -> tuple[PackedModel, Any]:
     changes = {"hidden_size": 256, "intermediate_size": 300, "hidden_act": "relu", **VARIANTS[variant]}
-    packed = by_neurons(random_model("llama", **changes))
+    gates = changes.pop("gates", "zigzag")
+    packed = by_neurons(random_model("llama", **changes), gates=gates)
     stock = stock_model(packed)
     return (with_rules(packed, stock, IDS, [0, 6, 12]) if rules else packed), stock
 
@@ -54,8 +57,9 @@ def test_logits_are_those_of_the_stock_model_however_much_is_skipped(backend: st
 
 
 @every_backend
-def test_steps_skip_inactive_neurons_and_dense_ones_none(backend: str) -> None:
-    packed, stock = models("grouped queries")
+@pytest.mark.parametrize("variant", ["grouped queries", "gates by rows"])
+def test_steps_skip_inactive_neurons_and_dense_ones_none(backend: str, variant: str) -> None:
+    packed, stock = models(variant)
     expected, watch = stock_logits(stock, packed, IDS, 0)
     engine = engine_of(packed, backend)
     found = torch.stack([engine.step(id) for id in IDS])

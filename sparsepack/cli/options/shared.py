@@ -78,7 +78,7 @@ engine_flags = group(
 )
 """What every verb asks that has an engine."""
 
-slots = group(RUNS, options_from(EngineOptions, "--cached", "--vram", "--policy"))
+slots = group(RUNS, options_from(EngineOptions, "--cached", "--vram", "--policy", "--gate-copy"))
 for_texts = group(
     RUNS,
     from_options(EngineOptions, "--dense"),

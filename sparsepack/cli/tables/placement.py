@@ -30,6 +30,11 @@ def placement_table(result: Mapping[str, Any]) -> str:
         f"A token needs {100 * result['density']:.1f} % of the {unit}; {100 * result['hit_rate']:.1f} % of these have "
         f"slots, by {origin}'s frequencies, when nothing moves."
     )
+    if result["listed"] is not None:
+        hits += (
+            f"\nCopies of gates list at most {100 * result['listed']:.1f} % of the neurons of a block as maybe active; "
+            "of these alone the exact gates are read, so that who is missed is lost."
+        )
     expected = (
         f"tokens per second on {result['machine']}, by a model of time that is a bound: {speed['processor']:.1f} where "
         f"the processor computes what has no slot, {speed['and_bus']:.1f} where the bus shares all that is far; a "
@@ -48,6 +53,13 @@ def _where(name: str, result: Mapping[str, Any]) -> str:
     blocks, there = result["blocks"], result["host"].get(name, 0)
     if not result["card"].get(name, 0) and not there:
         return "it is the output" if name == "embedding" else "-"
+    if name == "gates" and blocks["copied"]:
+        far = blocks["all"] - blocks["copied"]
+        rows = "the rows of listed neurons are read by the bus and the processor"
+        return f"{rows}; of {counted(far, 'block')} all" if far else rows
+    if name == "copies of gates":
+        first = "" if blocks["copied"] == blocks["all"] else "the first "
+        return f"card: of {first}{counted(blocks['copied'], 'block')}"
     if name in ("attention", "gates") and there:
         near = blocks[name]
         others = "by the bus and the processor"

@@ -46,7 +46,7 @@ from sparsepack.terminal import tell
 @allocation
 @refit
 @attention
-@group("Types", options_from(PackRequest, "--output-type", "--embedding-type"))
+@group("Types", options_from(PackRequest, "--output-type", "--embedding-type", "--gates"))
 @group("Pruned models", options_from(PackRequest, "--keep", "--of"))
 @group(OUTPUT, click.option("-o", "--output", type=PATH, required=True, help="The file or folder to make."))
 @device_option

@@ -15,7 +15,7 @@ from sparsepack.placement.options import PlaceOptions
 @verb(short_help="Say what of a model lies on a card, and what in host memory.")
 @click.argument("path", type=ARTIFACT)
 @from_options(PlaceOptions, "--vram", required=True)
-@options_from(PlaceOptions, "--context")
+@options_from(PlaceOptions, "--context", "--gate-copy")
 @click.option(
     "--calibration",
     type=CALIBRATION,

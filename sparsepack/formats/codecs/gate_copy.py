@@ -53,6 +53,11 @@ class GateCopy:
         return torch.mul(numbers, self.scales.float()[:, None])
 
 
+def copy_bytes(neurons: int, hidden: int, bits: int = 2) -> int:
+    """What the copy of a gate takes, with limits in float32."""
+    return neurons * (hidden * bits // 8 + 2 + 4)
+
+
 def copied(gate: Tensor, bits: int = 2) -> GateCopy:
     """A gate [n, d], d a multiple of 8, in `bits` a weight, 1 or 2.
 
@@ -77,10 +82,31 @@ def _codes(weight: Tensor, scales: Tensor, levels: int) -> Tensor:
     return ((weight / scales.clamp(min=torch.finfo(torch.float32).tiny) + levels) / 2).round().clamp(0, levels)
 
 
+@dataclass(frozen=True)
+class CopyErrors:
+    """How far a copy is from its gate: the norms of each row's difference and of the row, float32 [n] each."""
+
+    error: Tensor
+    norm: Tensor
+
+
+def errors_of(copy: GateCopy, gate: Tensor) -> CopyErrors:
+    """How far a copy is from the gate [n, d] that was copied. Raises `PackingError` for another shape."""
+    if gate.shape != copy.decoded().shape:
+        raise PackingError(f"gate {list(gate.shape)}: expected those of the copy, {list(copy.decoded().shape)}")
+    gate = gate.float()
+    return CopyErrors((copy.decoded() - gate).norm(dim=1), gate.norm(dim=1))
+
+
 def limits(copy: GateCopy, gate: Tensor, frequency: Tensor, times: float) -> Tensor:
+    """`limits_of` a whole copy of the gate [n, d]. Raises `PackingError` for shapes that do not fit together, too."""
+    return limits_of(errors_of(copy, gate), gate.shape[1], frequency, times)
+
+
+def limits_of(errors: CopyErrors, width: int, frequency: Tensor, times: float) -> Tensor:
     """Below which a neuron is not listed, so that about `times` as many are listed as are active: float32 [n].
 
-    gate      -- that was copied, [n, d]
+    width     -- of a row of the gate, d
     frequency -- [n], the share of a text's tokens at which each neuron was active
 
     No text is needed, nor scores on one. Gates are taken as normally distributed over tokens: one that is above zero
@@ -91,14 +117,13 @@ def limits(copy: GateCopy, gate: Tensor, frequency: Tensor, times: float) -> Ten
 
     Raises `PackingError` for shapes that do not fit together, or `times` below 1.
     """
-    if gate.shape != copy.decoded().shape or tuple(frequency.shape) != (len(gate),):
-        raise PackingError(f"gate {list(gate.shape)}, frequencies {list(frequency.shape)}: expected those of the copy")
+    error, norm = errors.error, errors.norm
+    if frequency.shape != error.shape:
+        raise PackingError(f"frequencies {list(frequency.shape)}: expected those of the copy's {len(error)} neurons")
     if not times >= 1:
         raise PackingError(f"{times:g} times as many as are active: expected at least 1, or active ones are lost")
-    gate = gate.float()
-    error = (copy.decoded() - gate).norm(dim=1)
-    relative = torch.where(error > 0, error / gate.norm(dim=1), 0).double()
-    often = frequency.to(gate.device).double()
+    relative = torch.where(error > 0, error / norm, 0).double()
+    often = frequency.to(error.device).double()
     mean = torch.special.ndtri(often.clamp(_RAREST, 1 - _RAREST))
     wanted = times * float(often.sum())
 
@@ -106,9 +131,9 @@ def limits(copy: GateCopy, gate: Tensor, frequency: Tensor, times: float) -> Ten
         return float(torch.special.ndtr((mean + z * relative) / (1 + relative.square()).sqrt()).sum())
 
     low, high = -64.0, 64.0
-    if wanted >= len(gate) or expected(high) < wanted:
+    if wanted >= len(error) or expected(high) < wanted:
         return torch.full_like(error, torch.inf)
     for _ in range(60):
         middle = (low + high) / 2
         low, high = (middle, high) if expected(middle) < wanted else (low, middle)
-    return torch.mul(error, high / math.sqrt(gate.shape[1]))
+    return torch.mul(error, high / math.sqrt(width))

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from sparsepack.formats.artifact import Program
+from sparsepack.formats.mlp_kinds import GATE_ORDERS
 from sparsepack.formats.neuron.layout import FREQUENCY, GATE, ORDER, RECORDS
 from sparsepack.formats.neuron.reader import NeuronReader
 from sparsepack.formats.neuron.section import neuron_summary
@@ -22,7 +23,10 @@ class NeuronArtifact(ZigzagArtifact):
     reader = NeuronReader
 
     def neurons(self) -> dict[str, Any]:
-        return neuron_summary(self.manifest, self.path)
+        summary = neuron_summary(self.manifest, self.path)
+        gate = self.tensors.get(f"blk.0.{GATE}")
+        order = GATE_ORDERS[gate is not None and len(gate.shape) == 2]
+        return {**summary, "gates": order, "in_words": f"{summary['in_words']}; gates in the order {order}"}
 
     def holds_weights(self, name: str) -> bool:
         return super().holds_weights(name) and not name.endswith((FREQUENCY, ORDER))

@@ -8,6 +8,8 @@ from sparsepack.models.architecture import Architecture
 
 GATE, RECORDS = f"{MLP_GATE}.weight", f"{MLP_RECORDS}.weight"
 FREQUENCY, ORDER = "mlp_frequency", "mlp_order"
+GATE_ROWS = "Q4_K"
+"""The type of gates that are stored by rows; of others it is `codecs.matrices.ZIGZAG`."""
 
 EXACT_ZEROS = ("relu",)
 """Activations that make most of their outputs exactly zero, so that leaving these out changes nothing."""

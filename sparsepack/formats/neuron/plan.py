@@ -1,6 +1,7 @@
 """The neuron GGUF: as the zigzag GGUF, but each MLP stored by neurons, so that only active ones need be read.
 
     blk.I.mlp_gate.weight          [bands, hidden, 256]    Q4_K in zigzag order: the gate alone; it says who is active
+                                or [neurons, hidden]       Q4_K by rows, if `PlanRequest.gates` is "rows"
     blk.I.mlp_records.weight       [neurons, 2 hidden]     Q4_K by rows: the neuron's row of up, then its column of down
     blk.I.mlp_frequency            [neurons]               F32: share of the calibration's tokens that need it
     blk.I.mlp_order                [neurons]               I32: the model's number of the neuron that is stored here
@@ -22,10 +23,11 @@ from sparsepack.files.gguf import GgufFile
 from sparsepack.files.transfer import stacked_on
 from sparsepack.formats.artifact import Artifact
 from sparsepack.formats.codecs import gptq, neurons, q4_k, zigzag
+from sparsepack.formats.codecs.matrices import ZIGZAG, PackedMatrix, decode_matrix
 from sparsepack.formats.containers.gguf.writer import GgufPlan
 from sparsepack.formats.encoded import EncodedSite, SiteEncoder
 from sparsepack.formats.neuron.artifact import NeuronArtifact
-from sparsepack.formats.neuron.layout import FREQUENCY, GATE, ORDER, RECORDS, check_neurons
+from sparsepack.formats.neuron.layout import FREQUENCY, GATE, GATE_ROWS, ORDER, RECORDS, check_neurons
 from sparsepack.formats.neuron.section import neuron_section
 from sparsepack.formats.plan import PlannedGroup, PlannedTensor, PlanRequest, alone, naming
 from sparsepack.formats.table import Format
@@ -99,15 +101,26 @@ def encoder(format: Format, checkpoint: Checkpoint, request: PlanRequest) -> Sit
             found = {f"{name}.{_DOWN}": columns.transpose(0, 1)[order].flatten(1)}
             return EncodedSite(found, zigzag.unpack(columns, len(weight)), {f"{name}.{RECORDS}": slice(None)})
         gate, up = weight.chunk(2)
-        gates = encoded_matrix(gate[order], inputs)
-        ups = q4_k.encode(up[order]) if inputs is None else gptq.q4_k_rows(up[order], inputs)
+        gates, ups = _encoded_gate(gate[order], inputs, request.gates), _encoded_rows(up[order], inputs)
         decoded = torch.empty_like(weight)
-        for part, rows in zip(decoded.chunk(2), (zigzag.unpack(gates, len(gate)), q4_k.decode(ups)), strict=True):
+        for part, rows in zip(decoded.chunk(2), (decode_matrix(gates), q4_k.decode(ups)), strict=True):
             part[order] = rows
         rows_of = {f"{name}.{GATE}": slice(0, len(gate)), f"{name}.{RECORDS}": slice(len(gate), None)}
-        return EncodedSite({f"{name}.{GATE}": gates, f"{name}.{_UP}": ups}, decoded, rows_of)
+        return EncodedSite({f"{name}.{GATE}": gates.blocks, f"{name}.{_UP}": ups}, decoded, rows_of)
 
     return encode
+
+
+def _encoded_gate(gate: Tensor, inputs: Inputs | None, order: str) -> PackedMatrix:
+    """A gate [neurons, hidden] in one of `GATE_ORDERS`."""
+    if order == "rows":
+        return PackedMatrix(_encoded_rows(gate, inputs), GATE_ROWS, *gate.shape)
+    return PackedMatrix(encoded_matrix(gate, inputs), ZIGZAG, *gate.shape)
+
+
+def _encoded_rows(weight: Tensor, inputs: Inputs | None) -> Tensor:
+    """A matrix by rows, with error feedback where its inputs are known."""
+    return q4_k.encode(weight) if inputs is None else gptq.q4_k_rows(weight, inputs)
 
 
 def _check_rules(format: Format, request: PlanRequest) -> None:
@@ -128,7 +141,8 @@ def _planned_neurons(
     order, device, encoded = neurons.by_frequency(counts.active[layer]), request.device, request.encoded
 
     def gate() -> Tensor:
-        return zigzag.pack(stacked_on(device, [checkpoint.gate_and_up(layer)[0][order]]))
+        weight = stacked_on(device, [checkpoint.gate_and_up(layer)[0][order]])
+        return _encoded_gate(weight, None, request.gates).blocks
 
     def records() -> Tensor:
         if f"{name}.{_UP}" in encoded:
@@ -136,10 +150,10 @@ def _planned_neurons(
         up, (down,) = checkpoint.gate_and_up(layer)[1], checkpoint.projections(layer, "mlp_mid")
         return neurons.pack(stacked_on(device, [up]), stacked_on(device, [down]), order)
 
-    bands = (zigzag.bands(count), hidden, zigzag.BAND_ROWS)
-    yield alone(
-        PlannedTensor(f"{name}.{GATE}", bands, "Q4_K", logical=(count, hidden)), encoded.get(f"{name}.{GATE}", gate)
-    )
+    by_rows = request.gates == "rows"
+    stored = (count, hidden) if by_rows else (zigzag.bands(count), hidden, zigzag.BAND_ROWS)
+    planned = PlannedTensor(f"{name}.{GATE}", stored, "Q4_K", logical=(count, hidden))
+    yield alone(planned, encoded.get(planned.name, gate))
     yield alone(PlannedTensor(f"{name}.{RECORDS}", (count, 2 * hidden), "Q4_K"), records)
     yield planned_vector(f"{name}.{FREQUENCY}", "F32", counts.frequency[layer].float()[order])
     yield planned_vector(f"{name}.{ORDER}", "I32", order.to(torch.int32))

@@ -39,6 +39,7 @@ class Bench(Section):
     cached: float | None
     vram: str | None
     policy: str | None
+    gate_copy: float | None
 
 
 def _problems(recipe: Recipe, asked: Bench) -> Iterator[str]:

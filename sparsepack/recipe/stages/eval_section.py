@@ -40,6 +40,7 @@ class Eval(Section):
     cached: float | None
     vram: str | None
     policy: str | None
+    gate_copy: float | None
 
 
 def perplexity_texts(recipe: Recipe) -> tuple[str, ...]:

@@ -41,6 +41,7 @@ class Generate(Section):
     cached: float | None
     vram: str | None
     policy: str | None
+    gate_copy: float | None
 
 
 def _length(job: Job, asked: Generate) -> int:

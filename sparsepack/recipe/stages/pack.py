@@ -42,6 +42,7 @@ class Pack(Section):
     embedding_type: str
     keep: int | None
     of: int | None
+    gates: str
     refit: bool
     quantiser: str
     refit_windows: int

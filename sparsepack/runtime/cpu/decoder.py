@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sparsepack.errors import UserError
-from sparsepack.formats.codecs.matrices import PackedMatrix
+from sparsepack.formats.codecs.matrices import ZIGZAG, PackedMatrix
 from sparsepack.formats.mlp_kinds import DENSE, EXPERTS, NEURONS, MlpKind
 from sparsepack.formats.packed import DenseMlp, ExpertMlp, NeuronMlp, PackedModel, PackedSite
 from sparsepack.models.family import ATTENTION_SITES, MLP_SITES, SITES
@@ -18,7 +18,7 @@ from sparsepack.progress import counted
 from sparsepack.runtime.backends import backend_named
 from sparsepack.runtime.cpu.dispatch import instruction_set, native
 from sparsepack.runtime.cpu.kv_cache import NativeKvCache, vector
-from sparsepack.runtime.cpu.operations import ROW_TYPES, load_experts, load_neurons, load_rows, load_zigzag
+from sparsepack.runtime.cpu.operations import ROW_TYPES, load_experts, load_gates, load_neurons, load_rows, load_zigzag
 from sparsepack.runtime.decoder import among_all, attention_of, stepped
 from sparsepack.runtime.generation.sampling import Sampler, not_finite
 from sparsepack.runtime.hold import Hold
@@ -192,8 +192,10 @@ def _add_dense(builder: Any, mlp: DenseMlp, threads: int) -> None:
 
 
 def _add_neurons(builder: Any, mlp: NeuronMlp, threads: int) -> None:
-    builder.set_site(SITES.index("mlp_in"), load_zigzag(mlp.gate, threads=threads), None, None, None)
-    builder.set_neurons(load_neurons(mlp.records))
+    by_rows = mlp.gate.type != ZIGZAG
+    if not by_rows:
+        builder.set_site(SITES.index("mlp_in"), load_zigzag(mlp.gate, threads=threads), None, None, None)
+    builder.set_neurons(load_neurons(mlp.records), load_gates(mlp.gate) if by_rows else None)
 
 
 def _add_experts(builder: Any, mlp: ExpertMlp, threads: int) -> None:

@@ -94,6 +94,11 @@ def load_neurons(records: PackedMatrix, device: torch.device | str = "cpu") -> A
     return operations().load_neurons(records.blocks.contiguous().numpy())
 
 
+def load_gates(gates: PackedMatrix) -> Any:
+    """Copy gates by rows, Q4_K [neurons, hidden], into the order in which a few of them are multiplied."""
+    return operations().load_gates(gates.blocks.contiguous().numpy())
+
+
 def new_neurons(count: int, hidden: int, device: torch.device | str = "cpu") -> Any:
     """Room for so many records of zeros, as `load_neurons` gives them."""
     backend_named("cpu").check_device(device)
@@ -122,6 +127,7 @@ def cold_worker(
     threads: int | None = None,
     limit: float = 60.0,
     products: Sequence[Any] = (),
+    gates: Sequence[Any] = (),
 ) -> Any:
     """Threads that compute what a device asks for through a hand-over; see `runtime/hybrid/handover.py`.
 
@@ -131,6 +137,8 @@ def cold_worker(
                None: that many
     limit   -- seconds that it waits for a request of a step that has begun: of a first one kernels are compiled
     products -- the matrices of the layout's products, as `load_zigzag` gives them
+    gates   -- of each block, as `load_gates` gives them, or None: with them the requests of a block list neurons that
+               may be active, and the worker keeps those whose gate is above zero; empty: no block has them
 
     What it gives has `begin(number, texts=1)`, before the device asks for the first block of a step, and when both
     sides have ended the step before; and `end(number)`, which waits for the worker alone. Both raise RuntimeError from
@@ -140,7 +148,8 @@ def cold_worker(
     """
     most = worker_threads()
     chosen = min(threads or most, most)
-    return native().ColdWorker(instruction_set(), list(records), memory, layout, chosen, limit, list(products))
+    of_records, of_products, of_gates = (list(each) for each in (records, products, gates))
+    return native().ColdWorker(instruction_set(), of_records, memory, layout, chosen, limit, of_products, of_gates)
 
 
 def slow_policy() -> Callable[..., Any]:

@@ -29,6 +29,7 @@ from sparsepack.runtime.cuda.driver.kernel_set import KERNELS, Kernels
 from sparsepack.runtime.hybrid.boundaries import Boundaries
 from sparsepack.runtime.hybrid.cuda_mlps import STAGED_BYTES, CudaDivided
 from sparsepack.runtime.hybrid.far_products import bytes_beside, far_matrices
+from sparsepack.runtime.hybrid.gate_copies import GateCopies
 from sparsepack.runtime.hybrid.handover import HandOver, next_number
 from sparsepack.runtime.hybrid.placing import Placing, links_of, placing_of
 from sparsepack.runtime.options import EngineOptions
@@ -53,6 +54,8 @@ class Processor(Protocol):
 
     def load_zigzag(self, matrix: PackedMatrix) -> Any: ...
 
+    def load_gates(self, gates: PackedMatrix) -> Any: ...
+
     def cold_worker(
         self,
         records: Sequence[Any],
@@ -61,6 +64,7 @@ class Processor(Protocol):
         threads: int | None = None,
         *,
         products: Sequence[Any] = (),
+        gates: Sequence[Any] = (),
     ) -> Any: ...
 
 
@@ -118,14 +122,21 @@ class CudaHybridDecoder(CudaDecoder):
         self._texts = options.sequences or 1
         far = far_matrices(packed, plan, links)
         self._beside = bytes_beside(far)
+        copies = _gate_copies(plan, options)
+        self._times = 1.0 if copies is None else copies.times
         with kernels.on_device(device):
             self._divided = CudaDivided(
-                shape, hidden, plan.slots, links, device, kernels, activity, staged, self._texts, far=far
+                *(shape, hidden, plan.slots, links, device, kernels, activity, staged, self._texts),
+                far=far,
+                copies=copies,
             )
         records: list[Any] = []
+        gates: list[Any] = []
 
         def load_mlp(mlp: stored.Mlp, device: torch.device, kernels: Kernels, place: Place) -> CudaMlp:
             assert isinstance(mlp, stored.NeuronMlp)
+            if copies is not None:
+                gates.append(processor.load_gates(mlp.gate) if len(records) in copies.blocks else None)
             records.append(processor.load_neurons(mlp.records))
             return self._divided.load_mlp(mlp, device, kernels, place)
 
@@ -144,7 +155,9 @@ class CudaHybridDecoder(CudaDecoder):
         )
         products = [processor.load_zigzag(each.beside) for each in far]
         memory, layout = self._divided.memory, self._divided.layout
-        self._worker = processor.cold_worker(records, memory, layout, options.threads, products=products)
+        self._worker = processor.cold_worker(
+            *(records, memory, layout, options.threads), products=products, gates=gates
+        )
         self._number = 0  # of the step that ran last
         self._boundaries = Boundaries(self._placing.follows, self._divided, self._count_anew)
         self.reset()
@@ -159,12 +172,16 @@ class CudaHybridDecoder(CudaDecoder):
 
     @property
     def ways(self) -> Ways:
-        return Ways(self._divided.traffic, self._plan, self._known, self._beside)
+        return Ways(self._divided.traffic, self._plan, self._known, self._beside, self._times)
 
     @property
     def description(self) -> str:
         beside = counted(self.threads, "thread")
-        return f"{super().description}, {beside} beside it, {self._placing.description}, {self._links}"
+        said = [super().description, f"{beside} beside it", self._placing.description, str(self._links)]
+        if self._plan.copied:
+            copied = counted(self._plan.copied, "block")
+            said.append(f"copies of the gates of {copied}, which list {self._times:g} times as many as are active")
+        return ", ".join(said)
 
     def follow(self, policy: str) -> None:
         """Let another policy say who has slots, and forget the text: comparing policies loads a model once."""
@@ -231,6 +248,14 @@ class CudaHybridDecoder(CudaDecoder):
             call(self._number)
         except RuntimeError as error:
             raise UserError(f"the processor beside the GPU: {error}") from error
+
+
+def _gate_copies(plan: Plan, options: EngineOptions) -> GateCopies | None:
+    """The blocks whose gates have no room on the card, but copies of them."""
+    if not plan.copied:
+        return None
+    assert options.gate_copy is not None
+    return GateCopies(range(plan.gates, plan.gates + plan.copied), options.gate_copy)
 
 
 def assumed_links(record: int) -> Links:

@@ -22,7 +22,7 @@ from sparsepack.formats.codecs.zigzag import BAND_ROWS
 from sparsepack.formats.mlp_kinds import MLP_GATE
 from sparsepack.placement.links import Links
 from sparsepack.placement.ways import Traffic
-from sparsepack.runtime.cuda.decoder.mlps import NeuronMlp, load_gate
+from sparsepack.runtime.cuda.decoder.mlps import Gate, NeuronMlp, ZigzagGate, load_gate
 from sparsepack.runtime.cuda.decoder.sites import CudaSite, load_sites
 from sparsepack.runtime.cuda.driver.host_memory import Place
 from sparsepack.runtime.cuda.driver.kernel_set import Kernels
@@ -32,6 +32,7 @@ from sparsepack.runtime.cuda.products.neurons import CudaNeurons, Division, link
 from sparsepack.runtime.cuda.products.tile_config import far_tile_config
 from sparsepack.runtime.hybrid.far_products import FarMatrix
 from sparsepack.runtime.hybrid.following import KEPT, Moves
+from sparsepack.runtime.hybrid.gate_copies import CopiedGates, GateCopies
 from sparsepack.runtime.hybrid.handover import HandOver
 from sparsepack.runtime.hybrid.residency import NOWHERE, Residency
 from sparsepack.runtime.site_columns import Columns, load_vector
@@ -107,6 +108,7 @@ class CudaDivided:
     staged -- bytes of each of the two buffers through which prefill brings records to the GPU
     texts -- that a step has: they share the list, of who is active in any of them
     far -- the matrices whose bands are divided, in the order in which a step comes to them
+    copies -- the blocks with copies of their gates; None: there are none
 
     layout, memory -- the hand-over, as the processor sees it
     """
@@ -123,6 +125,7 @@ class CudaDivided:
         staged: int = STAGED_BYTES,
         texts: int = 1,
         far: Sequence[FarMatrix] = (),
+        copies: GateCopies | None = None,
     ) -> None:
         blocks, neurons = shape
         self._kernels, self._shape = kernels, shape
@@ -140,6 +143,12 @@ class CudaDivided:
         )
         self.residency = CudaResidency(shape, most, device)
         self.slots = kernels.new_neurons(self.residency.slots, hidden, device)
+        self._copied: CopiedGates | None = None
+        if copies is not None:
+            self._copied = CopiedGates(
+                copies, shape, hidden, self.residency.slots if most else 0, texts, device, kernels
+            )
+            self._links_of_listed = links_of(copies.links_of_listed(links), device)
         self._links, self._number = links_of(links, device), torch.zeros(2, dtype=torch.int32, device=device)
         self._traffic = torch.zeros(5, dtype=torch.int64, device=device)
         self._replayed = None if activity is None else self._in_words(activity, device)
@@ -154,7 +163,14 @@ class CudaDivided:
         """The next block's MLP: its gate where it shall lie, its records in the host's memory."""
         assert isinstance(mlp, stored.NeuronMlp)
         block = self._loaded
-        gate = self._load_far(MLP_GATE, device, None) or load_gate(mlp, device, kernels, place)
+        gate: Gate
+        far = self._load_far(MLP_GATE, device, None)
+        if far is not None:
+            gate = ZigzagGate(far)
+        elif (copied := self._copied_of(block)) is not None:
+            gate = copied.load(mlp, block, device)
+        else:
+            gate = load_gate(mlp, device, kernels, place)
         records = self.load_records(mlp.records, device)
         return DividedNeuronMlp(gate, records, block, self.division(block), self)
 
@@ -201,13 +217,18 @@ class CudaDivided:
         self._loaded += 1
         return self._kernels.load_neurons(records, device, self._host[first : first + self._shape[1]])
 
+    def _copied_of(self, block: int) -> CopiedGates | None:
+        """What knows the copy of a block's gate; None: there is none."""
+        copied = self._copied
+        return copied if copied is not None and block in copied.asked.blocks else None
+
     def division(self, block: int) -> Division:
         """What kernels take of a block."""
         at, first, second = self.layout, self._of_request(block), self._of_answer(block)
         return Division(
             tables=self.residency.there[:, block],
             version=self.residency.version,
-            links=self._links,
+            links=self._links if self._copied_of(block) is None else self._links_of_listed,
             seen=self._seen_there[:, block],
             number=self._number,
             begins=block == 0,
@@ -282,6 +303,8 @@ class CudaDivided:
         for first in range(0, len(neurons), COPIED_AT_ONCE):
             some = slice(first, first + COPIED_AT_ONCE)
             self._kernels.copy_neurons(self.slots, torch.from_numpy(slots[some]), host, torch.from_numpy(neurons[some]))
+            if self._copied is not None:
+                self._copied.give_slots(neurons[some], slots[some])
 
     def step_bits(self, number: int) -> np.ndarray:
         """Return who was active in the step of this number, which has ended: uint8 [1, blocks, bytes], bits as in

@@ -5,13 +5,13 @@
 
 So both paths to the host's memory are at work, as for neurons without slots. The bands are divided once, by the
 measured links, when a model is loaded: the same text then has the same bits. Where attention has thresholds, by which
-the GPU skips columns, its matrices stay whole, and so does what has one band.
+the GPU skips columns, its matrices stay whole, and so do gates by rows and what has one band.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sparsepack.formats.codecs.matrices import PackedMatrix
+from sparsepack.formats.codecs.matrices import ZIGZAG, PackedMatrix
 from sparsepack.formats.codecs.zigzag import BAND_ROWS
 from sparsepack.formats.mlp_kinds import MLP_GATE
 from sparsepack.formats.packed import NeuronMlp, PackedModel
@@ -54,7 +54,7 @@ def far_matrices(packed: PackedModel, plan: Plan, links: Links) -> list[FarMatri
         matrices: list[tuple[str, PackedMatrix]] = []
         if block >= plan.attention and divides:
             matrices += [(name, layer.attention[name].matrix) for name in ATTENTION_SITES]
-        if block >= plan.gates and isinstance(layer.mlp, NeuronMlp):
+        if block >= plan.gates and isinstance(layer.mlp, NeuronMlp) and layer.mlp.gate.type == ZIGZAG:
             matrices.append((MLP_GATE, layer.mlp.gate))
         for name, matrix in matrices:
             near = _near_bands(matrix, plan.parts.record, links)

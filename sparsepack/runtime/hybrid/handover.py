@@ -10,7 +10,8 @@ with L blocks of N neurons, H channels and B texts; a product is of R rows and K
 reads (`runtime/hybrid/far_products.py`). Each part between two bars begins at a multiple of `PART` bytes.
 `number` is that of the step, from 1 on; whoever announces writes it last, with release, and the other side awaits it
 with acquire. Indices are ascending; the gates of a text are those of the listed neurons, its first `count`. Where
-`count` is 0 nobody answers and nobody waits. Both sides look at `abort` while they wait.
+`count` is 0 nobody answers and nobody waits. Where the processor has a block's gates (`cold_worker`), its request
+lists neurons that may be active, and gates are not written. Both sides look at `abort` while they wait.
 """
 
 from dataclasses import astuple, dataclass

@@ -6,6 +6,8 @@ from dataclasses import replace
 from torch import Tensor
 
 from sparsepack.errors import PlacementError
+from sparsepack.formats.codecs.gate_copy import copy_bytes
+from sparsepack.formats.codecs.matrices import ZIGZAG
 from sparsepack.formats.codecs.neurons import record_bytes
 from sparsepack.formats.packed import ExpertMlp, NeuronMlp, PackedExpertsSite, PackedLayer, PackedModel, PackedSite
 from sparsepack.placement.budget import Parts, Plan, in_words, plan_of_share, plan_within, work_of
@@ -22,7 +24,8 @@ def planned(packed: PackedModel, context: int, cache_type: str, options: EngineO
 
     Raises `PlacementError`: the budget is below the least, or the host's memory does not hold the rest.
     """
-    parts = parts_of(packed, context, cache_type, options.sequences or 1)
+    copies = options.gate_copy is not None
+    parts = parts_of(packed, context, cache_type, options.sequences or 1, gate_copies=copies)
     budget = options.vram_bytes
     found = plan_of_share(parts, 1.0 if options.cached is None else options.cached)
     if budget is not None:
@@ -42,13 +45,26 @@ def context_within(packed: PackedModel, context: int, cache_type: str, texts: in
     return context
 
 
-def parts_of(packed: PackedModel, context: int, cache_type: str, texts: int = 1) -> Parts:
-    """What a model by neurons takes, for texts of so many tokens side by side. Raises `PlacementError` for another."""
+def parts_of(packed: PackedModel, context: int, cache_type: str, texts: int = 1, *, gate_copies: bool = False) -> Parts:
+    """What a model by neurons takes, for texts of so many tokens side by side.
+
+    gate_copies -- whether copies of gates (`codecs.gate_copy`, two bits a weight) may take their place
+
+    Raises `PlacementError` for another model, and with copies for one whose gates cannot be read one by one.
+    """
     a = packed.architecture
     if not packed.mlp_kind.by_count:
         raise PlacementError(not_by_neurons(packed))
     gates = tuple(layer.mlp.gate.blocks.nbytes for layer in packed.layers if isinstance(layer.mlp, NeuronMlp))
-    return _parts(packed, context, cache_type, texts, gates, record_bytes(a.hidden), a.intermediate, a.intermediate)
+    made = _parts(packed, context, cache_type, texts, gates, record_bytes(a.hidden), a.intermediate, a.intermediate)
+    if not gate_copies:
+        return made
+    if any(isinstance(layer.mlp, NeuronMlp) and layer.mlp.gate.type == ZIGZAG for layer in packed.layers):
+        raise PlacementError(
+            "--gate-copy: it reads the gates of single neurons, and this file has gates in zigzag order; pack the "
+            "model again with --gates rows"
+        )
+    return replace(made, copies=(copy_bytes(a.intermediate, a.hidden),) * a.layers, gate=gates[0] // a.intermediate)
 
 
 def parts_of_experts(packed: PackedModel, context: int, cache_type: str) -> Parts:

@@ -14,7 +14,7 @@ from models_for_tests import make_model
 
 from sparsepack.errors import ArtifactError, PackingError
 from sparsepack.formats.codecs import neurons, zigzag
-from sparsepack.formats.codecs.matrices import decode_matrix
+from sparsepack.formats.codecs.matrices import ZIGZAG, decode_matrix
 from sparsepack.formats.containers.gguf.values import MANIFEST
 from sparsepack.formats.inspect import describe
 from sparsepack.formats.open import open_artifact, read_packed
@@ -40,6 +40,13 @@ def relu(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
 def file(relu: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("file") / "m.gguf"
     plan_neurons(relu, {(1, "attn_out"): SiteRule(torch.tensor(0.25))}).write(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def by_rows(relu: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("rows") / "m.gguf"
+    plan_neurons(relu, gates="rows").write(path)
     return path
 
 
@@ -95,6 +102,25 @@ def test_gguf_py_dequantises_records_and_gate_truthfully(relu: Checkpoint, file:
         theirs = bands.transpose(1, 2).reshape(-1, 256)[:300]
         assert torch.equal(theirs, zigzag.unpack(packed.gate.blocks, 300))
         assert relative_error(theirs, gate[order].float()) < 0.09
+
+
+def test_gates_by_rows_are_ordinary_rows_of_the_same_neurons(relu: Checkpoint, file: Path, by_rows: Path) -> None:
+    stored = {tensor.name: tensor for tensor in gguf.GGUFReader(by_rows).tensors}
+    for layer, (found, other) in enumerate(zip(read_packed(by_rows).layers, read_packed(file).layers, strict=True)):
+        assert isinstance(found.mlp, NeuronMlp)
+        assert isinstance(other.mlp, NeuronMlp)
+        assert (found.mlp.gate.type, other.mlp.gate.type) == ("Q4_K", ZIGZAG)
+        assert torch.equal(found.mlp.order, other.mlp.order)
+        assert torch.equal(found.mlp.records.blocks, other.mlp.records.blocks)
+        tensor = stored[f"blk.{layer}.mlp_gate.weight"]
+        theirs = torch.from_numpy(gguf.quants.dequantize(tensor.data, tensor.tensor_type))
+        assert torch.equal(theirs, decode_matrix(found.mlp.gate))
+        gate, _ = relu.gate_and_up(layer)
+        assert relative_error(theirs, gate[found.mlp.order].float()) < 0.09
+    report = verify(by_rows, relu)
+    assert report.passed, report.problems
+    assert describe(by_rows)["neurons"]["gates"] == "rows"
+    assert describe(file)["neurons"]["gates"] == "zigzag"
 
 
 def test_it_is_verified_against_its_model_and_no_other(relu: Checkpoint, file: Path, tmp_path: Path) -> None:

@@ -120,6 +120,47 @@ void check_positions(const Kernels& k, const Neurons& n, int positions) {
     check(y[1] == y[0], k.name, what + ", listed");
 }
 
+// All gates, and every `step`th one from the second listed on.
+void check_gates(const Kernels& k, int64_t count, int32_t bands, int positions, int step) {
+    static Pool pool(1);
+    std::vector<uint8_t> rows(count * bands * sizeof(Q4KBlock));
+    for (uint8_t& byte : rows) byte = (uint8_t)bits();
+    for (size_t i = 0; i < rows.size(); i += sizeof(Q4KBlock)) {
+        uint16_t scales[2] = {half(0.01f * normal()), half(0.01f * normal())};
+        std::memcpy(&rows[i], scales, 4);
+    }
+    GateMatrix m = repack_gates(rows.data(), count, bands, pool);
+    Rows stored = {rows.data(), count, bands * BAND_ROWS, Q4_K};
+    std::vector<float> x = normals((size_t)positions * stored.columns), expected(count * positions), found(count);
+    scalar_kernels.rows_matmul(&stored, 0, count, x.data(), stored.columns, positions, expected.data(), count);
+    Buffer<uint8_t> inputs(positions * neuron_input_stride(bands));
+    for (int p = 0; p < positions; p++)
+        k.neuron_input(&x[p * stored.columns], bands, inputs.data() + p * neuron_input_stride(bands));
+    std::vector<int32_t> indices;
+    for (int32_t i = 0; i < count; i += step) indices.push_back(i);
+    std::string what = text("%d gates of %d bands, %d positions", (int)count, bands, positions);
+    found.assign(expected.size(), GUARD);
+    GatesWork all = {&m.view, 0, (int32_t)count, nullptr, inputs.data(), positions, found.data(), count};
+    k.gate_products(&all);
+    // Of a product that is nearly zero the error is that of its terms.
+    std::vector<float> weights(stored.columns);
+    double terms = 0;
+    for (int64_t neuron = 0; neuron < count; neuron++) {
+        scalar_kernels.decode_row(&stored, neuron, weights.data());
+        for (size_t i = 0; i < x.size(); i++) terms += std::pow(weights[i % stored.columns] * x[i], 2);
+    }
+    check_near(found, expected, k.name, what, NORMWISE, NORMWISE * (float)std::sqrt(terms));
+    std::vector<float> listed(expected.size(), GUARD);
+    int32_t some = (int32_t)indices.size() - 1;
+    GatesWork work = {&m.view, 1, some, indices.data(), inputs.data(), positions, listed.data(), count};
+    k.gate_products(&work);
+    for (int p = 0; p < positions; p++)
+        for (int32_t i = 0; i < count; i++) {
+            bool in = i >= 1 && i <= some;
+            check(listed[p * count + i] == (in ? found[p * count + indices[i]] : GUARD), k.name, what + ", listed");
+        }
+}
+
 }  // namespace
 
 void check_neuron_kernels(const Kernels& k) {
@@ -135,6 +176,9 @@ void check_neuron_kernels(const Kernels& k) {
     NeuronMatrix m = random_neurons(40, 2).matrix;
     for (float value : {std::numeric_limits<float>::quiet_NaN(), std::numeric_limits<float>::infinity()})
         check_not_finite(k, m.view, value);
+    for (int bands : {1, 2, 3, 5, 20, 64})
+        for (int count : {1, 9, 70})
+            for (int positions : {1, 5}) check_gates(k, count, bands, positions, 1 + positions / 2);
 }
 
 }  // namespace sparsepack

@@ -17,7 +17,7 @@ from operations_for_tests import packed
 from torch import Tensor
 
 from sparsepack.formats.codecs import neurons
-from sparsepack.formats.codecs.matrices import PackedMatrix, decode_matrix
+from sparsepack.formats.codecs.matrices import PackedMatrix, decode_matrix, encode_rows
 from sparsepack.runtime.cpu import dispatch, operations
 from sparsepack.runtime.hybrid.handover import LAST_NUMBER, Abort, AskedProduct, HandOver, Views, next_number, views
 
@@ -49,12 +49,19 @@ class Block:
 class Side:
     """A worker, and the memory that a device sees of it."""
 
-    def __init__(self, blocks: Sequence[Block], layout: HandOver, threads: int, limit: float = PATIENCE) -> None:
+    def __init__(
+        self,
+        blocks: Sequence[Block],
+        layout: HandOver,
+        threads: int,
+        limit: float = PATIENCE,
+        gates: Sequence[Any] = (),
+    ) -> None:
         self.memory = np.zeros(layout.size, np.uint8)
         self.seen, self.layout, self.blocks = views(layout, self.memory), layout, blocks
         records = [block.loaded for block in blocks]
         self.worker: Any = dispatch.native().ColdWorker(
-            dispatch.instruction_set(), records, self.memory, layout, threads, limit
+            dispatch.instruction_set(), records, self.memory, layout, threads, limit, [], list(gates)
         )
 
 
@@ -135,6 +142,43 @@ def test_answers_are_the_sums_over_the_listed_neurons(count: int, hidden: int, t
     for actives in ([0, 1, count, count // 3], [0, 0, 0, 0], [count] * 4, [count // 2 + 1, 0, 7, 0]):
         number = next_number(number)
         check(side, number, actives, texts, seed=number)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("texts", [1, 3])
+@pytest.mark.parametrize(("count", "hidden"), [(37, 256), (1280, 512)])
+def test_of_neurons_that_may_be_active_it_keeps_those_with_gates_above_zero(
+    count: int, hidden: int, texts: int, threads: int
+) -> None:
+    """Every second block has gates; of its listed neurons about half are active."""
+    generator = torch.Generator().manual_seed(3)
+    layout = HandOver(4, count, hidden, texts)
+    blocks = [Block(count, hidden, seed) for seed in range(4)]
+    stored = [encode_rows(torch.randn(count, hidden, generator=generator), "Q4_K") for _ in blocks]
+    matrices = [PackedMatrix(rows, "Q4_K", count, hidden) for rows in stored]
+    loaded = [operations.load_gates(matrix) if n % 2 else None for n, matrix in enumerate(matrices)]
+    side = Side(blocks, layout, threads, gates=loaded)
+    for number, listed in enumerate([count, count // 3, 1, 0], 1):
+        x = torch.randn(texts, hidden, generator=generator)
+        asked = [gates_of(count, listed, texts, generator) for _ in blocks]
+        found = step(side, number, x, asked)
+        again = step(side, number + 10, x, asked)
+        for n, (y, gates) in enumerate(zip(found, asked, strict=True)):
+            here = x.roll(n, -1)
+            if n % 2:  # what the device left as gates means nothing
+                gates = (here @ decode_matrix(matrices[n]).t()).relu() * gates.any(0)
+            error = (y.double() - blocks[n].ffn(here, gates)).norm(dim=-1)
+            assert (error <= 1e-3 * blocks[n].typical(here, gates) + 1e-6).all(), (n, listed)
+            assert torch.equal(y, again[n])
+
+
+def test_gates_of_other_sizes_are_refused() -> None:
+    layout, blocks = HandOver(2, 37, 256, 1), [Block(37, 256, seed) for seed in range(2)]
+    wrong = operations.load_gates(PackedMatrix(encode_rows(torch.randn(36, 256), "Q4_K"), "Q4_K", 36, 256))
+    with pytest.raises(ValueError, match="gates: expected as many"):
+        Side(blocks, layout, 1, gates=[wrong, None])
+    with pytest.raises(ValueError, match="gates: expected those of every block"):
+        Side(blocks, layout, 1, gates=[None])
 
 
 def test_fewer_texts_than_there_is_room_for() -> None:

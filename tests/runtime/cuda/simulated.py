@@ -21,7 +21,7 @@ from simulated_words import BUFFERS, flag_in_data_buffers, real_flag_in_data_buf
 
 from sparsepack.runtime.cuda.driver import kernel_set, shared_memory
 from sparsepack.runtime.cuda.driver.flag_in_data import WORKSPACE_WORDS
-from sparsepack.runtime.cuda.products import far, neurons, tile_config, zigzag, zigzag_products
+from sparsepack.runtime.cuda.products import far, gate_copies, neurons, tile_config, zigzag, zigzag_products
 from sparsepack.runtime.cuda.products import gemm_fp16 as dense
 
 CPU = torch.device("cpu")
@@ -76,6 +76,7 @@ class SimulatedKernels(kernel_set.Kernels):
     load_zigzag = staticmethod(products.load_zigzag)
     first_bands = staticmethod(products.first_bands)
     load_rows = staticmethod(products.load_rows)
+    load_rows_fp16 = staticmethod(products.load_rows_fp16)
     flag_in_data_buffers = staticmethod(flag_in_data_buffers)
     new_candidates = staticmethod(products.new_candidates)
     embed = staticmethod(products.embed)
@@ -110,15 +111,16 @@ def launches() -> Iterator[None]:
     """Let functions that launch what is in `simulated_launches.LAUNCHED` run on the CPU."""
     BUFFERS.clear()
     with pytest.MonkeyPatch.context() as patch:
-        for module in (dense, far, neurons, zigzag, zigzag_products):
+        for module in (dense, far, gate_copies, neurons, zigzag, zigzag_products):
             patch.setattr(module, "kernel", kernel)
             patch.setattr(module, "launch", launch)
-        for module in (shared_memory, tile_config, zigzag_products):
+        for module in (gate_copies, shared_memory, tile_config, zigzag_products):
             patch.setattr(module, "shared_limit", lambda device: SHARED_MEMORY)
-        for module in (neurons, tile_config, zigzag, zigzag_products):
+        for module in (gate_copies, neurons, tile_config, zigzag, zigzag_products):
             patch.setattr(module, "multiprocessors", lambda device: MULTIPROCESSORS)
         patch.setattr(neurons, "architecture", lambda device: 90)
         patch.setattr(zigzag_products, "workspace", lambda device: WORKSPACE)
         patch.setattr(dense, "dequantise", products.dequantise)
+        patch.setattr(dense, "decode", products.decode)
         patch.setattr(dense, "_fp16_product", lambda x, weights, out: out.copy_(x.float() @ weights.float()))
         yield

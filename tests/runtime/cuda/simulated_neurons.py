@@ -157,5 +157,48 @@ def far_take(
             squares.view(texts, -1)[:, n] = part.sum(1)
 
 
-_KERNELS = (neuron_list, neuron_ffn, neuron_wait, neuron_sum, zigzag_dequantise, far_ask, far_take)
+def neuron_score(
+    defines: Any, grid: Any, codes: Tensor, scales: Tensor, limits: Tensor, neurons: int, words: int, *rest: Any
+) -> None:
+    x, norm, eps, listed = rest
+    assert listed.shape == (int(defines["INPUTS"]), neurons) == (len(x), len(scales))
+    assert x.shape[1] == 16 * words == 4 * codes.shape[1]
+    codes = (codes[..., None] >> torch.tensor([0, 2, 4, 6], dtype=torch.uint8) & 3).flatten(1)
+    normed = reference.rms_norm(x, norm, eps)
+    scores = scales.float() * (2 * normed @ codes.float().t() - 3 * normed.sum(1, keepdim=True))
+    listed.copy_(~(scores <= -limits * normed.norm(dim=1, keepdim=True)))
+
+
+def neuron_gates(
+    defines: Any, grid: Any, slots: Tensor, host: Tensor | None, bands: int, counts: Tensor, index: Tensor, *rest: Any
+) -> None:
+    x, gates, stride = rest
+    macros = {name: int(value) for name, value in defines.items()}
+    assert (len(x), x.shape[1], stride) == (macros["INPUTS"], 256 * bands, gates.stride(0))
+    assert macros["GROUPS"] == -(-bands // 2)
+    assert 1 <= macros["WARPS"] <= 32
+    resident, count = counts[:2].tolist()
+    memories = [slots[index[:resident].long()]]
+    memories += [] if host is None else [host[index[resident:count].long()]]
+    rows = superblocks(torch.cat(memories).unflatten(1, (-1, BLOCK_BYTES))).flatten(1)
+    gates[:, :count] = ACTIVATIONS[macros["ACTIVATION"]](x @ rows.t())
+
+
+def neuron_keep(defines: Any, grid: Any, counts: Tensor, index: Tensor, gates: Tensor, stride: int, *rest: Any) -> None:
+    kept_counts, kept_index, kept_gates, read, columns, neurons = rest
+    assert (grid, len(gates), stride) == ((1,), int(defines["INPUTS"]), gates.stride(0))
+    assert gates.shape == kept_gates.shape == (len(gates), neurons)
+    resident, count, asked = counts.tolist()
+    kept = (gates[:, :count] != 0).any(0).nonzero()[:, 0]
+    kept_index[: len(kept)] = index[kept]
+    kept_gates[:, : len(kept)] = gates[:, kept]
+    kept_counts.copy_(torch.tensor([int((kept < resident).sum()), len(kept), asked]))
+    if read is not None:
+        read += columns * (count + asked) // neurons
+
+
+_KERNELS = (
+    *(neuron_list, neuron_score, neuron_gates, neuron_keep, neuron_ffn, neuron_wait, neuron_sum),
+    *(zigzag_dequantise, far_ask, far_take),
+)
 LAUNCHED = {each.__name__: each for each in _KERNELS}

@@ -15,6 +15,7 @@ from sparsepack.models.soft_caps import soft_capped
 from sparsepack.runtime.cuda.decoder.held import CudaHeld
 from sparsepack.runtime.cuda.driver.flag_in_data import SENTINEL
 from sparsepack.runtime.cuda.products import zigzag
+from sparsepack.runtime.cuda.products.rows import RowsFp16
 from sparsepack.runtime.cuda.products.tile_config import COLUMNS_AT_ONCE, CudaTileConfig
 from sparsepack.runtime.cuda.products.zigzag_products import Input
 from sparsepack.runtime.hold import HeldText
@@ -64,6 +65,14 @@ def first_bands(matrix: Matrix, bands: int) -> Matrix:
 
 def load_rows(matrix: PackedMatrix, device: Any, *, place: Any = None) -> Matrix:
     return Matrix(decode_matrix(matrix), matrix.rows, matrix.columns)
+
+
+def load_rows_fp16(matrix: PackedMatrix, device: Any, *, place: Any = None) -> Any:
+    return RowsFp16(load_rows(matrix, device), 4.0)  # type: ignore[arg-type]
+
+
+def decode(matrix: Matrix, first: int, out: Tensor, scale: float = 1.0) -> None:
+    out.copy_(matrix.weight[first : first + len(out)] * scale)
 
 
 def gemv(

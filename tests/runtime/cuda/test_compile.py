@@ -83,6 +83,12 @@ VARIANTS = {
             (3, 1, 1, 16, 64, 8),
         )
     ],
+    "neuron_score": [(f"INPUTS={texts}",) for texts in (1, 3, 4)],
+    "neuron_keep": [(f"INPUTS={texts}",) for texts in (1, 8)],
+    "neuron_gates": [
+        (f"INPUTS={texts}", f"GROUPS={groups}", f"WARPS={warps}", f"SLOTS={slots}", "ACTIVATION=1")
+        for texts, groups, warps, slots in ((1, 10, 16, 4), (4, 16, 8, 1), (2, 1, 16, 2))
+    ],
     "head_sums": [(f"INPUT={type}", f"GROUP={group}") for type, group in ((0, 1), (1, 7), (2, 4))],
     "site_counts": [
         (f"INPUT={type}", f"CRITERIA={criteria}", f"ACTIVE={type % 2}") for type, criteria in ((0, 2), (1, 1), (2, 2))

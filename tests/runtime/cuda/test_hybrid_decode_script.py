@@ -51,7 +51,7 @@ def _card(monkeypatch: pytest.MonkeyPatch) -> Any:
     random_neurons, measured = hybrid_decode.random_neurons, list[Links]()
     here = {
         "Engine": engine,
-        "random_neurons": lambda size, frequency, device: random_neurons(size, frequency),
+        "random_neurons": lambda size, frequency, device, rows: random_neurons(size, frequency, rows=rows),
         "device_line": lambda: "a simulated card",
         "measure": lambda widths, device, threads: measured.append(LINKS),
         "measured_links": lambda threads, hidden, device: measured[0] if measured else None,
@@ -84,6 +84,19 @@ def test_the_benchmark_runs_and_writes_its_figures(tmp_path: Path) -> None:
             assert of["model"]["slowest"] in of["model"]
             assert "links measured" in of["description"]
     assert found["slow"]["slots"] > figures["6.5MB"]["ours"]["slow"]["slots"]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_card")
+def test_it_runs_by_copies_of_gates(tmp_path: Path) -> None:
+    asked = ["--shape", "tiny", "--layers", "2", "--vram", "7.2MB", "--gate-copy", "2", "--policy", "static"]
+    asked += ["--tokens", "3", "--rounds", "1", "--threads", "2", "--json", str(tmp_path / "figures.json")]
+    done = CliRunner().invoke(hybrid_decode.main, asked, catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    assert "copies of the gates of 2 blocks, which list 2 times as many" in done.output
+    figures = json.loads((tmp_path / "figures.json").read_text())
+    assert figures["check"]["copies of gates"] < 0.02
+    assert figures["7.2MB"]["ours"]["static"]["needed"] > 1.5 * 0.13 * 2560
 
 
 @pytest.mark.slow

@@ -23,6 +23,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "one neuron": {"intermediate_size": 1},
     "three superblocks, tied": {"hidden_size": 768, "num_attention_heads": 8, "tie_word_embeddings": True},
     "segments": {"num_hidden_layers": 3, "bases": (1, 2)},
+    "gates by rows": {"gates": "rows", "intermediate_size": 301},
 }
 every_variant = pytest.mark.parametrize("variant", VARIANTS)
 
@@ -36,7 +37,8 @@ def _simulated() -> Iterator[None]:
 @cache
 def model(variant: str, rules: bool = False) -> PackedModel:
     changes = {"hidden_size": 256, "intermediate_size": 300, "hidden_act": "relu", **VARIANTS[variant]}
-    packed = by_neurons(random_model("llama", **changes))
+    gates = changes.pop("gates", "zigzag")
+    packed = by_neurons(random_model("llama", **changes), gates=gates)
     return with_rules(packed, stock_model(packed), IDS.tolist(), [0]) if rules else packed
 
 
@@ -62,9 +64,10 @@ def test_prefill_computes_what_the_reference_computes(
 
 
 @pytest.mark.parametrize("sequences", [2, 5, 8])
+@pytest.mark.parametrize("variant", ["odd count of neurons", "gates by rows"])
 @pytest.mark.parametrize("sparse", [True, False])
-def test_several_texts_share_the_union(sequences: int, sparse: bool) -> None:
-    packed = model("odd count of neurons")
+def test_several_texts_share_the_union(sequences: int, variant: str, sparse: bool) -> None:
+    packed = model(variant)
     texts = torch.randint(300, (sequences, 5), generator=torch.Generator().manual_seed(2))
     engine, reference = decoder(packed, sequences), Engine(packed, backend="reference", sequences=sequences)
     reference.dense = not sparse

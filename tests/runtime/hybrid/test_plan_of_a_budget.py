@@ -3,13 +3,17 @@
 from dataclasses import replace
 
 import pytest
+import torch
 from packed_models import by_neurons, random_model
 
 from sparsepack.bench.traffic import stored_bytes
 from sparsepack.errors import PlacementError, UserError
+from sparsepack.formats.codecs.gate_copy import copied, limits
 from sparsepack.formats.packed import PackedModel
 from sparsepack.placement.budget import SPARE
+from sparsepack.runtime.backends import backend_named
 from sparsepack.runtime.engine import Engine
+from sparsepack.runtime.features import FEATURES
 from sparsepack.runtime.hybrid import plan as module
 from sparsepack.runtime.hybrid.plan import check_host, context_within, parts_of, planned
 from sparsepack.runtime.options import EngineOptions
@@ -25,6 +29,27 @@ def packed(request: pytest.FixtureRequest) -> PackedModel:
 
 def test_every_stored_byte_is_counted_once(packed: PackedModel) -> None:
     assert parts_of(packed, 64, "bf16").weights == stored_bytes(packed)
+
+
+def test_copies_of_gates_are_for_gates_by_rows() -> None:
+    rows = by_neurons(random_model("llama", **RELU), gates="rows")
+    parts = parts_of(rows, 64, "bf16", gate_copies=True)
+    assert parts.weights == stored_bytes(rows)
+    assert parts.gate == 144
+    gate = copied(torch.randn(300, 256))
+    limit = limits(gate, gate.decoded() + 1, torch.full((300,), 0.1), 2)
+    assert parts.copies == (gate.nbytes + limit.nbytes,) * 2
+    with pytest.raises(PlacementError, match="gates in zigzag order; pack the model again with --gates rows"):
+        parts_of(by_neurons(random_model("llama", **RELU)), 64, "bf16", gate_copies=True)
+    budget = parts.least + parts.output + sum(parts.attention) + sum(parts.gates) * 3 // 4
+    found = planned(rows, 64, "bf16", EngineOptions(vram=f"{budget / 1e6:.6f}MB", gate_copy=1.5))
+    assert (found.gates, found.copied) == (0, 2)
+    asked = EngineOptions(vram="8GB", gate_copy=1.5)
+    (copies,) = (
+        each for each in FEATURES if each.asked(asked, None) and not each.asked(EngineOptions(vram="8GB"), None)
+    )
+    with pytest.raises(UserError, match=r"gate_copy 1\.5: the cpu backend has no copies of gates; use device cuda"):
+        copies.check(backend_named("cpu"), asked)
 
 
 def test_texts_have_a_cache_each(packed: PackedModel) -> None:

@@ -81,7 +81,8 @@ class CudaDecoder:
             attention = attention_of(packed, context, self._device, sequences)
             self._cache = new_cache(attention, cache_type, self._device, kernels)
             self._model = load_model(packed, self._device, kernels, load_mlp, plan, load_attention)
-            self._step = Step(self._model, self._cache, kernels, together=sequences > 1)
+            together = sequences > 1 or not self._model.layers[0].mlp.flag_in_data
+            self._step = Step(self._model, self._cache, kernels, together)
             work = None if plan is None or plan.budget is None else plan.work
             self._prefill = Prefill(self._model, self._cache, kernels, None if work is None else work.scratch)
             self._positions = None if work is None else work.positions

@@ -1,6 +1,6 @@
 """The MLPs that the cuda decoder runs, a class for each kind: their part of a step, and of prefill."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Protocol
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from sparsepack.formats import packed as stored
+from sparsepack.formats.codecs.matrices import ZIGZAG
 from sparsepack.formats.mlp_kinds import DENSE, EXPERTS, MLP_GATE, MLP_RECORDS, NEURONS, MlpKind
 from sparsepack.runtime.cuda.decoder.block_buffers import Buffers
 from sparsepack.runtime.cuda.decoder.sites import CudaExpertsSite, CudaSite, load_expert_sites, load_sites
@@ -17,6 +18,7 @@ from sparsepack.runtime.cuda.driver.kernel_set import Kernels
 from sparsepack.runtime.cuda.products.experts import CudaExperts, decoded_weights
 from sparsepack.runtime.cuda.products.gemm_fp16 import Product, ScaledFp16
 from sparsepack.runtime.cuda.products.neurons import ActiveNeurons, CudaNeurons, Division
+from sparsepack.runtime.cuda.products.rows import RowsFp16
 from sparsepack.runtime.cuda.products.zigzag import CudaZigzag
 from sparsepack.runtime.cuda.products.zigzag_products import Input, Together
 from sparsepack.runtime.reference.experts import route, with_shared
@@ -49,11 +51,15 @@ class MlpStep:
 class CudaMlp(Protocol):
     """A loaded MLP.
 
-    matrices   -- those that products of a step read, or some of their shapes
+    matrices   -- zigzag matrices that products of a step read, or some of their shapes
     each_text  -- whether a step counts the units of each of its texts; else those that are active in any
     """
 
     each_text: ClassVar[bool]
+
+    @property
+    def flag_in_data(self) -> bool:
+        """Whether its first product can read what the kernel before leaves as soon as it is stored."""
 
     @property
     def matrices(self) -> Sequence[CudaZigzag]: ...
@@ -86,6 +92,7 @@ class DenseMlp:
     """An MLP of the sites mlp_in and mlp_mid."""
 
     each_text: ClassVar[bool] = False
+    flag_in_data: ClassVar[bool] = True
 
     sites: Mapping[str, CudaSite]
 
@@ -122,14 +129,96 @@ class DenseMlp:
         return kernels.multiply(mid.matrix, gated, scratch, mid.dense.bias)
 
 
+class Gate(Protocol):
+    """The gate of an MLP by neurons, in one of the orders in which it is stored.
+
+    flag_in_data, matrices -- as `CudaMlp` has them
+    """
+
+    @property
+    def flag_in_data(self) -> bool: ...
+
+    @property
+    def matrices(self) -> Sequence[CudaZigzag]: ...
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Neurons and channels."""
+
+    def step(self, step: MlpStep, kernels: Kernels) -> Iterable[Launch]:
+        """The kernels of its product, from `step.input` to `step.of.mid`: who has a zero there is not listed."""
+
+    def checked(self, step: MlpStep, listed: ActiveNeurons, kernels: Kernels) -> tuple[Sequence[Launch], ActiveNeurons]:
+        """The kernels that find who of a list is active, and where these then are listed."""
+
+    def prefill(self, x: ScaledFp16, scratch: Tensor, kernels: Kernels) -> Product:
+        """Its product with every row of x [S, hidden]."""
+
+
+@dataclass(frozen=True)
+class ZigzagGate:
+    """A gate in zigzag order."""
+
+    flag_in_data: ClassVar[bool] = True
+
+    site: CudaSite
+
+    @property
+    def matrices(self) -> Sequence[CudaZigzag]:
+        return [self.site.matrix]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.site.matrix.rows, self.site.matrix.columns
+
+    def step(self, step: MlpStep, kernels: Kernels) -> Iterator[Launch]:
+        yield step.product(MLP_GATE, self.site, step.input, step.of.mid)
+
+    def checked(self, step: MlpStep, listed: ActiveNeurons, kernels: Kernels) -> tuple[Sequence[Launch], ActiveNeurons]:
+        return (), listed
+
+    def prefill(self, x: ScaledFp16, scratch: Tensor, kernels: Kernels) -> Product:
+        return kernels.multiply(self.site.matrix, x, scratch)
+
+
+@dataclass(frozen=True)
+class RowsGate:
+    """A gate by rows."""
+
+    flag_in_data: ClassVar[bool] = False
+    matrices: ClassVar[Sequence[CudaZigzag]] = ()
+
+    rows: RowsFp16
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.rows.matrix.rows, self.rows.matrix.columns
+
+    def step(self, step: MlpStep, kernels: Kernels) -> Iterator[Launch]:
+        of, (neurons, hidden) = step.input, self.shape
+        x, y = of.x.view(-1, hidden), step.of.mid.view(-1, neurons)
+        yield partial(step.active(MLP_GATE).add_, hidden)
+        yield partial(kernels.product, self.rows.matrix, x, y, norm=of.norm, eps=of.eps)
+
+    def checked(self, step: MlpStep, listed: ActiveNeurons, kernels: Kernels) -> tuple[Sequence[Launch], ActiveNeurons]:
+        return (), listed
+
+    def prefill(self, x: ScaledFp16, scratch: Tensor, kernels: Kernels) -> Product:
+        return kernels.multiply_rows(self.rows, x, scratch)
+
+
 @dataclass(frozen=True)
 class NeuronMlp:
     """An MLP by neurons. All of its records lie on the GPU, unless a class that derives from it says where they lie."""
 
     each_text: ClassVar[bool] = False
 
-    gate: CudaSite
+    gate: Gate
     records: CudaNeurons
+
+    @property
+    def flag_in_data(self) -> bool:
+        return self.gate.flag_in_data
 
     @property
     def division(self) -> Division | None:
@@ -151,23 +240,22 @@ class NeuronMlp:
 
     @property
     def matrices(self) -> Sequence[CudaZigzag]:
-        return [self.gate.matrix]
+        return self.gate.matrices
 
     @property
     def numbers(self) -> int:
-        return self.gate.matrix.rows
+        return self.gate.shape[0]
 
     def parts(self, sequences: int, kernels: Kernels) -> None:
         return None
 
     def new_room(self, sequences: int, kernels: Kernels) -> ActiveNeurons:
-        gate = self.gate.matrix
-        return kernels.new_active_neurons(gate.rows, gate.columns, sequences, self.records.records.device)
+        return kernels.new_active_neurons(*self.gate.shape, sequences, self.records.records.device)
 
     def step(self, step: MlpStep, room: ActiveNeurons, kernels: Kernels) -> Iterator[Launch]:
         of, texts, norm = step.of, len(room.x), step.input.norm
         assert norm is not None
-        yield step.product(MLP_GATE, self.gate, step.input, of.mid)
+        yield from self.gate.step(step, kernels)
         residual, x = of.between.view(texts, -1), step.input.x.view(texts, -1)
         yield partial(
             kernels.list_neurons,
@@ -177,16 +265,18 @@ class NeuronMlp:
             flag_in_data=of.flag_in_data,
             division=self.division,
         )
+        checks, active = self.gate.checked(step, room, kernels)
+        yield from checks
         first, host = self.memories
         y = of.y.view(texts, -1)
-        yield partial(kernels.add_neurons, first, room, residual, y, host=host, division=self.division)
+        yield partial(kernels.add_neurons, first, active, residual, y, host=host, division=self.division)
 
     @property
     def decoded(self) -> int:
         return 2 * self.records.hidden * len(self.records.records)
 
     def prefill(self, x: ScaledFp16, residual: Tensor, activation: int, scratch: Tensor, kernels: Kernels) -> Product:
-        gate = kernels.multiply(self.gate.matrix, x, scratch)
+        gate = self.gate.prefill(x, scratch, kernels)
         self.saw(gate)
         product: Product | None = None
         first = 0
@@ -208,6 +298,7 @@ class ExpertMlp:
     """
 
     each_text: ClassVar[bool] = True
+    flag_in_data: ClassVar[bool] = True
 
     router: Tensor
     sites: Mapping[str, CudaExpertsSite]
@@ -337,9 +428,11 @@ def _experts(mlp: stored.ExpertMlp, device: torch.device, kernels: Kernels, plac
     return ExpertMlp(router, load_expert_sites(mlp, device, kernels))
 
 
-def load_gate(mlp: stored.NeuronMlp, device: torch.device, kernels: Kernels, place: Place) -> CudaSite:
+def load_gate(mlp: stored.NeuronMlp, device: torch.device, kernels: Kernels, place: Place) -> Gate:
     """Copy the gate of an MLP by neurons to a GPU, where it shall lie."""
-    return CudaSite(kernels.load_zigzag(mlp.gate, device, place=place), Columns(), Columns())
+    if mlp.gate.type != ZIGZAG:
+        return RowsGate(kernels.load_rows_fp16(mlp.gate, device, place=place))
+    return ZigzagGate(CudaSite(kernels.load_zigzag(mlp.gate, device, place=place), Columns(), Columns()))
 
 
 _LOADERS: Mapping[MlpKind, Callable[[Any, torch.device, Kernels, Place], CudaMlp]] = {

@@ -34,7 +34,8 @@ class Step:
               to the host
 
     together -- products of any number of sequences at once, each after the kernel before has ended. False: there is one
-                sequence, and a kernel reads what the one before leaves as soon as it is written (`flag_in_data.py`)
+                sequence, MLPs have `flag_in_data`, and a kernel reads what the one before leaves as soon as it is
+                written (`flag_in_data.py`)
     """
 
     def __init__(self, model: CudaModel, cache: CudaKvCache, kernels: Kernels, together: bool) -> None:

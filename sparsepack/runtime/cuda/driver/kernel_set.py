@@ -8,7 +8,17 @@ from torch import Tensor
 from sparsepack.runtime.cuda.attention import attention, double_sparsity, offload, prefill_attention
 from sparsepack.runtime.cuda.decoder import sampling
 from sparsepack.runtime.cuda.driver import device, flag_in_data, graph, host_memory, kernel
-from sparsepack.runtime.cuda.products import experts, far, neurons, post_norm, row_norms, rows, zigzag, zigzag_products
+from sparsepack.runtime.cuda.products import (
+    experts,
+    far,
+    gate_copies,
+    neurons,
+    post_norm,
+    row_norms,
+    rows,
+    zigzag,
+    zigzag_products,
+)
 from sparsepack.runtime.cuda.products import gemm_fp16 as dense
 from sparsepack.runtime.generation.device_sampling import sample
 
@@ -39,10 +49,12 @@ class Kernels:
     load_zigzag = staticmethod(zigzag.load_zigzag)
     first_bands = staticmethod(far.first_bands)
     load_rows = staticmethod(rows.load_rows)
+    load_rows_fp16 = staticmethod(rows.load_rows_fp16)
     load_experts = staticmethod(experts.load_experts)
     load_neurons = staticmethod(neurons.load_neurons)
     new_neurons = staticmethod(neurons.new_neurons)
     copy_neurons = staticmethod(neurons.copy_neurons)
+    load_gate_copy = staticmethod(gate_copies.load_gate_copy)
 
     double_sparsity_parameters = staticmethod(double_sparsity.double_sparsity_parameters)
     host_tensors = staticmethod(host_memory.host_tensors)
@@ -72,6 +84,9 @@ class Kernels:
     new_active_neurons = staticmethod(neurons.new_active_neurons)
     list_neurons = staticmethod(neurons.list_neurons)
     add_neurons = staticmethod(neurons.add_neurons)
+    score_neurons = staticmethod(gate_copies.score_neurons)
+    multiply_listed = staticmethod(gate_copies.multiply_listed)
+    keep_active = staticmethod(gate_copies.keep_active)
     product = staticmethod(rows.product)
     pick_likeliest = staticmethod(sampling.pick_likeliest)
     sample = staticmethod(sample)
@@ -80,6 +95,7 @@ class Kernels:
     new_scratch = staticmethod(dense.new_scratch)
     to_scaled_fp16 = staticmethod(dense.to_scaled_fp16)
     multiply = staticmethod(dense.multiply)
+    multiply_rows = staticmethod(dense.multiply_rows)
     normed_rows = staticmethod(row_norms.normed_rows)
     split_heads = staticmethod(dense.split_heads)
     prefill_attention = staticmethod(prefill_attention.attention)
@@ -88,6 +104,7 @@ class Kernels:
     new_products = staticmethod(dense.new_products)
     neurons_at_once = staticmethod(neurons.neurons_at_once)
     multiply_neurons = staticmethod(neurons.multiply_neurons)
+    multiply_gates = staticmethod(gate_copies.multiply_gates)
     add = staticmethod(dense.add)
     matmul = staticmethod(rows.matmul)
 

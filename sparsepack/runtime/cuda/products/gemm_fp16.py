@@ -13,6 +13,7 @@ from sparsepack.formats.codecs.zigzag import BAND_ROWS
 from sparsepack.runtime.cuda.attention.attention import KV_MACROS, AttentionParameters
 from sparsepack.runtime.cuda.driver.kernel import Kernel, kernel, launch
 from sparsepack.runtime.cuda.products import zigzag
+from sparsepack.runtime.cuda.products.rows import RowsFp16, decode
 from sparsepack.runtime.cuda.products.zigzag import CudaZigzag, dequantise
 
 THREADS = 512  # of a block that takes a row
@@ -83,6 +84,22 @@ def multiply(matrix: CudaZigzag, x: ScaledFp16, scratch: Tensor, bias: Tensor | 
         part = sums[:, first * BAND_ROWS : (first + bands) * BAND_ROWS]
         _fp16_product(x.values, weights[:, : part.shape[1]], part)
     return Product(sums, x.factor, 1 / matrix.fp16_scale, bias)
+
+
+def multiply_rows(rows: RowsFp16, x: ScaledFp16, scratch: Tensor) -> Product:
+    """`multiply` for a matrix stored by rows, without a bias."""
+    matrix = rows.matrix
+    sums = torch.empty(len(x.values), matrix.rows, device=x.values.device)
+    step = min(len(scratch) // (3 * matrix.columns), matrix.rows)  # a weight as float32 and as float16
+    exact = scratch[: 2 * step * matrix.columns].view(torch.float32).view(step, -1)
+    rounded = scratch[2 * step * matrix.columns :][: step * matrix.columns].view(step, -1)
+    for first in range(0, matrix.rows if len(sums) else 0, step):
+        part = sums[:, first : first + step]
+        of_part = slice(0, part.shape[1])
+        decode(matrix, first, exact[of_part], rows.fp16_scale)
+        rounded[of_part].copy_(exact[of_part])
+        _fp16_product(x.values, rounded[of_part].t(), part)
+    return Product(sums, x.factor, 1 / rows.fp16_scale, None)
 
 
 def new_sums(x: ScaledFp16, weights: Tensor) -> Tensor:

@@ -40,7 +40,8 @@ REPACKED_AT_ONCE = 1 << 23
 COPIED = torch.complex128
 """torch copies a thread one value of a type at a time, and this is the largest, of 16 bytes: by bytes, records over the
 bus take several times as long, and keep the multiprocessors from the step beside which they come."""
-_INPUT_BYTES = 4 * (2 * BAND_ROWS + 64)  # of a group of two superblocks, as `neuron_ffn.cu` draws it
+INPUT_BYTES = 4 * (2 * BAND_ROWS + 64)
+"""What a text takes of a group of two superblocks in shared memory, as `kernels/neurons/neuron_input.cuh` draws it."""
 
 
 @dataclass(frozen=True)
@@ -291,7 +292,7 @@ class _FfnConfig:
     @property
     def shared_bytes(self) -> int:
         """The bytes of dynamic shared memory: the inputs, then the ring."""
-        return self.inputs * self.groups * _INPUT_BYTES + self.slots * self.record_bytes
+        return self.inputs * self.groups * INPUT_BYTES + self.slots * self.record_bytes
 
     @property
     def macros(self) -> dict[str, int]:

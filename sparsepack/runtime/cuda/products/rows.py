@@ -11,12 +11,14 @@ from torch.nn.functional import pad
 
 from sparsepack.formats.codecs.matrices import PackedMatrix
 from sparsepack.formats.codecs.q4_k import scales_and_mins
+from sparsepack.formats.codecs.q4_k_fit import BLOCK_BYTES
 from sparsepack.formats.codecs.q8_0 import BLOCK_BYTES as Q8_0_BYTES
 from sparsepack.formats.codecs.superblock import BLOCK
 from sparsepack.formats.codecs.types import stored_bytes
 from sparsepack.runtime.cuda.driver.host_memory import Place, on_card
 from sparsepack.runtime.cuda.driver.kernel import kernel, launch, multiprocessors
 from sparsepack.runtime.cuda.driver.shared_memory import deepest_pipeline, shared_limit
+from sparsepack.runtime.cuda.products.zigzag import fp16_scale, largest_ends
 
 TYPES = {"F32": 0, "F16": 1, "BF16": 2, "Q4_K": 3, "Q6_K": 4, "Q8_0": 5}
 """The types have the numbers that `kernels/products/rows.cuh` gives them."""
@@ -51,6 +53,25 @@ class RowsMatrix:
     rows: int
     columns: int
     row_bytes: int
+
+
+@dataclass(frozen=True, eq=False)
+class RowsFp16:
+    """A matrix of superblocks that products in float16 read, too.
+
+    fp16_scale -- power of two that brings the largest weight near the largest float16
+    """
+
+    matrix: RowsMatrix
+    fp16_scale: float
+
+
+def load_rows_fp16(matrix: PackedMatrix, device: torch.device | str = "cuda", *, place: Place = on_card) -> RowsFp16:
+    """`load_rows` of a matrix in Q4_K."""
+    step = max(REPACKED_AT_ONCE // max(matrix.blocks.shape[1], 1), 1)
+    parts = (part.view(len(part), -1, BLOCK_BYTES) for part in torch.split(matrix.blocks, step))
+    d, dmin = (max(ends) for ends in zip(*(largest_ends(part.to(device)) for part in parts), strict=True))
+    return RowsFp16(load_rows(matrix, device, place=place), fp16_scale(d, dmin))
 
 
 def load_rows(matrix: PackedMatrix, device: torch.device | str = "cuda", *, place: Place = on_card) -> RowsMatrix:
@@ -218,6 +239,12 @@ def matmul(matrix: RowsMatrix, x: Tensor) -> Tensor:
             _decode(matrix, None, first, rows)
             y[:, first : first + len(rows)] = torch.mm(x, rows.t())
     return y
+
+
+def decode(matrix: RowsMatrix, first: int, out: Tensor, scale: float = 1.0) -> None:
+    """Put rows of a matrix from `first` on, times `scale`, on the current stream: out float32 [rows, columns]."""
+    _check("out", out, (len(out), matrix.columns))
+    _decode(matrix, None, first, out, scale)
 
 
 def embed(matrix: RowsMatrix, ids: Tensor, out: Tensor, scale: float = 1.0) -> None:

@@ -62,11 +62,14 @@ public:
         model_.owners.push_back(std::move(matrix));
     }
 
-    // Sets the records of the last layer, whose site MLP_IN is then the gate and whose MLP_MID is not set.
-    void set_neurons(std::shared_ptr<NeuronMatrix> records) {
+    // Sets the records of the last layer, whose MLP_MID is not set; its gates are by rows, or the site MLP_IN.
+    void set_neurons(std::shared_ptr<NeuronMatrix> records, std::shared_ptr<GateMatrix> gates) {
         if (model_.layers.empty()) throw std::invalid_argument("no layer");
-        model_.layers.back().neurons = &records->view;
+        Layer& layer = model_.layers.back();
+        layer.neurons = &records->view;
+        layer.gates = gates ? &gates->view : nullptr;
         model_.owners.push_back(std::move(records));
+        model_.owners.push_back(std::move(gates));
     }
 
     // Sets the experts of the last layer: sites MLP_IN and MLP_MID of each, with the thresholds that they share.
@@ -227,7 +230,7 @@ void bind_decoder(nb::module_& m) {
              "mlp_post_norm"_a.none(), "q_row_norm"_a.none(), "k_row_norm"_a.none())
         .def("set_site", &Builder::set_site, "number"_a, "matrix"_a, "bias"_a.none(), "threshold"_a.none(),
              "offset"_a.none())
-        .def("set_neurons", &Builder::set_neurons, "records"_a)
+        .def("set_neurons", &Builder::set_neurons, "records"_a, "gates"_a.none())
         .def("set_experts", &Builder::set_experts, nb::kw_only(), "router"_a, "used"_a, "shared"_a, "normalised"_a,
              "mlp_in"_a, "mlp_in_threshold"_a.none(), "mlp_mid"_a, "mlp_mid_threshold"_a.none())
         .def("set_basis", &Builder::set_basis, "matrix"_a)

@@ -166,6 +166,23 @@ public:
         });
     }
 
+    GateMatrix load_gates(Array<const uint8_t, 2> rows) {
+        int64_t bands = int64_t(rows.shape(1)) / int64_t(sizeof(Q4KBlock));
+        expect(rows.shape(0) > 0 && bands > 0 && int64_t(rows.shape(1)) == bands * int64_t(sizeof(Q4KBlock)),
+               "gates: expected [neurons, a multiple of 144 bytes]");
+        expect(bands <= MOST_NEURON_BANDS, "gates: wider than 16384 channels");
+        std::lock_guard<std::mutex> lock(mutex_);
+        return repack_gates(rows.data(), int64_t(rows.shape(0)), int32_t(bands), pool_);
+    }
+
+    void gate_products(const GateMatrix& m, Array<const float, 2> x, Array<float, 2> y) {
+        expect((int64_t)x.shape(1) == m.view.bands * BAND_ROWS, "x: expected [positions, hidden]");
+        expect((int64_t)y.shape(1) == m.view.count && y.shape(0) == x.shape(0), "y: expected [positions, neurons]");
+        std::lock_guard<std::mutex> lock(mutex_);
+        if (!x.shape(0)) return;
+        sparsepack::gate_products(kernels_, pool_, m.view, x.data(), int32_t(x.shape(0)), products_, y.data());
+    }
+
     // The queries in qkv are normed and rotated in place, as `attend` takes them.
     void append(KvCache& cache, int layer, Array<float, 2> qkv) {
         expect_positions(cache, layer, qkv.shape(0), qkv.shape(1));
@@ -252,6 +269,10 @@ void bind_operations(nb::module_& m) {
         .def_prop_ro("hidden", [](const NeuronMatrix& m) { return neuron_hidden(&m.view); })
         .def_prop_ro("address", [](const NeuronMatrix& m) { return reinterpret_cast<uintptr_t>(m.view.data); })
         .def_prop_ro("bytes", [](const NeuronMatrix& m) { return m.memory.bytes(); });
+    nb::class_<GateMatrix>(m, "GateMatrix")
+        .def_prop_ro("neurons", [](const GateMatrix& m) { return m.view.count; })
+        .def_prop_ro("hidden", [](const GateMatrix& m) { return m.view.bands * BAND_ROWS; })
+        .def_prop_ro("bytes", [](const GateMatrix& m) { return m.memory.bytes(); });
     nb::class_<Operations>(m, "Operations")
         .def(nb::init<const std::string&, int>(), "instruction_set"_a, "threads"_a)
         .def("load_zigzag", &Operations::load_zigzag, "blocks"_a, "rows"_a, "span"_a, "tile"_a, Released())
@@ -271,6 +292,8 @@ void bind_operations(nb::module_& m) {
         .def("neuron_ffn", &Operations::neuron_ffn, "neurons"_a, "x"_a, "gate"_a, "indices"_a, "count"_a, "y"_a,
              Released())
         .def("neuron_matmul", &Operations::neuron_matmul, "neurons"_a, "x"_a, "gate"_a, "y"_a, Released())
+        .def("load_gates", &Operations::load_gates, "rows"_a, Released())
+        .def("gate_products", &Operations::gate_products, "gates"_a, "x"_a, "y"_a, Released())
         .def("append", &Operations::append, "cache"_a, "layer"_a, "qkv"_a, Released())
         .def("attend", &Operations::attend, "cache"_a, "layer"_a, "qkv"_a, "y"_a, "sparse"_a = false, Released());
 }

@@ -48,8 +48,12 @@ HandOver layout_of(nb::handle layout) {
 class Worker {
 public:
     Worker(const std::string& instruction_set, std::vector<std::shared_ptr<NeuronMatrix>> records, Bytes memory,
-           nb::handle layout, int threads, double limit, std::vector<std::shared_ptr<ZigzagMatrix>> products)
-        : records_(std::move(records)), products_(std::move(products)), memory_(std::move(memory)) {
+           nb::handle layout, int threads, double limit, std::vector<std::shared_ptr<ZigzagMatrix>> products,
+           std::vector<std::shared_ptr<GateMatrix>> gates)
+        : records_(std::move(records)),
+          products_(std::move(products)),
+          gates_(std::move(gates)),
+          memory_(std::move(memory)) {
         HandOver at = layout_of(layout);
         if (threads < 1 || !(limit > 0)) throw std::invalid_argument("expected threads and seconds");
         if (int64_t(memory_.shape(0)) != at.size || reinterpret_cast<uintptr_t>(memory_.data()) % 4)
@@ -58,8 +62,10 @@ public:
         for (const auto& matrix : records_) views.push_back(&matrix->view);
         std::vector<const Zigzag*> matrices;
         for (const auto& matrix : products_) matrices.push_back(&matrix->view);
+        std::vector<const Gates*> of_blocks;
+        for (const auto& matrix : gates_) of_blocks.push_back(matrix ? &matrix->view : nullptr);
         worker_ = std::make_unique<ColdWorker>(kernels(instruction_set), std::move(views), at, memory_.data(), threads,
-                                               limit, std::move(matrices));
+                                               limit, std::move(matrices), std::move(of_blocks));
     }
 
     ColdWorker& worker() { return *worker_; }
@@ -82,6 +88,7 @@ public:
 private:
     std::vector<std::shared_ptr<NeuronMatrix>> records_;
     std::vector<std::shared_ptr<ZigzagMatrix>> products_;
+    std::vector<std::shared_ptr<GateMatrix>> gates_;
     Bytes memory_;
     std::unique_ptr<ColdWorker> worker_;
 };
@@ -91,9 +98,10 @@ private:
 void bind_worker(nb::module_& m) {
     nb::class_<Worker>(m, "ColdWorker")
         .def(nb::init<const std::string&, std::vector<std::shared_ptr<NeuronMatrix>>, Bytes, nb::handle, int, double,
-                      std::vector<std::shared_ptr<ZigzagMatrix>>>(),
+                      std::vector<std::shared_ptr<ZigzagMatrix>>, std::vector<std::shared_ptr<GateMatrix>>>(),
              "instruction_set"_a, "records"_a, "memory"_a, "layout"_a, "threads"_a, "limit"_a,
-             "products"_a = std::vector<std::shared_ptr<ZigzagMatrix>>{})
+             "products"_a = std::vector<std::shared_ptr<ZigzagMatrix>>{},
+             "gates"_a = std::vector<std::shared_ptr<GateMatrix>>{})
         .def(
             "begin", [](Worker& self, int32_t number, int32_t texts) { self.worker().begin(number, texts); },
             "number"_a, "texts"_a = 1, Released())

@@ -39,7 +39,11 @@ void check_layer(const Layer& layer, const Shape& s, const AttentionShape& a, co
     check_site(layer.sites[ATTN_IN], a.qkv_rows(), s.hidden, name + " attn_in");
     check_site(layer.sites[ATTN_OUT], s.hidden, a.q_rows(), name + " attn_out");
     if (layer.neurons) {
-        check_site(layer.sites[MLP_IN], s.intermediate, s.hidden, name + " gate");
+        if (layer.gates)
+            expect(layer.gates->count == s.intermediate && layer.gates->bands * BAND_ROWS == s.hidden,
+                   name + ": gates of another shape");
+        else
+            check_site(layer.sites[MLP_IN], s.intermediate, s.hidden, name + " gate");
         expect(s.activation == RELU, name + ": neurons of another activation");
         expect(layer.neurons->count == s.intermediate, name + ": another number of neurons");
         expect(neuron_hidden(layer.neurons) == s.hidden, name + ": neurons of another width");
@@ -110,6 +114,10 @@ Decoder::Decoder(Model model, const Kernels& kernels, int threads)
             if (layer.neurons && number == MLP_MID) {
                 int64_t room = int64_t(neuron_slices(s_.intermediate, threads)) * s_.hidden;
                 padded[number & 1] = std::max(padded[number & 1], room);
+                continue;
+            }
+            if (layer.gates && number == MLP_IN) {
+                padded[number & 1] = std::max(padded[number & 1], texts * s_.intermediate);
                 continue;
             }
             site.sparse_bias = sparse_bias(site, k_);

@@ -70,6 +70,7 @@ struct Layer {
     std::vector<float> attn_post_norm, mlp_post_norm;  // of what attention and MLP add; empty: it is not normed
     std::vector<float> q_row_norm, k_row_norm;         // of queries and keys of all heads together; empty: likewise
     const Neurons* neurons = nullptr;                  // then MLP_IN is the gate alone, and MLP_MID nothing
+    const Gates* gates = nullptr;                      // by rows; then MLP_IN has no matrix
     std::optional<Experts> experts;
     const Rows* basis = nullptr;  // [hidden, hidden]: the block begins with x = basis x
 };
@@ -180,7 +181,8 @@ private:
     void neurons_several(const Sums& gate, int layer, int32_t texts, bool sparse, int thread);
 
     // decoder/neurons.cpp
-    Sums neurons(const Input& gate, const float* x, int layer, bool sparse, int thread);
+    Sums gates(int layer, const float* x, int32_t texts, float* y, int thread);
+    Sums neurons(const Sums& gate, const float* x, int layer, bool sparse, int thread);
     void neuron_rows(int layer, int32_t first, int32_t last, int32_t positions);
 
     // decoder/experts.cpp
@@ -229,6 +231,7 @@ private:
     Hold hold_ = {};
     std::vector<HeldText> held_;
     Buffer<float> wide_x_, wide_normed_, wide_rows_, wide_inner_;  // [prefill_tokens][...], or [texts][...] in a step
+    Buffer<uint8_t> wide_inputs_;                                  // likewise, of gates by rows
 };
 
 }  // namespace sparsepack

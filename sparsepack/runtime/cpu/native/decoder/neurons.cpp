@@ -3,9 +3,29 @@
 
 namespace sparsepack {
 
+// The products of gates by rows with the rows of x, which all threads have left, or with each thread's own x where there
+// is one: y [positions][neurons], for all threads.
+Decoder::Sums Decoder::gates(int layer, const float* x, int32_t positions, float* y, int thread) {
+    static const std::vector<float> no_bias;
+    const Gates& g = *model_.layers[layer].gates;
+    uint8_t* inputs = scratch_[thread].neuron_input.data();
+    if (positions == 1) {
+        k_.neuron_input(x, g.bands, inputs);
+    } else {
+        int64_t stride = neuron_input_stride(g.bands);
+        inputs = wide_inputs_.data();
+        for (int32_t p = thread; p < positions; p += pool_.threads())
+            k_.neuron_input(x + int64_t(p) * s_.hidden, g.bands, inputs + p * stride);
+        pool_.barrier();
+    }
+    share_gate_products(k_, pool_, g, inputs, positions, y);
+    pool_.barrier();
+    return {y, 0, 1, &no_bias, g.count};
+}
+
 // From the product of the gate to what the MLP adds; x is its input. Each thread does a range of the neurons and lists
 // those that are active; after a barrier all of them are shared out.
-Decoder::Sums Decoder::neurons(const Input& gate, const float* x, int layer, bool sparse, int thread) {
+Decoder::Sums Decoder::neurons(const Sums& gate, const float* x, int layer, bool sparse, int thread) {
     static const std::vector<float> no_bias;
     const float zero = 0;
     const Neurons& n = *model_.layers[layer].neurons;
@@ -13,7 +33,7 @@ Decoder::Sums Decoder::neurons(const Input& gate, const float* x, int layer, boo
     int32_t first = border(s_.intermediate, thread), size = border(s_.intermediate, thread + 1) - first, count = 0;
     float *g = middle_.data() + first, *partial_sums = partial_sums_[MLP_MID & 1].data();
     if (size) {
-        read(sums(gate), first, size, g);
+        read(gate, first, size, g);
         for (int32_t i = 0; i < size; ++i) g[i] = g[i] < 0 ? 0 : g[i];
         count = k_.collect(g, nullptr, &zero, 0, size, first, g, list(s_.intermediate, thread));
     }

@@ -13,6 +13,8 @@ void Decoder::grow_wide(int64_t positions) {
     wide_normed_.grow(positions * s_.hidden);
     wide_rows_.grow(positions * std::max({a_.qkv_rows(), 2 * s_.intermediate, s_.hidden}));
     wide_inner_.grow(positions * std::max({a_.q_rows(), s_.intermediate, s_.hidden}));
+    if (!model_.layers.empty() && model_.layers[0].gates)
+        wide_inputs_.grow(positions * neuron_input_stride(model_.layers[0].gates->bands));
     if (!starts_.size()) return;
     int64_t used = int64_t(scratch_[0].chosen.size());
     routed_.grow(positions * starts_.size());
@@ -61,8 +63,12 @@ void Decoder::prefill_together(const int64_t* ids, int32_t count, float* logits,
             expert_rows(number, first, last, count, thread);
             continue;
         }
-        matmul(layer.sites[MLP_IN], wide_normed_.data(), count);
-        pool_.barrier();
+        if (layer.gates) {
+            gates(number, wide_normed_.data(), count, wide_rows_.data(), thread);
+        } else {
+            matmul(layer.sites[MLP_IN], wide_normed_.data(), count);
+            pool_.barrier();
+        }
         if (layer.neurons) {
             neuron_rows(number, first, last, count);
             continue;

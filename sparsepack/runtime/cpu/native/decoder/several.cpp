@@ -37,7 +37,10 @@ void Decoder::tokens(const int64_t* ids, int32_t texts, bool sparse, float* logi
             experts_several(number, texts, sparse, thread);
             continue;
         }
-        Sums sums = multiply_several(number, MLP_IN, normed, texts, sparse, thread);
+        float* of_gates = partial_sums_[MLP_IN & 1].data();
+        if (layer.gates && thread == 0) active_[number * SITES + MLP_IN] += s_.hidden;
+        Sums sums = layer.gates ? gates(number, normed, texts, of_gates, thread)
+                                : multiply_several(number, MLP_IN, normed, texts, sparse, thread);
         if (layer.neurons) {
             neurons_several(sums, number, texts, sparse, thread);
             continue;

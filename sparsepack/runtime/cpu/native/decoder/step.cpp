@@ -58,11 +58,17 @@ void Decoder::token(int64_t id, bool sparse, float* logits, int thread) {
                 if (thread == 0) active_[number * SITES + MLP_IN + site] += read[site];
             continue;
         }
+        if (layer.gates) {
+            if (thread == 0) active_[number * SITES + MLP_IN] += s_.hidden;
+            Sums sums = gates(number, normed, 1, partial_sums_[MLP_IN & 1].data(), thread);
+            add_to(x, neurons(sums, normed, number, sparse, thread), layer.mlp_post_norm, thread);
+            continue;
+        }
         input = select(number, MLP_IN, normed, sparse, thread);
         multiply(input);
         pool_.barrier();
         if (layer.neurons) {
-            add_to(x, neurons(input, normed, number, sparse, thread), layer.mlp_post_norm, thread);
+            add_to(x, neurons(sums(input), normed, number, sparse, thread), layer.mlp_post_norm, thread);
             continue;
         }
         input = gate(input, number, sparse, thread);

@@ -317,6 +317,7 @@ const Kernels scalar_kernels = {
     neuron_input,
     neuron_ffn,
     neuron_matmul,
+    gate_products,
     rows_matmul,
     rms_norm,
     rotate,

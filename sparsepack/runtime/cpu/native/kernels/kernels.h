@@ -72,6 +72,17 @@ struct NeuronsWork {
     float* y;                // [positions][hidden], overwritten
 };
 
+// A work item of products with gates by rows.
+struct GatesWork {
+    const Gates* gates;
+    int32_t first, count;    // those from the first on, or where there are indices the listed ones from the first on
+    const int32_t* indices;  // or null
+    const uint8_t* inputs;   // what neuron_input made of each position, neuron_input_stride apart
+    int32_t positions;
+    float* y;  // [positions][y_stride], overwritten from `first` on: products, in the order of the list
+    int64_t y_stride;
+};
+
 enum { MATMUL_TILE = 128 };
 
 enum Activation { SILU = 0, RELU = 1, GELU = 2, GELU_TANH = 3 };
@@ -100,6 +111,9 @@ struct Kernels {
 
     // `neuron_ffn` for several positions, of every neuron whose gate is not zero; a record is read once for all of them.
     void (*neuron_matmul)(const NeuronsWork* work);
+
+    // Products of gates with inputs; a gate is read once for all positions.
+    void (*gate_products)(const GatesWork* work);
 
     // Y = X W^T for rows first ... last - 1 (first a multiple of ROW_TILE, last too or the number of rows), written to
     // y[position * y_stride + row].

@@ -132,10 +132,20 @@ static inline int32_t neuron_tile(const Neurons* n) {
     return fit < 8 ? 8 : fit > 64 ? 64 : (int32_t)fit;
 }
 
+// Gates by rows, laid out as up rows are, each whole cache lines: UpNibbles of each band | Q4KHeader of each band | zeros
+struct Gates {
+    const uint8_t* data;  // 64-byte aligned
+    int64_t count;
+    int32_t bands;  // hidden / 256, at most MOST_NEURON_BANDS
+};
+static inline int64_t gate_stride(const Gates* g) { return (g->bands * (int64_t)sizeof(Q4KBlock) + 63) & ~(int64_t)63; }
+
 // An input as the kernels of neurons want it, behind each other, from an address that 64 divides: float x [hidden];
 // int8 digits [2 hidden], of each band in turn 8 of every sub-block, high ones and then low ones [4][high, low][8][8];
 // float sums [hidden / 32], of sub-blocks of x; float units [bands], of the digits.
 static inline int64_t neuron_input_bytes(int32_t bands) { return bands * (int64_t)(6 * BAND_ROWS + 32 + 4) + 64; }
+// From the input of one position to that of the next.
+static inline int64_t neuron_input_stride(int32_t bands) { return (neuron_input_bytes(bands) + 63) & ~(int64_t)63; }
 
 // Matrices stored by rows: the embedding and the output matrix. F32, F16, BF16, Q4_K and Q8_0 as in the file. Q6_K by
 // tiles of 32 rows (the last one padded with zero rows), each 6720 bytes per 256 columns, as `rows_*.inc` draws it.

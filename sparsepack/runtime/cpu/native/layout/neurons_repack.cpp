@@ -20,14 +20,18 @@ void pack_up_nibbles(const Q4KBlock& block, UpNibbles* to) {
             }
 }
 
-void pack_record(const uint8_t* file, const Neurons& n, uint8_t* record) {
-    auto* blocks = (const Q4KBlock*)file;
-    auto* nibbles = (UpNibbles*)(record + neuron_up(&n));
-    auto* headers = (Q4KHeader*)(nibbles + n.bands);
-    for (int32_t band = 0; band < n.bands; band++) {
+void pack_row(const Q4KBlock* blocks, int32_t bands, uint8_t* row) {
+    auto* nibbles = (UpNibbles*)row;
+    auto* headers = (Q4KHeader*)(nibbles + bands);
+    for (int32_t band = 0; band < bands; band++) {
         headers[band] = blocks[band].header;
         pack_up_nibbles(blocks[band], nibbles + band);
     }
+}
+
+void pack_record(const uint8_t* file, const Neurons& n, uint8_t* record) {
+    auto* blocks = (const Q4KBlock*)file;
+    pack_row(blocks, n.bands, record + neuron_up(&n));
     const Q4KBlock* down = blocks + n.bands;
     for (int32_t band = 0; band < n.bands; band += QUAD_BANDS)
         pack_quad((const uint8_t*)(down + band), sizeof *down, std::min<int32_t>(QUAD_BANDS, n.bands - band),
@@ -58,6 +62,17 @@ void for_each_record(int64_t begin, int64_t end, Pool& pool, Work&& work) {
     pool.run([&](int) { pool.share(int((end - begin + RECORDS_AT_ONCE - 1) / RECORDS_AT_ONCE), item); });
 }
 
+// Calls work(neuron) for all neurons, and gives back what was read of the file, `bytes` of each, as it goes on.
+template <class Work>
+void copy_out(const uint8_t* file, int64_t count, int64_t bytes, Pool& pool, Work&& work) {
+    int64_t at_once = std::max<int64_t>(1, BYTES_AT_ONCE / bytes);
+    for (int64_t begin = 0; begin < count; begin += at_once) {
+        int64_t end = std::min(begin + at_once, count);
+        for_each_record(begin, end, pool, work);
+        give_back(file + begin * bytes, (end - begin) * bytes);
+    }
+}
+
 }  // namespace
 
 NeuronMatrix repack_neurons(const uint8_t* records, int64_t count, int32_t bands, Pool& pool) {
@@ -66,14 +81,20 @@ NeuronMatrix repack_neurons(const uint8_t* records, int64_t count, int32_t bands
     Memory memory(count * stride);
     uint8_t* data = memory.data();
     view.data = data;
-    int64_t at_once = std::max<int64_t>(1, BYTES_AT_ONCE / bytes);
-    for (int64_t begin = 0; begin < count; begin += at_once) {
-        int64_t end = std::min(begin + at_once, count);
-        for_each_record(begin, end, pool, [=, &view](int64_t neuron) {
-            pack_record(records + neuron * bytes, view, data + neuron * stride);
-        });
-        give_back(records + begin * bytes, (end - begin) * bytes);
-    }
+    copy_out(records, count, bytes, pool,
+             [=, &view](int64_t neuron) { pack_record(records + neuron * bytes, view, data + neuron * stride); });
+    return {view, std::move(memory)};
+}
+
+GateMatrix repack_gates(const uint8_t* rows, int64_t count, int32_t bands, Pool& pool) {
+    Gates view = {nullptr, count, bands};
+    int64_t stride = gate_stride(&view), bytes = bands * int64_t(sizeof(Q4KBlock));
+    Memory memory(count * stride);
+    uint8_t* data = memory.data();
+    view.data = data;
+    copy_out(rows, count, bytes, pool, [=](int64_t neuron) {
+        pack_row((const Q4KBlock*)(rows + neuron * bytes), bands, data + neuron * stride);
+    });
     return {view, std::move(memory)};
 }
 

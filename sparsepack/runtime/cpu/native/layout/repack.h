@@ -52,6 +52,14 @@ void copy_neurons(NeuronMatrix& to, const int32_t* slots, const Neurons& from, c
 // The inverse of `repack_neurons`, byte for byte.
 void unpack_neurons(const Neurons& neurons, uint8_t* records, Pool& pool);
 
+struct GateMatrix {
+    Gates view;
+    Memory memory;
+};
+
+// rows: [count][bands * sizeof(Q4KBlock)], Q4_K as in the file, whose pages are given back likewise.
+GateMatrix repack_gates(const uint8_t* rows, int64_t count, int32_t bands, Pool& pool);
+
 // One column of a quad. block: that of its first band; the next band's is `band_bytes` further.
 void pack_quad(const uint8_t* block, int64_t band_bytes, int32_t bands, Quad* quad);
 void unpack_quad(const Quad* quad, int32_t bands, uint8_t* block, int64_t band_bytes);

@@ -11,6 +11,7 @@ constexpr int32_t ITEMS_PER_THREAD = 3;
 constexpr int32_t TILES_PER_SLICE = 2, NEURONS_PER_SLICE = 32;
 // Each group of positions decodes the weights anew.
 constexpr int32_t LEAST_GROUP = 64;
+constexpr int32_t GATES_PER_ITEM = 64;
 constexpr int64_t ROWS_PER_ITEM = 512, ROW_ITEMS_PER_THREAD = 8, ROWS_PER_SUM = 1024;
 
 // The neuron, of `count`, at which slice `slice` begins: a multiple of 8, as many as are multiplied together.
@@ -154,6 +155,16 @@ void share_neuron_matmul(const Kernels& kernels, Pool& pool, const Neurons& n, c
     });
 }
 
+void share_gate_products(const Kernels& kernels, Pool& pool, const Gates& gates, const uint8_t* inputs,
+                         int32_t positions, float* y) {
+    int32_t count = int32_t(gates.count);
+    pool.share((count + GATES_PER_ITEM - 1) / GATES_PER_ITEM, [&](int number, int) {
+        int32_t first = number * GATES_PER_ITEM, here = std::min(GATES_PER_ITEM, count - first);
+        GatesWork work = {&gates, first, here, nullptr, inputs, positions, y, gates.count};
+        kernels.gate_products(&work);
+    });
+}
+
 void gemv(const Kernels& kernels, Pool& pool, const Zigzag& m, const float* x, Active active, ProductScratch& scratch,
           float* y) {
     int32_t slices = gemv_slices(m, active.count, pool.threads());
@@ -179,6 +190,19 @@ void neuron_ffn(const Kernels& kernels, Pool& pool, const Neurons& n, const floa
     kernels.neuron_input(x, n.bands, input);
     pool.run([&](int) { share_neuron_ffn(kernels, pool, n, input, gate, active, sums); });
     kernels.sum(sums, hidden, slices, nullptr, hidden, 0, y);
+}
+
+void gate_products(const Kernels& kernels, Pool& pool, const Gates& gates, const float* x, int32_t positions,
+                   ProductScratch& scratch, float* y) {
+    int64_t stride = neuron_input_stride(gates.bands), hidden = int64_t(gates.bands) * BAND_ROWS;
+    scratch.neuron_input.grow(positions * stride);
+    uint8_t* inputs = scratch.neuron_input.data();
+    pool.run([&](int) {
+        pool.share(positions,
+                   [&](int p, int) { kernels.neuron_input(x + p * hidden, gates.bands, inputs + p * stride); });
+        pool.barrier();
+        share_gate_products(kernels, pool, gates, inputs, positions, y);
+    });
 }
 
 }  // namespace sparsepack

@@ -65,6 +65,10 @@ void share_neuron_ffn(const Kernels& kernels, Pool& pool, const Neurons& neurons
 void share_neuron_matmul(const Kernels& kernels, Pool& pool, const Neurons& neurons, const float* x, const float* gate,
                          int32_t positions, float* y);
 
+// y[positions][gates] = x gates^T; inputs: what neuron_input made of each row of x, neuron_input_stride apart.
+void share_gate_products(const Kernels& kernels, Pool& pool, const Gates& gates, const uint8_t* inputs,
+                         int32_t positions, float* y);
+
 // Memory that grows as the products below need it.
 struct ProductScratch {
     Buffer<float> partial_sums;
@@ -76,5 +80,8 @@ void gemv(const Kernels& kernels, Pool& pool, const Zigzag& matrix, const float*
           ProductScratch& scratch, float* y);
 void neuron_ffn(const Kernels& kernels, Pool& pool, const Neurons& neurons, const float* x, const float* gate,
                 Active active, ProductScratch& scratch, float* y);
+// `share_gate_products` likewise: x [positions][hidden], y[positions][gates].
+void gate_products(const Kernels& kernels, Pool& pool, const Gates& gates, const float* x, int32_t positions,
+                   ProductScratch& scratch, float* y);
 
 }  // namespace sparsepack

@@ -95,10 +95,12 @@ struct ColdWorker::Leader {
 };
 
 ColdWorker::ColdWorker(const Kernels& kernels, std::vector<const Neurons*> records, const HandOver& layout,
-                       uint8_t* memory, int threads, double limit, std::vector<const Zigzag*> products)
+                       uint8_t* memory, int threads, double limit, std::vector<const Zigzag*> products,
+                       std::vector<const Gates*> gates)
     : kernels_(kernels),
       records_(std::move(records)),
       products_(std::move(products)),
+      of_gates_(std::move(gates)),
       at_(layout),
       memory_(memory),
       threads_(threads),
@@ -115,6 +117,14 @@ ColdWorker::ColdWorker(const Kernels& kernels, std::vector<const Neurons*> recor
     for (const Neurons* n : records_)
         if (n->count != at_.neurons || neuron_hidden(n) != at_.hidden)
             throw std::invalid_argument("records: expected as many, and as wide, as the hand-over has");
+    of_gates_.resize(of_gates_.empty() ? records_.size() : of_gates_.size());
+    if (of_gates_.size() != records_.size()) throw std::invalid_argument("gates: expected those of every block");
+    bool any = false;
+    for (const Gates* g : of_gates_) {
+        if (g && (g->count != at_.neurons || g->bands * BAND_ROWS != at_.hidden))
+            throw std::invalid_argument("gates: expected as many, and as wide, as the hand-over has");
+        any |= g != nullptr;
+    }
     if (products_.size() != at_.products.size())
         throw std::invalid_argument("products: expected those of the hand-over");
     int64_t floats = 0, columns = 0;
@@ -134,7 +144,11 @@ ColdWorker::ColdWorker(const Kernels& kernels, std::vector<const Neurons*> recor
     slices_.grow(floats);
     columns_.resize(columns + SPARE_COLUMNS);
     std::iota(columns_.begin(), columns_.end(), 0);
-    for (Own& own : own_) own.input.grow(neuron_input_bytes(at_.hidden / BAND_ROWS));
+    for (Own& own : own_) {
+        own.input.grow((any ? at_.sequences : 1) * neuron_input_stride(at_.hidden / BAND_ROWS));
+        own.products.grow(any ? size_t(at_.sequences) * at_.neurons : 0);
+        own.active.grow(any ? at_.neurons + SPARE_COLUMNS : 0);
+    }
     auto leader = std::make_unique<Leader>();
     Leader* led = leader.get();
     led->thread = std::thread([=] { lead(*led); });
@@ -283,6 +297,7 @@ bool ColdWorker::deal(int32_t number) noexcept {
     }
     if (of.product >= 0) count = at_.products[of.product].columns;
     int64_t bytes = of.product < 0 ? count * neuron_stride(records_[of.block]) : zigzag_bytes(products_[of.product]);
+    if (of.product < 0 && of_gates_[of.block]) bytes += count * gate_stride(of_gates_[of.block]);
     deals_[number] = {count, count ? int32_t(std::clamp<int64_t>(bytes / LEAST_BYTES, 1, threads_)) : 0};
     dealt_.store(number + 1, std::memory_order_release);
     return true;
@@ -313,8 +328,12 @@ void ColdWorker::compute(const Request& of, const Deal& deal, int thread, float*
             count = 0;
             break;
         }
-        for (int32_t text = 0; text < texts_; ++text)
+        for (int32_t text = 0; text < texts_ && !of_gates_[of.block]; ++text)
             all[int64_t(text) * at_.neurons + indices[i]] = gates[int64_t(text) * at_.neurons + i];
+    }
+    if (of_gates_[of.block]) {
+        count = active_of(of, indices, count, x, thread);
+        indices = own_[thread].active.data();
     }
     if (texts_ > 1) {
         NeuronsWork work = {&n, count, indices, x, all, texts_, y};
@@ -325,9 +344,35 @@ void ColdWorker::compute(const Request& of, const Deal& deal, int thread, float*
     for (int32_t i = 0; i < std::min(count, FIRST_RECORDS); ++i)  // on their way while the input is made
         for (int64_t byte = 0; byte < stride; byte += 64) __builtin_prefetch(n.data + indices[i] * stride + byte);
     uint8_t* input = own_[thread].input.data();
-    kernels_.neuron_input(x, n.bands, input);
+    if (!of_gates_[of.block]) kernels_.neuron_input(x, n.bands, input);
     NeuronWork work = {&n, count, indices, all, input, y};
     kernels_.neuron_ffn(&work, nullptr);
+}
+
+// Those of the listed neurons that are active in any text, into the thread's own memory, and their gates into gates_.
+int32_t ColdWorker::active_of(const Request& of, const int32_t* indices, int32_t count, const float* x,
+                              int thread) noexcept {
+    const Gates& g = *of_gates_[of.block];
+    Own& own = own_[thread];
+    const int64_t stride = neuron_input_stride(g.bands);
+    for (int32_t text = 0; text < texts_; ++text)
+        kernels_.neuron_input(x + int64_t(text) * at_.hidden, g.bands, own.input.data() + text * stride);
+    float* products = own.products.data();
+    GatesWork work = {&g, 0, count, indices, own.input.data(), texts_, products, at_.neurons};
+    kernels_.gate_products(&work);
+    int32_t active = 0;
+    for (int32_t i = 0; i < count; ++i) {
+        bool any = false;
+        for (int32_t text = 0; text < texts_; ++text) {
+            float product = products[int64_t(text) * at_.neurons + i];
+            // Of what is not finite nothing is left out: it must show.
+            float gate = product < 0 ? 0 : product;
+            gates_.data()[int64_t(text) * at_.neurons + indices[i]] = gate;
+            any |= gate != 0;
+        }
+        if (any) own.active.data()[active++] = indices[i];
+    }
+    return active;
 }
 
 void ColdWorker::answer_together(int32_t number, int thread) noexcept {

@@ -7,7 +7,9 @@
 //     others              compute ranges | add                               sleep after a while
 //
 // A step is one region of a pool. Thread 0 alone looks at what the device writes; the others learn from it how many
-// threads a request is dealt to, by its bytes. Of neurons each of these takes a contiguous range of the listed ones and
+// threads a request is dealt to, by its bytes. Where a block has gates, its request lists neurons that may be active, and
+// its gates are not read: whoever has a neuron computes its gate and leaves it out unless that is above zero. Of neurons
+// each of these threads takes a contiguous range of the listed ones and
 // leaves a vector of sums, and after all of them have, adds a range of the channels of all vectors, in the order of the
 // threads. Of rows they take slices of the columns from a counter, and add slices in their order. So the same request
 // gives the same bits with as many threads.
@@ -45,11 +47,13 @@ enum Abort { GOES_ON = 0, INTERRUPTED = 1, DEVICE_WAITED = 2, WORKER_WAITED = 3,
 // The calls come from one thread, but for `stop`.
 class ColdWorker {
 public:
-    // records: of each block; products: the matrices of the layout's. They and the memory must outlive the worker.
+    // records: of each block; products: the matrices of the layout's; gates: of each block, null where requests have
+    // them, or none at all. They and the memory must outlive the worker.
     // limit: seconds that it waits for a request. Throws std::invalid_argument where sizes do not fit together,
     // std::system_error where threads do not start.
     ColdWorker(const Kernels& kernels, std::vector<const Neurons*> records, const HandOver& layout, uint8_t* memory,
-               int threads, double limit, std::vector<const Zigzag*> products = {});
+               int threads, double limit, std::vector<const Zigzag*> products = {},
+               std::vector<const Gates*> gates = {});
     ~ColdWorker();
 
     // The device is about to ask for step `number`, of the first `texts` texts. Before it does, the step before has
@@ -87,7 +91,9 @@ private:
         std::atomic<int32_t> taken{0}, computed{0}, added{0};
     };
     struct alignas(64) Own {
-        Buffer<uint8_t> input;
+        Buffer<uint8_t> input;   // of each text
+        Buffer<float> products;  // [sequences][neurons]: of gates
+        Buffer<int32_t> active;  // of those that are listed
     };
 
     uint8_t* asked(const Request& of) const noexcept {
@@ -106,6 +112,7 @@ private:
     bool deal(int32_t number) noexcept;
     bool await_deal(int32_t number) noexcept;
     void compute(const Request& of, const Deal& deal, int thread, float* y) noexcept;
+    int32_t active_of(const Request& of, const int32_t* indices, int32_t count, const float* x, int thread) noexcept;
     void answer_together(int32_t number, int thread) noexcept;
     void multiply_together(int32_t number, int thread) noexcept;
     void arrive(Arrivals& at, const Deal& deal) noexcept;
@@ -116,6 +123,7 @@ private:
     const Kernels& kernels_;
     std::vector<const Neurons*> records_;
     std::vector<const Zigzag*> products_;
+    std::vector<const Gates*> of_gates_;  // of each block, or null
     HandOver at_;
     uint8_t* memory_;
     int threads_;

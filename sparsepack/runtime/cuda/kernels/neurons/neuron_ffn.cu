@@ -11,17 +11,12 @@
 // SLICE_WARPS further those of the next round, from every SLICES-th entry. Blocks without an entry write nothing
 // (neuron_sum.cu knows).
 //
-// The input lies in shared memory as lanes read it: of each group four float4 a lane, each for 32 lanes side by side,
-// then the sums of a lane's two halves, which the minima are multiplied with.
-//
-//     input     | group 0: [4][32] float4 | group 1 | .. GROUPS - 1 | group 0: [32] float2 | .. |    for each text
+// The input lies in shared memory as neuron_input.cuh draws it.
 //
 // Launch: grid (blocks), 32 WARPS threads; shared memory: see products/neurons.py.
 //
 // Macros: INPUTS texts; GROUPS of two superblocks; ROUNDS, SLICES: WARPS = SLICES * ceil(GROUPS / ROUNDS); SLOTS, BATCH,
 //         PARTS; BULK 0: as before sm_90, without bulk copies
-
-#include "neurons/neuron_record.cuh"
 
 #ifndef INPUTS
 #define INPUTS 1
@@ -32,31 +27,10 @@
 #define BATCH 10
 #define PARTS 2
 #endif
-#ifndef BULK
-#define BULK 1
-#endif
-#if __CUDA_ARCH__ < 900
-#undef BULK
-#define BULK 0
-#endif
+#include "neurons/neuron_input.cuh"
 
 static constexpr int SLICE_WARPS = (GROUPS + ROUNDS - 1) / ROUNDS, WARPS = SLICES * SLICE_WARPS;
-static constexpr int INPUT_FLOATS = GROUPS * (GROUP_CHANNELS + 64);  // of a text
-static_assert(INPUT_FLOATS * 4 % 128 == 0, "the ring begins at a multiple of 128 bytes");
 static_assert(BATCH * PARTS <= WARPS && BATCH <= SLOTS, "warps for each entry, which has a slot");
-
-// Where a text's input, and the sums of it, lie.
-__device__ __forceinline__ float4* values_of(float* input, int group) {
-    return (float4*)(input + group * GROUP_CHANNELS) + threadIdx.x % 32;
-}
-__device__ __forceinline__ float2* sums_of(float* input, int group) {
-    return (float2*)(input + GROUPS * GROUP_CHANNELS + group * 64) + threadIdx.x % 32;
-}
-
-__device__ __forceinline__ float sum4(float4 v) { return (v.x + v.y) + (v.z + v.w); }
-__device__ __forceinline__ float dot4(const float* q, float4 v) {
-    return (q[0] * v.x + q[1] * v.y) + (q[2] * v.z + q[3] * v.w);
-}
 
 // index [counts[1]]; gates [INPUTS][stride]; x [INPUTS][256 bands]; partial: of block 0, `pitch` floats apart
 extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
@@ -72,10 +46,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
     u8* const ring = (u8*)(input + INPUTS * INPUT_FLOATS);
 
     launch_dependents();
-    if (threadIdx.x < SLOTS) barrier_init(full + threadIdx.x, BULK ? 1 : 32);
-#if BULK
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-#endif
+    init_fetches(full, SLOTS);
     __syncthreads();
     wait_for_previous();
     // Who comes first is read beside the counts, there or not.
@@ -87,40 +58,12 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
 
     const auto fetch = [&](int i, int which) {  // by a warp
         const u8* from = (entry(i) < resident ? slots : host) + (u64)which * record_bytes;
-        u8* to = ring + i % SLOTS * record_bytes;
-        const u32 arrived = shared_address(full + i % SLOTS);
-#if BULK
-        if (lane == 0) {
-            asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(arrived), "r"(record_bytes)
-                         : "memory");
-            asm volatile(
-                "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-                    shared_address(to)),
-                "l"(from), "r"(record_bytes), "r"(arrived)
-                : "memory");
-        }
-#else
-        for (int at = 16 * lane; at < record_bytes; at += 16 * 32) copy_async(to + at, from + at);
-        asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(arrived) : "memory");
-#endif
+        fetch_bytes(ring + i % SLOTS * record_bytes, from, record_bytes, full + i % SLOTS);
     };
     for (int i = warp; i < min(own, SLOTS); i += WARPS) fetch(i, i == warp ? its_index : load_l2(index + entry(i)));
 
     // The input, while the records travel.
-#pragma unroll 1
-    for (int unit = warp; unit < INPUTS * GROUPS; unit += WARPS) {
-        const int b = unit / GROUPS, group = unit % GROUPS;
-        float* const of = input + b * INPUT_FLOATS;
-        float4 v[4] = {};
-        if (2 * group + lane / 16 < bands) {
-#pragma unroll
-            for (int j = 0; j < 4; ++j)
-                v[j] = load_l2((const float4*)(x + b * hidden + lane_channel(group, j / 2) + 4 * (j % 2)));
-        }
-#pragma unroll
-        for (int j = 0; j < 4; ++j) values_of(of, group)[32 * j] = v[j];
-        *sums_of(of, group) = make_float2(sum4(v[0]) + sum4(v[1]), sum4(v[2]) + sum4(v[3]));
-    }
+    fill_input(input, x, bands, WARPS);
     __syncthreads();
 
     const int slice = warp / SLICE_WARPS;
@@ -140,16 +83,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
             for (int group = part; group < GROUPS; group += PARTS) {
                 if (2 * group + lane / 16 < bands) {
                     const Piece piece(up + (2 * group + lane / 16) * BLOCK_BYTES);
-#pragma unroll
-                    for (int b = 0; b < INPUTS; ++b) {
-                        float* const of = input + b * INPUT_FLOATS;
-                        const float4* v = values_of(of, group);
-                        const float2 sums = *sums_of(of, group);
-                        const float low = dot4(piece.q[0], v[0]) + dot4(piece.q[0] + 4, v[32]);
-                        const float high = dot4(piece.q[1], v[64]) + dot4(piece.q[1] + 4, v[96]);
-                        dot[b] += piece.factor[0] * low - piece.rest[0] * sums.x;
-                        dot[b] += piece.factor[1] * high - piece.rest[1] * sums.y;
-                    }
+                    add_products(dot, piece, input, group);
                 }
             }
 #pragma unroll
