@@ -9,15 +9,8 @@
 
 #pragma once
 
+#include "common/bulk.cuh"
 #include "neurons/neuron_record.cuh"
-
-#ifndef BULK
-#define BULK 1
-#endif
-#if __CUDA_ARCH__ < 900
-#undef BULK
-#define BULK 0
-#endif
 
 static constexpr int INPUT_FLOATS = GROUPS * (GROUP_CHANNELS + 64);  // of a text
 static_assert(INPUT_FLOATS * 4 % 128 == 0, "the ring begins at a multiple of 128 bytes");

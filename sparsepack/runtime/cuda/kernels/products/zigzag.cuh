@@ -31,15 +31,8 @@
 
 #pragma once
 
+#include "common/bulk.cuh"
 #include "products/k_tile.cuh"
-
-#ifndef BULK
-#define BULK 1
-#endif
-#if __CUDA_ARCH__ < 900
-#undef BULK
-#define BULK 0
-#endif
 
 static constexpr int THREADS = WARPS * 32;  // that multiply
 static constexpr int ALL_THREADS = THREADS + (STAGES ? 32 * PRODUCERS : 0);
