@@ -113,7 +113,7 @@ class OperationsDecoder:
             return self._logits(self._run(ids, Mode.PREFILL, sequence)[-1:])[0]
 
     def prepare(self, sparse: bool) -> None:
-        """There is nothing to be made."""
+        """Do nothing: steps on a processor compile no kernels and record no graph."""
 
     def step(self, ids: Sequence[int | None], sparse: bool) -> Tensor:
         moving = stepped(ids)

@@ -115,7 +115,7 @@ class NativeDecoder:
         return logits[0]
 
     def prepare(self, sparse: bool) -> None:
-        """There is nothing to be made."""
+        """Do nothing: steps on a processor compile no kernels and record no graph."""
 
     def step(self, ids: Sequence[int | None], sparse: bool) -> Tensor:
         moving = stepped(ids)
