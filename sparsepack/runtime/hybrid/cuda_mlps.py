@@ -22,7 +22,8 @@ from sparsepack.formats.codecs.zigzag import BAND_ROWS
 from sparsepack.formats.mlp_kinds import MLP_GATE
 from sparsepack.placement.links import Links
 from sparsepack.placement.ways import Traffic
-from sparsepack.runtime.cuda.decoder.mlps import Gate, NeuronMlp, ZigzagGate, load_gate
+from sparsepack.runtime.cuda.decoder.gates import Gate, ZigzagGate, load_gate
+from sparsepack.runtime.cuda.decoder.mlps import NeuronMlp
 from sparsepack.runtime.cuda.decoder.sites import CudaSite, load_sites
 from sparsepack.runtime.cuda.driver.host_memory import Place
 from sparsepack.runtime.cuda.driver.kernel_set import Kernels

@@ -18,7 +18,7 @@ from sparsepack.formats import packed as stored
 from sparsepack.formats.codecs.zigzag import BAND_ROWS
 from sparsepack.formats.mlp_kinds import MLP_GATE
 from sparsepack.placement.links import Links
-from sparsepack.runtime.cuda.decoder.mlps import Launch, MlpStep
+from sparsepack.runtime.cuda.decoder.mlp_step import Launch, MlpStep
 from sparsepack.runtime.cuda.driver.kernel_set import Kernels
 from sparsepack.runtime.cuda.products.gate_copies import CudaGateCopy, kept_of, new_kept
 from sparsepack.runtime.cuda.products.gemm_fp16 import Product, ScaledFp16
@@ -89,7 +89,7 @@ class CopiedGates:
 
 @dataclass(frozen=True)
 class CopiedGate:
-    """A gate (`decoder.mlps.Gate`) of which the GPU has a copy.
+    """A gate (`decoder.gates.Gate`) of which the GPU has a copy.
 
     rows -- all of it, in the host's memory
     """

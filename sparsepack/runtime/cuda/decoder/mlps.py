@@ -1,6 +1,6 @@
 """The MLPs that the cuda decoder runs, a class for each kind: their part of a step, and of prefill."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Protocol
@@ -9,43 +9,18 @@ import torch
 from torch import Tensor
 
 from sparsepack.formats import packed as stored
-from sparsepack.formats.codecs.matrices import ZIGZAG
-from sparsepack.formats.mlp_kinds import DENSE, EXPERTS, MLP_GATE, MLP_RECORDS, NEURONS, MlpKind
-from sparsepack.runtime.cuda.decoder.block_buffers import Buffers
+from sparsepack.formats.mlp_kinds import DENSE, EXPERTS, MLP_RECORDS, NEURONS, MlpKind
+from sparsepack.runtime.cuda.decoder.gates import Gate, load_gate
+from sparsepack.runtime.cuda.decoder.mlp_step import Launch, MlpStep
 from sparsepack.runtime.cuda.decoder.sites import CudaExpertsSite, CudaSite, load_expert_sites, load_sites
 from sparsepack.runtime.cuda.driver.host_memory import Place
 from sparsepack.runtime.cuda.driver.kernel_set import Kernels
 from sparsepack.runtime.cuda.products.experts import CudaExperts, decoded_weights
 from sparsepack.runtime.cuda.products.gemm_fp16 import Product, ScaledFp16
 from sparsepack.runtime.cuda.products.neurons import ActiveNeurons, CudaNeurons, Division
-from sparsepack.runtime.cuda.products.rows import RowsFp16
 from sparsepack.runtime.cuda.products.zigzag import CudaZigzag
 from sparsepack.runtime.cuda.products.zigzag_products import Input, Together
 from sparsepack.runtime.reference.experts import route, with_shared
-from sparsepack.runtime.site_columns import Columns
-
-Launch = Callable[[], object]
-"""The function launches a kernel with all that the kernel takes."""
-
-
-@dataclass(frozen=True)
-class MlpStep:
-    """A block's step as its MLP sees it.
-
-    of         -- the block's buffers; what the MLP makes is added to `between`
-    input      -- of the first product: what attention left, with its norm
-    product    -- given the name under which a matrix is counted, its site, an input and y: the launch of its product
-    active     -- given such a name: int64 [], where it is counted
-    activation -- the number of the gate's function
-    sparse     -- whether inactive units are left out
-    """
-
-    of: Buffers
-    input: Input
-    product: Callable[..., Launch]
-    active: Callable[[str], Tensor]
-    activation: int
-    sparse: bool
 
 
 class CudaMlp(Protocol):
@@ -127,84 +102,6 @@ class DenseMlp:
         width = mid.matrix.columns
         gated = kernels.gated(stacked.part(0, width), stacked.part(width, width), activation)
         return kernels.multiply(mid.matrix, gated, scratch, mid.dense.bias)
-
-
-class Gate(Protocol):
-    """The gate of an MLP by neurons, in one of the orders in which it is stored.
-
-    flag_in_data, matrices -- as `CudaMlp` has them
-    """
-
-    @property
-    def flag_in_data(self) -> bool: ...
-
-    @property
-    def matrices(self) -> Sequence[CudaZigzag]: ...
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Neurons and channels."""
-
-    def step(self, step: MlpStep, kernels: Kernels) -> Iterable[Launch]:
-        """The kernels of its product, from `step.input` to `step.of.mid`: who has a zero there is not listed."""
-
-    def checked(self, step: MlpStep, listed: ActiveNeurons, kernels: Kernels) -> tuple[Sequence[Launch], ActiveNeurons]:
-        """The kernels that find who of a list is active, and where these then are listed."""
-
-    def prefill(self, x: ScaledFp16, scratch: Tensor, kernels: Kernels) -> Product:
-        """Its product with every row of x [S, hidden]."""
-
-
-@dataclass(frozen=True)
-class ZigzagGate:
-    """A gate in zigzag order."""
-
-    flag_in_data: ClassVar[bool] = True
-
-    site: CudaSite
-
-    @property
-    def matrices(self) -> Sequence[CudaZigzag]:
-        return [self.site.matrix]
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self.site.matrix.rows, self.site.matrix.columns
-
-    def step(self, step: MlpStep, kernels: Kernels) -> Iterator[Launch]:
-        yield step.product(MLP_GATE, self.site, step.input, step.of.mid)
-
-    def checked(self, step: MlpStep, listed: ActiveNeurons, kernels: Kernels) -> tuple[Sequence[Launch], ActiveNeurons]:
-        return (), listed
-
-    def prefill(self, x: ScaledFp16, scratch: Tensor, kernels: Kernels) -> Product:
-        return kernels.multiply(self.site.matrix, x, scratch)
-
-
-@dataclass(frozen=True)
-class RowsGate:
-    """A gate by rows."""
-
-    flag_in_data: ClassVar[bool] = False
-    matrices: ClassVar[Sequence[CudaZigzag]] = ()
-
-    rows: RowsFp16
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self.rows.matrix.rows, self.rows.matrix.columns
-
-    def step(self, step: MlpStep, kernels: Kernels) -> Iterator[Launch]:
-        of, (neurons, hidden) = step.input, self.shape
-        x, y = of.x.view(-1, hidden), step.of.mid.view(-1, neurons)
-        yield partial(step.active(MLP_GATE).add_, hidden)
-        yield partial(kernels.product, self.rows.matrix, x, y, norm=of.norm, eps=of.eps)
-
-    def checked(self, step: MlpStep, listed: ActiveNeurons, kernels: Kernels) -> tuple[Sequence[Launch], ActiveNeurons]:
-        return (), listed
-
-    def prefill(self, x: ScaledFp16, scratch: Tensor, kernels: Kernels) -> Product:
-        return kernels.multiply_rows(self.rows, x, scratch)
 
 
 @dataclass(frozen=True)
@@ -426,13 +323,6 @@ def _neurons(mlp: stored.NeuronMlp, device: torch.device, kernels: Kernels, plac
 def _experts(mlp: stored.ExpertMlp, device: torch.device, kernels: Kernels, place: Place) -> CudaMlp:
     router = torch.cat(mlp.always).to(device, torch.float32)
     return ExpertMlp(router, load_expert_sites(mlp, device, kernels))
-
-
-def load_gate(mlp: stored.NeuronMlp, device: torch.device, kernels: Kernels, place: Place) -> Gate:
-    """Copy the gate of an MLP by neurons to a GPU, where it shall lie."""
-    if mlp.gate.type != ZIGZAG:
-        return RowsGate(kernels.load_rows_fp16(mlp.gate, device, place=place))
-    return ZigzagGate(CudaSite(kernels.load_zigzag(mlp.gate, device, place=place), Columns(), Columns()))
 
 
 _LOADERS: Mapping[MlpKind, Callable[[Any, torch.device, Kernels, Place], CudaMlp]] = {

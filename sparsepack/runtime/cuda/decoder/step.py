@@ -14,7 +14,7 @@ from sparsepack.runtime.cuda.attention.kv_cache import CudaKvCache
 from sparsepack.runtime.cuda.decoder.block_buffers import Buffers
 from sparsepack.runtime.cuda.decoder.buffers import flag_in_data_of_one, memory_of_several
 from sparsepack.runtime.cuda.decoder.held import CudaHeld, new_held
-from sparsepack.runtime.cuda.decoder.mlps import Launch, MlpStep
+from sparsepack.runtime.cuda.decoder.mlp_step import Launch, MlpStep
 from sparsepack.runtime.cuda.decoder.model import CudaModel
 from sparsepack.runtime.cuda.decoder.sites import CudaExpertsSite, CudaSite
 from sparsepack.runtime.cuda.driver.kernel_set import Kernels
