@@ -1,6 +1,8 @@
 #include "worker/cold_worker.h"
 
 #include "threads/products.h"
+#include "worker/slices.h"
+#include "worker/waiting.h"
 
 #include <algorithm>
 #include <chrono>
@@ -13,9 +15,6 @@
 namespace sparsepack {
 namespace {
 
-using Clock = std::chrono::steady_clock;
-using Seconds = std::chrono::duration<double>;
-
 // A thread more saves less than its arrival costs where each has fewer bytes than these, some microseconds of reading.
 constexpr int64_t LEAST_BYTES = 64 << 10;
 // Between the blocks of a step the device computes for tens of microseconds, in a long text for hundreds: whoever sleeps
@@ -23,56 +22,10 @@ constexpr int64_t LEAST_BYTES = 64 << 10;
 constexpr Seconds SPIN_IN_STEP{20e-3}, CROWDED_SPIN{2e-6};
 // The threads stay awake so long after a step: longer than a caller takes between two tokens.
 constexpr Seconds SPIN_AFTER_STEP{1e-3};
-constexpr std::chrono::microseconds NAP{20};
 constexpr int32_t FIRST_RECORDS = 4;
 // Whoever adds takes whole cache lines.
 constexpr int64_t LINE = 16;           // floats
 constexpr int32_t SPARE_COLUMNS = 16;  // kernels may read as many indices beyond the last
-
-// A thread has at least so many items of a product, and at most so many where the last ones come out even.
-constexpr int32_t LEAST_ITEMS = 3, MOST_ITEMS = 9;
-constexpr int32_t TILES_PER_SLICE = 2;  // a shorter slice would spend its time beginning
-
-int32_t most_slices(const Zigzag& m, int32_t threads) noexcept {
-    int32_t tiles = int32_t((m.columns + m.tile - 1) / m.tile);
-    return std::max(1, std::min(tiles / TILES_PER_SLICE, (MOST_ITEMS * threads + spans(&m) - 1) / spans(&m)));
-}
-
-// The slices of a product's columns with which the fewest threads have nothing to do while the last items are computed.
-int32_t product_slices(const Zigzag& m, int32_t threads) noexcept {
-    int32_t most = most_slices(m, threads), chosen = most;
-    double best = 0;
-    for (int32_t slices = std::min(most, (LEAST_ITEMS * threads + spans(&m) - 1) / spans(&m)); slices <= most;
-         ++slices) {
-        int32_t items = slices * spans(&m), rounds = (items + threads - 1) / threads;
-        double busy = double(items) / (rounds * threads);
-        if (busy > best) best = busy, chosen = slices;
-    }
-    return chosen;
-}
-
-int32_t acquire(const void* word) noexcept {
-    return __atomic_load_n(static_cast<const int32_t*>(word), __ATOMIC_ACQUIRE);
-}
-void release(void* word, int32_t value) noexcept {
-    __atomic_store_n(static_cast<int32_t*>(word), value, __ATOMIC_RELEASE);
-}
-
-// Waits until `met` says so, or until `vain` does, which is asked now and then and given the seconds so far.
-template <class Met, class Vain>
-bool await(Seconds spin, Met&& met, Vain&& vain) noexcept {
-    constexpr int LOOKS = 32;
-    auto start = Clock::now();
-    for (;;) {
-        for (int look = 0; look < LOOKS; ++look) {
-            if (met()) return true;
-            pause();
-        }
-        Seconds so_far = Clock::now() - start;
-        if (vain(so_far.count())) return met();
-        if (so_far > spin) std::this_thread::sleep_for(NAP);
-    }
-}
 
 }  // namespace
 
