@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tiny_sizes import SIZE
 from torch import nn
 from transformers import (
     AutoModel,
@@ -18,15 +19,6 @@ from transformers import (
 from sparsepack.models.stock.norms import norms_by_one_kernel
 from sparsepack.models.stock.parts import OWN_CODE, Parts, parts_by, turned_by_torch
 
-SIZE = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 50,
-    "pad_token_id": 0,
-}
 NORMS = {"input_layernorm", "post_attention_layernorm"}
 USUAL = {"self_attn", "mlp", *NORMS}
 

@@ -1,13 +1,7 @@
 """The native worker against float64 sums, with a thread that asks as a device does."""
 
-import os
-import signal
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,122 +9,13 @@ import torch
 from native_build import skip_without_kernels
 from operations_for_tests import packed
 from torch import Tensor
+from worker_sides import PATIENCE, Block, Side, answer, ask, check, gates_of, made, step
 
-from sparsepack.formats.codecs import neurons
 from sparsepack.formats.codecs.matrices import PackedMatrix, decode_matrix, encode_rows
 from sparsepack.runtime.cpu import dispatch, operations
-from sparsepack.runtime.hybrid.handover import LAST_NUMBER, Abort, AskedProduct, HandOver, Views, next_number, views
+from sparsepack.runtime.hybrid.handover import LAST_NUMBER, AskedProduct, HandOver, next_number, views
 
 skip_without_kernels()
-
-PATIENCE = 60.0  # seconds: of a machine that does much else
-
-
-class Block:
-    """Random records, as stored, decoded and loaded."""
-
-    def __init__(self, count: int, hidden: int, seed: int) -> None:
-        generator = torch.Generator().manual_seed(seed)
-        up, down = (torch.randn(*shape, generator=generator) for shape in ((count, hidden), (hidden, count)))
-        stored = neurons.pack(up, down, torch.arange(count))
-        self.up, self.down = (half.double() for half in neurons.unpack(stored))
-        self.loaded = operations.load_neurons(PackedMatrix(stored, "Q4_K", count, 2 * hidden))
-
-    def ffn(self, x: Tensor, gates: Tensor) -> Tensor:
-        """[texts, hidden], [texts, neurons] -> [texts, hidden]"""
-        return (gates.double() * (x.double() @ self.up.t())) @ self.down.t()
-
-    def typical(self, x: Tensor, gates: Tensor) -> Tensor:
-        """The norm of each text if all terms had random signs."""
-        inner = gates.double() * (x.double().square() @ self.up.t().square()).sqrt()
-        return (inner.square() @ self.down.t().square()).sum(-1).sqrt()
-
-
-class Side:
-    """A worker, and the memory that a device sees of it."""
-
-    def __init__(
-        self,
-        blocks: Sequence[Block],
-        layout: HandOver,
-        threads: int,
-        limit: float = PATIENCE,
-        gates: Sequence[Any] = (),
-    ) -> None:
-        self.memory = np.zeros(layout.size, np.uint8)
-        self.seen, self.layout, self.blocks = views(layout, self.memory), layout, blocks
-        records = [block.loaded for block in blocks]
-        self.worker: Any = dispatch.native().ColdWorker(
-            dispatch.instruction_set(), records, self.memory, layout, threads, limit, [], list(gates)
-        )
-
-
-def made(layout: HandOver, threads: int = 2, limit: float = PATIENCE) -> Side:
-    blocks = [Block(layout.neurons, layout.hidden, seed) for seed in range(layout.blocks)]
-    return Side(blocks, layout, threads, limit)
-
-
-def ask(seen: Views, block: int, number: int, x: Tensor, gates: Tensor) -> None:
-    """What a device writes for texts: x [texts, hidden], gates [texts, neurons], those of nobody zero."""
-    texts = len(x)
-    listed = gates.any(0).nonzero().ravel()
-    count = len(listed)
-    seen.count[block] = count
-    seen.indices[block, :count] = listed.int().numpy()
-    seen.gates[block, :texts, :count] = gates[:, listed].numpy()
-    seen.x[block, :texts] = x.numpy()
-    seen.requested[block] = number
-
-
-def answer(seen: Views, block: int, number: int, texts: int) -> Tensor:
-    end = time.monotonic() + PATIENCE
-    while seen.count[block] and seen.answered[block] != number:
-        assert time.monotonic() < end, "no answer"
-        assert not seen.abort[0], Abort(seen.abort[0])
-        time.sleep(0)
-    y = torch.from_numpy(seen.y[block, :texts].copy())
-    return y if seen.count[block] else torch.zeros_like(y)
-
-
-def step(side: Side, number: int, x: Tensor, gates: Sequence[Tensor]) -> list[Tensor]:
-    """The answers to a step; the x of a block is that of the one before, rolled."""
-    found: list[Tensor] = []
-
-    def device() -> None:
-        for block, gate in enumerate(gates):
-            ask(side.seen, block, number, x.roll(block, -1), gate)
-            found.append(answer(side.seen, block, number, len(x)))
-
-    side.worker.begin(number, len(x))
-    thread = threading.Thread(target=device)
-    thread.start()
-    try:
-        side.worker.end(number)
-    finally:
-        thread.join()
-    return found
-
-
-def gates_of(count: int, active: int, texts: int, generator: torch.Generator) -> Tensor:
-    gates = torch.zeros(texts, count)
-    for row in gates:
-        chosen = torch.randperm(count, generator=generator)[:active]
-        row[chosen] = torch.rand(active, generator=generator) + 0.01
-    return gates
-
-
-def check(side: Side, number: int, actives: Sequence[int], texts: int, seed: int) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(texts, side.layout.hidden, generator=generator)
-    gates = [gates_of(side.layout.neurons, active, texts, generator) for active in actives]
-    found = step(side, number, x, gates)
-    assert len(found) == len(actives)
-    for block, (y, gate) in enumerate(zip(found, gates, strict=True)):
-        asked = x.roll(block, -1)
-        expected = side.blocks[block].ffn(asked, gate)
-        error = (y.double() - expected).norm(dim=-1)
-        assert (error <= 1e-3 * side.blocks[block].typical(asked, gate)).all(), block
-    return found
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3, 7])
@@ -294,131 +179,6 @@ def test_another_placement_between_steps_changes_rounding_only() -> None:
         (y,) = step(side, number, x, [gate * ~resident])
         both = y.double() + side.blocks[0].ffn(x, gate * resident)
         assert ((both - whole).norm(dim=-1) <= 1e-3 * side.blocks[0].typical(x, gate)).all()
-
-
-def test_a_device_that_never_asks_is_an_error_on_both_sides() -> None:
-    side = made(HandOver(2, 64, 256, 1), limit=0.3)
-    side.worker.begin(1)
-    with pytest.raises(RuntimeError, match=r"has waited 0\.3 s for the device"):
-        side.worker.end(1)
-    assert side.seen.abort[0] == Abort.WORKER_WAITED
-    with pytest.raises(RuntimeError, match="load the model again"):
-        side.worker.begin(2)
-
-
-def test_a_device_that_stops_asking_is_an_error() -> None:
-    side = made(HandOver(3, 64, 256, 1), limit=0.3)
-    side.worker.begin(1)
-    ask(side.seen, 0, 1, torch.ones(1, 256), torch.ones(1, 64))
-    answer(side.seen, 0, 1, 1)
-    with pytest.raises(RuntimeError, match="has waited"):
-        side.worker.end(1)
-
-
-def test_a_device_that_gave_up_is_an_error_within_a_second() -> None:
-    side = made(HandOver(2, 64, 256, 1))
-    side.worker.begin(1)
-    side.seen.abort[0] = Abort.DEVICE_WAITED
-    start = time.monotonic()
-    with pytest.raises(RuntimeError, match="has not answered in time"):
-        side.worker.end(1)
-    assert time.monotonic() - start < 1 + 0.5  # a machine that does much else
-
-
-@pytest.mark.parametrize("bad", [-1, 64, 1 << 30])
-def test_a_request_for_neurons_that_are_not_is_an_error(bad: int) -> None:
-    side = made(HandOver(2, 64, 256, 1))
-    side.worker.begin(1)
-    side.seen.count[0], side.seen.indices[0, 0] = 1, bad
-    side.seen.requested[0] = 1
-    with pytest.raises(RuntimeError, match="neurons that there are not"):
-        side.worker.end(1)
-    assert side.seen.abort[0] == Abort.BAD_REQUEST
-    assert side.seen.answered[0] == 0
-
-
-@pytest.mark.parametrize("bad", [-1, 65])
-def test_a_count_that_is_none_is_an_error(bad: int) -> None:
-    side = made(HandOver(1, 64, 256, 1))
-    side.worker.begin(1)
-    side.seen.count[0] = bad
-    side.seen.requested[0] = 1
-    with pytest.raises(RuntimeError, match="neurons that there are not"):
-        side.worker.end(1)
-
-
-def test_a_worker_that_was_stopped_in_a_step_is_an_error_within_a_second() -> None:
-    side = made(HandOver(2, 64, 256, 1))
-    side.worker.begin(1)
-    threading.Timer(0.1, side.worker.stop).start()
-    start = time.monotonic()
-    with pytest.raises(RuntimeError, match="is gone"):
-        side.worker.end(1)
-    assert time.monotonic() - start < 1 + 0.5
-    assert side.seen.abort[0] == Abort.INTERRUPTED, "the device waits on"
-    with pytest.raises(RuntimeError, match="is gone"):
-        side.worker.begin(2)
-
-
-def test_after_an_interrupted_step_the_next_one_is_right() -> None:
-    side = made(HandOver(2, 64, 256, 1))
-    side.worker.begin(1)
-    ask(side.seen, 0, 1, torch.ones(1, 256), torch.ones(1, 64))
-    side.worker.interrupt()
-    with pytest.raises(RuntimeError, match="interrupted"):
-        side.worker.end(1)
-    check(side, 2, [64, 5], 1, seed=2)
-
-
-def test_a_step_that_no_device_asked_for_is_given_up_when_the_next_begins() -> None:
-    side = made(HandOver(2, 64, 256, 1))
-    side.worker.begin(1)
-    check(side, 2, [64, 5], 1, seed=2)
-
-
-def test_ctrl_c_ends_both_sides() -> None:
-    side = made(HandOver(2, 64, 256, 1))
-    side.worker.begin(1)
-    threading.Timer(0.2, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
-    with pytest.raises(KeyboardInterrupt):
-        side.worker.end(1)
-    assert side.seen.abort[0] == Abort.INTERRUPTED
-    check(side, 2, [64, 5], 1, seed=2)
-
-
-def test_a_forgotten_worker_ends_its_threads_in_a_step_too() -> None:
-    program = """
-import numpy as np
-from sparsepack.runtime.cpu import operations
-from sparsepack.runtime.hybrid.handover import HandOver
-
-layout = HandOver(2, 64, 256, 1)
-records = [operations.new_neurons(64, 256) for _ in range(2)]
-worker = operations.cold_worker(records, np.zeros(layout.size, np.uint8), layout)
-worker.begin(1)
-"""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
-@pytest.mark.filterwarnings("ignore:This process")
-def test_a_forked_process_has_workers_of_its_own() -> None:
-    side = made(HandOver(2, 64, 256, 1))
-    check(side, 1, [64, 5], 1, seed=1)
-    child = os.fork()
-    if not child:
-        try:
-            side.worker.begin(2)
-            for block in range(2):
-                ask(side.seen, block, 2, torch.ones(1, 256), torch.ones(1, 64))
-                answer(side.seen, block, 2, 1)
-            side.worker.end(2)
-            os._exit(0)
-        finally:
-            os._exit(1)
-    assert os.waitpid(child, 0)[1] == 0
-    check(side, 2, [64, 5], 1, seed=2)
 
 
 def test_sizes_that_do_not_fit_are_refused() -> None:

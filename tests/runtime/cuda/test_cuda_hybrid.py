@@ -1,25 +1,18 @@
 """The decoder on a GPU with the processor beside it, also with kernels in plain torch; the worker is the native one."""
 
-from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hybrid_decoders import EVEN, IDS, LINKS, ROUNDED, decoder, largest, model, steps
 from native_build import skip_without_kernels
-from packed_models import by_neurons, random_model
 from tokenizers import Tokenizer
-from torch import Tensor
 from watched_policies import Watched, start_of
 
-from sparsepack.errors import UserError
 from sparsepack.files.text import read_text
 from sparsepack.formats.packed import PackedModel
-from sparsepack.models.records.rule import SiteRule
-from sparsepack.placement.budget import Plan, plan_of_share, plan_within
 from sparsepack.placement.links import Links
 from sparsepack.placement.machine import MACHINES
 from sparsepack.placement.names import ONLINE
@@ -31,55 +24,10 @@ from sparsepack.runtime.engine import Engine
 from sparsepack.runtime.generation.sampling import Sampler, Sampling
 from sparsepack.runtime.hybrid import cuda_decoder
 from sparsepack.runtime.hybrid.cuda_decoder import CudaHybridDecoder, assumed_links
-from sparsepack.runtime.hybrid.far_products import far_matrices
 from sparsepack.runtime.hybrid.following import Moves
-from sparsepack.runtime.hybrid.plan import parts_of, planned
 from sparsepack.runtime.options import EngineOptions
 
 skip_without_kernels()
-
-IDS = torch.randint(300, (13,), generator=torch.Generator().manual_seed(1))
-ROUNDED = 0.1
-EVEN = Links(3.0, 1.0, 1.0)
-LINKS = {
-    "both": EVEN,
-    "bus alone": Links(1.0, 1.0, 1.0, handover=1e9),
-    "processor alone": Links(1.0, 1e-9, 1.0),
-}
-
-
-@cache
-def model(**changes: Any) -> PackedModel:
-    size = {"hidden_size": 256, "intermediate_size": 300, "hidden_act": "relu", **changes}
-    return by_neurons(random_model("llama", **size))
-
-
-def decoder(
-    packed: PackedModel,
-    kernels: Kernels,
-    cached: float,
-    links: Links | None = EVEN,
-    activity: Tensor | None = None,
-    plan: Plan | None = None,
-    measured: Links | None = None,
-    context: int = 128,
-    slow: Callable[..., Any] | None = None,
-    **options: Any,
-) -> CudaHybridDecoder:
-    chosen = EngineOptions(device="cuda", cached=cached, threads=2, links=links, **options)
-    device = torch.device("cuda")
-    plan = plan or planned(packed, context, "f32", chosen)
-    given = {"measured": measured, "slow": slow, "kernels": kernels, "activity": activity}
-    return CudaHybridDecoder(packed, operations, device, context, "f32", chosen, plan, **given)
-
-
-def steps(engine: CudaHybridDecoder, ids: Tensor, sparse: bool = True) -> Tensor:
-    return torch.cat([engine.step([id], sparse) for id in ids.tolist()]).cpu()
-
-
-def largest(a: Tensor, b: Tensor) -> float:
-    assert a.shape == b.shape
-    return float((a.cpu() - b).abs().max())
 
 
 @pytest.mark.parametrize("links", LINKS)
@@ -265,29 +213,6 @@ def test_tokens_are_chosen_as_without_slots(kernels: Kernels) -> None:
     assert chosen[1:] == expected.argmax(-1).tolist()
 
 
-@pytest.mark.parametrize("when", ["before", "within"])
-def test_a_worker_that_is_gone_is_an_error(kernels: Kernels, when: str) -> None:
-    engine = decoder(model(), kernels, 0.3)
-    engine.step([3], True)
-    if when == "before":
-        engine._worker.stop()
-    else:
-        run: Callable[..., object] = engine._worker.begin
-
-        def begin(number: int, texts: int) -> None:
-            run(number, texts)
-            engine._worker.stop()
-
-        class Stopping:
-            def __getattr__(self, name: str) -> Any:
-                return begin if name == "begin" else getattr(worker, name)
-
-        worker = engine._worker
-        engine._worker = Stopping()
-    with pytest.raises(UserError, match=r"^the processor beside the GPU: .* is gone; load the model again$"):
-        engine.step([3], True)
-
-
 def test_where_the_links_come_from_is_told(kernels: Kernels) -> None:
     def said(**links: Links | None) -> str:
         return decoder(model(), kernels, 0.3, **links).description
@@ -303,89 +228,6 @@ def test_assumed_links_are_those_of_kernels_and_not_of_copies() -> None:
     assert assumed.bus * 9216 == pytest.approx(46.75e9)
     assert assumed.far_bus == pytest.approx(49.5e9)
     assert replace(assumed, bus=of_copies.bus, far_bus=of_copies.far_bus) == of_copies
-
-
-class Reached:
-    """A native object, some of whose methods are others."""
-
-    def __init__(self, native: Any) -> None:
-        self.native = native
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.native, name)
-
-
-INTERRUPTED: dict[str, tuple[Callable[[CudaHybridDecoder], Any], str]] = {
-    "before the worker is called": (lambda engine: engine._worker, "begin"),
-    "before the step is launched": (lambda engine: engine._ids, "write"),
-    "while the worker computes": (lambda engine: engine._worker, "end"),
-    "before the policy is told": (lambda engine: engine._divided, "step_bits"),
-    "before neurons move": (lambda engine: engine._divided, "move"),
-    "while the table changes": (lambda engine: engine._divided.residency, "agree"),
-}
-
-
-@pytest.mark.parametrize("when", INTERRUPTED)
-@pytest.mark.parametrize("before", [0, 4])
-def test_an_interrupted_step_leaves_a_decoder_that_goes_on(
-    kernels: Kernels, when: str, before: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Ctrl-C ends both sides; a conversation goes on with the text as it was."""
-    packed = model()
-    expected = Engine(packed, backend="reference").teacher_forced(IDS.tolist(), 0)
-    engine, undisturbed = (decoder(packed, kernels, 0.3, policy="lru") for _ in range(2))
-    engine._worker = Reached(engine._worker)
-    for id in IDS[:before].tolist():
-        engine.step([id], True)
-    owner, name = INTERRUPTED[when]
-
-    def interrupted(*given: Any) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(owner(engine), name, interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            engine.step([int(IDS[before])], True)
-    assert largest(steps(engine, IDS[before:]), expected[before:]) < ROUNDED
-    assert engine.hit_counts is not None
-    assert engine.hit_counts.tokens == 13 - before, "counted anew"
-    engine.reset()
-    assert torch.equal(steps(engine, IDS), steps(undisturbed, IDS))
-    assert engine.hit_counts == undisturbed.hit_counts
-
-
-def test_memory_that_a_step_lacks_is_no_error_of_the_worker(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
-    packed = model()
-    expected = Engine(packed, backend="reference").teacher_forced(IDS.tolist(), 0)
-    engine = decoder(packed, kernels, 0.3)
-
-    def without_memory(*given: Any) -> None:
-        raise torch.OutOfMemoryError("no memory")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(engine, "_make_graph", without_memory)
-        with pytest.raises(torch.OutOfMemoryError):
-            engine.step([int(IDS[0])], True)
-    assert largest(steps(engine, IDS), expected) < ROUNDED
-
-
-def test_a_fault_of_the_gpu_is_raised_before_the_worker_is_waited_for(
-    kernels: Kernels, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The worker waits for a request, which does not come after a fault, for much longer."""
-    engine = decoder(model(), kernels, 0.3)
-    engine.step([3], True)
-    engine._worker = Reached(engine._worker)
-
-    def fault() -> None:
-        raise RuntimeError("CUDA error: an illegal memory access was encountered")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(engine, "_step_and_prepare", lambda ids, sparse: None)
-        patch.setattr(type(engine._kernels), "wait_for_step", staticmethod(fault))
-        patch.setattr(engine._worker, "end", lambda number: pytest.fail("the worker was waited for"), raising=False)
-        with pytest.raises(RuntimeError, match=r"^CUDA error: an illegal memory access"):
-            engine.step([3], True)
 
 
 def test_a_trace_says_who_is_active_in_place_of_the_gates(kernels: Kernels) -> None:
@@ -408,72 +250,3 @@ def test_a_trace_says_who_is_active_in_place_of_the_gates(kernels: Kernels) -> N
         assert counted is not None
         assert counted.needed == sum(int(bits[n].sum()) for n in expected)
         seen.clear()
-
-
-@pytest.mark.parametrize("share", [0.0, 0.2, 0.5, 0.7, 0.9, 1.0])
-def test_what_has_no_room_on_the_card_lies_in_the_hosts_memory(kernels: Kernels, share: float) -> None:
-    """From where nothing but keys, values and buffers lies on the card to where all does."""
-    packed = model(num_hidden_layers=3)
-    expected = Engine(packed, backend="reference").teacher_forced(IDS.tolist(), 5)
-    parts = parts_of(packed, 128, "f32")
-    plan = plan_within(parts, parts.least + int(share * parts.weights))
-    engine = decoder(packed, kernels, 0.3, plan=plan)
-    assert largest(engine.teacher_forced(IDS, 5, True), expected) < ROUNDED
-
-
-WIDE = {"intermediate_size": 1301, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2}
-
-
-def whole_in_host_memory(packed: PackedModel, attention: int, gates: int) -> Plan:
-    return replace(plan_of_share(parts_of(packed, 128, "f32"), 0.0), attention=attention, gates=gates)
-
-
-@pytest.mark.parametrize(("attention", "gates"), [(0, 0), (1, 0), (2, 1)])
-@pytest.mark.parametrize("hidden", [256, 512])
-def test_processor_and_bus_share_the_bands_of_far_matrices(
-    kernels: Kernels, hidden: int, attention: int, gates: int
-) -> None:
-    packed = model(**WIDE, hidden_size=hidden)
-    expected = Engine(packed, backend="reference").teacher_forced(IDS.tolist(), 5)
-    engine = decoder(packed, kernels, 0.0, plan=whole_in_host_memory(packed, attention, gates))
-    found = engine.teacher_forced(IDS, 5, True)
-    assert largest(found, expected) < ROUNDED
-    products = engine._divided.layout.products
-    assert [each.block for each in products if each.columns == hidden and each.rows < 1301] == sorted(
-        each.block for each in products
-    )
-    assert len(products) == (2 - attention) * (1 if hidden == 256 else 2) + 2 - gates
-    assert 0 < engine.ways.beside < engine._plan.always_read[1]
-    engine.reset()
-    assert torch.equal(engine.teacher_forced(IDS, 5, True), found), "the same text since a reset has the same bits"
-
-
-def test_several_texts_share_far_matrices(kernels: Kernels) -> None:
-    packed = model(**WIDE, hidden_size=512)
-    texts = torch.randint(300, (3, 6), generator=torch.Generator().manual_seed(4))
-    engine = decoder(packed, kernels, 0.0, plan=whole_in_host_memory(packed, 0, 0), sequences=3)
-    reference = Engine(packed, backend="reference", sequences=3)
-    for n, ids in enumerate(texts[:, :3]):
-        assert largest(engine.prefill(n, ids), reference.prefill(ids.tolist(), n)) < ROUNDED
-    for ids in texts[:, 3:].t().tolist():
-        assert largest(engine.step(ids, True), reference.step_all(ids)) < ROUNDED
-
-
-@pytest.mark.parametrize("near", [Links(1.0, 1e3, 1e-3), Links(1.0, 1e-3, 1e3)])
-def test_who_is_slow_gets_few_bands_of_far_matrices(near: Links) -> None:
-    packed = model(**WIDE, hidden_size=512)
-    far = far_matrices(packed, whole_in_host_memory(packed, 0, 0), near)
-    assert [(each.block, each.name) for each in far] == (
-        [] if near.bus > 1 else [(block, name) for block in range(2) for name in ("attn_in", "attn_out", "mlp_gate")]
-    )
-    assert all(each.near == 1 for each in far)
-
-
-def test_attention_with_thresholds_is_not_shared() -> None:
-    packed = model(**WIDE, hidden_size=512)
-    site = packed.layers[1].attention["attn_out"]
-    ruled = replace(site, rule=SiteRule(torch.tensor([0.1])))
-    layer = replace(packed.layers[1], attention={**packed.layers[1].attention, "attn_out": ruled})
-    packed = replace(packed, layers=(packed.layers[0], layer))
-    far = far_matrices(packed, whole_in_host_memory(packed, 0, 0), EVEN)
-    assert [(each.block, each.name) for each in far] == [(0, "mlp_gate"), (1, "mlp_gate")]
