@@ -2,7 +2,7 @@
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -82,4 +82,17 @@ def shared() -> Path:
     folder = Path(os.environ.get("SPARSEPACK_SHARED", Path(__file__).parents[2] / "shared"))
     if not (folder / "models").is_dir():
         pytest.skip(f"{folder} holds no models; set SPARSEPACK_SHARED")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def shared_model(shared: Path) -> Callable[[str], Path]:
+    """A function that finds a model's folder there by its name; a test is skipped where it was not copied, as to a
+    machine that is lent for minutes."""
+
+    def folder(name: str) -> Path:
+        if not (found := shared / "models" / name).is_dir():
+            pytest.skip(f"{shared} holds no {name}")
+        return found
+
     return folder

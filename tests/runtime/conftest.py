@@ -1,6 +1,6 @@
 """What the tests of runtimes share."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -34,8 +34,8 @@ def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
 
 
 @pytest.fixture(scope="session")
-def trained(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> PackedModel:
+def trained(shared_model: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> PackedModel:
     """books-26m-relu, its MLPs stored by neurons."""
     path = tmp_path_factory.mktemp("real") / "relu.gguf"
-    plan_neurons(open_checkpoint(shared / "models" / "books-26m-relu")).write(path)
+    plan_neurons(open_checkpoint(shared_model("books-26m-relu"))).write(path)
     return read_packed(path)

@@ -1,5 +1,6 @@
 """A trained model: packed, read back and run, against the stock model with the same weights."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -26,9 +27,9 @@ precise, and so is what enters the products of the cuda backend's prefill."""
 
 
 @pytest.fixture(scope="module")
-def packed(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> PackedModel:
+def packed(shared_model: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> PackedModel:
     """books-26m-silu, about half of its channels inactive at every site but one."""
-    checkpoint = open_checkpoint(shared / "models" / "books-26m-silu")
+    checkpoint = open_checkpoint(shared_model("books-26m-silu"))
     path = tmp_path_factory.mktemp("real") / "books.gguf"
     write_zigzag(checkpoint, {}, path)
     dense = read_packed(path)

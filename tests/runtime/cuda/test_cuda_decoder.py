@@ -1,6 +1,6 @@
 """The cuda decoder on a GPU: graphs, caches, memory. test_engine and test_chain see to what it computes."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -42,9 +42,9 @@ def segments() -> PackedModel:
 
 
 @pytest.fixture(scope="module")
-def books(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> PackedModel:
+def books(shared_model: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> PackedModel:
     path = tmp_path_factory.mktemp("cuda") / "books.gguf"
-    write_zigzag(open_checkpoint(shared / "models" / "books-26m-silu"), {}, path)
+    write_zigzag(open_checkpoint(shared_model("books-26m-silu")), {}, path)
     return read_packed(path)
 
 
