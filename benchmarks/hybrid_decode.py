@@ -288,17 +288,17 @@ def main(
         f"{activity.density:.3f} ({text}), context {context}"
     )
     differences = dict[str, float]()
-    for rows in by_rows:
-        differences |= check(size, next(times for times in copies if (times is not None) == rows))
+    for stored in by_rows:
+        differences |= check(size, next(times for times in copies if (times is not None) == stored))
     click.echo(f"logits differ from the reference backend's by: {differences}")
     freed()
     report: dict[str, Any] = {"device": device_line(), "threads": threads, "size": asdict(size), "check": differences}
     if is_whole:
-        found = whole(first, settings, tokens, rounds)
-        beside = statistics.median(found["the cuda engine"])
-        rows = [row_of(name, speeds, beside, {})[:4] for name, speeds in found.items()]
+        near = whole(first, settings, tokens, rounds)
+        beside = statistics.median(near["the cuda engine"])
+        rows = [row_of(name, speeds, beside, {})[:4] for name, speeds in near.items()]
         click.echo(markdown(Table(["all on the card", "t/s", "range", "x the cuda engine"], rows, size.name)))
-        write_figures(json_path, report | {"whole": found})
+        write_figures(json_path, report | {"whole": near})
         return
     if tune:
         click.echo(links_of(size, threads))
