@@ -271,6 +271,14 @@ REFUSED: Mapping[str, str] = MappingProxyType(
         "jamba": "most of its layers are state-space models",
         "granitemoe": "its embedding, attention and residual sums are scaled",
         "llama4": "its experts are scaled on the way in, and not each of its layers turns queries and keys",
+        **dict.fromkeys(
+            ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"),
+            "its rotary positions are of time, height and width, and transformers has its text part as no model of its "
+            "own",
+        ),
+        "phi4_multimodal": "its text part has adapters for each kind of input",
+        "mllama": "some of its layers look at images alone",
+        "gemma3n": "its layers have an embedding each and keep several streams",
         "llama4_text": "its experts are scaled on the way in, and not each of its layers turns queries and keys",
     }
 )
@@ -279,25 +287,32 @@ REFUSED: Mapping[str, str] = MappingProxyType(
 
 @dataclass(frozen=True)
 class TextPart:
-    """The text part of a model that also takes images, as far as transformers has it as a model of its own.
+    """The text part of a model that also takes images, as far as transformers has it as a model of its own: the one
+    that its `text_config` describes, of a family that is known here.
 
-    model_type -- of the text part
-    names      -- what the names of its tensors begin with in the whole model -> in the text model
-    others     -- what the names of all other tensors begin with
+    names  -- what the names of its tensors begin with in the whole model -> in the text model
+    others -- what the names of all other tensors begin with
     """
 
-    model_type: str
     names: Mapping[str, str]
     others: tuple[str, ...]
 
 
+def _text_part(module: str, *others: str) -> TextPart:
+    """Name what a file of either kind has: the text model stands whole in a module, or its backbone stands in one of
+    the whole model's backbone."""
+    names = {f"{module}.": "", f"model.{module}.": "model."}
+    return TextPart(MappingProxyType(names), (*others, *(f"model.{other}" for other in others)))
+
+
+_IN_FRONT = ("vision_tower.", "multi_modal_projector.")
+_LLAVA = _text_part("language_model", *_IN_FRONT, "image_newline")
+_IDEFICS = _text_part("text_model", "vision_model.", "connector.")
 TEXT_PARTS: Mapping[str, TextPart] = MappingProxyType(
     {
-        "gemma3": TextPart(
-            "gemma3_text",
-            MappingProxyType({"language_model.": "", "model.language_model.": "model."}),
-            ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector."),
-        )
+        **dict.fromkeys(("gemma3", "mistral3", "internvl"), _text_part("language_model", *_IN_FRONT)),
+        **dict.fromkeys(("llava", "llava_next", "llava_onevision"), _LLAVA),
+        **dict.fromkeys(("idefics3", "smolvlm"), _IDEFICS),
     }
 )
 """By the `model_type` of the whole model."""
