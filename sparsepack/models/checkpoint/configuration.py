@@ -11,8 +11,9 @@ from sparsepack.files.stored import shown
 from sparsepack.models.checkpoint.gguf_config import gguf_config
 from sparsepack.models.checkpoint.saved_copy import METHOD, is_saved_copy, told_of_copy
 from sparsepack.models.checkpoint.segmented_config import stock_values
-from sparsepack.models.families import FAMILIES, TEXT_PARTS, TextPart, family_of
+from sparsepack.models.families import FAMILIES, family_of
 from sparsepack.models.own_code import STOCK_ALONE, refused_own_code, tell_own_code
+from sparsepack.models.text_parts import TEXT_PARTS, TextPart
 from sparsepack.progress import say
 
 _SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "vocab_size")
