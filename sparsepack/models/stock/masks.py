@@ -1,5 +1,5 @@
 """Attention's masks of stock models for texts that are whole: each row is one text from its first position on, without
-padding. Stock code finds that out by looking at positions, for which a GPU is waited for in every run; and while a run is
+padding. Stock code finds that out by looking at positions, for which a GPU is waited for in every run. While a run is
 recorded it makes a mask that attention would do without, and then takes another kernel, which is slower and rounds
 otherwise."""
 
