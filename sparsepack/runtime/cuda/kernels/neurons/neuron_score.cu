@@ -55,7 +55,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     launch_dependents();
     wait_for_previous();
 
-    float sum[INPUTS], length[INPUTS];  // of xn
+    // Of xn. Without the zeros ptxas 13.0 gives the sums of all texts one register, which then has the last text's.
+    float sum[INPUTS] = {}, length[INPUTS] = {};
 #pragma unroll 1
     for (int b = 0; b < INPUTS; ++b) {
         const float* from = x + b * hidden;
