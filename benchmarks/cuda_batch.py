@@ -1,11 +1,12 @@
 """Decoding of several texts together on the GPU, dense and sparse: a Llama of 8 billion parameters, or another shape.
 
-    python benchmarks/cuda_batch.py [--model olmoe-1b-7b] [--layers N] [--rounds N] [--json FILE]
+    python benchmarks/cuda_batch.py [--model olmoe-1b-7b] [--rounds N] [--llama-batched-bench PATH] [--json FILE]
 
 Each text has 128 random tokens of its own and then 128 given ones, whose logits stay on the GPU; a column is skipped
 where it is inactive in all of them, within a mixture's experts where it is inactive in the one text. Dense and sparse
 take turns on one engine. Before anything is timed, two texts in a model of the same widths with two layers are compared
 with the reference backend, dense; what several texts skip is what tests compare (`tests/runtime/cuda/test_batch.py`).
+--llama-batched-bench, a program of llama.cpp, times a GGUF of the same shape, random as well, in the same run.
 """
 
 import statistics
@@ -16,15 +17,16 @@ from pathlib import Path
 
 import click
 import torch
-from cuda_families import OF_EXPERTS
+from cuda_families import OF_EXPERTS, config_of
 from cuda_families import random_model as random_shape
 from cuda_speeds import LIMITS, NEW, PROMPT, SHOWN
-from cuda_synthetic import LLAMA_8B, random_model
+from cuda_synthetic import CONTEXT, LLAMA_8B, random_model
 from cuda_timing import device_line
 from figures import json_option, write_figures
+from llama_cpp_file import peer_batches
 from nearness import expect_near, relative_error
 from shapes import MODELS
-from synthetic import random_ids
+from synthetic import llama_config, random_ids
 from thresholds import find_thresholds, with_thresholds
 from turns import in_turns
 
@@ -41,6 +43,16 @@ CHECKED, PREFILLED = 24, 16
 def made(name: str, layers: int | None) -> PackedModel:
     """The model of a name, with fewer layers if asked."""
     return random_model(LLAMA_8B, layers) if name == LLAMA_8B.name else random_shape(name, layers)
+
+
+def peer(program: Path | None, name: str, layers: int | None, work: Path) -> dict[int, float]:
+    """llama.cpp's tokens a second by the number of texts; none without the program."""
+    if program is None:
+        click.echo("no --llama-batched-bench: the peer was not run")
+        return {}
+    of_llama = {"num_hidden_layers": layers or LLAMA_8B.layers, "max_position_embeddings": CONTEXT}
+    config = llama_config(LLAMA_8B, **of_llama) if name == LLAMA_8B.name else config_of(name, layers)
+    return peer_batches(program, config, work, PROMPT, NEW, TEXTS)
 
 
 def check(name: str) -> float:
@@ -91,10 +103,17 @@ def measure(packed: PackedModel, sequences: int, rounds: int) -> dict[str, dict[
 @click.option("--model", "name", type=click.Choice([LLAMA_8B.name, *MODELS]), default=LLAMA_8B.name, show_default=True)
 @click.option("--layers", type=int, help="Of the model, to try the script.")
 @click.option("--rounds", default=5, show_default=True)
+@click.option(
+    "--llama-batched-bench", "program", type=click.Path(path_type=Path, exists=True), help="llama.cpp's, with CUDA."
+)
+@click.option(
+    "--work", type=click.Path(path_type=Path, exists=True), default=Path("/tmp"), help="For llama.cpp's file."
+)
 @json_option
-def main(name: str, layers: int | None, rounds: int, json_path: Path | None) -> None:
+def main(name: str, layers: int | None, rounds: int, program: Path | None, work: Path, json_path: Path | None) -> None:
     """Print the table."""
     click.echo(f"{device_line()}; {name}, logits differ from the reference backend's by {check(name):.1e}")
+    theirs = peer(program, name, layers, work)
     packed = made(name, layers)
     packed = with_thresholds(packed, find_thresholds(packed, [SHOWN])[SHOWN])
     results = {sequences: measure(packed, sequences, rounds) for sequences in TEXTS}
@@ -105,12 +124,14 @@ def main(name: str, layers: int | None, rounds: int, json_path: Path | None) -> 
             f"{result['sparsity']:.1%}",
             f"{result['seconds'] * 1e6:.0f}",
             f"{sequences / result['seconds']:.0f}",
+            f"{sequences / result['seconds'] / theirs[sequences]:.2f}" if theirs else "-",
         ]
         for sequences, modes in results.items()
         for mode, result in modes.items()
     ]
-    click.echo(markdown(Table(["texts", "runtime", "skipped", "us a step", "t/s"], lines)))
-    write_figures(json_path, {"device": device_line(), "texts": results})
+    click.echo(markdown(Table(["texts", "runtime", "skipped", "us a step", "t/s", "x"], lines)))
+    click.echo(f"llama.cpp, t/s: {', '.join(f'{speed:.0f} of {n} texts' for n, speed in theirs.items()) or '-'}")
+    write_figures(json_path, {"device": device_line(), "texts": results, "peer": theirs})
 
 
 if __name__ == "__main__":

@@ -4,7 +4,8 @@
 
 Random records and gates of a block of the shape, 13.5 % of its neurons active. Each kernel runs several times in a CUDA
 graph, on other records each time, so that no cache serves it; the medians of replays. Beside records that lie in the
-host's pinned memory stand large copies from there, and how many of their bytes a second the kernel has.
+host's pinned memory stand large copies from there, and how many of their bytes a second the kernel has. Last what
+copies of gates take: scores of all neurons, exact gates of those listed, and who of these is active.
 """
 
 import statistics
@@ -22,6 +23,7 @@ from sparsepack.formats.codecs.matrices import ZIGZAG, PackedMatrix
 from sparsepack.formats.codecs.neurons import record_bytes
 from sparsepack.runtime.cuda.driver.host_memory import host_tensors
 from sparsepack.runtime.cuda.driver.kernel_set import KERNELS
+from sparsepack.runtime.cuda.products import gate_copies
 from sparsepack.runtime.cuda.products.neurons import ActiveNeurons, CudaNeurons
 from sparsepack.runtime.cuda.products.zigzag_products import Input
 from sparsepack.runtime.tuning import random_blocks
@@ -117,12 +119,42 @@ def over_the_bus(size: Size, records: CudaNeurons) -> list[list[str]]:
     return rows
 
 
+def by_copies(size: Size, device: torch.device) -> list[list[str]]:
+    """Rows of the scores for each number of texts, and of the exact gates of 1.5 times as many as are active: from the
+    card, and over the bus."""
+    blocks = random_blocks((size.intermediate, size.hidden)).view(size.intermediate, -1)
+    gate = PackedMatrix(blocks, "Q4_K", size.intermediate, size.hidden)
+    frequency = torch.full((size.intermediate,), DENSITY)
+    made = gate_copies.load_gate_copy(gate, frequency, 1.5, device)
+    copies = [made, *(replace(made, codes=made.codes.clone()) for _ in range(COPIES - 1))]
+    norm, rows = torch.ones(size.hidden, device=device), list[list[str]]()
+    for texts in TEXTS:
+        x, listed = torch.randn(texts, size.hidden, device=device), torch.empty(texts, size.intermediate, device=device)
+        us = microseconds([partial(gate_copies.score_neurons, each, x, norm, 1e-5, listed) for each in copies])
+        rows.append([size.name, f"scores, {texts} texts", f"{size.intermediate:,}", speed(us, made.codes.nbytes)])
+    near = KERNELS.load_neurons(gate, device)
+    (there,) = host_tensors(1, (THERE, blocks.shape[1]), torch.uint8, device)
+    for part in there.split(len(near.records)):
+        part.copy_(near.records[: len(part)])
+    host, count = replace(near, records=there), round(1.5 * DENSITY * size.intermediate)
+    for where, found in {
+        "on the card": lists(size, count, 1, device),
+        "over the bus": lists(size, 0, count, device),
+    }.items():
+        us = microseconds([partial(gate_copies.multiply_listed, near, each, RELU, host=host) for each in found])
+        rows.append([size.name, f"exact gates {where}", f"{count:,}", speed(us, count * blocks.shape[1])])
+    kept = [gate_copies.kept_of(each, gate_copies.new_kept(size.intermediate, 1, device)) for each in found]
+    us = microseconds([partial(gate_copies.keep_active, *both) for both in zip(found, kept, strict=True)])
+    rows.append([size.name, "who is kept", f"{count:,}", f"{us:.1f} us"])
+    return rows
+
+
 @click.command()
 @click.option("--shape", "shapes", multiple=True, type=click.Choice(list(SIZES)), default=("13b", "70b"))
 def main(shapes: tuple[str, ...]) -> None:
-    """Print both tables."""
+    """Print the tables."""
     announced_bandwidth()
-    device, near, far = KERNELS.usable("cuda"), list[list[str]](), list[list[str]]()
+    device, near, far, copied = KERNELS.usable("cuda"), list[list[str]](), list[list[str]](), list[list[str]]()
     with torch.no_grad():
         for size in (SIZES[shape] for shape in shapes):
             blocks = random_blocks((size.intermediate, 2 * size.hidden)).view(size.intermediate, -1)
@@ -130,10 +162,13 @@ def main(shapes: tuple[str, ...]) -> None:
             records = KERNELS.load_neurons(stored, device)
             near += on_the_card(size, records)
             far += over_the_bus(size, records)
+            copied += by_copies(size, device)
     head = ["a block of", "texts", "active in any", "list", "up, down and sum", "gate"]
     click.echo(markdown(Table(head, near, "records on the card")))
     head = ["a block of", "records on the card", "over the bus", "up, down and sum", "of large copies"]
     click.echo(markdown(Table(head, far, "records in the host's memory")))
+    head = ["a block of", "copies of its gate", "neurons", "time"]
+    click.echo(markdown(Table(head, copied, "copies of gates in 2 bits")))
 
 
 if __name__ == "__main__":

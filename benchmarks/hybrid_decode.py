@@ -2,7 +2,7 @@
 
     python benchmarks/hybrid_decode.py --shape 13b [--vram LIST] [--llama-bench PATH] [--json FILE]
     python benchmarks/hybrid_decode.py --shape 70b --vram 24GB,32GB [--split layers]
-    python benchmarks/hybrid_decode.py --shape 13b --gate-copy 2
+    python benchmarks/hybrid_decode.py --shape 13b --gate-copy none,1.5,2
     python benchmarks/hybrid_decode.py --shape 13b --whole
 
 Random weights of the shape (`hybrid_synthetic.py`); who is active is replayed from a trace of a trained model at a
@@ -10,10 +10,12 @@ density of 0.132 (`replayed.py`), since no trained ReLU model of these sizes is 
 and three quarters of the bytes. Keys and values in float16. A token is timed as a user waits for it: chosen on the GPU,
 read by the host. The prompt is one token: the activity of a longer one would be that of random weights.
 
-With --gate-copy TIMES gates are stored by rows, and where they have no room copies of them list neurons. Random weights
-make half of the listed ones active, where copies would list TIMES as many as are active. So that for each active one as
-many bytes are read, a gate being half of a record, the trace lists TIMES / 2 + 1 as many as it has: for 2 the same, for
-1.5 a sixth more gates and an eighth fewer records, and of bytes a sixth too many are printed. Hits are of listed ones.
+With TIMES in --gate-copy gates are stored by rows, and where they have no room copies of them list neurons. Random
+weights make half of the listed ones active, where copies would list TIMES as many as are active. So that for each
+active one as many bytes are read, a gate being half of a record, the trace lists TIMES / 2 + 1 as many as it has: for 2
+the same, for 1.5 a sixth more gates and an eighth fewer records, and of bytes a sixth too many are printed. Hits are of
+listed ones. All that --gate-copy names is timed between the same two runs of the peer; a budget that holds all gates
+needs no copies.
 
 First two blocks of the same widths are compared with the reference backend, without replay: a wrong engine is not
 timed. The policies of --policy take turns on one engine; a token's bytes, waits and share of the model of time are
@@ -202,6 +204,17 @@ def row_of(name: str, speeds: Sequence[float], beside: float | None, of: Mapping
     return [*cells, f"{of['slots']:.1%}", hits, read, f"{of['waited_us']:.0f}", share]
 
 
+def listed_times(told: str) -> list[float | None]:
+    """What `--gate-copy` names."""
+    try:
+        found = [None if each == "none" else float(each) for each in told.split(",")]
+    except ValueError:
+        found = [0.0]
+    if any(times is not None and times < 1 for times in found):
+        raise click.BadParameter(f"{told}: expected none, or numbers of at least 1, with commas")
+    return found
+
+
 HEAD = ["", "t/s", "range", "x peer", "slots", "hits", "MB card / bus / worker / moved", "us waited", "of the model"]
 
 
@@ -230,7 +243,14 @@ def anchor_of(shape: str, parts: Parts, budget: int) -> dict[str, list[float]]:
     "--split", "splits", multiple=True, type=click.Choice([LAYERS, MLPS]), default=(LAYERS, MLPS), help="Of llama.cpp."
 )
 @click.option("--work", type=click.Path(path_type=Path), default=Path("/tmp/sparsepack-bench"), show_default=True)
-@click.option("--gate-copy", type=click.FloatRange(1), help="Copies of gates list so many times as many as are active.")
+@click.option(
+    "--gate-copy",
+    "copies",
+    default="none",
+    show_default=True,
+    callback=lambda *of: listed_times(of[-1]),
+    help="Copies of gates list so many times as many as are active; with commas.",
+)
 @click.option("--whole", "is_whole", is_flag=True, help="With all on the card, instead of within budgets.")
 @json_option
 def main(
@@ -247,7 +267,7 @@ def main(
     peer_tokens: int | None,
     splits: tuple[str, ...],
     work: Path,
-    gate_copy: float | None,
+    copies: Sequence[float | None],
     is_whole: bool,
     json_path: Path | None,
 ) -> None:
@@ -256,25 +276,29 @@ def main(
         raise click.ClickException("an NVIDIA GPU is needed, and torch sees none here")
     size = replace(SIZES[shape], layers=layers or SIZES[shape].layers)
     activity = tiled(size.layers, size.intermediate, tokens=tokens, path=TEXTS[text])
-    packed = random_neurons(size, activity.frequency, device="cuda", rows=gate_copy is not None)
+    by_rows = dict.fromkeys(times is not None for times in copies)
+    packed = {rows: random_neurons(size, activity.frequency, device="cuda", rows=rows) for rows in by_rows}
+    first = packed[copies[0] is not None]
     context = PROMPT + tokens
     settings = EngineOptions(device="cuda", context=context, cache_type="f16", threads=threads)
-    parts = parts_of(packed, context, "f16")
+    parts = parts_of(first, context, "f16")
     budgets = [bytes_in(each) for each in vram.split(",")] if vram else [int(s * parts.weights) for s in SHARES]
     click.echo(
         f"{device_line()}, {threads} threads; {size.name}, {in_words(parts.weights)} of weights, density "
         f"{activity.density:.3f} ({text}), context {context}"
     )
-    differences = check(size, gate_copy)
+    differences = dict[str, float]()
+    for stored in by_rows:
+        differences |= check(size, next(times for times in copies if (times is not None) == stored))
     click.echo(f"logits differ from the reference backend's by: {differences}")
     freed()
     report: dict[str, Any] = {"device": device_line(), "threads": threads, "size": asdict(size), "check": differences}
     if is_whole:
-        found = whole(packed, settings, tokens, rounds)
-        beside = statistics.median(found["the cuda engine"])
-        rows = [row_of(name, speeds, beside, {})[:4] for name, speeds in found.items()]
+        near = whole(first, settings, tokens, rounds)
+        beside = statistics.median(near["the cuda engine"])
+        rows = [row_of(name, speeds, beside, {})[:4] for name, speeds in near.items()]
         click.echo(markdown(Table(["all on the card", "t/s", "range", "x the cuda engine"], rows, size.name)))
-        write_figures(json_path, report | {"whole": found})
+        write_figures(json_path, report | {"whole": near})
         return
     if tune:
         click.echo(links_of(size, threads))
@@ -294,8 +318,11 @@ def main(
         )
     for budget in budgets:
         before = {} if peer is None else peer.within(budget, rounds)
-        found = ours(packed, activity, budget, settings, policy.split(","), rounds, gate_copy)
-        freed()
+        found = dict[str, Any]()
+        for times in copies:
+            timed = ours(packed[times is not None], activity, budget, settings, policy.split(","), rounds, times)
+            found |= {name if times is None else f"{name}, copies {times:g}": of for name, of in timed.items()}
+            freed()
         after = {} if peer is None else {split: peer.tokens_per_second(split, rounds) for split in before}
         theirs = {split.name: before[split] + after[split] for split in before} or anchor_of(shape, parts, budget)
         best = max((statistics.median(speeds) for speeds in theirs.values()), default=None)

@@ -92,3 +92,17 @@ def peer_speeds(
     found = {(row["n_prompt"], row["n_gen"], row["n_depth"]): row["samples_ts"] for row in json.loads(written)}
     means = {length: statistics.mean(found[length, 0, 0]) for length in prompts}
     return PeerSpeeds(tuple(map(float, found[0, new, prompt])), means)
+
+
+def peer_batches(
+    program: Path, config: Any, folder: Path, prompt: int, new: int, texts: Sequence[int], device: str = "cuda"
+) -> dict[int, float]:
+    """llama.cpp's tokens a second of so many texts together, each of `new` tokens after a prompt, prompts not counted,
+    by its llama-batched-bench with such a file."""
+    path = write_shape(folder / "peer.gguf", config, device)
+    room = str(max(texts) * (prompt + new))
+    sizes = ["-c", room, "-npp", str(prompt), "-ntg", str(new), "-npl", ",".join(map(str, texts))]
+    written, _ = runner(program)(["-m", str(path), *sizes, "-ngl", "99", "-fa", "on", "--output-format", "jsonl"])
+    path.unlink()
+    rows = [json.loads(line) for line in written.splitlines() if line.startswith("{")]
+    return {row["pl"]: float(row["speed_tg"]) for row in rows}

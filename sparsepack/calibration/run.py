@@ -171,7 +171,8 @@ def _run(
 ) -> list[Statistics]:
     """The statistics of all blocks at the first worker; elsewhere none. windows: int64 [N, S]"""
     stream = BlockStream(checkpoint, options.device, computed_in(checkpoint, options))
-    layers = [collectors.of_block(*block) for block in enumerate(resume.blocks())]
+    finished = enumerate(resume.blocks())
+    layers = [collectors.of_block(*block) if dealt.workers.first else {} for block in finished]
     if resume.done == checkpoint.layers:  # what leaves the last block is not kept: nobody reads it
         return layers
     hidden = stream.states(dealt.own(windows), resume.hidden(dealt=dealt))

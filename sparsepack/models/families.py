@@ -7,7 +7,7 @@ formats and engines have no place for says so; everything that works on the stoc
 
 import difflib
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -271,36 +271,18 @@ REFUSED: Mapping[str, str] = MappingProxyType(
         "jamba": "most of its layers are state-space models",
         "granitemoe": "its embedding, attention and residual sums are scaled",
         "llama4": "its experts are scaled on the way in, and not each of its layers turns queries and keys",
+        **dict.fromkeys(
+            ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"),
+            "its rotary positions are of time, height and width, and transformers has its text part as no model of its "
+            "own",
+        ),
+        "phi4_multimodal": "its text part has adapters for each kind of input",
+        "mllama": "some of its layers look at images alone",
+        "gemma3n": "its layers have an embedding each and keep several streams",
         "llama4_text": "its experts are scaled on the way in, and not each of its layers turns queries and keys",
     }
 )
 """Model types that are known and not supported, and why: users ask for them by name."""
-
-
-@dataclass(frozen=True)
-class TextPart:
-    """The text part of a model that also takes images, as far as transformers has it as a model of its own.
-
-    model_type -- of the text part
-    names      -- what the names of its tensors begin with in the whole model -> in the text model
-    others     -- what the names of all other tensors begin with
-    """
-
-    model_type: str
-    names: Mapping[str, str]
-    others: tuple[str, ...]
-
-
-TEXT_PARTS: Mapping[str, TextPart] = MappingProxyType(
-    {
-        "gemma3": TextPart(
-            "gemma3_text",
-            MappingProxyType({"language_model.": "", "model.language_model.": "model."}),
-            ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector."),
-        )
-    }
-)
-"""By the `model_type` of the whole model."""
 
 
 def family_of(model_type: str, where: str) -> Family:

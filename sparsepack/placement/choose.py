@@ -26,9 +26,9 @@ def best(score: np.ndarray, resident: np.ndarray, slots: np.ndarray) -> np.ndarr
     return chosen
 
 
-def swapped(score: np.ndarray, resident: np.ndarray, margin: float) -> np.ndarray:
+def swaps(score: np.ndarray, resident: np.ndarray, margin: float) -> tuple[np.ndarray, np.ndarray]:
     """Swap the best unit outside for the worst resident one, the second best for the second worst, and so on, as long
-    as the one outside is better by more than `margin`; return which units are resident then: bool [units].
+    as the one outside is better by more than `margin`; return who comes and who goes, in this order: int [swaps] each.
 
     score -- float32 [units]; resident -- bool [units]. Of two with the same score the first one counts as better.
     """
@@ -44,7 +44,4 @@ def swapped(score: np.ndarray, resident: np.ndarray, margin: float) -> np.ndarra
     pairs = min(len(coming), len(going))
     better = score[coming[:pairs]] > score[going[:pairs]] + least
     count = pairs if better.all() else int(np.argmin(better))
-    after = resident.copy()
-    after[coming[:count]] = True
-    after[going[:count]] = False
-    return after
+    return coming[:count], going[:count]

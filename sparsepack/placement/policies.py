@@ -12,7 +12,8 @@ from types import MappingProxyType
 import numpy as np
 
 from sparsepack.errors import PlacementError
-from sparsepack.placement.choose import best, swapped
+from sparsepack.placement.budget import spare_of
+from sparsepack.placement.choose import best, swaps
 from sparsepack.placement.oracles import Mover, belady
 from sparsepack.placement.placement import Placement, across_blocks, same_share
 
@@ -64,18 +65,27 @@ class Slow:
     margin -- a neuron comes where its score is better by more than this than that of the one that goes
     every  -- tokens between two decisions
     delay  -- tokens from a decision until the moves are done, which is before the next one
+    most   -- so many move after a token, the best first, the others after the tokens that follow; before the next
+              decision, or not at all. None: as many as there are spare slots
 
-    Raises `PlacementError` for a delay that is not.
+    Raises `PlacementError` for a delay that is not, and where nobody could move.
     """
 
     decay: float = 0.995
     margin: float = 0.02
     every: int = 16
     delay: int = 4
+    most: int | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.delay < self.every:
             raise PlacementError(f"delay {self.delay}: expected at least 0, and less than every, {self.every}")
+        if self.most is not None and self.most < 1:
+            raise PlacementError(f"most {self.most}: expected at least 1")
+
+    def most_of(self, slots: int) -> int:
+        """How many move after a token at most, of so many slots."""
+        return spare_of(slots) if self.most is None else self.most
 
     def factors(self, size: int = 1) -> tuple[np.float32, np.float32]:
         """What a decision multiplies scores with, and what each time that one of `size` neurons was needed adds."""
@@ -163,7 +173,7 @@ def slow(settings: Slow | None = None) -> Policy:
         score = start.frequency.astype(np.float32)
         counts = np.zeros(score.shape, np.float32)
         decay, gain = chosen.factors(start.size)
-        decided: list[np.ndarray] = []
+        most, parts = chosen.most_of(start.slots), list[tuple[np.ndarray, np.ndarray]]()
 
         def move(token: int, needed: np.ndarray, resident: np.ndarray) -> np.ndarray:
             np.add(counts, needed, out=counts)
@@ -172,8 +182,14 @@ def slow(settings: Slow | None = None) -> Policy:
                 np.multiply(score, decay, out=score)
                 np.add(score, gain * counts, out=score)
                 counts.fill(0)
-                decided[:] = [swapped(score.ravel(), resident.ravel(), chosen.margin).reshape(score.shape)]
-            return decided.pop() if since == chosen.delay and decided else resident
+                coming, going = swaps(score.ravel(), resident.ravel(), chosen.margin)
+                starts = range(0, len(coming), most)[: chosen.every - chosen.delay]
+                parts[:] = [(coming[first : first + most], going[first : first + most]) for first in starts]
+            if since < chosen.delay or not parts:
+                return resident
+            after, (coming, going) = resident.copy(), parts.pop(0)
+            after.ravel()[coming], after.ravel()[going] = True, False
+            return after
 
         return start.placement, move
 

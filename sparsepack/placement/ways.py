@@ -17,6 +17,7 @@ class Traffic:
     resident, bus, worker -- neurons that were computed out of slots, by the device out of host memory, by the worker
     handed                -- how often a block's neurons were handed over to the worker
     waited                -- seconds that the device waited for the worker's answers
+    managed               -- seconds that passed between tokens to learn who gets slots, and to give them
     """
 
     resident: int = 0
@@ -24,6 +25,7 @@ class Traffic:
     worker: int = 0
     handed: int = 0
     waited: float = 0.0
+    managed: float = 0.0
 
     def __add__(self, other: "Traffic") -> "Traffic":
         """The traffic of both together."""
@@ -33,6 +35,7 @@ class Traffic:
             self.worker + other.worker,
             self.handed + other.handed,
             self.waited + other.waited,
+            self.managed + other.managed,
         )
 
 
@@ -76,7 +79,7 @@ def per_token(ways: Ways, hits: HitCounts, seconds: float) -> dict[str, Any]:
 
     hits, needed -- neurons; listed: whether these are those that copies of gates list
     bytes        -- read from the card's memory, of the full cache too; over the bus; by the worker; copied into slots
-    handed       -- blocks; waited_us: microseconds that the device waited
+    handed       -- blocks; waited_us: microseconds that the device waited; managed_us: that slots took between tokens
     model        -- by measured links, the seconds that the model of time gives each part and `together`; `slowest`,
                     the part that takes longest; `share`, what it gives over what a token took. None: nobody measured
     """
@@ -95,6 +98,7 @@ def per_token(ways: Ways, hits: HitCounts, seconds: float) -> dict[str, Any]:
         },
         "handed": traffic.handed / tokens,
         "waited_us": 1e6 * traffic.waited / tokens,
+        "managed_us": 1e6 * traffic.managed / tokens,
         "model": None,
     }
     if ways.links is not None:
@@ -121,7 +125,8 @@ def per_token_in_words(found: Mapping[str, Any]) -> str:
     counted = "listed" if found["listed"] else "active"
     text = (
         f"a token: {found['hits']:.1f} of {found['needed']:.1f} {counted} neurons had slots; {read}; "
-        f"{found['handed']:.1f} blocks handed over, {found['waited_us']:.0f} us waited"
+        f"{found['handed']:.1f} blocks handed over, {found['managed_us']:.0f} us between tokens for slots, "
+        f"{found['waited_us']:.0f} us waited"
     )
     if (model := found["model"]) is None:
         return f"{text}; no links measured, so the model of time says nothing"

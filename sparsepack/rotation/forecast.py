@@ -1,6 +1,7 @@
 """`rotate --dry-run`: what rotating a model by some workers would take."""
 
 import time
+from itertools import pairwise
 from math import prod
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from sparsepack.models.stock.forecast import memory_so_far
 from sparsepack.rotation.bases import ROTATIONS
 from sparsepack.rotation.check import checked_tokens
 from sparsepack.rotation.options import RotateOptions
-from sparsepack.rotation.run import block_of, opened, run_both
+from sparsepack.rotation.run import block_of, opened, run_block
 from sparsepack.workers.forecast import PartsForecast
 from sparsepack.workers.workers import Workers
 
@@ -46,25 +47,27 @@ def forecast(
     tokens = checked_tokens(read.windows)
     streams = BlockStream(checkpoint, options.device), BlockStream(view, options.device)
     states = [stream.embed(tokens) for stream in streams]
-    making = comparing = 0.0
-    measured = min(1, checkpoint.layers - 1)  # the first one is for what only the first takes, such as libraries
-    for layer in range(measured + 1):
-        began = time.perf_counter()
+    times: list[float] = []
+    for layer in range(min(2, checkpoint.layers)):  # the first one is for what only the first takes, such as libraries
+        times = [time.perf_counter()]
         block = block_of(view, layer)
-        made = time.perf_counter()
-        run_both(*streams, layer, block, *states)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        making, comparing = made - began, time.perf_counter() - made
+        times.append(time.perf_counter())
+        for stream, hidden, tensors in zip(streams, states, (None, block), strict=True):
+            run_block(stream, layer, hidden, tensors)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            times.append(time.perf_counter())
+    making, before, new = (later - earlier for earlier, later in pairwise(times))
+    by_first = before + new if workers == 1 else max(before, new)
     source, written = checkpoint.source, view.source
     return PartsForecast(
-        measured=f"one block: made in {making:.2f} s, run beside the one that it was in {comparing:.2f} s; the basis "
-        f"found in {finding:.1f} s",
+        measured=f"one block: made in {making:.2f} s and run in {new:.2f} s, the one that it was in {before:.2f} s; "
+        f"the basis found in {finding:.1f} s",
         device=options.device,
         workers=workers,
         parts=f"{checkpoint.layers} blocks",
         dealt_seconds=checkpoint.layers * making,
-        alone_seconds=finding + checkpoint.layers * comparing,
+        alone_seconds=finding + checkpoint.layers * by_first,
         bytes_read=sum(prod(shape) * source.dtypes[name].itemsize for name, shape in source.shapes.items()),
         bytes_written=sum(prod(shape) * written.dtypes[name].itemsize for name, shape in written.shapes.items()),
         memory_bytes=memory_so_far(device),

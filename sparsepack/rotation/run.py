@@ -4,6 +4,7 @@ The bases, each new block and the hidden states of both models are kept beside t
 which a run that was killed goes on.
 """
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
@@ -167,10 +168,12 @@ def _run(
 
     view, made -- the rotated model, its tensors made as they are read, and its blocks as they are kept
 
-    The first worker takes the blocks of all, compares and keeps them.
+    The first worker takes the blocks of all, runs and keeps them. What they were is run by the second one, where there
+    is one, at the same time.
     """
     workers = resume.workers
     model, other = (BlockStream(source, device) for source in (checkpoint, made))
+    runs_model = min(1, workers.count - 1)
     hidden, turned = resume.hidden(), resume.hidden("turned")
     if hidden is None or turned is None:
         hidden, turned = model.embed(tokens), other.embed(tokens)
@@ -181,12 +184,15 @@ def _run(
         for start in range(resume.done, checkpoint.layers, workers.count):
             layers = range(start, min(start + workers.count, checkpoint.layers))
             own = block_of(view, start + workers.number) if workers.number < len(layers) else {}
-            blocks = workers.in_order(own, len(layers), alike=False)
+            blocks = deque(workers.in_order(own, len(layers), alike=False))  # none where this is not the first worker
             for layer in layers:
-                found = next(blocks, {})  # none where this is not the first worker
+                found = blocks.popleft() if blocks else {}
+                if workers.number == runs_model:
+                    run_block(model, layer, hidden)
                 if workers.first:
-                    run_both(model, other, layer, found, hidden, turned)
+                    run_block(other, layer, turned, found)
                     resume.keep_hidden(turned, "turned")
+                _hand_over(workers, hidden, runs_model)
                 resume.save_block(layer, found, hidden if workers.first else None, behind=behind)
                 advance()
     error = 0.0
@@ -197,16 +203,19 @@ def _run(
     return float(workers.told_by_first(error))
 
 
-def run_both(
-    model: BlockStream, other: BlockStream, layer: int, found: Mapping[str, Tensor], hidden: Tensor, turned: Tensor
-) -> None:
-    """Take what enters a block of both models through it: `found` are the tensors of the rotated one."""
-    model.load(layer)
-    model.pass_on(hidden, 1, lambda: None)
-    model.unload()
-    other.load(layer, found)
-    other.pass_on(turned, 1, lambda: None)
-    other.unload()
+def _hand_over(workers: Workers, hidden: Tensor, sender: int) -> None:
+    """Fill the first worker's tensor with that of another one, on the CPU."""
+    if workers.number == sender != 0:
+        workers.send(hidden, 0)
+    elif workers.first and sender != 0:
+        workers.received(hidden, sender)
+
+
+def run_block(stream: BlockStream, layer: int, hidden: Tensor, tensors: Mapping[str, Tensor] | None = None) -> None:
+    """Take what enters a block through it: the stream's own, or one of such tensors, by their names within it."""
+    stream.load(layer, tensors)
+    stream.pass_on(hidden, 1, lambda: None)
+    stream.unload()
 
 
 def block_of(view: Checkpoint, layer: int) -> dict[str, Tensor]:

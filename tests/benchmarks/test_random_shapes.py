@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from cuda_synthetic import random_of
-from llama_cpp_file import write_shape
+from llama_cpp_file import peer_batches, write_shape
 from llama_cpp_peer import LlamaCpp
 from shapes import MODELS, configuration
 from thresholds import find_thresholds, with_thresholds
@@ -61,3 +61,13 @@ def test_llama_cpp_runs_the_file(name: str, tmp_path: Path) -> None:
     assert logits.shape == (len(IDS), 512)
     assert logits.isfinite().all()
     assert len({int(row.argmax()) for row in logits}) > 1
+
+
+def test_a_program_of_llama_cpp_is_asked_for_several_texts_and_told_once_where_the_file_is(tmp_path: Path) -> None:
+    program = tmp_path / "llama-batched-bench"
+    rows = "".join(f'echo \'{{"pl": {n}, "speed_tg": {100.5 * n}}}\'\n' for n in (2, 4))
+    program.write_text(f"#!/bin/sh\ntest -f $2 || exit 1\necho $@ > {tmp_path}/asked\necho noise\n{rows}")
+    program.chmod(0o755)
+    assert peer_batches(program, small("gemma-3-1b"), tmp_path, 16, 8, (2, 4), "cpu") == {2: 201.0, 4: 402.0}
+    assert "-c 96 -npp 16 -ntg 8 -npl 2,4" in (tmp_path / "asked").read_text()
+    assert not (tmp_path / "peer.gguf").exists()

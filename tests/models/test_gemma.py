@@ -1,23 +1,18 @@
 """Gemma 2 and 3: soft caps, norms after attention and MLP, a scaled embedding, two kinds of layers."""
 
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from artifacts_for_tests import write_zigzag
-from models_for_tests import VOCABULARY, make_model, tokenizer
+from models_for_tests import VOCABULARY, make_model
 from passes import by_a_stream, by_the_stock_model
-from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from sparsepack.errors import CheckpointError, PackingError
 from sparsepack.eval.scorer import SparseScorer
 from sparsepack.eval.streamed import StreamedScorer
-from sparsepack.formats.open import open_artifact, read_packed
 from sparsepack.formats.plain.llama_cpp.keys import architecture_keys
-from sparsepack.formats.verify import verify
 from sparsepack.models.architecture import architecture_of
 from sparsepack.models.checkpoint.checkpoint import open_checkpoint
 from sparsepack.models.checkpoint.rotated import Bases, rotated
@@ -101,52 +96,3 @@ def test_a_model_whose_tokens_see_later_ones_is_refused(tmp_path: Path) -> None:
     checkpoint.config.use_bidirectional_attention = True
     with pytest.raises(CheckpointError, match="gemma2: tokens see later ones"):
         architecture_of(checkpoint.config, None)
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random model that takes images, too."""
-    from transformers import Gemma3Config, Gemma3ForConditionalGeneration
-
-    folder = tmp_path_factory.mktemp("whole") / "m"
-    text = open_checkpoint(make_model(folder.parent / "text", "gemma3_text")).config
-    vision = {
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "image_size": 28,
-        "patch_size": 14,
-    }
-    torch.manual_seed(1)
-    config = Gemma3Config(text_config=text.to_dict(), vision_config=vision, mm_tokens_per_image=4)
-    Gemma3ForConditionalGeneration(config).eval().save_pretrained(folder)
-    tokenizer().save_pretrained(folder)
-    return folder
-
-
-def test_of_a_model_that_takes_images_the_text_part_is_read(
-    whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from transformers import Gemma3ForConditionalGeneration
-
-    checkpoint = open_checkpoint(whole)
-    assert "the text part of a gemma3 model alone is read" in capsys.readouterr().err
-    stock = Gemma3ForConditionalGeneration.from_pretrained(whole, dtype=torch.float32).eval()
-    with torch.inference_mode():
-        torch.testing.assert_close(load_model(checkpoint)(IDS).logits, stock(IDS).logits, rtol=1e-4, atol=1e-4)
-    write_zigzag(checkpoint, {}, tmp_path / "z.gguf")
-    packed = read_packed(tmp_path / "z.gguf")
-    assert packed.architecture.model_type == "gemma3_text"
-    artifact = open_artifact(tmp_path / "z.gguf")
-    report = verify(tmp_path / "z.gguf", checkpoint)
-    assert report.passed, report.problems
-    assert artifact.stock().config.num_hidden_layers == checkpoint.layers
-
-
-def test_a_tensor_of_another_part_is_not_lost_silently(whole: Path, tmp_path: Path) -> None:
-    changed = shutil.copytree(whole, tmp_path / "m")
-    (file,) = changed.glob("*.safetensors")
-    save_file(load_file(file) | {"model.audio_tower.weight": torch.zeros(2)}, file)
-    with pytest.raises(CheckpointError, match=r"the tensor model\.audio_tower\.weight is not understood"):
-        open_checkpoint(changed)

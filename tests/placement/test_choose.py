@@ -4,9 +4,19 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparsepack.placement.choose import best, swapped
+from sparsepack.placement.choose import best, swaps
 
 SCORES = st.lists(st.sampled_from([0.0, 0.25, 0.5, 0.75, 1.0, 3e7]), min_size=1, max_size=9)
+
+
+def swapped(score, resident, margin):
+    """Who is resident after all swaps."""
+    coming, going = swaps(score, resident, margin)
+    assert resident[going].all()
+    assert not resident[coming].any()
+    after = resident.copy()
+    after[coming], after[going] = True, False
+    return after
 
 
 @st.composite
@@ -62,6 +72,12 @@ def test_swaps_are_those_of_sorting_everyone(case, margin):
             break
         expected[come], expected[go] = True, False
     assert swapped(score, resident, margin).tolist() == expected.tolist()
+
+
+def test_the_swap_that_gains_most_is_the_first():
+    score = np.array([0.3, 0.1, 0.2, 0.7, 0.9, 0.8], np.float32)
+    coming, going = swaps(score, np.arange(6) < 3, 0.0)
+    assert (coming.tolist(), going.tolist()) == ([4, 5, 3], [1, 2, 0])
 
 
 def test_with_a_margin_no_pair_is_left_that_gains_more():

@@ -191,6 +191,31 @@ def test_the_slow_one_decides_every_sixteenth_token_and_moves_four_later():
     assert outcome == HitCounts(60, 60, 8, 1, 0)
 
 
+def test_what_is_decided_beyond_the_most_moves_after_the_next_tokens_and_the_best_first():
+    start = session(*["de", "def", "f", "f"] * 2, units=6, frequency=(0.3, 0.2, 0.1, 0, 0, 0), slots=3)
+    _, seen = watched(slow(Slow(0.1, 0.0, every=4, delay=1, most=1)), start)
+    assert [np.flatnonzero(resident[0]).tolist() for resident in seen] == [
+        *[[0, 1, 2]] * 5,  # decided after four tokens: f for c, d for b, e for a
+        [0, 1, 5],
+        [0, 3, 5],
+        [3, 4, 5],
+    ]
+
+
+def test_what_no_token_is_left_for_does_not_move():
+    start = session(*["def"] * 10, units=6, frequency=(0.3, 0.2, 0.1, 0, 0, 0), slots=3)
+    _, seen = watched(slow(Slow(0.1, 0.0, every=4, delay=2, most=1)), start)
+    assert [len(set(np.flatnonzero(resident[0])) & {3, 4, 5}) for resident in seen] == [0] * 6 + [1, 2, 2, 2]
+
+
+def test_as_many_move_after_a_token_as_there_are_spare_slots():
+    assert Slow().most_of(100) == 64
+    assert Slow().most_of(640_000) == 10_000
+    assert Slow(most=5).most_of(640_000) == 5
+    with pytest.raises(PlacementError, match="most 0: expected at least 1"):
+        Slow(most=0)
+
+
 def test_moves_that_the_next_decision_would_come_before_are_refused():
     with pytest.raises(PlacementError, match="delay 4: expected at least 0, and less than every, 4"):
         Slow(every=4)

@@ -15,7 +15,7 @@ PARTS = Parts(1000, 1000, (10,) * 4, (43_200,) * 4, record=288, neurons=300, cac
 COPIED = replace(PARTS, copies=(21_000,) * 4, gate=144)
 LINKS = Links(resident=1e7, bus=1e6, worker=2e6, handover=1e-5)
 HITS = HitCounts(needed=4000, hits=1000, moves=30, tokens=10)
-TRAFFIC = Traffic(resident=1000, bus=900, worker=2100, handed=40, waited=1e-3)
+TRAFFIC = Traffic(resident=1000, bus=900, worker=2100, handed=40, waited=1e-3, managed=5e-4)
 
 
 def test_bytes_of_active_neurons_are_those_of_their_records() -> None:
@@ -29,6 +29,7 @@ def test_bytes_of_active_neurons_are_those_of_their_records() -> None:
         "moved": 3 * 288,
     }
     assert "100.0 of 400.0 active neurons had slots" in per_token_in_words(found)
+    assert "4.0 blocks handed over, 50 us between tokens for slots, 100 us waited" in per_token_in_words(found)
 
 
 def test_of_listed_neurons_the_gates_are_read_and_the_records_of_active_ones() -> None:

@@ -159,6 +159,29 @@ def test_a_worker_that_dies_ends_the_other_with_a_line_and_one_alone_goes_on(
     assert content(tmp_path / "c") == alone
 
 
+@pytest.mark.parametrize("count", [2, 3])
+def test_several_go_on_with_what_one_began(
+    small: Checkpoint,
+    given: Path,
+    alone: dict[str, bytes],
+    tmp_path: Path,
+    count: int,
+    on_devices: Callable[..., str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def ends(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(resume, "SAVE_EVERY", 0.0)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt, match="goes on from there"):
+        load = BlockStream.load
+        patch.setattr(BlockStream, "load", lambda self, layer: ends() if layer == 2 else load(self, layer))
+        calibrate(small, str(given), tmp_path / "c", OPTIONS)
+    assert (unfinished_path(tmp_path / "c") / "hidden-00002.safetensors").exists()
+    on_devices(count, *_command(small, given, tmp_path / "c"))
+    assert content(tmp_path / "c") == alone
+
+
 def test_workers_that_were_given_other_commands_are_refused_and_keep_nothing(
     small: Checkpoint, given: Path, tmp_path: Path
 ) -> None:

@@ -27,7 +27,7 @@ from sparsepack.models.architecture import (
     token_ids,
     token_weights,
 )
-from sparsepack.models.checkpoint.configuration import check_sizes, file_config, folder_config
+from sparsepack.models.checkpoint.configuration import Described, check_sizes, file_config, folder_config
 from sparsepack.models.checkpoint.experts import as_experts, experts_source
 from sparsepack.models.checkpoint.locate import located
 from sparsepack.models.checkpoint.sources import GgufSource, MadeSource, SafetensorsSource, TensorSource
@@ -246,16 +246,17 @@ def open_checkpoint(name: str | Path) -> Checkpoint:
     name = str(name)
     path = located(name)
     file = read_gguf(path) if path.is_file() else None
-    config, bases, part = folder_config(path, name) if file is None else (file_config(file, name), (), None)
+    described = folder_config(path, name) if file is None else Described(file_config(file, name))
+    config, bases = described.config, described.bases
     family = family_of(config.model_type, name)
     check_sizes(config, name)
     source: TensorSource
     if file is not None:
         heads, kv_heads = config.num_attention_heads, family.setting(config, "num_key_value_heads")
         source = GgufSource(file, family, config.num_hidden_layers, heads, kv_heads)
-        config.tie_word_embeddings = HEAD not in source.shapes
     else:
-        source = SafetensorsSource(path, family.decoder, part)
+        source = SafetensorsSource(path, family.decoder, described.part)
+    config.tie_word_embeddings = HEAD not in source.shapes if described.tied is None else described.tied
     if (experts := _expert_numbers(config, name)) is not None:
         source = experts_source(source, family, experts.count, name)
     shown_name = name.encode("utf-8", "replace").decode()  # the system's names need not be text

@@ -1,6 +1,7 @@
 """The stock transformers configuration of a checkpoint, and what its numbers must be: others are made with them."""
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,30 @@ from sparsepack.files.stored import shown
 from sparsepack.models.checkpoint.gguf_config import gguf_config
 from sparsepack.models.checkpoint.saved_copy import METHOD, is_saved_copy, told_of_copy
 from sparsepack.models.checkpoint.segmented_config import stock_values
-from sparsepack.models.families import FAMILIES, TEXT_PARTS, TextPart, family_of
+from sparsepack.models.families import FAMILIES, family_of
 from sparsepack.models.own_code import STOCK_ALONE, refused_own_code, tell_own_code
+from sparsepack.models.text_parts import TEXT_PARTS, TextPart
 from sparsepack.progress import say
 
 _SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "vocab_size")
 _MOST_LAYERS = 10_000
+
+
+@dataclass(frozen=True)
+class Described:
+    """What the texts of a checkpoint say of its model.
+
+    config -- the stock configuration
+    bases  -- the blocks that have a residual basis
+    part   -- which part of a larger model it is; None: it is all of one
+    tied   -- whether the output matrix is the embedding; None: the larger model and its part say different things of
+              that, and its tensors tell
+    """
+
+    config: Any
+    bases: tuple[int, ...] = ()
+    part: TextPart | None = None
+    tied: bool | None = None
 
 
 def file_config(file: GgufFile, name: str) -> Any:
@@ -25,9 +44,8 @@ def file_config(file: GgufFile, name: str) -> Any:
     return gguf_config(file, name)
 
 
-def folder_config(path: Path, name: str) -> tuple[Any, tuple[int, ...], TextPart | None]:
-    """The stock configuration, the blocks that have a residual basis, and which part of the model it is of; None: all
-    of it. Raises `CheckpointError`."""
+def folder_config(path: Path, name: str) -> Described:
+    """What a folder's config.json says. Raises `CheckpointError`."""
     from transformers import AutoConfig
 
     try:
@@ -39,7 +57,8 @@ def folder_config(path: Path, name: str) -> tuple[Any, tuple[int, ...], TextPart
     except OSError as error:
         raise CheckpointError(f"{path / 'config.json'}: cannot be read ({error.strerror})") from error
     part = TEXT_PARTS.get(model_type) if isinstance(model_type, str) else None
-    family_of(model_type if part is None else part.model_type, name)
+    if part is None:
+        family_of(model_type, name)
     quantised = stock.get("quantization_config")
     if is_saved_copy(path):
         raise CheckpointError(told_of_copy(name))
@@ -54,10 +73,12 @@ def folder_config(path: Path, name: str) -> tuple[Any, tuple[int, ...], TextPart
             f"{path / 'config.json'}: not a {model_type} configuration ({shown(error)})"
         ) from error
     tell_own_code(path / "config.json")
-    if part is not None:
-        say(f"{name}: the text part of a {model_type} model alone is read; it then knows no images")
-        config = config.text_config
-    return config, bases, part
+    if part is None:
+        return Described(config, bases, tied=config.tie_word_embeddings)
+    text, said = config.text_config, getattr(config, "tie_word_embeddings", None)
+    family_of(text.model_type, f"{name}, the text part of a {model_type} model")
+    say(f"{name}: the text part of a {model_type} model alone is read; it then knows no images")
+    return Described(text, bases, part, text.tie_word_embeddings if said in (None, text.tie_word_embeddings) else None)
 
 
 def check_sizes(config: Any, name: str) -> None:

@@ -8,7 +8,7 @@ from sparsepack.errors import PackingError
 from sparsepack.files.stored import shown
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
 from sparsepack.models.checkpoint.segmented_config import segmented_config, stock_values
-from sparsepack.models.families import TEXT_PARTS
+from sparsepack.models.text_parts import TEXT_PARTS
 from sparsepack.models.tokenizer.chat import CHAT_TEMPLATE, template_of
 from sparsepack.models.tokenizer.sentencepiece_model import sentencepiece_config
 from sparsepack.models.tokenizer.tokenizer import only_sentencepiece

@@ -15,8 +15,8 @@ from sparsepack.files.stored import Name, Stored, checked, shown
 from sparsepack.files.tensors import all_finite
 from sparsepack.models.checkpoint.gguf_names import ROTARY_FACTORS, SHARED_GATE, gguf_names, unpermute_rotary
 from sparsepack.models.checkpoint.source_hash import SourceHash
-from sparsepack.models.families import TextPart
 from sparsepack.models.family import Family
+from sparsepack.models.text_parts import TextPart
 
 _GGUF_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _SAFETENSORS_DTYPES = {**_GGUF_DTYPES, "F64": torch.float64}

@@ -26,7 +26,7 @@ from sparsepack.runtime.cuda.decoder.decoder import CudaDecoder
 from sparsepack.runtime.cuda.decoder.mlps import CudaMlp
 from sparsepack.runtime.cuda.driver.host_memory import Place
 from sparsepack.runtime.cuda.driver.kernel_set import KERNELS, Kernels
-from sparsepack.runtime.hybrid.boundaries import Boundaries
+from sparsepack.runtime.hybrid.boundaries import BoundariesBeside
 from sparsepack.runtime.hybrid.cuda_mlps import STAGED_BYTES, CudaDivided
 from sparsepack.runtime.hybrid.far_products import bytes_beside, far_matrices
 from sparsepack.runtime.hybrid.gate_copies import GateCopies
@@ -159,7 +159,7 @@ class CudaHybridDecoder(CudaDecoder):
             *(records, memory, layout, options.threads), products=products, gates=gates
         )
         self._number = 0  # of the step that ran last
-        self._boundaries = Boundaries(self._placing.follows, self._divided, self._count_anew)
+        self._boundaries = BoundariesBeside(self._placing.follows, self._divided, self._count_anew)
         self.reset()
 
     @property
@@ -168,11 +168,12 @@ class CudaHybridDecoder(CudaDecoder):
 
     @property
     def hit_counts(self) -> HitCounts:
-        return self._boundaries.follows.counts
+        return self._boundaries.counts
 
     @property
     def ways(self) -> Ways:
-        return Ways(self._divided.traffic, self._plan, self._known, self._beside, self._times)
+        traffic = replace(self._divided.traffic, managed=self._boundaries.seconds)
+        return Ways(traffic, self._plan, self._known, self._beside, self._times)
 
     @property
     def description(self) -> str:
@@ -186,7 +187,7 @@ class CudaHybridDecoder(CudaDecoder):
     def follow(self, policy: str) -> None:
         """Let another policy say who has slots, and forget the text: comparing policies loads a model once."""
         self._placing = self._placed(policy)
-        self._boundaries = Boundaries(self._placing.follows, self._divided, self._count_anew)
+        self._boundaries = BoundariesBeside(self._placing.follows, self._divided, self._count_anew)
         self.reset()
 
     def reset(self) -> None:
@@ -210,6 +211,7 @@ class CudaHybridDecoder(CudaDecoder):
         self._boundaries.nothing_passed()
 
     def _make_graph(self, sparse: bool) -> torch.cuda.CUDAGraph:
+        self._boundaries.catch_up()  # the step that makes the graph writes bits, too
         traffic = self._divided.keep_traffic()
         graph = self._answered(partial(super()._make_graph, sparse))
         self._divided.forget_step(traffic)
@@ -219,13 +221,12 @@ class CudaHybridDecoder(CudaDecoder):
         self._boundaries.begin_pass()
         if self._graph(sparse) is None:
             self._make_graph(sparse)
-        self._answered(lambda: self._step_and_prepare(ids, sparse))
-        self._boundaries.passed(self._divided.step_bits(self._number), prompt=0)
+        self._answered(lambda: self._step_and_move(ids, sparse))
+        self._boundaries.stepped(self._number)
 
-    def _step_and_prepare(self, ids: list[int], sparse: bool) -> None:
+    def _step_and_move(self, ids: list[int], sparse: bool) -> None:
         super()._begin(ids, sparse)
-        if (moves := self._boundaries.follows.ahead()) is not None:
-            self._divided.prepare(moves)
+        self._boundaries.beside()
 
     def _answered(self, run: Callable[[], Result]) -> Result:
         """Run a step, once, and wait until both sides have ended it."""

@@ -137,7 +137,7 @@ class CudaDivided:
         self.memory, self._there = kernels.shared_memory(self.layout.size, device, "the hand-over")
         self._words = -(-neurons // 32)
         seen, self._seen_there = kernels.shared_memory(4 * KEPT * blocks * self._words, device, "who was active")
-        self._seen = seen.reshape(KEPT, blocks, 4 * self._words)
+        self._seen = tuple(seen.reshape(KEPT, 1, blocks, 4 * self._words))
         self._seen_there = self._seen_there.view(torch.int32).view(KEPT, blocks, self._words)
         (self._host,) = kernels.host_tensors(
             1, (blocks * neurons, record_bytes(hidden)), torch.uint8, device, "records"
@@ -157,7 +157,7 @@ class CudaDivided:
         self.staging = [Staging(kernels.new_neurons(at_once, hidden, device), kernels) for _ in range(2)]
         self.copies = kernels.new_stream()
         self._moves, self._prepared = kernels.new_stream(), kernels.new_event()
-        self._prefilled: list[list[np.ndarray]] = [[] for _ in range(blocks)]
+        self._prefilled: dict[int, list[np.ndarray]] = {}  # of each block; empty between passes
         self._loaded = 0
 
     def load_mlp(self, mlp: stored.Mlp, device: torch.device, kernels: Kernels, place: Place) -> "DividedNeuronMlp":
@@ -284,18 +284,21 @@ class CudaDivided:
         self._number[1] += 1
 
     def place(self, resident: np.ndarray) -> None:
-        """Give slots when a text begins: bool [blocks, neurons]. No step may run, here as in `move`."""
+        """Give slots when a text begins: bool [blocks, neurons]. No step may run."""
         self._prepared.wait()
         self.residency.restart(resident, self._copy)
 
     def prepare(self, moves: Moves) -> None:
-        """Copy those that come, and write the table that is not in force, beside a step that runs."""
+        """Copy those that come, and write the table that is not in force, beside a step that runs. What that step reads
+        must be in force when this is called: no `move` may be behind it."""
         with self._kernels.on_stream(self._moves):
             self.residency.prepare(moves.coming, moves.going, self._copy)
             self._prepared.record()
 
     def move(self, moves: Moves) -> None:
-        """Give slots to some and take those of others, between two tokens: what was not prepared is done now."""
+        """Give slots to some and take those of others, behind a step that runs: what was not prepared is done now."""
+        if not self.residency.is_prepared(moves.coming, moves.going):
+            self.prepare(moves)
         self._prepared.wait()
         self.residency.move(moves.coming, moves.going, self._copy)
 
@@ -310,24 +313,23 @@ class CudaDivided:
     def step_bits(self, number: int) -> np.ndarray:
         """Return who was active in the step of this number, which has ended: uint8 [1, blocks, bytes], bits as in
         `following`. The GPU may write these bits again `KEPT` steps later."""
-        return np.ascontiguousarray(self._seen[number % KEPT, None, :, : -(-self._shape[1] // 8)])
+        return self._seen[number % KEPT]
 
     def saw(self, block: int, gate: Product) -> None:
         """Prefill has these gates of a block."""
         active = torch.nn.functional.pad(gate.sums > 0, (0, -gate.sums.shape[1] % 8)).view(len(gate.sums), -1, 8)
         weights = 2 ** torch.arange(8, dtype=torch.uint8, device=active.device)
-        self._prefilled[block].append((active * weights).sum(-1, dtype=torch.uint8).cpu().numpy())
+        self._prefilled.setdefault(block, []).append((active * weights).sum(-1, dtype=torch.uint8).cpu().numpy())
 
     def prefill_bits(self) -> np.ndarray:
         """Return who was active at the positions prefilled since the last call: uint8 [positions, blocks, bytes]."""
-        bits = np.stack([np.concatenate(rows) for rows in self._prefilled], axis=1)
+        bits = np.stack([np.concatenate(self._prefilled[block]) for block in range(self._shape[0])], axis=1)
         self.forget()
         return bits
 
     def forget(self) -> None:
         """Forget what was seen of a prefill that was interrupted."""
-        for rows in self._prefilled:
-            rows.clear()
+        self._prefilled.clear()
 
 
 @dataclass(frozen=True)

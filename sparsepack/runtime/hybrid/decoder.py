@@ -1,6 +1,7 @@
 """A decoder of models by neurons, whose resident neurons lie in slots of their own."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -76,11 +77,12 @@ class HybridDecoder(OperationsDecoder):
 
     @property
     def ways(self) -> Ways:
-        return Ways(self._mlps.traffic, self._plan, self._known)
+        traffic = replace(self._mlps.traffic, managed=self._boundaries.seconds)
+        return Ways(traffic, self._plan, self._known)
 
     @property
     def hit_counts(self) -> HitCounts:
-        return self._boundaries.follows.counts
+        return self._boundaries.counts
 
     def reset(self) -> None:
         super().reset()

@@ -42,13 +42,19 @@ class Following(Protocol):
         """Let tokens pass, the first `prompt` of them not decoded. The bits may be written again `KEPT` calls later."""
         ...
 
-    def moves(self) -> Moves | None:
-        """What moves between the token that passed last and the next one; None: nothing."""
+    def moves(self, unseen: int = 0) -> Moves | None:
+        """What moves between the token that passed last and the next one; None: nothing. With 1 unseen token, if the
+        policy foresees: what moves after the token that passes next."""
+        ...
+
+    @property
+    def foresees(self) -> bool:
+        """Whether what moves after a token is known before it has passed."""
         ...
 
     def ahead(self) -> Moves | None:
         """What `moves` will give soon, each once, as soon as it is known: time to prepare it. Whether it comes, and
-        when, depends on how fast the machine is, and so may nothing but time."""
+        when, depends on how fast the machine is, and so may nothing but time. `moves` then gives the same arrays."""
         ...
 
     @property
@@ -57,8 +63,9 @@ class Following(Protocol):
         ...
 
 
-KEPT = 9
-"""A caller that has this many buffers for bits, and writes to them in turns, never waits without need."""
+KEPT = 10
+"""A caller that has this many buffers for bits, writes to them in turns, and calls `saw` before the next token ends,
+never waits without need."""
 
 
 class Played:
@@ -68,6 +75,8 @@ class Played:
     order     -- int [blocks, neurons]: of each stored neuron, its number in the model. Policies break ties by it, as
                  they do in simulations.
     """
+
+    foresees = False
 
     def __init__(self, begin: Policy, frequency: np.ndarray, slots: int, order: np.ndarray) -> None:
         self._begin, self._order = begin, order
@@ -92,7 +101,7 @@ class Played:
         rows = (np.unpackbits(row, axis=1, count=count, bitorder="little") for row in bits)
         self._run.advance(map(self._by_model, rows), prompt)
 
-    def moves(self) -> Moves | None:
+    def moves(self, unseen: int = 0) -> Moves | None:
         before, self._taken = self._taken, self._stored(self._run.resident)
         coming, going = (np.flatnonzero(each) for each in (self._taken & ~before, before & ~self._taken))
         return Moves(coming.astype(np.int32), going.astype(np.int32)) if len(coming) + len(going) else None
@@ -125,9 +134,10 @@ class FollowedNatively:
             for known in (frequency.astype(np.float32), placement.resident, numbers)
         )
         decay, gain = map(float, settings.factors())
-        margin, every, delay = settings.margin, settings.every, settings.delay
-        self._policy = native(score, self._first, ties, decay, gain, margin, every, delay)
+        margin, every, delay, most = settings.margin, settings.every, settings.delay, settings.most_of(slots)
+        self._policy = native(score, self._first, ties, decay, gain, margin, every, delay, most)
         self.restart, self.saw = self._policy.restart, self._policy.saw
+        self.foresees = settings.delay > 0
 
     @property
     def first(self) -> np.ndarray:
@@ -137,8 +147,8 @@ class FollowedNatively:
     def counts(self) -> HitCounts:
         return HitCounts(*self._policy.counts())
 
-    def moves(self) -> Moves | None:
-        found = self._policy.moves()
+    def moves(self, unseen: int = 0) -> Moves | None:
+        found = self._policy.moves(unseen)
         return None if found is None else Moves(*found)
 
     def ahead(self) -> Moves | None:

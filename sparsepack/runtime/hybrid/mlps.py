@@ -96,16 +96,18 @@ class DividedMlps:
         self.residency.move(moves.coming, moves.going, self._copy)
 
     def forget(self) -> None:
-        """What was seen of a pass that begins, or was interrupted, counts no more."""
+        """What was seen of a pass that was interrupted counts no more."""
         for rows in self._seen:
             rows.clear()
 
     def needed(self) -> np.ndarray:
-        """The neurons that were active at each position since `forget`, as `following` has bits."""
+        """The neurons that were active at each position since the last call, as `following` has bits."""
         blocks, neurons = self.residency.table.shape
         if not all(self._seen):  # no position passed
             return np.zeros((0, blocks, -(-neurons // 8)), np.uint8)
-        return np.stack([np.concatenate(rows) for rows in self._seen], axis=1)
+        bits = np.stack([np.concatenate(rows) for rows in self._seen], axis=1)
+        self.forget()
+        return bits
 
     def neuron_ffn(self, neurons: HostNeurons, x: Tensor, gate: Tensor, indices: Tensor, count: Tensor) -> Tensor:
         """See `reference.neuron_ffn`: the same but for the order of the sum."""

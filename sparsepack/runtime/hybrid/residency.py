@@ -66,7 +66,7 @@ class Residency:
         more neurons than may be resident.
         """
         while True:
-            if not self._is_prepared(coming, going):
+            if not self.is_prepared(coming, going):
                 self.prepare(coming, going, copy)
             assert self._prepared is not None
             self._flip(self._prepared)
@@ -92,9 +92,10 @@ class Residency:
         free = np.sort(np.concatenate([left, self.table.ravel()[going]]))
         self._prepared = _Prepared(coming, going, now, positions, free)
 
-    def _is_prepared(self, coming: np.ndarray, going: np.ndarray) -> bool:
+    def is_prepared(self, coming: np.ndarray, going: np.ndarray) -> bool:
+        """Whether `move` of these has nothing to copy but what finds no free slot yet."""
         made = self._prepared
-        return made is not None and np.array_equal(made.coming, coming) and np.array_equal(made.going, going)
+        return made is not None and _same(made.coming, coming) and _same(made.going, going)
 
     def _write(self, positions: np.ndarray, slots: np.ndarray) -> None:
         """Write the version that nobody reads. An interruption leaves the one that is in force."""
@@ -130,6 +131,10 @@ def ranges_of_blocks(neurons: np.ndarray, count: int) -> Iterator[tuple[int, int
     starts = np.flatnonzero(np.diff(blocks, prepend=-1))
     for first, last in pairwise([*starts.tolist(), len(neurons)]):
         yield int(blocks[first]), first, last
+
+
+def _same(one: np.ndarray, other: np.ndarray) -> bool:
+    return one is other or np.array_equal(one, other)
 
 
 def _positions(chosen: np.ndarray) -> np.ndarray:

@@ -1,5 +1,6 @@
 """vLLM on GPUs serves slid folders: the tokens of transformers on the same GPU."""
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +8,8 @@ import pytest
 import torch
 from vllm_for_tests import PROMPTS, assert_greedy, in_vllm, made
 
-pytestmark = pytest.mark.gpu
+# Files that are named are collected, whatever conftest.py leaves out.
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(find_spec("vllm.version") is None, reason="no vLLM")]
 
 AS_LIKELY = 0.1
 """Of the standard deviation of logits, which are bfloat16 here: attention, norms and sums of several ranks differ in

@@ -55,6 +55,7 @@ def packed(active: np.ndarray) -> np.ndarray:
     steps=st.lists(st.tuples(st.integers(1, 40), st.booleans()), min_size=1, max_size=25),
     levels=st.sampled_from([1, 2, 1000]),
     margin=st.sampled_from([0.0, 0.02, 0.2, 2.0]),
+    most=st.sampled_from([None, 1, 3, 20]),
     threads=st.integers(1, 3),
     seed=st.integers(0, 2**31),
 )
@@ -66,6 +67,7 @@ def test_moves_and_counts_are_those_of_the_policy_in_numpy(
     steps: list[tuple[int, bool]],
     levels: int,
     margin: float,
+    most: int | None,
     threads: int,
     seed: int,
 ) -> None:
@@ -73,7 +75,7 @@ def test_moves_and_counts_are_those_of_the_policy_in_numpy(
     generator = np.random.default_rng(seed)
     delay = data.draw(st.integers(0, every - 1))
     frequency = generator.integers(0, levels, shape) / levels
-    chosen = Slow(0.9, margin, every, delay)
+    chosen = Slow(0.9, margin, every, delay, most)
     native, numpy = both(chosen, frequency, round(share * frequency.size), orders(shape, generator), threads)
     assert np.array_equal(native.first, numpy.first)
     for text in range(2):
@@ -111,6 +113,41 @@ def test_moves_are_due_a_fixed_number_of_tokens_after_their_decision() -> None:
         if (moves := native.moves()) is not None:
             due.append((token, moves.coming.tolist(), moves.going.tolist()))
     assert due == [(6, [1], [0])]
+
+
+@pytest.mark.parametrize("most", [None, 2])
+@pytest.mark.parametrize("delay", [1, 3])
+def test_what_moves_after_a_token_is_known_before_it_and_told_ahead(delay: int, most: int | None) -> None:
+    generator, shape = np.random.default_rng(5), (3, 100)
+    native, numpy = both(Slow(0.5, 0.0, 4, delay, most), generator.random(shape), 90, orders(shape, generator))
+    assert native.foresees
+    told, moved = None, 0
+    for token in range(60):
+        assert native.counts.tokens == token  # when all is counted, decisions are there
+        told = native.ahead() or told
+        found = native.moves(unseen=1)
+        bits = packed(generator.random((1, *shape)) < generator.random(shape) ** 3)
+        native.saw(bits, 0)
+        numpy.saw(bits, 0)
+        expected = numpy.moves()
+        assert (found is None) == (expected is None)
+        if found is not None:
+            assert expected is not None
+            assert np.array_equal(found.coming, expected.coming)
+            assert np.array_equal(found.going, expected.going)
+            assert told is not None
+            assert told.coming is found.coming
+            assert told.going is found.going
+            moved += 1
+    assert native.counts == numpy.counts
+    assert moved > 10
+
+
+def test_more_unseen_tokens_than_the_delay_are_refused() -> None:
+    native, _ = both(Slow(every=4, delay=0), np.ones((2, 20)), 5, orders((2, 20), np.random.default_rng(1)))
+    assert not native.foresees
+    with pytest.raises(ValueError, match="unseen: expected at most the delay"):
+        native.moves(unseen=1)
 
 
 def test_bits_of_another_shape_are_refused() -> None:

@@ -13,6 +13,7 @@ from watched_policies import Watched, start_of
 
 from sparsepack.files.text import read_text
 from sparsepack.formats.packed import PackedModel
+from sparsepack.placement import policies
 from sparsepack.placement.links import Links
 from sparsepack.placement.machine import MACHINES
 from sparsepack.placement.names import ONLINE
@@ -55,10 +56,13 @@ def test_steps_compute_what_the_reference_computes(kernels: Kernels, cached: flo
     assert largest(steps(engine, IDS, sparse=False), reference.teacher_forced(IDS.tolist(), 0)) < 0.05
 
 
+@pytest.mark.parametrize("most", [None, 3])
 def test_moves_that_are_prepared_beside_a_step_change_nothing_but_time(
-    kernels: Kernels, monkeypatch: pytest.MonkeyPatch
+    kernels: Kernels, most: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Followed natively, decisions are known before they are due."""
+    if most is not None:
+        monkeypatch.setattr(policies, "spare_of", lambda slots: most)
     ids, native = IDS.repeat(5), operations.slow_policy()
     prepared = list[int]()
     at_once, beside = (decoder(model(), kernels, 0.3, policy="slow", slow=slow) for slow in (None, native))
@@ -76,6 +80,7 @@ def test_moves_that_are_prepared_beside_a_step_change_nothing_but_time(
         beside.reset()
         at_once.reset()
     assert sum(prepared) > 0
+    assert most is None or max(prepared) == most
 
 
 def waited(engine: CudaHybridDecoder) -> Moves | None:
@@ -164,7 +169,7 @@ def test_who_was_active_is_seen_as_the_reference_sees_it(kernels: Kernels) -> No
     engine.prefill(0, IDS[:5])
     engine.step([int(IDS[5])], True)
     prompt, token = seen
-    assert (prompt.shape, token.shape) == ((5, 2, 38), (1, 2, 38))
+    assert (prompt.shape, token.shape) == ((5, 2, 38), (1, 2, 40))
     bits = np.unpackbits(token, axis=2, bitorder="little")
     assert not bits[..., 301:].any()
     active = [count for (_, name), count in engine.active().items() if name == "mlp_records"]

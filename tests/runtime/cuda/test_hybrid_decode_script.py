@@ -89,14 +89,16 @@ def test_the_benchmark_runs_and_writes_its_figures(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("_card")
 def test_it_runs_by_copies_of_gates(tmp_path: Path) -> None:
-    asked = ["--shape", "tiny", "--layers", "2", "--vram", "7.2MB", "--gate-copy", "2", "--policy", "static"]
+    asked = ["--shape", "tiny", "--layers", "2", "--vram", "7.2MB", "--gate-copy", "none,2", "--policy", "static"]
     asked += ["--tokens", "3", "--rounds", "1", "--threads", "2", "--json", str(tmp_path / "figures.json")]
     done = CliRunner().invoke(hybrid_decode.main, asked, catch_exceptions=False)
     assert done.exit_code == 0, done.output
     assert "copies of the gates of 2 blocks, which list 2 times as many" in done.output
     figures = json.loads((tmp_path / "figures.json").read_text())
     assert figures["check"]["copies of gates"] < 0.02
-    assert figures["7.2MB"]["ours"]["static"]["needed"] > 1.5 * 0.13 * 2560
+    found = figures["7.2MB"]["ours"]
+    assert list(found) == ["static", "static, copies 2"]
+    assert found["static, copies 2"]["needed"] > 1.5 * found["static"]["needed"]
 
 
 @pytest.mark.slow

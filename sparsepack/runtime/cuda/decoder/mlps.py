@@ -238,16 +238,19 @@ class ExpertMlp:
         into, mid = self.sites["mlp_in"].matrix, self.sites["mlp_mid"].matrix
         of_one = -(-self.decoded // self.together.stored)
         chosen, weights = self._chosen(x.values.float() * x.factor[:, None])
-        made = torch.empty(chosen.numel() + 1, residual.shape[1], device=residual.device)  # its last row is of nobody
+        # The last of each is of nobody.
+        made = torch.empty(chosen.numel() + 1, residual.shape[1], device=residual.device)
+        factors, inverse = torch.empty(len(made), device=residual.device), 1.0
         scratch = scratch if len(scratch) >= of_one else scratch.new_empty(of_one)
         for first, count, place, position in self._groups(chosen, len(scratch) // of_one):
             rows = x.rows(position)
             gate, up = _products(into, first, count, 2, rows, scratch, kernels)
             inner = kernels.gated(gate, up, activation)
             (product,) = _products(mid, first, count, 1, inner, scratch, kernels)
-            made[place] = product.sums * (product.factor * product.inverse)[:, None]
+            made[place], factors[place], inverse = product.sums, product.factor, product.inverse
+        weights = weights * factors[:-1].view_as(weights)
         output = torch.bmm(weights[:, None], made[:-1].view(*chosen.shape, -1))[:, 0]
-        return Product(output, torch.ones_like(x.factor), 1.0, None)
+        return Product(output, torch.ones_like(x.factor), inverse, None)
 
     def _groups(self, chosen: Tensor, room: int) -> Iterator[tuple[int, int, Tensor, Tensor]]:
         """The experts that are multiplied together, at most `room` of them: the first one, how many, and what is
@@ -255,9 +258,9 @@ class ExpertMlp:
         most: others are filled up with the place behind the last, of whatever position. The host waits to know how many
         these are; short prompts wait for the host, so all is put together for all groups at once."""
         experts, stored = self.together.experts, self.together.stored
-        by_expert = chosen.flatten().argsort(stable=True)
-        counts = chosen.flatten().bincount(minlength=stored)
-        before, of_nobody = counts.cumsum(0) - counts, chosen.numel()
+        in_order, by_expert = chosen.flatten().sort(stable=True)
+        ends = torch.searchsorted(in_order, torch.arange(stored + 1, device=chosen.device))
+        before, counts, of_nobody = ends[:-1], ends.diff(), chosen.numel()
         kinds = [(0, experts, int(counts[:experts].max()))]
         if stored > experts:  # by themselves, since the others would fill up to all positions
             kinds.append((experts, stored, len(chosen)))

@@ -9,17 +9,23 @@ from sparsepack.runtime.cuda.attention.prefill_attention import BACKENDS
 from sparsepack.runtime.cuda.decoder.model import CudaLayer, CudaModel
 from sparsepack.runtime.cuda.driver.kernel_set import Kernels
 from sparsepack.runtime.cuda.products.gemm_fp16 import Product, ScaledFp16
+from sparsepack.runtime.cuda.products.zigzag import SCRATCH_BYTES
 
 
 class Prefill:
     """The blocks of a model over many positions at once. Every position takes about 15 bytes * intermediate of memory,
-    and weights in float16 take at most so many bytes (None: `zigzag.SCRATCH_BYTES`), which are kept."""
+    and weights in float16 take at most so many bytes (None: `zigzag.SCRATCH_BYTES`, or of a mixture of experts about a
+    sixteenth of what all of these take where that is more), which are kept."""
 
     def __init__(self, model: CudaModel, cache: CudaKvCache, kernels: Kernels, most: int | None = None) -> None:
         self._model, self._cache, self._kernels = model, cache, kernels
         matrices = [site.matrix for layer in model.layers for site in layer.attention.values()]
         matrices += [matrix for layer in model.layers for matrix in layer.mlp.matrices]
-        self._scratch = kernels.new_scratch(matrices, model.device, model.layers[0].mlp.decoded, most)
+        decoded = model.layers[0].mlp.decoded
+        if most is None and model.architecture.experts is not None:
+            # Groups of experts are launched one after the other, and short prompts wait for the launches.
+            most = max(SCRATCH_BYTES, len(model.layers) * decoded // 16)
+        self._scratch = kernels.new_scratch(matrices, model.device, decoded, most)
 
     def run(self, ids: Tensor, sequence: int) -> Tensor:
         """Append tokens int32 [S], on the GPU, to one of the cache's sequences. Returns what the last block leaves,

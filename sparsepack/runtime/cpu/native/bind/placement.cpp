@@ -7,6 +7,7 @@
 #include <deque>
 #include <stdexcept>
 #include <tuple>
+#include <utility>
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -28,8 +29,8 @@ nb::object array(std::vector<int32_t>&& values) {
 class Policy {
 public:
     Policy(Array<const float, 2> score, Array<const bool, 2> resident, Array<const int32_t, 2> ties, float decay,
-           float gain, float margin, int32_t every, int32_t delay, int threads)
-        : blocks_(score.shape(0)), row_bytes_((score.shape(1) + 7) / 8) {
+           float gain, float margin, int32_t every, int32_t delay, int32_t most, int threads)
+        : blocks_(score.shape(0)), row_bytes_((score.shape(1) + 7) / 8), delay_(delay) {
         for (size_t dimension = 0; dimension < 2; ++dimension)
             if (!score.shape(dimension) || resident.shape(dimension) != score.shape(dimension) ||
                 ties.shape(dimension) != score.shape(dimension))
@@ -37,7 +38,8 @@ public:
         if (threads < 1) throw std::invalid_argument("threads: expected at least 1");
         if (score.size() > size_t(INT32_MAX) || every < 1 || every > 255 || delay < 0 || delay >= every)
             throw std::invalid_argument("expected 1 to 255 tokens between decisions, and a delay below them");
-        SlowSettings settings = {int32_t(blocks_), int32_t(score.shape(1)), decay, gain, margin, every, delay};
+        if (most < 1) throw std::invalid_argument("most: expected at least 1");
+        SlowSettings settings = {int32_t(blocks_), int32_t(score.shape(1)), decay, gain, margin, every, delay, most};
         policy_ = std::make_unique<SlowPolicy>(settings, score.data(), resident.data(), ties.data(), threads);
     }
 
@@ -60,16 +62,22 @@ public:
         policy_->saw(kept.data(), int64_t(kept.shape(2)), int64_t(kept.shape(0)), prompt);
     }
 
-    nb::object moves() {
-        Moves found;
+    nb::object moves(int64_t unseen) {
+        if (unseen < 0 || unseen > delay_) throw std::invalid_argument("unseen: expected at most the delay");
+        std::pair<Moves, bool> found;
         {
             Released release;
-            found = policy_->moves();
+            found = policy_->moves(unseen);
         }
-        return arrays(std::move(found));
+        return found.second ? told_ : arrays(std::move(found.first));
     }
 
-    nb::object ahead() { return arrays(policy_->ahead()); }
+    nb::object ahead() {
+        Moves found = policy_->ahead();
+        if (found.coming.empty()) return nb::none();
+        told_ = arrays(std::move(found));
+        return told_;
+    }
 
     nb::tuple counts() {
         SlowCounts found;
@@ -87,7 +95,9 @@ private:
     }
 
     size_t blocks_, row_bytes_;
+    int32_t delay_;
     std::deque<Array<const uint8_t, 3>> held_;
+    nb::object told_;                     // what `ahead` said last
     std::unique_ptr<SlowPolicy> policy_;  // ends before what it reads
 };
 
@@ -96,12 +106,13 @@ private:
 void bind_placement(nb::module_& m) {
     nb::class_<Policy>(m, "SlowPolicy")
         .def(nb::init<Array<const float, 2>, Array<const bool, 2>, Array<const int32_t, 2>, float, float, float,
-                      int32_t, int32_t, int>(),
-             "score"_a, "resident"_a, "ties"_a, "decay"_a, "gain"_a, "margin"_a, "every"_a, "delay"_a, "threads"_a = 1)
+                      int32_t, int32_t, int32_t, int>(),
+             "score"_a, "resident"_a, "ties"_a, "decay"_a, "gain"_a, "margin"_a, "every"_a, "delay"_a, "most"_a,
+             "threads"_a = 1)
         .def_prop_ro_static("room", [](nb::handle) { return SlowPolicy::ROOM; })
         .def("restart", &Policy::restart)
         .def("saw", &Policy::saw, "bits"_a, "prompt"_a)
-        .def("moves", &Policy::moves)
+        .def("moves", &Policy::moves, "unseen"_a = 0)
         .def("ahead", &Policy::ahead)
         .def("counts", &Policy::counts);
 }

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <iterator>
 #include <numeric>
 #include <stdexcept>
 #include <unordered_map>
@@ -112,13 +113,13 @@ void SlowPolicy::begin_anew() {
     resident_ = first_resident_;
     untouched_.assign(s_.blocks * row_words_, 0);
     counted_.assign(s_.blocks * planes_ * row_words_, 0);
-    pending_ = {};
-    is_pending_ = false;
+    pending_.clear();
     counts_ = {};
     levels_.assign(2 * LEVELS, 0);
     places_.assign(score_.size(), 0);
-    passed_ = decisions_ = ahead_ = seen_ = taken_ = 0;
+    passed_ = decisions_ = seen_ = 0;
     decided_.clear();
+    is_told_ = false;
 }
 
 void SlowPolicy::saw(const uint8_t* bits, int64_t row_bytes, int64_t tokens, int64_t prompt) {
@@ -136,30 +137,36 @@ size_t SlowPolicy::waiting() {
     return jobs_.size();
 }
 
-Moves SlowPolicy::moves() {
+std::pair<Moves, bool> SlowPolicy::moves(int64_t unseen) {
     raise();
+    const int64_t until = seen_ + unseen;
     std::vector<Moves> taken;
-    int64_t due = seen_ < s_.delay ? 0 : (seen_ - s_.delay) / s_.every;
-    if (due == taken_) return {};
+    bool as_told = false;
     {
         std::unique_lock<std::mutex> lock(mutex_);
-        changed_.wait(lock, [&] { return decisions_ >= due || failed_; });
-        for (; taken_ < due && !decided_.empty(); ++taken_) {
-            taken.push_back(std::move(decided_.front()));
+        changed_.wait(lock, [&] { return decisions_ >= due_at(until) || failed_; });
+        while (!decided_.empty() && decided_.front().due <= until) {
+            as_told = is_told_ && taken.empty();
+            is_told_ = false;
+            taken.push_back(std::move(decided_.front().moves));
             decided_.pop_front();
         }
     }
     raise();
-    return net_of(std::move(taken));
+    if (taken.empty()) return {};
+    return {net_of(std::move(taken)), as_told};
 }
 
 Moves SlowPolicy::ahead() {
     raise();
     std::lock_guard<std::mutex> lock(mutex_);
-    if (decisions_ != taken_ + 1 || ahead_ == decisions_) return {};
-    ahead_ = decisions_;
-    return decided_.front();
+    if (decided_.empty() || is_told_) return {};
+    is_told_ = true;
+    return decided_.front().moves;
 }
+
+// Of how many decisions the first moves are due when so many tokens have been seen.
+int64_t SlowPolicy::due_at(int64_t seen) const { return seen < s_.delay ? 0 : (seen - s_.delay) / s_.every; }
 
 SlowCounts SlowPolicy::counts() {
     raise();
@@ -213,21 +220,23 @@ void SlowPolicy::pass(const Job& job) {
         passed_ += tokens;
         token += tokens;
         if (passed_ % s_.every == 0) {
-            pending_ = decide();
-            is_pending_ = true;
+            std::vector<Part> parts = parts_of(decide());
+            pending_.assign(parts.begin(), parts.end());
             std::lock_guard<std::mutex> lock(mutex_);
             if (stop_) return;
-            decided_.push_back(pending_);
+            std::move(parts.begin(), parts.end(), std::back_inserter(decided_));
             ++decisions_;
             changed_.notify_all();
         }
-        if (is_pending_ && passed_ % s_.every == s_.delay) apply(decoded);
+        if (!pending_.empty() && pending_.front().due == passed_) {
+            apply(pending_.front().moves, decoded);
+            pending_.pop_front();
+        }
     }
 }
 
 int64_t SlowPolicy::until_next_change() const {
-    int64_t since = passed_ % s_.every;
-    return is_pending_ && since < s_.delay ? s_.delay - since : s_.every - since;
+    return pending_.empty() ? s_.every - passed_ % s_.every : pending_.front().due - passed_;
 }
 
 // Calls work(block, thread) for each block.
@@ -329,7 +338,7 @@ SlowPolicy::Candidates SlowPolicy::candidates() const {
     return found;
 }
 
-// What `swapped` of placement/choose.py does: the best outside for the worst resident, while it is better by the margin.
+// What `swaps` of placement/choose.py does: the best outside for the worst resident, while it is better by the margin.
 Moves SlowPolicy::decide() {
     advance_scores();
     Candidates can = candidates();
@@ -364,24 +373,37 @@ Moves SlowPolicy::decide() {
     while (pairs < most && score_[coming[pairs]] > score_[going[pairs]] + s_.margin) ++pairs;
     coming.resize(pairs);
     going.resize(pairs);
-    std::sort(coming.begin(), coming.end());
-    std::sort(going.begin(), going.end());
     return {std::move(coming), std::move(going)};
 }
 
-void SlowPolicy::apply(bool decoded) {
-    for (int32_t neuron : pending_.going) {
+// The pairs of a decision, the best first, as they move after one token and the next ones.
+std::vector<SlowPolicy::Part> SlowPolicy::parts_of(const Moves& pairs) const {
+    std::vector<Part> parts;
+    const size_t all = pairs.coming.size(), most = s_.most, room = s_.every - s_.delay;
+    for (size_t first = 0; first < all && parts.size() < room; first += most) {
+        auto some = [&](const std::vector<int32_t>& of) {
+            std::vector<int32_t> part(of.begin() + first, of.begin() + std::min(first + most, all));
+            std::sort(part.begin(), part.end());
+            return part;
+        };
+        int64_t due = passed_ + s_.delay + int64_t(parts.size());
+        parts.push_back({due, {some(pairs.coming), some(pairs.going)}});
+    }
+    return parts;
+}
+
+void SlowPolicy::apply(const Moves& moves, bool decoded) {
+    for (int32_t neuron : moves.going) {
         set(resident_, neuron, false);
         if (!decoded) continue;
         counts_.unused += bit(untouched_, neuron);
         set(untouched_, neuron, false);
     }
-    for (int32_t neuron : pending_.coming) {
+    for (int32_t neuron : moves.coming) {
         set(resident_, neuron, true);
         if (decoded) set(untouched_, neuron, true);
     }
-    if (decoded) counts_.moves += int64_t(pending_.coming.size());
-    is_pending_ = false;
+    if (decoded) counts_.moves += int64_t(moves.coming.size());
 }
 
 bool SlowPolicy::bit(const std::vector<uint64_t>& bits, int32_t neuron) const {

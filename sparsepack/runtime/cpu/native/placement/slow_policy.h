@@ -2,8 +2,8 @@
 // boundary takes the moves that are due, which were decided some tokens before. All is a function of the tokens: where a
 // decision is not there when it is due, the caller waits.
 //
-//     caller   saw(t) moves() | saw(t + 1) moves() | ...      | saw(t + delay) moves(): these
-//     thread     counts t, decides ............... counts t + 1 ...
+//     caller   saw(t) moves() | saw(t + 1) moves() | ...      | saw(t + delay) moves(): the best `most` of these
+//     thread     counts t, decides ............... counts t + 1 ...                     | saw() moves(): the next ones
 //
 // Bits are [blocks][neurons / 8], rounded up, bit i of byte b of neuron 8 b + i, and those beyond the neurons zero. They
 // are counted in planes: bit k of the count of a neuron is in plane k, at the neuron's place.
@@ -17,6 +17,7 @@
 #include <memory>
 #include <mutex>
 #include <thread>
+#include <utility>
 #include <vector>
 
 namespace sparsepack {
@@ -24,7 +25,8 @@ namespace sparsepack {
 struct SlowSettings {
     int32_t blocks, neurons;
     float decay, gain, margin;  // of a decision; a neuron that was active in a token gains this
-    int32_t every, delay;       // tokens between two decisions, and from a decision until its moves
+    int32_t every, delay;       // tokens between two decisions, and from a decision until its first moves
+    int32_t most;               // move after a token
 };
 
 struct SlowCounts {  // placement/counts.py, HitCounts
@@ -59,8 +61,9 @@ public:
     // The calls of `saw` whose bits are still read.
     size_t waiting();
 
-    // What has moved since the last call, up to the token that was seen last.
-    Moves moves();
+    // What has moved since the last call, up to the token that was seen last, or so many `unseen` ones later, at most
+    // `delay`; and whether it is what `ahead` said last.
+    std::pair<Moves, bool> moves(int64_t unseen);
 
     // What `moves` will give next where it is decided already and no call said so before; it does not wait.
     Moves ahead();
@@ -75,6 +78,10 @@ private:
     struct Found {
         int64_t needed, hits, coming, going;
     };
+    struct Part {
+        int64_t due;  // when so many tokens have been seen
+        Moves moves;
+    };
     struct Candidates {
         int32_t residents_below, others_from;  // of these levels
     };
@@ -87,9 +94,11 @@ private:
     template <class Work>
     void for_blocks(Work&& work);
     Moves decide();
+    std::vector<Part> parts_of(const Moves& pairs) const;
+    int64_t due_at(int64_t seen) const;
     void advance_scores();
     Candidates candidates() const;
-    void apply(bool decoded);
+    void apply(const Moves& moves, bool decoded);
     void raise();
     bool bit(const std::vector<uint64_t>& bits, int32_t neuron) const;
     void set(std::vector<uint64_t>& bits, int32_t neuron, bool value) const;
@@ -107,20 +116,18 @@ private:
     std::vector<uint8_t> bytes_;     // of a block, for each thread: counts, residents
     std::vector<Found> found_;       // of each block
     std::unique_ptr<Pool> pool_;
-    bool together_ = false;  // the pool's threads share the blocks
-    int64_t passed_ = 0;     // tokens of the text
-    Moves pending_;          // decided, not yet in force
-    bool is_pending_ = false;
+    bool together_ = false;     // the pool's threads share the blocks
+    int64_t passed_ = 0;        // tokens of the text
+    std::deque<Part> pending_;  // decided, not yet in force
     SlowCounts counts_;
 
     std::mutex mutex_;
     std::condition_variable changed_;
-    std::deque<Job> jobs_;       // the first one is under way
-    std::deque<Moves> decided_;  // and not yet taken
-    int64_t ahead_ = 0;          // decisions, of which `ahead` has told
-    int64_t decisions_ = 0;      // so far
-    int64_t seen_ = 0;           // tokens, by the caller
-    int64_t taken_ = 0;          // decisions, by the caller
+    std::deque<Job> jobs_;      // the first one is under way
+    std::deque<Part> decided_;  // and not yet taken
+    bool is_told_ = false;      // `ahead` has told of the first one
+    int64_t decisions_ = 0;     // so far
+    int64_t seen_ = 0;          // tokens, by the caller
     bool stop_ = false, is_asleep_ = false;
     std::atomic<bool> has_jobs_{false};  // looked at without the mutex
     std::exception_ptr failed_;
