@@ -34,6 +34,7 @@ LISTED = 2048
 ONE_IN = 8
 """One of this many neurons is active, as in trained models with ReLU."""
 MOST_LISTS = 256
+"""No more lists than these take turns."""
 CALLS = 24
 ROUNDS = 7
 TIMES_CACHES = 4

@@ -186,9 +186,10 @@ def _links(kernels: Kernels, device: torch.device, threads: int, hidden: int) ->
 
 
 def _far(kernels: Kernels, device: torch.device, threads: int, hidden: int) -> list[Turn]:
-    """Each figure is of a byte, of matrices so many that no cache has them all."""
+    """Each figure is of a byte, of matrices so many that no cache has them all; of a small model's no more than lists
+    take turns."""
     size = FAR_BANDS * hidden * BLOCK_BYTES
-    count = measure.beyond_caches(size)
+    count = min(measure.beyond_caches(size), measure.MOST_LISTS)
     rows = FAR_BANDS * BAND_ROWS
     stored = PackedMatrix(random_blocks((rows, hidden)), ZIGZAG, rows, hidden)
     config = far_tile_config(FAR_BANDS, hidden, device)
