@@ -11,7 +11,7 @@ import torch
 from sparsepack.eval.standard_error import mean
 from sparsepack.placement.budget import Parts, Plan, plan_within
 from sparsepack.placement.counts import HitCounts
-from sparsepack.placement.machine import MACHINES, SCATTERED, SHAPES, Rates, dense_split, tokens_per_second
+from sparsepack.placement.machine import MACHINES, SCATTERED, SHAPES, Rates, dense_split, seconds_per_token
 from sparsepack.placement.policies import POLICIES, Start
 from sparsepack.placement.policy_run import play
 from sparsepack.tables import Table, markdown
@@ -121,7 +121,8 @@ def _placed(
     speeds: dict[str, float | None] = dict.fromkeys((ANY, *PLACED, "slow and bus"))
     for policy, bus in [(policy, False) for policy in found] + [("slow", True)] * bool(found):
         hit_rate, moved = found[policy]["hit_rate"]["value"], found[policy]["moves"] / neurons
-        speeds[f"{policy} and bus" if bus else policy] = tokens_per_second(rates, plan, density, hit_rate, moved, bus)
+        token = seconds_per_token(rates, plan, density, hit_rate, moved, bus)
+        speeds[f"{policy} and bus" if bus else policy] = token.rate
     return speeds
 
 

@@ -121,11 +121,11 @@ def _inspect_calibration(path: Path) -> dict[str, Any]:
 
 
 def _inspect_trace(path: Path) -> dict[str, Any]:
-    from sparsepack.tracing.activity_report import activity_report, trace_activity
+    from sparsepack.tracing.activity_report import activity_report
     from sparsepack.tracing.trace import load
 
     trace = load(path)
-    sessions = [trace_activity(trace, session) for session in range(len(trace.sessions))]
+    sessions = [trace.activity(session) for session in range(len(trace.sessions))]
     return {
         **{key: value for key, value in trace.manifest.items() if key != "files"},
         "neurons": activity_report(sessions, trace.unit),

@@ -18,7 +18,7 @@ from sparsepack.placement.machine import (
     dense_split,
     machine_of,
     measured_rates,
-    tokens_per_second,
+    seconds_per_token,
 )
 from sparsepack.placement.options import DEFAULT_MACHINE, PlaceOptions
 from sparsepack.placement.placement import across_blocks
@@ -76,7 +76,7 @@ def place(path: Path, options: PlaceOptions, calibration: Path | None = None) ->
         assert options.gate_copy is not None
         listed = Listed(*_density_and_hits(np.minimum(1, options.gate_copy * frequency), placed.resident))
     name, rates = _rates(options, packed.architecture.hidden, parts.record)
-    reckon = partial(tokens_per_second, rates, plan, density, hit_rate, 0.0, listed=listed)
+    reckon = partial(seconds_per_token, rates, plan, density, hit_rate, 0.0, listed=listed)
     return {
         "kind": "placement",
         "file": path.name,
@@ -96,8 +96,8 @@ def place(path: Path, options: PlaceOptions, calibration: Path | None = None) ->
         "hit_rate": hit_rate,
         "machine": name,
         "tokens_per_second": {
-            "processor": reckon(over_the_bus=False),
-            "and_bus": reckon(over_the_bus=True),
+            "processor": reckon(over_the_bus=False).rate,
+            "and_bus": reckon(over_the_bus=True).rate,
             "dense_split": dense_split(rates, parts, options.budget),
         },
     }

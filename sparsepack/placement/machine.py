@@ -259,22 +259,14 @@ class TokenSeconds:
         return self.card + self.far + max(self.slots, self.host) + self.handover
 
     @property
+    def rate(self) -> float:
+        """Tokens per second."""
+        return 1 / self.together
+
+    @property
     def parts(self) -> dict[str, float]:
         """The parts by name."""
         return asdict(self)
-
-
-def tokens_per_second(
-    rates: Rates,
-    plan: Plan,
-    density: float,
-    hit_rate: float,
-    moved: float,
-    over_the_bus: bool,
-    listed: Listed | None = None,
-) -> float:
-    """How fast a model decodes; see `seconds_per_token`."""
-    return 1 / seconds_per_token(rates, plan, density, hit_rate, moved, over_the_bus, listed).together
 
 
 def seconds_per_token(

@@ -14,7 +14,7 @@ from sparsepack.errors import PlacementError
 from sparsepack.eval.standard_error import mean
 from sparsepack.placement.budget import Plan, plan_of_share, plan_within
 from sparsepack.placement.counts import HitCounts
-from sparsepack.placement.machine import SHAPES, Machine, dense_split, machine_of, shape_of, tokens_per_second
+from sparsepack.placement.machine import SHAPES, Machine, dense_split, machine_of, seconds_per_token, shape_of
 from sparsepack.placement.oracles import bound
 from sparsepack.placement.policies import POLICIES, Start
 from sparsepack.placement.policy_run import play
@@ -196,7 +196,7 @@ def _speeds(
     moved = density * group * total.moves / max(total.needed, 1)
     by = {"processor": False, "and_bus": True}
     given = (machine.rates(plan.parts.record), plan, density, total.hit_rate, moved)
-    return {"tokens_per_second": {name: tokens_per_second(*given, over) for name, over in by.items()}}
+    return {"tokens_per_second": {name: seconds_per_token(*given, over).rate for name, over in by.items()}}
 
 
 def _machine(

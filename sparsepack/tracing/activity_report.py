@@ -5,14 +5,11 @@ of the neurons have 30 % of what is needed, whoever has them.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 
 from sparsepack.calibration.neurons import Activity
-
-if TYPE_CHECKING:
-    from sparsepack.tracing.trace import Trace
 
 Unit = Literal["neurons", "experts"]
 
@@ -25,11 +22,6 @@ PAYS = 4 / 3
 2.1 times in books-26m-relu, 1.1 times in books-26m-silu's larger half."""
 DENSE = 0.9
 """A model with more of its neurons active than this has nothing to skip."""
-
-
-def trace_activity(trace: "Trace", session: int) -> tuple[Activity, ...]:
-    """How often the neurons of each block were active in one session."""
-    return tuple(_counted(torch.from_numpy(trace.active(session, layer))) for layer in range(trace.layers))
 
 
 def activity_report(sessions: Sequence[Sequence[Activity]], unit: Unit = "neurons") -> dict[str, Any]:
@@ -109,12 +101,6 @@ def _drift(sessions: Sequence[Activity]) -> dict[str, float] | None:
     own = [_of_most_active(session, JUDGED) for session in sessions]
     others = [_of_all(session.active, total - session.active, JUDGED) for session in sessions]
     return {"own": sum(own) / len(own), "others": sum(others) / len(others)}
-
-
-def _counted(active: torch.Tensor) -> Activity:
-    """The activity of a bool [tokens, neurons]."""
-    each = active.sum(1)
-    return Activity(active.sum(0), len(active), int(each.square().sum()))
 
 
 def added(parts: Sequence[Activity]) -> Activity:

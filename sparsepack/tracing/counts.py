@@ -13,7 +13,7 @@ from sparsepack.files.hashing import NO_HASH
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
 from sparsepack.models.family import MLP_MID
 from sparsepack.models.records.neurons import NeuronCounts
-from sparsepack.tracing.activity_report import added, trace_activity
+from sparsepack.tracing.activity_report import added
 from sparsepack.tracing.trace import Trace, is_trace, load
 
 
@@ -57,5 +57,5 @@ def counts_of_zeros(source: Calibration | Trace, checkpoint: Checkpoint) -> Neur
 
 
 def _of_trace(trace: Trace) -> tuple[Activity, ...]:
-    sessions = (trace_activity(trace, number) for number in range(len(trace.sessions)))
+    sessions = (trace.activity(number) for number in range(len(trace.sessions)))
     return reduce(lambda some, more: tuple(map(added, zip(some, more, strict=True))), sessions)

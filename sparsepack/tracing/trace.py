@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
+import torch
 from pydantic import Field
 
 from sparsepack.calibration.made_from import (
@@ -27,6 +28,7 @@ from sparsepack.calibration.made_from import (
     check_mergeable,
     read_manifest,
 )
+from sparsepack.calibration.neurons import Activity
 from sparsepack.errors import PlacementError
 from sparsepack.files import atomic
 from sparsepack.files.hashing import fingerprint, sha256_bytes
@@ -120,6 +122,14 @@ class Trace:
     def session(self, session: int) -> np.ndarray:
         """Which neurons were active in all blocks: bool [tokens, layers * neurons], one block after the other."""
         return np.concatenate([self.active(session, layer) for layer in range(self.layers)], axis=1)
+
+    def activity(self, session: int) -> tuple[Activity, ...]:
+        """How often the neurons of each block were active."""
+        found = []
+        for layer in range(self.layers):
+            active = torch.from_numpy(self.active(session, layer))
+            found.append(Activity(active.sum(0), len(active), int(active.sum(1).square().sum())))
+        return tuple(found)
 
     def ids(self, session: int) -> np.ndarray:
         """The token ids that were run: int32 [tokens]."""

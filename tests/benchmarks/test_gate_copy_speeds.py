@@ -10,7 +10,7 @@ if ggml.library() is None:
 from gate_copy import hit_rates, speeds
 
 from sparsepack.placement.budget import plan_of_share
-from sparsepack.placement.machine import MACHINES, SHAPES, Machine, tokens_per_second
+from sparsepack.placement.machine import MACHINES, SHAPES, Machine, seconds_per_token
 
 TOKENS = 1000
 FREQUENCY = np.linspace(0.9, 0.02, 400).reshape(4, 100)
@@ -37,7 +37,7 @@ def test_gates_near_are_the_model_of_simulate(machine: Machine, vram: float) -> 
     hit = hit_rates(COUNTS, FREQUENCY, share)[1]
     density = float(COUNTS[1].sum()) / TOKENS / FREQUENCY.size
     plan, rates = plan_of_share(parts, share), machine.rates(parts.record)
-    expected = tokens_per_second(rates, plan, density, hit, 0.0, over_the_bus=True)
+    expected = seconds_per_token(rates, plan, density, hit, 0.0, over_the_bus=True).rate
     assert found["gates near"] == pytest.approx(expected, rel=1e-6)
     assert found["gates far, by both"] == found["gates near"]
 

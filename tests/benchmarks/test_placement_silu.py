@@ -5,7 +5,7 @@ from placement_silu import smallest
 from silu_speeds import BOTH, GATE, far_last, parts_of, split_by_layers
 
 from sparsepack.placement.budget import plan_of_share
-from sparsepack.placement.machine import MACHINES, SHAPES, Machine, dense_split, tokens_per_second
+from sparsepack.placement.machine import MACHINES, SHAPES, Machine, dense_split, seconds_per_token
 
 every_machine = pytest.mark.parametrize("machine", MACHINES.values(), ids=MACHINES)
 
@@ -29,7 +29,7 @@ def test_where_everything_fits_and_is_read_all_divisions_are_the_dense_one(machi
     dense = dense_split(rates, SHAPES["13b"].parts, room)
     assert split_by_layers(rates, parts, room, 1.0, 1.0) == pytest.approx(dense)
     assert far_last(rates, parts, room, 1.0) == pytest.approx(dense)
-    assert tokens_per_second(rates, plan_of_share(parts, 1), 1.0, 1.0, 0.0, False) == pytest.approx(dense)
+    assert seconds_per_token(rates, plan_of_share(parts, 1), 1.0, 1.0, 0.0, False).rate == pytest.approx(dense)
 
 
 @every_machine

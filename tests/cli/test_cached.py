@@ -23,7 +23,7 @@ def test_text_is_the_same_and_what_had_slots_is_told(model: Path) -> None:
     assert plain["served"] is None
     assert "hit rate" not in said
     for policy in ("slow", "static"):
-        found, said = made("--cached", "0.3", "--policy", policy)
+        found, said = made("--cached", "0.3", "--policy", policy, "--threads", "2")
         assert found["text"] == plain["text"]
         assert f"30 % of the neurons with slots, {policy}, links assumed equal" in said
         assert "of the active neurons" in said

@@ -76,16 +76,20 @@ MODES = {
     "eval": (
         "shipped:tiny --perplexity {text} --context 32 --windows 1",
         "{file} --perplexity {text} --context 32 --windows 1 --backend reference",
-        "{neurons} --perplexity {text} --context 32 --windows 1 --backend reference --cached 0.5",
+        "{neurons} --perplexity {text} --context 32 --windows 1 --backend reference --cached 0.5 --threads 2",
         "shipped:tiny --tasks own --task-path {tasks}",
-        "{neurons} --tasks own --task-path {tasks} --backend reference --cached 0.5",
+        "{neurons} --tasks own --task-path {tasks} --backend reference --cached 0.5 --threads 2",
     ),
-    "bench": ("{file} -p 4 -n 4 -r 1", "{file} -p 4 -n 4 -r 1 --text {text}", "{neurons} -p 4 -n 4 -r 1 --cached 0.5"),
+    "bench": (
+        "{file} -p 4 -n 4 -r 1",
+        "{file} -p 4 -n 4 -r 1 --text {text}",
+        "{neurons} -p 4 -n 4 -r 1 --cached 0.5 --threads 2",
+    ),
     "generate": (
         "{file} --prompt The -n 2",
         "{file} --prompt The -n 2 --temperature 0",
         "{file} --prompt The -n 2 --temperature 1 --repeat-penalty 1",
-        "{neurons} --prompt The -n 2 --cached 0.5",
+        "{neurons} --prompt The -n 2 --cached 0.5 --threads 2",
     ),
     "serve": ("{file} --port 0", "{file} --port 0 --dense"),
     "tune": ("{file}", "{neurons} --threads 2"),
@@ -153,6 +157,7 @@ def briefly(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFa
     for name, value in {"ROTATION": 1 << 16, "CALLS": 1, "ROUNDS": 1}.items():
         monkeypatch.setattr(tune, name, value)
         monkeypatch.setattr(measure, name, value)
+    monkeypatch.setattr(measure, "TIMES_CACHES", 0)
     for name, some in {"SPANS": (1,), "TILES": (24,)}.items():
         monkeypatch.setattr(tune, name, some)
     startup = server._Server.startup

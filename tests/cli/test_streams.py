@@ -4,10 +4,12 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from started_for_tests import CLOSED, NO_READER, Ended, Starter
 
 from sparsepack.cli import main
 from sparsepack.models.checkpoint.checkpoint import open_checkpoint
@@ -23,46 +25,65 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def verbs(file: Path) -> list[list[str]]:
-    generate = ["generate", str(file), "--prompt", "The", "--tokens", "3"]
-    return [["--help"], generate]
+@pytest.fixture(scope="module")
+def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Starter]:
+    starter = Starter(tmp_path_factory.mktemp("started"))
+    yield starter
+    starter.close()
 
 
-@pytest.mark.parametrize("verb", range(2))
-def test_a_closed_standard_output_ends_a_command_quietly(file: Path, verb: int) -> None:
-    command = subprocess.list2cmdline([*SPARSEPACK, *verbs(file)[verb]])
+def generate(file: Path) -> list[str]:
+    return ["generate", str(file), "--prompt", "The", "--tokens", "3"]
+
+
+def says_nothing(errors: str) -> bool:
+    return all(line.startswith("runtime:") for line in errors.splitlines())
+
+
+def test_a_closed_standard_output_ends_a_command_quietly(file: Path, started: Starter) -> None:
+    done = started.run(*generate(file), stdout=CLOSED)
+    assert done.status == 1
+    assert says_nothing(done.errors.decode())
+
+
+def test_a_reader_that_goes_away_ends_a_command_quietly(file: Path, started: Starter) -> None:
+    done = started.run(*generate(file), stdout=NO_READER)
+    assert done.status in (1, 141)
+    assert says_nothing(done.errors.decode())
+
+
+def test_a_new_interpreter_without_an_output_ends_quietly() -> None:
+    command = subprocess.list2cmdline([*SPARSEPACK, "--help"])
     done = subprocess.run(["sh", "-c", f"{command} >&-"], stderr=subprocess.PIPE, text=True)
-    assert done.returncode == 1
-    assert [line for line in done.stderr.splitlines() if not line.startswith("runtime:")] == []
+    assert (done.returncode, done.stderr) == (1, "")
 
 
-@pytest.mark.parametrize("verb", range(2))
-def test_a_reader_that_goes_away_ends_a_command_quietly(file: Path, verb: int) -> None:
+def test_a_new_interpreter_without_a_reader_ends_quietly() -> None:
     reading, writing = os.pipe()
     os.close(reading)
-    done = subprocess.run([*SPARSEPACK, *verbs(file)[verb]], stdout=writing, stderr=subprocess.PIPE, text=True)
+    done = subprocess.run([*SPARSEPACK, "--help"], stdout=writing, stderr=subprocess.PIPE, text=True)
     os.close(writing)
     assert done.returncode in (1, 141)
-    assert [line for line in done.stderr.splitlines() if not line.startswith("runtime:")] == []
+    assert done.stderr == ""
 
 
-def test_a_closed_standard_input_is_an_empty_one(file: Path, tmp_path: Path) -> None:
+def test_a_closed_standard_input_is_an_empty_one(file: Path, started: Starter, tmp_path: Path) -> None:
     template = tmp_path / "chat.jinja"
     template.write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
     for asked in (["--prompt-file", "-", "--tokens", "1"], ["--chat", "--chat-template", str(template)]):
-        command = subprocess.list2cmdline([*SPARSEPACK, "generate", str(file), *asked])
-        done = subprocess.run(["sh", "-c", f"{command} <&-"], capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
+        done = started.run("generate", file, *asked, stdin=CLOSED)
+        assert done.status == 0, done.errors
 
 
-def test_a_line_of_standard_input_that_is_no_text_is_refused_in_one_line(file: Path, tmp_path: Path) -> None:
+def test_a_line_of_standard_input_that_is_no_text_is_refused_in_one_line(
+    file: Path, started: Starter, tmp_path: Path
+) -> None:
     template = tmp_path / "chat.jinja"
     template.write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
-    command = [*SPARSEPACK, "generate", str(file), "--chat", "--chat-template", str(template)]
-    environment = {**os.environ, "PYTHONIOENCODING": "utf-8:strict"}
-    done = subprocess.run(command, input=b"caf\xe9\n", capture_output=True, env=environment)
-    assert done.returncode == 2
-    assert done.stderr.splitlines()[-1].startswith(b"sparsepack: standard input: not text (byte 3")
+    command = ["generate", file, "--chat", "--chat-template", template]
+    done = started.run(*command, stdin=b"caf\xe9\n", encoding="utf-8:strict")
+    assert done.status == 2
+    assert done.errors.splitlines()[-1].startswith(b"sparsepack: standard input: not text (byte 3")
 
 
 def test_nothing_is_printed_into_a_file_that_has_the_number_of_a_closed_output(tmp_path: Path) -> None:
@@ -74,38 +95,47 @@ def test_nothing_is_printed_into_a_file_that_has_the_number_of_a_closed_output(t
     assert verified.exit_code == 0, verified.output
 
 
-def test_what_the_encoding_cannot_print_is_replaced(file: Path) -> None:
-    command = [*SPARSEPACK, "generate", str(file), "--prompt", "caf\u00e9 \u2713", "--tokens", "3"]
-    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
-    done = subprocess.run(command, capture_output=True, env=environment)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("caf\u00e9 \u2713".encode("ascii", "replace"))
+def prints_narrowly(started: Starter, *command: object) -> Ended:
+    done = started.run(*command, encoding="ascii")
+    assert done.status == 0, done.errors
+    return done
 
 
-def test_json_is_still_json_where_the_encoding_is_narrow(file: Path, tmp_path: Path) -> None:
+def test_what_the_encoding_cannot_print_is_replaced(file: Path, started: Starter) -> None:
+    done = prints_narrowly(started, "generate", file, "--prompt", "caf\u00e9 \u2713", "--tokens", "3")
+    assert done.output.startswith("caf\u00e9 \u2713".encode("ascii", "replace"))
+
+
+def test_json_is_still_json_where_the_encoding_is_narrow(file: Path, started: Starter, tmp_path: Path) -> None:
+    odd = tmp_path / "caf\u00e9.gguf"
+    odd.symlink_to(file)
+    assert json.loads(prints_narrowly(started, "inspect", odd, "--json", "-").output)["path"] == str(odd)
+
+
+def test_texts_as_json_lose_no_character_where_the_encoding_is_narrow(file: Path, started: Starter) -> None:
+    command = ["generate", file, "--prompt", "caf\u00e9 \u2713", "--tokens", "1", "--json", "-"]
+    assert json.loads(prints_narrowly(started, *command).output)["prompt"] == "caf\u00e9 \u2713"
+
+
+def test_the_encoding_is_what_a_new_interpreter_is_told(file: Path, tmp_path: Path) -> None:
     odd = tmp_path / "caf\u00e9.gguf"
     odd.symlink_to(file)
     environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
-    done = subprocess.run([*SPARSEPACK, "inspect", str(odd), "--json", "-"], capture_output=True, env=environment)
-    assert json.loads(done.stdout)["path"] == str(odd)
+    done = subprocess.run([*SPARSEPACK, "inspect", str(odd)], capture_output=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert b"caf?.gguf" in done.stdout
 
 
-def test_texts_as_json_lose_no_character_where_the_encoding_is_narrow(file: Path) -> None:
-    command = [*SPARSEPACK, "generate", str(file), "--prompt", "caf\u00e9 \u2713", "--tokens", "1", "--json", "-"]
-    done = subprocess.run(command, capture_output=True, env={**os.environ, "PYTHONIOENCODING": "ascii"})
-    assert json.loads(done.stdout)["prompt"] == "caf\u00e9 \u2713"
-
-
-def test_a_name_that_is_no_text_is_printed(file: Path, tmp_path: Path) -> None:
+def test_a_name_that_is_no_text_is_printed(file: Path, started: Starter, tmp_path: Path) -> None:
     odd = os.fsencode(tmp_path / "m") + b"\xff.gguf"
     os.symlink(file, odd)
     for extra in (["--json", "-"], ["--json", str(tmp_path / "x.json")]):
-        done = subprocess.run([*SPARSEPACK, "inspect", odd, *extra], capture_output=True)
-        assert done.returncode == 0, done.stderr
+        done = started.run("inspect", odd, *extra)
+        assert done.status == 0, done.errors
 
 
-def test_a_name_that_is_too_long_is_one_line(tmp_path: Path) -> None:
-    done = subprocess.run([*SPARSEPACK, "inspect", "x" * 300], capture_output=True, text=True)
-    assert done.returncode in (1, 2)
-    assert done.stderr.count("\n") == 1
-    assert "File name too long" in done.stderr
+def test_a_name_that_is_too_long_is_one_line(started: Starter) -> None:
+    done = started.run("inspect", "x" * 300)
+    assert done.status in (1, 2)
+    assert done.errors.count(b"\n") == 1
+    assert b"File name too long" in done.errors

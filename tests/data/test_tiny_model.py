@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from pydoc_data.topics import topics
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -29,6 +30,12 @@ def tool(name: str) -> ModuleType:
     if folder not in sys.path:
         sys.path.insert(0, folder)
     return importlib.import_module(name)
+
+
+@pytest.fixture(scope="module")
+def corpus() -> Any:
+    """All the text of the tools. To read the docstrings of the standard library takes seconds."""
+    return tool("tiny_model_training").gather_corpus()
 
 
 def long_lines(documents: list[str]) -> set[str]:
@@ -63,8 +70,8 @@ def test_no_paragraph_of_prose_is_repeated_within_a_part() -> None:
         assert len(paragraphs) == len(set(paragraphs))
 
 
-def test_docstrings_share_no_run_of_words_with_held_out_topics() -> None:
-    found = tool("tiny_model_training").docstrings()
+def test_docstrings_share_no_run_of_words_with_held_out_topics(corpus: Any) -> None:
+    found = corpus.docstrings
     assert sum(map(len, found)) > 100_000
     runs = [word_runs("\n\n".join(part).split("\n\n")) for part in (found, heldout_text())]
     assert runs[0].isdisjoint(runs[1])
@@ -123,11 +130,10 @@ def test_a_shipped_tokenizer_round_trips_any_text(model: Path) -> None:
 
 
 @both
-def test_a_shipped_model_beats_the_bigrams_on_held_out_topics(model: Path) -> None:
+def test_a_shipped_model_beats_the_bigrams_on_held_out_topics(model: Path, corpus: Any) -> None:
     bigram, training = tool("bigram"), tool("tiny_model_training")
     stock = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, local_files_only=True)
     tokenizer = training.Tokenizer.from_file(str(model / "tokenizer.json"))
-    corpus = training.gather_corpus()
     tokens, _ = training.joined(tokenizer, corpus.held_out)
     topics_only = training.stream(tokenizer, corpus.topics)
     everything = torch.cat([topics_only, training.stream(tokenizer, corpus.docstrings)])
@@ -156,7 +162,7 @@ def test_the_perplexity_of_the_shipped_mixture_is_the_stock_models() -> None:
     found = evaluate(request)["perplexity"][0]["perplexity"]["value"]
     stock = AutoModelForCausalLM.from_pretrained(MIXTURE, dtype=torch.float32, local_files_only=True)
     tokenizer = training.Tokenizer.from_file(str(MIXTURE / "tokenizer.json"))
-    tokens, _ = training.joined(tokenizer, training.gather_corpus().held_out)
+    tokens, _ = training.joined(tokenizer, heldout_text())
     nll = training.model_nll(stock, tokens[: 4 * 128], 128)
     assert found == pytest.approx(nll.mean().exp().item(), rel=1e-4)
 

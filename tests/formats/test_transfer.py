@@ -98,13 +98,8 @@ def test_threads_write_what_one_writes(
     write_plain(checkpoint, tmp_path / "1.plain", type="bf16")
     for module in (zigzag_gguf, plain_gguf):
         monkeypatch.setattr(module, "tensors_at_once", lambda device: 3)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # encoders on the CPU are not made to run side by side
-    try:
-        write_zigzag(checkpoint, rules(checkpoint), tmp_path / "3.zigzag")
-        write_plain(checkpoint, tmp_path / "3.plain", type="bf16")
-    finally:
-        torch.set_num_threads(threads)
+    write_zigzag(checkpoint, rules(checkpoint), tmp_path / "3.zigzag")
+    write_plain(checkpoint, tmp_path / "3.plain", type="bf16")
     for kind in ("zigzag", "plain"):
         assert (tmp_path / f"1.{kind}").read_bytes() == (tmp_path / f"3.{kind}").read_bytes()
 
@@ -114,19 +109,14 @@ def test_threads_write_what_one_writes(
 def test_processes_write_what_one_writes(
     checkpoints: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    checkpoint, threads = checkpoints[name], torch.get_num_threads()
+    checkpoint = checkpoints[name]
     forked: list[int] = []
-    try:
-        for processes, start in ((1, 1 << 60), (3, 0)):
-            torch.set_num_threads(processes)
-            monkeypatch.setattr(write_tensors, "FORKED_FROM", start)
-            monkeypatch.setattr(
-                write_tensors, "forked_map", lambda *given: forked.append(given[3]) or forked_map(*given)
-            )
-            write_zigzag(checkpoint, rules(checkpoint), tmp_path / f"{processes}.zigzag")
-            write_plain(checkpoint, tmp_path / f"{processes}.plain", type="bf16")
-    finally:
-        torch.set_num_threads(threads)
+    for processes, start in ((1, 1 << 60), (3, 0)):
+        torch.set_num_threads(processes)
+        monkeypatch.setattr(write_tensors, "FORKED_FROM", start)
+        monkeypatch.setattr(write_tensors, "forked_map", lambda *given: forked.append(given[3]) or forked_map(*given))
+        write_zigzag(checkpoint, rules(checkpoint), tmp_path / f"{processes}.zigzag")
+        write_plain(checkpoint, tmp_path / f"{processes}.plain", type="bf16")
     assert forked == [3, 3]
     for kind in ("zigzag", "plain"):
         assert (tmp_path / f"1.{kind}").read_bytes() == (tmp_path / f"3.{kind}").read_bytes()

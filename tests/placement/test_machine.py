@@ -20,7 +20,6 @@ from sparsepack.placement.machine import (
     measured_rates,
     seconds_per_token,
 )
-from sparsepack.placement.machine import tokens_per_second as modelled
 
 PCIE5, LLAMA_70B = MACHINES["pcie5"], SHAPES["70b"]
 NEAR = plan_of_share(LLAMA_70B.parts, 1)
@@ -31,7 +30,7 @@ def tokens_per_second(
     machine: Machine, shape: Shape, density: float, hit_rate: float, moved: float, over_the_bus: bool
 ) -> float:
     plan = plan_of_share(shape.parts, 0.5)
-    return modelled(machine.rates(shape.record_bytes), plan, density, hit_rate, moved, over_the_bus)
+    return seconds_per_token(machine.rates(shape.record_bytes), plan, density, hit_rate, moved, over_the_bus).rate
 
 
 def test_sizes_are_those_of_the_models():
@@ -93,7 +92,10 @@ def test_memory_gives_slots_and_with_little_of_it_gates_are_read_from_host_memor
     rates = PCIE5.rates(LLAMA_70B.record_bytes)
     # Over the bus alone, or by both sides: then memory bounds them, and each gate is handed over.
     for both, speed, handovers in ((False, 55e9, 0), (True, 0.9 * 100e9, 80 - little.gates)):
-        speeds = [modelled(rates, plan, 0.135, 0, 0, both) for plan in (little, plan_of_share(LLAMA_70B.parts, 0))]
+        speeds = [
+            seconds_per_token(rates, plan, 0.135, 0, 0, both).rate
+            for plan in (little, plan_of_share(LLAMA_70B.parts, 0))
+        ]
         longer = little.host["gates"] / speed - little.host["gates"] / (0.7 * 3350e9) + handovers * 20e-6
         assert 1 / speeds[0] - 1 / speeds[1] == pytest.approx(longer)
 
@@ -103,7 +105,7 @@ def test_measured_links_give_the_speed_of_a_machine_that_has_them():
     measured = measured_rates(rates.links, LLAMA_70B.record_bytes)
     assert measured.card == pytest.approx(rates.card)
     for over in (True, False):
-        found = [modelled(each, NEAR, 0.135, 0.6, 0.0, over) for each in (rates, measured)]
+        found = [seconds_per_token(each, NEAR, 0.135, 0.6, 0.0, over).rate for each in (rates, measured)]
         assert found[0] == pytest.approx(found[1])
 
 

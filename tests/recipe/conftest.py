@@ -4,19 +4,9 @@ import shutil
 from pathlib import Path
 
 import pytest
-import torch
 from recipes_for_tests import write_recipe
 
 from sparsepack.recipe import run_recipe
-
-
-@pytest.fixture(scope="session", autouse=True)
-def one_thread():
-    """Models this small gain nothing from a second thread, and lose much where other processes hold its core."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture

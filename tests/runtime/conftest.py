@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from artifacts_for_tests import plan_neurons
 from native_build import use_other_build
 from operations_for_tests import Backend, opened
@@ -18,13 +17,10 @@ use_other_build()
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _one_thread() -> Iterator[None]:
-    """These matrices are small: two threads wait for each other longer than they work, the more on a busy machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+def _no_operations_are_kept() -> Iterator[None]:
+    """Nanobind may call them leaked, where pytest keeps a module to the very end."""
     yield
-    torch.set_num_threads(threads)
-    dispatch._operations.cache_clear()  # or nanobind may call them leaked, where pytest keeps a module to the very end
+    dispatch._operations.cache_clear()
 
 
 @pytest.fixture(scope="module")

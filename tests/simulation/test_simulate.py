@@ -16,7 +16,7 @@ from sparsepack.calibration.run import calibrate
 from sparsepack.cli.app import main
 from sparsepack.errors import PlacementError
 from sparsepack.placement.budget import plan_of_share
-from sparsepack.placement.machine import MACHINES, SHAPES, tokens_per_second
+from sparsepack.placement.machine import MACHINES, SHAPES, seconds_per_token
 from sparsepack.placement.names import POLICIES as NAMES
 from sparsepack.placement.placement import across_blocks
 from sparsepack.placement.policies import POLICIES
@@ -114,10 +114,9 @@ def test_of_groups_neurons_are_told(traced, calibration):
     parts = SHAPES["13b"].parts
     about = (result["density"], row["hit_rate"]["value"], row["moves"] / 1500)
     for name, over_the_bus in (("processor", False), ("and_bus", True)):
-        speed = tokens_per_second(
-            MACHINES["pcie4"].rates(parts.record), plan_of_share(parts, 0.2), *about, over_the_bus
-        )
-        assert row["tokens_per_second"][name] == pytest.approx(speed)
+        rates = MACHINES["pcie4"].rates(parts.record)
+        token = seconds_per_token(rates, plan_of_share(parts, 0.2), *about, over_the_bus)
+        assert row["tokens_per_second"][name] == pytest.approx(token.rate)
 
 
 def test_what_is_the_best_for_single_neurons_is_not_played_with_groups(traced, calibration):

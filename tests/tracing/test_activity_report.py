@@ -8,7 +8,7 @@ from click.testing import CliRunner
 
 from sparsepack.calibration.neurons import Activity
 from sparsepack.cli.app import main
-from sparsepack.tracing.activity_report import activity_report, trace_activity
+from sparsepack.tracing.activity_report import activity_report
 
 
 def activity(active, squares=0, tokens=100):
@@ -28,7 +28,7 @@ def test_hottest_neurons_are_ranked_within_a_block_and_across_all():
 
 
 def test_spread_is_the_standard_deviation_over_tokens(traced):
-    sessions = [trace_activity(traced, session) for session in range(3)]
+    sessions = [traced.activity(session) for session in range(3)]
     report = activity_report(sessions)
     for layer in range(3):
         share = torch.cat([torch.from_numpy(traced.active(session, layer)) for session in range(3)]).double().mean(1)

@@ -19,7 +19,7 @@ from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from sparsepack.models.stock.whole import load_model
 from sparsepack.packing import PackRequest, pack
 from sparsepack.placement.budget import plan_within
-from sparsepack.placement.machine import MACHINES, SHAPES, tokens_per_second
+from sparsepack.placement.machine import MACHINES, SHAPES, seconds_per_token
 from sparsepack.placement.options import PlaceOptions
 from sparsepack.placing import place
 from sparsepack.simulation.options import SimulateOptions
@@ -95,7 +95,7 @@ def test_a_machine_says_how_fast_a_mixture_decodes(traced: Trace, calibration: P
         assert speeds["and_bus"] >= speeds["processor"] > 0
         moved = row["moves"] / row["needed"] * 8 / 128
         given = (rates, plan_within(parts, 8_000_000_000), 8 / 128, row["hit_rate"]["value"], moved)
-        assert speeds["processor"] == pytest.approx(tokens_per_second(*given, over_the_bus=False))
+        assert speeds["processor"] == pytest.approx(seconds_per_token(*given, over_the_bus=False).rate)
     large = simulate(traced, calibration, SimulateOptions(cached="0.25", machine="pcie5", shape="8x7b"))
     assert large["results"][0]["tokens_per_second"]["processor"] < found["results"][0]["tokens_per_second"]["processor"]
 

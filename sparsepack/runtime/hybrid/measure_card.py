@@ -51,8 +51,8 @@ _NEURONS = 64  # of a block that is handed over
 
 
 def measure_card(kernels: Kernels, device: torch.device, threads: int, hidden: int) -> MeasuredLinks:
-    """Medians over all rounds, of records of `hidden` channels. Takes `measure.ROTATION` bytes of the GPU's memory, and
-    some times as many of the host's, half of it pinned.
+    """Medians over all rounds, of records of `hidden` channels. Takes the bytes of `measure.count_for` records of the
+    GPU's memory, and some times as many of the host's, half of it pinned.
 
     threads -- of the worker
 

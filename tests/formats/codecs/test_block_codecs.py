@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 import codec_cases
@@ -160,11 +161,11 @@ def test_weights_beyond_the_format_become_its_largest(codec: Codec) -> None:
 def test_bytes_depend_neither_on_chunks_nor_on_threads(codec: Codec, monkeypatch: pytest.MonkeyPatch) -> None:
     weights = torch.randn(37, 1024, generator=torch.Generator().manual_seed(4))
     expected = torch.cat([codec.encode(row) for row in weights.view(-1, codec.block)])
-    threads = torch.get_num_threads()
-    for chunk in (256, 7 * 256, 1 << 18):
+    for threads, chunk in product((1, 2), (256, 7 * 256, 1 << 18)):
+        torch.set_num_threads(threads)
         monkeypatch.setattr(superblock, "CPU_WEIGHTS_AT_ONCE", chunk)
         assert torch.equal(codec.encode(weights).flatten(), expected)
-    assert torch.get_num_threads() == threads
+        assert torch.get_num_threads() == threads
 
 
 @every_codec

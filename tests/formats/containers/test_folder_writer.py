@@ -7,7 +7,6 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,15 +27,6 @@ from sparsepack.models.checkpoint.source_hash import SourceHash
 from sparsepack.packing import PackRequest, pack
 
 AT_ONCE = [1, 2, 5]
-
-
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """Encoders on the CPU are not made to run side by side."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def content(folder: Path) -> dict[str, bytes]:
@@ -115,7 +105,6 @@ def test_the_first_group_that_cannot_be_made_is_named_and_nothing_left(tmp_path:
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("format", ["slide-int8", "slide-bf16"])
 def test_threads_write_the_slid_folder_that_one_writes_and_slide_each_matrix_once(
     format: str, pruned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -136,7 +125,6 @@ def test_threads_write_the_slid_folder_that_one_writes_and_slide_each_matrix_onc
     assert verify(tmp_path / "3" / "m", str(pruned)).passed
 
 
-@pytest.mark.usefixtures("one_thread")
 def test_threads_name_the_first_matrix_without_its_pattern(
     pruned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
