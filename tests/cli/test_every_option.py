@@ -128,7 +128,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     found["text"].write_text("The sun rose over the hills, and the river ran on to the sea. " * 60)
     other = folder / "others.txt"
     other.write_text("A wind came from the north and took the leaves of all the trees with it. " * 60)
-    make_model(found["relu"], hidden_act="relu")
+    make_model(found["relu"], hidden_act="relu", num_hidden_layers=1, intermediate_size=256)
     common = ("--context", 32, "--samples", 2)
     succeeds("calibrate", found["relu"], "--text", found["text"], "-o", found["cal"], *common)
     succeeds("calibrate", "shipped:tiny", "--text", found["text"], "-o", found["tinycal"], *common)

@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -124,6 +125,7 @@ def test_a_target_of_zero_leaves_the_model_dense(small, small_calibration):
 def calibrated(text, tmp_path_factory):
     """(kv_heads) -> a random model of 4 heads and its calibration."""
 
+    @cache
     def make(kv_heads):
         folder = tmp_path_factory.mktemp("heads")
         checkpoint = open_checkpoint(make_model(folder / "m", "llama", num_key_value_heads=kv_heads))

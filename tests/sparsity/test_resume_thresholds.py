@@ -1,12 +1,16 @@
 """Finding thresholds goes on after a kill, and ends the same."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from click.testing import CliRunner
 
-from sparsepack.calibration.folder import Calibration
+from sparsepack.calibration.folder import Calibration, load
 from sparsepack.calibration.options import CalibrateOptions
 from sparsepack.calibration.run import calibrate
 from sparsepack.cli import main
@@ -40,9 +44,22 @@ class Killed(BaseException):
 
 
 @pytest.fixture(scope="module")
-def cal(tiny, tmp_path_factory) -> Calibration:
-    options = CalibrateOptions(context=32, samples=3)
-    return calibrate(tiny, read_text("shipped:train"), tmp_path_factory.mktemp("cal") / "c", options)
+def calibration(tiny, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("cal") / "c"
+    calibrate(tiny, read_text("shipped:train"), folder, CalibrateOptions(context=32, samples=3))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def cal(calibration) -> Calibration:
+    return load(calibration)
+
+
+@pytest.fixture(scope="module")
+def whole(tiny, cal) -> Callable[[AllocationOptions], dict[str, Any]]:
+    """What a run that nothing disturbs finds by these options, found once."""
+    found = cache(lambda options: find_thresholds(tiny, cal, options))
+    return lambda options: found(options).to_json()
 
 
 @pytest.fixture
@@ -85,15 +102,15 @@ def _killed_at_block(monkeypatch, tiny, cal, options, state, block, saved) -> No
 
 
 @pytest.mark.parametrize("offsets", [False, True])
-def test_learning_goes_on_from_the_step_it_was_killed_in(tiny, cal, tmp_path, monkeypatch, work, offsets):
+def test_learning_goes_on_from_the_step_it_was_killed_in(whole, tiny, cal, tmp_path, monkeypatch, work, offsets):
     options = replace(GLOBAL, offsets=offsets)
-    whole = find_thresholds(tiny, cal, options).to_json()
+    expected = whole(options)
     state = tmp_path / ".t.unfinished"
     _killed_in_step(monkeypatch, tiny, cal, options, state, 2)
     _killed_in_step(monkeypatch, tiny, cal, options, state, 2)  # and again, four steps in
     assert sorted(entry.name for entry in state.iterdir()) == ["learning-4.safetensors", "state.json"]
     work.clear()
-    assert find_thresholds(tiny, cal, options, state).to_json() == whole
+    assert find_thresholds(tiny, cal, options, state).to_json() == expected
     assert work == ["step", "step", *range(tiny.layers)]
 
 
@@ -106,25 +123,25 @@ def test_learning_is_not_saved_more_often_than_asked(tiny, cal, tmp_path, monkey
     assert work.count("step") == GLOBAL.steps
 
 
-def test_a_run_killed_after_the_last_step_learns_nothing_again(tiny, cal, tmp_path, monkeypatch, work):
-    whole = find_thresholds(tiny, cal, GLOBAL).to_json()
+def test_a_run_killed_after_the_last_step_learns_nothing_again(whole, tiny, cal, tmp_path, monkeypatch, work):
+    expected = whole(GLOBAL)
     with monkeypatch.context() as patch, pytest.raises(Killed):
         patch.setattr(learned, "_realised", lambda *_: (_ for _ in ()).throw(Killed))
         find_thresholds(tiny, cal, GLOBAL, tmp_path / "s")
     work.clear()
-    assert find_thresholds(tiny, cal, GLOBAL, tmp_path / "s").to_json() == whole
+    assert find_thresholds(tiny, cal, GLOBAL, tmp_path / "s").to_json() == expected
     assert "step" not in work
 
 
 @pytest.mark.parametrize("saved", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_blocks_that_are_finished_are_not_run_again(tiny, cal, tmp_path, monkeypatch, work, kind, saved):
+def test_blocks_that_are_finished_are_not_run_again(whole, tiny, cal, tmp_path, monkeypatch, work, kind, saved):
     options, block = KINDS[kind], 1
-    whole = find_thresholds(tiny, cal, options).to_json()
+    expected = whole(options)
     _killed_at_block(monkeypatch, tiny, cal, options, tmp_path / "s", block, saved)
     work.clear()
     monkeypatch.setattr(learned, "load_model", None)  # learnt already: the whole model is not needed
-    assert find_thresholds(tiny, cal, options, tmp_path / "s").to_json() == whole
+    assert find_thresholds(tiny, cal, options, tmp_path / "s").to_json() == expected
     assert work == list(range(block + saved, tiny.layers))
 
 
@@ -138,12 +155,12 @@ def test_a_finished_search_is_only_read(tiny, cal, tmp_path, work):
 @pytest.mark.parametrize(
     "other", [{"sparsity": 0.1}, {"criterion": "column-norm"}, {"windows": 1}, {"allocation": "uniform"}]
 )
-def test_the_state_of_other_options_is_not_used(tiny, cal, tmp_path, monkeypatch, work, other):
+def test_the_state_of_other_options_is_not_used(whole, tiny, cal, tmp_path, monkeypatch, work, other):
     options = replace(TEAL, **other)
-    whole = find_thresholds(tiny, cal, options).to_json()
+    expected = whole(options)
     _killed_at_block(monkeypatch, tiny, cal, TEAL, tmp_path / "s", 0, True)
     work.clear()
-    assert find_thresholds(tiny, cal, options, tmp_path / "s").to_json() == whole
+    assert find_thresholds(tiny, cal, options, tmp_path / "s").to_json() == expected
     assert work == list(range(tiny.layers))
 
 
@@ -180,10 +197,9 @@ def test_the_state_stays_until_the_output_is_written(tmp_path):
     assert list(tmp_path.iterdir()) == [output]
 
 
-def test_thresholds_and_pack_go_on_and_leave_only_their_output(tiny, tmp_path, monkeypatch, work):
-    calibration, out = tmp_path / "c", tmp_path / "out"
-    cal = calibrate(tiny, read_text("shipped:train"), calibration, CalibrateOptions(context=32, samples=3))
-    whole = find_thresholds(tiny, cal, TEAL).to_json()
+def test_thresholds_and_pack_go_on_and_leave_only_their_output(whole, tiny, calibration, tmp_path, monkeypatch, work):
+    out = tmp_path / "out"
+    expected = whole(TEAL)
     out.mkdir()
     flags = ["--calibration", str(calibration), "--sparsity", "0.25", "--allocation", "teal", "--windows", "2"]
     command = ["thresholds", "shipped:tiny", *flags, "-o", str(out / "t.json")]
@@ -206,5 +222,5 @@ def test_thresholds_and_pack_go_on_and_leave_only_their_output(tiny, tmp_path, m
     table = pack(request).thresholds
     assert work == [*range(1, tiny.layers)] * 2
     assert table is not None
-    assert table.to_json() == read_thresholds(out / "t.json").to_json() == whole
+    assert table.to_json() == read_thresholds(out / "t.json").to_json() == expected
     assert sorted(entry.name for entry in out.iterdir()) == ["m.gguf", "t.json"]
