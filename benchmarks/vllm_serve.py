@@ -17,8 +17,6 @@ With --linears, which is what `slide_gemm.py --tokens 64 --tokens 256 --tokens 8
 the same machine, each time is set beside the one that is to be expected: that of BF16, less its Linears, plus those of
 the kind.
 
-Written without a GPU: on an H200 it was run as far as vLLM's start, and no figure of RESULTS.md is of it.
-
 Tokens of random weights mean nothing; that vLLM with slid folders writes those of transformers is what
 tests/integration/vllm checks.
 """

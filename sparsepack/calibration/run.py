@@ -32,10 +32,9 @@ from sparsepack.files.resume import ResumeState, state_beside
 from sparsepack.files.text import Text, read_text
 from sparsepack.files.transfer import on_host
 from sparsepack.formats.table import holders
-from sparsepack.models.architecture import expert_numbers
+from sparsepack.models.architecture import expert_numbers, head_dim
 from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from sparsepack.models.family import ATTN_OUT, MLP_MID, SITES
-from sparsepack.models.heads import heads_of_config
 from sparsepack.models.precision import arithmetic
 from sparsepack.models.stock.blocks import BlockStream
 from sparsepack.models.stock.bound import bound_told
@@ -233,10 +232,11 @@ def count_block(
     What is counted in one part of the windows is added when the part is done, in the order of the parts, whichever
     worker has run them: sums then have the same bits for every number of workers.
     """
-    family, heads = checkpoint.family, heads_of_config(checkpoint.config)
-    epsilon = float(getattr(checkpoint.config, "rms_norm_eps", 0))
+    family, config = checkpoint.family, checkpoint.config
+    kv_heads, channels = family.setting(config, "num_key_value_heads"), head_dim(config)
+    epsilon = float(getattr(config, "rms_norm_eps", 0))
     norms = {site: column_norms(stream.block, family, site) for site in SITES}
-    experts = expert_numbers(checkpoint.config)
+    experts = expert_numbers(config)
     statistics: Statistics = {}
     of_part: Statistics = {}
     run_of_part: Statistics = {}
@@ -246,7 +246,7 @@ def count_block(
         seen = SiteInput(x, norms[site], neurons=site == MLP_MID and experts is None)
         collectors.count(of_part, "site", site, seen)
         if site == ATTN_OUT and family.residual is not None:
-            collectors.count(of_part, "outputs", "attention", x, heads.kv_heads, heads.head_dim)
+            collectors.count(of_part, "outputs", "attention", x, kv_heads, channels)
         if seen.neurons:
             collectors.count(of_part, "neurons", "neurons", seen)
 

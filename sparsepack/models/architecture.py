@@ -339,8 +339,10 @@ def _rotaries(config: Any) -> list[tuple[torch.Tensor, float]]:
     sliding window have their own, these second."""
     from transformers import AutoModel
 
+    from sparsepack.models.stock.skeleton import single_layer
+
     with torch.device("meta"):
-        rotary_class = type(AutoModel.from_config(config, **STOCK_ALONE).rotary_emb)
+        rotary_class = type(AutoModel.from_config(single_layer(config), **STOCK_ALONE).rotary_emb)
     rotary = rotary_class(config)
     prefixes = [""] if hasattr(rotary, "inv_freq") else [f"{kind}_" for kind in _kinds(config)]
     return [

@@ -23,6 +23,7 @@ from sparsepack.models.stock.attention import Watcher, watched_attention
 from sparsepack.models.stock.basis import add_basis
 from sparsepack.models.stock.copies import run_between_copies
 from sparsepack.models.stock.experts import ONE_BY_ONE
+from sparsepack.models.stock.masks import masks_of_whole_texts
 from sparsepack.models.stock.norms import norms_by_one_kernel
 from sparsepack.models.stock.parts import Parts, parts_by
 from sparsepack.models.stock.recorded import Record, run_recorded
@@ -134,7 +135,8 @@ class BlockStream:
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """Run the loaded block on hidden states [B, S, H]."""
         placed = hidden.to(self.device, self.dtype, non_blocking=self.device.type == "cuda")
-        output = self._backbone(inputs_embeds=placed, use_cache=False)
+        with masks_of_whole_texts():
+            output = self._backbone(inputs_embeds=placed, use_cache=False)
         return output.last_hidden_state  # type: ignore[no-any-return]
 
     def pass_on(

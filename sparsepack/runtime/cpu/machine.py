@@ -34,6 +34,22 @@ def usable_cores(system: Path = Path("/sys")) -> int:
     return max(1, min(len(cores), *(_quota(system / "fs/cgroup", names) for names in _QUOTAS)))
 
 
+def last_caches(system: Path = Path("/sys")) -> int:
+    """The bytes of all caches of the last level that this process's processors have, each counted once; 0 where the
+    system does not tell.
+
+    system -- where the system tells what it has
+    """
+    found: dict[str, int] = {}
+    for cpu in os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else ():
+        with suppress(OSError, ValueError):
+            levels = (system / f"devices/system/cpu/cpu{cpu}/cache").glob("index*")
+            last = max(levels, key=lambda index: int((index / "level").read_text()))
+            kibibytes = int((last / "size").read_text().strip().removesuffix("K"))
+            found[(last / "shared_cpu_list").read_text()] = kibibytes << 10
+    return sum(found.values())
+
+
 @cache
 def _sysctl(name: str) -> str:
     """What macOS says of the machine; empty elsewhere, and where it does not say."""

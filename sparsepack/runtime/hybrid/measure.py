@@ -23,6 +23,7 @@ from torch import Tensor
 from sparsepack.formats.codecs.matrices import PackedMatrix
 from sparsepack.formats.codecs.neurons import record_bytes
 from sparsepack.placement.links import Links
+from sparsepack.runtime.cpu.machine import last_caches
 from sparsepack.runtime.hybrid.worker import Worker
 from sparsepack.runtime.operations import NeuronFfn, Operations
 from sparsepack.runtime.operations_decoder import torch_threads
@@ -32,8 +33,14 @@ LISTED = 2048
 """A call lists this many active neurons, so many that starting the call hardly counts."""
 ONE_IN = 8
 """One of this many neurons is active, as in trained models with ReLU."""
+MOST_LISTS = 256
+"""No more lists than these take turns."""
 CALLS = 24
 ROUNDS = 7
+TIMES_CACHES = 4
+MOST_ROTATION = 2 << 30
+"""What takes turns has at least this many times the bytes of the processor's caches, but no more than so many: a
+server's cache of 300 MiB holds all that others do not, and a worker is faster out of it than out of memory."""
 
 Calls = Iterator[Callable[[], Any]]
 
@@ -59,7 +66,7 @@ def divided(threads: int) -> tuple[int, int]:
 def measure_links(
     operations: Operations, beside: Callable[[int], NeuronFfn], threads: int, hidden: int
 ) -> MeasuredLinks:
-    """Medians over all rounds, of records of `hidden` channels. Takes twice `ROTATION` bytes of memory.
+    """Medians over all rounds, of records of `hidden` channels. Takes twice the bytes of `count_for` records.
 
     operations -- of a backend on the CPU; beside: given a number of threads, its `neuron_ffn` on threads of its own
     threads    -- of both together
@@ -99,14 +106,16 @@ def _nothing() -> None:
 
 
 def count_for(hidden: int) -> int:
-    """So many records that no cache has them all, a whole number of lists."""
-    count = beyond_caches(record_bytes(hidden))
+    """So many records that no cache has more than a quarter of them, a whole number of lists; of small ones no more
+    than so many lists have: a model of those is served by a cache when it runs, too."""
+    count = min(beyond_caches(record_bytes(hidden)), MOST_LISTS * LISTED)
     return count + -count % (ONE_IN * LISTED)
 
 
 def beyond_caches(size: int) -> int:
-    """So many things of a size that no cache has them all."""
-    return -(-ROTATION // size)
+    """So many things of a size that no cache has more than a quarter of them."""
+    rotation = max(ROTATION, min(TIMES_CACHES * last_caches(), MOST_ROTATION))
+    return -(-rotation // size)
 
 
 def records(count: int, hidden: int) -> PackedMatrix:

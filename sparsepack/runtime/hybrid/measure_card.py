@@ -51,8 +51,8 @@ _NEURONS = 64  # of a block that is handed over
 
 
 def measure_card(kernels: Kernels, device: torch.device, threads: int, hidden: int) -> MeasuredLinks:
-    """Medians over all rounds, of records of `hidden` channels. Takes `measure.ROTATION` bytes of the GPU's memory, and
-    some times as many of the host's, half of it pinned.
+    """Medians over all rounds, of records of `hidden` channels. Takes the bytes of `measure.count_for` records of the
+    GPU's memory, and some times as many of the host's, half of it pinned.
 
     threads -- of the worker
 
@@ -186,9 +186,10 @@ def _links(kernels: Kernels, device: torch.device, threads: int, hidden: int) ->
 
 
 def _far(kernels: Kernels, device: torch.device, threads: int, hidden: int) -> list[Turn]:
-    """Each figure is of a byte, of matrices so many that no cache has them all."""
+    """Each figure is of a byte, of matrices so many that no cache has them all; of a small model's no more than lists
+    take turns."""
     size = FAR_BANDS * hidden * BLOCK_BYTES
-    count = measure.beyond_caches(size)
+    count = min(measure.beyond_caches(size), measure.MOST_LISTS)
     rows = FAR_BANDS * BAND_ROWS
     stored = PackedMatrix(random_blocks((rows, hidden)), ZIGZAG, rows, hidden)
     config = far_tile_config(FAR_BANDS, hidden, device)

@@ -1,4 +1,4 @@
-"""How many cores a process may use, as systems tell it."""
+"""How many cores a process may use, and their caches, as systems tell it."""
 
 import os
 import subprocess
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from sparsepack.runtime.cpu import machine
-from sparsepack.runtime.cpu.machine import cpu_info, usable_cores
+from sparsepack.runtime.cpu.machine import cpu_info, last_caches, usable_cores
 
 
 @pytest.fixture
@@ -87,3 +87,16 @@ def test_a_mac_tells_its_chip_and_its_performance_cores(mac: dict[str, str]) -> 
 def test_a_mac_that_does_not_tell_has_a_name_and_all_of_its_cores(mac: dict[str, str]) -> None:
     assert cpu_info()
     assert usable_cores() == 12
+
+
+def test_each_cache_of_the_last_level_counts_once(system: Path) -> None:
+    assert last_caches(system) == 0
+    for cpu in range(8):
+        for level, size, shared in ((1, "48K", f"{cpu}"), (3, "32768K", "0-3" if cpu < 4 else "4-7")):
+            index = system / f"devices/system/cpu/cpu{cpu}/cache/index{level}"
+            index.mkdir(parents=True)
+            for name, value in {"level": level, "size": size, "shared_cpu_list": shared}.items():
+                (index / name).write_text(f"{value}\n")
+    assert last_caches(system) == 64 << 20
+    (system / "devices/system/cpu/cpu5/cache/index3/size").write_text("many\n")
+    assert last_caches(system) == 64 << 20, "another processor tells"

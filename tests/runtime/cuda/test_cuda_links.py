@@ -31,7 +31,7 @@ DEVICE = torch.device("cuda", 0)
 @pytest.fixture(autouse=True)
 def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """A cache folder of its own, and so little work that a test takes seconds; a machine that does much else."""
-    for name, value in {"ROTATION": 1 << 14, "LISTED": 8}.items():
+    for name, value in {"ROTATION": 1 << 14, "TIMES_CACHES": 0, "LISTED": 8}.items():
         monkeypatch.setattr(measuring, name, value)
     for name, some in {"ROUNDS": 2, "REPLAYS": 1, "HANDED": 3, "FAR_BANDS": 2, "NOISE": math.inf}.items():
         monkeypatch.setattr(card, name, some)

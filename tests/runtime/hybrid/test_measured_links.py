@@ -39,7 +39,7 @@ IDS = torch.randint(300, (20,), generator=torch.Generator().manual_seed(1)).toli
 @pytest.fixture(autouse=True)
 def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """A cache folder of its own, and so little work that a test takes milliseconds."""
-    for name, value in {"ROTATION": 1 << 10, "LISTED": 4, "CALLS": 2, "ROUNDS": 1}.items():
+    for name, value in {"ROTATION": 1 << 10, "TIMES_CACHES": 0, "LISTED": 4, "CALLS": 2, "ROUNDS": 1}.items():
         monkeypatch.setattr(measuring, name, value)
     for name, some in {"SPANS": (1,), "TILES": (24,), "ROTATION": 1 << 10, "CALLS": 2, "ROUNDS": 1}.items():
         monkeypatch.setattr(tuning, name, some)
@@ -179,3 +179,15 @@ def test_a_cache_without_room_is_told_before_anything_is_measured(
     monkeypatch.setattr(cpu_links, "measure_links", lambda *_: pytest.fail("measured"))
     with pytest.raises(OutputError, match=r"cache/sparsepack: cannot be made .*; set XDG_CACHE_HOME"):
         measure([256], threads=2)
+
+
+def test_what_takes_turns_is_larger_than_the_caches(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"ROTATION": 1 << 28, "TIMES_CACHES": 4, "LISTED": 2048}.items():
+        monkeypatch.setattr(measuring, name, value)
+    caches = {0: 1 << 28, 300 << 20: 1200 << 20, 1 << 40: 2 << 30}
+    for size, expected in caches.items():
+        monkeypatch.setattr(measuring, "last_caches", lambda size=size: size)
+        count = measuring.count_for(8192)
+        assert expected <= 9216 * count < expected + 9216 * 8 * 2048
+        assert count % (8 * 2048) == 0
+        assert measuring.count_for(512) <= 256 * 2048
