@@ -106,9 +106,10 @@ docs: $(VENV)/.installed-test
 	$(BIN)/sphinx-build -q -E -W --keep-going -c docs . build/docs
 	cp build/docs/README.html build/docs/index.html
 
-# On a machine with a CUDA device, with the packages that it has: only files with GPU tests are imported.
+# On a machine with a CUDA device, with the packages that it has: only files with GPU tests are imported. Sorted: pytest 9.1
+# loses the fixtures of a folder that it comes back to.
 test-gpu:
-	$(PYTHON) -m pytest -m gpu $$(grep -rlwE "gpu|every_backend" tests --include="test_*.py") $(PYTEST_ARGS)
+	$(PYTHON) -m pytest -m gpu $$(grep -rlwE "gpu|every_backend[a-z_]*" tests --include="test_*.py" | LC_ALL=C sort) $(PYTEST_ARGS)
 
 # Out-of-bounds accesses and races of the CUDA kernels: all backend tests, and every kind of product in some layouts.
 # A part: SANITIZED="tests/.. -k ..".

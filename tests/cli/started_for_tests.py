@@ -4,6 +4,7 @@ One process imports what commands need, and forks for each. The fork makes its s
 them that is started so, and ends as an interpreter does.
 """
 
+import gc
 import io
 import json
 import os
@@ -15,7 +16,10 @@ from pathlib import Path
 from typing import Any
 
 CLOSED, NO_READER = "closed", "no reader"
-_PRELOADED = "import torch, transformers, sparsepack.inspection, sparsepack.runtime.engine, sparsepack.loading"
+_PRELOADED = (
+    "import torch, transformers, sparsepack.cli, sparsepack.formats.open, sparsepack.inspection, sparsepack.loading, "
+    "sparsepack.packing, sparsepack.runtime.cpu.backend"
+)
 
 
 @dataclass(frozen=True)
@@ -44,7 +48,7 @@ class Starter:
         """Run a command of sparsepack.
 
         stdin    -- CLOSED, or what it reads
-        stdout   -- CLOSED, NO_READER, or None: what it prints is returned
+        stdout   -- CLOSED, NO_READER, a file's name, or None: what it prints is returned
         encoding -- what PYTHONIOENCODING would say
         """
         assert self.process.stdin is not None
@@ -78,6 +82,7 @@ def serve() -> None:
 
     jobs, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
     torch.set_num_threads(1)  # a fork has none of the others
+    gc.freeze()  # what a fork's collector does not touch need not be copied
     for line in jobs:
         job = json.loads(line)
         child = os.fork()

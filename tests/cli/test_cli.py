@@ -291,15 +291,6 @@ def test_a_table_is_printed_even_where_its_json_cannot_be_written(tmp_path: Path
     assert capsys.readouterr().out == "the table\n"
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no file that is always full")
-def test_a_standard_output_that_is_full_is_one_line(tiny: Path) -> None:
-    command = [sys.executable, "-m", "sparsepack.cli", "inspect", str(tiny / "m.gguf")]
-    with Path("/dev/full").open("w") as full:
-        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
-    assert done.returncode == 1
-    assert done.stderr == "sparsepack: standard output: the disk is full; free some space and run again\n"
-
-
 @pytest.mark.parametrize("place", ["before the verb", "after it", None])
 def test_quiet_leaves_results_and_errors(tiny: Path, place: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress, "EVERY", 0.001)

@@ -52,6 +52,13 @@ def test_a_reader_that_goes_away_ends_a_command_quietly(file: Path, started: Sta
     assert says_nothing(done.errors.decode())
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no file that is always full")
+def test_a_standard_output_that_is_full_is_one_line(file: Path, started: Starter) -> None:
+    done = started.run("inspect", file, stdout="/dev/full")
+    assert done.status == 1
+    assert done.errors == b"sparsepack: standard output: the disk is full; free some space and run again\n"
+
+
 def test_a_new_interpreter_without_an_output_ends_quietly() -> None:
     command = subprocess.list2cmdline([*SPARSEPACK, "--help"])
     done = subprocess.run(["sh", "-c", f"{command} >&-"], stderr=subprocess.PIPE, text=True)

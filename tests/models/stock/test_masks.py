@@ -1,5 +1,7 @@
 """Masks for whole texts are stock code's, which looks at nothing on the GPU for them and is left as it was after."""
 
+from functools import partial
+
 import pytest
 import torch
 from model_variants import FOLDERS
@@ -52,14 +54,22 @@ def test_who_comes_first_may_leave_first(monkeypatch):
 
 
 @pytest.mark.gpu
-def test_a_gpu_is_not_waited_for_within_a_block(folders):
-    stream = BlockStream(open_checkpoint(folders("llama")), "cuda", torch.bfloat16)
-    stream.load(0)
-    hidden = stream.embed(IDS).cuda()
+@pytest.mark.parametrize("name", FOLDERS)
+def test_a_gpu_is_not_waited_for_within_a_block_and_a_recorded_run_gives_the_same(folders, name):
+    from sparsepack.runtime.cuda.driver.graph import Recorder
+
+    checkpoint = open_checkpoint(folders(name))
+    stream = BlockStream(checkpoint, "cuda", torch.bfloat16)
     with torch.inference_mode():
-        stream(hidden)
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            stream(hidden)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
+        hidden = stream.embed(IDS).cuda()
+        for layer in range(checkpoint.layers):
+            stream.load(layer)
+            expected = stream(hidden)
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                stream(hidden)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+            repeat, found = Recorder(stream.device)(partial(stream, hidden))
+            repeat()
+            assert torch.equal(found, expected)
