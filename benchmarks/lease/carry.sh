@@ -1,6 +1,6 @@
 # bash benchmarks/lease/carry.sh [relu]: makes .lease/, what a machine without a network needs to run lanes: these scripts,
 # wheels that it lacked on 2026-11-26, llama.cpp's sources (2.3 MB), a text, and, with `relu`, books-26m-relu (37 MB).
-# Run it in the root of a checkout that has ../shared. vLLM's archive is made by hand (benchmarks/notes/slide.md).
+# Run it in the root of a checkout that has ../shared. vLLM's archive is made by benchmarks/vllm_archive.py.
 set -e
 ROOT=$PWD
 grep -qx /.lease/ .git/info/exclude || echo /.lease/ >> .git/info/exclude
