@@ -15,8 +15,8 @@ P
 folders=$!
 cat $PWD/.lease/vllm.tar.xz* | xz -dc -T0 | tar -xf - -C /tmp/vllm
 echo "unpacked $(since) s"
-printf "/tmp/vllm/tree\n/tmp/vllm/pk\n" > $S/zz_vllm.pth
-python3 -m compileall -q -j ${J:-16} /tmp/vllm/tree /tmp/vllm/pk $PWD/sparsepack > /tmp/vllm/compile.log 2>&1
+printf "/tmp/vllm/tree\n/tmp/vllm/packages\n" > $S/zz_vllm.pth
+python3 -m compileall -q -j ${J:-16} /tmp/vllm/tree /tmp/vllm/packages $PWD/sparsepack > /tmp/vllm/compile.log 2>&1
 for d in pydantic starlette uvicorn click gguf transformers/models/llama transformers/models/qwen2 transformers/utils torch/_inductor torch/_dynamo torch/distributed; do [ -d $S/$d ] && echo $S/$d; done | xargs python3 -m compileall -q -j ${J:-16} >> /tmp/vllm/compile.log 2>&1
 echo "compiled $(since) s; $(python3 -c 'import importlib.util as u; print(u.find_spec("vllm").origin)')"
 wait $folders; ls -d /tmp/slid-int8 /tmp/slid-fp8 || tail -5 /tmp/vllm-folders.log
