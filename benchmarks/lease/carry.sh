@@ -1,6 +1,6 @@
-# bash benchmarks/lease/carry.sh [relu]: makes .lease/, what a machine without a network needs to run lanes: these scripts,
-# wheels that it lacked on 2026-11-26, llama.cpp's sources (2.3 MB), a text, and, with `relu`, books-26m-relu (37 MB).
-# Run it in the root of a checkout that has ../shared. vLLM's archive is made by benchmarks/vllm_archive.py.
+# bash benchmarks/lease/carry.sh [relu|vllm]: makes .lease/, what a machine without a network needs to run lanes: these scripts,
+# wheels that it lacked on 2026-11-26, llama.cpp's sources (2.3 MB), a text, and, with `relu`, books-26m-relu (37 MB),
+# with `vllm`, vLLM (19 MB). Run it in the root of a checkout that has ../shared.
 set -e
 ROOT=$PWD
 grep -qx /.lease/ .git/info/exclude || echo /.lease/ >> .git/info/exclude
@@ -29,4 +29,9 @@ P
   cd ..; tar -cf - llama.cpp | xz -9 > $w/l; cd "$ROOT"; mv $w/l $H/llama.tar.xz; rm -rf $w
 fi
 [ "$1" = relu ] && [ ! -e $H/models/relu.tar.xz ] && tar -C ../shared/models -cf - books-26m-relu | xz -9 > $H/models/relu.tar.xz
+if [ "$1" = vllm ] && [ ! -e $H/vllm.tar.xz ]; then
+  w=$(mktemp -d)
+  python3 -m pip download -q --no-deps --only-binary=:all: --platform manylinux_2_28_x86_64 -d $w vllm==0.24.0
+  python3 benchmarks/vllm_archive.py $w/vllm-*.whl $H/vllm.tar.xz; rm -rf $w
+fi
 du -sb $H; git ls-files -z | xargs -0 du -cb | tail -1

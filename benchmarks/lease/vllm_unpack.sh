@@ -1,4 +1,4 @@
-# Unpacks vLLM (.lease/vllm.tar.xz, or its parts) to /tmp/vllm, behind the installed packages by a .pth, compiles it, and
+# Unpacks vLLM (.lease/vllm.tar.xz of vllm_archive.py) to /tmp/vllm, behind the installed packages by a .pth, compiles it, and
 # makes /tmp/slid-int8 and /tmp/slid-fp8. Called again it does nothing.
 [ -e /tmp/vllm/ok ] && exit
 s=$(date +%s.%N); mkdir -p /tmp/vllm
@@ -13,7 +13,7 @@ for f in ("int8", "fp8"):
     pack(PackRequest("/tmp/v1pruned", f"/tmp/slid-{f}", format=f"slide-{f}"))
 P
 folders=$!
-cat $PWD/.lease/vllm.tar.xz* | xz -dc -T0 | tar -xf - -C /tmp/vllm
+cat $PWD/.lease/vllm.tar.xz | xz -dc -T0 | tar -xf - -C /tmp/vllm
 echo "unpacked $(since) s"
 printf "/tmp/vllm/tree\n/tmp/vllm/packages\n" > $S/zz_vllm.pth
 python3 -m compileall -q -j ${J:-16} /tmp/vllm/tree /tmp/vllm/packages $PWD/sparsepack > /tmp/vllm/compile.log 2>&1
