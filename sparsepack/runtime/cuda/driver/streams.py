@@ -5,7 +5,7 @@ puts on such a stream while another one records a CUDA graph there would become 
 ends the recording.
 """
 
-import weakref
+from dataclasses import dataclass
 from threading import Lock
 
 import torch
@@ -18,6 +18,18 @@ _idle: dict[tuple[int, int], list[int]] = {}
 allocator may still wait for what ran there."""
 
 
+@dataclass(frozen=True)
+class _Lent:
+    """A stream that somebody has, as long as this object lives. torch's own objects cannot be watched: their memory
+    goes without a word to weak references."""
+
+    handle: int
+    idle: list[int]
+
+    def __del__(self) -> None:
+        self.idle.append(self.handle)  # without the lock, which the same thread may hold as it collects garbage
+
+
 def own_stream(device: torch.device | None = None, priority: int = 0) -> torch.cuda.Stream:
     """A stream of a device (None: the current one), which is the caller's as long as the object lives.
 
@@ -28,17 +40,12 @@ def own_stream(device: torch.device | None = None, priority: int = 0) -> torch.c
     with torch.cuda.device(device):
         number = torch.cuda.current_device()
         torch.cuda.current_stream().synchronize()  # makes torch's context current
-        kind = number, priority
         with _lock:
-            idle = _idle.setdefault(kind, [])
+            idle = _idle.setdefault((number, priority), [])
             handle = idle.pop() if idle else None
         if handle is None:
             flags = int(driver.CUstream_flags.CU_STREAM_NON_BLOCKING)
             handle = int(checked(driver.cuStreamCreateWithPriority(flags, priority)))
         stream = torch.cuda.ExternalStream(handle, device=number)  # type: ignore[no-untyped-call]
-    weakref.finalize(stream, _give_back, kind, handle)
+    stream._lent = _Lent(handle, idle)  # type: ignore[attr-defined]
     return stream
-
-
-def _give_back(kind: tuple[int, int], handle: int) -> None:
-    _idle[kind].append(handle)  # without the lock, which the same thread may hold as it collects garbage
