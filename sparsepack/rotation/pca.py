@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from sparsepack.calibration.folder import Calibration
-from sparsepack.calibration.heads import output_moments
-from sparsepack.calibration.residual import second_moments
+from sparsepack.calibration.moments import output_moments, second_moments
 from sparsepack.errors import RotationError
 from sparsepack.files.resume import ResumeState
 from sparsepack.formats.codecs.q4_k_fit import SUB

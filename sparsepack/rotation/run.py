@@ -16,9 +16,9 @@ from torch import Tensor
 
 from sparsepack.calibration.folder import Calibration
 from sparsepack.calibration.folder import load as load_calibration
-from sparsepack.calibration.heads import output_moments
 from sparsepack.calibration.made_from import processor
-from sparsepack.calibration.residual import residual_of, second_moments
+from sparsepack.calibration.moments import output_moments, second_moments
+from sparsepack.calibration.residual import residual_of
 from sparsepack.errors import RotationError, WorkersError
 from sparsepack.files.atomic import check_output
 from sparsepack.files.hashing import fingerprint

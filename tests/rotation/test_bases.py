@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from sparsepack.calibration.folder import Calibration
-from sparsepack.calibration.heads import output_moments
-from sparsepack.calibration.residual import PRODUCT, second_moments
+from sparsepack.calibration.moments import output_moments, second_moments
+from sparsepack.calibration.residual import PRODUCT
 from sparsepack.errors import RotationError
 from sparsepack.files.resume import ResumeState
 from sparsepack.formats.table import FORMATS

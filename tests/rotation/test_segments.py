@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from sparsepack.calibration.folder import Calibration
-from sparsepack.calibration.residual import PRODUCT, second_moments
+from sparsepack.calibration.moments import second_moments
+from sparsepack.calibration.residual import PRODUCT
 from sparsepack.errors import RotationError
 from sparsepack.files.resume import ResumeState
 from sparsepack.models.checkpoint.bases import Bases, bases_of
