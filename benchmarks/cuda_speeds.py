@@ -7,7 +7,8 @@ everything that a user waits for. Dense and sparse decoding take turns on one en
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from dataclasses import dataclass
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
@@ -164,9 +165,26 @@ def prompt_table(seconds: Mapping[int, float], peer: Mapping[int, float]) -> Tab
     return Table(["prompt", "t/s", "llama.cpp"], rows)
 
 
-def decode_options(names: Iterable[str]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """The options of scripts that measure decoding of models with these names: names (all unless told otherwise),
-    layers, quick, rounds, the file for figures, and what the peer needs."""
+@dataclass(frozen=True)
+class Asked:
+    """What a script that measures decoding is asked for.
+
+    names -- of the models; layers -- of each, None: all that it has
+    quick -- no other sparsities than one half
+    work  -- the folder for files of llama.cpp's, which llama_bench times; that None: nobody does
+    """
+
+    quick: bool
+    names: tuple[str, ...]
+    layers: int | None
+    rounds: int
+    json_path: Path | None
+    llama_bench: Path | None
+    work: Path
+
+
+def decode_options(names: Iterable[str]) -> Callable[[Callable[[Asked], None]], Callable[..., None]]:
+    """The options of scripts that measure decoding of models with these names, all unless told otherwise."""
 
     def every(context: click.Context, option: click.Parameter, chosen: tuple[str, ...]) -> tuple[str, ...]:
         return chosen or tuple(names)
@@ -192,9 +210,14 @@ def decode_options(names: Iterable[str]) -> Callable[[Callable[..., None]], Call
         ),
     )
 
-    def with_options(command: Callable[..., None]) -> Callable[..., None]:
+    def with_options(command: Callable[[Asked], None]) -> Callable[..., None]:
+        @wraps(command)
+        def run(**given: Any) -> None:
+            command(Asked(**given))
+
+        made: Callable[..., None] = run
         for option in reversed(options):
-            command = option(command)
-        return command
+            made = option(made)
+        return made
 
     return with_options
