@@ -8,12 +8,13 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial, wraps
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import click
 import torch
+from asked import asked_as
 from cuda_synthetic import CONTEXT
 from figures import json_option
 from llama_cpp_file import PeerSpeeds, peer_speeds
@@ -183,7 +184,7 @@ class Asked:
     work: Path
 
 
-def decode_options(names: Iterable[str]) -> Callable[[Callable[[Asked], None]], Callable[..., None]]:
+def decode_options(names: Iterable[str]) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """The options of scripts that measure decoding of models with these names, all unless told otherwise."""
 
     def every(context: click.Context, option: click.Parameter, chosen: tuple[str, ...]) -> tuple[str, ...]:
@@ -210,14 +211,4 @@ def decode_options(names: Iterable[str]) -> Callable[[Callable[[Asked], None]], 
         ),
     )
 
-    def with_options(command: Callable[[Asked], None]) -> Callable[..., None]:
-        @wraps(command)
-        def run(**given: Any) -> None:
-            command(Asked(**given))
-
-        made: Callable[..., None] = run
-        for option in reversed(options):
-            made = option(made)
-        return made
-
-    return with_options
+    return asked_as(Asked, options)
