@@ -28,7 +28,7 @@ from sparsepack.progress import counted
 from sparsepack.runtime.cpu import operations
 from sparsepack.runtime.cuda.driver.kernel_set import Kernels
 from sparsepack.runtime.cuda.products.tile_config import BLOCK_BYTES, far_tile_config
-from sparsepack.runtime.cuda.products.zigzag_products import Input
+from sparsepack.runtime.cuda.products.zigzag_products import Input, Output
 from sparsepack.runtime.hybrid import measure
 from sparsepack.runtime.hybrid.cuda_mlps import CudaDivided
 from sparsepack.runtime.hybrid.handover import AskedProduct, HandOver, next_number, views
@@ -199,7 +199,7 @@ def _far(kernels: Kernels, device: torch.device, threads: int, hidden: int) -> l
 
     def run() -> None:
         for each in near:
-            kernels.gemv(each, Input(x), y)
+            kernels.gemv(each, Input(x), Output(y))
 
     graph = kernels.captured(run, kernels.new_stream()), run  # which keeps what the graph reads
     asked = AskedProduct(0, hidden, stored.rows)
