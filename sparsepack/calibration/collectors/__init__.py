@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from sparsepack.calibration.collectors.attention import ATTENTION
@@ -44,7 +45,9 @@ def count(into: Statistics, at: str, place: str, *seen: Any) -> None:
         if collector.at == at:
             for name, value in zip(collector.names, collector.count(*seen), strict=True):
                 key = f"{place}.{name}"
-                into[key] = collector.add(into[key], value) if key in into else value.to(collector.dtype)
+                if key not in into:  # the first part then launches what every later one does, as one who records needs
+                    into[key] = torch.zeros(value.shape, dtype=collector.dtype, device=value.device)
+                into[key] = collector.add(into[key], value)
 
 
 def add_to(into: Statistics, found: Mapping[str, Tensor]) -> None:

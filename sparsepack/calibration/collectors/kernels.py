@@ -37,15 +37,11 @@ def parts_on(device: torch.device) -> Parts | None:
     return judged_parts(device)
 
 
-RECORDS = False
-"""Whether a block's run is recorded. No GPU has judged that yet, so it waits for one."""
-
-
 def recorder_on(stream: BlockStream) -> Record | None:
     """What records runs of blocks of a stream, or None. Experts are chosen by a run that waits for the GPU,
     and so are the frequencies of rotary embeddings that depend on a text's length."""
     source = stream.source
-    if not RECORDS or not kernels_on(stream.device) or source.family.experts is not None:
+    if not kernels_on(stream.device) or source.family.experts is not None:
         return None
     if source.family.rotary != "none" and any(by_length(of) for of in rotary_settings(source.config)):
         return None

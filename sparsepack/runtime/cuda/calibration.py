@@ -7,7 +7,8 @@ from sparsepack.runtime.cuda.driver.kernel import blocks_at_once, kernel, launch
 
 INPUTS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 """The types of vectors that are counted, and what stands for them in `kernels/common/eight.cuh`."""
-_THREADS, _ROWS, _STRIP, _STAGED = 1024, 256, 256, 8 * 256 * 4
+_THREADS, _ROWS, _STRIP = 1024, 256, 256
+_STAGED = _THREADS // 32 * _STRIP
 _PIECE = 128
 """These numbers stand in the kernels, too."""
 
@@ -32,8 +33,10 @@ def count_site(
     of_columns = torch.zeros(columns, dtype=torch.int64, device=device) if active else None
     of_tokens = torch.zeros(tokens, dtype=torch.int32, device=device) if active else None
     most = int(getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin"))  # noqa: B009
-    criteria = 2 if 2 * 4 * bins + 16 + _STAGED <= most else 1
-    shared = -(-criteria * bins // 4) * 16 + _STAGED
+    # A bfloat16 has every second bin. The last one is counted beside them.
+    sizes = (bins - 1) // 2 + 4 if x.dtype == torch.bfloat16 else bins - 1
+    both = 4 * (sizes + bins - 1 + _STAGED)
+    criteria, shared = (2, both) if both <= most else (1, 4 * (bins - 1 + _STAGED))
     defines = (f"INPUT={INPUTS[x.dtype]}", f"CRITERIA={criteria}", f"ACTIVE={int(active)}")
     with torch.cuda.device(device):
         function = kernel("site_counts", "site_counts", defines, number)

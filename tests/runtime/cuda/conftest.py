@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import pytest
 import simulated
 import torch
+from emulated import Emulation
 
 from sparsepack.runtime.cuda.driver.flag_in_data import SENTINEL, workspace
 from sparsepack.runtime.cuda.driver.kernel_set import KERNELS, Kernels
@@ -20,6 +21,12 @@ def kernels(request: pytest.FixtureRequest) -> Iterator[Kernels]:
             return
         with simulated.launches():
             yield simulated.KERNELS
+
+
+@pytest.fixture(scope="session")
+def emulation(tmp_path_factory: pytest.TempPathFactory) -> Emulation:
+    """Kernels that the processor runs."""
+    return Emulation(tmp_path_factory.mktemp("emulated"))
 
 
 @pytest.fixture

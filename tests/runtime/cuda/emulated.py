@@ -2,6 +2,7 @@
 makes of the same source, with `emulation/common/common.cuh` in the place of its header."""
 
 import ctypes
+import re
 import shutil
 import struct
 import subprocess
@@ -15,6 +16,7 @@ from sparsepack.runtime.cuda.driver.compiler import FOLDER
 
 HERE = Path(__file__).parent / "emulation"
 COMPILER = shutil.which("c++")
+DYNAMIC = re.compile(r"extern __shared__ (?:__align__\(16\) )?(\w+) (\w+)\[\];")
 FLAGS = ("-std=c++20", "-O0", "-fPIC", "-shared", "-pthread", "-ffp-contract=off", "-Wno-unknown-pragmas")
 
 needs_compiler = pytest.mark.skipif(
@@ -35,11 +37,12 @@ class Emulation:
         if key not in self._made:
             stem = "-".join((name, *defines))
             source, library = self._folder / f"{stem}.cpp", self._folder / f"{stem}.so"
-            path = next(FOLDER.glob(f"*/{file}.cu"))
+            text = next(FOLDER.glob(f"*/{file}.cu")).read_text()
+            text = DYNAMIC.sub(r"\1* const \2 = (\1*)dynamic_shared;", text)
             source.write_text(
-                f'#include "common/common.cuh"\n#include "{path}"\n'
-                'extern "C" void run_it(int x, int y, int threads, const u64* arguments) {\n'
-                f"    run({name}, x, y, threads, arguments);\n}}\n"
+                f'#include "common/common.cuh"\n{text}\n'
+                'extern "C" void run_it(int x, int y, int threads, int shared, const u64* arguments) {\n'
+                f"    run({name}, x, y, threads, shared, arguments);\n}}\n"
             )
             macros = [f"-D{define}" for define in defines]
             where = ("-I", str(HERE), "-I", str(FOLDER))
@@ -49,10 +52,9 @@ class Emulation:
         return self._made[key]
 
     def launch(self, library: ctypes.CDLL, grid: tuple[int, ...], threads: int, *arguments, shared: int = 0) -> None:
-        assert shared == 0
         self.launches += 1
         words = (ctypes.c_ulonglong * len(arguments))(*map(_word, arguments))
-        library.run_it(*(*grid, 1)[:2], threads, words)
+        library.run_it(*(*grid, 1)[:2], threads, shared, words)
 
 
 def _word(value: object) -> int:

@@ -1,18 +1,28 @@
 """What calibrating counts by kernels is what plain torch counts."""
 
+from contextlib import nullcontext
+from types import SimpleNamespace
+
 import pytest
 import torch
+from emulated import needs_compiler
 
+from sparsepack.calibration.collectors import histogram
 from sparsepack.calibration.collectors.attention import ATTENTION, sums_by_torch
 from sparsepack.calibration.collectors.products import product_sums
-from sparsepack.calibration.collectors.site_input import SiteInput, counted_by_torch
+from sparsepack.calibration.collectors.site_input import SiteCounts, SiteInput, counted_by_torch
+from sparsepack.runtime.cuda import calibration
+from sparsepack.runtime.cuda.calibration import count_site
 
-pytestmark = pytest.mark.gpu
+on_gpu = pytest.mark.gpu
 
 
 def assert_counted_as_by_torch(x: torch.Tensor, norms: torch.Tensor, neurons: bool) -> None:
     site = SiteInput(x.cuda(), norms.cuda(), neurons)
-    found, expected = site.counted, counted_by_torch(site)
+    assert_same(site.counted, counted_by_torch(site), neurons)
+
+
+def assert_same(found: SiteCounts, expected: SiteCounts, neurons: bool) -> None:
     assert torch.equal(found.scores, expected.scores)
     torch.testing.assert_close(found.squares, expected.squares, rtol=1e-6, atol=0)
     assert (found.active is None) == (not neurons)
@@ -21,6 +31,7 @@ def assert_counted_as_by_torch(x: torch.Tensor, norms: torch.Tensor, neurons: bo
         assert torch.equal(found.each.long(), expected.each)
 
 
+@on_gpu
 @pytest.mark.parametrize("neurons", [False, True])
 @pytest.mark.parametrize("shape", [(1, 1, 1), (2, 7, 33), (3, 300, 256), (2, 511, 1000), (1, 40, 14336)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
@@ -33,11 +44,44 @@ def test_a_site_is_counted_as_by_torch(dtype, shape, neurons):
     assert_counted_as_by_torch(x.to(dtype)[:, 3:], norms, neurons)
 
 
-def test_what_no_bin_holds_is_in_the_first_or_the_last():
-    x = torch.tensor([0.0, -0.0, 1e-44, 1e-38, 1e-20, -1e20, 3e38, torch.inf]).view(1, 4, 2)
-    assert_counted_as_by_torch(x, torch.tensor([1e-30, 1e30]), neurons=True)
+FAR = [0.0, -0.0, 1e-44, 1e-38, 1e-20, -1e20, 3e38, torch.inf]
+"""No bin but the first or the last holds such values, or their products with these norms."""
+FAR_NORMS = [1e-30, 1e30]
 
 
+@on_gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_what_no_bin_holds_is_in_the_first_or_the_last(dtype):
+    x = torch.tensor(FAR).to(dtype).view(1, 4, 2)
+    assert_counted_as_by_torch(x, torch.tensor(FAR_NORMS), neurons=True)
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("dtype", "most_shared"),
+    [(torch.bfloat16, 227 << 10), (torch.float16, 227 << 10), (torch.bfloat16, 99 << 10), (torch.float32, 99 << 10)],
+    ids=str,
+)
+def test_a_processor_counts_by_the_same_kernel(emulation, monkeypatch, dtype, most_shared):
+    """In blocks that have both histograms, and where a GPU has no room for them; zeros and what no bin holds, too."""
+    for name in ("kernel", "launch"):
+        monkeypatch.setattr(calibration, name, getattr(emulation, name))
+    monkeypatch.setattr(calibration, "blocks_at_once", lambda *_: 2)
+    monkeypatch.setattr(torch.cuda, "device", nullcontext)
+    memory = SimpleNamespace(shared_memory_per_block_optin=most_shared)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: memory)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(3, 90, 264, generator=generator)
+    x[:, 40:][torch.rand(3, 50, 264, generator=generator) < 0.1] = 0
+    x[1, 5, : len(FAR)] = torch.tensor(FAR)
+    x = x.to(dtype)[:, 3:]
+    norms = torch.rand(264, generator=generator)
+    norms[: len(FAR_NORMS)] = torch.tensor(FAR_NORMS)
+    found = SiteCounts(*count_site(x, norms, histogram.BINS, active=True))
+    assert_same(found, counted_by_torch(SiteInput(x, norms, neurons=True)), neurons=True)
+
+
+@on_gpu
 def test_experts_and_vectors_that_lie_apart_are_counted():
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(2, 9, 3, 64, generator=generator)
@@ -46,6 +90,7 @@ def test_experts_and_vectors_that_lie_apart_are_counted():
     assert_counted_as_by_torch(x[:, :, 0], torch.rand(64, generator=generator), neurons=True)
 
 
+@on_gpu
 @pytest.mark.parametrize("window", [0, 40])
 @pytest.mark.parametrize(("heads", "kv_heads", "channels"), [(4, 4, 64), (12, 2, 80), (5, 1, 128), (2, 2, 300)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

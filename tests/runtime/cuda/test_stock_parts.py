@@ -4,7 +4,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from emulated import Emulation, needs_compiler
+from emulated import needs_compiler
 from torch import nn
 
 from sparsepack.models.stock.parts import turned_by_torch
@@ -13,11 +13,6 @@ from sparsepack.runtime.cuda.stock_parts import norm_rows, silu_times, turn_head
 
 on_gpu = pytest.mark.gpu
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
-
-
-@pytest.fixture(scope="session")
-def emulation(tmp_path_factory):
-    return Emulation(tmp_path_factory.mktemp("emulated"))
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ from sparsepack.formats.codecs.zigzag import BAND_ROWS
 from sparsepack.runtime.cuda.driver.device import usable
 from sparsepack.runtime.cuda.driver.graph import captured
 from sparsepack.runtime.cuda.driver.kernel import compile_together
+from sparsepack.runtime.cuda.driver.streams import own_stream
 from sparsepack.runtime.cuda.products.tile_config import (
     SCHEMA,
     CudaTileConfig,
@@ -115,7 +116,7 @@ class _Trial:
         self._x = torch.randn(shape[1], generator=generator).to(device)
         self._threshold = self._x.abs().quantile(1 - ACTIVE).reshape(1)
         self._y = torch.empty(shape[0], device=device)
-        self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self._stream = own_stream()
         self._layout: tuple[int, list[Tensor]] | None = None
 
     def check(self) -> None:

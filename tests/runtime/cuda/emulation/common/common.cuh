@@ -1,12 +1,15 @@
 // In the place of kernels/common/common.cuh: a host compiler makes functions of kernels, which `run` calls once for each
-// thread of a grid. Threads of a block are threads of the system, so barriers and shuffles wait for all of them.
+// thread of a grid. Threads of a block are threads of the system, so barriers and shuffles wait for all of them, and sums
+// over a warp for those of the warp.
 
 #pragma once
 
+#include <algorithm>
 #include <barrier>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <deque>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -21,6 +24,7 @@ typedef unsigned long long u64;
 #define __global__
 #define __launch_bounds__(...)
 #define __shared__ static
+#define __restrict__
 
 struct uint2 {
     u32 x, y;
@@ -28,16 +32,25 @@ struct uint2 {
 struct uint4 {
     u32 x, y, z, w;
 };
+struct float4 {
+    float x, y, z, w;
+};
 struct dim3 {
     int x, y, z;
 };
 inline uint2 make_uint2(u32 x, u32 y) { return {x, y}; }
 inline uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
+inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+using std::max;
+using std::min;
 
 inline thread_local dim3 threadIdx;
 inline dim3 blockIdx, blockDim, gridDim;
 inline std::barrier<>* of_block;
+inline std::deque<std::barrier<>> of_warps;
+inline void* dynamic_shared;
 inline float exchanged[1024];
+inline u32 added[1024];
 static constexpr u32 ALL_LANES = 0xffffffff;
 
 inline void wait_for_previous() {}
@@ -51,8 +64,24 @@ inline float __shfl_down_sync(u32, float x, int step) {
     return found;
 }
 
+inline u32 __reduce_add_sync(u32, u32 x) {
+    std::barrier<>& of_warp = of_warps[threadIdx.x / 32];
+    added[threadIdx.x] = x;
+    of_warp.arrive_and_wait();
+    u32 sum = 0;
+    for (int lane = 0; lane < 32; ++lane) sum += added[threadIdx.x / 32 * 32 + lane];
+    of_warp.arrive_and_wait();
+    return sum;
+}
+inline u32 atomicAdd(u32* counter, u32 n) { return __atomic_fetch_add(counter, n, __ATOMIC_RELAXED); }
+inline void atomic_add(u64* counter, u64 n) { __atomic_fetch_add(counter, n, __ATOMIC_RELAXED); }
+
 template <typename T>
 inline T load_l2(const T* p) {
+    return *p;
+}
+template <typename T>
+inline T __ldg(const T* p) {
     return *p;
 }
 template <typename To, typename From>
@@ -84,9 +113,12 @@ inline void call(void (*kernel)(T...), const u64* arguments, std::index_sequence
     kernel(argument<T>(arguments[N])...);
 }
 template <typename... T>
-inline void run(void (*kernel)(T...), int x, int y, int threads, const u64* arguments) {
+inline void run(void (*kernel)(T...), int x, int y, int threads, int shared, const u64* arguments) {
     std::barrier<> barrier(threads);
-    of_block = &barrier, blockDim = {threads, 1, 1}, gridDim = {x, y, 1};
+    std::vector<uint4> room((shared + 15) / 16, {~0u, ~0u, ~0u, ~0u});  // what a GPU leaves there is not zero
+    of_warps.clear();
+    for (int warp = 0; warp < threads / 32; ++warp) of_warps.emplace_back(32);
+    of_block = &barrier, dynamic_shared = room.data(), blockDim = {threads, 1, 1}, gridDim = {x, y, 1};
     for (int block = 0; block < x * y; ++block) {
         blockIdx = {block % x, block / x, 0};
         std::vector<std::thread> started;
