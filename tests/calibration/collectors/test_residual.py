@@ -17,10 +17,10 @@ from sparsepack.calibration.options import CalibrateOptions
 from sparsepack.calibration.residual import PRODUCT
 from sparsepack.calibration.run import calibrate
 from sparsepack.errors import CalibrationError
-from sparsepack.files.resume import ResumeState
 from sparsepack.files.text import Text
 from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from sparsepack.models.stock.whole import load_model
+from sparsepack.workers.resume import ResumeState
 
 OPTIONS = CalibrateOptions(context=32, samples=4, sinks=2)
 ONE = 8 * 256**2
