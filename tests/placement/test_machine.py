@@ -108,6 +108,13 @@ def test_measured_links_give_the_speed_of_a_machine_that_has_them():
         assert found[0] == pytest.approx(found[1])
 
 
+def test_matrices_are_read_as_fast_as_records_where_nobody_measured_them():
+    rates = PCIE5.rates(LLAMA_70B.record_bytes)
+    slow = replace(rates.links, resident=rates.links.resident / 4)
+    assert measured_rates(slow, LLAMA_70B.record_bytes).card == rates.card
+    assert measured_rates(replace(slow, near=0.0), LLAMA_70B.record_bytes).card == pytest.approx(rates.card / 4)
+
+
 def test_the_dense_split_reads_what_does_not_fit_from_host_memory():
     rates, parts = PCIE5.rates(LLAMA_70B.record_bytes), LLAMA_70B.parts
     assert dense_split(rates, parts, 24e9) == pytest.approx(5.0, abs=0.15)
