@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -26,11 +27,9 @@ NEAR = plan_of_share(LLAMA_70B.parts, 1)
 """A plan in which all but the embedding is read from the card."""
 
 
-def tokens_per_second(
-    machine: Machine, shape: Shape, density: float, hit_rate: float, moved: float, over_the_bus: bool
-) -> float:
-    plan = plan_of_share(shape.parts, 0.5)
-    return seconds_per_token(machine.rates(shape.record_bytes), plan, density, hit_rate, moved, over_the_bus).rate
+def tokens_per_second(machine: Machine, shape: Shape, *about: Any) -> float:
+    """With slots for half of the neurons; about -- what `seconds_per_token` takes after the plan."""
+    return seconds_per_token(machine.rates(shape.record_bytes), plan_of_share(shape.parts, 0.5), *about).rate
 
 
 def test_sizes_are_those_of_the_models():

@@ -39,7 +39,7 @@ if "-m" in sys.orig_argv and "sparsepack" in sys.orig_argv and not ("RANK" not i
         while True:
             time.sleep(0.003)
             if not patched:
-                m = sys.modules.get("sparsepack.files.resume")
+                m = sys.modules.get("sparsepack.workers.resume")
                 if m is not None and hasattr(m, "pause_after"): m.SAVE_EVERY = 0.0; patched = True
             if mine and mark and ((file and os.path.exists(file)) or (frame and inside())):
                 time.sleep(float(os.environ.get("M1_KILL_WAIT", "0")))

@@ -30,7 +30,7 @@ from sparsepack.runtime.cpu import operations
 from sparsepack.runtime.cuda.driver.kernel_set import Kernels
 from sparsepack.runtime.cuda.products.tile_config import BLOCK_BYTES, far_tile_config
 from sparsepack.runtime.cuda.products.zigzag import CudaZigzag
-from sparsepack.runtime.cuda.products.zigzag_products import Input
+from sparsepack.runtime.cuda.products.zigzag_products import Input, Output
 from sparsepack.runtime.hybrid import measure
 from sparsepack.runtime.hybrid.cuda_mlps import CudaDivided
 from sparsepack.runtime.hybrid.handover import AskedProduct, HandOver, next_number, views
@@ -204,7 +204,7 @@ def _products(kernels: Kernels, matrices: Sequence[CudaZigzag], device: torch.de
 
     def run() -> None:
         for each in matrices:
-            kernels.gemv(each, Input(x), y)
+            kernels.gemv(each, Input(x), Output(y))
 
     return kernels.captured(run, kernels.new_stream()), run
 
