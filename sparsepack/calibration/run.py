@@ -28,7 +28,6 @@ from sparsepack.calibration.residual import residual_of
 from sparsepack.calibration.samples import at_once, samples_of
 from sparsepack.errors import CalibrationError
 from sparsepack.files.hashing import fingerprint
-from sparsepack.files.resume import ResumeState, state_beside
 from sparsepack.files.text import Text, read_text
 from sparsepack.files.transfer import on_host
 from sparsepack.formats.table import holders
@@ -45,6 +44,7 @@ from sparsepack.option import check_type
 from sparsepack.progress import Advance, Shorter, progress, say
 from sparsepack.version import __version__
 from sparsepack.workers.dealt import Dealt
+from sparsepack.workers.resume import ResumeState, state_beside
 from sparsepack.workers.workers import ALONE, Workers
 
 

@@ -13,10 +13,10 @@ from models_for_tests import TEXT
 
 from sparsepack.calibration.options import CalibrateOptions
 from sparsepack.calibration.run import calibrate
-from sparsepack.files import resume as unfinished
-from sparsepack.files.resume import ResumeState
 from sparsepack.files.text import Text
 from sparsepack.models.stock.blocks import BlockStream
+from sparsepack.workers import resume as unfinished
+from sparsepack.workers.resume import ResumeState
 
 OPTIONS = CalibrateOptions(context=48, samples=6)
 
@@ -93,8 +93,8 @@ from pathlib import Path
 torch.set_num_threads(int(sys.argv[3]))
 from models_for_tests import TEXT
 from sparsepack.calibration import run
-from sparsepack.files import resume
-from sparsepack.files.resume import ResumeState
+from sparsepack.workers import resume
+from sparsepack.workers.resume import ResumeState
 from sparsepack.files.text import Text
 from sparsepack.models.checkpoint.checkpoint import open_checkpoint
 resume.SAVE_EVERY = 0.0

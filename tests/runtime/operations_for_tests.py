@@ -23,7 +23,7 @@ from sparsepack.runtime.cuda.products import neurons
 from sparsepack.runtime.cuda.products.gemm_fp16 import Product
 from sparsepack.runtime.cuda.products.neurons import CudaNeurons
 from sparsepack.runtime.cuda.products.zigzag import CudaZigzag
-from sparsepack.runtime.cuda.products.zigzag_products import Input
+from sparsepack.runtime.cuda.products.zigzag_products import Input, Output
 from sparsepack.runtime.operations import Operations
 from sparsepack.runtime.reference import products as reference
 
@@ -82,7 +82,9 @@ class CudaProducts:
 
     def gemv(self, matrix: CudaZigzag, x: Tensor, threshold: Tensor | None) -> tuple[Tensor, int]:
         y, active = torch.empty(matrix.rows, device=x.device), torch.zeros((), dtype=torch.int64, device=x.device)
-        KERNELS.gemv(matrix, Input(x, threshold=None if threshold is None else threshold.reshape(-1)), y, active=active)
+        KERNELS.gemv(
+            matrix, Input(x, threshold=None if threshold is None else threshold.reshape(-1)), Output(y, active=active)
+        )
         return y, int(active)
 
     def zigzag_matmul(self, matrix: CudaZigzag, x: Tensor) -> Tensor:

@@ -260,7 +260,7 @@ class BlockStream:
         return backbone
 
 
-_UNFINISHED = 3
+_UNFINISHED = 6
 """A GPU may have so many recorded parts to do when the next block begins, whose first part Python launches slowly."""
 
 

@@ -98,7 +98,7 @@ def measure_links(
 
 def _links(seconds: Mapping[str, float], how: str, record: int) -> Links:
     resident, bus, worker = (LISTED / seconds[f"{name}{how}"] for name in ("resident", "bus", "worker"))
-    return Links(resident, bus, worker, seconds["handover"], bus * record, worker * record)
+    return Links(resident, bus, worker, seconds["handover"], resident * record, bus * record, worker * record)
 
 
 def _nothing() -> None:

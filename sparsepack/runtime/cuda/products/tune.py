@@ -27,7 +27,7 @@ from sparsepack.runtime.cuda.products.tile_config import (
     tuned_path,
 )
 from sparsepack.runtime.cuda.products.zigzag import CudaZigzag, load_zigzag
-from sparsepack.runtime.cuda.products.zigzag_products import Input, gemv
+from sparsepack.runtime.cuda.products.zigzag_products import Input, Output, gemv
 from sparsepack.runtime.tuning import ACTIVE, ROTATION, Shape, copies_of, measure_shapes, random_blocks, row_of
 
 CHOICES: Mapping[str, Sequence[int]] = MappingProxyType(
@@ -148,7 +148,7 @@ class _Trial:
         return statistics.median(_replayed(graph) for _ in range(REPLAYS)) / len(matrices)
 
     def _multiply(self, matrix: CudaZigzag) -> None:
-        gemv(matrix, Input(self._x, threshold=self._threshold), self._y, activation=0 if self._gate else None)
+        gemv(matrix, Input(self._x, threshold=self._threshold), Output(self._y, activation=0 if self._gate else None))
 
     def _laid_out(self, config: CudaTileConfig) -> CudaZigzag:
         packed = PackedMatrix(self._blocks, ZIGZAG, *self._shape)
