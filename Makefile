@@ -15,6 +15,8 @@ export HF_HUB_OFFLINE ?= 1
 export HF_HUB_DISABLE_TELEMETRY ?= 1
 # Waiting threads that spin make two slower than one where something else takes a core.
 export OMP_WAIT_POLICY ?= passive
+# Without kept bytecode every process of every run compiles the package anew, and every test worker all tests, for 12 seconds.
+unexport PYTHONDONTWRITEBYTECODE
 
 NATIVE := CMakeLists.txt $(shell find sparsepack/runtime/cpu/native -type f)
 CMAKE := PATH="$(abspath $(BIN)):$$PATH" cmake

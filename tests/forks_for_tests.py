@@ -4,10 +4,13 @@ transformers for seconds. All else is a process's own: its environment, standard
 
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from multiprocessing import reduction
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
 from typing import IO, Any
@@ -129,6 +132,33 @@ class Fork:
     def kill(self) -> None:
         """As `subprocess` has it."""
         self.process.kill()
+
+
+def _call(answer: Connection, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    for number, flags in enumerate((os.O_RDONLY, os.O_WRONLY, os.O_WRONLY)):
+        os.dup2(os.open(os.devnull, flags), number)
+    try:
+        answer.send((True, function(*arguments)))
+    except BaseException:
+        answer.send((False, traceback.format_exc()))
+
+
+def in_a_fork(function: Callable[..., Any], *arguments: Any) -> Any:
+    """What a function of a module returns in a fork that has imported what commands need; None where the fork is
+    killed."""
+    _FORKS.set_forkserver_preload([*_PRELOADED])
+    answer, sending = _FORKS.Pipe(duplex=False)
+    process = _FORKS.Process(target=_call, args=(sending, function, arguments))
+    process.start()
+    sending.close()
+    try:
+        done, said = answer.recv()
+    except EOFError:
+        done, said = True, None
+    process.join()
+    assert done, said
+    assert (said is None) == (process.exitcode == -signal.SIGKILL), process.exitcode
+    return said
 
 
 _EACH_IN_A_FORK = """
