@@ -144,8 +144,8 @@ def _call(answer: Connection, function: Callable[..., Any], arguments: tuple[Any
 
 
 def in_a_fork(function: Callable[..., Any], *arguments: Any) -> Any:
-    """What a function of a module returns in a fork that has imported what commands need; None where the fork is
-    killed."""
+    """What a function of a module returns in a fork that has imported what commands need; a `ChildProcessError` where
+    the fork ends before that."""
     _FORKS.set_forkserver_preload([*_PRELOADED])
     answer, sending = _FORKS.Pipe(duplex=False)
     process = _FORKS.Process(target=_call, args=(sending, function, arguments))
@@ -154,10 +154,10 @@ def in_a_fork(function: Callable[..., Any], *arguments: Any) -> Any:
     try:
         done, said = answer.recv()
     except EOFError:
-        done, said = True, None
+        process.join()
+        raise ChildProcessError(f"ended with {process.exitcode}") from None
     process.join()
     assert done, said
-    assert (said is None) == (process.exitcode == -signal.SIGKILL), process.exitcode
     return said
 
 
