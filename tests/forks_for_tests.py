@@ -4,7 +4,6 @@ transformers for seconds. All else is a process's own: its environment, standard
 
 import multiprocessing
 import os
-import signal
 import subprocess
 import sys
 import traceback
@@ -37,8 +36,8 @@ _PRELOADED = (
 _FORKS = multiprocessing.get_context("forkserver")
 
 
-class _Output:
-    """A file that a fork writes to; None: nothing."""
+class _Stream:
+    """A file that a fork reads or writes; None: nothing."""
 
     def __init__(self, file: IO[Any] | None) -> None:
         self.file = file
@@ -56,12 +55,13 @@ def _run(
     environment: dict[str, str],
     folder: Path | None,
     before: Callable[[], None] | None,
+    given: int,
     output: int,
     errors: int,
 ) -> None:
     import torch
 
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(given, 0)
     os.dup2(output, 1)
     os.dup2(errors, 2)
     # What is there reads and writes what the process that forks had.
@@ -87,6 +87,7 @@ class Fork:
     stdout, stderr -- files; None: nothing
     folder         -- where it runs; None: here
     before         -- a function of a module, which the fork calls first
+    stdin          -- a file; None: nothing
     """
 
     def __init__(
@@ -97,10 +98,11 @@ class Fork:
         stderr: IO[Any] | None,
         folder: Path | None = None,
         before: Callable[[], None] | None = None,
+        stdin: IO[Any] | None = None,
     ) -> None:
         _FORKS.set_forkserver_preload([*_PRELOADED])
-        outputs = _Output(stdout), _Output(stderr)
-        self.process = _FORKS.Process(target=_run, args=(arguments, environment, folder, before, *outputs))
+        streams = _Stream(stdin), _Stream(stdout), _Stream(stderr)
+        self.process = _FORKS.Process(target=_run, args=(arguments, environment, folder, before, *streams))
         self.process.start()
 
     def send_signal(self, number: int) -> None:
