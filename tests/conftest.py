@@ -22,8 +22,8 @@ settings.load_profile("shared cores")
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_finish() -> None:
-    """The garbage collector looks no more at what imports and the collection of tests have left, which stays: each engine
-    on CUDA calls it, and took most of a second for that."""
+    """The garbage collector looks no more at what imports and the collection of tests have left, which stays: each
+    engine on CUDA calls it, and took most of a second for that."""
     gc.collect()
     gc.freeze()
 
