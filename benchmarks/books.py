@@ -2,10 +2,12 @@
 
 import os
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import click
+from asked import asked_as
 
 SHARED = Path(os.environ.get("SPARSEPACK_SHARED", Path(__file__).parents[2] / "shared"))
 """The folder of models and texts."""
@@ -25,32 +27,38 @@ def books_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return command
 
 
-def study_options(
-    *,
-    model: str,
-    calibration_text: str,
-    text: str,
-    other: str,
-    samples: int,
-    sessions: int,
-    tokens: int,
-    cached: str,
-) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Options, by their defaults, for a model, the text by which slots are given out, and those that are played."""
+@dataclass(frozen=True)
+class Study:
+    """What a study of slots is asked for, or what it is asked for where nothing else is said.
+
+    calibration_text -- by which slots are given out; text, and other, which is of another kind: what is played
+    samples -- windows of the calibration
+    tokens  -- of a session, and of a window
+    cached  -- shares that have slots, with commas between them
+    """
+
+    model: str
+    calibration_text: str
+    text: str
+    other: str
+    samples: int
+    sessions: int
+    tokens: int
+    cached: str
+
+
+_STUDY_HELP = {
+    "other": "Text of another kind.",
+    "samples": "Windows of the calibration.",
+    "tokens": "Of a session, and of a window.",
+    "cached": "Shares that have slots.",
+}
+
+
+def study_options(otherwise: Study) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """The options of a study of slots."""
     options = (
-        click.option("--model", default=model, show_default=True),
-        click.option("--calibration-text", default=calibration_text, show_default=True),
-        click.option("--text", default=text, show_default=True),
-        click.option("--other", default=other, show_default=True, help="Text of another kind."),
-        click.option("--samples", default=samples, show_default=True, help="Windows of the calibration."),
-        click.option("--sessions", default=sessions, show_default=True),
-        click.option("--tokens", default=tokens, show_default=True, help="Of a session, and of a window."),
-        click.option("--cached", default=cached, show_default=True, help="Shares that have slots."),
+        click.option(f"--{name.replace('_', '-')}", default=default, show_default=True, help=_STUDY_HELP.get(name))
+        for name, default in asdict(otherwise).items()
     )
-
-    def with_options(command: Callable[..., Any]) -> Callable[..., Any]:
-        for option in reversed(options):
-            command = option(command)
-        return command
-
-    return with_options
+    return asked_as(Study, options)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from sparsepack.runtime.cuda.driver.flag_in_data import flag_in_data_buffers
 from sparsepack.runtime.cuda.products.zigzag import CudaZigzag
-from sparsepack.runtime.cuda.products.zigzag_products import Input, gemv
+from sparsepack.runtime.cuda.products.zigzag_products import Input, Output, gemv
 
 
 class Buffers:
@@ -72,8 +72,7 @@ class Chain:
         gemv(
             self._matrices[number % len(self._matrices)],
             Input(self._buffers.taken(number), threshold=threshold, flag_in_data=True),
-            self.made(number),
-            reset=self._buffers.reset(number),
+            Output(self.made(number), reset=self._buffers.reset(number)),
         )
 
     def made(self, number: int) -> Tensor:

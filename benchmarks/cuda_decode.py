@@ -9,7 +9,6 @@ reference backend.
 """
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import click
@@ -17,6 +16,7 @@ from cuda_speeds import (
     HEAD,
     KINDS,
     SHOWN,
+    Asked,
     check,
     decode_options,
     decode_rows,
@@ -41,28 +41,20 @@ SPARSITIES = (0.0, 0.1, 0.25, 0.4, 0.5, 0.65, 0.8)
 
 @click.command()
 @decode_options(SIZES)
-def main(
-    quick: bool,
-    layers: int | None,
-    names: tuple[str, ...],
-    rounds: int,
-    json_path: Path | None,
-    llama_bench: Path | None,
-    work: Path,
-) -> None:
+def main(asked: Asked) -> None:
     """Print the tables."""
     bandwidth = announced_bandwidth()
     report: dict[str, Any] = {"device": device_line(), "bandwidth": bandwidth}
-    for name in names:
-        size = replace(SIZES[name], layers=layers or SIZES[name].layers)
+    for name in asked.names:
+        size = replace(SIZES[name], layers=asked.layers or SIZES[name].layers)
         differences = check(random_model(size, layers=2))
         click.echo(f"{size.name}, difference of logits from the reference backend, two layers: {differences}")
-        peer = peer_of(llama_bench, llama_config(size, max_position_embeddings=CONTEXT), work, rounds)
+        peer = peer_of(asked.llama_bench, llama_config(size, max_position_embeddings=CONTEXT), asked.work, asked.rounds)
         anchors = peer.decode or ([DECODE_ANCHORS[name]] if name in DECODE_ANCHORS else [])
         packed = random_model(size)
-        tried = (SHOWN,) if quick or name != "8b" else SPARSITIES
+        tried = (SHOWN,) if asked.quick or name != "8b" else SPARSITIES
         thresholds = find_thresholds(packed, tried)
-        results = {sparsity: measure(packed, thresholds[sparsity], rounds) for sparsity in tried}
+        results = {sparsity: measure(packed, thresholds[sparsity], asked.rounds) for sparsity in tried}
         title = f"{size.name}, llama.cpp's figure " + (
             "of this run" if peer.decode else "an anchor" if anchors else "missing"
         )
@@ -72,11 +64,11 @@ def main(
                 [f"{each:.0%}", *decode_rows(results[each], bandwidth, anchors, KINDS[1:])[-1][1:]] for each in tried
             ]
             click.echo(markdown(Table(["target", *HEAD[1:]], lines)))
-        prefill = measure_prefill(packed, rounds)
+        prefill = measure_prefill(packed, asked.rounds)
         click.echo(markdown(prompt_table(prefill, peer.prompts or PREFILL_ANCHORS.get(name, {}))))
         report[name] = {"check": differences, "decode": results, "peer": vars(peer), "prefill": prefill}
         del packed
-    write_figures(json_path, report)
+    write_figures(asked.json_path, report)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ What is measured, `cuda_speeds.py` says. Before anything is timed, two layers of
 backend. --llama-bench times a GGUF of the same shape, random as well, in the same run.
 """
 
-from pathlib import Path
 from typing import Any
 
 import click
@@ -17,6 +16,7 @@ from cuda_speeds import (
     NEW,
     PROMPT,
     SHOWN,
+    Asked,
     check,
     decode_options,
     decode_rows,
@@ -52,32 +52,24 @@ def random_model(name: str, layers: int | None = None) -> PackedModel:
 
 @click.command()
 @decode_options(MODELS)
-def main(
-    quick: bool,
-    layers: int | None,
-    names: tuple[str, ...],
-    rounds: int,
-    json_path: Path | None,
-    llama_bench: Path | None,
-    work: Path,
-) -> None:
+def main(asked: Asked) -> None:
     """Print the tables."""
     bandwidth = announced_bandwidth()
     report: dict[str, Any] = {"device": device_line(), "bandwidth": bandwidth}
     click.echo(device_line())
-    for name in names:
+    for name in asked.names:
         packed = random_model(name, 2)
         differences = check(packed, LIMITS if packed.architecture.experts is None else OF_EXPERTS)
         click.echo(f"{name}, difference of logits from the reference backend, two layers: {differences}")
-        peer = peer_of(llama_bench, config_of(name, layers), work, rounds)
-        packed = random_model(name, layers)
-        measured = measure(packed, find_thresholds(packed, [SHOWN])[SHOWN], rounds)
+        peer = peer_of(asked.llama_bench, config_of(name, asked.layers), asked.work, asked.rounds)
+        packed = random_model(name, asked.layers)
+        measured = measure(packed, find_thresholds(packed, [SHOWN])[SHOWN], asked.rounds)
         title = f"{name}, {traffic.parameters(packed) / 1e9:.1f} billion parameters; {PROMPT} + {NEW}"
         click.echo(markdown(Table(HEAD, decode_rows(measured, bandwidth, peer.decode), title)))
-        prefill = measure_prefill(packed, rounds)
+        prefill = measure_prefill(packed, asked.rounds)
         click.echo(markdown(prompt_table(prefill, peer.prompts)))
         report[name] = {"check": differences, "decode": measured, "peer": vars(peer), "prefill": prefill}
-        write_figures(json_path, report)
+        write_figures(asked.json_path, report)
         del packed
 
 

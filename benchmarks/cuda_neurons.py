@@ -25,7 +25,7 @@ from sparsepack.runtime.cuda.driver.host_memory import host_tensors
 from sparsepack.runtime.cuda.driver.kernel_set import KERNELS
 from sparsepack.runtime.cuda.products import gate_copies
 from sparsepack.runtime.cuda.products.neurons import ActiveNeurons, CudaNeurons
-from sparsepack.runtime.cuda.products.zigzag_products import Input
+from sparsepack.runtime.cuda.products.zigzag_products import Input, Output
 from sparsepack.runtime.tuning import random_blocks
 from sparsepack.tables import Table, markdown
 
@@ -80,7 +80,7 @@ def on_the_card(size: Size, records: CudaNeurons) -> list[list[str]]:
         gating = "-"
         if texts == 1:
             input = Input(x[0], norm=norm, eps=1e-5)
-            gating = speed(microseconds([partial(KERNELS.gemv, gate, input, junk)] * COPIES), blocks.nbytes)
+            gating = speed(microseconds([partial(KERNELS.gemv, gate, input, Output(junk))] * COPIES), blocks.nbytes)
         rows.append([size.name, str(texts), f"{count:,}", f"{listing:.1f} us", speed(adding, count * each), gating])
     return rows
 

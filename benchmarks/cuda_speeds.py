@@ -7,12 +7,14 @@ everything that a user waits for. Dense and sparse decoding take turns on one en
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import click
 import torch
+from asked import asked_as
 from cuda_synthetic import CONTEXT
 from figures import json_option
 from llama_cpp_file import PeerSpeeds, peer_speeds
@@ -164,9 +166,26 @@ def prompt_table(seconds: Mapping[int, float], peer: Mapping[int, float]) -> Tab
     return Table(["prompt", "t/s", "llama.cpp"], rows)
 
 
+@dataclass(frozen=True)
+class Asked:
+    """What a script that measures decoding is asked for.
+
+    names -- of the models; layers -- of each, None: all that it has
+    quick -- no other sparsities than one half
+    work  -- the folder for files of llama.cpp's, which llama_bench times; that None: nobody does
+    """
+
+    quick: bool
+    names: tuple[str, ...]
+    layers: int | None
+    rounds: int
+    json_path: Path | None
+    llama_bench: Path | None
+    work: Path
+
+
 def decode_options(names: Iterable[str]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """The options of scripts that measure decoding of models with these names: names (all unless told otherwise),
-    layers, quick, rounds, the file for figures, and what the peer needs."""
+    """The options of scripts that measure decoding of models with these names, all unless told otherwise."""
 
     def every(context: click.Context, option: click.Parameter, chosen: tuple[str, ...]) -> tuple[str, ...]:
         return chosen or tuple(names)
@@ -192,9 +211,4 @@ def decode_options(names: Iterable[str]) -> Callable[[Callable[..., None]], Call
         ),
     )
 
-    def with_options(command: Callable[..., None]) -> Callable[..., None]:
-        for option in reversed(options):
-            command = option(command)
-        return command
-
-    return with_options
+    return asked_as(Asked, options)

@@ -24,7 +24,7 @@ from typing import Any
 import click
 import numpy as np
 import torch
-from books import BOOKS, study_options
+from books import BOOKS, Study, study_options
 from figures import json_option, write_figures
 
 from sparsepack.calibration.options import CalibrateOptions
@@ -45,42 +45,32 @@ DISTANCES = (1, 4, 32)
 
 @click.command()
 @study_options(
-    model="shipped:tiny-mixture",
-    calibration_text="shipped:train",
-    text="shipped:heldout",
-    other=BOOKS["text"],
-    samples=64,
-    sessions=12,
-    tokens=512,
-    cached="0.125,0.25,0.5,0.75",
+    Study(
+        model="shipped:tiny-mixture",
+        calibration_text="shipped:train",
+        text="shipped:heldout",
+        other=BOOKS["text"],
+        samples=64,
+        sessions=12,
+        tokens=512,
+        cached="0.125,0.25,0.5,0.75",
+    )
 )
 @click.option("--prompt", default=64, show_default=True)
 @json_option
-def main(
-    model: str,
-    calibration_text: str,
-    text: str,
-    other: str,
-    samples: int,
-    sessions: int,
-    tokens: int,
-    prompt: int,
-    cached: str,
-    json_path: Path | None,
-) -> None:
+def main(study: Study, prompt: int, json_path: Path | None) -> None:
     """Print the tables."""
-    options = TraceOptions(sessions=sessions, tokens=tokens, prompt=prompt)
+    options = TraceOptions(sessions=study.sessions, tokens=study.tokens, prompt=prompt)
     with tempfile.TemporaryDirectory() as work:
-        made = calibrate(
-            model, calibration_text, Path(work) / "calibration", CalibrateOptions(samples=samples, context=tokens)
-        )
+        of_windows = CalibrateOptions(samples=study.samples, context=study.tokens)
+        made = calibrate(study.model, study.calibration_text, Path(work) / "calibration", of_windows)
         frequency = neuron_counts(made).frequency.numpy()
         figures: dict[str, Any] = {}
-        for name, source in {"text": text, "other": other}.items():
-            traced = trace(model, source, Path(work) / name, options)
+        for name, source in {"text": study.text, "other": study.other}.items():
+            traced = trace(study.model, source, Path(work) / name, options)
             if traced.unit != "experts":
-                raise click.UsageError(f"{model}: its MLPs are no mixtures of experts")
-            played = simulate(traced, made, SimulateOptions(cached=cached))
+                raise click.UsageError(f"{study.model}: its MLPs are no mixtures of experts")
+            played = simulate(traced, made, SimulateOptions(cached=study.cached))
             figures[source] = {"skew": skew(traced, frequency), "simulation": played}
             click.echo(f"\n## {source}\n{skew_table(figures[source]['skew'])}\n\n{simulation_table(played)}")
     write_figures(json_path, figures)

@@ -26,6 +26,7 @@ SPARSEPACK_SHARED. Tables:
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,17 @@ from sparsepack.formats.open import read_packed
 from sparsepack.formats.packed import NeuronMlp, PackedModel
 from sparsepack.models.family import MLP_MID
 from sparsepack.models.stock.hooks import site_hooks
-from sparsepack.placement.machine import MACHINES, SHAPES, Machine, Shape, dense_split
+from sparsepack.placement.budget import Plan
+from sparsepack.placement.machine import (
+    MACHINES,
+    SHAPES,
+    Listed,
+    Machine,
+    Shape,
+    TokenSeconds,
+    dense_split,
+    seconds_per_token,
+)
 from sparsepack.placement.placement import across_blocks, budget_of
 from sparsepack.runtime.reference.neurons import ReferenceCopy, load_gate_copy, may_be_active
 from sparsepack.tables import Table, markdown
@@ -234,44 +245,44 @@ def speeds(
     counts -- how often each neuron was listed, and active, at so many tokens: [2, blocks, neurons]
     """
     listed, density = (float(each.sum()) / tokens / frequency.size for each in counts)
-    parts, row = shape.parts, shape.row_bytes
+    parts, blocks = shape.parts, shape.layers
     rates = machine.rates(parts.record)
-    beside = parts.output + sum(parts.attention) + parts.cache
-    room = vram - parts.work_within(int(vram)).bytes - beside
-    both = min((rates.links.worker + rates.links.bus) * parts.record, rates.host)
+    room = vram - parts.work_within(int(vram)).bytes - parts.output - sum(parts.attention) - parts.cache
 
-    def speed(near: float, slots: float, far: float, listed_far: float = 0.0, listed_by: float = 1.0) -> float:
-        """near: bytes read whole on the GPU beside attention and cache; far: seconds for what is read whole of host
-        memory; listed_far: bytes of all gates that are read there where they are listed and have no slot."""
-        listed_hit, hit = hit_rates(counts, frequency, slots)
-        gates = listed * (1 - listed_hit) * listed_far / listed_by
-        active = density * parts.all_neurons * parts.record
-        mlp = max(active * hit / rates.card, active * (1 - hit) / both)
-        handover = parts.blocks * rates.links.handover if hit < 1 else 0.0
-        return 1 / ((beside + near) / rates.card + far + gates + mlp + handover)
+    def first_ones(each: int) -> int:
+        return min(blocks, max(0, int(room // each)))
 
-    def slots(bytes_left: float, each: float) -> float:
-        return min(1.0, max(0.0, bytes_left) / each / parts.all_neurons)
+    def slots(bytes_left: float, each: int) -> int:
+        return min(parts.all_neurons, max(0, int(bytes_left // each)))
 
-    near = min(sum(parts.gates), room)
-    rest = slots(room - near, parts.record)
+    def token(plan: Plan, listed_by_bus: bool = False) -> TokenSeconds:
+        """listed_by_bus: listed gates without a slot come over the bus alone, else each side reads what it computes."""
+        listed_hit, hit = hit_rates(counts, frequency, plan.share)
+        about = Listed(0.0, 1.0) if listed_by_bus else Listed(listed, listed_hit)
+        made = seconds_per_token(rates, plan, density, hit, 0.0, over_the_bus=True, listed=about)
+        gates = listed * (1 - listed_hit) * plan.copied * parts.neurons * plan.parts.gate
+        return replace(made, far=made.far + gates / rates.bus) if listed_by_bus else made
+
+    near = first_ones(parts.gates[0])
+    rest = slots(room - sum(parts.gates), parts.record) if near == blocks else 0
+    plan = Plan(parts, rest, blocks, near)
+    by_both = token(plan)
     found: dict[str, float | None] = {
         "llama.cpp": dense_split(rates, parts, vram),
-        "gates near": speed(near, rest, 0.0) if near == sum(parts.gates) else None,
-        "gates far, by the bus": speed(near, rest, (sum(parts.gates) - near) / rates.bus),
-        "gates far, by both": speed(near, rest, (sum(parts.gates) - near) / both),
+        "gates near": by_both.rate if near == blocks else None,
+        "gates far, by the bus": replace(by_both, far=plan.always_read[1] / rates.bus).rate,
+        "gates far, by both": by_both.rate,
     }
-    weights = parts.all_neurons * shape.hidden
-    for name, table_bits, gate, by in (
-        ("copy, bus", TABLE_BITS, shape.hidden / 2, rates.bus),
-        ("copy, Q4_K", 0.0, row, both),
-        ("copy, Q6_K", 0.0, row * 6.5625 / 4.5, both),
+    for name, table_bits, gate_bits, by_bus in (
+        ("copy, bus", TABLE_BITS, 4.0, True),
+        ("copy, Q4_K", 0.0, 4.5, False),
+        ("copy, Q6_K", 0.0, 6.5625, False),
     ):
-        whole = (bits + table_bits) / 8 * weights
-        part = min(1.0, room / whole)
-        rest = slots(room - whole, parts.record + gate)
-        far = (1 - part) * sum(parts.gates) / both
-        found[name] = speed(part * whole, rest, far, part * parts.all_neurons * gate, by)
+        copy = int((bits + table_bits) / 8 * shape.units * shape.hidden)
+        of = replace(parts, copies=(copy,) * blocks, gate=int(gate_bits / 8 * shape.hidden))
+        copied = first_ones(copy)
+        rest = slots(room - copied * copy, of.record + of.gate) if copied == blocks else 0
+        found[name] = token(Plan(of, rest, blocks, 0, copied=copied), by_bus).rate
     return found
 
 

@@ -19,7 +19,6 @@ from cuda_timing import device_line
 from figures import json_option, write_figures
 from synthetic import TINY, llama_config, random
 
-from sparsepack.files.resume import ResumeState
 from sparsepack.models.checkpoint.bases import Bases
 from sparsepack.models.families import FAMILIES
 from sparsepack.models.stock.skeleton import parameter_shapes
@@ -29,6 +28,7 @@ from sparsepack.sparsity.divergence import divergence
 from sparsepack.sparsity.learned import sparse_at
 from sparsepack.sparsity.options import AllocationOptions
 from sparsepack.sparsity.training import PART, Training
+from sparsepack.workers.resume import ResumeState
 
 SIZES = {"8b": LLAMA_8B, "1b": LLAMA_1B, "tiny": TINY}
 STEPS = AllocationOptions.steps

@@ -21,7 +21,7 @@ from typing import Any
 
 import click
 import numpy as np
-from books import BOOKS, SHARED, study_options
+from books import BOOKS, SHARED, Study, study_options
 from figures import json_option, write_figures
 
 from sparsepack.calibration.folder import Calibration
@@ -57,44 +57,35 @@ GROUP_POLICIES = {
 
 @click.command()
 @study_options(
-    **BOOKS,
-    other=str(SHARED / "text" / "wikitext2.test.txt.xz"),
-    samples=72,
-    sessions=TraceOptions.sessions,
-    tokens=TraceOptions.tokens,
-    cached=SimulateOptions.cached,
+    Study(
+        **BOOKS,
+        other=str(SHARED / "text" / "wikitext2.test.txt.xz"),
+        samples=72,
+        sessions=TraceOptions.sessions,
+        tokens=TraceOptions.tokens,
+        cached=SimulateOptions.cached,
+    )
 )
 @click.option("--blocks", default="1,4,6,7", help="Whose neurons form groups.")
 @click.option("--only-groups", is_flag=True)
 @click.option("--work", default="/tmp/sparsepack-placement", type=click.Path(path_type=Path))
 @json_option
-def main(
-    model: str,
-    calibration_text: str,
-    text: str,
-    other: str,
-    samples: int,
-    sessions: int,
-    tokens: int,
-    cached: str,
-    blocks: str,
-    only_groups: bool,
-    work: Path,
-    json_path: Path | None,
-) -> None:
+def main(study: Study, blocks: str, only_groups: bool, work: Path, json_path: Path | None) -> None:
     """Print the tables for one model."""
-    work = work / f"{Path(model).name}-{samples}x{tokens}-{sessions}"  # other settings do not find these
+    # Other settings do not find these.
+    work = work / f"{Path(study.model).name}-{study.samples}x{study.tokens}-{study.sessions}"
     work.mkdir(parents=True, exist_ok=True)
     if not (work / "calibration").exists():
-        calibrate(model, calibration_text, work / "calibration", CalibrateOptions(context=tokens, samples=samples))
-    for name, source in (("text", text), ("other", other), ("calibration-trace", calibration_text)):
+        options = CalibrateOptions(context=study.tokens, samples=study.samples)
+        calibrate(study.model, study.calibration_text, work / "calibration", options)
+    for name, source in (("text", study.text), ("other", study.other), ("calibration-trace", study.calibration_text)):
         if not (work / name).exists():
-            trace(model, source, work / name, TraceOptions(sessions=sessions, tokens=tokens))
+            trace(study.model, source, work / name, TraceOptions(sessions=study.sessions, tokens=study.tokens))
     calibration = load_calibration(work / "calibration")
-    found = {} if only_groups else _policies(work, calibration, cached)
-    for name, source in (("text", text), ("other", other)):
+    found = {} if only_groups else _policies(work, calibration, study.cached)
+    for name, source in (("text", study.text), ("other", study.other)):
         if name in found:  # files, not where they are on this machine
-            found[name]["trace"]["name"], found[name]["model"]["name"] = Path(source).name, Path(model).name
+            found[name]["trace"]["name"], found[name]["model"]["name"] = Path(source).name, Path(study.model).name
     known = Known(_frequency(calibration), load_trace(work / "calibration-trace"))
     found["groups"] = _groups(load_trace(work / "text"), known, [int(block) for block in blocks.split(",")])
     click.echo(f"\ngroups of neurons of blocks {blocks}, at {CHOSEN_AT:.0%}\n\n{_groups_table(found['groups'])}")

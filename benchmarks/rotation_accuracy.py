@@ -34,7 +34,6 @@ from sparsepack.distillation.run import distil
 from sparsepack.eval.perplexity import score_windows, summarise
 from sparsepack.eval.run import realised_sparsity
 from sparsepack.eval.subject import StockSubject, open_subject
-from sparsepack.files.resume import ResumeState
 from sparsepack.formats.encoded import EncodedSite
 from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from sparsepack.models.sites import site_name
@@ -48,6 +47,7 @@ from sparsepack.rotation.run import rotate
 from sparsepack.sparsity.find import find_thresholds
 from sparsepack.sparsity.options import AllocationOptions
 from sparsepack.sparsity.thresholds import Thresholds, read_thresholds
+from sparsepack.workers.resume import ResumeState
 
 BITS = {"float": 16.0, "Q4_K": 4.5}
 

@@ -19,7 +19,7 @@ EVERY = 0.01
 
 PARTS = (
     ("importing", "importlib._bootstrap", ""),
-    ("saving", "files/resume.py", ""),
+    ("saving", "workers/resume.py", ""),
     ("exchanging", "workers/workers.py", ""),
     ("joining", "workers/joined.py", ""),
     ("reading blocks", "stock/ahead.py", ""),

@@ -194,11 +194,11 @@ def pack(request: PackRequest, checkpoint: Checkpoint | None = None, workers: Wo
     """
     from sparsepack.calibration.made_from import processor
     from sparsepack.files.atomic import check_output
-    from sparsepack.files.resume import state_beside
     from sparsepack.formats.containers.safetensors.layout import MANIFEST
     from sparsepack.models.checkpoint.checkpoint import open_checkpoint
     from sparsepack.publish.card import model_card
     from sparsepack.sparsity.find import thresholds_to_come
+    from sparsepack.workers.resume import state_beside
     from sparsepack.workers.workers import ALONE
 
     workers = workers or ALONE

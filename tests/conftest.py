@@ -10,10 +10,10 @@ import pytest
 import torch
 from hypothesis import settings
 
-from sparsepack.files import resume
 from sparsepack.runtime.cpu.tile_config import tuned as tuned_cpu
 from sparsepack.runtime.cuda.driver.compiler import compiled_folder
 from sparsepack.runtime.cuda.products.tile_config import tuned as tuned_cuda
+from sparsepack.workers import resume
 
 # An example may wait for a core that other workers hold.
 settings.register_profile("shared cores", deadline=None)

@@ -18,7 +18,6 @@ from sparsepack.distillation.run import distil
 from sparsepack.eval.options import EvalRequest
 from sparsepack.eval.run import evaluate
 from sparsepack.eval.subject import open_subject
-from sparsepack.files.resume import state_beside
 from sparsepack.files.text import read_text
 from sparsepack.formats.verify import verify
 from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
@@ -33,6 +32,7 @@ from sparsepack.sparsity.options import AllocationOptions
 from sparsepack.sparsity.thresholds import read_thresholds
 from sparsepack.tracing.collect import trace
 from sparsepack.tracing.options import TraceOptions
+from sparsepack.workers.resume import state_beside
 
 STARTS = (1, 2)
 BASIS_FREE = ("attn_out", "mlp_mid")

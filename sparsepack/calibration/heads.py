@@ -8,9 +8,7 @@ Whoever stores some of the channels must find the same in the model.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
-
-from torch import Tensor
+from typing import Any, Literal
 
 from sparsepack.calibration.collectors import Statistics
 from sparsepack.calibration.collectors.products import GROUPS
@@ -18,9 +16,6 @@ from sparsepack.files.stored import Count, Size, Stored
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
 from sparsepack.models.family import Rotary
 from sparsepack.models.heads import heads_of_config
-
-if TYPE_CHECKING:
-    from sparsepack.calibration.folder import Calibration
 
 OUTPUT_PRODUCT = "attention.output_product"
 
@@ -59,12 +54,3 @@ def check_heads(section: Mapping[str, Any], layers: Sequence[Statistics]) -> Non
     square = [kv_heads, channels, channels]
     if products and products != [square] * len(layers):
         raise ValueError(f"{OUTPUT_PRODUCT} is {products}, expected {square} in each of {len(layers)} blocks")
-
-
-def output_moments(calibration: "Calibration") -> tuple[Tensor, ...] | None:
-    """The second moments E[y y^T] of what the query heads of each KV head give, of each block: float64
-    [kv_heads, D, D]. None where the calibration has none."""
-    heads = calibration.manifest["attention"]
-    counted = calibration.manifest["tokens"]["counted"] * (heads["heads"] // heads["kv_heads"])
-    found = [layer[OUTPUT_PRODUCT] / counted for layer in calibration.layers if OUTPUT_PRODUCT in layer]
-    return tuple(found) or None

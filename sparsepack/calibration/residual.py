@@ -1,5 +1,4 @@
-"""The second moments of the residual stream that a calibration has: the section `residual` of its manifest, and what a
-basis is found from.
+"""The second moments of the residual stream that a calibration has: the section `residual` of its manifest.
 
     runs   how many runs of consecutive blocks have a sum of their own (`collectors.residual`)
     norms  the sums are over so many norms of each block
@@ -8,17 +7,12 @@ The section is None in a calibration of a model that cannot be rotated, and miss
 """
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
-
-from torch import Tensor
+from typing import Any
 
 from sparsepack.calibration.collectors import Statistics
 from sparsepack.calibration.collectors.residual import ends_run, run_count
 from sparsepack.files.stored import Size, Stored
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
-
-if TYPE_CHECKING:
-    from sparsepack.calibration.folder import Calibration
 
 PRODUCT = "residual.product"
 
@@ -52,19 +46,3 @@ def check_residual(section: Mapping[str, Any] | None, layers: Sequence[Statistic
             shapes.add(tuple(statistics[PRODUCT].shape))
     if len(shapes) > 1 or any(rows != columns for rows, columns in shapes):
         raise ValueError(f"{PRODUCT} is {sorted(shapes)}, expected square ones of one size")
-
-
-def second_moments(calibration: "Calibration") -> list[tuple[range, Tensor]] | None:
-    """The second moments E[x x^T] of the residual stream before the norms' weights, x = h / rms(h), for each run of
-    blocks: float64 [hidden, hidden]. None where the calibration has none."""
-    section = calibration.manifest.get("residual")
-    if section is None:
-        return None
-    found, first = [], 0
-    counted = calibration.manifest["tokens"]["counted"] * section["norms"]
-    for layer, statistics in enumerate(calibration.layers):
-        if PRODUCT in statistics:
-            blocks = range(first, layer + 1)
-            found.append((blocks, statistics[PRODUCT] / (counted * len(blocks))))
-            first = layer + 1
-    return found

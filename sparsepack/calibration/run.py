@@ -28,7 +28,6 @@ from sparsepack.calibration.residual import residual_of
 from sparsepack.calibration.samples import at_once, samples_of
 from sparsepack.errors import CalibrationError
 from sparsepack.files.hashing import fingerprint
-from sparsepack.files.resume import ResumeState, state_beside
 from sparsepack.files.text import Text, read_text
 from sparsepack.files.transfer import on_host
 from sparsepack.formats.table import holders
@@ -45,6 +44,7 @@ from sparsepack.option import check_type
 from sparsepack.progress import Advance, Shorter, progress, say
 from sparsepack.version import __version__
 from sparsepack.workers.dealt import Dealt
+from sparsepack.workers.resume import ResumeState, state_beside
 from sparsepack.workers.workers import ALONE, Workers
 
 
@@ -194,7 +194,10 @@ def _run(
             layers.append(statistics)
             last = layer + 1 == checkpoint.layers
             if not last or resume.stale:
-                resume.save_block(layer, partial(_brought, layers, layer), None if last else hidden, dealt, behind)
+                gpu = stream.device.type == "cuda"
+                ready = torch.cuda.current_stream(stream.device).record_event() if gpu else None
+                brought = partial(_brought, layers, layer, ready)
+                resume.save_block(layer, brought, None if last else hidden, dealt, behind)
             else:  # all of it is written soon
                 resume.wait_behind()
                 _brought(layers, layer)
@@ -202,9 +205,9 @@ def _run(
     return layers
 
 
-def _brought(layers: list[Statistics], layer: int) -> dict[str, torch.Tensor]:
-    """Bring the statistics of a block to the host; returns them as they are named in a file."""
-    layers[layer] = {name: on_host(value) for name, value in layers[layer].items()}
+def _brought(layers: list[Statistics], layer: int, ready: torch.cuda.Event | None = None) -> dict[str, torch.Tensor]:
+    """Bring the statistics of a block to the host; returns them as they are named in a file. ready -- as `on_host`'s"""
+    layers[layer] = {name: on_host(value, ready) for name, value in layers[layer].items()}
     return collectors.named(layer, layers[layer])
 
 

@@ -3,11 +3,13 @@
 Nothing heavy is imported here, so that `--help` answers at once.
 """
 
+import logging
 import os
 
 import click
 
 from sparsepack.cli.messages.errors import Verbs
+from sparsepack.cli.messages.of_transformers import concerns_the_user
 from sparsepack.cli.messages.quiet import add_quiet, add_signs_of_life, quiet_option
 from sparsepack.cli.verbs.bench import bench
 from sparsepack.cli.verbs.calibrate import calibrate
@@ -35,6 +37,7 @@ from sparsepack.version import __version__
 # Waiting OpenMP workers that spin make two threads slower than one when another process takes a core; torch reads this
 # when it is first imported, so it stands before any command.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+logging.getLogger("transformers.modeling_rope_utils").addFilter(concerns_the_user)
 
 
 def _version(context: click.Context, parameter: click.Parameter, asked: bool) -> None:

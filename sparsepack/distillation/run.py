@@ -17,7 +17,6 @@ from sparsepack.distillation.updates import matrices
 from sparsepack.errors import DistillationError
 from sparsepack.files.atomic import check_output
 from sparsepack.files.hashing import fingerprint
-from sparsepack.files.resume import ResumeState, state_beside
 from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from sparsepack.models.checkpoint.distilled import distilled, texts_of_distilled
 from sparsepack.models.checkpoint.writer import write_checkpoint
@@ -27,6 +26,7 @@ from sparsepack.models.records.made import records_beside
 from sparsepack.models.verbs import check_taken
 from sparsepack.option import check_type
 from sparsepack.version import __version__
+from sparsepack.workers.resume import ResumeState, state_beside
 
 
 def distil(

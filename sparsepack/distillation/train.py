@@ -17,7 +17,6 @@ from sparsepack.calibration.folder import Calibration
 from sparsepack.distillation.measure import dense_states, measure
 from sparsepack.distillation.options import DistilOptions
 from sparsepack.distillation.updates import Update, first_updates, trained_with
-from sparsepack.files.resume import ResumeState
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
 from sparsepack.models.family import SITES
 from sparsepack.models.precision import arithmetic
@@ -31,6 +30,7 @@ from sparsepack.sparsity.allocation import weights_of
 from sparsepack.sparsity.divergence import Teacher, dense_divergence, divergence
 from sparsepack.sparsity.learned import first_channels, sparse_at
 from sparsepack.sparsity.training import Training
+from sparsepack.workers.resume import ResumeState
 
 MEASURED = 8
 """The model is measured on so many windows of the calibration, before and after."""

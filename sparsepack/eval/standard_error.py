@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
+_MOST = 1e9
+"""Larger figures are shown by powers of ten: the perplexity of a broken model may have hundreds of digits."""
+
 
 def mean(values: "Tensor") -> dict[str, float | None]:
     """The mean of one value per window, and its error; None of a single window."""
@@ -25,8 +28,10 @@ def exp_mean(values: "Tensor") -> dict[str, float | None]:
 
 
 def with_error(figure: Mapping[str, float | None], digits: int) -> str:
-    """`15.430 ± 0.210`; without the error where a single window gives none, `-` where there is no number at all."""
+    """`15.430 ± 0.210`; without the error where a single window gives none, `-` where there is no number at all, and
+    `1.2e+09` where it would take more than nine digits."""
     value, error = figure["value"], figure.get("stderr")
     if value is None:
         return "-"
-    return f"{value:.{digits}f}" + ("" if error is None else f" ± {error:.{digits}f}")
+    kind = "f" if abs(value) < _MOST else "e"
+    return f"{value:.{digits}{kind}}" + ("" if error is None else f" ± {error:.{digits}{kind}}")

@@ -54,15 +54,21 @@ def host_pieces(data: Tensor) -> Iterator[memoryview]:
         yield flat.cpu().numpy().data
 
 
-def on_host(tensor: Tensor) -> Tensor:
-    """The tensor in the host's memory. A GPU's is copied by a stream of its own: what is put on the current one from
-    now on goes on beside, and must not change it."""
+def on_host(tensor: Tensor, ready: torch.cuda.Event | None = None) -> Tensor:
+    """The tensor in the host's memory. A GPU's is copied by a stream of the thread's own: what is put on the current
+    one from now on goes on beside, and must not change it.
+
+    ready -- after this the tensor holds what it should; None: after all that is on the current stream now
+    """
     if not tensor.is_cuda:
         return tensor.cpu()
     made = torch.empty(tensor.shape, dtype=tensor.dtype)
     whole, end = made.view(-1).view(torch.uint8).numpy(), 0
-    beside = torch.cuda.Stream(tensor.device)  # type: ignore[no-untyped-call]
-    beside.wait_stream(torch.cuda.current_stream(tensor.device))
+    beside = _stream(tensor.device)
+    if ready is None:
+        beside.wait_stream(torch.cuda.current_stream(tensor.device))
+    else:
+        beside.wait_event(ready)
     with torch.cuda.stream(beside):
         for piece in host_pieces(tensor.contiguous().view(-1).view(torch.uint8)):
             start, end = end, end + len(piece)
@@ -96,6 +102,14 @@ def _buffer() -> Tensor:
             _own.buffer = torch.empty(PIECE, dtype=torch.uint8, pin_memory=True)
     buffer: Tensor = _own.buffer
     return buffer
+
+
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    """A stream of this thread on a GPU, one for all its copies: torch has 32, of which others record graphs."""
+    streams: dict[torch.device, torch.cuda.Stream] = _own.__dict__.setdefault("streams", {})
+    if device not in streams:
+        streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    return streams[device]
 
 
 def _wait(device: torch.device) -> None:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -17,6 +18,9 @@ MOST_EXPERTS = 1 << 14
 _FIXED_ROTARY = ("default", "linear", "llama3", "yarn")
 _BY_LENGTH = ("longrope", "dynamic")
 """Rotary embeddings of these types turn long texts by other frequencies than short ones."""
+_PLAIN_ROUTER = MappingProxyType({"scoring_func": "softmax", "n_group": 1, "routed_scaling_factor": 1.0})
+"""What other routers call what makes them so, and what it is in those that are known here. The stock models of these
+do not look at it."""
 
 
 @dataclass(frozen=True)
@@ -227,7 +231,8 @@ def architecture_of(config: Any, bos: int | None, more_eos: Sequence[int] = ()) 
 def expert_numbers(config: Any) -> ExpertNumbers | None:
     """How a stock configuration's MLPs choose among experts; None where they are dense.
 
-    Raises `CheckpointError` where some blocks have experts and others none, or the numbers are none.
+    Raises `CheckpointError` where some blocks have experts and others none, where the router is of another kind, or the
+    numbers are none.
     """
     experts = FAMILIES[config.model_type].experts
     if experts is None:
@@ -237,6 +242,12 @@ def expert_numbers(config: Any) -> ExpertNumbers | None:
             raise CheckpointError(
                 f"{config.model_type}: {name} {str(value)[:60]}: some blocks have a dense MLP in place of experts; "
                 "expected experts in every block"
+            )
+    for name, plain in _PLAIN_ROUTER.items():
+        if (value := getattr(config, name, None)) not in (None, plain):
+            raise CheckpointError(
+                f"{config.model_type}: {name} {str(value)[:60]}: a router of another kind; expected the softmax of its "
+                "logits over all experts together"
             )
     count, used = getattr(config, experts.count), config.num_experts_per_tok
     for name, value, most in ((experts.count, count, MOST_EXPERTS), ("num_experts_per_tok", used, count)):

@@ -13,9 +13,10 @@ class Links:
     worker   -- of the processor beside the device, for records in the host's memory
     handover -- seconds that handing inputs over to that processor and its results back takes
 
-    Of matrices that lie in the host's memory and that every token reads, in bytes per second; 0: nobody has measured it
+    Of matrices that every token reads, in bytes per second; 0: nobody has measured it
 
-    far_bus    -- of the device
+    near       -- of the device, where they lie in its memory
+    far_bus    -- of the device, where they lie in the host's
     far_worker -- of the processor, while the device reads others
     """
 
@@ -23,6 +24,7 @@ class Links:
     bus: float
     worker: float
     handover: float = 0.0
+    near: float = 0.0
     far_bus: float = 0.0
     far_worker: float = 0.0
 

@@ -34,10 +34,12 @@ class Rates:
 
 
 def measured_rates(links: Links, record_bytes: int) -> Rates:
-    """What kernels reach by links that were measured: all is read as fast as records, and the host's memory serves
-    processor and bus at the speeds that were measured while both read it."""
-    card, bus, worker = (speed * record_bytes for speed in (links.resident, links.bus, links.worker))
-    return Rates(links, card, links.far(record_bytes)[0], max(bus + worker, sum(links.far(record_bytes))))
+    """What kernels reach by links that were measured: matrices are read as fast as records where their speed was not
+    measured, and the host's memory serves processor and bus at the speeds that were measured while both read it."""
+    slots, bus, worker = (speed * record_bytes for speed in (links.resident, links.bus, links.worker))
+    return Rates(
+        links, links.near or slots, links.far(record_bytes)[0], max(bus + worker, sum(links.far(record_bytes)))
+    )
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,7 @@ class Machine:
         most = (self.cpu or self.dram) * 1e9
         worker = min(SCATTERED * dram, most) / record_bytes
         handover = self.handover_us * 1e-6
-        links = Links(hbm / record_bytes, bus / record_bytes, worker, handover, bus, min(dram, most))
+        links = Links(hbm / record_bytes, bus / record_bytes, worker, handover, hbm, bus, min(dram, most))
         return Rates(links, hbm, bus, dram)
 
 

@@ -19,7 +19,6 @@ from sparsepack.calibration.made_from import processor
 from sparsepack.errors import PruningError, WorkersError
 from sparsepack.files.atomic import check_output
 from sparsepack.files.hashing import fingerprint
-from sparsepack.files.resume import ResumeState, state_beside
 from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from sparsepack.models.checkpoint.source_files import texts_of
 from sparsepack.models.checkpoint.writer import made_of_blocks, write_checkpoint
@@ -43,6 +42,7 @@ from sparsepack.pruning.options import PruneOptions
 from sparsepack.reconstruction.inputs import Sums
 from sparsepack.version import __version__
 from sparsepack.workers.dealt import Dealt
+from sparsepack.workers.resume import ResumeState, state_beside
 from sparsepack.workers.workers import ALONE, Workers
 
 

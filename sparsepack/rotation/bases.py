@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from sparsepack.calibration.folder import Calibration
-from sparsepack.files.resume import ResumeState
 from sparsepack.formats.table import FORMATS, Format
 from sparsepack.models.checkpoint.bases import Bases
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
 from sparsepack.rotation.options import RotateOptions
+from sparsepack.workers.resume import ResumeState
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ from pathlib import Path
 import torch
 
 from sparsepack.errors import RotationError
-from sparsepack.files.resume import ResumeState
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
 from sparsepack.models.checkpoint.rotated import rotated
 from sparsepack.models.stock.blocks import BlockStream
@@ -18,6 +17,7 @@ from sparsepack.rotation.check import checked_tokens
 from sparsepack.rotation.options import RotateOptions
 from sparsepack.rotation.run import block_of, opened, run_block
 from sparsepack.workers.forecast import PartsForecast
+from sparsepack.workers.resume import ResumeState
 from sparsepack.workers.workers import Workers
 
 

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from sparsepack.calibration.folder import Calibration
 from sparsepack.errors import RotationError
-from sparsepack.files.resume import ResumeState
 from sparsepack.models.checkpoint.bases import Bases
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
 from sparsepack.models.heads import heads_of_config
 from sparsepack.rotation.options import RotateOptions
+from sparsepack.workers.resume import ResumeState
 
 
 def check_model(checkpoint: Checkpoint) -> None:

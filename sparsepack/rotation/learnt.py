@@ -21,7 +21,6 @@ from torch import Tensor
 from sparsepack.calibration.collectors import histogram
 from sparsepack.calibration.folder import Calibration
 from sparsepack.errors import RotationError
-from sparsepack.files.resume import ResumeState
 from sparsepack.models.checkpoint.bases import Bases, bases_of
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
 from sparsepack.models.checkpoint.rotated import rotated
@@ -39,6 +38,7 @@ from sparsepack.sparsity.allocation import weights_of
 from sparsepack.sparsity.divergence import divergence
 from sparsepack.sparsity.soft_channels import SoftChannels, first_threshold
 from sparsepack.sparsity.training import PART, Training, check_share
+from sparsepack.workers.resume import ResumeState
 
 _WINDOWS = 8
 """The first thresholds are taken on so many windows of the calibration."""

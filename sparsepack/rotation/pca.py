@@ -14,10 +14,8 @@ import torch
 from torch import Tensor
 
 from sparsepack.calibration.folder import Calibration
-from sparsepack.calibration.heads import output_moments
-from sparsepack.calibration.residual import second_moments
+from sparsepack.calibration.moments import output_moments, second_moments
 from sparsepack.errors import RotationError
-from sparsepack.files.resume import ResumeState
 from sparsepack.formats.codecs.q4_k_fit import SUB
 from sparsepack.formats.codecs.q6_k import SUB as OUTPUT_SUB
 from sparsepack.models.checkpoint.bases import Bases
@@ -25,6 +23,7 @@ from sparsepack.models.checkpoint.checkpoint import Checkpoint
 from sparsepack.rotation.hadamard import hadamard
 from sparsepack.rotation.options import RotateOptions
 from sparsepack.rotation.segments import check_count, chosen_segments, pooled
+from sparsepack.workers.resume import ResumeState
 
 ALONE = 4
 """So many of the largest directions share a scale with none of similar size."""

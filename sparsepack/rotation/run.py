@@ -16,13 +16,12 @@ from torch import Tensor
 
 from sparsepack.calibration.folder import Calibration
 from sparsepack.calibration.folder import load as load_calibration
-from sparsepack.calibration.heads import output_moments
 from sparsepack.calibration.made_from import processor
-from sparsepack.calibration.residual import residual_of, second_moments
+from sparsepack.calibration.moments import output_moments, second_moments
+from sparsepack.calibration.residual import residual_of
 from sparsepack.errors import RotationError, WorkersError
 from sparsepack.files.atomic import check_output
 from sparsepack.files.hashing import fingerprint
-from sparsepack.files.resume import ResumeState, state_beside
 from sparsepack.formats.codecs.types import stored_bytes, type_that_fits
 from sparsepack.formats.zigzag.plan import BASIS_TYPE
 from sparsepack.models.checkpoint.bases import bases_of
@@ -44,6 +43,7 @@ from sparsepack.rotation.check import check_error, checked_tokens, relative_erro
 from sparsepack.rotation.options import RotateOptions
 from sparsepack.rotation.segments import check_count
 from sparsepack.version import __version__
+from sparsepack.workers.resume import ResumeState, state_beside
 from sparsepack.workers.workers import ALONE, Workers
 
 _BASES = "bases"

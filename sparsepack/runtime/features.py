@@ -74,6 +74,14 @@ def not_by_neurons(packed: PackedModel) -> str:
             "the model's MLPs are mixtures of experts, which no engine gives slots; `place`, `trace` and `simulate` "
             "take experts"
         )
+    from sparsepack.formats.neuron.layout import EXACT_ZEROS  # it brings torch
+
+    activation = packed.architecture.activation
+    if activation not in EXACT_ZEROS:
+        return (
+            f"the model's MLPs are not stored by neurons, and with the activation {activation!r} none is exactly "
+            f"inactive; slots are for models with {', '.join(EXACT_ZEROS)}, packed with --format neuron-q4_k"
+        )
     return "the model's MLPs are not stored by neurons; pack it with --format neuron-q4_k"
 
 

@@ -13,7 +13,6 @@ from sparsepack.calibration.made_from import processor
 from sparsepack.errors import ThresholdsError
 from sparsepack.files.atomic import check_output
 from sparsepack.files.hashing import NO_HASH, fingerprint
-from sparsepack.files.resume import ResumeState, state_beside
 from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from sparsepack.models.family import SITES
 from sparsepack.models.precision import arithmetic
@@ -29,6 +28,7 @@ from sparsepack.sparsity.thresholds import Thresholds
 from sparsepack.sparsity.training import check_share
 from sparsepack.version import __version__
 from sparsepack.workers.dealt import Dealt
+from sparsepack.workers.resume import ResumeState, state_beside
 from sparsepack.workers.workers import ALONE, Workers
 
 BATCH = 2

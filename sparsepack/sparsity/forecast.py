@@ -8,7 +8,6 @@ from torch import Tensor
 
 from sparsepack.calibration.folder import load as load_calibration
 from sparsepack.errors import ThresholdsError
-from sparsepack.files.resume import ResumeState
 from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from sparsepack.models.sites import chosen_sites
 from sparsepack.models.stock.forecast import Forecast, forecast_blocks
@@ -19,6 +18,7 @@ from sparsepack.sparsity.find import BATCH, block_stream
 from sparsepack.sparsity.options import AllocationOptions
 from sparsepack.sparsity.sequential import rules_of_block
 from sparsepack.workers.dealt import Dealt
+from sparsepack.workers.resume import ResumeState
 from sparsepack.workers.workers import Workers
 
 

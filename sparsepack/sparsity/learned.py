@@ -17,7 +17,6 @@ import torch
 
 from sparsepack.calibration.criteria import channel_weights
 from sparsepack.calibration.folder import Calibration
-from sparsepack.files.resume import ResumeState
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
 from sparsepack.models.family import SITES
 from sparsepack.models.precision import arithmetic
@@ -32,6 +31,7 @@ from sparsepack.sparsity.sequential import Chooser
 from sparsepack.sparsity.soft_channels import SoftChannels, first_threshold
 from sparsepack.sparsity.thresholds import rules_of_json, rules_to_json
 from sparsepack.sparsity.training import PART, Training
+from sparsepack.workers.resume import ResumeState
 from sparsepack.workers.workers import Workers
 
 _HIGHEST = 0.98

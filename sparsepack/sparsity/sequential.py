@@ -14,7 +14,6 @@ import torch
 from sparsepack.calibration.collectors import histogram
 from sparsepack.calibration.collectors.kernels import kernels_on
 from sparsepack.calibration.collectors.site_input import SiteInput
-from sparsepack.files.resume import ResumeState
 from sparsepack.models.family import SITES
 from sparsepack.models.records.rule import CURVE_SHARES, Rules, SiteKey, SiteRule, sparsify
 from sparsepack.models.stock.blocks import BlockStream
@@ -23,6 +22,7 @@ from sparsepack.models.stock.hooks import SiteFunction, site_hooks
 from sparsepack.progress import Advance, Shorter, progress
 from sparsepack.sparsity.thresholds import rules_of_json, rules_to_json
 from sparsepack.workers.dealt import Dealt
+from sparsepack.workers.resume import ResumeState
 
 Chooser = Callable[[int, BlockStream], Mapping[str, SiteRule]]
 """A chooser takes (layer, stream with that block loaded) and returns each site's rule, but for its threshold; choosers

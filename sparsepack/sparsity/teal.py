@@ -12,7 +12,6 @@ import torch
 
 from sparsepack.calibration.collectors import histogram
 from sparsepack.calibration.folder import Calibration
-from sparsepack.files.resume import ResumeState
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
 from sparsepack.models.family import SITES
 from sparsepack.models.records.rule import SiteKey, SiteRule
@@ -22,6 +21,7 @@ from sparsepack.models.tokenizer.windows import spread_windows
 from sparsepack.sparsity.allocation import rules_of_criterion
 from sparsepack.sparsity.options import AllocationOptions
 from sparsepack.sparsity.sequential import Chooser, score, second_half
+from sparsepack.workers.resume import ResumeState
 from sparsepack.workers.workers import ALONE, Workers
 
 STEP = 0.025

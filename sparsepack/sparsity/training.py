@@ -11,10 +11,10 @@ from typing import Any, Protocol
 import torch
 
 from sparsepack.errors import WorkersError
-from sparsepack.files.resume import ResumeState, pause_after
 from sparsepack.models.stock.repeatable import repeatable
 from sparsepack.progress import Shorter, progress
 from sparsepack.workers.dealt import Dealt
+from sparsepack.workers.resume import ResumeState, pause_after
 from sparsepack.workers.workers import Workers
 
 Found = tuple[torch.Tensor, torch.Tensor]

@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from sparsepack.calibration.folder import Calibration
-from sparsepack.files.resume import ResumeState
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
 from sparsepack.models.family import SITES
 from sparsepack.models.records.rule import SiteKey, SiteRule
@@ -12,6 +11,7 @@ from sparsepack.models.stock.blocks import BlockStream
 from sparsepack.sparsity.allocation import rules_of_criterion
 from sparsepack.sparsity.options import AllocationOptions
 from sparsepack.sparsity.sequential import Chooser
+from sparsepack.workers.resume import ResumeState
 
 
 def chooser(

@@ -17,7 +17,6 @@ from sparsepack.calibration.folder import Calibration
 from sparsepack.calibration.made_from import made_from
 from sparsepack.errors import PlacementError
 from sparsepack.files.hashing import fingerprint
-from sparsepack.files.resume import ResumeState, state_beside
 from sparsepack.files.text import Text, read_text
 from sparsepack.models.architecture import expert_numbers
 from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
@@ -32,6 +31,7 @@ from sparsepack.tracing import trace as traces
 from sparsepack.tracing.options import TraceOptions
 from sparsepack.tracing.trace import Trace
 from sparsepack.version import __version__
+from sparsepack.workers.resume import ResumeState, state_beside
 
 DENSE = 0.99
 """A block that has more of its neurons active than this has none that could be left out."""

@@ -6,6 +6,7 @@ joined.py    a process finds the others, as torchrun or `launch` started them
 alive.py     signs of life, by which a process that is lost ends all
 launch.py    a command starts the workers itself (`--devices`)
 forked.py    many items by forks of this process, for encoders on a CPU
+resume.py    the state of a run that has not finished, from which it goes on, by one process or several
 
 Nowhere else is torch.distributed called, or a process forked. Whatever the number of workers, the result has the same
 bits: windows are dealt in parts that do not depend on it, and what is found in each part is added in the order of the

@@ -1,10 +1,14 @@
 """What the environment says of the workers of which this process is one. Nothing heavy is imported."""
 
 import os
+from contextlib import suppress
+from pathlib import Path
 
 LAUNCHED = "SPARSEPACK_LAUNCHED_BY"
 """The process that started the workers (`--devices`), by its number; torchrun sets no such variable."""
 
+DONE = "SPARSEPACK_DONE"
+"""The file that a worker makes, when its work is done, for whom it was started by (`--devices`); torchrun has none."""
 
 _NAMES = ("RANK", "MASTER_ADDR", "MASTER_PORT")
 
@@ -40,3 +44,11 @@ def workers_count() -> int:
 def number_here() -> int:
     """The number of this worker among those of its machine, from 0."""
     return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def say_done() -> None:
+    """Tell whoever started this worker that its work is done and its output out: from here on its end, whatever it is,
+    takes nothing away. One that nobody started so has nobody to tell."""
+    if path := os.environ.get(DONE):
+        with suppress(OSError):  # where not even an empty file can be made, the process's end alone tells
+            Path(path).touch()

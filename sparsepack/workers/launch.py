@@ -1,7 +1,8 @@
 """A command starts the workers itself: itself again, once for each device, as torchrun would.
 
 The first worker has this process's output. What the others print is kept: where one of them fails first, its line is
-told. When one ends before the work is done all are ended, and one line says which and why. Nothing heavy is imported.
+told. When one ends before its work is done all are ended, and one line says which and why; one that is killed after
+that, while Python ends, ends nobody. Nothing heavy is imported.
 """
 
 import os
@@ -13,12 +14,13 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import IO
 
 from sparsepack.errors import WorkersError
 from sparsepack.process import cores
 from sparsepack.terminal import printable, tell
-from sparsepack.workers.environment import LAUNCHED
+from sparsepack.workers.environment import DONE, LAUNCHED
 
 _POLL = 0.05
 _FIRST_SAYS = 2.0  # seconds in which the first worker may come to the same end by itself, and say so
@@ -31,6 +33,13 @@ class _Started:
     device: str
     process: subprocess.Popen[bytes]
     said: IO[bytes] | None
+    done: Path  # it makes this file when its work is done
+
+    @property
+    def killed_late(self) -> bool:
+        """Whether a signal ended it after its work was done."""
+        status = self.process.poll()
+        return status is not None and status < 0 and self.done.exists()
 
 
 def devices_of(text: str) -> tuple[str, ...]:
@@ -54,22 +63,26 @@ def launch(arguments: Sequence[str], devices: Sequence[str]) -> int:
     port = ours.getsockname()[1]
     ours.close()
     started: list[_Started] = []
-    try:
-        for number, device in enumerate(devices):
-            started.append(_start(arguments, number, device, devices, port))
-        return _wait(started)
-    except KeyboardInterrupt:  # which each of them has got from the terminal, too
-        for each in started:
-            _ended(each, _END)
-        return 128 + signal.SIGINT
-    finally:
-        _end_all(started)
-        for each in started:
-            if each.said is not None:
-                each.said.close()
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            for number, device in enumerate(devices):
+                done = Path(folder) / str(number)
+                started.append(_start(arguments, number, device, devices, port, done))
+            return _wait(started)
+        except KeyboardInterrupt:  # which each of them has got from the terminal, too
+            for each in started:
+                _ended(each, _END)
+            return 128 + signal.SIGINT
+        finally:
+            _end_all(started)
+            for each in started:
+                if each.said is not None:
+                    each.said.close()
 
 
-def _start(arguments: Sequence[str], number: int, device: str, devices: Sequence[str], port: int) -> _Started:
+def _start(
+    arguments: Sequence[str], number: int, device: str, devices: Sequence[str], port: int, done: Path
+) -> _Started:
     here = {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": len(devices), "LOCAL_WORLD_SIZE": len(devices)}
     environment = {
         **os.environ,
@@ -77,6 +90,7 @@ def _start(arguments: Sequence[str], number: int, device: str, devices: Sequence
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         LAUNCHED: str(os.getpid()),
+        DONE: str(done),
     }
     if sys.platform == "linux":
         environment.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else a host's name would have to resolve
@@ -90,7 +104,7 @@ def _start(arguments: Sequence[str], number: int, device: str, devices: Sequence
         stdout=None if number == 0 else subprocess.DEVNULL,
         stderr=said,
     )
-    return _Started(number, device, process, said)
+    return _Started(number, device, process, said, done)
 
 
 def with_device(arguments: Sequence[str], device: str) -> list[str]:
@@ -111,10 +125,13 @@ def _wait(started: Sequence[_Started]) -> int:
     """Wait until all have ended well, or one has not. Returns the exit status."""
     while True:
         statuses = {each: each.process.poll() for each in started}
-        failed = [each for each, status in statuses.items() if status]
+        failed = [each for each, status in statuses.items() if status and not each.killed_late]
         if failed:
             return _told(failed[0], started)
         if None not in statuses.values():
+            for each in started:
+                if each.killed_late:
+                    _tell(f"note: {_name(each, started)} was killed by {_signal(each)} when its work was done")
             return 0
         time.sleep(_POLL)
 
@@ -129,14 +146,22 @@ def _told(failed: _Started, started: Sequence[_Started]) -> int:
     if status > 0 and not failed.number:
         return int(status)
     _end_all(started)
-    _tell(f"worker {failed.number} of {len(started)} ({failed.device}) {_why(failed)}")
+    _tell(f"{_name(failed, started)} {_why(failed)}")
     return int(status) if status > 0 else 1
+
+
+def _name(worker: _Started, started: Sequence[_Started]) -> str:
+    return f"worker {worker.number} of {len(started)} ({worker.device})"
+
+
+def _signal(worker: _Started) -> str:
+    return signal.Signals(-worker.process.returncode).name
 
 
 def _why(failed: _Started) -> str:
     status = failed.process.returncode
     if status < 0:
-        name = signal.Signals(-status).name
+        name = _signal(failed)
         memory = ", perhaps for want of memory" if name == "SIGKILL" else ""
         return f"was killed by {name}{memory}; nothing is written, and the same command goes on"
     assert failed.said is not None

@@ -13,11 +13,11 @@ from models_for_tests import TEXT
 
 from sparsepack.calibration.options import CalibrateOptions
 from sparsepack.calibration.run import calibrate
-from sparsepack.files import resume as unfinished
-from sparsepack.files.resume import ResumeState
 from sparsepack.files.text import Text
 from sparsepack.models.checkpoint.checkpoint import open_checkpoint
 from sparsepack.models.stock.blocks import BlockStream
+from sparsepack.workers import resume as unfinished
+from sparsepack.workers.resume import ResumeState
 
 OPTIONS = CalibrateOptions(context=48, samples=6)
 

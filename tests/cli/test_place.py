@@ -96,7 +96,7 @@ def test_copies_of_gates_are_planned_where_gates_do_not_fit(file: Path, tmp_path
 def test_what_cannot_be_placed_is_one_line(file: Path, tmp_path: Path) -> None:
     zigzag = tmp_path / "z.gguf"
     write_zigzag(open_checkpoint("shipped:tiny"), {}, zigzag)
-    assert "pack it with --format neuron-q4_k" in fails("place", zigzag, "--vram", "8GB")
+    assert "with the activation 'silu' none is exactly inactive" in fails("place", zigzag, "--vram", "8GB")
     assert "the file has the frequencies of its neurons; leave it out" in fails(
         "place", file, "--vram", "8GB", "--calibration", tmp_path
     )

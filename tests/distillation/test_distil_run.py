@@ -18,8 +18,6 @@ from sparsepack.calibration.run import calibrate
 from sparsepack.distillation.run import check_windows
 from sparsepack.distillation.updates import matrices
 from sparsepack.errors import CalibrationError, CheckpointError, DistillationError, OutputError, RotationError
-from sparsepack.files import resume
-from sparsepack.files.resume import ResumeState
 from sparsepack.files.text import Text, read_text
 from sparsepack.inspection import inspect
 from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
@@ -27,6 +25,8 @@ from sparsepack.models.records.distilled import RECORD, Distilled, distillation_
 from sparsepack.models.records.rotated import RECORD as ROTATE_RECORD
 from sparsepack.pruning.options import PruneOptions
 from sparsepack.sparsity import training
+from sparsepack.workers import resume
+from sparsepack.workers.resume import ResumeState
 
 FEW = {"steps": 3, "batch": 1, "length": 32}
 KINDS = (None, 4)

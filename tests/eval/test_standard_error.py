@@ -9,7 +9,13 @@ from sparsepack.eval.standard_error import exp_mean, with_error
 
 
 @pytest.mark.parametrize(
-    ("value", "stderr", "shown"), [(1.5, 0.25, "1.50 ± 0.25"), (1.5, None, "1.50"), (None, None, "-")]
+    ("value", "stderr", "shown"),
+    [
+        (1.5, 0.25, "1.50 ± 0.25"),
+        (1.5, None, "1.50"),
+        (None, None, "-"),
+        (2.764e197, 6.04e196, "2.76e+197 ± 6.04e+196"),
+    ],
 )
 def test_what_is_not_known_is_left_out(value: float | None, stderr: float | None, shown: str) -> None:
     """lm-eval gives no number where a metric has none; a table of the others must still be printed."""

@@ -11,7 +11,7 @@ import pytest
 
 from sparsepack.errors import OutputError
 from sparsepack.files.lock import locked, remove_lock
-from sparsepack.files.resume import state_beside
+from sparsepack.workers.resume import state_beside
 
 _HOLDS = """
 import sys, time

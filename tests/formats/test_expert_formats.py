@@ -13,6 +13,7 @@ from models_for_tests import EXPERTS, make_model
 
 from sparsepack.errors import ArtifactError, CheckpointError, PackingError
 from sparsepack.formats.codecs import q4_k, zigzag
+from sparsepack.formats.containers.gguf.values import u32
 from sparsepack.formats.containers.gguf.writer import GgufPlan
 from sparsepack.formats.open import open_artifact, read_packed
 from sparsepack.formats.packed import ExpertMlp
@@ -197,4 +198,16 @@ def test_a_gguf_with_experts_of_an_unknown_kind_is_one_line(checkpoints: dict[st
     values |= {key.replace("llama.", "qwen2."): value for key, value in values.items() if key.startswith("llama.")}
     dataclasses.replace(plan, values=values, architecture="qwen2").write(tmp_path / "m.gguf")
     with pytest.raises(CheckpointError, match="a GGUF of architecture 'qwen2' with experts; expected one of"):
+        open_checkpoint(tmp_path / "m.gguf")
+
+
+@pytest.mark.parametrize(("key", "value"), [("expert_gating_func", 2), ("expert_group_count", 8)])
+def test_a_gguf_with_another_router_is_one_line(
+    checkpoints: dict[str, Checkpoint], tmp_path: Path, key: str, value: int
+) -> None:
+    plan = FORMATS["bf16"].plan(checkpoints["qwen3_moe"], PlanRequest())
+    assert isinstance(plan, GgufPlan)
+    values = {name: each for name, each in plan.values.items() if name != "sparsepack.config"}
+    dataclasses.replace(plan, values={**values, f"qwen3moe.{key}": u32(value)}).write(tmp_path / "m.gguf")
+    with pytest.raises(CheckpointError, match=f"qwen3moe.{key} is {value}, a router of another kind"):
         open_checkpoint(tmp_path / "m.gguf")

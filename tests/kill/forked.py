@@ -129,7 +129,7 @@ def _serve(said: str) -> None:
 
     import torch
 
-    from sparsepack.files import resume
+    from sparsepack.workers import resume
 
     torch.set_num_threads(1)
     resume.SAVE_EVERY = 0.0  # each block and each step, so that there are states to go on from

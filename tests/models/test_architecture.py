@@ -10,6 +10,7 @@ from transformers import AutoConfig, AutoModel
 from sparsepack.errors import CheckpointError
 from sparsepack.models.architecture import Architecture, architecture_of
 from sparsepack.models.checkpoint.checkpoint import open_checkpoint
+from sparsepack.models.checkpoint.configuration import folder_config
 
 YARN = {
     "rope_type": "yarn",
@@ -75,6 +76,67 @@ def test_frequencies_follow_the_texts_length_as_in_the_stock_model(kind, length)
     torch.testing.assert_close(angles.sin().repeat(1, 2) * architecture.rotary_scale, sin[0])
     assert torch.equal(architecture.frequencies(length), torch.tensor(architecture.inv_freq)) == (length == 64)
     assert Architecture.from_json(json.loads(json.dumps(architecture.to_json()))) == architecture
+
+
+_FACTORS = {name: LONGROPE[name] for name in ("short_factor", "long_factor")}
+AS_ON_THE_HUB = {
+    "Phi-3-mini-128k": (
+        {"model_type": "phi3", "rope_theta": 10000.0, "rope_scaling": {"type": "longrope", **_FACTORS}},
+        {"model_type": "phi3", "rope_parameters": LONGROPE},
+        {"max_position_embeddings": 256, "original_max_position_embeddings": 64, "pad_token_id": 0},
+    ),
+    "Phi-4-mini": (
+        {
+            "model_type": "phi3",
+            "rope_theta": 10000.0,
+            "partial_rotary_factor": 0.5,
+            "rope_scaling": {"type": "longrope", **{name: factors[:4] for name, factors in _FACTORS.items()}},
+        },
+        {
+            "model_type": "phi3",
+            "rope_parameters": {
+                **LONGROPE,
+                **{name: factors[:4] for name, factors in _FACTORS.items()},
+                "partial_rotary_factor": 0.5,
+            },
+        },
+        {"max_position_embeddings": 256, "original_max_position_embeddings": 64, "pad_token_id": 0},
+    ),
+    "dynamic": (
+        {"model_type": "llama", "rope_theta": 10000.0, "rope_scaling": {"type": "dynamic", "factor": 4.0}},
+        {"model_type": "llama", "rope_parameters": BY_LENGTH["dynamic"]},
+        {"max_position_embeddings": 64},
+    ),
+    "Gemma 3": (
+        {
+            "model_type": "gemma3_text",
+            "rope_theta": 100000.0,
+            "rope_local_base_freq": 1000.0,
+            "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+            "sliding_window_pattern": 2,
+        },
+        {
+            "model_type": "gemma3_text",
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
+                "full_attention": {"rope_type": "linear", "rope_theta": 100000.0, "factor": 8.0},
+            },
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+        {"sliding_window": 9, "head_dim": 16},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", AS_ON_THE_HUB)
+def test_configurations_as_checkpoints_on_the_hub_have_them_are_understood(name, tmp_path):
+    """They were saved by older versions of transformers, with rotary settings beside each other."""
+    theirs, now, both = AS_ON_THE_HUB[name]
+    values = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 3}
+    (tmp_path / "config.json").write_text(json.dumps({**values, "intermediate_size": 96, **both, **theirs}))
+    found = architecture_of(folder_config(tmp_path, "m").config, None)
+    assert found == architecture_of(config(**both, **now), None)
+    assert found.long_texts is not None or found.local_inv_freq
 
 
 def test_a_rotary_embedding_of_another_type_is_refused():

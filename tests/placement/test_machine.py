@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -26,11 +27,9 @@ NEAR = plan_of_share(LLAMA_70B.parts, 1)
 """A plan in which all but the embedding is read from the card."""
 
 
-def tokens_per_second(
-    machine: Machine, shape: Shape, density: float, hit_rate: float, moved: float, over_the_bus: bool
-) -> float:
-    plan = plan_of_share(shape.parts, 0.5)
-    return seconds_per_token(machine.rates(shape.record_bytes), plan, density, hit_rate, moved, over_the_bus).rate
+def tokens_per_second(machine: Machine, shape: Shape, *about: Any) -> float:
+    """With slots for half of the neurons; about -- what `seconds_per_token` takes after the plan."""
+    return seconds_per_token(machine.rates(shape.record_bytes), plan_of_share(shape.parts, 0.5), *about).rate
 
 
 def test_sizes_are_those_of_the_models():
@@ -107,6 +106,13 @@ def test_measured_links_give_the_speed_of_a_machine_that_has_them():
     for over in (True, False):
         found = [seconds_per_token(each, NEAR, 0.135, 0.6, 0.0, over).rate for each in (rates, measured)]
         assert found[0] == pytest.approx(found[1])
+
+
+def test_matrices_are_read_as_fast_as_records_where_nobody_measured_them():
+    rates = PCIE5.rates(LLAMA_70B.record_bytes)
+    slow = replace(rates.links, resident=rates.links.resident / 4)
+    assert measured_rates(slow, LLAMA_70B.record_bytes).card == rates.card
+    assert measured_rates(replace(slow, near=0.0), LLAMA_70B.record_bytes).card == pytest.approx(rates.card / 4)
 
 
 def test_the_dense_split_reads_what_does_not_fit_from_host_memory():

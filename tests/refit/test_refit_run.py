@@ -12,7 +12,6 @@ from sparsepack.calibration.folder import load
 from sparsepack.calibration.options import CalibrateOptions
 from sparsepack.calibration.run import calibrate
 from sparsepack.errors import PackingError
-from sparsepack.files.resume import unfinished_path
 from sparsepack.files.text import Text
 from sparsepack.formats.inspect import describe
 from sparsepack.formats.open import open_artifact
@@ -28,6 +27,7 @@ from sparsepack.sparsity.find import find_thresholds
 from sparsepack.sparsity.options import AllocationOptions
 from sparsepack.sparsity.sequential import inputs_of_site, sparse_second_half, sparsify_second_half
 from sparsepack.sparsity.thresholds import read_thresholds
+from sparsepack.workers.resume import unfinished_path
 
 BOTH = RefitOptions(refit=True, quantiser="gptq")
 REFIT = RefitOptions(refit=True)

@@ -6,16 +6,16 @@ import pytest
 import torch
 
 from sparsepack.calibration.folder import Calibration
-from sparsepack.calibration.heads import output_moments
-from sparsepack.calibration.residual import PRODUCT, second_moments
+from sparsepack.calibration.moments import output_moments, second_moments
+from sparsepack.calibration.residual import PRODUCT
 from sparsepack.errors import RotationError
-from sparsepack.files.resume import ResumeState
 from sparsepack.formats.table import FORMATS
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
 from sparsepack.rotation import hadamard
 from sparsepack.rotation.bases import ROTATIONS
 from sparsepack.rotation.options import BASES, RotateOptions
 from sparsepack.rotation.pca import directions, evened, placed
+from sparsepack.workers.resume import ResumeState
 
 NOWHERE = ResumeState(None, "")
 

@@ -8,7 +8,6 @@ import torch
 from sparsepack.calibration import folder
 from sparsepack.calibration.folder import Calibration
 from sparsepack.errors import RotationError
-from sparsepack.files.resume import ResumeState
 from sparsepack.models.checkpoint.bases import Bases
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
 from sparsepack.models.checkpoint.rotated import rotated
@@ -23,6 +22,7 @@ from sparsepack.sparsity import training
 from sparsepack.sparsity.allocation import weights_of
 from sparsepack.sparsity.divergence import divergence
 from sparsepack.sparsity.soft_channels import SoftChannels
+from sparsepack.workers.resume import ResumeState
 
 FEW = RotateOptions("learnt", steps=3, batch=1, length=32)
 

@@ -9,14 +9,15 @@ import torch
 from torch import Tensor
 
 from sparsepack.calibration.folder import Calibration
-from sparsepack.calibration.residual import PRODUCT, second_moments
+from sparsepack.calibration.moments import second_moments
+from sparsepack.calibration.residual import PRODUCT
 from sparsepack.errors import RotationError
-from sparsepack.files.resume import ResumeState
 from sparsepack.models.checkpoint.bases import Bases, bases_of
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
 from sparsepack.rotation import pca
 from sparsepack.rotation.options import RotateOptions
 from sparsepack.rotation.segments import Run, chosen_segments, energy_lost, pooled
+from sparsepack.workers.resume import ResumeState
 
 HIDDEN = 16
 

@@ -16,6 +16,7 @@ from sparsepack.formats.codecs import zigzag
 from sparsepack.formats.codecs.matrices import ZIGZAG, PackedMatrix, decode_matrix
 from sparsepack.runtime import backend_module
 from sparsepack.runtime.backends import BACKENDS, backend_named
+from sparsepack.runtime.chained.operations import Operations
 from sparsepack.runtime.cpu.dispatch import FORCED
 from sparsepack.runtime.cuda.decoder.model import ACTIVATIONS
 from sparsepack.runtime.cuda.driver.kernel_set import KERNELS
@@ -23,8 +24,7 @@ from sparsepack.runtime.cuda.products import neurons
 from sparsepack.runtime.cuda.products.gemm_fp16 import Product
 from sparsepack.runtime.cuda.products.neurons import CudaNeurons
 from sparsepack.runtime.cuda.products.zigzag import CudaZigzag
-from sparsepack.runtime.cuda.products.zigzag_products import Input
-from sparsepack.runtime.operations import Operations
+from sparsepack.runtime.cuda.products.zigzag_products import Input, Output
 from sparsepack.runtime.reference import products as reference
 
 
@@ -82,7 +82,9 @@ class CudaProducts:
 
     def gemv(self, matrix: CudaZigzag, x: Tensor, threshold: Tensor | None) -> tuple[Tensor, int]:
         y, active = torch.empty(matrix.rows, device=x.device), torch.zeros((), dtype=torch.int64, device=x.device)
-        KERNELS.gemv(matrix, Input(x, threshold=None if threshold is None else threshold.reshape(-1)), y, active=active)
+        KERNELS.gemv(
+            matrix, Input(x, threshold=None if threshold is None else threshold.reshape(-1)), Output(y, active=active)
+        )
         return y, int(active)
 
     def zigzag_matmul(self, matrix: CudaZigzag, x: Tensor) -> Tensor:
@@ -164,7 +166,7 @@ CUDA = pytest.param(("cuda", "cuda"), id="cuda", marks=pytest.mark.gpu)
 every_backend = pytest.mark.parametrize("backend", [*OF_OPERATIONS, CUDA], indirect=True)
 """Tests that it marks get a `Backend` as `backend`, a fixture of conftest.py."""
 every_backend_of_operations = pytest.mark.parametrize("backend", OF_OPERATIONS, indirect=True)
-"""Those whose decoders chain the functions of `runtime/operations.py`."""
+"""Those whose decoders chain the functions of `runtime/chained/operations.py`."""
 
 
 def opened(name: str, variant: str) -> Iterator[Backend]:

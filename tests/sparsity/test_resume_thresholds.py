@@ -14,8 +14,6 @@ from sparsepack.calibration.folder import Calibration, load
 from sparsepack.calibration.options import CalibrateOptions
 from sparsepack.calibration.run import calibrate
 from sparsepack.cli import main
-from sparsepack.files import resume
-from sparsepack.files.resume import ResumeState, state_beside
 from sparsepack.files.text import read_text
 from sparsepack.models.family import SITES
 from sparsepack.models.records.rule import SiteRule
@@ -26,6 +24,8 @@ from sparsepack.sparsity.find import find_thresholds
 from sparsepack.sparsity.options import AllocationOptions
 from sparsepack.sparsity.sequential import finished_rules, save_rules
 from sparsepack.sparsity.thresholds import read_thresholds
+from sparsepack.workers import resume
+from sparsepack.workers.resume import ResumeState, state_beside
 
 GLOBAL = AllocationOptions(0.5, "global", windows=2, steps=6, batch=1, length=32)
 TEAL = AllocationOptions(0.25, "teal", windows=2)

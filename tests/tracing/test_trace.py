@@ -17,7 +17,6 @@ from sparsepack.calibration.options import CalibrateOptions
 from sparsepack.calibration.run import calibrate
 from sparsepack.cli.app import main
 from sparsepack.errors import CalibrationError, OutputError, PlacementError
-from sparsepack.files.resume import ResumeState
 from sparsepack.files.text import Text
 from sparsepack.models.checkpoint.checkpoint import open_checkpoint
 from sparsepack.models.stock.whole import load_model
@@ -25,6 +24,7 @@ from sparsepack.models.tokenizer.windows import rolling_windows, session_windows
 from sparsepack.tracing import trace as traces
 from sparsepack.tracing.collect import trace
 from sparsepack.tracing.options import TraceOptions
+from sparsepack.workers.resume import ResumeState
 
 OPTIONS = TraceOptions(sessions=3, tokens=48, prompt=8)
 

@@ -20,10 +20,10 @@ from models_for_tests import TEXT
 
 from sparsepack.calibration.options import CalibrateOptions
 from sparsepack.calibration.run import calibrate
-from sparsepack.files import resume
-from sparsepack.files.resume import unfinished_path
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
 from sparsepack.models.stock.blocks import BlockStream
+from sparsepack.workers import resume
+from sparsepack.workers.resume import unfinished_path
 
 __all__ = ["on_devices", "small"]
 

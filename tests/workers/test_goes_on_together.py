@@ -9,13 +9,13 @@ from folders_for_tests import content
 from linked import together
 
 from sparsepack.calibration.folder import Calibration, save
-from sparsepack.files import resume
-from sparsepack.files.resume import ResumeState, unfinished_path
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
 from sparsepack.pruning.options import PruneOptions
 from sparsepack.pruning.run import prune
 from sparsepack.rotation.options import RotateOptions
 from sparsepack.rotation.run import rotate
+from sparsepack.workers import resume
+from sparsepack.workers.resume import ResumeState, unfinished_path
 from sparsepack.workers.workers import ALONE, Workers
 
 __all__ = ["small", "small_calibration", "text"]

@@ -8,10 +8,14 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import click
 import pytest
+from click.testing import CliRunner
 
+from sparsepack.cli.messages.errors import Verbs
 from sparsepack.errors import WorkersError
 from sparsepack.workers import launch as module
+from sparsepack.workers.environment import DONE
 from sparsepack.workers.launch import devices_of, launch, with_device
 
 
@@ -71,6 +75,38 @@ def test_a_killed_worker_ends_all_with_one_line(
     said = capfd.readouterr().err
     assert said.startswith("sparsepack: worker 2 of 3 (cpu) was killed by SIGKILL")
     assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize("killed", [0, 1])
+def test_a_worker_killed_when_its_work_is_done_takes_nothing_away(
+    killed: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The other one writes after that, as the first worker of `eval` does."""
+    monkeypatch.chdir(tmp_path)
+    code = (
+        f"import os, pathlib, time\nif os.environ['RANK'] == '{killed}':\n"
+        f" pathlib.Path(os.environ['{DONE}']).touch()\n os.kill(os.getpid(), 9)\n"
+        "time.sleep(0.5)\npathlib.Path('result').touch()"
+    )
+    _workers(monkeypatch, code)
+    assert launch(["x"], ["cpu"] * 2) == 0
+    assert Path("result").exists()
+    expected = f"sparsepack: note: worker {killed} of 2 (cpu) was killed by SIGKILL when its work was done\n"
+    assert capfd.readouterr().err == expected
+
+
+@pytest.mark.parametrize("well", [True, False])
+def test_a_command_says_that_it_is_done_where_it_ends_well(
+    well: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def work() -> None:
+        if not well:
+            raise WorkersError("no such card")
+
+    monkeypatch.setenv(DONE, str(tmp_path / "done"))
+    verbs = Verbs(commands={"work": click.Command("work", callback=work)})
+    assert CliRunner().invoke(verbs, ["work"]).exit_code == (0 if well else 2)
+    assert (tmp_path / "done").exists() == well
 
 
 @pytest.mark.parametrize(("others", "told"), [("time.sleep(600)", 1), ("sys.exit(2)", 0)])

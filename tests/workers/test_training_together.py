@@ -8,10 +8,10 @@ import torch
 from linked import together
 
 from sparsepack.errors import WorkersError
-from sparsepack.files.resume import ResumeState
 from sparsepack.sparsity import training
 from sparsepack.sparsity.options import AllocationOptions
 from sparsepack.sparsity.training import PART, Training, check_share
+from sparsepack.workers.resume import ResumeState
 from sparsepack.workers.workers import Workers
 
 WINDOWS = torch.randint(50, (9, 16), generator=torch.Generator().manual_seed(0))

@@ -7,7 +7,7 @@ import sys
 import time
 
 faulthandler.dump_traceback_later(int(os.environ.get("HANG", "80")), exit=True)
-T = time.time()
+T, DTYPE = time.time(), os.environ.get("DTYPE", "bfloat16")
 
 
 def said(what):
@@ -47,7 +47,7 @@ if __name__ == "__main__":
         model=sys.argv[1],
         max_model_len=256,
         max_num_batched_tokens=256,
-        dtype="bfloat16",
+        dtype=DTYPE,
         kv_cache_memory_bytes=1 << 28,
         gpu_memory_utilization=0.02,
         **how,
@@ -63,5 +63,5 @@ if __name__ == "__main__":
     written = [list(t.outputs[0].token_ids) for t in written]
     print(json.dumps(written[:3]), flush=True)
     if "nocheck" not in sys.argv:
-        assert_greedy(Path(sys.argv[1]), written, 0.1, ranks, torch.bfloat16, "cuda")
+        assert_greedy(Path(sys.argv[1]), written, 0.1, ranks, getattr(torch, DTYPE), "cuda")
         said("compared with transformers")

@@ -39,7 +39,7 @@ if "-m" in sys.orig_argv and "sparsepack" in sys.orig_argv and not ("RANK" not i
         while True:
             time.sleep(0.003)
             if not patched:
-                m = sys.modules.get("sparsepack.files.resume")
+                m = sys.modules.get("sparsepack.workers.resume")
                 if m is not None and hasattr(m, "pause_after"): m.SAVE_EVERY = 0.0; patched = True
             if mine and mark and ((file and os.path.exists(file)) or (frame and inside())):
                 time.sleep(float(os.environ.get("M1_KILL_WAIT", "0")))
@@ -118,7 +118,7 @@ CASES = [
     ("calibrate", 1, 0, 2),
     ("prune", 1, 0, 2),
 ]
-CASES = [c for c in CASES if os.environ.get("M1_CASES", "") in ("", c[0])]
+CASES = [c for c in CASES if c[0] in os.environ.get("M1_CASES", c[0]).split(",")]
 
 
 def run(verb, folder, count, kill=None, gpu=0):
@@ -253,7 +253,8 @@ if os.environ.get("M1_CASES", "torchrun") == "torchrun":
     jobs.append(pool.submit(by_torchrun, cal))
 subprocess.run(["ln", "-sfn", str(cal.result() / "out"), CAL])
 table = pool.submit(reference, "thresholds", 0)
-refs = {"thresholds": table, **{v: pool.submit(reference, v, 1) for v in ("global", "teal", "prune", "rotate")}}
+wanted = [v for v in ("global", "teal", "prune", "rotate") if any(c[0] == v for c in CASES)]
+refs = {"thresholds": table, **{v: pool.submit(reference, v, 1) for v in wanted}}
 for n, (verb, *rest) in enumerate(CASES):
     if verb not in ("calibrate", "pack", "eval"):
         jobs.append(pool.submit(case, verb, *rest, refs[verb], n % 2))

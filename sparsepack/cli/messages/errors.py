@@ -15,6 +15,7 @@ from sparsepack.cli.messages.hints import hint
 from sparsepack.cli.options.verb import ARGUMENTS
 from sparsepack.errors import UserError, WorkerLost
 from sparsepack.terminal import printable, tell
+from sparsepack.workers.environment import say_done
 
 INTERRUPTED = 128 + signal.SIGINT
 """The exit status of a program that Ctrl-C ended, as shells and `make` expect it."""
@@ -89,6 +90,7 @@ class Verbs(click.Group):
         try:
             result = super().invoke(ctx)
             sys.stdout.flush()
+            say_done()
             return result
         except UserError as error:
             _say(error)

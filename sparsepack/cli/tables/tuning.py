@@ -40,7 +40,11 @@ def tuning_table(result: Mapping[str, Any]) -> str:
 
 _LINKS = {"resident": "out of slots", "bus": "out of host memory", "worker": "by the worker beside"}
 
-_FAR = {"far_bus": "matrices over the bus", "far_worker": "matrices by the worker"}
+_MATRICES = {
+    "near": "matrices on the card",
+    "far_bus": "matrices over the bus",
+    "far_worker": "matrices by the worker",
+}
 
 
 def _links_table(links: Sequence[Mapping[str, Any]]) -> Table:
@@ -50,11 +54,17 @@ def _links_table(links: Sequence[Mapping[str, Any]]) -> Table:
             row["hidden"],
             *(f"{row['together'][name] / 1e6:.2f} ({row['alone'][name] / 1e6:.2f})" for name in _LINKS),
             f"{row['together']['handover'] * 1e6:.0f}",
-            *(f"{row['together'][name] / 1e9:.1f} ({row['alone'][name] / 1e9:.1f})" for name in _FAR if row["copies"]),
+            *(
+                f"{row['together'][name] / 1e9:.1f} ({row['alone'][name] / 1e9:.1f})"
+                for name in _MATRICES
+                if row["copies"]
+            ),
             *([f"{100 * row['alone']['bus'] / row['copies']:.0f} %"] if row["copies"] else []),
         ]
         for row in links
     ]
     header = ["channels", *(f"{name}, M/s" for name in _LINKS.values()), "handing over, us"]
-    header += [*(f"{name}, GB/s" for name in _FAR.values()), "the bus, of large copies"] if links[0]["copies"] else []
+    header += (
+        [*(f"{name}, GB/s" for name in _MATRICES.values()), "the bus, of large copies"] if links[0]["copies"] else []
+    )
     return Table(header, rows, "neurons per second, both workers at once (one alone)")

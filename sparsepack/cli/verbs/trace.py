@@ -34,7 +34,8 @@ def trace(
 ) -> None:
     """Record which neurons of MODEL are active for each token; or `trace merge A B -o C` of two traces of one model.
 
-    A neuron is active where its activation, times what multiplies it, is not zero. `inspect` shows what a trace holds.
+    A neuron is active where its activation, times what multiplies it, is not zero. Of a mixture of experts it is the
+    experts that are recorded: those that the router gives a token to. `inspect` shows what a trace holds.
     A run that was killed goes on where it stopped when the same command is given again.
     """
     options = TraceOptions(**asked)

@@ -20,6 +20,8 @@ from sparsepack.models.family import Experts, Family
 OWN_CONFIG = "sparsepack.config"
 """The config.json that sparsepack puts into the GGUFs it writes."""
 
+# What routers of other kinds have: 1 is the softmax in llama.cpp, and one group is no groups.
+_PLAIN_ROUTER = {"expert_gating_func": 1, "expert_group_count": 1}
 # Llama 3.1's rotary scaling; the factor (8, in Llama 3.2 32) is the largest in the tensor.
 _LLAMA3 = {
     "rope_type": "llama3",
@@ -111,6 +113,9 @@ def _values(file: GgufFile, prefix: str, family: Family) -> dict[str, Any]:
 def _expert_values(file: GgufFile, prefix: str, family: Family, experts: Experts) -> dict[str, Any]:
     width = file.metadata.get(f"{prefix}expert_feed_forward_length", file.metadata[f"{prefix}feed_forward_length"])
     shared = experts.shared
+    for name, plain in _PLAIN_ROUTER.items():
+        if (value := file.metadata.get(f"{prefix}{name}")) not in (None, 0, plain):
+            raise ValueError(f"{prefix}{name} is {value}, a router of another kind than the softmax of its logits")
     return {
         family.fields.get("intermediate_size", "intermediate_size"): width,
         experts.count: file.metadata[f"{prefix}expert_count"],

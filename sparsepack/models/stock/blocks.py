@@ -147,7 +147,7 @@ class BlockStream:
         is waited for at the end: until then `advance` may find that it has not come so far.
 
         record -- see `run_recorded`; for states that are where the block is and in its type, else nothing is recorded.
-                  Of a GPU the last part is not waited for then
+                  Of a GPU the last parts are not waited for then
         """
         parts = torch.split(hidden, batch)
         self.passed += hidden.shape[0] * hidden.shape[1]
@@ -164,8 +164,8 @@ class BlockStream:
             torch.cuda.current_stream(self.device).synchronize()
 
     def _pass_on_recorded(self, parts: Sequence[torch.Tensor], record: Record, advance: Callable[[], object]) -> None:
-        """`pass_on`, which leaves a GPU the last part to do while the next block is taken."""
-        ended: deque[torch.cuda.Event] = deque(maxlen=2)
+        """`pass_on`, which leaves a GPU the last parts to do while the next block is taken, launched and recorded."""
+        ended: deque[torch.cuda.Event] = deque(maxlen=_UNFINISHED + 1)
 
         def passed() -> None:
             advance()
@@ -258,6 +258,10 @@ class BlockStream:
             # Its frequencies are computed, not loaded: made again off the meta device.
             backbone.rotary_emb = type(backbone.rotary_emb)(config).to(self.device)
         return backbone
+
+
+_UNFINISHED = 6
+"""A GPU may have so many recorded parts to do when the next block begins, whose first part Python launches slowly."""
 
 
 class _Nowhere(nn.Module):

@@ -4,12 +4,12 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from sparsepack.files.resume import ResumeState
 from sparsepack.models.architecture import token_weights
 from sparsepack.models.family import SITES
 from sparsepack.models.stock.blocks import BlockSource, BlockStream
 from sparsepack.models.stock.skeleton import parameter_shapes
 from sparsepack.progress import EVERY, duration, say
+from sparsepack.workers.resume import ResumeState
 
 
 @contextmanager

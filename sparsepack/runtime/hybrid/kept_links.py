@@ -12,7 +12,7 @@ from sparsepack.placement.links import Links
 from sparsepack.runtime.hybrid.measure import MeasuredLinks
 from sparsepack.runtime.tuning import check_room, tuned_path
 
-SCHEMA = 4
+SCHEMA = 5
 
 
 def links_path(of: Mapping[str, Any]) -> Path:

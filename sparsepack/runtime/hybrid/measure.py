@@ -23,10 +23,10 @@ from torch import Tensor
 from sparsepack.formats.codecs.matrices import PackedMatrix
 from sparsepack.formats.codecs.neurons import record_bytes
 from sparsepack.placement.links import Links
+from sparsepack.runtime.chained.decoder import torch_threads
+from sparsepack.runtime.chained.operations import NeuronFfn, Operations
 from sparsepack.runtime.cpu.machine import last_caches
 from sparsepack.runtime.hybrid.worker import Worker
-from sparsepack.runtime.operations import NeuronFfn, Operations
-from sparsepack.runtime.operations_decoder import torch_threads
 from sparsepack.runtime.tuning import ROTATION, random_blocks
 
 LISTED = 2048
@@ -98,7 +98,7 @@ def measure_links(
 
 def _links(seconds: Mapping[str, float], how: str, record: int) -> Links:
     resident, bus, worker = (LISTED / seconds[f"{name}{how}"] for name in ("resident", "bus", "worker"))
-    return Links(resident, bus, worker, seconds["handover"], bus * record, worker * record)
+    return Links(resident, bus, worker, seconds["handover"], resident * record, bus * record, worker * record)
 
 
 def _nothing() -> None:

@@ -2,6 +2,7 @@
 
     alone      the GPU out of slots | the GPU over the bus | the worker | large copies, to compare the bus with
     together   the GPU out of slots, or over the bus, while the worker computes out of the same memory
+    near       the GPU, matrices in its memory
     far        matrices in the host's memory: the GPU over the bus | the worker | both at once
     handed     steps of which the worker computes a neuron a block, and steps of which nobody computes anything
 
@@ -28,7 +29,8 @@ from sparsepack.progress import counted
 from sparsepack.runtime.cpu import operations
 from sparsepack.runtime.cuda.driver.kernel_set import Kernels
 from sparsepack.runtime.cuda.products.tile_config import BLOCK_BYTES, far_tile_config
-from sparsepack.runtime.cuda.products.zigzag_products import Input
+from sparsepack.runtime.cuda.products.zigzag import CudaZigzag
+from sparsepack.runtime.cuda.products.zigzag_products import Input, Output
 from sparsepack.runtime.hybrid import measure
 from sparsepack.runtime.hybrid.cuda_mlps import CudaDivided
 from sparsepack.runtime.hybrid.handover import AskedProduct, HandOver, next_number, views
@@ -41,7 +43,7 @@ ATTEMPTS = 3
 NOISE = 0.2
 """The middle half of a figure's rounds may lie this far apart, as a part of the figure: a division by figures that are
 wrong by more gains little."""
-FAR_BANDS = 40
+BANDS = 40
 """A matrix that every token reads has so many bands here, as those of large models."""
 HANDED = 32
 """A step hands over so many blocks."""
@@ -83,6 +85,7 @@ def _measured(kernels: Kernels, device: torch.device, threads: int, hidden: int)
     """Raises `_Hidden`."""
     with torch.no_grad(), kernels.on_device(device):
         seconds = _in_turns(_links(kernels, device, threads, hidden))
+        near = _in_turns(_near(kernels, device, hidden))
         far = _in_turns(_far(kernels, device, threads, hidden))
         seconds |= _in_turns(_handed(kernels, device, threads, hidden))
     speed = {name: measure.LISTED / taken for name, taken in seconds.items()}
@@ -96,6 +99,7 @@ def _measured(kernels: Kernels, device: torch.device, threads: int, hidden: int)
             bus=speed["the bus" + how],
             worker=speed["the worker" + how],
             handover=handover,
+            near=1 / near["matrices on the card"],
             far_bus=1 / far["matrices over the bus" + how],
             far_worker=1 / far["the worker's" + how],
         )
@@ -185,23 +189,44 @@ def _links(kernels: Kernels, device: torch.device, threads: int, hidden: int) ->
     return [alone, together]
 
 
-def _far(kernels: Kernels, device: torch.device, threads: int, hidden: int) -> list[Turn]:
-    """Each figure is of a byte, of matrices so many that no cache has them all; of a small model's no more than lists
-    take turns."""
-    size = FAR_BANDS * hidden * BLOCK_BYTES
-    count = min(measure.beyond_caches(size), measure.MOST_LISTS)
-    rows = FAR_BANDS * BAND_ROWS
+def _matrices(hidden: int) -> tuple[PackedMatrix, int, int]:
+    """A matrix, its bytes, and how many times it must be there so that no cache has them all; of a small model's no
+    more than lists take turns."""
+    rows, size = BANDS * BAND_ROWS, BANDS * hidden * BLOCK_BYTES
     stored = PackedMatrix(random_blocks((rows, hidden)), ZIGZAG, rows, hidden)
-    config = far_tile_config(FAR_BANDS, hidden, device)
-    host = [kernels.load_zigzag(stored, device, config, place=kernels.in_host_memory) for _ in range(count)]
-    near = [kernels.first_bands(each, FAR_BANDS) for each in host]
-    x, y = torch.ones(hidden, device=device), torch.empty(stored.rows, device=device)
+    return stored, size, min(measure.beyond_caches(size), measure.MOST_LISTS)
+
+
+def _products(kernels: Kernels, matrices: Sequence[CudaZigzag], device: torch.device) -> tuple[Any, Any]:
+    """The graph of each matrix times a vector, and the function that it came from, which keeps what the graph reads."""
+    x = torch.ones(matrices[0].columns, device=device)
+    y = torch.empty(matrices[0].rows, device=device)
 
     def run() -> None:
-        for each in near:
-            kernels.gemv(each, Input(x), y)
+        for each in matrices:
+            kernels.gemv(each, Input(x), Output(y))
 
-    graph = kernels.captured(run, kernels.new_stream()), run  # which keeps what the graph reads
+    return kernels.captured(run, kernels.new_stream()), run
+
+
+def _near(kernels: Kernels, device: torch.device, hidden: int) -> list[Turn]:
+    """The figure is of a byte."""
+    stored, size, count = _matrices(hidden)
+    graph = _products(kernels, [kernels.load_zigzag(stored, device) for _ in range(count)], device)
+
+    def replays() -> None:
+        for _ in range(REPLAYS):
+            kernels.replay(graph[0])
+
+    return [lambda: {"matrices on the card": _on_gpu(kernels, replays) / REPLAYS / count / size}]
+
+
+def _far(kernels: Kernels, device: torch.device, threads: int, hidden: int) -> list[Turn]:
+    """Each figure is of a byte."""
+    stored, size, count = _matrices(hidden)
+    config = far_tile_config(BANDS, hidden, device)
+    host = [kernels.load_zigzag(stored, device, config, place=kernels.in_host_memory) for _ in range(count)]
+    graph = _products(kernels, [kernels.first_bands(each, BANDS) for each in host], device)
     asked = AskedProduct(0, hidden, stored.rows)
     products = [(operations.load_zigzag(stored, threads=threads), asked) for _ in range(count)]
     worker = _Worker([operations.load_neurons(measure.records(1, hidden))], 1, hidden, threads, products)

@@ -8,7 +8,8 @@ from models_for_tests import OPT, make_opt
 
 from sparsepack.calibration import folder
 from sparsepack.calibration.collectors.outputs import OUTPUTS
-from sparsepack.calibration.heads import OUTPUT_PRODUCT, output_moments
+from sparsepack.calibration.heads import OUTPUT_PRODUCT
+from sparsepack.calibration.moments import output_moments
 from sparsepack.calibration.options import CalibrateOptions
 from sparsepack.calibration.run import calibrate
 from sparsepack.errors import CalibrationError

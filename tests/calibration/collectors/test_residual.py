@@ -12,14 +12,15 @@ from sparsepack.calibration import folder
 from sparsepack.calibration.collectors import residual
 from sparsepack.calibration.collectors.residual import ends_run, run_count
 from sparsepack.calibration.folder import Calibration
+from sparsepack.calibration.moments import second_moments
 from sparsepack.calibration.options import CalibrateOptions
-from sparsepack.calibration.residual import PRODUCT, second_moments
+from sparsepack.calibration.residual import PRODUCT
 from sparsepack.calibration.run import calibrate
 from sparsepack.errors import CalibrationError
-from sparsepack.files.resume import ResumeState
 from sparsepack.files.text import Text
 from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from sparsepack.models.stock.whole import load_model
+from sparsepack.workers.resume import ResumeState
 
 OPTIONS = CalibrateOptions(context=32, samples=4, sinks=2)
 ONE = 8 * 256**2

@@ -5,12 +5,12 @@ import math
 import pytest
 import torch
 
-from sparsepack.files.resume import ResumeState
 from sparsepack.models.checkpoint.checkpoint import open_checkpoint
 from sparsepack.models.family import SITES
 from sparsepack.models.stock import bound
 from sparsepack.models.stock.blocks import BlockStream
 from sparsepack.models.stock.bound import bound_line, bound_told
+from sparsepack.workers.resume import ResumeState
 
 
 @pytest.mark.parametrize(

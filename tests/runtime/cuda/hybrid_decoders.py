@@ -50,12 +50,3 @@ def decoder(
     plan = plan or planned(packed, context, "f32", chosen)
     given = {"measured": measured, "slow": slow, "kernels": kernels, "activity": activity}
     return CudaHybridDecoder(packed, operations, device, context, "f32", chosen, plan, **given)
-
-
-def steps(engine: CudaHybridDecoder, ids: Tensor, sparse: bool = True) -> Tensor:
-    return torch.cat([engine.step([id], sparse) for id in ids.tolist()]).cpu()
-
-
-def largest(a: Tensor, b: Tensor) -> float:
-    assert a.shape == b.shape
-    return float((a.cpu() - b).abs().max())

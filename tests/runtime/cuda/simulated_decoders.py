@@ -4,7 +4,7 @@ import pytest
 import simulated
 import torch
 from backends import largest_difference
-from torch import Tensor
+from decoder_steps import steps
 
 from sparsepack.formats.packed import PackedModel
 from sparsepack.runtime.cuda.decoder.decoder import CudaDecoder
@@ -17,10 +17,6 @@ ROUNDED = 0.1
 
 def decoder(packed: PackedModel, sequences: int = 1) -> CudaDecoder:
     return CudaDecoder(packed, torch.device("cuda"), 64, sequences, "f32", simulated.KERNELS)
-
-
-def steps(engine: CudaDecoder, ids: Tensor, sparse: bool = True) -> Tensor:
-    return torch.cat([engine.step([id], sparse) for id in ids.tolist()])
 
 
 def counts(reference: Engine, steps: int) -> dict[tuple[int, str], float]:

@@ -13,7 +13,7 @@ from sparsepack.formats.codecs.matrices import PackedExperts
 from sparsepack.formats.codecs.zigzag import BAND_ROWS
 from sparsepack.runtime.cuda.driver.flag_in_data import SENTINEL
 from sparsepack.runtime.cuda.products import zigzag_products
-from sparsepack.runtime.cuda.products.zigzag_products import Input, Together
+from sparsepack.runtime.cuda.products.zigzag_products import Input, Output, Together
 from sparsepack.runtime.reference import experts as reference_experts
 from sparsepack.runtime.reference import products as reference
 
@@ -69,15 +69,17 @@ def route(router: Tensor, input: Input, logits: Tensor) -> None:
     write(logits, (reference.rms_norm(x, input.norm, input.eps) @ router.t()).view_as(logits))
 
 
-def multiply_experts(experts: Experts, input: Input, y: Tensor, *, logits: Tensor, **how: Any) -> None:
+def multiply_experts(experts: Experts, input: Input, output: Output, *, logits: Tensor) -> None:
     together = experts.together
     if logits.dim() > 1:
         for text, row in enumerate(logits):
-            own = {name: how[name][text] for name in ("residual", "squares") if how.get(name) is not None}
+            residual, squares = (None if each is None else each[text] for each in (output.residual, output.squares))
             of = input.of_texts(slice(text, text + 1), len(logits))
             of = replace(of, x=of.x[0], squares=None if of.squares is None else of.squares[0])
-            multiply_experts(experts, of, y[text], logits=row, **{**how, **own})
+            of_text = replace(output, y=output.y[text], residual=residual, squares=squares)
+            multiply_experts(experts, of, of_text, logits=row)
         return
+    assert output.bias is None
     if input.flag_in_data:
         assert_written(logits)
     assert len(logits) == together.logits
@@ -88,11 +90,12 @@ def multiply_experts(experts: Experts, input: Input, y: Tensor, *, logits: Tenso
         every = range(together.experts, together.stored)
         chosen, weights = reference_experts.with_shared(of_shared, torch.eye(1), every, chosen, weights)
     inputs = input.x.view(together.of_token, -1) if together.added else [input.x] * together.of_token
-    residual, squares, reset = (how.pop(name, None) for name in ("residual", "squares", "reset"))
-    rows = experts.all.rows // (1 if how.get("activation") is None else 2)
+    y, residual, squares, reset = output.y, output.residual, output.squares, output.reset
+    rows = experts.all.rows // (1 if output.activation is None else 2)
     made = torch.zeros(together.of_token, rows)
     for number, x, of in zip(chosen[0].tolist(), inputs, made, strict=True):
-        gemv(experts.expert(number), replace(input, x=x), of, **how)
+        of_one = Output(of, activation=output.activation, active=output.active)
+        gemv(experts.expert(number), replace(input, x=x), of_one)
     if reset is not None:
         reset.copy_(torch.tensor(SENTINEL))
     if not together.added:

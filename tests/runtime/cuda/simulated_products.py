@@ -17,7 +17,7 @@ from sparsepack.runtime.cuda.driver.flag_in_data import SENTINEL
 from sparsepack.runtime.cuda.products import zigzag
 from sparsepack.runtime.cuda.products.rows import RowsFp16
 from sparsepack.runtime.cuda.products.tile_config import COLUMNS_AT_ONCE, CudaTileConfig
-from sparsepack.runtime.cuda.products.zigzag_products import Input
+from sparsepack.runtime.cuda.products.zigzag_products import Input, Output
 from sparsepack.runtime.hold import HeldText
 from sparsepack.runtime.reference import products as reference
 
@@ -75,25 +75,14 @@ def decode(matrix: Matrix, first: int, out: Tensor, scale: float = 1.0) -> None:
     out.copy_(matrix.weight[first : first + len(out)] * scale)
 
 
-def gemv(
-    matrix: Matrix,
-    input: Input,
-    y: Tensor,
-    *,
-    bias: Tensor | None = None,
-    residual: Tensor | None = None,
-    activation: int | None = None,
-    squares: Tensor | None = None,
-    active: Tensor | None = None,
-    reset: Tensor | None = None,
-) -> None:
+def gemv(matrix: Matrix, input: Input, output: Output) -> None:
     if input.flag_in_data:
         assert_written(input.x)
     if input.norm is not None and input.squares is not None:
         assert_written(input.squares)
         torch.testing.assert_close(input.squares.sum(), input.x.square().sum())
-    if reset is not None:
-        reset.copy_(torch.tensor(SENTINEL))
+    if output.reset is not None:
+        output.reset.copy_(torch.tensor(SENTINEL))
     x = input.x if input.norm is None else reference.rms_norm(input.x, input.norm, input.eps)
     x = x if input.gated is None else gated(input.gated, x)
     assert x.shape == (matrix.columns,)
@@ -101,18 +90,19 @@ def gemv(
     on = torch.ones_like(x, dtype=torch.bool) if input.threshold is None else x.abs() > scaled(input)[0]
     if input.skipped is not None:
         input.skipped.add_(matrix.rows * (~on).sum())
-    assert activation is None or residual is None
-    assert bool(matrix.gate_bands) == (activation is not None), "gate and up lie side by side for products of both"
+    assert output.activation is None or output.residual is None
+    gate_beside_up = output.activation is not None  # for products of both
+    assert bool(matrix.gate_bands) == gate_beside_up
     product = matrix.weight @ torch.where(on, x, 0)
-    product = product if bias is None else product + bias
-    if activation is not None:
-        product = gated(activation, product)
-    product = product if residual is None else product + residual
-    write(y, product)
-    if squares is not None:
-        write(squares, torch.nn.functional.pad(product.square().sum()[None], (0, len(squares) - 1)))
-    if active is not None:
-        active += on.sum()
+    product = product if output.bias is None else product + output.bias
+    if output.activation is not None:
+        product = gated(output.activation, product)
+    product = product if output.residual is None else product + output.residual
+    write(output.y, product)
+    if output.squares is not None:
+        write(output.squares, torch.nn.functional.pad(product.square().sum()[None], (0, len(output.squares) - 1)))
+    if output.active is not None:
+        output.active.add_(on.sum())
 
 
 def gated(activation: int, x: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import tokenizers
 import torch
-from backends import SHARE, TOLERANCE, engine_of
+from backends import SHARE, TOLERANCE, engine_of, largest_difference
 from packed_models import random_model, stock_model, with_rules
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
@@ -91,11 +91,6 @@ def steps(engine: Engine, ids: Tensor) -> Tensor:
     return torch.stack([engine.step_all(column) for column in ids.t().tolist()], dim=1).cpu()
 
 
-def largest(a: Tensor, b: Tensor) -> float:
-    assert a.shape == b.shape
-    return float((a.cpu() - b.cpu()).abs().max())
-
-
 @every_variant
 def test_dense_sequences_of_different_lengths_are_those_of_engines_alone(variant: str) -> None:
     engine = batch_of(model(variant), 3, dense=True)
@@ -107,9 +102,9 @@ def test_dense_sequences_of_different_lengths_are_those_of_engines_alone(variant
     assert set(engine.activity().values()) == {1.0}
     for n, length in enumerate(LENGTHS):
         single = batch_of(model(variant), dense=True)
-        assert largest(found[n], single.prefill(TEXTS[n, :length].tolist())) < TOLERANCE["cuda"]
+        assert largest_difference(found[n], single.prefill(TEXTS[n, :length].tolist())) < TOLERANCE["cuda"]
         expected = torch.stack([single.step(id) for id in ids[n].tolist()])
-        assert largest(together[n], expected) < TOLERANCE["cuda"]
+        assert largest_difference(together[n], expected) < TOLERANCE["cuda"]
 
 
 @every_variant
@@ -117,7 +112,7 @@ def test_dense_sequences_of_different_lengths_are_those_of_engines_alone(variant
 def test_steps_keep_what_is_active_in_any_sequence(variant: str, sequences: int) -> None:
     texts, expected, watch = oracle(variant, sequences)
     engine = batch_of(model(variant), sequences)
-    assert largest(steps(engine, texts), expected) < TOLERANCE["cuda"]
+    assert largest_difference(steps(engine, texts), expected) < TOLERANCE["cuda"]
     shares = {
         (layer, site): count / (6 * model(variant).layers[layer].sites[site].matrix.columns)
         for (layer, site), count in watch.counts.items()
@@ -135,7 +130,7 @@ def test_the_same_text_everywhere_is_the_text_alone(variant: str, prompt: int) -
         single.prefill(TEXTS[0, :prompt].tolist())
     found = steps(engine, TEXTS[:1, prompt:].expand(3, -1))
     expected = torch.stack([single.step(id) for id in TEXTS[0, prompt:].tolist()]).cpu()
-    assert largest(found, expected.expand(3, -1, -1)) < TOLERANCE["cuda"]
+    assert largest_difference(found, expected.expand(3, -1, -1)) < TOLERANCE["cuda"]
     assert engine.activity() == pytest.approx(single.activity(), abs=SHARE["cuda"])
     assert torch.equal(found[0], found[1])
     assert torch.equal(found[0], found[2])
@@ -223,7 +218,7 @@ def test_a_truncated_sequence_goes_on_from_there() -> None:
     engine.truncate(2, 1)
     assert engine.positions == (6, 2)
     found = steps(engine, torch.stack([TEXTS[0, 6:9], TEXTS[1, 2:5]]))
-    assert largest(found[1], expected[1, 2:5]) < TOLERANCE["cuda"]
+    assert largest_difference(found[1], expected[1, 2:5]) < TOLERANCE["cuda"]
     with pytest.raises(UserError, match="length 6 of sequence 1: expected 0 to 5"):
         engine.truncate(6, 1)
 
@@ -329,7 +324,7 @@ def test_a_sequence_that_stands_still_keeps_its_text(dense: bool) -> None:
     assert engine.keep([*TEXTS[2, :8].tolist(), 9], 2) == 8
     engine.truncate(5, 1)
     ids = TEXTS[:3, 9].tolist()
-    assert largest(engine.step_all(ids), oracle.step_all(ids)) < TOLERANCE["cuda"]
+    assert largest_difference(engine.step_all(ids), oracle.step_all(ids)) < TOLERANCE["cuda"]
 
 
 def test_a_full_sequence_that_stands_still_does_not_keep_the_others_from_a_step() -> None:

@@ -1,12 +1,14 @@
 """The chain of the cuda decoder, with its kernels in plain torch on the CPU: what can go wrong without a GPU."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 import pytest
 import simulated
 import torch
+from backends import largest_difference
+from decoder_steps import steps
 from packed_models import random_model, stock_model, variants_of, with_rules
 from torch import Tensor
 
@@ -19,6 +21,8 @@ from sparsepack.runtime.cuda.products import zigzag
 from sparsepack.runtime.engine import Engine
 from sparsepack.runtime.generation.sampling import Sampler, Sampling
 
+pytestmark = pytest.mark.usefixtures("simulated_launches")
+
 IDS = torch.randint(300, (13,), generator=torch.Generator().manual_seed(1))
 STARTS = [0, 6, 12]
 INTERLEAVED = "gate and up in one product"
@@ -28,12 +32,6 @@ OTHERS: dict[str, dict[str, Any]] = {INTERLEAVED: BLOCKS, SEGMENTS: {"num_hidden
 ROUNDED = 0.1
 """Largest difference of a logit after a prefill, whose inputs are rounded to float16; 0.025 measured, 0.07 where that
 decides about a column."""
-
-
-@pytest.fixture(autouse=True)
-def _simulated() -> Iterator[None]:
-    with simulated.launches(), torch.no_grad():
-        yield
 
 
 @cache
@@ -46,17 +44,8 @@ def decoder(packed: PackedModel, cache_type: str = "f32", context: int = 64) -> 
     return CudaDecoder(packed, torch.device("cuda"), context, 1, cache_type, simulated.KERNELS)
 
 
-def steps(engine: CudaDecoder, ids: Tensor, sparse: bool = True) -> Tensor:
-    return torch.cat([engine.step([id], sparse) for id in ids.tolist()])
-
-
 def decode_next(engine: CudaDecoder, id: int, sampler: Sampler) -> int:
     return engine.decode_next([id], True, [sampler])[0]
-
-
-def largest(a: Tensor, b: Tensor) -> float:
-    assert a.shape == b.shape
-    return float((a - b).abs().max())
 
 
 every_variant = pytest.mark.parametrize("variant", [*variants_of("cuda"), *OTHERS])
@@ -66,7 +55,7 @@ every_variant = pytest.mark.parametrize("variant", [*variants_of("cuda"), *OTHER
 def test_steps_compute_what_the_reference_computes(variant: str) -> None:
     packed = model(variant)
     engine, reference = decoder(packed), Engine(packed, backend="reference")
-    assert largest(steps(engine, IDS), reference.teacher_forced(IDS.tolist(), 0)) < 1e-3
+    assert largest_difference(steps(engine, IDS), reference.teacher_forced(IDS.tolist(), 0)) < 1e-3
     counts = {
         key: share * engine.stepped * packed.layers[key[0]].sites[key[1]].matrix.columns
         for key, share in reference.activity().items()
@@ -74,7 +63,7 @@ def test_steps_compute_what_the_reference_computes(variant: str) -> None:
     assert engine.active() == pytest.approx(counts)
     engine.reset()
     reference.dense = True
-    assert largest(steps(engine, IDS, sparse=False), reference.teacher_forced(IDS.tolist(), 0)) < 1e-3
+    assert largest_difference(steps(engine, IDS, sparse=False), reference.teacher_forced(IDS.tolist(), 0)) < 1e-3
     shares = {key: count / engine.stepped for key, count in engine.active().items()}
     assert shares == {(n, s): site.matrix.columns for n, x in enumerate(packed.layers) for s, site in x.sites.items()}
 
@@ -88,12 +77,12 @@ def test_prefill_computes_what_the_reference_computes(
     packed = model(variant)
     engine = decoder(packed, context=len(IDS))
     expected = Engine(packed, backend="reference").teacher_forced(IDS.tolist(), 6)
-    assert largest(engine.teacher_forced(IDS, 6, True), expected) < ROUNDED
+    assert largest_difference(engine.teacher_forced(IDS, 6, True), expected) < ROUNDED
     assert (engine.cache.lengths[0], engine.stepped) == (13, 7)
     engine.reset()
-    assert largest(engine.prefill(0, IDS[:6]), expected[5]) < ROUNDED
+    assert largest_difference(engine.prefill(0, IDS[:6]), expected[5]) < ROUNDED
     assert engine.stepped == 0
-    assert largest(steps(engine, IDS[6:]), expected[6:]) < ROUNDED
+    assert largest_difference(steps(engine, IDS[6:]), expected[6:]) < ROUNDED
 
 
 @pytest.mark.parametrize("cache_type", ["bf16", "f16"])
@@ -105,10 +94,10 @@ def test_prefill_and_steps_read_the_same_cache(variant: str, cache_type: str, mo
     whole = engine.prefill(0, IDS)
     stepped = decoder(model(variant), cache_type)
     bound = 0.5 if cache_type == "bf16" else 0.1
-    assert largest(steps(stepped, IDS, sparse=False)[-1], whole) < bound
+    assert largest_difference(steps(stepped, IDS, sparse=False)[-1], whole) < bound
     monkeypatch.setattr(cuda_decoder, "PREFILL_TOKENS", 4)
     engine.reset()
-    assert largest(engine.prefill(0, IDS), whole) < bound
+    assert largest_difference(engine.prefill(0, IDS), whole) < bound
 
 
 def test_matrices_larger_than_the_scratch_are_multiplied_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,11 +117,11 @@ def test_steps_before_after_and_between_prefills() -> None:
         engine.prefill(0, IDS[9:12]),
         *steps(engine, IDS[12:], sparse=False),
     ]
-    assert largest(torch.stack(found), expected[[0, 1, 2, 6, 7, 8, 11, 12]]) < ROUNDED
+    assert largest_difference(torch.stack(found), expected[[0, 1, 2, 6, 7, 8, 11, 12]]) < ROUNDED
     assert (engine.cache.lengths[0], engine.stepped) == (13, 6)
     engine.reset()
     assert (engine.cache.lengths[0], engine.stepped, set(engine.active().values())) == (0, 0, {0})
-    assert largest(steps(engine, IDS, sparse=False), expected) < 1e-3
+    assert largest_difference(steps(engine, IDS, sparse=False), expected) < 1e-3
 
 
 def test_an_id_and_a_position_that_are_there_already_are_not_written_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from sparsepack.runtime.cuda.decoder.held import new_held
 from sparsepack.runtime.cuda.decoder.sampling import pick_likeliest
 from sparsepack.runtime.cuda.driver.kernel_set import KERNELS, Kernels
 from sparsepack.runtime.cuda.products.tile_config import CudaTileConfig
-from sparsepack.runtime.cuda.products.zigzag_products import Input, batch, gemv, most_inputs
+from sparsepack.runtime.cuda.products.zigzag_products import Input, Output, batch, gemv, most_inputs
 from sparsepack.runtime.engine import Engine
 from sparsepack.runtime.generation.sampling import Sampler, Sampling
 from sparsepack.runtime.hold import HeldText, Hold, hold_of
@@ -181,8 +181,8 @@ def test_a_product_scales_its_thresholds_and_counts_the_weights_that_it_skips(
         for value in (1.0, 0.71, 1.4, 0.0):
             scale.fill_(value)
             skipped.zero_()
-            gemv(matrix, Input(x, threshold=thresholds, offset=offset, scales=scale, skipped=skipped), y)
-            gemv(matrix, Input(x, threshold=scale * thresholds, offset=offset), expected)
+            gemv(matrix, Input(x, threshold=thresholds, offset=offset, scales=scale, skipped=skipped), Output(y))
+            gemv(matrix, Input(x, threshold=scale * thresholds, offset=offset), Output(expected))
             assert torch.equal(y, expected)
             inactive = ~((x - offset).abs() > scale * thresholds)
             assert int(skipped) == shape[0] * int(inactive.sum())
@@ -209,7 +209,7 @@ def test_several_inputs_have_a_scale_and_a_count_each(config: CudaTileConfig, co
         skipped.zero_()
         active.zero_()
         input = Input(x, threshold=thresholds, offset=offset, scales=scales, skipped=skipped)
-        batch(matrix, input, y, active=active)
+        batch(matrix, input, Output(y, active=active))
         each = (x - offset).abs() > scales[:, None] * thresholds
         assert int(active) == int(each.any(0).sum())
         assert skipped.tolist() == [rows * n for n in (~each).sum(1).tolist()]
@@ -219,7 +219,7 @@ def test_several_inputs_have_a_scale_and_a_count_each(config: CudaTileConfig, co
 
 def assert_near(y: Tensor, kept: Tensor, matrix: Any) -> None:
     expected = torch.empty_like(y)
-    batch(matrix, Input(kept), expected)
+    batch(matrix, Input(kept), Output(expected))
     assert (y - expected).norm() <= 1e-4 * expected.norm()
 
 

@@ -6,7 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hybrid_decoders import EVEN, IDS, LINKS, ROUNDED, decoder, largest, model, steps
+from backends import largest_difference
+from decoder_steps import steps
+from hybrid_decoders import EVEN, IDS, LINKS, ROUNDED, decoder, model
 from native_build import skip_without_kernels
 from tokenizers import Tokenizer
 from watched_policies import Watched, start_of
@@ -36,7 +38,7 @@ skip_without_kernels()
 def test_steps_compute_what_the_reference_computes(kernels: Kernels, cached: float, links: str) -> None:
     packed = model()
     engine, reference = decoder(packed, kernels, cached, LINKS[links]), Engine(packed, backend="reference")
-    assert largest(steps(engine, IDS), reference.teacher_forced(IDS.tolist(), 0)) < 0.05
+    assert largest_difference(steps(engine, IDS), reference.teacher_forced(IDS.tolist(), 0)) < 0.05
     counts = {key: share * 13 * packed.layers[key[0]].units[key[1]] for key, share in reference.activity().items()}
     assert engine.active() == pytest.approx(counts, abs=2)
     counted = engine.hit_counts
@@ -53,7 +55,7 @@ def test_steps_compute_what_the_reference_computes(kernels: Kernels, cached: flo
     assert cached not in (0.0, 1.0) or counted.hits == cached * counted.needed
     engine.reset()
     reference.dense = True
-    assert largest(steps(engine, IDS, sparse=False), reference.teacher_forced(IDS.tolist(), 0)) < 0.05
+    assert largest_difference(steps(engine, IDS, sparse=False), reference.teacher_forced(IDS.tolist(), 0)) < 0.05
 
 
 @pytest.mark.parametrize("most", [None, 3])
@@ -96,7 +98,7 @@ def test_whatever_moves_logits_are_the_same_but_for_rounding(kernels: Kernels, p
     expected = Engine(packed, backend="reference").teacher_forced(IDS.tolist(), 5)
     engine = decoder(packed, kernels, 0.3, policy=policy)
     found = engine.teacher_forced(IDS, 5, True)
-    assert largest(found, expected) < ROUNDED
+    assert largest_difference(found, expected) < ROUNDED
     counted = engine.hit_counts
     assert counted is not None
     assert counted.tokens == 8
@@ -155,8 +157,8 @@ def test_prefill_streams_the_records(kernels: Kernels, staged: int, monkeypatch:
     packed = model()
     expected = Engine(packed, backend="reference").teacher_forced([*IDS.tolist(), *IDS[:3].tolist()], 13)
     engine = decoder(packed, kernels, 0.3)
-    assert largest(engine.prefill(0, IDS), expected[12]) < ROUNDED
-    assert largest(steps(engine, IDS[:3]), expected[13:]) < ROUNDED
+    assert largest_difference(engine.prefill(0, IDS), expected[12]) < ROUNDED
+    assert largest_difference(steps(engine, IDS[:3]), expected[13:]) < ROUNDED
 
 
 def test_who_was_active_is_seen_as_the_reference_sees_it(kernels: Kernels) -> None:
@@ -190,12 +192,12 @@ def test_several_texts_share_the_slots_and_the_union(kernels: Kernels, sequences
         for n, ids in enumerate(texts[:, :4]):
             length = 1 + n % 4
             expected = reference.prefill(ids[:length].tolist(), n)
-            assert largest(engine.prefill(n, ids[:length]), expected) < ROUNDED
+            assert largest_difference(engine.prefill(n, ids[:length]), expected) < ROUNDED
         for step, ids in enumerate(texts[:, 4:].t().tolist()):
             given = [None if step == 2 and n == 1 else id for n, id in enumerate(ids)]
             expected, found = reference.step_all(given), engine.step(given, True)
             moving = [n for n, id in enumerate(given) if id is not None]
-            assert largest(found[moving], expected[moving]) < ROUNDED
+            assert largest_difference(found[moving], expected[moving]) < ROUNDED
         counted, traffic = engine.hit_counts, engine.ways.traffic
         assert counted is not None
         assert counted.tokens == 5

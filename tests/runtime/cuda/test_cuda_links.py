@@ -33,7 +33,7 @@ def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """A cache folder of its own, and so little work that a test takes seconds; a machine that does much else."""
     for name, value in {"ROTATION": 1 << 14, "TIMES_CACHES": 0, "LISTED": 8}.items():
         monkeypatch.setattr(measuring, name, value)
-    for name, some in {"ROUNDS": 2, "REPLAYS": 1, "HANDED": 3, "FAR_BANDS": 2, "NOISE": math.inf}.items():
+    for name, some in {"ROUNDS": 2, "REPLAYS": 1, "HANDED": 3, "BANDS": 2, "NOISE": math.inf}.items():
         monkeypatch.setattr(card, name, some)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path / "cache"
@@ -61,7 +61,8 @@ def test_every_speed_is_measured_kept_and_read_again(isa: str, kernels: Kernels)
     shown = tuning_table({"shapes": [], "gpu_info": "some GPU", "path": "there", "links": [row]})
     share = f"{100 * row['alone']['bus'] / row['copies']:.0f} %"
     assert share in shown
-    assert f"{row['together']['far_bus'] / 1e9:.1f} ({row['alone']['far_bus'] / 1e9:.1f})" in shown
+    for name in ("near", "far_bus", "far_worker"):
+        assert f"{row['together'][name] / 1e9:.1f} ({row['alone'][name] / 1e9:.1f})" in shown
 
 
 @pytest.mark.usefixtures("_slow_hand_over")

@@ -201,7 +201,9 @@ def test_a_tuning_is_kept_and_used(cache: Path) -> None:
     torch.cuda.synchronize()
     assert loaded.config == tile_config_of(result["shapes"][0])
     x, y = torch.randn(SHAPE[1]), torch.empty(SHAPE[0], device="cuda")
-    zigzag_products.gemv(loaded, zigzag_products.Input(x.cuda(), threshold=torch.tensor([0.5], device="cuda")), y)
+    zigzag_products.gemv(
+        loaded, zigzag_products.Input(x.cuda(), threshold=torch.tensor([0.5], device="cuda")), zigzag_products.Output(y)
+    )
     expected = decode_matrix(matrix).double() @ torch.where(x.abs() > 0.5, x, 0).double()
     assert (y.cpu() - expected).norm() < 1e-5 * expected.norm()
 

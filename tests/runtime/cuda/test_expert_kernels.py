@@ -21,7 +21,7 @@ from sparsepack.runtime.cuda.products.experts import (
 )
 from sparsepack.runtime.cuda.products.gemm_fp16 import new_products
 from sparsepack.runtime.cuda.products.tile_config import CudaTileConfig
-from sparsepack.runtime.cuda.products.zigzag_products import Input
+from sparsepack.runtime.cuda.products.zigzag_products import Input, Output
 from sparsepack.runtime.reference.experts import route as reference_route
 from sparsepack.runtime.reference.experts import with_shared
 
@@ -96,7 +96,7 @@ def test_the_chosen_ones_share_an_input_and_their_products_are_added(
     for threshold in (None, limit):
         active = torch.zeros((), dtype=torch.int64, device="cuda")
         y = torch.full((of_token, 2 * width), float("nan"), device="cuda")
-        multiply_experts(first, Input(x, threshold=threshold), y, logits=logits, active=active)
+        multiply_experts(first, Input(x, threshold=threshold), Output(y, active=active), logits=logits)
         kept = x if threshold is None else torch.where(x.abs() > threshold, x, 0)
         expected = torch.stack([matrix_of(into, number) @ kept.double() for number in chosen])
         assert_close(y, expected)
@@ -109,11 +109,8 @@ def test_the_chosen_ones_share_an_input_and_their_products_are_added(
             multiply_experts(
                 second,
                 Input(inner, threshold=threshold),
-                out,
+                Output(out, residual=residual, squares=squares, active=active),
                 logits=logits,
-                residual=residual,
-                squares=squares,
-                active=active,
             )
         kept = inner if threshold is None else torch.where(inner.abs() > threshold, inner, 0)
         each = [w * (matrix_of(mid, n) @ v.double()) for n, w, v in zip(chosen, weight, kept, strict=True)]
@@ -154,10 +151,13 @@ def test_a_chain_from_the_router_to_the_sum_hands_its_results_on(
             route(router, input, logits)
             more = {"threshold": limit.cuda()} | ({"scales": scales, "skipped": skipped} if held else {})
             multiply_experts(
-                first, replace(input, **more), inner.view(of_token, -1), logits=logits, activation=0, active=counts[0]
+                first,
+                replace(input, **more),
+                Output(inner.view(of_token, -1), activation=0, active=counts[0]),
+                logits=logits,
             )
             middle = Input(inner.view(of_token, -1), flag_in_data=flag, **more)
-            multiply_experts(second, middle, y, logits=logits, residual=start, squares=last, active=counts[1])
+            multiply_experts(second, middle, Output(y, residual=start, squares=last, active=counts[1]), logits=logits)
             torch.cuda.synchronize()
             words.fill_(SENTINEL)
         return y, last, counts, skipped
@@ -198,16 +198,18 @@ def test_several_texts_have_their_own_experts(texts: int, count: int, used: int,
     scales, skipped = 0.5 + torch.rand(texts, device="cuda"), torch.zeros(texts, dtype=torch.int64, device="cuda")
     of_one = torch.zeros(texts, dtype=torch.int64, device="cuda")
     held = {"threshold": limit, "scales": scales, "skipped": skipped}
-    multiply_experts(first, Input(x, **held), inner, logits=logits, activation=0, active=active[0])
-    multiply_experts(second, Input(inner, **held), y, logits=logits, residual=x, squares=squares, active=active[1])
+    multiply_experts(first, Input(x, **held), Output(inner, activation=0, active=active[0]), logits=logits)
+    multiply_experts(
+        second, Input(inner, **held), Output(y, residual=x, squares=squares, active=active[1]), logits=logits
+    )
     for text in range(texts):
         alone, out = torch.empty(of_token, width, device="cuda"), torch.empty(hidden, device="cuda")
         one = {"threshold": limit, "scales": scales[text : text + 1], "skipped": of_one[text : text + 1]}
         given = {"logits": logits[text]}
-        multiply_experts(first, Input(x[text], **one), alone, **given, activation=0, active=counted[0])
+        multiply_experts(first, Input(x[text], **one), Output(alone, activation=0, active=counted[0]), **given)
         # Launches of one text and of several divide columns otherwise; tensor cores cut sums off: 1.0e-5 was measured.
         assert_close(inner[text], alone.double(), 3e-5)
-        multiply_experts(second, Input(inner[text], **one), out, **given, residual=x[text], active=counted[1])
+        multiply_experts(second, Input(inner[text], **one), Output(out, residual=x[text], active=counted[1]), **given)
         assert_close(y[text], out.double(), 3e-5)
         assert float(squares[text].sum()) == pytest.approx(float(out.square().sum()), rel=3e-5)
     assert active.tolist() == counted.tolist()
@@ -233,5 +235,5 @@ def test_several_experts_are_decoded_together(rows: int, gate: bool, config: Cud
 def test_logits_that_are_no_numbers_choose_experts_that_there_are() -> None:
     experts = load_experts(random_experts(5, 300, 64), 2, True, "cuda", added=True)
     y = torch.zeros(300, device="cuda")
-    multiply_experts(experts, Input(normal(2, 64)), y, logits=torch.full((5,), float("nan"), device="cuda"))
+    multiply_experts(experts, Input(normal(2, 64)), Output(y), logits=torch.full((5,), float("nan"), device="cuda"))
     assert y.isnan().all()

@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hybrid_decoders import EVEN, IDS, ROUNDED, decoder, largest, model
+from backends import largest_difference
+from hybrid_decoders import EVEN, IDS, ROUNDED, decoder, model
 from native_build import skip_without_kernels
 
 from sparsepack.formats.packed import PackedModel
@@ -27,7 +28,7 @@ def test_what_has_no_room_on_the_card_lies_in_the_hosts_memory(kernels: Kernels,
     parts = parts_of(packed, 128, "f32")
     plan = plan_within(parts, parts.least + int(share * parts.weights))
     engine = decoder(packed, kernels, 0.3, plan=plan)
-    assert largest(engine.teacher_forced(IDS, 5, True), expected) < ROUNDED
+    assert largest_difference(engine.teacher_forced(IDS, 5, True), expected) < ROUNDED
 
 
 WIDE = {"intermediate_size": 1301, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2}
@@ -46,7 +47,7 @@ def test_processor_and_bus_share_the_bands_of_far_matrices(
     expected = Engine(packed, backend="reference").teacher_forced(IDS.tolist(), 5)
     engine = decoder(packed, kernels, 0.0, plan=whole_in_host_memory(packed, attention, gates))
     found = engine.teacher_forced(IDS, 5, True)
-    assert largest(found, expected) < ROUNDED
+    assert largest_difference(found, expected) < ROUNDED
     products = engine._divided.layout.products
     assert [each.block for each in products if each.columns == hidden and each.rows < 1301] == sorted(
         each.block for each in products
@@ -63,9 +64,9 @@ def test_several_texts_share_far_matrices(kernels: Kernels) -> None:
     engine = decoder(packed, kernels, 0.0, plan=whole_in_host_memory(packed, 0, 0), sequences=3)
     reference = Engine(packed, backend="reference", sequences=3)
     for n, ids in enumerate(texts[:, :3]):
-        assert largest(engine.prefill(n, ids), reference.prefill(ids.tolist(), n)) < ROUNDED
+        assert largest_difference(engine.prefill(n, ids), reference.prefill(ids.tolist(), n)) < ROUNDED
     for ids in texts[:, 3:].t().tolist():
-        assert largest(engine.step(ids, True), reference.step_all(ids)) < ROUNDED
+        assert largest_difference(engine.step(ids, True), reference.step_all(ids)) < ROUNDED
 
 
 @pytest.mark.parametrize("near", [Links(1.0, 1e3, 1e-3), Links(1.0, 1e-3, 1e3)])

@@ -11,7 +11,7 @@ from sparsepack.runtime.cuda.driver.host_memory import in_host_memory, shared_me
 from sparsepack.runtime.cuda.products import far, zigzag, zigzag_products
 from sparsepack.runtime.cuda.products.far import FarProduct
 from sparsepack.runtime.cuda.products.tile_config import far_tile_config
-from sparsepack.runtime.cuda.products.zigzag_products import Input
+from sparsepack.runtime.cuda.products.zigzag_products import Input, Output
 from sparsepack.runtime.hybrid.handover import LAST_NUMBER, Abort, AskedProduct, HandOver
 from sparsepack.runtime.reference import products as reference
 
@@ -93,7 +93,7 @@ def test_rows_of_both_sides_make_the_product(rows: int, columns: int, near: int,
     active = torch.zeros((), dtype=torch.int64, device=CUDA)
     multiply, given = (zigzag_products.gemv, x[0]) if texts == 1 else (zigzag_products.batch, x)
     input = Input(given.to(CUDA))
-    far.multiply(shared.of, multiply, input, y, bias=bias.to(CUDA), residual=y, squares=parts, active=active)
+    far.multiply(shared.of, multiply, input, Output(y, bias=bias.to(CUDA), residual=y, squares=parts, active=active))
     expected = x.double() @ shared.weight.t() + bias + before
     typical = (x.double().square() @ shared.weight.square().t()).sqrt().mean()
     assert float((y.cpu() - expected).abs().max()) < 1e-3 * typical
@@ -105,7 +105,7 @@ def test_rows_of_both_sides_make_the_product(rows: int, columns: int, near: int,
 
 def test_an_answer_that_never_comes_is_given_up() -> None:
     shared = Shared(600, 256, 1, 1)
-    far.take(shared.of, torch.zeros(1, 600, device=CUDA))
+    far.take(shared.of, Output(torch.zeros(1, 600, device=CUDA)))
     torch.cuda.synchronize()
     assert int(shared.of.abort) == Abort.DEVICE_WAITED
     assert int(shared.of.waited) >= 50e6

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from backends import largest_difference
+from decoder_steps import steps
 from native_build import skip_without_kernels
 from operations_for_tests import normal
 from packed_models import by_neurons, random_model
@@ -17,7 +19,7 @@ from sparsepack.formats.codecs.matrices import PackedMatrix, decode_matrix, enco
 from sparsepack.formats.packed import NeuronMlp, PackedModel
 from sparsepack.placement.budget import Plan
 from sparsepack.placement.links import Links
-from sparsepack.runtime import operations_layer
+from sparsepack.runtime.chained import layer as operations_layer
 from sparsepack.runtime.cpu import operations
 from sparsepack.runtime.cuda.driver.host_memory import host_tensors
 from sparsepack.runtime.cuda.driver.kernel_set import Kernels
@@ -88,17 +90,8 @@ def reference_of(times: float, monkeypatch: pytest.MonkeyPatch, sequences: int =
     return Engine(packed, backend="reference", sequences=sequences)
 
 
-def steps(engine: CudaHybridDecoder, ids: Tensor, sparse: bool = True) -> Tensor:
-    return torch.cat([engine.step([id], sparse) for id in ids.tolist()]).cpu()
-
-
 def stepped(engine: Engine) -> Tensor:
     return torch.stack([engine.step(id) for id in IDS.tolist()])
-
-
-def largest(a: Tensor, b: Tensor) -> float:
-    assert a.shape == b.shape
-    return float((a.cpu() - b).abs().max())
 
 
 @pytest.mark.parametrize("links", LINKS)
@@ -109,10 +102,10 @@ def test_steps_compute_what_the_reference_computes_with_the_same_lists(
     expected = stepped(reference_of(1.05, monkeypatch))
     engine = decoder(kernels, 1.05, slots, LINKS[links])
     found = steps(engine, IDS)
-    assert largest(found, expected) < 0.05
+    assert largest_difference(found, expected) < 0.05
     monkeypatch.undo()
     exact = Engine(model(), backend="reference")
-    assert largest(exact.teacher_forced(IDS.tolist(), 0), expected) > 0.05, "the copy loses some"
+    assert largest_difference(exact.teacher_forced(IDS.tolist(), 0), expected) > 0.05, "the copy loses some"
     traffic, counted = engine.ways.traffic, engine.hit_counts
     assert (traffic.resident, traffic.bus + traffic.worker) == (counted.hits, counted.needed - counted.hits)
     assert slots == 602 or (traffic.worker > 0) == (links != "bus alone")
@@ -129,23 +122,23 @@ def test_steps_compute_what_the_reference_computes_with_the_same_lists(
 @pytest.mark.parametrize("copied", [range(2), range(1), range(1, 2)])
 def test_where_all_are_listed_nothing_is_lost(kernels: Kernels, copied: range) -> None:
     engine, exact = decoder(kernels, 16.0, copied=copied), Engine(model(), backend="reference")
-    assert largest(steps(engine, IDS), exact.teacher_forced(IDS.tolist(), 0)) < 0.05
+    assert largest_difference(steps(engine, IDS), exact.teacher_forced(IDS.tolist(), 0)) < 0.05
     engine.reset()
     exact.dense = True
-    assert largest(steps(engine, IDS, sparse=False), exact.teacher_forced(IDS.tolist(), 0)) < 0.05
+    assert largest_difference(steps(engine, IDS, sparse=False), exact.teacher_forced(IDS.tolist(), 0)) < 0.05
 
 
 def test_prefill_has_every_gate_and_a_dense_step_lists_all(kernels: Kernels) -> None:
     engine, exact = decoder(kernels, 1.0), Engine(model(), backend="reference", dense=True)
     expected = exact.teacher_forced([*IDS.tolist(), 5, 6], 13)
-    assert largest(engine.prefill(0, IDS), expected[12]) < 0.1
-    assert largest(steps(engine, torch.tensor([5, 6]), sparse=False), expected[13:]) < 0.1
+    assert largest_difference(engine.prefill(0, IDS), expected[12]) < 0.1
+    assert largest_difference(steps(engine, torch.tensor([5, 6]), sparse=False), expected[13:]) < 0.1
 
 
 def test_gates_move_with_their_records(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = stepped(reference_of(1.2, monkeypatch))
     engine = decoder(kernels, 1.2, policy="lru")
-    assert largest(steps(engine, IDS), expected) < 0.05
+    assert largest_difference(steps(engine, IDS), expected) < 0.05
     assert engine.hit_counts.moves > 0
 
 
@@ -155,7 +148,7 @@ def test_several_texts_share_the_list(kernels: Kernels, sequences: int, monkeypa
     exact = reference_of(1.2, monkeypatch, sequences)
     engine = decoder(kernels, 1.2, sequences=sequences)
     for ids in texts.t().tolist():
-        assert largest(engine.step(ids, True), exact.step_all(ids)) < 0.05
+        assert largest_difference(engine.step(ids, True), exact.step_all(ids)) < 0.05
 
 
 def test_a_listed_neuron_takes_a_gate_and_the_record_of_some() -> None:

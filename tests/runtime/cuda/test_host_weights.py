@@ -11,7 +11,7 @@ from sparsepack.runtime.cuda.driver.host_memory import in_host_memory, on_card
 from sparsepack.runtime.cuda.products import rows, zigzag, zigzag_products
 from sparsepack.runtime.cuda.products.gemm_fp16 import multiply, new_scratch, to_scaled_fp16
 from sparsepack.runtime.cuda.products.zigzag import CudaZigzag
-from sparsepack.runtime.cuda.products.zigzag_products import Input
+from sparsepack.runtime.cuda.products.zigzag_products import Input, Output
 
 pytestmark = pytest.mark.gpu
 
@@ -41,7 +41,7 @@ def test_products_of_one_input(shape: tuple[int, int], dense: bool) -> None:
     found: list[Tensor] = []
     for matrix in both(shape):
         y = torch.empty(shape[0], device=CUDA)
-        zigzag_products.gemv(matrix, Input(x, threshold=threshold), y)
+        zigzag_products.gemv(matrix, Input(x, threshold=threshold), Output(y))
         found.append(y.cpu())
     assert torch.equal(*found)
 
@@ -54,7 +54,7 @@ def test_products_of_several_inputs(dense: bool) -> None:
     found: list[Tensor] = []
     for matrix in both((1536, 1280)):
         y = torch.empty(3, 1536, device=CUDA)
-        zigzag_products.batch(matrix, Input(x, threshold=threshold), y)
+        zigzag_products.batch(matrix, Input(x, threshold=threshold), Output(y))
         found.append(y.cpu())
     assert torch.equal(*found)
 

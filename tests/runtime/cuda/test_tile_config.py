@@ -7,7 +7,7 @@ from sparsepack.runtime.cuda.driver import flag_in_data, shared_memory
 from sparsepack.runtime.cuda.products import tile_config, zigzag_products
 from sparsepack.runtime.cuda.products.tile_config import CudaTileConfig, default_tile_config, shared_bytes
 from sparsepack.runtime.cuda.products.zigzag import CudaZigzag
-from sparsepack.runtime.cuda.products.zigzag_products import Input, batch, gemv, most_inputs
+from sparsepack.runtime.cuda.products.zigzag_products import Input, Output, batch, gemv, most_inputs
 
 GPUS = {"A100": (108, 163), "A10": (72, 99), "RTX 3050": (20, 99), "RTX 4090": (128, 99), "H100": (132, 227)}
 """Multiprocessors, and KiB of shared memory that a block may have."""
@@ -95,7 +95,7 @@ def test_where_all_columns_are_active_there_is_a_ring(monkeypatch: pytest.Monkey
     none = CudaZigzag(torch.empty(4, 0), 1024, 4096, CudaTileConfig(1, 6, 0, 32), 0, 1.0, 1.0, 1.0)
     x, y, threshold = torch.zeros(4096), torch.empty(1024), torch.zeros(1)
     for input in (Input(x, threshold=threshold), Input(x)):
-        gemv(none, input, y)
+        gemv(none, input, Output(y))
     sparse, dense = launched
     assert sparse == ("STAGES=0", 192, shared_bytes(4096, none.config))
     assert dense == ("STAGES=24", 384, shared_bytes(4096, CudaTileConfig(1, 8, 24, 32)))
@@ -142,12 +142,12 @@ def test_products_whose_blocks_would_wait_in_vain_are_refused(monkeypatch: pytes
         ),
     ):
         with pytest.raises(ValueError, match=message):
-            batch(matrix(tiles, config), Input(x), y)
+            batch(matrix(tiles, config), Input(x), Output(y))
     with pytest.raises(ValueError, match="9 inputs, expected 1 to 8"):
-        batch(matrix(1, CudaTileConfig(1, 8, 8, 1)), Input(torch.zeros(9, 96)), y)
+        batch(matrix(1, CudaTileConfig(1, 8, 8, 1)), Input(torch.zeros(9, 96)), Output(y))
     for config, tiles in ((CudaTileConfig(1, 8, 8, 4), 3), (CudaTileConfig(1, 8, 8, 3), 3)):
         with pytest.raises(ValueError, match=r"splits|wait for each other"):
-            gemv(matrix(tiles, config), Input(x[0]), y[0])
+            gemv(matrix(tiles, config), Input(x[0]), Output(y[0]))
 
 
 def test_impossible_configurations_are_refused() -> None:

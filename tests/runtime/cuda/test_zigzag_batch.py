@@ -8,7 +8,7 @@ from zigzag_cases import CONFIGS, assert_close, loaded, normal, random_matrix, w
 from sparsepack.formats.codecs.matrices import PackedMatrix
 from sparsepack.runtime.cuda.products.tile_config import CudaTileConfig
 from sparsepack.runtime.cuda.products.zigzag import CudaZigzag
-from sparsepack.runtime.cuda.products.zigzag_products import Input, batch, blocks, gemv, most_inputs
+from sparsepack.runtime.cuda.products.zigzag_products import Input, Output, batch, blocks, gemv, most_inputs
 from sparsepack.runtime.reference.products import ACTIVATION_FUNCTIONS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("workspace_is_reset")]
@@ -58,7 +58,7 @@ def test_several_inputs_share_their_active_columns(config: CudaTileConfig, colum
     active = torch.zeros((), dtype=torch.int64, device="cuda")
     y = torch.full((inputs, 1100), float("nan"), device="cuda")
 
-    batch(matrix, Input(x), y, bias=bias, active=active)
+    batch(matrix, Input(x), Output(y, bias=bias, active=active))
     for found, one in zip(y, x, strict=True):
         assert_close(found, w @ one.double() + bias)
     assert int(active) == columns
@@ -71,14 +71,14 @@ def test_several_inputs_share_their_active_columns(config: CudaTileConfig, colum
         union = (shifted.abs() > threshold).any(0)
         y.copy_(residual)
         active.zero_()
-        batch(matrix, input, y, bias=bias, residual=y, active=active)
+        batch(matrix, input, Output(y, bias=bias, residual=y, active=active))
         for found, one, before in zip(y, shifted, residual, strict=True):
             assert_close(found, w @ torch.where(union, one, 0).double() + bias.double() + before.double())
         assert int(active) == int(union.sum())
 
     first = y.clone()
     for _ in range(3):
-        batch(matrix, input, y, bias=bias, residual=residual)
+        batch(matrix, input, Output(y, bias=bias, residual=residual))
         assert torch.equal(y, first)
 
 
@@ -99,7 +99,7 @@ def test_a_norm_of_several_inputs_comes_first(config: CudaTileConfig, columns: i
     active = torch.zeros((), dtype=torch.int64, device="cuda")
     y = torch.full((inputs, 700), float("nan"), device="cuda")
 
-    batch(matrix, Input(x, norm=norm, eps=1e-5, squares=squares), y)
+    batch(matrix, Input(x, norm=norm, eps=1e-5, squares=squares), Output(y))
     for found, one in zip(y, normed, strict=True):
         assert_close(found, w @ one)
 
@@ -110,7 +110,7 @@ def test_a_norm_of_several_inputs_comes_first(config: CudaTileConfig, columns: i
     for threshold in (limit, limits):
         union = (d.abs() > threshold).any(0)
         active.zero_()
-        batch(matrix, Input(x, norm, 1e-5, squares, threshold=threshold, offset=offset), y, active=active)
+        batch(matrix, Input(x, norm, 1e-5, squares, threshold=threshold, offset=offset), Output(y, active=active))
         for found, one in zip(y, d, strict=True):
             assert_close(found, w @ torch.where(union, one, 0))
         assert int(active) == int(union.sum())
@@ -126,7 +126,7 @@ def test_the_squares_of_several_outputs_are_added_up(
     x, residual = normal(inputs, columns) * powers_of_ten(inputs), normal(inputs, rows, seed=1)
     y = residual.clone()
     squares = torch.full((inputs, blocks(matrix)), float("nan"), device="cuda")
-    batch(matrix, Input(x), y, residual=y, squares=squares)
+    batch(matrix, Input(x), Output(y, residual=y, squares=squares))
     torch.testing.assert_close(squares.double().sum(1), y.double().square().sum(1), rtol=1e-5, atol=0)
     # Those of a tile are in its blocks' parts.
     padded = torch.nn.functional.pad(y, (0, -rows % (256 * config.tile_bands)))
@@ -136,7 +136,7 @@ def test_the_squares_of_several_outputs_are_added_up(
 
     first = squares.clone()
     for _ in range(3):
-        batch(matrix, Input(x), y, residual=residual, squares=squares.fill_(float("nan")))
+        batch(matrix, Input(x), Output(y, residual=residual, squares=squares.fill_(float("nan"))))
         assert torch.equal(squares, first)
 
 
@@ -158,7 +158,7 @@ def test_gate_and_up_of_several_inputs_become_one(
     mid = torch.full((inputs, width), float("nan"), device="cuda")
     squares = torch.full((inputs, blocks(matrix)), float("nan"), device="cuda")
     for given in (bias, None):
-        batch(matrix, Input(x, threshold=limit), mid, bias=given, activation=activation, squares=squares)
+        batch(matrix, Input(x, threshold=limit), Output(mid, bias=given, activation=activation, squares=squares))
         union = (x.abs() > limit).any(0)
         for found, one in zip(mid, x, strict=True):
             product = w @ torch.where(union, one, 0).double()
@@ -177,10 +177,10 @@ def test_a_chain_of_products_of_several_inputs_passes_squares_on(config: CudaTil
     squares = torch.empty(5, blocks(matrix), device="cuda")
     for _ in range(20):
         hidden.copy_(start)
-        batch(matrix, Input(start), hidden, residual=hidden, squares=squares)
-        batch(matrix, Input(hidden, norm=norm, eps=1e-5, squares=squares), normed)
-        batch(matrix, Input(normed), hidden, residual=hidden, squares=squares)
-        batch(matrix, Input(hidden, norm=norm, eps=1e-5, squares=squares), normed)
+        batch(matrix, Input(start), Output(hidden, residual=hidden, squares=squares))
+        batch(matrix, Input(hidden, norm=norm, eps=1e-5, squares=squares), Output(normed))
+        batch(matrix, Input(normed), Output(hidden, residual=hidden, squares=squares))
+        batch(matrix, Input(hidden, norm=norm, eps=1e-5, squares=squares), Output(normed))
     expected = start.double() + start.double() @ w.t()
     for _ in range(2):
         one = expected * torch.rsqrt(expected.square().mean(1, keepdim=True) + 1e-5) * norm
@@ -202,9 +202,9 @@ def test_products_of_one_and_of_several_inputs_share_their_slots() -> None:
     x, w = normal(8, 1100), weights(stored)
     y, alone = torch.empty(8, 1100, device="cuda"), torch.empty(1100, device="cuda")
     for _ in range(20):
-        batch(several, Input(x), y)
-        gemv(one, Input(x[0]), alone)
-        batch(one, Input(x[:3]), y[:3])
+        batch(several, Input(x), Output(y))
+        gemv(one, Input(x[0]), Output(alone))
+        batch(one, Input(x[:3]), Output(y[:3]))
     assert_close(alone, w @ x[0].double())
     for found, input in zip(y, x, strict=True):
         assert_close(found, w @ input.double())
@@ -219,7 +219,7 @@ def test_inputs_of_gate_and_up_are_put_together(config: CudaTileConfig, columns:
     gate, up = both.double().chunk(2, dim=1)
     x = ACTIVATION_FUNCTIONS["silu"](gate) * up
     threshold = between(x)
-    batch(matrix, Input(both, threshold=threshold, gated=0), y)
+    batch(matrix, Input(both, threshold=threshold, gated=0), Output(y))
     union = (x.abs() > threshold).any(0)
     for found, one in zip(y, x, strict=True):
         assert_close(found, w @ torch.where(union, one, 0))

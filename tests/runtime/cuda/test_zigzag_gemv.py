@@ -7,7 +7,7 @@ from zigzag_cases import CONFIGS, LIMIT, assert_close, loaded, normal, random_ma
 from sparsepack.runtime.cuda.driver.flag_in_data import SENTINEL, flag_in_data_buffers
 from sparsepack.runtime.cuda.products.tile_config import CudaTileConfig, with_ring
 from sparsepack.runtime.cuda.products.zigzag import load_zigzag
-from sparsepack.runtime.cuda.products.zigzag_products import Input, batch, blocks, gemv
+from sparsepack.runtime.cuda.products.zigzag_products import Input, Output, batch, blocks, gemv
 from sparsepack.runtime.reference.products import ACTIVATION_FUNCTIONS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("workspace_is_reset")]
@@ -22,7 +22,7 @@ def test_a_column_a_thousand_times_the_others_hides_no_row() -> None:
     x = normal(40)
     x[3] *= 1000
     y = torch.empty(2048, device="cuda")
-    gemv(matrix, Input(x), y)
+    gemv(matrix, Input(x), Output(y))
     stored.blocks[..., 3] ^= 0x80  # minima are added instead of taken off: nothing cancels
     size = weights(stored) @ x.double().abs()
     error = (y.double() - w @ x.double()).abs() / size
@@ -45,12 +45,12 @@ def test_a_product_in_every_configuration(config: CudaTileConfig, shape: tuple[i
     each = shape[1] * config.tile_bands / (config.splits * warps)  # columns that a warp adds up, where all are active
     limit = max(LIMIT, 1e-8 * each)
 
-    gemv(matrix, Input(x), y, active=active)
+    gemv(matrix, Input(x), Output(y, active=active))
     assert_close(y, w @ x.double(), limit)
     assert int(active) == shape[1]
 
     normed = x * torch.rsqrt(x.square().mean() + 1e-5) * norm
-    gemv(matrix, Input(x, norm=norm, eps=1e-5), y, squares=squares)
+    gemv(matrix, Input(x, norm=norm, eps=1e-5), Output(y, squares=squares))
     assert_close(y, w @ normed.double(), limit)
     assert float(squares.sum()) == pytest.approx(float(y.square().sum()), rel=1e-5)
 
@@ -58,19 +58,19 @@ def test_a_product_in_every_configuration(config: CudaTileConfig, shape: tuple[i
     masked = torch.where(d.abs() > threshold, d, 0).double()
     y.copy_(residual)
     active.zero_()
-    gemv(matrix, Input(x, threshold=threshold, offset=offset), y, bias=bias, residual=y, active=active)
+    gemv(matrix, Input(x, threshold=threshold, offset=offset), Output(y, bias=bias, residual=y, active=active))
     assert_close(y, w @ masked + bias.double() + residual.double(), limit)
     assert int(active) == int(masked.count_nonzero())
 
     least = norm.abs()
-    gemv(matrix, Input(x, threshold=least), y)
+    gemv(matrix, Input(x, threshold=least), Output(y))
     first = y.clone()
     assert_close(y, w @ torch.where(x.abs() > least, x, 0).double(), limit)
     for _ in range(3):
-        gemv(matrix, Input(x, threshold=least), y)
+        gemv(matrix, Input(x, threshold=least), Output(y))
         assert torch.equal(y, first)
 
-    gemv(matrix, Input(x, threshold=torch.tensor([float("inf")], device="cuda")), y, residual=residual)
+    gemv(matrix, Input(x, threshold=torch.tensor([float("inf")], device="cuda")), Output(y, residual=residual))
     assert torch.equal(y, residual), "nothing is active"
 
 
@@ -89,10 +89,10 @@ def test_a_chain_of_products_hands_its_results_on(config: CudaTileConfig) -> Non
     words, (between, squares) = flag_in_data_buffers([1100, blocks(matrix)], x.device)
     y = torch.empty(1100, device="cuda")
     for _ in range(20):
-        gemv(matrix, Input(x), between, squares=squares)
+        gemv(matrix, Input(x), Output(between, squares=squares))
         second = Input(between, norm=norm, eps=1e-5, squares=squares, threshold=limit, flag_in_data=True)
-        gemv(matrix, second, y)
-        gemv(matrix, Input(x), y.clone(), reset=words)
+        gemv(matrix, second, Output(y))
+        gemv(matrix, Input(x), Output(y.clone(), reset=words))
         z = w @ x.double()
         normed = z * torch.rsqrt(z.square().mean() + 1e-5 / 1e6) * norm
         assert (y.double() / 1000 - w @ torch.where(normed.abs() > limit, normed, 0)).norm() <= 1e-3 * y.norm() / 1000
@@ -105,7 +105,7 @@ def test_a_sum_that_is_no_number_is_handed_on() -> None:
     x = normal(512)
     x[7] = torch.tensor(SENTINEL, dtype=torch.int32, device="cuda").view(torch.float32)  # a NaN with these bits
     y = torch.zeros(512, device="cuda")
-    gemv(matrix, Input(x), y)
+    gemv(matrix, Input(x), Output(y))
     assert y.isnan().all()
     assert not (y.view(torch.int32) == SENTINEL).any()
 
@@ -123,7 +123,7 @@ def test_gate_and_up_become_one(config: CudaTileConfig, width: int, activation: 
     matrix, w = loaded(stored, config, gate=True), weights(stored)
     x, bias, limit = normal(300), normal(2 * width, seed=1), torch.tensor([0.5], device="cuda")
     mid = torch.full((width,), float("nan"), device="cuda")
-    gemv(matrix, Input(x, threshold=limit), mid, bias=bias, activation=activation)
+    gemv(matrix, Input(x, threshold=limit), Output(mid, bias=bias, activation=activation))
     gate, up = (w @ torch.where(x.abs() > limit, x, 0).double() + bias).chunk(2)
     assert_close(mid, list(ACTIVATION_FUNCTIONS.values())[activation](gate) * up)
 
@@ -141,8 +141,10 @@ def test_an_input_of_gate_and_up_is_put_together(config: CudaTileConfig, width: 
     y = torch.full((300,), float("nan"), device="cuda")
     active = torch.zeros((), dtype=torch.int64, device="cuda")
     for _ in range(5):
-        gemv(into, Input(x), both)
-        gemv(matrix, Input(both, threshold=limit, flag_in_data=True, gated=activation), y, active=active.zero_())
+        gemv(into, Input(x), Output(both))
+        gemv(
+            matrix, Input(both, threshold=limit, flag_in_data=True, gated=activation), Output(y, active=active.zero_())
+        )
         gate, up = both.double().chunk(2)
         inner = list(ACTIVATION_FUNCTIONS.values())[activation](gate) * up
         assert_close(
@@ -155,31 +157,31 @@ def test_an_input_of_gate_and_up_is_put_together(config: CudaTileConfig, width: 
 def test_what_a_product_cannot_do_is_refused() -> None:
     few, x, y = load_zigzag(random_matrix(512, 64), "cuda", CudaTileConfig(2, 8, 16, 3)), normal(64), normal(512)
     with pytest.raises(ValueError, match="more splits than 64 columns have chunks of 32"):
-        gemv(few, Input(x), y)
+        gemv(few, Input(x), Output(y))
     with pytest.raises(ValueError, match="more splits than 64 columns have chunks of 32"):
-        batch(few, Input(x[None]), y[None])
+        batch(few, Input(x[None]), Output(y[None]))
     one = load_zigzag(random_matrix(512, 64), "cuda", CudaTileConfig(2, 8, 16, 1))
     with pytest.raises(ValueError, match="with a residual"):
-        gemv(one, Input(x), y, residual=y, activation=0)
+        gemv(one, Input(x), Output(y, residual=y, activation=0))
     with pytest.raises(ValueError, match="an input of gate and up, with a norm"):
-        gemv(one, Input(torch.cat([x, x]), norm=x, gated=0), y)
+        gemv(one, Input(torch.cat([x, x]), norm=x, gated=0), Output(y))
     with pytest.raises(ValueError, match="without squares"):
-        gemv(one, Input(x, norm=x, flag_in_data=True), y)
+        gemv(one, Input(x, norm=x, flag_in_data=True), Output(y))
     with pytest.raises(ValueError, match="several inputs with their flag"):
-        batch(one, Input(x[None], flag_in_data=True), y[None])
+        batch(one, Input(x[None], flag_in_data=True), Output(y[None]))
     with pytest.raises(ValueError, match="with a residual"):
-        batch(one, Input(x[None]), y[None], residual=y[None], activation=0)
+        batch(one, Input(x[None]), Output(y[None], residual=y[None], activation=0))
     gated = load_zigzag(random_matrix(512, 64), "cuda", CudaTileConfig(2, 8, 16, 1), gate=True)
     for matrix, activation in ((one, 0), (gated, None)):
         with pytest.raises(ValueError, match="bands of gate: one needs the other"):
-            gemv(matrix, Input(x), y, activation=activation)
+            gemv(matrix, Input(x), Output(y, activation=activation))
         with pytest.raises(ValueError, match="bands of gate: one needs the other"):
-            batch(matrix, Input(x[None]), y[None], activation=activation)
+            batch(matrix, Input(x[None]), Output(y[None], activation=activation))
 
 
 def test_more_blocks_than_run_at_once_are_refused() -> None:
     matrix = load_zigzag(random_matrix(256 * 100, 512), "cuda", CudaTileConfig(1, 8, 8, 16))
     with pytest.raises(ValueError, match="1600 blocks that wait for each other"):
-        gemv(matrix, Input(normal(512)), torch.empty(256 * 100, device="cuda"))
+        gemv(matrix, Input(normal(512)), Output(torch.empty(256 * 100, device="cuda")))
     with pytest.raises(ValueError, match="1600 blocks that wait for each other"):
-        batch(matrix, Input(normal(2, 512)), torch.empty(2, 256 * 100, device="cuda"))
+        batch(matrix, Input(normal(2, 512)), Output(torch.empty(2, 256 * 100, device="cuda")))

@@ -25,7 +25,7 @@ from sparsepack.placement.names import ONLINE
 from sparsepack.placement.placement import Placement
 from sparsepack.placement.policies import POLICIES, Policy, Start
 from sparsepack.placement.policy_run import play
-from sparsepack.runtime import operations_decoder
+from sparsepack.runtime.chained import decoder as operations_decoder
 from sparsepack.runtime.engine import Engine
 from sparsepack.runtime.generation.sampling import Sampler, Sampling
 from sparsepack.runtime.hybrid import mlps
@@ -272,6 +272,8 @@ def test_two_workers_on_another_device_than_a_cpu_are_refused() -> None:
 
 def test_a_model_without_neurons_is_refused() -> None:
     with pytest.raises(UserError, match="cached: the model's MLPs are not stored by neurons; pack it with --format"):
+        Engine(random_model("llama, one head, relu"), backend="cpu", cached=0.3)
+    with pytest.raises(UserError, match=r"with the activation 'silu' none is exactly inactive; slots are for .* relu"):
         Engine(random_model(), backend="cpu", cached=0.3)
 
 

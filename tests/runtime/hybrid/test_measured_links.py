@@ -31,7 +31,7 @@ from sparsepack.runtime.reference.backend import operations as reference_operati
 from sparsepack.runtime.tuning import check_room
 
 OF = {"cpu_info": "a processor", "instruction_set": "scalar", "threads": 2, "hidden": 256}
-FAST, SLOW = Links(3.1e6, 2.7e6, 1.3e6, 4.7e-5, 5e9, 8e9), Links(9e6, 8e6, 7e6, 4.7e-5, 9e9, 9e9)
+FAST, SLOW = Links(3.1e6, 2.7e6, 1.3e6, 4.7e-5, 3e12, 5e9, 8e9), Links(9e6, 8e6, 7e6, 4.7e-5, 4e12, 9e9, 9e9)
 with_kernels = pytest.mark.parametrize("isa", instruction_set_params()[:1])
 IDS = torch.randint(300, (20,), generator=torch.Generator().manual_seed(1)).tolist()
 

@@ -222,7 +222,7 @@ class ExpertMlp:
     def step(self, step: MlpStep, room: None, kernels: Kernels) -> Iterator[Launch]:
         of, into = step.of, self.sites["mlp_in"]
         assert of.logits is not None  # the architecture has experts
-        product = partial(step.product, by=kernels.multiply_experts, logits=of.logits)
+        product = partial(step.product, by=partial(kernels.multiply_experts, logits=of.logits))
         yield partial(kernels.route, self.router, step.input, of.logits)
         of_product, of_input = _activations(into.matrix.all, step.activation)
         yield product("mlp_in", into, step.input, of.mid, activation=of_product)

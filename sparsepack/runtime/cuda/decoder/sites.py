@@ -13,7 +13,7 @@ from sparsepack.runtime.cuda.driver.kernel_set import Kernels
 from sparsepack.runtime.cuda.products.experts import CudaExperts
 from sparsepack.runtime.cuda.products.far import FarProduct
 from sparsepack.runtime.cuda.products.zigzag import CudaZigzag
-from sparsepack.runtime.cuda.products.zigzag_products import Input
+from sparsepack.runtime.cuda.products.zigzag_products import Input, Output
 from sparsepack.runtime.site_columns import Columns, load_vector
 
 
@@ -89,7 +89,7 @@ def _site(site: PackedSite, device: torch.device, gate: bool, kernels: Kernels, 
     matrix = load()
     with_offset = torch.empty(site.matrix.rows, device=device)
     kernels.synchronize(device)
-    kernels.gemv(matrix, Input(offset), with_offset, bias=bias)
+    kernels.gemv(matrix, Input(offset), Output(with_offset, bias=bias))
     if gate:  # rows of such a matrix come in pairs from the product that was just made
         matrix = load(gate=True)
     return CudaSite(matrix, dense, Columns(threshold, offset, with_offset))

@@ -18,7 +18,7 @@ from sparsepack.runtime.cuda.decoder.mlp_step import Launch, MlpStep
 from sparsepack.runtime.cuda.decoder.model import CudaModel
 from sparsepack.runtime.cuda.decoder.sites import CudaExpertsSite, CudaSite
 from sparsepack.runtime.cuda.driver.kernel_set import Kernels
-from sparsepack.runtime.cuda.products.zigzag_products import Input
+from sparsepack.runtime.cuda.products.zigzag_products import Input, Output
 from sparsepack.runtime.hold import Hold
 
 
@@ -141,15 +141,13 @@ class Step:
         """The launch of a site's product, which also counts the site's active columns under a name. by: what launches
         it; None: what launches products with one matrix"""
         columns = site.sparse if sparse else site.dense
-        if name in of.reset:
-            more["reset"] = of.reset[name]
         input = replace(input, threshold=columns.threshold, offset=columns.offset)
         if self.held is not None and not input.dense:
             input = replace(input, scales=self.held.scales, skipped=self.held.skipped)
-        more |= {"bias": columns.bias, "active": self._active(number, name)}
+        output = Output(y, columns.bias, active=self._active(number, name), reset=of.reset.get(name), **more)
         if isinstance(site, CudaSite) and site.far is not None:
-            return partial(self._kernels.multiply_far, site.far, self._multiply, input, y, **more)
-        return partial(by or self._multiply, site.matrix, input, y, **more)
+            return partial(self._kernels.multiply_far, site.far, self._multiply, input, output)
+        return partial(by or self._multiply, site.matrix, input, output)
 
     def _active(self, number: int, name: str) -> Tensor:
         return self.active[number, self._model.names.index(name)]

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparsepack.runtime.cuda.driver.streams import own_stream
+
 _lock = Lock()
 _last: dict[int, torch.cuda.Stream] = {}
 """A GPU's last turn was on this stream."""
@@ -17,7 +19,7 @@ _last: dict[int, torch.cuda.Stream] = {}
 def captured(run: Callable[[], None], stream: torch.cuda.Stream, pool: Any = None) -> torch.cuda.CUDAGraph:
     """Run a function once, so that its kernels are compiled and loaded, and once more while its launches are recorded.
 
-    stream -- of the recording, on the current device; not the current stream
+    stream -- of the recording, on the current device; not the current stream, nor one that others use (`own_stream`)
     pool   -- memory that graphs share of which one runs at a time (`torch.cuda.graph_pool_handle`)
 
     What the first run leaves in memory is for the caller to undo; the second computes nothing.
@@ -48,7 +50,7 @@ class Recorder:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._stream = own_stream(device)
         self._pool = torch.cuda.graph_pool_handle()
         self._last: torch.cuda.CUDAGraph | None = None  # memory that no graph has is gone
 

@@ -8,6 +8,7 @@ from torch import Tensor
 from sparsepack.runtime.cuda.attention import attention, double_sparsity, offload, prefill_attention
 from sparsepack.runtime.cuda.decoder import sampling
 from sparsepack.runtime.cuda.driver import device, flag_in_data, graph, host_memory, kernel
+from sparsepack.runtime.cuda.driver.streams import own_stream
 from sparsepack.runtime.cuda.products import (
     experts,
     far,
@@ -37,7 +38,7 @@ class Kernels:
     on_device = staticmethod(torch.cuda.device)
     device_name = staticmethod(torch.cuda.get_device_name)
     synchronize = staticmethod(torch.cuda.synchronize)
-    new_stream = staticmethod(torch.cuda.Stream)
+    new_stream = staticmethod(own_stream)
     on_stream = staticmethod(torch.cuda.stream)
     new_event = staticmethod(torch.cuda.Event)
     new_graph_pool = staticmethod(torch.cuda.graph_pool_handle)
@@ -112,7 +113,7 @@ class Kernels:
     def new_step_stream() -> torch.cuda.Stream:
         """A stream whose kernels, replayed from a graph too, come before those of other streams where they compete for
         multiprocessors."""
-        return torch.cuda.Stream(priority=-1)  # type: ignore[no-untyped-call]
+        return own_stream(priority=-1)
 
     @staticmethod
     def wait_for_step() -> None:

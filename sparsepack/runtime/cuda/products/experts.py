@@ -11,7 +11,7 @@ from sparsepack.runtime.cuda.driver.kernel import kernel, launch, multiprocessor
 from sparsepack.runtime.cuda.products import zigzag, zigzag_products
 from sparsepack.runtime.cuda.products.tile_config import CudaTileConfig, expert_tile_config
 from sparsepack.runtime.cuda.products.zigzag import CudaZigzag
-from sparsepack.runtime.cuda.products.zigzag_products import Input, Together
+from sparsepack.runtime.cuda.products.zigzag_products import Input, Output, Together
 
 ROUTE_THREADS = 256
 LOADED_AT_ONCE = 1 << 26
@@ -95,19 +95,7 @@ def route(router: Tensor, input: Input, logits: Tensor) -> None:
     )
 
 
-def multiply_experts(
-    experts: CudaExperts,
-    input: Input,
-    y: Tensor,
-    *,
-    logits: Tensor,
-    bias: None = None,
-    residual: Tensor | None = None,
-    activation: int | None = None,
-    squares: Tensor | None = None,
-    active: Tensor | None = None,
-    reset: Tensor | None = None,
-) -> None:
+def multiply_experts(experts: CudaExperts, input: Input, output: Output, *, logits: Tensor) -> None:
     """Put the products of the experts that a token has, by its logits, on the current stream.
 
     Where products are not added, y = W x of each of a token's experts, likeliest first, then those that every token
@@ -116,10 +104,11 @@ def multiply_experts(
     logits, have a dimension more, before the others; each text has experts of its own. What is two-dimensional so far
     may be flat.
 
-    squares -- float32 [blocks(experts, 1)], of several texts [B, blocks(experts, B)]
-    active  -- int64 []: the active columns of each text and expert are added to it
-    The others are as `zigzag_products.gemv` takes them.
+    output -- squares is float32 [blocks(experts, 1)], of several texts [B, blocks(experts, B)]; the active columns of
+              each text and expert are added to `active`; there is no bias
     """
+    if output.bias is not None:
+        raise ValueError("products of experts, with a bias: each would have its own")
     logits = logits.view(-1, experts.together.logits)
     at_once, config = _spread(experts, len(logits))
     matrix = replace(experts.all, config=config)
@@ -129,14 +118,10 @@ def multiply_experts(
         def of(each: Tensor | None, these: slice = these) -> Tensor | None:
             return None if each is None else each.view(len(logits), -1)[these]
 
-        zigzag_products.launch_gemv(
-            matrix,
-            input.of_texts(these, len(logits)),
-            zigzag_products.Output(
-                y.view(len(logits), -1)[these], None, of(residual), activation, of(squares), active, reset
-            ),
-            (experts.together, logits[these]),
-        )
+        y = output.y.view(len(logits), -1)[these]
+        of_these = replace(output, y=y, residual=of(output.residual), squares=of(output.squares))
+        chosen = experts.together, logits[these]
+        zigzag_products.gemv(matrix, input.of_texts(these, len(logits)), of_these, chosen)
 
 
 def decoded_weights(experts: CudaExperts) -> int:

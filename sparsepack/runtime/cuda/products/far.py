@@ -11,7 +11,7 @@ from sparsepack.formats.codecs.zigzag import BAND_ROWS
 from sparsepack.runtime.cuda.driver.kernel import kernel, launch
 from sparsepack.runtime.cuda.products.tile_config import far_tile_config
 from sparsepack.runtime.cuda.products.zigzag import CudaZigzag
-from sparsepack.runtime.cuda.products.zigzag_products import Input
+from sparsepack.runtime.cuda.products.zigzag_products import Input, Output
 
 ASK_THREADS, TAKE_THREADS = 1024, 256
 ROWS_OF_A_BLOCK = 512
@@ -69,19 +69,12 @@ def ask(of: FarProduct, input: Input) -> None:
     )
 
 
-def take(
-    of: FarProduct,
-    y: Tensor,
-    *,
-    bias: Tensor | None = None,
-    residual: Tensor | None = None,
-    squares: Tensor | None = None,
-) -> None:
+def take(of: FarProduct, output: Output) -> None:
     """Put y = the sums of the first rows and the processor's answer, + bias + residual, on the current stream.
 
-    y, residual -- float32 [B, rows], maybe the same
-    squares     -- float32 [B, parts]: parts of the sums of y^2
+    output -- y and residual float32 [B, rows], maybe the same; squares float32 [B, parts]: parts of the sums of y^2
     """
+    squares = output.squares
     texts = len(of.answer)
     parts = -(-of.rows // ROWS_OF_A_BLOCK) if squares is None else squares.numel() // texts
     launch(
@@ -89,23 +82,13 @@ def take(
         (parts, texts),
         TAKE_THREADS,
         *(of.sums, of.near.rows, of.answer_number, of.answer, of.rows, of.abort, of.limit),
-        *(of.number, int(of.before_list), bias, residual, y, squares, of.waited),
+        *(of.number, int(of.before_list), output.bias, output.residual, output.y, squares, of.waited),
     )
 
 
-def multiply(
-    of: FarProduct,
-    by: Callable[..., None],
-    input: Input,
-    y: Tensor,
-    *,
-    bias: Tensor | None = None,
-    residual: Tensor | None = None,
-    squares: Tensor | None = None,
-    active: Tensor | None = None,
-    **more: Tensor,
-) -> None:
+def multiply(of: FarProduct, by: Callable[[CudaZigzag, Input, Output], None], input: Input, output: Output) -> None:
     """The whole product: what `gemv` does, or `batch` for several texts. by -- one of these"""
     ask(of, input)
-    by(of.near, input, of.sums if len(of.sums) > 1 else of.sums[0], active=active, **more)
-    take(of, y, bias=bias, residual=residual, squares=squares)
+    sums = of.sums if len(of.sums) > 1 else of.sums[0]
+    by(of.near, input, replace(output, y=sums, bias=None, residual=None, squares=None))
+    take(of, output)

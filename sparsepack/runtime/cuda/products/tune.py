@@ -16,6 +16,7 @@ from sparsepack.formats.codecs.zigzag import BAND_ROWS
 from sparsepack.runtime.cuda.driver.device import usable
 from sparsepack.runtime.cuda.driver.graph import captured
 from sparsepack.runtime.cuda.driver.kernel import compile_together
+from sparsepack.runtime.cuda.driver.streams import own_stream
 from sparsepack.runtime.cuda.products.tile_config import (
     SCHEMA,
     CudaTileConfig,
@@ -26,7 +27,7 @@ from sparsepack.runtime.cuda.products.tile_config import (
     tuned_path,
 )
 from sparsepack.runtime.cuda.products.zigzag import CudaZigzag, load_zigzag
-from sparsepack.runtime.cuda.products.zigzag_products import Input, gemv
+from sparsepack.runtime.cuda.products.zigzag_products import Input, Output, gemv
 from sparsepack.runtime.tuning import ACTIVE, ROTATION, Shape, copies_of, measure_shapes, random_blocks, row_of
 
 CHOICES: Mapping[str, Sequence[int]] = MappingProxyType(
@@ -115,7 +116,7 @@ class _Trial:
         self._x = torch.randn(shape[1], generator=generator).to(device)
         self._threshold = self._x.abs().quantile(1 - ACTIVE).reshape(1)
         self._y = torch.empty(shape[0], device=device)
-        self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self._stream = own_stream()
         self._layout: tuple[int, list[Tensor]] | None = None
 
     def check(self) -> None:
@@ -147,7 +148,7 @@ class _Trial:
         return statistics.median(_replayed(graph) for _ in range(REPLAYS)) / len(matrices)
 
     def _multiply(self, matrix: CudaZigzag) -> None:
-        gemv(matrix, Input(self._x, threshold=self._threshold), self._y, activation=0 if self._gate else None)
+        gemv(matrix, Input(self._x, threshold=self._threshold), Output(self._y, activation=0 if self._gate else None))
 
     def _laid_out(self, config: CudaTileConfig) -> CudaZigzag:
         packed = PackedMatrix(self._blocks, ZIGZAG, *self._shape)

@@ -131,28 +131,14 @@ class Output:
 def gemv(
     matrix: CudaZigzag,
     input: Input,
-    y: Tensor,
-    *,
-    bias: Tensor | None = None,
-    residual: Tensor | None = None,
-    activation: int | None = None,
-    squares: Tensor | None = None,
-    active: Tensor | None = None,
-    reset: Tensor | None = None,
-) -> None:
-    """Put y = W[:, active] x[active] + bias + residual on the current stream: an `Output` has what is named here."""
-    launch_gemv(matrix, input, Output(y, bias, residual, activation, squares, active, reset))
-
-
-def launch_gemv(
-    matrix: CudaZigzag,
-    input: Input,
     output: Output,
     chosen: tuple[Together, Tensor] | None = None,
 ) -> None:
-    """What `gemv` launches, or with `chosen` the products of the experts that tokens have: how they are launched, and
-    the logits of the router, float32 [texts, logits]. Of several texts what comes in and goes out lies one text after
-    the other."""
+    """Put y = W[:, active] x[active] + bias + residual on the current stream.
+
+    chosen -- for the products of the experts that tokens have instead: how they are launched, and the logits of the
+              router, float32 [texts, logits]. Of several texts what comes in and goes out lies one text after the other
+    """
     together, logits = chosen or (None, None)
     device, tiles = matrix.blocks.device, matrix.blocks.shape[0]
     if input.flag_in_data and input.norm is not None and input.squares is None:
@@ -216,45 +202,31 @@ def _check_blocks(matrix: CudaZigzag, inputs: int, together: Together | None = N
         )
 
 
-def batch(
-    matrix: CudaZigzag,
-    input: Input,
-    y: Tensor,
-    *,
-    bias: Tensor | None = None,
-    residual: Tensor | None = None,
-    activation: int | None = None,
-    squares: Tensor | None = None,
-    active: Tensor | None = None,
-) -> None:
+def batch(matrix: CudaZigzag, input: Input, output: Output) -> None:
     """Put y = W[:, active] x[active] + bias + residual for several inputs on the current stream; W is read once.
 
-    input      -- of B, at most `MOST_INPUTS`; a column is active where it is in any of them; its flag not in the data
-    y          -- float32 [B, rows]; [B, rows / 2] with an activation
-    bias       -- float32 [rows]
-    residual   -- float32 [B, rows], may be y itself
-    activation -- for rows of gate and up, as `gemv` takes it
-    squares    -- float32 [B, blocks(matrix)]: what the blocks' rows add to the sums of y^2
-    active     -- int64 []: the number of active columns is added to it
+    input  -- of B, at most `MOST_INPUTS`; a column is active where it is in any of them; its flag not in the data
+    output -- y and residual have a dimension B before the others, squares is float32 [B, blocks(matrix)], and there is
+              no reset
     """
     inputs = len(input.x)
     if not 1 <= inputs <= MOST_INPUTS:
         raise ValueError(f"{inputs} inputs, expected 1 to {MOST_INPUTS}")
-    if input.flag_in_data:
-        raise ValueError("several inputs with their flag in the data: gemv takes one such input")
-    _check_gate(matrix, activation, residual, input)
+    if input.flag_in_data or output.reset is not None:
+        raise ValueError("several inputs with their flag in the data, or with a reset: gemv takes one such input")
+    _check_gate(matrix, output.activation, output.residual, input)
     matrix = _for_inputs(matrix, inputs)
     device, config = matrix.blocks.device, matrix.config
     _check_blocks(matrix, inputs)
     launch(
-        kernel("zigzag_batch", "zigzag_batch", _batch_defines(matrix, input, activation), device.index or 0),
+        kernel("zigzag_batch", "zigzag_batch", _batch_defines(matrix, input, output.activation), device.index or 0),
         (config.splits, matrix.blocks.shape[0]),
         config.threads,
         *(matrix.blocks, matrix.columns, matrix.rows, matrix.largest_d),
         *(input.x, input.norm, input.eps, input.squares, 0 if input.squares is None else input.squares.shape[1]),
         *(input.threshold, input.offset, input.scales),
-        *(y, bias, residual, squares),
-        *(active, input.skipped, workspace(device)),
+        *(output.y, output.bias, output.residual, output.squares),
+        *(output.active, input.skipped, workspace(device)),
         shared=_batch_bytes(matrix.columns, config, inputs),
     )
 

@@ -10,6 +10,7 @@ goes on from one says where it lies.
 
 import json
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Executor, Future
 from contextlib import contextmanager
@@ -32,6 +33,9 @@ from sparsepack.workers.workers import ALONE, Workers
 
 _STATE = "state.json"
 _BLOCKS = "blocks"
+
+_BEHIND = 4
+"""What so many blocks have found is kept behind the run: of some it is more than can be written while one is run."""
 
 SAVE_EVERY = 20.0
 """A state is saved when the one before is so many seconds old (`pause_after`)."""
@@ -140,7 +144,7 @@ class ResumeState:
         self._after: dict[str, tuple[Mapping[str, torch.Tensor], Dealt | None]] = {}  # the block at hand, by name
         self._saved, self._pause = time.monotonic(), pause_after(0)
         self.seconds = 0.0
-        self._behind: Future[None] | None = None
+        self._behind: deque[Future[None]] = deque()
         if self.path is not None and self.path.exists():
             self._read(self.path)
         self.parts = workers.told_by_first(self.parts)
@@ -271,12 +275,12 @@ class ResumeState:
         them. A run that was killed goes on after the last one that was committed (`due`).
 
         found  -- the tensors, or what gives them
-        behind -- a thread that keeps them while the run goes on; the next block waits for it. None: they are kept now
+        behind -- a thread that keeps them while the run goes on, `_BEHIND` blocks at most. None: they are kept now
         """
         began = time.monotonic()
-        self.wait_behind()
         if behind is not None:
-            self._behind = behind.submit(self._keep_found, layer, found)
+            self._wait_behind(_BEHIND - 1)
+            self._behind.append(behind.submit(self._keep_found, layer, found))
         else:
             self._keep_found(layer, found)
         if hidden is not None:
@@ -304,10 +308,12 @@ class ResumeState:
             self.keep(_BLOCKS, f"block-{layer:05}", tensors)
 
     def wait_behind(self) -> None:
-        """Wait until the block that was saved last is kept. Raises what keeping it raised."""
-        behind, self._behind = self._behind, None
-        if behind is not None:
-            behind.result()
+        """Wait until all blocks that were saved are kept. Raises what keeping one raised."""
+        self._wait_behind(0)
+
+    def _wait_behind(self, left: int) -> None:
+        while len(self._behind) > left:
+            self._behind.popleft().result()
 
     def _read(self, path: Path) -> None:
         """Take what is there and fits; remove the rest."""

@@ -10,10 +10,10 @@ from models_for_tests import make_model
 
 import sparsepack
 from sparsepack.errors import CalibrationError, OutputError, PlacementError
-from sparsepack.files import resume
 from sparsepack.files.hashing import fingerprint
-from sparsepack.files.resume import ResumeState, state_beside
 from sparsepack.pruning.options import PruneOptions
+from sparsepack.workers import resume
+from sparsepack.workers.resume import ResumeState, state_beside
 
 
 def test_a_state_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
