@@ -15,6 +15,8 @@ export HF_HUB_OFFLINE ?= 1
 export HF_HUB_DISABLE_TELEMETRY ?= 1
 # Waiting threads that spin make two slower than one where something else takes a core.
 export OMP_WAIT_POLICY ?= passive
+# Without kept bytecode every process of every run compiles the package anew, and every test worker all tests, for 12 seconds.
+unexport PYTHONDONTWRITEBYTECODE
 
 NATIVE := CMakeLists.txt $(shell find sparsepack/runtime/cpu/native -type f)
 CMAKE := PATH="$(abspath $(BIN)):$$PATH" cmake
@@ -54,15 +56,17 @@ test-kill: $(VENV)/.installed-test build
 	SPARSEPACK_TEST_KILL=every $(BIN)/python -m pytest tests/kill $(PYTEST_ARGS)
 
 # The kernels and what calls them under AddressSanitizer and UndefinedBehaviorSanitizer. Python and torch leak.
+# check_kernels has one thread, and runs beside the tests.
 SANITIZE := build/sanitize
 test-sanitize: $(VENV)/.installed-test
 	$(CMAKE) -S . -B $(SANITIZE) -G Ninja -DPython_EXECUTABLE=$(abspath $(BIN)/python) \
 		-DSPARSEPACK_SANITIZE=ON -DSPARSEPACK_CHECK=ON --log-level=WARNING
 	$(CMAKE) --build $(SANITIZE)
-	$(SANITIZE)/check_kernels
+	$(SANITIZE)/check_kernels & checked=$$!; \
 	SPARSEPACK_NATIVE=$$(ls -d $(SANITIZE)/_native.*) SPARSEPACK_REQUIRE_KERNELS=1 ASAN_OPTIONS=detect_leaks=0 \
 		LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
-		$(BIN)/python -m pytest $(PARALLEL) tests/runtime -m "not slow and not gpu" -k cpu $(PYTEST_ARGS)
+		$(BIN)/python -m pytest $(PARALLEL) tests/runtime -m "not slow and not gpu" -k cpu $(PYTEST_ARGS) && passed=yes; \
+	wait $$checked && test -n "$$passed"
 
 # The kernels for aarch64 against the plain ones, under emulation: needs g++-aarch64-linux-gnu and qemu-user.
 NEON := build/aarch64
@@ -71,7 +75,7 @@ test-neon: $(VENV)/.installed
 		-DCMAKE_CXX_COMPILER=aarch64-linux-gnu-g++ -DCMAKE_EXE_LINKER_FLAGS=-static \
 		-DSPARSEPACK_MODULE=OFF -DSPARSEPACK_CHECK=ON --log-level=WARNING
 	$(CMAKE) --build $(NEON)
-	qemu-aarch64 $(NEON)/check_kernels
+	echo scalar neon | xargs -n 1 -P 2 qemu-aarch64 $(NEON)/check_kernels
 
 # C++, CUDA and Metal.
 CLANG_FORMATTED = $(shell git ls-files "*.cpp" "*.h" "*.inc" "*.cu" "*.cuh" "*.metal")

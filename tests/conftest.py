@@ -1,5 +1,6 @@
 """What every test may use."""
 
+import gc
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -17,6 +18,14 @@ from sparsepack.workers import resume
 # An example may wait for a core that other workers hold.
 settings.register_profile("shared cores", deadline=None)
 settings.load_profile("shared cores")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish() -> None:
+    """The garbage collector looks no more at what imports and the collection of tests have left, which stays: each
+    engine on CUDA calls it, and took most of a second for that."""
+    gc.collect()
+    gc.freeze()
 
 
 _broken: list[str] = []

@@ -6,8 +6,10 @@ import multiprocessing
 import os
 import subprocess
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from multiprocessing import reduction
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
 from typing import IO, Any
@@ -34,8 +36,8 @@ _PRELOADED = (
 _FORKS = multiprocessing.get_context("forkserver")
 
 
-class _Output:
-    """A file that a fork writes to; None: nothing."""
+class _Stream:
+    """A file that a fork reads or writes; None: nothing."""
 
     def __init__(self, file: IO[Any] | None) -> None:
         self.file = file
@@ -53,12 +55,13 @@ def _run(
     environment: dict[str, str],
     folder: Path | None,
     before: Callable[[], None] | None,
+    given: int,
     output: int,
     errors: int,
 ) -> None:
     import torch
 
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(given, 0)
     os.dup2(output, 1)
     os.dup2(errors, 2)
     # What is there reads and writes what the process that forks had.
@@ -84,6 +87,7 @@ class Fork:
     stdout, stderr -- files; None: nothing
     folder         -- where it runs; None: here
     before         -- a function of a module, which the fork calls first
+    stdin          -- a file; None: nothing
     """
 
     def __init__(
@@ -94,10 +98,11 @@ class Fork:
         stderr: IO[Any] | None,
         folder: Path | None = None,
         before: Callable[[], None] | None = None,
+        stdin: IO[Any] | None = None,
     ) -> None:
         _FORKS.set_forkserver_preload([*_PRELOADED])
-        outputs = _Output(stdout), _Output(stderr)
-        self.process = _FORKS.Process(target=_run, args=(arguments, environment, folder, before, *outputs))
+        streams = _Stream(stdin), _Stream(stdout), _Stream(stderr)
+        self.process = _FORKS.Process(target=_run, args=(arguments, environment, folder, before, *streams))
         self.process.start()
 
     def send_signal(self, number: int) -> None:
@@ -129,6 +134,33 @@ class Fork:
     def kill(self) -> None:
         """As `subprocess` has it."""
         self.process.kill()
+
+
+def _call(answer: Connection, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    for number, flags in enumerate((os.O_RDONLY, os.O_WRONLY, os.O_WRONLY)):
+        os.dup2(os.open(os.devnull, flags), number)
+    try:
+        answer.send((True, function(*arguments)))
+    except BaseException:
+        answer.send((False, traceback.format_exc()))
+
+
+def in_a_fork(function: Callable[..., Any], *arguments: Any) -> Any:
+    """What a function of a module returns in a fork that has imported what commands need; a `ChildProcessError` where
+    the fork ends before that."""
+    _FORKS.set_forkserver_preload([*_PRELOADED])
+    answer, sending = _FORKS.Pipe(duplex=False)
+    process = _FORKS.Process(target=_call, args=(sending, function, arguments))
+    process.start()
+    sending.close()
+    try:
+        done, said = answer.recv()
+    except EOFError:
+        process.join()
+        raise ChildProcessError(f"ended with {process.exitcode}") from None
+    process.join()
+    assert done, said
+    return said
 
 
 _EACH_IN_A_FORK = """

@@ -1,48 +1,33 @@
-"""The most memory that a command takes, in a process of its own."""
+"""The most memory that a command takes, in a fork of a process that has imported what it needs."""
 
-import os
-import subprocess
-import sys
-from functools import cache
+from pathlib import Path
 
-# Not `getrusage`: its peak counts the process that started this one, which may be a large test run.
-_PEAK = """
-import sys
-{code}
-lines = open("/proc/self/status").read().splitlines()
-print("peak", next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) << 10)
-"""
-IMPORTS = """
-import click, torch
-from transformers import AutoModelForCausalLM, LlamaForCausalLM
-import sparsepack.calibration.run, sparsepack.eval.run, sparsepack.formats.verify
-"""
-_COMMAND = """
-from sparsepack.cli import main
-main({arguments!r}, standalone_mode=False)
-"""
+from forks_for_tests import in_a_fork
 
-
-def peak_bytes(code: str) -> int:
-    """The peak of resident memory, mapped files included, of a Python process that runs `code`; Linux only."""
-    made = subprocess.run(
-        [sys.executable, "-c", _PEAK.format(code=code)],
-        capture_output=True,
-        text=True,
-        timeout=900,
-        env={**os.environ, "OMP_NUM_THREADS": "2"},
-    )
-    assert made.returncode == 0, made.stderr
-    return int(made.stdout.split("peak ")[-1])
+THREADS = 2
 
 
 def command_peak_bytes(*arguments: str) -> int:
-    """Of a `sparsepack` command, above what its imports take."""
-    found = peak_bytes(_COMMAND.format(arguments=list(arguments))) - _imports_peak_bytes()
+    """The peak of resident memory of a `sparsepack` command, mapped files included, above what its imports take; Linux
+    only."""
+    found: int = in_a_fork(_more_bytes, arguments)
     print("above its imports:", found >> 20, "MiB for", *arguments[:2])
     return found
 
 
-@cache
-def _imports_peak_bytes() -> int:
-    return peak_bytes(IMPORTS)
+def _more_bytes(arguments: tuple[str, ...]) -> int:
+    import torch
+
+    import sparsepack.formats.verify  # noqa: F401 (what it takes is no command's)
+    from sparsepack.cli import main
+
+    torch.set_num_threads(THREADS)
+    before = _status("VmRSS")
+    main(list(arguments), standalone_mode=False)
+    return _status("VmHWM") - before
+
+
+def _status(name: str) -> int:
+    """Not `getrusage`: its peak counts the process that started this one, which may be a large test run."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(name))

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from artifacts_for_tests import write_zigzag
+from forks_for_tests import Fork
 
 from sparsepack import uncaught
 from sparsepack.cli.messages import streams
@@ -175,11 +176,10 @@ def test_generate_and_errors_on_a_real_terminal_command_nothing(tmp_path: Path) 
     import pty
 
     write_zigzag(open_checkpoint("shipped:tiny"), {}, tmp_path / "m.gguf")
-    command = [sys.executable, "-m", "sparsepack.cli", "generate"]
     for asked in (["m.gguf", "--prompt", HOSTILE, "-n", "1"], [f"none{HOSTILE}.gguf", "--prompt", "x"]):
         ours, theirs = pty.openpty()
-        done = subprocess.Popen([*command, *asked], stdout=theirs, stderr=theirs, cwd=tmp_path)
-        os.close(theirs)
+        with os.fdopen(theirs, "w") as terminal:
+            done = Fork(["generate", *asked], {**os.environ}, terminal, terminal, tmp_path)
         shown = b""
         while True:
             try:

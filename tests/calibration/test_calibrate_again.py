@@ -2,18 +2,19 @@
 
 import os
 import signal
-import subprocess
-import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from folders_for_tests import content
+from forks_for_tests import in_a_fork
 from models_for_tests import TEXT
 
 from sparsepack.calibration.options import CalibrateOptions
 from sparsepack.calibration.run import calibrate
 from sparsepack.files.text import Text
+from sparsepack.models.checkpoint.checkpoint import open_checkpoint
 from sparsepack.models.stock.blocks import BlockStream
 from sparsepack.workers import resume as unfinished
 from sparsepack.workers.resume import ResumeState
@@ -87,33 +88,24 @@ def test_a_run_killed_while_it_writes_its_state_goes_on_from_the_block_before(
     assert content(tmp_path / "c") == uninterrupted
 
 
-_CHILD = """
-import os, signal, sys, torch
-from pathlib import Path
-torch.set_num_threads(int(sys.argv[3]))
-from models_for_tests import TEXT
-from sparsepack.calibration import run
-from sparsepack.workers import resume
-from sparsepack.workers.resume import ResumeState
-from sparsepack.files.text import Text
-from sparsepack.models.checkpoint.checkpoint import open_checkpoint
-resume.SAVE_EVERY = 0.0
-save = ResumeState.save_block
-def dies(self, layer, *rest):
-    save(self, layer, *rest)
-    if layer == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-ResumeState.save_block = dies
-text = Text("topics", (TEXT[:6000],), "topics")
-run.calibrate(open_checkpoint(sys.argv[1]), text, Path(sys.argv[2]), run.CalibrateOptions(context=48, samples=6))
-"""
+def _ended_by_sigkill_in_block(layer: int, model: str, output: Path) -> None:
+    """A fork's life: a calibration that saves the state of this block, and no more."""
+    torch.set_num_threads(1)  # as the tests begin
+    unfinished.SAVE_EVERY = 0.0
+    save = ResumeState.save_block
+
+    def dies(self, at, *rest):
+        save(self, at, *rest)
+        if at == layer:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    ResumeState.save_block = dies
+    calibrate(open_checkpoint(model), Text("topics", (TEXT[:6000],), "topics"), output, OPTIONS)
 
 
 def test_a_run_ended_by_sigkill_goes_on_and_ends_the_same(small, text, tmp_path, uninterrupted, blocks_read):
-    path = os.pathsep.join(sys.path)
-    arguments = [small.name, str(tmp_path / "c"), str(torch.get_num_threads())]
-    child = subprocess.run([sys.executable, "-c", _CHILD, *arguments], env={**os.environ, "PYTHONPATH": path})
-    assert child.returncode == -signal.SIGKILL
+    with pytest.raises(ChildProcessError, match=f"{-signal.SIGKILL}"):
+        in_a_fork(_ended_by_sigkill_in_block, 1, small.name, tmp_path / "c")
     assert not (tmp_path / "c").exists()
     blocks_read.clear()
     calibrate(small, text, tmp_path / "c", OPTIONS)

@@ -43,12 +43,18 @@ class Starter:
         )
 
     def run(
-        self, *arguments: object, stdin: str | bytes = b"", stdout: str | None = None, encoding: str | None = None
+        self,
+        *arguments: object,
+        stdin: str | bytes = b"",
+        stdout: str | None = None,
+        stderr: str | None = None,
+        encoding: str | None = None,
     ) -> Ended:
         """Run a command of sparsepack.
 
         stdin    -- CLOSED, or what it reads
         stdout   -- CLOSED, NO_READER, a file's name, or None: what it prints is returned
+        stderr   -- the same
         encoding -- what PYTHONIOENCODING would say
         """
         assert self.process.stdin is not None
@@ -57,7 +63,8 @@ class Starter:
             given, output, errors = (Path(name) / stream for stream in ("stdin", "stdout", "stderr"))
             given.write_bytes(b"" if stdin == CLOSED else stdin)  # type: ignore[arg-type]
             output.touch()
-            streams = [CLOSED if stdin == CLOSED else str(given), stdout or str(output), str(errors)]
+            errors.touch()
+            streams = [CLOSED if stdin == CLOSED else str(given), stdout or str(output), stderr or str(errors)]
             job = {"arguments": list(map(os.fsdecode, map(_plain, arguments))), "streams": streams}
             print(json.dumps(job | {"encoding": encoding}), file=self.process.stdin, flush=True)
             status = self.process.stdout.readline()

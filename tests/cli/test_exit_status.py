@@ -1,17 +1,17 @@
 """How a command ends: 0, 1 for what failed, 2 for what was asked wrongly, 130 for Ctrl-C; never with a traceback."""
 
 import json
+import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 from commands_for_tests import fails
+from forks_for_tests import Fork
 from models_for_tests import make_model
 
 from sparsepack.cli import main
@@ -71,14 +71,15 @@ def test_a_place_that_cannot_be_written_is_one_line_before_any_work(case: str) -
 
 
 def test_ctrl_c_ends_with_130(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "sparsepack", "run", "quickstart", "-w", str(tmp_path / "work")]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as run:
-        assert run.stderr
-        assert "running" in next(line for line in run.stderr if "calibrate" in line)
+    reading, writing = os.pipe()
+    with os.fdopen(writing, "w") as errors:
+        run = Fork(["run", "quickstart", "-w", str(tmp_path / "work")], {**os.environ}, None, errors)
+    with os.fdopen(reading) as lines:
+        assert "running" in next(line for line in lines if "calibrate" in line)
         time.sleep(0.3)
         run.send_signal(signal.SIGINT)
-        said = run.stderr.read()
-        assert run.wait(60) == 130
+        said = lines.read()
+    assert run.wait(60) == 130
     assert "sparsepack: interrupted" in said
     assert "Traceback" not in said
 

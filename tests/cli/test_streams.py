@@ -93,11 +93,12 @@ def test_a_line_of_standard_input_that_is_no_text_is_refused_in_one_line(
     assert done.errors.splitlines()[-1].startswith(b"sparsepack: standard input: not text (byte 3")
 
 
-def test_nothing_is_printed_into_a_file_that_has_the_number_of_a_closed_output(tmp_path: Path) -> None:
+def test_nothing_is_printed_into_a_file_that_has_the_number_of_a_closed_output(
+    started: Starter, tmp_path: Path
+) -> None:
     """Where output is closed, the first file that is opened would get its number."""
     output = tmp_path / "out.gguf"
-    command = subprocess.list2cmdline([*SPARSEPACK, "pack", "shipped:tiny", "--format", "f16", "-o", str(output)])
-    subprocess.run(["sh", "-c", f"{command} >&- 2>&-"])
+    started.run("pack", "shipped:tiny", "--format", "f16", "-o", output, stdout=CLOSED, stderr=CLOSED)
     verified = CliRunner().invoke(main, ["verify", str(output)])
     assert verified.exit_code == 0, verified.output
 

@@ -1,6 +1,7 @@
 """`distil`: an ordinary checkpoint that skipping harms less, the same after a kill, and what it says of itself."""
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -79,13 +80,26 @@ def test_the_teacher_is_the_model_as_it_was(tiny: Checkpoint, kept: Path, tmp_pa
     )
 
 
-@pytest.mark.parametrize("rank", KINDS)
+@pytest.fixture(scope="module", params=KINDS)
+def undisturbed(
+    request: pytest.FixtureRequest, tiny: Checkpoint, kept: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, DistilOptions]:
+    """What a run that nothing disturbs makes, and of which options; not to be changed."""
+    path, options = tmp_path_factory.mktemp("whole") / "d", DistilOptions(rank=request.param, offsets=True, **FEW)
+    distil(tiny, kept, path, options)
+    return path, options
+
+
 @pytest.mark.parametrize("at", [2, "the end", "the writing"])
 def test_a_run_that_was_killed_goes_on_to_the_same_bytes(
-    at: int | str, rank: int | None, tiny: Checkpoint, kept: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    at: int | str,
+    undisturbed: tuple[Path, DistilOptions],
+    tiny: Checkpoint,
+    kept: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    options = DistilOptions(rank=rank, offsets=True, **FEW)
-    distil(tiny, kept, tmp_path / "whole", options)
+    whole, options = undisturbed
     slices, steps = training.slices, iter(range(99))
 
     def dies(*_: Any, **__: Any) -> Any:
@@ -109,14 +123,16 @@ def test_a_run_that_was_killed_goes_on_to_the_same_bytes(
     monkeypatch.setattr(training, "slices", lambda *given: taken.append(given) or slices(*given))
     distil(tiny, kept, tmp_path / "again", options)
     assert len(taken) == (1 if at == 2 else 0)
-    for file in (tmp_path / "whole").iterdir():
+    for file in whole.iterdir():
         assert file.read_bytes() == (tmp_path / "again" / file.name).read_bytes(), file.name
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["again", "whole"]
+    assert [path.name for path in tmp_path.iterdir()] == ["again"]
 
 
-def test_another_seed_draws_other_windows(tiny: Checkpoint, kept: Path, tmp_path: Path) -> None:
-    one, other = (distil(tiny, kept, tmp_path / str(seed), DistilOptions(seed=seed, **FEW)).changes for seed in (0, 1))
-    assert one != other
+def test_another_seed_draws_other_windows(
+    tiny: Checkpoint, kept: Path, once: tuple[Path, Distilled], tmp_path: Path
+) -> None:
+    assert DistilOptions().seed == 0
+    assert distil(tiny, kept, tmp_path / "d", DistilOptions(seed=1, **FEW)).changes != once[1].changes
 
 
 def test_the_record_says_what_was_done(tiny: Checkpoint, kept: Path, once: tuple[Path, Distilled]) -> None:
@@ -142,8 +158,8 @@ def test_the_record_says_what_was_done(tiny: Checkpoint, kept: Path, once: tuple
     assert told.startswith("all weights of its blocks trained for 50 % skipped: on its calibration text the KL")
 
 
-def test_a_damaged_record_is_one_line(tiny: Checkpoint, kept: Path, tmp_path: Path) -> None:
-    distil(tiny, kept, tmp_path / "d", DistilOptions(**FEW))
+def test_a_damaged_record_is_one_line(once: tuple[Path, Distilled], tmp_path: Path) -> None:
+    shutil.copytree(once[0], tmp_path / "d")
     whole = json.loads((tmp_path / "d" / RECORD).read_text())
     for change in ({"schema": 2}, {"options": None}, {"changes": {"a": 1.5}}, {"after": {"sparse": 1.0}}):
         (tmp_path / "d" / RECORD).write_text(json.dumps(whole | change))
@@ -151,12 +167,13 @@ def test_a_damaged_record_is_one_line(tiny: Checkpoint, kept: Path, tmp_path: Pa
             distillation_record(tmp_path / "d")
 
 
-@pytest.mark.parametrize("weights", ["auto", "bfloat16"])
-def test_weights_are_stored_as_asked(weights: str, tiny: Checkpoint, kept: Path, tmp_path: Path) -> None:
-    made = distil(tiny, kept, tmp_path / "d", DistilOptions(weights=weights, **FEW))
-    expected = torch.float32 if weights == "auto" else torch.bfloat16
-    assert open_checkpoint(tmp_path / "d").dtype == expected
-    assert made.weights == str(expected).removeprefix("torch.")
+def test_weights_are_stored_as_asked(
+    tiny: Checkpoint, kept: Path, once: tuple[Path, Distilled], tmp_path: Path
+) -> None:
+    asked = distil(tiny, kept, tmp_path / "d", DistilOptions(weights="bfloat16", **FEW))
+    for path, made, expected in ((*once, torch.float32), (tmp_path / "d", asked, torch.bfloat16)):
+        assert open_checkpoint(path).dtype == expected
+        assert made.weights == str(expected).removeprefix("torch.")
 
 
 def test_rotated_it_keeps_that_record_and_pruned_both(tiny: Checkpoint, kept: Path, tmp_path: Path) -> None:

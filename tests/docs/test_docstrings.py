@@ -2,11 +2,11 @@
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
-import sparsepack
+from parsed_sources import FOLDER, parsed_sources
 
-FOLDER = Path(sparsepack.__file__).parent
 FRAGMENTS = ("Of ", "As ", "At ", "Where ")
 
 
@@ -29,11 +29,16 @@ def docstrings(tree: ast.Module) -> Iterator[tuple[str, str]]:
     yield from documented_assignments(tree)
 
 
+@cache
+def every_docstring() -> list[tuple[Path, str, str]]:
+    """Path, name and text."""
+    return [(path, name, text) for path, tree in parsed_sources().items() for name, text in docstrings(tree)]
+
+
 def test_docstrings_are_not_fragments() -> None:
     found = [
         f"{path.relative_to(FOLDER)}: {name}: {text}"
-        for path in sorted(FOLDER.rglob("*.py"))
-        for name, text in docstrings(ast.parse(path.read_text(encoding="utf-8")))
+        for path, name, text in every_docstring()
         if text.startswith(FRAGMENTS)
     ]
     assert found == []
@@ -42,8 +47,7 @@ def test_docstrings_are_not_fragments() -> None:
 def test_no_docstring_is_a_question() -> None:
     found = [
         f"{path.relative_to(FOLDER)}: {name}: {text}"
-        for path in sorted(FOLDER.rglob("*.py"))
-        for name, text in docstrings(ast.parse(path.read_text(encoding="utf-8")))
+        for path, name, text in every_docstring()
         if text.rstrip().endswith("?")
     ]
     assert found == []

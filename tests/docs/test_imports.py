@@ -5,9 +5,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-import sparsepack
+from parsed_sources import FOLDER, parsed_sources
 
-FOLDER = Path(sparsepack.__file__).parent
 PAGE = Path(__file__).parents[2] / "CONTRIBUTING.md"
 PROGRAMS = ("integration/lm_eval",)
 """What others start, as they start `cli`: nothing of sparsepack imports it."""
@@ -20,9 +19,9 @@ def layers() -> dict[str, int]:
     return {name: number for number, names in lowest_first for name in re.findall(r"\w+", names)}
 
 
-def imported(path: Path) -> Iterator[tuple[int, str]]:
+def imported(tree: ast.Module) -> Iterator[tuple[int, str]]:
     """Line and module of every import of ours, within functions too."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module:
             names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
         else:
@@ -33,11 +32,11 @@ def imported(path: Path) -> Iterator[tuple[int, str]]:
 def test_no_import_climbs() -> None:
     layer = layers()
     climbing = []
-    for path in sorted(FOLDER.rglob("*.py")):
+    for path, tree in parsed_sources().items():
         here = path.relative_to(FOLDER).as_posix()
         above = max(layer.values()) if here.startswith(PROGRAMS) else layer.get(path.relative_to(FOLDER).parts[0])
         above = layer.get(here.removesuffix(".py"), above)
-        for number, name in imported(path):
+        for number, name in imported(tree):
             below = layer.get(name.split(".")[1])
             if above is not None and below is not None and below > above:
                 climbing.append(f"{here}:{number}: {name}")
@@ -46,5 +45,6 @@ def test_no_import_climbs() -> None:
 
 def test_nothing_imports_what_others_start() -> None:
     programs = tuple(f"sparsepack.{program.replace('/', '.')}" for program in PROGRAMS)
-    within = [path for path in FOLDER.rglob("*.py") if not path.relative_to(FOLDER).as_posix().startswith(PROGRAMS)]
-    assert [path for path in within for _, name in imported(path) if name.startswith(programs)] == []
+    found = [(path, name) for path, tree in parsed_sources().items() for _, name in imported(tree)]
+    within = [each for each in found if not each[0].relative_to(FOLDER).as_posix().startswith(PROGRAMS)]
+    assert [path for path, name in within if name.startswith(programs)] == []

@@ -4,11 +4,10 @@ import ast
 import json
 import os
 import pty
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from forks_for_tests import Fork
 from models_for_tests import edit_config, make_model
 
 import sparsepack
@@ -32,17 +31,18 @@ def edit(folder: Path, **changes: object) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
-def test_nothing_is_asked_and_nothing_runs_where_a_terminal_would_answer_yes(model: Path) -> None:
+def test_nothing_is_asked_and_nothing_runs_where_a_terminal_would_answer_yes(model: Path, tmp_path: Path) -> None:
     ours, theirs = pty.openpty()
     os.write(ours, b"y\n" * 20)
-    command = [sys.executable, "-m", "sparsepack", "pack", str(model), "-o", str(model.parent / "m.gguf")]
-    done = subprocess.run(command, stdin=theirs, capture_output=True, text=True, timeout=120)
+    command = ["pack", str(model), "-o", str(model.parent / "m.gguf")]
+    with os.fdopen(theirs) as terminal, (tmp_path / "out").open("w") as out, (tmp_path / "err").open("w") as err:
+        status = Fork(command, {**os.environ}, out, err, stdin=terminal).wait(120)
     os.close(ours)
-    os.close(theirs)
-    assert done.returncode == 2, done.stderr
+    output, errors = ((tmp_path / name).read_text() for name in ("out", "err"))
+    assert status == 2, errors
     assert not list(model.parent.rglob("ran"))
-    assert "[y/N]" not in done.stdout + done.stderr
-    (line,) = done.stderr.splitlines()
+    assert "[y/N]" not in output + errors
+    (line,) = errors.splitlines()
     assert line.startswith(f"sparsepack: {model}/tokenizer_config.json: needs Python that comes with the model, which")
 
 

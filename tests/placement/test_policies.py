@@ -110,6 +110,7 @@ def test_neither_does_the_slow_one_where_it_decides_every_token(start, decay, ma
 
 
 @pytest.mark.parametrize("name", POLICIES)
+@settings(max_examples=60)
 @given(start=starts(), price=st.sampled_from([0.0, 0.25, 1.0, 3.0]))
 def test_nobody_exceeds_the_bound(name, start, price):
     outcome = play(POLICIES[name].begin, start)

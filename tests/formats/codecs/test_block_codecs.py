@@ -159,7 +159,7 @@ def test_weights_beyond_the_format_become_its_largest(codec: Codec) -> None:
 
 @every_codec
 def test_bytes_depend_neither_on_chunks_nor_on_threads(codec: Codec, monkeypatch: pytest.MonkeyPatch) -> None:
-    weights = torch.randn(37, 1024, generator=torch.Generator().manual_seed(4))
+    weights = torch.randn(15, 1024, generator=torch.Generator().manual_seed(4))
     expected = torch.cat([codec.encode(row) for row in weights.view(-1, codec.block)])
     for threads, chunk in product((1, 2), (256, 7 * 256, 1 << 18)):
         torch.set_num_threads(threads)

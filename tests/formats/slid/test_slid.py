@@ -2,10 +2,7 @@
 
 import hashlib
 import json
-import os
 import shutil
-import subprocess
-import sys
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
@@ -14,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from devices import needs_cuda
+from forks_for_tests import in_forks
 from models_for_tests import TEXT, make_model
 
 import sparsepack
@@ -182,27 +180,24 @@ def test_any_pattern_and_family_with_tails(family: str, keep: int, of: int, tmp_
     assert relative(logits(tmp_path / "slid"), logits(tmp_path / "pruned")) < 0.1
 
 
-def test_without_sparsepack_it_fails_rather_than_run_with_random_weights(slid: dict[str, Path]) -> None:
-    code = "import sys, transformers as t; t.AutoModelForCausalLM.from_pretrained(sys.argv[1]); print('loaded')"
-    # torch imports installed packages that ask for it, and ours does so for lm-eval.
-    environment = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
-    command = [sys.executable, "-c", code, str(slid["slide-int8"])]
-    run = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert run.returncode != 0
-    assert "loaded" not in run.stdout
-    assert "mismatch" in run.stderr
+LOADED = "import transformers\nmodel = transformers.AutoModelForCausalLM.from_pretrained({folder!r})"
+IMPORTED = "kind = type(model.model.layers[0].mlp.up_proj).__name__\nassert kind == 'SlidLinear', kind"
 
 
-@pytest.mark.parametrize("first", [pytest.param("sparsepack", marks=pytest.mark.long), "transformers"])
-def test_the_order_of_imports_does_not_matter(first: str, slid: dict[str, Path]) -> None:
-    second = {"sparsepack": "transformers", "transformers": "sparsepack"}[first]
-    code = (
-        f"import {first}, {second}, sys, transformers\n"
-        "model = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1])\n"
-        "print(type(model.model.layers[0].mlp.up_proj).__name__)"
+def test_without_sparsepack_it_fails_and_imported_after_transformers_it_is_known(slid: dict[str, Path]) -> None:
+    """It fails rather than run with random weights."""
+    loaded = LOADED.format(folder=str(slid["slide-int8"]))
+    failed, found = in_forks(
+        "import transformers.models.llama.modeling_llama", [loaded, f"import sparsepack\n{loaded}\n{IMPORTED}"]
     )
-    run = subprocess.run([sys.executable, "-c", code, str(slid["slide-int8"])], capture_output=True, text=True)
-    assert run.stdout.strip() == "SlidLinear", run.stderr
+    assert "mismatch" in failed
+    assert found == ""
+
+
+@pytest.mark.long
+def test_imported_before_transformers_it_is_known(slid: dict[str, Path]) -> None:
+    loaded = LOADED.format(folder=str(slid["slide-int8"]))
+    assert in_forks("import sparsepack", [f"{loaded}\n{IMPORTED}"]) == [""]
 
 
 def test_sites_that_were_left_out_stay_as_they_are(tmp_path: Path) -> None:

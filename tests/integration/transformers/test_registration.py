@@ -1,26 +1,17 @@
 """What `import sparsepack` tells transformers, whichever of the two is imported first."""
 
-import subprocess
-import sys
-
 import pytest
+from forks_for_tests import in_forks
 
 WATCHERS = "[finder for finder in sys.meta_path if type(finder).__name__ == '_Watcher']"
 
 
-@pytest.mark.parametrize(
-    "first",
-    [
-        f"import sparsepack; assert len({WATCHERS}) == 1",
-        "import transformers.modeling_utils",
-        pytest.param("import transformers.quantizers.auto", marks=pytest.mark.long),
-        "from transformers import PreTrainedModel, LlamaForCausalLM; import sparsepack",
-    ],
-)
-def test_transformers_knows_us_and_no_finder_stays(first: str) -> None:
-    code = f"""
-import sys
-{first}
+FIRST = [
+    f"import sparsepack; assert len({WATCHERS}) == 1",
+    "import transformers.modeling_utils",
+    "from transformers import PreTrainedModel, LlamaForCausalLM; import sparsepack",
+]
+THEN = f"""
 from transformers import AttentionInterface, AttentionMaskInterface, LlamaForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
@@ -31,4 +22,10 @@ assert "sparsepack_double" in AttentionMaskInterface().valid_keys()
 assert "sparsepack" in AUTO_QUANTIZER_MAPPING
 assert not {WATCHERS}
 """
-    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize(
+    "firsts", [FIRST, pytest.param(["import transformers.quantizers.auto"], marks=pytest.mark.long)], ids=len
+)
+def test_transformers_knows_us_and_no_finder_stays(firsts: list[str]) -> None:
+    assert in_forks("import torch", [f"import sys\n{first}\n{THEN}" for first in firsts]) == [""] * len(firsts)

@@ -1,6 +1,9 @@
 """Every kernel compiles for the oldest and the newest architectures that we promise, on a machine without a GPU."""
 
+from collections.abc import Iterator, Sequence
 from functools import cache
+from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -133,23 +136,56 @@ VARIANTS = {
 """Macros of a file, where not those that it takes by itself."""
 ARCHITECTURES = {"slide_matmul": [90]}
 """Where not all."""
-CASES = [
-    (name, defines, arch)
-    for name in kernel_files()
-    for defines in VARIANTS.get(name, [()])
-    for arch in ARCHITECTURES.get(name, [80, 90])
-    if arch >= 90 or not any(value.startswith("CLUSTER=") and value != "CLUSTER=1" for value in defines)  # of Hopper
-]
 
 
-@pytest.mark.parametrize(("name", "defines", "arch"), CASES, ids=str)
+def _cases() -> Iterator[Any]:
+    """Each file for each architecture, and each of its variants for one or, among the `long` tests, for all."""
+    for name in kernel_files():
+        for number, defines in enumerate(VARIANTS.get(name, [()])):
+            of_hopper = any(value.startswith("CLUSTER=") and value != "CLUSTER=1" for value in defines)
+            every = [arch for arch in ARCHITECTURES.get(name, [80, 90]) if arch >= 90 or not of_hopper]
+            soon = every if number == 0 else [every[number % len(every)]]
+            for arch in every:
+                yield pytest.param(name, defines, arch, marks=[] if arch in soon else pytest.mark.long)
+
+
+@pytest.mark.parametrize(("name", "defines", "arch"), _cases(), ids=str)
 def test_every_kernel_compiles(name: str, defines: tuple[str, ...], arch: int) -> None:
     assert cubin(name, arch, defines)[:4] == b"\x7fELF"
 
 
-@pytest.mark.parametrize("arch", [80, 90])
-@pytest.mark.parametrize("what", ["dense", "sparse", "per channel", "held", "held per channel", "flag in data", "gate"])
-def test_products_compile_as_they_are_launched(what: str, arch: int) -> None:
+CONFIGS = (
+    CudaTileConfig(1, 8, 24, 1),
+    CudaTileConfig(2, 8, 16, 16),
+    CudaTileConfig(8, 8, 4, 20),
+    CudaTileConfig(2, 8, 0, 11),
+)
+
+
+def _some_soon(whats: Sequence[str], *others: Sequence[Any], each: int, apart: int) -> list[Any]:
+    """All combinations, of which all but some are `long`: of those of the others each has `each` of the first, `apart`
+    from each other and in turn, so that any two values meet."""
+    chosen = [
+        (whats[(number + apart * time) % len(whats)], *rest)
+        for number, rest in enumerate(product(*others))
+        for time in range(each)
+    ]
+    for at, values in enumerate(others, 1):
+        assert {(case[0], case[at]) for case in chosen} == set(product(whats, values))
+    return [pytest.param(*case, marks=[] if case in chosen else pytest.mark.long) for case in product(whats, *others)]
+
+
+@pytest.mark.parametrize(
+    ("what", "config", "arch"),
+    _some_soon(
+        ("dense", "sparse", "per channel", "held", "held per channel", "flag in data", "gate"),
+        CONFIGS,
+        (80, 90),
+        each=4,
+        apart=2,
+    ),
+)
+def test_products_compile_as_they_are_launched(what: str, config: CudaTileConfig, arch: int) -> None:
     x = torch.empty(9001)
     one = torch.empty(1)
     input = {
@@ -161,16 +197,10 @@ def test_products_compile_as_they_are_launched(what: str, arch: int) -> None:
         "flag in data": Input(x, norm=x, squares=one, threshold=one, flag_in_data=True),
         "gate": Input(x, threshold=one),
     }[what]
-    for config in (
-        CudaTileConfig(1, 8, 24, 1),
-        CudaTileConfig(2, 8, 16, 16),
-        CudaTileConfig(8, 8, 4, 20),
-        CudaTileConfig(2, 8, 0, 11),
-    ):
-        matrix = CudaZigzag(torch.empty(0), 512, 9001, config, 0, 1.0, 1.0, 1.0)
-        defines = zigzag_products._defines(matrix, input, 2 if what == "gate" else None)
-        if (what != "gate" or config.tile_bands > 1) and (what != "dense" or config.stages):
-            assert cubin("zigzag_gemv", arch, defines)[:4] == b"\x7fELF"
+    matrix = CudaZigzag(torch.empty(0), 512, 9001, config, 0, 1.0, 1.0, 1.0)
+    defines = zigzag_products._defines(matrix, input, 2 if what == "gate" else None)
+    if (what != "gate" or config.tile_bands > 1) and (what != "dense" or config.stages):
+        assert cubin("zigzag_gemv", arch, defines)[:4] == b"\x7fELF"
 
 
 @pytest.mark.parametrize("arch", [80, 90])
@@ -186,10 +216,20 @@ def test_products_of_experts_compile_as_they_are_launched(what: str, together: T
         assert cubin("zigzag_gemv", arch, defines)[:4] == b"\x7fELF"
 
 
-@pytest.mark.parametrize("arch", [80, 90])
-@pytest.mark.parametrize("inputs", [1, 3, 8])
-@pytest.mark.parametrize("what", ["dense", "sparse", "per channel", "held", "norm", "norm of squares", "gate"])
-def test_products_of_several_inputs_compile_as_they_are_launched(what: str, inputs: int, arch: int) -> None:
+@pytest.mark.parametrize(
+    ("what", "inputs", "config", "arch"),
+    _some_soon(
+        ("dense", "sparse", "per channel", "held", "norm", "norm of squares", "gate"),
+        (1, 3, 8),
+        CONFIGS[:3],
+        (80, 90),
+        each=2,
+        apart=3,
+    ),
+)
+def test_products_of_several_inputs_compile_as_they_are_launched(
+    what: str, inputs: int, config: CudaTileConfig, arch: int
+) -> None:
     x, weight, one = torch.empty(inputs, 9001), torch.empty(9001), torch.empty(1)
     input = {
         "dense": Input(x),
@@ -200,11 +240,10 @@ def test_products_of_several_inputs_compile_as_they_are_launched(what: str, inpu
         "norm of squares": Input(x, norm=weight, squares=torch.empty(inputs, 600)),
         "gate": Input(x, norm=weight, squares=torch.empty(inputs, 100), threshold=one),
     }[what]
-    for config in (CudaTileConfig(1, 8, 24, 1), CudaTileConfig(2, 8, 16, 16), CudaTileConfig(8, 8, 4, 20)):
-        matrix = CudaZigzag(torch.empty(0), 512, 9001, config, 0, 1.0, 1.0, 1.0)
-        defines = zigzag_products._batch_defines(matrix, input, 2 if what == "gate" else None)
-        if what != "gate" or config.tile_bands > 1:
-            assert cubin("zigzag_batch", arch, defines)[:4] == b"\x7fELF"
+    matrix = CudaZigzag(torch.empty(0), 512, 9001, config, 0, 1.0, 1.0, 1.0)
+    defines = zigzag_products._batch_defines(matrix, input, 2 if what == "gate" else None)
+    if what != "gate" or config.tile_bands > 1:
+        assert cubin("zigzag_batch", arch, defines)[:4] == b"\x7fELF"
 
 
 @pytest.mark.parametrize("name", ["zigzag_gemv", "zigzag_batch"])
