@@ -82,7 +82,7 @@ MUTATIONS = (
         "resume",
         'intact = state.pop("sha256") == hash_of(state)',
         'intact = bool(state.pop("sha256"))',
-        ("tests/files/test_resume.py",),
+        ("tests/workers/test_resume.py",),
     ),
     Mutation(
         "pruning",
