@@ -22,12 +22,13 @@ def _more_bytes(arguments: tuple[str, ...]) -> int:
     from sparsepack.cli import main
 
     torch.set_num_threads(THREADS)
-    before = _status("VmRSS")
+    before = resident_bytes("VmRSS")
     main(list(arguments), standalone_mode=False)
-    return _status("VmHWM") - before
+    return resident_bytes("VmHWM") - before
 
 
-def _status(name: str) -> int:
-    """Not `getrusage`: its peak counts the process that started this one, which may be a large test run."""
+def resident_bytes(name: str) -> int:
+    """VmRSS, what this process has in memory, or VmHWM, the most that it had. Not `getrusage`: its peak counts the
+    process that started this one, which may be a large test run."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith(name))

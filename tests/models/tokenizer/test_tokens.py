@@ -1,13 +1,15 @@
 """Tokenising piece by piece: the tokens of the whole text, no more of it than needed, and in little memory."""
 
-import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from forks_for_tests import in_a_fork
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from memory import resident_bytes
 from models_for_tests import tokenizer as byte_level
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 
@@ -204,20 +206,15 @@ def test_first_windows_need_the_beginning_only_and_drawn_ones_the_whole_once():
     assert counting.characters == once < 1.5 * text.characters
 
 
-MEASURE = """
-import resource, sys
-from sparsepack.files.text import read_text
-from sparsepack.models.checkpoint.checkpoint import open_checkpoint
-from sparsepack.models.tokenizer.windows import drawn_windows
-tokenizer = open_checkpoint("shipped:tiny").tokenizer
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-drawn_windows(tokenizer, read_text(sys.argv[1]), 128, 1, 0)
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
-"""
+def _bytes_of_drawing(path: Path) -> int:
+    tokenizer = open_checkpoint("shipped:tiny").tokenizer
+    before = resident_bytes("VmRSS")
+    drawn_windows(tokenizer, read_text(str(path)), 128, 1, 0)
+    return resident_bytes("VmHWM") - before
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss is in kilobytes on Linux")
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 @pytest.mark.parametrize("end", ["txt", "jsonl"])
 def test_thirty_megabytes_of_text_take_little_memory(tmp_path, end):
     import json
@@ -227,9 +224,7 @@ def test_thirty_megabytes_of_text_take_little_memory(tmp_path, end):
     with open(path, "w", encoding="utf-8") as file:
         for _ in range(times):
             file.writelines(part + "\n\n" if end == "txt" else json.dumps({"text": part}) + "\n" for part in parts)
-    command = [sys.executable, "-c", MEASURE, str(path)]
-    more = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout) << 10
-    assert more < 300e6
+    assert in_a_fork(_bytes_of_drawing, path) < 300e6
 
 
 @pytest.mark.usefixtures("small_pieces")
