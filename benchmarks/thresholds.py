@@ -16,8 +16,8 @@ from torch import Tensor
 from sparsepack.formats.codecs.matrices import decode_matrix
 from sparsepack.formats.packed import PackedModel
 from sparsepack.models.records.rule import SiteRule
-from sparsepack.runtime.operations_decoder import OperationsDecoder
-from sparsepack.runtime.operations_layer import LoadedDenseMlp, LoadedExpertMlp, LoadedSite
+from sparsepack.runtime.chained.decoder import OperationsDecoder
+from sparsepack.runtime.chained.layer import LoadedDenseMlp, LoadedExpertMlp, LoadedSite
 from sparsepack.runtime.reference.backend import ReferenceOperations
 
 CALIBRATION_TOKENS = 256

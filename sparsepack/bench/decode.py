@@ -19,10 +19,10 @@ from sparsepack.placement.ways import Ways, per_token, per_token_in_words
 from sparsepack.progress import progress, say
 from sparsepack.runtime.backend_module import opened
 from sparsepack.runtime.backends import backend_named
+from sparsepack.runtime.chained.decoder import torch_threads
 from sparsepack.runtime.cpu.machine import cpu_info
 from sparsepack.runtime.engine import Engine
 from sparsepack.runtime.features import backend_asked
-from sparsepack.runtime.operations_decoder import torch_threads
 from sparsepack.runtime.skipped import skipped_weights
 from sparsepack.version import __version__
 

@@ -16,6 +16,7 @@ from sparsepack.formats.codecs import zigzag
 from sparsepack.formats.codecs.matrices import ZIGZAG, PackedMatrix, decode_matrix
 from sparsepack.runtime import backend_module
 from sparsepack.runtime.backends import BACKENDS, backend_named
+from sparsepack.runtime.chained.operations import Operations
 from sparsepack.runtime.cpu.dispatch import FORCED
 from sparsepack.runtime.cuda.decoder.model import ACTIVATIONS
 from sparsepack.runtime.cuda.driver.kernel_set import KERNELS
@@ -24,7 +25,6 @@ from sparsepack.runtime.cuda.products.gemm_fp16 import Product
 from sparsepack.runtime.cuda.products.neurons import CudaNeurons
 from sparsepack.runtime.cuda.products.zigzag import CudaZigzag
 from sparsepack.runtime.cuda.products.zigzag_products import Input, Output
-from sparsepack.runtime.operations import Operations
 from sparsepack.runtime.reference import products as reference
 
 
@@ -166,7 +166,7 @@ CUDA = pytest.param(("cuda", "cuda"), id="cuda", marks=pytest.mark.gpu)
 every_backend = pytest.mark.parametrize("backend", [*OF_OPERATIONS, CUDA], indirect=True)
 """Tests that it marks get a `Backend` as `backend`, a fixture of conftest.py."""
 every_backend_of_operations = pytest.mark.parametrize("backend", OF_OPERATIONS, indirect=True)
-"""Those whose decoders chain the functions of `runtime/operations.py`."""
+"""Those whose decoders chain the functions of `runtime/chained/operations.py`."""
 
 
 def opened(name: str, variant: str) -> Iterator[Backend]:

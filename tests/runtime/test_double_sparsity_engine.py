@@ -13,10 +13,10 @@ from torch import Tensor
 from sparsepack.formats.packed import PackedModel
 from sparsepack.models.records.sparse_attention import SparseAttention, TokenPolicy
 from sparsepack.runtime.backends import BACKENDS
+from sparsepack.runtime.chained.decoder import OperationsDecoder
 from sparsepack.runtime.cuda.attention import double_sparsity
 from sparsepack.runtime.engine import Engine
 from sparsepack.runtime.generation.sampling import Sampler, Sampling
-from sparsepack.runtime.operations_decoder import OperationsDecoder
 from sparsepack.runtime.reference.backend import operations as reference_operations
 
 IDS = torch.randint(300, (48,), generator=torch.Generator().manual_seed(1)).tolist()

@@ -13,7 +13,7 @@ from sparsepack.errors import UserError
 from sparsepack.formats.codecs.matrices import PackedMatrix, decode_matrix, encode_rows
 from sparsepack.formats.packed import PackedModel
 from sparsepack.models.records.rule import active_channels
-from sparsepack.runtime import operations_decoder
+from sparsepack.runtime.chained import decoder as operations_decoder
 from sparsepack.runtime.cpu import decoder as native_decoder
 from sparsepack.runtime.cuda.decoder import decoder as cuda_decoder
 from sparsepack.runtime.engine import Engine

@@ -17,11 +17,11 @@ from sparsepack.formats.packed import PackedModel
 from sparsepack.models.records.rule import SiteRule
 from sparsepack.runtime import hold
 from sparsepack.runtime.backends import BACKENDS
+from sparsepack.runtime.chained.decoder import OperationsDecoder
 from sparsepack.runtime.engine import Engine
 from sparsepack.runtime.features import check_features
 from sparsepack.runtime.generation.sampling import Sampler, Sampling
 from sparsepack.runtime.hold import LEAST_SCALE, MOST_SCALE, HeldText, Hold, hold_of
-from sparsepack.runtime.operations_decoder import OperationsDecoder
 from sparsepack.runtime.options import EngineOptions
 from sparsepack.runtime.reference import products
 from sparsepack.runtime.reference.backend import ReferenceOperations

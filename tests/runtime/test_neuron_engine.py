@@ -16,8 +16,8 @@ from sparsepack.eval.engine_subject import EngineScorer
 from sparsepack.files.text import read_text
 from sparsepack.formats.mlp_kinds import DENSE, NEURONS
 from sparsepack.formats.packed import PackedModel
-from sparsepack.runtime import operations_decoder
 from sparsepack.runtime.backends import backend_named
+from sparsepack.runtime.chained import decoder as operations_decoder
 from sparsepack.runtime.cpu import decoder as native_decoder
 from sparsepack.runtime.cuda.decoder import decoder as cuda_decoder
 from sparsepack.runtime.features import check_features

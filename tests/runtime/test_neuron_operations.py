@@ -9,7 +9,7 @@ from torch import Tensor
 
 from sparsepack.formats.codecs import neurons
 from sparsepack.formats.codecs.matrices import PackedMatrix
-from sparsepack.runtime.operations_decoder import torch_threads
+from sparsepack.runtime.chained.decoder import torch_threads
 
 pytestmark = every_backend
 

@@ -11,7 +11,7 @@ from sparsepack.formats.codecs import zigzag
 from sparsepack.formats.codecs.matrices import ZIGZAG, PackedMatrix, decode_matrix
 from sparsepack.formats.codecs.types import BLOCKS
 from sparsepack.models.records.rule import SiteRule, active_channels
-from sparsepack.runtime.operations_decoder import torch_threads
+from sparsepack.runtime.chained.decoder import torch_threads
 
 pytestmark = every_backend
 

@@ -22,8 +22,8 @@ from union import Union, union_logits
 from sparsepack.bench.traffic import bytes_per_token, parameters, stored_bytes
 from sparsepack.formats.mlp_kinds import NEURONS
 from sparsepack.formats.packed import PackedModel
-from sparsepack.runtime import operations_decoder
 from sparsepack.runtime.backends import backend_named
+from sparsepack.runtime.chained import decoder as operations_decoder
 from sparsepack.runtime.cpu import decoder as native_decoder
 from sparsepack.runtime.cuda.decoder import decoder as cuda_decoder
 from sparsepack.runtime.skipped import skipped_weights

@@ -18,13 +18,13 @@ from torch import Tensor
 
 from sparsepack.formats.codecs.matrices import ZIGZAG, PackedExperts, PackedMatrix
 from sparsepack.runtime.backends import backend_named
+from sparsepack.runtime.chained.operations import NeuronFfn
 from sparsepack.runtime.cpu.dispatch import instruction_set, native, operations
 from sparsepack.runtime.cpu.kv_cache import NativeKvCache
 from sparsepack.runtime.cpu.machine import usable_cores
 from sparsepack.runtime.cpu.tile_config import tile_config
 from sparsepack.runtime.hybrid.handover import HandOver
 from sparsepack.runtime.kv_cache import AttentionShape
-from sparsepack.runtime.operations import NeuronFfn
 
 ROW_TYPES = {"F32": 0, "F16": 1, "BF16": 2, "Q4_K": 3, "Q6_K": 4, "Q8_0": 5}
 """The types have the numbers that layout.h gives them."""

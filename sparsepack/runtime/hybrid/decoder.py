@@ -13,13 +13,13 @@ from sparsepack.placement.budget import plan_of_share
 from sparsepack.placement.counts import HitCounts
 from sparsepack.placement.links import HALVES, Links
 from sparsepack.placement.ways import Ways
+from sparsepack.runtime.chained.decoder import OperationsDecoder
+from sparsepack.runtime.chained.operations import NeuronFfn, Operations
 from sparsepack.runtime.hybrid.boundaries import Boundaries
 from sparsepack.runtime.hybrid.measure import divided
 from sparsepack.runtime.hybrid.mlps import DividedMlps
 from sparsepack.runtime.hybrid.placing import links_of, placing_of
 from sparsepack.runtime.hybrid.plan import parts_of
-from sparsepack.runtime.operations import NeuronFfn, Operations
-from sparsepack.runtime.operations_decoder import OperationsDecoder
 from sparsepack.runtime.options import EngineOptions
 
 

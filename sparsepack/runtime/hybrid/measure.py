@@ -23,10 +23,10 @@ from torch import Tensor
 from sparsepack.formats.codecs.matrices import PackedMatrix
 from sparsepack.formats.codecs.neurons import record_bytes
 from sparsepack.placement.links import Links
+from sparsepack.runtime.chained.decoder import torch_threads
+from sparsepack.runtime.chained.operations import NeuronFfn, Operations
 from sparsepack.runtime.cpu.machine import last_caches
 from sparsepack.runtime.hybrid.worker import Worker
-from sparsepack.runtime.operations import NeuronFfn, Operations
-from sparsepack.runtime.operations_decoder import torch_threads
 from sparsepack.runtime.tuning import ROTATION, random_blocks
 
 LISTED = 2048

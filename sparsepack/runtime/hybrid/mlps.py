@@ -1,4 +1,4 @@
-"""MLPs by neurons on two devices: the operations of a decoder (`runtime/operations.py`), those on neurons divided.
+"""MLPs by neurons on two devices: a decoder's operations (`runtime/chained/operations.py`), those on neurons divided.
 
     device   lists the active ones | residents, from slots | last offloaded ones, from the host's records | adds
     worker                         | first offloaded ones, from the host's records                       |
@@ -21,10 +21,10 @@ from sparsepack.formats.codecs.matrices import PackedMatrix
 from sparsepack.formats.codecs.neurons import record_bytes
 from sparsepack.placement.links import Links, over_the_bus
 from sparsepack.placement.ways import Traffic
+from sparsepack.runtime.chained.operations import NeuronFfn, Operations
 from sparsepack.runtime.hybrid.following import Moves
 from sparsepack.runtime.hybrid.residency import NOWHERE, Residency, ranges_of_blocks
 from sparsepack.runtime.hybrid.worker import Worker
-from sparsepack.runtime.operations import NeuronFfn, Operations
 
 STAGED_BYTES = 8 << 20
 """Prefill moves this many bytes of stored records at once."""

@@ -1,5 +1,5 @@
-"""The operations of `runtime/operations.py` by Metal kernels. A decoded token takes none of these but the kernels that
-they launch, one behind the other (`step.py`)."""
+"""The operations of `runtime/chained/operations.py` by Metal kernels. A decoded token takes none of these but the
+kernels that they launch, one behind the other (`step.py`)."""
 
 import torch
 from torch import Tensor

@@ -23,12 +23,12 @@ from torch import Tensor
 from sparsepack.formats.codecs.zigzag import BAND_ROWS
 from sparsepack.models.architecture import Architecture
 from sparsepack.models.family import SITES
+from sparsepack.runtime.chained.layer import LoadedDenseMlp, LoadedLayer, LoadedSite
 from sparsepack.runtime.metal import products
 from sparsepack.runtime.metal.kv_cache import MetalKvCache
 from sparsepack.runtime.metal.library import Launch, new_submitter
 from sparsepack.runtime.metal.products import MetalRows, MetalZigzag, Sums
 from sparsepack.runtime.metal.thresholds import Thresholds
-from sparsepack.runtime.operations_layer import LoadedDenseMlp, LoadedLayer, LoadedSite
 from sparsepack.runtime.site_columns import Columns
 
 BLOCKS_SUBMITTED = 8

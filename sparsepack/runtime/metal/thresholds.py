@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from sparsepack.runtime.operations_layer import LoadedSite
+from sparsepack.runtime.chained.layer import LoadedSite
 from sparsepack.runtime.site_columns import Columns, load_vector
 
 

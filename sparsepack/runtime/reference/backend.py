@@ -4,10 +4,10 @@ import torch
 
 from sparsepack.errors import UserError
 from sparsepack.formats.packed import PackedModel
+from sparsepack.runtime.chained.decoder import OperationsDecoder
+from sparsepack.runtime.chained.operations import NeuronFfn
 from sparsepack.runtime.hybrid.decoder import HybridDecoder
 from sparsepack.runtime.kv_cache import AttentionShape
-from sparsepack.runtime.operations import NeuronFfn
-from sparsepack.runtime.operations_decoder import OperationsDecoder
 from sparsepack.runtime.options import EngineOptions
 from sparsepack.runtime.reference import neurons, products
 from sparsepack.runtime.reference.attention import DenseKvCache
@@ -21,7 +21,7 @@ def new_cache(shape: AttentionShape, type: str | None = None, device: torch.devi
 
 
 class ReferenceOperations:
-    """The oracle's functions, as decoders that chain them take them (`runtime/operations.py`)."""
+    """The oracle's functions, as decoders that chain them take them (`runtime/chained/operations.py`)."""
 
     load_zigzag = staticmethod(products.load_zigzag)
     load_rows = staticmethod(products.load_rows)

@@ -15,13 +15,13 @@ from torch import Tensor
 
 from sparsepack.errors import ArtifactError, UserError
 from sparsepack.formats.packed import PackedModel
+from sparsepack.runtime.chained.decoder import OperationsDecoder
 from sparsepack.runtime.cpu import dispatch
 from sparsepack.runtime.cpu.decoder import NativeDecoder
 from sparsepack.runtime.cpu.kv_cache import NativeKvCache
 from sparsepack.runtime.engine import Engine
 from sparsepack.runtime.generation.sampling import Sampler, Sampling
 from sparsepack.runtime.kv_cache import AttentionShape
-from sparsepack.runtime.operations_decoder import OperationsDecoder
 from sparsepack.runtime.reference.backend import operations as reference_operations
 
 pytestmark = [mark for parameter in instruction_set_params()[:1] for mark in parameter.marks]

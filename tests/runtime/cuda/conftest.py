@@ -23,6 +23,13 @@ def kernels(request: pytest.FixtureRequest) -> Iterator[Kernels]:
             yield simulated.KERNELS
 
 
+@pytest.fixture
+def simulated_launches() -> Iterator[None]:
+    """What would be launched on a GPU runs on the CPU."""
+    with simulated.launches(), torch.no_grad():
+        yield
+
+
 @pytest.fixture(scope="session")
 def emulation(tmp_path_factory: pytest.TempPathFactory) -> Emulation:
     """Kernels that the processor runs."""

@@ -1,6 +1,6 @@
 """The chain of the cuda decoder, with its kernels in plain torch on the CPU: what can go wrong without a GPU."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -21,6 +21,8 @@ from sparsepack.runtime.cuda.products import zigzag
 from sparsepack.runtime.engine import Engine
 from sparsepack.runtime.generation.sampling import Sampler, Sampling
 
+pytestmark = pytest.mark.usefixtures("simulated_launches")
+
 IDS = torch.randint(300, (13,), generator=torch.Generator().manual_seed(1))
 STARTS = [0, 6, 12]
 INTERLEAVED = "gate and up in one product"
@@ -30,12 +32,6 @@ OTHERS: dict[str, dict[str, Any]] = {INTERLEAVED: BLOCKS, SEGMENTS: {"num_hidden
 ROUNDED = 0.1
 """Largest difference of a logit after a prefill, whose inputs are rounded to float16; 0.025 measured, 0.07 where that
 decides about a column."""
-
-
-@pytest.fixture(autouse=True)
-def _simulated() -> Iterator[None]:
-    with simulated.launches(), torch.no_grad():
-        yield
 
 
 @cache

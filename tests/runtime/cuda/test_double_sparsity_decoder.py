@@ -8,12 +8,12 @@ from sparse_decoders import CONTEXT, IDS, assert_near, device_of, oracle, policy
 
 from sparsepack.formats.packed import PackedModel
 from sparsepack.models.records.sparse_attention import SparseFrom
+from sparsepack.runtime.chained.decoder import OperationsDecoder
 from sparsepack.runtime.cuda.attention.double_sparsity_kv_cache import CudaDoubleSparsityKvCache
 from sparsepack.runtime.cuda.attention.offloaded_kv_cache import OffloadedKvCache
 from sparsepack.runtime.cuda.decoder.decoder import CudaDecoder
 from sparsepack.runtime.cuda.driver.kernel_set import Kernels
 from sparsepack.runtime.generation.sampling import Sampler, Sampling
-from sparsepack.runtime.operations_decoder import OperationsDecoder
 
 FIRST = 20
 Cache = type[CudaDoubleSparsityKvCache]

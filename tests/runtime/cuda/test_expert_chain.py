@@ -1,6 +1,5 @@
 """The cuda decoder on mixtures of experts, its kernels in plain torch on the CPU, against the reference."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -21,6 +20,8 @@ from sparsepack.runtime.cuda.products import zigzag
 from sparsepack.runtime.engine import Engine
 from sparsepack.runtime.generation.sampling import Sampler, Sampling
 from sparsepack.runtime.hold import hold_of
+
+pytestmark = pytest.mark.usefixtures("simulated_launches")
 
 QWEN3: dict[str, Any] = {"model_type": "qwen3_moe", "head_dim": 24}
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -66,12 +67,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
 }
 every_variant = pytest.mark.parametrize("variant", VARIANTS)
-
-
-@pytest.fixture(autouse=True)
-def _simulated() -> Iterator[None]:
-    with simulated.launches(), torch.no_grad():
-        yield
 
 
 @cache

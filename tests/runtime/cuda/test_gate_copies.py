@@ -19,7 +19,7 @@ from sparsepack.formats.codecs.matrices import PackedMatrix, decode_matrix, enco
 from sparsepack.formats.packed import NeuronMlp, PackedModel
 from sparsepack.placement.budget import Plan
 from sparsepack.placement.links import Links
-from sparsepack.runtime import operations_layer
+from sparsepack.runtime.chained import layer as operations_layer
 from sparsepack.runtime.cpu import operations
 from sparsepack.runtime.cuda.driver.host_memory import host_tensors
 from sparsepack.runtime.cuda.driver.kernel_set import Kernels

@@ -1,11 +1,9 @@
 """The cuda decoder on models by neurons, its kernels in plain torch on the CPU, against the reference."""
 
-from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
 import pytest
-import simulated
 import torch
 from backends import largest_difference
 from packed_models import by_neurons, random_model, stock_model, with_rules
@@ -17,6 +15,8 @@ from sparsepack.runtime.cuda.products import zigzag
 from sparsepack.runtime.engine import Engine
 from sparsepack.runtime.generation.sampling import Sampler, Sampling
 
+pytestmark = pytest.mark.usefixtures("simulated_launches")
+
 VARIANTS: dict[str, dict[str, Any]] = {
     "grouped queries": {},
     "odd count of neurons": {"intermediate_size": 301, "num_key_value_heads": 8},
@@ -26,12 +26,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "gates by rows": {"gates": "rows", "intermediate_size": 301},
 }
 every_variant = pytest.mark.parametrize("variant", VARIANTS)
-
-
-@pytest.fixture(autouse=True)
-def _simulated() -> Iterator[None]:
-    with simulated.launches(), torch.no_grad():
-        yield
 
 
 @cache

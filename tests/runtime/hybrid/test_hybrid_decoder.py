@@ -25,7 +25,7 @@ from sparsepack.placement.names import ONLINE
 from sparsepack.placement.placement import Placement
 from sparsepack.placement.policies import POLICIES, Policy, Start
 from sparsepack.placement.policy_run import play
-from sparsepack.runtime import operations_decoder
+from sparsepack.runtime.chained import decoder as operations_decoder
 from sparsepack.runtime.engine import Engine
 from sparsepack.runtime.generation.sampling import Sampler, Sampling
 from sparsepack.runtime.hybrid import mlps

@@ -22,12 +22,12 @@ from sparsepack.formats.packed import PackedModel
 from sparsepack.models.checkpoint.checkpoint import open_checkpoint
 from sparsepack.models.records.sparse_attention import SparseAttention, TokenPolicy
 from sparsepack.runtime.backend_module import chosen_backend
+from sparsepack.runtime.chained.decoder import OperationsDecoder
 from sparsepack.runtime.engine import Engine
 from sparsepack.runtime.generation.generate import generate, open_tokenizer, prompt_tokens
 from sparsepack.runtime.generation.sampling import Sampler, Sampling
 from sparsepack.runtime.metal import decoder as metal_decoder
 from sparsepack.runtime.metal import library
-from sparsepack.runtime.operations_decoder import OperationsDecoder
 from sparsepack.runtime.options import EngineOptions, GenerateOptions
 from sparsepack.runtime.reference.backend import operations as reference_operations
 

@@ -1,4 +1,4 @@
-"""What a decoder out of operations (`runtime/operations_decoder.py`) loads of a block: its sites, and its MLP.
+"""What a decoder out of operations (`runtime/chained/decoder.py`) loads of a block: its sites, and its MLP.
 
 Every part counts for itself what decoded positions read of it.
 """
@@ -16,8 +16,8 @@ from sparsepack.formats.codecs.matrices import ZIGZAG, PackedMatrix
 from sparsepack.formats.mlp_kinds import DENSE, EXPERTS, MLP_GATE, MLP_RECORDS, NEURONS, MlpKind
 from sparsepack.formats.packed import DenseMlp, ExpertMlp, NeuronMlp, PackedLayer, PackedSite
 from sparsepack.models.records.rule import SiteRule
+from sparsepack.runtime.chained.operations import Operations
 from sparsepack.runtime.hold import HeldStep
-from sparsepack.runtime.operations import Operations
 from sparsepack.runtime.reference import experts as reference_experts
 
 Activation = Callable[[Tensor], Tensor]

@@ -1,4 +1,4 @@
-"""A decoder out of the operations of a backend (`runtime/operations.py`), chained by torch; on any device."""
+"""A decoder out of the operations of a backend (`runtime/chained/operations.py`), chained by torch; on any device."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -11,12 +11,12 @@ from sparsepack.models.soft_caps import soft_capped
 from sparsepack.placement.counts import HitCounts
 from sparsepack.placement.ways import Ways
 from sparsepack.progress import counted
+from sparsepack.runtime.chained.layer import LoadedLayer, Mode, load_layer
+from sparsepack.runtime.chained.operations import Operations
 from sparsepack.runtime.decoder import among_all, attention_of, stepped
 from sparsepack.runtime.generation.sampling import Sampler
 from sparsepack.runtime.hold import HeldStep, HeldTexts, Hold
 from sparsepack.runtime.kv_cache import AttentionShape, KvCache
-from sparsepack.runtime.operations import Operations
-from sparsepack.runtime.operations_layer import LoadedLayer, Mode, load_layer
 from sparsepack.runtime.reference import products as reference
 
 PREFILL_TOKENS = 512
