@@ -105,17 +105,19 @@ def _inspect_calibration(path: Path) -> dict[str, Any]:
     from sparsepack.calibration import folder
     from sparsepack.calibration.channel_report import channel_report
     from sparsepack.calibration.channels import importance
-    from sparsepack.calibration.experts import has_experts, told_of_starved
+    from sparsepack.calibration.experts import given, has_experts, told_of_starved
     from sparsepack.calibration.neurons import activity
     from sparsepack.calibration.tokens import token_report
     from sparsepack.tracing.activity_report import activity_report
 
     calibration = folder.load(path)
+    experts = has_experts(calibration)
     return {
         **calibration.manifest,
         "attention_channels": channel_report(importance(calibration)),
         "attention_tokens": token_report(calibration),
-        "neurons": activity_report([activity(calibration)], "experts" if has_experts(calibration) else "neurons"),
+        "neurons": activity_report([activity(calibration)], "experts" if experts else "neurons"),
+        "given": given(calibration).tolist() if experts else None,
         "starved": told_of_starved(calibration),
     }
 

@@ -1,9 +1,11 @@
 """Calibrating mixtures of experts: who was given how many tokens, and thresholds pooled over a block's experts."""
 
+import re
 from pathlib import Path
 
 import pytest
 import torch
+from click.testing import CliRunner
 from models_for_tests import TEXT, make_model
 
 from sparsepack.calibration import folder
@@ -13,8 +15,10 @@ from sparsepack.calibration.folder import Calibration
 from sparsepack.calibration.neurons import activity
 from sparsepack.calibration.options import CalibrateOptions
 from sparsepack.calibration.run import calibrate
+from sparsepack.cli.app import main
 from sparsepack.errors import CalibrationError, ThresholdsError
 from sparsepack.files.text import Text
+from sparsepack.inspection import kind_of
 from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from sparsepack.models.family import MLP_SITES
 from sparsepack.models.stock.blocks import BlockStream
@@ -55,6 +59,16 @@ def test_tokens_of_experts_are_those_that_the_stock_router_gives(model: Checkpoi
         assert torch.equal(of_layer.active, counts[layer])
         assert of_layer.density == pytest.approx(2 / 8)
         assert of_layer.spread == 0
+
+
+def test_inspect_shows_how_many_tokens_experts_were_given(calibration: Calibration, tmp_path: Path) -> None:
+    path = tmp_path / "c"
+    folder.save(calibration, path)
+    found = kind_of(path).read(path)
+    assert found["given"] == given(calibration).tolist()
+    shown = CliRunner().invoke(main, ["inspect", str(path)]).output
+    for block, counts in enumerate(found["given"]):
+        assert re.search(rf"\| +{block} \| +{min(counts)} \| +{sorted(counts)[4]} \| +{max(counts)} \|", shown)
 
 
 def test_pooled_counts_have_every_channel_of_every_expert_that_a_token_has(calibration: Calibration) -> None:

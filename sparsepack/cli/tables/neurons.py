@@ -26,6 +26,18 @@ def neurons_table(report: Mapping[str, Any]) -> str:
     return markdown(Table(head, rows, "\n".join(lines), [str(report["verdict"])]))
 
 
+def given_table(found: Mapping[str, Any]) -> str:
+    """How many tokens a calibration gave the experts of each block; empty for a model without experts."""
+    if found["given"] is None:
+        return ""
+    rows = [
+        [block, f"{each[0]:,}", f"{each[len(each) // 2]:,}", f"{each[-1]:,}"]
+        for block, each in enumerate(map(sorted, found["given"]))
+    ]
+    about = "tokens that an expert was given; all counts are in `given` of --json"
+    return markdown(Table(["block", "the fewest", "the middle one", "the most"], rows, about))
+
+
 def starved_note(found: Mapping[str, Any]) -> str:
     """What a calibration says of experts that were given few tokens; empty where there is nothing to say."""
     return f"note: {found['starved']}" if found.get("starved") else ""

@@ -20,7 +20,7 @@ def inspect(path: Path, json_path: str | None) -> None:
     from sparsepack.cli.tables.channels import channels_table
     from sparsepack.cli.tables.checkpoint import checkpoint_table
     from sparsepack.cli.tables.manifests import calibration_table, trace_table
-    from sparsepack.cli.tables.neurons import neurons_table, starved_note
+    from sparsepack.cli.tables.neurons import given_table, neurons_table, starved_note
     from sparsepack.cli.tables.thresholds import thresholds_table
     from sparsepack.inspection import kind_of
 
@@ -29,7 +29,13 @@ def inspect(path: Path, json_path: str | None) -> None:
         "artifact": [artifact_table],
         "checkpoint": [checkpoint_table],
         "thresholds": [thresholds_table],
-        "calibration": [calibration_table, channels_table, lambda found: neurons_table(found["neurons"]), starved_note],
+        "calibration": [
+            calibration_table,
+            channels_table,
+            lambda found: neurons_table(found["neurons"]),
+            given_table,
+            starved_note,
+        ],
         "trace": [trace_table, lambda found: neurons_table(found["neurons"])],
     }
     emit(
