@@ -154,6 +154,7 @@ def test_a_site_stacks_its_projections_and_their_biases(opts):
     [
         ({"ffn_dim": 0}, "ffn_dim is 0; expected a whole number from 1"),
         ({"ffn_dim": 300}, "config.json do not belong together"),
+        ({"num_hidden_layers": 2}, "its configuration means 2 blocks (num_hidden_layers), of which the first one is 0"),
         ({"num_attention_heads": 3}, "embed_dim must be divisible by num_heads"),
         ({"word_embed_proj_dim": 64}, "the tensor model.decoder.project_in.weight is missing (2 in all)"),
         ({"do_layer_norm_before": False}, "final_layer_norm.bias is not understood in a opt model"),

@@ -1,5 +1,6 @@
 """Whether stock transformers computes the model that a checkpoint holds, from every tensor of it and no other."""
 
+import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -32,6 +33,7 @@ def check_stock_model(
         raise CheckpointError(f"{name}: its configuration is not understood ({shown(error)})") from error
     unknown = sorted(n for n in found if n not in expected and n not in never_read and not n.endswith(_DERIVED))
     if unknown:
+        _check_blocks(config, unknown, name)
         raise CheckpointError(
             f"{name}: the tensor {unknown[0]} is not understood in a {config.model_type} model "
             f"of this configuration ({len(unknown)} such tensors); packing it would lose it"
@@ -45,6 +47,18 @@ def check_stock_model(
                 f"{name}: {tensor} is {list(found[tensor])}, its configuration means {list(shape)}; "
                 "weights and config.json do not belong together"
             )
+
+
+def _check_blocks(config: Any, unknown: Collection[str], name: str) -> None:
+    """Raise `CheckpointError` where one of the tensors without a place is of a block behind the last one."""
+    number = re.compile(re.escape(FAMILIES[config.model_type].block("")) + r"(\d{1,9})\.")
+    blocks = {int(found[1]): tensor for tensor in sorted(unknown, reverse=True) if (found := number.match(tensor))}
+    last, count = max(blocks, default=-1), config.num_hidden_layers
+    if last >= count:
+        raise CheckpointError(
+            f"{name}: the tensor {blocks[last]} is there, its configuration means {count} block{'s' * (count > 1)} "
+            "(num_hidden_layers), of which the first one is 0; weights and config.json do not belong together"
+        )
 
 
 def _check_activation(config: Any, name: str) -> None:

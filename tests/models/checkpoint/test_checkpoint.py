@@ -112,6 +112,17 @@ def test_an_unknown_tensor_is_named(copied):
     assert "(2 such tensors)" in message
 
 
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_blocks_behind_those_that_the_configuration_means_are_not_those_of_its_model(tmp_path, family):
+    folder = make_model(tmp_path / "m", family)
+    edit_config(folder, num_hidden_layers=1)
+    message = refused(folder)
+    assert (
+        "model.layers.1.input_layernorm.weight is there, its configuration means 1 block (num_hidden_layers)" in message
+    )
+    assert message.endswith("; weights and config.json do not belong together")
+
+
 def test_biases_that_the_configuration_does_not_know_are_refused_not_dropped(copied):
     """transformers would load this model, and leave the biases out."""
     folder = copied("llama, biases")
