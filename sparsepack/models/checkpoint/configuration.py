@@ -8,6 +8,7 @@ from typing import Any
 from sparsepack.errors import CheckpointError
 from sparsepack.files.gguf import GgufFile
 from sparsepack.files.stored import shown
+from sparsepack.models.checkpoint.config_fields import check_fields
 from sparsepack.models.checkpoint.gguf_config import gguf_config
 from sparsepack.models.checkpoint.saved_copy import METHOD, is_saved_copy, told_of_copy
 from sparsepack.models.checkpoint.segmented_config import stock_values
@@ -66,6 +67,9 @@ def folder_config(path: Path, name: str) -> Described:
         raise _packed_already(name)
     if quantised:
         raise CheckpointError(f"{name}: quantised already (quantization_config); expected F32, F16 or BF16 weights")
+    of_text, field = (stock, "") if part is None else (stock.get("text_config"), "text_config.")
+    if isinstance(of_text, dict):
+        check_fields(of_text, f"{path / 'config.json'}: {field}")
     try:
         config = AutoConfig.for_model(**stock) if bases else AutoConfig.from_pretrained(str(path), **STOCK_ALONE)
     except Exception as error:  # the library checks fields in several ways, each with its own kind
