@@ -53,6 +53,11 @@ def _check_rotary(rotary: Mapping[str, Any], where: str) -> None:
 
     key = "rope_type" if "rope_type" in rotary else "type"
     kind, known = rotary.get(key, "default"), ("default", *ROPE_INIT_FUNCTIONS)
+    if kind == "su":
+        raise CheckpointError(
+            f'{where}{key} is "su", which transformers no longer understands; expected "longrope", its name of today: '
+            "write that"
+        )
     if kind not in known:
         raise CheckpointError(
             f"{where}{key} is {_written(kind)}, which transformers does not know; expected one of {', '.join(known)}: "

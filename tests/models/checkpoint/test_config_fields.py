@@ -80,6 +80,15 @@ def test_attention_that_is_not_computed_here_is_refused_and_not_taken_for_full_a
     assert f': layer_types names "{kind}"; expected full_attention or sliding_attention: ' in told
 
 
+def test_an_old_phi_says_how_its_rotary_embedding_is_called_today(models, tmp_path):
+    """Phi-3's first revisions say "su"; transformers means to take it, and fails."""
+    values = {"rope_parameters": None, "max_position_embeddings": 256, "original_max_position_embeddings": 64}
+    told = refused(models, tmp_path, "phi3", **values, rope_scaling={"type": "su", **FACTORS})
+    assert ': rope_scaling.type is "su", which transformers no longer understands; expected "longrope"' in told
+    edit_config(tmp_path, rope_scaling={"type": "longrope", **FACTORS})
+    assert folder_config(tmp_path, "m").config.rope_parameters["rope_type"] == "longrope"
+
+
 def test_a_field_of_the_text_part_is_named_as_such(models, tmp_path):
     text = json.loads((models["llama"] / "config.json").read_text())
     text["rope_parameters"] = {"rope_type": "mrope", "rope_theta": 10000.0}
