@@ -8,6 +8,7 @@ import pytest
 from artifacts_for_tests import tiny_by_neurons, write_zigzag
 from commands_for_tests import fails, succeeds
 
+from sparsepack.cli.tables.placement import placement_table
 from sparsepack.formats.open import read_packed
 from sparsepack.formats.packed import NeuronMlp
 from sparsepack.models.checkpoint.checkpoint import open_checkpoint
@@ -29,6 +30,14 @@ def half_of_the_neurons(file: Path) -> str:
     """A budget that has room for all but about a half of the records."""
     all_of_it = placed(file, "1GB")
     return f"{(sum(all_of_it['card'].values()) - all_of_it['card']['records'] // 2) / 1e6:.3f}MB"
+
+
+def test_where_a_dense_split_would_be_faster_the_table_says_so(file: Path) -> None:
+    found = placed(file, half_of_the_neurons(file))
+    told = "By this model of time slots do not pay"
+    for dense, says in ((3.0, True), (2.0, False)):
+        found["tokens_per_second"] = {"processor": 1.0, "and_bus": 2.0, "dense_split": dense}
+        assert (told in placement_table(found)) == says
 
 
 def test_slots_are_those_that_an_engine_begins_with(file: Path) -> None:

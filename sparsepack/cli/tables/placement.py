@@ -40,6 +40,11 @@ def placement_table(result: Mapping[str, Any]) -> str:
         f"the processor computes what has no slot, {speed['and_bus']:.1f} where the bus shares all that is far; a "
         f"dense model split by weights {speed['dense_split']:.1f}"
     )
+    if speed["dense_split"] > max(speed["processor"], speed["and_bus"]):
+        expected += (
+            ".\nBy this model of time slots do not pay for this file and budget: the dense split hands nothing over, "
+            "and is faster"
+        )
     title = (
         f"{result['file']} in {in_words(result['vram'])} of the GPU's memory, context of {result['context']:,} tokens "
         f"({result['cache_type']}); the least that works is {in_words(result['least'])}; the driver takes up to "
