@@ -157,7 +157,7 @@ def test_products_of_candidates_are_compiled_together_but_for_impossible_ones(mo
     compiled: list[tuple[str, int, tuple[str, ...]]] = []
     monkeypatch.setattr(launching, "architecture", lambda device: 90)
     monkeypatch.setattr(launching, "cubin", lambda *of: (compiled.append(of), b"")[1])
-    monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
+    monkeypatch.setattr(tune, "own_stream", lambda: None)
     for module in (tile_config, zigzag_products):
         monkeypatch.setattr(module, "shared_limit", lambda device: simulated.SHARED_MEMORY)
         monkeypatch.setattr(module, "multiprocessors", lambda device: simulated.MULTIPROCESSORS)
