@@ -86,7 +86,9 @@ def test_a_host_without_room_is_refused_with_what_it_has(packed: PackedModel, mo
 
 
 def test_a_model_without_neurons_has_no_plan() -> None:
-    with pytest.raises(PlacementError, match="with the activation 'silu' none is exactly inactive; slots are for models with relu"):
+    with pytest.raises(
+        PlacementError, match="with the activation 'silu' none is exactly inactive; slots are for models with relu"
+    ):
         parts_of(random_model("llama"), 64, "bf16")
 
 
