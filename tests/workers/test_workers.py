@@ -66,7 +66,7 @@ def test_facts_that_differ_are_named_with_who_has_them(other: int) -> None:
         workers.agree({"version": "1", "model": "abc" if workers.number != other else "xyz" * 30})
 
     for error in together(3, work):
-        assert isinstance(error, WorkersError)
+        assert isinstance(error, WorkersError | WorkerLost)  # who compares last may have heard it from another
         assert f"worker {other or 1} of 3 on here has another model (" in str(error)
         assert "\n" not in str(error)
         assert len(str(error)) < 250
