@@ -1,6 +1,8 @@
 """The state of a run that has not finished."""
 
 import json
+from collections.abc import Callable
+from concurrent.futures import Executor, Future
 from pathlib import Path
 from typing import Any
 
@@ -254,3 +256,28 @@ def test_a_run_killed_between_commits_goes_on_from_the_last_one(
     assert torch.equal(hidden, torch.zeros(2))
     assert not state.block(1)
     assert not (tmp_path / "s" / "block-00001.safetensors").exists()
+
+
+class _WhenWaitedFor(Executor):
+    """What it is given runs when somebody waits for it; blocks, in the order in which they were waited for."""
+
+    def __init__(self) -> None:
+        self.blocks: list[int] = []
+
+    def submit(self, run: Callable[..., None], layer: int, *found: Any) -> Future[None]:  # type: ignore[override]
+        future = Future[None]()
+        future.result = lambda timeout=None: (self.blocks.append(layer), run(layer, *found))[1]  # type: ignore[method-assign]
+        return future
+
+
+def test_so_many_blocks_are_kept_behind_a_run_and_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resume, "SAVE_EVERY", 1e9)  # nothing is committed, for which all would be waited for
+    state, behind = ResumeState(tmp_path / "s", "fingerprint"), _WhenWaitedFor()
+    for layer in range(resume._BEHIND):
+        state.save_block(layer, {"a": torch.full((2,), float(layer))}, behind=behind)
+    assert not behind.blocks
+    state.save_block(resume._BEHIND, {"a": torch.zeros(2)}, behind=behind)
+    assert behind.blocks == [0]
+    state.wait_behind()
+    assert behind.blocks == list(range(resume._BEHIND + 1))
+    assert [state.block(layer)["a"].tolist() for layer in (0, 1)] == [[0.0, 0.0], [1.0, 1.0]]
