@@ -60,6 +60,23 @@ def test_what_each_has_comes_to_all_by_its_names() -> None:
     assert [*ALONE.of_all({"x": torch.ones(1)})[0]] == ["x"]
 
 
+def test_one_that_has_nothing_to_send_may_come_when_all_others_have_ended() -> None:
+    def work(workers: Workers) -> list[list[str]]:
+        told = workers.told
+        if workers.first:
+
+            def late(value: Any) -> list[Any]:
+                found = told(value)
+                while len(workers.link.board.ended) < 2:  # type: ignore[union-attr]
+                    workers.link.board.let_others()  # type: ignore[union-attr]
+                return found
+
+            workers.told = late  # type: ignore[method-assign]
+        return [[*each] for each in workers.of_all({} if workers.first else {"x": torch.ones(1)})]
+
+    assert together(3, work) == [[[], ["x"], ["x"]]] * 3
+
+
 @pytest.mark.parametrize("other", [0, 1, 2])
 def test_facts_that_differ_are_named_with_who_has_them(other: int) -> None:
     def work(workers: Workers) -> None:
