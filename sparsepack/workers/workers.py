@@ -8,6 +8,7 @@ fails, and gives up after `LIMIT` seconds.
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
@@ -106,12 +107,14 @@ class Workers:
         return json.loads(self._waited(f"{self._exchanges}/0", 0))
 
     def agree(self, facts: Mapping[str, Any]) -> None:
-        """Raise `WorkersError` unless all workers have the same facts, JSON-able; the first that differs is named, and
-        where."""
+        """Raise `WorkersError` at all workers unless they have the same facts, JSON-able; the first that differs is
+        named, and where."""
         said = self.told(dict(facts))
         for name, value in said[0].items():
             for other, theirs in enumerate(said):
                 if theirs.get(name) != value:
+                    with suppress(RuntimeError):  # of a store that is gone: this one knows enough
+                        self.seen_by_all()  # the first worker may hold the store in which others still read this
                     raise WorkersError(
                         f"{self.names[other]} has another {name} ({_short(theirs.get(name))}) than {self.names[0]} "
                         f"({_short(value)}); give all workers the same command, files and versions"
@@ -236,8 +239,8 @@ class Workers:
             self.link.set(FAILED, json.dumps({"worker": self.number, "line": line}))
 
     def seen_by_all(self) -> None:
-        """After a failure: let the first worker, which may hold the store, not end before the others have read why;
-        it waits for `_LEAVE` seconds at most."""
+        """At a failure: let the first worker, which may hold the store, not end before the others have read why; it
+        waits for `_LEAVE` seconds at most."""
         if self.link is not None:
             self._left()
 
@@ -259,13 +262,15 @@ class Workers:
         self._kept.append(key)
 
     def _waited(self, key: str, other: int) -> str:
-        """What a worker has said under a key. Raises `WorkerLost`."""
+        """What a worker has said under a key, be it before one failed. Raises `WorkerLost`."""
         assert self.link is not None
         began = time.monotonic()
         end = began + LIMIT
         try:
             while (value := self.link.get(key)) is None:
                 if failure(self.link) is not None:
+                    if (value := self.link.get(key)) is not None:  # said since this one last looked
+                        return value
                     raise self._lost(other)
                 if (now := time.monotonic()) > end:
                     raise WorkerLost(f"{self.names[other]} has not answered for {LIMIT:.0f} s; nothing is written")
