@@ -8,6 +8,7 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from multiprocessing import reduction
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -109,7 +110,8 @@ class Fork:
         """As `subprocess` has it."""
         if self.process.is_alive():
             assert self.process.pid is not None
-            os.kill(self.process.pid, number)
+            with suppress(ProcessLookupError):  # it has ended since
+                os.kill(self.process.pid, number)
 
     @property
     def returncode(self) -> int | None:

@@ -1,12 +1,12 @@
 """Several processes calibrate together: the same bytes as one, whoever goes on, and one line where one of them dies."""
 
 import os
+import re
 import shutil
 import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -143,12 +143,10 @@ def test_a_worker_that_dies_ends_the_other_with_a_line_and_one_alone_goes_on(
     texts = [tmp_path / f"said-{number}" for number in range(2)]
     first, other = (_started(command, number, port, said, before=_dies_at_a_block) for number, said in enumerate(texts))
     assert other.wait(300) == -signal.SIGKILL
-    began = time.monotonic()
-    assert first.wait(60) == 1
-    assert time.monotonic() - began < 30
+    assert first.wait(300) == 1
     lines = [line for line in texts[0].read_text().splitlines() if line.startswith("sparsepack: ")]
     assert len(lines) == 1, lines
-    assert "worker 1 of 2 on " in lines[0]
+    assert re.search("worker 1 of 2 on .* is gone", lines[0])  # seen at once; what gives no sign of life, later
     assert not (tmp_path / "c").exists()
     assert unfinished_path(tmp_path / "c").is_dir()
     read: list[int] = []

@@ -7,6 +7,7 @@ import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import click
 import pytest
@@ -49,12 +50,16 @@ def test_each_worker_has_the_command_with_its_device(given: list[str]) -> None:
     assert with_device(arguments, "cuda:1") == ["calibrate", "m", "--device", "cuda:1", "-o", "c"]
 
 
-def _workers(monkeypatch: pytest.MonkeyPatch, code: str) -> None:
-    """Workers that run `code` in the place of sparsepack."""
-    popen = subprocess.Popen
-    monkeypatch.setattr(
-        module.subprocess, "Popen", lambda command, **rest: popen([sys.executable, "-S", "-c", code], **rest)
-    )
+def _workers(monkeypatch: pytest.MonkeyPatch, code: str) -> list[Any]:
+    """Workers that run `code` in the place of sparsepack; returns a list of those that were started."""
+    popen, started = subprocess.Popen, list[Any]()
+
+    def start(command: object, **rest: Any) -> Any:
+        started.append(popen([sys.executable, "-S", "-c", code], **rest))
+        return started[-1]
+
+    monkeypatch.setattr(module.subprocess, "Popen", start)
+    return started
 
 
 def test_workers_that_end_well_end_well(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -68,10 +73,10 @@ def test_a_killed_worker_ends_all_with_one_line(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     code = "import os, time; os.kill(os.getpid(), 9) if os.environ['RANK'] == '2' else time.sleep(600)"
-    _workers(monkeypatch, code)
-    began = time.monotonic()
+    started = _workers(monkeypatch, code)
     assert launch(["x"], ["cpu"] * 3) == 1
-    assert time.monotonic() - began < 30
+    ended = [signal.Signals(-worker.returncode).name for worker in started]
+    assert ended == ["SIGTERM", "SIGTERM", "SIGKILL"], "the others were not waited for"
     said = capfd.readouterr().err
     assert said.startswith("sparsepack: worker 2 of 3 (cpu) was killed by SIGKILL")
     assert said.count("\n") == 1
