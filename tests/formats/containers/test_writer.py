@@ -38,13 +38,17 @@ def no_thread_is_left() -> Iterator[None]:
     assert not [thread for thread in threading.enumerate() if "Pool" in thread.name and thread not in before]
 
 
-def planned(count: int, made: list[int] | None = None, slow: int | None = None) -> list[PlannedGroup]:
-    """Float32 tensors of 1000, 1001, ... numbers, each its own index; `made` notes them, `slow` takes its time."""
+def planned(
+    count: int, made: list[int] | None = None, slow: int | None = None, slow_from: int | None = None
+) -> list[PlannedGroup]:
+    """Float32 tensors of 1000, 1001, ... numbers, each its own index; `made` notes them, `slow` takes its time, and so
+    do all after `slow_from`, of which not many are made while whoever waits for them is without a core."""
+    last = count if slow_from is None else slow_from
 
     def produce(index: int) -> torch.Tensor:
         if made is not None:
             made.append(index)
-        time.sleep(0.1 if index == slow else 0)
+        time.sleep(0.1 if index == slow or index > last else 0)
         return torch.full((ROWS + index,), float(index)).view(torch.uint8)
 
     return [alone(PlannedTensor(f"t{i}", (ROWS + i,), "F32"), lambda i=i: produce(i)) for i in range(count)]
@@ -119,7 +123,7 @@ def test_a_disk_that_fills_up_under_a_tensor_is_said_and_leaves_nothing(
 
     monkeypatch.setattr(placing, "host_pieces", full)
     with pytest.raises(OutputError, match="the disk is full"):
-        write_gguf(tmp_path / "m.gguf", {}, planned(1000, made), at_once=at_once)
+        write_gguf(tmp_path / "m.gguf", {}, planned(1000, made, slow_from=7), at_once=at_once)
     assert len(made) < 1000
     assert list(tmp_path.iterdir()) == []
 
@@ -147,7 +151,7 @@ def test_a_tensor_that_cannot_be_encoded_is_named_and_nothing_left(tmp_path: Pat
         raise PackingError("no")
 
     made: list[int] = []
-    tensors = planned(1000, made, slow=1)
+    tensors = planned(1000, made, slow=1, slow_from=4)
     for index in (3, 4):
         tensors[index] = alone(PlannedTensor(f"t{index}", (4,), "F32"), fails)
     with pytest.raises(PackingError, match=r"^t3: no$"):
