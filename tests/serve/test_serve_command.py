@@ -7,7 +7,6 @@ import signal
 import socket
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,7 +15,7 @@ import openai
 import pytest
 from click.testing import CliRunner
 from forks_for_tests import Fork
-from serving import TEMPLATE
+from serving import TEMPLATE, wait_until
 
 from sparsepack.cli import main
 from sparsepack.loading import Model, load
@@ -42,6 +41,11 @@ class Process:
 
     def client(self, key: str = "none") -> openai.OpenAI:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=60)
+
+    def listens(self) -> bool:
+        """Whether it takes connections."""
+        with socket.socket() as client:
+            return client.connect_ex(("127.0.0.1", int(self.url.rpartition(":")[2]))) == 0
 
     def end(self, number: int = signal.SIGTERM) -> int:
         """Send a signal; the exit status."""
@@ -93,9 +97,7 @@ def test_a_signal_lets_a_text_come_to_its_end_and_refuses_others(artifact: Path,
         )
         pieces = [next(stream) for _ in range(5)]
         server.process.send_signal(number)
-        time.sleep(0.3)
-        with pytest.raises(openai.APIConnectionError):
-            server.client().models.list()
+        wait_until(lambda: not server.listens())
         pieces += list(stream)
         assert pieces[-1].choices[0].finish_reason in ("length", "stop")
         assert server.process.wait(30) == 0
@@ -104,19 +106,18 @@ def test_a_signal_lets_a_text_come_to_its_end_and_refuses_others(artifact: Path,
 
 
 def test_after_its_time_a_text_is_broken_off_and_its_client_told(artifact: Path) -> None:
-    # Plain torch takes seconds for so many tokens; the kernels, on some machines, less than the signal.
+    # Plain torch takes seconds for so many tokens; the kernels, on some machines, less than the signal. Greedily, since
+    # a text that is sampled may end after a few tokens.
     with process(artifact, "--grace", "0.05", "--backend", "reference") as server:
-        asked = {"model": "tiny", "prompt": "Once", "max_tokens": 1000, "stream": True}
+        asked = {"model": "tiny", "prompt": "Once", "max_tokens": 1000, "temperature": 0, "stream": True}
         with httpx.stream("POST", f"{server.url}/v1/completions", json=asked, timeout=60) as answer:
             lines = answer.iter_lines()
             next(lines)
-            began = time.monotonic()
             server.process.send_signal(signal.SIGTERM)
             rest = list(lines)
         assert "the server is ending" in rest[-2]
         assert "[DONE]" not in rest
         assert server.process.wait(30) == 0
-        assert time.monotonic() - began < 20
 
 
 @pytest.mark.parametrize("times", [2, 3])
@@ -124,10 +125,13 @@ def test_ctrl_c_again_breaks_a_text_off_without_a_traceback(artifact: Path, time
     with process(artifact, "--backend", "reference", "--grace", "60") as server:
         asked = threading.Thread(target=_ask, args=(server,))
         asked.start()
-        time.sleep(1)
-        for _ in range(times - 1):
+        wait_until(lambda: httpx.get(f"{server.url}/health").json()["making"] == 1)
+        # One after the other: two signals that come before the first is seen are one.
+        server.process.send_signal(signal.SIGINT)
+        wait_until(lambda: not server.listens())
+        if times == 3:
             server.process.send_signal(signal.SIGINT)
-            time.sleep(0.2)
+            wait_until(lambda: any("broken off" in line for line in server.said))
         assert server.end(signal.SIGINT) in (0, 130, -signal.SIGINT)
         asked.join(30)
         assert "Traceback" not in "".join(server.said)
