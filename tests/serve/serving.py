@@ -27,13 +27,20 @@ TEMPLATE = "{% for m in messages %}<{{ m.role }}> {{ m.content }}\n{% endfor %}<
 MESSAGES = [{"role": "user", "content": "Who was there?"}]
 
 
+def _never() -> bool:
+    return False
+
+
 class Served:
     """A server that listens on 127.0.0.1, and what a test wants to know of it."""
 
     def __init__(self, model: Model, options: ServeOptions) -> None:
         self.model, self.options = model, options
         self._clients: list[openai.OpenAI] = []
-        self.worker = TextWorker(Texts(model), options.queue)
+        self.texts = Texts(model)
+        self._advance, self._stays = self.texts.advance, _never
+        self.texts.advance = self._turn  # type: ignore[method-assign]
+        self.worker = TextWorker(self.texts, options.queue)
         self._socket = bound_socket(options.host, 0, options.send_timeout)
         # What the system keeps for a client that does not read would be the whole of a tiny model's text.
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
@@ -42,6 +49,22 @@ class Served:
         self.service = Service(self.worker, Prompts(model), options, options.model_name or "tiny", "fp_test")
         self._server = uvicorn.Server(uvicorn_config(create_app(self.service), options))
         self._thread = threading.Thread(target=self._run, name="test-server")
+
+    def _turn(self) -> None:
+        if self._stays():
+            time.sleep(0.005)
+        else:
+            self._advance()
+
+    @contextmanager
+    def held(self, when: Callable[[], bool] = lambda: True) -> Iterator[None]:
+        """Within, texts begin, but from when that is true no more is made of any: whoever looks finds them in the
+        making, though other processes hold the cores. It is asked in the engine's thread."""
+        self._stays = when
+        try:
+            yield
+        finally:
+            self._stays = _never
 
     def _run(self) -> None:
         asyncio.run(self._serve())
@@ -88,6 +111,10 @@ class Served:
     def connections(self) -> int:
         """Connections that the server has open."""
         return len(self._server.server_state.connections)
+
+    def given_up(self) -> bool:
+        """Whether nobody wants any of the texts in the making."""
+        return bool(self.texts.wanted) and all(wanted.cancelled for wanted in self.texts.wanted)
 
     def idle(self) -> bool:
         """Whether no text is made or waits."""

@@ -61,15 +61,18 @@ def test_metrics_count_texts_that_were_cancelled_and_those_that_the_end_refused(
     asked = {"model": "tiny", "prompt": "Once", "max_tokens": 900, "temperature": 0}
     with Served(model, ServeOptions()) as fresh:
         body = json.dumps({**asked, "n": 2, "stream": stream})
-        with socket.create_connection(("127.0.0.1", fresh.port)) as client:
-            head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n"
-            client.sendall(f"{head}Content-Type: application/json\r\n\r\n{body}".encode())
-            wait_until(lambda: fresh.worker.making == 2)
+        with fresh.held():
+            with socket.create_connection(("127.0.0.1", fresh.port)) as client:
+                head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n"
+                client.sendall(f"{head}Content-Type: application/json\r\n\r\n{body}".encode())
+                wait_until(lambda: fresh.worker.making == 2)
+            wait_until(fresh.given_up)
         wait_until(lambda: texts_by_reason(fresh) == {"cancelled": 2})
         with ThreadPoolExecutor(1) as other, fresh.http() as http:
-            answer = other.submit(http.post, "/v1/completions", json=asked)
-            wait_until(lambda: fresh.worker.busy)
-            fresh.worker.break_off()
+            with fresh.held():
+                answer = other.submit(http.post, "/v1/completions", json=asked)
+                wait_until(lambda: fresh.worker.busy)
+                fresh.worker.break_off()
             assert answer.result(60).status_code == 503
         wait_until(lambda: texts_by_reason(fresh) == {"cancelled": 2, "refused": 1})
 
