@@ -94,8 +94,10 @@ def test_a_process_that_says_nothing_is_ended_and_tells_where_it_stood(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     silent = tmp_path / "silent.py"
-    silent.write_text("def waits():\n    __import__('time').sleep(60)\nwaits()\n")
+    silent.write_text("def waits():\n    print('waits', flush=True)\n    __import__('time').sleep(60)\nwaits()\n")
     monkeypatch.setattr(vllm_serve, "__file__", str(silent))
     server = Server("FP8", 1, [], tmp_path / "log", patience=0.5)
+    assert server.process.stdout
+    assert server.process.stdout.readline() == "waits\n"  # Python may take longer to begin
     with pytest.raises(RuntimeError, match=r"(?s)FP8 has ended: .*in waits"):
         server.hear()

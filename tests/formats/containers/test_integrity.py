@@ -5,7 +5,7 @@ import tracemalloc
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
-from time import monotonic
+from time import process_time
 
 import gguf
 import numpy as np
@@ -192,7 +192,7 @@ def read_or_refuse(data: bytes) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "m.gguf")
         path.write_bytes(data)
-        started = monotonic()
+        started = process_time()
         tracemalloc.start()
         message = ""
         try:
@@ -205,4 +205,4 @@ def read_or_refuse(data: bytes) -> None:
         assert "\n" not in message
         assert len(message) < 1000
         assert peak < 4_000_000 + 60 * len(data)
-        assert monotonic() - started < 5
+        assert process_time() - started < 5
