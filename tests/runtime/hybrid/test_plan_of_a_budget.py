@@ -85,11 +85,9 @@ def test_a_host_without_room_is_refused_with_what_it_has(packed: PackedModel, mo
         check_host(replace(found, budget=1), 0)
 
 
-def test_a_model_without_neurons_has_no_plan() -> None:
-    with pytest.raises(
-        PlacementError, match="with the activation 'silu' none is exactly inactive; slots are for models with relu"
-    ):
-        parts_of(random_model("llama"), 64, "bf16")
+def test_experts_have_no_plan() -> None:
+    with pytest.raises(PlacementError, match="mixtures of experts, which no engine gives slots"):
+        parts_of(random_model("mixtral"), 64, "bf16")
 
 
 def test_a_budget_is_for_a_gpu_and_stands_alone(packed: PackedModel) -> None:
