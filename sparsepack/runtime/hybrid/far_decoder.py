@@ -125,8 +125,11 @@ class CudaFarDecoder(CudaBesideDecoder):
         new_cache: NewCache = new_cache,
     ) -> None:
         device = kernels.usable(device)
+        record = plan.parts.record
+        measured = None if measured is None else measured.of_columns(record)
         self._known = options.links or measured
-        links, self._links = links_of(options, measured, (f"as of {ASSUMED}", assumed_links(plan.parts.record)))
+        assumed = assumed_links(record).of_columns(record)
+        links, self._links = links_of(options, measured, (f"as of {ASSUMED}", assumed))
         a, texts = packed.architecture, options.sequences or 1
         self._far = far_matrices(packed, plan, links)
         with kernels.on_device(device):

@@ -120,6 +120,7 @@ def test_several_texts_leave_out_what_none_of_them_needs(hold: bool, kernels: Ke
 def test_within_a_budget_down_matrices_leave_the_card_first(name: str, kernels: Kernels) -> None:
     packed = model(name)
     parts = parts_of(packed, 128, "f32")
+    assert (parts.work.staged, parts.together) == (0, True)
     assert parts.weights == stored_bytes(packed)
     expected = Engine(packed, backend="reference").teacher_forced(IDS.tolist(), 0)
     seen = []
