@@ -290,11 +290,8 @@ class Plan:
 
     @property
     def far_products(self) -> int:
-        """How many matrices of blocks are multiplied in the host's memory: two of attention, a gate, and where records
-        lie together the down matrix."""
-        blocks = self.parts.blocks
-        of_mlps = blocks - self.gates - self.copied + self.parts.together * (blocks - self.downs)
-        return 2 * (blocks - self.attention) + of_mlps
+        """How many matrices of blocks that every token reads lie in the host's memory: two of attention, and a gate."""
+        return 2 * (self.parts.blocks - self.attention) + self.parts.blocks - self.gates - self.copied
 
     @property
     def card_bytes(self) -> int:

@@ -304,8 +304,8 @@ def seconds_per_token(
     card, bus = plan.always_read(kept)
     divided = (bus - plan.host["output"]) if over_the_bus else 0
     far = (bus - divided) / rates.bus + divided / min(sum(links.far(parts.record)), rates.host)
-    of_neurons = parts.blocks if offloaded and not parts.together else 0
-    handovers = of_neurons + (plan.far_products if over_the_bus else 0)
+    asking = parts.blocks - (plan.downs if parts.together else 0) if offloaded else 0
+    handovers = asking + (plan.far_products if over_the_bus else 0)
     slots = resident / links.resident
     return TokenSeconds(card / rates.card, far, slots, host, handovers * links.handover)
 
