@@ -245,7 +245,7 @@ class Plan:
 
     @property
     def downs(self) -> int:
-        """Where the records of a block lie together: of so many first blocks they lie on the card."""
+        """So many first blocks have their records on the card, where the records of a block lie together."""
         return self.slots // self.parts.neurons
 
     @property

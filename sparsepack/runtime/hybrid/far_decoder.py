@@ -96,7 +96,7 @@ class LastMlp(DenseMlp):
         yield self._count
 
     def _count(self) -> None:
-        """As `handover.next_number` counts."""
+        """Count as `handover.next_number` does."""
         self.number[:1].remainder_(LAST_NUMBER).add_(1)
 
 
