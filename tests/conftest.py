@@ -34,14 +34,15 @@ _broken: list[str] = []
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """A test begins with one thread of torch's, and one that is marked `gpu` is skipped where there is no CUDA device,
-    or none any more.
+    """A test begins with one thread of torch's and random numbers of its own, and one that is marked `gpu` is skipped
+    where there is no CUDA device, or none any more.
 
     Models of tests are small: two threads wait for each other longer than they work, and other tests hold their cores.
     A test of what several threads do says how many.
     """
     if torch.get_num_threads() != 1:  # also where the test before it ran a command with `--threads`
         torch.set_num_threads(1)
+    torch.manual_seed(0)  # inputs of a test do not depend on the tests before it, which differ from worker to worker
     if item.get_closest_marker("gpu"):
         if not torch.cuda.is_available():
             pytest.skip("no CUDA device")
