@@ -239,7 +239,7 @@ class Workers:
             self.link.set(FAILED, json.dumps({"worker": self.number, "line": line}))
 
     def seen_by_all(self) -> None:
-        """At a failure: let the first worker, which may hold the store, not end before the others have read why; it
+        """Let the first worker, which may hold the store, not end at a failure before the others have read why; it
         waits for `_LEAVE` seconds at most."""
         if self.link is not None:
             self._left()
