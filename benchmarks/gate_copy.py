@@ -270,7 +270,7 @@ def speeds(
     found: dict[str, float | None] = {
         "llama.cpp": dense_split(rates, parts, vram),
         "gates near": by_both.rate if near == blocks else None,
-        "gates far, by the bus": replace(by_both, far=plan.always_read[1] / rates.bus).rate,
+        "gates far, by the bus": replace(by_both, far=plan.always_read()[1] / rates.bus).rate,
         "gates far, by both": by_both.rate,
     }
     for name, table_bits, gate_bits, by_bus in (

@@ -161,8 +161,8 @@ def ours(
         decoder.follow(policy)
         seconds = decode_seconds(engine, prompt, len(activity.bits))
         found[policy] = {"description": engine.description, "loading": loading}
-        if engine.hit_counts is not None and engine.ways is not None:
-            found[policy] |= per_token(engine.ways, engine.hit_counts, seconds)
+        if engine.ways is not None:
+            found[policy] |= per_token(engine.ways, seconds)
             found[policy]["slots"] = engine.ways.plan.share
         return seconds
 

@@ -1,5 +1,4 @@
-"""`place`: what of a file by neurons, or of one with experts, lies on a card and what in host memory, for a budget; how
-fast it would decode."""
+"""`place`: what of a file lies on a card and what in host memory, for a budget; how fast it would decode."""
 
 from functools import partial
 from pathlib import Path
@@ -11,7 +10,7 @@ import torch
 from sparsepack.errors import PlacementError, UserError
 from sparsepack.formats.open import read_packed
 from sparsepack.formats.packed import NeuronMlp, PackedModel
-from sparsepack.placement.budget import DRIVER_BYTES, plan_within
+from sparsepack.placement.budget import DRIVER_BYTES, Parts, plan_within
 from sparsepack.placement.machine import (
     Listed,
     Rates,
@@ -35,13 +34,15 @@ def place(path: Path, options: PlaceOptions, calibration: Path | None = None) ->
     calibration -- a folder that says how often each expert is used: of a calibration or a trace. A file by neurons says
                    that of its neurons itself
 
-    Of a file with experts all that is said of neurons is of these.
+    What is said of neurons is, of a file with experts, said of these, and of one whose MLPs are sites of the columns of
+    the down matrices: those of a block lie together, and a token is taken to need as many columns of each site as the
+    file was packed for.
 
     card, host -- bytes by what they are; driver: bytes that the driver takes beside the budget, at most
     blocks     -- attention, gates: of so many blocks, the first ones, they lie on the card; copied: of so many after
-                  those copies of the gates do
+                  those copies of the gates do; records, of a file whose MLPs are sites: down matrices
     slots      -- of each block, for the neurons that the file's frequencies say are active most often
-    unit       -- what has slots: "neurons", or "experts"
+    unit       -- what has slots: "neurons", or "experts"; "columns" of down matrices have none, and lie there or here
     density    -- share of the neurons that a token needs; hit_rate: of these, the share with slots, both by these
                   frequencies, so that a policy that moves neurons is not counted in
     listed     -- share of the neurons that a token lists by copies of gates, at most; None: there are no copies
@@ -49,9 +50,8 @@ def place(path: Path, options: PlaceOptions, calibration: Path | None = None) ->
                   `and_bus`, where the GPU reads a part of that from host memory; `dense_split`, of a dense model of
                   which as much as fits is on the card and the processor computes the rest
 
-    Raises `PlacementError` for a file that has neither, or of another model than the calibration, and a budget below
-    the least; `ArtifactError` for a file that is damaged; `CalibrationError`; `UserError` for a device that was not
-    measured.
+    Raises `PlacementError` for a file of another model than the calibration, and a budget below the least;
+    `ArtifactError` for a file that is damaged; `CalibrationError`; `UserError` for a device that was not measured.
     """
     packed = read_packed(path, verify=False)
     row = backend_for("cuda")
@@ -68,15 +68,22 @@ def place(path: Path, options: PlaceOptions, calibration: Path | None = None) ->
         else parts_of(packed, context, cache_type, gate_copies=options.gate_copy is not None)
     )
     plan = plan_within(parts, options.budget)
-    frequency = _frequency_of_experts(path, packed, calibration) if experts else _frequency(packed, calibration)
-    placed = across_blocks(frequency, plan.slots)
-    density, hit_rate = _density_and_hits(frequency, placed.resident)
+    kept = 1 - packed.target_sparsity if parts.together else 1.0
+    if parts.together:
+        _no_calibration(calibration, "the file's matrices lie on the card or in host memory as a whole")
+        slots = (parts.neurons,) * plan.downs + (0,) * (parts.blocks - plan.downs)
+        density, hit_rate = kept, plan.share
+    else:
+        frequency = _frequency_of_experts(path, packed, calibration) if experts else _frequency(packed, calibration)
+        placed = across_blocks(frequency, plan.slots)
+        slots = placed.slots
+        density, hit_rate = _density_and_hits(frequency, placed.resident)
     listed = None
     if plan.copied:
         assert options.gate_copy is not None
         listed = Listed(*_density_and_hits(np.minimum(1, options.gate_copy * frequency), placed.resident))
-    name, rates = _rates(options, packed.architecture.hidden, parts.record)
-    reckon = partial(seconds_per_token, rates, plan, density, hit_rate, 0.0, listed=listed)
+    name, rates = _rates(options, packed.architecture.hidden, parts)
+    reckon = partial(seconds_per_token, rates, plan, density, hit_rate, 0.0, listed=listed, kept=kept)
     return {
         "kind": "placement",
         "file": path.name,
@@ -87,10 +94,13 @@ def place(path: Path, options: PlaceOptions, calibration: Path | None = None) ->
         "host": dict(plan.host),
         "driver": DRIVER_BYTES,
         "least": parts.least,
-        "blocks": {"all": parts.blocks, "attention": plan.attention, "gates": plan.gates, "copied": plan.copied},
-        "unit": "experts" if experts else "neurons",
+        "blocks": {
+            **{"all": parts.blocks, "attention": plan.attention, "gates": plan.gates, "copied": plan.copied},
+            **({"records": plan.downs} if parts.together else {}),
+        },
+        "unit": "experts" if experts else "columns" if parts.together else "neurons",
         "neurons": parts.neurons,
-        "slots": list(placed.slots),
+        "slots": list(slots),
         "density": density,
         "listed": None if listed is None else listed.density,
         "hit_rate": hit_rate,
@@ -111,10 +121,15 @@ def _density_and_hits(shares: np.ndarray, resident: np.ndarray) -> tuple[float, 
 
 def _frequency(packed: PackedModel, calibration: Path | None) -> np.ndarray:
     """The share of tokens at which each neuron was active, as stored: float64 [blocks, neurons]."""
-    if calibration is not None:
-        raise PlacementError(f"calibration {calibration}: the file has the frequencies of its neurons; leave it out")
+    _no_calibration(calibration, "the file has the frequencies of its neurons")
     mlps = [layer.mlp for layer in packed.layers if isinstance(layer.mlp, NeuronMlp)]
     return np.stack([mlp.frequency.double().numpy() for mlp in mlps])
+
+
+def _no_calibration(calibration: Path | None, why: str) -> None:
+    """Raise `PlacementError` where a calibration is given that nothing is read of."""
+    if calibration is not None:
+        raise PlacementError(f"calibration {calibration}: {why}; leave it out")
 
 
 def _frequency_of_experts(path: Path, packed: PackedModel, calibration: Path | None) -> np.ndarray:
@@ -133,7 +148,7 @@ def _frequency_of_experts(path: Path, packed: PackedModel, calibration: Path | N
     return neuron_counts(made).frequency.numpy()
 
 
-def _rates(options: PlaceOptions, hidden: int, record: int) -> tuple[str, Rates]:
+def _rates(options: PlaceOptions, hidden: int, parts: Parts) -> tuple[str, Rates]:
     """The name of the machine whose speed is modelled, and how fast it is. Raises `UserError` for a device that has not
     been measured."""
     if options.device != "cpu":
@@ -147,6 +162,7 @@ def _rates(options: PlaceOptions, hidden: int, record: int) -> tuple[str, Rates]
                 f"device {device}: its links were not measured for records of {hidden} channels; run `sparsepack tune "
                 f"FILE --device {device}` first, or give --machine"
             )
-        return f"this machine, {opened(backend_named('cuda')).describe(device)}", measured_rates(links, record)
+        links = links.of_columns(parts.record) if parts.together else links
+        return f"this machine, {opened(backend_named('cuda')).describe(device)}", measured_rates(links, parts.record)
     name = options.machine or DEFAULT_MACHINE
-    return name, machine_of(name).rates(record)
+    return name, machine_of(name).rates(parts.record)

@@ -8,8 +8,12 @@ import torch
 
 from sparsepack.errors import UserError
 from sparsepack.formats.codecs.matrices import ZIGZAG
+from sparsepack.formats.codecs.zigzag import BAND_ROWS
+from sparsepack.formats.mlp_kinds import DENSE
 from sparsepack.formats.open import read_packed
+from sparsepack.formats.packed import PackedModel
 from sparsepack.runtime.backend_module import opened
+from sparsepack.runtime.backends import Backend
 from sparsepack.runtime.features import tuning_backend
 from sparsepack.runtime.options import EngineOptions
 from sparsepack.runtime.tuning import GATES, SHAPES
@@ -18,19 +22,20 @@ from sparsepack.runtime.tuning import GATES, SHAPES
 def tune(paths: Sequence[Path] = (), device: str = "cpu", threads: int | None = None) -> dict[str, Any]:
     """Measure the matrices of these artifacts, or without any those of Llamas of 1 and 8 billion parameters.
 
-    Of artifacts by neurons also how fast neurons with slots and without are computed, as `links`, where the device's
-    backend gives slots; `threads` are then on a GPU those of the processor beside it.
+    Of artifacts whose neurons may have slots, or whose matrices may lie in the host's memory, on this device also how
+    fast each side computes what is divided, as `links`; `threads` are then on a GPU those of the processor beside it.
 
     What was found is kept below ~/.cache and returned, JSON-able. Raises `UserError` without kernels for the device,
     `OutputError` where it cannot be kept.
     """
     backend = tuning_backend(EngineOptions(device))
     models = [read_packed(path, verify=False) for path in paths]
-    widths = [packed.architecture.hidden for packed in models if packed.mlp_kind.by_count] if backend.slots else []
+    divided = [packed for packed in models if _divides(packed, backend)]
+    widths = [packed.architecture.hidden for packed in divided]
     if threads is not None and device != "cpu" and not widths:
         raise UserError(
-            f"threads {threads}: on device {device} they compute beside it, for files by neurons alone; give such a "
-            "file, or leave it out"
+            f"threads {threads}: on device {device} they compute what has no room there; give a file that can be "
+            "divided so, or leave it out"
         )
     module = opened(backend)
     sites = [
@@ -46,3 +51,10 @@ def tune(paths: Sequence[Path] = (), device: str = "cpu", threads: int | None = 
     if widths:
         found["links"] = module.tune_links(widths, torch.device(device), threads)
     return found
+
+
+def _divides(packed: PackedModel, backend: Backend) -> bool:
+    """Whether a model can lie on two sides by a backend."""
+    if packed.mlp_kind.by_count:
+        return backend.slots
+    return backend.budgets and packed.mlp_kind is DENSE and packed.architecture.hidden % BAND_ROWS == 0

@@ -85,11 +85,14 @@ def bench_decode(
     for test, row in zip(tests, rows, strict=True):
         if (of_test := served.get(test)) is not None:
             hits, ways = of_test
-            row["served"] = hits.to_json()
-            note = f"{test.name}, {test.mode}: {hits.in_words}"
+            said = [] if hits is None else [hits.in_words]
+            row["served"] = None if hits is None else hits.to_json()
             if test.mode == "sparse":
-                row["per_token"] = per_token(ways, hits, row["median_ns"] / 1e9 / test.n_gen)
-                note += f"; {per_token_in_words(row['per_token'])}"
+                row["per_token"] = per_token(ways, row["median_ns"] / 1e9 / test.n_gen)
+                said.append(per_token_in_words(row["per_token"]))
+            if not said:
+                continue
+            note = f"{test.name}, {test.mode}: {'; '.join(said)}"
             if settings.batch > 1:
                 note += f"; a step of {settings.batch} sequences counts as one token"
             notes.append(note)
@@ -168,11 +171,11 @@ def _difference(engine: Engine, mode: str, tokens: Sequence[int], expected: Sequ
 
 def _measured(
     engine: Engine, tests: Sequence[_Test], texts: Sequence[Sequence[int]], repetitions: int
-) -> tuple[dict[_Test, list[int]], dict[_Test, traffic.Activity], dict[_Test, tuple[HitCounts, Ways]]]:
+) -> tuple[dict[_Test, list[int]], dict[_Test, traffic.Activity], dict[_Test, tuple[HitCounts | None, Ways]]]:
     """Nanoseconds of every repetition, the activity (the same in all of them), and what slots served."""
     samples: dict[_Test, list[int]] = {test: [] for test in tests}
     activities: dict[_Test, traffic.Activity] = {}
-    served: dict[_Test, tuple[HitCounts, Ways]] = {}
+    served: dict[_Test, tuple[HitCounts | None, Ways]] = {}
     if engine.device.type != "cpu":  # where a first run takes memory and loads what it runs
         for test in tests:
             _timed(engine, test, texts)
@@ -181,7 +184,7 @@ def _measured(
             for test in tests:
                 samples[test].append(_timed(engine, test, texts))
                 activities[test] = engine.activity()
-                if test.n_gen and engine.hit_counts is not None and engine.ways is not None:
+                if test.n_gen and engine.ways is not None:
                     served[test] = engine.hit_counts, engine.ways
                 advance()
     return samples, activities, served

@@ -10,6 +10,10 @@ read there: of the embedding a row for a token, of gates and attention all, in p
 the processor. So slots have only what is left when all of these are on the card. Beside the budget the driver takes
 memory for its context, kernels and libraries.
 
+A model whose MLPs are stored as sites is planned likewise: its gates are the matrices of gate and up, and the columns
+of a block's down matrix are the records, which lie on the card or in the host's memory together (`Parts.together`). So
+down matrices leave the card first, block by block: where a token skips columns, it reads the fewest bytes of these.
+
 Where gates do not all fit, copies of them in few bits may take their place, block by block (`Parts.copies`), and come
 before attention: a byte of a copy saves more of what is read from the host's memory than a byte of attention does. The
 gates themselves, by rows, lie in the host's memory, and those of residents in slots, too. At the budget at which gates
@@ -81,21 +85,32 @@ class Work:
 
 
 def work_of(
-    *, hidden: int, intermediate: int, blocks: int, vocabulary: int, texts: int, record: int, model: int
+    *,
+    hidden: int,
+    intermediate: int,
+    blocks: int,
+    vocabulary: int,
+    texts: int,
+    record: int,
+    model: int,
+    slots: bool = True,
 ) -> Work:
     """The buffers for a model with room for all of it.
 
+    slots -- whether records may have slots: these take tables, and prefill brings the others through staging buffers
     record, model -- bytes of a neuron's record, and of all weights, of which prefill's positions take at most 2 %; of
                      no weights: the least buffers
     """
     of_a_position = 16 * intermediate + 48 * hidden + intermediate // 8
     positions = next((n for n in _POSITIONS if 50 * n * of_a_position <= model), _POSITIONS[-1])
     staged = min(record * intermediate, max(_LEAST_STAGED, min(_MOST_STAGED, model // 256)))
-    steps = texts * (64 * hidden + 24 * intermediate + 8 * vocabulary) + blocks * intermediate * (8 + texts)
+    steps = texts * (64 * hidden + 24 * intermediate + 8 * vocabulary)
+    if slots:
+        steps += blocks * intermediate * (8 + texts)
     return Work(
         positions=positions,
         scratch=max(512 * hidden, min(_MOST_SCRATCH, model // 64)),
-        staged=max(staged // record, 1) * record,
+        staged=max(staged // record, 1) * record if slots else 0,
         steps=steps + blocks * (1 << 13),  # what is small is rounded up
         prefill=positions * of_a_position,
     )
@@ -115,6 +130,7 @@ class Parts:
     spare     -- slots beside those of resident neurons at least, where not all are resident
     copies    -- of each block, a copy of its gates in few bits with what belongs to it; empty: there are none
     gate      -- of a neuron's gate, by rows, where there are copies
+    together  -- whether the records of a block lie together, on the card or in the host's memory: columns of a matrix
     """
 
     embedding: int
@@ -129,6 +145,7 @@ class Parts:
     least_work: Work | None = None
     copies: tuple[int, ...] = ()
     gate: int = 0
+    together: bool = False
 
     @property
     def blocks(self) -> int:
@@ -182,7 +199,8 @@ class Parts:
 class Plan:
     """What lies where.
 
-    slots            -- how many neurons may be resident, of all blocks together
+    slots            -- how many neurons may be resident, of all blocks together; where records of a block lie
+                        together those of the first blocks
     attention, gates -- of the first so many blocks they lie on the card, of the others in the host's memory
     copied           -- of so many blocks after those copies of the gates lie on the card, too
     embedding, output -- whether they lie on the card; an embedding that is the output counts as that alone
@@ -221,7 +239,23 @@ class Plan:
     @property
     def spare(self) -> int:
         """Slots beside those of resident neurons."""
-        return 0 if self.whole or not self.slots else spare_of(self.slots, self.parts.spare)
+        if self.whole or not self.slots or self.parts.together:
+            return 0
+        return spare_of(self.slots, self.parts.spare)
+
+    @property
+    def downs(self) -> int:
+        """So many first blocks have their records on the card, where the records of a block lie together."""
+        return self.slots // self.parts.neurons
+
+    @property
+    def far_records(self) -> int:
+        """Bytes of the records that the host's memory holds: of all neurons, where not every neuron has a slot, since
+        slots are copies; of the others alone, where records lie together."""
+        parts = self.parts
+        if parts.together:
+            return (parts.all_neurons - self.slots) * parts.record
+        return 0 if self.whole else parts.records
 
     @property
     def card(self) -> Mapping[str, int]:
@@ -249,8 +283,8 @@ class Plan:
             "output": (not self.output) * parts.output,
             "attention": sum(parts.attention[self.attention :]),
             "gates": sum(parts.gates[self.gates :]),
-            "records": 0 if self.whole else parts.records,
-            "records for the processor": 0 if self.whole else parts.records,
+            "records": self.far_records,
+            "records for the processor": self.far_records,
             "matrices for the processor": sum(parts.attention[self.attention :]) + sum(parts.gates[self.gates :]),
         }
 
@@ -269,12 +303,14 @@ class Plan:
         """All that is to lie in the host's memory."""
         return sum(self.host.values())
 
-    @property
-    def always_read(self) -> tuple[int, int]:
-        """Bytes that every token reads beside records: from the GPU's memory, with a full cache, and over the bus."""
+    def always_read(self, kept: float = 1.0) -> tuple[float, float]:
+        """Bytes that a token reads beside records: from the GPU's memory, with a full cache, and over the bus.
+
+        kept -- the share of the columns of attention and gates that a token reads
+        """
         card, host, copies = self.card, self.host, self.card.get("copies of gates", 0)
-        bus = host["output"] + host["attention"] + sum(self.parts.gates[self.gates + self.copied :])
-        return card["output"] + card["attention"] + card["gates"] + copies + card["keys and values"], bus
+        bus = kept * (host["attention"] + sum(self.parts.gates[self.gates + self.copied :])) + host["output"]
+        return kept * (card["attention"] + card["gates"]) + card["output"] + copies + card["keys and values"], bus
 
 
 def plan_within(parts: Parts, budget: int) -> Plan:
@@ -323,6 +359,8 @@ def _slots(parts: Parts, left: int, slot: int) -> int:
     """How many neurons have slots of so many bytes each."""
     if left >= parts.all_neurons * slot:
         return parts.all_neurons
+    if parts.together:
+        return left // (parts.neurons * slot) * parts.neurons
     both = left // slot
     slots = max(0, min(both - parts.spare, both * _ONE_SPARE_IN // (_ONE_SPARE_IN + 1)))
     while slots + 1 + spare_of(slots + 1, parts.spare) <= both:

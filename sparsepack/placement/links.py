@@ -1,7 +1,7 @@
 """The speeds at which neurons are computed where they lie, and which link computes how many of those that are not
 resident."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,11 @@ class Links:
     def far(self, record_bytes: int) -> tuple[float, float]:
         """How fast the device and the processor read such matrices: as fast as records, where that was not measured."""
         return self.far_bus or self.bus * record_bytes, self.far_worker or self.worker * record_bytes
+
+    def of_columns(self, column_bytes: int) -> "Links":
+        """The speeds of columns of such matrices in the place of neurons; all three must have been measured."""
+        here, bus, worker = (speed / column_bytes for speed in (self.near, self.far_bus, self.far_worker))
+        return replace(self, resident=here, bus=bus, worker=worker)
 
     def seconds(self, resident: int, offloaded: int, bus: int) -> float:
         """How long a block takes, of whose offloaded neurons the device computes `bus` and the worker all others."""

@@ -279,6 +279,7 @@ def seconds_per_token(
     moved: float,
     over_the_bus: bool,
     listed: Listed | None = None,
+    kept: float = 1.0,
 ) -> TokenSeconds:
     """What a token takes of a model of which a plan says what lies where.
 
@@ -287,6 +288,7 @@ def seconds_per_token(
     over_the_bus -- the GPU and the processor share what lies in host memory: what has no slot, and matrices that every
                     token reads, but for the output matrix; else each reads what is its own
     listed  -- of blocks whose gates are copied, for which it must be given: whose gates are read, where they lie
+    kept    -- share of the columns of attention and gates that a token reads
     """
     links, parts = rates.links, plan.parts
     needed, moves = density * parts.all_neurons, moved * parts.all_neurons * plan.slot / parts.record
@@ -299,10 +301,11 @@ def seconds_per_token(
     together = max((offloaded + moves) / (links.worker + links.bus), moves / links.bus)
     from_host = (offloaded + moves) * parts.record / rates.host
     host = max(together if over_the_bus else alone, from_host)
-    card, bus = plan.always_read
+    card, bus = plan.always_read(kept)
     divided = (bus - plan.host["output"]) if over_the_bus else 0
     far = (bus - divided) / rates.bus + divided / min(sum(links.far(parts.record)), rates.host)
-    handovers = (parts.blocks if offloaded else 0) + (plan.far_products if over_the_bus else 0)
+    asking = parts.blocks - (plan.downs if parts.together else 0) if offloaded else 0
+    handovers = asking + (plan.far_products if over_the_bus else 0)
     slots = resident / links.resident
     return TokenSeconds(card / rates.card, far, slots, host, handovers * links.handover)
 

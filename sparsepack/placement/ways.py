@@ -44,17 +44,21 @@ class Ways:
     """How a decoder divides neurons.
 
     traffic -- since the reset
+    hits    -- of the same steps
     plan    -- what lies where
     links   -- as they were measured on this machine; None: nobody has
     beside  -- bytes of matrices that every token reads which the worker reads in place of the device
+    kept    -- share of the columns of attention and gates that a token reads
     times   -- where the plan has copies of gates, how many times as many neurons as are active these list; traffic and
                hits are of listed neurons there
     """
 
     traffic: Traffic
+    hits: HitCounts
     plan: Plan
     links: Links | None
     beside: int = 0
+    kept: float = 1.0
     times: float = 1.0
 
     @property
@@ -71,29 +75,31 @@ class Ways:
         return listed * (parts.gate + parts.record / self.times) + (1 - listed) * parts.record
 
 
-def per_token(ways: Ways, hits: HitCounts, seconds: float) -> dict[str, Any]:
+def per_token(ways: Ways, seconds: float) -> dict[str, Any]:
     """What a decoded token took, JSON-able, all of it means over the decoded tokens.
 
-    hits    -- of the same steps
     seconds -- that a token took
 
-    hits, needed -- neurons; listed: whether these are those that copies of gates list
+    unit         -- what is counted: "neurons", or where records lie together "columns" of down matrices
+    hits, needed -- those with slots, or on the card, and all; listed: whether these are those that copies of gates list
     bytes        -- read from the card's memory, of the full cache too; over the bus; by the worker; copied into slots
     handed       -- blocks; waited_us: microseconds that the device waited; managed_us: that slots took between tokens
     model        -- by measured links, the seconds that the model of time gives each part and `together`; `slowest`,
                     the part that takes longest; `share`, what it gives over what a token took. None: nobody measured
     """
-    traffic, plan = ways.traffic, ways.plan
+    traffic, hits, plan, kept = ways.traffic, ways.hits, ways.plan, ways.kept
     tokens, record, neuron = max(hits.tokens, 1), plan.parts.record, ways.neuron
-    card, bus = plan.always_read
+    card, bus = plan.always_read(kept)
+    beside = kept * ways.beside
     found: dict[str, Any] = {
+        "unit": "columns" if plan.parts.together else "neurons",
         "hits": hits.hits / tokens,
         "needed": hits.needed / tokens,
         "listed": plan.copied > 0,
         "bytes": {
             "card": card + traffic.resident * neuron / tokens,
-            "bus": bus - ways.beside + traffic.bus * neuron / tokens,
-            "worker": ways.beside + traffic.worker * neuron / tokens,
+            "bus": bus - beside + traffic.bus * neuron / tokens,
+            "worker": beside + traffic.worker * neuron / tokens,
             "moved": hits.moves * plan.slot / tokens,
         },
         "handed": traffic.handed / tokens,
@@ -108,7 +114,9 @@ def per_token(ways: Ways, hits: HitCounts, seconds: float) -> dict[str, Any]:
         density, listed = counted * (1 - share + share / ways.times), None
         if plan.copied:
             listed = Listed(counted * share * plan.parts.blocks / plan.copied, hits.hit_rate)
-        model = seconds_per_token(rates, plan, density, hits.hit_rate, moved, over_the_bus=True, listed=listed)
+        model = seconds_per_token(
+            rates, plan, density, hits.hit_rate, moved, over_the_bus=True, listed=listed, kept=kept
+        )
         slowest = max(model.parts, key=lambda name: model.parts[name])
         found["model"] = {
             **model.parts,
@@ -122,12 +130,15 @@ def per_token(ways: Ways, hits: HitCounts, seconds: float) -> dict[str, Any]:
 def per_token_in_words(found: Mapping[str, Any]) -> str:
     """What `per_token` gave, in a few words."""
     read = ", ".join(f"{found['bytes'][name] / 1e6:.2f} MB {said}" for name, said in _WAYS.items())
-    counted = "listed" if found["listed"] else "active"
-    text = (
-        f"a token: {found['hits']:.1f} of {found['needed']:.1f} {counted} neurons had slots; {read}; "
-        f"{found['handed']:.1f} blocks handed over, {found['managed_us']:.0f} us between tokens for slots, "
-        f"{found['waited_us']:.0f} us waited"
-    )
+    counted, hits = "listed" if found["listed"] else "active", f"{found['hits']:.1f} of {found['needed']:.1f}"
+    if found["unit"] == "columns":
+        text = f"a token: {hits} active columns of down matrices lay in the device's memory; {read}"
+    else:
+        text = (
+            f"a token: {hits} {counted} neurons had slots; {read}; {found['handed']:.1f} blocks handed over, "
+            f"{found['managed_us']:.0f} us between tokens for slots"
+        )
+    text += f", {found['waited_us']:.0f} us waited"
     if (model := found["model"]) is None:
         return f"{text}; no links measured, so the model of time says nothing"
     return (

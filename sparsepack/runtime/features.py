@@ -95,6 +95,12 @@ def check_by_count(name: str) -> Callable[[PackedModel], None]:
     return check
 
 
+def check_divides(packed: PackedModel) -> None:
+    """Raise `UserError` for a model of which no part can lie in the host's memory."""
+    if packed.architecture.experts is not None:
+        raise UserError(f"vram: {not_by_neurons(packed)}")
+
+
 def traits_asked(options: EngineOptions, packed: PackedModel | None) -> list[str]:
     """The traits of a model, if one is given, in the context that options ask for."""
     if packed is None:
@@ -157,13 +163,20 @@ FEATURES = (
         there=lambda row, options, packed: row.budgets,
         refusal="vram {options.vram}: the {row.name} backend has no memory of a GPU to divide; use device {devices}, "
         "or cached",
-        check_model=check_by_count("vram"),
+        check_model=check_divides,
+    ),
+    Feature(
+        asked=lambda options, packed: options.policy is not None,
+        there=lambda row, options, packed: row.slots,
+        refusal="policy {options.policy}: the {row.name} backend gives neurons no slots; use backend {names}",
+        check_model=check_by_count("policy"),
     ),
     Feature(
         asked=lambda options, packed: options.gate_copy is not None,
         there=lambda row, options, packed: row.gate_copies,
         refusal="gate_copy {options.gate_copy:g}: the {row.name} backend has no copies of gates; use device {devices}, "
         "or leave it out",
+        check_model=check_by_count("gate_copy"),
     ),
     Feature(
         asked=lambda options, packed: options.hold,

@@ -80,9 +80,10 @@ class EngineOptions:
     )
     vram: str | None = option(
         "What the model, keys and values and buffers may take of the GPU's memory, 8GB for one, in place of --cached: "
-        "what has no room lies in the host's memory, and neurons have slots where room is left. Without a context, "
-        "keys and values take at most a quarter. The driver's own 0.6GB come on top. For files of the format "
-        "neuron-q4_k on device cuda (default: all lies on the GPU).",
+        "what has no room lies in the host's memory, where the GPU reads a part of it and the processor the rest. Of "
+        "files of the format neuron-q4_k neurons have slots where room is left. Without a context, keys and values "
+        "take at most a quarter. The driver's own 0.6GB come on top. On device cuda, for models without experts "
+        "(default: all lies on the GPU).",
         default=None,
         counts=(not_with("cached"), not_with("runtime", "transformers")),
     )

@@ -169,7 +169,7 @@ def test_neurons_with_slots_are_told_for_each_decoding_test() -> None:
     assert (each["needed"], each["hits"]) == (decoding[1]["served"]["needed"] / 12, decoding[1]["served"]["hits"] / 12)
     record = 2 * 256 * 4.5 / 8
     read = each["bytes"]
-    always = plan_of_share(parts_of(packed, 12, "f32"), 0.3).always_read[0]
+    always = plan_of_share(parts_of(packed, 12, "f32"), 0.3).always_read()[0]
     assert read["card"] - always + read["bus"] + read["worker"] == pytest.approx(each["needed"] * record)
     assert read["moved"] == pytest.approx(decoding[1]["served"]["moves"] / 12 * record)
     assert each["model"] is None

@@ -15,6 +15,7 @@ from sparsepack.models.checkpoint.checkpoint import open_checkpoint
 from sparsepack.placement.budget import bytes_in
 from sparsepack.placement.placement import across_blocks
 from sparsepack.placement.policies import POLICIES, Start
+from sparsepack.progress import counted
 
 
 @pytest.fixture(scope="module")
@@ -102,10 +103,36 @@ def test_copies_of_gates_are_planned_where_gates_do_not_fit(file: Path, tmp_path
     assert "is not in the range 1<=x<=16" in fails("place", rows, "--vram", vram, "--gate-copy", 0.5)
 
 
+def test_down_matrices_of_a_file_of_sites_leave_the_card_first(tmp_path: Path) -> None:
+    zigzag = tmp_path / "z.gguf"
+    write_zigzag(open_checkpoint("shipped:tiny"), {}, zigzag)
+    whole = placed(zigzag, "1GB")
+    assert (whole["unit"], whole["hit_rate"], sum(whole["host"].values())) == ("columns", 1, 0)
+    card = whole["card"]
+    room = sum(card.values()) - card["embedding"] - card["records"] // 2
+    found = placed(zigzag, f"{room / 1e6:.3f}MB")
+    blocks = found["blocks"]
+    assert blocks["attention"] == blocks["gates"] == blocks["all"] > blocks["records"] > 0
+    assert found["hit_rate"] == blocks["records"] / blocks["all"]
+    assert found["host"]["records"] + found["card"]["records"] == card["records"]
+    assert found["host"]["records for the processor"] == found["host"]["records"]
+    assert found["tokens_per_second"]["and_bus"] < whole["tokens_per_second"]["and_bus"]
+    said = succeeds("place", zigzag, "--vram", f"{room / 1e6:.3f}MB", "--context", 64)
+    assert f"card: the first {counted(blocks['records'], 'block')}; the others by the bus and the processor" in said
+    assert "taken to read 100 % of its columns" in said
+    assert "| down " in said
+    assert "| gate and up " in said
+
+
 def test_what_cannot_be_placed_is_one_line(file: Path, tmp_path: Path) -> None:
     zigzag = tmp_path / "z.gguf"
     write_zigzag(open_checkpoint("shipped:tiny"), {}, zigzag)
-    assert "with the activation 'silu' none is exactly inactive" in fails("place", zigzag, "--vram", "8GB")
+    assert "with the activation 'silu' none is exactly inactive" in fails(
+        "place", zigzag, "--vram", "8GB", "--gate-copy", 2
+    )
+    assert "lie on the card or in host memory as a whole; leave it out" in fails(
+        "place", zigzag, "--vram", "8GB", "--calibration", tmp_path
+    )
     assert "the file has the frequencies of its neurons; leave it out" in fails(
         "place", file, "--vram", "8GB", "--calibration", tmp_path
     )

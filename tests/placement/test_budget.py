@@ -76,7 +76,7 @@ def test_copies_take_the_place_of_gates_that_do_not_all_fit(parts: Parts, beyond
     assert found.host["gates"] == sum(parts.gates)
     assert found.card["copies of gates"] == sum(copied.copies[: found.copied])
     assert found.card["records"] == (found.slots + found.spare) * ((parts.record + gate) if found.copied else 0)
-    assert found.always_read[1] == found.host["output"] + found.host["attention"] + sum(parts.gates[found.copied :])
+    assert found.always_read()[1] == found.host["output"] + found.host["attention"] + sum(parts.gates[found.copied :])
 
 
 @given(models(), BEYOND)
@@ -140,5 +140,5 @@ def test_a_token_reads_over_the_bus_what_is_in_the_hosts_memory() -> None:
     work = work_of(hidden=4, intermediate=8, blocks=2, vocabulary=9, texts=1, record=3, model=1000)
     parts = Parts(100, 50, (10, 20), (7, 8), record=3, neurons=8, cache=40, work=work)
     found = Plan(parts, slots=0, attention=2, gates=1, embedding=False)
-    assert found.always_read == (50 + 30 + 7 + 40, 8)
-    assert replace(found, output=False, attention=1).always_read == (10 + 7 + 40, 50 + 20 + 8)
+    assert found.always_read() == (50 + 30 + 7 + 40, 8)
+    assert replace(found, output=False, attention=1).always_read() == (10 + 7 + 40, 50 + 20 + 8)

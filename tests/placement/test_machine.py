@@ -58,7 +58,7 @@ def test_speeds_are_those_that_are_computed_by_hand(machine, hit_rate, over_the_
 
 def test_everything_in_the_gpus_memory_needs_no_handing_over():
     assert tokens_per_second(PCIE5, LLAMA_70B, 0.0, 1.0, 0.0, False) == pytest.approx(
-        0.7 * 3350e9 / NEAR.always_read[0]
+        0.7 * 3350e9 / NEAR.always_read()[0]
     )
 
 

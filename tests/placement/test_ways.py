@@ -20,8 +20,8 @@ TRAFFIC = Traffic(resident=1000, bus=900, worker=2100, handed=40, waited=1e-3, m
 
 def test_bytes_of_active_neurons_are_those_of_their_records() -> None:
     plan = Plan(PARTS, 100, 4, 4)
-    found = per_token(Ways(TRAFFIC, plan, None), HITS, 1e-3)
-    card, bus = plan.always_read
+    found = per_token(Ways(TRAFFIC, HITS, plan, None), 1e-3)
+    card, bus = plan.always_read()
     assert found["bytes"] == {
         "card": card + 100 * 288,
         "bus": bus + 90 * 288,
@@ -34,8 +34,8 @@ def test_bytes_of_active_neurons_are_those_of_their_records() -> None:
 
 def test_of_listed_neurons_the_gates_are_read_and_the_records_of_active_ones() -> None:
     plan = Plan(COPIED, 100, 4, 0, copied=4)
-    found = per_token(Ways(TRAFFIC, plan, LINKS, times=2.0), HITS, 1e-3)
-    assert found["bytes"]["bus"] == pytest.approx(plan.always_read[1] + 90 * (144 + 144))
+    found = per_token(Ways(TRAFFIC, HITS, plan, LINKS, times=2.0), 1e-3)
+    assert found["bytes"]["bus"] == pytest.approx(plan.always_read()[1] + 90 * (144 + 144))
     assert found["bytes"]["worker"] == pytest.approx(210 * (144 + 144))
     assert found["bytes"]["moved"] == 3 * (288 + 144)
     listed = Listed(400 / 1200, 0.25)
@@ -45,6 +45,6 @@ def test_of_listed_neurons_the_gates_are_read_and_the_records_of_active_ones() -
 
 
 def test_where_some_blocks_have_copies_the_others_list_nobody() -> None:
-    ways = Ways(TRAFFIC, Plan(COPIED, 0, 4, 0, copied=1), None, times=3.0)
+    ways = Ways(TRAFFIC, HITS, Plan(COPIED, 0, 4, 0, copied=1), None, times=3.0)
     assert ways.listed_share == pytest.approx(3 / 6)
     assert ways.neuron == pytest.approx((144 + 96) / 2 + 288 / 2)

@@ -8,28 +8,28 @@ from sparsepack.placement.budget import in_words
 from sparsepack.progress import counted
 from sparsepack.tables import Table, markdown
 
+NAMES: Mapping[str, Mapping[str, str]] = {
+    "experts": {"gates": "routers"},
+    "columns": {"gates": "gate and up", "records": "down", "records for the processor": "down for the processor"},
+}
+"""What people read for parts of a model that has slots for these units, or none for columns."""
+
 
 def placement_table(result: Mapping[str, Any]) -> str:
     """What `placing.place` found."""
-    blocks, card, host, unit = result["blocks"], result["card"], result["host"], result["unit"]
-    origin = "the calibration" if unit == "experts" else "the file"
+    card, host, unit = result["card"], result["host"], result["unit"]
+    named = NAMES.get(unit, {})
     rows = [
         [
-            "routers" if name == "gates" and unit == "experts" else name,
+            named.get(name, name),
             *(in_words(size) if size else "-" for size in (card.get(name, 0), host.get(name, 0))),
             _where(name, result),
         ]
         for name in dict.fromkeys((*card, *host))
     ]
     rows.append(["together", in_words(sum(card.values())), in_words(sum(host.values())), ""])
-    slots, speed = result["slots"], result["tokens_per_second"]
-    total = result["neurons"] * blocks["all"]
-    hits = (
-        f"slots: {sum(slots):,} of {total:,} {unit} ({100 * sum(slots) / total:.1f} %), across blocks by how "
-        f"often each was {'used' if unit == 'experts' else 'active'}; of each block {_listed(slots)}.\n"
-        f"A token needs {100 * result['density']:.1f} % of the {unit}; {100 * result['hit_rate']:.1f} % of these have "
-        f"slots, by {origin}'s frequencies, when nothing moves."
-    )
+    speed, columns = result["tokens_per_second"], unit == "columns"
+    hits = _read_in_words(result)
     if result["listed"] is not None:
         hits += (
             f"\nCopies of gates list at most {100 * result['listed']:.1f} % of the neurons of a block as maybe active; "
@@ -37,13 +37,14 @@ def placement_table(result: Mapping[str, Any]) -> str:
         )
     expected = (
         f"tokens per second on {result['machine']}, by a model of time that is a bound: {speed['processor']:.1f} where "
-        f"the processor computes what has no slot, {speed['and_bus']:.1f} where the bus shares all that is far; a "
+        f"the processor computes what {'is not on the card' if columns else 'has no slot'}, "
+        f"{speed['and_bus']:.1f} where the bus shares all that is far; a "
         f"dense model split by weights {speed['dense_split']:.1f}"
     )
     if speed["dense_split"] > max(speed["processor"], speed["and_bus"]):
         expected += (
-            ".\nBy this model of time slots do not pay for this file and budget: the dense split hands nothing over, "
-            "and is faster"
+            f".\nBy this model of time {'this does' if columns else 'slots do'} not pay for this file and budget: the "
+            "dense split hands nothing over, and is faster"
         )
     title = (
         f"{result['file']} in {in_words(result['vram'])} of the GPU's memory, context of {result['context']:,} tokens "
@@ -51,6 +52,24 @@ def placement_table(result: Mapping[str, Any]) -> str:
         f"{in_words(result['driver'])} beside it"
     )
     return markdown(title, Table(["what", "on the card", "in host memory", "where"], rows), hits, expected)
+
+
+def _read_in_words(result: Mapping[str, Any]) -> str:
+    """What a token needs, and what of it has slots."""
+    unit, slots = result["unit"], result["slots"]
+    needed, total = 100 * result["density"], result["neurons"] * result["blocks"]["all"]
+    if unit == "columns":
+        return (
+            "A matrix of attention, gate and up, or down lies as a whole on the card or in host memory; a token is "
+            f"taken to read {needed:.3g} % of its columns, as the file was packed for."
+        )
+    active, origin = ("used", "the calibration") if unit == "experts" else ("active", "the file")
+    return (
+        f"slots: {sum(slots):,} of {total:,} {unit} ({100 * sum(slots) / total:.1f} %), across blocks by how "
+        f"often each was {active}; of each block {_listed(slots)}.\n"
+        f"A token needs {needed:.1f} % of the {unit}; {100 * result['hit_rate']:.1f} % of these have "
+        f"slots, by {origin}'s frequencies, when nothing moves."
+    )
 
 
 def _where(name: str, result: Mapping[str, Any]) -> str:
@@ -65,11 +84,10 @@ def _where(name: str, result: Mapping[str, Any]) -> str:
     if name == "copies of gates":
         first = "" if blocks["copied"] == blocks["all"] else "the first "
         return f"card: of {first}{counted(blocks['copied'], 'block')}"
-    if name in ("attention", "gates") and there:
-        near = blocks[name]
+    if name in ("attention", "gates", "records") and there and (near := blocks.get(name)) is not None:
         others = "by the bus and the processor"
         return f"card: the first {counted(near, 'block')}; the others {others}" if near else f"read {others}"
-    if name == "records":
+    if name == "records" and "records" not in blocks:
         return f"card: slots; host: of all {result['unit']}, pinned" if there else f"card: all {result['unit']}"
     if name not in result["card"]:
         return "the same once more, as its kernels read them; of matrices only its part"

@@ -26,11 +26,11 @@ from sparsepack.placement.options import PlaceOptions
 @from_options(PlaceOptions, "--machine")
 @json_output
 def place(path: Path, calibration: Path | None, json_path: str | None, **asked: Any) -> None:
-    """Say what of a file of the format neuron-q4_k lies in the GPU's memory and what in the host's, within a budget.
+    """Say what of a file lies in the GPU's memory and what in the host's, within a budget.
 
-    Shown are bytes, the slots of each block, how much of what a token needs has a slot, and the tokens per second that
-    a model of time expects. Nothing is written, and no GPU is needed; `generate --vram` loads the model so. Of a model
-    with experts slots are for these; no engine loads it so yet.
+    Shown are bytes, and the tokens per second that a model of time expects; of files of the format neuron-q4_k also the
+    slots of each block, and how much of what a token needs has a slot. Nothing is written, and no GPU is needed;
+    `generate --vram` loads the model so. Of a model with experts slots are for these; no engine loads it so yet.
     """
     options = PlaceOptions(**asked)
     from sparsepack.cli.tables.placement import placement_table

@@ -23,7 +23,8 @@ def tune(paths: tuple[Path, ...], device: str, threads: int | None, json_path: s
     runtime of the device uses it from then on (on the CPU at the same number of threads); output changes by rounding
     only. Of artifacts by neurons it also measures the speeds by which neurons are divided where only some have slots
     (--cached, --vram): on a CPU of two halves of its threads, on a GPU of the GPU's memory, of the bus, and of the
-    processor, of which --threads then says the threads. Nothing else should run meanwhile; where other work hides the
+    processor, of which --threads then says the threads; of other artifacts on a GPU likewise, for matrices that have no
+    room there. Nothing else should run meanwhile; where other work hides the
     figures beside a GPU in three attempts, they are refused and not kept.
     """
     from sparsepack.cli.tables.tuning import tuning_table

@@ -17,6 +17,7 @@ from sparsepack.runtime.cuda.links import measure as measure_links
 from sparsepack.runtime.cuda.links import measured_links
 from sparsepack.runtime.cuda.products.tune import measure
 from sparsepack.runtime.hybrid.cuda_decoder import CudaHybridDecoder
+from sparsepack.runtime.hybrid.far_decoder import CudaFarDecoder
 from sparsepack.runtime.hybrid.plan import planned
 from sparsepack.runtime.options import EngineOptions
 from sparsepack.runtime.tuning import Shape
@@ -45,6 +46,10 @@ def decoder(
         if plan.whole and options.cached is None:
             return cuda_decoder.CudaDecoder(packed, device, context, texts, cache_type, new_cache=cache, plan=plan)
         measured = measured_links(options.threads, packed.architecture.hidden, device)
+        if not packed.mlp_kind.by_count:
+            return CudaFarDecoder(
+                *(packed, operations, device, context, cache_type, options, plan, measured), new_cache=cache
+            )
         slow, activity = operations.slow_policy(), cast(Any, options.activity)
         return CudaHybridDecoder(
             packed,

@@ -9,6 +9,7 @@ token, and asks through memory that both reach (`runtime/hybrid/handover.py`).
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,34 +17,29 @@ import torch
 from torch import Tensor
 
 from sparsepack.formats import packed as stored
-from sparsepack.formats.codecs.matrices import PackedMatrix
+from sparsepack.formats.codecs.matrices import ZIGZAG, PackedMatrix
 from sparsepack.formats.codecs.neurons import record_bytes
-from sparsepack.formats.codecs.zigzag import BAND_ROWS
 from sparsepack.formats.mlp_kinds import MLP_GATE
 from sparsepack.placement.links import Links
 from sparsepack.placement.ways import Traffic
 from sparsepack.runtime.cuda.decoder.gates import Gate, ZigzagGate, load_gate
 from sparsepack.runtime.cuda.decoder.mlps import NeuronMlp
-from sparsepack.runtime.cuda.decoder.sites import CudaSite, load_sites
+from sparsepack.runtime.cuda.decoder.sites import CudaSite
 from sparsepack.runtime.cuda.driver.host_memory import Place
 from sparsepack.runtime.cuda.driver.kernel_set import Kernels
-from sparsepack.runtime.cuda.products.far import FarProduct
 from sparsepack.runtime.cuda.products.gemm_fp16 import Product
 from sparsepack.runtime.cuda.products.neurons import CudaNeurons, Division, links_of
-from sparsepack.runtime.cuda.products.tile_config import far_tile_config
 from sparsepack.runtime.hybrid.far_products import FarMatrix
+from sparsepack.runtime.hybrid.far_sites import WAIT_MILLISECONDS, FarSites, part
 from sparsepack.runtime.hybrid.following import KEPT, Moves
 from sparsepack.runtime.hybrid.gate_copies import CopiedGates, GateCopies
 from sparsepack.runtime.hybrid.handover import HandOver
 from sparsepack.runtime.hybrid.residency import NOWHERE, Residency
-from sparsepack.runtime.site_columns import Columns, load_vector
 
 STAGED_BYTES = 32 << 20
 """Prefill brings this many bytes of records to the GPU at once."""
 COPIED_AT_ONCE = 512
 """So many records that move are gathered at a time, in memory that the budget does not know."""
-WAIT_MILLISECONDS = 10_000
-"""The GPU waits no longer for an answer, which takes less than a millisecond."""
 
 
 class CudaResidency(Residency):
@@ -131,9 +127,6 @@ class CudaDivided:
         blocks, neurons = shape
         self._kernels, self._shape = kernels, shape
         self.layout = HandOver(blocks, neurons, hidden, texts, tuple(each.asked for each in far))
-        self._far = {(of.block, of.name): (of, at) for of, at in zip(far, self.layout.places, strict=True)}
-        rows = max((BAND_ROWS * each.near for each in far), default=0)
-        self._far_sums = torch.zeros(texts * rows, device=device)
         self.memory, self._there = kernels.shared_memory(self.layout.size, device, "the hand-over")
         self._words = -(-neurons // 32)
         seen, self._seen_there = kernels.shared_memory(4 * KEPT * blocks * self._words, device, "who was active")
@@ -152,6 +145,9 @@ class CudaDivided:
             self._links_of_listed = links_of(copies.links_of_listed(links), device)
         self._links, self._number = links_of(links, device), torch.zeros(2, dtype=torch.int32, device=device)
         self._traffic = torch.zeros(5, dtype=torch.int64, device=device)
+        self._far = FarSites(
+            *(far, self.layout, self._there, self._number, self._traffic[4:], device, kernels), has_lists=True
+        )
         self._replayed = None if activity is None else self._in_words(activity, device)
         at_once = min(neurons, max(staged // record_bytes(hidden), 1))
         self.staging = [Staging(kernels.new_neurons(at_once, hidden, device), kernels) for _ in range(2)]
@@ -160,16 +156,18 @@ class CudaDivided:
         self._prefilled: dict[int, list[np.ndarray]] = {}  # of each block; empty between passes
         self._loaded = 0
 
-    def load_mlp(self, mlp: stored.Mlp, device: torch.device, kernels: Kernels, place: Place) -> "DividedNeuronMlp":
+    def load_mlp(
+        self, mlp: stored.Mlp, device: torch.device, kernels: Kernels, place: Place, of_records: Place
+    ) -> "DividedNeuronMlp":
         """The next block's MLP: its gate where it shall lie, its records in the host's memory."""
         assert isinstance(mlp, stored.NeuronMlp)
         block = self._loaded
         gate: Gate
-        far = self._load_far(MLP_GATE, device, None)
-        if far is not None:
-            gate = ZigzagGate(far)
-        elif (copied := self._copied_of(block)) is not None:
+        if (copied := self._copied_of(block)) is not None:
             gate = copied.load(mlp, block, device)
+        elif mlp.gate.type == ZIGZAG:
+            site = stored.PackedSite(mlp.gate, None, None, (mlp.gate.rows,))
+            gate = ZigzagGate(self._far.load(block, {MLP_GATE: site}, {MLP_GATE: place})[MLP_GATE])
         else:
             gate = load_gate(mlp, device, kernels, place)
         records = self.load_records(mlp.records, device)
@@ -179,38 +177,7 @@ class CudaDivided:
         self, sites: Mapping[str, stored.PackedSite], device: torch.device, kernels: Kernels, place: Place
     ) -> dict[str, CudaSite]:
         """The sites of the next block's attention, where they shall lie."""
-        usual = {name: site for name, site in sites.items() if (self._loaded, name) not in self._far}
-        loaded = load_sites(usual, device, kernels, place)
-        for name, site in sites.items():
-            if (divided := self._load_far(name, device, site.bias)) is not None:
-                loaded[name] = divided
-        return loaded
-
-    def _load_far(self, name: str, device: torch.device, bias: Tensor | None) -> CudaSite | None:
-        """A site of the next block whose bands are divided, all of them in the host's memory; None: it is none."""
-        if (self._loaded, name) not in self._far:
-            return None
-        kernels, (of, at) = self._kernels, self._far[self._loaded, name]
-        bands, texts, asked = len(of.matrix.blocks), self.layout.sequences, of.asked
-        config = far_tile_config(bands, asked.columns, device)
-        matrix = kernels.load_zigzag(of.matrix, device, config, place=kernels.in_host_memory)
-        near = kernels.first_bands(matrix, of.near)
-        columns = Columns(bias=None if bias is None else load_vector(bias, device))
-        product = FarProduct(
-            near=near,
-            rows=matrix.rows,
-            sums=self._far_sums[: texts * near.rows].view(texts, near.rows),
-            number=self._number,
-            before_list=of.block == 0,
-            abort=self._part(self.layout.abort, torch.int32, 1),
-            request_number=self._part(at.request, torch.int32, 1),
-            request_x=self._part(at.x, torch.float32, texts, asked.columns),
-            answer_number=self._part(at.answer, torch.int32, 1),
-            answer=self._part(at.y, torch.float32, texts, asked.rows),
-            waited=self._traffic[4:],
-            limit=WAIT_MILLISECONDS,
-        )
-        return CudaSite(matrix, columns, columns, product)
+        return self._far.load(self._loaded, sites, dict.fromkeys(sites, place))
 
     def load_records(self, records: PackedMatrix, device: torch.device) -> CudaNeurons:
         """Load the records of the next block into the host's memory."""
@@ -226,6 +193,7 @@ class CudaDivided:
     def division(self, block: int) -> Division:
         """What kernels take of a block."""
         at, first, second = self.layout, self._of_request(block), self._of_answer(block)
+        there = partial(part, self._there)
         return Division(
             tables=self.residency.there[:, block],
             version=self.residency.version,
@@ -233,13 +201,13 @@ class CudaDivided:
             seen=self._seen_there[:, block],
             number=self._number,
             begins=block == 0,
-            abort=self._part(at.abort, torch.int32, 1),
-            request_number=self._part(first + at.number, torch.int32, 2),
-            request_indices=self._part(first + at.indices, torch.int32, at.neurons),
-            request_gates=self._part(first + at.gates, torch.float32, at.sequences, at.neurons),
-            request_x=self._part(first + at.x, torch.float32, at.sequences, at.hidden),
-            answer_number=self._part(second + at.number, torch.int32, 1),
-            answer=self._part(second + at.y, torch.float32, at.sequences, at.hidden),
+            abort=there(at.abort, torch.int32, 1),
+            request_number=there(first + at.number, torch.int32, 2),
+            request_indices=there(first + at.indices, torch.int32, at.neurons),
+            request_gates=there(first + at.gates, torch.float32, at.sequences, at.neurons),
+            request_x=there(first + at.x, torch.float32, at.sequences, at.hidden),
+            answer_number=there(second + at.number, torch.int32, 1),
+            answer=there(second + at.y, torch.float32, at.sequences, at.hidden),
             traffic=self._traffic,
             limit=WAIT_MILLISECONDS,
             replayed=None if self._replayed is None else self._replayed[:, block],
@@ -257,10 +225,6 @@ class CudaDivided:
 
     def _of_answer(self, block: int) -> int:
         return self.layout.answers + block * self.layout.answer_size
-
-    def _part(self, begin: int, dtype: torch.dtype, *shape: int) -> Tensor:
-        size = dtype.itemsize * torch.Size(shape).numel()
-        return self._there[begin : begin + size].view(dtype).view(shape)
 
     @property
     def traffic(self) -> Traffic:

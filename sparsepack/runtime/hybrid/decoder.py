@@ -78,7 +78,7 @@ class HybridDecoder(OperationsDecoder):
     @property
     def ways(self) -> Ways:
         traffic = replace(self._mlps.traffic, managed=self._boundaries.seconds)
-        return Ways(traffic, self._plan, self._known)
+        return Ways(traffic, self.hit_counts, self._plan, self._known)
 
     @property
     def hit_counts(self) -> HitCounts:

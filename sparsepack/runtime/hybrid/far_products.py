@@ -4,8 +4,8 @@
     processor       | last bands, from memory of its own |
 
 So both paths to the host's memory are at work, as for neurons without slots. The bands are divided once, by the
-measured links, when a model is loaded: the same text then has the same bits. Where attention has thresholds, by which
-the GPU skips columns, its matrices stay whole, and so do gates by rows and what has one band.
+measured links, when a model is loaded: the same text then has the same bits. Both sides leave out the columns that a
+site's thresholds say are inactive. Gates by rows stay whole, and so does what has one band.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from sparsepack.formats.codecs.matrices import ZIGZAG, PackedMatrix
 from sparsepack.formats.codecs.zigzag import BAND_ROWS
 from sparsepack.formats.mlp_kinds import MLP_GATE
-from sparsepack.formats.packed import NeuronMlp, PackedModel
+from sparsepack.formats.packed import DenseMlp, NeuronMlp, PackedModel
 from sparsepack.models.family import ATTENTION_SITES
 from sparsepack.placement.budget import Plan
 from sparsepack.placement.links import Links, over_the_bus
@@ -27,17 +27,19 @@ class FarMatrix:
 
     block, name -- where it stands
     near        -- the GPU multiplies so many first bands
+    skips       -- whether thresholds say which columns are active
     """
 
     block: int
     name: str
     matrix: PackedMatrix
     near: int
+    skips: bool = False
 
     @property
     def asked(self) -> AskedProduct:
         """What the GPU asks the processor for."""
-        return AskedProduct(self.block, self.matrix.columns, self.matrix.rows - BAND_ROWS * self.near)
+        return AskedProduct(self.block, self.matrix.columns, self.matrix.rows - BAND_ROWS * self.near, self.skips)
 
     @property
     def beside(self) -> PackedMatrix:
@@ -47,19 +49,23 @@ class FarMatrix:
 
 
 def far_matrices(packed: PackedModel, plan: Plan, links: Links) -> list[FarMatrix]:
-    """The matrices of a model by neurons that are divided, in the order in which a step comes to them."""
+    """The matrices of a model that are divided, in the order in which a step comes to them."""
     found = []
-    divides = all(site.rule is None for layer in packed.layers for site in layer.attention.values())
+    first_far = {**dict.fromkeys(ATTENTION_SITES, plan.attention), "mlp_in": plan.gates, "mlp_mid": plan.downs}
     for block, layer in enumerate(packed.layers):
-        matrices: list[tuple[str, PackedMatrix]] = []
-        if block >= plan.attention and divides:
-            matrices += [(name, layer.attention[name].matrix) for name in ATTENTION_SITES]
-        if block >= plan.gates and isinstance(layer.mlp, NeuronMlp) and layer.mlp.gate.type == ZIGZAG:
-            matrices.append((MLP_GATE, layer.mlp.gate))
-        for name, matrix in matrices:
+        mlp = layer.mlp
+        sites = {**layer.attention, **mlp.sites} if isinstance(mlp, DenseMlp) else layer.attention
+        matrices = {
+            name: (sites[name].matrix, sites[name].rule is not None)
+            for name, first in first_far.items()
+            if name in sites and block >= first
+        }
+        if isinstance(mlp, NeuronMlp) and block >= plan.gates and mlp.gate.type == ZIGZAG:
+            matrices[MLP_GATE] = mlp.gate, False
+        for name, (matrix, skips) in matrices.items():
             near = _near_bands(matrix, plan.parts.record, links)
             if near < len(matrix.blocks):
-                found.append(FarMatrix(block, name, matrix, near))
+                found.append(FarMatrix(block, name, matrix, near, skips))
     return found
 
 

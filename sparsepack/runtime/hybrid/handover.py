@@ -7,7 +7,8 @@
     answer, product  int32 number              | float32 y [B][R]
 
 with L blocks of N neurons, H channels and B texts; a product is of R rows and K columns of a matrix that every token
-reads (`runtime/hybrid/far_products.py`). Each part between two bars begins at a multiple of `PART` bytes.
+reads (`runtime/hybrid/far_products.py`). Where N is 0, products alone are asked for. Each part between two bars begins
+at a multiple of `PART` bytes.
 `number` is that of the step, from 1 on; whoever announces writes it last, with release, and the other side awaits it
 with acquire. Indices are ascending; the gates of a text are those of the listed neurons, its first `count`. Where
 `count` is 0 nobody answers and nobody waits. Where the processor has a block's gates (`cold_worker`), its request
@@ -48,11 +49,15 @@ def next_number(number: int) -> int:
 
 @dataclass(frozen=True)
 class AskedProduct:
-    """A product that the device asks for in each step, before the neurons of a block."""
+    """A product that the device asks for in each step, before the neurons of a block.
+
+    skips -- whether the worker leaves out the columns whose input is zero
+    """
 
     block: int
     columns: int
     rows: int
+    skips: bool = False
 
 
 @dataclass(frozen=True)
@@ -72,7 +77,7 @@ class ProductPlaces:
 class HandOver:
     """Sizes of a hand-over. All properties are in bytes; those of a request or an answer count from where it begins.
 
-    blocks, neurons of each, hidden: channels; sequences: texts at once, 1 to `MOST_TEXTS`
+    blocks, neurons of each, 0: there are none; hidden: channels; sequences: texts at once, 1 to `MOST_TEXTS`
     products -- in the order in which a step asks for them, by block
 
     Raises ValueError for sizes that no hand-over has.
@@ -85,10 +90,10 @@ class HandOver:
     products: tuple[AskedProduct, ...] = ()
 
     def __post_init__(self) -> None:
-        if min(self.blocks, self.neurons, self.hidden) < 1 or not 1 <= self.sequences <= MOST_TEXTS:
+        if min(self.blocks, self.neurons + 1, self.hidden) < 1 or not 1 <= self.sequences <= MOST_TEXTS:
             raise ValueError(f"{self}: expected sizes from 1 on and at most {MOST_TEXTS} sequences")
         blocks = [product.block for product in self.products]
-        if blocks != sorted(blocks) or any(min(astuple(each)[1:]) < 1 for each in self.products):
+        if blocks != sorted(blocks) or any(min(each.columns, each.rows) < 1 for each in self.products):
             raise ValueError(f"{self}: expected products by block, of one row and column at least")
 
     @property

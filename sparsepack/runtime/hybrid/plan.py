@@ -1,6 +1,6 @@
 """What of a packed model lies on the card and what in the host's memory, for what an engine was asked."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from torch import Tensor
@@ -9,7 +9,16 @@ from sparsepack.errors import PlacementError
 from sparsepack.formats.codecs.gate_copy import copy_bytes
 from sparsepack.formats.codecs.matrices import ZIGZAG
 from sparsepack.formats.codecs.neurons import record_bytes
-from sparsepack.formats.packed import ExpertMlp, NeuronMlp, PackedExpertsSite, PackedLayer, PackedModel, PackedSite
+from sparsepack.formats.mlp_kinds import DENSE, EXPERTS
+from sparsepack.formats.packed import (
+    DenseMlp,
+    ExpertMlp,
+    NeuronMlp,
+    PackedExpertsSite,
+    PackedLayer,
+    PackedModel,
+    PackedSite,
+)
 from sparsepack.placement.budget import Parts, Plan, in_words, plan_of_share, plan_within, work_of
 from sparsepack.runtime.features import not_by_neurons
 from sparsepack.runtime.free_memory import free_host_bytes
@@ -46,15 +55,24 @@ def context_within(packed: PackedModel, context: int, cache_type: str, texts: in
 
 
 def parts_of(packed: PackedModel, context: int, cache_type: str, texts: int = 1, *, gate_copies: bool = False) -> Parts:
-    """What a model by neurons takes, for texts of so many tokens side by side.
+    """What a model takes whose MLPs are stored by neurons or as sites of zigzag matrices, for texts of so many tokens
+    side by side. Of sites the columns of the down matrices are the records.
 
     gate_copies -- whether copies of gates (`codecs.gate_copy`, two bits a weight) may take their place
 
     Raises `PlacementError` for another model, and with copies for one whose gates cannot be read one by one.
     """
     a = packed.architecture
-    if not packed.mlp_kind.by_count:
+    if packed.mlp_kind is EXPERTS:
         raise PlacementError(not_by_neurons(packed))
+    if packed.mlp_kind is DENSE:
+        if gate_copies:
+            raise PlacementError(f"--gate-copy: {not_by_neurons(packed)}")
+        mlps = [layer.mlp for layer in packed.layers if isinstance(layer.mlp, DenseMlp)]
+        downs = [mlp.sites["mlp_mid"].matrix.blocks.nbytes for mlp in mlps]
+        gates = tuple(_of_sites(mlp.sites) - down for mlp, down in zip(mlps, downs, strict=True))
+        record = downs[0] // a.intermediate  # a column, of whole bands
+        return _parts(packed, context, cache_type, texts, gates, record, a.intermediate, a.intermediate, together=True)
     gates = tuple(layer.mlp.gate.blocks.nbytes for layer in packed.layers if isinstance(layer.mlp, NeuronMlp))
     made = _parts(packed, context, cache_type, texts, gates, record_bytes(a.hidden), a.intermediate, a.intermediate)
     if not gate_copies:
@@ -93,8 +111,9 @@ def _parts(
     record: int,
     neurons: int,
     wide: int,
+    together: bool = False,
 ) -> Parts:
-    """What a model takes; wide -- channels of its MLP that a token has."""
+    """What a model takes; wide -- channels of its MLP that a token has; together: as `Parts` has it."""
     a = packed.architecture
     tied = packed.output is packed.embedding
     embedding = 0 if tied else packed.embedding.blocks.nbytes
@@ -111,11 +130,16 @@ def _parts(
             texts=texts,
             record=record,
             model=model,
+            slots=not together,
         )
         for model in (weights, 0)
     )
     cache = texts * cache_bytes(a, context, cache_type) + rotary
-    return Parts(embedding, output, attention, gates, record, neurons, cache, work, least_work=least_work)
+    return Parts(
+        *(embedding, output, attention, gates, record, neurons, cache, work),
+        least_work=least_work,
+        together=together,
+    )
 
 
 def check_host(plan: Plan, free: int | None) -> None:
@@ -130,9 +154,13 @@ def check_host(plan: Plan, free: int | None) -> None:
 
 def _beside_the_mlp(layer: PackedLayer) -> int:
     tensors: list[Tensor | None] = [*layer.norms.values(), None if layer.basis is None else layer.basis.blocks]
-    for site in layer.attention.values():
-        tensors += [site.matrix.blocks, site.bias]
-    return sum(tensor.nbytes for tensor in tensors if tensor is not None) + _rules(layer.attention.values())
+    return sum(tensor.nbytes for tensor in tensors if tensor is not None) + _of_sites(layer.attention)
+
+
+def _of_sites(sites: Mapping[str, PackedSite]) -> int:
+    """Bytes of matrices, biases and rules."""
+    tensors = [tensor for site in sites.values() for tensor in (site.matrix.blocks, site.bias) if tensor is not None]
+    return sum(tensor.nbytes for tensor in tensors) + _rules(sites.values())
 
 
 def _rules(sites: Iterable[PackedSite | PackedExpertsSite]) -> int:

@@ -159,6 +159,52 @@ def test_rows_are_multiplied_before_the_neurons_of_their_block(texts: int, threa
     assert worker.neurons == 2 * 3 * int(gates.any(0).sum())
 
 
+@pytest.mark.parametrize("threads", [1, 2, 5])
+@pytest.mark.parametrize("texts", [1, 3])
+@pytest.mark.parametrize("active", [0.0, 0.01, 0.5, 1.0])
+def test_columns_whose_input_is_zero_are_left_out(active: float, texts: int, threads: int) -> None:
+    """And nobody is asked for neurons. The weights there are no numbers: who reads them spoils the sums."""
+    products = (AskedProduct(0, 512, 1301, skips=True), AskedProduct(1, 301, 512, skips=True))
+    layout = HandOver(2, 0, 256, texts, products)
+    generator = torch.Generator().manual_seed(texts)
+    on = [torch.rand(each.columns, generator=generator) < active for each in products]
+    matrices = [packed(each.rows, each.columns) for each in products]
+    weights = [decode_matrix(each).double() for each in matrices]
+    for matrix, is_on in zip(matrices, on, strict=True):
+        matrix.blocks[:, ~is_on, :4] = torch.tensor([0, 0x7E, 0, 0x7E], dtype=torch.uint8)  # d and dmin are NaN
+    memory = np.zeros(layout.size, np.uint8)
+    words, floats = memory.view(np.int32), memory.view(np.float32)
+    loaded = [operations.load_zigzag(each) for each in matrices]
+    worker = dispatch.native().ColdWorker(dispatch.instruction_set(), [], memory, layout, threads, PATIENCE, loaded)
+    inputs = [
+        torch.randn(texts, each.columns, generator=generator) * is_on for each, is_on in zip(products, on, strict=True)
+    ]
+    found: list[Tensor] = []
+
+    def device(number: int) -> None:
+        for n, (asked, at) in enumerate(zip(products, layout.places, strict=True)):
+            floats[at.x // 4 : at.x // 4 + inputs[n].numel()] = inputs[n].flatten().numpy()
+            words[at.request // 4] = number
+            end = time.monotonic() + PATIENCE
+            while words[at.answer // 4] != number:
+                assert time.monotonic() < end, "no answer"
+                time.sleep(0)
+            y = floats[at.y // 4 : at.y // 4 + texts * asked.rows].copy()
+            found.append(torch.from_numpy(y).view(texts, asked.rows))
+
+    for number in (1, 2):
+        worker.begin(number, texts)
+        thread = threading.Thread(target=device, args=(number,))
+        thread.start()
+        worker.end(number)
+        thread.join()
+    assert all(torch.equal(*pair) for pair in zip(found[:2], found[2:], strict=True))
+    for x, weight, y in zip(inputs, weights, found, strict=False):
+        error = (y.double() - x.double() @ weight.t()).norm()
+        assert error <= 1e-3 * (x.double().square() @ weight.square().t()).sum().sqrt()
+    assert worker.neurons == 0
+
+
 @pytest.mark.parametrize("products", [(), PRODUCTS[:3], (*PRODUCTS[:3], AskedProduct(2, 1280, 511))])
 def test_products_that_are_not_those_of_the_hand_over_are_refused(products: tuple[AskedProduct, ...]) -> None:
     layout = HandOver(3, 64, 256, 1, products)

@@ -82,7 +82,7 @@ def _zigzag_batch(
     if not macros["DENSE"]:
         active_in = x.abs() > (scales[:, None] * threshold if macros["HOLD"] else threshold)
         on = active_in.any(0)
-        if macros["HOLD"]:
+        if macros["HOLD"] and skipped is not None:
             skipped += rows * (~active_in).sum(1)
     product = torch.einsum("bk,gksr->bgsr", torch.where(on, x, 0), blocks)
     # Of a group the first half of the bands, then the second, where rows are of gate and up.

@@ -5,6 +5,7 @@ import time
 from typing import Any
 
 import torch
+from simulated_products import gated
 from torch import Tensor
 
 from sparsepack.placement.links import Links, over_the_bus
@@ -127,12 +128,22 @@ def zigzag_dequantise(defines: Any, grid: Any, blocks: Tensor, columns: int, til
 
 
 def far_ask(
-    defines: Any, grid: Any, x: Tensor, columns: int, texts: int, norm: Tensor | None, eps: float, *rest: Any
+    defines: Any, grid: Any, x: Tensor, columns: int, norm: Tensor | None, eps: float, threshold: Any, *rest: Any
 ) -> None:
-    request_number, request_x, number, before_list = rest
-    assert (grid, request_x.shape, x.numel()) == ((1,), (texts, columns), texts * columns)
-    x = x.view(texts, columns)
-    request_x.copy_(x if norm is None else reference.rms_norm(x, norm, eps))
+    per_channel, offset, scales, rows, skipped, request_number, request_x, number, before_list = rest
+    texts, each = int(defines["INPUTS"]), 2 if defines["GATED"] == "1" else 1
+    assert (grid, request_x.shape, x.numel()) == ((1,), (texts, columns), texts * each * columns)
+    x = x.view(texts, each * columns)
+    x = x if each == 1 else gated(int(defines["ACTIVATION"]), x)
+    x = x if norm is None else reference.rms_norm(x, norm, eps)
+    x = x if offset is None else x - offset
+    if threshold is not None:
+        assert len(threshold.view(-1)) == (columns if per_channel else 1)
+        active = x.abs() > (threshold if scales is None else scales[:, None] * threshold)
+        if skipped is not None:
+            skipped += rows * (~active).sum(1)
+        x = torch.where(active.any(0), x, 0)
+    request_x.copy_(x)
     request_number[0] = next_number(int(number[0])) if before_list else number[0]
 
 

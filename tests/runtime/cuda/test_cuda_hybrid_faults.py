@@ -117,7 +117,7 @@ def test_a_fault_of_the_gpu_is_raised_before_the_worker_is_waited_for(
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine, "_step_and_move", lambda ids, sparse: None)
+        patch.setattr(engine, "_run_step", lambda ids, sparse: None)
         patch.setattr(type(engine._kernels), "wait_for_step", staticmethod(fault))
         patch.setattr(engine._worker, "end", lambda number: pytest.fail("the worker was waited for"), raising=False)
         with pytest.raises(RuntimeError, match=r"^CUDA error: an illegal memory access"):

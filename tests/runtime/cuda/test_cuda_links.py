@@ -99,7 +99,7 @@ def test_what_a_graph_reads_lives_as_long_as_the_graph(isa: str) -> None:
         links.measure([256], DEVICE, None, Forgetful())
 
 
-def test_threads_beside_a_gpu_are_for_files_by_neurons(
+def test_threads_beside_a_gpu_are_for_files_that_can_be_divided(
     isa: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = list[tuple[list[int], int | None]]()
@@ -114,8 +114,10 @@ def test_threads_beside_a_gpu_are_for_files_by_neurons(
     tune([file], "cuda")
     assert asked == [([256], 3), ([256], None)]
     write_zigzag(open_checkpoint("shipped:tiny"), {}, other)
-    with pytest.raises(UserError, match="threads 3: on device cuda they compute beside it, for files by neurons alone"):
-        tune([other], "cuda", threads=3)
+    tune([other], "cuda", threads=3)
+    assert asked[2:] == [([256], 3)]
+    with pytest.raises(UserError, match="threads 3: on device cuda they compute what has no room there; give a file"):
+        tune([], "cuda", threads=3)
 
 
 def test_a_figure_that_other_work_hides_is_refused_and_not_kept(isa: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,7 +53,7 @@ def test_processor_and_bus_share_the_bands_of_far_matrices(
         each.block for each in products
     )
     assert len(products) == (2 - attention) * (1 if hidden == 256 else 2) + 2 - gates
-    assert 0 < engine.ways.beside < engine._plan.always_read[1]
+    assert 0 < engine.ways.beside < engine._plan.always_read()[1]
     engine.reset()
     assert torch.equal(engine.teacher_forced(IDS, 5, True), found), "the same text since a reset has the same bits"
 
@@ -79,11 +79,13 @@ def test_who_is_slow_gets_few_bands_of_far_matrices(near: Links) -> None:
     assert all(each.near == 1 for each in far)
 
 
-def test_attention_with_thresholds_is_not_shared() -> None:
+def test_columns_of_attention_with_thresholds_are_left_out_on_both_sides() -> None:
     packed = model(**WIDE, hidden_size=512)
     site = packed.layers[1].attention["attn_out"]
     ruled = replace(site, rule=SiteRule(torch.tensor([0.1])))
     layer = replace(packed.layers[1], attention={**packed.layers[1].attention, "attn_out": ruled})
     packed = replace(packed, layers=(packed.layers[0], layer))
     far = far_matrices(packed, whole_in_host_memory(packed, 0, 0), EVEN)
-    assert [(each.block, each.name) for each in far] == [(0, "mlp_gate"), (1, "mlp_gate")]
+    names = [(block, name) for block in range(2) for name in ("attn_in", "attn_out", "mlp_gate")]
+    assert [(each.block, each.name) for each in far] == names
+    assert [each.asked.skips for each in far] == [name == (1, "attn_out") for name in names]

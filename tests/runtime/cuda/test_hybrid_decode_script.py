@@ -1,4 +1,5 @@
-"""`benchmarks/hybrid_decode.py` from its first line to its last, on a card in plain torch: it says nothing of speed."""
+"""`benchmarks/hybrid_decode.py` and `far_decode.py` from the first line to the last, on a card in plain torch: they
+say nothing of speed."""
 
 import json
 import sys
@@ -18,16 +19,18 @@ from sparsepack.runtime.cuda import backend
 from sparsepack.runtime.cuda.decoder.decoder import CudaDecoder
 from sparsepack.runtime.engine import Engine
 from sparsepack.runtime.hybrid.cuda_decoder import CudaHybridDecoder
+from sparsepack.runtime.hybrid.far_decoder import CudaFarDecoder
 from sparsepack.runtime.hybrid.plan import planned
 from sparsepack.runtime.options import EngineOptions
 
 sys.path.append(str(Path(__file__).parents[3] / "benchmarks"))
 
+import far_decode
 import hybrid_decode
 
 skip_without_kernels()
 
-LINKS = Links(resident=5e8, bus=1e7, worker=1e7, handover=1e-6)
+LINKS = Links(resident=5e8, bus=1e7, worker=1e7, handover=1e-6, near=1e9, far_bus=1e8, far_worker=1e8)
 
 
 @pytest.fixture
@@ -40,7 +43,10 @@ def _card(monkeypatch: pytest.MonkeyPatch) -> Any:
         if not options.divided_by:
             return CudaDecoder(packed, device, context, 1, cache_type, kernels=simulated.KERNELS)
         plan, slow = planned(packed, context, cache_type, options), operations.slow_policy()
-        given: Any = {"measured": LINKS, "slow": slow, "kernels": simulated.KERNELS, "activity": options.activity}
+        given: Any = {"measured": LINKS, "kernels": simulated.KERNELS}
+        if not packed.mlp_kind.by_count:
+            return CudaFarDecoder(packed, operations, device, context, cache_type, options, plan, **given)
+        given |= {"slow": slow, "activity": options.activity}
         return CudaHybridDecoder(packed, operations, device, context, cache_type, options, plan, **given)
 
     def engine(packed: PackedModel, options: EngineOptions | None = None, **changes: Any) -> Engine:
@@ -58,6 +64,14 @@ def _card(monkeypatch: pytest.MonkeyPatch) -> Any:
     }
     for name, value in here.items():
         monkeypatch.setattr(hybrid_decode, name, value)
+    made = far_decode.random_model
+    there = {
+        "Engine": engine,
+        "device_line": lambda: "a simulated card",
+        "random_model": lambda size, layers, device: made(size, layers, "cpu"),
+    }
+    for name, value in there.items():
+        monkeypatch.setattr(far_decode, name, value)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     with simulated.launches():
@@ -112,3 +126,23 @@ def test_all_on_the_card_is_compared_with_the_cuda_engine(tmp_path: Path) -> Non
     figures = json.loads((tmp_path / "figures.json").read_text())["whole"]
     assert len(figures) == 4
     assert all(f"| {name} " in done.output and len(speeds) == 1 for name, speeds in figures.items())
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_card")
+@pytest.mark.parametrize("sites", ["mlp_mid", "all"])
+def test_a_model_of_sites_is_divided_by_matrices(sites: str, tmp_path: Path) -> None:
+    asked = ["--shape", "tiny", "--layers", "2", "--vram", "6.5MB,9MB", "--tokens", "3", "--rounds", "1"]
+    asked += ["--sites", sites, "--threads", "2", "--json", str(tmp_path / "figures.json")]
+    done = CliRunner().invoke(far_decode.main, asked, catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    figures = json.loads((tmp_path / "figures.json").read_text())
+    for budget in ("6.5MB", "9MB"):
+        assert f"tiny in {budget}" in done.output
+        found = figures[budget]["ours"]
+        assert list(found) == ["sparse", "dense"]
+        assert 0.3 < found["sparse"]["skipped"] < 0.7
+        assert not found["dense"]["skipped"]
+        assert found["sparse"]["needed"] < 0.7 * found["dense"]["needed"]
+        assert found["sparse"]["model"]["slowest"] in found["sparse"]["model"]
+        assert "links measured" in found["sparse"]["description"]

@@ -19,6 +19,7 @@ from sparsepack.runtime.hybrid.plan import check_host, context_within, parts_of,
 from sparsepack.runtime.options import EngineOptions
 from sparsepack.runtime.room import cache_bytes
 
+EXPERTS = {"model_type": "mixtral", "intermediate_size": 72, "num_local_experts": 4, "num_experts_per_tok": 1}
 RELU = {"hidden_size": 256, "intermediate_size": 300, "hidden_act": "relu"}
 
 
@@ -85,11 +86,9 @@ def test_a_host_without_room_is_refused_with_what_it_has(packed: PackedModel, mo
         check_host(replace(found, budget=1), 0)
 
 
-def test_a_model_without_neurons_has_no_plan() -> None:
-    with pytest.raises(
-        PlacementError, match="with the activation 'silu' none is exactly inactive; slots are for models with relu"
-    ):
-        parts_of(random_model("llama"), 64, "bf16")
+def test_experts_have_no_plan() -> None:
+    with pytest.raises(PlacementError, match="mixtures of experts, which no engine gives slots"):
+        parts_of(random_model(**EXPERTS), 64, "bf16")
 
 
 def test_a_budget_is_for_a_gpu_and_stands_alone(packed: PackedModel) -> None:

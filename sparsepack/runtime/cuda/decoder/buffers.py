@@ -20,7 +20,7 @@ def flag_in_data_of_one(model: CudaModel, embedded: Tensor, kernels: Kernels) ->
     of_between, of_y = _parts(model, 1, kernels)
     rows = heads + 2 * a.kv_heads * a.head_dim
     qkv_words, (qkv, *normed) = kernels.flag_in_data_buffers([rows] * (2 if a.row_norms else 1), device)
-    numbers, of_router = model.layers[0].mlp.numbers, _of_router(model)
+    numbers, of_router = _numbers(model), _of_router(model)
     inside, (between, between_squares, mid, logits, *updates) = kernels.flag_in_data_buffers(
         [a.hidden, of_between, numbers, of_router, *[a.hidden] * (2 if a.post_norms else 0)], device
     )
@@ -85,7 +85,7 @@ def memory_of_several(model: CudaModel, embedded: Tensor, kernels: Kernels) -> l
         attn_output=memory(heads),
         between=embedded,
         between_squares=memory(of_between),
-        mid=memory(model.layers[0].mlp.numbers),
+        mid=memory(_numbers(model)),
         logits=memory(of_router) if of_router else None,
         y=embedded,
         squares_of_y=squares,
@@ -115,6 +115,11 @@ def _parts(model: CudaModel, sequences: int, kernels: Kernels) -> tuple[int, int
         return 1, 1
     of = model.layers[0]
     return kernels.blocks(of.attention["attn_out"].matrix), of.mlp.parts(sequences, kernels) or 0
+
+
+def _numbers(model: CudaModel) -> int:
+    """How many numbers the first product of an MLP leaves for each text, at most."""
+    return max(layer.mlp.numbers for layer in model.layers)
 
 
 def _of_router(model: CudaModel) -> int:

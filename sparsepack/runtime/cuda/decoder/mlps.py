@@ -88,8 +88,10 @@ class DenseMlp:
     def step(self, step: MlpStep, room: None, kernels: Kernels) -> Iterator[Launch]:
         of, into = step.of, self.sites["mlp_in"]
         of_product, of_input = _activations(into.matrix, step.activation)
-        yield step.product("mlp_in", into, step.input, of.mid, activation=of_product)
-        mid = Input(of.mid, eps=step.input.eps, flag_in_data=of.flag_in_data, gated=of_input)
+        numbers = self.numbers  # of other blocks' MLPs there may be twice as many, gate and up
+        inner = of.mid.view(-1)[: of.mid.numel() // of.mid.shape[-1] * numbers].view(*of.mid.shape[:-1], numbers)
+        yield step.product("mlp_in", into, step.input, inner, activation=of_product)
+        mid = Input(inner, eps=step.input.eps, flag_in_data=of.flag_in_data, gated=of_input)
         yield step.product("mlp_mid", self.sites["mlp_mid"], mid, of.y, residual=of.between, squares=of.squares_of_y)
 
     @property
@@ -305,30 +307,33 @@ def _activations(matrix: CudaZigzag, activation: int) -> tuple[int | None, int |
     return (activation, None) if matrix.gate_bands else (None, activation)
 
 
-LoadMlp = Callable[[stored.Mlp, torch.device, Kernels, Place], CudaMlp]
-"""Such a function copies a block's MLP to a GPU, its gate where it shall lie; it is called for one block after the
-other."""
+LoadMlp = Callable[[stored.Mlp, torch.device, Kernels, Place, Place], CudaMlp]
+"""Such a function copies a block's MLP to a GPU, its gate, or gate and up, where the first place says, its down matrix
+where the second says; it is called for one block after the other."""
 
 
-def load_mlp(mlp: stored.Mlp, device: torch.device, kernels: Kernels, place: Place) -> CudaMlp:
+def load_mlp(mlp: stored.Mlp, device: torch.device, kernels: Kernels, place: Place, of_down: Place) -> CudaMlp:
     """Copy a block's MLP to a GPU, all of its records into the GPU's memory."""
-    return _LOADERS[mlp.kind](mlp, device, kernels, place)
+    return _LOADERS[mlp.kind](mlp, device, kernels, place, of_down)
 
 
-def _dense(mlp: stored.DenseMlp, device: torch.device, kernels: Kernels, place: Place) -> CudaMlp:
-    return DenseMlp(load_sites(mlp.sites, device, kernels, place))
+def _dense(mlp: stored.DenseMlp, device: torch.device, kernels: Kernels, place: Place, of_down: Place) -> CudaMlp:
+    sites: dict[str, CudaSite] = {}
+    for (name, site), where in zip(mlp.sites.items(), (place, of_down), strict=True):
+        sites |= load_sites({name: site}, device, kernels, where)
+    return DenseMlp(sites)
 
 
-def _neurons(mlp: stored.NeuronMlp, device: torch.device, kernels: Kernels, place: Place) -> CudaMlp:
+def _neurons(mlp: stored.NeuronMlp, device: torch.device, kernels: Kernels, place: Place, of_down: Place) -> CudaMlp:
     return NeuronMlp(load_gate(mlp, device, kernels, place), kernels.load_neurons(mlp.records, device))
 
 
-def _experts(mlp: stored.ExpertMlp, device: torch.device, kernels: Kernels, place: Place) -> CudaMlp:
+def _experts(mlp: stored.ExpertMlp, device: torch.device, kernels: Kernels, place: Place, of_down: Place) -> CudaMlp:
     router = torch.cat(mlp.always).to(device, torch.float32)
     return ExpertMlp(router, load_expert_sites(mlp, device, kernels))
 
 
-_LOADERS: Mapping[MlpKind, Callable[[Any, torch.device, Kernels, Place], CudaMlp]] = {
+_LOADERS: Mapping[MlpKind, Callable[[Any, torch.device, Kernels, Place, Place], CudaMlp]] = {
     DENSE: _dense,
     NEURONS: _neurons,
     EXPERTS: _experts,

@@ -94,7 +94,8 @@ def load_model(
         row_norms = norms("q_row_norm", "k_row_norm") if packed.architecture.row_norms else None
         basis = None if of.basis is None else kernels.load_rows(of.basis, device, place=place(here))
         attention = load_attention(of.attention, device, kernels, place(here))
-        mlp = load_mlp(of.mlp, device, kernels, place(gate_here))
+        down_here = plan is None or not plan.parts.together or number < plan.downs
+        mlp = load_mlp(of.mlp, device, kernels, place(gate_here), place(down_here))
         return CudaLayer(attention, mlp, attn_norm, mlp_norm, basis, post_norms, row_norms)
 
     tied = packed.output is packed.embedding

@@ -76,8 +76,17 @@ def _interleaves(rows: int) -> bool:
 
 
 def _site(site: PackedSite, device: torch.device, gate: bool, kernels: Kernels, place: Place) -> CudaSite:
-    gate = gate and _interleaves(site.matrix.rows)
     load = partial(kernels.load_zigzag, site.matrix, device, place=place)
+    return loaded_site(site, device, kernels, load, gate and _interleaves(site.matrix.rows))
+
+
+def loaded_site(
+    site: PackedSite, device: torch.device, kernels: Kernels, load: Callable[..., CudaZigzag], gate: bool = False
+) -> CudaSite:
+    """A site on the GPU.
+
+    load -- brings its matrix there, with `gate` in rows of gate and up interleaved; gate -- whether they shall be
+    """
     bias = None if site.bias is None else load_vector(site.bias, device)
     dense = Columns(bias=bias)
     if site.rule is None:

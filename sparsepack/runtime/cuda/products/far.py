@@ -27,7 +27,8 @@ class FarProduct:
     rows        -- of the whole matrix
     sums        -- float32 [B, near.rows]: what the GPU makes of them; products on one stream share it
     number      -- int32 [2]: of the step, as in `neurons.Division`
-    before_list -- whether the product comes before the first block's list, which gives the step its number
+    before_list -- whether the product comes before the step has its number, from the first block's list or, where a
+                   model has no lists, at the end
     abort       -- int32 [1], and the others as `runtime/hybrid/handover.py` draws them
     waited      -- int64 [1], to which the nanoseconds are added that the GPU waited
     limit       -- milliseconds to wait for an answer
@@ -55,17 +56,17 @@ def first_bands(matrix: CudaZigzag, bands: int) -> CudaZigzag:
 
 
 def ask(of: FarProduct, input: Input) -> None:
-    """Ask the processor for the last rows of a product, on the current stream.
-
-    input -- of B texts, with or without a norm; dense
-    """
+    """Ask the processor for the last rows of a product, on the current stream. What the product skips is zero there."""
     texts, columns = of.request_x.shape
+    defines = (f"INPUTS={texts}", f"GATED={int(input.gated is not None)}", f"ACTIVATION={input.gated or 0}")
+    per_channel = int(input.threshold is not None and input.threshold.numel() > 1)
     launch(
-        kernel("far_product", "far_ask", (), of.sums.device.index or 0),
+        kernel("far_product", "far_ask", defines, of.sums.device.index or 0),
         (1,),
         ASK_THREADS,
-        *(input.x, columns, texts, input.norm, float(input.eps), of.request_number, of.request_x),
-        *(of.number, int(of.before_list)),
+        *(input.x, columns, input.norm, float(input.eps)),
+        *(input.threshold, per_channel, input.offset, input.scales, of.rows, input.skipped),
+        *(of.request_number, of.request_x, of.number, int(of.before_list)),
     )
 
 
@@ -90,5 +91,6 @@ def multiply(of: FarProduct, by: Callable[[CudaZigzag, Input, Output], None], in
     """The whole product: what `gemv` does, or `batch` for several texts. by -- one of these"""
     ask(of, input)
     sums = of.sums if len(of.sums) > 1 else of.sums[0]
+    input = replace(input, skipped=None)  # counted for all rows already
     by(of.near, input, replace(output, y=sums, bias=None, residual=None, squares=None))
     take(of, output)

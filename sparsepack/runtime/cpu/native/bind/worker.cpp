@@ -22,10 +22,10 @@ using Released = nb::call_guard<nb::gil_scoped_release>;
 // layout: handover.HandOver
 HandOver layout_of(nb::handle layout) {
     auto number = [&](const char* name) { return nb::cast<int64_t>(layout.attr(name)); };
-    using Asked = std::tuple<int32_t, int32_t, int32_t, int64_t, int64_t, int64_t, int64_t>;
+    using Asked = std::tuple<int32_t, int32_t, int32_t, int32_t, int64_t, int64_t, int64_t, int64_t>;
     std::vector<AskedProduct> products;
-    for (auto [block, columns, rows, request, x, answer, y] : nb::cast<std::vector<Asked>>(layout.attr("asked")))
-        products.push_back({block, columns, rows, request, x, answer, y});
+    for (auto [block, columns, rows, skips, request, x, answer, y] : nb::cast<std::vector<Asked>>(layout.attr("asked")))
+        products.push_back({block, columns, rows, skips, request, x, answer, y});
     return {int32_t(number("blocks")),
             int32_t(number("neurons")),
             int32_t(number("hidden")),

@@ -65,8 +65,9 @@ ColdWorker::ColdWorker(const Kernels& kernels, std::vector<const Neurons*> recor
       arrivals_(layout.blocks + layout.products.size()),
       own_(threads),
       gates_(size_t(layout.sequences) * layout.neurons),
-      partial_sums_(size_t(threads) * layout.sequences * layout.hidden) {
-    if (records_.size() != size_t(at_.blocks)) throw std::invalid_argument("records: expected those of every block");
+      partial_sums_(layout.neurons ? size_t(threads) * layout.sequences * layout.hidden : 0) {
+    if (records_.size() != size_t(at_.neurons ? at_.blocks : 0))
+        throw std::invalid_argument("records: expected those of every block");
     for (const Neurons* n : records_)
         if (n->count != at_.neurons || neuron_hidden(n) != at_.hidden)
             throw std::invalid_argument("records: expected as many, and as wide, as the hand-over has");
@@ -80,20 +81,24 @@ ColdWorker::ColdWorker(const Kernels& kernels, std::vector<const Neurons*> recor
     }
     if (products_.size() != at_.products.size())
         throw std::invalid_argument("products: expected those of the hand-over");
-    int64_t floats = 0, columns = 0;
+    int64_t floats = 0, columns = 0, kept = 0;
     int32_t block = 0;
+    auto neurons_of = [&](int32_t block) {
+        if (at_.neurons) requests_.push_back({block, -1});
+    };
     for (size_t p = 0; p < products_.size(); ++p) {
         const AskedProduct& asked = at_.products[p];
         if (asked.block < block || asked.block >= at_.blocks || asked.columns != products_[p]->columns ||
             asked.rows != products_[p]->rows)
             throw std::invalid_argument("products: expected them by block, and the sizes that the hand-over has");
-        for (; block < asked.block; ++block) requests_.push_back({block, -1});
+        for (; block < asked.block; ++block) neurons_of(block);
         requests_.push_back({block, int32_t(p)});
         int64_t slices = at_.sequences * most_slices(*products_[p], threads);
         floats = std::max(floats, slices * gemv_stride(*products_[p]));
         columns = std::max<int64_t>(columns, asked.columns);
+        if (asked.skips) kept = columns;
     }
-    for (; block < at_.blocks; ++block) requests_.push_back({block, -1});
+    for (; block < at_.blocks; ++block) neurons_of(block);
     slices_.grow(floats);
     columns_.resize(columns + SPARE_COLUMNS);
     std::iota(columns_.begin(), columns_.end(), 0);
@@ -101,6 +106,8 @@ ColdWorker::ColdWorker(const Kernels& kernels, std::vector<const Neurons*> recor
         own.input.grow((any ? at_.sequences : 1) * neuron_input_stride(at_.hidden / BAND_ROWS));
         own.products.grow(any ? size_t(at_.sequences) * at_.neurons : 0);
         own.active.grow(any ? at_.neurons + SPARE_COLUMNS : 0);
+        own.kept.grow(kept ? 2 * (kept + SPARE_COLUMNS) : 0);
+        own.seen.grow(kept);
     }
     auto leader = std::make_unique<Leader>();
     Leader* led = leader.get();
@@ -354,12 +361,23 @@ void ColdWorker::multiply_together(int32_t number, int thread) noexcept {
     const int32_t tiles = (asked.columns + m.tile - 1) / m.tile;
     const int64_t stride = gemv_stride(m);
     auto border = [&](int32_t n) { return std::min(asked.columns, int32_t(int64_t(tiles) * n / slices) * m.tile); };
+    Own& own = own_[thread];
+    bool second = false;
     auto item = [&](int32_t at) {
         int64_t text = at % texts_;
         int32_t span = at / texts_ % spans(&m), slice = at / texts_ / spans(&m);
-        int32_t first = border(slice);
+        int32_t first = border(slice), count = border(slice + 1) - first;
+        const int32_t* indices = columns_.data() + first;
+        if (asked.skips) {  // beside the list of the item before, which may still be read
+            const float nothing = 0;
+            int32_t* kept = own.kept.data() + (second ? int64_t(own.kept.size() / 2) : 0);
+            const float* of_text = x + text * m.columns + first;
+            count = kernels_.collect(of_text, nullptr, &nothing, 0, count, first, own.seen.data(), kept);
+            std::fill_n(kept + count, SPARE_COLUMNS, first);
+            indices = kept, second = !second;
+        }
         float* y = slices_.data() + (int64_t(text) * slices + slice) * stride + int64_t(span) * m.span * QUAD_ROWS;
-        return GemvWork{&m, span, border(slice + 1) - first, columns_.data() + first, x + text * m.columns, y, true};
+        return GemvWork{&m, span, count, indices, x + text * m.columns, y, true};
     };
     Arrivals& at = arrivals_[number];
     auto take = [&] { return at.taken.fetch_add(1, std::memory_order_relaxed); };

@@ -12,7 +12,8 @@
 // each of these threads takes a contiguous range of the listed ones and
 // leaves a vector of sums, and after all of them have, adds a range of the channels of all vectors, in the order of the
 // threads. Of rows they take slices of the columns from a counter, and add slices in their order. So the same request
-// gives the same bits with as many threads.
+// gives the same bits with as many threads. Where a product skips columns, those whose input is zero are not read. A
+// hand-over of no neurons asks for products alone.
 #pragma once
 #include "kernels/kernels.h"
 #include "memory/buffer.h"
@@ -25,9 +26,10 @@
 
 namespace sparsepack {
 
-// A product that is asked for before a block's neurons; where its request and its answer lie in the memory.
+// A product that is asked for before a block's neurons; whether columns whose input is zero are left out; where its
+// request and its answer lie in the memory.
 struct AskedProduct {
-    int32_t block, columns, rows;
+    int32_t block, columns, rows, skips;
     int64_t request, x, answer, y;
 };
 
@@ -47,8 +49,8 @@ enum Abort { GOES_ON = 0, INTERRUPTED = 1, DEVICE_WAITED = 2, WORKER_WAITED = 3,
 // The calls come from one thread, but for `stop`.
 class ColdWorker {
 public:
-    // records: of each block; products: the matrices of the layout's; gates: of each block, null where requests have
-    // them, or none at all. They and the memory must outlive the worker.
+    // records: of each block, none where the layout has no neurons; products: the matrices of the layout's; gates: of
+    // each block, null where requests have them, or none at all. They and the memory must outlive the worker.
     // limit: seconds that it waits for a request. Throws std::invalid_argument where sizes do not fit together,
     // std::system_error where threads do not start.
     ColdWorker(const Kernels& kernels, std::vector<const Neurons*> records, const HandOver& layout, uint8_t* memory,
@@ -94,6 +96,8 @@ private:
         Buffer<uint8_t> input;   // of each text
         Buffer<float> products;  // [sequences][neurons]: of gates
         Buffer<int32_t> active;  // of those that are listed
+        Buffer<int32_t> kept;    // columns of two slices of a product that skips some, one after the other
+        Buffer<float> seen;      // the input of such a slice
     };
 
     uint8_t* asked(const Request& of) const noexcept {

@@ -1,7 +1,7 @@
 // A product with a matrix in the host's memory, of which the GPU reads the first bands over the bus, by the product that
 // reads all others, and the processor multiplies the last rows: runtime/hybrid/handover.py draws the memory.
 //
-//     far_ask     x, normed  ->  request, number             the processor begins
+//     far_ask     x, normed  ->  request, number             the processor begins; 0 in columns that it leaves out
 //     (product)   rows 0 .. near - 1  ->  sums               meanwhile
 //     far_take    awaits the answer; y = sums, then the answer, + bias + residual  ->  squares of y
 //
@@ -9,9 +9,20 @@
 // may be in its words; y is. The product, whose weights travel as soon as it begins, begins only when the request has
 // reached the host: behind so many reads on the bus it would come when they are over.
 
+#include "common/activations.cuh"
 #include "common/flag_in_data.cuh"
 #include "neurons/hand_over.cuh"
 
+// Macros: INPUTS: how many texts ask together; GATED 1: x is activation(gate) * up of what lies there, as in
+//         column_split.cuh, ACTIVATION the function's number
+#ifndef INPUTS
+#define INPUTS 1
+#define GATED 0
+#define ACTIVATION 0
+#endif
+
+static constexpr int EACH = GATED ? 2 : 1;                                   // numbers of a column
+static constexpr int AT_ONCE = INPUTS * EACH < 8 ? 8 / (INPUTS * EACH) : 1;  // columns that a thread loads together
 static constexpr int THREADS = 1024, TAKE_THREADS = 256;
 static constexpr int LOOKS = 32;  // at the answer, for each at the word by which sides give up and at the time
 
@@ -31,32 +42,72 @@ __device__ __forceinline__ int number_of_step(const int* number, int before_list
     return before_list ? next_number(last) : last;
 }
 
-// x          float32 [texts][columns]; norm [columns]: of an RMSNorm that comes first, or null
-// request    int32, the number; request_x: float32 [texts][columns]; both in the host's memory
+// x          float32 [INPUTS][columns], GATED [INPUTS][2 columns]; norm [columns]: of an RMSNorm that comes first, or null
+// threshold  float32 [1], or with per_channel [columns]; null: every column is active. A column is left out where it is
+//            inactive in all texts. offset [columns], taken from x before, or null; scales [INPUTS]: what the threshold of
+//            each text is multiplied by, or null
+// skipped    u64 [INPUTS] or null, where there are scales: to which the weights in inactive columns are added, of `rows`
+// request    int32, the number; request_x: float32 [INPUTS][columns]; both in the host's memory
 // number     int32, of the step
 //
-// Launch: one block of 1024 threads.
+// What is active is what column_split.cuh says, but for a norm's sum of squares, whose order is another: a column at its
+// threshold may be read on one side alone. Launch: one block of 1024 threads.
 extern "C" __global__ void __launch_bounds__(THREADS)
-    far_ask(const float* x, int columns, int texts, const float* norm, float eps, int* request, float* request_x,
+    far_ask(const float* x, int columns, const float* norm, float eps, const float* threshold, int per_channel,
+            const float* offset, const float* scales, int rows, u64* skipped, int* request, float* request_x,
             const int* number, int before_list) {
     __shared__ float scratch[THREADS / 32];
+    __shared__ int inactive[INPUTS];
+    if (threadIdx.x < INPUTS) inactive[threadIdx.x] = 0;
     wait_for_previous();
-#pragma unroll 1
-    for (int b = 0; b < texts; ++b) {
-        const float* const from = x + (u64)b * columns;
+    float norms[INPUTS], scale[INPUTS];
+#pragma unroll
+    for (int b = 0; b < INPUTS; ++b) {
+        norms[b] = 1, scale[b] = scales ? load_l2(scales + b) : 1;
+        if (!norm) continue;
         float sum = 0;
 #pragma unroll 4
         for (int k = threadIdx.x; k < columns; k += THREADS) {
-            const float v = load_l2(from + k);
+            const float v = load_l2(x + (u64)b * columns + k);
             sum += v * v;
         }
-        const float scale = norm ? 1 / sqrtf(block_sum<THREADS>(sum, scratch) / columns + eps) : 1;
-#pragma unroll 4
-        for (int k = threadIdx.x; k < columns; k += THREADS)
-            request_x[(u64)b * columns + k] = load_l2(from + k) * scale * (norm ? norm[k] : 1);
+        norms[b] = 1 / sqrtf(block_sum<THREADS>(sum, scratch) / columns + eps);
+    }
+    __syncthreads();
+#pragma unroll 1
+    for (int first = threadIdx.x; first < columns; first += THREADS * AT_ONCE) {
+        float v[AT_ONCE][INPUTS][EACH];
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i) {
+            const int k = first + i * THREADS;
+#pragma unroll
+            for (int each = 0; each < INPUTS * EACH; ++each)
+                v[i][each / EACH][each % EACH] = k < columns ? load_l2(x + (u64)each * columns + k) : 0;
+        }
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i) {
+            const int k = first + i * THREADS;
+            if (k >= columns) break;
+            const float limit = threshold ? threshold[per_channel ? k : 0] : 0;
+            bool active = !threshold;
+#pragma unroll
+            for (int b = 0; b < INPUTS; ++b) {
+                float& of = v[i][b][0];
+                if (GATED) of = __fmul_rn(activated(ACTIVATION, of), v[i][b][EACH - 1]);
+                if (norm) of *= norms[b] * norm[k];
+                if (offset) of -= offset[k];
+                if (!threshold) continue;
+                const bool is = fabsf(of) > (scales ? __fmul_rn(scale[b], limit) : limit);
+                active |= is;
+                if (skipped && !is) atomicAdd(inactive + b, 1);
+            }
+#pragma unroll
+            for (int b = 0; b < INPUTS; ++b) request_x[(u64)b * columns + k] = active ? v[i][b][0] : 0;
+        }
     }
     fence_system();
     __syncthreads();
+    if (skipped && threadIdx.x < INPUTS) atomic_add(skipped + threadIdx.x, (u64)rows * inactive[threadIdx.x]);
     if (threadIdx.x) return;
     store_release_system(request, number_of_step(number, before_list));
     fence_system();

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <barrier>
+#include <chrono>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -54,6 +55,7 @@ inline u32 added[1024];
 static constexpr u32 ALL_LANES = 0xffffffff;
 
 inline void wait_for_previous() {}
+inline void launch_dependents() {}
 inline void __syncthreads() { of_block->arrive_and_wait(); }
 inline float __shfl_down_sync(u32, float x, int step) {
     const int lane = threadIdx.x % 32, from = lane + step < 32 ? threadIdx.x + step : threadIdx.x;
@@ -64,6 +66,15 @@ inline float __shfl_down_sync(u32, float x, int step) {
     return found;
 }
 
+inline float warp_sum(float x) {
+    std::barrier<>& of_warp = of_warps[threadIdx.x / 32];
+    exchanged[threadIdx.x] = x;
+    of_warp.arrive_and_wait();
+    float sum = 0;
+    for (int lane = 0; lane < 32; ++lane) sum += exchanged[threadIdx.x / 32 * 32 + lane];
+    of_warp.arrive_and_wait();
+    return sum;
+}
 inline u32 __reduce_add_sync(u32, u32 x) {
     std::barrier<>& of_warp = of_warps[threadIdx.x / 32];
     added[threadIdx.x] = x;
@@ -73,6 +84,7 @@ inline u32 __reduce_add_sync(u32, u32 x) {
     of_warp.arrive_and_wait();
     return sum;
 }
+inline int atomicAdd(int* counter, int n) { return __atomic_fetch_add(counter, n, __ATOMIC_RELAXED); }
 inline u32 atomicAdd(u32* counter, u32 n) { return __atomic_fetch_add(counter, n, __ATOMIC_RELAXED); }
 inline void atomic_add(u64* counter, u64 n) { __atomic_fetch_add(counter, n, __ATOMIC_RELAXED); }
 

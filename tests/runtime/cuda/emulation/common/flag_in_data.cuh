@@ -1,0 +1,8 @@
+// In the place of kernels/common/flag_in_data.cuh: kernels run one after the other, so that a value is there when it is
+// read.
+
+#pragma once
+
+#include "common/common.cuh"
+
+inline void ll_store(float* p, float x) { *p = x; }
