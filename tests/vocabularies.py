@@ -95,7 +95,7 @@ def random_texts(count: int, length: int) -> list[str]:
     """Strings over all Unicode categories, with the characters that pre-tokenizers look at more often."""
     rng = random.Random(7)
     by_category: dict[str, list[str]] = {}
-    for code in range(0x110000):
+    for code in (*range(0x40000), *range(0xE0000, 0xF0000)):  # all that are neither unassigned nor private
         by_category.setdefault(unicodedata.category(chr(code)), []).append(chr(code))
     kinds = sorted(by_category.keys() - {"Cs", "Cn", "Co"})
 

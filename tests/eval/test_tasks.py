@@ -135,7 +135,7 @@ def test_the_real_model_tells_minimal_pairs_apart(plain_scorer, shared, monkeypa
         TASKS,
         tasks=["sp_blimp"],
         protocol="dense",
-        limit=200,
+        limit=100,
         batch=32,
     )
     assert 0.60 <= result["tasks"]["sp_blimp"]["metrics"]["acc"]["value"] <= 0.76

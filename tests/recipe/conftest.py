@@ -4,9 +4,12 @@ import shutil
 from pathlib import Path
 
 import pytest
+from brief_search import orders_are_searched_briefly
 from recipes_for_tests import write_recipe
 
 from sparsepack.recipe import run_recipe
+
+__all__ = ["orders_are_searched_briefly"]
 
 
 @pytest.fixture

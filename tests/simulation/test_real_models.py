@@ -12,7 +12,7 @@ from sparsepack.simulation.run import simulate
 from sparsepack.tracing.collect import trace
 from sparsepack.tracing.options import TraceOptions
 
-OPTIONS = TraceOptions(sessions=3)
+OPTIONS = TraceOptions(sessions=2)
 SILU = TraceOptions(sessions=3, tokens=512, prompt=64, share=0.5)
 
 
@@ -33,8 +33,8 @@ def calibrated(shared, tmp_path_factory):
 
 @pytest.mark.slow
 def test_policies_serve_what_the_study_measured(shared, held_out, calibrated, tmp_path):
-    """neuron_placement.md, B.1 and B.2, of twelve sessions and 72 windows; here are three and eight."""
-    calibration = calibrated("books-26m-relu", CalibrateOptions(samples=8))
+    """neuron_placement.md, B.1 and B.2, of twelve sessions and 72 windows; here are two, and eight of a quarter."""
+    calibration = calibrated("books-26m-relu", CalibrateOptions(samples=8, context=512))
     made = trace(shared / "models" / "books-26m-relu", held_out, tmp_path / "t", OPTIONS)
     report = inspect(tmp_path / "t")["neurons"]
     assert report["pays"]

@@ -227,7 +227,7 @@ def test_learnt_thresholds_hold_the_sparsity_and_lower_the_divergence(tiny, tiny
 
 
 def test_learning_is_the_same_for_the_same_seed_and_another_for_another(tiny, tiny_calibration):
-    few = replace(LEARNING, steps=4, batch=1)
+    few = replace(LEARNING, steps=4, batch=1, length=32, windows=2)
     one, again, other = (
         find_thresholds(tiny, tiny_calibration, replace(few, seed=seed)).to_json() for seed in (0, 0, 1)
     )

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from brief_search import orders_are_searched_briefly
 from calibrated_models import small, small_calibration, text
 from commands_for_tests import fails, succeeds
 
@@ -24,7 +25,7 @@ from sparsepack.workers.dealt import Dealt
 from sparsepack.workers.forecast import PartsForecast
 from sparsepack.workers.workers import Workers
 
-__all__ = ["small", "small_calibration", "text"]
+__all__ = ["orders_are_searched_briefly", "small", "small_calibration", "text"]
 
 OPTIONS = CalibrateOptions(context=64, samples=7)
 

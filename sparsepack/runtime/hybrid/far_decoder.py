@@ -9,6 +9,7 @@ leave out the columns that a token skips.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -31,7 +32,7 @@ from sparsepack.runtime.cuda.driver.kernel_set import KERNELS, Kernels
 from sparsepack.runtime.hybrid.beside import ASSUMED, CudaBesideDecoder, Processor, assumed_links
 from sparsepack.runtime.hybrid.far_products import FarMatrix, bytes_beside, far_matrices
 from sparsepack.runtime.hybrid.far_sites import FarSites
-from sparsepack.runtime.hybrid.handover import LAST_NUMBER, HandOver
+from sparsepack.runtime.hybrid.handover import HandOver
 from sparsepack.runtime.hybrid.placing import links_of
 from sparsepack.runtime.options import EngineOptions
 
@@ -93,11 +94,7 @@ class LastMlp(DenseMlp):
 
     def step(self, step: MlpStep, room: None, kernels: Kernels) -> Iterator[Launch]:
         yield from super().step(step, room, kernels)
-        yield self._count
-
-    def _count(self) -> None:
-        """Count as `handover.next_number` does."""
-        self.number[:1].remainder_(LAST_NUMBER).add_(1)
+        yield partial(kernels.count_step, self.number)
 
 
 class CudaFarDecoder(CudaBesideDecoder):

@@ -161,7 +161,7 @@ def test_what_a_tokenizer_file_says_about_lengths_is_for_others():
 def test_real_tokenizers_and_real_texts(shared, model):
     real = open_checkpoint(shared / "models" / model).tokenizer
     for name in ("wikitext2.test.txt.xz", "tinystories.sample.txt.xz"):
-        text = read_text(str(shared / "text" / name))
+        text = _text(read_text(str(shared / "text" / name)).joined[:300_000])  # five pieces
         whole = torch.tensor(real(text.joined, add_special_tokens=False, verbose=False)["input_ids"])
         assert torch.equal(tokenise(real, text).long(), whole)
 
@@ -216,11 +216,12 @@ def _bytes_of_drawing(path: Path) -> int:
 @pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 @pytest.mark.parametrize("end", ["txt", "jsonl"])
-def test_thirty_megabytes_of_text_take_little_memory(tmp_path, end):
+def test_ten_megabytes_of_text_take_little_memory(tmp_path, end):
+    """Tokenised as one piece they take 1.8 GB."""
     import json
 
     parts, path = heldout_text(), tmp_path / f"long.{end}"
-    times = 30_000_000 // sum(map(len, parts))
+    times = 10_000_000 // sum(map(len, parts))
     with open(path, "w", encoding="utf-8") as file:
         for _ in range(times):
             file.writelines(part + "\n\n" if end == "txt" else json.dumps({"text": part}) + "\n" for part in parts)

@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -17,13 +18,19 @@ from sparsepack.runtime.hybrid.handover import Abort, HandOver, Views, views
 PATIENCE = 60.0  # seconds: of a machine that does much else
 
 
+@lru_cache(maxsize=8)
+def _records(count: int, hidden: int, seed: int) -> Tensor:
+    """Random ones, as stored. To encode them takes longer than what is done with them."""
+    generator = torch.Generator().manual_seed(seed)
+    up, down = (torch.randn(*shape, generator=generator) for shape in ((count, hidden), (hidden, count)))
+    return neurons.pack(up, down, torch.arange(count))
+
+
 class Block:
     """Random records, as stored, decoded and loaded."""
 
     def __init__(self, count: int, hidden: int, seed: int) -> None:
-        generator = torch.Generator().manual_seed(seed)
-        up, down = (torch.randn(*shape, generator=generator) for shape in ((count, hidden), (hidden, count)))
-        stored = neurons.pack(up, down, torch.arange(count))
+        stored = _records(count, hidden, seed)
         self.up, self.down = (half.double() for half in neurons.unpack(stored))
         self.loaded = operations.load_neurons(PackedMatrix(stored, "Q4_K", count, 2 * hidden))
 

@@ -168,6 +168,11 @@ def far_take(
             squares.view(texts, -1)[:, n] = part.sum(1)
 
 
+def far_count(defines: Any, grid: Any, number: Tensor) -> None:
+    assert (grid, len(number)) == ((1,), 2)
+    number[0] = next_number(int(number[0]))
+
+
 def neuron_score(
     defines: Any, grid: Any, codes: Tensor, scales: Tensor, limits: Tensor, neurons: int, words: int, *rest: Any
 ) -> None:
@@ -210,6 +215,6 @@ def neuron_keep(defines: Any, grid: Any, counts: Tensor, index: Tensor, gates: T
 
 _KERNELS = (
     *(neuron_list, neuron_score, neuron_gates, neuron_keep, neuron_ffn, neuron_wait, neuron_sum),
-    *(zigzag_dequantise, far_ask, far_take),
+    *(zigzag_dequantise, far_ask, far_take, far_count),
 )
 LAUNCHED = {each.__name__: each for each in _KERNELS}

@@ -70,10 +70,11 @@ VARIANTS = {
             *(f"CLUSTER={cluster}", f"INPUTS={texts}", f"ROUNDS={rounds}", "ACTIVATION=1", f"ALL={everyone}"),
             *(f"FLAG_IN_DATA={int(texts == 1)}", f"DIVIDED={divided}", f"REPLAYED={replayed}"),
         )
-        for texts, rounds in ((1, 4), (3, 1), (8, 7))
-        for cluster in (1, 8)
-        for everyone in (0, 1)
-        for divided, replayed in ((0, 0), (1, 0), (1, 1))
+        for texts, rounds, divided, replayed, cluster, everyone in (
+            *((1, 4, 0, 0, 1, 0), (1, 4, 1, 0, 8, 1), (1, 4, 1, 1, 1, 1)),
+            *((3, 1, 0, 0, 8, 1), (3, 1, 1, 0, 1, 1), (3, 1, 1, 1, 8, 0)),
+            *((8, 7, 0, 0, 1, 0), (8, 7, 1, 0, 8, 0), (8, 7, 1, 1, 1, 1)),
+        )  # any two values meet
     ],
     "neuron_ffn": [
         (

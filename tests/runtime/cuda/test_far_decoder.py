@@ -172,6 +172,20 @@ def test_a_step_after_one_that_was_interrupted_begins_anew(kernels: Kernels, mon
     assert torch.equal(engine.step([3], True), expected)
 
 
+def test_naming_the_kernels_of_a_step_computes_nothing(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step's launches are called once more to compile their kernels: what they change must be changed by kernels."""
+    engine = decoder(model("llama"), kernels, where(model("llama"), 3, 3, 0))
+    engine.step([3], True)
+    before = engine._waits._number.clone()
+    with monkeypatch.context() as patch:
+        for launched in ("embed", "gemv", "multiply_far", "count_step", "attend", "product", "pick_likeliest"):
+            patch.setattr(type(engine._kernels), launched, staticmethod(lambda *of, **more: None))
+        again = decoder(model("llama"), kernels, where(model("llama"), 3, 3, 0))
+        again._step.run(True)
+        assert again._waits._number.tolist() == [0, 0]
+    assert before.tolist() == [2, 0], "the step that made the graph counts, and the first one"
+
+
 def test_far_matrices_of_one_band_are_read_over_the_bus_alone(kernels: Kernels) -> None:
     packed = random_model("llama", hidden_size=256, intermediate_size=250)
     plan = where(packed, 2, 2, 0)

@@ -217,3 +217,10 @@ def test_an_answer_that_never_comes_is_given_up(device: torch.device) -> None:
     shared.wait()
     assert int(shared.of.abort) == Abort.DEVICE_WAITED
     assert int(shared.of.waited) >= 50e6
+
+
+@pytest.mark.parametrize(("number", "following"), [(0, 1), (7, 8), (LAST_NUMBER, 1)])
+def test_the_next_step_has_the_next_number(number: int, following: int, device: torch.device) -> None:
+    there = torch.tensor([number, 3], dtype=torch.int32, device=device)
+    far.count_step(there)
+    assert there.tolist() == [following, 3]

@@ -73,6 +73,7 @@ class Kernels:
     gemv = staticmethod(zigzag_products.gemv)
     batch = staticmethod(zigzag_products.batch)
     multiply_far = staticmethod(far.multiply)
+    count_step = staticmethod(far.count_step)
     attend = staticmethod(attention.attend)
     attend_double_sparsity = staticmethod(double_sparsity.attend)
     attend_offloaded = staticmethod(offload.attend_offloaded)

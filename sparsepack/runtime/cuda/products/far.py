@@ -94,3 +94,8 @@ def multiply(of: FarProduct, by: Callable[[CudaZigzag, Input, Output], None], in
     input = replace(input, skipped=None)  # counted for all rows already
     by(of.near, input, replace(output, y=sums, bias=None, residual=None, squares=None))
     take(of, output)
+
+
+def count_step(number: Tensor) -> None:
+    """Let a step without lists end, on the current stream: int32 [2], of the step, as in `neurons.Division`."""
+    launch(kernel("far_product", "far_count", (), number.device.index or 0), (1,), 1, number)

@@ -5,6 +5,8 @@
 //     (product)   rows 0 .. near - 1  ->  sums               meanwhile
 //     far_take    awaits the answer; y = sums, then the answer, + bias + residual  ->  squares of y
 //
+// Where no list of neurons gives a step its number, far_count does so at its end.
+//
 // Both wait for the kernel before first, and let the next one begin later: what flag_in_data.cuh asks for. What they read
 // may be in its words; y is. The product, whose weights travel as soon as it begins, begins only when the request has
 // reached the host: behind so many reads on the bus it would come when they are over.
@@ -159,4 +161,11 @@ extern "C" __global__ void __launch_bounds__(TAKE_THREADS)
     if (!squares) return;
     sum = block_sum<TAKE_THREADS>(sum, scratch);
     if (threadIdx.x == 0) ll_store(squares + (u64)b * gridDim.x + blockIdx.x, sum);
+}
+
+// number  int32: of the step that ends. The next one has the next number. Launch: one thread.
+extern "C" __global__ void far_count(int* number) {
+    wait_for_previous();
+    *number = next_number(*number);
+    launch_dependents();
 }
