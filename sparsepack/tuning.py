@@ -24,9 +24,11 @@ def tune(paths: Sequence[Path] = (), device: str = "cpu", threads: int | None = 
 
     Of artifacts whose neurons may have slots, or whose matrices may lie in the host's memory, on this device also how
     fast each side computes what is divided, as `links`; `threads` are then on a GPU those of the processor beside it.
+    Few who run a model of sites divide it: where other work hides these speeds, `links_hidden` says so for these.
 
     What was found is kept below ~/.cache and returned, JSON-able. Raises `UserError` without kernels for the device,
-    `OutputError` where it cannot be kept.
+    and where speeds are hidden by which neurons are divided, or of which the threads are given; `OutputError` where
+    what was found cannot be kept.
     """
     backend = tuning_backend(EngineOptions(device))
     models = [read_packed(path, verify=False) for path in paths]
@@ -49,7 +51,12 @@ def tune(paths: Sequence[Path] = (), device: str = "cpu", threads: int | None = 
     gates = {shape for name, shape in sites if name == "mlp_in"} if sites else GATES
     found = module.tune(shapes, torch.device(device), threads, gates)
     if widths:
-        found["links"] = module.tune_links(widths, torch.device(device), threads)
+        try:
+            found["links"] = module.tune_links(widths, torch.device(device), threads)
+        except UserError as hidden:
+            if threads is not None or any(packed.mlp_kind.by_count for packed in divided):
+                raise
+            found["links_hidden"] = str(hidden)
     return found
 
 

@@ -35,6 +35,8 @@ def tuning_table(result: Mapping[str, Any]) -> str:
     ]
     if links := result.get("links"):
         parts += [_links_table(links), *(f"kept in {row['path']}" for row in links)]
+    if hidden := result.get("links_hidden"):
+        parts.append(f"without --vram nothing is lost: {hidden}")
     return markdown(*parts)
 
 

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from sparsepack.errors import PlacementError
 from sparsepack.formats.codecs.gate_copy import copy_bytes
+from sparsepack.formats.codecs.labels import padded_channels
 from sparsepack.formats.codecs.matrices import ZIGZAG
 from sparsepack.formats.codecs.neurons import record_bytes
 from sparsepack.formats.mlp_kinds import DENSE, EXPERTS
@@ -134,12 +135,19 @@ def _parts(
         )
         for model in (weights, 0)
     )
-    cache = texts * cache_bytes(a, context, cache_type) + rotary
+    cache = texts * (cache_bytes(a, context, cache_type) + _label_bytes(packed, context)) + rotary
     return Parts(
         *(embedding, output, attention, gates, record, neurons, cache, work),
         least_work=least_work,
         together=together,
     )
+
+
+def _label_bytes(packed: PackedModel, context: int) -> int:
+    """Bytes of the labels of a text's keys, at most; 0 where no tokens are selected by labels."""
+    heavy = () if packed.attention is None else packed.attention.channels
+    of_a_head = (padded_channels(each.shape[1]) // 2 + 2 for each in heavy if each is not None)
+    return packed.architecture.kv_heads * context * sum(of_a_head)
 
 
 def check_host(plan: Plan, free: int | None) -> None:

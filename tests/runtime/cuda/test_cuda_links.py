@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import simulated
@@ -118,6 +119,23 @@ def test_threads_beside_a_gpu_are_for_files_that_can_be_divided(
     assert asked[2:] == [([256], 3)]
     with pytest.raises(UserError, match="threads 3: on device cuda they compute what has no room there; give a file"):
         tune([], "cuda", threads=3)
+
+
+def test_hidden_links_end_what_needs_them_alone(isa: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def hidden(widths: list[int], device: torch.device, threads: int | None) -> None:
+        raise UserError("tune: other work hides the bus")
+
+    shapes = {"shapes": [], "gpu_info": "a card", "path": "there"}
+    module = SimpleNamespace(tune=lambda *of: dict(shapes), tune_links=hidden)
+    monkeypatch.setattr(tuning, "opened", lambda row: module)
+    file, other = tiny_by_neurons(tmp_path), tmp_path / "other.gguf"
+    write_zigzag(open_checkpoint("shipped:tiny"), {}, other)
+    found = tune([other], "cuda")
+    assert found == {**shapes, "links_hidden": "tune: other work hides the bus"}
+    assert "without --vram nothing is lost: tune: other work hides the bus" in tuning_table(found)
+    for files, threads in (([other], 3), ([other, file], None)):
+        with pytest.raises(UserError, match="other work hides the bus"):
+            tune(files, "cuda", threads=threads)
 
 
 def test_a_figure_that_other_work_hides_is_refused_and_not_kept(isa: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """What a packed model is planned to take: the bytes of its tensors, each counted once; refusals on both sides."""
 
 from dataclasses import replace
+from fractions import Fraction
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from sparsepack.bench.traffic import stored_bytes
 from sparsepack.errors import PlacementError, UserError
 from sparsepack.formats.codecs.gate_copy import copied, limits
 from sparsepack.formats.packed import PackedModel
+from sparsepack.models.records.sparse_attention import SparseAttention, TokenPolicy
 from sparsepack.placement.budget import SPARE
 from sparsepack.runtime.backends import backend_named
 from sparsepack.runtime.engine import Engine
@@ -61,6 +63,17 @@ def test_texts_have_a_cache_each(packed: PackedModel) -> None:
     assert one.cache == of_a_text + 64 * 4 * a.head_dim
     assert parts_of(packed, 64, "f32").cache == 2 * of_a_text + 64 * 4 * a.head_dim
     assert three.work.bytes > one.work.bytes
+
+
+def test_labels_of_keys_are_planned() -> None:
+    packed = random_model("llama", **RELU)
+    channels = (None, torch.zeros(packed.architecture.kv_heads, 3, dtype=torch.long))
+    policy = TokenPolicy(Fraction(1, 4), sinks=1, recent=3, min_context=16)
+    selecting = replace(packed, attention=SparseAttention(policy, channels))
+    of_a_head = 64 * (8 // 2 + 2)
+    assert parts_of(selecting, 64, "bf16", 3).cache - parts_of(packed, 64, "bf16", 3).cache == (
+        3 * packed.architecture.kv_heads * of_a_head
+    )
 
 
 def test_the_options_say_the_budget(packed: PackedModel) -> None:
