@@ -5,9 +5,9 @@
 //     (product)   rows 0 .. near - 1  ->  sums               meanwhile
 //     far_take    awaits the answer; y = sums, then the answer, + bias + residual  ->  squares of y
 //
-// Where no list of neurons gives a step its number, far_count does so at its end.
+// Where no list of neurons gives a step its number, far_count does so at the step's end.
 //
-// Both wait for the kernel before first, and let the next one begin later: what flag_in_data.cuh asks for. What they read
+// All of them wait for the kernel before first, and let the next one begin later: what flag_in_data.cuh asks for. What they read
 // may be in its words; y is. The product, whose weights travel as soon as it begins, begins only when the request has
 // reached the host: behind so many reads on the bus it would come when they are over.
 
