@@ -10,6 +10,14 @@ from sparsepack.errors import UserError
 from sparsepack.runtime.cpu.dispatch import instruction_sets, native
 
 MODULE = "sparsepack.runtime.cpu._native"
+SANITISED = "libasan" in os.environ.get("LD_PRELOAD", "")
+"""Whether the tests run under AddressSanitizer."""
+
+forks = pytest.mark.skipif(
+    SANITISED or not hasattr(os, "fork"),
+    reason="no fork; or AddressSanitizer, whose allocator stays locked in a child if another thread allocates meanwhile",
+)
+"""Marks a test that forks its process."""
 
 
 def use_other_build() -> None:

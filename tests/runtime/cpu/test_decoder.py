@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from native_build import instruction_set_params
+from native_build import forks, instruction_set_params
 from packed_models import VARIANTS, random_model, stock_model, with_rules
 from torch import Tensor
 
@@ -209,7 +209,7 @@ def test_engines_of_several_python_threads_do_not_disturb_each_other() -> None:
     assert all(torch.equal(logits, expected) for logits in found)
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+@forks
 def test_a_forked_process_goes_on() -> None:
     engine = Engine(model("llama"), backend="cpu", threads=2)
     engine.step(3)

@@ -9,7 +9,7 @@ import time
 
 import pytest
 import torch
-from native_build import skip_without_kernels
+from native_build import forks, skip_without_kernels
 from worker_sides import answer, ask, check, made
 
 from sparsepack.runtime.hybrid.handover import Abort, HandOver
@@ -131,7 +131,7 @@ worker.begin(1)
     assert (done.returncode, done.stderr) == (0, "")
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+@forks
 @pytest.mark.filterwarnings("ignore:This process")
 def test_a_forked_process_has_workers_of_its_own() -> None:
     side = made(HandOver(2, 64, 256, 1))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from native_build import skip_without_kernels
+from native_build import forks, skip_without_kernels
 
 from sparsepack.placement.policies import Slow, slow
 from sparsepack.runtime.cpu import dispatch
@@ -157,7 +157,7 @@ def test_bits_of_another_shape_are_refused() -> None:
             native.saw(np.zeros(shape, np.uint8), 0)
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+@forks
 @pytest.mark.filterwarnings("ignore:This process")
 def test_in_a_forked_process_it_is_an_error_and_no_wait() -> None:
     native, _ = both(Slow(), np.ones((2, 20)), 5, orders((2, 20), np.random.default_rng(1)))
