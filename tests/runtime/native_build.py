@@ -15,7 +15,7 @@ SANITISED = "libasan" in os.environ.get("LD_PRELOAD", "")
 
 forks = pytest.mark.skipif(
     SANITISED or not hasattr(os, "fork"),
-    reason="no fork; or AddressSanitizer, whose allocator stays locked in a child if another thread allocates meanwhile",
+    reason="no fork; or AddressSanitizer, whose allocator may stay locked in a child where other threads allocate",
 )
 """Marks a test that forks its process."""
 
