@@ -25,7 +25,12 @@ from sparsepack.runtime.reference import products as reference
 EPS = 1e-5
 
 
-@pytest.fixture(params=[pytest.param("cpu", marks=needs_compiler), pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.fixture(
+    params=[
+        pytest.param("cpu", id="emulated", marks=needs_compiler),
+        pytest.param("cuda", id="gpu", marks=pytest.mark.gpu),
+    ]
+)
 def device(request: pytest.FixtureRequest, emulation: Emulation, monkeypatch: pytest.MonkeyPatch) -> torch.device:
     """Kernels of `far` run here."""
     if request.param == "cpu":
