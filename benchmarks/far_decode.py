@@ -24,19 +24,20 @@ from typing import Any
 
 import click
 import torch
-from cuda_synthetic import random_model
+from cuda_synthetic import CONTEXT, random_model
 from cuda_timing import device_line
 from figures import json_option, write_figures
 from hybrid_decode import HEAD, LIMIT, PROMPT, SHARES, decode_seconds, freed, links_of, row_of
 from hybrid_synthetic import SIZES, write_for_llama_cpp
 from llama_cpp_offload import LAYERS, MLPS, Peer, runner
 from nearness import expect_near, relative_error
-from synthetic import Size, random_ids
+from synthetic import Size, llama_config, random_ids
 from thresholds import find_thresholds, with_thresholds
 from turns import in_turns
 
 from sparsepack.formats.codecs.matrices import PackedMatrix
 from sparsepack.formats.packed import DenseMlp, PackedLayer, PackedModel, PackedSite
+from sparsepack.models.architecture import architecture_of
 from sparsepack.placement.budget import bytes_in, in_words
 from sparsepack.placement.ways import per_token, per_token_in_words
 from sparsepack.runtime.engine import Engine
@@ -58,7 +59,7 @@ def sparse_model(size: Size, sparsity: float, sites: str, device: str = "cuda") 
     output, embedding = (PackedMatrix(m.blocks.cpu(), m.type, m.rows, m.columns) for m in (two.output, two.embedding))
     return replace(
         two,
-        architecture=replace(two.architecture, layers=size.layers),
+        architecture=architecture_of(llama_config(size, max_position_embeddings=CONTEXT), None),
         layers=(layer,) * size.layers,
         embedding=embedding,
         output=output,
