@@ -4,8 +4,8 @@
     processor       | last bands, from memory of its own |
 
 So both paths to the host's memory are at work, as for neurons without slots. The bands are divided once, by the
-measured links, when a model is loaded: the same text then has the same bits. Both sides leave out the columns that a
-site's thresholds say are inactive. Gates by rows stay whole, and so does what has one band.
+measured links and in tiles of several, when a model is loaded: the same text then has the same bits. Both sides leave
+out the columns that a site's thresholds say are inactive. Gates by rows stay whole, and so does what has one tile.
 """
 
 from collections.abc import Sequence
@@ -18,6 +18,7 @@ from sparsepack.formats.packed import DenseMlp, NeuronMlp, PackedModel
 from sparsepack.models.family import ATTENTION_SITES
 from sparsepack.placement.budget import Plan
 from sparsepack.placement.links import Links, over_the_bus
+from sparsepack.runtime.cuda.products.tile_config import far_tile_bands
 from sparsepack.runtime.hybrid.handover import AskedProduct
 
 
@@ -26,7 +27,7 @@ class FarMatrix:
     """A matrix whose bands are divided.
 
     block, name -- where it stands
-    near        -- the GPU multiplies so many first bands
+    near        -- the GPU multiplies so many first bands, a multiple of `tile_bands`
     skips       -- whether thresholds say which columns are active
     """
 
@@ -35,6 +36,11 @@ class FarMatrix:
     matrix: PackedMatrix
     near: int
     skips: bool = False
+
+    @property
+    def tile_bands(self) -> int:
+        """The GPU multiplies whole tiles of so many bands."""
+        return far_tile_bands(len(self.matrix.blocks))
 
     @property
     def asked(self) -> AskedProduct:
@@ -75,8 +81,9 @@ def bytes_beside(far: Sequence[FarMatrix]) -> int:
 
 
 def _near_bands(matrix: PackedMatrix, record: int, links: Links) -> int:
-    """How many first bands the GPU multiplies, so that both sides end together: one at least."""
+    """How many first bands the GPU multiplies, so that both sides end together: a tile of them at least."""
     bands, speeds = len(matrix.blocks), links.far(record)
-    of_a_band = matrix.blocks[0].nbytes
-    bus, worker = (speed / of_a_band for speed in speeds)
-    return max(1, over_the_bus(0, bands, Links(1.0, bus, worker, links.handover)))
+    tile_bands = far_tile_bands(bands)
+    of_a_tile = tile_bands * matrix.blocks[0].nbytes
+    bus, worker = (speed / of_a_tile for speed in speeds)
+    return tile_bands * max(1, over_the_bus(0, bands // tile_bands, Links(1.0, bus, worker, links.handover)))

@@ -67,7 +67,7 @@ class FarSites:
     def _shared(self, block: int, name: str, site: PackedSite) -> CudaSite:
         kernels, device, (of, at) = self._kernels, self._device, self._places[block, name]
         texts, asked = self._layout.sequences, of.asked
-        config = far_tile_config(len(of.matrix.blocks), asked.columns, device)
+        config = far_tile_config(len(of.matrix.blocks), asked.columns, device, of.tile_bands)
         load = partial(kernels.load_zigzag, of.matrix, device, config, place=kernels.in_host_memory)
         loaded = loaded_site(site, device, kernels, load)
         near = kernels.first_bands(loaded.matrix, of.near)

@@ -28,7 +28,7 @@ from sparsepack.process import cores
 from sparsepack.progress import counted
 from sparsepack.runtime.cpu import operations
 from sparsepack.runtime.cuda.driver.kernel_set import Kernels
-from sparsepack.runtime.cuda.products.tile_config import BLOCK_BYTES, far_tile_config
+from sparsepack.runtime.cuda.products.tile_config import BLOCK_BYTES, far_tile_bands, far_tile_config
 from sparsepack.runtime.cuda.products.zigzag import CudaZigzag
 from sparsepack.runtime.cuda.products.zigzag_products import Input, Output
 from sparsepack.runtime.hybrid import measure
@@ -224,7 +224,7 @@ def _near(kernels: Kernels, device: torch.device, hidden: int) -> list[Turn]:
 def _far(kernels: Kernels, device: torch.device, threads: int, hidden: int) -> list[Turn]:
     """Each figure is of a byte."""
     stored, size, count = _matrices(hidden)
-    config = far_tile_config(BANDS, hidden, device)
+    config = far_tile_config(BANDS, hidden, device, far_tile_bands(BANDS))
     host = [kernels.load_zigzag(stored, device, config, place=kernels.in_host_memory) for _ in range(count)]
     graph = _products(kernels, [kernels.first_bands(each, BANDS) for each in host], device)
     asked = AskedProduct(0, hidden, stored.rows)

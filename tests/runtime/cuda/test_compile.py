@@ -13,7 +13,7 @@ from sparsepack.errors import UserError
 from sparsepack.runtime.cuda.driver import compiler
 from sparsepack.runtime.cuda.driver.compiler import cubin, kernel_files, nvrtc_version
 from sparsepack.runtime.cuda.products import zigzag_products
-from sparsepack.runtime.cuda.products.tile_config import CudaTileConfig
+from sparsepack.runtime.cuda.products.tile_config import CudaTileConfig, FarTileConfig
 from sparsepack.runtime.cuda.products.zigzag import CudaZigzag
 from sparsepack.runtime.cuda.products.zigzag_products import Input, Together
 from sparsepack.runtime.cuda.slide.hopper import CLUSTER, DENSE_TILES, TILES
@@ -160,6 +160,7 @@ CONFIGS = (
     CudaTileConfig(1, 8, 24, 1),
     CudaTileConfig(2, 8, 16, 16),
     CudaTileConfig(8, 8, 4, 20),
+    FarTileConfig(4, 8, 8, 20),
     CudaTileConfig(2, 8, 0, 11),
 )
 
@@ -223,7 +224,7 @@ def test_products_of_experts_compile_as_they_are_launched(what: str, together: T
     _some_soon(
         ("dense", "sparse", "per channel", "held", "norm", "norm of squares", "gate"),
         (1, 3, 8),
-        CONFIGS[:3],
+        CONFIGS[:4],
         (80, 90),
         each=2,
         apart=3,

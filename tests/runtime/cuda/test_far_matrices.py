@@ -79,6 +79,16 @@ def test_who_is_slow_gets_few_bands_of_far_matrices(near: Links) -> None:
     assert all(each.near == 1 for each in far)
 
 
+@pytest.mark.parametrize(("bands", "near", "tile_bands"), [(32, 16, 8), (20, 12, 4), (14, 8, 2), (9, 5, 1), (3, 2, 1)])
+def test_whole_tiles_are_divided(bands: int, near: int, tile_bands: int) -> None:
+    packed = model(**{**WIDE, "intermediate_size": 256 * bands}, hidden_size=512)
+    links = Links(1.0, bus=1.2, worker=1.0)
+    far = [each for each in far_matrices(packed, whole_in_host_memory(packed, 0, 0), links) if each.name == "mlp_gate"]
+    assert [(each.near, each.tile_bands, len(each.beside.blocks)) for each in far] == [
+        (near, tile_bands, bands - near)
+    ] * 2
+
+
 def test_columns_of_attention_with_thresholds_are_left_out_on_both_sides() -> None:
     packed = model(**WIDE, hidden_size=512)
     site = packed.layers[1].attention["attn_out"]

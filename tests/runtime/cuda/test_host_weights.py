@@ -1,5 +1,7 @@
 """Matrices that lie in the host's memory: kernels read them over the bus, with the bits of those on the card."""
 
+from dataclasses import asdict
+
 import pytest
 import torch
 from operations_for_tests import normal
@@ -8,8 +10,9 @@ from torch import Tensor
 from sparsepack.formats.codecs import zigzag as codec
 from sparsepack.formats.codecs.matrices import ZIGZAG, PackedMatrix, encode_rows
 from sparsepack.runtime.cuda.driver.host_memory import in_host_memory, on_card
-from sparsepack.runtime.cuda.products import rows, zigzag, zigzag_products
+from sparsepack.runtime.cuda.products import far, rows, zigzag, zigzag_products
 from sparsepack.runtime.cuda.products.gemm_fp16 import multiply, new_scratch, to_scaled_fp16
+from sparsepack.runtime.cuda.products.tile_config import CudaTileConfig, far_tile_config
 from sparsepack.runtime.cuda.products.zigzag import CudaZigzag
 from sparsepack.runtime.cuda.products.zigzag_products import Input, Output
 
@@ -57,6 +60,29 @@ def test_products_of_several_inputs(dense: bool) -> None:
         zigzag_products.batch(matrix, Input(x, threshold=threshold), Output(y))
         found.append(y.cpu())
     assert torch.equal(*found)
+
+
+@pytest.mark.usefixtures("_copies", "workspace_is_reset")
+@pytest.mark.parametrize("dense", [False, True])
+@pytest.mark.parametrize("columns", [2048, 701])
+@pytest.mark.parametrize("tile_bands", [1, 2, 4, 8])
+def test_products_of_first_bands(tile_bands: int, columns: int, dense: bool) -> None:
+    bands, near = 32, 3 * tile_bands
+    packed = PackedMatrix(codec.pack(normal(256 * bands, columns)), ZIGZAG, 256 * bands, columns)
+    config = far_tile_config(bands, columns, CUDA, tile_bands)
+    there = far.first_bands(zigzag.load_zigzag(packed, CUDA, config, place=in_host_memory), near)
+    first = PackedMatrix(packed.blocks[:near].contiguous(), ZIGZAG, 256 * near, columns)
+    here = zigzag.load_zigzag(first, CUDA, CudaTileConfig(**asdict(there.config)))
+    x = normal(3, columns, seed=1).to(CUDA)
+    threshold = None if dense else torch.full((1,), 0.7, device=CUDA)
+    for texts, product in ((1, zigzag_products.gemv), (3, zigzag_products.batch)):
+        found: list[Tensor] = []
+        for matrix in (here, there):
+            y = torch.empty(texts, matrix.rows, device=CUDA)
+            shapes = (x[0], y[0]) if texts == 1 else (x, y)
+            product(matrix, Input(shapes[0], threshold=threshold), Output(shapes[1]))
+            found.append(y.cpu())
+        assert torch.equal(*found)
 
 
 def test_products_of_prefill() -> None:

@@ -78,8 +78,10 @@ def load_model(
     plan -- what of it lies in the host's memory; None: nothing
     """
 
+    here_of = kernels.on_card if plan is None else kernels.apart_on_card(device)
+
     def place(on_card: bool) -> Place:
-        return kernels.on_card if on_card else kernels.in_host_memory
+        return here_of if on_card else kernels.in_host_memory
 
     def layer(number: int, of: PackedLayer) -> CudaLayer:
         here, gate_here = (
@@ -112,4 +114,6 @@ def load_model(
         output_norm=load_vector(packed.output_norm, device),
     )
     kernels.synchronize(device)  # kernels read weights before they wait for what is ahead
+    if plan is not None:
+        torch.cuda.empty_cache()  # or what comes next would lie in what loading took, and keep it
     return model

@@ -81,6 +81,18 @@ def on_card(loaded: Tensor) -> Tensor:
     return loaded
 
 
+def apart_on_card(device: torch.device) -> Place:
+    """A place in the GPU's memory that tensors have to themselves. Where they lie beside what loading took for a while,
+    torch cannot give that back to the driver: of 3.6 GB within a budget it kept 0.9."""
+    pool = torch.cuda.MemPool()
+
+    def place(loaded: Tensor) -> Tensor:
+        with torch.cuda.use_mem_pool(pool, device):
+            return loaded.clone()
+
+    return place
+
+
 def in_host_memory(loaded: Tensor) -> Tensor:
     """Move a loaded tensor to the host's memory, where kernels read it over the bus.
 

@@ -61,6 +61,7 @@ class Kernels:
     host_tensors = staticmethod(host_memory.host_tensors)
     shared_memory = staticmethod(host_memory.shared_memory)
     on_card = staticmethod(host_memory.on_card)
+    apart_on_card = staticmethod(host_memory.apart_on_card)
     in_host_memory = staticmethod(host_memory.in_host_memory)
     token_slots = staticmethod(offload.token_slots)
 

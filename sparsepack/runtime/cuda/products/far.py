@@ -49,10 +49,11 @@ class FarProduct:
 
 
 def first_bands(matrix: CudaZigzag, bands: int) -> CudaZigzag:
-    """The first bands of a matrix in tiles of one band, for products that have only these."""
-    config = far_tile_config(bands, matrix.columns, matrix.blocks.device)
+    """The first bands of a matrix in the host's memory, whole tiles of them, for products that have only these."""
+    tile_bands = matrix.config.tile_bands
+    config = far_tile_config(bands, matrix.columns, matrix.blocks.device, tile_bands)
     rows = min(matrix.rows, BAND_ROWS * bands)
-    return replace(matrix, blocks=matrix.blocks[:bands], rows=rows, config=config)
+    return replace(matrix, blocks=matrix.blocks[: bands // tile_bands], rows=rows, config=config)
 
 
 def ask(of: FarProduct, input: Input) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, TypeVar
 
 import torch
 
@@ -23,6 +23,7 @@ from sparsepack.runtime.tuning import Shape
 SCHEMA = 2
 PADDED_ROWS = BAND_ROWS + 20  # of its sums in shared memory (`kernels/products/split_k_reduce.cuh`)
 BLOCK_BYTES = 144
+LINE_BYTES = 128  # over the bus
 K_TILE = 16  # columns that are multiplied together
 COLUMNS_AT_ONCE = 32  # columns that go to a block together (`kernels/products/column_split.cuh`)
 STATIC_BYTES = 2048
@@ -39,6 +40,8 @@ MOST_SPLITS = {8: 16, 4: 16, 2: 32, 1: 32}
 """A product has at most this many splits, by the bands of a tile: the sums of the splits have to be added up."""
 MANY_COLUMNS = 1024
 """For a block with this many columns, tiles of 4 bands are faster at 50 % than tiles of 2 (an H100)."""
+FAR_TILES = 4
+"""A matrix in the host's memory has at least so many tiles, of which GPU and processor take some each."""
 FEW_COLUMNS = 224
 """A block of one band with no more columns than this is faster without a ring (an H100)."""
 
@@ -59,6 +62,7 @@ class CudaTileConfig:
     warps: int = 8
     stages: int = 16
     splits: int = 8
+    far: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         slices, rest = divmod(self.warps, self.tile_bands)
@@ -82,7 +86,19 @@ class CudaTileConfig:
     def ring_bytes(self) -> int:
         """The bytes of shared memory for the columns on their way (`kernels/products/zigzag.cuh`)."""
         column = self.tile_bands * BLOCK_BYTES // 16 // 2 * 32 + 16  # an odd number of 16 bytes
+        if self.far:
+            column = max(column, LINE_BYTES * (self.tile_bands + 1))
         return self.stages * K_TILE * column
+
+
+@dataclass(frozen=True)
+class FarTileConfig(CudaTileConfig):
+    """That of a matrix in the host's memory, of which whole lines are asked for (`kernels/products/zigzag.cuh`)."""
+
+    far: ClassVar[bool] = True
+
+
+Config = TypeVar("Config", bound=CudaTileConfig)
 
 
 def shared_bytes(columns: int, config: CudaTileConfig) -> int:
@@ -90,7 +106,7 @@ def shared_bytes(columns: int, config: CudaTileConfig) -> int:
     return config.ring_bytes + 4 * config.warps * PADDED_ROWS + 8 * COLUMNS_AT_ONCE * config.chunks(columns)
 
 
-def fitted(config: CudaTileConfig, needed: Callable[[CudaTileConfig], int], device: torch.device) -> CudaTileConfig:
+def fitted(config: Config, needed: Callable[[CudaTileConfig], int], device: torch.device) -> Config:
     """The configuration, with fewer stages where a block would need more dynamic shared memory than there is."""
     step = math.lcm(PRODUCERS, config.warps // config.tile_bands)
     choices = range(config.stages, 0, -step)
@@ -127,15 +143,23 @@ def default_tile_config(bands: int, columns: int, device: torch.device, gate: bo
     return of(2 if gate or bands >= 4 else 1)
 
 
-def far_tile_config(bands: int, columns: int, device: torch.device) -> CudaTileConfig:
-    """The configuration of a matrix in the host's memory of which a product has any number of first bands: tiles of one
-    band, which lie one after the other."""
+def far_tile_bands(bands: int) -> int:
+    """The bands of a tile of a matrix in the host's memory: as many as leave some tiles to be divided, all of them
+    full. What lies together of a column is read the faster over the bus the longer it is (`benchmarks/far_columns.py`).
+    """
+    sizes = (size for size in sorted(STAGES, reverse=True) if bands % size == 0 and bands >= FAR_TILES * size)
+    return next(sizes, 1)
+
+
+def far_tile_config(bands: int, columns: int, device: torch.device, tile_bands: int) -> FarTileConfig:
+    """The configuration of so many bands, in tiles of `tile_bands`, of a matrix in the host's memory."""
 
     def needed(config: CudaTileConfig) -> int:
         return shared_bytes(columns, config)
 
-    splits = filling_splits(bands, columns, device, 1)
-    return fitted(CudaTileConfig(1, warps=8, stages=STAGES[1], splits=splits), needed, device)
+    splits = filling_splits(bands, columns, device, tile_bands)
+    config = FarTileConfig(tile_bands, warps=8, stages=STAGES[tile_bands], splits=splits)
+    return fitted(config, needed, device)
 
 
 def expert_tile_config(

@@ -314,6 +314,7 @@ def _macros(matrix: CudaZigzag, most_rounds: int = MOST_ROUNDS) -> dict[str, int
         "STAGES": config.stages,
         "PRODUCERS": PRODUCERS,
         "TILE_BANDS": config.tile_bands,
+        "FAR": int(config.far),
         "SPLITS": config.splits,
         "ROUNDS": -(-each // passes),
         "PASSES": passes,

@@ -27,10 +27,16 @@
 // host.
 //
 // Macros: WARPS, STAGES, TILE_BANDS, PRODUCERS; STAGES 0: no ring; DENSE 1: every column is active, and weights begin
-//         to travel before the input is there, into a ring; BULK 0: as before sm_90
+//         to travel before the input is there, into a ring; BULK 0: as before sm_90; FAR 1: the matrix lies in the
+//         host's memory. Of that whole lines of 128 bytes are asked for only where both ends of a copy are alike modulo
+//         128 bytes: then a column begins in the ring as far behind a line's beginning as in memory, at most so far that
+//         it ends in the same TILE_BANDS + 1 lines
 
 #pragma once
 
+#ifndef FAR
+#define FAR 0
+#endif
 #include "common/bulk.cuh"
 #include "products/k_tile.cuh"
 
@@ -47,7 +53,10 @@ static constexpr int COLUMN_BYTES = TILE_BANDS * BLOCK_BYTES;
 static constexpr int PIECES = COLUMN_BYTES / 16;  // of 16 bytes in a column
 // From a column to the next in the ring: an odd number of pieces, so that columns fall on different banks; where DENSE
 // as in memory, since neighbours travel in one copy.
-static constexpr int PITCH = DENSE || PIECES % 2 ? COLUMN_BYTES : COLUMN_BYTES + 16;
+static constexpr bool ALIKE = FAR && !DENSE;
+static constexpr int LINE = 128;
+static constexpr int PITCH = ALIKE ? LINE * (TILE_BANDS + 1) : DENSE || PIECES % 2 ? COLUMN_BYTES : COLUMN_BYTES + 16;
+static_assert(!ALIKE || STAGES, "lines travel to a ring");
 static constexpr int STAGE_BYTES = K_TILE * PITCH;
 static constexpr float NIBBLE = 16777216.0f;  // 2^24: what a nibble in the lowest bits of a float16 lacks
 
@@ -79,6 +88,12 @@ struct ColumnPipeline {
                            column_split.columns - 1)
                      : index[entry];
     }
+
+    // Where an entry of a k_tile begins in its stage.
+    __device__ __forceinline__ int place(int i, int c) const {
+        return c * PITCH + (ALIKE ? behind_line(base + (u64)number(i * K_TILE + c) * COLUMN_BYTES) : 0);
+    }
+    __device__ __forceinline__ static int behind_line(const u8* from) { return (int)((u64)from % LINE); }
 
     // Before anything else, by all producer warps, a share of the stages each: a warp's barriers are set up one after
     // the other (16 take most of a microsecond).
@@ -132,14 +147,14 @@ struct ColumnPipeline {
         if (lane < (neighbours ? 1 : K_TILE))
             asm volatile(
                 "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
-                "[%0], [%1], %2, [%3], %4;" ::"r"(shared_address(to + lane * PITCH)),
+                "[%0], [%1], %2, [%3], %4;" ::"r"(shared_address(to + place(i, lane))),
                 "l"(base + (u64)number(entry + lane) * COLUMN_BYTES), "r"((neighbours ? K_TILE : 1) * COLUMN_BYTES),
                 "r"(arrived), "l"(read_once())
                 : "memory");
 #else
         for (int piece = threadIdx.x - THREADS; piece < K_TILE * PIECES; piece += 32 * PRODUCERS) {
             const int c = piece / PIECES, part = piece % PIECES;
-            copy_async(to + c * PITCH + part * 16, base + (u64)number(entry + c) * COLUMN_BYTES + part * 16);
+            copy_async(to + place(i, c) + part * 16, base + (u64)number(entry + c) * COLUMN_BYTES + part * 16);
         }
         asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(arrived) : "memory");
 #endif

@@ -59,8 +59,10 @@ __device__ __forceinline__ u32 numbers(u32 first, u32 second) {
     return c;
 }
 
-// Add 16 columns. value: of the lane's input; scale: a power of two that brings x d into the range of float16.
-__device__ __forceinline__ void multiply(BatchAccumulator& sums, const u8* stage, const float* value, float scale) {
+// Add 16 columns. header(c): where the band's piece of column c begins; value: of the lane's input; scale: a power of
+// two that brings x d into the range of float16.
+template <typename Header>
+__device__ __forceinline__ void multiply(BatchAccumulator& sums, Header header, const float* value, float scale) {
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, p = g / 2;
     uint4 q[4];
     u32 bits[4];
@@ -68,8 +70,9 @@ __device__ __forceinline__ void multiply(BatchAccumulator& sums, const u8* stage
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
         const int column = 2 * t + (i & 1) + 8 * (i >> 1);
-        const uint4 h = *(const uint4*)(stage + column * PITCH);
-        q[i] = *(const uint4*)(stage + column * PITCH + 16 + 16 * g);
+        const u8* at = header(column);
+        const uint4 h = *(const uint4*)at;
+        q[i] = *(const uint4*)(at + 16 + 16 * g);
         // Scale and minimum of sub-block 2 p, then of 2 p + 1: 24 bits at 24 p.
         bits[i] = __funnelshift_r(p == 0 ? h.y : p == 1 ? h.y : p == 2 ? h.z : h.w, p < 2 ? h.z : h.w, 24 * p & 31);
         const float x = value ? value[column] * scale : 0;
@@ -203,8 +206,10 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1) zigzag_batch(
     for (int i = k_slice; i < pipeline.k_tiles; i += K_SLICES) {
         const int stage = i % STAGES;
         barrier_wait(full + stage, i / STAGES & 1);
-        multiply(sums, ring + stage * STAGE_BYTES + band * BLOCK_BYTES, value ? value + i * K_TILE : nullptr,
-                 power_of_two(exponent));
+        const u8* first = ring + stage * STAGE_BYTES + band * BLOCK_BYTES;
+        multiply(
+            sums, [&](int c) { return first + pipeline.place(i, c); }, value ? value + i * K_TILE : nullptr,
+            power_of_two(exponent));
         warp_arrive(empty + stage);
     }
     sync_consumers<THREADS>();  // the ring is read
