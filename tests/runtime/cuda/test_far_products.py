@@ -69,7 +69,7 @@ class Shared:
 
         loaded: Any = SimpleNamespace(rows=min(rows, 256 * near))
         if on_gpu:
-            config = far_tile_config(len(matrix.blocks), columns, device)
+            config = far_tile_config(len(matrix.blocks), columns, device, tile_bands=2 - near % 2)
             loaded = far.first_bands(zigzag.load_zigzag(matrix, device, config, place=in_host_memory), near)
         self.step, self.at = step, at
         number = [step - 1 if step > 1 else LAST_NUMBER, 0] if before_list else [step, 0]
