@@ -9,7 +9,7 @@ export OMP_WAIT_POLICY=passive PYTHONPATH=$PWD/benchmarks
 left() { echo $(( LIMIT - $(date +%s) + t0 - ${1:-0} )); }
 FILES="tests/runtime/cuda/test_far_products.py tests/runtime/cuda/test_far_decoder.py tests/runtime/cuda/test_far_matrices.py tests/runtime/cuda/test_cuda_hybrid.py tests/runtime/cuda/test_host_weights.py"
 OMP_NUM_THREADS=1 timeout --foreground -k 5 ${TESTS:-110} python3 -m pytest ${MARK:--m gpu} -n ${N:-12} -q -rfE --tb=short -p no:cacheprovider -o faulthandler_timeout=60 --durations=4 $FILES > $LOG/R1-pytest.txt 2>&1
-rc=$?; echo "tests rc $rc, $(( $(date +%s) - t0 )) s"; grep -E "^(FAILED|ERROR|E  )" $LOG/R1-pytest.txt | cut -c1-200 | head -40; tail -1 $LOG/R1-pytest.txt
+rc=$?; rm -f $LOG/failed; echo "tests rc $rc, $(( $(date +%s) - t0 )) s"; grep -E "^(FAILED|ERROR|E  )" $LOG/R1-pytest.txt | cut -c1-200 | head -40; tail -1 $LOG/R1-pytest.txt
 [ $rc -eq 0 ] || { touch $LOG/failed; exit 1; }
 timeout -k 5 60 python3 benchmarks/far_columns.py --rounds 3 --json $LOG/R1-columns.json 2>&1 | tail -20
 peer="--llama-bench /tmp/llama/b/bin/llama-bench --peer-tokens 16"

@@ -1,7 +1,8 @@
 """python time_verbs.py SECONDS WORK TEXT SHAPE CONTEXT STEP...: each verb by 1 and by 2 workers, seconds and bytes.
 
 A STEP is verbs between commas; their runs by one worker go side by side, each on a GPU of its own (a lone verb is alone),
-then each by two workers, alone. VERB:WINDOWS gives its windows (global: steps). Outputs are compared in the background.
+then each by two workers, alone; those that $M1_ONCE names run by one alone, for what they write. VERB:WINDOWS gives its
+windows (global: steps). Outputs are compared in the background.
 """
 
 import json
@@ -188,7 +189,7 @@ with ThreadPoolExecutor(8) as pool:
         alone = [pool.submit(one, v, m or "1", 1, str(n % 2), len(verbs) > 1) for n, (v, m) in enumerate(verbs)]
         alone = [each.result() for each in alone]
         for (verb, many), first in zip(verbs, alone):
-            if first is None:
+            if first is None or verb in os.environ.get("M1_ONCE", "").split(","):
                 continue
             second = one(verb, many or "1", 2, "0,1", False)
             figures[verb] = {"many": many, "runs": [first, second]}
