@@ -73,6 +73,11 @@ __device__ __forceinline__ u64 read_once() {
     return policy;
 }
 
+// Where entry c of a k_tile begins in its stage; base: of the tile, index: of the k_tile's columns.
+__device__ __forceinline__ int place_in_stage(int c, const u8* base, const int* index) {
+    return c * PITCH + (ALIKE ? (int)((u64)(base + (u64)index[c] * COLUMN_BYTES) % LINE) : 0);
+}
+
 // What fetches columns into the ring, and tells how many there are: CUTLASS's mainloop pipeline.
 struct ColumnPipeline {
     const u8* base;  // of the tile, column 0
@@ -88,12 +93,6 @@ struct ColumnPipeline {
                            column_split.columns - 1)
                      : index[entry];
     }
-
-    // Where an entry of a k_tile begins in its stage.
-    __device__ __forceinline__ int place(int i, int c) const {
-        return c * PITCH + (ALIKE ? behind_line(base + (u64)number(i * K_TILE + c) * COLUMN_BYTES) : 0);
-    }
-    __device__ __forceinline__ static int behind_line(const u8* from) { return (int)((u64)from % LINE); }
 
     // Before anything else, by all producer warps, a share of the stages each: a warp's barriers are set up one after
     // the other (16 take most of a microsecond).
@@ -147,14 +146,15 @@ struct ColumnPipeline {
         if (lane < (neighbours ? 1 : K_TILE))
             asm volatile(
                 "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
-                "[%0], [%1], %2, [%3], %4;" ::"r"(shared_address(to + place(i, lane))),
+                "[%0], [%1], %2, [%3], %4;" ::"r"(shared_address(to + place_in_stage(lane, base, index + entry))),
                 "l"(base + (u64)number(entry + lane) * COLUMN_BYTES), "r"((neighbours ? K_TILE : 1) * COLUMN_BYTES),
                 "r"(arrived), "l"(read_once())
                 : "memory");
 #else
         for (int piece = threadIdx.x - THREADS; piece < K_TILE * PIECES; piece += 32 * PRODUCERS) {
             const int c = piece / PIECES, part = piece % PIECES;
-            copy_async(to + place(i, c) + part * 16, base + (u64)number(entry + c) * COLUMN_BYTES + part * 16);
+            copy_async(to + place_in_stage(c, base, index + entry) + part * 16,
+                       base + (u64)number(entry + c) * COLUMN_BYTES + part * 16);
         }
         asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(arrived) : "memory");
 #endif

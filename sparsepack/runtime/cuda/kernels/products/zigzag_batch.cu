@@ -207,9 +207,9 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1) zigzag_batch(
         const int stage = i % STAGES;
         barrier_wait(full + stage, i / STAGES & 1);
         const u8* first = ring + stage * STAGE_BYTES + band * BLOCK_BYTES;
-        multiply(
-            sums, [&](int c) { return first + pipeline.place(i, c); }, value ? value + i * K_TILE : nullptr,
-            power_of_two(exponent));
+        const int* columns_of = list.index + i * K_TILE;
+        const auto header = [&](int c) { return first + place_in_stage(c, tile_base, columns_of); };
+        multiply(sums, header, value ? value + i * K_TILE : nullptr, power_of_two(exponent));
         warp_arrive(empty + stage);
     }
     sync_consumers<THREADS>();  // the ring is read

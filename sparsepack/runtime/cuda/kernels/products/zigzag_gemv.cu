@@ -323,7 +323,8 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, RESIDENT) zigzag_gemv(
         if (STAGES) {
             const u8* first = ring + i % RING_STAGES * STAGE_BYTES + band * BLOCK_BYTES;
             barrier_wait(full + i % RING_STAGES, i / RING_STAGES & 1);
-            k_tile.read([&](int c) { return first + pipeline.place(i, c); }, FromRing(), bits);
+            const int* columns_of = list.index + i * K_TILE;
+            k_tile.read([&](int c) { return first + place_in_stage(c, tile_base, columns_of); }, FromRing(), bits);
         }
         multiply(sums, k_tile, list.value + i * K_TILE, scale, bits);
         if (STAGES) {
