@@ -28,9 +28,8 @@
 //
 // Macros: WARPS, STAGES, TILE_BANDS, PRODUCERS; STAGES 0: no ring; DENSE 1: every column is active, and weights begin
 //         to travel before the input is there, into a ring; BULK 0: as before sm_90; FAR 1: the matrix lies in the
-//         host's memory. Of that whole lines of 128 bytes are asked for only where both ends of a copy are alike modulo
-//         128 bytes: then a column begins in the ring as far behind a line's beginning as in memory, at most so far that
-//         it ends in the same TILE_BANDS + 1 lines
+//         host's memory, of which whole lines of 128 bytes are asked for only where both ends of a copy are alike
+//         modulo 128 bytes; wherever a column begins in its first line, it ends in the TILE_BANDS + 1 lines from there
 
 #pragma once
 
@@ -51,10 +50,10 @@ static constexpr int TILE_ROWS = TILE_BANDS * BAND_ROWS;
 static constexpr int BLOCK_BYTES = 144;
 static constexpr int COLUMN_BYTES = TILE_BANDS * BLOCK_BYTES;
 static constexpr int PIECES = COLUMN_BYTES / 16;  // of 16 bytes in a column
-// From a column to the next in the ring: an odd number of pieces, so that columns fall on different banks; where DENSE
-// as in memory, since neighbours travel in one copy.
-static constexpr bool ALIKE = FAR && !DENSE;
+static constexpr bool ALIKE = FAR && !DENSE;      // columns begin in the ring as far behind a line as in memory
 static constexpr int LINE = 128;
+// From a column to the next in the ring: where ALIKE whole lines, where DENSE as in memory, since neighbours travel in one
+// copy; else an odd number of pieces, so that columns fall on different banks.
 static constexpr int PITCH = ALIKE ? LINE * (TILE_BANDS + 1) : DENSE || PIECES % 2 ? COLUMN_BYTES : COLUMN_BYTES + 16;
 static_assert(!ALIKE || STAGES, "lines travel to a ring");
 static constexpr int STAGE_BYTES = K_TILE * PITCH;
