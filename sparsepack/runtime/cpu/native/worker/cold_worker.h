@@ -81,6 +81,8 @@ public:
     double product_seconds() const noexcept { return product_seconds_; }
 
 private:
+    static constexpr int32_t SPARE_COLUMNS = 16;  // kernels may read as many indices beyond the last
+
     struct Leader;
     // What the device asks for: the neurons of a block, or a product's rows where `product` is none of -1.
     struct Request {
@@ -115,10 +117,12 @@ private:
     void part(int thread) noexcept;
     bool deal(int32_t number) noexcept;
     bool await_deal(int32_t number) noexcept;
+    // answers.cpp
     void compute(const Request& of, const Deal& deal, int thread, float* y) noexcept;
     int32_t active_of(const Request& of, const int32_t* indices, int32_t count, const float* x, int thread) noexcept;
     void answer_together(int32_t number, int thread) noexcept;
     void multiply_together(int32_t number, int thread) noexcept;
+
     void arrive(Arrivals& at, const Deal& deal) noexcept;
     void publish(const Request& of) noexcept;
     void give_up(int32_t reason) noexcept;
