@@ -13,10 +13,7 @@ own report (`llama_cpp_offload.py`), timed before ours is loaded and after it is
 run.
 """
 
-import os
-import statistics
 import time
-from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -26,19 +23,30 @@ import click
 import torch
 from cuda_synthetic import CONTEXT, random_model
 from cuda_timing import device_line
-from figures import json_option, write_figures
-from hybrid_decode import HEAD, LIMIT, PROMPT, SHARES, decode_seconds, freed, links_of, row_of
-from hybrid_synthetic import SIZES, write_for_llama_cpp
-from llama_cpp_offload import LAYERS, MLPS, Peer, runner
+from figures import write_figures
 from nearness import expect_near, relative_error
 from synthetic import Size, llama_config, random_ids
 from thresholds import find_thresholds, with_thresholds
 from turns import in_turns
+from within_budgets import (
+    CHECKED,
+    HEAD,
+    LIMIT,
+    PROMPT,
+    Asked,
+    asked_options,
+    beside,
+    best_of,
+    decode_seconds,
+    freed,
+    links_of,
+    row_of,
+)
 
 from sparsepack.formats.codecs.matrices import PackedMatrix
 from sparsepack.formats.packed import DenseMlp, PackedLayer, PackedModel, PackedSite
 from sparsepack.models.architecture import architecture_of
-from sparsepack.placement.budget import bytes_in, in_words
+from sparsepack.placement.budget import in_words
 from sparsepack.placement.ways import per_token, per_token_in_words
 from sparsepack.runtime.engine import Engine
 from sparsepack.runtime.hybrid.far_decoder import CudaFarDecoder
@@ -46,7 +54,6 @@ from sparsepack.runtime.hybrid.plan import parts_of
 from sparsepack.runtime.options import EngineOptions
 from sparsepack.tables import Table, markdown
 
-CHECKED = 12
 DOWN, ALL = "mlp_mid", "all"
 
 
@@ -131,46 +138,16 @@ def ours(packed: PackedModel, budget: int, settings: EngineOptions, tokens: int,
 
 
 @click.command()
-@click.option("--shape", type=click.Choice(list(SIZES)), required=True)
-@click.option("--vram", help="Budgets, with commas between them (default: a quarter, a half, three quarters).")
+@asked_options(tokens=64)
 @click.option("--sparsity", default=0.5, show_default=True, help="The share of columns that thresholds skip.")
 @click.option("--sites", type=click.Choice([DOWN, ALL]), default=DOWN, show_default=True, help="With thresholds.")
-@click.option("--layers", type=int, help="Of the model, to try the script.")
-@click.option("--tokens", default=64, show_default=True, help="That are timed in a round.")
-@click.option("--rounds", default=3, show_default=True)
-@click.option("--threads", default=min(16, os.cpu_count() or 1), show_default=True, help="Of the processor, for both.")
-@click.option("--tune/--no-tune", default=True, help="Measure the links first, where nobody has on this machine.")
-@click.option("--llama-bench", type=click.Path(path_type=Path, exists=True), help="llama.cpp's, built with CUDA.")
-@click.option("--peer-tokens", type=int, help="That llama.cpp is timed for in a round, in a context of so many.")
-@click.option(
-    "--split", "splits", multiple=True, type=click.Choice([LAYERS, MLPS]), default=(LAYERS, MLPS), help="Of llama.cpp."
-)
-@click.option("--work", type=click.Path(path_type=Path), default=Path("/tmp/sparsepack-bench"), show_default=True)
-@json_option
-def main(
-    shape: str,
-    vram: str | None,
-    sparsity: float,
-    sites: str,
-    layers: int | None,
-    tokens: int,
-    rounds: int,
-    threads: int,
-    tune: bool,
-    llama_bench: Path | None,
-    peer_tokens: int | None,
-    splits: Sequence[str],
-    work: Path,
-    json_path: Path | None,
-) -> None:
+def main(asked: Asked, sparsity: float, sites: str, json_path: Path | None) -> None:
     """Print a table for each budget, and write the figures so far."""
-    if not torch.cuda.is_available():
-        raise click.ClickException("an NVIDIA GPU is needed, and torch sees none here")
-    size = replace(SIZES[shape], layers=layers or SIZES[shape].layers)
+    size, tokens, rounds, threads = asked.size, asked.tokens, asked.rounds, asked.threads
     packed, context = sparse_model(size, sparsity, sites), PROMPT + tokens
     settings = EngineOptions(device="cuda", context=context, cache_type="f16", threads=threads)
     parts = parts_of(packed, context, "f16")
-    budgets = [bytes_in(each) for each in vram.split(",")] if vram else [int(s * parts.weights) for s in SHARES]
+    budgets = asked.budgets(parts)
     differences = check(size, sparsity, sites)
     freed()
     click.echo(
@@ -178,30 +155,13 @@ def main(
         f"logits differ from the reference backend's by: {differences}"
     )
     report: dict[str, Any] = {"device": device_line(), "threads": threads, "size": asdict(size), "check": differences}
-    if tune:
+    if asked.tune:
         click.echo(links_of(size, threads))
-    peer = None
-    if llama_bench is None:
-        click.echo("no --llama-bench: the peer was not run")
-    else:
-        work.mkdir(parents=True, exist_ok=True)
-        path = work / f"{size.name}-{size.layers}.q4_k.gguf"
-        mlp = parts.gates[0] + parts.neurons * parts.record
-        peer = Peer(
-            runner(llama_bench),
-            path if path.is_file() else write_for_llama_cpp(size, path),
-            *(size.layers, PROMPT, peer_tokens or tokens, threads),
-            layer=parts.attention[0] + mlp,
-            mlp=mlp,
-            kinds=splits,
-        )
+    peer = asked.peer(parts, mlp=parts.gates[0] + parts.neurons * parts.record)
     for budget in budgets:
-        before = {} if peer is None else peer.within(budget, rounds)
-        found = ours(packed, budget, settings, tokens, rounds)
-        freed()
-        after = {} if peer is None else {split: peer.tokens_per_second(split, rounds) for split in before}
-        theirs = {split.name: before[split] + after[split] for split in before}
-        best = max((statistics.median(speeds) for speeds in theirs.values()), default=None)
+        found, of_splits = beside(peer, budget, rounds, partial(ours, packed, budget, settings, tokens, rounds))
+        theirs = {split.name: speeds for split, speeds in of_splits.items()}
+        best = best_of(theirs)
         rows = [row_of(f"llama.cpp, {name}", speeds, best, {}) for name, speeds in theirs.items()]
         rows += [row_of(f"ours, {mode}", [1 / each for each in of["seconds"]], best, of) for mode, of in found.items()]
         skipped, loading = found["sparse"]["skipped"], found["sparse"]["loading"]
@@ -209,7 +169,11 @@ def main(
         told += [f"{mode}: {per_token_in_words(of)}" for mode, of in found.items()]
         told.append(found["sparse"]["description"])
         click.echo(markdown(Table(HEAD, rows, f"{size.name} in {in_words(budget)}, {sites} at {sparsity:g}", told)))
-        report[in_words(budget)] = {"ours": found, "llama.cpp": theirs, "splits": [asdict(split) for split in before]}
+        report[in_words(budget)] = {
+            "ours": found,
+            "llama.cpp": theirs,
+            "splits": [asdict(split) for split in of_splits],
+        }
         write_figures(json_path, report)
 
 

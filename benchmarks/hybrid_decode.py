@@ -25,11 +25,9 @@ those of the last round. The peer is the best split of llama.cpp within the same
 another run measured on an H200 with 16 threads (benchmarks/notes/anchors.md).
 """
 
-import gc
-import os
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -38,33 +36,37 @@ from typing import Any
 import click
 import torch
 from cuda_timing import device_line
-from figures import json_option, write_figures
-from hybrid_synthetic import SIZES, random_neurons, write_for_llama_cpp
-from llama_cpp_offload import LAYERS, MLPS, Peer, runner
+from figures import write_figures
+from hybrid_synthetic import random_neurons
 from nearness import expect_near, relative_error
 from replayed import CARRIED, OTHER, Activity, tiled, with_more
 from synthetic import Size, random_ids
 from turns import in_turns
+from within_budgets import (
+    CHECKED,
+    HEAD,
+    LIMIT,
+    PROMPT,
+    Asked,
+    asked_options,
+    beside,
+    best_of,
+    decode_seconds,
+    freed,
+    links_of,
+    row_of,
+)
 
-from sparsepack.errors import UserError
-from sparsepack.formats.codecs.neurons import record_bytes
 from sparsepack.formats.packed import PackedModel
-from sparsepack.placement.budget import Parts, bytes_in, in_words
+from sparsepack.placement.budget import Parts, in_words
 from sparsepack.placement.options import MOST_LISTED
 from sparsepack.placement.ways import per_token, per_token_in_words
-from sparsepack.runtime.cuda.links import measure, measured_links
 from sparsepack.runtime.engine import Engine
-from sparsepack.runtime.generation.sampling import Sampler, Sampling
 from sparsepack.runtime.hybrid.cuda_decoder import CudaHybridDecoder
 from sparsepack.runtime.hybrid.plan import parts_of, planned
 from sparsepack.runtime.options import EngineOptions
 from sparsepack.tables import Table, markdown
 
-PROMPT = 1
-CHECKED = 12
-LIMIT = 0.02
-"""The largest relative error of the logits; keys and values are float16."""
-SHARES = (0.25, 0.5, 0.75)
 TEXTS = {"books": CARRIED, "wikitext": OTHER}
 """Traces; frequencies are of books in both."""
 ANCHORS = {"13b": {0: 9.9, 10: 11.9, 20: 13.0, 30: 29.2, 36: 55.5, 40: 184.0}}
@@ -99,37 +101,6 @@ def _of_copies(parts: Parts) -> int:
     """A budget that holds copies of gates and a few slots, and not all gates."""
     always = parts.least + parts.output + sum(parts.attention)
     return always + 13 * sum(parts.copies) // 10 + (always >> 5)
-
-
-def decode_seconds(engine: Engine, prompt: Sequence[int], new: int) -> float:
-    """The seconds that a token takes after a prompt, each the likeliest after the last."""
-    engine.reset()
-    sampler = Sampler(Sampling())
-    id = sampler.choose(engine.prefill(prompt))
-    engine.synchronise()
-    start = time.perf_counter()
-    for _ in range(new):
-        id = engine.decode_next(id, sampler)
-    engine.synchronise()
-    return (time.perf_counter() - start) / new
-
-
-def links_of(size: Size, threads: int) -> str:
-    """How fast the links of a size's records are, measured unless they were; where noise hides them, that they were
-    not, and the engine divides by those of a named machine."""
-    device = torch.device("cuda")
-    known = measured_links(threads, size.hidden, device)
-    if known is None:
-        try:
-            measure([size.hidden], device, threads)
-        except UserError as error:
-            return f"links not measured: {error}"
-        known = measured_links(threads, size.hidden, device)
-    assert known is not None
-    record = record_bytes(size.hidden)
-    speeds = {"slots": known.resident, "bus": known.bus, "processor": known.worker}
-    said = ", ".join(f"{name} {speed * record / 1e9:.1f} GB/s" for name, speed in speeds.items())
-    return f"links, both sides at work: {said}, handing over {known.handover * 1e6:.1f} us"
 
 
 def ours(
@@ -187,23 +158,6 @@ def whole(packed: PackedModel, settings: EngineOptions, tokens: int, rounds: int
     return {name: [1 / each for each in taken] for name, taken in in_turns(timed, rounds, warm_up=1).items()}
 
 
-def row_of(name: str, speeds: Sequence[float], beside: float | None, of: Mapping[str, Any]) -> list[str]:
-    """A row of the table. beside -- the peer's speed; of: what `per_token` says of ours"""
-    median = statistics.median(speeds)
-    cells = [
-        name,
-        f"{median:.1f}",
-        f"{min(speeds):.1f} to {max(speeds):.1f}",
-        f"{median / beside:.2f}" if beside else "-",
-    ]
-    if "bytes" not in of:
-        return [*cells, *"-----"]
-    read = " / ".join(f"{of['bytes'][way] / 1e6:.1f}" for way in ("card", "bus", "worker", "moved"))
-    share = "-" if of["model"] is None else f"{of['model']['share']:.0%} ({of['model']['slowest']})"
-    hits = f"{of['hits'] / max(of['needed'], 1e-9):.1%}"
-    return [*cells, f"{of['slots']:.1%}", hits, read, f"{of['waited_us']:.0f}", share]
-
-
 def listed_times(told: str) -> list[float | None]:
     """What `--gate-copy` names."""
     try:
@@ -213,9 +167,6 @@ def listed_times(told: str) -> list[float | None]:
     if any(times is not None and times < 1 for times in found):
         raise click.BadParameter(f"{told}: expected none, or numbers of at least 1, with commas")
     return found
-
-
-HEAD = ["", "t/s", "range", "x peer", "slots", "hits", "MB card / bus / worker / moved", "us waited", "of the model"]
 
 
 def anchor_of(shape: str, parts: Parts, budget: int) -> dict[str, list[float]]:
@@ -228,21 +179,9 @@ def anchor_of(shape: str, parts: Parts, budget: int) -> dict[str, list[float]]:
 
 
 @click.command()
-@click.option("--shape", type=click.Choice(list(SIZES)), required=True)
-@click.option("--vram", help="Budgets, with commas between them (default: a quarter, a half, three quarters).")
+@asked_options(tokens=128)
 @click.option("--text", type=click.Choice(list(TEXTS)), default="books", show_default=True, help="That is replayed.")
 @click.option("--policy", default="static,slow", show_default=True, help="With commas.")
-@click.option("--layers", type=int, help="Of the model, to try the script.")
-@click.option("--tokens", default=128, show_default=True, help="That are timed in a round.")
-@click.option("--rounds", default=3, show_default=True)
-@click.option("--threads", default=min(16, os.cpu_count() or 1), show_default=True, help="Of the processor, for both.")
-@click.option("--tune/--no-tune", default=True, help="Measure the links first, where nobody has on this machine.")
-@click.option("--llama-bench", type=click.Path(path_type=Path, exists=True), help="llama.cpp's, built with CUDA.")
-@click.option("--peer-tokens", type=int, help="That llama.cpp is timed for in a round, in a context of so many.")
-@click.option(
-    "--split", "splits", multiple=True, type=click.Choice([LAYERS, MLPS]), default=(LAYERS, MLPS), help="Of llama.cpp."
-)
-@click.option("--work", type=click.Path(path_type=Path), default=Path("/tmp/sparsepack-bench"), show_default=True)
 @click.option(
     "--gate-copy",
     "copies",
@@ -252,29 +191,11 @@ def anchor_of(shape: str, parts: Parts, budget: int) -> dict[str, list[float]]:
     help="Copies of gates list so many times as many as are active; with commas.",
 )
 @click.option("--whole", "is_whole", is_flag=True, help="With all on the card, instead of within budgets.")
-@json_option
 def main(
-    shape: str,
-    vram: str | None,
-    text: str,
-    policy: str,
-    layers: int | None,
-    tokens: int,
-    rounds: int,
-    threads: int,
-    tune: bool,
-    llama_bench: Path | None,
-    peer_tokens: int | None,
-    splits: tuple[str, ...],
-    work: Path,
-    copies: Sequence[float | None],
-    is_whole: bool,
-    json_path: Path | None,
+    asked: Asked, text: str, policy: str, copies: Sequence[float | None], is_whole: bool, json_path: Path | None
 ) -> None:
     """Print a table for each budget, and write the figures so far."""
-    if not torch.cuda.is_available():
-        raise click.ClickException("an NVIDIA GPU is needed, and torch sees none here")
-    size = replace(SIZES[shape], layers=layers or SIZES[shape].layers)
+    size, tokens, rounds, threads = asked.size, asked.tokens, asked.rounds, asked.threads
     activity = tiled(size.layers, size.intermediate, tokens=tokens, path=TEXTS[text])
     by_rows = dict.fromkeys(times is not None for times in copies)
     packed = {rows: random_neurons(size, activity.frequency, device="cuda", rows=rows) for rows in by_rows}
@@ -282,7 +203,7 @@ def main(
     context = PROMPT + tokens
     settings = EngineOptions(device="cuda", context=context, cache_type="f16", threads=threads)
     parts = parts_of(first, context, "f16")
-    budgets = [bytes_in(each) for each in vram.split(",")] if vram else [int(s * parts.weights) for s in SHARES]
+    budgets = asked.budgets(parts)
     click.echo(
         f"{device_line()}, {threads} threads; {size.name}, {in_words(parts.weights)} of weights, density "
         f"{activity.density:.3f} ({text}), context {context}"
@@ -295,37 +216,29 @@ def main(
     report: dict[str, Any] = {"device": device_line(), "threads": threads, "size": asdict(size), "check": differences}
     if is_whole:
         near = whole(first, settings, tokens, rounds)
-        beside = statistics.median(near["the cuda engine"])
-        rows = [row_of(name, speeds, beside, {})[:4] for name, speeds in near.items()]
+        of_engine = statistics.median(near["the cuda engine"])
+        rows = [row_of(name, speeds, of_engine, {})[:4] for name, speeds in near.items()]
         click.echo(markdown(Table(["all on the card", "t/s", "range", "x the cuda engine"], rows, size.name)))
         write_figures(json_path, report | {"whole": near})
         return
-    if tune:
+    if asked.tune:
         click.echo(links_of(size, threads))
-    peer = None
-    if llama_bench is None:
-        click.echo("no --llama-bench: the peer was not run")
-    else:
-        work.mkdir(parents=True, exist_ok=True)
-        path = work / f"{size.name}-{size.layers}.q4_k.gguf"
-        peer = Peer(
-            runner(llama_bench),
-            path if path.is_file() else write_for_llama_cpp(size, path),
-            *(size.layers, PROMPT, peer_tokens or tokens, threads),
-            layer=parts.attention[0] + 3 * parts.gates[0],
-            mlp=3 * parts.gates[0],
-            kinds=splits,
-        )
+    peer = asked.peer(parts, mlp=3 * parts.gates[0])
     for budget in budgets:
-        before = {} if peer is None else peer.within(budget, rounds)
-        found = dict[str, Any]()
-        for times in copies:
-            timed = ours(packed[times is not None], activity, budget, settings, policy.split(","), rounds, times)
-            found |= {name if times is None else f"{name}, copies {times:g}": of for name, of in timed.items()}
-            freed()
-        after = {} if peer is None else {split: peer.tokens_per_second(split, rounds) for split in before}
-        theirs = {split.name: before[split] + after[split] for split in before} or anchor_of(shape, parts, budget)
-        best = max((statistics.median(speeds) for speeds in theirs.values()), default=None)
+
+        def run(budget: int = budget) -> dict[str, Any]:
+            found = dict[str, Any]()
+            for times in copies:
+                model = packed[times is not None]
+                timed = ours(model, activity, budget, settings, policy.split(","), rounds, times)
+                found |= {name if times is None else f"{name}, copies {times:g}": of for name, of in timed.items()}
+                freed()
+            return found
+
+        found, of_splits = beside(peer, budget, rounds, run)
+        measured = {split.name: speeds for split, speeds in of_splits.items()}
+        theirs = measured or anchor_of(asked.shape, parts, budget)
+        best = best_of(theirs)
         rows = [row_of(f"llama.cpp, {name}", speeds, best, {}) for name, speeds in theirs.items()]
         for name, of in found.items():
             rows.append(row_of(f"ours, {name}", [1 / seconds for seconds in of["seconds"]], best, of))
@@ -334,14 +247,12 @@ def main(
         told = [f"{name}: {per_token_in_words(of)}" for name, of in found.items() if "bytes" in of]
         ran = {of["description"] for of in found.values()}
         click.echo(markdown(Table(HEAD, rows, f"{size.name} in {in_words(budget)}", [*told, *sorted(ran)])))
-        report[in_words(budget)] = {"ours": found, "llama.cpp": theirs, "splits": [asdict(split) for split in before]}
+        report[in_words(budget)] = {
+            "ours": found,
+            "llama.cpp": theirs,
+            "splits": [asdict(split) for split in of_splits],
+        }
         write_figures(json_path, report)
-
-
-def freed() -> None:
-    """Give back what engines had that are gone."""
-    gc.collect()
-    torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":

@@ -9,10 +9,10 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from hybrid_decode import HEAD, row_of
 from hybrid_synthetic import TINY, random_neurons, write_for_llama_cpp
 from llama_cpp_offload import LAYERS, Peer, reported_bytes
 from replayed import tiled, with_more
+from within_budgets import HEAD, row_of
 
 from sparsepack.runtime.engine import Engine
 

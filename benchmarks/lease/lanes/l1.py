@@ -58,7 +58,7 @@ for name, of in links.items():
 def timed(name):
     engine = engines[name]
     seconds = hd.decode_seconds(engine, prompt, len(activity.bits))
-    of = hd.per_token(engine.ways, engine.hit_counts, seconds)
+    of = hd.per_token(engine.ways, seconds)
     print(
         f"{name}: {1 / seconds:.1f} t/s, waited {of['waited_us']:.0f} us, MB { ({k: round(v / 1e6) for k, v in of['bytes'].items()}) }, {time.time() - t0:.0f} s",
         flush=True,

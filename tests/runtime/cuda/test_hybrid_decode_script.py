@@ -27,6 +27,7 @@ sys.path.append(str(Path(__file__).parents[3] / "benchmarks"))
 
 import far_decode
 import hybrid_decode
+import within_budgets
 
 skip_without_kernels()
 
@@ -59,11 +60,13 @@ def _card(monkeypatch: pytest.MonkeyPatch) -> Any:
         "Engine": engine,
         "random_neurons": lambda size, frequency, device, rows: random_neurons(size, frequency, rows=rows),
         "device_line": lambda: "a simulated card",
-        "measure": lambda widths, device, threads: measured.append(LINKS),
-        "measured_links": lambda threads, hidden, device: measured[0] if measured else None,
     }
     for name, value in here.items():
         monkeypatch.setattr(hybrid_decode, name, value)
+    monkeypatch.setattr(within_budgets, "measure", lambda widths, device, threads: measured.append(LINKS))
+    monkeypatch.setattr(
+        within_budgets, "measured_links", lambda threads, hidden, device: measured[0] if measured else None
+    )
     made = far_decode.random_model
     there = {
         "Engine": engine,
@@ -132,7 +135,8 @@ def test_all_on_the_card_is_compared_with_the_cuda_engine(tmp_path: Path) -> Non
 @pytest.mark.usefixtures("_card")
 @pytest.mark.parametrize("sites", ["mlp_mid", "all"])
 def test_a_model_of_sites_is_divided_by_matrices(sites: str, tmp_path: Path) -> None:
-    asked = ["--shape", "tiny", "--layers", "2", "--vram", "6.5MB,9MB", "--tokens", "3", "--rounds", "1"]
+    # More layers than the two blocks that thresholds are found with.
+    asked = ["--shape", "tiny", "--layers", "3", "--vram", "6.5MB,9MB", "--tokens", "3", "--rounds", "1"]
     asked += ["--sites", sites, "--threads", "2", "--json", str(tmp_path / "figures.json")]
     done = CliRunner().invoke(far_decode.main, asked, catch_exceptions=False)
     assert done.exit_code == 0, done.output
