@@ -4,7 +4,8 @@
 
 For each width of a tile, in bands of 256 rows, and each share of active columns: bytes of active columns a second, of
 the GPU over the bus, of the processor, and of both at once. The more bands a tile has, the longer is what lies together
-of a column, 144 bytes for each band. Products are checked against those with the matrix in the GPU's memory.
+of a column, 144 bytes for each band. "In pieces": by the product for matrices in the GPU's memory, which does not mind
+where lines of the host's memory begin. Products are checked against those with the matrix in the GPU's memory.
 """
 
 import statistics
@@ -27,7 +28,7 @@ from sparsepack.runtime.cuda.products.zigzag import CudaZigzag
 from sparsepack.runtime.cuda.products.zigzag_products import Input, Output
 from sparsepack.runtime.hybrid.handover import AskedProduct
 from sparsepack.runtime.hybrid.measure import beyond_caches, records
-from sparsepack.runtime.hybrid.measure_card import _on_gpu, _Worker
+from sparsepack.runtime.hybrid.measure_card import AskedWorker, seconds_on_gpu
 from sparsepack.runtime.tuning import random_blocks
 from sparsepack.tables import Table, markdown
 
@@ -38,7 +39,7 @@ MOST = 16
 
 
 def speeds(
-    here: CudaZigzag, there: Sequence[CudaZigzag], worker: _Worker, share: float, rounds: int
+    here: CudaZigzag, there: Sequence[CudaZigzag], worker: AskedWorker, share: float, rounds: int
 ) -> dict[str, float]:
     """Bytes of active columns a second, in GB/s, by who reads.
 
@@ -61,15 +62,14 @@ def speeds(
     kernels.synchronize(device)
     if not torch.equal(y, expected):
         raise click.ClickException(f"{here.config}: the product differs from that in the GPU's memory")
-    for place in worker._layout.places:
-        worker._memory[place.x : place.x + 4 * columns].view("float32")[:] = x.numpy()
+    worker.give(x)
     taken: dict[str, list[float]] = {}
     for _ in range(rounds):
         steps: list[float] = []
         turns = {
-            "GPU": _on_gpu(kernels, replay) / len(there),
+            "GPU": seconds_on_gpu(kernels, replay) / len(there),
             "processor": worker.product(),
-            "GPU, both": _on_gpu(kernels, replay, lambda to=steps: to.append(worker.product())) / len(there),
+            "GPU, both": seconds_on_gpu(kernels, replay, lambda to=steps: to.append(worker.product())) / len(there),
         }
         for name, seconds in {**turns, "processor, both": statistics.median(steps)}.items():
             taken.setdefault(name, []).append(seconds)
@@ -92,20 +92,28 @@ def main(rows: int, columns: int, threads: int, rounds: int, json_path: Path | N
     bands, count = len(stored.blocks), min(beyond_caches(stored.blocks.nbytes), MOST)
     asked = AskedProduct(0, columns, rows, skips=True)
     native = [(operations.load_zigzag(stored, threads=threads), asked) for _ in range(count)]
-    worker = _Worker([operations.load_neurons(records(1, 256))], 1, 256, threads, native)
-    found: dict[tuple[int, float], dict[str, float]] = {}
+    worker = AskedWorker([operations.load_neurons(records(1, 256))], 1, 256, threads, native)
+    found: dict[tuple[int, str, float], dict[str, float]] = {}
     with torch.no_grad(), kernels.on_device(device):
         for tile_bands in TILES:
-            config = far_tile_config(bands, columns, device, tile_bands)
-            here = kernels.load_zigzag(stored, device, CudaTileConfig(**asdict(config)))
-            there = [replace(here, blocks=kernels.in_host_memory(here.blocks), config=config) for _ in range(count)]
-            for share in SHARES:
-                found[tile_bands, share] = speeds(here, there, worker, share, rounds)
-    head = ["bands of a tile", "active", *found[1, 1.0]]
-    cells = [[str(tile), f"{share:g}", *(f"{each:.1f}" for each in of.values())] for (tile, share), of in found.items()]
+            far = far_tile_config(bands, columns, device, tile_bands)
+            near = CudaTileConfig(**asdict(far))
+            here = kernels.load_zigzag(stored, device, near)
+            there = [replace(here, blocks=kernels.in_host_memory(here.blocks)) for _ in range(count)]
+            for lines, config in (("in pieces", near), ("whole", far)):
+                laid = [replace(each, config=config) for each in there]
+                for share in SHARES:
+                    found[tile_bands, lines, share] = speeds(here, laid, worker, share, rounds)
+    head = ["bands of a tile", "lines", "active", *next(iter(found.values()))]
+    cells = [
+        [str(tile), lines, f"{share:g}", *map("{:.1f}".format, of.values())]
+        for (tile, lines, share), of in found.items()
+    ]
     title = f"{rows} x {columns}, {bands} bands, {device_line()}, {threads} threads: GB/s of active columns"
     click.echo(markdown(Table(head, cells, title)))
-    report: dict[str, Any] = {f"{tile} bands, {share:g} active": of for (tile, share), of in found.items()}
+    report: dict[str, Any] = {
+        f"{tile} bands, lines {lines}, {share:g} active": of for (tile, lines, share), of in found.items()
+    }
     write_figures(json_path, {"device": device_line(), "rows": rows, "columns": columns, "GB/s": report})
 
 

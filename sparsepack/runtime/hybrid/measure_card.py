@@ -164,7 +164,7 @@ def _links(kernels: Kernels, device: torch.device, threads: int, hidden: int) ->
         return kernels.captured(run, stream), run
 
     graphs = {"slots": graph(measure.LISTED), "the bus": graph(0, host=host)}
-    worker = _Worker([operations.load_neurons(stored)] * len(lists), stored.rows, hidden, threads)
+    worker = AskedWorker([operations.load_neurons(stored)] * len(lists), stored.rows, hidden, threads)
     worker.ask(lists)
 
     def replays(name: str) -> None:
@@ -175,13 +175,13 @@ def _links(kernels: Kernels, device: torch.device, threads: int, hidden: int) ->
         slots.records.copy_(copied, non_blocking=True)
 
     def alone() -> dict[str, float]:
-        gpu = {name: _on_gpu(kernels, partial(replays, name)) / REPLAYS / len(lists) for name in graphs}
-        return {**gpu, "large copies": _on_gpu(kernels, copy) / len(lists), "the worker": worker.step()}
+        gpu = {name: seconds_on_gpu(kernels, partial(replays, name)) / REPLAYS / len(lists) for name in graphs}
+        return {**gpu, "large copies": seconds_on_gpu(kernels, copy) / len(lists), "the worker": worker.step()}
 
     def together() -> dict[str, float]:
         gpu, steps = {}, list[float]()
         for name in graphs:
-            taken = _on_gpu(kernels, partial(replays, name), partial(_kept, worker.step, steps))
+            taken = seconds_on_gpu(kernels, partial(replays, name), partial(_kept, worker.step, steps))
             gpu[f"{name} beside"] = taken / REPLAYS / len(lists)
         return {**gpu, "the worker beside": statistics.median(steps)}
 
@@ -218,7 +218,7 @@ def _near(kernels: Kernels, device: torch.device, hidden: int) -> list[Turn]:
         for _ in range(REPLAYS):
             kernels.replay(graph[0])
 
-    return [lambda: {"matrices on the card": _on_gpu(kernels, replays) / REPLAYS / count / size}]
+    return [lambda: {"matrices on the card": seconds_on_gpu(kernels, replays) / REPLAYS / count / size}]
 
 
 def _far(kernels: Kernels, device: torch.device, threads: int, hidden: int) -> list[Turn]:
@@ -229,19 +229,19 @@ def _far(kernels: Kernels, device: torch.device, threads: int, hidden: int) -> l
     graph = _products(kernels, [kernels.first_bands(each, BANDS) for each in host], device)
     asked = AskedProduct(0, hidden, stored.rows)
     products = [(operations.load_zigzag(stored, threads=threads), asked) for _ in range(count)]
-    worker = _Worker([operations.load_neurons(measure.records(1, hidden))], 1, hidden, threads, products)
+    worker = AskedWorker([operations.load_neurons(measure.records(1, hidden))], 1, hidden, threads, products)
 
     def replays() -> None:
         for _ in range(REPLAYS):
             kernels.replay(graph[0])
 
     def alone() -> dict[str, float]:
-        taken = _on_gpu(kernels, replays) / REPLAYS / count
+        taken = seconds_on_gpu(kernels, replays) / REPLAYS / count
         return {"matrices over the bus": taken / size, "the worker's": worker.product() / size}
 
     def together() -> dict[str, float]:
         steps = list[float]()
-        taken = _on_gpu(kernels, replays, partial(_kept, worker.product, steps)) / REPLAYS / count
+        taken = seconds_on_gpu(kernels, replays, partial(_kept, worker.product, steps)) / REPLAYS / count
         return {"matrices over the bus beside": taken / size, "the worker's beside": statistics.median(steps) / size}
 
     return [alone, together]
@@ -285,13 +285,15 @@ def _handed(kernels: Kernels, device: torch.device, threads: int, hidden: int) -
     graphs = {"steps with hand-overs": graph(1), "steps without": graph(0)}
 
     def turn() -> dict[str, float]:
-        timed = {name: partial(_on_gpu, kernels, partial(kernels.replay, each)) for name, (each, _) in graphs.items()}
+        timed = {
+            name: partial(seconds_on_gpu, kernels, partial(kernels.replay, each)) for name, (each, _) in graphs.items()
+        }
         return {name: statistics.median(step(run) for _ in range(REPLAYS)) for name, run in timed.items()}
 
     return [turn]
 
 
-class _Worker:
+class AskedWorker:
     """The native worker, and requests of a step that are there before it begins."""
 
     def __init__(
@@ -316,6 +318,11 @@ class _Worker:
             self._seen.count[block] = len(each)
             self._seen.indices[block, : len(each)] = each.numpy()
             self._seen.gates[block, :, : len(each)] = 1
+
+    def give(self, x: torch.Tensor) -> None:
+        """Let the products' input be this, float32 [columns]."""
+        for place in self._layout.places:
+            self._memory[place.x : place.x + x.nbytes] = x.numpy().view(np.uint8)
 
     def step(self) -> float:
         """Seconds for each `measure.LISTED` neurons."""
@@ -343,7 +350,7 @@ def _kept(measured: Callable[[], float], taken: list[float]) -> None:
     taken.append(measured())
 
 
-def _on_gpu(kernels: Kernels, run: Callable[[], object], beside: Callable[[], object] | None = None) -> float:
+def seconds_on_gpu(kernels: Kernels, run: Callable[[], object], beside: Callable[[], object] | None = None) -> float:
     """Seconds by the GPU's clock for what a function puts on the stream. What is done beside it is done again and again
     as long as the GPU works."""
     begin, end = (kernels.new_event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]

@@ -13,7 +13,7 @@ from worker_sides import PATIENCE, Block, Side, answer, ask, check, gates_of, ma
 
 from sparsepack.formats.codecs.matrices import PackedMatrix, decode_matrix, encode_rows
 from sparsepack.runtime.cpu import dispatch, operations
-from sparsepack.runtime.hybrid.handover import LAST_NUMBER, AskedProduct, HandOver, next_number, views
+from sparsepack.runtime.hybrid.handover import LAST_NUMBER, AskedProduct, HandOver, ProductPlaces, next_number, views
 
 skip_without_kernels()
 
@@ -108,6 +108,18 @@ def test_what_was_computed_is_counted() -> None:
 PRODUCTS = (AskedProduct(0, 512, 1301), AskedProduct(0, 256, 1), AskedProduct(2, 512, 300), AskedProduct(2, 1280, 512))
 
 
+def multiplied(memory: np.ndarray, asked: AskedProduct, at: ProductPlaces, x: Tensor, number: int) -> Tensor:
+    """What the device does: it asks for a product with x [texts, columns], and takes the answer [texts, rows]."""
+    words, floats = memory.view(np.int32), memory.view(np.float32)
+    floats[at.x // 4 : at.x // 4 + x.numel()] = x.flatten().numpy()
+    words[at.request // 4] = number
+    end = time.monotonic() + PATIENCE
+    while words[at.answer // 4] != number:
+        assert time.monotonic() < end, "no answer"
+        time.sleep(0)
+    return torch.from_numpy(floats[at.y // 4 : at.y // 4 + len(x) * asked.rows].copy()).view(len(x), asked.rows)
+
+
 @pytest.mark.parametrize("threads", [1, 2, 5])
 @pytest.mark.parametrize("texts", [1, 3])
 def test_rows_are_multiplied_before_the_neurons_of_their_block(texts: int, threads: int) -> None:
@@ -115,7 +127,7 @@ def test_rows_are_multiplied_before_the_neurons_of_their_block(texts: int, threa
     matrices = [packed(each.rows, each.columns) for each in PRODUCTS]
     blocks = [Block(64, 256, seed) for seed in range(3)]
     memory = np.zeros(layout.size, np.uint8)
-    seen, words, floats = views(layout, memory), memory.view(np.int32), memory.view(np.float32)
+    seen = views(layout, memory)
     given = [block.loaded for block in blocks], memory, layout, threads, PATIENCE
     loaded = [operations.load_zigzag(each) for each in matrices]
     worker = dispatch.native().ColdWorker(dispatch.instruction_set(), *given, loaded)
@@ -129,14 +141,7 @@ def test_rows_are_multiplied_before_the_neurons_of_their_block(texts: int, threa
             for n, (asked, at) in enumerate(zip(PRODUCTS, layout.places, strict=True)):
                 if asked.block != block:
                     continue
-                floats[at.x // 4 : at.x // 4 + inputs[n].numel()] = inputs[n].flatten().numpy()
-                words[at.request // 4] = number
-                end = time.monotonic() + PATIENCE
-                while words[at.answer // 4] != number:
-                    assert time.monotonic() < end, "no answer"
-                    time.sleep(0)
-                y = floats[at.y // 4 : at.y // 4 + texts * asked.rows].copy()
-                found[n] = torch.from_numpy(y).view(texts, asked.rows)
+                found[n] = multiplied(memory, asked, at, inputs[n], number)
             ask(seen, block, number, x, gates)
             error = (answer(seen, block, number, texts).double() - blocks[block].ffn(x, gates)).norm(dim=-1)
             assert (error <= 1e-3 * blocks[block].typical(x, gates)).all()
@@ -173,7 +178,6 @@ def test_columns_whose_input_is_zero_are_left_out(active: float, texts: int, thr
     for matrix, is_on in zip(matrices, on, strict=True):
         matrix.blocks[:, ~is_on, :4] = torch.tensor([0, 0x7E, 0, 0x7E], dtype=torch.uint8)  # d and dmin are NaN
     memory = np.zeros(layout.size, np.uint8)
-    words, floats = memory.view(np.int32), memory.view(np.float32)
     loaded = [operations.load_zigzag(each) for each in matrices]
     worker = dispatch.native().ColdWorker(dispatch.instruction_set(), [], memory, layout, threads, PATIENCE, loaded)
     inputs = [
@@ -183,14 +187,7 @@ def test_columns_whose_input_is_zero_are_left_out(active: float, texts: int, thr
 
     def device(number: int) -> None:
         for n, (asked, at) in enumerate(zip(products, layout.places, strict=True)):
-            floats[at.x // 4 : at.x // 4 + inputs[n].numel()] = inputs[n].flatten().numpy()
-            words[at.request // 4] = number
-            end = time.monotonic() + PATIENCE
-            while words[at.answer // 4] != number:
-                assert time.monotonic() < end, "no answer"
-                time.sleep(0)
-            y = floats[at.y // 4 : at.y // 4 + texts * asked.rows].copy()
-            found.append(torch.from_numpy(y).view(texts, asked.rows))
+            found.append(multiplied(memory, asked, at, inputs[n], number))
 
     for number in (1, 2):
         worker.begin(number, texts)

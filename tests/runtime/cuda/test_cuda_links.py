@@ -148,7 +148,7 @@ def test_a_figure_that_other_work_hides_is_refused_and_not_kept(isa: str, monkey
             beside()
         return next(took)
 
-    monkeypatch.setattr(card, "_on_gpu", on_gpu)
+    monkeypatch.setattr(card, "seconds_on_gpu", on_gpu)
     figure, load = r"tune: \w.*: \d+ to \d+ us in 4 rounds", r"[\d.]+ threads wanted to run, and tune has \d+ cores?"
     said = rf"{figure}; other work .* \(before, {load}\); .* --threads than 1,"
     with simulated.launches(), pytest.raises(UserError, match=said):

@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from collections.abc import Callable
 from contextlib import nullcontext
 from mmap import mmap
 from typing import Any
@@ -54,3 +55,25 @@ def asked(purpose: str) -> Any:
     if purpose == "records":
         return host_memory.host_tensors(1, (size,), torch.uint8, device, purpose)
     return host_memory.shared_memory(size, device, purpose)
+
+
+@pytest.mark.gpu
+def test_what_loading_took_does_not_stay_beside_what_is_kept() -> None:
+    device, large = torch.device("cuda"), 96 << 20
+
+    def beside_kept(place: Callable[[torch.Tensor], torch.Tensor]) -> int:
+        """Bytes that torch cannot give back, of tensors that came where something larger had been."""
+        gc.collect()
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        kept = []
+        for number in range(4):
+            taken = torch.zeros(large, dtype=torch.uint8, device=device)
+            del taken
+            kept.append(place(torch.full((large // 2,), number, dtype=torch.uint8, device=device)))
+        assert all((each == number).all() for number, each in enumerate(kept))
+        torch.cuda.empty_cache()
+        return torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device) - before
+
+    assert beside_kept(host_memory.on_card) > large // 4
+    assert beside_kept(host_memory.apart_on_card(device)) < large // 4
