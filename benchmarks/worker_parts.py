@@ -43,11 +43,17 @@ OTHER, START = "other", "starting Python"
 
 
 def part_of(running: Iterable[tuple[str, str]]) -> str:
-    """The part that functions belong to which are being run, each given by its file and name."""
+    """The part that functions belong to which are being run, each given by its file and name, the innermost first.
+
+    Where no row fits it is "other" and the innermost function of sparsepack, for whoever looks for what takes so long.
+    """
     functions = list(running)
     for part, path, name in PARTS:
         if any(path in file and name in ("", function) for file, function in functions):
             return part
+    for file, function in functions:
+        if "/sparsepack/" in file:
+            return f"{OTHER} ({file.rpartition('/sparsepack/')[2]} {function})"
     return OTHER
 
 

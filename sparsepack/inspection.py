@@ -60,7 +60,7 @@ def _inspect_checkpoint(path: Path) -> dict[str, Any]:
     from sparsepack.models.records.pruned import pruning_record
     from sparsepack.models.records.rotated import rotation_record
 
-    checkpoint = open_checkpoint(path)
+    checkpoint = open_checkpoint(path, hashed=True)
     record, source = pruning_record(checkpoint.path), checkpoint.source
     shapes = {name: shape for name, shape in source.shapes.items() if name != HEAD or not checkpoint.tied}
     pruned = None

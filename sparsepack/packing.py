@@ -195,7 +195,7 @@ def pack(request: PackRequest, checkpoint: Checkpoint | None = None, workers: Wo
     from sparsepack.calibration.made_from import processor
     from sparsepack.files.atomic import check_output
     from sparsepack.formats.containers.safetensors.layout import MANIFEST
-    from sparsepack.models.checkpoint.checkpoint import open_checkpoint
+    from sparsepack.models.checkpoint.checkpoint import checkpoint_of
     from sparsepack.publish.card import model_card
     from sparsepack.sparsity.find import thresholds_to_come
     from sparsepack.workers.resume import state_beside
@@ -209,7 +209,7 @@ def pack(request: PackRequest, checkpoint: Checkpoint | None = None, workers: Wo
     format = format_of(request.format)
     if workers.first:
         check_output(request.output, request.overwrite, format.folder, MANIFEST if format.folder else None)
-    checkpoint = checkpoint or open_checkpoint(request.model)
+    checkpoint = checkpoint_of(checkpoint or request.model)
     format.check_model(checkpoint)
     # Thresholds and fitted weights take long: whatever else does not fit is found before.
     if request.allocation or (request.fitting and request.fitting.fits):

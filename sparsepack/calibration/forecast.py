@@ -12,7 +12,7 @@ from sparsepack.calibration.residual import residual_of
 from sparsepack.calibration.run import chosen_windows, computed_in, count_block, settled
 from sparsepack.calibration.samples import at_once
 from sparsepack.files.text import Text, read_text
-from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from sparsepack.models.checkpoint.checkpoint import Checkpoint, checkpoint_of
 from sparsepack.models.stock.blocks import BlockStream
 from sparsepack.models.stock.forecast import Forecast, forecast_blocks
 from sparsepack.workers.dealt import Dealt
@@ -27,7 +27,7 @@ def forecast(
 
     Raises as `calibrate` does, also where a worker would have nothing to do.
     """
-    checkpoint = model if isinstance(model, Checkpoint) else open_checkpoint(model)
+    checkpoint = checkpoint_of(model, hashed=False)
     options = settled(checkpoint, options)
     windows = chosen_windows(checkpoint, text if isinstance(text, Text) else read_text(text), options)
     batch = at_once(options.batch, len(windows), windows.shape[1], options.device)

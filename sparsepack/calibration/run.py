@@ -32,7 +32,7 @@ from sparsepack.files.text import Text, read_text
 from sparsepack.files.transfer import on_host
 from sparsepack.formats.table import holders
 from sparsepack.models.architecture import expert_numbers, head_dim
-from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from sparsepack.models.checkpoint.checkpoint import Checkpoint, checkpoint_of
 from sparsepack.models.family import ATTN_OUT, MLP_MID, SITES
 from sparsepack.models.precision import arithmetic
 from sparsepack.models.stock.blocks import BlockStream
@@ -69,7 +69,7 @@ def calibrate(
     check_type("text", text, Text | str | tuple[str, ...], CalibrationError)
     check_type("output", output, Path, CalibrationError)
     check_type("options", options, CalibrateOptions | None, CalibrationError)
-    checkpoint = model if isinstance(model, Checkpoint) else open_checkpoint(model)
+    checkpoint = checkpoint_of(model)
     text = text if isinstance(text, Text) else read_text(text)
     output = Path(output)
     options = options or CalibrateOptions()

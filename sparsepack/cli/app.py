@@ -32,12 +32,14 @@ from sparsepack.cli.verbs.trace import trace
 from sparsepack.cli.verbs.tune import tune
 from sparsepack.cli.verbs.verify import verify
 from sparsepack.errors import UserError
+from sparsepack.integration.transformers.registration import OF_COMMANDS, register
 from sparsepack.version import __version__
 
 # Waiting OpenMP workers that spin make two threads slower than one when another process takes a core; torch reads this
 # when it is first imported, so it stands before any command.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 logging.getLogger("transformers.modeling_rope_utils").addFilter(concerns_the_user)
+register(OF_COMMANDS)
 
 
 def _version(context: click.Context, parameter: click.Parameter, asked: bool) -> None:

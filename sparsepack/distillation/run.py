@@ -17,7 +17,7 @@ from sparsepack.distillation.updates import matrices
 from sparsepack.errors import DistillationError
 from sparsepack.files.atomic import check_output
 from sparsepack.files.hashing import fingerprint
-from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from sparsepack.models.checkpoint.checkpoint import Checkpoint, checkpoint_of
 from sparsepack.models.checkpoint.distilled import distilled, texts_of_distilled
 from sparsepack.models.checkpoint.writer import write_checkpoint
 from sparsepack.models.precision import type_name
@@ -57,7 +57,7 @@ def distil(
     options.check()
     output = Path(output)
     check_output(output, overwrite, folder=True, marker=RECORD)
-    checkpoint = model if isinstance(model, Checkpoint) else open_checkpoint(model)
+    checkpoint = checkpoint_of(model)
     check_model(checkpoint)
     source = teacher_of(checkpoint, teacher)
     options = options.of_model(source is not None)

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from sparsepack.errors import CheckpointError, DistillationError
-from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from sparsepack.models.checkpoint.checkpoint import Checkpoint, checkpoint_of
 from sparsepack.models.records.pruned import pruning_record
 
 
@@ -25,7 +25,7 @@ def teacher_of(checkpoint: Checkpoint, given: Checkpoint | str | Path | None = N
         return None
     name, digest = record.summary["model"], record.summary["model_sha256"]
     try:
-        found = given if isinstance(given, Checkpoint) else open_checkpoint(name if given is None else given)
+        found = checkpoint_of(name if given is None else given)
     except CheckpointError as error:
         if given is not None:
             raise

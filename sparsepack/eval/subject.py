@@ -111,7 +111,7 @@ def open_subject(
     """
     if is_artifact(Path(name)):
         return _artifact(open_artifact(Path(name)), thresholds, device, dtype)
-    return _checkpoint(open_checkpoint(name), thresholds, device, dtype)
+    return _checkpoint(open_checkpoint(name, hashed=True), thresholds, device, dtype)
 
 
 def _checkpoint(checkpoint: Checkpoint, thresholds: Thresholds | None, device: str, dtype: str) -> StockSubject:

@@ -3,11 +3,12 @@
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+import weakref
+from collections import deque
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from threading import Event
+from threading import Event, Thread
 from typing import Any
 
 NO_HASH = "0" * 64
@@ -44,21 +45,48 @@ def combined(digests: Iterable[str]) -> str:
     return sha256_bytes("".join(digests).encode())
 
 
-@contextmanager
-def hashing(paths: Iterable[Path]) -> Iterator[Callable[[], list[str]]]:
-    """Hash files while the context lasts, several side by side: one thread hashes more slowly than most disks read.
+class Hashing:
+    """Hashes files beside other work, several side by side: one thread hashes more slowly than most disks read.
 
-    Yields what waits for the hex SHA-256 of each, in the given order, and raises OSError for the first that cannot be
-    read. Whoever leaves without it, an interrupted user for one, need not wait for the rest of a shard.
+    Its threads end with the process, or when nobody has this object any more: whoever leaves early, an interrupted user
+    for one, does not wait for the rest of a shard.
     """
-    abandoned = Event()
-    with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
+
+    def __init__(self, paths: Iterable[Path]) -> None:
+        self._abandoned = Event()
+        self._digests: list[Future[str]] = []
+        left: deque[tuple[Path, Future[str]]] = deque()
+        for path in paths:
+            self._digests.append(Future())
+            left.append((path, self._digests[-1]))
+        threads = min(16, os.cpu_count() or 1, len(left))
+        how = {"target": _hash_all, "args": (left, self._abandoned), "name": "hashing", "daemon": True}
+        self._threads = [Thread(**how) for _ in range(threads)]  # type: ignore[arg-type]
+        for thread in self._threads:
+            thread.start()
+        weakref.finalize(self, self._abandoned.set)
+
+    def sha256(self) -> list[str]:
+        """Wait for the hex SHA-256 of each, in the given order. Raises OSError for the first that cannot be read."""
+        return [digest.result() for digest in self._digests]
+
+    def abandon(self) -> None:
+        """Go on no longer, and close the files. `sha256` must not be asked for after that."""
+        self._abandoned.set()
+        for thread in self._threads:
+            thread.join()
+
+
+def _hash_all(left: deque[tuple[Path, Future[str]]], abandoned: Event) -> None:
+    while not abandoned.is_set():
         try:
-            jobs = [pool.submit(_sha256_file, path, abandoned) for path in paths]
-            yield lambda: [job.result() for job in jobs]
-        finally:
-            abandoned.set()
-            pool.shutdown(cancel_futures=True)
+            path, digest = left.popleft()
+        except IndexError:
+            return
+        try:
+            digest.set_result(_sha256_file(path, abandoned))
+        except Exception as error:
+            digest.set_exception(error)
 
 
 def _sha256_file(path: Path, abandoned: Event, start: int = 0, most: int | None = None) -> str:

@@ -15,7 +15,7 @@ from sparsepack.formats.distilled_from import Undistilled, made_from_undistilled
 from sparsepack.formats.manifest import DISTILLATION, refit_in_words, weight_changes
 from sparsepack.formats.open import open_artifact
 from sparsepack.formats.rotated_again import RotatedAgain, made_from_unrotated, rotated_again
-from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from sparsepack.models.checkpoint.checkpoint import Checkpoint, checkpoint_of
 from sparsepack.option import check_type
 
 ERROR_BOUNDS = {
@@ -85,7 +85,7 @@ def verify(path: Path | str, against: Checkpoint | str | Path | None = None) -> 
     """
     check_type("path", path, Path, ArtifactError)
     check_type("against", against, Checkpoint | Path | None, ArtifactError)
-    checkpoint = against if against is None or isinstance(against, Checkpoint) else open_checkpoint(against)
+    checkpoint = None if against is None else checkpoint_of(against)
     path = Path(path)
     if not path.exists():
         raise ArtifactError(f"{path}: no such file or folder; expected what `sparsepack pack` made")

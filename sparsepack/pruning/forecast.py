@@ -7,7 +7,7 @@ from torch import Tensor
 
 from sparsepack.calibration.folder import load as load_calibration
 from sparsepack.errors import PruningError
-from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from sparsepack.models.checkpoint.checkpoint import Checkpoint, checkpoint_of
 from sparsepack.models.stock.forecast import Forecast, forecast_blocks
 from sparsepack.models.tokenizer.windows import spread_windows
 from sparsepack.pruning.options import PruneOptions
@@ -29,7 +29,7 @@ def forecast(
     options.check_calibration(calibration)
     if calibration is None:
         raise PruningError(f"--dry-run: method {options.method} runs no text, and takes as long as reading does")
-    checkpoint = model if isinstance(model, Checkpoint) else open_checkpoint(model)
+    checkpoint = checkpoint_of(model, hashed=False)
     read = load_calibration(calibration)
     read.check_model(checkpoint)
     windows = spread_windows(read.windows, options.windows)

@@ -19,7 +19,7 @@ from sparsepack.calibration.made_from import processor
 from sparsepack.errors import PruningError, WorkersError
 from sparsepack.files.atomic import check_output
 from sparsepack.files.hashing import fingerprint
-from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from sparsepack.models.checkpoint.checkpoint import Checkpoint, checkpoint_of
 from sparsepack.models.checkpoint.source_files import texts_of
 from sparsepack.models.checkpoint.writer import made_of_blocks, write_checkpoint
 from sparsepack.models.family import MLP_MID, SITES
@@ -75,7 +75,7 @@ def prune(
         raise WorkersError(f"method {options.method} runs no text that workers could share; leave --devices out")
     if workers.first:
         check_output(output, overwrite, folder=True, marker=RECORD)
-    checkpoint = model if isinstance(model, Checkpoint) else open_checkpoint(model)
+    checkpoint = checkpoint_of(model)
     if options.permute and checkpoint.family.experts is not None:
         raise PruningError(
             f"permute: {checkpoint.name} has experts, whose neurons are not put into another order; leave it out"

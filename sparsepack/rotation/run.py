@@ -25,7 +25,7 @@ from sparsepack.files.hashing import fingerprint
 from sparsepack.formats.codecs.types import stored_bytes, type_that_fits
 from sparsepack.formats.zigzag.plan import BASIS_TYPE
 from sparsepack.models.checkpoint.bases import bases_of
-from sparsepack.models.checkpoint.checkpoint import HEAD, Checkpoint, open_checkpoint
+from sparsepack.models.checkpoint.checkpoint import HEAD, Checkpoint, checkpoint_of
 from sparsepack.models.checkpoint.rotated import check_one_basis, rotated, rotated_config
 from sparsepack.models.checkpoint.source_files import CONFIG, texts_of
 from sparsepack.models.checkpoint.writer import made_of_blocks, write_checkpoint
@@ -120,7 +120,7 @@ def opened(
     model: Checkpoint | str | Path, calibration: Path, options: RotateOptions, workers: Workers
 ) -> tuple[Checkpoint, Calibration]:
     """The model and its calibration, of which all is known that `rotate` asks of them. Raises as `rotate` does."""
-    checkpoint = model if isinstance(model, Checkpoint) else open_checkpoint(model)
+    checkpoint = checkpoint_of(model)
     check_model(checkpoint, options)
     if workers.count > checkpoint.layers:
         raise WorkersError(f"{workers.count} workers for {checkpoint.layers} blocks: some would be idle; start fewer")

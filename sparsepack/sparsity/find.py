@@ -13,7 +13,7 @@ from sparsepack.calibration.made_from import processor
 from sparsepack.errors import ThresholdsError
 from sparsepack.files.atomic import check_output
 from sparsepack.files.hashing import NO_HASH, fingerprint
-from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from sparsepack.models.checkpoint.checkpoint import Checkpoint, checkpoint_of
 from sparsepack.models.family import SITES
 from sparsepack.models.precision import arithmetic
 from sparsepack.models.records.rule import CURVE_SHARES, Rules, SiteKey, SiteRule
@@ -55,7 +55,7 @@ def make_thresholds(
     options.check()
     if workers.first:
         check_output(output, overwrite)
-    checkpoint = model if isinstance(model, Checkpoint) else open_checkpoint(model)
+    checkpoint = checkpoint_of(model)
     read = checkpoint.source.hash.share_beside(workers, lambda: load_calibration(calibration))
     with state_beside(output, workers) as state:
         table = find_thresholds(checkpoint, read, options, state, workers)

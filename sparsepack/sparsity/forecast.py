@@ -8,7 +8,7 @@ from torch import Tensor
 
 from sparsepack.calibration.folder import load as load_calibration
 from sparsepack.errors import ThresholdsError
-from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from sparsepack.models.checkpoint.checkpoint import Checkpoint, checkpoint_of
 from sparsepack.models.sites import chosen_sites
 from sparsepack.models.stock.forecast import Forecast, forecast_blocks
 from sparsepack.models.tokenizer.windows import spread_windows
@@ -42,7 +42,7 @@ def forecast(
             f"--dry-run: upstream {options.upstream} at sparsity {options.sparsity:g} runs no text through the blocks, "
             "and takes as long as reading does"
         )
-    checkpoint = model if isinstance(model, Checkpoint) else open_checkpoint(model)
+    checkpoint = checkpoint_of(model, hashed=False)
     read = load_calibration(calibration)
     read.check_model(checkpoint)
     windows = spread_windows(read.windows, options.windows)

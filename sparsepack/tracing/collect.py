@@ -19,7 +19,7 @@ from sparsepack.errors import PlacementError
 from sparsepack.files.hashing import fingerprint
 from sparsepack.files.text import Text, read_text
 from sparsepack.models.architecture import expert_numbers
-from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from sparsepack.models.checkpoint.checkpoint import Checkpoint, checkpoint_of
 from sparsepack.models.family import MLP_MID
 from sparsepack.models.precision import arithmetic
 from sparsepack.models.stock.blocks import BlockStream
@@ -55,7 +55,7 @@ def trace(
     Raises `CheckpointError`, `CalibrationError`, `TextError`, `OutputError` and `PlacementError`: for a model whose
     neurons are all active.
     """
-    checkpoint = model if isinstance(model, Checkpoint) else open_checkpoint(model)
+    checkpoint = checkpoint_of(model)
     text = text if isinstance(text, Text) else read_text(text)
     output, options = Path(output), options or TraceOptions()
     options.check()

@@ -20,7 +20,11 @@ def test_a_part_is_named_after_code_that_there_is(part: str, path: str, name: st
 
 
 def test_what_no_row_names_is_other() -> None:
-    assert part_of([("/x/sparsepack/cli/app.py", "main")]) == OTHER
+    outer = ("/x/sparsepack/cli/app.py", "main")
+    assert part_of([("/x/torch/cuda.py", "init"), ("/x/sparsepack/packing.py", "pack"), outer]) == (
+        f"{OTHER} (packing.py pack)"
+    )
+    assert part_of([("/x/torch/cuda.py", "init")]) == OTHER
 
 
 def test_a_process_writes_the_seconds_of_its_main_thread(tmp_path: Path) -> None:

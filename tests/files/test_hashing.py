@@ -1,5 +1,6 @@
 """Hashes of files and values."""
 
+import gc
 import hashlib
 import os
 import signal
@@ -9,12 +10,15 @@ import time
 import pytest
 
 from sparsepack.files import hashing as module
-from sparsepack.files.hashing import combined, fingerprint, hashing, sha256_bytes, sha256_file, sha256_of_pieces
+from sparsepack.files.hashing import Hashing, combined, fingerprint, sha256_bytes, sha256_file, sha256_of_pieces
 
 
 def digests_of(*paths):
-    with hashing(paths) as digests:
-        return digests()
+    taking = Hashing(paths)
+    try:
+        return taking.sha256()
+    finally:
+        taking.abandon()
 
 
 def test_a_file_hashes_as_its_bytes(tmp_path):
@@ -57,6 +61,19 @@ def test_a_file_that_cannot_be_read_ends_the_hashing_of_the_others(tmp_path):
     with pytest.raises(FileNotFoundError):
         digests_of(tmp_path / "none", tmp_path / "endless")
     assert set(threading.enumerate()) <= before
+
+
+def test_hashing_ends_when_nobody_wants_it_any_more(tmp_path):
+    with (tmp_path / "endless").open("wb") as file:
+        file.truncate(1 << 42)
+    before = set(threading.enumerate())
+    taking = Hashing([tmp_path / "endless"])
+    (thread,) = set(threading.enumerate()) - before
+    assert thread.daemon  # and so the end of the process does not wait for it
+    del taking
+    gc.collect()
+    thread.join(10)
+    assert not thread.is_alive()
 
 
 def test_ctrl_c_ends_hashing(tmp_path, monkeypatch):

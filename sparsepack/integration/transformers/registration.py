@@ -7,22 +7,25 @@ from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-_ADDED: Mapping[str, str] = {
+ADDED: Mapping[str, str] = {
     "transformers.quantizers.auto": "sparsepack.integration.transformers.quantizer",
     "transformers.modeling_utils": "sparsepack.integration.transformers.double_sparsity",
 }
 """A module of ours registers in the table of transformers that the key names, when the module of transformers is
 imported."""
 
+OF_COMMANDS: Mapping[str, str] = {"transformers.utils.import_utils": "sparsepack.integration.transformers.unneeded"}
+"""Likewise what only commands change."""
 
-def register() -> None:
-    """Register now what transformers has imported the table of, and the rest when it does."""
+
+def register(added: Mapping[str, str] = ADDED) -> None:
+    """Register now what transformers has imported the module of, and the rest when it does."""
     later = {}
-    for table, ours in _ADDED.items():
-        if table in sys.modules:
+    for theirs, ours in added.items():
+        if theirs in sys.modules:
             importlib.import_module(ours)
         else:
-            later[table] = ours
+            later[theirs] = ours
     if later:
         sys.meta_path.insert(0, _Watcher(later))
 

@@ -238,8 +238,10 @@ class _Generation(Stored):
     eos_token_id: Count | list[Count] | None = None
 
 
-def open_checkpoint(name: str | Path) -> Checkpoint:
+def open_checkpoint(name: str | Path, hashed: bool = False) -> Checkpoint:
     """Open a checkpoint by folder, file or hub id.
+
+    hashed -- whether its hash will be asked for: threads begin to take it, beside what comes until then
 
     Raises `CheckpointError` naming what is missing, unknown or not understood. Reads no weights yet.
     """
@@ -256,6 +258,8 @@ def open_checkpoint(name: str | Path) -> Checkpoint:
         source = GgufSource(file, family, config.num_hidden_layers, heads, kv_heads)
     else:
         source = SafetensorsSource(path, family.decoder, described.part)
+    if hashed:
+        source.hash.begin()
     config.tie_word_embeddings = HEAD not in source.shapes if described.tied is None else described.tied
     if (experts := _expert_numbers(config, name)) is not None:
         source = experts_source(source, family, experts.count, name)
@@ -263,6 +267,11 @@ def open_checkpoint(name: str | Path) -> Checkpoint:
     # A tied model's output matrix may be stored a second time; it is never read.
     check_stock_model(config, source.shapes, bases, shown_name, never_read=(HEAD,))
     return Checkpoint(shown_name, path, config, family, source, bases)
+
+
+def checkpoint_of(model: Checkpoint | str | Path, hashed: bool = True) -> Checkpoint:
+    """A checkpoint that is open already, or is opened by its name as `open_checkpoint` does."""
+    return model if isinstance(model, Checkpoint) else open_checkpoint(model, hashed)
 
 
 def _expert_numbers(config: Any, name: str) -> ExpertNumbers | None:

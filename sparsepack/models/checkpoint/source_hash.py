@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import TypeVar
 
 from sparsepack.errors import CheckpointError
-from sparsepack.files.hashing import TO_COME, hashing
+from sparsepack.files.hashing import TO_COME, Hashing
 from sparsepack.files.stored import shown
+from sparsepack.workers.environment import number_here
 from sparsepack.workers.workers import ALONE, Workers
 
 T = TypeVar("T")
@@ -25,7 +26,14 @@ class SourceHash:
         self._combine = combine
         self._opened = {file: _state(file) for file in files}
         self._known: str | None = None
+        self._begun: Hashing | None = None
         self._waits: Callable[[], str] | None = None  # for what is being taken
+
+    def begin(self) -> None:
+        """Begin to take the hash, beside whatever is done until it is asked for: importing transformers takes as long.
+        Of workers only the first of a machine begins, since the others are told."""
+        if self._known is None and self._begun is None and number_here() == 0:
+            self._begun = Hashing(self._opened)
 
     def sha256(self) -> str:
         """The hash. Raises `CheckpointError` where a file cannot be read, or has changed since it was opened."""
@@ -66,15 +74,15 @@ class SourceHash:
         """
         taker, told = self._taker(workers), False
         takes = taker == workers.number
-        with hashing(self._opened if takes and self._known is None else ()) as digests:
+        with self._hashing(takes) as taking:
 
             def taken() -> str:
                 try:
-                    known = self._known or self._combine(digests())
+                    known = self._known or self._combine(taking.sha256())
                 except OSError as error:
                     raise CheckpointError(f"the weights cannot be read ({shown(error)}); are they whole?") from error
                 self._check_unchanged()
-                self._known = known
+                self._known, self._begun = known, None
                 return known
 
             def shared() -> str:
@@ -91,6 +99,18 @@ class SourceHash:
                 raise
             finally:
                 self._waits = before
+
+    @contextmanager
+    def _hashing(self, takes: bool) -> Iterator[Hashing]:
+        """What was begun, else the hashing of the files, or of none, while the context lasts."""
+        if takes and self._begun is not None:
+            yield self._begun
+            return
+        taking = Hashing(self._opened if takes and self._known is None else ())
+        try:
+            yield taking
+        finally:
+            taking.abandon()
 
     def _taker(self, workers: Workers) -> int:
         """The first of the workers that have opened the same files on the same machine as this one."""

@@ -6,6 +6,11 @@ from forks_for_tests import in_forks
 WATCHERS = "[finder for finder in sys.meta_path if type(finder).__name__ == '_Watcher']"
 
 
+FOUND = """
+from transformers.utils import is_scipy_available, is_sklearn_available, is_torch_available
+found = is_scipy_available(), is_sklearn_available(), is_torch_available()
+"""
+
 FIRST = [
     f"import sparsepack; assert len({WATCHERS}) == 1",
     "import transformers.modeling_utils",
@@ -29,3 +34,12 @@ assert not {WATCHERS}
 )
 def test_transformers_knows_us_and_no_finder_stays(firsts: list[str]) -> None:
     assert in_forks("import torch", [f"import sys\n{first}\n{THEN}" for first in firsts]) == [""] * len(firsts)
+
+
+def test_commands_alone_do_without_what_no_command_needs() -> None:
+    """lm-eval has installed scikit-learn and scipy here, which a command of its own tasks still imports."""
+    programs = [
+        f"import sparsepack\n{FOUND}\nassert found == (True, True, True), found",
+        f"import sparsepack.cli.app\n{FOUND}\nassert found == (False, False, True), found\nimport sklearn, scipy",
+    ]
+    assert in_forks("import torch", programs) == ["", ""]

@@ -3,12 +3,15 @@
 import hashlib
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 from artifacts_for_tests import write_plain
 
 from sparsepack.errors import CheckpointError
+from sparsepack.files import hashing
 from sparsepack.files.hashing import combined
+from sparsepack.models.checkpoint import source_hash
 from sparsepack.models.checkpoint.checkpoint import open_checkpoint
 from sparsepack.models.checkpoint.source_hash import SourceHash
 
@@ -102,3 +105,44 @@ def test_an_interrupt_of_the_other_work_ends_the_hashing(tmp_path: Path) -> None
     source = SourceHash([tmp_path / "endless"], combined)
     with pytest.raises(KeyboardInterrupt), source.meanwhile():
         raise KeyboardInterrupt
+
+
+def test_what_was_begun_is_not_begun_again(files: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[Path] = []
+    take = hashing._sha256_file
+
+    def counted(path: Path, *how: Any) -> str:
+        taken.append(path)
+        return take(path, *how)
+
+    monkeypatch.setattr(hashing, "_sha256_file", counted)
+    source = SourceHash(files, combined)
+    source.begin()
+    source.begin()
+    with source.meanwhile() as sha256:
+        known = sha256()
+    source.begin()
+    assert source.sha256() == known == SourceHash(files, combined).sha256()
+    assert sorted(taken) == sorted([*files, *files])  # once each by either
+
+
+def test_what_was_begun_says_what_is_wrong_when_it_is_asked_for(files: list[Path]) -> None:
+    changed, gone = SourceHash(files, combined), SourceHash([files[0].with_name("gone")], combined)
+    changed.begin()
+    files[1].write_bytes(b"other")
+    with pytest.raises(CheckpointError, match="a: changed since it was opened"):
+        changed.sha256()
+    gone.begin()
+    with pytest.raises(CheckpointError, match=r"cannot be read .*gone"):
+        gone.sha256()
+
+
+def test_the_first_worker_of_a_machine_alone_begins(files: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    began: list[int] = []
+    monkeypatch.setattr(source_hash, "Hashing", lambda paths: began.append(len(list(paths))))
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    SourceHash(files, combined).begin()
+    assert began == []
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    SourceHash(files, combined).begin()
+    assert began == [2]

@@ -60,6 +60,7 @@ def asked(purpose: str) -> Any:
 @pytest.mark.gpu
 def test_what_loading_took_does_not_stay_beside_what_is_kept() -> None:
     device, large = torch.device("cuda"), 96 << 20
+    small = large * 5 // 8  # what is left of the larger one is too small for the next
 
     def beside_kept(place: Callable[[torch.Tensor], torch.Tensor]) -> int:
         """Bytes that torch cannot give back, of tensors that came where something larger had been."""
@@ -70,7 +71,7 @@ def test_what_loading_took_does_not_stay_beside_what_is_kept() -> None:
         for number in range(4):
             taken = torch.zeros(large, dtype=torch.uint8, device=device)
             del taken
-            kept.append(place(torch.full((large // 2,), number, dtype=torch.uint8, device=device)))
+            kept.append(place(torch.full((small,), number, dtype=torch.uint8, device=device)))
         assert all((each == number).all() for number, each in enumerate(kept))
         torch.cuda.empty_cache()
         return torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device) - before
