@@ -6,7 +6,9 @@ import torch
 from torch import Tensor
 
 from sparsepack.errors import PruningError, SingularError
+from sparsepack.files.tensors import all_finite
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
+from sparsepack.models.precision import brought
 from sparsepack.models.records.pattern import Pattern
 from sparsepack.models.records.pruned import PrunedMatrix
 from sparsepack.models.sites import site_name
@@ -62,12 +64,12 @@ def prune_block(
             stored = changed.get(name, tensor(name))
             of_each = [known(inputs_name(family, site, projection, n), stored.shape[-1]) for n in range(_count(stored))]
             try:
-                pruned, error = _pruned(stored, of_each, method, pattern, device)
+                pruned, stay, error = _pruned(stored, of_each, method, pattern, device)
             except SingularError as found:
                 raise PruningError(
                     f"{prefix}{projection}: {found}; give a larger --damping or more --windows"
                 ) from found
-            if not torch.isfinite(pruned).all():
+            if stay is None:
                 raise PruningError(f"{prefix}{projection}: weights that are not finite; they cannot be pruned")
             rows.append(
                 PrunedMatrix(
@@ -76,7 +78,7 @@ def prune_block(
                     keep=pattern.keep,
                     of=pattern.of,
                     tail=pattern.tail(stored.shape[-1]),
-                    density=int(pruned.count_nonzero()) / pruned.numel(),
+                    density=stay / pruned.numel(),
                     error=error,
                     permuted=site in orders,
                 )
@@ -92,19 +94,23 @@ def _count(stored: Tensor) -> int:
 
 def _pruned(
     stored: Tensor, inputs: Sequence[Inputs], method: Method, pattern: Pattern, device: torch.device
-) -> tuple[Tensor, float]:
-    """A matrix or those of all experts, pruned, in their stored type, and their relative error.
+) -> tuple[Tensor, int | None, float]:
+    """A matrix or those of all experts, pruned, in their stored type; how many of their weights are not zero, None
+    where some are not finite; and their relative error.
 
     inputs -- what enters the matrix, or each of them
     """
-    pruned, size, difference = torch.empty(stored.shape, dtype=stored.dtype), 0.0, 0.0
+    pruned, stay, finite = torch.empty(stored.shape, dtype=stored.dtype), 0, True
+    size = difference = 0.0
     each = (len(inputs), -1, stored.shape[-1])
     for matrix, known, into in zip(stored.reshape(each), inputs, pruned.view(each), strict=True):
-        weight = matrix.to(device, torch.float32)
-        into.copy_(method.prune(weight, known, pattern))
+        weight = brought(matrix, device, torch.float32)
+        made = method.prune(weight, known, pattern).to(stored.dtype)
+        into.copy_(made)
+        stay, finite = stay + int(made.count_nonzero()), finite and all_finite(made)
         size += known.output_squares(weight)
-        difference += known.output_squares(weight - into.to(device, torch.float32))
-    return pruned, root_of_share(difference, size)
+        difference += known.output_squares(weight - made.float())
+    return pruned, stay if finite else None, root_of_share(difference, size)
 
 
 def _orders(
@@ -123,7 +129,7 @@ def _orders(
         if site not in ("mlp_mid", "attn_out"):
             continue
         (weight,) = checkpoint.projections(layer, site)
-        values = values_of(weight.to(device, torch.float32), known(site))
+        values = values_of(brought(weight, device, torch.float32), known(site))
         if site == "mlp_mid":
             if (order := better_order(values, pattern)) is not None:
                 orders[site] = order.cpu()

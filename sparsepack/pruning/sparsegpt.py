@@ -6,10 +6,13 @@ groups lie on one grid over the whole matrix.
 
 from torch import Tensor
 
+from sparsepack.by_triton import by_triton
 from sparsepack.models.records.groups import kept
 from sparsepack.models.records.pattern import Pattern
 from sparsepack.reconstruction.feedback import Change, fed_back
 from sparsepack.reconstruction.inputs import Inputs
+
+WITHOUT = "weights are pruned by plain torch, many times slower"
 
 
 def values(weight: Tensor, inputs: Inputs) -> Tensor:
@@ -27,4 +30,12 @@ def prune(weight: Tensor, inputs: Inputs, pattern: Pattern) -> Tensor:
         stays = kept((group / pivots[first : first + group.shape[1]]).square(), pattern)
         return lambda number, column: column * stays[:, number]
 
-    return fed_back(weight.masked_fill(inputs.dead, 0), inputs, begin, pattern.of)
+    def at_once(block: Tensor, factor: Tensor, first: int) -> Tensor | None:
+        def by_kernel() -> Tensor:
+            from sparsepack.pruning.sparsegpt_triton import prune_block
+
+            return prune_block(block, factor, first, pattern)
+
+        return by_triton(block, by_kernel, WITHOUT)
+
+    return fed_back(weight.masked_fill(inputs.dead, 0), inputs, begin, pattern.of, at_once)

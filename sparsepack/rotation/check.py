@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from sparsepack.errors import RotationError
-from sparsepack.models.precision import type_name
+from sparsepack.models.precision import brought, type_name
 from sparsepack.models.stock.blocks import BlockStream
 from sparsepack.models.tokenizer.windows import spread_windows
 
@@ -36,7 +36,7 @@ def relative_error(model: BlockStream, rotated: BlockStream, hidden: Tensor, tur
     difference = norm = 0.0
     for words in zip(*heads, strict=True):
         logits, others = (
-            states @ rows.to(states.device, states.dtype).t() for states, rows in zip(outputs, words, strict=True)
+            states @ brought(rows, states.device, states.dtype).t() for states, rows in zip(outputs, words, strict=True)
         )
         difference += float((logits - others).square().sum(dtype=torch.float64))
         norm += float(logits.square().sum(dtype=torch.float64))

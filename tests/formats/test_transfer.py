@@ -10,6 +10,7 @@ from codec_cases import relative_error
 from devices import DEVICES, needs_cuda
 from small_rules import rules
 
+from sparsepack.by_triton import FAILED, importable
 from sparsepack.files import transfer
 from sparsepack.files.gguf import read_gguf
 from sparsepack.files.transfer import host_pieces, on_host, stacked_on, tensors_at_once
@@ -150,5 +151,5 @@ def assert_same_artifact(on_cuda: Path, on_cpu: Path, checkpoint: Checkpoint) ->
             weights = checkpoint.tensor("lm_head.weight" if name == "output.weight" else "model.embed_tokens.weight")
             errors = [relative_error(q6_k.decode(b).view(weights.shape), weights.float()) for b in (ours, theirs)]
             assert errors[0] <= errors[1] * 1.001, name
-        elif info.type != "Q4_K" or (q4_k_device._importable() and not q4_k_device._failed):
+        elif info.type != "Q4_K" or (importable() and q4_k_device.WITHOUT not in FAILED):
             assert torch.equal(ours, theirs), name

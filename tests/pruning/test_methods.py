@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from pruning_cases import PATTERNS, known, tokens, weights
 from torch import Tensor
 
 from sparsepack.errors import SingularError
@@ -12,34 +13,6 @@ from sparsepack.pruning.methods import METHODS
 from sparsepack.pruning.options import METHODS as NAMES
 from sparsepack.reconstruction import feedback
 from sparsepack.reconstruction.inputs import Inputs, Sums
-
-PATTERNS = [
-    Pattern(2, 4),
-    Pattern(4, 6),
-    Pattern(4, 8),
-    Pattern(6, 8),
-    Pattern(8, 10),
-    Pattern(10, 12),
-    Pattern(14, 16),
-]
-
-
-def tokens(count: int, columns: int, seed: int = 0) -> Tensor:
-    """Inputs that depend on each other, some of them large: [count, columns]."""
-    generator = torch.Generator().manual_seed(seed)
-    mixed = torch.randn(count, columns, generator=generator) @ torch.randn(columns, columns, generator=generator)
-    return mixed / columns**0.5 * torch.linspace(0.1, 3, columns)[torch.randperm(columns, generator=generator)]
-
-
-def known(x: Tensor) -> Inputs:
-    sums = Sums(x.shape[1], True, torch.device("cpu"))
-    for part in x.split(100):
-        sums.add(part[None])
-    return sums.inputs(0.01)
-
-
-def weights(rows: int, columns: int, seed: int = 1) -> Tensor:
-    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed))
 
 
 def plain_sparsegpt(weight: Tensor, products: Tensor, damping: float, pattern: Pattern) -> Tensor:

@@ -35,7 +35,7 @@ from sparsepack.models.checkpoint.segmented_config import segmented_config
 from sparsepack.models.checkpoint.sources import changed_source
 from sparsepack.models.family import ATTN_OUT, Family
 from sparsepack.models.heads import heads_of_config
-from sparsepack.models.precision import HALVES, type_name
+from sparsepack.models.precision import HALVES, brought, type_name
 from sparsepack.models.verbs import stream_of
 
 PIECE = 1 << 22
@@ -134,7 +134,8 @@ class _Fold:
         elif name in self.writers and stored.dim() == 1:
             made = self._turned(stored[None], dtype, self._basis(self.writers[name]))[0]
         elif name in self.writers:
-            made = self._turned(stored.mT, dtype, self._basis(self.writers[name]), heads=heads).mT.contiguous()
+            columns = stored.to(self.device).mT  # there, since a CPU takes columns apart slowly
+            made = self._turned(columns, dtype, self._basis(self.writers[name]), heads=heads).mT.contiguous().cpu()
         elif heads is not None:  # the bias of values
             made = self._turned(stored[:, None], dtype, heads=heads)[:, 0].contiguous()
         else:
@@ -161,17 +162,17 @@ class _Fold:
         heads: Tensor | None = None,
     ) -> Tensor:
         """Vectors of the residual stream [N, hidden] by rows, or those of each expert [experts, N, hidden], scaled by
-        `scale` [hidden], in a basis. heads: the rows are the channels of heads, which are turned by these matrices,
-        [heads, D, D]."""
+        `scale` [hidden], in a basis; on the device where the rows are. heads: the rows are the channels of heads, which
+        are turned by these matrices, [heads, D, D]."""
         if rows.dim() == 3:
             return torch.stack([self._turned(of_expert, dtype, basis, scale) for of_expert in rows])
-        made = torch.empty(rows.shape, dtype=dtype)
+        made = torch.empty(rows.shape, dtype=dtype, device=rows.device)
         step = max(PIECE // rows.shape[1], 1)
         if heads is not None:
             step = max(step // heads.shape[1], 1) * heads.shape[1]  # whole heads
             turns = iter(torch.split(heads, step // heads.shape[1]))
         for given, place in zip(torch.split(rows, step), torch.split(made, step), strict=True):
-            piece = given.to(self.device, torch.float64)
+            piece = brought(given, self.device, torch.float64)
             if scale is not None:
                 piece = piece * scale
             if basis is not None:

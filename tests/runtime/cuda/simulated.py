@@ -67,7 +67,7 @@ class SimulatedKernels(kernel_set.Kernels):
     new_stream = new_step_stream = new_graph_pool = wait_for_step = staticmethod(lambda: None)
     on_stream = staticmethod(lambda stream: nullcontext())
     on_card = in_host_memory = staticmethod(lambda loaded: loaded)
-    apart_on_card = staticmethod(lambda device: lambda loaded: loaded)
+    apart_on_card = staticmethod(lambda: lambda loaded: loaded)
     new_event = staticmethod(lambda enable_timing=False: Event())
     host_memory = staticmethod(torch.empty_like)
     host_values = staticmethod(lambda values: torch.tensor(values, dtype=torch.int32))

@@ -78,7 +78,7 @@ def load_model(
     plan -- what of it lies in the host's memory; None: nothing
     """
 
-    here_of = kernels.on_card if plan is None else kernels.apart_on_card(device)
+    here_of = kernels.on_card if plan is None else kernels.apart_on_card()
 
     def place(on_card: bool) -> Place:
         return here_of if on_card else kernels.in_host_memory

@@ -81,13 +81,13 @@ def on_card(loaded: Tensor) -> Tensor:
     return loaded
 
 
-def apart_on_card(device: torch.device) -> Place:
+def apart_on_card() -> Place:
     """A place in the GPU's memory that tensors have to themselves. Where they lie beside what loading took for a while,
     torch cannot give that back to the driver: of 3.6 GB within a budget it kept 0.9."""
     pool = torch.cuda.MemPool()
 
     def place(loaded: Tensor) -> Tensor:
-        with torch.cuda.use_mem_pool(pool, device):
+        with torch.cuda.use_mem_pool(pool, loaded.device):
             return loaded.clone()
 
     return place
