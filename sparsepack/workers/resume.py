@@ -41,6 +41,10 @@ SAVE_EVERY = 20.0
 """A state is saved when the one before is so many seconds old (`pause_after`)."""
 
 
+_WRITTEN = 1e9
+"""Bytes of a state that are written and hashed in a second, as long as none was: a slow disk's."""
+
+
 def pause_after(seconds: float) -> float:
     """How many seconds pass before a state is saved again that took so many to save: `SAVE_EVERY`, or so many times as
     long as saving took, if that is more than one. The hidden states of a large model are gigabytes, and a block may
@@ -142,7 +146,7 @@ class ResumeState:
         self._files: dict[str, dict[str, str]] = {}  # name -> the part it is of, and its SHA-256
         self._unneeded: list[Path] = []
         self._after: dict[str, tuple[Mapping[str, torch.Tensor], Dealt | None]] = {}  # the block at hand, by name
-        self._saved, self._pause = time.monotonic(), pause_after(0)
+        self._saved, self._pause, self._timed = time.monotonic(), pause_after(0), False
         self.seconds = 0.0
         self._behind: deque[Future[None]] = deque()
         if self.path is not None and self.path.exists():
@@ -242,6 +246,11 @@ class ResumeState:
         dealt -- how their rows are shared among workers; None: the first one has all of them
         """
         self._after[name] = tensors, dealt
+        if not self._timed:  # the first state may be the most that a short run does beside its work
+            shares = 1 if dealt is None else self.workers.count
+            seconds = shares * sum(value.nbytes for value in tensors.values()) / _WRITTEN
+            if seconds > 1.0:
+                self._pause = max(self._pause, pause_after(seconds))
 
     def keep_with_block(self, name: str, tensors: Mapping[str, torch.Tensor]) -> None:
         """Keep tensors of a block that is being worked on, under a name of their own, from its `save_block` on."""
@@ -296,7 +305,7 @@ class ResumeState:
                 self.drop(f"{name}-{self.done:05}")
             self.commit(_BLOCKS, done=layer + 1, **values)
             self._saved = time.monotonic()
-            self._pause = pause_after(self._saved - began)
+            self._pause, self._timed = pause_after(self._saved - began), True
         self._after.clear()
         self.seconds += time.monotonic() - began
 
