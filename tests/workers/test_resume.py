@@ -243,11 +243,12 @@ def test_blocks_are_committed_now_and_then_and_the_last_one_always(
 def test_the_first_state_waits_as_long_as_its_size_asks_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resume, "SAVE_EVERY", 20.0)
     monkeypatch.setattr(resume, "_WRITTEN", 1.0)
-    now = 0.0
-    monkeypatch.setattr(resume.time, "monotonic", lambda: now)
+    times = [0.0]
+    monkeypatch.setattr(resume.time, "monotonic", lambda: times[-1])
     state = ResumeState(tmp_path / "s", "fingerprint", 9)
     done = []
     for layer, now in enumerate((30.0, 159.0, 161.0, 182.0)):  # 8 bytes: 8 seconds, so 160 pass before that
+        times.append(now)
         state.save_block(layer, {}, torch.zeros(2))
         done.append(state.done)
     assert done == [0, 0, 3, 4]  # the next one as long after as the first has taken, which was nothing here
