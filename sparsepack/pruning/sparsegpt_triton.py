@@ -24,7 +24,7 @@ from torch import Tensor
 from sparsepack.models.records.pattern import Pattern
 
 ROWS = 16
-"""Of a program, which is one warp: so many rows of 128 columns take 64 registers of each thread."""
+"""A program, which is one warp, has so many rows: with 128 columns these take 64 registers of each thread."""
 
 
 def prune_block(block: Tensor, factor: Tensor, first: int, pattern: Pattern) -> Tensor:
