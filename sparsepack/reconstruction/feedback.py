@@ -14,8 +14,7 @@ from torch import Tensor
 from sparsepack.reconstruction.inputs import Inputs
 
 BLOCK = 128
-"""The corrections of this many columns are put off for the columns behind them; the number is rounded down to whole
-groups, one at least."""
+"""The corrections of this many columns are put off for the columns behind them."""
 
 Change = Callable[[int, Tensor], Tensor]
 """The function takes (number of a column in its group, the column float32 [rows]) and returns what becomes of it."""
@@ -30,17 +29,20 @@ AtOnce = Callable[[Tensor, Tensor, int], Tensor | None]
 number of the first of them) and returns the columns' errors, [columns, rows]; None where it cannot."""
 
 
-def fed_back(weight: Tensor, inputs: Inputs, begin: Begin, group: int = 1, at_once: AtOnce | None = None) -> Tensor:
+def fed_back(
+    weight: Tensor, inputs: Inputs, begin: Begin, group: int = 1, at_once: AtOnce | None = None, step: int = BLOCK
+) -> Tensor:
     """float32 [rows, columns] -> its columns as `begin` would have them, in new memory.
 
     group   -- columns that are begun together; the last group may be shorter
     at_once -- does to all columns of a block what `begin` says of each, faster
+    step    -- columns of a block, rounded down to whole groups, one at least
 
     Raises `SingularError` as `Inputs.inverse_factor`.
     """
     factor = inputs.inverse_factor
     columns = weight.t().clone(memory_format=torch.contiguous_format)  # each in one piece
-    step = max(BLOCK // group, 1) * group
+    step = max(step // group, 1) * group
     for first in range(0, len(columns), step):
         block = columns[first : first + step]
         errors = None if at_once is None else at_once(block, factor, first)

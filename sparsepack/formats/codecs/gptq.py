@@ -8,7 +8,7 @@ come in the order of their inputs' sizes: the largest first, while most columns 
 import torch
 from torch import Tensor
 
-from sparsepack.formats.codecs import q4_k, zigzag
+from sparsepack.formats.codecs import q4_k, q4_k_device, zigzag
 from sparsepack.formats.codecs.q4_k_fit import BLOCK_BYTES, SUB
 from sparsepack.formats.codecs.superblock import BLOCK, largest
 from sparsepack.formats.codecs.symmetric import scales
@@ -32,7 +32,10 @@ def zigzag_blocks(weight: Tensor, inputs: Inputs) -> Tensor:
 
         return change
 
-    fed_back(weight[:, order], ordered, begin)
+    def at_once(block: Tensor, factor: Tensor, first: int) -> Tensor | None:
+        return q4_k_device.quantise_block(block, factor, first, blocks[first : first + len(block)])
+
+    fed_back(weight[:, order], ordered, begin, at_once=at_once, step=q4_k_device.columns_at_once(weight.device))
     found = torch.empty_like(blocks)
     found[order] = blocks
     return found.transpose(0, 1).contiguous()

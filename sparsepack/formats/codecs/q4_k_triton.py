@@ -105,6 +105,62 @@ def _encode(
     at = column[:, None, None].to(tl.int64) * column_stride + row * (1 if TRANSPOSED else row_stride)
     held = (column < columns)[:, None, None]
     x = tl.load(weights + at, mask=held if WHOLE else held & (row < rows), other=0.0).to(tl.float32)
+    d, dmin, scale, minimum, q = _quantise(x, grids, TILE)
+    out = blocks + (band * columns + column) * BLOCK_BYTES  # [TILE]
+    _pack(out, column < columns, d, dmin, scale, minimum, q, TILE)
+
+
+# Columns of a block are few where a program has all rows of a band: [columns, 32, 8] stay in registers.
+COLUMNS, FEEDBACK_WARPS = 32, 4
+
+
+def quantise_block(block: Tensor, factor: Tensor, first: int, blocks: Tensor) -> Tensor:
+    """Quantise a block of columns with error feedback, contiguous float32 [columns, rows], in place; return their
+    errors, float32 [columns, rows], as `reconstruction.feedback` takes them off the columns behind.
+
+    factor -- U, of all columns of the matrix
+    first  -- the number of the block's first column in the matrix
+    blocks -- uint8 [columns of the block, bands, 144], to be written
+    """
+    columns, rows = block.shape
+    errors = torch.empty_like(block)
+    of_block = factor[first : first + columns, first : first + columns].contiguous()
+    with torch.cuda.device(block.device) if block.is_cuda else nullcontext():
+        _quantise_block[(blocks.shape[1],)](
+            *(block, errors, of_block, blocks, _grids(block.device), columns, rows, blocks.shape[1]),
+            COLUMNS=max(triton.next_power_of_2(columns), 2),
+            num_warps=FEEDBACK_WARPS,
+            enable_fp_fusion=False,
+        )
+    return errors
+
+
+@triton.jit(do_not_specialize=["columns", "rows", "bands"])
+def _quantise_block(block, errors, factor, blocks, grids, columns, rows, bands, COLUMNS: tl.constexpr):
+    band = tl.program_id(0)
+    row = band * BLOCK + tl.arange(0, SUBS)[None, None, :] * SUB + tl.arange(0, SUB)[None, :, None]
+    number = tl.arange(0, COLUMNS)[:, None, None]
+    places = number.to(tl.int64) * rows + row
+    inside = (number < columns) & (row < rows)
+    tile = tl.load(block + places, mask=inside, other=0.0)  # [COLUMNS, 32, 8]
+    one = tl.arange(0, 1)
+    for at in range(columns):
+        x = tl.sum(tl.where(number == at, tile, 0.0), 0)[None, :, :]
+        d, dmin, scale, minimum, q = _quantise(x, grids, 1)
+        out = blocks + (at.to(tl.int64) * bands + band + one) * BLOCK_BYTES
+        _pack(out, one == 0, d, dmin, scale, minimum, q, 1)
+        after = tl.floor(q) * (scale * d[:, None])[:, None, :] - (minimum * dmin[:, None])[:, None, :]
+        after = tl.where(row < rows, after, 0.0)
+        error = tl.div_rn(x - after, tl.load(factor + at * (columns + 1)))
+        later = tl.load(factor + at * columns + number, mask=(number > at) & (number < columns), other=0.0)
+        tile = tl.where(number == at, after, tile - later * error)
+        tl.store(errors + at.to(tl.int64) * rows + row, error, mask=row < rows)
+    tl.store(block + places, tile, mask=inside)
+
+
+@triton.jit
+def _quantise(x, grids, TILE: tl.constexpr):
+    """d, dmin [TILE], scale, minimum [TILE, 8] and nibbles, plus a half, to be truncated [TILE, 32, 8]."""
     y = tl.minimum(tl.maximum(x, LOWEST), HIGHEST)
 
     low = tl.minimum(tl.min(y, 1), 0.0)  # [TILE, 8]
@@ -126,10 +182,7 @@ def _encode(
     scale = tl.where(better, other_scale, scale)
     minimum = tl.where(better, other_minimum, minimum)
     d, dmin = _refined(fit, scale, minimum, d, dmin, _sum_subs(tl.where(better, loss, kept), TILE), TILE)
-
-    q = _nibbles(y, scale * d[:, None], minimum * dmin[:, None], unit, low)
-    out = blocks + (band * columns + column) * BLOCK_BYTES  # [TILE]
-    _pack(out, column < columns, d, dmin, scale, minimum, q, TILE)
+    return d, dmin, scale, minimum, _nibbles(y, scale * d[:, None], minimum * dmin[:, None], unit, low)
 
 
 @triton.jit

@@ -8,6 +8,7 @@ void bind_kv_cache(nb::module_& m);
 void bind_operations(nb::module_& m);
 void bind_decoder(nb::module_& m);
 void bind_placement(nb::module_& m);
+void bind_quantise(nb::module_& m);
 void bind_timing(nb::module_& m);
 void bind_worker(nb::module_& m);
 }  // namespace sparsepack
@@ -17,6 +18,7 @@ NB_MODULE(_native, m) {
     sparsepack::bind_operations(m);
     sparsepack::bind_decoder(m);
     sparsepack::bind_placement(m);
+    sparsepack::bind_quantise(m);
     sparsepack::bind_timing(m);
     sparsepack::bind_worker(m);
 }

@@ -40,4 +40,13 @@ const Kernels& kernels(const std::string& name) {
     throw std::invalid_argument("instruction set '" + name + "': not available here; expected one of " + known);
 }
 
+QuantiseBand quantise_kernel(const std::string& name) {
+    const Kernels* set = &kernels(name);
+#ifdef SPARSEPACK_AVX2
+    if (set != &scalar_kernels) return quantise_avx2;
+#endif
+    (void)set;
+    return quantise_plain;
+}
+
 }  // namespace sparsepack

@@ -1,6 +1,7 @@
 // Which instruction sets this build has and this machine can run.
 #pragma once
 #include "kernels/kernels.h"
+#include "quantise/q4_k.h"
 
 #include <string>
 #include <vector>
@@ -12,5 +13,8 @@ std::vector<std::string> instruction_sets();
 
 // The kernels of a usable instruction set; throws std::invalid_argument for any other name.
 const Kernels& kernels(const std::string& name);
+
+// The encoder of a usable instruction set, or of the nearest one that has its own; throws as `kernels`.
+QuantiseBand quantise_kernel(const std::string& name);
 
 }  // namespace sparsepack

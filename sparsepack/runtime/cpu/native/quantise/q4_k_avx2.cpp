@@ -1,0 +1,3 @@
+// With AVX2 and FMA.
+#define SPARSEPACK_QUANTISE quantise_avx2
+#include "quantise/q4_k.inc"
