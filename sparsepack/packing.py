@@ -108,8 +108,9 @@ class PackRequest:
                 f"format {format.name}: it stores neurons by how often they are active; "
                 "give --calibration, a folder made by `sparsepack calibrate` or `sparsepack trace`"
             )
-        refit = self.fitting or RefitOptions()
-        refit.check()
+        if self.fitting is not None:
+            self.fitting.check()
+        refit = self.fit
         if refit.fits and not format.fits:
             raise PackingError(
                 f"format {format.name}: its matrices cannot be fitted to their inputs; leave --refit and --quantiser "
@@ -129,8 +130,19 @@ class PackRequest:
         asked = asked or attention.sparse or refit.fits
         if self.calibration is not None and not asked:
             raise PackingError(
-                "--calibration alone changes nothing; say what to take from it, --sparsity or --attention"
+                "--calibration changes nothing with --quantiser round alone; say what to take from it: --sparsity, "
+                f"--attention, --quantiser gptq; or pack as {those_with('fits')}"
             )
+
+    @property
+    def fit(self) -> RefitOptions:
+        """How the weights of the blocks come to be what is stored, `auto` decided. A trace knows no inputs."""
+        options = self.fitting or RefitOptions()
+        if options.quantiser != "auto" or self.calibration is None or not format_of(self.format).fits:
+            return options.decided(calibrated=False)
+        from sparsepack.tracing.trace import is_trace
+
+        return options.decided(calibrated=not is_trace(self.calibration))
 
     def check_workers(self, count: int) -> None:
         """Raise `WorkersError` for what so many workers do not make together."""
@@ -141,10 +153,10 @@ class PackRequest:
                 "--sparsity finds thresholds, which pack does in one process; find them with `sparsepack thresholds`, "
                 "which takes --devices, too, and give --thresholds"
             )
-        if self.fitting is not None and self.fitting.fits:
+        if self.fit.fits:
             raise WorkersError(
-                f"{'--refit' if self.fitting.refit else '--quantiser gptq'} fits weights in one process; leave it out, "
-                "or --devices and torchrun"
+                f"{'--refit' if self.fit.refit else 'error feedback'} fits weights to the calibration in one process; "
+                "leave out --devices and torchrun, or give --quantiser round"
             )
 
 
@@ -212,7 +224,7 @@ def pack(request: PackRequest, checkpoint: Checkpoint | None = None, workers: Wo
     checkpoint = checkpoint_of(checkpoint or request.model)
     format.check_model(checkpoint)
     # Thresholds and fitted weights take long: whatever else does not fit is found before.
-    if request.allocation or (request.fitting and request.fitting.fits):
+    if request.allocation or request.fit.fits:
         thresholds = thresholds_to_come(checkpoint, request.allocation) if request.allocation else None
         plan_of(checkpoint, request, found_to_come(checkpoint, request, thresholds))
     checkpoint.source.hash.share(workers)  # before each of them asks for it, to check what was found
@@ -242,7 +254,7 @@ def find(checkpoint: Checkpoint, request: PackRequest, state: Path) -> Found:
     from sparsepack.tracing.trace import Trace
 
     thresholds, allocation, attention = None, request.allocation, request.sparse_attention
-    refit = request.fitting if request.fitting is not None and request.fitting.fits else None
+    refit = request.fit if request.fit.fits else None
     if request.thresholds is not None:
         thresholds, allocation = read_thresholds(request.thresholds), None
         thresholds.check_model(checkpoint)
@@ -263,8 +275,7 @@ def find(checkpoint: Checkpoint, request: PackRequest, state: Path) -> Found:
         return Found(thresholds, neurons=neurons)
     if refit:
         source.check_model(checkpoint)
-        halves = thresholds is not None or (allocation is not None and allocation.sparsity > 0)
-        check_tokens(checkpoint, (len(source.windows), source.windows.shape[1]), refit, halves)
+        check_tokens(checkpoint, (len(source.windows), source.windows.shape[1]), refit)
     heavy = find_attention(checkpoint, source, attention) if attention else None
     if allocation:  # late, since it takes long
         thresholds = find_thresholds(checkpoint, source, allocation, state)
@@ -276,8 +287,7 @@ def _refit(checkpoint: Checkpoint, request: PackRequest, found: Found, calibrati
     """The matrices, fitted to what enters them where the rest of what was `found` is so."""
     from sparsepack.refit.run import refit_model, refit_state
 
-    format, options, thresholds = format_of(request.format), request.fitting, found.thresholds
-    assert options is not None
+    format, options, thresholds = format_of(request.format), request.fit, found.thresholds
     inside = _inside(checkpoint, request, found)
     encode = format.encoder(checkpoint, inside)
     how = f"{format.name} {inside.pattern} {inside.gates}"
@@ -304,12 +314,12 @@ def found_to_come(
     from sparsepack.sparsity.attention import attention_to_come
     from sparsepack.tracing.counts import counts_to_come
 
-    attention, refit = request.sparse_attention, request.fitting
+    attention, refit = request.sparse_attention, request.fit
     return Found(
         thresholds=thresholds,
         attention=attention_to_come(checkpoint, attention) if attention is not None and attention.sparse else None,
         neurons=counts_to_come(checkpoint) if format_of(request.format).mlp.by_count else None,
-        refit=refit_to_come(checkpoint, refit) if refit is not None and refit.fits else None,
+        refit=refit_to_come(checkpoint, refit) if refit.fits else None,
         pruning=pruning,
         rotation=rotation,
         distillation=distillation,

@@ -26,7 +26,7 @@ def forecast(request: PackRequest, workers: int = 1) -> PartsForecast:
     request.check()
     request.check_workers(workers)
     first = "finds thresholds" if request.allocation and request.allocation.sparsity > 0 else ""
-    first = "fits weights" if request.fitting and request.fitting.fits else first
+    first = "fits weights" if request.fit.fits else first
     if first:
         raise PackingError(
             f"--dry-run: pack {first} before it packs, which is not measured; leave it out, or find thresholds by "

@@ -10,6 +10,11 @@ from torch import Tensor
 
 from sparsepack.errors import SingularError
 
+_FLOOR = 0.001
+"""Share of the mean moment that shrunk products get as well: some inputs are nearly never there."""
+_STRIP = 512
+"""Products are symmetric: they are summed in strips of so many columns, from the diagonal on."""
+
 
 @dataclass(frozen=True)
 class Inputs:
@@ -18,11 +23,14 @@ class Inputs:
     moments  -- of x_j ** 2: float32 [columns]
     products -- of x_i x_j: float32 [columns, columns], where a method needs them
     damping  -- share of the mean moment that is added to all of them, so that the products have an inverse
+    shrunk   -- whether it is a share of each input's own moment instead, which draws the products towards those of
+                inputs that are independent: then few tokens, and single huge ones, tell little of other text
     """
 
     moments: Tensor
     products: Tensor | None = None
     damping: float = 0.01
+    shrunk: bool = False
 
     def permuted(self, order: Tensor) -> "Inputs":
         """What is known of the same inputs in another order."""
@@ -47,7 +55,9 @@ class Inputs:
         hessian = self.products.clone()
         diagonal = hessian.diagonal()
         dead = diagonal == 0
-        diagonal += torch.where(dead, 1.0, self.damping * diagonal.mean())
+        mean = diagonal.mean()
+        added = self.damping * diagonal + _FLOOR * mean if self.shrunk else self.damping * mean
+        diagonal += torch.where(dead, 1.0, added)
         factor: Tensor
         lower, failed = torch.linalg.cholesky_ex(hessian)
         if not failed:
@@ -74,6 +84,11 @@ class Inputs:
         return self.moments == 0
 
 
+def _symmetric(products: Tensor) -> Tensor:
+    """Products of which what lies above the diagonal is known, whole."""
+    return products.triu() + products.triu(1).t()
+
+
 def root_of_share(difference: float, size: float) -> float:
     """The root of the share of `size` that `difference` is; 0 where there is nothing."""
     return math.sqrt(difference / size) if size > 0 else 0.0
@@ -93,7 +108,9 @@ class Sums:
         self._tokens += weight * len(x)
         self._squares += weight * x.square().sum(0, dtype=torch.float32).to(self._squares)
         if self._products is not None:
-            self._products.addmm_(x.t(), x, alpha=weight)
+            for first in range(0, x.shape[1], _STRIP):
+                strip = x[:, first : first + _STRIP]
+                self._products[first : first + _STRIP, first:].addmm_(strip.t(), x[:, first:], alpha=weight)
 
     @property
     def tokens(self) -> float:
@@ -124,10 +141,10 @@ class Sums:
         if self._products is not None:
             self._products.zero_()
 
-    def inputs(self, damping: float) -> Inputs:
+    def inputs(self, damping: float, shrunk: bool = False) -> Inputs:
         """The means of what was counted, with `damping` for the inverse of the products."""
-        products = None if self._products is None else self._products / self._tokens
-        return Inputs((self._squares / self._tokens).float(), products, damping)
+        products = None if self._products is None else _symmetric(self._products) / self._tokens
+        return Inputs((self._squares / self._tokens).float(), products, damping, shrunk)
 
     def unknown(self, damping: float) -> Inputs:
         """What stands for the means where nothing was counted: inputs of one size, independent of each other."""

@@ -49,6 +49,7 @@ class SiteSums:
     weight -- W, float32 [rows, columns]
     rule   -- of the site; None: every channel is active
     dense  -- share of the first halves; None: both halves are one
+    count  -- tokens so far
     """
 
     def __init__(self, weight: Tensor, rule: SiteRule | None, dense: float | None) -> None:
@@ -58,9 +59,11 @@ class SiteSums:
         self._sums = Sums(columns, True, weight.device)
         self._lost = None if self._rule is None else torch.zeros(columns, columns, device=weight.device)
         self._outputs = self._missing = self._tokens = 0.0
+        self.count = 0
 
     def add(self, x: Tensor) -> None:
         """Count the unsparsified inputs of windows: [B, S, columns]."""
+        self.count += x.shape[0] * x.shape[1]
         if self._dense is None:
             return self._count(x, None, 1.0)
         half = x.shape[1] // 2
@@ -73,7 +76,8 @@ class SiteSums:
             return
         x = x.flatten(0, -2)
         self._tokens += share * len(x)
-        self._outputs += share * _squares(self._weight, x.float())
+        if self._rule is not None:
+            self._outputs += share * _squares(self._weight, x.float())
         if rule is None or self._lost is None:
             return self._sums.add(x, share)
         sparse = sparsify(x, rule)
@@ -82,12 +86,13 @@ class SiteSums:
         self._missing += share * _squares(self._weight, error)
         self._lost.addmm_(error.t(), sparse.float(), alpha=share)
 
-    def inputs(self, damping: float) -> SiteInputs:
+    def inputs(self, damping: float, shrunk: bool = False) -> SiteInputs:
         """The means of what was counted; the sums are let go of."""
         lost = None if self._lost is None else self._weight @ self._lost.div_(self._tokens)
-        inputs = self._sums.inputs(damping)
+        inputs = self._sums.inputs(damping, shrunk)
         del self._lost, self._sums
-        return SiteInputs(inputs, lost, self._outputs / self._tokens, self._missing / self._tokens)
+        outputs = inputs.output_squares(self._weight) if self._rule is None else self._outputs / self._tokens
+        return SiteInputs(inputs, lost, outputs, self._missing / self._tokens)
 
 
 def _squares(weight: Tensor, x: Tensor) -> float:

@@ -1,13 +1,14 @@
 """The pass over a model: block by block and site by site, in order of execution.
 
-Each block is run once per site, the run cut short there, as for thresholds (`sparsity.sequential`): the second half of
-every window sparse, the first half dense. All matrices upstream are by then what will be stored, refitted and
-quantised. After each block its encoded matrices and the hidden states are kept; a run that was killed goes on from
-there.
+The second half of every window is sparse, the first half dense. All matrices upstream of a site are by then what will
+be stored, refitted and quantised: a block is run once, and at each of its sites the run waits until the inputs there
+are counted and the matrix is replaced. Where not all windows go through at once, the block is run once per site, the
+run cut short there, as for thresholds (`sparsity.sequential`). After each block its encoded matrices and the hidden
+states are kept; a run that was killed goes on from there.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,26 +23,36 @@ from sparsepack.files.transfer import stacked_on
 from sparsepack.formats.encoded import Encoded, EncodedSite, SiteEncoder
 from sparsepack.formats.plan import naming
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
-from sparsepack.models.family import SITES
+from sparsepack.models.family import MLP_SITES, SITES
 from sparsepack.models.precision import arithmetic
 from sparsepack.models.records.rule import Rules
 from sparsepack.models.sites import site_name
 from sparsepack.models.stock.blocks import BlockStream
 from sparsepack.models.stock.bound import bound_told
+from sparsepack.models.stock.hooks import site_hooks
 from sparsepack.models.tokenizer.windows import spread_windows
 from sparsepack.models.verbs import check_taken
 from sparsepack.progress import Shorter, progress
 from sparsepack.reconstruction.inputs import Inputs
-from sparsepack.refit.inputs import SiteInputs, SiteSums
+from sparsepack.refit.inputs import SiteSums
 from sparsepack.refit.options import RefitOptions
 from sparsepack.refit.solve import refitted
-from sparsepack.sparsity.sequential import inputs_of_site, sparse_second_half
+from sparsepack.sparsity.sequential import inputs_of_site, sparse_second_half, sparsify_second_half
 from sparsepack.sparsity.thresholds import Thresholds
 from sparsepack.version import __version__
 from sparsepack.workers.resume import ResumeState, make_folder
 
-BATCH = 2
-"""This many windows are run at a time."""
+LENGTH = 512
+"""Error feedback runs so many tokens of a window: of as many tokens more is learnt from more texts."""
+TOKENS_OF_INPUT = 4
+"""Unless told otherwise it has so many tokens for each input of the widest site."""
+MORE_WINDOWS = 128
+"""Unless told otherwise so many windows at least are run on a GPU, and of full length for a refit."""
+AT_ONCE = {"cpu": 8192, "cuda": 65_536}
+"""Tokens that are run at a time; on other devices as on a CPU."""
+SHRINKAGE = 1.0
+"""Error feedback damps the products of inputs by this share of each input's own moment, and by more where tokens are
+few: without it WikiText loses more than by rounding at some sites of a model calibrated on books."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +84,8 @@ def refit_model(
     `OutputError` where the disk refuses the state.
     """
     rules = thresholds.rules if thresholds else {}
-    windows = spread_windows(calibration.windows, options.refit_windows)
+    count, length = fitting_windows(checkpoint, options, calibration.windows.shape)
+    windows = spread_windows(calibration.windows, count)[:, :length]
     with torch.no_grad():
         _run(checkpoint, windows, encode, rules, options, resume)
     encoded = {
@@ -113,28 +125,51 @@ def refit_state(
 def refit_to_come(checkpoint: Checkpoint, options: RefitOptions) -> Refit:
     """What will be known of the pass, in as much room, before it is run. Raises `CheckpointError` for a model with
     experts."""
-    check_taken("refit", checkpoint.family, checkpoint.name)
     typical = 0.12346
     sites = [
         {"site": site_name(layer, site), **_row({f"{site_name(layer, site)}.weight": typical}, typical, typical)}
         for layer in range(checkpoint.layers)
-        for site in SITES
+        for site in fitted_sites(checkpoint, options)
     ]
-    return Refit(_section(NO_HASH, options, options.refit_windows, sites), {})
+    return Refit(_section(NO_HASH, options, options.refit_windows or MORE_WINDOWS, sites), {})
 
 
-def check_tokens(checkpoint: Checkpoint, windows: tuple[int, int], options: RefitOptions, halves: bool) -> None:
-    """Raise `PackingError` for a calibration with fewer tokens than the widest site has inputs.
+def fitted_sites(checkpoint: Checkpoint, options: RefitOptions) -> tuple[str, ...]:
+    """The sites whose matrices are fitted: all, but for the experts of a mixture, which are rounded to nearest.
+
+    Raises `CheckpointError` for a refit of a model with experts.
+    """
+    if options.refit:
+        check_taken("refit", checkpoint.family, checkpoint.name)
+    return tuple(site for site in SITES if checkpoint.family.experts is None or site not in MLP_SITES)
+
+
+def fitting_windows(
+    checkpoint: Checkpoint, options: RefitOptions, windows: tuple[int, int] | torch.Size
+) -> tuple[int, int]:
+    """How many windows weights are fitted on, and how many tokens of each, of a calibration with `windows` [N, S]."""
+    length = windows[1] if options.refit else min(windows[1], LENGTH)
+    count = options.refit_windows
+    if count is None:
+        widest = max(checkpoint.stacked_shape(site)[1] for site in fitted_sites(checkpoint, options))
+        more = options.refit or torch.device(options.device).type == "cuda"
+        count = max(-(-TOKENS_OF_INPUT * widest // length), MORE_WINDOWS if more else 1)
+    return min(count, windows[0]), length
+
+
+def check_tokens(checkpoint: Checkpoint, windows: tuple[int, int], options: RefitOptions) -> None:
+    """Raise `PackingError` where weights are refitted, on fewer tokens than the widest site has inputs: only the second
+    halves of windows tell of sparse ones. Error feedback alone does with any number: the fewer, the more `SHRINKAGE`.
 
     windows -- how many the calibration has, and of how many tokens each
-    halves  -- whether only their second halves tell of sparse inputs
     """
-    count, length = min(options.refit_windows, windows[0]), windows[1]
-    each = length - length // 2 if halves else length
+    if not options.refit:
+        return
+    count, length = fitting_windows(checkpoint, options, windows)
     columns, site = max((checkpoint.stacked_shape(site)[1], site) for site in SITES)
-    needed = -(-columns // each)
+    needed = -(-columns // (length - length // 2))
     if count < needed:
-        where = "--refit-windows" if options.refit_windows < needed else "calibrate's --samples"
+        where = "calibrate's --samples" if count == windows[0] else "--refit-windows"
         raise PackingError(
             f"{count} calibration windows of {length} tokens: too few to fit weights to the {columns} inputs of "
             f"{site}; expected {needed} windows, by {where}"
@@ -152,10 +187,11 @@ def _run(
     """Fit the blocks that are not finished; `resume` has all of them then. windows: int64 [N, S]"""
     stream = BlockStream(checkpoint, options.device, arithmetic(options.dtype, checkpoint.dtype, options.device))
     hidden = stream.states(windows, resume.hidden())
-    batches = torch.split(hidden, BATCH)
-    names, sites = resume.value("names", []), resume.value("sites", [])
-    dense = options.refit_dense if any(not rule.dense for rule in rules.values()) else None
-    each = (len(SITES) + 1) * len(batches)
+    batch = max(AT_ONCE.get(stream.device.type, AT_ONCE["cpu"]) // windows.shape[1], 1)
+    fitting = _BlockFitting(checkpoint, stream, encode, rules, options, resume)
+    sites = fitted_sites(checkpoint, options)
+    batches = torch.split(hidden, batch)
+    each = len(sites) if len(batches) == 1 else (len(sites) + 1) * len(batches)
     shorter = Shorter("--refit-windows", len(hidden))
     with (
         bound_told("fitting weights", stream, resume),
@@ -163,37 +199,92 @@ def _run(
     ):
         for layer in range(resume.done, checkpoint.layers):
             stream.load(layer)
-            for site in SITES:
-                parts = checkpoint.projections(layer, site)
-                weight = stacked_on(options.device, parts).float()
-                sums = SiteSums(weight, rules.get((layer, site)), dense)
+            if len(batches) == 1:
+                fitting.run_once(layer, sites, hidden, advance)
+            else:
+                fitting.run_each(layer, sites, batches, advance)
+                with sparse_second_half(stream, layer, rules):
+                    stream.pass_on(hidden, batch, advance)
+            resume.save_block(layer, {}, hidden, names=fitting.names, sites=fitting.rows)
 
-                def count(x: Tensor, into: SiteSums = sums) -> None:
-                    into.add(x)
-                    advance()
 
-                inputs_of_site(stream, (layer, site), batches, rules, count)
-                known = sums.inputs(options.damping)
-                with naming(site_name(layer, site)):
-                    made, row = _fitted(weight, known, partial(encode, layer, site), options)
-                resume.keep_with_block(_file(layer, site), made.tensors)
-                names.append([layer, site, [*made.tensors]])
-                sites.append({"site": site_name(layer, site), **row})
-                rows = [len(part) for part in parts]
-                projections = zip(checkpoint.family.projections[site], torch.split(made.weight, rows), strict=True)
-                stream.replace({f"{projection}.weight": part for projection, part in projections})
-            with sparse_second_half(stream, layer, rules):
-                stream.pass_on(hidden, BATCH, advance)
-            resume.save_block(layer, {}, hidden, names=names, sites=sites)
+class _BlockFitting:
+    """Replaces the matrices of the loaded block; what becomes of them is kept with `resume`.
+
+    names -- of each site that is fitted [layer, site, names of its tensors]
+    rows  -- of each, the manifest's numbers
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        stream: BlockStream,
+        encode: SiteEncoder,
+        rules: Rules,
+        options: RefitOptions,
+        resume: ResumeState,
+    ) -> None:
+        self.checkpoint, self.stream, self.encode = checkpoint, stream, encode
+        self.rules, self.options, self.resume = rules, options, resume
+        self.names, self.rows = resume.value("names", []), resume.value("sites", [])
+        self.dense = options.refit_dense if any(not rule.dense for rule in rules.values()) else None
+
+    def run_once(self, layer: int, sites: tuple[str, ...], hidden: Tensor, advance: Callable[[], object]) -> None:
+        """Run all windows through the block, each site fitted when its inputs come."""
+
+        def function(_: int, site: str, x: Tensor) -> Tensor | None:
+            if site in sites:
+                weight, sums = self._begin(layer, site)
+                sums.add(x)
+                self._replace(layer, site, weight, sums)
+                advance()
+            return sparsify_second_half(x, self.rules.get((layer, site)))
+
+        with site_hooks([(layer, self.stream.block)], self.checkpoint.family, function):
+            self.stream.pass_on(hidden, len(hidden), lambda: None)
+
+    def run_each(
+        self, layer: int, sites: tuple[str, ...], batches: Sequence[Tensor], advance: Callable[[], object]
+    ) -> None:
+        """Run batches of windows up to each site in turn."""
+        for site in sites:
+            weight, sums = self._begin(layer, site)
+
+            def count(x: Tensor, into: SiteSums = sums) -> None:
+                into.add(x)
+                advance()
+
+            inputs_of_site(self.stream, (layer, site), batches, self.rules, count)
+            self._replace(layer, site, weight, sums)
+
+    def _begin(self, layer: int, site: str) -> tuple[Tensor, SiteSums]:
+        parts = self.checkpoint.projections(layer, site)
+        weight = stacked_on(self.options.device, parts).float()
+        return weight, SiteSums(weight, self.rules.get((layer, site)), self.dense)
+
+    def _replace(self, layer: int, site: str, weight: Tensor, sums: SiteSums) -> None:
+        """Fit one site's matrix to what was counted, and put what is stored in its place."""
+        with naming(site_name(layer, site)):
+            made, row = _fitted(weight, sums, partial(self.encode, layer, site), self.options)
+        self.resume.keep_with_block(_file(layer, site), made.tensors)
+        self.names.append([layer, site, [*made.tensors]])
+        self.rows.append({"site": site_name(layer, site), **row})
+        projections = self.checkpoint.family.projections[site]
+        rows = [len(part) for part in self.checkpoint.projections(layer, site)]
+        parts = zip(projections, torch.split(made.weight, rows), strict=True)
+        self.stream.replace({f"{projection}.weight": part for projection, part in parts})
 
 
 def _fitted(
-    weight: Tensor, known: SiteInputs, encode: Callable[[Tensor, Inputs | None], EncodedSite], options: RefitOptions
+    weight: Tensor, sums: SiteSums, encode: Callable[[Tensor, Inputs | None], EncodedSite], options: RefitOptions
 ) -> tuple[EncodedSite, dict[str, Any]]:
     """What is stored of a matrix, and the numbers of its row. Raises `PackingError`."""
+    known = sums.inputs(options.damping)
+    damping = SHRINKAGE * max(1.0, TOKENS_OF_INPUT / 2 * weight.shape[1] / max(sums.count, 1))
+    inputs = replace(known.inputs, damping=damping, shrunk=True)
     try:
         target = refitted(weight, known) if options.refit else weight
-        made = encode(target, known.inputs if options.quantiser == "gptq" else None)
+        made = encode(target, inputs if options.quantiser == "gptq" else None)
     except SingularError as error:
         raise PackingError(f"{error}; give a larger --damping or more --refit-windows") from error
     moved = made.weight - weight

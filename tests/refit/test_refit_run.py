@@ -30,7 +30,7 @@ from sparsepack.sparsity.thresholds import read_thresholds
 from sparsepack.workers.resume import unfinished_path
 
 BOTH = RefitOptions(refit=True, quantiser="gptq")
-REFIT = RefitOptions(refit=True)
+REFIT = RefitOptions(refit=True, quantiser="round")
 GPTQ = RefitOptions(quantiser="gptq")
 SIZES = {"hidden_size": 64, "intermediate_size": 168}
 """Bands do not divide them, and gates and ups take two. A column takes milliseconds."""
@@ -208,7 +208,7 @@ def test_what_does_not_go_together_is_refused_before_any_work(request_: PackRequ
     assert "--quantiser gptq needs --calibration" in refused(calibration=None, fitting=GPTQ, thresholds=None)
     assert "nothing is skipped" in refused(thresholds=None)
     assert "format f16: its matrices cannot be fitted" in refused(format="f16", thresholds=None, fitting=GPTQ)
-    assert "quantiser 'best': expected one of round, gptq" in refused(fitting=RefitOptions(quantiser="best"))
+    assert "quantiser 'best': expected one of auto, round, gptq" in refused(fitting=RefitOptions(quantiser="best"))
     assert "refit_dense 1: expected at least 0 and below 1" in refused(fitting=replace(BOTH, refit_dense=1))
     few = refused(fitting=replace(BOTH, refit_windows=3))
     assert "too few to fit weights to the 168 inputs of mlp_mid; expected 6 windows, by --refit-windows" in few
@@ -221,8 +221,8 @@ def test_products_without_an_inverse_are_one_line_with_the_site(
 
     inputs = Sums.inputs
 
-    def singular(sums: Sums, damping: float) -> object:
-        found = inputs(sums, damping)
+    def singular(sums: Sums, damping: float, shrunk: bool) -> object:
+        found = inputs(sums, damping, shrunk)
         assert found.products is not None
         found.products[0, 1] = found.products[1, 0] = 1e9
         return found

@@ -16,7 +16,7 @@ from sparsepack.runtime.cpu.dispatch import instruction_set, native
 
 WITHOUT = "Q4_K is encoded by plain torch, many times slower"
 COLUMNS = 64
-"""Columns that feed their errors to each other within one call of the C++ kernel: 256 rows of them stay in the L2 cache."""
+"""Columns that one call of the C++ kernel feeds errors back in: 256 rows of them stay in the L2 cache."""
 _WEIGHTS_AT_ONCE = 1 << 24
 _BYTES = BLOCKS["Q4_K"][1]
 

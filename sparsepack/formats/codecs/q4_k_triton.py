@@ -147,14 +147,14 @@ def _quantise_block(block, errors, factor, blocks, grids, columns, rows, bands, 
     for at in range(columns):
         x = tl.sum(tl.where(number == at, tile, 0.0), 0)[None, :, :]
         d, dmin, scale, minimum, q = _quantise(x, grids, 1)
-        out = blocks + (at.to(tl.int64) * bands + band + one) * BLOCK_BYTES
+        out = blocks + (tl.cast(at, tl.int64) * bands + band + one) * BLOCK_BYTES
         _pack(out, one == 0, d, dmin, scale, minimum, q, 1)
         after = tl.floor(q) * (scale * d[:, None])[:, None, :] - (minimum * dmin[:, None])[:, None, :]
         after = tl.where(row < rows, after, 0.0)
         error = tl.div_rn(x - after, tl.load(factor + at * (columns + 1)))
         later = tl.load(factor + at * columns + number, mask=(number > at) & (number < columns), other=0.0)
         tile = tl.where(number == at, after, tile - later * error)
-        tl.store(errors + at.to(tl.int64) * rows + row, error, mask=row < rows)
+        tl.store(errors + tl.cast(at, tl.int64) * rows + row, error, mask=row < rows)
     tl.store(block + places, tile, mask=inside)
 
 

@@ -69,7 +69,10 @@ class Pack(Section):
 def fitted(recipe: Recipe) -> RefitOptions | None:
     """How weights will be fitted to their inputs; None where they will not."""
     asked = Pack.asked_in(recipe)
-    options = RefitOptions() if asked is None else asked.refit_options(recipe)
+    if asked is None:
+        return None
+    calibrated = Calibrate.asked_in(recipe) is not None and FORMATS[asked.format].fits
+    options = asked.refit_options(recipe).decided(calibrated)
     return options if options.fits else None
 
 
@@ -133,7 +136,7 @@ def _misfits(job: Job, asked: Pack) -> Iterator[str]:
         FORMATS[asked.format].check_model(job.checkpoint)
         _planned(job, asked)
         if (options := fitted(job.recipe)) is not None:
-            check_tokens(job.checkpoint, _windows(job, options), options, sparse(job.recipe))
+            check_tokens(job.checkpoint, _windows(job, options), options)
     except UserError as error:
         yield f"pack: {error}"
 
@@ -160,32 +163,36 @@ def _request(recipe: Recipe, asked: Pack, model: str, folder: Path, calibration:
 
 def _windows(job: Job, options: RefitOptions) -> tuple[int, int]:
     """How many calibration windows weights are fitted on, and of how many tokens each."""
+    from sparsepack.refit.run import fitting_windows
+
     calibrate = Calibrate.asked_in(job.recipe)
     assert calibrate is not None  # or the recipe would have been refused
     count, context = windows(job, calibrate)
-    return min(options.refit_windows, count), context
+    return fitting_windows(job.checkpoint, options, (count, context))
 
 
 def _tokens(job: Job, asked: Pack) -> int | None:
-    """Each block is run once up to each of its sites, and once as a whole: about three times."""
+    """Each block is run once, and the products of its inputs cost as much again."""
     if (options := fitted(job.recipe)) is None:
         return None
     count, context = _windows(job, options)
-    return 3 * count * context
+    return 2 * count * context
 
 
 def _memory(job: Job, asked: Pack) -> int | None:
     """The bytes of the text's way through a block, and of what its widest site is fitted with."""
     from sparsepack.models.family import SITES
     from sparsepack.recipe.estimates import LIVE, block_by_block_bytes
-    from sparsepack.refit.run import BATCH
+    from sparsepack.refit.run import AT_ONCE
 
     if (options := fitted(job.recipe)) is None:
         return None
     shapes = [job.checkpoint.stacked_shape(site) for site in SITES]
     # Products as they come and by size, their inverse, and three of that size on the way to it; then new weights.
     site = max(4 * (6 * columns**2 + LIVE * rows * columns) for rows, columns in shapes)
-    return block_by_block_bytes(job, *_windows(job, options), BATCH) + site
+    count, context = _windows(job, options)
+    batch = AT_ONCE.get(job.recipe.device.partition(":")[0], AT_ONCE["cpu"]) // context
+    return block_by_block_bytes(job, count, context, min(count, max(batch, 1))) + site
 
 
 def _planned(job: Job, asked: Pack) -> "Plan":
