@@ -13,6 +13,7 @@ class Allocation:
     even           -- every site gets the target itself; otherwise they have it on average
     dense_upstream -- whether its thresholds can be taken with everything upstream dense
     per_channel    -- whether it has channel weights of its own, whatever the criterion
+    with_experts   -- whether it does without them where a block's MLP has experts, which share their thresholds
     trains         -- whether it trains the whole model's thresholds by `steps`, `batch` and `length`, and can learn
                       what inactive channels stand at; the others stream one block at a time
     """
@@ -22,6 +23,7 @@ class Allocation:
     even: bool = False
     dense_upstream: bool = True
     per_channel: bool = False
+    with_experts: bool = False
     trains: bool = False
 
     def problems(self, upstream: str, windows: bool) -> Iterator[tuple[str, str]]:
@@ -41,6 +43,7 @@ class Allocation:
 ALLOCATIONS = {
     row.name: row
     for row in (
+        Allocation("fisher", "sparsepack.sparsity.fisher", dense_upstream=False, per_channel=True, with_experts=True),
         Allocation("uniform", "sparsepack.sparsity.uniform", even=True),
         Allocation("teal", "sparsepack.sparsity.teal"),
         Allocation(

@@ -14,7 +14,7 @@ from sparsepack.errors import ThresholdsError
 from sparsepack.files.atomic import check_output
 from sparsepack.files.hashing import NO_HASH, fingerprint
 from sparsepack.models.checkpoint.checkpoint import Checkpoint, checkpoint_of
-from sparsepack.models.family import SITES
+from sparsepack.models.family import MLP_SITES, SITES
 from sparsepack.models.precision import arithmetic
 from sparsepack.models.records.rule import CURVE_SHARES, Rules, SiteKey, SiteRule
 from sparsepack.models.sites import chosen_sites
@@ -113,15 +113,17 @@ def thresholds_to_come(checkpoint: Checkpoint, options: AllocationOptions) -> Th
     cannot have.
     """
     check_experts(checkpoint, options)
-    per_channel = ALLOCATIONS[options.allocation].per_channel or options.criterion != "magnitude"
+    row = ALLOCATIONS[options.allocation]
+    per_channel = row.per_channel or options.criterion != "magnitude"
     rules = {(layer, site): SiteRule() for layer in range(checkpoint.layers) for site in SITES}
     sites = chosen_sites(checkpoint, options.include, options.ignore)
+    pooled = checkpoint.family.experts is not None
     for layer, site in sites if options.sparsity else ():
         columns = checkpoint.stacked_shape(site, layer)[1]
         rules[layer, site] = SiteRule(
             threshold=_TYPICAL,
             offset=torch.zeros(columns) if options.offsets else None,
-            channel_weights=torch.ones(columns) if per_channel else None,
+            channel_weights=None if not per_channel or (pooled and site in MLP_SITES) else torch.ones(columns),
             sparsity=options.sparsity,
             realised=_TYPICAL,
             curve=(_TYPICAL_IN_CURVE,) * len(CURVE_SHARES),
@@ -134,9 +136,10 @@ def check_experts(checkpoint: Checkpoint, options: AllocationOptions) -> None:
     pooled over them, channel by channel they have nothing in common."""
     if checkpoint.family.experts is None or options.sparsity == 0:
         return
-    per_channel = ALLOCATIONS[options.allocation].per_channel
+    row = ALLOCATIONS[options.allocation]
+    per_channel = row.per_channel and not row.with_experts
     if per_channel or options.criterion != "magnitude":
-        what, instead = ("allocation", "uniform or teal") if per_channel else ("criterion", "magnitude")
+        what, instead = ("allocation", "fisher, uniform or teal") if per_channel else ("criterion", "magnitude")
         raise ThresholdsError(
             f"{checkpoint.name}: {what} {getattr(options, what)} has a weight for each channel, and thresholds are "
             f"pooled over the experts of a block, whose channels have nothing in common; use {instead}"

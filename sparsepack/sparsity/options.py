@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from sparsepack.calibration.options import CRITERIA, CalibrateOptions
 from sparsepack.errors import ThresholdsError
-from sparsepack.option import LARGEST_SEED, check_options, only_with, option
+from sparsepack.option import LARGEST_SEED, check_options, not_with, only_with, option
 from sparsepack.sparsity.allocations import ALLOCATIONS
 
 UPSTREAMS = ("sparse", "dense")
@@ -22,8 +22,9 @@ class AllocationOptions:
         "Target: share of the weights that a decoded token skips, of the sites that may be sparse.", least=0, below=1
     )
     allocation: str = option(
-        "One sparsity everywhere; TEAL's greedy per block; all sites at once by the model's own output.",
-        default="uniform",
+        "How the target is shared out: each channel by the gradient of the model's output (fisher); evenly; TEAL's "
+        "greedy per block; thresholds trained on the model's output (global).",
+        default="fisher",
         choices=tuple(ALLOCATIONS),
         counts=_SOUGHT,
     )
@@ -31,7 +32,7 @@ class AllocationOptions:
         "Score of channel j: |x_j|, or |x_j| times the norm of its column.",
         default="magnitude",
         choices=CRITERIA,
-        counts=_SOUGHT,
+        counts=(*_SOUGHT, not_with("allocation", "fisher")),
     )
     include: tuple[str, ...] = option(
         "Only these sites may be sparse: blk.3.mlp_mid, blk.*.attn_in, re:REGEX.", default=(), counts=_SOUGHT

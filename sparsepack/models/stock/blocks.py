@@ -85,16 +85,16 @@ class BlockStream:
         self.ahead = BlocksAhead(self._stored, self.device, dtype, ahead.AT_ONCE if self.device.type == "cuda" else 1)
         self.passed = 0
 
-    def load(self, layer: int, tensors: Mapping[str, torch.Tensor] | None = None) -> None:
+    def load(self, layer: int, tensors: Mapping[str, torch.Tensor] | None = None, step: int = 1) -> None:
         """Let go of the block in memory, then read block `layer`, or take all its tensors as given, by their names
-        within it. Of blocks that are read, the next one is begun."""
+        within it. Of blocks that are read, the next one, `layer + step`, is begun."""
         self.unload()
         self._backbone = self._backbone_like(layer)
         placed = self.ahead.take(layer) if tensors is None else self._placed(tensors)
         self.block.load_state_dict(placed, strict=True, assign=True)
-        if tensors is None and layer + 1 < self.source.layers:
-            self._backbone_like(layer + 1)
-            self.ahead.begin(layer + 1)
+        if tensors is None and 0 <= layer + step < self.source.layers:
+            self._backbone_like(layer + step)
+            self.ahead.begin(layer + step)
 
     def _stored(self, layer: int) -> Iterator[tuple[str, torch.Tensor]]:
         """The tensors of a block as they are stored, by their names within it. Its backbone is there already."""

@@ -1,0 +1,182 @@
+"""`fisher` allocation: every channel of every site by how much leaving it out would move the model's output.
+
+To second order KL(dense || sparse) is half the mean of (g . d)^2: d is what skipping takes from a site's input, g the
+gradient with respect to that input of log p(y), y a token drawn from the model itself (the Fisher information). With
+channels taken as independent, skipping channel j costs x_j^2 E[g_j^2] / 2 and saves reading as many weights as the site
+has rows. So one threshold for all channels of all sites on the score |x_j| c_j, c_j = sqrt(E[g_j^2] / rows), loses
+least for what it saves; it gives each site its share of the target. The experts of a block share their thresholds,
+whose channels have nothing in common: there c is one number for the site.
+
+One forward and one backward pass over some thousand tokens, block by block; no weight is trained.
+Unpublished. benchmarks/RESULTS.md has it beside the other allocations.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from sparsepack.calibration.collectors import histogram
+from sparsepack.calibration.folder import Calibration
+from sparsepack.errors import ThresholdsError
+from sparsepack.models.architecture import logit_cap
+from sparsepack.models.checkpoint.checkpoint import Checkpoint
+from sparsepack.models.family import MLP_SITES, SITES
+from sparsepack.models.precision import arithmetic
+from sparsepack.models.records.rule import SiteKey, SiteRule
+from sparsepack.models.soft_caps import soft_capped
+from sparsepack.models.stock.blocks import BlockStream
+from sparsepack.models.stock.hooks import site_hooks
+from sparsepack.models.tokenizer.windows import spread_windows
+from sparsepack.progress import progress
+from sparsepack.sparsity.options import AllocationOptions
+from sparsepack.sparsity.sequential import Chooser
+from sparsepack.sparsity.thresholds import rules_of_json, rules_to_json
+from sparsepack.workers.resume import ResumeState
+
+WINDOWS, TOKENS = 8, 512
+"""So many windows are run, and so many tokens of each."""
+_SINKS = 4
+"""The first positions of a window are left out: their inputs are unlike all others."""
+_HIGHEST = 0.98
+_LOGITS = 1 << 25
+"""No more logits than this are computed at a time: 128 MiB in float32."""
+
+
+def chooser(
+    checkpoint: Checkpoint,
+    calibration: Calibration,
+    options: AllocationOptions,
+    weights: Mapping[SiteKey, float],
+    resume: ResumeState,
+) -> Chooser:
+    """Channel weights and sparsities of the sites in `weights`; the other sites stay dense."""
+    if "fisher" in resume.parts:
+        found = rules_of_json(resume.parts["fisher"]["rules"], str(resume.path))
+    else:
+        found = fisher_rules(checkpoint, calibration, options, weights)
+        resume.commit("fisher", rules=rules_to_json(found))
+    return lambda layer, _: {site: found.get((layer, site), SiteRule()) for site in SITES}
+
+
+def fisher_rules(
+    checkpoint: Checkpoint, calibration: Calibration, options: AllocationOptions, weights: Mapping[SiteKey, float]
+) -> dict[SiteKey, SiteRule]:
+    """Rules without their thresholds: channel weights c and the share that one threshold for all of them skips.
+
+    weights -- each site's share of the parameters
+
+    Raises `ThresholdsError` where gradients are not finite.
+    """
+    channels, counts = {}, {}
+    ids = spread_windows(calibration.windows, WINDOWS)[:, :TOKENS]
+    for (layer, site), x, gradient in _gradients(checkpoint, ids, options):
+        if (layer, site) not in weights:
+            continue
+        squares = gradient.square().flatten(0, -2).mean(0)
+        if not torch.isfinite(squares).all():
+            raise ThresholdsError(
+                f"blk.{layer}.{site}: gradients are not finite; give --dtype float32, or another --allocation"
+            )
+        if _pooled(checkpoint, site):
+            squares = squares.mean().expand_as(squares)
+        rows = checkpoint.token_weights(site, layer) / len(squares)  # that a token reads
+        channels[layer, site] = (squares / rows).sqrt()
+        counts[layer, site] = histogram.count(x.abs() * channels[layer, site]).cpu()
+    threshold = common_threshold(counts, weights, options.sparsity)
+    return {
+        (layer, site): SiteRule(
+            channel_weights=None if _pooled(checkpoint, site) else _scaled(channels[layer, site]).cpu(),
+            sparsity=min(histogram.share_at_most(counts[layer, site], threshold), _HIGHEST),
+        )
+        for layer, site in weights
+    }
+
+
+def common_threshold(counts: Mapping[SiteKey, Tensor], weights: Mapping[SiteKey, float], target: float) -> float:
+    """The threshold below which the target's share of all weights lies: counts are histograms of the sites' scores."""
+    limits = histogram.edges()
+    low, high = math.log(limits[1]), math.log(limits[-1])
+    for _ in range(40):
+        middle = (low + high) / 2
+        shares = {key: histogram.share_at_most(counts[key], math.exp(middle)) for key in weights}
+        below = sum(weights[key] * min(share, _HIGHEST) for key, share in shares.items()) < target
+        low, high = (middle, high) if below else (low, middle)
+    return math.exp(high)
+
+
+def _pooled(checkpoint: Checkpoint, site: str) -> bool:
+    return checkpoint.family.experts is not None and site in MLP_SITES
+
+
+def _scaled(c: Tensor) -> Tensor:
+    """Channel weights of geometric mean one, so that thresholds are of the size of inputs."""
+    return c / c.clamp_min(torch.finfo(torch.float32).tiny).log().mean().exp()
+
+
+def _gradients(
+    checkpoint: Checkpoint, ids: Tensor, options: AllocationOptions
+) -> Iterator[tuple[SiteKey, Tensor, Tensor]]:
+    """Yield of every site, the last block first, (key, x, gradient of the log-likelihood of drawn tokens): float32
+    [B, S, columns] each, without the sinks; of experts [B, S, experts, columns] where x is."""
+    dtype = arithmetic(options.dtype, checkpoint.dtype, options.device)
+    stream, layers = BlockStream(checkpoint, options.device, dtype), checkpoint.layers
+    hidden = [stream.embed(ids)]
+    with progress("fisher information", 2 * layers, 0, 1) as advance:
+        with torch.no_grad():
+            for layer in range(layers):
+                stream.load(layer)
+                hidden.append(torch.cat([stream(row[None]).cpu() for row in hidden[-1]]))
+                advance()
+        gradient = _of_output(stream, hidden.pop())
+        for layer in reversed(range(layers)):
+            stream.load(layer, step=-1)
+            entered = hidden.pop()
+            seen: dict[str, list[tuple[Tensor, Tensor]]] = {site: [] for site in SITES}
+            for number, row in enumerate(entered):
+                gradient[number] = _through_block(stream, layer, row[None], gradient[number : number + 1], seen)
+            for site, pairs in seen.items():
+                if pairs:
+                    yield (layer, site), torch.cat([x for x, _ in pairs]), torch.cat([slope for _, slope in pairs])
+            advance()
+
+
+def _through_block(
+    stream: BlockStream, layer: int, hidden: Tensor, gradient: Tensor, seen: dict[str, list[tuple[Tensor, Tensor]]]
+) -> Tensor:
+    """The gradient [1, S, H] in front of the loaded block, of that behind it; `seen` has more of each site then."""
+    inputs: dict[str, Tensor] = {}
+
+    def function(_: int, site: str, x: Tensor) -> Tensor:
+        inputs[site] = x.view_as(x)
+        return inputs[site]
+
+    entered = hidden.to(stream.device, stream.dtype).requires_grad_()
+    with torch.enable_grad(), site_hooks([(layer, stream.block)], stream.source.family, function):
+        left = stream(entered)
+        found = torch.autograd.grad(left, [entered, *inputs.values()], gradient.to(left), allow_unused=True)
+    for (site, x), slope in zip(inputs.items(), found[1:], strict=True):
+        if slope is not None:
+            seen[site].append((x.detach()[:, _SINKS:].float(), slope[:, _SINKS:].float()))
+    return found[0].cpu()
+
+
+def _of_output(stream: BlockStream, hidden: Tensor) -> Tensor:
+    """The gradient of the log-likelihood of drawn tokens with respect to what leaves the last block: [B, S, H]."""
+    generator = torch.Generator().manual_seed(0)
+    head, cap = stream.head().to(stream.device, stream.dtype), logit_cap(stream.source.config)
+    step = max(1, _LOGITS // len(head))
+    slopes = []
+    for row in hidden:
+        parts = []
+        for part in row.split(step):
+            entered = part[None].to(stream.device, stream.dtype).requires_grad_()
+            with torch.enable_grad():
+                logits = soft_capped(nn.functional.linear(stream.finish(entered), head), cap)
+                log_p = logits.float().log_softmax(-1)[0]
+                drawn = torch.multinomial(log_p.detach().exp().cpu(), 1, generator=generator).to(log_p.device)
+                (slope,) = torch.autograd.grad(log_p.gather(1, drawn).sum(), entered)
+            parts.append(slope[0].cpu())
+        slopes.append(torch.cat(parts))
+    return torch.stack(slopes)
