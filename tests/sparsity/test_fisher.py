@@ -1,0 +1,89 @@
+"""`fisher`: gradients of the model's own output, the share that each site gets, and what is lost beside `uniform`."""
+
+import pytest
+import torch
+from accuracy import divergence, realised, windows_of
+from models_for_tests import make_model
+
+from sparsepack.calibration.collectors import histogram
+from sparsepack.calibration.options import CalibrateOptions
+from sparsepack.calibration.run import calibrate
+from sparsepack.eval.subject import open_subject
+from sparsepack.files.text import read_text
+from sparsepack.models.checkpoint.checkpoint import open_checkpoint
+from sparsepack.models.family import SITES
+from sparsepack.models.stock.hooks import site_hooks
+from sparsepack.models.stock.whole import backbone_of, load_model
+from sparsepack.sparsity.allocation import weights_of
+from sparsepack.sparsity.find import find_thresholds
+from sparsepack.sparsity.fisher import _gradients, common_threshold, fisher_rules
+from sparsepack.sparsity.options import AllocationOptions
+
+HALF = AllocationOptions(0.5)
+
+
+def all_sites(checkpoint):
+    return weights_of(checkpoint, [(layer, site) for layer in range(checkpoint.layers) for site in SITES])
+
+
+@pytest.mark.parametrize("family", ["qwen2", "gemma2", "mixtral"])
+def test_gradients_block_by_block_are_those_of_the_whole_model(family, tmp_path, text):
+    checkpoint = open_checkpoint(make_model(tmp_path / "m", family))
+    calibration = calibrate(checkpoint, text, tmp_path / "c", CalibrateOptions(context=64, samples=2))
+    ids = calibration.windows.long()
+    found = {key: (x, slope) for key, x, slope in _gradients(checkpoint, ids, HALF)}
+    assert len(found) == checkpoint.layers * len(SITES)
+    model, seen = load_model(checkpoint, "cpu", torch.float32), {}
+
+    def function(layer, site, x):
+        seen[layer, site] = x.view_as(x)
+        return seen[layer, site]
+
+    generator = torch.Generator().manual_seed(0)
+    with torch.enable_grad(), site_hooks(list(enumerate(backbone_of(model).layers)), checkpoint.family, function):
+        for number, row in enumerate(ids):
+            embedded = model.get_input_embeddings()(row[None]).detach().requires_grad_()
+            log_p = model(inputs_embeds=embedded, use_cache=False).logits[0].float().log_softmax(-1)
+            drawn = torch.multinomial(log_p.detach().exp(), 1, generator=generator)
+            slopes = torch.autograd.grad(log_p.gather(1, drawn).sum(), [*seen.values()])
+            for (key, x), slope in zip(seen.items(), slopes, strict=True):
+                here, ours = (each[number : number + 1] for each in found[key])
+                assert torch.allclose(here, x.detach()[:, 4:], atol=1e-5), key
+                assert torch.allclose(ours, slope[:, 4:], atol=1e-4 * float(slope.abs().max())), key
+
+
+def test_one_threshold_gives_every_site_its_share(small, small_calibration):
+    weights = all_sites(small)
+    rules = fisher_rules(small, small_calibration, HALF, weights)
+    assert sum(weights[key] * rule.sparsity for key, rule in rules.items()) == pytest.approx(0.5, abs=2e-3)
+    assert len({round(rule.sparsity, 3) for rule in rules.values()}) > 4
+    assert all(rule.channel_weights.log().mean() == pytest.approx(0, abs=1e-4) for rule in rules.values())
+
+
+def test_the_common_threshold_splits_all_weights_at_the_target():
+    counts = {(0, "a"): histogram.count(torch.arange(1.0, 101)), (0, "b"): histogram.count(torch.arange(101.0, 201))}
+    threshold = common_threshold(counts, {(0, "a"): 0.5, (0, "b"): 0.5}, 0.25)
+    assert threshold == pytest.approx(50, rel=0.02)
+
+
+def test_less_is_lost_than_by_the_same_share_everywhere(tiny, tiny_calibration):
+    used = {tuple(row) for row in tiny_calibration.windows.tolist()}
+    inputs, targets = windows_of(tiny, read_text("shipped:train"), 128, 40)
+    fresh = torch.tensor([tuple(row) not in used for row in inputs.tolist()])
+    windows = inputs[fresh], targets[fresh]
+    tables = [
+        find_thresholds(tiny, tiny_calibration, AllocationOptions(0.5, allocation=name))
+        for name in ("fisher", "uniform")
+    ]
+    overall, _ = realised(open_subject(tiny.name, tables[0]), windows)
+    assert abs(overall - 0.5) < 0.02
+    fisher, uniform = (divergence(tiny, table, windows) for table in tables)
+    assert fisher < 0.9 * uniform
+
+
+def test_sites_that_may_not_be_sparse_stay_dense_and_the_others_take_the_target(small, small_calibration):
+    table = find_thresholds(small, small_calibration, AllocationOptions(0.4, ignore=("blk.0.*", "blk.*.mlp_mid")))
+    sparse = {key: rule for key, rule in table.rules.items() if not rule.dense}
+    assert not any(layer == 0 or site == "mlp_mid" for layer, site in sparse)
+    weights = weights_of(small, list(sparse))
+    assert sum(weights[key] * rule.realised for key, rule in sparse.items()) == pytest.approx(0.4, abs=0.02)
