@@ -1,5 +1,6 @@
 """`sparsepack pack`."""
 
+import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -48,6 +49,7 @@ from sparsepack.terminal import tell
 @attention
 @group("Types", options_from(PackRequest, "--output-type", "--embedding-type", "--gates"))
 @group("Pruned models", options_from(PackRequest, "--keep", "--of"))
+@group("Accuracy", from_options(PackRequest, "score", "--score/--no-score"))
 @group(OUTPUT, click.option("-o", "--output", type=PATH, required=True, help="The file or folder to make."))
 @device_option
 @devices_option
@@ -71,6 +73,7 @@ def pack(output: Path, dry_run: int | None, **asked: Any) -> None:
         return
     from sparsepack.cli.tables.artifact import artifact_line
     from sparsepack.formats.inspect import describe
+    from sparsepack.inspection import score_rows
     from sparsepack.packing import pack as make
     from sparsepack.progress import say
 
@@ -79,4 +82,8 @@ def pack(output: Path, dry_run: int | None, **asked: Any) -> None:
         if not workers.first:
             return
     say(*(f"note: {note}" for note in made.notes))
-    tell(artifact_line(describe(output)))
+    scored = [f"{text}: {figures}" for text, figures in score_rows(made.score)]
+    tell("\n".join([artifact_line(describe(output)), *scored]))
+    say(*([f"note: {made.unscored}"] if made.unscored else []))
+    if made.warning:
+        tell(f"WARNING: {made.warning}", sys.stderr)

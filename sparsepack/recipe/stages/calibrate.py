@@ -35,6 +35,7 @@ class Calibrate(Section):
     )
     context: int | None
     samples: int | None
+    held_out: int
     seed: int
     sinks: int
     batch: int | None

@@ -1,5 +1,6 @@
 """`pack`: the artifact, and its description."""
 
+import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -9,6 +10,7 @@ from sparsepack.errors import PackingError, UserError
 from sparsepack.files.atomic import write_json
 from sparsepack.formats.mlp_kinds import DENSE, MlpKind
 from sparsepack.formats.table import FORMATS
+from sparsepack.inspection import score_rows
 from sparsepack.packing import PackRequest
 from sparsepack.progress import say
 from sparsepack.recipe.gates import Value, Verdict, judged
@@ -21,6 +23,7 @@ from sparsepack.recipe.stages.thresholds import TABLE, THRESHOLDS, sparse, thres
 from sparsepack.refit.options import RefitOptions
 from sparsepack.sparsity.attention_options import AttentionOptions
 from sparsepack.tables import Part, Table
+from sparsepack.terminal import tell
 
 if TYPE_CHECKING:
     from sparsepack.formats.plan import Plan
@@ -43,6 +46,7 @@ class Pack(Section):
     keep: int | None
     of: int | None
     gates: str
+    score: bool
     refit: bool
     quantiser: str
     refit_windows: int
@@ -88,6 +92,13 @@ def mlp_kind(recipe: Recipe) -> MlpKind:
     """How the artifact stores MLPs; dense ones where there is none."""
     asked = Pack.asked_in(recipe)
     return DENSE if asked is None else FORMATS[asked.format].mlp
+
+
+def _scored(recipe: Recipe, asked: Pack) -> bool:
+    """Whether there is a calibration of the very model that is packed, to score the artifact on what it holds out."""
+    changed = rotate.rotated(recipe) or prune.pruned(recipe) or distil.distilled(recipe)
+    of_changed = sparse(recipe) or calibrated(recipe)  # then the changed model is calibrated again
+    return asked.score and Calibrate.asked_in(recipe) is not None and (of_changed or not changed)
 
 
 def artifact_name(asked: Pack) -> str:
@@ -147,7 +158,7 @@ def _request(recipe: Recipe, asked: Pack, model: str, folder: Path, calibration:
     return PackRequest(
         model=model,
         output=folder / artifact_name(asked),
-        calibration=calibration if calibrated(recipe) else None,
+        calibration=calibration if calibrated(recipe) or _scored(recipe, asked) else None,
         thresholds=folder / TABLE if sparse(recipe) else None,
         device=recipe.device,
         overwrite=True,
@@ -202,8 +213,10 @@ def _run(job: Job, asked: Pack) -> None:
     from sparsepack.formats.inspect import describe
     from sparsepack.packing import pack
 
-    for note in pack(request_of(job, asked), job.checkpoint).notes:
-        say(f"pack: {note}")
+    made = pack(request_of(job, asked), job.checkpoint)
+    say(*(f"pack: {note}" for note in (*made.notes, made.unscored) if note))
+    if made.warning:
+        tell(f"WARNING: pack: {made.warning}", sys.stderr)
     # Without its path: a work folder may be moved, and what needs this stage compares the bytes of its outputs.
     description = {name: value for name, value in describe(artifact_of(job)).items() if name != "path"}
     write_json(job.folder / DESCRIPTION, description)
@@ -250,6 +263,7 @@ def _show(report: Mapping[str, Any]) -> Iterator[str]:
             f"file: {report['artifact']}, {made['file_bytes']:,} bytes, {bits['file']:.3f} bits per weight "
             f"({bits['blocks']:.3f} in the blocks)"
         )
+        yield from (f"{text}: {figures}" for text, figures in score_rows(made.get("score")))
         if made.get("refit"):
             yield f"weights of the blocks: {made['refit']['in_words']}"
 
