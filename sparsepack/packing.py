@@ -139,6 +139,11 @@ class PackRequest:
                 "--calibration alone changes nothing; say what to take from it, --sparsity or --attention"
             )
 
+    @property
+    def fit(self) -> RefitOptions:
+        """How the weights of the blocks come to be what is stored."""
+        return self.fitting or RefitOptions()
+
     def check_workers(self, count: int) -> None:
         """Raise `WorkersError` for what so many workers do not make together."""
         if count == 1:
@@ -243,13 +248,13 @@ def pack(request: PackRequest, checkpoint: Checkpoint | None = None, workers: Wo
         plan = plan_of(checkpoint, request, found)
         plan = plan.with_beside(lambda made: {CARD: model_card(made, file=request.output.name)})
         scoring = scoring_of(checkpoint, request, found) if request.score else Scoring(None)
-        if scoring.windows is not None:
-            plan = plan.with_measure(lambda made: score_artifact(made, checkpoint, scoring.windows, request.device))
+        if (windows := scoring.windows) is not None:
+            plan = plan.with_measure(lambda made: score_artifact(made, checkpoint, windows, request.device))
         if workers.count > 1:
             facts = {"model": checkpoint.sha256, "processor": processor(request.device), "plan": plan.identity}
             workers.agree(facts)
         plan.write(request.output, request.overwrite, workers)
-    if scoring.windows is None or not workers.first:
+    if windows is None or not workers.first:
         return Packed(request.output, plan.notes, found.thresholds, unscored=scoring.reason)
     score = open_artifact(request.output).manifest[SCORE]
     warning = warning_of(score, request, checkpoint.dtype)

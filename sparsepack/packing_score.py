@@ -96,8 +96,8 @@ def pieces(held_out: Tensor, tokens: int) -> Tensor:
 def _packing_tokens(request: PackRequest, calibrated: tuple[int, int]) -> int:
     """Tokens that pass through the whole model until the matrices of an artifact are known, passes up to a site as
     parts of one. calibrated: windows of the calibration, and positions in each"""
-    (count, context), fitting, allocation = calibrated, request.fitting, request.allocation
-    tokens = 3 * min(fitting.refit_windows, count) * context if fitting is not None and fitting.fits else 0
+    (count, context), fit, allocation = calibrated, request.fit, request.allocation
+    tokens = 3 * min(fit.refit_windows or count, count) * context if fit.fits else 0
     if allocation is not None and allocation.sparsity > 0:
         tokens += min(allocation.windows, count) * context
         if ALLOCATIONS[allocation.allocation].trains:
@@ -159,8 +159,8 @@ def _lost(ratio: float | None) -> str:
 
 def _finer(request: PackRequest, own: torch.dtype) -> str:
     """What would bring most back of what is lost by quantising."""
-    format, fitting = format_of(request.format), request.fitting
-    if format.fits and (fitting is None or not fitting.fits):
+    format = format_of(request.format)
+    if format.fits and not request.fit.fits:
         return "rounding weights; take --quantiser gptq"
     stored = {"float16": "f16", "bfloat16": "bf16"}.get(type_name(own), "f32")
     exact = "slide-bf16" if format.weight_sparsity else stored

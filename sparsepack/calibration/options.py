@@ -32,8 +32,8 @@ class CalibrateOptions:
     )
     samples: int | None = option(
         "Windows drawn at random (of a text beyond 8 million characters, from stretches of it that are drawn first); 0 "
-        f"for all but those held out, in order (default: {MOST_SAMPLES}; on a CPU fewer for models beyond 60 million weights, and "
-        f"{FEWEST_SAMPLES} from 900 million on).",
+        f"for all but those held out, in order (default: {MOST_SAMPLES}; on a CPU fewer for models beyond 60 million "
+        f"weights, and {FEWEST_SAMPLES} from 900 million on).",
         default=None,
         least=0,
     )

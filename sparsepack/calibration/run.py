@@ -96,8 +96,8 @@ def calibrate(
         say(f"note: {holders(checkpoint)}")
         if options.held_out and not len(held_out):
             say(
-                f"note: {text.name}: no window of {len(windows)} is held out, so pack will not score what is lost; give "
-                f"a text of {HELD_OUT_SHARE} windows or more, or a smaller --context"
+                f"note: {text.name}: no window of {len(windows)} is held out, so pack will not score what is lost; "
+                f"give a text of {HELD_OUT_SHARE} windows or more, or a smaller --context"
             )
 
         @cache
