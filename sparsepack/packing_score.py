@@ -43,10 +43,12 @@ _FIGURE_DIGITS = 5
 
 
 class Scoring(NamedTuple):
-    """The windows to score, int32 [windows, context]; or why there are none, in one line."""
+    """The windows to score, int32 [windows, context], and about how long that takes; or why there are none, in one
+    line."""
 
     windows: Tensor | None
     reason: str | None = None
+    seconds: float = 0.0
 
 
 def scoring_of(checkpoint: Checkpoint, request: PackRequest, found: Found) -> Scoring:
@@ -61,24 +63,53 @@ def scoring_of(checkpoint: Checkpoint, request: PackRequest, found: Found) -> Sc
             f"what packing lost is not scored: {request.calibration} has no windows held out; calibrate again, or "
             f"measure it by {command}",
         )
-    shapes = {name: math.prod(shape) for name, shape in checkpoint.source.shapes.items()}
-    weights = sum(size for name, size in shapes.items() if name != HEAD or not checkpoint.tied)
-    rate = RATES[torch.device(request.device).type] / weights  # tokens a second that pass through the whole model
-    passes, reading = 3 if skips(found) else 2, weights / READ_RATE
-    limit = max(SECONDS, _packing_tokens(request, found.calibrated) / rate / 10)
-    windows = pieces(found.held_out, int((limit - reading) * rate / passes))
+    cost = cost_of(checkpoint, request, _skips(found), found.calibrated)
+    windows = pieces(found.held_out, cost.tokens)
     if len(windows):
-        return Scoring(windows)
+        return Scoring(windows, seconds=cost.seconds(windows.numel()))
     context = found.held_out.shape[1]
     return Scoring(
         None,
         f"what packing lost is not scored: a window of {context:,} tokens would take about "
-        f"{duration(reading + passes * context / rate)}, more than {duration(limit)}; measure it by {command}",
+        f"{duration(cost.seconds(context))}, more than {duration(cost.limit)}; measure it by {command}",
     )
 
 
-def skips(found: Found) -> bool:
-    """Return whether decoded tokens skip weights or tokens."""
+class Cost(NamedTuple):
+    """How long scoring takes, as predicted.
+
+    limit   -- seconds that it may take
+    reading -- seconds in which both models are read
+    rate    -- tokens a second that pass through a whole model
+    passes  -- of each token: through the source, and through the artifact under each protocol
+    """
+
+    limit: float
+    reading: float
+    rate: float
+    passes: int
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of windows that can be scored within the limit."""
+        return max(0, int((self.limit - self.reading) * self.rate / self.passes))
+
+    def seconds(self, tokens: int) -> float:
+        """Seconds in which so many tokens of windows are scored."""
+        return self.reading + self.passes * tokens / self.rate
+
+
+def cost_of(checkpoint: Checkpoint, request: PackRequest, skips: bool, calibrated: tuple[int, int]) -> Cost:
+    """Return what scoring costs. skips: whether decoded tokens skip anything; calibrated: windows of the calibration,
+    and positions in each."""
+    shapes = {name: math.prod(shape) for name, shape in checkpoint.source.shapes.items()}
+    weights = sum(size for name, size in shapes.items() if name != HEAD or not checkpoint.tied)
+    rate = RATES[torch.device(request.device).type] / weights
+    limit = max(SECONDS, _packing_tokens(request, calibrated) / rate / 10)
+    return Cost(limit, weights / READ_RATE, rate, 3 if skips else 2)
+
+
+def _skips(found: Found) -> bool:
     rules = found.thresholds.rules.values() if found.thresholds else ()
     return found.attention is not None or any(not rule.dense for rule in rules)
 
@@ -90,7 +121,7 @@ def pieces(held_out: Tensor, tokens: int) -> Tensor:
     while tokens // context < FEWEST and context // 2 >= SHORTEST:
         context //= 2
     whole = held_out[:, : held_out.shape[1] // context * context].reshape(-1, context)
-    return spread_windows(whole, max(0, tokens // context))
+    return spread_windows(whole, tokens // context)
 
 
 def _packing_tokens(request: PackRequest, calibrated: tuple[int, int]) -> int:

@@ -76,12 +76,16 @@ def drawn_windows(
     if samples:
         text = sample(text, max(SAMPLE, samples * context * _LONG_TOKEN), seed)
     windows = _windows(tokenizer, text, context).long()
-    count = len(windows)
-    held_out = min(held_out, max(count - samples if samples else 0, count // HELD_OUT_SHARE))
-    drawn = min(samples or count, count - held_out)
-    order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
+    drawn, held_out = drawn_and_held_out(len(windows), samples, held_out)
+    order = torch.randperm(len(windows), generator=torch.Generator().manual_seed(seed))
     rest = windows[order[drawn:].sort().values]
     return _inputs(tokenizer, windows[order[:drawn].sort().values]), spread_windows(rest, held_out)
+
+
+def drawn_and_held_out(count: int, samples: int, held_out: int) -> tuple[int, int]:
+    """Return how many of so many windows `drawn_windows` draws, and how many it holds out."""
+    held_out = min(held_out, max(count - samples if samples else 0, count // HELD_OUT_SHARE))
+    return min(samples or count, count - held_out), held_out
 
 
 def sample(text: Text, characters: int, seed: int) -> Text:

@@ -17,7 +17,15 @@ from sparsepack.recipe.gates import Value, Verdict, judged
 from sparsepack.recipe.section import Recipe, Section, Text, limit
 from sparsepack.recipe.stage import Job, Stage, read_json
 from sparsepack.recipe.stages import distil, prune, rotate
-from sparsepack.recipe.stages.calibrate import AGAIN, CALIBRATE, FOLDER, Calibrate, folder_of, windows
+from sparsepack.recipe.stages.calibrate import (
+    AGAIN,
+    CALIBRATE,
+    FOLDER,
+    Calibrate,
+    folder_of,
+    windows,
+    windows_and_held_out,
+)
 from sparsepack.recipe.stages.prune import pruned
 from sparsepack.recipe.stages.thresholds import TABLE, THRESHOLDS, sparse, thresholds_to_come
 from sparsepack.refit.options import RefitOptions
@@ -178,11 +186,24 @@ def _windows(job: Job, options: RefitOptions) -> tuple[int, int]:
 
 
 def _tokens(job: Job, asked: Pack) -> int | None:
-    """Each block is run once up to each of its sites, and once as a whole: about three times."""
+    """To fit weights each block is run once up to each of its sites, and once as a whole: about three times."""
     if (options := fitted(job.recipe)) is None:
-        return None
+        return _score_tokens(job, asked) or None
     count, context = _windows(job, options)
-    return 3 * count * context
+    return 3 * count * context + _score_tokens(job, asked)
+
+
+def _score_tokens(job: Job, asked: Pack) -> int:
+    """Tokens that pass through a model to score what packing lost."""
+    from sparsepack.packing_score import cost_of
+
+    calibrate = Calibrate.asked_in(job.recipe)
+    if not _scored(job.recipe, asked) or calibrate is None:
+        return 0
+    (count, held_out), context = windows_and_held_out(job, calibrate)
+    skips = sparse(job.recipe) or sparse_attention(job.recipe)
+    cost = cost_of(job.checkpoint, request_of(job, asked), skips, (count, context))
+    return cost.passes * min(held_out * context, cost.tokens)
 
 
 def _memory(job: Job, asked: Pack) -> int | None:
