@@ -23,7 +23,7 @@ SAMPLE = 1 << 23
 _STRETCH = 1 << 16
 _LONG_TOKEN = 16
 HELD_OUT_SHARE = 8
-"""Of a text that is used whole, at most one window of so many is held out."""
+"""No more than one window of so many is held out of a text that is used whole."""
 """The tokens of no text have on average as many characters as this."""
 
 

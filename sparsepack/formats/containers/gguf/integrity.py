@@ -52,8 +52,8 @@ def seal(
     source_sha256: str,
     score: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write the header of a file: `unsealed` with the hashes where it has `NO_HASH`, that of the model where the
-    manifest has `TO_COME`, and the score where it reserves bytes for one."""
+    """Write the header of a file, up to where tensors begin: `unsealed` with the hashes where it has `NO_HASH`, that of
+    the model where the manifest has `TO_COME`, and the score where it reserves bytes for one."""
     header = bytearray(with_score(unsealed.replace(TO_COME.encode(), source_sha256.encode()), score))
     with path.open("r+b") as file:
         for position, digest in enumerate(tensor_hashes):

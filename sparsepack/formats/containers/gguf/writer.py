@@ -53,7 +53,8 @@ class GgufPlan(Plan):
                 file = self._file(first_ones_output(temporary, workers))
                 hashes = write_files([file], self.at_once, advance, workers)
             # The weights may not be others by now than those that were hashed.
-            finish = partial(seal, temporary, self._header, [hashes[t.name] for t in self.tensors], source_sha256())
+            in_order = [hashes[tensor.name] for tensor in self.tensors]
+            finish = partial(seal, temporary, self._header.ljust(file.offsets[0], b"\0"), in_order, source_sha256())
             finish()
             if self.measure is not None:
                 finish(score=self.measure(temporary))
