@@ -27,6 +27,7 @@ from sparsepack.formats.verify import verify
 from sparsepack.models.checkpoint.checkpoint import open_checkpoint
 from sparsepack.models.tokenizer.windows import inputs_and_targets
 from sparsepack.packing import Found, Packed, PackRequest, pack
+from sparsepack.packing_forecast import forecast
 from sparsepack.packing_score import pieces, scoring_of, warning_of
 from sparsepack.pruning.options import PruneOptions
 from sparsepack.publish.card import model_card
@@ -273,3 +274,9 @@ def test_a_score_takes_the_place_of_as_many_bytes() -> None:
         filled = with_score(header, score)
         assert len(filled) == len(header)
         assert json.loads(filled) == {"a": 1, "score": score, "b": 2}
+
+
+def test_a_forecast_counts_scoring(source: Path, asked: PackRequest) -> None:
+    dense = replace(asked, allocation=None)
+    assert forecast(dense).alone_seconds > 0
+    assert forecast(replace(dense, score=False, calibration=None)).alone_seconds == 0
