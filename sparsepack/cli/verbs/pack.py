@@ -49,8 +49,11 @@ from sparsepack.terminal import tell
 @attention
 @group("Types", options_from(PackRequest, "--output-type", "--embedding-type", "--gates"))
 @group("Pruned models", options_from(PackRequest, "--keep", "--of"))
-@group("Accuracy", from_options(PackRequest, "score", "--score/--no-score"))
-@group(OUTPUT, click.option("-o", "--output", type=PATH, required=True, help="The file or folder to make."))
+@group(
+    OUTPUT,
+    click.option("-o", "--output", type=PATH, required=True, help="The file or folder to make."),
+    from_options(PackRequest, "score", "--score/--no-score"),
+)
 @device_option
 @devices_option
 @dry_run_option
@@ -59,6 +62,9 @@ from sparsepack.terminal import tell
 def pack(output: Path, dry_run: int | None, **asked: Any) -> None:
     """Pack MODEL into one artifact, with the thresholds of a calibration inside if --sparsity is given, its heavy
     channels of attention if --attention is, and weights fitted to their inputs if --refit or --quantiser gptq is.
+
+    With a calibration it also says what was lost on the text that this holds out (docs/what-is-lost.md), and warns from
+    5 % of perplexity on; --no-score leaves it out.
 
     With --devices, or under torchrun, several workers share the blocks and write them into one file, which all must
     reach; the artifact has the same bytes."""
