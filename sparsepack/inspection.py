@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sparsepack.eval.standard_error import with_error
+from sparsepack.progress import counted
 from sparsepack.tables import Table
 
 
@@ -142,6 +144,28 @@ KINDS = (
     Kind("artifact", lambda path: True, _inspect_artifact),
 )
 """The rows, in the order in which they are asked whether a path is theirs."""
+
+
+_PROTOCOLS = {"dense": "dense, nothing skipped", "decode": "decode, as tokens are generated"}
+
+
+def score_rows(score: Mapping[str, Any] | None) -> list[tuple[str, str]]:
+    """Return text and figures of each protocol under which packing was scored (`packing_score.score_artifact`); nothing
+    without a score."""
+    if score is None:
+        return []
+    windows = f"{counted(score['windows'], 'window')} of {score['context']:,} tokens"
+    return [
+        (f"held-out text ({windows}), {_PROTOCOLS[name]}", _scored(score[name])) for name in _PROTOCOLS if name in score
+    ]
+
+
+def _scored(figures: Mapping[str, Mapping[str, float | None]]) -> str:
+    share = {key: value and 100 * value for key, value in figures["top_token_agreement"].items()}
+    return (
+        f"perplexity {with_error(figures['perplexity_ratio'], 3)} x the source's, "
+        f"KL {with_error(figures['kl_divergence'], 4)} nats, same top token {with_error(share, 1)} %"
+    )
 
 
 def programs_table(description: Mapping[str, Any]) -> Table:

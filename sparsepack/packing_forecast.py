@@ -13,6 +13,7 @@ from sparsepack.formats.plan import Plan, PlannedGroup
 from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from sparsepack.models.stock.forecast import memory_so_far
 from sparsepack.packing import PackRequest, find, plan_of
+from sparsepack.packing_score import scoring_of
 from sparsepack.workers.forecast import PartsForecast
 
 
@@ -35,7 +36,8 @@ def forecast(request: PackRequest, workers: int = 1) -> PartsForecast:
     checkpoint = open_checkpoint(request.model)
     # No state is read or kept: that is for thresholds and fitted weights.
     with TemporaryDirectory(prefix="sparsepack-") as folder:
-        plan = plan_of(checkpoint, request, find(checkpoint, request, Path(folder) / "state"))
+        found = find(checkpoint, request, Path(folder) / "state")
+        plan = plan_of(checkpoint, request, found)
         blocks = [_of_block(checkpoint, plan, layer) for layer in range(checkpoint.layers)]
         blocks[0][0].data()  # what only the first call takes, such as compiling a kernel
         measured: list[PlannedGroup] = []
@@ -54,7 +56,7 @@ def forecast(request: PackRequest, workers: int = 1) -> PartsForecast:
         workers=workers,
         parts=f"{len(plan.groups)} groups of tensors",
         dealt_seconds=seconds * whole / _bytes(measured),
-        alone_seconds=0.0,
+        alone_seconds=scoring_of(checkpoint, request, found).seconds if request.score else 0.0,
         bytes_read=sum(prod(shape) * source.dtypes[name].itemsize for name, shape in source.shapes.items()),
         bytes_written=plan.total_bytes,
         memory_bytes=memory_so_far(torch.device(request.device)),

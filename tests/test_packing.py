@@ -88,7 +88,7 @@ def test_a_table_goes_into_the_artifact_with_where_it_came_from(source, request_
 
 
 def test_a_calibration_and_a_target_give_the_same_as_the_table_they_make(source, request_, tmp_path):
-    from_table = pack(replace(request_, thresholds=source / "t.json"))
+    from_table = pack(replace(request_, thresholds=source / "t.json", calibration=source / "c"))
     other = replace(request_, output=tmp_path / "o.gguf", calibration=source / "c", allocation=AllocationOptions(0.4))
     found = pack(other)
     assert found.thresholds.to_json() == from_table.thresholds.to_json()
@@ -122,7 +122,7 @@ def test_parts_that_do_not_go_together_are_refused(source, request_):
     both = replace(request_, thresholds=table, allocation=half, calibration=calibration)
     assert "not both" in refused(both)
     assert "needs --calibration" in refused(replace(request_, allocation=half))
-    assert "changes nothing" in refused(replace(request_, calibration=calibration))
+    assert "changes nothing" in refused(replace(request_, calibration=calibration, score=False))
 
 
 @pytest.mark.parametrize("sparsity", [-0.5, 1.0, 1.5])
@@ -201,5 +201,5 @@ def test_attention_that_does_not_go_together_is_refused(source, request_):
     assert "place for sparse attention; leave --attention out or use zigzag" in refused(replace(asked, format="q4_k"))
     assert "channels 65: expected at most 64" in refused(replace(asked, sparse_attention=replace(DOUBLE, channels=65)))
     assert "expected at least sinks" in refused(replace(asked, sparse_attention=replace(DOUBLE, min_context=2)))
-    none = replace(asked, sparse_attention=AttentionOptions())
+    none = replace(asked, sparse_attention=AttentionOptions(), score=False)
     assert "say what to take from it, --sparsity or --attention" in refused(none)

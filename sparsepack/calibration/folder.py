@@ -1,10 +1,12 @@
 """The calibration folder: `calibration.safetensors` (statistics and the token windows) and `calibration.json`."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from sparsepack.calibration.collectors import Statistics, added, check, named, of_block
 from sparsepack.calibration.heads import CalibratedHeads, check_heads
@@ -37,6 +39,7 @@ class _Tokens(Stored):
     sinks: Count
     sinks_left_out: Count
     padding_left_out: Count
+    held_out: Count = 0
 
 
 class _CalibrationManifest(Stored):
@@ -60,12 +63,14 @@ class Calibration:
 
     manifest -- schema, model, attention, residual, tokenizer, texts, tokens, compute: see `calibration.run`
     layers   -- statistics of each decoder block, by PLACE.NAME (`collectors`)
-    windows  -- int32 [windows, context], the token ids that were run
+    windows  -- int32 [windows, positions], the token ids that were run
+    held_out -- int32 [windows, context], tokens of the text that no statistic counts; none in calibrations from before
     """
 
     manifest: dict[str, Any]
     layers: tuple[Statistics, ...]
-    windows: torch.Tensor
+    windows: Tensor
+    held_out: Tensor = field(default_factory=lambda: torch.empty(0, 0, dtype=torch.int32))
 
     @property
     def sha256(self) -> str:
@@ -81,10 +86,11 @@ class Calibration:
                 f"this model's weights are {checkpoint.sha256[:12]}; calibrate this model"
             )
         vocabulary = int(checkpoint.config.vocab_size)
-        if len(self.layers) != checkpoint.layers or self.windows.min() < 0 or self.windows.max() >= vocabulary:
+        tokens = torch.cat([self.windows.flatten(), self.held_out.flatten()])
+        if len(self.layers) != checkpoint.layers or tokens.min() < 0 or tokens.max() >= vocabulary:
             raise CalibrationError(
                 f"{checkpoint.name}: the calibration has {len(self.layers)} blocks and tokens up to "
-                f"{int(self.windows.max())}, the model {checkpoint.layers} blocks and {vocabulary} tokens; "
+                f"{int(tokens.max())}, the model {checkpoint.layers} blocks and {vocabulary} tokens; "
                 "calibrate again"
             )
 
@@ -99,13 +105,15 @@ def save(calibration: Calibration, path: Path, overwrite: bool = False) -> Calib
     """Write a calibration folder, whole or not at all; returns it with the hash of its statistics in the manifest."""
     check_output(path, overwrite)
     tensors = {"windows": calibration.windows.to(torch.int32)}
+    if len(calibration.held_out):
+        tensors["held_out"] = calibration.held_out.to(torch.int32)
     for layer, statistics in enumerate(calibration.layers):
         tensors |= named(layer, statistics)
     with atomic.atomic_folder(path, overwrite) as folder:
         save_tensors(tensors, folder / _TENSORS)
         manifest = {**calibration.manifest, "statistics_sha256": sha256_file(folder / _TENSORS)}
         atomic.write_json(folder / _MANIFEST, manifest)
-    return Calibration(manifest, calibration.layers, calibration.windows)
+    return replace(calibration, manifest=manifest)
 
 
 def load(path: Path) -> Calibration:
@@ -131,9 +139,19 @@ def load(path: Path) -> Calibration:
         check_residual(manifest.get("residual"), statistics)
         if windows.ndim != 2 or not windows.numel() or windows.dtype != torch.int32:
             raise ValueError(f"windows are {windows.dtype} {list(windows.shape)}, expected int32 [windows, context]")
+        held_out = _held_out(tensors, manifest["tokens"])
     except (SafetensorError, KeyError, TypeError, ValueError) as error:
         raise CalibrationError(f"{path / _TENSORS}: damaged ({shown(error)}); calibrate again") from error
-    return Calibration(manifest, statistics, windows)
+    return Calibration(manifest, statistics, windows, held_out)
+
+
+def _held_out(tensors: Mapping[str, Tensor], tokens: Mapping[str, Any]) -> Tensor:
+    """Return the windows held out, none where the manifest counts none. Raises ValueError for others than it counts."""
+    shape = (tokens.get("held_out", 0), tokens["context"])
+    held_out = tensors.get("held_out", torch.empty(0, tokens["context"], dtype=torch.int32))
+    if held_out.shape != shape or held_out.dtype != torch.int32:
+        raise ValueError(f"held_out is {held_out.dtype} {list(held_out.shape)}, expected int32 {list(shape)}")
+    return held_out
 
 
 def merge(first: Calibration, second: Calibration) -> Calibration:
@@ -152,13 +170,23 @@ def merge(first: Calibration, second: Calibration) -> Calibration:
     layers = [added(ours, theirs) for ours, theirs in zip(first.layers, second.layers, strict=True)]
     one, other = first.manifest["tokens"], second.manifest["tokens"]
     counts = ("windows", "run", "counted", "sinks_left_out", "padding_left_out")
-    tokens = {**one, **{name: one[name] + other[name] for name in counts}}
+    windows = torch.cat([first.windows, second.windows])
+    held_out = _not_counted([*first.held_out.tolist(), *second.held_out.tolist()], windows, one["context"])
+    tokens = {**one, **{name: one[name] + other[name] for name in counts}, "held_out": len(held_out)}
     texts = first.manifest["texts"] + second.manifest["texts"]
     # The hash of the statistics is of the first alone; `save` puts the right one.
     kept = {key: value for key, value in first.manifest.items() if key not in ("attention", "statistics_sha256")}
     changed = {"attention": first.manifest["attention"], "texts": texts, "tokens": tokens, "parts": parts}
     manifest = {**kept, **changed}
-    return Calibration(manifest, tuple(layers), torch.cat([first.windows, second.windows]))
+    return Calibration(manifest, tuple(layers), windows, held_out)
+
+
+def _not_counted(held_out: list[list[int]], windows: Tensor, context: int) -> Tensor:
+    """Return windows held out, each once, without those that were run: of two calibrations of one text, one may have
+    run what the other held out. A window's input may begin with a BOS token, and lacks the window's last token."""
+    counted = {tuple(row) for row in windows[:, windows.shape[1] - context + 1 :].tolist()}
+    kept = [row for row in dict.fromkeys(map(tuple, held_out)) if row[:-1] not in counted]
+    return torch.tensor(kept, dtype=torch.int32).reshape(-1, context)
 
 
 def merge_folders(first: Path, second: Path, output: Path, overwrite: bool = False) -> Calibration:

@@ -29,7 +29,7 @@ def forecast(
     """
     checkpoint = checkpoint_of(model, hashed=False)
     options = settled(checkpoint, options)
-    windows = chosen_windows(checkpoint, text if isinstance(text, Text) else read_text(text), options)
+    windows, _ = chosen_windows(checkpoint, text if isinstance(text, Text) else read_text(text), options)
     batch = at_once(options.batch, len(windows), windows.shape[1], options.device)
     dealt = Dealt.for_sums(Workers(0, workers), len(windows), batch)
     dealt.check("--samples")

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from sparsepack.errors import CalibrationError
-from sparsepack.option import LARGEST_SEED, check_options, not_with, option
+from sparsepack.option import LARGEST_SEED, check_options, option
 from sparsepack.workers import PARTS
 
 CRITERIA = ("magnitude", "column-norm")
@@ -14,6 +14,9 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 MOST_SAMPLES, FEWEST_SAMPLES = 128, 8
 """The number of windows is between these, unless it is given."""
+
+HELD_OUT = 8
+"""So many windows are held out unless another number is given."""
 
 FEW_AT_ONCE, TOKENS_AT_ONCE = 2, 16_384
 """So many windows run at a time on a CPU, where fewer tokens do. A GPU that has more of them waits less for the host;
@@ -29,14 +32,18 @@ class CalibrateOptions:
     )
     samples: int | None = option(
         "Windows drawn at random (of a text beyond 8 million characters, from stretches of it that are drawn first); 0 "
-        f"for all, in order (default: {MOST_SAMPLES}; on a CPU fewer for models beyond 60 million weights, and "
-        f"{FEWEST_SAMPLES} from 900 million on).",
+        f"for all but those held out, in order (default: {MOST_SAMPLES}; on a CPU fewer for models beyond 60 million "
+        f"weights, and {FEWEST_SAMPLES} from 900 million on).",
         default=None,
         least=0,
     )
-    seed: int = option(
-        "Which windows are drawn.", default=0, least=0, most=LARGEST_SEED, counts=(not_with("samples", 0),)
+    held_out: int = option(
+        "Windows of the text that no statistic counts, on which `pack` scores what is lost; at most 1/8 of a text that "
+        "has no others left.",
+        default=HELD_OUT,
+        least=0,
     )
+    seed: int = option("Which windows are drawn, and which are held out.", default=0, least=0, most=LARGEST_SEED)
     sinks: int = option("First positions of a window left out of the statistics.", default=4, least=0)
     batch: int | None = option(
         f"Windows at a time (default {FEW_AT_ONCE}; on a CUDA device as many as have {TOKENS_AT_ONCE:,} tokens, at "

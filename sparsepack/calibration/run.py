@@ -39,7 +39,7 @@ from sparsepack.models.stock.blocks import BlockStream
 from sparsepack.models.stock.bound import bound_told
 from sparsepack.models.stock.hooks import routing_hooks, site_hooks, stream_hooks
 from sparsepack.models.stock.recorded import Record
-from sparsepack.models.tokenizer.windows import check_vocabulary, drawn_windows, window_length
+from sparsepack.models.tokenizer.windows import HELD_OUT_SHARE, check_vocabulary, drawn_windows, window_length
 from sparsepack.option import check_type
 from sparsepack.progress import Advance, Shorter, progress, say
 from sparsepack.version import __version__
@@ -77,23 +77,28 @@ def calibrate(
     if workers.first:
         folder.check_output(output, overwrite)
 
-    def drawn() -> torch.Tensor:
-        chosen = chosen_windows(checkpoint, text, options).tolist() if workers.first else None
-        return torch.tensor(workers.told_by_first(chosen))
+    def drawn() -> list[torch.Tensor]:
+        chosen = [part.tolist() for part in chosen_windows(checkpoint, text, options)] if workers.first else None
+        return [torch.tensor(part, dtype=torch.long) for part in workers.told_by_first(chosen)]
 
     # Nobody asks for the model's hash before something is kept: it is taken while blocks run.
     with checkpoint.source.hash.meanwhile(workers) as model_sha256:
-        windows = drawn()
+        windows, held_out = drawn()
         batch = at_once(options.batch, len(windows), windows.shape[1], options.device)
         dealt = Dealt.for_sums(workers, len(windows), batch)
         dealt.check("--samples")
 
         def manifest(sha256: str | None = None) -> dict[str, Any]:
-            return _manifest(checkpoint, text, windows, options, batch, sha256)
+            return _manifest(checkpoint, text, windows, len(held_out), options, batch, sha256)
 
         shapes = fingerprint({name: list(shape) for name, shape in checkpoint.source.shapes.items()})
         workers.agree(facts(manifest(shapes), options.device))
         say(f"note: {holders(checkpoint)}")
+        if options.held_out and not len(held_out):
+            say(
+                f"note: {text.name}: no window of {len(windows)} is held out, so pack will not score what is lost; "
+                f"give a text of {HELD_OUT_SHARE} windows or more, or a smaller --context"
+            )
 
         @cache
         def same_model() -> None:
@@ -104,7 +109,7 @@ def calibrate(
             with torch.inference_mode():
                 layers = _run(checkpoint, windows, options, resume, dealt)
             same_model()
-            made = Calibration(manifest(), tuple(layers), windows)
+            made = Calibration(manifest(), tuple(layers), windows, held_out)
             if workers.first and (starved := told_of_starved(made)) is not None:
                 say(f"note: {starved}")
             return folder.save(made, output, overwrite) if workers.first else made
@@ -119,24 +124,34 @@ def settled(checkpoint: Checkpoint, options: CalibrateOptions) -> CalibrateOptio
     return options
 
 
-def chosen_windows(checkpoint: Checkpoint, text: Text, options: CalibrateOptions) -> torch.Tensor:
-    """The windows of a text that are run: int64 [N, S]. Raises `CalibrationError` and `TextError`."""
+def chosen_windows(checkpoint: Checkpoint, text: Text, options: CalibrateOptions) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the windows of a text that are run, int64 [N, S], and the tokens of those held out, int64 [M, context].
+    Raises `CalibrationError` and `TextError`."""
     limit = checkpoint.config.max_position_embeddings
     context = window_length(options.context, limit)
     if context > limit:
         raise CalibrationError(f"context {context}: {checkpoint.name} was made for at most {limit}")
-    windows = drawn_windows(checkpoint.tokenizer, text, context, options.samples or 0, options.seed)
+    windows, held_out = drawn_windows(
+        checkpoint.tokenizer, text, context, options.samples or 0, options.seed, options.held_out
+    )
     if windows.shape[1] <= options.sinks:
         raise CalibrationError(
             f"context {context}, sinks {options.sinks}: without a BOS token a window has "
             f"{windows.shape[1]} positions, none is left to count; give a larger context"
         )
-    check_vocabulary(windows, checkpoint.config.vocab_size, text)
-    return windows
+    for tokens in (windows, held_out):
+        check_vocabulary(tokens, checkpoint.config.vocab_size, text)
+    return windows, held_out
 
 
 def _manifest(
-    checkpoint: Checkpoint, text: Text, windows: torch.Tensor, options: CalibrateOptions, batch: int, sha256: str | None
+    checkpoint: Checkpoint,
+    text: Text,
+    windows: torch.Tensor,
+    held_out: int,
+    options: CalibrateOptions,
+    batch: int,
+    sha256: str | None,
 ) -> dict[str, Any]:
     count, context = windows.shape
     return {
@@ -155,6 +170,7 @@ def _manifest(
             "sinks_left_out": count * options.sinks,
             "padding_left_out": 0,  # windows are always full
             "samples_asked": options.samples,
+            "held_out": held_out,
             "seed": options.seed,
         },
     }

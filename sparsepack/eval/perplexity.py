@@ -28,9 +28,9 @@ class WindowScores:
 
     nll: torch.Tensor
     targets: int
-    kl: torch.Tensor | None
-    same_top: torch.Tensor | None
-    reference_nll: torch.Tensor | None
+    kl: torch.Tensor | None = None
+    same_top: torch.Tensor | None = None
+    reference_nll: torch.Tensor | None = None
 
 
 def score_windows(
@@ -57,7 +57,7 @@ def score_windows(
     inputs, targets = dealt.own(inputs), dealt.own(targets)
     width = inputs.shape[1]
     first = scored_from(protocol, width, second_half)
-    start = {"dense": width, "all": 0, "decode": first}[protocol]
+    start = _sparse_from(protocol, width)
     scorers = [scorer] if reference is None else [scorer, reference]
     rows = rows_together(scorers, width, batch)
     found: list[dict[str, torch.Tensor]] = []
@@ -69,11 +69,46 @@ def score_windows(
                 states = each.hidden(ids, None, torch.full((len(ids),), sparse_from), batch, done)
                 hidden.append(states[:, first:].flatten(0, 1))
                 del states
-            scores = _score_rows(scorers, hidden, wanted[:, first:].flatten(), batch * (width - first))
-            found.append({name: _of_each(value.view(len(ids), -1)) for name, value in scores.items()})
+            found.append(_score_windows(scorers, hidden, wanted[:, first:], batch))
     joined = {name: _of_all(torch.cat([sums[name] for sums in found]), dealt) for name in found[0]}
-    compared = (joined.get(name) for name in ("kl", "same_top", "reference_nll"))
-    return WindowScores(joined["nll"], width - first, *compared)
+    return WindowScores(targets=width - first, **joined)
+
+
+def score_protocols(
+    scorer: WindowScorer,
+    reference: WindowScorer,
+    inputs: torch.Tensor,
+    targets: torch.Tensor,
+    protocols: Sequence[str],
+) -> dict[str, WindowScores]:
+    """Return the scores of the second halves of windows, int64 [N, S], under each protocol, as `score_windows` has
+    them with `second_half` one window at a time; the reference runs once for all protocols."""
+    width = inputs.shape[1]
+    first = width // 2
+    starts = torch.tensor([_sparse_from(protocol, width) for protocol in protocols])
+    rows = max(1, rows_together([scorer, reference], width, 1) // (len(protocols) + 1))
+    found: list[list[dict[str, torch.Tensor]]] = [[] for _ in protocols]
+    steps = len(protocols) * scorer.steps + reference.steps
+    with progress("scoring held-out windows", len(inputs)) as advance:
+        done = _whole(advance, steps)
+        for ids, wanted in zip(torch.split(inputs, rows), torch.split(targets, rows), strict=True):
+            of_each = ids.repeat(len(protocols), 1)
+            scored = scorer.hidden(of_each, None, starts.repeat_interleave(len(ids)), 1, done)[:, first:]
+            dense = reference.hidden(ids, None, torch.full((len(ids),), width), 1, done)[:, first:].flatten(0, 1)
+            for sums, states in zip(found, torch.split(scored, len(ids)), strict=True):
+                hidden = [states.flatten(0, 1), dense]
+                sums.append(_score_windows([scorer, reference], hidden, wanted[:, first:], 1))
+    return {
+        protocol: WindowScores(
+            targets=width - first, **{name: torch.cat([part[name] for part in sums]) for name in sums[0]}
+        )
+        for protocol, sums in zip(protocols, found, strict=True)
+    }
+
+
+def _sparse_from(protocol: str, width: int) -> int:
+    """The first sparse position of a window of `width`."""
+    return {"dense": width, "all": 0, "decode": scored_from("decode", width)}[protocol]
 
 
 def rows_together(scorers: Sequence[WindowScorer], width: int, batch: int) -> int:
@@ -93,6 +128,15 @@ def _whole(advance: Callable[[int], None], steps: int) -> Done:
             shown = taken // steps
 
     return done
+
+
+def _score_windows(
+    scorers: list[WindowScorer], hidden: list[torch.Tensor], wanted: torch.Tensor, batch: int
+) -> dict[str, torch.Tensor]:
+    """The sums of each window by the names of `WindowScores`, float64 [windows]. wanted: targets [windows, positions]
+    that are scored; hidden: of these positions, [windows * positions, ...]"""
+    scores = _score_rows(scorers, hidden, wanted.flatten(), batch * wanted.shape[1])
+    return {name: _of_each(value.view(wanted.shape)) for name, value in scores.items()}
 
 
 def _of_each(values: torch.Tensor) -> torch.Tensor:

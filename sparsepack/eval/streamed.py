@@ -13,6 +13,7 @@ from sparsepack.eval.protocols import Done, Logits, ignored
 from sparsepack.eval.scorer import SparsePositions, StockScorer, linear
 from sparsepack.integration.transformers import double_sparsity
 from sparsepack.models.architecture import logit_cap
+from sparsepack.models.precision import brought
 from sparsepack.models.records.rule import Rules, SiteKey
 from sparsepack.models.records.sparse_attention import SparseAttention
 from sparsepack.models.stock.blocks import BlockSource, BlockStream
@@ -23,7 +24,8 @@ MiB, a model 2048 wide reads its weights for 16,384 tokens, whose products take 
 
 
 class StreamedScorer(StockScorer):
-    """Runs the model of `source` on the CPU with `rules` on the positions that are asked to be sparse."""
+    """Runs the model of `source` on a device with `rules` on the positions that are asked to be sparse; hidden states
+    wait on the CPU."""
 
     def __init__(
         self,
@@ -33,11 +35,12 @@ class StreamedScorer(StockScorer):
         dtype: torch.dtype = torch.float32,
         inputs: Mapping[SiteKey, torch.dtype] | None = None,
         attention: SparseAttention | None = None,
+        device: str = "cpu",
     ) -> None:
-        super().__init__(source.config, SparsePositions(source.family, rules), context, inputs, attention)
-        self.source, self.steps, self.device = source, source.layers, torch.device("cpu")
+        super().__init__(source.config, SparsePositions(source.family, rules, device), context, inputs, attention)
+        self.source, self.steps, self.device = source, source.layers, torch.device(device)
         self._attention = attention
-        self._stream = BlockStream(source, "cpu", dtype, None if attention is None else double_sparsity.NAME)
+        self._stream = BlockStream(source, device, dtype, None if attention is None else double_sparsity.NAME)
         self._output: torch.Tensor | None = None
 
     def rows_at_once(self, width: int, batch: int) -> int:
@@ -82,4 +85,6 @@ class StreamedScorer(StockScorer):
         """The output matrix stays as it is stored until `hidden` is called again."""
         if self._output is None:
             self._output = self._stream.head()
-        return linear(self._output[words].to(self._stream.dtype), logit_cap(self.source.config))
+        weight = brought(self._output[words], self.device, self._stream.dtype)
+        product = linear(weight, logit_cap(self.source.config))
+        return lambda hidden: product(hidden.to(self.device))

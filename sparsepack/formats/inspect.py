@@ -8,7 +8,15 @@ from typing import Any
 
 from sparsepack.formats.artifact import Artifact
 from sparsepack.formats.attention_summary import attention_summary
-from sparsepack.formats.manifest import DISTILLATION, PRUNING, REFIT, ROTATION, distillation_in_words, refit_in_words
+from sparsepack.formats.manifest import (
+    DISTILLATION,
+    PRUNING,
+    REFIT,
+    ROTATION,
+    SCORE,
+    distillation_in_words,
+    refit_in_words,
+)
 from sparsepack.formats.open import open_artifact
 from sparsepack.models.checkpoint.segmented_config import segments_summary
 
@@ -51,6 +59,7 @@ def describe(path: Path) -> dict[str, Any]:
         "segments": segments_summary([*artifact.bases()]),
         "refit": refit and {**refit, "in_words": refit_in_words(artifact.manifest)},
         "distilled": distilled and {**distilled, "in_words": distillation_in_words(artifact.manifest)},
+        "score": artifact.manifest.get(SCORE),
         "attention": attention_summary(artifact.manifest),
         "neurons": artifact.neurons(),
         "runs": artifact.format.runs,

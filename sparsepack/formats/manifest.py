@@ -43,6 +43,12 @@ DISTILLATION = "distillation"
 REFIT = "refit"
 """The manifest says under this key how matrices were fitted to their inputs: `refit.run.Refit.section`."""
 
+SCORE = "score"
+"""The manifest says under this key what packing lost on held-out text: `packing_score`."""
+
+SCORE_PLACEHOLDER = "~" * 1022
+"""Stands under `SCORE` until the finished tensors are scored; JSON of as many bytes then takes its place."""
+
 _OWN = ("schema", "kind", "sparsepack", "model", "tensors", "notes", "versions", ATTENTION, NEURONS)
 
 
@@ -127,6 +133,24 @@ class _Recipe(Stored):
     calibrate: _Calibrate | None = None
 
 
+class _Figure(Stored):
+    value: float | None
+    stderr: float | None
+
+
+class _Scores(Stored):
+    perplexity_ratio: _Figure
+    kl_divergence: _Figure
+    top_token_agreement: _Figure
+
+
+class _Score(Stored):
+    windows: Size
+    context: Size
+    dense: _Scores
+    decode: _Scores | None = None
+
+
 class _ArtifactManifest(Stored):
     """What is read of a manifest, by whomever."""
 
@@ -142,6 +166,7 @@ class _ArtifactManifest(Stored):
     rotation: _Rotation | None = None
     distillation: _Distillation | None = None
     refit: _Refit | None = None
+    score: _Score | None = None
     attention: AttentionSection | None = None
 
 
@@ -185,6 +210,15 @@ def make_manifest(
         "notes": list(notes),
         "versions": {name: importlib.metadata.version(name) for name in _LIBRARIES},
     }
+
+
+def with_score(header: bytes, score: Mapping[str, Any] | None) -> bytes:
+    """Return a header of the same length with a score, or null, where `SCORE_PLACEHOLDER` stands."""
+    place = json.dumps(SCORE_PLACEHOLDER).encode()
+    value = json.dumps(score, allow_nan=False).encode()
+    if len(value) > len(place):
+        raise RuntimeError(f"the score takes {len(value)} bytes, {len(place)} are reserved")
+    return header.replace(place, value.ljust(len(place)))
 
 
 def source_made_from(manifest: Mapping[str, Any]) -> tuple[str, ...]:

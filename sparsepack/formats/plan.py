@@ -4,9 +4,9 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -113,6 +113,9 @@ def alone(tensor: PlannedTensor, produce: Callable[[], torch.Tensor]) -> Planned
     return PlannedGroup((tensor,), lambda: (produce(),))
 
 
+Measure = Callable[[Path], Mapping[str, Any]]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Plan(ABC):
     """An artifact to write, in one of the containers.
@@ -120,12 +123,14 @@ class Plan(ABC):
     groups  -- in the order in which they are stored
     notes   -- where it differs from what was asked, a sentence each, for the user
     at_once -- how many groups to make, hash and write side by side; so many are in memory
+    measure -- (finished artifact, before it gets its name) -> the manifest's score; None: it has none
     """
 
     format: str
     groups: tuple[PlannedGroup, ...]
     notes: tuple[str, ...] = ()
     at_once: int = 1
+    measure: Measure | None = None
 
     @property
     def tensors(self) -> tuple[PlannedTensor, ...]:
@@ -157,6 +162,10 @@ class Plan(ABC):
     def with_beside(self, beside: Callable[[Path], Mapping[str, str]]) -> "Plan":
         """The plan with files beside the sealed ones, made from the finished artifact; a single file has no room."""
         return self
+
+    def with_measure(self, measure: Measure) -> Self:
+        """Return the plan of an artifact that is measured once it is finished."""
+        return replace(self, measure=measure)
 
     @property
     def bits_per_weight(self) -> float:

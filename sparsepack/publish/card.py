@@ -14,7 +14,7 @@ from sparsepack.errors import UserError
 from sparsepack.eval.tables import accuracy_tables
 from sparsepack.formats.inspect import describe
 from sparsepack.formats.manifest import DISTILLATION, PRUNING, ROTATION
-from sparsepack.inspection import programs_table
+from sparsepack.inspection import programs_table, score_rows
 from sparsepack.models.records.rotated import basis_in_words
 from sparsepack.publish.results import read_results
 from sparsepack.publish.templates import render, table
@@ -58,6 +58,7 @@ def model_card(path: Path, results: Sequence[Path] = (), name: str | None = None
         compared_with=sorted({e["against"] for e in found.evaluations if e.get("against")}),
         measured=[table(found) for found in measured],
         speed=[table(found) for found in speed],
+        scored=score_rows(description["score"]),
         programs=table(programs_table(description)),
     )
 

@@ -12,6 +12,7 @@ from markupsafe import Markup
 from sparsepack.bench.table import speed_table
 from sparsepack.errors import UserError
 from sparsepack.eval.tables import accuracy_tables, pruning_table
+from sparsepack.inspection import score_rows
 from sparsepack.models.records.rotated import basis_in_words
 from sparsepack.publish import charts
 from sparsepack.publish.gates import gates_table
@@ -50,6 +51,7 @@ def _page(report: Mapping[str, Any]) -> str:
         report=report,
         recipe=report["recipe"],
         pack=report["pack"],
+        scored=score_rows((report["pack"] or {}).get("score")),
         accuracy=[
             *accuracy_tables(report["evaluations"]),
             *([pruning_table(report["evaluations"], alone)] if alone else []),

@@ -13,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from sparsepack.formats.manifest import SCORE
 from sparsepack.serve.answers import CHAT, COMPLETION, Answer, Form
 from sparsepack.serve.delivery import Delivery, queue_full
 from sparsepack.serve.guards import LOOPBACK, SMALL_BODY, Guard, LargeBodies, json_body, refused
@@ -129,7 +130,9 @@ class Service:
 
     def _model(self) -> dict[str, Any]:
         common = {"id": self.name, "object": "model", "created": self._created, "owned_by": "sparsepack"}
-        return {**common, "max_model_len": self.prompts.context}
+        manifest = self.prompts.model.packed.manifest
+        about = {"format": manifest["kind"], "score": manifest.get(SCORE)}
+        return {**common, "max_model_len": self.prompts.context, "sparsepack": about}
 
 
 def create_app(service: Service) -> Starlette:

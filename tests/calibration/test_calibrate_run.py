@@ -96,8 +96,8 @@ def test_the_manifest_says_what_was_run(small, text, tmp_path):
 
 
 def test_samples_are_drawn_by_the_seed_and_all_windows_in_order(small, text):
-    every = run.chosen_windows(small, text, replace(OPTIONS, samples=0))
-    drawn = [run.chosen_windows(small, text, replace(OPTIONS, seed=seed)) for seed in (0, 0, 1)]
+    every = run.chosen_windows(small, text, replace(OPTIONS, samples=0, held_out=0))[0]
+    drawn = [run.chosen_windows(small, text, replace(OPTIONS, seed=seed))[0] for seed in (0, 0, 1)]
     assert torch.equal(every, rolling_windows(small.tokenizer, text, 48)[0])
     assert torch.equal(drawn[0], drawn[1])
     assert not torch.equal(drawn[0], drawn[2])
@@ -132,7 +132,7 @@ def test_a_text_that_is_too_short_is_refused(small, tmp_path):
 
 def test_a_token_beyond_the_vocabulary_is_refused(small, text, tmp_path, monkeypatch):
     beyond = torch.full((6, 47), 512)
-    monkeypatch.setattr(run, "drawn_windows", lambda *_: beyond)
+    monkeypatch.setattr(run, "drawn_windows", lambda *_: (beyond, beyond[:0]))
     with pytest.raises(TextError, match="token 512 is beyond the model's vocabulary of 512"):
         calibrate(small, text, tmp_path / "c", OPTIONS)
 

@@ -22,6 +22,8 @@ def test_a_calibration_is_read_back_as_it_was(small_calibration, tmp_path):
     again = folder.load(folder.save(small_calibration, tmp_path / "c") and tmp_path / "c")
     assert again.sha256 == small_calibration.sha256
     assert torch.equal(again.windows, small_calibration.windows)
+    assert torch.equal(again.held_out, small_calibration.held_out)
+    assert len(again.held_out) == again.manifest["tokens"]["held_out"] == 8
     for one, other in zip(again.layers, small_calibration.layers, strict=True):
         assert one.keys() == other.keys()
         assert all(torch.equal(one[name], other[name]) for name in one)
@@ -29,11 +31,11 @@ def test_a_calibration_is_read_back_as_it_was(small_calibration, tmp_path):
 
 def _sharded(monkeypatch, small, text, tmp_path, parts) -> list[Calibration]:
     """Calibrations of slices of the same windows, each with a text name of its own."""
-    windows = run.chosen_windows(small, text, OPTIONS)
+    windows, held_out = run.chosen_windows(small, text, OPTIONS)
     made = []
     for number, part in enumerate(parts):
         with monkeypatch.context() as patch:
-            patch.setattr(run, "chosen_windows", lambda *_, part=part: windows[part])
+            patch.setattr(run, "chosen_windows", lambda *_, part=part: (windows[part], held_out))
             shard = replace(text, name=f"part {number}", sha256=str(number))
             made.append(calibrate(small, shard, tmp_path / f"part {number}", OPTIONS))
     return made
@@ -51,10 +53,45 @@ def test_merged_shards_are_one_run_bit_for_bit_in_the_counts(small, text, tmp_pa
             else:
                 torch.testing.assert_close(value, theirs[name], rtol=1e-12, atol=0)
     assert torch.equal(merged.windows, whole.windows)
+    assert torch.equal(merged.held_out, whole.held_out)
     assert {**merged.manifest["tokens"]} == {**whole.manifest["tokens"]}
     assert [t["name"] for t in merged.manifest["texts"]] == ["part 0", "part 1"]
     folder.save(merged, tmp_path / "merged")
     assert folder.load(tmp_path / "merged").sha256 not in {part.sha256 for part in parts}
+
+
+def test_a_merged_calibration_holds_out_nothing_that_one_of_both_has_counted(small, text, tmp_path):
+    """Of one text, by two seeds."""
+    one, other = (
+        calibrate(small, replace(text, sha256=str(seed)), tmp_path / str(seed), replace(OPTIONS, samples=12, seed=seed))
+        for seed in (0, 1)
+    )
+    merged = folder.merge(one, other)
+    counted = {tuple(row) for row in merged.windows.tolist()}
+    rows = [tuple(row[:-1]) for row in merged.held_out.tolist()]
+    assert 0 < len(rows) == merged.manifest["tokens"]["held_out"] < 16
+    assert len(set(rows)) == len(rows)
+    assert not counted & set(rows)
+
+
+def test_a_calibration_from_before_has_no_windows_held_out(small_calibration, tmp_path):
+    tokens = {name: value for name, value in small_calibration.manifest["tokens"].items() if name != "held_out"}
+    old = replace(
+        small_calibration,
+        manifest={**small_calibration.manifest, "tokens": tokens},
+        held_out=small_calibration.held_out[:0],
+    )
+    folder.save(old, tmp_path / "old")
+    again = folder.load(tmp_path / "old")
+    assert again.held_out.shape == (0, 64)
+    other = replace(small_calibration, manifest={**small_calibration.manifest, "statistics_sha256": "other"})
+    assert torch.equal(folder.merge(again, other).held_out, small_calibration.held_out)
+
+
+def test_other_windows_held_out_than_the_manifest_counts_are_refused(small_calibration, tmp_path):
+    folder.save(replace(small_calibration, held_out=small_calibration.held_out[:3]), tmp_path / "c")
+    with pytest.raises(CalibrationError, match=r"held_out is torch.int32 \[3, 64\], expected int32 \[8, 64\]"):
+        folder.load(tmp_path / "c")
 
 
 def test_what_cannot_be_merged_is_refused(small, text, tmp_path, small_calibration, monkeypatch):

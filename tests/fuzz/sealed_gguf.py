@@ -51,7 +51,7 @@ class Gguf:
             header += _string(name) + struct.pack(f"<I{len(dimensions)}QIQ", len(dimensions), *dimensions, kind, offset)
         header += bytes(-len(header) % self.alignment)
         path.write_bytes(header + body)
-        seal(path, len(header), hashes, NO_HASH)
+        seal(path, header, hashes, NO_HASH)
 
 
 def read(data: bytes) -> Gguf:

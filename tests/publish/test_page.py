@@ -58,6 +58,8 @@ def changed(work: Path, folder: Path, change: Any) -> Path:
 
 def test_the_page_holds_accuracy_sparsity_thresholds_speed_and_gates(work: Path) -> None:
     report = json.loads((work / "report.json").read_text())
+    lost = report["pack"]["score"]["decode"]["perplexity_ratio"]["value"]
+    assert f"decode, as tokens are generated: perplexity {lost:.3f}" in parsed(report_page(work)).text
     found = parsed(report_page(work))
     for row in (row for evaluation in report["evaluations"] for row in evaluation["perplexity"]):
         assert f"{row['perplexity']['value']:.3f}" in found.text

@@ -132,6 +132,14 @@ def test_the_model_is_listed(served: Served) -> None:
     assert served.client().models.retrieve("tiny").owned_by == "sparsepack"
 
 
+def test_the_model_is_listed_with_what_packing_lost(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    score = {"windows": 2, "dense": {"perplexity_ratio": {"value": 1.25, "stderr": None}}}
+    monkeypatch.setitem(served.model.packed.manifest, "score", score)  # type: ignore[arg-type]
+    (listed,) = served.client().models.list()
+    assert listed.model_extra is not None
+    assert listed.model_extra["sparsepack"] == {"format": "zigzag-q4_k", "score": score}
+
+
 @pytest.mark.parametrize(
     ("asked", "error", "says"),
     [

@@ -45,9 +45,12 @@ def test_devices_make_the_artifact_of_one(
     model, table = (str(given / "pruned"), None) if slid else (str(small.path), given / "t.json")
     for folder in ("alone", "together"):
         (tmp_path / folder).mkdir()
-    pack(PackRequest(model, tmp_path / "alone" / "made", format, thresholds=table))
+    calibration, fitting = None if slid else given / "c", RefitOptions(quantiser="round")
+    asked = PackRequest(model, tmp_path / "alone" / "made", format, calibration, None, table, fitting=fitting)
+    assert (pack(asked).score is None) == slid
     command = ["pack", model, "--format", format, "-o", str(tmp_path / "together" / "made")]
-    command += [] if table is None else ["--thresholds", str(table)]
+    if table is not None:
+        command += ["--thresholds", str(table), "--calibration", str(calibration), "--quantiser", "round"]
     on_devices(count, *command)
     inside = "made" if slid else "."
     assert content(tmp_path / "together" / inside) == content(tmp_path / "alone" / inside)

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from sparsepack.cli.tables.thresholds import thresholds_table
-from sparsepack.inspection import programs_table
+from sparsepack.inspection import programs_table, score_rows
 from sparsepack.tables import Table, markdown
 
 
@@ -36,6 +36,7 @@ def artifact_table(description: Mapping[str, Any]) -> str:
         parts.append(f"distilled: {description['distilled']['in_words']}")
     if description["refit"]:
         parts.append(f"weights of the blocks: {description['refit']['in_words']}")
+    parts += [f"{text}: {figures}" for text, figures in score_rows(description["score"])]
     if description["attention"]:
         parts.append(f"attention, Double Sparsity: {description['attention']['in_words']}")
     if description["segments"]:

@@ -13,6 +13,7 @@ def calibration_table(manifest: Mapping[str, Any]) -> str:
             "windows": f"{tokens['windows']} of {tokens['context']} tokens",
             "counted": f"{tokens['counted']:,} tokens; left out: {tokens['sinks_left_out']:,} sinks, "
             f"{tokens['padding_left_out']:,} padding",
+            "held out": f"{tokens.get('held_out', 0)} windows, on which pack scores what is lost",
         },
     )
 

@@ -16,7 +16,7 @@ from sparsepack.terminal import tell
 
 @verb(short_help="Collect the statistics of a model over text.")
 @over_texts("The calibration folder to make.")
-@options_from(CalibrateOptions, "--context", "--samples", "--seed", "--sinks", "--batch")
+@options_from(CalibrateOptions, "--context", "--samples", "--held-out", "--seed", "--sinks", "--batch")
 @compute
 @devices_option
 @dry_run_option

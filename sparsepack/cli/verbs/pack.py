@@ -1,5 +1,6 @@
 """`sparsepack pack`."""
 
+import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -48,7 +49,11 @@ from sparsepack.terminal import tell
 @attention
 @group("Types", options_from(PackRequest, "--output-type", "--embedding-type", "--gates"))
 @group("Pruned models", options_from(PackRequest, "--keep", "--of"))
-@group(OUTPUT, click.option("-o", "--output", type=PATH, required=True, help="The file or folder to make."))
+@group(
+    OUTPUT,
+    click.option("-o", "--output", type=PATH, required=True, help="The file or folder to make."),
+    from_options(PackRequest, "score", "--score/--no-score"),
+)
 @device_option
 @devices_option
 @dry_run_option
@@ -57,6 +62,9 @@ from sparsepack.terminal import tell
 def pack(output: Path, dry_run: int | None, **asked: Any) -> None:
     """Pack MODEL into one artifact, with the thresholds of a calibration inside if --sparsity is given, its heavy
     channels of attention if --attention is, and weights fitted to their inputs if --refit or --quantiser gptq is.
+
+    With a calibration it also says what was lost on the text that this holds out (docs/what-is-lost.md), and warns from
+    5 % of perplexity on; --no-score leaves it out.
 
     With --devices, or under torchrun, several workers share the blocks and write them into one file, which all must
     reach; the artifact has the same bytes."""
@@ -71,6 +79,7 @@ def pack(output: Path, dry_run: int | None, **asked: Any) -> None:
         return
     from sparsepack.cli.tables.artifact import artifact_line
     from sparsepack.formats.inspect import describe
+    from sparsepack.inspection import score_rows
     from sparsepack.packing import pack as make
     from sparsepack.progress import say
 
@@ -79,4 +88,8 @@ def pack(output: Path, dry_run: int | None, **asked: Any) -> None:
         if not workers.first:
             return
     say(*(f"note: {note}" for note in made.notes))
-    tell(artifact_line(describe(output)))
+    scored = [f"{text}: {figures}" for text, figures in score_rows(made.score)]
+    tell("\n".join([artifact_line(describe(output)), *scored]))
+    say(*([f"note: {made.unscored}"] if made.unscored else []))
+    if made.warning:
+        tell(f"WARNING: {made.warning}", sys.stderr)

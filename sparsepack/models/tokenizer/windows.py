@@ -22,6 +22,8 @@ SAMPLE = 1 << 23
 """Windows of a longer text are drawn from this many of its characters, unless so many windows need more."""
 _STRETCH = 1 << 16
 _LONG_TOKEN = 16
+HELD_OUT_SHARE = 8
+"""No more than one window of so many is held out of a text that is used whole."""
 """The tokens of no text have on average as many characters as this."""
 
 
@@ -49,25 +51,41 @@ def rolling_windows(
     but the last, and every token is a target; without one, each token but the first is.
     Raises `TextError` where the text is shorter than one window.
     """
-    tokens = _windows(tokenizer, text, context, most).long()
+    return inputs_and_targets(tokenizer, _windows(tokenizer, text, context, most).long())
+
+
+def inputs_and_targets(tokenizer: Any, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what a model reads of windows of tokens, int64 [windows, context], and what it is to predict, each int64
+    [windows, positions]; see `rolling_windows`."""
     inputs = _inputs(tokenizer, tokens)
     return inputs, tokens if inputs.shape == tokens.shape else tokens[:, 1:]
 
 
-def drawn_windows(tokenizer: Any, text: Text, context: int, samples: int, seed: int) -> torch.Tensor:
-    """The inputs of `samples` windows drawn at random, in the order of the text: int64 [windows, positions].
+def drawn_windows(
+    tokenizer: Any, text: Text, context: int, samples: int, seed: int, held_out: int = 0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the inputs of `samples` windows drawn at random, int64 [windows, positions], and the tokens of up to
+    `held_out` others, int64 [windows, context], both in the order of the text.
 
-    All windows, where `samples` is 0 or there are no more. Else they are the first of a permutation of all windows by
-    torch's generator with `seed`. Where the text is longer than `SAMPLE` characters, or than 16 for each token that is
-    asked for if that is more, it is a sample of the text that is cut into windows. Raises as `rolling_windows`.
+    All windows but those, where `samples` is 0 or there are no more. Else they are the first of a permutation of all
+    windows by torch's generator with `seed`. Where the text is longer than `SAMPLE` characters, or than 16 for each
+    token that is asked for if that is more, it is a sample of the text that is cut into windows. The windows held out
+    are spread evenly over the others; of a text of which nothing else is left, they are at most 1/8 of all windows.
+    Raises as `rolling_windows`.
     """
     if samples:
         text = sample(text, max(SAMPLE, samples * context * _LONG_TOKEN), seed)
-    windows = _windows(tokenizer, text, context)
-    if samples and samples < len(windows):
-        generator = torch.Generator().manual_seed(seed)
-        windows = windows[torch.randperm(len(windows), generator=generator)[:samples].sort().values]
-    return _inputs(tokenizer, windows.long())
+    windows = _windows(tokenizer, text, context).long()
+    drawn, held_out = drawn_and_held_out(len(windows), samples, held_out)
+    order = torch.randperm(len(windows), generator=torch.Generator().manual_seed(seed))
+    rest = windows[order[drawn:].sort().values]
+    return _inputs(tokenizer, windows[order[:drawn].sort().values]), spread_windows(rest, held_out)
+
+
+def drawn_and_held_out(count: int, samples: int, held_out: int) -> tuple[int, int]:
+    """Return how many of so many windows `drawn_windows` draws, and how many it holds out."""
+    held_out = min(held_out, max(count - samples if samples else 0, count // HELD_OUT_SHARE))
+    return min(samples or count, count - held_out), held_out
 
 
 def sample(text: Text, characters: int, seed: int) -> Text:
@@ -100,7 +118,7 @@ def _stretches(text: Text) -> Iterator[str]:
 
 def check_vocabulary(windows: torch.Tensor, size: int, text: Text) -> None:
     """Raise `TextError` where a text's windows have a token that a model of `size` tokens does not have."""
-    if windows.max() >= size:
+    if windows.numel() and windows.max() >= size:
         raise TextError(
             f"{text.name}: token {int(windows.max())} is beyond the model's vocabulary of {size}; the tokenizer does "
             "not fit the model"
@@ -109,7 +127,7 @@ def check_vocabulary(windows: torch.Tensor, size: int, text: Text) -> None:
 
 def spread_windows(windows: torch.Tensor, count: int) -> torch.Tensor:
     """`count` of the windows [N, S], evenly spread over the text: int64 [min(count, N), S]."""
-    chosen = torch.linspace(0, len(windows) - 1, min(count, len(windows))).round().long()
+    chosen = torch.linspace(0, max(len(windows) - 1, 0), min(count, len(windows))).round().long()
     return windows[chosen].long()
 
 

@@ -35,6 +35,7 @@ class Calibrate(Section):
     )
     context: int | None
     samples: int | None
+    held_out: int
     seed: int
     sinks: int
     batch: int | None
@@ -75,13 +76,20 @@ def files_of(folder: str) -> tuple[str, ...]:
 
 def windows(job: Job, asked: Calibrate) -> tuple[int, int]:
     """How many windows are run, and of how many tokens each."""
+    (drawn, _), context = windows_and_held_out(job, asked)
+    return drawn, context
+
+
+def windows_and_held_out(job: Job, asked: Calibrate) -> tuple[tuple[int, int], int]:
+    """How many windows are run and how many are held out, and of how many tokens each."""
     from sparsepack.calibration.samples import samples_of
-    from sparsepack.models.tokenizer.windows import window_length
+    from sparsepack.models.tokenizer.windows import drawn_and_held_out, window_length
     from sparsepack.recipe.estimates import windows_in
 
     context = window_length(asked.context, job.checkpoint.config.max_position_embeddings)
     samples = samples_of(job.checkpoint, asked.samples, context, job.recipe.device)
-    return windows_in(job, asked.text, context, samples), context
+    count = windows_in(job, asked.text, context, samples and samples + asked.held_out)
+    return drawn_and_held_out(count, samples, asked.held_out), context
 
 
 def _tokens(job: Job, asked: Calibrate) -> int:

@@ -1,5 +1,6 @@
 """`pack`: the artifact, and its description."""
 
+import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -9,18 +10,28 @@ from sparsepack.errors import PackingError, UserError
 from sparsepack.files.atomic import write_json
 from sparsepack.formats.mlp_kinds import DENSE, MlpKind
 from sparsepack.formats.table import FORMATS
+from sparsepack.inspection import score_rows
 from sparsepack.packing import PackRequest
 from sparsepack.progress import say
 from sparsepack.recipe.gates import Value, Verdict, judged
 from sparsepack.recipe.section import Recipe, Section, Text, limit
 from sparsepack.recipe.stage import Job, Stage, read_json
 from sparsepack.recipe.stages import distil, prune, rotate
-from sparsepack.recipe.stages.calibrate import AGAIN, CALIBRATE, FOLDER, Calibrate, folder_of, windows
+from sparsepack.recipe.stages.calibrate import (
+    AGAIN,
+    CALIBRATE,
+    FOLDER,
+    Calibrate,
+    folder_of,
+    windows,
+    windows_and_held_out,
+)
 from sparsepack.recipe.stages.prune import pruned
 from sparsepack.recipe.stages.thresholds import TABLE, THRESHOLDS, sparse, thresholds_to_come
 from sparsepack.refit.options import RefitOptions
 from sparsepack.sparsity.attention_options import AttentionOptions
 from sparsepack.tables import Part, Table
+from sparsepack.terminal import tell
 
 if TYPE_CHECKING:
     from sparsepack.formats.plan import Plan
@@ -43,6 +54,7 @@ class Pack(Section):
     keep: int | None
     of: int | None
     gates: str
+    score: bool
     refit: bool
     quantiser: str
     refit_windows: int
@@ -91,6 +103,13 @@ def mlp_kind(recipe: Recipe) -> MlpKind:
     """How the artifact stores MLPs; dense ones where there is none."""
     asked = Pack.asked_in(recipe)
     return DENSE if asked is None else FORMATS[asked.format].mlp
+
+
+def _scored(recipe: Recipe, asked: Pack) -> bool:
+    """Whether there is a calibration of the very model that is packed, to score the artifact on what it holds out."""
+    changed = rotate.rotated(recipe) or prune.pruned(recipe) or distil.distilled(recipe)
+    of_changed = sparse(recipe) or calibrated(recipe)  # then the changed model is calibrated again
+    return asked.score and Calibrate.asked_in(recipe) is not None and (of_changed or not changed)
 
 
 def artifact_name(asked: Pack) -> str:
@@ -150,7 +169,7 @@ def _request(recipe: Recipe, asked: Pack, model: str, folder: Path, calibration:
     return PackRequest(
         model=model,
         output=folder / artifact_name(asked),
-        calibration=calibration if calibrated(recipe) else None,
+        calibration=calibration if calibrated(recipe) or _scored(recipe, asked) else None,
         thresholds=folder / TABLE if sparse(recipe) else None,
         device=recipe.device,
         overwrite=True,
@@ -174,9 +193,22 @@ def _windows(job: Job, options: RefitOptions) -> tuple[int, int]:
 def _tokens(job: Job, asked: Pack) -> int | None:
     """Each block is run once, and the products of its inputs cost as much again."""
     if (options := fitted(job.recipe)) is None:
-        return None
+        return _score_tokens(job, asked) or None
     count, context = _windows(job, options)
-    return 2 * count * context
+    return 2 * count * context + _score_tokens(job, asked)
+
+
+def _score_tokens(job: Job, asked: Pack) -> int:
+    """Tokens that pass through a model to score what packing lost."""
+    from sparsepack.packing_score import cost_of
+
+    calibrate = Calibrate.asked_in(job.recipe)
+    if not _scored(job.recipe, asked) or calibrate is None:
+        return 0
+    (count, held_out), context = windows_and_held_out(job, calibrate)
+    skips = sparse(job.recipe) or sparse_attention(job.recipe)
+    cost = cost_of(job.checkpoint, request_of(job, asked), skips, (count, context))
+    return cost.passes * min(held_out * context, cost.tokens)
 
 
 def _memory(job: Job, asked: Pack) -> int | None:
@@ -209,8 +241,10 @@ def _run(job: Job, asked: Pack) -> None:
     from sparsepack.formats.inspect import describe
     from sparsepack.packing import pack
 
-    for note in pack(request_of(job, asked), job.checkpoint).notes:
-        say(f"pack: {note}")
+    made = pack(request_of(job, asked), job.checkpoint)
+    say(*(f"pack: {note}" for note in (*made.notes, made.unscored) if note))
+    if made.warning:
+        tell(f"WARNING: pack: {made.warning}", sys.stderr)
     # Without its path: a work folder may be moved, and what needs this stage compares the bytes of its outputs.
     description = {name: value for name, value in describe(artifact_of(job)).items() if name != "path"}
     write_json(job.folder / DESCRIPTION, description)
@@ -257,6 +291,7 @@ def _show(report: Mapping[str, Any]) -> Iterator[str]:
             f"file: {report['artifact']}, {made['file_bytes']:,} bytes, {bits['file']:.3f} bits per weight "
             f"({bits['blocks']:.3f} in the blocks)"
         )
+        yield from (f"{text}: {figures}" for text, figures in score_rows(made.get("score")))
         if made.get("refit"):
             yield f"weights of the blocks: {made['refit']['in_words']}"
 

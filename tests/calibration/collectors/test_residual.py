@@ -129,7 +129,7 @@ def test_merged_calibrations_add_up_and_one_from_before_does_not_fit(
     torch.testing.assert_close(moments[2][1][1], (moments[0][1][1] + moments[1][1][1]) / 2)  # type: ignore[index]
     layers = tuple({name: value for name, value in layer.items() if name != PRODUCT} for layer in one.layers)
     manifest = {name: value for name, value in one.manifest.items() if name != "residual"}
-    before = folder.save(Calibration(manifest, layers, one.windows), tmp_path / "before")
+    before = folder.save(replace(one, manifest=manifest, layers=layers), tmp_path / "before")
     assert second_moments(folder.load(tmp_path / "before")) is None
     for pair in ((before, other), (other, before)):
         with pytest.raises(CalibrationError, match=r"cannot merge: residual is .*runs.* in the"):

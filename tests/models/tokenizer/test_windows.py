@@ -74,13 +74,34 @@ def test_of_a_long_text_windows_are_drawn_from_a_sample_unless_they_need_more(mo
     plain = tokenizer()
     text = replace(TEXT, documents=tuple(f"Line {n} of the text. " * 40 for n in range(100)))
     text = replace(text, characters=len(text.joined))
-    of_all = drawn_windows(plain, text, 16, 5, seed=1)
+    of_all, _ = drawn_windows(plain, text, 16, 5, seed=1)
     monkeypatch.setattr(windows, "_STRETCH", 500)
     some = sample(text, 2_000, seed=1)
-    expected = drawn_windows(plain, some, 16, 5, seed=1)
+    expected, _ = drawn_windows(plain, some, 16, 5, seed=1)
     monkeypatch.setattr(windows, "SAMPLE", 2_000)
-    assert torch.equal(drawn_windows(plain, text, 16, 5, seed=1), expected)
+    assert torch.equal(drawn_windows(plain, text, 16, 5, seed=1)[0], expected)
     assert not torch.equal(expected, of_all)
-    many = drawn_windows(plain, text, 16, 400, seed=1)  # 400 x 16 x 16 characters are more than there are
+    many, _ = drawn_windows(plain, text, 16, 400, seed=1)  # 400 x 16 x 16 characters are more than there are
     assert len(many) == 400
-    assert len(drawn_windows(plain, text, 16, 0, seed=1)) == len(rolling_windows(plain, text, 16)[0])
+    assert len(drawn_windows(plain, text, 16, 0, seed=1)[0]) == len(rolling_windows(plain, text, 16)[0])
+
+
+@pytest.mark.parametrize(
+    ("samples", "held_out", "drawn", "others"),
+    [(5, 3, 5, 3), (5, 20, 5, 11), (14, 8, 14, 2), (15, 8, 14, 2), (16, 8, 14, 2), (0, 8, 14, 2), (0, 0, 16, 0)],
+)
+def test_windows_held_out_are_none_of_those_that_are_drawn(monkeypatch, samples, held_out, drawn, others):
+    monkeypatch.setattr(windows, "_windows", lambda *_: torch.arange(1000, 1256).reshape(16, 16))
+    ran, rest = drawn_windows(tokenizer(), TEXT, 16, samples, 1, held_out)
+    assert (len(ran), len(rest), rest.shape[1]) == (drawn, others, 16)
+    assert not set(ran.flatten().tolist()) & set(rest.flatten().tolist())
+    assert rest[:, 0].tolist() == sorted(rest[:, 0].tolist())
+    alone, _ = drawn_windows(tokenizer(), TEXT, 16, drawn, 1, 0)
+    assert torch.equal(ran, alone)
+
+
+def test_of_fewer_than_eight_windows_none_is_held_out(monkeypatch):
+    monkeypatch.setattr(windows, "_windows", lambda *_: torch.arange(112).reshape(7, 16))
+    ran, rest = drawn_windows(tokenizer(), TEXT, 16, 0, 1, 8)
+    assert len(ran) == 7
+    assert rest.shape == (0, 16)

@@ -13,13 +13,15 @@ The first two pairs stand at fixed places, so that the header is checked before 
 import hashlib
 import os
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from sparsepack.errors import ArtifactError
 from sparsepack.files.gguf import DEFAULT_ALIGNMENT, GgufFile
 from sparsepack.files.hashing import NO_HASH, TO_COME, sha256_bytes
+from sparsepack.formats.manifest import with_score
 
 HEADER_HASH, HEADER_BYTES, TENSOR_HASHES = (
     "sparsepack.header.sha256",
@@ -43,17 +45,22 @@ _FIRST_TENSOR_HASH_AT = _FIXED + len(_key(TENSOR_HASHES)) + struct.calcsize("<II
 _PIECE = 1 << 24
 
 
-def seal(path: Path, header_bytes: int, tensor_hashes: Sequence[str], source_sha256: str) -> None:
-    """Put the hashes into a file that was written with `NO_HASH` in their places, and that of the model where the
-    manifest has `TO_COME`."""
+def seal(
+    path: Path,
+    unsealed: bytes,
+    tensor_hashes: Sequence[str],
+    source_sha256: str,
+    score: Mapping[str, Any] | None = None,
+) -> None:
+    """Write the header of a file, up to where tensors begin: `unsealed` with the hashes where it has `NO_HASH`, that of
+    the model where the manifest has `TO_COME`, and the score where it reserves bytes for one."""
+    header = bytearray(with_score(unsealed.replace(TO_COME.encode(), source_sha256.encode()), score))
     with path.open("r+b") as file:
-        header = bytearray(file.read(header_bytes)).replace(TO_COME.encode(), source_sha256.encode())
         for position, digest in enumerate(tensor_hashes):
             at = _FIRST_TENSOR_HASH_AT + position * (8 + len(NO_HASH))
             _replace(header, at, NO_HASH.encode(), digest.encode())
-        _replace(header, BYTES_AT, bytes(8), struct.pack("<Q", header_bytes))
+        _replace(header, BYTES_AT, bytes(8), struct.pack("<Q", len(header)))
         _replace(header, HASH_AT, NO_HASH.encode(), sha256_bytes(bytes(header)).encode())
-        file.seek(0)
         file.write(header)
 
 

@@ -3,7 +3,7 @@
 import io
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 import numpy as np
@@ -48,15 +48,16 @@ class GgufPlan(Plan):
         if not workers.first:
             write_files([self._file(first_ones_output(None, workers))], self.at_once, ignored, workers)
             return
-        with (
-            atomic_file(path, overwrite) as temporary,
-            self.source.meanwhile() as source_sha256,
-            progress("packing", -(-len(self.groups) // workers.count)) as advance,
-        ):
-            file = self._file(first_ones_output(temporary, workers))
-            hashes = write_files([file], self.at_once, advance, workers)
+        with atomic_file(path, overwrite) as temporary, self.source.meanwhile() as source_sha256:
+            with progress("packing", -(-len(self.groups) // workers.count)) as advance:
+                file = self._file(first_ones_output(temporary, workers))
+                hashes = write_files([file], self.at_once, advance, workers)
             # The weights may not be others by now than those that were hashed.
-            seal(temporary, file.offsets[0], [hashes[tensor.name] for tensor in self.tensors], source_sha256())
+            in_order = [hashes[tensor.name] for tensor in self.tensors]
+            finish = partial(seal, temporary, self._header.ljust(file.offsets[0], b"\0"), in_order, source_sha256())
+            finish()
+            if self.measure is not None:
+                finish(score=self.measure(temporary))
 
     def _file(self, path: Path) -> TensorFile:
         return TensorFile(path, self._header, self.groups, self.alignment)

@@ -23,6 +23,7 @@ from typing import Any
 from sparsepack.errors import ArtifactError
 from sparsepack.files.hashing import NO_HASH, sha256_bytes
 from sparsepack.files.stored import shown
+from sparsepack.formats.manifest import with_score
 from sparsepack.models.checkpoint.saved_copy import MANIFEST, METHOD
 
 __all__ = ["CONFIG", "MANIFEST", "METHOD", "sealed", "unsealed"]
@@ -31,9 +32,9 @@ CONFIG = "config.json"
 _HEAD = b'{"sha256": "'
 
 
-def sealed(value: Mapping[str, Any]) -> bytes:
-    """The bytes of sparsepack.json, its own hash in them."""
-    text = json.dumps({"sha256": NO_HASH, **value}, ensure_ascii=False).encode()
+def sealed(value: Mapping[str, Any], score: Mapping[str, Any] | None = None) -> bytes:
+    """The bytes of sparsepack.json, its own hash in them, and a score where the manifest reserves bytes for one."""
+    text = with_score(json.dumps({"sha256": NO_HASH, **value}, ensure_ascii=False).encode(), score)
     return text.replace(NO_HASH.encode(), sha256_bytes(text).encode(), 1)
 
 

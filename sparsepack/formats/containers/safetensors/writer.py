@@ -3,7 +3,7 @@
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -59,13 +59,16 @@ class FolderPlan(Plan):
         with (
             atomic_folder(path, overwrite) as folder,
             self.source.meanwhile() as source_sha256,
-            progress("packing", -(-len(self.groups) // workers.count)) as advance,
         ):
             for name, data in self._files.items():
                 (folder / name).write_bytes(data)
-            files = self._tensor_files(first_ones_output(folder, workers))
-            hashes = write_files(files, self.at_once, advance, workers)
-            (folder / MANIFEST).write_bytes(self._sealed(hashes, source_sha256()))
+            with progress("packing", -(-len(self.groups) // workers.count)) as advance:
+                files = self._tensor_files(first_ones_output(folder, workers))
+                hashes = write_files(files, self.at_once, advance, workers)
+            finish = partial(self._sealed, hashes, source_sha256())
+            (folder / MANIFEST).write_bytes(finish())
+            if self.measure is not None:
+                (folder / MANIFEST).write_bytes(finish(score=self.measure(folder)))
             for name, text in self.beside(folder).items():
                 (folder / name).write_bytes(text.encode())
 
@@ -84,7 +87,7 @@ class FolderPlan(Plan):
         """The contents of the files without tensors, by the names of the files."""
         return {name: text.encode() for name, text in (*self.texts.items(), *index_of(self._shards).items())}
 
-    def _sealed(self, hashes: Mapping[str, str], source_sha256: str) -> bytes:
+    def _sealed(self, hashes: Mapping[str, str], source_sha256: str, score: Mapping[str, Any] | None = None) -> bytes:
         texts = {name: {"bytes": len(data), "sha256": sha256_bytes(data)} for name, data in self._files.items()}
         weights = {
             shard.name: {"bytes": shard.nbytes, "header_sha256": sha256_bytes(shard.header)} for shard in self._shards
@@ -100,7 +103,7 @@ class FolderPlan(Plan):
             **old_place,
             "tensors": {tensor.name: hashes[tensor.name] for tensor in self.tensors},
         }
-        return sealed(inside)
+        return sealed(inside, score)
 
 
 def model_texts(checkpoint: Checkpoint, format: str, **quantization: Any) -> dict[str, str]:
