@@ -4,11 +4,16 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
+from sparsepack.process import end_with_parent
+
 LAUNCHED = "SPARSEPACK_LAUNCHED_BY"
 """The process that started the workers (`--devices`), by its number; torchrun sets no such variable."""
 
 DONE = "SPARSEPACK_DONE"
 """The file that a worker makes, when its work is done, for whom it was started by (`--devices`); torchrun has none."""
+
+LOST = 20.0
+"""A worker that gave no sign of life, or was stopped, for so many seconds is lost."""
 
 _NAMES = ("RANK", "MASTER_ADDR", "MASTER_PORT")
 
@@ -44,6 +49,13 @@ def workers_count() -> int:
 def number_here() -> int:
     """The number of this worker among those of its machine, from 0."""
     return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def end_with_launcher() -> None:
+    """End when the process that started this worker (`--devices`) does, whatever ends that one."""
+    launcher = os.environ.get(LAUNCHED, "")
+    if launcher.isdecimal():
+        end_with_parent(int(launcher))
 
 
 def say_done() -> None:
