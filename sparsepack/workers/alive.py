@@ -49,7 +49,7 @@ def _watch_calls(name: str, links: Sequence[Calls], stop: threading.Event) -> No
             (link.calls, rounds + 1 if link.calls == calls and calls % 2 else 0)
             for link, (calls, rounds) in zip(links, seen, strict=True)
         ]
-        if any(rounds * EVERY >= LOST for _, rounds in seen):
+        if any((rounds + 1) * EVERY >= LOST for _, rounds in seen):  # it began before the round that saw it
             _end(f"{name} has given no sign of life for {LOST:.0f} seconds{_GOES_ON}", stop)
             return
 

@@ -12,6 +12,9 @@ LAUNCHED = "SPARSEPACK_LAUNCHED_BY"
 DONE = "SPARSEPACK_DONE"
 """The file that a worker makes, when its work is done, for whom it was started by (`--devices`); torchrun has none."""
 
+INTERRUPTED = ".interrupted"
+"""That file has this suffix where a worker was interrupted and has said so."""
+
 LOST = 20.0
 """A worker that gave no sign of life, or was stopped, for so many seconds is lost."""
 
@@ -61,6 +64,15 @@ def end_with_launcher() -> None:
 def say_done() -> None:
     """Tell whoever started this worker that its work is done and its output out: from here on its end, whatever it is,
     takes nothing away. One that nobody started so has nobody to tell."""
+    _leave("")
+
+
+def say_interrupted() -> None:
+    """Tell whoever started this worker that it has said on standard error what the interrupt left."""
+    _leave(INTERRUPTED)
+
+
+def _leave(suffix: str) -> None:
     if path := os.environ.get(DONE):
         with suppress(OSError):  # where not even an empty file can be made, the process's end alone tells
-            Path(path).touch()
+            Path(f"{path}{suffix}").touch()

@@ -24,12 +24,13 @@ from typing import IO
 from sparsepack.errors import WorkersError
 from sparsepack.process import cores, python_environment, python_module
 from sparsepack.terminal import printable, tell
-from sparsepack.workers.environment import DONE, LAUNCHED, LOST
+from sparsepack.workers.environment import DONE, INTERRUPTED, LAUNCHED, LOST
 
 _POLL = 0.05
 _FIRST_SAYS = 2.0  # seconds in which the first worker may come to the same end by itself, and say so
 _END = 10.0  # seconds in which a worker ends that was told to
 _INTERRUPTED = 1.0  # seconds in which a worker ends that a terminal has interrupted together with this process
+_SAVED = 5.0  # seconds in which an interrupted worker ends and says what is kept
 _GOES_ON = "nothing is written, and the same command goes on"
 
 
@@ -180,13 +181,13 @@ def _interrupt(started: Sequence[_Started], number: int) -> int:
     """End workers as an interrupt does, and return the exit status; they say what is kept, else one line says why."""
     end = time.monotonic() + (_INTERRUPTED if number == signal.SIGINT else 0.0)
     _wait_until(started, end)
-    for each in started:
-        if each.process.poll() is None:
-            each.process.send_signal(signal.SIGINT)
-    _wait_until(started, time.monotonic() + _END)
-    said = started and started[0].process.poll() == 128 + signal.SIGINT
+    if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:  # which workers inherit: nothing interrupts them then
+        for each in started:
+            if each.process.poll() is None:
+                each.process.send_signal(signal.SIGINT)
+        _wait_until(started, time.monotonic() + _SAVED)
     _end_all(started)
-    if not said:
+    if not any(each.number == 0 and each.done.with_name(f"{each.done.name}{INTERRUPTED}").exists() for each in started):
         _tell("interrupted" if number == signal.SIGINT else f"ended by {signal.Signals(number).name}")
     return 128 + number
 

@@ -18,7 +18,7 @@ from sparsepack.cli.messages.errors import Verbs
 from sparsepack.errors import WorkersError
 from sparsepack.process import python_environment, python_module
 from sparsepack.workers import launch as module
-from sparsepack.workers.environment import DONE, LAUNCHED
+from sparsepack.workers.environment import DONE, INTERRUPTED, LAUNCHED
 from sparsepack.workers.launch import devices_of, launch, with_device
 
 
@@ -114,6 +114,9 @@ def test_a_command_says_that_it_is_done_where_it_ends_well(
     verbs = Verbs(commands={"work": click.Command("work", callback=work)})
     assert CliRunner().invoke(verbs, ["work"]).exit_code == (0 if well else 2)
     assert (tmp_path / "done").exists() == well
+    monkeypatch.setattr(verbs.commands["work"], "callback", lambda: signal.raise_signal(signal.SIGINT))
+    assert CliRunner().invoke(verbs, ["work"]).exit_code == 128 + signal.SIGINT
+    assert (tmp_path / f"done{INTERRUPTED}").exists()
 
 
 @pytest.mark.parametrize(("others", "told"), [("time.sleep(600)", 1), ("sys.exit(2)", 0)])
@@ -144,7 +147,7 @@ def test_none_is_left_when_the_one_that_started_them_is_interrupted(
             raised.append(seconds)
             raise KeyboardInterrupt
 
-    for name in ("_END", "_INTERRUPTED"):
+    for name in ("_END", "_INTERRUPTED", "_SAVED"):
         monkeypatch.setattr(module, name, 0.5)
     monkeypatch.setattr(module, "time", SimpleNamespace(sleep=interrupted, monotonic=time.monotonic))
     assert launch(["x"], ["cpu"] * 2) == 128 + signal.SIGINT
@@ -179,7 +182,11 @@ _WAITS = (
     "import os, signal, sys, time\n{handler}\nopen(os.environ['RANK'] + '.new', 'w').write(str(os.getpid()))\n"
     "os.rename(os.environ['RANK'] + '.new', os.environ['RANK'])\n{stop}time.sleep(600)"
 )
-_SAYS = "signal.signal(signal.SIGINT, lambda *_: (print('sparsepack: interrupted', file=sys.stderr), os._exit(130)))"
+_SAYS = (
+    "def say(*_):\n print('sparsepack: interrupted', file=sys.stderr)\n"
+    f" open(os.environ[{DONE!r}] + {INTERRUPTED!r}, 'w').close()\n"  # and takes long to end
+    "signal.signal(signal.SIGINT, say)"
+)
 
 
 @pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])

@@ -16,7 +16,7 @@ from sparsepack.cli.options.verb import ARGUMENTS
 from sparsepack.errors import UserError, WorkerLost
 from sparsepack.process import python_environment
 from sparsepack.terminal import printable, tell
-from sparsepack.workers.environment import end_with_launcher, say_done
+from sparsepack.workers.environment import end_with_launcher, say_done, say_interrupted
 
 INTERRUPTED = 128 + signal.SIGINT
 """The exit status of a program that Ctrl-C ended, as shells and `make` expect it."""
@@ -107,6 +107,7 @@ class Verbs(click.Group):
             ctx.exit(1)
         except KeyboardInterrupt as interrupt:
             _say(f"interrupted; {interrupt}" if str(interrupt) else "interrupted")
+            say_interrupted()
             ctx.exit(INTERRUPTED)
         except OSError as error:
             ctx.exit(_refused_by_the_system(error))
