@@ -187,14 +187,22 @@ def _interrupt(started: Sequence[_Started], number: int) -> int:
                 each.process.send_signal(signal.SIGINT)
         _wait_until(started, time.monotonic() + _SAVED)
     _end_all(started)
-    if not any(each.number == 0 and each.done.with_name(f"{each.done.name}{INTERRUPTED}").exists() for each in started):
+    if not _has_said(started):
         _tell("interrupted" if number == signal.SIGINT else f"ended by {signal.Signals(number).name}")
     return 128 + number
 
 
+def _has_said(started: Sequence[_Started]) -> bool:
+    """Whether the first worker, which alone keeps a state, has said that it was interrupted."""
+    return bool(started) and started[0].done.with_name(f"{started[0].done.name}{INTERRUPTED}").exists()
+
+
 def _wait_until(started: Sequence[_Started], end: float) -> None:
-    """Wait until all have ended that are not stopped, or a moment of `time.monotonic` has come."""
-    while time.monotonic() < end and any(each.process.poll() is None and not each.stopped for each in started):
+    """Wait until the first worker has said what is kept, all have ended that are not stopped, or it is `end` by
+    `time.monotonic`."""
+    while time.monotonic() < end and not _has_said(started):
+        if all(each.process.poll() is not None or each.stopped for each in started):
+            return
         time.sleep(_POLL)
 
 
