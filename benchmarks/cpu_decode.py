@@ -22,7 +22,7 @@ from cpu_decode_check import Checks
 from cpu_decode_table import show
 from cpu_engine import CONTEXT, decode_ours, open_engine
 from figures import json_option, write_figures
-from llama_cpp_peer import LlamaCpp, bytes_per_token
+from llama_cpp_peer import LlamaCpp, bytes_per_token, expect_runs
 from synthetic import BILLION, DEFAULT_WORK, TINY, Synthetic, random_ids, synthetic
 
 from sparsepack.bench import traffic
@@ -197,6 +197,7 @@ def main(work: Path, quick: bool, tiny: bool, backend: str, threads: tuple[int, 
     """Print the tables."""
     found, plan = cpu_setting.setting(), QUICK if quick else Plan()
     model = synthetic(work, TINY if tiny else BILLION)
+    expect_runs(model.plain)  # processes that load it would crash
     loads = load_rows(model, backend, max(threads), plan.loads)
     checks = Checks(model, model.packed().architecture.vocabulary)
     peer = LlamaCpp(model.plain, CONTEXT, plan.prefill)

@@ -65,7 +65,9 @@ def _ours(path: Path, backend: str, threads: int, verify: bool) -> Callable[[], 
 
 
 def _peer(path: Path, threads: int) -> Callable[[], Any]:
-    from llama_cpp_peer import LlamaCpp
+    from llama_cpp_peer import LlamaCpp, expect_runs
+
+    expect_runs(path)  # before anything is timed
 
     def load() -> Callable[[], Any]:
         peer = LlamaCpp(path, _CONTEXT)

@@ -63,7 +63,9 @@ def _logits(subject: Subject, ids: torch.Tensor) -> torch.Tensor:
 
 def _llama_cpp(path: Path, ids: torch.Tensor) -> torch.Tensor:
     import llama_cpp
+    from llama_cpp_peer import expect_runs
 
+    expect_runs(path)
     peer = llama_cpp.Llama(str(path), n_ctx=len(ids), logits_all=True, verbose=False)
     peer.eval(ids.tolist())
     return torch.tensor(np.array(peer.scores[: len(ids)]))

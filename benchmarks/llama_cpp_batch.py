@@ -13,7 +13,7 @@ from pathlib import Path
 
 import llama_cpp
 import numpy as np
-from llama_cpp_peer import silent
+from llama_cpp_peer import expect_runs, silent
 
 
 @dataclass(eq=False)
@@ -37,6 +37,7 @@ class LlamaCppBatch:
     """A GGUF in llama.cpp, some sequences of a context each, driven by a thread of its own; greedy."""
 
     def __init__(self, path: Path, context: int, sequences: int, threads: int, batch: int = 512) -> None:
+        expect_runs(path)
         llama_cpp.llama_log_set(silent, ctypes.c_void_p(0))
         llama_cpp.llama_backend_init()
         self._model = llama_cpp.llama_model_load_from_file(str(path).encode(), llama_cpp.llama_model_default_params())

@@ -4,9 +4,15 @@
 """
 
 import ctypes
+import signal
+import subprocess
+import sys
 from collections.abc import Sequence
+from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 
+import click
 import llama_cpp
 import numpy as np
 import torch
@@ -23,13 +29,39 @@ def silent(level: int, text: bytes, user_data: ctypes.c_void_p) -> None:
     """Drops the log."""
 
 
-class LlamaCpp:
-    """A GGUF in llama.cpp: flash attention as it chooses, f16 cache, weights repacked as it does by default."""
+@cache
+def expect_runs(path: Path) -> None:
+    """Run a file's first products in a process of its own, which may crash. Raises `click.ClickException`, one line,
+    where a signal ends it."""
+    done = subprocess.run([sys.executable, __file__, str(path)], capture_output=True)
+    if done.returncode < 0:
+        raise click.ClickException(
+            f"llama.cpp (llama-cpp-python {version('llama-cpp-python')}) was ended by "
+            f"{signal.Signals(-done.returncode).name} in its first product on this machine, as builds by gcc 12 for "
+            "processors with AMX are; build it without: CMAKE_ARGS='-DGGML_NATIVE=OFF -DGGML_AVX512=ON' (no AVX512 "
+            "where /proc/cpuinfo has no avx512f) pip install --force-reinstall --no-deps --no-cache-dir --no-binary "
+            "llama-cpp-python llama-cpp-python"
+        )
 
-    def __init__(self, path: Path, context: int, batch: int = 512) -> None:
+
+class LlamaCpp:
+    """A GGUF in llama.cpp: flash attention as it chooses, f16 cache.
+
+    repacked -- whether weights are repacked for the processor as llama.cpp does by default. It is tried first whether
+                that runs here (`expect_runs`)
+    """
+
+    def __init__(self, path: Path, context: int, batch: int = 512, repacked: bool = True) -> None:
+        if repacked:
+            expect_runs(path)
+        self._open(path, context, batch, repacked)
+
+    def _open(self, path: Path, context: int, batch: int, repacked: bool) -> None:
         llama_cpp.llama_log_set(silent, ctypes.c_void_p(0))
         llama_cpp.llama_backend_init()
-        model = llama_cpp.llama_model_load_from_file(str(path).encode(), llama_cpp.llama_model_default_params())
+        parameters = llama_cpp.llama_model_default_params()
+        parameters.use_extra_bufts = repacked
+        model = llama_cpp.llama_model_load_from_file(str(path).encode(), parameters)
         settings = llama_cpp.llama_context_default_params()
         settings.n_ctx = context
         settings.n_batch = settings.n_ubatch = batch
@@ -91,3 +123,14 @@ def bytes_per_token(path: Path) -> float:
     tensors = read_gguf(path).tensors
     embedding = tensors["token_embd.weight"]
     return sum(t.nbytes for t in tensors.values()) - embedding.nbytes * (1 - 1 / embedding.shape[0])
+
+
+def _first_products(path: Path) -> None:
+    peer = LlamaCpp.__new__(LlamaCpp)
+    peer._open(path, 64, 64, repacked=True)
+    for ids in (list(range(32)), [1]):  # of a matrix and of a vector
+        peer.decode(ids)
+
+
+if __name__ == "__main__":
+    _first_products(Path(sys.argv[1]))

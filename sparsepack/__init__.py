@@ -4,6 +4,13 @@ The functions and types below are what programs use; docs/library.md shows them.
 asked for, so that `import sparsepack` costs nothing.
 """
 
+import sys
+
+# `python -m sparsepack` puts the working folder first in the search path, which may be that of a downloaded model: its
+# Python files must not be taken for modules of Python's own, or of others.
+if sys.argv[:1] == ["-m"] and not sys.flags.safe_path and any(arg.split(".")[0] == __name__ for arg in sys.orig_argv):
+    del sys.path[0]
+
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 

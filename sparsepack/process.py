@@ -1,8 +1,40 @@
-"""What this process has of the machine."""
+"""What this process has of the machine, and how it starts others.
+
+Python looks for modules in the working folder first where it is started with `-m` or `-c`: in the folder of a
+downloaded model it would run that folder's code. Every Python process that we start is started by what stands here.
+"""
 
 import os
+import signal
 import sys
 from pathlib import Path
+
+_PR_SET_PDEATHSIG = 1
+
+
+def python_module(module: str, *arguments: str) -> list[str]:
+    """Return the command that runs a module by this Python, which imports nothing from the working folder."""
+    return [sys.executable, "-P", "-m", module, *arguments]
+
+
+def python_environment(**variables: str) -> dict[str, str]:
+    """Return this process's environment and `variables`, for a Python process: neither that one nor one that it starts
+    imports anything from the working folder."""
+    # An empty entry means the working folder.
+    folders = [folder for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(folders), "PYTHONSAFEPATH": "1", **variables}
+
+
+def end_with_parent(parent: int) -> None:
+    """From now on the system kills this process when the process `parent`, which started it, has ended; at once where
+    it has. Linux alone does so: elsewhere nothing happens."""
+    if sys.platform != "linux":
+        return
+    import ctypes
+
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)
 
 
 def cores() -> int:

@@ -1,9 +1,9 @@
 """What is going on, on stderr so that results on stdout stay clean.
 
-On a terminal there is a bar with the time that is left. Elsewhere (a pipe, a log file, a CI job) there is one line
-every 30 seconds as long as something goes on; a run that takes less says nothing. Work that will take longer than five
-minutes says so as soon as its first part is done, and what would make it shorter. `be_quiet` silences all of it, and
-notes.
+On a terminal there is a bar with the time that is left. Elsewhere (a pipe, a log file, a CI job), and where there is no
+bar yet, there is a line after five seconds and one every 30 as long as something goes on; a run that takes less says
+nothing. The time left is said once the pace is steady, not before. Work that will take longer than five minutes says so
+then, and what would make it shorter. `be_quiet` silences all of it, and notes.
 """
 
 import contextlib
@@ -17,14 +17,15 @@ from typing import Protocol
 
 from sparsepack.terminal import printable, tell
 
-EVERY = 30.0
-"""Two lines are at least this many seconds apart where stderr is no terminal."""
+FIRST, EVERY = 5.0, 30.0
+"""So many seconds pass before the first line, and between two lines."""
 LONG = 300.0
 """Work that takes more seconds than this is announced."""
-_TIMED = 2.0
-"""A part of it is timed for at least this many seconds."""
-_WARM = 10.0
-"""Libraries and devices are ready within so many seconds; a first part that takes longer counts as the others do."""
+_TIMED = 10.0
+"""The pace is measured over at least this many seconds."""
+_STEADY = 0.25
+"""It is steady where the pace of its later half differs by less than this share from that of the earlier one."""
+_MOST_MARKS = 64
 
 
 @dataclass(frozen=True)
@@ -54,21 +55,41 @@ class _Work:
     ) -> None:
         self.label, self.total, self.done, self.before = label, total, done, done
         self.first, self.shorter, self.announced = first, shorter, False
+        self.shown = False
         self.began = time.monotonic()
-        self.timed_from: tuple[float, int] | None = None
+        self.marks: list[tuple[float, int]] = []  # seconds spent when so many units were done
 
     def advance(self, steps: int = 1) -> None:
         self.done += steps
-        spent, now = time.monotonic() - self.began, self.done - self.before
-        if self.timed_from is None:
-            self.timed_from = (spent, now) if spent < _WARM else (0.0, 0)
-        start, units = self.timed_from
-        if not self.announced and self.total is not None and now >= units + self.first and spent >= start + _TIMED:
+        spent, units = time.monotonic() - self.began, self.done - self.before
+        if units // self.first > (self.marks[-1][1] // self.first if self.marks else 0):
+            self.marks.append((spent, units))
+            if len(self.marks) > _MOST_MARKS:  # the first and the last one stay
+                del self.marks[1:-1:2]
+        if not self.announced and (left := self.left()) is not None:
             self.announced = True
-            whole = spent + (spent - start) / (now - units) * (self.total - self.done)
-            if whole > LONG:
+            if spent + left > LONG:
                 measured = f"by its first {duration(spent)}"
-                say(f"{self.label}: takes about {duration(whole)} in all, {measured}{self._advice(whole)}")
+                say(
+                    f"{self.label}: takes about {duration(spent + left)} in all, {measured}{self._advice(spent + left)}"
+                )
+
+    def left(self) -> float | None:
+        """Return the seconds that are left; None while the pace is not steady.
+
+        The first units are left out: libraries and devices get ready meanwhile, and files are read.
+        """
+        if self.total is None or len(self.marks) < 3:
+            return None
+        (start, units), (end, last) = self.marks[0], self.marks[-1]
+        middle, half = min(self.marks[1:-1], key=lambda mark: abs(mark[0] - (start + end) / 2))
+        if end - start < _TIMED or not start < middle < end:
+            return None
+        earlier, later = (half - units) / (middle - start), (last - half) / (end - middle)
+        if abs(later / earlier - 1) > _STEADY:
+            return None
+        seconds = (self.total - self.before - last) / ((last - units) / (end - start))
+        return max(0.0, seconds - (time.monotonic() - self.began - end))
 
     def _advice(self, whole: float) -> str:
         if self.shorter is None:
@@ -82,10 +103,10 @@ class _Work:
         spent = time.monotonic() - self.began
         if self.total is None:
             return f"{self.label}: for {duration(spent)} now"
-        done, now = min(self.done, self.total), self.done - self.before
-        left = f"about {duration(spent / now * (self.total - done))} left" if now > 0 else "time left unknown as yet"
+        done, left = min(self.done, self.total), self.left()
         share = f"{100 * done / max(self.total, 1):.0f} %"
-        return f"{self.label}: {done:,}/{self.total:,} ({share}) after {duration(spent)}, {left}"
+        rest = "" if left is None else f", about {duration(left)} left"
+        return f"{self.label}: {done:,}/{self.total:,} ({share}) after {duration(spent)}{rest}"
 
 
 _going_on: list[_Work] = []
@@ -115,7 +136,7 @@ def progress(
 
 @contextmanager
 def going_on(label: str) -> Iterator[None]:
-    """Say now and then, if stderr is no terminal, that something goes on whose extent is not known."""
+    """Say now and then that something goes on whose extent is not known."""
     with _told(_Work(label)):
         yield
 
@@ -144,7 +165,7 @@ def duration(seconds: float) -> str:
 @contextmanager
 def _told(work: _Work) -> Iterator[None]:
     """Within, the outermost work's thread tells about the innermost one."""
-    first = not (_going_on or _quiet or sys.stderr.isatty())
+    first = not (_going_on or _quiet)
     _going_on.append(work)
     stop = threading.Event()
     thread = threading.Thread(target=_tell, args=(stop,), name="progress", daemon=True)
@@ -161,10 +182,13 @@ def _told(work: _Work) -> Iterator[None]:
 
 
 def _tell(stop: threading.Event) -> None:
-    while not stop.wait(EVERY):
+    pause = FIRST
+    while not stop.wait(pause):
+        pause = EVERY
         # A pipe whose reader has gone is noticed by whoever writes results.
         with contextlib.suppress(OSError, IndexError):
-            say(_going_on[-1].line())
+            if not any(work.shown for work in _going_on):
+                say(_going_on[-1].line())
 
 
 @contextmanager
@@ -172,6 +196,7 @@ def _bar(work: _Work) -> Iterator[Advance]:
     if _quiet or not sys.stderr.isatty():
         yield work.advance
         return
+    work.shown = True
     from rich.console import Console
     from rich.progress import (
         BarColumn,
@@ -179,7 +204,6 @@ def _bar(work: _Work) -> Iterator[Advance]:
         Progress,
         TextColumn,
         TimeElapsedColumn,
-        TimeRemainingColumn,
     )
 
     columns = (
@@ -187,14 +211,14 @@ def _bar(work: _Work) -> Iterator[Advance]:
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(),
+        TextColumn("{task.fields[left]}"),
     )
     with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
-        task = bars.add_task(printable(work.label), total=work.total, completed=work.done)
+        task = bars.add_task(printable(work.label), total=work.total, completed=work.done, left="")
 
         def advance(steps: int = 1) -> None:
             work.advance(steps)
-            bars.advance(task, steps)
+            left = work.left()
+            bars.update(task, advance=steps, left="" if left is None else f"about {duration(left)} left")
 
         yield advance

@@ -23,6 +23,7 @@ from sparsepack.models.records.skipped import skipped
 from sparsepack.models.records.sparse_attention import described
 from sparsepack.models.tokenizer.windows import rolling_windows, window_length
 from sparsepack.option import check_type, with_paths
+from sparsepack.progress import going_on
 from sparsepack.sparsity.thresholds import Thresholds, read_thresholds
 from sparsepack.version import __version__
 from sparsepack.workers.workers import ALONE, Workers
@@ -42,7 +43,8 @@ def evaluate(request: EvalRequest, read: Callable[[str], Text] = read_text, work
     check_type("request", request, EvalRequest, UserError)
     request.check()
     request.check_workers(workers.count)
-    request, texts, subject, context, protocol, reference = opened(request, read)
+    with going_on(f"opening {request.subject}"):
+        request, texts, subject, context, protocol, reference = opened(request, read)
     if workers.count > 1:
         workers.agree(_facts(request, subject, texts, context, protocol))
     scorer = subject.scorer()

@@ -19,6 +19,7 @@ from typing import Any
 
 from sparsepack.errors import OutputError
 from sparsepack.files.exchange import exchange
+from sparsepack.files.side_files import create_file, is_folder, process_number, runs
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # The last three: another run has just put a folder there; an overlay does not move those of its lower layers.
@@ -66,14 +67,16 @@ def check_output(path: Path, overwrite: bool, folder: bool = False, marker: str 
 
 @contextmanager
 def atomic_file(path: Path, overwrite: bool = False) -> Iterator[Path]:
-    """Yield a temporary path; on success it is synced and renamed to `path`, on any failure removed.
+    """Yield the path of an empty temporary file; on success it is synced and renamed to `path`, on any failure removed.
 
     Raises `OutputError` where the output exists or the disk refuses it (full, failing, read-only, no permission).
     """
     check_output(path, overwrite)
     temporary = _temporary(path)
+    remove(temporary)  # a killed process may have had this one's number
     try:
         with _disk_errors(path):
+            create_file(temporary)
             yield temporary
             _sync(temporary)
             temporary.replace(path)
@@ -109,7 +112,7 @@ def restore_folder(path: Path) -> None:
     target = Path(os.path.realpath(path))  # which takes a link to itself, as `resolve` does not
     aside = _aside(target)
     with suppress(OSError):
-        if not aside.is_dir():
+        if not is_folder(aside):
             return
         if target.exists():
             remove(aside)
@@ -133,8 +136,8 @@ def remove_leftovers(path: Path) -> None:
     """Remove what other runs left beside the output `path`: killed ones, and those that the disk kept from it."""
     start = _start(path)
     for left in path.absolute().parent.glob(f"{glob.escape(start)}*"):
-        process = left.name.removeprefix(start)
-        if process.isdecimal() and not _runs(int(process)):
+        process = process_number(left.name.removeprefix(start))
+        if process is not None and not runs(process):
             remove(left)
 
 
@@ -174,18 +177,6 @@ def _machine() -> str:
     except OSError:  # no Linux
         namespace = ""
     return re.sub(r"\W+", "-", f"{platform.node()[:32]}-{namespace}").strip("-")
-
-
-def _runs(process: int) -> bool:
-    if os.name == "nt":  # where a signal of 0 is none
-        return True
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:
-        pass  # another user's
-    return True
 
 
 def _sync(file: Path) -> None:

@@ -15,11 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from sparsepack.errors import OutputError
+from sparsepack.files.side_files import open_file, reading
 from sparsepack.progress import say
 
 _HELD = (errno.EACCES, errno.EAGAIN, errno.EDEADLK)
 _UNKNOWN = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
 """What a file system says that has no locks."""
+_LONGEST = 200
+"""What a lock says of its holder has fewer bytes."""
 
 if sys.platform == "win32":
     import msvcrt
@@ -68,7 +71,7 @@ def locked(path: Path, wait: bool = False) -> Iterator[None]:
 
 def remove_lock(path: Path) -> None:
     """Remove the lock of the output `path` that a killed process left there, if nobody holds it."""
-    if _lock_path(path).exists():
+    if os.path.lexists(_lock_path(path)):
         with suppress(OutputError), locked(path):
             pass
 
@@ -78,9 +81,10 @@ def _lock_path(path: Path) -> Path:
 
 
 def _opened(lock: Path, wait: bool) -> int:
-    """The descriptor of the file, locked, with who works written there. Raises OSError."""
+    """The descriptor of the file, locked, with who works written there. Raises OSError, and `OutputError` as
+    `open_file`."""
     while True:
-        file = os.open(lock, os.O_RDWR | os.O_CREAT, 0o644)
+        file = open_file(lock)
         try:
             try:
                 _lock(file, wait)
@@ -100,7 +104,7 @@ def _opened(lock: Path, wait: bool) -> int:
 
 def _stands_there(file: int, lock: Path) -> bool:
     try:
-        return os.path.samestat(os.fstat(file), lock.stat())
+        return os.path.samestat(os.fstat(file), lock.lstat())
     except FileNotFoundError:
         return False
 
@@ -108,7 +112,8 @@ def _stands_there(file: int, lock: Path) -> bool:
 def _holder(lock: Path) -> str:
     """The process that holds a lock and its begin, as far as the file says so, which may just have been made."""
     try:
-        said: Any = json.loads(lock.read_text())
+        with reading(lock) as file:
+            said: Any = json.loads(file.read(_LONGEST))
         process, since = int(said["process"]), time.localtime(float(said["since"]))
         return f"process {process}, begun {time.strftime('%Y-%m-%d %H:%M:%S', since)},"
     except (OSError, ValueError, KeyError, TypeError, OverflowError):

@@ -42,10 +42,14 @@ def run_recipe(
     recipe = load_recipe(path, overrides)
     # Heavy from here on: a mistake in the recipe is told without waiting for torch.
     from sparsepack.files.atomic import write_json
+    from sparsepack.files.side_files import check_no_link
     from sparsepack.recipe import plan, report
     from sparsepack.recipe.consistency import open_job
     from sparsepack.recipe.runner import open_work, pending, run_stages, stages_of
 
+    if work is None:  # nobody named the folder: a stranger's may hold a link under its name
+        for folder in (DEFAULT_WORK, DEFAULT_WORK / recipe.name):
+            check_no_link(folder)
     job = open_job(recipe, work if work is not None else DEFAULT_WORK / recipe.name)
     stages = stages_of(recipe)
     state = open_work(job, stages, locate(Path(path)).name, overwrite)

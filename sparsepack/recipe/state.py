@@ -15,6 +15,7 @@ from typing import Any
 from sparsepack.errors import OutputError
 from sparsepack.files.atomic import write_json
 from sparsepack.files.hashing import fingerprint, sha256_file
+from sparsepack.files.side_files import check_no_link, reading
 
 SCHEMA = 1
 STATE = "state.json"
@@ -36,7 +37,8 @@ class WorkFolder:
     owner     -- who the recipe is: its name, its file's name, its model as written. Not its settings: these may change,
                  and what they change runs again. No whole path: the folder and the recipe may be moved
 
-    Raises `OutputError`, unless told to `overwrite`, where the folder belongs to another recipe, or holds files by the
+    Raises `OutputError` for a link in the place of an output, which would lead elsewhere; and, unless told to
+    `overwrite`, where the folder belongs to another recipe, or holds files by the
     names of our outputs that no run of a recipe made.
     """
 
@@ -44,6 +46,9 @@ class WorkFolder:
         self.path = path
         self.notes: list[str] = []
         self._owner, self._found_owner = dict(owner), dict(owner)
+        for name in (STATE, *outputs):
+            for within in (Path(name), *Path(name).parents[:-1]):
+                check_no_link(path / within)
         self._finished = self._read()
         if not overwrite:
             self._refuse_what_is_not_ours(outputs)
@@ -109,7 +114,8 @@ class WorkFolder:
         if not path.exists():
             return {}
         try:
-            value = json.loads(path.read_text(encoding="utf-8"))
+            with reading(path) as file:
+                value = json.loads(file.read().decode())
             if value["schema"] != SCHEMA:
                 raise ValueError(f"schema {value['schema']}, expected {SCHEMA}")
             if value["sha256"] != fingerprint([value["recipe"], value["stages"]]):

@@ -19,6 +19,7 @@ from torch import Tensor
 from sparsepack.calibration.folder import Calibration
 from sparsepack.errors import PackingError, SingularError
 from sparsepack.files.hashing import NO_HASH, fingerprint
+from sparsepack.files.side_files import make_folder
 from sparsepack.files.transfer import stacked_on
 from sparsepack.formats.encoded import Encoded, EncodedSite, SiteEncoder
 from sparsepack.formats.plan import naming
@@ -40,7 +41,7 @@ from sparsepack.refit.solve import refitted
 from sparsepack.sparsity.sequential import inputs_of_site, sparse_second_half, sparsify_second_half
 from sparsepack.sparsity.thresholds import Thresholds
 from sparsepack.version import __version__
-from sparsepack.workers.resume import ResumeState, make_folder
+from sparsepack.workers.resume import ResumeState
 
 LENGTH = 512
 """Error feedback runs so many tokens of a window: of as many tokens more is learnt from more texts."""

@@ -4,11 +4,19 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
+from sparsepack.process import end_with_parent
+
 LAUNCHED = "SPARSEPACK_LAUNCHED_BY"
 """The process that started the workers (`--devices`), by its number; torchrun sets no such variable."""
 
 DONE = "SPARSEPACK_DONE"
 """The file that a worker makes, when its work is done, for whom it was started by (`--devices`); torchrun has none."""
+
+INTERRUPTED = ".interrupted"
+"""That file has this suffix where a worker was interrupted and has said so."""
+
+LOST = 20.0
+"""A worker that gave no sign of life, or was stopped, for so many seconds is lost."""
 
 _NAMES = ("RANK", "MASTER_ADDR", "MASTER_PORT")
 
@@ -46,9 +54,25 @@ def number_here() -> int:
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
+def end_with_launcher() -> None:
+    """End when the process that started this worker (`--devices`) does, whatever ends that one."""
+    launcher = os.environ.get(LAUNCHED, "")
+    if launcher.isdecimal():
+        end_with_parent(int(launcher))
+
+
 def say_done() -> None:
     """Tell whoever started this worker that its work is done and its output out: from here on its end, whatever it is,
     takes nothing away. One that nobody started so has nobody to tell."""
+    _leave("")
+
+
+def say_interrupted() -> None:
+    """Tell whoever started this worker that it has said on standard error what the interrupt left."""
+    _leave(INTERRUPTED)
+
+
+def _leave(suffix: str) -> None:
     if path := os.environ.get(DONE):
         with suppress(OSError):  # where not even an empty file can be made, the process's end alone tells
-            Path(path).touch()
+            Path(f"{path}{suffix}").touch()

@@ -19,6 +19,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any, TypeVar
 
 from sparsepack.errors import WorkerLost
+from sparsepack.process import end_with_parent
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -96,17 +97,20 @@ def _started(work: Callable[[Any], Any], items: Sequence[Any], count: int) -> li
         ours, theirs = context.Pipe()
         # A fork that held its parent's end of a pipe, its own or another's, would not see that the parent is gone.
         ends = [ours, *(fork.connection for fork in forks)]
-        process = context.Process(target=_serve, args=(work, items, theirs, ends), daemon=True)
+        process = context.Process(target=_serve, args=(work, items, theirs, ends, os.getpid()), daemon=True)
         process.start()
         theirs.close()
         forks.append(_Fork(process, ours))
     return forks
 
 
-def _serve(work: Callable[[Any], Any], items: Sequence[Any], asked: Connection, others: Sequence[Connection]) -> None:
+def _serve(
+    work: Callable[[Any], Any], items: Sequence[Any], asked: Connection, others: Sequence[Connection], parent: int
+) -> None:
     """What a fork does: work on the items whose numbers it is sent, until its parent is gone or ends it."""
     import torch
 
+    end_with_parent(parent)  # in the midst of an item, too
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent is interrupted, too, and ends it
     torch.set_num_threads(1)
     for other in others:

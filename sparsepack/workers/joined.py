@@ -10,7 +10,7 @@ import platform
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
@@ -23,7 +23,7 @@ from sparsepack.errors import UserError, WorkerLost, WorkersError
 from sparsepack.files.hashing import combined, sha256_bytes
 from sparsepack.progress import say
 from sparsepack.version import __version__
-from sparsepack.workers.alive import signs_of_life
+from sparsepack.workers.alive import signs_of_life, store_answers
 from sparsepack.workers.environment import LAUNCHED, missing, several, several_machines, worker_number, workers_count
 from sparsepack.workers.workers import ALONE, LIMIT, Workers
 
@@ -72,9 +72,12 @@ def joined(device: str = "cpu") -> Iterator[Workers]:
         raise _nobody(error) from error
     store.set_timeout(timedelta(seconds=LIMIT))
     link = _Link(c10d.PrefixStore("sparsepack", store))
-    link.set(f"here/{number}", json.dumps(f"worker {number} of {count} on {socket.gethostname()}"))
-    workers = Workers(number, count, link, _names(link, number, count))
-    with signs_of_life(workers, _Link(c10d.PrefixStore("sparsepack", store.clone()))):
+    other = _Link(c10d.PrefixStore("sparsepack", store.clone()))
+    with ExitStack() as stack:
+        stack.enter_context(store_answers(f"worker 0 of {count} (whose store is at {_address()})", [link, other]))
+        link.set(f"here/{number}", json.dumps(f"worker {number} of {count} on {socket.gethostname()}"))
+        workers = Workers(number, count, link, _names(link, number, count))
+        stack.enter_context(signs_of_life(workers, other))
         try:
             workers.agree(_versions())
             workers.gpu = _own_gpu(workers, device)
@@ -113,25 +116,33 @@ class _Link:
     """A store of torch.distributed, and the default group's sending and receiving."""
 
     def __init__(self, store: Any) -> None:
-        self._store = store
+        self._store, self.calls = store, 0
+
+    def _call(self, name: str, *given: Any) -> Any:
+        """Call the store, as `alive.Calls` counts it."""
+        self.calls += 1
+        try:
+            return getattr(self._store, name)(*given)
+        finally:
+            self.calls += 1
 
     def set(self, key: str, value: str) -> None:
         data = value.encode()
         parts = [data[at : at + _VALUE] for at in range(0, len(data), _VALUE)]
         for number, part in enumerate(parts):
-            self._store.set(f"{key}/part {number}", part)
-        self._store.set(key, str(len(parts)))  # last: whoever finds it finds the parts
+            self._call("set", f"{key}/part {number}", part)
+        self._call("set", key, str(len(parts)))  # last: whoever finds it finds the parts
 
     def forget(self, key: str) -> None:
-        parts = range(int(self._store.get(key)))
+        parts = range(int(self._call("get", key)))
         for name in (key, *(f"{key}/part {number}" for number in parts)):
-            self._store.delete_key(name)
+            self._call("delete_key", name)
 
     def get(self, key: str) -> str | None:
-        if not self._store.check([key]):
+        if not self._call("check", [key]):
             return None
-        parts = range(int(self._store.get(key)))
-        return b"".join(self._store.get(f"{key}/part {number}") for number in parts).decode()
+        parts = range(int(self._call("get", key)))
+        return b"".join(self._call("get", f"{key}/part {number}") for number in parts).decode()
 
     def send(self, tensors: Sequence[Tensor], to: int) -> None:
         import torch.distributed as distributed
@@ -205,9 +216,12 @@ def _names(link: _Link, number: int, count: int) -> tuple[str, ...]:
 
 
 def _nobody(error: Exception) -> WorkersError:
-    where = ":".join(os.environ.get(name, "?") for name in ("MASTER_ADDR", "MASTER_PORT"))
     reason = " ".join(str(error).split())[:200]
-    return WorkersError(f"the other workers cannot be reached at {where} ({reason}); start all of them alike")
+    return WorkersError(f"the other workers cannot be reached at {_address()} ({reason}); start all of them alike")
+
+
+def _address() -> str:
+    return ":".join(os.environ.get(name, "?") for name in ("MASTER_ADDR", "MASTER_PORT"))
 
 
 def _versions() -> dict[str, str]:

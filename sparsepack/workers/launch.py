@@ -1,8 +1,9 @@
 """A command starts the workers itself: itself again, once for each device, as torchrun would.
 
 The first worker has this process's output. What the others print is kept: where one of them fails first, its line is
-told. When one ends before its work is done all are ended, and one line says which and why; one that is killed after
-that, while Python ends, ends nobody. Nothing heavy is imported.
+told. When one ends before its work is done, or is stopped, all are ended, and one line says which and why; one that is
+killed after that, while Python ends, ends nobody. An interrupt or SIGTERM ends all; none outlives this process. Nothing
+heavy is imported.
 """
 
 import os
@@ -11,20 +12,30 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import IO
 
 from sparsepack.errors import WorkersError
-from sparsepack.process import cores
+from sparsepack.process import cores, python_environment, python_module
 from sparsepack.terminal import printable, tell
-from sparsepack.workers.environment import DONE, LAUNCHED
+from sparsepack.workers.environment import DONE, INTERRUPTED, LAUNCHED, LOST
 
 _POLL = 0.05
 _FIRST_SAYS = 2.0  # seconds in which the first worker may come to the same end by itself, and say so
 _END = 10.0  # seconds in which a worker ends that was told to
+_INTERRUPTED = 1.0  # seconds in which a worker ends that a terminal has interrupted together with this process
+_SAVED = 5.0  # seconds in which an interrupted worker ends and says what is kept
+_GOES_ON = "nothing is written, and the same command goes on"
+
+
+class _Ended(KeyboardInterrupt):
+    """A signal that ends this process, by its number."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +51,17 @@ class _Started:
         """Whether a signal ended it after its work was done."""
         status = self.process.poll()
         return status is not None and status < 0 and self.done.exists()
+
+    @property
+    def stopped(self) -> bool:
+        """Whether it is stopped (SIGSTOP), as far as the system says so."""
+        if self.process.poll() is not None or not hasattr(os, "waitid"):
+            return False
+        try:
+            found = os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT)
+        except OSError:
+            return False
+        return found is not None and found.si_code in (os.CLD_STOPPED, os.CLD_TRAPPED)
 
 
 def devices_of(text: str) -> tuple[str, ...]:
@@ -63,16 +85,14 @@ def launch(arguments: Sequence[str], devices: Sequence[str]) -> int:
     port = ours.getsockname()[1]
     ours.close()
     started: list[_Started] = []
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, _ending_signals():
         try:
             for number, device in enumerate(devices):
                 done = Path(folder) / str(number)
                 started.append(_start(arguments, number, device, devices, port, done))
             return _wait(started)
-        except KeyboardInterrupt:  # which each of them has got from the terminal, too
-            for each in started:
-                _ended(each, _END)
-            return 128 + signal.SIGINT
+        except KeyboardInterrupt as interrupt:
+            return _interrupt(started, interrupt.args[0] if isinstance(interrupt, _Ended) else signal.SIGINT)
         finally:
             _end_all(started)
             for each in started:
@@ -80,25 +100,39 @@ def launch(arguments: Sequence[str], devices: Sequence[str]) -> int:
                     each.said.close()
 
 
+@contextmanager
+def _ending_signals() -> Iterator[None]:
+    """Within, SIGTERM and SIGHUP raise `_Ended`, unless they are ignored; only a main thread can see to that."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        raise _Ended(number)
+
+    before = {}
+    if threading.current_thread() is threading.main_thread():
+        numbers = [signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else [])]
+        before = {n: signal.signal(n, end) for n in numbers if signal.getsignal(n) != signal.SIG_IGN}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def _start(
     arguments: Sequence[str], number: int, device: str, devices: Sequence[str], port: int, done: Path
 ) -> _Started:
     here = {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": len(devices), "LOCAL_WORLD_SIZE": len(devices)}
-    environment = {
-        **os.environ,
+    environment = python_environment(
         **{name: str(value) for name, value in here.items()},
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        LAUNCHED: str(os.getpid()),
-        DONE: str(done),
-    }
+        **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), LAUNCHED: str(os.getpid()), DONE: str(done)},
+    )
     if sys.platform == "linux":
         environment.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else a host's name would have to resolve
     if device == "cpu":
         environment.setdefault("OMP_NUM_THREADS", str(max(1, cores() // len(devices))))
     said = None if number == 0 else tempfile.TemporaryFile()  # noqa: SIM115 (it is read when the worker has ended)
     process = subprocess.Popen(
-        [sys.executable, "-m", "sparsepack", *with_device(arguments, device)],
+        python_module("sparsepack", *with_device(arguments, device)),
         env=environment,
         stdin=None if number == 0 else subprocess.DEVNULL,
         stdout=None if number == 0 else subprocess.DEVNULL,
@@ -123,6 +157,7 @@ def with_device(arguments: Sequence[str], device: str) -> list[str]:
 
 def _wait(started: Sequence[_Started]) -> int:
     """Wait until all have ended well, or one has not. Returns the exit status."""
+    stopped = dict.fromkeys(started, 0.0)  # seconds that this process has seen it stopped: both may have been
     while True:
         statuses = {each: each.process.poll() for each in started}
         failed = [each for each, status in statuses.items() if status and not each.killed_late]
@@ -133,6 +168,41 @@ def _wait(started: Sequence[_Started]) -> int:
                 if each.killed_late:
                     _tell(f"note: {_name(each, started)} was killed by {_signal(each)} when its work was done")
             return 0
+        for each in started:
+            stopped[each] = stopped[each] + _POLL if each.stopped else 0.0
+            if stopped[each] >= LOST:
+                _end_all(started)
+                _tell(f"{_name(each, started)} has been stopped for {LOST:.0f} seconds; {_GOES_ON}")
+                return 1
+        time.sleep(_POLL)
+
+
+def _interrupt(started: Sequence[_Started], number: int) -> int:
+    """End workers as an interrupt does, and return the exit status; they say what is kept, else one line says why."""
+    end = time.monotonic() + (_INTERRUPTED if number == signal.SIGINT else 0.0)
+    _wait_until(started, end)
+    if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:  # which workers inherit: nothing interrupts them then
+        for each in started:
+            if each.process.poll() is None:
+                each.process.send_signal(signal.SIGINT)
+        _wait_until(started, time.monotonic() + _SAVED)
+    _end_all(started)
+    if not _has_said(started):
+        _tell("interrupted" if number == signal.SIGINT else f"ended by {signal.Signals(number).name}")
+    return 128 + number
+
+
+def _has_said(started: Sequence[_Started]) -> bool:
+    """Whether the first worker, which alone keeps a state, has said that it was interrupted."""
+    return bool(started) and started[0].done.with_name(f"{started[0].done.name}{INTERRUPTED}").exists()
+
+
+def _wait_until(started: Sequence[_Started], end: float) -> None:
+    """Wait until the first worker has said what is kept, all have ended that are not stopped, or it is `end` by
+    `time.monotonic`."""
+    while time.monotonic() < end and not _has_said(started):
+        if all(each.process.poll() is not None or each.stopped for each in started):
+            return
         time.sleep(_POLL)
 
 
@@ -163,7 +233,7 @@ def _why(failed: _Started) -> str:
     if status < 0:
         name = _signal(failed)
         memory = ", perhaps for want of memory" if name == "SIGKILL" else ""
-        return f"was killed by {name}{memory}; nothing is written, and the same command goes on"
+        return f"was killed by {name}{memory}; {_GOES_ON}"
     assert failed.said is not None
     failed.said.seek(0)
     lines = failed.said.read().decode(errors="replace").strip().splitlines() or [f"ended with status {status}"]
@@ -182,7 +252,7 @@ def _ended(worker: _Started, seconds: float) -> int | None:
 def _end_all(started: Sequence[_Started]) -> None:
     for each in started:
         if each.process.poll() is None:
-            each.process.terminate()
+            each.process.kill() if each.stopped else each.process.terminate()
     for each in started:
         if _ended(each, _END) is None:
             each.process.kill()

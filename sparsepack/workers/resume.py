@@ -9,6 +9,7 @@ goes on from one says where it lies.
 """
 
 import json
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -24,6 +25,7 @@ from sparsepack.files.atomic import atomic_file, remove, write_json
 from sparsepack.files.hashing import fingerprint as hash_of
 from sparsepack.files.hashing import sha256_of_pieces
 from sparsepack.files.lock import locked
+from sparsepack.files.side_files import check_no_link, folders_in, is_file, is_folder, make_folder, reading
 from sparsepack.files.stored import Name, Stored, checked, shown
 from sparsepack.files.tensors import save_tensors
 from sparsepack.files.transfer import on_host
@@ -60,7 +62,7 @@ def unfinished_path(output: Path) -> Path:
 @contextmanager
 def state_beside(output: Path, workers: Workers = ALONE) -> Iterator[Path]:
     """Yield the folder for the state of the run that makes `output`; it is removed once the output is written. Of
-    several workers the first one alone keeps it.
+    several workers the first one alone keeps it. A link in its place is refused.
 
     A run that is refused leaves no state of its own, since the same command would be refused again. An interrupt says
     whether there is a state to go on from; one stays, too, where the disk refuses the output. Raises `OutputError`
@@ -71,6 +73,7 @@ def state_beside(output: Path, workers: Workers = ALONE) -> Iterator[Path]:
         yield path
         return
     with locked(output):
+        check_no_link(path)
         before = _written(path)
         try:
             yield path
@@ -149,7 +152,8 @@ class ResumeState:
         self._saved, self._pause, self._timed = time.monotonic(), pause_after(0), False
         self.seconds = 0.0
         self._behind: deque[Future[None]] = deque()
-        if self.path is not None and self.path.exists():
+        if self.path is not None and os.path.lexists(self.path):
+            check_no_link(self.path)
             self._read(self.path)
         self.parts = workers.told_by_first(self.parts)
 
@@ -327,7 +331,8 @@ class ResumeState:
     def _read(self, path: Path) -> None:
         """Take what is there and fits; remove the rest."""
         try:
-            text = (path / _STATE).read_text(encoding="utf-8")
+            with reading(path / _STATE) as file:
+                text = file.read().decode()
         except (FileNotFoundError, NotADirectoryError):
             return _discard(path)  # killed before it was first committed
         except (OSError, ValueError):
@@ -369,7 +374,7 @@ class ResumeState:
 
 def _intact(path: Path, file: Mapping[str, str]) -> bool:
     try:
-        return sha256_of_pieces(path) == file["sha256"]
+        return is_file(path) and sha256_of_pieces(path) == file["sha256"]
     except OSError:
         return False
 
@@ -377,14 +382,15 @@ def _intact(path: Path, file: Mapping[str, str]) -> bool:
 def _written(path: Path) -> int | None:
     """When the state, or one within it, was committed last; None where there is none."""
     try:
-        return max((state.stat().st_mtime_ns for state in _states(path)), default=None)
+        return max((state.lstat().st_mtime_ns for state in _states(path)), default=None)
     except OSError:
         return None
 
 
 def _states(path: Path) -> tuple[Path, ...]:
     """The `state.json` of a folder, and of states within it: a run of several parts may give each a folder there."""
-    return (*path.glob(_STATE), *path.glob(f"*/{_STATE}"))
+    folders = [path, *folders_in(path)] if is_folder(path) else []
+    return tuple(folder / _STATE for folder in folders if os.path.lexists(folder / _STATE))
 
 
 def _discard(path: Path) -> None:
@@ -392,11 +398,3 @@ def _discard(path: Path) -> None:
     for state in _states(path):
         remove(state)
     remove(path)
-
-
-def make_folder(folder: Path) -> None:
-    """Make a folder for a state where there is none. Raises `OutputError` where the disk refuses it."""
-    try:
-        folder.mkdir(exist_ok=True)
-    except OSError as error:
-        raise OutputError(f"{folder}: cannot be made ({error.strerror})") from error

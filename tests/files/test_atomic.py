@@ -223,8 +223,7 @@ def test_what_a_killed_run_left_is_removed_and_that_of_a_running_one_is_not(tmp_
     for left in (*kept, tmp_path / f"{start}{ended.pid}"):
         left.write_bytes(b"half")
     with atomic_file(path, overwrite=True):
-        assert {entry.name for entry in tmp_path.iterdir()} == {"out.bin", *(left.name for left in kept)}
-        (tmp_path / mine).write_bytes(b"")
+        assert {entry.name for entry in tmp_path.iterdir()} == {"out.bin", mine, *(left.name for left in kept)}
 
 
 def test_a_clean_up_that_fails_does_not_hide_why(tmp_path, monkeypatch):

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from sparsepack.workers import alive
-from sparsepack.workers.alive import signs_of_life
+from sparsepack.workers.alive import signs_of_life, store_answers
 from sparsepack.workers.environment import LAUNCHED
 from sparsepack.workers.workers import Workers
 
@@ -70,6 +70,35 @@ def test_a_store_that_is_gone_is_the_first_workers(ended: threading.Event, capfd
     with signs_of_life(Workers(1, 2, None, NAMES), Board(other_lives=True, gone=True)):
         assert ended.wait(60)
     assert capfd.readouterr().err.startswith("sparsepack: worker 0 of 2 on here is gone")
+
+
+class Store:
+    """Calls of a store, counted: it answers unless it `hangs`."""
+
+    def __init__(self, hangs: bool) -> None:
+        self.hangs, self.looks, self.many = hangs, 0, threading.Event()
+
+    @property
+    def calls(self) -> int:
+        self.looks += 1
+        if self.looks > 10 * LOST_AFTER:
+            self.many.set()
+        return 1 if self.hangs else self.looks
+
+
+@pytest.mark.parametrize("hangs", [True, False])
+def test_a_store_that_does_not_answer_is_that_of_a_lost_worker(
+    hangs: bool, ended: threading.Event, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one that serves the store hangs: whoever looks for signs of life there is never answered."""
+    monkeypatch.setattr(alive, "LOST", 0.2)
+    store = Store(hangs)
+    with store_answers("worker 0 of 2", [Store(False), store]):
+        assert (ended if hangs else store.many).wait(60)
+        assert ended.is_set() == hangs
+    said = capfd.readouterr().err
+    assert said.startswith("sparsepack: worker 0 of 2 has given no sign of life for" if hangs else "")
+    assert said.count("\n") == hangs
 
 
 def test_signs_of_life_are_given_and_seen(ended: threading.Event) -> None:

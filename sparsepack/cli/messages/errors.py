@@ -14,8 +14,9 @@ from sparsepack.cli.messages import streams
 from sparsepack.cli.messages.hints import hint
 from sparsepack.cli.options.verb import ARGUMENTS
 from sparsepack.errors import UserError, WorkerLost
+from sparsepack.process import python_environment
 from sparsepack.terminal import printable, tell
-from sparsepack.workers.environment import say_done
+from sparsepack.workers.environment import end_with_launcher, say_done, say_interrupted
 
 INTERRUPTED = 128 + signal.SIGINT
 """The exit status of a program that Ctrl-C ended, as shells and `make` expect it."""
@@ -81,6 +82,9 @@ class Verbs(click.Group):
 
     def main(self, *arguments: Any, **settings: Any) -> Any:
         streams.prepare()
+        if not arguments and "args" not in settings:  # this process is the command's, not a program's that calls it
+            os.environ.update(python_environment())  # for processes that libraries start
+            end_with_launcher()
         try:
             return super().main(*arguments, **settings)
         except OSError as error:  # of a help text, say
@@ -103,6 +107,7 @@ class Verbs(click.Group):
             ctx.exit(1)
         except KeyboardInterrupt as interrupt:
             _say(f"interrupted; {interrupt}" if str(interrupt) else "interrupted")
+            say_interrupted()
             ctx.exit(INTERRUPTED)
         except OSError as error:
             ctx.exit(_refused_by_the_system(error))

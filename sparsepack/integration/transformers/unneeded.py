@@ -1,23 +1,24 @@
 """Commands do without what transformers imports wherever it is installed, though no command needs it: torchvision is
 for pictures, scikit-learn for one way of guessing tokens, and importing them takes longer than importing all the rest.
+A torchvision that was built for another torch would even end the import of a model.
 
 Imported behind `transformers.utils.import_utils`, by commands alone: to a program that imports sparsepack both are
-there. lm-eval, which needs scikit-learn, imports it itself.
+there. transformers looks for each package once, and this is when: they cannot be found meanwhile. Whoever imports them
+afterwards, as lm-eval does scikit-learn, finds them.
 """
 
-from typing import Any
+import sys
 
 from transformers.utils import import_utils
 
 UNNEEDED = ("scipy", "sklearn", "torchvision")
 """transformers takes these for not installed."""
 
-_NO_PACKAGE = "sparsepack_no_such_package"
-
-if hasattr(import_utils, "_is_package_available"):  # else they are imported, which is slower and no worse
-    _look_for = import_utils._is_package_available
-
-    def _without_unneeded(name: str, *how: Any, **more: Any) -> Any:
-        return _look_for(_NO_PACKAGE if name in UNNEEDED else name, *how, **more)
-
-    import_utils._is_package_available = _without_unneeded
+_not_imported = [name for name in UNNEEDED if name not in sys.modules]
+try:
+    sys.modules.update(dict.fromkeys(_not_imported))  # type: ignore[arg-type]  # None: Python finds no such module
+    for _name in _not_imported:
+        getattr(import_utils, f"is_{_name}_available", bool)()  # which remembers what it says
+finally:
+    for _name in _not_imported:
+        del sys.modules[_name]

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import tomllib
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,26 @@ def test_our_command_is_lm_evals_with_the_model_known() -> None:
     )
     done = python("-c", code)
     assert done.stdout.strip() == "SparsepackLM", done.stderr
+
+
+def test_the_commit_is_that_of_the_working_folder_and_git_is_not_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from lm_eval import evaluator
+
+    command = import_module("sparsepack.integration.lm_eval.__main__")
+    monkeypatch.setattr(evaluator, "get_git_commit_hash", evaluator.get_git_commit_hash)
+    monkeypatch.setattr(command, "cli_evaluate", lambda: None)
+    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("a process was started"))
+    monkeypatch.chdir(tmp_path)
+    command.main()
+    assert evaluator.get_git_commit_hash() is None
+    (tmp_path / ".git" / "refs" / "heads").mkdir(parents=True)
+    (tmp_path / ".git" / "HEAD").write_text("ref: refs/heads/main\n")
+    (tmp_path / ".git" / "refs" / "heads" / "main").write_text("abc123\n")
+    (tmp_path / "below").mkdir()
+    monkeypatch.chdir(tmp_path / "below")
+    assert evaluator.get_git_commit_hash() == "abc123"
 
 
 def test_the_entry_point_of_lm_eval_names_the_model_that_our_command_registers() -> None:

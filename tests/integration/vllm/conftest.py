@@ -3,4 +3,4 @@
 import importlib.util
 
 # Not "vllm" itself: where it is not installed this folder has that name.
-collect_ignore_glob = [] if importlib.util.find_spec("vllm.version") else ["test_*.py"]
+collect_ignore_glob = [] if importlib.util.find_spec("vllm.version") else ["test_vllm_*.py"]

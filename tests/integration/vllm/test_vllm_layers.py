@@ -1,5 +1,7 @@
 """vLLM's layers with slid weights: loaded by its own loaders, fused and shared out, they are the weights' product."""
 
+import hashlib
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -56,6 +58,9 @@ def _alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 def join(file: Path, rank: int, ranks: int) -> None:
+    # On processors for which vLLM has kernels, ranks exchange over shared memory, whose name must be that of no other
+    # group of the machine; vLLM's own workers set this before they join.
+    os.environ["VLLM_DIST_IDENT"] = f"sparsepack-{hashlib.sha256(str(file).encode()).hexdigest()[:16]}"
     init_distributed_environment(ranks, rank, f"file://{file}", rank, backend="gloo")
     initialize_model_parallel(ranks)
 
@@ -251,10 +256,12 @@ def test_ranks_share_out_rows_and_columns(ranks: int, tmp_path: Path) -> None:
         # Each rank's inputs have a scale of their own: as near to the weights' product, and not the same bits.
         wanted = x @ _dense(down).t()
         assert (of["down"] - wanted).norm() <= 0.02 * wanted.norm()
-        assert torch.equal(of["down"], found[0]["down"])
+        # Over shared memory each rank adds the others' parts to its own, in an order of its own.
+        assert (of["down"] - found[0]["down"]).norm() <= 1e-6 * wanted.norm()
 
 
 def _rank(rank: int, ranks: int, folder: Path, heads: list[SlidMatrix], down: SlidMatrix, x: Tensor) -> None:
+    torch.set_num_threads(1)  # threads of ranks that wait for each other spin
     with set_current_vllm_config(VllmConfig()):
         join(folder / "group", rank, ranks)
         quant = config(dict.fromkeys(["q_proj", "k_proj", "v_proj", "down_proj"], SIX))

@@ -2,9 +2,13 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -161,15 +165,74 @@ class Refused(Exception):
     """vLLM has ended with an error."""
 
 
+STILL = 120.0
+"""A start hangs that has used less than a hundredth of one core for so many seconds; a slow one goes on."""
+SILENT = 1800.0
+"""It hangs, too, where it has written nothing for so many seconds: processes that wait for each other may spin."""
+_POLL = 0.2
+
+
+class Hangs(Exception):
+    """vLLM was ended, since it did nothing any more."""
+
+
 def started(arguments: list[str], environment: Mapping[str, str]) -> "subprocess.CompletedProcess[str]":
-    """Python with these arguments, in a process of its own."""
-    return subprocess.run(
-        [sys.executable, *arguments],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=560,
-    )
+    """Python with these arguments, in a process of its own, however long it takes. Raises `Hangs` with what it has said
+    and where its threads are."""
+    command = [sys.executable, *arguments]
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as error:
+        process = subprocess.Popen(
+            command,
+            env={**os.environ, "PYTHONFAULTHANDLER": "1", **environment},
+            stdout=out,
+            stderr=error,
+            start_new_session=True,
+        )
+
+        def said(file: Any) -> str:
+            file.seek(0)
+            return str(file.read().decode(errors="replace"))
+
+        try:
+            if why := _hangs(process, lambda: os.fstat(out.fileno()).st_size + os.fstat(error.fileno()).st_size):
+                process.send_signal(signal.SIGABRT)  # Python writes the stacks of all threads
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(30)
+                raise Hangs(f"{why}: {said(out)}{said(error)}")
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # ranks that outlive it
+            process.wait()
+        return subprocess.CompletedProcess(command, process.returncode, said(out), said(error))
+
+
+def _hangs(process: "subprocess.Popen[bytes]", written: Callable[[], int]) -> str:
+    """Wait for the end of a process; why it hangs, where it does. written -- the bytes that it has written so far"""
+    busy = spoke = (time.monotonic(), 0.0)  # when it was last seen at work, or writing, and how much there was then
+    while process.poll() is None:
+        time.sleep(_POLL)
+        now, seconds, size = time.monotonic(), _seconds_of_session(process.pid), written()
+        if abs(seconds - busy[1]) > 0.01 * STILL:
+            busy = now, seconds
+        if size != spoke[1]:
+            spoke = now, size
+        if now - busy[0] > STILL:
+            return f"it has used no processor for {STILL:.0f} s"
+        if now - spoke[0] > SILENT:
+            return f"it has written nothing for {SILENT:.0f} s"
+    return ""
+
+
+def _seconds_of_session(session: int) -> float:
+    """Processor seconds of all processes of a session, and of their children that have ended."""
+    ticks = 0
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            with suppress(OSError):  # it has just ended
+                fields = (entry / "stat").read_text().rpartition(")")[2].split()  # from the process's state on
+                if int(fields[3]) == session:
+                    ticks += sum(map(int, fields[11:15]))
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 _WRITTEN = "tokens: "
