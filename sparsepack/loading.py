@@ -75,31 +75,40 @@ class Model:
         """
         check_type("messages", messages, tuple[dict, ...], UserError)
         options = self._with(options or GenerateOptions(CHAT_TOKENS), changes)
-        return generate(self.engine, self.tokenizer, self.chat_prompt(messages), options, keep=True)
+        numbers = self.packed.architecture
+        prompt = prompt_tokens(self.tokenizer, self.chat_prompt(messages), numbers.bos, numbers.vocabulary, True)
+        return generate(self.engine, self.tokenizer, prompt, options, keep=True)
 
     def chat_prompt(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> str:
         """The text that the chat template makes of a conversation, up to where the answer begins. Raises as `chat`.
 
         tools -- that the model may call, as OpenAI's protocol has them; the template tells the model of them
         """
-        numbers = self.packed.architecture
-        bos, eos = (
-            None if id is None else self.tokenizer.id_to_token(id)
-            for id in (numbers.bos, numbers.eos[0] if numbers.eos else None)
-        )
-        return render_chat(self.chat_template, messages, bos_token=bos, eos_token=eos, tools=tools)
+        special_tokens = self.packed.named_tokens(self.tokenizer)
+        return render_chat(self.template(bool(tools)), messages, tools=tools, **special_tokens)
+
+    def template(self, with_tools: bool) -> str | None:
+        """The chat template of a conversation with or without tools: as in transformers, some models bring another one
+        for tools, which goes with their own."""
+        own = self.chat_template == self.packed.chat_template
+        return (self.packed.tool_template if with_tools and own else None) or self.chat_template
 
     def logits(self, text: str | Sequence[int], sparse_from: int | None = None) -> Tensor:
         """The logits after every token of a text: float32 [tokens, vocabulary], on the engine's device.
 
-        text        -- BOS goes before it where the model has one; or ids, to which nothing is added
+        text        -- BOS goes before it where the tokenizer puts it there; or ids, to which nothing is added
         sparse_from -- positions from this one on run sparse, as decoding does; None: none, as in a prompt
 
         The engine forgets its text. Raises `UserError` for a text that is empty or longer than the context, and for
         an id or a position that there is not.
         """
         check_type("text", text, str | tuple[int, ...], UserError)
-        ids = prompt_tokens(self.tokenizer, text, self.packed.architecture.bos) if isinstance(text, str) else list(text)
+        numbers = self.packed.architecture
+        ids = (
+            prompt_tokens(self.tokenizer, text, numbers.bos, numbers.vocabulary)
+            if isinstance(text, str)
+            else list(text)
+        )
         return self.engine.teacher_forced(ids, len(ids) if sparse_from is None else sparse_from)
 
     def _with(self, options: GenerateOptions | None, changes: dict[str, Any]) -> GenerateOptions:

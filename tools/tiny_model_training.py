@@ -15,7 +15,7 @@ from pathlib import Path
 import click
 import torch
 import torch.nn.functional as F
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -185,11 +185,14 @@ def results(model: PreTrainedModel, tokenizer: Tokenizer, corpus: Corpus) -> lis
 
 
 def save(trained: Trained, folder: Path) -> None:
-    """Write the checkpoint in bfloat16 and the tokenizer, without needless white space."""
+    """Write the checkpoint in bfloat16 and the tokenizer, which puts BOS before a text, without needless white space."""
     folder.mkdir(parents=True, exist_ok=True)
     model = trained.model.to("cpu", torch.bfloat16)
     model.config.attention_dropout = 0.0
     model.save_pretrained(folder)
+    trained.tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{BOS_TEXT} $A", pair=f"{BOS_TEXT} $A {BOS_TEXT}:1 $B:1", special_tokens=[(BOS_TEXT, BOS)]
+    )
     tokenizer = json.dumps(json.loads(trained.tokenizer.to_str()), ensure_ascii=False, separators=(",", ":"))
     (folder / "tokenizer.json").write_text(tokenizer, encoding="utf-8")
     config = {

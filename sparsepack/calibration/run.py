@@ -131,7 +131,7 @@ def chosen_windows(checkpoint: Checkpoint, text: Text, options: CalibrateOptions
             f"context {context}, sinks {options.sinks}: without a BOS token a window has "
             f"{windows.shape[1]} positions, none is left to count; give a larger context"
         )
-    check_vocabulary(windows, checkpoint.config.vocab_size, text)
+    check_vocabulary(checkpoint.tokenizer, windows, checkpoint.config.vocab_size, text)
     return windows
 
 

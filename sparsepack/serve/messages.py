@@ -18,10 +18,10 @@ def unsupported(name: str, reason: str) -> PydanticCustomError:
 
 
 class ContentPart(BaseModel):
-    """A part of a message; only text is taken."""
+    """A part of a message; only text is taken, by the names that OpenAI's protocols have for it."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
-    type: Literal["text"]
+    type: Literal["text", "input_text", "output_text"]
     text: str
 
 
@@ -85,8 +85,8 @@ class Message(BaseModel):
 
     def for_template(self) -> dict[str, Any]:
         """The message as chat templates take it."""
-        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content or ())
-        message: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": text}
+        parts = [part.model_dump() for part in self.content] if isinstance(self.content, list) else self.content
+        message: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": parts or ""}
         if self.tool_calls is not None:
             message["tool_calls"] = [
                 {"id": call.id, "type": call.type, "function": call.function.for_template()} for call in self.tool_calls
