@@ -56,12 +56,13 @@ class Model:
         `runtime.generation.generate.generate` does, before anything runs.
         """
         check_type("prompt", prompt, str, UserError)
-        return generate(self.engine, self.tokenizer, prompt, self._with(options, changes))
+        return generate(self.engine, self.tokenizer, self._tokens(prompt), self._with(options, changes))
 
     def generate_together(self, prompts: Sequence[str], options: GenerateOptions | None = None) -> list[Generated]:
         """Continue a prompt in each of the engine's sequences; see `runtime.generation.generate.generate_together`."""
         check_type("prompts", prompts, tuple[str, ...], UserError)
-        return generate_together(self.engine, self.tokenizer, prompts, self._with(options, {}))
+        ids = [self._tokens(prompt) for prompt in prompts]
+        return generate_together(self.engine, self.tokenizer, ids, self._with(options, {}))
 
     def chat(self, messages: Sequence[Message], options: GenerateOptions | None = None, **changes: Any) -> Generation:
         """Answer the last message of a conversation: as `generate`, with the text that the chat template makes of it.
@@ -75,8 +76,7 @@ class Model:
         """
         check_type("messages", messages, tuple[dict, ...], UserError)
         options = self._with(options or GenerateOptions(CHAT_TOKENS), changes)
-        numbers = self.packed.architecture
-        prompt = prompt_tokens(self.tokenizer, self.chat_prompt(messages), numbers.bos, numbers.vocabulary, True)
+        prompt = self._tokens(self.chat_prompt(messages), from_template=True)
         return generate(self.engine, self.tokenizer, prompt, options, keep=True)
 
     def chat_prompt(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> str:
@@ -103,13 +103,12 @@ class Model:
         an id or a position that there is not.
         """
         check_type("text", text, str | tuple[int, ...], UserError)
-        numbers = self.packed.architecture
-        ids = (
-            prompt_tokens(self.tokenizer, text, numbers.bos, numbers.vocabulary)
-            if isinstance(text, str)
-            else list(text)
-        )
+        ids = self._tokens(text) if isinstance(text, str) else list(text)
         return self.engine.teacher_forced(ids, len(ids) if sparse_from is None else sparse_from)
+
+    def _tokens(self, text: str, from_template: bool = False) -> list[int]:
+        numbers = self.packed.architecture
+        return prompt_tokens(self.tokenizer, text, numbers.bos, numbers.vocabulary, from_template)
 
     def _with(self, options: GenerateOptions | None, changes: dict[str, Any]) -> GenerateOptions:
         check_type("options", options, GenerateOptions | None, UserError)

@@ -19,7 +19,7 @@ from sparsepack.eval.protocols import Scorer
 from sparsepack.files.hashing import fingerprint
 from sparsepack.models.tokenizer.chat import render_chat, template_of
 from sparsepack.models.tokenizer.chat_templates import named_tokens
-from sparsepack.models.tokenizer.tokens import check_ids, encode
+from sparsepack.models.tokenizer.tokens import bos_tokens, check_ids, encode
 from sparsepack.progress import progress
 from sparsepack.workers.workers import ALONE, Workers
 
@@ -112,7 +112,7 @@ class SparseLM(TemplateLM):
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
         """Token ids, BOS first where the tokenizer puts it there; `add_special_tokens` False: what it spells alone.
         Raises `UserError` for a text with a token that the model does not have."""
-        ids = encode(self.tokenizer, string, bos=add_special_tokens is not False)
+        ids = encode(self.tokenizer, string, () if add_special_tokens is False else bos_tokens(self.tokenizer))
         if self.vocabulary is not None:
             check_ids(self.tokenizer, ids, self.vocabulary, f"the task's text {string[:60]!r}")
         return ids
@@ -123,13 +123,17 @@ class SparseLM(TemplateLM):
         As lm-eval does it, a template that refuses system messages gets the conversation without them. Raises
         `UserError` where the model has no template, or it refuses that too.
         """
-        render = functools.partial(
-            render_chat,
-            self.chat_template(),
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=not add_generation_prompt,
-            **named_tokens(self.tokenizer.special_tokens_map),
-        )
+        template = self.chat_template()
+
+        def render(messages: list[dict[str, str]]) -> str:
+            return render_chat(
+                template,
+                messages,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=not add_generation_prompt,
+                **named_tokens(self.tokenizer.special_tokens_map),
+            )
+
         try:
             return render(chat_history)
         except UserError as error:

@@ -277,11 +277,11 @@ class PackedModel:
     manifest: Mapping[str, Any]
     chat_template: str | None = None
     tool_template: str | None = None
-    special_tokens: Mapping[str, str] = field(default_factory=dict)
+    special_tokens: Mapping[str, Any] = field(default_factory=dict)
     generation: Mapping[str, float] = field(default_factory=dict)
     attention: SparseAttention | None = None
 
-    def named_tokens(self, tokenizer: Tokenizer) -> Mapping[str, str]:
+    def named_tokens(self, tokenizer: Tokenizer) -> Mapping[str, Any]:
         """`special_tokens`, or what is known of them without: the architecture's BOS and first EOS."""
         numbers = self.architecture
         ids = {"bos_token": numbers.bos, "eos_token": numbers.eos[0] if numbers.eos else None}

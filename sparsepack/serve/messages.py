@@ -85,8 +85,8 @@ class Message(BaseModel):
 
     def for_template(self) -> dict[str, Any]:
         """The message as chat templates take it."""
-        parts = [part.model_dump() for part in self.content] if isinstance(self.content, list) else self.content
-        message: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": parts or ""}
+        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content or ())
+        message: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": text}
         if self.tool_calls is not None:
             message["tool_calls"] = [
                 {"id": call.id, "type": call.type, "function": call.function.for_template()} for call in self.tool_calls

@@ -198,7 +198,7 @@ class Checkpoint:
         return tokenizer
 
     @property
-    def special_tokens(self) -> dict[str, str]:
+    def special_tokens(self) -> dict[str, Any]:
         """The texts of the tokenizer's special tokens, as chat templates name them: bos_token and the like."""
         return named_tokens(self.tokenizer.special_tokens_map)
 

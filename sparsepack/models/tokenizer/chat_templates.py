@@ -61,7 +61,7 @@ def template_setting(templates: Mapping[str, str]) -> str | list[dict[str, str]]
     return [{"name": name, "template": text} for name, text in templates.items()]
 
 
-def read_special_tokens(text: str) -> dict[str, str]:
+def read_special_tokens(text: str) -> dict[str, Any]:
     """What a GGUF of ours has under `SPECIAL_TOKENS`. Raises `ValueError` for what is none."""
     return named_tokens(checked(_SpecialTokens, {"tokens": json.loads(text)}).tokens)
 
@@ -70,13 +70,13 @@ class _SpecialTokens(Stored):
     tokens: dict[Name, Name]
 
 
-def named_tokens(special_tokens_map: Mapping[str, Any]) -> dict[str, str]:
+def named_tokens(special_tokens_map: Mapping[str, Any]) -> dict[str, Any]:
     """The special tokens of a transformers tokenizer as templates name them."""
     named = ((name, token) for name, token in special_tokens_map.items() if _TOKEN_NAME.fullmatch(name))
     return {name: token for name, token in named if isinstance(token, str) and token}
 
 
-def turn_ends(template: str | None, special_tokens: Mapping[str, str], added: Collection[str]) -> list[str]:
+def turn_ends(template: str | None, special_tokens: Mapping[str, Any], added: Collection[str]) -> list[str]:
     """Those of a tokenizer's added tokens that end a turn: what the template writes behind an answer, and what is known
     to do so."""
     known = [token for token in _TURN_ENDS if token in added]

@@ -56,7 +56,7 @@ def only_sentencepiece(folder: Path) -> bool:
     return (folder / FILE).is_file() and not (folder / "tokenizer.json").is_file()
 
 
-def wrapped(tokenizer_json: str, special_tokens: Mapping[str, str], chat_template: Any = None) -> Any:
+def wrapped(tokenizer_json: str, special_tokens: Mapping[str, Any], chat_template: Any = None) -> Any:
     """The content of a tokenizer.json as a tokenizer of transformers.
 
     special_tokens -- their texts by the names that transformers has for them, bos_token and the like

@@ -11,7 +11,7 @@ memory holds a few pieces. Where no place will do (one endless word), the two pi
 """
 
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -49,26 +49,27 @@ def backend_of(tokenizer: Any) -> Tokenizer:
     return backend
 
 
-def bos_tokens(tokenizer: Any) -> list[int]:
-    """The ids that a tokenizer puts before a text: BOS, or none; which token is called BOS does not matter."""
+def bos_tokens(tokenizer: Any, unsaid: int | None = None) -> list[int]:
+    """The ids that a tokenizer puts before a text: BOS or none, whatever token is called BOS.
+
+    unsaid -- what is put there where the tokenizer has no post-processor to say so, as in artifacts of older versions
+    """
     processor = backend_of(tokenizer).post_processor
     if processor is None:
-        return []
+        return [] if unsaid is None else [unsaid]
     around: Encoding = processor.process(_ONE_TOKEN)
     return list(around.ids[: around.special_tokens_mask.index(0)])
 
 
-def encode(tokenizer: Any, text: str, bos: bool = True) -> list[int]:
-    """The ids of a text, all of it.
+def encode(tokenizer: Any, text: str, before: Sequence[int] = ()) -> list[int]:
+    """The ids of a text, all of it, behind `before`, whose last is not repeated where the text spells it itself.
 
-    bos -- put before it what the tokenizer puts before a text, but no BOS before one that spells it itself. What it
-           would put behind a text, as some do that were saved after training, is left out: the text goes on
+    What a tokenizer would put behind a text, as some do that were saved after training, is left out: the text goes on.
     """
     # Of its methods this one lets other threads run meanwhile.
     (encoding,) = backend_of(tokenizer).encode_batch_fast([text], add_special_tokens=False)
     ids: list[int] = encoding.ids
-    before = bos_tokens(tokenizer) if bos else []
-    return [*before[: -1 if before[-1:] == ids[:1] else None], *ids]
+    return [*(before[:-1] if before[-1:] == ids[:1] else before), *ids]
 
 
 def check_ids(

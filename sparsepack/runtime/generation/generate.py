@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 from sparsepack.errors import ArtifactError, UserError
 from sparsepack.models.records.skipped import Skipped
 from sparsepack.models.tokenizer.tokenizer_check import check_tokenizer
-from sparsepack.models.tokenizer.tokens import backend_of, check_ids, encode
+from sparsepack.models.tokenizer.tokens import backend_of, bos_tokens, check_ids, encode
 from sparsepack.runtime.engine import Engine
 from sparsepack.runtime.generation.continuation import Continuation
 from sparsepack.runtime.generation.sampling import Sampler
@@ -175,7 +175,10 @@ def generate(
 
 
 def generate_together(
-    engine: Engine, tokenizer: Tokenizer, prompts: Sequence[str], options: GenerateOptions | None = None
+    engine: Engine,
+    tokenizer: Tokenizer,
+    prompts: Sequence[str | Sequence[int]],
+    options: GenerateOptions | None = None,
 ) -> list[Generated]:
     """Continue a prompt in each of an engine's sequences, as `generate` does. Raises as `generate`, before anything
     runs."""
@@ -202,7 +205,7 @@ def prompt_tokens(
 ) -> list[int]:
     """A prompt's ids: BOS first where the tokenizer puts it there, once also where the prompt spells it itself.
 
-    bos           -- the model's BOS: no prompt begins with two of them
+    bos           -- the model's BOS, for a tokenizer that does not say what it puts before a text
     vocabulary    -- how many tokens the model has; None: that is not checked
     from_template -- a chat template made the prompt, and wrote its beginning itself
 
@@ -212,13 +215,10 @@ def prompt_tokens(
         prompt.encode("utf-8")
     except UnicodeEncodeError as error:
         raise UserError(f"prompt: not text (character {error.start} is half a character); expected UTF-8") from error
-    ids = encode(tokenizer, prompt, bos=not from_template)
-    while bos is not None and ids[:2] == [bos, bos]:
-        ids = ids[1:]
+    ids = encode(tokenizer, prompt, [] if from_template else bos_tokens(tokenizer, bos))
     if not ids:
         raise UserError(
-            "empty prompt: this model's tokenizer puts no token that begins a text (BOS) before it; give at least one "
-            "word"
+            "empty prompt: this model's tokenizer puts no token before a text (BOS); give at least one word"
         )
     if vocabulary is not None:
         check_ids(tokenizer, ids, vocabulary, "prompt")
@@ -226,11 +226,7 @@ def prompt_tokens(
 
 
 def _fitting_prompt(engine: Engine, tokenizer: Tokenizer, prompt: str | Sequence[int]) -> list[int]:
-    numbers = engine.architecture
-    if isinstance(prompt, str):
-        ids = prompt_tokens(tokenizer, prompt, numbers.bos, numbers.vocabulary)
-    else:
-        ids = list(prompt)
+    ids = prompt_tokens(tokenizer, prompt, engine.architecture.bos) if isinstance(prompt, str) else list(prompt)
     if len(ids) > engine.context:
         larger = " or give a larger context" if engine.context < engine.architecture.context else ""
         raise UserError(f"prompt of {len(ids)} tokens: the context holds {engine.context}; shorten it{larger}")
