@@ -34,7 +34,7 @@ def parts(*texts: str, kind: str = "text") -> list[dict[str, Any]]:
 
 def test_content_comes_in_the_form_that_the_template_takes() -> None:
     said = [{"role": "user", "content": "Hello"}]
-    assert render_chat(LISTS, said) == render_chat(LISTS, parts("Hel", "lo")) == "user: Hello\n"
+    assert render_chat(LISTS, said) == render_chat(LISTS, parts("Hel", "lo")) == "user: Hello"
     for template in ("{{ messages[0].content }}", "{{ messages[0].content | trim }}", "{{ '' + messages[0].content }}"):
         assert render_chat(template, parts("Hel", "lo")) == "Hello"
     assert render_chat("{{ messages[0].content | tojson }}", parts("Hello")) == '"Hello"'
@@ -45,7 +45,7 @@ def test_content_comes_in_the_form_that_the_template_takes() -> None:
         *said,
         {"role": "assistant", "content": parts("Hi")[0]["content"]},
     ]
-    assert render_chat(LISTS, spoken) == "system: Be brief.\nuser: Hello\nassistant: Hi\n"
+    assert render_chat(LISTS, spoken) == "system: Be brief.\nuser: Hello\nassistant: Hi"
     assert "None" not in render_chat("{{ messages[0].content or '' }}", [{"role": "assistant", "content": None}])
 
 
@@ -54,7 +54,7 @@ def test_content_comes_in_the_form_that_the_template_takes() -> None:
     [{"type": "image_url", "image_url": {"url": "x"}}, {"type": "image"}, {"type": "text", "text": 7}, "text", {}],
 )
 def test_a_part_that_is_no_text_is_refused_in_one_line(part: Any) -> None:
-    with pytest.raises(UserError, match="message 0: a part of type .*; expected text, as .*images") as refused:
+    with pytest.raises(UserError, match=r"message 0: a part of type .*; expected text, as .*images") as refused:
         render_chat(CHATML, [{"role": "user", "content": [part]}])
     assert "\n" not in str(refused.value)
 
