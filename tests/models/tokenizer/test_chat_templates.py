@@ -45,7 +45,7 @@ def test_content_comes_in_the_form_that_the_template_takes() -> None:
         *said,
         {"role": "assistant", "content": parts("Hi")[0]["content"]},
     ]
-    assert render_chat(LISTS, spoken) == "system: Be brief.\nuser: Hello\nassistant: Hi"
+    assert render_chat(LISTS, spoken) == "system: Be brief.user: Helloassistant: Hi"
     assert "None" not in render_chat("{{ messages[0].content or '' }}", [{"role": "assistant", "content": None}])
 
 
