@@ -56,12 +56,13 @@ class Model:
         `runtime.generation.generate.generate` does, before anything runs.
         """
         check_type("prompt", prompt, str, UserError)
-        return generate(self.engine, self.tokenizer, prompt, self._with(options, changes))
+        return generate(self.engine, self.tokenizer, self._tokens(prompt), self._with(options, changes))
 
     def generate_together(self, prompts: Sequence[str], options: GenerateOptions | None = None) -> list[Generated]:
         """Continue a prompt in each of the engine's sequences; see `runtime.generation.generate.generate_together`."""
         check_type("prompts", prompts, tuple[str, ...], UserError)
-        return generate_together(self.engine, self.tokenizer, prompts, self._with(options, {}))
+        ids = [self._tokens(prompt) for prompt in prompts]
+        return generate_together(self.engine, self.tokenizer, ids, self._with(options, {}))
 
     def chat(self, messages: Sequence[Message], options: GenerateOptions | None = None, **changes: Any) -> Generation:
         """Answer the last message of a conversation: as `generate`, with the text that the chat template makes of it.
@@ -75,32 +76,39 @@ class Model:
         """
         check_type("messages", messages, tuple[dict, ...], UserError)
         options = self._with(options or GenerateOptions(CHAT_TOKENS), changes)
-        return generate(self.engine, self.tokenizer, self.chat_prompt(messages), options, keep=True)
+        prompt = self._tokens(self.chat_prompt(messages), from_template=True)
+        return generate(self.engine, self.tokenizer, prompt, options, keep=True)
 
     def chat_prompt(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> str:
         """The text that the chat template makes of a conversation, up to where the answer begins. Raises as `chat`.
 
         tools -- that the model may call, as OpenAI's protocol has them; the template tells the model of them
         """
-        numbers = self.packed.architecture
-        bos, eos = (
-            None if id is None else self.tokenizer.id_to_token(id)
-            for id in (numbers.bos, numbers.eos[0] if numbers.eos else None)
-        )
-        return render_chat(self.chat_template, messages, bos_token=bos, eos_token=eos, tools=tools)
+        special_tokens = self.packed.named_tokens(self.tokenizer)
+        return render_chat(self.template(bool(tools)), messages, tools=tools, **special_tokens)
+
+    def template(self, with_tools: bool) -> str | None:
+        """The chat template of a conversation with or without tools: as in transformers, some models bring another one
+        for tools, which goes with their own."""
+        own = self.chat_template == self.packed.chat_template
+        return (self.packed.tool_template if with_tools and own else None) or self.chat_template
 
     def logits(self, text: str | Sequence[int], sparse_from: int | None = None) -> Tensor:
         """The logits after every token of a text: float32 [tokens, vocabulary], on the engine's device.
 
-        text        -- BOS goes before it where the model has one; or ids, to which nothing is added
+        text        -- BOS goes before it where the tokenizer puts it there; or ids, to which nothing is added
         sparse_from -- positions from this one on run sparse, as decoding does; None: none, as in a prompt
 
         The engine forgets its text. Raises `UserError` for a text that is empty or longer than the context, and for
         an id or a position that there is not.
         """
         check_type("text", text, str | tuple[int, ...], UserError)
-        ids = prompt_tokens(self.tokenizer, text, self.packed.architecture.bos) if isinstance(text, str) else list(text)
+        ids = self._tokens(text) if isinstance(text, str) else list(text)
         return self.engine.teacher_forced(ids, len(ids) if sparse_from is None else sparse_from)
+
+    def _tokens(self, text: str, from_template: bool = False) -> list[int]:
+        numbers = self.packed.architecture
+        return prompt_tokens(self.tokenizer, text, numbers.bos, numbers.vocabulary, from_template)
 
     def _with(self, options: GenerateOptions | None, changes: dict[str, Any]) -> GenerateOptions:
         check_type("options", options, GenerateOptions | None, UserError)

@@ -15,7 +15,7 @@ from pathlib import Path
 import click
 import torch
 import torch.nn.functional as F
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -61,13 +61,18 @@ def train_tokenizer(documents: list[str], vocabulary: int) -> Tokenizer:
 
 def stream(tokenizer: Tokenizer, documents: list[str]) -> torch.Tensor:
     """The documents' tokens, BOS before each: int64 [n]."""
-    return torch.tensor([token for document in documents for token in [BOS, *tokenizer.encode(document).ids]])
+    return torch.tensor([token for document in documents for token in [BOS, *_ids(tokenizer, document)]])
 
 
 def joined(tokenizer: Tokenizer, documents: list[str]) -> tuple[torch.Tensor, int]:
     """The documents as one text: its tokens, int64 [n], and its length in bytes."""
     text = "\n\n".join(documents)
-    return torch.tensor(tokenizer.encode(text).ids), len(text.encode())
+    return torch.tensor(_ids(tokenizer, text)), len(text.encode())
+
+
+def _ids(tokenizer: Tokenizer, text: str) -> list[int]:
+    ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
+    return ids
 
 
 def with_dropout(model: PreTrainedModel, dropout: float) -> PreTrainedModel:
@@ -185,11 +190,14 @@ def results(model: PreTrainedModel, tokenizer: Tokenizer, corpus: Corpus) -> lis
 
 
 def save(trained: Trained, folder: Path) -> None:
-    """Write the checkpoint in bfloat16 and the tokenizer, without needless white space."""
+    """Write the checkpoint in bfloat16 and the tokenizer, without needless white space; it puts BOS before a text."""
     folder.mkdir(parents=True, exist_ok=True)
     model = trained.model.to("cpu", torch.bfloat16)
     model.config.attention_dropout = 0.0
     model.save_pretrained(folder)
+    trained.tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{BOS_TEXT} $A", pair=f"{BOS_TEXT} $A {BOS_TEXT}:1 $B:1", special_tokens=[(BOS_TEXT, BOS)]
+    )
     tokenizer = json.dumps(json.loads(trained.tokenizer.to_str()), ensure_ascii=False, separators=(",", ":"))
     (folder / "tokenizer.json").write_text(tokenizer, encoding="utf-8")
     config = {

@@ -9,7 +9,7 @@ from sparsepack.errors import UserError
 from sparsepack.files.text import read_text
 from sparsepack.formats.artifact import Artifact
 from sparsepack.formats.open import open_artifact, read_packed
-from sparsepack.models.tokenizer.windows import tokenise
+from sparsepack.models.tokenizer.windows import first_tokens
 from sparsepack.runtime.generation.generate import open_tokenizer
 from sparsepack.runtime.options import EngineOptions
 
@@ -29,7 +29,8 @@ def bench(path: Path, settings: BenchSettings | None = None, text: str | None = 
     packed = read_packed(path)
     ids = None
     if text:
-        ids = tokenise(open_tokenizer(packed.tokenizer_json), read_text(text), settings.tokens).tolist()
+        tokenizer = open_tokenizer(packed.tokenizer_json)
+        ids = first_tokens(tokenizer, read_text(text), settings.tokens, packed.architecture.vocabulary)
     return bench_decode(packed, settings, path.name, ids)
 
 

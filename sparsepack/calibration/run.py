@@ -140,7 +140,7 @@ def chosen_windows(checkpoint: Checkpoint, text: Text, options: CalibrateOptions
             f"{windows.shape[1]} positions, none is left to count; give a larger context"
         )
     for tokens in (windows, held_out):
-        check_vocabulary(tokens, checkpoint.config.vocab_size, text)
+        check_vocabulary(checkpoint.tokenizer, tokens, checkpoint.config.vocab_size, text)
     return windows, held_out
 
 

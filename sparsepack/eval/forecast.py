@@ -30,7 +30,7 @@ def forecast(request: EvalRequest, workers: int = 1) -> PartsForecast:
         raise UserError("--dry-run: how many requests tasks make is not known before; leave --tasks out")
     request, texts, subject, context, protocol, reference = opened(request)
     scorer, batch = subject.scorer(), request.windows_at_once
-    found = [rolling_windows(subject.tokenizer, text, context, request.windows) for text in texts]
+    found = [rolling_windows(subject.tokenizer, text, context, request.windows, scorer.vocabulary) for text in texts]
     dealt = [Dealt(Workers(0, workers), len(inputs), batch) for inputs, _ in found]
     for each in dealt:
         each.check("--windows")

@@ -18,6 +18,8 @@ from sparsepack.errors import UserError
 from sparsepack.eval.protocols import Scorer
 from sparsepack.files.hashing import fingerprint
 from sparsepack.models.tokenizer.chat import render_chat, template_of
+from sparsepack.models.tokenizer.chat_templates import named_tokens
+from sparsepack.models.tokenizer.tokens import bos_tokens, check_ids, encode
 from sparsepack.progress import progress
 from sparsepack.workers.workers import ALONE, Workers
 
@@ -60,7 +62,7 @@ class SparseLM(TemplateLM):
 
     The prefix token is BOS where the tokenizer has one, else EOS. Special tokens at the start of a context are the
     tokenizer's own choice, as in lm-eval's HFLM. Rows too long for the scorer lose their beginning; they are counted
-    in `truncated_requests` and warned about.
+    in `truncated_requests` and warned about. `vocabulary` is how many tokens the model has; None: that is not checked.
 
     lm-eval itself runs at every one of several workers as if it were alone; each runs some batches of the requests, and
     all have the answers to all. What is in a batch does not depend on how many workers there are.
@@ -74,6 +76,7 @@ class SparseLM(TemplateLM):
         protocol: str,
         batch_size: int,
         workers: Workers = ALONE,
+        vocabulary: int | None = None,
     ) -> None:
         super().__init__()
         prefix = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
@@ -84,6 +87,7 @@ class SparseLM(TemplateLM):
         self.protocol = protocol
         self.batch_size = batch_size
         self.workers = workers
+        self.vocabulary = vocabulary
         self.truncated_requests = 0
         self._prefix_token_id: int = prefix
 
@@ -106,11 +110,11 @@ class SparseLM(TemplateLM):
         return str(self.tokenizer.name_or_path).replace("/", "__")
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        """Token ids; special tokens as the tokenizer likes, but no second BOS before a text that begins with it."""
-        if add_special_tokens is None:
-            bos = self.tokenizer.bos_token
-            add_special_tokens = not (bos and string.startswith(bos))
-        ids: list[int] = self.tokenizer.encode(string, add_special_tokens=add_special_tokens, verbose=False)
+        """Token ids, BOS first where the tokenizer puts it there; `add_special_tokens` False: what it spells alone.
+        Raises `UserError` for a text with a token that the model does not have."""
+        ids = encode(self.tokenizer, string, () if add_special_tokens is False else bos_tokens(self.tokenizer))
+        if self.vocabulary is not None:
+            check_ids(self.tokenizer, ids, self.vocabulary, f"the task's text {string[:60]!r}")
         return ids
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
@@ -119,14 +123,17 @@ class SparseLM(TemplateLM):
         As lm-eval does it, a template that refuses system messages gets the conversation without them. Raises
         `UserError` where the model has no template, or it refuses that too.
         """
-        render = functools.partial(
-            render_chat,
-            self.chat_template(),
-            bos_token=self.tokenizer.bos_token,
-            eos_token=self.tokenizer.eos_token,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=not add_generation_prompt,
-        )
+        template = self.chat_template()
+
+        def render(messages: list[dict[str, str]]) -> str:
+            return render_chat(
+                template,
+                messages,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=not add_generation_prompt,
+                **named_tokens(self.tokenizer.special_tokens_map),
+            )
+
         try:
             return render(chat_history)
         except UserError as error:

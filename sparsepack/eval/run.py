@@ -51,7 +51,7 @@ def evaluate(request: EvalRequest, read: Callable[[str], Text] = read_text, work
     rows = []
     for text in texts:
         scorer.reset()
-        inputs, targets = rolling_windows(subject.tokenizer, text, context, request.windows)
+        inputs, targets = rolling_windows(subject.tokenizer, text, context, request.windows, scorer.vocabulary)
         scores = score_windows(
             scorer, inputs, targets, protocol, reference, request.windows_at_once, request.second_half, workers
         )
@@ -185,7 +185,7 @@ def _tasks(request: EvalRequest, subject: Subject, protocol: str, workers: Worke
     from sparsepack.eval.tasks import run_tasks
 
     scorer = subject.task_scorer()
-    result = run_tasks(scorer, subject.tokenizer, request, protocol, workers)
+    result = run_tasks(scorer, subject.tokenizer, request, protocol, workers, scorer.vocabulary)
     scorer.share(workers)
     return {**result, "held": request.engine.hold, "batch": request.requests_at_once, **_counted(scorer, subject)}
 

@@ -32,6 +32,7 @@ def run_tasks(
     request: EvalRequest,
     protocol: str,
     workers: Workers = ALONE,
+    vocabulary: int | None = None,
 ) -> dict[str, Any]:
     """Evaluates the lm-eval tasks, groups, tags or glob patterns of a request that was checked, under a protocol of
     `SparseLM`, and returns what is worth keeping of the result.
@@ -39,7 +40,7 @@ def run_tasks(
     With `task_path`, only the YAML files of that folder are known and nothing is looked up on the network (unless
     the environment says HF_HUB_OFFLINE=0); without it lm-eval's own tasks are known, whose data need a hub or a
     filled HF_HOME. Code that the files of `task_path` ask for (`!function`) runs only with `trust_tasks`.
-    Of several `workers` each runs some batches of requests, and all return the same.
+    Of several `workers` each runs some batches of requests, and all return the same. `vocabulary` as in `SparseLM`.
     `limit` takes the first documents of each task. `num_fewshot` overrides the task files, except
     those that say 0 (as in lm-eval); each row says what was used. `apply_chat_template` is lm-eval's: a document is a
     user's message, and so are few-shot examples, with their answers as the assistant's.
@@ -69,7 +70,14 @@ def run_tasks(
         loaded = load_tasks(request.tasks, request.task_path)
         for task in loaded["tasks"].values():
             _set_fewshot(task, request.num_fewshot)
-        model = SparseLM(scorer, tokenizer, protocol=protocol, batch_size=request.requests_at_once, workers=workers)
+        model = SparseLM(
+            scorer,
+            tokenizer,
+            protocol=protocol,
+            batch_size=request.requests_at_once,
+            workers=workers,
+            vocabulary=vocabulary,
+        )
         if request.apply_chat_template:
             model.chat_template()  # refused before anything runs where there is none
         # not simple_evaluate: that calls git, and describes the machine for seconds

@@ -7,6 +7,7 @@ from itertools import accumulate
 from typing import Any, ClassVar
 
 import torch
+from tokenizers import Tokenizer
 from torch import Tensor
 
 from sparsepack.formats.codecs import neurons
@@ -259,6 +260,9 @@ class PackedModel:
 
     attention     -- which tokens decoded positions read; None: all
     chat_template -- how a conversation becomes text (`models.tokenizer.chat.render_chat`); None: the model brings none
+    tool_template -- the same where there are tools; None: `chat_template`
+    special_tokens -- the texts of the tokenizer's, by the names that templates have for them; empty: the file is of a
+                     version that kept none
     generation    -- how its makers would have tokens chosen, fields of `runtime.options.GenerateOptions`; empty: they
                      do not say, or the likeliest each time
     """
@@ -272,8 +276,17 @@ class PackedModel:
     tokenizer_json: str
     manifest: Mapping[str, Any]
     chat_template: str | None = None
+    tool_template: str | None = None
+    special_tokens: Mapping[str, Any] = field(default_factory=dict)
     generation: Mapping[str, float] = field(default_factory=dict)
     attention: SparseAttention | None = None
+
+    def named_tokens(self, tokenizer: Tokenizer) -> Mapping[str, Any]:
+        """`special_tokens`, or what is known of them without: the architecture's BOS and first EOS."""
+        numbers = self.architecture
+        ids = {"bos_token": numbers.bos, "eos_token": numbers.eos[0] if numbers.eos else None}
+        known = {name: tokenizer.id_to_token(id) for name, id in ids.items() if id is not None}
+        return self.special_tokens or {name: token for name, token in known.items() if token}
 
     @property
     def rules(self) -> Rules:

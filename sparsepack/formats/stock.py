@@ -20,6 +20,9 @@ from sparsepack.models.family import Family
 from sparsepack.models.records.rule import Rules, SiteKey
 from sparsepack.models.records.skipped import sparse_sites_of
 from sparsepack.models.records.sparse_attention import SparseAttention
+from sparsepack.models.tokenizer.chat import DEFAULT, TOOL_USE
+from sparsepack.models.tokenizer.chat_templates import template_setting
+from sparsepack.models.tokenizer.tokenizer import wrapped
 from sparsepack.models.tokenizer.tokenizer_check import check_tokenizer
 
 
@@ -95,15 +98,13 @@ def stock_config(packed: PackedModel) -> Any:
 def stock_tokenizer(packed: PackedModel) -> Any:
     """The tokenizer inside, as transformers wraps it."""
     from tokenizers import Tokenizer
-    from transformers import PreTrainedTokenizerFast
 
-    numbers = packed.architecture
+    templates = {DEFAULT: packed.chat_template, TOOL_USE: packed.tool_template}
+    setting = template_setting({name: text for name, text in templates.items() if text is not None})
     try:
         check_tokenizer(packed.tokenizer_json)
-        backend = Tokenizer.from_str(packed.tokenizer_json)
-        special = {"bos_token": numbers.bos, "eos_token": numbers.eos[0] if numbers.eos else None}
-        words = {name: backend.id_to_token(id) for name, id in special.items() if id is not None}
-        return PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=packed.chat_template, **words)
+        special_tokens = packed.special_tokens or packed.named_tokens(Tokenizer.from_str(packed.tokenizer_json))
+        return wrapped(packed.tokenizer_json, special_tokens, setting)
     except Exception as error:  # the libraries raise bare Exception
         raise ArtifactError(f"the artifact's tokenizer.json cannot be read ({shown(error)}); pack it again") from error
 

@@ -18,10 +18,10 @@ def unsupported(name: str, reason: str) -> PydanticCustomError:
 
 
 class ContentPart(BaseModel):
-    """A part of a message; only text is taken."""
+    """A part of a message; only text is taken, by the names that OpenAI's protocols have for it."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
-    type: Literal["text"]
+    type: Literal["text", "input_text", "output_text"]
     text: str
 
 

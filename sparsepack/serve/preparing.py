@@ -51,7 +51,7 @@ class Preparation:
     def __init__(self, model: Model, prompts: Prompts, name: str, most: int) -> None:
         self._prompts, self._grammars, self._name, self._most = prompts, Grammars(model), name, most
         self._vocabulary, self._suggested = model.engine.architecture.vocabulary, model.packed.generation
-        self._tool_format = tool_format(model.chat_template or "")
+        self._tool_format = tool_format(model.template(with_tools=True) or "")
 
     def completion(self, body: bytes) -> Prepared:
         """From the body of POST /v1/completions. Raises `Refusal`."""

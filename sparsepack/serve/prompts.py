@@ -52,14 +52,14 @@ class Prompts:
     def chat(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
         """The tokens of a conversation, up to where the model's answer begins. Raises `Refusal`, also where there are
         tools and the model's template does not tell the model of them."""
-        if tools and not takes_tools(self.model.chat_template or ""):
+        if tools and not takes_tools(self.model.template(with_tools=True) or ""):
             message = "tools: this model's chat template takes none; leave them out, or serve with --chat-template"
             raise Refusal(400, message, "tools", "unsupported_value")
         try:
             prompt = self.model.chat_prompt(messages, tools)
         except UserError as error:
             raise Refusal(400, str(error), "messages") from error
-        return self._tokens(prompt, "messages")
+        return self._tokens(prompt, "messages", from_template=True)
 
     def checked_tokens(self, prompt: int, asked: int | None) -> int:
         """How many tokens to make at most after a prompt of so many; None asks for as many as there is room for.
@@ -75,13 +75,14 @@ class Prompts:
         message = f"{what}; this model's maximum context length is {self.context} tokens here: {remedy}"
         return Refusal(400, message, param, "context_length_exceeded")
 
-    def _tokens(self, prompt: str, param: str) -> list[int]:
+    def _tokens(self, prompt: str, param: str, from_template: bool = False) -> list[int]:
         size = len(prompt.encode(errors="surrogatepass"))
         if self.most_bytes is not None and size > self.most_bytes:
             # Nothing is made of what cannot fit: four million bytes take a core for seconds.
             raise self._too_long(f"{size:,} bytes of prompt, of which {self.most_bytes:,} can fit", param)
         try:
-            ids = prompt_tokens(self._tokenizer, prompt, self._architecture.bos)
+            numbers = self._architecture
+            ids = prompt_tokens(self._tokenizer, prompt, numbers.bos, numbers.vocabulary, from_template)
         except UserError as error:
             raise Refusal(400, str(error), param) from error
         if len(ids) > self.context:

@@ -109,7 +109,7 @@ def _windows(checkpoint: Checkpoint, text: Text, options: TraceOptions) -> tuple
     if options.tokens > limit:
         raise PlacementError(f"tokens {options.tokens}: {checkpoint.name} was made for at most {limit}")
     windows, documents = session_windows(checkpoint.tokenizer, text, options.tokens, options.sessions)
-    check_vocabulary(windows, checkpoint.config.vocab_size, text)
+    check_vocabulary(checkpoint.tokenizer, windows, checkpoint.config.vocab_size, text)
     if len(windows) < options.sessions:
         say(f"note: the text has no more than {len(windows)} sessions of {options.tokens} tokens")
     return windows, documents

@@ -125,7 +125,8 @@ def test_shipped_model_is_a_llama_whose_widths_are_whole_superblocks() -> None:
 def test_a_shipped_tokenizer_round_trips_any_text(model: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True)
     text = 'The "with" statement\n\n    naïve → 日本 🙂'
-    assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert tokenizer.decode(tokenizer.encode(text), skip_special_tokens=True) == text
+    assert tokenizer.encode(text)[0] == 0, "as in training, where BOS is before each document"
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (0, 0)
 
 

@@ -36,6 +36,7 @@ from sparsepack.models.checkpoint.experts import part_shapes, part_tensor
 from sparsepack.models.checkpoint.gguf_config import OWN_CONFIG
 from sparsepack.models.checkpoint.gguf_names import UNQUANTISED, gguf_names
 from sparsepack.models.checkpoint.source_files import config_json, tokenizer_config
+from sparsepack.models.tokenizer.chat_templates import SPECIAL_TOKENS
 from sparsepack.models.tokenizer.gguf_tokenizer import OWN_TOKENIZER
 from sparsepack.reconstruction.inputs import Inputs
 
@@ -78,7 +79,11 @@ def plan(format: Format, checkpoint: Checkpoint, request: PlanRequest) -> GgufPl
     groups = tuple(_groups(checkpoint, types, request))
     shapes = manifest_shapes(tensors_of(groups))
     manifest = make_manifest(format.name, checkpoint, request.provenance, shapes, notes, checkpoint.source.hash.so_far)
-    own = {OWN_CONFIG: string(config_json(checkpoint)), OWN_TOKENIZER: string(checkpoint.tokenizer_json())}
+    own = {
+        OWN_CONFIG: string(config_json(checkpoint)),
+        OWN_TOKENIZER: string(checkpoint.tokenizer_json()),
+        SPECIAL_TOKENS: string(json.dumps(checkpoint.special_tokens)),
+    }
     return GgufPlan(
         format=format.name,
         groups=groups,
@@ -116,6 +121,7 @@ def _vocabulary_values(checkpoint: Checkpoint) -> tuple[dict[str, KeyValue], lis
         checkpoint.tokenizer_json(),
         json.dumps(tokenizer_config(checkpoint), default=str),
         json.dumps(checkpoint.config.to_dict(), default=str),
+        json.dumps([*checkpoint.turn_ends, *checkpoint.architecture.eos]),
     )
     name = keys["tokenizer.ggml.pre"]
     notes = [f"pre-tokenizer {name}: {INEXACT[name]}"] if name in INEXACT else []

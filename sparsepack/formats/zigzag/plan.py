@@ -54,7 +54,8 @@ from sparsepack.models.checkpoint.source_files import chat_template, config_json
 from sparsepack.models.family import MLP_SITES, SITES
 from sparsepack.models.records.generation import GENERATION
 from sparsepack.models.records.rule import Rules, SiteRule
-from sparsepack.models.tokenizer.chat import CHAT_TEMPLATE
+from sparsepack.models.tokenizer.chat import CHAT_TEMPLATE, TOOL_USE
+from sparsepack.models.tokenizer.chat_templates import SPECIAL_TOKENS
 from sparsepack.models.tokenizer.gguf_tokenizer import OWN_TOKENIZER
 from sparsepack.reconstruction.inputs import Inputs
 
@@ -122,9 +123,12 @@ def engine_plan(
         OWN_CONFIG: string(config_json(checkpoint)),
         OWN_TOKENIZER: string(checkpoint.tokenizer_json()),
         NUMBERS: string(json.dumps(architecture.to_json())),
+        SPECIAL_TOKENS: string(json.dumps(checkpoint.special_tokens)),
     }
     if template := chat_template(checkpoint):
         values[CHAT_TEMPLATE] = string(template)
+    if template := checkpoint.chat_templates.get(TOOL_USE):
+        values[f"{CHAT_TEMPLATE}.{TOOL_USE}"] = string(template)
     if checkpoint.generation:
         values[GENERATION] = string(json.dumps(checkpoint.generation))
     return GgufPlan(

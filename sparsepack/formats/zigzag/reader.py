@@ -32,7 +32,8 @@ from sparsepack.models.families import FAMILIES
 from sparsepack.models.family import ATTENTION_SITES, MLP_SITES
 from sparsepack.models.records.generation import GENERATION, read_suggested
 from sparsepack.models.records.rule import SiteRule
-from sparsepack.models.tokenizer.chat import CHAT_TEMPLATE
+from sparsepack.models.tokenizer.chat import CHAT_TEMPLATE, TOOL_USE
+from sparsepack.models.tokenizer.chat_templates import SPECIAL_TOKENS, read_special_tokens
 from sparsepack.models.tokenizer.gguf_tokenizer import OWN_TOKENIZER
 from sparsepack.models.verbs import taken_by
 
@@ -72,7 +73,9 @@ class ModelReader:
             config_json=self._config(),
             tokenizer_json=self.text(OWN_TOKENIZER),
             manifest=self.manifest,
-            chat_template=self.text(CHAT_TEMPLATE) if CHAT_TEMPLATE in self.file.metadata else None,
+            chat_template=self._template(CHAT_TEMPLATE),
+            tool_template=self._template(f"{CHAT_TEMPLATE}.{TOOL_USE}"),
+            special_tokens=self._special_tokens(),
             generation=self._generation(),
             attention=sparse_attention_of(self.manifest, architecture, self.file.path),
         )
@@ -182,6 +185,17 @@ class ModelReader:
         if not isinstance(value, str):
             raise self.wrong(f"{key} is {'missing' if value is None else 'no text'}")
         return value
+
+    def _template(self, key: str) -> str | None:
+        return self.text(key) if key in self.file.metadata else None
+
+    def _special_tokens(self) -> dict[str, str]:
+        if SPECIAL_TOKENS not in self.file.metadata:
+            return {}
+        try:
+            return read_special_tokens(self.text(SPECIAL_TOKENS))
+        except (ValueError, RecursionError) as error:
+            raise self.wrong(f"{SPECIAL_TOKENS} is not understood ({shown(error)})") from error
 
     def _generation(self) -> dict[str, float]:
         if GENERATION not in self.file.metadata:

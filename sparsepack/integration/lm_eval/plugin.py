@@ -62,11 +62,13 @@ class SparsepackLM(SparseLM):
         )
         request.check()
         subject = subject_of(request, read_thresholds(request.thresholds) if request.thresholds else None)
+        scorer = subject.task_scorer()
         super().__init__(
-            subject.task_scorer(),
+            scorer,
             subject.tokenizer,
             protocol=protocol_of(request, subject),
             batch_size=request.requests_at_once,
+            vocabulary=scorer.vocabulary,
         )
         say(f"sparsepack: {subject.name}, runtime {runtime}, protocol {self.protocol}")
 

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from sparsepack.errors import CheckpointError
+from sparsepack.errors import CheckpointError, PackingError
 from sparsepack.files.gguf import GgufFile, read_gguf
 from sparsepack.files.stored import Count, Stored, checked, shown
 from sparsepack.models.architecture import (
@@ -35,9 +35,18 @@ from sparsepack.models.checkpoint.stock_model import check_stock_model
 from sparsepack.models.families import family_of
 from sparsepack.models.family import Family
 from sparsepack.models.records.generation import suggested
-from sparsepack.models.tokenizer.gguf_tokenizer import gguf_tokenizer_json
-from sparsepack.models.tokenizer.sentencepiece_model import sentencepiece_json
-from sparsepack.models.tokenizer.tokenizer import folder_tokenizer, gguf_tokenizer, only_sentencepiece
+from sparsepack.models.tokenizer.chat import DEFAULT, templates_of
+from sparsepack.models.tokenizer.chat_templates import folder_templates, named_tokens, turn_ends
+from sparsepack.models.tokenizer.gguf_tokenizer import gguf_tokenizer_config, gguf_tokenizer_json, gguf_turn_ends
+from sparsepack.models.tokenizer.sentencepiece_model import sentencepiece_config, sentencepiece_json
+from sparsepack.models.tokenizer.tokenizer import (
+    carried_json,
+    check_fits,
+    folder_tokenizer,
+    gguf_tokenizer,
+    only_sentencepiece,
+)
+from sparsepack.models.tokenizer.tokens import backend_of, bos_tokens
 from sparsepack.models.verbs import check_taken
 
 EMBEDDING, FINAL_NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
@@ -185,13 +194,38 @@ class Checkpoint:
                 f"{self.name}: its tokenizer cannot be loaded ({reason}); expected in the GGUF itself, "
                 "or as tokenizer.json in the folder of the weights"
             ) from error
-        tokens = max(tokenizer.get_vocab().values(), default=-1) + 1
-        if tokens > self.config.vocab_size:
-            raise CheckpointError(
-                f"{self.name}: the tokenizer has {tokens} tokens, the model {self.config.vocab_size}; "
-                "they do not belong together"
-            )
+        check_fits(tokenizer, self.config.vocab_size, self.name)
         return tokenizer
+
+    @property
+    def special_tokens(self) -> dict[str, Any]:
+        """The texts of the tokenizer's special tokens, as chat templates name them: bos_token and the like."""
+        return named_tokens(self.tokenizer.special_tokens_map)
+
+    @cached_property
+    def tokenizer_config(self) -> dict[str, Any]:
+        """What tokenizer_config.json says, made where there is none. Raises `PackingError` where it is no JSON object,
+        and `CheckpointError`."""
+        if self.gguf is not None:
+            return gguf_tokenizer_config(self.gguf, self.name)
+        if only_sentencepiece(self.path):
+            return sentencepiece_config(self.path)
+        path = self.path / "tokenizer_config.json"
+        try:
+            config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        except (ValueError, RecursionError) as error:
+            raise PackingError(f"{path}: not JSON ({shown(error)}); download it again") from error
+        if not isinstance(config, dict):
+            raise PackingError(f"{path}: expected a JSON object; download it again")
+        return config
+
+    @cached_property
+    def chat_templates(self) -> dict[str, str]:
+        """The chat templates that it brings, by their names. Raises as `tokenizer_config`, and `PackingError` for one
+        that is no text."""
+        if self.gguf is not None:
+            return templates_of(self.tokenizer_config)
+        return folder_templates(self.path, self.tokenizer_config)
 
     @cached_property
     def architecture(self) -> Architecture:
@@ -199,13 +233,27 @@ class Checkpoint:
         check_taken("pack", self.family, self.name)
         # Chat models end a turn with tokens that only this file names.
         more_eos = self._of_generation(lambda config: checked(_Generation, config).eos_token_id)
-        bos = self.tokenizer.bos_token_id
+        rows = range(self.config.vocab_size)
+        bos = next((id for id in (self.tokenizer.bos_token_id, *bos_tokens(self.tokenizer)) if id in rows), None)
+        ends = [id for id in (self.tokenizer.eos_token_id, *self.turn_ends) if id in rows]
         try:
-            return architecture_of(self.config, bos, token_ids(more_eos))
+            return architecture_of(self.config, bos, [*token_ids(more_eos), *ends])
         except CheckpointError as error:
             raise CheckpointError(f"{self.name}: {error}") from error
         except Exception as error:  # transformers' own code, on numbers that it did not check
             raise CheckpointError(f"{self.name}: its configuration is not understood ({shown(error)})") from error
+
+    @cached_property
+    def turn_ends(self) -> list[int]:
+        """The ids of the tokens that end a turn, whether or not its configurations name them: first the one that its
+        chat template writes behind an answer."""
+        added = {token.content: id for id, token in backend_of(self.tokenizer).get_added_tokens_decoder().items()}
+        try:
+            template = self.chat_templates.get(DEFAULT)
+        except PackingError:  # pack says so, where the template is needed
+            template = None
+        ends = [added[token] for token in turn_ends(template, self.special_tokens, added)]
+        return list(dict.fromkeys([*ends, *([] if self.gguf is None else gguf_turn_ends(self.gguf))]))
 
     @cached_property
     def generation(self) -> dict[str, float]:
@@ -231,7 +279,7 @@ class Checkpoint:
         if only_sentencepiece(self.path):
             return sentencepiece_json(self.path)
         path = self.path / "tokenizer.json"
-        return path.read_text(encoding="utf-8") if path.is_file() else str(self.tokenizer.backend_tokenizer.to_str())
+        return carried_json(self.tokenizer, path.read_text(encoding="utf-8") if path.is_file() else None)
 
 
 class _Generation(Stored):

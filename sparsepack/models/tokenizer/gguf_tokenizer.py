@@ -13,7 +13,13 @@ from typing import Any
 
 from sparsepack.errors import CheckpointError
 from sparsepack.files.gguf import GgufFile
-from sparsepack.models.tokenizer.chat import CHAT_TEMPLATE
+from sparsepack.files.stored import shown
+from sparsepack.models.tokenizer.chat_templates import (
+    SPECIAL_TOKENS,
+    gguf_templates,
+    read_special_tokens,
+    template_setting,
+)
 from sparsepack.models.tokenizer.pretokenizers import PRE_TOKENIZERS, PreTokenizer, named
 from sparsepack.models.tokenizer.tokenizer_json import NORMAL, Vocabulary, byte_level, sentencepiece
 
@@ -54,12 +60,24 @@ def gguf_tokenizer_json(file: GgufFile, name: str) -> str:
 
 
 def gguf_tokenizer_config(file: GgufFile, name: str) -> dict[str, Any]:
-    """What a tokenizer_config.json would say: the texts of the special tokens that the file names, and its template."""
+    """What a tokenizer_config.json would say: the texts of the special tokens that the file names, and its
+    templates."""
     keys = _Keys(file.metadata, name)
     config: dict[str, Any] = {f"{kind}_token": text for kind, text in _special(keys, keys.list("tokens", str)).items()}
-    if CHAT_TEMPLATE in file.metadata:
-        config["chat_template"] = keys.text(CHAT_TEMPLATE)
+    try:
+        if OWN_TOKENIZER in file.metadata and SPECIAL_TOKENS in file.metadata:
+            config |= read_special_tokens(keys.text(SPECIAL_TOKENS))
+        if setting := template_setting(gguf_templates(file.metadata)):
+            config["chat_template"] = setting
+    except (ValueError, RecursionError) as error:
+        raise keys.refused(f"its special tokens or chat templates are not understood ({shown(error)})") from error
     return config
+
+
+def gguf_turn_ends(file: GgufFile) -> list[int]:
+    """The ids of the tokens that llama.cpp ends a turn or a message at, beside EOS."""
+    ids = [file.metadata.get(f"{_KEY}{kind}_token_id") for kind in ("eot", "eom")]
+    return [id for id in ids if type(id) is int]
 
 
 class _Keys:

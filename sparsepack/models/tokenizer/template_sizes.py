@@ -37,7 +37,7 @@ def size(value: Any) -> int:
     try:
         return _size(value, {})
     except RecursionError as error:
-        raise TooMuch("it makes lists within lists too deep") from error
+        raise TooMuch("it makes lists within lists too deep (recursion)") from error
 
 
 def _size(value: Any, known: dict[int, int]) -> int:

@@ -1,5 +1,6 @@
-"""A model's tokenizer, from its folder or GGUF: as the text of a tokenizer.json, and as transformers wraps it."""
+"""A model's tokenizer as transformers has it, from its folder or GGUF, or from the tokenizer.json of an artifact."""
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -8,18 +9,18 @@ from sparsepack.errors import CheckpointError
 from sparsepack.files.gguf import GgufFile
 from sparsepack.files.stored import shown
 from sparsepack.models.own_code import STOCK_ALONE, refused_own_code, tell_own_code
+from sparsepack.models.tokenizer.chat_templates import named_tokens
 from sparsepack.models.tokenizer.gguf_tokenizer import gguf_tokenizer_config, gguf_tokenizer_json
 from sparsepack.models.tokenizer.sentencepiece_model import FILE, sentencepiece_config, sentencepiece_json
 from sparsepack.models.tokenizer.tokenizer_check import check_tokenizer_of
-
-_SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token")
+from sparsepack.models.tokenizer.tokens import backend_of, bos_tokens, check_ids
 
 
 def gguf_tokenizer(file: GgufFile, name: str) -> Any:
     """The tokenizer of a GGUF; raises `CheckpointError` as `gguf_tokenizer_json` does, and where it does not work."""
     tokenizer_json, config = gguf_tokenizer_json(file, name), gguf_tokenizer_config(file, name)
     try:
-        tokenizer = _wrapped(tokenizer_json, config)
+        tokenizer = wrapped(tokenizer_json, named_tokens(config), config.get("chat_template"))
         # What does not fit together shows only in use.
         list(tokenizer("a b", add_special_tokens=False, verbose=False)["input_ids"])
     except Exception as error:  # the libraries raise bare Exception
@@ -38,14 +39,15 @@ def folder_tokenizer(folder: Path, model: Any = None) -> Any:
     from transformers import AutoTokenizer
 
     if only_sentencepiece(folder):
-        return _wrapped(sentencepiece_json(folder), sentencepiece_config(folder))
+        config = sentencepiece_config(folder)
+        return wrapped(sentencepiece_json(folder), named_tokens(config), config.get("chat_template"))
     check_tokenizer_of(folder)
-    config = folder / "tokenizer_config.json"
+    settings = folder / "tokenizer_config.json"
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(folder), config=model, **STOCK_ALONE)
     except ValueError as error:
-        raise refused_own_code(error, config) or error from error
-    tell_own_code(config)
+        raise refused_own_code(error, settings) or error from error
+    tell_own_code(settings)
     return tokenizer
 
 
@@ -54,9 +56,59 @@ def only_sentencepiece(folder: Path) -> bool:
     return (folder / FILE).is_file() and not (folder / "tokenizer.json").is_file()
 
 
-def _wrapped(tokenizer_json: str, config: Mapping[str, Any]) -> Any:
+def wrapped(tokenizer_json: str, special_tokens: Mapping[str, Any], chat_template: Any = None) -> Any:
+    """The content of a tokenizer.json as a tokenizer of transformers.
+
+    special_tokens -- their texts by the names that transformers has for them, bos_token and the like
+    chat_template  -- as tokenizer_config.json has it
+
+    Raises whatever the libraries raise for a damaged one.
+    """
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
 
-    kept = {name: config[name] for name in (*_SPECIAL, "chat_template") if config.get(name) is not None}
-    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(tokenizer_json), **kept)
+    usual = PreTrainedTokenizerFast.SPECIAL_TOKENS_ATTRIBUTES
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend_of(Tokenizer.from_str(tokenizer_json)),
+        chat_template=chat_template,
+        model_specific_special_tokens={n: token for n, token in special_tokens.items() if n not in usual},
+        **{name: token for name, token in special_tokens.items() if name in usual},
+    )
+
+
+def carried_json(tokenizer: Any, written: str | None = None) -> str:
+    """A tokenizer of transformers as the content of a tokenizer.json, with all that its class and settings add, and
+    without truncation and padding.
+
+    written -- the content of the model's own file, which is taken where it means the same
+    """
+    from tokenizers import Tokenizer
+
+    meant = str(backend_of(tokenizer).to_str())
+    if written is not None and backend_of(Tokenizer.from_str(written)).to_str() == meant:
+        read = json.loads(written)
+        return written if read.get("truncation") is None and read.get("padding") is None else meant
+    return meant
+
+
+def check_fits(tokenizer: Any, vocabulary: int, name: str) -> None:
+    """Raise `CheckpointError` where a tokenizer makes tokens that a model of so many does not have.
+
+    Special ones beyond the embedding are taken, as transformers and llama.cpp take them: Gemma 3's text models have no
+    row for <image_soft_token>, and some tokenizers were given a [PAD] that the model was not. A text that spells one is
+    refused where it is tokenised.
+    """
+    backend = backend_of(tokenizer)
+    added = backend.get_added_tokens_decoder()
+    tokens = [id for id in backend.get_vocab().values() if id >= vocabulary and not (id in added and added[id].special)]
+    if tokens:
+        raise CheckpointError(
+            f"{name}: the tokenizer has {max(tokens) + 1} tokens, the model {vocabulary}; they do not belong together"
+        )
+    check_ids(
+        tokenizer,
+        bos_tokens(tokenizer),
+        vocabulary,
+        f"{name}: what its tokenizer puts before every text",
+        CheckpointError,
+    )

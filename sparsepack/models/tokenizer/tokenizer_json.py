@@ -119,12 +119,10 @@ def _written(vocabulary: Vocabulary, parts: dict[str, Any], model: dict[str, Any
     return json.dumps(whole, ensure_ascii=False, separators=(",", ":"))
 
 
-def _post_processor(vocabulary: Vocabulary) -> dict[str, Any] | None:
-    """What puts BOS and EOS around a text, where they are named."""
+def _post_processor(vocabulary: Vocabulary) -> dict[str, Any]:
+    """What puts BOS and EOS around a text, where they are named; nothing else says that there are none."""
     asked = {"bos": vocabulary.add_bos, "eos": vocabulary.add_eos}
     token = {kind: vocabulary.special[kind] for kind, add in asked.items() if add and kind in vocabulary.special}
-    if not token:
-        return None
 
     def around(*texts: str) -> list[dict[str, Any]]:
         pieces: list[dict[str, Any]] = []

@@ -1,4 +1,8 @@
-"""The tokens of a text, made piece by piece and only as far as they are needed.
+"""From text to ids: the only place where a tokenizer is given a text.
+
+A prompt is tokenised at once (`encode`), a long text piece by piece and only as far as it is needed (`tokens_of`); what
+the tokenizer puts before either is `bos_tokens`. A text is never truncated or padded, whatever a tokenizer.json has
+saved of its training, and an id that the model has no embedding for is refused (`check_ids`).
 
 What a tokenizer makes of a text depends on what stands before and after, but not on what stands far away. So the text
 is cut into pieces that overlap, which are tokenised side by side, and two neighbours are joined at a seam: a place in
@@ -7,14 +11,16 @@ memory holds a few pieces. Where no place will do (one endless word), the two pi
 """
 
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from tokenizers import Tokenizer
+from tokenizers import Encoding, Tokenizer
+from tokenizers.models import WordLevel
 
+from sparsepack.errors import UserError
 from sparsepack.files.hashing import sha256_bytes
 from sparsepack.files.text import Text
 from sparsepack.progress import Advance, progress
@@ -27,6 +33,60 @@ AGREEING = 16
 """This many tokens on either side of a seam must be the same in both pieces."""
 _AT_ONCE = 16
 """This many pieces are tokenised together, one a thread."""
+
+
+_ONE_TOKEN = Tokenizer(WordLevel({"a": 0}, unk_token="a")).encode("a")
+
+
+def backend_of(tokenizer: Any) -> Tokenizer:
+    """The tokenizer of the library `tokenizers` in one of transformers, or itself, which takes texts whole from now
+    on."""
+    backend: Tokenizer = getattr(tokenizer, "backend_tokenizer", tokenizer)
+    if backend.truncation is not None:
+        backend.no_truncation()
+    if backend.padding is not None:
+        backend.no_padding()
+    return backend
+
+
+def bos_tokens(tokenizer: Any, unsaid: int | None = None) -> list[int]:
+    """The ids that a tokenizer puts before a text: BOS or none, whatever token is called BOS.
+
+    unsaid -- what is put there where the tokenizer has no post-processor to say so, as in artifacts of older versions
+    """
+    processor = backend_of(tokenizer).post_processor
+    if processor is None:
+        return [] if unsaid is None else [unsaid]
+    around: Encoding = processor.process(_ONE_TOKEN)
+    return list(around.ids[: around.special_tokens_mask.index(0)])
+
+
+def encode(tokenizer: Any, text: str, before: Sequence[int] = ()) -> list[int]:
+    """The ids of a text, all of it, behind `before`, whose last is not repeated where the text spells it itself.
+
+    What a tokenizer would put behind a text, as some do that were saved after training, is left out: the text goes on.
+    """
+    # Of its methods this one lets other threads run meanwhile.
+    (encoding,) = backend_of(tokenizer).encode_batch_fast([text], add_special_tokens=False)
+    ids: list[int] = encoding.ids
+    return [*(before[:-1] if before[-1:] == ids[:1] else before), *ids]
+
+
+def check_ids(
+    tokenizer: Any, ids: Iterable[int], vocabulary: int, what: str, error: type[UserError] = UserError
+) -> None:
+    """Raise `error` where a text spells a token beyond the embedding of a model with so many tokens: some tokenizers
+    have more special tokens than the model has rows.
+
+    what -- the text, for the message
+    """
+    largest = max(ids, default=-1)
+    if largest >= vocabulary:
+        token = backend_of(tokenizer).id_to_token(largest)
+        raise error(
+            f"{what}: it spells {token!r}, token {largest}; expected tokens below {vocabulary:,}, for which this model "
+            "has embeddings; take it out of the text"
+        )
 
 
 class Tokens:
@@ -72,7 +132,7 @@ def tokens_of(tokenizer: Any, text: Text) -> Tokens:
 
     tokenizer -- of transformers, or of the tokenizers library
     """
-    inner: Tokenizer = getattr(tokenizer, "backend_tokenizer", tokenizer)
+    inner = backend_of(tokenizer)
     key = ("tokens", sha256_bytes(inner.to_str().encode()))
     if key not in text.known:
         text.known[key] = Tokens(inner, text)
@@ -141,9 +201,6 @@ def _encoded(tokenizer: Tokenizer, pieces: Iterator[str]) -> Iterator[_Piece]:
 
 
 def _encode(tokenizer: Tokenizer, pieces: list[str]) -> Iterator[_Piece]:
-    # The file may ask for texts of one length; a text has its own.
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
     made = tokenizer.encode_batch(pieces, add_special_tokens=False)
     return (_Piece(piece, one.ids, one.offsets) for piece, one in zip(pieces, made, strict=True))
 

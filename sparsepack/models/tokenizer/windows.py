@@ -13,7 +13,7 @@ import torch
 
 from sparsepack.errors import TextError
 from sparsepack.files.text import Text
-from sparsepack.models.tokenizer.tokens import tokens_of
+from sparsepack.models.tokenizer.tokens import bos_tokens, check_ids, tokens_of
 
 DEFAULT_CONTEXT = 2048
 """A window has this many tokens unless the user or the model says otherwise."""
@@ -43,15 +43,20 @@ def count_windows(tokenizer: Any, text: Text, context: int, most: int | None = N
 
 
 def rolling_windows(
-    tokenizer: Any, text: Text, context: int, most: int | None = None
+    tokenizer: Any, text: Text, context: int, most: int | None = None, vocabulary: int | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The first `most` windows (None: all), with what the model is to predict.
 
-    Returns inputs and targets, int64 [windows, positions]. With a BOS token, a window's input is BOS and its tokens
-    but the last, and every token is a target; without one, each token but the first is.
-    Raises `TextError` where the text is shorter than one window.
+    vocabulary -- how many tokens the model has; None: that is not checked
+
+    Returns inputs and targets, int64 [windows, positions]. Where the tokenizer puts BOS before a text, a window's input
+    is BOS and its tokens but the last, and every token is a target; elsewhere each token but the first is.
+    Raises `TextError` where the text is shorter than one window, and as `check_vocabulary`.
     """
-    return inputs_and_targets(tokenizer, _windows(tokenizer, text, context, most).long())
+    tokens = _windows(tokenizer, text, context, most).long()
+    if vocabulary is not None:
+        check_vocabulary(tokenizer, tokens, vocabulary, text)
+    return inputs_and_targets(tokenizer, tokens)
 
 
 def inputs_and_targets(tokenizer: Any, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -116,13 +121,18 @@ def _stretches(text: Text) -> Iterator[str]:
     yield "".join(waiting)
 
 
-def check_vocabulary(windows: torch.Tensor, size: int, text: Text) -> None:
+def check_vocabulary(tokenizer: Any, windows: torch.Tensor, size: int, text: Text) -> None:
     """Raise `TextError` where a text's windows have a token that a model of `size` tokens does not have."""
-    if windows.numel() and windows.max() >= size:
-        raise TextError(
-            f"{text.name}: token {int(windows.max())} is beyond the model's vocabulary of {size}; the tokenizer does "
-            "not fit the model"
-        )
+    if windows.numel():
+        check_ids(tokenizer, [int(windows.max())], size, text.name, TextError)
+
+
+def first_tokens(tokenizer: Any, text: Text, count: int, vocabulary: int) -> list[int]:
+    """The first `count` ids of a text, or as many as there are, behind what the tokenizer puts before it. Raises
+    `TextError` for one that a model of so many tokens does not have."""
+    ids = [*bos_tokens(tokenizer), *tokenise(tokenizer, text, count).tolist()][:count]
+    check_ids(tokenizer, ids, vocabulary, text.name, TextError)
+    return ids
 
 
 def spread_windows(windows: torch.Tensor, count: int) -> torch.Tensor:
@@ -172,7 +182,7 @@ def _windows(tokenizer: Any, text: Text, context: int, most: int | None = None) 
 
 
 def _inputs(tokenizer: Any, tokens: torch.Tensor) -> torch.Tensor:
-    """The inputs of windows [N, context]: [N, context], or without a BOS token [N, context - 1]."""
-    if tokenizer.bos_token_id is None:
-        return tokens[:, :-1]
-    return torch.cat([torch.full((len(tokens), 1), tokenizer.bos_token_id), tokens[:, :-1]], 1)
+    """The inputs of windows [N, context]: [N, context], or where the tokenizer puts no BOS before a text
+    [N, context - 1]."""
+    before = torch.tensor(bos_tokens(tokenizer)[-1:], dtype=tokens.dtype).expand(len(tokens), -1)
+    return torch.cat([before, tokens[:, :-1]], 1)

@@ -80,15 +80,14 @@ def _settings(job: Job, asked: Bench) -> dict[str, Any]:
 def _run(job: Job, asked: Bench) -> None:
     from sparsepack.bench.decode import bench_decode
     from sparsepack.formats.open import read_packed
-    from sparsepack.models.tokenizer.windows import tokenise
+    from sparsepack.models.tokenizer.windows import first_tokens
 
     settings = _asked_for(job.recipe, asked)
     packed = read_packed(artifact_of(job), verify=False)  # unchanged since it was packed, or pack would have run
     ids, text = None, None
     for name in perplexity_texts(job.recipe)[:1]:
-        tokenizer = job.checkpoint.tokenizer
-        bos = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
-        ids, text = bos + tokenise(tokenizer, job.text([name]), settings.tokens).tolist(), name
+        tokenizer, vocabulary = job.checkpoint.tokenizer, packed.architecture.vocabulary
+        ids, text = first_tokens(tokenizer, job.text([name]), settings.tokens, vocabulary), name
         if len(ids) < settings.tokens:
             say(f"bench: {name} is shorter than {settings.tokens} tokens; random tokens instead")
             ids, text = None, None

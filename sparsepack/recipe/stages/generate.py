@@ -48,8 +48,9 @@ def _length(job: Job, asked: Generate) -> int:
     """Tokens of the prompt and of what is made."""
     from sparsepack.runtime.generation.generate import open_tokenizer, prompt_tokens
 
-    tokenizer = open_tokenizer(job.checkpoint.tokenizer_json())
-    prompt = prompt_tokens(tokenizer, asked.prompt, job.checkpoint.tokenizer.bos_token_id)
+    checkpoint = job.checkpoint
+    tokenizer, config = open_tokenizer(checkpoint.tokenizer_json()), checkpoint.config
+    prompt = prompt_tokens(tokenizer, asked.prompt, checkpoint.tokenizer.bos_token_id, config.vocab_size)
     return len(prompt) + asked.tokens
 
 

@@ -9,6 +9,7 @@ from tokenizers import Tokenizer
 from sparsepack.errors import ArtifactError, UserError
 from sparsepack.models.records.skipped import Skipped
 from sparsepack.models.tokenizer.tokenizer_check import check_tokenizer
+from sparsepack.models.tokenizer.tokens import backend_of, bos_tokens, check_ids, encode
 from sparsepack.runtime.engine import Engine
 from sparsepack.runtime.generation.continuation import Continuation
 from sparsepack.runtime.generation.sampling import Sampler
@@ -152,24 +153,32 @@ def _there(id: int | None) -> int:
 
 
 def generate(
-    engine: Engine, tokenizer: Tokenizer, prompt: str, options: GenerateOptions | None = None, *, keep: bool = False
+    engine: Engine,
+    tokenizer: Tokenizer,
+    prompt: str | Sequence[int],
+    options: GenerateOptions | None = None,
+    *,
+    keep: bool = False,
 ) -> Generation:
     """Continue a prompt. The prompt runs dense, all later tokens sparse.
 
     tokenizer -- the model's: `open_tokenizer(PackedModel.tokenizer_json)`
-    prompt    -- BOS goes before it where the model has one; may then be empty
+    prompt    -- as `prompt_tokens` takes it; or its ids
     keep      -- go on from what the engine's text and the prompt begin with, so that only the rest is prefilled (a
                  conversation); otherwise the engine forgets its text, and the same prompt gives the same text
 
-    Raises `UserError`, before anything runs, for a prompt that is empty without a BOS, longer than the context or not
-    text, and for options out of range.
+    Raises `UserError`, before anything runs, as `prompt_tokens`, for a prompt that is longer than the context, and for
+    options out of range.
     """
     options = checked(options)
     return Generation(engine, tokenizer, [_fitting_prompt(engine, tokenizer, prompt)], options, keep)
 
 
 def generate_together(
-    engine: Engine, tokenizer: Tokenizer, prompts: Sequence[str], options: GenerateOptions | None = None
+    engine: Engine,
+    tokenizer: Tokenizer,
+    prompts: Sequence[str | Sequence[int]],
+    options: GenerateOptions | None = None,
 ) -> list[Generated]:
     """Continue a prompt in each of an engine's sequences, as `generate` does. Raises as `generate`, before anything
     runs."""
@@ -179,35 +188,45 @@ def generate_together(
 
 
 def open_tokenizer(tokenizer_json: str) -> Tokenizer:
-    """A tokenizer from the content of its file; raises `ArtifactError` where it is damaged."""
+    """A tokenizer from the content of its file, which takes texts whole; raises `ArtifactError` where it is damaged."""
     try:
         check_tokenizer(tokenizer_json)
-        return Tokenizer.from_str(tokenizer_json)
+        return backend_of(Tokenizer.from_str(tokenizer_json))
     except Exception as error:  # the library raises bare Exception
         raise ArtifactError(f"the artifact's tokenizer.json cannot be read ({error}); pack the model again") from error
 
 
-def prompt_tokens(tokenizer: Tokenizer, prompt: str, bos: int | None) -> list[int]:
-    """A prompt's ids, BOS first where the model has one, once also where the prompt spells it itself.
+def prompt_tokens(
+    tokenizer: Tokenizer,
+    prompt: str,
+    bos: int | None = None,
+    vocabulary: int | None = None,
+    from_template: bool = False,
+) -> list[int]:
+    """A prompt's ids: BOS first where the tokenizer puts it there, once also where the prompt spells it itself.
 
-    Raises `UserError` where that leaves no token, or the prompt is not text.
+    bos           -- the model's BOS, for a tokenizer that does not say what it puts before a text
+    vocabulary    -- how many tokens the model has; None: that is not checked
+    from_template -- a chat template made the prompt, and wrote its beginning itself
+
+    Raises `UserError` where that leaves no token, the prompt is not text or spells a token that the model has not.
     """
     try:
         prompt.encode("utf-8")
     except UnicodeEncodeError as error:
         raise UserError(f"prompt: not text (character {error.start} is half a character); expected UTF-8") from error
-    # Of its methods this one lets other threads run meanwhile.
-    (encoding,) = tokenizer.encode_batch_fast([prompt], add_special_tokens=False)
-    ids: list[int] = encoding.ids
-    if bos is not None and ids[:1] != [bos]:
-        ids = [bos, *ids]
+    ids = encode(tokenizer, prompt, [] if from_template else bos_tokens(tokenizer, bos))
     if not ids:
-        raise UserError("empty prompt: this model has no token that begins a text (BOS); give at least one word")
+        raise UserError(
+            "empty prompt: this model's tokenizer puts no token before a text (BOS); give at least one word"
+        )
+    if vocabulary is not None:
+        check_ids(tokenizer, ids, vocabulary, "prompt")
     return ids
 
 
-def _fitting_prompt(engine: Engine, tokenizer: Tokenizer, prompt: str) -> list[int]:
-    ids = prompt_tokens(tokenizer, prompt, engine.architecture.bos)
+def _fitting_prompt(engine: Engine, tokenizer: Tokenizer, prompt: str | Sequence[int]) -> list[int]:
+    ids = prompt_tokens(tokenizer, prompt, engine.architecture.bos) if isinstance(prompt, str) else list(prompt)
     if len(ids) > engine.context:
         larger = " or give a larger context" if engine.context < engine.architecture.context else ""
         raise UserError(f"prompt of {len(ids)} tokens: the context holds {engine.context}; shorten it{larger}")

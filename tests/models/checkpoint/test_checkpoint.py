@@ -217,7 +217,8 @@ def test_what_is_no_model_is_one_line(tmp_path, monkeypatch):
 def test_a_tokenizer_that_does_not_fit_is_refused(copied, tmp_path):
     folder = copied()
     vocabulary = json.loads((folder / "tokenizer.json").read_text())
-    vocabulary["added_tokens"].append({**vocabulary["added_tokens"][0], "id": VOCABULARY, "content": "<one more>"})
+    one_more = {"id": VOCABULARY, "content": "<one more>", "special": False}
+    vocabulary["added_tokens"].append({**vocabulary["added_tokens"][0], **one_more})
     (folder / "tokenizer.json").write_text(json.dumps(vocabulary))
     with pytest.raises(CheckpointError, match=f"{VOCABULARY + 1} tokens, the model {VOCABULARY}"):
         _ = open_checkpoint(folder).tokenizer

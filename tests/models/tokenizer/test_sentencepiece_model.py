@@ -107,15 +107,13 @@ def test_tokens_that_the_folder_adds_are_added(tmp_path: Path) -> None:
     assert (made.eos_token, made.chat_template) == ("<|end|>", "{{ x }}")
     assert made.encode("<tool>") == [900]
     assert made.decode([900, 905], skip_special_tokens=True) == "<tool>"
-    with pytest.raises(CheckpointError, match="has 906 tokens, the model 904"):
-        (folder.parent / "small").mkdir()
-        _ = open_checkpoint(shrunk(folder)).tokenizer
-
-
-def shrunk(folder: Path) -> Path:
-    small = folder_with((folder / "tokenizer.model").read_bytes(), folder.parent / "small", vocab_size=904)
+    small = folder_with((folder / "tokenizer.model").read_bytes(), tmp_path / "small", vocab_size=904)
     shutil.copy(folder / "tokenizer_config.json", small)
-    return small
+    assert open_checkpoint(small).tokenizer.convert_tokens_to_ids("<|end|>") == 905, "special, beyond the embedding"
+    decoder["905"]["special"] = False
+    (small / "tokenizer_config.json").write_text(json.dumps(said | {"eos_token": "</s>"}))
+    with pytest.raises(CheckpointError, match="has 906 tokens, the model 904"):
+        _ = open_checkpoint(small).tokenizer
 
 
 def refused(checkpoint: Checkpoint) -> str:

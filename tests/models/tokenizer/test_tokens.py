@@ -187,9 +187,8 @@ def test_no_more_of_a_text_is_tokenised_than_is_asked_for():
 
 @pytest.mark.usefixtures("small_pieces")
 def test_first_windows_need_the_beginning_only_and_drawn_ones_the_whole_once():
-    tokenizer = byte_level()
-    counting = Counting(tokenizer.backend_tokenizer)
-    counting.bos_token_id = 0
+    counting = Counting(Tokenizer.from_str(byte_level().backend_tokenizer.to_str()))
+    counting.inner.post_processor = processors.TemplateProcessing(single="a $A", special_tokens=[("a", 0)])
     text = _text("The quick brown fox jumps over the lazy dog. " * 2_000)
     inputs, targets = rolling_windows(counting, text, 16, 3)
     assert inputs.shape == targets.shape == (3, 16)

@@ -13,6 +13,7 @@ is refused. What llama.cpp does differently all the same, with no key to change 
 """
 
 import re
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -20,7 +21,7 @@ from gguf import GGUFValueType, TokenType
 
 from sparsepack.errors import PackingError
 from sparsepack.formats.plain.llama_cpp.pretokenizers import ZIGZAG, pretokenizer_names, refused, steps
-from sparsepack.models.tokenizer.chat import CHAT_TEMPLATE, template_of
+from sparsepack.models.tokenizer.chat import CHAT_TEMPLATE, DEFAULT, TOOL_USE, templates_of
 
 _KEY = "tokenizer.ggml."
 
@@ -33,12 +34,14 @@ KEY_TYPES: dict[str, tuple[GGUFValueType, GGUFValueType | None]] = {
     _KEY + "merges": (GGUFValueType.ARRAY, GGUFValueType.STRING),
     _KEY + "bos_token_id": (GGUFValueType.UINT32, None),
     _KEY + "eos_token_id": (GGUFValueType.UINT32, None),
+    _KEY + "eot_token_id": (GGUFValueType.UINT32, None),
     _KEY + "unknown_token_id": (GGUFValueType.UINT32, None),
     _KEY + "padding_token_id": (GGUFValueType.UINT32, None),
     _KEY + "add_bos_token": (GGUFValueType.BOOL, None),
     _KEY + "add_eos_token": (GGUFValueType.BOOL, None),
     _KEY + "add_space_prefix": (GGUFValueType.BOOL, None),
     CHAT_TEMPLATE: (GGUFValueType.STRING, None),
+    f"{CHAT_TEMPLATE}.{TOOL_USE}": (GGUFValueType.STRING, None),
 }
 """The type and element type of every key: `writer.add_key_value(key, value, *KEY_TYPES[key])`."""
 
@@ -47,13 +50,15 @@ _BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
 Ranks = dict[tuple[str, str], int]
 
 
-def vocabulary(tokenizer: dict, tokenizer_config: dict, config: dict) -> dict[str, Any]:
+def vocabulary(tokenizer: dict, tokenizer_config: dict, config: dict, turn_ends: Sequence[int] = ()) -> dict[str, Any]:
     """The `tokenizer.*` keys of a GGUF, as plain Python values; `KEY_TYPES` has their GGUF types.
 
     `tokenizer`, `tokenizer_config` and `config` are the parsed tokenizer.json, tokenizer_config.json (with the text of
     a chat_template.jinja put in as `chat_template`, where the model has that file) and config.json.
 
-    There are `config["vocab_size"]` tokens; ids that the tokenizer does not use become UNUSED tokens named `[PADn]`.
+    There are `config["vocab_size"]` tokens; ids that the tokenizer does not use become UNUSED tokens named `[PADn]`,
+    special tokens beyond them are left out. `turn_ends` are all the tokens that end a turn, the one to be named as
+    llama.cpp's EOT first.
     Whether BOS and EOS are added is what the post-processor of tokenizer.json does: transformers 5 reads nothing else
     (`add_bos_token` of tokenizer_config.json counts only where there is no tokenizer.json).
 
@@ -87,12 +92,13 @@ def vocabulary(tokenizer: dict, tokenizer_config: dict, config: dict) -> dict[st
         keys = _byte_level(tokenizer, tokens, types, ranks)
     keys |= {"tokens": tokens, "token_type": [int(kind) for kind in types]}
     keys |= {"add_bos_token": before is not None, "add_eos_token": after is not None}
-    names = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
-    keys |= {f"{names[kind]}_token_id": i for kind, i in special.items() if i is not None}
+    special["eot"] = next((end for end in turn_ends if end != special["eos"] and end < len(tokens)), None)
+    names = {"unk": "unknown", "pad": "padding"}
+    keys |= {f"{names.get(kind, kind)}_token_id": i for kind, i in special.items() if i is not None}
     named = {_KEY + key: value for key, value in keys.items()}
-    if template := template_of(tokenizer_config):
-        named[CHAT_TEMPLATE] = template
-    return named
+    templates = templates_of(tokenizer_config)
+    keys_of = {DEFAULT: CHAT_TEMPLATE, TOOL_USE: f"{CHAT_TEMPLATE}.{TOOL_USE}"}
+    return named | {key: templates[name] for name, key in keys_of.items() if name in templates}
 
 
 def _tokens(tokenizer: dict, config: dict) -> tuple[list[str], list[TokenType]]:
@@ -106,6 +112,9 @@ def _tokens(tokenizer: dict, config: dict) -> tuple[list[str], list[TokenType]]:
                 f"tokenizer.json: the added token {added['content']!r} asks for single_word, lstrip or rstrip, "
                 f"which llama.cpp ignores; expected an added token without; {ZIGZAG}"
             )
+        if added["special"] and added["id"] >= size:
+            by_id.pop(added["id"], None)
+            continue  # llama.cpp has no more tokens than rows of the embedding
         by_id[added["id"]] = added["content"], TokenType.CONTROL if added["special"] else TokenType.USER_DEFINED
     if max(by_id, default=-1) >= size:
         raise PackingError(
