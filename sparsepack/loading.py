@@ -100,7 +100,9 @@ class Model:
         """
         check_type("text", text, str | tuple[int, ...], UserError)
         ids = prompt_tokens(self.tokenizer, text, self.packed.architecture.bos) if isinstance(text, str) else list(text)
-        return self.engine.teacher_forced(ids, len(ids) if sparse_from is None else sparse_from)
+        with self.engine.lock:
+            self.engine.claim()
+            return self.engine.teacher_forced(ids, len(ids) if sparse_from is None else sparse_from)
 
     def _with(self, options: GenerateOptions | None, changes: dict[str, Any]) -> GenerateOptions:
         check_type("options", options, GenerateOptions | None, UserError)
