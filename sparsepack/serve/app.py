@@ -14,6 +14,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from sparsepack.serve.answers import CHAT, COMPLETION, Answer, Form
+from sparsepack.serve.connections import Connections, most_connections
 from sparsepack.serve.delivery import Delivery, queue_full
 from sparsepack.serve.guards import LOOPBACK, SMALL_BODY, Guard, LargeBodies, json_body, refused
 from sparsepack.serve.memory import give_back_memory
@@ -41,6 +42,7 @@ class Service:
     ) -> None:
         self.worker, self.prompts, self.options = worker, prompts, options
         self.name, self.fingerprint = name, fingerprint
+        self.connections = Connections(most_connections(options.connections), options.receive_timeout)
         self.metrics = Metrics(making=lambda: worker.making, waiting=lambda: worker.waiting)
         self._preparation = Preparation(prompts.model, prompts, name, worker.together + options.queue)
         self._created = int(time.time())
@@ -92,9 +94,12 @@ class Service:
         return Delivery(tickets, answer, bool(asked.stream), self.options.send_timeout, self.metrics, asked_at)
 
     async def _read(self, request: Request, read: Callable[[bytes], R]) -> R:
-        """What a function makes of a request's body, in a thread, while others are served."""
+        """What a function makes of a request's body, in a thread, while others are served. Raises `Refusal` where there
+        are too many."""
         with self._large_bodies.one() as grow:
-            return await self._made_of(await json_body(request, self.prompts.most_body, grow=grow), read)
+            body = await json_body(request, self.prompts.most_body, self.options.receive_timeout, grow)
+            self.connections.check_answers()
+            return await self._made_of(body, read)
 
     async def _made_of(self, body: bytes, read: Callable[[bytes], R]) -> R:
         """A large body may take a second: only one is read at a time, and what it took is given back."""
