@@ -23,7 +23,7 @@ from sparsepack.serve.options import ServeOptions
 from sparsepack.serve.preparing import Preparation, Prepared
 from sparsepack.serve.prompts import Prompts
 from sparsepack.serve.refusals import Refusal
-from sparsepack.serve.worker import Closing, QueueFull, TextRequest, TextWorker, Ticket
+from sparsepack.serve.worker import ENDING, Closing, QueueFull, TextRequest, TextWorker, Ticket
 
 PATHS = frozenset(("/health", "/metrics", "/v1/models", "/v1/completions", "/v1/chat/completions"))
 
@@ -95,11 +95,16 @@ class Service:
 
     async def _read(self, request: Request, read: Callable[[bytes], R]) -> R:
         """What a function makes of a request's body, in a thread, while others are served. Raises `Refusal` where there
-        are too many."""
+        are too many, or the server ends meanwhile."""
         with self._large_bodies.one() as grow:
             body = await json_body(request, self.prompts.most_body, self.options.receive_timeout, grow)
             self.connections.check_answers()
-            return await self._made_of(body, read)
+            try:
+                return await self._made_of(body, read)
+            except Refusal as error:
+                if self.worker.usable:
+                    raise
+                raise Refusal(503, ENDING, code="server_ending") from error
 
     async def _made_of(self, body: bytes, read: Callable[[bytes], R]) -> R:
         """A large body may take a second: only one is read at a time, and what it took is given back."""

@@ -15,6 +15,8 @@ from torch import Tensor
 
 from sparsepack.errors import UserError
 from sparsepack.loading import Model
+from sparsepack.models.tokenizer.sandbox import decoding_json
+from sparsepack.models.tokenizer.tokenizer_check import check_tokenizer
 from sparsepack.option import LARGEST_COUNT
 from sparsepack.serve.refusals import Refusal
 from sparsepack.serve.tools import ToolFormat
@@ -126,7 +128,9 @@ def _tokenizer_of(model: Model) -> Any:
     if not architecture.eos:
         return None
     try:
-        return LLTokenizer(packed.tokenizer_json, n_vocab=architecture.vocabulary, eos_token=list(architecture.eos))
+        # llguidance reads the vocabulary and the decoder; what cuts texts may take all time to compile.
+        read = decoding_json(check_tokenizer(packed.tokenizer_json))
+        return LLTokenizer(read, n_vocab=architecture.vocabulary, eos_token=list(architecture.eos))
     except ValueError as error:
         logging.getLogger(__name__).warning("no JSON schemas and no grammars: %s", _line(str(error)))
         return None

@@ -7,7 +7,7 @@ import logging
 import signal
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from math import ceil
 from types import FrameType
 
@@ -15,6 +15,7 @@ import uvicorn
 
 from sparsepack.errors import UserError
 from sparsepack.loading import Model
+from sparsepack.models.tokenizer.sandbox import SANDBOX
 from sparsepack.progress import say
 from sparsepack.serve.app import Service, create_app
 from sparsepack.serve.connections import (
@@ -65,6 +66,8 @@ def serve(model: Model, default_name: str, options: ServeOptions, listening: soc
     """Serve a model on a socket until SIGINT or SIGTERM. Texts in the making then have `options.grace` seconds."""
     name = options.model_name or default_name
     model.engine.prepare()  # which the first request need not wait for
+    with suppress(UserError):  # each chat says what is wrong with its template
+        model.chat_prompt([{"role": "user", "content": "Hello"}])
     worker = TextWorker(Texts(model), options.queue)
     try:
         server = _Server(Service(worker, Prompts(model), options, name, fingerprint(model)))
@@ -155,4 +158,5 @@ class _Server(uvicorn.Server):
 
     def _end_texts(self) -> None:
         self._worker.refuse_more()
+        SANDBOX.close()  # no prompt is made any more, however long its template or its tokenizer would take
         self._loop.call_later(self._options.grace, self._worker.break_off)

@@ -5,14 +5,15 @@ from pathlib import Path
 from typing import Any
 
 
-def check_tokenizer(tokenizer_json: str) -> None:
-    """Raise `ValueError` for a tokenizer.json that would abort the process, or is no JSON.
+def check_tokenizer(tokenizer_json: str) -> dict[str, Any]:
+    """Return what a tokenizer.json says. Raises `ValueError` for one that would abort the process, or is no JSON.
 
     Of a merge's second part the library (0.23) cuts off as many bytes as `continuing_subword_prefix` has, without
     looking what they are. Where that leaves half a character, telling of it ends in an abort that nobody can catch.
     """
     try:
-        model: Any = json.loads(tokenizer_json).get("model") or {}
+        read: Any = json.loads(tokenizer_json)
+        model: Any = read.get("model") or {}
         prefix, merges = model.get("continuing_subword_prefix") or "", model.get("merges") or ()
         seconds = (merge.partition(" ")[2] if isinstance(merge, str) else merge[1] for merge in merges if prefix)
         wrong = next((second for second in seconds if not second.startswith(prefix)), None)
@@ -20,6 +21,7 @@ def check_tokenizer(tokenizer_json: str) -> None:
         raise ValueError(f"it is no tokenizer ({error})") from error
     if wrong is not None:
         raise ValueError(f"a merge with {wrong[:60]!r}, which does not begin with its continuing_subword_prefix")
+    return dict(read)
 
 
 def check_tokenizer_of(folder: Path) -> None:

@@ -9,6 +9,7 @@ from tokenizers import Tokenizer
 
 from sparsepack.errors import ArtifactError, UserError
 from sparsepack.models.records.skipped import Skipped
+from sparsepack.models.tokenizer.sandbox import SandboxError, SandboxTokenizer
 from sparsepack.models.tokenizer.tokenizer_check import check_tokenizer
 from sparsepack.runtime.engine import Counts, Engine
 from sparsepack.runtime.generation.continuation import Continuation
@@ -211,10 +212,10 @@ def generate_together(
 
 
 def open_tokenizer(tokenizer_json: str) -> Tokenizer:
-    """A tokenizer from the content of its file; raises `ArtifactError` where it is damaged."""
+    """A tokenizer from the content of its file, which is used in a child process (`SandboxTokenizer`); raises
+    `ArtifactError` where it is damaged."""
     try:
-        check_tokenizer(tokenizer_json)
-        return Tokenizer.from_str(tokenizer_json)
+        return SandboxTokenizer(check_tokenizer(tokenizer_json), tokenizer_json)  # type: ignore[return-value]
     except Exception as error:  # the library raises bare Exception
         raise ArtifactError(f"the artifact's tokenizer.json cannot be read ({error}); pack the model again") from error
 
@@ -228,8 +229,10 @@ def prompt_tokens(tokenizer: Tokenizer, prompt: str, bos: int | None) -> list[in
         prompt.encode("utf-8")
     except UnicodeEncodeError as error:
         raise UserError(f"prompt: not text (character {error.start} is half a character); expected UTF-8") from error
-    # Of its methods this one lets other threads run meanwhile.
-    (encoding,) = tokenizer.encode_batch_fast([prompt], add_special_tokens=False)
+    try:
+        (encoding,) = tokenizer.encode_batch_fast([prompt], add_special_tokens=False)
+    except SandboxError as error:
+        raise UserError(f"prompt: the model's tokenizer cannot take this text ({error})") from error
     ids: list[int] = encoding.ids
     if bos is not None and ids[:1] != [bos]:
         ids = [bos, *ids]
