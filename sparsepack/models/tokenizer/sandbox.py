@@ -25,8 +25,9 @@ from sparsepack.errors import ArtifactError, UserError
 from sparsepack.files.hashing import sha256_bytes
 from sparsepack.models.tokenizer.sandbox_child import MEMORY, receive, send
 
-SECONDS = 5.0
-"""A request has this much processor time, and a text 1 s more for each `CHARACTERS` characters."""
+SECONDS = 2.0
+"""A request has this much processor time, where templates of known models take thousandths of a second; a text to
+tokenise has 1 s more for each `CHARACTERS` characters."""
 CHARACTERS = 100_000
 LOAD_SECONDS = 60.0
 """To import a library or to read a tokenizer, a child has this much processor time."""
