@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sparsepack.errors import UserError
 from sparsepack.loading import Model
-from sparsepack.models.tokenizer.sandbox import decoding_json
+from sparsepack.models.tokenizer.sandbox import SANDBOX, SandboxError, decoding_json
 from sparsepack.models.tokenizer.tokenizer_check import check_tokenizer
 from sparsepack.option import LARGEST_COUNT
 from sparsepack.serve.refusals import Refusal
@@ -115,6 +115,10 @@ class Grammars:
             raise Refusal(400, f"{param}: this model has no token that ends a text; leave it out", param)
         if self._tokenizer is None:
             raise Refusal(400, f"{param}: this model's tokenizer has no token for each byte; leave it out", param)
+        try:
+            SANDBOX.call("compile_grammar", grammar)  # llguidance has no limit of its own for some patterns
+        except SandboxError as error:
+            raise _refused(str(error), param) from error
         with _refusals(param):
             matcher = LLMatcher(self._tokenizer, grammar, log_level=0)
         if matcher.is_error():

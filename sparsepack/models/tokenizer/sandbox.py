@@ -18,7 +18,6 @@ import time
 from array import array
 from collections.abc import Sequence
 from contextlib import suppress
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 from sparsepack.errors import ArtifactError, UserError
@@ -199,7 +198,7 @@ if hasattr(os, "register_at_fork"):
 class SandboxEncoding(NamedTuple):
     """The tokens of a text.
 
-    offsets -- where each token begins and ends in the text, in characters
+    offsets -- where each token begins and ends in the text, in characters; empty by `encode_batch_fast`
     tokens  -- their texts in the vocabulary; empty where a batch was encoded
     """
 
@@ -208,36 +207,47 @@ class SandboxEncoding(NamedTuple):
     tokens: list[str]
 
 
+def tokenizer_key(tokenizer_json: str) -> str:
+    """The name of a tokenizer in a child."""
+    return sha256_bytes(tokenizer_json.encode(errors="surrogatepass"))
+
+
+def load_tokenizer(tokenizer_json: str) -> None:
+    """Read a tokenizer.json in a child. Raises `SandboxError` where that fails."""
+    key = tokenizer_key(tokenizer_json)
+    SANDBOX.call("encode", key, [], False, False, False, after=(key, "load_tokenizer", (key, tokenizer_json)))
+
+
 class SandboxTokenizer:
     """A tokenizer of the library `tokenizers` that turns texts into ids in a child process, and ids into text here.
 
     What is here is the vocabulary, the decoder and the post-processor, which take time and memory in proportion to the
-    ids. A text is never truncated or padded. Raises `ValueError` for what is no tokenizer or could decode without such
-    a bound.
+    ids where `check_decoder` finds nothing. A text is never truncated or padded. Raises `SandboxError` for what is no
+    tokenizer.
     """
 
     def __init__(self, read: dict[str, Any], tokenizer_json: str) -> None:
         from tokenizers import Tokenizer
 
-        check_decoder(read)
-        self._key = sha256_bytes(tokenizer_json.encode(errors="surrogatepass"))
-        self._json = tokenizer_json
+        self._key, self._json = tokenizer_key(tokenizer_json), tokenizer_json
+        load_tokenizer(tokenizer_json)
         self._here = Tokenizer.from_str(decoding_json(read))
-        self.encode_batch([])  # whether it can be read
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._here, name)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> SandboxEncoding:
         """The tokens of a text. Raises `SandboxError`."""
-        (encoding,) = self._encode([text], add_special_tokens, True)
+        (encoding,) = self._encode([text], add_special_tokens, True, True)
         return encoding
 
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[SandboxEncoding]:
         """The tokens of each text. Raises `SandboxError`."""
-        return self._encode(texts, add_special_tokens, False)
+        return self._encode(texts, add_special_tokens, True, False)
 
-    encode_batch_fast = encode_batch
+    def encode_batch_fast(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[SandboxEncoding]:
+        """As `encode_batch`, without offsets: those of a long prompt would take long to make here."""
+        return self._encode(texts, add_special_tokens, False, False)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of ids. Raises `ArtifactError`."""
@@ -257,16 +267,20 @@ class SandboxTokenizer:
         loaded = (self._key, "load_tokenizer", (self._key, self._json))
         return SANDBOX.call(function, self._key, *arguments, seconds=seconds, after=loaded)
 
-    def _encode(self, texts: Sequence[str], add_special_tokens: bool, with_tokens: bool) -> list[SandboxEncoding]:
+    def _encode(
+        self, texts: Sequence[str], add_special_tokens: bool, with_offsets: bool, with_tokens: bool
+    ) -> list[SandboxEncoding]:
         seconds = SECONDS + sum(map(len, texts)) / CHARACTERS
-        (counts, tokens), blob = self._call("encode", list(texts), add_special_tokens, with_tokens, seconds=seconds)
-        numbers = array("i", blob)
-        ends = [0]
-        for count in counts:
-            ends += [ends[-1] + count, ends[-1] + 2 * count, ends[-1] + 3 * count]
-        parts = [numbers[begin:end].tolist() for begin, end in pairwise(ends)]
-        columns = zip(parts[::3], parts[1::3], parts[2::3], tokens or [[]] * len(counts), strict=True)
-        return [SandboxEncoding(ids, list(zip(begin, end, strict=True)), names) for ids, begin, end, names in columns]
+        arguments = ([*texts], add_special_tokens, with_offsets, with_tokens)
+        (counts, tokens), blob = self._call("encode", *arguments, seconds=seconds)
+        numbers, encodings, end = array("i", blob), [], 0
+        for n, count in enumerate(counts):
+            columns = 3 if with_offsets else 1
+            ids, *offsets = (numbers[end + k * count : end + (k + 1) * count].tolist() for k in range(columns))
+            end += columns * count
+            pairs = list(zip(*offsets, strict=True)) if with_offsets else []
+            encodings.append(SandboxEncoding(ids, pairs, tokens[n] if with_tokens else []))
+        return encodings
 
 
 MOST_GROWTH = 8.0

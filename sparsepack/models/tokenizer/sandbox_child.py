@@ -111,16 +111,19 @@ def tokenizer_json(key: str) -> Answer:
     return _tokenizers[key].to_str(), b""
 
 
-def encode(key: str, texts: Sequence[str], add_special_tokens: bool, with_tokens: bool) -> Answer:
-    """How many tokens each text has, and what they are where that is asked for; and int32 of each token in turn: the
-    ids of a text, where each begins, where it ends."""
-    encodings = _tokenizers[key].encode_batch(list(texts), add_special_tokens=add_special_tokens)
+def encode(key: str, texts: Sequence[str], add_special_tokens: bool, with_offsets: bool, with_tokens: bool) -> Answer:
+    """How many tokens each text has, and what they are where that is asked for; and int32 of each text in turn: its
+    ids and, where that is asked for, where each token begins and ends."""
+    tokenizer = _tokenizers[key]
+    encode_batch = tokenizer.encode_batch if with_offsets else tokenizer.encode_batch_fast
+    encodings = encode_batch(list(texts), add_special_tokens=add_special_tokens)
     numbers = array("i")
     for encoding in encodings:
         numbers.extend(encoding.ids)
-        offsets = encoding.offsets
-        numbers.extend([begin for begin, _ in offsets])
-        numbers.extend([end for _, end in offsets])
+        if with_offsets:
+            offsets = encoding.offsets
+            numbers.extend([begin for begin, _ in offsets])
+            numbers.extend([end for _, end in offsets])
     tokens = [encoding.tokens for encoding in encodings] if with_tokens else None
     return [[len(encoding) for encoding in encodings], tokens], numbers.tobytes()
 
@@ -166,6 +169,16 @@ def full_matches(pattern: str, texts: Sequence[str]) -> Answer:
     return [text for text in texts if re.fullmatch(pattern, text)], b""
 
 
+def compile_grammar(grammar: str) -> Answer:
+    """Compile a grammar of llguidance, for a vocabulary of bytes."""
+    from llguidance import LLMatcher, LLTokenizer
+
+    matcher = LLMatcher(LLTokenizer("byte"), grammar, log_level=0)
+    if not matcher.is_error():
+        matcher.compute_logit_bias()
+    return None, b""
+
+
 FUNCTIONS: Mapping[str, Callable[..., Answer]] = {
     function.__name__: function
     for function in (
@@ -176,6 +189,7 @@ FUNCTIONS: Mapping[str, Callable[..., Answer]] = {
         render_chat_template,
         render_task_template,
         full_matches,
+        compile_grammar,
     )
 }
 

@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from sparsepack.models.tokenizer.sandbox import SandboxError, load_tokenizer
+
 
 def check_tokenizer(tokenizer_json: str) -> dict[str, Any]:
     """Return what a tokenizer.json says. Raises `ValueError` for one that would abort the process, or is no JSON.
@@ -28,4 +30,9 @@ def check_tokenizer_of(folder: Path) -> None:
     """Check the tokenizer.json of a folder, if there is one, as `check_tokenizer` does."""
     path = folder / "tokenizer.json"
     if path.is_file():
-        check_tokenizer(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        check_tokenizer(text)
+        try:
+            load_tokenizer(text)  # before it is read here: some patterns take all time and memory to compile
+        except SandboxError as error:
+            raise ValueError(f"it cannot be read ({error})") from error

@@ -6,6 +6,7 @@ their overlap where both begin a token, with the same tokens around it. The toke
 memory holds a few pieces. Where no place will do (one endless word), the two pieces become one.
 """
 
+import json
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from itertools import islice
@@ -17,6 +18,7 @@ from tokenizers import Tokenizer
 
 from sparsepack.files.hashing import sha256_bytes
 from sparsepack.files.text import Text
+from sparsepack.models.tokenizer.sandbox import SandboxTokenizer
 from sparsepack.progress import Advance, progress
 
 PIECE = 1 << 16
@@ -73,9 +75,12 @@ def tokens_of(tokenizer: Any, text: Text) -> Tokens:
     tokenizer -- of transformers, or of the tokenizers library
     """
     inner: Tokenizer = getattr(tokenizer, "backend_tokenizer", tokenizer)
-    key = ("tokens", sha256_bytes(inner.to_str().encode()))
+    written = inner.to_str()
+    key = ("tokens", sha256_bytes(written.encode()))
     if key not in text.known:
-        text.known[key] = Tokens(inner, text)
+        # What a checkpoint's files say of cutting texts may take all time.
+        in_child: Any = SandboxTokenizer(json.loads(written), written) if isinstance(inner, Tokenizer) else inner
+        text.known[key] = Tokens(in_child, text)
     tokens: Tokens = text.known[key]
     return tokens
 

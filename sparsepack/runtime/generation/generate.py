@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 
 from sparsepack.errors import ArtifactError, UserError
 from sparsepack.models.records.skipped import Skipped
-from sparsepack.models.tokenizer.sandbox import SandboxError, SandboxTokenizer
+from sparsepack.models.tokenizer.sandbox import SandboxError, SandboxTokenizer, check_decoder
 from sparsepack.models.tokenizer.tokenizer_check import check_tokenizer
 from sparsepack.runtime.engine import Counts, Engine
 from sparsepack.runtime.generation.continuation import Continuation
@@ -215,7 +215,9 @@ def open_tokenizer(tokenizer_json: str) -> Tokenizer:
     """A tokenizer from the content of its file, which is used in a child process (`SandboxTokenizer`); raises
     `ArtifactError` where it is damaged."""
     try:
-        return SandboxTokenizer(check_tokenizer(tokenizer_json), tokenizer_json)  # type: ignore[return-value]
+        read = check_tokenizer(tokenizer_json)
+        check_decoder(read)
+        return SandboxTokenizer(read, tokenizer_json)  # type: ignore[return-value]
     except Exception as error:  # the library raises bare Exception
         raise ArtifactError(f"the artifact's tokenizer.json cannot be read ({error}); pack the model again") from error
 
