@@ -59,11 +59,13 @@ class _Child:
         self._connection, other = socket.socketpair()
         # Of glibc each thread has an arena of its own, and of OpenBLAS a buffer: they would count as memory.
         variables = {"MALLOC_ARENA_MAX": "2", "OPENBLAS_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"}
+        # An empty entry means the working folder.
+        folders = os.pathsep.join(filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)))
         threads = str(min(8, os.cpu_count() or 1))
         with other:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "sparsepack.models.tokenizer.sandbox_child"],
-                env={**os.environ, "RAYON_NUM_THREADS": threads, **variables},
+                env={**os.environ, "PYTHONPATH": folders, "RAYON_NUM_THREADS": threads, **variables},
                 stdin=other.fileno(),
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
@@ -213,9 +215,9 @@ def tokenizer_key(tokenizer_json: str) -> str:
 
 
 def load_tokenizer(tokenizer_json: str) -> None:
-    """Read a tokenizer.json in a child. Raises `SandboxError` where that fails."""
+    """Read a tokenizer.json in a child, and tokenise a word or two. Raises `SandboxError` where that fails."""
     key = tokenizer_key(tokenizer_json)
-    SANDBOX.call("encode", key, [], False, False, False, after=(key, "load_tokenizer", (key, tokenizer_json)))
+    SANDBOX.call("encode", key, ["a b"], False, False, False, after=(key, "load_tokenizer", (key, tokenizer_json)))
 
 
 class SandboxTokenizer:

@@ -10,7 +10,7 @@ from sparsepack.files.stored import shown
 from sparsepack.models.own_code import STOCK_ALONE, refused_own_code, tell_own_code
 from sparsepack.models.tokenizer.gguf_tokenizer import gguf_tokenizer_config, gguf_tokenizer_json
 from sparsepack.models.tokenizer.sentencepiece_model import FILE, sentencepiece_config, sentencepiece_json
-from sparsepack.models.tokenizer.tokenizer_check import check_tokenizer_of
+from sparsepack.models.tokenizer.tokenizer_check import check_in_child, check_tokenizer_of
 
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token")
 
@@ -19,6 +19,7 @@ def gguf_tokenizer(file: GgufFile, name: str) -> Any:
     """The tokenizer of a GGUF; raises `CheckpointError` as `gguf_tokenizer_json` does, and where it does not work."""
     tokenizer_json, config = gguf_tokenizer_json(file, name), gguf_tokenizer_config(file, name)
     try:
+        check_in_child(tokenizer_json)
         tokenizer = _wrapped(tokenizer_json, config)
         # What does not fit together shows only in use.
         list(tokenizer("a b", add_special_tokens=False, verbose=False)["input_ids"])

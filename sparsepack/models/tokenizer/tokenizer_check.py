@@ -30,9 +30,14 @@ def check_tokenizer_of(folder: Path) -> None:
     """Check the tokenizer.json of a folder, if there is one, as `check_tokenizer` does."""
     path = folder / "tokenizer.json"
     if path.is_file():
-        text = path.read_text(encoding="utf-8")
-        check_tokenizer(text)
-        try:
-            load_tokenizer(text)  # before it is read here: some patterns take all time and memory to compile
-        except SandboxError as error:
-            raise ValueError(f"it cannot be read ({error})") from error
+        check_in_child(path.read_text(encoding="utf-8"))
+
+
+def check_in_child(tokenizer_json: str) -> None:
+    """Raise `ValueError` as `check_tokenizer`, and for a tokenizer.json that takes too long or too much memory to read:
+    else it can be read in this process."""
+    check_tokenizer(tokenizer_json)
+    try:
+        load_tokenizer(tokenizer_json)
+    except SandboxError as error:
+        raise ValueError(f"it cannot be read ({error})") from error

@@ -70,11 +70,14 @@ class Tokens:
 
 
 def tokens_of(tokenizer: Any, text: Text) -> Tokens:
-    """The tokens of a text without special tokens. Whoever asks again, with the same tokenizer, gets what there is.
+    """The tokens of a text without special tokens, of any length, whatever the tokenizer's file says of that. Whoever
+    asks again, with the same tokenizer, gets what there is.
 
     tokenizer -- of transformers, or of the tokenizers library
     """
     inner: Tokenizer = getattr(tokenizer, "backend_tokenizer", tokenizer)
+    inner.no_truncation()
+    inner.no_padding()
     written = inner.to_str()
     key = ("tokens", sha256_bytes(written.encode()))
     if key not in text.known:
@@ -146,9 +149,6 @@ def _encoded(tokenizer: Tokenizer, pieces: Iterator[str]) -> Iterator[_Piece]:
 
 
 def _encode(tokenizer: Tokenizer, pieces: list[str]) -> Iterator[_Piece]:
-    # The file may ask for texts of one length; a text has its own.
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
     made = tokenizer.encode_batch(pieces, add_special_tokens=False)
     return (_Piece(piece, one.ids, one.offsets) for piece, one in zip(pieces, made, strict=True))
 
