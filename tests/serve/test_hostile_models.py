@@ -48,11 +48,11 @@ def test_a_template_without_end_is_a_400_while_others_are_served(own: Model, mon
 def test_a_tokenizer_without_end_is_a_400(own: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sandbox, "SECONDS", 0.5)
     read = json.loads(own.packed.tokenizer_json)
-    grows = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 100}
+    grows = {"type": "Replace", "pattern": {"String": "q"}, "content": "q" * 100}
     hostile = json.dumps({**read, "normalizer": {"type": "Sequence", "normalizers": [grows] * 8}})
     own.__dict__["tokenizer"] = open_tokenizer(hostile)
     with Served(own, ServeOptions()) as served, served.http() as client:
-        asked = {"model": "tiny", "max_tokens": 1, "prompt": "a" * 50}
+        asked = {"model": "tiny", "max_tokens": 1, "prompt": "q" * 50}
         refused = client.post("/v1/completions", json=asked)
         assert refused.status_code == 400
         assert "tokenizer cannot take this text" in refused.json()["error"]["message"]
