@@ -104,7 +104,9 @@ class Model:
         """
         check_type("text", text, str | tuple[int, ...], UserError)
         ids = self._tokens(text) if isinstance(text, str) else list(text)
-        return self.engine.teacher_forced(ids, len(ids) if sparse_from is None else sparse_from)
+        with self.engine.lock:
+            self.engine.claim()
+            return self.engine.teacher_forced(ids, len(ids) if sparse_from is None else sparse_from)
 
     def _tokens(self, text: str, from_template: bool = False) -> list[int]:
         numbers = self.packed.architecture

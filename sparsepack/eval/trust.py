@@ -4,17 +4,21 @@ Three ways lead from the YAML file of an lm-eval task to code: `!function MODULE
 a metric that lm-eval does not have, for which Hugging Face's `evaluate` runs a script; and a template, which in plain
 Jinja reaches every object of the program. lm-eval has no switch for any of them, so they are closed where it looks
 them up.
-A template's time is limited too.
+A template runs in a child process that limits its time and memory, too.
 """
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from jinja2.exceptions import TemplateError
+
 from sparsepack.errors import UserError
 from sparsepack.eval.task_data import jsonl
+from sparsepack.models.tokenizer.sandbox import SANDBOX, SandboxError
 
 _OURS = f"{jsonl.__module__}.{jsonl.__name__}"
 _REMEDY = "give --trust-tasks (in a recipe eval.trust_tasks: true) if you trust these files as you trust a program"
@@ -31,10 +35,7 @@ def no_code() -> Iterator[None]:
     import lm_eval.tasks._yaml_loader
     import lm_eval.utils
     import yaml
-    from jinja2.exceptions import SecurityError
     from lm_eval.api.registry import get_metric, metric_registry
-
-    from sparsepack.models.tokenizer.template_limits import TooMuch, limited
 
     def function(name: str, folder: Path) -> Any:
         # Ours by itself: lm-eval would prefer a file of that name beside the task.
@@ -47,17 +48,29 @@ def no_code() -> Iterator[None]:
             raise UserError(f"the metric {name!r} of a task is none of lm-eval's, a script would run for it; {_REMEDY}")
         return get_metric(name)
 
-    templates = limited(lm_eval.utils.env, immutable=False)
     # Without libyaml lm-eval takes a loader that knows Python's names.
     safe = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     with (
         mock.patch.multiple(lm_eval.tasks._yaml_loader, _import_func_in_yml=function, _Base=safe),
         mock.patch.object(lm_eval.api.task, "get_metric", metric),
-        mock.patch.object(lm_eval.utils, "env", templates),
+        mock.patch.object(lm_eval.utils, "apply_template", _rendered),
     ):
-        try:
-            yield
-        except SecurityError as error:
+        yield
+
+
+def _rendered(template: str, document: Mapping[str, Any]) -> str:
+    """The text that a task's template makes of a document, in a child process.
+
+    Raises `UserError` for a template that reaches for code or takes too much, and what jinja2 raises for a wrong one.
+    """
+    # A document holds what JSON can say, but for dates and the like, of which templates write the text.
+    plain = json.loads(json.dumps(document, default=str))
+    try:
+        text, _ = SANDBOX.call("render_task_template", template, plain)
+    except SandboxError as error:
+        if error.kind == "SecurityError":
             raise UserError(f"a template of a task reaches for code ({error}); {_REMEDY}") from error
-        except TooMuch as error:
+        if error.kind in (None, "MemoryError"):
             raise UserError(f"a template of a task asks for too much: {error}; {_REMEDY}") from error
+        raise TemplateError(f"{error.kind}: {error}") from error
+    return str(text)

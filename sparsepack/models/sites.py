@@ -2,13 +2,13 @@
 
 import difflib
 import fnmatch
-import re
 from collections.abc import Mapping, Sequence
 
 from sparsepack.errors import SiteError
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
 from sparsepack.models.family import SITES
 from sparsepack.models.records.rule import SiteKey
+from sparsepack.models.tokenizer.sandbox import SANDBOX, SandboxError
 
 
 def site_name(layer: int, site: str) -> str:
@@ -36,12 +36,13 @@ def chosen_sites(
 def _matching(pattern: str, names: Mapping[str, SiteKey], which: str) -> list[str]:
     if pattern.startswith("re:"):
         try:
-            found = [name for name in names if re.fullmatch(pattern[3:], name)]
-        except re.error as error:
+            matches, _ = SANDBOX.call("full_matches", pattern[3:], [*names])
+            found = [str(name) for name in matches]
+        except SandboxError as error:
             raise SiteError(f"{which} {pattern!r}: not a regular expression ({error})") from error
     else:
         found = fnmatch.filter(names, pattern)
     if not found:
-        near = difflib.get_close_matches(pattern.removeprefix("re:"), names, 5, cutoff=0.0)
+        near = difflib.get_close_matches(pattern.removeprefix("re:")[:100], names, 5, cutoff=0.0)
         raise SiteError(f"{which} {pattern!r} matches no site; nearest: {', '.join(near)}")
     return found

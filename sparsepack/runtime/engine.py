@@ -1,5 +1,7 @@
 """The decoder: a packed model, run token by token, skipping the columns that its rules call inactive."""
 
+import threading
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -79,6 +81,9 @@ class Engine:
             self._decoder.hold(self._hold)
         self._ids: list[list[int]] = [[] for _ in self.positions]
         self._turned = TurnedTexts(self.architecture, self.context, self._decoder)
+        self.lock = threading.RLock()
+        self._owner: weakref.ref[object] | None = None
+        self._owner_thread = threading.current_thread()
 
     def _fit_context(self, options: EngineOptions, cache_type: str) -> None:
         """Take a context that leaves room for the model, where a budget was given and no context; the notes say so."""
@@ -153,8 +158,33 @@ class Engine:
         """What the thresholds of each sequence are multiplied by in its next step; empty: no share is held."""
         return self._decoder.scales
 
+    def claim(self, owner: object = None) -> None:
+        """Let `owner` alone, or nobody, go on with the texts. Whoever claims and works holds `lock` meanwhile.
+
+        Raises `UserError` where the owner before began in another thread that lives, and has not released them.
+        """
+        before = None if self._owner is None else self._owner()
+        here = threading.current_thread()
+        if before is not None and self._owner_thread is not here and self._owner_thread.is_alive():
+            raise UserError(
+                f"thread {self._owner_thread.name!r} makes a text with this model; let it end or close it first, ask "
+                "for its result() at once, or load the model for each thread"
+            )
+        self._owner = None if owner is None else weakref.ref(owner)
+        self._owner_thread = here
+
+    def owned_by(self, owner: object) -> bool:
+        """Whether the texts are those of `owner`."""
+        return self._owner is not None and self._owner() is owner
+
+    def release(self, owner: object) -> None:
+        """Let others claim the texts, which stay."""
+        if self.owned_by(owner):
+            self._owner = None
+
     def reset(self) -> None:
-        """Forget the texts and the activity counted so far."""
+        """Forget the texts, whoever owns them, and the activity counted so far."""
+        self._owner = None
         for ids in self._ids:
             ids.clear()
         self._decoder.reset()

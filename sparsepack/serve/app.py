@@ -15,6 +15,7 @@ from starlette.routing import Route
 
 from sparsepack.formats.manifest import SCORE
 from sparsepack.serve.answers import CHAT, COMPLETION, Answer, Form
+from sparsepack.serve.connections import Connections, most_connections
 from sparsepack.serve.delivery import Delivery, queue_full
 from sparsepack.serve.guards import LOOPBACK, SMALL_BODY, Guard, LargeBodies, json_body, refused
 from sparsepack.serve.memory import give_back_memory
@@ -23,7 +24,7 @@ from sparsepack.serve.options import ServeOptions
 from sparsepack.serve.preparing import Preparation, Prepared
 from sparsepack.serve.prompts import Prompts
 from sparsepack.serve.refusals import Refusal
-from sparsepack.serve.worker import Closing, QueueFull, TextRequest, TextWorker, Ticket
+from sparsepack.serve.worker import ENDING, Closing, QueueFull, TextRequest, TextWorker, Ticket
 
 PATHS = frozenset(("/health", "/metrics", "/v1/models", "/v1/completions", "/v1/chat/completions"))
 
@@ -42,6 +43,7 @@ class Service:
     ) -> None:
         self.worker, self.prompts, self.options = worker, prompts, options
         self.name, self.fingerprint = name, fingerprint
+        self.connections = Connections(most_connections(options.connections), options.receive_timeout)
         self.metrics = Metrics(making=lambda: worker.making, waiting=lambda: worker.waiting)
         self._preparation = Preparation(prompts.model, prompts, name, worker.together + options.queue)
         self._created = int(time.time())
@@ -93,9 +95,17 @@ class Service:
         return Delivery(tickets, answer, bool(asked.stream), self.options.send_timeout, self.metrics, asked_at)
 
     async def _read(self, request: Request, read: Callable[[bytes], R]) -> R:
-        """What a function makes of a request's body, in a thread, while others are served."""
+        """What a function makes of a request's body, in a thread, while others are served. Raises `Refusal` where there
+        are too many, or the server ends meanwhile."""
         with self._large_bodies.one() as grow:
-            return await self._made_of(await json_body(request, self.prompts.most_body, grow=grow), read)
+            body = await json_body(request, self.prompts.most_body, self.options.receive_timeout, grow)
+            self.connections.check_answers()
+            try:
+                return await self._made_of(body, read)
+            except Refusal as error:
+                if self.worker.usable:
+                    raise
+                raise Refusal(503, ENDING, code="server_ending") from error
 
     async def _made_of(self, body: bytes, read: Callable[[bytes], R]) -> R:
         """A large body may take a second: only one is read at a time, and what it took is given back."""

@@ -3,9 +3,11 @@
 import json
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from decimal import Decimal
 from typing import Any
+from urllib.parse import unquote
 
 import torch
 from llguidance import LLMatcher, LLTokenizer, grammar_from
@@ -13,6 +15,9 @@ from torch import Tensor
 
 from sparsepack.errors import UserError
 from sparsepack.loading import Model
+from sparsepack.models.tokenizer.sandbox import SANDBOX, SandboxError, decoding_json
+from sparsepack.models.tokenizer.tokenizer_check import check_tokenizer
+from sparsepack.option import LARGEST_COUNT
 from sparsepack.serve.refusals import Refusal
 from sparsepack.serve.tools import ToolFormat
 
@@ -24,8 +29,19 @@ LARGEST_DIVISOR = 10_000
 llguidance makes a state for each remainder, without a limit of its own: 999,983 takes seconds, and ten times that
 minutes."""
 
+NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
+"""The schema of a function without parameters, by OpenAI's reference."""
+
+BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
+NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+"""Keywords of a schema whose value has a schema for each of some names, which are no keywords."""
+
+DATA = ("const", "enum", "default", "examples")
+"""Keywords of a schema whose value is no schema."""
+
 Function = tuple[str, Mapping[str, Any] | None]
-"""A function's name, and the JSON schema of its arguments; None: any object."""
+"""A function's name, and the JSON schema of its arguments; None or empty: it has none."""
 
 
 class GrammarConstraint:
@@ -36,13 +52,15 @@ class GrammarConstraint:
 
     def allowed(self) -> Tensor:
         """bool [vocabulary]. Raises `UserError` where the grammar is too complex to tell."""
-        mask = self._matcher.compute_logit_bias()
+        with _llguidance_errors(UserError):
+            mask = self._matcher.compute_logit_bias()
         self._check()
         return torch.frombuffer(bytearray(mask), dtype=torch.uint8) != 0
 
     def take(self, id: int) -> None:
         """Raises `UserError` as `allowed` does."""
-        self._matcher.consume_token(id)
+        with _llguidance_errors(UserError):
+            self._matcher.consume_token(id)
         self._check()
 
     def _check(self) -> None:
@@ -59,10 +77,11 @@ class Grammars:
 
     def of_json(self, schema: Mapping[str, Any], param: str) -> Callable[[], GrammarConstraint]:
         """A text that is JSON of a schema. Raises `Refusal` where the schema is none, or asks for what llguidance does
-        not know."""
-        _check_divisors(schema, param)
-        written = _written(schema, param)
-        grammar = LLMatcher.grammar_from_json_schema(written, defaults={"whitespace_pattern": WHITESPACE})
+        not know or does not keep to."""
+        _check_schema(schema, param)
+        with _refusals(param):
+            written = json.dumps(schema)
+            grammar = LLMatcher.grammar_from_json_schema(written, defaults={"whitespace_pattern": WHITESPACE})
         return self._constraint(grammar, param)
 
     def of_grammar(self, grammar: str, param: str) -> Callable[[], GrammarConstraint]:
@@ -70,10 +89,9 @@ class Grammars:
         a JSON schema is in it: `of_json` checks those."""
         if "%json" in grammar:
             raise _refused("a JSON schema goes into response_format", param)
-        try:
-            return self._constraint(grammar_from("grammar", grammar), param)
-        except (ValueError, RecursionError) as error:
-            raise _refused(str(error) or "it is nested too deeply", param) from error
+        with _refusals(param):
+            read = grammar_from("grammar", grammar)
+        return self._constraint(read, param)
 
     def of_call(self, format: ToolFormat, functions: Sequence[Function], param: str) -> Callable[[], GrammarConstraint]:
         """A text that calls one of the functions. Raises `Refusal` as `of_json` does."""
@@ -82,19 +100,27 @@ class Grammars:
         rules = [f"start: {start}", f"call: {' | '.join(calls)}"]
         options = {"x-guidance": {"whitespace_pattern": WHITESPACE}}
         for call, (name, parameters) in zip(calls, functions, strict=True):
-            _check_divisors(parameters, param)
+            _check_schema(parameters or {}, param)
             # Each schema stands alone: what it refers to begins at its own root.
-            schema = _written({**(parameters or {"type": "object"}), **options}, param)
+            with _refusals(param):
+                schema = json.dumps({**(parameters or NO_ARGUMENTS), **options})
             head = json.dumps(f'{{"name": {json.dumps(name)}, "{format.arguments}": ')
             rules += [f'{call}: {head} arguments_of_{call} "}}"', f"arguments_of_{call}: %json {schema}"]
-        return self._constraint(LLMatcher.grammar_from_lark("\n".join(rules)), param)
+        with _refusals(param):
+            grammar = LLMatcher.grammar_from_lark("\n".join(rules))
+        return self._constraint(grammar, param)
 
     def _constraint(self, grammar: str, param: str) -> Callable[[], GrammarConstraint]:
         if not self._model.engine.architecture.eos:
             raise Refusal(400, f"{param}: this model has no token that ends a text; leave it out", param)
         if self._tokenizer is None:
             raise Refusal(400, f"{param}: this model's tokenizer has no token for each byte; leave it out", param)
-        matcher = LLMatcher(self._tokenizer, grammar, log_level=0)
+        try:
+            SANDBOX.call("compile_grammar", grammar)  # llguidance has no limit of its own for some patterns
+        except SandboxError as error:
+            raise _refused(str(error), param) from error
+        with _refusals(param):
+            matcher = LLMatcher(self._tokenizer, grammar, log_level=0)
         if matcher.is_error():
             raise _refused(matcher.get_error(), param)
         return lambda: GrammarConstraint(matcher.deep_copy())
@@ -106,32 +132,100 @@ def _tokenizer_of(model: Model) -> Any:
     if not architecture.eos:
         return None
     try:
-        return LLTokenizer(packed.tokenizer_json, n_vocab=architecture.vocabulary, eos_token=list(architecture.eos))
+        # llguidance reads the vocabulary and the decoder; what cuts texts may take all time to compile.
+        read = decoding_json(check_tokenizer(packed.tokenizer_json))
+        return LLTokenizer(read, n_vocab=architecture.vocabulary, eos_token=list(architecture.eos))
     except ValueError as error:
         logging.getLogger(__name__).warning("no JSON schemas and no grammars: %s", _line(str(error)))
         return None
 
 
-def _written(schema: Mapping[str, Any], param: str) -> str:
-    """A schema as JSON. Raises `Refusal` for numbers that Python writes down in no time that one would wait for."""
+@contextmanager
+def _llguidance_errors(kind: Callable[[str], Exception]) -> Iterator[None]:
+    """Turn what llguidance and json raise, a panic among it, into an exception of one line."""
     try:
-        return json.dumps(schema)
-    except ValueError as error:
-        raise _refused(str(error), param) from error
+        yield
+    except (ValueError, TypeError, OverflowError, RecursionError, MemoryError) as error:
+        raise kind(_line(str(error)) or "it is nested too deeply") from error
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise kind(f"llguidance failed: {_line(str(error))}") from error
 
 
-def _check_divisors(schema: Any, param: str) -> None:
-    """Raise `Refusal` where the numbers that a schema's numbers must be multiples of are too large together."""
-    together, parts = 1, [schema]
-    while parts:
-        part = parts.pop()
-        if isinstance(part, Mapping):
-            parts += part.values()
-            together = math.lcm(together, _figures(part.get("multipleOf")))
-        elif isinstance(part, list):
-            parts += part
+def _refusals(param: str) -> AbstractContextManager[None]:
+    return _llguidance_errors(lambda reason: _refused(reason, param))
+
+
+def _check_schema(schema: Mapping[str, Any], param: str) -> None:
+    """Raise `Refusal` where llguidance would round a number of a schema, ignore it, or take all time for it."""
+    if "x-guidance" in schema:
+        raise _refused("x-guidance is this server's own", param)
+    together = 1
+    for part in _schemas(schema):
+        for name in BOUNDS:
+            _check_bound(name, part.get(name, 0), param)
+        for name in COUNTS:
+            if isinstance(count := part.get(name), int) and count > LARGEST_COUNT:
+                raise _refused(f"{name} of more than {LARGEST_COUNT:,}", param)
+        if any(not _exact(value) for name in ("const", "enum") for value in _values(part.get(name))):
+            raise _refused("const or enum with an integer beyond 64 bits", param)
+        if isinstance(reference := part.get("$ref"), str) and not _names_schema(reference):
+            raise _refused(f"$ref {reference[:60]!r} names no schema", param)
+        together = math.lcm(together, _figures(part.get("multipleOf")))
         if together > LARGEST_DIVISOR:
             raise _refused(f"multipleOf of more than {LARGEST_DIVISOR:,}, alone or together", param)
+
+
+def _check_bound(name: str, bound: Any, param: str) -> None:
+    """Raise `Refusal` for a bound that llguidance clamps or rounds: it counts in 64 bits, and reads doubles."""
+    if isinstance(bound, bool) and name.startswith("exclusive"):
+        return  # as in draft 4 of JSON schema
+    if isinstance(bound, bool) or not isinstance(bound, int | float):
+        raise _refused(f"{name} is no number", param)
+    if not -(2**63) <= bound < 2**63 or int(float(bound)) != int(bound):
+        raise _refused(f"{name} {str(Decimal(bound))[:30]}: a number beyond 64 bits, or that no double is", param)
+
+
+def _schemas(schema: Any) -> Iterator[Mapping[str, Any]]:
+    """A schema and those within it, wherever a reference may find one."""
+    parts = [schema]
+    while parts:
+        part = parts.pop()
+        if isinstance(part, list):
+            parts += part
+        elif isinstance(part, Mapping):
+            yield part
+            for name, value in part.items():
+                if name in NAMED and isinstance(value, Mapping):
+                    parts += value.values()
+                elif name not in DATA:
+                    parts.append(value)
+
+
+def _names_schema(reference: str) -> bool:
+    """Whether a reference leads to what `_schemas` yields: not into data, and not to several schemas with names."""
+    named = False
+    for name in unquote(reference.partition("#")[2]).split("/")[1:]:
+        if not named and name in DATA:
+            return False
+        named = not named and name in NAMED
+    return not named
+
+
+def _values(data: Any) -> Iterator[Any]:
+    """The numbers and texts in a value."""
+    parts = [data]
+    while parts:
+        part = parts.pop()
+        if isinstance(part, list | Mapping):
+            parts += part.values() if isinstance(part, Mapping) else part
+        else:
+            yield part
+
+
+def _exact(value: Any) -> bool:
+    return not isinstance(value, int) or -(2**63) <= value < 2**64
 
 
 def _figures(number: Any) -> int:

@@ -30,9 +30,6 @@ SMALL_BODY = 2**16
 MOST_BYTES_TOGETHER = 2**26
 """The large bodies that arrive or are read at a time have at most this many bytes together."""
 
-BODY_SECONDS = 30.0
-"""A request's body must have arrived within this many seconds."""
-
 _HOST = re.compile(r"(?:\[([^\[\]]*)\]|([^:@\[\]]*))(?::[0-9]*)?")
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
@@ -109,14 +106,12 @@ class LargeBodies:
 
 
 async def json_body(
-    request: Request,
-    most: int = MOST_BYTES,
-    seconds: float = BODY_SECONDS,
-    grow: Callable[[int], None] = lambda count: None,
+    request: Request, most: int, seconds: float, grow: Callable[[int], None] = lambda count: None
 ) -> bytes:
     """The body of a request that says it is JSON; raises `Refusal` where it is not, too large or too slow.
 
-    grow -- is told of each part of so many bytes, see `LargeBodies`
+    seconds -- in which it must have arrived
+    grow    -- is told of each part of so many bytes, see `LargeBodies`
 
     A browser sends JSON to another site only where that allows it, so that a web page cannot make this one work.
     """

@@ -26,7 +26,7 @@ class ContentPart(BaseModel):
 
 
 class CalledFunction(BaseModel):
-    """A function that the model called, with its arguments in JSON."""
+    """A function that the model called, with its arguments in JSON; an empty text stands for none."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
     name: str
@@ -34,13 +34,13 @@ class CalledFunction(BaseModel):
 
     def for_template(self) -> dict[str, Any]:
         """The function as chat templates take it: they write the arguments themselves."""
-        return {"name": self.name, "arguments": JSON_DECODER.decode(self.arguments)}
+        return {"name": self.name, "arguments": JSON_DECODER.decode(self.arguments or "{}")}
 
     @model_validator(mode="after")
     def _arguments_are_an_object(self) -> "CalledFunction":
         check_values(self.arguments.encode(), MOST_VALUES)
         try:
-            read = JSON_DECODER.decode(self.arguments)
+            read = JSON_DECODER.decode(self.arguments or "{}")
             json.dumps(read, ensure_ascii=False).encode()  # no half of a character of UTF-16, which no tokenizer takes
         except (ValueError, RecursionError):
             read = None

@@ -24,10 +24,20 @@ class ServeOptions:
         most=most_sequences(),
     )
     queue: int = option("Texts that may wait while others are made; more are refused.", default=128, least=0)
+    connections: int | None = option(
+        "Connections at a time; one that waits for a request gives way to a new one (default: 1024, or as many as "
+        "`ulimit -n` leaves).",
+        default=None,
+        least=8,
+        most=1_000_000,
+    )
     cors_origins: tuple[str, ...] = ()
     grace: float = option(
         "Seconds that texts in the making have left when the server is told to end.", default=10.0, least=0, most=3600
     )
     send_timeout: float = option(
         "Seconds after which a client that takes nothing is dropped.", default=60.0, least=1, most=3600
+    )
+    receive_timeout: float = option(
+        "Seconds in which the head of a request must have arrived, and then its body.", default=30.0, least=1, most=3600
     )

@@ -7,24 +7,30 @@ import logging
 import signal
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from math import ceil
 from types import FrameType
 
 import uvicorn
-from starlette.applications import Starlette
 
 from sparsepack.errors import UserError
 from sparsepack.loading import Model
+from sparsepack.models.tokenizer.sandbox import SANDBOX
 from sparsepack.progress import say
 from sparsepack.serve.app import Service, create_app
+from sparsepack.serve.connections import (
+    ACCEPTED_AT_ONCE,
+    LISTEN_BACKLOG,
+    Quiet,
+    limited_protocol,
+    loop_exception_handler,
+)
 from sparsepack.serve.guards import LOOPBACK
 from sparsepack.serve.memory import here_for_good
 from sparsepack.serve.options import ServeOptions
 from sparsepack.serve.prompts import Prompts
 from sparsepack.serve.texts import Texts
 from sparsepack.serve.worker import TextWorker
-from sparsepack.uncaught import of_an_event_loop
 
 AFTER_GRACE = 3
 """Answers that were broken off are told so within this many seconds, before connections are cut."""
@@ -60,6 +66,8 @@ def serve(model: Model, default_name: str, options: ServeOptions, listening: soc
     """Serve a model on a socket until SIGINT or SIGTERM. Texts in the making then have `options.grace` seconds."""
     name = options.model_name or default_name
     model.engine.prepare()  # which the first request need not wait for
+    with suppress(UserError):  # each chat says what is wrong with its template
+        model.chat_prompt([{"role": "user", "content": "Hello"}])
     worker = TextWorker(Texts(model), options.queue)
     try:
         server = _Server(Service(worker, Prompts(model), options, name, fingerprint(model)))
@@ -76,12 +84,14 @@ def fingerprint(model: Model) -> str:
     return f"fp_{hashlib.sha256(said.encode()).hexdigest()[:12]}"
 
 
-def uvicorn_config(app: Starlette, options: ServeOptions) -> uvicorn.Config:
-    """How uvicorn runs the application: HTTP/1.1, and nothing said but warnings."""
+def uvicorn_config(service: Service) -> uvicorn.Config:
+    """How uvicorn runs the application: HTTP/1.1, a limited number of connections, and nothing said but warnings."""
+    logging.getLogger("uvicorn.error").addFilter(_quiet)
     return uvicorn.Config(
-        app,
+        create_app(service),
         loop="asyncio",
-        http="h11",
+        http=limited_protocol(service.connections),
+        backlog=ACCEPTED_AT_ONCE,
         ws="none",
         lifespan="off",
         log_config=None,
@@ -89,23 +99,27 @@ def uvicorn_config(app: Starlette, options: ServeOptions) -> uvicorn.Config:
         access_log=False,
         proxy_headers=False,
         server_header=False,
-        timeout_graceful_shutdown=ceil(options.grace) + AFTER_GRACE,
+        timeout_graceful_shutdown=ceil(service.options.grace) + AFTER_GRACE,
     )
+
+
+_quiet = Quiet()
 
 
 class _Server(uvicorn.Server):
     """uvicorn, which tells the worker when a signal comes, and ends without one."""
 
     def __init__(self, service: Service) -> None:
-        super().__init__(uvicorn_config(create_app(service), service.options))
+        super().__init__(uvicorn_config(service))
         self._signals = 0
         self._name, self._worker, self._options = service.name, service.worker, service.options
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Begin to listen, and say so: from then on clients are heard, and signals."""
-        self._loop.set_exception_handler(of_an_event_loop)
+        self._loop.set_exception_handler(loop_exception_handler())
         await super().startup(sockets)
         for listening in sockets or ():
+            listening.listen(LISTEN_BACKLOG)
             host, port = listening.getsockname()[:2]
             say(f"{self._name} at http://{f'[{host}]' if ':' in host else host}:{port}/v1; Ctrl-C ends it")
             if host not in LOOPBACK and self._options.api_key is None:
@@ -144,4 +158,5 @@ class _Server(uvicorn.Server):
 
     def _end_texts(self) -> None:
         self._worker.refuse_more()
+        SANDBOX.close()  # no prompt is made any more, however long its template or its tokenizer would take
         self._loop.call_later(self._options.grace, self._worker.break_off)

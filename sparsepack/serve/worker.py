@@ -248,9 +248,9 @@ class TextWorker:
     def _work(self) -> None:
         try:
             self._make_texts()
-        except Exception as error:  # the maker tells what goes wrong with a text: this is a mistake of ours
+        except BaseException as error:  # the maker tells what goes wrong with a text: this is a mistake of ours
             logging.getLogger(__name__).error("the engine's thread failed", exc_info=error)
-            self._end_all(error)
+            self._end_all(error if isinstance(error, Exception) else RuntimeError(str(error)))
             self.refuse_more()
 
     def _make_texts(self) -> None:

@@ -10,7 +10,7 @@ from task_files import MULTIPLE_CHOICE, OUR_DATA
 from sparsepack.errors import UserError
 from sparsepack.eval.options import EvalRequest
 from sparsepack.eval.tasks import run_tasks
-from sparsepack.models.tokenizer import template_limits
+from sparsepack.models.tokenizer import sandbox
 
 CODE = "from pathlib import Path\nPath(__file__).with_name('ran').touch()\nprocess = lambda documents: documents\n"
 
@@ -52,7 +52,7 @@ def test_a_task_that_asks_for_code_is_refused_before_any_runs(scorer, byte_token
 
 
 def test_a_template_of_a_task_that_loops_on_and_on_is_ended(scorer, byte_tokenizer, folder, monkeypatch):
-    monkeypatch.setattr(template_limits, "SECONDS", 0.2)
+    monkeypatch.setattr(sandbox, "SECONDS", 0.2)
     loops = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
     template = MULTIPLE_CHOICE.replace("doc_to_text: query", f"doc_to_text: {json.dumps(loops)}")
     (folder / "loops.yaml").write_text(f"task: loops\n{OUR_DATA}{template}")

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +20,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from sparsepack.errors import ArtifactError, UserError
 from sparsepack.models.records.skipped import Skipped
+from sparsepack.runtime.engine import Counts, Engine
 from sparsepack.runtime.generation.detokenise import TextStream
 from sparsepack.runtime.generation.generate import generate, open_tokenizer, prompt_tokens
 from sparsepack.runtime.generation.sampling import Sampler
@@ -64,6 +66,9 @@ class Script:
         self.script, self.context, self.said = script, context, 0
         self.fed: list[int] = []
         self.prepared = False
+        self.lock, self._owner, self._owner_thread = threading.RLock(), None, threading.current_thread()
+
+    claim, owned_by, release = Engine.claim, Engine.owned_by, Engine.release
 
     @property
     def position(self) -> int:
@@ -77,10 +82,10 @@ class Script:
         self.fed = []
         self.said = 0
 
-    def counts(self) -> None:
-        return None
+    def counts(self) -> Counts:
+        return Counts()
 
-    def skipped(self, since: None) -> Skipped:
+    def skipped(self, since: Counts) -> Skipped:
         return Skipped(0.5, 0.5)
 
     def keep(self, ids: Sequence[int], sequence: int) -> int:

@@ -15,7 +15,8 @@ import openai
 import uvicorn
 
 from sparsepack.loading import Model, load
-from sparsepack.serve.app import Service, create_app
+from sparsepack.serve.app import Service
+from sparsepack.serve.connections import LISTEN_BACKLOG
 from sparsepack.serve.options import ServeOptions
 from sparsepack.serve.prompts import Prompts
 from sparsepack.serve.server import bound_socket, uvicorn_config
@@ -47,7 +48,7 @@ class Served:
         self.port = self._socket.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         self.service = Service(self.worker, Prompts(model), options, options.model_name or "tiny", "fp_test")
-        self._server = uvicorn.Server(uvicorn_config(create_app(self.service), options))
+        self._server = uvicorn.Server(uvicorn_config(self.service))
         self._thread = threading.Thread(target=self._run, name="test-server")
 
     def _turn(self) -> None:
@@ -71,6 +72,7 @@ class Served:
 
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()
+        self._loop.call_later(0.1, self._socket.listen, LISTEN_BACKLOG)
         await self._server.serve([self._socket])
 
     def __enter__(self) -> "Served":

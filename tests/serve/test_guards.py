@@ -124,13 +124,13 @@ def test_large_bodies_take_a_bounded_memory_together(served: Served, monkeypatch
         assert http.post("/v1/completions", content=body).status_code == 404
 
 
-def test_a_body_that_does_not_arrive_is_not_waited_for(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(guards.json_body, "__defaults__", (guards.MOST_BYTES, 0.2, lambda count: None))
-    with socket.create_connection(("127.0.0.1", served.port), timeout=20) as client:
-        client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n")
-        client.sendall(b"Content-Length: 100\r\n\r\n{")
-        assert client.recv(4096).startswith(b"HTTP/1.1 408 ")
-    wait_until(lambda: served.connections() == 0)
+def test_a_body_that_does_not_arrive_is_not_waited_for(model: Model) -> None:
+    with Served(model, ServeOptions(receive_timeout=1)) as served:
+        with socket.create_connection(("127.0.0.1", served.port), timeout=20) as client:
+            client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n")
+            client.sendall(b"Content-Length: 100\r\n\r\n{")
+            assert client.recv(4096).startswith(b"HTTP/1.1 408 ")
+        wait_until(lambda: served.connections() == 0)
 
 
 @pytest.mark.parametrize(

@@ -216,3 +216,43 @@ def test_the_documentation_names_every_parameter() -> None:
     text = (Path(__file__).parents[2] / "docs" / "serve.md").read_text()
     known = {*IGNORED, *NEUTRAL, *CompletionRequest.model_fields, *ChatRequest.model_fields}
     assert {name for name in known if f"`{name}`" not in text} == set()
+
+
+WRONG_BODIES = {
+    "NaN": '"temperature": NaN',
+    "infinity": '"temperature": 1e400',
+    "a penalty that is not a number": '"frequency_penalty": NaN',
+    "many texts": '"n": 1e400',
+    "many texts as an integer": '"n": ' + "9" * 4000,
+    "a number of tokens": '"max_tokens": -' + "9" * 400,
+    "a seed": '"seed": ' + "9" * 40,
+    "likelihoods": '"logprobs": 1000000000000000000000',
+    "a bias that is not a number": '"logit_bias": {"1": NaN}',
+    "an infinite bias": '"logit_bias": {"1": -1e400}',
+    "a bias of a token with many digits": '"logit_bias": {"' + "9" * 400 + '": 1}',
+    "half a character in a prompt": '"prompt": "\\ud800"',
+    "half a character in a stop string": '"stop": "\\udc00"',
+    "half a character in a grammar": '"grammar": "\\ud800"',
+    "half a character in a name": '"\\ud800": 1',
+    "the last of two values": '"n": 1, "n": 99',
+    "levels": '"metadata": ' + "[" * 9000 + "]" * 9000,
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG_BODIES.values(), ids=WRONG_BODIES)
+def test_numbers_and_texts_that_are_none_are_a_400(wrong: str) -> None:
+    refusal(f'{{"model": "m", {wrong}}}'.encode())
+
+
+@pytest.mark.parametrize(
+    "arguments", ["[" * 9000, '{"a": NaN}', '{"a": ' + "9" * 5000 + "}", '{"a": "\\ud800"}', "null"]
+)
+def test_arguments_of_a_call_that_are_no_object_are_a_400(arguments: str) -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    refusal({**CHAT, "messages": [{"role": "assistant", "tool_calls": [call]}]}, ChatRequest)
+
+
+def test_empty_arguments_of_a_call_are_an_empty_object() -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": ""}}
+    (message,) = chat(messages=[{"role": "assistant", "tool_calls": [call]}]).messages
+    assert message.for_template()["tool_calls"][0]["function"]["arguments"] == {}

@@ -56,14 +56,14 @@ def _template(context: click.Context, parameter: click.Parameter, path: Path | N
     callback=_template,
     help="A file with the template of chats, in place of the model's own.",
 )
-@options_from(ServeOptions, "--sequences", "--queue")
+@options_from(ServeOptions, "--sequences", "--queue", "--connections")
 @click.option(
     "--cors-origin",
     "cors_origins",
     multiple=True,
     help="Let web pages from there ask, https://example.org, or * for all. Repeats.",
 )
-@options_from(ServeOptions, "--grace", "--send-timeout")
+@options_from(ServeOptions, "--grace", "--send-timeout", "--receive-timeout")
 @for_texts
 @slots
 @engine_flags

@@ -1,18 +1,17 @@
 """Conversations as the text that a chat model was trained on, by the template that it brings.
 
 Templates come from strangers. They are run by transformers in jinja2's immutable sandbox: a template sees the messages
-and the names of a few tokens, reads no file, calls nothing of Python, and changes nothing. Its time and the size of its
-values are limited (`template_limits`).
+and the names of a few tokens, reads no file, calls nothing of Python, and changes nothing. It runs in a process of its
+own with limits of time and memory (`sandbox`).
 """
 
 import re
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
-from unittest import mock
 
 from sparsepack.errors import UserError
+from sparsepack.models.tokenizer.sandbox import SANDBOX, SandboxError
 
 CHAT_TEMPLATE = "tokenizer.chat_template"
 """GGUFs hold their chat template under this standard key; one with another name, under the key with that name behind a
@@ -73,31 +72,14 @@ def render_chat(
 
 
 def _rendered(template: str, conversation: list[dict[str, Any]], **variables: Any) -> str:
-    from transformers.utils import chat_template_utils
-
     try:
-        # The function compiles templates by this one, which it looks up when it runs; it takes no environment.
-        with _ONE_AT_A_TIME, mock.patch.object(chat_template_utils, "_compile_jinja_template", _compiled):
-            rendered, _ = chat_template_utils.render_jinja_template(
-                conversations=[conversation], chat_template=template, **variables
-            )
-    except Exception as error:  # a template runs code of its own: anything can come out
+        text, _ = SANDBOX.call(
+            "render_chat_template", template, conversation, variables, after=("chat", "load_chat_templates", ())
+        )
+    except (SandboxError, TypeError, ValueError, RecursionError) as error:  # what JSON cannot say is in the messages
         reason = " ".join(str(error).split()) or type(error).__name__
         raise UserError(f"the model's chat template cannot take this conversation ({reason})") from error
-    return str(rendered[0])
-
-
-_ONE_AT_A_TIME = threading.Lock()
-
-
-@lru_cache(maxsize=8)
-def _compiled(template: str) -> Any:
-    """A template in transformers' environment, with our limits."""
-    from transformers.utils.chat_template_utils import _cached_compile_jinja_template
-
-    from sparsepack.models.tokenizer.template_limits import limited
-
-    return limited(_cached_compile_jinja_template("").environment).from_string(template)
+    return str(text)
 
 
 def templates_of(tokenizer_config: Mapping[str, Any]) -> dict[str, str]:

@@ -12,7 +12,7 @@ from sparsepack.models.own_code import STOCK_ALONE, refused_own_code, tell_own_c
 from sparsepack.models.tokenizer.chat_templates import named_tokens
 from sparsepack.models.tokenizer.gguf_tokenizer import gguf_tokenizer_config, gguf_tokenizer_json
 from sparsepack.models.tokenizer.sentencepiece_model import FILE, sentencepiece_config, sentencepiece_json
-from sparsepack.models.tokenizer.tokenizer_check import check_tokenizer_of
+from sparsepack.models.tokenizer.tokenizer_check import check_in_child, check_tokenizer_of
 from sparsepack.models.tokenizer.tokens import backend_of, bos_tokens, check_ids
 
 
@@ -20,6 +20,7 @@ def gguf_tokenizer(file: GgufFile, name: str) -> Any:
     """The tokenizer of a GGUF; raises `CheckpointError` as `gguf_tokenizer_json` does, and where it does not work."""
     tokenizer_json, config = gguf_tokenizer_json(file, name), gguf_tokenizer_config(file, name)
     try:
+        check_in_child(tokenizer_json)
         tokenizer = wrapped(tokenizer_json, named_tokens(config), config.get("chat_template"))
         # What does not fit together shows only in use.
         list(tokenizer("a b", add_special_tokens=False, verbose=False)["input_ids"])

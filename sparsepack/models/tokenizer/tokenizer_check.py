@@ -4,15 +4,18 @@ import json
 from pathlib import Path
 from typing import Any
 
+from sparsepack.models.tokenizer.sandbox import SandboxError, load_tokenizer
 
-def check_tokenizer(tokenizer_json: str) -> None:
-    """Raise `ValueError` for a tokenizer.json that would abort the process, or is no JSON.
+
+def check_tokenizer(tokenizer_json: str) -> dict[str, Any]:
+    """Return what a tokenizer.json says. Raises `ValueError` for one that would abort the process, or is no JSON.
 
     Of a merge's second part the library (0.23) cuts off as many bytes as `continuing_subword_prefix` has, without
     looking what they are. Where that leaves half a character, telling of it ends in an abort that nobody can catch.
     """
     try:
-        model: Any = json.loads(tokenizer_json).get("model") or {}
+        read: Any = json.loads(tokenizer_json)
+        model: Any = read.get("model") or {}
         prefix, merges = model.get("continuing_subword_prefix") or "", model.get("merges") or ()
         seconds = (merge.partition(" ")[2] if isinstance(merge, str) else merge[1] for merge in merges if prefix)
         wrong = next((second for second in seconds if not second.startswith(prefix)), None)
@@ -20,10 +23,21 @@ def check_tokenizer(tokenizer_json: str) -> None:
         raise ValueError(f"it is no tokenizer ({error})") from error
     if wrong is not None:
         raise ValueError(f"a merge with {wrong[:60]!r}, which does not begin with its continuing_subword_prefix")
+    return dict(read)
 
 
 def check_tokenizer_of(folder: Path) -> None:
     """Check the tokenizer.json of a folder, if there is one, as `check_tokenizer` does."""
     path = folder / "tokenizer.json"
     if path.is_file():
-        check_tokenizer(path.read_text(encoding="utf-8"))
+        check_in_child(path.read_text(encoding="utf-8"))
+
+
+def check_in_child(tokenizer_json: str) -> None:
+    """Raise `ValueError` as `check_tokenizer`, and for a tokenizer.json that takes too long or too much memory to read:
+    else it can be read in this process."""
+    check_tokenizer(tokenizer_json)
+    try:
+        load_tokenizer(tokenizer_json)
+    except SandboxError as error:
+        raise ValueError(f"it cannot be read ({error})") from error

@@ -10,6 +10,7 @@ their overlap where both begin a token, with the same tokens around it. The toke
 memory holds a few pieces. Where no place will do (one endless word), the two pieces become one.
 """
 
+import json
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
@@ -23,6 +24,7 @@ from tokenizers.models import WordLevel
 from sparsepack.errors import UserError
 from sparsepack.files.hashing import sha256_bytes
 from sparsepack.files.text import Text
+from sparsepack.models.tokenizer.sandbox import SandboxTokenizer
 from sparsepack.progress import Advance, progress
 
 PIECE = 1 << 16
@@ -128,14 +130,18 @@ class Tokens:
 
 
 def tokens_of(tokenizer: Any, text: Text) -> Tokens:
-    """The tokens of a text without special tokens. Whoever asks again, with the same tokenizer, gets what there is.
+    """The tokens of a text without special tokens, of any length, whatever the tokenizer's file says of that. Whoever
+    asks again, with the same tokenizer, gets what there is.
 
     tokenizer -- of transformers, or of the tokenizers library
     """
     inner = backend_of(tokenizer)
-    key = ("tokens", sha256_bytes(inner.to_str().encode()))
+    written = inner.to_str()
+    key = ("tokens", sha256_bytes(written.encode()))
     if key not in text.known:
-        text.known[key] = Tokens(inner, text)
+        # What a checkpoint's files say of cutting texts may take all time.
+        in_child: Any = SandboxTokenizer(json.loads(written), written) if isinstance(inner, Tokenizer) else inner
+        text.known[key] = Tokens(in_child, text)
     tokens: Tokens = text.known[key]
     return tokens
 

@@ -1,16 +1,18 @@
 """Talk to a packed model: a prompt in, text out as it is made."""
 
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from tokenizers import Tokenizer
 
 from sparsepack.errors import ArtifactError, UserError
 from sparsepack.models.records.skipped import Skipped
+from sparsepack.models.tokenizer.sandbox import SandboxError, SandboxTokenizer, check_decoder
 from sparsepack.models.tokenizer.tokenizer_check import check_tokenizer
-from sparsepack.models.tokenizer.tokens import backend_of, bos_tokens, check_ids, encode
-from sparsepack.runtime.engine import Engine
+from sparsepack.models.tokenizer.tokens import bos_tokens, check_ids, encode
+from sparsepack.runtime.engine import Counts, Engine
 from sparsepack.runtime.generation.continuation import Continuation
 from sparsepack.runtime.generation.sampling import Sampler
 from sparsepack.runtime.generation.suggestion import checked
@@ -24,11 +26,12 @@ class Generated:
     text          -- what was made, without the stop string
     tokens        -- its ids, those of the stop string included, the model's end of text not
     reason        -- why it ended: "eos" (the model ended it), "stop" (a stop string came), "tokens" (as many as asked
-                     for), "context" (it is full), "cancelled" (nobody asked for the rest)
+                     for), "context" (it is full), "cancelled" (nobody asked for the rest, or a newer
+                     generation has the engine)
     stop          -- the stop string that came
     prompt_tokens -- of the prompt; prefilled -- how many of them were not in the cache yet
     decoded       -- steps after the prefill, each of one token; with several texts together, of all of them
-    skipped       -- what the steps skipped; None without one
+    skipped       -- what the steps skipped; None without one, and where a newer generation has the engine
     """
 
     text: str
@@ -53,7 +56,9 @@ class Generation(Iterator[str]):
     of them end. With one text the pieces are that text.
 
     `result` says how the text has ended, and makes what is left where some is; `results` says so of each text. `close`
-    ends them early. The engine works for one generation at a time: a new one takes it away from an old one.
+    ends them early. The engine works for one generation at a time: a newer one ends an older one that has begun, which
+    then says "cancelled". Other threads wait while `results` runs; where a thread has begun a generation and neither
+    ended, closed nor dropped it, they raise `UserError`.
 
     prompts  -- ids of each prompt, at most as many as the engine has sequences; prompt n draws by the seed + n
     keep     -- whether to go on from what the engine has of each prompt; otherwise the engine forgets its texts
@@ -72,23 +77,44 @@ class Generation(Iterator[str]):
         self._prefilled, self._decoded = [0] * len(prompts), 0
         self._prefill_seconds = self._decode_seconds = 0.0
         self._skipped: Skipped | None = None
-        self._pieces = self._run()
+        self._since: Counts | None = None  # what the engine had counted when this began
+        self._chosen: Sequence[int | None] = ()
+        self._pieces: deque[str] = deque()
+        self._closed = False
+        with engine.lock:
+            engine.claim()
 
     def __next__(self) -> str:
-        return next(self._pieces)
+        with self._engine.lock:
+            try:
+                while not self._pieces and not self._closed and self._going:
+                    self._advance()
+            except BaseException:
+                self.close()
+                raise
+            if self._pieces:
+                return self._pieces.popleft()
+            self.close()
+            raise StopIteration
 
     def close(self) -> None:
         """End it here; `result` is what was made until now."""
-        self._pieces.close()
+        with self._engine.lock:
+            if self._since is not None and not self._closed and self._engine.owned_by(self):
+                self._skipped = self._engine.skipped(self._since)
+                self._engine.release(self)
+            self._pieces.clear()
+            self._closed = True
 
     def result(self) -> Generated:
         """The whole of the one text, once it has ended: runs what is left."""
         return self.results()[0]
 
     def results(self) -> list[Generated]:
-        """Each text, once all have ended: runs what is left."""
-        for _ in self:
-            pass
+        """Each text, once all have ended: runs what is left, while other threads wait."""
+        with self._engine.lock:
+            for _ in self:
+                pass
         return [
             Generated(
                 text=text.text,
@@ -105,23 +131,30 @@ class Generation(Iterator[str]):
             for text, prefilled in zip(self._texts, self._prefilled, strict=True)
         ]
 
-    def _run(self) -> Generator[str, None, None]:
+    @property
+    def _going(self) -> list[int]:
+        """The numbers of the texts that have no reason to end."""
+        return [n for n, text in enumerate(self._texts) if not text.reason]
+
+    def _advance(self) -> None:
+        """Make a token of each text that goes on; end where the engine works for another generation."""
+        going = self._going
+        if self._since is None:
+            self._begin()
+        elif not self._engine.owned_by(self):
+            self._closed = True
+            return
+        self._chosen = self._step(going) if self._chosen else self._first()
+        for n in going:
+            if piece := self._texts[n].take(_there(self._chosen[n])):
+                self._pieces.append(piece)
+
+    def _begin(self) -> None:
+        self._engine.claim()
         if not self._keep:
             self._engine.reset()
-        since = self._engine.counts()
-        try:
-            yield from self._made()
-        finally:
-            self._skipped = self._engine.skipped(since)
-
-    def _made(self) -> Iterator[str]:
-        """The texts, a token of each at a time, until each has a reason to end."""
-        chosen: Sequence[int | None] = ()
-        while going := [n for n, text in enumerate(self._texts) if not text.reason]:
-            chosen = self._step(chosen, going) if chosen else self._first()
-            for n in going:
-                if piece := self._texts[n].take(_there(chosen[n])):
-                    yield piece
+        self._engine.claim(self)
+        self._since = self._engine.counts()
 
     def _first(self) -> list[int]:
         """Prefill each prompt and choose its first token."""
@@ -133,14 +166,14 @@ class Generation(Iterator[str]):
         self._prefill_seconds = time.perf_counter() - began
         return chosen
 
-    def _step(self, chosen: Sequence[int | None], going: Sequence[int]) -> list[int | None]:
+    def _step(self, going: Sequence[int]) -> list[int | None]:
         """Append the token that was chosen to each text that goes on, and choose the next."""
         self._engine.prepare()  # which is no part of a token's time
         began = time.perf_counter()
         ids: list[int | None] = [None] * len(self._engine.positions)
         samplers: list[Sampler | None] = [None] * len(ids)
         for n in going:
-            ids[n], samplers[n] = chosen[n], self._texts[n].sampler
+            ids[n], samplers[n] = self._chosen[n], self._texts[n].sampler
         chosen = self._engine.decode_all(ids, samplers)
         self._decode_seconds += time.perf_counter() - began
         self._decoded += len(going)
@@ -188,10 +221,12 @@ def generate_together(
 
 
 def open_tokenizer(tokenizer_json: str) -> Tokenizer:
-    """A tokenizer from the content of its file, which takes texts whole; raises `ArtifactError` where it is damaged."""
+    """A tokenizer from the content of its file, which is used in a child process (`SandboxTokenizer`); raises
+    `ArtifactError` where it is damaged."""
     try:
-        check_tokenizer(tokenizer_json)
-        return backend_of(Tokenizer.from_str(tokenizer_json))
+        read = check_tokenizer(tokenizer_json)
+        check_decoder(read)
+        return SandboxTokenizer(read, tokenizer_json)  # type: ignore[return-value]
     except Exception as error:  # the library raises bare Exception
         raise ArtifactError(f"the artifact's tokenizer.json cannot be read ({error}); pack the model again") from error
 
@@ -215,7 +250,10 @@ def prompt_tokens(
         prompt.encode("utf-8")
     except UnicodeEncodeError as error:
         raise UserError(f"prompt: not text (character {error.start} is half a character); expected UTF-8") from error
-    ids = encode(tokenizer, prompt, [] if from_template else bos_tokens(tokenizer, bos))
+    try:
+        ids = encode(tokenizer, prompt, [] if from_template else bos_tokens(tokenizer, bos))
+    except SandboxError as error:
+        raise UserError(f"prompt: the model's tokenizer cannot take this text ({error})") from error
     if not ids:
         raise UserError(
             "empty prompt: this model's tokenizer puts no token before a text (BOS); give at least one word"

@@ -1,0 +1,171 @@
+"""Schemas and tools: what llguidance would not keep to is refused in one line, whatever JSON it is."""
+
+import json
+from typing import Any
+
+import httpx
+import pytest
+from serving import MESSAGES, Served, chat
+
+from sparsepack.errors import UserError
+from sparsepack.loading import Model
+from sparsepack.serve.grammar import NO_ARGUMENTS, GrammarConstraint, Grammars
+from sparsepack.serve.refusals import Refusal
+from sparsepack.serve.tools import HERMES
+
+BEYOND = [10**19, -(10**19), 2**63, -(2**63) - 1, 1e19, float("nan"), float("inf"), 2**53 + 1, 10**4000, "5", None]
+HOSTILE = {
+    "NaN": '{"minimum":NaN}',
+    "infinity": '{"minimum":1e400}',
+    "4,000 digits": '{"minimum":' + "9" * 4000 + "}",
+    "150 levels": '{"a":' * 150 + "1" + "}" * 150,
+    "150 lists": '{"enum":' + "[" * 150 + "]" * 150 + "}",
+    "NaN as data": '{"const":NaN}',
+    "infinity as data": '{"enum":[1e400]}',
+    "digits as data": '{"default":' + "9" * 4000 + "}",
+    "half a character": '{"const":"\\ud800"}',
+    "15,000 levels": '{"a":' * 15_000 + "1" + "}" * 15_000,
+}
+
+
+@pytest.fixture(scope="module")
+def grammars(model: Model) -> Grammars:
+    return Grammars(model)
+
+
+def refusal(grammars: Grammars, schema: Any) -> str:
+    with pytest.raises(Refusal) as caught:
+        grammars.of_json(schema, "response_format")
+    with pytest.raises(Refusal) as of_tool:
+        grammars.of_call(HERMES, [("f", schema)], "tools")
+    for each in (caught.value, of_tool.value):
+        assert each.status == 400
+        assert "\n" not in each.message
+        assert len(each.message) < 400
+    return caught.value.message
+
+
+@pytest.mark.parametrize("schema", HOSTILE.values(), ids=HOSTILE)
+@pytest.mark.parametrize("stands", ["response_format", "tools"])
+def test_json_that_no_schema_is_made_of_is_a_400_of_one_line(served: Served, stands: str, schema: str) -> None:
+    places = {
+        "response_format": '{"type":"json_schema","json_schema":{"name":"x","schema":%s}}',
+        "tools": '[{"type":"function","function":{"name":"f","parameters":%s}}],"tool_choice":"required"',
+    }
+    asked = f'"{stands}":{places[stands] % schema}'
+    body = f'{{"model":"tiny","messages":{json.dumps(MESSAGES)},"max_tokens":1,{asked}}}'
+    answer = httpx.post(
+        f"{served.url}/v1/chat/completions", content=body, headers={"Content-Type": "application/json"}, timeout=60
+    )
+    assert answer.status_code == 400, answer.text
+    assert "\n" not in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("name", ["minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"])
+@pytest.mark.parametrize("bound", BEYOND, ids=range(len(BEYOND)))
+def test_a_bound_that_would_be_rounded_is_refused(grammars: Grammars, name: str, bound: Any) -> None:
+    assert name in refusal(grammars, {"type": "integer", name: bound})
+
+
+@pytest.mark.parametrize(
+    "around",
+    [
+        lambda schema: {"$defs": {"a": schema}, "$ref": "#/$defs/a"},
+        lambda schema: {"anyOf": [{"type": "string"}, schema]},
+        lambda schema: {"type": "array", "prefixItems": [schema]},
+        lambda schema: {"type": "object", "properties": {"minimum": schema}},
+        lambda schema: {
+            "type": "object",
+            "properties": {"properties": {"type": "object", "properties": {"x": schema}}},
+        },
+        lambda schema: {"type": "object", "additionalProperties": schema},
+        lambda schema: {"x-own": schema, "$ref": "#/x-own"},
+        lambda schema: {"default": schema, "$ref": "#/default"},
+        lambda schema: {"default": schema, "$ref": "#/d%65fault"},
+        lambda schema: {"properties": {"maximum": 3}, "$ref": "#/properties"},
+    ],
+)
+def test_a_bound_is_found_wherever_a_schema_can_stand(grammars: Grammars, around: Any) -> None:
+    refusal(grammars, around({"type": "integer", "minimum": 10**19}))
+
+
+def test_names_and_data_that_look_like_bounds_are_none(grammars: Grammars) -> None:
+    named = {"minimum": {"type": "string"}, "multipleOf": {"type": "integer"}, "const": {"type": "integer"}}
+    schema = {
+        "type": "object",
+        "properties": {**named, "again": {"$ref": "#/properties/const"}},
+        "default": {"minimum": 10**19},
+        "$defs": {"maximum": {"enum": [{"maximum": 2.5}]}},
+    }
+    assert isinstance(grammars.of_json(schema, "response_format")(), GrammarConstraint)
+
+
+@pytest.mark.parametrize("bound", [0, -5, 2.5, 1e15, -(10**15), 2**53])
+def test_usual_bounds_are_kept_to(grammars: Grammars, bound: float) -> None:
+    assert grammars.of_json({"type": "number", "minimum": bound}, "response_format")() is not None
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"const": 2**66 + 1},
+        {"enum": ["a", [{"b": -(2**64)}]]},
+        {"type": "array", "minItems": 2**40},
+        {"type": "string", "maxLength": 10**30},
+        {"x-guidance": {"lenient": True}},
+        {"type": "string", "pattern": "("},
+        {"type": "string", "minLength": -1},
+        {"enum": []},
+    ],
+)
+def test_what_llguidance_cannot_hold_or_would_ignore_is_refused(grammars: Grammars, schema: Any) -> None:
+    refusal(grammars, schema)
+
+
+def accepts(grammars: Grammars, model: Model, parameters: Any, arguments: str) -> bool:
+    constraint = grammars.of_call(HERMES, [("f", parameters)], "tools")()
+    ids = model.tokenizer.encode(
+        f'<tool_call>\n{{"name": "f", "arguments": {arguments}}}\n</tool_call>', add_special_tokens=False
+    ).ids
+    try:
+        for id in ids:
+            constraint.take(id)
+    except UserError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("parameters", [None, {}, NO_ARGUMENTS])
+def test_a_tool_without_parameters_takes_no_arguments(grammars: Grammars, model: Model, parameters: Any) -> None:
+    assert accepts(grammars, model, parameters, "{}")
+    assert not accepts(grammars, model, parameters, '{"x": 1}')
+    assert accepts(grammars, model, {"type": "object"}, '{"x": 1}')
+
+
+def test_empty_arguments_sent_back_are_no_arguments(served: Served) -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": ""}}
+    messages = [*MESSAGES, {"role": "assistant", "tool_calls": [call]}]
+    messages += [{"role": "tool", "tool_call_id": "c", "content": "12:00"}]
+    assert chat(served, messages=messages, max_tokens=1).usage.completion_tokens == 1
+
+
+class _PanicException(BaseException):
+    pass
+
+
+_PanicException.__name__ = "PanicException"
+
+
+def test_a_panic_of_llguidance_is_the_request_s_error() -> None:
+    class Matcher:
+        def compute_logit_bias(self) -> bytes:
+            raise _PanicException("index out of bounds")
+
+        def consume_token(self, id: int) -> None:
+            raise _PanicException("index out of bounds")
+
+    constraint = GrammarConstraint(Matcher())
+    with pytest.raises(UserError, match="index out of bounds"):
+        constraint.allowed()
+    with pytest.raises(UserError, match="index out of bounds"):
+        constraint.take(1)
