@@ -28,8 +28,8 @@ class Described:
     config -- the stock configuration
     bases  -- the blocks that have a residual basis
     part   -- which part of a larger model it is; None: it is all of one
-    tied   -- whether the output matrix is the embedding; None: the larger model and its part say different things of
-              that, and its tensors tell
+    tied   -- whether the output matrix is the embedding, which its tensors tell; None: nothing, or the larger model and
+              its part say different things
     """
 
     config: Any
