@@ -14,6 +14,7 @@ import torch
 from sparsepack.eval.protocols import Done, WindowScorer, scored_from
 from sparsepack.eval.softmax import RunningSoftmax, wide
 from sparsepack.eval.standard_error import exp_mean, mean
+from sparsepack.models.stock.hooks import check_finite
 from sparsepack.progress import Shorter, progress
 from sparsepack.workers.dealt import Dealt
 from sparsepack.workers.workers import ALONE, Workers
@@ -72,6 +73,9 @@ def score_windows(
             scores = _score_rows(scorers, hidden, wanted[:, first:].flatten(), batch * (width - first))
             found.append({name: _of_each(value.view(len(ids), -1)) for name, value in scores.items()})
     joined = {name: _of_all(torch.cat([sums[name] for sums in found]), dealt) for name in found[0]}
+    for name, of in (("nll", "the model"), ("reference_nll", "its source")):
+        if name in joined:
+            check_finite(joined[name], f"perplexity of {of}")
     compared = (joined.get(name) for name in ("kl", "same_top", "reference_nll"))
     return WindowScores(joined["nll"], width - first, *compared)
 

@@ -120,12 +120,14 @@ class Plan(ABC):
     groups  -- in the order in which they are stored
     notes   -- where it differs from what was asked, a sentence each, for the user
     at_once -- how many groups to make, hash and write side by side; so many are in memory
+    check   -- (the finished artifact, its name to come) raises `PackingError` where it cannot be opened
     """
 
     format: str
     groups: tuple[PlannedGroup, ...]
     notes: tuple[str, ...] = ()
     at_once: int = 1
+    check: Callable[[Path, Path], None] = lambda made, output: None
 
     @property
     def tensors(self) -> tuple[PlannedTensor, ...]:

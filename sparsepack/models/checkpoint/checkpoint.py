@@ -18,11 +18,12 @@ import torch
 
 from sparsepack.errors import CheckpointError
 from sparsepack.files.gguf import GgufFile, read_split_gguf
-from sparsepack.files.stored import Count, Stored, checked, shown
+from sparsepack.files.stored import Stored, checked, shown
 from sparsepack.models.architecture import (
     Architecture,
     ExpertNumbers,
     architecture_of,
+    check_numbers,
     expert_numbers,
     token_ids,
     token_weights,
@@ -208,7 +209,9 @@ class Checkpoint:
         more_eos = self._of_generation(lambda config: checked(_Generation, config).eos_token_id)
         bos = self.tokenizer.bos_token_id
         try:
-            return architecture_of(self.config, bos, token_ids(more_eos))
+            found = architecture_of(self.config, bos, token_ids(more_eos))
+            check_numbers(found)
+            return found
         except CheckpointError as error:
             raise CheckpointError(f"{self.name}: {error}") from error
         except Exception as error:  # transformers' own code, on numbers that it did not check
@@ -242,7 +245,7 @@ class Checkpoint:
 
 
 class _Generation(Stored):
-    eos_token_id: Count | list[Count] | None = None
+    eos_token_id: int | list[int] | None = None  # -1: none
 
 
 def open_checkpoint(name: str | Path, hashed: bool = False) -> Checkpoint:

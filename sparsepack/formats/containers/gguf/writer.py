@@ -57,6 +57,7 @@ class GgufPlan(Plan):
             hashes = write_files([file], self.at_once, advance, workers)
             # The weights may not be others by now than those that were hashed.
             seal(temporary, file.offsets[0], [hashes[tensor.name] for tensor in self.tensors], source_sha256())
+            self.check(temporary, path)
 
     def _file(self, path: Path) -> TensorFile:
         return TensorFile(path, self._header, self.groups, self.alignment)

@@ -187,7 +187,7 @@ class FolderArtifact(Artifact):
         return self.folder.bytes(name)
 
     def source(self, name: str, checkpoint: Checkpoint) -> Tensor | None:
-        return checkpoint.tensor(name) if name in checkpoint.source.shapes else None
+        return checkpoint.tensor(name) if name in checkpoint.source.shapes or name == HEAD else None
 
     def stock(self) -> StockModel:
         try:

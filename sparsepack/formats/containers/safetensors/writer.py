@@ -66,6 +66,7 @@ class FolderPlan(Plan):
             files = self._tensor_files(first_ones_output(folder, workers))
             hashes = write_files(files, self.at_once, advance, workers)
             (folder / MANIFEST).write_bytes(self._sealed(hashes, source_sha256()))
+            self.check(folder, path)
             for name, text in self.beside(folder).items():
                 (folder / name).write_bytes(text.encode())
 
