@@ -193,7 +193,7 @@ def pack(request: PackRequest, checkpoint: Checkpoint | None = None, workers: Wo
     Raises `UserError` subclasses, and `WorkerLost`.
     """
     from sparsepack.calibration.made_from import processor
-    from sparsepack.files.atomic import check_output
+    from sparsepack.files.atomic import check_inputs, check_output
     from sparsepack.formats.containers.safetensors.layout import MANIFEST
     from sparsepack.models.checkpoint.checkpoint import checkpoint_of
     from sparsepack.publish.card import model_card
@@ -210,6 +210,8 @@ def pack(request: PackRequest, checkpoint: Checkpoint | None = None, workers: Wo
     if workers.first:
         check_output(request.output, request.overwrite, format.folder, MANIFEST if format.folder else None)
     checkpoint = checkpoint_of(checkpoint or request.model)
+    read = (checkpoint.path, *checkpoint.source.hash.files, request.calibration, request.thresholds)
+    check_inputs(request.output, [each for each in read if each is not None])
     format.check_model(checkpoint)
     # Thresholds and fitted weights take long: whatever else does not fit is found before.
     if request.allocation or (request.fitting and request.fitting.fits):

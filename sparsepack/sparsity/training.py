@@ -97,8 +97,8 @@ class Training:
         divergence, sparsity = self._means(found)
         if not math.isfinite(divergence):
             raise CheckpointError(
-                f"step {self.step + 1}: the divergence is {divergence}: the model's values overflow; try --dtype float32, "
-                "or copy or export its weights again"
+                f"step {self.step + 1}: the divergence is {divergence}: the model's values overflow; try --dtype "
+                "float32, or copy or export its weights again"
             )
         # dKL/ds at half sparsity is about four times the divergence itself.
         price = 4 * divergence if self.price is None else self.price
