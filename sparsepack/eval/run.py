@@ -183,7 +183,7 @@ def _tasks(request: EvalRequest, subject: Subject, protocol: str, workers: Worke
     from sparsepack.eval.tasks import run_tasks
 
     scorer = subject.task_scorer()
-    result = run_tasks(scorer, subject.tokenizer, request, protocol, workers)
+    result = run_tasks(scorer, subject.tokenizer, request, protocol, workers, subject.end_tokens)
     scorer.share(workers)
     return {**result, "held": request.engine.hold, "batch": request.requests_at_once, **_counted(scorer, subject)}
 

@@ -67,6 +67,7 @@ class SparsepackLM(SparseLM):
             subject.tokenizer,
             protocol=protocol_of(request, subject),
             batch_size=request.requests_at_once,
+            end_tokens=subject.end_tokens,
         )
         say(f"sparsepack: {subject.name}, runtime {runtime}, protocol {self.protocol}")
 

@@ -205,17 +205,23 @@ class Checkpoint:
     def architecture(self) -> Architecture:
         """The numbers that an engine needs. Raises `CheckpointError` for what none here can run."""
         check_taken("pack", self.family, self.name)
-        # Chat models end a turn with tokens that only this file names.
-        more_eos = self._of_generation(lambda config: checked(_Generation, config).eos_token_id)
         bos = self.tokenizer.bos_token_id
         try:
-            found = architecture_of(self.config, bos, token_ids(more_eos))
+            found = architecture_of(self.config, bos, self.end_tokens)
             check_numbers(found)
             return found
         except CheckpointError as error:
             raise CheckpointError(f"{self.name}: {error}") from error
         except Exception as error:  # transformers' own code, on numbers that it did not check
             raise CheckpointError(f"{self.name}: its configuration is not understood ({shown(error)})") from error
+
+    @cached_property
+    def end_tokens(self) -> tuple[int, ...]:
+        """Tokens that end a text: chat models end a turn with some that only generation_config.json names. Raises
+        `CheckpointError`."""
+        more = self._of_generation(lambda config: checked(_Generation, config).eos_token_id)
+        own = token_ids(getattr(self.config, "eos_token_id", None))
+        return tuple(dict.fromkeys([*own, *token_ids(more)]))
 
     @cached_property
     def generation(self) -> dict[str, float]:
