@@ -168,9 +168,7 @@ def _data_remedy(error: Exception, task_path: Path | None) -> str:
     named = getattr(error, "filename", None)
     in_cache = bool(named) and Path(os.fsdecode(named)).is_relative_to(cache)
     if isinstance(error, OSError) and (in_cache or not _can_write(cache)):
-        return (
-            f"data sets are written to {cache}, which cannot be: set HF_DATASETS_CACHE to a folder that can be written"
-        )
+        return f"{cache}, the cache of data sets, cannot be written: set HF_DATASETS_CACHE to a folder that can be"
     if isinstance(error, PermissionError):
         return "give yourself the right to read it (chmod)"
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):

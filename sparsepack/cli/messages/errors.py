@@ -12,7 +12,7 @@ import click
 
 from sparsepack.cli.messages import streams
 from sparsepack.cli.messages.hints import hint
-from sparsepack.cli.options.verb import ARGUMENTS
+from sparsepack.cli.options.verb import ARGUMENTS, EFFECTIVE
 from sparsepack.errors import UserError, WorkerLost
 from sparsepack.terminal import printable, tell
 from sparsepack.workers.environment import say_done
@@ -142,13 +142,9 @@ def _refused_by_the_system(error: OSError) -> int:
 
 
 def _smaller() -> str:
-    """The options of the verb that runs by which it takes less memory, in words; none of those that count only beside
-    others."""
+    """The options of the verb that runs by which it takes less memory, in words; of those that have an effect."""
     context = click.get_current_context(silent=True)
-    if context is None or not isinstance(context.command, click.Group):
-        return ""
-    verb = context.command.commands.get(context.invoked_subcommand or "")
-    names = {each.name for each in verb.params if not getattr(each, "counts", ())} if verb is not None else set()
+    names = () if context is None else context.meta.get(EFFECTIVE, ())
     smaller = " or ".join(f"--{name}" for name in ("batch", "context") if name in names)
     return f"use a smaller {smaller}" if smaller else "use fewer --threads" if "threads" in names else ""
 

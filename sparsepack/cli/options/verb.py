@@ -17,6 +17,8 @@ from sparsepack.option import Condition, idle
 from sparsepack.workers.environment import several
 
 F = TypeVar("F", bound=Callable[..., Any])
+EFFECTIVE = "sparsepack.effective"
+"""Under this name it has the names of the options that have an effect beside the others that were given."""
 OUTPUTS = ("output", "json_path", "plot_path")
 """The parameters that name what a verb writes; all others may name what it reads."""
 ARGUMENTS = "sparsepack.arguments"
@@ -75,6 +77,7 @@ class Verb(click.Command):
 
         for line in idle(given, ctx.params.get, counts, flag):
             raise UserError(line)
+        ctx.meta[EFFECTIVE] = [name for name in options if not [*idle([name], ctx.params.get, counts, flag)]]
         for parameter in self.params:
             if isinstance(parameter.type, Existing):
                 parameter.type.check(ctx.params[str(parameter.name)])
