@@ -371,7 +371,8 @@ def _dequantised(kind: str, blocks: np.ndarray) -> np.ndarray:
     from gguf.quants import dequantize
 
     with np.errstate(all="ignore"):  # a scale that is none gives weights that are none, which is said then
-        return dequantize(blocks, GGMLQuantizationType[kind])
+        weights: np.ndarray = dequantize(blocks, GGMLQuantizationType[kind])
+    return weights
 
 
 def resolve_output(
