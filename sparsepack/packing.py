@@ -224,7 +224,7 @@ def pack(request: PackRequest, checkpoint: Checkpoint | None = None, workers: Wo
     Raises `UserError` subclasses, and `WorkerLost`.
     """
     from sparsepack.calibration.made_from import processor
-    from sparsepack.files.atomic import check_output
+    from sparsepack.files.atomic import check_inputs, check_output
     from sparsepack.formats.containers.safetensors.layout import MANIFEST
     from sparsepack.formats.manifest import SCORE
     from sparsepack.formats.open import open_artifact
@@ -244,6 +244,8 @@ def pack(request: PackRequest, checkpoint: Checkpoint | None = None, workers: Wo
     if workers.first:
         check_output(request.output, request.overwrite, format.folder, MANIFEST if format.folder else None)
     checkpoint = checkpoint_of(checkpoint or request.model)
+    read = (checkpoint.path, *checkpoint.source.hash.files, request.calibration, request.thresholds)
+    check_inputs(request.output, [each for each in read if each is not None])
     format.check_model(checkpoint)
     # Thresholds and fitted weights take long: whatever else does not fit is found before.
     if request.allocation or request.fit.fits:

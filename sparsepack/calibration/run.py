@@ -37,7 +37,7 @@ from sparsepack.models.family import ATTN_OUT, MLP_MID, SITES
 from sparsepack.models.precision import arithmetic
 from sparsepack.models.stock.blocks import BlockStream
 from sparsepack.models.stock.bound import bound_told
-from sparsepack.models.stock.hooks import routing_hooks, site_hooks, stream_hooks
+from sparsepack.models.stock.hooks import check_finite, routing_hooks, site_hooks, stream_hooks
 from sparsepack.models.stock.recorded import Record
 from sparsepack.models.tokenizer.windows import HELD_OUT_SHARE, check_vocabulary, drawn_windows, window_length
 from sparsepack.option import check_type
@@ -224,6 +224,8 @@ def _run(
 def _brought(layers: list[Statistics], layer: int, ready: torch.cuda.Event | None = None) -> dict[str, torch.Tensor]:
     """Bring the statistics of a block to the host; returns them as they are named in a file. ready -- as `on_host`'s"""
     layers[layer] = {name: on_host(value, ready) for name, value in layers[layer].items()}
+    for name, value in layers[layer].items():
+        check_finite(value, f"block {layer}, {name}")
     return collectors.named(layer, layers[layer])
 
 
@@ -255,6 +257,9 @@ def count_block(
     kv_heads, channels = family.setting(config, "num_key_value_heads"), head_dim(config)
     epsilon = float(getattr(config, "rms_norm_eps", 0))
     norms = {site: column_norms(stream.block, family, site) for site in SITES}
+    if stream.device.type == "cpu":  # a GPU is not waited for: what was counted there is looked at later
+        for site, of_site in norms.items():
+            check_finite(of_site, f"block {layer}, norms of the columns at {site}")
     experts = expert_numbers(config)
     statistics: Statistics = {}
     of_part: Statistics = {}

@@ -15,7 +15,7 @@ from sparsepack.distillation.teacher import teacher_of
 from sparsepack.distillation.train import measured_after, measured_windows, train
 from sparsepack.distillation.updates import matrices
 from sparsepack.errors import DistillationError
-from sparsepack.files.atomic import check_output
+from sparsepack.files.atomic import check_inputs, check_output
 from sparsepack.files.hashing import fingerprint
 from sparsepack.models.checkpoint.checkpoint import Checkpoint, checkpoint_of
 from sparsepack.models.checkpoint.distilled import distilled, texts_of_distilled
@@ -58,6 +58,7 @@ def distil(
     output = Path(output)
     check_output(output, overwrite, folder=True, marker=RECORD)
     checkpoint = checkpoint_of(model)
+    check_inputs(output, [checkpoint.path, Path(calibration)])
     check_model(checkpoint)
     source = teacher_of(checkpoint, teacher)
     options = options.of_model(source is not None)

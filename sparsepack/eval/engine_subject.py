@@ -148,6 +148,7 @@ def open_engine_subject(name: str, options: EngineOptions) -> EngineSubject:
         name=name,
         kind=str(packed.manifest["kind"]),
         tokenizer=stock_tokenizer(packed),
+        end_tokens=packed.architecture.eos,
         context=packed.architecture.context,
         source_sha256=str(packed.manifest["model"]["sha256"]),
         made_from=source_made_from(packed.manifest),

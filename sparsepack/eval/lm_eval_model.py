@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -13,10 +14,23 @@ import torch
 from lm_eval import utils
 from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import normalize_gen_kwargs
+from transformers import (
+    EpsilonLogitsWarper,
+    LogitsProcessor,
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    NoRepeatNGramLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+)
 
 from sparsepack.errors import UserError
 from sparsepack.eval.protocols import Scorer
 from sparsepack.files.hashing import fingerprint
+from sparsepack.models.architecture import token_ids
 from sparsepack.models.tokenizer.chat import render_chat, template_of
 from sparsepack.models.tokenizer.chat_templates import named_tokens
 from sparsepack.models.tokenizer.tokens import bos_tokens, check_ids, encode
@@ -32,7 +46,26 @@ T = TypeVar("T")
 
 MAX_NEW_TOKENS = 256  # lm-eval's default for tasks that do not say
 SAMPLING_SEED = 1234
-_WITHOUT_EFFECT_WHEN_GREEDY = {"top_k", "top_p", "min_p", "typical_p"}
+_TOP_K = 50  # transformers' default, for sampling
+_PENALTIES: dict[str, Callable[[Any], LogitsProcessor]] = {
+    "repetition_penalty": lambda value: RepetitionPenaltyLogitsProcessor(float(value)),
+    "no_repeat_ngram_size": lambda value: NoRepeatNGramLogitsProcessor(int(value)),
+}
+_WARPERS: dict[str, Callable[[Any], LogitsProcessor]] = {
+    "temperature": lambda value: TemperatureLogitsWarper(float(value)),
+    "top_k": lambda value: TopKLogitsWarper(int(value)),
+    "top_p": lambda value: TopPLogitsWarper(float(value)),
+    "min_p": lambda value: MinPLogitsWarper(float(value)),
+    "typical_p": lambda value: TypicalLogitsWarper(float(value)),
+    "epsilon_cutoff": lambda value: EpsilonLogitsWarper(float(value)),
+}
+"""What changes logits, in the order of transformers' `generate`; the second ones only where tokens are sampled."""
+_NEUTRAL: dict[str, Any] = {
+    **{"repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "top_k": 0, "top_p": 1.0, "typical_p": 1.0},
+    **{"epsilon_cutoff": 0.0, "num_beams": 1, "num_return_sequences": 1, "num_beam_groups": 1},
+}
+"""With these values they do nothing."""
+_WITHOUT_EFFECT = ("use_cache", "early_stopping", "length_penalty", "pad_token_id")  # of speed, beams and batches
 
 
 @dataclass(frozen=True, order=True)
@@ -45,11 +78,33 @@ class ScoredRow:
 
 @dataclass(frozen=True)
 class GenerationArguments:
-    """How to continue a text; `temperature` 0 is greedy."""
+    """How to continue a text.
+
+    max_length -- of a text and its continuation, in tokens; None: only `max_new` counts
+    min_new    -- before so many new tokens no text ends by a token
+    ends       -- tokens that end it beside the model's own
+    changes    -- of the logits, names and values of `_PENALTIES` and `_WARPERS`
+    """
 
     until: tuple[str, ...]
     max_new: int
-    temperature: float
+    sample: bool
+    max_length: int | None = None
+    min_new: int = 0
+    ends: tuple[int, ...] = ()
+    changes: tuple[tuple[str, float], ...] = ()
+
+    def processors(self) -> LogitsProcessorList:
+        """What changes logits, in order. Raises `UserError` for a value that transformers refuses."""
+        made = LogitsProcessorList()
+        for name, value in self.changes:
+            try:
+                made.append((_PENALTIES | _WARPERS)[name](value))
+            except (ValueError, TypeError) as error:
+                raise UserError(
+                    f"generation option {name} {value}: {error}; correct the task's generation_kwargs"
+                ) from error
+        return made
 
 
 class SparseLM(TemplateLM):
@@ -75,6 +130,7 @@ class SparseLM(TemplateLM):
         *,
         protocol: str,
         batch_size: int,
+        end_tokens: Sequence[int] = (),
         workers: Workers = ALONE,
         vocabulary: int | None = None,
     ) -> None:
@@ -89,6 +145,7 @@ class SparseLM(TemplateLM):
         self.workers = workers
         self.vocabulary = vocabulary
         self.truncated_requests = 0
+        self.end_tokens = frozenset((*end_tokens, self.tokenizer.eos_token_id))
         self._prefix_token_id: int = prefix
 
     @property
@@ -217,17 +274,18 @@ class SparseLM(TemplateLM):
         return [sum(next(scores)[0] for _ in range(count)) for count in window_counts]
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = True) -> list[str]:
-        """Continues each context, greedily or at a temperature, computing the whole row anew for every token.
+        """Continues each context as lm-eval's HFLM does, computing the whole row anew for every token.
 
-        A continuation ends at EOS, at `max_gen_toks`, or as soon as its text holds any of the `until` strings; it is
-        cut before the earliest of them. Stop strings may span tokens, begin inside one, or be the text of a special
-        token; the context never counts. Special tokens are not part of the answer. Sampling draws from one seeded
-        generator per request, so neither batch size nor order matters. Raises UserError for options not named here.
+        A continuation ends at any of the model's end tokens, at `max_gen_toks`, or as soon as its text holds any of the
+        `until` strings or the text of the tokenizer's EOS; it is cut before them. Stop strings may span tokens, begin
+        inside one, or be the text of a special token; the context never counts. Special tokens are not part of the
+        answer. Sampling draws from one seeded generator per request, so neither batch size nor order matters. Raises
+        UserError for options that are not known.
         """
         rows_of: dict[GenerationArguments, dict[int, ScoredRow]] = defaultdict(dict)
         truncated = 0
         for index, (text, options) in enumerate(request.args for request in requests):
-            generation = _generation(options)
+            generation = _generation(options, self.tokenizer.eos_token)
             room = self.scorer.context - generation.max_new
             if room < 1:
                 raise UserError(
@@ -273,15 +331,22 @@ class SparseLM(TemplateLM):
         """Continue the chosen rows together."""
         produced: dict[int, list[int]] = {index: [] for index in chosen}
         randoms = {index: torch.Generator().manual_seed(SAMPLING_SEED + index) for index in chosen}
+        processors, ends = generation.processors(), sorted(self.end_tokens.union(generation.ends) - {None})
         live = chosen
         for _ in range(generation.max_new):
             batch = [ScoredRow((*rows[index].ids, *produced[index]), rows[index].scored) for index in live]
             still = []
             for index, row, logits in zip(live, batch, self._logits(batch), strict=True):
-                token = _choose(logits[len(row.ids) - 1], generation.temperature, randoms[index])
-                if token == self.tokenizer.eos_token_id:
+                scores = logits[len(row.ids) - 1][None].float()
+                if len(produced[index]) < generation.min_new:
+                    scores[:, [end for end in ends if end < scores.shape[1]]] = -math.inf
+                scores = processors(torch.tensor([row.ids], device=scores.device), scores)[0]
+                token = _sampled(scores, randoms[index]) if generation.sample else int(scores.argmax())
+                if token in ends:
                     continue
                 produced[index].append(token)
+                if generation.max_length is not None and len(row.ids) + 1 >= generation.max_length:
+                    continue
                 text = self.tokenizer.decode(produced[index])
                 if not any(stop in text for stop in generation.until):
                     still.append(index)
@@ -321,26 +386,46 @@ class SparseLM(TemplateLM):
             logger.warning("%d requests exceed the context of %d; cut at their beginning", count, self.scorer.context)
 
 
-def _generation(options: dict[str, Any]) -> GenerationArguments:
+def _generation(options: dict[str, Any], eos: str | None) -> GenerationArguments:
+    """What a task's generation_kwargs mean to lm-eval's HFLM. Raises `UserError` for what is not known."""
     normal: dict[str, Any] = dict(normalize_gen_kwargs(options, MAX_NEW_TOKENS))
-    until = tuple(stop for stop in normal.pop("until") if stop)
-    max_new = int(normal.pop("max_gen_toks"))
-    sample = bool(normal.pop("do_sample"))
-    temperature = float(normal.pop("temperature", 0.0)) if sample else 0.0
-    unknown = set(normal) - (set() if temperature else _WITHOUT_EFFECT_WHEN_GREEDY)
+    until = tuple(dict.fromkeys(stop for stop in (*normal.pop("until"), eos) if stop))
+    max_new, max_length = int(normal.pop("max_gen_toks")), normal.pop("max_length", None)
+    sample, min_new = bool(normal.pop("do_sample")), int(normal.pop("min_new_tokens", None) or 0)
+    ends = normal.pop("eos_token_id", None)
+    if sample:
+        normal.setdefault("top_k", _TOP_K)
+    changes = []
+    for name in (*_PENALTIES, *_WARPERS):
+        value = normal.pop(name, None)
+        if value is not None and value != _NEUTRAL.get(name) and (sample or name in _PENALTIES):
+            changes.append((name, value))
+    unknown = [
+        name for name in normal if name not in _WITHOUT_EFFECT and normal[name] not in (None, _NEUTRAL.get(name))
+    ]
     if unknown:
+        known = ("until", "max_gen_toks", "max_length", "min_new_tokens", "do_sample", *_PENALTIES, *_WARPERS)
+        said = ", ".join(f"{name} {str(normal[name])[:60]}" for name in sorted(unknown))
         raise UserError(
-            f"generation option {', '.join(sorted(unknown))} is not supported; a task's generation_kwargs may have "
-            "until, max_gen_toks, do_sample and temperature"
+            f"generation option {said} is not supported; a task's generation_kwargs may have {', '.join(known)}, and "
+            "one beam"
         )
-    return GenerationArguments(until, max_new, temperature)
+    return GenerationArguments(
+        until,
+        max_new,
+        sample,
+        None if max_length is None else int(max_length),
+        min_new,
+        tuple(token_ids(ends)),
+        tuple(changes),
+    )
 
 
-def _choose(logits: torch.Tensor, temperature: float, random: torch.Generator) -> int:
-    if not temperature:
-        return int(logits.argmax())
-    return int(torch.multinomial(torch.softmax(logits.float().cpu() / temperature, dim=-1), 1, generator=random))
+def _sampled(scores: torch.Tensor, random: torch.Generator) -> int:
+    return int(torch.multinomial(torch.softmax(scores.cpu(), dim=-1), 1, generator=random))
 
 
 def _cut(text: str, until: Sequence[str]) -> str:
-    return text[: min((text.find(stop) for stop in until if stop in text), default=len(text))]
+    for stop in until:  # one after the other, as HFLM does: what is cut holds no other one any more
+        text = text.split(stop)[0]
+    return text

@@ -14,6 +14,7 @@ import torch
 from sparsepack.eval.protocols import Done, WindowScorer, scored_from
 from sparsepack.eval.softmax import RunningSoftmax, wide
 from sparsepack.eval.standard_error import exp_mean, mean
+from sparsepack.models.stock.hooks import check_finite
 from sparsepack.progress import Shorter, progress
 from sparsepack.workers.dealt import Dealt
 from sparsepack.workers.workers import ALONE, Workers
@@ -71,6 +72,9 @@ def score_windows(
                 del states
             found.append(_score_windows(scorers, hidden, wanted[:, first:], batch))
     joined = {name: _of_all(torch.cat([sums[name] for sums in found]), dealt) for name in found[0]}
+    for name, of in (("nll", "the model"), ("reference_nll", "its source")):
+        if name in joined:
+            check_finite(joined[name], f"perplexity of {of}")
     return WindowScores(targets=width - first, **joined)
 
 

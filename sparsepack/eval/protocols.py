@@ -127,6 +127,7 @@ class Subject(ABC):
     made_from     -- hashes of the checkpoints that this one was made from by other verbs
     sparse_sites  -- (layer, site) of those that may be sparse
     attention     -- which tokens decoded positions read; None: all
+    end_tokens    -- that end a text, beside the tokenizer's own
     """
 
     skips_neurons: ClassVar[bool] = False
@@ -141,6 +142,7 @@ class Subject(ABC):
     target_sparsity: float
     sparse_sites: Collection[Any]
     attention: SparseAttention | None
+    end_tokens: tuple[int, ...] = ()
 
     @property
     @abstractmethod

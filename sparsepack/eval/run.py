@@ -185,7 +185,8 @@ def _tasks(request: EvalRequest, subject: Subject, protocol: str, workers: Worke
     from sparsepack.eval.tasks import run_tasks
 
     scorer = subject.task_scorer()
-    result = run_tasks(scorer, subject.tokenizer, request, protocol, workers, scorer.vocabulary)
+    known = scorer.vocabulary, subject.end_tokens
+    result = run_tasks(scorer, subject.tokenizer, request, protocol, workers, *known)
     scorer.share(workers)
     return {**result, "held": request.engine.hold, "batch": request.requests_at_once, **_counted(scorer, subject)}
 

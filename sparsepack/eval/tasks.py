@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import difflib
+import errno
 import math
+import os
 import random
-from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
+import traceback
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +36,7 @@ def run_tasks(
     protocol: str,
     workers: Workers = ALONE,
     vocabulary: int | None = None,
+    end_tokens: Sequence[int] = (),
 ) -> dict[str, Any]:
     """Evaluates the lm-eval tasks, groups, tags or glob patterns of a request that was checked, under a protocol of
     `SparseLM`, and returns what is worth keeping of the result.
@@ -77,21 +81,42 @@ def run_tasks(
             batch_size=request.requests_at_once,
             workers=workers,
             vocabulary=vocabulary,
+            end_tokens=end_tokens,
         )
         if request.apply_chat_template:
             model.chat_template()  # refused before anything runs where there is none
         # not simple_evaluate: that calls git, and describes the machine for seconds
-        found = evaluate(
-            lm=model,
-            task_dict=loaded,
-            limit=request.limit,
-            bootstrap_iters=BOOTSTRAP_ITERS,
-            log_samples=False,
-            apply_chat_template=request.apply_chat_template,
-            fewshot_as_multiturn=request.apply_chat_template,
-        )
+        with _task_errors(request.tasks):
+            found = evaluate(
+                lm=model,
+                task_dict=loaded,
+                limit=request.limit,
+                bootstrap_iters=BOOTSTRAP_ITERS,
+                log_samples=False,
+                apply_chat_template=request.apply_chat_template,
+                fewshot_as_multiturn=request.apply_chat_template,
+            )
     report = _report(found, protocol=protocol, limit=request.limit, truncated=model.truncated_requests)
     return {**report, "apply_chat_template": request.apply_chat_template}
+
+
+@contextmanager
+def _task_errors(names: Sequence[str]) -> Iterator[None]:
+    """Say in one line what lm-eval raises over a task's own settings: its filters, metrics and templates. What our
+    code, which it calls, raises stays as it is."""
+    try:
+        yield
+    except Exception as error:
+        frames = [str(frame.f_globals.get("__name__")) for frame, _ in traceback.walk_tb(error.__traceback__)]
+        ours = [name for name in frames if name.partition(".")[0] in ("sparsepack", "lm_eval")]
+        own_remedy = isinstance(error, UserError | OSError | MemoryError)
+        if own_remedy or not ours or not ours[-1].startswith("lm_eval"):
+            raise
+        part = " of a filter (filter_list)" if ".filters." in ours[-1] else ""
+        raise UserError(
+            f"task {', '.join(names)}: lm-eval fails over the settings{part} ({type(error).__name__}: "
+            f"{_first_line(error)}); correct the task's YAML file"
+        ) from error
 
 
 def load_tasks(names: Sequence[str], task_path: Path | None) -> dict[str, Any]:
@@ -132,15 +157,34 @@ def _load_task(manager: TaskManager, name: str, task_path: Path | None) -> dict[
         problem = f"{type(error).__name__}: {_first_line(error)}"
         if not _is_data_error(error):
             raise UserError(f"task {name} cannot be built from its YAML file ({problem}); correct the file") from error
-        if task_path is None:
-            remedy = "set HF_HOME to a folder that has the data, or use --task-path with local task files"
-        else:
-            remedy = (
-                "correct the path in the YAML file; data from the hub must lie under HF_HOME, "
-                "or be allowed with HF_HUB_OFFLINE=0"
-            )
+        remedy = _data_remedy(error, task_path)
         raise UserError(f"the data of task {name} cannot be reached ({problem}); {remedy}") from error
     return part
+
+
+def _data_remedy(error: Exception, task_path: Path | None) -> str:
+    """What helps against an error of a task's data: of the cache into which data sets are written, or of the data."""
+    import datasets.config
+
+    cache = Path(datasets.config.HF_DATASETS_CACHE)
+    named = getattr(error, "filename", None)
+    in_cache = bool(named) and Path(os.fsdecode(named)).is_relative_to(cache)
+    if isinstance(error, OSError) and (in_cache or not _can_write(cache)):
+        return f"{cache}, the cache of data sets, cannot be written: set HF_DATASETS_CACHE to a folder that can be"
+    if isinstance(error, PermissionError):
+        return "give yourself the right to read it (chmod)"
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return f"free some space: data sets are written to {cache}, HF_DATASETS_CACHE names another folder"
+    if task_path is None:
+        return "set HF_HOME to a folder that has the data, or use --task-path with local task files"
+    hub = "data from the hub must lie under HF_HOME, or be allowed with HF_HUB_OFFLINE=0"
+    return f"correct the path in the YAML file; {hub}"
+
+
+def _can_write(folder: Path) -> bool:
+    """Whether a folder can be written, or made where it is not there yet."""
+    there = next(each for each in (folder, *folder.parents) if os.path.lexists(each))
+    return there.is_dir() and os.access(there, os.W_OK | os.X_OK)
 
 
 def _is_data_error(error: Exception) -> bool:

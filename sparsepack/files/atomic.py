@@ -12,7 +12,7 @@ import platform
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,26 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # The last three: another run has just put a folder there; an overlay does not move those of its lower layers.
 _REFUSED = (errno.EACCES, errno.EROFS, errno.EPERM, errno.ENOTEMPTY, errno.EEXIST, errno.EXDEV)
 _FAILED = (errno.EIO, errno.ENXIO, errno.ENODEV, errno.ESTALE)
+
+
+_OF_INPUTS = (".safetensors", ".json", ".jinja", ".model", ".txt")
+"""Files of an input folder with these endings are read; others there, such as README.md, may be replaced."""
+
+
+def check_inputs(path: Path, inputs: Iterable[Path]) -> None:
+    """Refuse an output that is one of the inputs, by any name or link, holds one, or replaces a file of one: even
+    `overwrite` would lose what the output is made from."""
+    for source in inputs:
+        try:
+            same = source.exists() and path.exists() and path.samefile(source)
+            inside = path.is_dir() and source.exists() and source.resolve().is_relative_to(path.resolve())
+            replaced = path.is_file() and source.is_dir() and path.suffix in _OF_INPUTS
+            replaced = replaced and path.resolve().parent in (source.resolve(), source)
+        except (OSError, ValueError):  # no path at all
+            continue
+        if same or inside or replaced:
+            what = "it is" if same else "it holds" if inside else "a file of"
+            raise OutputError(f"{path}: {what} the input {source}, which would be lost; give another name")
 
 
 def check_output(path: Path, overwrite: bool, folder: bool = False, marker: str | None = None) -> None:

@@ -10,9 +10,10 @@ checked against the file before it is used, so a mutated file gives one clear er
 
 import math
 import mmap
+import re
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,26 +38,41 @@ class TensorInfo:
     type: str  # ggml's name: F32, F16, BF16, Q4_K, Q6_K, ...
     start: int  # byte offset in the file
     nbytes: int
+    part: int = 0  # of a split GGUF
 
 
 @dataclass(frozen=True)
 class GgufFile:
-    """A parsed header and the mapped bytes behind it."""
+    """A parsed header and the mapped bytes behind it; of a split GGUF the first part, with the tensors of all parts.
+
+    raw    -- uint8 [file size], memory-mapped
+    others -- the other parts of a split GGUF, in order
+    """
 
     path: Path
     metadata: Mapping[str, Any]
     tensors: Mapping[str, TensorInfo]
     data_start: int
-    raw: np.ndarray  # uint8 [file size], memory-mapped
+    raw: np.ndarray
+    others: "tuple[GgufFile, ...]" = ()
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """The file of each part."""
+        return (self.path, *(other.path for other in self.others))
 
     def bytes(self, name: str) -> np.ndarray:
         """The raw bytes of one tensor: uint8 [nbytes], mapped, not copied."""
         info = self.tensors[name]
-        return self.raw[info.start : info.start + info.nbytes]
+        return self._raw(info)[info.start : info.start + info.nbytes]
+
+    def _raw(self, info: TensorInfo) -> np.ndarray:
+        return self.others[info.part - 1].raw if info.part else self.raw
 
     def forget(self, name: str) -> None:
         """Give back the memory that a tensor's mapped bytes take once they were read; they can be read again."""
-        info, mapped = self.tensors[name], getattr(self.raw, "_mmap", None)
+        info = self.tensors[name]
+        mapped = getattr(self._raw(info), "_mmap", None)
         if mapped is None or not hasattr(mmap, "MADV_DONTNEED"):
             return
         first = -(-info.start // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -76,6 +92,43 @@ def read_gguf(path: Path) -> GgufFile:
         raise ArtifactError(f"{path}: {path.stat().st_size} bytes are too few for a GGUF file; is it truncated?")
     raw = np.memmap(path, dtype=np.uint8, mode="r")
     return _Parser(path, raw).parse()
+
+
+_PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf", re.DOTALL)
+"""The name of a part as llama.cpp's gguf-split gives it: number and count, both from 1."""
+
+
+def read_split_gguf(path: Path) -> GgufFile:
+    """Map a GGUF as `read_gguf` does, with all of its parts where it is split; `path` is the first of them.
+
+    Raises `ArtifactError` as `read_gguf` does, for another part, and where one is missing or does not belong to it.
+    """
+    first = read_gguf(path)
+    count = first.metadata.get("split.count", 1)
+    if type(count) is not int or count < 2:
+        return first
+    name = _PART.fullmatch(path.name)
+    if name is None or int(name[3]) != count:
+        raise ArtifactError(
+            f"{path}: one part of a GGUF that is split into {count}; expected the name that ends in "
+            f"-00001-of-{count:05}.gguf, with the other parts beside it"
+        )
+    files = [path.with_name(f"{name[1]}-{number:05}-of-{count:05}.gguf") for number in range(1, count + 1)]
+    if path != files[0]:
+        raise ArtifactError(f"{path}: part {int(name[2])} of {count} of a split GGUF; give the first, {files[0]}")
+    tensors: dict[str, TensorInfo] = {}
+    parts = []
+    for number, file in enumerate(files):
+        if not file.is_file():
+            raise ArtifactError(f"{path}: part {number + 1} of {count} is missing; expected {file.name} beside it")
+        part = read_gguf(file) if number else first
+        if (part.metadata.get("split.no"), part.metadata.get("split.count")) != (number, count):
+            raise ArtifactError(f"{file}: not part {number + 1} of {count} by its own keys; copy all parts again")
+        if twice := sorted(part.tensors.keys() & tensors):
+            raise ArtifactError(f"{file}: the tensor {twice[0]!r} stands in an earlier part too; copy all parts again")
+        tensors |= {each: replace(info, part=number) for each, info in part.tensors.items()}
+        parts.append(part)
+    return replace(first, tensors=tensors, others=tuple(parts[1:]))
 
 
 class _Parser:

@@ -38,6 +38,8 @@ class Artifact(ABC):
 
     embedding: ClassVar[str] = "token_embd.weight"
     """The name of the embedding."""
+    output: ClassVar[str] = "output.weight"
+    """The name of the output matrix; without such a tensor the embedding is that too."""
 
     manifest: Mapping[str, Any]
 

@@ -4,7 +4,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from sparsepack.errors import ArtifactError
+from sparsepack.errors import ArtifactError, PackingError
 from sparsepack.formats.artifact import Artifact
 from sparsepack.formats.containers.gguf.container import is_ours, open_gguf
 from sparsepack.formats.containers.safetensors.container import open_folder
@@ -44,6 +44,25 @@ def read_packed(path: Path, verify: bool = True) -> PackedModel:
     if artifact.format.runs and verify:
         artifact.check_bytes()
     return artifact.packed()
+
+
+def check_readable(path: Path, output: Path) -> None:
+    """Open what was just written, before it gets its name `output`, as those do who run or evaluate it.
+
+    Raises `PackingError` where that is refused: a number of the model is none that its readers take.
+    """
+    try:
+        artifact = open_artifact(path)
+        artifact.check_shapes()
+        if artifact.format.runs:
+            artifact.packed()
+        artifact.stock()
+    except ArtifactError as error:
+        reason = str(error).removeprefix(f"{path}: ").rpartition("; pack")[0] or str(error)
+        raise PackingError(
+            f"{output}: not written, since nothing could open it: {reason}; correct the configuration and the "
+            "tokenizer of the model"
+        ) from error
 
 
 def is_checkpoint_folder(path: Path) -> bool:

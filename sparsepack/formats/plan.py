@@ -124,6 +124,7 @@ class Plan(ABC):
     notes   -- where it differs from what was asked, a sentence each, for the user
     at_once -- how many groups to make, hash and write side by side; so many are in memory
     measure -- (finished artifact, before it gets its name) -> the manifest's score; None: it has none
+    check   -- (the finished artifact, its name to come) raises `PackingError` where it cannot be opened
     """
 
     format: str
@@ -131,6 +132,7 @@ class Plan(ABC):
     notes: tuple[str, ...] = ()
     at_once: int = 1
     measure: Measure | None = None
+    check: Callable[[Path, Path], None] = lambda made, output: None
 
     @property
     def tensors(self) -> tuple[PlannedTensor, ...]:

@@ -13,7 +13,7 @@ from sparsepack.files.stored import shown
 from sparsepack.formats.codecs.matrices import decode_matrix
 from sparsepack.formats.config_check import check_architecture
 from sparsepack.formats.packed import PackedModel
-from sparsepack.models.architecture import architecture_of
+from sparsepack.models.architecture import architecture_of, token_ids
 from sparsepack.models.checkpoint.checkpoint import EMBEDDING, FINAL_NORM, HEAD
 from sparsepack.models.families import FAMILIES
 from sparsepack.models.family import Family
@@ -47,6 +47,11 @@ class StockModel:
     inputs: Mapping[SiteKey, torch.dtype] = field(default_factory=dict)
     attention: SparseAttention | None = None
     bases: Collection[int] = ()
+
+    @property
+    def end_tokens(self) -> tuple[int, ...]:
+        """Tokens that end a text, by the configuration."""
+        return tuple(token_ids(getattr(self.config, "eos_token_id", None)))
 
     @property
     def layers(self) -> int:

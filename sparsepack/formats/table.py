@@ -5,7 +5,7 @@ Cheap to import: the command line and the recipes' schema take their choices fro
 
 import importlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -93,8 +93,10 @@ class Format:
 
         Raises `PackingError` for a request that does not fit the model or the format.
         """
+        from sparsepack.formats.open import check_readable
+
         made: Plan = self._implementation.plan(self, checkpoint, request)
-        return made
+        return replace(made, check=check_readable)
 
     def encoder(self, checkpoint: "Checkpoint", request: "PlanRequest") -> "SiteEncoder":
         """What encodes a model's sites one by one, where `fits` is set: `plan` takes its tensors in `request.encoded`.

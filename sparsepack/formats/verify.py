@@ -174,6 +174,11 @@ def _compared(
         bound = math.hypot(ERROR_BOUNDS[type], again.may_be_off(artifact, name, source) if again else 0.0)
         bound += changes.get(name, 0.0) + off
         yield TensorError(name, type, _relative_error(artifact, name, source), bound)
+    if artifact.output not in artifact.tensors and not before.checkpoint.tied:
+        yield (
+            f"{artifact.embedding}: the output matrix too in the file, {checkpoint.name} has another one: it was lost "
+            "when this was packed, pack it again"
+        )
 
 
 def _relative_error(artifact: Artifact, name: str, expected: torch.Tensor) -> float:

@@ -12,9 +12,11 @@ from sparsepack.errors import CheckpointError
 from sparsepack.models.families import FAMILIES
 from sparsepack.models.family import MLP_SITES
 from sparsepack.models.own_code import STOCK_ALONE
+from sparsepack.models.verbs import taken_by
 
 ACTIVATIONS = ("silu", "relu", "gelu", "gelu_pytorch_tanh")
 MOST_EXPERTS = 1 << 14
+_LARGEST = 3.4e38  # float32
 _FIXED_ROTARY = ("default", "linear", "llama3", "yarn")
 _BY_LENGTH = ("longrope", "dynamic")
 """Rotary embeddings of these types turn long texts by other frequencies than short ones."""
@@ -228,6 +230,68 @@ def architecture_of(config: Any, bos: int | None, more_eos: Sequence[int] = ()) 
     )
 
 
+def check_numbers(architecture: Architecture) -> None:
+    """Raise ValueError where a number could not be a model's."""
+    sizes = ("layers", "hidden", "intermediate", "heads", "kv_heads", "head_dim", "vocabulary", "context")
+    for name in sizes:
+        value = getattr(architecture, name)
+        if type(value) is not int or not 1 <= value < 2**31:
+            raise ValueError(f"{name} {repr(value)[:60]}, expected a positive integer below 2**31")
+    a, long = architecture, architecture.long_texts
+    real: tuple[float, ...] = (a.norm_eps, a.rotary_scale, *a.inv_freq, *a.local_inv_freq, a.embedding_scale)
+    least_0: tuple[float, ...] = (a.attention_scale, a.attention_cap, a.logit_cap)
+    if long is not None:
+        real, least_0 = (*real, *long.inv_freq), (*least_0, long.base, long.factor, long.tokens - 1)
+    if not all(type(value) in (int, float) and -_LARGEST <= value <= _LARGEST for value in (*real, *least_0)):
+        raise ValueError("norm_eps, rotary_scale, inv_freq, long_texts, caps or scales are something else than numbers")
+    if min(least_0) < 0:
+        raise ValueError("attention_scale, attention_cap, logit_cap or long_texts hold numbers below 0")
+    more = (a.local_inv_freq, () if long is None else long.inv_freq)
+    if not {len(of) for of in more} <= {0, len(a.inv_freq)}:
+        raise ValueError(f"{len(more[0])} local, {len(more[1])} long frequencies, expected {len(a.inv_freq)} or none")
+    if not all(
+        type(value) is int and 0 <= value < 2**31 for value in (*architecture.sliding_windows, *architecture.eos)
+    ):
+        raise ValueError("sliding_windows or eos hold something else than integers from 0 to below 2**31")
+    bos = architecture.bos
+    if bos is not None and not (type(bos) is int and 0 <= bos < architecture.vocabulary):
+        raise ValueError(f"bos {str(bos)[:60]}, expected a token of the {architecture.vocabulary}")
+    if type(architecture.qk_norm) is not bool or type(architecture.tied) is not bool:
+        raise ValueError("qk_norm or tied is neither true nor false")
+    if architecture.activation not in ACTIVATIONS:
+        raise ValueError(f"activation {str(architecture.activation)[:60]!r}, expected one of {', '.join(ACTIVATIONS)}")
+    if not isinstance(architecture.model_type, str) or architecture.model_type not in taken_by("pack"):
+        known = ", ".join(taken_by("pack"))
+        raise ValueError(f"model type {str(architecture.model_type)[:60]!r}, expected one of {known}")
+    _check_experts(architecture)
+    windows = len(architecture.sliding_windows)
+    if windows != architecture.layers:
+        raise ValueError(f"{architecture.layers} layers, {windows} sliding windows")
+    if architecture.heads % architecture.kv_heads or not 0 < 2 * len(architecture.inv_freq) <= architecture.head_dim:
+        raise ValueError(
+            f"{architecture.heads} heads, {architecture.kv_heads} of keys, {len(architecture.inv_freq)} frequencies "
+            f"for heads of {architecture.head_dim}"
+        )
+
+
+def _check_experts(architecture: Architecture) -> None:
+    """Raise ValueError where the numbers of experts could not be a model's."""
+    experts, of_family = architecture.experts, FAMILIES[architecture.model_type].experts
+    if (experts is None) != (of_family is None):
+        raise ValueError(f"experts {str(experts)[:60]} in a {architecture.model_type} model")
+    if experts is None or of_family is None:
+        return
+    if type(experts.count) is not int or not 1 <= experts.count <= MOST_EXPERTS:
+        raise ValueError(f"{str(experts.count)[:60]} experts, expected 1 to {MOST_EXPERTS}")
+    if type(experts.used) is not int or not 1 <= experts.used <= experts.count:
+        raise ValueError(f"{str(experts.used)[:60]} experts for a token, expected 1 to {experts.count}")
+    shared = of_family.shared is not None
+    if type(experts.shared) is not int or not shared <= experts.shared <= shared * MOST_EXPERTS:
+        raise ValueError(f"{str(experts.shared)[:60]} shared experts in a {architecture.model_type} model")
+    if type(experts.normalised) is not bool:
+        raise ValueError("experts.normalised is neither true nor false")
+
+
 def expert_numbers(config: Any) -> ExpertNumbers | None:
     """How a stock configuration's MLPs choose among experts; None where they are dense.
 
@@ -341,8 +405,9 @@ def _cap(config: Any, name: str) -> float:
 
 
 def token_ids(value: int | list[int] | None) -> list[int]:
-    """What configurations write as one id, several or none."""
-    return value if isinstance(value, list) else [] if value is None else [value]
+    """What configurations write as one id, several or none; a negative one is none, too, as in transformers."""
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    return [token for token in ids if type(token) is not int or token >= 0]
 
 
 def _rotaries(config: Any) -> list[tuple[torch.Tensor, float]]:

@@ -17,7 +17,7 @@ from torch import Tensor
 from sparsepack.calibration.folder import load as load_calibration
 from sparsepack.calibration.made_from import processor
 from sparsepack.errors import PruningError, WorkersError
-from sparsepack.files.atomic import check_output
+from sparsepack.files.atomic import check_inputs, check_output
 from sparsepack.files.hashing import fingerprint
 from sparsepack.models.checkpoint.checkpoint import Checkpoint, checkpoint_of
 from sparsepack.models.checkpoint.source_files import texts_of
@@ -76,6 +76,7 @@ def prune(
     if workers.first:
         check_output(output, overwrite, folder=True, marker=RECORD)
     checkpoint = checkpoint_of(model)
+    check_inputs(output, [checkpoint.path, *(() if calibration is None else (Path(calibration),))])
     if options.permute and checkpoint.family.experts is not None:
         raise PruningError(
             f"permute: {checkpoint.name} has experts, whose neurons are not put into another order; leave it out"

@@ -135,8 +135,7 @@ class Recipe(Section):
     description: str = Field("", description="One line for people.")
     model: Annotated[str, PATH] = Field(
         min_length=1,
-        description="A Hugging Face folder or hub name, a GGUF file in F32, F16 or BF16, shipped:tiny, or "
-        "shipped:tiny-mixture.",
+        description="A Hugging Face folder or hub name, a GGUF file, shipped:tiny, or shipped:tiny-mixture.",
     )
     device: str = Field(pattern=r"^(cpu|mps|cuda(:\d+)?)$")
     dtype: str

@@ -20,7 +20,7 @@ from sparsepack.calibration.made_from import processor
 from sparsepack.calibration.moments import output_moments, second_moments
 from sparsepack.calibration.residual import residual_of
 from sparsepack.errors import RotationError, WorkersError
-from sparsepack.files.atomic import check_output
+from sparsepack.files.atomic import check_inputs, check_output
 from sparsepack.files.hashing import fingerprint
 from sparsepack.formats.codecs.types import stored_bytes, type_that_fits
 from sparsepack.formats.zigzag.plan import BASIS_TYPE
@@ -80,6 +80,7 @@ def rotate(
     if workers.first:
         check_output(output, overwrite, folder=True, marker=RECORD)
     checkpoint, read = opened(model, calibration, options, workers)
+    check_inputs(output, [checkpoint.path, Path(calibration)])
     basis = ROTATIONS[options.basis]
     # On which card of several it runs does not matter.
     stored = asdict(options) | {"device": torch.device(options.device).type}

@@ -4,13 +4,14 @@ Several workers may share the windows of a step. Each part of them has a backwar
 gradients are added in the order of the parts: every worker takes the same step, with the bits of one alone.
 """
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
 
-from sparsepack.errors import WorkersError
+from sparsepack.errors import CheckpointError, WorkersError
 from sparsepack.models.stock.repeatable import repeatable
 from sparsepack.progress import Shorter, progress
 from sparsepack.workers.dealt import Dealt
@@ -94,6 +95,11 @@ class Training:
         found -- by this worker's parts of the step
         """
         divergence, sparsity = self._means(found)
+        if not math.isfinite(divergence):
+            raise CheckpointError(
+                f"step {self.step + 1}: the divergence is {divergence}: the model's values overflow; try --dtype "
+                "float32, or copy or export its weights again"
+            )
         # dKL/ds at half sparsity is about four times the divergence itself.
         price = 4 * divergence if self.price is None else self.price
         gap = self.options.sparsity - sparsity

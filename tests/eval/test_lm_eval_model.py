@@ -135,6 +135,48 @@ def test_generation_ends_before_the_earliest_stop_string(byte_tokenizer, text, u
     assert model.generate_until(requests(("prompt", {"until": until}))) == [answer]
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": 0, "do_sample": False},
+        {"temperature": 0.0},
+        {"do_sample": False, "until": ["e", "th", "\n"], "max_new_tokens": 8},
+        {"repetition_penalty": 1.7, "num_beams": 1, "top_p": 1.0, "until": "a"},
+        {"no_repeat_ngram_size": 2, "max_gen_toks": 6, "early_stopping": False},
+        {"min_new_tokens": 3, "temperature": 0.0, "do_sample": False},
+    ],
+)
+def test_greedy_arguments_mean_what_lm_evals_own_model_takes_them_for(tiny_llama, scorer, byte_tokenizer, options):
+    from lm_eval.models.huggingface import HFLM
+
+    theirs = HFLM(pretrained=tiny_llama, tokenizer=byte_tokenizer, batch_size=1, max_length=CONTEXT, device="cpu")
+    asked = {"max_gen_toks": 12, **options} if "max_new_tokens" not in options else options
+    prompts = requests(("Once", asked), ("upon a time", asked))
+    expected = theirs.generate_until(copy.deepcopy(prompts), disable_tqdm=True)
+    assert lm(scorer, byte_tokenizer, protocol="dense").generate_until(prompts) == expected
+
+
+def test_any_of_several_end_tokens_ends_a_text(byte_tokenizer):
+    ids = byte_tokenizer.encode("abXcd")
+    model = SparseLM(Dictation(ids, 6), byte_tokenizer, protocol="dense", batch_size=1, end_tokens=[ids[2]])
+    assert model.generate_until(requests(("prompt", {"until": []}))) == ["ab"]
+    model.end_tokens = frozenset()
+    assert model.generate_until(requests(("prompt", {"until": [], "eos_token_id": ids[3]}))) == ["abX"]
+
+
+def test_a_length_counts_the_prompt(byte_tokenizer):
+    model = lm(Dictation(byte_tokenizer.encode("abcdef"), 6), byte_tokenizer)
+    assert model.generate_until(requests(("prompt", {"max_length": 9, "until": []}))) == ["abc"]
+
+
+def test_sampling_takes_what_transformers_takes(byte_tokenizer):
+    options = {"do_sample": True, "temperature": 0.7, "top_k": 1, "top_p": 0.9, "min_p": 0.1, "max_gen_toks": 3}
+    model = lm(Dictation(byte_tokenizer.encode("abcdef"), 6), byte_tokenizer)
+    assert model.generate_until(requests(("prompt", options))) == ["abc"]
+    with pytest.raises(UserError, match="generation option top_p 7"):
+        model.generate_until(requests(("prompt", {**options, "top_p": 7})))
+
+
 def test_generation_ends_at_the_token_limit_and_refuses_options_it_does_not_know(byte_tokenizer):
     model = lm(Dictation(byte_tokenizer.encode("abc" * 100), 6), byte_tokenizer)
     assert model.generate_until(requests(("prompt", {"max_gen_toks": 5, "top_p": 0.9}))) == ["abcab"]

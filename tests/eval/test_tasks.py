@@ -156,3 +156,34 @@ def test_documents_are_put_into_the_chat_template(scorer, byte_tokenizer, folder
     assert all(text.removeprefix("<s>").startswith("[user]") and "[A]" in text for text in seen)
     with pytest.raises(UserError, match="no chat template"):
         run(scorer, byte_tokenizer, folder, apply_chat_template=True)
+
+
+@pytest.mark.parametrize("group", [0, 3])
+def test_a_filter_that_fails_is_one_line(scorer, byte_tokenizer, folder, group):
+    """Without a capture group the whole match counts; a group that no answer has is the file's mistake."""
+    (folder / "regex.yaml").write_text(
+        f"task: regex\n{OUR_DATA}output_type: generate_until\ntest_split: test\n"
+        "doc_to_text: query\ndoc_to_target: gold\n"
+        "generation_kwargs: {max_gen_toks: 3, do_sample: false, temperature: 0.0}\n"
+        "filter_list:\n  - name: any\n    filter:\n"
+        f'      - {{function: regex, regex_pattern: "(?s).+", group_select: {group}}}\n'
+        "      - {function: take_first}\n"
+        "metric_list:\n  - {metric: exact_match, aggregation: mean, higher_is_better: true}\n"
+    )
+    if group:
+        with pytest.raises(UserError, match=r"task regex: .* of a filter \(filter_list\) \(IndexError") as caught:
+            run(scorer, byte_tokenizer, folder, tasks=["regex"])
+        assert "\n" not in str(caught.value)
+    else:
+        assert "exact_match,any" in run(scorer, byte_tokenizer, folder, tasks=["regex"])["tasks"]["regex"]["metrics"]
+
+
+def test_a_cache_that_cannot_be_written_is_told_by_that(scorer, byte_tokenizer, folder, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "file"))
+    (folder / "stock.yaml").write_text(
+        "task: stock\ndataset_path: json\n"
+        f"dataset_kwargs: {{data_files: {{test: {folder}/data.jsonl}}}}{MULTIPLE_CHOICE}"
+    )
+    with pytest.raises(UserError, match="set HF_DATASETS_CACHE to a folder that can be"):
+        run(scorer, byte_tokenizer, folder, tasks=["stock"])

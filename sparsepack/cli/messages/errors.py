@@ -12,7 +12,7 @@ import click
 
 from sparsepack.cli.messages import streams
 from sparsepack.cli.messages.hints import hint
-from sparsepack.cli.options.verb import ARGUMENTS
+from sparsepack.cli.options.verb import ARGUMENTS, EFFECTIVE
 from sparsepack.errors import UserError, WorkerLost
 from sparsepack.process import python_environment
 from sparsepack.terminal import printable, tell
@@ -146,20 +146,30 @@ def _refused_by_the_system(error: OSError) -> int:
     return 1
 
 
+def _smaller() -> str:
+    """The options of the verb that runs by which it takes less memory, in words; of those that have an effect."""
+    context = click.get_current_context(silent=True)
+    names = () if context is None else context.meta.get(EFFECTIVE, ())
+    smaller = " or ".join(f"--{name}" for name in ("batch", "context") if name in names)
+    return f"use a smaller {smaller}" if smaller else "use fewer --threads" if "threads" in names else ""
+
+
 def _memory_missing(error: Exception) -> str:
     """What is said where memory is full, or nothing where it is not: torch has several ways to say it."""
-    remedy = "use a smaller --batch or --context"
+    smaller = _smaller()
+    remedy = smaller or "end what else uses it, or use a machine with more"
+    on_device = f"{smaller}, " if smaller else "use "
     text = " ".join(str(error).split())
     gpu = re.search(r"Tried to allocate (.+?)\. (GPU \d+) has a total capacity of (.+?) of which (.+?) is free", text)
     if gpu:
         wanted, where, total, free = gpu.groups()
         return (
             f"out of memory on {where}: {wanted} more are needed, {free} of {total} are free; "
-            f"{remedy}, another --device, or end what else uses it"
+            f"{on_device}another --device, or end what else uses it"
         )
     torch = sys.modules.get("torch")
     if torch and isinstance(error, torch.OutOfMemoryError):
-        return f"out of memory on the device; {remedy}, or another --device"
+        return f"out of memory on the device; {on_device}{'or ' * bool(smaller)}another --device"
     if isinstance(error, MemoryError) or any(words in text for words in _NO_MEMORY):
         tried = re.search(r"you tried to allocate (\d+) bytes", text)
         return f"out of memory{f', {int(tried[1]) / 2**30:.1f} GiB more are needed' if tried else ''}; {remedy}"

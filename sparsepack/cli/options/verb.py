@@ -6,7 +6,7 @@ Only click is imported here.
 import errno
 import functools
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,6 +17,10 @@ from sparsepack.option import Condition, idle
 from sparsepack.workers.environment import several
 
 F = TypeVar("F", bound=Callable[..., Any])
+EFFECTIVE = "sparsepack.effective"
+"""Under this name it has the names of the options that have an effect beside the others that were given."""
+OUTPUTS = ("output", "json_path", "plot_path")
+"""The parameters that name what a verb writes; all others may name what it reads."""
 ARGUMENTS = "sparsepack.arguments"
 """Under this name click's context has the arguments of the whole command line."""
 
@@ -73,10 +77,25 @@ class Verb(click.Command):
 
         for line in idle(given, ctx.params.get, counts, flag):
             raise UserError(line)
+        ctx.meta[EFFECTIVE] = [name for name in options if not [*idle([name], ctx.params.get, counts, flag)]]
         for parameter in self.params:
             if isinstance(parameter.type, Existing):
                 parameter.type.check(ctx.params[str(parameter.name)])
+        self._check_outputs(ctx.params)
         return super().invoke(ctx)
+
+    def _check_outputs(self, values: Mapping[str, Any]) -> None:
+        """Raise `UserError` for an output that is an input, too."""
+        outputs = [Path(values[name]) for name in OUTPUTS if values.get(name) not in (None, "-")]
+        if not any(map(os.path.lexists, outputs)):
+            return
+        from sparsepack.files.atomic import check_inputs
+
+        given = [value for name, value in values.items() if name not in OUTPUTS]
+        flat = [each for value in given for each in (value if isinstance(value, tuple) else (value,))]
+        inputs = [Path(each) for each in flat if isinstance(each, str | Path) and str(each)]
+        for output in outputs:
+            check_inputs(output, [*inputs, *(each for each in outputs if each is not output)])
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """The options of each group under its heading; the ones that every verb has come last."""

@@ -7,7 +7,6 @@ from torch import Tensor
 
 from sparsepack.errors import ArtifactError
 from sparsepack.formats.artifact import Program
-from sparsepack.formats.codecs.types import BLOCKS
 from sparsepack.formats.containers.gguf.container import GgufArtifact
 from sparsepack.formats.packed import PackedModel
 from sparsepack.formats.stock import StockModel
@@ -65,7 +64,7 @@ class PlainArtifact(GgufArtifact):
     def source(self, name: str, checkpoint: Checkpoint) -> Tensor | None:
         source = gguf_names(checkpoint.family, checkpoint.layers).get(name, "")
         shapes = checkpoint.source.shapes
-        if source not in shapes and source not in part_shapes(checkpoint.family, shapes):
+        if source not in (*shapes, HEAD) and source not in part_shapes(checkpoint.family, shapes):
             return None
         return llama_cpp_rows(checkpoint, source, part_tensor(checkpoint.family, source, checkpoint.tensor))
 
@@ -75,11 +74,7 @@ class PlainArtifact(GgufArtifact):
         lost = self._lost_in_transformers()
         what = f"leaves out {lost}: the model would be another" if lost else "dequantises it on loading (gguf_file=)"
         yield Program("transformers", not lost, what)
-        full = BLOCKS[self.format.matrices][0] == 1
-        why = (
-            "reads it as a source model" if full else "reads full-precision GGUFs only; inspects and verifies this one"
-        )
-        yield Program("sparsepack", full, why)
+        yield Program("sparsepack", True, "reads it as a source model; evaluates, inspects and verifies it")
 
     def _lost_in_transformers(self) -> str | None:
         """Which of the model's numbers transformers (5.23) does not take from a GGUF."""

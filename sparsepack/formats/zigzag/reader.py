@@ -26,18 +26,15 @@ from sparsepack.formats.packed import (
     PackedSite,
 )
 from sparsepack.formats.zigzag.layout import BASIS, NUMBERS, ROUTER, SHARED_GATE, norm_widths, site_shapes
-from sparsepack.models.architecture import ACTIVATIONS, MOST_EXPERTS, Architecture
+from sparsepack.models.architecture import Architecture, check_numbers
 from sparsepack.models.checkpoint.gguf_config import OWN_CONFIG
-from sparsepack.models.families import FAMILIES
 from sparsepack.models.family import ATTENTION_SITES, MLP_SITES
 from sparsepack.models.records.generation import GENERATION, read_suggested
 from sparsepack.models.records.rule import SiteRule
 from sparsepack.models.tokenizer.chat import CHAT_TEMPLATE, TOOL_USE
 from sparsepack.models.tokenizer.chat_templates import SPECIAL_TOKENS, read_special_tokens
 from sparsepack.models.tokenizer.gguf_tokenizer import OWN_TOKENIZER
-from sparsepack.models.verbs import taken_by
 
-_LARGEST = 3.4e38  # float32
 _MATRIX_TYPES = ("Q8_0", "Q6_K", "Q4_K", "F16", "BF16", "F32")
 
 
@@ -221,69 +218,9 @@ class ModelReader:
         try:
             numbers = json.loads(self.text(NUMBERS))
             architecture = Architecture.from_json(numbers)
-            _check_numbers(architecture, len(self.file.tensors))
+            check_numbers(architecture)
+            if architecture.layers > len(self.file.tensors):
+                raise ValueError(f"{architecture.layers} layers, {len(self.file.tensors)} tensors")
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise self.wrong(f"{NUMBERS} is not understood ({shown(error)})") from error
         return architecture
-
-
-def _check_numbers(architecture: Architecture, tensors: int) -> None:
-    """Raise ValueError where a number could not be a model's."""
-    sizes = ("layers", "hidden", "intermediate", "heads", "kv_heads", "head_dim", "vocabulary", "context")
-    for name in sizes:
-        value = getattr(architecture, name)
-        if type(value) is not int or not 1 <= value < 2**31:
-            raise ValueError(f"{name} {repr(value)[:60]}, expected a positive integer below 2**31")
-    a, long = architecture, architecture.long_texts
-    real: tuple[float, ...] = (a.norm_eps, a.rotary_scale, *a.inv_freq, *a.local_inv_freq, a.embedding_scale)
-    least_0: tuple[float, ...] = (a.attention_scale, a.attention_cap, a.logit_cap)
-    if long is not None:
-        real, least_0 = (*real, *long.inv_freq), (*least_0, long.base, long.factor, long.tokens - 1)
-    if not all(type(value) in (int, float) and -_LARGEST <= value <= _LARGEST for value in (*real, *least_0)):
-        raise ValueError("norm_eps, rotary_scale, inv_freq, long_texts, caps or scales are something else than numbers")
-    if min(least_0) < 0:
-        raise ValueError("attention_scale, attention_cap, logit_cap or long_texts hold numbers below 0")
-    more = (a.local_inv_freq, () if long is None else long.inv_freq)
-    if not {len(of) for of in more} <= {0, len(a.inv_freq)}:
-        raise ValueError(f"{len(more[0])} local, {len(more[1])} long frequencies, expected {len(a.inv_freq)} or none")
-    if not all(
-        type(value) is int and 0 <= value < 2**31 for value in (*architecture.sliding_windows, *architecture.eos)
-    ):
-        raise ValueError("sliding_windows or eos hold something else than integers from 0 to below 2**31")
-    bos = architecture.bos
-    if bos is not None and not (type(bos) is int and 0 <= bos < architecture.vocabulary):
-        raise ValueError(f"bos {str(bos)[:60]}, expected a token of the {architecture.vocabulary}")
-    if type(architecture.qk_norm) is not bool or type(architecture.tied) is not bool:
-        raise ValueError("qk_norm or tied is neither true nor false")
-    if architecture.activation not in ACTIVATIONS:
-        raise ValueError(f"activation {str(architecture.activation)[:60]!r}, expected one of {', '.join(ACTIVATIONS)}")
-    if not isinstance(architecture.model_type, str) or architecture.model_type not in taken_by("pack"):
-        known = ", ".join(taken_by("pack"))
-        raise ValueError(f"model type {str(architecture.model_type)[:60]!r}, expected one of {known}")
-    _check_experts(architecture)
-    windows = len(architecture.sliding_windows)
-    if architecture.layers > tensors or windows != architecture.layers:
-        raise ValueError(f"{architecture.layers} layers, {tensors} tensors, {windows} sliding windows")
-    if architecture.heads % architecture.kv_heads or not 0 < 2 * len(architecture.inv_freq) <= architecture.head_dim:
-        raise ValueError(
-            f"{architecture.heads} heads, {architecture.kv_heads} of keys, {len(architecture.inv_freq)} frequencies "
-            f"for heads of {architecture.head_dim}"
-        )
-
-
-def _check_experts(architecture: Architecture) -> None:
-    """Raise ValueError where the numbers of experts could not be a model's."""
-    experts, of_family = architecture.experts, FAMILIES[architecture.model_type].experts
-    if (experts is None) != (of_family is None):
-        raise ValueError(f"experts {str(experts)[:60]} in a {architecture.model_type} model")
-    if experts is None or of_family is None:
-        return
-    if type(experts.count) is not int or not 1 <= experts.count <= MOST_EXPERTS:
-        raise ValueError(f"{str(experts.count)[:60]} experts, expected 1 to {MOST_EXPERTS}")
-    if type(experts.used) is not int or not 1 <= experts.used <= experts.count:
-        raise ValueError(f"{str(experts.used)[:60]} experts for a token, expected 1 to {experts.count}")
-    shared = of_family.shared is not None
-    if type(experts.shared) is not int or not shared <= experts.shared <= shared * MOST_EXPERTS:
-        raise ValueError(f"{str(experts.shared)[:60]} shared experts in a {architecture.model_type} model")
-    if type(experts.normalised) is not bool:
-        raise ValueError("experts.normalised is neither true nor false")

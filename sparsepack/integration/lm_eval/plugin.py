@@ -69,6 +69,7 @@ class SparsepackLM(SparseLM):
             protocol=protocol_of(request, subject),
             batch_size=request.requests_at_once,
             vocabulary=scorer.vocabulary,
+            end_tokens=subject.end_tokens,
         )
         say(f"sparsepack: {subject.name}, runtime {runtime}, protocol {self.protocol}")
 

@@ -1,7 +1,7 @@
 """A checkpoint: configuration, tokenizer and tensors of a trained model, read one decoder block at a time.
 
-Accepted: a local Hugging Face folder (safetensors, sharded or not), a hub id, a GGUF in F32, F16 or BF16 as made by
-llama.cpp's converter, and the models that ship with sparsepack.
+Accepted: a local Hugging Face folder (safetensors, sharded or not), a hub id, a GGUF as llama.cpp's programs make it,
+quantised or not, split or not, and the models that ship with sparsepack.
 """
 
 import difflib
@@ -17,12 +17,13 @@ from typing import Any, TypeVar
 import torch
 
 from sparsepack.errors import CheckpointError, PackingError
-from sparsepack.files.gguf import GgufFile, read_gguf
-from sparsepack.files.stored import Count, Stored, checked, shown
+from sparsepack.files.gguf import GgufFile, read_split_gguf
+from sparsepack.files.stored import Stored, checked, shown
 from sparsepack.models.architecture import (
     Architecture,
     ExpertNumbers,
     architecture_of,
+    check_numbers,
     expert_numbers,
     token_ids,
     token_weights,
@@ -30,7 +31,13 @@ from sparsepack.models.architecture import (
 from sparsepack.models.checkpoint.configuration import Described, check_sizes, file_config, folder_config
 from sparsepack.models.checkpoint.experts import as_experts, experts_source
 from sparsepack.models.checkpoint.locate import located
-from sparsepack.models.checkpoint.sources import GgufSource, MadeSource, SafetensorsSource, TensorSource
+from sparsepack.models.checkpoint.sources import (
+    GgufSource,
+    MadeSource,
+    SafetensorsSource,
+    TensorSource,
+    resolve_output,
+)
 from sparsepack.models.checkpoint.stock_model import check_stock_model
 from sparsepack.models.families import family_of
 from sparsepack.models.family import Family
@@ -48,6 +55,7 @@ from sparsepack.models.tokenizer.tokenizer import (
 )
 from sparsepack.models.tokenizer.tokens import backend_of, bos_tokens
 from sparsepack.models.verbs import check_taken
+from sparsepack.progress import say
 
 EMBEDDING, FINAL_NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 """The names of the tensors outside of the blocks in packable families; the last one is the output matrix in all of
@@ -231,13 +239,13 @@ class Checkpoint:
     def architecture(self) -> Architecture:
         """The numbers that an engine needs. Raises `CheckpointError` for what none here can run."""
         check_taken("pack", self.family, self.name)
-        # Chat models end a turn with tokens that only this file names.
-        more_eos = self._of_generation(lambda config: checked(_Generation, config).eos_token_id)
         rows = range(self.config.vocab_size)
         bos = next((id for id in (self.tokenizer.bos_token_id, *bos_tokens(self.tokenizer)) if id in rows), None)
         ends = [id for id in (self.tokenizer.eos_token_id, *self.turn_ends) if id in rows]
         try:
-            return architecture_of(self.config, bos, [*token_ids(more_eos), *ends])
+            found = architecture_of(self.config, bos, [*self.end_tokens, *ends])
+            check_numbers(found)
+            return found
         except CheckpointError as error:
             raise CheckpointError(f"{self.name}: {error}") from error
         except Exception as error:  # transformers' own code, on numbers that it did not check
@@ -254,6 +262,14 @@ class Checkpoint:
             template = None
         ends = [added[token] for token in turn_ends(template, self.special_tokens, added)]
         return list(dict.fromkeys([*ends, *([] if self.gguf is None else gguf_turn_ends(self.gguf))]))
+
+    @cached_property
+    def end_tokens(self) -> tuple[int, ...]:
+        """Tokens that end a text: chat models end a turn with some that only generation_config.json names. Raises
+        `CheckpointError`."""
+        more = self._of_generation(lambda config: checked(_Generation, config).eos_token_id)
+        own = token_ids(getattr(self.config, "eos_token_id", None))
+        return tuple(dict.fromkeys([*own, *token_ids(more)]))
 
     @cached_property
     def generation(self) -> dict[str, float]:
@@ -283,7 +299,7 @@ class Checkpoint:
 
 
 class _Generation(Stored):
-    eos_token_id: Count | list[Count] | None = None
+    eos_token_id: int | list[int] | None = None  # -1: none
 
 
 def open_checkpoint(name: str | Path, hashed: bool = False) -> Checkpoint:
@@ -291,29 +307,41 @@ def open_checkpoint(name: str | Path, hashed: bool = False) -> Checkpoint:
 
     hashed -- whether its hash will be asked for: threads begin to take it, beside what comes until then
 
-    Raises `CheckpointError` naming what is missing, unknown or not understood. Reads no weights yet.
+    Raises `CheckpointError` naming what is missing, unknown or not understood. Of the weights it reads no more than
+    what tells whether the output matrix is the embedding.
     """
     name = str(name)
     path = located(name)
-    file = read_gguf(path) if path.is_file() else None
+    file = read_split_gguf(path) if path.is_file() else None
     described = folder_config(path, name) if file is None else Described(file_config(file, name))
     config, bases = described.config, described.bases
     family = family_of(config.model_type, name)
     check_sizes(config, name)
-    source: TensorSource
+    stored: GgufSource | SafetensorsSource
     if file is not None:
         heads, kv_heads = config.num_attention_heads, family.setting(config, "num_key_value_heads")
-        source = GgufSource(file, family, config.num_hidden_layers, heads, kv_heads)
+        stored = GgufSource(file, family, config.num_hidden_layers, heads, kv_heads)
+        if stored.quantised:
+            say(
+                f"{name}: weights in {', '.join(stored.quantised)}, which lie on the grid of these types; quality "
+                "beside a quantised source is not that of the original"
+            )
     else:
-        source = SafetensorsSource(path, family.decoder, described.part)
+        stored = SafetensorsSource(path, family.decoder, described.part)
     if hashed:
-        source.hash.begin()
-    config.tie_word_embeddings = HEAD not in source.shapes if described.tied is None else described.tied
+        stored.hash.begin()
+    source: TensorSource
+    source, config.tie_word_embeddings = resolve_output(stored, family.embedding, HEAD)
+    if described.tied not in (None, config.tie_word_embeddings):
+        found = "the embedding" if config.tie_word_embeddings else "a matrix of its own"
+        say(
+            f"{name}: its configuration has tie_word_embeddings {str(described.tied).lower()}, but by its tensors the "
+            f"output matrix is {found}: the tensors count"
+        )
     if (experts := _expert_numbers(config, name)) is not None:
         source = experts_source(source, family, experts.count, name)
     shown_name = name.encode("utf-8", "replace").decode()  # the system's names need not be text
-    # A tied model's output matrix may be stored a second time; it is never read.
-    check_stock_model(config, source.shapes, bases, shown_name, never_read=(HEAD,))
+    check_stock_model(config, source.shapes, bases, shown_name)
     return Checkpoint(shown_name, path, config, family, source, bases)
 
 

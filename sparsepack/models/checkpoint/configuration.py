@@ -1,6 +1,8 @@
 """The stock transformers configuration of a checkpoint, and what its numbers must be: others are made with them."""
 
 import json
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,8 +30,8 @@ class Described:
     config -- the stock configuration
     bases  -- the blocks that have a residual basis
     part   -- which part of a larger model it is; None: it is all of one
-    tied   -- whether the output matrix is the embedding; None: the larger model and its part say different things of
-              that, and its tensors tell
+    tied   -- whether the output matrix is the embedding, which its tensors tell; None: nothing, or the larger model and
+              its part say different things
     """
 
     config: Any
@@ -93,9 +95,27 @@ def check_sizes(config: Any, name: str) -> None:
         value, own = family.setting(config, field), family.fields.get(field, field)
         if type(value) is not int or not 1 <= value < limit:
             raise CheckpointError(f"{name}: {own} is {str(value)[:60]}; expected a whole number from 1 to {limit - 1}")
-    head = getattr(config, "head_dim", None)
-    if head is not None and (type(head) is not int or not 1 <= head < 2**31):
-        raise CheckpointError(f"{name}: head_dim is {str(head)[:60]}; expected a whole number from 1 to {2**31 - 1}")
+    for field, least in (("head_dim", 1), ("sliding_window", 0)):
+        value = getattr(config, field, None)
+        if value is not None and (type(value) is not int or not least <= value < 2**31):
+            raise CheckpointError(
+                f"{name}: {field} is {str(value)[:60]}; expected a whole number from {least} to {2**31 - 1}"
+            )
+    for field, value in _numbers(config.to_dict()):
+        own = field.rpartition(".")[2]
+        if not math.isfinite(value) or (own.endswith("norm_eps") and value < 0) or (own == "rope_theta" and value <= 0):
+            expected = "a number above 0" if math.isfinite(value) else "a finite number"
+            raise CheckpointError(
+                f"{name}: {field} is {value}; expected {expected}: write the one that the model was trained with"
+            )
+
+
+def _numbers(value: Any, field: str = "") -> Iterator[tuple[str, float]]:
+    """The fractions in a configuration, by their places in it."""
+    if isinstance(value, float):
+        yield field, value
+    for key, each in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
+        yield from _numbers(each, f"{field}.{key}" if field else str(key))
 
 
 def _packed_already(name: str) -> CheckpointError:

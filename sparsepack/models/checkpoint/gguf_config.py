@@ -32,7 +32,7 @@ _LLAMA3 = {
 
 
 def gguf_config(file: GgufFile, name: str) -> Any:
-    """The configuration of a GGUF in full precision.
+    """The configuration of a GGUF.
 
     Raises `CheckpointError` for other architectures, missing keys and rotary scalings that are not understood.
     """
@@ -76,7 +76,7 @@ def gguf_config(file: GgufFile, name: str) -> Any:
 def _values(file: GgufFile, prefix: str, family: Family) -> dict[str, Any]:
     keys = {key.removeprefix(prefix): value for key, value in file.metadata.items() if key.startswith(prefix)}
     heads, hidden = keys["attention.head_count"], keys["embedding_length"]
-    tokenizer = "tokenizer.ggml."
+    tokenizer, embedding = "tokenizer.ggml.", "token_embd.weight"
     # In models with fused matrices a part of each head may turn.
     turns = None if "blk.0.attn_qkv.weight" in file.tensors else keys.get("rope.dimension_count")
     head_dim = keys.get("attention.key_length", turns or hidden // heads)
@@ -96,7 +96,7 @@ def _values(file: GgufFile, prefix: str, family: Family) -> dict[str, Any]:
         "head_dim": head_dim,
         "rms_norm_eps": keys["attention.layer_norm_rms_epsilon"],
         "max_position_embeddings": keys["context_length"],
-        "vocab_size": file.tensors["token_embd.weight"].shape[0],
+        "vocab_size": file.tensors[embedding if embedding in file.tensors else "output.weight"].shape[0],
         "tie_word_embeddings": "output.weight" not in file.tensors,
         family.fields.get("attention_bias", "attention_bias"): "blk.0.attn_q.bias" in file.tensors,
         "mlp_bias": "blk.0.ffn_down.bias" in file.tensors,

@@ -4,6 +4,8 @@ from pathlib import Path
 
 from sparsepack.data import SHIPPED_MODELS
 from sparsepack.errors import CheckpointError
+from sparsepack.files.shards import INDEX, WEIGHTS
+from sparsepack.models.checkpoint.sources import BESIDE_WEIGHTS, indexed
 
 
 def located(name: str) -> Path:
@@ -25,11 +27,19 @@ def located(name: str) -> Path:
 
 
 def _downloaded(name: str) -> Path:
+    """The folder of a hub id: what describes the model, then the weights that `weight_files` chooses, and no other."""
     from huggingface_hub import snapshot_download
 
-    patterns = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "tokenizer.model", "merges.txt"]
     try:
-        return Path(snapshot_download(name, allow_patterns=patterns))
+        folder = Path(snapshot_download(name, allow_patterns=["*.json", "*.jinja", "tokenizer.model", "merges.txt"]))
+        commit = folder.name  # another one may be the newest by now
+        snapshot_download(name, revision=commit, allow_patterns=[WEIGHTS])
+        if not (folder / WEIGHTS).is_file():
+            shards = indexed(folder) if (folder / INDEX).is_file() else ["*.safetensors"]
+            snapshot_download(name, revision=commit, allow_patterns=shards, ignore_patterns=[*BESIDE_WEIGHTS])
+        return folder
+    except CheckpointError:
+        raise
     except Exception as error:  # offline, unknown, gated: many kinds, one meaning
         reason = str(error).strip().split("\n")[0]
         raise CheckpointError(

@@ -14,7 +14,8 @@ CONFIG = "config.json"
 
 
 def config_json(checkpoint: Checkpoint) -> str:
-    """The content of the config.json that the family's stock model has."""
+    """The content of the config.json that the family's stock model has; of whether the embedding is the output matrix
+    it says what the tensors do."""
     path = checkpoint.path / CONFIG
     if not path.is_file():
         return str(checkpoint.config.to_json_string())
@@ -22,7 +23,13 @@ def config_json(checkpoint: Checkpoint) -> str:
     values = json.loads(text)
     if values.get("model_type") in TEXT_PARTS:
         return str(checkpoint.config.to_json_string())
-    return json.dumps(stock_values(values)[0], indent=2, ensure_ascii=False) if checkpoint.bases else text
+    stock = stock_values(values)[0]
+    tied = stock.get("tie_word_embeddings", type(checkpoint.config)().tie_word_embeddings)
+    if tied is not checkpoint.tied:
+        stock["tie_word_embeddings"] = checkpoint.tied
+    elif not checkpoint.bases:
+        return text
+    return json.dumps(stock, indent=2, ensure_ascii=False)
 
 
 _BESIDE = (

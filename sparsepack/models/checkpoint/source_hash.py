@@ -29,6 +29,11 @@ class SourceHash:
         self._begun: Hashing | None = None
         self._waits: Callable[[], str] | None = None  # for what is being taken
 
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """The files, in the order that counts."""
+        return tuple(self._opened)
+
     def begin(self) -> None:
         """Begin to take the hash, beside whatever is done until it is asked for: importing transformers takes as long.
         Of workers only the first of a machine begins, since the others are told."""

@@ -1,9 +1,12 @@
 """The sources of a checkpoint's tensors: sharded safetensors, or a GGUF as made by llama.cpp's converter."""
 
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping
+from fnmatch import fnmatch
+from functools import lru_cache
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -11,15 +14,20 @@ import torch
 from sparsepack.errors import CheckpointError
 from sparsepack.files.gguf import GgufFile
 from sparsepack.files.hashing import combined
+from sparsepack.files.shards import INDEX, WEIGHTS
 from sparsepack.files.stored import Name, Stored, checked, shown
 from sparsepack.files.tensors import all_finite
 from sparsepack.models.checkpoint.gguf_names import ROTARY_FACTORS, SHARED_GATE, gguf_names, unpermute_rotary
 from sparsepack.models.checkpoint.source_hash import SourceHash
 from sparsepack.models.family import Family
 from sparsepack.models.text_parts import TextPart
+from sparsepack.progress import say
 
 _GGUF_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+"""Types of GGUFs that torch has, too; weights of any other become float32."""
 _SAFETENSORS_DTYPES = {**_GGUF_DTYPES, "F64": torch.float64}
+_PIECE = 1 << 20
+"""So many weights are compared at one time."""
 
 
 class TensorSource(Protocol):
@@ -121,6 +129,58 @@ class _Index(Stored):
     weight_map: dict[str, Name]
 
 
+_SHARD = re.compile(r"model-(\d{5})-of-(\d{5})\.safetensors")
+BESIDE_WEIGHTS = ("consolidated*", "adapter_*", "optimizer*", "training_args*")
+"""Files of these names hold something else than a model as transformers stores it: its maker's own format, what was
+trained beside it, the state of a training."""
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a model's folder, as transformers chooses them: model.safetensors, else the shards of
+    the index, else those that are named as shards, else whatever there is. Raises `CheckpointError`."""
+    single, index = folder / WEIGHTS, folder / INDEX
+    if _is_there(single):
+        if index.is_file():
+            say(f"{folder}: {WEIGHTS} is read, as transformers does; {INDEX} beside it is not")
+        return [single]
+    if index.is_file():
+        names = indexed(folder)
+        if missing := [name[:200] for name in names if not _is_there(folder / name)]:
+            raise CheckpointError(f"{folder}: the shard {missing[0]} of {INDEX} is missing; download it again")
+        return [folder / name for name in names]
+    files = sorted(folder.glob("*.safetensors"))
+    if shards := [file for file in files if _SHARD.fullmatch(file.name)]:
+        numbers = [_SHARD.fullmatch(file.name) for file in shards]
+        for number in range(1, max(int(each[2]) for each in numbers if each) + 1):
+            if number not in {int(each[1]) for each in numbers if each}:
+                raise CheckpointError(f"{folder}: shard {number} of the model is missing; download it again")
+        return shards
+    model = [file for file in files if not any(fnmatch(file.name, pattern) for pattern in BESIDE_WEIGHTS)]
+    if not model:
+        pickles = any([*folder.glob("*.bin"), *folder.glob("*.pth"), *folder.glob("*.pt")])
+        found = files[0].name if files else "pickled weights (.bin, .pth), which are not read" if pickles else "none"
+        raise CheckpointError(
+            f"{folder}: no .safetensors file of a model; found {found}; expected model.safetensors: load the model "
+            "with transformers and write it with save_pretrained"
+        )
+    return model
+
+
+def indexed(folder: Path) -> list[str]:
+    """The names of the shards of a folder's index. Raises `CheckpointError`."""
+    index = folder / INDEX
+    try:
+        names = sorted(set(checked(_Index, json.loads(index.read_text(encoding="utf-8"))).weight_map.values()))
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{index}: not a shard index ({shown(error)}); download it again") from error
+    for name in names:
+        if name in ("", ".", "..") or Path(name).name != name or "\0" in name:
+            raise CheckpointError(
+                f"{index}: the shard {name[:200]!r} lies outside of the folder; expected names of files in it"
+            )
+    return names
+
+
 class SafetensorsSource:
     """One or several `.safetensors` files of a folder, with or without an index.
 
@@ -134,7 +194,7 @@ class SafetensorsSource:
     def __init__(self, folder: Path, decoder: str = "", part: TextPart | None = None) -> None:
         from safetensors import SafetensorError, safe_open
 
-        files = self._listed(folder)
+        files = weight_files(folder)
         self._hash = SourceHash(files, combined)
         self._file_of: dict[str, Path] = {}
         self._stored_as: dict[str, str] = {}
@@ -152,37 +212,16 @@ class SafetensorsSource:
                                 name = own + name.removeprefix(begins)
                                 break
                         if name in self._file_of:
-                            raise CheckpointError(f"{path}: the tensor {name} stands in {self._file_of[name].name} too")
+                            raise CheckpointError(
+                                f"{path}: the tensor {name} stands in {self._file_of[name].name} too; expected one "
+                                "model in the folder: move the files of the other one away"
+                            )
                         self._file_of[name], self._stored_as[name] = path, stored_as
                         stored = file.get_slice(stored_as)
                         self._shapes[name] = tuple(stored.get_shape())
                         self._dtypes[name] = _SAFETENSORS_DTYPES.get(stored.get_dtype(), torch.float32)
             except (SafetensorError, OSError) as error:
                 raise _unreadable(path, error) from error
-
-    @staticmethod
-    def _listed(folder: Path) -> list[Path]:
-        index = folder / "model.safetensors.index.json"
-        if index.is_file():
-            try:
-                names = sorted(set(checked(_Index, json.loads(index.read_text(encoding="utf-8"))).weight_map.values()))
-            except (ValueError, RecursionError) as error:
-                raise CheckpointError(f"{index}: not a shard index ({shown(error)}); download it again") from error
-            for name in names:
-                if name in ("", ".", "..") or Path(name).name != name or "\0" in name:
-                    raise CheckpointError(
-                        f"{index}: the shard {name[:200]!r} lies outside of the folder; expected names of files in it"
-                    )
-            missing = [name[:200] for name in names if not _is_there(folder / name)]
-            if missing:
-                raise CheckpointError(f"{folder}: the shard {missing[0]} of {index.name} is missing; download it again")
-            return [folder / name for name in names]
-        files = sorted(folder.glob("*.safetensors"))
-        if not files:
-            found = "pickled weights (.bin, .pth), which are not read: save the model as safetensors first"
-            pickles = [*folder.glob("*.bin"), *folder.glob("*.pth")]
-            raise CheckpointError(f"{folder}: no .safetensors file{'; found ' + found if pickles else ' in it'}")
-        return files
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
@@ -197,15 +236,22 @@ class SafetensorsSource:
         return self._hash
 
     def tensor(self, name: str) -> torch.Tensor:
+        value = self._read(name, lambda file, stored_as: file.get_tensor(stored_as))
+        return _finite(self._file_of[name], self._stored_as[name], value)
+
+    def rows(self, name: str, first: int, last: int) -> torch.Tensor:
+        """Read rows of a tensor in its stored dtype."""
+        return self._read(name, lambda file, stored_as: file.get_slice(stored_as)[first:last])
+
+    def _read(self, name: str, read: Callable[[Any, str], torch.Tensor]) -> torch.Tensor:
         from safetensors import SafetensorError, safe_open
 
         path = self._file_of[name]
         try:
             with safe_open(path, framework="pt") as file:
-                value: torch.Tensor = file.get_tensor(self._stored_as[name])
+                return read(file, self._stored_as[name])
         except (SafetensorError, OSError) as error:
             raise _unreadable(path, error) from error
-        return _finite(path, self._stored_as[name], value)
 
 
 def _finite(path: Path, name: str, value: torch.Tensor) -> torch.Tensor:
@@ -218,6 +264,15 @@ def _finite(path: Path, name: str, value: torch.Tensor) -> torch.Tensor:
 
 
 def _unreadable(path: Path, error: Exception) -> CheckpointError:
+    """What is said of a file that safetensors does not read: of one that may not be read it says that there is none."""
+    try:
+        path.open("rb").close()
+    except OSError as refusal:
+        denied = isinstance(refusal, PermissionError)
+        remedy = (
+            "give yourself the right to read it (chmod)" if denied else "look whether it is there, or copy it again"
+        )
+        return CheckpointError(f"{path}: cannot be read ({refusal.strerror}); {remedy}")
     return CheckpointError(f"{path}: cannot be read ({shown(error)}); is it whole?")
 
 
@@ -229,11 +284,11 @@ def _is_there(path: Path) -> bool:
 
 
 class GgufSource:
-    """A GGUF in F32, F16 or BF16: names and the rotary row order are translated back to Hugging Face's."""
+    """A GGUF, quantised or not: names and the rotary row order are translated back to Hugging Face's."""
 
     def __init__(self, file: GgufFile, family: Family, layers: int, heads: int, kv_heads: int) -> None:
         self._file, self._family = file, family
-        self._hash = SourceHash([file.path], "".join)  # of the file itself
+        self._hash = SourceHash(file.paths, combined if file.others else "".join)  # of one file its own
         self._heads = {"q_proj": heads, "k_proj": kv_heads} if family.gguf_permuted else {}
         self._gguf_name: dict[str, str] = {}
         known = gguf_names(family, layers)
@@ -242,9 +297,10 @@ class GgufSource:
                 continue  # derived from the config; transformers computes it again
             if name not in known:
                 raise CheckpointError(f"{file.path}: the tensor {name} is not understood")
-            if info.type not in _GGUF_DTYPES:
+            if info.type not in _GGUF_DTYPES and not _dequantises(info.type):
                 raise CheckpointError(
-                    f"{file.path}: {name} is {info.type}; expected F32, F16 or BF16: convert with --outtype bf16"
+                    f"{file.path}: {name} is {info.type}, which gguf-py does not dequantise; expected another type: "
+                    "convert the model with --outtype bf16"
                 )
             self._gguf_name[known[name]] = name
 
@@ -253,12 +309,19 @@ class GgufSource:
         return self._file
 
     @property
+    def quantised(self) -> tuple[str, ...]:
+        """The quantised types in it."""
+        types = {self._file.tensors[name].type for name in self._gguf_name.values()}
+        return tuple(sorted(types - _GGUF_DTYPES.keys()))
+
+    @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         return {name: self._shape(gguf) for name, gguf in self._gguf_name.items()}
 
     @property
     def dtypes(self) -> Mapping[str, torch.dtype]:
-        return {name: _GGUF_DTYPES[self._file.tensors[gguf].type] for name, gguf in self._gguf_name.items()}
+        types = {name: self._file.tensors[gguf].type for name, gguf in self._gguf_name.items()}
+        return {name: _GGUF_DTYPES.get(kind, torch.float32) for name, kind in types.items()}
 
     def _shape(self, gguf_name: str) -> tuple[int, ...]:
         shape = self._file.tensors[gguf_name].shape
@@ -268,15 +331,71 @@ class GgufSource:
     def hash(self) -> SourceHash:
         return self._hash
 
+    def rows(self, name: str, first: int, last: int) -> torch.Tensor:
+        """Read rows of a tensor as they are stored, float32 where they are quantised."""
+        gguf_name = self._gguf_name[name]
+        kind, shape = self._file.tensors[gguf_name].type, self._shape(gguf_name)
+        data = np.array(self._file.bytes(gguf_name).reshape(shape[0], -1)[first:last])  # without the interpreter's lock
+        if kind in _GGUF_DTYPES:
+            return torch.from_numpy(data).view(_GGUF_DTYPES[kind]).reshape(-1, *shape[1:])
+        return torch.from_numpy(_dequantised(kind, data)).reshape(-1, *shape[1:])
+
     def tensor(self, name: str) -> torch.Tensor:
         gguf_name = self._gguf_name[name]
-        info = self._file.tensors[gguf_name]
-        data = torch.from_numpy(np.array(self._file.bytes(gguf_name)))  # copied without the interpreter's lock
+        value = _finite(self._file.path, gguf_name, self.rows(name, 0, self.shapes[name][0]))
         self._file.forget(gguf_name)
-        value = _finite(self._file.path, gguf_name, data.view(_GGUF_DTYPES[info.type]).reshape(self._shape(gguf_name)))
         if offset := self._family.norm_offset_of(name):
             return value.float() - offset
         for projection, heads in self._heads.items():
             if f"{projection}." in name:
                 return unpermute_rotary(value, heads)
         return value
+
+
+@lru_cache
+def _dequantises(kind: str) -> bool:
+    """Whether gguf-py knows what a type's blocks mean."""
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+    block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType[kind]][1]
+    try:
+        _dequantised(kind, np.zeros((1, block_bytes), np.uint8))
+    except NotImplementedError:
+        return False
+    return True
+
+
+def _dequantised(kind: str, blocks: np.ndarray) -> np.ndarray:
+    """The weights of whole rows of blocks: uint8 [rows, bytes] -> float32 [rows, columns]."""
+    from gguf import GGMLQuantizationType
+    from gguf.quants import dequantize
+
+    with np.errstate(all="ignore"):  # a scale that is none gives weights that are none, which is said then
+        weights: np.ndarray = dequantize(blocks, GGMLQuantizationType[kind])
+    return weights
+
+
+def resolve_output(
+    source: SafetensorsSource | GgufSource, embedding: str, head: str
+) -> tuple[SafetensorsSource | GgufSource | MadeSource, bool]:
+    """Decide by the tensors whether the output matrix is the embedding (tied): it is where both are equal or only one
+    of them is stored, under either name. Returns the source, which has `head` only where it is a matrix of its own, and
+    whether they are tied."""
+    stored = entries_of(source)
+    if embedding in stored and head in stored:
+        if not _same_rows(source, embedding, head):
+            return source, False
+        return MadeSource(source, {name: stored[name] for name in stored if name != head}, source.tensor), True
+    if head not in stored:
+        return source, True
+    entries = {embedding if name == head else name: entry for name, entry in stored.items()}
+    return MadeSource(source, entries, lambda name: source.tensor(head if name == embedding else name)), True
+
+
+def _same_rows(source: SafetensorsSource | GgufSource, one: str, other: str) -> bool:
+    shape = source.shapes[one]
+    if shape != source.shapes[other] or len(shape) != 2:
+        return False
+    step = max(_PIECE // shape[1], 1)  # matrices that differ do so in the first piece
+    pieces = ((first, min(first + step, shape[0])) for first in range(0, shape[0], step))
+    return all(bool((source.rows(one, *piece) == source.rows(other, *piece)).all()) for piece in pieces)

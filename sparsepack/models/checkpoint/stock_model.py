@@ -17,21 +17,19 @@ def check_stock_model(
     found: Mapping[str, tuple[int, ...]],
     bases: Collection[int],
     name: str,
-    never_read: Collection[str] = (),
 ) -> None:
     """Raise `CheckpointError` unless every tensor has its place in the stock model, in its shape, and every place its
     tensor.
 
-    found      -- name and shape of every tensor of the checkpoint
-    bases      -- the blocks that have a residual basis
-    never_read -- tensors that may be there without a place
+    found -- name and shape of every tensor of the checkpoint
+    bases -- the blocks that have a residual basis
     """
     _check_activation(config, name)
     try:
         expected = parameter_shapes(config, bases)
     except Exception as error:  # transformers' own code, on numbers that it did not check
         raise CheckpointError(f"{name}: its configuration is not understood ({shown(error)})") from error
-    unknown = sorted(n for n in found if n not in expected and n not in never_read and not n.endswith(_DERIVED))
+    unknown = sorted(n for n in found if n not in expected and not n.endswith(_DERIVED))
     if unknown:
         _check_blocks(config, unknown, name)
         raise CheckpointError(

@@ -23,6 +23,7 @@ from sparsepack.models.stock.attention import Watcher, watched_attention
 from sparsepack.models.stock.basis import add_basis
 from sparsepack.models.stock.copies import run_between_copies
 from sparsepack.models.stock.experts import ONE_BY_ONE
+from sparsepack.models.stock.hooks import check_finite
 from sparsepack.models.stock.masks import masks_of_whole_texts
 from sparsepack.models.stock.norms import norms_by_one_kernel
 from sparsepack.models.stock.parts import Parts, parts_by
@@ -81,6 +82,7 @@ class BlockStream:
         self.device, self.dtype = torch.device(device), dtype
         self._backbones: dict[tuple[str, bool], Any] = {}  # by the kind of the layer, and whether it has a basis
         self._backbone: Any = None
+        self._layer = 0
         self._after: dict[str, Any] = {}
         self.ahead = BlocksAhead(self._stored, self.device, dtype, ahead.AT_ONCE if self.device.type == "cuda" else 1)
         self.passed = 0
@@ -89,7 +91,7 @@ class BlockStream:
         """Let go of the block in memory, then read block `layer`, or take all its tensors as given, by their names
         within it. Of blocks that are read, the next one, `layer + step`, is begun."""
         self.unload()
-        self._backbone = self._backbone_like(layer)
+        self._backbone, self._layer = self._backbone_like(layer), layer
         placed = self.ahead.take(layer) if tensors is None else self._placed(tensors)
         self.block.load_state_dict(placed, strict=True, assign=True)
         if tensors is None and 0 <= layer + step < self.source.layers:
@@ -136,8 +138,14 @@ class BlockStream:
         """Run the loaded block on hidden states [B, S, H]."""
         placed = hidden.to(self.device, self.dtype, non_blocking=self.device.type == "cuda")
         with masks_of_whole_texts():
-            output = self._backbone(inputs_embeds=placed, use_cache=False)
-        return output.last_hidden_state  # type: ignore[no-any-return]
+            output = self._backbone(inputs_embeds=placed, use_cache=False).last_hidden_state
+        if self.device.type == "cpu":
+            check_finite(output, self._where)
+        return output  # type: ignore[no-any-return]
+
+    @property
+    def _where(self) -> str:
+        return f"a {self.source.family.model_type} model, the output of block {self._layer}"
 
     def pass_on(
         self, hidden: torch.Tensor, batch: int, advance: Callable[[], object], record: Record | None = None
@@ -153,6 +161,7 @@ class BlockStream:
         self.passed += hidden.shape[0] * hidden.shape[1]
         if self.device.type == "cuda" and hidden.device.type == "cpu":
             run_between_copies(parts, self, self.device, self.dtype, advance)
+            check_finite(hidden, self._where)
             return
         if record is not None and hidden.device.type == self.device.type and hidden.dtype == self.dtype:
             self._pass_on_recorded(parts, record, advance)
@@ -162,6 +171,8 @@ class BlockStream:
             advance()
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
+        if self.device.type != "cpu":
+            check_finite(hidden, self._where)
 
     def _pass_on_recorded(self, parts: Sequence[torch.Tensor], record: Record, advance: Callable[[], object]) -> None:
         """`pass_on`, which leaves a GPU the last parts to do while the next block is taken, launched and recorded."""
@@ -175,6 +186,7 @@ class BlockStream:
         run_recorded(parts, self, record, passed)
         if ended:
             ended[0].synchronize()
+            check_finite(parts[0], self._where)  # of one part alone, which is done: the others are not waited for
 
     def watched(self, watcher: Watcher) -> AbstractContextManager[None]:
         """Within the context, the loaded block's attention shows its queries and keys to `watcher`."""
@@ -220,6 +232,7 @@ class BlockStream:
     def finish(self, hidden: torch.Tensor) -> torch.Tensor:
         """What comes after the last block, which must have been run: [B, S, H] -> [B, S, columns of the head]."""
         hidden = hidden.to(self.device, self.dtype)
+        check_finite(hidden, self._where)
         for prefix, module in self._after.items():
             if any(parameter.is_meta for parameter in module.parameters()):
                 tensors = {name: self._tensor(f"{prefix}.{name}") for name in module.state_dict()}

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from sparsepack.errors import CheckpointError
+from sparsepack.files.tensors import all_finite
 from sparsepack.models.family import MLP_MID, MLP_SITES, SITES, Family
 from sparsepack.models.stock.experts import ExpertsWatch, watched_experts
 
@@ -16,12 +18,22 @@ as it is. Of experts, x is at mlp_in what all of them are given, and at mlp_mid 
 the down matrices of those that a token has, the parts of a shared one after those that were chosen."""
 
 
+def check_finite(values: torch.Tensor, where: str) -> None:
+    """Raise `CheckpointError` for values that a model computed and that are NaN or infinite."""
+    if not all_finite(values):
+        raise CheckpointError(
+            f"{where}: the model's values are NaN or infinite here; expected the weights of a trained model: copy or "
+            "export them again, or try --dtype float32"
+        )
+
+
 @contextmanager
 def site_hooks(blocks: Sequence[tuple[int, nn.Module]], family: Family, function: SiteFunction) -> Iterator[None]:
     """Call `function` once for every site of the given (layer, block) pairs in each forward pass.
 
     The projections of a site share their input, so the function runs on the first and its answer serves the rest. Some
-    stock blocks join rows and positions before their MLP; the function sees them apart at every site.
+    stock blocks join rows and positions before their MLP; the function sees them apart at every site. On a CPU it sees
+    no vector with values that are none: `CheckpointError` then (a GPU would have to be waited for).
     """
     handles, watches = [], []
     for layer, block in blocks:
@@ -84,6 +96,8 @@ def routing_hooks(block: nn.Module, family: Family, function: Callable[[torch.Te
 
 def _middle(layer: int, function: SiteFunction, shape: list[int]) -> Callable[[torch.Tensor], torch.Tensor | None]:
     def middle(x: torch.Tensor) -> torch.Tensor | None:
+        if x.device.type == "cpu":
+            check_finite(x, f"block {layer}, {MLP_MID}")
         answer = function(layer, MLP_MID, x.reshape(*shape, *x.shape[1:]))
         return None if answer is None else answer.reshape(x.shape)
 
@@ -96,6 +110,8 @@ def _hook(layer: int, site: str, function: SiteFunction, memory: dict[str, Any],
         if first:
             if site == SITES[0]:
                 shape[:] = x.shape[:-1]
+            if x.device.type == "cpu":
+                check_finite(x, f"block {layer}, {site}")
             answer = function(layer, site, x.reshape(*shape, x.shape[-1]))
             memory["answer"] = None if answer is None else answer.reshape(x.shape)
         answer = memory["answer"]

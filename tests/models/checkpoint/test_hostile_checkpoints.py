@@ -17,6 +17,7 @@ def model(tmp_path):
 
 @pytest.mark.parametrize("name", ["../secret.safetensors", "/etc/passwd", "sub/x.safetensors", "..", ""])
 def test_an_index_that_leads_out_of_the_folder_is_refused_before_anything_is_opened(model, name):
+    (model / "model.safetensors").rename(model / "x.safetensors")  # else the index is not read
     os.mkfifo(model.parent / "secret.safetensors")  # whoever opens it waits for ever
     (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
     with pytest.raises(CheckpointError, match="outside of the folder"):
@@ -27,6 +28,7 @@ def test_an_index_that_leads_out_of_the_folder_is_refused_before_anything_is_ope
     "index", [[], {}, {"weight_map": []}, {"weight_map": {"a": 1}}, {"weight_map": {"a": None}}, None]
 )
 def test_an_index_of_another_type_is_one_line(model, index):
+    (model / "model.safetensors").rename(model / "x.safetensors")
     (model / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(CheckpointError, match="not a shard index") as caught:
         open_checkpoint(model)
@@ -34,6 +36,7 @@ def test_an_index_of_another_type_is_one_line(model, index):
 
 
 def test_an_index_whose_shard_has_too_long_a_name_is_one_line(model):
+    (model / "model.safetensors").rename(model / "x.safetensors")
     (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "x" * 400}}))
     with pytest.raises(CheckpointError, match=r"the shard x+ of .* is missing"):
         open_checkpoint(model)

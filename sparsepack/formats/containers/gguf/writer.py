@@ -56,6 +56,7 @@ class GgufPlan(Plan):
             in_order = [hashes[tensor.name] for tensor in self.tensors]
             finish = partial(seal, temporary, self._header.ljust(file.offsets[0], b"\0"), in_order, source_sha256())
             finish()
+            self.check(temporary, path)
             if self.measure is not None:
                 finish(score=self.measure(temporary))
 

@@ -26,7 +26,7 @@ from sparsepack.formats.containers.safetensors.layout import CONFIG, MANIFEST, u
 from sparsepack.formats.containers.safetensors.unlisted import check_unlisted
 from sparsepack.formats.manifest import read_manifest
 from sparsepack.formats.stock import StockModel
-from sparsepack.models.checkpoint.checkpoint import EMBEDDING, Checkpoint
+from sparsepack.models.checkpoint.checkpoint import EMBEDDING, HEAD, Checkpoint
 from sparsepack.models.checkpoint.saved_copy import is_saved_copy, told_of_copy
 from sparsepack.models.records.sparse_attention import SparseAttention
 from sparsepack.models.tokenizer.tokenizer import folder_tokenizer
@@ -160,6 +160,7 @@ class FolderArtifact(Artifact):
     """An artifact that is a folder. As it stands, of tensors that are the model's own, by Hugging Face's names."""
 
     embedding: ClassVar[str] = EMBEDDING
+    output: ClassVar[str] = HEAD
 
     folder: ArtifactFolder
 
@@ -186,7 +187,7 @@ class FolderArtifact(Artifact):
         return self.folder.bytes(name)
 
     def source(self, name: str, checkpoint: Checkpoint) -> Tensor | None:
-        return checkpoint.tensor(name) if name in checkpoint.source.shapes else None
+        return checkpoint.tensor(name) if name in checkpoint.source.shapes or name == HEAD else None
 
     def stock(self) -> StockModel:
         try:

@@ -67,6 +67,7 @@ class FolderPlan(Plan):
                 hashes = write_files(files, self.at_once, advance, workers)
             finish = partial(self._sealed, hashes, source_sha256())
             (folder / MANIFEST).write_bytes(finish())
+            self.check(folder, path)
             if self.measure is not None:
                 (folder / MANIFEST).write_bytes(finish(score=self.measure(folder)))
             for name, text in self.beside(folder).items():
