@@ -168,7 +168,7 @@ def _data_remedy(error: Exception, task_path: Path | None) -> str:
 
     cache = Path(datasets.config.HF_DATASETS_CACHE)
     named = getattr(error, "filename", None)
-    in_cache = bool(named) and Path(os.fsdecode(named)).is_relative_to(cache)
+    in_cache = named is not None and Path(os.fsdecode(named)).is_relative_to(cache)
     if isinstance(error, OSError) and (in_cache or not _can_write(cache)):
         return f"{cache}, the cache of data sets, cannot be written: set HF_DATASETS_CACHE to a folder that can be"
     if isinstance(error, PermissionError):
