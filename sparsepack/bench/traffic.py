@@ -41,7 +41,9 @@ def bytes_per_token(packed: PackedModel, activity: Activity, pads_tails: bool = 
     pads_tails -- as `Backend.pads_tails`: tails count as whole bands
     """
     blocks = sum(
-        (matrix.padded_nbytes if pads_tails else matrix.nbytes) * layer.reached[name] * activity.get((number, name), 1.0)
+        (matrix.padded_nbytes if pads_tails else matrix.nbytes)
+        * layer.reached[name]
+        * activity.get((number, name), 1.0)
         for number, layer in enumerate(packed.layers)
         for name, matrix in layer.matrices.items()
     )

@@ -50,7 +50,7 @@ class PackedMatrix:
         return self.blocks.nbytes + (0 if self.tail is None else self.columns * zigzag.BLOCK_BYTES)
 
     def padded(self) -> "PackedMatrix":
-        """The same matrix, a tail as one more band of zigzag Q4_K, for kernels of whole bands: exactly the same weights.
+        """The same matrix, a tail laid out as one more band, for kernels of whole bands: exactly the same weights.
 
         Copies a matrix that has a tail. Raises `PackingError` as `zigzag.expand_tail`.
         """
@@ -91,7 +91,7 @@ class PackedExperts:
         return sum(self.expert(number).padded_nbytes for number in range(self.experts))
 
     def padded_blocks(self, first: int, last: int) -> Tensor:
-        """The blocks of experts [first, last), each as `PackedMatrix.padded` has it: uint8 [experts, bands, columns, 144].
+        """The blocks of experts [first, last) as `PackedMatrix.padded` has them: uint8 [experts, bands, columns, 144].
 
         Raises `PackingError` as that does.
         """

@@ -7,8 +7,8 @@ skipping an input column skips whole superblocks. They are stored band by band, 
     band 0      | 144 bytes  | 144 bytes  | ... | 144 bytes    |     rows   0 .. 255
     band 1      | 144 bytes  | 144 bytes  | ... | 144 bytes    |     rows 256 .. 511, missing ones are zeros
 
-Zeros cost as much as rows. Where at most 192 rows come after the whole bands, artifacts store these as a tail: pieces of
-64 rows of a column, P = 1, 2 or 3 for each, four to a superblock, column by column:
+Zeros cost as much as rows. Where at most 192 rows come after the whole bands, artifacts store these as a tail: pieces
+of 64 rows of a column, P = 1, 2 or 3 for each, four to a superblock, column by column:
 
                   0 .. 63    64 .. 127     128 .. 191    192 .. 255   weights of a superblock
     P = 1       | column 0 | column 1    | column 2    | column 3   |
@@ -97,8 +97,8 @@ def pack_tail(weight: Tensor) -> Tensor:
 
 
 def _share_steps(blocks: Tensor, flat: Tensor) -> None:
-    """Give every three superblocks the largest d and dmin among them, and quantise anew: uint8 [n, 144], float32 [256 n],
-    overwritten."""
+    """Give every three superblocks the largest d and dmin among them, and quantise anew: uint8 [n, 144], written to,
+    and float32 [256 n]."""
     steps = functional.pad(_steps(blocks), (0, 0, 0, -len(blocks) % 3)).view(-1, 3, 2).amax(1)
     steps = steps.repeat_interleave(3, 0)[: len(blocks)]
     d, dmin = steps.repeat_interleave(BLOCK // SUB, 0).unbind(1)

@@ -37,13 +37,15 @@ class NeuronArtifact(ZigzagArtifact):
         if not block:
             return super().source(name, checkpoint)
         layer = block.removeprefix("blk.")
-        if f"mlp_{part}" not in (GATE, f"{MLP_GATE}{TAIL}", RECORDS) or not layer.isdecimal() or int(layer) >= checkpoint.layers:
+        matrix = f"mlp_{part}"
+        ours = matrix in (GATE, f"{MLP_GATE}{TAIL}", RECORDS)
+        if not ours or not layer.isdecimal() or int(layer) >= checkpoint.layers:
             return super().source(name, checkpoint)
         (gate, up), (down,) = checkpoint.gate_and_up(int(layer)), checkpoint.projections(int(layer), "mlp_mid")
         order = self._order(f"{block}.{ORDER}")
         if len(order) != len(gate):
             return None  # another model's
-        if f"mlp_{part}" == RECORDS:
+        if matrix == RECORDS:
             return torch.cat([up[order], down.t()[order]], dim=1)
         return self.part_of(name, gate[order])
 

@@ -14,7 +14,6 @@ is `formats.neuron.section`.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -106,13 +105,16 @@ def encoder(format: Format, checkpoint: Checkpoint, request: PlanRequest) -> Sit
             found = {f"{name}.{_DOWN}": blocks.transpose(0, 1)[order].flatten(1)}
             return EncodedSite(found, unpacked, {f"{name}.{RECORDS}": slice(None)})
         gate, up = weight.chunk(2)
-        (gates, decoded_gate), ups = _encoded_gate(layer, gate[order], inputs, request), _encoded_rows(up[order], inputs)
+        gates, decoded_gate = _encoded_gate(layer, gate[order], inputs, request)
+        ups = _encoded_rows(up[order], inputs)
         decoded = torch.empty_like(weight)
         for part, rows in zip(decoded.chunk(2), (decoded_gate, q4_k.decode(ups)), strict=True):
             part[order] = rows
-        ends = (0, len(gate) - zigzag.tail_rows(len(gate)), len(gate)) if len(gates) > 1 else (0, len(gate))
-        rows_of = {part: order[first:last] for part, (first, last) in zip(gates, pairwise(ends), strict=True)}
-        rows_of[f"{name}.{RECORDS}"] = torch.arange(len(gate), len(weight), device=weight.device)
+        whole = len(gate) - zigzag.tail_rows(len(gate))
+        rows_of: dict[str, slice | Tensor] = dict.fromkeys(gates, slice(0, len(gate)))
+        if len(gates) > 1:
+            rows_of = dict(zip(gates, (order[:whole], order[whole:]), strict=True))
+        rows_of[f"{name}.{RECORDS}"] = slice(len(gate), None)
         return EncodedSite({**gates, f"{name}.{_UP}": ups}, decoded, rows_of)
 
     return encode

@@ -69,7 +69,7 @@ class ZigzagArtifact(GgufArtifact):
         return name.endswith(TAIL) or len(self.tensors[name].shape) > len(self.logical_shape(name))
 
     def _unpacked(self, name: str, stored: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """The logical weights of a matrix in zigzag order, or of one expert's, of so many bytes and that stored shape."""
+        """The logical weights of a matrix in zigzag order, or of one expert's, of that stored shape."""
         rows, columns = self.logical_shape(name)[-2:]
         blocks = stored.view(*shape[:-1], -1)
         return zigzag.unpack_tail(blocks, rows, columns) if name.endswith(TAIL) else zigzag.unpack(blocks, rows)

@@ -19,7 +19,9 @@ struct RowsMatrix {
 };
 
 // Pieces of 64 rows in the tail of so many rows, 1 to 3; 0: they have none.
-static inline int32_t tail_pieces(int64_t rows) { return (int32_t)(rows % BAND_ROWS + PIECE_ROWS - 1) / PIECE_ROWS % 4; }
+static inline int32_t tail_pieces(int64_t rows) {
+    return (int32_t)(rows % BAND_ROWS + PIECE_ROWS - 1) / PIECE_ROWS % 4;
+}
 // Superblocks of a tail, of four pieces each.
 static inline int64_t tail_blocks(int64_t rows, int64_t columns) { return (columns * tail_pieces(rows) + 3) / 4; }
 
