@@ -8,6 +8,7 @@ from torch import Tensor
 
 from sparsepack.errors import PackingError
 from sparsepack.formats.codecs import q4_k, q5_0, q6_k, q8_0, zigzag
+from sparsepack.formats.codecs.q4_k_fit import BLOCK_BYTES
 from sparsepack.formats.codecs.superblock import largest
 from sparsepack.formats.codecs.types import BLOCKS, TYPES
 
@@ -47,7 +48,7 @@ class PackedMatrix:
     @property
     def padded_nbytes(self) -> int:
         """Bytes of `padded`."""
-        return self.blocks.nbytes + (0 if self.tail is None else self.columns * zigzag.BLOCK_BYTES)
+        return self.blocks.nbytes + (0 if self.tail is None else self.columns * BLOCK_BYTES)
 
     def padded(self) -> "PackedMatrix":
         """The same matrix, a tail laid out as one more band, for kernels of whole bands: exactly the same weights.
