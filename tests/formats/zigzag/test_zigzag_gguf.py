@@ -24,6 +24,7 @@ from sparsepack.formats.containers.gguf.values import MANIFEST as KEY
 from sparsepack.formats.containers.gguf.values import string, u32
 from sparsepack.formats.open import open_artifact, read_packed
 from sparsepack.formats.packed import PackedModel
+from sparsepack.formats.plan import PlannedGroup
 from sparsepack.formats.stock import dequantised, stock_config, stock_tokenizer
 from sparsepack.formats.verify import verify
 from sparsepack.formats.zigzag import plan as zigzag
@@ -422,3 +423,21 @@ def test_a_template_that_is_no_text_is_refused(tmp_path: Path, monkeypatch: pyte
     write_zigzag(open_checkpoint("shipped:tiny"), {}, tmp_path / "m.gguf")
     with pytest.raises(ArtifactError, match=r"tokenizer\.chat_template is no text"):
         read_packed(tmp_path / "m.gguf")
+
+
+def test_a_tail_that_is_missing_or_of_rows_that_have_none_is_refused(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    def without_tail(group: PlannedGroup) -> PlannedGroup:
+        return PlannedGroup(group.tensors[:1], lambda: group.produce()[:1])
+
+    plan = plan_zigzag(checkpoints["odd"], {})
+    groups = tuple(without_tail(g) if g.tensors[0].name == "blk.1.mlp_in.weight" else g for g in plan.groups)
+    dataclasses.replace(plan, groups=groups).write(tmp_path / "missing.gguf")
+    with pytest.raises(
+        ArtifactError, match=r"blk\.1\.mlp_in\.weight is .* the architecture means Q4_K \[3, 256, 256\]"
+    ):
+        read_packed(tmp_path / "missing.gguf")
+    plan = plan_zigzag(checkpoints["llama"], {})
+    groups = (*plan.groups, named(plan.groups[-1], "blk.0.attn_in.tail.weight"))
+    dataclasses.replace(plan, groups=groups).write(tmp_path / "more.gguf")
+    with pytest.raises(ArtifactError, match=r"blk\.0\.attn_in\.tail\.weight is not understood"):
+        read_packed(tmp_path / "more.gguf")
