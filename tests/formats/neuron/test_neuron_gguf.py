@@ -129,7 +129,7 @@ def test_it_is_verified_against_its_model_and_no_other(relu: Checkpoint, file: P
     report = verify(file, relu)
     assert report.passed, report.problems
     assert {t.name for t in report.tensors if ".mlp_" in t.name} == {
-        f"blk.{n}.mlp_{what}.weight" for n in range(2) for what in ("gate", "records", "norm")
+        f"blk.{n}.mlp_{what}.weight" for n in range(2) for what in ("gate", "gate.tail", "records", "norm")
     }
     other = open_checkpoint(make_model(tmp_path / "other", "qwen2", seed=1, **RELU))
     problems = verify(file, other).problems
