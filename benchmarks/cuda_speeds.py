@@ -112,7 +112,7 @@ def measure(packed: PackedModel, thresholds: Thresholds, rounds: int) -> dict[st
         results[name] = {
             "seconds": statistics.median(seconds),
             "range": [min(seconds), max(seconds)],
-            "bytes": traffic.bytes_per_token(sparse, activity),
+            "bytes": traffic.bytes_per_token(sparse, activity, pads_tails=True),
             "sparsity": skipped_weights(sparse, activity).overall,
         }
     return results

@@ -56,8 +56,8 @@ MUTATIONS = (
     ),
     Mutation(
         "zigzag",
-        "q4_k.decode(blocks[band], dtype).t()[: rows - top]",
-        "q4_k.decode(blocks[band], dtype).t().flip(0)[: rows - top]",
+        "q4_k.decode(blocks[band], dtype).t()[: whole - top]",
+        "q4_k.decode(blocks[band], dtype).t().flip(0)[: whole - top]",
         ("tests/formats/codecs/test_zigzag.py",),
     ),
     Mutation(

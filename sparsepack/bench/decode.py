@@ -252,7 +252,8 @@ def _row(
         "bandwidth_share": None,
     }
     if test.n_gen:
-        needed = traffic.bytes_per_token(packed, activity) / settings.batch  # that tokens of a step share
+        pads_tails = backend_named(engine.backend).pads_tails
+        needed = traffic.bytes_per_token(packed, activity, pads_tails) / settings.batch  # that tokens of a step share
         row["bytes_per_token"] = needed
         skipped = skipped_weights(packed, activity)
         row["realised_sparsity"] = skipped.overall

@@ -29,16 +29,21 @@ def stored_bytes(packed: PackedModel) -> int:
     return (
         embedding
         + _always_read(packed)
-        + sum(matrix.blocks.nbytes for layer in packed.layers for matrix in layer.matrices.values())
+        + sum(matrix.nbytes for layer in packed.layers for matrix in layer.matrices.values())
     )
 
 
-def bytes_per_token(packed: PackedModel, activity: Activity) -> float:
+def bytes_per_token(packed: PackedModel, activity: Activity, pads_tails: bool = False) -> float:
     """Stored bytes that decoding one token needs: active columns and records, of experts those that it has, the output
     matrix, one row of the embedding, changes of basis, norms, routers, biases and rules. The KV cache, which grows with
-    the text, is left out."""
+    the text, is left out.
+
+    pads_tails -- as `Backend.pads_tails`: tails count as whole bands
+    """
     blocks = sum(
-        matrix.blocks.nbytes * layer.reached[name] * activity.get((number, name), 1.0)
+        (matrix.padded_nbytes if pads_tails else matrix.nbytes)
+        * layer.reached[name]
+        * activity.get((number, name), 1.0)
         for number, layer in enumerate(packed.layers)
         for name, matrix in layer.matrices.items()
     )

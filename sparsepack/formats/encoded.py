@@ -15,12 +15,12 @@ class EncodedSite:
     tensors -- the bytes that are stored, by the names of the artifact's tensors: uint8, of any shape; none of a matrix
                that the format keeps as it is
     weight  -- what is stored, decoded: float32 [rows, columns]
-    rows    -- which rows of `weight` each tensor that holds weights has, by its name
+    rows    -- which rows of `weight` each tensor that holds weights has, by its name: a slice, or their numbers
     """
 
     tensors: Mapping[str, Tensor]
     weight: Tensor
-    rows: Mapping[str, slice]
+    rows: Mapping[str, slice | Tensor]
 
 
 SiteEncoder = Callable[[int, str, Tensor, Inputs | None], EncodedSite]

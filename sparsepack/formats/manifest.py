@@ -16,8 +16,11 @@ from sparsepack.models.records.distilled import StoredDistillation
 from sparsepack.models.records.distilled import in_words as distilled_in_words
 from sparsepack.version import __version__
 
-SCHEMA = 4
-"""The newest schema, of models whose residual stream changes its basis between blocks."""
+SCHEMA = 5
+"""The newest schema, of models with matrices whose last rows are stored as a tail (`formats.zigzag.layout`)."""
+
+_BASES_SCHEMA = 4
+"""The schema of what else changes the basis of the residual stream between blocks."""
 
 FILES_SCHEMA = 3
 """The schema of what else has `ATTENTION`, and of folders of several files of tensors
@@ -182,6 +185,7 @@ def make_manifest(
     sha256: str,
     attention: Mapping[str, Any] | None = None,
     neurons: Mapping[str, Any] | None = None,
+    tails: bool = False,
 ) -> dict[str, Any]:
     """The manifest of an artifact of `kind` made from `checkpoint`.
 
@@ -191,11 +195,13 @@ def make_manifest(
     sha256     -- the checkpoint's, which a container may come to know only once it is written
     attention  -- the section of sparse attention: `formats.attention`
     neurons    -- the section of an MLP's neurons: `formats.neuron.section`
+    tails      -- whether last rows are stored as tails
     """
     if taken := set(provenance) & set(_OWN):
         raise ValueError(f"provenance {sorted(taken)}: the manifest has keys of its own by that name")
+    schema = _BASES_SCHEMA if checkpoint.bases else FILES_SCHEMA if attention else _OLDEST
     return {
-        "schema": SCHEMA if checkpoint.bases else FILES_SCHEMA if attention else _OLDEST,
+        "schema": SCHEMA if tails else schema,
         "kind": kind,
         "sparsepack": __version__,
         "model": {

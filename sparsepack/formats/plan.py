@@ -60,6 +60,7 @@ class PlannedTensor:
     type    -- one of `formats.codecs.types.BLOCKS`
     logical -- shape without padding; None: as stored
     weights -- whether it holds weights of the model, not a site's rule or what follows from the configuration
+    padding_rows -- rows of zeros after the logical ones; of each expert, where it holds experts
     """
 
     name: str
@@ -67,6 +68,7 @@ class PlannedTensor:
     type: str
     logical: tuple[int, ...] | None = None
     weights: bool = True
+    padding_rows: int = 0
 
     @property
     def logical_shape(self) -> tuple[int, ...]:
@@ -187,7 +189,5 @@ def manifest_shapes(tensors: Iterable[PlannedTensor]) -> dict[str, dict[str, Any
     for tensor in tensors:
         logical = tensor.logical_shape
         if len(logical) > 1:
-            in_bands = len(tensor.shape) == len(logical) + 1
-            padding = tensor.shape[-3] * tensor.shape[-1] - logical[-2] if in_bands else 0
-            shapes[tensor.name] = {"shape": list(logical), "padding_rows": padding}
+            shapes[tensor.name] = {"shape": list(logical), "padding_rows": tensor.padding_rows}
     return shapes

@@ -62,17 +62,16 @@ def _sites(job: Job, artifact: Mapping[str, Any] | None, pruned: Mapping[str, st
     recipe, checkpoint = job.recipe, job.checkpoint
     asked = ActivationSparsity.asked_in(recipe)
     skipping = set(chosen_sites(checkpoint, asked.include, asked.ignore)) if asked and sparse(recipe) else set()
-    stored = {tensor["name"]: tensor for tensor in artifact["tensors"]} if artifact else {}
+    padded: dict[str, int] = defaultdict(int)
+    for tensor in artifact["tensors"] if artifact else ():
+        experts = math.prod(tensor["logical"][:-2])
+        padded[".".join(tensor["name"].split(".")[:3])] += experts * tensor["padding_rows"]
     rows = []
     for layer in range(checkpoint.layers):
         for site in SITES:
             shape, name = checkpoint.stacked_shape(site, layer), site_name(layer, site)
-            tensor = stored.get(f"{name}.weight")
-            # A zigzag matrix is stored as [bands, columns, 256], those of experts with their number before.
-            stored_as = list(tensor["shape"]) if tensor else []
-            padding = math.prod([*stored_as[:-2], *stored_as[-1:]]) - shape[0] if len(stored_as) > 2 else 0
             target = asked.sparsity if asked is not None and (layer, site) in skipping else 0.0
-            row = {"site": name, "shape": list(shape), "padding_rows": padding, "sparsity": target}
+            row = {"site": name, "shape": list(shape), "padding_rows": padded[name], "sparsity": target}
             rows.append({**row, "keeps": pruned.get(name)})
     return rows
 

@@ -36,6 +36,7 @@ class Backend:
     gate_copies -- whether copies of gates can take the place of those that have no room in a device's memory
     holds       -- whether the share that is skipped can be held at the target
     selects     -- whether decoded tokens of models with sparse attention read a part of the cached ones
+    pads_tails  -- whether it lays out tails of matrices as whole bands, and reads them so
     traits      -- of `traits.TRAITS`, those that it computes
     """
 
@@ -55,6 +56,7 @@ class Backend:
     gate_copies: bool = False
     holds: bool = False
     selects: bool = True
+    pads_tails: bool = False
     traits: frozenset[str] = frozenset()
 
     def divides(self, option: str) -> bool:
@@ -124,6 +126,7 @@ BACKENDS: Mapping[str, Backend] = MappingProxyType(
                 budgets=True,
                 gate_copies=True,
                 holds=True,
+                pads_tails=True,
                 traits=frozenset(TRAITS),
             ),
             Backend(
@@ -136,6 +139,7 @@ BACKENDS: Mapping[str, Backend] = MappingProxyType(
                 tunes=True,
                 holds=True,
                 selects=False,
+                pads_tails=True,
             ),
         )
     }

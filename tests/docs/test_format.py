@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from artifacts_for_tests import write_zigzag
+from models_for_tests import make_model
 
 from sparsepack.formats.codecs.matrices import decode_matrix
 from sparsepack.formats.open import read_packed
@@ -39,6 +40,19 @@ def test_the_pages_reader_reads_every_site(tiny: Path, site_matrix: Callable[[Pa
             found = site_matrix(tiny, f"blk.{number}.{name}.weight")
             assert found.dtype == np.float32
             np.testing.assert_array_equal(found, decode_matrix(site.matrix).numpy())
+
+
+def test_the_pages_reader_reads_tails(tmp_path: Path, site_matrix: Callable[[Path, str], np.ndarray]) -> None:
+    path, widths = tmp_path / "m.gguf", {"intermediate_size": 70, "num_key_value_heads": 1, "num_hidden_layers": 1}
+    write_zigzag(open_checkpoint(make_model(tmp_path / "m", "llama", **widths)), {}, path)
+    (layer,) = read_packed(path).layers
+    assert {name: site.matrix.rows for name, site in layer.sites.items() if site.matrix.tail is not None} == {
+        "attn_in": 384,
+        "mlp_in": 140,
+    }
+    for name, site in layer.sites.items():
+        found = site_matrix(path, f"blk.0.{name}.weight")
+        np.testing.assert_array_equal(found, decode_matrix(site.matrix).numpy())
 
 
 def test_the_worked_example_is_true(tiny: Path, site_matrix: Callable[[Path, str], np.ndarray]) -> None:

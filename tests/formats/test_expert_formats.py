@@ -12,7 +12,8 @@ from forged import edited
 from models_for_tests import EXPERTS, make_model
 
 from sparsepack.errors import ArtifactError, CheckpointError, PackingError
-from sparsepack.formats.codecs import q4_k, zigzag
+from sparsepack.formats.codecs import zigzag
+from sparsepack.formats.codecs.matrices import decode_experts, decode_matrix
 from sparsepack.formats.containers.gguf.values import u32
 from sparsepack.formats.containers.gguf.writer import GgufPlan
 from sparsepack.formats.open import open_artifact, read_packed
@@ -80,13 +81,15 @@ def test_each_expert_is_the_zigzag_matrix_of_its_own(
     mlp = packed.layers[1].mlp
     assert isinstance(mlp, ExpertMlp)
     stored = mlp.sites["mlp_in"].matrix
-    assert tuple(stored.blocks.shape) == (5, 1, 256, 144)
+    assert tuple(stored.blocks.shape) == (5, 0, 256, 144)
+    assert stored.tail is not None
+    assert tuple(stored.tail.shape) == (5, 192, 144)
     weight = checkpoint.tensor("model.layers.1.mlp.experts.gate_up_proj")
     for expert in range(5):
-        assert torch.equal(stored.expert(expert).blocks, zigzag.pack(weight[expert]))
-        assert not q4_k.decode(stored.blocks[expert])[0, :, 192:].any()  # rows that are not there
-    entry = packed.manifest["tensors"]["blk.1.mlp_in.weight"]
-    assert entry == {"shape": [5, 192, 256], "padding_rows": 64}
+        assert torch.equal(stored.tail[expert], zigzag.pack_tail(weight[expert]))
+        assert torch.equal(decode_experts(stored, expert, expert + 1)[0], decode_matrix(stored.expert(expert)))
+    assert "blk.1.mlp_in.weight" not in packed.manifest["tensors"]
+    assert packed.manifest["tensors"]["blk.1.mlp_in.tail.weight"] == {"shape": [5, 192, 256], "padding_rows": 0}
 
 
 def test_an_expert_of_another_model_is_found(

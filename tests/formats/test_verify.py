@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,7 @@ from sparsepack.errors import ArtifactError
 from sparsepack.formats.codecs import zigzag
 from sparsepack.formats.inspect import describe
 from sparsepack.formats.open import open_artifact
-from sparsepack.formats.plan import alone
+from sparsepack.formats.plan import PlannedGroup, alone
 from sparsepack.formats.verify import verify
 from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
 
@@ -135,13 +137,55 @@ def test_a_wrong_matrix_is_named(checkpoints: Checkpoints, tmp_path: Path, monke
 def test_padding_that_is_not_zero_is_found(checkpoints: Checkpoints, tmp_path: Path) -> None:
     plan, full = plan_zigzag(checkpoints["odd"], {}), torch.randn(768, 256)
     dirty = [
-        alone(group.tensors[0], lambda: zigzag.pack(full)) if group.tensors[0].name == "blk.0.mlp_in.weight" else group
+        PlannedGroup(group.tensors, lambda: (zigzag.pack(full[:512]), zigzag.pack_tail(full[512:640])))
+        if group.tensors[0].name == "blk.0.mlp_in.weight"
+        else group
         for group in plan.groups
     ]
     dataclasses.replace(plan, groups=tuple(dirty)).write(tmp_path / "m.gguf")
     problems = verify(tmp_path / "m.gguf").problems
     assert len(problems) == 1
-    assert "blk.0.mlp_in.weight: rows after the 600 logical ones are not zero" in problems[0]
+    assert "blk.0.mlp_in.tail.weight: rows after the 88 logical ones are not zero" in problems[0]
+
+
+def test_padding_of_a_band_that_is_not_zero_is_found(tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(make_model(tmp_path / "m", "llama", intermediate_size=100))
+    plan, full = plan_zigzag(checkpoint, {}), torch.randn(256, 256)
+    dirty = [
+        alone(group.tensors[0], lambda: zigzag.pack(full)) if group.tensors[0].name == "blk.0.mlp_in.weight" else group
+        for group in plan.groups
+    ]
+    dataclasses.replace(plan, groups=tuple(dirty)).write(tmp_path / "m.gguf")
+    (problem,) = verify(tmp_path / "m.gguf").problems
+    assert "blk.0.mlp_in.weight: rows after the 200 logical ones are not zero" in problem
+
+
+@pytest.mark.parametrize(
+    ("intermediate", "at", "said"),
+    [
+        (35, -1, "pieces after the last column are not zero"),  # 35 pieces at mlp_mid
+        (70, 144, "d or dmin differ within a column of the tail"),  # three pieces a column at mlp_in
+    ],
+)
+def test_a_tail_that_no_engine_runs_is_found(tmp_path: Path, intermediate: int, at: int, said: str) -> None:
+    sizes = {"hidden_size": 64, "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 64}
+    checkpoint = open_checkpoint(make_model(tmp_path / "m", "llama", intermediate_size=intermediate, **sizes))
+    name = "blk.0.mlp_mid.tail.weight" if intermediate == 35 else "blk.0.mlp_in.tail.weight"
+
+    def spoilt(produce: Callable[[], Sequence[torch.Tensor]]) -> Sequence[torch.Tensor]:
+        (tail,) = produce()
+        tail.view(-1)[at] ^= 0x11
+        tail[-1, 12:16] |= 0x11 * (at < 0)  # scales of the piece that is not there
+        return [tail]
+
+    plan = plan_zigzag(checkpoint, {})
+    dirty = [
+        PlannedGroup(group.tensors, partial(spoilt, group.produce)) if group.tensors[0].name == name else group
+        for group in plan.groups
+    ]
+    dataclasses.replace(plan, groups=tuple(dirty)).write(tmp_path / "m.gguf")
+    (problem,) = verify(tmp_path / "m.gguf").problems
+    assert f"{name}: {said}" in problem
 
 
 def test_description_of_a_zigzag_file(checkpoints: Checkpoints, tmp_path: Path) -> None:
@@ -159,7 +203,7 @@ def test_description_of_a_zigzag_file(checkpoints: Checkpoints, tmp_path: Path) 
 
 def test_description_counts_padding_as_bytes_not_weights(checkpoints: Checkpoints, zigzag_files: Files) -> None:
     found = describe(zigzag_files["odd"])
-    assert found["padding_rows"]["blk.0.mlp_in.weight"] == 168
+    assert found["padding_rows"]["blk.0.mlp_in.tail.weight"] == 40
     assert found["bits_per_weight"]["blocks"] > 4.5
     shapes = checkpoints["odd"].source.shapes.values()
     assert found["weights"] == sum(torch.Size(shape).numel() for shape in shapes)

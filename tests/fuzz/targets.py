@@ -82,10 +82,12 @@ def _files(model: Path, folder: Path) -> list[Path]:
     write_zigzag(checkpoint, rules, folder / "zigzag.gguf", provenance={**provenance, "thresholds": table.summary()})
     write_zigzag(checkpoint, {}, folder / "attention.gguf", attention=_attention(checkpoint))
     plan_neurons(open_checkpoint(_relu(model, folder / "relu"))).write(folder / "neuron.gguf")
+    tails = make_model(folder / "widths", "llama", **{**_SMALL, "intermediate_size": 70})  # three pieces a column
+    write_zigzag(open_checkpoint(tails), {}, folder / "tails.gguf")
     write_zigzag(segmented(model, (0,), folder / "segments"), {}, folder / "segments.gguf")
     write_plain(checkpoint, folder / "plain.gguf")
     write_plain(checkpoint, folder / "f16.gguf", "f16")
-    names = ("zigzag", "zigzag", "attention", "neuron", "segments", "plain", "f16")
+    names = ("zigzag", "zigzag", "attention", "tails", "neuron", "segments", "plain", "f16")
     return [folder / f"{name}.gguf" for name in names]
 
 

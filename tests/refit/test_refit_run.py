@@ -13,6 +13,7 @@ from sparsepack.calibration.options import CalibrateOptions
 from sparsepack.calibration.run import calibrate
 from sparsepack.errors import PackingError
 from sparsepack.files.text import Text
+from sparsepack.formats.codecs import zigzag
 from sparsepack.formats.inspect import describe
 from sparsepack.formats.open import open_artifact
 from sparsepack.formats.verify import verify
@@ -69,7 +70,10 @@ def test_outputs_are_nearer_to_what_they_were(request_: PackRequest, fitted: Pat
     description = describe(fitted if options == BOTH else request_.output)
     section = description["refit"]
     assert [row["site"] for row in section["sites"]] == [f"blk.{layer}.{site}" for layer in range(2) for site in SITES]
-    assert all(row["error"] < row["error_before"] for row in section["sites"])
+    # Without error feedback, where little is gained rounding may take it back: columns of a tail share d and dmin.
+    most = 1.01 if options == REFIT else 1
+    assert all(row["error"] < most * row["error_before"] for row in section["sites"])
+    assert sum(row["error"] for row in section["sites"]) < 0.97 * sum(row["error_before"] for row in section["sites"])
     assert (section["quantiser"], section["refit"]) == (options.quantiser, options.refit)
     assert ("fitted to the sparse inputs" in section["in_words"]) == options.refit
 
@@ -99,9 +103,11 @@ def test_the_error_that_is_said_is_that_of_the_artifact_on_the_calibration(sourc
                 halves = [dense * x[:half].mean() + (1 - dense) * x[half:].mean() for x in squares]
                 name = f"blk.{layer}.{site}"
                 assert float(halves[0] / halves[1]) ** 0.5 == pytest.approx(rows[name]["error"], rel=1e-3)
-                assert float((new - old).norm() / old.norm()) == pytest.approx(
-                    rows[name]["changes"][f"{name}.weight"], rel=1e-3
-                )
+                whole = len(new) - zigzag.tail_rows(len(new))
+                tensors = {f"{name}.weight": slice(0, whole), f"{name}.tail.weight": slice(whole, None)}
+                for tensor, change in rows[name]["changes"].items():
+                    moved, before = (new - old)[tensors[tensor]], old[tensors[tensor]]
+                    assert float(moved.norm() / before.norm()) == pytest.approx(change, rel=1e-3)
                 short = [name.removeprefix(f"{checkpoint.family.block(layer)}.") for name in names]
                 parts = new.split([len(checkpoint.tensor(name)) for name in names])
                 stream.replace(dict(zip(short, parts, strict=True)))
@@ -125,7 +131,7 @@ def test_verify_knows_the_weights_for_the_models_and_says_that_they_were_fitted(
     assert "fitted to the sparse inputs, quantised by gptq" in report.checked[-1]
     other = make_model(tmp_path / "other", "qwen2", seed=1, **SIZES)
     problems = verify(fitted, other).problems
-    assert any("blk.0.mlp_mid.weight: relative error" in problem for problem in problems)
+    assert any("blk.0.mlp_mid.tail.weight: relative error" in problem for problem in problems)
 
 
 @pytest.mark.parametrize("format", ["q4_k", "slide-int8", "slide-fp8"])

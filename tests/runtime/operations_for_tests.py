@@ -198,7 +198,9 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
 
 
 def packed(rows: int, columns: int) -> PackedMatrix:
-    return PackedMatrix(zigzag.pack(normal(rows, columns, seed=rows)), ZIGZAG, rows, columns)
+    """A matrix as artifacts store it, with a tail where it has one."""
+    blocks, tail = zigzag.pack_with_tail(normal(rows, columns, seed=rows))
+    return PackedMatrix(blocks, ZIGZAG, rows, columns, tail)
 
 
 def largest_weights(matrix: PackedMatrix) -> Tensor:
@@ -208,7 +210,7 @@ def largest_weights(matrix: PackedMatrix) -> Tensor:
         return decode_matrix(matrix).double().abs().amax(1)
     ends = []
     for nibbles in (0, 255):
-        blocks = matrix.blocks.clone()
+        blocks = matrix.padded().blocks.clone()
         blocks[..., 4:16] = 255
         blocks[..., 16:] = nibbles
         ends.append(zigzag.unpack(blocks, matrix.rows).double())

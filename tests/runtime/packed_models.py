@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -143,11 +143,14 @@ def variants_of(backend: str) -> list[str]:
 
 
 def random_model(variant: str = "llama", seed: int = 0, **changes: Any) -> PackedModel:
-    """A packed model with random weights, large enough for attention and thresholds to matter; every site dense."""
+    """A packed model with random weights, large enough for attention and thresholds to matter; every site dense.
+
+    tails -- among the changes: whether last rows are tails, as artifacts have them, or padded bands
+    """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     values = {**SMALL, **VARIANTS[variant], **changes}
-    bases = values.pop("bases", ())
+    bases, encode = values.pop("bases", ()), encoder(values.pop("tails", False))
     config = AutoConfig.for_model(**values)
     family = FAMILIES[config.model_type]
     generator = torch.Generator().manual_seed(seed)
@@ -166,7 +169,8 @@ def random_model(variant: str = "llama", seed: int = 0, **changes: Any) -> Packe
         has = [f"{prefix}.{p}.bias" in shapes for p in projections]
         bias = torch.cat([weight(f"{prefix}.{p}.bias") for p in projections]) if all(has) else None
         stacked = torch.cat(weights)
-        return PackedSite(PackedMatrix(zigzag.pack(stacked), ZIGZAG, *stacked.shape), bias, None, parts)
+        blocks, tail = encode(stacked)
+        return PackedSite(PackedMatrix(blocks, ZIGZAG, *stacked.shape, tail), bias, None, parts)
 
     def experts(prefix: str) -> ExpertMlp:
         numbers = architecture_of(config, None).experts
@@ -176,10 +180,12 @@ def random_model(variant: str = "llama", seed: int = 0, **changes: Any) -> Packe
         for name in MLP_SITES:
             first, *shared = (weight(f"{prefix}.{family.weight(each)}") for each in family.projections[name])
             stacked = torch.cat([first, as_experts(name, shared, config.moe_intermediate_size)]) if shared else first
-            blocks = torch.stack([zigzag.pack(matrix) for matrix in stacked])
+            blocks, tails = zip(*(encode(matrix) for matrix in stacked), strict=True)
+            tail = None if tails[0] is None else torch.stack(tails)
             rows = stacked.shape[1]
             parts = (rows // 2, rows // 2) if name == "mlp_in" else (rows,)
-            sites[name] = PackedExpertsSite(PackedExperts(blocks, rows, stacked.shape[2]), None, parts)
+            matrix = PackedExperts(torch.stack(blocks), rows, stacked.shape[2], tail)
+            sites[name] = PackedExpertsSite(matrix, None, parts)
         router, shared_of = weight(f"{prefix}.{family.experts.router}.weight"), family.experts.shared
         gate = None if shared_of is None else weight(f"{prefix}.{shared_of.gate}.weight")
         return ExpertMlp(router, numbers.used, numbers.normalised, sites, gate)
@@ -211,6 +217,11 @@ def random_model(variant: str = "llama", seed: int = 0, **changes: Any) -> Packe
     return with_bases(packed, bases)
 
 
+def encoder(tails: bool) -> Callable[[Tensor], tuple[Tensor, Tensor | None]]:
+    """What quantises a matrix in zigzag order."""
+    return zigzag.pack_with_tail if tails else lambda weight: (zigzag.pack(weight), None)
+
+
 def with_bases(packed: PackedModel, starts: Collection[int], type: str = "Q8_0") -> PackedModel:
     """The model with a random change of basis before some blocks, of which it is another model."""
     hidden, layers = packed.architecture.hidden, [*packed.layers]
@@ -239,7 +250,7 @@ def with_sites(layer: PackedLayer, changed: Mapping[str, Any]) -> PackedLayer:
     return dataclasses.replace(layer, attention=sites)
 
 
-def by_neurons(packed: PackedModel, seed: int = 0, gates: str = "zigzag") -> PackedModel:
+def by_neurons(packed: PackedModel, seed: int = 0, gates: str = "zigzag", tails: bool = False) -> PackedModel:
     """The same model, quantised once more, its MLPs stored by neurons in a random order, their gates in this one."""
     generator = torch.Generator().manual_seed(seed)
     layers = []
@@ -248,9 +259,10 @@ def by_neurons(packed: PackedModel, seed: int = 0, gates: str = "zigzag") -> Pac
         gate, up = decode_matrix(sites.pop("mlp_in").matrix).chunk(2)
         down = decode_matrix(sites.pop("mlp_mid").matrix)
         order = torch.randperm(len(gate), generator=generator)
+        blocks, tail = encoder(tails)(gate[order])
         mlp = NeuronMlp(
             gate=(
-                PackedMatrix(zigzag.pack(gate[order]), ZIGZAG, *gate.shape)
+                PackedMatrix(blocks, ZIGZAG, *gate.shape, tail)
                 if gates == "zigzag"
                 else PackedMatrix(encode_rows(gate[order], "Q4_K"), "Q4_K", *gate.shape)
             ),

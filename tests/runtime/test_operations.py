@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from operations_for_tests import Backend, assert_close_to_product, every_backend, normal, packed
 from torch import Tensor
 
+from sparsepack.errors import PackingError
 from sparsepack.formats.codecs import zigzag
 from sparsepack.formats.codecs.matrices import ZIGZAG, PackedMatrix, decode_matrix
 from sparsepack.formats.codecs.types import BLOCKS
@@ -17,7 +18,8 @@ pytestmark = every_backend
 
 ODD_SHAPES = [(1, 1), (1, 300), (255, 1), (256, 256), (257, 33), (512, 64), (700, 513), (768, 31), (1025, 40)]
 STACKED_SHAPES = [(960, 576), (3072, 192), (1280, 97), (4352, 130), (1024, 2048)]  # grouped queries, gate and up
-SHAPES = ODD_SHAPES + STACKED_SHAPES
+TAIL_SHAPES = [(64, 5), (65, 33), (192, 31), (193, 7), (320, 66), (576, 97), (640, 130), (704, 41), (1217, 3)]
+SHAPES = ODD_SHAPES + STACKED_SHAPES + TAIL_SHAPES
 
 
 def gemv(backend: Backend, matrix: PackedMatrix, x: Tensor, threshold: Tensor) -> Tensor:
@@ -216,14 +218,39 @@ def test_products_with_zeros_are_zero(backend: Backend) -> None:
     loaded = backend.products.load_zigzag(matrix)
     assert not backend.products.zigzag_matmul(loaded, zeros.to(backend.device)).any()
     assert not gemv(backend, matrix, zeros[0], torch.tensor(-1.0)).any()
-    nothing = PackedMatrix(torch.zeros_like(matrix.blocks), ZIGZAG, 300, 100)
+    nothing = PackedMatrix(torch.zeros_like(matrix.padded().blocks), ZIGZAG, 300, 100)
     assert not gemv(backend, nothing, normal(100), torch.tensor(-1.0)).any()
 
 
 def test_products_with_denormal_scales(backend: Backend) -> None:
     matrix = packed(300, 100)
-    blocks = matrix.blocks.clone()
+    blocks = matrix.padded().blocks.clone()
     blocks[..., 1:4:2] &= 0x83  # the exponents of d and dmin
     matrix = PackedMatrix(blocks, ZIGZAG, 300, 100)
     x = normal(100, seed=2)
     assert_close_to_product(backend.bounds, gemv(backend, matrix, x, torch.tensor(-1.0)), matrix, x)
+
+
+@pytest.mark.parametrize("shape", [(300, 100), *TAIL_SHAPES], ids=str)
+def test_a_tail_and_a_padded_band_are_the_same_matrix(backend: Backend, shape: tuple[int, int]) -> None:
+    """Files of before tails have padded bands."""
+    matrix, x = packed(*shape), normal(2, shape[1], seed=2)
+    padded = matrix.padded()
+    assert padded.tail is None
+    assert torch.equal(decode_matrix(padded), decode_matrix(matrix))
+    y = backend.products.zigzag_matmul(backend.products.load_zigzag(padded), x.to(backend.device)).cpu()
+    assert_close_to_product(backend.many, y, matrix, x)
+    active = torch.where(x[0].abs() > 0.5, x[0], 0)
+    assert_close_to_product(backend.bounds, gemv(backend, padded, x[0], torch.tensor(0.5)), matrix, active)
+
+
+def test_a_tail_with_several_steps_in_a_column_is_refused(backend: Backend) -> None:
+    matrix = packed(192, 4)
+    assert matrix.tail is not None
+    matrix.tail[1, 0] ^= 1
+    if backend.name == "reference":  # which decodes what is stored
+        expected = decode_matrix(matrix) @ normal(4)
+        torch.testing.assert_close(gemv(backend, matrix, normal(4), torch.tensor(-1.0)), expected)
+        return
+    with pytest.raises(PackingError, match="d or dmin differ within a column"):
+        backend.products.load_zigzag(matrix)

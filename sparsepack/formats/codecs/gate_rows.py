@@ -54,6 +54,7 @@ def by_neuron(gate: PackedMatrix) -> GateRows:
     """Lay out a zigzag gate [n, d], d even, by neuron. Raises `PackingError` for any other matrix."""
     if gate.type != ZIGZAG or gate.columns % 2:
         raise PackingError(f"gate of type {gate.type} with {gate.columns} columns: expected {ZIGZAG}, an even number")
+    gate = gate.padded()
     bands, columns, _ = gate.blocks.shape
     pairs = gate.blocks[..., 16:].reshape(bands, columns, SUBS // 2, 1, SUB)
     q = torch.cat([pairs & 15, pairs >> 4], dim=3).view(bands, columns, BAND_ROWS)

@@ -16,19 +16,29 @@ from sparsepack.reconstruction.feedback import Change, fed_back
 from sparsepack.reconstruction.inputs import Inputs
 
 
-def zigzag_blocks(weight: Tensor, inputs: Inputs) -> Tensor:
-    """Superblocks in zigzag order, as `zigzag.pack` makes: float32 [rows, columns] -> uint8 [bands, columns, 144].
+def zigzag_blocks(weight: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor | None]:
+    """Superblocks in zigzag order, as `zigzag.pack_with_tail` makes: float32 [rows, columns] -> uint8 [bands, columns,
+    144] and, where the rows have a tail, uint8 [superblocks, 144].
 
+    In a tail several columns share d and dmin: these are fitted to the weights as they come.
     Raises `PackingError` as `zigzag.pack`, `SingularError` as `Inputs.inverse_factor`.
     """
     largest(weight)
     order, ordered = inputs.by_size
-    blocks = weight.new_empty(weight.shape[1], zigzag.bands(len(weight)), BLOCK_BYTES, dtype=torch.uint8)
+    columns, rows = order.tolist(), len(weight)
+    whole = rows - zigzag.tail_rows(rows)
+    tail = zigzag.pack_tail(weight[whole:]) if whole < rows else None
+    blocks = weight.new_empty(weight.shape[1], zigzag.bands(whole), BLOCK_BYTES, dtype=torch.uint8)
 
     def begin(number: int, _: Tensor) -> Change:
         def change(_: int, column: Tensor) -> Tensor:
-            blocks[number] = zigzag.pack_column(column)
-            return zigzag.unpack_column(blocks[number], len(column))
+            decoded = []
+            if whole:
+                blocks[number] = zigzag.pack_column(column[:whole])
+                decoded.append(zigzag.unpack_column(blocks[number], whole))
+            if tail is not None:
+                decoded.append(zigzag.set_tail_column(tail, rows, columns[number], column[whole:]))
+            return torch.cat(decoded)
 
         return change
 
@@ -38,7 +48,7 @@ def zigzag_blocks(weight: Tensor, inputs: Inputs) -> Tensor:
     fed_back(weight[:, order], ordered, begin, at_once=at_once, step=q4_k_device.columns_at_once(weight.device))
     found = torch.empty_like(blocks)
     found[order] = blocks
-    return found.transpose(0, 1).contiguous()
+    return found.transpose(0, 1).contiguous(), tail
 
 
 def q4_k_rows(weight: Tensor, inputs: Inputs) -> Tensor:

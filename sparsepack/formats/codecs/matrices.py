@@ -8,6 +8,7 @@ from torch import Tensor
 
 from sparsepack.errors import PackingError
 from sparsepack.formats.codecs import q4_k, q5_0, q6_k, q8_0, zigzag
+from sparsepack.formats.codecs.q4_k_fit import BLOCK_BYTES
 from sparsepack.formats.codecs.superblock import largest
 from sparsepack.formats.codecs.types import BLOCKS, TYPES
 
@@ -25,17 +26,39 @@ class PackedMatrix:
     blocks -- the stored bytes: uint8 [bands, columns, 144] for zigzag Q4_K; [rows, bytes per row] otherwise
     type   -- "zigzag-q4_k", "Q8_0", "Q6_K", "Q5_0", "Q4_K", "F16", "BF16" or "F32"
     rows, columns -- the logical shape (padding rows not counted)
+    tail   -- of zigzag Q4_K, the rows after the whole bands: uint8 [superblocks, 144]; None: bands hold all rows
     """
 
     blocks: torch.Tensor
     type: str
     rows: int
     columns: int
+    tail: torch.Tensor | None = None
 
     @property
     def weights(self) -> int:
         """Logical weights."""
         return self.rows * self.columns
+
+    @property
+    def nbytes(self) -> int:
+        """Stored bytes."""
+        return self.blocks.nbytes + (0 if self.tail is None else self.tail.nbytes)
+
+    @property
+    def padded_nbytes(self) -> int:
+        """Bytes of `padded`."""
+        return self.blocks.nbytes + (0 if self.tail is None else self.columns * BLOCK_BYTES)
+
+    def padded(self) -> "PackedMatrix":
+        """The same matrix, a tail laid out as one more band, for kernels of whole bands: exactly the same weights.
+
+        Copies a matrix that has a tail. Raises `PackingError` as `zigzag.expand_tail`.
+        """
+        if self.tail is None:
+            return self
+        band = zigzag.expand_tail(self.tail, self.rows, self.columns)
+        return PackedMatrix(torch.cat([self.blocks, band[None]]), self.type, self.rows, self.columns)
 
 
 @dataclass(frozen=True)
@@ -44,11 +67,13 @@ class PackedExperts:
 
     blocks -- the stored bytes: uint8 [experts, bands, columns, 144]
     rows, columns -- the logical shape of one (padding rows not counted)
+    tail   -- the rows of each after the whole bands: uint8 [experts, superblocks, 144]; None: bands hold all rows
     """
 
     blocks: torch.Tensor
     rows: int
     columns: int
+    tail: torch.Tensor | None = None
     type: ClassVar[str] = ZIGZAG
 
     @property
@@ -57,13 +82,34 @@ class PackedExperts:
         return self.experts * self.rows * self.columns
 
     @property
+    def nbytes(self) -> int:
+        """Stored bytes."""
+        return self.blocks.nbytes + (0 if self.tail is None else self.tail.nbytes)
+
+    @property
+    def padded_nbytes(self) -> int:
+        """Bytes of all of them as `PackedMatrix.padded` has them."""
+        return sum(self.expert(number).padded_nbytes for number in range(self.experts))
+
+    def padded_blocks(self, first: int, last: int) -> Tensor:
+        """The blocks of experts [first, last) as `PackedMatrix.padded` has them: uint8 [experts, bands, columns, 144].
+
+        Raises `PackingError` as that does.
+        """
+        if self.tail is None:
+            return self.blocks[first:last]
+        numbers = range(*slice(first, last).indices(self.experts))
+        return torch.stack([self.expert(number).padded().blocks for number in numbers])
+
+    @property
     def experts(self) -> int:
         """How many there are."""
         return self.blocks.shape[0]
 
     def expert(self, number: int) -> PackedMatrix:
         """The matrix of one expert."""
-        return PackedMatrix(self.blocks[number], self.type, self.rows, self.columns)
+        tail = None if self.tail is None else self.tail[number]
+        return PackedMatrix(self.blocks[number], self.type, self.rows, self.columns, tail)
 
 
 def fitting_type(asked: str, columns: int, name: str) -> str:
@@ -114,7 +160,7 @@ def decode_rows(blocks: Tensor, type: str, dtype: torch.dtype = torch.float32) -
 def decode_matrix(matrix: PackedMatrix) -> Tensor:
     """The logical weights of a stored matrix of any type: float32 [rows, columns]."""
     if matrix.type == ZIGZAG:
-        return zigzag.unpack(matrix.blocks, matrix.rows)
+        return zigzag.unpack(matrix.blocks, matrix.rows, tail=matrix.tail)
     return decode_rows(matrix.blocks, matrix.type)
 
 
@@ -126,7 +172,11 @@ def decode_experts(matrix: PackedExperts, first: int = 0, last: int | None = Non
 
 def zigzag_rows(matrix: PackedMatrix, start: int, stop: int) -> Tensor:
     """Rows [start, stop) of a zigzag matrix, only their bands decoded: float32 [stop - start, columns]."""
-    first, last = start // zigzag.BAND_ROWS, zigzag.bands(stop)
+    whole = matrix.rows if matrix.tail is None else matrix.rows - zigzag.tail_rows(matrix.rows)
+    first, last = min(start, whole) // zigzag.BAND_ROWS, zigzag.bands(min(stop, whole))
     top = first * zigzag.BAND_ROWS
-    held = min(last * zigzag.BAND_ROWS, matrix.rows) - top
-    return zigzag.unpack(matrix.blocks[first:last], held)[start - top : stop - top]
+    if stop <= whole:
+        held = min(last * zigzag.BAND_ROWS, whole) - top
+        return zigzag.unpack(matrix.blocks[first:last], held)[start - top : stop - top]
+    rest = zigzag.unpack(matrix.blocks[first:last], matrix.rows - top, tail=matrix.tail)
+    return rest[start - top : stop - top]

@@ -37,6 +37,13 @@ def steps(blocks: Tensor) -> tuple[Tensor, Tensor]:
     return fp16_from_bytes(blocks[:, 0:2]) * scale, fp16_from_bytes(blocks[:, 2:4]) * minimum
 
 
+def set_scales_and_mins(blocks: Tensor, scales: Tensor, mins: Tensor) -> None:
+    """Put other six-bit numbers into superblocks, the inverse of `scales_and_mins`: uint8 [n, 144], [n, 8] each."""
+    blocks[:, 4:8] = scales[:, :4] | (scales[:, 4:] >> 4 << 6)
+    blocks[:, 8:12] = mins[:, :4] | (mins[:, 4:] >> 4 << 6)
+    blocks[:, 12:16] = (scales[:, 4:] & 15) | (mins[:, 4:] << 4)
+
+
 def set_nibbles(blocks: Tensor, nibbles: Tensor) -> None:
     """Put other nibbles into superblocks: uint8 [n, 144], [n, 256]."""
     pairs = nibbles.view(-1, SUBS // 2, 2, SUB)

@@ -76,6 +76,28 @@ def encode_columns(x: Tensor, beyond: bool) -> Tensor:
     return _pack(d, dmin, scale.to(torch.uint8), minimum.to(torch.uint8), nibbles)
 
 
+def encode_subs(x: Tensor, d: Tensor, dmin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Quantise sub-blocks that stand in columns, for given d and dmin: float32 [32, n], overwritten, and [n] each ->
+    scales and mins of six bits, uint8 [n] each, and nibbles, uint8 [32, n].
+
+    The nibbles are the best for these scales and mins, which are the best of the grids for d and dmin as they are.
+    """
+    y = x[None]  # superblocks of one sub-block
+    low = y.amin(1).clamp_max_(0)  # [1, n]
+    y -= low[:, None]
+    unit = y.amax(1).div_(STEPS)
+    y.mul_(reciprocal(unit)[:, None]).round_()
+    q, scratch = torch.empty_like(y), torch.empty_like(y)
+    total = y.sum(1)
+    fit = _fit(total, _best_grid(y, total, low, q, scratch), unit, low)
+    scale, minimum, _ = _on_grid(fit, d, dmin)
+    _nibbles(y, scale * d, minimum * dmin, unit, low, q).floor_()
+    fit = _fit(total, _sums(y, q, scratch), unit, low)
+    scale, minimum, _ = _on_grid(fit, d, dmin, kept=(scale, minimum))
+    nibbles = _nibbles(y, scale * d, minimum * dmin, unit, low, q).to(torch.uint8)
+    return scale[0].to(torch.uint8), minimum[0].to(torch.uint8), nibbles[0]
+
+
 def _sums(y: Tensor, q: Tensor, scratch: Tensor) -> Tensor:
     """Sums of q, q q and q y over each sub-block: [3, 8, n]. Overwrites q."""
     out = torch.empty(3, y.shape[0], y.shape[2], device=y.device)

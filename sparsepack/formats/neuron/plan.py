@@ -2,6 +2,7 @@
 
     blk.I.mlp_gate.weight          [bands, hidden, 256]    Q4_K in zigzag order: the gate alone; it says who is active
                                 or [neurons, hidden]       Q4_K by rows, if `PlanRequest.gates` is "rows"
+    blk.I.mlp_gate.tail.weight     [superblocks, 256]      Q4_K in zigzag order: as the tail of a site
     blk.I.mlp_records.weight       [neurons, 2 hidden]     Q4_K by rows: the neuron's row of up, then its column of down
     blk.I.mlp_frequency            [neurons]               F32: share of the calibration's tokens that need it
     blk.I.mlp_order                [neurons]               I32: the model's number of the neuron that is stored here
@@ -12,7 +13,7 @@ zero is left out, so only models with ReLU are packed so, and there are no thres
 is `formats.neuron.section`.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,19 +24,21 @@ from sparsepack.files.gguf import GgufFile
 from sparsepack.files.transfer import stacked_on
 from sparsepack.formats.artifact import Artifact
 from sparsepack.formats.codecs import gptq, neurons, q4_k, zigzag
-from sparsepack.formats.codecs.matrices import ZIGZAG, PackedMatrix, decode_matrix
 from sparsepack.formats.containers.gguf.writer import GgufPlan
 from sparsepack.formats.encoded import EncodedSite, SiteEncoder
+from sparsepack.formats.mlp_kinds import MLP_GATE
 from sparsepack.formats.neuron.artifact import NeuronArtifact
 from sparsepack.formats.neuron.layout import FREQUENCY, GATE, GATE_ROWS, ORDER, RECORDS, check_neurons
 from sparsepack.formats.neuron.section import neuron_section
 from sparsepack.formats.plan import PlannedGroup, PlannedTensor, PlanRequest, alone, naming
 from sparsepack.formats.table import Format
+from sparsepack.formats.zigzag.layout import zigzag_tensors
 from sparsepack.formats.zigzag.plan import (
     checked_shape,
     encoded_matrix,
     encoded_site,
     engine_plan,
+    planned_matrix,
     planned_site,
     planned_vector,
 )
@@ -97,25 +100,35 @@ def encoder(format: Format, checkpoint: Checkpoint, request: PlanRequest) -> Sit
             return encoded_site(layer, site, weight, inputs)
         name, order = f"blk.{layer}", neurons.by_frequency(counts.active[layer]).to(weight.device)
         if site != MLP_SITES[0]:  # down, of which a neuron has a column
-            columns = encoded_matrix(weight, inputs)
-            found = {f"{name}.{_DOWN}": columns.transpose(0, 1)[order].flatten(1)}
-            return EncodedSite(found, zigzag.unpack(columns, len(weight)), {f"{name}.{RECORDS}": slice(None)})
+            columns, unpacked = encoded_matrix(_DOWN, weight, inputs)
+            (blocks,) = columns.values()  # of a width that 256 divides: it has no tail
+            found = {f"{name}.{_DOWN}": blocks.transpose(0, 1)[order].flatten(1)}
+            return EncodedSite(found, unpacked, {f"{name}.{RECORDS}": slice(None)})
         gate, up = weight.chunk(2)
-        gates, ups = _encoded_gate(gate[order], inputs, request.gates), _encoded_rows(up[order], inputs)
+        gates, decoded_gate = _encoded_gate(layer, gate[order], inputs, request)
+        ups = _encoded_rows(up[order], inputs)
         decoded = torch.empty_like(weight)
-        for part, rows in zip(decoded.chunk(2), (decode_matrix(gates), q4_k.decode(ups)), strict=True):
+        for part, rows in zip(decoded.chunk(2), (decoded_gate, q4_k.decode(ups)), strict=True):
             part[order] = rows
-        rows_of = {f"{name}.{GATE}": slice(0, len(gate)), f"{name}.{RECORDS}": slice(len(gate), None)}
-        return EncodedSite({f"{name}.{GATE}": gates.blocks, f"{name}.{_UP}": ups}, decoded, rows_of)
+        whole = len(gate) - zigzag.tail_rows(len(gate))
+        rows_of: dict[str, slice | Tensor] = dict.fromkeys(gates, slice(0, len(gate)))
+        if len(gates) > 1:
+            rows_of = dict(zip(gates, (order[:whole], order[whole:]), strict=True))
+        rows_of[f"{name}.{RECORDS}"] = slice(len(gate), None)
+        return EncodedSite({**gates, f"{name}.{_UP}": ups}, decoded, rows_of)
 
     return encode
 
 
-def _encoded_gate(gate: Tensor, inputs: Inputs | None, order: str) -> PackedMatrix:
-    """A gate [neurons, hidden] in one of `GATE_ORDERS`."""
-    if order == "rows":
-        return PackedMatrix(_encoded_rows(gate, inputs), GATE_ROWS, *gate.shape)
-    return PackedMatrix(encoded_matrix(gate, inputs), ZIGZAG, *gate.shape)
+def _encoded_gate(
+    layer: int, gate: Tensor, inputs: Inputs | None, request: PlanRequest
+) -> tuple[dict[str, Tensor], Tensor]:
+    """A gate [neurons, hidden] in the order of `PlanRequest.gates`: its tensors by their names, and what they decode
+    to."""
+    if request.gates == "rows":
+        rows = _encoded_rows(gate, inputs)
+        return {f"blk.{layer}.{GATE}": rows}, q4_k.decode(rows)
+    return encoded_matrix(f"blk.{layer}.{MLP_GATE}", gate, inputs)
 
 
 def _encoded_rows(weight: Tensor, inputs: Inputs | None) -> Tensor:
@@ -140,9 +153,9 @@ def _planned_neurons(
         checked_shape(checkpoint, architecture, layer, site)
     order, device, encoded = neurons.by_frequency(counts.active[layer]), request.device, request.encoded
 
-    def gate() -> Tensor:
+    def gate() -> Sequence[Tensor]:
         weight = stacked_on(device, [checkpoint.gate_and_up(layer)[0][order]])
-        return _encoded_gate(weight, None, request.gates).blocks
+        return [*_encoded_gate(layer, weight, None, request)[0].values()]
 
     def records() -> Tensor:
         if f"{name}.{_UP}" in encoded:
@@ -150,10 +163,10 @@ def _planned_neurons(
         up, (down,) = checkpoint.gate_and_up(layer)[1], checkpoint.projections(layer, "mlp_mid")
         return neurons.pack(stacked_on(device, [up]), stacked_on(device, [down]), order)
 
-    by_rows = request.gates == "rows"
-    stored = (count, hidden) if by_rows else (zigzag.bands(count), hidden, zigzag.BAND_ROWS)
-    planned = PlannedTensor(f"{name}.{GATE}", stored, "Q4_K", logical=(count, hidden))
-    yield alone(planned, encoded.get(planned.name, gate))
+    planned = zigzag_tensors(f"{name}.{MLP_GATE}", count, hidden)
+    if request.gates == "rows":
+        planned = (PlannedTensor(f"{name}.{GATE}", (count, hidden), GATE_ROWS),)
+    yield planned_matrix(planned, encoded, gate)
     yield alone(PlannedTensor(f"{name}.{RECORDS}", (count, 2 * hidden), "Q4_K"), records)
     yield planned_vector(f"{name}.{FREQUENCY}", "F32", counts.frequency[layer].float()[order])
     yield planned_vector(f"{name}.{ORDER}", "I32", order.to(torch.int32))

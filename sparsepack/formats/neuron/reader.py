@@ -6,9 +6,11 @@ from torch import Tensor
 from sparsepack.errors import PackingError
 from sparsepack.formats.codecs.matrices import PackedMatrix
 from sparsepack.formats.codecs.neurons import original_order
-from sparsepack.formats.neuron.layout import FREQUENCY, GATE, GATE_ROWS, ORDER, RECORDS, check_neurons
+from sparsepack.formats.mlp_kinds import MLP_GATE
+from sparsepack.formats.neuron.layout import FREQUENCY, GATE_ROWS, ORDER, RECORDS, check_neurons
 from sparsepack.formats.neuron.section import read_neuron_section
 from sparsepack.formats.packed import NeuronMlp, PackedModel
+from sparsepack.formats.zigzag.layout import WEIGHT
 from sparsepack.formats.zigzag.reader import ModelReader
 
 
@@ -28,7 +30,7 @@ class NeuronReader(ModelReader):
     def mlp(self, layer: int) -> NeuronMlp:
         name, count, hidden = f"blk.{layer}", self.architecture.intermediate, self.architecture.hidden
         return NeuronMlp(
-            gate=self.gate(f"{name}.{GATE}", count, hidden),
+            gate=self.gate(f"{name}.{MLP_GATE}", count, hidden),
             records=self.rows_matrix(f"{name}.{RECORDS}", ("Q4_K",), (count, 2 * hidden)),
             frequency=self.frequency(f"{name}.{FREQUENCY}", count),
             order=self.order(f"{name}.{ORDER}", count),
@@ -36,9 +38,9 @@ class NeuronReader(ModelReader):
 
     def gate(self, name: str, count: int, hidden: int) -> PackedMatrix:
         """A gate by rows, or in zigzag order: the number of its dimensions tells."""
-        found = self.file.tensors.get(name)
+        found = self.file.tensors.get(name + WEIGHT)
         if found is not None and len(found.shape) == 2:
-            return self.rows_matrix(name, (GATE_ROWS,), (count, hidden))
+            return self.rows_matrix(found.name, (GATE_ROWS,), (count, hidden))
         return self.zigzag_matrix(name, count, hidden)
 
     def frequency(self, name: str, count: int) -> Tensor:

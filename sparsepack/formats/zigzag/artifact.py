@@ -7,13 +7,14 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from sparsepack.errors import PackingError
 from sparsepack.formats.artifact import Program
-from sparsepack.formats.codecs import zigzag
+from sparsepack.formats.codecs import q4_k, zigzag
 from sparsepack.formats.codecs.q4_k_fit import SUB
 from sparsepack.formats.containers.gguf.container import GgufArtifact
 from sparsepack.formats.packed import PackedModel
 from sparsepack.formats.stock import StockModel, stock_config, stock_of
-from sparsepack.formats.zigzag.layout import BASIS, ROUTER, RULE_VECTORS, SHARED_GATE
+from sparsepack.formats.zigzag.layout import BASIS, ROUTER, RULE_VECTORS, SHARED_GATE, TAIL, WEIGHT
 from sparsepack.formats.zigzag.reader import ModelReader
 from sparsepack.models.checkpoint.checkpoint import EMBEDDING, FINAL_NORM, HEAD, Checkpoint
 from sparsepack.models.family import MLP_SITES
@@ -48,29 +49,30 @@ class ZigzagArtifact(GgufArtifact):
         return not name.endswith(RULE_VECTORS)
 
     def decoded(self, name: str, first: int = 0, last: int | None = None) -> Tensor:
-        dimensions = len(self.tensors[name].shape)
-        if dimensions < 3:
+        shape = self.tensors[name].shape
+        of_experts = len(self.logical_shape(name)) == 3
+        if not of_experts and not self._in_zigzag_order(name):
             return super().decoded(name, first, last)
-        if dimensions == 4:
-            numbers = range(*slice(first, last).indices(self.tensors[name].shape[0]))
-            return torch.stack([self._expert(name, number) for number in numbers])
+        if of_experts:
+            numbers = range(*slice(first, last).indices(shape[0]))
+            return torch.stack([self._unpacked(name, self.stored(name, n, n + 1), shape[1:]) for n in numbers])
+        if name.endswith(TAIL):
+            return self._unpacked(name, self.stored(name), shape)[first:last]
         rows = self.logical_shape(name)[0]
         last = rows if last is None else min(last, rows)
-        top = first // zigzag.BAND_ROWS
-        blocks = self._blocks(name, top, zigzag.bands(last))
+        top, end = first // zigzag.BAND_ROWS, zigzag.bands(last)
+        blocks = self.stored(name, top, end).view(end - top, shape[1], -1)
         top *= zigzag.BAND_ROWS
         return zigzag.unpack(blocks, min(rows - top, blocks.shape[0] * zigzag.BAND_ROWS))[first - top : last - top]
 
-    def _expert(self, name: str, number: int) -> Tensor:
-        """The logical weights of one expert: float32 [rows, columns]."""
-        _, bands, columns, _ = self.tensors[name].shape
-        return zigzag.unpack(
-            self.stored(name, number, number + 1).view(bands, columns, -1), self.logical_shape(name)[1]
-        )
+    def _in_zigzag_order(self, name: str) -> bool:
+        return name.endswith(TAIL) or len(self.tensors[name].shape) > len(self.logical_shape(name))
 
-    def _blocks(self, name: str, first: int, last: int) -> Tensor:
-        """The bands [first, last): uint8 [bands, columns, 144]."""
-        return self.stored(name, first, last).view(last - first, self.tensors[name].shape[1], -1)
+    def _unpacked(self, name: str, stored: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """The logical weights of a matrix in zigzag order, or of one expert's, of that stored shape."""
+        rows, columns = self.logical_shape(name)[-2:]
+        blocks = stored.view(*shape[:-1], -1)
+        return zigzag.unpack_tail(blocks, rows, columns) if name.endswith(TAIL) else zigzag.unpack(blocks, rows)
 
     def source(self, name: str, checkpoint: Checkpoint) -> Tensor | None:
         if name in _OUTSIDE:
@@ -89,46 +91,82 @@ class ZigzagArtifact(GgufArtifact):
         if f"{what}.{part}" == SHARED_GATE and experts is not None and experts.shared is not None:
             return checkpoint.tensor(f"{checkpoint.family.block(layer)}.{experts.shared.gate}.weight")
         if experts is not None and what in MLP_SITES:
-            return checkpoint.experts(int(layer), what) if part == "weight" else None
+            return None if part == "bias" else self.part_of(name, checkpoint.experts(int(layer), what))
         if what in checkpoint.family.projections:
             weight, bias = checkpoint.stacked(int(layer), what)
-            return bias if part == "bias" else weight
+            return bias if part == "bias" else self.part_of(name, weight)
         return None
 
+    def part_of(self, name: str, weight: Tensor) -> Tensor:
+        """The rows that a tensor holds of a matrix in zigzag order, or of each expert's: [..., rows, columns]. All of
+        them where its tensors have not as many together: it is another model's."""
+        matrix = name.removesuffix(TAIL if name.endswith(TAIL) else WEIGHT)
+        held = [self.logical_shape(matrix + end)[-2] if matrix + end in self.tensors else 0 for end in (WEIGHT, TAIL)]
+        if sum(held) != weight.shape[-2]:
+            return weight
+        return weight[..., held[0] :, :] if name.endswith(TAIL) else weight[..., : held[0], :]
+
     def padding_problems(self) -> Iterator[str]:
-        """Matrices whose rows after the logical ones do not decode to zero.
+        """Matrices whose rows after the logical ones do not decode to zero, and tails that no engine runs.
 
         Zeros that share a sub-block of 32 with real rows are quantised with them: they may be off by a step of its
         grid.
         """
-        for name, info in self.tensors.items():
-            if len(info.shape) < 3:
+        for name in filter(self._in_zigzag_order, self.tensors):
+            rows, columns = self.logical_shape(name)[-2:]
+            if name.endswith(TAIL):
+                found = (_tail_problem(rows, columns, tail) for tail in self._last_blocks(name))
+            elif rows % zigzag.BAND_ROWS:
+                found = (_band_problem(rows, band) for band in self._last_blocks(name))
+            else:
                 continue
-            rows = self.logical_shape(name)[-2]
-            if rows % zigzag.BAND_ROWS and any(_rows_after(rows, blocks) for blocks in self._last_bands(name)):
-                yield f"{self.path}: {name}: rows after the {rows} logical ones are not zero; pack it again"
+            if problem := next(filter(None, found), ""):
+                yield f"{self.path}: {name}: {problem}; pack it again"
 
-    def _last_bands(self, name: str) -> Iterator[Tensor]:
-        """The last band of a matrix, or of each expert's: uint8 [1, columns, 144]."""
-        *experts, bands, columns, _ = self.tensors[name].shape
-        if not experts:
-            yield self._blocks(name, bands - 1, bands)
-        for expert in range(*experts) if experts else ():
-            yield self.stored(name, expert, expert + 1).view(bands, columns, -1)[-1:]
+    def _last_blocks(self, name: str) -> Iterator[Tensor]:
+        """The last band of a matrix, or its tail; or that of each expert's: uint8 [columns or superblocks, 144]."""
+        shape, of_experts = self.tensors[name].shape, len(self.logical_shape(name)) == 3
+        count = 1 if name.endswith(TAIL) else shape[-3]
+        if not of_experts:
+            stored = self.stored(name) if name.endswith(TAIL) else self.stored(name, count - 1, count)
+            yield stored.view(shape[-2], -1)
+        for expert in range(shape[0]) if of_experts else ():
+            yield self.stored(name, expert, expert + 1).view(count, shape[-2], -1)[-1]
 
     def programs(self) -> Iterator[Program]:
         yield Program("sparsepack", True, "runs it, skipping inactive columns while decoding")
-        yield Program(
-            "gguf-py, GGUF viewers", True, "show and dequantise each tensor; a site's rows lie in bands of 256"
-        )
+        what = "show and dequantise each tensor; a site's rows lie in bands of 256, the last in pieces of 64"
+        yield Program("gguf-py, GGUF viewers", True, what)
         yield Program("llama.cpp", False, "unknown model architecture 'sparsepack'; pack as q4_k for it")
         yield Program("transformers", False, "unknown architecture; sparsepack gives it the dequantised weights")
 
 
-def _rows_after(rows: int, blocks: Tensor) -> bool:
-    """Whether a last band, of a matrix of so many logical rows, holds anything after them: uint8 [1, columns, 144]."""
-    last = zigzag.unpack(blocks, zigzag.BAND_ROWS).view(-1, SUB, blocks.shape[1])
-    shared, held = divmod(rows % zigzag.BAND_ROWS, SUB)
-    step = last[shared].amax(0).clamp_min(0) - last[shared].amin(0).clamp_max(0)
-    step /= 10  # of 14 or 15 on the grid, to which dmin's rounding comes
-    return bool(last[shared + (held > 0) :].any() or (held and (last[shared, held:].abs() > step).any()))
+def _tail_problem(rows: int, columns: int, tail: Tensor) -> str:
+    """What is wrong with a tail, uint8 [superblocks, 144], of so many logical rows; empty: nothing."""
+    try:
+        zigzag.check_steps(tail, rows, columns)
+    except PackingError:
+        return "d or dmin differ within a column of the tail"
+    pieces = q4_k.decode(tail).view(-1, zigzag.PIECE_ROWS)
+    used = columns * zigzag.tail_pieces(rows)
+    if pieces[used:].any():
+        return "pieces after the last column are not zero"
+    return _rows_problem(rows, rows, pieces[:used].view(columns, -1).t())
+
+
+def _band_problem(rows: int, band: Tensor) -> str:
+    """What is wrong with the last band, uint8 [columns, 144], of so many logical rows; empty: nothing."""
+    return _rows_problem(rows, rows % zigzag.BAND_ROWS, q4_k.decode(band).t())
+
+
+def _rows_problem(rows: int, held: int, weights: Tensor) -> str:
+    """What is wrong with float32 [whole sub-blocks of rows, columns], the last of so many logical rows, which has
+    `held` of them; empty: what follows these is zero."""
+    last = weights.reshape(-1, SUB, weights.shape[1])
+    shared, held = divmod(held, SUB)
+    wrong = bool(last[shared + (held > 0) :].any())
+    if held:
+        step = last[shared].amax(0).clamp_min(0) - last[shared].amin(0).clamp_max(0)
+        step /= 10  # of 14 or 15 on the grid, to which dmin's rounding comes
+        wrong |= bool((last[shared, held:].abs() > step).any())
+    return f"rows after the {rows} logical ones are not zero" if wrong else ""

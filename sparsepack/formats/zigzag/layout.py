@@ -1,7 +1,16 @@
 """What a zigzag GGUF of a given architecture must hold: names and shapes, for the writer and the reader alike."""
 
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from sparsepack.formats.codecs import zigzag
+from sparsepack.formats.plan import PlannedTensor
 from sparsepack.models.architecture import Architecture
 from sparsepack.models.families import FAMILIES
+
+WEIGHT, TAIL = ".weight", ".tail.weight"
+"""The names of the tensors of a matrix in zigzag order, after its own: its bands, and the rows after them."""
 
 ROUTER = "router.weight"
 """The name of the matrix that chooses among the experts of a block's MLP, after the block's own."""
@@ -33,6 +42,33 @@ def site_shapes(architecture: Architecture) -> dict[str, tuple[tuple[int, ...], 
         site: (parts if len(projections[site]) == len(parts) else (sum(parts),), columns)
         for site, (parts, columns) in apart.items()
     }
+
+
+def zigzag_tensors(
+    name: str, rows: int, columns: int, experts: Sequence[int] = (), tail: bool = True
+) -> tuple[PlannedTensor, ...]:
+    """The tensors of a matrix in zigzag order: its bands, if it has whole ones, and its tail, if it has one.
+
+    experts -- how many such matrices lie in each, where they are experts'
+    tail    -- False: all rows lie in bands, the last of them padded, as files of before schema 5 have it
+    """
+    last = zigzag.tail_rows(rows) if tail else 0
+    whole, found = rows - last, []
+    if whole:
+        shape = (*experts, zigzag.bands(whole), columns, zigzag.BAND_ROWS)
+        padding = -whole % zigzag.BAND_ROWS
+        found.append(PlannedTensor(name + WEIGHT, shape, "Q4_K", (*experts, whole, columns), padding_rows=padding))
+    if last:
+        shape = (*experts, zigzag.tail_blocks(rows, columns), zigzag.BAND_ROWS)
+        padding = -last % zigzag.PIECE_ROWS
+        found.append(PlannedTensor(name + TAIL, shape, "Q4_K", (*experts, last, columns), padding_rows=padding))
+    return tuple(found)
+
+
+def stored_tensors(name: str, blocks: Tensor, tail: Tensor | None) -> dict[str, Tensor]:
+    """The bytes of a matrix in zigzag order by the names of its tensors."""
+    bands = {name + WEIGHT: blocks} if len(blocks) or tail is None else {}
+    return bands if tail is None else {**bands, name + TAIL: tail}
 
 
 def norm_widths(architecture: Architecture) -> dict[str, int]:

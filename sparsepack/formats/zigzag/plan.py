@@ -4,6 +4,9 @@
     blk.I.basis.weight             [hidden, hidden]        Q8_0 or F16, where the residual stream changes its basis
     blk.I.SITE.weight              [bands, columns, 256]   Q4_K in zigzag order; SITE: attn_in, attn_out, ...
                                    [experts, bands, columns, 256]    of the MLP, where it is a mixture of experts
+    blk.I.SITE.tail.weight         [superblocks, 256]      Q4_K, where at most 192 rows come after the whole bands:
+                                   [experts, superblocks, 256]       pieces of 64 of them, column by column; without
+                                                           whole bands it stands alone
     blk.I.router.weight            [experts, hidden]       F32, likewise
     blk.I.shared_gate.weight       [1, hidden]             F32, where the last of the experts are of every token
     blk.I.SITE.bias                [rows]                  F32, where the model has one
@@ -22,7 +25,7 @@ attention is a section of the manifest (`formats.attention`).
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -41,12 +44,21 @@ from sparsepack.formats.containers.gguf.container import ARCHITECTURE
 from sparsepack.formats.containers.gguf.embeddings import embedding_types
 from sparsepack.formats.containers.gguf.values import manifest_values, string
 from sparsepack.formats.containers.gguf.writer import GgufPlan
-from sparsepack.formats.encoded import EncodedSite, SiteEncoder
+from sparsepack.formats.encoded import Encoded, EncodedSite, SiteEncoder
 from sparsepack.formats.manifest import make_manifest
 from sparsepack.formats.plan import PlannedGroup, PlannedTensor, PlanRequest, alone, manifest_shapes, tensors_of
 from sparsepack.formats.table import Format
 from sparsepack.formats.zigzag.artifact import ZigzagArtifact
-from sparsepack.formats.zigzag.layout import BASIS, NUMBERS, ROUTER, SHARED_GATE, site_shapes
+from sparsepack.formats.zigzag.layout import (
+    BASIS,
+    NUMBERS,
+    ROUTER,
+    SHARED_GATE,
+    TAIL,
+    site_shapes,
+    stored_tensors,
+    zigzag_tensors,
+)
 from sparsepack.models.architecture import Architecture
 from sparsepack.models.checkpoint.checkpoint import EMBEDDING, FINAL_NORM, HEAD, Checkpoint
 from sparsepack.models.checkpoint.gguf_config import OWN_CONFIG
@@ -116,8 +128,9 @@ def engine_plan(
     shapes = manifest_shapes(sorted(tensors_of(groups), key=lambda tensor: tensor.name in embedding))
     notes += request.notes
     known = checkpoint.source.hash.so_far
+    tails = any(name.endswith(TAIL) for name in shapes)
     manifest = make_manifest(
-        format.name, checkpoint, request.provenance, shapes, notes, known, request.attention, neurons
+        format.name, checkpoint, request.provenance, shapes, notes, known, request.attention, neurons, tails
     )
     values = manifest_values(manifest) | {
         OWN_CONFIG: string(config_json(checkpoint)),
@@ -179,13 +192,16 @@ def planned_site(
     name, device = f"blk.{layer}.{site}", request.device
     rows, columns = checked_shape(checkpoint, architecture, layer, site)
 
-    def weight() -> Tensor:
+    def weight() -> Sequence[Tensor]:
         if experts is None:
-            return zigzag.pack(stacked_on(device, checkpoint.projections(layer, site)))
-        blocks = torch.empty(*shape[:-1], BLOCK_BYTES, dtype=torch.uint8, device=device)
-        for into, matrix in zip(blocks, checkpoint.each_expert(layer, site), strict=True):
-            into.copy_(zigzag.pack(stacked_on(device, [matrix])))
-        return blocks
+            made = zigzag.pack_with_tail(stacked_on(device, checkpoint.projections(layer, site)))
+            return [*stored_tensors(name, *made).values()]
+        stored = [torch.empty(*t.shape[:-1], BLOCK_BYTES, dtype=torch.uint8, device=device) for t in planned]
+        for number, matrix in enumerate(checkpoint.each_expert(layer, site)):
+            made = zigzag.pack_with_tail(stacked_on(device, [matrix]))
+            for into, part in zip(stored, stored_tensors(name, *made).values(), strict=True):
+                into[number] = part
+        return stored
 
     def bias() -> Tensor:
         stacked = checkpoint.stacked_bias(layer, site)
@@ -194,15 +210,22 @@ def planned_site(
 
     experts = architecture.experts if site in MLP_SITES else None
     leading = () if experts is None else (experts.stored,)
-    shape = (*leading, zigzag.bands(rows), columns, zigzag.BAND_ROWS)
-    planned = PlannedTensor(f"{name}.weight", shape, "Q4_K", logical=(*leading, rows, columns))
-    yield alone(planned, request.encoded.get(planned.name, weight))
+    planned = zigzag_tensors(name, rows, columns, leading)
+    yield planned_matrix(planned, request.encoded, weight)
     projections = checkpoint.family.projections[site]
     if any(f"model.layers.{layer}.{projection}.bias" in checkpoint.source.shapes for projection in projections):
         yield alone(PlannedTensor(f"{name}.bias", (rows,), "F32"), bias)
     rule = request.rules.get((layer, site))
     if rule is not None and not rule.dense:
         yield from _planned_rule(name, rule)
+
+
+def planned_matrix(
+    planned: Sequence[PlannedTensor], encoded: Encoded, produce: Callable[[], Sequence[Tensor]]
+) -> PlannedGroup:
+    """The tensors of one matrix: as they were encoded before, or else as `produce` makes them."""
+    before = [encoded[tensor.name] for tensor in planned if tensor.name in encoded]
+    return PlannedGroup(tuple(planned), (lambda: [part() for part in before]) if before else produce)
 
 
 def encoder(format: Format, checkpoint: Checkpoint, request: PlanRequest) -> SiteEncoder:
@@ -212,14 +235,17 @@ def encoder(format: Format, checkpoint: Checkpoint, request: PlanRequest) -> Sit
 
 def encoded_site(layer: int, site: str, weight: Tensor, inputs: Inputs | None) -> EncodedSite:
     """A site's matrix in zigzag order (`SiteEncoder`)."""
-    name = f"blk.{layer}.{site}.weight"
-    blocks = encoded_matrix(weight, inputs)
-    return EncodedSite({name: blocks}, zigzag.unpack(blocks, len(weight)), {name: slice(None)})
+    tensors, decoded = encoded_matrix(f"blk.{layer}.{site}", weight, inputs)
+    whole = len(weight) - zigzag.tail_rows(len(weight))
+    rows = {name: slice(whole, None) if name.endswith(TAIL) else slice(0, whole) for name in tensors}
+    return EncodedSite(tensors, decoded, rows)
 
 
-def encoded_matrix(weight: Tensor, inputs: Inputs | None) -> Tensor:
-    """A matrix in zigzag order, with error feedback where its inputs are known: uint8 [bands, columns, 144]."""
-    return zigzag.pack(weight) if inputs is None else gptq.zigzag_blocks(weight, inputs)
+def encoded_matrix(name: str, weight: Tensor, inputs: Inputs | None) -> tuple[dict[str, Tensor], Tensor]:
+    """A matrix in zigzag order, with error feedback where its inputs are known: its tensors by their names, and what
+    they decode to."""
+    blocks, tail = zigzag.pack_with_tail(weight) if inputs is None else gptq.zigzag_blocks(weight, inputs)
+    return stored_tensors(name, blocks, tail), zigzag.unpack(blocks, len(weight), tail=tail)
 
 
 def checked_shape(checkpoint: Checkpoint, architecture: Architecture, layer: int, site: str) -> tuple[int, int]:

@@ -12,8 +12,8 @@ from sparsepack.errors import ArtifactError
 from sparsepack.files.gguf import GgufFile, TensorInfo
 from sparsepack.files.stored import shown
 from sparsepack.formats.attention import sparse_attention_of
-from sparsepack.formats.codecs import zigzag
 from sparsepack.formats.codecs.matrices import ZIGZAG, PackedExperts, PackedMatrix, decode_matrix
+from sparsepack.formats.codecs.q4_k_fit import BLOCK_BYTES
 from sparsepack.formats.config_check import check_config
 from sparsepack.formats.containers.gguf.container import ARCHITECTURE
 from sparsepack.formats.packed import (
@@ -25,7 +25,16 @@ from sparsepack.formats.packed import (
     PackedModel,
     PackedSite,
 )
-from sparsepack.formats.zigzag.layout import BASIS, NUMBERS, ROUTER, SHARED_GATE, norm_widths, site_shapes
+from sparsepack.formats.zigzag.layout import (
+    BASIS,
+    NUMBERS,
+    ROUTER,
+    SHARED_GATE,
+    TAIL,
+    norm_widths,
+    site_shapes,
+    zigzag_tensors,
+)
 from sparsepack.models.architecture import Architecture, check_numbers
 from sparsepack.models.checkpoint.gguf_config import OWN_CONFIG
 from sparsepack.models.family import ATTENTION_SITES, MLP_SITES
@@ -103,10 +112,9 @@ class ModelReader:
 
     def experts_site(self, name: str, experts: int, parts: tuple[int, ...], columns: int) -> PackedExpertsSite:
         """A site of so many experts."""
-        rows, bands = sum(parts), zigzag.bands(sum(parts))
-        info = self.take(f"{name}.weight", ("Q4_K",), (experts, bands, columns, zigzag.BAND_ROWS))
-        self.check_logical(info.name, experts, rows, columns)
-        matrix = PackedExperts(self.mapped(info).view(experts, bands, columns, -1), rows, columns)
+        rows = sum(parts)
+        blocks, tail = self.zigzag_bytes(name, rows, columns, (experts,))
+        matrix = PackedExperts(blocks, rows, columns, tail)
         rule = self.rule(name, columns)
         if rule is not None and rule.offset is not None:
             raise self.wrong(f"{name} has offsets, which experts have no place for")
@@ -124,15 +132,29 @@ class ModelReader:
 
     def site(self, name: str, parts: tuple[int, ...], columns: int) -> PackedSite:
         rows = sum(parts)
-        matrix = self.zigzag_matrix(f"{name}.weight", rows, columns)
+        matrix = self.zigzag_matrix(name, rows, columns)
         bias = self.vector(f"{name}.bias", rows) if f"{name}.bias" in self.file.tensors else None
         return PackedSite(matrix, bias, self.rule(name, columns), parts)
 
     def zigzag_matrix(self, name: str, rows: int, columns: int) -> PackedMatrix:
-        """A matrix in zigzag order, by its logical shape."""
-        info = self.take(name, ("Q4_K",), (zigzag.bands(rows), columns, zigzag.BAND_ROWS))
-        self.check_logical(name, rows, columns)
-        return PackedMatrix(self.mapped(info).view(zigzag.bands(rows), columns, -1), ZIGZAG, rows, columns)
+        """A matrix in zigzag order, by the name of its site or gate and its logical shape."""
+        blocks, tail = self.zigzag_bytes(name, rows, columns)
+        return PackedMatrix(blocks, ZIGZAG, rows, columns, tail)
+
+    def zigzag_bytes(
+        self, name: str, rows: int, columns: int, experts: tuple[int, ...] = ()
+    ) -> tuple[Tensor, Tensor | None]:
+        """The bands of a matrix, or of each expert's, and its tail, as `PackedMatrix` and `PackedExperts` have them."""
+        blocks, tail = torch.empty(*experts, 0, columns, BLOCK_BYTES, dtype=torch.uint8), None
+        for tensor in zigzag_tensors(name, rows, columns, experts, name + TAIL in self.file.tensors):
+            info = self.take(tensor.name, (tensor.type,), tensor.shape)
+            self.check_logical(tensor.name, *tensor.logical_shape)
+            stored = self.mapped(info).view(*tensor.shape[:-1], BLOCK_BYTES)
+            if tensor.name.endswith(TAIL):
+                tail = stored
+            else:
+                blocks = stored
+        return blocks, tail
 
     def rule(self, name: str, columns: int) -> SiteRule | None:
         threshold = self.file.tensors.get(f"{name}.threshold")

@@ -259,7 +259,14 @@ def _plan(job: Job, asked: Pack | None) -> dict[str, Any]:
         types[tensor.type]["tensors"] += 1
         types[tensor.type]["bytes"] += tensor.nbytes
     tensors = [
-        {"name": t.name, "shape": t.shape, "logical": t.logical_shape, "type": t.type, "bytes": t.nbytes}
+        {
+            "name": t.name,
+            "shape": t.shape,
+            "logical": t.logical_shape,
+            "padding_rows": t.padding_rows,
+            "type": t.type,
+            "bytes": t.nbytes,
+        }
         for t in planned.tensors
     ]
     artifact = {

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from sparsepack.formats.codecs.matrices import ZIGZAG, PackedExperts, PackedMatrix
+from sparsepack.formats.codecs.zigzag import check_steps
 from sparsepack.runtime.backends import backend_named
 from sparsepack.runtime.chained.operations import NeuronFfn
 from sparsepack.runtime.cpu.dispatch import instruction_set, native, operations
@@ -35,18 +36,38 @@ def load_zigzag(matrix: PackedMatrix, device: torch.device | str = "cpu", thread
     """Copy a stored zigzag matrix into the order that the kernels read. Takes the matrix's stored size.
 
     threads -- that will run it; None: torch's
+
+    Raises `PackingError` for a tail that is none (`zigzag.check_steps`).
     """
     if matrix.type != ZIGZAG:
         raise ValueError(f"matrix of type {matrix.type}, expected {ZIGZAG}")
     backend_named("cpu").check_device(device)
     config = tile_config((matrix.rows, matrix.columns), threads or torch.get_num_threads())
-    return operations().load_zigzag(matrix.blocks.contiguous().numpy(), matrix.rows, config.span, config.tile)
+    tail = None if matrix.tail is None else matrix.tail.contiguous()
+    if tail is not None:
+        check_steps(tail, matrix.rows, matrix.columns)
+    return operations().load_zigzag(
+        matrix.blocks.contiguous().numpy(),
+        matrix.rows,
+        config.span,
+        config.tile,
+        None if tail is None else tail.numpy(),
+    )
 
 
 def load_experts(matrix: PackedExperts, threads: int | None = None) -> Any:
     """The same for the matrices of all experts of a site, side by side in one piece of memory."""
     config = tile_config((matrix.rows, matrix.columns), threads or torch.get_num_threads())
-    return operations().load_experts(matrix.blocks.contiguous().numpy(), matrix.rows, config.span, config.tile)
+    tail = None if matrix.tail is None else matrix.tail.contiguous()
+    for of_one in () if tail is None else tail:
+        check_steps(of_one, matrix.rows, matrix.columns)
+    return operations().load_experts(
+        matrix.blocks.contiguous().numpy(),
+        matrix.rows,
+        config.span,
+        config.tile,
+        None if tail is None else tail.numpy(),
+    )
 
 
 def load_rows(matrix: PackedMatrix, device: torch.device | str = "cpu") -> Any:

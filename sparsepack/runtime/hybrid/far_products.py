@@ -27,6 +27,7 @@ class FarMatrix:
     """A matrix whose bands are divided.
 
     block, name -- where it stands
+    matrix      -- of bands alone
     near        -- the GPU multiplies so many first bands, a multiple of `tile_bands`
     skips       -- whether thresholds say which columns are active
     """
@@ -68,7 +69,8 @@ def far_matrices(packed: PackedModel, plan: Plan, links: Links) -> list[FarMatri
         }
         if isinstance(mlp, NeuronMlp) and block >= plan.gates and mlp.gate.type == ZIGZAG:
             matrices[MLP_GATE] = mlp.gate, False
-        for name, (matrix, skips) in matrices.items():
+        for name, (stored, skips) in matrices.items():
+            matrix = stored.padded()
             near = _near_bands(matrix, plan.parts.record, links)
             if near < len(matrix.blocks):
                 found.append(FarMatrix(block, name, matrix, near, skips))

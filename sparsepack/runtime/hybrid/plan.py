@@ -70,11 +70,11 @@ def parts_of(packed: PackedModel, context: int, cache_type: str, texts: int = 1,
         if gate_copies:
             raise PlacementError(f"--gate-copy: {not_by_neurons(packed)}")
         mlps = [layer.mlp for layer in packed.layers if isinstance(layer.mlp, DenseMlp)]
-        downs = [mlp.sites["mlp_mid"].matrix.blocks.nbytes for mlp in mlps]
+        downs = [mlp.sites["mlp_mid"].matrix.padded_nbytes for mlp in mlps]
         gates = tuple(_of_sites(mlp.sites) - down for mlp, down in zip(mlps, downs, strict=True))
         record = downs[0] // a.intermediate  # a column, of whole bands
         return _parts(packed, context, cache_type, texts, gates, record, a.intermediate, a.intermediate, together=True)
-    gates = tuple(layer.mlp.gate.blocks.nbytes for layer in packed.layers if isinstance(layer.mlp, NeuronMlp))
+    gates = tuple(layer.mlp.gate.padded_nbytes for layer in packed.layers if isinstance(layer.mlp, NeuronMlp))
     made = _parts(packed, context, cache_type, texts, gates, record_bytes(a.hidden), a.intermediate, a.intermediate)
     if not gate_copies:
         return made
@@ -92,7 +92,7 @@ def parts_of_experts(packed: PackedModel, context: int, cache_type: str) -> Part
     for layer in packed.layers:
         mlp = layer.mlp
         assert isinstance(mlp, ExpertMlp)
-        matrices = sum(matrix.blocks.nbytes for matrix in mlp.matrices.values())
+        matrices = sum(matrix.padded_nbytes for matrix in mlp.matrices.values())
         record = matrices // (len(mlp.router) + mlp.shared)
         records.append(record)
         gates.append(record * mlp.shared + sum(tensor.nbytes for tensor in mlp.always) + _rules(mlp.sites.values()))
@@ -166,9 +166,9 @@ def _beside_the_mlp(layer: PackedLayer) -> int:
 
 
 def _of_sites(sites: Mapping[str, PackedSite]) -> int:
-    """Bytes of matrices, biases and rules."""
-    tensors = [tensor for site in sites.values() for tensor in (site.matrix.blocks, site.bias) if tensor is not None]
-    return sum(tensor.nbytes for tensor in tensors) + _rules(sites.values())
+    """Bytes of matrices, as a card holds them, biases and rules."""
+    biases = sum(site.bias.nbytes for site in sites.values() if site.bias is not None)
+    return sum(site.matrix.padded_nbytes for site in sites.values()) + biases + _rules(sites.values())
 
 
 def _rules(sites: Iterable[PackedSite | PackedExpertsSite]) -> int:

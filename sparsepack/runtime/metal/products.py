@@ -96,7 +96,7 @@ class Candidates:
 def load_zigzag(
     matrix: PackedMatrix, device: torch.device | str = "mps", config: MetalTileConfig | None = None
 ) -> MetalZigzag:
-    """Copy a stored zigzag matrix to the GPU's memory. Takes its stored size.
+    """Copy a stored zigzag matrix to the GPU's memory. Takes its stored size, a tail that of a whole band.
 
     config -- None: as `sparsepack tune` has measured, or else as the paper has it
 
@@ -105,7 +105,7 @@ def load_zigzag(
     if matrix.type != ZIGZAG:
         raise ValueError(f"matrix of type {matrix.type}, expected {ZIGZAG}")
     shape = matrix.rows, matrix.columns
-    return MetalZigzag(matrix.blocks.to(device).contiguous(), *shape, config or tile_config(shape))
+    return MetalZigzag(matrix.padded().blocks.to(device).contiguous(), *shape, config or tile_config(shape))
 
 
 def load_rows(matrix: PackedMatrix, device: torch.device | str = "mps") -> MetalRows:

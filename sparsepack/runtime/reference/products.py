@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sparsepack.formats.codecs import q4_k
+from sparsepack.formats.codecs import q4_k, zigzag
 from sparsepack.formats.codecs.matrices import ZIGZAG, PackedMatrix, decode_matrix, decode_rows
 
 ACTIVATION_FUNCTIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
@@ -43,7 +43,11 @@ def load_zigzag(matrix: PackedMatrix, device: torch.device | str = "cpu") -> Ref
     """Decode a stored zigzag matrix on a device. Takes 4 bytes a weight, padding rows included."""
     if matrix.type != ZIGZAG:
         raise ValueError(f"matrix of type {matrix.type}, expected {ZIGZAG}")
-    return ReferenceZigzag(q4_k.decode(matrix.blocks.to(device)), matrix.rows)
+    tiles = q4_k.decode(matrix.blocks.to(device))
+    if matrix.tail is not None:
+        tail = zigzag.unpack_tail(matrix.tail.to(device), matrix.rows, matrix.columns).t()
+        tiles = torch.cat([tiles, F.pad(tail, (0, zigzag.BAND_ROWS - tail.shape[1]))[None]])
+    return ReferenceZigzag(tiles, matrix.rows)
 
 
 def load_rows(matrix: PackedMatrix, device: torch.device | str = "cpu") -> Tensor:

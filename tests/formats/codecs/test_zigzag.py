@@ -80,6 +80,97 @@ def test_wrong_matrices_are_refused() -> None:
         zigzag.unpack(torch.zeros(1, 3, 144, dtype=torch.uint8), 300)
 
 
+# rows after the whole bands
+
+
+TAILS = [(1, 1), (64, 1), (65, 2), (127, 2), (192, 3), (300, 1), (576, 1), (640, 2), (700, 3), (960, 3)]
+
+
+@pytest.mark.parametrize(("rows", "pieces"), [(0, 0), (193, 0), (255, 0), (256, 0), (257, 1), (449, 0), *TAILS])
+def test_at_most_192_rows_after_the_bands_are_a_tail(rows: int, pieces: int) -> None:
+    assert zigzag.tail_pieces(rows) == pieces
+    assert zigzag.tail_rows(rows) == (rows % 256 if pieces else 0)
+
+
+@pytest.mark.parametrize("columns", [1, 2, 3, 4, 61])
+@pytest.mark.parametrize(("rows", "pieces"), TAILS)
+def test_a_tail_is_pieces_of_64_rows_four_to_a_superblock(rows: int, pieces: int, columns: int) -> None:
+    weight = matrix(rows, columns)
+    blocks, tail = zigzag.pack_with_tail(weight)
+    assert tail is not None
+    assert blocks.shape == (rows // 256, columns, 144)
+    assert tail.shape == (-(-columns * pieces // 4), 144)
+    found, whole = zigzag.unpack(blocks, rows, tail=tail), rows - rows % 256
+    assert relative_error(found, weight) < 0.09
+    decoded = q4_k.decode(tail).view(-1, 64)
+    for column in range(columns):
+        of_column = decoded[column * pieces : (column + 1) * pieces].flatten()
+        assert torch.equal(of_column[: rows - whole], found[whole:, column])
+    assert not decoded[columns * pieces :].any()
+
+
+@pytest.mark.parametrize("columns", [1, 2, 3, 4, 61])
+@pytest.mark.parametrize("rows", [rows for rows, _ in TAILS])
+def test_a_tail_laid_out_as_a_band_has_the_same_weights(rows: int, columns: int) -> None:
+    blocks, tail = zigzag.pack_with_tail(matrix(rows, columns))
+    assert tail is not None
+    band = zigzag.expand_tail(tail, rows, columns)
+    padded = torch.cat([blocks, band[None]])
+    assert torch.equal(zigzag.unpack(padded, rows), zigzag.unpack(blocks, rows, tail=tail))
+    assert not q4_k.decode(band)[:, zigzag.tail_pieces(rows) * 64 :].any()
+
+
+@pytest.mark.parametrize("columns", [1, 2, 3, 61])
+@pytest.mark.parametrize("rows", [1, 64, 100, 192])
+def test_a_column_of_a_tail_is_set_and_its_neighbours_stay(rows: int, columns: int) -> None:
+    tail, other = zigzag.pack_tail(matrix(rows, columns)), matrix(rows, columns, seed=1)
+    before = zigzag.unpack_tail(tail, rows, columns).clone()
+    for column in {0, columns // 2, columns - 1}:
+        steps = tail[:, :4].clone()
+        found = zigzag.set_tail_column(tail, rows, column, other[:, column].clone())
+        assert torch.equal(tail[:, :4], steps)
+        before[:, column] = found
+        assert torch.equal(zigzag.tail_column(tail, rows, column), found)
+        assert torch.equal(zigzag.unpack_tail(tail, rows, columns), before)
+        assert relative_error(found, other[:, column]) < (0.2 if rows >= 64 else 2)
+
+
+def test_a_column_that_is_set_to_what_it_was_is_as_near() -> None:
+    weight = matrix(192, 40)
+    tail = zigzag.pack_tail(weight)
+    error = relative_error(zigzag.unpack_tail(tail, 192, 40), weight)
+    for column in range(40):
+        zigzag.set_tail_column(tail, 192, column, weight[:, column].clone())
+    assert relative_error(zigzag.unpack_tail(tail, 192, 40), weight) < 1.01 * error
+
+
+@pytest.mark.parametrize("columns", [4, 6, 9])
+def test_three_pieces_of_a_column_have_one_d_and_dmin(columns: int) -> None:
+    weight = matrix(192, columns) * torch.logspace(-2, 2, columns)
+    tail = zigzag.pack_tail(weight)
+    for first in range(0, len(tail), 3):
+        assert (tail[first : first + 3, :4] == tail[first, :4]).all()
+    zigzag.check_steps(tail, 192, columns)
+    tail[1, 2] ^= 1
+    with pytest.raises(PackingError, match="d or dmin differ within a column"):
+        zigzag.expand_tail(tail, 192, columns)
+
+
+def test_a_dead_column_of_a_tail_is_zeros_and_a_dead_tail_zero_bytes() -> None:
+    weight = matrix(192, 8)
+    weight[:, 3] = 0
+    assert not zigzag.unpack_tail(zigzag.pack_tail(weight), 192, 8)[:, 3].any()
+    assert not zigzag.pack_tail(torch.zeros(192, 8)).any()
+
+
+@pytest.mark.parametrize("shape", [(3, 144), (1, 144), (2, 140)])
+def test_a_tail_of_another_shape_is_refused(shape: tuple[int, int]) -> None:
+    tail = torch.zeros(shape, dtype=torch.uint8)
+    for use in (zigzag.unpack_tail, zigzag.expand_tail, zigzag.check_steps):
+        with pytest.raises(PackingError, match="zigzag tail"):
+            use(tail, 320, 5)
+
+
 @pytest.mark.gpu
 @needs_cuda
 def test_cuda_packs_as_well() -> None:

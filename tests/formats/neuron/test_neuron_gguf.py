@@ -13,7 +13,7 @@ from forged import edited, named
 from models_for_tests import make_model
 
 from sparsepack.errors import ArtifactError, PackingError
-from sparsepack.formats.codecs import neurons, zigzag
+from sparsepack.formats.codecs import neurons
 from sparsepack.formats.codecs.matrices import ZIGZAG, decode_matrix
 from sparsepack.formats.containers.gguf.values import MANIFEST
 from sparsepack.formats.inspect import describe
@@ -97,10 +97,12 @@ def test_gguf_py_dequantises_records_and_gate_truthfully(relu: Checkpoint, file:
         assert isinstance(packed, NeuronMlp)
         assert torch.equal(theirs, decode_matrix(packed.records))
         assert relative_error(theirs, torch.cat([up[order], down.t()[order]], 1).float()) < 0.09
-        tensor = stored[f"blk.{layer}.mlp_gate.weight"]
-        bands = torch.from_numpy(gguf.quants.dequantize(tensor.data, tensor.tensor_type))
-        theirs = bands.transpose(1, 2).reshape(-1, 256)[:300]
-        assert torch.equal(theirs, zigzag.unpack(packed.gate.blocks, 300))
+        bands, tail = (
+            torch.from_numpy(gguf.quants.dequantize(tensor.data, tensor.tensor_type))
+            for tensor in (stored[f"blk.{layer}.mlp_gate.weight"], stored[f"blk.{layer}.mlp_gate.tail.weight"])
+        )
+        theirs = torch.cat([bands.transpose(1, 2).reshape(-1, 256), tail.view(256, 64)[:, : 300 - 256].t()])
+        assert torch.equal(theirs, decode_matrix(packed.gate))
         assert relative_error(theirs, gate[order].float()) < 0.09
 
 
@@ -127,7 +129,7 @@ def test_it_is_verified_against_its_model_and_no_other(relu: Checkpoint, file: P
     report = verify(file, relu)
     assert report.passed, report.problems
     assert {t.name for t in report.tensors if ".mlp_" in t.name} == {
-        f"blk.{n}.mlp_{what}.weight" for n in range(2) for what in ("gate", "records", "norm")
+        f"blk.{n}.mlp_{what}.weight" for n in range(2) for what in ("gate", "gate.tail", "records", "norm")
     }
     other = open_checkpoint(make_model(tmp_path / "other", "qwen2", seed=1, **RELU))
     problems = verify(file, other).problems

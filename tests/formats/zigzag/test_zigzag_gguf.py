@@ -18,11 +18,13 @@ from small_rules import rules
 from sparsepack.errors import ArtifactError, OutputError, PackingError
 from sparsepack.files.gguf import read_gguf
 from sparsepack.formats.codecs import q4_k
+from sparsepack.formats.codecs import zigzag as codec
 from sparsepack.formats.codecs.matrices import decode_matrix
 from sparsepack.formats.containers.gguf.values import MANIFEST as KEY
 from sparsepack.formats.containers.gguf.values import string, u32
 from sparsepack.formats.open import open_artifact, read_packed
 from sparsepack.formats.packed import PackedModel
+from sparsepack.formats.plan import PlannedGroup
 from sparsepack.formats.stock import dequantised, stock_config, stock_tokenizer
 from sparsepack.formats.verify import verify
 from sparsepack.formats.zigzag import plan as zigzag
@@ -52,14 +54,52 @@ def test_every_tensor_comes_back_within_its_types_error(
     assert packed.layers[0].sites["attn_in"].matrix.rows == checkpoint.stacked_shape("attn_in")[0]
 
 
-def test_rows_are_padded_to_bands_and_zero(zigzag_files: Files) -> None:
+def test_rows_after_the_whole_bands_are_a_tail_of_pieces(zigzag_files: Files) -> None:
     packed = read_packed(zigzag_files["odd"])
     matrix = packed.layers[1].sites["mlp_in"].matrix
-    assert (matrix.rows, matrix.columns, tuple(matrix.blocks.shape)) == (600, 256, (3, 256, 144))
-    padding = q4_k.decode(matrix.blocks[-1])[:, 600 - 512 :]  # 8 rows share a sub-block of 32 with real ones
+    assert (matrix.rows, matrix.columns, tuple(matrix.blocks.shape)) == (600, 256, (2, 256, 144))
+    assert matrix.tail is not None
+    assert tuple(matrix.tail.shape) == (128, 144)  # two pieces of each column, four in a superblock
+    padding = q4_k.decode(matrix.tail).view(256, 128)[:, 600 - 512 :]  # 8 rows share a sub-block of 32 with real ones
     assert not padding[:, 8:].any()
     assert padding.abs().max() < 0.02
+    assert packed.manifest["schema"] == 5
+    assert packed.manifest["tensors"]["blk.1.mlp_in.weight"] == {"shape": [512, 256], "padding_rows": 0}
+    assert packed.manifest["tensors"]["blk.1.mlp_in.tail.weight"] == {"shape": [88, 256], "padding_rows": 40}
+
+
+@pytest.mark.parametrize("intermediate", [32, 70, 100, 160, 352])  # of 64, 140, 200, 320 and 704 rows at mlp_in
+def test_any_rows_come_back_and_cost_their_multiple_of_64(tmp_path: Path, intermediate: int) -> None:
+    checkpoint = open_checkpoint(
+        make_model(tmp_path / "m", "llama", intermediate_size=intermediate, num_hidden_layers=1)
+    )
+    write_zigzag(checkpoint, {}, tmp_path / "m.gguf")
+    report = verify(tmp_path / "m.gguf", checkpoint)
+    assert report.passed, report.problems
+    matrix = read_packed(tmp_path / "m.gguf").layers[0].sites["mlp_in"].matrix
+    rows = 2 * intermediate
+    assert matrix.nbytes == -(-(rows + -rows % 64) * 256 // 256) * 144
+    assert relative_error(decode_matrix(matrix), checkpoint.stacked(0, "mlp_in")[0].float()) < 0.09
+
+
+def test_models_whose_rows_are_whole_bands_have_the_schema_of_before(zigzag_files: Files) -> None:
+    assert read_packed(zigzag_files["llama"]).manifest["schema"] == 2
+    assert not any(".tail." in name for name in read_gguf(zigzag_files["llama"]).tensors)
+
+
+def test_files_of_before_tails_are_read(
+    checkpoints: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as before:
+        before.setattr(codec, "tail_pieces", lambda rows: 0)
+        write_zigzag(checkpoints["odd"], {}, tmp_path / "m.gguf")
+    packed = read_packed(tmp_path / "m.gguf")
+    assert packed.manifest["schema"] == 2
     assert packed.manifest["tensors"]["blk.1.mlp_in.weight"] == {"shape": [600, 256], "padding_rows": 168}
+    matrix = packed.layers[1].sites["mlp_in"].matrix
+    assert (tuple(matrix.blocks.shape), matrix.tail) == ((3, 256, 144), None)
+    report = verify(tmp_path / "m.gguf", checkpoints["odd"])
+    assert report.passed, report.problems
 
 
 def test_rules_come_back(checkpoints: Checkpoints, zigzag_files: Files) -> None:
@@ -118,7 +158,11 @@ def test_gguf_py_dequantises_each_site_truthfully(checkpoints: Checkpoints, zigz
             tensor = stored[f"blk.{layer}.{site}.weight"]
             bands = torch.from_numpy(gguf.quants.dequantize(tensor.data, tensor.tensor_type))
             matrix = packed.layers[layer].sites[site].matrix
-            theirs = bands.transpose(1, 2).reshape(-1, matrix.columns)[: matrix.rows]
+            theirs = bands.transpose(1, 2).reshape(-1, matrix.columns)
+            if matrix.tail is not None:  # of mlp_in, two pieces; of attn_in, likewise
+                tensor = stored[f"blk.{layer}.{site}.tail.weight"]
+                tail = torch.from_numpy(gguf.quants.dequantize(tensor.data, tensor.tensor_type))
+                theirs = torch.cat([theirs, tail.view(matrix.columns, 128).t()])[: matrix.rows]
             assert torch.equal(theirs, decode_matrix(matrix))
             assert relative_error(theirs, checkpoints["odd"].stacked(layer, site)[0].float()) < 0.09
 
@@ -271,7 +315,7 @@ def renamed(groups: list, old: str, new: str) -> list:
 
 NUMBERS = "sparsepack.architecture"
 FORGED = {
-    "newer schema": (lambda v, t: (edited(v, KEY, schema=5), t), "schema 5 .* update sparsepack"),
+    "newer schema": (lambda v, t: (edited(v, KEY, schema=6), t), "schema 6 .* update sparsepack"),
     "attention of another kind": (
         lambda v, t: (edited(v, KEY, attention={"kept": 0.1}), t),
         "attention.kind: Field req",
@@ -379,3 +423,21 @@ def test_a_template_that_is_no_text_is_refused(tmp_path: Path, monkeypatch: pyte
     write_zigzag(open_checkpoint("shipped:tiny"), {}, tmp_path / "m.gguf")
     with pytest.raises(ArtifactError, match=r"tokenizer\.chat_template is no text"):
         read_packed(tmp_path / "m.gguf")
+
+
+def test_a_tail_that_is_missing_or_of_rows_that_have_none_is_refused(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    def without_tail(group: PlannedGroup) -> PlannedGroup:
+        return PlannedGroup(group.tensors[:1], lambda: group.produce()[:1])
+
+    plan = plan_zigzag(checkpoints["odd"], {})
+    groups = tuple(without_tail(g) if g.tensors[0].name == "blk.1.mlp_in.weight" else g for g in plan.groups)
+    dataclasses.replace(plan, groups=groups).write(tmp_path / "missing.gguf")
+    with pytest.raises(
+        ArtifactError, match=r"blk\.1\.mlp_in\.weight is .* the architecture means Q4_K \[3, 256, 256\]"
+    ):
+        read_packed(tmp_path / "missing.gguf")
+    plan = plan_zigzag(checkpoints["llama"], {})
+    groups = (*plan.groups, named(plan.groups[-1], "blk.0.attn_in.tail.weight"))
+    dataclasses.replace(plan, groups=groups).write(tmp_path / "more.gguf")
+    with pytest.raises(ArtifactError, match=r"blk\.0\.attn_in\.tail\.weight is not understood"):
+        read_packed(tmp_path / "more.gguf")

@@ -66,6 +66,19 @@ ZigzagMatrix random_zigzag(int64_t rows, int64_t columns, int span, int tile) {
     return m;
 }
 
+// With a tail, whose pieces have one d and dmin in a column.
+ZigzagMatrix random_with_tail(int64_t rows, int64_t columns, int span, int tile) {
+    static Pool pool(1);
+    std::vector<uint8_t> blocks = random_blocks(rows / 256 * columns, sizeof(Q4KBlock), {0, 2});
+    std::vector<uint8_t> tail = random_blocks(tail_blocks(rows, columns), sizeof(Q4KBlock), {0, 2});
+    for (int64_t i = 0; tail_pieces(rows) == 3 && i < tail_blocks(rows, columns); i++)
+        std::memcpy(&tail[i * sizeof(Q4KBlock)], &tail[i / 3 * 3 * sizeof(Q4KBlock)], 4);
+    ZigzagMatrix m = repack_zigzag(blocks.data(), rows, columns, span, tile, pool, tail.data());
+    int64_t chunks = rows / 256 * 8 + tail_pieces(rows) * 2, quads = (rows / 256 + 4) / 4;
+    check(zigzag_bytes(&m.view) == columns * (quads * 64 + chunks * 16), "repack", text("bytes of %d rows", (int)rows));
+    return m;
+}
+
 // `count` of the columns, ascending.
 std::vector<int32_t> some_of(int columns, int count) {
     std::vector<int32_t> indices;
@@ -142,13 +155,16 @@ void check_zigzag_matmul(const Kernels& k, const Zigzag& m, int positions, int c
 }
 
 void check_zigzag(const Kernels& k) {
-    int shapes[][4] = {
-        // rows, columns, span, tile
-        {1, 1, 1, 8},       {256, 33, 1, 64},  {257, 31, 4, 64},    {700, 130, 1, 8},    {1025, 70, 1, 256},
-        {1300, 300, 2, 64}, {4352, 90, 4, 24}, {4352, 65, 16, 128}, {2048, 257, 2, 256}, {3000, 64, 3, 72},
+    int shapes[][5] = {
+        // rows, columns, span, tile, whether there is a tail
+        {1, 1, 1, 8, 0},        {256, 33, 1, 64, 0},   {257, 31, 4, 64, 0},  {700, 130, 1, 8, 0},
+        {1025, 70, 1, 256, 0},  {1300, 300, 2, 64, 0}, {4352, 90, 4, 24, 0}, {4352, 65, 16, 128, 0},
+        {2048, 257, 2, 256, 0}, {3000, 64, 3, 72, 0},  {64, 1, 1, 8, 1},     {447, 33, 1, 64, 1},
+        {576, 131, 1, 64, 1},   {959, 130, 4, 256, 1}, {1153, 70, 2, 72, 1}, {4225, 65, 4, 24, 1},
+        {1215, 40, 1, 8, 1},    {447, 1, 1, 64, 1},
     };
     for (auto& s : shapes) {
-        ZigzagMatrix m = random_zigzag(s[0], s[1], s[2], s[3]);
+        ZigzagMatrix m = (s[4] ? random_with_tail : random_zigzag)(s[0], s[1], s[2], s[3]);
         for (int count : {0, 1, 2, 3, 5, 8, 9, 33, 63, 64, 65, 129, s[1] - 1, s[1]})
             if (count >= 0 && count <= s[1]) check_gemv(k, m.view, count);
         for (int positions : {1, 2, 3, 4, 5, 8, 9, 17, 33})

@@ -46,19 +46,21 @@ def load_experts(
     added: bool = False,
     shared: int = 0,
 ) -> CudaExperts:
-    """Copy the matrices of all experts to the GPU. Takes their stored size, and bands up to whole tiles.
+    """Copy the matrices of all experts to the GPU. Takes their stored size, tails that of whole bands, and bands up to
+    whole tiles.
 
     used, normalised -- as of an `ExpertMlp`
     shared           -- so many of the matrices, the last, are of experts that every token has
     gate             -- as of `zigzag.load_zigzag`
     added            -- whether the products of a token's experts are one sum
     """
-    bands, columns = matrix.blocks.shape[1:3]
+    bands, columns = -(-matrix.rows // BAND_ROWS), matrix.columns
     together = Together(matrix.experts - shared, used, normalised, added, shared)
     config = config or expert_tile_config(bands, columns, torch.device(device), together.of_token, gate, added)
     ends, first, tiled = [(0.0, 0.0)], 0, None
-    for part in torch.split(matrix.blocks, max(LOADED_AT_ONCE // max(matrix.blocks[0].nbytes, 1), 1)):
-        blocks = part.to(device)
+    at_once = max(LOADED_AT_ONCE // max(matrix.padded_nbytes // matrix.experts, 1), 1)
+    for number in range(0, matrix.experts, at_once):
+        blocks = matrix.padded_blocks(number, number + at_once).to(device)
         ends.append(zigzag.largest_ends(blocks))
         for one in zigzag.headers_in_order(blocks):
             laid = zigzag.tiled(one, config.tile_bands, gate)

@@ -53,7 +53,8 @@ def load_zigzag(
     gate: bool = False,
     place: Place = on_card,
 ) -> CudaZigzag:
-    """Copy a stored zigzag matrix to the GPU. Takes the matrix's stored size, and bands up to whole tiles.
+    """Copy a stored zigzag matrix to the GPU. Takes the matrix's stored size, a tail that of a whole band, and bands up
+    to whole tiles.
 
     place -- where the matrix shall lie: products read it there
     gate -- the rows are gate and up, 256 rows of one beside 256 of the other; needs a multiple of 512 rows
@@ -64,7 +65,7 @@ def load_zigzag(
         raise ValueError(f"{matrix.rows} rows of gate and up, expected a multiple of {2 * BAND_ROWS}")
     if gate and config and config.tile_bands % 2:
         raise ValueError(f"{config}: gate and up need an even number of bands in a tile")
-    blocks = matrix.blocks.to(device)
+    blocks = matrix.padded().blocks.to(device)
     config = config or measured_tile_config((matrix.rows, matrix.columns), blocks.device, gate)
     config = config or default_tile_config(blocks.shape[0], matrix.columns, blocks.device, gate)
     there = place(tiled(headers_in_order(blocks), config.tile_bands, gate))

@@ -40,29 +40,33 @@ public:
     Operations(const std::string& instruction_set, int threads)
         : kernels_(kernels(instruction_set)), pool_((expect(threads > 0, "threads: expected at least 1"), threads)) {}
 
-    ZigzagMatrix load_zigzag(Array<const uint8_t, 3> blocks, int64_t rows, int32_t span, int32_t tile) {
+    ZigzagMatrix load_zigzag(Array<const uint8_t, 3> blocks, int64_t rows, int32_t span, int32_t tile,
+                             std::optional<Array<const uint8_t, 2>> tail) {
         int64_t columns = blocks.shape(1);
         expect(blocks.shape(2) == sizeof(Q4KBlock), "blocks: expected [bands, columns, 144]");
-        expect(rows > 0 && columns > 0, "matrix without rows or columns");
-        expect((int64_t)blocks.shape(0) == (rows + BAND_ROWS - 1) / BAND_ROWS, "blocks: too few or too many bands");
-        expect(span >= 1 && span <= MAX_SPAN, "span: expected 1 to 16");
-        expect_tile(tile);
+        expect_matrix(blocks.shape(0), rows, columns, span, tile, bool(tail));
+        expect(!tail || ((int64_t)tail->shape(0) == tail_blocks(rows, columns) && tail->shape(1) == sizeof(Q4KBlock)),
+               "tail: expected [superblocks, 144]");
         std::lock_guard<std::mutex> lock(mutex_);
-        return repack_zigzag(blocks.data(), rows, columns, span, tile, pool_);
+        return repack_zigzag(blocks.data(), rows, columns, span, tile, pool_, tail ? tail->data() : nullptr);
     }
 
-    ExpertsMatrix load_experts(Array<const uint8_t, 4> blocks, int64_t rows, int32_t span, int32_t tile) {
+    ExpertsMatrix load_experts(Array<const uint8_t, 4> blocks, int64_t rows, int32_t span, int32_t tile,
+                               std::optional<Array<const uint8_t, 3>> tail) {
         int64_t columns = blocks.shape(2);
         expect(blocks.shape(3) == sizeof(Q4KBlock), "blocks: expected [experts, bands, columns, 144]");
-        expect(blocks.shape(0) > 0 && rows > 0 && columns > 0, "no experts, or without rows or columns");
-        expect((int64_t)blocks.shape(1) == (rows + BAND_ROWS - 1) / BAND_ROWS, "blocks: too few or too many bands");
-        expect(span >= 1 && span <= MAX_SPAN, "span: expected 1 to 16");
-        expect_tile(tile);
+        expect(blocks.shape(0) > 0, "no experts");
+        expect_matrix(blocks.shape(1), rows, columns, span, tile, bool(tail));
+        expect(!tail || (tail->shape(0) == blocks.shape(0) && (int64_t)tail->shape(1) == tail_blocks(rows, columns) &&
+                         tail->shape(2) == sizeof(Q4KBlock)),
+               "tail: expected [experts, superblocks, 144]");
         std::lock_guard<std::mutex> lock(mutex_);
-        return repack_experts(blocks.data(), blocks.shape(0), rows, columns, span, tile, pool_);
+        return repack_experts(blocks.data(), blocks.shape(0), rows, columns, span, tile, pool_,
+                              tail ? tail->data() : nullptr);
     }
 
     void unpack_zigzag(const ZigzagMatrix& m, Array<uint8_t, 3> blocks) {
+        expect(m.view.pieces == 0, "matrix with a tail");
         expect((int64_t)blocks.shape(0) == m.view.bands && (int64_t)blocks.shape(1) == m.view.columns &&
                    blocks.shape(2) == sizeof(Q4KBlock),
                "blocks: expected [bands, columns, 144]");
@@ -208,6 +212,15 @@ public:
     }
 
 private:
+    static void expect_matrix(size_t bands, int64_t rows, int64_t columns, int32_t span, int32_t tile, bool has_tail) {
+        expect(rows > 0 && columns > 0, "matrix without rows or columns");
+        expect(!has_tail || tail_pieces(rows) > 0, "tail: the rows have none");
+        expect((int64_t)bands == (has_tail ? rows : rows + BAND_ROWS - 1) / BAND_ROWS,
+               "blocks: too few or too many bands");
+        expect(span >= 1 && span <= MAX_SPAN, "span: expected 1 to 16");
+        expect_tile(tile);
+    }
+
     static void expect_ascending(const Array<const int32_t, 1>& indices, int32_t count, int64_t most) {
         expect(count >= 0 && (size_t)count <= indices.shape(0), "count: expected 0 to the number of indices");
         for (int32_t i = 0; i < count; i++) {
@@ -275,8 +288,10 @@ void bind_operations(nb::module_& m) {
         .def_prop_ro("bytes", [](const GateMatrix& m) { return m.memory.bytes(); });
     nb::class_<Operations>(m, "Operations")
         .def(nb::init<const std::string&, int>(), "instruction_set"_a, "threads"_a)
-        .def("load_zigzag", &Operations::load_zigzag, "blocks"_a, "rows"_a, "span"_a, "tile"_a, Released())
-        .def("load_experts", &Operations::load_experts, "blocks"_a, "rows"_a, "span"_a, "tile"_a, Released())
+        .def("load_zigzag", &Operations::load_zigzag, "blocks"_a, "rows"_a, "span"_a, "tile"_a,
+             "tail"_a.none() = nb::none(), Released())
+        .def("load_experts", &Operations::load_experts, "blocks"_a, "rows"_a, "span"_a, "tile"_a,
+             "tail"_a.none() = nb::none(), Released())
         .def("unpack_zigzag", &Operations::unpack_zigzag, "matrix"_a, "blocks"_a, Released())
         .def("load_rows", &Operations::load_rows, "data"_a, "columns"_a, "type"_a, Released())
         .def("unpack_rows", &Operations::unpack_rows, "matrix"_a, "data"_a, Released())

@@ -36,20 +36,19 @@ void read_header(const QuadHeader& header, int32_t bands, float scale[QUAD_BANDS
     }
 }
 
-// y[bands * 256] += x * the column
-void add_column(const Quad* quad, int32_t bands, float x, float* y) {
+// y[chunks * 32] += x * the column
+void add_column(const Quad* quad, int32_t chunks, float x, float* y) {
     float scale[QUAD_BANDS][8], min[QUAD_BANDS][8];
-    read_header(quad->header, bands, scale, min);
-    for (int32_t band = 0; band < bands; band++) {
-        for (int32_t sub = 0; sub < 8; sub++) {
-            const uint8_t* chunk = quad->bands[band].chunks[sub];
-            float s = scale[band][sub] * x, m = min[band][sub] * x;
-            float* rows = y + band * BAND_ROWS + 32 * sub;
-            for (int32_t word = 0; word < 8; word++) {
-                for (int32_t nibble = 0; nibble < 4; nibble++) {
-                    int32_t q = chunk[2 * word + nibble / 2] >> 4 * (nibble & 1) & 15;
-                    rows[8 * nibble + word] += s * (float)q - m;
-                }
+    read_header(quad->header, (chunks + 7) / 8, scale, min);
+    for (int32_t i = 0; i < chunks; i++) {
+        int32_t band = i / 8, sub = i % 8;
+        const uint8_t* chunk = quad->bands[band].chunks[sub];
+        float s = scale[band][sub] * x, m = min[band][sub] * x;
+        float* rows = y + 32 * i;
+        for (int32_t word = 0; word < 8; word++) {
+            for (int32_t nibble = 0; nibble < 4; nibble++) {
+                int32_t q = chunk[2 * word + nibble / 2] >> 4 * (nibble & 1) & 15;
+                rows[8 * nibble + word] += s * (float)q - m;
             }
         }
     }
@@ -66,14 +65,14 @@ void zigzag_gemv(const GemvWork* work, const GemvWork*) {
         float x = work->x[work->indices[i]];
         for (int32_t band = 0; band < bands; band += QUAD_BANDS) {
             int32_t quad = work->span * m->span + band / QUAD_BANDS;
-            add_column((const Quad*)column + band / QUAD_BANDS, quad_bands(m, quad), x, work->y + band * BAND_ROWS);
+            add_column((const Quad*)column + band / QUAD_BANDS, quad_chunks(m, quad), x, work->y + band * BAND_ROWS);
         }
     }
 }
 
 void zigzag_matmul(const MatmulWork* work) {
     const Zigzag* m = work->matrix;
-    int32_t quad = work->quad, span = quad / m->span, bands = quad_bands(m, quad);
+    int32_t quad = work->quad, span = quad / m->span, chunks = quad_chunks(m, quad);
     const uint8_t* data = span_data(m, span) + quad % m->span * (int64_t)sizeof(Quad);
     int64_t stride = span_stride(m, span), first = (int64_t)quad * QUAD_ROWS, left = m->rows - first;
     int64_t rows = left < QUAD_ROWS ? left : (int64_t)QUAD_ROWS;
@@ -81,7 +80,7 @@ void zigzag_matmul(const MatmulWork* work) {
         float sums[QUAD_ROWS] = {};
         for (int64_t i = 0; i < work->count; i++) {
             int64_t column = work->indices ? work->indices[i] : i;
-            add_column((const Quad*)(data + stride * column), bands, work->x[p * work->x_stride + i], sums);
+            add_column((const Quad*)(data + stride * column), chunks, work->x[p * work->x_stride + i], sums);
         }
         memcpy(work->y + p * work->y_stride + first, sums, sizeof(float) * rows);
     }

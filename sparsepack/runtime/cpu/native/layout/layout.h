@@ -13,13 +13,15 @@
 //
 //     weight = d * scale * nibble - dmin * min
 //
-// Only the last quad of a matrix may have fewer than four bands, and only the last span fewer quads.
+// Only the last quad of a matrix may have fewer than four bands, and only the last span fewer quads. Where the file has a
+// tail (formats/codecs/zigzag.py), the last band has the chunks of its pieces alone, and columns of the last span are no
+// whole cache lines.
 #pragma once
 #include "layout/blocks.h"
 
 namespace sparsepack {
 
-enum { BAND_ROWS = 256, BAND_SUBS = 8, QUAD_BANDS = 4, QUAD_ROWS = 1024 };
+enum { BAND_ROWS = 256, BAND_SUBS = 8, QUAD_BANDS = 4, QUAD_ROWS = 1024, PIECE_ROWS = 64, PIECE_SUBS = 2 };
 enum { MAX_TILE = 256, MAX_SPAN = 16 };
 
 // The scales of a quad, one column. Where it has fewer bands, those of the absent ones are zero. The 6-bit numbers of
@@ -55,6 +57,7 @@ struct Zigzag {
     int32_t tile;   // columns that are multiplied together, a multiple of 8, at most MAX_TILE
     // fp16 [quads][columns]: the largest |d| of a column's bands in a quad; 8 more may be read after the last.
     const uint16_t* bounds;
+    int32_t pieces;  // of 64 rows in the last band where it is a tail, 1 to 3; 0: it is whole
 };
 
 static inline int32_t quads(const Zigzag* m) { return (m->bands + QUAD_BANDS - 1) / QUAD_BANDS; }
@@ -67,10 +70,19 @@ static inline int32_t span_bands(const Zigzag* m, int32_t span) {
     int32_t first = span * m->span * QUAD_BANDS, left = m->bands - first, whole = m->span * QUAD_BANDS;
     return left < whole ? left : whole;
 }
+// Chunks that the last band lacks.
+static inline int32_t absent_chunks(const Zigzag* m) { return m->pieces ? BAND_SUBS - PIECE_SUBS * m->pieces : 0; }
+// Chunks of one column of a quad, and of a span.
+static inline int32_t quad_chunks(const Zigzag* m, int32_t quad) {
+    return quad_bands(m, quad) * BAND_SUBS - (quad == quads(m) - 1 ? absent_chunks(m) : 0);
+}
+static inline int32_t span_chunks(const Zigzag* m, int32_t span) {
+    return span_bands(m, span) * BAND_SUBS - (span == spans(m) - 1 ? absent_chunks(m) : 0);
+}
 // Bytes of one column of a span.
 static inline int64_t span_stride(const Zigzag* m, int32_t span) {
     int64_t bands = span_bands(m, span);
-    return (bands + QUAD_BANDS - 1) / QUAD_BANDS * (int64_t)sizeof(QuadHeader) + bands * (int64_t)sizeof(BandNibbles);
+    return (bands + QUAD_BANDS - 1) / QUAD_BANDS * (int64_t)sizeof(QuadHeader) + span_chunks(m, span) * (int64_t)16;
 }
 static inline const uint8_t* span_data(const Zigzag* m, int32_t span) {
     return m->data + (int64_t)span * m->span * (int64_t)sizeof(Quad) * m->columns;
@@ -79,9 +91,11 @@ static inline const uint8_t* span_data(const Zigzag* m, int32_t span) {
 static inline int32_t first_slot(int32_t band) { return (band & 1) * 16 + (band >> 1) * 8; }
 // The bytes of the columns themselves; the bounds come after them.
 static inline int64_t zigzag_bytes(const Zigzag* m) {
-    return m->columns * (quads(m) * (int64_t)sizeof(QuadHeader) + m->bands * (int64_t)sizeof(BandNibbles));
+    int64_t chunks = m->bands * BAND_SUBS - absent_chunks(m);
+    return m->columns * (quads(m) * (int64_t)sizeof(QuadHeader) + chunks * 16);
 }
-static inline int64_t bounds_bytes(const Zigzag* m) { return (quads(m) * m->columns + 8) * 2; }
+// Vectors of several chunks may be read beyond the last chunk of a tail, up to 64 bytes.
+static inline int64_t bounds_bytes(const Zigzag* m) { return (quads(m) * m->columns + 8) * 2 + (m->pieces ? 64 : 0); }
 
 // Neuron records (formats/codecs/neurons.py draws the file's). While they run, a record is whole cache lines:
 //

@@ -104,8 +104,29 @@ void for_each_tile(int64_t begin, int64_t end, Pool& pool, Work&& work) {
     pool.run([&](int) { pool.share((int)((end - begin + ROW_TILE - 1) / ROW_TILE), item); });
 }
 
+// Puts one column of a tail behind the whole bands of its quad. Its pieces have one d and one dmin, whichever blocks they
+// lie in.
+void pack_tail(const Q4KBlock* tail, int32_t pieces, int64_t column, int32_t band, Quad* quad) {
+    QuadHeader& header = quad->header;
+    for (int32_t i = 0; i < pieces; i++) {
+        int64_t piece = column * pieces + i, quarter = piece % 4;
+        const Q4KBlock& from = tail[piece / 4];
+        header.d[band] = from.header.d;
+        header.dmin[band] = from.header.dmin;
+        pack_nibbles(from.nibbles[quarter], quad->bands[band].chunks[PIECE_SUBS * i]);
+        for (int32_t sub = 0; sub < PIECE_SUBS; sub++) {
+            int32_t at = (int32_t)quarter * PIECE_SUBS + sub, slot = first_slot(band) + PIECE_SUBS * i + sub;
+            const uint8_t *a = from.header.scales, *b = a + 4, *c = a + 8;
+            int32_t scale = at < 4 ? a[at] & 63 : (c[at - 4] & 15) | a[at - 4] >> 6 << 4;
+            int32_t min = at < 4 ? b[at] & 63 : c[at - 4] >> 4 | b[at - 4] >> 6 << 4;
+            header.low[slot] = (uint8_t)((scale & 15) | (min & 15) << 4);
+            header.high[slot % 16] |= (uint8_t)((scale >> 4 << 4 | min >> 4) << slot / 16 * 2);
+        }
+    }
+}
+
 // A matrix of that shape at `data`, which has room for it and its bounds.
-Zigzag repack_at(Zigzag view, const uint8_t* blocks, uint8_t* data, Pool& pool) {
+Zigzag repack_at(Zigzag view, const uint8_t* blocks, const Q4KBlock* tail, uint8_t* data, Pool& pool) {
     auto* bounds = reinterpret_cast<uint16_t*>(data + zigzag_bytes(&view));
     view.data = data;
     view.bounds = bounds;
@@ -113,11 +134,15 @@ Zigzag repack_at(Zigzag view, const uint8_t* blocks, uint8_t* data, Pool& pool) 
     for (int32_t span = 0; span < spans(&view); span++) {
         for_each_quad(view, span, pool, [=](int64_t to, int64_t from, int32_t bands, int64_t place) {
             auto* quad = (Quad*)(data + to);
-            pack_quad(blocks + from, band_bytes, bands, quad);
+            bool ends = view.pieces && place >= (quads(&view) - 1) * view.columns;
+            pack_quad(blocks + from, band_bytes, bands - ends, quad);
+            if (ends) pack_tail(tail, view.pieces, place % view.columns, bands - 1, quad);
             bounds[place] = bound(quad->header, bands);
         });
-        give_back(blocks + (int64_t)span * view.span * QUAD_BANDS * band_bytes, span_bands(&view, span) * band_bytes);
+        int64_t whole = span_bands(&view, span) - (view.pieces && span == spans(&view) - 1);
+        give_back(blocks + (int64_t)span * view.span * QUAD_BANDS * band_bytes, whole * band_bytes);
     }
+    if (view.pieces) give_back(tail, tail_blocks(view.rows, view.columns) * sizeof(Q4KBlock));
     return view;
 }
 
@@ -148,22 +173,25 @@ void unpack_quad(const Quad* quad, int32_t bands, uint8_t* blocks, int64_t band_
     }
 }
 
-ZigzagMatrix repack_zigzag(const uint8_t* blocks, int64_t rows, int64_t columns, int32_t span, int32_t tile,
-                           Pool& pool) {
-    ExpertsMatrix one = repack_experts(blocks, 1, rows, columns, span, tile, pool);
+ZigzagMatrix repack_zigzag(const uint8_t* blocks, int64_t rows, int64_t columns, int32_t span, int32_t tile, Pool& pool,
+                           const uint8_t* tail) {
+    ExpertsMatrix one = repack_experts(blocks, 1, rows, columns, span, tile, pool, tail);
     return {one.views[0], std::move(one.memory)};
 }
 
 ExpertsMatrix repack_experts(const uint8_t* blocks, int64_t experts, int64_t rows, int64_t columns, int32_t span,
-                             int32_t tile, Pool& pool) {
-    Zigzag shape = {nullptr, rows, columns, (int32_t)((rows + BAND_ROWS - 1) / BAND_ROWS), span, tile, nullptr};
+                             int32_t tile, Pool& pool, const uint8_t* tail) {
+    int32_t bands = (int32_t)((rows + BAND_ROWS - 1) / BAND_ROWS), pieces = tail ? tail_pieces(rows) : 0;
+    Zigzag shape = {nullptr, rows, columns, bands, span, tile, nullptr, pieces};
     shape.span = std::min(span, quads(&shape));
     int64_t bytes = zigzag_bytes(&shape) + bounds_bytes(&shape), stride = (bytes + 63) & ~(int64_t)63;
     Memory memory((experts - 1) * stride + bytes);
     std::vector<Zigzag> views;
-    int64_t of_each = shape.bands * columns * (int64_t)sizeof(Q4KBlock);
-    for (int64_t expert = 0; expert < experts; expert++)
-        views.push_back(repack_at(shape, blocks + expert * of_each, memory.data() + expert * stride, pool));
+    int64_t of_each = (bands - (pieces > 0)) * columns * (int64_t)sizeof(Q4KBlock);
+    for (int64_t expert = 0; expert < experts; expert++) {
+        auto* of_tail = tail ? (const Q4KBlock*)tail + expert * tail_blocks(rows, columns) : nullptr;
+        views.push_back(repack_at(shape, blocks + expert * of_each, of_tail, memory.data() + expert * stride, pool));
+    }
     return {std::move(views), std::move(memory)};
 }
 
