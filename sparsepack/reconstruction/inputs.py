@@ -37,6 +37,13 @@ class Inputs:
         products = None if self.products is None else self.products[order][:, order]
         return replace(self, moments=self.moments[order], products=products)
 
+    def to(self, device: str) -> "Inputs":
+        """What is known of the same inputs, the inverse of their products too, on another device."""
+        products = None if self.products is None else self.products.to(device)
+        moved = replace(self, moments=self.moments.to(device), products=products)
+        moved.__dict__["inverse_factor"] = self.inverse_factor.to(device)
+        return moved
+
     @cached_property
     def by_size(self) -> tuple[Tensor, "Inputs"]:
         """The order of the inputs in which the largest come first, of equal ones the lower number, int64 [columns]; and

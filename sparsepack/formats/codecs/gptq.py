@@ -24,21 +24,22 @@ def zigzag_blocks(weight: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor | None
     Raises `PackingError` as `zigzag.pack`, `SingularError` as `Inputs.inverse_factor`.
     """
     largest(weight)
+    whole = len(weight) - zigzag.tail_rows(len(weight))
+    # No row depends on another one, but for the scales that they share.
+    tail = None if whole == len(weight) else _tail(weight[whole:], inputs)
+    if whole == 0:
+        return weight.new_empty(0, weight.shape[1], BLOCK_BYTES, dtype=torch.uint8), tail
+    return _bands(weight[:whole], inputs), tail
+
+
+def _bands(weight: Tensor, inputs: Inputs) -> Tensor:
     order, ordered = inputs.by_size
-    columns, rows = order.tolist(), len(weight)
-    whole = rows - zigzag.tail_rows(rows)
-    tail = zigzag.pack_tail(weight[whole:]) if whole < rows else None
-    blocks = weight.new_empty(weight.shape[1], zigzag.bands(whole), BLOCK_BYTES, dtype=torch.uint8)
+    blocks = weight.new_empty(weight.shape[1], zigzag.bands(len(weight)), BLOCK_BYTES, dtype=torch.uint8)
 
     def begin(number: int, _: Tensor) -> Change:
         def change(_: int, column: Tensor) -> Tensor:
-            decoded = []
-            if whole:
-                blocks[number] = zigzag.pack_column(column[:whole])
-                decoded.append(zigzag.unpack_column(blocks[number], whole))
-            if tail is not None:
-                decoded.append(zigzag.set_tail_column(tail, rows, columns[number], column[whole:]))
-            return torch.cat(decoded)
+            blocks[number] = zigzag.pack_column(column)
+            return zigzag.unpack_column(blocks[number], len(column))
 
         return change
 
@@ -48,7 +49,31 @@ def zigzag_blocks(weight: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor | None
     fed_back(weight[:, order], ordered, begin, at_once=at_once, step=q4_k_device.columns_at_once(weight.device))
     found = torch.empty_like(blocks)
     found[order] = blocks
-    return found.transpose(0, 1).contiguous(), tail
+    return found.transpose(0, 1).contiguous()
+
+
+def _tail(weight: Tensor, inputs: Inputs) -> Tensor:
+    """The tail of 1 to 192 rows. It is made on the CPU, whose kernel takes given d and dmin: few models have one, and
+    few rows of them."""
+    device, rows = weight.device, len(weight)
+    tail, (order, ordered) = zigzag.pack_tail(weight.cpu()), inputs.by_size
+    columns = order.tolist()
+    steps = zigzag.tail_steps(tail, rows, len(columns))[order.cpu()].contiguous()
+    bands = torch.empty(len(columns), 1, BLOCK_BYTES, dtype=torch.uint8)
+
+    def begin(number: int, _: Tensor) -> Change:
+        return lambda _, column: zigzag.set_tail_column(tail, rows, columns[number], column)
+
+    def at_once(block: Tensor, factor: Tensor, first: int) -> Tensor | None:
+        here = slice(first, first + len(block))
+        return q4_k_device.quantise_block(block, factor, first, bands[here], steps[here])
+
+    fed_back(weight[:, order].cpu(), ordered.to("cpu"), begin, at_once=at_once, step=q4_k_device.COLUMNS)
+    if q4_k_device.on_cpu():
+        found = torch.empty_like(bands)
+        found[order.cpu()] = bands
+        zigzag.set_tail(tail, rows, found[:, 0])
+    return tail.to(device)
 
 
 def q4_k_rows(weight: Tensor, inputs: Inputs) -> Tensor:

@@ -34,13 +34,16 @@ def encode(weight: Tensor) -> Tensor | None:
     return by_triton(weight, by_kernel, WITHOUT)
 
 
-def quantise_block(block: Tensor, factor: Tensor, first: int, blocks: Tensor) -> Tensor | None:
+def quantise_block(
+    block: Tensor, factor: Tensor, first: int, blocks: Tensor, steps: Tensor | None = None
+) -> Tensor | None:
     """Quantise columns one after the other, each one's error taken off those behind it; None without a kernel.
 
     block  -- contiguous float32 [columns, rows], each column in one piece; becomes what is decoded
     factor -- float32 [all columns, all columns], U of `Inputs.inverse_factor`
     first  -- the number of the block's first column in the matrix
     blocks -- uint8 [columns, bands, 144], written
+    steps  -- float32 [columns, 2], d and dmin of each column, of one band on the CPU; None: those that suit it best
 
     Returns the errors, each divided by its pivot: float32 [columns, rows].
     """
@@ -51,7 +54,7 @@ def quantise_block(block: Tensor, factor: Tensor, first: int, blocks: Tensor) ->
         here = slice(first, first + len(block))
         errors = torch.empty_like(block)
         part = factor[here, here].contiguous()
-        _quantise(kernel, block, blocks, part, errors)
+        _quantise(kernel, block, blocks, part, errors, steps)
         return errors
 
     def by_kernel() -> Tensor:
@@ -60,6 +63,11 @@ def quantise_block(block: Tensor, factor: Tensor, first: int, blocks: Tensor) ->
         return q4_k_triton.quantise_block(block, factor, first, blocks)
 
     return by_triton(block, by_kernel, WITHOUT)
+
+
+def on_cpu() -> bool:
+    """Whether the CPU has a kernel."""
+    return _native() is not None
 
 
 def columns_at_once(device: torch.device) -> int:
@@ -74,8 +82,8 @@ def _native() -> Any | None:
         return None
 
 
-def _quantise(kernel: Any, block: Tensor, blocks: Tensor, factor: Tensor | None, errors: Tensor | None) -> None:
-    arrays = [None if tensor is None else tensor.numpy() for tensor in (block, blocks, factor, errors)]
+def _quantise(kernel: Any, *tensors: Tensor | None) -> None:
+    arrays = [None if tensor is None else tensor.numpy() for tensor in tensors]
     kernel(*arrays, instruction_set(), torch.get_num_threads())
 
 
@@ -89,6 +97,6 @@ def _encode_on_cpu(weight: Tensor) -> Tensor | None:
     for first in range(0, columns, step):
         part = weight[:, first : first + step].float().t().contiguous()
         made = torch.empty(part.shape[0], blocks.shape[0], _BYTES, dtype=torch.uint8)
-        _quantise(kernel, part, made, None, None)
+        _quantise(kernel, part, made, None, None, None)
         blocks[:, first : first + step] = made.transpose(0, 1)
     return blocks.view(-1, _BYTES)

@@ -158,6 +158,26 @@ def _check_tail(tail: Tensor, rows: int, columns: int) -> None:
         raise PackingError(f"zigzag tail {list(tail.shape)}: expected {list(expected)} for {rows} rows")
 
 
+def tail_steps(tail: Tensor, rows: int, columns: int) -> Tensor:
+    """d and dmin of each column of a tail: uint8 [superblocks, 144] -> float32 [columns, 2]."""
+    return _steps(tail)[torch.arange(columns, device=tail.device) * tail_pieces(rows) // _PIECES]
+
+
+def set_tail(tail: Tensor, rows: int, bands: Tensor) -> None:
+    """Put other weights into a tail, whose d and dmin stay as they are: what `expand_tail` gives, uint8 [columns, 144],
+    with other scales, mins and nibbles."""
+    pieces, columns = tail_pieces(rows), len(bands)
+
+    def spread(each: Tensor) -> Tensor:
+        """The first `pieces` quarters of each column, one after the other: [columns, 4, n] -> [superblocks, 4 n]."""
+        flat = each[:, :pieces].reshape(columns * pieces, -1)
+        return functional.pad(flat, (0, 0, 0, -len(flat) % _PIECES)).reshape(len(tail), -1)
+
+    scales, mins = (spread(each.view(columns, _PIECES, _PIECE_SUBS)) for each in q4_k.scales_and_mins(bands))
+    q4_k.set_scales_and_mins(tail, scales, mins)
+    tail[:, 16:] = spread(bands[:, 16:].reshape(columns, _PIECES, SUB))
+
+
 def set_tail_column(tail: Tensor, rows: int, number: int, column: Tensor) -> Tensor:
     """Put other weights into a column of a tail, whose d and dmin stay as they are: they are its neighbours' too.
 

@@ -126,3 +126,17 @@ def test_rows_with_one_scale_keep_their_zeros(dtype: torch.dtype, steps: float) 
     assert errors[0] < 0.95 * errors[1]
     alone, _ = gptq.symmetric_rows(weight, Inputs(torch.ones(64), torch.eye(64)), dtype, steps)
     assert torch.equal(alone, plain.float())
+
+
+@pytest.mark.parametrize("rows", [64, 100, 192, 320, 576])
+def test_a_tail_by_the_kernel_is_what_it_is_column_by_column(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, inputs = weights(rows, 70), known(70)
+    blocks, tail = gptq.zigzag_blocks(weight.clone(), inputs)
+    assert tail is not None
+    monkeypatch.setattr(gptq.q4_k_device, "_native", lambda: None)
+    plain_blocks, plain_tail = gptq.zigzag_blocks(weight.clone(), inputs)
+    found, expected = zigzag.unpack(blocks, rows, tail=tail), zigzag.unpack(plain_blocks, rows, tail=plain_tail)
+    assert (found - expected).abs().gt(1e-3).float().mean() < 0.02  # sums in another order: few values fall otherwise
+    assert inputs.relative_error(weight, found) == pytest.approx(inputs.relative_error(weight, expected), rel=0.02)
+    rounded = zigzag.unpack(*zigzag.pack_with_tail(weight)[:1], rows, tail=zigzag.pack_with_tail(weight)[1])
+    assert inputs.relative_error(weight, found) < 0.95 * inputs.relative_error(weight, rounded)

@@ -22,7 +22,7 @@ using Factor = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::c
 using Blocks = nb::ndarray<uint8_t, nb::ndim<3>, nb::c_contig, nb::device::cpu>;
 
 void quantise_q4_k(Matrix block, Blocks blocks, std::optional<Factor> factor, std::optional<Matrix> errors,
-                   const std::string& instruction_set, int threads) {
+                   std::optional<Factor> steps, const std::string& instruction_set, int threads) {
     auto expect = [](bool met, const char* what) {
         if (!met) throw std::invalid_argument(what);
     };
@@ -34,11 +34,14 @@ void quantise_q4_k(Matrix block, Blocks blocks, std::optional<Factor> factor, st
         expect(factor->shape(0) == columns && factor->shape(1) == columns, "factor: expected [columns, columns]");
         expect(errors->shape(0) == columns && errors->shape(1) == rows, "errors: expected [columns, rows]");
     }
+    expect(!steps || (bands == 1 && steps->shape(0) == columns && steps->shape(1) == 2),
+           "steps: expected [columns, 2], and one band");
     expect(threads > 0, "threads: expected at least 1");
     QuantiseWork work{block.data(),
                       factor ? factor->data() : nullptr,
                       errors ? errors->data() : nullptr,
                       blocks.data(),
+                      steps ? steps->data() : nullptr,
                       (int64_t)columns,
                       (int64_t)rows,
                       (int64_t)bands};
@@ -52,6 +55,7 @@ void quantise_q4_k(Matrix block, Blocks blocks, std::optional<Factor> factor, st
             QuantiseWork part = work;
             part.block += first * work.rows;
             part.blocks += first * work.bands * 144;
+            if (work.steps) part.steps += 2 * first;
             part.columns = std::min(at_once, work.columns - first);
             kernel(part, item % work.bands);
         });
@@ -62,7 +66,7 @@ void quantise_q4_k(Matrix block, Blocks blocks, std::optional<Factor> factor, st
 
 void bind_quantise(nb::module_& m) {
     m.def("quantise_q4_k", &quantise_q4_k, "block"_a, "blocks"_a, "factor"_a.none(), "errors"_a.none(),
-          "instruction_set"_a, "threads"_a, nb::call_guard<nb::gil_scoped_release>());
+          "steps"_a.none(), "instruction_set"_a, "threads"_a, nb::call_guard<nb::gil_scoped_release>());
 }
 
 }  // namespace sparsepack

@@ -10,11 +10,13 @@ namespace sparsepack {
 // factor  [columns, columns], upper triangular: U of these columns; null: each column is rounded by itself
 // errors  [columns, rows]: of each column, divided by its pivot; with a factor only
 // blocks  [columns, bands, 144]
+// steps   [columns, 2]: d and dmin of each column, which is one band; null: those that suit it best
 struct QuantiseWork {
     float* block;
     const float* factor;
     float* errors;
     uint8_t* blocks;
+    const float* steps;
     int64_t columns, rows, bands;
 };
 
