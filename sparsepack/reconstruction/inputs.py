@@ -65,12 +65,12 @@ class Inputs:
         mean = diagonal.mean()
         added = self.damping * diagonal + _FLOOR * mean if self.shrunk else self.damping * mean
         diagonal += torch.where(dead, 1.0, added)
-        factor: Tensor
-        lower, failed = torch.linalg.cholesky_ex(hessian)
-        if not failed:
-            factor, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
+        # H = R R^T with R upper triangular, which is Cholesky's factor from the last input to the first: U = R^-1.
+        lower, failed = torch.linalg.cholesky_ex(hessian.flip(0, 1))
         if failed:
             raise SingularError(f"the products of {len(diagonal)} inputs have no inverse with damping {self.damping:g}")
+        one = torch.eye(len(diagonal), device=hessian.device)
+        factor: Tensor = torch.linalg.solve_triangular(lower, one, upper=False).flip(0, 1).contiguous()
         return factor
 
     def relative_error(self, weight: Tensor, changed: Tensor) -> float:

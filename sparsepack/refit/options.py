@@ -27,7 +27,7 @@ class RefitOptions:
         choices=QUANTISERS,
     )
     refit_windows: int | None = option(
-        "Calibration windows that weights are fitted on; gptq alone reads 512 tokens of each (default: four tokens for "
+        "Calibration windows that weights are fitted on; gptq alone reads 512 tokens of each (default: three tokens for "
         "each input of the widest site; on a GPU and with --refit 128 windows at least).",
         default=None,
         least=1,

@@ -45,15 +45,16 @@ from sparsepack.workers.resume import ResumeState
 
 LENGTH = 512
 """Error feedback runs so many tokens of a window: of as many tokens more is learnt from more texts."""
-TOKENS_OF_INPUT = 4
+TOKENS_OF_INPUT = 3
 """Unless told otherwise it has so many tokens for each input of the widest site."""
 MORE_WINDOWS = 128
 """Unless told otherwise so many windows at least are run on a GPU, and of full length for a refit."""
 AT_ONCE = {"cpu": 8192, "cuda": 65_536}
 """Tokens that are run at a time; on other devices as on a CPU."""
-SHRINKAGE = 1.0
-"""Error feedback damps the products of inputs by this share of each input's own moment, and by more where tokens are
-few: without it WikiText loses more than by rounding at some sites of a model calibrated on books."""
+SHRINKAGE, ENOUGH = 1.0, 8
+"""Error feedback damps the products of inputs by this share of each input's own moment, and by more where there are
+fewer than `ENOUGH` tokens for each input: with less, other text than the calibration's loses more at some sites than by
+rounding to nearest."""
 
 
 @dataclass(frozen=True)
@@ -281,7 +282,7 @@ def _fitted(
 ) -> tuple[EncodedSite, dict[str, Any]]:
     """What is stored of a matrix, and the numbers of its row. Raises `PackingError`."""
     known = sums.inputs(options.damping)
-    damping = SHRINKAGE * max(1.0, TOKENS_OF_INPUT / 2 * weight.shape[1] / max(sums.count, 1))
+    damping = SHRINKAGE * max(1.0, ENOUGH * weight.shape[1] / max(sums.count, 1))
     inputs = replace(known.inputs, damping=damping, shrunk=True)
     try:
         target = refitted(weight, known) if options.refit else weight
