@@ -57,7 +57,7 @@ class Pack(Section):
     score: bool
     refit: bool
     quantiser: str
-    refit_windows: int
+    refit_windows: int | None
     refit_dense: float
     damping: float
     attention: str
