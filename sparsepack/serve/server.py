@@ -135,6 +135,7 @@ class _Server(uvicorn.Server):
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+            SANDBOX.reopen()  # for whoever called the server
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Called by a signal, which may come while the worker is being asked something: hence later, in the loop.

@@ -155,6 +155,11 @@ class Sandbox:
         for child in idle:
             child.close()
 
+    def reopen(self) -> None:
+        """Take requests again after `close`."""
+        with self._change:
+            self._closed = False
+
     def forget(self) -> None:
         """Leave the children to another process: this one was forked from it."""
         self._change = threading.Condition()
