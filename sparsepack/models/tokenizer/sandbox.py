@@ -251,7 +251,7 @@ class SandboxTokenizer:
         return self._encode(texts, add_special_tokens, True, False)
 
     def encode_batch_fast(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[SandboxEncoding]:
-        """As `encode_batch`, without offsets: those of a long prompt would take long to make here."""
+        """The tokens of each text without offsets, which take long to make here for a long prompt."""
         return self._encode(texts, add_special_tokens, False, False)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
