@@ -103,7 +103,7 @@ def test_what_enters_a_shared_expert_is_pooled_with_the_others(tmp_path: Path) -
         assert int(statistics["mlp_mid.histogram.magnitude"].sum()) == tokens * (2 + 2) * 256
         assert int(given(made)[layer].sum()) == tokens * 2  # of those that the router chooses
         assert len(given(made)[layer]) == 8
-    table = find_thresholds(checkpoint, made, AllocationOptions(sparsity=0.4))
+    table = find_thresholds(checkpoint, made, AllocationOptions(sparsity=0.4, allocation="uniform"))
     assert all(rule.realised == pytest.approx(0.4, abs=0.01) for rule in table.rules.values())
     assert table.weights[0, "mlp_in"] == (2 + 2) * 512 * 256
 
@@ -117,7 +117,7 @@ def test_column_norms_are_those_of_all_experts(tmp_path: Path) -> None:
         assert torch.allclose(column_norms(stream.block, checkpoint.family, site), expected, rtol=1e-4)
 
 
-@pytest.mark.parametrize("options", [{"criterion": "column-norm"}, {"allocation": "global"}])
+@pytest.mark.parametrize("options", [{"allocation": "uniform", "criterion": "column-norm"}, {"allocation": "global"}])
 def test_a_weight_for_each_channel_is_refused(
     model: Checkpoint, calibration: Calibration, options: dict[str, str]
 ) -> None:

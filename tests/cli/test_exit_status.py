@@ -102,7 +102,9 @@ def test_no_line_begins_twice_with_the_same_name(notok: Path) -> None:
     def larger() -> None:
         shutil.copytree(whole, notok, dirs_exist_ok=True)
         tokenizer = json.loads((notok / "tokenizer.json").read_text())
-        tokenizer["added_tokens"].append({**tokenizer["added_tokens"][0], "id": 5000, "content": "<more>", "special": False})
+        tokenizer["added_tokens"].append(
+            {**tokenizer["added_tokens"][0], "id": 5000, "content": "<more>", "special": False}
+        )
         (notok / "tokenizer.json").write_text(json.dumps(tokenizer))
 
     def odd() -> None:

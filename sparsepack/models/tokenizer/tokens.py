@@ -85,6 +85,11 @@ def check_ids(
     largest = max(ids, default=-1)
     if largest >= vocabulary:
         token = backend_of(tokenizer).id_to_token(largest)
+        if token is None:
+            raise error(
+                f"{what}: token {largest} is beyond the model's vocabulary of {vocabulary}; the tokenizer does not fit "
+                "the model"
+            )
         raise error(
             f"{what}: it spells {token!r}, token {largest}; expected tokens below {vocabulary:,}, for which this model "
             "has embeddings; take it out of the text"
