@@ -19,6 +19,7 @@ from sparsepack.option import check_options, check_type, check_types, only_with,
 from sparsepack.refit.options import RefitOptions
 from sparsepack.sparsity.attention_options import AttentionOptions
 from sparsepack.sparsity.options import AllocationOptions
+from sparsepack.tracing.options import MANIFEST as TRACE
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -147,9 +148,7 @@ class PackRequest:
         options = self.fitting or RefitOptions()
         if options.quantiser != "auto" or self.calibration is None or not format_of(self.format).fits:
             return options.decided(calibrated=False)
-        from sparsepack.tracing.trace import is_trace
-
-        return options.decided(calibrated=not is_trace(self.calibration))
+        return options.decided(calibrated=not (Path(self.calibration) / TRACE).is_file())
 
     def check_workers(self, count: int) -> None:
         """Raise `WorkersError` for what so many workers do not make together."""

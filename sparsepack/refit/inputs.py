@@ -19,7 +19,6 @@ from torch import Tensor
 from sparsepack.models.records.rule import SiteRule, sparsify
 from sparsepack.reconstruction.inputs import Inputs, Sums
 
-
 _SAMPLED = 256
 
 
@@ -39,8 +38,8 @@ class SiteInputs:
     missing: float
 
     def relative_error(self, change: Tensor) -> float:
-        """How far (W + change) x~ is from W x: the root mean square of the difference over that of W x. Where nothing is
-        skipped, by `_SAMPLED` evenly spread rows at most."""
+        """How far (W + change) x~ is from W x: the root mean square of the difference over that of W x; where nothing
+        is skipped, by `_SAMPLED` evenly spread rows at most."""
         if self.lost is None:
             rows = torch.linspace(0, len(change) - 1, min(len(change), _SAMPLED), device=change.device).round().long()
             squares = self.inputs.output_squares(change[rows]) * len(change) / len(rows)

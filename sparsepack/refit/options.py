@@ -27,8 +27,8 @@ class RefitOptions:
         choices=QUANTISERS,
     )
     refit_windows: int | None = option(
-        "Calibration windows that weights are fitted on; gptq alone reads 512 tokens of each (default: three tokens for "
-        "each input of the widest site; on a GPU and with --refit 128 windows at least).",
+        "Calibration windows that weights are fitted on; gptq alone reads 512 tokens of each (default: three tokens "
+        "for each input of the widest site; on a GPU and with --refit 128 windows at least).",
         default=None,
         least=1,
         counts=(FITS,),

@@ -40,6 +40,8 @@ WINDOWS, TOKENS = 8, 512
 _SINKS = 4
 """The first positions of a window are left out: their inputs are unlike all others."""
 _HIGHEST = 0.98
+_FLOOR = 1e-6
+"""No channel counts less than this beside the mean of its site's squares, no site beside the one that counts most."""
 _LOGITS = 1 << 25
 """No more logits than this are computed at a time: 128 MiB in float32."""
 
@@ -69,7 +71,8 @@ def fisher_rules(
 
     Raises `ThresholdsError` where gradients are not finite.
     """
-    channels, counts = {}, {}
+    channels: dict[SiteKey, Tensor] = {}
+    counts, scales = {}, {}
     ids = spread_windows(calibration.windows, WINDOWS)[:, :TOKENS]
     for (layer, site), x, gradient in _gradients(checkpoint, ids, options):
         if (layer, site) not in weights:
@@ -79,40 +82,51 @@ def fisher_rules(
             raise ThresholdsError(
                 f"blk.{layer}.{site}: gradients are not finite; give --dtype float32, or another --allocation"
             )
-        if _pooled(checkpoint, site):
-            squares = squares.mean().expand_as(squares)
+        # Apart from their scale, for histograms hold no number however small; a site that seems to be of no use stays
+        # comparable, and so does one of its channels.
+        mean = float(squares.mean())
+        if _pooled(checkpoint, site) or mean == 0:
+            squares = torch.full_like(squares, mean or 1.0)
+        c = squares.clamp_min(_FLOOR * float(squares.mean())).sqrt()
+        channels[layer, site] = c / c.log().mean().exp()
         rows = checkpoint.token_weights(site, layer) / len(squares)  # that a token reads
-        channels[layer, site] = (squares / rows).sqrt()
+        scales[layer, site] = math.sqrt(mean / rows) * float(c.log().mean().exp()) / math.sqrt(float(c.square().mean()))
         counts[layer, site] = histogram.count(x.abs() * channels[layer, site]).cpu()
-    threshold = common_threshold(counts, weights, options.sparsity)
+    largest = max(scales.values(), default=0.0) or 1.0
+    scales = {key: max(scale, math.sqrt(_FLOOR) * largest) for key, scale in scales.items()}
+    shares = shares_at_target(counts, scales, weights, options.sparsity)
     return {
-        (layer, site): SiteRule(
-            channel_weights=None if _pooled(checkpoint, site) else _scaled(channels[layer, site]).cpu(),
-            sparsity=min(histogram.share_at_most(counts[layer, site], threshold), _HIGHEST),
+        key: SiteRule(
+            channel_weights=None if _pooled(checkpoint, key[1]) else channels[key].cpu(), sparsity=shares[key]
         )
-        for layer, site in weights
+        for key in weights
     }
 
 
-def common_threshold(counts: Mapping[SiteKey, Tensor], weights: Mapping[SiteKey, float], target: float) -> float:
-    """The threshold below which the target's share of all weights lies: counts are histograms of the sites' scores."""
+def shares_at_target(
+    counts: Mapping[SiteKey, Tensor], scales: Mapping[SiteKey, float], weights: Mapping[SiteKey, float], target: float
+) -> dict[SiteKey, float]:
+    """The share of each site that lies below the threshold below which the target's share of all weights lies.
+
+    counts -- histograms of scores over `scales`
+    """
+
+    def shares(threshold: float) -> dict[SiteKey, float]:
+        below = {key: histogram.share_at_most(counts[key], threshold / scales[key]) for key in weights}
+        return {key: min(share, _HIGHEST) for key, share in below.items()}
+
     limits = histogram.edges()
-    low, high = math.log(limits[1]), math.log(limits[-1])
-    for _ in range(40):
+    low = math.log(min(scales.values()) * float(limits[1]))
+    high = math.log(max(scales.values()) * float(limits[-1]))
+    for _ in range(50):
         middle = (low + high) / 2
-        shares = {key: histogram.share_at_most(counts[key], math.exp(middle)) for key in weights}
-        below = sum(weights[key] * min(share, _HIGHEST) for key, share in shares.items()) < target
+        below = sum(weights[key] * share for key, share in shares(math.exp(middle)).items()) < target
         low, high = (middle, high) if below else (low, middle)
-    return math.exp(high)
+    return shares(math.exp(high))
 
 
 def _pooled(checkpoint: Checkpoint, site: str) -> bool:
     return checkpoint.family.experts is not None and site in MLP_SITES
-
-
-def _scaled(c: Tensor) -> Tensor:
-    """Channel weights of geometric mean one, so that thresholds are of the size of inputs."""
-    return c / c.clamp_min(torch.finfo(torch.float32).tiny).log().mean().exp()
 
 
 def _gradients(

@@ -6,6 +6,9 @@ from sparsepack.calibration.options import CalibrateOptions
 from sparsepack.errors import PlacementError
 from sparsepack.option import check_options, option
 
+MANIFEST = "trace.json"
+"""A folder with this file is a trace."""
+
 
 @dataclass(frozen=True)
 class TraceOptions:

@@ -35,9 +35,9 @@ from sparsepack.files.hashing import fingerprint, sha256_bytes
 from sparsepack.files.stored import Count, Name, Size, Stored
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
 from sparsepack.tracing.activity_report import Unit
+from sparsepack.tracing.options import MANIFEST
 
 SCHEMA = 1
-MANIFEST = "trace.json"
 _MUST_AGREE = ("model.sha256", "tokenizer.sha256", "intermediate", "rule", "compute.dtype")
 MOST_SESSIONS = 100_000
 _MOST_BITS = 1 << 33

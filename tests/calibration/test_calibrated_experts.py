@@ -79,7 +79,9 @@ def test_pooled_counts_have_every_channel_of_every_expert_that_a_token_has(calib
         assert statistics["mlp_mid.second_moment"].shape == (256,)
 
 
-@pytest.mark.parametrize(("allocation", "upstream"), [("uniform", "sparse"), ("uniform", "dense"), ("teal", "sparse")])
+@pytest.mark.parametrize(
+    ("allocation", "upstream"), [("fisher", "sparse"), ("uniform", "sparse"), ("uniform", "dense"), ("teal", "sparse")]
+)
 def test_thresholds_realise_their_target(
     model: Checkpoint, calibration: Calibration, allocation: str, upstream: str
 ) -> None:

@@ -93,7 +93,7 @@ def test_merged_calibrations_count_both(tiny: Path, tmp_path: Path) -> None:
 
 
 def test_an_edited_table_is_what_is_packed(tiny: Path, tmp_path: Path) -> None:
-    arguments = ("--calibration", tiny / "cal", "--sparsity", 0.5, "--windows", 4)
+    arguments = ("--calibration", tiny / "cal", "--sparsity", 0.5, "--windows", 4, "--allocation", "uniform")
     succeeds("thresholds", "shipped:tiny", *arguments, "-o", tmp_path / "t.json")
     table = json.loads((tmp_path / "t.json").read_text())
     table["rows"][2]["threshold"] = 7.5
@@ -293,7 +293,7 @@ def test_a_table_is_printed_even_where_its_json_cannot_be_written(tmp_path: Path
 
 @pytest.mark.parametrize("place", ["before the verb", "after it", None])
 def test_quiet_leaves_results_and_errors(tiny: Path, place: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress, "EVERY", 0.001)
+    monkeypatch.setattr(progress, "FIRST", 0.001)
     before, after = (["--quiet"] if place == where else [] for where in ("before the verb", "after it"))
     run = ("bench", tiny / "m.gguf", "-p", 8, "-n", 8, "-r", 1)
     done = sparsepack(*before, *run, *after)

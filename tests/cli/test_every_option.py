@@ -278,7 +278,7 @@ def test_a_merge_takes_no_option_of_a_run() -> None:
 @pytest.mark.parametrize(
     ("asked", "line"),
     [
-        (AllocationOptions(0.5, steps=3), "steps 3: it is for allocation global, not uniform"),
+        (AllocationOptions(0.5, steps=3), "steps 3: it is for allocation global, not fisher"),
         (PruneOptions(2, 4, "wanda", damping=0.5), "damping 0.5: it is for method sparsegpt, not wanda"),
         (SimulateOptions(cached="0.3", vram="24GB", machine="pcie5"), "cached 0.3: it does nothing with vram 24GB"),
         (EvalRequest("x", tasks=("t",), context=64), "context 64: it does nothing without perplexity"),

@@ -2,7 +2,6 @@
 
 import builtins
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from commands_for_tests import sparsepack
 from sparsepack.models.checkpoint.checkpoint import open_checkpoint
 
 MESSAGES = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
-TEMPLATE = MESSAGES + "{% if add_generation_prompt %}assistant: {% endif %}"
+TEMPLATE = "{{ bos_token }}" + MESSAGES + "{% if add_generation_prompt %}assistant: {% endif %}"
 
 
 @pytest.fixture(scope="module")
@@ -129,13 +128,13 @@ def test_an_answer_can_be_interrupted_on_a_terminal(folder: Path, monkeypatch: p
     from sparsepack.runtime.generation.generate import Generation
 
     step = Generation._step
-    calls: list[Sequence[int]] = []
+    calls: list[Any] = []
 
-    def interrupted(self: Generation, chosen: Sequence[int], going: Sequence[int]) -> list[int]:
-        calls.append(chosen)
+    def interrupted(self: Generation, *arguments: Any) -> Any:
+        calls.append(arguments)
         if len(calls) == 3:
             raise KeyboardInterrupt
-        return step(self, chosen, going)
+        return step(self, *arguments)
 
     monkeypatch.setattr(Generation, "_step", interrupted)
     type_on_a_terminal(monkeypatch, ["Hello", "Go on"])

@@ -16,7 +16,7 @@ from sparsepack.models.stock.hooks import site_hooks
 from sparsepack.models.stock.whole import backbone_of, load_model
 from sparsepack.sparsity.allocation import weights_of
 from sparsepack.sparsity.find import find_thresholds
-from sparsepack.sparsity.fisher import _gradients, common_threshold, fisher_rules
+from sparsepack.sparsity.fisher import _gradients, fisher_rules, shares_at_target
 from sparsepack.sparsity.options import AllocationOptions
 
 HALF = AllocationOptions(0.5)
@@ -60,10 +60,22 @@ def test_one_threshold_gives_every_site_its_share(small, small_calibration):
     assert all(rule.channel_weights.log().mean() == pytest.approx(0, abs=1e-4) for rule in rules.values())
 
 
-def test_the_common_threshold_splits_all_weights_at_the_target():
-    counts = {(0, "a"): histogram.count(torch.arange(1.0, 101)), (0, "b"): histogram.count(torch.arange(101.0, 201))}
-    threshold = common_threshold(counts, {(0, "a"): 0.5, (0, "b"): 0.5}, 0.25)
-    assert threshold == pytest.approx(50, rel=0.02)
+def test_one_threshold_splits_all_weights_at_the_target():
+    scores = torch.arange(1.0, 101)
+    counts = {(0, "a"): histogram.count(scores), (0, "b"): histogram.count(scores + 100)}
+    weights = {(0, "a"): 0.5, (0, "b"): 0.5}
+    shares = shares_at_target(counts, {(0, "a"): 1.0, (0, "b"): 1.0}, weights, 0.25)
+    assert shares == {(0, "a"): pytest.approx(0.5, abs=0.01), (0, "b"): 0}
+    shares = shares_at_target(counts, {(0, "a"): 1e-12, (0, "b"): 1e-15}, weights, 0.5)
+    assert shares == {(0, "a"): pytest.approx(0.02, abs=0.02), (0, "b"): pytest.approx(0.98, abs=0.02)}
+
+
+def test_a_model_whose_output_does_not_move_gets_the_target_all_the_same(tmp_path, text):
+    checkpoint = open_checkpoint(make_model(tmp_path / "m", "qwen3"))  # a random one is sure of every word
+    calibration = calibrate(checkpoint, text, tmp_path / "c", CalibrateOptions(context=64, samples=8))
+    weights = all_sites(checkpoint)
+    rules = fisher_rules(checkpoint, calibration, HALF, weights)
+    assert sum(weights[key] * rule.sparsity for key, rule in rules.items()) == pytest.approx(0.5, abs=2e-3)
 
 
 def test_less_is_lost_than_by_the_same_share_everywhere(tiny, tiny_calibration):

@@ -13,8 +13,8 @@ from sparsepack.calibration.options import CalibrateOptions
 from sparsepack.cli.options.declared import from_options, options_from, taken
 from sparsepack.cli.options.verb import Existing, group, together
 from sparsepack.errors import UserError
-from sparsepack.option import options_of
-from sparsepack.refit.options import RefitOptions
+from sparsepack.option import only_with, options_of
+from sparsepack.refit.options import FITS, RefitOptions
 from sparsepack.runtime.options import EngineOptions
 from sparsepack.sparsity.attention_options import AttentionOptions
 from sparsepack.sparsity.options import AllocationOptions
@@ -152,7 +152,9 @@ def attention_options(asked: dict[str, Any]) -> AttentionOptions:
 
 refit = group(
     "Fitted weights",
-    options_from(RefitOptions, "--refit", "--quantiser", "--refit-windows", "--refit-dense", "--damping"),
+    options_from(RefitOptions, "--refit", "--quantiser"),
+    from_options(RefitOptions, "--refit-windows", counts=(FITS, only_with("calibration"))),
+    options_from(RefitOptions, "--refit-dense", "--damping"),
 )
 
 

@@ -27,7 +27,6 @@ from sparsepack.cli.options.verb import group, verb
 from sparsepack.cli.options.workers import devices_option, dry_run_option, tell_forecast, workers_of
 from sparsepack.option import only_with
 from sparsepack.packing import PackRequest
-from sparsepack.refit.options import FITS
 from sparsepack.terminal import tell
 
 
@@ -57,7 +56,7 @@ from sparsepack.terminal import tell
 @device_option
 @devices_option
 @dry_run_option
-@group(RUNS, from_options(CalibrateOptions, "--dtype", counts=(only_with("sparsity", others=(FITS,)),)))
+@group(RUNS, from_options(CalibrateOptions, "--dtype", counts=(only_with("calibration"),)))
 @overwrite_flag
 def pack(output: Path, dry_run: int | None, **asked: Any) -> None:
     """Pack MODEL into one artifact, with the thresholds of a calibration inside if --sparsity is given, its heavy
