@@ -4,7 +4,12 @@ import dataclasses
 import json
 from typing import Any
 
-from sparsepack.formats.plan import PlannedGroup
+from sparsepack.formats.plan import Plan, PlannedGroup
+
+
+def forge(plan: Plan, **changes: Any) -> Plan:
+    """A plan with other fields, whose artifact gets its name even if no reader takes it."""
+    return dataclasses.replace(plan, check=lambda *_: None, **changes)
 
 
 def edited(values: dict[str, Any], key: str, **changes: Any) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from artifacts_for_tests import plan_zigzag, write_zigzag
+from forged import forge
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_rules import rules
@@ -134,7 +135,7 @@ def test_what_is_not_understood_or_not_of_the_model_is_refused(
         sparse_attention_of({"attention": changed}, llama.config)
     assert "\n" not in str(caught.value)
     path = tmp_path / "m.gguf"
-    plan_zigzag(llama, {}, attention=changed).write(path)
+    forge(plan_zigzag(llama, {}, attention=changed)).write(path)
     with pytest.raises(ArtifactError, match=rf"m\.gguf.*attention.*{said}"):
         read_packed(path)
     (problem,) = verify(path).problems

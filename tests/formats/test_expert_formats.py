@@ -8,7 +8,7 @@ import pytest
 import torch
 from artifacts_for_tests import plan_zigzag, write_plain, write_zigzag
 from codec_cases import relative_error
-from forged import edited
+from forged import edited, forge
 from models_for_tests import EXPERTS, make_model
 
 from sparsepack.errors import ArtifactError, CheckpointError, PackingError
@@ -121,7 +121,7 @@ def test_files_that_contradict_themselves_are_refused(
     changes, told = FORGED[case]
     plan = plan_zigzag(checkpoints["mixtral"], {})
     assert isinstance(plan, GgufPlan)
-    dataclasses.replace(plan, values=edited(plan.values, NUMBERS, **changes)).write(tmp_path / "m.gguf")
+    forge(plan, values=edited(plan.values, NUMBERS, **changes)).write(tmp_path / "m.gguf")
     with pytest.raises(ArtifactError, match=told):
         read_packed(tmp_path / "m.gguf")
 
@@ -199,7 +199,7 @@ def test_a_gguf_with_experts_of_an_unknown_kind_is_one_line(checkpoints: dict[st
     assert isinstance(plan, GgufPlan)
     values = {key: value for key, value in plan.values.items() if key != "sparsepack.config"}
     values |= {key.replace("llama.", "qwen2."): value for key, value in values.items() if key.startswith("llama.")}
-    dataclasses.replace(plan, values=values, architecture="qwen2").write(tmp_path / "m.gguf")
+    forge(plan, values=values, architecture="qwen2").write(tmp_path / "m.gguf")
     with pytest.raises(CheckpointError, match="a GGUF of architecture 'qwen2' with experts; expected one of"):
         open_checkpoint(tmp_path / "m.gguf")
 
@@ -211,6 +211,6 @@ def test_a_gguf_with_another_router_is_one_line(
     plan = FORMATS["bf16"].plan(checkpoints["qwen3_moe"], PlanRequest())
     assert isinstance(plan, GgufPlan)
     values = {name: each for name, each in plan.values.items() if name != "sparsepack.config"}
-    dataclasses.replace(plan, values={**values, f"qwen3moe.{key}": u32(value)}).write(tmp_path / "m.gguf")
+    forge(plan, values={**values, f"qwen3moe.{key}": u32(value)}).write(tmp_path / "m.gguf")
     with pytest.raises(CheckpointError, match=f"qwen3moe.{key} is {value}, a router of another kind"):
         open_checkpoint(tmp_path / "m.gguf")

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
+from forged import forge
 from models_for_tests import TEXT
 from safetensors.torch import load_file
 
@@ -118,7 +119,7 @@ def test_groups_are_made_from_each_file_in_turn(tmp_path: Path, pruned: Path) ->
     groups = tuple(
         PlannedGroup((PlannedTensor(str(n), (10,), "U8"),), lambda number=n: produce(number)) for n in range(7)
     )
-    replace(planned(pruned, shard_bytes=30), groups=groups).write(tmp_path / "m")
+    forge(planned(pruned, shard_bytes=30), groups=groups).write(tmp_path / "m")
     assert made == [0, 3, 6, 1, 4, 2, 5]
 
 

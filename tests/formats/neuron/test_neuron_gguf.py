@@ -9,7 +9,7 @@ import pytest
 import torch
 from artifacts_for_tests import neuron_counts, plan_neurons, write_zigzag
 from codec_cases import relative_error
-from forged import edited, named
+from forged import edited, forge, named
 from models_for_tests import make_model
 
 from sparsepack.errors import ArtifactError, PackingError
@@ -214,7 +214,7 @@ def test_inconsistent_files_are_refused(relu: Checkpoint, tmp_path: Path, case: 
     for name, value in tensors.items():
         groups = tuple(changed(group, name, value) for group in groups)
     values = edited(dict(plan.values), MANIFEST, **manifest)
-    dataclasses.replace(plan, values=values, groups=groups).write(tmp_path / "m.gguf")
+    forge(plan, values=values, groups=groups).write(tmp_path / "m.gguf")
     with pytest.raises(ArtifactError, match=said) as caught:
         read_packed(tmp_path / "m.gguf")
     assert "\n" not in str(caught.value)
@@ -225,6 +225,6 @@ def test_tensors_that_it_should_not_have_are_refused(relu: Checkpoint, tmp_path:
     plan: Any = plan_neurons(relu)
     norm = next(group for group in plan.groups if group.tensors[0].name == "output_norm.weight")
     for name in ("blk.0.mlp_gate.threshold", "blk.0.mlp.order", "blk.0.mlp_in.weight"):
-        dataclasses.replace(plan, groups=(*plan.groups, named(norm, name))).write(tmp_path / "m.gguf", overwrite=True)
+        forge(plan, groups=(*plan.groups, named(norm, name))).write(tmp_path / "m.gguf", overwrite=True)
         with pytest.raises(ArtifactError, match=f"{name} is not understood"):
             read_packed(tmp_path / "m.gguf")

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from artifacts_for_tests import write_plain
+from forged import forge
 from models_for_tests import END, SMALL, TEXT, make_model
 from plain_model import both_logits, disagreement, load_llama
 
@@ -116,7 +117,7 @@ def without_our_config(checkpoint: Checkpoint, path: Path) -> Path:
     plan = FORMATS["f32"].plan(checkpoint, PlanRequest())
     assert isinstance(plan, GgufPlan)
     kept = {key: value for key, value in plan.values.items() if key != "sparsepack.config"}
-    dataclasses.replace(plan, values=kept).write(path)
+    forge(plan, values=kept).write(path)
     return path
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from artifacts_for_tests import plan_neurons, plan_zigzag, write_zigzag
+from forged import forge
 from models_for_tests import make_model
 from segments_for_tests import segmented
 
@@ -142,7 +143,7 @@ def test_inconsistent_files_are_refused(made: Made, tmp_path: Path, case: str) -
     tensor = dataclasses.replace(groups[at].tensors[0], **changes)
     bytes_ = torch.zeros(tensor.nbytes, dtype=torch.uint8)
     groups[at] = dataclasses.replace(groups[at], tensors=(tensor,), produce=lambda: (bytes_,))
-    dataclasses.replace(plan, groups=tuple(groups)).write(tmp_path / "m.gguf")
+    forge(plan, groups=tuple(groups)).write(tmp_path / "m.gguf")
     with pytest.raises(ArtifactError, match=said) as caught:
         read_packed(tmp_path / "m.gguf")
     assert "\n" not in str(caught.value)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from artifacts_for_tests import plan_zigzag, write_plain, write_zigzag
 from codec_cases import relative_error
-from forged import edited, named
+from forged import edited, forge, named
 from models_for_tests import END, make_model, tokenizer
 from small_rules import rules
 
@@ -305,7 +305,7 @@ def forged(checkpoint: Checkpoint, path: Path, change: Any) -> Path:
     """A zigzag file with intact hashes that says something else."""
     plan = plan_zigzag(checkpoint, {})
     values, groups = change(dict(plan.values), list(plan.groups))
-    dataclasses.replace(plan, values=values, groups=tuple(groups)).write(path)
+    forge(plan, values=values, groups=tuple(groups)).write(path)
     return path
 
 
@@ -420,7 +420,7 @@ def test_a_model_without_one_gives_the_file_that_it_always_gave(tmp_path: Path) 
 def test_a_template_that_is_no_text_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(zigzag, "chat_template", lambda checkpoint: "x")
     monkeypatch.setattr(zigzag, "string", lambda value: u32(7) if value == "x" else string(value))
-    write_zigzag(open_checkpoint("shipped:tiny"), {}, tmp_path / "m.gguf")
+    forge(plan_zigzag(open_checkpoint("shipped:tiny"), {})).write(tmp_path / "m.gguf")
     with pytest.raises(ArtifactError, match=r"tokenizer\.chat_template is no text"):
         read_packed(tmp_path / "m.gguf")
 
@@ -431,13 +431,13 @@ def test_a_tail_that_is_missing_or_of_rows_that_have_none_is_refused(checkpoints
 
     plan = plan_zigzag(checkpoints["odd"], {})
     groups = tuple(without_tail(g) if g.tensors[0].name == "blk.1.mlp_in.weight" else g for g in plan.groups)
-    dataclasses.replace(plan, groups=groups).write(tmp_path / "missing.gguf")
+    forge(plan, groups=groups).write(tmp_path / "missing.gguf")
     with pytest.raises(
         ArtifactError, match=r"blk\.1\.mlp_in\.weight is .* the architecture means Q4_K \[3, 256, 256\]"
     ):
         read_packed(tmp_path / "missing.gguf")
     plan = plan_zigzag(checkpoints["llama"], {})
     groups = (*plan.groups, named(plan.groups[-1], "blk.0.attn_in.tail.weight"))
-    dataclasses.replace(plan, groups=groups).write(tmp_path / "more.gguf")
+    forge(plan, groups=groups).write(tmp_path / "more.gguf")
     with pytest.raises(ArtifactError, match=r"blk\.0\.attn_in\.tail\.weight is not understood"):
         read_packed(tmp_path / "more.gguf")
