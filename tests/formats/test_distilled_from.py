@@ -19,6 +19,7 @@ from sparsepack.formats.verify import ERROR_BOUNDS
 from sparsepack.inspection import inspect
 from sparsepack.pruning.options import PruneOptions
 from sparsepack.publish.card import model_card
+from sparsepack.refit.options import RefitOptions
 
 
 @pytest.fixture(scope="module")
@@ -43,10 +44,10 @@ def packed(made: Path, name: str, path: Path, kind: str = "zigzag-q4_k", **asked
 
 @pytest.mark.parametrize("kind", ["zigzag-q4_k", "neuron-q4_k"])
 def test_the_model_from_before_is_off_by_what_was_trained(kind: str, made: Path, tmp_path: Path) -> None:
-    asked = {"calibration": made / "c"} if kind == "neuron-q4_k" else {}
+    asked: dict[str, Any] = {"calibration": made / "c"} if kind == "neuron-q4_k" else {}
     if asked:
         calibrate(made / "d", Text("t", (TEXT[:2000],), "t"), tmp_path / "cd", CalibrateOptions(context=32, samples=2))
-        asked = {"calibration": tmp_path / "cd"}
+        asked = {"calibration": tmp_path / "cd", "fitting": RefitOptions(quantiser="round")}
     path = packed(made, "d", tmp_path / "m.gguf", kind, **asked)
     own, before = verify(path, made / "d"), verify(path, made / "m")
     assert own.passed, own.problems

@@ -216,8 +216,8 @@ def test_description_says_who_loads_a_plain_file(checkpoints: Checkpoints, tmp_p
         path = tmp_path / f"{family}.{kind}.gguf"
         write_plain(checkpoints[family], path, type=kind)
         loads[family, kind] = {p["program"]: p["loads"] for p in describe(path)["loads_in"]}
-    assert all(programs["llama.cpp"] for programs in loads.values())
-    assert [programs["sparsepack"] for programs in loads.values()] == [False, True, False]
+        assert open_checkpoint(path).family is checkpoints[family].family
+    assert all(programs["llama.cpp"] and programs["sparsepack"] for programs in loads.values())
     assert loads["llama", "q4_k"]["transformers"] is True
 
 
