@@ -17,6 +17,7 @@ from sparsepack.files.text import Text
 from sparsepack.formats.open import read_packed
 from sparsepack.models.checkpoint.checkpoint import open_checkpoint
 from sparsepack.packing import PackRequest, pack
+from sparsepack.refit.options import RefitOptions
 from sparsepack.sparsity.attention import find_attention, heaviest
 from sparsepack.sparsity.attention_options import AttentionOptions
 from sparsepack.sparsity.find import find_thresholds
@@ -122,7 +123,8 @@ def test_parts_that_do_not_go_together_are_refused(source, request_):
     both = replace(request_, thresholds=table, allocation=half, calibration=calibration)
     assert "not both" in refused(both)
     assert "needs --calibration" in refused(replace(request_, allocation=half))
-    assert "changes nothing" in refused(replace(request_, calibration=calibration, score=False))
+    unused = replace(request_, calibration=calibration, score=False, fitting=RefitOptions(quantiser="round"))
+    assert "changes nothing" in refused(unused)
 
 
 @pytest.mark.parametrize("sparsity", [-0.5, 1.0, 1.5])

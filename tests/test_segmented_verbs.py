@@ -96,7 +96,7 @@ def test_perplexity_is_that_of_the_model_from_before(both: Both) -> None:
     "options",
     [
         AllocationOptions(0.5, windows=2),
-        AllocationOptions(0.5, criterion="column-norm", upstream="dense"),
+        AllocationOptions(0.5, "uniform", criterion="column-norm", upstream="dense"),
         AllocationOptions(0.5, "teal", windows=1, include=("blk.*.attn_in", "blk.*.attn_out")),
         AllocationOptions(0.5, "global", windows=2, steps=2, batch=1, length=32),
     ],

@@ -307,7 +307,7 @@ def _trace(model: Path, folder: Path) -> Target:
 
 def _table(model: Path, folder: Path):
     calibration = calibration_folder.load(_calibrated(model, folder))
-    options = AllocationOptions(sparsity=0.5, criterion="column-norm", windows=2)
+    options = AllocationOptions(sparsity=0.5, allocation="uniform", criterion="column-norm", windows=2)
     return find_thresholds(open_checkpoint(model), calibration, options)
 
 

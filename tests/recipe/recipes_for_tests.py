@@ -16,7 +16,7 @@ TINY: dict[str, Any] = {
     "model": "shipped:tiny",
     "calibrate": {"text": "shipped:train", "context": 64, "samples": 4, "batch": 4},
     "activation_sparsity": {"sparsity": 0.5, "windows": 4},
-    "pack": {"format": "zigzag-q4_k"},
+    "pack": {"format": "zigzag-q4_k", "quantiser": "round"},
     "verify": True,
     "eval": {"perplexity": "shipped:heldout", "protocols": ["decode", "dense"], "context": 64, "windows": 3},
     "generate": {"prompt": "The class", "tokens": 4},

@@ -17,7 +17,7 @@ from sparsepack.recipe.stages.pack import Pack
 
 DOUBLE = {"attention": "double", "channels": 8, "tokens": 0.25, "sinks": 1, "recent": 4, "min_context": 8}
 SECTIONS: dict[str, Any] = {
-    "pack": {**DOUBLE, "dense_layers": [0, 2]},
+    "pack": {**DOUBLE, "quantiser": "round", "dense_layers": [0, 2]},
     "activation_sparsity": None,
     "eval": None,
     "generate": None,

@@ -144,7 +144,12 @@ def pruned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, RecipeOutcom
     """(folder, outcome) of a run that rotates, prunes, distils and packs without the zeros; not to be changed."""
     folder = tmp_path_factory.mktemp("pruned")
     sections = {"rotate": {}, "prune": {"keep": 6, "of": 8, "permute": True, "windows": 2}, "distil": SHORT}
-    sections |= {"pack": {"format": "slide-int8"}, "activation_sparsity": None, "generate": None, "gates": None}
+    sections |= {
+        "pack": {"format": "slide-int8", "quantiser": "round"},
+        "activation_sparsity": None,
+        "generate": None,
+        "gates": None,
+    }
     evaluated = {"perplexity": "shipped:heldout", "protocols": ["dense"], "context": 64, "windows": 3}
     recipe = write_recipe(folder, **sections, eval=evaluated)
     return folder, run_recipe(recipe, work=folder / "work")
@@ -185,7 +190,12 @@ def test_of_a_pruned_model_people_are_told(
 
 def test_a_model_that_was_pruned_elsewhere_learns_from_what_its_record_names(tmp_path: Path) -> None:
     prune("shipped:tiny", tmp_path / "p", PruneOptions(6, 8, method="magnitude"))
-    sections = {"activation_sparsity": None, **WITHOUT, "pack": {"format": "slide-int8"}, "model": str(tmp_path / "p")}
+    sections = {
+        "activation_sparsity": None,
+        **WITHOUT,
+        "pack": {"format": "slide-int8", "quantiser": "round"},
+        "model": str(tmp_path / "p"),
+    }
     recipe = write_recipe(tmp_path, distil=SHORT, **sections)
     outcome = run_recipe(recipe, work=tmp_path / "work")
     assert ran(outcome) == ["calibrate", "distil", "pack"]

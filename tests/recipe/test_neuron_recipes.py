@@ -32,7 +32,7 @@ def sections(tmp_path: Path) -> dict[str, Any]:
         "model": str(make_model(tmp_path / "relu", "llama", hidden_act="relu")),
         "calibrate": {"text": str(tmp_path / "text.txt"), "context": 64, "samples": 4},
         "activation_sparsity": None,
-        "pack": {"format": "neuron-q4_k"},
+        "pack": {"format": "neuron-q4_k", "quantiser": "round"},
         "eval": None,
         "generate": None,
         "gates": None,

@@ -147,7 +147,10 @@ def test_parts_are_shared_and_the_rest_is_not() -> None:
             "the first block, which is measured, is not pruned",
         ),
         (["thresholds", "--sparsity", "0.5", "--allocation", "global", "--calibration"], "trains the whole model"),
-        (["thresholds", "--sparsity", "0.5", "--dense-upstream", "--calibration"], "runs no text"),
+        (
+            ["thresholds", "--sparsity", "0.5", "--allocation", "uniform", "--dense-upstream", "--calibration"],
+            "runs no text",
+        ),
     ],
 )
 def test_what_cannot_be_measured_by_a_block_is_refused(
