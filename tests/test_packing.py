@@ -203,5 +203,6 @@ def test_attention_that_does_not_go_together_is_refused(source, request_):
     assert "place for sparse attention; leave --attention out or use zigzag" in refused(replace(asked, format="q4_k"))
     assert "channels 65: expected at most 64" in refused(replace(asked, sparse_attention=replace(DOUBLE, channels=65)))
     assert "expected at least sinks" in refused(replace(asked, sparse_attention=replace(DOUBLE, min_context=2)))
-    none = replace(asked, sparse_attention=AttentionOptions(), score=False)
+    rounded = RefitOptions(quantiser="round")
+    none = replace(asked, sparse_attention=AttentionOptions(), score=False, fitting=rounded)
     assert "say what to take from it, --sparsity or --attention" in refused(none)

@@ -17,11 +17,17 @@ def expected(served: Served, prompt: str = PROMPT, **options: object) -> str:
     return served.model.generate(prompt, GenerateOptions(**options)).result().text  # type: ignore[arg-type]
 
 
+def tokens_of(served: Served, text: str) -> list[int]:
+    """The tokens of a text without BOS."""
+    ids: list[int] = served.model.tokenizer.encode(text, add_special_tokens=False).ids
+    return ids
+
+
 def test_a_completion_is_what_the_model_says_and_its_usage_is_exact(served: Served) -> None:
     answer = served.client().completions.create(model="tiny", prompt=PROMPT, max_tokens=24, temperature=0)
     assert answer.choices[0].text == expected(served, tokens=24)
     assert answer.choices[0].finish_reason == "length"
-    ids = served.model.tokenizer.encode(PROMPT).ids
+    ids = tokens_of(served, PROMPT)
     assert answer.usage.prompt_tokens == 1 + len(ids), "BOS and the prompt"
     assert (answer.usage.completion_tokens, answer.usage.total_tokens) == (24, 25 + len(ids))
     assert answer.id.startswith("cmpl-")
@@ -47,10 +53,11 @@ def test_a_stream_has_the_same_text_in_pieces_and_its_usage_where_asked_for(serv
 def test_a_chat_is_answered_by_the_template(served: Served) -> None:
     client = served.client()
     answer = client.chat.completions.create(model="tiny", messages=MESSAGES, max_completion_tokens=20, temperature=0)
-    prompt = "<system> Be brief.\n<user> Who was there?\n<assistant>"
-    assert answer.choices[0].message.content == expected(served, prompt, tokens=20)
+    ids = tokens_of(served, "<system> Be brief.\n<user> Who was there?\n<assistant>")
+    plain = client.completions.create(model="tiny", prompt=ids, max_tokens=20, temperature=0)
+    assert answer.choices[0].message.content == plain.choices[0].text
     assert answer.choices[0].message.role == "assistant"
-    assert answer.usage.prompt_tokens == 1 + len(served.model.tokenizer.encode(prompt).ids)
+    assert answer.usage.prompt_tokens == len(ids), "a template that writes no BOS has none"
     stream = client.chat.completions.create(
         model="tiny",
         messages=MESSAGES,
@@ -81,7 +88,7 @@ def test_the_next_turn_of_a_chat_reuses_the_last_prompt(served: Served) -> None:
 
 def prompt_tokens_of(served: Served, words: int) -> int:
     """Tokens of a message of so many words, in the template."""
-    return 1 + len(served.model.tokenizer.encode(f"<user> {'word ' * words}\n<assistant>").ids)
+    return len(tokens_of(served, f"<user> {'word ' * words}\n<assistant>"))
 
 
 def test_without_a_number_of_tokens_a_chat_goes_on_until_the_context_is_full(served: Served) -> None:
@@ -121,7 +128,7 @@ def test_a_stop_string_ends_the_text_and_is_no_part_of_it(served: Served) -> Non
 
 
 def test_tokens_as_a_prompt_are_taken_as_they_are(served: Served) -> None:
-    ids = [0, *served.model.tokenizer.encode(PROMPT).ids]
+    ids = [0, *tokens_of(served, PROMPT)]
     answer = served.client().completions.create(model="tiny", prompt=ids, max_tokens=9, temperature=0)
     assert answer.choices[0].text == expected(served, tokens=9)
     assert answer.usage.prompt_tokens == len(ids)

@@ -83,7 +83,7 @@ def test_more_texts_than_there_ever_is_room_for_are_refused_for_good(model: Mode
 
 
 def logprobs_of(model: Model, text: str) -> torch.Tensor:
-    ids = model.tokenizer.encode(text).ids
+    ids = model.tokenizer.encode(text, add_special_tokens=False).ids
     model.engine.reset()
     return model.engine.prefill([0, *ids]).double().log_softmax(0)
 

@@ -74,7 +74,10 @@ def test_many_clients_at_once_get_each_its_own_text(fresh_dense: Served, clients
 
 
 def test_streams_go_on_while_a_long_prompt_is_read(fresh: Served) -> None:
-    ids = [0, *fresh.model.tokenizer.encode("There was a king who had three sons. " * 120).ids][:900]
+    ids = [
+        0,
+        *fresh.model.tokenizer.encode("There was a king who had three sons. " * 120, add_special_tokens=False).ids,
+    ][:900]
     client, positions = fresh.client(), list[int]()
 
     def waits_for_the_prompt() -> bool:

@@ -64,7 +64,7 @@ def test_devices_make_the_artifact_of_one(
             {"allocation": AllocationOptions(sparsity=0.5)},
             "--sparsity finds thresholds, which pack does in one process",
         ),
-        ({"fitting": RefitOptions(quantiser="gptq")}, "--quantiser gptq fits weights in one process"),
+        ({"fitting": RefitOptions(quantiser="gptq")}, "error feedback fits weights to the calibration in one process"),
     ],
 )
 def test_what_workers_cannot_share_is_refused(
