@@ -122,6 +122,19 @@ def test_what_llguidance_cannot_hold_or_would_ignore_is_refused(grammars: Gramma
     refusal(grammars, schema)
 
 
+@pytest.mark.parametrize("first", [True, False])
+def test_every_token_that_may_come_next_is_taken(grammars: Grammars, model: Model, first: bool) -> None:
+    """Also where the grammar leaves no choice of the bytes: spaces and ends of lines are among them."""
+    constraint, ids = grammars.of_call(HERMES, [("f", None)], "tools")(), []
+    while (allowed := constraint.allowed().nonzero().flatten()).numel() and len(ids) < 300:
+        ids.append(int(allowed[0 if first else -1]))
+        if ids[-1] in model.engine.architecture.eos:
+            break
+        constraint.take(ids[-1])
+    text = model.tokenizer.decode(ids)
+    assert text.startswith('<tool_call>\n{"name": "f", "arguments": {')
+
+
 def accepts(grammars: Grammars, model: Model, parameters: Any, arguments: str) -> bool:
     constraint = grammars.of_call(HERMES, [("f", parameters)], "tools")()
     ids = model.tokenizer.encode(

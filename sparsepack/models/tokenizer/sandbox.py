@@ -331,6 +331,12 @@ def _decoder_steps(part: Any) -> list[dict[str, Any]]:
 
 
 def decoding_json(read: dict[str, Any]) -> str:
-    """The part of a tokenizer.json that turns ids into text."""
-    without = dict.fromkeys(("normalizer", "pre_tokenizer", "truncation", "padding"))
-    return json.dumps({**read, **without}, ensure_ascii=False)
+    """A tokenizer.json that turns ids into text, and bytes into ids without cutting or normalising them, which may take
+    all time. llguidance needs the bytes: what a grammar leaves no choice of, it tokenises itself."""
+    whole: dict[str, Any] = dict.fromkeys(("normalizer", "pre_tokenizer", "truncation", "padding"))
+    if any(step["type"] == "ByteLevel" for step in _decoder_steps(read.get("decoder"))):
+        settings = {"add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+        whole["pre_tokenizer"] = {"type": "ByteLevel", **settings}
+    else:
+        whole["normalizer"] = {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}
+    return json.dumps({**read, **whole}, ensure_ascii=False)
