@@ -18,6 +18,7 @@ from typing import IO, Any
 import pytest
 from commands_for_tests import sparsepack
 
+from sparsepack.process import python_module
 from sparsepack.workers import launch
 from sparsepack.workers.environment import LAUNCHED
 
@@ -114,6 +115,12 @@ class Fork:
                 os.kill(self.process.pid, number)
 
     @property
+    def pid(self) -> int:
+        """As `subprocess` has it."""
+        assert self.process.pid is not None
+        return self.process.pid
+
+    @property
     def returncode(self) -> int | None:
         """As `subprocess` has it."""
         return self.process.exitcode
@@ -208,9 +215,10 @@ def on_devices(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPat
         with path.open("w") as said, monkeypatch.context() as patch:
 
             def started(command: list[str], env: dict[str, str], stdin: Any, stdout: Any, stderr: Any) -> Fork:
-                assert command[:3] == [sys.executable, "-m", "sparsepack"]
+                arguments = command[len(python_module("sparsepack")) :]
+                assert command == python_module("sparsepack", *arguments)
                 printed = None if stdout == subprocess.DEVNULL else stdout or said
-                return Fork(command[3:], env, printed, stderr or said)
+                return Fork(arguments, env, printed, stderr or said)
 
             replaced = SimpleNamespace(
                 Popen=started, DEVNULL=subprocess.DEVNULL, TimeoutExpired=subprocess.TimeoutExpired
