@@ -205,4 +205,4 @@ def test_attention_that_does_not_go_together_is_refused(source, request_):
     assert "expected at least sinks" in refused(replace(asked, sparse_attention=replace(DOUBLE, min_context=2)))
     rounded = RefitOptions(quantiser="round")
     none = replace(asked, sparse_attention=AttentionOptions(), score=False, fitting=rounded)
-    assert "say what to take from it, --sparsity or --attention" in refused(none)
+    assert "say what to take from it: --sparsity, --attention" in refused(none)
