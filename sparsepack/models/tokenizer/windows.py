@@ -49,14 +49,14 @@ def rolling_windows(
 
     vocabulary -- how many tokens the model has; None: that is not checked
 
-    Returns inputs and targets, int64 [windows, positions]. Where the tokenizer puts BOS before a text, a window's input
-    is BOS and its tokens but the last, and every token is a target; elsewhere each token but the first is.
+    Returns inputs and targets, int64 [windows, positions]. With a BOS token, a window's input is BOS and its tokens
+    but the last, and every token is a target; without one, each token but the first is.
     Raises `TextError` where the text is shorter than one window, and as `check_vocabulary`.
     """
-    tokens = _windows(tokenizer, text, context, most).long()
-    if vocabulary is not None:
-        check_vocabulary(tokenizer, tokens, vocabulary, text)
-    return inputs_and_targets(tokenizer, tokens)
+    inputs, targets = inputs_and_targets(tokenizer, _windows(tokenizer, text, context, most).long())
+    for tokens in (inputs, targets) if vocabulary is not None else ():
+        check_vocabulary(tokenizer, tokens, vocabulary or 0, text)
+    return inputs, targets
 
 
 def inputs_and_targets(tokenizer: Any, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -182,7 +182,12 @@ def _windows(tokenizer: Any, text: Text, context: int, most: int | None = None) 
 
 
 def _inputs(tokenizer: Any, tokens: torch.Tensor) -> torch.Tensor:
-    """The inputs of windows [N, context]: [N, context], or where the tokenizer puts no BOS before a text
-    [N, context - 1]."""
-    before = torch.tensor(bos_tokens(tokenizer)[-1:], dtype=tokens.dtype).expand(len(tokens), -1)
+    """The inputs of windows [N, context]: [N, context], or without a BOS [N, context - 1].
+
+    A window is a piece of a text and no prompt: it has the BOS that the tokenizer names, also where prompts have none,
+    as lm-eval has it (`prefix_token_id`).
+    """
+    named = getattr(tokenizer, "bos_token_id", None)
+    bos = bos_tokens(tokenizer)[-1:] or ([] if named is None else [named])
+    before = torch.tensor(bos, dtype=tokens.dtype).expand(len(tokens), -1)
     return torch.cat([before, tokens[:, :-1]], 1)
