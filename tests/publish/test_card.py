@@ -2,7 +2,6 @@
 
 import json
 import shlex
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,7 +18,7 @@ from sparsepack.publish.card import MARK, model_card
 from sparsepack.publish.templates import table
 from sparsepack.tables import Table
 from sparsepack.terminal import printable
-from tests.formats.forged import edited
+from tests.formats.forged import edited, forge
 
 
 def test_the_card_names_model_format_calibration_and_figures(work: Path) -> None:
@@ -99,7 +98,7 @@ def test_a_damaged_result_is_refused_in_one_line(work: Path, tmp_path: Path, dam
 def forged(path: Path, **changes: object) -> Path:
     """An artifact with right hashes whose manifest says something else."""
     plan = plan_zigzag(open_checkpoint("shipped:tiny"), {})
-    replace(plan, values=edited(plan.values, "sparsepack.manifest", **changes)).write(path, overwrite=True)
+    forge(plan, values=edited(plan.values, "sparsepack.manifest", **changes)).write(path, overwrite=True)
     return path
 
 
