@@ -158,7 +158,13 @@ FITTED = RefitOptions(quantiser="gptq")
             1.01,
             1.05,
             {},
-            "dense +1.0 % and decode +5.0 %: most of it by skipping; take --allocation global, or a smaller",
+            "dense +1.0 % and decode +5.0 %: most of it by skipping; take a smaller --sparsity than",
+        ),
+        (
+            1.01,
+            1.05,
+            {"allocation": AllocationOptions(0.5, "uniform")},
+            "most of it by skipping; take --allocation fisher, or a smaller",
         ),
         (1.01, 1.5, {"allocation": AllocationOptions(0.5, "global")}, "--offsets, or a smaller --sparsity than 0.5"),
         (1.01, 1.5, {"allocation": AllocationOptions(0.5, "global", offsets=True)}, "take a smaller --sparsity"),
@@ -222,7 +228,9 @@ def test_a_tenth_of_a_long_packing_is_for_the_score(source: Path, asked: PackReq
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(packing_score.RATES, "cpu", packing_score.RATES["cpu"] / weights)  # type: ignore[arg-type]
         few = scoring_of(checkpoint, replace(asked, allocation=None), found).windows
-        fitted = scoring_of(checkpoint, replace(asked, allocation=None, fitting=FITTED), found).windows
+        fitted = scoring_of(
+            checkpoint, replace(asked, allocation=None, fitting=RefitOptions(refit=True)), found
+        ).windows
     assert few is not None
     assert fitted is not None
     assert few.numel() < fitted.numel()

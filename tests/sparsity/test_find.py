@@ -49,7 +49,7 @@ def other_windows(tiny, tiny_calibration):
 
 @pytest.mark.parametrize("criterion", ["magnitude", "column-norm"])
 def test_realised_sparsity_is_near_the_target_on_other_windows(tiny, tiny_calibration, other_windows, criterion):
-    table = find_thresholds(tiny, tiny_calibration, AllocationOptions(0.5, criterion=criterion))
+    table = find_thresholds(tiny, tiny_calibration, AllocationOptions(0.5, "uniform", criterion))
     overall, sites = realised(open_subject(tiny.name, table), other_windows)
     assert abs(overall - 0.5) < 0.01
     assert len(sites) == 12
@@ -62,7 +62,7 @@ def test_realised_sparsity_is_near_the_target_on_other_windows(tiny, tiny_calibr
 def test_realised_sparsity_is_within_two_points_on_unseen_text_of_the_same_kind(
     silu, silu_calibration, unseen, criterion
 ):
-    table = find_thresholds(silu, silu_calibration, AllocationOptions(0.5, criterion=criterion))
+    table = find_thresholds(silu, silu_calibration, AllocationOptions(0.5, "uniform", criterion))
     overall, sites = realised(open_subject(silu.name, table), unseen)
     assert abs(overall - 0.5) < 0.01
     by_kind = defaultdict(list)
@@ -79,7 +79,7 @@ def test_realised_sparsity_is_within_two_points_on_unseen_text_of_the_same_kind(
 @pytest.mark.long
 def test_thresholds_taken_on_dense_activations_realise_more_than_nominal(silu, silu_calibration, unseen):
     """An independent reference found 0.51 at 0.50 over all sites, and 0.55 at the attention output."""
-    table = find_thresholds(silu, silu_calibration, AllocationOptions(0.5, upstream="dense"))
+    table = find_thresholds(silu, silu_calibration, AllocationOptions(0.5, "uniform", upstream="dense"))
     overall, sites = realised(open_subject(silu.name, table), unseen)
     assert 0.505 < overall < 0.53
     attn_out = sum(value for (_, site), value in sites.items() if site == "attn_out") / 8
@@ -88,7 +88,7 @@ def test_thresholds_taken_on_dense_activations_realise_more_than_nominal(silu, s
 
 def test_dense_upstream_thresholds_are_the_calibrations_own_quantiles(small, small_calibration):
     for criterion in ("magnitude", "column-norm"):
-        options = AllocationOptions(0.3, upstream="dense", criterion=criterion)
+        options = AllocationOptions(0.3, "uniform", criterion, upstream="dense")
         for (layer, site), row in find_thresholds(small, small_calibration, options).rules.items():
             counts = small_calibration.layers[layer][f"{site}.histogram.{criterion}"]
             assert row.threshold == histogram.quantile(counts, 0.3)
@@ -96,14 +96,14 @@ def test_dense_upstream_thresholds_are_the_calibrations_own_quantiles(small, sma
 
 
 def test_column_norms_are_those_of_the_stacked_matrix(small, small_calibration):
-    table = find_thresholds(small, small_calibration, AllocationOptions(0.5, criterion="column-norm"))
+    table = find_thresholds(small, small_calibration, AllocationOptions(0.5, "uniform", "column-norm"))
     for key, row in table.rules.items():
         stacked = small.stacked(*key)[0].float()
         torch.testing.assert_close(row.channel_weights, stacked.norm(dim=0))
 
 
 def test_ignored_sites_stay_dense_and_the_others_are_sparse(small, small_calibration, text):
-    options = AllocationOptions(0.5, ignore=("blk.0.*", "*.attn_out"))
+    options = AllocationOptions(0.5, "uniform", ignore=("blk.0.*", "*.attn_out"))
     table = find_thresholds(small, small_calibration, options)
     dense = {key for key, rule in table.rules.items() if rule.dense}
     assert dense == {(0, site) for site in SITES} | {(1, "attn_out"), (2, "attn_out")}
@@ -213,7 +213,7 @@ def _check_learnt(tiny, calibration, windows, options):
     table = find_thresholds(tiny, calibration, options)
     overall, _ = realised(open_subject(tiny.name, table), windows)
     assert abs(overall - 0.7) < 0.02
-    uniform = find_thresholds(tiny, calibration, AllocationOptions(0.7))
+    uniform = find_thresholds(tiny, calibration, AllocationOptions(0.7, "uniform"))
     assert divergence(tiny, table, windows) < 0.95 * divergence(tiny, uniform, windows)
     return table
 
@@ -265,7 +265,7 @@ def random_relu(text, tmp_path_factory):
 
 def test_exact_zeros_beyond_the_target_are_skipped_at_a_threshold_of_zero(random_relu):
     checkpoint, calibration = random_relu
-    table = find_thresholds(checkpoint, calibration, AllocationOptions(0.3))
+    table = find_thresholds(checkpoint, calibration, AllocationOptions(0.3, "uniform"))
     down = [rule for (_, site), rule in table.rules.items() if site == "mlp_mid"]
     assert all(row.threshold == 0 and row.sparsity == 0.3 for row in down)
     assert all(0.35 < row.realised < 0.65 for row in down)
@@ -275,7 +275,7 @@ def test_exact_zeros_beyond_the_target_are_skipped_at_a_threshold_of_zero(random
 def test_in_a_relu_model_the_down_input_is_left_as_sparse_as_it_is(relu, shared):
     """More exact zeros than asked for: the threshold is 0, and the realised sparsity says what is skipped."""
     checkpoint, calibration = relu
-    table = find_thresholds(checkpoint, calibration, AllocationOptions(0.5))
+    table = find_thresholds(checkpoint, calibration, AllocationOptions(0.5, "uniform"))
     down = [rule for (_, site), rule in table.rules.items() if site == "mlp_mid"]
     assert all(row.threshold == 0 and row.sparsity == 0.5 for row in down)
     assert all(0.65 < row.realised < 0.97 for row in down)

@@ -19,6 +19,7 @@ from sparsepack.models.family import SITES
 from sparsepack.models.records.rule import SiteRule
 from sparsepack.models.stock.blocks import BlockStream
 from sparsepack.packing import PackRequest, pack
+from sparsepack.refit.options import RefitOptions
 from sparsepack.sparsity import find, learned, training
 from sparsepack.sparsity.find import find_thresholds
 from sparsepack.sparsity.options import AllocationOptions
@@ -29,7 +30,7 @@ from sparsepack.workers.resume import ResumeState, state_beside
 
 GLOBAL = AllocationOptions(0.5, "global", windows=2, steps=6, batch=1, length=32)
 TEAL = AllocationOptions(0.25, "teal", windows=2)
-UNIFORM = AllocationOptions(0.5, windows=2)
+UNIFORM = AllocationOptions(0.5, "uniform", windows=2)
 KINDS = {
     "uniform": UNIFORM,
     "column-norm": replace(UNIFORM, criterion="column-norm"),
@@ -203,7 +204,10 @@ def test_thresholds_and_pack_go_on_and_leave_only_their_output(whole, tiny, cali
     out.mkdir()
     flags = ["--calibration", str(calibration), "--sparsity", "0.25", "--allocation", "teal", "--windows", "2"]
     command = ["thresholds", "shipped:tiny", *flags, "-o", str(out / "t.json")]
-    request = PackRequest("shipped:tiny", out / "m.gguf", calibration=calibration, allocation=TEAL)
+    plain = RefitOptions(quantiser="round")
+    request = PackRequest(
+        "shipped:tiny", out / "m.gguf", calibration=calibration, allocation=TEAL, fitting=plain, score=False
+    )
     save = ResumeState.save_block
 
     def dies(self, layer, *given, **values):
