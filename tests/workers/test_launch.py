@@ -198,7 +198,12 @@ def test_a_signal_to_the_one_that_started_them_ends_all_with_one_line(
     stop = "os.environ['RANK'] == '0' and os.kill(os.getpid(), signal.SIGSTOP)\n" if first == "is stopped" else ""
     code = _WAITS.format(handler=handler, stop=stop)
     launcher = subprocess.Popen(
-        [sys.executable, "-c", _LAUNCHES, code], cwd=tmp_path, stderr=subprocess.PIPE, text=True, start_new_session=True
+        [sys.executable, "-c", _LAUNCHES, code],
+        cwd=tmp_path,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # who runs the tests by nohup ignores it
     )
     _wait_for(lambda: {path.name for path in tmp_path.iterdir()} == {"0", "1"})
     launcher.send_signal(ending)
