@@ -55,12 +55,7 @@ def encode_columns(x: Tensor, beyond: bool) -> Tensor:
     y = x.view(SUBS, SUB, -1)
     if beyond:
         y.clamp_(LOWEST, HIGHEST)
-    # weight = low + unit * y; low <= 0 because the format has no positive offset.
-    low = y.amin(1).clamp_max_(0)  # [8, n]
-    y -= low[:, None]
-    unit = y.amax(1).div_(STEPS)
-    y.mul_(reciprocal(unit)[:, None]).round_()
-
+    low, unit = _to_integers(y)
     q, scratch = torch.empty_like(y), torch.empty_like(y)
     total = y.sum(1)
     fit = _fit(total, _best_grid(y, total, low, q, scratch), unit, low)
@@ -83,10 +78,7 @@ def encode_subs(x: Tensor, d: Tensor, dmin: Tensor) -> tuple[Tensor, Tensor, Ten
     The nibbles are the best for these scales and mins, which are the best of the grids for d and dmin as they are.
     """
     y = x[None]  # superblocks of one sub-block
-    low = y.amin(1).clamp_max_(0)  # [1, n]
-    y -= low[:, None]
-    unit = y.amax(1).div_(STEPS)
-    y.mul_(reciprocal(unit)[:, None]).round_()
+    low, unit = _to_integers(y)
     q, scratch = torch.empty_like(y), torch.empty_like(y)
     total = y.sum(1)
     fit = _fit(total, _best_grid(y, total, low, q, scratch), unit, low)
@@ -96,6 +88,16 @@ def encode_subs(x: Tensor, d: Tensor, dmin: Tensor) -> tuple[Tensor, Tensor, Ten
     scale, minimum, _ = _on_grid(fit, d, dmin, kept=(scale, minimum))
     nibbles = _nibbles(y, scale * d, minimum * dmin, unit, low, q).to(torch.uint8)
     return scale[0].to(torch.uint8), minimum[0].to(torch.uint8), nibbles[0]
+
+
+def _to_integers(y: Tensor) -> tuple[Tensor, Tensor]:
+    """Make y whole numbers in place, weight = low + unit * y: [subs, 32, n] -> low and unit, [subs, n] each. low <= 0,
+    because the format has no positive offset."""
+    low = y.amin(1).clamp_max_(0)
+    y -= low[:, None]
+    unit = y.amax(1).div_(STEPS)
+    y.mul_(reciprocal(unit)[:, None]).round_()
+    return low, unit
 
 
 def _sums(y: Tensor, q: Tensor, scratch: Tensor) -> Tensor:
