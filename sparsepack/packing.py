@@ -137,9 +137,10 @@ class PackRequest:
         asked = format.mlp.by_count or self.thresholds is not None or self.allocation is not None
         asked = asked or attention.sparse or refit.fits or self.score
         if self.calibration is not None and not asked:
+            options = "--sparsity, --attention, --quantiser gptq" if format.fits else f"--format {those_with('fits')}"
             raise PackingError(
-                "--calibration changes nothing with --quantiser round alone; say what to take from it: --sparsity, "
-                f"--attention, --quantiser gptq; or pack as {those_with('fits')}"
+                "--calibration changes nothing with --quantiser round and --no-score alone; say what to take from it: "
+                f"{options}; or leave it out"
             )
 
     @property

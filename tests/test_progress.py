@@ -4,6 +4,7 @@ import io
 import re
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -42,7 +43,7 @@ def first_line(capsys, begins: str, before: str) -> str:
 def now(monkeypatch) -> list[float]:
     """The time in seconds, which a test sets."""
     time_now = [0.0]
-    monkeypatch.setattr(module.time, "monotonic", lambda: time_now[0])
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: time_now[0]))
     return time_now
 
 

@@ -66,7 +66,7 @@ def all_finite(values: torch.Tensor) -> bool:
         return not bool(values.isnan().any())
     if not values.is_floating_point() or values.numel() == 0:
         return True
-    low, high = values.aminmax()  # a NaN is both
+    low, high = values.detach().aminmax()  # a NaN is both
     return math.isfinite(low) and math.isfinite(high)
 
 

@@ -60,8 +60,7 @@ def check_readable(path: Path, output: Path) -> None:
     except ArtifactError as error:
         reason = str(error).removeprefix(f"{path}: ").rpartition("; pack")[0] or str(error)
         raise PackingError(
-            f"{output}: not written, since nothing could open it: {reason}; correct the configuration and the "
-            "tokenizer of the model"
+            f"{output}: not written, since nothing could open it: {reason}; correct this in the model's files"
         ) from error
 
 

@@ -4,6 +4,7 @@ import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -257,7 +258,7 @@ def test_a_state_that_takes_long_to_save_is_saved_less_often(monkeypatch: pytest
     parameter = torch.zeros(3, requires_grad=True)
     state = ResumeState(None, "")
     times: Iterator[float] = iter([0.0, 100.0, 100.0, 107.0, 108.0])
-    monkeypatch.setattr(training.time, "monotonic", lambda: next(times))
+    monkeypatch.setattr(training, "time", SimpleNamespace(monotonic=lambda: next(times)))
     monkeypatch.setattr(resume, "SAVE_EVERY", 20.0)
     run = training.Training([{"params": [parameter]}], DistilOptions(steps=9).allocation, state)
     run.descend([(parameter.sum(), parameter.sum())])

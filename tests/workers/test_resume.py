@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -219,7 +220,7 @@ def test_blocks_are_committed_now_and_then_and_the_last_one_always(
 ) -> None:
     monkeypatch.setattr(resume, "SAVE_EVERY", 20.0)
     now = 0.0
-    monkeypatch.setattr(resume.time, "monotonic", lambda: now)
+    monkeypatch.setattr(resume, "time", SimpleNamespace(monotonic=lambda: now))
     state = ResumeState(tmp_path / "s", "fingerprint", 5)
     kept = []
     for layer, now in enumerate((10.0, 20.0, 30.0, 39.0, 39.5)):
@@ -244,7 +245,7 @@ def test_the_first_state_waits_as_long_as_its_size_asks_for(tmp_path: Path, monk
     monkeypatch.setattr(resume, "SAVE_EVERY", 20.0)
     monkeypatch.setattr(resume, "_WRITTEN", 1.0)
     times = [0.0]
-    monkeypatch.setattr(resume.time, "monotonic", lambda: times[-1])
+    monkeypatch.setattr(resume, "time", SimpleNamespace(monotonic=lambda: times[-1]))
     state = ResumeState(tmp_path / "s", "fingerprint", 9)
     done = []
     for layer, now in enumerate((30.0, 159.0, 161.0, 182.0)):  # 8 bytes: 8 seconds, so 160 pass before that

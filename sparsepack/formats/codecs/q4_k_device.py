@@ -43,7 +43,8 @@ def quantise_block(
     factor -- float32 [all columns, all columns], U of `Inputs.inverse_factor`
     first  -- the number of the block's first column in the matrix
     blocks -- uint8 [columns, bands, 144], written
-    steps  -- float32 [columns, 2], d and dmin of each column, of one band on the CPU; None: those that suit it best
+    steps  -- float32 [columns, 2], d and dmin of each column, of one band on the CPU; None: those that suit it best.
+              Only the CPU's kernel takes them: a tail is of few rows (`gptq._tail`)
 
     Returns the errors, each divided by its pivot: float32 [columns, rows].
     """
@@ -56,6 +57,9 @@ def quantise_block(
         part = factor[here, here].contiguous()
         _quantise(kernel, block, blocks, part, errors, steps)
         return errors
+
+    if steps is not None:
+        raise ValueError(f"given steps on {block.device}, where no kernel takes them; expected the CPU")
 
     def by_kernel() -> Tensor:
         from sparsepack.formats.codecs import q4_k_triton
