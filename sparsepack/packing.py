@@ -319,14 +319,15 @@ def find(checkpoint: Checkpoint, request: PackRequest, state: Path) -> Found:
 
 def _refit(checkpoint: Checkpoint, request: PackRequest, found: Found, calibration: Calibration, state: Path) -> Refit:
     """The matrices, fitted to what enters them where the rest of what was `found` is so."""
-    from sparsepack.refit.run import refit_model, refit_state
+    from sparsepack.refit.run import fitted_sites, refit_model, refit_state
 
     format, options, thresholds = format_of(request.format), request.fit, found.thresholds
     inside = _inside(checkpoint, request, found)
     encode = format.encoder(checkpoint, inside)
     how = f"{format.name} {inside.pattern} {inside.gates}"
     resume = refit_state(state, checkpoint, calibration, thresholds, options, how)
-    return refit_model(checkpoint, calibration, encode, thresholds, options, resume)
+    sites = fitted_sites(checkpoint, format, options)
+    return refit_model(checkpoint, calibration, sites, encode, thresholds, options, resume)
 
 
 def found_to_come(
@@ -353,7 +354,7 @@ def found_to_come(
         thresholds=thresholds,
         attention=attention_to_come(checkpoint, attention) if attention is not None and attention.sparse else None,
         neurons=counts_to_come(checkpoint) if format_of(request.format).mlp.by_count else None,
-        refit=refit_to_come(checkpoint, refit) if refit.fits else None,
+        refit=refit_to_come(checkpoint, format_of(request.format), refit) if refit.fits else None,
         pruning=pruning,
         rotation=rotation,
         distillation=distillation,

@@ -37,6 +37,7 @@ class Format:
     bases           -- whether it has a place for changes of basis between blocks
     experts         -- whether it has a place for MLPs that are mixtures of experts
     fits            -- whether its matrices can be fitted to their inputs and quantised with error feedback
+    fits_experts    -- whether those of experts can, too; else they are rounded to nearest
     mlp             -- how MLPs are stored
     runs            -- whether an engine of ours runs it
     file_type       -- llama.cpp's enum llama_ftype, which viewers of GGUFs show
@@ -53,6 +54,7 @@ class Format:
     bases: bool = False
     experts: bool = False
     fits: bool = False
+    fits_experts: bool = False
     mlp: MlpKind = DENSE
     runs: bool = False
     file_type: int = 0
@@ -123,7 +125,17 @@ _PRUNED: Mapping[str, Any] = {"folder": True, "attention": True, "weight_sparsit
 FORMATS: Mapping[str, Format] = {
     format.name: format
     for format in (
-        Format("zigzag-q4_k", "skips inactive columns", _ZIGZAG, "Q4_K", experts=True, fits=True, file_type=14, **_RUN),
+        Format(
+            "zigzag-q4_k",
+            "skips inactive columns",
+            _ZIGZAG,
+            "Q4_K",
+            experts=True,
+            fits=True,
+            fits_experts=True,
+            file_type=14,
+            **_RUN,
+        ),
         Format(
             "neuron-q4_k",
             "also skips, exactly, inactive neurons of models with ReLU",

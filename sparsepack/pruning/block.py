@@ -12,10 +12,10 @@ from sparsepack.models.precision import brought
 from sparsepack.models.records.pattern import Pattern
 from sparsepack.models.records.pruned import PrunedMatrix
 from sparsepack.models.sites import site_name
-from sparsepack.pruning.inputs import inputs_name
 from sparsepack.pruning.methods import METHODS, Method
 from sparsepack.pruning.options import PruneOptions
 from sparsepack.pruning.permute import better_order, of_query_heads, permuted_block
+from sparsepack.reconstruction.block_inputs import inputs_name
 from sparsepack.reconstruction.inputs import Inputs, root_of_share
 
 

@@ -36,9 +36,9 @@ from sparsepack.models.tokenizer.windows import spread_windows
 from sparsepack.option import check_type
 from sparsepack.progress import Advance, Shorter, progress
 from sparsepack.pruning.block import prune_block
-from sparsepack.pruning.inputs import empty_sums, entering, inputs_of
 from sparsepack.pruning.methods import METHODS
 from sparsepack.pruning.options import PruneOptions
+from sparsepack.reconstruction.block_inputs import empty_sums, entering, inputs_of
 from sparsepack.reconstruction.inputs import Sums
 from sparsepack.version import __version__
 from sparsepack.workers.dealt import Dealt

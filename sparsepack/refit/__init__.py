@@ -2,6 +2,7 @@
 
 options.py   what may be asked for
 inputs.py    what enters a site: sums over the sparse inputs, and over what skipping takes from them
+experts.py   what enters the experts of a mixture, and their matrices encoded one by one
 solve.py     one matrix: its new weights, and the error of its outputs
 run.py       the model, block by block and site by site, all upstream sparse, refitted and quantised already
 """

@@ -59,7 +59,7 @@ class SiteSums:
     """
 
     def __init__(self, weight: Tensor, rule: SiteRule | None, dense: float | None) -> None:
-        self._weight, self._dense = weight, dense
+        self.weight, self._dense = weight, dense
         self._rule = None if rule is None or rule.dense else rule.to(weight.device)
         columns = weight.shape[1]
         self._sums = Sums(columns, True, weight.device)
@@ -83,21 +83,21 @@ class SiteSums:
         x = x.flatten(0, -2)
         self._tokens += share * len(x)
         if self._rule is not None:
-            self._outputs += share * _squares(self._weight, x.float())
+            self._outputs += share * _squares(self.weight, x.float())
         if rule is None or self._lost is None:
             return self._sums.add(x, share)
         sparse = sparsify(x, rule)
         self._sums.add(sparse, share)
         error = x.float() - sparse.float()
-        self._missing += share * _squares(self._weight, error)
+        self._missing += share * _squares(self.weight, error)
         self._lost.addmm_(error.t(), sparse.float(), alpha=share)
 
     def inputs(self, damping: float, shrunk: bool = False) -> SiteInputs:
         """The means of what was counted; the sums are let go of."""
-        lost = None if self._lost is None else self._weight @ self._lost.div_(self._tokens)
+        lost = None if self._lost is None else self.weight @ self._lost.div_(self._tokens)
         inputs = self._sums.inputs(damping, shrunk)
         del self._lost, self._sums
-        outputs = inputs.output_squares(self._weight) if self._rule is None else self._outputs / self._tokens
+        outputs = inputs.output_squares(self.weight) if self._rule is None else self._outputs / self._tokens
         return SiteInputs(inputs, lost, outputs, self._missing / self._tokens)
 
 

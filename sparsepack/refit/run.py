@@ -8,6 +8,7 @@ states are kept; a run that was killed goes on from there.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -23,6 +24,7 @@ from sparsepack.files.side_files import make_folder
 from sparsepack.files.transfer import stacked_on
 from sparsepack.formats.encoded import Encoded, EncodedSite, SiteEncoder
 from sparsepack.formats.plan import naming
+from sparsepack.formats.table import Format
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
 from sparsepack.models.family import MLP_SITES, SITES
 from sparsepack.models.precision import arithmetic
@@ -30,11 +32,12 @@ from sparsepack.models.records.rule import Rules
 from sparsepack.models.sites import site_name
 from sparsepack.models.stock.blocks import BlockStream
 from sparsepack.models.stock.bound import bound_told
-from sparsepack.models.stock.hooks import site_hooks
+from sparsepack.models.stock.hooks import routing_hooks, site_hooks
 from sparsepack.models.tokenizer.windows import spread_windows
 from sparsepack.models.verbs import check_taken
 from sparsepack.progress import Shorter, progress
 from sparsepack.reconstruction.inputs import Inputs
+from sparsepack.refit.experts import ExpertSums, FittedSite
 from sparsepack.refit.inputs import SiteSums
 from sparsepack.refit.options import RefitOptions
 from sparsepack.refit.solve import refitted
@@ -72,6 +75,7 @@ class Refit:
 def refit_model(
     checkpoint: Checkpoint,
     calibration: Calibration,
+    sites: tuple[str, ...],
     encode: SiteEncoder,
     thresholds: Thresholds | None,
     options: RefitOptions,
@@ -79,6 +83,7 @@ def refit_model(
 ) -> Refit:
     """Fit and quantise the matrices of a model's sites.
 
+    sites  -- those that are fitted (`fitted_sites`)
     encode -- as the artifact will have them
     resume -- of this pass (`refit_state`): it keeps the matrices until the artifact is written
 
@@ -89,7 +94,7 @@ def refit_model(
     count, length = fitting_windows(checkpoint, options, calibration.windows.shape)
     windows = spread_windows(calibration.windows, count)[:, :length]
     with torch.no_grad():
-        _run(checkpoint, windows, encode, rules, options, resume)
+        _run(checkpoint, windows, sites, encode, rules, options, resume)
     encoded = {
         name: partial(_kept, resume, layer, site, name)
         for layer, site, names in resume.value("names")
@@ -124,26 +129,27 @@ def refit_state(
     return ResumeState(state / "refit", fingerprint(asked), checkpoint.layers)
 
 
-def refit_to_come(checkpoint: Checkpoint, options: RefitOptions) -> Refit:
-    """What will be known of the pass, in as much room, before it is run. Raises `CheckpointError` for a model with
-    experts."""
+def refit_to_come(checkpoint: Checkpoint, format: Format, options: RefitOptions) -> Refit:
+    """What will be known of the pass, in as much room, before it is run. Raises `CheckpointError` for a refit of a
+    model with experts."""
     typical = 0.12346
     sites = [
         {"site": site_name(layer, site), **_row({f"{site_name(layer, site)}.weight": typical}, typical, typical)}
         for layer in range(checkpoint.layers)
-        for site in fitted_sites(checkpoint, options)
+        for site in fitted_sites(checkpoint, format, options)
     ]
     return Refit(_section(NO_HASH, options, options.refit_windows or MORE_WINDOWS, sites), {})
 
 
-def fitted_sites(checkpoint: Checkpoint, options: RefitOptions) -> tuple[str, ...]:
-    """The sites whose matrices are fitted: all, but for the experts of a mixture, which are rounded to nearest.
+def fitted_sites(checkpoint: Checkpoint, format: Format, options: RefitOptions) -> tuple[str, ...]:
+    """The sites whose matrices are fitted: all, but for experts where the format has them rounded to nearest.
 
     Raises `CheckpointError` for a refit of a model with experts.
     """
     if options.refit:
         check_taken("refit", checkpoint.family, checkpoint.name)
-    return tuple(site for site in SITES if checkpoint.family.experts is None or site not in MLP_SITES)
+    rounded = MLP_SITES if checkpoint.family.experts is not None and not format.fits_experts else ()
+    return tuple(site for site in SITES if site not in rounded)
 
 
 def fitting_windows(
@@ -153,7 +159,7 @@ def fitting_windows(
     length = windows[1] if options.refit else min(windows[1], LENGTH)
     count = options.refit_windows
     if count is None:
-        widest = max(checkpoint.stacked_shape(site)[1] for site in fitted_sites(checkpoint, options))
+        widest = max(checkpoint.stacked_shape(site)[1] for site in SITES)
         more = options.refit or torch.device(options.device).type == "cuda"
         count = max(-(-TOKENS_OF_INPUT * widest // length), MORE_WINDOWS if more else 1)
     return min(count, windows[0]), length
@@ -181,6 +187,7 @@ def check_tokens(checkpoint: Checkpoint, windows: tuple[int, int], options: Refi
 def _run(
     checkpoint: Checkpoint,
     windows: Tensor,
+    sites: tuple[str, ...],
     encode: SiteEncoder,
     rules: Rules,
     options: RefitOptions,
@@ -191,7 +198,6 @@ def _run(
     hidden = stream.states(windows, resume.hidden())
     batch = max(AT_ONCE.get(stream.device.type, AT_ONCE["cpu"]) // windows.shape[1], 1)
     fitting = _BlockFitting(checkpoint, stream, encode, rules, options, resume)
-    sites = fitted_sites(checkpoint, options)
     batches = torch.split(hidden, batch)
     each = len(sites) if len(batches) == 1 else (len(sites) + 1) * len(batches)
     shorter = Shorter("--refit-windows", len(hidden))
@@ -230,19 +236,20 @@ class _BlockFitting:
         self.rules, self.options, self.resume = rules, options, resume
         self.names, self.rows = resume.value("names", []), resume.value("sites", [])
         self.dense = options.refit_dense if any(not rule.dense for rule in rules.values()) else None
+        self.routed: list[Tensor] = []  # the experts of the running pass's tokens
 
     def run_once(self, layer: int, sites: tuple[str, ...], hidden: Tensor, advance: Callable[[], object]) -> None:
         """Run all windows through the block, each site fitted when its inputs come."""
 
         def function(_: int, site: str, x: Tensor) -> Tensor | None:
             if site in sites:
-                weight, sums = self._begin(layer, site)
+                sums = self._begin(layer, site)
                 sums.add(x)
-                self._replace(layer, site, weight, sums)
+                self._replace(layer, site, sums)
                 advance()
             return sparsify_second_half(x, self.rules.get((layer, site)))
 
-        with site_hooks([(layer, self.stream.block)], self.checkpoint.family, function):
+        with site_hooks([(layer, self.stream.block)], self.checkpoint.family, function), self._routing():
             self.stream.pass_on(hidden, len(hidden), lambda: None)
 
     def run_each(
@@ -250,55 +257,83 @@ class _BlockFitting:
     ) -> None:
         """Run batches of windows up to each site in turn."""
         for site in sites:
-            weight, sums = self._begin(layer, site)
+            sums = self._begin(layer, site)
 
-            def count(x: Tensor, into: SiteSums = sums) -> None:
+            def count(x: Tensor, into: SiteSums | ExpertSums = sums) -> None:
                 into.add(x)
                 advance()
 
-            inputs_of_site(self.stream, (layer, site), batches, self.rules, count)
-            self._replace(layer, site, weight, sums)
+            with self._routing():
+                inputs_of_site(self.stream, (layer, site), batches, self.rules, count)
+            self._replace(layer, site, sums)
 
-    def _begin(self, layer: int, site: str) -> tuple[Tensor, SiteSums]:
-        parts = self.checkpoint.projections(layer, site)
-        weight = stacked_on(self.options.device, parts).float()
-        return weight, SiteSums(weight, self.rules.get((layer, site)), self.dense)
+    def _routing(self) -> AbstractContextManager[None]:
+        def route(chosen: Tensor) -> None:
+            self.routed[:] = [chosen]
 
-    def _replace(self, layer: int, site: str, weight: Tensor, sums: SiteSums) -> None:
-        """Fit one site's matrix to what was counted, and put what is stored in its place."""
+        return routing_hooks(self.stream.block, self.checkpoint.family, route)
+
+    def _begin(self, layer: int, site: str) -> SiteSums | ExpertSums:
+        rule, device = self.rules.get((layer, site)), self.options.device
+        if self.checkpoint.family.experts is not None and site in MLP_SITES:
+            return ExpertSums(self.checkpoint, layer, site, rule, self.routed, device)
+        weight = stacked_on(device, self.checkpoint.projections(layer, site)).float()
+        return SiteSums(weight, rule, self.dense)
+
+    def _replace(self, layer: int, site: str, sums: SiteSums | ExpertSums) -> None:
+        """Fit one site's matrices to what was counted, and put what is stored in their place."""
+        encode = partial(self.encode, layer, site)
         with naming(site_name(layer, site)):
-            made, row = _fitted(weight, sums, partial(self.encode, layer, site), self.options)
+            try:
+                if isinstance(sums, ExpertSums):
+                    made = sums.fitted(encode, _damping, self.stream.dtype)
+                else:
+                    parts = {
+                        f"{projection}.weight": len(part)
+                        for projection, part in zip(
+                            self.checkpoint.family.projections[site],
+                            self.checkpoint.projections(layer, site),
+                            strict=True,
+                        )
+                    }
+                    made = _fitted(sums, parts, encode, self.options)
+            except SingularError as error:
+                raise PackingError(f"{error}; give a larger --damping or more --refit-windows") from error
+            for name, change in made.changes.items():
+                if not change < 1:
+                    raise PackingError(
+                        f"{name}: fitting would change its weights by {change:.3g} of their size; give a larger "
+                        "--damping or more --refit-windows"
+                    )
         self.resume.keep_with_block(_file(layer, site), made.tensors)
         self.names.append([layer, site, [*made.tensors]])
-        self.rows.append({"site": site_name(layer, site), **row})
-        projections = self.checkpoint.family.projections[site]
-        rows = [len(part) for part in self.checkpoint.projections(layer, site)]
-        parts = zip(projections, torch.split(made.weight, rows), strict=True)
-        self.stream.replace({f"{projection}.weight": part for projection, part in parts})
+        self.rows.append({"site": site_name(layer, site), **_row(made.changes, made.before, made.after)})
+        self.stream.replace(made.decoded)
 
 
 def _fitted(
-    weight: Tensor, sums: SiteSums, encode: Callable[[Tensor, Inputs | None], EncodedSite], options: RefitOptions
-) -> tuple[EncodedSite, dict[str, Any]]:
-    """What is stored of a matrix, and the numbers of its row. Raises `PackingError`."""
-    known = sums.inputs(options.damping)
-    damping = SHRINKAGE * max(1.0, ENOUGH * weight.shape[1] / max(sums.count, 1))
-    inputs = replace(known.inputs, damping=damping, shrunk=True)
-    try:
-        target = refitted(weight, known) if options.refit else weight
-        made = encode(target, inputs if options.quantiser == "gptq" else None)
-    except SingularError as error:
-        raise PackingError(f"{error}; give a larger --damping or more --refit-windows") from error
-    moved = made.weight - weight
-    changes = {name: _relative(moved[part], weight[part]) for name, part in made.rows.items()}
-    for name, change in changes.items():
-        if not change < 1:
-            raise PackingError(
-                f"{name}: fitting would change its weights by {change:.3g} of their size; give a larger --damping or "
-                "more --refit-windows"
-            )
-    rounded = encode(weight, None).weight - weight
-    return made, _row(changes, known.relative_error(rounded), known.relative_error(moved))
+    sums: SiteSums,
+    parts: Mapping[str, int],
+    encode: Callable[[Tensor, Inputs | None], EncodedSite],
+    options: RefitOptions,
+) -> FittedSite:
+    """What is stored of one matrix. parts: the names within the block of what is stacked in it, and their rows."""
+    known, weight = sums.inputs(options.damping), sums.weight
+    inputs = replace(known.inputs, damping=_damping(weight.shape[1], sums.count), shrunk=True)
+    target = refitted(weight, known) if options.refit else weight
+    made = encode(target, inputs if options.quantiser == "gptq" else None)
+    moved, rounded = made.weight - weight, encode(weight, None).weight - weight
+    return FittedSite(
+        made.tensors,
+        dict(zip(parts, torch.split(made.weight, [*parts.values()]), strict=True)),
+        {name: _relative(moved[part], weight[part]) for name, part in made.rows.items()},
+        known.relative_error(rounded),
+        known.relative_error(moved),
+    )
+
+
+def _damping(columns: int, tokens: float) -> float:
+    return SHRINKAGE * max(1.0, ENOUGH * columns / max(tokens, 1))
 
 
 def _relative(moved: Tensor, weight: Tensor) -> float:

@@ -272,7 +272,7 @@ def test_verbs_that_do_not_take_experts_say_so(folders: dict[str, Path]) -> None
     told = "does not take mixtral models yet, whose MLPs are mixtures of experts"
     calls = {
         "distil": lambda: check_model(checkpoint),
-        "fitting": lambda: refit_to_come(checkpoint, RefitOptions(refit=True)),
+        "fitting": lambda: refit_to_come(checkpoint, FORMATS["zigzag-q4_k"], RefitOptions(refit=True)),
     }
     for what, call in calls.items():
         with pytest.raises(CheckpointError, match=told):

@@ -18,12 +18,15 @@ from sparsepack.formats.inspect import describe
 from sparsepack.formats.open import open_artifact
 from sparsepack.formats.verify import verify
 from sparsepack.models.checkpoint.checkpoint import open_checkpoint
-from sparsepack.models.family import SITES
+from sparsepack.models.checkpoint.experts import as_experts
+from sparsepack.models.family import MLP_SITES, SITES
 from sparsepack.models.stock.blocks import BlockStream
+from sparsepack.models.stock.hooks import routing_hooks
 from sparsepack.packing import PackRequest, pack
 from sparsepack.pruning.options import PruneOptions
 from sparsepack.pruning.run import prune
 from sparsepack.refit.options import RefitOptions
+from sparsepack.refit.run import AT_ONCE
 from sparsepack.sparsity.find import find_thresholds
 from sparsepack.sparsity.options import AllocationOptions
 from sparsepack.sparsity.sequential import inputs_of_site, sparse_second_half, sparsify_second_half
@@ -113,6 +116,57 @@ def test_the_error_that_is_said_is_that_of_the_artifact_on_the_calibration(sourc
                 stream.replace(dict(zip(short, parts, strict=True)))
             with sparse_second_half(stream, layer, rules):
                 stream.pass_on(hidden, 2, lambda: None)
+
+
+@pytest.mark.parametrize(("family", "at_once"), [("mixtral", 8192), ("qwen2_moe", 8192), ("qwen2_moe", 256)])
+def test_each_expert_is_quantised_to_what_the_router_gives_it(
+    tmp_path: Path, family: str, at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also the parts of a shared one, sparse, and in batches; by hand as above, with the stock router's experts."""
+    monkeypatch.setitem(AT_ONCE, "cpu", at_once)
+    checkpoint = open_checkpoint(make_model(tmp_path / "m", family, num_hidden_layers=1))
+    calibration = calibrate(
+        checkpoint, Text("t", (TEXT[:20_000],), ""), tmp_path / "c", CalibrateOptions(context=64, samples=16)
+    )
+    find_thresholds(checkpoint, calibration, AllocationOptions(0.5, allocation="uniform")).write(tmp_path / "t.json")
+    output, table = tmp_path / "m.gguf", tmp_path / "t.json"
+    options = RefitOptions(refit_windows=len(calibration.windows))
+    pack(PackRequest(str(tmp_path / "m"), output, calibration=tmp_path / "c", thresholds=table, fitting=options))
+    assert verify(output, checkpoint).problems == ()
+    rows = {row["site"]: row for row in describe(output)["refit"]["sites"]}
+    assert [*rows] == [f"blk.0.{site}" for site in SITES]
+    assert all(row["error"] < row["error_before"] for row in rows.values())
+
+    stock, rules, stream = open_artifact(output).stock(), read_thresholds(table).rules, BlockStream(checkpoint)
+    hidden = stream.embed(load(tmp_path / "c").windows.long())
+    stream.load(0)
+    for site in SITES:
+        names = checkpoint.weight_names(0, site)
+        new = {name: stock.tensor(name) for name in names}
+        if site in MLP_SITES:
+            seen: dict[str, list[Tensor]] = {"x": [], "chosen": []}
+            with routing_hooks(stream.block, checkpoint.family, seen["chosen"].append), torch.no_grad():
+                inputs_of_site(stream, (0, site), [hidden], rules, seen["x"].append)
+            x = sparsify_second_half(seen["x"][0], rules[0, site])
+            chosen = seen["chosen"][0] if site == "mlp_mid" else x.new_zeros(0)
+            old = checkpoint.experts(0, site)
+            shared = [new[name] for name in names[1:]]
+            changed = new[names[0]]
+            if shared:
+                changed = torch.cat([changed, as_experts(site, shared, checkpoint.config.moe_intermediate_size)])
+            lost = size = 0.0
+            for number in range(len(old)):
+                if site == "mlp_in":
+                    given = x.flatten(0, 1)
+                elif number < len(new[names[0]]):
+                    given = x[:, :, : chosen.shape[-1]][chosen == number]
+                else:
+                    given = x[:, :, chosen.shape[-1] + number - len(new[names[0]])].flatten(0, 1)
+                lost += float((given @ (changed[number] - old[number].float()).t()).square().sum())
+                size += float((given @ old[number].float().t()).square().sum())
+            assert (lost / size) ** 0.5 == pytest.approx(rows[f"blk.0.{site}"]["error"], rel=1e-3)
+        block = checkpoint.family.block(0)
+        stream.replace({name.removeprefix(f"{block}."): value for name, value in new.items()})
 
 
 def test_nothing_asked_is_what_it_was(request_: PackRequest, tmp_path: Path) -> None:
