@@ -28,7 +28,7 @@ from synthetic import TINY, Size, random, save_config
 
 from sparsepack.files import transfer
 from sparsepack.files.atomic import remove
-from sparsepack.files.hashing import hashing
+from sparsepack.files.hashing import Hashing
 from sparsepack.formats.codecs import slid_matrix, zigzag
 from sparsepack.formats.codecs.matrices import decode_rows, encode_rows
 from sparsepack.formats.codecs.slide import Slide
@@ -213,8 +213,7 @@ def files_of(artifact: Path) -> list[Path]:
 
 def digests_of(artifact: Path) -> list[str]:
     """SHA-256 of each of its files."""
-    with hashing(files_of(artifact)) as digests:
-        return digests()
+    return Hashing(files_of(artifact)).sha256()
 
 
 @click.command()
