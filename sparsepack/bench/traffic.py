@@ -35,8 +35,8 @@ def stored_bytes(packed: PackedModel) -> int:
 
 def bytes_per_token(packed: PackedModel, activity: Activity, pads_tails: bool = False) -> float:
     """Stored bytes that decoding one token needs: active columns and records, of experts those that it has, the output
-    matrix, one row of the embedding, changes of basis, norms, routers, biases and rules. The KV cache, which grows with
-    the text, is left out.
+    matrix, one row of the embedding, changes of basis, norms, routers, biases, scales of rows and rules. The KV cache,
+    which grows with the text, is left out.
 
     pads_tails -- as `Backend.pads_tails`: tails count as whole bands
     """
@@ -57,7 +57,7 @@ def _always_read(packed: PackedModel) -> int:
     for layer in packed.layers:
         tensors += [*layer.norms.values(), *layer.mlp.always]
         for site in layer.sites.values():
-            tensors.append(site.bias)
+            tensors += [site.bias, site.matrix.row_scale]
             if site.rule is not None:
                 tensors += [site.rule.limits, site.rule.offset]
     return sum(tensor.nbytes for tensor in tensors if tensor is not None)

@@ -18,6 +18,7 @@ from sparsepack.formats.manifest import (
     refit_in_words,
 )
 from sparsepack.formats.open import open_artifact
+from sparsepack.formats.zigzag.layout import ROW_SCALE
 from sparsepack.models.checkpoint.segmented_config import segments_summary
 
 _BLOCKS = ("blk.", "model.layers.")
@@ -35,7 +36,7 @@ def describe(path: Path) -> dict[str, Any]:
     tensors = artifact.tensors
     weights = {name: _weights(artifact, name) for name in tensors}
     matrices = [name for name in artifact.manifest["tensors"] if name in tensors]
-    sites = [name for name in matrices if name.startswith(_BLOCKS)]
+    sites = [name for name in tensors if name.startswith(_BLOCKS) and (name in matrices or name.endswith(ROW_SCALE))]
     return {
         "path": str(path),
         "kind": artifact.manifest["kind"],

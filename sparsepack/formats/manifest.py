@@ -16,8 +16,11 @@ from sparsepack.models.records.distilled import StoredDistillation
 from sparsepack.models.records.distilled import in_words as distilled_in_words
 from sparsepack.version import __version__
 
-SCHEMA = 5
-"""The newest schema, of models with matrices whose last rows are stored as a tail (`formats.zigzag.layout`)."""
+SCHEMA = 6
+"""The newest schema, of models with matrices whose rows have scales (`formats.zigzag.layout`)."""
+
+_TAILS_SCHEMA = 5
+"""The schema of what else has matrices whose last rows are stored as a tail (`formats.zigzag.layout`)."""
 
 _BASES_SCHEMA = 4
 """The schema of what else changes the basis of the residual stream between blocks."""
@@ -186,6 +189,7 @@ def make_manifest(
     attention: Mapping[str, Any] | None = None,
     neurons: Mapping[str, Any] | None = None,
     tails: bool = False,
+    row_scales: bool = False,
 ) -> dict[str, Any]:
     """The manifest of an artifact of `kind` made from `checkpoint`.
 
@@ -196,12 +200,13 @@ def make_manifest(
     attention  -- the section of sparse attention: `formats.attention`
     neurons    -- the section of an MLP's neurons: `formats.neuron.section`
     tails      -- whether last rows are stored as tails
+    row_scales -- whether rows of matrices have scales
     """
     if taken := set(provenance) & set(_OWN):
         raise ValueError(f"provenance {sorted(taken)}: the manifest has keys of its own by that name")
     schema = _BASES_SCHEMA if checkpoint.bases else FILES_SCHEMA if attention else _OLDEST
     return {
-        "schema": SCHEMA if tails else schema,
+        "schema": SCHEMA if row_scales else _TAILS_SCHEMA if tails else schema,
         "kind": kind,
         "sparsepack": __version__,
         "model": {

@@ -137,7 +137,7 @@ def test_a_wrong_matrix_is_named(checkpoints: Checkpoints, tmp_path: Path, monke
 def test_padding_that_is_not_zero_is_found(checkpoints: Checkpoints, tmp_path: Path) -> None:
     plan, full = plan_zigzag(checkpoints["odd"], {}), torch.randn(768, 256)
     dirty = [
-        PlannedGroup(group.tensors, lambda: (zigzag.pack(full[:512]), zigzag.pack_tail(full[512:640])))
+        PlannedGroup(group.tensors[:2], lambda: (zigzag.pack(full[:512]), zigzag.pack_tail(full[512:640])))
         if group.tensors[0].name == "blk.0.mlp_in.weight"
         else group
         for group in plan.groups
@@ -173,10 +173,10 @@ def test_a_tail_that_no_engine_runs_is_found(tmp_path: Path, intermediate: int, 
     name = "blk.0.mlp_mid.tail.weight" if intermediate == 35 else "blk.0.mlp_in.tail.weight"
 
     def spoilt(produce: Callable[[], Sequence[torch.Tensor]]) -> Sequence[torch.Tensor]:
-        (tail,) = produce()
+        tail, *others = produce()
         tail.view(-1)[at] ^= 0x11
         tail[-1, 12:16] |= 0x11 * (at < 0)  # scales of the piece that is not there
-        return [tail]
+        return [tail, *others]
 
     plan = plan_zigzag(checkpoint, {})
     dirty = [
@@ -195,7 +195,8 @@ def test_description_of_a_zigzag_file(checkpoints: Checkpoints, tmp_path: Path) 
     found = json.loads(json.dumps(describe(tmp_path / "m.gguf")))
     assert (found["kind"], found["thresholds"], found["sparse_sites"]) == ("zigzag-q4_k", table, 0)
     assert found["file_bytes"] == (tmp_path / "m.gguf").stat().st_size
-    assert found["bits_per_weight"]["blocks"] == 4.5
+    rows = 2 * (512 + 256 + 1536 + 256)
+    assert found["bits_per_weight"]["blocks"] == 4.5 + 32 * rows / found["types"]["Q4_K"]["weights"]
     assert found["types"]["Q4_K"]["tensors"] == 8
     assert sum(kind["bytes"] for kind in found["types"].values()) == found["tensor_bytes"]
     assert {p["program"]: p["loads"] for p in found["loads_in"]}["llama.cpp"] is False

@@ -2,7 +2,7 @@
 the dequantised weights."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -198,9 +198,10 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
 
 
 def packed(rows: int, columns: int) -> PackedMatrix:
-    """A matrix as artifacts store it, with a tail where it has one."""
+    """A matrix as artifacts store it, with scales of rows, and a tail where it has one."""
     blocks, tail = zigzag.pack_with_tail(normal(rows, columns, seed=rows))
-    return PackedMatrix(blocks, ZIGZAG, rows, columns, tail)
+    row_scale = 0.5 + torch.rand(rows, generator=torch.Generator().manual_seed(rows))
+    return PackedMatrix(blocks, ZIGZAG, rows, columns, tail, row_scale)
 
 
 def largest_weights(matrix: PackedMatrix) -> Tensor:
@@ -213,7 +214,7 @@ def largest_weights(matrix: PackedMatrix) -> Tensor:
         blocks = matrix.padded().blocks.clone()
         blocks[..., 4:16] = 255
         blocks[..., 16:] = nibbles
-        ends.append(zigzag.unpack(blocks, matrix.rows).double())
+        ends.append(decode_matrix(replace(matrix.padded(), blocks=blocks)).double())
     return ((ends[1] - ends[0]).abs() + ends[0].abs()).amax(1)
 
 

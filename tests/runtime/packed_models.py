@@ -145,12 +145,14 @@ def variants_of(backend: str) -> list[str]:
 def random_model(variant: str = "llama", seed: int = 0, **changes: Any) -> PackedModel:
     """A packed model with random weights, large enough for attention and thresholds to matter; every site dense.
 
-    tails -- among the changes: whether last rows are tails, as artifacts have them, or padded bands
+    tails, row_scales -- among the changes: whether last rows are tails, as artifacts have them, or padded bands, and
+                         whether rows have scales, likewise
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     values = {**SMALL, **VARIANTS[variant], **changes}
     bases, encode = values.pop("bases", ()), encoder(values.pop("tails", False))
+    row_scales = values.pop("row_scales", False)
     config = AutoConfig.for_model(**values)
     family = FAMILIES[config.model_type]
     generator = torch.Generator().manual_seed(seed)
@@ -170,7 +172,8 @@ def random_model(variant: str = "llama", seed: int = 0, **changes: Any) -> Packe
         bias = torch.cat([weight(f"{prefix}.{p}.bias") for p in projections]) if all(has) else None
         stacked = torch.cat(weights)
         blocks, tail = encode(stacked)
-        return PackedSite(PackedMatrix(blocks, ZIGZAG, *stacked.shape, tail), bias, None, parts)
+        row_scale = 0.5 + torch.rand(len(stacked), generator=generator) if row_scales else None
+        return PackedSite(PackedMatrix(blocks, ZIGZAG, *stacked.shape, tail, row_scale), bias, None, parts)
 
     def experts(prefix: str) -> ExpertMlp:
         numbers = architecture_of(config, None).experts

@@ -1,4 +1,5 @@
-"""Engines on models whose matrices have tails, against the stock model, and what they read of them."""
+"""Engines on models whose matrices have tails, or scales of rows, against the stock model, and what they read of
+them."""
 
 from functools import cache
 from typing import Any
@@ -18,6 +19,8 @@ WIDTHS: dict[str, dict[str, Any]] = {
     "one piece": {},
     "two pieces": {"hidden_size": 128, "intermediate_size": 301},
     "three pieces": {"hidden_size": 192, "intermediate_size": 350, "num_attention_heads": 6, "num_key_value_heads": 3},
+    "scales of odd rows": {"intermediate_size": 301, "row_scales": True},
+    "scales of rows, biases": {"intermediate_size": 256, "row_scales": True, "attention_bias": True, "mlp_bias": True},
 }
 EXPERT = {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
 RELU = {"hidden_act": "relu", "hidden_size": 256}
@@ -41,8 +44,9 @@ def test_logits_are_those_of_the_stock_model(backend: str, widths: str, start: i
 
 
 @every_backend_that(lambda row: row.sequences > 1)
-def test_several_texts_have_the_logits_of_each(backend: str) -> None:
-    packed, _ = model("three pieces")
+@pytest.mark.parametrize("widths", ["three pieces", "scales of rows, biases"])
+def test_several_texts_have_the_logits_of_each(backend: str, widths: str) -> None:
+    packed, _ = model(widths)
     alone, together = (engine_of(packed, backend, dense=True, sequences=count) for count in (1, 2))
     expected = [alone.teacher_forced(ids, len(ids) - 1)[-1] for ids in (IDS, IDS[::-1])]
     for number, ids in enumerate((IDS, IDS[::-1])):

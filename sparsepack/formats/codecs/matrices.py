@@ -1,6 +1,6 @@
 """One stored matrix of any type: which type fits it, its bytes, and its weights back from them."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -27,6 +27,7 @@ class PackedMatrix:
     type   -- "zigzag-q4_k", "Q8_0", "Q6_K", "Q5_0", "Q4_K", "F16", "BF16" or "F32"
     rows, columns -- the logical shape (padding rows not counted)
     tail   -- of zigzag Q4_K, the rows after the whole bands: uint8 [superblocks, 144]; None: bands hold all rows
+    row_scale -- of zigzag Q4_K, what the blocks' weights of each row are multiplied by: float32 [rows]; None: nothing
     """
 
     blocks: torch.Tensor
@@ -34,6 +35,7 @@ class PackedMatrix:
     rows: int
     columns: int
     tail: torch.Tensor | None = None
+    row_scale: torch.Tensor | None = None
 
     @property
     def weights(self) -> int:
@@ -42,12 +44,12 @@ class PackedMatrix:
 
     @property
     def nbytes(self) -> int:
-        """Stored bytes."""
+        """Stored bytes, without those of `row_scale`: a token reads them whatever it skips."""
         return self.blocks.nbytes + (0 if self.tail is None else self.tail.nbytes)
 
     @property
     def padded_nbytes(self) -> int:
-        """Bytes of `padded`."""
+        """Bytes of `padded`, likewise."""
         return self.blocks.nbytes + (0 if self.tail is None else self.columns * BLOCK_BYTES)
 
     def padded(self) -> "PackedMatrix":
@@ -58,7 +60,7 @@ class PackedMatrix:
         if self.tail is None:
             return self
         band = zigzag.expand_tail(self.tail, self.rows, self.columns)
-        return PackedMatrix(torch.cat([self.blocks, band[None]]), self.type, self.rows, self.columns)
+        return replace(self, blocks=torch.cat([self.blocks, band[None]]), tail=None)
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,7 @@ class PackedExperts:
     columns: int
     tail: torch.Tensor | None = None
     type: ClassVar[str] = ZIGZAG
+    row_scale: ClassVar[None] = None
 
     @property
     def weights(self) -> int:
@@ -160,7 +163,7 @@ def decode_rows(blocks: Tensor, type: str, dtype: torch.dtype = torch.float32) -
 def decode_matrix(matrix: PackedMatrix) -> Tensor:
     """The logical weights of a stored matrix of any type: float32 [rows, columns]."""
     if matrix.type == ZIGZAG:
-        return zigzag.unpack(matrix.blocks, matrix.rows, tail=matrix.tail)
+        return zigzag_rows(matrix, 0, matrix.rows)
     return decode_rows(matrix.blocks, matrix.type)
 
 
@@ -177,6 +180,8 @@ def zigzag_rows(matrix: PackedMatrix, start: int, stop: int) -> Tensor:
     top = first * zigzag.BAND_ROWS
     if stop <= whole:
         held = min(last * zigzag.BAND_ROWS, whole) - top
-        return zigzag.unpack(matrix.blocks[first:last], held)[start - top : stop - top]
-    rest = zigzag.unpack(matrix.blocks[first:last], matrix.rows - top, tail=matrix.tail)
-    return rest[start - top : stop - top]
+        found = zigzag.unpack(matrix.blocks[first:last], held)[start - top : stop - top]
+    else:
+        rest = zigzag.unpack(matrix.blocks[first:last], matrix.rows - top, tail=matrix.tail)
+        found = rest[start - top : stop - top]
+    return found if matrix.row_scale is None else found.mul_(matrix.row_scale[start:stop, None])

@@ -31,6 +31,9 @@ from sparsepack.formats.codecs.superblock import BLOCK, encode_chunks, largest
 
 BAND_ROWS = BLOCK
 PIECE_ROWS = 64
+_BALANCINGS = 4  # of rows and of columns; more change no model's perplexity
+_BALANCED_AT_ONCE = 1 << 22  # weights, as float64
+_MOST_SCALE = 8  # powers of two: d has no room for more
 _PIECES, _PIECE_SUBS = BAND_ROWS // PIECE_ROWS, PIECE_ROWS // SUB
 
 
@@ -52,6 +55,30 @@ def tail_rows(rows: int) -> int:
 def tail_blocks(rows: int, columns: int) -> int:
     """Superblocks of the tail."""
     return -(-columns * tail_pieces(rows) // _PIECES)
+
+
+def row_scales(weight: Tensor) -> Tensor:
+    """What to divide the rows of a matrix by before it is quantised: floats [rows, columns] -> float32 [rows].
+
+    Rows and columns are divided in turns by their root mean squares, which balances them (Sinkhorn), and the rows'
+    divisors are kept: superblocks have a scale for each column. Their geometric mean is 1, none is further from it
+    than 8 powers of two, and a row of zeros has 1. Raises PackingError for weights that are not finite.
+    """
+    most, columns = largest(weight), torch.ones(weight.shape[1], dtype=torch.float64, device=weight.device)
+    if most == 0:
+        return torch.ones(len(weight), device=weight.device)
+    for _ in range(_BALANCINGS):
+        rows, of_columns = [], torch.zeros_like(columns)
+        for part in torch.split(weight.detach(), max(_BALANCED_AT_ONCE // weight.shape[1], 1)):
+            squares = part.double().div_(most).square_()
+            rows.append(squares @ columns.reciprocal() / len(columns))
+            of_columns += torch.where(rows[-1] > 0, 1 / rows[-1], 0) @ squares / len(weight)
+        columns = torch.where(of_columns > 0, of_columns, 1)
+    logs = torch.cat(rows).log2() / 2
+    used = logs.isfinite()
+    scales = torch.where(used, logs - logs[used].mean(), 0).clamp_(-_MOST_SCALE, _MOST_SCALE).exp2()
+    # Of few bits, so that they, and all bytes, do not depend on the order in which a device adds.
+    return scales.bfloat16().float()
 
 
 def pack(weight: Tensor) -> Tensor:

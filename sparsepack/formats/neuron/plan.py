@@ -80,7 +80,7 @@ def plan(format: Format, checkpoint: Checkpoint, request: PlanRequest) -> GgufPl
 
     def block(architecture: Architecture, layer: int) -> Iterator[PlannedGroup]:
         for site in ATTENTION_SITES:
-            yield from planned_site(checkpoint, architecture, layer, site, request)
+            yield from planned_site(checkpoint, architecture, layer, site, request, row_scales=False)
         yield from _planned_neurons(checkpoint, architecture, layer, counts, request)
 
     return engine_plan(format, checkpoint, request, block, neuron_section(counts))
@@ -97,7 +97,7 @@ def encoder(format: Format, checkpoint: Checkpoint, request: PlanRequest) -> Sit
 
     def encode(layer: int, site: str, weight: Tensor, inputs: Inputs | None) -> EncodedSite:
         if site in ATTENTION_SITES:
-            return encoded_site(layer, site, weight, inputs)
+            return encoded_site(layer, site, weight, inputs, row_scales=False)
         name, order = f"blk.{layer}", neurons.by_frequency(counts.active[layer]).to(weight.device)
         if site != MLP_SITES[0]:  # down, of which a neuron has a column
             columns, unpacked = encoded_matrix(_DOWN, weight, inputs)

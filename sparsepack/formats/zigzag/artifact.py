@@ -14,7 +14,15 @@ from sparsepack.formats.codecs.q4_k_fit import SUB
 from sparsepack.formats.containers.gguf.container import GgufArtifact
 from sparsepack.formats.packed import PackedModel
 from sparsepack.formats.stock import StockModel, stock_config, stock_of
-from sparsepack.formats.zigzag.layout import BASIS, ROUTER, RULE_VECTORS, SHARED_GATE, TAIL, WEIGHT
+from sparsepack.formats.zigzag.layout import (
+    BASIS,
+    ROUTER,
+    ROW_SCALE,
+    RULE_VECTORS,
+    SHARED_GATE,
+    TAIL,
+    WEIGHT,
+)
 from sparsepack.formats.zigzag.reader import ModelReader
 from sparsepack.models.checkpoint.checkpoint import EMBEDDING, FINAL_NORM, HEAD, Checkpoint
 from sparsepack.models.family import MLP_SITES
@@ -46,7 +54,7 @@ class ZigzagArtifact(GgufArtifact):
         stock_config(self.packed())
 
     def holds_weights(self, name: str) -> bool:
-        return not name.endswith(RULE_VECTORS)
+        return not name.endswith((*RULE_VECTORS, ROW_SCALE))
 
     def decoded(self, name: str, first: int = 0, last: int | None = None) -> Tensor:
         shape = self.tensors[name].shape
@@ -56,14 +64,22 @@ class ZigzagArtifact(GgufArtifact):
         if of_experts:
             numbers = range(*slice(first, last).indices(shape[0]))
             return torch.stack([self._unpacked(name, self.stored(name, n, n + 1), shape[1:]) for n in numbers])
-        if name.endswith(TAIL):
-            return self._unpacked(name, self.stored(name), shape)[first:last]
         rows = self.logical_shape(name)[0]
         last = rows if last is None else min(last, rows)
-        top, end = first // zigzag.BAND_ROWS, zigzag.bands(last)
-        blocks = self.stored(name, top, end).view(end - top, shape[1], -1)
-        top *= zigzag.BAND_ROWS
-        return zigzag.unpack(blocks, min(rows - top, blocks.shape[0] * zigzag.BAND_ROWS))[first - top : last - top]
+        if name.endswith(TAIL):
+            weight = self._unpacked(name, self.stored(name), shape)[first:last]
+        else:
+            top, end = first // zigzag.BAND_ROWS, zigzag.bands(last)
+            blocks = self.stored(name, top, end).view(end - top, shape[1], -1)
+            top *= zigzag.BAND_ROWS
+            held = min(rows - top, blocks.shape[0] * zigzag.BAND_ROWS)
+            weight = zigzag.unpack(blocks, held)[first - top : last - top]
+        of_rows = _matrix(name) + ROW_SCALE
+        if of_rows not in self.tensors:
+            return weight
+        scales = self.stored(of_rows).view(torch.float32)
+        start = first + (len(scales) - rows if name.endswith(TAIL) else 0)
+        return weight * scales[start : start + len(weight)]
 
     def _in_zigzag_order(self, name: str) -> bool:
         return name.endswith(TAIL) or len(self.tensors[name].shape) > len(self.logical_shape(name))
@@ -100,7 +116,7 @@ class ZigzagArtifact(GgufArtifact):
     def part_of(self, name: str, weight: Tensor) -> Tensor:
         """The rows that a tensor holds of a matrix in zigzag order, or of each expert's: [..., rows, columns]. All of
         them where its tensors have not as many together: it is another model's."""
-        matrix = name.removesuffix(TAIL if name.endswith(TAIL) else WEIGHT)
+        matrix = _matrix(name)
         held = [self.logical_shape(matrix + end)[-2] if matrix + end in self.tensors else 0 for end in (WEIGHT, TAIL)]
         if sum(held) != weight.shape[-2]:
             return weight
@@ -135,10 +151,16 @@ class ZigzagArtifact(GgufArtifact):
 
     def programs(self) -> Iterator[Program]:
         yield Program("sparsepack", True, "runs it, skipping inactive columns while decoding")
-        what = "show and dequantise each tensor; a site's rows lie in bands of 256, the last in pieces of 64"
+        what = "show and dequantise each tensor; a site's rows lie in bands of 256, the last in pieces of 64, before "
+        what += "they are multiplied by its row_scale"
         yield Program("gguf-py, GGUF viewers", True, what)
         yield Program("llama.cpp", False, "unknown model architecture 'sparsepack'; pack as q4_k for it")
         yield Program("transformers", False, "unknown architecture; sparsepack gives it the dequantised weights")
+
+
+def _matrix(name: str) -> str:
+    """The name of a matrix in zigzag order, of whose tensors this is one's."""
+    return name.removesuffix(TAIL if name.endswith(TAIL) else WEIGHT)
 
 
 def _tail_problem(rows: int, columns: int, tail: Tensor) -> str:

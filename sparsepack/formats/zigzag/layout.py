@@ -12,6 +12,9 @@ from sparsepack.models.families import FAMILIES
 WEIGHT, TAIL = ".weight", ".tail.weight"
 """The names of the tensors of a matrix in zigzag order, after its own: its bands, and the rows after them."""
 
+ROW_SCALE = ".row_scale"
+"""The name of the tensor with what each row of a matrix in zigzag order is multiplied by, after the matrix's own."""
+
 ROUTER = "router.weight"
 """The name of the matrix that chooses among the experts of a block's MLP, after the block's own."""
 

@@ -7,6 +7,8 @@
     blk.I.SITE.tail.weight         [superblocks, 256]      Q4_K, where at most 192 rows come after the whole bands:
                                    [experts, superblocks, 256]       pieces of 64 of them, column by column; without
                                                            whole bands it stands alone
+    blk.I.SITE.row_scale           [rows]                  F32: what each row is multiplied by; not where there are
+                                                           experts
     blk.I.router.weight            [experts, hidden]       F32, likewise
     blk.I.shared_gate.weight       [1, hidden]             F32, where the last of the experts are of every token
     blk.I.SITE.bias                [rows]                  F32, where the model has one
@@ -53,6 +55,7 @@ from sparsepack.formats.zigzag.layout import (
     BASIS,
     NUMBERS,
     ROUTER,
+    ROW_SCALE,
     SHARED_GATE,
     TAIL,
     site_shapes,
@@ -128,9 +131,10 @@ def engine_plan(
     shapes = manifest_shapes(sorted(tensors_of(groups), key=lambda tensor: tensor.name in embedding))
     notes += request.notes
     known = checkpoint.source.hash.so_far
-    tails = any(name.endswith(TAIL) for name in shapes)
+    names = [tensor.name for tensor in tensors_of(groups)]
+    tails, row_scales = (any(name.endswith(end) for name in names) for end in (TAIL, ROW_SCALE))
     manifest = make_manifest(
-        format.name, checkpoint, request.provenance, shapes, notes, known, request.attention, neurons, tails
+        format.name, checkpoint, request.provenance, shapes, notes, known, request.attention, neurons, tails, row_scales
     )
     values = manifest_values(manifest) | {
         OWN_CONFIG: string(config_json(checkpoint)),
@@ -186,16 +190,22 @@ def _groups(
 
 
 def planned_site(
-    checkpoint: Checkpoint, architecture: Architecture, layer: int, site: str, request: PlanRequest
+    checkpoint: Checkpoint,
+    architecture: Architecture,
+    layer: int,
+    site: str,
+    request: PlanRequest,
+    row_scales: bool = True,
 ) -> Iterator[PlannedGroup]:
-    """A site's matrix, its bias and its rule. Raises `PackingError` where the matrix is not the configuration's."""
+    """A site's matrix, with scales of its rows unless it is of experts, its bias and its rule. Raises `PackingError`
+    where the matrix is not the configuration's."""
     name, device = f"blk.{layer}.{site}", request.device
     rows, columns = checked_shape(checkpoint, architecture, layer, site)
 
     def weight() -> Sequence[Tensor]:
         if experts is None:
-            made = zigzag.pack_with_tail(stacked_on(device, checkpoint.projections(layer, site)))
-            return [*stored_tensors(name, *made).values()]
+            stacked = stacked_on(device, checkpoint.projections(layer, site))
+            return [*encoded_site(layer, site, stacked, None, row_scales).tensors.values()]
         stored = [torch.empty(*t.shape[:-1], BLOCK_BYTES, dtype=torch.uint8, device=device) for t in planned]
         for number, matrix in enumerate(checkpoint.each_expert(layer, site)):
             made = zigzag.pack_with_tail(stacked_on(device, [matrix]))
@@ -211,6 +221,8 @@ def planned_site(
     experts = architecture.experts if site in MLP_SITES else None
     leading = () if experts is None else (experts.stored,)
     planned = zigzag_tensors(name, rows, columns, leading)
+    if row_scales and experts is None:
+        planned += (PlannedTensor(name + ROW_SCALE, (rows,), "F32", weights=False),)
     yield planned_matrix(planned, request.encoded, weight)
     projections = checkpoint.family.projections[site]
     if any(f"model.layers.{layer}.{projection}.bias" in checkpoint.source.shapes for projection in projections):
@@ -229,16 +241,25 @@ def planned_matrix(
 
 
 def encoder(format: Format, checkpoint: Checkpoint, request: PlanRequest) -> SiteEncoder:
-    """What encodes a model's sites (`Format.encoder`)."""
-    return encoded_site
+    """What encodes a model's sites (`Format.encoder`), or each expert's matrix there, whose rows have no scales."""
+
+    def encode(layer: int, site: str, weight: Tensor, inputs: Inputs | None) -> EncodedSite:
+        of_experts = checkpoint.family.experts is not None and site in MLP_SITES
+        return encoded_site(layer, site, weight, inputs, row_scales=not of_experts)
+
+    return encode
 
 
-def encoded_site(layer: int, site: str, weight: Tensor, inputs: Inputs | None) -> EncodedSite:
-    """A site's matrix in zigzag order (`SiteEncoder`)."""
-    tensors, decoded = encoded_matrix(f"blk.{layer}.{site}", weight, inputs)
+def encoded_site(layer: int, site: str, weight: Tensor, inputs: Inputs | None, row_scales: bool = True) -> EncodedSite:
+    """A site's matrix in zigzag order (`SiteEncoder`), with scales of its rows unless told otherwise."""
+    name = f"blk.{layer}.{site}"
+    scales = zigzag.row_scales(weight)[:, None] if row_scales else None
+    tensors, decoded = encoded_matrix(name, weight if scales is None else weight.float() / scales, inputs)
     whole = len(weight) - zigzag.tail_rows(len(weight))
     rows = {name: slice(whole, None) if name.endswith(TAIL) else slice(0, whole) for name in tensors}
-    return EncodedSite(tensors, decoded, rows)
+    if scales is None:
+        return EncodedSite(tensors, decoded, rows)
+    return EncodedSite(tensors | {name + ROW_SCALE: scales.view(torch.uint8)}, decoded.mul_(scales), rows)
 
 
 def encoded_matrix(name: str, weight: Tensor, inputs: Inputs | None) -> tuple[dict[str, Tensor], Tensor]:

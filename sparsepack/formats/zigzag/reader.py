@@ -3,6 +3,7 @@
 import json
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from sparsepack.formats.zigzag.layout import (
     BASIS,
     NUMBERS,
     ROUTER,
+    ROW_SCALE,
     SHARED_GATE,
     TAIL,
     norm_widths,
@@ -132,7 +134,7 @@ class ModelReader:
 
     def site(self, name: str, parts: tuple[int, ...], columns: int) -> PackedSite:
         rows = sum(parts)
-        matrix = self.zigzag_matrix(name, rows, columns)
+        matrix = replace(self.zigzag_matrix(name, rows, columns), row_scale=self.row_scale(name + ROW_SCALE, rows))
         bias = self.vector(f"{name}.bias", rows) if f"{name}.bias" in self.file.tensors else None
         return PackedSite(matrix, bias, self.rule(name, columns), parts)
 
@@ -140,6 +142,15 @@ class ModelReader:
         """A matrix in zigzag order, by the name of its site or gate and its logical shape."""
         blocks, tail = self.zigzag_bytes(name, rows, columns)
         return PackedMatrix(blocks, ZIGZAG, rows, columns, tail)
+
+    def row_scale(self, name: str, rows: int) -> Tensor | None:
+        """The scales of a matrix's rows; None: it has none."""
+        if name not in self.file.tensors:
+            return None
+        scales = self.vector(name, rows)
+        if not (scales.isfinite() & (scales > 0)).all():
+            raise self.wrong(f"{name} has a scale that is not a positive number")
+        return scales
 
     def zigzag_bytes(
         self, name: str, rows: int, columns: int, experts: tuple[int, ...] = ()

@@ -52,6 +52,7 @@ def load_zigzag(matrix: PackedMatrix, device: torch.device | str = "cpu", thread
         config.span,
         config.tile,
         None if tail is None else tail.numpy(),
+        None if matrix.row_scale is None else matrix.row_scale.contiguous().numpy(),
     )
 
 

@@ -52,7 +52,8 @@ class FarMatrix:
     def beside(self) -> PackedMatrix:
         """The bands of the processor."""
         rest, m = self.matrix.blocks[self.near :], self.matrix
-        return PackedMatrix(rest.contiguous(), m.type, self.asked.rows, m.columns)
+        row_scale = None if m.row_scale is None else m.row_scale[-self.asked.rows :]
+        return PackedMatrix(rest.contiguous(), m.type, self.asked.rows, m.columns, row_scale=row_scale)
 
 
 def far_matrices(packed: PackedModel, plan: Plan, links: Links) -> list[FarMatrix]:

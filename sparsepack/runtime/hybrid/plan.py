@@ -166,9 +166,10 @@ def _beside_the_mlp(layer: PackedLayer) -> int:
 
 
 def _of_sites(sites: Mapping[str, PackedSite]) -> int:
-    """Bytes of matrices, as a card holds them, biases and rules."""
-    biases = sum(site.bias.nbytes for site in sites.values() if site.bias is not None)
-    return sum(site.matrix.padded_nbytes for site in sites.values()) + biases + _rules(sites.values())
+    """Bytes of matrices, as a card holds them, scales of rows, biases and rules."""
+    of_rows = [of for site in sites.values() for of in (site.bias, site.matrix.row_scale) if of is not None]
+    matrices = sum(site.matrix.padded_nbytes for site in sites.values())
+    return matrices + sum(of.nbytes for of in of_rows) + _rules(sites.values())
 
 
 def _rules(sites: Iterable[PackedSite | PackedExpertsSite]) -> int:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from sparsepack.formats.codecs.matrices import ZIGZAG, PackedMatrix
 from sparsepack.formats.codecs.zigzag import BAND_ROWS
@@ -33,12 +34,16 @@ _CANDIDATES = 256
 
 @dataclass(frozen=True, eq=False)
 class MetalZigzag:
-    """A zigzag matrix as stored: blocks uint8 [bands, columns, 144]; the last band's rows beyond `rows` are padding."""
+    """A zigzag matrix as stored: blocks uint8 [bands, columns, 144]; the last band's rows beyond `rows` are padding.
+
+    row_scale -- what the sums of rows are multiplied by: float32 [bands * 256]; None: nothing
+    """
 
     blocks: Tensor
     rows: int
     columns: int
     config: MetalTileConfig
+    row_scale: Tensor | None = None
 
     @property
     def bands(self) -> int:
@@ -104,8 +109,11 @@ def load_zigzag(
     """
     if matrix.type != ZIGZAG:
         raise ValueError(f"matrix of type {matrix.type}, expected {ZIGZAG}")
-    shape = matrix.rows, matrix.columns
-    return MetalZigzag(matrix.padded().blocks.to(device).contiguous(), *shape, config or tile_config(shape))
+    shape, blocks = (matrix.rows, matrix.columns), matrix.padded().blocks.to(device).contiguous()
+    row_scale = None
+    if matrix.row_scale is not None:
+        row_scale = functional.pad(matrix.row_scale, (0, len(blocks) * BAND_ROWS - matrix.rows)).to(device)
+    return MetalZigzag(blocks, *shape, config or tile_config(shape), row_scale)
 
 
 def load_rows(matrix: PackedMatrix, device: torch.device | str = "mps") -> MetalRows:
@@ -218,6 +226,7 @@ def zigzag_gemv(matrix: MetalZigzag, found: ActiveColumns, parts: Tensor, active
     return launch(
         "zigzag_gemv",
         *(matrix.blocks, found.values, found.indices, found.counts, parts, active, matrix.columns),
+        *(_or(matrix.row_scale, parts), int(matrix.row_scale is not None)),
         groups=(config.splits, matrix.bands),
         threads=32 * config.simdgroups,
     )
@@ -254,11 +263,12 @@ def zigzag_matmul(matrix: MetalZigzag, x: Tensor) -> Tensor:
         decoded = scratch[: matrix.columns * bands * BAND_ROWS].view(matrix.columns, -1)
         zigzag_decode(matrix, first, decoded)()
         y[:, first * BAND_ROWS : (first + bands) * BAND_ROWS] = x @ decoded
+    y = y if matrix.row_scale is None else y.mul_(matrix.row_scale)
     return y[:, : matrix.rows]
 
 
 def zigzag_decode(matrix: MetalZigzag, first: int, out: Tensor) -> Launch:
-    """Decode the bands from one on: out float32 [columns, bands * 256], transposed weights."""
+    """Decode the bands from one on, without scales of rows: out float32 [columns, bands * 256], transposed weights."""
     bands = out.shape[1] // BAND_ROWS
     return launch(
         "zigzag_decode",

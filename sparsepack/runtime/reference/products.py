@@ -47,6 +47,9 @@ def load_zigzag(matrix: PackedMatrix, device: torch.device | str = "cpu") -> Ref
     if matrix.tail is not None:
         tail = zigzag.unpack_tail(matrix.tail.to(device), matrix.rows, matrix.columns).t()
         tiles = torch.cat([tiles, F.pad(tail, (0, zigzag.BAND_ROWS - tail.shape[1]))[None]])
+    if matrix.row_scale is not None:
+        padded = F.pad(matrix.row_scale.to(device), (0, len(tiles) * zigzag.BAND_ROWS - matrix.rows))
+        tiles *= padded.view(len(tiles), 1, -1)
     return ReferenceZigzag(tiles, matrix.rows)
 
 

@@ -79,12 +79,6 @@ def test_the_stock_model_and_engines_run_the_model_from_before(made: Made) -> No
     assert 0.05 < float((found - exact).norm() / exact.norm()) < 0.4
 
 
-def test_only_such_files_have_the_newest_schema(made: Made, tmp_path: Path) -> None:
-    assert read_packed(made.file).manifest["schema"] == 4
-    write_zigzag(made.plain, {}, tmp_path / "m.gguf")
-    assert read_packed(tmp_path / "m.gguf").manifest["schema"] == 2
-
-
 def test_formats_without_a_place_refuse_it_in_one_line_before_anything_is_found(made: Made) -> None:
     for name, format in FORMATS.items():
         if format.bases:

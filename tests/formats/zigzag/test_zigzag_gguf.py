@@ -19,7 +19,7 @@ from sparsepack.errors import ArtifactError, OutputError, PackingError
 from sparsepack.files.gguf import read_gguf
 from sparsepack.formats.codecs import q4_k
 from sparsepack.formats.codecs import zigzag as codec
-from sparsepack.formats.codecs.matrices import decode_matrix
+from sparsepack.formats.codecs.matrices import decode_matrix, zigzag_rows
 from sparsepack.formats.containers.gguf.values import MANIFEST as KEY
 from sparsepack.formats.containers.gguf.values import string, u32
 from sparsepack.formats.open import open_artifact, read_packed
@@ -63,7 +63,7 @@ def test_rows_after_the_whole_bands_are_a_tail_of_pieces(zigzag_files: Files) ->
     padding = q4_k.decode(matrix.tail).view(256, 128)[:, 600 - 512 :]  # 8 rows share a sub-block of 32 with real ones
     assert not padding[:, 8:].any()
     assert padding.abs().max() < 0.02
-    assert packed.manifest["schema"] == 5
+    assert packed.manifest["schema"] == 6
     assert packed.manifest["tensors"]["blk.1.mlp_in.weight"] == {"shape": [512, 256], "padding_rows": 0}
     assert packed.manifest["tensors"]["blk.1.mlp_in.tail.weight"] == {"shape": [88, 256], "padding_rows": 40}
 
@@ -82,22 +82,22 @@ def test_any_rows_come_back_and_cost_their_multiple_of_64(tmp_path: Path, interm
     assert relative_error(decode_matrix(matrix), checkpoint.stacked(0, "mlp_in")[0].float()) < 0.09
 
 
-def test_models_whose_rows_are_whole_bands_have_the_schema_of_before(zigzag_files: Files) -> None:
-    assert read_packed(zigzag_files["llama"]).manifest["schema"] == 2
+def test_models_whose_rows_are_whole_bands_have_no_tails(zigzag_files: Files) -> None:
     assert not any(".tail." in name for name in read_gguf(zigzag_files["llama"]).tensors)
 
 
-def test_files_of_before_tails_are_read(
+def test_files_of_before_tails_and_scales_of_rows_are_read(
     checkpoints: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as before:
         before.setattr(codec, "tail_pieces", lambda rows: 0)
+        before.setattr(zigzag.planned_site, "__defaults__", (False,))
         write_zigzag(checkpoints["odd"], {}, tmp_path / "m.gguf")
     packed = read_packed(tmp_path / "m.gguf")
     assert packed.manifest["schema"] == 2
     assert packed.manifest["tensors"]["blk.1.mlp_in.weight"] == {"shape": [600, 256], "padding_rows": 168}
     matrix = packed.layers[1].sites["mlp_in"].matrix
-    assert (tuple(matrix.blocks.shape), matrix.tail) == ((3, 256, 144), None)
+    assert (tuple(matrix.blocks.shape), matrix.tail, matrix.row_scale) == ((3, 256, 144), None, None)
     report = verify(tmp_path / "m.gguf", checkpoints["odd"])
     assert report.passed, report.problems
 
@@ -163,6 +163,8 @@ def test_gguf_py_dequantises_each_site_truthfully(checkpoints: Checkpoints, zigz
                 tensor = stored[f"blk.{layer}.{site}.tail.weight"]
                 tail = torch.from_numpy(gguf.quants.dequantize(tensor.data, tensor.tensor_type))
                 theirs = torch.cat([theirs, tail.view(matrix.columns, 128).t()])[: matrix.rows]
+            of_rows = torch.from_numpy(stored[f"blk.{layer}.{site}.row_scale"].data.copy())
+            theirs = theirs * of_rows[:, None]
             assert torch.equal(theirs, decode_matrix(matrix))
             assert relative_error(theirs, checkpoints["odd"].stacked(layer, site)[0].float()) < 0.09
 
@@ -247,6 +249,29 @@ class Spoilt:
         return value
 
 
+def test_a_row_of_large_weights_or_of_zeros_has_a_scale_of_its_own(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    class Uneven(Spoilt):
+        def tensor(self, name: str) -> torch.Tensor:
+            value: torch.Tensor = self.inner.tensor(name).clone()
+            if name == self.name:
+                value[3], value[4] = value[3] * 50, 0
+            return value
+
+    name = "model.layers.0.self_attn.o_proj.weight"
+    uneven = dataclasses.replace(checkpoints["odd"], source=Uneven(checkpoints["odd"].source, name))
+    write_zigzag(uneven, {}, tmp_path / "m.gguf")
+    matrix, expected = read_packed(tmp_path / "m.gguf").layers[0].sites["attn_out"].matrix, uneven.tensor(name).float()
+    assert matrix.row_scale is not None
+    assert matrix.row_scale[4] == 1
+    assert 30 < matrix.row_scale[3] / matrix.row_scale[5] < 80
+    found = decode_matrix(matrix)
+    assert relative_error(found, expected) < 0.09
+    assert relative_error(found[5:32], expected[5:32]) < 0.09
+    assert torch.equal(zigzag_rows(matrix, 2, 5), found[2:5])
+    report = verify(tmp_path / "m.gguf", uneven)
+    assert report.passed, report.problems
+
+
 @pytest.mark.parametrize("name", ["layers.1.self_attn.k_proj.weight", "embed_tokens.weight", "norm.weight"])
 def test_weights_that_are_not_finite_are_refused_by_name(checkpoints: Checkpoints, tmp_path: Path, name: str) -> None:
     source = Spoilt(checkpoints["llama"].source, f"model.{name}")
@@ -313,9 +338,19 @@ def renamed(groups: list, old: str, new: str) -> list:
     return [named(group, new) if group.tensors[0].name == old else group for group in groups]
 
 
+def scaled(groups: list, value: float, rows: int = 512) -> list:
+    """The tensors of a file whose first site has another scale for its last row, or for so many rows."""
+    at = next(n for n, group in enumerate(groups) if group.tensors[-1].name == "blk.0.attn_in.row_scale")
+    scales = torch.ones(rows)
+    scales[-1] = value
+    tensors = (*groups[at].tensors[:-1], dataclasses.replace(groups[at].tensors[-1], shape=(rows,)))
+    data = [*groups[at].produce()[:-1], scales.view(torch.uint8)]
+    return [*groups[:at], PlannedGroup(tensors, lambda: data), *groups[at + 1 :]]
+
+
 NUMBERS = "sparsepack.architecture"
 FORGED = {
-    "newer schema": (lambda v, t: (edited(v, KEY, schema=6), t), "schema 6 .* update sparsepack"),
+    "newer schema": (lambda v, t: (edited(v, KEY, schema=7), t), "schema 7 .* update sparsepack"),
     "attention of another kind": (
         lambda v, t: (edited(v, KEY, attention={"kept": 0.1}), t),
         "attention.kind: Field req",
@@ -338,6 +373,11 @@ FORGED = {
         lambda v, t: (edited(v, NUMBERS, experts={"count": 8, "used": 2, "normalised": True}), t),
         "in a llama model",
     ),
+    **{
+        f"a scale of a row that is {value}": (lambda v, t, value=value: (v, scaled(t, value)), "not a positive number")
+        for value in (0.0, -1.0, float("nan"), float("inf"))
+    },
+    "scales of other rows": (lambda v, t: (v, scaled(t, 1.0, 511)), r"row_scale is F32 \[511\], .* \[512\]"),
     "a vector of no format": (
         lambda v, t: (v, [*t, named(t[-2], "blk.0.attention.heavy_channels")]),
         "the tensor blk.0.attention.heavy_channels is not understood",

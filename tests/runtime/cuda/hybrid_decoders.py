@@ -29,7 +29,7 @@ LINKS = {
 
 @cache
 def model(**changes: Any) -> PackedModel:
-    size = {"hidden_size": 256, "intermediate_size": 300, "hidden_act": "relu", **changes}
+    size = {"hidden_size": 256, "intermediate_size": 300, "hidden_act": "relu", "row_scales": True, **changes}
     return by_neurons(random_model("llama", **size))
 
 

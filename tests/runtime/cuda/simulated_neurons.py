@@ -122,7 +122,8 @@ def neuron_sum(defines: Any, grid: Any, partial: Tensor, blocks: int, counts: Te
 
 
 def zigzag_dequantise(defines: Any, grid: Any, blocks: Tensor, columns: int, tile_bands: int, *rest: Any) -> None:
-    gate_bands, first, bands, scale, out, width = rest
+    gate_bands, first, bands, scale, row_scale, out, width = rest
+    assert row_scale is None, "records have none"
     assert (tile_bands, gate_bands, first, bands, width) == (1, 0, 0, 1, 256), "records, whose superblocks are columns"
     out.copy_(superblocks(blocks.view(columns, BLOCK_BYTES)) * scale)
 

@@ -36,6 +36,7 @@ class Matrix:
     fp16_scale: float = 4.0
     config: CudaTileConfig = ONE_SPLIT
     largest_d: float = 1.0
+    row_scale: None = None  # `weight` has it
 
     @cached_property
     def blocks(self) -> Tensor:

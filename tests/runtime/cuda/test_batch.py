@@ -33,7 +33,10 @@ INTERLEAVED = "gate and up in one matrix"
 LARGE = "several bands and groups"
 SEGMENTS = "segments of one and two blocks"
 CHANGES: dict[str, dict[str, Any]] = {
-    INTERLEAVED: {"hidden_size": 128, "intermediate_size": 768, "attention_bias": True, "mlp_bias": True},
+    INTERLEAVED: {
+        **{"hidden_size": 128, "intermediate_size": 768, "row_scales": True},
+        **{"attention_bias": True, "mlp_bias": True},
+    },
     LARGE: {"hidden_size": 512, "intermediate_size": 2816, "vocab_size": 4100},
     SEGMENTS: {"num_hidden_layers": 3, "bases": (0, 2)},
 }

@@ -2,11 +2,10 @@
 
 import pytest
 import torch
-from operations_for_tests import normal
+from operations_for_tests import normal, packed
 from torch import Tensor
 
-from sparsepack.formats.codecs import zigzag as codec
-from sparsepack.formats.codecs.matrices import ZIGZAG, PackedMatrix, decode_matrix
+from sparsepack.formats.codecs.matrices import decode_matrix
 from sparsepack.runtime.cuda.attention import prefill_attention
 from sparsepack.runtime.cuda.attention.attention import AttentionParameters
 from sparsepack.runtime.cuda.attention.prefill_attention import attention
@@ -135,10 +134,10 @@ def test_rows_that_begin_anywhere(device: str) -> None:
 def test_products_come_within_the_rounding_of_float16(
     device: str, shape: tuple[int, int], bands: int, gate: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    packed = PackedMatrix(codec.pack(normal(*shape)), ZIGZAG, *shape)
+    stored = packed(*shape)
     x, bias = normal(50, shape[1], seed=1), normal(shape[0], seed=2)
-    expected = x.double() @ decode_matrix(packed).double().T + bias
-    matrix = zigzag.load_zigzag(packed, device, CudaTileConfig(bands, 8, 8, 1), gate=gate)
+    expected = x.double() @ decode_matrix(stored).double().T + bias
+    matrix = zigzag.load_zigzag(stored, device, CudaTileConfig(bands, 8, 8, 1), gate=gate)
     torch.cuda.synchronize()
     for room in (1 << 28, 3 * 512 * shape[1]):
         monkeypatch.setattr(zigzag, "SCRATCH_BYTES", room)

@@ -37,7 +37,7 @@ float16, and some columns are active that were not."""
 
 MODELS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {"intermediate_size": 1024}),  # gate and up fill whole bands, and tiles of two
-    "odd": ("llama", {"intermediate_size": 701, "attention_bias": True, "mlp_bias": True}),
+    "odd": ("llama", {"intermediate_size": 701, "attention_bias": True, "mlp_bias": True, "row_scales": True}),
     "post norms": ("gemma2, soft caps", {"intermediate_size": 600}),
     "segments": ("llama, segments", {"intermediate_size": 600}),
 }

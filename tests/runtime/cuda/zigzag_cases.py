@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from sparsepack.formats.codecs import zigzag
-from sparsepack.formats.codecs.matrices import ZIGZAG, PackedMatrix
+from sparsepack.formats.codecs.matrices import ZIGZAG, PackedMatrix, decode_matrix
 from sparsepack.formats.codecs.types import BLOCKS
 from sparsepack.runtime.cuda.driver.kernel import multiprocessors
 from sparsepack.runtime.cuda.products.tile_config import CudaTileConfig
@@ -33,16 +33,16 @@ warp adds up: 1e-6 for 32 columns, 1.6e-5 for 4096 on an H100."""
 
 
 def random_matrix(rows: int, columns: int, seed: int = 0) -> PackedMatrix:
-    """Any nibbles and scales; d and dmin spread over a decade."""
+    """Any nibbles and scales, of rows too; d and dmin spread over a decade."""
     bits = torch.Generator().manual_seed(seed)
     blocks = torch.randint(0, 256, (zigzag.bands(rows), columns, BLOCKS["Q4_K"][1]), dtype=torch.uint8, generator=bits)
     ends = 10 ** -torch.rand(*blocks.shape[:2], 2, generator=bits) * 0.01
     blocks[..., :4] = ends.half().view(torch.uint8)
-    return PackedMatrix(blocks, ZIGZAG, rows, columns)
+    return PackedMatrix(blocks, ZIGZAG, rows, columns, row_scale=0.5 + torch.rand(rows, generator=bits))
 
 
 def weights(matrix: PackedMatrix) -> Tensor:
-    return zigzag.unpack(matrix.blocks, matrix.rows).double().cuda()
+    return decode_matrix(matrix).double().cuda()
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:

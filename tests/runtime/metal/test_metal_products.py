@@ -37,10 +37,11 @@ def test_gemv_steps_over_segments_without_active_columns(library: Library, empty
 def check_gemv(library: Library, rows: int, columns: int, mask: Tensor, splits: int, simdgroups: int) -> None:
     blocks = zigzag.pack(random(rows, columns))
     bands, active, x = len(blocks), mask.nonzero()[:, 0], random(columns)
+    row_scale = torch.rand(bands * BAND_ROWS)
     parts, counted = launched(
         library,
         "zigzag_gemv",
-        [blocks, *listed(x, active), None, None, columns],
+        [blocks, *listed(x, active), None, None, columns, row_scale, 1],
         lambda: [torch.full((splits, bands * BAND_ROWS), float("nan")), torch.full((1,), 7, dtype=torch.int32)],
         (splits, bands),
         32 * simdgroups,
@@ -48,7 +49,7 @@ def check_gemv(library: Library, rows: int, columns: int, mask: Tensor, splits: 
     assert int(counted) == 7 + len(active)
     assert torch.isfinite(parts).all()
     # Minima are taken off in the end, so that an error is one of the largest weights.
-    weights, of_x = zigzag.unpack(blocks, rows).double()[:, active], x[active].double()
+    weights, of_x = (zigzag.unpack(blocks, rows) * row_scale[:rows, None]).double()[:, active], x[active].double()
     size = 4 * zigzag.unpack(blocks, rows).abs().max() * (of_x.abs().sum() + 1)
     assert_near(parts.double().sum(0)[:rows], weights @ of_x, size)
     # The columns are divided evenly, and in order: the first splits have those that are left over.

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -33,6 +33,7 @@ class CudaZigzag:
     largest_scale -- largest |d| of a superblock times 63: bounds what a nibble is multiplied by
     largest_d     -- largest |d| or |dmin| of a superblock
     fp16_scale    -- power of two that brings the largest weight near the largest float16
+    row_scale     -- what the sums of rows are multiplied by: float32 [bands * 256]; None: nothing
     """
 
     blocks: Tensor
@@ -43,6 +44,7 @@ class CudaZigzag:
     largest_scale: float
     largest_d: float
     fp16_scale: float
+    row_scale: Tensor | None = None
 
 
 def load_zigzag(
@@ -70,7 +72,13 @@ def load_zigzag(
     config = config or default_tile_config(blocks.shape[0], matrix.columns, blocks.device, gate)
     there = place(tiled(headers_in_order(blocks), config.tile_bands, gate))
     ends = ((end,) for end in largest_ends(blocks))
-    return laid_out(there, matrix.rows, matrix.columns, config, blocks.shape[0] // 2 if gate else 0, ends)
+    made = laid_out(there, matrix.rows, matrix.columns, config, blocks.shape[0] // 2 if gate else 0, ends)
+    if matrix.row_scale is None:
+        return made
+    row_scale = torch.zeros(len(blocks) * BAND_ROWS, device=blocks.device)
+    row_scale[: matrix.rows] = matrix.row_scale
+    largest = math.frexp(float(row_scale.max()))[1]  # at most two to the power of this
+    return replace(made, row_scale=row_scale, fp16_scale=math.ldexp(made.fp16_scale, -largest))
 
 
 def laid_out(
@@ -121,14 +129,20 @@ def _padded(blocks: Tensor, multiple: int) -> Tensor:
 
 def dequantise(matrix: CudaZigzag, out: Tensor, first: int, bands: int) -> None:
     """Bands of a matrix, transposed, times `fp16_scale`: out float16 [columns, 256 * bands]."""
-    dequantise_blocks(matrix.blocks, out, matrix.fp16_scale, first, bands, matrix.gate_bands)
+    dequantise_blocks(matrix.blocks, out, matrix.fp16_scale, first, bands, matrix.gate_bands, matrix.row_scale)
 
 
 def dequantise_blocks(
-    blocks: Tensor, out: Tensor, scale: float, first: int = 0, bands: int = 1, gate_bands: int = 0
+    blocks: Tensor,
+    out: Tensor,
+    scale: float,
+    first: int = 0,
+    bands: int = 1,
+    gate_bands: int = 0,
+    row_scale: Tensor | None = None,
 ) -> None:
     """Bands of superblocks uint8 [tiles, columns, tile_bands, 144] times `scale`: out float16 [columns, 256 * bands].
-    gate_bands: as of a `CudaZigzag`."""
+    gate_bands, row_scale: as of a `CudaZigzag`."""
     device, (tiles, columns, tile_bands, _) = blocks.device, blocks.shape
     warps, at_once = 8, 4
     filling = -(-multiprocessors(device) * 32 // tiles)  # some six times what runs at once: ends even out
@@ -137,5 +151,5 @@ def dequantise_blocks(
         (min(filling, -(-columns * tile_bands // (warps * at_once))), tiles),
         warps * 32,
         *(blocks, columns, tile_bands, gate_bands),
-        *(first, bands, scale, out, out.stride(0)),
+        *(first, bands, scale, row_scale, out, out.stride(0)),
     )

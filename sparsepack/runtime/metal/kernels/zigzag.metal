@@ -87,11 +87,13 @@ inline Share share_of(int all, int number, int shares) {
 //
 //     superblocks of active columns -> sums of a lane's 8 rows -> of a simdgroup -> of the threadgroup -> partials
 //
-// active [1]: the number of active columns is added
+// active [1]: the number of active columns is added; row_scale [bands * 256]: what the sums of rows are multiplied by,
+// read where has_row_scale
 kernel void zigzag_gemv(device const uchar* blocks [[buffer(0)]], device const float* values [[buffer(1)]],
                         device const int* indices [[buffer(2)]], device const int* counts [[buffer(3)]],
                         device float* partials [[buffer(4)]], device int* active [[buffer(5)]],
-                        constant int& columns [[buffer(6)]], uint2 group [[threadgroup_position_in_grid]],
+                        constant int& columns [[buffer(6)]], device const float* row_scale [[buffer(7)]],
+                        constant int& has_row_scale [[buffer(8)]], uint2 group [[threadgroup_position_in_grid]],
                         uint2 groups [[threadgroups_per_grid]], uint index [[thread_index_in_threadgroup]],
                         uint simdgroup [[simdgroup_index_in_threadgroup]],
                         uint simdgroups [[simdgroups_per_threadgroup]], uint lane [[thread_index_in_simdgroup]]) {
@@ -132,7 +134,7 @@ kernel void zigzag_gemv(device const uchar* blocks [[buffer(0)]], device const f
     for (uint r = index; r < BAND_ROWS; r += LANES * simdgroups) {
         float total = 0;
         for (uint i = 0; i < simdgroups; ++i) total += sums[i * BAND_ROWS + r];
-        to[r] = total;
+        to[r] = has_row_scale ? total * row_scale[group.y * BAND_ROWS + r] : total;
     }
 }
 

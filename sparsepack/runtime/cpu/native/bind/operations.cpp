@@ -41,14 +41,22 @@ public:
         : kernels_(kernels(instruction_set)), pool_((expect(threads > 0, "threads: expected at least 1"), threads)) {}
 
     ZigzagMatrix load_zigzag(Array<const uint8_t, 3> blocks, int64_t rows, int32_t span, int32_t tile,
-                             std::optional<Array<const uint8_t, 2>> tail) {
+                             std::optional<Array<const uint8_t, 2>> tail,
+                             std::optional<Array<const float, 1>> row_scale) {
         int64_t columns = blocks.shape(1);
         expect(blocks.shape(2) == sizeof(Q4KBlock), "blocks: expected [bands, columns, 144]");
         expect_matrix(blocks.shape(0), rows, columns, span, tile, bool(tail));
         expect(!tail || ((int64_t)tail->shape(0) == tail_blocks(rows, columns) && tail->shape(1) == sizeof(Q4KBlock)),
                "tail: expected [superblocks, 144]");
+        expect(!row_scale || (int64_t)row_scale->shape(0) == rows, "row_scale: expected [rows]");
         std::lock_guard<std::mutex> lock(mutex_);
-        return repack_zigzag(blocks.data(), rows, columns, span, tile, pool_, tail ? tail->data() : nullptr);
+        auto made = repack_zigzag(blocks.data(), rows, columns, span, tile, pool_, tail ? tail->data() : nullptr);
+        if (row_scale) {
+            made.row_scale.assign(row_scale->data(), row_scale->data() + rows);
+            made.row_scale.resize((size_t)made.view.bands * BAND_ROWS);
+            made.view.row_scale = made.row_scale.data();  // which moves with the vector
+        }
+        return made;
     }
 
     ExpertsMatrix load_experts(Array<const uint8_t, 4> blocks, int64_t rows, int32_t span, int32_t tile,
@@ -272,7 +280,7 @@ void bind_operations(nb::module_& m) {
                 expect_tile(tile);
                 m.view.tile = tile;
             })
-        .def_prop_ro("bytes", [](const ZigzagMatrix& m) { return m.memory.bytes(); });
+        .def_prop_ro("bytes", [](const ZigzagMatrix& m) { return m.memory.bytes() + 4 * m.row_scale.size(); });
     nb::class_<RowsMatrix>(m, "RowsMatrix")
         .def_prop_ro("rows", [](const RowsMatrix& m) { return m.view.rows; })
         .def_prop_ro("columns", [](const RowsMatrix& m) { return m.view.columns; })
@@ -289,7 +297,7 @@ void bind_operations(nb::module_& m) {
     nb::class_<Operations>(m, "Operations")
         .def(nb::init<const std::string&, int>(), "instruction_set"_a, "threads"_a)
         .def("load_zigzag", &Operations::load_zigzag, "blocks"_a, "rows"_a, "span"_a, "tile"_a,
-             "tail"_a.none() = nb::none(), Released())
+             "tail"_a.none() = nb::none(), "row_scale"_a.none() = nb::none(), Released())
         .def("load_experts", &Operations::load_experts, "blocks"_a, "rows"_a, "span"_a, "tile"_a,
              "tail"_a.none() = nb::none(), Released())
         .def("unpack_zigzag", &Operations::unpack_zigzag, "matrix"_a, "blocks"_a, Released())

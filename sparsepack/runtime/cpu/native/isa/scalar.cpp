@@ -68,6 +68,7 @@ void zigzag_gemv(const GemvWork* work, const GemvWork*) {
             add_column((const Quad*)column + band / QUAD_BANDS, quad_chunks(m, quad), x, work->y + band * BAND_ROWS);
         }
     }
+    scale_rows(m, (int64_t)work->span * m->span * QUAD_ROWS, bands * BAND_ROWS, work->y);
 }
 
 void zigzag_matmul(const MatmulWork* work) {
@@ -82,6 +83,7 @@ void zigzag_matmul(const MatmulWork* work) {
             int64_t column = work->indices ? work->indices[i] : i;
             add_column((const Quad*)(data + stride * column), chunks, work->x[p * work->x_stride + i], sums);
         }
+        scale_rows(m, first, (int32_t)rows, sums);
         memcpy(work->y + p * work->y_stride + first, sums, sizeof(float) * rows);
     }
 }

@@ -11,7 +11,7 @@
 //     span 0:  column 0: quad 0 | quad 1 | ...;  column 1: quad 0 | quad 1 | ...;  ...
 //     quad:    header | nibbles of band 0 | band 1 | band 2 | band 3
 //
-//     weight = d * scale * nibble - dmin * min
+//     weight = d * scale * nibble - dmin * min          of a matrix whose rows have scales, times that of its row
 //
 // Only the last quad of a matrix may have fewer than four bands, and only the last span fewer quads. Where the file has a
 // tail (formats/codecs/zigzag.py), the last band has the chunks of its pieces alone, and columns of the last span are no
@@ -57,7 +57,8 @@ struct Zigzag {
     int32_t tile;   // columns that are multiplied together, a multiple of 8, at most MAX_TILE
     // fp16 [quads][columns]: the largest |d| of a column's bands in a quad; 8 more may be read after the last.
     const uint16_t* bounds;
-    int32_t pieces;  // of 64 rows in the last band where it is a tail, 1 to 3; 0: it is whole
+    int32_t pieces;          // of 64 rows in the last band where it is a tail, 1 to 3; 0: it is whole
+    const float* row_scale;  // [bands * 256]: what each row's sum is multiplied by; null: nothing
 };
 
 static inline int32_t quads(const Zigzag* m) { return (m->bands + QUAD_BANDS - 1) / QUAD_BANDS; }
@@ -78,6 +79,11 @@ static inline int32_t quad_chunks(const Zigzag* m, int32_t quad) {
 }
 static inline int32_t span_chunks(const Zigzag* m, int32_t span) {
     return span_bands(m, span) * BAND_SUBS - (span == spans(m) - 1 ? absent_chunks(m) : 0);
+}
+// y [count] of rows from the first on: their sums become products.
+static inline void scale_rows(const Zigzag* m, int64_t first, int32_t count, float* y) {
+    if (!m->row_scale) return;
+    for (int32_t i = 0; i < count; i++) y[i] *= m->row_scale[first + i];
 }
 // Bytes of one column of a span.
 static inline int64_t span_stride(const Zigzag* m, int32_t span) {

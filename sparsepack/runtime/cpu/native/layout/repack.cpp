@@ -176,13 +176,13 @@ void unpack_quad(const Quad* quad, int32_t bands, uint8_t* blocks, int64_t band_
 ZigzagMatrix repack_zigzag(const uint8_t* blocks, int64_t rows, int64_t columns, int32_t span, int32_t tile, Pool& pool,
                            const uint8_t* tail) {
     ExpertsMatrix one = repack_experts(blocks, 1, rows, columns, span, tile, pool, tail);
-    return {one.views[0], std::move(one.memory)};
+    return {one.views[0], std::move(one.memory), {}};
 }
 
 ExpertsMatrix repack_experts(const uint8_t* blocks, int64_t experts, int64_t rows, int64_t columns, int32_t span,
                              int32_t tile, Pool& pool, const uint8_t* tail) {
     int32_t bands = (int32_t)((rows + BAND_ROWS - 1) / BAND_ROWS), pieces = tail ? tail_pieces(rows) : 0;
-    Zigzag shape = {nullptr, rows, columns, bands, span, tile, nullptr, pieces};
+    Zigzag shape = {nullptr, rows, columns, bands, span, tile, nullptr, pieces, nullptr};
     shape.span = std::min(span, quads(&shape));
     int64_t bytes = zigzag_bytes(&shape) + bounds_bytes(&shape), stride = (bytes + 63) & ~(int64_t)63;
     Memory memory((experts - 1) * stride + bytes);

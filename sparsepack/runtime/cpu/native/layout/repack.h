@@ -11,6 +11,7 @@ namespace sparsepack {
 struct ZigzagMatrix {
     Zigzag view;
     Memory memory;
+    std::vector<float> row_scale;  // what the view shows, where rows have scales
 };
 
 struct RowsMatrix {

@@ -1,7 +1,7 @@
 // Zigzag Q4_K to float16, for products with many inputs on the tensor cores through cuBLAS.
 //
 //     in   [tiles, columns, tile_bands, 144 bytes]  as zigzag.cuh draws it
-//     out  [columns, width] float16                 out[k][256 (band - first) + row] = weight * scale
+//     out  [columns, width] float16                 out[k][256 (band - first) + row] = weight * scale * row_scale[256 band + row]
 //
 // Launch: grid (any, tiles), 256 threads a block. Warps take the superblocks of a tile in the order of memory, AT_ONCE
 // each time, of which those of bands first .. first + bands - 1 count: 144 bytes become 512 in a row. A lane has 4
@@ -23,7 +23,7 @@ __device__ __forceinline__ void unpack(const uint4& h, int s, float& scale, floa
 
 extern "C" __global__ void __launch_bounds__(256)
     zigzag_dequantise(const u8* __restrict__ blocks, int columns, int tile_bands, int gate_bands, int first, int bands,
-                      float scale, u16* __restrict__ out, int width) {
+                      float scale, const float* __restrict__ row_scale, u16* __restrict__ out, int width) {
     launch_dependents();
     wait_for_previous();  // the scratch may still be read
     const int lane = threadIdx.x % 32, p = lane / 8;
@@ -32,6 +32,7 @@ extern "C" __global__ void __launch_bounds__(256)
     const int count = columns * tile_bands, bands_before = blockIdx.y * each;
     blocks += (long long)blockIdx.y * count * BLOCK_BYTES;
     out += 64 * p + lane % 8 * 4;
+    if (row_scale) row_scale += first * 256 + 64 * p + lane % 8 * 4;
     for (int i = (blockIdx.x * 8 + threadIdx.x / 32) * AT_ONCE; i < count; i += gridDim.x * 8 * AT_ONCE) {
         uint4 header[AT_ONCE];
         u32 nibbles[AT_ONCE];
@@ -62,6 +63,10 @@ extern "C" __global__ void __launch_bounds__(256)
                 float w[4];
 #pragma unroll
                 for (int j = 0; j < 4; ++j) w[j] = sub * (float)(nibbles[n] >> (8 * j + 4 * high) & 15) - minimum;
+                if (row_scale) {
+                    const float4 of = *(const float4*)(row_scale + band[n] * 256 + 32 * high);
+                    w[0] *= of.x, w[1] *= of.y, w[2] *= of.z, w[3] *= of.w;
+                }
                 *(uint2*)(to + 32 * high) = make_uint2(pack_half2(w[0], w[1]), pack_half2(w[2], w[3]));
             }
         }

@@ -142,6 +142,7 @@ __device__ __forceinline__ void store_sums(const BatchAccumulator& sums, float i
 
 extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1) zigzag_batch(
     const u8* __restrict__ blocks, int columns, int rows, float largest_d,
+    const float* __restrict__ row_scale,  // [rows], what their sums are multiplied by; or null
     // what comes in: x [INPUTS][columns]; partial sums of x^2 [INPUTS][parts]
     const float* x, const float* norm, float eps, const float* squares, int parts, const float* threshold,
     const float* offset, const float* scales,
@@ -238,7 +239,9 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1) zigzag_batch(
         const int r = share.begin + i / TIMES * 32 + lane, row = tile * FINISHED + r;
         const int first = i % TIMES * ONCE, inputs = min(ONCE, INPUTS - first);
         const bool is = r < real;  // of the others only the partial sums have to be taken
-        float sum[ONCE * EACH] = {}, row_bias[EACH] = {}, row_residual[ONCE] = {};
+        float sum[ONCE * EACH] = {}, row_factor[EACH], row_bias[EACH] = {}, row_residual[ONCE] = {};
+#pragma unroll
+        for (int e = 0; e < EACH; ++e) row_factor[e] = row_scale && is ? row_scale[e * width + row] : 1;
         if (bias && is) {
 #pragma unroll
             for (int e = 0; e < EACH; ++e) row_bias[e] = bias[e * width + row];
@@ -264,9 +267,9 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1) zigzag_batch(
 #pragma unroll
         for (int j = 0; j < ONCE; ++j) {
             const bool finishes = is && j < inputs;
-            float v = sum[j * EACH] + row_bias[0];
+            float v = sum[j * EACH] * row_factor[0] + row_bias[0];
             if (GATE) {
-                const float up = sum[j * EACH + EACH - 1] + row_bias[EACH - 1];
+                const float up = sum[j * EACH + EACH - 1] * row_factor[EACH - 1] + row_bias[EACH - 1];
                 v = __fmul_rn(activated(ACTIVATION, v), up);
             } else {
                 v += row_residual[j];

@@ -211,6 +211,7 @@ static constexpr int RESIDENT = STAGES || WARPS > 8 ? 1 : 2;
 
 extern "C" __global__ void __launch_bounds__(ALL_THREADS, RESIDENT) zigzag_gemv(
     const u8* __restrict__ blocks, int columns, int rows, float largest_scale,
+    const float* __restrict__ row_scale,  // [rows], what their sums are multiplied by; or null
     // what comes in
     const float* x, const float* norm, float eps, const float* squares, int parts, const float* threshold,
     const float* offset, const float* scales,
@@ -270,6 +271,7 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, RESIDENT) zigzag_gemv(
         // Constants that are needed later.
         const int row = tile * TILE_ROWS + threadIdx.x * 32;
         if (!GATE && bias && threadIdx.x * 32 < TILE_ROWS && row < rows) prefetch_l2(bias + row);
+        if (!GATE && row_scale && threadIdx.x * 32 < TILE_ROWS && row < rows) prefetch_l2(row_scale + row);
         const float* own_x = x + (ADDED ? blockIdx.z : text) * EACH_COLUMN * columns;
         u64* own_skipped = tile || !skipped ? nullptr : skipped + text;
         const Site site{own_x,  columns,       norm, eps,        squares + text * parts, parts, threshold,
@@ -302,11 +304,12 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, RESIDENT) zigzag_gemv(
     const int real = (GATE ? rows / 2 : rows) - tile * FINISHED;
 
     // What the first of them need besides.
-    const auto addend = [&](const float* from, int r) {
-        return !GATE && from && r < min(share.end, real) ? load_l2(from + tile * FINISHED + r) : 0;
+    const auto of_row = [&](const float* from, int r, float otherwise = 0) {
+        return !GATE && from && r < min(share.end, real) ? load_l2(from + tile * FINISHED + r) : otherwise;
     };
-    float row_residual = addend(residual, share.begin + threadIdx.x);
-    float row_bias = addend(bias, share.begin + threadIdx.x);
+    float row_residual = of_row(residual, share.begin + threadIdx.x);
+    float row_bias = of_row(bias, share.begin + threadIdx.x);
+    float row_factor = of_row(row_scale, share.begin + threadIdx.x, 1);
 
     // The scale, while the first columns travel.
     max_abs = warp_max(max_abs);
@@ -351,9 +354,13 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, RESIDENT) zigzag_gemv(
         }
         if (r >= real) continue;  // only its partial sums had to be taken
         const int row = tile * FINISHED + r;
-        float v = sum[0] + row_residual + row_bias;
+        float v = sum[0] * row_factor + row_residual + row_bias;
         if (GATE) {
             float up = sum[EACH - 1];
+            if (row_scale) {
+                v *= row_scale[row];
+                up *= row_scale[rows / 2 + row];
+            }
             if (bias) {
                 v += bias[row];
                 up += bias[rows / 2 + row];
@@ -362,7 +369,8 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, RESIDENT) zigzag_gemv(
         }
         ll_store(y + row, v);
         of_squares += v * v;
-        row_residual = addend(residual, r + THREADS), row_bias = addend(bias, r + THREADS);
+        row_residual = of_row(residual, r + THREADS), row_bias = of_row(bias, r + THREADS);
+        row_factor = of_row(row_scale, r + THREADS, 1);
     }
     if (squares_of_y) {
         of_squares = warp_sum(of_squares);
