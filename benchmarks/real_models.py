@@ -226,7 +226,7 @@ def main(
     stored = json.loads(json_path.read_text()) if json_path and json_path.exists() else []
     figures = {(each["model"], each["row"], each["text"]): each for each in stored}
     for model in found:
-        rescaled, calibration = work / f"{model.stem}.rescaled", work / f"{model.stem}.calibration"
+        rescaled, calibration = work / f"{model.stem}.rescaled", work / f"{model.stem}.calibration-{samples}"
         if not rescaled.exists():
             error = write_rescaled(str(model), rescaled)
             click.echo(f"{model.name}: rescaled, logits differ by {error:.1e} of their norm")
