@@ -1,10 +1,10 @@
-"""The tables of README that say what can be done with which models, out of the rows that refuse the others.
+"""The tables that say what can be done with which models, out of the rows that refuse the others.
 
     python tools/families_table.py
 
-The first has verbs and engines, the second what `pack` makes. They have from `models/verbs.py` what verbs take, from
-`formats/table.py` what formats hold, and from `runtime/backends.py` and `runtime/traits.py` what engines compute, of a
-model as the family's usual ones are.
+The first, in README, has verbs and engines; the second, in docs/formats.md, what `pack` makes. They have from
+`models/verbs.py` what verbs take, from `formats/table.py` what formats hold, and from `runtime/backends.py` and
+`runtime/traits.py` what engines compute, of a model as the family's usual ones are.
 """
 
 from collections.abc import Mapping

@@ -32,7 +32,7 @@ def test_the_card_names_model_format_calibration_and_figures(work: Path) -> None
         description["provenance"]["model"]["sha256"],
         description["provenance"]["calibration"]["sha256"],
         f"{description['file_bytes']:,} bytes",
-        "target 50 %",
+        "target 25 %",
         "on shipped:train",
     ):
         assert expected in card

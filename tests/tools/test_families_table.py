@@ -1,4 +1,4 @@
-"""README's tables of models are what the rows say, and the rows say what is refused."""
+"""The tables of models in README and docs/formats.md are what the rows say, and the rows say what is refused."""
 
 import json
 from dataclasses import replace
@@ -23,8 +23,9 @@ from sparsepack.runtime.backends import BACKENDS
 every_family = pytest.mark.parametrize("family", FAMILIES)
 
 
-def test_readme_has_the_tables() -> None:
-    assert tables() in README.read_text(encoding="utf-8"), "python tools/families_table.py"
+@pytest.mark.parametrize(("page", "number"), [(README, 0), (README.parent / "docs" / "formats.md", 1)])
+def test_pages_have_the_tables(page: Path, number: int) -> None:
+    assert tables().split("\n\n")[number] in page.read_text(encoding="utf-8"), "python tools/families_table.py"
 
 
 def test_every_family_has_a_row_in_each_table() -> None:
