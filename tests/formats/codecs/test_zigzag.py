@@ -179,3 +179,23 @@ def test_cuda_packs_as_well() -> None:
     assert torch.equal(zigzag.unpack(on_cuda, 1000).cpu(), zigzag.unpack(on_cuda.cpu(), 1000))
     ours = relative_error(zigzag.unpack(on_cuda.cpu(), 1000), weight)
     assert ours <= relative_error(zigzag.unpack(zigzag.pack(weight), 1000), weight) * 1.001
+
+
+def test_scales_of_rows_balance_them_and_stay_within_reach() -> None:
+    weight = matrix(300, 70)
+    sizes = torch.exp2(torch.linspace(-3, 3, 300))
+    scales = zigzag.row_scales(weight * sizes[:, None])
+    assert (scales / sizes / (scales / sizes).mean() - 1).abs().max() < 0.4  # of 70 random weights in each
+    assert scales.log2().mean().abs() < 0.01
+    for column in (0, 69):  # a large column is the business of its own scale
+        uneven = weight.clone()
+        uneven[:, column] *= 100
+        assert (zigzag.row_scales(uneven) / zigzag.row_scales(weight) - 1).abs().max() < 0.6
+    weight[0], weight[1], weight[2] = 0, 1e30, 1e-40
+    scales = zigzag.row_scales(weight)
+    assert ((scales >= 2**-8) & (scales <= 2**8)).all()
+    assert scales[0] == 1
+    assert torch.equal(zigzag.row_scales(torch.zeros(3, 2)), torch.ones(3))
+    weight[7, 7] = torch.nan
+    with pytest.raises(PackingError, match="1 of 21000 are infinite or NaN"):
+        zigzag.row_scales(weight)

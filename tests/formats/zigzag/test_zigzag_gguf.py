@@ -268,8 +268,7 @@ def test_a_row_of_large_weights_or_of_zeros_has_a_scale_of_its_own(checkpoints: 
     assert relative_error(found, expected) < 0.09
     assert relative_error(found[5:32], expected[5:32]) < 0.09
     assert torch.equal(zigzag_rows(matrix, 2, 5), found[2:5])
-    report = verify(tmp_path / "m.gguf", uneven)
-    assert report.passed, report.problems
+    assert torch.equal(open_artifact(tmp_path / "m.gguf").decoded("blk.0.attn_out.weight", 2, 5), found[2:5])
 
 
 @pytest.mark.parametrize("name", ["layers.1.self_attn.k_proj.weight", "embed_tokens.weight", "norm.weight"])
