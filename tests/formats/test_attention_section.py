@@ -56,7 +56,7 @@ def test_it_goes_through_a_zigzag_gguf(llama: Checkpoint, section: dict[str, Any
     path = tmp_path / "m.gguf"
     assert write_zigzag(llama, rules(llama), path, attention=section, notes=("said",)) == ("said",)
     packed = read_packed(path)
-    assert (packed.manifest["schema"], packed.manifest["notes"]) == (3, ["said"])
+    assert packed.manifest["notes"] == ["said"]
     assert packed.manifest["attention"] == section
     assert section["label_bits"] == LABEL_BITS
     artifact = open_artifact(path)
@@ -67,9 +67,9 @@ def test_it_goes_through_a_zigzag_gguf(llama: Checkpoint, section: dict[str, Any
     assert "sparse attention" in report.checked
 
 
-def test_without_it_a_file_has_the_schema_that_it_always_had(llama: Checkpoint, zigzag_files: dict[str, Path]) -> None:
+def test_without_it_a_file_has_no_section(llama: Checkpoint, zigzag_files: dict[str, Path]) -> None:
     packed = read_packed(zigzag_files["llama"])
-    assert (packed.manifest["schema"], packed.attention) == (2, None)
+    assert packed.attention is None
     assert "sparse attention" not in verify(zigzag_files["llama"]).checked
     assert describe(zigzag_files["llama"])["attention"] is None
 
@@ -79,7 +79,7 @@ def test_a_sparsepack_from_before_refuses_it(
 ) -> None:
     write_zigzag(llama, {}, tmp_path / "m.gguf", attention=section)
     monkeypatch.setattr(manifests, "SCHEMA", 2)
-    with pytest.raises(ArtifactError, match=r"schema 3 .* update sparsepack"):
+    with pytest.raises(ArtifactError, match=r"schema 6 .* update sparsepack"):
         open_artifact(tmp_path / "m.gguf")
 
 

@@ -58,8 +58,8 @@ MUTATIONS = {
     ),
     "unordered sum": Mutation(
         "zigzag.metal",
-        "for (uint i = 0; i < simdgroups; ++i) total += sums[i * BAND_ROWS + r];\n        to[r] = total;",
-        "for (uint i = 0; i < simdgroups; ++i) total += sums[i * BAND_ROWS + r];\n        to[0] += total;",
+        "for (uint i = 0; i < simdgroups; ++i) total += sums[i * BAND_ROWS + r];\n        to[r] = ",
+        "for (uint i = 0; i < simdgroups; ++i) total += sums[i * BAND_ROWS + r];\n        to[0] += ",
         gemv,
         EmulationError,
     ),
