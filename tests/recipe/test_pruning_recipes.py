@@ -286,7 +286,7 @@ def test_a_model_that_was_pruned_before_needs_no_prune_section(once: Any, tmp_pa
 @pytest.mark.parametrize(
     ("name", "stages"),
     [
-        ("slide-6of8-int8", ["calibrate", "prune", "pack", "verify", "eval", "eval_pruned"]),
+        ("slide-6of8-int8", ["calibrate", "prune", "calibrate_pruned", "pack", "verify", "eval", "eval_pruned"]),
         ("prune-6of8-zigzag50", list(BOTH[:-1])),
     ],
 )
