@@ -63,7 +63,8 @@ class _Child:
         with other:
             self._process = subprocess.Popen(
                 python_module("sparsepack.models.tokenizer.sandbox_child"),
-                env=python_environment(**limits),
+                # A sanitizer or an allocator that is loaded first may take more addresses than the limit.
+                env=python_environment(LD_PRELOAD="", **limits),
                 stdin=other.fileno(),
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
