@@ -319,12 +319,13 @@ def find(checkpoint: Checkpoint, request: PackRequest, state: Path) -> Found:
 
 def _refit(checkpoint: Checkpoint, request: PackRequest, found: Found, calibration: Calibration, state: Path) -> Refit:
     """The matrices, fitted to what enters them where the rest of what was `found` is so."""
+    from sparsepack.formats.manifest import SCHEMA
     from sparsepack.refit.run import fitted_sites, refit_model, refit_state
 
     format, options, thresholds = format_of(request.format), request.fit, found.thresholds
     inside = _inside(checkpoint, request, found)
     encode = format.encoder(checkpoint, inside)
-    how = f"{format.name} {inside.pattern} {inside.gates}"
+    how = f"{format.name} {inside.pattern} {inside.gates} {SCHEMA}"  # a newer schema may have other tensors
     resume = refit_state(state, checkpoint, calibration, thresholds, options, how)
     sites = fitted_sites(checkpoint, format, options)
     return refit_model(checkpoint, calibration, sites, encode, thresholds, options, resume)

@@ -6,7 +6,7 @@ gives it: of few of them little is believed, as at every site, and an expert tha
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -19,25 +19,8 @@ from sparsepack.models.family import MLP_MID
 from sparsepack.models.records.rule import SiteRule
 from sparsepack.reconstruction.block_inputs import empty_sums, entering, inputs_name
 from sparsepack.reconstruction.inputs import Inputs, root_of_share
+from sparsepack.refit.solve import FittedSite
 from sparsepack.sparsity.sequential import sparsify_second_half
-
-
-@dataclass(frozen=True)
-class FittedSite:
-    """The matrices of a site, as they are stored.
-
-    tensors -- their bytes, by the names of the artifact's tensors: uint8, of experts [experts, ...]
-    decoded -- what they decode to, by the names that the stock model's tensors have within the block
-    changes -- of the weights, relative, by the names of the stored tensors
-    before  -- relative error of the outputs, were the weights rounded to nearest
-    after   -- the same of what is stored
-    """
-
-    tensors: Mapping[str, Tensor]
-    decoded: Mapping[str, Tensor]
-    changes: Mapping[str, float]
-    before: float
-    after: float
 
 
 class ExpertSums:
@@ -57,7 +40,7 @@ class ExpertSums:
     def add(self, x: Tensor) -> None:
         """Count what a function of `site_hooks` is shown."""
         sparse = sparsify_second_half(x, self._rule)
-        chosen = self._routed[-1] if self._routed else None  # at mlp_in nobody asks for them
+        chosen = self._routed[-1] if self._routed else None  # not known yet at mlp_in, nor needed
         for name, inputs in entering(self._checkpoint.family, self._site, sparse, chosen):
             self._sums[name].add(inputs)
 
@@ -101,7 +84,7 @@ class ExpertSums:
                 after += tokens[name] * inputs.output_squares(made.weight - weight)
         return FittedSite(
             {name: torch.stack(parts) for name, parts in tensors.items()},
-            self._as_stock(torch.stack(decoded)),
+            self._by_name(torch.stack(decoded)),
             {name: root_of_share(moves[name], size) for name, size in sizes.items()},
             root_of_share(before, outputs),
             root_of_share(after, outputs),
@@ -119,7 +102,7 @@ class ExpertSums:
         inputs, columns_of_part = known.get(name), torch.arange(columns, device=self._device) + part * columns
         return name, inputs and inputs.permuted(columns_of_part)
 
-    def _as_stock(self, experts: Tensor) -> dict[str, Tensor]:
+    def _by_name(self, experts: Tensor) -> dict[str, Tensor]:
         family, count = self._checkpoint.family, self._routed_experts
         first, *shared = (family.weight(projection) for projection in family.projections[self._site])
         parts = as_shared(self._site, experts[count:]) if shared else ()

@@ -37,10 +37,10 @@ from sparsepack.models.tokenizer.windows import spread_windows
 from sparsepack.models.verbs import check_taken
 from sparsepack.progress import Shorter, progress
 from sparsepack.reconstruction.inputs import Inputs
-from sparsepack.refit.experts import ExpertSums, FittedSite
+from sparsepack.refit.experts import ExpertSums
 from sparsepack.refit.inputs import SiteSums
 from sparsepack.refit.options import RefitOptions
-from sparsepack.refit.solve import refitted
+from sparsepack.refit.solve import FittedSite, refitted
 from sparsepack.sparsity.sequential import inputs_of_site, sparse_second_half, sparsify_second_half
 from sparsepack.sparsity.thresholds import Thresholds
 from sparsepack.version import __version__

@@ -8,9 +8,30 @@ A matrix whose inputs are not skipped stays as it is. For any other W'', and so 
 W' plus tr((W'' - W') (E[x~ x~^T] + lambda) (W'' - W')^T): GPTQ with the same products goes on where this ends.
 """
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+
 from torch import Tensor
 
 from sparsepack.refit.inputs import SiteInputs
+
+
+@dataclass(frozen=True)
+class FittedSite:
+    """The matrices of a site, as they are stored.
+
+    tensors -- their bytes, by the names of the artifact's tensors: uint8, of experts [experts, ...]
+    decoded -- what they decode to, by the names that the tensors of the transformers model have within the block
+    changes -- of the weights, relative, by the names of the stored tensors
+    before  -- relative error of the outputs, were the weights rounded to nearest
+    after   -- the same of what is stored
+    """
+
+    tensors: Mapping[str, Tensor]
+    decoded: Mapping[str, Tensor]
+    changes: Mapping[str, float]
+    before: float
+    after: float
 
 
 def refitted(weight: Tensor, known: SiteInputs) -> Tensor:

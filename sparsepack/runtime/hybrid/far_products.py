@@ -52,7 +52,7 @@ class FarMatrix:
     def beside(self) -> PackedMatrix:
         """The bands of the processor."""
         rest, m = self.matrix.blocks[self.near :], self.matrix
-        row_scale = None if m.row_scale is None else m.row_scale[-self.asked.rows :]
+        row_scale = None if m.row_scale is None else m.row_scale[BAND_ROWS * self.near :]
         return PackedMatrix(rest.contiguous(), m.type, self.asked.rows, m.columns, row_scale=row_scale)
 
 
