@@ -10,16 +10,15 @@ say all that fitting W' x~ to W x needs: x is the unsparsified input of the same
 will be. Where no site skips anything, the two halves are one.
 """
 
-import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from sparsepack.models.records.rule import SiteRule, sparsify
-from sparsepack.reconstruction.inputs import Inputs, Sums
+from sparsepack.reconstruction.inputs import Inputs, Sums, root_of_share
 
-_SAMPLED = 256
+_TOLD = 128  # evenly spread
 
 
 @dataclass(frozen=True)
@@ -28,25 +27,24 @@ class SiteInputs:
 
     inputs  -- of x~
     lost    -- W E[e x~^T]: float32 [rows, columns]; None: nothing is skipped
-    outputs -- of the squared length of W x
-    missing -- of the squared length of W e
+    told    -- rows of W by whose outputs errors are told, `_TOLD` of them where nothing is skipped: int64
+    outputs -- of the squared length of W x in these rows
+    missing -- of the squared length of W e in these rows
     """
 
     inputs: Inputs
     lost: Tensor | None
+    told: Tensor
     outputs: float
     missing: float
 
     def relative_error(self, change: Tensor) -> float:
-        """How far (W + change) x~ is from W x: the root mean square of the difference over that of W x; where nothing
-        is skipped, by `_SAMPLED` evenly spread rows at most."""
-        if self.lost is None:
-            rows = torch.linspace(0, len(change) - 1, min(len(change), _SAMPLED), device=change.device).round().long()
-            squares = self.inputs.output_squares(change[rows]) * len(change) / len(rows)
-        else:
-            squares = self.inputs.output_squares(change) + self.missing
-            squares -= 2 * float((self.lost * change).sum(dtype=torch.float64))
-        return math.sqrt(max(squares, 0.0) / self.outputs) if self.outputs > 0 else 0.0
+        """How far (W + change) x~ is from W x: the root mean square of the difference over that of W x."""
+        change = change[self.told]
+        squares = self.inputs.output_squares(change) + self.missing
+        if self.lost is not None:
+            squares -= 2 * float((self.lost[self.told] * change).sum(dtype=torch.float64))
+        return root_of_share(max(squares, 0.0), self.outputs)
 
 
 class SiteSums:
@@ -61,7 +59,9 @@ class SiteSums:
     def __init__(self, weight: Tensor, rule: SiteRule | None, dense: float | None) -> None:
         self.weight, self._dense = weight, dense
         self._rule = None if rule is None or rule.dense else rule.to(weight.device)
-        columns = weight.shape[1]
+        rows, columns = weight.shape
+        told = min(rows, _TOLD) if self._rule is None else rows
+        self._told = torch.linspace(0, rows - 1, told, device=weight.device).round().long()
         self._sums = Sums(columns, True, weight.device)
         self._lost = None if self._rule is None else torch.zeros(columns, columns, device=weight.device)
         self._outputs = self._missing = self._tokens = 0.0
@@ -97,8 +97,10 @@ class SiteSums:
         lost = None if self._lost is None else self.weight @ self._lost.div_(self._tokens)
         inputs = self._sums.inputs(damping, shrunk)
         del self._lost, self._sums
-        outputs = inputs.output_squares(self.weight) if self._rule is None else self._outputs / self._tokens
-        return SiteInputs(inputs, lost, outputs, self._missing / self._tokens)
+        outputs = self._outputs / self._tokens
+        if self._rule is None:
+            outputs = inputs.output_squares(self.weight[self._told])
+        return SiteInputs(inputs, lost, self._told, outputs, self._missing / self._tokens)
 
 
 def _squares(weight: Tensor, x: Tensor) -> float:

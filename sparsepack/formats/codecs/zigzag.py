@@ -67,10 +67,11 @@ def row_scales(weight: Tensor) -> Tensor:
     most, columns = largest(weight), torch.ones(weight.shape[1], dtype=torch.float64, device=weight.device)
     if most == 0:
         return torch.ones(len(weight), device=weight.device)
+    parts = torch.split(weight.detach(), max(_BALANCED_AT_ONCE // weight.shape[1], 1))
+    kept = [_squares(parts[0], most)] if len(parts) == 1 else None
     for _ in range(_BALANCINGS):
         rows, of_columns = [], torch.zeros_like(columns)
-        for part in torch.split(weight.detach(), max(_BALANCED_AT_ONCE // weight.shape[1], 1)):
-            squares = part.double().div_(most).square_()
+        for squares in kept or (_squares(part, most) for part in parts):
             rows.append(squares @ columns.reciprocal() / len(columns))
             of_columns += torch.where(rows[-1] > 0, 1 / rows[-1], 0) @ squares / len(weight)
         columns = torch.where(of_columns > 0, of_columns, 1)
@@ -79,6 +80,10 @@ def row_scales(weight: Tensor) -> Tensor:
     scales = torch.where(used, logs - logs[used].mean(), 0).clamp_(-_MOST_SCALE, _MOST_SCALE).exp2()
     # Of few bits, so that they, and all bytes, do not depend on the order in which a device adds.
     return scales.bfloat16().float()
+
+
+def _squares(weight: Tensor, most: float) -> Tensor:
+    return weight.double().div_(most).square_()
 
 
 def pack(weight: Tensor) -> Tensor:
