@@ -96,7 +96,8 @@ def _inverted(lower: Tensor) -> Tensor:
     the arithmetic, since it does not know that they are mostly zeros."""
     size = len(lower)
     if size <= _SOLVED:
-        return torch.linalg.solve_triangular(lower, torch.eye(size, device=lower.device), upper=False)
+        solved: Tensor = torch.linalg.solve_triangular(lower, torch.eye(size, device=lower.device), upper=False)
+        return solved
     half = size // 2
     first, last = _inverted(lower[:half, :half]), _inverted(lower[half:, half:])
     inverse = lower.new_zeros(size, size)
