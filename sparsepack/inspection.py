@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sparsepack.errors import ArtifactError
 from sparsepack.eval.standard_error import with_error
 from sparsepack.progress import counted
 from sparsepack.tables import Table
@@ -44,9 +45,15 @@ def _is_calibration(path: Path) -> bool:
 
 
 def _is_checkpoint(path: Path) -> bool:
+    from sparsepack.formats.containers.gguf.container import is_ours
     from sparsepack.formats.open import is_checkpoint_folder
 
-    return path.is_dir() and is_checkpoint_folder(path)
+    if path.is_dir():
+        return is_checkpoint_folder(path)
+    try:
+        return path.suffix == ".gguf" and not is_ours(path)
+    except ArtifactError:  # damaged, which is said when it is read
+        return False
 
 
 def _inspect_checkpoint(path: Path) -> dict[str, Any]:

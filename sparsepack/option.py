@@ -223,3 +223,10 @@ def check_options(asked: Any, error: type[Exception], but: Collection[str] = ())
     changed = [name for name in declared_of if getattr(asked, name) != default_of(type(asked), name)]
     for line in idle(changed, lambda name: getattr(asked, name, None), lambda name: declared_of[name].counts):
         raise error(line)
+
+
+def is_missing_path(name: str, *suffixes: str) -> bool:
+    """Return whether a name can only be that of a file or folder, and there is none: what may be another's name on the
+    hub is not."""
+    path = Path(name)
+    return not path.exists() and (name.startswith((".", "/", "~")) or name.count("/") > 1 or path.suffix in suffixes)

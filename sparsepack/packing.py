@@ -138,8 +138,9 @@ class PackRequest:
         asked = asked or attention.sparse or refit.fits or self.score
         if self.calibration is not None and not asked:
             options = "--sparsity, --attention, --quantiser gptq" if format.fits else f"--format {those_with('fits')}"
+            alone = "--quantiser round" if format.fits else f"--format {format.name}"
             raise PackingError(
-                "--calibration changes nothing with --quantiser round and --no-score alone; say what to take from it: "
+                f"--calibration changes nothing with {alone} and --no-score alone; say what to take from it: "
                 f"{options}; or leave it out"
             )
 
@@ -176,7 +177,7 @@ class Packed:
     """What came of it: the file or folder, what the user should be told, and the thresholds inside.
 
     score    -- what was lost on held-out text: `packing_score.score_artifact`; None: it was not scored
-    unscored -- why it was not, in one line, where it was asked for
+    unscored -- why it was not, or what of the loss is not in it, in one line, where it was asked for
     warning  -- one line on a large loss, with what would bring most back
     """
 
@@ -267,7 +268,7 @@ def pack(request: PackRequest, checkpoint: Checkpoint | None = None, workers: Wo
         return Packed(request.output, plan.notes, found.thresholds, unscored=scoring.reason)
     score = open_artifact(request.output).manifest[SCORE]
     warning = warning_of(score, request, checkpoint.dtype)
-    return Packed(request.output, plan.notes, found.thresholds, score, warning=warning)
+    return Packed(request.output, plan.notes, found.thresholds, score, scoring.reason, warning)
 
 
 def find(checkpoint: Checkpoint, request: PackRequest, state: Path) -> Found:

@@ -45,8 +45,8 @@ _FIGURE_DIGITS = 5
 
 
 class Scoring(NamedTuple):
-    """The windows to score, int32 [windows, context], and about how long that takes; or why there are none, in one
-    line."""
+    """The windows to score, int32 [windows, context], and about how long that takes; and why there are none, or what
+    they leave unscored, in one line."""
 
     windows: Tensor | None
     reason: str | None = None
@@ -66,10 +66,18 @@ def scoring_of(checkpoint: Checkpoint, request: PackRequest, found: Found) -> Sc
             f"measure it by {command}",
         )
     cost = cost_of(checkpoint, request, _skips(found), found.calibrated)
-    windows = pieces(found.held_out, cost.tokens)
-    if len(windows):
-        return Scoring(windows, seconds=cost.seconds(windows.numel()))
     context = found.held_out.shape[1]
+    whole = found.attention.sparse.policy.min_context if found.attention else 0
+    windows = pieces(found.held_out, cost.tokens, max(SHORTEST, 2 * whole))
+    if len(windows):
+        short = None
+        if windows.shape[1] <= whole:
+            longer = f"calibrate with a --context of {2 * whole:,}, or " if context <= whole else ""
+            short = (
+                f"what attention leaves out is not scored: of up to {whole:,} tokens (--min-context) all are read, and "
+                f"windows have {windows.shape[1]:,}; {longer}measure it by {command}"
+            )
+        return Scoring(windows, short, cost.seconds(windows.numel()))
     return Scoring(
         None,
         f"what packing lost is not scored: a window of {context:,} tokens would take about "
@@ -116,11 +124,11 @@ def _skips(found: Found) -> bool:
     return found.attention is not None or any(not rule.dense for rule in rules)
 
 
-def pieces(held_out: Tensor, tokens: int) -> Tensor:
+def pieces(held_out: Tensor, tokens: int, shortest: int = SHORTEST) -> Tensor:
     """Return windows of so many tokens in all, evenly spread over those held out: int64 [windows, context]. They are
-    halved where fewer than `FEWEST` whole ones fit."""
+    halved where fewer than `FEWEST` whole ones fit, down to `shortest`; and further where not one such fits."""
     context = held_out.shape[1]
-    while tokens // context < FEWEST and context // 2 >= SHORTEST:
+    while (tokens // context < FEWEST and context // 2 >= shortest) or (tokens < context and context // 2 >= SHORTEST):
         context //= 2
     whole = held_out[:, : held_out.shape[1] // context * context].reshape(-1, context)
     return spread_windows(whole, tokens // context)

@@ -206,6 +206,20 @@ def test_fewer_and_shorter_windows_are_scored_of_a_large_model() -> None:
     assert pieces(held_out, 700).shape == (2, 256)
     assert pieces(held_out, 255).shape == (0, 256)
     assert pieces(held_out[:2, :64], 100).shape == (1, 64)
+    assert pieces(held_out, 3 * 2048, shortest=2048).shape == (3, 2048)
+    assert pieces(held_out, 700, shortest=2048).shape == (1, 512)
+
+
+def test_windows_in_which_attention_reads_all_are_told(source: Path, asked: PackRequest) -> None:
+    sparse = AttentionOptions("double", tokens="1/4", sinks=2, recent=4, min_context=64)
+    asked = replace(asked, allocation=None, sparse_attention=sparse)
+    made = pack(asked)
+    assert made.score is not None
+    assert made.unscored is not None
+    assert "of up to 64 tokens (--min-context) all are read, and windows have 64" in made.unscored
+    assert "calibrate with a --context of 128, or measure it by `sparsepack eval" in made.unscored
+    within = replace(asked, sparse_attention=replace(sparse, min_context=32), overwrite=True)
+    assert pack(within).unscored is None
 
 
 def test_where_no_window_fits_one_line_names_eval(

@@ -27,9 +27,10 @@ HEADER = (
 def bench_table(result: Mapping[str, Any]) -> str:
     """`bench_decode`'s result in the manner of llama-bench, and under it what the figures mean."""
     gigabytes = result["read_bandwidth"]["bytes_per_second"] / 1e9
+    runs = counted(len(result["tests"][0]["samples_ns"]), "run")
     notes = [
         result["runtime"],
-        f"t/s: mean ± standard deviation of {len(result['tests'][0]['samples_ns'])} runs; tokens: {result['tokens']}",
+        f"t/s: mean ± standard deviation of {runs}; tokens: {result['tokens']}",
         "read/token: stored bytes that a token needs; skipped: share of the block weights that it does not",
         f"bandwidth: {gigabytes:.1f} GB/s ({result['read_bandwidth']['how']}); its share: read/token * t/s",
         *result["notes"],
@@ -83,9 +84,9 @@ def speed_table(result: Mapping[str, Any]) -> Table:
         row["gpu_info"] or f"{row['cpu_info']}, {counted(row['n_threads'], 'thread')}" for row in result["tests"]
     }
     hits = (hits_in_words(row["served"]) for row in result["tests"] if "served" in row)
-    runs = len(result["tests"][0]["samples_ts"])
+    runs = counted(len(result["tests"][0]["samples_ts"]), "run")
     notes = [
-        f"tokens/s: mean ± standard deviation of {runs} runs; {'; '.join(sorted(machines))}; {result['runtime']}",
+        f"tokens/s: mean ± standard deviation of {runs}; {'; '.join(sorted(machines))}; {result['runtime']}",
         *dict.fromkeys(hits),
     ]
     return Table(["what", "tokens/s", "median (range)", "skipped", "of bandwidth"], rows, notes=notes)

@@ -69,13 +69,10 @@ def check_output(path: Path, overwrite: bool, folder: bool = False, marker: str 
     if path.exists() and path.is_dir() != folder:
         is_a, expected = ("folder", "file") if path.is_dir() else ("file", "folder")
         raise OutputError(f"{path}: a {is_a}; expected the name of a {expected}")
-    if path.exists() and not overwrite:
-        raise OutputError(f"{path}: exists already; give another name or --overwrite")
+    check_free(path, overwrite)
     if marker and path.exists() and any(path.iterdir()) and not (path / marker).is_file():
         raise OutputError(f"{path}: a folder without {marker}; it is not replaced, give another name")
     parent = path.absolute().parent
-    if not parent.is_dir():
-        raise OutputError(f"{path}: the folder {parent} does not exist; create it first")
     if not os.access(parent, os.W_OK | os.X_OK):
         raise OutputError(f"{path}: cannot be written, since the folder {parent} cannot; name another")
     if not path.exists():
@@ -83,6 +80,15 @@ def check_output(path: Path, overwrite: bool, folder: bool = False, marker: str 
             tempfile.TemporaryFile(dir=parent).close()
         except OSError as error:
             raise OutputError(f"{path}: cannot be written ({error.strerror}); name another folder") from error
+
+
+def check_free(path: Path, overwrite: bool) -> None:
+    """Refuse an output that exists (unless `overwrite`), or whose folder does not: in no time."""
+    if path.exists() and not overwrite:
+        raise OutputError(f"{path}: exists already; give another name or --overwrite")
+    parent = path.absolute().parent
+    if not parent.is_dir():
+        raise OutputError(f"{path}: the folder {parent} does not exist; create it first")
 
 
 @contextmanager

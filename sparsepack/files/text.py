@@ -115,7 +115,7 @@ def _source(name: str) -> Iterable[Document]:
         file = TextFile(path)
         return _Lines(file) if plain.suffix == ".jsonl" else (file,)
     if plain.suffix in _SUFFIXES or name.startswith((".", "/", "~")):
-        raise TextError(f"{name}: no such file")
+        raise TextError(f"{name}: no such file; expected a text, or the name of a data set on the hub")
     return _dataset(name)
 
 

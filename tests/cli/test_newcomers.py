@@ -2,6 +2,8 @@
 
 import builtins
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -49,6 +51,45 @@ def test_a_verb_of_another_program_is_told_the_right_one(typed: str, hint: str) 
     line = fails(typed, "model.gguf")
     assert f"{typed}: no such verb; " in line
     assert hint in line
+
+
+@pytest.mark.parametrize(
+    ("command", "told"),
+    [
+        (
+            "calibrate nowhere/nothing/m --text shipped:train -o cal",
+            "nowhere/nothing/m: no such file or folder; expect",
+        ),
+        ("calibrate shipped:tiny --text nothing.txt -o cal", "nothing.txt: no such file or folder; expected a .txt or"),
+        ("eval nothing.gguf --perplexity shipped:heldout", "nothing.gguf: no such file or folder; expected a model's"),
+        ("pack shipped:tiny -o there.gguf", "there.gguf: exists already; give another name or --overwrite"),
+        ("pack shipped:tiny -o nowhere/m.gguf", "nowhere does not exist; create it first"),
+    ],
+)
+def test_a_wrong_name_is_told_before_anything_is_imported(command: str, told: str, tmp_path: Path) -> None:
+    (tmp_path / "there.gguf").touch()
+    code = "import sys; from sparsepack.cli import main\n"
+    code += f"try: main({command.split()})\nfinally: assert 'torch' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert done.returncode == 2
+    assert told in done.stderr
+
+
+def test_a_gguf_of_another_program_is_a_checkpoint_to_inspect_and_to_be_packed_for_others(folder: Path) -> None:
+    succeeds("pack", folder / "model", "--format", "q4_k", "-o", folder / "plain.gguf")
+    data = (folder / "plain.gguf").read_bytes()
+    (folder / "other.gguf").write_bytes(data.replace(b"sparsepack.", b"otherprog_."))
+    assert "formats that can hold" in succeeds("inspect", folder / "other.gguf")
+    line = fails("generate", folder / "other.gguf", "--prompt", "x")
+    assert "another program's GGUF" in line
+    assert f"sparsepack pack {folder / 'other.gguf'} -o OUTPUT" in line
+
+
+def test_verify_tells_in_one_line_what_is_no_artifact(folder: Path) -> None:
+    made = sparsepack("verify", folder / "model")
+    assert made.exit_code == 1
+    assert made.stdout.count("FAILED") == 1
+    assert len(made.stdout.splitlines()) == 1
 
 
 def test_every_hint_names_a_verb_and_hides_none() -> None:

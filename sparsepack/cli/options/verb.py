@@ -13,12 +13,14 @@ from typing import Any, TypeVar
 import click
 
 from sparsepack.errors import UserError
-from sparsepack.option import Condition, idle
+from sparsepack.option import Condition, idle, is_missing_path
 from sparsepack.workers.environment import several
 
 F = TypeVar("F", bound=Callable[..., Any])
 EFFECTIVE = "sparsepack.effective"
 """Under this name it has the names of the options that have an effect beside the others that were given."""
+MODELS, TEXTS = ("model", "subject", "against", "teacher"), ("texts", "text", "perplexity")
+"""The parameters that name a model or an artifact, and texts: paths, or names on the hub."""
 OUTPUTS = ("output", "json_path", "plot_path")
 """The parameters that name what a verb writes; all others may name what it reads."""
 ARGUMENTS = "sparsepack.arguments"
@@ -81,12 +83,28 @@ class Verb(click.Command):
         for parameter in self.params:
             if isinstance(parameter.type, Existing):
                 parameter.type.check(ctx.params[str(parameter.name)])
+        self._check_names(ctx.params)
         self._check_outputs(ctx.params)
         return super().invoke(ctx)
 
+    def _check_names(self, values: Mapping[str, Any]) -> None:
+        """Raise `UserError` for a model or a text that is a path to nothing, before anything is imported."""
+        expected = "a model's folder, a .gguf file, or the name of a model on the hub"
+        of_text = "a .txt or .jsonl file (also .xz, .gz), shipped:train, or the name of a data set on the hub"
+        kinds = ((MODELS, (".gguf",), expected), (TEXTS, (".txt", ".jsonl", ".xz", ".gz"), of_text))
+        for names, suffixes, what in kinds:
+            for value in (values.get(name) for name in names):
+                for each in value if isinstance(value, tuple) else (value,):
+                    if isinstance(each, str) and is_missing_path(each, *suffixes):
+                        raise UserError(f"{each}: no such file or folder; expected {what}")
+
     def _check_outputs(self, values: Mapping[str, Any]) -> None:
-        """Raise `UserError` for an output that is an input, too."""
+        """Raise `UserError` for an output that exists and is not to be replaced, or that is an input, too."""
         outputs = [Path(values[name]) for name in OUTPUTS if values.get(name) not in (None, "-")]
+        if values.get("output") is not None and values.get("overwrite") is False and values.get("dry_run") is None:
+            from sparsepack.files.atomic import check_free
+
+            check_free(Path(values["output"]), overwrite=False)
         if not any(map(os.path.lexists, outputs)):
             return
         from sparsepack.files.atomic import check_inputs

@@ -7,6 +7,8 @@ from sparsepack.cli.tables.thresholds import thresholds_table
 from sparsepack.inspection import programs_table, score_rows
 from sparsepack.tables import Table, markdown
 
+_PROBLEMS = 8  # told of one artifact
+
 
 def artifact_line(description: Mapping[str, Any]) -> str:
     """One line on a file just made."""
@@ -53,17 +55,21 @@ def verification(report: Mapping[str, Any]) -> str:
     """What `verify` found."""
     parts: list[str | Table] = []
     verdict = "passed" if report["passed"] else "FAILED"
-    if report["problems"]:  # the reason before hundreds of tensors that follow from it
-        parts.append(f"{report['path']}: {verdict}: {report['problems'][0].removeprefix(report['path'] + ': ')}")
+    problems = [problem.removeprefix(f"{report['path']}: ") for problem in report["problems"]]
+    if problems:  # the reason before hundreds of tensors that follow from it
+        parts.append(f"{report['path']}: {verdict}: {problems[0]}")
     if report["tensors"]:
         rows = [
             [t["name"], t["type"], f"{t['error']:.5f}", f"{t['bound']:.5f}", "ok" if t["passed"] else "FAIL"]
             for t in report["tensors"]
         ]
         parts.append(Table(["tensor", "type", "relative error", "bound", ""], rows))
-    parts += [f"problem: {problem}" for problem in report["problems"]]
+    parts += [f"problem: {problem}" for problem in problems[1:_PROBLEMS]]
+    if len(problems) > _PROBLEMS:
+        parts.append(f"and {len(problems) - _PROBLEMS} more problems, which --json lists")
     made = f" ({', '.join(report['checked'])})" if report["checked"] else ""
-    parts.append(f"{report['path']}: {verdict}{made}")
+    if made or not problems:
+        parts.append(f"{report['path']}: {verdict}{made}")
     return markdown(*parts)
 
 

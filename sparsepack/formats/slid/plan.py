@@ -91,7 +91,7 @@ def _patterns(checkpoint: Checkpoint, request: PlanRequest) -> Mapping[str, Patt
     if not request.patterns:
         raise PackingError(
             f"{checkpoint.name}: nothing says which of its weights were pruned; prune it (in a recipe, add a prune "
-            "section), or give keep and of for a model that was pruned elsewhere"
+            "section), or give --keep and --of for a model that was pruned elsewhere"
         )
     return request.patterns
 

@@ -121,5 +121,5 @@ def _numbers(value: Any, field: str = "") -> Iterator[tuple[str, float]]:
 def _packed_already(name: str) -> CheckpointError:
     return CheckpointError(
         f"{name}: a packed sparsepack artifact; expected its source model here (`sparsepack inspect` names it). "
-        "The artifact itself is for inspect, verify and eval"
+        "The artifact itself is for generate, serve, bench, eval, inspect and verify"
     )

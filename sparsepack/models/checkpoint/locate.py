@@ -6,6 +6,7 @@ from sparsepack.data import SHIPPED_MODELS
 from sparsepack.errors import CheckpointError
 from sparsepack.files.shards import INDEX, WEIGHTS
 from sparsepack.models.checkpoint.sources import BESIDE_WEIGHTS, indexed
+from sparsepack.option import is_missing_path
 
 
 def located(name: str) -> Path:
@@ -21,8 +22,8 @@ def located(name: str) -> Path:
         if path.suffix != ".gguf":
             raise CheckpointError(f"{name}: expected a model folder, a .gguf file or a hub id")
         return path
-    if name.startswith((".", "/", "~")) or name.count("/") > 1 or path.suffix == ".gguf":
-        raise CheckpointError(f"{name}: no such model folder or file")
+    if is_missing_path(name, ".gguf"):
+        raise CheckpointError(f"{name}: no such model folder or file; expected one, or the name of a model on the hub")
     return _downloaded(name)
 
 

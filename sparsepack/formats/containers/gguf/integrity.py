@@ -96,11 +96,11 @@ def check_header(path: Path) -> int:
 def _header_bytes(path: Path, head: bytes, size: int) -> int:
     between = head[BYTES_AT - len(_BYTES_HEAD) : BYTES_AT]
     if head[:4] != _MAGIC:
-        raise ArtifactError(f"{path}: not a GGUF file (it does not begin with 'GGUF')")
+        raise ArtifactError(f"{path}: not a GGUF file (it does not begin with 'GGUF'); expected what `pack` wrote")
     if len(head) < _FIXED or head[24:HASH_AT] != _HASH_HEAD or between != _BYTES_HEAD:
         raise ArtifactError(
-            f"{path}: no {HEADER_HASH} at the start of its header: another program's GGUF, or damaged; "
-            "expected a file that `sparsepack pack` wrote"
+            f"{path}: another program's GGUF (no {HEADER_HASH} at the start of its header), or damaged; expected a "
+            f"file that `sparsepack pack` wrote: sparsepack pack {path} -o OUTPUT"
         )
     length: int = struct.unpack_from("<Q", head, BYTES_AT)[0]
     if not _FIXED < length <= size:

@@ -45,7 +45,9 @@ def unsealed(path: Path) -> dict[str, Any]:
             raise ArtifactError(f"{path}: no ordinary file; expected a folder that we packed")
         text = path.read_bytes()
     except OSError as error:
-        raise ArtifactError(f"{path}: cannot be read ({error.strerror}); expected a folder that we packed") from error
+        nothing = isinstance(error, FileNotFoundError)
+        reason = "not there, so that the folder is none that `sparsepack pack` made" if nothing else error.strerror
+        raise ArtifactError(f"{path}: {reason}; expected one of format slide-int8 or the like") from error
     at = len(_HEAD)
     digest, end = text[at : at + len(NO_HASH)], text[at + len(NO_HASH) :]
     if not text.startswith(_HEAD) or sha256_bytes(_HEAD + NO_HASH.encode() + end).encode() != digest:
