@@ -82,7 +82,7 @@ class GenerationArguments:
 
     max_length -- of a text and its continuation, in tokens; None: only `max_new` counts
     min_new    -- before so many new tokens no text ends by a token
-    ends       -- tokens that end it beside the model's own
+    ends       -- tokens that end it in place of the model's own; none: these
     changes    -- of the logits, names and values of `_PENALTIES` and `_WARPERS`
     """
 
@@ -91,7 +91,7 @@ class GenerationArguments:
     sample: bool
     max_length: int | None = None
     min_new: int = 0
-    ends: tuple[int, ...] = ()
+    ends: frozenset[int] = frozenset()
     changes: tuple[tuple[str, float], ...] = ()
 
     def processors(self) -> LogitsProcessorList:
@@ -331,7 +331,7 @@ class SparseLM(TemplateLM):
         """Continue the chosen rows together."""
         produced: dict[int, list[int]] = {index: [] for index in chosen}
         randoms = {index: torch.Generator().manual_seed(SAMPLING_SEED + index) for index in chosen}
-        processors, ends = generation.processors(), sorted(self.end_tokens.union(generation.ends) - {None})
+        processors, ends = generation.processors(), sorted((generation.ends or self.end_tokens) - {None})
         live = chosen
         for _ in range(generation.max_new):
             batch = [ScoredRow((*rows[index].ids, *produced[index]), rows[index].scored) for index in live]
@@ -342,9 +342,9 @@ class SparseLM(TemplateLM):
                     scores[:, [end for end in ends if end < scores.shape[1]]] = -math.inf
                 scores = processors(torch.tensor([row.ids], device=scores.device), scores)[0]
                 token = _sampled(scores, randoms[index]) if generation.sample else int(scores.argmax())
+                produced[index].append(token)  # an end, too: decoding leaves it out where it is special
                 if token in ends:
                     continue
-                produced[index].append(token)
                 if generation.max_length is not None and len(row.ids) + 1 >= generation.max_length:
                     continue
                 text = self.tokenizer.decode(produced[index])
@@ -389,7 +389,12 @@ class SparseLM(TemplateLM):
 def _generation(options: dict[str, Any], eos: str | None) -> GenerationArguments:
     """What a task's generation_kwargs mean to lm-eval's HFLM. Raises `UserError` for what is not known."""
     normal: dict[str, Any] = dict(normalize_gen_kwargs(options, MAX_NEW_TOKENS))
-    until = tuple(dict.fromkeys(stop for stop in (*normal.pop("until"), eos) if stop))
+    stops = normal.pop("until")
+    if wrong := [stop for stop in stops if not isinstance(stop, str | None)]:
+        raise UserError(
+            f"generation option until {str(wrong[0])[:60]}: expected text; put it in quotes in the task's file"
+        )
+    until = tuple(dict.fromkeys(stop for stop in (*stops, eos) if stop))
     max_new, max_length = int(normal.pop("max_gen_toks")), normal.pop("max_length", None)
     sample, min_new = bool(normal.pop("do_sample")), int(normal.pop("min_new_tokens", None) or 0)
     ends = normal.pop("eos_token_id", None)
@@ -416,7 +421,7 @@ def _generation(options: dict[str, Any], eos: str | None) -> GenerationArguments
         sample,
         None if max_length is None else int(max_length),
         min_new,
-        tuple(token_ids(ends)),
+        frozenset(token_ids(ends)),
         tuple(changes),
     )
 

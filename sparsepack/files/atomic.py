@@ -1,7 +1,8 @@
 """Outputs that appear whole or not at all: written under a temporary name beside the target, then renamed.
 
 A folder that replaces another one changes places with it in one step. Where the file system cannot do that, the old one
-steps aside first, as `.NAME.replaced`; a run that is killed right then leaves it there, and the next one restores it.
+steps aside first, into a folder `.NAME.replaced` with a mark of ours; a run that is killed right then leaves it there,
+and the next one restores it. Another folder of that name is nobody's business: it stays as it is.
 """
 
 import errno
@@ -11,6 +12,7 @@ import os
 import platform
 import re
 import shutil
+import stat
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -138,12 +140,12 @@ def restore_folder(path: Path) -> None:
     target = Path(os.path.realpath(path))  # which takes a link to itself, as `resolve` does not
     aside = _aside(target)
     with suppress(OSError):
-        if not is_folder(aside):
+        mark = (aside / _MARK).lstat()
+        if not is_folder(aside) or not stat.S_ISREG(mark.st_mode) or mark.st_uid != os.geteuid():
             return
-        if target.exists():
-            remove(aside)
-        else:
-            aside.rename(target)
+        if not target.exists() and is_folder(aside / _REPLACED):
+            (aside / _REPLACED).rename(target)
+        remove(aside)
 
 
 def remove(path: Path) -> None:
@@ -218,13 +220,21 @@ def _put(folder: Path, target: Path) -> None:
         folder.rename(target)
     elif not exchange(folder, target):
         aside = _aside(target)
+        if os.path.lexists(aside):
+            raise OutputError(f"{aside}: in the way of what {target.name} holds now; move it elsewhere")
+        aside.mkdir()
+        create_file(aside / _MARK)
         try:
-            target.rename(aside)
+            target.rename(aside / _REPLACED)
             folder.rename(target)
         except BaseException:
             restore_folder(target)
             raise
         remove(aside)
+
+
+_MARK, _REPLACED = "sparsepack-replaces", "replaced"
+"""Within a folder that stands aside: a file that says who put it there, and what was replaced."""
 
 
 def _aside(target: Path) -> Path:

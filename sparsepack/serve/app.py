@@ -48,7 +48,7 @@ class Service:
         self._preparation = Preparation(prompts.model, prompts, name, worker.together + options.queue)
         self._created = int(time.time())
         self._reading, self._large_bodies = 0, LargeBodies()
-        self._one_large_body = asyncio.Lock()
+        self._one_large_body, self._beginning = asyncio.Lock(), asyncio.Lock()
 
     async def health(self, request: Request) -> Response:
         """Whether texts are made: 200, or 503 where the server ends."""
@@ -79,6 +79,8 @@ class Service:
 
     async def _delivery(self, form: Form, request: Request, prepare: Callable[[bytes], Prepared]) -> Delivery:
         asked_at = time.monotonic()
+        async with self._beginning:  # of many that come together one after the other, and others between them
+            await asyncio.sleep(0)
         prepared = await self._read(request, prepare)
         asked = prepared.asked
         answer = Answer(

@@ -159,9 +159,27 @@ def test_greedy_arguments_mean_what_lm_evals_own_model_takes_them_for(tiny_llama
 def test_any_of_several_end_tokens_ends_a_text(byte_tokenizer):
     ids = byte_tokenizer.encode("abXcd")
     model = SparseLM(Dictation(ids, 6), byte_tokenizer, protocol="dense", batch_size=1, end_tokens=[ids[2]])
-    assert model.generate_until(requests(("prompt", {"until": []}))) == ["ab"]
-    model.end_tokens = frozenset()
-    assert model.generate_until(requests(("prompt", {"until": [], "eos_token_id": ids[3]}))) == ["abX"]
+    assert model.generate_until(requests(("prompt", {"until": []}))) == ["abX"]  # it is no special token
+    assert model.generate_until(requests(("prompt", {"until": [], "eos_token_id": ids[3]}))) == ["abXc"]
+
+
+@pytest.mark.parametrize("special", [False, True])
+def test_given_end_tokens_take_the_place_of_the_models_as_in_lm_evals_own_model(
+    tiny_llama, scorer, byte_tokenizer, special
+):
+    from lm_eval.models.huggingface import HFLM
+
+    theirs = HFLM(pretrained=tiny_llama, tokenizer=byte_tokenizer, batch_size=1, max_length=CONTEXT, device="cpu")
+    first = lm(scorer, byte_tokenizer, protocol="dense").generate_until(requests(("Once", {"max_gen_toks": 4})))[0]
+    end = byte_tokenizer.eos_token_id if special else byte_tokenizer.encode(first[-1])[0]
+    asked = requests(("Once", {"max_gen_toks": 12, "eos_token_id": [end], "until": []}))
+    expected = theirs.generate_until(copy.deepcopy(asked), disable_tqdm=True)
+    assert lm(scorer, byte_tokenizer, protocol="dense").generate_until(asked) == expected
+
+
+def test_a_stop_that_is_no_text_is_one_line(byte_tokenizer):
+    with pytest.raises(UserError, match="generation option until 5: expected text"):
+        lm(Dictation([1], 0), byte_tokenizer).generate_until(requests(("prompt", {"until": 5})))
 
 
 def test_a_length_counts_the_prompt(byte_tokenizer):

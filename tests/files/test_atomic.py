@@ -101,19 +101,34 @@ def test_a_folder_whose_run_was_killed_between_two_renames_is_put_back(tmp_path,
         (temporary / "after").write_text("new")
     assert [entry.name for entry in old.iterdir()] == ["after"]
     assert [entry.name for entry in tmp_path.iterdir()] == ["old"]
-    old.rename(tmp_path / ".old.replaced")
+    (tmp_path / ".old.replaced").mkdir()
+    (tmp_path / ".old.replaced" / "sparsepack-replaces").touch()
+    old.rename(tmp_path / ".old.replaced" / "replaced")
     check_output(old, overwrite=True, folder=True)
     assert [entry.name for entry in old.iterdir()] == ["after"]
     assert [entry.name for entry in tmp_path.iterdir()] == ["old"]
 
 
 def test_what_was_left_aside_by_a_killed_run_is_cleared(tmp_path):
-    for name in ("out", ".out.replaced"):
-        (tmp_path / name).mkdir()
+    for name in ("out", ".out.replaced/replaced"):
+        (tmp_path / name).mkdir(parents=True)
         (tmp_path / name / "of").write_text(name)
+    (tmp_path / ".out.replaced" / "sparsepack-replaces").touch()
     check_output(tmp_path / "out", overwrite=True, folder=True)
     assert (tmp_path / "out" / "of").read_text() == "out"
     assert [entry.name for entry in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_folder_of_the_users_own_that_has_the_name_of_one_aside_stays(tmp_path, monkeypatch):
+    old = _without_exchange(tmp_path, monkeypatch)
+    (tmp_path / ".old.replaced" / "replaced").mkdir(parents=True)
+    (tmp_path / ".old.replaced" / "replaced" / "thesis").write_text("mine")
+    with pytest.raises(OutputError, match=r"old\.replaced: in the way of what old holds now"), atomic_folder(old, True):
+        pass
+    check_output(tmp_path / "new", overwrite=False, folder=True)
+    old.rename(tmp_path / "elsewhere")
+    check_output(old, overwrite=False, folder=True)
+    assert (tmp_path / ".old.replaced" / "replaced" / "thesis").read_text() == "mine"
 
 
 @pytest.mark.skipif(sys.platform not in ("linux", "darwin"), reason="only there")

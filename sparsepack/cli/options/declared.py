@@ -29,7 +29,9 @@ def from_options(options: type, *flags: str, **settings: Any) -> Callable[[F], F
     """A click option for a field of an option dataclass, that of the longest flag, or of the last name where one has no
     dashes. `settings` come before what is declared there."""
     name = max(flags, key=lambda flag: (not flag.startswith("-"), len(flag))).strip("-").replace("-", "_")
-    found = {"default": default_of(options, name), "show_default": True}
+    found: dict[str, Any] = {"show_default": True}
+    if not settings.get("required"):  # else click takes None for a value that was given
+        found["default"] = default_of(options, name)
     if (declared := options_of(options).get(name)) is not None:
         found |= {"help": declared.help, "counts": declared.counts, **_kind(get_type_hints(options)[name], declared)}
         if found.get("multiple") and "multiple" not in settings:

@@ -19,18 +19,24 @@ _NUMBERS = (
     "beta_slow",
     "original_max_position_embeddings",
 )
+_COUNTS = {"num_hidden_layers": 9999, "num_labels": 1 << 16}
+"""The most of what transformers makes a list or a dictionary of, as soon as it reads a configuration."""
 _LISTS = ("short_factor", "long_factor")
 _BY_FACTOR = ("linear", "dynamic", "llama3")
 """Rotary types that need `factor`; to others null means that they find their own."""
 
 
 def check_fields(values: Mapping[str, Any], where: str) -> None:
-    """Raise `CheckpointError` for layer types and rotary types that no model here has, and for numbers of a rotary
-    embedding that are none. Whatever else has the wrong type, transformers refuses itself.
+    """Raise `CheckpointError` for counts, layer types and rotary types that no model here has, and for numbers of a
+    rotary embedding that are none. Whatever else has the wrong type, transformers refuses itself.
 
     values -- what a config.json says of a text model
     where  -- what stands before the name of a field: the file, and of a part of a larger model its own field
     """
+    for field, most in _COUNTS.items():
+        value = values.get(field)
+        if value is not None and (type(value) is not int or not 0 <= value <= most):
+            raise CheckpointError(f"{where}{field} is {_written(value)}; expected a whole number of at most {most:,}")
     kinds = values.get("layer_types")
     for kind in kinds if isinstance(kinds, list) else ():
         if isinstance(kind, str) and kind not in _LAYER_TYPES:

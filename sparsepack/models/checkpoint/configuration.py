@@ -70,8 +70,9 @@ def folder_config(path: Path, name: str) -> Described:
     if quantised:
         raise CheckpointError(f"{name}: quantised already (quantization_config); expected F32, F16 or BF16 weights")
     of_text, field = (stock, "") if part is None else (stock.get("text_config"), "text_config.")
-    if isinstance(of_text, dict):
-        check_fields(of_text, f"{path / 'config.json'}: {field}")
+    for values, within in {id(stock): (stock, ""), id(of_text): (of_text, field)}.values():
+        if isinstance(values, dict):
+            check_fields(values, f"{path / 'config.json'}: {within}")
     try:
         config = AutoConfig.for_model(**stock) if bases else AutoConfig.from_pretrained(str(path), **STOCK_ALONE)
     except Exception as error:  # the library checks fields in several ways, each with its own kind

@@ -14,6 +14,7 @@ import numpy as np
 from sparsepack.errors import CheckpointError
 from sparsepack.files.gguf import GgufFile
 from sparsepack.files.stored import shown
+from sparsepack.models.checkpoint.config_fields import check_fields
 from sparsepack.models.families import FAMILIES
 from sparsepack.models.family import Experts, Family
 
@@ -41,7 +42,10 @@ def gguf_config(file: GgufFile, name: str) -> Any:
     if OWN_CONFIG in file.metadata:
         try:
             values = json.loads(file.metadata[OWN_CONFIG])
+            check_fields(values, f"{name}: {OWN_CONFIG}: ")
             return AutoConfig.for_model(**values)
+        except CheckpointError:
+            raise
         except Exception as error:  # transformers checks fields in several ways, each with its own kind
             raise CheckpointError(
                 f"{name}: {OWN_CONFIG} inside is not understood ({shown(error)}); pack it again"
@@ -61,7 +65,10 @@ def gguf_config(file: GgufFile, name: str) -> Any:
         values = _values(file, f"{kind}.", family)
         if family.experts is not None:
             values |= _expert_values(file, f"{kind}.", family, family.experts)
+        check_fields(values, f"{name}: ")
         config = AutoConfig.for_model(family.model_type, **values)
+    except CheckpointError:
+        raise
     except KeyError as error:
         raise CheckpointError(f"{name}: the key {error} is missing; convert the model again") from error
     except Exception as error:  # transformers checks fields in several ways, each with its own kind

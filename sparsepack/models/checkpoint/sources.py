@@ -335,6 +335,8 @@ class GgufSource:
         """Read rows of a tensor as they are stored, float32 where they are quantised."""
         gguf_name = self._gguf_name[name]
         kind, shape = self._file.tensors[gguf_name].type, self._shape(gguf_name)
+        if len(shape) == 1 and kind not in _GGUF_DTYPES:  # a block spans several of its numbers
+            return torch.from_numpy(_dequantised(kind, np.array(self._file.bytes(gguf_name)))).flatten()[first:last]
         data = np.array(self._file.bytes(gguf_name).reshape(shape[0], -1)[first:last])  # without the interpreter's lock
         if kind in _GGUF_DTYPES:
             return torch.from_numpy(data).view(_GGUF_DTYPES[kind]).reshape(-1, *shape[1:])

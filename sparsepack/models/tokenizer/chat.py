@@ -109,8 +109,10 @@ def _checked(number: int, message: Message) -> dict[str, Any]:
     if "content" not in message:
         raise UserError(f"message {number}: it has no content; expected text")
     content = message["content"]
+    if content is None:  # beside calls of tools; transformers and most templates take it for an empty text
+        content = ""
     if not isinstance(content, list | tuple):
-        return dict(message)
+        return {**message, "content": content}
     for part in content:
         kind = part.get("type") if isinstance(part, Mapping) else None
         if kind not in TEXT_PARTS or not isinstance(part.get("text"), str):
@@ -124,7 +126,7 @@ def _checked(number: int, message: Message) -> dict[str, Any]:
 def _in_form(message: dict[str, Any], template: str, special_tokens: tuple[tuple[str, str], ...]) -> dict[str, Any]:
     """A message with its content as the template takes it: as it is where that will do."""
     content = message["content"]
-    if not isinstance(content, str | list):  # None, beside calls of tools
+    if not isinstance(content, str | list):  # what the template may take or refuse
         return message
     takes_text, takes_parts = _forms(template, message["role"], special_tokens)
     if isinstance(content, str) and takes_parts and not takes_text:

@@ -89,7 +89,8 @@ def turn_ends(template: str | None, special_tokens: Mapping[str, Any], added: Co
     except UserError:  # such a template is of no use in a conversation either, and says so there
         return known
     _, found, behind = rendered.rpartition(answer)
-    written = [token for token in added if token and found and behind.lstrip().startswith(token)]
+    behind = behind.lstrip()
+    written = [token for token in added if token and found and behind.startswith(token)]
     return [max(written, key=len), *known] if written else known
 
 

@@ -51,7 +51,10 @@ def gguf_tokenizer_json(file: GgufFile, name: str) -> str:
     kind = keys.text(f"{_KEY}model")
     if kind == "llama":
         vocabulary = _vocabulary(keys, tokens, adds_bos=True)
-        return sentencepiece(vocabulary, _scores(keys, tokens), prefix=keys.flag("add_space_prefix", True))
+        try:
+            return sentencepiece(vocabulary, _scores(keys, tokens), prefix=keys.flag("add_space_prefix", True))
+        except ValueError as error:
+            raise keys.refused(str(error)) from error
     if kind != "gpt2":
         raise keys.refused(f"{_KEY}model {kind[:40]!r} is neither gpt2 nor llama")
     rule = _rule(keys)

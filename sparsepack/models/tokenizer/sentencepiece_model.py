@@ -45,7 +45,10 @@ def sentencepiece_json(folder: Path) -> str:
     adds = {"add_bos": config.get("add_bos_token", True), "add_eos": config.get("add_eos_token", False)}
     vocabulary = Vocabulary(tokens, kinds, special_tokens, **adds)
     rules = model.normalizer_spec
-    return sentencepiece(vocabulary, scores, prefix=rules.add_dummy_prefix, squeeze=rules.remove_extra_whitespaces)
+    try:
+        return sentencepiece(vocabulary, scores, prefix=rules.add_dummy_prefix, squeeze=rules.remove_extra_whitespaces)
+    except ValueError as error:
+        raise CheckpointError(f"{folder / FILE}: {error}; save the tokenizer again") from error
 
 
 def sentencepiece_config(folder: Path) -> dict[str, Any]:

@@ -49,6 +49,11 @@ def folder_tokenizer(folder: Path, model: Any = None) -> Any:
     except ValueError as error:
         raise refused_own_code(error, settings) or error from error
     tell_own_code(settings)
+    if getattr(tokenizer, "split_special_tokens", False):
+        raise CheckpointError(
+            f"{settings}: split_special_tokens is set, by which transformers takes special tokens in a text for words; "
+            "here they are tokens always: set it to false"
+        )
     return tokenizer
 
 

@@ -96,9 +96,17 @@ def sentencepiece(vocabulary: Vocabulary, scores: Sequence[float], *, prefix: bo
     return _written(vocabulary, parts, model)
 
 
+_MOST_CUT = 1 << 29
+"""Characters that are copied while tokens are cut at every place; Gemma's 262,144 tokens need some millions."""
+
+
 def _merges(vocabulary: Vocabulary, scores: Sequence[float]) -> Iterator[tuple[str, str]]:
-    """Every pair of tokens that together are a token, the one of the highest score first."""
+    """Every pair of tokens that together are a token, the one of the highest score first.
+
+    Raises `ValueError` for tokens so long that cutting them at every place would take all time."""
     pieces = {t: s for t, k, s in zip(vocabulary.tokens, vocabulary.kinds, scores, strict=True) if k == NORMAL}
+    if sum(len(token) ** 2 for token in pieces) > _MOST_CUT:
+        raise ValueError(f"its longest token has {max(map(len, pieces)):,} characters; expected some hundreds at most")
     for token in sorted(pieces, key=pieces.__getitem__, reverse=True):
         for cut in range(1, len(token)):
             left, right = token[:cut], token[cut:]

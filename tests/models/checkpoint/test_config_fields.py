@@ -101,3 +101,16 @@ def test_what_a_rotary_embedding_finds_by_itself_may_be_null(models, tmp_path):
     rotary = {"rope_type": "yarn", "rope_theta": 1e4, "factor": None, "beta_fast": None}
     edit_config(tmp_path, rope_parameters={**rotary, "original_max_position_embeddings": 64})
     assert folder_config(tmp_path, "m").config.rope_parameters["factor"] is None
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("num_labels", 10**12), ("num_hidden_layers", 10**12), ("num_labels", -1)]
+)
+def test_counts_of_which_transformers_makes_lists_have_a_bound(models, tmp_path, field, value):
+    assert f": {field} is {value}; expected a whole number of at most " in refused(
+        models, tmp_path, "qwen2", **{field: value}
+    )
+    text = json.loads((models["llama"] / "config.json").read_text()) | {field: value}
+    assert f": text_config.{field} is {value}" in refused(
+        models, tmp_path, "llama", model_type="llava", text_config=text
+    )

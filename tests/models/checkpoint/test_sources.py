@@ -19,7 +19,7 @@ from sparsepack.errors import UserError
 from sparsepack.formats.plan import PlanRequest
 from sparsepack.formats.table import FORMATS
 from sparsepack.models.checkpoint import locate
-from sparsepack.models.checkpoint.checkpoint import EMBEDDING, HEAD, Checkpoint, open_checkpoint
+from sparsepack.models.checkpoint.checkpoint import EMBEDDING, FINAL_NORM, HEAD, Checkpoint, open_checkpoint
 
 NORM = "model.norm.weight"
 
@@ -202,6 +202,17 @@ def test_blocks_of_every_type_are_read(model: Path, tmp_path: Path, kind: str) -
 
     checkpoint = open_checkpoint(rewritten(plain, tmp_path / "q.gguf", quantised))
     assert torch.equal(checkpoint.tensor(EMBEDDING), torch.from_numpy(dequantize(blocks, dtype)))
+
+
+def test_a_vector_of_blocks_is_read(model: Path, tmp_path: Path) -> None:
+    plain, dtype = packed_plain(model, tmp_path / "m.gguf"), GGMLQuantizationType.Q4_K
+    blocks = np.random.default_rng(0).integers(0, 60, 144, np.uint8)
+
+    def quantised(name: str, weights: np.ndarray):
+        return (blocks, dtype) if name == "output_norm.weight" else (weights, GGMLQuantizationType.F32)
+
+    checkpoint = open_checkpoint(rewritten(plain, tmp_path / "q.gguf", quantised))
+    assert torch.equal(checkpoint.tensor(FINAL_NORM), torch.from_numpy(dequantize(blocks, dtype)))
 
 
 def test_a_type_that_gguf_py_does_not_know_is_named(model: Path, tmp_path: Path) -> None:

@@ -47,6 +47,13 @@ def test_what_a_template_may_not_do_or_does_wrong_is_one_line(template: str) -> 
     assert "\n" not in str(caught.value)
 
 
+def test_content_of_none_beside_calls_of_tools_is_an_empty_text() -> None:
+    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
+    empty = render_chat(CHATML, [*HELLO, {**call, "content": ""}])
+    assert render_chat(CHATML, [*HELLO, call]) == empty
+    assert "None" not in empty
+
+
 def test_mistakes_are_named() -> None:
     with pytest.raises(UserError, match="no chat template"):
         render_chat(None, HELLO)

@@ -76,6 +76,11 @@ def test_what_a_template_writes_behind_an_answer_ends_a_turn(template: str | Non
     assert ends[:1] == ([] if end is None else [end])
 
 
+def test_thousands_of_added_tokens_and_of_spaces_behind_an_answer_take_no_time() -> None:
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}{{ '%8000000s' % '' }}<q7>"
+    assert turn_ends(template, {}, [f"<q{number}>" for number in range(20_000)]) == ["<q7>"]
+
+
 def test_known_ends_of_turns_count_where_they_are_added_tokens() -> None:
     assert turn_ends(None, {}, ["<|eot_id|>", "<end_of_turn>", "<s>"]) == ["<|eot_id|>", "<end_of_turn>"]
 

@@ -248,6 +248,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "strange merges": ({"merges": ["a"]}, "the merge 'a' is not of two tokens into a third"),
     "unknown merges": ({"merges": ["a zzz"]}, "the merge 'a zzz' is not of two tokens into a third"),
     "no scores": ({"model": "llama"}, "tokenizer.ggml.scores is missing"),
+    "a token of a whole book": (
+        {"model": "llama", "tokens": ["a", "x" * 30_000], "token_type": [1, 1], "scores": [0.0, 0.0]},
+        "its longest token has 30,000 characters; expected some hundreds at most",
+    ),
     "an id too large": ({"bos_token_id": 4000}, "tokenizer.ggml.bos_token_id is 4000, there are 401 tokens"),
     "an id of text": ({"bos_token_id": "x"}, "tokenizer.ggml.bos_token_id is x, there are 401 tokens"),
     "a flag of text": ({"add_bos_token": "x"}, "tokenizer.ggml.add_bos_token is 'x', neither true nor false"),

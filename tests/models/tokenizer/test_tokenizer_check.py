@@ -54,3 +54,24 @@ def test_a_checkpoint_with_one_is_one_line(tmp_path: Path) -> None:
     path.write_text(json.dumps(value))
     with pytest.raises(CheckpointError, match="continuing_subword_prefix"):
         _ = open_checkpoint(str(model)).tokenizer
+
+
+@pytest.mark.parametrize("within", [False, True])
+def test_a_post_processor_that_adds_thousands_of_tokens_is_refused(within: bool) -> None:
+    special = {"id": "x", "ids": [0] * 20, "tokens": ["a"] * 20}
+    single = [{"SpecialToken": {"id": "x", "type_id": 0}}] * 51 + [{"Sequence": {"id": "A", "type_id": 0}}]
+    template = {"type": "TemplateProcessing", "single": single, "pair": single, "special_tokens": {"x": special}}
+    read = json.loads(tokenizer("##", MERGES[0]))
+    read["post_processor"] = {"type": "Sequence", "processors": [template]} if within else template
+    with pytest.raises(ArtifactError, match="its post_processor adds 2,040 tokens to a text; expected at most 1,000"):
+        open_tokenizer(json.dumps(read))
+
+
+def test_split_special_tokens_are_refused_rather_than_taken_for_tokens(tmp_path: Path) -> None:
+    model = shutil.copytree(TINY_MODEL, tmp_path / "model")
+    path = model / "tokenizer_config.json"
+    value = json.loads(path.read_text()) | {"split_special_tokens": True}
+    path.chmod(0o644)
+    path.write_text(json.dumps(value))
+    with pytest.raises(CheckpointError, match=r"split_special_tokens is set, .* set it to false"):
+        _ = open_checkpoint(str(model)).tokenizer
