@@ -220,6 +220,8 @@ def _put(folder: Path, target: Path) -> None:
         folder.rename(target)
     elif not exchange(folder, target):
         aside = _aside(target)
+        with suppress(OSError):
+            aside.rmdir()  # of a run that was killed before it left its mark
         if os.path.lexists(aside):
             raise OutputError(f"{aside}: in the way of what {target.name} holds now; move it elsewhere")
         aside.mkdir()

@@ -29,17 +29,18 @@ def test_a_kill_leaves_the_old_or_the_new_and_a_rerun_ends_the_same(place: Place
 def test_without_exchange_the_old_one_is_restored_by_the_next_run(place: Place, name: str) -> None:
     """A file system that exchanges nothing: between two renames the old folder stands under another name."""
     verb, settings = VERBS[name], {"exchange": False}
-    unit, aside = {"calibrate": ("c", ".c.replaced"), "run": ("work/calibration", "work/.calibration.replaced")}[name]
+    unit = {"calibrate": "c", "run": "work/calibration"}[name]
+    aside = {"calibrate": ".c.replaced/replaced", "run": "work/.calibration.replaced/replaced"}[name]
     old, new = (unit_of(place.undisturbed(verb, old=was)[1], unit) for was in (True, False))
     operations = place.operations(verb, True, **settings)
     asked = operations.index("exchange") + 1
-    assert operations[asked : asked + 2] == ["os.rename", "os.rename"]
-    for at in some(operations, 1, [asked, asked + 1, asked + 2, asked + 3]):
+    assert operations[asked : asked + 5] == ["os.rmdir", "os.mkdir", "open", "os.rename", "os.rename"]
+    for at in some(operations, 1, range(asked, asked + 7)):
         folder, case = place.begin(verb, True), f"{name} killed at file operation {at}"
         ended = place.forker.run(verb.command(place.inputs, folder, False), folder, at, **settings)
         assert ended.status is None, f"{case}: {ended.said}"
         found = files_in(folder)
-        there = unit_of(found, aside if at == asked + 2 else unit)
+        there = unit_of(found, aside if at == asked + 5 else unit)
         assert {path.replace(aside, unit): data for path, data in there.items()} in (old, new), case
         place.check_rerun(verb, folder, case, **settings)
         place.end(folder)
