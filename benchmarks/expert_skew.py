@@ -29,7 +29,7 @@ from figures import json_option, write_figures
 
 from sparsepack.calibration.options import CalibrateOptions
 from sparsepack.calibration.run import calibrate
-from sparsepack.cli.tables.simulation import simulation_table
+from sparsepack.cli.verbs.simulate import simulation_table
 from sparsepack.eval.standard_error import mean, with_error
 from sparsepack.simulation.options import SimulateOptions
 from sparsepack.simulation.run import simulate

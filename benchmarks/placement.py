@@ -29,8 +29,8 @@ from sparsepack.calibration.folder import load as load_calibration
 from sparsepack.calibration.neurons import activity
 from sparsepack.calibration.options import CalibrateOptions
 from sparsepack.calibration.run import calibrate
-from sparsepack.cli.tables.neurons import neurons_table
-from sparsepack.cli.tables.simulation import simulation_table
+from sparsepack.cli.tables import neurons_table
+from sparsepack.cli.verbs.simulate import simulation_table
 from sparsepack.inspection import inspect
 from sparsepack.placement.counts import HitCounts
 from sparsepack.placement.names import POLICIES

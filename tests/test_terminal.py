@@ -18,8 +18,8 @@ from artifacts_for_tests import write_zigzag
 from forks_for_tests import Fork
 
 from sparsepack import uncaught
-from sparsepack.cli.messages import streams
-from sparsepack.cli.talk.streaming import Answers
+from sparsepack.cli import messages as streams
+from sparsepack.cli.talk import Answers
 from sparsepack.models.checkpoint.checkpoint import open_checkpoint
 from sparsepack.progress import progress, say
 from sparsepack.tables import Table, show
@@ -52,7 +52,7 @@ def test_what_a_model_writes_is_replaced_on_a_terminal_and_raw_in_a_pipe(monkeyp
 
 
 def test_a_generated_text_commands_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sparsepack.cli.talk.streaming.what_runs", lambda engine: [])
+    monkeypatch.setattr("sparsepack.cli.talk.what_runs", lambda engine: [])
     for stream, expected in ((Screen(), HARMLESS), (io.StringIO(), HOSTILE)):
         monkeypatch.setattr(sys, "stdout", stream)
         Answers(object(), None).tell(HOSTILE)

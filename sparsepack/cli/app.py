@@ -8,9 +8,7 @@ import os
 
 import click
 
-from sparsepack.cli.messages.errors import Verbs
-from sparsepack.cli.messages.of_transformers import concerns_the_user
-from sparsepack.cli.messages.quiet import add_quiet, add_signs_of_life, quiet_option
+from sparsepack.cli.messages import Verbs, add_quiet, add_signs_of_life, concerns_the_user, quiet_option
 from sparsepack.cli.verbs.bench import bench
 from sparsepack.cli.verbs.calibrate import calibrate
 from sparsepack.cli.verbs.card import card

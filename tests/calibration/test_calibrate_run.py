@@ -12,7 +12,7 @@ from sparsepack.calibration.collectors import histogram, kernels, residual
 from sparsepack.calibration.criteria import column_norms
 from sparsepack.calibration.options import CalibrateOptions
 from sparsepack.calibration.run import calibrate
-from sparsepack.cli.tables.manifests import calibration_table
+from sparsepack.cli.tables import calibration_table
 from sparsepack.errors import CalibrationError, TextError
 from sparsepack.files.text import Text
 from sparsepack.models.family import SITES

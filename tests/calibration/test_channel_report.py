@@ -10,7 +10,7 @@ from sparsepack.calibration import folder
 from sparsepack.calibration.channel_report import channel_report
 from sparsepack.calibration.channels import Importance
 from sparsepack.calibration.tokens import token_report
-from sparsepack.cli.tables.channels import channels_table
+from sparsepack.cli.tables import channels_table
 from sparsepack.cli.verbs.inspect import inspect
 
 

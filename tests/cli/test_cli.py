@@ -15,7 +15,7 @@ from models_for_tests import make_model
 
 from sparsepack import progress
 from sparsepack.cli import main
-from sparsepack.cli.options.output import emit
+from sparsepack.cli.command import emit
 from sparsepack.errors import OutputError
 
 

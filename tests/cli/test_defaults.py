@@ -12,7 +12,7 @@ import click
 import pytest
 
 from sparsepack.cli import main
-from sparsepack.cli.options.declared import Declared
+from sparsepack.cli.command import Declared
 from sparsepack.option import Option, default_of, options_of
 from sparsepack.recipe.schema import RecipeModel, section_in
 from sparsepack.recipe.section import Recipe, Section

@@ -25,8 +25,7 @@ from models_for_tests import make_model
 from task_files import MULTIPLE_CHOICE, OUR_DATA
 
 from sparsepack.cli import main
-from sparsepack.cli.options.declared import Declared
-from sparsepack.cli.options.verb import Ruled
+from sparsepack.cli.command import Declared, Ruled
 from sparsepack.errors import UserError
 from sparsepack.eval.options import EvalRequest
 from sparsepack.models.checkpoint.checkpoint import open_checkpoint

@@ -93,7 +93,7 @@ def test_verify_tells_in_one_line_what_is_no_artifact(folder: Path) -> None:
 
 
 def test_every_hint_names_a_verb_and_hides_none() -> None:
-    from sparsepack.cli.messages.hints import _HINTS
+    from sparsepack.cli.messages import _HINTS
 
     assert {command.split()[0] for command in _HINTS.values()} <= {*main.commands, "--help", "--version"}
     assert not _HINTS.keys() & main.commands.keys()
@@ -175,7 +175,7 @@ def test_a_prompt_left_out_is_asked_for_on_a_terminal_and_refused_elsewhere(
 @pytest.mark.parametrize("end", ["/exit", "/quit", "/bye"])
 def test_a_conversation_has_words_of_its_own(folder: Path, monkeypatch: pytest.MonkeyPatch, end: str) -> None:
     typed = iter(["/help", "/nonsense", "Hello", "/clear", end, "never read"])
-    monkeypatch.setattr("sparsepack.cli.talk.chat.on_a_terminal", lambda: True)
+    monkeypatch.setattr("sparsepack.cli.talk.on_a_terminal", lambda: True)
     monkeypatch.setattr(builtins, "input", lambda _: next(typed))
     result = sparsepack("generate", folder / "m.gguf", "--chat", "--chat-template", folder / "chat.jinja", "-n", 3)
     assert result.exit_code == 0, result.output

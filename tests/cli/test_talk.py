@@ -110,7 +110,7 @@ def type_on_a_terminal(monkeypatch: pytest.MonkeyPatch, lines: list[str]) -> Non
         return line
 
     monkeypatch.setattr(builtins, "input", typed)
-    monkeypatch.setattr("sparsepack.cli.talk.chat.on_a_terminal", lambda: True)
+    monkeypatch.setattr("sparsepack.cli.talk.on_a_terminal", lambda: True)
 
 
 def test_a_conversation_on_a_terminal(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

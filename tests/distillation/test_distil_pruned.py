@@ -11,7 +11,7 @@ import torch
 from sparsepack import DistilOptions, EvalRequest, PackRequest, distil, evaluate, pack, prune, verify
 from sparsepack.calibration.options import CalibrateOptions
 from sparsepack.calibration.run import calibrate
-from sparsepack.cli.tables.distilled import distilled_text
+from sparsepack.cli.verbs.distil import distilled_text
 from sparsepack.distillation.updates import matrices
 from sparsepack.errors import CalibrationError, CheckpointError, DistillationError
 from sparsepack.files.text import read_text

@@ -9,7 +9,7 @@ import torch
 from artifacts_for_tests import write_zigzag
 from models_for_tests import VOCABULARY, WINDOWED, make_model
 
-from sparsepack.cli.tables.evaluation import evaluation_table
+from sparsepack.cli.verbs.evaluate import evaluation_table
 from sparsepack.eval.engine_subject import EngineScorer
 from sparsepack.eval.options import EvalRequest
 from sparsepack.eval.run import evaluate

@@ -10,8 +10,7 @@ from models_for_tests import TEXT, make_model
 from sparsepack import DistilOptions, EvalRequest, PackRequest, evaluate, pack, prune, rotate, verify
 from sparsepack.calibration.options import CalibrateOptions
 from sparsepack.calibration.run import calibrate
-from sparsepack.cli.tables.artifact import artifact_table
-from sparsepack.cli.tables.checkpoint import checkpoint_table
+from sparsepack.cli.tables import artifact_table, checkpoint_table
 from sparsepack.distillation.run import distil
 from sparsepack.files.text import Text
 from sparsepack.formats.inspect import describe

@@ -11,8 +11,8 @@ from sparsepack.calibration import folder
 from sparsepack.calibration.folder import Calibration
 from sparsepack.calibration.options import CalibrateOptions
 from sparsepack.calibration.run import calibrate
-from sparsepack.cli.tables.checkpoint import checkpoint_table
-from sparsepack.cli.tables.rotated import rotated_text
+from sparsepack.cli.tables import checkpoint_table
+from sparsepack.cli.verbs.rotate import rotated_text
 from sparsepack.errors import PackingError, RotationError
 from sparsepack.eval.options import EvalRequest
 from sparsepack.eval.run import evaluate

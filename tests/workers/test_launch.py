@@ -14,7 +14,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from sparsepack.cli.messages.errors import Verbs
+from sparsepack.cli.messages import Verbs
 from sparsepack.errors import WorkersError
 from sparsepack.process import python_environment, python_module
 from sparsepack.workers import launch as module

@@ -6,9 +6,8 @@ from typing import Any
 import click
 
 from sparsepack.bench.options import BenchSettings
-from sparsepack.cli.options.declared import from_options, options_from
-from sparsepack.cli.options.output import emit, json_output
-from sparsepack.cli.options.shared import (
+from sparsepack.cli.command import emit, from_options, group, json_output, options_from, verb
+from sparsepack.cli.shared import (
     ARTIFACT,
     RUNS,
     backend_option,
@@ -17,7 +16,6 @@ from sparsepack.cli.options.shared import (
     engine_options,
     slots,
 )
-from sparsepack.cli.options.verb import group, verb
 from sparsepack.runtime.options import EngineOptions
 
 

@@ -5,12 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from sparsepack.calibration.options import CalibrateOptions
-from sparsepack.cli.options.declared import options_from
-from sparsepack.cli.options.merging import merges, over_texts
-from sparsepack.cli.options.output import overwrite_flag
-from sparsepack.cli.options.shared import compute
-from sparsepack.cli.options.verb import verb
-from sparsepack.cli.options.workers import devices_option, dry_run_option, tell_forecast, workers_of
+from sparsepack.cli.command import options_from, overwrite_flag, verb
+from sparsepack.cli.shared import compute, devices_option, dry_run_option, merges, over_texts, tell_forecast, workers_of
 from sparsepack.terminal import tell
 
 
@@ -37,7 +33,7 @@ def calibrate(
     calibration has the same bytes.
     """
     CalibrateOptions(**asked).check()
-    from sparsepack.cli.tables.manifests import calibration_table
+    from sparsepack.cli.tables import calibration_table
 
     if merges("calibrate", "calibration folders", model, folders, texts):
         from sparsepack.calibration.folder import merge_folders

@@ -4,9 +4,8 @@ from pathlib import Path
 
 import click
 
-from sparsepack.cli.options.declared import PATH
-from sparsepack.cli.options.shared import ARTIFACT
-from sparsepack.cli.options.verb import Ruled, verb
+from sparsepack.cli.command import PATH, Ruled, verb
+from sparsepack.cli.shared import ARTIFACT
 from sparsepack.option import only_with
 from sparsepack.terminal import tell
 

@@ -1,18 +1,28 @@
-"""`sparsepack eval`."""
+"""`sparsepack eval`, and what came of it as text for people."""
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 import click
 
 from sparsepack.calibration.options import CalibrateOptions
-from sparsepack.cli.options.declared import PATH, from_options, options_from
-from sparsepack.cli.options.output import emit, json_output
-from sparsepack.cli.options.shared import RUNS, device_option, engine_flags, engine_options, slots, torch_threads
-from sparsepack.cli.options.verb import Ruled, group, verb
-from sparsepack.cli.options.workers import devices_option, dry_run_option, tell_forecast, workers_of
+from sparsepack.cli.command import PATH, Ruled, emit, from_options, group, json_output, options_from, verb
+from sparsepack.cli.shared import (
+    RUNS,
+    device_option,
+    devices_option,
+    dry_run_option,
+    engine_flags,
+    engine_options,
+    slots,
+    tell_forecast,
+    torch_threads,
+    workers_of,
+)
 from sparsepack.eval.options import EvalRequest
 from sparsepack.option import only_with
+from sparsepack.tables import Table, markdown
 
 
 def _names(context: click.Context, parameter: click.Parameter, value: str) -> tuple[str, ...]:
@@ -68,7 +78,6 @@ def evaluate(json_path: str | None, dry_run: int | None, **asked: Any) -> None:
 
         tell_forecast(partial(forecast, EvalRequest(engine=engine, **asked)), dry_run)
         return
-    from sparsepack.cli.tables.evaluation import evaluation_table
     from sparsepack.eval.run import evaluate as measure
 
     with workers_of(asked) as workers:
@@ -76,3 +85,34 @@ def evaluate(json_path: str | None, dry_run: int | None, **asked: Any) -> None:
         if not workers.first:
             return
     emit(found, json_path, evaluation_table)
+
+
+def evaluation_table(result: Mapping[str, Any]) -> str:
+    """What `eval` measured."""
+    from sparsepack.cli.tables import precision
+    from sparsepack.eval.tables import accuracy_tables, share_read, skipped
+    from sparsepack.models.records.sparse_attention import in_words
+    from sparsepack.placement.counts import hits_in_words
+
+    tasks, attention = result["tasks"], result["subject"]["attention"]
+    parts: list[str | Table] = [
+        f"{result['subject']['name']} ({result['subject']['kind']})\ncomputed in {precision(result['compute'])}",
+        *accuracy_tables([result]),
+    ]
+    measured = [*result["perplexity"], *([tasks] if tasks else [])]
+    if tasks:
+        parts.append(f"skipped in tasks: {skipped(tasks['realised_sparsity'])} of the block weights")
+        if tasks["served"]:
+            parts.append(f"in tasks: {hits_in_words(tasks['served'])}")
+        if tasks["tokens_read"]:
+            parts.append(f"read in tasks: {share_read(tasks['tokens_read'])} of the tokens seen")
+    if any(row["realised_sparsity"]["neurons_counted"] is False for row in measured):
+        parts.append(
+            "skipped: not counted, transformers computes inactive neurons like all others; with --backend cpu they are "
+            "left out, as by generate"
+        )
+    if attention is not None:
+        told = f"{in_words(attention)}\ntokens read: by layers that read a share"
+        reads = any(row["tokens_read"] for row in measured)
+        parts.append(f"attention: {told if reads else 'not used by protocol ' + result['protocol']}")
+    return markdown(*parts)

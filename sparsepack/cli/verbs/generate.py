@@ -6,9 +6,8 @@ from typing import Any
 
 import click
 
-from sparsepack.cli.options.declared import PATH, from_options, options_from
-from sparsepack.cli.options.output import json_output
-from sparsepack.cli.options.shared import (
+from sparsepack.cli.command import PATH, Ruled, from_options, group, json_output, options_from, verb
+from sparsepack.cli.shared import (
     ARTIFACT,
     backend_option,
     device_option,
@@ -16,10 +15,9 @@ from sparsepack.cli.options.shared import (
     engine_options,
     for_texts,
     slots,
+    text_of,
     torch_threads,
 )
-from sparsepack.cli.options.texts import text_of
-from sparsepack.cli.options.verb import Ruled, group, verb
 from sparsepack.option import not_with, only_with
 from sparsepack.runtime.backends import most_sequences
 from sparsepack.runtime.options import CHAT_TOKENS, GenerateOptions
@@ -103,8 +101,7 @@ def generate(
 
     from dataclasses import replace
 
-    from sparsepack.cli.talk.chat import converse
-    from sparsepack.cli.talk.streaming import print_texts
+    from sparsepack.cli.talk import converse, print_texts
     from sparsepack.loading import load
     from sparsepack.progress import say
     from sparsepack.runtime.generation.suggestion import as_suggested, checked, told

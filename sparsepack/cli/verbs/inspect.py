@@ -6,8 +6,7 @@ from typing import Any
 
 import click
 
-from sparsepack.cli.options.output import emit, json_output
-from sparsepack.cli.options.verb import Existing, verb
+from sparsepack.cli.command import Existing, emit, json_output, verb
 
 
 @verb(short_help="Show what an artifact, calibration, table or trace holds.")
@@ -16,12 +15,17 @@ from sparsepack.cli.options.verb import Existing, verb
 def inspect(path: Path, json_path: str | None) -> None:
     """Show what an artifact, a checkpoint, a thresholds table, a calibration folder or a trace holds, and which
     programs can load an artifact."""
-    from sparsepack.cli.tables.artifact import artifact_table
-    from sparsepack.cli.tables.channels import channels_table
-    from sparsepack.cli.tables.checkpoint import checkpoint_table
-    from sparsepack.cli.tables.manifests import calibration_table, trace_table
-    from sparsepack.cli.tables.neurons import given_table, neurons_table, starved_note
-    from sparsepack.cli.tables.thresholds import thresholds_table
+    from sparsepack.cli.tables import (
+        artifact_table,
+        calibration_table,
+        channels_table,
+        checkpoint_table,
+        given_table,
+        neurons_table,
+        starved_note,
+        thresholds_table,
+        trace_table,
+    )
     from sparsepack.inspection import kind_of
 
     kind = kind_of(path)

@@ -9,9 +9,8 @@ from typing import Any
 import click
 
 from sparsepack.calibration.options import CalibrateOptions
-from sparsepack.cli.options.declared import PATH, from_options, options_from
-from sparsepack.cli.options.output import OUTPUT, overwrite_flag
-from sparsepack.cli.options.shared import (
+from sparsepack.cli.command import OUTPUT, PATH, from_options, group, options_from, overwrite_flag, verb
+from sparsepack.cli.shared import (
     CALIBRATION,
     RUNS,
     SKIPPED,
@@ -20,11 +19,13 @@ from sparsepack.cli.options.shared import (
     attention,
     attention_options,
     device_option,
+    devices_option,
+    dry_run_option,
     refit,
     refit_options,
+    tell_forecast,
+    workers_of,
 )
-from sparsepack.cli.options.verb import group, verb
-from sparsepack.cli.options.workers import devices_option, dry_run_option, tell_forecast, workers_of
 from sparsepack.option import only_with
 from sparsepack.packing import PackRequest
 from sparsepack.terminal import tell
@@ -76,7 +77,7 @@ def pack(output: Path, dry_run: int | None, **asked: Any) -> None:
 
         tell_forecast(partial(forecast, request), dry_run)
         return
-    from sparsepack.cli.tables.artifact import artifact_line
+    from sparsepack.cli.tables import artifact_line
     from sparsepack.formats.inspect import describe
     from sparsepack.inspection import score_rows
     from sparsepack.packing import pack as make

@@ -1,19 +1,21 @@
-"""`sparsepack prune`."""
+"""`sparsepack prune`, and what came of it as text for people."""
 
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from sparsepack.cli.options.declared import PATH, from_options, options_from
-from sparsepack.cli.options.output import OUTPUT, overwrite_flag
-from sparsepack.cli.options.shared import CALIBRATION, compute
-from sparsepack.cli.options.verb import Ruled, group, verb
-from sparsepack.cli.options.workers import devices_option, dry_run_option, tell_forecast, workers_of
+from sparsepack.cli.command import OUTPUT, PATH, Ruled, from_options, group, options_from, overwrite_flag, verb
+from sparsepack.cli.shared import CALIBRATION, compute, devices_option, dry_run_option, tell_forecast, workers_of
 from sparsepack.option import options_of
 from sparsepack.pruning.options import PruneOptions, SitePattern
+from sparsepack.tables import Table, markdown
 from sparsepack.terminal import tell
+
+if TYPE_CHECKING:
+    from sparsepack.models.records.pruned import Pruned, PrunedMatrix
 
 
 @verb(short_help="Set a fixed share of the weights of every group to zero.")
@@ -60,7 +62,6 @@ def prune(
 
         tell_forecast(partial(forecast, model, options, calibration), dry_run)
         return
-    from sparsepack.cli.tables.pruned import pruned_table
     from sparsepack.pruning.run import prune as run
 
     with workers_of(asked) as workers:
@@ -68,3 +69,30 @@ def prune(
         if not workers.first:
             return
     tell(pruned_table(made))
+
+
+def pruned_table(pruned: "Pruned") -> str:
+    """What was pruned: a row per block, of each site the error of its outputs, and what was asked."""
+    blocks: dict[str, dict[str, list[PrunedMatrix]]] = {}
+    for row in pruned.matrices:
+        _, layer, site = row.site.split(".")
+        blocks.setdefault(layer, {}).setdefault(site, []).append(row)
+    sites = list(dict.fromkeys(site for block in blocks.values() for site in block))
+    body = [[layer, *(_pruned_cell(block.get(site, [])) for site in sites)] for layer, block in blocks.items()]
+    options = pruned.options
+    patterns = dict.fromkeys(f"keep {row.keep} of {row.of}" for row in pruned.matrices)
+    tails = {row.tail for row in pruned.matrices if row.tail}
+    more = f"; last groups of {', '.join(map(str, sorted(tails)))} inputs hold as many" if tails else ""
+    density = sum(row.density for row in pruned.matrices) / max(len(pruned.matrices), 1)
+    return (
+        f"{markdown(Table(['block', *sites], body))}\n\nrelative error of the outputs; * inputs in another order\n"
+        f"{', '.join(patterns)}, by {options['method']}: of the weights of {len(pruned.matrices)} matrices "
+        f"{100 * density:.1f} % are not zero{more}"
+    )
+
+
+def _pruned_cell(rows: "Sequence[PrunedMatrix]") -> str:
+    """The largest error of a site's matrices."""
+    if not rows:
+        return "-"
+    return f"{max(row.error for row in rows):.3f}{'*' if any(row.permuted for row in rows) else ''}"

@@ -5,8 +5,8 @@ from typing import Any
 
 import click
 
-from sparsepack.cli.options.shared import ARTIFACT
-from sparsepack.cli.options.verb import verb
+from sparsepack.cli.command import verb
+from sparsepack.cli.shared import ARTIFACT
 from sparsepack.cli.verbs.card import measured
 from sparsepack.terminal import tell
 

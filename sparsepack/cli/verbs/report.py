@@ -4,8 +4,7 @@ from pathlib import Path
 
 import click
 
-from sparsepack.cli.options.declared import PATH
-from sparsepack.cli.options.verb import verb
+from sparsepack.cli.command import PATH, verb
 from sparsepack.terminal import tell
 
 

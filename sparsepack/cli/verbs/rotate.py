@@ -1,18 +1,18 @@
-"""`sparsepack rotate`."""
+"""`sparsepack rotate`, and what came of it as text for people."""
 
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from sparsepack.cli.options.declared import PATH, options_from
-from sparsepack.cli.options.output import OUTPUT, overwrite_flag
-from sparsepack.cli.options.shared import CALIBRATION, device_option
-from sparsepack.cli.options.verb import group, verb
-from sparsepack.cli.options.workers import devices_option, dry_run_option, tell_forecast, workers_of
+from sparsepack.cli.command import OUTPUT, PATH, group, options_from, overwrite_flag, verb
+from sparsepack.cli.shared import CALIBRATION, device_option, devices_option, dry_run_option, tell_forecast, workers_of
 from sparsepack.rotation.options import RotateOptions
 from sparsepack.terminal import tell
+
+if TYPE_CHECKING:
+    from sparsepack.models.records.rotated import Rotated
 
 
 @verb(short_help="Write a model in coordinates in which skipping loses less.")
@@ -45,7 +45,6 @@ def rotate(model: str, calibration: Path, output: Path, overwrite: bool, dry_run
 
         tell_forecast(partial(forecast, model, calibration, RotateOptions(**asked)), dry_run)
         return
-    from sparsepack.cli.tables.rotated import rotated_text
     from sparsepack.rotation.run import rotate as run
 
     with workers_of(asked) as workers:
@@ -53,3 +52,16 @@ def rotate(model: str, calibration: Path, output: Path, overwrite: bool, dry_run
         if not workers.first:
             return
     tell(rotated_text(made, output))
+
+
+def rotated_text(made: "Rotated", output: Path) -> str:
+    """What was rotated, how far its logits are from the model's, and what it costs."""
+    from sparsepack.models.records.rotated import basis_in_words
+
+    into = basis_in_words(made.options["basis"], made.boundaries)
+    lines = [
+        f"{output}: {made.model} in {into}; over {made.tokens:,} tokens its logits differ by {made.error:.1e} of their "
+        "size",
+        *(f"note: {note}" for note in made.notes),
+    ]
+    return "\n".join(lines)

@@ -6,9 +6,7 @@ from pathlib import Path
 
 import click
 
-from sparsepack.cli.options.declared import PATH
-from sparsepack.cli.options.output import json_output, print_json
-from sparsepack.cli.options.verb import verb
+from sparsepack.cli.command import PATH, json_output, print_json, verb
 from sparsepack.terminal import tell
 
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import click
 
-from sparsepack.cli.options.declared import PATH, from_options, options_from
-from sparsepack.cli.options.shared import (
+from sparsepack.cli.command import PATH, from_options, options_from, verb
+from sparsepack.cli.shared import (
     ARTIFACT,
     backend_option,
     device_option,
@@ -15,10 +15,9 @@ from sparsepack.cli.options.shared import (
     engine_options,
     for_texts,
     slots,
+    text_of,
     torch_threads,
 )
-from sparsepack.cli.options.texts import text_of
-from sparsepack.cli.options.verb import verb
 from sparsepack.errors import UserError
 from sparsepack.serve.options import ServeOptions
 

@@ -6,11 +6,17 @@ from typing import Any
 
 import click
 
-from sparsepack.cli.options.declared import PATH
-from sparsepack.cli.options.output import OUTPUT, overwrite_flag
-from sparsepack.cli.options.shared import CALIBRATION, allocation, allocation_options, compute
-from sparsepack.cli.options.verb import group, verb
-from sparsepack.cli.options.workers import devices_option, dry_run_option, tell_forecast, workers_of
+from sparsepack.cli.command import OUTPUT, PATH, group, overwrite_flag, verb
+from sparsepack.cli.shared import (
+    CALIBRATION,
+    allocation,
+    allocation_options,
+    compute,
+    devices_option,
+    dry_run_option,
+    tell_forecast,
+    workers_of,
+)
 from sparsepack.sparsity.options import AllocationOptions
 from sparsepack.terminal import tell
 
@@ -38,7 +44,7 @@ def thresholds(model: str, calibration: Path, output: Path, overwrite: bool, dry
 
         tell_forecast(partial(forecast, model, calibration, _options(asked)), dry_run)
         return
-    from sparsepack.cli.tables.thresholds import thresholds_table
+    from sparsepack.cli.tables import thresholds_table
     from sparsepack.sparsity.find import make_thresholds
 
     with workers_of(asked) as workers:

@@ -5,11 +5,8 @@ from typing import Any
 
 import click
 
-from sparsepack.cli.options.declared import from_options, options_from
-from sparsepack.cli.options.merging import merges, over_texts
-from sparsepack.cli.options.output import overwrite_flag
-from sparsepack.cli.options.shared import CALIBRATION, compute
-from sparsepack.cli.options.verb import verb
+from sparsepack.cli.command import from_options, options_from, overwrite_flag, verb
+from sparsepack.cli.shared import CALIBRATION, compute, merges, over_texts
 from sparsepack.terminal import tell
 from sparsepack.tracing.options import TraceOptions
 
@@ -40,7 +37,7 @@ def trace(
     """
     options = TraceOptions(**asked)
     options.check()
-    from sparsepack.cli.tables.manifests import trace_table
+    from sparsepack.cli.tables import trace_table
 
     if merges("trace", "traces", model, folders, texts):
         from sparsepack.tracing.trace import merge_folders

@@ -1,14 +1,16 @@
-"""`sparsepack tune`."""
+"""`sparsepack tune`, and what came of it as text for people."""
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import click
 
-from sparsepack.cli.options.declared import from_options
-from sparsepack.cli.options.output import emit, json_output
-from sparsepack.cli.options.shared import ARTIFACT, RUNS, device_option
-from sparsepack.cli.options.verb import group, verb
+from sparsepack.cli.command import emit, from_options, group, json_output, verb
+from sparsepack.cli.shared import ARTIFACT, RUNS, device_option
+from sparsepack.progress import counted
 from sparsepack.runtime.options import EngineOptions
+from sparsepack.tables import Table, markdown
 
 
 @verb(short_help="Find the fastest layout of the kernels on this machine.")
@@ -27,7 +29,72 @@ def tune(paths: tuple[Path, ...], device: str, threads: int | None, json_path: s
     room there. Nothing else should run meanwhile; where other work hides the
     figures beside a GPU in three attempts, they are refused and not kept.
     """
-    from sparsepack.cli.tables.tuning import tuning_table
     from sparsepack.tuning import tune as measure
 
     emit(measure(paths, device, threads), json_path, tuning_table)
+
+
+_TILE_CONFIG = ("span", "tile", "tile_bands", "warps", "stages", "splits", "simdgroups")
+"""`tune` chooses the values of these fields, on CPUs and on GPUs."""
+
+
+def tuning_table(result: Mapping[str, Any]) -> str:
+    """What `tune` measured."""
+    shapes = result["shapes"]
+    parameters = [name for name in _TILE_CONFIG if shapes and name in shapes[0]]
+    rows = [
+        [
+            f"{row['rows']} x {row['columns']}",
+            *(row[name] for name in parameters),
+            f"{row['microseconds']:.1f}",
+            f"{row['slowest_microseconds']:.1f}",
+            f"{row['bytes_per_second'] / 1e9:.1f}",
+        ]
+        for row in shapes
+    ]
+    header = ["rows x columns", *parameters, "us", "slowest us", "GB/s"]
+    machine = result.get("gpu_info") or (
+        f"{result['cpu_info']}, {result['instruction_set']}, {counted(result['threads'], 'thread')}"
+    )
+    parts: list[str | Table] = [
+        f"{machine}, half of the columns active",
+        Table(header, rows),
+        f"kept in {result['path']}",
+    ]
+    if links := result.get("links"):
+        parts += [_links_table(links), *(f"kept in {row['path']}" for row in links)]
+    if hidden := result.get("links_hidden"):
+        parts.append(f"without --vram nothing is lost: {hidden}")
+    return markdown(*parts)
+
+
+_LINKS = {"resident": "out of slots", "bus": "out of host memory", "worker": "by the worker beside"}
+
+_MATRICES = {
+    "near": "matrices on the card",
+    "far_bus": "matrices over the bus",
+    "far_worker": "matrices by the worker",
+}
+
+
+def _links_table(links: Sequence[Mapping[str, Any]]) -> Table:
+    """Neurons per second, a row for each width of records."""
+    rows = [
+        [
+            row["hidden"],
+            *(f"{row['together'][name] / 1e6:.2f} ({row['alone'][name] / 1e6:.2f})" for name in _LINKS),
+            f"{row['together']['handover'] * 1e6:.0f}",
+            *(
+                f"{row['together'][name] / 1e9:.1f} ({row['alone'][name] / 1e9:.1f})"
+                for name in _MATRICES
+                if row["copies"]
+            ),
+            *([f"{100 * row['alone']['bus'] / row['copies']:.0f} %"] if row["copies"] else []),
+        ]
+        for row in links
+    ]
+    header = ["channels", *(f"{name}, M/s" for name in _LINKS.values()), "handing over, us"]
+    header += (
+        [*(f"{name}, GB/s" for name in _MATRICES.values()), "the bus, of large copies"] if links[0]["copies"] else []
+    )
+    return Table(header, rows, "neurons per second, both workers at once (one alone)")

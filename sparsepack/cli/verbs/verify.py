@@ -5,9 +5,8 @@ from pathlib import Path
 
 import click
 
-from sparsepack.cli.options.output import emit, json_output
-from sparsepack.cli.options.shared import ARTIFACT
-from sparsepack.cli.options.verb import verb
+from sparsepack.cli.command import emit, json_output, verb
+from sparsepack.cli.shared import ARTIFACT
 
 
 @verb(short_help="Check that an artifact is whole, and of which model.")
@@ -16,7 +15,7 @@ from sparsepack.cli.options.verb import verb
 @json_output
 def verify(path: Path, against: str | None, json_path: str | None) -> None:
     """Check an artifact: every byte's hash, shapes, padding; with --against, that it is that model. Exit 1 if not."""
-    from sparsepack.cli.tables.artifact import verification
+    from sparsepack.cli.tables import verification
     from sparsepack.formats.verify import verify as check
 
     report = check(path, against)

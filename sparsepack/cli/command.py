@@ -1,19 +1,22 @@
-"""What every verb is: its options stand in groups in the help, and one that does nothing beside the others is refused.
-
-Only click is imported here.
+"""What every verb is made of: options in groups, refused where they do nothing beside the others, and results as tables
+and as JSON. Only click is imported here.
 """
 
 import errno
 import functools
+import json
 import os
-from collections.abc import Callable, Iterable, Mapping
+import sys
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args, get_type_hints
 
 import click
 
 from sparsepack.errors import UserError
-from sparsepack.option import Condition, idle, is_missing_path
+from sparsepack.option import Condition, Option, default_of, idle, is_missing_path, options_of
+from sparsepack.terminal import is_terminal, printable, tell
 from sparsepack.workers.environment import several
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -161,3 +164,112 @@ def _options_at(command: Any) -> list[click.Parameter]:
     """What decorators have added to a function so far, before it becomes a command."""
     found: list[click.Parameter] = getattr(command, "__click_params__", [])
     return found
+
+
+PATH = click.Path(path_type=Path)
+
+
+class Declared(Ruled):
+    """An option of a verb that stands in an option dataclass: default, help, limits and what it counts with are those
+    of its field."""
+
+    def __init__(self, *args: Any, options: type, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self.options = options
+
+
+def from_options(options: type, *flags: str, **settings: Any) -> Callable[[F], F]:
+    """A click option for a field of an option dataclass, that of the longest flag, or of the last name where one has no
+    dashes. `settings` come before what is declared there."""
+    name = max(flags, key=lambda flag: (not flag.startswith("-"), len(flag))).strip("-").replace("-", "_")
+    found: dict[str, Any] = {"show_default": True}
+    if not settings.get("required"):  # else click takes None for a value that was given
+        found["default"] = default_of(options, name)
+    if (declared := options_of(options).get(name)) is not None:
+        found |= {"help": declared.help, "counts": declared.counts, **_kind(get_type_hints(options)[name], declared)}
+        if found.get("multiple") and "multiple" not in settings:
+            found["help"] = f"{declared.help} Repeats."
+    return click.option(*flags, cls=Declared, options=options, **{**found, **settings})
+
+
+def options_from(options: type, *flags: str) -> Callable[[F], F]:
+    """Click options for several fields of an option dataclass, in the order of the flags."""
+    return together(*(from_options(options, flag) for flag in flags))
+
+
+def _kind(annotation: Any, declared: Option) -> dict[str, Any]:
+    """How click reads a field of a type, `T`, `T | None` or `tuple[T, ...]`, within its limits."""
+    kinds = {annotation, *get_args(annotation)}
+    # click's integers have no bounds that are left out, and ours have none.
+    low: Any = declared.least if declared.above is None else declared.above
+    high: Any = declared.most if declared.below is None else declared.below
+    if declared.choices:
+        return {"type": click.Choice(declared.choices)}
+    if bool in kinds:
+        return {"is_flag": True}
+    if int in kinds:
+        return {"type": click.IntRange(low, high)}
+    if float in kinds:
+        return {"type": click.FloatRange(low, high, declared.above is not None, declared.below is not None)}
+    return {"type": PATH if Path in kinds else str, "multiple": tuple in {getattr(annotation, "__origin__", None)}}
+
+
+def taken(asked: dict[str, Any], options: type, but: Collection[str] = ()) -> dict[str, Any]:
+    """The values of the fields of an option dataclass, taken out of `asked`; those of the fields `but` stay there."""
+    names = [field.name for field in fields(options) if field.name in asked and field.name not in but]
+    return {name: asked.pop(name) for name in names}
+
+
+OUTPUT = "Output"
+"""The heading that these options have in the help."""
+
+
+def _writable(context: click.Context, parameter: click.Parameter, path: str | None) -> str | None:
+    """Refuse a file for the result that cannot be written before there is one."""
+    from sparsepack.files.atomic import check_output
+
+    if path and path != "-":
+        check_output(Path(path), overwrite=True)
+    return path
+
+
+overwrite_flag = group(OUTPUT, click.option("--overwrite", is_flag=True, help="Replace an output that exists."))
+json_output = group(
+    OUTPUT,
+    click.option(
+        "--json",
+        "json_path",
+        metavar="FILE",
+        callback=_writable,
+        help="Write the result as JSON; - for standard output.",
+    ),
+)
+
+
+def json_text(value: Any, indent: int | None = None) -> str:
+    """JSON for standard output, with escapes where its encoding cannot print a character or a terminal would obey
+    one."""
+    text = json.dumps(value, indent=indent, ensure_ascii=False)
+    try:
+        text.encode(sys.stdout.encoding)
+    except UnicodeEncodeError:
+        return json.dumps(value, indent=indent)
+    obeyed = is_terminal(sys.stdout) and printable(text) != text
+    return json.dumps(value, indent=indent) if obeyed else text
+
+
+def print_json(value: Any) -> None:
+    """JSON on standard output."""
+    tell(json_text(value, indent=2))
+
+
+def emit(result: Any, json_path: str | None, table: Callable[[Any], str]) -> None:
+    """Print a result as a table, and write it as JSON to a file; for `-` print JSON alone."""
+    from sparsepack.files.atomic import write_json
+
+    if json_path == "-":
+        print_json(result)
+        return
+    tell(printable(table(result)))
+    if json_path:
+        write_json(Path(json_path), result)

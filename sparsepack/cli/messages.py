@@ -1,21 +1,28 @@
-"""Errors that end a command early, as one line and an exit status. Only click is imported here."""
+"""What a command says: an error as one line and an exit status, progress and notes on stderr or with `--quiet` nothing,
+and output that never ends in a traceback, whatever it is connected to. Only click is imported here.
+"""
 
+import difflib
 import errno
+import functools
+import logging
 import os
 import re
 import signal
 import sys
+import warnings
+from collections.abc import Iterable
 from contextlib import suppress
-from typing import Any
+from typing import Any, TextIO
 
 import click
 
-from sparsepack.cli.messages import streams
-from sparsepack.cli.messages.hints import hint
-from sparsepack.cli.options.verb import ARGUMENTS, EFFECTIVE
+from sparsepack.cli.command import ARGUMENTS, EFFECTIVE
 from sparsepack.errors import UserError, WorkerLost
 from sparsepack.process import python_environment
+from sparsepack.progress import be_quiet, going_on
 from sparsepack.terminal import printable, tell
+from sparsepack.uncaught import show_uncaught
 from sparsepack.workers.environment import end_with_launcher, say_done, say_interrupted
 
 INTERRUPTED = 128 + signal.SIGINT
@@ -81,7 +88,7 @@ class Verbs(click.Group):
             sys.exit(error.exit_code)
 
     def main(self, *arguments: Any, **settings: Any) -> Any:
-        streams.prepare()
+        prepare()
         if not arguments and "args" not in settings:  # this process is the command's, not a program's that calls it
             os.environ.update(python_environment())  # for processes that libraries start
             end_with_launcher()
@@ -129,7 +136,7 @@ def _misused(error: click.ClickException) -> str:
 def _refused_by_the_system(error: OSError) -> int:
     """Say what the system refused, and return the exit status: of a reader that went away, what a shell gives a program
     that the pipe ended."""
-    output = streams.failure() if streams.may_be_output(error) else None
+    output = failure() if may_be_output(error) else None
     if output == "closed":
         return 141 if error.errno == errno.EPIPE else 1
     if output == "full":
@@ -197,3 +204,165 @@ def _print(what: object) -> None:
     with suppress(OSError):  # of a standard error that is closed
         line = printable(" ".join(str(what).split()))
         tell(f"sparsepack: {line if len(line) <= _LONGEST else line[:_LONGEST] + '...'}", sys.stderr)
+
+
+_PACK = "pack MODEL -o FILE"
+_GENERATE = "generate FILE --prompt TEXT"
+_HERE = {
+    _PACK: ("quantize", "quantise", "convert", "compress", "sparsify", "export", "make", "build"),
+    _GENERATE: ("complete", "completion", "infer", "inference", "predict", "prompt"),
+    "generate FILE --chat": ("chat", "converse", "cli", "interactive"),
+    "eval FILE --perplexity TEXT": ("perplexity", "ppl", "evaluate", "accuracy", "score"),
+    "eval FILE --tasks NAMES": ("lm-eval", "lm_eval", "tasks"),
+    "bench FILE": ("benchmark", "speed", "time", "llama-bench"),
+    "serve FILE": ("server", "run-server", "start", "host", "api", "openai"),
+    "calibrate MODEL --text TEXT -o FOLDER": ("calibration", "collect", "imatrix", "stats"),
+    "prune MODEL --keep 2 --of 4 -o FOLDER": ("pruning", "prune-weights", "sparsegpt", "wanda"),
+    "rotate MODEL --calibration CAL -o FOLDER": ("rotation", "quarot", "slicegpt", "hadamard", "larosa"),
+    "distil MODEL --calibration CAL -o FOLDER": ("distill", "distillation", "finetune", "fine-tune", "train", "lora"),
+    "inspect FILE": ("info", "show", "describe", "dump", "print", "cat"),
+    "verify FILE": ("check", "validate", "hash", "sha256"),
+    "push FILE OWNER/NAME": ("upload", "publish"),
+    "tune": ("autotune", "optimize", "optimise"),
+    "run RECIPE": ("recipe", "pipeline", "all", "execute"),
+    "run --list": ("recipes", "list", "ls"),
+    "--help": ("help", "usage", "man"),
+    "--version": ("version",),
+}
+_HINTS = {word: command for command, words in _HERE.items() for word in words}
+
+
+def hint(word: str, verbs: Iterable[str]) -> str:
+    """What to type in place of a word that is no verb."""
+    if (command := _HINTS.get(word.lower())) is not None:
+        return f"give sparsepack {command}"
+    if near := difflib.get_close_matches(word.lower(), [*verbs, *_HINTS], 1):
+        return f"give sparsepack {_HINTS.get(near[0], near[0])}"
+    return f"expected one of {', '.join(verbs)}"
+
+
+_FOR_MAKERS = "This model config has set a `rope_parameters['original_max_position_embeddings']` field"
+"""Every Phi whose texts may be long has it, as its makers stored it."""
+
+
+def concerns_the_user(record: logging.LogRecord) -> bool:
+    """A filter of a logger: whether to show what it was told."""
+    return _FOR_MAKERS not in record.getMessage()
+
+
+_HELP = "Show no progress and no notes; results and errors are still shown."
+
+
+def _group(context: click.Context, parameter: click.Parameter, asked: bool) -> None:
+    be_quiet(asked)
+
+
+def _verb(context: click.Context, parameter: click.Parameter, asked: bool) -> None:
+    if asked:  # or the group may have been asked
+        be_quiet(True)
+
+
+quiet_option = click.option("-q", "--quiet", is_flag=True, expose_value=False, callback=_group, help=_HELP)
+"""The option stands before the verb, `sparsepack --quiet eval ...`; `add_quiet` takes the option after the verb,
+too."""
+
+
+def add_quiet(verb: click.Command) -> None:
+    """Give a verb the option."""
+    verb.params.append(click.Option(["-q", "--quiet"], is_flag=True, expose_value=False, callback=_verb, help=_HELP))
+
+
+def add_signs_of_life(verb: click.Command) -> None:
+    """Let a verb that can take minutes say now and then that it goes on, where stderr is no terminal."""
+    run = verb.callback
+    assert run is not None
+
+    @functools.wraps(run)
+    def going(*arguments: Any, **options: Any) -> Any:
+        with going_on(str(verb.name)):
+            return run(*arguments, **options)
+
+    verb.callback = going
+
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_CLOSED = (errno.EPIPE, errno.EBADF, errno.ECONNRESET)
+
+
+def prepare() -> None:
+    """Give each standard stream something to be, and let it replace what its encoding cannot print.
+
+    A stream that was closed (`>&-`) would leave its number to the next file that is opened, which libraries then print
+    into. Output gets a descriptor that cannot be written, so that printing fails as it does in other programs; input
+    is empty.
+    """
+    for number, how in ((0, os.O_RDONLY), (1, os.O_RDONLY), (2, os.O_WRONLY)):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, how)  # the lowest number that is free
+    if sys.stdin is None:
+        sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115 (it stays open)
+    if sys.stdout is None:
+        sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
+    if sys.stderr is None:
+        sys.stderr = open(2, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace" if stream is sys.stdout else "backslashreplace")
+    logging.setLogRecordFactory(_Record)
+    warnings.showwarning = _show_warning
+    show_uncaught()
+
+
+def _show_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    """Show a warning, which may quote a file and has the name of one, so that it commands no terminal."""
+    with suppress(OSError):  # of a standard error that is closed
+        tell(warnings.formatwarning(message, category, filename, lineno, line), file or sys.stderr, end="")
+
+
+class _Record(logging.LogRecord):
+    """What a library has to say, and the traceback that it says it with: both may quote a file."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.exc_info:
+            self.exc_text = printable(logging.Formatter().formatException(self.exc_info))
+
+    def getMessage(self) -> str:
+        return printable(super().getMessage())
+
+
+def failure() -> str | None:
+    """Why no line's end can be printed: "full", "closed", or None where it can be.
+
+    A stream that fails drops what it holds and all that comes, so that leaving the program does not fail too.
+    """
+    found = None
+    for stream in (sys.stderr, sys.stdout):
+        try:
+            if stream is sys.stdout:
+                stream.write("\n")
+            stream.flush()
+        except OSError as error:
+            found = "full" if error.errno in _FULL else "closed"
+            _silence(stream)
+    return found
+
+
+def may_be_output(error: OSError) -> bool:
+    """Whether an error is of the kind that printing raises."""
+    return error.errno in (*_FULL, *_CLOSED)
+
+
+def _silence(stream: TextIO) -> None:
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)

@@ -1,0 +1,298 @@
+"""What `inspect` and `verify` found, as text for people."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from sparsepack.inspection import programs_table, score_rows
+from sparsepack.models.records.rotated import basis_in_words
+from sparsepack.models.records.skipped import shown
+from sparsepack.tables import Table, markdown
+
+_PROBLEMS = 8  # told of one artifact
+
+
+def artifact_line(description: Mapping[str, Any]) -> str:
+    """One line on a file just made."""
+    bits = description["bits_per_weight"]
+    return (
+        f"{description['path']}: {description['kind']}, {description['file_bytes']:,} bytes, "
+        f"{_bits(bits['blocks'])} bits per weight in the blocks, {_bits(bits['file'])} overall, "
+        f"{description['sparse_sites']} sparse sites"
+    )
+
+
+def artifact_table(description: Mapping[str, Any]) -> str:
+    """Everything `inspect` finds in an artifact."""
+    model = description["provenance"]["model"]
+    parts: list[str | Table] = [
+        artifact_line(description),
+        f"made from {model['name']} ({model['model_type']}, {model['sha256'][:12]}) "
+        f"by sparsepack {description['provenance']['sparsepack']}",
+        Table(
+            ["type", "tensors", "bytes", "weights"],
+            [[t, e["tensors"], f"{e['bytes']:,}", f"{e['weights']:,}"] for t, e in description["types"].items()],
+        ),
+    ]
+    if description["thresholds"]:
+        parts.append(thresholds_table(description["thresholds"]))
+    if description["distilled"]:
+        parts.append(f"distilled: {description['distilled']['in_words']}")
+    if description["refit"]:
+        parts.append(f"weights of the blocks: {description['refit']['in_words']}")
+    parts += [f"{text}: {figures}" for text, figures in score_rows(description["score"])]
+    if description["attention"]:
+        parts.append(f"attention, Double Sparsity: {description['attention']['in_words']}")
+    if description["segments"]:
+        parts.append(f"segments: {description['segments']['in_words']}")
+    if description["neurons"]:
+        parts.append(f"neurons: {description['neurons']['in_words']}")
+    if description["padding_rows"]:
+        parts.append(f"padding rows: {sum(description['padding_rows'].values()):,} in all")
+    parts.append(programs_table(description))
+    return markdown(*parts, *(f"note: {note}" for note in description["notes"]))
+
+
+def verification(report: Mapping[str, Any]) -> str:
+    """What `verify` found."""
+    parts: list[str | Table] = []
+    verdict = "passed" if report["passed"] else "FAILED"
+    problems = [problem.removeprefix(f"{report['path']}: ") for problem in report["problems"]]
+    if problems:  # the reason before hundreds of tensors that follow from it
+        parts.append(f"{report['path']}: {verdict}: {problems[0]}")
+    if report["tensors"]:
+        rows = [
+            [t["name"], t["type"], f"{t['error']:.5f}", f"{t['bound']:.5f}", "ok" if t["passed"] else "FAIL"]
+            for t in report["tensors"]
+        ]
+        parts.append(Table(["tensor", "type", "relative error", "bound", ""], rows))
+    parts += [f"problem: {problem}" for problem in problems[1:_PROBLEMS]]
+    if len(problems) > _PROBLEMS:
+        parts.append(f"and {len(problems) - _PROBLEMS} more problems, which --json lists")
+    made = f" ({', '.join(report['checked'])})" if report["checked"] else ""
+    if made or not problems:
+        parts.append(f"{report['path']}: {verdict}{made}")
+    return markdown(*parts)
+
+
+def _bits(value: float | None) -> str:
+    return "no" if value is None else f"{value:.2f}"
+
+
+def channels_table(result: Mapping[str, Any]) -> str:
+    """What `inspect` found in a calibration about the channels of attention, and about the tokens that it needs."""
+    report, tokens = result["attention_channels"], result["attention_tokens"]
+    head_dim, compared = report["head_dim"], report["compared"]
+    rows = [
+        [
+            layer,
+            *map(_percent, row["share"]),
+            *(_percent(row["heads_agree"][name]) for name in ("query", "key", "product")),
+            _percent(row["key_agrees"]),
+            *map(_percent, tokens["layers"][layer]["missed"]),
+        ]
+        for layer, row in enumerate(report["layers"])
+    ]
+    tops = [f"top {count}" for count in report["counts"]]
+    misses = [f"{share} misses" for share in tokens["shares"]]
+    even = ", ".join(f"{100 * count / head_dim:.3g}%" for count in report["counts"])
+    lines = [
+        f"attention channels, {head_dim} in each head; those that move the scores q.k most are heavy",
+        f"  {', '.join(tops)}: share of q*k in so many heavy channels of a head; {even} if all were alike",
+        f"  heads, by q, by k, by q*k: share of the {compared} heaviest channels that two heads have in common; "
+        f"{100 * report['chance']:.3g}% by chance",
+        "  k and q*k: the same of one head's channels, once by k and once by q*k",
+        f"  {tokens['shares'][0]} misses: share of the attention weight that is not on the best {tokens['shares'][0]} "
+        "of the tokens; a block that misses most of it should read all",
+    ]
+    notes = []
+    if report["alike"]:
+        blocks = f"block{'s' * (len(report['alike']) > 1)} {', '.join(map(str, report['alike']))}"
+        notes.append(f"note: the heads of {blocks} have nearly the same heavy channels, as if heads were mixed up")
+    columns = ["block", *tops, "heads, by q", "by k", "by q*k", "k and q*k", *misses]
+    return markdown(Table(columns, rows, "\n".join(lines), notes))
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{share:.0%}"
+
+
+def checkpoint_table(found: Mapping[str, Any]) -> str:
+    """A model as it is before it is packed."""
+    rows = [[site, f"{outputs:,} x {inputs:,}"] for site, (outputs, inputs) in found["sites"].items()]
+    return markdown(
+        f"{found['path']}: a checkpoint, {found['model_type']} ({found['sha256'][:12]}), {found['weights']:,} weights, "
+        f"{found['bytes']:,} bytes, most of them in {found['dtype']}",
+        f"{found['layers']} blocks of {found['hidden']:,} channels, {found['vocabulary']:,} tokens, made for texts of "
+        f"{found['context']:,}",
+        Table(["site", "outputs x inputs, in each block"], rows),
+        *([f"segments: {found['segments']['in_words']}"] if found["segments"] else []),
+        _pruned(found["pruned"]),
+        _rotated(found["rotated"]),
+        f"distilled: {found['distilled']['in_words']}" if found["distilled"] else "not distilled by sparsepack",
+        found["formats"],
+    )
+
+
+def _pruned(record: Mapping[str, Any] | None) -> str:
+    if record is None:
+        return "not pruned by sparsepack"
+    patterns = ", ".join(f"keep {pattern} in {count} matrices" for pattern, count in record["matrices"].items())
+    permuted = ", inputs in another order" if record["permute"] else ""
+    return f"pruned from {record['model']} ({record['model_sha256'][:12]}) by {record['method']}{permuted}: {patterns}"
+
+
+def _rotated(record: Mapping[str, Any] | None) -> str:
+    if record is None:
+        return "not rotated by sparsepack"
+    into = basis_in_words(record["basis"], record["boundaries"])
+    return (
+        f"rotated from {record['model']} ({record['model_sha256'][:12]}) into {into}: the same function, "
+        f"its logits differ by {record['error']:.1g} of their size"
+    )
+
+
+def calibration_table(manifest: Mapping[str, Any]) -> str:
+    """What a calibration was made of."""
+    tokens = manifest["tokens"]
+    return _made_from(
+        manifest,
+        {
+            "windows": f"{tokens['windows']} of {tokens['context']} tokens",
+            "counted": f"{tokens['counted']:,} tokens; left out: {tokens['sinks_left_out']:,} sinks, "
+            f"{tokens['padding_left_out']:,} padding",
+            "held out": f"{tokens.get('held_out', 0)} windows, on which pack scores what is lost",
+        },
+    )
+
+
+def trace_table(manifest: Mapping[str, Any]) -> str:
+    """What a trace was made of."""
+    rule, sessions = manifest["rule"], manifest["sessions"]
+    documents = sum(row["document"] is not None for row in sessions)
+    lengths = sorted({row["tokens"] for row in sessions})
+    prompts = sorted({row["prompt"] for row in sessions})
+    unit = "experts" if rule["active"] == "routed" else "neurons"
+    which = {"nonzero": "not zero", "routed": "those that the router gives a token to"}.get(rule["active"])
+    which = which or f"above a threshold that {100 * rule['share']:g} % pass"
+    return _made_from(
+        manifest,
+        {
+            "sessions": f"{len(sessions)} of {_range(lengths)} tokens, the first {_range(prompts)} of them prompt; "
+            f"{documents} from the middle of a document of their own",
+            unit: f"{manifest['intermediate']:,} in a block; active: {which}",
+        },
+    )
+
+
+def _made_from(manifest: Mapping[str, Any], between: Mapping[str, str]) -> str:
+    """A line each: the model and the text of a manifest, what is `between`, and the types that were computed in."""
+    model = manifest["model"]
+    values = {
+        "model": f"{model['name']} ({model['model_type']}, {model['layers']} blocks, {model['sha256'][:12]})",
+        "text": "; ".join(f"{t['name']} ({t['documents']} documents)" for t in manifest["texts"]),
+        **between,
+        "computed in": precision(manifest["compute"]),
+    }
+    width = max(map(len, values))
+    return "\n".join(f"{name.ljust(width)}  {value}" for name, value in values.items())
+
+
+def _range(values: Sequence[int]) -> str:
+    return f"{values[0]}" if len(values) == 1 else f"{values[0]} to {values[-1]}"
+
+
+def precision(compute: Mapping[str, Any]) -> str:
+    """The type that was computed in, the device, and the type of the stored weights."""
+    return f"{compute['dtype']} on {compute['device']}; weights stored in {compute['weights']}"
+
+
+def neurons_table(report: Mapping[str, Any]) -> str:
+    """What `inspect` found of neurons, or of experts, in a calibration or a trace (`tracing.activity_report`)."""
+    tops = [f"hottest {100 * share:.0f} %" for share in report["shares"]]
+    drifts, unit = report["drift"] is not None, report["unit"]
+    rows = [[number, *_row(layer, drifts, f"{layer['spread']:.3f}")] for number, layer in enumerate(report["layers"])]
+    rows.append(["all", *_row(report, drifts, "")])
+    lines = [
+        f"{unit}, over {report['tokens']:,} tokens",
+        f"  active: share of the {unit} that a token has active; spread: its standard deviation over tokens",
+        f"  hottest: share of what is active that is of so many of the most used {unit} of the block, or of all blocks",
+    ]
+    if drifts:
+        lines.append(
+            "  own, others: the same for the hottest 30 % of a document by its own counts, and by those of the others; "
+            "they are apart where documents differ"
+        )
+    head = ["block", "active", "spread", *tops, *(["own", "others"] if drifts else [])]
+    return markdown(Table(head, rows, "\n".join(lines), [str(report["verdict"])]))
+
+
+def given_table(found: Mapping[str, Any]) -> str:
+    """How many tokens a calibration gave the experts of each block; empty for a model without experts."""
+    if found["given"] is None:
+        return ""
+    rows = [
+        [block, f"{each[0]:,}", f"{each[len(each) // 2]:,}", f"{each[-1]:,}"]
+        for block, each in enumerate(map(sorted, found["given"]))
+    ]
+    about = "tokens that an expert was given; all counts are in `given` of --json"
+    return markdown(Table(["block", "the fewest", "the middle one", "the most"], rows, about))
+
+
+def starved_note(found: Mapping[str, Any]) -> str:
+    """What a calibration says of experts that were given few tokens; empty where there is nothing to say."""
+    return f"note: {found['starved']}" if found.get("starved") else ""
+
+
+def _row(part: Mapping[str, Any], drifts: bool, spread: str) -> list[str]:
+    shares = [*part["hottest"], *(part["drift"].values() if drifts else [])]
+    return [f"{part['density']:.3f}", spread, *(f"{share:.2f}" for share in shares)]
+
+
+def thresholds_table(summary: Mapping[str, Any]) -> str:
+    """A thresholds table: a row per block, of each site what its threshold skips on the calibration text, and that."""
+    rows = summary["rows"]
+    sites = list(dict.fromkeys(row["site"] for row in rows))
+    by_key = {(row["layer"], row["site"]): row for row in rows}
+    body = []
+    for layer in sorted({row["layer"] for row in rows}):
+        cells = [by_key.get((layer, site)) for site in sites]
+        body.append([layer, *(_site_cell(cell) if cell else "-" for cell in cells)])
+    vectors = [name for name in ("channel_weights", "offset") if any(row.get(name) for row in rows)]
+    head = (
+        f"{summary['allocation']}, {summary['criterion']}, target {summary['sparsity']}, upstream {summary['upstream']}"
+        + (f"; per channel: {', '.join(vectors)}" if vectors else "")
+    )
+    outlook = summary.get("expected")
+    said = "not known, measure it with `sparsepack eval`" if outlook is None else shown(**outlook)
+    parts: list[str | Table] = [head, Table(["block", *(f"{site} (skips @ threshold)" for site in sites)], body)]
+    parts.append(f"a decoded token skips, on text like the calibration text: {said} of all block weights")
+    if notes := _edited(summary):
+        parts.append("\n".join(f"note: {note}" for note in notes))
+    return markdown(*parts)
+
+
+def _site_cell(row: Mapping[str, Any]) -> str:
+    expected = row.get("expected")
+    if expected == 0 and row["threshold"] == 0:
+        return "dense"
+    return f"{'?' if expected is None else f'{100 * expected:.1f} %'} @ {row['threshold']:.4g}"
+
+
+_FAR = 0.02
+_MOST_NOTES = 8
+
+
+def _edited(summary: Mapping[str, Any]) -> list[str]:
+    """The lines that say which field counts where a table, as after an edit, asks for other than what will happen."""
+    notes = [
+        f"blk.{row['layer']}.{row['site']}: `threshold` counts, not `sparsity`: {row['threshold']:.4g} skips "
+        f"{100 * row['expected']:.1f} %, not {100 * row['sparsity']:.1f} %"
+        for row in summary["rows"]
+        if row.get("expected") is not None and abs(row["expected"] - row["sparsity"]) > _FAR
+    ]
+    if len(notes) > _MOST_NOTES:
+        notes[_MOST_NOTES:] = [f"the same of {len(notes) - _MOST_NOTES} more sites"]
+    outlook = summary.get("expected")
+    if outlook is not None and abs(outlook["of_sparse_sites"] - summary["sparsity"]) > _FAR:
+        notes.append(f"the thresholds count, not the table's `sparsity` of {100 * summary['sparsity']:.1f} %")
+    return notes

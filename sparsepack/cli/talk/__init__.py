@@ -1,1 +1,0 @@
-"""Generated text for people, and conversations with them."""
