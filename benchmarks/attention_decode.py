@@ -24,7 +24,7 @@ from nearness import expect_near
 from torch import Tensor
 from turns import interleaved
 
-from sparsepack.bench.graph_timing import graph_seconds
+from sparsepack.bench.linears import graph_seconds
 from sparsepack.models.records.sparse_attention import TokenPolicy
 from sparsepack.runtime.cuda.attention import double_sparsity
 from sparsepack.runtime.reference import double_sparsity as reference

@@ -27,7 +27,7 @@ from sparsepack.calibration.run import calibrate
 from sparsepack.calibration.samples import at_once
 from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from sparsepack.models.family import SITES
-from sparsepack.models.stock import bound
+from sparsepack.models.stock import forecast as bound
 from sparsepack.packing import PackRequest, pack
 
 BLOCKS = {"8b": LLAMA_8B.layers, "70b": 80}

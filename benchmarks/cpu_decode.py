@@ -25,7 +25,7 @@ from figures import json_option, write_figures
 from llama_cpp_peer import LlamaCpp, bytes_per_token, expect_runs
 from synthetic import BILLION, DEFAULT_WORK, TINY, Synthetic, random_ids, synthetic
 
-from sparsepack.bench import traffic
+from sparsepack.bench import decode as traffic
 from sparsepack.runtime.engine import Engine
 from sparsepack.runtime.skipped import skipped_weights
 

@@ -28,7 +28,7 @@ from nearness import expect_near, relative_error
 from synthetic import DEFAULT_WORK, random, random_ids, save_tokenizer
 from thresholds import Thresholds, with_thresholds
 
-from sparsepack.bench import traffic
+from sparsepack.bench import decode as traffic
 from sparsepack.formats.open import open_artifact, read_packed
 from sparsepack.formats.packed import PackedModel
 from sparsepack.models.checkpoint.experts import apart_source

@@ -26,7 +26,7 @@ from nearness import expect_near, relative_error
 from synthetic import random_ids
 from thresholds import find_thresholds, with_thresholds
 
-from sparsepack.bench import traffic
+from sparsepack.bench import decode as traffic
 from sparsepack.formats.packed import PackedModel
 from sparsepack.runtime.cpu.dispatch import instruction_set, native
 from sparsepack.runtime.cpu.machine import cpu_info

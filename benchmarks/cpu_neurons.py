@@ -22,7 +22,7 @@ from llama_cpp_peer import LlamaCpp, bytes_per_token, check
 from synthetic import BILLION, DEFAULT_WORK, TINY, random_ids
 from synthetic_relu import peers_model, random_relu, written
 
-from sparsepack.bench import traffic
+from sparsepack.bench import decode as traffic
 from sparsepack.calibration.folder import load
 from sparsepack.calibration.neurons import activity
 from sparsepack.calibration.options import CalibrateOptions

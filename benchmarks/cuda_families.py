@@ -31,7 +31,7 @@ from figures import write_figures
 from shapes import MODELS, configuration
 from thresholds import find_thresholds
 
-from sparsepack.bench import traffic
+from sparsepack.bench import decode as traffic
 from sparsepack.formats.packed import PackedModel
 from sparsepack.tables import Table, markdown
 

@@ -22,7 +22,7 @@ from cuda_timing import announced_bandwidth
 from torch import Tensor
 from turns import interleaved
 
-from sparsepack.bench.graph_timing import graph_seconds
+from sparsepack.bench.linears import graph_seconds
 from sparsepack.runtime.cuda.driver.compiler import FOLDER, cuda_core
 from sparsepack.runtime.cuda.driver.flag_in_data import flag_in_data_buffers
 from sparsepack.runtime.cuda.driver.kernel import Kernel, architecture, launch, multiprocessors

@@ -25,7 +25,7 @@ from nearness import expect_near, relative_error
 from torch import Tensor
 from turns import interleaved
 
-from sparsepack.bench.graph_timing import graph_seconds
+from sparsepack.bench.linears import graph_seconds
 from sparsepack.formats.codecs import zigzag
 from sparsepack.runtime.cuda.products.zigzag import CudaZigzag, load_zigzag
 from sparsepack.tables import Table, markdown

@@ -29,13 +29,13 @@ from synthetic import TINY, Size, random, save_config
 from sparsepack.files import transfer
 from sparsepack.files.atomic import remove
 from sparsepack.files.hashing import Hashing
-from sparsepack.formats.codecs import slid_matrix, zigzag
+from sparsepack.formats.codecs import slide as slid_matrix
+from sparsepack.formats.codecs import zigzag
 from sparsepack.formats.codecs.matrices import decode_rows, encode_rows
 from sparsepack.formats.codecs.slide import Slide
 from sparsepack.formats.open import open_artifact, read_packed
 from sparsepack.formats.slid import plan as slid_folder
-from sparsepack.formats.slid.artifact import SlidArtifact
-from sparsepack.formats.slid.layout import POSITIONS, SCALE, value_type
+from sparsepack.formats.slid.artifact import POSITIONS, SCALE, SlidArtifact, value_type
 from sparsepack.formats.table import FORMATS
 from sparsepack.formats.zigzag import plan as zigzag_gguf
 from sparsepack.models.checkpoint.checkpoint import EMBEDDING, HEAD, Checkpoint, open_checkpoint

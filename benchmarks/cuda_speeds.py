@@ -23,7 +23,7 @@ from synthetic import random_ids
 from thresholds import Thresholds, find_thresholds, with_thresholds
 from turns import in_turns, interleaved
 
-from sparsepack.bench import traffic
+from sparsepack.bench import decode as traffic
 from sparsepack.formats.packed import PackedModel
 from sparsepack.runtime.engine import Engine
 from sparsepack.runtime.generation.sampling import Sampler, Sampling

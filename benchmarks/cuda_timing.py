@@ -3,7 +3,7 @@
 import click
 import torch
 
-from sparsepack.bench.graph_timing import graph_seconds
+from sparsepack.bench.linears import graph_seconds
 
 
 def read_bandwidth() -> float:

@@ -35,9 +35,8 @@ from sparsepack.simulation.options import SimulateOptions
 from sparsepack.simulation.run import simulate
 from sparsepack.tables import Table, markdown
 from sparsepack.tracing.collect import trace
-from sparsepack.tracing.counts import neuron_counts
 from sparsepack.tracing.options import TraceOptions
-from sparsepack.tracing.trace import Trace
+from sparsepack.tracing.trace import Trace, neuron_counts
 
 QUARTER = 0.25
 DISTANCES = (1, 4, 32)

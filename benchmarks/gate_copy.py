@@ -46,7 +46,7 @@ from sparsepack.eval.standard_error import with_error
 from sparsepack.eval.subject import StockSubject, open_subject
 from sparsepack.formats.codecs import neurons as records
 from sparsepack.formats.codecs import zigzag
-from sparsepack.formats.codecs.gate_copy import copied, limits
+from sparsepack.formats.codecs.gate_rows import copied, limits
 from sparsepack.formats.codecs.matrices import decode_matrix, decode_rows, encode_rows
 from sparsepack.formats.open import read_packed
 from sparsepack.formats.packed import NeuronMlp, PackedModel

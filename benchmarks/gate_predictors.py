@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from sparsepack.formats.codecs.gate_copy import GateCopy
+from sparsepack.formats.codecs.gate_rows import GateCopy
 
 BATCH = 64
 """Tokens of a training step."""

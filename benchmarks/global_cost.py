@@ -19,14 +19,14 @@ from cuda_timing import device_line
 from figures import json_option, write_figures
 from synthetic import TINY, llama_config, random
 
-from sparsepack.models.checkpoint.bases import Bases
+from sparsepack.models.checkpoint.rotated import Bases
 from sparsepack.models.families import FAMILIES
 from sparsepack.models.stock.skeleton import parameter_shapes
 from sparsepack.models.stock.whole import build_model
 from sparsepack.rotation.learnt import sparse_in, turned, uniform_channels
-from sparsepack.sparsity.divergence import divergence
 from sparsepack.sparsity.learned import sparse_at
 from sparsepack.sparsity.options import AllocationOptions
+from sparsepack.sparsity.teal import divergence
 from sparsepack.sparsity.training import PART, Training
 from sparsepack.workers.resume import ResumeState
 

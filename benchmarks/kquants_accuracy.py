@@ -29,7 +29,7 @@ from torch import Tensor
 
 from sparsepack.eval.perplexity import score_windows, summarise
 from sparsepack.eval.subject import StockSubject, open_subject
-from sparsepack.models.checkpoint.gguf_names import gguf_names, unpermute_rotary
+from sparsepack.models.checkpoint.gguf_config import gguf_names, unpermute_rotary
 from sparsepack.models.family import Family
 from sparsepack.packing import PackRequest, pack
 

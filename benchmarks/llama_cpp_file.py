@@ -19,7 +19,7 @@ from sparsepack.formats.codecs.types import type_that_fits
 from sparsepack.formats.plain.llama_cpp.keys import architecture_keys
 from sparsepack.models.architecture import architecture_of
 from sparsepack.models.checkpoint.experts import part_shapes
-from sparsepack.models.checkpoint.gguf_names import ROUTER, SHARED_GATE, UNQUANTISED, gguf_names
+from sparsepack.models.checkpoint.gguf_config import ROUTER, SHARED_GATE, UNQUANTISED, gguf_names
 from sparsepack.models.families import FAMILIES
 from sparsepack.models.stock.skeleton import parameter_shapes
 

@@ -28,12 +28,10 @@ from sparsepack.formats.open import read_packed
 from sparsepack.formats.packed import NeuronMlp, PackedModel
 from sparsepack.formats.stock import stock_tokenizer
 from sparsepack.models.tokenizer.windows import session_windows
-from sparsepack.placement.counts import HitCounts
 from sparsepack.placement.links import HALVES
 from sparsepack.placement.names import ONLINE
-from sparsepack.placement.placement import Placement, budget_of
-from sparsepack.placement.policies import POLICIES, Policy, Start
-from sparsepack.placement.policy_run import play
+from sparsepack.placement.placement import HitCounts, Placement, budget_of
+from sparsepack.placement.policies import POLICIES, Policy, Start, play
 from sparsepack.progress import progress
 from sparsepack.runtime.backends import backend_named
 from sparsepack.runtime.engine import Engine

@@ -48,7 +48,7 @@ from sparsepack.eval.perplexity import score_windows
 from sparsepack.eval.scorer import SparseScorer
 from sparsepack.eval.standard_error import exp_mean, mean, with_error
 from sparsepack.eval.subject import Subject, open_subject
-from sparsepack.formats.codecs.gate_copy import copied
+from sparsepack.formats.codecs.gate_rows import copied
 from sparsepack.models.family import MLP_MID
 from sparsepack.models.stock.blocks import BlockStream
 from sparsepack.models.stock.hooks import site_hooks

@@ -31,7 +31,7 @@ from nearness import expect_near, relative_error
 from torch import Tensor
 from turns import interleaved
 
-from sparsepack.bench.graph_timing import graph_seconds
+from sparsepack.bench.linears import graph_seconds
 from sparsepack.models.records.sparse_attention import SparseAttention, TokenPolicy
 from sparsepack.runtime.cuda.attention import attention as dense_attention
 from sparsepack.runtime.cuda.attention.double_sparsity_kv_cache import CudaDoubleSparsityKvCache

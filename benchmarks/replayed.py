@@ -19,8 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sparsepack.tracing.counts import calibration_or_trace, neuron_counts
-from sparsepack.tracing.trace import load
+from sparsepack.tracing.trace import calibration_or_trace, load, neuron_counts
 
 CARRIED = Path(__file__).parent / "results" / "books-26m-relu.activity.npz"
 OTHER = Path(__file__).parent / "results" / "books-26m-relu.wikitext2.npz"

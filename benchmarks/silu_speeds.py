@@ -10,10 +10,9 @@ import torch
 
 from sparsepack.eval.standard_error import mean
 from sparsepack.placement.budget import Parts, Plan, plan_within
-from sparsepack.placement.counts import HitCounts
 from sparsepack.placement.machine import MACHINES, SCATTERED, SHAPES, Rates, dense_split, seconds_per_token
-from sparsepack.placement.policies import POLICIES, Start
-from sparsepack.placement.policy_run import play
+from sparsepack.placement.placement import HitCounts
+from sparsepack.placement.policies import POLICIES, Start, play
 from sparsepack.tables import Table, markdown
 
 GATE, BOTH = "gate", "gate and up"

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from sparsepack.bench.linears import PLAIN, TOKENS, Contender, Linear, Run, bench_linears, copies
 from sparsepack.bench.table import linears_table
-from sparsepack.formats.codecs.symmetric import quantise_rows
+from sparsepack.formats.codecs.slide import quantise_rows
 from sparsepack.runtime.cuda.driver.device import usable
 from sparsepack.runtime.cuda.driver.kernel import architecture
 from sparsepack.runtime.cuda.slide import hopper

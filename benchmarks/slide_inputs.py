@@ -10,11 +10,11 @@ import torch
 from cuda_timing import device_line
 from turns import interleaved
 
-from sparsepack.bench.graph_timing import graph_seconds
+from sparsepack.bench.linears import graph_seconds
 from sparsepack.formats.codecs.slide import Slide
 from sparsepack.models.records.pattern import Pattern
 from sparsepack.runtime.cuda.slide.inputs import quantise_slide
-from sparsepack.runtime.reference import slide as reference
+from sparsepack.runtime.reference import products as reference
 from sparsepack.tables import Table, markdown
 
 TOKENS, WIDTHS = (512, 2048, 8192, 16384), (3584, 18944)

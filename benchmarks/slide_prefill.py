@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from turns import in_turns, medians
 
 from sparsepack.bench.linears import contenders
-from sparsepack.formats.codecs.slid_matrix import encode
-from sparsepack.formats.codecs.slide import Slide
+from sparsepack.formats.codecs.slide import Slide, encode
 from sparsepack.integration.transformers.slid_linear import SlidLinear
 from sparsepack.models.records.groups import kept
 from sparsepack.models.records.pattern import Pattern

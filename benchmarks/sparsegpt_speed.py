@@ -17,7 +17,7 @@ from cuda_timing import device_line
 from figures import json_option, write_figures
 
 from sparsepack.models.records.pattern import Pattern
-from sparsepack.pruning import sparsegpt
+from sparsepack.pruning import methods as sparsegpt
 from sparsepack.reconstruction.inputs import Inputs
 from sparsepack.tables import Table, markdown
 

@@ -22,7 +22,7 @@ PARTS = (
     ("saving", "workers/resume.py", ""),
     ("exchanging", "workers/workers.py", ""),
     ("joining", "workers/joined.py", ""),
-    ("reading blocks", "stock/ahead.py", ""),
+    ("reading blocks", "stock/blocks.py", ""),
     ("embedding", "stock/blocks.py", "embed"),
     ("running blocks", "stock/blocks.py", ""),
     ("running blocks", "eval/perplexity.py", "score_windows"),

@@ -62,7 +62,7 @@ def _inspect_checkpoint(path: Path) -> dict[str, Any]:
 
     from sparsepack.formats.table import holders
     from sparsepack.models.checkpoint.checkpoint import HEAD, open_checkpoint
-    from sparsepack.models.checkpoint.segmented_config import segments_summary
+    from sparsepack.models.checkpoint.configuration import segments_summary
     from sparsepack.models.family import SITES
     from sparsepack.models.precision import type_name
     from sparsepack.models.records.distilled import distillation_record, in_words

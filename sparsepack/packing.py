@@ -282,8 +282,7 @@ def find(checkpoint: Checkpoint, request: PackRequest, state: Path) -> Found:
     from sparsepack.sparsity.attention import find_attention
     from sparsepack.sparsity.find import find_thresholds
     from sparsepack.sparsity.thresholds import read_thresholds
-    from sparsepack.tracing.counts import calibration_or_trace, counts_of_zeros
-    from sparsepack.tracing.trace import Trace
+    from sparsepack.tracing.trace import Trace, calibration_or_trace, counts_of_zeros
 
     thresholds, allocation, attention = None, request.allocation, request.sparse_attention
     refit = request.fit if request.fit.fits else None
@@ -349,7 +348,7 @@ def found_to_come(
     """
     from sparsepack.refit.run import refit_to_come
     from sparsepack.sparsity.attention import attention_to_come
-    from sparsepack.tracing.counts import counts_to_come
+    from sparsepack.tracing.trace import counts_to_come
 
     attention, refit = request.sparse_attention, request.fit
     return Found(

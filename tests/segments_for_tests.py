@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from sparsepack.models.checkpoint.checkpoint import FINAL_NORM, HEAD, Checkpoint, open_checkpoint
-from sparsepack.models.checkpoint.segmented_config import segmented_config
+from sparsepack.models.checkpoint.configuration import segmented_config
 from sparsepack.models.checkpoint.source_files import texts_of
 
 

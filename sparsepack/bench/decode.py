@@ -1,20 +1,25 @@
-"""Measure prefill and decoding of an artifact, dense and sparse in turns, with one engine."""
+"""Measure prefill and decoding of an artifact, dense and sparse in turns, with one engine.
+
+What the memory of the machine delivers that a benchmark runs on.
+
+The size of a packed model, and how much of the model each decoded token reads.
+"""
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from sparsepack.bench import traffic
-from sparsepack.bench.machine import bandwidth_of
+from sparsepack.bench import apple
 from sparsepack.bench.options import BenchSettings
 from sparsepack.errors import UserError
 from sparsepack.formats.packed import PackedModel
-from sparsepack.placement.counts import HitCounts
+from sparsepack.placement.placement import HitCounts
 from sparsepack.placement.ways import Ways, per_token, per_token_in_words
 from sparsepack.progress import progress, say
 from sparsepack.runtime.backend_module import opened
@@ -23,8 +28,125 @@ from sparsepack.runtime.chained.decoder import torch_threads
 from sparsepack.runtime.cpu.machine import cpu_info
 from sparsepack.runtime.engine import Engine
 from sparsepack.runtime.features import backend_asked
+from sparsepack.runtime.reference.backend import synchronise
 from sparsepack.runtime.skipped import skipped_weights
 from sparsepack.version import __version__
+
+ARRAY_BYTES = 1 << 29
+
+
+@dataclass(frozen=True)
+class Bandwidth:
+    """Bytes a second, and how that is known."""
+
+    bytes_per_second: float
+    how: str
+
+
+def bandwidth_of(device: torch.device) -> Bandwidth:
+    """What a device's memory delivers: as its makers state where a table has the device, else as `read_bandwidth`
+    measures it."""
+    stated = _STATED.get(device.type, _nobody)()
+    if isinstance(stated, Bandwidth):
+        return stated
+    same_threads = " at the same number of threads" if device.type == "cpu" else ""
+    how = f"torch max over {ARRAY_BYTES >> 20} MiB of float32{same_threads}, fastest of 5{stated}"
+    return Bandwidth(read_bandwidth(device), how)
+
+
+def _nobody() -> str:
+    return ""
+
+
+def _apple() -> Bandwidth | str:
+    """What is stated for this machine's chip, or why nothing is."""
+    chip, cores = cpu_info(), apple.gpu_cores()
+    stated = apple.stated_bandwidth(chip, cores)
+    if stated is None:
+        of_cores = "" if cores is None else f" with {cores} GPU cores"
+        return f"; what Apple states for {chip}{of_cores} is not known here"
+    return Bandwidth(stated, f"as Apple states for {chip}")
+
+
+_STATED: Mapping[str, Callable[[], Bandwidth | str]] = {"mps": _apple}
+"""By torch's type of a device, what is stated for the one of this machine, or a text that says why nothing is."""
+
+
+def read_bandwidth(device: torch.device | str = "cpu", nbytes: int = ARRAY_BYTES, repetitions: int = 5) -> float:
+    """Bytes a second that the memory of a device delivers, at torch's present number of threads.
+
+    Times the largest element of a float32 array much larger than the caches, `repetitions` times, and takes the
+    fastest: what disturbs a run only slows it.
+    """
+    array = torch.ones(nbytes // 4, device=device)
+    array.max()
+    return array.nbytes / min(_timed_read(array) for _ in range(repetitions))
+
+
+def _timed_read(array: torch.Tensor) -> float:
+    synchronise(array.device)
+    start = time.perf_counter()
+    array.max()
+    synchronise(array.device)
+    return time.perf_counter() - start
+
+
+Activity = Mapping[tuple[int, str], float]
+"""The share of active columns, or of active records, stands under (layer, site), as `Engine.activity` returns it; a
+site that is not named is wholly active."""
+
+
+def parameters(packed: PackedModel) -> int:
+    """The model's parameters: logical weights, norms and biases; a tied output matrix counts once."""
+    matrices = [packed.embedding] + ([] if packed.architecture.tied else [packed.output])
+    count = packed.output_norm.numel() + sum(matrix.weights for matrix in [*matrices, *packed.bases.values()])
+    for layer in packed.layers:
+        count += sum(matrix.weights for matrix in layer.matrices.values())
+        count += sum(tensor.numel() for tensor in layer.mlp.always)
+        count += sum(norm.numel() for norm in layer.norms.values())
+        count += sum(site.bias.numel() for site in layer.sites.values() if site.bias is not None)
+    return count
+
+
+def stored_bytes(packed: PackedModel) -> int:
+    """Bytes of all stored tensors, padding rows included, metadata not."""
+    embedding = 0 if packed.architecture.tied else packed.embedding.blocks.nbytes
+    return (
+        embedding
+        + _always_read(packed)
+        + sum(matrix.nbytes for layer in packed.layers for matrix in layer.matrices.values())
+    )
+
+
+def bytes_per_token(packed: PackedModel, activity: Activity, pads_tails: bool = False) -> float:
+    """Stored bytes that decoding one token needs: active columns and records, of experts those that it has, the output
+    matrix, one row of the embedding, changes of basis, norms, routers, biases, scales of rows and rules. The KV cache,
+    which grows with the text, is left out.
+
+    pads_tails -- as `Backend.pads_tails`: tails count as whole bands
+    """
+    blocks = sum(
+        (matrix.padded_nbytes if pads_tails else matrix.nbytes)
+        * layer.reached[name]
+        * activity.get((number, name), 1.0)
+        for number, layer in enumerate(packed.layers)
+        for name, matrix in layer.matrices.items()
+    )
+    row = packed.embedding.blocks.nbytes / packed.embedding.rows
+    return blocks + row + _always_read(packed)
+
+
+def _always_read(packed: PackedModel) -> int:
+    tensors: list[Tensor | None] = [packed.output.blocks, packed.output_norm]
+    tensors += [basis.blocks for basis in packed.bases.values()]
+    for layer in packed.layers:
+        tensors += [*layer.norms.values(), *layer.mlp.always]
+        for site in layer.sites.values():
+            tensors += [site.bias, site.matrix.row_scale]
+            if site.rule is not None:
+                tensors += [site.rule.limits, site.rule.offset]
+    return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+
 
 SCHEMA = 1
 CHECKED_TOKENS = 9
@@ -52,7 +174,7 @@ def bench_decode(
     Prefill is dense by definition. Dense and sparse decoding take turns on the same engine, after a check that steps
     give the logits of the same text at once; its result is in `check`. Sequences of a batch have texts of their own,
     pieces of `ids` one after the other, and their rows count the tokens of all. Rows of decoding tests also have
-    `bytes_per_token` (stored bytes needed, see `traffic.bytes_per_token`), `realised_sparsity` (share of the block
+    `bytes_per_token` (stored bytes needed, see `bytes_per_token`), `realised_sparsity` (share of the block
     weights skipped), the same `_of_sparse_sites`, and `bandwidth_share` (bytes_per_token * avg_ts over the memory's
     bandwidth, see `machine.bandwidth_of`). Where neurons have slots, `served` has how many did of those that were
     active, and of sparse ones `per_token` what a token took (`placement.ways.per_token`), in the last repetition.
@@ -171,10 +293,10 @@ def _difference(engine: Engine, mode: str, tokens: Sequence[int], expected: Sequ
 
 def _measured(
     engine: Engine, tests: Sequence[_Test], texts: Sequence[Sequence[int]], repetitions: int
-) -> tuple[dict[_Test, list[int]], dict[_Test, traffic.Activity], dict[_Test, tuple[HitCounts | None, Ways]]]:
+) -> tuple[dict[_Test, list[int]], dict[_Test, Activity], dict[_Test, tuple[HitCounts | None, Ways]]]:
     """Nanoseconds of every repetition, the activity (the same in all of them), and what slots served."""
     samples: dict[_Test, list[int]] = {test: [] for test in tests}
-    activities: dict[_Test, traffic.Activity] = {}
+    activities: dict[_Test, Activity] = {}
     served: dict[_Test, tuple[HitCounts | None, Ways]] = {}
     if engine.device.type != "cpu":  # where a first run takes memory and loads what it runs
         for test in tests:
@@ -212,7 +334,7 @@ def _row(
     filename: str,
     test: _Test,
     samples_ns: list[int],
-    activity: traffic.Activity,
+    activity: Activity,
     bandwidth: float,
 ) -> dict[str, Any]:
     samples_ts = [settings.batch * (test.n_prompt + test.n_gen) * 1e9 / ns for ns in samples_ns]
@@ -224,8 +346,8 @@ def _row(
         "backends": engine.backend,
         "model_filename": filename,
         "model_type": f"{packed.architecture.model_type} {packed.manifest['kind']}",
-        "model_size": traffic.stored_bytes(packed),
-        "model_n_params": traffic.parameters(packed),
+        "model_size": stored_bytes(packed),
+        "model_n_params": parameters(packed),
         "n_threads": engine.threads,
         "type_k": engine.cache_type,
         "type_v": engine.cache_type,
@@ -253,7 +375,7 @@ def _row(
     }
     if test.n_gen:
         pads_tails = backend_named(engine.backend).pads_tails
-        needed = traffic.bytes_per_token(packed, activity, pads_tails) / settings.batch  # that tokens of a step share
+        needed = bytes_per_token(packed, activity, pads_tails) / settings.batch  # that tokens of a step share
         row["bytes_per_token"] = needed
         skipped = skipped_weights(packed, activity)
         row["realised_sparsity"] = skipped.overall

@@ -3,6 +3,8 @@
 What a user waits for is timed: quantising the inputs, the product, its scales. Weights are random, of a real spread;
 copies of them take turns, so that no cache serves them. Every contender's outputs are compared with the plain product
 of its own weights before it is timed.
+
+Time launches on a GPU: many of them in one CUDA graph, so that no host is measured.
 """
 
 import statistics
@@ -14,12 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sparsepack.bench.graph_timing import graph_seconds
-from sparsepack.bench.machine import read_bandwidth
+from sparsepack.bench.decode import read_bandwidth
 from sparsepack.errors import UserError
-from sparsepack.formats.codecs.slid_matrix import encode
-from sparsepack.formats.codecs.slide import Slide
-from sparsepack.formats.codecs.symmetric import quantise_rows
+from sparsepack.formats.codecs.slide import Slide, encode, quantise_rows
 from sparsepack.formats.codecs.value_types import VALUE_TYPES
 from sparsepack.models.records.groups import kept
 from sparsepack.models.records.pattern import Pattern
@@ -27,8 +26,35 @@ from sparsepack.progress import progress
 from sparsepack.runtime.cuda.driver.device import usable
 from sparsepack.runtime.cuda.slide.inputs import quantise_slide
 from sparsepack.runtime.cuda.slide.outputs import scale_outputs
-from sparsepack.runtime.reference.slide import SlidMatrix
+from sparsepack.runtime.reference.products import SlidMatrix
 from sparsepack.runtime.slid_operator import prepare, slid_linear
+
+
+def graph_seconds(run: Callable[[int], object], count: int) -> Callable[[], float]:
+    """A function that replays run(0), run(1), ... run(count - 1), and returns the seconds of one of them."""
+    for i in range(count):
+        run(i)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(
+        graph,
+        stream=torch.cuda.Stream(),  # type: ignore[no-untyped-call]
+    ):
+        for i in range(count):
+            run(i)
+    graph.replay()
+
+    def replay() -> float:
+        event: Any = torch.cuda.Event
+        start, end = event(enable_timing=True), event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        return float(start.elapsed_time(end)) / 1e3 / count
+
+    return replay
+
 
 SCHEMA = 1
 TOKENS = (64, 512, 2048, 8192, 16384)

@@ -36,9 +36,8 @@ from sparsepack.models.checkpoint.checkpoint import Checkpoint, checkpoint_of
 from sparsepack.models.family import ATTN_OUT, MLP_MID, SITES
 from sparsepack.models.precision import arithmetic
 from sparsepack.models.stock.blocks import BlockStream
-from sparsepack.models.stock.bound import bound_told
-from sparsepack.models.stock.hooks import check_finite, routing_hooks, site_hooks, stream_hooks
-from sparsepack.models.stock.recorded import Record
+from sparsepack.models.stock.forecast import bound_told
+from sparsepack.models.stock.hooks import Record, check_finite, routing_hooks, site_hooks, stream_hooks
 from sparsepack.models.tokenizer.windows import HELD_OUT_SHARE, check_vocabulary, drawn_windows, window_length
 from sparsepack.option import check_type
 from sparsepack.progress import Advance, Shorter, progress, say

@@ -2,12 +2,9 @@
 zero, what it said with all of them.
 
 options.py    what may be asked for
-updates.py    what is trained of a matrix, and how a model computes with it
-teacher.py    what a pruned model learns from
-train.py      the training, against the model as it was or that teacher
-measure.py    how far a model is from the one that it should follow, sparse and dense
+train.py      what is trained of a matrix, the training against the model as it was or a teacher, and how far it is
 run.py        the checkpoint with the trained matrices
 
-The loop and the thresholds are those of `global` (`sparsity.training`, `sparsity.soft_channels`); what was done stands
+The loop and the thresholds are those of `global` (`sparsity.training`, `sparsity.learned`); what was done stands
 in a record beside the distilled checkpoint (`models.records.distilled`).
 """

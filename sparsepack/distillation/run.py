@@ -11,9 +11,7 @@ from torch import Tensor
 
 from sparsepack.calibration.folder import load as load_calibration
 from sparsepack.distillation.options import DistilOptions
-from sparsepack.distillation.teacher import teacher_of
-from sparsepack.distillation.train import measured_after, measured_windows, train
-from sparsepack.distillation.updates import matrices
+from sparsepack.distillation.train import matrices, measured_after, measured_windows, teacher_of, train
 from sparsepack.errors import DistillationError
 from sparsepack.files.atomic import check_inputs, check_output
 from sparsepack.files.hashing import fingerprint

@@ -5,32 +5,233 @@ The loss of a window is the KL divergence of its sparse second half from the den
 dense first half, whose keys and values the second half reads. Both halves are computed with the weights that are
 trained. Thresholds and offsets of channels are trained along and let go at the end, since `pack` learns them on the
 distilled model. Where nothing is skipped, the loss is the divergence of the whole window.
+
+How far a model is from the one that it should follow: of what is decoded, and of prompts.
+
+The model that a pruned model learns from: the one that it was pruned from.
+
+What is trained of the matrices of a model's blocks, and how a model computes with it.
+
+All weights of a matrix W [rows, columns] are trained, as a copy in float32, or a low-rank update (LoRA, 2106.09685)
+
+    W' x = W x + B A x,   A [rank, columns], B [rows, rank]
+
+of which B begins at zero, so that the model begins as it was. Zeros of a pruned matrix stay zeros: they have no
+gradient, and Adam leaves a number alone that never had one.
 """
 
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional
 
 from sparsepack.calibration.folder import Calibration
-from sparsepack.distillation.measure import dense_states, measure
 from sparsepack.distillation.options import DistilOptions
-from sparsepack.distillation.updates import Update, first_updates, trained_with
-from sparsepack.models.checkpoint.checkpoint import Checkpoint
-from sparsepack.models.family import SITES
+from sparsepack.errors import CheckpointError, DistillationError
+from sparsepack.models.architecture import logit_cap
+from sparsepack.models.checkpoint.checkpoint import Checkpoint, checkpoint_of
+from sparsepack.models.family import SITES, Family
 from sparsepack.models.precision import arithmetic
 from sparsepack.models.records.distilled import Figures
 from sparsepack.models.records.pruned import pruning_record
-from sparsepack.models.stock.halves import Change, dense_pass
+from sparsepack.models.stock.halves import Change, changed_pass, dense_pass
 from sparsepack.models.stock.whole import load_model
 from sparsepack.models.tokenizer.windows import spread_windows
 from sparsepack.progress import say
 from sparsepack.sparsity.allocation import weights_of
-from sparsepack.sparsity.divergence import Teacher, dense_divergence, divergence
 from sparsepack.sparsity.learned import first_channels, sparse_at
+from sparsepack.sparsity.teal import Teacher, dense_divergence, divergence, mean_divergence
 from sparsepack.sparsity.training import Training
 from sparsepack.workers.resume import ResumeState
+
+
+@torch.no_grad()
+def dense_states(model: Any, windows: Tensor) -> tuple[Tensor, ...]:
+    """What enters a model's output matrix at each of the windows [N, S], with nothing skipped: [1, S, H] on the CPU."""
+    return tuple(dense_pass(model, ids[None])[0].cpu() for ids in windows)
+
+
+@torch.no_grad()
+def measure(model: Any, family: Family, windows: Tensor, sparse: Change | None, wanted: Sequence[Tensor]) -> Figures:
+    """Measure a model on windows [N, S]: the second half of each sparse behind a dense first half.
+
+    sparse -- None: nothing is skipped
+    wanted -- the `dense_states` of the model that it should follow
+    """
+    head, half, cap = model.get_output_embeddings(), windows.shape[1] // 2, logit_cap(model.config)
+    sums = torch.zeros(3, dtype=torch.float64)
+    for ids, dense in zip(windows, wanted, strict=True):
+        states, context = dense_pass(model, ids[None])
+        second, skipped = states[:, half:], states.new_zeros(())
+        if sparse is not None:
+            second, shares = changed_pass(model, family, ids[None], context, sparse)
+            skipped = torch.stack(shares).sum()
+        dense = dense.to(states)
+        decoded = mean_divergence(head, dense[:, half:], second, cap)
+        prompt = mean_divergence(head, dense[:, :half], states[:, :half], cap)
+        sums += torch.stack([decoded, prompt, skipped.to(decoded)]).double().cpu()
+    return Figures(*(sums / len(windows)).tolist())
+
+
+def teacher_of(checkpoint: Checkpoint, given: Checkpoint | str | Path | None = None) -> Checkpoint | None:
+    """The model that a model was pruned from; None for one that was not pruned, which learns from itself.
+
+    given -- that model, or where it lies (default: where the record of pruning says)
+
+    Raises `DistillationError` where it is not there, is another model or has no use, `CheckpointError` where what was
+    given cannot be opened.
+    """
+    record = pruning_record(checkpoint.path)
+    if record is None:
+        if given is not None:
+            name = given.name if isinstance(given, Checkpoint) else given
+            raise DistillationError(
+                f"teacher {name}: {checkpoint.name} was not pruned and learns from itself; leave --teacher out"
+            )
+        return None
+    name, digest = record.summary["model"], record.summary["model_sha256"]
+    try:
+        found = checkpoint_of(name if given is None else given)
+    except CheckpointError as error:
+        if given is not None:
+            raise
+        raise DistillationError(
+            f"{checkpoint.name}: it learns from the model that it was pruned from, and {name} is not there; "
+            "give --teacher"
+        ) from error
+    if found.sha256 != digest:
+        raise DistillationError(
+            f"{found.name} (SHA-256 {found.sha256[:12]}): {checkpoint.name} was pruned from another model, {name} "
+            f"({digest[:12]}); give that one as --teacher"
+        )
+    return found
+
+
+class Update(ABC):
+    """A matrix as far as it is trained."""
+
+    @property
+    @abstractmethod
+    def trained(self) -> list[Tensor]:
+        """Everything that an optimiser trains, float32 leaves on the device."""
+
+    @abstractmethod
+    def product(self, linear: nn.Linear, x: Tensor) -> Tensor:
+        """What the linear makes of x [..., columns] with the trained matrix in place of its own: [..., rows]."""
+
+    @abstractmethod
+    def merged(self, weight: Tensor) -> Tensor:
+        """The trained matrix, from the one that it was: float64 [rows, columns] each, on the CPU."""
+
+
+@dataclass(frozen=True)
+class AllWeights(Update):
+    """weight -- of the matrix itself, float32 [rows, columns]."""
+
+    weight: Tensor
+
+    @property
+    def trained(self) -> list[Tensor]:
+        return [self.weight]
+
+    def product(self, linear: nn.Linear, x: Tensor) -> Tensor:
+        return functional.linear(x, self.weight.to(x.dtype), linear.bias)
+
+    def merged(self, weight: Tensor) -> Tensor:
+        return self.weight.detach().cpu().double()
+
+
+@dataclass(frozen=True)
+class LowRank(Update):
+    """down, up -- A and B, float32 [rank, columns] and [rows, rank]."""
+
+    down: Tensor
+    up: Tensor
+
+    @property
+    def trained(self) -> list[Tensor]:
+        return [self.down, self.up]
+
+    def product(self, linear: nn.Linear, x: Tensor) -> Tensor:
+        few = functional.linear(x, self.down.to(x.dtype))
+        return functional.linear(x, linear.weight, linear.bias) + functional.linear(few, self.up.to(x.dtype))
+
+    def merged(self, weight: Tensor) -> Tensor:
+        return weight + self.up.detach().cpu().double() @ self.down.detach().cpu().double()
+
+
+def matrices(checkpoint: Checkpoint) -> list[str]:
+    """The names of the tensors that are trained: the matrices of all blocks, in order of execution."""
+    family = checkpoint.family
+    blocks = map(family.block, range(checkpoint.layers))
+    return [f"{block}.{name}.weight" for block in blocks for site in SITES for name in family.projections[site]]
+
+
+def first_updates(
+    checkpoint: Checkpoint, rank: int | None, seed: int, device: str, pruned: Collection[str] = ()
+) -> dict[str, Update]:
+    """What is trained of each matrix, as it begins; it changes nothing yet.
+
+    rank   -- None: all weights
+    pruned -- the names of matrices whose zeros stay zeros, where all weights are trained
+    """
+    generator = torch.Generator().manual_seed(seed)
+    made: dict[str, Update] = {}
+    for name in matrices(checkpoint):
+        if rank is None:
+            weight = checkpoint.tensor(name).to(device, torch.float32, copy=True)
+            zeros = weight == 0 if name in pruned else None
+            made[name] = AllWeights(weight.requires_grad_(True))
+            if zeros is not None:
+                weight.register_hook(partial(_without, zeros))  # type: ignore[no-untyped-call]
+        else:
+            rows, columns = checkpoint.source.shapes[name]
+            down = (torch.randn(rank, columns, generator=generator) * columns**-0.5).to(device)
+            up = torch.zeros(rows, rank, device=device)
+            made[name] = LowRank(down.requires_grad_(True), up.requires_grad_(True))
+    return made
+
+
+def _without(zeros: Tensor, gradient: Tensor) -> Tensor:
+    """A gradient that is zero where the matrix is."""
+    return gradient.masked_fill(zeros, 0.0)
+
+
+@contextmanager
+def trained_with(model: Any, updates: Mapping[str, Update]) -> Iterator[Callable[[], AbstractContextManager[None]]]:
+    """Within the context a stock model computes with updates, by the names of their tensors. Yields what gives it its
+    own weights for a while."""
+    own = False
+
+    @contextmanager
+    def as_it_was() -> Iterator[None]:
+        nonlocal own
+        own = True
+        try:
+            yield
+        finally:
+            own = False
+
+    def forward_of(linear: nn.Linear, update: Update) -> Callable[[Tensor], Tensor]:
+        plain = linear.forward
+        return lambda x: plain(x) if own else update.product(linear, x)
+
+    linears = {name: model.get_submodule(name.removesuffix(".weight")) for name in updates}
+    for name, linear in linears.items():
+        linear.forward = forward_of(linear, updates[name])
+    try:
+        yield as_it_was
+    finally:
+        for linear in linears.values():
+            del linear.forward  # the class's own
+
 
 MEASURED = 8
 """The model is measured on so many windows of the calibration, before and after."""

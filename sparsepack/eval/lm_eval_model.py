@@ -31,8 +31,7 @@ from sparsepack.errors import UserError
 from sparsepack.eval.protocols import Scorer
 from sparsepack.files.hashing import fingerprint
 from sparsepack.models.architecture import token_ids
-from sparsepack.models.tokenizer.chat import render_chat, template_of
-from sparsepack.models.tokenizer.chat_templates import named_tokens
+from sparsepack.models.tokenizer.chat import named_tokens, render_chat, template_of
 from sparsepack.models.tokenizer.tokens import bos_tokens, check_ids, encode
 from sparsepack.progress import progress
 from sparsepack.workers.workers import ALONE, Workers

@@ -57,8 +57,7 @@ def run_tasks(
 
     Raises UserError for an unknown task, data that cannot be reached and a task that cannot run here.
     """
-    from sparsepack.eval.harness import offline, quiet
-    from sparsepack.eval.trust import no_code
+    from sparsepack.eval.harness import no_code, offline, quiet
 
     with ExitStack() as stack:
         stack.enter_context(quiet())

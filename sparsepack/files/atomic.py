@@ -3,8 +3,11 @@
 A folder that replaces another one changes places with it in one step. Where the file system cannot do that, the old one
 steps aside first, into a folder `.NAME.replaced` with a mark of ours; a run that is killed right then leaves it there,
 and the next one restores it. Another folder of that name is nobody's business: it stays as it is.
+
+Exchange what two names stand for, in one step: whoever looks sees the one or the other under each, never none.
 """
 
+import ctypes
 import errno
 import glob
 import json
@@ -13,15 +16,57 @@ import platform
 import re
 import shutil
 import stat
+import sys
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from sparsepack.errors import OutputError
-from sparsepack.files.exchange import exchange
 from sparsepack.files.side_files import create_file, is_folder, process_number, runs
+
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # Linux
+_RENAME_SWAP = 2  # macOS
+# What a kernel or a file system says that does not know how (EPERM: what a container's filter says for it).
+_CANNOT = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EPERM, errno.EXDEV)
+
+
+def exchange(one: Path, other: Path) -> bool:
+    """Exchange two files or folders of one file system.
+
+    False, and nothing is changed, where the system or the file system cannot do that. Raises OSError for what the disk
+    refuses.
+    """
+    function = _function()
+    if function is None:
+        return False
+    if function(os.fsencode(one), os.fsencode(other)) == 0:
+        return True
+    number = ctypes.get_errno()
+    if number in _CANNOT:
+        return False
+    raise OSError(number, os.strerror(number), str(one))
+
+
+@cache
+def _function() -> Any:
+    """(one, other) -> 0, or -1 with errno set; None where the C library has nothing of the kind."""
+    if sys.platform == "win32":
+        return None
+    library = ctypes.CDLL(None, use_errno=True)
+    path, flags = ctypes.c_char_p, ctypes.c_uint
+    if sys.platform == "darwin" and hasattr(library, "renamex_np"):
+        swap = library.renamex_np
+        swap.argtypes = (path, path, flags)
+        return lambda one, other: swap(one, other, _RENAME_SWAP)
+    if sys.platform == "linux" and hasattr(library, "renameat2"):
+        rename = library.renameat2
+        rename.argtypes = (ctypes.c_int, path, ctypes.c_int, path, flags)
+        return lambda one, other: rename(_AT_FDCWD, one, _AT_FDCWD, other, _RENAME_EXCHANGE)
+    return None
+
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # The last three: another run has just put a folder there; an overlay does not move those of its lower layers.

@@ -10,6 +10,8 @@
     channels                      of each layer null, where it is dense, or each KV head's heavy channels, ascending
 
 All of it decides what is read, so a key that is not understood makes the artifact one that must not be run.
+
+What an artifact's sparse attention is, in a few numbers and in words: for `inspect` and the model card.
 """
 
 import re
@@ -23,11 +25,17 @@ from pydantic import AfterValidator, ConfigDict, Field, model_validator
 
 from sparsepack.errors import ArtifactError
 from sparsepack.files.stored import Count, Name, Size, Stored, checked, shown
-from sparsepack.formats.codecs.labels import LABEL_BITS
+from sparsepack.formats.codecs.labels import LABEL_BITS, padded_channels
 from sparsepack.models.architecture import Architecture
 from sparsepack.models.family import Rotary
 from sparsepack.models.heads import Heads, heads_of, heads_of_config
-from sparsepack.models.records.sparse_attention import LARGEST_DENOMINATOR, SparseAttention, TokenPolicy, described
+from sparsepack.models.records.sparse_attention import (
+    LARGEST_DENOMINATOR,
+    SparseAttention,
+    TokenPolicy,
+    described,
+    in_words,
+)
 
 ATTENTION = "attention"
 """The manifest has the section under this key."""
@@ -147,3 +155,34 @@ def _check_fits(section: AttentionSection, model: Architecture | Any) -> None:
     for name, (found, expected) in facts.items():
         if found != expected:
             raise ValueError(f"{name} {found}, the model has {expected}")
+
+
+_SCALE_BYTES = 2
+_KEY_BYTES = 2
+"""A channel of a key or a value takes this many bytes in a cache of 16 bits."""
+
+
+def attention_summary(manifest: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The section `attention` of a manifest that was read, JSON-able, its channels counted; None where it has none.
+
+    dense_layers     -- those that read all tokens
+    label_bytes      -- for each token, of all layers that have labels
+    key_value_bytes  -- for each token, of all layers, with a cache of 16 bits
+    in_words         -- all of it, for people
+    """
+    if manifest.get(ATTENTION) is None:
+        return None
+    section = checked(AttentionSection, manifest[ATTENTION])
+    numbers = described(section.attention())
+    label = padded_channels(numbers["channels"]) * LABEL_BITS // 8 + _SCALE_BYTES
+    labelled = numbers["layers"] - len(numbers["dense_layers"])
+    label_bytes = labelled * section.kv_heads * label
+    key_value_bytes = numbers["layers"] * section.kv_heads * section.head_dim * 2 * _KEY_BYTES
+    return {
+        **section.model_dump(exclude={"channels"}),
+        **numbers,
+        "label_bytes": label_bytes,
+        "key_value_bytes": key_value_bytes,
+        "in_words": f"{in_words(numbers)}; labels take {label_bytes:,} bytes a token, keys and values in 16 bits "
+        f"{key_value_bytes:,}",
+    }

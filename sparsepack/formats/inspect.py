@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from sparsepack.formats.artifact import Artifact
-from sparsepack.formats.attention_summary import attention_summary
+from sparsepack.formats.attention import attention_summary
 from sparsepack.formats.manifest import (
     DISTILLATION,
     PRUNING,
@@ -19,7 +19,7 @@ from sparsepack.formats.manifest import (
 )
 from sparsepack.formats.open import open_artifact
 from sparsepack.formats.zigzag.layout import ROW_SCALE
-from sparsepack.models.checkpoint.segmented_config import segments_summary
+from sparsepack.models.checkpoint.configuration import segments_summary
 
 _BLOCKS = ("blk.", "model.layers.")
 _SHOWN = ("schema", "sparsepack", "model", PRUNING, ROTATION, DISTILLATION, "calibration", "recipe", "versions")

@@ -19,10 +19,8 @@ from torch import Tensor
 from sparsepack.errors import ArtifactError
 from sparsepack.formats.artifact import Artifact
 from sparsepack.formats.manifest import PRUNING, ROTATION
-from sparsepack.models.checkpoint.bases import FROM_START, Bases
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
-from sparsepack.models.checkpoint.procrustes import FoundBasis, found_basis
-from sparsepack.models.checkpoint.rotated import rotated, value_and_output
+from sparsepack.models.checkpoint.rotated import FROM_START, Bases, FoundBasis, found_basis, rotated, value_and_output
 from sparsepack.models.heads import heads_of_config
 
 CHANGED_SINCE = (PRUNING,)

@@ -3,13 +3,63 @@
 Slots go to the neurons that are active most often, whatever block they are in: that serves more than the same share of
 each block, since blocks differ more than neurons do. Within a block the neurons with slots are the first ones of the
 order by falling frequency, so that an artifact whose neurons lie in that order needs one number for each block.
+
+Counts of how often needed neurons were resident while a text was decoded. Nothing heavy is imported here.
+
+Which neurons stay and which come, from a score: what every policy does in the end. Ties are broken by the index, so
+that a choice is a function of the scores and of what was resident, and moves nothing without need.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
 
 import numpy as np
 
 from sparsepack.errors import PlacementError
+
+_IN_RESULTS = ("tokens", "needed", "hits", "moves")
+
+
+@dataclass(frozen=True)
+class HitCounts:
+    """What happened to decoded tokens.
+
+    tokens -- decoded
+    needed -- neurons that these tokens needed; hits: of these, those that were resident when they were needed
+    moves  -- units that became resident meanwhile; unused: of these, those that left before they were needed
+    """
+
+    tokens: int = 0
+    needed: int = 0
+    hits: int = 0
+    moves: int = 0
+    unused: int = 0
+
+    @property
+    def hit_rate(self) -> float:
+        """The share of what was needed that was resident."""
+        return self.hits / max(self.needed, 1)
+
+    def __add__(self, other: "HitCounts") -> "HitCounts":
+        """The counts of both texts together."""
+        return HitCounts(*(getattr(self, field.name) + getattr(other, field.name) for field in fields(self)))
+
+    @property
+    def in_words(self) -> str:
+        """The hit rate and the moves in a few words."""
+        moves = self.moves / max(self.tokens, 1)
+        return f"hit rate {100 * self.hit_rate:.1f} % of the active neurons, {moves:.1f} moved per token"
+
+    def to_json(self) -> dict[str, Any]:
+        """The counts for results, and the hit rate."""
+        counts = asdict(self)
+        return {**{name: counts[name] for name in _IN_RESULTS}, "hit_rate": self.hit_rate}
+
+
+def hits_in_words(found: Mapping[str, Any]) -> str:
+    """What `to_json` gave, in the words of `HitCounts.in_words`."""
+    return HitCounts(**{name: found[name] for name in _IN_RESULTS}).in_words
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,3 +127,46 @@ def _count(budget: int, record_bytes: int) -> int:
     if budget < 0 or record_bytes < 1:
         raise PlacementError(f"{budget} bytes for records of {record_bytes}; expected at least 0, and at least 1")
     return budget // record_bytes
+
+
+def best(score: np.ndarray, resident: np.ndarray, slots: np.ndarray) -> np.ndarray:
+    """Choose the units with the highest scores, `slots` of each group: bool [groups, units].
+
+    score    -- float32 [groups, units]
+    resident -- bool [groups, units]: of two with the same score the resident one stays, else the first one
+    slots   -- int [groups]
+    """
+    units = score.shape[1]
+    chosen = np.empty(score.shape, np.bool_)
+    for row, scores, there, count in zip(chosen, score, resident, slots, strict=True):
+        if count in (0, units):
+            row[:] = count
+            continue
+        cut = np.sort(scores)[units - count]  # faster than np.partition, where many are alike by far
+        np.greater_equal(scores, cut, out=row)
+        if too_many := int(np.count_nonzero(row)) - int(count):
+            alike = np.flatnonzero(scores == cut)
+            stay_first = np.argsort(~there[alike], kind="stable")
+            row[alike[stay_first[-too_many:]]] = False
+    return chosen
+
+
+def swaps(score: np.ndarray, resident: np.ndarray, margin: float) -> tuple[np.ndarray, np.ndarray]:
+    """Swap the best unit outside for the worst resident one, the second best for the second worst, and so on, as long
+    as the one outside is better by more than `margin`; return who comes and who goes, in this order: int [swaps] each.
+
+    score -- float32 [units]; resident -- bool [units]. Of two with the same score the first one counts as better.
+    """
+    least = np.float32(margin)
+    # Few can be swapped at all: those outside that better the worst inside, and those inside that the best outside
+    # betters. Only these are sorted, of millions.
+    worst = np.where(resident, score, np.inf).min()
+    best_outside = np.where(resident, -np.inf, score).max()
+    coming = np.flatnonzero(~resident & (score > worst + least))
+    going = np.flatnonzero(resident & (score + least < best_outside))
+    coming = coming[np.argsort(-score[coming], kind="stable")]
+    going = going[np.argsort(-score[going], kind="stable")][::-1]
+    pairs = min(len(coming), len(going))
+    better = score[coming[:pairs]] > score[going[:pairs]] + least
+    count = pairs if better.all() else int(np.argmin(better))
+    return coming[:count], going[:count]

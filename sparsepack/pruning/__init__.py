@@ -2,7 +2,6 @@
 
 options.py    what may be asked for
 methods.py    the table of methods: magnitude, Wanda, SparseGPT
-sparsegpt.py  the one that corrects the weights that stay
 permute.py    orders of neurons and value channels in which less is lost
 run.py        the model, one block at a time
 

@@ -30,7 +30,7 @@ from sparsepack.models.records.pruned import RECORD, Pruned, PrunedMatrix
 from sparsepack.models.records.rule import SiteKey
 from sparsepack.models.sites import chosen_sites, site_name
 from sparsepack.models.stock.blocks import BlockStream
-from sparsepack.models.stock.bound import bound_told
+from sparsepack.models.stock.forecast import bound_told
 from sparsepack.models.stock.hooks import routing_hooks, site_hooks
 from sparsepack.models.tokenizer.windows import spread_windows
 from sparsepack.option import check_type

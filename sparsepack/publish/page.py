@@ -1,8 +1,15 @@
-"""The report of a recipe's run as one page of HTML that needs nothing else: no script, picture or font from afar."""
+"""The report of a recipe's run as one page of HTML that needs nothing else: no script, picture or font from afar.
+
+Bars inside a page: no script, colours from the page's style.
+
+Upright ones are SVG with a value under the pointer. Lying ones are HTML, so that long labels take another line and
+letters keep their size at every width of the page.
+"""
 
 import shlex
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +21,91 @@ from sparsepack.errors import UserError
 from sparsepack.eval.tables import accuracy_tables, pruning_table
 from sparsepack.inspection import score_rows
 from sparsepack.models.records.rotated import basis_in_words
-from sparsepack.publish import charts
-from sparsepack.publish.gates import gates_table
-from sparsepack.publish.results import REPORT, read_json
-from sparsepack.publish.templates import render
+from sparsepack.publish.card import REPORT, gates_table, read_json, render
 from sparsepack.tables import html
 from sparsepack.version import __version__
+
+_WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP = 420, 130, 38, 18, 8
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A value with its label; `mark`, a line across it: what was aimed at; `spread`: the least and the greatest."""
+
+    label: str
+    value: float
+    mark: float | None = None
+    spread: tuple[float, float] | None = None
+
+
+def column_chart(title: str, bars: Sequence[Bar], highest: float | None = None, form: str = "{:.3g}") -> Markup:
+    """One upright bar each, for as many as there are blocks in a model.
+
+    highest -- the value at the top (default: the largest); form -- how values are written
+    """
+    top = highest or max((max(bar.value, bar.mark or 0) for bar in bars), default=0) or 1.0
+    plot = _HEIGHT - _TOP - _BOTTOM
+    step = (_WIDTH - _LEFT) / max(len(bars), 1)
+    wide = min(step * 0.8, 26)
+    parts = [_axis(top * share, _TOP + plot * (1 - share), form) for share in (0, 0.5, 1)]
+    every = -(-len(bars) * 22 // (_WIDTH - _LEFT)) or 1  # labels are at most 22 wide
+    for n, bar in enumerate(bars):
+        x, tall = _LEFT + step * n + (step - wide) / 2, plot * min(bar.value / top, 1)
+        said = f"{bar.label}: {form.format(bar.value)}"
+        if bar.mark is not None:
+            said += f", target {form.format(bar.mark)}"
+        parts.append(
+            Markup(
+                '<g><title>{}</title><rect class="bar" x="{:.1f}" y="{:.1f}" width="{:.1f}" height="{:.1f}"/>'
+            ).format(said, x, _TOP + plot - tall, wide, tall)
+        )
+        if bar.mark is not None:
+            y = _TOP + plot * (1 - min(bar.mark / top, 1))
+            parts.append(
+                Markup('<line class="mark" x1="{:.1f}" x2="{:.1f}" y1="{:.1f}" y2="{:.1f}"/>').format(
+                    x - 1, x + wide + 1, y, y
+                )
+            )
+        parts.append(Markup("</g>"))
+        if n % every == 0:
+            parts.append(_text(x + wide / 2, _HEIGHT - 4, bar.label, "middle"))
+    return _svg(title, _WIDTH, _HEIGHT, parts)
+
+
+def row_chart(title: str, bars: Sequence[Bar], form: str = "{:,.1f}") -> Markup:
+    """One lying bar each with its label before and its value behind, for a few; its spread is a line across its end."""
+    top = max((value for bar in bars for value in (bar.value, *(bar.spread or ()))), default=0) or 1.0
+    parts = []
+    for bar in bars:
+        line, said = Markup(""), form.format(bar.value)
+        if bar.spread is not None:
+            low, high = bar.spread
+            line = Markup('<i class="spread" style="left:{:.2f}%;width:{:.2f}%"></i>').format(
+                100 * low / top, 100 * (high - low) / top
+            )
+            said += f" ({form.format(low)} to {form.format(high)})"
+        parts.append(
+            Markup(
+                '<span>{}</span><span class="track"><i class="bar" style="width:{:.2f}%"></i>{}</span>'
+                '<span class="n">{}</span>'
+            ).format(bar.label, 100 * bar.value / top, line, said)
+        )
+    return Markup('<div class="bars" role="group" aria-label="{}">{}</div>').format(title, Markup("").join(parts))
+
+
+def _svg(title: str, width: int, height: int, parts: Sequence[Markup]) -> Markup:
+    head = Markup('<svg role="img" aria-label="{}" viewBox="0 0 {} {}">').format(title, width, height)
+    return head + Markup("").join(parts) + Markup("</svg>")
+
+
+def _text(x: float, y: float, text: str, anchor: str) -> Markup:
+    return Markup('<text x="{:.1f}" y="{:.1f}" text-anchor="{}">{}</text>').format(x, y, anchor, text)
+
+
+def _axis(value: float, y: float, form: str) -> Markup:
+    line = Markup('<line class="grid" x1="{}" x2="{}" y1="{:.1f}" y2="{:.1f}"/>').format(_LEFT, _WIDTH, y, y)
+    return line + _text(_LEFT - 5, y + 4, form.format(value), "end")
+
 
 _FILE = "report.json"
 
@@ -71,10 +157,10 @@ def _page(report: Mapping[str, Any]) -> str:
         commands=_commands(report),
         earlier=any(stage["status"] != "ran" for stage in report["stages"]),
         gates=gates_table(report["gates"]) if report["gates"] else None,
-        stages=charts.rows(
+        stages=row_chart(
             "seconds of each stage",
             [
-                charts.Bar(stage["name"] + (", earlier" if stage["status"] != "ran" else ""), stage["seconds"])
+                Bar(stage["name"] + (", earlier" if stage["status"] != "ran" else ""), stage["seconds"])
                 for stage in report["stages"]
             ],
         ),
@@ -93,11 +179,9 @@ def _commands(report: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [(what, f"sparsepack {command}") for what, command in found]
 
 
-def _charts(
-    title: str, sites: Mapping[str, list[charts.Bar]], highest: float | None = None
-) -> list[tuple[str, Markup]]:
+def _charts(title: str, sites: Mapping[str, list[Bar]], highest: float | None = None) -> list[tuple[str, Markup]]:
     """A chart for each site, with a bar for each block."""
-    return [(site, charts.columns(f"{title} {site}, by block", bars, highest=highest)) for site, bars in sites.items()]
+    return [(site, column_chart(f"{title} {site}, by block", bars, highest=highest)) for site, bars in sites.items()]
 
 
 def _errors(matrices: list[Mapping[str, Any]]) -> list[tuple[str, Markup]]:
@@ -107,7 +191,7 @@ def _errors(matrices: list[Mapping[str, Any]]) -> list[tuple[str, Markup]]:
         _, layer, site = row["site"].split(".")
         of_site = worst.setdefault(site, {})
         of_site[layer] = max(of_site.get(layer, 0.0), row["error"])
-    return _charts("error at", {site: [charts.Bar(*bar) for bar in found.items()] for site, found in worst.items()})
+    return _charts("error at", {site: [Bar(*bar) for bar in found.items()] for site, found in worst.items()})
 
 
 def _skipped(rows: list[Mapping[str, Any]]) -> Mapping[str, float]:
@@ -118,23 +202,21 @@ def _skipped(rows: list[Mapping[str, Any]]) -> Mapping[str, float]:
 def _sparsity(table: Mapping[str, Any] | None, skipped: Mapping[str, float]) -> list[tuple[str, Markup]]:
     """The share of each site and block in `skipped`, else that on the calibration text, and a line for the target."""
 
-    def bar(row: Mapping[str, Any]) -> charts.Bar:
+    def bar(row: Mapping[str, Any]) -> Bar:
         share = skipped.get(f"blk.{row['layer']}.{row['site']}", row["realised"] or 0.0)
-        return charts.Bar(str(row["layer"]), share, row["sparsity"])
+        return Bar(str(row["layer"]), share, row["sparsity"])
 
     return _charts("share skipped at", _by_site(table, bar), highest=1.0)
 
 
 def _thresholds(table: Mapping[str, Any] | None) -> list[tuple[str, Markup]]:
-    bars = _by_site(table, lambda row: charts.Bar(str(row["layer"]), row["threshold"] or 0.0))
+    bars = _by_site(table, lambda row: Bar(str(row["layer"]), row["threshold"] or 0.0))
     return _charts("threshold at", bars)
 
 
-def _by_site(
-    table: Mapping[str, Any] | None, bar: Callable[[Mapping[str, Any]], charts.Bar]
-) -> dict[str, list[charts.Bar]]:
+def _by_site(table: Mapping[str, Any] | None, bar: Callable[[Mapping[str, Any]], Bar]) -> dict[str, list[Bar]]:
     """The bars of a table's rows by their sites; none of no table."""
-    sites: dict[str, list[charts.Bar]] = {}
+    sites: dict[str, list[Bar]] = {}
     for row in table["rows"] if table else ():
         sites.setdefault(row["site"], []).append(bar(row))
     return sites
@@ -142,8 +224,8 @@ def _by_site(
 
 def _speed(tests: list[Mapping[str, Any]]) -> Markup | None:
     decode = [
-        charts.Bar(f"decode, {test['mode']}", test["avg_ts"], spread=(test["min_ts"], test["max_ts"]))
+        Bar(f"decode, {test['mode']}", test["avg_ts"], spread=(test["min_ts"], test["max_ts"]))
         for test in tests
         if test["n_gen"]
     ]
-    return charts.rows("tokens a second while decoding", decode) if decode else None
+    return row_chart("tokens a second while decoding", decode) if decode else None

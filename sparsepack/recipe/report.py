@@ -11,9 +11,9 @@ from typing import Any
 
 from sparsepack import tables
 from sparsepack.process import cores
-from sparsepack.publish.gates import gates_table
+from sparsepack.publish.card import gates_table
 from sparsepack.recipe.gates import Verdict
-from sparsepack.recipe.runner import LIBRARIES, Outcome
+from sparsepack.recipe.run import LIBRARIES, Outcome
 from sparsepack.recipe.stage import Job
 from sparsepack.recipe.stages import STAGES
 from sparsepack.recipe.stages.pack import PACK, artifact_of

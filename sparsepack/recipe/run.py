@@ -1,14 +1,125 @@
-"""`run`: read a recipe, run its stages, show what came of it, judge its gates."""
+"""`run`: read a recipe, run its stages, show what came of it, judge its gates.
 
+Run the stages of a recipe: what is up to date is skipped, the rest leaves its files in the work folder.
+"""
+
+import importlib.metadata
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from sparsepack.files.atomic import remove_leftovers
+from sparsepack.files.hashing import sha256_bytes
+from sparsepack.files.lock import remove_lock
+from sparsepack.progress import going_on, say
 from sparsepack.recipe.gates import Verdict
 from sparsepack.recipe.load import load_recipe, locate
 from sparsepack.recipe.schema import Gates
+from sparsepack.recipe.section import Recipe
+from sparsepack.recipe.stage import Job, Stage
 from sparsepack.recipe.stages import STAGES
+from sparsepack.recipe.state import WorkFolder
+from sparsepack.version import __version__
+
+LIBRARIES = ("torch", "transformers")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a stage went: "ran" or "up to date", and the seconds it took, now or back then."""
+
+    name: str
+    status: str
+    seconds: float
+
+
+def stages_of(recipe: Recipe) -> list[Stage]:
+    """The stages that the recipe asks for, in order."""
+    return [stage for stage in STAGES if stage.runs(recipe)]
+
+
+def open_work(job: Job, stages: Sequence[Stage], file: str, overwrite: bool = False) -> WorkFolder:
+    """The work folder of the recipe in a file of that name; what is odd about it is said on stderr. Raises
+    `OutputError` as `WorkFolder` does."""
+    outputs = [output for stage in stages for output in stage.outputs(job.recipe.asked(stage.key))]
+    owner = {"name": job.recipe.name, "file": file, "model": job.recipe.model}
+    work = WorkFolder(job.folder, outputs, owner, overwrite)
+    say(*work.notes)
+    return work
+
+
+def pending(job: Job, stages: Sequence[Stage], work: WorkFolder) -> set[str]:
+    """The stages that would run: those that changed, and all that need one of them."""
+    stale: set[str] = set()
+    for stage in stages:
+        fresh = not stale & set(_needs(stage, stages))
+        if not fresh or not work.current(stage.name, _fingerprint(job, stage, stages, work)):
+            stale.add(stage.name)
+    return stale
+
+
+def run_stages(job: Job, stages: Sequence[Stage], work: WorkFolder) -> list[Outcome]:
+    """Run what is not up to date, saying so on stderr; the state is saved after every stage."""
+    work.create()
+    outcomes = []
+    seen = job  # by the next stage, with the model that was made so far
+    for stage in stages:
+        fingerprint = _fingerprint(job, stage, stages, work)
+        outputs = stage.outputs(job.recipe.asked(stage.key))
+        if work.current(stage.name, fingerprint):
+            for name in {Path(output).parts[0] for output in outputs}:
+                remove_leftovers(job.folder / name)  # a stage that runs does it itself
+                remove_lock(job.folder / name)
+            known = work.finished(stage.name)
+            say(f"{stage.name}: up to date (took {known.seconds:.1f} s)")
+            outcomes.append(Outcome(stage.name, "up to date", known.seconds))
+        else:
+            seconds = _run(seen, stage)
+            work.finish(stage.name, fingerprint, seconds, outputs)
+            say(f"{stage.name}: done in {seconds:.1f} s")
+            outcomes.append(Outcome(stage.name, "ran", seconds))
+        seen = seen.behind(stage)
+    return outcomes
+
+
+def _run(job: Job, stage: Stage) -> float:
+    """Run a stage; the seconds that it took."""
+    say(f"{stage.name}: running")
+    start = time.perf_counter()
+    with going_on(stage.name):
+        stage.run(job, job.recipe.asked(stage.key))
+    return time.perf_counter() - start
+
+
+def _needs(stage: Stage, stages: Sequence[Stage]) -> list[str]:
+    """The names of the stages that run before a stage and from whose outputs its own is made."""
+    before = stages[: stages.index(stage)]
+    return [other.name for other in before if other.name in stage.needs or other.makes]
+
+
+def _fingerprint(job: Job, stage: Stage, stages: Sequence[Stage], work: WorkFolder) -> str:
+    """The hash of everything that the stage's outputs depend on."""
+    settings = {**_shared(job), **stage.settings(job, job.recipe.asked(stage.key))}
+    return work.fingerprint(settings, _needs(stage, stages))
+
+
+def _shared(job: Job) -> dict[str, Any]:
+    """What the outputs of every stage depend on."""
+    recipe, checkpoint = job.recipe, job.checkpoint
+    return {
+        "versions": {"sparsepack": __version__, **{name: importlib.metadata.version(name) for name in LIBRARIES}},
+        "model": {
+            "name": recipe.model,
+            "sha256": checkpoint.sha256,
+            "config": checkpoint.config.to_dict(),
+            "tokenizer": sha256_bytes(checkpoint.tokenizer_json().encode()),
+        },
+        "device": recipe.device,
+        "dtype": recipe.dtype,
+    }
+
 
 DEFAULT_WORK = Path("work")
 
@@ -44,8 +155,7 @@ def run_recipe(
     from sparsepack.files.atomic import write_json
     from sparsepack.files.side_files import check_no_link
     from sparsepack.recipe import plan, report
-    from sparsepack.recipe.consistency import open_job
-    from sparsepack.recipe.runner import open_work, pending, run_stages, stages_of
+    from sparsepack.recipe.plan import open_job
 
     if work is None:  # nobody named the folder: a stranger's may hold a link under its name
         for folder in (DEFAULT_WORK, DEFAULT_WORK / recipe.name):

@@ -19,7 +19,7 @@ from sparsepack.models.family import MLP_MID
 from sparsepack.models.records.rule import SiteRule
 from sparsepack.reconstruction.block_inputs import empty_sums, entering, inputs_name
 from sparsepack.reconstruction.inputs import Inputs, root_of_share
-from sparsepack.refit.solve import FittedSite
+from sparsepack.refit.inputs import FittedSite
 from sparsepack.sparsity.sequential import sparsify_second_half
 
 

@@ -31,16 +31,15 @@ from sparsepack.models.precision import arithmetic
 from sparsepack.models.records.rule import Rules
 from sparsepack.models.sites import site_name
 from sparsepack.models.stock.blocks import BlockStream
-from sparsepack.models.stock.bound import bound_told
+from sparsepack.models.stock.forecast import bound_told
 from sparsepack.models.stock.hooks import routing_hooks, site_hooks
 from sparsepack.models.tokenizer.windows import spread_windows
 from sparsepack.models.verbs import check_taken
 from sparsepack.progress import Shorter, progress
 from sparsepack.reconstruction.inputs import Inputs
 from sparsepack.refit.experts import ExpertSums
-from sparsepack.refit.inputs import SiteSums
+from sparsepack.refit.inputs import FittedSite, SiteSums, refitted
 from sparsepack.refit.options import RefitOptions
-from sparsepack.refit.solve import FittedSite, refitted
 from sparsepack.sparsity.sequential import inputs_of_site, sparse_second_half, sparsify_second_half
 from sparsepack.sparsity.thresholds import Thresholds
 from sparsepack.version import __version__

@@ -1,11 +1,9 @@
 """Bases of the residual stream: the same model in coordinates that skip, or round, with less loss.
 
 options.py    what may be asked for
-bases.py      the table of kinds of bases: what each needs, and which formats it suits
+bases.py      the table of kinds of bases: what each needs, which formats it suits, which blocks have one
 pca.py        directions by how much of the stream lies in them
-segments.py   which blocks have one basis, where there are several
 learnt.py     those, turned on by the model's own output while channels are skipped
-hadamard.py   directions among which every channel is spread evenly
 check.py      whether the model in a basis is the model
 run.py        the model, one block at a time
 

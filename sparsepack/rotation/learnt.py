@@ -21,9 +21,8 @@ from torch import Tensor
 from sparsepack.calibration.collectors import histogram
 from sparsepack.calibration.folder import Calibration
 from sparsepack.errors import RotationError
-from sparsepack.models.checkpoint.bases import Bases, bases_of
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
-from sparsepack.models.checkpoint.rotated import rotated
+from sparsepack.models.checkpoint.rotated import Bases, bases_of, rotated
 from sparsepack.models.family import ATTN_OUT, SITES, Family
 from sparsepack.models.precision import arithmetic
 from sparsepack.models.records.rule import SiteKey
@@ -35,8 +34,8 @@ from sparsepack.models.verbs import stream_of
 from sparsepack.rotation import pca
 from sparsepack.rotation.options import RotateOptions
 from sparsepack.sparsity.allocation import weights_of
-from sparsepack.sparsity.divergence import divergence
-from sparsepack.sparsity.soft_channels import SoftChannels, first_threshold
+from sparsepack.sparsity.learned import SoftChannels, first_threshold
+from sparsepack.sparsity.teal import divergence
 from sparsepack.sparsity.training import PART, Training, check_share
 from sparsepack.workers.resume import ResumeState
 

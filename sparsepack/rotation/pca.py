@@ -18,11 +18,10 @@ from sparsepack.calibration.moments import output_moments, second_moments
 from sparsepack.errors import RotationError
 from sparsepack.formats.codecs.q4_k_fit import SUB
 from sparsepack.formats.codecs.q6_k import SUB as OUTPUT_SUB
-from sparsepack.models.checkpoint.bases import Bases
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
-from sparsepack.rotation.hadamard import hadamard
+from sparsepack.models.checkpoint.rotated import Bases
+from sparsepack.rotation.bases import check_count, chosen_segments, hadamard, pooled
 from sparsepack.rotation.options import RotateOptions
-from sparsepack.rotation.segments import check_count, chosen_segments, pooled
 from sparsepack.workers.resume import ResumeState
 
 ALONE = 4

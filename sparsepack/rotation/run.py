@@ -24,9 +24,8 @@ from sparsepack.files.atomic import check_inputs, check_output
 from sparsepack.files.hashing import fingerprint
 from sparsepack.formats.codecs.types import stored_bytes, type_that_fits
 from sparsepack.formats.zigzag.plan import BASIS_TYPE
-from sparsepack.models.checkpoint.bases import bases_of
 from sparsepack.models.checkpoint.checkpoint import HEAD, Checkpoint, checkpoint_of
-from sparsepack.models.checkpoint.rotated import check_one_basis, rotated, rotated_config
+from sparsepack.models.checkpoint.rotated import bases_of, check_one_basis, rotated, rotated_config
 from sparsepack.models.checkpoint.source_files import CONFIG, texts_of
 from sparsepack.models.checkpoint.writer import made_of_blocks, write_checkpoint
 from sparsepack.models.family import SITES
@@ -38,10 +37,9 @@ from sparsepack.models.stock.blocks import BlockStream
 from sparsepack.models.verbs import stream_of
 from sparsepack.option import check_type
 from sparsepack.progress import progress
-from sparsepack.rotation.bases import ROTATIONS
+from sparsepack.rotation.bases import ROTATIONS, check_count
 from sparsepack.rotation.check import check_error, checked_tokens, relative_error
 from sparsepack.rotation.options import RotateOptions
-from sparsepack.rotation.segments import check_count
 from sparsepack.version import __version__
 from sparsepack.workers.resume import ResumeState, state_beside
 from sparsepack.workers.workers import ALONE, Workers

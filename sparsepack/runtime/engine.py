@@ -14,18 +14,18 @@ from sparsepack.errors import UserError
 from sparsepack.formats.packed import PackedModel
 from sparsepack.models.records.skipped import Skipped
 from sparsepack.models.records.sparse_attention import SparseFrom
-from sparsepack.placement.counts import HitCounts
+from sparsepack.placement.placement import HitCounts
 from sparsepack.placement.ways import Ways
 from sparsepack.runtime.backend_module import chosen_backend, opened
 from sparsepack.runtime.backends import Backend, backend_named
 from sparsepack.runtime.decoder import Decoder, stepped
 from sparsepack.runtime.features import check_features
+from sparsepack.runtime.free_memory import cache_bytes, free_bytes, texts_with_room
 from sparsepack.runtime.generation.sampling import Sampler
 from sparsepack.runtime.hold import hold_of
 from sparsepack.runtime.hybrid.plan import context_within
 from sparsepack.runtime.long_texts import TurnedTexts
 from sparsepack.runtime.options import EngineOptions, usual_context
-from sparsepack.runtime.room import cache_bytes, free_bytes, texts_with_room
 from sparsepack.runtime.skipped import skipped_weights
 
 

@@ -74,7 +74,7 @@ def not_by_neurons(packed: PackedModel) -> str:
             "the model's MLPs are mixtures of experts, which no engine gives slots; `place`, `trace` and `simulate` "
             "take experts"
         )
-    from sparsepack.formats.neuron.layout import EXACT_ZEROS  # it brings torch
+    from sparsepack.formats.neuron.artifact import EXACT_ZEROS  # it brings torch
 
     activation = packed.architecture.activation
     if activation not in EXACT_ZEROS:

@@ -25,11 +25,10 @@ import torch
 from torch import Tensor
 
 from sparsepack.errors import UserError
-from sparsepack.formats.codecs.slide import Slide
-from sparsepack.formats.codecs.symmetric import STEPS
+from sparsepack.formats.codecs.slide import STEPS, Slide
 from sparsepack.models.records.pattern import Pattern
-from sparsepack.runtime.reference import slide as reference
-from sparsepack.runtime.reference.slide import SlidMatrix
+from sparsepack.runtime.reference import products as reference
+from sparsepack.runtime.reference.products import SlidMatrix
 
 
 def slid_linear(x: Tensor, matrix: SlidMatrix, bias: Tensor | None, prepared: Sequence[Tensor]) -> Tensor:

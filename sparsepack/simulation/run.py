@@ -13,16 +13,13 @@ from sparsepack.calibration.folder import Calibration
 from sparsepack.errors import PlacementError
 from sparsepack.eval.standard_error import mean
 from sparsepack.placement.budget import Plan, plan_of_share, plan_within
-from sparsepack.placement.counts import HitCounts
 from sparsepack.placement.machine import SHAPES, Machine, dense_split, machine_of, seconds_per_token, shape_of
-from sparsepack.placement.oracles import bound
-from sparsepack.placement.policies import POLICIES, Start
-from sparsepack.placement.policy_run import play
+from sparsepack.placement.placement import HitCounts
+from sparsepack.placement.policies import POLICIES, Start, bound, play
 from sparsepack.progress import progress
 from sparsepack.simulation.groups import Known, grouped_frequency, groups_of, needed_of
 from sparsepack.simulation.options import SimulateOptions
-from sparsepack.tracing.counts import calibration_or_trace, neuron_counts
-from sparsepack.tracing.trace import Trace, load
+from sparsepack.tracing.trace import Trace, calibration_or_trace, load, neuron_counts
 
 PRICES = (1.0, 0.25)
 """Bounds are computed for moves at these prices, in neurons that the processor would compute otherwise."""

@@ -17,7 +17,7 @@ from sparsepack.calibration.collectors.site_input import SiteInput
 from sparsepack.models.family import SITES
 from sparsepack.models.records.rule import CURVE_SHARES, Rules, SiteKey, SiteRule, sparsify
 from sparsepack.models.stock.blocks import BlockStream
-from sparsepack.models.stock.bound import bound_told
+from sparsepack.models.stock.forecast import bound_told
 from sparsepack.models.stock.hooks import SiteFunction, site_hooks
 from sparsepack.progress import Advance, Shorter, progress
 from sparsepack.sparsity.thresholds import rules_of_json, rules_to_json

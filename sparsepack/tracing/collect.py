@@ -23,7 +23,7 @@ from sparsepack.models.checkpoint.checkpoint import Checkpoint, checkpoint_of
 from sparsepack.models.family import MLP_MID
 from sparsepack.models.precision import arithmetic
 from sparsepack.models.stock.blocks import BlockStream
-from sparsepack.models.stock.bound import bound_told
+from sparsepack.models.stock.forecast import bound_told
 from sparsepack.models.stock.hooks import routing_hooks, site_hooks
 from sparsepack.models.tokenizer.windows import check_vocabulary, session_windows
 from sparsepack.progress import Shorter, progress, say

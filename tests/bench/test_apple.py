@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from sparsepack.bench import apple, machine
+from sparsepack.bench import apple
+from sparsepack.bench import decode as machine
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,9 @@ import pytest
 import torch
 from packed_models import by_neurons, random_model, stock_model, with_rules
 
-from sparsepack.bench import decode, machine, traffic
+from sparsepack.bench import decode
+from sparsepack.bench import decode as machine
+from sparsepack.bench import decode as traffic
 from sparsepack.bench.decode import bench_decode
 from sparsepack.bench.options import BenchSettings
 from sparsepack.bench.table import HEADER, bench_table

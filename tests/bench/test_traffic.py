@@ -6,7 +6,7 @@ import pytest
 import torch
 from packed_models import random_model, stock_model, with_sites
 
-from sparsepack.bench.traffic import bytes_per_token, parameters, stored_bytes
+from sparsepack.bench.decode import bytes_per_token, parameters, stored_bytes
 from sparsepack.formats.packed import PackedModel, PackedSite
 from sparsepack.models.records.rule import SiteRule
 from sparsepack.runtime.skipped import skipped_weights

@@ -4,7 +4,7 @@ import pytest
 import torch
 from gate_predictors import Frequency, Previous, Seen, principal, rank_within, seen, thresholds, trained
 
-from sparsepack.formats.codecs.gate_copy import copied
+from sparsepack.formats.codecs.gate_rows import copied
 
 N, D, TOKENS = 48, 32, 4000
 

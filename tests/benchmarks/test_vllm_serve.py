@@ -20,7 +20,7 @@ from vllm_serve import (
     write_config,
 )
 
-from sparsepack.formats.slid.layout import configured_slides, configured_type
+from sparsepack.formats.slid.artifact import configured_slides, configured_type
 from sparsepack.models.records.pattern import Pattern
 
 

@@ -12,7 +12,7 @@ from sparsepack import DistilOptions, EvalRequest, PackRequest, distil, evaluate
 from sparsepack.calibration.options import CalibrateOptions
 from sparsepack.calibration.run import calibrate
 from sparsepack.cli.verbs.distil import distilled_text
-from sparsepack.distillation.updates import matrices
+from sparsepack.distillation.train import matrices
 from sparsepack.errors import CalibrationError, CheckpointError, DistillationError
 from sparsepack.files.text import read_text
 from sparsepack.formats.inspect import describe

@@ -17,7 +17,7 @@ from sparsepack.calibration import folder
 from sparsepack.calibration.options import CalibrateOptions
 from sparsepack.calibration.run import calibrate
 from sparsepack.distillation.run import check_windows
-from sparsepack.distillation.updates import matrices
+from sparsepack.distillation.train import matrices
 from sparsepack.errors import CalibrationError, CheckpointError, DistillationError, OutputError, RotationError
 from sparsepack.files.text import Text, read_text
 from sparsepack.inspection import inspect

@@ -8,7 +8,7 @@ import torch
 from models_for_tests import OPT, WINDOWED, make_model, make_opt
 from torch.nn import functional
 
-from sparsepack.distillation.updates import Update, first_updates, matrices, trained_with
+from sparsepack.distillation.train import Update, first_updates, matrices, trained_with
 from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from sparsepack.models.checkpoint.distilled import distilled
 from sparsepack.models.checkpoint.sources import changed_source
@@ -17,9 +17,8 @@ from sparsepack.models.stock.halves import dense_pass
 from sparsepack.models.stock.hooks import site_hooks
 from sparsepack.models.stock.whole import backbone_of, load_model
 from sparsepack.sparsity.allocation import weights_of
-from sparsepack.sparsity.divergence import Teacher, dense_divergence, divergence
-from sparsepack.sparsity.learned import sparse_at
-from sparsepack.sparsity.soft_channels import SoftChannels
+from sparsepack.sparsity.learned import SoftChannels, sparse_at
+from sparsepack.sparsity.teal import Teacher, dense_divergence, divergence
 
 KINDS = (None, 3)
 

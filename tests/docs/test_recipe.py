@@ -7,10 +7,9 @@ import pytest
 from click.testing import CliRunner
 
 from sparsepack.cli import main
-from sparsepack.recipe.load import load_recipe
+from sparsepack.recipe.load import FOLDER, load_recipe
 from sparsepack.recipe.reference import json_schema, markdown
 from sparsepack.recipe.schema import RecipeModel, section_in
-from sparsepack.recipe.shipped import FOLDER
 
 PAGE = Path(__file__).parents[2] / "docs" / "recipe.md"
 

@@ -5,7 +5,7 @@ import torch
 
 from sparsepack.eval.perplexity import score_windows
 from sparsepack.eval.protocols import Logits
-from sparsepack.eval.softmax import RunningSoftmax
+from sparsepack.eval.scorer import RunningSoftmax
 
 
 def taken(logits: torch.Tensor, wanted: torch.Tensor, step: int) -> RunningSoftmax:

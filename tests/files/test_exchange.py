@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from sparsepack.files import exchange as module
-from sparsepack.files.exchange import exchange
+from sparsepack.files import atomic as module
+from sparsepack.files.atomic import exchange
 
 pytestmark = pytest.mark.skipif(sys.platform not in ("linux", "darwin"), reason="only there")
 

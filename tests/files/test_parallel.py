@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from sparsepack.files.parallel import parallel_map
+from sparsepack.files.tensors import parallel_map
 
 AT_ONCE = [1, 2, 5]
 MANY = 1000

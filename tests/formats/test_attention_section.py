@@ -16,8 +16,7 @@ from small_rules import rules
 
 from sparsepack.errors import ArtifactError
 from sparsepack.formats import manifest as manifests
-from sparsepack.formats.attention import attention_section, sparse_attention_of
-from sparsepack.formats.attention_summary import attention_summary
+from sparsepack.formats.attention import attention_section, attention_summary, sparse_attention_of
 from sparsepack.formats.codecs.labels import LABEL_BITS
 from sparsepack.formats.inspect import describe
 from sparsepack.formats.manifest import read_manifest

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from sparsepack.errors import CheckpointError
-from sparsepack.files.shards import WEIGHTS
+from sparsepack.files.tensors import WEIGHTS
 from sparsepack.models.checkpoint.checkpoint import open_checkpoint
 from sparsepack.models.checkpoint.sources import SafetensorsSource
 from sparsepack.packing import PackRequest, plan_of

@@ -30,8 +30,7 @@ from sparsepack.models.checkpoint.source_files import config_json, tokenizer_con
 from sparsepack.models.heads import heads_of_config
 from sparsepack.models.records.rule import SiteRule
 from sparsepack.models.records.sparse_attention import SparseAttention, TokenPolicy
-from sparsepack.recipe.load import load_recipe
-from sparsepack.recipe.shipped import FOLDER
+from sparsepack.recipe.load import FOLDER, load_recipe
 from sparsepack.runtime.options import GenerateOptions
 from sparsepack.sparsity.find import find_thresholds
 from sparsepack.sparsity.options import AllocationOptions

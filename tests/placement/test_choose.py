@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparsepack.placement.choose import best, swaps
+from sparsepack.placement.placement import best, swaps
 
 SCORES = st.lists(st.sampled_from([0.0, 0.25, 0.5, 0.75, 1.0, 3e7]), min_size=1, max_size=9)
 

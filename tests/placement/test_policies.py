@@ -9,10 +9,8 @@ from hypothesis import strategies as st
 
 from sparsepack.errors import PlacementError
 from sparsepack.placement import policies
-from sparsepack.placement.counts import HitCounts
-from sparsepack.placement.oracles import bound
-from sparsepack.placement.policies import POLICIES, Slow, Start, momentum, slow
-from sparsepack.placement.policy_run import play
+from sparsepack.placement.placement import HitCounts
+from sparsepack.placement.policies import POLICIES, Slow, Start, bound, momentum, play, slow
 
 ON_DEMAND = ("static", "lru", "lfu", "momentum", "momentum-threshold", "momentum-letter", "belady-within-blocks")
 """Those that load a neuron only when it is needed."""

@@ -8,7 +8,7 @@ from torch import Tensor
 from sparsepack.errors import SingularError
 from sparsepack.models.records.groups import check_pattern, grouped
 from sparsepack.models.records.pattern import Pattern
-from sparsepack.pruning import sparsegpt
+from sparsepack.pruning import methods as sparsegpt
 from sparsepack.pruning.methods import METHODS
 from sparsepack.pruning.options import METHODS as NAMES
 from sparsepack.reconstruction import feedback

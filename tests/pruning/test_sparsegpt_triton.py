@@ -13,7 +13,7 @@ from pruning_cases import PATTERNS, known, tokens, weights
 from sparsepack import by_triton
 from sparsepack.models.records.groups import check_pattern
 from sparsepack.models.records.pattern import Pattern
-from sparsepack.pruning import sparsegpt
+from sparsepack.pruning import methods as sparsegpt
 from sparsepack.reconstruction.inputs import Inputs
 
 pytest.importorskip("triton")

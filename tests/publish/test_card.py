@@ -14,8 +14,7 @@ from sparsepack.errors import UserError
 from sparsepack.eval.standard_error import with_error
 from sparsepack.formats.inspect import describe
 from sparsepack.models.checkpoint.checkpoint import open_checkpoint
-from sparsepack.publish.card import MARK, model_card
-from sparsepack.publish.templates import table
+from sparsepack.publish.card import MARK, model_card, table
 from sparsepack.tables import Table
 from sparsepack.terminal import printable
 from tests.formats.forged import edited, forge

@@ -98,7 +98,7 @@ def test_speeds_come_with_their_median_and_range(work: Path) -> None:
     text = parsed(report_page(work)).text
     for test in report["bench"]["tests"]:
         assert f"{test['median_ts']:.1f} ({test['min_ts']:.1f} to {test['max_ts']:.1f})" in text
-    assert "standard deviation of 1 runs" in text
+    assert "standard deviation of 1 run" in text
 
 
 def test_speeds_with_slots_are_on_the_page_too(work: Path, tmp_path: Path) -> None:

@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from sparsepack.recipe import run_recipe, runner
+from sparsepack.recipe import run as runner
+from sparsepack.recipe import run_recipe
 from sparsepack.recipe.section import Recipe
 from sparsepack.recipe.stage import Job, Stage
 

@@ -9,8 +9,7 @@ from recipes_for_tests import TINY, refused, write_recipe
 
 from sparsepack.errors import RecipeError, SiteError, UserError
 from sparsepack.recipe import run_recipe
-from sparsepack.recipe.load import load_recipe
-from sparsepack.recipe.shipped import FOLDER, shipped_recipes
+from sparsepack.recipe.load import FOLDER, load_recipe, shipped_recipes
 
 RECIPES = list(shipped_recipes().values())
 

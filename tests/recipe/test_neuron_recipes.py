@@ -17,8 +17,7 @@ from sparsepack.formats.open import read_packed
 from sparsepack.formats.packed import PackedModel
 from sparsepack.packing import PackRequest, pack
 from sparsepack.recipe import run_recipe
-from sparsepack.recipe.load import load_recipe
-from sparsepack.recipe.shipped import FOLDER
+from sparsepack.recipe.load import FOLDER, load_recipe
 from sparsepack.recipe.stages import bench
 from sparsepack.recipe.stages.eval import request_of
 from sparsepack.recipe.stages.eval_section import Eval

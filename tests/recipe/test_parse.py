@@ -6,8 +6,7 @@ import pytest
 from recipes_for_tests import write_recipe
 
 from sparsepack.errors import RecipeError
-from sparsepack.recipe.load import load_recipe
-from sparsepack.recipe.parse import read_yaml
+from sparsepack.recipe.load import load_recipe, read_yaml
 
 
 def bomb(levels: int) -> str:

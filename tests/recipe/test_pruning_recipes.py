@@ -16,8 +16,8 @@ from sparsepack.models.records.pattern import Pattern
 from sparsepack.publish.card import model_card
 from sparsepack.publish.page import report_page
 from sparsepack.recipe import run_recipe
+from sparsepack.recipe.load import FOLDER
 from sparsepack.recipe.run import RecipeOutcome
-from sparsepack.recipe.shipped import FOLDER
 
 PRUNE = {"keep": 6, "of": 8, "permute": True, "windows": 2}
 BOTH = ("calibrate", "prune", "calibrate_pruned", "thresholds", "pack", "verify", "eval", "eval_pruned", "generate")

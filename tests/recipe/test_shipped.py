@@ -12,8 +12,7 @@ from click.testing import CliRunner
 
 import sparsepack
 from sparsepack.cli import main
-from sparsepack.recipe.load import load_recipe, locate
-from sparsepack.recipe.shipped import FOLDER, shipped_recipes
+from sparsepack.recipe.load import FOLDER, load_recipe, locate, shipped_recipes
 
 ROOT = Path(__file__).parents[2]
 
@@ -53,7 +52,7 @@ def test_a_wheel_holds_them_and_says_that_it_is_typed(tmp_path: Path) -> None:
     for path in shipped_recipes().values():
         assert (package / "recipes" / path.name).read_bytes() == path.read_bytes()
     code = "import sys; sys.meta_path[:] = [f for f in sys.meta_path if 'Redirecting' not in type(f).__name__]\n"
-    code += "from sparsepack.recipe.shipped import FOLDER; print(FOLDER)"
+    code += "from sparsepack.recipe.load import FOLDER; print(FOLDER)"
     found = os.pathsep.join([str(package.parent), os.environ.get("PYTHONPATH", "")])
     environment = os.environ | {"PYTHONPATH": found}
     here = {"cwd": tmp_path, "env": environment, "text": True, "check": True, "capture_output": True}

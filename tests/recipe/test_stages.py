@@ -14,7 +14,8 @@ from sparsepack.data import TINY_MODEL
 from sparsepack.errors import OutputError
 from sparsepack.files.atomic import _temporary
 from sparsepack.files.hashing import fingerprint
-from sparsepack.recipe import run_recipe, runner
+from sparsepack.recipe import run as runner
+from sparsepack.recipe import run_recipe
 
 
 def test_a_first_run_runs_every_stage_and_reports_what_it_measured(finished_once):

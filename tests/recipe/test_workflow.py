@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from sparsepack.recipe.shipped import FOLDER
+from sparsepack.recipe.load import FOLDER
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["name"]

@@ -5,8 +5,7 @@ import torch
 from torch import Tensor
 
 from sparsepack.models.records.rule import SiteRule, sparsify
-from sparsepack.refit.inputs import SiteInputs, SiteSums
-from sparsepack.refit.solve import refitted
+from sparsepack.refit.inputs import SiteInputs, SiteSums, refitted
 
 RULES = {
     "a threshold": SiteRule(threshold=0.7, sparsity=0.5),

@@ -11,7 +11,7 @@ from sparsepack.calibration.residual import PRODUCT
 from sparsepack.errors import RotationError
 from sparsepack.formats.table import FORMATS
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
-from sparsepack.rotation import hadamard
+from sparsepack.rotation import bases as hadamard
 from sparsepack.rotation.bases import ROTATIONS
 from sparsepack.rotation.options import BASES, RotateOptions
 from sparsepack.rotation.pca import directions, evened, placed

@@ -10,10 +10,8 @@ from model_variants import FOLDERS
 from models_for_tests import EXPERTS, OPT, ROTATED, make_model, make_opt
 
 from sparsepack.errors import CheckpointError
-from sparsepack.models.checkpoint.bases import Bases, bases_of
 from sparsepack.models.checkpoint.checkpoint import HEAD, Checkpoint, open_checkpoint
-from sparsepack.models.checkpoint.procrustes import found_basis
-from sparsepack.models.checkpoint.rotated import rotated, value_and_output
+from sparsepack.models.checkpoint.rotated import Bases, bases_of, found_basis, rotated, value_and_output
 from sparsepack.models.families import FAMILIES
 from sparsepack.models.heads import heads_of_config
 from sparsepack.models.stock.whole import load_model

@@ -8,9 +8,8 @@ import torch
 from sparsepack.calibration import folder
 from sparsepack.calibration.folder import Calibration
 from sparsepack.errors import RotationError
-from sparsepack.models.checkpoint.bases import Bases
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
-from sparsepack.models.checkpoint.rotated import rotated
+from sparsepack.models.checkpoint.rotated import Bases, rotated
 from sparsepack.models.family import SITES
 from sparsepack.models.heads import heads_of_config
 from sparsepack.models.stock.whole import load_model
@@ -20,8 +19,8 @@ from sparsepack.rotation.options import RotateOptions
 from sparsepack.rotation.run import rotate
 from sparsepack.sparsity import training
 from sparsepack.sparsity.allocation import weights_of
-from sparsepack.sparsity.divergence import divergence
-from sparsepack.sparsity.soft_channels import SoftChannels
+from sparsepack.sparsity.learned import SoftChannels
+from sparsepack.sparsity.teal import divergence
 from sparsepack.workers.resume import ResumeState
 
 FEW = RotateOptions("learnt", steps=3, batch=1, length=32)

@@ -19,9 +19,8 @@ from sparsepack.calibration.residual import PRODUCT
 from sparsepack.calibration.run import calibrate
 from sparsepack.errors import CalibrationError, CheckpointError, OutputError, RotationError
 from sparsepack.files.text import Text
-from sparsepack.models.checkpoint.bases import Bases
 from sparsepack.models.checkpoint.checkpoint import HEAD, Checkpoint, open_checkpoint
-from sparsepack.models.checkpoint.rotated import rotated
+from sparsepack.models.checkpoint.rotated import Bases, rotated
 from sparsepack.models.checkpoint.writer import write_checkpoint
 from sparsepack.models.records.pruned import RECORD as PRUNE_RECORD
 from sparsepack.models.records.rotated import RECORD, rotation_record

@@ -12,11 +12,11 @@ from sparsepack.calibration.folder import Calibration
 from sparsepack.calibration.moments import second_moments
 from sparsepack.calibration.residual import PRODUCT
 from sparsepack.errors import RotationError
-from sparsepack.models.checkpoint.bases import Bases, bases_of
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
+from sparsepack.models.checkpoint.rotated import Bases, bases_of
 from sparsepack.rotation import pca
+from sparsepack.rotation.bases import Run, chosen_segments, energy_lost, pooled
 from sparsepack.rotation.options import RotateOptions
-from sparsepack.rotation.segments import Run, chosen_segments, energy_lost, pooled
 from sparsepack.workers.resume import ResumeState
 
 HIDDEN = 16

@@ -10,7 +10,7 @@ import torch
 from backends import SHARE, TOLERANCE, engine_of, every_backend_that, largest_difference
 from packed_models import random_model, stock_logits, stock_model, with_rules, with_sites
 
-from sparsepack.bench.traffic import bytes_per_token, parameters
+from sparsepack.bench.decode import bytes_per_token, parameters
 from sparsepack.errors import UserError
 from sparsepack.formats.mlp_kinds import EXPERTS
 from sparsepack.formats.packed import ExpertMlp, PackedModel
@@ -18,7 +18,7 @@ from sparsepack.models.records.rule import SiteRule
 from sparsepack.runtime.backends import BACKENDS
 from sparsepack.runtime.features import check_features
 from sparsepack.runtime.options import EngineOptions
-from sparsepack.runtime.reference.experts import route
+from sparsepack.runtime.reference.products import route
 from sparsepack.runtime.traits import ROW_NORMS, SHARED_EXPERTS, traits_of
 
 IDS = torch.randint(300, (13,), generator=torch.Generator().manual_seed(1)).tolist()

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from sparsepack.runtime import room
+from sparsepack.runtime import free_memory as room
 from sparsepack.runtime.free_memory import free_host_bytes
 
 MIB = 2**20

@@ -19,7 +19,7 @@ from packed_models import by_neurons, random_model, stock_logits, stock_model, w
 from torch import Tensor
 from union import Union, union_logits
 
-from sparsepack.bench.traffic import bytes_per_token, parameters, stored_bytes
+from sparsepack.bench.decode import bytes_per_token, parameters, stored_bytes
 from sparsepack.formats.mlp_kinds import NEURONS
 from sparsepack.formats.packed import PackedModel
 from sparsepack.runtime.backends import backend_named

@@ -13,16 +13,15 @@ from torch import Tensor, nn
 
 import sparsepack
 from sparsepack.errors import UserError
-from sparsepack.formats.codecs.slid_matrix import encode
-from sparsepack.formats.codecs.slide import Slide
+from sparsepack.formats.codecs.slide import Slide, encode
 from sparsepack.integration.transformers import slid_linear as module
 from sparsepack.integration.transformers.slid_linear import SlidLinear
 from sparsepack.models.records.groups import kept
 from sparsepack.models.records.pattern import Pattern
 from sparsepack.packing import PackRequest, pack
 from sparsepack.pruning.options import PruneOptions
-from sparsepack.runtime.reference import slide as reference
-from sparsepack.runtime.reference.slide import SlidMatrix
+from sparsepack.runtime.reference import products as reference
+from sparsepack.runtime.reference.products import SlidMatrix
 from sparsepack.runtime.slid_operator import prepare, slid_linear
 
 TYPES = [torch.int8, torch.float8_e4m3fn, torch.bfloat16]

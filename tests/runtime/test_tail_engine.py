@@ -9,7 +9,7 @@ import torch
 from backends import TOLERANCE, engine_of, every_backend, every_backend_that, largest_difference
 from packed_models import by_neurons, random_model, stock_logits, stock_model, with_rules
 
-from sparsepack.bench.traffic import bytes_per_token, stored_bytes
+from sparsepack.bench.decode import bytes_per_token, stored_bytes
 from sparsepack.formats.mlp_kinds import EXPERTS, NEURONS
 from sparsepack.formats.packed import PackedModel
 from sparsepack.runtime.backends import BACKENDS

@@ -12,10 +12,10 @@ from sparsepack.models.checkpoint.checkpoint import open_checkpoint
 from sparsepack.models.family import SITES
 from sparsepack.models.stock.hooks import site_hooks
 from sparsepack.models.stock.whole import backbone_of, load_model
-from sparsepack.sparsity import divergence as in_parts
+from sparsepack.sparsity import teal as in_parts
 from sparsepack.sparsity.allocation import weights_of
-from sparsepack.sparsity.divergence import divergence
-from sparsepack.sparsity.soft_channels import SoftChannels
+from sparsepack.sparsity.learned import SoftChannels
+from sparsepack.sparsity.teal import divergence
 
 Found = tuple[torch.Tensor, torch.Tensor]
 

@@ -25,9 +25,8 @@ from sparsepack.placing import place
 from sparsepack.simulation.options import SimulateOptions
 from sparsepack.simulation.run import simulate
 from sparsepack.tracing.collect import trace
-from sparsepack.tracing.counts import calibration_or_trace, neuron_counts
 from sparsepack.tracing.options import TraceOptions
-from sparsepack.tracing.trace import Trace
+from sparsepack.tracing.trace import Trace, calibration_or_trace, neuron_counts
 
 OPTIONS = TraceOptions(sessions=2, tokens=48, prompt=8)
 

@@ -7,8 +7,8 @@ import torch
 from sparsepack.errors import UserError
 from sparsepack.models.architecture import by_length, rotary_settings
 from sparsepack.models.stock.blocks import BlockStream
+from sparsepack.models.stock.hooks import Record
 from sparsepack.models.stock.parts import Parts
-from sparsepack.models.stock.recorded import Record
 from sparsepack.progress import say
 
 

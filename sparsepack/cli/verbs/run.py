@@ -13,7 +13,7 @@ from sparsepack.terminal import tell
 def _print_list(context: click.Context, parameter: click.Parameter, asked: bool) -> None:
     if not asked or context.resilient_parsing:
         return
-    from sparsepack.recipe.shipped import listed
+    from sparsepack.recipe.load import listed
 
     tell(listed())
     context.exit()

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from sparsepack.formats.codecs import q4_k, q4_k_device, zigzag
 from sparsepack.formats.codecs.q4_k_fit import BLOCK_BYTES, SUB
+from sparsepack.formats.codecs.slide import scales
 from sparsepack.formats.codecs.superblock import BLOCK, largest
-from sparsepack.formats.codecs.symmetric import scales
 from sparsepack.reconstruction.feedback import Change, fed_back
 from sparsepack.reconstruction.inputs import Inputs
 

@@ -14,8 +14,17 @@ inputs 0, 1, 2, 3, 6 and 7:
 
 Slid weights times lifted inputs is weights times inputs. Of the slid weights only the `most` values of each window and
 their positions in it are stored.
+
+Symmetric quantisation of rows: one scale each, zero stays zero (SlideSparse, 4.2).
+
+scale = largest |x| of the row / STEPS          q = x / scale, rounded to the type          x ~ scale * q
+
+A slid matrix as it is stored: values of a type, their positions packed, a scale for each row.
+
+Made of some rows at a time: what one step leaves for the next then stays in a cache, and takes little memory.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 
@@ -23,8 +32,51 @@ import torch
 from torch import Tensor
 
 from sparsepack.errors import PackingError
+from sparsepack.formats.codecs.value_types import VALUE_TYPES
 from sparsepack.models.records.groups import check_pattern, filled, grouped, ungrouped
 from sparsepack.models.records.pattern import Pattern
+
+STEPS: Mapping[torch.dtype, float] = {
+    row.dtype: row.steps for row in reversed([*VALUE_TYPES.values()]) if row.steps is not None
+}
+"""The largest value of a row becomes this number unless told otherwise, by the type that the row is quantised to: where
+several types of slid values have that one of torch's, the number of the first."""
+
+SMALLEST = 1e-30
+"""A row of smaller values counts as zeros: its scale's reciprocal would leave float32."""
+
+
+def quantise_rows(x: Tensor, dtype: torch.dtype, steps: float | None = None) -> tuple[Tensor, Tensor]:
+    """float32, float16 or bfloat16 [..., K] -> q, `dtype` [..., K], and scale, float32 [...].
+
+    steps -- what the largest value of a row becomes; None: as `STEPS` says
+
+    Computed in float32; nearest, ties to even. A row of zeros has scale 0. Raises `PackingError` for values that are
+    not finite.
+    """
+    values = x.float()
+    scale, inverse = scales(values, STEPS[dtype] if steps is None else steps)
+    q = values * inverse[..., None]  # beyond the steps by a rounding of float32 at most, which that of the type undoes
+    return (q if dtype.is_floating_point else q.round_()).to(dtype), scale
+
+
+def scales(values: Tensor, steps: float) -> tuple[Tensor, Tensor]:
+    """The scales that make `steps` of the largest values of float32 rows [..., K], and their reciprocals: [...] each.
+
+    Raises `PackingError` for values that are not finite.
+    """
+    largest = values.abs().amax(-1)
+    if not torch.isfinite(largest).all():
+        raise PackingError("a value is not finite; it cannot be quantised")
+    # A tensor: of a Python number and a tensor torch makes a product with a reciprocal, which rounds twice.
+    most = largest.new_tensor(steps)
+    held = largest > SMALLEST
+    return torch.where(held, largest / most, 0), torch.where(held, most / largest, 0)
+
+
+def dequantised(q: Tensor, scale: Tensor) -> Tensor:
+    """What q [..., K] and scale [...] stand for: float32 [..., K]."""
+    return q.float() * scale[..., None]
 
 
 @dataclass(frozen=True)
@@ -179,3 +231,39 @@ def _tables(how: Slide, device: torch.device) -> _Tables:
         positions=torch.cat(positions, 1).to(device, torch.uint8),
         fits=(nonzero.sum(1) <= how.pattern.keep).to(device),
     )
+
+
+PIECE, CUDA_PIECE = 1 << 20, 1 << 23
+"""This many weights are in work at a time, on a CPU and on a CUDA device: fewer would cost more in calls; a weight
+takes some 20 bytes with what is made of it."""
+
+
+def encode(
+    weight: Tensor, how: Slide, dtype: torch.dtype, steps: float | None = None, scale: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Slide a matrix and quantise it to `dtype`, one of `symmetric.STEPS`; or keep its values, in any other type.
+
+    steps -- as `symmetric.quantise_rows` takes it
+    scale -- float32 [rows] of values that are quantised already, and that `dtype` holds exactly; they are slid alone
+
+    weight: [rows, columns] of float32, float16 or bfloat16. Returns values, `dtype` [rows, how.stored(columns)],
+    positions as `pack_positions` has them, and scales, float32 [rows], or None where nothing is quantised.
+
+    Raises `PackingError` naming the first group without the pattern, or where a value is not finite.
+    """
+    rows, stored = len(weight), how.stored(weight.shape[1])
+    values = torch.empty(rows, stored, dtype=dtype, device=weight.device)
+    positions = torch.empty(rows, -(-stored // 4), dtype=torch.uint8, device=weight.device)
+    quantised, scale = scale is not None, torch.empty(rows, device=weight.device) if scale is None else scale
+    step = max((CUDA_PIECE if weight.is_cuda else PIECE) // max(weight.shape[1], 1), 1)
+    for first in range(0, rows, step):
+        part = slice(first, first + step)
+        try:
+            slid, within = slide(weight[part], how)
+        except PackingError:
+            check_pattern(weight, how.pattern)  # which counts rows from the first of all
+            raise
+        if dtype in STEPS and not quantised:
+            slid, scale[part] = quantise_rows(slid, dtype, steps)
+        values[part], positions[part] = slid, pack_positions(within)
+    return values, positions, scale if dtype in STEPS else None

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from sparsepack.errors import WorkersError
-from sparsepack.files.parallel import parallel_map
+from sparsepack.files.tensors import parallel_map
 from sparsepack.files.transfer import host_pieces
 from sparsepack.formats.plan import PlannedGroup, PlannedTensor, tensors_of
 from sparsepack.workers.forked import can_fork, forked_map

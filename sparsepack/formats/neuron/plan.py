@@ -10,7 +10,7 @@
 take the place of the sites mlp_in and mlp_mid. All four have the neurons of a block in one order, by falling frequency,
 of equal ones the lower number first: those which should be near at hand are a prefix. What the activation makes exactly
 zero is left out, so only models with ReLU are packed so, and there are no thresholds in the MLP. The manifest's section
-is `formats.neuron.section`.
+is `formats.neuron.artifact`.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,9 +27,16 @@ from sparsepack.formats.codecs import gptq, neurons, q4_k, zigzag
 from sparsepack.formats.containers.gguf.writer import GgufPlan
 from sparsepack.formats.encoded import EncodedSite, SiteEncoder
 from sparsepack.formats.mlp_kinds import MLP_GATE
-from sparsepack.formats.neuron.artifact import NeuronArtifact
-from sparsepack.formats.neuron.layout import FREQUENCY, GATE, GATE_ROWS, ORDER, RECORDS, check_neurons
-from sparsepack.formats.neuron.section import neuron_section
+from sparsepack.formats.neuron.artifact import (
+    FREQUENCY,
+    GATE,
+    GATE_ROWS,
+    ORDER,
+    RECORDS,
+    NeuronArtifact,
+    check_neurons,
+    neuron_section,
+)
 from sparsepack.formats.plan import PlannedGroup, PlannedTensor, PlanRequest, alone, naming
 from sparsepack.formats.table import Format
 from sparsepack.formats.zigzag.layout import zigzag_tensors

@@ -14,8 +14,13 @@ from sparsepack.formats.table import those_with
 from sparsepack.models.checkpoint.checkpoint import EMBEDDING, HEAD, Checkpoint
 from sparsepack.models.checkpoint.configuration import check_sizes
 from sparsepack.models.checkpoint.experts import fused_tensor, part_shapes, part_tensor
-from sparsepack.models.checkpoint.gguf_config import gguf_config
-from sparsepack.models.checkpoint.gguf_names import ROTARY_FACTORS, gguf_names, permute_rotary, unpermute_rotary
+from sparsepack.models.checkpoint.gguf_config import (
+    ROTARY_FACTORS,
+    gguf_config,
+    gguf_names,
+    permute_rotary,
+    unpermute_rotary,
+)
 from sparsepack.models.families import FAMILIES, family_of
 from sparsepack.models.family import Family
 from sparsepack.models.tokenizer.tokenizer import gguf_tokenizer

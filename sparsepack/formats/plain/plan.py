@@ -33,10 +33,9 @@ from sparsepack.formats.plan import PlannedGroup, PlannedTensor, PlanRequest, al
 from sparsepack.formats.table import Format
 from sparsepack.models.checkpoint.checkpoint import HEAD, Checkpoint
 from sparsepack.models.checkpoint.experts import part_shapes, part_tensor
-from sparsepack.models.checkpoint.gguf_config import OWN_CONFIG
-from sparsepack.models.checkpoint.gguf_names import UNQUANTISED, gguf_names
+from sparsepack.models.checkpoint.gguf_config import OWN_CONFIG, UNQUANTISED, gguf_names
 from sparsepack.models.checkpoint.source_files import config_json, tokenizer_config
-from sparsepack.models.tokenizer.chat_templates import SPECIAL_TOKENS
+from sparsepack.models.tokenizer.chat import SPECIAL_TOKENS
 from sparsepack.models.tokenizer.gguf_tokenizer import OWN_TOKENIZER
 from sparsepack.reconstruction.inputs import Inputs
 

@@ -22,16 +22,15 @@ from torch import Tensor
 from sparsepack.errors import PackingError
 from sparsepack.files.transfer import stacked_on, tensors_at_once
 from sparsepack.formats.artifact import Artifact
-from sparsepack.formats.codecs import gptq, slid_matrix
-from sparsepack.formats.codecs.slide import Slide
-from sparsepack.formats.codecs.symmetric import dequantised, quantise_rows
+from sparsepack.formats.codecs import gptq
+from sparsepack.formats.codecs import slide as slid_matrix
+from sparsepack.formats.codecs.slide import Slide, dequantised, quantise_rows
 from sparsepack.formats.containers.safetensors.container import ArtifactFolder
 from sparsepack.formats.containers.safetensors.writer import FolderPlan, model_texts
 from sparsepack.formats.encoded import EncodedSite, SiteEncoder
 from sparsepack.formats.manifest import make_manifest
 from sparsepack.formats.plan import PlannedGroup, PlannedTensor, PlanRequest, alone, manifest_shapes, tensors_of
-from sparsepack.formats.slid.artifact import SlidArtifact
-from sparsepack.formats.slid.layout import slid_tensors, value_type
+from sparsepack.formats.slid.artifact import SlidArtifact, slid_tensors, value_type
 from sparsepack.formats.table import Format
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
 from sparsepack.models.records.pattern import Pattern

@@ -69,8 +69,7 @@ from sparsepack.models.checkpoint.source_files import chat_template, config_json
 from sparsepack.models.family import MLP_SITES, SITES
 from sparsepack.models.records.generation import GENERATION
 from sparsepack.models.records.rule import Rules, SiteRule
-from sparsepack.models.tokenizer.chat import CHAT_TEMPLATE, TOOL_USE
-from sparsepack.models.tokenizer.chat_templates import SPECIAL_TOKENS
+from sparsepack.models.tokenizer.chat import CHAT_TEMPLATE, SPECIAL_TOKENS, TOOL_USE
 from sparsepack.models.tokenizer.gguf_tokenizer import OWN_TOKENIZER
 from sparsepack.reconstruction.inputs import Inputs
 

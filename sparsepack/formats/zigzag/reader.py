@@ -15,7 +15,6 @@ from sparsepack.files.stored import shown
 from sparsepack.formats.attention import sparse_attention_of
 from sparsepack.formats.codecs.matrices import ZIGZAG, PackedExperts, PackedMatrix, decode_matrix
 from sparsepack.formats.codecs.q4_k_fit import BLOCK_BYTES
-from sparsepack.formats.config_check import check_config
 from sparsepack.formats.containers.gguf.container import ARCHITECTURE
 from sparsepack.formats.packed import (
     DenseMlp,
@@ -26,6 +25,7 @@ from sparsepack.formats.packed import (
     PackedModel,
     PackedSite,
 )
+from sparsepack.formats.stock import check_config
 from sparsepack.formats.zigzag.layout import (
     BASIS,
     NUMBERS,
@@ -42,8 +42,7 @@ from sparsepack.models.checkpoint.gguf_config import OWN_CONFIG
 from sparsepack.models.family import ATTENTION_SITES, MLP_SITES
 from sparsepack.models.records.generation import GENERATION, read_suggested
 from sparsepack.models.records.rule import SiteRule
-from sparsepack.models.tokenizer.chat import CHAT_TEMPLATE, TOOL_USE
-from sparsepack.models.tokenizer.chat_templates import SPECIAL_TOKENS, read_special_tokens
+from sparsepack.models.tokenizer.chat import CHAT_TEMPLATE, SPECIAL_TOKENS, TOOL_USE, read_special_tokens
 from sparsepack.models.tokenizer.gguf_tokenizer import OWN_TOKENIZER
 
 _MATRIX_TYPES = ("Q8_0", "Q6_K", "Q4_K", "F16", "BF16", "F32")

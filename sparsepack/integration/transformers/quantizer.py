@@ -13,7 +13,7 @@ from sparsepack.errors import ArtifactError
 from sparsepack.formats.attention import sparse_attention_of
 from sparsepack.formats.codecs.slide import Slide
 from sparsepack.formats.containers.safetensors.layout import MANIFEST, METHOD
-from sparsepack.formats.slid.layout import configured_slides, configured_type
+from sparsepack.formats.slid.artifact import configured_slides, configured_type
 from sparsepack.integration.transformers.intact import manifest_of_intact
 from sparsepack.integration.transformers.slid_linear import SlidLinear
 from sparsepack.progress import say

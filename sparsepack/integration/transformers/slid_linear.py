@@ -5,14 +5,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sparsepack.formats.codecs.slide import Slide
-from sparsepack.formats.codecs.symmetric import STEPS
-from sparsepack.runtime.reference.slide import SlidMatrix
+from sparsepack.formats.codecs.slide import STEPS, Slide
+from sparsepack.runtime.reference.products import SlidMatrix
 from sparsepack.runtime.slid_operator import prepare, slid_linear
 
 
 class SlidLinear(nn.Module):
-    """y = x W^T + bias, with W as it lies in a slid folder (`formats.slid.layout`).
+    """y = x W^T + bias, with W as it lies in a slid folder (`formats.slid.artifact`).
 
     weight           -- the slid values: int8, float8_e4m3fn or bfloat16 [rows, stored]
     weight_positions -- uint8 [rows, stored / 4 rounded up]

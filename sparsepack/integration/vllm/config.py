@@ -12,7 +12,7 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 from sparsepack.errors import ArtifactError, UserError
 from sparsepack.formats.codecs.slide import Slide
 from sparsepack.formats.containers.safetensors.layout import MANIFEST, METHOD
-from sparsepack.formats.slid.layout import configured_slides, configured_type
+from sparsepack.formats.slid.artifact import configured_slides, configured_type
 from sparsepack.progress import say
 
 _REFUSED: Mapping[str, Callable[[Any], bool]] = {

@@ -10,8 +10,8 @@ from vllm.model_executor.parameter import ChannelQuantScaleParameter, ModelWeigh
 from sparsepack.errors import ArtifactError
 from sparsepack.formats.codecs.slide import Slide
 from sparsepack.formats.codecs.value_types import ValueType
-from sparsepack.formats.slid.layout import POSITIONS, SCALE
-from sparsepack.runtime.reference.slide import SlidMatrix
+from sparsepack.formats.slid.artifact import POSITIONS, SCALE
+from sparsepack.runtime.reference.products import SlidMatrix
 from sparsepack.runtime.slid_operator import prepare, slid_linear
 
 _WEIGHT = "weight"
@@ -42,7 +42,7 @@ class SlidLinearMethod(LinearMethodBase):  # type: ignore[misc]
         params_dtype: torch.dtype,
         **attributes: Any,
     ) -> None:
-        """Parameters as `formats.slid.layout.slid_tensors`, with this rank's rows and columns, holding what no folder
+        """Parameters as `formats.slid.artifact.slid_tensors`, with this rank's rows and columns, holding what no folder
         holds until they are loaded. Raises `ArtifactError` where ranks cannot share out the columns."""
         rows, columns, load = sum(output_partition_sizes), input_size_per_partition, attributes["weight_loader"]
         stored = self.how.stored(columns)

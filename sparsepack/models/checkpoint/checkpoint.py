@@ -42,8 +42,7 @@ from sparsepack.models.checkpoint.stock_model import check_stock_model
 from sparsepack.models.families import family_of
 from sparsepack.models.family import Family
 from sparsepack.models.records.generation import suggested
-from sparsepack.models.tokenizer.chat import DEFAULT, templates_of
-from sparsepack.models.tokenizer.chat_templates import folder_templates, named_tokens, turn_ends
+from sparsepack.models.tokenizer.chat import DEFAULT, folder_templates, named_tokens, templates_of, turn_ends
 from sparsepack.models.tokenizer.gguf_tokenizer import gguf_tokenizer_config, gguf_tokenizer_json, gguf_turn_ends
 from sparsepack.models.tokenizer.sentencepiece_model import sentencepiece_config, sentencepiece_json
 from sparsepack.models.tokenizer.tokenizer import (

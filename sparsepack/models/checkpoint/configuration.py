@@ -1,23 +1,114 @@
-"""The stock transformers configuration of a checkpoint, and what its numbers must be: others are made with them."""
+"""The stock transformers configuration of a checkpoint, and what its numbers must be: others are made with them.
+
+config.json of a checkpoint whose residual stream changes its basis before some blocks, so that it has segments.
+
+    {
+      "model_type": "sparsepack-segments",
+      "hidden_size": 0,
+      "family": "llama",                 the model type of the family
+      "residual_basis": [4, 8],          blocks that have a tensor `model.layers.I.residual_basis.weight`
+      "config": {...}                    what the family's config.json says, without its model type
+    }
+
+A stock model would leave these tensors out and compute something else. So no program but this one may take the folder
+for the family's: transformers knows no such model type, and a class of its own that is told to load the folder all the
+same finds no configuration in it (it looks for parts that have its model type) and a width of 0, with which none can be
+built.
+
+A packed folder without its manifest: what `save_pretrained` makes of a model that transformers loaded from one.
+
+transformers writes the tensors and config.json; it tells the quantizer neither the folder nor when the files are there,
+so nobody could write the hashes.
+"""
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from sparsepack.errors import CheckpointError
 from sparsepack.files.gguf import GgufFile
-from sparsepack.files.stored import shown
+from sparsepack.files.stored import Count, Name, Stored, checked, shown
 from sparsepack.models.checkpoint.config_fields import check_fields
 from sparsepack.models.checkpoint.gguf_config import gguf_config
-from sparsepack.models.checkpoint.saved_copy import METHOD, is_saved_copy, told_of_copy
-from sparsepack.models.checkpoint.segmented_config import stock_values
 from sparsepack.models.families import FAMILIES, family_of
 from sparsepack.models.own_code import STOCK_ALONE, refused_own_code, tell_own_code
 from sparsepack.models.text_parts import TEXT_PARTS, TextPart
 from sparsepack.progress import say
+
+SEGMENTS = "sparsepack-segments"
+"""The model type of such a configuration."""
+
+
+class _Segmented(Stored):
+    family: Name
+    residual_basis: Annotated[list[Count], Field(min_length=1)]
+    config: dict[str, Any]
+
+
+def segmented_config(config_json: str, bases: Sequence[int]) -> str:
+    """The config.json of a checkpoint of segments.
+
+    config_json -- the one that the family's stock model has
+    bases       -- the blocks that have a residual basis
+    """
+    values = json.loads(config_json)
+    family = values.pop("model_type")
+    wrapped = {"model_type": SEGMENTS, "hidden_size": 0, "family": family}
+    return f"{json.dumps({**wrapped, 'residual_basis': [*bases], 'config': values}, indent=2, ensure_ascii=False)}\n"
+
+
+def segments_summary(bases: Sequence[int]) -> dict[str, Any] | None:
+    """The blocks that have a residual basis, JSON-able and in words; None where there are none."""
+    if not bases:
+        return None
+    blocks = f"block{'s' if len(bases) > 1 else ''} {', '.join(map(str, bases))}"
+    return {"bases": [*bases], "in_words": f"the residual stream changes its basis before {blocks}"}
+
+
+def stock_values(values: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[int, ...]]:
+    """What the family's config.json says, and the blocks that have a residual basis; none of an ordinary one.
+
+    Raises ValueError where a configuration of segments is not understood.
+    """
+    if values.get("model_type") != SEGMENTS:
+        return dict(values), ()
+    read = checked(_Segmented, dict(values))
+    bases = tuple(read.residual_basis)
+    layers = read.config.get("num_hidden_layers")
+    if sorted(set(bases)) != [*bases] or type(layers) is not int or bases[-1] >= layers:
+        raise ValueError(f"residual_basis: {list(bases)[:10]} are not numbers of {str(layers)[:20]} blocks, ascending")
+    return {"model_type": read.family, **read.config}, bases
+
+
+MANIFEST, METHOD = "sparsepack.json", "sparsepack"
+"""The name of a packed folder's manifest, and what `quant_method` in its config.json says."""
+
+
+def is_saved_copy(folder: Path) -> bool:
+    """Whether a folder says in config.json that it was packed, and has no manifest."""
+    path = folder / "config.json"
+    if not path.is_file() or (folder / MANIFEST).exists():  # a device has no end
+        return False
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+        return bool(config["quantization_config"]["quant_method"] == METHOD)
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        return False
+
+
+def told_of_copy(name: str | Path) -> str:
+    """What a user of such a folder is told, in one line."""
+    return (
+        f"{name}: a packed model without {MANIFEST}, by which sparsepack reads and checks a folder; transformers' "
+        "save_pretrained leaves that file out, and transformers alone loads such a copy. Expected the folder that "
+        "`sparsepack pack` wrote: take that one, or pack the pruned model again"
+    )
+
 
 _SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "vocab_size")
 _MOST_LAYERS = 10_000

@@ -10,8 +10,8 @@ from torch import Tensor
 from sparsepack.errors import CheckpointError
 from sparsepack.files.tensors import all_finite
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
+from sparsepack.models.checkpoint.configuration import segmented_config
 from sparsepack.models.checkpoint.rotated import stored_type
-from sparsepack.models.checkpoint.segmented_config import segmented_config
 from sparsepack.models.checkpoint.source_files import CONFIG, config_json, texts_of
 from sparsepack.models.checkpoint.sources import changed_source
 from sparsepack.models.precision import type_name

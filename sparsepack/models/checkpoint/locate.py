@@ -4,7 +4,7 @@ from pathlib import Path
 
 from sparsepack.data import SHIPPED_MODELS
 from sparsepack.errors import CheckpointError
-from sparsepack.files.shards import INDEX, WEIGHTS
+from sparsepack.files.tensors import INDEX, WEIGHTS
 from sparsepack.models.checkpoint.sources import BESIDE_WEIGHTS, indexed
 from sparsepack.option import is_missing_path
 

@@ -17,11 +17,22 @@ takes back: rows R^T W of v (and of its bias), and W R for the columns of o of e
 
 These are the invariances of SliceGPT (2401.15024) and QuaRot (2404.00456). `family.ResidualStream` says who reads and
 who writes. All products are taken in float64.
+
+The basis of a rotated model, found from its embedding and that of the model it was made from.
+
+The embedding is E in one and E Q in the other, quantised perhaps. Of all orthogonal matrices the one that brings E
+nearest to what is stored is U V^T, with U S V^T the singular values and vectors of E^T (E Q) (orthogonal Procrustes,
+Schoenemann 1966). With E the identity that is the orthogonal matrix nearest to a stored one.
+
+The bases in which a model's residual stream is written, one for each segment of its blocks, and those of the values
+of its attention, one for each KV head.
 """
 
 import copy
 import json
-from collections.abc import Mapping
+import math
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -29,14 +40,123 @@ from torch import Tensor
 
 from sparsepack.errors import CheckpointError
 from sparsepack.files.tensors import all_finite
-from sparsepack.models.checkpoint.bases import Bases
 from sparsepack.models.checkpoint.checkpoint import HEAD, Checkpoint
-from sparsepack.models.checkpoint.segmented_config import segmented_config
+from sparsepack.models.checkpoint.configuration import segmented_config
 from sparsepack.models.checkpoint.sources import changed_source
 from sparsepack.models.family import ATTN_OUT, Family
 from sparsepack.models.heads import heads_of_config
 from sparsepack.models.precision import HALVES, brought, type_name
 from sparsepack.models.verbs import stream_of
+
+
+@dataclass(frozen=True)
+class FoundBasis:
+    """An orthogonal matrix that was found.
+
+    basis       -- float64 [hidden, hidden]
+    residual    -- of the embedding in that basis: its difference from what is stored, over what is stored
+    uncertainty -- by how much the basis itself may be off, relative: infinite where the embedding does not say
+    """
+
+    basis: Tensor
+    residual: float
+    uncertainty: float
+
+
+def found_basis(pairs: Iterable[tuple[Tensor, Tensor]]) -> FoundBasis:
+    """The basis, from pairs of the same rows [N, hidden] of the embedding and of what is stored."""
+    products: Tensor | None = None
+    own = stored = 0.0
+    rows = 0
+    for before, after in pairs:
+        one, other = before.double(), after.double()
+        product = one.t() @ other
+        products = product if products is None else products.add_(product)
+        own += float(one.square().sum())
+        stored += float(other.square().sum())
+        rows += len(one)
+    assert products is not None
+    if not torch.isfinite(products).all():
+        return FoundBasis(torch.eye(len(products)).double(), math.inf, math.inf)
+    left, sizes, right = torch.linalg.svd(products)
+    squares = max(own + stored - 2 * float(sizes.sum()), 0.0)
+    residual = math.sqrt(squares / stored) if stored else math.inf
+    # The basis itself takes in a part of the mistakes: so many numbers of them as an orthogonal matrix has.
+    left_over = rows * len(sizes) - len(sizes) * (len(sizes) - 1) // 2
+    return FoundBasis(left @ right, residual, _uncertainty(sizes, squares / max(left_over, 1)))
+
+
+def _uncertainty(sizes: Tensor, variance: float) -> float:
+    """How far the basis is off, relative, where every stored number is off by a mistake of that variance of its own.
+
+    A small turn in the plane of two directions i, j changes what they carry by the mistakes along them: its variance is
+    variance / (sizes_i + sizes_j), of sizes that are the squared singular values of the embedding.
+    """
+    hidden = len(sizes)
+    if float(sizes[-1]) <= torch.finfo(sizes.dtype).eps * hidden * float(sizes[0]):
+        return math.inf  # directions that the embedding does not have
+    turns = float((1 / (sizes[:, None] + sizes[None])).sum())
+    return math.sqrt(variance * turns / hidden)
+
+
+FROM_START = (0,)
+"""The one segment of a model whose stream keeps its basis."""
+_STREAM, _VALUES = "stream.", "values."
+
+
+@dataclass(frozen=True)
+class Bases:
+    """A basis for each segment, a run of consecutive blocks.
+
+    starts   -- the first block of each segment, ascending from 0
+    matrices -- orthogonal [hidden, hidden], float64 unless they are being trained, whose columns are the directions;
+                none: they are not known yet, and nothing is turned
+    values   -- of each block, orthogonal [kv_heads, D, D], a matrix like these for the values of each KV head; none:
+                values stay as they are
+    """
+
+    starts: tuple[int, ...] = FROM_START
+    matrices: tuple[Tensor, ...] = ()
+    values: tuple[Tensor, ...] = ()
+
+    @property
+    def boundaries(self) -> tuple[int, ...]:
+        """The blocks before which the stream changes its basis."""
+        return self.starts[1:]
+
+    def segment(self, layer: int) -> int:
+        """The number of a block's segment."""
+        return bisect_right(self.starts, layer) - 1
+
+    def of_block(self, layer: int) -> Tensor:
+        """The basis of a block."""
+        return self.matrices[self.segment(layer)]
+
+    def change(self, layer: int) -> Tensor:
+        """The matrix W of the boundary before a block: h' = h W^T takes h, a row in the basis before it, into the
+        block's own. As h = s Q_a and h' = s Q_b are one stream s, W is Q_b^T Q_a."""
+        segment = self.starts.index(layer)
+        return self.matrices[segment].t() @ self.matrices[segment - 1]
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The matrices, by the first blocks of their segments, and those of values, by their blocks: what `bases_of`
+        reads."""
+        stream = {f"{_STREAM}{start}": matrix for start, matrix in zip(self.starts, self.matrices, strict=True)}
+        return stream | {f"{_VALUES}{layer}": matrices for layer, matrices in enumerate(self.values)}
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> "Bases":
+        """The same with each tensor changed."""
+        return Bases(self.starts, tuple(map(change, self.matrices)), tuple(map(change, self.values)))
+
+
+def bases_of(tensors: Mapping[str, Tensor]) -> Bases:
+    """The bases that `Bases.tensors` told of."""
+    starts, blocks = (
+        sorted(int(name.removeprefix(kind)) for name in tensors if name.startswith(kind)) for kind in (_STREAM, _VALUES)
+    )
+    matrices = tuple(tensors[f"{_STREAM}{start}"] for start in starts)
+    return Bases(tuple(starts), matrices, tuple(tensors[f"{_VALUES}{layer}"] for layer in blocks))
+
 
 PIECE = 1 << 22
 """This many weights are in float64 at one time."""

@@ -14,10 +14,9 @@ import torch
 from sparsepack.errors import CheckpointError
 from sparsepack.files.gguf import GgufFile
 from sparsepack.files.hashing import combined
-from sparsepack.files.shards import INDEX, WEIGHTS
 from sparsepack.files.stored import Name, Stored, checked, shown
-from sparsepack.files.tensors import all_finite
-from sparsepack.models.checkpoint.gguf_names import ROTARY_FACTORS, SHARED_GATE, gguf_names, unpermute_rotary
+from sparsepack.files.tensors import INDEX, WEIGHTS, all_finite
+from sparsepack.models.checkpoint.gguf_config import ROTARY_FACTORS, SHARED_GATE, gguf_names, unpermute_rotary
 from sparsepack.models.checkpoint.source_hash import SourceHash
 from sparsepack.models.family import Family
 from sparsepack.models.text_parts import TextPart

@@ -9,8 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from sparsepack.files.atomic import atomic_folder, write_json
-from sparsepack.files.shards import INDEX, SHARD_BYTES, file_names, index_text, split
-from sparsepack.files.tensors import TensorEntry, write_tensors
+from sparsepack.files.tensors import INDEX, SHARD_BYTES, TensorEntry, file_names, index_text, split, write_tensors
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
 from sparsepack.models.checkpoint.experts import apart_source
 from sparsepack.models.checkpoint.sources import changed_source

@@ -3,34 +3,142 @@
 The forward pass is transformers' own: a backbone with a single layer, into which each block's weights are loaded
 in turn, so masks, rotary embeddings and sliding windows are never re-implemented here. What comes before the blocks and
 after them is done once, by the names that the family gives it, and is taken out of that backbone.
+
+Read a block while the one before it computes.
 """
 
+import mmap
+import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from sparsepack.files.transfer import stacked_on
 from sparsepack.models.architecture import embedding_scale
 from sparsepack.models.checkpoint.checkpoint import HEAD
 from sparsepack.models.family import Family
 from sparsepack.models.own_code import STOCK_ALONE
-from sparsepack.models.stock import ahead
-from sparsepack.models.stock.ahead import BlocksAhead
-from sparsepack.models.stock.attention import Watcher, watched_attention
+from sparsepack.models.stock.attention import Watcher, masks_of_whole_texts, watched_attention
 from sparsepack.models.stock.basis import add_basis
 from sparsepack.models.stock.copies import run_between_copies
 from sparsepack.models.stock.experts import ONE_BY_ONE
-from sparsepack.models.stock.hooks import check_finite
-from sparsepack.models.stock.masks import masks_of_whole_texts
+from sparsepack.models.stock.hooks import Record, check_finite, run_recorded
 from sparsepack.models.stock.norms import norms_by_one_kernel
 from sparsepack.models.stock.parts import Parts, parts_by
-from sparsepack.models.stock.recorded import Record, run_recorded
 from sparsepack.models.stock.skeleton import single_layer
 from sparsepack.models.stock.whole import backbone_of
 from sparsepack.progress import say
+
+Read = Callable[[int], Iterable[tuple[str, Tensor]]]
+"""Such a function reads the tensors of a block, by its number, one after the other: name, and what is stored, on the
+CPU."""
+AT_ONCE = 1
+"""So many tensors of a block move to a GPU side by side; more have not been timed on one yet."""
+_PAGES_FROM = 1 << 20
+"""Tensors of so many bytes get pages of their own."""
+
+
+class BlocksAhead:
+    """The blocks of a model on a device, in the type that is computed in: one is read and moved ahead, never more.
+
+    That is done on a thread, and on a GPU on a stream, of its own, by way of page-locked memory. On a CPU a block that
+    is stored in a narrower type waits as it is stored: turning it into the other takes little time, and no memory then.
+
+    at_once                    -- so many tensors move side by side
+    read_seconds, read_bytes   -- what reading took so far, from disk or from the page cache, decoding included
+    moved_seconds, moved_bytes -- likewise of moving blocks to the device and turning them into the type
+    waited_seconds             -- how long somebody waited for a block that was not there yet
+    """
+
+    def __init__(self, read: Read, device: torch.device, dtype: torch.dtype, at_once: int = 1) -> None:
+        self._read, self._device, self._dtype = read, device, dtype
+        self._thread: ThreadPoolExecutor | None = None
+        self._movers = ThreadPoolExecutor(at_once, "blocks-moved") if at_once > 1 else None
+        self._ahead: tuple[int, Future[dict[str, Tensor]]] | None = None
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self.read_seconds = self.moved_seconds = self.waited_seconds = 0.0
+        self.read_bytes = self.moved_bytes = 0
+
+    def take(self, number: int) -> dict[str, Tensor]:
+        """The tensors of a block. Raises what reading it raises."""
+        began = time.perf_counter()
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None and ahead[0] == number:
+            tensors = ahead[1].result()
+        else:
+            if ahead is not None:  # of a block that nobody asks for
+                wait([ahead[1]])
+            tensors = self._made(number)
+        if self._device.type == "cpu":
+            began_moving = time.perf_counter()
+            for name in list(tensors):
+                tensors[name] = _converted(tensors.pop(name), self._dtype)  # one after the other: not two of each
+                self.moved_bytes += tensors[name].nbytes
+            self.moved_seconds += time.perf_counter() - began_moving
+        if self._stream is not None:
+            using = torch.cuda.current_stream(self._device)
+            for tensor in tensors.values():
+                tensor.record_stream(using)  # else the next block could be put there while this one is still used
+        self.waited_seconds += time.perf_counter() - began
+        return tensors
+
+    def begin(self, number: int) -> None:
+        """Read a block that will be taken next."""
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, "blocks-ahead")
+        self._ahead = number, self._thread.submit(self._made, number)
+
+    def wait(self) -> None:
+        """Let what was begun come to its end."""
+        if self._ahead is not None:
+            wait([self._ahead[1]])
+
+    def _made(self, number: int) -> dict[str, Tensor]:
+        placed: dict[str, Tensor] = {}
+        moving: dict[str, Future[Tensor]] = {}
+        began = time.perf_counter()
+        for name, stored in self._read(number):
+            read = time.perf_counter()
+            self.read_seconds += read - began
+            self.read_bytes += stored.nbytes
+            if self._movers is not None:
+                moving[name] = self._movers.submit(self._placed, stored)
+            else:
+                placed[name] = self._placed(stored)
+            del stored  # before the next one is read
+            began = time.perf_counter()
+            self.moved_seconds += began - read
+        placed |= {name: moved.result() for name, moved in moving.items()}
+        self.moved_seconds += time.perf_counter() - began
+        self.moved_bytes += sum(each.nbytes for each in placed.values()) if self._device.type != "cpu" else 0
+        return placed
+
+    def _placed(self, stored: Tensor) -> Tensor:
+        if self._device.type == "cpu":
+            return stored if stored.dtype.itemsize < self._dtype.itemsize else _converted(stored, self._dtype)
+        if self._stream is None:
+            return stored.to(self._device, self._dtype)
+        with torch.cuda.stream(self._stream):
+            placed = stacked_on(str(self._device), [stored]).to(self._dtype)
+        self._stream.synchronize()
+        return placed
+
+
+def _converted(stored: Tensor, dtype: torch.dtype) -> Tensor:
+    """The tensor in a type, on the CPU, in pages that go back to the system when the tensor is let go of.
+
+    The allocator would keep them: they are taken by one thread and let go of by another, a block at a time.
+    """
+    nbytes = stored.numel() * dtype.itemsize
+    if stored.dtype == dtype or nbytes < _PAGES_FROM:
+        return stored.to(dtype)
+    return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=dtype).view(stored.shape).copy_(stored)
+
 
 RESIDENT = 8
 """Hidden states stay on a GPU where they take at most this part of its memory: one over so many."""
@@ -84,7 +192,7 @@ class BlockStream:
         self._backbone: Any = None
         self._layer = 0
         self._after: dict[str, Any] = {}
-        self.ahead = BlocksAhead(self._stored, self.device, dtype, ahead.AT_ONCE if self.device.type == "cuda" else 1)
+        self.ahead = BlocksAhead(self._stored, self.device, dtype, AT_ONCE if self.device.type == "cuda" else 1)
         self.passed = 0
 
     def load(self, layer: int, tensors: Mapping[str, torch.Tensor] | None = None, step: int = 1) -> None:

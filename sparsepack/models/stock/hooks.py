@@ -1,16 +1,64 @@
-"""Watch or change the hidden vector at each site of stock decoder blocks."""
+"""Watch or change the hidden vector at each site of stock decoder blocks.
+
+Run parts of hidden states by what was recorded of a run: Python launches nothing then.
+
+Gradients that have the same bits each time they are taken, on a GPU, too.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sparsepack.errors import CheckpointError
 from sparsepack.files.tensors import all_finite
 from sparsepack.models.family import MLP_MID, MLP_SITES, SITES, Family
 from sparsepack.models.stock.experts import ExpertsWatch, watched_experts
+
+Record = Callable[[Callable[[], Tensor]], tuple[Callable[[], None], Tensor]]
+"""Such a function records what a function puts on a GPU, without running it there. It gives what repeats that, on what
+stands in the same tensors then, and the tensor in which the result is."""
+
+_LEAST = 3
+"""Recording is worth while for so many parts."""
+
+
+def run_recorded(
+    parts: Sequence[Tensor], run: Callable[[Tensor], Tensor], record: Record, advance: Callable[[], object]
+) -> None:
+    """Put `run` of each part in its place; `advance` is called after each.
+
+    The first part is run as it is, which loads kernels and makes what later runs add to. Then one run is recorded and
+    repeated for each part of the same shape. Whatever watches the run is called in these two alone: what it counts must
+    be added to tensors that stay the same.
+    """
+    repeat: Callable[[], None] | None = None
+    for number, part in enumerate(parts):
+        if number == 0 or part.shape != parts[0].shape or len(parts) < _LEAST:
+            part.copy_(run(part))
+        else:
+            if repeat is None:
+                entering = torch.empty_like(part)
+                repeat, leaving = record(partial(run, entering))
+            entering.copy_(part)
+            repeat()
+            part.copy_(leaving)
+        advance()
+
+
+def repeatable(device: str) -> AbstractContextManager[None]:
+    """Within the context attention's backward pass adds in an order of its own on a GPU.
+
+    The other kernels that PyTorch has there add in the order in which groups of threads happen to end, so that a
+    training is another one each time it is run. This one keeps all scores of a block; it takes no longer on windows of
+    usual length, of which only the second half has gradients.
+    """
+    return sdpa_kernel(SDPBackend.MATH) if device.startswith("cuda") else nullcontext()
+
 
 SiteFunction = Callable[[int, str, torch.Tensor], torch.Tensor | None]
 """The function takes (layer, site, x [B, S, columns]) and returns the vector to use in place of x, or None to leave x

@@ -14,7 +14,7 @@ from typing import Any
 from sparsepack.errors import CheckpointError
 from sparsepack.files.gguf import GgufFile
 from sparsepack.files.stored import shown
-from sparsepack.models.tokenizer.chat_templates import (
+from sparsepack.models.tokenizer.chat import (
     SPECIAL_TOKENS,
     gguf_templates,
     read_special_tokens,

@@ -70,7 +70,7 @@ def _problems(recipe: Recipe, asked: Distil) -> Iterator[str]:
 
 def _misfits(job: Job, asked: Distil) -> Iterator[str]:
     from sparsepack.distillation.run import check_model, check_windows
-    from sparsepack.distillation.teacher import teacher_of
+    from sparsepack.distillation.train import teacher_of
 
     calibrate = Calibrate.asked_in(job.recipe)
     assert calibrate is not None  # or the recipe would have been refused
@@ -103,7 +103,7 @@ def _expected(job: Job, asked: Distil) -> "Checkpoint":
 
 def record_to_come(job: Job) -> "DistillationRecord | None":
     """What the distilled checkpoint will say of itself; None where the recipe distils nothing."""
-    from sparsepack.distillation.updates import matrices
+    from sparsepack.distillation.train import matrices
     from sparsepack.files.hashing import NO_HASH
     from sparsepack.models.precision import type_name
     from sparsepack.models.records.distilled import DistillationRecord
@@ -130,7 +130,7 @@ def _tokens(job: Job, asked: Distil) -> int:
     """How many tokens are run: those of the training, which trains on first halves, too, and those that the model is
     measured on before and after it."""
     from sparsepack.distillation.train import MEASURED
-    from sparsepack.recipe.estimates import trained_tokens
+    from sparsepack.recipe.plan import trained_tokens
 
     length = _length(job, asked)
     first_halves = 3 * asked.steps * asked.batch * (length // 2)
@@ -144,10 +144,10 @@ def _memory(job: Job, asked: Distil) -> int:
     moments, of what enters each block, and of the larger of a block's activations and a part of the logits."""
     from math import prod
 
-    from sparsepack.distillation.updates import matrices
+    from sparsepack.distillation.train import matrices
     from sparsepack.models.family import SITES
-    from sparsepack.recipe.estimates import LIVE, dtype_bytes, parameters
-    from sparsepack.sparsity.divergence import LOGITS
+    from sparsepack.recipe.plan import LIVE, dtype_bytes, parameters
+    from sparsepack.sparsity.teal import LOGITS
 
     checkpoint, size = job.checkpoint, dtype_bytes(job)
     shapes = [checkpoint.source.shapes[name] for name in matrices(checkpoint)]

@@ -18,7 +18,7 @@ from sparsepack.formats.packed import DenseMlp, ExpertMlp, NeuronMlp, PackedLaye
 from sparsepack.models.records.rule import SiteRule
 from sparsepack.runtime.chained.operations import Operations
 from sparsepack.runtime.hold import HeldStep
-from sparsepack.runtime.reference import experts as reference_experts
+from sparsepack.runtime.reference import products as reference_experts
 
 Activation = Callable[[Tensor], Tensor]
 

@@ -29,8 +29,7 @@ from sparsepack.runtime.cuda.driver.host_memory import Place
 from sparsepack.runtime.cuda.driver.kernel_set import Kernels
 from sparsepack.runtime.cuda.products.gemm_fp16 import Product
 from sparsepack.runtime.cuda.products.neurons import CudaNeurons, Division, links_of
-from sparsepack.runtime.hybrid.far_products import FarMatrix
-from sparsepack.runtime.hybrid.far_sites import WAIT_MILLISECONDS, FarSites, part
+from sparsepack.runtime.hybrid.far_products import WAIT_MILLISECONDS, FarMatrix, FarSites, part
 from sparsepack.runtime.hybrid.following import KEPT, Moves
 from sparsepack.runtime.hybrid.gate_copies import CopiedGates, GateCopies
 from sparsepack.runtime.hybrid.handover import HandOver

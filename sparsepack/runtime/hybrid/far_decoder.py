@@ -18,8 +18,8 @@ from sparsepack.formats import packed as stored
 from sparsepack.formats.packed import PackedModel
 from sparsepack.models.family import ATTENTION_SITES
 from sparsepack.placement.budget import Plan
-from sparsepack.placement.counts import HitCounts
 from sparsepack.placement.links import Links
+from sparsepack.placement.placement import HitCounts
 from sparsepack.placement.ways import Traffic, Ways
 from sparsepack.progress import counted
 from sparsepack.runtime.cuda.attention.caches import new_cache
@@ -30,8 +30,7 @@ from sparsepack.runtime.cuda.decoder.sites import CudaSite
 from sparsepack.runtime.cuda.driver.host_memory import Place
 from sparsepack.runtime.cuda.driver.kernel_set import KERNELS, Kernels
 from sparsepack.runtime.hybrid.beside import ASSUMED, CudaBesideDecoder, Processor, assumed_links
-from sparsepack.runtime.hybrid.far_products import FarMatrix, bytes_beside, far_matrices
-from sparsepack.runtime.hybrid.far_sites import FarSites
+from sparsepack.runtime.hybrid.far_products import FarMatrix, FarSites, bytes_beside, far_matrices
 from sparsepack.runtime.hybrid.handover import HandOver
 from sparsepack.runtime.hybrid.placing import links_of
 from sparsepack.runtime.options import EngineOptions

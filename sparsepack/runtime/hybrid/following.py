@@ -12,10 +12,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from sparsepack.placement.counts import HitCounts
-from sparsepack.placement.placement import across_blocks
-from sparsepack.placement.policies import Policy, Slow, Start
-from sparsepack.placement.policy_run import PolicyRun
+from sparsepack.placement.placement import HitCounts, across_blocks
+from sparsepack.placement.policies import Policy, PolicyRun, Slow, Start
 
 
 @dataclass(frozen=True, eq=False)

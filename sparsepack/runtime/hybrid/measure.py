@@ -26,7 +26,7 @@ from sparsepack.placement.links import Links
 from sparsepack.runtime.chained.decoder import torch_threads
 from sparsepack.runtime.chained.operations import NeuronFfn, Operations
 from sparsepack.runtime.cpu.machine import last_caches
-from sparsepack.runtime.hybrid.worker import Worker
+from sparsepack.runtime.hybrid.handover import Worker
 from sparsepack.runtime.tuning import ROTATION, random_blocks
 
 LISTED = 2048

@@ -23,8 +23,8 @@ from sparsepack.placement.links import Links, over_the_bus
 from sparsepack.placement.ways import Traffic
 from sparsepack.runtime.chained.operations import NeuronFfn, Operations
 from sparsepack.runtime.hybrid.following import Moves
+from sparsepack.runtime.hybrid.handover import Worker
 from sparsepack.runtime.hybrid.residency import NOWHERE, Residency, ranges_of_blocks
-from sparsepack.runtime.hybrid.worker import Worker
 
 STAGED_BYTES = 8 << 20
 """Prefill moves this many bytes of stored records at once."""

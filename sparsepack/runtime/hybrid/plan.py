@@ -6,7 +6,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from sparsepack.errors import PlacementError
-from sparsepack.formats.codecs.gate_copy import copy_bytes
+from sparsepack.formats.codecs.gate_rows import copy_bytes
 from sparsepack.formats.codecs.labels import padded_channels
 from sparsepack.formats.codecs.matrices import ZIGZAG
 from sparsepack.formats.codecs.neurons import record_bytes
@@ -22,9 +22,8 @@ from sparsepack.formats.packed import (
 )
 from sparsepack.placement.budget import Parts, Plan, in_words, plan_of_share, plan_within, work_of
 from sparsepack.runtime.features import not_by_neurons
-from sparsepack.runtime.free_memory import free_host_bytes
+from sparsepack.runtime.free_memory import cache_bytes, free_host_bytes
 from sparsepack.runtime.options import EngineOptions
-from sparsepack.runtime.room import cache_bytes
 
 
 def planned(packed: PackedModel, context: int, cache_type: str, options: EngineOptions) -> Plan:

@@ -9,7 +9,7 @@ from sparsepack.formats.packed import PackedModel
 from sparsepack.runtime.metal import library
 from sparsepack.runtime.metal.decoder import MetalDecoder
 from sparsepack.runtime.metal.operations import operations
-from sparsepack.runtime.metal.tile_config import gpu_name
+from sparsepack.runtime.metal.products import gpu_name
 from sparsepack.runtime.metal.tune import measure
 from sparsepack.runtime.options import EngineOptions
 from sparsepack.runtime.tuning import Shape

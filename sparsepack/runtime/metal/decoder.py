@@ -9,12 +9,11 @@ from torch import Tensor
 
 from sparsepack.formats.packed import PackedModel
 from sparsepack.runtime.chained.decoder import OperationsDecoder
-from sparsepack.runtime.generation.device_sampling import sample
-from sparsepack.runtime.generation.sampling import Sampler, not_finite
+from sparsepack.runtime.generation.sampling import Sampler, not_finite, sample
 from sparsepack.runtime.metal.kv_cache import MetalKvCache
 from sparsepack.runtime.metal.operations import operations
+from sparsepack.runtime.metal.products import gpu_name
 from sparsepack.runtime.metal.step import MetalModel, Step, state_parts
-from sparsepack.runtime.metal.tile_config import gpu_name
 
 MOST_COUNTED = 2**31 - 1
 """The GPU counts active columns in so many numbers; the host takes over what was counted before that is too few."""

@@ -1,14 +1,30 @@
-"""The Metal kernels as torch compiles and launches them, and whether they can run here."""
+"""The Metal kernels as torch compiles and launches them, and whether they can run here.
+
+The sources of the Metal kernels, as `torch.mps.compile_shader` takes them: one string.
+"""
 
 from collections.abc import Callable
 from functools import cache, partial
+from importlib.resources import files
 from typing import Any
 
 import torch
 
 from sparsepack.errors import UserError
 from sparsepack.runtime.backends import backend_named
-from sparsepack.runtime.metal.sources import source
+
+FOLDER = files("sparsepack.runtime.metal") / "kernels"
+FIRST = "common.metal"
+"""What the other files use; no file includes another."""
+
+
+@cache
+def source() -> str:
+    """All kernels, file by file."""
+    names = sorted(file.name for file in FOLDER.iterdir() if file.name.endswith(".metal"))
+    names.sort(key=lambda name: name != FIRST)
+    return "\n".join((FOLDER / name).read_text() for name in names)
+
 
 Launch = Callable[[], object]
 """The function puts a kernel on torch's stream with all that the kernel takes."""

@@ -12,8 +12,17 @@ from sparsepack.formats.codecs.matrices import ZIGZAG, PackedMatrix
 from sparsepack.formats.codecs.zigzag import BAND_ROWS
 from sparsepack.runtime.metal import products
 from sparsepack.runtime.metal.library import Launch
-from sparsepack.runtime.metal.products import MetalZigzag, Sums, load_zigzag
-from sparsepack.runtime.metal.tile_config import SCHEMA, MetalTileConfig, gpu_name, read_tuned, tuned, tuned_path
+from sparsepack.runtime.metal.products import (
+    SCHEMA,
+    MetalTileConfig,
+    MetalZigzag,
+    Sums,
+    gpu_name,
+    load_zigzag,
+    read_tuned,
+    tuned,
+    tuned_path,
+)
 from sparsepack.runtime.tuning import (
     ACTIVE,
     COPIES,

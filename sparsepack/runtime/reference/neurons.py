@@ -8,8 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sparsepack.formats.codecs import neurons as codec
-from sparsepack.formats.codecs.gate_copy import GateCopy
-from sparsepack.formats.codecs.gate_rows import by_neuron
+from sparsepack.formats.codecs.gate_rows import GateCopy, by_neuron
 from sparsepack.formats.codecs.matrices import PackedMatrix
 from sparsepack.runtime.reference.products import active_values, collect
 

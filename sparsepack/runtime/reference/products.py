@@ -10,6 +10,12 @@ per band:
 
 That takes 32 bits a weight instead of the stored 4.5, 7.1 times the file; a matrix decoded anew for each token would
 make every step cost as much as loading.
+
+Which experts a token has, and how much of each: the oracle in plain torch.
+
+The oracle of products with slid weights: plain torch, on any device, written to be right and read.
+
+Integers are multiplied and added exactly; FP8 and bfloat16 values are multiplied in float32.
 """
 
 from collections.abc import Callable, Mapping
@@ -21,6 +27,77 @@ from torch import Tensor
 
 from sparsepack.formats.codecs import q4_k, zigzag
 from sparsepack.formats.codecs.matrices import ZIGZAG, PackedMatrix, decode_matrix, decode_rows
+from sparsepack.formats.codecs.slide import STEPS, Slide, lift, quantise_rows, unpack_positions, windowed
+
+
+def route(x: Tensor, router: Tensor, used: int, normalised: bool) -> tuple[Tensor, Tensor]:
+    """The experts that a router chooses, the likeliest ones by the softmax of its logits.
+
+    x -- float32 [S, hidden]; router -- float32 [experts, hidden]; used -- experts that a token has
+    normalised -- whether the weights of these are made to add up to one
+
+    Returns their numbers, int64 [S, used], and weights, float32 [S, used]; the likeliest first.
+    """
+    weights, chosen = torch.softmax(x @ router.T, -1).topk(used, -1)
+    return chosen, weights / weights.sum(-1, keepdim=True) if normalised else weights
+
+
+def with_shared(x: Tensor, gate: Tensor, numbers: range, chosen: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """What `route` returned, and after it the experts that every token has: [S, used + shared].
+
+    gate -- float32 [1, hidden]: the sigmoid of its product with x is their weight; numbers -- of these experts
+    """
+    more = torch.tensor([*numbers], device=x.device).expand(len(x), -1)
+    weight = torch.sigmoid(x @ gate.T).expand(-1, len(numbers))
+    return torch.cat([chosen, more], 1), torch.cat([weights, weight], 1)
+
+
+_EXACT = 1024
+"""Float32 adds products of int8 of this many columns without rounding: 1024 * 127 ** 2 is below 2 ** 24."""
+
+
+@dataclass(frozen=True, eq=False)
+class SlidMatrix:
+    """A matrix as it lies in a slid folder.
+
+    values    -- int8, float8_e4m3fn or bfloat16 [rows, stored]
+    positions -- uint8 [rows, stored / 4 rounded up], two bits each
+    scale     -- float32 [rows]; None where the values are the weights themselves
+    """
+
+    values: Tensor
+    positions: Tensor
+    scale: Tensor | None
+    how: Slide
+    columns: int
+
+
+def quantise_slide(x: Tensor, how: Slide, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    """Quantise inputs token by token and lift them (SlideSparse, 4.2).
+
+    x: floating [tokens, columns]. Returns the lifted values, `dtype` [tokens, lifted], and the scales, float32
+    [tokens]; None for a type that is not quantised to. Raises `PackingError` for inputs that are not finite.
+    """
+    if dtype not in STEPS:
+        return lift(x.to(dtype), how), None
+    q, scale = quantise_rows(x, dtype)
+    # One byte is like another where values only change places.
+    return lift(q.view(torch.uint8), how).contiguous().view(dtype), scale
+
+
+def slide_matmul(matrix: SlidMatrix, q: Tensor, scale: Tensor | None) -> Tensor:
+    """Y = X W^T of lifted inputs: `quantise_slide`'s [tokens, lifted] and [tokens] -> float32 [tokens, rows]."""
+    stored = matrix.values.shape[1]
+    positions = unpack_positions(matrix.positions, stored, matrix.how)
+    weight = windowed(matrix.values.float(), positions, matrix.how)
+    sums = torch.zeros(len(q), len(weight), dtype=torch.float64, device=q.device)
+    for first in range(0, weight.shape[1], _EXACT):
+        part = slice(first, first + _EXACT)
+        sums += q[:, part].float() @ weight[:, part].t()
+    if scale is not None and matrix.scale is not None:
+        sums *= scale[:, None].double() * matrix.scale.double()
+    return sums.float()
+
 
 ACTIVATION_FUNCTIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from sparsepack.errors import PackingError
 from sparsepack.formats.codecs import zigzag
-from sparsepack.formats.codecs.gate_copy import GateCopy, copied, limits
-from sparsepack.formats.codecs.gate_rows import by_neuron
+from sparsepack.formats.codecs.gate_rows import GateCopy, by_neuron, copied, limits
 from sparsepack.formats.codecs.matrices import ZIGZAG, PackedMatrix
 
 

@@ -16,7 +16,7 @@ from models_for_tests import TEXT
 from sparsepack.cli import main
 from sparsepack.errors import ArtifactError, CheckpointError, OutputError, PackingError, UserError
 from sparsepack.eval.run import EvalRequest, evaluate
-from sparsepack.files.shards import WEIGHTS
+from sparsepack.files.tensors import WEIGHTS
 from sparsepack.formats.containers.safetensors.layout import MANIFEST, sealed, unsealed
 from sparsepack.formats.inspect import describe
 from sparsepack.formats.open import is_artifact, open_artifact, read_packed

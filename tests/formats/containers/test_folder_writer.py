@@ -16,8 +16,8 @@ import torch
 from sparsepack.errors import PackingError
 from sparsepack.files import hashing
 from sparsepack.files.hashing import combined, sha256_bytes
-from sparsepack.files.shards import WEIGHTS
-from sparsepack.formats.codecs import slid_matrix
+from sparsepack.files.tensors import WEIGHTS
+from sparsepack.formats.codecs import slide as slid_matrix
 from sparsepack.formats.containers.safetensors.layout import MANIFEST, unsealed
 from sparsepack.formats.containers.safetensors.writer import FolderPlan
 from sparsepack.formats.plan import PlannedGroup, PlannedTensor, alone

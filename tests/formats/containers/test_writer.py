@@ -20,7 +20,7 @@ from sparsepack.errors import OutputError, PackingError
 from sparsepack.files.gguf import read_gguf
 from sparsepack.files.hashing import combined
 from sparsepack.formats.containers import write_tensors as placing
-from sparsepack.formats.containers.gguf.integrity import check_header, check_tensors
+from sparsepack.formats.containers.gguf.container import check_header, check_tensors
 from sparsepack.formats.containers.gguf.values import KeyValue, f32, string, u32
 from sparsepack.formats.containers.gguf.writer import GgufPlan
 from sparsepack.formats.plan import PlannedGroup, PlannedTensor, alone

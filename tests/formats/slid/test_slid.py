@@ -26,7 +26,7 @@ from sparsepack.formats.attention import attention_section
 from sparsepack.formats.containers.safetensors.layout import sealed, unsealed
 from sparsepack.formats.inspect import describe
 from sparsepack.formats.open import open_artifact
-from sparsepack.formats.slid.layout import slid_formats
+from sparsepack.formats.slid.artifact import slid_formats
 from sparsepack.formats.table import format_of
 from sparsepack.formats.verify import verify
 from sparsepack.models.checkpoint.checkpoint import open_checkpoint

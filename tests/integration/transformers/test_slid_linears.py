@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from sparsepack.errors import PackingError, UserError
-from sparsepack.formats.codecs.slid_matrix import encode
-from sparsepack.formats.codecs.slide import Slide, pack_positions
+from sparsepack.formats.codecs.slide import Slide, encode, pack_positions
 from sparsepack.integration.transformers.slid_linear import SlidLinear
 from sparsepack.models.records.pattern import Pattern
 from sparsepack.runtime.cuda.slide import algorithms, cusparselt, hopper

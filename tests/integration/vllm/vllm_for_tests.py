@@ -16,14 +16,13 @@ import torch
 from torch import Tensor
 
 import sparsepack
-from sparsepack.formats.codecs.slid_matrix import encode
-from sparsepack.formats.codecs.slide import Slide
-from sparsepack.formats.slid.layout import POSITIONS, SCALE
+from sparsepack.formats.codecs.slide import Slide, encode
+from sparsepack.formats.slid.artifact import POSITIONS, SCALE
 from sparsepack.models.records.groups import kept
 from sparsepack.models.records.pattern import Pattern
 from sparsepack.packing import PackRequest, pack
 from sparsepack.pruning.options import PruneOptions
-from sparsepack.runtime.reference.slide import SlidMatrix
+from sparsepack.runtime.reference.products import SlidMatrix
 from sparsepack.runtime.slid_operator import prepare, slid_linear
 
 ON_TWO_CORES = {

@@ -9,7 +9,7 @@ from devices import DEVICES
 from torch import Tensor
 
 from sparsepack.errors import CheckpointError
-from sparsepack.models.stock.ahead import BlocksAhead
+from sparsepack.models.stock.blocks import BlocksAhead
 
 BLOCKS = [
     {name: torch.randn(5, 3).to(torch.bfloat16) for name in ("q.weight", "down.weight")}

@@ -7,9 +7,9 @@ import torch
 
 from sparsepack.models.checkpoint.checkpoint import open_checkpoint
 from sparsepack.models.family import SITES
-from sparsepack.models.stock import bound
+from sparsepack.models.stock import forecast as bound
 from sparsepack.models.stock.blocks import BlockStream
-from sparsepack.models.stock.bound import bound_line, bound_told
+from sparsepack.models.stock.forecast import bound_line, bound_told
 from sparsepack.workers.resume import ResumeState
 
 

@@ -10,8 +10,8 @@ from transformers import masking_utils
 
 from sparsepack.models.architecture import by_length, rotary_settings
 from sparsepack.models.checkpoint.checkpoint import open_checkpoint
+from sparsepack.models.stock.attention import masks_of_whole_texts
 from sparsepack.models.stock.blocks import BlockStream
-from sparsepack.models.stock.masks import masks_of_whole_texts
 
 IDS = torch.randint(VOCABULARY, (2, 33), generator=torch.Generator().manual_seed(1))
 

@@ -10,7 +10,7 @@ import pytest
 from sparsepack.data import TINY_MODEL
 from sparsepack.errors import ArtifactError, CheckpointError
 from sparsepack.models.checkpoint.checkpoint import open_checkpoint
-from sparsepack.models.tokenizer.tokenizer_check import check_tokenizer
+from sparsepack.models.tokenizer.tokenizer import check_tokenizer
 from sparsepack.runtime.generation.generate import open_tokenizer
 
 MERGES = [[["a", "##b"], ["ab", "##Ġ"]], ["a ##b", "ab ##Ġ"]]

@@ -14,8 +14,8 @@ from sparsepack.formats.codecs.zigzag import BAND_ROWS
 from sparsepack.runtime.cuda.driver.flag_in_data import SENTINEL
 from sparsepack.runtime.cuda.products import zigzag_products
 from sparsepack.runtime.cuda.products.zigzag_products import Input, Output, Together
-from sparsepack.runtime.reference import experts as reference_experts
 from sparsepack.runtime.reference import products as reference
+from sparsepack.runtime.reference import products as reference_experts
 
 
 @dataclass(frozen=True)

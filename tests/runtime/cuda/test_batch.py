@@ -14,7 +14,8 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from torch import Tensor
 from union import Union, union_logits
 
-from sparsepack.bench import machine, traffic
+from sparsepack.bench import decode as machine
+from sparsepack.bench import decode as traffic
 from sparsepack.bench.decode import bench_decode
 from sparsepack.bench.options import BenchSettings
 from sparsepack.errors import ArtifactError, UserError

@@ -19,8 +19,7 @@ from sparsepack.placement import policies
 from sparsepack.placement.links import Links
 from sparsepack.placement.machine import MACHINES
 from sparsepack.placement.names import ONLINE
-from sparsepack.placement.policies import POLICIES
-from sparsepack.placement.policy_run import play
+from sparsepack.placement.policies import POLICIES, play
 from sparsepack.runtime.cpu import operations
 from sparsepack.runtime.cuda.driver.kernel_set import Kernels
 from sparsepack.runtime.engine import Engine

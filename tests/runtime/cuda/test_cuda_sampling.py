@@ -8,8 +8,7 @@ from torch import Tensor
 from sparsepack.formats.codecs.matrices import PackedMatrix, decode_matrix, encode_rows
 from sparsepack.runtime.cuda.decoder.sampling import pick_likeliest
 from sparsepack.runtime.cuda.products.rows import RowsMatrix, embed, load_rows, new_candidates, product
-from sparsepack.runtime.generation.device_sampling import sample
-from sparsepack.runtime.generation.sampling import Sampler, Sampling
+from sparsepack.runtime.generation.sampling import Sampler, Sampling, sample
 
 pytestmark = pytest.mark.gpu
 

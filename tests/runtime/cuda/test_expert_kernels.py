@@ -22,8 +22,8 @@ from sparsepack.runtime.cuda.products.experts import (
 from sparsepack.runtime.cuda.products.gemm_fp16 import new_products
 from sparsepack.runtime.cuda.products.tile_config import CudaTileConfig
 from sparsepack.runtime.cuda.products.zigzag_products import Input, Output
-from sparsepack.runtime.reference.experts import route as reference_route
-from sparsepack.runtime.reference.experts import with_shared
+from sparsepack.runtime.reference.products import route as reference_route
+from sparsepack.runtime.reference.products import with_shared
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("workspace_is_reset")]
 EXPERTS = [

@@ -12,7 +12,7 @@ from hybrid_decoders import EVEN, IDS, LINKS, ROUNDED
 from native_build import skip_without_kernels
 from packed_models import random_model, stock_model, with_rules
 
-from sparsepack.bench.traffic import stored_bytes
+from sparsepack.bench.decode import stored_bytes
 from sparsepack.errors import PlacementError, UserError
 from sparsepack.formats.packed import PackedModel
 from sparsepack.placement.budget import Plan, plan_of_share, plan_within

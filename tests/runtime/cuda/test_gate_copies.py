@@ -14,7 +14,7 @@ from operations_for_tests import normal
 from packed_models import by_neurons, random_model
 from torch import Tensor
 
-from sparsepack.formats.codecs.gate_copy import copied, limits
+from sparsepack.formats.codecs.gate_rows import copied, limits
 from sparsepack.formats.codecs.matrices import PackedMatrix, decode_matrix, encode_rows
 from sparsepack.formats.packed import NeuronMlp, PackedModel
 from sparsepack.placement.budget import Plan

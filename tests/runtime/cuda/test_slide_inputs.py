@@ -8,7 +8,7 @@ from sparsepack.errors import UserError
 from sparsepack.formats.codecs.slide import Slide
 from sparsepack.models.records.pattern import Pattern
 from sparsepack.runtime.cuda.slide.inputs import ALIGNMENT, quantise_slide, row_bytes
-from sparsepack.runtime.reference import slide as reference
+from sparsepack.runtime.reference import products as reference
 
 pytestmark = pytest.mark.gpu
 

@@ -8,16 +8,14 @@ from operations_for_tests import normal
 from torch import Tensor
 
 from sparsepack.errors import PackingError, UserError
-from sparsepack.formats.codecs.slid_matrix import encode
-from sparsepack.formats.codecs.slide import Slide
-from sparsepack.formats.codecs.symmetric import quantise_rows
+from sparsepack.formats.codecs.slide import Slide, encode, quantise_rows
 from sparsepack.integration.transformers.slid_linear import SlidLinear
 from sparsepack.models.records.groups import kept
 from sparsepack.models.records.pattern import Pattern
 from sparsepack.runtime.cuda.slide import hopper, product
 from sparsepack.runtime.cuda.slide.inputs import quantise_slide
-from sparsepack.runtime.reference import slide as reference
-from sparsepack.runtime.reference.slide import SlidMatrix
+from sparsepack.runtime.reference import products as reference
+from sparsepack.runtime.reference.products import SlidMatrix
 from sparsepack.runtime.slid_operator import prepare, slid_linear
 
 pytestmark = pytest.mark.gpu

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from sparsepack.runtime.hybrid.worker import Worker
+from sparsepack.runtime.hybrid.handover import Worker
 
 
 def raises(error: BaseException) -> Callable[[], Any]:
@@ -76,7 +76,7 @@ def test_python_ends_well_while_a_kernel_runs() -> None:
     program = """
 import time, torch
 from sparsepack.runtime.cpu.operations import neuron_ffn_beside, new_neurons
-from sparsepack.runtime.hybrid.worker import Worker
+from sparsepack.runtime.hybrid.handover import Worker
 
 neurons, ffn, end = new_neurons(2000, 1024), neuron_ffn_beside(1), time.monotonic() + 1
 x, gate, indices = torch.ones(1024), torch.ones(2000), torch.arange(2000, dtype=torch.int32)

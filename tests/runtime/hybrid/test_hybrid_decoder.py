@@ -23,8 +23,7 @@ from sparsepack.formats.packed import PackedModel
 from sparsepack.placement.links import Links
 from sparsepack.placement.names import ONLINE
 from sparsepack.placement.placement import Placement
-from sparsepack.placement.policies import POLICIES, Policy, Start
-from sparsepack.placement.policy_run import play
+from sparsepack.placement.policies import POLICIES, Policy, Start, play
 from sparsepack.runtime.chained import decoder as operations_decoder
 from sparsepack.runtime.engine import Engine
 from sparsepack.runtime.generation.sampling import Sampler, Sampling

@@ -7,19 +7,19 @@ import pytest
 import torch
 from packed_models import by_neurons, random_model
 
-from sparsepack.bench.traffic import stored_bytes
+from sparsepack.bench.decode import stored_bytes
 from sparsepack.errors import PlacementError, UserError
-from sparsepack.formats.codecs.gate_copy import copied, limits
+from sparsepack.formats.codecs.gate_rows import copied, limits
 from sparsepack.formats.packed import PackedModel
 from sparsepack.models.records.sparse_attention import SparseAttention, TokenPolicy
 from sparsepack.placement.budget import SPARE
 from sparsepack.runtime.backends import backend_named
 from sparsepack.runtime.engine import Engine
 from sparsepack.runtime.features import FEATURES
+from sparsepack.runtime.free_memory import cache_bytes
 from sparsepack.runtime.hybrid import plan as module
 from sparsepack.runtime.hybrid.plan import check_host, context_within, parts_of, planned
 from sparsepack.runtime.options import EngineOptions
-from sparsepack.runtime.room import cache_bytes
 
 EXPERTS = {"model_type": "mixtral", "intermediate_size": 72, "num_local_experts": 4, "num_experts_per_tok": 1}
 RELU = {"hidden_size": 256, "intermediate_size": 300, "hidden_act": "relu"}

@@ -3,7 +3,7 @@
 import pytest
 from metal_emulation import Library, compile_shader
 
-from sparsepack.runtime.metal.sources import source
+from sparsepack.runtime.metal.library import source
 
 
 @pytest.fixture(scope="session")

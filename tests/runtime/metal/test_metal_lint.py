@@ -6,7 +6,7 @@ import re
 import pytest
 from metal_lint import complaints, without_comments
 
-from sparsepack.runtime.metal.sources import FIRST, FOLDER, source
+from sparsepack.runtime.metal.library import FIRST, FOLDER, source
 
 HEAD = "#include <metal_stdlib>\nusing namespace metal;\n"
 

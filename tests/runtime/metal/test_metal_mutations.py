@@ -10,7 +10,7 @@ import test_metal_lists as lists_suite
 import test_metal_products as products_suite
 from metal_emulation import EmulationError, Library, ShaderError, compile_shader
 
-from sparsepack.runtime.metal.sources import FIRST, FOLDER
+from sparsepack.runtime.metal.library import FIRST, FOLDER
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from sparsepack.formats.codecs import zigzag
-from sparsepack.formats.codecs.gate_copy import copied, limits
+from sparsepack.formats.codecs.gate_rows import copied, limits
 from sparsepack.formats.codecs.matrices import ZIGZAG, PackedMatrix
 from sparsepack.formats.codecs.neurons import pack
 from sparsepack.runtime.reference import neurons, products

@@ -6,11 +6,10 @@ from operations_for_tests import normal
 from torch import Tensor
 
 from sparsepack.errors import PackingError
-from sparsepack.formats.codecs.slide import Slide, pack_positions, slide
-from sparsepack.formats.codecs.symmetric import dequantised, quantise_rows
+from sparsepack.formats.codecs.slide import Slide, dequantised, pack_positions, quantise_rows, slide
 from sparsepack.models.records.groups import kept
 from sparsepack.models.records.pattern import Pattern
-from sparsepack.runtime.reference.slide import SlidMatrix, quantise_slide, slide_matmul
+from sparsepack.runtime.reference.products import SlidMatrix, quantise_slide, slide_matmul
 
 PATTERNS = [Pattern(2, 4), Pattern(4, 6), Pattern(6, 8), Pattern(8, 10), Pattern(14, 16)]
 TYPES = [torch.int8, torch.float8_e4m3fn, torch.bfloat16]

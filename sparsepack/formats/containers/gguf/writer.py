@@ -13,7 +13,7 @@ from gguf.gguf_writer import WriterState
 from sparsepack.files.atomic import atomic_file
 from sparsepack.files.gguf import DEFAULT_ALIGNMENT
 from sparsepack.files.hashing import NO_HASH, sha256_bytes
-from sparsepack.formats.containers.gguf.integrity import HEADER_BYTES, HEADER_HASH, TENSOR_HASHES, seal
+from sparsepack.formats.containers.gguf.container import HEADER_BYTES, HEADER_HASH, TENSOR_HASHES, seal
 from sparsepack.formats.containers.gguf.values import KeyValue
 from sparsepack.formats.containers.write_tensors import TensorFile, first_ones_output, ignored, offsets, write_files
 from sparsepack.formats.plan import Plan

@@ -1,11 +1,15 @@
-"""The folder as a container: opened, its bytes checked; what they mean is the format's business."""
+"""The folder as a container: opened, its bytes checked; what they mean is the format's business.
+
+Files that transformers would read from a folder although its manifest does not list them.
+"""
 
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -16,20 +20,42 @@ from torch import Tensor
 from sparsepack.errors import ArtifactError
 from sparsepack.files.gguf import TensorInfo
 from sparsepack.files.hashing import sha256_bytes
-from sparsepack.files.shards import INDEX, WEIGHTS, check_index
 from sparsepack.files.stored import shown
-from sparsepack.files.tensors import all_finite
+from sparsepack.files.tensors import INDEX, WEIGHTS, all_finite, check_index
 from sparsepack.formats.artifact import Artifact
 from sparsepack.formats.attention import ATTENTION, sparse_attention_of
 from sparsepack.formats.codecs.types import stored_bytes
 from sparsepack.formats.containers.safetensors.layout import CONFIG, MANIFEST, unsealed
-from sparsepack.formats.containers.safetensors.unlisted import check_unlisted
 from sparsepack.formats.manifest import read_manifest
 from sparsepack.formats.stock import StockModel
 from sparsepack.models.checkpoint.checkpoint import EMBEDDING, HEAD, Checkpoint
-from sparsepack.models.checkpoint.saved_copy import is_saved_copy, told_of_copy
+from sparsepack.models.checkpoint.configuration import is_saved_copy, told_of_copy
 from sparsepack.models.records.sparse_attention import SparseAttention
 from sparsepack.models.tokenizer.tokenizer import folder_tokenizer
+
+_WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.gguf", "*.distcp")
+_TEXTS = ("*.json", "*.jinja", "*.py", "*chat_templates", "custom_generate")
+_VOCABULARIES = (
+    *("*.model", "*.spm", "*.bpe", "*.codes", "*.tokenizer", "*.tiktoken"),
+    *("vocab*.txt", "merges*.txt", "dict.txt"),
+)
+READ = (*_WEIGHTS, *_TEXTS, *_VOCABULARIES)
+"""Patterns, in lower case, of all names under which models, adapters, tokenizers, processors and templates of any
+family look for a file or a folder: added_tokens.json and adapter_config.json for two. A README, a licence, a picture or
+notes may lie in a folder."""
+
+
+def check_unlisted(path: Path, files: Collection[str]) -> None:
+    """Raise `ArtifactError` for a file or folder in `path` that transformers may read and `files` does not name."""
+    for name in sorted(os.listdir(path)):
+        if name in files or name == MANIFEST:
+            continue
+        if any(fnmatchcase(name.lower(), pattern) for pattern in READ):
+            raise ArtifactError(
+                f"{path}: {name[:100]!r} is none of the files that were packed, and transformers may read it; move it "
+                "to another folder"
+            )
+
 
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F8_E4M3": torch.float8_e4m3fn}
 _PIECE = 1 << 22

@@ -24,7 +24,7 @@ from sparsepack.errors import ArtifactError
 from sparsepack.files.hashing import NO_HASH, sha256_bytes
 from sparsepack.files.stored import shown
 from sparsepack.formats.manifest import with_score
-from sparsepack.models.checkpoint.saved_copy import MANIFEST, METHOD
+from sparsepack.models.checkpoint.configuration import MANIFEST, METHOD
 
 __all__ = ["CONFIG", "MANIFEST", "METHOD", "sealed", "unsealed"]
 

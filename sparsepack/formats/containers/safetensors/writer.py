@@ -1,7 +1,10 @@
-"""Write an artifact that is a folder: tensor by tensor, sealed with hashes, there as a whole or not at all."""
+"""Write an artifact that is a folder: tensor by tensor, sealed with hashes, there as a whole or not at all.
+
+Which tensors lie in which file of a slid folder.
+"""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -9,17 +12,57 @@ from typing import Any
 
 from sparsepack.files.atomic import atomic_folder, check_output
 from sparsepack.files.hashing import NO_HASH, fingerprint, sha256_bytes
-from sparsepack.files.shards import SHARD_BYTES, WEIGHTS
+from sparsepack.files.tensors import INDEX, SHARD_BYTES, WEIGHTS, file_names, header, index_text, split
 from sparsepack.formats.containers.safetensors.layout import CONFIG, MANIFEST, METHOD, sealed
-from sparsepack.formats.containers.safetensors.shards import Shard, index_of, shards_of
 from sparsepack.formats.containers.write_tensors import TensorFile, first_ones_output, ignored, write_files
 from sparsepack.formats.manifest import FILES_SCHEMA
-from sparsepack.formats.plan import Plan
+from sparsepack.formats.plan import Plan, PlannedGroup, PlannedTensor, tensors_of
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
 from sparsepack.models.checkpoint.source_files import texts_of
 from sparsepack.models.checkpoint.source_hash import SourceHash
 from sparsepack.progress import progress
 from sparsepack.workers.workers import ALONE, Workers
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A safetensors file of a folder."""
+
+    name: str
+    groups: Sequence[PlannedGroup]
+
+    @property
+    def tensors(self) -> tuple[PlannedTensor, ...]:
+        """The tensors of all groups."""
+        return tensors_of(self.groups)
+
+    @cached_property
+    def header(self) -> bytes:
+        """What stands before the tensors."""
+        return header((tensor.name, tensor.type, tensor.shape, tensor.nbytes) for tensor in self.tensors)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the file."""
+        return len(self.header) + _nbytes(self.tensors)
+
+
+def shards_of(groups: Sequence[PlannedGroup], most: int) -> tuple[Shard, ...]:
+    """Groups, in their order, in files of at most `most` bytes of tensors; a group with more has a file of its own."""
+    parts = split([_nbytes(group.tensors) for group in groups], most)
+    return tuple(Shard(name, groups[part]) for name, part in zip(file_names(len(parts)), parts, strict=True))
+
+
+def index_of(shards: Sequence[Shard]) -> dict[str, str]:
+    """The text by which other programs find a tensor's file, by its name; none where there is one file alone."""
+    if len(shards) == 1:
+        return {}
+    file_of = {tensor.name: shard.name for shard in shards for tensor in shard.tensors}
+    return {INDEX: index_text(file_of, sum(_nbytes(shard.tensors) for shard in shards))}
+
+
+def _nbytes(tensors: Sequence[PlannedTensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ from gguf import GGUFValueType
 from sparsepack.errors import PackingError
 from sparsepack.formats.containers.gguf.values import KeyValue, f32, string, u32
 from sparsepack.models.architecture import Architecture, rotary_settings
-from sparsepack.models.checkpoint.gguf_names import ROTARY_FACTORS
+from sparsepack.models.checkpoint.gguf_config import ROTARY_FACTORS
 from sparsepack.models.families import FAMILIES
 
 _INSTEAD = "pack as zigzag-q4_k, which sparsepack itself runs"

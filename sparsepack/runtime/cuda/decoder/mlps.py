@@ -20,7 +20,7 @@ from sparsepack.runtime.cuda.products.gemm_fp16 import Product, ScaledFp16
 from sparsepack.runtime.cuda.products.neurons import ActiveNeurons, CudaNeurons, Division
 from sparsepack.runtime.cuda.products.zigzag import CudaZigzag
 from sparsepack.runtime.cuda.products.zigzag_products import Input, Together
-from sparsepack.runtime.reference.experts import route, with_shared
+from sparsepack.runtime.reference.products import route, with_shared
 
 
 class CudaMlp(Protocol):

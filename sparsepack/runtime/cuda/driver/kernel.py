@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsepack.files.parallel import parallel_map
+from sparsepack.files.tensors import parallel_map
 from sparsepack.process import cores
 from sparsepack.runtime.cuda.driver.compiler import cubin
 

@@ -21,7 +21,7 @@ from sparsepack.runtime.cuda.products import (
     zigzag_products,
 )
 from sparsepack.runtime.cuda.products import gemm_fp16 as dense
-from sparsepack.runtime.generation.device_sampling import sample
+from sparsepack.runtime.generation.sampling import sample
 
 
 class Kernels:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from sparsepack.formats.codecs.gate_copy import CopyErrors, copied, errors_of, limits_of
+from sparsepack.formats.codecs.gate_rows import CopyErrors, copied, errors_of, limits_of
 from sparsepack.formats.codecs.matrices import PackedMatrix, decode_matrix
 from sparsepack.formats.codecs.zigzag import BAND_ROWS
 from sparsepack.runtime.cuda.driver.kernel import kernel, launch, multiprocessors

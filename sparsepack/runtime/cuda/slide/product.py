@@ -24,8 +24,8 @@ from sparsepack.runtime.cuda.slide import cusparselt, hopper
 from sparsepack.runtime.cuda.slide.algorithms import LARGEST, best_algorithm
 from sparsepack.runtime.cuda.slide.inputs import quantise_slide
 from sparsepack.runtime.cuda.slide.outputs import scale_outputs
-from sparsepack.runtime.reference import slide as reference
-from sparsepack.runtime.reference.slide import SlidMatrix
+from sparsepack.runtime.reference import products as reference
+from sparsepack.runtime.reference.products import SlidMatrix
 
 _PIECE = 1 << 24
 """This many weights are unpacked at a time."""

@@ -166,7 +166,7 @@ SlowScores::Candidates SlowScores::candidates() const {
     return found;
 }
 
-// What `swaps` of placement/choose.py does: the best outside for the worst resident, while it is better by the margin.
+// What `swaps` of placement/placement.py does: the best outside for the worst resident, while it is better by the margin.
 Moves SlowScores::decide() {
     advance_scores();
     Candidates can = candidates();

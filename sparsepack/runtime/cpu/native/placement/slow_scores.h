@@ -1,5 +1,5 @@
 // The scores of the slow policy (placement/policies.py), who is resident by them, and which neurons are to be swapped;
-// and what the residents were worth to the tokens (placement/counts.py). No thread of its own: slow_policy.h has it.
+// and what the residents were worth to the tokens (placement/placement.py). No thread of its own: slow_policy.h has it.
 //
 // Bits are [blocks][neurons / 8], rounded up, bit i of byte b of neuron 8 b + i, and those beyond the neurons zero. They
 // are counted in planes: bit k of the count of a neuron is in plane k, at the neuron's place.
@@ -19,7 +19,7 @@ struct SlowSettings {
     int32_t most;               // move after a token
 };
 
-struct SlowCounts {  // placement/counts.py, HitCounts
+struct SlowCounts {  // placement/placement.py, HitCounts
     int64_t tokens = 0, needed = 0, hits = 0, moves = 0, unused = 0;
 };
 
@@ -45,7 +45,7 @@ public:
     // decoded, to those of hits: [tokens][blocks], rows of so many bytes.
     void count(const uint8_t* bits, int64_t row_bytes, int64_t tokens, bool decoded);
 
-    // What `swaps` of placement/choose.py does, with the counts since the last decision: the best outside for the worst
+    // What `swaps` of placement/placement.py does, with the counts since the last decision: the best outside for the worst
     // resident, while it is better by the margin. The pairs, the best first; nobody has moved.
     Moves decide();
 
