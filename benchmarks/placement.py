@@ -3,13 +3,12 @@
     python benchmarks/placement.py [--model MODEL --calibration-text CAL --text TEXT --other OTHER] [--work FOLDER]
 
 Without options it takes books-26m-relu and its texts from SPARSEPACK_SHARED. A calibration of --samples windows gives
-the frequencies, and a trace of the same text says who is active together; traces of TEXT, and of OTHER, which is text
-of another kind, are played. All are made once in --work.
+the frequencies; traces of TEXT, and of OTHER, which is text of another kind, are played. All are made once in --work.
 
 Printed are: who is active; slots in each block, and their hit rate beside the same share of each block; every policy
 for every share; the same on OTHER at 30 %; the settings of the slow momentum, chosen on every second session by the
 fewest neurons read from host memory at 30 %, with what they and the default ones serve on the others; and groups of
-neurons that move together, of --blocks, at 30 %, for which METIS needs sparsepack[metis]; and how long a decision of
+neurons that move together, of --blocks, at 30 %; and how long a decision of
 the slow momentum takes for a model of 70B. --only-groups prints the last two alone.
 """
 
@@ -32,11 +31,13 @@ from sparsepack.calibration.run import calibrate
 from sparsepack.cli.tables import neurons_table
 from sparsepack.cli.verbs.simulate import simulation_table
 from sparsepack.inspection import inspect
+from sparsepack.placement.placement import HitCounts
 from sparsepack.placement.names import POLICIES
-from sparsepack.placement.placement import HitCounts, across_blocks, budget_of, same_share
+from sparsepack.placement.placement import across_blocks, budget_of, same_share
 from sparsepack.placement.policies import POLICIES as POLICY_ROWS
-from sparsepack.placement.policies import Slow, Start, momentum, play, slow
-from sparsepack.simulation.groups import Known, grouped_frequency, groups_of, needed_of
+from sparsepack.placement.policies import Slow, Start, momentum, slow
+from sparsepack.placement.policies import play
+from sparsepack.simulation.groups import grouped_frequency, groups_of, needed_of
 from sparsepack.simulation.options import ORDERS, SimulateOptions
 from sparsepack.simulation.run import simulate
 from sparsepack.tables import Table, markdown
@@ -76,7 +77,7 @@ def main(study: Study, blocks: str, only_groups: bool, work: Path, json_path: Pa
     if not (work / "calibration").exists():
         options = CalibrateOptions(context=study.tokens, samples=study.samples)
         calibrate(study.model, study.calibration_text, work / "calibration", options)
-    for name, source in (("text", study.text), ("other", study.other), ("calibration-trace", study.calibration_text)):
+    for name, source in (("text", study.text), ("other", study.other)):
         if not (work / name).exists():
             trace(study.model, source, work / name, TraceOptions(sessions=study.sessions, tokens=study.tokens))
     calibration = load_calibration(work / "calibration")
@@ -84,8 +85,8 @@ def main(study: Study, blocks: str, only_groups: bool, work: Path, json_path: Pa
     for name, source in (("text", study.text), ("other", study.other)):
         if name in found:  # files, not where they are on this machine
             found[name]["trace"]["name"], found[name]["model"]["name"] = Path(source).name, Path(study.model).name
-    known = Known(_frequency(calibration), load_trace(work / "calibration-trace"))
-    found["groups"] = _groups(load_trace(work / "text"), known, [int(block) for block in blocks.split(",")])
+    blocks_of_groups = [int(block) for block in blocks.split(",")]
+    found["groups"] = _groups(load_trace(work / "text"), _frequency(calibration), blocks_of_groups)
     click.echo(f"\ngroups of neurons of blocks {blocks}, at {CHOSEN_AT:.0%}\n\n{_groups_table(found['groups'])}")
     click.echo(f"\na decision of the slow momentum over 2.3 million neurons: {1e3 * _decision():.0f} ms")
     write_figures(json_path, found)
@@ -180,12 +181,12 @@ def _said(found: dict[str, Any]) -> str:
     return markdown(Table(head, cells))
 
 
-def _groups(traced: Trace, known: Known, blocks: list[int]) -> list[dict[str, Any]]:
+def _groups(traced: Trace, every: np.ndarray, blocks: list[int]) -> list[dict[str, Any]]:
     """The hit rate of groups where every block has the same share of slots: each is played alone."""
     rows = []
     for size, order in [(1, "frequency"), *itertools.product((8, 16, 32), ORDERS)]:
-        groups = groups_of(known, order, size)
-        frequency = grouped_frequency(known.frequency, groups)
+        groups = groups_of(every, order, size)
+        frequency = grouped_frequency(every, groups)
         found: dict[str, list[HitCounts]] = {name: [] for name in GROUP_POLICIES}
         active, touched = np.zeros(len(blocks)), np.zeros(len(blocks))
         for number, session in enumerate(traced.sessions):

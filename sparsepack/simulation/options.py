@@ -7,7 +7,7 @@ from sparsepack.option import check_options, not_with, only_with, option
 from sparsepack.placement.budget import bytes_in
 from sparsepack.placement.names import EXTRA, POLICIES, SINGLE
 
-ORDERS = ("frequency", "random", "metis")
+ORDERS = ("frequency", "random")
 """The names of `simulation.groups`."""
 
 
@@ -27,8 +27,7 @@ class SimulateOptions:
     )
     group: int = option("Neurons of a block that move together.", default=1, least=1, most=255)
     order: str = option(
-        "How groups are formed: of neurons that are active equally often, at random, or by METIS of those that are "
-        "active together, which needs a trace as --calibration.",
+        "How groups are formed: of neurons that are active equally often, or at random.",
         default="frequency",
         choices=ORDERS,
         counts=(not_with("group", 1),),

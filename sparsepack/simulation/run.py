@@ -17,7 +17,7 @@ from sparsepack.placement.machine import SHAPES, Machine, dense_split, machine_o
 from sparsepack.placement.placement import HitCounts
 from sparsepack.placement.policies import POLICIES, Start, bound, play
 from sparsepack.progress import progress
-from sparsepack.simulation.groups import Known, grouped_frequency, groups_of, needed_of
+from sparsepack.simulation.groups import grouped_frequency, groups_of, needed_of
 from sparsepack.simulation.options import SimulateOptions
 from sparsepack.tracing.trace import Trace, calibration_or_trace, load, neuron_counts
 
@@ -55,8 +55,7 @@ def simulate(
 
     Raises `PlacementError`, `CalibrationError`: they are not of one model, the calibration has not counted neurons, or
     has counted others than the trace has, which is of those above thresholds; it is a trace of sessions that are
-    played; the shape is of neurons and the trace of experts, or the other way round; or groups by METIS are asked for,
-    and it is no trace. Raises `UserError` where pymetis is missing for these.
+    played; or the shape is of neurons and the trace of experts, or the other way round.
     """
     options = options or SimulateOptions()
     options.check()
@@ -72,10 +71,9 @@ def simulate(
     setting = _Setting(options.policies, shares, options.group)
     made = calibration if isinstance(calibration, Calibration | Trace) else calibration_or_trace(calibration)
     frequency = _frequency(trace, made)
-    sessions = made if isinstance(made, Trace) else None
-    if sessions is not None:
-        _check_apart(trace, sessions)
-    groups = groups_of(Known(frequency, sessions), options.order, options.group)
+    if isinstance(made, Trace):
+        _check_apart(trace, made)
+    groups = groups_of(frequency, options.order, options.group)
     outcomes, limits = _played(trace, grouped_frequency(frequency, groups), groups, setting)
     total = _total(next(iter(outcomes.values())))
     density = total.needed / total.tokens / frequency.size  # the share of the neurons that a decoded token needs

@@ -28,7 +28,7 @@ def _plottable(context: click.Context, parameter: click.Parameter, path: Path | 
     type=CALIBRATION,
     required=True,
     help="A folder made by `sparsepack calibrate`: its frequencies give out the first slots. For a trace made with "
-    "--share, and for --order metis, another trace of the same kind, of other text.",
+    "--share, another trace of the same kind, of other text.",
 )
 @options_from(SimulateOptions, "--cached", "--policy", "--group", "--order", "--machine", "--shape", "--vram")
 @click.option(
