@@ -31,12 +31,10 @@ from sparsepack.calibration.run import calibrate
 from sparsepack.cli.tables import neurons_table
 from sparsepack.cli.verbs.simulate import simulation_table
 from sparsepack.inspection import inspect
-from sparsepack.placement.placement import HitCounts
 from sparsepack.placement.names import POLICIES
-from sparsepack.placement.placement import across_blocks, budget_of, same_share
+from sparsepack.placement.placement import HitCounts, across_blocks, budget_of, same_share
 from sparsepack.placement.policies import POLICIES as POLICY_ROWS
-from sparsepack.placement.policies import Slow, Start, momentum, slow
-from sparsepack.placement.policies import play
+from sparsepack.placement.policies import Slow, Start, momentum, play, slow
 from sparsepack.simulation.groups import grouped_frequency, groups_of, needed_of
 from sparsepack.simulation.options import ORDERS, SimulateOptions
 from sparsepack.simulation.run import simulate

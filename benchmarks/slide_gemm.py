@@ -5,10 +5,8 @@
 Everything that a layer costs is counted: inputs are quantised (and lifted), outputs scaled. See `sparsepack bench`,
 which does the same with the shapes of a slid folder.
 
-On Hopper there is one more baseline, "INT8, one kernel": NVIDIA's library is slower there with INT8 than with BF16, so
-that the kernel of slid weights multiplies dense ones, too, all else being the same.
-
-With --vllm there are two more, "INT8, vLLM" and "FP8, vLLM": what vLLM makes of a W8A8 checkpoint, which is its own
+NVIDIA's library is slower on Hopper with INT8 than with BF16, so a ratio to it flatters slid weights. With --vllm there
+are two more baselines, "INT8, vLLM" and "FP8, vLLM": what vLLM makes of a W8A8 checkpoint, which is its own
 quantisation of the inputs and CUTLASS's product. LIBRARY is `vllm/_C_stable_libtorch.abi3.so` of a wheel that was built
 for the torch that is installed (benchmarks/notes/slide.md); nothing else of vLLM is needed.
 """
@@ -21,13 +19,9 @@ import torch
 from figures import json_option, write_figures
 from torch import Tensor
 
-from sparsepack.bench.linears import PLAIN, TOKENS, Contender, Linear, Run, bench_linears, copies
+from sparsepack.bench.linears import TOKENS, Contender, Linear, Run, bench_linears, copies
 from sparsepack.bench.table import linears_table
 from sparsepack.formats.codecs.slide import quantise_rows
-from sparsepack.runtime.cuda.driver.device import usable
-from sparsepack.runtime.cuda.driver.kernel import architecture
-from sparsepack.runtime.cuda.slide import hopper
-from sparsepack.runtime.cuda.slide.inputs import quantise_slide
 
 QWEN_7B = (
     Linear("Wqkv", 4608, 3584),
@@ -35,17 +29,6 @@ QWEN_7B = (
     Linear("W13", 37888, 3584),
     Linear("W2", 3584, 18944),
 )
-
-
-def int8_by_one_kernel(weight: Tensor) -> tuple[list[Run], int]:
-    """Dense INT8 products by the kernel of slid weights."""
-    q, w_scale = quantise_rows(weight, torch.int8)
-
-    def of(copy: Tensor) -> Run:
-        matrix = hopper.HopperMatrix(copy, None, w_scale, None)
-        return lambda x: hopper.slide_matmul(matrix, *quantise_slide(x, PLAIN, torch.int8), x.dtype)
-
-    return copies(q, of)
 
 
 def by_vllm(weight: Tensor, dtype: torch.dtype) -> tuple[list[Run], int]:
@@ -70,7 +53,6 @@ def by_vllm(weight: Tensor, dtype: torch.dtype) -> tuple[list[Run], int]:
     return copies(q, of)
 
 
-ONE_KERNEL = Contender("INT8, one kernel", "INT8", None, int8_by_one_kernel)
 OF_VLLM = [
     Contender("INT8, vLLM", "INT8", None, partial(by_vllm, dtype=torch.int8)),
     Contender("FP8, vLLM", "FP8", None, partial(by_vllm, dtype=torch.float8_e4m3fn)),
@@ -84,7 +66,7 @@ OF_VLLM = [
 @json_option
 def main(tokens: tuple[int, ...], rounds: int, vllm: str | None, json_path: Path | None) -> None:
     """Print the tables."""
-    others = [ONE_KERNEL] if architecture(usable("cuda").index or 0) == hopper.ARCHITECTURE else []
+    others: list[Contender] = []
     if vllm:
         torch.ops.load_library(vllm)  # type: ignore[no-untyped-call]
         others += OF_VLLM

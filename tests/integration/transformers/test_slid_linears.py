@@ -48,7 +48,7 @@ def test_positions_that_do_not_ascend_are_refused(row: int, byte: int, bits: int
         hopper.arranged_positions(positions, 150)
 
 
-@pytest.mark.parametrize("tile", hopper.TILES + hopper.DENSE_TILES, ids=str)
+@pytest.mark.parametrize("tile", hopper.TILES, ids=str)
 def test_tiles_fit_into_shared_memory(tile: hopper.Tile) -> None:
     assert tile.shared_bytes + hopper._STATIC_BYTES - 1024 <= hopper._SHARED_BYTES
     assert tile.stages >= 4

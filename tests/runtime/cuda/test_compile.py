@@ -16,7 +16,7 @@ from sparsepack.runtime.cuda.products import zigzag_products
 from sparsepack.runtime.cuda.products.tile_config import CudaTileConfig, FarTileConfig
 from sparsepack.runtime.cuda.products.zigzag import CudaZigzag
 from sparsepack.runtime.cuda.products.zigzag_products import Input, Together
-from sparsepack.runtime.cuda.slide.hopper import CLUSTER, DENSE_TILES, TILES
+from sparsepack.runtime.cuda.slide.hopper import CLUSTER, TILES
 
 
 @cache
@@ -112,7 +112,6 @@ VARIANTS = {
     "slide_matmul": [
         (
             *(
-                f"DENSE={int(tile.dense)}",
                 f"FP8={fp8}",
                 f"HALF={fp8}",
                 f"CLUSTER={CLUSTER}",
@@ -122,8 +121,7 @@ VARIANTS = {
             ),
             *(f"STAGES={tile.stages}", f"OUT_BUFFERS={tile.out_buffers}"),
         )
-        for fp8, tile in [(0, TILES[1]), (0, TILES[4]), (1, DENSE_TILES[0]), *((1, tile) for tile in TILES)]
-        + [(0, tile) for tile in DENSE_TILES]
+        for fp8, tile in [(0, TILES[1]), (0, TILES[4]), *((1, tile) for tile in TILES)]
     ],
     "post_norm": [(f"ROUNDS={rounds}", f"FLAG_IN_DATA={flag}") for rounds, flag in ((1, 0), (3, 1), (6, 1))],
     "row_norms": [(f"ROUNDS={rounds}", f"FLAG_IN_DATA={flag}") for rounds, flag in ((1, 0), (2, 1))],

@@ -1,7 +1,6 @@
-"""Products with slid weights on Hopper's 2:4 tensor cores, by one kernel of ours (`kernels/slide/slide_matmul.cu`); and
-by the same kernel with dense ones, which benchmarks compare with them."""
+"""Products with slid weights on Hopper's 2:4 tensor cores, by one kernel of ours (`kernels/slide/slide_matmul.cu`)."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -25,8 +24,8 @@ LIFTED = 32
 """A token has a multiple of this many inputs (`inputs.ALIGNMENT`)."""
 
 K_TILE = 128
-"""This many inputs of a token are multiplied together, and so are this many weights of a dense row, half as many stored
-values of a slid one."""
+"""This many inputs of a token are multiplied together, with half as many stored values of a row."""
+K_STORED = K_TILE // 2
 BLOCK_ROWS = 64
 CLUSTER = 2
 """This many blocks share their inputs."""
@@ -43,14 +42,10 @@ _STATIC_BYTES = 4096
 
 @dataclass(frozen=True)
 class Tile:
-    """The tile that a block multiplies at a time: `groups` warpgroups of 64 rows, by 64, 128, 192 or 256 tokens.
-
-    dense -- the weights are dense
-    """
+    """The tile that a block multiplies at a time: `groups` warpgroups of 64 rows, by 64, 128, 192 or 256 tokens."""
 
     groups: int
     tokens: int
-    dense: bool = False
 
     @property
     def rows(self) -> int:
@@ -69,16 +64,11 @@ class Tile:
     @property
     def stage_bytes(self) -> int:
         """The bytes of shared memory for a k_tile of weights, inputs and positions."""
-        return self.rows * self.k_tile + self.tokens * K_TILE + self._position_bytes
-
-    @property
-    def k_tile(self) -> int:
-        """This many stored values of a row are multiplied together."""
-        return K_TILE if self.dense else K_TILE // 2
+        return self.rows * K_STORED + self.tokens * K_TILE + self._position_bytes
 
     @property
     def _position_bytes(self) -> int:
-        return 0 if self.dense else self.groups * 1024
+        return self.groups * 1024
 
     @property
     def stages(self) -> int:
@@ -102,40 +92,38 @@ class Tile:
     @property
     def microseconds(self) -> float:
         """The time of a k_tile on an H100: what goes in and out of its shared memory at 128 bytes a cycle, and a
-        little. For dense weights, if that is longer, what its tensor cores take by their data sheet: with four shapes
-        and 64 to 8192 tokens on an H200, the tile chosen so was at most 5 % slower than the best."""
-        read = self.groups * self.tokens * K_TILE + self.rows * self.k_tile + self._position_bytes
-        products = 2 * self.groups * self.tokens if self.dense else 0  # cycles
-        return 0.1 + 0.00045 * max((read + self.stage_bytes) / 128, products)
+        little."""
+        read = self.groups * self.tokens * K_TILE + self.rows * K_STORED + self._position_bytes
+        return 0.1 + 0.00045 * (read + self.stage_bytes) / 128
 
 
 TILES = (Tile(2, 256), Tile(3, 192), Tile(2, 192), Tile(3, 128), Tile(2, 128), Tile(1, 128), Tile(3, 64), Tile(1, 64))
-DENSE_TILES = tuple(replace(tile, dense=True) for tile in TILES)
 
 
 @lru_cache(maxsize=4096)
-def best_tile(rows: int, tokens: int, blocks: int, dense: bool = False) -> Tile:
-    """The tile with which so many blocks at a time are done first (benchmarks/notes/slide.md has the measurements)."""
+def best_tile(rows: int, tokens: int, blocks: int) -> Tile:
+    """The tile with which so many blocks at a time are done first: with four shapes and 64 to 8192 tokens on an H200,
+    at most 5 % slower than the best."""
 
     def cost(tile: Tile) -> float:
         pairs = -(-rows // (CLUSTER * tile.rows)) * -(-tokens // tile.tokens)
         return -(-pairs // (blocks // CLUSTER)) * tile.microseconds
 
-    return min(DENSE_TILES if dense else TILES, key=cost)
+    return min(TILES, key=cost)
 
 
 @dataclass(frozen=True, eq=False)
 class HopperMatrix:
-    """Slid or dense weights as the kernel takes them.
+    """Slid weights as the kernel takes them.
 
     values    -- int8 or float8_e4m3fn [rows, stored], `ROWS` and `STORED` of them or a multiple
-    positions -- from `arranged_positions`; None: the weights are dense, and all columns are stored
+    positions -- from `arranged_positions`
     scale     -- float32 [rows]
     bias      -- of the type of the outputs [rows], or None
     """
 
     values: Tensor
-    positions: Tensor | None
+    positions: Tensor
     scale: Tensor
     bias: Tensor | None
 
@@ -150,10 +138,9 @@ def arranged_positions(positions: Tensor, stored: int) -> Tensor:
     Raises `PackingError` for positions that do not ascend within a window: what the kernel does with them is undefined.
     """
     rows, given = positions.shape
-    k_tile = TILES[0].k_tile
-    tiles, blocks = -(-stored // k_tile), -(-rows // BLOCK_ROWS)
+    tiles, blocks = -(-stored // K_STORED), -(-rows // BLOCK_ROWS)
     # Where nothing is stored there still are positions, 0 and 1: what equal ones do is undefined.
-    padded = positions.new_full((blocks * BLOCK_ROWS, tiles * k_tile // 4), 0b01000100)
+    padded = positions.new_full((blocks * BLOCK_ROWS, tiles * K_STORED // 4), 0b01000100)
     padded[:rows, :given] = positions
     if stored % 4:
         padded[:rows, given - 1] |= 0b01000000
@@ -168,8 +155,7 @@ def arranged_positions(positions: Tensor, stored: int) -> Tensor:
 def slide_matmul(matrix: HopperMatrix, q: Tensor, scale: Tensor, out: torch.dtype, tile: Tile | None = None) -> Tensor:
     """Y = (Q W^T) * scales + bias, on the current stream.
 
-    q     -- of the type of the weights, [tokens, lifted], a multiple of 16 wide: `inputs.quantise_slide`; for dense
-             weights nothing is lifted
+    q     -- of the type of the weights, [tokens, lifted], a multiple of 16 wide: `inputs.quantise_slide`
     scale -- float32 [tokens]
     out   -- one of `OUTPUTS`
     tile  -- None: `best_tile`
@@ -177,17 +163,14 @@ def slide_matmul(matrix: HopperMatrix, q: Tensor, scale: Tensor, out: torch.dtyp
     Returns [tokens, rows]. Raises `ValueError` for inputs of another width.
     """
     (rows, stored), tokens = matrix.values.shape, len(q)
-    dense = matrix.positions is None
-    inputs, spare = (stored, STORED) if dense else (2 * stored, 2 * STORED)
-    if not 0 <= q.shape[1] - inputs + spare < spare + LIFTED:
+    if not 0 <= q.shape[1] - 2 * stored + 2 * STORED < 2 * STORED + LIFTED:
         raise ValueError(f"inputs lifted to {q.shape[1]} for weights with {stored} stored values a row")
     y = torch.empty(tokens, rows, dtype=out, device=q.device)
     if not tokens:
         return y
     blocks = multiprocessors(q.device)
-    tile = tile or best_tile(rows, tokens, blocks, dense)
+    tile = tile or best_tile(rows, tokens, blocks)
     defines = (
-        f"DENSE={int(dense)}",
         f"FP8={int(q.dtype == torch.float8_e4m3fn)}",
         f"TOKENS={tile.tokens}",
         f"GROUPS={tile.groups}",
@@ -202,11 +185,11 @@ def slide_matmul(matrix: HopperMatrix, q: Tensor, scale: Tensor, out: torch.dtyp
         kernel("slide_matmul", "slide_matmul", defines, q.device.index or 0),
         (min(blocks // CLUSTER, tiles) * CLUSTER,),
         tile.threads,
-        _map(matrix.values, tile.k_tile, tile.rows),
+        _map(matrix.values, K_STORED, tile.rows),
         _map(q, K_TILE, tile.tokens // CLUSTER),
         _map(y, BLOCK_ROWS, _OUT_TOKENS),
         *(matrix.positions, matrix.scale, scale, matrix.bias),
-        *(rows, tokens, -(-stored // tile.k_tile), max(1, _BAND_BYTES // (tile.tokens * q.shape[1]))),
+        *(rows, tokens, -(-stored // K_STORED), max(1, _BAND_BYTES // (tile.tokens * q.shape[1]))),
         shared=tile.shared_bytes,
     )
     return y

@@ -5,15 +5,12 @@
 //     inputs    [tokens, lifted] bytes       quantised and lifted (quantise_slide.cu)
 //     outputs   [tokens, rows]               BF16 or F16
 //
-// Where DENSE, weights are [rows, columns] with all their zeros, and there is no metadata: what slid weights are compared
-// with in benchmarks, everything else being the same.
-//
 // A block has one tile of ROWS = 64 GROUPS rows by TOKENS tokens after the other; there are as many blocks as
 // multiprocessors. Two blocks of a cluster have rows below one another and share their inputs: each fetches half of
 // them for both. K is walked in tiles of 128 lifted inputs, through a pipeline of STAGES in shared memory that the copy
 // engine (TMA) fills:
 //
-//     stage     | weights: ROWS of 64 bytes (DENSE: 128) | inputs: TOKENS of 128 bytes | metadata: GROUPS of 1024 bytes |
+//     stage     | weights: ROWS of 64 bytes | inputs: TOKENS of 128 bytes | metadata: GROUPS of 1024 bytes |
 //     mbarriers | full: copy engine -> consumers | empty: consumers of both blocks -> producer |
 //
 // Warps are specialised, as in CUTLASS: GROUPS warpgroups multiply, 64 rows each; one thread of the LOAD_WARPS behind
@@ -22,8 +19,7 @@
 // while the next tile is being multiplied.
 //
 // What bounds it: operands in shared memory. A product of 64 rows reads 64 bytes for each of its tokens, and a tensor
-// core that skips zeros could take them at 128 bytes a cycle, all that shared memory has; what fills it comes on top
-// (benchmarks/notes/slide.md).
+// core that skips zeros could take them at 128 bytes a cycle, all that shared memory has; what fills it comes on top.
 //
 // Tiles go token by token within a band of `band` tiles of tokens, then to the next rows: the inputs of a band stay in
 // the L2 cache.
@@ -40,9 +36,9 @@ static constexpr int ALL_THREADS = CONSUMERS + 32 * LOAD_WARPS;
 // Registers of a thread with LOAD_WARPS 4: together as many as the launch bounds give out.
 static constexpr int LOAD_REGISTERS = GROUPS == 2 ? 40 : 32, SUM_REGISTERS = GROUPS == 2 ? 232 : 160;
 #define SET_REGISTERS(how, count) asm volatile("setmaxnreg." how ".sync.aligned.u32 %0;" ::"n"(count))
-static constexpr int WEIGHT_WIDTH = DENSE ? 128 : 64;  // of a row in a stage
+static constexpr int WEIGHT_WIDTH = 64;  // of a row in a stage
 static constexpr int WEIGHT_BYTES = ROWS * WEIGHT_WIDTH, INPUT_BYTES = TOKENS * 128;
-static constexpr int METADATA_BYTES = DENSE ? 0 : GROUPS * 1024;
+static constexpr int METADATA_BYTES = GROUPS * 1024;
 static constexpr int STAGE_BYTES = WEIGHT_BYTES + INPUT_BYTES + METADATA_BYTES;
 static constexpr int OUT_TOKENS = 32;
 static constexpr int OUT_BYTES = OUT_TOKENS * 128;
@@ -131,7 +127,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(ALL
                     copy_tile_to_all(at + WEIGHT_BYTES + rank * SHARE * 128, &inputs, k * 128, token + rank * SHARE,
                                      full + stage);
 #pragma unroll
-                    for (int g = 0; g < (DENSE ? 0 : GROUPS); ++g)
+                    for (int g = 0; g < GROUPS; ++g)
                         copy_bulk(at + WEIGHT_BYTES + INPUT_BYTES + g * 1024,
                                   metadata + ((u64)min(row / 64 + g, last_block) * k_tiles + k) * 1024, 1024,
                                   full + stage);
@@ -168,20 +164,12 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(ALL
                 barrier_wait(full + stage, phase);
                 const u32 at = ring + stage * STAGE_BYTES;
                 const u32 weights_at = at + group * 64 * WEIGHT_WIDTH, inputs_at = at + WEIGHT_BYTES;
-                if constexpr (DENSE) {
-                    wgmma_begin();
-#pragma unroll
-                    for (int part = 0; part < 4; ++part)
-                        wgmma(d, operand(weights_at + 32 * part, 128), operand(inputs_at + 32 * part, 128), 0,
-                              k + part);
-                } else {
-                    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];"
-                                 : "=r"(positions[0]), "=r"(positions[1])
-                                 : "r"(at + WEIGHT_BYTES + INPUT_BYTES + group * 1024 + thread * 8));
-                    wgmma_begin();
-                    wgmma(d, operand(weights_at, 64), operand(inputs_at, 128), positions[0], k);
-                    wgmma(d, operand(weights_at + 32, 64), operand(inputs_at + 64, 128), positions[1], 1);
-                }
+                asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];"
+                             : "=r"(positions[0]), "=r"(positions[1])
+                             : "r"(at + WEIGHT_BYTES + INPUT_BYTES + group * 1024 + thread * 8));
+                wgmma_begin();
+                wgmma(d, operand(weights_at, 64), operand(inputs_at, 128), positions[0], k);
+                wgmma(d, operand(weights_at + 32, 64), operand(inputs_at + 64, 128), positions[1], 1);
                 wgmma_commit();
                 wgmma_wait<1>();
                 still_needed(held);

@@ -1,17 +1,14 @@
-// Hopper's products of a warpgroup, 128 threads, with 8-bit values: wgmma.mma_async.sp (PTX ISA, 9.7.15.6), or where
-// DENSE wgmma.mma_async.
+// Hopper's products of a warpgroup, 128 threads, with 8-bit values: wgmma.mma_async.sp (PTX ISA, 9.7.15.6).
 //
 //     D [64, N]   += A [64, 64] x B [64, N]      A has two nonzeros in each four along its 64 columns
-//     D [64, N]   += A [64, 32] x B [32, N]      DENSE
 //
-//     A  in shared memory: its nonzeros alone, 32 bytes a row, rows 64 bytes apart, swizzled by 64 bytes; where DENSE
-//        all of it, 32 bytes a row, rows 128 bytes apart, swizzled by 128 bytes
-//     B  in shared memory: N rows of 64 (DENSE: 32) bytes, 128 bytes apart, swizzled by 128 bytes
+//     A  in shared memory: its nonzeros alone, 32 bytes a row, rows 64 bytes apart, swizzled by 64 bytes
+//     B  in shared memory: N rows of 64 bytes, 128 bytes apart, swizzled by 128 bytes
 //     D  in registers, int32 or float32: thread t has rows 16 (t / 32) + t % 32 / 4 and 8 further down, and of each 8
 //        columns those from 2 (t % 4) on: d[4 j], d[4 j + 1], and for the lower row d[4 j + 2], d[4 j + 3]
-//     metadata  32 bits of each thread: where 16 values stand among their four, two bits each; DENSE: unused
+//     metadata  32 bits of each thread: where 16 values stand among their four, two bits each
 //
-// Macros: DENSE 0 or 1; FP8 0 for int8, 1 for float8_e4m3fn; TOKENS: N, 64, 128, 192 or 256
+// Macros: FP8 0 for int8, 1 for float8_e4m3fn; TOKENS: N, 64, 128, 192 or 256
 
 #pragma once
 
@@ -27,16 +24,6 @@ typedef int Sum;
 #define SUM "+r"
 #define TYPES "s32.s8.s8"
 #define SIGNS ""
-#endif
-
-#if DENSE
-#define VARIANT "wgmma.mma_async"
-#define DEPTH "32"
-#define POSITIONS(e) ""
-#else
-#define VARIANT "wgmma.mma_async.sp"
-#define DEPTH "64"
-#define POSITIONS(e) ", " e ", 0"
 #endif
 
 static constexpr int SUMS = TOKENS / 2;  // of a thread
@@ -61,8 +48,8 @@ __device__ __forceinline__ void wgmma_wait() {
     SUM(d[i]), SUM(d[i + 1]), SUM(d[i + 2]), SUM(d[i + 3]), SUM(d[i + 4]), SUM(d[i + 5]), SUM(d[i + 6]), SUM(d[i + 7])
 #define EIGHTS(i) EIGHT(i), EIGHT(i + 8), EIGHT(i + 16), EIGHT(i + 24)
 #define WGMMA(n, list, a, b, e, p, ...)                                                                             \
-    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " p ", 0;\n" VARIANT ".sync.aligned.m64n" #n "k" DEPTH "." TYPES \
-                 " {" list "}, " a ", " b POSITIONS(e) ", p" SIGNS ";\n}"                                           \
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " p ", 0;\nwgmma.mma_async.sp.sync.aligned.m64n" #n "k64." TYPES \
+                 " {" list "}, " a ", " b ", " e ", 0, p" SIGNS ";\n}"                                              \
                  : __VA_ARGS__                                                                                      \
                  : "l"(weights), "l"(inputs), "r"(metadata), "r"(add))
 
