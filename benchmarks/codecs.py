@@ -1,7 +1,4 @@
-"""Error and speed of the Q4_K and Q6_K codecs beside ggml's, as Markdown.
-
-python benchmarks/codecs.py [--device cuda]
-"""
+"""Error and speed of the Q4_K and Q6_K codecs, next to ggml's."""
 
 import importlib.util
 import statistics
@@ -13,18 +10,15 @@ from pathlib import Path
 
 import click
 import torch
-from books import SHARED
 from torch import Tensor
-from turns import in_turns
 
-ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+from benchmarks.shared.evaluation import SHARED
+from benchmarks.shared.timing import in_turns
+from sparsepack.formats.codecs import q4_k, q6_k, zigzag
 
-import codec_cases  # noqa: E402
-import ggml  # noqa: E402
-from codec_cases import relative_error  # noqa: E402
-
-from sparsepack.formats.codecs import q4_k, q6_k, zigzag  # noqa: E402
+sys.path.append(str(Path(__file__).parents[1] / "tests"))
+import codec_cases
+import ggml
 
 CODECS = {"q4_k": q4_k, "q6_k": q6_k}
 
@@ -65,10 +59,10 @@ def error_table(device: torch.device) -> None:
         for name, codec in CODECS.items():
             worst: tuple[float, float | None, float] | None = None
             for weights in group():
-                ours = relative_error(codec.decode(codec.encode(weights.to(device))).cpu(), weights)
+                ours = codec_cases.relative_error(codec.decode(codec.encode(weights.to(device))).cpu(), weights)
                 theirs = None
                 if ggml.library() is not None:
-                    theirs = relative_error(ggml.dequantize(name, ggml.quantize(name, weights)), weights)
+                    theirs = codec_cases.relative_error(ggml.dequantize(name, ggml.quantize(name, weights)), weights)
                 ratio = ours / theirs if theirs else ours
                 if worst is None or ratio > worst[2]:
                     worst = ours, theirs, ratio
@@ -127,7 +121,3 @@ def main(device: str, threads: int, size: int | None, repeats: int, errors: bool
     if errors:
         error_table(where)
     speed_table(where, size or (16384 if on_cuda else 4096), repeats, torch.bfloat16 if on_cuda else torch.float32)
-
-
-if __name__ == "__main__":
-    main()

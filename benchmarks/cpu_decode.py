@@ -1,36 +1,57 @@
-"""Our engine against llama.cpp on a billion-parameter Llama in Q4_K: decoding, prefill, loading, memory.
-
-    python benchmarks/cpu_decode.py [--work FOLDER] [--quick] [--tiny] [--backend cpu]
+"""Our CPU engine against llama.cpp on a billion-parameter Llama in Q4_K: decoding, prefill, loading, memory.
 
 Decoding: greedy, sampling included, after a prompt, both sides in turns in one process; ratios are taken within a round
-and their median printed. Outputs are compared with the stock model's first, and nothing is timed where they differ.
+and their median printed. Outputs of both are compared first with the stock model's with their own dequantised weights.
+Dense logits must agree. Sparse ones cannot to the last bits: an input so close to its threshold that rounding decides
+is worth more than all rounding, and in a random model it moves others across theirs. How far that carries is measured
+on the stock model itself, with every site's input changed by 0.01 %: ours may be half as much again off, and as active.
+
+Each load is timed in a process of its own, so that the peak of memory is this model's, beside reading the file.
 """
 
+import gc
 import json
+import os
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import click
-import cpu_setting
-from cpu_decode_check import Checks
-from cpu_decode_table import show
-from cpu_engine import CONTEXT, decode_ours, open_engine
-from figures import json_option, write_figures
-from llama_cpp_peer import LlamaCpp, bytes_per_token, expect_runs
-from synthetic import BILLION, DEFAULT_WORK, TINY, Synthetic, random_ids, synthetic
+import torch
 
+from benchmarks.shared import machine
+from benchmarks.shared.checkpoints import DEFAULT_WORK, Synthetic, synthetic
+from benchmarks.shared.llama_cpp import LlamaCpp, bytes_per_token, check_logits, expect_runs
+from benchmarks.shared.shapes import BILLION, TINY, random_ids
+from benchmarks.shared.timing import expect_near, json_option, median_ratio, of_bound, relative_error, write_figures
 from sparsepack.bench import decode as traffic
+from sparsepack.eval.subject import Subject, open_subject
+from sparsepack.formats.open import read_packed
+from sparsepack.models.stock.hooks import site_hooks
 from sparsepack.runtime.engine import Engine
+from sparsepack.runtime.generation.sampling import Sampler, Sampling
 from sparsepack.runtime.skipped import skipped_weights
+from sparsepack.tables import Table, markdown
 
+CONTEXT = 1024
 PEER = "llama.cpp Q4_K"
 NAMES = {"dense": "ours, dense", "0.5": "ours, 50 % active", "0.75": "ours, 25 % active"}
+CHECKED, CHECKED_PROMPT = 32, 16
+DENSE_LIMIT = 2e-3
+NOISE, NOISE_FACTOR = 1e-4, 1.5
+SMALLEST_LIMIT = 0.05
+"""In a small model the noise may move no input across its threshold, and our rounding one."""
+ACTIVITY_LIMIT = 0.02
+"""Of a site's share of active columns, over the positions that are compared."""
+STEADY = 1.3
+"""The fastest round over the slowest; beyond it something else ran on the machine."""
+STEPS = 8
+"""Steps behind a load."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +69,129 @@ class Plan:
 QUICK = Plan(rounds=3, prefill_rounds=1, loads=1)
 
 
+@dataclass(frozen=True)
+class Expected:
+    """logits after the prompt and after each later token: float32 [17, vocabulary]; active share by (layer, site)."""
+
+    logits: torch.Tensor
+    activity: Mapping[tuple[int, str], float]
+    limit: float
+
+
+class Checks:
+    """What the stock models say to one short text, and whether others say the same. RuntimeError where they do not."""
+
+    def __init__(self, model: Synthetic, vocabulary: int) -> None:
+        self.ids = random_ids(vocabulary, CHECKED, seed=2)
+        plain = open_subject(str(model.plain))
+        self._peer, _ = self._stock(plain, {})
+        del plain
+        gc.collect()
+        zigzag = open_subject(str(model.zigzag))
+        self._ours = {"dense": Expected(*self._stock(zigzag, {}), DENSE_LIMIT)}
+        for sparsity, table in model.thresholds.items():
+            logits, activity = self._stock(zigzag, table)
+            disturbed, _ = self._stock(zigzag, table, NOISE)
+            limit = max(SMALLEST_LIMIT, NOISE_FACTOR * median_error(disturbed, logits))
+            self._ours[str(sparsity)] = Expected(logits, activity, limit)
+
+    @torch.inference_mode()
+    def _stock(
+        self, subject: Subject, thresholds: Mapping[tuple[int, str], float], noise: float = 0.0
+    ) -> tuple[torch.Tensor, dict[tuple[int, str], float]]:
+        """Logits and activity of the stock model with the tokens after the prompt sparse."""
+        activity: dict[tuple[int, str], float] = {}
+        generator = torch.Generator().manual_seed(0)
+
+        def sparsify(layer: int, site: str, x: torch.Tensor) -> torch.Tensor | None:
+            if (layer, site) not in thresholds:
+                return None
+            if noise:
+                x = x * (1 + noise * torch.randn(x.shape, generator=generator))
+            active = x.abs() > thresholds[layer, site]
+            activity[layer, site] = active[:, CHECKED_PROMPT:].float().mean().item()
+            prompt = torch.arange(x.shape[1])[:, None] < CHECKED_PROMPT
+            return torch.where(active | prompt, x, 0)
+
+        with site_hooks(list(enumerate(subject.model.model.layers)), subject.family, sparsify):
+            logits: torch.Tensor = subject.model(torch.tensor([self.ids]), use_cache=False).logits[
+                0, CHECKED_PROMPT - 1 :
+            ]
+        return logits.clone(), activity
+
+    def peer(self, peer: LlamaCpp) -> float:
+        """llama.cpp's relative error."""
+        return check_logits(peer, self.ids[:CHECKED_PROMPT], self.ids[CHECKED_PROMPT:], self._peer)
+
+    def engine(self, engine: Engine, name: str) -> float:
+        """Our relative error, `name` being "dense" or the sparsity; of a sparse engine the median over positions."""
+        expected = self._ours[name]
+        engine.dense = name == "dense"
+        engine.reset()
+        found = torch.stack([(engine.step(p[0]) if n else engine.prefill(p)) for n, p in enumerate(self._pieces())])
+        error = (relative_error if name == "dense" else median_error)(found, expected.logits)
+        expect_near(f"{name}, logits", error, expected.limit)
+        for site, share in engine.activity().items():
+            expected_share = expected.activity.get(site, 1.0)
+            expect_near(f"{name}, active columns of {site}", abs(share - expected_share), ACTIVITY_LIMIT)
+        self._expect_same_choices(engine, name, found)
+        return error
+
+    def _expect_same_choices(self, engine: Engine, name: str, logits: torch.Tensor) -> None:
+        """What is timed is `decode_next`."""
+        sampler = Sampler(Sampling(temperature=0.0))
+        engine.reset()
+        engine.prefill(self.ids[:CHECKED_PROMPT])
+        chosen = [engine.decode_next(id, sampler) for id in self.ids[CHECKED_PROMPT:]]
+        if chosen != logits[1:].argmax(-1).tolist():
+            raise RuntimeError(f"{name}: does not choose the likeliest token; not timed")
+
+    def _pieces(self) -> list[list[int]]:
+        return [self.ids[:CHECKED_PROMPT], *([id] for id in self.ids[CHECKED_PROMPT:])]
+
+
+def median_error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float(((found - expected).norm(dim=-1) / expected.norm(dim=-1)).median())
+
+
+def open_engine(model: Synthetic, sparsity: float, threads: int) -> Engine:
+    """Return our engine with so many threads."""
+    torch.set_num_threads(threads)
+    return Engine(model.packed(sparsity), context=CONTEXT, backend="cpu", threads=threads)
+
+
+def decode_ours(engine: Engine, dense: bool, prompt: list[int], count: int) -> float:
+    """Return our tokens a second."""
+    engine.reset()
+    engine.dense = dense
+    sampler = Sampler(Sampling(temperature=0.0))
+    id = sampler.choose(engine.prefill(prompt))
+    start = time.perf_counter()
+    for _ in range(count):
+        id = engine.decode_next(id, sampler)
+    return count / (time.perf_counter() - start)
+
+
+def decode_peer(peer: LlamaCpp, prompt: list[int], count: int) -> float:
+    """Return llama.cpp's tokens a second."""
+    peer.reset()
+    peer.decode(prompt)
+    id = peer.choose()
+    start = time.perf_counter()
+    for _ in range(count):
+        peer.decode([id])
+        id = peer.choose()
+    return count / (time.perf_counter() - start)
+
+
+def prefill_speed(reset: Callable[[], None], run: Callable[[list[int]], Any], ids: list[int]) -> float:
+    """Return the tokens a second of a prompt."""
+    reset()
+    start = time.perf_counter()
+    run(ids)
+    return len(ids) / (time.perf_counter() - start)
+
+
 @dataclass
 class Measured:
     """Tokens a second of every round by name, at one number of threads."""
@@ -59,162 +203,187 @@ class Measured:
     bandwidth: list[float] = field(default_factory=list)
 
 
-def decode_peer(peer: LlamaCpp, prompt: list[int], count: int) -> float:
-    """Tokens a second of llama.cpp."""
-    peer.reset()
-    peer.decode(prompt)
-    id = peer.choose()
-    start = time.perf_counter()
-    for _ in range(count):
-        peer.decode([id])
-        id = peer.choose()
-    return count / (time.perf_counter() - start)
-
-
-def measure(model: Synthetic, checks: Checks, peer: LlamaCpp, backend: str, threads: int, plan: Plan) -> Measured:
+def measure(model: Synthetic, checks: Checks, peer: LlamaCpp, threads: int, plan: Plan) -> Measured:
     """Check, then time, everything at one number of threads."""
-    engines = {str(s): open_engine(model.packed(s), backend, threads) for s in model.thresholds}
+    engines = {str(s): open_engine(model, s, threads) for s in model.thresholds}
     engines["dense"] = engines[str(min(model.thresholds))]
     peer.threads(threads)
     result = Measured(errors={PEER: checks.peer(peer)})
     result.errors |= {name: checks.engine(engines[name], name) for name in NAMES}
     ids = random_ids(engines["dense"].architecture.vocabulary, max(plan.prompt, plan.prefill), seed=3)
+    prompt, long = ids[: plan.prompt], ids[: plan.prefill]
     for number in range(plan.rounds):
-        _decode_round(result, engines, peer, ids[: plan.prompt], plan.generated)
-        result.bandwidth.append(cpu_setting.read_bandwidth(threads))
+        result.decode.setdefault(PEER, []).append(decode_peer(peer, prompt, plan.generated))
+        for name in NAMES:
+            speed = decode_ours(engines[name], name == "dense", prompt, plan.generated)
+            result.decode.setdefault(name, []).append(speed)
+            result.activity[name] = engines[name].activity()
+        result.bandwidth.append(machine.cpu_read_bandwidth(threads))
         if number < plan.prefill_rounds:
-            _prefill_round(result, engines["dense"], peer, ids[: plan.prefill])
+            dense = engines["dense"]
+            for name, reset, run in ((PEER, peer.reset, peer.decode), ("dense", dense.reset, dense.prefill)):
+                result.prefill.setdefault(name, []).append(prefill_speed(reset, run, long))
     return result
 
 
-def _decode_round(result: Measured, engines: dict[str, Engine], peer: LlamaCpp, prompt: list[int], count: int) -> None:
-    result.decode.setdefault(PEER, []).append(decode_peer(peer, prompt, count))
-    for name in NAMES:
-        speed = decode_ours(engines[name], name == "dense", prompt, count)
-        result.decode.setdefault(name, []).append(speed)
-        result.activity[name] = engines[name].activity()
-
-
-def _prefill_round(result: Measured, engine: Engine, peer: LlamaCpp, ids: list[int]) -> None:
-    def timed(name: str, reset: Callable[[], None], run: Callable[[list[int]], Any]) -> None:
-        reset()
-        start = time.perf_counter()
-        run(ids)
-        result.prefill.setdefault(name, []).append(len(ids) / (time.perf_counter() - start))
-
-    timed(PEER, peer.reset, peer.decode)
-    timed("dense", engine.reset, engine.prefill)
-
-
-def decode_rows(model: Synthetic, results: dict[int, Measured]) -> list[dict[str, Any]]:
-    """A row per number of threads and engine."""
-    packed = model.packed()
-    rows = []
+def decode_rows(model: Synthetic, results: Mapping[int, Measured]) -> list[list[str]]:
+    """Return a row for each number of threads and engine."""
+    packed, rows = model.packed(), []
     for threads, result in results.items():
         bandwidth = statistics.median(result.bandwidth)
         for name, speeds in result.decode.items():
-            ours, speed = name != PEER, statistics.median(speeds)
-            activity = result.activity.get(name, {})
-            needed = traffic.bytes_per_token(packed, activity) if ours else bytes_per_token(model.plain)
+            speed, activity = statistics.median(speeds), result.activity.get(name, {})
+            needed = traffic.bytes_per_token(packed, activity) if name != PEER else bytes_per_token(model.plain)
+            skipped = skipped_weights(packed, activity).overall if name != PEER else 0.0
+            disturbed = " (disturbed)" if max(speeds) > STEADY * min(speeds) else ""
             rows.append(
-                {
-                    "threads": threads,
-                    "engine": NAMES.get(name, name),
-                    "tokens_per_second": speed,
-                    "range": [min(speeds), max(speeds)],
-                    "ratio": cpu_setting.median_ratio(speeds, result.decode[PEER]),
-                    "best_ratio": max(speeds) / max(result.decode[PEER]),
-                    "skipped": skipped_weights(packed, activity).overall if ours else 0.0,
-                    "bytes_per_token": needed,
-                    "bandwidth_share": needed * speed / bandwidth,
-                    "read_bandwidth": bandwidth,
-                    "relative_error": result.errors[name],
-                    "samples": speeds,
-                }
+                [
+                    str(threads),
+                    NAMES.get(name, name),
+                    f"{speed:.1f}",
+                    f"{min(speeds):.1f} to {max(speeds):.1f}{disturbed}",
+                    f"{median_ratio(speeds, result.decode[PEER]):.2f}",
+                    f"{skipped:.1%}",
+                    f"{needed / 1e6:.0f}",
+                    f"{of_bound(needed, 1 / speed, bandwidth)} of {bandwidth / 1e9:.1f}",
+                    f"{result.errors[name]:.1e}",
+                ]
             )
     return rows
 
 
-def prefill_rows(results: dict[int, Measured]) -> list[dict[str, Any]]:
-    """A row per number of threads and engine."""
-    return [
-        {
-            "threads": threads,
-            "engine": NAMES.get(name, name),
-            "tokens_per_second": statistics.median(speeds),
-            "ratio": cpu_setting.median_ratio(speeds, result.prefill[PEER]),
-            "samples": speeds,
-        }
-        for threads, result in results.items()
-        for name, speeds in result.prefill.items()
-    ]
+def read_seconds(path: Path) -> float:
+    """Return the seconds of reading a file as cat does: into one small buffer, over and over."""
+    buffer = bytearray(1 << 20)
+    start = time.perf_counter()
+    with path.open("rb", buffering=0) as file:
+        while file.readinto(buffer):
+            pass
+    return time.perf_counter() - start
 
 
-def load_rows(model: Synthetic, backend: str, threads: int, times: int) -> list[dict[str, Any]]:
-    """Loads in processes of their own, in turns; the median of the times, the largest of the memory."""
+def drop_from_page_cache(path: Path) -> None:
+    """Put a file out of the page cache."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def memory_bytes(which: str) -> int:
+    """Return the resident memory of this process, mapped files included: "VmRSS" now, "VmHWM" the most ever.
+
+    Not `getrusage`, whose peak counts the process that started this one.
+    """
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{which}:"))
+
+
+def load_once(path: Path, engine: str, threads: int, cold: bool) -> dict[str, float]:
+    """Return what one load takes in this process; `cold`: from the disk, not from the page cache."""
+    torch.set_num_threads(threads)
+    if engine == PEER:
+        expect_runs(path)
+    else:
+        from sparsepack.runtime.cpu.dispatch import native
+
+        native()  # linking the kernels is no part of loading a model
+    if cold:
+        drop_from_page_cache(path)
+        reading = read_seconds(path)
+        drop_from_page_cache(path)
+    else:
+        reading = min(read_seconds(path) for _ in range(4))
+    before, start = memory_bytes("VmRSS"), time.perf_counter()
+    if engine == PEER:
+        peer = LlamaCpp(path, CONTEXT)
+        loading = time.perf_counter() - start
+        peer.threads(threads)
+        for ids in [[1, 2, 3], *[[4]] * STEPS]:
+            peer.decode(ids)
+    else:
+        ours = Engine(read_packed(path, verify=True), context=CONTEXT, backend="cpu", threads=threads)
+        loading = time.perf_counter() - start
+        ours.prefill([1, 2, 3])
+        for _ in range(STEPS):
+            ours.step(4)
+    return {"read": reading, "load": loading, "peak": memory_bytes("VmHWM"), "before": before}
+
+
+def load_rows(model: Synthetic, threads: int, times: int) -> list[list[str]]:
+    """Return a row for each engine and place: loads in processes of their own, in turns; medians, and the peaks."""
     packed = model.packed().architecture
     cache = 2 * packed.layers * packed.kv_heads * packed.head_dim * CONTEXT * 2  # keys and values in f16
-    cases = {
-        f"{PEER}, from the disk": [str(model.plain), "--backend", "llama.cpp", "--cold"],
-        "ours, from the disk": [str(model.zigzag), "--backend", backend, "--verify", "--cold"],
-        f"{PEER}, from the page cache": [str(model.plain), "--backend", "llama.cpp"],
-        "ours, from the page cache": [str(model.zigzag), "--backend", backend, "--verify"],
-    }
-    script = [sys.executable, str(Path(__file__).with_name("cpu_load.py")), "--threads", str(threads)]
-    found: dict[str, list[dict[str, float]]] = {name: [] for name in cases}
+    files = {PEER: model.plain, "ours": model.zigzag}
+    cases = [(name, cold) for cold in (True, False) for name in files]
+    found: dict[tuple[str, bool], list[dict[str, float]]] = {case: [] for case in cases}
     for _ in range(times):
-        for name, arguments in cases.items():
-            done = subprocess.run([*script, *arguments], check=True, stdout=subprocess.PIPE, text=True)
-            found[name].append(json.loads(done.stdout.splitlines()[-1]))
+        for name, cold in cases:
+            command = [sys.executable, "-m", "benchmarks", "cpu_decode", "--load", str(files[name].absolute()), name]
+            command += ["--threads", str(threads), *["--cold"] * cold]
+            root = Path(__file__).parents[1]
+            done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, cwd=root)
+            found[name, cold].append(json.loads(done.stdout.splitlines()[-1]))
     rows = []
-    for name, loads in found.items():
-        peak, before = (max(load[key] for load in loads) for key in ("peak_bytes", "before_bytes"))
-        size = loads[0]["file_bytes"] + cache
-        rows.append(
-            {
-                "engine": name,
-                "load_seconds": statistics.median(load["load_seconds"] for load in loads),
-                "read_seconds": statistics.median(load["read_seconds"] for load in loads),
-                "load_over_read": statistics.median(load["load_seconds"] / load["read_seconds"] for load in loads),
-                "peak_bytes": peak,
-                "before_bytes": before,
-                "file_and_cache_bytes": size,
-                "peak_over_file_and_cache": peak / size,
-                "added_over_file_and_cache": (peak - before) / size,
-            }
-        )
+    for (name, cold), loads in found.items():
+        load, read = (statistics.median(each[key] for each in loads) for key in ("load", "read"))
+        peak, before = (max(each[key] for each in loads) for key in ("peak", "before"))
+        size = files[name].stat().st_size + cache
+        where = "the disk" if cold else "the page cache"
+        memory = [f"{peak / 2**20:.0f}", f"{before / 2**20:.0f}", f"{(peak - before) / size:.2f}"]
+        rows.append([f"{name}, from {where}", f"{load:.2f}", f"{read:.2f}", f"{load / read:.1f}", *memory])
     return rows
 
 
 @click.command()
 @click.option("--work", type=click.Path(path_type=Path), default=DEFAULT_WORK, show_default=True)
 @click.option("--quick", is_flag=True, help="Few rounds.")
-@click.option("--tiny", is_flag=True, help="A tiny model, to try the script; its figures mean nothing.")
-@click.option("--backend", default="cpu", show_default=True)
+@click.option("--tiny", is_flag=True, help="A tiny model, to try the benchmark; its figures mean nothing.")
 @click.option("--threads", "threads", multiple=True, type=int, default=(2, 1), show_default=True)
+@click.option("--load", "loaded", type=(click.Path(path_type=Path), str), hidden=True)
+@click.option("--cold", is_flag=True, hidden=True)
 @json_option
-def main(work: Path, quick: bool, tiny: bool, backend: str, threads: tuple[int, ...], json_path: Path | None) -> None:
+def main(
+    work: Path,
+    quick: bool,
+    tiny: bool,
+    threads: tuple[int, ...],
+    loaded: tuple[Path, str] | None,
+    cold: bool,
+    json_path: Path | None,
+) -> None:
     """Print the tables."""
-    found, plan = cpu_setting.setting(), QUICK if quick else Plan()
+    if loaded:
+        click.echo(json.dumps(load_once(*loaded, threads[0], cold)))
+        return
+    setting, plan = machine.setting(), QUICK if quick else Plan()
     model = synthetic(work, TINY if tiny else BILLION)
     expect_runs(model.plain)  # processes that load it would crash
-    loads = load_rows(model, backend, max(threads), plan.loads)
+    loads = load_rows(model, max(threads), plan.loads)
     checks = Checks(model, model.packed().architecture.vocabulary)
     peer = LlamaCpp(model.plain, CONTEXT, plan.prefill)
-    results = {count: measure(model, checks, peer, backend, count, plan) for count in threads}
-    result = {
-        "setting": found,
-        "plan": vars(plan),
-        "context": CONTEXT,
-        "backend": backend,
-        "decode": decode_rows(model, results),
-        "prefill": prefill_rows(results),
-        "load": loads,
-        "read_bandwidth": {count: it.bandwidth for count, it in results.items()},
-    }
-    write_figures(json_path, result)
-    print(show(result))
-
-
-if __name__ == "__main__":
-    main()
+    results = {count: measure(model, checks, peer, count, plan) for count in threads}
+    click.echo(machine.setting_line(setting))
+    title = f"Decoding {plan.generated} tokens after {plan.prompt}, medians of {plan.rounds} rounds"
+    head = [
+        "threads",
+        "engine",
+        "tokens/s",
+        "range",
+        "x llama.cpp",
+        "skipped",
+        "MB/token",
+        "of bandwidth, GB/s",
+        "error",
+    ]
+    click.echo(markdown(Table(head, decode_rows(model, results), title)))
+    prefill = [
+        [str(count), NAMES.get(name, name), f"{statistics.median(speeds):.1f}", f"{median_ratio(speeds, of[PEER]):.2f}"]
+        for count, of in ((count, result.prefill) for count, result in results.items())
+        for name, speeds in of.items()
+    ]
+    title = f"Prefill of {plan.prefill} tokens, medians of {plan.prefill_rounds} rounds"
+    click.echo(markdown(Table(["threads", "engine", "tokens/s", "x llama.cpp"], prefill, title)))
+    head = ["engine", "load, s", "read file, s", "load / read", "peak, MiB", "before, MiB", "added / (file + KV)"]
+    click.echo(markdown(Table(head, loads, f"Loading and memory with a context of {CONTEXT}")))
+    figures = {count: {"decode": of.decode, "prefill": of.prefill} for count, of in results.items()}
+    write_figures(json_path, {"setting": setting, "plan": vars(plan), "tokens_per_second": figures, "loads": loads})

@@ -1,14 +1,15 @@
-"""MLPs by neurons on a CPU: is the text the same, how fast is decoding beside our dense engine, how near is the kernel
-to the memory's speed?
+"""MLPs by neurons on a CPU: is the output the same, and how fast is decoding beside our dense engine and llama.cpp?
 
-    python benchmarks/cpu_neurons.py MODEL --text F [--work FOLDER] [--rounds 7] [--tiny]
-
-MODEL is one with ReLU, such as books-26m-relu; text F calibrates it and is what it decodes. Beside it stands a random
-Llama with ReLU of 1.1 billion parameters, whose neurons are active as often as those of MODEL (`synthetic_relu.py`),
-and llama.cpp with the same weights in Q4_K. Sides take turns in one process, and so does the reading of memory.
+MODEL is one with ReLU, such as books-26m-relu; the text calibrates it and is what it decodes. Beside it stands a random
+Llama with ReLU of 1.1 billion parameters, whose neurons are active as often as those of MODEL: one channel of the
+hidden vector is the same for every token, and its weight in the gate shifts each neuron's gate so that it is above zero
+at the share of tokens of a neuron drawn from MODEL. llama.cpp has the same weights in Q4_K, with SiLU, since its Llama
+knows nothing else: dense decoding reads and computes as much. Sides take turns, and so does the reading of memory.
 """
 
-import cpu_setting  # isort: skip
+import json
+import os
+import shutil
 import statistics
 import time
 from collections.abc import Sequence
@@ -18,10 +19,13 @@ from typing import Any
 
 import click
 import torch
-from llama_cpp_peer import LlamaCpp, bytes_per_token, check
-from synthetic import BILLION, DEFAULT_WORK, TINY, random_ids
-from synthetic_relu import peers_model, random_relu, written
+from safetensors.torch import save_file
 
+from benchmarks.shared import machine
+from benchmarks.shared.checkpoints import DEFAULT_WORK, random, save_config
+from benchmarks.shared.llama_cpp import LlamaCpp, bytes_per_token, check_logits
+from benchmarks.shared.shapes import BILLION, TINY, Size, random_ids
+from benchmarks.shared.timing import expect_near, median_ratio, of_bound
 from sparsepack.bench import decode as traffic
 from sparsepack.calibration.folder import load
 from sparsepack.calibration.neurons import activity
@@ -30,19 +34,100 @@ from sparsepack.calibration.run import calibrate
 from sparsepack.eval.subject import open_subject
 from sparsepack.files.hashing import NO_HASH
 from sparsepack.files.text import read_text
+from sparsepack.formats.open import read_packed
 from sparsepack.formats.packed import PackedModel
+from sparsepack.formats.plan import PlanRequest
+from sparsepack.formats.table import FORMATS
 from sparsepack.models.checkpoint.checkpoint import open_checkpoint
 from sparsepack.models.records.neurons import NeuronCounts
+from sparsepack.models.stock.skeleton import parameter_shapes
+from sparsepack.models.stock.whole import load_model
 from sparsepack.models.tokenizer.windows import rolling_windows
-from sparsepack.runtime.cpu.dispatch import instruction_set, native
 from sparsepack.runtime.engine import Engine
-from sparsepack.runtime.generation.sampling import Sampler, Sampling
-from sparsepack.runtime.tuning import ROTATION
 from sparsepack.tables import Table, markdown
 
-PARTS = ("model", "large", "kernel")
+CONSTANT = 8.0
+"""The value of the channel that is the same for every token."""
+ENCODER = "cuda" if torch.cuda.is_available() else "cpu"
+COUNTED = 1_000_000
+"""Tokens that the made-up counts of the random model are of."""
+
+
+def written(checkpoint: Any, format: str, counts: NeuronCounts, folder: Path) -> PackedModel:
+    """A checkpoint in a format, packed unless it is there."""
+    path = folder / f"{format}.gguf"
+    if not path.is_file():
+        click.echo(f"packing {path}", err=True)
+        FORMATS[format].plan(checkpoint, PlanRequest(neurons=counts, device=ENCODER)).write(path)
+    return read_packed(path, verify=False)
+
+
+def random_relu(size: Size, frequency: torch.Tensor, work: Path) -> tuple[PackedModel, PackedModel]:
+    """A random model by neurons and in zigzag, of neurons that are active as often as those of `frequency`."""
+    folder = work / f"{size.name}-relu"
+    generator = torch.Generator().manual_seed(0)
+    drawn = frequency[torch.randint(len(frequency), (size.layers, size.intermediate), generator=generator)]
+    if not (folder / "model.safetensors").is_file():
+        click.echo(f"making {folder}", err=True)
+        make_relu(folder, size, drawn, generator)
+    checkpoint = open_checkpoint(folder)
+    counts = NeuronCounts((drawn.double() * COUNTED).long(), COUNTED, NO_HASH)
+    return written(checkpoint, "neuron-q4_k", counts, folder), written(checkpoint, "zigzag-q4_k", counts, folder)
+
+
+def make_relu(folder: Path, size: Size, frequency: torch.Tensor, generator: torch.Generator) -> None:
+    """The weights. A gate is normally distributed, so its shift is the normal quantile of the share."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = save_config(folder, size)
+    values = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**values, "hidden_act": "relu"}))
+    weights = {name: random(name, shape, size.layers, generator) for name, shape in parameter_shapes(config).items()}
+    weights["model.embed_tokens.weight"][:, 0] = CONSTANT
+    shift = torch.special.ndtri(frequency.double().clamp(1e-4, 1 - 1e-4)) / CONSTANT
+    for layer in range(size.layers):
+        prefix = f"model.layers.{layer}."
+        for name in ("self_attn.o_proj", "mlp.down_proj"):
+            weights[f"{prefix}{name}.weight"][0] = 0  # nothing is added to the channel
+        weights[f"{prefix}post_attention_layernorm.weight"][:] = 1
+        weights[f"{prefix}mlp.up_proj.weight"][:, 0] = 0
+        weights[f"{prefix}mlp.gate_proj.weight"][:, 0] = shift[layer].to(torch.bfloat16)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    # The norm divides the channel by the size of the vector, which grows from block to block: measured, and undone.
+    seen: dict[int, float] = {}
+    model = load_model(open_checkpoint(folder))
+    for number, block in enumerate(model.model.layers):
+        block.mlp.register_forward_pre_hook(lambda _, x, n=number: seen.update({n: float(x[0][0, 8:, 0].mean())}))
+    with torch.inference_mode():
+        model(torch.tensor([random_ids(size.vocabulary, 64, seed=1)]), use_cache=False, logits_to_keep=1)
+    for layer, found in seen.items():
+        weights[f"model.layers.{layer}.post_attention_layernorm.weight"][0] = CONSTANT / found
+    del model
+    (folder / "model.safetensors").unlink()
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def peer_model(size: Size, work: Path) -> Path:
+    """What llama.cpp decodes beside it: the same weights in plain Q4_K, with SiLU, since its Llama knows nothing else.
+
+    `random_relu` has made the weights. Dense decoding reads and computes as much with either activation.
+    """
+    made, folder = work / f"{size.name}-relu", work / f"{size.name}-silu"
+    path = folder / "q4_k.gguf"
+    if not path.is_file():
+        folder.mkdir(exist_ok=True)
+        for file in made.glob("*.json"):
+            shutil.copy(file, folder)
+        values = json.loads((made / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**values, "hidden_act": "silu"}))
+        weights = folder / "model.safetensors"
+        weights.unlink(missing_ok=True)
+        os.link(made / "model.safetensors", weights)
+        click.echo(f"packing {path}", err=True)
+        FORMATS["q4_k"].plan(open_checkpoint(folder), PlanRequest(device=ENCODER)).write(path)
+    return path
+
+
 DECODED = ("threads", "engine", "tokens/s", "range", "x", "MB/token", "active neurons", "of read bandwidth")
-READ = ("threads", "hidden x neurons", "active", "records, GB/s", "plain reading, GB/s", "share", "range")
 PROMPT = 16
 """Tokens before those that are timed."""
 LARGEST_ERROR = 1e-3
@@ -73,7 +158,7 @@ def checked_peer(path: Path, ids: Sequence[int]) -> Peer:
     peer = LlamaCpp(path, len(ids))
     stock = open_subject(str(path))
     expected = stock.model(torch.tensor([ids]), use_cache=False).logits[0, PROMPT - 1 :]
-    return Peer(peer, check(peer, ids[:PROMPT], ids[PROMPT:], expected), bytes_per_token(path))
+    return Peer(peer, check_logits(peer, ids[:PROMPT], ids[PROMPT:], expected), bytes_per_token(path))
 
 
 def books(model: Path, text: str, work: Path) -> tuple[PackedModel, PackedModel, torch.Tensor, list[int]]:
@@ -101,35 +186,7 @@ def agreement(packed: PackedModel, ids: Sequence[int], window: int) -> tuple[flo
         positions += len(logits[0])
         error += float((logits[0] - logits[1]).double().square().sum())
         norm += float(logits[0].double().square().sum())
-    relative = (error / norm) ** 0.5
-    if relative > LARGEST_ERROR:
-        raise SystemExit(f"skipping changes the logits by {relative:.1e}, more than {LARGEST_ERROR}; not measured")
-    return same / positions, relative, positions
-
-
-def greedy(engine: Engine, prompt: Sequence[int], count: int) -> list[int]:
-    """The likeliest tokens after a prompt."""
-    engine.reset()
-    sampler = Sampler(Sampling(temperature=0.0))
-    ids = [sampler.choose(engine.prefill(prompt))]
-    while len(ids) < count:
-        ids.append(engine.decode_next(ids[-1], sampler))
-    return ids
-
-
-def greedy_agreement(packed: PackedModel, prompt: Sequence[int], count: int) -> str:
-    """Whether text by the likeliest tokens is the same with skipping and without, in words."""
-    engine = Engine(packed, context=len(prompt) + count, backend="cpu")
-    texts = []
-    for engine.dense in (True, False):
-        texts.append(greedy(engine, prompt, count))
-    if texts[0] == texts[1]:
-        return "the same"
-    common = next(n for n, (one, other) in enumerate(zip(*texts, strict=True)) if one != other)
-    engine.dense = True
-    engine.reset()
-    best = engine.prefill([*prompt, *texts[0][:common]]).topk(2).values
-    return f"the same up to token {common}, where the two likeliest are {float(best[0] - best[1]):.1e} apart"
+    return same / positions, expect_near("by neurons, logits", (error / norm) ** 0.5, LARGEST_ERROR), positions
 
 
 def sides(zigzag: PackedModel, neurons: PackedModel) -> list[Side]:
@@ -170,7 +227,7 @@ def decoded(
     bandwidth = []
     needed: dict[str, tuple[float, list[float]]] = {}
     for _ in range(rounds):
-        bandwidth.append(cpu_setting.read_bandwidth(threads))
+        bandwidth.append(machine.cpu_read_bandwidth(threads))
         for side in chosen:
             if side.packed is None:
                 assert peer is not None
@@ -190,43 +247,13 @@ def decoded(
             side.name,
             f"{statistics.median(rates[side.name]):.1f}",
             f"{min(rates[side.name]):.1f} to {max(rates[side.name]):.1f}",
-            f"{cpu_setting.median_ratio(rates[side.name], rates[chosen[0].name]):.2f}",
+            f"{median_ratio(rates[side.name], rates[chosen[0].name]):.2f}",
             f"{read / 1e6:.1f}",
             f"{statistics.mean(records):.3f}" if records else "-",
-            f"{read * statistics.median(rates[side.name]) / statistics.median(bandwidth):.0%}",
+            of_bound(read, 1 / statistics.median(rates[side.name]), statistics.median(bandwidth)),
         ]
         for side in chosen
         for read, records in [needed[side.name]]
-    ]
-
-
-def kernel(hidden: int, neurons: int, density: float, threads: int, rounds: int) -> list[Any]:
-    """A row: records read a second from memory, beside what plain reading gets in the same round."""
-    generator = torch.Generator().manual_seed(0)
-    records = torch.randint(0, 256, (neurons, hidden // 128 * 144), dtype=torch.uint8, generator=generator)
-    scales = torch.full((neurons, hidden // 128, 2), 1e-3, dtype=torch.float16)
-    records.view(neurons, -1, 144)[..., :4] = scales.view(torch.uint8)
-    operations = native().Operations(instruction_set(), threads)
-    copies = [operations.load_neurons(records) for _ in range(max(2, ROTATION // records.nbytes))]
-    x = torch.randn(8, hidden, generator=generator)
-    gates = (torch.rand(8, neurons, generator=generator) < density).float()
-    needed = float(gates.mean()) * records.nbytes
-    shares, rates, reads = [], [], []
-    for _ in range(rounds):
-        read = cpu_setting.read_bandwidth(threads)
-        calls = 3 * len(copies) + 8
-        taken = native().time_neurons(copies, x, gates, threads, calls, instruction_set())[8:]
-        rates.append(needed / statistics.median(taken) * 1e9)
-        reads.append(read)
-        shares.append(rates[-1] / read)
-    return [
-        threads,
-        f"{hidden} x {neurons}",
-        f"{density:.3f}",
-        f"{statistics.median(rates) / 1e9:.1f}",
-        f"{statistics.median(reads) / 1e9:.1f}",
-        f"{statistics.median(shares):.0%}",
-        f"{min(shares):.0%} to {max(shares):.0%}",
     ]
 
 
@@ -236,47 +263,29 @@ def kernel(hidden: int, neurons: int, density: float, threads: int, rounds: int)
 @click.option("--work", type=click.Path(path_type=Path), default=DEFAULT_WORK, show_default=True)
 @click.option("--rounds", default=7, show_default=True)
 @click.option("--threads", "threads", multiple=True, type=int, default=(1, 2), show_default=True)
-@click.option("--part", "parts", multiple=True, type=click.Choice(PARTS), default=PARTS, help="What is measured.")
 @click.option("--tiny", is_flag=True, help="A tiny random model in place of the large one, to try the script.")
-def main(
-    model: Path, text: str, work: Path, rounds: int, threads: tuple[int, ...], parts: tuple[str, ...], tiny: bool
-) -> None:
+def main(model: Path, text: str, work: Path, rounds: int, threads: tuple[int, ...], tiny: bool) -> None:
     """Print the tables."""
-    setting = cpu_setting.setting()
-    folder = work / model.name
+    setting, folder = machine.setting(), work / model.name
     folder.mkdir(parents=True, exist_ok=True)
     by_neurons, zigzag, frequency, ids = books(model, text, folder)
-    click.echo(cpu_setting.setting_line(setting))
-    if "model" in parts:
-        same, error, positions = agreement(by_neurons, ids, 2048)
-        click.echo(
-            f"\n{model.name}: {same:.2%} of {positions:,} top tokens are those of the dense engine, logits differ by "
-            f"{error:.1e}; greedy text of 256 tokens: {greedy_agreement(by_neurons, ids[:32], 256)}\n"
-        )
-        for count in threads:
-            click.echo(
-                markdown(Table(DECODED, decoded(sides(zigzag, by_neurons), None, ids[: PROMPT + 256], count, rounds)))
-            )
-    if "large" in parts:
-        size = TINY if tiny else BILLION
-        large, large_zigzag = random_relu(size, frequency, work)
-        made = random_ids(size.vocabulary, PROMPT + 48, seed=3)
-        same, error, positions = agreement(large, made, len(made))
-        click.echo(f"\n{size.name}, random: {same:.2%} of {positions} top tokens, logits differ by {error:.1e}")
-        peer = checked_peer(peers_model(size, work), made)
-        click.echo(f"llama.cpp's logits differ from the stock model's with its weights by {peer.error:.1e}\n")
-        chosen = [Side("llama.cpp, Q4_K", None, True), *sides(large_zigzag, large)]
-        for count in threads:
-            click.echo(markdown(Table(DECODED, decoded(chosen, peer, made, count, rounds))))
-    if "kernel" in parts:
-        shapes = [(2048, 8192), (5120, 8192)]
-        rows = [
-            kernel(*shape, density, count, rounds) for shape in shapes for density in (0.135, 0.5) for count in threads
-        ]
-        click.echo("\n" + markdown(Table(READ, rows)))
-    after = cpu_setting.setting()["load_average"]
+    click.echo(machine.setting_line(setting))
+    same, error, positions = agreement(by_neurons, ids, 2048)
+    click.echo(
+        f"\n{model.name}: {same:.2%} of {positions:,} top tokens are the dense engine's, logits differ by {error:.1e}\n"
+    )
+    for count in threads:
+        rows = decoded(sides(zigzag, by_neurons), None, ids[: PROMPT + 256], count, rounds)
+        click.echo(markdown(Table(DECODED, rows)))
+    size = TINY if tiny else BILLION
+    large, large_zigzag = random_relu(size, frequency, work)
+    ids = random_ids(size.vocabulary, PROMPT + 48, seed=3)
+    same, error, positions = agreement(large, ids, len(ids))
+    click.echo(f"\n{size.name}, random: {same:.2%} of {positions} top tokens, logits differ by {error:.1e}")
+    peer = checked_peer(peer_model(size, work), ids)
+    click.echo(f"llama.cpp's logits differ from the stock model's with its weights by {peer.error:.1e}\n")
+    chosen = [Side("llama.cpp, Q4_K", None, True), *sides(large_zigzag, large)]
+    for count in threads:
+        click.echo(markdown(Table(DECODED, decoded(chosen, peer, ids, count, rounds))))
+    after = machine.setting()["load_average"]
     click.echo(f"\nload before {setting['load_average']:.1f}, after {after:.1f}, this benchmark's included")
-
-
-if __name__ == "__main__":
-    main()

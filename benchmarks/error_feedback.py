@@ -1,7 +1,5 @@
 """Seconds that quantising with error feedback takes, block by block, of a model or of a random one of a Llama's shape.
 
-    python benchmarks/error_feedback.py [MODEL] [--layers 4] [--device cuda] [--threads 2] [--work FOLDER]
-
 What is timed is the pass of `pack --calibration` (`refit/run.py`) with nothing skipped: reading the weights, running
 the windows, their products and factors, the columns one after the other, and the artifact's bytes. Windows are random
 tokens, as many as `pack` takes; time does not depend on which. The first block pays for compiling kernels, and is told
@@ -18,9 +16,10 @@ from unittest.mock import patch
 
 import click
 import torch
-from cuda_pack import EIGHT_BILLION, make_shards
-from figures import json_option, write_figures
 
+from benchmarks.shared.checkpoints import make_shards
+from benchmarks.shared.shapes import LLAMA_8B
+from benchmarks.shared.timing import json_option, write_figures
 from sparsepack.formats.zigzag.plan import encoded_site
 from sparsepack.models.checkpoint.checkpoint import open_checkpoint
 from sparsepack.models.family import SITES
@@ -46,8 +45,8 @@ def main(
         whole = None
         if model is None:
             # A small vocabulary: it is the blocks whose columns are quantised with error feedback.
-            whole, size = EIGHT_BILLION.layers, replace(EIGHT_BILLION, layers=layers, vocabulary=4096)
-            make_shards(Path(folder) / "model", size, device, None, 5 << 30)
+            whole, size = LLAMA_8B.layers, replace(LLAMA_8B, layers=layers, vocabulary=4096)
+            make_shards(Path(folder) / "model", size, device)
             model = str(Path(folder) / "model")
         checkpoint, options = open_checkpoint(model), RefitOptions(quantiser="gptq", device=device)
         whole = whole or checkpoint.layers
@@ -84,7 +83,3 @@ def main(
         f"{row['whole']:.1f} s ({whole} blocks of {weights / 1e6:.1f}M weights) |"
     )
     write_figures(json_path, [row])
-
-
-if __name__ == "__main__":
-    main()

@@ -1,7 +1,5 @@
 """Decoding with long texts, every token of the cache read or the best 1/16: a Llama-2-7B with random weights.
 
-    python benchmarks/long_context.py [--quick] [--json FILE]
-
 Two decoders, each beside itself. "BF16" has its linears in torch, as stock code has them, and a step is a CUDA graph;
 its dense attention is torch's best (cuDNN) or ours, whichever is faster. "Q4_K" is the engine of this package, dense
 and sparse by `dense`; no column of a matrix is skipped, so that attention is the only difference. All ways take turns.
@@ -22,15 +20,20 @@ from typing import Any
 import click
 import torch
 import torch.nn.functional as F
-from cuda_synthetic import LLAMA_7B, random_model
-from cuda_timing import announced_bandwidth, device_line
-from figures import json_option, write_figures
-from nearness import expect_near, relative_error
-from synthetic import llama_config, random_ids
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from turns import interleaved
 
+from benchmarks.shared.random_models import random_model
+from benchmarks.shared.shapes import LLAMA_7B, llama_config, random_ids
+from benchmarks.shared.timing import (
+    announced_bandwidth,
+    device_line,
+    expect_near,
+    interleaved,
+    json_option,
+    relative_error,
+    write_figures,
+)
 from sparsepack.bench.linears import graph_seconds
 from sparsepack.models.records.sparse_attention import SparseAttention, TokenPolicy
 from sparsepack.runtime.cuda.attention import attention as dense_attention
@@ -271,7 +274,3 @@ def main(quick: bool, json_path: Path | None) -> None:
     click.echo(markdown(Table(["texts", "tokens", "dense, ms", "sparse", "x", "t/s"], lines)))
     found = {"device": device_line(), "bandwidth": bandwidth, "bf16": results, "engine": engines}
     write_figures(json_path, found)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,8 +1,6 @@
-"""Draw what is lost against what is read: perplexity over bits read per weight and token, K-quants beside our own.
+"""Draw what is lost against what is read: perplexity over bits read per weight and token, next to llama.cpp's K-quants.
 
-python benchmarks/plot_lost.py ROTATION.json ... --kquants KQUANTS.json -o benchmarks/lost.png
-
-The files are those that rotation_accuracy.py and kquants_accuracy.py write, of the same windows.
+RESULTS are the files that what_is_lost writes, --kquants the one that kquants writes, of the same windows.
 """
 
 import json
@@ -26,7 +24,7 @@ GAP, WIDTH, RIGHT = 7.5, 170.0, 4.0
 
 
 def _kind(name: str) -> str:
-    """Which of the kinds a row of rotation_accuracy.py is."""
+    """Which of the kinds a row of what_is_lost is."""
     if "gptq" in name:
         return "with error feedback"
     return "on a basis" if name.startswith(("pca", "learnt", "hadamard")) else "no basis"
@@ -63,7 +61,7 @@ def _place(row: Mapping[str, Any]) -> tuple[float, float]:
 @click.option("--without", multiple=True, help="Leave rows out whose name has this word.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), required=True)
 def main(results: tuple[Path, ...], kquants: Path, text: str, without: tuple[str, ...], output: Path) -> None:
-    """Plot RESULTS, JSON files that rotation_accuracy.py writes, beside K-quants."""
+    """Plot RESULTS, JSON files that what_is_lost writes, beside K-quants."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -96,7 +94,3 @@ def main(results: tuple[Path, ...], kquants: Path, text: str, without: tuple[str
     panel.legend(frameon=False)
     figure.tight_layout()
     figure.savefig(output, dpi=130)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,7 +1,5 @@
 """What pruning costs in accuracy: patterns, methods and orders, on texts that calibration has not seen.
 
-    python benchmarks/prune_accuracy.py MODEL --calibration-text CAL --text A --text B [--device cuda]
-
 One shot, without training. Every row is beside the model as it was, on the same windows (protocol `dense`); "loss" is
 the increase of perplexity over it. --slid also packs each pruned model as slide-int8 and measures that, with its inputs
 quantised as the kernels quantise them.
@@ -14,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import click
-from accuracy_windows import Windows, windows_of
-from figures import json_option, write_figures
 
+from benchmarks.shared.evaluation import Windows, windows_of
+from benchmarks.shared.timing import json_option, write_figures
 from sparsepack.calibration.options import CalibrateOptions
 from sparsepack.calibration.run import calibrate
 from sparsepack.eval.perplexity import score_windows, summarise
@@ -91,7 +89,3 @@ def main(
 def _measured(subject: Subject, reference: Subject, data: Windows) -> dict[str, Any]:
     scores = score_windows(subject.scorer(), *data, "dense", reference.scorer(), batch=4)
     return summarise(scores, 1)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,7 +1,5 @@
 """`sparsepack serve` under load: tokens a second, the time to the first token, how soon /health answers; beside
-llama.cpp with continuous batching (`llama_cpp_batch.py`) on the plain Q4_K file of the same model.
-
-    python benchmarks/serve_load.py [--model CHECKPOINT] [--sparsity 0.5] [--json FILE]
+llama.cpp with continuous batching on the plain Q4_K file of the same model.
 
 Every client asks for some texts, one after the other, each of a prompt of its own. Every eighth text is given up after
 a quarter of its tokens. The peer has no HTTP: what HTTP costs, on the same cores, is in our figures alone.
@@ -27,11 +25,10 @@ from pathlib import Path
 import click
 import httpx
 import torch
-from books import SHARED
-from figures import json_option, write_figures
-from llama_cpp_batch import Asked, LlamaCppBatch
-from llama_cpp_peer import LlamaCpp
 
+from benchmarks.shared.evaluation import BOOKS_MODEL, CALIBRATION_TEXT
+from benchmarks.shared.llama_cpp import LlamaCpp, LlamaCppBatch, SequenceRequest
+from benchmarks.shared.timing import json_option, write_figures
 from sparsepack.calibration.options import CalibrateOptions
 from sparsepack.calibration.run import calibrate
 from sparsepack.eval.subject import open_subject
@@ -165,13 +162,13 @@ async def load_of_peer(peer: LlamaCppBatch, load: Load, work: Work) -> None:
 
     async def text_of(ids: Sequence[int], tokens: int) -> AsyncIterator[int]:
         came: asyncio.Queue[int | None] = asyncio.Queue()
-        asked = Asked(ids, tokens, lambda id: loop.call_soon_threadsafe(came.put_nowait, id) and None)
-        peer.submit(asked)
+        request = SequenceRequest(ids, tokens, lambda id: loop.call_soon_threadsafe(came.put_nowait, id) and None)
+        peer.submit(request)
         try:
             while await came.get() is not None:
                 yield 1
         finally:
-            asked.cancelled.set()
+            request.cancelled.set()
 
     await under_load(load, work, text_of)
 
@@ -218,8 +215,8 @@ def agreement(plain: Path, ids: Sequence[int]) -> float:
 
 
 @click.command()
-@click.option("--model", default=str(SHARED / "models" / "books-26m-silu"), show_default=True)
-@click.option("--text", default=str(SHARED / "text" / "books.calibration.jsonl.xz"), show_default=True)
+@click.option("--model", default=BOOKS_MODEL, show_default=True)
+@click.option("--text", default=CALIBRATION_TEXT, show_default=True)
 @click.option("--sparsity", default=0.5, show_default=True, help="0: nothing is skipped.")
 @click.option("--clients", default="1,8,32,100", show_default=True)
 @click.option("--sequences", default=8, show_default=True)
@@ -270,7 +267,3 @@ def main(
         print(markdown(Table(heads, [load.row() for load in loads])))
         print(f"load {os.getloadavg()[0]:.1f} after; {sum(load.given_up for load in loads)} texts given up")
         write_figures(json_path, [asdict(load) for load in loads])
-
-
-if __name__ == "__main__":
-    main()

@@ -1,14 +1,12 @@
 """The four linears of Qwen2.5-7B on a GPU: dense BF16, INT8 and FP8 beside slid weights of four patterns, in turns.
 
-    python benchmarks/slide_gemm.py [--tokens 64 --tokens 512 ...] [--rounds 7] [--vllm LIBRARY] [--json FILE]
-
 Everything that a layer costs is counted: inputs are quantised (and lifted), outputs scaled. See `sparsepack bench`,
 which does the same with the shapes of a slid folder.
 
 NVIDIA's library is slower on Hopper with INT8 than with BF16, so a ratio to it flatters slid weights. With --vllm there
 are two more baselines, "INT8, vLLM" and "FP8, vLLM": what vLLM makes of a W8A8 checkpoint, which is its own
 quantisation of the inputs and CUTLASS's product. LIBRARY is `vllm/_C_stable_libtorch.abi3.so` of a wheel that was built
-for the torch that is installed (benchmarks/notes/slide.md); nothing else of vLLM is needed.
+for the torch that is installed; nothing else of vLLM is needed.
 """
 
 from functools import partial
@@ -16,9 +14,9 @@ from pathlib import Path
 
 import click
 import torch
-from figures import json_option, write_figures
 from torch import Tensor
 
+from benchmarks.shared.timing import json_option, write_figures
 from sparsepack.bench.linears import TOKENS, Contender, Linear, Run, bench_linears, copies
 from sparsepack.bench.table import linears_table
 from sparsepack.formats.codecs.slide import quantise_rows
@@ -73,7 +71,3 @@ def main(tokens: tuple[int, ...], rounds: int, vllm: str | None, json_path: Path
     result = bench_linears(QWEN_7B, tokens, rounds=rounds, others=others)
     click.echo(linears_table(result))
     write_figures(json_path, result)
-
-
-if __name__ == "__main__":
-    main()

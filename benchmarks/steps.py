@@ -1,17 +1,13 @@
-"""Seconds and peak memory of every step of the command line, each in a process of its own, as one Markdown table.
+"""Seconds and peak memory of every step of the command line, each in a process of its own.
 
-    python benchmarks/steps.py [--size llama-3.2-1b|llama-1b|llama-tiny] [--command "PYTHON -m sparsepack.cli"]
-
-The model is random, of a real one's shape, and made once in --work (`synthetic.make_checkpoint`). --command names what
-is measured, so that another version of sparsepack can be put beside this one. The peak is resident memory, mapped files
-included. This script imports nothing large: a process's peak begins with that of the one that started it.
+The model is random, of a real one's shape, and made once in --work. The peak is resident memory, mapped files included.
+Nothing large is imported here: a process's peak begins with that of the one that started it.
 """
 
 import json
 import os
 import platform
 import pydoc_data.topics
-import shlex
 import shutil
 import subprocess
 import sys
@@ -23,14 +19,15 @@ from pathlib import Path
 import click
 
 DEFAULT_WORK = Path("/tmp/sparsepack-bench")
-_MAKE = """
+ROOT = Path(__file__).parents[1]
+MAKE = """
 import sys
 from pathlib import Path
-import synthetic
-sizes = {size.name: size for size in (synthetic.BILLION, synthetic.LLAMA_3_2_1B, synthetic.TINY)}
+from benchmarks.shared import checkpoints, shapes
+sizes = {size.name: size for size in (shapes.BILLION, shapes.LLAMA_3_2_1B, shapes.TINY)}
 folder = Path(sys.argv[2])
 folder.mkdir(parents=True)
-synthetic.make_checkpoint(folder, sizes[sys.argv[1]])
+checkpoints.make_shards(folder, sizes[sys.argv[1]])
 """
 
 
@@ -60,7 +57,7 @@ def commands(model: Path, out: Path, text: Path, context: int, windows: int) -> 
         "eval of the model": ["eval", str(model), *scored],
         "eval of the artifact": ["eval", str(artifact), *scored],
         "eval --against": ["eval", str(artifact), "--against", str(model), *scored],
-        "eval --runtime cpu": ["eval", str(artifact), "--runtime", "cpu", *scored],
+        "eval --backend cpu": ["eval", str(artifact), "--backend", "cpu", *scored],
         "bench": ["bench", str(artifact), "-p", "64", "-n", "16", "-r", "1"],
         "generate": ["generate", str(artifact), "--prompt", "It was a cold evening", "-n", "16"],
     }
@@ -92,19 +89,17 @@ def table(steps: list[Step]) -> str:
 @click.command()
 @click.option("--work", type=click.Path(path_type=Path), default=DEFAULT_WORK, show_default=True)
 @click.option("--size", type=click.Choice(("llama-3.2-1b", "llama-1b", "llama-tiny")), default="llama-3.2-1b")
-@click.option("--command", default=f"{sys.executable} -m sparsepack.cli", help="What is measured.")
 @click.option("--context", default=512, show_default=True, help="Tokens per window.")
 @click.option("--windows", default=2, show_default=True, help="Windows that eval scores.")
 @click.option("--steps", "wanted", default="", help="Only these, separated by commas; what they need must be there.")
-@click.option("--json", "json_path", type=click.Path(path_type=Path), help="Also write the figures here.")
-def main(work: Path, size: str, command: str, context: int, windows: int, wanted: str, json_path: Path | None) -> None:
+@click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write the figures to this file, too.")
+def main(work: Path, size: str, context: int, windows: int, wanted: str, json_path: Path | None) -> None:
     """Run every step and print the table."""
     model, out = work / size / "checkpoint", work / size / "steps"
-    if not (model / "model.safetensors").is_file():
+    if not (model / "model.safetensors.index.json").is_file():
         click.echo(f"making {model}", err=True)
         shutil.rmtree(model, ignore_errors=True)
-        here = {**os.environ, "PYTHONPATH": f"{Path(__file__).parent}:{os.environ.get('PYTHONPATH', '')}"}
-        subprocess.run([sys.executable, "-c", _MAKE, size, str(model)], check=True, env=here)
+        subprocess.run([sys.executable, "-c", MAKE, size, str(model.absolute())], check=True, cwd=ROOT)
     if not wanted:
         shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True, exist_ok=True)
@@ -114,16 +109,12 @@ def main(work: Path, size: str, command: str, context: int, windows: int, wanted
     steps = []
     for name, arguments in commands(model, out, text, context, windows).items():
         if not names or name in names:
-            steps.append(measured(name, [*shlex.split(command), *arguments]))
+            steps.append(measured(name, [sys.executable, "-m", "sparsepack", *arguments]))
             click.echo(table(steps[-1:]).splitlines()[-1], err=True)
     weights = sum(file.stat().st_size for file in model.glob("*.safetensors"))
     where = f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}"
     now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M")
-    click.echo(f"{size}, {weights / 2**20:,.0f} MiB as stored; {where}; {now} UTC; `{command}`\n\n{table(steps)}")
+    click.echo(f"{size}, {weights / 2**20:,.0f} MiB as stored; {where}; {now} UTC\n\n{table(steps)}")
     if json_path:
-        values = {"size": size, "command": command, "bytes": weights, "steps": [asdict(step) for step in steps]}
+        values = {"size": size, "bytes": weights, "steps": [asdict(step) for step in steps]}
         json_path.write_text(json.dumps(values, indent=2))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,7 +1,5 @@
 """What the type of a tied embedding does to a small model's size and speed: the shape of Qwen2.5-0.5B, random weights.
 
-    python benchmarks/tied_embedding.py [--device cuda] [--work FOLDER] [--rounds N] [--tiny]
-
 The embedding is 28 % of its weights and is read for every token, as the output matrix. Files that differ in its type
 alone take turns; each is checked, dense and sparse, before it is timed (`sparsepack bench`).
 """
@@ -11,9 +9,10 @@ from pathlib import Path
 
 import click
 import torch
-from synthetic import DEFAULT_WORK, QWEN_0_5B, TINY, make_checkpoint
-from thresholds import find_thresholds, with_thresholds
 
+from benchmarks.shared.checkpoints import DEFAULT_WORK, INDEX, make_shards
+from benchmarks.shared.shapes import QWEN_0_5B, TINY
+from benchmarks.shared.thresholds import find_thresholds, with_thresholds
 from sparsepack.bench.decode import bench_decode
 from sparsepack.bench.options import BenchSettings
 from sparsepack.formats.open import read_packed
@@ -36,8 +35,8 @@ def main(device: str, work: Path, rounds: int, tiny: bool) -> None:
     folder = work / f"{size.name}-tied"
     folder.mkdir(parents=True, exist_ok=True)
     checkpoint = folder / "checkpoint"
-    if not (checkpoint / "model.safetensors").is_file():
-        make_checkpoint(checkpoint, size)
+    if not (checkpoint / INDEX).is_file():
+        make_shards(checkpoint, size)
     files = {kind: folder / f"{kind}.gguf" for kind in KINDS}
     for kind, path in files.items():
         if not path.is_file():
@@ -64,7 +63,3 @@ def main(device: str, work: Path, rounds: int, tiny: bool) -> None:
         f"{size.name}, {where}, {skipped['sparse']:.1%} of the block weights skipped; medians of {rounds} rounds"
     )
     click.echo(markdown(Table(["embedding", "MB", "dense, t/s", "sparse, t/s", "x"], rows)))
-
-
-if __name__ == "__main__":
-    main()

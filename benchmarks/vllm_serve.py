@@ -1,9 +1,5 @@
 """vLLM with slid weights beside vLLM with dense ones, on GPUs: a model of Qwen2.5-7B's shape, all weights random.
 
-    python benchmarks/vllm_serve.py [--kind BF16 --kind "FP8, 6 of 8" ...] [--layers 28] [--rounds 3] [--ranks 1]
-                                    [--compiled] [--attention NAME] [--patience 300] [--linears FILE] [--logs FOLDER]
-                                    [--json FILE]
-
 Each kind is served by a process of its own; all are started first, and then take turns, so that none is measured while
 another one works. What was measured is written to --json after each turn. A process that says nothing for --patience
 seconds is ended, and the end of its log tells where it stood. Nothing asks for a network.
@@ -13,7 +9,7 @@ products. Slid weights are served by the plug-in, as from a folder of `sparsepac
 `LLM.generate`: a prompt of 8,192 tokens and one more; and the steps of 1, 64 and 256 texts, as the difference between
 many steps and one.
 
-With --linears, which is what `slide_gemm.py --tokens 64 --tokens 256 --tokens 8192 --vllm LIBRARY --json FILE` wrote on
+With --linears, which is what `slide_gemm --tokens 64 --tokens 256 --tokens 8192 --vllm LIBRARY --json FILE` wrote on
 the same machine, each time is set beside the one that is to be expected: that of BF16, less its Linears, plus those of
 the kind.
 
@@ -35,7 +31,8 @@ from pathlib import Path
 from typing import Any
 
 import click
-from figures import json_option, write_figures
+
+from benchmarks.shared.timing import json_option, write_figures
 
 SHAPE = {
     "hidden_size": 3584,
@@ -58,8 +55,10 @@ WITHOUT_A_NETWORK = {
     "VLLM_HOST_IP": "127.0.0.1",  # else vLLM asks which address leads outside, and torch for the name of that address
 }
 """With these vLLM does not wait for answers that never come; docs/vllm.md says more."""
+ROOT = Path(__file__).parents[1]
+START = [sys.executable, "-m", "benchmarks", "vllm_serve"]
 SAID = "vllm_serve: "
-"""What a process that serves says to the one that asks begins with this, beside vLLM's log."""
+"""Answers of a serving process begin with this, among vLLM's log."""
 
 
 def compressed_tensors(type: str) -> dict[str, Any]:
@@ -102,7 +101,7 @@ IN_SLIDE_GEMM = {
     "INT8, 2 of 4": "2/4 INT8",
     "FP8, 2 of 4": "2/4 FP8",
 }
-"""What `slide_gemm.py` calls them."""
+"""What `slide_gemm` calls them."""
 
 
 def write_config(folder: Path, kind: str, layers: int) -> None:
@@ -157,7 +156,7 @@ def fill(layer: Any) -> None:
                     part.copy_(noise.round().clamp(-127, 127) if part.dtype == torch.int8 else noise)
 
 
-def serve(kind: str, layers: int, ranks: int, compiled: bool, attention: str) -> None:
+def serve(kind: str, layers: int, ranks: int, compiled: bool) -> None:
     """Serve until nothing more is asked: how many texts, the tokens of their prompts and how many to write."""
     import torch
     import vllm.model_executor.model_loader.dummy_loader as dummy
@@ -194,7 +193,6 @@ def serve(kind: str, layers: int, ranks: int, compiled: bool, attention: str) ->
             enable_prefix_caching=False,
             compilation_config=graphs,
             tensor_parallel_size=ranks,
-            **({"attention_backend": attention} if attention else {}),
         )
     print(SAID + json.dumps({"start": time.perf_counter() - begun}), flush=True)
     generator = torch.Generator().manual_seed(0)
@@ -223,12 +221,13 @@ class Server:
             "PYTHONFAULTHANDLER": "1",  # what is aborted says where it stood
         }
         self.process = subprocess.Popen(
-            [sys.executable, __file__, "--serve", kind, *options],
+            [*START, "--serve", kind, *options],
             env=os.environ | environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log.open("w"),
             text=True,
+            cwd=ROOT,
         )
 
     def hear(self) -> dict[str, float]:
@@ -274,7 +273,7 @@ def measure(servers: list[Server], rounds: int) -> Iterator[dict[str, dict[str, 
 
 
 def linears_of(path: Path, layers: int) -> dict[tuple[str, int], float]:
-    """Seconds that the Linears of all layers take by `slide_gemm.py`, by its name of a kind and number of tokens."""
+    """Seconds that the Linears of all layers take by `slide_gemm`, by its name of a kind and number of tokens."""
     sums: dict[tuple[str, int], float] = {}
     for row in json.loads(path.read_text())["products"]:
         key = row["contender"], row["tokens"]
@@ -305,9 +304,8 @@ def table(medians: dict[str, dict[str, float]], linears: dict[tuple[str, int], f
 @click.option("--rounds", default=3, show_default=True)
 @click.option("--ranks", default=1, show_default=True, help="GPUs that share out each model.")
 @click.option("--compiled", is_flag=True, help="With torch.compile, as vLLM is started by default; it takes minutes.")
-@click.option("--attention", default="", help="vLLM's name of a kind of attention.")
 @click.option("--patience", default=300.0, show_default=True, help="Seconds that a process may say nothing.")
-@click.option("--linears", type=click.Path(exists=True, path_type=Path), help="What slide_gemm.py wrote.")
+@click.option("--linears", type=click.Path(exists=True, path_type=Path), help="What slide_gemm wrote.")
 @click.option("--logs", type=click.Path(path_type=Path), help="Keep vLLM's logs in this folder.")
 @click.option("--serve", "served", hidden=True)
 @json_option
@@ -317,7 +315,6 @@ def main(
     rounds: int,
     ranks: int,
     compiled: bool,
-    attention: str,
     patience: float,
     linears: Path | None,
     logs: Path | None,
@@ -326,8 +323,8 @@ def main(
 ) -> None:
     """Print a line for each kind."""
     if served:
-        return serve(served, layers, ranks, compiled, attention)
-    options = ["--layers", str(layers), "--ranks", str(ranks), "--attention", attention]
+        return serve(served, layers, ranks, compiled)
+    options = ["--layers", str(layers), "--ranks", str(ranks)]
     options += ["--compiled"] if compiled else []
     with tempfile.TemporaryDirectory() as folder:
         names = {kind: f"vllm-{kind.replace(', ', '-').replace(' ', '-')}.log" for kind in kinds or KINDS}
@@ -346,14 +343,10 @@ def main(
         for took in measure(started, rounds):
             write_figures(
                 json_path,
-                {"layers": layers, "ranks": ranks, "compiled": compiled, "attention": attention, "seconds": took},
+                {"layers": layers, "ranks": ranks, "compiled": compiled, "seconds": took},
             )
         for server in servers:
             server.process.kill()
     medians = {kind: {what: statistics.median(s) for what, s in found.items()} for kind, found in took.items() if found}
     for line in table(medians, linears_of(linears, layers) if linears and ranks == 1 else {}):
         click.echo(line)
-
-
-if __name__ == "__main__":
-    main()

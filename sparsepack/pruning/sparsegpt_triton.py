@@ -1,7 +1,7 @@
 """SparseGPT's loop over the columns of one block as one Triton kernel: rows do not depend on each other.
 
 Column by column in torch, a GPU waits for some ten launches a column, 130 to 150 us together; here a block of 128
-columns takes as long as two or three of its columns did there (`benchmarks/sparsegpt_speed.py`).
+columns takes as long as two or three of its columns did there (benchmarks/RESULTS.md).
 
     block    [columns, rows] float32, each column in one piece; a program's tile [COLUMNS, ROWS] stays in registers
     factor   of U of `Inputs.inverse_factor` what concerns these columns alone, [columns, columns]

@@ -8,7 +8,7 @@ least for what it saves; it gives each site its share of the target. The experts
 whose channels have nothing in common: there c is one number for the site.
 
 One forward and one backward pass over some thousand tokens, block by block; no weight is trained.
-Unpublished. benchmarks/real_models.py measures what it costs real models.
+Unpublished. `python -m benchmarks small_models` measures what it costs real models.
 """
 
 import math

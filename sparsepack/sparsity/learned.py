@@ -6,8 +6,7 @@ hard forwards and soft backwards (`soft_channels`).
 The answer is, per site, a sparsity and channel weights c_j = 1 / t_j, and optionally offsets: what an inactive channel
 stands at instead of zero, which at run time is one vector folded into a bias.
 
-Unpublished. benchmarks/RESULTS.md has it beside the block-wise allocations, benchmarks/notes/accuracy.md how its
-settings were chosen.
+Unpublished. benchmarks/RESULTS.md has it beside the block-wise allocations.
 
 Thresholds and offsets of channels that can be trained: a mask that is hard forwards and soft backwards.
 

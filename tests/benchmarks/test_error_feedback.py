@@ -1,10 +1,11 @@
-"""`benchmarks/error_feedback.py` on the shipped tiny model."""
+"""The benchmark of error feedback on the shipped tiny model."""
 
 import json
 from pathlib import Path
 
-import error_feedback
 from click.testing import CliRunner
+
+from benchmarks import error_feedback
 
 
 def test_the_time_of_a_whole_model_is_that_of_its_blocks(tmp_path: Path) -> None:

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from plot_lost import main, points
+
+from benchmarks.plot_lost import main, points
 
 TEXT = "books.validation.jsonl.xz"
 

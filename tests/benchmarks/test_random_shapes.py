@@ -1,16 +1,16 @@
-"""Random models of the shapes that `cuda_families.py` measures: ours, and the files that llama.cpp is timed with."""
+"""Random models of the shapes that `cuda_decode` measures: ours, and the files that llama.cpp is timed with."""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from cuda_synthetic import random_of
-from llama_cpp_file import peer_batches, write_shape
-from llama_cpp_peer import LlamaCpp
-from shapes import MODELS, configuration
-from thresholds import find_thresholds, with_thresholds
 
+from benchmarks.shared.llama_bench import peer_batches, write_shape
+from benchmarks.shared.llama_cpp import LlamaCpp
+from benchmarks.shared.random_models import random_of
+from benchmarks.shared.shapes import MODELS, configuration
+from benchmarks.shared.thresholds import find_thresholds, with_thresholds
 from sparsepack.runtime.engine import Engine
 
 SMALL = {

@@ -1,12 +1,14 @@
 """What the benchmark of vLLM makes of its figures, without vLLM."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
 import torch
-import vllm_serve
-from vllm_serve import (
+
+from benchmarks import vllm_serve
+from benchmarks.vllm_serve import (
     BATCHES,
     IN_SLIDE_GEMM,
     KINDS,
@@ -19,7 +21,6 @@ from vllm_serve import (
     table,
     write_config,
 )
-
 from sparsepack.formats.slid.artifact import configured_slides, configured_type
 from sparsepack.models.records.pattern import Pattern
 
@@ -95,7 +96,7 @@ def test_a_process_that_says_nothing_is_ended_and_tells_where_it_stood(
 ) -> None:
     silent = tmp_path / "silent.py"
     silent.write_text("def waits():\n    print('waits', flush=True)\n    __import__('time').sleep(60)\nwaits()\n")
-    monkeypatch.setattr(vllm_serve, "__file__", str(silent))
+    monkeypatch.setattr(vllm_serve, "START", [sys.executable, str(silent)])
     server = Server("FP8", 1, [], tmp_path / "log", patience=0.5)
     assert server.process.stdout
     assert server.process.stdout.readline() == "waits\n"  # Python may take longer to begin

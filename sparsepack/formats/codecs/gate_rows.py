@@ -24,8 +24,7 @@ A copy of a gate in one or two bits a weight: it says who may be active, for a m
 
 It is made from the gate when a model is loaded and stored in no file. What is made from gates in 4.5 bits finds as many
 of those that are active by them as what is made from the checkpoint's, four levels with one scale a row find more than
-the three levels of ggml's TQ2_0 with a scale for 256 weights, and Q2_K, of 2.6 bits, few more
-(benchmarks/gate_copy.py).
+the three levels of ggml's TQ2_0 with a scale for 256 weights, and Q2_K, of 2.6 bits, few more.
 
 A neuron with the gate w and the copy v is listed for the input x where v . x > -limit |x|. The error of v . x is of the
 size |v - w| |x| / sqrt(d), and a limit is a number of such errors, the same for all neurons of a block; see `limits`.

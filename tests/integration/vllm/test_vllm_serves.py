@@ -22,8 +22,7 @@ AS_LIKELY = 0.02
 rounded to the next step, and the likelier of two tokens whose logits differ by less become the other."""
 AS_LIKELY_OF_RANKS = 0.04
 """The same for the books model on two ranks, which missed by 0.026, where noise of a millionth makes transformers
-choose vLLM's token, too; beside transformers that quantises whole inputs it misses by 0.062, which is seen
-(benchmarks/notes/slide.md)."""
+choose vLLM's token, too; beside transformers that quantises whole inputs it misses by 0.062, which is seen."""
 
 
 @pytest.fixture(scope="module")

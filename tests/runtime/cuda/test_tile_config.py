@@ -54,7 +54,7 @@ def test_all_blocks_run_at_once_and_fit(
 
 
 def test_defaults_are_what_measured_best_on_an_h100(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At 50 %: the gate in a decoder, others in chains (benchmarks/notes/cuda.md)."""
+    """At 50 %: the gate in a decoder, others in chains."""
     on_gpu(monkeypatch, *GPUS["H100"])
     best = {
         (6144, 4096, False): CudaTileConfig(2, 8, 16, 11),

@@ -40,7 +40,7 @@ FEWEST_TOKENS = 2048
 BREAK_EVEN = 45 << 20
 """A step that is spared this many bytes of keys and values, of a layer and all texts, takes no longer than one that
 reads everything: measured on an H100 with 1 to 8 texts of 32 query heads and 8 or 32 key heads of 128 channels in
-bfloat16, labels of 32 and a share of 1/16 (`benchmarks/attention_decode.py`)."""
+bfloat16, labels of 32 and a share of 1/16 (`python -m benchmarks attention_decode`)."""
 NEVER = 2**31 - 1
 """No context has as many tokens as this."""
 STATIC_BYTES = 6 << 10

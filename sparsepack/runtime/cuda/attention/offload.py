@@ -3,8 +3,7 @@ Sparsity-Offload (section 5) is for, without its guess.
 
 The paper fetches what a guess of the next layer's query selects, and reads nothing else. Here the query itself selects,
 so that the result has the bits of `attend` with a cache on the GPU, and what was read lately stays there: about 70 % of
-what a step reads is what the step before has read, and 90 % is among twice as many tokens read last
-(`benchmarks/notes/double_sparsity.md`).
+what a step reads is what the step before has read, and 90 % is among twice as many tokens read last.
 """
 
 from math import ceil

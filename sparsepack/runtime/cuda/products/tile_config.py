@@ -122,8 +122,8 @@ def with_ring(config: CudaTileConfig) -> CudaTileConfig:
 def default_tile_config(bands: int, columns: int, device: torch.device, gate: bool = False) -> CudaTileConfig:
     """The configuration if nothing was measured: tiles of 2 bands, or of 4, whose pieces are longer, where that leaves
     a block for almost every multiprocessor and each of them many columns; as many stages as fit. A gate's tiles are of
-    2: in a decoder those of 4 lose more dense than they gain sparse. Small matrices are in tiles of 1, without a ring
-    (benchmarks/notes/cuda.md)."""
+    2: in a decoder those of 4 lose more dense than they gain sparse. Small matrices are in tiles of 1, without a
+    ring."""
 
     def needed(config: CudaTileConfig) -> int:
         return shared_bytes(columns, config)
@@ -145,8 +145,7 @@ def default_tile_config(bands: int, columns: int, device: torch.device, gate: bo
 
 def far_tile_bands(bands: int) -> int:
     """The bands of a tile of a matrix in the host's memory: as many as leave some tiles to be divided, all of them
-    full. What lies together of a column is read the faster over the bus the longer it is (`benchmarks/far_columns.py`).
-    """
+    full. What lies together of a column is read the faster over the bus the longer it is."""
     sizes = (size for size in sorted(STAGES, reverse=True) if bands % size == 0 and bands >= FAR_TILES * size)
     return next(sizes, 1)
 

@@ -23,7 +23,7 @@
 // Sums over a warp's rows, the warps of a block, the blocks: each in order, so that the same bits come every run. Each
 // block finishes a slice of the result: the others hand their partial outputs to it (common/flag_in_data.cuh). Blocks
 // of a cluster could write them to each other's shared memory, but an H100 has room for 7 clusters of 16 at a time, a
-// block a multiprocessor: with 8 key heads a long context took 23 % longer (benchmarks/notes/cuda.md).
+// block a multiprocessor: with 8 key heads a long context took 23 % longer.
 //
 //     workspace | for block 0: partial outputs [slice] of block 0 | of block 1 | .. | for block 1: .. | next key head
 //

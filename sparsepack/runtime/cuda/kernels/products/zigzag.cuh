@@ -65,7 +65,7 @@ __device__ __forceinline__ void mma(float (&c)[4], const u32 (&a)[4], const u32 
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
-// For weights: they leave the L2 cache first, which makes a token 2 % faster (benchmarks/notes/cuda.md).
+// For weights: they leave the L2 cache first, which makes a token 2 % faster.
 __device__ __forceinline__ u64 read_once() {
     u64 policy;
     asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));

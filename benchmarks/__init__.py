@@ -1,0 +1,1 @@
+"""Benchmarks: one module for each table of RESULTS.md; `python -m benchmarks` lists them."""

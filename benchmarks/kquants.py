@@ -1,0 +1,126 @@
+"""What llama.cpp's K-quants of a model cost in accuracy, on the windows and by the code that measure our own formats.
+
+llama-cpp-python quantises the model without an importance matrix, gguf-py decodes the weights to float32, and they are
+scored as the weights of a checkpoint. Embedding, output matrix and norms stay in float on every row, so that a row
+shows what the type does to the decoder blocks. "bits read" are of a weight of the blocks, for each decoded token:
+llama.cpp reads all of them, and puts matrices whose width is no multiple of 256 into another type. The windows are
+those of what_is_lost: of the text's second half.
+"""
+
+import ctypes
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import click
+import gguf
+import llama_cpp
+import torch
+from torch import Tensor
+
+from benchmarks.shared.evaluation import BOOKS_MODEL, BOOKS_TEXT, ChangedWeights, Windows, windows_of_half
+from benchmarks.shared.llama_cpp import silent
+from benchmarks.shared.timing import json_option, write_figures
+from sparsepack.eval.perplexity import score_windows, summarise
+from sparsepack.eval.subject import StockSubject, open_subject
+from sparsepack.models.checkpoint.gguf_config import gguf_names, unpermute_rotary
+from sparsepack.models.family import Family
+from sparsepack.packing import PackRequest, pack
+
+TYPES = ("Q4_K_S", "Q3_K_M", "Q3_K_S", "Q2_K")
+
+
+@dataclass(frozen=True)
+class Quantised:
+    """A model in one of llama.cpp's types.
+
+    weights    -- those of the blocks that it changes, decoded, by their Hugging Face names
+    bits       -- that a weight of the blocks takes
+    file_bytes -- of the file, with embedding and output matrix as llama.cpp chooses them for the type
+    """
+
+    weights: Mapping[str, Tensor]
+    bits: float
+    file_bytes: int
+
+
+def quantised(exact: Path, type: str, family: Family, heads: Mapping[str, int]) -> Quantised:
+    """Put a GGUF in F32 through llama.cpp's `type` and back.
+
+    heads -- of the projections whose rotary pairs lie side by side in llama.cpp's files
+    """
+    llama_cpp.llama_log_set(silent, ctypes.c_void_p(0))
+    parameters = llama_cpp.llama_model_quantize_default_params()
+    parameters.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{type}")
+    weights: dict[str, Tensor] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        packed = Path(folder) / f"{type}.gguf"
+        failed = llama_cpp.llama_model_quantize(str(exact).encode(), str(packed).encode(), ctypes.byref(parameters))
+        if failed:
+            raise RuntimeError(f"llama.cpp could not quantise {exact} to {type}")
+        bits = elements = 0
+        tensors = gguf.GGUFReader(packed).tensors
+        names = gguf_names(family, len(tensors))
+        for tensor in tensors:
+            if not tensor.name.startswith("blk.") or tensor.tensor_type == gguf.GGMLQuantizationType.F32:
+                continue
+            bits += 8 * tensor.n_bytes
+            elements += tensor.n_elements
+            value = torch.from_numpy(gguf.quants.dequantize(tensor.data, tensor.tensor_type).copy())
+            name = names[tensor.name]
+            count = heads.get(name.split(".")[-2])
+            weights[name] = unpermute_rotary(value, count) if count else value
+        return Quantised(weights, float(bits / elements), packed.stat().st_size)
+
+
+def kquant_subjects(
+    model: str, types: Iterable[str], reference: StockSubject
+) -> Iterator[tuple[str, Quantised, StockSubject]]:
+    """Yield each type, what it makes of the model, and that as a subject of evaluation.
+
+    reference -- the model as it is
+    """
+    source = reference.source
+    config = source.config
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+    with tempfile.TemporaryDirectory() as folder:
+        exact = Path(folder) / "f32.gguf"
+        pack(PackRequest(model, exact, format="f32", output_type="f32", embedding_type="f32"))
+        for type in types:
+            made = quantised(exact, type, source.family, heads if source.family.gguf_permuted else {})
+            yield type, made, replace(reference, source=ChangedWeights(source, made.weights))
+
+
+def kquant_rows(model: str, types: Iterable[str], reference: StockSubject, data: Windows) -> list[dict[str, Any]]:
+    """The figures of each type on the second half of every window."""
+    rows = []
+    for type, made, subject in kquant_subjects(model, types, reference):
+        scores = score_windows(subject.scorer(), *data, "dense", reference.scorer(), batch=4, second_half=True)
+        rows.append({"type": type, "bits_read": made.bits, **summarise(scores, 1)})
+    return rows
+
+
+@click.command()
+@click.argument("model", default=BOOKS_MODEL)
+@click.option("--text", default=BOOKS_TEXT, show_default=True)
+@click.option(
+    "--windows",
+    default=160,
+    show_default=True,
+    help="Evaluation windows of 2048 tokens, evenly spread over the second half of the text.",
+)
+@click.option("--type", "types", multiple=True, default=TYPES, show_default=True)
+@click.option("--device", default="cpu", show_default=True)
+@json_option
+def main(model: str, text: str, windows: int, types: tuple[str, ...], device: str, json_path: Path | None) -> None:
+    """Print the table for one model."""
+    reference = open_subject(model, None, device, "float32")
+    with torch.inference_mode():
+        rows = kquant_rows(model, types, reference, windows_of_half(reference, text, windows, second=True))
+    print("| type | bits read | perplexity | KL |\n|---|--:|--:|--:|")
+    for row in rows:
+        loss = 100 * (row["perplexity_ratio"]["value"] - 1)
+        print(f"| {row['type']} | {row['bits_read']:.2f} | {loss:+.2f} % | {row['kl_divergence']['value']:.4f} |")
+    write_figures(json_path, rows)

@@ -1,0 +1,1 @@
+"""What benchmarks share: timing and checks, peers, shapes and models of random weights, evaluation windows."""

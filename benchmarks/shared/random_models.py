@@ -1,0 +1,181 @@
+"""Packed models of any family and size, made in memory in seconds, with random weights.
+
+Weights have a real model's size and spread: variance 1 / columns, what a block adds scaled down. Routers are sharper,
+as trained ones are: else rounding would choose other experts.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from benchmarks.shared.shapes import CONTEXT, SHARPER, Size, llama_config
+from sparsepack.formats.codecs import zigzag
+from sparsepack.formats.codecs.matrices import ZIGZAG, PackedExperts, PackedMatrix, encode_rows
+from sparsepack.formats.codecs.types import type_that_fits
+from sparsepack.formats.packed import (
+    DenseMlp,
+    ExpertMlp,
+    NeuronMlp,
+    PackedExpertsSite,
+    PackedLayer,
+    PackedModel,
+    PackedSite,
+)
+from sparsepack.models.architecture import ExpertNumbers, architecture_of
+from sparsepack.models.families import FAMILIES
+from sparsepack.models.family import ATTENTION_SITES, MLP_SITES
+
+
+def random_model(size: Size, layers: int | None = None, device: str = "cuda") -> PackedModel:
+    """A Llama of a size, with fewer layers if asked; all of it on the device."""
+    config = llama_config(size, num_hidden_layers=layers or size.layers, max_position_embeddings=CONTEXT)
+    return random_of(config, size.name, size.layers, device)
+
+
+def random_of(config: Any, name: str, depth: int, device: str = "cuda") -> PackedModel:
+    """A model of any family, by its configuration, on the device; every site dense.
+
+    depth -- layers of the model whose part it may be: what a block adds is as small as there
+    """
+    a, family, narrow = architecture_of(config, None), FAMILIES[config.model_type], 1 / math.sqrt(2 * depth)
+    generator = torch.Generator(device=device).manual_seed(0)
+    heads, kv = a.heads * a.head_dim, a.kv_heads * a.head_dim
+    shapes: Mapping[str, tuple[tuple[int, ...], int, float]] = {
+        "attn_in": ((heads, kv, kv), a.hidden, 1.0),
+        "attn_out": ((a.hidden,), heads, narrow),
+        "mlp_in": ((a.intermediate, a.intermediate), a.hidden, 1.0),
+        "mlp_mid": ((a.hidden,), a.intermediate, narrow),
+    }
+    widths = {"q_norm": a.head_dim, "k_norm": a.head_dim, "q_row_norm": heads, "k_row_norm": kv}
+
+    def normal(*shape: int, size: float = 1.0) -> Tensor:
+        return size * torch.randn(*shape, generator=generator, device=device)
+
+    def norm(width: int, size: float = 1.0) -> Tensor:
+        return size * (1 + normal(width, size=0.2))
+
+    def site(of: str) -> PackedSite:
+        parts, columns, scale = shapes[of]
+        return PackedSite(random_zigzag(sum(parts), columns, scale, generator), None, None, parts)
+
+    def experts_site(of: str, numbers: ExpertNumbers) -> PackedExpertsSite:
+        parts, columns, scale = shapes[of]
+        shape = numbers.stored, zigzag.bands(sum(parts)), columns
+        blocks = random_superblocks(shape, scale * columns**-0.5, generator)
+        return PackedExpertsSite(PackedExperts(blocks, sum(parts), columns), None, parts)
+
+    def mlp() -> DenseMlp | ExpertMlp:
+        if a.experts is None:
+            return DenseMlp({of: site(of) for of in MLP_SITES})
+        sites = {of: experts_site(of, a.experts) for of in MLP_SITES}
+        router = normal(a.experts.count, a.hidden, size=SHARPER * a.hidden**-0.5)
+        shared = normal(1, a.hidden, size=a.hidden**-0.5) if a.experts.shared else None
+        return ExpertMlp(router, a.experts.used, a.experts.normalised, sites, shared)
+
+    def layer() -> PackedLayer:
+        attention = {of: site(of) for of in ATTENTION_SITES}
+        units = mlp()
+        # What a block adds is small beside the stream, as a trained model's.
+        norms = {of: norm(widths.get(of, a.hidden), narrow if "post" in of else 1.0) for of in family.norms}
+        return PackedLayer(attention, norms, units)
+
+    return PackedModel(
+        architecture=a,
+        layers=tuple(layer() for _ in range(a.layers)),
+        embedding=random_rows(a.vocabulary, a.hidden, 1 / a.embedding_scale, generator),
+        output_norm=norm(a.hidden),
+        output=random_rows(a.vocabulary, a.hidden, a.hidden**-0.5, generator),
+        config_json=config.to_json_string(),
+        tokenizer_json="{}",
+        manifest={"model": {"name": f"random {name}"}},
+    )
+
+
+def random_zigzag(rows: int, columns: int, scale: float, generator: torch.Generator) -> PackedMatrix:
+    """Weights between -7.5 and 7.5 steps, with the standard deviation scale / sqrt(columns)."""
+    blocks = random_superblocks((zigzag.bands(rows), columns), scale * columns**-0.5, generator)
+    return PackedMatrix(blocks, ZIGZAG, rows, columns)
+
+
+def random_superblocks(shape: tuple[int, ...], deviation: float, generator: torch.Generator) -> Tensor:
+    """Superblocks of Q4_K, uint8 [*shape, 144], whose weights have a standard deviation."""
+    blocks = torch.randint(0, 256, (*shape, 144), dtype=torch.uint8, device=generator.device, generator=generator)
+    step = deviation / 4.61  # the standard deviation of 0 .. 15
+    # Scales and minima are all 32; d varies by a tenth from superblock to superblock, dmin = 7.5 d.
+    varied = step / 32 * (1 + 0.1 * torch.randn(shape, device=generator.device, generator=generator))
+    blocks[..., :4] = torch.stack([varied, 7.5 * varied], dim=-1).half().view(torch.uint8)
+    blocks[..., 4:12] = 160
+    blocks[..., 12:16] = 0
+    return blocks
+
+
+def random_rows(
+    rows: int, columns: int, scale: float, generator: torch.Generator, type: str | None = None
+) -> PackedMatrix:
+    """Weights with a standard deviation, in a type, or in Q6_K or what takes its place for so many columns."""
+    type = type or type_that_fits("Q6_K", columns)
+    parts = [
+        encode_rows(
+            scale * torch.randn(min(16384, rows - at), columns, device=generator.device, generator=generator), type
+        )
+        for at in range(0, rows, 16384)
+    ]
+    return PackedMatrix(torch.cat(parts), type, rows, columns)
+
+
+def random_neurons(
+    size: Size, frequency: np.ndarray, device: str = "cpu", seed: int = 0, *, rows: bool = False
+) -> PackedModel:
+    """A model of a size, in host memory.
+
+    frequency -- float64 [blocks, neurons], falling: the file would say so
+    rows      -- whether gates are stored by rows
+    """
+    generator = torch.Generator(device=device).manual_seed(seed)
+    config = llama_config(size, hidden_act="relu")
+    kv, narrow = size.kv_heads * config.head_dim, 1 / math.sqrt(2 * size.layers)
+
+    def zigzag(rows: int, scale: float = 1.0) -> PackedMatrix:
+        return _to_host(random_zigzag(rows, size.hidden, scale, generator))
+
+    attention = {
+        "attn_in": PackedSite(zigzag(size.hidden + 2 * kv), None, None, (size.hidden, kv, kv)),
+        "attn_out": PackedSite(zigzag(size.hidden, narrow), None, None, (size.hidden,)),
+    }
+    superblocks = 2 * size.hidden // 256
+    records = random_superblocks((size.intermediate, superblocks), size.hidden**-0.5 * narrow, generator)
+    gate = gate_by_rows(size, generator) if rows else zigzag(size.intermediate)
+    stored = PackedMatrix(records.flatten(1).cpu(), "Q4_K", size.intermediate, 2 * size.hidden)
+    norm = torch.ones(size.hidden)
+    layers = tuple(
+        PackedLayer(
+            attention,
+            {"attn_norm": norm, "mlp_norm": norm},
+            NeuronMlp(gate, stored, torch.from_numpy(row).float(), torch.arange(size.intermediate)),
+        )
+        for row in frequency
+    )
+    return PackedModel(
+        architecture=architecture_of(config, None),
+        layers=layers,
+        embedding=_to_host(random_rows(size.vocabulary, size.hidden, 1.0, generator)),
+        output_norm=norm,
+        output=_to_host(random_rows(size.vocabulary, size.hidden, size.hidden**-0.5, generator)),
+        config_json=config.to_json_string(),
+        tokenizer_json="{}",
+        manifest={"kind": "neuron-q4_k", "model": {"name": f"random {size.name}"}},
+    )
+
+
+def gate_by_rows(size: Size, generator: torch.Generator) -> PackedMatrix:
+    """A random gate by rows."""
+    superblocks = random_superblocks((size.intermediate, size.hidden // 256), size.hidden**-0.5, generator)
+    return PackedMatrix(superblocks.flatten(1).cpu(), "Q4_K", size.intermediate, size.hidden)
+
+
+def _to_host(matrix: PackedMatrix) -> PackedMatrix:
+    return PackedMatrix(matrix.blocks.cpu(), matrix.type, matrix.rows, matrix.columns)
