@@ -190,12 +190,9 @@ def agreement(packed: PackedModel, ids: Sequence[int], window: int) -> tuple[flo
 
 
 def sides(zigzag: PackedModel, neurons: PackedModel) -> list[Side]:
-    """Our ways to decode a model."""
-    return [
-        Side("zigzag, dense", zigzag, True),
-        Side("by neurons, dense", neurons, True),
-        Side("by neurons", neurons, False),
-    ]
+    """Return our ways to decode a model."""
+    by_neurons = [Side("by neurons, dense", neurons, True), Side("by neurons", neurons, False)]
+    return [Side("zigzag, dense", zigzag, True), *by_neurons]
 
 
 def seconds(engine: Engine | LlamaCpp, ids: Sequence[int]) -> float:

@@ -118,7 +118,7 @@ def main(model: str, text: str, windows: int, types: tuple[str, ...], device: st
     """Print the table for one model."""
     reference = open_subject(model, None, device, "float32")
     with torch.inference_mode():
-        rows = kquant_rows(model, types, reference, windows_of_half(reference, text, windows, second=True))
+        rows = kquant_rows(model, types, reference, windows_of_half(reference, text, windows))
     print("| type | bits read | perplexity | KL |\n|---|--:|--:|--:|")
     for row in rows:
         loss = 100 * (row["perplexity_ratio"]["value"] - 1)

@@ -66,8 +66,9 @@ def check_zigzag(checkpoint: Checkpoint, artifact: Path) -> None:
     packed = read_packed(artifact)
     for layer in {0, checkpoint.layers - 1}:
         for site in SITES:
-            expected = zigzag.pack(checkpoint.stacked(layer, site)[0])
-            if not torch.equal(packed.layers[layer].sites[site].matrix.blocks, expected):
+            matrix, weight = packed.layers[layer].sites[site].matrix, checkpoint.stacked(layer, site)[0].float()
+            expected = zigzag.pack(weight if matrix.row_scale is None else weight / matrix.row_scale[:, None])
+            if not torch.equal(matrix.blocks, expected):
                 raise click.ClickException(f"blk.{layer}.{site} is not what the CPU packs")
     for name, matrix in ((EMBEDDING, packed.embedding), (HEAD, packed.output)):
         weights = checkpoint.tensor(name)[:Q6_K_ROWS]

@@ -64,8 +64,10 @@ def main(
         calibrate(checkpoint, calibration_text, folder / "calibration", options)
         for (keep, of), method, permute in itertools.product(patterns, methods, (False, True)):
             began = time.time()
-            asked = PruneOptions(keep, of, method=method, permute=permute, windows=samples, device=device)
-            made = prune(checkpoint, folder / "pruned", asked, folder / "calibration", overwrite=True)
+            reads = {} if method == "magnitude" else {"windows": samples}
+            calibration = folder / "calibration" if reads else None
+            how = PruneOptions(keep, of, method=method, permute=permute, device=device, **reads)
+            made = prune(checkpoint, folder / "pruned", how, calibration, overwrite=True)
             spent = time.time() - began
             kinds = [folder / "pruned"]
             if slid:

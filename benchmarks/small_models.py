@@ -330,7 +330,7 @@ def main(
             calibrate(str(rescaled), calibration_text, calibration, options)
         reference = open_subject(str(rescaled), None, device, "float32")
         scorer = Remembered(reference.scorer())
-        data = {Path(text).name.split(".")[0]: windows_of_half(reference, text, windows, second=True) for text in texts}
+        data = {Path(text).name.split(".")[0]: windows_of_half(reference, text, windows) for text in texts}
         click.echo(f"\n| {model.stem} | bits | file, MB | {' | KL | '.join(data)} | KL |")
         click.echo(f"|---|{'--:|' * (2 + 2 * len(data))}")
         ours = packed_rows(rescaled, calibration, reference, work, names)

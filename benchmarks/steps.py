@@ -91,26 +91,22 @@ def table(steps: list[Step]) -> str:
 @click.option("--size", type=click.Choice(("llama-3.2-1b", "llama-1b", "llama-tiny")), default="llama-3.2-1b")
 @click.option("--context", default=512, show_default=True, help="Tokens per window.")
 @click.option("--windows", default=2, show_default=True, help="Windows that eval scores.")
-@click.option("--steps", "wanted", default="", help="Only these, separated by commas; what they need must be there.")
 @click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write the figures to this file, too.")
-def main(work: Path, size: str, context: int, windows: int, wanted: str, json_path: Path | None) -> None:
+def main(work: Path, size: str, context: int, windows: int, json_path: Path | None) -> None:
     """Run every step and print the table."""
     model, out = work / size / "checkpoint", work / size / "steps"
     if not (model / "model.safetensors.index.json").is_file():
         click.echo(f"making {model}", err=True)
         shutil.rmtree(model, ignore_errors=True)
         subprocess.run([sys.executable, "-c", MAKE, size, str(model.absolute())], check=True, cwd=ROOT)
-    if not wanted:
-        shutil.rmtree(out, ignore_errors=True)
+    shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True, exist_ok=True)
     text = out / "text.txt"
     text.write_text("\n".join(pydoc_data.topics.topics.values())[:200_000], encoding="utf-8")
-    names = [name.strip() for name in wanted.split(",") if name.strip()]
     steps = []
     for name, arguments in commands(model, out, text, context, windows).items():
-        if not names or name in names:
-            steps.append(measured(name, [sys.executable, "-m", "sparsepack", *arguments]))
-            click.echo(table(steps[-1:]).splitlines()[-1], err=True)
+        steps.append(measured(name, [sys.executable, "-m", "sparsepack", *arguments]))
+        click.echo(table(steps[-1:]).splitlines()[-1], err=True)
     weights = sum(file.stat().st_size for file in model.glob("*.safetensors"))
     where = f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}"
     now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M")

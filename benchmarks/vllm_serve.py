@@ -6,15 +6,7 @@ seconds is ended, and the end of its log tells where it stood. Nothing asks for 
 
 INT8 and FP8 are what vLLM makes of checkpoints of compressed-tensors: a scale for each token and each row, CUTLASS's
 products. Slid weights are served by the plug-in, as from a folder of `sparsepack pack`. What is timed is
-`LLM.generate`: a prompt of 8,192 tokens and one more; and the steps of 1, 64 and 256 texts, as the difference between
-many steps and one.
-
-With --linears, which is what `slide_gemm --tokens 64 --tokens 256 --tokens 8192 --vllm LIBRARY --json FILE` wrote on
-the same machine, each time is set beside the one that is to be expected: that of BF16, less its Linears, plus those of
-the kind.
-
-Tokens of random weights mean nothing; that vLLM with slid folders writes those of transformers is what
-tests/integration/vllm checks.
+`LLM.generate`: a prompt of 8,192 tokens and one more, and steps of 1, 64 and 256 sequences, many less one.
 """
 
 import json
@@ -92,16 +84,6 @@ KINDS: Mapping[str, dict[str, Any] | None] = {
     "FP8, 2 of 4": slid("slide-fp8", 2, 4),
 }
 """What `quantization_config` of config.json says."""
-IN_SLIDE_GEMM = {
-    "BF16": "BF16",
-    "INT8": "INT8, vLLM",
-    "FP8": "FP8, vLLM",
-    "INT8, 6 of 8": "6/8 INT8",
-    "FP8, 6 of 8": "6/8 FP8",
-    "INT8, 2 of 4": "2/4 INT8",
-    "FP8, 2 of 4": "2/4 FP8",
-}
-"""What `slide_gemm` calls them."""
 
 
 def write_config(folder: Path, kind: str, layers: int) -> None:
@@ -272,27 +254,13 @@ def measure(servers: list[Server], rounds: int) -> Iterator[dict[str, dict[str, 
             yield took
 
 
-def linears_of(path: Path, layers: int) -> dict[tuple[str, int], float]:
-    """Seconds that the Linears of all layers take by `slide_gemm`, by its name of a kind and number of tokens."""
-    sums: dict[tuple[str, int], float] = {}
-    for row in json.loads(path.read_text())["products"]:
-        key = row["contender"], row["tokens"]
-        sums[key] = sums.get(key, 0.0) + row["seconds"] * layers
-    return sums
-
-
-def table(medians: dict[str, dict[str, float]], linears: dict[tuple[str, int], float]) -> list[str]:
-    """Milliseconds of each kind, times the speed of BF16 and FP8, and of what is to be expected of its Linears."""
+def table(medians: dict[str, dict[str, float]]) -> list[str]:
+    """Return the milliseconds of each kind, and how many times as fast as BF16 and FP8 it is."""
     lines = []
     for kind, found in medians.items():
         cells = []
         for what, seconds in found.items():
-            tokens = PROMPT if what == "prefill" else int(what.split()[1])
             ratios = [f"{medians[base][what] / seconds:.2f} x {base}" for base in ("BF16", "FP8") if base in medians]
-            mine, of_bf16 = (linears.get((IN_SLIDE_GEMM[name], tokens)) for name in (kind, "BF16"))
-            if mine and of_bf16 and "BF16" in medians:
-                expected = medians["BF16"][what] - of_bf16 + mine
-                ratios.append(f"{expected / seconds:.2f} of the expected")
             cells.append(f"{what} {seconds * 1e3:.2f} ms ({', '.join(ratios)})")
         lines.append(f"{kind:14s} " + "; ".join(cells))
     return lines
@@ -305,7 +273,6 @@ def table(medians: dict[str, dict[str, float]], linears: dict[tuple[str, int], f
 @click.option("--ranks", default=1, show_default=True, help="GPUs that share out each model.")
 @click.option("--compiled", is_flag=True, help="With torch.compile, as vLLM is started by default; it takes minutes.")
 @click.option("--patience", default=300.0, show_default=True, help="Seconds that a process may say nothing.")
-@click.option("--linears", type=click.Path(exists=True, path_type=Path), help="What slide_gemm wrote.")
 @click.option("--logs", type=click.Path(path_type=Path), help="Keep vLLM's logs in this folder.")
 @click.option("--serve", "served", hidden=True)
 @json_option
@@ -316,7 +283,6 @@ def main(
     ranks: int,
     compiled: bool,
     patience: float,
-    linears: Path | None,
     logs: Path | None,
     served: str | None,
     json_path: Path | None,
@@ -348,5 +314,5 @@ def main(
         for server in servers:
             server.process.kill()
     medians = {kind: {what: statistics.median(s) for what, s in found.items()} for kind, found in took.items() if found}
-    for line in table(medians, linears_of(linears, layers) if linears and ranks == 1 else {}):
+    for line in table(medians):
         click.echo(line)

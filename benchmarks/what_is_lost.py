@@ -1,7 +1,7 @@
 """What skipping and pruning weights cost in accuracy: on a basis, with distilled and refitted weights, in Q4_K.
 
 A row names what was done, step by step. Every row is beside the dense model in float on the same windows: by default
-160 of a text's second half, evenly spread, which no choice was ever made on (`--choices` takes 48 of its first half).
+160 of a text's second half, evenly spread, which no choice was ever made on.
 Protocol `decode`: the first half of a window is dense context, the second half runs sparse and is scored. "prompt" is
 the perplexity of the first half, which runs dense with the row's weights. "bits read" are of a weight of the blocks,
 for each decoded token. What was found (bases, calibrations, thresholds) is kept in the work folder.
@@ -281,10 +281,8 @@ def measured(subject: StockSubject, reference: StockSubject, data: Windows) -> d
     help="Repeat for several: every row is scored on each.",
 )
 @click.option("--work", default="/tmp/sparsepack-rotation", type=click.Path(path_type=Path), show_default=True)
-@click.option("--rows", "names", multiple=True, help="Only rows whose name begins so; see --list.")
-@click.option("--list", "listed", is_flag=True, help="Print the names of the rows and stop.")
-@click.option("--choices", is_flag=True, help="Windows of the text's first half: for choices, not for figures.")
-@click.option("--windows", default=None, type=int, help="Evaluation windows (default: 160; 48 with --choices).")
+@click.option("--rows", "names", multiple=True, help="Only rows whose name begins so.")
+@click.option("--windows", default=160, show_default=True, help="Evaluation windows.")
 @click.option("--steps", default=300, show_default=True, help="Of `global`, of a learnt basis and of `distil`.")
 @click.option("--samples", default=256, show_default=True, help="Calibration windows.")
 @click.option("--device", default="cpu", show_default=True)
@@ -295,9 +293,7 @@ def main(
     texts: tuple[str, ...],
     work: Path,
     names: tuple[str, ...],
-    listed: bool,
-    choices: bool,
-    windows: int | None,
+    windows: int,
     steps: int,
     samples: int,
     device: str,
@@ -305,14 +301,10 @@ def main(
 ) -> None:
     """Print the table for one model. The seconds of a row count from its first step: making it, and scoring."""
     wanted = [row for row in _rows() if not names or any(row.name.startswith(name) for name in names)]
-    if listed:
-        print("\n".join(row.name for row in wanted))
-        return
     work.mkdir(parents=True, exist_ok=True)
     bench = Bench(model, calibration_text, work, device, steps, samples)
     reference = open_subject(model, None, device)
-    count = windows or (48 if choices else 160)
-    data = {text: windows_of_half(reference, text, count, second=not choices) for text in texts}
+    data = {text: windows_of_half(reference, text, windows) for text in texts}
     print(
         "| row | text | perplexity | KL | prompt | skipped | bits read | seconds |\n|---|---|--:|--:|--:|--:|--:|--:|"
     )

@@ -31,11 +31,10 @@ def windows_of(subject: Subject, text: str, count: int, context: int = 2048) -> 
     return inputs[chosen], targets[chosen]
 
 
-def windows_of_half(subject: Subject, text: str, count: int, second: bool) -> Windows:
-    """Return `count` windows of 2048 tokens of the first or second half of a text, evenly spread, or all there are."""
+def windows_of_half(subject: Subject, text: str, count: int) -> Windows:
+    """Return `count` windows of 2048 tokens of the second half of a text, evenly spread, or all there are."""
     inputs, targets = rolling_windows(subject.tokenizer, read_text(text), 2048)
-    middle = len(inputs) // 2
-    first, last = (middle, len(inputs) - 1) if second else (0, middle - 1)
+    first, last = len(inputs) // 2, len(inputs) - 1
     chosen = torch.linspace(first, last, min(count, last - first + 1)).round().long()
     return inputs[chosen], targets[chosen]
 
