@@ -1,6 +1,6 @@
 """What task files of lm-eval are made of."""
 
-OUR_DATA = "custom_dataset: !function sparsepack.eval.harness.jsonl\ndataset_kwargs: {file: data.jsonl}\n"
+OUR_DATA = "custom_dataset: !function sparsepack.eval.task_data.jsonl\ndataset_kwargs: {file: data.jsonl}\n"
 MULTIPLE_CHOICE = """
 output_type: multiple_choice
 test_split: test

@@ -18,7 +18,8 @@ from artifacts_for_tests import write_zigzag
 from forks_for_tests import Fork
 
 from sparsepack import uncaught
-from sparsepack.cli import messages as streams
+from sparsepack.cli import messages
+from sparsepack.cli.command import json_text
 from sparsepack.cli.talk import Answers
 from sparsepack.models.checkpoint.checkpoint import open_checkpoint
 from sparsepack.progress import progress, say
@@ -60,7 +61,7 @@ def test_a_generated_text_commands_no_terminal(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_notes_progress_tables_and_messages_of_libraries_command_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    streams.prepare()
+    messages.prepare()
     screen = Screen()
     monkeypatch.setattr(sys, "stderr", screen)
     monkeypatch.setattr(sys, "stdout", screen)
@@ -120,7 +121,7 @@ ELSEWHERE = {"thread": in_a_thread, "destructor": Broken, "event loop": in_an_ev
 def test_what_nobody_caught_elsewhere_is_one_line_that_commands_no_terminal(
     monkeypatch: pytest.MonkeyPatch, place: str, text: str
 ) -> None:
-    streams.prepare()
+    messages.prepare()
     monkeypatch.setattr(sys, "stderr", screen := Screen())
     ELSEWHERE[place](text)
     gc.collect()
@@ -133,7 +134,7 @@ def test_what_nobody_caught_elsewhere_is_one_line_that_commands_no_terminal(
 
 
 def test_developers_see_where_it_came_from() -> None:
-    code = "import threading\nfrom sparsepack.cli.messages import streams\nstreams.prepare()\n"
+    code = "import threading\nfrom sparsepack.cli import messages\nmessages.prepare()\n"
     code += "threading.Thread(target=lambda: 1 / 0).start()"
     for switch, traces in (((), 0), (("-X", "dev"), 1)):
         done = subprocess.run([sys.executable, *switch, "-c", code], capture_output=True, text=True)
@@ -142,7 +143,7 @@ def test_developers_see_where_it_came_from() -> None:
 
 
 def test_tracebacks_in_the_log_command_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    streams.prepare()
+    messages.prepare()
     monkeypatch.setattr(sys, "stderr", screen := Screen())
     logger = logging.Logger("x")
     logger.addHandler(logging.lastResort)
@@ -156,7 +157,7 @@ def test_warnings_and_what_nobody_caught_command_no_terminal(monkeypatch: pytest
         monkeypatch.setattr(sys, "stderr", stream)
         with warnings.catch_warnings():
             warnings.simplefilter("always")
-            streams.prepare()
+            messages.prepare()
             warnings.warn(HOSTILE, stacklevel=1)
         assert f"UserWarning: {shown}" in stream.getvalue()
         sys.excepthook(ValueError, ValueError(HOSTILE), None)
@@ -166,7 +167,7 @@ def test_warnings_and_what_nobody_caught_command_no_terminal(monkeypatch: pytest
 
 def test_json_on_a_terminal_is_escaped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdout", Screen())
-    text = streams.json_text({"name": HOSTILE, "é": 1})
+    text = json_text({"name": HOSTILE, "é": 1})
     assert printable(text) == text
     assert json.loads(text)["name"] == HOSTILE
 

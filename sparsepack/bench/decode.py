@@ -19,7 +19,7 @@ from sparsepack.bench import apple
 from sparsepack.bench.options import BenchSettings
 from sparsepack.errors import UserError
 from sparsepack.formats.packed import PackedModel
-from sparsepack.placement.placement import HitCounts
+from sparsepack.placement.counts import HitCounts
 from sparsepack.placement.ways import Ways, per_token, per_token_in_words
 from sparsepack.progress import progress, say
 from sparsepack.runtime.backend_module import opened

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from sparsepack.models.records.skipped import shown
-from sparsepack.placement.placement import hits_in_words
+from sparsepack.placement.counts import hits_in_words
 from sparsepack.progress import counted
 from sparsepack.tables import Table, markdown
 

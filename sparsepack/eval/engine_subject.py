@@ -16,7 +16,7 @@ from sparsepack.formats.stock import stock_tokenizer
 from sparsepack.formats.table import FORMATS, those_with
 from sparsepack.models.records.rule import SiteKey
 from sparsepack.models.records.skipped import sparse_sites_of
-from sparsepack.placement.placement import HitCounts
+from sparsepack.placement.counts import HitCounts
 from sparsepack.progress import say
 from sparsepack.runtime.backends import backend_for, backend_named
 from sparsepack.runtime.engine import Engine

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from sparsepack.eval.tokens_read import TokensRead
     from sparsepack.models.records.rule import SiteKey
     from sparsepack.models.records.sparse_attention import SparseAttention
-    from sparsepack.placement.placement import HitCounts
+    from sparsepack.placement.counts import HitCounts
     from sparsepack.workers.workers import Workers
 
 Logits = Callable[["torch.Tensor"], "torch.Tensor"]

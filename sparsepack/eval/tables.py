@@ -6,7 +6,7 @@ from typing import Any
 
 from sparsepack.eval.standard_error import with_error
 from sparsepack.models.records.skipped import shown
-from sparsepack.placement.placement import hits_in_words
+from sparsepack.placement.counts import hits_in_words
 from sparsepack.tables import Table
 
 

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from sparsepack.placement.budget import Plan
+from sparsepack.placement.counts import HitCounts
 from sparsepack.placement.links import Links
 from sparsepack.placement.machine import Listed, measured_rates, seconds_per_token
-from sparsepack.placement.placement import HitCounts
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,6 @@ The templates of this folder, filled in. What comes from a manifest is data, as 
 HTML it is escaped; in Markdown it becomes code wherever it could be anything but plain words.
 
 Results that were measured of an artifact, from the JSON files that `run`, `eval` and `bench` write.
-
-The gates of a run as a table, for its report and its page.
 """
 
 import json
@@ -28,7 +26,7 @@ from sparsepack.formats.inspect import describe
 from sparsepack.formats.manifest import DISTILLATION, PRUNING, ROTATION
 from sparsepack.inspection import programs_table, score_rows
 from sparsepack.models.records.rotated import basis_in_words
-from sparsepack.tables import Styled, Table, markdown
+from sparsepack.tables import Table, markdown
 from sparsepack.terminal import printable
 from sparsepack.version import __version__
 
@@ -153,26 +151,6 @@ def _check_subject(path: Path, subject: Mapping[str, Any], description: Mapping[
         raise UserError(
             f"{path}: measured on {subject['kind']}, {description['path']} is {description['kind']}; measure this one"
         )
-
-
-def readable(value: float) -> str:
-    """A measured value or a limit as text: sizes in full, all else to six digits."""
-    return f"{value:,.0f}" if abs(value) >= 1e5 else f"{value:.6g}"
-
-
-def gates_table(verdicts: Sequence[Mapping[str, Any]]) -> Table:
-    """Verdicts as a report has them."""
-    rows = [
-        [
-            verdict["gate"],
-            "not measured" if verdict["measured"] is None else readable(verdict["measured"]),
-            verdict["limit"],
-            verdict["where"],
-            Styled("pass", "good") if verdict["passed"] else Styled("FAIL", "bad"),
-        ]
-        for verdict in verdicts
-    ]
-    return Table(["gate", "measured", "limit", "on", "verdict"], rows)
 
 
 MARK = "<!-- Made by `sparsepack card`. -->"

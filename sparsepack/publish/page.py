@@ -21,7 +21,8 @@ from sparsepack.errors import UserError
 from sparsepack.eval.tables import accuracy_tables, pruning_table
 from sparsepack.inspection import score_rows
 from sparsepack.models.records.rotated import basis_in_words
-from sparsepack.publish.card import REPORT, gates_table, read_json, render
+from sparsepack.publish.card import REPORT, read_json, render
+from sparsepack.publish.gates import gates_table
 from sparsepack.tables import html
 from sparsepack.version import __version__
 

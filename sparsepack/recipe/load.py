@@ -18,7 +18,7 @@ import yaml
 from pydantic import ValidationError
 
 from sparsepack.errors import RecipeError
-from sparsepack.recipe.plan import check_sections
+from sparsepack.recipe.consistency import check_sections
 from sparsepack.recipe.schema import RecipeModel, section_in
 from sparsepack.recipe.section import Recipe
 

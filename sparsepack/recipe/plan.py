@@ -1,142 +1,21 @@
-"""`--dry-run`: what a recipe would make and cost, without running the model.
-
-Sizes of a model that the dry run reckons with.
-
-What does not go together, noticed before anything runs: first in any recipe, then beside the model at hand.
-
-Each stage says what its own section needs; this is the one place that asks.
-"""
+"""`--dry-run`: what a recipe would make and cost, without running the model."""
 
 import math
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from sparsepack import tables
-from sparsepack.errors import RecipeError
-from sparsepack.models.checkpoint.checkpoint import HEAD, Checkpoint
 from sparsepack.models.family import SITES
-from sparsepack.models.precision import arithmetic
 from sparsepack.models.sites import chosen_sites, site_name
-from sparsepack.models.tokenizer.windows import count_windows
-from sparsepack.process import most_so_far
-from sparsepack.recipe.section import PATH, Recipe, Section
+from sparsepack.recipe.estimates import parameters, process_bytes
+from sparsepack.recipe.section import PATH, Recipe
 from sparsepack.recipe.stage import Job, Stage
 from sparsepack.recipe.stages import STAGES
 from sparsepack.recipe.stages.thresholds import ActivationSparsity, sparse
 from sparsepack.sparsity.allocations import ALLOCATIONS
 from sparsepack.tables import Table
-
-LIVE = 4
-"""This many float32 tensors of a batch's widest activation exist at one time."""
-
-
-WORKING = 70_000_000
-"""Torch takes this many bytes for itself as soon as it works: threads, their buffers, matrices in the order it
-likes."""
-
-
-def process_bytes(job: Job) -> int:
-    """What a process takes besides a stage's own tensors; 0 on other devices than the CPU, whose memory is reckoned.
-
-    That is Python, libraries and the tokenizer, all of which this process has by now, and what torch needs to work.
-    """
-    return WORKING + most_so_far() if job.recipe.device == "cpu" else 0
-
-
-def parameters(checkpoint: Checkpoint) -> int:
-    """The model's parameters, a tied output matrix once."""
-    return sum(torch.Size(s).numel() for n, s in checkpoint.source.shapes.items() if n != HEAD or not checkpoint.tied)
-
-
-def activation_bytes(checkpoint: Checkpoint, tokens: int) -> int:
-    """The bytes of so many tokens at the widest place of a block."""
-    return tokens * max(sum(checkpoint.stacked_shape(site)) for site in SITES) * LIVE * 4
-
-
-def block_parameters(checkpoint: Checkpoint) -> int:
-    """The parameters of one decoder block."""
-    shapes, block = checkpoint.source.shapes, f"{checkpoint.family.block(0)}."
-    return sum(torch.Size(shape).numel() for name, shape in shapes.items() if name.startswith(block))
-
-
-def block_by_block_bytes(job: Job, windows: int, context: int, batch: int) -> int:
-    """The bytes of a stage that takes so many windows through one block after the other, `batch` of them at a time."""
-    checkpoint, size = job.checkpoint, dtype_bytes(job)
-    hidden = windows * context * int(checkpoint.config.hidden_size) * size
-    # Rows of the table are taken as it is stored; a block's inputs, its outputs, and these joined are there at once.
-    embedding = torch.Size(checkpoint.source.shapes[checkpoint.family.embedding]).numel() * checkpoint.dtype.itemsize
-    block = 2 * block_parameters(checkpoint) * size  # the next one is read while one is at work
-    return max(embedding + 2 * hidden, block + 3 * hidden + activation_bytes(checkpoint, batch * context))
-
-
-def trained_tokens(steps: int, batch: int, length: int) -> int:
-    """The tokens that a training on the model's output (`sparsity.training`) takes through all blocks: each window
-    once, and its second half forwards, forwards again and backwards."""
-    return steps * batch * (length + 3 * (length - length // 2))
-
-
-def dtype_bytes(job: Job) -> int:
-    """The bytes of a number in the type that the recipe computes in."""
-    return arithmetic(job.recipe.dtype, job.checkpoint.dtype, job.recipe.device).itemsize
-
-
-def windows_in(job: Job, names: tuple[str, ...], context: int, most: int | None) -> int:
-    """Windows of a text that are run: all there are, or `most` of them (None or 0: all)."""
-    return count_windows(job.checkpoint.tokenizer, job.text(names), context, most or None)
-
-
-def check_sections(recipe: Recipe) -> None:
-    """Raise `RecipeError` for the first contradiction."""
-    for problem in _problems(recipe):
-        raise RecipeError(problem)
-
-
-def _problems(recipe: Recipe) -> Iterator[str]:
-    for stage in STAGES:
-        if asked := recipe.asked(stage.key):
-            yield from stage.problems(recipe, asked)
-            if isinstance(asked, Section) and hasattr(asked, "options"):
-                yield from asked.idle()
-    gates = recipe.asked("gates")
-    if gates is not None:
-        for stage in STAGES:
-            yield from stage.unmeasured(recipe, gates)
-
-
-def open_job(recipe: Recipe, folder: Path) -> Job:
-    """Open the model and read the texts.
-
-    Raises `UserError` subclasses where one cannot be read or the model does not allow what the recipe asks for, so that
-    no stage finds that out after hours.
-    """
-    from sparsepack.models.checkpoint.checkpoint import open_checkpoint
-
-    job = Job(recipe, open_checkpoint(recipe.model), folder)
-    for problem in _misfits(job):
-        raise RecipeError(problem)
-    return job
-
-
-def _misfits(job: Job) -> Iterator[str]:
-    device = job.recipe.device
-    if device != "cpu" and not _available(device):
-        yield f"device: {device}; torch finds none on this machine, use cpu"
-    for stage in STAGES:
-        if asked := job.recipe.asked(stage.key):
-            yield from stage.misfits(job, asked)
-            job = job.ahead_of(stage)
-
-
-def _available(device: str) -> bool:
-    import torch
-
-    if device == "mps":
-        return torch.backends.mps.is_available()
-    return int(device.partition(":")[2] or 0) < torch.cuda.device_count()
 
 
 def make_plan(job: Job, stages: Sequence[Stage], pending: Collection[str]) -> dict[str, Any]:

@@ -155,7 +155,7 @@ def run_recipe(
     from sparsepack.files.atomic import write_json
     from sparsepack.files.side_files import check_no_link
     from sparsepack.recipe import plan, report
-    from sparsepack.recipe.plan import open_job
+    from sparsepack.recipe.consistency import open_job
 
     if work is None:  # nobody named the folder: a stranger's may hold a link under its name
         for folder in (DEFAULT_WORK, DEFAULT_WORK / recipe.name):

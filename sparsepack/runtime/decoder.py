@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from sparsepack.formats.packed import PackedModel
-from sparsepack.placement.placement import HitCounts
+from sparsepack.placement.counts import HitCounts
 from sparsepack.placement.ways import Ways
 from sparsepack.runtime.generation.sampling import Sampler
 from sparsepack.runtime.hold import Hold

@@ -13,8 +13,8 @@ from sparsepack.calibration.folder import Calibration
 from sparsepack.errors import PlacementError
 from sparsepack.eval.standard_error import mean
 from sparsepack.placement.budget import Plan, plan_of_share, plan_within
+from sparsepack.placement.counts import HitCounts
 from sparsepack.placement.machine import SHAPES, Machine, dense_split, machine_of, seconds_per_token, shape_of
-from sparsepack.placement.placement import HitCounts
 from sparsepack.placement.policies import POLICIES, Start, bound, play
 from sparsepack.progress import progress
 from sparsepack.simulation.groups import grouped_frequency, groups_of, needed_of

@@ -171,7 +171,9 @@ def test_a_calibration_that_lost_a_file_is_replaced(small_calibration, tmp_path,
 
 
 def test_a_calibration_that_stood_aside_when_its_run_was_killed_is_read(small_calibration, tmp_path):
-    folder.save(small_calibration, tmp_path / ".c.replaced")
+    (tmp_path / ".c.replaced").mkdir()
+    (tmp_path / ".c.replaced" / "sparsepack-replaces").touch()
+    folder.save(small_calibration, tmp_path / ".c.replaced" / "replaced")
     assert torch.equal(folder.load(tmp_path / "c").windows, small_calibration.windows)
     assert [entry.name for entry in tmp_path.iterdir()] == ["c"]
 

@@ -15,7 +15,7 @@ from sparsepack.files.text import read_text
 from sparsepack.formats.open import read_packed
 from sparsepack.models.tokenizer.windows import rolling_windows
 from sparsepack.packing import PackRequest, pack
-from sparsepack.placement.placement import HitCounts
+from sparsepack.placement.counts import HitCounts
 from sparsepack.runtime.engine import Engine
 from sparsepack.runtime.options import EngineOptions
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from sparsepack.errors import UserError
-from sparsepack.eval.harness import jsonl, spread
+from sparsepack.eval.task_data import jsonl, spread
 
 DOCUMENTS = [{"query": f"q{i}", "choices": ["a", "b"], "gold": i % 2} for i in range(10)]
 LINES = "".join(json.dumps(document) + "\n" for document in DOCUMENTS)

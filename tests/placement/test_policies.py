@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from sparsepack.errors import PlacementError
 from sparsepack.placement import policies
-from sparsepack.placement.placement import HitCounts
+from sparsepack.placement.counts import HitCounts
 from sparsepack.placement.policies import POLICIES, Slow, Start, bound, momentum, play, slow
 
 ON_DEMAND = ("static", "lru", "lfu", "momentum", "momentum-threshold", "momentum-letter", "belady-within-blocks")

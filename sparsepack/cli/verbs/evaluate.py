@@ -92,7 +92,7 @@ def evaluation_table(result: Mapping[str, Any]) -> str:
     from sparsepack.cli.tables import precision
     from sparsepack.eval.tables import accuracy_tables, share_read, skipped
     from sparsepack.models.records.sparse_attention import in_words
-    from sparsepack.placement.placement import hits_in_words
+    from sparsepack.placement.counts import hits_in_words
 
     tasks, attention = result["tasks"], result["subject"]["attention"]
     parts: list[str | Table] = [

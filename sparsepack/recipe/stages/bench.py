@@ -109,7 +109,7 @@ def _tokens(job: Job, asked: Bench) -> int:
 def _memory(job: Job, asked: Bench) -> int:
     """The file and the engine's own order of it, and the array on which the memory's bandwidth is measured."""
     from sparsepack.bench.decode import ARRAY_BYTES
-    from sparsepack.recipe.plan import parameters
+    from sparsepack.recipe.estimates import parameters
 
     return ARRAY_BYTES + parameters(job.checkpoint) * 9 // 8
 

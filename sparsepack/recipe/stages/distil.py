@@ -130,7 +130,7 @@ def _tokens(job: Job, asked: Distil) -> int:
     """How many tokens are run: those of the training, which trains on first halves, too, and those that the model is
     measured on before and after it."""
     from sparsepack.distillation.train import MEASURED
-    from sparsepack.recipe.plan import trained_tokens
+    from sparsepack.recipe.estimates import trained_tokens
 
     length = _length(job, asked)
     first_halves = 3 * asked.steps * asked.batch * (length // 2)
@@ -146,7 +146,7 @@ def _memory(job: Job, asked: Distil) -> int:
 
     from sparsepack.distillation.train import matrices
     from sparsepack.models.family import SITES
-    from sparsepack.recipe.plan import LIVE, dtype_bytes, parameters
+    from sparsepack.recipe.estimates import LIVE, dtype_bytes, parameters
     from sparsepack.sparsity.teal import LOGITS
 
     checkpoint, size = job.checkpoint, dtype_bytes(job)

@@ -148,7 +148,7 @@ def _context(job: Job, asked: Eval) -> int:
 
 def tokens_of_one(job: Job, asked: Eval) -> int:
     """The tokens of one protocol, ours and of the source model; those of lm-eval tasks are not known beforehand."""
-    from sparsepack.recipe.plan import windows_in
+    from sparsepack.recipe.estimates import windows_in
 
     context = _context(job, asked)
     windows = sum(windows_in(job, (name,), context, asked.windows) for name in asked.perplexity)
@@ -158,7 +158,7 @@ def tokens_of_one(job: Job, asked: Eval) -> int:
 def memory(job: Job, asked: Eval) -> int:
     from sparsepack.eval.perplexity import POSITIONS, WORDS
     from sparsepack.eval.streamed import HIDDEN_BYTES
-    from sparsepack.recipe.plan import LIVE, activation_bytes, block_parameters, dtype_bytes, parameters
+    from sparsepack.recipe.estimates import LIVE, activation_bytes, block_parameters, dtype_bytes, parameters
 
     checkpoint, context, size = job.checkpoint, _context(job, asked), dtype_bytes(job)
     config, whole = checkpoint.config, parameters(job.checkpoint) * size

@@ -214,7 +214,7 @@ def _score_tokens(job: Job, asked: Pack) -> int:
 def _memory(job: Job, asked: Pack) -> int | None:
     """The bytes of the text's way through a block, and of what its widest site is fitted with."""
     from sparsepack.models.family import SITES
-    from sparsepack.recipe.plan import LIVE, block_by_block_bytes
+    from sparsepack.recipe.estimates import LIVE, block_by_block_bytes
     from sparsepack.refit.run import AT_ONCE
 
     if (options := fitted(job.recipe)) is None:

@@ -93,7 +93,7 @@ def record_to_come(job: Job) -> "RotationRecord | None":
 
 def _tokens(job: Job, asked: Rotate) -> int:
     """Each block is run twice, as it was and rotated, over a few tokens; bases that are learnt are trained."""
-    from sparsepack.recipe.plan import trained_tokens
+    from sparsepack.recipe.estimates import trained_tokens
     from sparsepack.rotation.bases import ROTATIONS
     from sparsepack.rotation.check import TOKENS, WINDOWS
 
@@ -112,7 +112,7 @@ def _memory(job: Job, asked: Rotate) -> int | None:
     from sparsepack.calibration.residual import residual_of
     from sparsepack.models.checkpoint.rotated import PIECE
     from sparsepack.models.heads import heads_of_config
-    from sparsepack.recipe.plan import block_parameters
+    from sparsepack.recipe.estimates import block_parameters
     from sparsepack.rotation.bases import ROTATIONS
 
     if ROTATIONS[asked.basis].trains:

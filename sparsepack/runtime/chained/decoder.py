@@ -8,7 +8,7 @@ from torch import Tensor
 
 from sparsepack.formats.packed import PackedModel
 from sparsepack.models.soft_caps import soft_capped
-from sparsepack.placement.placement import HitCounts
+from sparsepack.placement.counts import HitCounts
 from sparsepack.placement.ways import Ways
 from sparsepack.progress import counted
 from sparsepack.runtime.chained.layer import LoadedLayer, Mode, load_layer

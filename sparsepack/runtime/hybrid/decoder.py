@@ -10,8 +10,8 @@ from torch import Tensor
 from sparsepack.errors import UserError
 from sparsepack.formats.packed import PackedModel
 from sparsepack.placement.budget import plan_of_share
+from sparsepack.placement.counts import HitCounts
 from sparsepack.placement.links import HALVES, Links
-from sparsepack.placement.placement import HitCounts
 from sparsepack.placement.ways import Ways
 from sparsepack.runtime.chained.decoder import OperationsDecoder
 from sparsepack.runtime.chained.operations import NeuronFfn, Operations

@@ -12,7 +12,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from sparsepack.placement.placement import HitCounts, across_blocks
+from sparsepack.placement.counts import HitCounts
+from sparsepack.placement.placement import across_blocks
 from sparsepack.placement.policies import Policy, PolicyRun, Slow, Start
 
 

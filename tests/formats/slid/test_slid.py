@@ -216,7 +216,7 @@ def test_a_model_pruned_elsewhere_needs_its_pattern(pruned: Path, tmp_path: Path
     shutil.copytree(pruned, other)
     (other / "sparsepack_prune.json").unlink()
     request = PackRequest(str(other), tmp_path / "slid", format="slide-int8")
-    with pytest.raises(PackingError, match=r"prune it .*, or give keep and of"):
+    with pytest.raises(PackingError, match=r"prune it .*, or give --keep and --of"):
         pack(request)
     pack(PackRequest(str(other), tmp_path / "slid", format="slide-int8", keep=6, of=8))
     assert verify(tmp_path / "slid", str(other)).passed
