@@ -17,12 +17,13 @@ from sparsepack.formats.manifest import SCORE
 from sparsepack.serve.answers import CHAT, COMPLETION, Answer, Form
 from sparsepack.serve.connections import Connections, most_connections
 from sparsepack.serve.delivery import Delivery, queue_full
-from sparsepack.serve.guards import LOOPBACK, SMALL_BODY, Guard, LargeBodies, Refusal, json_body, refused
+from sparsepack.serve.guards import LOOPBACK, SMALL_BODY, Guard, LargeBodies, json_body, refused
 from sparsepack.serve.memory import give_back_memory
 from sparsepack.serve.metrics import Counting, Metrics
 from sparsepack.serve.options import ServeOptions
 from sparsepack.serve.preparing import Preparation, Prepared
 from sparsepack.serve.prompts import Prompts
+from sparsepack.serve.refusals import Refusal
 from sparsepack.serve.worker import ENDING, Closing, QueueFull, TextRequest, TextWorker, Ticket
 
 PATHS = frozenset(("/health", "/metrics", "/v1/models", "/v1/completions", "/v1/chat/completions"))

@@ -19,7 +19,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from sparsepack.errors import UserError
 from sparsepack.progress import say
-from sparsepack.serve.guards import Refusal
+from sparsepack.serve.refusals import Refusal
 from sparsepack.uncaught import of_an_event_loop
 
 MOST_CONNECTIONS = 1024

@@ -13,8 +13,9 @@ from starlette.types import Message, Receive, Scope, Send
 from sparsepack.errors import ArtifactError, UserError
 from sparsepack.progress import say
 from sparsepack.serve.answers import END_OF_STREAM, STILL_THERE, Answer, Choice, Json, server_sent
-from sparsepack.serve.guards import Refusal, refused
+from sparsepack.serve.guards import refused
 from sparsepack.serve.metrics import Metrics
+from sparsepack.serve.refusals import Refusal
 from sparsepack.serve.worker import Closing, Ended, Event, Failed, Piece, QueueFull, Ticket
 
 STILL_THERE_SECONDS = 15.0

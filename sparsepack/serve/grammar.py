@@ -18,7 +18,7 @@ from sparsepack.loading import Model
 from sparsepack.models.tokenizer.sandbox import SANDBOX, SandboxError, decoding_json
 from sparsepack.models.tokenizer.tokenizer import check_tokenizer
 from sparsepack.option import LARGEST_COUNT
-from sparsepack.serve.guards import Refusal
+from sparsepack.serve.refusals import Refusal
 from sparsepack.serve.tools import ToolFormat
 
 WHITESPACE = r"[ \n\r\t]{0,20}"

@@ -1,52 +1,17 @@
-"""Checks of who may send requests, and of how large they may be.
-
-The answers where a request cannot be served, in the form of OpenAI's errors.
-"""
+"""Checks of who may send requests, and of how large they may be."""
 
 import asyncio
 import hmac
 import re
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
 
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-INVALID, SERVER = "invalid_request_error", "server_error"
-
-
-@dataclass(eq=False)  # not frozen: Python sets a traceback on what is raised
-class Refusal(Exception):
-    """An answer other than what was asked for.
-
-    status      -- of HTTP
-    message     -- for people: what, expected, remedy
-    param       -- the parameter that it is about
-    code        -- for programs
-    retry_after -- seconds after which it may be tried again
-    """
-
-    status: int
-    message: str
-    param: str | None = None
-    code: str | None = None
-    retry_after: int | None = None
-
-    def body(self) -> dict[str, Any]:
-        """`{"error": {...}}`, as clients of OpenAI's protocol read it."""
-        kind = INVALID if self.status < 500 else SERVER
-        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
-
-    def headers(self) -> dict[str, str]:
-        headers = {} if self.retry_after is None else {"Retry-After": str(self.retry_after)}
-        if self.status == 401:
-            headers["WWW-Authenticate"] = "Bearer"
-        return headers
-
+from sparsepack.serve.refusals import Refusal
 
 OPEN_PATHS = ("/health",)
 """Requests for these paths need no key."""

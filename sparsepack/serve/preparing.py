@@ -9,9 +9,10 @@ from sparsepack.loading import Model
 from sparsepack.runtime.generation.suggestion import as_suggested
 from sparsepack.runtime.options import GenerateOptions
 from sparsepack.serve.grammar import GrammarConstraint, Grammars
-from sparsepack.serve.guards import MOST_VALUES, Refusal, check_values
+from sparsepack.serve.guards import MOST_VALUES, check_values
 from sparsepack.serve.likelihoods import Likelihoods, chat_likelihoods, completion_likelihoods
 from sparsepack.serve.prompts import Prompts
+from sparsepack.serve.refusals import Refusal
 from sparsepack.serve.schema import ChatRequest, CompletionRequest, TextParameters, read_request
 from sparsepack.serve.tools import AnswerReader, CallReader, TextReader, tool_format
 from sparsepack.serve.worker import TextRequest

@@ -7,7 +7,8 @@ from sparsepack.errors import UserError
 from sparsepack.loading import Model
 from sparsepack.models.tokenizer.token_bytes import TokenBytes
 from sparsepack.runtime.generation.generate import prompt_tokens
-from sparsepack.serve.guards import MOST_BYTES, Refusal
+from sparsepack.serve.guards import MOST_BYTES
+from sparsepack.serve.refusals import Refusal
 from sparsepack.serve.tools import takes_tools
 
 BYTES_IN_JSON = 6

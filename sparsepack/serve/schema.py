@@ -14,8 +14,8 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError, model_validator
 
 from sparsepack.option import LARGEST_COUNT
-from sparsepack.serve.guards import Refusal
 from sparsepack.serve.messages import CONTENT, ChosenTool, Message, Tool, unsupported
+from sparsepack.serve.refusals import Refusal
 
 IGNORED = frozenset(
     (

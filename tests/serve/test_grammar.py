@@ -10,7 +10,7 @@ from serving import MESSAGES, Served, chat
 from sparsepack.errors import UserError
 from sparsepack.loading import Model
 from sparsepack.serve.grammar import NO_ARGUMENTS, GrammarConstraint, Grammars
-from sparsepack.serve.guards import Refusal
+from sparsepack.serve.refusals import Refusal
 from sparsepack.serve.tools import HERMES
 
 BEYOND = [10**19, -(10**19), 2**63, -(2**63) - 1, 1e19, float("nan"), float("inf"), 2**53 + 1, 10**4000, "5", None]

@@ -11,8 +11,9 @@ from serving import Served
 
 from sparsepack.loading import Model
 from sparsepack.serve import prompts
-from sparsepack.serve.guards import MOST_BYTES, MOST_VALUES, Refusal, check_values
+from sparsepack.serve.guards import MOST_BYTES, MOST_VALUES, check_values
 from sparsepack.serve.options import ServeOptions
+from sparsepack.serve.refusals import Refusal
 
 JSON = {"Content-Type": "application/json"}
 

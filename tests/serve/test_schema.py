@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from sparsepack.serve.guards import Refusal
+from sparsepack.serve.refusals import Refusal
 from sparsepack.serve.schema import IGNORED, NEUTRAL, ChatRequest, CompletionRequest, read_request
 
 CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
