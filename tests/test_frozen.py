@@ -93,7 +93,7 @@ class Folder:
         output = self.path / hashlib.sha256(case.name.encode()).hexdigest()[:12]
         model = self._pruned(case.source) if case.pruned else self._model(case.source)
         given = ["--calibration", self._calibration(case.source, model)] if case.calibrated else []
-        succeeds("pack", model, *case.pack.split(), *given, "-o", output, "--quiet")
+        succeeds("pack", model, *case.pack.split(), *given, "-o", output)
         return output
 
     def _model(self, source: str) -> Path:
@@ -111,13 +111,13 @@ class Folder:
     def _pruned(self, source: str) -> Path:
         path = self.path / f"{self._model(source).name}-pruned"
         if not path.exists():
-            succeeds("prune", self._model(source), "--keep", 6, "--of", 8, "--method", "magnitude", "-o", path, "-q")
+            succeeds("prune", self._model(source), "--keep", 6, "--of", 8, "--method", "magnitude", "-o", path)
         return path
 
     def _calibration(self, source: str, model: Path) -> Path:
         path = self.path / f"{model.name}-calibration"
         if not path.exists():
-            options = ("--samples", 8, "--context", 128, "--held-out", 2, "--quiet")
+            options = ("--samples", 8, "--context", 128, "--held-out", 2)
             succeeds("calibrate", model, "--text", "shipped:train", *options, "-o", path)
         return path
 
