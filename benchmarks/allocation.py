@@ -15,8 +15,10 @@ import click
 
 from benchmarks.shared.evaluation import BOOKS_TEXT, CALIBRATION_TEXT, WIKITEXT, Windows, windows_of
 from benchmarks.shared.timing import json_option, write_figures
-from sparsepack.calibration.options import CalibrateOptions
-from sparsepack.calibration.run import calibrate
+from sparsepack.calibrate.collect import CalibrateOptions
+from sparsepack.calibrate.collection import calibrate
+from sparsepack.calibrate.find_thresholds import find_thresholds
+from sparsepack.calibrate.thresholds import AllocationOptions
 from sparsepack.eval.perplexity import score_windows, summarise
 from sparsepack.eval.run import realised_sparsity
 from sparsepack.eval.subject import Subject, open_subject
@@ -24,8 +26,6 @@ from sparsepack.formats.plan import PlanRequest
 from sparsepack.formats.table import FORMATS
 from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from sparsepack.models.records.rule import Rules
-from sparsepack.sparsity.find import find_thresholds
-from sparsepack.sparsity.options import AllocationOptions
 
 OFFSETS = "global --offsets"
 ALLOCATIONS = ("uniform", "teal", "fisher", "global", OFFSETS)

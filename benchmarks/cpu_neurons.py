@@ -27,10 +27,10 @@ from benchmarks.shared.llama_cpp import LlamaCpp, bytes_per_token, check_logits
 from benchmarks.shared.shapes import BILLION, TINY, Size, random_ids
 from benchmarks.shared.timing import expect_near, median_ratio, of_bound
 from sparsepack.bench import decode as traffic
-from sparsepack.calibration.folder import load
-from sparsepack.calibration.neurons import activity
-from sparsepack.calibration.options import CalibrateOptions
-from sparsepack.calibration.run import calibrate
+from sparsepack.calibrate.collect import CalibrateOptions
+from sparsepack.calibrate.collection import calibrate
+from sparsepack.calibrate.folder import load
+from sparsepack.calibrate.statistics import activity
 from sparsepack.eval.subject import open_subject
 from sparsepack.files.hashing import NO_HASH
 from sparsepack.files.text import read_text

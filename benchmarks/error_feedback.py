@@ -1,9 +1,10 @@
 """Seconds that quantising with error feedback takes, block by block, of a model or of a random one of a Llama's shape.
 
-What is timed is the pass of `pack --calibration` (`refit/run.py`) with nothing skipped: reading the weights, running
-the windows, their products and factors, the columns one after the other, and the artifact's bytes. Windows are random
-tokens, as many as `pack` takes; time does not depend on which. The first block pays for compiling kernels, and is told
-apart. Without MODEL the shape is Llama 3.1 8B's, of which only so many blocks are made; the whole is extrapolated.
+What is timed is the pass of `pack --calibration` (`calibrate/refitting.py`) with nothing skipped: reading the weights,
+running the windows, their products and factors, the columns one after the other, and the artifact's bytes. Windows are
+random tokens, as many as `pack` takes; time does not depend on which. The first block pays for compiling kernels, and
+is told apart. Without MODEL the shape is Llama 3.1 8B's, of which only so many blocks are made; the whole is
+extrapolated.
 """
 
 import statistics
@@ -20,11 +21,11 @@ import torch
 from benchmarks.shared.checkpoints import make_shards
 from benchmarks.shared.shapes import LLAMA_8B
 from benchmarks.shared.timing import json_option, write_figures
+from sparsepack.calibrate import refitting as run
+from sparsepack.calibrate.refit import RefitOptions
 from sparsepack.formats.zigzag.plan import encoded_site
 from sparsepack.models.checkpoint.checkpoint import open_checkpoint
 from sparsepack.models.family import SITES
-from sparsepack.refit import run
-from sparsepack.refit.options import RefitOptions
 from sparsepack.workers.resume import ResumeState
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from sparsepack.sparsity.options import AllocationOptions
+from sparsepack.calibrate.thresholds import AllocationOptions
 
 _KINDS = {
     "llama.cpp's K-quants": ("#888888", "s"),

@@ -15,14 +15,14 @@ import click
 
 from benchmarks.shared.evaluation import Windows, windows_of
 from benchmarks.shared.timing import json_option, write_figures
-from sparsepack.calibration.options import CalibrateOptions
-from sparsepack.calibration.run import calibrate
+from sparsepack.calibrate.collect import CalibrateOptions
+from sparsepack.calibrate.collection import calibrate
+from sparsepack.calibrate.prune import METHODS, PruneOptions
+from sparsepack.calibrate.pruning import prune
 from sparsepack.eval.perplexity import score_windows, summarise
 from sparsepack.eval.subject import Subject, open_subject
 from sparsepack.models.checkpoint.checkpoint import open_checkpoint
 from sparsepack.packing import PackRequest, pack
-from sparsepack.pruning.options import METHODS, PruneOptions
-from sparsepack.pruning.run import prune
 
 
 @click.command()

@@ -29,14 +29,14 @@ import torch
 from benchmarks.shared.evaluation import BOOKS_MODEL, CALIBRATION_TEXT
 from benchmarks.shared.llama_cpp import LlamaCpp, LlamaCppBatch, SequenceRequest
 from benchmarks.shared.timing import json_option, write_figures
-from sparsepack.calibration.options import CalibrateOptions
-from sparsepack.calibration.run import calibrate
+from sparsepack.calibrate.collect import CalibrateOptions
+from sparsepack.calibrate.collection import calibrate
+from sparsepack.calibrate.thresholds import AllocationOptions
 from sparsepack.eval.subject import open_subject
 from sparsepack.files.text import read_text
 from sparsepack.models.checkpoint.checkpoint import open_checkpoint
 from sparsepack.models.tokenizer.windows import rolling_windows
 from sparsepack.packing import PackRequest, pack
-from sparsepack.sparsity.options import AllocationOptions
 from sparsepack.tables import Table, markdown
 
 TextOf = Callable[[Sequence[int], int], AsyncIterator[int]]

@@ -40,8 +40,11 @@ from benchmarks.shared.evaluation import (
     windows_of_half,
 )
 from benchmarks.shared.timing import json_option, write_figures
-from sparsepack.calibration.options import CalibrateOptions
-from sparsepack.calibration.run import calibrate
+from sparsepack.calibrate.collect import CalibrateOptions
+from sparsepack.calibrate.collection import calibrate
+from sparsepack.calibrate.refit import RefitOptions
+from sparsepack.calibrate.rotation import BOUNDS
+from sparsepack.calibrate.thresholds import AllocationOptions
 from sparsepack.eval.perplexity import score_windows, summarise
 from sparsepack.eval.protocols import Done, WindowScorer, ignored
 from sparsepack.eval.run import realised_sparsity
@@ -53,9 +56,6 @@ from sparsepack.models.checkpoint.sources import changed_source
 from sparsepack.models.checkpoint.writer import made_of_blocks, write_checkpoint
 from sparsepack.models.heads import heads_of_config
 from sparsepack.packing import PackRequest, pack
-from sparsepack.refit.options import RefitOptions
-from sparsepack.rotation.check import BOUNDS
-from sparsepack.sparsity.options import AllocationOptions
 
 SHA256 = {
     "SmolLM2-135M-Instruct.Q4_1.gguf": "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",

@@ -26,12 +26,21 @@ from benchmarks.shared.evaluation import (
     windows_of_half,
 )
 from benchmarks.shared.timing import json_option, write_figures
-from sparsepack.calibration.folder import Calibration
-from sparsepack.calibration.folder import load as load_calibration
-from sparsepack.calibration.options import CalibrateOptions
-from sparsepack.calibration.run import calibrate
-from sparsepack.distillation.options import DistilOptions
-from sparsepack.distillation.run import distil
+from sparsepack.calibrate.collect import CalibrateOptions
+from sparsepack.calibrate.collection import calibrate
+from sparsepack.calibrate.distil import DistilOptions
+from sparsepack.calibrate.distillation import distil
+from sparsepack.calibrate.find_thresholds import find_thresholds
+from sparsepack.calibrate.folder import Calibration
+from sparsepack.calibrate.folder import load as load_calibration
+from sparsepack.calibrate.prune import PruneOptions
+from sparsepack.calibrate.pruning import prune
+from sparsepack.calibrate.refit import RefitOptions
+from sparsepack.calibrate.refitting import refit_model
+from sparsepack.calibrate.rotate import RotateOptions
+from sparsepack.calibrate.rotation import rotate
+from sparsepack.calibrate.threshold_table import Thresholds, read_thresholds
+from sparsepack.calibrate.thresholds import AllocationOptions
 from sparsepack.eval.perplexity import score_windows, summarise
 from sparsepack.eval.run import realised_sparsity
 from sparsepack.eval.subject import StockSubject, open_subject
@@ -39,15 +48,6 @@ from sparsepack.formats.encoded import EncodedSite
 from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from sparsepack.models.sites import site_name
 from sparsepack.packing import PackRequest, pack
-from sparsepack.pruning.options import PruneOptions
-from sparsepack.pruning.run import prune
-from sparsepack.refit.options import RefitOptions
-from sparsepack.refit.run import refit_model
-from sparsepack.rotation.options import RotateOptions
-from sparsepack.rotation.run import rotate
-from sparsepack.sparsity.find import find_thresholds
-from sparsepack.sparsity.options import AllocationOptions
-from sparsepack.sparsity.thresholds import Thresholds, read_thresholds
 from sparsepack.workers.resume import ResumeState
 
 BITS = {"float": 16.0, "Q4_K": 4.5}

@@ -55,10 +55,19 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from sparsepack.calibration.options import CalibrateOptions
-    from sparsepack.calibration.run import calibrate
-    from sparsepack.distillation.options import DistilOptions
-    from sparsepack.distillation.run import distil
+    from sparsepack.calibrate.collect import CalibrateOptions
+    from sparsepack.calibrate.collection import calibrate
+    from sparsepack.calibrate.distil import DistilOptions
+    from sparsepack.calibrate.distillation import distil
+    from sparsepack.calibrate.find_thresholds import make_thresholds as thresholds
+    from sparsepack.calibrate.prune import PruneOptions
+    from sparsepack.calibrate.pruning import prune
+    from sparsepack.calibrate.refit import RefitOptions
+    from sparsepack.calibrate.rotate import RotateOptions
+    from sparsepack.calibrate.rotation import rotate
+    from sparsepack.calibrate.thresholds import AllocationOptions, AttentionOptions
+    from sparsepack.calibrate.trace import TraceOptions
+    from sparsepack.calibrate.tracing import trace
     from sparsepack.errors import UserError
     from sparsepack.eval.options import EvalRequest
     from sparsepack.eval.run import evaluate
@@ -67,31 +76,21 @@ if TYPE_CHECKING:
     from sparsepack.packing import PackRequest, pack
     from sparsepack.placement.options import PlaceOptions
     from sparsepack.placing import place
-    from sparsepack.pruning.options import PruneOptions
-    from sparsepack.pruning.run import prune
     from sparsepack.publish.card import model_card as card
     from sparsepack.publish.hub import push
     from sparsepack.publish.page import report_page as report
     from sparsepack.recipe.run import RecipeOutcome
     from sparsepack.recipe.run import run_recipe as run
-    from sparsepack.refit.options import RefitOptions
-    from sparsepack.rotation.options import RotateOptions
-    from sparsepack.rotation.run import rotate
     from sparsepack.runtime.generation.generate import Generated, Generation
     from sparsepack.runtime.options import GenerateOptions
     from sparsepack.simulation.options import SimulateOptions
     from sparsepack.simulation.run import simulate
-    from sparsepack.sparsity.attention_options import AttentionOptions
-    from sparsepack.sparsity.find import make_thresholds as thresholds
-    from sparsepack.sparsity.options import AllocationOptions
-    from sparsepack.tracing.collect import trace
-    from sparsepack.tracing.options import TraceOptions
 
 _HOMES = {
-    "AllocationOptions": "sparsepack.sparsity.options",
-    "AttentionOptions": "sparsepack.sparsity.attention_options",
-    "CalibrateOptions": "sparsepack.calibration.options",
-    "DistilOptions": "sparsepack.distillation.options",
+    "AllocationOptions": "sparsepack.calibrate.thresholds",
+    "AttentionOptions": "sparsepack.calibrate.thresholds",
+    "CalibrateOptions": "sparsepack.calibrate.collect",
+    "DistilOptions": "sparsepack.calibrate.distil",
     "EvalRequest": "sparsepack.eval.options",
     "GenerateOptions": "sparsepack.runtime.options",
     "Generated": "sparsepack.runtime.generation.generate",
@@ -99,34 +98,35 @@ _HOMES = {
     "Model": "sparsepack.loading",
     "PackRequest": "sparsepack.packing",
     "PlaceOptions": "sparsepack.placement.options",
-    "PruneOptions": "sparsepack.pruning.options",
+    "PruneOptions": "sparsepack.calibrate.prune",
     "RecipeOutcome": "sparsepack.recipe.run",
-    "RefitOptions": "sparsepack.refit.options",
-    "RotateOptions": "sparsepack.rotation.options",
+    "RefitOptions": "sparsepack.calibrate.refit",
+    "RotateOptions": "sparsepack.calibrate.rotate",
     "SimulateOptions": "sparsepack.simulation.options",
-    "TraceOptions": "sparsepack.tracing.options",
+    "TraceOptions": "sparsepack.calibrate.trace",
     "UserError": "sparsepack.errors",
-    "calibrate": "sparsepack.calibration.run",
     "card": "sparsepack.publish.card:model_card",
-    "distil": "sparsepack.distillation.run",
+    "distil": "sparsepack.calibrate.distillation",
     "evaluate": "sparsepack.eval.run",
     "load": "sparsepack.loading",
     "pack": "sparsepack.packing",
     "place": "sparsepack.placing",
-    "prune": "sparsepack.pruning.run",
+    "prune": "sparsepack.calibrate.pruning",
     "push": "sparsepack.publish.hub",
     "report": "sparsepack.publish.page:report_page",
-    "rotate": "sparsepack.rotation.run",
+    "rotate": "sparsepack.calibrate.rotation",
     "run": "sparsepack.recipe.run:run_recipe",
     "simulate": "sparsepack.simulation.run",
-    "thresholds": "sparsepack.sparsity.find:make_thresholds",
-    "trace": "sparsepack.tracing.collect",
+    "thresholds": "sparsepack.calibrate.find_thresholds:make_thresholds",
+    "trace": "sparsepack.calibrate.tracing",
     "verify": "sparsepack.formats.verify",
 }
 """The module of each name, and after a colon what the name is called there where that is another."""
 
 
 def __getattr__(name: str) -> Any:
+    if name == "calibrate":  # the package, which is called as the function
+        return import_module("sparsepack.calibrate")
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     home, _, function = _HOMES[name].partition(":")

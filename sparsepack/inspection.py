@@ -99,7 +99,7 @@ def _inspect_checkpoint(path: Path) -> dict[str, Any]:
 
 
 def _inspect_thresholds(path: Path) -> dict[str, Any]:
-    from sparsepack.sparsity.thresholds import read_thresholds
+    from sparsepack.calibrate.threshold_table import read_thresholds
 
     return read_thresholds(path).summary()
 
@@ -111,13 +111,17 @@ def _inspect_artifact(path: Path) -> dict[str, Any]:
 
 
 def _inspect_calibration(path: Path) -> dict[str, Any]:
-    from sparsepack.calibration import folder
-    from sparsepack.calibration.channel_report import channel_report
-    from sparsepack.calibration.channels import importance
-    from sparsepack.calibration.experts import given, has_experts, told_of_starved
-    from sparsepack.calibration.neurons import activity
-    from sparsepack.calibration.tokens import token_report
-    from sparsepack.tracing.activity_report import activity_report
+    from sparsepack.calibrate import folder
+    from sparsepack.calibrate.activity_report import activity_report
+    from sparsepack.calibrate.statistics import (
+        activity,
+        channel_report,
+        given,
+        has_experts,
+        importance,
+        token_report,
+        told_of_starved,
+    )
 
     calibration = folder.load(path)
     experts = has_experts(calibration)
@@ -132,8 +136,8 @@ def _inspect_calibration(path: Path) -> dict[str, Any]:
 
 
 def _inspect_trace(path: Path) -> dict[str, Any]:
-    from sparsepack.tracing.activity_report import activity_report
-    from sparsepack.tracing.trace import load
+    from sparsepack.calibrate.activity_report import activity_report
+    from sparsepack.calibrate.trace_file import load
 
     trace = load(path)
     sessions = [trace.activity(session) for session in range(len(trace.sessions))]

@@ -10,30 +10,29 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sparsepack.calibrate.refit import RefitOptions
+from sparsepack.calibrate.thresholds import AllocationOptions, AttentionOptions
+from sparsepack.calibrate.trace import MANIFEST as TRACE
 from sparsepack.errors import PackingError, WorkersError
 from sparsepack.formats.codecs.types import TYPES
 from sparsepack.formats.mlp_kinds import GATE_ORDERS
 from sparsepack.formats.table import DEFAULT_FORMAT, FORMATS, format_of, summaries, those_with
 from sparsepack.models.records.pattern import LARGEST_GROUP, Pattern
 from sparsepack.option import check_options, check_type, check_types, only_with, option, with_paths
-from sparsepack.refit.options import RefitOptions
-from sparsepack.sparsity.attention_options import AttentionOptions
-from sparsepack.sparsity.options import AllocationOptions
-from sparsepack.tracing.options import MANIFEST as TRACE
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from sparsepack.calibration.folder import Calibration
+    from sparsepack.calibrate.attention import FoundAttention
+    from sparsepack.calibrate.folder import Calibration
+    from sparsepack.calibrate.refitting import Refit
+    from sparsepack.calibrate.threshold_table import Thresholds
     from sparsepack.formats.plan import Plan, PlanRequest
     from sparsepack.models.checkpoint.checkpoint import Checkpoint
     from sparsepack.models.records.distilled import DistillationRecord
     from sparsepack.models.records.neurons import NeuronCounts
     from sparsepack.models.records.pruned import PruningRecord
     from sparsepack.models.records.rotated import RotationRecord
-    from sparsepack.refit.run import Refit
-    from sparsepack.sparsity.attention import FoundAttention
-    from sparsepack.sparsity.thresholds import Thresholds
     from sparsepack.workers.workers import Workers
 
 _SLID = only_with("format", *(row.name for row in FORMATS.values() if row.weight_sparsity))
@@ -224,7 +223,8 @@ def pack(request: PackRequest, checkpoint: Checkpoint | None = None, workers: Wo
 
     Raises `UserError` subclasses, and `WorkerLost`.
     """
-    from sparsepack.calibration.made_from import processor
+    from sparsepack.calibrate.find_thresholds import thresholds_to_come
+    from sparsepack.calibrate.provenance import processor
     from sparsepack.files.atomic import check_inputs, check_output
     from sparsepack.formats.containers.safetensors.layout import MANIFEST
     from sparsepack.formats.manifest import SCORE
@@ -232,7 +232,6 @@ def pack(request: PackRequest, checkpoint: Checkpoint | None = None, workers: Wo
     from sparsepack.models.checkpoint.checkpoint import checkpoint_of
     from sparsepack.packing_score import Scoring, score_artifact, scoring_of, warning_of
     from sparsepack.publish.card import model_card
-    from sparsepack.sparsity.find import thresholds_to_come
     from sparsepack.workers.resume import state_beside
     from sparsepack.workers.workers import ALONE
 
@@ -278,11 +277,11 @@ def find(checkpoint: Checkpoint, request: PackRequest, state: Path) -> Found:
 
     Raises `UserError` subclasses for what is damaged, of another model, or does not say what is asked of it.
     """
-    from sparsepack.refit.run import check_tokens
-    from sparsepack.sparsity.attention import find_attention
-    from sparsepack.sparsity.find import find_thresholds
-    from sparsepack.sparsity.thresholds import read_thresholds
-    from sparsepack.tracing.trace import Trace, calibration_or_trace, counts_of_zeros
+    from sparsepack.calibrate.attention import find_attention
+    from sparsepack.calibrate.find_thresholds import find_thresholds
+    from sparsepack.calibrate.refitting import check_tokens
+    from sparsepack.calibrate.threshold_table import read_thresholds
+    from sparsepack.calibrate.trace_file import Trace, calibration_or_trace, counts_of_zeros
 
     thresholds, allocation, attention = None, request.allocation, request.sparse_attention
     refit = request.fit if request.fit.fits else None
@@ -319,8 +318,8 @@ def find(checkpoint: Checkpoint, request: PackRequest, state: Path) -> Found:
 
 def _refit(checkpoint: Checkpoint, request: PackRequest, found: Found, calibration: Calibration, state: Path) -> Refit:
     """The matrices, fitted to what enters them where the rest of what was `found` is so."""
+    from sparsepack.calibrate.refitting import fitted_sites, refit_model, refit_state
     from sparsepack.formats.manifest import SCHEMA
-    from sparsepack.refit.run import fitted_sites, refit_model, refit_state
 
     format, options, thresholds = format_of(request.format), request.fit, found.thresholds
     inside = _inside(checkpoint, request, found)
@@ -346,9 +345,9 @@ def found_to_come(
 
     Raises `PackingError` for sparse attention that the model cannot have.
     """
-    from sparsepack.refit.run import refit_to_come
-    from sparsepack.sparsity.attention import attention_to_come
-    from sparsepack.tracing.trace import counts_to_come
+    from sparsepack.calibrate.attention import attention_to_come
+    from sparsepack.calibrate.refitting import refit_to_come
+    from sparsepack.calibrate.trace_file import counts_to_come
 
     attention, refit = request.sparse_attention, request.fit
     return Found(

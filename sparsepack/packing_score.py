@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from sparsepack.calibrate.refitting import fitting_windows
+from sparsepack.calibrate.thresholds import ALLOCATIONS, AllocationOptions, AttentionOptions
 from sparsepack.eval.perplexity import score_protocols, summarise
 from sparsepack.eval.streamed import StreamedScorer
 from sparsepack.formats.open import open_artifact
@@ -23,10 +25,6 @@ from sparsepack.models.precision import arithmetic, type_name
 from sparsepack.models.tokenizer.windows import inputs_and_targets, spread_windows
 from sparsepack.packing import Found, PackRequest
 from sparsepack.progress import duration
-from sparsepack.refit.run import fitting_windows
-from sparsepack.sparsity.allocations import ALLOCATIONS
-from sparsepack.sparsity.attention_options import AttentionOptions
-from sparsepack.sparsity.options import AllocationOptions
 
 SECONDS = 60.0
 """Scoring may take so long, or a tenth of what searching thresholds and fitting weights takes if that is more."""

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from sparsepack.calibrate.trace_file import calibration_or_trace, neuron_counts
 from sparsepack.errors import PlacementError, UserError
 from sparsepack.formats.open import read_packed
 from sparsepack.formats.packed import NeuronMlp, PackedModel
@@ -25,7 +26,6 @@ from sparsepack.runtime.backend_module import opened
 from sparsepack.runtime.backends import backend_for, backend_named
 from sparsepack.runtime.engine import checked_context
 from sparsepack.runtime.hybrid.plan import context_within, parts_of, parts_of_experts
-from sparsepack.tracing.trace import calibration_or_trace, neuron_counts
 
 
 def place(path: Path, options: PlaceOptions, calibration: Path | None = None) -> dict[str, Any]:

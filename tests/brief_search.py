@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from sparsepack.pruning import permute
+from sparsepack.calibrate import permute
 
 
 @pytest.fixture(autouse=True, scope="module")

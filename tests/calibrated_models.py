@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 from models_for_tests import TEXT, make_model
 
-from sparsepack.calibration.folder import Calibration
-from sparsepack.calibration.options import CalibrateOptions
-from sparsepack.calibration.run import calibrate
+from sparsepack.calibrate.collect import CalibrateOptions
+from sparsepack.calibrate.collection import calibrate
+from sparsepack.calibrate.folder import Calibration
 from sparsepack.files.text import Text, read_text
 from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
 

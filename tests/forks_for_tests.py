@@ -26,14 +26,14 @@ _PRELOADED = (
     "torch.distributed",
     "transformers.models.llama.modeling_llama",
     "lm_eval.evaluator",
-    "sparsepack.calibration.run",
+    "sparsepack.calibrate.collection",
     "sparsepack.eval.run",
     "sparsepack.eval.lm_eval_model",
     "sparsepack.packing",
-    "sparsepack.pruning.run",
-    "sparsepack.rotation.run",
+    "sparsepack.calibrate.pruning",
+    "sparsepack.calibrate.rotation",
     "sparsepack.serve.server",
-    "sparsepack.sparsity.find",
+    "sparsepack.calibrate.find_thresholds",
 )
 _FORKS = multiprocessing.get_context("forkserver")
 

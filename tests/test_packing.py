@@ -7,22 +7,21 @@ import pytest
 import torch
 from models_for_tests import TEXT, make_model
 
-from sparsepack.calibration.channels import importance
-from sparsepack.calibration.folder import load
-from sparsepack.calibration.options import CalibrateOptions
-from sparsepack.calibration.run import calibrate
+from sparsepack.calibrate.attention import find_attention, heaviest
+from sparsepack.calibrate.collect import CalibrateOptions
+from sparsepack.calibrate.collection import calibrate
+from sparsepack.calibrate.find_thresholds import find_thresholds
+from sparsepack.calibrate.folder import load
+from sparsepack.calibrate.refit import RefitOptions
+from sparsepack.calibrate.statistics import importance
+from sparsepack.calibrate.threshold_table import read_thresholds
+from sparsepack.calibrate.thresholds import AllocationOptions, AttentionOptions
 from sparsepack.errors import OutputError, PackingError, ThresholdsError, UserError
 from sparsepack.files.gguf import read_gguf
 from sparsepack.files.text import Text
 from sparsepack.formats.open import read_packed
 from sparsepack.models.checkpoint.checkpoint import open_checkpoint
 from sparsepack.packing import PackRequest, pack
-from sparsepack.refit.options import RefitOptions
-from sparsepack.sparsity.attention import find_attention, heaviest
-from sparsepack.sparsity.attention_options import AttentionOptions
-from sparsepack.sparsity.find import find_thresholds
-from sparsepack.sparsity.options import AllocationOptions
-from sparsepack.sparsity.thresholds import read_thresholds
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +65,7 @@ def test_thresholds_that_the_format_has_no_place_for_are_refused_before_they_are
         raise AssertionError("computed in vain")
 
     with monkeypatch.context() as patch:
-        patch.setattr("sparsepack.sparsity.find._sequential", computed)
+        patch.setattr("sparsepack.calibrate.find_thresholds._sequential", computed)
         assert "has no place for thresholds there; leave the site dense" in refused(asked)
         zigzag = replace(asked, format="zigzag-q4_k")
         too_many = replace(zigzag, sparse_attention=AttentionOptions("double", channels=999))

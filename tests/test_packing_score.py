@@ -12,9 +12,12 @@ from models_for_tests import TEXT, make_model
 
 import sparsepack
 from sparsepack import packing_score
-from sparsepack.calibration.folder import Calibration, load, save
-from sparsepack.calibration.options import CalibrateOptions
-from sparsepack.calibration.run import calibrate
+from sparsepack.calibrate.collect import CalibrateOptions
+from sparsepack.calibrate.collection import calibrate
+from sparsepack.calibrate.folder import Calibration, load, save
+from sparsepack.calibrate.prune import PruneOptions
+from sparsepack.calibrate.refit import RefitOptions
+from sparsepack.calibrate.thresholds import AllocationOptions, AttentionOptions
 from sparsepack.cli.app import main
 from sparsepack.eval.perplexity import score_windows, summarise
 from sparsepack.eval.subject import open_subject
@@ -29,11 +32,7 @@ from sparsepack.models.tokenizer.windows import inputs_and_targets
 from sparsepack.packing import Found, Packed, PackRequest, pack
 from sparsepack.packing_forecast import forecast
 from sparsepack.packing_score import pieces, scoring_of, warning_of
-from sparsepack.pruning.options import PruneOptions
 from sparsepack.publish.card import model_card
-from sparsepack.refit.options import RefitOptions
-from sparsepack.sparsity.attention_options import AttentionOptions
-from sparsepack.sparsity.options import AllocationOptions
 
 HALF = AllocationOptions(0.5)
 ROUND = RefitOptions(quantiser="round")

@@ -10,11 +10,18 @@ import pytest
 import torch
 from segments_for_tests import segmented
 
-from sparsepack.calibration.folder import Calibration
-from sparsepack.calibration.options import CalibrateOptions
-from sparsepack.calibration.run import calibrate
-from sparsepack.distillation.options import DistilOptions
-from sparsepack.distillation.run import distil
+from sparsepack.calibrate.collect import CalibrateOptions
+from sparsepack.calibrate.collection import calibrate
+from sparsepack.calibrate.distil import DistilOptions
+from sparsepack.calibrate.distillation import distil
+from sparsepack.calibrate.find_thresholds import find_thresholds
+from sparsepack.calibrate.folder import Calibration
+from sparsepack.calibrate.prune import PruneOptions
+from sparsepack.calibrate.pruning import prune
+from sparsepack.calibrate.threshold_table import read_thresholds
+from sparsepack.calibrate.thresholds import AllocationOptions
+from sparsepack.calibrate.trace import TraceOptions
+from sparsepack.calibrate.tracing import trace
 from sparsepack.eval.options import EvalRequest
 from sparsepack.eval.run import evaluate
 from sparsepack.eval.subject import open_subject
@@ -25,13 +32,6 @@ from sparsepack.models.family import SITES
 from sparsepack.models.records.pruned import pruning_record
 from sparsepack.models.stock.blocks import BlockStream
 from sparsepack.packing import PackRequest, pack
-from sparsepack.pruning.options import PruneOptions
-from sparsepack.pruning.run import prune
-from sparsepack.sparsity.find import find_thresholds
-from sparsepack.sparsity.options import AllocationOptions
-from sparsepack.sparsity.thresholds import read_thresholds
-from sparsepack.tracing.collect import trace
-from sparsepack.tracing.options import TraceOptions
 from sparsepack.workers.resume import state_beside
 
 STARTS = (1, 2)

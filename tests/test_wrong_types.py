@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 import sparsepack
+from sparsepack.calibrate.thresholds import AllocationOptions
 from sparsepack.errors import UserError
 from sparsepack.option import check_options, option, with_paths
 from sparsepack.runtime.options import EngineOptions
-from sparsepack.sparsity.options import AllocationOptions
 
 CALLS: dict[str, Callable[[], Any]] = {
     "include 'blk.0.attn_in': expected a tuple, each of it a text": lambda: AllocationOptions(

@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 from models_for_tests import TEXT, make_model
 
+from sparsepack.calibrate.trace import TraceOptions
+from sparsepack.calibrate.trace_file import Trace
+from sparsepack.calibrate.tracing import trace
 from sparsepack.files.text import Text
 from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
-from sparsepack.tracing.collect import trace
-from sparsepack.tracing.options import TraceOptions
-from sparsepack.tracing.trace import Trace
 
 OPTIONS = TraceOptions(sessions=3, tokens=48, prompt=8)
 

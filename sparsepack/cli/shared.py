@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from sparsepack.calibration.options import CalibrateOptions
+from sparsepack.calibrate.collect import CalibrateOptions
+from sparsepack.calibrate.refit import FITS, RefitOptions
+from sparsepack.calibrate.thresholds import AllocationOptions, AttentionOptions
 from sparsepack.cli.command import (
     ARGUMENTS,
     OUTPUT,
@@ -29,10 +31,7 @@ from sparsepack.cli.command import (
 from sparsepack.errors import UserError, WorkersError
 from sparsepack.option import only_with, options_of
 from sparsepack.progress import duration
-from sparsepack.refit.options import FITS, RefitOptions
 from sparsepack.runtime.options import EngineOptions
-from sparsepack.sparsity.attention_options import AttentionOptions
-from sparsepack.sparsity.options import AllocationOptions
 from sparsepack.terminal import tell
 from sparsepack.workers.environment import LAUNCHED, number_here, several
 from sparsepack.workers.forecast import PartsForecast

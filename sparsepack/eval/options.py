@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from sparsepack.calibration.options import CalibrateOptions
+from sparsepack.calibrate.collect import CalibrateOptions
 from sparsepack.errors import UserError, WorkersError
 from sparsepack.eval.protocols import PROTOCOLS
 from sparsepack.option import check_options, only_with, option

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from sparsepack.calibration.made_from import processor
+from sparsepack.calibrate.provenance import processor
+from sparsepack.calibrate.threshold_table import Thresholds, read_thresholds
 from sparsepack.errors import TextError, UserError
 from sparsepack.eval.engine_subject import open_engine_subject
 from sparsepack.eval.options import EvalRequest
@@ -24,7 +25,6 @@ from sparsepack.models.records.sparse_attention import described
 from sparsepack.models.tokenizer.windows import rolling_windows, window_length
 from sparsepack.option import check_type, with_paths
 from sparsepack.progress import going_on
-from sparsepack.sparsity.thresholds import Thresholds, read_thresholds
 from sparsepack.version import __version__
 from sparsepack.workers.workers import ALONE, Workers
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from sparsepack.calibrate.threshold_table import Thresholds
 from sparsepack.errors import UserError
 from sparsepack.eval.protocols import Subject
 from sparsepack.eval.scorer import SparseScorer, StockScorer
@@ -30,7 +31,6 @@ from sparsepack.models.stock.blocks import BlockSource
 from sparsepack.models.stock.skeleton import parameter_shapes
 from sparsepack.models.stock.spread import Places, places_of
 from sparsepack.models.stock.whole import build_model
-from sparsepack.sparsity.thresholds import Thresholds
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from sparsepack.reconstruction.inputs import Inputs
+from sparsepack.reconstruction import Inputs
 
 
 @dataclass(frozen=True)

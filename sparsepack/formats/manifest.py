@@ -47,7 +47,7 @@ DISTILLATION = "distillation"
 `models.records.distilled.DistillationRecord.summary`."""
 
 REFIT = "refit"
-"""The manifest says under this key how matrices were fitted to their inputs: `refit.run.Refit.section`."""
+"""The manifest says under this key how matrices were fitted to their inputs: `calibrate.refitting.Refit.section`."""
 
 SCORE = "score"
 """The manifest says under this key what packing lost on held-out text: `packing_score`."""

@@ -53,7 +53,7 @@ def block_by_block_bytes(job: Job, windows: int, context: int, batch: int) -> in
 
 
 def trained_tokens(steps: int, batch: int, length: int) -> int:
-    """The tokens that a training on the model's output (`sparsity.training`) takes through all blocks: each window
+    """The tokens that a training on the model's output (`calibrate.training`) takes through all blocks: each window
     once, and its second half forwards, forwards again and backwards."""
     return steps * batch * (length + 3 * (length - length // 2))
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from sparsepack import tables
+from sparsepack.calibrate.thresholds import ALLOCATIONS
 from sparsepack.models.family import SITES
 from sparsepack.models.sites import chosen_sites, site_name
 from sparsepack.recipe.estimates import parameters, process_bytes
@@ -14,7 +15,6 @@ from sparsepack.recipe.section import PATH, Recipe
 from sparsepack.recipe.stage import Job, Stage
 from sparsepack.recipe.stages import STAGES
 from sparsepack.recipe.stages.thresholds import ActivationSparsity, sparse
-from sparsepack.sparsity.allocations import ALLOCATIONS
 from sparsepack.tables import Table
 
 

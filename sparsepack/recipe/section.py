@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self, get_args, get_type_h
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic.fields import FieldInfo
 
-from sparsepack.calibration.options import CalibrateOptions
+from sparsepack.calibrate.collect import CalibrateOptions
 from sparsepack.option import default_of, idle, options_of
 
 PATH = "path"

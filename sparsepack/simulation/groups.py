@@ -5,8 +5,8 @@ from types import MappingProxyType
 
 import numpy as np
 
+from sparsepack.calibrate.trace_file import Trace
 from sparsepack.errors import PlacementError
-from sparsepack.tracing.trace import Trace
 
 _SEED = 0  # of groups at random
 

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from sparsepack.calibration.experts import has_experts
-from sparsepack.calibration.folder import Calibration
+from sparsepack.calibrate.folder import Calibration
+from sparsepack.calibrate.statistics import has_experts
+from sparsepack.calibrate.trace_file import Trace, calibration_or_trace, load, neuron_counts
 from sparsepack.errors import PlacementError
 from sparsepack.eval.standard_error import mean
 from sparsepack.placement.budget import Plan, plan_of_share, plan_within
@@ -19,7 +20,6 @@ from sparsepack.placement.policies import POLICIES, Start, bound, play
 from sparsepack.progress import progress
 from sparsepack.simulation.groups import grouped_frequency, groups_of, needed_of
 from sparsepack.simulation.options import SimulateOptions
-from sparsepack.tracing.trace import Trace, calibration_or_trace, load, neuron_counts
 
 PRICES = (1.0, 0.25)
 """Bounds are computed for moves at these prices, in neurons that the processor would compute otherwise."""

@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 from models_for_tests import TEXT, make_model, make_opt
 
-from sparsepack.calibration.options import CalibrateOptions
-from sparsepack.calibration.run import calibrate
-from sparsepack.calibration.samples import samples_of
+from sparsepack.calibrate.collect import CalibrateOptions
+from sparsepack.calibrate.collection import calibrate, samples_of
 from sparsepack.files.text import Text
 from sparsepack.models.checkpoint.checkpoint import open_checkpoint
 from sparsepack.models.records.pruned import RECORD

@@ -11,8 +11,8 @@ from folders_for_tests import content
 from forks_for_tests import in_a_fork
 from models_for_tests import TEXT
 
-from sparsepack.calibration.options import CalibrateOptions
-from sparsepack.calibration.run import calibrate
+from sparsepack.calibrate.collect import CalibrateOptions
+from sparsepack.calibrate.collection import calibrate
 from sparsepack.files.text import Text
 from sparsepack.models.checkpoint.checkpoint import open_checkpoint
 from sparsepack.models.stock.blocks import BlockStream

@@ -7,11 +7,13 @@ import torch
 from folders_for_tests import content
 from simulated_graph import SimulatedRecorder
 
-from sparsepack.calibration import run
-from sparsepack.calibration.collectors import histogram, kernels, residual
-from sparsepack.calibration.criteria import column_norms
-from sparsepack.calibration.options import CalibrateOptions
-from sparsepack.calibration.run import calibrate
+from sparsepack.calibrate import collection as run
+from sparsepack.calibrate import collector as kernels
+from sparsepack.calibrate import collectors as residual
+from sparsepack.calibrate import histogram
+from sparsepack.calibrate.collect import CalibrateOptions
+from sparsepack.calibrate.collection import calibrate
+from sparsepack.calibrate.collector import column_norms
 from sparsepack.cli.tables import calibration_table
 from sparsepack.errors import CalibrationError, TextError
 from sparsepack.files.text import Text

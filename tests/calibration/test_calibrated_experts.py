@@ -8,13 +8,14 @@ import torch
 from click.testing import CliRunner
 from models_for_tests import TEXT, make_model
 
-from sparsepack.calibration import folder
-from sparsepack.calibration.criteria import column_norms
-from sparsepack.calibration.experts import FEW, given, has_experts, told_of_starved
-from sparsepack.calibration.folder import Calibration
-from sparsepack.calibration.neurons import activity
-from sparsepack.calibration.options import CalibrateOptions
-from sparsepack.calibration.run import calibrate
+from sparsepack.calibrate import folder
+from sparsepack.calibrate.collect import CalibrateOptions
+from sparsepack.calibrate.collection import calibrate
+from sparsepack.calibrate.collector import column_norms
+from sparsepack.calibrate.find_thresholds import find_thresholds
+from sparsepack.calibrate.folder import Calibration
+from sparsepack.calibrate.statistics import FEW, activity, given, has_experts, told_of_starved
+from sparsepack.calibrate.thresholds import AllocationOptions
 from sparsepack.cli.app import main
 from sparsepack.errors import CalibrationError, ThresholdsError
 from sparsepack.files.text import Text
@@ -23,8 +24,6 @@ from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from sparsepack.models.family import MLP_SITES
 from sparsepack.models.stock.blocks import BlockStream
 from sparsepack.models.stock.whole import load_model
-from sparsepack.sparsity.find import find_thresholds
-from sparsepack.sparsity.options import AllocationOptions
 
 CONTEXT, SAMPLES = 64, 6
 

@@ -7,10 +7,10 @@ import torch
 from click.testing import CliRunner
 from models_for_tests import make_model
 
-from sparsepack.calibration import folder
-from sparsepack.calibration.neurons import activity
-from sparsepack.calibration.options import CalibrateOptions
-from sparsepack.calibration.run import calibrate
+from sparsepack.calibrate import folder
+from sparsepack.calibrate.collect import CalibrateOptions
+from sparsepack.calibrate.collection import calibrate
+from sparsepack.calibrate.statistics import activity
 from sparsepack.cli.verbs.inspect import inspect
 from sparsepack.errors import CalibrationError
 from sparsepack.models.checkpoint.checkpoint import open_checkpoint

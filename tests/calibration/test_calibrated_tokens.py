@@ -7,10 +7,10 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from sparsepack.calibration import folder
-from sparsepack.calibration.options import CalibrateOptions
-from sparsepack.calibration.run import calibrate
-from sparsepack.calibration.tokens import MEASURED, missed
+from sparsepack.calibrate import folder
+from sparsepack.calibrate.collect import CalibrateOptions
+from sparsepack.calibrate.collection import calibrate
+from sparsepack.calibrate.statistics import MEASURED, missed
 from sparsepack.cli.verbs.inspect import inspect
 from sparsepack.errors import CalibrationError
 

@@ -8,10 +8,11 @@ import torch
 from folders_for_tests import content
 from models_for_tests import make_model
 
-from sparsepack.calibration import folder, run
-from sparsepack.calibration.folder import Calibration
-from sparsepack.calibration.options import CalibrateOptions
-from sparsepack.calibration.run import calibrate
+from sparsepack.calibrate import collection as run
+from sparsepack.calibrate import folder
+from sparsepack.calibrate.collect import CalibrateOptions
+from sparsepack.calibrate.collection import calibrate
+from sparsepack.calibrate.folder import Calibration
 from sparsepack.errors import CalibrationError, OutputError
 from sparsepack.models.checkpoint.checkpoint import open_checkpoint
 

@@ -6,10 +6,8 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from sparsepack.calibration import folder
-from sparsepack.calibration.channel_report import channel_report
-from sparsepack.calibration.channels import Importance
-from sparsepack.calibration.tokens import token_report
+from sparsepack.calibrate import folder
+from sparsepack.calibrate.statistics import Importance, channel_report, token_report
 from sparsepack.cli.tables import channels_table
 from sparsepack.cli.verbs.inspect import inspect
 

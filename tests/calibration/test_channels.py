@@ -9,10 +9,10 @@ from attention_pairs import all_pairs
 from models_for_tests import make_model
 from safetensors.torch import load_file, save_file
 
-from sparsepack.calibration import folder
-from sparsepack.calibration.channels import importance
-from sparsepack.calibration.options import CalibrateOptions
-from sparsepack.calibration.run import calibrate
+from sparsepack.calibrate import folder
+from sparsepack.calibrate.collect import CalibrateOptions
+from sparsepack.calibrate.collection import calibrate
+from sparsepack.calibrate.statistics import importance
 from sparsepack.errors import CalibrationError
 from sparsepack.models.checkpoint.checkpoint import open_checkpoint
 from sparsepack.models.stock.whole import load_model

@@ -24,20 +24,20 @@ from commands_for_tests import fails, succeeds
 from models_for_tests import make_model
 from task_files import MULTIPLE_CHOICE, OUR_DATA
 
+from sparsepack.calibrate.prune import PruneOptions
+from sparsepack.calibrate.pruning import prune
+from sparsepack.calibrate.thresholds import AllocationOptions
 from sparsepack.cli import main
 from sparsepack.cli.command import Declared, Ruled
 from sparsepack.errors import UserError
 from sparsepack.eval.options import EvalRequest
 from sparsepack.models.checkpoint.checkpoint import open_checkpoint
-from sparsepack.pruning.options import PruneOptions
-from sparsepack.pruning.run import prune
 from sparsepack.recipe.load import load_recipe
 from sparsepack.runtime.cpu import tune
 from sparsepack.runtime.cpu.dispatch import instruction_sets
 from sparsepack.runtime.hybrid import measure
 from sparsepack.serve import server
 from sparsepack.simulation.options import SimulateOptions
-from sparsepack.sparsity.options import AllocationOptions
 
 TASK = f"task: own\n{OUR_DATA}{MULTIPLE_CHOICE}"
 TRACE = "--sessions 2 --tokens 24 --prompt 8"

@@ -23,7 +23,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_no_format_holds_it(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format: str) -> None:
-    from sparsepack.calibration import folder
+    from sparsepack.calibrate import folder
 
     options = ["--calibration", model.parent / "c"]
     options += [] if format == "neuron-q4_k" else ["--sparsity", 0.5]

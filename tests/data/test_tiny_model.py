@@ -12,13 +12,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from sparsepack.calibrate.trace import TraceOptions
+from sparsepack.calibrate.tracing import trace
 from sparsepack.data import SHIPPED_MODELS
 from sparsepack.data.topics import HELD_OUT_TOPICS, clean_paragraphs, heldout_text, training_text, word_runs
 from sparsepack.eval.options import EvalRequest
 from sparsepack.eval.run import evaluate
 from sparsepack.models.checkpoint.checkpoint import open_checkpoint
-from sparsepack.tracing.collect import trace
-from sparsepack.tracing.options import TraceOptions
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY, MIXTURE = SHIPPED_MODELS["shipped:tiny"], SHIPPED_MODELS["shipped:tiny-mixture"]

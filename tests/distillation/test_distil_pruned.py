@@ -9,10 +9,12 @@ import pytest
 import torch
 
 from sparsepack import DistilOptions, EvalRequest, PackRequest, distil, evaluate, pack, prune, verify
-from sparsepack.calibration.options import CalibrateOptions
-from sparsepack.calibration.run import calibrate
+from sparsepack.calibrate import training
+from sparsepack.calibrate.collect import CalibrateOptions
+from sparsepack.calibrate.collection import calibrate
+from sparsepack.calibrate.distillation import matrices
+from sparsepack.calibrate.prune import PruneOptions
 from sparsepack.cli.verbs.distil import distilled_text
-from sparsepack.distillation.train import matrices
 from sparsepack.errors import CalibrationError, CheckpointError, DistillationError
 from sparsepack.files.text import read_text
 from sparsepack.formats.inspect import describe
@@ -23,9 +25,7 @@ from sparsepack.models.records.groups import check_pattern
 from sparsepack.models.records.pattern import Pattern
 from sparsepack.models.records.pruned import RECORD as PRUNE_RECORD
 from sparsepack.models.records.pruned import pruning_record
-from sparsepack.pruning.options import PruneOptions
 from sparsepack.publish.card import model_card
-from sparsepack.sparsity import training
 
 FEW = {"steps": 3, "batch": 1, "length": 32}
 

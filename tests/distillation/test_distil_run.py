@@ -13,19 +13,17 @@ from models_for_tests import make_opt
 from safetensors.torch import load_file
 
 from sparsepack import DistilOptions, distil, prune, rotate
-from sparsepack.calibration import folder
-from sparsepack.calibration.options import CalibrateOptions
-from sparsepack.calibration.run import calibrate
-from sparsepack.distillation.run import check_windows
-from sparsepack.distillation.train import matrices
+from sparsepack.calibrate import folder, training
+from sparsepack.calibrate.collect import CalibrateOptions
+from sparsepack.calibrate.collection import calibrate
+from sparsepack.calibrate.distillation import check_windows, matrices
+from sparsepack.calibrate.prune import PruneOptions
 from sparsepack.errors import CalibrationError, CheckpointError, DistillationError, OutputError, RotationError
 from sparsepack.files.text import Text, read_text
 from sparsepack.inspection import inspect
 from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from sparsepack.models.records.distilled import RECORD, Distilled, distillation_record
 from sparsepack.models.records.rotated import RECORD as ROTATE_RECORD
-from sparsepack.pruning.options import PruneOptions
-from sparsepack.sparsity import training
 from sparsepack.workers import resume
 from sparsepack.workers.resume import ResumeState
 
@@ -115,7 +113,7 @@ def test_a_run_that_was_killed_goes_on_to_the_same_bytes(
         patch.setattr(training, "slices", counted)
         if isinstance(at, str):
             patch.setattr(
-                f"sparsepack.distillation.run.{'measured_after' if at == 'the end' else 'write_checkpoint'}", dies
+                f"sparsepack.calibrate.distillation.{'measured_after' if at == 'the end' else 'write_checkpoint'}", dies
             )
         with pytest.raises(Killed):
             distil(tiny, kept, tmp_path / "again", options)
@@ -249,7 +247,7 @@ def test_a_model_that_no_format_holds_is_distilled_all_the_same(tmp_path: Path, 
 def test_a_large_state_is_announced_with_its_size(
     tiny: Checkpoint, kept: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("sparsepack.distillation.train._WORTH_SAYING", 1)
+    monkeypatch.setattr("sparsepack.calibrate.distillation._WORTH_SAYING", 1)
     distil(tiny, kept, tmp_path / "d", DistilOptions(**FEW))
     assert "what goes on after a kill takes up to" in capsys.readouterr().err
 

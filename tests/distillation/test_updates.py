@@ -8,7 +8,10 @@ import torch
 from models_for_tests import OPT, WINDOWED, make_model, make_opt
 from torch.nn import functional
 
-from sparsepack.distillation.train import Update, first_updates, matrices, trained_with
+from sparsepack.calibrate.distillation import Update, first_updates, matrices, trained_with
+from sparsepack.calibrate.learned import SoftChannels, sparse_at
+from sparsepack.calibrate.teal import Teacher, dense_divergence, divergence
+from sparsepack.calibrate.uniform import weights_of
 from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from sparsepack.models.checkpoint.distilled import distilled
 from sparsepack.models.checkpoint.sources import changed_source
@@ -16,9 +19,6 @@ from sparsepack.models.family import SITES
 from sparsepack.models.stock.halves import dense_pass
 from sparsepack.models.stock.hooks import site_hooks
 from sparsepack.models.stock.whole import backbone_of, load_model
-from sparsepack.sparsity.allocation import weights_of
-from sparsepack.sparsity.learned import SoftChannels, sparse_at
-from sparsepack.sparsity.teal import Teacher, dense_divergence, divergence
 
 KINDS = (None, 3)
 

@@ -7,13 +7,13 @@ import pytest
 from artifacts_for_tests import write_zigzag
 from commands_for_tests import fails, sparsepack, succeeds
 
+from sparsepack.calibrate.thresholds import AllocationOptions
 from sparsepack.errors import UserError
 from sparsepack.eval.options import EvalRequest
 from sparsepack.eval.run import evaluate
 from sparsepack.models.checkpoint.checkpoint import open_checkpoint
 from sparsepack.packing import PackRequest, pack
 from sparsepack.runtime.options import EngineOptions
-from sparsepack.sparsity.options import AllocationOptions
 
 HELD = EngineOptions(hold=True)
 

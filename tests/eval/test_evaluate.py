@@ -158,7 +158,7 @@ def test_an_artifact_keeps_rules_bit_for_bit_and_norms_too(half):
 
 
 def _table(half):
-    from sparsepack.sparsity.thresholds import read_thresholds
+    from sparsepack.calibrate.threshold_table import read_thresholds
 
     return read_thresholds(half / "t.json")
 

@@ -8,14 +8,14 @@ from models_for_tests import OPT, TEXT, make_opt
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
-from sparsepack.calibration.options import CalibrateOptions
-from sparsepack.calibration.run import calibrate
+from sparsepack.calibrate.collect import CalibrateOptions
+from sparsepack.calibrate.collection import calibrate
+from sparsepack.calibrate.find_thresholds import find_thresholds
+from sparsepack.calibrate.thresholds import AllocationOptions
 from sparsepack.eval.run import EvalRequest, evaluate
 from sparsepack.files.text import Text
 from sparsepack.models.checkpoint.checkpoint import open_checkpoint
 from sparsepack.models.tokenizer.windows import rolling_windows
-from sparsepack.sparsity.find import find_thresholds
-from sparsepack.sparsity.options import AllocationOptions
 
 
 @pytest.fixture(scope="module", params=OPT)

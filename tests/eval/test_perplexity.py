@@ -6,6 +6,7 @@ import os
 import pytest
 import torch
 
+from sparsepack.calibrate.threshold_table import Thresholds
 from sparsepack.eval.perplexity import WindowScores, score_windows, summarise
 from sparsepack.eval.protocols import scored_from
 from sparsepack.eval.subject import open_subject
@@ -15,7 +16,6 @@ from sparsepack.models.family import SITES
 from sparsepack.models.records.rule import SiteRule
 from sparsepack.models.stock.hooks import site_hooks
 from sparsepack.models.tokenizer.windows import rolling_windows
-from sparsepack.sparsity.thresholds import Thresholds
 
 
 @pytest.fixture(scope="module")

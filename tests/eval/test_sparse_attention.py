@@ -9,6 +9,7 @@ import torch
 from artifacts_for_tests import write_zigzag
 from models_for_tests import VOCABULARY, WINDOWED, make_model
 
+from sparsepack.calibrate.threshold_table import read_thresholds
 from sparsepack.cli.verbs.evaluate import evaluation_table
 from sparsepack.eval.engine_subject import EngineScorer
 from sparsepack.eval.options import EvalRequest
@@ -25,7 +26,6 @@ from sparsepack.models.records.sparse_attention import SparseAttention, TokenPol
 from sparsepack.models.stock.whole import load_model
 from sparsepack.packing import PackRequest, pack
 from sparsepack.runtime.options import EngineOptions
-from sparsepack.sparsity.thresholds import read_thresholds
 
 POLICY = TokenPolicy(Fraction(1, 4), sinks=2, recent=3, min_context=8)
 IDS = torch.randint(VOCABULARY, (3, 40), generator=torch.Generator().manual_seed(3))

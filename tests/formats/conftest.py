@@ -8,8 +8,8 @@ from models_for_tests import SMALL, make_model
 from small_rules import rules
 
 import sparsepack
+from sparsepack.calibrate.prune import PruneOptions
 from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
-from sparsepack.pruning.options import PruneOptions
 
 ODD = {"intermediate_size": 300, "num_key_value_heads": 1, "attention_bias": True}
 """Widths that are no multiples of 256, and biases at q, k, v and o."""

@@ -8,17 +8,17 @@ import pytest
 from models_for_tests import TEXT, make_model
 
 from sparsepack import DistilOptions, EvalRequest, PackRequest, evaluate, pack, prune, rotate, verify
-from sparsepack.calibration.options import CalibrateOptions
-from sparsepack.calibration.run import calibrate
+from sparsepack.calibrate.collect import CalibrateOptions
+from sparsepack.calibrate.collection import calibrate
+from sparsepack.calibrate.distillation import distil
+from sparsepack.calibrate.prune import PruneOptions
+from sparsepack.calibrate.refit import RefitOptions
 from sparsepack.cli.tables import artifact_table, checkpoint_table
-from sparsepack.distillation.run import distil
 from sparsepack.files.text import Text
 from sparsepack.formats.inspect import describe
 from sparsepack.formats.verify import ERROR_BOUNDS
 from sparsepack.inspection import inspect
-from sparsepack.pruning.options import PruneOptions
 from sparsepack.publish.card import model_card
-from sparsepack.refit.options import RefitOptions
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from models_for_tests import edit_config, make_model
 from safetensors.torch import load_file, save_file
 
 import sparsepack
-from sparsepack.calibration.options import CalibrateOptions
+from sparsepack.calibrate.collect import CalibrateOptions
 from sparsepack.errors import CheckpointError, PackingError, UserError
 from sparsepack.formats import open as opening
 from sparsepack.formats.open import read_packed
@@ -61,7 +61,7 @@ def test_what_is_written_is_opened_before_it_gets_its_name(model: Path, tmp_path
         raise opening.ArtifactError(f"{path}: a number is none; pack the model again")
 
     if format == "slide-bf16":
-        from sparsepack.pruning.options import PruneOptions
+        from sparsepack.calibrate.prune import PruneOptions
 
         sparsepack.prune(model, tmp_path / "pruned", PruneOptions(6, 8, method="magnitude"))
         model = tmp_path / "pruned"

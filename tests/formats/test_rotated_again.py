@@ -10,19 +10,19 @@ from model_variants import FOLDERS
 from models_for_tests import TEXT, make_model
 from safetensors.torch import load_file, save_file
 
-from sparsepack.calibration.options import CalibrateOptions
-from sparsepack.calibration.run import calibrate
+from sparsepack.calibrate.collect import CalibrateOptions
+from sparsepack.calibrate.collection import calibrate
+from sparsepack.calibrate.prune import PruneOptions
+from sparsepack.calibrate.pruning import prune
+from sparsepack.calibrate.refit import RefitOptions
+from sparsepack.calibrate.rotate import RotateOptions
+from sparsepack.calibrate.rotation import rotate
 from sparsepack.files.text import Text
 from sparsepack.formats.inspect import describe
 from sparsepack.formats.verify import ERROR_BOUNDS, verify
 from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from sparsepack.models.records.rotated import RECORD
 from sparsepack.packing import PackRequest, pack
-from sparsepack.pruning.options import PruneOptions
-from sparsepack.pruning.run import prune
-from sparsepack.refit.options import RefitOptions
-from sparsepack.rotation.options import RotateOptions
-from sparsepack.rotation.run import rotate
 
 
 def make_rotated(

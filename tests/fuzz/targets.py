@@ -15,9 +15,15 @@ from typing import Any
 import torch
 import yaml
 
-from sparsepack.calibration import folder as calibration_folder
-from sparsepack.calibration.options import CalibrateOptions
-from sparsepack.calibration.run import calibrate
+from sparsepack.calibrate import folder as calibration_folder
+from sparsepack.calibrate import trace_file as traces
+from sparsepack.calibrate.collect import CalibrateOptions
+from sparsepack.calibrate.collection import calibrate
+from sparsepack.calibrate.find_thresholds import find_thresholds
+from sparsepack.calibrate.threshold_table import read_thresholds
+from sparsepack.calibrate.thresholds import AllocationOptions
+from sparsepack.calibrate.trace import TraceOptions
+from sparsepack.calibrate.tracing import trace as make_trace
 from sparsepack.errors import UserError
 from sparsepack.files.hashing import sha256_file
 from sparsepack.files.text import Text
@@ -32,12 +38,6 @@ from sparsepack.models.records.rule import SiteRule
 from sparsepack.models.records.sparse_attention import SparseAttention, TokenPolicy
 from sparsepack.recipe.load import FOLDER, load_recipe
 from sparsepack.runtime.options import GenerateOptions
-from sparsepack.sparsity.find import find_thresholds
-from sparsepack.sparsity.options import AllocationOptions
-from sparsepack.sparsity.thresholds import read_thresholds
-from sparsepack.tracing import trace as traces
-from sparsepack.tracing.collect import trace as make_trace
-from sparsepack.tracing.options import TraceOptions
 from tests.artifacts_for_tests import plan_neurons, write_plain, write_zigzag
 from tests.fuzz import sealed_gguf
 from tests.fuzz.harness import Broken, Target, command

@@ -262,11 +262,11 @@ def test_known_types_that_are_not_supported_are_refused_by_what_they_have(model_
 
 
 def test_verbs_that_do_not_take_experts_say_so(folders: dict[str, Path]) -> None:
-    from sparsepack.distillation.run import check_model
+    from sparsepack.calibrate.bases import ROTATIONS
+    from sparsepack.calibrate.distillation import check_model
+    from sparsepack.calibrate.refit import RefitOptions
+    from sparsepack.calibrate.refitting import refit_to_come
     from sparsepack.formats.table import FORMATS
-    from sparsepack.refit.options import RefitOptions
-    from sparsepack.refit.run import refit_to_come
-    from sparsepack.rotation.bases import ROTATIONS
 
     checkpoint = open_checkpoint(folders["mixtral"])
     told = "does not take mixtral models yet, whose MLPs are mixtures of experts"

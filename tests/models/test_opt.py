@@ -10,6 +10,8 @@ from passes import by_a_stream, by_the_stock_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from sparsepack.calibrate.prune import PruneOptions
+from sparsepack.calibrate.pruning import prune
 from sparsepack.errors import CheckpointError
 from sparsepack.files.text import Text
 from sparsepack.models.checkpoint.checkpoint import open_checkpoint
@@ -19,8 +21,6 @@ from sparsepack.models.stock.hooks import site_hooks
 from sparsepack.models.stock.whole import load_model
 from sparsepack.models.tokenizer.windows import rolling_windows
 from sparsepack.models.verbs import taken_by
-from sparsepack.pruning.options import PruneOptions
-from sparsepack.pruning.run import prune
 
 IDS = torch.randint(VOCABULARY, (2, 33), generator=torch.Generator().manual_seed(1))
 

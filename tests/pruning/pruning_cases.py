@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from sparsepack.models.records.pattern import Pattern
-from sparsepack.reconstruction.inputs import Inputs, Sums
+from sparsepack.reconstruction import Inputs, Sums
 
 PATTERNS = [
     Pattern(2, 4),

@@ -5,14 +5,14 @@ import torch
 from pruning_cases import PATTERNS, known, tokens, weights
 from torch import Tensor
 
+from sparsepack import reconstruction as feedback
+from sparsepack.calibrate import sparsegpt
+from sparsepack.calibrate.prune import METHODS as NAMES
+from sparsepack.calibrate.sparsegpt import METHODS
 from sparsepack.errors import SingularError
 from sparsepack.models.records.groups import check_pattern, grouped
 from sparsepack.models.records.pattern import Pattern
-from sparsepack.pruning import methods as sparsegpt
-from sparsepack.pruning.methods import METHODS
-from sparsepack.pruning.options import METHODS as NAMES
-from sparsepack.reconstruction import feedback
-from sparsepack.reconstruction.inputs import Inputs, Sums
+from sparsepack.reconstruction import Inputs, Sums
 
 
 def plain_sparsegpt(weight: Tensor, products: Tensor, damping: float, pattern: Pattern) -> Tensor:

@@ -5,17 +5,17 @@ import torch
 from models_for_tests import OPT, TEXT, make_opt
 from transformers import AutoModelForCausalLM
 
-from sparsepack.calibration.options import CalibrateOptions
-from sparsepack.calibration.run import calibrate
+from sparsepack.calibrate.collect import CalibrateOptions
+from sparsepack.calibrate.collection import calibrate
+from sparsepack.calibrate.permute import permuted_block
+from sparsepack.calibrate.prune import PruneOptions
+from sparsepack.calibrate.pruning import prune
 from sparsepack.files.text import Text
 from sparsepack.models.checkpoint.checkpoint import open_checkpoint
 from sparsepack.models.family import SITES
 from sparsepack.models.records.groups import grouped
 from sparsepack.models.records.pattern import Pattern
 from sparsepack.models.stock.blocks import BlockStream
-from sparsepack.pruning.options import PruneOptions
-from sparsepack.pruning.permute import permuted_block
-from sparsepack.pruning.run import prune
 
 
 def test_a_block_in_another_order_computes_the_same(tmp_path):

@@ -6,11 +6,11 @@ import pytest
 import torch
 from models_for_tests import SMALL, make_model
 
+from sparsepack.calibrate import permute
+from sparsepack.calibrate.permute import better_order, lost, permuted_block
 from sparsepack.models.checkpoint.checkpoint import open_checkpoint
 from sparsepack.models.records.pattern import Pattern
 from sparsepack.models.stock.blocks import BlockStream
-from sparsepack.pruning import permute
-from sparsepack.pruning.permute import better_order, lost, permuted_block
 
 
 def values(rows: int, columns: int, seed: int = 0) -> torch.Tensor:

@@ -10,17 +10,17 @@ from models_for_tests import EXPERTS, TEXT, make_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from sparsepack.calibration.folder import load
-from sparsepack.calibration.options import CalibrateOptions
-from sparsepack.calibration.run import calibrate
+from sparsepack.calibrate.collect import CalibrateOptions
+from sparsepack.calibrate.collection import calibrate
+from sparsepack.calibrate.folder import load
+from sparsepack.calibrate.prune import PruneOptions
+from sparsepack.calibrate.pruning import prune
 from sparsepack.errors import PruningError
 from sparsepack.files.text import Text
 from sparsepack.models.checkpoint.checkpoint import open_checkpoint
 from sparsepack.models.families import FAMILIES
 from sparsepack.models.records.groups import kept
 from sparsepack.models.records.pattern import Pattern
-from sparsepack.pruning.options import PruneOptions
-from sparsepack.pruning.run import prune
 
 FILE = "model.safetensors"
 

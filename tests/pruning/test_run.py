@@ -12,15 +12,15 @@ import torch
 from models_for_tests import make_model
 
 from sparsepack import prune
-from sparsepack.calibration import folder
-from sparsepack.calibration.folder import Calibration
+from sparsepack.calibrate import folder
+from sparsepack.calibrate.folder import Calibration
+from sparsepack.calibrate.prune import PruneOptions, SitePattern
 from sparsepack.errors import CalibrationError, CheckpointError, OutputError, PruningError, SiteError
 from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from sparsepack.models.checkpoint.writer import write_checkpoint
 from sparsepack.models.records.groups import check_pattern
 from sparsepack.models.records.pattern import Pattern
 from sparsepack.models.records.pruned import RECORD, pruning_record
-from sparsepack.pruning.options import PruneOptions, SitePattern
 
 OPTIONS = PruneOptions(6, 8, windows=4)
 BY_SIZE = PruneOptions(6, 8, method="magnitude")
@@ -129,9 +129,9 @@ def test_a_run_that_was_interrupted_goes_on_to_the_same_bytes(
             raise KeyboardInterrupt
         return block(*given)
 
-    from sparsepack.pruning.block import prune_block as block
+    from sparsepack.calibrate.pruning import prune_block as block
 
-    monkeypatch.setattr("sparsepack.pruning.run.prune_block", interrupted)
+    monkeypatch.setattr("sparsepack.calibrate.pruning.prune_block", interrupted)
     with pytest.raises(KeyboardInterrupt, match="goes on from there"):
         prune(small, tmp_path / "pruned", options, read)
     assert not (tmp_path / "pruned").exists()
@@ -147,7 +147,7 @@ def test_a_large_result_is_several_files_that_anything_loads(
 ) -> None:
     options = BY_SIZE
     prune(small, tmp_path / "whole", options)
-    monkeypatch.setattr("sparsepack.pruning.run.write_checkpoint", partial(write_checkpoint, shard_bytes=50_000))
+    monkeypatch.setattr("sparsepack.calibrate.pruning.write_checkpoint", partial(write_checkpoint, shard_bytes=50_000))
     prune(small, tmp_path / "parts", options)
     files = sorted(path.name for path in (tmp_path / "parts").glob("*.safetensors*"))
     assert files[-1] == "model.safetensors.index.json"

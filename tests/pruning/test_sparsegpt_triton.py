@@ -11,10 +11,10 @@ from devices import needs_cuda
 from pruning_cases import PATTERNS, known, tokens, weights
 
 from sparsepack import by_triton
+from sparsepack.calibrate import sparsegpt
 from sparsepack.models.records.groups import check_pattern
 from sparsepack.models.records.pattern import Pattern
-from sparsepack.pruning import methods as sparsegpt
-from sparsepack.reconstruction.inputs import Inputs
+from sparsepack.reconstruction import Inputs
 
 pytest.importorskip("triton")
 

@@ -11,9 +11,9 @@ from commands_for_tests import fails, succeeds
 from huggingface_hub.errors import HFValidationError
 
 import sparsepack
+from sparsepack.calibrate.prune import PruneOptions
 from sparsepack.errors import ArtifactError, UserError
 from sparsepack.packing import PackRequest, pack
-from sparsepack.pruning.options import PruneOptions
 from sparsepack.publish.card import MARK
 from sparsepack.publish.hub import push
 

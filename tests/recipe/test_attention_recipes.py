@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from recipes_for_tests import ran, refused, write_recipe
 
-from sparsepack.calibration.folder import load
+from sparsepack.calibrate.folder import load
 from sparsepack.errors import RecipeError
 from sparsepack.formats.open import read_packed
 from sparsepack.recipe import run_recipe

@@ -8,14 +8,14 @@ import torch
 from models_for_tests import make_model
 from recipes_for_tests import ran, refused, write_recipe
 
+from sparsepack.calibrate.prune import PruneOptions
+from sparsepack.calibrate.pruning import prune
 from sparsepack.errors import RecipeError
 from sparsepack.formats.inspect import describe
 from sparsepack.formats.verify import verify
 from sparsepack.models.checkpoint.checkpoint import open_checkpoint
 from sparsepack.models.records.groups import check_pattern
 from sparsepack.models.records.pattern import Pattern
-from sparsepack.pruning.options import PruneOptions
-from sparsepack.pruning.run import prune
 from sparsepack.publish.page import report_page
 from sparsepack.recipe import run_recipe
 from sparsepack.recipe.load import load_recipe

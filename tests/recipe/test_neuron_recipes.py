@@ -11,7 +11,7 @@ from models_for_tests import TEXT, make_model
 from recipes_for_tests import ran, refused, write_recipe
 
 from sparsepack.bench.options import BenchSettings
-from sparsepack.calibration.folder import load
+from sparsepack.calibrate.folder import load
 from sparsepack.errors import CalibrationError, PackingError, RecipeError
 from sparsepack.formats.open import read_packed
 from sparsepack.formats.packed import PackedModel

@@ -157,7 +157,7 @@ def test_a_pruned_model_that_was_changed_is_made_again(once: tuple[Path, Path, R
 def test_a_run_that_was_interrupted_while_pruning_goes_on_at_that_block(
     once: tuple[Path, Path, RecipeOutcome], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from sparsepack.pruning.block import prune_block as block
+    from sparsepack.calibrate.pruning import prune_block as block
 
     layers = []
 
@@ -167,7 +167,7 @@ def test_a_run_that_was_interrupted_while_pruning_goes_on_at_that_block(
             raise KeyboardInterrupt
         return block(*given)
 
-    monkeypatch.setattr("sparsepack.pruning.run.prune_block", interrupted)
+    monkeypatch.setattr("sparsepack.calibrate.pruning.prune_block", interrupted)
     with pytest.raises(KeyboardInterrupt, match="goes on from there"):
         run_recipe(once[0], work=tmp_path / "work")
     assert ran(run_recipe(once[0], work=tmp_path / "work")) == list(BOTH[1:])

@@ -8,9 +8,17 @@ import torch
 from models_for_tests import TEXT, make_model
 from torch import Tensor
 
-from sparsepack.calibration.folder import load
-from sparsepack.calibration.options import CalibrateOptions
-from sparsepack.calibration.run import calibrate
+from sparsepack.calibrate.collect import CalibrateOptions
+from sparsepack.calibrate.collection import calibrate
+from sparsepack.calibrate.find_thresholds import find_thresholds
+from sparsepack.calibrate.folder import load
+from sparsepack.calibrate.prune import PruneOptions
+from sparsepack.calibrate.pruning import prune
+from sparsepack.calibrate.refit import RefitOptions
+from sparsepack.calibrate.refitting import AT_ONCE
+from sparsepack.calibrate.sequential import inputs_of_site, sparse_second_half, sparsify_second_half
+from sparsepack.calibrate.threshold_table import read_thresholds
+from sparsepack.calibrate.thresholds import AllocationOptions
 from sparsepack.errors import PackingError
 from sparsepack.files.text import Text
 from sparsepack.formats.codecs import zigzag
@@ -23,14 +31,6 @@ from sparsepack.models.family import MLP_SITES, SITES
 from sparsepack.models.stock.blocks import BlockStream
 from sparsepack.models.stock.hooks import routing_hooks
 from sparsepack.packing import PackRequest, pack
-from sparsepack.pruning.options import PruneOptions
-from sparsepack.pruning.run import prune
-from sparsepack.refit.options import RefitOptions
-from sparsepack.refit.run import AT_ONCE
-from sparsepack.sparsity.find import find_thresholds
-from sparsepack.sparsity.options import AllocationOptions
-from sparsepack.sparsity.sequential import inputs_of_site, sparse_second_half, sparsify_second_half
-from sparsepack.sparsity.thresholds import read_thresholds
 from sparsepack.workers.resume import unfinished_path
 
 BOTH = RefitOptions(refit=True, quantiser="gptq")
@@ -277,7 +277,7 @@ def test_what_does_not_go_together_is_refused_before_any_work(request_: PackRequ
 def test_products_without_an_inverse_are_one_line_with_the_site(
     request_: PackRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from sparsepack.reconstruction.inputs import Sums
+    from sparsepack.reconstruction import Sums
 
     inputs = Sums.inputs
 

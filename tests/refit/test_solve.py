@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from sparsepack.calibrate.refit_inputs import SiteInputs, SiteSums, refitted
 from sparsepack.models.records.rule import SiteRule, sparsify
-from sparsepack.refit.inputs import SiteInputs, SiteSums, refitted
 
 RULES = {
     "a threshold": SiteRule(threshold=0.7, sparsity=0.5),

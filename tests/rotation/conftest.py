@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from calibrated_models import silu, silu_calibration, small, small_calibration, text, tiny, tiny_calibration
 
-from sparsepack.calibration.options import CalibrateOptions
-from sparsepack.calibration.run import calibrate
+from sparsepack.calibrate.collect import CalibrateOptions
+from sparsepack.calibrate.collection import calibrate
 from sparsepack.files.text import read_text
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
 

@@ -5,16 +5,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from sparsepack.calibration.folder import Calibration
-from sparsepack.calibration.moments import output_moments, second_moments
-from sparsepack.calibration.residual import PRODUCT
+from sparsepack.calibrate import bases as hadamard
+from sparsepack.calibrate.bases import ROTATIONS
+from sparsepack.calibrate.folder import PRODUCT, Calibration
+from sparsepack.calibrate.pca import directions, evened, placed
+from sparsepack.calibrate.rotate import BASES, RotateOptions
+from sparsepack.calibrate.statistics import output_moments, second_moments
 from sparsepack.errors import RotationError
 from sparsepack.formats.table import FORMATS
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
-from sparsepack.rotation import bases as hadamard
-from sparsepack.rotation.bases import ROTATIONS
-from sparsepack.rotation.options import BASES, RotateOptions
-from sparsepack.rotation.pca import directions, evened, placed
 from sparsepack.workers.resume import ResumeState
 
 NOWHERE = ResumeState(None, "")

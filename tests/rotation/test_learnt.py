@@ -5,22 +5,21 @@ from pathlib import Path
 import pytest
 import torch
 
-from sparsepack.calibration import folder
-from sparsepack.calibration.folder import Calibration
+from sparsepack.calibrate import folder, pca, training
+from sparsepack.calibrate import learnt_bases as learnt
+from sparsepack.calibrate.folder import Calibration
+from sparsepack.calibrate.learned import SoftChannels
+from sparsepack.calibrate.learnt_bases import in_axis, learn_bases, orthonormal, sparse_in, turned, uniform_channels
+from sparsepack.calibrate.rotate import RotateOptions
+from sparsepack.calibrate.rotation import rotate
+from sparsepack.calibrate.teal import divergence
+from sparsepack.calibrate.uniform import weights_of
 from sparsepack.errors import RotationError
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
 from sparsepack.models.checkpoint.rotated import Bases, rotated
 from sparsepack.models.family import SITES
 from sparsepack.models.heads import heads_of_config
 from sparsepack.models.stock.whole import load_model
-from sparsepack.rotation import learnt, pca
-from sparsepack.rotation.learnt import in_axis, learn_bases, orthonormal, sparse_in, turned, uniform_channels
-from sparsepack.rotation.options import RotateOptions
-from sparsepack.rotation.run import rotate
-from sparsepack.sparsity import training
-from sparsepack.sparsity.allocation import weights_of
-from sparsepack.sparsity.learned import SoftChannels
-from sparsepack.sparsity.teal import divergence
 from sparsepack.workers.resume import ResumeState
 
 FEW = RotateOptions("learnt", steps=3, batch=1, length=32)

@@ -12,11 +12,13 @@ from models_for_tests import make_model, make_opt
 from safetensors.torch import load_file, save_file
 
 from sparsepack import prune, rotate
-from sparsepack.calibration import folder
-from sparsepack.calibration.folder import Calibration
-from sparsepack.calibration.options import CalibrateOptions
-from sparsepack.calibration.residual import PRODUCT
-from sparsepack.calibration.run import calibrate
+from sparsepack.calibrate import folder
+from sparsepack.calibrate.collect import CalibrateOptions
+from sparsepack.calibrate.collection import calibrate
+from sparsepack.calibrate.folder import PRODUCT, Calibration
+from sparsepack.calibrate.prune import PruneOptions
+from sparsepack.calibrate.rotate import RotateOptions
+from sparsepack.calibrate.rotation import BOUNDS
 from sparsepack.errors import CalibrationError, CheckpointError, OutputError, RotationError
 from sparsepack.files.text import Text
 from sparsepack.models.checkpoint.checkpoint import HEAD, Checkpoint, open_checkpoint
@@ -24,9 +26,6 @@ from sparsepack.models.checkpoint.rotated import Bases, rotated
 from sparsepack.models.checkpoint.writer import write_checkpoint
 from sparsepack.models.records.pruned import RECORD as PRUNE_RECORD
 from sparsepack.models.records.rotated import RECORD, rotation_record
-from sparsepack.pruning.options import PruneOptions
-from sparsepack.rotation.check import BOUNDS
-from sparsepack.rotation.options import RotateOptions
 
 
 @pytest.fixture(scope="session")
@@ -157,7 +156,7 @@ def test_a_float32_model_keeps_its_type_and_says_nothing_of_it(
 def test_a_run_that_was_interrupted_goes_on_to_the_same_bytes(
     at: int | str, small: Checkpoint, calibration: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from sparsepack.rotation import run
+    from sparsepack.calibrate import rotation as run
 
     rotate(small, calibration, tmp_path / "whole")
     block, layers, searches = run.block_of, [], []
@@ -175,10 +174,10 @@ def test_a_run_that_was_interrupted_goes_on_to_the_same_bytes(
         searches.append(moments)
         return directions(moments)
 
-    from sparsepack.rotation.pca import directions
+    from sparsepack.calibrate.pca import directions
 
     monkeypatch.setattr(run, "block_of", interrupted)
-    monkeypatch.setattr("sparsepack.rotation.pca.directions", searched)
+    monkeypatch.setattr("sparsepack.calibrate.pca.directions", searched)
     with monkeypatch.context() as once:
         if isinstance(at, str):
             once.setattr(run, {"the check": "relative_error", "the writing": "write_checkpoint"}[at], never)
@@ -203,7 +202,7 @@ def test_a_model_that_computes_something_else_is_not_written(
         wrong = basis + 1e-4 * torch.randn(basis.shape, dtype=torch.float64)
         return rotated(checkpoint, Bases(matrices=(wrong,)), *rest)
 
-    monkeypatch.setattr("sparsepack.rotation.run.rotated", slightly_wrong)
+    monkeypatch.setattr("sparsepack.calibrate.rotation.rotated", slightly_wrong)
     with pytest.raises(
         RotationError, match=r"its logits differ by .* float32 explains at most 1e-05; nothing was written"
     ):
@@ -220,7 +219,9 @@ def test_a_large_result_is_several_files_that_anything_loads(
     small: Checkpoint, calibration: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rotate(small, calibration, tmp_path / "whole")
-    monkeypatch.setattr("sparsepack.rotation.run.write_checkpoint", partial(write_checkpoint, shard_bytes=500_000))
+    monkeypatch.setattr(
+        "sparsepack.calibrate.rotation.write_checkpoint", partial(write_checkpoint, shard_bytes=500_000)
+    )
     rotate(small, calibration, tmp_path / "parts")
     assert len(list((tmp_path / "parts").glob("*.safetensors"))) > 3
     ids = torch.arange(3, 12)[None]

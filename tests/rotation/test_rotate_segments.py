@@ -7,10 +7,15 @@ import pytest
 import torch
 
 from sparsepack import rotate
-from sparsepack.calibration import folder
-from sparsepack.calibration.folder import Calibration
-from sparsepack.calibration.options import CalibrateOptions
-from sparsepack.calibration.run import calibrate
+from sparsepack.calibrate import folder
+from sparsepack.calibrate import rotation as run
+from sparsepack.calibrate.collect import CalibrateOptions
+from sparsepack.calibrate.collection import calibrate
+from sparsepack.calibrate.folder import Calibration
+from sparsepack.calibrate.prune import PruneOptions
+from sparsepack.calibrate.pruning import prune
+from sparsepack.calibrate.rotate import RotateOptions
+from sparsepack.calibrate.thresholds import AllocationOptions
 from sparsepack.cli.tables import checkpoint_table
 from sparsepack.cli.verbs.rotate import rotated_text
 from sparsepack.errors import PackingError, RotationError
@@ -25,12 +30,7 @@ from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from sparsepack.models.records.rotated import RECORD, rotation_record
 from sparsepack.models.stock.whole import load_model
 from sparsepack.packing import PackRequest, pack
-from sparsepack.pruning.options import PruneOptions
-from sparsepack.pruning.run import prune
 from sparsepack.publish.card import model_card
-from sparsepack.rotation import run
-from sparsepack.rotation.options import RotateOptions
-from sparsepack.sparsity.options import AllocationOptions
 
 IDS = torch.arange(2, 62)[None]
 LEARNT = RotateOptions("learnt", segments=2, steps=2, batch=1, length=32)
@@ -128,7 +128,7 @@ def test_a_run_that_was_interrupted_goes_on_to_the_same_bytes(
         if isinstance(at, str):
             patch.setattr(run, "write_checkpoint", never)
         rotate(tiny, tiny_calibrated, tmp_path / "rotated", RotateOptions(segments=3))
-    monkeypatch.setattr("sparsepack.rotation.pca.bases", never)  # they were kept
+    monkeypatch.setattr("sparsepack.calibrate.pca.bases", never)  # they were kept
     rotate(tiny, tiny_calibrated, tmp_path / "rotated", RotateOptions(segments=3))
     for file in three.iterdir():
         assert file.read_bytes() == (tmp_path / "rotated" / file.name).read_bytes(), file.name

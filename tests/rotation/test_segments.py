@@ -8,15 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparsepack.calibration.folder import Calibration
-from sparsepack.calibration.moments import second_moments
-from sparsepack.calibration.residual import PRODUCT
+from sparsepack.calibrate import pca
+from sparsepack.calibrate.bases import Run, chosen_segments, energy_lost, pooled
+from sparsepack.calibrate.folder import PRODUCT, Calibration
+from sparsepack.calibrate.rotate import RotateOptions
+from sparsepack.calibrate.statistics import second_moments
 from sparsepack.errors import RotationError
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
 from sparsepack.models.checkpoint.rotated import Bases, bases_of
-from sparsepack.rotation import pca
-from sparsepack.rotation.bases import Run, chosen_segments, energy_lost, pooled
-from sparsepack.rotation.options import RotateOptions
 from sparsepack.workers.resume import ResumeState
 
 HIDDEN = 16

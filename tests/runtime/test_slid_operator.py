@@ -12,6 +12,7 @@ from devices import DEVICES, ON_CUDA
 from torch import Tensor, nn
 
 import sparsepack
+from sparsepack.calibrate.prune import PruneOptions
 from sparsepack.errors import UserError
 from sparsepack.formats.codecs.slide import Slide, encode
 from sparsepack.integration.transformers import slid_linear as module
@@ -19,7 +20,6 @@ from sparsepack.integration.transformers.slid_linear import SlidLinear
 from sparsepack.models.records.groups import kept
 from sparsepack.models.records.pattern import Pattern
 from sparsepack.packing import PackRequest, pack
-from sparsepack.pruning.options import PruneOptions
 from sparsepack.runtime.reference import products as reference
 from sparsepack.runtime.reference.products import SlidMatrix
 from sparsepack.runtime.slid_operator import prepare, slid_linear

@@ -2,15 +2,15 @@
 
 import pytest
 
-from sparsepack.calibration.folder import Calibration
-from sparsepack.calibration.options import CalibrateOptions
-from sparsepack.calibration.run import calibrate
+from sparsepack.calibrate.collect import CalibrateOptions
+from sparsepack.calibrate.collection import calibrate
+from sparsepack.calibrate.folder import Calibration
+from sparsepack.calibrate.trace import TraceOptions
+from sparsepack.calibrate.tracing import trace
 from sparsepack.files.text import Text, read_text
 from sparsepack.inspection import inspect
 from sparsepack.simulation.options import SimulateOptions
 from sparsepack.simulation.run import simulate
-from sparsepack.tracing.collect import trace
-from sparsepack.tracing.options import TraceOptions
 
 OPTIONS = TraceOptions(sessions=2)
 SILU = TraceOptions(sessions=3, tokens=512, prompt=64, share=0.5)

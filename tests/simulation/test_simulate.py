@@ -9,10 +9,13 @@ import torch
 from click.testing import CliRunner
 from traces_for_tests import reversed_words
 
-from sparsepack.calibration import folder
-from sparsepack.calibration.neurons import activity
-from sparsepack.calibration.options import CalibrateOptions
-from sparsepack.calibration.run import calibrate
+from sparsepack.calibrate import folder
+from sparsepack.calibrate.collect import CalibrateOptions
+from sparsepack.calibrate.collection import calibrate
+from sparsepack.calibrate.statistics import activity
+from sparsepack.calibrate.trace import TraceOptions
+from sparsepack.calibrate.trace_file import merge_folders
+from sparsepack.calibrate.tracing import trace
 from sparsepack.cli.app import main
 from sparsepack.errors import PlacementError
 from sparsepack.placement.budget import plan_of_share
@@ -22,9 +25,6 @@ from sparsepack.placement.placement import across_blocks
 from sparsepack.placement.policies import POLICIES
 from sparsepack.simulation.options import SimulateOptions
 from sparsepack.simulation.run import simulate
-from sparsepack.tracing.collect import trace
-from sparsepack.tracing.options import TraceOptions
-from sparsepack.tracing.trace import merge_folders
 
 
 @pytest.fixture(scope="module")

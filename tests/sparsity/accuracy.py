@@ -4,11 +4,11 @@ from typing import Any
 
 import torch
 
+from sparsepack.calibrate.threshold_table import Thresholds
 from sparsepack.eval.perplexity import score_windows
 from sparsepack.eval.subject import Subject, open_subject
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
 from sparsepack.models.tokenizer.windows import rolling_windows
-from sparsepack.sparsity.thresholds import Thresholds
 
 
 def windows_of(checkpoint: Checkpoint, text: Any, context: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:

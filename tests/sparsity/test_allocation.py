@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
+from sparsepack.calibrate.find_thresholds import find_thresholds
+from sparsepack.calibrate.thresholds import AllocationOptions
+from sparsepack.calibrate.uniform import weights_of
 from sparsepack.errors import CalibrationError, ThresholdsError
-from sparsepack.sparsity.allocation import weights_of
-from sparsepack.sparsity.find import find_thresholds
-from sparsepack.sparsity.options import AllocationOptions
 
 
 @pytest.mark.parametrize(

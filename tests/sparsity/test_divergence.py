@@ -8,14 +8,14 @@ from devices import ON_CUDA
 from models_for_tests import OPT, WINDOWED, make_model, make_opt
 from torch.nn import functional
 
+from sparsepack.calibrate import teal as in_parts
+from sparsepack.calibrate.learned import SoftChannels
+from sparsepack.calibrate.teal import divergence
+from sparsepack.calibrate.uniform import weights_of
 from sparsepack.models.checkpoint.checkpoint import open_checkpoint
 from sparsepack.models.family import SITES
 from sparsepack.models.stock.hooks import site_hooks
 from sparsepack.models.stock.whole import backbone_of, load_model
-from sparsepack.sparsity import teal as in_parts
-from sparsepack.sparsity.allocation import weights_of
-from sparsepack.sparsity.learned import SoftChannels
-from sparsepack.sparsity.teal import divergence
 
 Found = tuple[torch.Tensor, torch.Tensor]
 

@@ -9,9 +9,12 @@ import torch
 from accuracy import divergence, realised, windows_of
 from models_for_tests import make_model
 
-from sparsepack.calibration.collectors import histogram
-from sparsepack.calibration.options import CalibrateOptions
-from sparsepack.calibration.run import calibrate
+from sparsepack.calibrate import histogram, teal
+from sparsepack.calibrate.collect import CalibrateOptions
+from sparsepack.calibrate.collection import calibrate
+from sparsepack.calibrate.find_thresholds import find_thresholds
+from sparsepack.calibrate.thresholds import AllocationOptions
+from sparsepack.calibrate.uniform import weights_of
 from sparsepack.eval.subject import open_subject
 from sparsepack.files.text import read_text
 from sparsepack.models.checkpoint.checkpoint import open_checkpoint
@@ -19,10 +22,6 @@ from sparsepack.models.family import SITES
 from sparsepack.models.records.rule import SiteRule
 from sparsepack.models.sites import chosen_sites
 from sparsepack.models.stock.blocks import BlockStream
-from sparsepack.sparsity import teal
-from sparsepack.sparsity.allocation import weights_of
-from sparsepack.sparsity.find import find_thresholds
-from sparsepack.sparsity.options import AllocationOptions
 
 
 def _books(shared):

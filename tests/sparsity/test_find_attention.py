@@ -7,13 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from sparsepack.calibration.channels import importance
-from sparsepack.calibration.tokens import MEASURED
+from sparsepack.calibrate.attention import find_attention, heaviest, measured_for
+from sparsepack.calibrate.statistics import MEASURED, importance
+from sparsepack.calibrate.thresholds import AttentionOptions
 from sparsepack.errors import CalibrationError, PackingError
 from sparsepack.models.records.sparse_attention import TokenPolicy
 from sparsepack.option import default_of
-from sparsepack.sparsity.attention import find_attention, heaviest, measured_for
-from sparsepack.sparsity.attention_options import AttentionOptions
 
 DOUBLE = AttentionOptions("double", channels=8, dense_layers="none")
 

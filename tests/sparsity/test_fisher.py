@@ -5,19 +5,19 @@ import torch
 from accuracy import divergence, realised, windows_of
 from models_for_tests import make_model
 
-from sparsepack.calibration.collectors import histogram
-from sparsepack.calibration.options import CalibrateOptions
-from sparsepack.calibration.run import calibrate
+from sparsepack.calibrate import histogram
+from sparsepack.calibrate.collect import CalibrateOptions
+from sparsepack.calibrate.collection import calibrate
+from sparsepack.calibrate.find_thresholds import find_thresholds
+from sparsepack.calibrate.fisher import _gradients, fisher_rules, shares_at_target
+from sparsepack.calibrate.thresholds import AllocationOptions
+from sparsepack.calibrate.uniform import weights_of
 from sparsepack.eval.subject import open_subject
 from sparsepack.files.text import read_text
 from sparsepack.models.checkpoint.checkpoint import open_checkpoint
 from sparsepack.models.family import SITES
 from sparsepack.models.stock.hooks import site_hooks
 from sparsepack.models.stock.whole import backbone_of, load_model
-from sparsepack.sparsity.allocation import weights_of
-from sparsepack.sparsity.find import find_thresholds
-from sparsepack.sparsity.fisher import _gradients, fisher_rules, shares_at_target
-from sparsepack.sparsity.options import AllocationOptions
 
 HALF = AllocationOptions(0.5)
 

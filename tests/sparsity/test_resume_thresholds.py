@@ -10,21 +10,22 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from sparsepack.calibration.folder import Calibration, load
-from sparsepack.calibration.options import CalibrateOptions
-from sparsepack.calibration.run import calibrate
+from sparsepack.calibrate import find_thresholds as find
+from sparsepack.calibrate import learned, training
+from sparsepack.calibrate.collect import CalibrateOptions
+from sparsepack.calibrate.collection import calibrate
+from sparsepack.calibrate.find_thresholds import find_thresholds
+from sparsepack.calibrate.folder import Calibration, load
+from sparsepack.calibrate.refit import RefitOptions
+from sparsepack.calibrate.sequential import finished_rules, save_rules
+from sparsepack.calibrate.threshold_table import read_thresholds
+from sparsepack.calibrate.thresholds import AllocationOptions
 from sparsepack.cli import main
 from sparsepack.files.text import read_text
 from sparsepack.models.family import SITES
 from sparsepack.models.records.rule import SiteRule
 from sparsepack.models.stock.blocks import BlockStream
 from sparsepack.packing import PackRequest, pack
-from sparsepack.refit.options import RefitOptions
-from sparsepack.sparsity import find, learned, training
-from sparsepack.sparsity.find import find_thresholds
-from sparsepack.sparsity.options import AllocationOptions
-from sparsepack.sparsity.sequential import finished_rules, save_rules
-from sparsepack.sparsity.thresholds import read_thresholds
 from sparsepack.workers import resume
 from sparsepack.workers.resume import ResumeState, state_beside
 

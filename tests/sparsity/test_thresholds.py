@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from sparsepack.calibration.collectors import histogram
+from sparsepack.calibrate import histogram
+from sparsepack.calibrate.sequential import at_quantile, score, score_counts, second_half
+from sparsepack.calibrate.threshold_table import Thresholds, read_thresholds
 from sparsepack.errors import ThresholdsError
 from sparsepack.models.family import SITES
 from sparsepack.models.records.rule import CURVE_SHARES, SiteRule
-from sparsepack.sparsity.sequential import at_quantile, score, score_counts, second_half
-from sparsepack.sparsity.thresholds import Thresholds, read_thresholds
 
 
 @pytest.fixture

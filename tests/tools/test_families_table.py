@@ -10,14 +10,14 @@ from absolute_links import README
 from families_table import FORMAT_GROUPS, MODELS, NO, YES, holds, runs, tables, takes
 from models_for_tests import EXPERTS, SMALL, make_model, make_opt
 
-from sparsepack.distillation.run import check_model as check_distilled
+from sparsepack.calibrate.distillation import check_model as check_distilled
+from sparsepack.calibrate.refit import RefitOptions
+from sparsepack.calibrate.refitting import refit_to_come
 from sparsepack.errors import UserError
 from sparsepack.formats.table import FORMATS
 from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from sparsepack.models.families import FAMILIES
 from sparsepack.models.verbs import stream_of
-from sparsepack.refit.options import RefitOptions
-from sparsepack.refit.run import refit_to_come
 from sparsepack.runtime.backends import BACKENDS
 
 every_family = pytest.mark.parametrize("family", FAMILIES)

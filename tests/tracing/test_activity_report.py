@@ -6,9 +6,9 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from sparsepack.calibration.neurons import Activity
+from sparsepack.calibrate.activity_report import activity_report
+from sparsepack.calibrate.statistics import Activity
 from sparsepack.cli.app import main
-from sparsepack.tracing.activity_report import activity_report
 
 
 def activity(active, squares=0, tokens=100):

@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from sparsepack.calibrate.trace_file import Trace, neuron_counts
 from sparsepack.errors import PackingError, PlacementError
 from sparsepack.formats.open import open_artifact, read_packed
 from sparsepack.models.checkpoint.checkpoint import open_checkpoint
 from sparsepack.packing import PackRequest, pack
-from sparsepack.tracing.trace import Trace, neuron_counts
 
 
 def whole(traced: Trace) -> torch.Tensor:
@@ -41,6 +41,6 @@ def test_a_trace_of_another_model_or_by_thresholds_is_refused(relu, traced, tmp_
     with pytest.raises(PlacementError, match="expected both of one model"):
         pack(request, other)
     by_thresholds = replace(traced, manifest={**traced.manifest, "rule": {"active": "threshold", "share": 0.5}})
-    monkeypatch.setattr("sparsepack.tracing.trace.calibration_or_trace", lambda path: by_thresholds)
+    monkeypatch.setattr("sparsepack.calibrate.trace_file.calibration_or_trace", lambda path: by_thresholds)
     with pytest.raises(PackingError, match="trace again without --share"):
         pack(request)

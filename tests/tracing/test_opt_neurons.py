@@ -9,15 +9,14 @@ from click.testing import CliRunner
 from models_for_tests import OPT, make_model, make_opt
 from transformers import AutoModelForCausalLM
 
-from sparsepack.calibration.channels import importance
-from sparsepack.calibration.neurons import activity
-from sparsepack.calibration.options import CalibrateOptions
-from sparsepack.calibration.run import calibrate
+from sparsepack.calibrate.collect import CalibrateOptions
+from sparsepack.calibrate.collection import calibrate
+from sparsepack.calibrate.statistics import activity, importance
+from sparsepack.calibrate.trace import TraceOptions
+from sparsepack.calibrate.tracing import trace
 from sparsepack.cli.app import main
 from sparsepack.errors import CheckpointError
 from sparsepack.models.checkpoint.checkpoint import open_checkpoint
-from sparsepack.tracing.collect import trace
-from sparsepack.tracing.options import TraceOptions
 
 TRACE = TraceOptions(sessions=3, tokens=48, prompt=8)
 CALIBRATE = CalibrateOptions(context=40, samples=5, sinks=3)

@@ -13,17 +13,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from models_for_tests import TEXT, make_model
 
-from sparsepack.calibration.options import CalibrateOptions
-from sparsepack.calibration.run import calibrate
+from sparsepack.calibrate import trace_file as traces
+from sparsepack.calibrate.collect import CalibrateOptions
+from sparsepack.calibrate.collection import calibrate
+from sparsepack.calibrate.trace import TraceOptions
+from sparsepack.calibrate.tracing import trace
 from sparsepack.cli.app import main
 from sparsepack.errors import CalibrationError, OutputError, PlacementError
 from sparsepack.files.text import Text
 from sparsepack.models.checkpoint.checkpoint import open_checkpoint
 from sparsepack.models.stock.whole import load_model
 from sparsepack.models.tokenizer.windows import rolling_windows, session_windows
-from sparsepack.tracing import trace as traces
-from sparsepack.tracing.collect import trace
-from sparsepack.tracing.options import TraceOptions
 from sparsepack.workers.resume import ResumeState
 
 OPTIONS = TraceOptions(sessions=3, tokens=48, prompt=8)

@@ -8,8 +8,11 @@ import torch
 from click.testing import CliRunner
 from models_for_tests import TEXT, make_model
 
-from sparsepack.calibration.options import CalibrateOptions
-from sparsepack.calibration.run import calibrate
+from sparsepack.calibrate.collect import CalibrateOptions
+from sparsepack.calibrate.collection import calibrate
+from sparsepack.calibrate.trace import TraceOptions
+from sparsepack.calibrate.trace_file import Trace, calibration_or_trace, neuron_counts
+from sparsepack.calibrate.tracing import trace
 from sparsepack.cli.app import main
 from sparsepack.errors import PlacementError
 from sparsepack.files.text import Text
@@ -24,9 +27,6 @@ from sparsepack.placement.options import PlaceOptions
 from sparsepack.placing import place
 from sparsepack.simulation.options import SimulateOptions
 from sparsepack.simulation.run import simulate
-from sparsepack.tracing.collect import trace
-from sparsepack.tracing.options import TraceOptions
-from sparsepack.tracing.trace import Trace, calibration_or_trace, neuron_counts
 
 OPTIONS = TraceOptions(sessions=2, tokens=48, prompt=8)
 

@@ -18,8 +18,8 @@ from folders_for_tests import content
 from forks_for_tests import Fork, on_devices
 from models_for_tests import TEXT
 
-from sparsepack.calibration.options import CalibrateOptions
-from sparsepack.calibration.run import calibrate
+from sparsepack.calibrate.collect import CalibrateOptions
+from sparsepack.calibrate.collection import calibrate
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
 from sparsepack.models.stock.blocks import BlockStream
 from sparsepack.workers import resume

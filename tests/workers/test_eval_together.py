@@ -14,7 +14,9 @@ from forks_for_tests import on_devices
 from linked import together
 from task_files import MULTIPLE_CHOICE, OUR_DATA
 
-from sparsepack.calibration.folder import Calibration, save
+from sparsepack.calibrate.find_thresholds import make_thresholds
+from sparsepack.calibrate.folder import Calibration, save
+from sparsepack.calibrate.thresholds import AllocationOptions
 from sparsepack.errors import WorkersError
 from sparsepack.eval import lm_eval_model
 from sparsepack.eval.lm_eval_model import SparseLM
@@ -22,8 +24,6 @@ from sparsepack.eval.options import EvalRequest
 from sparsepack.eval.run import evaluate
 from sparsepack.files.text import Text
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
-from sparsepack.sparsity.find import make_thresholds
-from sparsepack.sparsity.options import AllocationOptions
 from sparsepack.workers.workers import Workers
 
 __all__ = ["on_devices", "small", "small_calibration", "text"]

@@ -9,9 +9,9 @@ from brief_search import orders_are_searched_briefly
 from calibrated_models import small, small_calibration, text
 from commands_for_tests import fails, succeeds
 
-from sparsepack.calibration.folder import Calibration, save
-from sparsepack.calibration.forecast import forecast
-from sparsepack.calibration.options import CalibrateOptions
+from sparsepack.calibrate.collect import CalibrateOptions
+from sparsepack.calibrate.collection import forecast
+from sparsepack.calibrate.folder import Calibration, save
 from sparsepack.errors import WorkersError
 from sparsepack.eval.forecast import forecast as measured_by_eval
 from sparsepack.eval.options import EvalRequest

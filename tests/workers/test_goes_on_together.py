@@ -8,12 +8,12 @@ from calibrated_models import small, small_calibration, text
 from folders_for_tests import content
 from linked import together
 
-from sparsepack.calibration.folder import Calibration, save
+from sparsepack.calibrate.folder import Calibration, save
+from sparsepack.calibrate.prune import PruneOptions
+from sparsepack.calibrate.pruning import prune
+from sparsepack.calibrate.rotate import RotateOptions
+from sparsepack.calibrate.rotation import rotate
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
-from sparsepack.pruning.options import PruneOptions
-from sparsepack.pruning.run import prune
-from sparsepack.rotation.options import RotateOptions
-from sparsepack.rotation.run import rotate
 from sparsepack.workers import resume
 from sparsepack.workers.resume import ResumeState, unfinished_path
 from sparsepack.workers.workers import ALONE, Workers

@@ -10,16 +10,16 @@ from folders_for_tests import content
 from forks_for_tests import on_devices
 from linked import together
 
-from sparsepack.calibration.folder import Calibration, save
+from sparsepack.calibrate.find_thresholds import make_thresholds
+from sparsepack.calibrate.folder import Calibration, save
+from sparsepack.calibrate.prune import PruneOptions
+from sparsepack.calibrate.pruning import prune
+from sparsepack.calibrate.refit import RefitOptions
+from sparsepack.calibrate.thresholds import AllocationOptions
 from sparsepack.errors import WorkerLost, WorkersError
 from sparsepack.formats.containers.write_tensors import TensorFile, ignored, write_files
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
 from sparsepack.packing import PackRequest, pack
-from sparsepack.pruning.options import PruneOptions
-from sparsepack.pruning.run import prune
-from sparsepack.refit.options import RefitOptions
-from sparsepack.sparsity.find import make_thresholds
-from sparsepack.sparsity.options import AllocationOptions
 from sparsepack.workers.workers import Workers
 
 __all__ = ["on_devices", "small", "small_calibration", "text"]

@@ -9,11 +9,11 @@ from calibrated_models import small, small_calibration, text
 from folders_for_tests import content
 from forks_for_tests import on_devices
 
-from sparsepack.calibration.folder import Calibration, save
+from sparsepack.calibrate.folder import Calibration, save
+from sparsepack.calibrate.prune import PruneOptions
+from sparsepack.calibrate.pruning import prune
 from sparsepack.errors import WorkersError
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
-from sparsepack.pruning.options import PruneOptions
-from sparsepack.pruning.run import prune
 from sparsepack.workers.workers import Workers
 
 __all__ = ["on_devices", "small", "small_calibration", "text"]

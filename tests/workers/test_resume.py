@@ -12,9 +12,9 @@ import torch
 from models_for_tests import make_model
 
 import sparsepack
+from sparsepack.calibrate.prune import PruneOptions
 from sparsepack.errors import CalibrationError, OutputError, PlacementError
 from sparsepack.files.hashing import fingerprint
-from sparsepack.pruning.options import PruneOptions
 from sparsepack.workers import resume
 from sparsepack.workers.resume import ResumeState, state_beside
 

@@ -9,11 +9,11 @@ from calibrated_models import small, small_calibration, text
 from folders_for_tests import content
 from forks_for_tests import on_devices
 
-from sparsepack.calibration.folder import Calibration, save
+from sparsepack.calibrate.folder import Calibration, save
+from sparsepack.calibrate.rotate import RotateOptions
+from sparsepack.calibrate.rotation import rotate
 from sparsepack.errors import WorkersError
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
-from sparsepack.rotation.options import RotateOptions
-from sparsepack.rotation.run import rotate
 from sparsepack.workers.workers import Workers
 
 __all__ = ["on_devices", "small", "small_calibration", "text"]

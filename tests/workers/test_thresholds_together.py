@@ -8,11 +8,11 @@ import torch
 from calibrated_models import small, small_calibration, text
 from forks_for_tests import on_devices
 
-from sparsepack.calibration.folder import Calibration, save
+from sparsepack.calibrate.find_thresholds import find_thresholds, make_thresholds
+from sparsepack.calibrate.folder import Calibration, save
+from sparsepack.calibrate.thresholds import AllocationOptions
 from sparsepack.errors import WorkersError
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
-from sparsepack.sparsity.find import find_thresholds, make_thresholds
-from sparsepack.sparsity.options import AllocationOptions
 from sparsepack.workers.workers import Workers
 
 __all__ = ["on_devices", "small", "small_calibration", "text"]

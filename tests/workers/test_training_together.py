@@ -7,10 +7,10 @@ import pytest
 import torch
 from linked import together
 
+from sparsepack.calibrate import training
+from sparsepack.calibrate.thresholds import AllocationOptions
+from sparsepack.calibrate.training import PART, Training, check_share
 from sparsepack.errors import WorkersError
-from sparsepack.sparsity import training
-from sparsepack.sparsity.options import AllocationOptions
-from sparsepack.sparsity.training import PART, Training, check_share
 from sparsepack.workers.resume import ResumeState
 from sparsepack.workers.workers import Workers
 

@@ -4,7 +4,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from sparsepack.calibration.options import CalibrateOptions
+from sparsepack.calibrate.collect import CalibrateOptions
 from sparsepack.cli.command import options_from, overwrite_flag, verb
 from sparsepack.cli.shared import compute, devices_option, dry_run_option, merges, over_texts, tell_forecast, workers_of
 from sparsepack.terminal import tell
@@ -36,16 +36,16 @@ def calibrate(
     from sparsepack.cli.tables import calibration_table
 
     if merges("calibrate", "calibration folders", model, folders, texts):
-        from sparsepack.calibration.folder import merge_folders
+        from sparsepack.calibrate.folder import merge_folders
 
         made = merge_folders(folders[0], folders[1], output, overwrite)
     elif dry_run is not None:
-        from sparsepack.calibration.forecast import forecast
+        from sparsepack.calibrate.collection import forecast
 
         tell_forecast(partial(forecast, model, texts, CalibrateOptions(**asked)), dry_run)
         return
     else:
-        from sparsepack.calibration.run import calibrate as run_calibration
+        from sparsepack.calibrate.collection import calibrate as run_calibration
 
         with workers_of(asked) as workers:
             made = run_calibration(model, texts, output, CalibrateOptions(**asked), overwrite, workers)

@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from sparsepack.calibrate.distil import DistilOptions
 from sparsepack.cli.command import OUTPUT, PATH, group, options_from, overwrite_flag, verb
 from sparsepack.cli.shared import CALIBRATION, compute
-from sparsepack.distillation.options import DistilOptions
 from sparsepack.tables import Table, markdown
 from sparsepack.terminal import tell
 
@@ -48,7 +48,7 @@ def distil(model: str, calibration: Path, teacher: str | None, output: Path, ove
     """
     options = DistilOptions(**asked)
     options.check()
-    from sparsepack.distillation.run import distil as run
+    from sparsepack.calibrate.distillation import distil as run
 
     tell(distilled_text(run(model, calibration, output, options, overwrite, teacher), output))
 

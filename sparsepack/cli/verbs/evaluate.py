@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from sparsepack.calibration.options import CalibrateOptions
+from sparsepack.calibrate.collect import CalibrateOptions
 from sparsepack.cli.command import PATH, Ruled, emit, from_options, group, json_output, options_from, verb
 from sparsepack.cli.shared import (
     RUNS,

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from sparsepack.calibration.options import CalibrateOptions
+from sparsepack.calibrate.collect import CalibrateOptions
 from sparsepack.cli.command import OUTPUT, PATH, from_options, group, options_from, overwrite_flag, verb
 from sparsepack.cli.shared import (
     CALIBRATION,

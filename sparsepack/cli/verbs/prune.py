@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from sparsepack.calibrate.prune import PruneOptions, SitePattern
 from sparsepack.cli.command import OUTPUT, PATH, Ruled, from_options, group, options_from, overwrite_flag, verb
 from sparsepack.cli.shared import CALIBRATION, compute, devices_option, dry_run_option, tell_forecast, workers_of
 from sparsepack.option import options_of
-from sparsepack.pruning.options import PruneOptions, SitePattern
 from sparsepack.tables import Table, markdown
 from sparsepack.terminal import tell
 
@@ -58,11 +58,11 @@ def prune(
     options.check()
     options.check_calibration(calibration)
     if dry_run is not None:
-        from sparsepack.pruning.forecast import forecast
+        from sparsepack.calibrate.pruning import forecast
 
         tell_forecast(partial(forecast, model, options, calibration), dry_run)
         return
-    from sparsepack.pruning.run import prune as run
+    from sparsepack.calibrate.pruning import prune as run
 
     with workers_of(asked) as workers:
         made = run(model, output, PruneOptions(**asked, sites=patterns), calibration, overwrite, workers)

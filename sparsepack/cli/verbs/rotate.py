@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from sparsepack.calibrate.rotate import RotateOptions
 from sparsepack.cli.command import OUTPUT, PATH, group, options_from, overwrite_flag, verb
 from sparsepack.cli.shared import CALIBRATION, device_option, devices_option, dry_run_option, tell_forecast, workers_of
-from sparsepack.rotation.options import RotateOptions
 from sparsepack.terminal import tell
 
 if TYPE_CHECKING:
@@ -41,11 +41,11 @@ def rotate(model: str, calibration: Path, output: Path, overwrite: bool, dry_run
     """
     RotateOptions(**asked).check()
     if dry_run is not None:
-        from sparsepack.rotation.forecast import forecast
+        from sparsepack.calibrate.rotation import forecast
 
         tell_forecast(partial(forecast, model, calibration, RotateOptions(**asked)), dry_run)
         return
-    from sparsepack.rotation.run import rotate as run
+    from sparsepack.calibrate.rotation import rotate as run
 
     with workers_of(asked) as workers:
         made = run(model, calibration, output, RotateOptions(**asked), overwrite, workers)

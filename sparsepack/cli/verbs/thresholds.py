@@ -6,6 +6,7 @@ from typing import Any
 
 import click
 
+from sparsepack.calibrate.thresholds import AllocationOptions
 from sparsepack.cli.command import OUTPUT, PATH, group, overwrite_flag, verb
 from sparsepack.cli.shared import (
     CALIBRATION,
@@ -17,7 +18,6 @@ from sparsepack.cli.shared import (
     tell_forecast,
     workers_of,
 )
-from sparsepack.sparsity.options import AllocationOptions
 from sparsepack.terminal import tell
 
 
@@ -40,12 +40,12 @@ def thresholds(model: str, calibration: Path, output: Path, overwrite: bool, dry
         raise click.UsageError("give --sparsity, for example 0.5")
     _options(asked).check()
     if dry_run is not None:
-        from sparsepack.sparsity.forecast import forecast
+        from sparsepack.calibrate.find_thresholds import forecast
 
         tell_forecast(partial(forecast, model, calibration, _options(asked)), dry_run)
         return
+    from sparsepack.calibrate.find_thresholds import make_thresholds
     from sparsepack.cli.tables import thresholds_table
-    from sparsepack.sparsity.find import make_thresholds
 
     with workers_of(asked) as workers:
         table = make_thresholds(model, calibration, _options(asked), output, overwrite, workers)

@@ -5,10 +5,10 @@ from typing import Any
 
 import click
 
+from sparsepack.calibrate.trace import TraceOptions
 from sparsepack.cli.command import from_options, options_from, overwrite_flag, verb
 from sparsepack.cli.shared import CALIBRATION, compute, merges, over_texts
 from sparsepack.terminal import tell
-from sparsepack.tracing.options import TraceOptions
 
 
 @verb(short_help="Record which neurons are active for each token.")
@@ -40,11 +40,11 @@ def trace(
     from sparsepack.cli.tables import trace_table
 
     if merges("trace", "traces", model, folders, texts):
-        from sparsepack.tracing.trace import merge_folders
+        from sparsepack.calibrate.trace_file import merge_folders
 
         made = merge_folders(folders[0], folders[1], output, overwrite)
     else:
-        from sparsepack.tracing.collect import trace as run_trace
+        from sparsepack.calibrate.tracing import trace as run_trace
 
         made = run_trace(model, texts, output, options, calibration, overwrite)
     tell(trace_table(made.manifest))

@@ -1,6 +1,6 @@
 """GPTQ: what rounding a weight does to the outputs, weights that are rounded later put right (Frantar et al., 2022).
 
-The columns of a matrix are quantised one after the other (`reconstruction.feedback`). Scales are fitted when their
+The columns of a matrix are quantised one after the other (`reconstruction`). Scales are fitted when their
 first column is reached, to the values as they then are. Where no scale spans several columns, or one spans all, columns
 come in the order of their inputs' sizes: the largest first, while most columns are left to make up for them.
 """
@@ -12,8 +12,7 @@ from sparsepack.formats.codecs import q4_k, q4_k_device, zigzag
 from sparsepack.formats.codecs.q4_k_fit import BLOCK_BYTES, SUB
 from sparsepack.formats.codecs.slide import scales
 from sparsepack.formats.codecs.superblock import BLOCK, largest
-from sparsepack.reconstruction.feedback import Change, fed_back
-from sparsepack.reconstruction.inputs import Inputs
+from sparsepack.reconstruction import Change, Inputs, fed_back
 
 
 def zigzag_blocks(weight: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor | None]:

@@ -116,7 +116,7 @@ COLUMNS, FEEDBACK_WARPS = 32, 4
 
 def quantise_block(block: Tensor, factor: Tensor, first: int, blocks: Tensor) -> Tensor:
     """Quantise a block of columns with error feedback, contiguous float32 [columns, rows], in place; return their
-    errors, float32 [columns, rows], as `reconstruction.feedback` takes them off the columns behind.
+    errors, float32 [columns, rows], as `reconstruction` takes them off the columns behind.
 
     factor -- U, of all columns of the matrix
     first  -- the number of the block's first column in the matrix

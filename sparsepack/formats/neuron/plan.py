@@ -53,7 +53,7 @@ from sparsepack.models.architecture import Architecture
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
 from sparsepack.models.family import ATTENTION_SITES, MLP_SITES
 from sparsepack.models.records.neurons import NeuronCounts, check_counts
-from sparsepack.reconstruction.inputs import Inputs
+from sparsepack.reconstruction import Inputs
 
 
 def opened(file: GgufFile, manifest: Mapping[str, Any]) -> Artifact:

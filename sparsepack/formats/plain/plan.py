@@ -37,7 +37,7 @@ from sparsepack.models.checkpoint.gguf_config import OWN_CONFIG, UNQUANTISED, gg
 from sparsepack.models.checkpoint.source_files import config_json, tokenizer_config
 from sparsepack.models.tokenizer.chat import SPECIAL_TOKENS
 from sparsepack.models.tokenizer.gguf_tokenizer import OWN_TOKENIZER
-from sparsepack.reconstruction.inputs import Inputs
+from sparsepack.reconstruction import Inputs
 
 
 def opened(file: GgufFile, manifest: Mapping[str, Any]) -> Artifact:

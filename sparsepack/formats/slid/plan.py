@@ -35,7 +35,7 @@ from sparsepack.formats.table import Format
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
 from sparsepack.models.records.pattern import Pattern
 from sparsepack.models.verbs import check_taken
-from sparsepack.reconstruction.inputs import Inputs
+from sparsepack.reconstruction import Inputs
 
 SLID_AT_ONCE = 16
 """This many matrices are slid side by side for a CUDA device: hashing and writing take many times as long as sliding,

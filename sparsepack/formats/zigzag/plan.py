@@ -71,7 +71,7 @@ from sparsepack.models.records.generation import GENERATION
 from sparsepack.models.records.rule import Rules, SiteRule
 from sparsepack.models.tokenizer.chat import CHAT_TEMPLATE, SPECIAL_TOKENS, TOOL_USE
 from sparsepack.models.tokenizer.gguf_tokenizer import OWN_TOKENIZER
-from sparsepack.reconstruction.inputs import Inputs
+from sparsepack.reconstruction import Inputs
 
 ALIGNMENT = 64  # a cache line: what the kernels load
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
+from sparsepack.calibrate.threshold_table import read_thresholds
 from sparsepack.errors import UserError
 from sparsepack.eval.lm_eval_model import SparseLM
 from sparsepack.eval.options import EvalRequest
 from sparsepack.eval.run import protocol_of, subject_of
 from sparsepack.progress import say
-from sparsepack.sparsity.thresholds import read_thresholds
 
 _ITS_DEFAULT = "cuda:0"
 """lm-eval's command line hands over this device where none was asked for."""

@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
-from sparsepack.calibration.options import CalibrateOptions
+from sparsepack.calibrate.collect import CalibrateOptions
 from sparsepack.recipe.section import PATH, Names, Recipe, Section
 from sparsepack.recipe.stage import Job, Stage, leaves
 
@@ -57,7 +57,7 @@ def _settings(job: Job, asked: Calibrate) -> dict[str, Any]:
 
 def _run(job: Job, asked: Calibrate) -> None:
     """A run that was killed within goes on where it stopped."""
-    from sparsepack.calibration.run import calibrate
+    from sparsepack.calibrate.collection import calibrate
 
     values = asked.model_dump(exclude={"text"})
     options = CalibrateOptions(**values, device=job.recipe.device, dtype=job.recipe.dtype)
@@ -82,7 +82,7 @@ def windows(job: Job, asked: Calibrate) -> tuple[int, int]:
 
 def windows_and_held_out(job: Job, asked: Calibrate) -> tuple[tuple[int, int], int]:
     """How many windows are run and how many are held out, and of how many tokens each."""
-    from sparsepack.calibration.samples import samples_of
+    from sparsepack.calibrate.collection import samples_of
     from sparsepack.models.tokenizer.windows import drawn_and_held_out, window_length
     from sparsepack.recipe.estimates import windows_in
 
@@ -99,8 +99,8 @@ def _tokens(job: Job, asked: Calibrate) -> int:
 
 def _memory(job: Job, asked: Calibrate) -> int:
     """The bytes of the text's way through a block, and of the sums of products of the residual stream."""
-    from sparsepack.calibration.residual import residual_of
-    from sparsepack.calibration.samples import at_once
+    from sparsepack.calibrate.collection import at_once
+    from sparsepack.calibrate.folder import residual_of
     from sparsepack.recipe.estimates import block_by_block_bytes
 
     section = residual_of(job.checkpoint)

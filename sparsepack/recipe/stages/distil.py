@@ -4,7 +4,7 @@ place."""
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from sparsepack.distillation.options import DistilOptions
+from sparsepack.calibrate.distil import DistilOptions
 from sparsepack.errors import UserError
 from sparsepack.models.records.distilled import RECORD
 from sparsepack.recipe.section import Recipe, Section
@@ -69,8 +69,7 @@ def _problems(recipe: Recipe, asked: Distil) -> Iterator[str]:
 
 
 def _misfits(job: Job, asked: Distil) -> Iterator[str]:
-    from sparsepack.distillation.run import check_model, check_windows
-    from sparsepack.distillation.train import teacher_of
+    from sparsepack.calibrate.distillation import check_model, check_windows, teacher_of
 
     calibrate = Calibrate.asked_in(job.recipe)
     assert calibrate is not None  # or the recipe would have been refused
@@ -85,7 +84,7 @@ def _misfits(job: Job, asked: Distil) -> Iterator[str]:
 
 def _run(job: Job, asked: Distil) -> None:
     """A run that was killed within goes on where it stopped."""
-    from sparsepack.distillation.run import distil
+    from sparsepack.calibrate.distillation import distil
 
     options = _options(job, asked)
     before = job.before if pruned(job.recipe) else None
@@ -103,7 +102,7 @@ def _expected(job: Job, asked: Distil) -> "Checkpoint":
 
 def record_to_come(job: Job) -> "DistillationRecord | None":
     """What the distilled checkpoint will say of itself; None where the recipe distils nothing."""
-    from sparsepack.distillation.train import matrices
+    from sparsepack.calibrate.distillation import matrices
     from sparsepack.files.hashing import NO_HASH
     from sparsepack.models.precision import type_name
     from sparsepack.models.records.distilled import DistillationRecord
@@ -129,7 +128,7 @@ def _length(job: Job, asked: Distil) -> int:
 def _tokens(job: Job, asked: Distil) -> int:
     """How many tokens are run: those of the training, which trains on first halves, too, and those that the model is
     measured on before and after it."""
-    from sparsepack.distillation.train import MEASURED
+    from sparsepack.calibrate.distillation import MEASURED
     from sparsepack.recipe.estimates import trained_tokens
 
     length = _length(job, asked)
@@ -144,10 +143,10 @@ def _memory(job: Job, asked: Distil) -> int:
     moments, of what enters each block, and of the larger of a block's activations and a part of the logits."""
     from math import prod
 
-    from sparsepack.distillation.train import matrices
+    from sparsepack.calibrate.distillation import matrices
+    from sparsepack.calibrate.teal import LOGITS
     from sparsepack.models.family import SITES
     from sparsepack.recipe.estimates import LIVE, dtype_bytes, parameters
-    from sparsepack.sparsity.teal import LOGITS
 
     checkpoint, size = job.checkpoint, dtype_bytes(job)
     shapes = [checkpoint.source.shapes[name] for name in matrices(checkpoint)]

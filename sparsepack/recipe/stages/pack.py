@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from sparsepack.calibrate.refit import RefitOptions
+from sparsepack.calibrate.thresholds import AttentionOptions
 from sparsepack.errors import PackingError, UserError
 from sparsepack.files.atomic import write_json
 from sparsepack.formats.mlp_kinds import DENSE, MlpKind
@@ -28,8 +30,6 @@ from sparsepack.recipe.stages.calibrate import (
 )
 from sparsepack.recipe.stages.prune import pruned
 from sparsepack.recipe.stages.thresholds import TABLE, THRESHOLDS, sparse, thresholds_to_come
-from sparsepack.refit.options import RefitOptions
-from sparsepack.sparsity.attention_options import AttentionOptions
 from sparsepack.tables import Part, Table
 from sparsepack.terminal import tell
 
@@ -149,7 +149,7 @@ def _problems(recipe: Recipe, asked: Pack) -> Iterator[str]:
 def _misfits(job: Job, asked: Pack) -> Iterator[str]:
     """What the format cannot hold of the model, or the model does not have of what is asked, or the text is too short
     for."""
-    from sparsepack.refit.run import check_tokens
+    from sparsepack.calibrate.refitting import check_tokens
 
     try:
         FORMATS[asked.format].check_model(job.checkpoint)
@@ -182,7 +182,7 @@ def _request(recipe: Recipe, asked: Pack, model: str, folder: Path, calibration:
 
 def _windows(job: Job, options: RefitOptions) -> tuple[int, int]:
     """How many calibration windows weights are fitted on, and of how many tokens each."""
-    from sparsepack.refit.run import fitting_windows
+    from sparsepack.calibrate.refitting import fitting_windows
 
     calibrate = Calibrate.asked_in(job.recipe)
     assert calibrate is not None  # or the recipe would have been refused
@@ -213,9 +213,9 @@ def _score_tokens(job: Job, asked: Pack) -> int:
 
 def _memory(job: Job, asked: Pack) -> int | None:
     """The bytes of the text's way through a block, and of what its widest site is fitted with."""
+    from sparsepack.calibrate.refitting import AT_ONCE
     from sparsepack.models.family import SITES
     from sparsepack.recipe.estimates import LIVE, block_by_block_bytes
-    from sparsepack.refit.run import AT_ONCE
 
     if (options := fitted(job.recipe)) is None:
         return None

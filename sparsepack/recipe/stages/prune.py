@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import Field
 
+from sparsepack.calibrate.prune import PruneOptions, SitePattern
 from sparsepack.errors import UserError
 from sparsepack.models.records.pruned import RECORD
-from sparsepack.pruning.options import PruneOptions, SitePattern
 from sparsepack.recipe.section import Names, Recipe, Section
 from sparsepack.recipe.stage import Job, Stage, leaves, read_json
 from sparsepack.recipe.stages.calibrate import AGAIN, CALIBRATE, Calibrate, folder_of, windows
@@ -66,7 +66,7 @@ def _options(recipe: Recipe, asked: Prune) -> PruneOptions:
 
 def _reads_text(asked: Prune) -> bool:
     """Whether its method must know what enters the matrices."""
-    from sparsepack.pruning.methods import METHODS
+    from sparsepack.calibrate.sparsegpt import METHODS
 
     return METHODS[asked.method].needs != "nothing"
 
@@ -81,7 +81,7 @@ def _problems(recipe: Recipe, asked: Prune) -> Iterator[str]:
 
 
 def _misfits(job: Job, asked: Prune) -> Iterator[str]:
-    from sparsepack.pruning.run import site_patterns
+    from sparsepack.calibrate.pruning import site_patterns
 
     try:
         left = site_patterns(job.checkpoint, _options(job.recipe, asked))
@@ -94,7 +94,7 @@ def _misfits(job: Job, asked: Prune) -> Iterator[str]:
 
 def _run(job: Job, asked: Prune) -> None:
     """A run that was killed within goes on where it stopped."""
-    from sparsepack.pruning.run import prune
+    from sparsepack.calibrate.pruning import prune
 
     calibration = folder_of(job) if _reads_text(asked) else None
     prune(job.checkpoint, job.folder / FOLDER, _options(job.recipe, asked), calibration, overwrite=True)
@@ -102,9 +102,9 @@ def _run(job: Job, asked: Prune) -> None:
 
 def record_to_come(job: Job) -> "PruningRecord | None":
     """What the pruned checkpoint will say of itself; None where the recipe prunes nothing."""
+    from sparsepack.calibrate.pruning import site_patterns
     from sparsepack.files.hashing import NO_HASH
     from sparsepack.models.records.pruned import PruningRecord
-    from sparsepack.pruning.run import site_patterns
 
     asked, checkpoint = Prune.asked_in(job.recipe), job.checkpoint
     if asked is None:
@@ -138,9 +138,9 @@ def _tokens(job: Job, asked: Prune) -> int:
 def _memory(job: Job, asked: Prune) -> int:
     """The bytes of the text's way through a block while its inputs are counted, or of what its matrices are pruned
     with."""
+    from sparsepack.calibrate.permute import AT_ONCE, SAMPLED_ROWS
+    from sparsepack.calibrate.sparsegpt import METHODS
     from sparsepack.models.family import SITES
-    from sparsepack.pruning.methods import METHODS
-    from sparsepack.pruning.permute import AT_ONCE, SAMPLED_ROWS
     from sparsepack.recipe.estimates import LIVE, block_by_block_bytes, block_parameters, dtype_bytes
 
     checkpoint = job.checkpoint
@@ -159,8 +159,8 @@ def _memory(job: Job, asked: Prune) -> int:
 
 def _plan(job: Job, asked: Prune | None) -> dict[str, Any]:
     """What stays at each site that is pruned."""
+    from sparsepack.calibrate.pruning import site_patterns
     from sparsepack.models.sites import site_name
-    from sparsepack.pruning.run import site_patterns
 
     patterns = site_patterns(job.checkpoint, _options(job.recipe, asked)) if asked else {}
     return {"pruned": {site_name(*key): f"{pattern.keep} of {pattern.of}" for key, pattern in patterns.items()}}

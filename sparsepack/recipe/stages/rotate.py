@@ -3,12 +3,12 @@
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from sparsepack.calibrate.rotate import RotateOptions
 from sparsepack.errors import UserError
 from sparsepack.models.records.rotated import RECORD
 from sparsepack.recipe.section import Recipe, Section
 from sparsepack.recipe.stage import Job, Stage, leaves, read_json
 from sparsepack.recipe.stages.calibrate import CALIBRATE, Calibrate, folder_of, windows
-from sparsepack.rotation.options import RotateOptions
 
 if TYPE_CHECKING:
     from sparsepack.models.checkpoint.checkpoint import Checkpoint
@@ -50,7 +50,7 @@ def _problems(recipe: Recipe, asked: Rotate) -> Iterator[str]:
 
 
 def _misfits(job: Job, asked: Rotate) -> Iterator[str]:
-    from sparsepack.rotation.run import check_model
+    from sparsepack.calibrate.rotation import check_model
 
     try:
         check_model(job.checkpoint, _options(job.recipe, asked))
@@ -60,7 +60,7 @@ def _misfits(job: Job, asked: Rotate) -> Iterator[str]:
 
 def _run(job: Job, asked: Rotate) -> None:
     """A run that was killed within goes on where it stopped."""
-    from sparsepack.rotation.run import rotate
+    from sparsepack.calibrate.rotation import rotate
 
     rotate(job.checkpoint, folder_of(job), job.folder / FOLDER, _options(job.recipe, asked), overwrite=True)
 
@@ -93,9 +93,9 @@ def record_to_come(job: Job) -> "RotationRecord | None":
 
 def _tokens(job: Job, asked: Rotate) -> int:
     """Each block is run twice, as it was and rotated, over a few tokens; bases that are learnt are trained."""
+    from sparsepack.calibrate.bases import ROTATIONS
+    from sparsepack.calibrate.rotation import TOKENS, WINDOWS
     from sparsepack.recipe.estimates import trained_tokens
-    from sparsepack.rotation.bases import ROTATIONS
-    from sparsepack.rotation.check import TOKENS, WINDOWS
 
     calibrate = Calibrate.asked_in(job.recipe)
     if calibrate is None:
@@ -109,11 +109,11 @@ def _tokens(job: Job, asked: Rotate) -> int:
 def _memory(job: Job, asked: Rotate) -> int | None:
     """The bytes of the bases and of what is largest beside them: their search, the embedding, or a block;
     not known of bases that are trained."""
-    from sparsepack.calibration.residual import residual_of
+    from sparsepack.calibrate.bases import ROTATIONS
+    from sparsepack.calibrate.folder import residual_of
     from sparsepack.models.checkpoint.rotated import PIECE
     from sparsepack.models.heads import heads_of_config
     from sparsepack.recipe.estimates import block_parameters
-    from sparsepack.rotation.bases import ROTATIONS
 
     if ROTATIONS[asked.basis].trains:
         return None
@@ -133,7 +133,7 @@ def _memory(job: Job, asked: Rotate) -> int | None:
 
 def _plan(job: Job, asked: Rotate | None) -> dict[str, Any]:
     """What the rotated model will cost."""
-    from sparsepack.rotation.run import notes_of
+    from sparsepack.calibrate.rotation import notes_of
 
     if asked is None:
         return {"rotation": None}

@@ -4,14 +4,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from sparsepack.calibrate.thresholds import ALLOCATIONS, AllocationOptions
 from sparsepack.recipe.section import Names, Recipe, Section
 from sparsepack.recipe.stage import Job, Stage, leaves, read_json
 from sparsepack.recipe.stages.calibrate import AGAIN, CALIBRATE, Calibrate, folder_of, windows
-from sparsepack.sparsity.allocations import ALLOCATIONS
-from sparsepack.sparsity.options import AllocationOptions
 
 if TYPE_CHECKING:
-    from sparsepack.sparsity.thresholds import Thresholds
+    from sparsepack.calibrate.threshold_table import Thresholds
 
 TABLE = "thresholds.json"
 
@@ -62,7 +61,7 @@ def _misfits(job: Job, asked: ActivationSparsity) -> Iterator[str]:
 
 def _run(job: Job, asked: ActivationSparsity) -> None:
     """A run that was killed within goes on where it stopped."""
-    from sparsepack.sparsity.find import make_thresholds
+    from sparsepack.calibrate.find_thresholds import make_thresholds
 
     make_thresholds(job.checkpoint, folder_of(job), _options(job, asked), job.folder / TABLE, overwrite=True)
 
@@ -81,8 +80,8 @@ def _tokens(job: Job, asked: ActivationSparsity) -> int:
 
 def _memory(job: Job, asked: ActivationSparsity) -> int | None:
     """The bytes of one block and its activations; not known of an allocation that trains."""
+    from sparsepack.calibrate.find_thresholds import BATCH
     from sparsepack.recipe.estimates import block_by_block_bytes
-    from sparsepack.sparsity.find import BATCH
 
     calibrate = Calibrate.asked_in(job.recipe)
     if ALLOCATIONS[asked.allocation].trains or calibrate is None:
@@ -103,7 +102,7 @@ def _plan(job: Job, asked: ActivationSparsity | None) -> dict[str, Any]:
 
 def thresholds_to_come(job: Job) -> "Thresholds | None":
     """What will be known of the thresholds; None: none will be."""
-    from sparsepack.sparsity import find
+    from sparsepack.calibrate import find_thresholds as find
 
     asked = ActivationSparsity.asked_in(job.recipe)
     return (

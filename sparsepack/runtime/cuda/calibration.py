@@ -16,7 +16,7 @@ _PIECE = 128
 def count_site(
     x: Tensor, norms: Tensor, bins: int, active: bool
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Count what enters a site: the values of `calibration.collectors.site_input.SiteCounts`, in its order.
+    """Count what enters a site: the values of `calibrate.collector.SiteCounts`, in its order.
 
     x      -- float32, float16 or bfloat16 [windows, seen, columns]
     norms  -- float32 [columns]

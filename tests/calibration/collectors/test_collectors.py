@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from sparsepack.calibration import collectors, folder
-from sparsepack.calibration.collectors.collector import Collector
-from sparsepack.calibration.options import CalibrateOptions
-from sparsepack.calibration.run import calibrate
+from sparsepack.calibrate import collectors, folder
+from sparsepack.calibrate.collect import CalibrateOptions
+from sparsepack.calibrate.collection import calibrate
+from sparsepack.calibrate.collector import Collector
 from sparsepack.errors import CalibrationError
 
 OPTIONS = CalibrateOptions(context=32, samples=4, sinks=2)

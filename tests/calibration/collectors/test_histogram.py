@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparsepack.calibration.collectors import histogram
+from sparsepack.calibrate import histogram
 
 
 def _samples() -> dict[str, torch.Tensor]:

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from sparsepack.calibration.collectors.missed import MISSED, POSITIONS, SHARES
+from sparsepack.calibrate.collectors import MISSED, POSITIONS, SHARES
 
 
 def _plain(query: torch.Tensor, key: torch.Tensor, window: int) -> tuple[list[float], int]:

@@ -6,12 +6,12 @@ import pytest
 import torch
 from models_for_tests import OPT, make_opt
 
-from sparsepack.calibration import folder
-from sparsepack.calibration.collectors.outputs import OUTPUTS
-from sparsepack.calibration.heads import OUTPUT_PRODUCT
-from sparsepack.calibration.moments import output_moments
-from sparsepack.calibration.options import CalibrateOptions
-from sparsepack.calibration.run import calibrate
+from sparsepack.calibrate import folder
+from sparsepack.calibrate.collect import CalibrateOptions
+from sparsepack.calibrate.collection import calibrate
+from sparsepack.calibrate.collectors import OUTPUTS
+from sparsepack.calibrate.folder import OUTPUT_PRODUCT
+from sparsepack.calibrate.statistics import output_moments
 from sparsepack.errors import CalibrationError
 from sparsepack.models.checkpoint.checkpoint import open_checkpoint
 from sparsepack.models.heads import heads_of_config

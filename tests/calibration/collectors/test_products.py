@@ -4,7 +4,7 @@ import pytest
 import torch
 from attention_pairs import all_pairs
 
-from sparsepack.calibration.collectors.products import of_groups, product_sums
+from sparsepack.calibrate.collectors import of_groups, product_sums
 
 
 @pytest.mark.parametrize("window", [0, 1, 3, 6, 7, 8, 100])

@@ -8,14 +8,13 @@ import pytest
 import torch
 from models_for_tests import make_opt
 
-from sparsepack.calibration import folder
-from sparsepack.calibration.collectors import residual
-from sparsepack.calibration.collectors.residual import ends_run, run_count
-from sparsepack.calibration.folder import Calibration
-from sparsepack.calibration.moments import second_moments
-from sparsepack.calibration.options import CalibrateOptions
-from sparsepack.calibration.residual import PRODUCT
-from sparsepack.calibration.run import calibrate
+from sparsepack.calibrate import collectors as residual
+from sparsepack.calibrate import folder
+from sparsepack.calibrate.collect import CalibrateOptions
+from sparsepack.calibrate.collection import calibrate
+from sparsepack.calibrate.collectors import ends_run, run_count
+from sparsepack.calibrate.folder import PRODUCT, Calibration
+from sparsepack.calibrate.statistics import second_moments
 from sparsepack.errors import CalibrationError
 from sparsepack.files.text import Text
 from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint

@@ -8,7 +8,7 @@ from torch import Tensor
 from sparsepack.errors import PackingError
 from sparsepack.formats.codecs import gptq, q4_k, zigzag
 from sparsepack.formats.codecs.slide import dequantised, quantise_rows
-from sparsepack.reconstruction.inputs import Inputs, Sums
+from sparsepack.reconstruction import Inputs, Sums
 
 SHAPES = [(256, 64), (300, 97), (31, 40), (192, 50), (230, 9), (513, 3), (40, 1)]
 

@@ -16,8 +16,10 @@ from models_for_tests import TEXT, make_model
 
 import sparsepack
 from sparsepack.bench.run import bench
-from sparsepack.calibration.options import CalibrateOptions
-from sparsepack.calibration.run import calibrate
+from sparsepack.calibrate.collect import CalibrateOptions
+from sparsepack.calibrate.collection import calibrate
+from sparsepack.calibrate.prune import PruneOptions
+from sparsepack.calibrate.thresholds import AttentionOptions
 from sparsepack.errors import ArtifactError, CheckpointError, PackingError, UserError
 from sparsepack.eval.options import EvalRequest
 from sparsepack.eval.run import evaluate
@@ -33,8 +35,6 @@ from sparsepack.models.checkpoint.checkpoint import open_checkpoint
 from sparsepack.models.heads import Heads, RotaryChannels
 from sparsepack.models.records.sparse_attention import SparseAttention, TokenPolicy
 from sparsepack.packing import PackRequest, pack, plan_of
-from sparsepack.pruning.options import PruneOptions
-from sparsepack.sparsity.attention_options import AttentionOptions
 
 FORMATS = tuple(slid_formats())
 ERRORS = {

@@ -15,6 +15,7 @@ from commands_for_tests import fails, sparsepack
 from models_for_tests import TEXT, make_model
 
 from sparsepack import prune
+from sparsepack.calibrate.prune import PruneOptions
 from sparsepack.errors import ArtifactError, UserError
 from sparsepack.files.hashing import sha256_bytes
 from sparsepack.files.tensors import INDEX, WEIGHTS
@@ -22,7 +23,6 @@ from sparsepack.formats.containers.safetensors.layout import CONFIG, MANIFEST, s
 from sparsepack.formats.open import open_artifact
 from sparsepack.formats.verify import verify
 from sparsepack.packing import PackRequest, pack
-from sparsepack.pruning.options import PruneOptions
 
 IDS = torch.arange(3, 40)[None]
 ADDED = {"<|extra|>": 511}

@@ -11,6 +11,7 @@ import torch
 from models_for_tests import TEXT, make_model
 
 import sparsepack
+from sparsepack.calibrate.prune import PruneOptions
 from sparsepack.eval.options import EvalRequest
 from sparsepack.eval.run import evaluate
 from sparsepack.formats.attention import attention_section
@@ -21,7 +22,6 @@ from sparsepack.models.checkpoint.checkpoint import open_checkpoint
 from sparsepack.models.heads import heads_of_config
 from sparsepack.models.records.pattern import Pattern
 from sparsepack.models.records.sparse_attention import SparseAttention, TokenPolicy
-from sparsepack.pruning.options import PruneOptions
 
 IDS = torch.arange(3, 60)[None]
 

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 import sparsepack
+from sparsepack.calibrate.prune import PruneOptions
 from sparsepack.formats.codecs.slide import Slide, encode
 from sparsepack.formats.slid.artifact import POSITIONS, SCALE
 from sparsepack.models.records.groups import kept
 from sparsepack.models.records.pattern import Pattern
 from sparsepack.packing import PackRequest, pack
-from sparsepack.pruning.options import PruneOptions
 from sparsepack.runtime.reference.products import SlidMatrix
 from sparsepack.runtime.slid_operator import prepare, slid_linear
 

@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import sparsepack
+from sparsepack.calibrate.prune import PruneOptions
 from sparsepack.formats.plan import PlanRequest
 from sparsepack.formats.table import FORMATS
 from sparsepack.formats.verify import verify
@@ -17,7 +18,6 @@ from sparsepack.models.checkpoint.source_files import texts_of
 from sparsepack.models.checkpoint.writer import write_checkpoint
 from sparsepack.models.stock.whole import load_model
 from sparsepack.packing import PackRequest
-from sparsepack.pruning.options import PruneOptions
 
 IDS = torch.arange(24).reshape(2, 12)
 

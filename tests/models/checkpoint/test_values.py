@@ -64,8 +64,8 @@ def test_a_weight_that_is_not_finite_is_refused_with_its_tensor(
 
 def _calibrated_before_it_was_spoiled(model: Path, bad: Path, text: Path, folder: Path) -> Path:
     """A calibration that says it is of the spoiled model."""
-    from sparsepack.calibration.options import CalibrateOptions
-    from sparsepack.calibration.run import calibrate
+    from sparsepack.calibrate.collect import CalibrateOptions
+    from sparsepack.calibrate.collection import calibrate
     from sparsepack.files.text import Text
 
     made = calibrate(str(model), Text("t", (text.read_text(),), ""), folder / "cal", CalibrateOptions(64, samples=2))

@@ -7,10 +7,9 @@ import pytest
 import torch
 from emulated import needs_compiler
 
-from sparsepack.calibration.collectors import histogram
-from sparsepack.calibration.collectors.attention import ATTENTION, sums_by_torch
-from sparsepack.calibration.collectors.products import product_sums
-from sparsepack.calibration.collectors.site_input import SiteCounts, SiteInput, counted_by_torch
+from sparsepack.calibrate import histogram
+from sparsepack.calibrate.collector import SiteCounts, SiteInput, counted_by_torch
+from sparsepack.calibrate.collectors import ATTENTION, product_sums, sums_by_torch
 from sparsepack.runtime.cuda import calibration
 from sparsepack.runtime.cuda.calibration import count_site
 

@@ -4,7 +4,7 @@
 //                                    `window` rows behind those of the one before
 //     norms    float32 [columns]     c of the criterion column-norm
 //     counts   u64 [2, BINS]         added to: histograms of |x| and of |x| * c, by the bins of
-//                                    calibration/collectors/histogram.py
+//                                    calibrate/histogram.py
 //     squares  float64 [ceil(tokens / ROWS), columns]   sums of x * x over ROWS tokens
 //     active   u64 [columns]         added to, or null: tokens for which a column is not zero
 //     each     u32 [tokens]          added to, or null: columns that are not zero for a token

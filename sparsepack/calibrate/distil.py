@@ -1,0 +1,95 @@
+"""The options of a distillation. Nothing heavy is imported here: the command line and recipes read the defaults."""
+
+from dataclasses import dataclass, replace
+from typing import Self
+
+from sparsepack.calibrate.collect import DTYPES, CalibrateOptions
+from sparsepack.calibrate.thresholds import AllocationOptions
+from sparsepack.errors import DistillationError
+from sparsepack.option import LARGEST_SEED, check_options, option
+
+RATE_OF_WEIGHTS, RATE_OF_UPDATES, RATE_OF_PRUNED = 3e-5, 3e-4, 1e-4
+"""The rates of all weights, of updates of a rank and of what pruning left, where none is asked for."""
+
+SPARSITY = 0.5
+"""The sparsity where none is asked for, of a model that was not pruned."""
+
+
+@dataclass(frozen=True)
+class DistilOptions:
+    """What the weights are trained for, how, and how the distilled model is stored."""
+
+    sparsity: float | None = option(
+        f"The share of weights that a decoded token will skip (default: {SPARSITY}; of a pruned model 0).",
+        default=None,
+        least=0,
+        below=1,
+    )
+    offsets: bool = option(
+        "What inactive channels stand at is learnt, too: for a model that is packed with --offsets.", default=False
+    )
+    rank: int | None = option(
+        "Train an update of this rank for each matrix of the blocks, which takes little memory beside the model "
+        "(default: all of their weights, 16 more bytes for each; of a pruned model always).",
+        default=None,
+        least=1,
+    )
+    rate: float | None = option(
+        f"Learning rate (default: {RATE_OF_WEIGHTS:g} of all weights, {RATE_OF_UPDATES:g} of updates, "
+        f"{RATE_OF_PRUNED:g} of a pruned model).",
+        default=None,
+        above=0,
+        below=1,
+    )
+    prompt: float = option(
+        "How much the divergence of prompts, which are dense, counts beside that of what is decoded; as much where "
+        "nothing is skipped.",
+        default=0.5,
+        least=0,
+    )
+    steps: int = option("Optimiser steps.", default=400, least=1)
+    batch: int = option("Windows per step.", default=4, least=1)
+    length: int = option("Tokens per window.", default=1024, least=2)
+    seed: int = option("Which windows are drawn, and how updates begin.", default=0, least=0, most=LARGEST_SEED)
+    weights: str = option(
+        "The type in which the weights are stored; auto: the model's own, or float32 where that has 16 bits, which "
+        "would round small changes away.",
+        default="auto",
+        choices=DTYPES,
+    )
+    device: str = CalibrateOptions.device
+    dtype: str = CalibrateOptions.dtype
+
+    def check(self) -> None:
+        """Raise `DistillationError` for values that make no sense."""
+        check_options(self, DistillationError)
+
+    def of_model(self, pruned: bool) -> Self:
+        """The options with a sparsity and a rate that suit a model, where none was asked for.
+
+        Raises `DistillationError` for values that make no sense, or not of such a model.
+        """
+        self.check()
+        sparsity = self.sparsity
+        if sparsity is None:
+            sparsity = 0.0 if pruned else SPARSITY
+        if not sparsity and not pruned:
+            raise DistillationError(
+                "sparsity 0: the model would learn to say what it says; expected above 0, or a model that was pruned"
+            )
+        if not sparsity and self.offsets:
+            raise DistillationError(
+                "offsets: no channel is skipped that could have one; leave it out, or give a sparsity above 0"
+            )
+        if pruned and self.rank is not None:
+            raise DistillationError(
+                f"rank {self.rank}: an update of a rank would make numbers of a pruned model's zeros; leave it out"
+            )
+        usual = RATE_OF_PRUNED if pruned else RATE_OF_WEIGHTS if self.rank is None else RATE_OF_UPDATES
+        return replace(self, sparsity=sparsity, rate=self.rate or usual)
+
+    @property
+    def allocation(self) -> AllocationOptions:
+        """What the training and the thresholds that are trained along are asked for: as those of `global`."""
+        shared = {name: getattr(self, name) for name in ("steps", "batch", "length", "seed", "device", "dtype")}
+        return AllocationOptions(self.sparsity or 0.0, "global", offsets=self.offsets, **shared)

@@ -1,0 +1,48 @@
+"""What every allocation starts from, how much each site counts and the channel weights of a criterion; and `uniform`:
+every site that may be sparse gets the target itself.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from sparsepack.calibrate.collector import channel_weights
+from sparsepack.calibrate.folder import Calibration
+from sparsepack.calibrate.sequential import Chooser
+from sparsepack.calibrate.thresholds import AllocationOptions
+from sparsepack.models.checkpoint.checkpoint import Checkpoint
+from sparsepack.models.family import SITES
+from sparsepack.models.records.rule import SiteKey, SiteRule
+from sparsepack.models.stock.blocks import BlockStream
+from sparsepack.workers.resume import ResumeState
+
+
+def weights_of(checkpoint: Checkpoint, sites: Sequence[SiteKey]) -> dict[SiteKey, float]:
+    """Each site's share of the parameters of all `sites` that a token has to do with: how much its sparsity counts."""
+    sizes = {key: float(checkpoint.token_weights(key[1], key[0])) for key in sites}
+    total = sum(sizes.values())
+    return {key: size / total for key, size in sizes.items()}
+
+
+def rules_of_criterion(stream: BlockStream, criterion: str) -> dict[str, SiteRule]:
+    """The criterion's channel weights for each site of the loaded block, at no sparsity yet."""
+    choices = {}
+    for site in SITES:
+        c = channel_weights(criterion, stream.block, stream.source.family, site)
+        choices[site] = SiteRule(channel_weights=None if c is None else c.cpu())
+    return choices
+
+
+def chooser(
+    checkpoint: Checkpoint,
+    calibration: Calibration,
+    options: AllocationOptions,
+    weights: Mapping[SiteKey, float],
+    resume: ResumeState,
+) -> Chooser:
+    """The target for each site in `weights`; the other sites stay dense."""
+
+    def choose(layer: int, stream: BlockStream) -> dict[str, SiteRule]:
+        base = rules_of_criterion(stream, options.criterion)
+        return {s: replace(base[s], sparsity=options.sparsity if (layer, s) in weights else 0.0) for s in SITES}
+
+    return choose

@@ -1,1 +1,0 @@
-"""One pass over text that collects every statistic a packer needs."""

@@ -1,1 +1,0 @@
-"""From the statistics of a calibration to thresholds: which channels a decoded token may skip at each site."""

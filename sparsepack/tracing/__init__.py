@@ -1,1 +1,0 @@
-"""Traces: who was active in the MLPs of a model, token by token, and how even or uneven that is."""
