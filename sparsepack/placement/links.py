@@ -44,10 +44,6 @@ class Links:
         return max(own, (self.handover + beside / self.worker) if beside else 0.0)
 
 
-HALVES = Links(1.0, 1.0, 1.0)
-"""The links of two halves of one processor are equal: all memory is equally fast, and handing over takes no time."""
-
-
 def over_the_bus(resident: int, offloaded: int, links: Links) -> int:
     """How many of a block's offloaded neurons the device reads itself, so that device and worker end together.
 

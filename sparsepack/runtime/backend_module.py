@@ -74,8 +74,7 @@ def chosen_backend(options: EngineOptions, packed: PackedModel) -> tuple[str, tu
         opened(best).usable(torch.device(options.device))
     except UserError as error:
         reference = backend_named("reference")
-        # Where neurons are divided, it divides the processor's threads.
-        if lacks(reference, options, packed) or (options.divided_by and torch.device(options.device).type != "cpu"):
+        if lacks(reference, options, packed):
             raise
         return reference.name, (f"note: the reference backend runs: {error}",)
     return best.name, ()

@@ -31,7 +31,6 @@ class Backend:
     tunes       -- whether `sparsepack tune` can measure what suits the machine
     mlps        -- the kinds of MLPs that it runs
     slots       -- whether some of these neurons can have slots of their own
-    slot_texts  -- texts that it decodes together at most where some have
     budgets     -- whether what has no room in a device's memory can lie in the host's
     gate_copies -- whether copies of gates can take the place of those that have no room in a device's memory
     holds       -- whether the share that is skipped can be held at the target
@@ -51,7 +50,6 @@ class Backend:
     tunes: bool = False
     mlps: tuple[MlpKind, ...] = (DENSE,)
     slots: bool = False
-    slot_texts: int = 1
     budgets: bool = False
     gate_copies: bool = False
     holds: bool = False
@@ -91,7 +89,6 @@ BACKENDS: Mapping[str, Backend] = MappingProxyType(
                 cache_types=("f32",),
                 sequences=8,
                 mlps=(DENSE, NEURONS, EXPERTS),
-                slots=True,
                 holds=True,
                 traits=frozenset(TRAITS),
             ),
@@ -105,7 +102,6 @@ BACKENDS: Mapping[str, Backend] = MappingProxyType(
                 sequences=8,
                 tunes=True,
                 mlps=(DENSE, NEURONS, EXPERTS),
-                slots=True,
                 holds=True,
                 traits=frozenset(TRAITS),
             ),
@@ -122,7 +118,6 @@ BACKENDS: Mapping[str, Backend] = MappingProxyType(
                 tunes=True,
                 mlps=(DENSE, NEURONS, EXPERTS),
                 slots=True,
-                slot_texts=8,
                 budgets=True,
                 gate_copies=True,
                 holds=True,

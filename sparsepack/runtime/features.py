@@ -153,16 +153,9 @@ FEATURES = (
         check_model=check_by_count("cached"),
     ),
     Feature(
-        asked=lambda options, packed: options.divided_by is not None,
-        there=lambda row, options, packed: row.slot_texts >= (options.sequences or 1),
-        refusal="{options.divided_by} with {options.sequences} sequences: slots of the {row.name} backend follow one "
-        "text at a time; use device {devices}, or leave one of them out",
-    ),
-    Feature(
         asked=lambda options, packed: options.vram is not None,
         there=lambda row, options, packed: row.budgets,
-        refusal="vram {options.vram}: the {row.name} backend has no memory of a GPU to divide; use device {devices}, "
-        "or cached",
+        refusal="vram {options.vram}: the {row.name} backend has no memory of a GPU to divide; use device {devices}",
         check_model=check_divides,
     ),
     Feature(

@@ -71,8 +71,8 @@ class EngineOptions:
     )
     cached: float | None = option(
         "Give this share of the neurons slots in the GPU's memory; the processor computes the others, and the GPU a "
-        "part of them over the bus. On device cpu half of the threads stand in for the GPU: the same text, more "
-        "slowly. For files of the format neuron-q4_k (default: no such division).",
+        "part of them over the bus. On device cuda, for files of the format neuron-q4_k (default: all lies on the "
+        "GPU).",
         default=None,
         least=0,
         most=1,
@@ -126,8 +126,6 @@ class EngineOptions:
     def __post_init__(self) -> None:
         check_options(self, UserError, but=("backend",))  # which the table of backends is asked for
         _ = self.vram_bytes
-        if self.cached is not None and self.threads == 1 and self.device == "cpu":
-            raise UserError("cached: its two workers need a thread each; give --threads 2 or more, or leave it out")
 
 
 @dataclass(frozen=True)

@@ -19,11 +19,8 @@ from sparsepack.bench.table import HEADER, bench_table
 from sparsepack.errors import UserError
 from sparsepack.formats.packed import PackedModel
 from sparsepack.models.records.sparse_attention import SparseAttention, TokenPolicy
-from sparsepack.placement.budget import plan_of_share
-from sparsepack.placement.links import Links
 from sparsepack.runtime.cpu.machine import cpu_info
 from sparsepack.runtime.engine import Engine
-from sparsepack.runtime.hybrid.plan import parts_of
 from sparsepack.runtime.options import EngineOptions
 
 TEXT = list(range(20, 36))
@@ -156,45 +153,6 @@ def test_sparse_attention_alone_is_measured_and_tells_from_where_on_it_is_sparse
         found = bench_decode(dataclasses.replace(packed, attention=attention), SETTINGS)
         assert [row["mode"] for row in found["tests"]] == ["dense", "dense", "sparse"]
         assert found["notes"][-1] == f"attention is sparse where {first:,} tokens or more are there{said}"
-
-
-def test_neurons_with_slots_are_told_for_each_decoding_test() -> None:
-    packed = by_neurons(random_model("llama", hidden_size=256, intermediate_size=300, hidden_act="relu"))
-    with_slots = running(cached=0.3, policy="lru", threads=2)
-    prefill, *decoding = (found := bench_decode(packed, with_slots, "model.gguf", TEXT))["tests"]
-    assert "served" not in prefill
-    for row in decoding:
-        assert row["served"]["tokens"] == 12
-        assert 0 < row["served"]["hits"] < row["served"]["needed"]
-    assert "per_token" not in decoding[0]
-    each = decoding[1]["per_token"]
-    assert (each["needed"], each["hits"]) == (decoding[1]["served"]["needed"] / 12, decoding[1]["served"]["hits"] / 12)
-    record = 2 * 256 * 4.5 / 8
-    read = each["bytes"]
-    always = plan_of_share(parts_of(packed, 12, "f32"), 0.3).always_read()[0]
-    assert read["card"] - always + read["bus"] + read["worker"] == pytest.approx(each["needed"] * record)
-    assert read["moved"] == pytest.approx(decoding[1]["served"]["moves"] / 12 * record)
-    assert each["model"] is None
-    assert decoding[0]["served"] == decoding[1]["served"]
-    assert "30 % of the neurons with slots, lru" in found["runtime"]
-    assert [note.partition(": ")[0] for note in found["notes"]] == ["tg12, dense", "tg12, sparse"]
-    assert "us waited; no links measured" in found["notes"][1]
-    assert "served" not in result()["tests"][1]
-
-
-def test_with_links_the_model_of_time_says_what_share_was_reached() -> None:
-    packed = by_neurons(random_model("llama", hidden_size=256, intermediate_size=300, hidden_act="relu"))
-    settings = running(cached=0.3, threads=2)
-    links = Links(1e9, 1e3, 1e2, 1e-5)
-    settings = dataclasses.replace(settings, engine=dataclasses.replace(settings.engine, links=links))
-    found = bench_decode(packed, settings, "model.gguf", TEXT)
-    row = found["tests"][2]
-    model = row["per_token"]["model"]
-    assert model["slowest"] == "host"
-    assert model["share"] == pytest.approx(model["together"] / (row["median_ns"] / 1e9 / 12))
-    offloaded = row["per_token"]["needed"] - row["per_token"]["hits"] + row["served"]["moves"] / 12
-    assert model["host"] == pytest.approx(max(offloaded / 1.1e3, row["served"]["moves"] / 12 / 1e3))
-    assert "most of it reading host memory" in found["notes"][1]
 
 
 def test_random_tokens_repeat_and_begin_with_bos() -> None:

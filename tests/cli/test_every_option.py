@@ -75,20 +75,16 @@ MODES = {
     "eval": (
         "shipped:tiny --perplexity {text} --context 32 --windows 1",
         "{file} --perplexity {text} --context 32 --windows 1 --backend reference",
-        "{neurons} --perplexity {text} --context 32 --windows 1 --backend reference --cached 0.5 --threads 2",
         "shipped:tiny --tasks own --task-path {tasks}",
-        "{neurons} --tasks own --task-path {tasks} --backend reference --cached 0.5 --threads 2",
     ),
     "bench": (
         "{file} -p 4 -n 4 -r 1",
         "{file} -p 4 -n 4 -r 1 --text {text}",
-        "{neurons} -p 4 -n 4 -r 1 --cached 0.5 --threads 2",
     ),
     "generate": (
         "{file} --prompt The -n 2",
         "{file} --prompt The -n 2 --temperature 0",
         "{file} --prompt The -n 2 --temperature 1 --repeat-penalty 1",
-        "{neurons} --prompt The -n 2 --cached 0.5 --threads 2",
     ),
     "serve": ("{file} --port 0", "{file} --port 0 --dense"),
     "tune": ("{file}", "{neurons} --threads 2"),

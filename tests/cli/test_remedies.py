@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 
 import pytest
-from artifacts_for_tests import tiny_by_neurons
 from commands_for_tests import sparsepack
 
 
@@ -59,12 +58,6 @@ def test_verify_against_another_model_begins_with_what_is_wrong(tmp_path: Path, 
     first = result.stdout.splitlines()[0]
     assert first.startswith(f"{tmp_path / 'm.gguf'}: FAILED: packed from shipped:tiny ")
     assert first.endswith("another model, or another version of it")
-
-
-def test_two_workers_are_not_run_on_one_thread(tmp_path: Path) -> None:
-    model = tiny_by_neurons(tmp_path)
-    said = refused("generate", model, "--prompt", "a", "--cached", 0.3, "--threads", 1)
-    assert said.endswith("cached: its two workers need a thread each; give --threads 2 or more, or leave it out")
 
 
 def test_one_thread_is_written_so(tmp_path: Path) -> None:

@@ -3,10 +3,11 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparsepack.placement.links import HALVES, Links, over_the_bus
+from sparsepack.placement.links import Links, over_the_bus
 
 speeds = st.floats(1e3, 1e7)
 counts = st.integers(0, 60)
+EQUAL = Links(1.0, 1.0, 1.0)
 
 
 @given(resident=counts, offloaded=counts, links=st.builds(Links, speeds, speeds, speeds, st.floats(0, 1e-2)))
@@ -17,11 +18,11 @@ def test_no_other_division_is_faster(resident: int, offloaded: int, links: Links
     assert bus == over_the_bus(resident, offloaded, links)
 
 
-def test_two_halves_of_one_processor_have_as_much_each() -> None:
-    assert over_the_bus(resident=10, offloaded=10, links=HALVES) == 0
-    assert over_the_bus(resident=0, offloaded=10, links=HALVES) == 5
-    assert over_the_bus(resident=4, offloaded=10, links=HALVES) == 3
-    assert over_the_bus(resident=0, offloaded=0, links=HALVES) == 0
+def test_where_all_are_equally_fast_both_sides_have_as_much() -> None:
+    assert over_the_bus(resident=10, offloaded=10, links=EQUAL) == 0
+    assert over_the_bus(resident=0, offloaded=10, links=EQUAL) == 5
+    assert over_the_bus(resident=4, offloaded=10, links=EQUAL) == 3
+    assert over_the_bus(resident=0, offloaded=0, links=EQUAL) == 0
 
 
 def test_where_handing_over_costs_more_than_all_else_nothing_is_handed_over() -> None:

@@ -24,10 +24,9 @@ def tune(paths: tuple[Path, ...], device: str, threads: int | None, json_path: s
     Without PATHS: for those of Llamas of 1 and 8 billion parameters. What was found is kept below ~/.cache, and the
     runtime of the device uses it from then on (on the CPU at the same number of threads); output changes by rounding
     only. Of artifacts by neurons it also measures the speeds by which neurons are divided where only some have slots
-    (--cached, --vram): on a CPU of two halves of its threads, on a GPU of the GPU's memory, of the bus, and of the
-    processor, of which --threads then says the threads; of other artifacts on a GPU likewise, for matrices that have no
-    room there. Nothing else should run meanwhile; where other work hides the
-    figures beside a GPU in three attempts, they are refused and not kept.
+    (--cached, --vram), on a GPU: of its memory, of the bus, and of the processor, of which --threads then says the
+    threads; of other artifacts likewise, for matrices that have no room there. Nothing else should run meanwhile; where
+    other work hides the figures beside a GPU in three attempts, they are refused and not kept.
     """
     from sparsepack.tuning import tune as measure
 
@@ -84,17 +83,11 @@ def _links_table(links: Sequence[Mapping[str, Any]]) -> Table:
             row["hidden"],
             *(f"{row['together'][name] / 1e6:.2f} ({row['alone'][name] / 1e6:.2f})" for name in _LINKS),
             f"{row['together']['handover'] * 1e6:.0f}",
-            *(
-                f"{row['together'][name] / 1e9:.1f} ({row['alone'][name] / 1e9:.1f})"
-                for name in _MATRICES
-                if row["copies"]
-            ),
-            *([f"{100 * row['alone']['bus'] / row['copies']:.0f} %"] if row["copies"] else []),
+            *(f"{row['together'][name] / 1e9:.1f} ({row['alone'][name] / 1e9:.1f})" for name in _MATRICES),
+            f"{100 * row['alone']['bus'] / row['copies']:.0f} %",
         ]
         for row in links
     ]
     header = ["channels", *(f"{name}, M/s" for name in _LINKS.values()), "handing over, us"]
-    header += (
-        [*(f"{name}, GB/s" for name in _MATRICES.values()), "the bus, of large copies"] if links[0]["copies"] else []
-    )
+    header += [*(f"{name}, GB/s" for name in _MATRICES.values()), "the bus, of large copies"]
     return Table(header, rows, "neurons per second, both workers at once (one alone)")

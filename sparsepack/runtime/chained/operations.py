@@ -1,6 +1,5 @@
 """The seam between a decoder and the kernels of a backend: products, and the cache that attends."""
 
-from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -8,9 +7,6 @@ from torch import Tensor
 
 from sparsepack.formats.codecs.matrices import PackedMatrix
 from sparsepack.runtime.kv_cache import AttentionShape, KvCache
-
-NeuronFfn = Callable[[Any, Tensor, Tensor, Tensor, Tensor], Tensor]
-"""`Operations.neuron_ffn` takes neurons, x, gate, indices and count."""
 
 
 class Operations(Protocol):
@@ -39,12 +35,6 @@ class Operations(Protocol):
 
     def load_neurons(self, records: PackedMatrix, device: torch.device | str = "cpu") -> Any:
         """Prepare neuron records for `neuron_ffn` and `neuron_matmul`."""
-
-    def new_neurons(self, count: int, hidden: int, device: torch.device | str = "cpu") -> Any:
-        """Room for so many records, loaded ones all of zeros."""
-
-    def copy_neurons(self, to: Any, slots: Tensor, source: Any, records: Tensor) -> None:
-        """Copy loaded records to slots of others."""
 
     def neuron_ffn(self, neurons: Any, x: Tensor, gate: Tensor, indices: Tensor, count: Tensor) -> Tensor:
         """The sum over active neurons of gate_n (up_n . x) down_n."""

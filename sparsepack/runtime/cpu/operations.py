@@ -19,7 +19,6 @@ from torch import Tensor
 from sparsepack.formats.codecs.matrices import ZIGZAG, PackedExperts, PackedMatrix
 from sparsepack.formats.codecs.zigzag import check_steps
 from sparsepack.runtime.backends import backend_named
-from sparsepack.runtime.chained.operations import NeuronFfn
 from sparsepack.runtime.cpu.dispatch import instruction_set, native, operations
 from sparsepack.runtime.cpu.kv_cache import NativeKvCache
 from sparsepack.runtime.cpu.machine import usable_cores
@@ -121,25 +120,12 @@ def load_gates(gates: PackedMatrix) -> Any:
     return operations().load_gates(gates.blocks.contiguous().numpy())
 
 
-def new_neurons(count: int, hidden: int, device: torch.device | str = "cpu") -> Any:
-    """Room for so many records of zeros, as `load_neurons` gives them."""
-    backend_named("cpu").check_device(device)
-    return native().Operations.new_neurons(count, hidden)
-
-
-def copy_neurons(to: Any, slots: Tensor, source: Any, records: Tensor) -> None:
-    """Copy loaded records to slots of others; see `reference.copy_neurons`. May go on beside products."""
-    native().Operations.copy_neurons(to, slots.contiguous().numpy(), source, records.contiguous().numpy())
-
-
 def neuron_ffn(neurons: Any, x: Tensor, gate: Tensor, indices: Tensor, count: Tensor) -> Tensor:
     """The sum over active neurons; see `reference.neuron_ffn`. Same bits every run with as many threads."""
-    return _neuron_ffn(operations(), neurons, x, gate, indices, count)
-
-
-def neuron_ffn_beside(threads: int) -> NeuronFfn:
-    """`neuron_ffn` on so many threads of its own, which may run at the same time as all other operations."""
-    return partial(_neuron_ffn, native().Operations(instruction_set(), threads))
+    y = torch.empty(neurons.hidden)
+    inputs = (each.contiguous().numpy() for each in (x, gate, indices))
+    operations().neuron_ffn(neurons, *inputs, int(count), y.numpy())
+    return y
 
 
 def cold_worker(
@@ -184,13 +170,6 @@ def worker_threads() -> int:
     """How many threads a `cold_worker` has at most: all cores but the caller's and, where there are more, the policy's.
     Threads that spin keep whoever shares their core from running."""
     return max(1, usable_cores() - 2)
-
-
-def _neuron_ffn(kernels: Any, neurons: Any, x: Tensor, gate: Tensor, indices: Tensor, count: Tensor) -> Tensor:
-    y = torch.empty(neurons.hidden)
-    inputs = (each.contiguous().numpy() for each in (x, gate, indices))
-    kernels.neuron_ffn(neurons, *inputs, int(count), y.numpy())
-    return y
 
 
 def neuron_matmul(neurons: Any, x: Tensor, gate: Tensor) -> Tensor:

@@ -62,8 +62,6 @@ class MetalOperations:
     zigzag_matmul = staticmethod(products.zigzag_matmul)
     matmul = staticmethod(products.matmul)
     load_neurons = staticmethod(neurons.load_neurons)
-    new_neurons = staticmethod(neurons.new_neurons)
-    copy_neurons = staticmethod(neurons.copy_neurons)
     neuron_ffn = staticmethod(neurons.neuron_ffn)
     neuron_matmul = staticmethod(neurons.neuron_matmul)
 

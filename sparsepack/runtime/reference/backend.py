@@ -5,8 +5,6 @@ import torch
 from sparsepack.errors import UserError
 from sparsepack.formats.packed import PackedModel
 from sparsepack.runtime.chained.decoder import OperationsDecoder
-from sparsepack.runtime.chained.operations import NeuronFfn
-from sparsepack.runtime.hybrid.decoder import HybridDecoder
 from sparsepack.runtime.kv_cache import AttentionShape
 from sparsepack.runtime.options import EngineOptions
 from sparsepack.runtime.reference import neurons, products
@@ -30,8 +28,6 @@ class ReferenceOperations:
     zigzag_matmul = staticmethod(products.zigzag_matmul)
     matmul = staticmethod(products.matmul)
     load_neurons = staticmethod(neurons.load_neurons)
-    new_neurons = staticmethod(neurons.new_neurons)
-    copy_neurons = staticmethod(neurons.copy_neurons)
     neuron_ffn = staticmethod(neurons.neuron_ffn)
     neuron_matmul = staticmethod(neurons.neuron_matmul)
     new_cache = staticmethod(new_cache)
@@ -58,18 +54,11 @@ def decoder(
     context: int,
     cache_type: str,
     options: EngineOptions,
-) -> OperationsDecoder | HybridDecoder:
+) -> OperationsDecoder:
     usable(device)
-    if options.cached is not None:
-        return HybridDecoder(packed, operations, _beside, device, context, cache_type, options)
     return OperationsDecoder(
         packed, operations, device, context, options.threads, cache_type, sequences=options.sequences or 1
     )
-
-
-def _beside(threads: int) -> NeuronFfn:
-    """Torch runs for several threads at a time, and has the number of its own from what runs it."""
-    return neurons.neuron_ffn
 
 
 def synchronise(device: torch.device) -> None:

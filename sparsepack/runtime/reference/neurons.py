@@ -27,17 +27,6 @@ def load_neurons(records: PackedMatrix, device: torch.device | str = "cpu") -> N
     return Neurons(up, down.t())
 
 
-def new_neurons(count: int, hidden: int, device: torch.device | str = "cpu") -> Neurons:
-    """Room for so many records, all of zeros: slots in another memory, or a buffer on the way there."""
-    return Neurons(*(torch.zeros(count, hidden, device=device) for _ in range(2)))
-
-
-def copy_neurons(to: Neurons, slots: Tensor, source: Neurons, records: Tensor) -> None:
-    """Copy records of `source` to slots of `to`: int32 [n] each. Nobody may read these slots meanwhile."""
-    to.up[slots] = source.up[records].to(to.up.device)
-    to.down[slots] = source.down[records].to(to.down.device)
-
-
 def neuron_ffn(neurons: Neurons, x: Tensor, gate: Tensor, indices: Tensor, count: Tensor) -> Tensor:
     """y = sum over active n of gate_n (up_n . x) down_n: an MLP that reads the records of active neurons alone (KAIROX,
     section 8). The same as with every neuron, as far as the others have a gate of exactly zero.

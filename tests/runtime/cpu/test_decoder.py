@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from native_build import forks, instruction_set_params
-from packed_models import VARIANTS, random_model, stock_model, with_rules
+from packed_models import VARIANTS, by_neurons, random_model, stock_model, with_rules
 from torch import Tensor
 
 from sparsepack.errors import ArtifactError, UserError
@@ -248,3 +248,14 @@ def test_without_kernels_the_reference_runs_and_the_reason_is_told(monkeypatch: 
 def test_the_cpu_backend_runs_on_the_cpu_only() -> None:
     with pytest.raises(UserError, match=r"device meta: .*use device cpu or the reference backend"):
         Engine(model("llama"), device="meta", backend="cpu")
+
+
+def test_no_interrupt_is_lost_on_the_way_to_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """nanobind asks a tensor for its memory in Python, and goes on whatever is raised there."""
+    changes = {"hidden_size": 256, "intermediate_size": 300, "hidden_act": "relu"}
+    engine, asked = Engine(by_neurons(random_model("llama", **changes)), backend="cpu"), list[int]()
+    monkeypatch.setattr(torch.Tensor, "__dlpack__", lambda *_, **__: asked.append(1))
+    engine.prefill([1, 2, 3])
+    engine.step(4)
+    engine.teacher_forced([1, 2, 3, 4], 2)
+    assert not asked

@@ -13,6 +13,7 @@ from worker_sides import PATIENCE, Block, Side, answer, ask, check, gates_of, ma
 
 from sparsepack.formats.codecs.matrices import PackedMatrix, decode_matrix, encode_rows
 from sparsepack.runtime.cpu import dispatch, operations
+from sparsepack.runtime.hybrid import measure
 from sparsepack.runtime.hybrid.handover import LAST_NUMBER, AskedProduct, HandOver, ProductPlaces, next_number, views
 
 skip_without_kernels()
@@ -226,12 +227,12 @@ def test_another_placement_between_steps_changes_rounding_only() -> None:
 
 def test_sizes_that_do_not_fit_are_refused() -> None:
     layout = HandOver(2, 64, 256, 1)
-    records = [operations.new_neurons(64, 256) for _ in range(2)]
+    records = [operations.load_neurons(measure.records(64, 256))] * 2
     memory = np.zeros(layout.size, np.uint8)
     with pytest.raises(ValueError, match="every block"):
         operations.cold_worker(records[:1], memory, layout)
     with pytest.raises(ValueError, match="as wide"):
-        operations.cold_worker([records[0], operations.new_neurons(64, 512)], memory, layout)
+        operations.cold_worker([records[0], operations.load_neurons(measure.records(64, 512))], memory, layout)
     with pytest.raises(ValueError, match="size of the hand-over"):
         operations.cold_worker(records, memory[:-1], layout)
     worker = operations.cold_worker(records, memory, layout)

@@ -121,10 +121,11 @@ def test_a_forgotten_worker_ends_its_threads_in_a_step_too() -> None:
 import numpy as np
 from sparsepack.runtime.cpu import operations
 from sparsepack.runtime.hybrid.handover import HandOver
+from sparsepack.runtime.hybrid.measure import records
 
 layout = HandOver(2, 64, 256, 1)
-records = [operations.new_neurons(64, 256) for _ in range(2)]
-worker = operations.cold_worker(records, np.zeros(layout.size, np.uint8), layout)
+neurons = [operations.load_neurons(records(64, 256))] * 2
+worker = operations.cold_worker(neurons, np.zeros(layout.size, np.uint8), layout)
 worker.begin(1)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)

@@ -1,15 +1,28 @@
 """What the tests of CUDA kernels share."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import simulated
 import torch
 from emulated import Emulation
 
+from sparsepack.formats.packed import PackedModel
+from sparsepack.placement.links import Links
+from sparsepack.runtime.backends import Backend
+from sparsepack.runtime.cpu import operations
+from sparsepack.runtime.cuda import backend
+from sparsepack.runtime.cuda.decoder.decoder import CudaDecoder
 from sparsepack.runtime.cuda.driver.flag_in_data import SENTINEL, workspace
 from sparsepack.runtime.cuda.driver.kernel_set import KERNELS, Kernels
 from sparsepack.runtime.cuda.products import zigzag_products
+from sparsepack.runtime.hybrid.cuda_decoder import CudaHybridDecoder
+from sparsepack.runtime.hybrid.far_decoder import CudaFarDecoder
+from sparsepack.runtime.hybrid.plan import planned
+from sparsepack.runtime.options import EngineOptions
+
+LINKS = Links(resident=5e8, bus=1e7, worker=1e7, handover=1e-6, near=1e9, far_bus=1e8, far_worker=1e8)
 
 
 @pytest.fixture(params=["simulated", pytest.param("gpu", marks=pytest.mark.gpu)])
@@ -49,3 +62,28 @@ def no_copy_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     """The path of older GPUs runs on newer ones, too."""
     macros = zigzag_products._macros
     monkeypatch.setattr(zigzag_products, "_macros", lambda *args: {**macros(*args), "BULK": 0})
+
+
+@pytest.fixture
+def simulated_card(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A GPU whose kernels are plain torch on the CPU; what only asks torch of its GPU says nothing."""
+
+    def decoder(
+        packed: PackedModel, device: torch.device, context: int, cache_type: str, options: EngineOptions
+    ) -> CudaDecoder:
+        if not options.divided_by:
+            return CudaDecoder(packed, device, context, 1, cache_type, kernels=simulated.KERNELS)
+        plan, slow = planned(packed, context, cache_type, options), operations.slow_policy()
+        given: Any = {"measured": LINKS, "kernels": simulated.KERNELS}
+        if not packed.mlp_kind.by_count:
+            return CudaFarDecoder(packed, operations, device, context, cache_type, options, plan, **given)
+        given |= {"slow": slow, "activity": options.activity}
+        return CudaHybridDecoder(packed, operations, device, context, cache_type, options, plan, **given)
+
+    for name, value in {"decoder": decoder, "usable": None, "synchronise": None, "describe": None}.items():
+        monkeypatch.setattr(backend, name, value or (lambda device: "simulated"))
+    monkeypatch.setattr(Backend, "check_device", lambda row, device: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    with simulated.launches():
+        yield

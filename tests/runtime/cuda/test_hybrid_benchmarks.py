@@ -7,20 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import simulated
-import torch
 from click.testing import CliRunner
 from native_build import skip_without_kernels
 
 from sparsepack.formats.packed import PackedModel
 from sparsepack.placement.links import Links
-from sparsepack.runtime.cpu import operations
-from sparsepack.runtime.cuda import backend
-from sparsepack.runtime.cuda.decoder.decoder import CudaDecoder
 from sparsepack.runtime.engine import Engine
-from sparsepack.runtime.hybrid.cuda_decoder import CudaHybridDecoder
-from sparsepack.runtime.hybrid.far_decoder import CudaFarDecoder
-from sparsepack.runtime.hybrid.plan import planned
 from sparsepack.runtime.options import EngineOptions
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
@@ -34,26 +26,12 @@ LINKS = Links(resident=5e8, bus=1e7, worker=1e7, handover=1e-6, near=1e9, far_bu
 
 
 @pytest.fixture
-def _card(monkeypatch: pytest.MonkeyPatch) -> Any:
+def _card(simulated_card: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU whose kernels are plain torch; what only asks torch of its GPU says nothing."""
-
-    def decoder(
-        packed: PackedModel, device: torch.device, context: int, cache_type: str, options: EngineOptions
-    ) -> CudaDecoder:
-        if not options.divided_by:
-            return CudaDecoder(packed, device, context, 1, cache_type, kernels=simulated.KERNELS)
-        plan, slow = planned(packed, context, cache_type, options), operations.slow_policy()
-        given: Any = {"measured": LINKS, "kernels": simulated.KERNELS}
-        if not packed.mlp_kind.by_count:
-            return CudaFarDecoder(packed, operations, device, context, cache_type, options, plan, **given)
-        given |= {"slow": slow, "activity": options.activity}
-        return CudaHybridDecoder(packed, operations, device, context, cache_type, options, plan, **given)
 
     def engine(packed: PackedModel, options: EngineOptions | None = None, **changes: Any) -> Engine:
         return Engine(packed, options, **(changes | {"device": "cpu"} if "backend" in changes else changes))
 
-    for name, value in {"decoder": decoder, "usable": None, "synchronise": None, "describe": None}.items():
-        monkeypatch.setattr(backend, name, value or (lambda device: "simulated"))
     random_neurons, measured = hybrid_decode.random_neurons, list[Links]()
     here = {
         "Engine": engine,
@@ -72,10 +50,6 @@ def _card(monkeypatch: pytest.MonkeyPatch) -> Any:
     }
     for name, value in there.items():
         monkeypatch.setattr(hybrid_matrices, name, value)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    with simulated.launches():
-        yield
 
 
 @pytest.mark.slow

@@ -132,24 +132,6 @@ public:
         return repack_neurons(records.data(), int64_t(records.shape(0)), int32_t(bands), pool_);
     }
 
-    // Takes no lock: copies may go on beside products, as long as nobody reads the slots that are written.
-    static void copy_neurons(NeuronMatrix& to, Array<const int32_t, 1> slots, const NeuronMatrix& from,
-                             Array<const int32_t, 1> records) {
-        expect(to.view.bands == from.view.bands, "neurons: expected records of the same width");
-        expect(slots.shape(0) == records.shape(0), "slots: expected as many as records");
-        for (size_t i = 0; i < slots.shape(0); i++)
-            expect(slots.data()[i] >= 0 && slots.data()[i] < to.view.count && records.data()[i] >= 0 &&
-                       records.data()[i] < from.view.count,
-                   "slots, records: expected numbers of neurons");
-        sparsepack::copy_neurons(to, slots.data(), from.view, records.data(), int64_t(slots.shape(0)));
-    }
-
-    static NeuronMatrix new_neurons(int64_t count, int64_t hidden) {
-        expect(count > 0 && hidden > 0 && hidden % BAND_ROWS == 0, "expected neurons, and whole bands of channels");
-        expect(hidden / BAND_ROWS <= MOST_NEURON_BANDS, "hidden: wider than 16384 channels");
-        return sparsepack::new_neurons(count, int32_t(hidden / BAND_ROWS));
-    }
-
     void unpack_neurons(const NeuronMatrix& m, Array<uint8_t, 2> records) {
         expect((int64_t)records.shape(0) == m.view.count && (int64_t)records.shape(1) == neuron_file_bytes(&m.view),
                "records: expected [neurons, bytes of a record]");
@@ -309,8 +291,6 @@ void bind_operations(nb::module_& m) {
         .def("zigzag_matmul", &Operations::zigzag_matmul, "matrix"_a, "x"_a, "y"_a, Released())
         .def("rows_matmul", &Operations::rows_matmul, "matrix"_a, "x"_a, "y"_a, Released())
         .def("load_neurons", &Operations::load_neurons, "records"_a, Released())
-        .def_static("new_neurons", &Operations::new_neurons, "count"_a, "hidden"_a)
-        .def_static("copy_neurons", &Operations::copy_neurons, "to"_a, "slots"_a, "source"_a, "records"_a, Released())
         .def("unpack_neurons", &Operations::unpack_neurons, "neurons"_a, "records"_a, Released())
         .def("neuron_ffn", &Operations::neuron_ffn, "neurons"_a, "x"_a, "gate"_a, "indices"_a, "count"_a, "y"_a,
              Released())

@@ -98,19 +98,6 @@ GateMatrix repack_gates(const uint8_t* rows, int64_t count, int32_t bands, Pool&
     return {view, std::move(memory)};
 }
 
-NeuronMatrix new_neurons(int64_t count, int32_t bands) {
-    Neurons view = {nullptr, count, bands};
-    Memory memory(count * neuron_stride(&view));
-    view.data = memory.data();
-    return {view, std::move(memory)};
-}
-
-void copy_neurons(NeuronMatrix& to, const int32_t* slots, const Neurons& from, const int32_t* records, int64_t count) {
-    int64_t stride = neuron_stride(&from);
-    for (int64_t i = 0; i < count; i++)
-        std::memcpy(to.memory.data() + slots[i] * stride, from.data + records[i] * stride, stride);
-}
-
 void unpack_neurons(const Neurons& n, uint8_t* records, Pool& pool) {
     int64_t stride = neuron_stride(&n), bytes = neuron_file_bytes(&n);
     for_each_record(0, n.count, pool,

@@ -52,12 +52,6 @@ struct NeuronMatrix {
 // records: [count][neuron_file_bytes]; pages of a file are given back as by `repack_zigzag`.
 NeuronMatrix repack_neurons(const uint8_t* records, int64_t count, int32_t bands, Pool& pool);
 
-// Makes `count` records of zeros.
-NeuronMatrix new_neurons(int64_t count, int32_t bands);
-
-// Copies records[i] of `from` to slots[i] of `to`, which has as many bands.
-void copy_neurons(NeuronMatrix& to, const int32_t* slots, const Neurons& from, const int32_t* records, int64_t count);
-
 // The inverse of `repack_neurons`, byte for byte.
 void unpack_neurons(const Neurons& neurons, uint8_t* records, Pool& pool);
 
