@@ -3,8 +3,10 @@
 import gc
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import compress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +20,52 @@ from sparsepack.workers import resume
 # An example may wait for a core that other workers hold.
 settings.register_profile("shared cores", deadline=None)
 settings.load_profile("shared cores")
+
+
+HAS = {
+    "gpu": torch.cuda.is_available() or bool(os.environ.get("TRITON_INTERPRET")),
+    "mps": torch.backends.mps.is_available(),
+}
+"""Whether tests that are marked so can run; TRITON_INTERPRET=1 is for files whose kernels Triton can interpret."""
+
+
+def pytest_report_header() -> list[str]:
+    return [f"no device for tests marked `{mark}`: they are not collected" for mark, has in HAS.items() if not has]
+
+
+def _can_run(marks: Iterable[Any]) -> bool:
+    return all(HAS.get(mark.name, True) for mark in marks)
+
+
+def _that_run(values: Iterable[Any]) -> list[bool]:
+    return [_can_run(getattr(value, "marks", ())) for value in values]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """No cases are made that need a device that is not there, thousands otherwise; of a test that always does, one."""
+    marks = list(metafunc.definition.iter_markers())
+    sets = [mark.args[1] for mark in marks if mark.name == "parametrize" and isinstance(mark.args[-1], Sequence)]
+    none = not _can_run(marks) or any(values and not any(_that_run(values)) for values in sets)
+    parametrize = metafunc.parametrize
+
+    def that_run(names: Any, values: Iterable[Any], *, ids: Any = None, **settings: Any) -> None:
+        values = list(values)
+        stay = [n == 0 for n in range(len(values))] if none else _that_run(values)
+        if not all(stay):
+            settings.pop("_param_mark", None)  # it would bring the ids of all values
+            values = list(compress(values, stay))
+            ids = ids if ids is None or callable(ids) else list(compress(ids, stay))
+        parametrize(names, values, ids=ids, **settings)
+
+    metafunc.parametrize = that_run  # type: ignore[method-assign]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pycollect_makeitem() -> Iterator[Any]:
+    """Nothing is collected that needs a device that is not there."""
+    made = yield
+    return [item for item in made if _can_run(item.iter_markers())] if isinstance(made, list) else made
 
 
 @pytest.hookimpl(trylast=True)
@@ -35,7 +83,7 @@ _broken: list[str] = []
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """A test begins with one thread of torch's and random numbers of its own, and one that is marked `gpu` is skipped
-    where there is no CUDA device, or none any more; TRITON_INTERPRET=1 is for files whose kernels Triton can interpret.
+    where CUDA cannot be used any more.
 
     Models of tests are small: two threads wait for each other longer than they work, and other tests hold their cores.
     A test of what several threads do says how many.
@@ -43,11 +91,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     if torch.get_num_threads() != 1:  # also where the test before it ran a command with `--threads`
         torch.set_num_threads(1)
     torch.manual_seed(0)  # inputs of a test do not depend on the tests before it, which differ from worker to worker
-    if item.get_closest_marker("gpu"):
-        if not torch.cuda.is_available() and not os.environ.get("TRITON_INTERPRET"):
-            pytest.skip("no CUDA device")
-        if _broken:
-            pytest.skip(f"not judged: CUDA cannot be used in this process since {_broken[0]}")
+    if _broken and item.get_closest_marker("gpu"):
+        pytest.skip(f"not judged: CUDA cannot be used in this process since {_broken[0]}")
 
 
 @pytest.hookimpl(wrapper=True)

@@ -1,268 +1,249 @@
-"""Whether the fast tests notice faults: each mutation below puts one into the source, and its tests must fail.
+"""Whether the fast tests notice faults: each row of `mutations.txt` puts one into the source, and its tests must fail.
 
-    python tools/mutations.py             # every mutation, one after the other
-    python tools/mutations.py sampling    # those of these names
+    python tools/mutations.py               # every fault whose source or tests changed since it was last tried
+    python tools/mutations.py serve zigzag  # those whose names begin so
 
-Mutations are made in the working tree, one at a time, and taken back; so nothing else may use the tree meanwhile, and
-the files must hold no changes of their own. The tests run as `make test` chooses them. A mutation is found by its text
-alone, wherever its file was moved.
+Faults are made in a copy of the tree, build/mutations/tree, never in the checkout; outcomes stay in
+build/mutations/outcomes.json, so that an interrupted run goes on. A fault is found by its text alone, wherever its file
+was moved, and a test file by its name. Each fault runs in a fork of a process that has imported what is not ours. Tests
+that failed run once more without any fault, and must pass.
+
+A row of the table is
+
+    NAME: TEST FILE ...
+    -text that stands in the source once
+    +what takes its place
+
+where either text may have several lines.
 """
 
+import hashlib
+import importlib
+import json
 import os
+import shutil
+import signal
 import subprocess
 import sys
+import sysconfig
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
-SOURCES = ("*.py", "*.inc", "*.h", "*.cpp", "*.cu", "*.cuh")
-FAILED = 1
-"""Pytest's exit status where tests failed; another one means that none ran."""
+TABLE = ROOT / "tools/mutations.txt"
+BUILD = ROOT / "build/mutations"
+SUFFIXES = (".py", ".inc", ".h", ".cpp", ".cu", ".cuh")
+KERNELS = "sparsepack/runtime/cpu"
+SECONDS = 600
+"""A fault whose tests take longer than this counts as killed: it hangs them."""
+THIRD_PARTY = (
+    "torch",
+    "transformers.models.llama.modeling_llama",
+    "hypothesis",
+    "safetensors.torch",
+    "click",
+    "jinja2",
+)
 
 
 @dataclass(frozen=True)
 class Mutation:
-    """A fault.
-
-    old   -- a text that stands in the source once
-    new   -- what takes its place
-    tests -- paths of which at least one test must fail
-    """
+    """A fault: `old` becomes `new`, and at least one test of the files `tests` must fail."""
 
     name: str
+    tests: tuple[str, ...]
     old: str
     new: str
-    tests: tuple[str, ...]
 
 
-MUTATIONS = (
-    Mutation(
-        "thresholds",
-        "{key for key, rule in self.rules.items() if not rule.dense}",
-        "{key for key, rule in self.rules.items() if rule.dense}",
-        ("tests/sparsity/test_thresholds.py",),
-    ),
-    Mutation(
-        "histogram",
-        "inside = (target - below[index - 1]) / counts[index]",
-        "inside = (target - below[index]) / counts[index]",
-        ("tests/calibration/collectors/test_histogram.py",),
-    ),
-    Mutation(
-        "rounding",
-        ".mul(x).round_().clamp_(-STEPS, STEPS)",
-        ".mul(x).trunc_().clamp_(-STEPS, STEPS)",
-        ("tests/formats/codecs/test_block_codecs.py",),
-    ),
-    Mutation(
-        "zigzag",
-        "q4_k.decode(blocks[band], dtype).t()[: whole - top]",
-        "q4_k.decode(blocks[band], dtype).t().flip(0)[: whole - top]",
-        ("tests/formats/codecs/test_zigzag.py",),
-    ),
-    Mutation(
-        "integrity",
-        "bad = [name for name, fine in zip(file.tensors, good, strict=True) if not fine]",
-        "bad = [name for name, fine in zip(file.tensors, good, strict=True) if not fine][1:]",
-        ("tests/formats/containers/test_integrity.py",),
-    ),
-    Mutation(
-        "manifest",
-        "if schema > SCHEMA:",
-        "if schema > SCHEMA + 1:",
-        ("tests/formats/zigzag/test_zigzag_gguf.py", "tests/formats/containers"),
-    ),
-    Mutation(
-        "atomic",
-        "    finally:\n        remove(temporary)\n",
-        "    finally:\n        pass\n",
-        ("tests/files/test_atomic.py",),
-    ),
-    Mutation(
-        "resume",
-        'intact = state.pop("sha256") == hash_of(state)',
-        'intact = bool(state.pop("sha256"))',
-        ("tests/workers/test_resume.py",),
-    ),
-    Mutation(
-        "pruning",
-        "order[..., : pattern.keep], True)",
-        "order[..., -pattern.keep :], True)",
-        ("tests/pruning/test_methods.py",),
-    ),
-    Mutation(
-        "slide",
-        "positions.append(position)",
-        "positions.append(position.flip(1))",
-        ("tests/formats/codecs/test_slide.py",),
-    ),
-    Mutation(
-        "perplexity",
-        'return width // 2 if protocol == "decode" or second_half else 0',
-        'return width // 4 if protocol == "decode" or second_half else 0',
-        ("tests/eval/test_perplexity.py",),
-    ),
-    Mutation(
-        "sampling",
-        "kept = int((cumulative < self.sampling.top_p * total).sum()) + 1",
-        "kept = int((cumulative < self.sampling.top_p * total).sum()) + 2",
-        ("tests/runtime/test_sampling.py",),
-    ),
-    Mutation(
-        "stop",
-        "_, at, self.found = min(found)",
-        "_, at, self.found = max(found)",
-        ("tests/runtime/test_stopping.py",),
-    ),
-    Mutation(
-        "queue",
-        "pushed_out = self._make_room(client) if self._count >= most else None",
-        "pushed_out = self._make_room(client) if self._count > most else None",
-        ("tests/serve/test_worker.py", "tests/serve/test_under_load.py"),
-    ),
-    Mutation(
-        "truncate",
-        "virtual void truncate(int64_t length) { length_ = length; }",
-        "virtual void truncate(int64_t length) { length_ = length + 1; }",
-        ("tests/runtime/test_kv_cache.py",),
-    ),
-    Mutation(
-        "heads",
-        "grouped = q.reshape(keys.shape[0], -1, head_dim)",
-        "grouped = q.flip(0).reshape(keys.shape[0], -1, head_dim)",
-        ("tests/runtime/reference/test_reference.py",),
-    ),
-    Mutation(
-        "budget",
-        "return min(seen, max(share, self.sinks + self.recent))",
-        "return min(seen, share)",
-        ("tests/models/records/test_token_policy.py",),
-    ),
-    Mutation(
-        "placement",
-        "np.copyto(last, np.float32(token + 2), where=needed > 0)",
-        "np.copyto(last, np.float32(token + 2), where=needed == 0)",
-        ("tests/placement/test_policies.py",),
-    ),
-    Mutation(
-        "links",
-        "candidates = sorted({least, min(least + 1, offloaded), offloaded})",
-        "candidates = sorted({0, offloaded})",
-        ("tests/placement/test_links.py",),
-    ),
-    Mutation(
-        "gate",
-        "worst = max(measured, key=partial(_badness, sign))",
-        "worst = min(measured, key=partial(_badness, sign))",
-        ("tests/recipe/test_gates.py",),
-    ),
-    Mutation(
-        "kernel",
-        "store(x + half + i, second * c + first * s);",
-        "store(x + half + i, second * c - first * s);",
-        ("tests/runtime/test_kv_cache.py",),
-    ),
-    Mutation(
-        "whole-texts",
-        "return max(self.policy.budget(seen), min(seen, self.largest_whole))",
-        "return self.policy.budget(seen)",
-        ("tests/runtime/cuda/test_double_sparsity_room.py",),
-    ),
-    Mutation(
-        "geometry",
-        "spared = row * (1 - shape.policy.tokens)",
-        "spared = row * shape.policy.tokens",
-        ("tests/runtime/cuda/test_double_sparsity_room.py",),
-    ),
-    Mutation(
-        "fold",
-        "                piece = piece * scale\n",
-        "                piece = piece / scale\n",
-        ("tests/rotation/test_exact.py",),
-    ),
-    Mutation(
-        "rotation",
-        "    if not error <= bound:\n",
-        "    if not error <= 1:\n",
-        ("tests/rotation/test_rotate_run.py",),
-    ),
-    Mutation(
-        "residual",
-        "x = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + eps)",
-        "x = h * torch.rsqrt(h.square().mean() + eps)",
-        ("tests/calibration/collectors/test_residual.py",),
-    ),
-    Mutation(
-        "procrustes",
-        "return FoundBasis(left @ right, residual",
-        "return FoundBasis((left @ right).t(), residual",
-        ("tests/rotation/test_exact.py", "tests/formats/test_rotated_again.py"),
-    ),
-)
+def read_table(text: str) -> list[Mutation]:
+    """The faults of a table. Raises `ValueError` for a row that is none."""
+    found = []
+    for row in text.split("\n\n"):
+        lines = [line for line in row.splitlines() if line and not line.startswith("#")]
+        if not lines:
+            continue
+        name, _, tests = lines[0].partition(": ")
+        old, new = ("\n".join(line[1:] for line in lines[1:] if line[0] == sign) for sign in "-+")
+        if not tests or not old or any(line[0] not in "-+" for line in lines[1:]):
+            raise ValueError(f"mutations.txt: no fault: {row!r}")
+        found.append(Mutation(name, tuple(tests.split()), old, new))
+    return found
 
 
-def source_of(mutation: Mutation) -> Path:
+def source_of(mutation: Mutation, sources: dict[Path, str]) -> Path:
     """The file that a mutation changes. Raises `ValueError` unless its text stands in one file, once."""
-    files = (file for pattern in SOURCES for file in (ROOT / "sparsepack").rglob(pattern))
-    found = [(file, count) for file in files if (count := file.read_text(encoding="utf-8").count(mutation.old))]
-    if sum(count for _, count in found) != 1:
-        places = ", ".join(f"{file.relative_to(ROOT)} ({count})" for file, count in found) or "no file"
-        raise ValueError(f"expected once in the source, found in {places}: {mutation.old!r}; give it another text")
-    return found[0][0]
+    found = {file: count for file, text in sources.items() if (count := text.count(mutation.old))}
+    if sum(found.values()) != 1:
+        places = ", ".join(f"{file} ({count})" for file, count in found.items()) or "no file"
+        raise ValueError(f"text expected once in the source, found in {places}; give it another: {mutation.old!r}")
+    return next(iter(found))
 
 
-def run_tests(tests: tuple[str, ...]) -> int:
-    """Pytest's exit status for the fast ones of these tests."""
-    marks = ["-m", "not slow and not long and not gpu"]
-    options = ["-q", "-x", "-p", "no:cacheprovider", *marks]
-    ran = subprocess.run(
-        [sys.executable, "-m", "pytest", *options, *tests], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+def files_of(mutation: Mutation, root: Path) -> list[Path]:
+    """Its tests. Raises `ValueError` where one is not there."""
+    found = {name: next((root / "tests").rglob(name), None) for name in mutation.tests}
+    if missing := [name for name, path in found.items() if path is None]:
+        raise ValueError(f"no such test file: {', '.join(missing)}")
+    return [path for path in found.values() if path is not None]
+
+
+def sources_in(root: Path) -> dict[Path, str]:
+    """The source files of the package by their paths from `root`."""
+    files = (file for file in sorted((root / "sparsepack").rglob("*")) if file.suffix in SUFFIXES)
+    return {file.relative_to(root): file.read_text(encoding="utf-8") for file in files}
+
+
+def installed_kernels() -> Path:
+    """The compiled CPU kernels of the checkout's environment."""
+    return next(Path(sysconfig.get_path("platlib"), KERNELS).glob("_native.*"))
+
+
+def copy_tree() -> Path:
+    """A copy of what git knows of the checkout, changes included."""
+    tree = BUILD / "tree"
+    shutil.rmtree(tree, ignore_errors=True)
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        check=True,
     )
-    return ran.returncode
+    for name in filter(None, listed.stdout.decode().split("\0")):
+        if (ROOT / name).is_file():
+            (tree / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, tree / name)
+    # What runs imports the copy, programs that tests start too, and not the installed package.
+    (tree / "sitecustomize.py").write_text(
+        "import sys\nsys.meta_path[:] = [each for each in sys.meta_path if 'ScikitBuild' not in type(each).__name__]\n"
+    )
+    shutil.copy2(installed_kernels(), tree / KERNELS)
+    return tree
 
 
-def build(source: Path) -> None:
-    """Compile the kernels where a source in C++ changed."""
-    if "native" in source.parts:
-        subprocess.run(["make", "build"], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+def build_kernels(tree: Path) -> None:
+    """Compile the CPU kernels of the copy into it."""
+    folder = BUILD / "native"
+    environment = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    if not (folder / "build.ninja").exists():
+        options = ["-G", "Ninja", f"-DPython_EXECUTABLE={sys.executable}", "--log-level=WARNING"]
+        subprocess.run(["cmake", "-S", str(tree), "-B", str(folder), *options], env=environment, check=True)
+    subprocess.run(["ninja", "-C", str(folder)], env=environment, check=True, stdout=subprocess.DEVNULL)
+    shutil.copy2(next(folder.glob("_native.*")), tree / KERNELS)
 
 
-def outcome(mutation: Mutation) -> str:
-    """What became of a mutation: "caught", or what is wrong."""
+class _Failed:
+    """The tests that failed, or could not be collected."""
+
+    def __init__(self) -> None:
+        self.ids: list[str] = []
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            self.ids.append(report.nodeid)
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.failed:
+            self.ids.append(report.nodeid)
+
+
+def run_tests(tree: Path, tests: list[str], stop: bool = True) -> dict[str, object]:
+    """Pytest's exit status for the fast ones of some tests of the copy, which of them failed, and how long it took."""
+    told, log, began = BUILD / "failed.json", BUILD / "last.log", time.monotonic()
+    told.unlink(missing_ok=True)
+    child = os.fork()
+    if child == 0:
+        with log.open("w") as out:
+            os.dup2(out.fileno(), 1)
+            os.dup2(out.fileno(), 2)
+        os.setsid()
+        os.chdir(tree)
+        os.environ["PYTHONPATH"] = str(tree)
+        sys.path[:0] = [str(tree)]
+        sys.modules.pop("sitecustomize", None)
+        importlib.import_module("sitecustomize")
+        failed = _Failed()
+        options = ["-q", *(["-x"] if stop else []), "-n", "0", "-p", "no:cacheprovider", "--tb=short"]
+        status = pytest.main([*options, "-m", "not slow and not long and not gpu", *tests], plugins=[failed])
+        told.write_text(json.dumps({"status": int(status), "failed": failed.ids}))
+        sys.stdout.flush()
+        os._exit(0)
+    signal.signal(signal.SIGALRM, lambda *_: os.killpg(child, signal.SIGKILL))
+    signal.alarm(SECONDS if stop else 0)
+    os.waitpid(child, 0)
+    signal.alarm(0)
+    outcome = json.loads(told.read_text()) if told.exists() else {"status": -1, "failed": ["the tests hung or crashed"]}
+    return {**outcome, "seconds": round(time.monotonic() - began, 1)}
+
+
+def outcome_of(mutation: Mutation, tree: Path, source: Path, tests: list[Path]) -> dict[str, object]:
+    """Whether tests notice a mutation, and which."""
+    compiled, path = "native" in source.parts, tree / source
+    was = path.read_bytes()
     try:
-        source = source_of(mutation)
-    except ValueError as error:
-        return f"NOT FOUND: {error}"
-    was = source.read_bytes()
-    try:
-        source.write_bytes(was.replace(mutation.old.encode(), mutation.new.encode()))
-        build(source)
-        status = run_tests(mutation.tests)
+        path.write_bytes(was.replace(mutation.old.encode(), mutation.new.encode()))
+        if compiled:
+            build_kernels(tree)
+        ran = run_tests(tree, [str(test.relative_to(tree)) for test in tests])
     finally:
-        source.write_bytes(was)
-        os.utime(source)
-        build(source)
-    if status == FAILED:
-        return "caught"
-    return "MISSED" if status == 0 else f"NO TEST RAN: pytest ended with {status}"
+        path.write_bytes(was)
+        shutil.rmtree(path.parent / "__pycache__", ignore_errors=True)
+        if compiled:  # the next build brings the source back, too
+            shutil.copy2(installed_kernels(), tree / KERNELS)
+    killed = ran["status"] in (pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.INTERRUPTED, -1)
+    word = (
+        "killed" if killed else "SURVIVED" if ran["status"] == 0 else f"NO TEST RAN: pytest ended with {ran['status']}"
+    )
+    return {**ran, "outcome": word}
+
+
+def fingerprint(mutation: Mutation, source: str, tests: list[Path]) -> str:
+    """Of all that an outcome depends on first: the fault, its file and its test files."""
+    parts = [repr(mutation), source, *(test.read_text() for test in tests)]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
 def main() -> None:
-    """Run the mutations that the arguments name, or all; exit status 1 unless each is caught."""
-    asked = set(sys.argv[1:])
-    if unknown := asked - {mutation.name for mutation in MUTATIONS}:
-        sys.exit(f"no mutation {', '.join(sorted(unknown))}; there are {', '.join(each.name for each in MUTATIONS)}")
-    chosen = [mutation for mutation in MUTATIONS if not asked or mutation.name in asked]
-    tests = tuple(dict.fromkeys(path for mutation in chosen for path in mutation.tests))
-    if status := run_tests(tests):
-        sys.exit(f"without any mutation pytest ends with {status}: {' '.join(tests)}; the tests must pass first")
-    caught = 0
-    for mutation in chosen:
-        found = outcome(mutation)
-        caught += found == "caught"
-        print(f"{mutation.name:<11} {found}", flush=True)
-    print(f"{caught} of {len(chosen)} caught")
-    sys.exit(caught != len(chosen))
+    """Try the mutations; exit status 1 unless each is killed by a test that passes without it."""
+    mutations = [each for each in read_table(TABLE.read_text()) if each.name.startswith(tuple(sys.argv[1:] or ("",)))]
+    BUILD.mkdir(parents=True, exist_ok=True)
+    kept = BUILD / "outcomes.json"
+    outcomes = json.loads(kept.read_text()) if kept.exists() else {}
+    tree = copy_tree()
+    sources = sources_in(tree)
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    for module in THIRD_PARTY:
+        importlib.import_module(module)
+    fine, killers = 0, dict[str, str]()
+    for mutation in mutations:
+        try:
+            source, tests = source_of(mutation, sources), files_of(mutation, tree)
+        except ValueError as error:
+            print(f"{mutation.name:<34} NOT FOUND: {error}", flush=True)
+            continue
+        mark = fingerprint(mutation, sources[source], tests)
+        if outcomes.get(mutation.name, {}).get("mark") != mark:
+            outcomes[mutation.name] = {**outcome_of(mutation, tree, source, tests), "mark": mark}
+            kept.write_text(json.dumps(outcomes, indent=1))
+        found = outcomes[mutation.name]
+        by = next(iter(found["failed"]), "")
+        if found["outcome"] == "killed" and "::" in by and not found.get("checked"):
+            killers[mutation.name] = by
+        fine += found["outcome"] == "killed"
+        print(f"{mutation.name:<34} {found['outcome']:<9} {found['seconds']:>6} s  {by}", flush=True)
+    if killers:  # all at once, without any fault
+        broken = run_tests(tree, sorted(set(killers.values())), stop=False)["failed"]
+        for name, by in killers.items():
+            outcomes[name]["checked"] = by not in broken
+            if by in broken:
+                fine -= 1
+                print(f"{name:<34} NOT JUDGED: {by} fails without it, too", flush=True)
+        kept.write_text(json.dumps(outcomes, indent=1))
+    print(f"{fine} of {len(mutations)} killed")
+    sys.exit(fine != len(mutations))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ the types that the kernel names, and a grid must be whole threadgroups of whole 
 """
 
 import ctypes
-import hashlib
 import re
 import subprocess
 import sys
@@ -17,10 +16,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
+from compiled import kept
 from torch import Tensor
 
 HERE = Path(__file__).parent / "metal" / "emulation"
@@ -223,33 +224,18 @@ def compile_shader(source: str) -> "Library":
 
 @cache
 def _compiled(source: str) -> "Library":
-    text = prepared(source)
-    folder = _folder()
-    stem = hashlib.sha256(text.encode()).hexdigest()[:16]
-    cpp, library = folder / f"{stem}.cpp", folder / f"{stem}.so"
-    cpp.write_text(text)
-    _zig("-c", "-DSPACES", "-O0", str(cpp), "-o", str(folder / f"{stem}-spaces.o"))
-    _zig("-c", "-fsanitize=thread", str(cpp), "-o", str(folder / f"{stem}.o"))
-    undefined = ("-undefined", "dynamic_lookup") if sys.platform == "darwin" else ()
-    _zig("-shared", "-nostdlib", *undefined, str(folder / f"{stem}.o"), str(_threads()), "-o", str(library))
+    library = kept(prepared(source), (version("ziglang"), sys.platform, *_FLAGS), [HERE], _compile)
     return Library(ctypes.CDLL(str(library)), {of.name: of for of in kernels_of(source)})
 
 
-@cache
-def _folder() -> Path:
-    folder = tempfile.TemporaryDirectory(prefix="sparsepack-metal-")
-    _KEPT.append(folder)
-    return Path(folder.name)
-
-
-_KEPT: list[tempfile.TemporaryDirectory] = []
-
-
-@cache
-def _threads() -> Path:
-    path = _folder() / "threads.o"
-    _zig("-c", str(HERE / "threads.cpp"), "-o", str(path))
-    return path
+def _compile(cpp: Path, library: Path) -> None:
+    undefined = ("-undefined", "dynamic_lookup") if sys.platform == "darwin" else ()
+    with tempfile.TemporaryDirectory(prefix="sparsepack-metal-") as folder:
+        spaces, checked, threads = (f"{folder}/{name}.o" for name in ("spaces", "checked", "threads"))
+        _zig("-c", "-DSPACES", "-O0", str(cpp), "-o", spaces)
+        _zig("-c", "-fsanitize=thread", str(cpp), "-o", checked)
+        _zig("-c", str(HERE / "threads.cpp"), "-o", threads)
+        _zig("-shared", "-nostdlib", *undefined, checked, threads, "-o", str(library))
 
 
 def _zig(*arguments: str) -> None:

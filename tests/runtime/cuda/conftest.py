@@ -44,9 +44,9 @@ def simulated_launches() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def emulation(tmp_path_factory: pytest.TempPathFactory) -> Emulation:
+def emulation() -> Emulation:
     """Kernels that the processor runs."""
-    return Emulation(tmp_path_factory.mktemp("emulated"))
+    return Emulation()
 
 
 @pytest.fixture

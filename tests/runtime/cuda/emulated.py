@@ -7,10 +7,12 @@ import shutil
 import struct
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
+from compiled import kept
 
 from sparsepack.runtime.cuda.driver.compiler import FOLDER
 
@@ -24,31 +26,35 @@ needs_compiler = pytest.mark.skipif(
 )
 
 
+@cache
+def _version() -> str:
+    assert COMPILER is not None
+    return subprocess.run([COMPILER, "--version"], capture_output=True, text=True, check=True).stdout
+
+
 class Emulation:
     """Stands in for `kernel` and `launch` of a module; compiles each variant once."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self) -> None:
         self._made: dict[tuple[str, tuple[str, ...]], ctypes.CDLL] = {}
         self.launches = 0
 
     def kernel(self, file: str, name: str, defines: tuple[str, ...] = (), device: int = 0) -> ctypes.CDLL:
         key = name, defines
         if key not in self._made:
-            stem = "-".join((name, *defines))
-            source, library = self._folder / f"{stem}.cpp", self._folder / f"{stem}.so"
             text = next(FOLDER.glob(f"*/{file}.cu")).read_text()
             text = DYNAMIC.sub(r"\1* const \2 = (\1*)dynamic_shared;", text)
-            source.write_text(
+            text = (
                 f'#include "common/common.cuh"\n{text}\n'
                 'extern "C" void run_it(int x, int y, int threads, int shared, const u64* arguments) {\n'
                 f"    run({name}, x, y, threads, shared, arguments);\n}}\n"
             )
-            macros = [f"-D{define}" for define in defines]
-            where = ("-I", str(HERE), "-I", str(FOLDER))
-            assert COMPILER is not None
-            subprocess.run([COMPILER, *FLAGS, *macros, *where, str(source), "-o", str(library)], check=True)
-            self._made[key] = ctypes.CDLL(str(library))
+            command = [COMPILER, *FLAGS, *(f"-D{define}" for define in defines), "-I", str(HERE), "-I", str(FOLDER)]
+
+            def compile(source: Path, library: Path) -> None:
+                subprocess.run([*command, str(source), "-o", str(library)], check=True)
+
+            self._made[key] = ctypes.CDLL(str(kept(text, [_version(), *FLAGS, *defines], [HERE, FOLDER], compile)))
         return self._made[key]
 
     def launch(self, library: ctypes.CDLL, grid: tuple[int, ...], threads: int, *arguments, shared: int = 0) -> None:
