@@ -29,7 +29,7 @@ from benchmarks.shared.checkpoints import DEFAULT_WORK, Synthetic, synthetic
 from benchmarks.shared.llama_cpp import LlamaCpp, bytes_per_token, check_logits, expect_runs
 from benchmarks.shared.shapes import BILLION, TINY, random_ids
 from benchmarks.shared.timing import expect_near, json_option, median_ratio, of_bound, relative_error, write_figures
-from sparsepack.bench import decode as traffic
+from sparsepack.bench import decode as engine_bench
 from sparsepack.eval.subject import Subject, open_subject
 from sparsepack.formats.open import read_packed
 from sparsepack.models.stock.hooks import site_hooks
@@ -198,7 +198,7 @@ class Measured:
 
     decode: dict[str, list[float]] = field(default_factory=dict)
     prefill: dict[str, list[float]] = field(default_factory=dict)
-    activity: dict[str, traffic.Activity] = field(default_factory=dict)
+    activity: dict[str, engine_bench.Activity] = field(default_factory=dict)
     errors: dict[str, float] = field(default_factory=dict)
     bandwidth: list[float] = field(default_factory=list)
 
@@ -233,7 +233,7 @@ def decode_rows(model: Synthetic, results: Mapping[int, Measured]) -> list[list[
         bandwidth = statistics.median(result.bandwidth)
         for name, speeds in result.decode.items():
             speed, activity = statistics.median(speeds), result.activity.get(name, {})
-            needed = traffic.bytes_per_token(packed, activity) if name != PEER else bytes_per_token(model.plain)
+            needed = engine_bench.bytes_per_token(packed, activity) if name != PEER else bytes_per_token(model.plain)
             skipped = skipped_weights(packed, activity).overall if name != PEER else 0.0
             disturbed = " (disturbed)" if max(speeds) > STEADY * min(speeds) else ""
             rows.append(

@@ -26,7 +26,7 @@ from benchmarks.shared.checkpoints import DEFAULT_WORK, random, save_config
 from benchmarks.shared.llama_cpp import LlamaCpp, bytes_per_token, check_logits
 from benchmarks.shared.shapes import BILLION, TINY, Size, random_ids
 from benchmarks.shared.timing import expect_near, median_ratio, of_bound
-from sparsepack.bench import decode as traffic
+from sparsepack.bench import decode as engine_bench
 from sparsepack.calibrate.collect import CalibrateOptions
 from sparsepack.calibrate.collection import calibrate
 from sparsepack.calibrate.folder import load
@@ -236,7 +236,7 @@ def decoded(
                 taken = seconds(engine, ids)
                 active = engine.activity()
                 records = [share for (_, name), share in active.items() if name == "mlp_records"]
-                needed[side.name] = traffic.bytes_per_token(side.packed, active), records
+                needed[side.name] = engine_bench.bytes_per_token(side.packed, active), records
             rates[side.name].append((len(ids) - PROMPT) / taken)
     return [
         [

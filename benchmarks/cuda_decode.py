@@ -42,7 +42,7 @@ from benchmarks.shared.timing import (
     relative_error,
     write_figures,
 )
-from sparsepack.bench import decode as traffic
+from sparsepack.bench.decode import Activity, bytes_per_token, parameters
 from sparsepack.formats.packed import PackedModel
 from sparsepack.runtime.engine import Engine
 from sparsepack.runtime.generation.sampling import Sampler, Sampling
@@ -144,7 +144,7 @@ def measure(packed: PackedModel, thresholds: Thresholds, rounds: int) -> dict[st
     engine = Engine(sparse, device="cuda", context=CONTEXT)
     ids = random_ids(packed.architecture.vocabulary, PROMPT + NEW, seed=3)
 
-    def timed(kind: str, dense: bool) -> tuple[float, traffic.Activity]:
+    def timed(kind: str, dense: bool) -> tuple[float, Activity]:
         taken = (decode_seconds if kind == "chosen" else teacher_forced_seconds)(engine, ids, dense)
         return taken, engine.activity()
 
@@ -157,7 +157,7 @@ def measure(packed: PackedModel, thresholds: Thresholds, rounds: int) -> dict[st
         results[name] = {
             "seconds": statistics.median(seconds),
             "range": [min(seconds), max(seconds)],
-            "bytes": traffic.bytes_per_token(sparse, activity, pads_tails=True),
+            "bytes": bytes_per_token(sparse, activity, pads_tails=True),
             "sparsity": skipped_weights(sparse, activity).overall,
         }
     return results
@@ -242,7 +242,7 @@ def main(
         tried = SPARSITIES if name == "8b" and not quick else (SHOWN,)
         thresholds = find_thresholds(packed, tried)
         results = {sparsity: measure(packed, thresholds[sparsity], rounds) for sparsity in tried}
-        title = f"{name}, {traffic.parameters(packed) / 1e9:.1f} billion parameters; {PROMPT} + {NEW}"
+        title = f"{name}, {parameters(packed) / 1e9:.1f} billion parameters; {PROMPT} + {NEW}"
         click.echo(markdown(Table(HEAD, decode_rows(results[SHOWN], bandwidth, peer.decode), title)))
         if len(tried) > 1:
             rows = [decode_rows(results[each], bandwidth, peer.decode, KINDS[1:])[-1] for each in tried]

@@ -47,7 +47,7 @@ from benchmarks.shared.timing import device_line, expect_near, in_turns, relativ
 from sparsepack.formats.packed import PackedModel
 from sparsepack.placement.budget import Parts, in_words
 from sparsepack.placement.options import MOST_LISTED
-from sparsepack.placement.ways import per_token
+from sparsepack.placement.traffic import per_token
 from sparsepack.runtime.engine import Engine
 from sparsepack.runtime.hybrid.cuda_decoder import CudaHybridDecoder
 from sparsepack.runtime.hybrid.plan import parts_of, planned

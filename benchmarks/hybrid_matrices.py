@@ -39,7 +39,7 @@ from sparsepack.formats.codecs.matrices import PackedMatrix
 from sparsepack.formats.packed import DenseMlp, PackedLayer, PackedModel, PackedSite
 from sparsepack.models.architecture import architecture_of
 from sparsepack.placement.budget import in_words
-from sparsepack.placement.ways import per_token
+from sparsepack.placement.traffic import per_token
 from sparsepack.runtime.engine import Engine
 from sparsepack.runtime.hybrid.far_decoder import CudaFarDecoder
 from sparsepack.runtime.hybrid.plan import parts_of

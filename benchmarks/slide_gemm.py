@@ -18,7 +18,7 @@ from torch import Tensor
 
 from benchmarks.shared.timing import json_option, write_figures
 from sparsepack.bench.linears import TOKENS, Contender, Linear, Run, bench_linears, copies
-from sparsepack.bench.table import linears_table
+from sparsepack.bench.run import linears_table
 from sparsepack.formats.codecs.slide import quantise_rows
 
 QWEN_7B = (

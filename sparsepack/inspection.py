@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from sparsepack.errors import ArtifactError
-from sparsepack.eval.standard_error import with_error
+from sparsepack.eval.results import with_error
 from sparsepack.progress import counted
 from sparsepack.tables import Table
 

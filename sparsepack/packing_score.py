@@ -17,7 +17,7 @@ from torch import Tensor
 from sparsepack.calibrate.refitting import fitting_windows
 from sparsepack.calibrate.thresholds import ALLOCATIONS, AllocationOptions, AttentionOptions
 from sparsepack.eval.perplexity import score_protocols, summarise
-from sparsepack.eval.streamed import StreamedScorer
+from sparsepack.eval.scorer import StreamedScorer
 from sparsepack.formats.open import open_artifact
 from sparsepack.formats.table import FORMATS, format_of
 from sparsepack.models.checkpoint.checkpoint import HEAD, Checkpoint

@@ -1,7 +1,7 @@
-"""What this process has of the machine, and how it starts others.
+"""Starting Python processes, and what this process has of the machine: cores, memory, a folder for caches.
 
 Python looks for modules in the working folder first where it is started with `-m` or `-c`: in the folder of a
-downloaded model it would run that folder's code. Every Python process that we start is started by what stands here.
+downloaded model it would run that folder's code. Every Python process that we start is started by `python_module`.
 """
 
 import os
@@ -52,3 +52,16 @@ def most_so_far() -> int:
 
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return most if sys.platform == "darwin" else most << 10
+
+
+def cache_folder() -> Path:
+    """The folder `sparsepack` below $XDG_CACHE_HOME, or ~/.cache.
+
+    Where the user has neither HOME nor an entry it lies below a device: nothing can be read or written there.
+    """
+    if named := os.environ.get("XDG_CACHE_HOME"):
+        return Path(named) / "sparsepack"
+    try:
+        return Path.home() / ".cache" / "sparsepack"
+    except RuntimeError:
+        return Path(os.devnull) / "sparsepack"

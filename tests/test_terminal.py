@@ -17,7 +17,7 @@ import pytest
 from artifacts_for_tests import write_zigzag
 from forks_for_tests import Fork
 
-from sparsepack import uncaught
+from sparsepack import terminal
 from sparsepack.cli import messages
 from sparsepack.cli.command import json_text
 from sparsepack.cli.talk import Answers
@@ -106,7 +106,7 @@ def in_a_thread(text: str) -> None:
 
 def in_an_event_loop(text: str) -> None:
     async def fails() -> None:
-        asyncio.get_running_loop().set_exception_handler(uncaught.of_an_event_loop)
+        asyncio.get_running_loop().set_exception_handler(terminal.of_an_event_loop)
         asyncio.get_running_loop().call_soon(lambda: Broken(text) and int(text))
         await asyncio.sleep(0.01)
 

@@ -28,7 +28,7 @@ from benchmarks.shared.timing import json_option, write_figures
 from sparsepack.errors import UserError
 from sparsepack.formats.codecs.neurons import record_bytes
 from sparsepack.placement.budget import Parts, bytes_in, in_words
-from sparsepack.placement.ways import per_token_in_words
+from sparsepack.placement.traffic import per_token_in_words
 from sparsepack.runtime.cuda.links import measure, measured_links
 from sparsepack.runtime.engine import Engine
 from sparsepack.runtime.generation.sampling import Sampler, Sampling

@@ -1,13 +1,9 @@
-"""Measure prefill and decoding of an artifact, dense and sparse in turns, with one engine.
-
-What the memory of the machine delivers that a benchmark runs on.
-
-The size of a packed model, and how much of the model each decoded token reads.
-"""
+"""Measure prefill and decoding of an artifact, dense and sparse in turns, with one engine; and count the bytes that a
+token reads."""
 
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
@@ -15,12 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsepack.bench import apple
+from sparsepack.bench.bandwidth import bandwidth_of
 from sparsepack.bench.options import BenchSettings
 from sparsepack.errors import UserError
 from sparsepack.formats.packed import PackedModel
-from sparsepack.placement.counts import HitCounts
-from sparsepack.placement.ways import Ways, per_token, per_token_in_words
+from sparsepack.placement.traffic import HitCounts, Ways, per_token, per_token_in_words
 from sparsepack.progress import progress, say
 from sparsepack.runtime.backend_module import opened
 from sparsepack.runtime.backends import backend_named
@@ -28,68 +23,8 @@ from sparsepack.runtime.chained.decoder import torch_threads
 from sparsepack.runtime.cpu.machine import cpu_info
 from sparsepack.runtime.engine import Engine
 from sparsepack.runtime.features import backend_asked
-from sparsepack.runtime.reference.backend import synchronise
 from sparsepack.runtime.skipped import skipped_weights
 from sparsepack.version import __version__
-
-ARRAY_BYTES = 1 << 29
-
-
-@dataclass(frozen=True)
-class Bandwidth:
-    """Bytes a second, and how that is known."""
-
-    bytes_per_second: float
-    how: str
-
-
-def bandwidth_of(device: torch.device) -> Bandwidth:
-    """What a device's memory delivers: as its makers state where a table has the device, else as `read_bandwidth`
-    measures it."""
-    stated = _STATED.get(device.type, _nobody)()
-    if isinstance(stated, Bandwidth):
-        return stated
-    same_threads = " at the same number of threads" if device.type == "cpu" else ""
-    how = f"torch max over {ARRAY_BYTES >> 20} MiB of float32{same_threads}, fastest of 5{stated}"
-    return Bandwidth(read_bandwidth(device), how)
-
-
-def _nobody() -> str:
-    return ""
-
-
-def _apple() -> Bandwidth | str:
-    """What is stated for this machine's chip, or why nothing is."""
-    chip, cores = cpu_info(), apple.gpu_cores()
-    stated = apple.stated_bandwidth(chip, cores)
-    if stated is None:
-        of_cores = "" if cores is None else f" with {cores} GPU cores"
-        return f"; what Apple states for {chip}{of_cores} is not known here"
-    return Bandwidth(stated, f"as Apple states for {chip}")
-
-
-_STATED: Mapping[str, Callable[[], Bandwidth | str]] = {"mps": _apple}
-"""By torch's type of a device, what is stated for the one of this machine, or a text that says why nothing is."""
-
-
-def read_bandwidth(device: torch.device | str = "cpu", nbytes: int = ARRAY_BYTES, repetitions: int = 5) -> float:
-    """Bytes a second that the memory of a device delivers, at torch's present number of threads.
-
-    Times the largest element of a float32 array much larger than the caches, `repetitions` times, and takes the
-    fastest: what disturbs a run only slows it.
-    """
-    array = torch.ones(nbytes // 4, device=device)
-    array.max()
-    return array.nbytes / min(_timed_read(array) for _ in range(repetitions))
-
-
-def _timed_read(array: torch.Tensor) -> float:
-    synchronise(array.device)
-    start = time.perf_counter()
-    array.max()
-    synchronise(array.device)
-    return time.perf_counter() - start
-
 
 Activity = Mapping[tuple[int, str], float]
 """The share of active columns, or of active records, stands under (layer, site), as `Engine.activity` returns it; a
@@ -176,7 +111,7 @@ def bench_decode(
     pieces of `ids` one after the other, and their rows count the tokens of all. Rows of decoding tests also have
     `bytes_per_token` (stored bytes needed, see `bytes_per_token`), `realised_sparsity` (share of the block
     weights skipped), the same `_of_sparse_sites`, and `bandwidth_share` (bytes_per_token * avg_ts over the memory's
-    bandwidth, see `machine.bandwidth_of`). Where neurons have slots, `served` has how many did of those that were
+    bandwidth, see `bandwidth.bandwidth_of`). Where neurons have slots, `served` has how many did of those that were
     active, and of sparse ones `per_token` what a token took (`placement.ways.per_token`), in the last repetition.
 
     Raises `UserError` for a text shorter than a test or a test longer than the model's context.

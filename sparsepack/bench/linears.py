@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sparsepack.bench.decode import read_bandwidth
+from sparsepack.bench.bandwidth import read_bandwidth
 from sparsepack.errors import UserError
 from sparsepack.formats.codecs.slide import Slide, encode, quantise_rows
 from sparsepack.formats.codecs.value_types import VALUE_TYPES

@@ -21,8 +21,7 @@ from sparsepack.cli.command import ARGUMENTS, EFFECTIVE
 from sparsepack.errors import UserError, WorkerLost
 from sparsepack.process import python_environment
 from sparsepack.progress import be_quiet, going_on
-from sparsepack.terminal import printable, tell
-from sparsepack.uncaught import show_uncaught
+from sparsepack.terminal import printable, show_uncaught, tell
 from sparsepack.workers.environment import end_with_launcher, say_done, say_interrupted
 
 INTERRUPTED = 128 + signal.SIGINT

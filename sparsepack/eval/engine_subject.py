@@ -8,7 +8,7 @@ import torch
 
 from sparsepack.errors import UserError
 from sparsepack.eval.protocols import CountingScorer, Done, Logits, Subject, ignored
-from sparsepack.eval.tokens_read import TokensRead
+from sparsepack.eval.scorer import TokensRead
 from sparsepack.formats.manifest import source_made_from
 from sparsepack.formats.open import is_artifact, open_artifact, read_packed
 from sparsepack.formats.packed import PackedModel
@@ -16,7 +16,7 @@ from sparsepack.formats.stock import stock_tokenizer
 from sparsepack.formats.table import FORMATS, those_with
 from sparsepack.models.records.rule import SiteKey
 from sparsepack.models.records.skipped import sparse_sites_of
-from sparsepack.placement.counts import HitCounts
+from sparsepack.placement.traffic import HitCounts
 from sparsepack.progress import say
 from sparsepack.runtime.backends import backend_for, backend_named
 from sparsepack.runtime.engine import Engine

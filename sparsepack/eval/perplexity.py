@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from sparsepack.eval.protocols import Done, WindowScorer, scored_from
+from sparsepack.eval.results import exp_mean, mean
 from sparsepack.eval.scorer import RunningSoftmax, wide
-from sparsepack.eval.standard_error import exp_mean, mean
 from sparsepack.models.stock.hooks import check_finite
 from sparsepack.progress import Shorter, progress
 from sparsepack.workers.dealt import Dealt

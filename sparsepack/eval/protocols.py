@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 if TYPE_CHECKING:
     import torch
 
-    from sparsepack.eval.tokens_read import TokensRead
+    from sparsepack.eval.scorer import TokensRead
     from sparsepack.models.records.rule import SiteKey
     from sparsepack.models.records.sparse_attention import SparseAttention
-    from sparsepack.placement.counts import HitCounts
+    from sparsepack.placement.traffic import HitCounts
     from sparsepack.workers.workers import Workers
 
 Logits = Callable[["torch.Tensor"], "torch.Tensor"]

@@ -1,10 +1,12 @@
-"""A stock transformers model with some positions of each row running sparse; here the whole of it in memory.
+"""Scorers: run a transformers model, some of its positions sparse, and count what these skipped and read.
 
-The softmax of logits that come a part of the vocabulary at a time, so that all of them never exist together.
-
-Inputs of sites as a quantised product takes them: rounded, token by token, and back.
+`SparseScorer` has the whole model in memory. `StreamedScorer` runs it block by block: rows of tokens wait as hidden
+states while one decoder block is at work. It needs two blocks in the type of the arithmetic, the hidden states of the
+rows of a call (`HIDDEN_BYTES` at most unless a single batch has more), and for the logits the output matrix as it is
+stored. Both give the same numbers.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -14,17 +16,75 @@ from torch import nn
 from torch.nn import functional
 
 from sparsepack.eval.protocols import CountingScorer, Done, Logits, ignored
-from sparsepack.eval.tokens_read import TokensRead
 from sparsepack.formats.codecs.slide import dequantised, quantise_rows
 from sparsepack.integration.transformers import double_sparsity
 from sparsepack.models.architecture import logit_cap, sliding_windows
 from sparsepack.models.family import Family
+from sparsepack.models.precision import brought
 from sparsepack.models.records.rule import Rules, SiteKey, active_channels, sparsify
 from sparsepack.models.records.sparse_attention import SparseAttention
 from sparsepack.models.soft_caps import soft_capped
+from sparsepack.models.stock.blocks import BlockSource, BlockStream
 from sparsepack.models.stock.hooks import site_hooks
 from sparsepack.models.stock.whole import backbone_of
 from sparsepack.workers.workers import Workers
+
+
+class TokensRead:
+    """Counts what sparse positions see and read. Every implementation reads exactly the policy's budget, so that the
+    positions are all that must be known.
+
+    attention -- of the model; None: every position reads all that it sees
+    windows   -- per layer, tokens that a position sees at most; 0: all
+    """
+
+    def __init__(self, attention: SparseAttention | None, windows: Sequence[int]) -> None:
+        self._attention, self._windows = attention, windows
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the counts."""
+        self._seen: Counter[int] = Counter()
+        self._read: Counter[int] = Counter()
+
+    def count(self, width: int, lengths: torch.Tensor | None, sparse_from: torch.Tensor) -> None:
+        """Count rows of `width` positions, of which row b is sparse from sparse_from[b] on; `lengths` [B] are those
+        without padding, None where there is none."""
+        if self._attention is None:
+            return
+        stops = [width] * len(sparse_from) if lengths is None else lengths.tolist()
+        for (start, stop), times in Counter(zip(sparse_from.tolist(), stops, strict=True)).items():
+            for window in set(self._windows):
+                seen = [min(n, window or n) for n in range(start + 1, stop + 1)]
+                self._seen[window] += times * sum(seen)
+                self._read[window] += times * sum(map(self._attention.policy.budget, seen))
+
+    def share(self, workers: Workers) -> None:
+        """Count what all workers have counted, at all of them."""
+        said = workers.told([[*self._seen.items()], [*self._read.items()]])
+        self.reset()
+        for seen, read in said:
+            self._seen.update(dict(seen))
+            self._read.update(dict(read))
+
+    def result(self) -> dict[str, Any] | None:
+        """For results: the shares of the tokens seen that were read, beside the policy's `target`; None where the model
+        reads all, or no position was sparse.
+
+        of_sparse_layers, overall -- without dense layers, and with them
+        """
+        if self._attention is None or not self._seen.total():
+            return None
+        layers = list(zip(self._attention.channels, self._windows, strict=True))
+        seen = [self._seen[window] for _, window in layers]
+        read = [(self._seen if channels is None else self._read)[window] for channels, window in layers]
+        sparse = [n for n, (channels, _) in enumerate(layers) if channels is not None]
+        of_sparse = sum(read[n] for n in sparse) / sum(seen[n] for n in sparse) if sparse else 1.0
+        return {
+            "target": float(self._attention.policy.tokens),
+            "of_sparse_layers": of_sparse,
+            "overall": sum(read) / sum(seen),
+        }
 
 
 def wide(values: torch.Tensor) -> torch.Tensor:
@@ -255,3 +315,75 @@ def linear(weight: torch.Tensor, cap: float = 0.0) -> Callable[[torch.Tensor], t
         return soft_capped(functional.linear(hidden, weight), cap)
 
     return product
+
+
+HIDDEN_BYTES = 128 << 20
+"""The hidden states of the rows that wait together take this many bytes. Each such group reads the model once: with 128
+MiB, a model 2048 wide reads its weights for 16,384 tokens, whose products take far longer than reading."""
+
+
+class StreamedScorer(StockScorer):
+    """Runs the model of `source` on a device with `rules` on the positions that are asked to be sparse; hidden states
+    wait on the CPU."""
+
+    def __init__(
+        self,
+        source: BlockSource,
+        rules: Rules,
+        context: int,
+        dtype: torch.dtype = torch.float32,
+        inputs: Mapping[SiteKey, torch.dtype] | None = None,
+        attention: SparseAttention | None = None,
+        device: str = "cpu",
+    ) -> None:
+        super().__init__(source.config, SparsePositions(source.family, rules, device), context, inputs, attention)
+        self.source, self.steps, self.device = source, source.layers, torch.device(device)
+        self._attention = attention
+        self._stream = BlockStream(source, device, dtype, None if attention is None else double_sparsity.NAME)
+        self._output: torch.Tensor | None = None
+
+    def rows_at_once(self, width: int, batch: int) -> int:
+        """How many rows of `width` tokens may wait together in `HIDDEN_BYTES`: one batch at least."""
+        row = width * int(self.source.config.hidden_size) * self._stream.dtype.itemsize
+        return max(batch, HIDDEN_BYTES // row)
+
+    @torch.inference_mode()
+    def hidden(
+        self,
+        input_ids: torch.Tensor,
+        lengths: torch.Tensor | None,
+        sparse_from: torch.Tensor,
+        batch: int | None = None,
+        done: Done = ignored,
+    ) -> torch.Tensor:
+        """What enters the output matrix, [B, S, H]."""
+        self._output = None
+        stream, width = self._stream, input_ids.shape[1]
+        parts = [slice(at, at + (batch or len(input_ids))) for at in range(0, len(input_ids), batch or len(input_ids))]
+        hidden = stream.embed(input_ids)
+        self.tokens_read.count(width, lengths, sparse_from)
+        for layer in range(self.source.layers):
+            stream.load(layer)
+            if self._attention is not None:
+                double_sparsity.attach_layer(stream.block, self._attention, layer)
+            for part in parts:
+                real = None if lengths is None else lengths[part]
+                with self._sparse([(layer, stream.block)], width, real, sparse_from[part]):
+                    hidden[part] = stream(hidden[part])
+                done(len(hidden[part]))
+        stream.unload()
+        finished = hidden  # in place, unless what enters the output matrix has another width
+        for number, row in enumerate(hidden):
+            end = stream.finish(row)
+            if end.shape[-1] != finished.shape[-1]:
+                finished = hidden.new_empty(*hidden.shape[:2], end.shape[-1])
+            finished[number] = end
+        return finished
+
+    def head(self, words: slice) -> Logits:
+        """The output matrix stays as it is stored until `hidden` is called again."""
+        if self._output is None:
+            self._output = self._stream.head()
+        weight = brought(self._output[words], self.device, self._stream.dtype)
+        product = linear(weight, logit_cap(self.source.config))
+        return lambda hidden: product(hidden.to(self.device))

@@ -16,8 +16,7 @@ import torch
 from sparsepack.calibrate.threshold_table import Thresholds
 from sparsepack.errors import UserError
 from sparsepack.eval.protocols import Subject
-from sparsepack.eval.scorer import SparseScorer, StockScorer
-from sparsepack.eval.streamed import StreamedScorer
+from sparsepack.eval.scorer import SparseScorer, StockScorer, StreamedScorer
 from sparsepack.formats.artifact import Artifact
 from sparsepack.formats.manifest import source_made_from
 from sparsepack.formats.open import is_artifact, open_artifact

@@ -18,8 +18,8 @@ import numpy as np
 
 from sparsepack.errors import PlacementError
 from sparsepack.placement.budget import spare_of
-from sparsepack.placement.counts import HitCounts
 from sparsepack.placement.placement import Placement, across_blocks, best, same_share, swaps
+from sparsepack.placement.traffic import HitCounts
 
 Mover = Callable[[int, np.ndarray, np.ndarray], np.ndarray]
 """A mover takes (token, needed [blocks, units], resident bool [blocks, units]) and returns who has slots from the next

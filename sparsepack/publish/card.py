@@ -19,9 +19,9 @@ import yaml
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from sparsepack.bench.table import speed_table
+from sparsepack.bench.run import speed_table
 from sparsepack.errors import UserError
-from sparsepack.eval.tables import accuracy_tables
+from sparsepack.eval.results import accuracy_tables
 from sparsepack.formats.inspect import describe
 from sparsepack.formats.manifest import DISTILLATION, PRUNING, ROTATION
 from sparsepack.inspection import programs_table, score_rows

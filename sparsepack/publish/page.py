@@ -1,10 +1,4 @@
-"""The report of a recipe's run as one page of HTML that needs nothing else: no script, picture or font from afar.
-
-Bars inside a page: no script, colours from the page's style.
-
-Upright ones are SVG with a value under the pointer. Lying ones are HTML, so that long labels take another line and
-letters keep their size at every width of the page.
-"""
+"""The report of a recipe's run as one page of HTML with bars and gates; it loads no script, picture or font."""
 
 import shlex
 from collections import Counter
@@ -16,15 +10,35 @@ from typing import Any
 from jinja2 import UndefinedError
 from markupsafe import Markup
 
-from sparsepack.bench.table import speed_table
+from sparsepack.bench.run import speed_table
 from sparsepack.errors import UserError
-from sparsepack.eval.tables import accuracy_tables, pruning_table
+from sparsepack.eval.results import accuracy_tables, pruning_table
 from sparsepack.inspection import score_rows
 from sparsepack.models.records.rotated import basis_in_words
 from sparsepack.publish.card import REPORT, read_json, render
-from sparsepack.publish.gates import gates_table
-from sparsepack.tables import html
+from sparsepack.tables import Styled, Table, html
 from sparsepack.version import __version__
+
+
+def readable(value: float) -> str:
+    """A measured value or a limit as text: sizes in full, all else to six digits."""
+    return f"{value:,.0f}" if abs(value) >= 1e5 else f"{value:.6g}"
+
+
+def gates_table(verdicts: Sequence[Mapping[str, Any]]) -> Table:
+    """Verdicts as a report has them."""
+    rows = [
+        [
+            verdict["gate"],
+            "not measured" if verdict["measured"] is None else readable(verdict["measured"]),
+            verdict["limit"],
+            verdict["where"],
+            Styled("pass", "good") if verdict["passed"] else Styled("FAIL", "bad"),
+        ]
+        for verdict in verdicts
+    ]
+    return Table(["gate", "measured", "limit", "on", "verdict"], rows)
+
 
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP = 420, 130, 38, 18, 8
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
-from sparsepack.publish.gates import readable
+from sparsepack.publish.page import readable
 from sparsepack.recipe.section import Limit
 
 

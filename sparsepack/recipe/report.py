@@ -11,7 +11,7 @@ from typing import Any
 
 from sparsepack import tables
 from sparsepack.process import cores
-from sparsepack.publish.gates import gates_table
+from sparsepack.publish.page import gates_table
 from sparsepack.recipe.gates import Verdict
 from sparsepack.recipe.run import LIBRARIES, Outcome
 from sparsepack.recipe.stage import Job

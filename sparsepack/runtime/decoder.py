@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from sparsepack.formats.packed import PackedModel
-from sparsepack.placement.counts import HitCounts
-from sparsepack.placement.ways import Ways
+from sparsepack.placement.traffic import HitCounts, Ways
 from sparsepack.runtime.generation.sampling import Sampler
 from sparsepack.runtime.hold import Hold
 from sparsepack.runtime.kv_cache import AttentionShape, CacheState, attention_shape

@@ -14,8 +14,7 @@ from sparsepack.errors import UserError
 from sparsepack.formats.packed import PackedModel
 from sparsepack.models.records.skipped import Skipped
 from sparsepack.models.records.sparse_attention import SparseFrom
-from sparsepack.placement.counts import HitCounts
-from sparsepack.placement.ways import Ways
+from sparsepack.placement.traffic import HitCounts, Ways
 from sparsepack.runtime.backend_module import chosen_backend, opened
 from sparsepack.runtime.backends import Backend, backend_named
 from sparsepack.runtime.decoder import Decoder, stepped

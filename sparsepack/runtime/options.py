@@ -8,9 +8,8 @@ from typing import Any
 from sparsepack.errors import UserError
 from sparsepack.option import LARGEST_COUNT, LARGEST_SEED, check_options, not_with, only_with, option
 from sparsepack.placement.budget import bytes_in
-from sparsepack.placement.links import Links
-from sparsepack.placement.names import ONLINE
-from sparsepack.placement.options import MOST_LISTED
+from sparsepack.placement.machine import Links
+from sparsepack.placement.options import MOST_LISTED, ONLINE
 from sparsepack.runtime.backends import BACKENDS
 
 MOST_THREADS = 1024

@@ -11,8 +11,8 @@ import torch
 
 from sparsepack.errors import OutputError
 from sparsepack.files.atomic import atomic_file, write_json
-from sparsepack.files.cache import cache_folder
 from sparsepack.files.lock import locked
+from sparsepack.process import cache_folder
 from sparsepack.progress import progress
 
 Shape = tuple[int, int]

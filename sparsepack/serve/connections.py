@@ -20,7 +20,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from sparsepack.errors import UserError
 from sparsepack.progress import say
 from sparsepack.serve.refusals import Refusal
-from sparsepack.uncaught import of_an_event_loop
+from sparsepack.terminal import of_an_event_loop
 
 MOST_CONNECTIONS = 1024
 """So many connections there are at most where there are descriptors for more."""

@@ -1,6 +1,7 @@
-"""Serving until a signal says to end: the socket, the signals, and that nothing is left behind."""
+"""The server process: its socket, signals, and the end."""
 
 import asyncio
+import gc
 import hashlib
 import json
 import logging
@@ -26,11 +27,24 @@ from sparsepack.serve.connections import (
     loop_exception_handler,
 )
 from sparsepack.serve.guards import LOOPBACK
-from sparsepack.serve.memory import here_for_good
 from sparsepack.serve.options import ServeOptions
-from sparsepack.serve.prompts import Prompts
+from sparsepack.serve.prepare import Prompts
 from sparsepack.serve.texts import Texts
 from sparsepack.serve.worker import TextWorker
+
+
+@contextmanager
+def here_for_good() -> Iterator[None]:
+    """Let the garbage collector leave alone what is there already: the model, and what was imported. A full collection
+    would look at all of it every now and then, half a million objects; that takes a tenth of a second, in which no
+    other thread runs."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
 
 AFTER_GRACE = 3
 """Answers that were broken off are told so within this many seconds, before connections are cut."""

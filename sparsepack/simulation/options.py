@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from sparsepack.errors import PlacementError
 from sparsepack.option import check_options, not_with, only_with, option
 from sparsepack.placement.budget import bytes_in
-from sparsepack.placement.names import EXTRA, POLICIES, SINGLE
+from sparsepack.placement.options import EXTRA, POLICIES, SINGLE
 
 ORDERS = ("frequency", "random")
 """The names of `simulation.groups`."""

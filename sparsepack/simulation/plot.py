@@ -6,8 +6,8 @@ from typing import Any
 
 from sparsepack.errors import OutputError, UserError
 from sparsepack.files.atomic import atomic_file, check_output
-from sparsepack.placement.names import DRAWN
-from sparsepack.placement.names import POLICIES as NAMES
+from sparsepack.placement.options import DRAWN
+from sparsepack.placement.options import POLICIES as NAMES
 from sparsepack.placement.policies import POLICIES
 
 FORMATS = (".png", ".svg")

@@ -1,8 +1,12 @@
-"""`simulate`: the sessions of a trace under several policies and numbers of slots, with errors, as one result."""
+"""`simulate`: the sessions of a trace under several policies and numbers of slots, with errors, as one result.
 
-from collections.abc import Sequence
+Neurons may move in groups of one block, which are formed by a row of `ORDERS`.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -12,14 +16,56 @@ from sparsepack.calibrate.folder import Calibration
 from sparsepack.calibrate.statistics import has_experts
 from sparsepack.calibrate.trace_file import Trace, calibration_or_trace, load, neuron_counts
 from sparsepack.errors import PlacementError
-from sparsepack.eval.standard_error import mean
+from sparsepack.eval.results import mean
 from sparsepack.placement.budget import Plan, plan_of_share, plan_within
-from sparsepack.placement.counts import HitCounts
 from sparsepack.placement.machine import SHAPES, Machine, dense_split, machine_of, seconds_per_token, shape_of
 from sparsepack.placement.policies import POLICIES, Start, bound, play
+from sparsepack.placement.traffic import HitCounts
 from sparsepack.progress import progress
-from sparsepack.simulation.groups import grouped_frequency, groups_of, needed_of
 from sparsepack.simulation.options import SimulateOptions
+
+_SEED = 0  # of groups at random
+
+
+def _by_frequency(frequency: np.ndarray) -> np.ndarray:
+    return np.argsort(-frequency, axis=1, kind="stable")
+
+
+def _at_random(frequency: np.ndarray) -> np.ndarray:
+    random = np.random.default_rng(_SEED)
+    blocks, neurons = frequency.shape
+    return np.stack([random.permutation(neurons) for _ in range(blocks)])
+
+
+ORDERS: Mapping[str, Callable[[np.ndarray], np.ndarray]] = MappingProxyType(
+    {"frequency": _by_frequency, "random": _at_random}
+)
+"""How often each neuron is active, float64 [blocks, neurons], to an order of them: those of a group side by side."""
+
+
+def groups_of(frequency: np.ndarray, order: str, size: int) -> np.ndarray:
+    """The neurons of each block by groups: int64 [blocks, groups, neurons of a group].
+
+    Groups are in the order of their first neurons. Raises `PlacementError` where a block does not divide into groups.
+    """
+    blocks, neurons = frequency.shape
+    if neurons % size:
+        raise PlacementError(f"--group {size}: {neurons} neurons of a block do not divide into such groups")
+    groups = np.sort(ORDERS[order](frequency).reshape(blocks, -1, size), axis=2)
+    return np.stack([rows[rows[:, 0].argsort()] for rows in groups])
+
+
+def grouped_frequency(frequency: np.ndarray, groups: np.ndarray) -> np.ndarray:
+    """The mean frequency of each group's neurons: float64 [blocks, groups]."""
+    found: np.ndarray = np.take_along_axis(frequency[:, None], groups, axis=2).mean(2)
+    return found
+
+
+def needed_of(trace: Trace, session: int, groups: np.ndarray) -> np.ndarray:
+    """How many neurons of each group were active: uint8 [tokens, blocks, groups]."""
+    blocks = [trace.active(session, block)[:, groups[block]].sum(2, dtype=np.uint8) for block in range(trace.layers)]
+    return np.stack(blocks, axis=1)
+
 
 PRICES = (1.0, 0.25)
 """Bounds are computed for moves at these prices, in neurons that the processor would compute otherwise."""

@@ -10,12 +10,11 @@ import pytest
 import torch
 from packed_models import by_neurons, random_model, stock_model, with_rules
 
+from sparsepack.bench import bandwidth as memory
 from sparsepack.bench import decode
-from sparsepack.bench import decode as machine
-from sparsepack.bench import decode as traffic
 from sparsepack.bench.decode import bench_decode
 from sparsepack.bench.options import BenchSettings
-from sparsepack.bench.table import HEADER, bench_table
+from sparsepack.bench.run import HEADER, bench_table
 from sparsepack.errors import UserError
 from sparsepack.formats.packed import PackedModel
 from sparsepack.models.records.sparse_attention import SparseAttention, TokenPolicy
@@ -34,8 +33,8 @@ LLAMA_BENCH_KEYS = {
 
 @pytest.fixture(autouse=True)
 def _small_array(monkeypatch: pytest.MonkeyPatch) -> None:
-    read = machine.read_bandwidth
-    monkeypatch.setattr(machine, "read_bandwidth", lambda device: read(device, 1 << 20))
+    read = memory.read_bandwidth
+    monkeypatch.setattr(memory, "read_bandwidth", lambda device: read(device, 1 << 20))
 
 
 def running(**changes: Any) -> BenchSettings:
@@ -70,7 +69,7 @@ def test_the_result_is_json_with_llama_bench_s_keys() -> None:
         assert row["n_threads"] == 1
         assert row["backends"] == "reference"
         assert row["cpu_info"] == cpu_info() != ""
-        assert row["model_size"] == traffic.stored_bytes(sparse_model())
+        assert row["model_size"] == decode.stored_bytes(sparse_model())
 
 
 def test_speeds_follow_from_the_samples() -> None:
@@ -90,9 +89,9 @@ def test_bytes_and_sparsity_are_those_of_the_tokens_that_ran() -> None:
         engine.step(id)
     activity = engine.activity()
     assert prefill["bytes_per_token"] is prefill["realised_sparsity"] is prefill["bandwidth_share"] is None
-    assert dense["bytes_per_token"] == traffic.bytes_per_token(sparse_model(), {})
+    assert dense["bytes_per_token"] == decode.bytes_per_token(sparse_model(), {})
     assert dense["realised_sparsity"] == 0
-    assert sparse["bytes_per_token"] == pytest.approx(traffic.bytes_per_token(sparse_model(), activity))
+    assert sparse["bytes_per_token"] == pytest.approx(decode.bytes_per_token(sparse_model(), activity))
     assert 0.2 < sparse["realised_sparsity"] < 0.7
     bandwidth = result()["read_bandwidth"]["bytes_per_second"]
     for row in (dense, sparse):
@@ -221,4 +220,4 @@ def test_a_model_by_neurons_is_measured_with_and_without_skipping_them() -> None
     assert 0.3 * records < saved < 0.7 * records
     assert dense["realised_sparsity"] == 0
     assert sparse["realised_sparsity"] > 0.1
-    assert dense["model_size"] == traffic.stored_bytes(packed)
+    assert dense["model_size"] == decode.stored_bytes(packed)

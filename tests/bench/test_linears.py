@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from sparsepack.bench.linears import Linear, bench_linears, contenders, linears_of
-from sparsepack.bench.table import linears_table
+from sparsepack.bench.run import linears_table
 from sparsepack.errors import UserError
 from sparsepack.models.records.pattern import Pattern
 

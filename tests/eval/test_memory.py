@@ -6,7 +6,7 @@ import pytest
 from memory import command_peak_bytes
 from models_for_tests import TEXT, make_model
 
-from sparsepack.eval.streamed import HIDDEN_BYTES
+from sparsepack.eval.scorer import HIDDEN_BYTES
 from sparsepack.packing import PackRequest, pack
 
 pytestmark = [

@@ -14,10 +14,8 @@ from sparsepack.cli.verbs.evaluate import evaluation_table
 from sparsepack.eval.engine_subject import EngineScorer
 from sparsepack.eval.options import EvalRequest
 from sparsepack.eval.run import evaluate
-from sparsepack.eval.scorer import SparseScorer
-from sparsepack.eval.streamed import StreamedScorer
+from sparsepack.eval.scorer import SparseScorer, StreamedScorer, TokensRead
 from sparsepack.eval.subject import open_subject
-from sparsepack.eval.tokens_read import TokensRead
 from sparsepack.formats.attention import attention_section
 from sparsepack.formats.open import read_packed
 from sparsepack.models.checkpoint.checkpoint import open_checkpoint

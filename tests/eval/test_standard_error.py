@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from sparsepack.eval.standard_error import exp_mean, with_error
+from sparsepack.eval.results import exp_mean, with_error
 
 
 @pytest.mark.parametrize(

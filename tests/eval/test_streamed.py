@@ -6,10 +6,9 @@ import pytest
 import torch
 from models_for_tests import OPT, VOCABULARY, WINDOWED, make_model, make_opt
 
-from sparsepack.eval import streamed
+from sparsepack.eval import scorer as module
 from sparsepack.eval.perplexity import score_windows
-from sparsepack.eval.scorer import SparseScorer
-from sparsepack.eval.streamed import StreamedScorer
+from sparsepack.eval.scorer import SparseScorer, StreamedScorer
 from sparsepack.eval.subject import open_subject
 from sparsepack.models.checkpoint.checkpoint import open_checkpoint
 from sparsepack.models.family import SITES
@@ -80,7 +79,7 @@ def test_padding_changes_no_real_position_and_is_not_counted(scorers):
 
 def test_one_block_waits_as_it_is_stored_and_one_is_held(checkpoint, monkeypatch):
     source, alive, most = type(checkpoint.source), [], []
-    tensor, load = source.tensor, streamed.BlockStream.load
+    tensor, load = source.tensor, module.BlockStream.load
 
     def read(self, name):
         value = tensor(self, name)
@@ -94,7 +93,7 @@ def test_one_block_waits_as_it_is_stored_and_one_is_held(checkpoint, monkeypatch
         assert sum(not next(block.parameters()).is_meta for block in blocks) == 1
 
     monkeypatch.setattr(source, "tensor", read)
-    monkeypatch.setattr(streamed.BlockStream, "load", loaded)
+    monkeypatch.setattr(module.BlockStream, "load", loaded)
     scorer = StreamedScorer(checkpoint, {}, 64)
     hidden = scorer.hidden(IDS, None, torch.full((5,), 24), 1)
     assert max(most) <= len(scorer._stream.block.state_dict()) + 1
@@ -110,7 +109,7 @@ def test_one_block_waits_as_it_is_stored_and_one_is_held(checkpoint, monkeypatch
 @pytest.mark.parametrize("protocol", ["dense", "decode", "all"])
 def test_groups_of_windows_give_the_figures_of_the_whole_model(checkpoint, monkeypatch, protocol):
     """Two windows wait together, so the last group is smaller; the vocabulary comes in uneven parts."""
-    monkeypatch.setattr(streamed, "HIDDEN_BYTES", 2 * 24 * checkpoint.config.hidden_size * 4)
+    monkeypatch.setattr(module, "HIDDEN_BYTES", 2 * 24 * checkpoint.config.hidden_size * 4)
     monkeypatch.setattr("sparsepack.eval.perplexity.WORDS", 200)
     monkeypatch.setattr("sparsepack.eval.perplexity.POSITIONS", 10)
     scorers = whole, blocks = scorers_of(checkpoint)

@@ -10,8 +10,7 @@ from passes import by_a_stream, by_the_stock_model
 from transformers import AutoModelForCausalLM
 
 from sparsepack.errors import CheckpointError, PackingError
-from sparsepack.eval.scorer import SparseScorer
-from sparsepack.eval.streamed import StreamedScorer
+from sparsepack.eval.scorer import SparseScorer, StreamedScorer
 from sparsepack.formats.plain.llama_cpp.keys import architecture_keys
 from sparsepack.models.architecture import architecture_of
 from sparsepack.models.checkpoint.checkpoint import open_checkpoint

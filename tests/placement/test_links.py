@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparsepack.placement.links import Links, over_the_bus
+from sparsepack.placement.machine import Links, over_the_bus
 
 speeds = st.floats(1e3, 1e7)
 counts = st.integers(0, 60)

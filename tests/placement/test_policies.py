@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from sparsepack.errors import PlacementError
 from sparsepack.placement import policies
-from sparsepack.placement.counts import HitCounts
 from sparsepack.placement.policies import POLICIES, Slow, Start, bound, momentum, play, slow
+from sparsepack.placement.traffic import HitCounts
 
 ON_DEMAND = ("static", "lru", "lfu", "momentum", "momentum-threshold", "momentum-letter", "belady-within-blocks")
 """Those that load a neuron only when it is needed."""

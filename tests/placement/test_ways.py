@@ -5,10 +5,8 @@ from dataclasses import replace
 import pytest
 
 from sparsepack.placement.budget import Parts, Plan, work_of
-from sparsepack.placement.counts import HitCounts
-from sparsepack.placement.links import Links
-from sparsepack.placement.machine import Listed, measured_rates, seconds_per_token
-from sparsepack.placement.ways import Traffic, Ways, per_token, per_token_in_words
+from sparsepack.placement.machine import Links, Listed, measured_rates, seconds_per_token
+from sparsepack.placement.traffic import HitCounts, Traffic, Ways, per_token, per_token_in_words
 
 WORK = work_of(hidden=256, intermediate=300, blocks=4, vocabulary=99, texts=1, record=288, model=0)
 PARTS = Parts(1000, 1000, (10,) * 4, (43_200,) * 4, record=288, neurons=300, cache=1000, work=WORK)

@@ -11,7 +11,7 @@ from commands_for_tests import fails, succeeds
 from markdown_it import MarkdownIt
 
 from sparsepack.errors import UserError
-from sparsepack.eval.standard_error import with_error
+from sparsepack.eval.results import with_error
 from sparsepack.formats.inspect import describe
 from sparsepack.models.checkpoint.checkpoint import open_checkpoint
 from sparsepack.publish.card import MARK, model_card, table

@@ -15,8 +15,8 @@ import sparsepack
 from sparsepack.calibrate.prune import PruneOptions
 from sparsepack.errors import UserError
 from sparsepack.formats.codecs.slide import Slide, encode
-from sparsepack.integration.transformers import slid_linear as module
-from sparsepack.integration.transformers.slid_linear import SlidLinear
+from sparsepack.integration.transformers import quantizer as module
+from sparsepack.integration.transformers.quantizer import SlidLinear
 from sparsepack.models.records.groups import kept
 from sparsepack.models.records.pattern import Pattern
 from sparsepack.packing import PackRequest, pack

@@ -18,7 +18,7 @@ from sparsepack.loading import Model, load
 from sparsepack.serve.app import Service
 from sparsepack.serve.connections import LISTEN_BACKLOG
 from sparsepack.serve.options import ServeOptions
-from sparsepack.serve.prompts import Prompts
+from sparsepack.serve.prepare import Prompts
 from sparsepack.serve.server import bound_socket, uvicorn_config
 from sparsepack.serve.texts import Texts
 from sparsepack.serve.worker import TextWorker

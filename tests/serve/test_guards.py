@@ -10,7 +10,7 @@ from serving import Served, wait_until
 from sparsepack.loading import Model
 from sparsepack.serve import guards
 from sparsepack.serve.options import ServeOptions
-from sparsepack.serve.prompts import Prompts
+from sparsepack.serve.prepare import Prompts
 
 BODY = {"model": "tiny", "prompt": "x", "max_tokens": 1}
 NO_NAMES = ["localhost:80@evil.com", "localhost:80:80", "[::1]evil.com", "[::1", "localhost:8a"]

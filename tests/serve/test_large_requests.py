@@ -10,7 +10,7 @@ import pytest
 from serving import Served
 
 from sparsepack.loading import Model
-from sparsepack.serve import prompts
+from sparsepack.serve import prepare
 from sparsepack.serve.guards import MOST_BYTES, MOST_VALUES, check_values
 from sparsepack.serve.options import ServeOptions
 from sparsepack.serve.refusals import Refusal
@@ -38,7 +38,7 @@ def refused(served: Served, body: Any) -> str:
 
 def test_health_answers_while_a_long_prompt_is_tokenised(unbounded: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     events, begun = [], threading.Event()
-    tokenise = prompts.prompt_tokens
+    tokenise = prepare.prompt_tokens
 
     def observed(*args: Any) -> list[int]:
         begun.set()
@@ -46,7 +46,7 @@ def test_health_answers_while_a_long_prompt_is_tokenised(unbounded: Served, monk
         events.append("tokenised")
         return ids
 
-    monkeypatch.setattr(prompts, "prompt_tokens", observed)
+    monkeypatch.setattr(prepare, "prompt_tokens", observed)
     with unbounded.http() as http:
         assert http.get("/health").status_code == 200
         asking = threading.Thread(target=refused, args=(unbounded, {"prompt": " " * 3_500_000}))
@@ -63,7 +63,7 @@ def test_health_answers_while_a_long_prompt_is_tokenised(unbounded: Served, monk
 def test_a_prompt_of_more_bytes_than_can_fit_is_refused_and_not_tokenised(
     served: Served, monkeypatch: pytest.MonkeyPatch, character: str
 ) -> None:
-    monkeypatch.setattr(prompts, "prompt_tokens", lambda *_: pytest.fail("tokenised"))
+    monkeypatch.setattr(prepare, "prompt_tokens", lambda *_: pytest.fail("tokenised"))
     most = served.service.prompts.most_bytes
     assert most is not None
     count = most // len(character.encode()) + 1
@@ -101,7 +101,7 @@ def test_a_body_has_room_for_every_prompt_that_fits_whatever_its_escapes(served:
 def test_a_body_of_too_many_values_is_refused_before_they_are_made(
     served: Served, monkeypatch: pytest.MonkeyPatch, body: bytes
 ) -> None:
-    monkeypatch.setattr("sparsepack.serve.preparing.read_request", lambda *_: pytest.fail("read"))
+    monkeypatch.setattr("sparsepack.serve.prepare.read_request", lambda *_: pytest.fail("read"))
     assert f"the body has more than {MOST_VALUES + 1024:,} JSON values" in refused(served, body)
 
 

@@ -19,9 +19,8 @@ from sparsepack.errors import UserError
 from sparsepack.loading import Model
 from sparsepack.runtime.generation.sampling import TokenLogprob
 from sparsepack.runtime.options import GenerateOptions
-from sparsepack.serve.answers import Answer
+from sparsepack.serve.answers import Answer, completion_likelihoods
 from sparsepack.serve.grammar import GrammarConstraint, Grammars
-from sparsepack.serve.likelihoods import completion_likelihoods
 from sparsepack.serve.options import ServeOptions
 from sparsepack.serve.refusals import Refusal
 from sparsepack.serve.tools import HERMES as HERMES_FORMAT

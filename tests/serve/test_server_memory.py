@@ -9,8 +9,8 @@ import pytest
 
 from sparsepack.loading import Model
 from sparsepack.serve import server
-from sparsepack.serve.memory import here_for_good
 from sparsepack.serve.options import ServeOptions
+from sparsepack.serve.server import here_for_good
 
 
 def test_what_is_there_is_not_collected_and_what_comes_is() -> None:

@@ -4,10 +4,9 @@ import numpy as np
 import pytest
 
 from sparsepack.errors import PlacementError
-from sparsepack.simulation.groups import ORDERS, grouped_frequency, groups_of, needed_of
 from sparsepack.simulation.options import ORDERS as NAMES
 from sparsepack.simulation.options import SimulateOptions
-from sparsepack.simulation.run import simulate
+from sparsepack.simulation.run import ORDERS, grouped_frequency, groups_of, needed_of, simulate
 
 
 def test_the_options_name_every_order():

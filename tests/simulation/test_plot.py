@@ -7,7 +7,7 @@ from click.testing import CliRunner
 
 from sparsepack.cli.app import main
 from sparsepack.errors import OutputError, UserError
-from sparsepack.placement.names import POLICIES as NAMES
+from sparsepack.placement.options import POLICIES as NAMES
 from sparsepack.simulation.options import SimulateOptions
 from sparsepack.simulation.plot import check_plot, plot
 from sparsepack.simulation.run import simulate

@@ -20,7 +20,7 @@ from sparsepack.cli.app import main
 from sparsepack.errors import PlacementError
 from sparsepack.placement.budget import plan_of_share
 from sparsepack.placement.machine import MACHINES, SHAPES, seconds_per_token
-from sparsepack.placement.names import POLICIES as NAMES
+from sparsepack.placement.options import POLICIES as NAMES
 from sparsepack.placement.placement import across_blocks
 from sparsepack.placement.policies import POLICIES
 from sparsepack.simulation.options import SimulateOptions

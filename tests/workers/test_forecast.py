@@ -13,8 +13,8 @@ from sparsepack.calibrate.collect import CalibrateOptions
 from sparsepack.calibrate.collection import forecast
 from sparsepack.calibrate.folder import Calibration, save
 from sparsepack.errors import WorkersError
-from sparsepack.eval.forecast import forecast as measured_by_eval
 from sparsepack.eval.options import EvalRequest
+from sparsepack.eval.run import forecast as measured_by_eval
 from sparsepack.files.text import Text
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
 from sparsepack.models.stock.blocks import BlockStream

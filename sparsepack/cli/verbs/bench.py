@@ -43,7 +43,7 @@ def bench(path: Path, text: str | None, json_path: str | None, **asked: Any) -> 
     """
     settings = BenchSettings(engine=engine_options(asked), **asked)
     from sparsepack.bench.run import bench as measure
-    from sparsepack.bench.table import bench_table, linears_table
+    from sparsepack.bench.run import bench_table, linears_table
 
     result = measure(path, settings, text)
     emit(result, json_path, linears_table if "products" in result else bench_table)

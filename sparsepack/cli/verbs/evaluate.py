@@ -74,7 +74,7 @@ def evaluate(json_path: str | None, dry_run: int | None, **asked: Any) -> None:
     engine = engine_options(asked, EvalRequest)
     EvalRequest(engine=engine, **asked).check()
     if dry_run is not None:
-        from sparsepack.eval.forecast import forecast
+        from sparsepack.eval.run import forecast
 
         tell_forecast(partial(forecast, EvalRequest(engine=engine, **asked)), dry_run)
         return
@@ -90,9 +90,9 @@ def evaluate(json_path: str | None, dry_run: int | None, **asked: Any) -> None:
 def evaluation_table(result: Mapping[str, Any]) -> str:
     """What `eval` measured."""
     from sparsepack.cli.tables import precision
-    from sparsepack.eval.tables import accuracy_tables, share_read, skipped
+    from sparsepack.eval.results import accuracy_tables, share_read, skipped
     from sparsepack.models.records.sparse_attention import in_words
-    from sparsepack.placement.counts import hits_in_words
+    from sparsepack.placement.traffic import hits_in_words
 
     tasks, attention = result["tasks"], result["subject"]["attention"]
     parts: list[str | Table] = [

@@ -61,7 +61,7 @@ def simulate(trace: Path, calibration: Path, plot_path: Path | None, json_path: 
 
 def simulation_table(result: Mapping[str, Any]) -> str:
     """The tables of `simulation.run.simulate`: a row for each policy, a column for each share of the neurons."""
-    from sparsepack.eval.standard_error import with_error
+    from sparsepack.eval.results import with_error
 
     policies = result["policies"]
     width = max(map(len, policies))

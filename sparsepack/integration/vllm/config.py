@@ -117,7 +117,7 @@ class SlidVllmConfig(QuantizationConfig):  # type: ignore[misc]
 @cache
 def _check_bytes(model: str, slides: tuple[tuple[str, Slide], ...]) -> None:
     """Once a process, since vLLM may read a configuration several times."""
-    from sparsepack.integration.transformers.intact import manifest_of_intact
+    from sparsepack.integration.transformers.quantizer import manifest_of_intact
 
     files = sorted(Path(model).glob("*.safetensors"))
     if not files:

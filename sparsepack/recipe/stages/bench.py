@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from sparsepack.bench.options import BenchSettings
-from sparsepack.bench.table import speed_table
+from sparsepack.bench.run import speed_table
 from sparsepack.errors import UserError
 from sparsepack.files.atomic import write_json
 from sparsepack.progress import say
@@ -108,7 +108,7 @@ def _tokens(job: Job, asked: Bench) -> int:
 
 def _memory(job: Job, asked: Bench) -> int:
     """The file and the engine's own order of it, and the array on which the memory's bandwidth is measured."""
-    from sparsepack.bench.decode import ARRAY_BYTES
+    from sparsepack.bench.bandwidth import ARRAY_BYTES
     from sparsepack.recipe.estimates import parameters
 
     return ARRAY_BYTES + parameters(job.checkpoint) * 9 // 8

@@ -7,7 +7,7 @@ from typing import Any
 
 from sparsepack.errors import UserError
 from sparsepack.eval.options import EvalRequest
-from sparsepack.eval.tables import accuracy_tables
+from sparsepack.eval.results import accuracy_tables
 from sparsepack.files.atomic import write_json
 from sparsepack.recipe.section import Recipe
 from sparsepack.recipe.stage import Job, Stage, leaves, read_json
@@ -157,7 +157,7 @@ def tokens_of_one(job: Job, asked: Eval) -> int:
 
 def memory(job: Job, asked: Eval) -> int:
     from sparsepack.eval.perplexity import POSITIONS, WORDS
-    from sparsepack.eval.streamed import HIDDEN_BYTES
+    from sparsepack.eval.scorer import HIDDEN_BYTES
     from sparsepack.recipe.estimates import LIVE, activation_bytes, block_parameters, dtype_bytes, parameters
 
     checkpoint, context, size = job.checkpoint, _context(job, asked), dtype_bytes(job)

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from sparsepack.eval.options import EvalRequest
-from sparsepack.eval.tables import pruning_table
+from sparsepack.eval.results import pruning_table
 from sparsepack.files.atomic import write_json
 from sparsepack.option import default_of
 from sparsepack.recipe.gates import Value, Verdict, judged

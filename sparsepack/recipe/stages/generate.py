@@ -7,7 +7,7 @@ from pydantic import Field
 
 from sparsepack.errors import UserError
 from sparsepack.files.atomic import write_json
-from sparsepack.placement.counts import hits_in_words
+from sparsepack.placement.traffic import hits_in_words
 from sparsepack.progress import say
 from sparsepack.recipe.section import Names, Recipe, Section
 from sparsepack.recipe.stage import Job, Stage, leaves, read_json

@@ -8,8 +8,7 @@ from torch import Tensor
 
 from sparsepack.formats.packed import PackedModel
 from sparsepack.models.soft_caps import soft_capped
-from sparsepack.placement.counts import HitCounts
-from sparsepack.placement.ways import Ways
+from sparsepack.placement.traffic import HitCounts, Ways
 from sparsepack.progress import counted
 from sparsepack.runtime.chained.layer import LoadedLayer, Mode, load_layer
 from sparsepack.runtime.chained.operations import Operations

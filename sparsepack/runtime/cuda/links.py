@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from sparsepack.placement.links import Links
+from sparsepack.placement.machine import Links
 from sparsepack.runtime.cpu.dispatch import instruction_set
 from sparsepack.runtime.cpu.machine import cpu_info
 from sparsepack.runtime.cpu.operations import worker_threads

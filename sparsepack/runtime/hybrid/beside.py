@@ -15,8 +15,7 @@ from sparsepack.formats import packed as stored
 from sparsepack.formats.codecs.matrices import PackedMatrix
 from sparsepack.formats.packed import PackedModel
 from sparsepack.placement.budget import Plan
-from sparsepack.placement.links import Links
-from sparsepack.placement.machine import MACHINES
+from sparsepack.placement.machine import MACHINES, Links
 from sparsepack.progress import counted
 from sparsepack.runtime.cuda.attention.kv_cache import NewCache
 from sparsepack.runtime.cuda.decoder.decoder import CudaDecoder

@@ -6,7 +6,7 @@ from typing import Protocol
 
 import numpy as np
 
-from sparsepack.placement.counts import HitCounts
+from sparsepack.placement.traffic import HitCounts
 from sparsepack.runtime.hybrid.following import Following, Moves
 
 

@@ -10,9 +10,8 @@ from torch import Tensor
 from sparsepack.formats import packed as stored
 from sparsepack.formats.packed import PackedModel
 from sparsepack.placement.budget import Plan
-from sparsepack.placement.counts import HitCounts
-from sparsepack.placement.links import Links
-from sparsepack.placement.ways import Ways
+from sparsepack.placement.machine import Links
+from sparsepack.placement.traffic import HitCounts, Ways
 from sparsepack.progress import counted
 from sparsepack.runtime.cuda.attention.caches import new_cache
 from sparsepack.runtime.cuda.attention.kv_cache import NewCache

@@ -20,8 +20,8 @@ from sparsepack.formats import packed as stored
 from sparsepack.formats.codecs.matrices import ZIGZAG, PackedMatrix
 from sparsepack.formats.codecs.neurons import record_bytes
 from sparsepack.formats.mlp_kinds import MLP_GATE
-from sparsepack.placement.links import Links
-from sparsepack.placement.ways import Traffic
+from sparsepack.placement.machine import Links
+from sparsepack.placement.traffic import Traffic
 from sparsepack.runtime.cuda.decoder.gates import Gate, ZigzagGate, load_gate
 from sparsepack.runtime.cuda.decoder.mlps import NeuronMlp
 from sparsepack.runtime.cuda.decoder.sites import CudaSite

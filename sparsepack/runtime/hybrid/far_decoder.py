@@ -18,9 +18,8 @@ from sparsepack.formats import packed as stored
 from sparsepack.formats.packed import PackedModel
 from sparsepack.models.family import ATTENTION_SITES
 from sparsepack.placement.budget import Plan
-from sparsepack.placement.counts import HitCounts
-from sparsepack.placement.links import Links
-from sparsepack.placement.ways import Traffic, Ways
+from sparsepack.placement.machine import Links
+from sparsepack.placement.traffic import HitCounts, Traffic, Ways
 from sparsepack.progress import counted
 from sparsepack.runtime.cuda.attention.caches import new_cache
 from sparsepack.runtime.cuda.attention.kv_cache import NewCache

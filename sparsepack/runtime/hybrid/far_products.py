@@ -24,7 +24,7 @@ from sparsepack.formats.mlp_kinds import MLP_GATE
 from sparsepack.formats.packed import DenseMlp, NeuronMlp, PackedModel, PackedSite
 from sparsepack.models.family import ATTENTION_SITES
 from sparsepack.placement.budget import Plan
-from sparsepack.placement.links import Links, over_the_bus
+from sparsepack.placement.machine import Links, over_the_bus
 from sparsepack.runtime.cuda.decoder.sites import CudaSite, load_sites, loaded_site
 from sparsepack.runtime.cuda.driver.host_memory import Place
 from sparsepack.runtime.cuda.driver.kernel_set import Kernels

@@ -12,9 +12,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from sparsepack.placement.counts import HitCounts
 from sparsepack.placement.placement import across_blocks
 from sparsepack.placement.policies import Policy, PolicyRun, Slow, Start
+from sparsepack.placement.traffic import HitCounts
 
 
 @dataclass(frozen=True, eq=False)

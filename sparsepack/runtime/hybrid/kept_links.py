@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from sparsepack.files.atomic import write_json
-from sparsepack.placement.links import Links
+from sparsepack.placement.machine import Links
 from sparsepack.runtime.hybrid.measure import MeasuredLinks
 from sparsepack.runtime.tuning import check_room, tuned_path
 

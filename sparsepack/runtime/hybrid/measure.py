@@ -7,7 +7,7 @@ from torch import Tensor
 
 from sparsepack.formats.codecs.matrices import PackedMatrix
 from sparsepack.formats.codecs.neurons import record_bytes
-from sparsepack.placement.links import Links
+from sparsepack.placement.machine import Links
 from sparsepack.runtime.cpu.machine import last_caches
 from sparsepack.runtime.tuning import ROTATION, random_blocks
 

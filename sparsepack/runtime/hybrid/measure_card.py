@@ -23,7 +23,7 @@ import torch
 from sparsepack.errors import UserError
 from sparsepack.formats.codecs.matrices import ZIGZAG, PackedMatrix
 from sparsepack.formats.codecs.zigzag import BAND_ROWS
-from sparsepack.placement.links import Links
+from sparsepack.placement.machine import Links
 from sparsepack.process import cores
 from sparsepack.progress import counted
 from sparsepack.runtime.cpu import operations

@@ -9,7 +9,7 @@ import torch
 
 from sparsepack.formats.packed import NeuronMlp, PackedModel
 from sparsepack.placement.budget import Plan
-from sparsepack.placement.links import Links
+from sparsepack.placement.machine import Links
 from sparsepack.placement.policies import POLICIES
 from sparsepack.runtime.hybrid.following import FollowedNatively, Following, Played
 from sparsepack.runtime.options import DEFAULT_POLICY, EngineOptions

@@ -9,7 +9,7 @@ import torch
 from emulated import Emulation
 
 from sparsepack.formats.packed import PackedModel
-from sparsepack.placement.links import Links
+from sparsepack.placement.machine import Links
 from sparsepack.runtime.backends import Backend
 from sparsepack.runtime.cpu import operations
 from sparsepack.runtime.cuda import backend

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sparsepack.formats.packed import PackedModel
 from sparsepack.placement.budget import Plan
-from sparsepack.placement.links import Links
+from sparsepack.placement.machine import Links
 from sparsepack.runtime.cpu import operations
 from sparsepack.runtime.cuda.driver.kernel_set import Kernels
 from sparsepack.runtime.hybrid.cuda_decoder import CudaHybridDecoder

@@ -8,7 +8,7 @@ import torch
 from simulated_products import gated
 from torch import Tensor
 
-from sparsepack.placement.links import Links, over_the_bus
+from sparsepack.placement.machine import Links, over_the_bus
 from sparsepack.runtime.hybrid.handover import Abort, next_number
 from sparsepack.runtime.reference import products as reference
 

@@ -14,9 +14,8 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from torch import Tensor
 from union import Union, union_logits
 
-from sparsepack.bench import decode as machine
-from sparsepack.bench import decode as traffic
-from sparsepack.bench.decode import bench_decode
+from sparsepack.bench import bandwidth
+from sparsepack.bench.decode import bench_decode, bytes_per_token
 from sparsepack.bench.options import BenchSettings
 from sparsepack.errors import ArtifactError, UserError
 from sparsepack.formats.packed import PackedModel
@@ -228,7 +227,7 @@ def test_a_truncated_sequence_goes_on_from_there() -> None:
 
 
 def test_a_benchmark_of_a_batch_counts_the_tokens_of_all_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "read_bandwidth", lambda device: 1e9)
+    monkeypatch.setattr(bandwidth, "read_bandwidth", lambda device: 1e9)
     packed, ids = model("llama"), TEXTS[0].repeat(3).tolist()
     found = bench_decode(packed, BenchSettings(generate=13, repetitions=2, engine=ON_GPU, batch=3), ids=ids)
     dense, sparse = found["tests"]
@@ -237,7 +236,7 @@ def test_a_benchmark_of_a_batch_counts_the_tokens_of_all_sequences(monkeypatch: 
         ("tg13 x 3", "sparse", 3),
     ]
     assert dense["samples_ts"] == pytest.approx([3 * 13 * 1e9 / ns for ns in dense["samples_ns"]])
-    assert dense["bytes_per_token"] == traffic.bytes_per_token(packed, {}) / 3
+    assert dense["bytes_per_token"] == bytes_per_token(packed, {}) / 3
     assert dense["realised_sparsity"] == 0 < sparse["realised_sparsity"] < 0.7
     with pytest.raises(UserError, match="text of 39 tokens: the tests take 42"):
         bench_decode(packed, BenchSettings(generate=14, engine=ON_GPU, batch=3), ids=ids)

@@ -16,9 +16,8 @@ from watched_policies import Watched, start_of
 from sparsepack.files.text import read_text
 from sparsepack.formats.packed import PackedModel
 from sparsepack.placement import policies
-from sparsepack.placement.links import Links
-from sparsepack.placement.machine import MACHINES
-from sparsepack.placement.names import ONLINE
+from sparsepack.placement.machine import MACHINES, Links
+from sparsepack.placement.options import ONLINE
 from sparsepack.placement.policies import POLICIES, play
 from sparsepack.runtime.cpu import operations
 from sparsepack.runtime.cuda.driver.kernel_set import Kernels

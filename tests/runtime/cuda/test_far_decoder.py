@@ -16,8 +16,8 @@ from sparsepack.bench.decode import stored_bytes
 from sparsepack.errors import PlacementError, UserError
 from sparsepack.formats.packed import PackedModel
 from sparsepack.placement.budget import Plan, plan_of_share, plan_within
-from sparsepack.placement.links import Links
-from sparsepack.placement.ways import per_token, per_token_in_words
+from sparsepack.placement.machine import Links
+from sparsepack.placement.traffic import per_token, per_token_in_words
 from sparsepack.progress import counted
 from sparsepack.runtime.cpu import operations
 from sparsepack.runtime.cuda.driver.kernel_set import Kernels

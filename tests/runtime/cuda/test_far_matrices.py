@@ -11,7 +11,7 @@ from native_build import skip_without_kernels
 from sparsepack.formats.packed import PackedModel
 from sparsepack.models.records.rule import SiteRule
 from sparsepack.placement.budget import Plan, plan_of_share, plan_within
-from sparsepack.placement.links import Links
+from sparsepack.placement.machine import Links
 from sparsepack.runtime.cuda.driver.kernel_set import Kernels
 from sparsepack.runtime.engine import Engine
 from sparsepack.runtime.hybrid.far_products import far_matrices

@@ -18,7 +18,7 @@ from sparsepack.formats.codecs.gate_rows import copied, limits
 from sparsepack.formats.codecs.matrices import PackedMatrix, decode_matrix, encode_rows
 from sparsepack.formats.packed import NeuronMlp, PackedModel
 from sparsepack.placement.budget import Plan
-from sparsepack.placement.links import Links
+from sparsepack.placement.machine import Links
 from sparsepack.runtime.chained import layer as operations_layer
 from sparsepack.runtime.cpu import operations
 from sparsepack.runtime.cuda.driver.host_memory import host_tensors

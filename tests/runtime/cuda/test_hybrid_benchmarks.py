@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from native_build import skip_without_kernels
 
 from sparsepack.formats.packed import PackedModel
-from sparsepack.placement.links import Links
+from sparsepack.placement.machine import Links
 from sparsepack.runtime.engine import Engine
 from sparsepack.runtime.options import EngineOptions
 

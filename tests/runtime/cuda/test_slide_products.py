@@ -9,7 +9,7 @@ from torch import Tensor
 
 from sparsepack.errors import PackingError, UserError
 from sparsepack.formats.codecs.slide import Slide, encode
-from sparsepack.integration.transformers.slid_linear import SlidLinear
+from sparsepack.integration.transformers.quantizer import SlidLinear
 from sparsepack.models.records.groups import kept
 from sparsepack.models.records.pattern import Pattern
 from sparsepack.runtime.cuda.slide import hopper, product

@@ -19,8 +19,8 @@ from sparsepack.files.text import read_text
 from sparsepack.formats.open import read_packed
 from sparsepack.models.tokenizer.windows import rolling_windows
 from sparsepack.placement.budget import plan_of_share
-from sparsepack.placement.counts import HitCounts
-from sparsepack.placement.links import Links
+from sparsepack.placement.machine import Links
+from sparsepack.placement.traffic import HitCounts
 from sparsepack.runtime.backends import backend_named
 from sparsepack.runtime.engine import Engine
 from sparsepack.runtime.features import check_features

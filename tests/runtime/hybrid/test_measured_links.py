@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from sparsepack.placement.links import Links
+from sparsepack.placement.machine import Links
 from sparsepack.runtime.hybrid import measure as measuring
 from sparsepack.runtime.hybrid.kept_links import SCHEMA, keep_links, kept_links, links_path
 from sparsepack.runtime.hybrid.measure import MeasuredLinks

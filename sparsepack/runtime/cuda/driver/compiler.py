@@ -12,7 +12,7 @@ from typing import Any
 
 from sparsepack.errors import OutputError, UserError
 from sparsepack.files.atomic import write_bytes
-from sparsepack.files.cache import cache_folder
+from sparsepack.process import cache_folder
 
 FOLDER = files("sparsepack.runtime.cuda") / "kernels"
 OLDEST = 80

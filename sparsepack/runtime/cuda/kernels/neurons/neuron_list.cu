@@ -8,7 +8,7 @@
 //     request  indices, gates_of, as handover.py draws them: | offloaded ones that the processor computes |
 //
 // Where DIVIDED, a resident neuron has a slot, whose number is listed in place of its own; the last offloaded ones are
-// read over the bus, so many that both sides end together (placement/links.py); all others are asked of the processor,
+// read over the bus, so many that both sides end together (placement/machine.py); all others are asked of the processor,
 // once all of the request is written. Else all are resident, their records in the order of the neurons.
 //
 // Launch: one cluster, grid (CLUSTER), of blocks of 512 threads.
@@ -45,7 +45,7 @@ __device__ __forceinline__ void read(float (&values)[COUNT], At at) {
     for (int i = 0; i < COUNT; ++i) values[i] = at(i) ? load_l2(at(i)) : 0;
 }
 
-// How many of the offloaded neurons the GPU reads itself: `over_the_bus` of placement/links.py. links: seconds a neuron
+// How many of the offloaded neurons the GPU reads itself: `over_the_bus` of placement/machine.py. links: seconds a neuron
 // from slots, over the bus, and by the processor; seconds of a hand-over.
 __device__ __forceinline__ int over_the_bus(int resident, int offloaded, const double* links) {
     const double bus = links[1], worker = links[2], handover = links[3], slots = resident * links[0];
