@@ -59,21 +59,22 @@ def test_what_no_dataclass_declares_decides_nothing(verb: str) -> None:
     assert {name: value for name, value in others.items() if value not in (None, False, (), "")} == {}
 
 
-@pytest.mark.parametrize(("verb", "parameter"), EVERY, ids=lambda each: getattr(each, "name", each))
-def test_an_option_of_a_verb_has_the_default_and_the_limits_of_its_dataclass(verb: str, parameter: Declared) -> None:
-    name = str(parameter.name)
-    assert given(verb).get(name) == (default_of(parameter.options, name) if parameter.expose_value else None)
-    limits = options_of(parameter.options).get(name, Option(""))
-    if isinstance(parameter.type, click.Choice):
-        assert {*parameter.type.choices} - {"auto"} == {*limits.choices} - {"auto"}
-    elif isinstance(parameter.type, click.IntRange | click.FloatRange):
-        low = limits.least if limits.above is None else limits.above
-        high = limits.most if limits.below is None else limits.below
-        assert (parameter.type.min, parameter.type.max) == (low, high)
-        assert (parameter.type.min_open, parameter.type.max_open) == (
-            limits.above is not None,
-            limits.below is not None,
-        )
+@pytest.mark.parametrize("verb", main.commands)
+def test_options_of_a_verb_have_the_defaults_and_the_limits_of_their_dataclasses(verb: str) -> None:
+    for parameter in declared(verb):
+        name = str(parameter.name)
+        assert given(verb).get(name) == (default_of(parameter.options, name) if parameter.expose_value else None)
+        limits = options_of(parameter.options).get(name, Option(""))
+        if isinstance(parameter.type, click.Choice):
+            assert {*parameter.type.choices} - {"auto"} == {*limits.choices} - {"auto"}
+        elif isinstance(parameter.type, click.IntRange | click.FloatRange):
+            low = limits.least if limits.above is None else limits.above
+            high = limits.most if limits.below is None else limits.below
+            assert (parameter.type.min, parameter.type.max) == (low, high)
+            assert (parameter.type.min_open, parameter.type.max_open) == (
+                limits.above is not None,
+                limits.below is not None,
+            )
 
 
 @pytest.mark.parametrize(("stage", "options"), DATACLASSES)

@@ -22,14 +22,6 @@ def commands(command: click.Command, names: tuple[str, ...] = ()) -> Iterator[tu
             yield from commands(inner, (*names, name))
 
 
-OPTIONS = [
-    pytest.param(names, option, id=" ".join((*names, option.opts[-1])))
-    for names, command in commands(main)
-    for option in command.params
-    if isinstance(option, click.Option) and not option.hidden
-]
-
-
 def help_of(names: tuple[str, ...], option: click.Option) -> str:
     """The option's entry in the help text, with the settings that its verb inherits."""
     context = main.make_context("sparsepack", [*names, "x"], resilient_parsing=True)
@@ -40,18 +32,25 @@ def help_of(names: tuple[str, ...], option: click.Option) -> str:
     return record[1]
 
 
-@pytest.mark.parametrize(("names", "option"), OPTIONS)
-def test_every_option_says_what_it_is_and_what_stands_without_it(names: tuple[str, ...], option: click.Option) -> None:
-    assert option.help
-    shown = help_of(names, option)
-    default = option.to_info_dict()["default"]
-    if option.is_flag or option.is_eager or option.required or option.name == "sparsity":  # asked for or not
-        return
-    if default in (None, (), ""):
-        takes_a_value = isinstance(option.type, click.types.IntParamType | click.types.FloatParamType | click.Choice)
-        assert not takes_a_value or option.multiple or "default" in shown.lower(), shown
-    else:
-        assert f"default: {default}" in shown
+def test_every_option_says_what_it_is_and_what_stands_without_it() -> None:
+    wrong = []
+    for names, command in commands(main):
+        for option in command.params:
+            if not isinstance(option, click.Option) or option.hidden:
+                continue
+            shown, default = help_of(names, option), option.to_info_dict()["default"]
+            if option.is_flag or option.is_eager or option.required or option.name == "sparsity":  # asked for or not
+                fine = True
+            elif default in (None, (), ""):
+                takes_value = isinstance(
+                    option.type, click.types.IntParamType | click.types.FloatParamType | click.Choice
+                )
+                fine = not takes_value or option.multiple or "default" in shown.lower()
+            else:
+                fine = f"default: {default}" in shown
+            if not option.help or not fine:
+                wrong.append(f"{' '.join(names)} {option.opts[-1]}: {shown}")
+    assert not wrong, "\n".join(wrong)
 
 
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:

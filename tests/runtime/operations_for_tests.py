@@ -3,6 +3,7 @@ the dequantised weights."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cache, lru_cache
 from typing import Any
 
 import pytest
@@ -197,18 +198,26 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
+@cache
 def packed(rows: int, columns: int) -> PackedMatrix:
-    """A matrix as artifacts store it, with scales of rows, and a tail where it has one."""
+    """A matrix as artifacts store it, with scales of rows, and a tail where it has one; not to be changed."""
     blocks, tail = zigzag.pack_with_tail(normal(rows, columns, seed=rows))
     row_scale = 0.5 + torch.rand(rows, generator=torch.Generator().manual_seed(rows))
     return PackedMatrix(blocks, ZIGZAG, rows, columns, tail, row_scale)
 
 
+@lru_cache(4)
+def decoded(matrix: PackedMatrix) -> Tensor:
+    """Its weights: float64 [rows, columns]."""
+    return decode_matrix(matrix).double()
+
+
+@lru_cache(4)
 def largest_weights(matrix: PackedMatrix) -> Tensor:
     """Bounds of each row's weights, and of the terms that may cancel in them: float64 [rows]. Zigzag's multipliers
     share their precision among the sub-blocks of a superblock, whatever the scale of each."""
     if matrix.type != ZIGZAG:
-        return decode_matrix(matrix).double().abs().amax(1)
+        return decoded(matrix).abs().amax(1)
     ends = []
     for nibbles in (0, 255):
         blocks = matrix.padded().blocks.clone()
@@ -220,7 +229,7 @@ def largest_weights(matrix: PackedMatrix) -> Tensor:
 
 def assert_close_to_product(bounds: Bounds, y: Tensor, matrix: PackedMatrix, x: Tensor, allowance: float = 1) -> None:
     """y [..., rows] against x [..., columns] W^T in float64; `allowance` times the normwise bound."""
-    weight, x = decode_matrix(matrix).double(), x.double()
+    weight, x = decoded(matrix), x.double()
     expected = x @ weight.T
     largest = x.abs().amax(-1, keepdim=True) * largest_weights(matrix) * matrix.columns
     assert y.dtype == torch.float32

@@ -24,24 +24,34 @@ def test_the_cache_says_its_type_and_is_empty(backend: Backend) -> None:
     assert list(pair.ours.lengths) == [0, 0]
 
 
-@pytest.mark.parametrize("ratio", [1, 2, 4, 8])
-@pytest.mark.parametrize("kv_heads", [1, 3])
+@pytest.mark.parametrize(("kv_heads", "ratio"), [(1, 1), (1, 8), (3, 2), (3, 4)])
 def test_queries_share_keys(backend: Backend, kv_heads: int, ratio: int) -> None:
     pair = both(backend, (ratio * kv_heads, kv_heads))
     for count in (5, 1, 1):
         pair.positions(count)
 
 
-@pytest.mark.parametrize("head_dim", [2, 6, 18, 24, 40, 66, 80, 128])
-@pytest.mark.parametrize("norms", [False, True])
+@pytest.mark.parametrize(
+    ("head_dim", "norms"),
+    [(2, True), (6, False), (18, True), (24, False), (40, True), (66, False), (80, True), (128, False), (128, True)],
+)
 def test_heads_of_any_even_width(backend: Backend, head_dim: int, norms: bool) -> None:
     pair = both(backend, head_dim=head_dim, changed=norms)
     for count in (1, 7, 1):
         pair.positions(count)
 
 
-@pytest.mark.parametrize("counts", [(1,) * 5, (17,), (3, 16, 1, 33, 2, 1)], ids=str)
-@pytest.mark.parametrize("windows", [(0,), (1,), (4, 0, 19)], ids=str)
+@pytest.mark.parametrize(
+    ("windows", "counts"),
+    [
+        ((0,), (17,)),
+        ((1,), (1,) * 5),
+        ((0,), (3, 16, 1, 33, 2, 1)),
+        ((4, 0, 19), (3, 16, 1, 33, 2, 1)),
+        ((4, 0, 19), (17,)),
+    ],
+    ids=str,
+)
 def test_positions_come_one_by_one_or_many_at_once(
     backend: Backend, windows: tuple[int, ...], counts: tuple[int, ...]
 ) -> None:

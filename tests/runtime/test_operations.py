@@ -1,5 +1,7 @@
 """The products of every backend with zigzag matrices, against float64 products of the dequantised weights."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -33,25 +35,21 @@ def gemv(backend: Backend, matrix: PackedMatrix, x: Tensor, threshold: Tensor) -
 # one input, and several
 
 
-@pytest.mark.parametrize("kind", ["scalar", "vector"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_gemv_is_the_product_with_the_active_columns(backend: Backend, shape: tuple[int, int], kind: str) -> None:
+def test_products_with_some_all_and_no_columns_are_right_and_the_same_every_run(
+    backend: Backend, shape: tuple[int, int]
+) -> None:
     matrix, x = packed(*shape), normal(shape[1], seed=2)
-    threshold = torch.tensor(0.5) if kind == "scalar" else normal(shape[1], seed=3).abs()
-    y = gemv(backend, matrix, x, threshold)
-    assert_close_to_product(backend.bounds, y, matrix, torch.where(x.abs() > threshold, x, 0))
-
-
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_gemv_with_every_column_active_is_the_whole_product(backend: Backend, shape: tuple[int, int]) -> None:
-    matrix, x = packed(*shape), normal(shape[1], seed=2)
-    assert_close_to_product(backend.bounds, gemv(backend, matrix, x, torch.tensor(-1.0)), matrix, x)
-
-
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_gemv_with_no_active_column_is_zero(backend: Backend, shape: tuple[int, int]) -> None:
-    y = gemv(backend, packed(*shape), normal(shape[1]), torch.tensor(1e9))
-    assert torch.equal(y, torch.zeros(shape[0]))
+    for threshold in (torch.tensor(0.5), normal(shape[1], seed=3).abs(), torch.tensor(-1.0)):
+        y = gemv(backend, matrix, x, threshold)
+        assert_close_to_product(backend.bounds, y, matrix, torch.where(x.abs() > threshold, x, 0))
+        assert all(torch.equal(gemv(backend, matrix, x, threshold), y) for _ in range(2))
+    assert torch.equal(gemv(backend, matrix, x, torch.tensor(1e9)), torch.zeros(shape[0]))
+    loaded = backend.products.load_zigzag(matrix)
+    for batch in (1, 2, 17):
+        x = normal(batch, shape[1], seed=2)
+        y = backend.products.zigzag_matmul(loaded, x.to(backend.device)).cpu()
+        assert_close_to_product(backend.many, y, matrix, x)
 
 
 @pytest.mark.parametrize("active", [1, 2, 3, 7, 63, 65, 299])
@@ -90,15 +88,11 @@ def test_gemv_never_reads_inactive_inputs(backend: Backend) -> None:
     assert_close_to_product(backend.bounds, y, matrix, torch.where(x.abs() > 0.5, x, 0))
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_gemv_gives_the_same_bits_every_run(backend: Backend, shape: tuple[int, int]) -> None:
-    matrix, x, threshold = packed(*shape), normal(shape[1], seed=2), torch.tensor(0.4)
-    first = gemv(backend, matrix, x, threshold)
-    assert all(torch.equal(gemv(backend, matrix, x, threshold), first) for _ in range(3))
-
-
-@pytest.mark.parametrize("threads", [2, 3, 7])
-@pytest.mark.parametrize("shape", [(257, 33), (700, 513), (4352, 130), (1024, 2048)], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "threads"),
+    [((257, 33), 2), ((700, 513), 3), ((700, 513), 7), ((4352, 130), 7), ((1024, 2048), 2)],
+    ids=str,
+)
 def test_gemv_with_several_threads(backend: Backend, shape: tuple[int, int], threads: int) -> None:
     """The same bits every run; the reference's are those of one thread, too."""
     matrix, x, threshold = packed(*shape), normal(shape[1], seed=2), torch.tensor(0.4)
@@ -118,15 +112,6 @@ def test_matmul_with_several_threads(backend: Backend, batch: int, threads: int)
     loaded = backend.products.load_zigzag(matrix)
     with torch_threads(threads):
         y = backend.products.zigzag_matmul(loaded, x.to(backend.device)).cpu()
-    assert_close_to_product(backend.many, y, matrix, x)
-
-
-@pytest.mark.parametrize("batch", [1, 2, 17])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_zigzag_matmul_is_the_whole_product(backend: Backend, shape: tuple[int, int], batch: int) -> None:
-    matrix, x = packed(*shape), normal(batch, shape[1], seed=2)
-    loaded = backend.products.load_zigzag(matrix)
-    y = backend.products.zigzag_matmul(loaded, x.to(backend.device)).cpu()
     assert_close_to_product(backend.many, y, matrix, x)
 
 
@@ -245,8 +230,9 @@ def test_a_tail_and_a_padded_band_are_the_same_matrix(backend: Backend, shape: t
 
 
 def test_a_tail_with_several_steps_in_a_column_is_refused(backend: Backend) -> None:
-    matrix = packed(192, 4)
-    assert matrix.tail is not None
+    whole = packed(192, 4)
+    assert whole.tail is not None
+    matrix = replace(whole, tail=whole.tail.clone())
     matrix.tail[1, 0] ^= 1
     if backend.name == "reference":  # which decodes what is stored
         expected = decode_matrix(matrix) @ normal(4)
