@@ -9,7 +9,7 @@ app.py        routes: a request, checked; its response
     tools.py      calls of tools in them
   delivery.py   a response on its way to its client
   metrics.py    counters for Prometheus
-worker.py     the one thread that runs the engine, and the bounded queue before it
-  texts.py      one text continued, on top of what the cache holds already
+scheduler.py  the one thread that runs the engine, and the bounded queue before it
+  batch.py      continuous batching: sequences join and leave between tokens
 server.py     the socket, signals, the end
 """

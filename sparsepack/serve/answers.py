@@ -9,17 +9,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sparsepack.runtime.generation.sampling import TokenLogprob
-from sparsepack.serve.tools import AnswerReader, TextReader, ToolCall
-from sparsepack.serve.worker import Ended, Piece
+from sparsepack.serve.scheduler import Finish, TextDelta
+from sparsepack.serve.tools import AnswerParser, PlainTextParser, ToolCall
 
 Bytes = Callable[[int], bytes]
 """What a token stands for, by its id."""
 
-Likelihoods = Callable[[Sequence[TokenLogprob]], dict[str, Any]]
+LogprobsFormatter = Callable[[Sequence[TokenLogprob]], dict[str, Any]]
 """What a choice or a chunk says of the next tokens of one text."""
 
 
-def completion_likelihoods(bytes_of: Bytes) -> Likelihoods:
+def completion_logprobs(bytes_of: Bytes) -> LogprobsFormatter:
     """Lists of the same length, one element for each token. `top_logprobs` has the token itself, too. A token's offset
     is the number of characters that are whole before it."""
     decoder, told = codecs.getincrementaldecoder("utf-8")(errors="replace"), 0
@@ -44,7 +44,7 @@ def completion_likelihoods(bytes_of: Bytes) -> Likelihoods:
     return said
 
 
-def chat_likelihoods(bytes_of: Bytes) -> Likelihoods:
+def chat_logprobs(bytes_of: Bytes) -> LogprobsFormatter:
     """A record for each token."""
 
     def entry(id: int, logprob: float) -> dict[str, Any]:
@@ -70,7 +70,7 @@ Json = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Form:
+class ResponseShape:
     """What differs between completions and chat completions.
 
     prefix  -- of the answer's id
@@ -96,7 +96,7 @@ def _message(text: str, calls: list[Json]) -> Json:
     return {"message": {"role": "assistant", "content": text or (None if calls else ""), "refusal": None, **called}}
 
 
-COMPLETION = Form(
+COMPLETION = ResponseShape(
     prefix="cmpl",
     object="text_completion",
     chunk="text_completion",
@@ -105,7 +105,7 @@ COMPLETION = Form(
     piece=lambda text: {"text": text},
     closing={"text": ""},
 )
-CHAT = Form(
+CHAT = ResponseShape(
     prefix="chatcmpl",
     object="chat.completion",
     chunk="chat.completion.chunk",
@@ -124,17 +124,17 @@ class Answer:
     fingerprint   -- changes with the model and what runs it
     prompt_tokens -- in the prompt, BOS included
     with_usage    -- whether the chunks have a usage, which is null in all but the last
-    likelihoods   -- makes what says how likely tokens were, for each text; None: nothing does
-    reader        -- makes what tells text from calls, for each text
+    logprobs      -- makes what says how likely tokens were, for each text; None: nothing does
+    parser        -- makes what tells text from calls, for each text
     """
 
-    form: Form
+    form: ResponseShape
     model: str
     fingerprint: str
     prompt_tokens: int
     with_usage: bool = False
-    likelihoods: Callable[[], Likelihoods] | None = None
-    reader: Callable[[], AnswerReader] = TextReader
+    logprobs: Callable[[], LogprobsFormatter] | None = None
+    parser: Callable[[], AnswerParser] = PlainTextParser
     id: str = field(default_factory=lambda: secrets.token_hex(12))
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -186,24 +186,24 @@ class Choice:
 
     def __init__(self, answer: Answer, index: int) -> None:
         self._answer, self._index = answer, index
-        self._reader = answer.reader()
-        self._likelihoods = None if answer.likelihoods is None else answer.likelihoods()
+        self._parser = answer.parser()
+        self._logprobs = None if answer.logprobs is None else answer.logprobs()
         self._called = 0
         # What no chunk had yet:
         self._text, self._calls, self._tokens = "", list[ToolCall](), list[TokenLogprob]()
         self.begins = True
-        self.end: Ended | None = None
+        self.end: Finish | None = None
         self.error: Exception | None = None
 
-    def add(self, event: Piece | Ended) -> None:
+    def add(self, event: TextDelta | Finish) -> None:
         """Take what came of the text."""
         self.begins = False
         self._tokens += event.logprobs
-        if isinstance(event, Piece):
-            text, calls = self._reader.push(event.text)
+        if isinstance(event, TextDelta):
+            text, calls = self._parser.push(event.text)
         else:
             self.end = event
-            text, calls = self._reader.finish()
+            text, calls = self._parser.finish()
         self._text += text
         self._calls += calls
         self._called += len(calls)
@@ -239,8 +239,8 @@ class Choice:
 
     def _choice(self, content: Json, reason: str | None, with_tokens: bool) -> Json:
         likely = None
-        if self._likelihoods is not None and with_tokens and self._tokens:
-            likely = self._likelihoods(self._tokens)
+        if self._logprobs is not None and with_tokens and self._tokens:
+            likely = self._logprobs(self._tokens)
             self._tokens = []
         return {"index": self._index, **content, "logprobs": likely, "finish_reason": reason}
 
@@ -250,7 +250,7 @@ def _call(call: ToolCall) -> Json:
 
 
 END_OF_STREAM = b"data: [DONE]\n\n"
-STILL_THERE = b": the text is on its way\n\n"
+KEEP_ALIVE = b": the text is on its way\n\n"
 """The comment, which clients skip, shows that a connection lives that has nothing to say yet."""
 
 

@@ -1,4 +1,4 @@
-"""The routes: what is asked, checked; what is answered."""
+"""The routes: from a request, checked, to its response."""
 
 import asyncio
 import ctypes
@@ -16,15 +16,15 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from sparsepack.formats.manifest import SCORE
-from sparsepack.serve.answers import CHAT, COMPLETION, Answer, Form
-from sparsepack.serve.connections import Connections, most_connections
+from sparsepack.serve.answers import CHAT, COMPLETION, Answer, ResponseShape
+from sparsepack.serve.connections import Connections, max_connections
 from sparsepack.serve.delivery import Delivery, queue_full
-from sparsepack.serve.guards import LOOPBACK, SMALL_BODY, Guard, LargeBodies, json_body, refused
+from sparsepack.serve.guards import LOOPBACK, SMALL_BODY, Guard, LargeBodies, read_json_body, refusal_response
 from sparsepack.serve.metrics import Counting, Metrics
 from sparsepack.serve.options import ServeOptions
-from sparsepack.serve.prepare import Preparation, Prepared, Prompts
+from sparsepack.serve.prepare import PreparedRequest, Prompts, RequestPreparer
 from sparsepack.serve.refusals import Refusal
-from sparsepack.serve.worker import ENDING, Closing, QueueFull, TextRequest, TextWorker, Ticket
+from sparsepack.serve.scheduler import ENDING, Closing, GenerationRequest, QueueFull, Scheduler, Ticket
 
 PATHS = frozenset(("/health", "/metrics", "/v1/models", "/v1/completions", "/v1/chat/completions"))
 
@@ -39,21 +39,21 @@ class Service:
     """
 
     def __init__(
-        self, worker: TextWorker, prompts: Prompts, options: ServeOptions, name: str, fingerprint: str
+        self, scheduler: Scheduler, prompts: Prompts, options: ServeOptions, name: str, fingerprint: str
     ) -> None:
-        self.worker, self.prompts, self.options = worker, prompts, options
+        self.scheduler, self.prompts, self.options = scheduler, prompts, options
         self.name, self.fingerprint = name, fingerprint
-        self.connections = Connections(most_connections(options.connections), options.receive_timeout)
-        self.metrics = Metrics(making=lambda: worker.making, waiting=lambda: worker.waiting)
-        self._preparation = Preparation(prompts.model, prompts, name, worker.together + options.queue)
+        self.connections = Connections(max_connections(options.connections), options.receive_timeout)
+        self.metrics = Metrics(running=lambda: scheduler.running, waiting=lambda: scheduler.waiting)
+        self._preparer = RequestPreparer(prompts.model, prompts, name, scheduler.capacity + options.queue)
         self._created = int(time.time())
         self._reading, self._large_bodies = 0, LargeBodies()
         self._one_large_body, self._beginning = asyncio.Lock(), asyncio.Lock()
 
     async def health(self, request: Request) -> Response:
         """Whether texts are made: 200, or 503 where the server ends."""
-        usable = self.worker.usable
-        body = {"making": self.worker.making, "waiting": self.worker.waiting, "model": self.name}
+        usable = self.scheduler.usable
+        body = {"making": self.scheduler.running, "waiting": self.scheduler.waiting, "model": self.name}
         return JSONResponse({"status": "ok" if usable else "ending", **body}, 200 if usable else 503)
 
     async def models(self, request: Request) -> Response:
@@ -62,56 +62,59 @@ class Service:
 
     async def model(self, request: Request) -> Response:
         """The model, asked for by its name."""
-        self._preparation.check_model(request.path_params["name"])
+        self._preparer.check_model(request.path_params["name"])
         return JSONResponse(self._model())
 
     async def completions(self, request: Request) -> Any:
         """Continue a prompt."""
-        return await self._delivery(COMPLETION, request, self._preparation.completion)
+        return await self._delivery(COMPLETION, request, self._preparer.completion)
 
     async def chat_completions(self, request: Request) -> Any:
         """Answer the last message of a chat."""
-        return await self._delivery(CHAT, request, self._preparation.chat)
+        return await self._delivery(CHAT, request, self._preparer.chat)
 
-    async def measured(self, request: Request) -> Response:
+    async def prometheus(self, request: Request) -> Response:
         """What the server has done, for Prometheus."""
         return Response(self.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
-    async def _delivery(self, form: Form, request: Request, prepare: Callable[[bytes], Prepared]) -> Delivery:
-        asked_at = time.monotonic()
+    async def _delivery(
+        self, form: ResponseShape, request: Request, prepare: Callable[[bytes], PreparedRequest]
+    ) -> Delivery:
+        received_at = time.monotonic()
         async with self._beginning:  # of many that come together one after the other, and others between them
             await asyncio.sleep(0)
         prepared = await self._read(request, prepare)
-        asked = prepared.asked
         answer = Answer(
             form,
             self.name,
             self.fingerprint,
-            prompt_tokens=len(prepared.texts[0].ids),
-            with_usage=asked.stream_options is not None and asked.stream_options.include_usage,
-            likelihoods=prepared.likelihoods,
-            reader=prepared.reader,
+            prompt_tokens=len(prepared.sequences[0].ids),
+            with_usage=prepared.request.includes_usage,
+            logprobs=prepared.logprobs,
+            parser=prepared.parser,
         )
         client = request.client.host if request.client else ""
-        tickets = self._submitted(prepared.texts, client)
-        return Delivery(tickets, answer, bool(asked.stream), self.options.send_timeout, self.metrics, asked_at)
+        tickets = self._submit(prepared.sequences, client)
+        return Delivery(
+            tickets, answer, bool(prepared.request.stream), self.options.send_timeout, self.metrics, received_at
+        )
 
     async def _read(self, request: Request, read: Callable[[bytes], R]) -> R:
         """What a function makes of a request's body, in a thread, while others are served. Raises `Refusal` where there
         are too many, or the server ends meanwhile."""
         with self._large_bodies.one() as grow:
-            body = await json_body(request, self.prompts.most_body, self.options.receive_timeout, grow)
-            self.connections.check_answers()
+            body = await read_json_body(request, self.prompts.max_body_bytes, self.options.receive_timeout, grow)
+            self.connections.check_capacity()
             try:
-                return await self._made_of(body, read)
+                return await self._run_in_thread(body, read)
             except Refusal as error:
-                if self.worker.usable:
+                if self.scheduler.usable:
                     raise
                 raise Refusal(503, ENDING, code="server_ending") from error
 
-    async def _made_of(self, body: bytes, read: Callable[[bytes], R]) -> R:
+    async def _run_in_thread(self, body: bytes, read: Callable[[bytes], R]) -> R:
         """A large body may take a second: only one is read at a time, and what it took is given back."""
-        if self._reading > self.options.queue + self.worker.together:
+        if self._reading > self.options.queue + self.scheduler.capacity:
             raise queue_full(QueueFull(1))
         self._reading += 1
         try:
@@ -126,12 +129,12 @@ class Service:
         finally:
             self._reading -= 1
 
-    def _submitted(self, requests: Sequence[TextRequest], client: str) -> list[Ticket]:
+    def _submit(self, requests: Sequence[GenerationRequest], client: str) -> list[Ticket]:
         """Put all of the texts of a request into the queue, or none."""
         tickets: list[Ticket] = []
         try:
             for request in requests:
-                tickets.append(self.worker.submit(request, client))
+                tickets.append(self.scheduler.submit(request, client))
         except (QueueFull, Closing) as error:
             for ticket in tickets:
                 ticket.cancel()
@@ -164,7 +167,7 @@ def create_app(service: Service) -> Starlette:
     return Starlette(
         routes=[
             Route("/health", service.health),
-            Route("/metrics", service.measured),
+            Route("/metrics", service.prometheus),
             Route("/v1/models", service.models),
             Route("/v1/models/{name:path}", service.model),
             Route("/v1/completions", service.completions, methods=["POST"]),
@@ -177,20 +180,20 @@ def create_app(service: Service) -> Starlette:
 
 async def _refused(request: Request, error: Exception) -> Response:
     assert isinstance(error, Refusal)
-    return refused(error)
+    return refusal_response(error)
 
 
 async def _no_route(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     what = f"{request.method} {request.url.path}: {error.detail}; docs/serve.md says what there is"
     refusal = Refusal(error.status_code, what)
-    response = refused(refusal)
+    response = refusal_response(refusal)
     response.headers.update(error.headers or {})
     return response
 
 
 async def _failed(request: Request, error: Exception) -> Response:
-    return refused(Refusal(500, "the server failed; its log says why", code="internal_error"))
+    return refusal_response(Refusal(500, "the server failed; its log says why", code="internal_error"))
 
 
 @cache

@@ -22,7 +22,7 @@ from sparsepack.progress import say
 from sparsepack.serve.refusals import Refusal
 from sparsepack.terminal import of_an_event_loop
 
-MOST_CONNECTIONS = 1024
+MAX_CONNECTIONS = 1024
 """So many connections there are at most where there are descriptors for more."""
 
 ACCEPTED_AT_ONCE = 8
@@ -41,11 +41,11 @@ IDLE, HEAD, BODY, ANSWER = range(4)
 """What a connection waits for: the next request, the rest of a request's head, that of its body, its answer."""
 
 
-def most_connections(option: int | None) -> int:
+def max_connections(option: int | None) -> int:
     """How many connections a server has at most. Raises `UserError` where the process has no descriptors for them."""
     free = _free_descriptors()
     if option is None:
-        return max(8, MOST_CONNECTIONS if free is None else min(MOST_CONNECTIONS, free))
+        return max(8, MAX_CONNECTIONS if free is None else min(MAX_CONNECTIONS, free))
     if free is not None and option > free:
         remedy = f"give --connections of at most {free}" if free > 0 else "close files"
         raise UserError(f"--connections {option}: `ulimit -n` leaves {max(free, 0)}; {remedy}, or raise that limit")
@@ -68,14 +68,14 @@ class OncePerSecond:
     """Says a line once a second at most, with how often it was to be said since."""
 
     def __init__(self, tell: Callable[[str], None] = say) -> None:
-        self._tell = tell
+        self._say = tell
         self._said = float("-inf")
         self._count = 0
 
     def __call__(self, line: str) -> None:
         self._count += 1
         if (now := time.monotonic()) >= self._said + 1:
-            self._tell(f"{line} ({self._count} times)" if self._count > 1 else line)
+            self._say(f"{line} ({self._count} times)" if self._count > 1 else line)
             self._said, self._count = now, 0
 
 
@@ -87,7 +87,7 @@ class Connections:
     """
 
     def __init__(self, most: int, seconds: float) -> None:
-        self.most, self.seconds = most, seconds
+        self.capacity, self.seconds = most, seconds
         self.answers = most - max(4, most // FOR_HEALTH)  # that may be on their way at a time
         # Each has the oldest first.
         self._idle: dict[LimitedProtocol, None] = {}
@@ -108,16 +108,18 @@ class Connections:
         if to is not None:
             to.setdefault(connection)  # a body has the age of its head
 
-    def make_way(self) -> None:
+    def evict_one(self) -> None:
         """Close the connection that matters least where there are too many: it may be the newest."""
-        if len(self) <= self.most:
+        if len(self) <= self.capacity:
             return
-        self._say(f"{self.most} connections, the limit by --connections or `ulimit -n`: one is closed for a new one")
+        self._say(
+            f"{self.capacity} connections, the limit by --connections or `ulimit -n`: one is closed for a new one"
+        )
         connection = next(iter(self._idle or self._receiving or self._answering))
         self.move(connection, None)
         connection.transport.abort()
 
-    def check_answers(self) -> None:
+    def check_capacity(self) -> None:
         """Raise `Refusal` 503 where so many answers are on their way that another would leave nothing for others."""
         if len(self._answering) > self.answers:
             message = f"{self.answers} answers are on their way; try again"
@@ -137,7 +139,7 @@ class LimitedProtocol(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._enter(HEAD)
-        self.limits.make_way()
+        self.limits.evict_one()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._enter(None)

@@ -12,13 +12,13 @@ from starlette.types import Message, Receive, Scope, Send
 
 from sparsepack.errors import ArtifactError, UserError
 from sparsepack.progress import say
-from sparsepack.serve.answers import END_OF_STREAM, STILL_THERE, Answer, Choice, Json, server_sent
-from sparsepack.serve.guards import refused
+from sparsepack.serve.answers import END_OF_STREAM, KEEP_ALIVE, Answer, Choice, Json, server_sent
+from sparsepack.serve.guards import refusal_response
 from sparsepack.serve.metrics import Metrics
 from sparsepack.serve.refusals import Refusal
-from sparsepack.serve.worker import Closing, Ended, Event, Failed, Piece, QueueFull, Ticket
+from sparsepack.serve.scheduler import Closing, Event, Failure, Finish, QueueFull, TextDelta, Ticket
 
-STILL_THERE_SECONDS = 15.0
+KEEP_ALIVE_SECONDS = 15.0
 """A stream that has had nothing to say for this many seconds shows that the stream lives."""
 
 EVENT_STREAM = [
@@ -50,7 +50,7 @@ class Delivery:
     stream: bool
     send_timeout: float
     metrics: Metrics
-    asked: float = field(default_factory=time.monotonic)
+    received_at: float = field(default_factory=time.monotonic)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def send_in_time(message: Message) -> None:
@@ -71,45 +71,45 @@ class Delivery:
             self._cancel()
             for choice in choices:
                 if choice.end is None:
-                    self.metrics.left(CANCELLED if choice.error is None else outcome_of(choice.error))
+                    self.metrics.count_outcome(CANCELLED if choice.error is None else outcome_of(choice.error))
 
     async def _cancel_when_gone(self, receive: Receive) -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
         self._cancel()
         for ticket in self.tickets:
-            ticket.tell(Failed(_ClientGone()))
+            ticket.tell(Failure(_ClientGone()))
 
     def _cancel(self) -> None:
         for ticket in self.tickets:
             ticket.cancel()
 
     async def _send_whole(self, choices: Sequence[Choice], scope: Scope, receive: Receive, send: Send) -> None:
-        async for n, event in _together(self.tickets):
+        async for n, event in _merge_events(self.tickets):
             match event:
-                case Piece() | Ended():
+                case TextDelta() | Finish():
                     self._add(choices[n], event)
-                case Failed():
+                case Failure():
                     choices[n].error = event.error
                     await self._send_failure(event.error, scope, receive, send)
                     return
         written = partial(self.answer.written, choices)
-        body = written() if self.answer.likelihoods is None else await asyncio.to_thread(written)
+        body = written() if self.answer.logprobs is None else await asyncio.to_thread(written)
         await Response(body, media_type="application/json")(scope, receive, send)
 
     async def _send_failure(self, error: Exception, scope: Scope, receive: Receive, send: Send) -> None:
         if not isinstance(error, _ClientGone):
-            await refused(refusal_for(error))(scope, receive, send)
+            await refusal_response(refusal_for(error))(scope, receive, send)
 
     async def _send_events(self, choices: Sequence[Choice], send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": EVENT_STREAM})
         for choice in choices:
             await self._send_chunks(choice.opening(), send)
-        async for n, event in _together(self.tickets, STILL_THERE_SECONDS):
+        async for n, event in _merge_events(self.tickets, KEEP_ALIVE_SECONDS):
             match event:
                 case None:
-                    await _send_more(send, STILL_THERE)
-                case Piece() | Ended():
+                    await _send_more(send, KEEP_ALIVE)
+                case TextDelta() | Finish():
                     self._add(choices[n], event)
                     chunks = choices[n].chunks()
                     if all(choice.end for choice in choices):
@@ -117,7 +117,7 @@ class Delivery:
                         await _send_more(send, last + END_OF_STREAM)
                     else:
                         await self._send_chunks(chunks, send)
-                case Failed():
+                case Failure():
                     choices[n].error = event.error
                     if not isinstance(event.error, _ClientGone):
                         await _send_more(send, server_sent(refusal_for(event.error).body()))
@@ -128,23 +128,23 @@ class Delivery:
         for chunk in chunks:
             await _send_more(send, server_sent(chunk))
 
-    def _add(self, choice: Choice, event: Piece | Ended) -> None:
+    def _add(self, choice: Choice, event: TextDelta | Finish) -> None:
         """Take what came of a text, and count it."""
         if choice.begins:
-            self.metrics.began(self.asked)
-        if isinstance(event, Ended):
-            self.metrics.ended(self.asked, self.answer.prompt_tokens, event)
+            self.metrics.count_first_delta(self.received_at)
+        if isinstance(event, Finish):
+            self.metrics.count_finish(self.received_at, self.answer.prompt_tokens, event)
             self._log(event)
         choice.add(event)
 
-    def _log(self, ended: Ended) -> None:
+    def _log(self, ended: Finish) -> None:
         say(
             f"{self.answer.id}: {self.answer.prompt_tokens} tokens, {ended.cached} of them cached, "
             f"then {ended.tokens} in {time.time() - self.answer.created:.1f} s ({ended.reason})"
         )
 
 
-async def _together(
+async def _merge_events(
     tickets: Sequence[Ticket], patience: float | None = None
 ) -> AsyncIterator[tuple[int, Event | None]]:
     """The events of several texts as they come, each with the number of its text; see `Ticket.events`."""
@@ -163,7 +163,7 @@ async def _together(
         ended = 0
         while ended < len(tickets):
             n, told = await events.get()
-            ended += isinstance(told, Ended | Failed)
+            ended += isinstance(told, Finish | Failure)
             yield n, told
     finally:
         for task in forwarding:

@@ -16,18 +16,18 @@ from sparsepack.serve.refusals import Refusal
 OPEN_PATHS = ("/health",)
 """Requests for these paths need no key."""
 
-MOST_BYTES = 4 * 2**20
+MAX_BODY_BYTES = 4 * 2**20
 """A request's body has at most this many bytes, enough for a prompt of 100,000 tokens and more. Where the context has
 less room, so has a body."""
 
-MOST_VALUES = 2**14
+MAX_JSON_VALUES = 2**14
 """A request's body has at most this many JSON values beside the tokens of a prompt. Reading them takes time in which
 nobody else is served."""
 
 SMALL_BODY = 2**16
 """A body of at most this many bytes is read in milliseconds."""
 
-MOST_BYTES_TOGETHER = 2**26
+MAX_LARGE_BODY_BYTES = 2**26
 """The large bodies that arrive or are read at a time have at most this many bytes together."""
 
 _HOST = re.compile(r"(?:\[([^\[\]]*)\]|([^:@\[\]]*))(?::[0-9]*)?")
@@ -50,7 +50,7 @@ class Guard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and (refusal := self._refusal(scope["path"], Headers(scope=scope))):
-            await refused(refusal)(scope, receive, send)
+            await refusal_response(refusal)(scope, receive, send)
         else:
             await self._app(scope, receive, send)
 
@@ -67,7 +67,7 @@ class Guard:
         return Refusal(401, f"expected the header Authorization: Bearer KEY; {wrong}", code="invalid_api_key")
 
 
-def refused(refusal: Refusal) -> JSONResponse:
+def refusal_response(refusal: Refusal) -> JSONResponse:
     """The answer to a request that is refused."""
     return JSONResponse(refusal.body(), refusal.status, refusal.headers())
 
@@ -83,7 +83,7 @@ class LargeBodies:
     """The memory that large bodies take at a time; of one event loop."""
 
     def __init__(self) -> None:
-        self._taken = 0
+        self._complete_calls = 0
 
     @contextmanager
     def one(self) -> Iterator[Callable[[int], None]]:
@@ -94,18 +94,18 @@ class LargeBodies:
         def grow(count: int) -> None:
             nonlocal size
             more = max(size + count, SMALL_BODY) - max(size, SMALL_BODY)
-            if self._taken + more > MOST_BYTES_TOGETHER:
+            if self._complete_calls + more > MAX_LARGE_BODY_BYTES:
                 message = "other large requests take the memory that they may have; try again"
                 raise Refusal(503, message, code="queue_full", retry_after=1)
-            size, self._taken = size + count, self._taken + more
+            size, self._complete_calls = size + count, self._complete_calls + more
 
         try:
             yield grow
         finally:
-            self._taken -= max(size, SMALL_BODY) - SMALL_BODY
+            self._complete_calls -= max(size, SMALL_BODY) - SMALL_BODY
 
 
-async def json_body(
+async def read_json_body(
     request: Request, most: int, seconds: float, grow: Callable[[int], None] = lambda count: None
 ) -> bytes:
     """The body of a request that says it is JSON; raises `Refusal` where it is not, too large or too slow.

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from sparsepack.serve.guards import MOST_VALUES, check_values
+from sparsepack.serve.guards import MAX_JSON_VALUES, check_values
 from sparsepack.serve.tools import JSON_DECODER
 
 CONTENT = "expected a text, or a list of parts of type text"
@@ -38,7 +38,7 @@ class CalledFunction(BaseModel):
 
     @model_validator(mode="after")
     def _arguments_are_an_object(self) -> "CalledFunction":
-        check_values(self.arguments.encode(), MOST_VALUES)
+        check_values(self.arguments.encode(), MAX_JSON_VALUES)
         try:
             read = JSON_DECODER.decode(self.arguments or "{}")
             json.dumps(read, ensure_ascii=False).encode()  # no half of a character of UTF-16, which no tokenizer takes

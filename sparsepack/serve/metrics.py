@@ -6,7 +6,7 @@ from collections.abc import Callable
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from sparsepack.serve.worker import Ended
+from sparsepack.serve.scheduler import Finish
 
 SECONDS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
 
@@ -14,10 +14,10 @@ SECONDS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
 class Metrics:
     """Counters of one server.
 
-    making, waiting -- functions that tell how many texts are made now, and how many wait
+    running, waiting -- functions that tell how many texts are made now, and how many wait
     """
 
-    def __init__(self, making: Callable[[], float], waiting: Callable[[], float]) -> None:
+    def __init__(self, running: Callable[[], float], waiting: Callable[[], float]) -> None:
         self._registry = registry = CollectorRegistry()
         self._requests = Counter(
             "sparsepack_requests_total", "Requests that were answered.", ["path", "status"], registry=registry
@@ -44,28 +44,28 @@ class Metrics:
             "sparsepack_text_seconds", "From a request to the end of its text.", buckets=SECONDS, registry=registry
         )
         for name, says, of in (
-            ("sparsepack_texts_making", "Texts that are made now.", making),
+            ("sparsepack_texts_making", "Texts that are made now.", running),
             ("sparsepack_texts_waiting", "Texts that wait.", waiting),
         ):
             Gauge(name, says, registry=registry).set_function(of)
 
-    def answered(self, path: str, status: int) -> None:
+    def count_response(self, path: str, status: int) -> None:
         """Count an answer."""
         self._requests.labels(path, str(status)).inc()
 
-    def began(self, asked: float) -> None:
+    def count_first_delta(self, received_at: float) -> None:
         """Count the first piece of a text that was asked for at a time of `time.monotonic`."""
-        self._first.observe(time.monotonic() - asked)
+        self._first.observe(time.monotonic() - received_at)
 
-    def ended(self, asked: float, prompt_tokens: int, ended: Ended) -> None:
+    def count_finish(self, received_at: float, prompt_tokens: int, ended: Finish) -> None:
         """Count a text that has ended."""
-        self._whole.observe(time.monotonic() - asked)
+        self._whole.observe(time.monotonic() - received_at)
         self._prompt.inc(prompt_tokens)
         self._cached.inc(ended.cached)
         self._made.inc(ended.tokens)
         self._ended.labels(ended.reason).inc()
 
-    def left(self, outcome: str) -> None:
+    def count_outcome(self, outcome: str) -> None:
         """Count a text that was not made to its end."""
         self._ended.labels(outcome).inc()
 
@@ -93,12 +93,12 @@ class Counting:
             nonlocal begun
             if message["type"] == "http.response.start":
                 begun = True
-                self._metrics.answered(path, message["status"])
+                self._metrics.count_response(path, message["status"])
             await send(message)
 
         try:
             await self._app(scope, receive, counted)
         except Exception:
             if not begun:  # what answers it stands around this
-                self._metrics.answered(path, 500)
+                self._metrics.count_response(path, 500)
             raise

@@ -12,13 +12,13 @@ from sparsepack.models.tokenizer.token_bytes import TokenBytes
 from sparsepack.runtime.generation.generate import prompt_tokens
 from sparsepack.runtime.generation.suggestion import as_suggested
 from sparsepack.runtime.options import GenerateOptions
-from sparsepack.serve.answers import Likelihoods, chat_likelihoods, completion_likelihoods
+from sparsepack.serve.answers import LogprobsFormatter, chat_logprobs, completion_logprobs
 from sparsepack.serve.grammar import GrammarConstraint, Grammars
-from sparsepack.serve.guards import MOST_BYTES, MOST_VALUES, check_values
+from sparsepack.serve.guards import MAX_BODY_BYTES, MAX_JSON_VALUES, check_values
 from sparsepack.serve.refusals import Refusal
+from sparsepack.serve.scheduler import GenerationRequest
 from sparsepack.serve.schema import ChatRequest, CompletionRequest, TextParameters, read_request
-from sparsepack.serve.tools import AnswerReader, CallReader, TextReader, takes_tools, tool_format
-from sparsepack.serve.worker import TextRequest
+from sparsepack.serve.tools import AnswerParser, PlainTextParser, ToolCallParser, takes_tools, tool_format
 
 BYTES_IN_JSON = 6
 """A byte of text takes at most so many in JSON, where `\\u0041` stands for one letter."""
@@ -31,8 +31,8 @@ class Prompts:
     """Makes prompts for one model; in any thread, several at once.
 
     context    -- tokens of prompt and answer together
-    most_bytes -- of a text that can fit into the context, in UTF-8; None: the tokenizer does not tell
-    most_body  -- bytes of a request's body with such a text
+    max_prompt_bytes -- of a text that can fit into the context, in UTF-8; None: the tokenizer does not tell
+    max_body_bytes  -- bytes of a request's body with such a text
 
     Raises `ArtifactError` for a tokenizer that cannot be read.
     """
@@ -44,9 +44,11 @@ class Prompts:
         self.context = model.engine.context
         self.bytes_of = TokenBytes(self._tokenizer)
         longest = self.bytes_of.most
-        self.most_bytes = None if longest is None else self.context * longest
-        needed = MOST_BYTES if self.most_bytes is None else BYTES_IN_JSON * self.most_bytes + BYTES_BESIDE
-        self.most_body = min(MOST_BYTES, needed)
+        self.max_prompt_bytes = None if longest is None else self.context * longest
+        needed = (
+            MAX_BODY_BYTES if self.max_prompt_bytes is None else BYTES_IN_JSON * self.max_prompt_bytes + BYTES_BESIDE
+        )
+        self.max_body_bytes = min(MAX_BODY_BYTES, needed)
 
     def plain(self, prompt: str | Sequence[int]) -> list[int]:
         """The tokens of a prompt; those that are given as such stay as they are. Raises `Refusal`."""
@@ -70,15 +72,15 @@ class Prompts:
             raise Refusal(400, str(error), "messages") from error
         return self._tokens(prompt, "messages", from_template=True)
 
-    def checked_tokens(self, prompt: int, asked: int | None) -> int:
+    def checked_tokens(self, prompt: int, request: int | None) -> int:
         """How many tokens to make at most after a prompt of so many; None asks for as many as there is room for.
         Raises `Refusal` where they do not fit into the context."""
         room = self.context - prompt
-        wanted = 1 if asked is None else asked
+        wanted = 1 if request is None else request
         if wanted > room:
             remedy = "shorten the prompt" if room < 1 else f"give max_tokens of at most {room}"
             raise self._too_long(f"{prompt} tokens of prompt and {wanted} to make", "max_tokens", remedy)
-        return room if asked is None else asked
+        return room if request is None else request
 
     def _too_long(self, what: str, param: str, remedy: str = "shorten the prompt") -> Refusal:
         message = f"{what}; this model's maximum context length is {self.context} tokens here: {remedy}"
@@ -86,9 +88,9 @@ class Prompts:
 
     def _tokens(self, prompt: str, param: str, from_template: bool = False) -> list[int]:
         size = len(prompt.encode(errors="surrogatepass"))
-        if self.most_bytes is not None and size > self.most_bytes:
+        if self.max_prompt_bytes is not None and size > self.max_prompt_bytes:
             # Nothing is made of what cannot fit: four million bytes take a core for seconds.
-            raise self._too_long(f"{size:,} bytes of prompt, of which {self.most_bytes:,} can fit", param)
+            raise self._too_long(f"{size:,} bytes of prompt, of which {self.max_prompt_bytes:,} can fit", param)
         try:
             numbers = self._architecture
             ids = prompt_tokens(self._tokenizer, prompt, numbers.bos, numbers.vocabulary, from_template)
@@ -99,7 +101,7 @@ class Prompts:
         return ids
 
 
-CHOOSING = (
+SAMPLING_PARAMETERS = (
     *("temperature", "top_k", "top_p", "min_p", "seed"),
     *("repeat_penalty", "frequency_penalty", "presence_penalty"),
 )
@@ -109,21 +111,21 @@ Constraint = Callable[[], GrammarConstraint]
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedRequest:
     """A request that can be served.
 
-    texts       -- what the engine makes, all after the same prompt
-    likelihoods -- makes what says how likely tokens were, for each text; None: nothing does
-    reader      -- makes what tells text from calls
+    sequences   -- what the engine makes, all after the same prompt
+    logprobs    -- makes what says how likely tokens were, for each text; None: nothing does
+    parser      -- makes what tells text from calls
     """
 
-    asked: TextParameters
-    texts: tuple[TextRequest, ...]
-    likelihoods: Callable[[], Likelihoods] | None
-    reader: Callable[[], AnswerReader] = TextReader
+    request: TextParameters
+    sequences: tuple[GenerationRequest, ...]
+    logprobs: Callable[[], LogprobsFormatter] | None
+    parser: Callable[[], AnswerParser] = PlainTextParser
 
 
-class Preparation:
+class RequestPreparer:
     """Prepares requests for one model; in any thread, several at once.
 
     name -- of the model, which a request must give
@@ -135,89 +137,94 @@ class Preparation:
         self._vocabulary, self._suggested = model.engine.architecture.vocabulary, model.packed.generation
         self._tool_format = tool_format(model.template(with_tools=True) or "")
 
-    def completion(self, body: bytes) -> Prepared:
+    def completion(self, body: bytes) -> PreparedRequest:
         """From the body of POST /v1/completions. Raises `Refusal`."""
-        check_values(body, MOST_VALUES + self._prompts.context)
-        asked = read_request(CompletionRequest, body)
-        self._check(asked)
-        ids = self._prompts.plain(asked.text_or_ids)
-        return Prepared(asked, self._texts(asked, ids, self._constraint(asked)), self._likelihoods(asked))
+        check_values(body, MAX_JSON_VALUES + self._prompts.context)
+        request = read_request(CompletionRequest, body)
+        self._check(request)
+        ids = self._prompts.plain(request.prompt_value)
+        sequences = self._sequences(request, ids, self._constraint(request))
+        return PreparedRequest(request, sequences, self._logprobs(request))
 
-    def chat(self, body: bytes) -> Prepared:
+    def chat(self, body: bytes) -> PreparedRequest:
         """From the body of POST /v1/chat/completions. Raises `Refusal`."""
-        check_values(body, MOST_VALUES)
-        asked = read_request(ChatRequest, body)
-        self._check(asked)
-        messages = [message.for_template() for message in asked.messages]
-        ids = self._prompts.chat(messages, [tool.for_template() for tool in asked.callable_tools])
-        texts = self._texts(asked, ids, self._call(asked) if asked.must_call else self._constraint(asked))
-        return Prepared(asked, texts, self._likelihoods(asked), self._reader(asked))
+        check_values(body, MAX_JSON_VALUES)
+        request = read_request(ChatRequest, body)
+        self._check(request)
+        messages = [message.for_template() for message in request.messages]
+        ids = self._prompts.chat(messages, [tool.for_template() for tool in request.callable_tools])
+        constraint = self._call(request) if request.requires_tool_call else self._constraint(request)
+        sequences = self._sequences(request, ids, constraint)
+        return PreparedRequest(request, sequences, self._logprobs(request), self._parser(request))
 
     def check_model(self, name: str) -> None:
         """Raise `Refusal` 404 for a model that is not the one."""
         if name != self._name:
             raise Refusal(404, f"model {name!r}: this server has {self._name!r}", "model", "model_not_found")
 
-    def _check(self, asked: TextParameters) -> None:
-        self.check_model(asked.model)
-        if (asked.n or 1) > self._most:
-            message = f"n: {asked.n} texts; this server has room for {self._most}: give n of at most {self._most}"
+    def _check(self, request: TextParameters) -> None:
+        self.check_model(request.model)
+        if (request.n or 1) > self._most:
+            message = f"n: {request.n} texts; this server has room for {self._most}: give n of at most {self._most}"
             raise Refusal(400, message, "n", "invalid_value")
 
-    def _texts(self, asked: TextParameters, ids: list[int], constraint: Constraint | None) -> tuple[TextRequest, ...]:
-        tokens = self._prompts.checked_tokens(len(ids), asked.most_tokens)
-        options = replace(options_of(asked, tokens, self._suggested), constraint=constraint)
+    def _sequences(
+        self, request: TextParameters, ids: list[int], constraint: Constraint | None
+    ) -> tuple[GenerationRequest, ...]:
+        tokens = self._prompts.checked_tokens(len(ids), request.max_new_tokens)
+        options = replace(generate_options(request, tokens, self._suggested), constraint=constraint)
         if outside := [id for id, _ in options.logit_bias if id >= self._vocabulary]:
             message = f"logit_bias: token {outside[0]}; the model has 0 to {self._vocabulary - 1}"
             raise Refusal(400, message, "logit_bias", "invalid_value")
         return tuple(
-            TextRequest(tuple(ids), replace(options, seed=options.seed + number)) for number in range(asked.n or 1)
+            GenerationRequest(tuple(ids), replace(options, seed=options.seed + number))
+            for number in range(request.n or 1)
         )
 
-    def _constraint(self, asked: TextParameters) -> Constraint | None:
-        if asked.grammar is not None:
-            return self._grammars.of_grammar(asked.grammar, "grammar")
-        if not asked.keeps_to_json:
+    def _constraint(self, request: TextParameters) -> Constraint | None:
+        if request.grammar is not None:
+            return self._grammars.of_grammar(request.grammar, "grammar")
+        if not request.requires_json:
             return None
-        assert asked.response_format is not None
-        wanted = asked.response_format.json_schema
+        assert request.response_format is not None
+        wanted = request.response_format.json_schema
         return self._grammars.of_json({"type": "object"} if wanted is None else wanted.schema_, "response_format")
 
-    def _call(self, asked: ChatRequest) -> Constraint:
+    def _call(self, request: ChatRequest) -> Constraint:
         if self._tool_format is None:
             message = 'tool_choice: how this model writes calls is not known; give "auto" and read its text'
             raise Refusal(400, message, "tool_choice", "unsupported_value")
-        functions = [(tool.function.name, tool.function.parameters) for tool in asked.callable_tools]
+        functions = [(tool.function.name, tool.function.parameters) for tool in request.callable_tools]
         return self._grammars.of_call(self._tool_format, functions, "tools")
 
-    def _reader(self, asked: ChatRequest) -> Callable[[], AnswerReader]:
-        format, names = self._tool_format, frozenset(tool.function.name for tool in asked.callable_tools)
+    def _parser(self, request: ChatRequest) -> Callable[[], AnswerParser]:
+        format, names = self._tool_format, frozenset(tool.function.name for tool in request.callable_tools)
         if format is None or not names:
-            return TextReader
-        most = 1 if asked.parallel_tool_calls is False else None
-        return lambda: CallReader(format, names, most)
+            return PlainTextParser
+        most = 1 if request.parallel_tool_calls is False else None
+        return lambda: ToolCallParser(format, names, most)
 
-    def _likelihoods(self, asked: TextParameters) -> Callable[[], Likelihoods] | None:
-        if asked.likeliest is None:
+    def _logprobs(self, request: TextParameters) -> Callable[[], LogprobsFormatter] | None:
+        if request.logprobs_count is None:
             return None
-        form = chat_likelihoods if isinstance(asked, ChatRequest) else completion_likelihoods
+        form = chat_logprobs if isinstance(request, ChatRequest) else completion_logprobs
         return partial(form, self._prompts.bytes_of.of)
 
 
-def options_of(asked: TextParameters, tokens: int, suggested: Mapping[str, float]) -> GenerateOptions:
+def generate_options(request: TextParameters, tokens: int, suggested: Mapping[str, float]) -> GenerateOptions:
     """How tokens are chosen: as the request says, else as the model's makers suggest, else as at OpenAI; and by a new
     seed for each text unless one is given.
 
     suggested -- `PackedModel.generation`
     """
-    given = {name: value for name in CHOOSING if (value := getattr(asked, name)) is not None}
+    given = {name: value for name in SAMPLING_PARAMETERS if (value := getattr(request, name)) is not None}
     options, _ = as_suggested(
         GenerateOptions(
             **{"seed": secrets.randbits(63), **given},
             tokens=tokens,
-            stop=asked.stops,
-            logit_bias=tuple((int(id), bias) for id, bias in (asked.logit_bias or {}).items()),
-            logprobs=asked.likeliest,
+            stop=request.stop_strings,
+            logit_bias=tuple((int(id), bias) for id, bias in (request.logit_bias or {}).items()),
+            logprobs=request.logprobs_count,
         ),
         suggested,
     )

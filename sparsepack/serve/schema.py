@@ -49,17 +49,17 @@ MOST_CHOICES = 16
 LONGEST_GRAMMAR = 2**14
 """A grammar has at most this many characters."""
 
-MOST_BIASES = 1024
+MAX_BIASES = 1024
 """A request changes the logits of at most this many tokens."""
 
-MOST_STOPS = 4
+MAX_STOPS = 4
 """A request has at most this many stop strings, as many as OpenAI takes."""
 
-LONGEST_STOP = 1000
+MAX_STOP_LENGTH = 1000
 """A stop string has at most this many characters: as much text is held back from a stream."""
 
 R = TypeVar("R", bound="TextParameters")
-Stop = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
+Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
 TokenId = Annotated[int, Field(ge=0)]
 TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 Count = Annotated[int, Field(ge=0)]
@@ -116,14 +116,14 @@ class TextParameters(BaseModel, ABC):
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=1, le=LARGEST_COUNT)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    stop: Stop | Annotated[list[Stop], Field(max_length=MOST_STOPS)] | None = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = None
     max_tokens: Count | None = None
     n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     repeat_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
-    logit_bias: Annotated[dict[TokenName, Bias], Field(max_length=MOST_BIASES)] | None = None
+    logit_bias: Annotated[dict[TokenName, Bias], Field(max_length=MAX_BIASES)] | None = None
     response_format: ResponseFormat | None = None
     grammar: Annotated[str, Field(min_length=1, max_length=LONGEST_GRAMMAR)] | None = None
 
@@ -146,27 +146,32 @@ class TextParameters(BaseModel, ABC):
     def _what_goes_together(self) -> "TextParameters":
         if self.stream_options is not None and not self.stream:
             raise unsupported("stream_options", "only with stream: true")
-        if self.grammar is not None and self.keeps_to_json:
+        if self.grammar is not None and self.requires_json:
             raise unsupported("grammar", "not with a response_format; give one of them")
         return self
 
     @property
-    def keeps_to_json(self) -> bool:
+    def includes_usage(self) -> bool:
+        """Whether a stream ends with the usage."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def requires_json(self) -> bool:
         """Whether the response format asks for JSON."""
         return self.response_format is not None and self.response_format.type != "text"
 
     @property
     @abstractmethod
-    def likeliest(self) -> int | None:
-        """How many of the likeliest tokens are told in each place of the text; None: nothing is told of them."""
+    def logprobs_count(self) -> int | None:
+        """How many of the logprobs_count tokens are told in each place of the text; None: nothing is told of them."""
 
     @property
-    def most_tokens(self) -> int | None:
+    def max_new_tokens(self) -> int | None:
         """How many tokens are asked for at most; None: as many as there is room for."""
         return self.max_tokens
 
     @property
-    def stops(self) -> tuple[str, ...]:
+    def stop_strings(self) -> tuple[str, ...]:
         """The stop strings, however they were given."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
@@ -190,7 +195,7 @@ class CompletionRequest(TextParameters):
     prompt     -- a text, before which BOS goes where the model has one; or tokens, taken as they are. A list of one
                   text or of one list of tokens is that one.
     max_tokens -- 16 unless given, as at OpenAI
-    logprobs   -- how many of the likeliest tokens are told in each place
+    logprobs   -- how many of the logprobs_count tokens are told in each place
     """
 
     logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
@@ -204,18 +209,18 @@ class CompletionRequest(TextParameters):
     ] = ""
 
     @property
-    def text_or_ids(self) -> str | list[int]:
+    def prompt_value(self) -> str | list[int]:
         """The prompt, taken out of a list of one."""
         first = self.prompt if isinstance(self.prompt, str) or isinstance(self.prompt[0], int) else self.prompt[0]
         return first  # type: ignore[return-value]
 
     @property
-    def most_tokens(self) -> int | None:
+    def max_new_tokens(self) -> int | None:
         """How many tokens are asked for at most."""
         return 16 if self.max_tokens is None else self.max_tokens
 
     @property
-    def likeliest(self) -> int | None:
+    def logprobs_count(self) -> int | None:
         return self.logprobs
 
 
@@ -241,9 +246,9 @@ class ChatRequest(TextParameters):
     def _what_a_chat_s_parameters_need(self) -> "ChatRequest":
         if self.top_logprobs is not None and not self.logprobs:
             raise unsupported("top_logprobs", "only with logprobs: true")
-        if self.must_call and not self.tools:
+        if self.requires_tool_call and not self.tools:
             raise unsupported("tool_choice", "only with tools")
-        if self.must_call and (self.grammar is not None or self.keeps_to_json):
+        if self.requires_tool_call and (self.grammar is not None or self.requires_json):
             raise unsupported("tool_choice", "a call that must be made keeps to no other format; leave one out")
         names = [tool.function.name for tool in self.tools or ()]
         if isinstance(self.tool_choice, ChosenTool) and self.tool_choice.function.name not in names:
@@ -251,7 +256,7 @@ class ChatRequest(TextParameters):
         return self
 
     @property
-    def must_call(self) -> bool:
+    def requires_tool_call(self) -> bool:
         """Whether the answer must be a call."""
         return self.tool_choice == "required" or isinstance(self.tool_choice, ChosenTool)
 
@@ -264,11 +269,11 @@ class ChatRequest(TextParameters):
         return tuple(tool for tool in tools if named in (None, tool.function.name))
 
     @property
-    def likeliest(self) -> int | None:
+    def logprobs_count(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
-    def most_tokens(self) -> int | None:
+    def max_new_tokens(self) -> int | None:
         """How many tokens are asked for at most; None: as many as there is room for."""
         return self.max_completion_tokens if self.max_tokens is None else self.max_tokens
 
@@ -283,9 +288,9 @@ def read_request(kind: type[R], body: bytes) -> R:
 
 _EXPECTED = {
     "prompt": "expected a text, a list of token ids, or a list of one text or of one list of token ids",
-    "stop": f"expected a text, or at most {MOST_STOPS} of them, each of 1 to {LONGEST_STOP} characters",
+    "stop": f"expected a text, or at most {MAX_STOPS} of them, each of 1 to {MAX_STOP_LENGTH} characters",
     "content": CONTENT,
-    "logit_bias": f'expected {{"TOKEN ID": BIAS, ...}}, at most {MOST_BIASES:,} of them, each bias from -100 to 100',
+    "logit_bias": f'expected {{"TOKEN ID": BIAS, ...}}, at most {MAX_BIASES:,} of them, each bias from -100 to 100',
     "tool_choice": 'expected "none", "auto", "required", or {"type": "function", "function": {"name": NAME}}',
 }
 """These parameters may have several forms, of which the library would tell what the first one lacks."""

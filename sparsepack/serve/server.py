@@ -19,6 +19,7 @@ from sparsepack.loading import Model
 from sparsepack.models.tokenizer.sandbox import SANDBOX
 from sparsepack.progress import say
 from sparsepack.serve.app import Service, create_app
+from sparsepack.serve.batch import ContinuousBatch
 from sparsepack.serve.connections import (
     ACCEPTED_AT_ONCE,
     LISTEN_BACKLOG,
@@ -29,12 +30,11 @@ from sparsepack.serve.connections import (
 from sparsepack.serve.guards import LOOPBACK
 from sparsepack.serve.options import ServeOptions
 from sparsepack.serve.prepare import Prompts
-from sparsepack.serve.texts import Texts
-from sparsepack.serve.worker import TextWorker
+from sparsepack.serve.scheduler import Scheduler
 
 
 @contextmanager
-def here_for_good() -> Iterator[None]:
+def frozen_heap() -> Iterator[None]:
     """Let the garbage collector leave alone what is there already: the model, and what was imported. A full collection
     would look at all of it every now and then, half a million objects; that takes a tenth of a second, in which no
     other thread runs."""
@@ -50,7 +50,7 @@ AFTER_GRACE = 3
 """Answers that were broken off are told so within this many seconds, before connections are cut."""
 
 
-def bound_socket(host: str, port: int, stalled: float) -> socket.socket:
+def bind_socket(host: str, port: int, stalled: float) -> socket.socket:
     """A socket of an address, which listens not yet: until then, clients are told that nobody is there.
 
     stalled -- seconds after which the system drops a connection whose other end takes nothing (Linux; elsewhere what
@@ -82,14 +82,14 @@ def serve(model: Model, default_name: str, options: ServeOptions, listening: soc
     model.engine.prepare()  # which the first request need not wait for
     with suppress(UserError):  # each chat says what is wrong with its template
         model.chat_prompt([{"role": "user", "content": "Hello"}])
-    worker = TextWorker(Texts(model), options.queue)
+    scheduler = Scheduler(ContinuousBatch(model), options.queue)
     try:
-        server = _Server(Service(worker, Prompts(model), options, name, fingerprint(model)))
-        with here_for_good():
+        server = _Server(Service(scheduler, Prompts(model), options, name, fingerprint(model)))
+        with frozen_heap():
             asyncio.run(server.serve([listening]))
     finally:
         listening.close()
-        worker.close(options.grace)
+        scheduler.close(options.grace)
 
 
 def fingerprint(model: Model) -> str:
@@ -121,12 +121,12 @@ _quiet = Quiet()
 
 
 class _Server(uvicorn.Server):
-    """uvicorn, which tells the worker when a signal comes, and ends without one."""
+    """uvicorn, which tells the scheduler when a signal comes, and ends without one."""
 
     def __init__(self, service: Service) -> None:
         super().__init__(uvicorn_config(service))
         self._signals = 0
-        self._name, self._worker, self._options = service.name, service.worker, service.options
+        self._name, self._scheduler, self._options = service.name, service.scheduler, service.options
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Begin to listen, and say so: from then on clients are heard, and signals."""
@@ -152,7 +152,7 @@ class _Server(uvicorn.Server):
             SANDBOX.reopen()  # for whoever called the server
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Called by a signal, which may come while the worker is being asked something: hence later, in the loop.
+        """Called by a signal, which may come while the scheduler is being asked something: hence later, in the loop.
 
         The first one lets texts come to their end, the second one breaks them off, and their clients are told so. The
         third one cuts connections, at which uvicorn would log each request that it cancels.
@@ -162,16 +162,16 @@ class _Server(uvicorn.Server):
             self.should_exit = True
             self._loop.call_soon_threadsafe(self._end_texts)
         elif self._signals == 2:
-            self._loop.call_soon_threadsafe(self._break_off)
+            self._loop.call_soon_threadsafe(self._abort)
         else:
             logging.getLogger("uvicorn.error").disabled = True
             self.force_exit = True
 
-    def _break_off(self) -> None:
+    def _abort(self) -> None:
         say("interrupted again: texts in the making are broken off")
-        self._worker.break_off()
+        self._scheduler.abort()
 
     def _end_texts(self) -> None:
-        self._worker.refuse_more()
+        self._scheduler.drain()
         SANDBOX.close()  # no prompt is made any more, however long its template or its tokenizer would take
-        self._loop.call_later(self._options.grace, self._worker.break_off)
+        self._loop.call_later(self._options.grace, self._scheduler.abort)

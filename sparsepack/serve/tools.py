@@ -51,7 +51,7 @@ class ToolCall:
     id: str = field(default_factory=lambda: f"call_{secrets.token_hex(12)}")
 
 
-class AnswerReader(Protocol):
+class AnswerParser(Protocol):
     """Tells the text of an answer from the calls in it."""
 
     def push(self, piece: str) -> tuple[str, list[ToolCall]]:
@@ -61,7 +61,7 @@ class AnswerReader(Protocol):
         """The rest of the text and of the calls, when no more text comes."""
 
 
-class TextReader:
+class PlainTextParser:
     """Takes all for text."""
 
     def push(self, piece: str) -> tuple[str, list[ToolCall]]:
@@ -71,7 +71,7 @@ class TextReader:
         return "", []
 
 
-class CallReader:
+class ToolCallParser:
     """Reads calls of one of the formats. From what looks like a call and is none, or calls a function that was not
     given, all is text.
 
@@ -86,33 +86,33 @@ class CallReader:
         begin, mark = re.escape("".join(format.begins).strip()), re.escape(self._mark)
         self._begin, self._end = re.compile(rf"\s*{begin}\s*"), re.compile(rf"\s*{mark}")
         self._last = re.compile(rf"\s*(?:{mark}|\Z)")
-        self._held = ""  # told neither as text nor as a call
+        self._buffer = ""  # told neither as text nor as a call
         self._called = self._is_text = False
 
     def push(self, piece: str) -> tuple[str, list[ToolCall]]:
-        self._held += piece
-        text, calls = self._tell(self._certain(piece)), list[ToolCall]()
-        if self._mark in self._held[-len(piece) - len(self._mark) + 1 :]:  # else no call became complete
-            calls = self._taken(self._end)
-        return text + (self._tell(len(self._held)) if self._is_text else ""), calls
+        self._buffer += piece
+        text, calls = self._release(self._plain_prefix(piece)), list[ToolCall]()
+        if self._mark in self._buffer[-len(piece) - len(self._mark) + 1 :]:  # else no call became complete
+            calls = self._complete_calls(self._end)
+        return text + (self._release(len(self._buffer)) if self._is_text else ""), calls
 
     def finish(self) -> tuple[str, list[ToolCall]]:
-        calls = self._taken(self._last)
-        rest = self._tell(len(self._held))
+        calls = self._complete_calls(self._last)
+        rest = self._release(len(self._buffer))
         return ("" if self._called and not rest.strip() else rest), calls
 
-    def _certain(self, piece: str) -> int:
+    def _plain_prefix(self, piece: str) -> int:
         """How many characters of what is held are no part of a call, whatever comes after them."""
         if self._begins:
             return len(self._starts.push(piece))
-        self._is_text |= self._held.lstrip()[:1] not in ("", "{")
+        self._is_text |= self._buffer.lstrip()[:1] not in ("", "{")
         return 0
 
-    def _tell(self, count: int) -> str:
-        text, self._held = self._held[:count], self._held[count:]
+    def _release(self, count: int) -> str:
+        text, self._buffer = self._buffer[:count], self._buffer[count:]
         return text
 
-    def _taken(self, end: re.Pattern[str]) -> list[ToolCall]:
+    def _complete_calls(self, end: re.Pattern[str]) -> list[ToolCall]:
         """The calls with which what is held begins, each up to `end`; they are held no more."""
         calls = []
         while not self._is_text and (found := self._object(end)) is not None:
@@ -123,19 +123,19 @@ class CallReader:
                 if self._left != 0:
                     calls.append(call)
                     self._left = None if self._left is None else self._left - 1
-                self._tell(length)
+                self._release(length)
                 self._called = True
         return calls
 
     def _object(self, end: re.Pattern[str]) -> tuple[Any, int] | None:
         """What stands between two marks at the beginning of what is held, and how many characters that takes."""
-        if (begun := self._begin.match(self._held)) is None:
+        if (begun := self._begin.match(self._buffer)) is None:
             return None
         try:
-            value, at = JSON_DECODER.raw_decode(self._held, begun.end())
+            value, at = JSON_DECODER.raw_decode(self._buffer, begun.end())
         except (ValueError, RecursionError):
             return None
-        ended = end.match(self._held, at)
+        ended = end.match(self._buffer, at)
         return None if ended is None else (value, ended.end())
 
     def _call(self, value: Any) -> ToolCall | None:

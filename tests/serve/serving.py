@@ -16,12 +16,12 @@ import uvicorn
 
 from sparsepack.loading import Model, load
 from sparsepack.serve.app import Service
+from sparsepack.serve.batch import ContinuousBatch
 from sparsepack.serve.connections import LISTEN_BACKLOG
 from sparsepack.serve.options import ServeOptions
 from sparsepack.serve.prepare import Prompts
-from sparsepack.serve.server import bound_socket, uvicorn_config
-from sparsepack.serve.texts import Texts
-from sparsepack.serve.worker import TextWorker
+from sparsepack.serve.scheduler import Scheduler
+from sparsepack.serve.server import bind_socket, uvicorn_config
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}> {{ m.content }}\n{% endfor %}<assistant>"
 
@@ -38,16 +38,16 @@ class Served:
     def __init__(self, model: Model, options: ServeOptions) -> None:
         self.model, self.options = model, options
         self._clients: list[openai.OpenAI] = []
-        self.texts = Texts(model)
+        self.texts = ContinuousBatch(model)
         self._advance, self._stays = self.texts.advance, _never
         self.texts.advance = self._turn  # type: ignore[method-assign]
-        self.worker = TextWorker(self.texts, options.queue)
-        self._socket = bound_socket(options.host, 0, options.send_timeout)
+        self.scheduler = Scheduler(self.texts, options.queue)
+        self._socket = bind_socket(options.host, 0, options.send_timeout)
         # What the system keeps for a client that does not read would be the whole of a tiny model's text.
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         self.port = self._socket.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
-        self.service = Service(self.worker, Prompts(model), options, options.model_name or "tiny", "fp_test")
+        self.service = Service(self.scheduler, Prompts(model), options, options.model_name or "tiny", "fp_test")
         self._server = uvicorn.Server(uvicorn_config(self.service))
         self._thread = threading.Thread(target=self._run, name="test-server")
 
@@ -84,7 +84,7 @@ class Served:
         self._server.should_exit = True
         self._thread.join(30)
         assert not self._thread.is_alive()
-        assert self.worker.close(30)
+        assert self.scheduler.close(30)
 
     def client(self, **settings: object) -> openai.OpenAI:
         """The official client, which does not try again."""
@@ -116,11 +116,11 @@ class Served:
 
     def given_up(self) -> bool:
         """Whether nobody wants any of the texts in the making."""
-        return bool(self.texts.wanted) and all(wanted.cancelled for wanted in self.texts.wanted)
+        return bool(self.texts.tickets) and all(wanted.cancelled for wanted in self.texts.tickets)
 
     def idle(self) -> bool:
         """Whether no text is made or waits."""
-        return not self.worker.busy and not self.worker.waiting
+        return not self.scheduler.busy and not self.scheduler.waiting
 
 
 def wait_until(true: Callable[[], bool], seconds: float = 30) -> None:

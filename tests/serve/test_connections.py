@@ -16,7 +16,7 @@ from serving import Served, stalled_stream, wait_until
 from sparsepack.errors import UserError
 from sparsepack.loading import Model
 from sparsepack.serve import connections
-from sparsepack.serve.connections import OncePerSecond, Quiet, loop_exception_handler, most_connections
+from sparsepack.serve.connections import OncePerSecond, Quiet, loop_exception_handler, max_connections
 from sparsepack.serve.options import ServeOptions
 
 HEAD = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
@@ -118,12 +118,12 @@ def test_the_limit_leaves_descriptors_of_the_process(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(connections.os, "listdir", lambda _: [])
     for soft, most in ((256, 208), (100_000, 1024), (50, 8)):
         monkeypatch.setattr(resource, "getrlimit", lambda _, soft=soft: (soft, soft))
-        assert most_connections(None) == most
+        assert max_connections(None) == most
     monkeypatch.setattr(resource, "getrlimit", lambda _: (1000, 1000))
     with pytest.raises(UserError, match=r"--connections 5000: .* at most 952"):
-        most_connections(5000)
+        max_connections(5000)
     monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    assert most_connections(5000) == 5000
+    assert max_connections(5000) == 5000
 
 
 def test_what_happens_often_is_said_once_a_second(monkeypatch: pytest.MonkeyPatch) -> None:

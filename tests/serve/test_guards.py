@@ -94,8 +94,8 @@ def test_its_own_names_are(served: Served, host: str) -> None:
 
 
 def test_a_body_that_is_too_large_is_refused_whether_it_says_so_or_not(served: Served) -> None:
-    large = b'{"prompt": "' + b"x" * guards.MOST_BYTES + b'"}'
-    served_most = Prompts(served.model).most_body
+    large = b'{"prompt": "' + b"x" * guards.MAX_BODY_BYTES + b'"}'
+    served_most = Prompts(served.model).max_body_bytes
     with served.http(headers={"Content-Type": "application/json"}) as http:
         said = http.post("/v1/completions", content=large)
         assert said.status_code == 413
@@ -105,21 +105,21 @@ def test_a_body_that_is_too_large_is_refused_whether_it_says_so_or_not(served: S
 
 
 def test_large_bodies_take_a_bounded_memory_together(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(guards, "MOST_BYTES_TOGETHER", 100_000)
-    most = served.service.prompts.most_body
+    monkeypatch.setattr(guards, "MAX_LARGE_BODY_BYTES", 100_000)
+    most = served.service.prompts.max_body_bytes
     body = b'{"model": "other", "user": "' + b"x" * 150_000 + b'"}'
     assert len(body) < most
     with socket.create_connection(("127.0.0.1", served.port), timeout=20) as slow:
         slow.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n")
         slow.sendall(b"Content-Length: %d\r\n\r\n" % len(body) + body[:-1])
-        wait_until(lambda: served.service._large_bodies._taken > 80_000)
+        wait_until(lambda: served.service._large_bodies._complete_calls > 80_000)
         with served.http(headers={"Content-Type": "application/json"}) as http:
             refused = http.post("/v1/completions", content=body)
             assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
             assert "other large requests" in error(refused)
             small = http.post("/v1/completions", json={"model": "other", "user": "x" * 50_000})
             assert small.status_code == 404
-    wait_until(lambda: served.service._large_bodies._taken == 0)
+    wait_until(lambda: served.service._large_bodies._complete_calls == 0)
     with served.http(headers={"Content-Type": "application/json"}) as http:
         assert http.post("/v1/completions", content=body).status_code == 404
 

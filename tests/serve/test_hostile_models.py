@@ -80,4 +80,4 @@ def test_a_panic_while_a_text_is_decoded_costs_one_request_and_not_the_engine(ow
         assert (failed.status_code, failed.json()["error"]["code"]) == (500, "damaged_model")
         tokenizer._here = here
         assert chat(served, MESSAGES[0]["content"]).status_code == 200
-        assert served.worker.usable
+        assert served.scheduler.usable

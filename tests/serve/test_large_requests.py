@@ -11,7 +11,7 @@ from serving import Served
 
 from sparsepack.loading import Model
 from sparsepack.serve import prepare
-from sparsepack.serve.guards import MOST_BYTES, MOST_VALUES, check_values
+from sparsepack.serve.guards import MAX_BODY_BYTES, MAX_JSON_VALUES, check_values
 from sparsepack.serve.options import ServeOptions
 from sparsepack.serve.refusals import Refusal
 
@@ -22,8 +22,8 @@ JSON = {"Content-Type": "application/json"}
 def unbounded(model: Model) -> Iterator[Served]:
     """A server whose tokenizer does not tell how long a prompt can be."""
     with Served(model, ServeOptions()) as running:
-        running.service.prompts.most_bytes = None
-        running.service.prompts.most_body = MOST_BYTES
+        running.service.prompts.max_prompt_bytes = None
+        running.service.prompts.max_body_bytes = MAX_BODY_BYTES
         yield running
 
 
@@ -64,7 +64,7 @@ def test_a_prompt_of_more_bytes_than_can_fit_is_refused_and_not_tokenised(
     served: Served, monkeypatch: pytest.MonkeyPatch, character: str
 ) -> None:
     monkeypatch.setattr(prepare, "prompt_tokens", lambda *_: pytest.fail("tokenised"))
-    most = served.service.prompts.most_bytes
+    most = served.service.prompts.max_prompt_bytes
     assert most is not None
     count = most // len(character.encode()) + 1
     message = refused(served, {"prompt": character * count})
@@ -73,17 +73,17 @@ def test_a_prompt_of_more_bytes_than_can_fit_is_refused_and_not_tokenised(
 
 def test_a_prompt_of_as_many_bytes_as_can_fit_is_taken(served: Served) -> None:
     text = max(map(served.service.prompts.bytes_of.of, range(768)), key=len).decode() * 1024
-    assert len(text) == served.service.prompts.most_bytes
+    assert len(text) == served.service.prompts.max_prompt_bytes
     with served.http() as http:
         answer = http.post("/v1/completions", json={"model": "tiny", "prompt": text, "max_tokens": 0})
     assert answer.status_code == 200
 
 
 def test_a_body_has_room_for_every_prompt_that_fits_whatever_its_escapes(served: Served) -> None:
-    most = served.service.prompts.most_bytes
+    most = served.service.prompts.max_prompt_bytes
     assert most is not None
     body = '{"model": "tiny", "prompt": "' + "\\u0041" * most + '"}'
-    assert len(body) <= served.service.prompts.most_body
+    assert len(body) <= served.service.prompts.max_body_bytes
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_a_body_of_too_many_values_is_refused_before_they_are_made(
     served: Served, monkeypatch: pytest.MonkeyPatch, body: bytes
 ) -> None:
     monkeypatch.setattr("sparsepack.serve.prepare.read_request", lambda *_: pytest.fail("read"))
-    assert f"the body has more than {MOST_VALUES + 1024:,} JSON values" in refused(served, body)
+    assert f"the body has more than {MAX_JSON_VALUES + 1024:,} JSON values" in refused(served, body)
 
 
 def test_commas_and_brackets_within_texts_are_no_values() -> None:

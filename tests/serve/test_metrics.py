@@ -65,21 +65,21 @@ def test_metrics_count_texts_that_were_cancelled_and_those_that_the_end_refused(
             with socket.create_connection(("127.0.0.1", fresh.port)) as client:
                 head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n"
                 client.sendall(f"{head}Content-Type: application/json\r\n\r\n{body}".encode())
-                wait_until(lambda: fresh.worker.making == 2)
+                wait_until(lambda: fresh.scheduler.running == 2)
             wait_until(fresh.given_up)
         wait_until(lambda: texts_by_reason(fresh) == {"cancelled": 2})
         with ThreadPoolExecutor(1) as other, fresh.http() as http:
             with fresh.held():
                 answer = other.submit(http.post, "/v1/completions", json=asked)
-                wait_until(lambda: fresh.worker.busy)
-                fresh.worker.break_off()
+                wait_until(lambda: fresh.scheduler.busy)
+                fresh.scheduler.abort()
             assert answer.result(60).status_code == 503
         wait_until(lambda: texts_by_reason(fresh) == {"cancelled": 2, "refused": 1})
 
 
 def test_metrics_count_what_the_server_failed_at(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     with Served(model, ServeOptions()) as fresh:
-        monkeypatch.setattr(fresh.service, "_made_of", lambda *_: 1 / 0)
+        monkeypatch.setattr(fresh.service, "_run_in_thread", lambda *_: 1 / 0)
         with fresh.http() as http:  # whose connection ends with the failure
             assert http.post("/v1/completions", json={"model": "tiny"}).status_code == 500
         with fresh.http() as http:

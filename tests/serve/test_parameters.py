@@ -19,7 +19,7 @@ from sparsepack.errors import UserError
 from sparsepack.loading import Model
 from sparsepack.runtime.generation.sampling import TokenLogprob
 from sparsepack.runtime.options import GenerateOptions
-from sparsepack.serve.answers import Answer, completion_likelihoods
+from sparsepack.serve.answers import Answer, completion_logprobs
 from sparsepack.serve.grammar import GrammarConstraint, Grammars
 from sparsepack.serve.options import ServeOptions
 from sparsepack.serve.refusals import Refusal
@@ -68,13 +68,13 @@ def test_several_texts_are_all_in_the_queue_or_none(model: Model) -> None:
         next(iter(stream))
         with pytest.raises(openai.InternalServerError, match="queue is full"):
             completion(small, n=2)
-        assert small.worker.waiting == 0
+        assert small.scheduler.waiting == 0
         stream.close()
 
 
 def test_more_texts_than_there_ever_is_room_for_are_refused_for_good(model: Model) -> None:
     with Served(model, ServeOptions(queue=1)) as small:
-        most = small.worker.together + 1
+        most = small.scheduler.capacity + 1
         with pytest.raises(openai.BadRequestError, match=f"n: 16 texts.* give n of at most {most}") as refused:
             completion(small, n=16)
         assert refused.value.param == "n"
@@ -108,9 +108,9 @@ def test_logprobs_of_a_completion_are_the_model_s_and_its_tokens_are_the_text(se
 def test_offsets_of_tokens_count_whole_characters_whatever_a_stream_holds_back() -> None:
     bytes_of = [b"a", "\u00e9".encode()[:1], "\u00e9".encode()[1:], b"bc"]
     tokens = [TokenLogprob(id, -1.0, ()) for id in (3, 1, 2, 0, 3)]
-    whole = completion_likelihoods(bytes_of.__getitem__)
+    whole = completion_logprobs(bytes_of.__getitem__)
     assert whole(tokens)["text_offset"] == [0, 2, 2, 3, 4]
-    streamed = completion_likelihoods(bytes_of.__getitem__)
+    streamed = completion_logprobs(bytes_of.__getitem__)
     parts = [streamed(part)["text_offset"] for part in (tokens[:2], tokens[2:3], tokens[3:])]
     assert [at for part in parts for at in part] == [0, 2, 2, 3, 4]
 
@@ -118,9 +118,9 @@ def test_offsets_of_tokens_count_whole_characters_whatever_a_stream_holds_back()
 def test_offsets_in_a_stream_are_those_of_the_whole_where_a_stop_string_holds_text_back(served: Served) -> None:
     asked = {"logprobs": 0, "temperature": 0, "max_tokens": 40}
     text = completion(served, **asked).choices[0].text
-    stops = [text[at : at + 3] + "\u2603" for at in range(0, len(text) - 3, 7)][:4]
-    told = completion(served, **asked, stop=stops).choices[0].logprobs
-    chunks = [chunk.choices[0].logprobs for chunk in completion(served, **asked, stop=stops, stream=True)]
+    stop_strings = [text[at : at + 3] + "\u2603" for at in range(0, len(text) - 3, 7)][:4]
+    told = completion(served, **asked, stop=stop_strings).choices[0].logprobs
+    chunks = [chunk.choices[0].logprobs for chunk in completion(served, **asked, stop=stop_strings, stream=True)]
     assert [at for part in chunks if part for at in part.text_offset] == told.text_offset
 
 

@@ -34,7 +34,7 @@ def refusal(body: Any, kind: Any = CompletionRequest) -> Refusal:
     ("prompt", "taken"), [("Once", "Once"), ("", ""), ([1, 2], [1, 2]), (["Once"], "Once"), ([[1, 2]], [1, 2])]
 )
 def test_a_prompt_has_each_form_of_the_protocol(prompt: Any, taken: Any) -> None:
-    assert completion(prompt=prompt).text_or_ids == taken
+    assert completion(prompt=prompt).prompt_value == taken
 
 
 @pytest.mark.parametrize("prompt", [5, None, [], [[]], ["a", "b"], [[1], [2]], [-1], [1.5], [True], {"a": 1}, ["a", 1]])
@@ -44,7 +44,7 @@ def test_other_prompts_are_refused_by_name(prompt: Any) -> None:
 
 @pytest.mark.parametrize(("stop", "taken"), [(None, ()), ("a", ("a",)), (["a", "b"], ("a", "b")), ([], ())])
 def test_stop_strings_are_one_or_several(stop: Any, taken: Any) -> None:
-    assert completion(stop=stop).stops == taken
+    assert completion(stop=stop).stop_strings == taken
 
 
 @pytest.mark.parametrize("stop", ["", ["a", ""], list("abcde"), 5, ["x" * 1001]])
@@ -201,14 +201,14 @@ def test_the_choice_of_a_tool_says_which_may_be_called() -> None:
         ({"type": "function", "function": {"name": "g"}}, True, ["g"]),
     ):
         asked = chat(tools=[TOOL, other], tool_choice=choice)
-        assert asked.must_call == must
+        assert asked.requires_tool_call == must
         assert [tool.function.name for tool in asked.callable_tools] == names
 
 
 def test_there_is_one_number_of_tokens() -> None:
-    assert completion().most_tokens == 16
-    assert chat().most_tokens is None
-    assert chat(max_completion_tokens=3).most_tokens == chat(max_tokens=3).most_tokens == 3
+    assert completion().max_new_tokens == 16
+    assert chat().max_new_tokens is None
+    assert chat(max_completion_tokens=3).max_new_tokens == chat(max_tokens=3).max_new_tokens == 3
     assert "give one of them" in refusal({**CHAT, "max_tokens": 3, "max_completion_tokens": 3}, ChatRequest).message
 
 

@@ -10,13 +10,13 @@ import pytest
 from sparsepack.loading import Model
 from sparsepack.serve import server
 from sparsepack.serve.options import ServeOptions
-from sparsepack.serve.server import here_for_good
+from sparsepack.serve.server import frozen_heap
 
 
 def test_what_is_there_is_not_collected_and_what_comes_is() -> None:
     gc.unfreeze()  # what the tests' own start has left to itself
     before = len(gc.get_objects())
-    with here_for_good():
+    with frozen_heap():
         assert len(gc.get_objects()) < 1000 < before
         cycle: list[Any] = []
         cycle.append(cycle)
@@ -34,6 +34,6 @@ def test_a_server_lets_the_model_and_libraries_alone(model: Model, monkeypatch: 
         looked_at.append(len(gc.get_objects()))
 
     monkeypatch.setattr(asyncio, "run", run)
-    server.serve(model, "tiny", ServeOptions(), server.bound_socket("127.0.0.1", 0, 1))
+    server.serve(model, "tiny", ServeOptions(), server.bind_socket("127.0.0.1", 0, 1))
     assert looked_at[0] < 1000
     assert gc.get_freeze_count() == 0

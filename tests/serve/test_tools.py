@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparsepack.serve.tools import HERMES, LLAMA, CallReader, ToolCall, ToolFormat, takes_tools, tool_format
+from sparsepack.serve.tools import HERMES, LLAMA, ToolCall, ToolCallParser, ToolFormat, takes_tools, tool_format
 
 CALL = '{"name": "f", "arguments": {"a": "</tool_call> {"}}'
 
@@ -21,7 +21,7 @@ def read(format: ToolFormat, *pieces: str) -> tuple[str, list[tuple[str, object]
 
 def in_pieces(format: ToolFormat, *pieces: str) -> list[tuple[str, list[ToolCall]]]:
     """What is told after each piece, and at the end."""
-    reader = CallReader(format, {"f", "g"})
+    reader = ToolCallParser(format, {"f", "g"})
     return [*map(reader.push, pieces), reader.finish()]
 
 
@@ -109,7 +109,7 @@ def test_what_comes_after_a_call_and_is_none_is_text() -> None:
 )
 def test_of_several_calls_those_that_may_be_told_are_told(format: ToolFormat, answer: str) -> None:
     for pieces in ([answer], [*answer]):
-        reader = CallReader(format, {"f", "g"}, most=1)
+        reader = ToolCallParser(format, {"f", "g"}, most=1)
         told = [*map(reader.push, pieces), reader.finish()]
         assert [call.name for _, calls in told for call in calls] == ["f"]
         assert "".join(text for text, _ in told) == ("Well.  Done." if format is HERMES else " Done.")

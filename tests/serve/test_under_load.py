@@ -19,9 +19,9 @@ from serving import Served, stalled_stream, wait_until
 
 from sparsepack.loading import Model
 from sparsepack.runtime.options import GenerateOptions
+from sparsepack.serve.batch import PREFILLED_BETWEEN_TOKENS
 from sparsepack.serve.options import ServeOptions
-from sparsepack.serve.texts import PREFILLED_BETWEEN_TOKENS
-from sparsepack.serve.worker import Ticket
+from sparsepack.serve.scheduler import Ticket
 
 ASKED = {"model": "tiny", "max_tokens": 12, "temperature": 0}
 LONG = 900
@@ -111,9 +111,9 @@ def test_a_client_with_many_requests_does_not_keep_another_address_waiting(fresh
     with greedy, other, ThreadPoolExecutor(61) as at_once:
         with fresh.held():
             asked = [at_once.submit(ask, greedy) for _ in range(60)]
-            wait_until(lambda: fresh.worker.making + fresh.worker.waiting == 60)
+            wait_until(lambda: fresh.scheduler.running + fresh.scheduler.waiting == 60)
             asked.append(at_once.submit(ask, other))
-            wait_until(lambda: fresh.worker.making + fresh.worker.waiting == 61)
+            wait_until(lambda: fresh.scheduler.running + fresh.scheduler.waiting == 61)
         for one in asked:
             one.result(60)
     assert joined.index("127.0.0.3") <= len(fresh.model.engine.positions) + 1, "behind those in the making and one more"
@@ -125,7 +125,9 @@ def test_a_full_queue_refuses_with_the_time_to_wait_and_a_client_that_tries_agai
         with served.held(), ExitStack() as streams:
             for _ in range(len(model.engine.positions) + 1):
                 streams.enter_context(stalled_stream(served, LONG))
-            wait_until(lambda: served.worker.making == len(model.engine.positions) and served.worker.waiting == 1)
+            wait_until(
+                lambda: served.scheduler.running == len(model.engine.positions) and served.scheduler.waiting == 1
+            )
             refused = http.post("/v1/completions", json={**ASKED, "prompt": "x"})
             assert refused.status_code == 503
             assert 1 <= int(refused.headers["retry-after"]) <= 60
@@ -140,7 +142,7 @@ def test_a_reader_that_stalls_keeps_nobody_waiting_and_gets_all_once_it_reads(fr
     with ExitStack() as open_until_the_end:
         with fresh.held():
             slow = open_until_the_end.enter_context(stalled_stream(fresh, LONG))
-            wait_until(lambda: fresh.worker.busy)
+            wait_until(lambda: fresh.scheduler.busy)
         assert fresh.client().completions.create(**ASKED, prompt="x").choices[0].text
         wait_until(fresh.idle)  # the slow one's text is made as well
         assert fresh.tasks() > 2, "it waits to be sent"
@@ -156,7 +158,7 @@ def test_a_reader_that_takes_nothing_for_too_long_is_dropped(model: Model, capsy
     with Served(model, ServeOptions(send_timeout=1)) as served, ExitStack() as streams:
         with served.held():
             streams.enter_context(stalled_stream(served, LONG))
-            wait_until(lambda: served.worker.busy)
+            wait_until(lambda: served.scheduler.busy)
         wait_until(served.idle)
         wait_until(lambda: served.tasks() <= 2)
         if hasattr(socket, "TCP_USER_TIMEOUT"):
@@ -221,7 +223,7 @@ def test_clients_that_go_in_mid_stream_or_from_the_queue_leave_the_others_alone(
 
 def test_health_answers_while_a_text_is_made(fresh: Served) -> None:
     with fresh.held(), stalled_stream(fresh, LONG), fresh.http() as http:
-        wait_until(lambda: fresh.worker.busy)
+        wait_until(lambda: fresh.scheduler.busy)
         assert http.get("/health").json()["making"] == 1
 
 

@@ -78,7 +78,7 @@ def serve(path: Path, chat_template: str | None, **asked: Any) -> None:
     """
     engine = engine_options(asked, ServeOptions)
     try:
-        from sparsepack.serve.server import bound_socket
+        from sparsepack.serve.server import bind_socket
         from sparsepack.serve.server import serve as serve_model
     except ModuleNotFoundError as error:
         if error.name not in ("llguidance", "prometheus_client", "starlette", "uvicorn"):
@@ -90,7 +90,7 @@ def serve(path: Path, chat_template: str | None, **asked: Any) -> None:
 
     options = ServeOptions(**asked)
     engine = replace(engine, sequences=options.sequences)
-    with bound_socket(options.host, options.port, options.send_timeout) as listening:  # before a large file is read
+    with bind_socket(options.host, options.port, options.send_timeout) as listening:  # before a large file is read
         model = load(path, options=engine)
         model = replace(model, chat_template=chat_template or model.chat_template)
         say(*what_runs(model.engine))

@@ -1,4 +1,4 @@
-"""Texts out of an engine: what is kept between them, and that it changes nothing."""
+"""ContinuousBatch out of an engine: what is kept between them, and that it changes nothing."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -8,16 +8,16 @@ from torch import Tensor
 
 from sparsepack.loading import Model
 from sparsepack.runtime.options import GenerateOptions
-from sparsepack.serve import texts as texts_module
-from sparsepack.serve.texts import Texts
-from sparsepack.serve.worker import Ended, Event, Failed, Piece, TextRequest
+from sparsepack.serve import batch as batch_module
+from sparsepack.serve.batch import ContinuousBatch
+from sparsepack.serve.scheduler import Event, Failure, Finish, GenerationRequest, TextDelta
 
 
 @dataclass
 class Reader:
     """Somebody who waits for a text, for some turns."""
 
-    request: TextRequest
+    request: GenerationRequest
     turns: int = 10**9
     events: list[Event] = field(default_factory=list)
 
@@ -30,22 +30,22 @@ class Reader:
 
     @property
     def text(self) -> str:
-        return "".join(event.text for event in self.events if isinstance(event, Piece))
+        return "".join(event.text for event in self.events if isinstance(event, TextDelta))
 
     @property
     def end(self) -> Event | None:
-        return self.events[-1] if self.events and not isinstance(self.events[-1], Piece) else None
+        return self.events[-1] if self.events and not isinstance(self.events[-1], TextDelta) else None
 
 
 def asked(ids: Sequence[int], tokens: int = 12, wanted: int = 10**9, **options: object) -> Reader:
-    return Reader(TextRequest(tuple(ids), GenerateOptions(tokens, **options)), wanted)  # type: ignore[arg-type]
+    return Reader(GenerationRequest(tuple(ids), GenerateOptions(tokens, **options)), wanted)  # type: ignore[arg-type]
 
 
-def run(texts: Texts, *readers: Reader) -> None:
+def run(texts: ContinuousBatch, *readers: Reader) -> None:
     """Make turns until nobody waits."""
     for reader in readers:
         texts.join(reader)
-    while texts.wanted:
+    while texts.tickets:
         texts.advance()
         for reader in readers:
             reader.turns -= 1
@@ -56,7 +56,7 @@ def made(
 ) -> tuple[str, Event | None]:
     """The text after a prompt and its end; it is no longer wanted after so many turns."""
     reader = asked(ids, tokens, wanted, **options)
-    run(Texts(model), reader)
+    run(ContinuousBatch(model), reader)
     return reader.text, reader.end
 
 
@@ -71,13 +71,13 @@ def test_a_text_is_the_same_whatever_was_asked_before(model: Model, before: int,
     ids = ids_of(model, length)
     model.engine.reset()
     expected, end = made(model, ids, temperature=1.0, seed=4)
-    assert end == Ended("length", 12, 0)
+    assert end == Finish("length", 12, 0)
     model.engine.reset()
     made(model, ids_of(model, before))
     text, end = made(model, ids, temperature=1.0, seed=4)
     assert text == expected
     kept = min(before, length - 1) // 32 * 32
-    assert end == Ended("length", 12, kept)
+    assert end == Finish("length", 12, kept)
 
 
 def test_a_turn_of_a_chat_goes_on_from_the_last_prompt_and_not_from_its_answer(model: Model) -> None:
@@ -86,7 +86,7 @@ def test_a_turn_of_a_chat_goes_on_from_the_last_prompt_and_not_from_its_answer(m
     made(model, ids)
     assert model.engine.position == 100
     _, end = made(model, [*ids, *ids_of(model, 30)])
-    assert end == Ended("length", 12, 96)
+    assert end == Finish("length", 12, 96)
 
 
 def test_a_text_that_nobody_wants_ends_during_the_prefill_and_after_any_token(model: Model) -> None:
@@ -108,7 +108,7 @@ def test_a_text_ends_before_a_stop_string_and_counts_its_tokens(model: Model) ->
     stop = whole[10:14]
     text, end = made(model, ids, 40, stop=(stop,))
     assert text == whole[: whole.index(stop)]
-    assert isinstance(end, Ended)
+    assert isinstance(end, Finish)
     assert end.reason == "stop"
     assert 0 < end.tokens < 40
 
@@ -123,7 +123,7 @@ def test_after_a_failure_the_engine_begins_anew(model: Model, monkeypatch: pytes
     with monkeypatch.context() as patch:
         patch.setattr(model.engine, "decode_all", lambda *_: 1 / 0)
         end = made(model, ids)[1]
-        assert isinstance(end, Failed)
+        assert isinstance(end, Failure)
         assert isinstance(end.error, ZeroDivisionError)
     assert set(model.engine.positions) == {0}
     assert made(model, ids)[0] == expected
@@ -133,28 +133,30 @@ def test_after_a_failure_the_engine_begins_anew(model: Model, monkeypatch: pytes
 
 
 @pytest.fixture
-def texts(dense: Model) -> Texts:
+def texts(dense: Model) -> ContinuousBatch:
     dense.engine.reset()
-    return Texts(dense)
+    return ContinuousBatch(dense)
 
 
-def test_texts_that_join_and_leave_between_tokens_are_those_of_an_engine_alone(dense: Model, texts: Texts) -> None:
+def test_texts_that_join_and_leave_between_tokens_are_those_of_an_engine_alone(
+    dense: Model, texts: ContinuousBatch
+) -> None:
     """With seeds at which none is drawn where two tokens meet: logits differ by 0.002 from those of one alone."""
     readers = [asked(ids_of(dense, 20 + 9 * n), 5 + 3 * n, seed=40 + n, temperature=0.3 * (n % 2)) for n in range(20)]
     waiting = [*readers]
-    while waiting or texts.wanted:
-        if waiting and texts.room:
+    while waiting or texts.tickets:
+        if waiting and texts.has_room:
             texts.join(waiting.pop(0))
         texts.advance()
     for reader in readers:
         dense.engine.reset()
         alone = asked(reader.request.ids, reader.request.options.tokens)
         alone.request = reader.request
-        run(Texts(dense), alone)
+        run(ContinuousBatch(dense), alone)
         assert (reader.text, reader.end.tokens) == (alone.text, alone.end.tokens)
 
 
-def test_a_long_prompt_does_not_stop_running_streams(dense: Model, texts: Texts) -> None:
+def test_a_long_prompt_does_not_stop_running_streams(dense: Model, texts: ContinuousBatch) -> None:
     stream, long = asked(ids_of(dense, 10), 200), asked(ids_of(dense, 900), 2)
     texts.join(stream)
     texts.advance()
@@ -165,12 +167,12 @@ def test_a_long_prompt_does_not_stop_running_streams(dense: Model, texts: Texts)
         texts.advance()
         turns += 1
         assert len(stream.events) > before, "each turn gives the stream a token"
-    assert turns >= 900 // texts_module.PREFILLED_BETWEEN_TOKENS
+    assert turns >= 900 // batch_module.PREFILLED_BETWEEN_TOKENS
     run(texts)
-    assert stream.end == Ended("length", 200, 0)
+    assert stream.end == Finish("length", 200, 0)
 
 
-def test_a_long_prompt_does_not_keep_a_short_one_waiting(dense: Model, texts: Texts) -> None:
+def test_a_long_prompt_does_not_keep_a_short_one_waiting(dense: Model, texts: ContinuousBatch) -> None:
     stream, long, short = asked(ids_of(dense, 10), 200), asked(ids_of(dense, 900), 2), asked(ids_of(dense, 20), 2)
     for reader in (stream, long, short):
         texts.join(reader)
@@ -180,15 +182,15 @@ def test_a_long_prompt_does_not_keep_a_short_one_waiting(dense: Model, texts: Te
     assert not long.events
 
 
-def test_each_chat_goes_on_from_its_own_last_prompt(dense: Model, texts: Texts) -> None:
+def test_each_chat_goes_on_from_its_own_last_prompt(dense: Model, texts: ContinuousBatch) -> None:
     prompts = [[n, *ids_of(dense, 99)] for n in (5, 6, 7)]
     run(texts, *(asked(ids) for ids in prompts))
     later = [asked([*ids, *ids_of(dense, 30)]) for ids in reversed(prompts)]
     run(texts, *later)
-    assert [reader.end for reader in later] == [Ended("length", 12, 96)] * 3
+    assert [reader.end for reader in later] == [Finish("length", 12, 96)] * 3
 
 
-def test_a_new_text_takes_the_sequence_that_was_left_longest_ago(dense: Model, texts: Texts) -> None:
+def test_a_new_text_takes_the_sequence_that_was_left_longest_ago(dense: Model, texts: ContinuousBatch) -> None:
     sequences = len(dense.engine.positions)
     prompts = [[n, *ids_of(dense, 99)] for n in range(sequences + 1)]
     for ids in prompts:
@@ -199,29 +201,29 @@ def test_a_new_text_takes_the_sequence_that_was_left_longest_ago(dense: Model, t
     assert [reader.end.cached for reader in again] == [96, 96]
     first = asked(prompts[0], 1)
     run(texts, first)
-    assert first.end == Ended("length", 1, 0)
+    assert first.end == Finish("length", 1, 0)
 
 
-def test_texts_are_left_between_tokens_and_between_pieces_of_a_prompt(dense: Model, texts: Texts) -> None:
+def test_texts_are_left_between_tokens_and_between_pieces_of_a_prompt(dense: Model, texts: ContinuousBatch) -> None:
     stays = asked(ids_of(dense, 10), 60)
     goes = [asked(ids_of(dense, 900), 5, wanted=3), asked(ids_of(dense, 12), 60, wanted=7)]
     run(texts, stays, *goes)
     assert [reader.end for reader in goes] == [None, None]
     assert len(goes[1].events) == 7
-    assert stays.end == Ended("length", 60, 0)
-    assert len(texts._free) == texts.most
+    assert stays.end == Finish("length", 60, 0)
+    assert len(texts._free) == texts.capacity
 
 
 def test_a_text_whose_choice_fails_leaves_those_whose_prompts_are_read_alone(
-    dense: Model, texts: Texts, monkeypatch: pytest.MonkeyPatch
+    dense: Model, texts: ContinuousBatch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bad, good = asked(ids_of(dense, 40)), asked(ids_of(dense, 50))
     texts.join(bad)
     texts.join(good)
     monkeypatch.setattr(texts._texts[0].continuation.sampler, "choose", lambda logits: 1 / 0)
     run(texts)
-    assert isinstance(bad.end, Failed)
-    assert good.end == Ended("length", 12, 0)
+    assert isinstance(bad.end, Failure)
+    assert good.end == Finish("length", 12, 0)
 
 
 # several after one prompt
@@ -242,7 +244,7 @@ def prefilled(dense: Model, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.mark.parametrize("length", [20, 64, 700])
 def test_a_prompt_is_read_once_for_all_texts_after_it(
-    dense: Model, texts: Texts, prefilled: list[int], length: int
+    dense: Model, texts: ContinuousBatch, prefilled: list[int], length: int
 ) -> None:
     ids = ids_of(dense, length)
     readers = [asked(ids, 10, temperature=1.0, seed=n) for n in range(4)]
@@ -253,12 +255,12 @@ def test_a_prompt_is_read_once_for_all_texts_after_it(
         dense.engine.reset()
         alone = asked(ids)
         alone.request = reader.request
-        run(Texts(dense), alone)
+        run(ContinuousBatch(dense), alone)
         assert reader.text == alone.text
 
 
 def test_a_text_that_joins_later_goes_on_from_the_prompt_of_one_in_the_making(
-    dense: Model, texts: Texts, prefilled: list[int]
+    dense: Model, texts: ContinuousBatch, prefilled: list[int]
 ) -> None:
     """And not from what was decoded after it."""
     first = asked(ids_of(dense, 100), 30)
@@ -270,24 +272,24 @@ def test_a_text_that_joins_later_goes_on_from_the_prompt_of_one_in_the_making(
     run(texts, later)
     assert later.end.cached == 96
     assert sum(prefilled) == 100 + len(later.request.ids) - 96
-    assert first.end == Ended("length", 30, 0)
+    assert first.end == Finish("length", 30, 0)
 
 
 def test_others_go_on_reading_the_prompt_of_a_text_that_nobody_wants_any_more(
-    dense: Model, texts: Texts, prefilled: list[int]
+    dense: Model, texts: ContinuousBatch, prefilled: list[int]
 ) -> None:
     ids = ids_of(dense, 900)
     leaves, also_leaves, stays, too = asked(ids, wanted=1), asked(ids, wanted=1), asked(ids, 5), asked(ids, 5)
     run(texts, leaves, also_leaves, stays, too)
     assert leaves.events == also_leaves.events == []
     assert sum(prefilled) == 900
-    assert [stays.end, too.end] == [Ended("length", 5, 512), Ended("length", 5, 900)]
+    assert [stays.end, too.end] == [Finish("length", 5, 512), Finish("length", 5, 900)]
     assert stays.text == too.text
-    assert len(texts._free) == texts.most
+    assert len(texts._free) == texts.capacity
 
 
 def test_a_prompt_that_fails_for_one_text_is_read_anew_for_the_next(
-    dense: Model, texts: Texts, prefilled: list[int], monkeypatch: pytest.MonkeyPatch
+    dense: Model, texts: ContinuousBatch, prefilled: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ids, prefill = ids_of(dense, 50), dense.engine.prefill
     readers = [asked(ids, 5) for _ in range(3)]
@@ -300,18 +302,18 @@ def test_a_prompt_that_fails_for_one_text_is_read_anew_for_the_next(
 
     monkeypatch.setattr(dense.engine, "prefill", fails_once)
     run(texts, *readers)
-    assert isinstance(readers[0].end, Failed)
-    assert [reader.end for reader in readers[1:]] == [Ended("length", 5, 0), Ended("length", 5, 50)]
+    assert isinstance(readers[0].end, Failure)
+    assert [reader.end for reader in readers[1:]] == [Finish("length", 5, 0), Finish("length", 5, 50)]
     assert prefilled == [0, 50]
 
 
 def test_a_choice_that_fails_for_one_text_leaves_those_after_the_same_prompt(
-    dense: Model, texts: Texts, monkeypatch: pytest.MonkeyPatch
+    dense: Model, texts: ContinuousBatch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     readers = [asked(ids_of(dense, 50), 5) for _ in range(3)]
     for reader in readers:
         texts.join(reader)
     monkeypatch.setattr(texts._texts[0].continuation.sampler, "choose", lambda logits: 1 / 0)
     run(texts)
-    assert isinstance(readers[0].end, Failed)
+    assert isinstance(readers[0].end, Failure)
     assert readers[1].text == readers[2].text != ""

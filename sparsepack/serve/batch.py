@@ -10,14 +10,13 @@ A turn is a piece of the prompts that have joined, and then a token of each text
 
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from torch import Tensor
 
 from sparsepack.loading import Model
 from sparsepack.runtime.generation.continuation import Continuation
 from sparsepack.runtime.generation.sampling import Sampler
-from sparsepack.serve.worker import Ended, Event, Failed, Piece, TextRequest
+from sparsepack.serve.scheduler import Failure, Finish, TextDelta, Ticket
 
 PREFILLED_AT_ONCE = 512
 """So many positions of prompts a turn reads at most while no text is in the making; decoders take so many together."""
@@ -33,20 +32,6 @@ prefill had begun at the beginning, so that the bits are the same: with the AVX2
 _REASONS = {"eos": "stop", "stop": "stop", "tokens": "length", "context": "length"}
 
 
-class Wanted(Protocol):
-    """What a text is made for."""
-
-    @property
-    def request(self) -> TextRequest: ...
-
-    @property
-    def cancelled(self) -> bool:
-        """Whether nobody wants the text any more."""
-
-    def tell(self, event: Event) -> None:
-        """Take a piece of the text, or its end."""
-
-
 @dataclass(eq=False)
 class _Text:
     """A text in one of the engine's sequences.
@@ -56,7 +41,7 @@ class _Text:
     followers -- texts after the same prompt, which is read once for all of them
     """
 
-    wanted: Wanted
+    ticket: Ticket
     sequence: int
     continuation: Continuation
     cached: int
@@ -64,7 +49,7 @@ class _Text:
     followers: "list[_Text]" = field(default_factory=list)
 
 
-class Texts:
+class ContinuousBatch:
     """See above. For one thread.
 
     A text goes on from what its prompt has in common with another prompt, the last of a sequence that is free or the
@@ -81,46 +66,46 @@ class Texts:
         self._reading: deque[_Text] = deque()  # those of whose prompts a part is to be read, by turns
 
     @property
-    def most(self) -> int:
+    def capacity(self) -> int:
         """How many texts it makes together at most."""
         return len(self._engine.positions)
 
     @property
-    def room(self) -> bool:
+    def has_room(self) -> bool:
         """Whether a text can join."""
         return bool(self._free)
 
     @property
-    def wanted(self) -> list[Wanted]:
+    def tickets(self) -> list[Ticket]:
         """What the texts in the making are made for."""
-        return [text.wanted for text in [*self._texts]]
+        return [text.ticket for text in [*self._texts]]
 
-    def join(self, wanted: Wanted) -> None:
+    def join(self, ticket: Ticket) -> None:
         """Begin a text; there is room. What fails is told."""
-        request, ids = wanted.request, list(wanted.request.ids)
+        request, ids = ticket.request, list(ticket.request.ids)
         if not request.options.tokens:
-            wanted.tell(Ended("length", 0, 0))
+            ticket.tell(Finish("length", 0, 0))
             return
         leader = next((text for text in self._reading if text.continuation.ids == ids), None)
         source = self._nearest(ids) if leader is None else leader.sequence
         sequence = source if source in self._free else self._free[0]
         self._free.remove(sequence)
         try:
-            cached = self._begun(ids, sequence, source) if leader is None else len(ids)
+            cached = self._reuse_prefix(ids, sequence, source) if leader is None else len(ids)
             continuation = Continuation(self._engine, self._tokenizer, ids, request.options)
         except Exception as error:
             self._free.append(sequence)
-            wanted.tell(Failed(error))
+            ticket.tell(Failure(error))
             return
-        text = _Text(wanted, sequence, continuation, cached)
+        text = _Text(ticket, sequence, continuation, cached)
         self._texts.append(text)
         (self._reading if leader is None else leader.followers).append(text)
 
     def advance(self) -> None:
         """Make a turn. What fails is told, and later texts begin anew."""
-        self._drop_unwanted()
+        self._drop_cancelled()
         self._read()
-        self._drop_unwanted()
+        self._drop_cancelled()
         self._step()
 
     @property
@@ -128,8 +113,8 @@ class Texts:
         """The texts whose prompts are read."""
         return [text for text in self._texts if text.chosen is not None]
 
-    def _drop_unwanted(self) -> None:
-        for text in [text for text in self._texts if text.wanted.cancelled]:
+    def _drop_cancelled(self) -> None:
+        for text in [text for text in self._texts if text.ticket.cancelled]:
             self._leave(text)
 
     def _nearest(self, ids: list[int]) -> int:
@@ -144,7 +129,7 @@ class Texts:
         common: int = min(self._engine.common(ids, sequence), read)
         return common // KEPT_IN_STEPS_OF * KEPT_IN_STEPS_OF
 
-    def _begun(self, ids: list[int], sequence: int, source: int) -> int:
+    def _reuse_prefix(self, ids: list[int], sequence: int, source: int) -> int:
         """Let a sequence have what a prompt can take from another, or from itself; how many positions those are."""
         common = self._common(ids, source)
         if source == sequence:
@@ -164,9 +149,9 @@ class Texts:
             leader.followers.remove(text)
         if text in self._reading:
             self._reading.remove(text)
-            self._hand_on([follower for follower in text.followers if not follower.wanted.cancelled])
+            self._promote_follower([follower for follower in text.followers if not follower.ticket.cancelled])
 
-    def _hand_on(self, followers: list[_Text]) -> None:
+    def _promote_follower(self, followers: list[_Text]) -> None:
         """Let the first of some texts, whose prompt nobody reads any more, read it for all of them."""
         if not followers:
             return
@@ -174,7 +159,7 @@ class Texts:
         ids = leader.continuation.ids
         self._reading.appendleft(leader)
         try:
-            leader.cached = self._begun(ids, leader.sequence, self._nearest(ids))
+            leader.cached = self._reuse_prefix(ids, leader.sequence, self._nearest(ids))
         except Exception as error:
             self._fail(leader, error)
 
@@ -182,7 +167,7 @@ class Texts:
         """End a text in whose sequence nobody knows what there is."""
         self._engine.truncate(0, text.sequence)
         self._leave(text)
-        text.wanted.tell(Failed(error))
+        text.ticket.tell(Failure(error))
 
     def _read(self) -> None:
         """Read a piece of some prompts, which take turns: a long one does not keep a short one waiting."""
@@ -249,8 +234,8 @@ class Texts:
             return
         text.chosen = id
         if piece:
-            text.wanted.tell(Piece(piece, made.taken_logprobs()))
+            text.ticket.tell(TextDelta(piece, made.taken_logprobs()))
         if made.reason:
             self._leave(text)
-            ended = Ended(_REASONS[made.reason], len(made.tokens), text.cached, made.taken_logprobs())
-            text.wanted.tell(ended)
+            ended = Finish(_REASONS[made.reason], len(made.tokens), text.cached, made.taken_logprobs())
+            text.ticket.tell(ended)

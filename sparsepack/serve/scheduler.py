@@ -9,13 +9,16 @@ import logging
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from math import ceil
-from typing import Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from sparsepack.runtime.generation.sampling import TokenLogprob
 from sparsepack.runtime.options import GenerateOptions
+
+if TYPE_CHECKING:
+    from sparsepack.serve.batch import ContinuousBatch
 
 T = TypeVar("T")
 
@@ -35,10 +38,10 @@ class FairQueue(Generic[T]):
     def put(self, client: str, item: T, most: int) -> T | None:
         """Let something wait. Where `most` wait already, the newest of the client with the most of them makes room, if
         that client then has no less than this one: it is returned. Raises `IndexError` where nothing makes room."""
-        pushed_out = self._make_room(client) if self._count >= most else None
+        evicted = self._make_room(client) if self._count >= most else None
         self._of.setdefault(client, deque()).append(item)
         self._count += 1
-        return pushed_out
+        return evicted
 
     def take(self) -> T:
         """The next, which waits no longer. Raises `IndexError` where nothing waits."""
@@ -77,7 +80,7 @@ class FairQueue(Generic[T]):
 
 
 @dataclass(frozen=True)
-class TextRequest:
+class GenerationRequest:
     """A text to continue, checked.
 
     ids     -- of the prompt; they and `options.tokens` more fit into the engine's context
@@ -89,7 +92,7 @@ class TextRequest:
 
 
 @dataclass(frozen=True)
-class Piece:
+class TextDelta:
     """A piece of text, of whole characters.
 
     logprobs -- of the tokens that were made since the piece before, where the request asks for them
@@ -100,7 +103,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Ended:
+class Finish:
     """The text is made.
 
     reason -- "stop": the model or a stop string ended it; "length": as many tokens are made as were asked for
@@ -116,35 +119,13 @@ class Ended:
 
 
 @dataclass(frozen=True)
-class Failed:
+class Failure:
     """The text cannot be made."""
 
     error: Exception
 
 
-Event = Piece | Ended | Failed
-
-
-class Maker(Protocol):
-    """What makes texts, several at a time; `texts.Texts`. The worker's thread alone calls it."""
-
-    @property
-    def most(self) -> int:
-        """How many texts it makes together at most."""
-
-    @property
-    def room(self) -> bool:
-        """Whether a text can join."""
-
-    @property
-    def wanted(self) -> Sequence[Any]:
-        """The tickets of the texts in the making; may be asked in any thread."""
-
-    def join(self, wanted: "Ticket") -> None:
-        """Begin a text."""
-
-    def advance(self) -> None:
-        """Make a bit of each text, and tell the tickets; leave those that are cancelled."""
+Event = TextDelta | Finish | Failure
 
 
 ENDING = "the server is ending"
@@ -159,26 +140,26 @@ class QueueFull(Exception):
 
 
 class Closing(Exception):
-    """The worker takes no more texts."""
+    """The scheduler takes no more texts."""
 
 
 class Ticket:
-    """A text on its way; made by `TextWorker.submit` for the event loop that runs then.
+    """A text on its way; made by `Scheduler.submit` for the event loop that runs then.
 
     client -- who asks
     """
 
-    def __init__(self, worker: "TextWorker", request: TextRequest, client: str) -> None:
+    def __init__(self, scheduler: "Scheduler", request: GenerationRequest, client: str) -> None:
         self.request, self.client = request, client
-        self._worker = worker
+        self._scheduler = scheduler
         self._loop = asyncio.get_running_loop()
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         self._cancelled = threading.Event()
 
     async def events(self, patience: float | None = None) -> AsyncIterator[Event | None]:
-        """The pieces as they are made, then `Ended` or `Failed`; None where nothing comes for `patience` seconds."""
+        """The pieces as they are made, then `Finish` or `Failure`; None where nothing comes for `patience` seconds."""
         event: Event | None = None
-        while event is None or isinstance(event, Piece):
+        while event is None or isinstance(event, TextDelta):
             try:
                 async with asyncio.timeout(patience):
                     event = await self._events.get()
@@ -189,7 +170,7 @@ class Ticket:
     def cancel(self) -> None:
         """Nobody waits for the text any more. May be called at any time, more than once."""
         self._cancelled.set()
-        self._worker.forget(self)
+        self._scheduler.discard(self)
 
     @property
     def cancelled(self) -> bool:
@@ -204,19 +185,19 @@ class Ticket:
             self._cancelled.set()
 
 
-class TextWorker:
+class Scheduler:
     """Makes texts in a thread of its own, in the order in which they come, those of different clients in turns.
 
-    maker   -- makes them
+    batch   -- makes them
     waiting -- texts that may wait while others are made
 
     The thread begins at once and runs until `close`.
     """
 
-    def __init__(self, maker: Maker, waiting: int) -> None:
-        self._maker, self._most = maker, waiting
+    def __init__(self, batch: "ContinuousBatch", waiting: int) -> None:
+        self._batch, self._most = batch, waiting
         self._queue: FairQueue[Ticket] = FairQueue()
-        self._joining: Ticket | None = None  # on its way from the queue to the maker
+        self._joining: Ticket | None = None  # on its way from the queue to the batch
         self._seconds = 1.0  # after which a text leaves, about
         self._closing = self._broken_off = False
         self._change = threading.Condition()
@@ -229,27 +210,27 @@ class TextWorker:
         return len(self._queue)
 
     @property
-    def making(self) -> int:
+    def running(self) -> int:
         """How many texts are being made."""
-        joining, wanted = self._joining, self._maker.wanted
-        return len(wanted) + (joining is not None and joining not in wanted)
+        joining, tickets = self._joining, self._batch.tickets
+        return len(tickets) + (joining is not None and joining not in tickets)
 
     @property
-    def together(self) -> int:
+    def capacity(self) -> int:
         """How many texts are made together at most."""
-        return self._maker.most
+        return self._batch.capacity
 
     @property
     def busy(self) -> bool:
         """Whether a text is being made."""
-        return self.making > 0
+        return self.running > 0
 
     @property
     def usable(self) -> bool:
         """Whether it takes texts and its thread lives."""
         return not self._closing and self._thread.is_alive()
 
-    def submit(self, request: TextRequest, client: str = "") -> Ticket:
+    def submit(self, request: GenerationRequest, client: str = "") -> Ticket:
         """Put a text of a client into the queue, from an event loop. Raises `QueueFull`, or `Closing`.
 
         Where the queue is full of one client's texts, the last of them makes room for another client, and is told so.
@@ -259,83 +240,83 @@ class TextWorker:
             if not self.usable:
                 raise Closing(ENDING)
             full = QueueFull(min(60, ceil(self._seconds)))
-            # What has room in the maker does not wait, though the thread may not have taken it out yet.
-            most = self._most + max(0, self.together - self.making)
+            # What has room in the batch does not wait, though the thread may not have taken it out yet.
+            most = self._most + max(0, self.capacity - self.running)
             try:
-                pushed_out = self._queue.put(client, ticket, most)
+                evicted = self._queue.put(client, ticket, most)
             except IndexError:
                 raise full from None
             self._change.notify()
-        if pushed_out is not None:
-            pushed_out.tell(Failed(full))
+        if evicted is not None:
+            evicted.tell(Failure(full))
         return ticket
 
-    def forget(self, ticket: Ticket) -> None:
+    def discard(self, ticket: Ticket) -> None:
         """Take a text out of the queue, if it is there."""
         with self._change:
             self._queue.remove(ticket)
 
-    def refuse_more(self) -> None:
+    def drain(self) -> None:
         """Take no more texts, and tell those that wait; those that are being made go on."""
         with self._change:
             self._closing = True
             waiting = self._queue.clear()
             self._change.notify()
         for ticket in waiting:
-            ticket.tell(Failed(Closing(ENDING)))
+            ticket.tell(Failure(Closing(ENDING)))
 
-    def break_off(self) -> None:
+    def abort(self) -> None:
         """End the texts that are being made, and tell so."""
         self._broken_off = True
         self._end_all(Closing(ENDING))
 
     def close(self, seconds: float | None = None) -> bool:
         """End the thread, and the texts that it makes; whether it ended in so many seconds."""
-        self.refuse_more()
-        self.break_off()
+        self.drain()
+        self.abort()
         self._thread.join(seconds)
         return not self._thread.is_alive()
 
     def _end_all(self, error: Exception) -> None:
-        """End the texts in the making, and one on its way to the maker."""
-        for ticket in (*self._maker.wanted, self._joining):
+        """End the texts in the making, and one on its way to the batch."""
+        for ticket in (*self._batch.tickets, self._joining):
             if ticket is not None and not ticket.cancelled:
-                ticket.tell(Failed(error))
+                ticket.tell(Failure(error))
                 ticket.cancel()
 
     def _work(self) -> None:
         try:
-            self._make_texts()
-        except BaseException as error:  # the maker tells what goes wrong with a text: this is a mistake of ours
+            self._run()
+        except BaseException as error:  # the batch tells what goes wrong with a text: this is a mistake of ours
             logging.getLogger(__name__).error("the engine's thread failed", exc_info=error)
             self._end_all(error if isinstance(error, Exception) else RuntimeError(str(error)))
-            self.refuse_more()
+            self.drain()
 
-    def _make_texts(self) -> None:
+    def _run(self) -> None:
         left = time.monotonic()
         while True:
-            self._let_in()
+            self._admit()
             if self._broken_off:
                 self._end_all(Closing(ENDING))  # one may just have been on its way in
-            if not (before := len(self._maker.wanted)):
+            if not (before := len(self._batch.tickets)):
                 with self._change:
                     if self._closing:
                         return
                     self._change.wait_for(lambda: len(self._queue) or self._closing)
                 left = time.monotonic()
                 continue
-            self._maker.advance()
-            if (gone := before - len(self._maker.wanted)) > 0:
+            self._batch.advance()
+            if (gone := before - len(self._batch.tickets)) > 0:
                 now = time.monotonic()
                 self._seconds += 0.2 * ((now - left) / gone - self._seconds)
                 left = now
 
-    def _let_in(self) -> None:
+    def _admit(self) -> None:
         """Let texts join while there are some, and room for them."""
-        while self._maker.room:
+        while self._batch.has_room:
             with self._change:
                 if not len(self._queue):
                     return
                 self._joining = self._queue.take()
-            self._maker.join(self._joining)
+            self._batch.join(self._joining)
             self._joining = None
