@@ -1,6 +1,6 @@
 """What the user may ask for, declared once: default, meaning and limits stand in the option dataclass of a function.
 
-The command line (`cli.options.from_options`), recipes (`recipe.section`) and the page docs/recipe.md take them from
+The command line (`cli.command.from_options`), recipes (`recipe.section`) and the page docs/recipe.md take them from
 there. An option dataclass needs neither click nor pydantic.
 """
 

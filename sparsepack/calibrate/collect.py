@@ -1,8 +1,11 @@
-"""The options of a calibration. Nothing heavy is imported here: the command line and recipes read the defaults."""
+"""`calibrate`: its options, what it declares, and what a calibration was made of as text for people."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from sparsepack.errors import CalibrationError
+from sparsepack.operation import Operation
 from sparsepack.option import LARGEST_SEED, check_options, option
 from sparsepack.workers import PARTS
 
@@ -64,3 +67,54 @@ class CalibrateOptions:
         check_options(self, CalibrationError)
         if self.context is not None and self.context <= self.sinks:
             raise CalibrationError(f"context {self.context}, sinks {self.sinks}: expected context > sinks")
+
+
+def calibration_table(manifest: Mapping[str, Any]) -> str:
+    """What a calibration was made of."""
+    tokens = manifest["tokens"]
+    return made_from_table(
+        manifest,
+        {
+            "windows": f"{tokens['windows']} of {tokens['context']} tokens",
+            "counted": f"{tokens['counted']:,} tokens; left out: {tokens['sinks_left_out']:,} sinks, "
+            f"{tokens['padding_left_out']:,} padding",
+            "held out": f"{tokens.get('held_out', 0)} windows, on which pack scores what is lost",
+        },
+    )
+
+
+def made_from_table(manifest: Mapping[str, Any], between: Mapping[str, str]) -> str:
+    """A line each: the model and the text of a manifest, what is `between`, and the types that were computed in."""
+    model = manifest["model"]
+    values = {
+        "model": f"{model['name']} ({model['model_type']}, {model['layers']} blocks, {model['sha256'][:12]})",
+        "text": "; ".join(f"{t['name']} ({t['documents']} documents)" for t in manifest["texts"]),
+        **between,
+        "computed in": precision(manifest["compute"]),
+    }
+    width = max(map(len, values))
+    return "\n".join(f"{name.ljust(width)}  {value}" for name, value in values.items())
+
+
+def precision(compute: Mapping[str, Any]) -> str:
+    """The type that was computed in, the device, and the type of the stored weights."""
+    return f"{compute['dtype']} on {compute['device']}; weights stored in {compute['weights']}"
+
+
+CALIBRATE = Operation(
+    name="calibrate",
+    summary="Collect the statistics of a model over text.",
+    help="""
+Collect the statistics of MODEL over text; or `calibrate merge A B -o C` of two calibrations of one model.
+
+One pass, one decoder block at work while the next one is read. A run that was killed goes on from what it saved
+last when the same command is given again. With --devices, or under torchrun, several workers share the windows; the
+calibration has the same bytes.
+""",
+    options=CalibrateOptions,
+    run="sparsepack.calibrate.collection:calibrate",
+    forecast="sparsepack.calibrate.collection:forecast",
+    merge=("calibration folders", "sparsepack.calibrate.folder:merge_folders"),
+    table=lambda made, output: calibration_table(made.manifest),
+    output="The calibration folder to make.",
+)

@@ -1,5 +1,13 @@
-"""The options of pruning. Nothing heavy is imported here: the command line and recipes read the defaults."""
+"""`prune`: its options, what it declares, and what was pruned as text for people."""
 
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from sparsepack.operation import Input, Operation
+from sparsepack.tables import Table, markdown
+
+if TYPE_CHECKING:
+    from sparsepack.models.records.pruned import Pruned, PrunedMatrix
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -70,3 +78,56 @@ class PruneOptions:
         for keep, of, where in ((self.keep, self.of, ""), *((s.keep, s.of, f"{s.site}: ") for s in self.sites)):
             if not 1 <= keep <= of or not 2 <= of <= LARGEST_GROUP or (keep == of and not where):
                 raise PruningError(f"{where}keep {keep} of {of}: expected 1 <= keep < of <= {LARGEST_GROUP}")
+
+
+def pruned_table(pruned: "Pruned") -> str:
+    """What was pruned: a row per block, of each site the error of its outputs, and what was asked."""
+    blocks: dict[str, dict[str, list[PrunedMatrix]]] = {}
+    for row in pruned.matrices:
+        _, layer, site = row.site.split(".")
+        blocks.setdefault(layer, {}).setdefault(site, []).append(row)
+    sites = list(dict.fromkeys(site for block in blocks.values() for site in block))
+    body = [[layer, *(_pruned_cell(block.get(site, [])) for site in sites)] for layer, block in blocks.items()]
+    options = pruned.options
+    patterns = dict.fromkeys(f"keep {row.keep} of {row.of}" for row in pruned.matrices)
+    tails = {row.tail for row in pruned.matrices if row.tail}
+    more = f"; last groups of {', '.join(map(str, sorted(tails)))} inputs hold as many" if tails else ""
+    density = sum(row.density for row in pruned.matrices) / max(len(pruned.matrices), 1)
+    return (
+        f"{markdown(Table(['block', *sites], body))}\n\nrelative error of the outputs; * inputs in another order\n"
+        f"{', '.join(patterns)}, by {options['method']}: of the weights of {len(pruned.matrices)} matrices "
+        f"{100 * density:.1f} % are not zero{more}"
+    )
+
+
+def _pruned_cell(rows: "Sequence[PrunedMatrix]") -> str:
+    """The largest error of a site's matrices."""
+    if not rows:
+        return "-"
+    return f"{max(row.error for row in rows):.3f}{'*' if any(row.permuted for row in rows) else ''}"
+
+
+PRUNE = Operation(
+    name="prune",
+    summary="Set a fixed share of the weights of every group to zero.",
+    help="""
+Prune the matrices of MODEL: of every OF consecutive inputs of a row, KEEP nonzero weights stay.
+
+The result is an ordinary checkpoint in the model's own type; embedding and output matrix stay as they are. One
+decoder block is in memory at a time. A run that was killed goes on where it stopped when the same command is given
+again. With --devices, or under torchrun, several workers share the windows; the result has the same bytes.
+""",
+    options=PruneOptions,
+    inputs={
+        "calibration": Input(
+            "A folder made by `sparsepack calibrate`, whose text is run; magnitude takes none.",
+            before="permute",
+            counts=(_READS_TEXT,),
+        )
+    },
+    run="sparsepack.calibrate.pruning:prune",
+    forecast="sparsepack.calibrate.pruning:forecast",
+    check=PruneOptions.check_calibration,
+    table=lambda made, output: pruned_table(made),
+    output="The checkpoint to make, a folder.",
+)

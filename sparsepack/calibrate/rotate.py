@@ -1,5 +1,12 @@
-"""The options of a rotation. Nothing heavy is imported here: the command line and recipes read the defaults."""
+"""`rotate`: its options, what it declares, and what was rotated as text for people."""
 
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from sparsepack.operation import Input, Operation
+
+if TYPE_CHECKING:
+    from sparsepack.models.records.rotated import Rotated
 from dataclasses import dataclass
 
 from sparsepack.calibrate.collect import DTYPES, CalibrateOptions
@@ -66,3 +73,42 @@ class RotateOptions:
     def check(self) -> None:
         """Raise `RotationError` for values that make no sense."""
         check_options(self, RotationError)
+
+
+def rotated_text(made: "Rotated", output: Path) -> str:
+    """What was rotated, how far its logits are from the model's, and what it costs."""
+    from sparsepack.models.records.rotated import basis_in_words
+
+    into = basis_in_words(made.options["basis"], made.boundaries)
+    lines = [
+        f"{output}: {made.model} in {into}; over {made.tokens:,} tokens its logits differ by {made.error:.1e} of their "
+        "size",
+        *(f"note: {note}" for note in made.notes),
+    ]
+    return "\n".join(lines)
+
+
+ROTATE = Operation(
+    name="rotate",
+    summary="Write a model in coordinates in which skipping loses less.",
+    help="""
+Write MODEL with its residual stream in another basis: the same function, folded into the weights.
+
+The result is an ordinary checkpoint, or with several segments one that sparsepack alone takes; calibrate that one
+for what follows. Its logits are compared with those of MODEL, and nothing is written where they differ. One decoder
+block is in memory at a time; a learnt basis needs the whole model there, and is for a GPU. A run that was killed
+goes on where it stopped when the same command is given again. With --devices, or under torchrun, several workers
+share the blocks, and the windows on which a basis is learnt; the result has the same bytes.
+""",
+    options=RotateOptions,
+    groups={"A learnt basis": ("sparsity", "steps", "batch", "length", "rate")},
+    inputs={
+        "calibration": Input(
+            "A folder made by `sparsepack calibrate` of MODEL, for its statistics and its text.", required=True
+        )
+    },
+    run="sparsepack.calibrate.rotation:rotate",
+    forecast="sparsepack.calibrate.rotation:forecast",
+    table=rotated_text,
+    output="The checkpoint to make, a folder.",
+)

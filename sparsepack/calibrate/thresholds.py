@@ -3,14 +3,18 @@ sparsity. Nothing heavy is imported here: the command line and recipes read the 
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import Any
 
 from sparsepack.calibrate.collect import CRITERIA, CalibrateOptions
 from sparsepack.errors import PackingError, ThresholdsError
+from sparsepack.models.records.skipped import shown
 from sparsepack.models.records.sparse_attention import LARGEST_DENOMINATOR, TokenPolicy
+from sparsepack.operation import Input, Operation
 from sparsepack.option import LARGEST_SEED, check_options, not_with, only_with, option
+from sparsepack.tables import Table, markdown
 
 
 @dataclass(frozen=True)
@@ -233,3 +237,72 @@ def _share(text: str) -> Fraction:
     if share.denominator > LARGEST_DENOMINATOR:
         raise PackingError(f"tokens {text[:60]!r}: {share}; expected a fraction of smaller numbers, such as 1/16")
     return share
+
+
+def thresholds_table(summary: Mapping[str, Any]) -> str:
+    """A thresholds table: a row per block, of each site what its threshold skips on the calibration text, and that."""
+    rows = summary["rows"]
+    sites = list(dict.fromkeys(row["site"] for row in rows))
+    by_key = {(row["layer"], row["site"]): row for row in rows}
+    body = []
+    for layer in sorted({row["layer"] for row in rows}):
+        cells = [by_key.get((layer, site)) for site in sites]
+        body.append([layer, *(_site_cell(cell) if cell else "-" for cell in cells)])
+    vectors = [name for name in ("channel_weights", "offset") if any(row.get(name) for row in rows)]
+    head = (
+        f"{summary['allocation']}, {summary['criterion']}, target {summary['sparsity']}, upstream {summary['upstream']}"
+        + (f"; per channel: {', '.join(vectors)}" if vectors else "")
+    )
+    outlook = summary.get("expected")
+    said = "not known, measure it with `sparsepack eval`" if outlook is None else shown(**outlook)
+    parts: list[str | Table] = [head, Table(["block", *(f"{site} (skips @ threshold)" for site in sites)], body)]
+    parts.append(f"a decoded token skips, on text like the calibration text: {said} of all block weights")
+    if notes := _edited(summary):
+        parts.append("\n".join(f"note: {note}" for note in notes))
+    return markdown(*parts)
+
+
+def _site_cell(row: Mapping[str, Any]) -> str:
+    expected = row.get("expected")
+    if expected == 0 and row["threshold"] == 0:
+        return "dense"
+    return f"{'?' if expected is None else f'{100 * expected:.1f} %'} @ {row['threshold']:.4g}"
+
+
+_FAR = 0.02
+_MOST_NOTES = 8
+
+
+def _edited(summary: Mapping[str, Any]) -> list[str]:
+    """The lines that say which field counts where a table, as after an edit, asks for other than what will happen."""
+    notes = [
+        f"blk.{row['layer']}.{row['site']}: `threshold` counts, not `sparsity`: {row['threshold']:.4g} skips "
+        f"{100 * row['expected']:.1f} %, not {100 * row['sparsity']:.1f} %"
+        for row in summary["rows"]
+        if row.get("expected") is not None and abs(row["expected"] - row["sparsity"]) > _FAR
+    ]
+    if len(notes) > _MOST_NOTES:
+        notes[_MOST_NOTES:] = [f"the same of {len(notes) - _MOST_NOTES} more sites"]
+    outlook = summary.get("expected")
+    if outlook is not None and abs(outlook["of_sparse_sites"] - summary["sparsity"]) > _FAR:
+        notes.append(f"the thresholds count, not the table's `sparsity` of {100 * summary['sparsity']:.1f} %")
+    return notes
+
+
+THRESHOLDS = Operation(
+    name="thresholds",
+    summary="Find from which size on a channel counts, for a sparsity.",
+    help="""
+Find the thresholds of MODEL for a sparsity: a table to print, edit, and give to `pack` or `eval`.
+
+A run that was killed goes on where it stopped when the same command is given again; so does `pack --sparsity`.
+With --devices, or under torchrun, several workers share the windows; the table has the same bytes.
+""",
+    options=AllocationOptions,
+    examples={"sparsity": "0.5"},
+    inputs={"calibration": Input("A folder made by `sparsepack calibrate`.", required=True)},
+    run="sparsepack.calibrate.find_thresholds:make_thresholds",
+    forecast="sparsepack.calibrate.find_thresholds:forecast",
+    table=lambda made, output: thresholds_table(made.summary()),
+    output="The table to make, as JSON.",
+)

@@ -8,25 +8,27 @@ import os
 
 import click
 
+from sparsepack.calibrate.collect import CALIBRATE
+from sparsepack.calibrate.distil import DISTIL
+from sparsepack.calibrate.prune import PRUNE
+from sparsepack.calibrate.rotate import ROTATE
+from sparsepack.calibrate.thresholds import THRESHOLDS
+from sparsepack.calibrate.trace import TRACE
 from sparsepack.cli.messages import Verbs, add_quiet, add_signs_of_life, concerns_the_user, quiet_option
+from sparsepack.cli.operations import command_of
+from sparsepack.cli.shared import allocation
 from sparsepack.cli.verbs.bench import bench
-from sparsepack.cli.verbs.calibrate import calibrate
 from sparsepack.cli.verbs.card import card
-from sparsepack.cli.verbs.distil import distil
 from sparsepack.cli.verbs.evaluate import evaluate
 from sparsepack.cli.verbs.generate import generate
 from sparsepack.cli.verbs.inspect import inspect
 from sparsepack.cli.verbs.pack import pack
 from sparsepack.cli.verbs.place import place
-from sparsepack.cli.verbs.prune import prune
 from sparsepack.cli.verbs.push import push
 from sparsepack.cli.verbs.report import report
-from sparsepack.cli.verbs.rotate import rotate
 from sparsepack.cli.verbs.run import run
 from sparsepack.cli.verbs.serve import serve
 from sparsepack.cli.verbs.simulate import simulate
-from sparsepack.cli.verbs.thresholds import thresholds
-from sparsepack.cli.verbs.trace import trace
 from sparsepack.cli.verbs.tune import tune
 from sparsepack.cli.verbs.verify import verify
 from sparsepack.errors import UserError
@@ -79,6 +81,8 @@ def main() -> None:
     """
 
 
+calibrate, rotate, prune, distil, trace = map(command_of, (CALIBRATE, ROTATE, PRUNE, DISTIL, TRACE))
+thresholds = command_of(THRESHOLDS, allocation)
 main.add_verbs("Make", calibrate, thresholds, rotate, prune, distil, pack, run)
 main.add_verbs("Check", inspect, verify, evaluate, bench)
 main.add_verbs("Run", generate, serve, tune)

@@ -8,7 +8,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_type_hints
 
@@ -187,7 +187,7 @@ def from_options(options: type, *flags: str, **settings: Any) -> Callable[[F], F
         found["default"] = default_of(options, name)
     if (declared := options_of(options).get(name)) is not None:
         found |= {"help": declared.help, "counts": declared.counts, **_kind(get_type_hints(options)[name], declared)}
-        if found.get("multiple") and "multiple" not in settings:
+        if found.get("multiple") and "nargs" not in found:
             found["help"] = f"{declared.help} Repeats."
     return click.option(*flags, cls=Declared, options=options, **{**found, **settings})
 
@@ -197,9 +197,20 @@ def options_from(options: type, *flags: str) -> Callable[[F], F]:
     return together(*(from_options(options, flag) for flag in flags))
 
 
+def element_of(annotation: Any) -> Any:
+    """The dataclass of a field that is a tuple of them, each given as several values: `--site SITE KEEP OF`."""
+    first = get_args(annotation)[:1]
+    return first[0] if first and is_dataclass(first[0]) else None
+
+
 def _kind(annotation: Any, declared: Option) -> dict[str, Any]:
     """How click reads a field of a type, `T`, `T | None` or `tuple[T, ...]`, within its limits."""
     kinds = {annotation, *get_args(annotation)}
+    if (element := element_of(annotation)) is not None:
+        hints = get_type_hints(element)
+        made: dict[str, Any] = {"type": tuple(hints.values()), "nargs": len(hints), "multiple": True}
+        made["callback"] = lambda context, parameter, values: tuple(element(*value) for value in values)
+        return {**made, "metavar": " ".join(hints).upper()}
     # click's integers have no bounds that are left out, and ours have none.
     low: Any = declared.least if declared.above is None else declared.above
     high: Any = declared.most if declared.below is None else declared.below

@@ -1,11 +1,11 @@
 """What `inspect` and `verify` found, as text for people."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
+from sparsepack.calibrate.thresholds import thresholds_table
 from sparsepack.inspection import programs_table, score_rows
 from sparsepack.models.records.rotated import basis_in_words
-from sparsepack.models.records.skipped import shown
 from sparsepack.tables import Table, markdown
 
 _PROBLEMS = 8  # told of one artifact
@@ -151,61 +151,6 @@ def _rotated(record: Mapping[str, Any] | None) -> str:
     )
 
 
-def calibration_table(manifest: Mapping[str, Any]) -> str:
-    """What a calibration was made of."""
-    tokens = manifest["tokens"]
-    return _made_from(
-        manifest,
-        {
-            "windows": f"{tokens['windows']} of {tokens['context']} tokens",
-            "counted": f"{tokens['counted']:,} tokens; left out: {tokens['sinks_left_out']:,} sinks, "
-            f"{tokens['padding_left_out']:,} padding",
-            "held out": f"{tokens.get('held_out', 0)} windows, on which pack scores what is lost",
-        },
-    )
-
-
-def trace_table(manifest: Mapping[str, Any]) -> str:
-    """What a trace was made of."""
-    rule, sessions = manifest["rule"], manifest["sessions"]
-    documents = sum(row["document"] is not None for row in sessions)
-    lengths = sorted({row["tokens"] for row in sessions})
-    prompts = sorted({row["prompt"] for row in sessions})
-    unit = "experts" if rule["active"] == "routed" else "neurons"
-    which = {"nonzero": "not zero", "routed": "those that the router gives a token to"}.get(rule["active"])
-    which = which or f"above a threshold that {100 * rule['share']:g} % pass"
-    return _made_from(
-        manifest,
-        {
-            "sessions": f"{len(sessions)} of {_range(lengths)} tokens, the first {_range(prompts)} of them prompt; "
-            f"{documents} from the middle of a document of their own",
-            unit: f"{manifest['intermediate']:,} in a block; active: {which}",
-        },
-    )
-
-
-def _made_from(manifest: Mapping[str, Any], between: Mapping[str, str]) -> str:
-    """A line each: the model and the text of a manifest, what is `between`, and the types that were computed in."""
-    model = manifest["model"]
-    values = {
-        "model": f"{model['name']} ({model['model_type']}, {model['layers']} blocks, {model['sha256'][:12]})",
-        "text": "; ".join(f"{t['name']} ({t['documents']} documents)" for t in manifest["texts"]),
-        **between,
-        "computed in": precision(manifest["compute"]),
-    }
-    width = max(map(len, values))
-    return "\n".join(f"{name.ljust(width)}  {value}" for name, value in values.items())
-
-
-def _range(values: Sequence[int]) -> str:
-    return f"{values[0]}" if len(values) == 1 else f"{values[0]} to {values[-1]}"
-
-
-def precision(compute: Mapping[str, Any]) -> str:
-    """The type that was computed in, the device, and the type of the stored weights."""
-    return f"{compute['dtype']} on {compute['device']}; weights stored in {compute['weights']}"
-
-
 def neurons_table(report: Mapping[str, Any]) -> str:
     """What `inspect` found of neurons, or of experts, in a calibration or a trace (`tracing.activity_report`)."""
     tops = [f"hottest {100 * share:.0f} %" for share in report["shares"]]
@@ -246,53 +191,3 @@ def starved_note(found: Mapping[str, Any]) -> str:
 def _row(part: Mapping[str, Any], drifts: bool, spread: str) -> list[str]:
     shares = [*part["hottest"], *(part["drift"].values() if drifts else [])]
     return [f"{part['density']:.3f}", spread, *(f"{share:.2f}" for share in shares)]
-
-
-def thresholds_table(summary: Mapping[str, Any]) -> str:
-    """A thresholds table: a row per block, of each site what its threshold skips on the calibration text, and that."""
-    rows = summary["rows"]
-    sites = list(dict.fromkeys(row["site"] for row in rows))
-    by_key = {(row["layer"], row["site"]): row for row in rows}
-    body = []
-    for layer in sorted({row["layer"] for row in rows}):
-        cells = [by_key.get((layer, site)) for site in sites]
-        body.append([layer, *(_site_cell(cell) if cell else "-" for cell in cells)])
-    vectors = [name for name in ("channel_weights", "offset") if any(row.get(name) for row in rows)]
-    head = (
-        f"{summary['allocation']}, {summary['criterion']}, target {summary['sparsity']}, upstream {summary['upstream']}"
-        + (f"; per channel: {', '.join(vectors)}" if vectors else "")
-    )
-    outlook = summary.get("expected")
-    said = "not known, measure it with `sparsepack eval`" if outlook is None else shown(**outlook)
-    parts: list[str | Table] = [head, Table(["block", *(f"{site} (skips @ threshold)" for site in sites)], body)]
-    parts.append(f"a decoded token skips, on text like the calibration text: {said} of all block weights")
-    if notes := _edited(summary):
-        parts.append("\n".join(f"note: {note}" for note in notes))
-    return markdown(*parts)
-
-
-def _site_cell(row: Mapping[str, Any]) -> str:
-    expected = row.get("expected")
-    if expected == 0 and row["threshold"] == 0:
-        return "dense"
-    return f"{'?' if expected is None else f'{100 * expected:.1f} %'} @ {row['threshold']:.4g}"
-
-
-_FAR = 0.02
-_MOST_NOTES = 8
-
-
-def _edited(summary: Mapping[str, Any]) -> list[str]:
-    """The lines that say which field counts where a table, as after an edit, asks for other than what will happen."""
-    notes = [
-        f"blk.{row['layer']}.{row['site']}: `threshold` counts, not `sparsity`: {row['threshold']:.4g} skips "
-        f"{100 * row['expected']:.1f} %, not {100 * row['sparsity']:.1f} %"
-        for row in summary["rows"]
-        if row.get("expected") is not None and abs(row["expected"] - row["sparsity"]) > _FAR
-    ]
-    if len(notes) > _MOST_NOTES:
-        notes[_MOST_NOTES:] = [f"the same of {len(notes) - _MOST_NOTES} more sites"]
-    outlook = summary.get("expected")
-    if outlook is not None and abs(outlook["of_sparse_sites"] - summary["sparsity"]) > _FAR:
-        notes.append(f"the thresholds count, not the table's `sparsity` of {100 * summary['sparsity']:.1f} %")
-    return notes

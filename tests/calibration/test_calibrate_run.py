@@ -11,10 +11,9 @@ from sparsepack.calibrate import collection as run
 from sparsepack.calibrate import collector as kernels
 from sparsepack.calibrate import collectors as residual
 from sparsepack.calibrate import histogram
-from sparsepack.calibrate.collect import CalibrateOptions
+from sparsepack.calibrate.collect import CalibrateOptions, calibration_table
 from sparsepack.calibrate.collection import calibrate
 from sparsepack.calibrate.collector import column_norms
-from sparsepack.cli.tables import calibration_table
 from sparsepack.errors import CalibrationError, TextError
 from sparsepack.files.text import Text
 from sparsepack.models.family import SITES

@@ -12,9 +12,9 @@ from sparsepack import DistilOptions, EvalRequest, PackRequest, distil, evaluate
 from sparsepack.calibrate import training
 from sparsepack.calibrate.collect import CalibrateOptions
 from sparsepack.calibrate.collection import calibrate
+from sparsepack.calibrate.distil import distilled_text
 from sparsepack.calibrate.distillation import matrices
 from sparsepack.calibrate.prune import PruneOptions
-from sparsepack.cli.verbs.distil import distilled_text
 from sparsepack.errors import CalibrationError, CheckpointError, DistillationError
 from sparsepack.files.text import read_text
 from sparsepack.formats.inspect import describe

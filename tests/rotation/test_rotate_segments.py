@@ -14,10 +14,9 @@ from sparsepack.calibrate.collection import calibrate
 from sparsepack.calibrate.folder import Calibration
 from sparsepack.calibrate.prune import PruneOptions
 from sparsepack.calibrate.pruning import prune
-from sparsepack.calibrate.rotate import RotateOptions
+from sparsepack.calibrate.rotate import RotateOptions, rotated_text
 from sparsepack.calibrate.thresholds import AllocationOptions
 from sparsepack.cli.tables import checkpoint_table
-from sparsepack.cli.verbs.rotate import rotated_text
 from sparsepack.errors import PackingError, RotationError
 from sparsepack.eval.options import EvalRequest
 from sparsepack.eval.run import evaluate

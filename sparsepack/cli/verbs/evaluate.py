@@ -89,7 +89,7 @@ def evaluate(json_path: str | None, dry_run: int | None, **asked: Any) -> None:
 
 def evaluation_table(result: Mapping[str, Any]) -> str:
     """What `eval` measured."""
-    from sparsepack.cli.tables import precision
+    from sparsepack.calibrate.collect import precision
     from sparsepack.eval.results import accuracy_tables, share_read, skipped
     from sparsepack.models.records.sparse_attention import in_words
     from sparsepack.placement.traffic import hits_in_words

@@ -15,16 +15,16 @@ from sparsepack.cli.command import Existing, emit, json_output, verb
 def inspect(path: Path, json_path: str | None) -> None:
     """Show what an artifact, a checkpoint, a thresholds table, a calibration folder or a trace holds, and which
     programs can load an artifact."""
+    from sparsepack.calibrate.collect import calibration_table
+    from sparsepack.calibrate.thresholds import thresholds_table
+    from sparsepack.calibrate.trace import trace_table
     from sparsepack.cli.tables import (
         artifact_table,
-        calibration_table,
         channels_table,
         checkpoint_table,
         given_table,
         neurons_table,
         starved_note,
-        thresholds_table,
-        trace_table,
     )
     from sparsepack.inspection import kind_of
 
