@@ -45,7 +45,7 @@ from benchmarks.shared.random_models import random_neurons
 from benchmarks.shared.shapes import Size, random_ids
 from benchmarks.shared.timing import device_line, expect_near, in_turns, relative_error
 from sparsepack.formats.packed import PackedModel
-from sparsepack.placement.budget import Parts, in_words
+from sparsepack.placement.budget import Parts, format_bytes
 from sparsepack.placement.options import MOST_LISTED
 from sparsepack.placement.traffic import per_token
 from sparsepack.runtime.engine import Engine
@@ -108,7 +108,7 @@ def ours(
     decoder = engine._decoder
     loading = time.perf_counter() - start
     if not isinstance(decoder, CudaHybridDecoder):
-        raise click.ClickException(f"{in_words(budget)} hold the whole model: no neuron is without a slot there")
+        raise click.ClickException(f"{format_bytes(budget)} hold the whole model: no neuron is without a slot there")
     prompt = random_ids(packed.architecture.vocabulary, PROMPT, seed=3)
     found: dict[str, Any] = {}
 
@@ -116,9 +116,9 @@ def ours(
         decoder.follow(policy)
         seconds = decode_seconds(engine, prompt, len(activity.bits))
         found[policy] = {"description": engine.description, "loading": loading}
-        if engine.ways is not None:
-            found[policy] |= per_token(engine.ways, seconds)
-            found[policy]["slots"] = engine.ways.plan.share
+        if engine.traffic_stats is not None:
+            found[policy] |= per_token(engine.traffic_stats, seconds)
+            found[policy]["slots"] = engine.traffic_stats.plan.share
         return seconds
 
     for name, seconds in in_turns({name: partial(timed, name) for name in policies}, rounds, warm_up=1).items():
@@ -161,7 +161,7 @@ def main(
     settings = EngineOptions(device="cuda", context=context, cache_type="f16", threads=threads)
     parts = parts_of(packed[copies[0] is not None], context, "f16")
     click.echo(
-        f"{device_line()}, {threads} threads; {size.name}, {in_words(parts.weights)} of weights, density "
+        f"{device_line()}, {threads} threads; {size.name}, {format_bytes(parts.weights)} of weights, density "
         f"{activity.density:.3f} ({text}), context {context}"
     )
     differences = dict[str, float]()

@@ -38,7 +38,7 @@ from benchmarks.shared.timing import device_line, expect_near, in_turns, relativ
 from sparsepack.formats.codecs.matrices import PackedMatrix
 from sparsepack.formats.packed import DenseMlp, PackedLayer, PackedModel, PackedSite
 from sparsepack.models.architecture import architecture_of
-from sparsepack.placement.budget import in_words
+from sparsepack.placement.budget import format_bytes
 from sparsepack.placement.traffic import per_token
 from sparsepack.runtime.engine import Engine
 from sparsepack.runtime.hybrid.far_decoder import CudaFarDecoder
@@ -104,14 +104,14 @@ def ours(packed: PackedModel, budget: int, settings: EngineOptions, tokens: int,
     engine = Engine(packed, replace(settings, vram=f"{budget / 1e6:.6f}MB"))
     loading = time.perf_counter() - start
     if not isinstance(engine._decoder, CudaFarDecoder):
-        raise click.ClickException(f"{in_words(budget)} hold the whole model: no matrix is far there")
+        raise click.ClickException(f"{format_bytes(budget)} hold the whole model: no matrix is far there")
     prompt = random_ids(packed.architecture.vocabulary, PROMPT, seed=3)
     found: dict[str, Any] = {}
 
     def timed(mode: str) -> float:
         engine.dense = mode == "dense"
         seconds = decode_seconds(engine, prompt, tokens)
-        ways = engine.ways
+        ways = engine.traffic_stats
         assert ways is not None
         skipped = engine.skipped()
         found[mode] = {
@@ -141,7 +141,8 @@ def main(request: BudgetRequest, sparsity: float, sites: str, json_path: Path | 
     differences = check(size, sparsity, sites)
     free_memory()
     click.echo(
-        f"{device_line()}, {threads} threads; {size.name}, {in_words(parts.weights)} of weights, context {context}\n"
+        f"{device_line()}, {threads} threads; {size.name}, {format_bytes(parts.weights)} of weights, "
+        f"context {context}\n"
         f"logits differ from the reference backend's by: {differences}"
     )
     if request.tune:

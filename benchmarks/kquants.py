@@ -24,7 +24,7 @@ from benchmarks.shared.evaluation import BOOKS_MODEL, BOOKS_TEXT, ChangedWeights
 from benchmarks.shared.llama_cpp import silent
 from benchmarks.shared.timing import json_option, write_figures
 from sparsepack.eval.perplexity import score_windows, summarise
-from sparsepack.eval.subject import StockSubject, open_subject
+from sparsepack.eval.subject import TransformersSubject, open_subject
 from sparsepack.models.checkpoint.gguf_config import gguf_names, unpermute_rotary
 from sparsepack.models.family import Family
 from sparsepack.packing import PackRequest, pack
@@ -76,8 +76,8 @@ def quantised(exact: Path, type: str, family: Family, heads: Mapping[str, int]) 
 
 
 def kquant_subjects(
-    model: str, types: Iterable[str], reference: StockSubject
-) -> Iterator[tuple[str, Quantised, StockSubject]]:
+    model: str, types: Iterable[str], reference: TransformersSubject
+) -> Iterator[tuple[str, Quantised, TransformersSubject]]:
     """Yield each type, what it makes of the model, and that as a subject of evaluation.
 
     reference -- the model as it is
@@ -93,7 +93,9 @@ def kquant_subjects(
             yield type, made, replace(reference, source=ChangedWeights(source, made.weights))
 
 
-def kquant_rows(model: str, types: Iterable[str], reference: StockSubject, data: Windows) -> list[dict[str, Any]]:
+def kquant_rows(
+    model: str, types: Iterable[str], reference: TransformersSubject, data: Windows
+) -> list[dict[str, Any]]:
     """The figures of each type on the second half of every window."""
     rows = []
     for type, made, subject in kquant_subjects(model, types, reference):

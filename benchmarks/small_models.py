@@ -48,7 +48,7 @@ from sparsepack.calibrate.thresholds import AllocationOptions
 from sparsepack.eval.perplexity import score_windows, summarise
 from sparsepack.eval.protocols import Done, WindowScorer, ignored
 from sparsepack.eval.run import realised_sparsity
-from sparsepack.eval.subject import StockSubject, open_subject
+from sparsepack.eval.subject import TransformersSubject, open_subject
 from sparsepack.formats.inspect import describe
 from sparsepack.models.checkpoint.checkpoint import EMBEDDING, HEAD, Checkpoint, open_checkpoint
 from sparsepack.models.checkpoint.source_files import texts_of
@@ -171,7 +171,7 @@ class Measured:
     """What a row scores, what a weight of its blocks takes, and its file."""
 
     name: str
-    subject: StockSubject
+    subject: TransformersSubject
     bits: float
     file_bytes: int
 
@@ -202,7 +202,7 @@ class Remembered:
 
 
 def packed_rows(
-    model: Path, calibration: Path, reference: StockSubject, work: Path, names: tuple[str, ...]
+    model: Path, calibration: Path, reference: TransformersSubject, work: Path, names: tuple[str, ...]
 ) -> Iterator[Measured]:
     """Pack the model each way whose name begins with one of `names`, with its own embedding and output matrix."""
     device = reference.device
@@ -226,7 +226,7 @@ def packed_rows(
         yield Measured(row.name, subject, made["bits_per_weight"]["blocks"], made["file_bytes"])
 
 
-def llama_cpp_rows(model: Path, reference: StockSubject, names: tuple[str, ...]) -> Iterator[Measured]:
+def llama_cpp_rows(model: Path, reference: TransformersSubject, names: tuple[str, ...]) -> Iterator[Measured]:
     """Quantise the model to each of llama.cpp's types whose name begins with one of `names`."""
     types = [type for type in TYPES if f"llama.cpp {type}".startswith(names)]
     for type, made, subject in kquant_subjects(str(model), types, reference) if types else ():

@@ -43,7 +43,7 @@ from sparsepack.calibrate.threshold_table import Thresholds, read_thresholds
 from sparsepack.calibrate.thresholds import AllocationOptions
 from sparsepack.eval.perplexity import score_windows, summarise
 from sparsepack.eval.run import realised_sparsity
-from sparsepack.eval.subject import StockSubject, open_subject
+from sparsepack.eval.subject import TransformersSubject, open_subject
 from sparsepack.formats.encoded import EncodedSite
 from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from sparsepack.models.sites import site_name
@@ -203,7 +203,7 @@ class Bench:
             find_thresholds(checkpoint, calibration, options).write(path)
         return read_thresholds(path)
 
-    def subject(self, row: Row) -> StockSubject:
+    def subject(self, row: Row) -> TransformersSubject:
         """What a row measures."""
         folder = self.folder(row)
         if row.format:
@@ -258,7 +258,7 @@ def _fitted(
     return ChangedWeights(checkpoint, changed)
 
 
-def measured(subject: StockSubject, reference: StockSubject, data: Windows) -> dict[str, Any]:
+def measured(subject: TransformersSubject, reference: TransformersSubject, data: Windows) -> dict[str, Any]:
     """The figures of one row: of the second halves as `decode` has them, and of the first halves, dense."""
     scorer = subject.scorer()
     scores = score_windows(scorer, *data, "decode", reference.scorer(), batch=4)

@@ -7,7 +7,7 @@ from typing import Any
 
 from sparsepack.errors import ArtifactError
 from sparsepack.eval.results import with_error
-from sparsepack.progress import counted
+from sparsepack.progress import format_count
 from sparsepack.tables import Table
 
 
@@ -21,7 +21,7 @@ def inspect(path: Path) -> dict[str, Any]:
 
     Raises `UserError` subclasses for what is damaged or not ours.
     """
-    return kind_of(path).read(path)
+    return detect_kind(path).read(path)
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Kind:
     read: Callable[[Path], dict[str, Any]]
 
 
-def kind_of(path: Path) -> Kind:
+def detect_kind(path: Path) -> Kind:
     """The row of what lies there: an artifact unless another row matches."""
     return next(kind for kind in KINDS if kind.matches(path))
 
@@ -165,7 +165,7 @@ def score_rows(score: Mapping[str, Any] | None) -> list[tuple[str, str]]:
     without a score."""
     if score is None:
         return []
-    windows = f"{counted(score['windows'], 'window')} of {score['context']:,} tokens"
+    windows = f"{format_count(score['windows'], 'window')} of {score['context']:,} tokens"
     return [
         (f"held-out text ({windows}), {_PROTOCOLS[name]}", _scored(score[name])) for name in _PROTOCOLS if name in score
     ]

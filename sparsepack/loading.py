@@ -146,6 +146,6 @@ def load(
     return Model(packed, Engine(packed, options), packed.chat_template)
 
 
-def what_runs(engine: Engine) -> tuple[str, ...]:
+def describe_runtime(engine: Engine) -> tuple[str, ...]:
     """What runs a model, and why where that is not the best for the device: lines for people."""
     return f"runtime: {engine.description}{', dense' if engine.dense else ''}", *engine.notes

@@ -25,7 +25,7 @@ def python_environment(**variables: str) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(folders), "PYTHONSAFEPATH": "1", **variables}
 
 
-def end_with_parent(parent: int) -> None:
+def exit_with_parent(parent: int) -> None:
     """From now on the system kills this process when the process `parent`, which started it, has ended; at once where
     it has. Linux alone does so: elsewhere nothing happens."""
     if sys.platform != "linux":
@@ -42,7 +42,7 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def most_so_far() -> int:
+def peak_memory() -> int:
     """The most memory that this process had: bytes."""
     status = Path("/proc/self/status")
     if status.is_file():

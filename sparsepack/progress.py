@@ -135,7 +135,7 @@ def progress(
 
 
 @contextmanager
-def going_on(label: str) -> Iterator[None]:
+def activity(label: str) -> Iterator[None]:
     """Say now and then that something goes on whose extent is not known."""
     with _told(_Work(label)):
         yield
@@ -147,7 +147,7 @@ def say(*lines: str) -> None:
         tell(printable(line), sys.stderr)
 
 
-def counted(number: int, thing: str) -> str:
+def format_count(number: int, thing: str) -> str:
     """In words: 1 thread, 2 threads."""
     return f"{number:,} {thing}{'' if number == 1 else 's'}"
 

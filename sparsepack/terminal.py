@@ -43,7 +43,7 @@ def show_uncaught() -> None:
     sys.excepthook, sys.unraisablehook, threading.excepthook = _of_the_program, _of_a_destructor, _of_a_thread
 
 
-def of_an_event_loop(loop: "asyncio.AbstractEventLoop", context: dict[str, Any]) -> None:
+def event_loop_exception_handler(loop: "asyncio.AbstractEventLoop", context: dict[str, Any]) -> None:
     """Show what an event loop has nobody to tell of; an event loop's exception handler."""
     _show(context.get("message") or "an event loop", context.get("exception"))
 

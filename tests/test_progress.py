@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from sparsepack import progress as module
-from sparsepack.progress import Shorter, be_quiet, duration, going_on, progress, say
+from sparsepack.progress import Shorter, activity, be_quiet, duration, progress, say
 
 
 @pytest.fixture(autouse=True)
@@ -121,7 +121,7 @@ def test_work_whose_steps_differ_is_judged_by_blocks_and_short_work_says_nothing
 
 
 def test_of_works_within_each_other_the_innermost_is_told_about(capsys):
-    with going_on("outer"):
+    with activity("outer"):
         with progress("inner", 2):
             first_line(capsys, "inner: 0/2", "outer: for")
             assert next_line(capsys).startswith("inner: 0/2")
@@ -137,7 +137,7 @@ def test_what_is_soon_over_says_nothing(capsys, monkeypatch):
 
 
 def test_nothing_is_said_after_the_end_even_that_of_a_failure(capsys):
-    with pytest.raises(KeyError), going_on("failing"):
+    with pytest.raises(KeyError), activity("failing"):
         raise KeyError
     capsys.readouterr()
     time.sleep(0.15)
@@ -164,7 +164,7 @@ def test_a_terminal_gets_a_line_where_there_is_no_bar_yet(monkeypatch):
     """Loading a model takes long, and nobody knows how long."""
     stream = Terminal()
     monkeypatch.setattr(sys, "stderr", stream)
-    with going_on("loading"):
+    with activity("loading"):
         until = time.monotonic() + 30
         while "loading: for" not in stream.getvalue():
             assert time.monotonic() < until

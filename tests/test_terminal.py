@@ -53,7 +53,7 @@ def test_what_a_model_writes_is_replaced_on_a_terminal_and_raw_in_a_pipe(monkeyp
 
 
 def test_a_generated_text_commands_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sparsepack.cli.talk.what_runs", lambda engine: [])
+    monkeypatch.setattr("sparsepack.cli.talk.describe_runtime", lambda engine: [])
     for stream, expected in ((Screen(), HARMLESS), (io.StringIO(), HOSTILE)):
         monkeypatch.setattr(sys, "stdout", stream)
         Answers(object(), None).tell(HOSTILE)
@@ -106,7 +106,7 @@ def in_a_thread(text: str) -> None:
 
 def in_an_event_loop(text: str) -> None:
     async def fails() -> None:
-        asyncio.get_running_loop().set_exception_handler(terminal.of_an_event_loop)
+        asyncio.get_running_loop().set_exception_handler(terminal.event_loop_exception_handler)
         asyncio.get_running_loop().call_soon(lambda: Broken(text) and int(text))
         await asyncio.sleep(0.01)
 

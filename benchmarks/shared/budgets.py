@@ -27,8 +27,8 @@ from benchmarks.shared.shapes import SIZES, Size, llama_config
 from benchmarks.shared.timing import json_option, write_figures
 from sparsepack.errors import UserError
 from sparsepack.formats.codecs.neurons import record_bytes
-from sparsepack.placement.budget import Parts, bytes_in, in_words
-from sparsepack.placement.traffic import per_token_in_words
+from sparsepack.placement.budget import Parts, format_bytes, parse_bytes
+from sparsepack.placement.traffic import describe_per_token
 from sparsepack.runtime.cuda.links import measure, measured_links
 from sparsepack.runtime.engine import Engine
 from sparsepack.runtime.generation.sampling import Sampler, Sampling
@@ -130,7 +130,7 @@ class BudgetRequest:
         """In bytes; without --vram shares of the model's."""
         if self.vram is None:
             return [int(share * parts.weights) for share in SHARES]
-        return [bytes_in(each) for each in self.vram.split(",")]
+        return [parse_bytes(each) for each in self.vram.split(",")]
 
     def peer(self, parts: Parts, mlp: int) -> Peer | None:
         """llama.cpp with the shape's file; None where nobody gave it, which is said. mlp -- bytes of a block's MLP"""
@@ -216,10 +216,14 @@ def measure_budgets(
         rows = [row_of(f"llama.cpp, {name}", speeds, best, {}) for name, speeds in theirs.items()]
         rows += [row_of(f"ours, {name}", [1 / each for each in of["seconds"]], best, of) for name, of in found.items()]
         below = [*notes(found), f"loaded in {max(of['loading'] for of in found.values()):.0f} s"]
-        below += [f"{name}: {per_token_in_words(of)}" for name, of in found.items() if "bytes" in of]
+        below += [f"{name}: {describe_per_token(of)}" for name, of in found.items() if "bytes" in of]
         below += sorted({of["description"] for of in found.values()})
-        click.echo(markdown(Table(HEAD, rows, title(in_words(budget)), below)))
-        report[in_words(budget)] = {"ours": found, "llama.cpp": theirs, "splits": [asdict(split) for split in splits]}
+        click.echo(markdown(Table(HEAD, rows, title(format_bytes(budget)), below)))
+        report[format_bytes(budget)] = {
+            "ours": found,
+            "llama.cpp": theirs,
+            "splits": [asdict(split) for split in splits],
+        }
         write_figures(json_path, report)
 
 

@@ -15,7 +15,7 @@ from sparsepack.bench.bandwidth import bandwidth_of
 from sparsepack.bench.options import BenchSettings
 from sparsepack.errors import UserError
 from sparsepack.formats.packed import PackedModel
-from sparsepack.placement.traffic import HitCounts, Ways, per_token, per_token_in_words
+from sparsepack.placement.traffic import HitCounts, TrafficStats, describe_per_token, per_token
 from sparsepack.progress import progress, say
 from sparsepack.runtime.backend_module import opened
 from sparsepack.runtime.backends import backend_named
@@ -112,7 +112,7 @@ def bench_decode(
     `bytes_per_token` (stored bytes needed, see `bytes_per_token`), `realised_sparsity` (share of the block
     weights skipped), the same `_of_sparse_sites`, and `bandwidth_share` (bytes_per_token * avg_ts over the memory's
     bandwidth, see `bandwidth.bandwidth_of`). Where neurons have slots, `served` has how many did of those that were
-    active, and of sparse ones `per_token` what a token took (`placement.ways.per_token`), in the last repetition.
+    active, and of sparse ones `per_token` what a token took (`placement.traffic.per_token`), in the last repetition.
 
     Raises `UserError` for a text shorter than a test or a test longer than the model's context.
     """
@@ -146,7 +146,7 @@ def bench_decode(
             row["served"] = None if hits is None else hits.to_json()
             if test.mode == "sparse":
                 row["per_token"] = per_token(ways, row["median_ns"] / 1e9 / test.n_gen)
-                said.append(per_token_in_words(row["per_token"]))
+                said.append(describe_per_token(row["per_token"]))
             if not said:
                 continue
             note = f"{test.name}, {test.mode}: {'; '.join(said)}"
@@ -228,11 +228,11 @@ def _difference(engine: Engine, mode: str, tokens: Sequence[int], expected: Sequ
 
 def _measured(
     engine: Engine, tests: Sequence[_Test], texts: Sequence[Sequence[int]], repetitions: int
-) -> tuple[dict[_Test, list[int]], dict[_Test, Activity], dict[_Test, tuple[HitCounts | None, Ways]]]:
+) -> tuple[dict[_Test, list[int]], dict[_Test, Activity], dict[_Test, tuple[HitCounts | None, TrafficStats]]]:
     """Nanoseconds of every repetition, the activity (the same in all of them), and what slots served."""
     samples: dict[_Test, list[int]] = {test: [] for test in tests}
     activities: dict[_Test, Activity] = {}
-    served: dict[_Test, tuple[HitCounts | None, Ways]] = {}
+    served: dict[_Test, tuple[HitCounts | None, TrafficStats]] = {}
     if engine.device.type != "cpu":  # where a first run takes memory and loads what it runs
         for test in tests:
             _timed(engine, test, texts)
@@ -241,8 +241,8 @@ def _measured(
             for test in tests:
                 samples[test].append(_timed(engine, test, texts))
                 activities[test] = engine.activity()
-                if test.n_gen and engine.ways is not None:
-                    served[test] = engine.hit_counts, engine.ways
+                if test.n_gen and engine.traffic_stats is not None:
+                    served[test] = engine.hit_counts, engine.traffic_stats
                 advance()
     return samples, activities, served
 

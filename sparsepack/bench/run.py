@@ -12,8 +12,8 @@ from sparsepack.formats.artifact import Artifact
 from sparsepack.formats.open import open_artifact, read_packed
 from sparsepack.models.records.skipped import shown
 from sparsepack.models.tokenizer.windows import first_tokens
-from sparsepack.placement.traffic import hits_in_words
-from sparsepack.progress import counted
+from sparsepack.placement.traffic import describe_hits
+from sparsepack.progress import format_count
 from sparsepack.runtime.generation.generate import open_tokenizer
 from sparsepack.runtime.options import EngineOptions
 from sparsepack.tables import Table, markdown
@@ -84,7 +84,7 @@ HEADER = (
 def bench_table(result: Mapping[str, Any]) -> str:
     """`bench_decode`'s result in the manner of llama-bench, and under it what the figures mean."""
     gigabytes = result["read_bandwidth"]["bytes_per_second"] / 1e9
-    runs = counted(len(result["tests"][0]["samples_ns"]), "run")
+    runs = format_count(len(result["tests"][0]["samples_ns"]), "run")
     notes = [
         result["runtime"],
         f"t/s: mean ± standard deviation of {runs}; tokens: {result['tokens']}",
@@ -138,10 +138,10 @@ def speed_table(result: Mapping[str, Any]) -> Table:
         for row in result["tests"]
     ]
     machines = {
-        row["gpu_info"] or f"{row['cpu_info']}, {counted(row['n_threads'], 'thread')}" for row in result["tests"]
+        row["gpu_info"] or f"{row['cpu_info']}, {format_count(row['n_threads'], 'thread')}" for row in result["tests"]
     }
-    hits = (hits_in_words(row["served"]) for row in result["tests"] if "served" in row)
-    runs = counted(len(result["tests"][0]["samples_ts"]), "run")
+    hits = (describe_hits(row["served"]) for row in result["tests"] if "served" in row)
+    runs = format_count(len(result["tests"][0]["samples_ts"]), "run")
     notes = [
         f"tokens/s: mean ± standard deviation of {runs}; {'; '.join(sorted(machines))}; {result['runtime']}",
         *dict.fromkeys(hits),

@@ -11,7 +11,7 @@ from pydantic import Field
 
 from sparsepack.errors import UserError
 from sparsepack.files.hashing import fingerprint, sha256_bytes
-from sparsepack.files.stored import Count, Model, Name, Size, Stored, checked, shown
+from sparsepack.files.stored import Count, Model, Name, Size, Stored, shown, validate
 from sparsepack.files.text import Text
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
 from sparsepack.models.precision import type_name
@@ -113,7 +113,7 @@ def read_manifest(
         found = manifest["schema"]
         if found != schema:
             raise error(f"{path.parent}: schema {str(found)[:60]}; this sparsepack reads schema {schema}: {again}")
-        check(checked(model, manifest))
+        check(validate(model, manifest))
         fingerprint(manifest)  # of all of it: halves of characters have no bytes to hash
     except OSError as failure:
         raise error(f"{path}: cannot be read ({failure.strerror})") from failure

@@ -13,10 +13,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from sparsepack.by_triton import by_triton
 from sparsepack.models.records.groups import kept
 from sparsepack.models.records.pattern import Pattern
 from sparsepack.reconstruction import Change, Inputs, fed_back
+from sparsepack.triton_kernels import run_triton
 
 WITHOUT = "weights are pruned by plain torch, many times slower"
 
@@ -42,7 +42,7 @@ def prune(weight: Tensor, inputs: Inputs, pattern: Pattern) -> Tensor:
 
             return prune_block(block, factor, first, pattern)
 
-        return by_triton(block, by_kernel, WITHOUT)
+        return run_triton(block, by_kernel, WITHOUT)
 
     return fed_back(weight.masked_fill(inputs.dead, 0), inputs, begin, pattern.of, at_once)
 

@@ -20,7 +20,7 @@ import click
 from sparsepack.cli.command import ARGUMENTS, EFFECTIVE
 from sparsepack.errors import UserError, WorkerLost
 from sparsepack.process import python_environment
-from sparsepack.progress import be_quiet, going_on
+from sparsepack.progress import activity, be_quiet
 from sparsepack.terminal import printable, show_uncaught, tell
 from sparsepack.workers.environment import end_with_launcher, say_done, say_interrupted
 
@@ -278,7 +278,7 @@ def add_signs_of_life(verb: click.Command) -> None:
 
     @functools.wraps(run)
     def going(*arguments: Any, **options: Any) -> Any:
-        with going_on(str(verb.name)):
+        with activity(str(verb.name)):
             return run(*arguments, **options)
 
     verb.callback = going

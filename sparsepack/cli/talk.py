@@ -12,7 +12,7 @@ from sparsepack.cli.command import json_text
 from sparsepack.cli.shared import utf8
 from sparsepack.errors import UserError
 from sparsepack.files.atomic import write_bytes
-from sparsepack.loading import Model, what_runs
+from sparsepack.loading import Model, describe_runtime
 from sparsepack.models.records.skipped import shown
 from sparsepack.progress import say
 from sparsepack.runtime.engine import Engine
@@ -38,7 +38,7 @@ class Answers:
     def __init__(self, engine: Engine, json_path: str | None) -> None:
         self._engine, self._path = engine, json_path
         self._lines: list[str] = []
-        say(*what_runs(engine))
+        say(*describe_runtime(engine))
 
     def tell(self, text: str) -> None:
         """Text for people, at once; none where standard output is for JSON."""

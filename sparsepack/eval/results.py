@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sparsepack.models.records.skipped import shown
-from sparsepack.placement.traffic import hits_in_words
+from sparsepack.placement.traffic import describe_hits
 from sparsepack.tables import Table
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def _perplexity(rows: Sequence[Mapping[str, Any]]) -> Table:
         notes=[
             f"scored: {scored} of each window; skipped: share of all block weights that a decoded token skips",
             *(
-                f"{Path(row['text']).name}, {row['protocol']}: {hits_in_words(row['served'])}"
+                f"{Path(row['text']).name}, {row['protocol']}: {describe_hits(row['served'])}"
                 for row in rows
                 if row["served"]
             ),

@@ -17,7 +17,7 @@ from sparsepack.eval.options import EvalRequest
 from sparsepack.eval.perplexity import rows_together, score_windows, summarise
 from sparsepack.eval.protocols import CountingScorer, Subject, scored_from
 from sparsepack.eval.subject import open_subject
-from sparsepack.files.hashing import combined, fingerprint, sha256_file
+from sparsepack.files.hashing import combine_digests, fingerprint, sha256_file
 from sparsepack.files.text import Text, read_text
 from sparsepack.formats.open import is_artifact
 from sparsepack.formats.table import FORMATS
@@ -27,7 +27,7 @@ from sparsepack.models.records.sparse_attention import described
 from sparsepack.models.stock.forecast import memory_so_far
 from sparsepack.models.tokenizer.windows import rolling_windows, window_length
 from sparsepack.option import check_type, with_paths
-from sparsepack.progress import going_on
+from sparsepack.progress import activity
 from sparsepack.version import __version__
 from sparsepack.workers.dealt import Dealt
 from sparsepack.workers.forecast import PartsForecast
@@ -48,8 +48,8 @@ def evaluate(request: EvalRequest, read: Callable[[str], Text] = read_text, work
     check_type("request", request, EvalRequest, UserError)
     request.check()
     request.check_workers(workers.count)
-    with going_on(f"opening {request.subject}"):
-        request, texts, subject, context, protocol, reference = opened(request, read)
+    with activity(f"opening {request.subject}"):
+        request, texts, subject, context, protocol, reference = open_evaluation(request, read)
     if workers.count > 1:
         workers.agree(_facts(request, subject, texts, context, protocol))
     scorer = subject.scorer()
@@ -107,7 +107,7 @@ def evaluate(request: EvalRequest, read: Callable[[str], Text] = read_text, work
     return result
 
 
-class Opened(NamedTuple):
+class Evaluation(NamedTuple):
     """What a request is about: its texts, the subject, tokens in a window, the protocol, the source's scorer if that is
     compared with."""
 
@@ -119,7 +119,7 @@ class Opened(NamedTuple):
     reference: CountingScorer | None
 
 
-def opened(request: EvalRequest, read: Callable[[str], Text] = read_text) -> Opened:
+def open_evaluation(request: EvalRequest, read: Callable[[str], Text] = read_text) -> Evaluation:
     """Open what a request, which was checked, is about. Raises `UserError` subclasses for what cannot be measured."""
     request = with_paths(request)
     texts = [read(name) for name in request.perplexity]
@@ -129,7 +129,7 @@ def opened(request: EvalRequest, read: Callable[[str], Text] = read_text) -> Ope
     if texts and context > subject.context:
         raise TextError(f"context {context}: {subject.name} was made for at most {subject.context}")
     protocol = protocol_of(request, subject)
-    return Opened(request, texts, subject, context, protocol, _reference(request, subject))
+    return Evaluation(request, texts, subject, context, protocol, _reference(request, subject))
 
 
 def _facts(
@@ -152,7 +152,7 @@ def _identity(name: str, subject: Subject) -> str:
     if not is_artifact(path):
         return subject.source_sha256
     files = [path] if path.is_file() else sorted(each for each in path.rglob("*") if each.is_file())
-    return combined(map(sha256_file, files))
+    return combine_digests(map(sha256_file, files))
 
 
 def _bytes_of(tokenizer: Any, scored: torch.Tensor) -> int:
@@ -234,7 +234,7 @@ def forecast(request: EvalRequest, workers: int = 1) -> PartsForecast:
     request.check_workers(workers)
     if request.tasks:
         raise UserError("--dry-run: how many requests tasks make is not known before; leave --tasks out")
-    request, texts, subject, context, protocol, reference = opened(request)
+    request, texts, subject, context, protocol, reference = open_evaluation(request)
     scorer, batch = subject.scorer(), request.windows_at_once
     found = [rolling_windows(subject.tokenizer, text, context, request.windows, scorer.vocabulary) for text in texts]
     dealt = [Dealt(Workers(0, workers), len(inputs), batch) for inputs, _ in found]

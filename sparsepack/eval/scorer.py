@@ -218,7 +218,7 @@ class SparsePositions:
         return {key: float(self._inactive[key]) / max(float(seen), 1.0) for key, seen in self._seen.items()}
 
 
-class StockScorer(CountingScorer):
+class TransformersScorer(CountingScorer):
     """What both scorers of stock models share: sparse positions by hooks at the sites, and their counts.
 
     inputs    -- what the inputs of sites are quantised to; see `quantised_inputs`
@@ -266,7 +266,7 @@ class StockScorer(CountingScorer):
             yield
 
 
-class SparseScorer(StockScorer):
+class SparseScorer(TransformersScorer):
     """Runs `model`, the whole of it in memory, with `rules` on the positions that are asked to be sparse; the model is
     given `attention` here."""
 
@@ -322,7 +322,7 @@ HIDDEN_BYTES = 128 << 20
 MiB, a model 2048 wide reads its weights for 16,384 tokens, whose products take far longer than reading."""
 
 
-class StreamedScorer(StockScorer):
+class StreamedScorer(TransformersScorer):
     """Runs the model of `source` on a device with `rules` on the positions that are asked to be sparse; hidden states
     wait on the CPU."""
 

@@ -16,7 +16,7 @@ import torch
 from sparsepack.calibrate.threshold_table import Thresholds
 from sparsepack.errors import UserError
 from sparsepack.eval.protocols import Subject
-from sparsepack.eval.scorer import SparseScorer, StockScorer, StreamedScorer
+from sparsepack.eval.scorer import SparseScorer, StreamedScorer, TransformersScorer
 from sparsepack.formats.artifact import Artifact
 from sparsepack.formats.manifest import source_made_from
 from sparsepack.formats.open import is_artifact, open_artifact
@@ -33,7 +33,7 @@ from sparsepack.models.stock.whole import build_model
 
 
 @dataclass(frozen=True, kw_only=True)
-class StockSubject(Subject):
+class TransformersSubject(Subject):
     """A subject that transformers runs.
 
     source  -- its weights, read when they are needed
@@ -79,7 +79,7 @@ class StockSubject(Subject):
     def sparse(self) -> bool:
         return self.attention is not None or any(not rule.dense for rule in self.rules.values())
 
-    def scorer(self) -> StockScorer:
+    def scorer(self) -> TransformersScorer:
         """A scorer that runs block by block on a CPU."""
         if self.device == "cpu":
             return StreamedScorer(self.source, self.rules, self.context, self.dtype, self.inputs, self.attention)
@@ -101,7 +101,7 @@ class StockSubject(Subject):
 
 def open_subject(
     name: str, thresholds: Thresholds | None = None, device: str = "cpu", dtype: str = "float32"
-) -> StockSubject:
+) -> TransformersSubject:
     """Open anything that can be evaluated; reads no weights yet.
 
     dtype -- what it is computed in, "auto" as `models.precision.arithmetic` has it
@@ -113,10 +113,10 @@ def open_subject(
     return _checkpoint(open_checkpoint(name, hashed=True), thresholds, device, dtype)
 
 
-def _checkpoint(checkpoint: Checkpoint, thresholds: Thresholds | None, device: str, dtype: str) -> StockSubject:
+def _checkpoint(checkpoint: Checkpoint, thresholds: Thresholds | None, device: str, dtype: str) -> TransformersSubject:
     if thresholds is not None:
         thresholds.check_model(checkpoint)
-    return StockSubject(
+    return TransformersSubject(
         name=checkpoint.name,
         kind="checkpoint",
         source=checkpoint,
@@ -135,7 +135,7 @@ def _checkpoint(checkpoint: Checkpoint, thresholds: Thresholds | None, device: s
     )
 
 
-def _artifact(artifact: Artifact, thresholds: Thresholds | None, device: str, dtype: str) -> StockSubject:
+def _artifact(artifact: Artifact, thresholds: Thresholds | None, device: str, dtype: str) -> TransformersSubject:
     path, source_sha256 = artifact.path, artifact.manifest["model"]["sha256"]
     if thresholds is not None and artifact.format.thresholds:
         raise UserError(f"{path}: carries its own thresholds; give --thresholds with a checkpoint only")
@@ -145,7 +145,7 @@ def _artifact(artifact: Artifact, thresholds: Thresholds | None, device: str, dt
     stock = artifact.stock()
     made_from = stock.config.dtype if isinstance(stock.config.dtype, torch.dtype) else torch.float32
     own = {"F16": torch.float16, "BF16": torch.bfloat16}.get(artifact.format.matrices, made_from)
-    return StockSubject(
+    return TransformersSubject(
         name=str(path),
         kind=artifact.format.name,
         source=stock,

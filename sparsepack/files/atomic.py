@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from sparsepack.errors import OutputError
-from sparsepack.files.side_files import create_file, is_folder, process_number, runs
+from sparsepack.files.side_files import create_file, is_folder, is_running, process_number
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # Linux
 _RENAME_SWAP = 2  # macOS
@@ -210,7 +210,7 @@ def remove_leftovers(path: Path) -> None:
     start = _start(path)
     for left in path.absolute().parent.glob(f"{glob.escape(start)}*"):
         process = process_number(left.name.removeprefix(start))
-        if process is not None and not runs(process):
+        if process is not None and not is_running(process):
             remove(left)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 NO_HASH = "0" * 64
 """These 64 zeros stand where a SHA-256 will be written."""
 
-TO_COME = "?" * 64
+PENDING_HASH = "?" * 64
 """These stand where the SHA-256 of what is still being hashed will be written."""
 
 _LARGE = 1 << 26
@@ -37,10 +37,10 @@ def sha256_of_pieces(path: Path) -> str:
     than most disks write."""
     starts = range(0, max(path.stat().st_size, 1), _LARGE)
     with ThreadPoolExecutor(min(len(starts), 16, os.cpu_count() or 1)) as pool:
-        return combined(pool.map(lambda start: _sha256_file(path, Event(), start, _LARGE), starts))
+        return combine_digests(pool.map(lambda start: _sha256_file(path, Event(), start, _LARGE), starts))
 
 
-def combined(digests: Iterable[str]) -> str:
+def combine_digests(digests: Iterable[str]) -> str:
     """Hex SHA-256 over digests."""
     return sha256_bytes("".join(digests).encode())
 

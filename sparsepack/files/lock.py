@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from sparsepack.errors import OutputError
-from sparsepack.files.side_files import open_file, reading
+from sparsepack.files.side_files import open_file, open_regular
 from sparsepack.progress import say
 
 _HELD = (errno.EACCES, errno.EAGAIN, errno.EDEADLK)
@@ -112,7 +112,7 @@ def _stands_there(file: int, lock: Path) -> bool:
 def _holder(lock: Path) -> str:
     """The process that holds a lock and its begin, as far as the file says so, which may just have been made."""
     try:
-        with reading(lock) as file:
+        with open_regular(lock) as file:
             said: Any = json.loads(file.read(_LONGEST))
         process, since = int(said["process"]), time.localtime(float(said["since"]))
         return f"process {process}, begun {time.strftime('%Y-%m-%d %H:%M:%S', since)},"

@@ -49,7 +49,7 @@ def open_file(path: Path) -> int:
 
 
 @contextmanager
-def reading(path: Path) -> Iterator[BinaryIO]:
+def open_regular(path: Path) -> Iterator[BinaryIO]:
     """Open an ordinary file for reading. Raises OSError for a link and for what is no file, as where nothing is."""
     if path.is_symlink():
         raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
@@ -103,7 +103,7 @@ def process_number(text: str) -> int | None:
     return number if 0 < number < _MOST_PROCESSES else None
 
 
-def runs(process: int) -> bool:
+def is_running(process: int) -> bool:
     """Whether a process of this machine has that number."""
     if os.name == "nt":  # where a signal of 0 is none
         return True

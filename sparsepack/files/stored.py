@@ -24,7 +24,7 @@ class Stored(BaseModel):
 Model = TypeVar("Model", bound=Stored)
 
 
-def checked(model: type[Model], value: Any) -> Model:
+def validate(model: type[Model], value: Any) -> Model:
     """The value as that model. Raises ValueError naming the first place that is wrong, in one line."""
     try:
         return model.model_validate(value)

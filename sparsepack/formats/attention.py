@@ -24,7 +24,7 @@ import torch
 from pydantic import AfterValidator, ConfigDict, Field, model_validator
 
 from sparsepack.errors import ArtifactError
-from sparsepack.files.stored import Count, Name, Size, Stored, checked, shown
+from sparsepack.files.stored import Count, Name, Size, Stored, shown, validate
 from sparsepack.formats.codecs.labels import LABEL_BITS, padded_channels
 from sparsepack.models.architecture import Architecture
 from sparsepack.models.family import Rotary
@@ -131,7 +131,7 @@ def sparse_attention_of(
     if stored is None:
         return None
     try:
-        section = checked(AttentionSection, stored)
+        section = validate(AttentionSection, stored)
         _check_fits(section, model)
     except Exception as error:  # transformers makes a model of a strange configuration, and fails in many ways
         raise ArtifactError(f"{where}: {ATTENTION}: {shown(error)}; pack the model again") from error
@@ -172,7 +172,7 @@ def attention_summary(manifest: Mapping[str, Any]) -> dict[str, Any] | None:
     """
     if manifest.get(ATTENTION) is None:
         return None
-    section = checked(AttentionSection, manifest[ATTENTION])
+    section = validate(AttentionSection, manifest[ATTENTION])
     numbers = described(section.attention())
     label = padded_channels(numbers["channels"]) * LABEL_BITS // 8 + _SCALE_BYTES
     labelled = numbers["layers"] - len(numbers["dense_layers"])

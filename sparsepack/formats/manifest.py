@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from sparsepack.errors import ArtifactError
-from sparsepack.files.stored import Count, Name, Size, Stored, checked, shown
+from sparsepack.files.stored import Count, Name, Size, Stored, shown, validate
 from sparsepack.formats.attention import ATTENTION, AttentionSection
 from sparsepack.formats.table import FORMATS
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
@@ -287,7 +287,7 @@ def read_manifest(stored: Any, where: str) -> dict[str, Any]:
             )
         if not isinstance(kind, str) or kind not in FORMATS:
             raise ArtifactError(f"{where}: unknown kind {str(kind)[:60]!r}; expected one of {', '.join(FORMATS)}")
-        checked(_ArtifactManifest, manifest)
+        validate(_ArtifactManifest, manifest)
         if manifest.get(ATTENTION) is not None and not FORMATS[kind].attention:
             raise ValueError(f"{kind} has no place for {ATTENTION}")
         if manifest.get(NEURONS) is not None and not FORMATS[kind].mlp.by_count:

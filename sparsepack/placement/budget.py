@@ -44,7 +44,7 @@ def spare_of(slots: int, least: int = SPARE) -> int:
     return max(least, slots // _ONE_SPARE_IN)
 
 
-def bytes_in(text: str) -> int:
+def parse_bytes(text: str) -> int:
     """The bytes that a text such as 8GB or 512MB says, GB being 10^9 bytes. Raises `PlacementError`."""
     found = re.fullmatch(r"(\d{1,6}(?:\.\d{1,6})?) ?([GM])B", text, re.IGNORECASE)
     if not found:
@@ -52,8 +52,8 @@ def bytes_in(text: str) -> int:
     return round(float(found[1]) * (1e9 if found[2] in "gG" else 1e6))
 
 
-def in_words(count: float) -> str:
-    """Bytes as a text that `bytes_in` reads: never fewer than these, by 1 % at most more from a megabyte on."""
+def format_bytes(count: float) -> str:
+    """Bytes as a text that `parse_bytes` reads: never fewer than these, by 1 % at most more from a megabyte on."""
     unit, name = (1e9, "GB") if count >= 1e9 else (1e6, "MB")
     digits = 2 if count < 10 * unit else 1
     return f"{math.ceil(count / unit * 10**digits) / 10**digits:.12g}{name}"
@@ -321,8 +321,8 @@ def plan_within(parts: Parts, budget: int) -> Plan:
     if budget < parts.least:
         buffers = parts.least - parts.cache
         raise PlacementError(
-            f"--vram {in_words(budget)}: keys and values take {in_words(parts.cache)} of it and buffers "
-            f"{in_words(buffers)}; give at least {in_words(parts.least)}, or a smaller --context"
+            f"--vram {format_bytes(budget)}: keys and values take {format_bytes(parts.cache)} of it and buffers "
+            f"{format_bytes(buffers)}; give at least {format_bytes(parts.least)}, or a smaller --context"
         )
     left = budget - parts.cache - parts.work_within(budget).bytes
     output = left >= parts.output

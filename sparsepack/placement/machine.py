@@ -17,7 +17,7 @@ from sparsepack.placement.budget import SPARE, Parts, Plan, work_of
 
 
 @dataclass(frozen=True)
-class Links:
+class BandwidthProfile:
     """Speeds in neurons per second.
 
     resident -- of the device, for neurons in its slots
@@ -44,7 +44,7 @@ class Links:
         """How fast the device and the processor read such matrices: as fast as records, where that was not measured."""
         return self.far_bus or self.bus * record_bytes, self.far_worker or self.worker * record_bytes
 
-    def of_columns(self, column_bytes: int) -> "Links":
+    def of_columns(self, column_bytes: int) -> "BandwidthProfile":
         """The speeds of columns of such matrices in the place of neurons; all three must have been measured."""
         here, bus, worker = (speed / column_bytes for speed in (self.near, self.far_bus, self.far_worker))
         return replace(self, resident=here, bus=bus, worker=worker)
@@ -56,7 +56,7 @@ class Links:
         return max(own, (self.handover + beside / self.worker) if beside else 0.0)
 
 
-def over_the_bus(resident: int, offloaded: int, links: Links) -> int:
+def over_the_bus(resident: int, offloaded: int, links: BandwidthProfile) -> int:
     """How many of a block's offloaded neurons the device reads itself, so that device and worker end together.
 
     resident, offloaded -- active neurons with slots and without
@@ -80,13 +80,13 @@ _MOST = 1e9
 class Rates:
     """What kernels reach: links, and bytes a second of the GPU's memory, of the bus and of the host's memory."""
 
-    links: Links
+    links: BandwidthProfile
     card: float
     bus: float
     host: float
 
 
-def measured_rates(links: Links, record_bytes: int) -> Rates:
+def measured_rates(links: BandwidthProfile, record_bytes: int) -> Rates:
     """What kernels reach by links that were measured: matrices are read as fast as records where their speed was not
     measured, and the host's memory serves processor and bus at the speeds that were measured while both read it."""
     slots, bus, worker = (speed * record_bytes for speed in (links.resident, links.bus, links.worker))
@@ -115,7 +115,7 @@ class Machine:
         most = (self.cpu or self.dram) * 1e9
         worker = min(SCATTERED * dram, most) / record_bytes
         handover = self.handover_us * 1e-6
-        links = Links(hbm / record_bytes, bus / record_bytes, worker, handover, hbm, bus, min(dram, most))
+        links = BandwidthProfile(hbm / record_bytes, bus / record_bytes, worker, handover, hbm, bus, min(dram, most))
         return Rates(links, hbm, bus, dram)
 
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from sparsepack.errors import PlacementError
 from sparsepack.option import check_options, not_with, option
-from sparsepack.placement.budget import bytes_in
+from sparsepack.placement.budget import parse_bytes
 
 POLICIES = (
     "static",
@@ -76,4 +76,4 @@ class PlaceOptions:
     @property
     def budget(self) -> int:
         """What `vram` says, in bytes."""
-        return bytes_in(self.vram)
+        return parse_bytes(self.vram)

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from sparsepack.placement.budget import Plan
-from sparsepack.placement.machine import Links, Listed, measured_rates, seconds_per_token
+from sparsepack.placement.machine import BandwidthProfile, Listed, measured_rates, seconds_per_token
 
 _IN_RESULTS = ("tokens", "needed", "hits", "moves")
 
@@ -46,7 +46,7 @@ class HitCounts:
         return {**{name: counts[name] for name in _IN_RESULTS}, "hit_rate": self.hit_rate}
 
 
-def hits_in_words(found: Mapping[str, Any]) -> str:
+def describe_hits(found: Mapping[str, Any]) -> str:
     """What `to_json` gave, in the words of `HitCounts.in_words`."""
     return HitCounts(**{name: found[name] for name in _IN_RESULTS}).in_words
 
@@ -81,7 +81,7 @@ class Traffic:
 
 
 @dataclass(frozen=True)
-class Ways:
+class TrafficStats:
     """How a decoder divides neurons.
 
     traffic -- since the reset
@@ -97,7 +97,7 @@ class Ways:
     traffic: Traffic
     hits: HitCounts
     plan: Plan
-    links: Links | None
+    links: BandwidthProfile | None
     beside: int = 0
     kept: float = 1.0
     times: float = 1.0
@@ -116,7 +116,7 @@ class Ways:
         return listed * (parts.gate + parts.record / self.times) + (1 - listed) * parts.record
 
 
-def per_token(ways: Ways, seconds: float) -> dict[str, Any]:
+def per_token(ways: TrafficStats, seconds: float) -> dict[str, Any]:
     """What a decoded token took, JSON-able, all of it means over the decoded tokens.
 
     seconds -- that a token took
@@ -168,7 +168,7 @@ def per_token(ways: Ways, seconds: float) -> dict[str, Any]:
     return found
 
 
-def per_token_in_words(found: Mapping[str, Any]) -> str:
+def describe_per_token(found: Mapping[str, Any]) -> str:
     """What `per_token` gave, in a few words."""
     read = ", ".join(f"{found['bytes'][name] / 1e6:.2f} MB {said}" for name, said in _WAYS.items())
     counted, hits = "listed" if found["listed"] else "active", f"{found['hits']:.1f} of {found['needed']:.1f}"

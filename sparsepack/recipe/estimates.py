@@ -6,7 +6,7 @@ from sparsepack.models.checkpoint.checkpoint import HEAD, Checkpoint
 from sparsepack.models.family import SITES
 from sparsepack.models.precision import arithmetic
 from sparsepack.models.tokenizer.windows import count_windows
-from sparsepack.process import most_so_far
+from sparsepack.process import peak_memory
 from sparsepack.recipe.stage import Job
 
 LIVE = 4
@@ -23,7 +23,7 @@ def process_bytes(job: Job) -> int:
 
     That is Python, libraries and the tokenizer, all of which this process has by now, and what torch needs to work.
     """
-    return WORKING + most_so_far() if job.recipe.device == "cpu" else 0
+    return WORKING + peak_memory() if job.recipe.device == "cpu" else 0
 
 
 def parameters(checkpoint: Checkpoint) -> int:

@@ -13,7 +13,7 @@ from typing import Any
 from sparsepack.files.atomic import remove_leftovers
 from sparsepack.files.hashing import sha256_bytes
 from sparsepack.files.lock import remove_lock
-from sparsepack.progress import going_on, say
+from sparsepack.progress import activity, say
 from sparsepack.recipe.gates import Verdict
 from sparsepack.recipe.load import load_recipe, locate
 from sparsepack.recipe.schema import Gates
@@ -88,7 +88,7 @@ def _run(job: Job, stage: Stage) -> float:
     """Run a stage; the seconds that it took."""
     say(f"{stage.name}: running")
     start = time.perf_counter()
-    with going_on(stage.name):
+    with activity(stage.name):
         stage.run(job, job.recipe.asked(stage.key))
     return time.perf_counter() - start
 

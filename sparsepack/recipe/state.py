@@ -15,7 +15,7 @@ from typing import Any
 from sparsepack.errors import OutputError
 from sparsepack.files.atomic import write_json
 from sparsepack.files.hashing import fingerprint, sha256_file
-from sparsepack.files.side_files import check_no_link, reading
+from sparsepack.files.side_files import check_no_link, open_regular
 
 SCHEMA = 1
 STATE = "state.json"
@@ -114,7 +114,7 @@ class WorkFolder:
         if not path.exists():
             return {}
         try:
-            with reading(path) as file:
+            with open_regular(path) as file:
                 value = json.loads(file.read().decode())
             if value["schema"] != SCHEMA:
                 raise ValueError(f"schema {value['schema']}, expected {SCHEMA}")

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from sparsepack.formats.packed import PackedModel
-from sparsepack.placement.traffic import HitCounts, Ways
+from sparsepack.placement.traffic import HitCounts, TrafficStats
 from sparsepack.runtime.generation.sampling import Sampler
 from sparsepack.runtime.hold import Hold
 from sparsepack.runtime.kv_cache import AttentionShape, CacheState, attention_shape
@@ -44,7 +44,7 @@ class Decoder(Protocol):
         """What decoded tokens needed since the reset, and how much of it had slots; None: there are no slots."""
 
     @property
-    def ways(self) -> Ways | None:
+    def traffic_stats(self) -> TrafficStats | None:
         """By which way neurons were computed in the steps since the reset; None: there are no slots."""
 
     @property

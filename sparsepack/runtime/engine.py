@@ -14,7 +14,7 @@ from sparsepack.errors import UserError
 from sparsepack.formats.packed import PackedModel
 from sparsepack.models.records.skipped import Skipped
 from sparsepack.models.records.sparse_attention import SparseFrom
-from sparsepack.placement.traffic import HitCounts, Ways
+from sparsepack.placement.traffic import HitCounts, TrafficStats
 from sparsepack.runtime.backend_module import chosen_backend, opened
 from sparsepack.runtime.backends import Backend, backend_named
 from sparsepack.runtime.decoder import Decoder, stepped
@@ -148,9 +148,9 @@ class Engine:
         return self._decoder.hit_counts
 
     @property
-    def ways(self) -> Ways | None:
+    def traffic_stats(self) -> TrafficStats | None:
         """By which way the neurons of steps since the reset were computed; None: there are no slots."""
-        return self._decoder.ways
+        return self._decoder.traffic_stats
 
     @property
     def scales(self) -> tuple[float, ...]:

@@ -7,8 +7,8 @@ from typing import Any
 
 from sparsepack.errors import UserError
 from sparsepack.option import LARGEST_COUNT, LARGEST_SEED, check_options, not_with, only_with, option
-from sparsepack.placement.budget import bytes_in
-from sparsepack.placement.machine import Links
+from sparsepack.placement.budget import parse_bytes
+from sparsepack.placement.machine import BandwidthProfile
 from sparsepack.placement.options import MOST_LISTED, ONLINE
 from sparsepack.runtime.backends import BACKENDS
 
@@ -109,13 +109,13 @@ class EngineOptions:
         everywhere=True,
     )
     begin: Callable[..., Any] | None = None
-    links: Links | None = None
+    links: BandwidthProfile | None = None
     activity: object = None
 
     @property
     def vram_bytes(self) -> int | None:
         """What `vram` says. Raises `PlacementError`."""
-        return None if self.vram is None else bytes_in(self.vram)
+        return None if self.vram is None else parse_bytes(self.vram)
 
     @property
     def divided_by(self) -> str | None:

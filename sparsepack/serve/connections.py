@@ -20,7 +20,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from sparsepack.errors import UserError
 from sparsepack.progress import say
 from sparsepack.serve.refusals import Refusal
-from sparsepack.terminal import of_an_event_loop
+from sparsepack.terminal import event_loop_exception_handler
 
 MAX_CONNECTIONS = 1024
 """So many connections there are at most where there are descriptors for more."""
@@ -202,6 +202,6 @@ def loop_exception_handler() -> Callable[[asyncio.AbstractEventLoop, dict[str, A
         if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
             say_out(f"no connection is taken: {error.strerror}; raise `ulimit -n`, or give fewer --connections")
         else:
-            of_an_event_loop(loop, context)
+            event_loop_exception_handler(loop, context)
 
     return handle

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from sparsepack.errors import PlacementError
 from sparsepack.option import check_options, not_with, only_with, option
-from sparsepack.placement.budget import bytes_in
+from sparsepack.placement.budget import parse_bytes
 from sparsepack.placement.options import EXTRA, POLICIES, SINGLE
 
 ORDERS = ("frequency", "random")
@@ -83,4 +83,4 @@ class SimulateOptions:
     @property
     def vram_bytes(self) -> int | None:
         """What `vram` says. Raises `PlacementError`."""
-        return None if self.vram is None else bytes_in(self.vram)
+        return None if self.vram is None else parse_bytes(self.vram)

@@ -4,7 +4,7 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-from sparsepack.process import end_with_parent
+from sparsepack.process import exit_with_parent
 
 LAUNCHED = "SPARSEPACK_LAUNCHED_BY"
 """The process that started the workers (`--devices`), by its number; torchrun sets no such variable."""
@@ -58,7 +58,7 @@ def end_with_launcher() -> None:
     """End when the process that started this worker (`--devices`) does, whatever ends that one."""
     launcher = os.environ.get(LAUNCHED, "")
     if launcher.isdecimal():
-        end_with_parent(int(launcher))
+        exit_with_parent(int(launcher))
 
 
 def say_done() -> None:

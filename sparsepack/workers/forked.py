@@ -19,7 +19,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any, TypeVar
 
 from sparsepack.errors import WorkerLost
-from sparsepack.process import end_with_parent
+from sparsepack.process import exit_with_parent
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -110,7 +110,7 @@ def _serve(
     """What a fork does: work on the items whose numbers it is sent, until its parent is gone or ends it."""
     import torch
 
-    end_with_parent(parent)  # in the midst of an item, too
+    exit_with_parent(parent)  # in the midst of an item, too
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent is interrupted, too, and ends it
     torch.set_num_threads(1)
     for other in others:

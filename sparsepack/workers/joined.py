@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from sparsepack.errors import UserError, WorkerLost, WorkersError
-from sparsepack.files.hashing import combined, sha256_bytes
+from sparsepack.files.hashing import combine_digests, sha256_bytes
 from sparsepack.progress import say
 from sparsepack.version import __version__
 from sparsepack.workers.alive import signs_of_life, store_answers
@@ -241,7 +241,7 @@ def _versions() -> dict[str, str]:
 def _code() -> str:
     """The hash of all of this package's own Python code."""
     root = Path(__file__).parents[1]
-    return combined(sha256_bytes(path.read_bytes()) for path in sorted(root.rglob("*.py")))
+    return combine_digests(sha256_bytes(path.read_bytes()) for path in sorted(root.rglob("*.py")))
 
 
 def _line(error: BaseException) -> str:

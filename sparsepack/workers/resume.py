@@ -25,8 +25,8 @@ from sparsepack.files.atomic import atomic_file, remove, write_json
 from sparsepack.files.hashing import fingerprint as hash_of
 from sparsepack.files.hashing import sha256_of_pieces
 from sparsepack.files.lock import locked
-from sparsepack.files.side_files import check_no_link, folders_in, is_file, is_folder, make_folder, reading
-from sparsepack.files.stored import Name, Stored, checked, shown
+from sparsepack.files.side_files import check_no_link, folders_in, is_file, is_folder, make_folder, open_regular
+from sparsepack.files.stored import Name, Stored, shown, validate
 from sparsepack.files.tensors import save_tensors
 from sparsepack.files.transfer import on_host
 from sparsepack.progress import say
@@ -331,7 +331,7 @@ class ResumeState:
     def _read(self, path: Path) -> None:
         """Take what is there and fits; remove the rest."""
         try:
-            with reading(path / _STATE) as file:
+            with open_regular(path / _STATE) as file:
                 text = file.read().decode()
         except (FileNotFoundError, NotADirectoryError):
             return _discard(path)  # killed before it was first committed
@@ -360,7 +360,7 @@ class ResumeState:
 
     def _check(self, state: Any) -> None:
         """Raise ValueError or TypeError where a state says what no run of ours keeps."""
-        checked(_State, state)
+        validate(_State, state)
         if any(Path(name).name != name for name in state["files"]):
             raise ValueError("files elsewhere")
         done = state["parts"].get(_BLOCKS, {}).get("done", 0)

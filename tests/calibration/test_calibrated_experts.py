@@ -19,7 +19,7 @@ from sparsepack.calibrate.thresholds import AllocationOptions
 from sparsepack.cli.app import main
 from sparsepack.errors import CalibrationError, ThresholdsError
 from sparsepack.files.text import Text
-from sparsepack.inspection import kind_of
+from sparsepack.inspection import detect_kind
 from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from sparsepack.models.family import MLP_SITES
 from sparsepack.models.stock.blocks import BlockStream
@@ -63,7 +63,7 @@ def test_tokens_of_experts_are_those_that_the_stock_router_gives(model: Checkpoi
 def test_inspect_shows_how_many_tokens_experts_were_given(calibration: Calibration, tmp_path: Path) -> None:
     path = tmp_path / "c"
     folder.save(calibration, path)
-    found = kind_of(path).read(path)
+    found = detect_kind(path).read(path)
     assert found["given"] == given(calibration).tolist()
     shown = CliRunner().invoke(main, ["inspect", str(path)]).output
     for block, counts in enumerate(found["given"]):

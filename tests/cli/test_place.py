@@ -12,10 +12,10 @@ from sparsepack.cli.verbs.place import placement_table
 from sparsepack.formats.open import read_packed
 from sparsepack.formats.packed import NeuronMlp
 from sparsepack.models.checkpoint.checkpoint import open_checkpoint
-from sparsepack.placement.budget import bytes_in
+from sparsepack.placement.budget import parse_bytes
 from sparsepack.placement.placement import across_blocks
 from sparsepack.placement.policies import POLICIES, Start
-from sparsepack.progress import counted
+from sparsepack.progress import format_count
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +71,7 @@ def least_of(file: Path) -> str:
 
 def test_a_budget_below_the_least_is_refused_with_it_and_it_works(file: Path) -> None:
     least = least_of(file)
-    assert placed(file, least)["vram"] == bytes_in(least)
+    assert placed(file, least)["vram"] == parse_bytes(least)
 
 
 def test_the_table_says_where_everything_lies(file: Path) -> None:
@@ -118,7 +118,9 @@ def test_down_matrices_of_a_file_of_sites_leave_the_card_first(tmp_path: Path) -
     assert found["host"]["records for the processor"] == found["host"]["records"]
     assert found["tokens_per_second"]["and_bus"] < whole["tokens_per_second"]["and_bus"]
     said = succeeds("place", zigzag, "--vram", f"{room / 1e6:.3f}MB", "--context", 64)
-    assert f"card: the first {counted(blocks['records'], 'block')}; the others by the bus and the processor" in said
+    assert (
+        f"card: the first {format_count(blocks['records'], 'block')}; the others by the bus and the processor" in said
+    )
     assert "taken to read 100 % of its columns" in said
     assert "| down " in said
     assert "| gate and up " in said

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from sparsepack.files import hashing as module
-from sparsepack.files.hashing import Hashing, combined, fingerprint, sha256_bytes, sha256_file, sha256_of_pieces
+from sparsepack.files.hashing import Hashing, combine_digests, fingerprint, sha256_bytes, sha256_file, sha256_of_pieces
 
 
 def digests_of(*paths):
@@ -36,7 +36,7 @@ def test_pieces_of_a_file_are_hashed_as_their_bytes(tmp_path, monkeypatch, size)
     path = tmp_path / "a"
     path.write_bytes(data)
     pieces = [data[at : at + 100] for at in range(0, size, 100)] or [b""]
-    assert sha256_of_pieces(path) == combined(map(sha256_bytes, pieces))
+    assert sha256_of_pieces(path) == combine_digests(map(sha256_bytes, pieces))
 
 
 def test_files_hash_by_content_and_order_not_by_name(tmp_path):
@@ -44,8 +44,8 @@ def test_files_hash_by_content_and_order_not_by_name(tmp_path):
         (tmp_path / name).write_bytes(data)
     a, b, c, d = (tmp_path / name for name in "abcd")
     assert digests_of(a, b) == digests_of(c, b) == [sha256_bytes(b"1"), sha256_bytes(b"2")]
-    assert combined(digests_of(a, b)) != combined(digests_of(b, a))
-    assert combined(digests_of(a, b)) != combined(digests_of(d))
+    assert combine_digests(digests_of(a, b)) != combine_digests(digests_of(b, a))
+    assert combine_digests(digests_of(a, b)) != combine_digests(digests_of(d))
 
 
 def test_a_fingerprint_ignores_the_order_of_keys_only():

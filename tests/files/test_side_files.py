@@ -10,7 +10,7 @@ import torch
 from sparsepack.errors import OutputError
 from sparsepack.files.atomic import _start, atomic_file, atomic_folder, check_output, write_json
 from sparsepack.files.lock import locked, remove_lock
-from sparsepack.files.side_files import create_file, make_folder, open_file, process_number, reading
+from sparsepack.files.side_files import create_file, make_folder, open_file, open_regular, process_number
 from sparsepack.recipe.run import run_recipe
 from sparsepack.recipe.state import WorkFolder
 from sparsepack.workers.resume import ResumeState, state_beside
@@ -164,7 +164,7 @@ def test_what_is_no_ordinary_file_is_not_read(theirs: Path, victim: Path) -> Non
     os.mkfifo(theirs / "pipe")
     (theirs / "link").symlink_to(victim / "state.json")
     for name in ("pipe", "link", "none"):
-        with pytest.raises(OSError, match=name), reading(theirs / name):
+        with pytest.raises(OSError, match=name), open_regular(theirs / name):
             pytest.fail("the body must not run")
 
 

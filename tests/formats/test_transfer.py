@@ -10,7 +10,6 @@ from codec_cases import relative_error
 from devices import DEVICES, needs_cuda
 from small_rules import rules
 
-from sparsepack.by_triton import FAILED, importable
 from sparsepack.files import transfer
 from sparsepack.files.gguf import read_gguf
 from sparsepack.files.transfer import host_pieces, on_host, stacked_on, tensors_at_once
@@ -19,6 +18,7 @@ from sparsepack.formats.containers import write_tensors
 from sparsepack.formats.plain import plan as plain_gguf
 from sparsepack.formats.zigzag import plan as zigzag_gguf
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
+from sparsepack.triton_kernels import FAILED, importable
 from sparsepack.workers.forked import can_fork, forked_map
 
 Checkpoints = dict[str, Checkpoint]

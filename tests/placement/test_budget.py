@@ -7,7 +7,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparsepack.errors import PlacementError
-from sparsepack.placement.budget import Parts, Plan, bytes_in, in_words, plan_of_share, plan_within, spare_of, work_of
+from sparsepack.placement.budget import (
+    Parts,
+    Plan,
+    format_bytes,
+    parse_bytes,
+    plan_of_share,
+    plan_within,
+    spare_of,
+    work_of,
+)
 
 SIZES = st.integers(0, 5000)
 
@@ -94,7 +103,7 @@ def test_the_least_works_and_less_is_refused_with_it(parts: Parts) -> None:
         plan_within(parts, parts.least - 1)
     assert "\n" not in str(caught.value)
     given = str(caught.value).split("at least ")[1].split(",")[0]
-    plan_within(parts, bytes_in(given))
+    plan_within(parts, parse_bytes(given))
 
 
 @given(models())
@@ -127,13 +136,13 @@ def test_a_share_leaves_all_but_records_on_the_card(parts: Parts, share: float) 
 
 @given(st.integers(0, 10**13))
 def test_bytes_in_words_are_read_as_no_fewer(count: int) -> None:
-    assert count <= bytes_in(in_words(count)) <= 1.011 * count + 10_000
+    assert count <= parse_bytes(format_bytes(count)) <= 1.011 * count + 10_000
 
 
 @pytest.mark.parametrize("text", ["8", "GB", "8TB", "-1GB", "8 G", "1e3GB", "", "8GB "])
 def test_what_is_no_budget_is_refused(text: str) -> None:
     with pytest.raises(PlacementError, match="expected gigabytes or megabytes, as in 24GB"):
-        bytes_in(text)
+        parse_bytes(text)
 
 
 def test_a_token_reads_over_the_bus_what_is_in_the_hosts_memory() -> None:

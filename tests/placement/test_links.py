@@ -3,15 +3,15 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparsepack.placement.machine import Links, over_the_bus
+from sparsepack.placement.machine import BandwidthProfile, over_the_bus
 
 speeds = st.floats(1e3, 1e7)
 counts = st.integers(0, 60)
-EQUAL = Links(1.0, 1.0, 1.0)
+EQUAL = BandwidthProfile(1.0, 1.0, 1.0)
 
 
-@given(resident=counts, offloaded=counts, links=st.builds(Links, speeds, speeds, speeds, st.floats(0, 1e-2)))
-def test_no_other_division_is_faster(resident: int, offloaded: int, links: Links) -> None:
+@given(resident=counts, offloaded=counts, links=st.builds(BandwidthProfile, speeds, speeds, speeds, st.floats(0, 1e-2)))
+def test_no_other_division_is_faster(resident: int, offloaded: int, links: BandwidthProfile) -> None:
     bus = over_the_bus(resident, offloaded, links)
     best = min(links.seconds(resident, offloaded, other) for other in range(offloaded + 1))
     assert links.seconds(resident, offloaded, bus) <= best * (1 + 1e-9)
@@ -26,4 +26,4 @@ def test_where_all_are_equally_fast_both_sides_have_as_much() -> None:
 
 
 def test_where_handing_over_costs_more_than_all_else_nothing_is_handed_over() -> None:
-    assert over_the_bus(resident=4, offloaded=10, links=Links(1.0, 1.0, 1.0, handover=30.0)) == 10
+    assert over_the_bus(resident=4, offloaded=10, links=BandwidthProfile(1.0, 1.0, 1.0, handover=30.0)) == 10

@@ -10,7 +10,7 @@ import torch
 from devices import needs_cuda
 from pruning_cases import PATTERNS, known, tokens, weights
 
-from sparsepack import by_triton
+from sparsepack import triton_kernels
 from sparsepack.calibrate import sparsegpt
 from sparsepack.models.records.groups import check_pattern
 from sparsepack.models.records.pattern import Pattern
@@ -81,10 +81,10 @@ def test_inputs_that_are_always_zero_take_no_weight(monkeypatch: pytest.MonkeyPa
 
 @needs_cuda
 def test_a_gpu_prunes_by_it() -> None:
-    by_triton.FAILED.discard(sparsegpt.WITHOUT)
+    triton_kernels.FAILED.discard(sparsegpt.WITHOUT)
     inputs, weight = known(tokens(6000, 1300).cuda()), weights(700, 1300).cuda()
     on_cpu = sparsegpt.prune(weight.cpu(), Inputs(inputs.moments.cpu(), inputs.products.cpu()), Pattern(6, 8))  # type: ignore[union-attr]
     found = sparsegpt.prune(weight, inputs, Pattern(6, 8))
-    assert sparsegpt.WITHOUT not in by_triton.FAILED
+    assert sparsegpt.WITHOUT not in triton_kernels.FAILED
     assert inputs.relative_error(weight, found) == pytest.approx(inputs.relative_error(weight, on_cpu.cuda()), rel=2e-3)
     assert torch.equal(sparsegpt.prune(weight, inputs, Pattern(6, 8)), found)

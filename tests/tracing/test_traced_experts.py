@@ -17,7 +17,7 @@ from sparsepack.cli.app import main
 from sparsepack.errors import PlacementError
 from sparsepack.files.text import Text
 from sparsepack.formats.open import read_packed
-from sparsepack.inspection import kind_of
+from sparsepack.inspection import detect_kind
 from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from sparsepack.models.stock.whole import load_model
 from sparsepack.packing import PackRequest, pack
@@ -109,7 +109,7 @@ def test_what_is_of_neurons_alone_is_one_line(model: Checkpoint, traced: Trace, 
 
 def test_inspect_names_experts(traced: Trace, calibration: Path) -> None:
     for path in (traced.path, calibration):
-        assert kind_of(path).read(path)["neurons"]["unit"] == "experts"
+        assert detect_kind(path).read(path)["neurons"]["unit"] == "experts"
         shown = CliRunner().invoke(main, ["inspect", str(path)])
         assert shown.exit_code == 0, shown.output
         assert "experts, over" in shown.output

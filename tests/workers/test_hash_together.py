@@ -7,11 +7,11 @@ import pytest
 from linked import together
 
 from sparsepack.files import hashing
-from sparsepack.files.hashing import combined, sha256_bytes
+from sparsepack.files.hashing import combine_digests, sha256_bytes
 from sparsepack.models.checkpoint.source_hash import SourceHash
 from sparsepack.workers.workers import Workers
 
-KNOWN = combined([sha256_bytes(b"some")])
+KNOWN = combine_digests([sha256_bytes(b"some")])
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
 @pytest.mark.parametrize("count", [1, 3])
 def test_one_worker_takes_the_hash_while_all_do_other_work(count: int, file: Path, taken: list[Path]) -> None:
     def work(workers: Workers) -> tuple[list[int], str]:
-        source = SourceHash([file], combined)
+        source = SourceHash([file], combine_digests)
         return source.share_beside(workers, lambda: workers.told(workers.number)), source.so_far
 
     assert together(count, work) == [([*range(count)], KNOWN)] * count
@@ -47,7 +47,7 @@ def test_one_worker_takes_the_hash_while_all_do_other_work(count: int, file: Pat
 
 def test_the_one_that_takes_it_may_ask_for_it_before_the_others(file: Path, taken: list[Path]) -> None:
     def work(workers: Workers) -> tuple[str, str]:
-        source = SourceHash([file], combined)
+        source = SourceHash([file], combine_digests)
         with source.meanwhile(workers) as sha256:
             early = source.sha256() if workers.first else source.so_far
             workers.told(None)

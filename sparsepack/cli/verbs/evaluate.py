@@ -92,7 +92,7 @@ def evaluation_table(result: Mapping[str, Any]) -> str:
     from sparsepack.calibrate.collect import precision
     from sparsepack.eval.results import accuracy_tables, share_read, skipped
     from sparsepack.models.records.sparse_attention import in_words
-    from sparsepack.placement.traffic import hits_in_words
+    from sparsepack.placement.traffic import describe_hits
 
     tasks, attention = result["tasks"], result["subject"]["attention"]
     parts: list[str | Table] = [
@@ -103,7 +103,7 @@ def evaluation_table(result: Mapping[str, Any]) -> str:
     if tasks:
         parts.append(f"skipped in tasks: {skipped(tasks['realised_sparsity'])} of the block weights")
         if tasks["served"]:
-            parts.append(f"in tasks: {hits_in_words(tasks['served'])}")
+            parts.append(f"in tasks: {describe_hits(tasks['served'])}")
         if tasks["tokens_read"]:
             parts.append(f"read in tasks: {share_read(tasks['tokens_read'])} of the tokens seen")
     if any(row["realised_sparsity"]["neurons_counted"] is False for row in measured):

@@ -26,9 +26,9 @@ def inspect(path: Path, json_path: str | None) -> None:
         neurons_table,
         starved_note,
     )
-    from sparsepack.inspection import kind_of
+    from sparsepack.inspection import detect_kind
 
-    kind = kind_of(path)
+    kind = detect_kind(path)
     shown: dict[str, list[Callable[[Any], str]]] = {
         "artifact": [artifact_table],
         "checkpoint": [checkpoint_table],

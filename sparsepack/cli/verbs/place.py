@@ -10,7 +10,7 @@ import click
 from sparsepack.cli.command import emit, from_options, json_output, options_from, verb
 from sparsepack.cli.shared import ARTIFACT, CALIBRATION, usable_device
 from sparsepack.placement.options import PlaceOptions
-from sparsepack.progress import counted
+from sparsepack.progress import format_count
 from sparsepack.tables import Table, markdown
 
 
@@ -49,19 +49,19 @@ NAMES: Mapping[str, Mapping[str, str]] = {
 
 def placement_table(result: Mapping[str, Any]) -> str:
     """What `placing.place` found."""
-    from sparsepack.placement.budget import in_words
+    from sparsepack.placement.budget import format_bytes
 
     card, host, unit = result["card"], result["host"], result["unit"]
     named = NAMES.get(unit, {})
     rows = [
         [
             named.get(name, name),
-            *(in_words(size) if size else "-" for size in (card.get(name, 0), host.get(name, 0))),
+            *(format_bytes(size) if size else "-" for size in (card.get(name, 0), host.get(name, 0))),
             _where(name, result),
         ]
         for name in dict.fromkeys((*card, *host))
     ]
-    rows.append(["together", in_words(sum(card.values())), in_words(sum(host.values())), ""])
+    rows.append(["together", format_bytes(sum(card.values())), format_bytes(sum(host.values())), ""])
     speed, columns = result["tokens_per_second"], unit == "columns"
     hits = _read_in_words(result)
     if result["listed"] is not None:
@@ -81,9 +81,10 @@ def placement_table(result: Mapping[str, Any]) -> str:
             "dense split hands nothing over, and is faster"
         )
     title = (
-        f"{result['file']} in {in_words(result['vram'])} of the GPU's memory, context of {result['context']:,} tokens "
-        f"({result['cache_type']}); the least that works is {in_words(result['least'])}; the driver takes up to "
-        f"{in_words(result['driver'])} beside it"
+        f"{result['file']} in {format_bytes(result['vram'])} of the GPU's memory, context of "
+        f"{result['context']:,} tokens "
+        f"({result['cache_type']}); the least that works is {format_bytes(result['least'])}; the driver takes up to "
+        f"{format_bytes(result['driver'])} beside it"
     )
     return markdown(title, Table(["what", "on the card", "in host memory", "where"], rows), hits, expected)
 
@@ -114,13 +115,13 @@ def _where(name: str, result: Mapping[str, Any]) -> str:
     if name == "gates" and blocks["copied"]:
         far = blocks["all"] - blocks["copied"]
         rows = "the rows of listed neurons are read by the bus and the processor"
-        return f"{rows}; of {counted(far, 'block')} all" if far else rows
+        return f"{rows}; of {format_count(far, 'block')} all" if far else rows
     if name == "copies of gates":
         first = "" if blocks["copied"] == blocks["all"] else "the first "
-        return f"card: of {first}{counted(blocks['copied'], 'block')}"
+        return f"card: of {first}{format_count(blocks['copied'], 'block')}"
     if name in ("attention", "gates", "records") and there and (near := blocks.get(name)) is not None:
         others = "by the bus and the processor"
-        return f"card: the first {counted(near, 'block')}; the others {others}" if near else f"read {others}"
+        return f"card: the first {format_count(near, 'block')}; the others {others}" if near else f"read {others}"
     if name == "records" and "records" not in blocks:
         return f"card: slots; host: of all {result['unit']}, pinned" if there else f"card: all {result['unit']}"
     if name not in result["card"]:

@@ -84,7 +84,7 @@ def serve(path: Path, chat_template: str | None, **asked: Any) -> None:
         if error.name not in ("llguidance", "prometheus_client", "starlette", "uvicorn"):
             raise
         raise UserError(f"serve needs {error.name}, which is not installed: pip install 'sparsepack[serve]'") from error
-    from sparsepack.loading import load, what_runs
+    from sparsepack.loading import describe_runtime, load
     from sparsepack.progress import say
     from sparsepack.runtime.generation.suggestion import told
 
@@ -93,7 +93,7 @@ def serve(path: Path, chat_template: str | None, **asked: Any) -> None:
     with bind_socket(options.host, options.port, options.send_timeout) as listening:  # before a large file is read
         model = load(path, options=engine)
         model = replace(model, chat_template=chat_template or model.chat_template)
-        say(*what_runs(model.engine))
+        say(*describe_runtime(model.engine))
         if model.packed.generation:
             say(told(model.packed.generation))
         serve_model(model, path.resolve().stem, options, listening)

@@ -8,7 +8,7 @@ import click
 
 from sparsepack.cli.command import emit, from_options, group, json_output, verb
 from sparsepack.cli.shared import ARTIFACT, RUNS, device_option
-from sparsepack.progress import counted
+from sparsepack.progress import format_count
 from sparsepack.runtime.options import EngineOptions
 from sparsepack.tables import Table, markdown
 
@@ -53,7 +53,7 @@ def tuning_table(result: Mapping[str, Any]) -> str:
     ]
     header = ["rows x columns", *parameters, "us", "slowest us", "GB/s"]
     machine = result.get("gpu_info") or (
-        f"{result['cpu_info']}, {result['instruction_set']}, {counted(result['threads'], 'thread')}"
+        f"{result['cpu_info']}, {result['instruction_set']}, {format_count(result['threads'], 'thread')}"
     )
     parts: list[str | Table] = [
         f"{machine}, half of the columns active",

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsepack.by_triton import by_triton
 from sparsepack.errors import UserError
 from sparsepack.formats.codecs.superblock import BLOCK
 from sparsepack.formats.codecs.types import BLOCKS
 from sparsepack.runtime.cpu.dispatch import instruction_set, native
+from sparsepack.triton_kernels import run_triton
 
 WITHOUT = "Q4_K is encoded by plain torch, many times slower"
 COLUMNS = 64
@@ -31,7 +31,7 @@ def encode(weight: Tensor) -> Tensor | None:
 
         return q4_k_triton.encode(weight)
 
-    return by_triton(weight, by_kernel, WITHOUT)
+    return run_triton(weight, by_kernel, WITHOUT)
 
 
 def quantise_block(
@@ -66,7 +66,7 @@ def quantise_block(
 
         return q4_k_triton.quantise_block(block, factor, first, blocks)
 
-    return by_triton(block, by_kernel, WITHOUT)
+    return run_triton(block, by_kernel, WITHOUT)
 
 
 def on_cpu() -> bool:

@@ -22,7 +22,7 @@ from pydantic import Field
 from torch import Tensor
 
 from sparsepack.errors import ArtifactError, PackingError
-from sparsepack.files.stored import Name, Size, Stored, checked, shown
+from sparsepack.files.stored import Name, Size, Stored, shown, validate
 from sparsepack.formats.artifact import Program
 from sparsepack.formats.codecs.matrices import PackedMatrix
 from sparsepack.formats.codecs.neurons import original_order, record_bytes
@@ -75,7 +75,7 @@ def neuron_section(counts: NeuronCounts) -> dict[str, Any]:
 def read_neuron_section(manifest: Mapping[str, Any], where: object) -> NeuronSection:
     """What a manifest says of neurons. Raises `ArtifactError` where that is missing or not understood."""
     try:
-        section = checked(NeuronSection, manifest.get(NEURONS))
+        section = validate(NeuronSection, manifest.get(NEURONS))
         if (section.calibration is None) == (section.trace is None):
             raise ValueError("expected the hash of either a calibration or a trace")
         return section

@@ -18,7 +18,7 @@ import torch
 
 from sparsepack.errors import CheckpointError, PackingError
 from sparsepack.files.gguf import GgufFile, read_split_gguf
-from sparsepack.files.stored import Stored, checked, shown
+from sparsepack.files.stored import Stored, shown, validate
 from sparsepack.models.architecture import (
     Architecture,
     ExpertNumbers,
@@ -266,7 +266,7 @@ class Checkpoint:
     def end_tokens(self) -> tuple[int, ...]:
         """Tokens that end a text: chat models end a turn with some that only generation_config.json names. Raises
         `CheckpointError`."""
-        more = self._of_generation(lambda config: checked(_Generation, config).eos_token_id)
+        more = self._of_generation(lambda config: validate(_Generation, config).eos_token_id)
         own = token_ids(getattr(self.config, "eos_token_id", None))
         return tuple(dict.fromkeys([*own, *token_ids(more)]))
 
@@ -279,7 +279,7 @@ class Checkpoint:
         path = self.path / "generation_config.json"
         try:
             config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-            return read(checked(_Generation, config).model_dump())
+            return read(validate(_Generation, config).model_dump())
         except (ValueError, RecursionError) as error:
             raise CheckpointError(f"{path}: not a generation configuration ({shown(error)})") from error
 

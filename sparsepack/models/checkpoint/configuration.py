@@ -32,7 +32,7 @@ from pydantic import Field
 
 from sparsepack.errors import CheckpointError
 from sparsepack.files.gguf import GgufFile
-from sparsepack.files.stored import Count, Name, Stored, checked, shown
+from sparsepack.files.stored import Count, Name, Stored, shown, validate
 from sparsepack.models.checkpoint.config_fields import check_fields
 from sparsepack.models.checkpoint.gguf_config import gguf_config
 from sparsepack.models.families import FAMILIES, family_of
@@ -77,7 +77,7 @@ def stock_values(values: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[int, 
     """
     if values.get("model_type") != SEGMENTS:
         return dict(values), ()
-    read = checked(_Segmented, dict(values))
+    read = validate(_Segmented, dict(values))
     bases = tuple(read.residual_basis)
     layers = read.config.get("num_hidden_layers")
     if sorted(set(bases)) != [*bases] or type(layers) is not int or bases[-1] >= layers:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from sparsepack.errors import CheckpointError
-from sparsepack.files.hashing import TO_COME, Hashing
+from sparsepack.files.hashing import PENDING_HASH, Hashing
 from sparsepack.files.stored import shown
 from sparsepack.workers.environment import number_here
 from sparsepack.workers.workers import ALONE, Workers
@@ -49,8 +49,8 @@ class SourceHash:
 
     @property
     def so_far(self) -> str:
-        """The hash where it has been taken, else `TO_COME`."""
-        return self._known or TO_COME
+        """The hash where it has been taken, else `PENDING_HASH`."""
+        return self._known or PENDING_HASH
 
     def share(self, workers: Workers) -> None:
         """Take the hash once on each machine: of workers that have opened the same files there, the first one takes it.

@@ -13,8 +13,8 @@ import torch
 
 from sparsepack.errors import CheckpointError
 from sparsepack.files.gguf import GgufFile
-from sparsepack.files.hashing import combined
-from sparsepack.files.stored import Name, Stored, checked, shown
+from sparsepack.files.hashing import combine_digests
+from sparsepack.files.stored import Name, Stored, shown, validate
 from sparsepack.files.tensors import INDEX, WEIGHTS, all_finite
 from sparsepack.models.checkpoint.gguf_config import ROTARY_FACTORS, SHARED_GATE, gguf_names, unpermute_rotary
 from sparsepack.models.checkpoint.source_hash import SourceHash
@@ -169,7 +169,7 @@ def indexed(folder: Path) -> list[str]:
     """The names of the shards of a folder's index. Raises `CheckpointError`."""
     index = folder / INDEX
     try:
-        names = sorted(set(checked(_Index, json.loads(index.read_text(encoding="utf-8"))).weight_map.values()))
+        names = sorted(set(validate(_Index, json.loads(index.read_text(encoding="utf-8"))).weight_map.values()))
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{index}: not a shard index ({shown(error)}); download it again") from error
     for name in names:
@@ -194,7 +194,7 @@ class SafetensorsSource:
         from safetensors import SafetensorError, safe_open
 
         files = weight_files(folder)
-        self._hash = SourceHash(files, combined)
+        self._hash = SourceHash(files, combine_digests)
         self._file_of: dict[str, Path] = {}
         self._stored_as: dict[str, str] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
@@ -287,7 +287,7 @@ class GgufSource:
 
     def __init__(self, file: GgufFile, family: Family, layers: int, heads: int, kv_heads: int) -> None:
         self._file, self._family = file, family
-        self._hash = SourceHash(file.paths, combined if file.others else "".join)  # of one file its own
+        self._hash = SourceHash(file.paths, combine_digests if file.others else "".join)  # of one file its own
         self._heads = {"q_proj": heads, "k_proj": kv_heads} if family.gguf_permuted else {}
         self._gguf_name: dict[str, str] = {}
         known = gguf_names(family, layers)

@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import Field
 
-from sparsepack.files.stored import Stored, checked
+from sparsepack.files.stored import Stored, validate
 from sparsepack.option import LARGEST_COUNT
 
 GENERATION = "sparsepack.generation"
@@ -50,4 +50,4 @@ def read_suggested(text: str) -> dict[str, float]:
 
 
 def _given(values: Any) -> dict[str, float]:
-    return checked(_Suggested, values).model_dump(include={*_Suggested.model_fields}, exclude_none=True)
+    return validate(_Suggested, values).model_dump(include={*_Suggested.model_fields}, exclude_none=True)

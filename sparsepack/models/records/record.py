@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from sparsepack.errors import CheckpointError, PackingError
-from sparsepack.files.stored import Model, checked, shown
+from sparsepack.files.stored import Model, shown, validate
 
 Record = TypeVar("Record")
 
@@ -27,6 +27,6 @@ def read_record(
         value: Any = json.loads(path.read_text(encoding="utf-8"))
         if value["schema"] != schema:
             raise ValueError(f"schema {str(value['schema'])[:60]}, this sparsepack reads schema {schema}")
-        return made(checked(model, value))
+        return made(validate(model, value))
     except (ValueError, KeyError, TypeError, RecursionError, PackingError) as error:
         raise CheckpointError(f"{path}: damaged ({shown(error)}); {again}") from error

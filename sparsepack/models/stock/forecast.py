@@ -20,7 +20,7 @@ from sparsepack.models.checkpoint.checkpoint import Checkpoint
 from sparsepack.models.family import SITES
 from sparsepack.models.stock.blocks import BlockSource, BlockStream
 from sparsepack.models.stock.skeleton import parameter_shapes
-from sparsepack.process import most_so_far
+from sparsepack.process import peak_memory
 from sparsepack.progress import EVERY, duration, say
 from sparsepack.workers.dealt import Dealt
 from sparsepack.workers.resume import ResumeState
@@ -187,4 +187,4 @@ def forecast_blocks(
 
 def memory_so_far(device: torch.device) -> int:
     """The most memory that a device had; a CPU: this process."""
-    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else most_so_far()
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak_memory()

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from sparsepack.errors import PackingError, UserError
-from sparsepack.files.stored import Name, Stored, checked, shown
+from sparsepack.files.stored import Name, Stored, shown, validate
 from sparsepack.models.tokenizer.sandbox import SANDBOX, SandboxError
 
 CHAT_TEMPLATE = "tokenizer.chat_template"
@@ -218,7 +218,7 @@ def template_setting(templates: Mapping[str, str]) -> str | list[dict[str, str]]
 
 def read_special_tokens(text: str) -> dict[str, Any]:
     """What a GGUF of ours has under `SPECIAL_TOKENS`. Raises `ValueError` for what is none."""
-    return named_tokens(checked(_SpecialTokens, {"tokens": json.loads(text)}).tokens)
+    return named_tokens(validate(_SpecialTokens, {"tokens": json.loads(text)}).tokens)
 
 
 class _SpecialTokens(Stored):

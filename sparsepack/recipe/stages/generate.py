@@ -7,7 +7,7 @@ from pydantic import Field
 
 from sparsepack.errors import UserError
 from sparsepack.files.atomic import write_json
-from sparsepack.placement.traffic import hits_in_words
+from sparsepack.placement.traffic import describe_hits
 from sparsepack.progress import say
 from sparsepack.recipe.section import Names, Recipe, Section
 from sparsepack.recipe.stage import Job, Stage, leaves, read_json
@@ -71,12 +71,12 @@ def _misfits(job: Job, asked: Generate) -> Iterator[str]:
 
 
 def _run(job: Job, asked: Generate) -> None:
-    from sparsepack.loading import load, what_runs
+    from sparsepack.loading import describe_runtime, load
     from sparsepack.runtime.generation.suggestion import as_suggested, told
 
     options = engine_options(job.recipe, asked)
     model = load(artifact_of(job), context=_length(job, asked), options=options, verify=False)
-    say(*what_runs(model.engine))
+    say(*describe_runtime(model.engine))
     chosen, taken = as_suggested(GenerateOptions(**asked.told(GenerateOptions)), model.packed.generation)
     if taken:
         say(told(taken, lambda name: f"generate.{name}"))
@@ -98,7 +98,7 @@ def _show(report: Mapping[str, Any]) -> Iterator[Part]:
     if made is not None:
         yield "\n", Styled(made["prompt"], "soft"), made["text"], "\n"
         if made["served"]:
-            yield hits_in_words(made["served"])
+            yield describe_hits(made["served"])
 
 
 GENERATE = Stage(

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from sparsepack.formats.packed import PackedModel
 from sparsepack.models.soft_caps import soft_capped
-from sparsepack.placement.traffic import HitCounts, Ways
-from sparsepack.progress import counted
+from sparsepack.placement.traffic import HitCounts, TrafficStats
+from sparsepack.progress import format_count
 from sparsepack.runtime.chained.layer import LoadedLayer, Mode, load_layer
 from sparsepack.runtime.chained.operations import Operations
 from sparsepack.runtime.decoder import among_all, attention_of, stepped
@@ -64,14 +64,14 @@ class OperationsDecoder:
 
     @property
     def description(self) -> str:
-        return counted(self.threads, "thread") if self._device.type == "cpu" else str(self._device)
+        return format_count(self.threads, "thread") if self._device.type == "cpu" else str(self._device)
 
     @property
     def hit_counts(self) -> HitCounts | None:
         return None
 
     @property
-    def ways(self) -> Ways | None:
+    def traffic_stats(self) -> TrafficStats | None:
         return None
 
     @property

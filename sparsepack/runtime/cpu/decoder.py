@@ -14,7 +14,7 @@ from sparsepack.formats.codecs.matrices import ZIGZAG, PackedMatrix
 from sparsepack.formats.mlp_kinds import DENSE, EXPERTS, NEURONS, MlpKind
 from sparsepack.formats.packed import DenseMlp, ExpertMlp, NeuronMlp, PackedModel, PackedSite
 from sparsepack.models.family import ATTENTION_SITES, MLP_SITES, SITES
-from sparsepack.progress import counted
+from sparsepack.progress import format_count
 from sparsepack.runtime.backends import backend_named
 from sparsepack.runtime.cpu.dispatch import instruction_set, native
 from sparsepack.runtime.cpu.kv_cache import NativeKvCache, vector
@@ -52,7 +52,7 @@ class NativeDecoder:
     """
 
     hit_counts = None
-    ways = None
+    traffic_stats = None
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class NativeDecoder:
 
     @property
     def description(self) -> str:
-        return f"{self.instruction_set}, {counted(self.threads, 'thread')}"
+        return f"{self.instruction_set}, {format_count(self.threads, 'thread')}"
 
     @property
     def stepped(self) -> int:

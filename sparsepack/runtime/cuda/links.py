@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from sparsepack.placement.machine import Links
+from sparsepack.placement.machine import BandwidthProfile
 from sparsepack.runtime.cpu.dispatch import instruction_set
 from sparsepack.runtime.cpu.machine import cpu_info
 from sparsepack.runtime.cpu.operations import worker_threads
@@ -14,7 +14,9 @@ from sparsepack.runtime.hybrid.kept_links import kept_links, measure_and_keep
 from sparsepack.runtime.hybrid.measure_card import measure_card
 
 
-def measured_links(threads: int | None, hidden: int, device: torch.device, kernels: Kernels = KERNELS) -> Links | None:
+def measured_links(
+    threads: int | None, hidden: int, device: torch.device, kernels: Kernels = KERNELS
+) -> BandwidthProfile | None:
     """The links as measured on this machine with this GPU; None where `sparsepack tune` never saw records of this
     width, or so many threads beside the GPU (None: all that there are)."""
     return kept_links(depends_on(threads, hidden, device, kernels))

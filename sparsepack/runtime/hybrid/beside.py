@@ -15,8 +15,8 @@ from sparsepack.formats import packed as stored
 from sparsepack.formats.codecs.matrices import PackedMatrix
 from sparsepack.formats.packed import PackedModel
 from sparsepack.placement.budget import Plan
-from sparsepack.placement.machine import MACHINES, Links
-from sparsepack.progress import counted
+from sparsepack.placement.machine import MACHINES, BandwidthProfile
+from sparsepack.progress import format_count
 from sparsepack.runtime.cuda.attention.kv_cache import NewCache
 from sparsepack.runtime.cuda.decoder.decoder import CudaDecoder
 from sparsepack.runtime.cuda.decoder.mlps import CudaMlp
@@ -137,7 +137,7 @@ class CudaBesideDecoder(CudaDecoder):
 
     @property
     def description(self) -> str:
-        return f"{super().description}, {counted(self.threads, 'thread')} beside it"
+        return f"{super().description}, {format_count(self.threads, 'thread')} beside it"
 
     def _count_anew(self) -> None:
         self._kernels.synchronize(self._device)  # should a step have been interrupted
@@ -181,7 +181,7 @@ class CudaBesideDecoder(CudaDecoder):
             raise UserError(f"the processor beside the GPU: {error}") from error
 
 
-def assumed_links(record: int) -> Links:
+def assumed_links(record: int) -> BandwidthProfile:
     """The links where none were measured, for records of so many bytes."""
     links = MACHINES[ASSUMED].rates(record).links
     return replace(links, bus=RECORDS_OVER_THE_BUS * links.bus, far_bus=MATRICES_OVER_THE_BUS * links.far_bus)

@@ -10,9 +10,9 @@ from torch import Tensor
 from sparsepack.formats import packed as stored
 from sparsepack.formats.packed import PackedModel
 from sparsepack.placement.budget import Plan
-from sparsepack.placement.machine import Links
-from sparsepack.placement.traffic import HitCounts, Ways
-from sparsepack.progress import counted
+from sparsepack.placement.machine import BandwidthProfile
+from sparsepack.placement.traffic import HitCounts, TrafficStats
+from sparsepack.progress import format_count
 from sparsepack.runtime.cuda.attention.caches import new_cache
 from sparsepack.runtime.cuda.attention.kv_cache import NewCache
 from sparsepack.runtime.cuda.decoder.mlps import CudaMlp
@@ -61,7 +61,7 @@ class CudaHybridDecoder(CudaBesideDecoder):
         cache_type: str,
         options: EngineOptions,
         plan: Plan,
-        measured: Links | None = None,
+        measured: BandwidthProfile | None = None,
         slow: Callable[..., Any] | None = None,
         kernels: Kernels = KERNELS,
         new_cache: NewCache = new_cache,
@@ -116,15 +116,15 @@ class CudaHybridDecoder(CudaBesideDecoder):
         return self._boundaries.counts
 
     @property
-    def ways(self) -> Ways:
+    def traffic_stats(self) -> TrafficStats:
         traffic = replace(self._divided.traffic, managed=self._boundaries.seconds)
-        return Ways(traffic, self.hit_counts, self._plan, self._known, self._beside, times=self._times)
+        return TrafficStats(traffic, self.hit_counts, self._plan, self._known, self._beside, times=self._times)
 
     @property
     def description(self) -> str:
         said = [super().description, self._placing.description, str(self._links)]
         if self._plan.copied:
-            copied = counted(self._plan.copied, "block")
+            copied = format_count(self._plan.copied, "block")
             said.append(f"copies of the gates of {copied}, which list {self._times:g} times as many as are active")
         return ", ".join(said)
 

@@ -20,7 +20,7 @@ from sparsepack.formats import packed as stored
 from sparsepack.formats.codecs.matrices import ZIGZAG, PackedMatrix
 from sparsepack.formats.codecs.neurons import record_bytes
 from sparsepack.formats.mlp_kinds import MLP_GATE
-from sparsepack.placement.machine import Links
+from sparsepack.placement.machine import BandwidthProfile
 from sparsepack.placement.traffic import Traffic
 from sparsepack.runtime.cuda.decoder.gates import Gate, ZigzagGate, load_gate
 from sparsepack.runtime.cuda.decoder.mlps import NeuronMlp
@@ -114,7 +114,7 @@ class CudaDivided:
         shape: tuple[int, int],
         hidden: int,
         most: int,
-        links: Links,
+        links: BandwidthProfile,
         device: torch.device,
         kernels: Kernels,
         activity: Tensor | None = None,

@@ -18,9 +18,9 @@ from sparsepack.formats import packed as stored
 from sparsepack.formats.packed import PackedModel
 from sparsepack.models.family import ATTENTION_SITES
 from sparsepack.placement.budget import Plan
-from sparsepack.placement.machine import Links
-from sparsepack.placement.traffic import HitCounts, Traffic, Ways
-from sparsepack.progress import counted
+from sparsepack.placement.machine import BandwidthProfile
+from sparsepack.placement.traffic import HitCounts, Traffic, TrafficStats
+from sparsepack.progress import format_count
 from sparsepack.runtime.cuda.attention.caches import new_cache
 from sparsepack.runtime.cuda.attention.kv_cache import NewCache
 from sparsepack.runtime.cuda.decoder.mlp_step import Launch, MlpStep
@@ -115,7 +115,7 @@ class CudaFarDecoder(CudaBesideDecoder):
         cache_type: str,
         options: EngineOptions,
         plan: Plan,
-        measured: Links | None = None,
+        measured: BandwidthProfile | None = None,
         kernels: Kernels = KERNELS,
         new_cache: NewCache = new_cache,
     ) -> None:
@@ -144,7 +144,7 @@ class CudaFarDecoder(CudaBesideDecoder):
     def description(self) -> str:
         plan, blocks = self._plan, self._plan.parts.blocks
         near = {"attention": plan.attention, "gate and up": plan.gates, "down": plan.downs}
-        far = [f"{name} of {counted(blocks - count, 'block')}" for name, count in near.items() if count < blocks]
+        far = [f"{name} of {format_count(blocks - count, 'block')}" for name, count in near.items() if count < blocks]
         far += [] if plan.output else ["the output matrix"]
         return f"{super().description}, in the host's memory {', '.join(far) or 'nothing'}, {self._links}"
 
@@ -161,7 +161,7 @@ class CudaFarDecoder(CudaBesideDecoder):
         self._interrupted = False
 
     @property
-    def ways(self) -> Ways:
+    def traffic_stats(self) -> TrafficStats:
         """Columns of down matrices are counted as neurons with slots are, where they lie."""
         plan, parts, steps = self._plan, self._plan.parts, max(self.stepped, 1)
         active, near = self.active(), {each.block: each for each in self._far if each.name == "mlp_mid"}
@@ -179,7 +179,7 @@ class CudaFarDecoder(CudaBesideDecoder):
         columns = {name: layers[0].attention[name].matrix.columns for name in ATTENTION_SITES}
         columns["mlp_in"] = columns["attn_in"]
         kept = sum(active[block, name] / columns[name] for block in range(parts.blocks) for name in names)
-        return Ways(
+        return TrafficStats(
             Traffic(here, over, beside, waited=self._waits.waited),
             HitCounts(steps, here + over + beside, here),
             plan,

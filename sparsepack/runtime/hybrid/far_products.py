@@ -24,7 +24,7 @@ from sparsepack.formats.mlp_kinds import MLP_GATE
 from sparsepack.formats.packed import DenseMlp, NeuronMlp, PackedModel, PackedSite
 from sparsepack.models.family import ATTENTION_SITES
 from sparsepack.placement.budget import Plan
-from sparsepack.placement.machine import Links, over_the_bus
+from sparsepack.placement.machine import BandwidthProfile, over_the_bus
 from sparsepack.runtime.cuda.decoder.sites import CudaSite, load_sites, loaded_site
 from sparsepack.runtime.cuda.driver.host_memory import Place
 from sparsepack.runtime.cuda.driver.kernel_set import Kernels
@@ -138,7 +138,7 @@ class FarSites:
         return CudaSite(loaded.matrix, loaded.dense, loaded.sparse, product)
 
 
-def far_matrices(packed: PackedModel, plan: Plan, links: Links) -> list[FarMatrix]:
+def far_matrices(packed: PackedModel, plan: Plan, links: BandwidthProfile) -> list[FarMatrix]:
     """The matrices of a model that are divided, in the order in which a step comes to them."""
     found = []
     first_far = {**dict.fromkeys(ATTENTION_SITES, plan.attention), "mlp_in": plan.gates, "mlp_mid": plan.downs}
@@ -165,10 +165,10 @@ def bytes_beside(far: Sequence[FarMatrix]) -> int:
     return sum(each.matrix.blocks[each.near :].nbytes for each in far)
 
 
-def _near_bands(matrix: PackedMatrix, record: int, links: Links) -> int:
+def _near_bands(matrix: PackedMatrix, record: int, links: BandwidthProfile) -> int:
     """How many first bands the GPU multiplies, so that both sides end together: a tile of them at least."""
     bands, speeds = len(matrix.blocks), links.far(record)
     tile_bands = far_tile_bands(bands)
     of_a_tile = tile_bands * matrix.blocks[0].nbytes
     bus, worker = (speed / of_a_tile for speed in speeds)
-    return tile_bands * max(1, over_the_bus(0, bands // tile_bands, Links(1.0, bus, worker, links.handover)))
+    return tile_bands * max(1, over_the_bus(0, bands // tile_bands, BandwidthProfile(1.0, bus, worker, links.handover)))

@@ -17,7 +17,7 @@ from torch import Tensor
 from sparsepack.formats import packed as stored
 from sparsepack.formats.codecs.zigzag import BAND_ROWS
 from sparsepack.formats.mlp_kinds import MLP_GATE
-from sparsepack.placement.machine import Links
+from sparsepack.placement.machine import BandwidthProfile
 from sparsepack.runtime.cuda.decoder.mlp_step import Launch, MlpStep
 from sparsepack.runtime.cuda.driver.kernel_set import Kernels
 from sparsepack.runtime.cuda.products.gate_copies import CudaGateCopy, kept_of, new_kept
@@ -37,7 +37,7 @@ class GateCopies:
     blocks: range
     times: float
 
-    def links_of_listed(self, links: Links) -> Links:
+    def links_of_listed(self, links: BandwidthProfile) -> BandwidthProfile:
         """The speeds in listed neurons, of each of which the gate is read, and the record where it is active."""
         records = GATE_OF_A_RECORD + 1 / self.times
         speeds = {name: getattr(links, name) / records for name in ("resident", "bus", "worker")}

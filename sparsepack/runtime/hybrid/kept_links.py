@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from sparsepack.files.atomic import write_json
-from sparsepack.placement.machine import Links
+from sparsepack.placement.machine import BandwidthProfile
 from sparsepack.runtime.hybrid.measure import MeasuredLinks
 from sparsepack.runtime.tuning import check_room, tuned_path
 
@@ -41,11 +41,13 @@ def measure_and_keep(
     return [keep_links(of, measure(of)) for of in once]
 
 
-def kept_links(of: Mapping[str, Any]) -> Links | None:
+def kept_links(of: Mapping[str, Any]) -> BandwidthProfile | None:
     """What was measured. A file that is missing, damaged, of another schema or of another machine holds nothing."""
     try:
         content = json.loads(links_path(of).read_text())
-        links = Links(**{field.name: float(content["together"][field.name]) for field in fields(Links)})
+        links = BandwidthProfile(
+            **{field.name: float(content["together"][field.name]) for field in fields(BandwidthProfile)}
+        )
         known = {key: content[key] for key in ("schema", *of)}
     except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return None

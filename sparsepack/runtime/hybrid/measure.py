@@ -1,4 +1,4 @@
-"""What is measured of the links between two memories (`placement.links.Links`), and out of what."""
+"""What is measured of the links between two memories (`placement.machine.BandwidthProfile`), and out of what."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 from sparsepack.formats.codecs.matrices import PackedMatrix
 from sparsepack.formats.codecs.neurons import record_bytes
-from sparsepack.placement.machine import Links
+from sparsepack.placement.machine import BandwidthProfile
 from sparsepack.runtime.cpu.machine import last_caches
 from sparsepack.runtime.tuning import ROTATION, random_blocks
 
@@ -30,8 +30,8 @@ class MeasuredLinks:
     copies -- neurons a second whose records large copies bring over the bus
     """
 
-    together: Links
-    alone: Links
+    together: BandwidthProfile
+    alone: BandwidthProfile
     copies: float
 
 

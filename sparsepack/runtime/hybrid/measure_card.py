@@ -1,4 +1,4 @@
-"""How fast the links are between a GPU and the processor beside it, measured: see `placement.links.Links`.
+"""How fast the links are between a GPU and the processor beside it, measured: see `placement.machine.BandwidthProfile`.
 
     alone      the GPU out of slots | the GPU over the bus | the worker | large copies, to compare the bus with
     together   the GPU out of slots, or over the bus, while the worker computes out of the same memory
@@ -23,9 +23,9 @@ import torch
 from sparsepack.errors import UserError
 from sparsepack.formats.codecs.matrices import ZIGZAG, PackedMatrix
 from sparsepack.formats.codecs.zigzag import BAND_ROWS
-from sparsepack.placement.machine import Links
+from sparsepack.placement.machine import BandwidthProfile
 from sparsepack.process import cores
-from sparsepack.progress import counted
+from sparsepack.progress import format_count
 from sparsepack.runtime.cpu import operations
 from sparsepack.runtime.cuda.driver.kernel_set import Kernels
 from sparsepack.runtime.cuda.products.tile_config import BLOCK_BYTES, far_tile_bands, far_tile_config
@@ -78,7 +78,7 @@ class _Hidden(Exception):
 def _load() -> str:
     """How much wanted to run on this machine in the last minute."""
     wanted = f"{os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else "an unknown number of"
-    return f"before, {wanted} threads wanted to run, and tune has {counted(cores(), 'core')}"
+    return f"before, {wanted} threads wanted to run, and tune has {format_count(cores(), 'core')}"
 
 
 def _measured(kernels: Kernels, device: torch.device, threads: int, hidden: int) -> MeasuredLinks:
@@ -93,8 +93,8 @@ def _measured(kernels: Kernels, device: torch.device, threads: int, hidden: int)
     if handover == 0:
         raise _Hidden("steps with hand-overs: they take no longer than steps without")
 
-    def links(how: str) -> Links:
-        return Links(
+    def links(how: str) -> BandwidthProfile:
+        return BandwidthProfile(
             resident=speed["slots" + how],
             bus=speed["the bus" + how],
             worker=speed["the worker" + how],
@@ -249,7 +249,7 @@ def _far(kernels: Kernels, device: torch.device, threads: int, hidden: int) -> l
 
 def _handed(kernels: Kernels, device: torch.device, threads: int, hidden: int) -> list[Turn]:
     """Steps of `HANDED` blocks."""
-    nobody_else = Links(resident=1.0, bus=1e-9, worker=1e9)
+    nobody_else = BandwidthProfile(resident=1.0, bus=1e-9, worker=1e9)
     divided = CudaDivided((HANDED, _NEURONS), hidden, 0, nobody_else, device, kernels)
     stored = measure.records(_NEURONS, hidden)
     host = [divided.load_records(stored, device) for _ in range(HANDED)]

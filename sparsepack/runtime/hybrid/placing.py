@@ -9,7 +9,7 @@ import torch
 
 from sparsepack.formats.packed import NeuronMlp, PackedModel
 from sparsepack.placement.budget import Plan
-from sparsepack.placement.machine import Links
+from sparsepack.placement.machine import BandwidthProfile
 from sparsepack.placement.policies import POLICIES
 from sparsepack.runtime.hybrid.following import FollowedNatively, Following, Played
 from sparsepack.runtime.options import DEFAULT_POLICY, EngineOptions
@@ -58,7 +58,9 @@ def placing_of(
     return Placing(shape, plan.share, None if options.begin else name, follows)
 
 
-def links_of(options: EngineOptions, measured: Links | None, assumed: tuple[str, Links]) -> tuple[Links, str]:
+def links_of(
+    options: EngineOptions, measured: BandwidthProfile | None, assumed: tuple[str, BandwidthProfile]
+) -> tuple[BandwidthProfile, str]:
     """The links by which neurons are divided, and for people where they come from: those that options give, else those
     that were measured on this machine, else the assumed ones, which have a name."""
     if options.links is not None:

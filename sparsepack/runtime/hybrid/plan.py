@@ -20,7 +20,7 @@ from sparsepack.formats.packed import (
     PackedModel,
     PackedSite,
 )
-from sparsepack.placement.budget import Parts, Plan, in_words, plan_of_share, plan_within, work_of
+from sparsepack.placement.budget import Parts, Plan, format_bytes, plan_of_share, plan_within, work_of
 from sparsepack.runtime.features import not_by_neurons
 from sparsepack.runtime.free_memory import cache_bytes, free_host_bytes
 from sparsepack.runtime.options import EngineOptions
@@ -154,7 +154,7 @@ def check_host(plan: Plan, free: int | None) -> None:
     if free is not None and plan.host_bytes > free:
         remedy = "end what takes it" if plan.budget is None else "give a larger --vram, or end what takes it"
         raise PlacementError(
-            f"{in_words(plan.host_bytes)} of the host's memory for what has no room on the card: "
+            f"{format_bytes(plan.host_bytes)} of the host's memory for what has no room on the card: "
             f"{free / 1e9:.2f}GB are free; {remedy}"
         )
 

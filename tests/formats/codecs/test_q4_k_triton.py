@@ -13,7 +13,7 @@ from devices import needs_cuda
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparsepack import by_triton
+from sparsepack import triton_kernels
 from sparsepack.formats.codecs import q4_k, q4_k_device, q4_k_fit, zigzag
 
 pytest.importorskip("triton")
@@ -128,7 +128,7 @@ def test_a_kernel_that_does_not_compile_is_reported_once_and_done_without(monkey
         raise RuntimeError("Failed to find C compiler")
 
     monkeypatch.setattr(q4_k_triton, "encode", fail)
-    monkeypatch.setattr(by_triton, "FAILED", set())
+    monkeypatch.setattr(triton_kernels, "FAILED", set())
     weight = normal(256, 256).cuda()
     with pytest.warns(RuntimeWarning, match="Failed to find C compiler"):
         blocks = zigzag.pack(weight)

@@ -15,7 +15,7 @@ import torch
 
 from sparsepack.errors import PackingError
 from sparsepack.files import hashing
-from sparsepack.files.hashing import combined, sha256_bytes
+from sparsepack.files.hashing import combine_digests, sha256_bytes
 from sparsepack.files.tensors import WEIGHTS
 from sparsepack.formats.codecs import slide as slid_matrix
 from sparsepack.formats.containers.safetensors.layout import MANIFEST, unsealed
@@ -64,7 +64,7 @@ def plan(planned: tuple[PlannedGroup, ...], at_once: int, source: Path | None = 
         format="test",
         groups=planned,
         at_once=at_once,
-        source=SourceHash([source] if source else [], combined),
+        source=SourceHash([source] if source else [], combine_digests),
         manifest=lambda sha256: {"schema": 1, "source": sha256},
         texts={"config.json": "{}"},
     )
@@ -153,7 +153,7 @@ def test_the_source_is_hashed_while_it_is_packed(tmp_path: Path, monkeypatch: py
 
     monkeypatch.setattr(hashing, "_sha256_file", hashed)
     plan((alone(PlannedTensor("t", (4,), "U8"), produce),), 1, source).write(tmp_path / "m")
-    assert unsealed(tmp_path / "m" / MANIFEST)["manifest"]["source"] == combined([sha256_bytes(b"weights")])
+    assert unsealed(tmp_path / "m" / MANIFEST)["manifest"]["source"] == combine_digests([sha256_bytes(b"weights")])
 
 
 def test_a_group_that_cannot_be_made_ends_the_hashing_of_the_source(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ import torch
 
 from sparsepack.errors import OutputError, PackingError
 from sparsepack.files.gguf import read_gguf
-from sparsepack.files.hashing import combined
+from sparsepack.files.hashing import combine_digests
 from sparsepack.formats.containers import write_tensors as placing
 from sparsepack.formats.containers.gguf.container import check_header, check_tensors
 from sparsepack.formats.containers.gguf.values import KeyValue, f32, string, u32
@@ -55,7 +55,7 @@ def planned(
 
 
 def write_gguf(path: Path, values: dict[str, KeyValue], groups: list[PlannedGroup], **options: Any) -> None:
-    source = SourceHash([], combined)
+    source = SourceHash([], combine_digests)
     plan = GgufPlan(format="test", source=source, architecture="test", values=values, groups=tuple(groups), **options)
     plan.write(path)
     assert path.stat().st_size == plan.total_bytes

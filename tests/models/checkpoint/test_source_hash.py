@@ -10,7 +10,7 @@ from artifacts_for_tests import write_plain
 
 from sparsepack.errors import CheckpointError
 from sparsepack.files import hashing
-from sparsepack.files.hashing import combined
+from sparsepack.files.hashing import combine_digests
 from sparsepack.models.checkpoint import source_hash
 from sparsepack.models.checkpoint.checkpoint import open_checkpoint
 from sparsepack.models.checkpoint.source_hash import SourceHash
@@ -30,8 +30,8 @@ def digest(data: bytes) -> str:
 
 def test_it_is_over_the_files_digests_in_their_order(files: list[Path]) -> None:
     expected = digest("".join(digest(file.read_bytes()) for file in files).encode())
-    assert SourceHash(files, combined).sha256() == expected
-    with SourceHash(files, combined).meanwhile() as sha256:
+    assert SourceHash(files, combine_digests).sha256() == expected
+    with SourceHash(files, combine_digests).meanwhile() as sha256:
         assert sha256() == expected
 
 
@@ -41,7 +41,7 @@ def test_that_of_a_gguf_is_the_files_own(tmp_path: Path) -> None:
 
 
 def test_what_is_known_is_not_taken_again(files: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    source = SourceHash(files, combined)
+    source = SourceHash(files, combine_digests)
     with source.meanwhile() as sha256:
         known = sha256()
     monkeypatch.setattr("sparsepack.files.hashing._sha256_file", lambda *_: pytest.fail("hashed again"))
@@ -53,7 +53,7 @@ def test_what_is_known_is_not_taken_again(files: list[Path], monkeypatch: pytest
 @pytest.mark.parametrize("known", [False, True])
 @pytest.mark.parametrize("change", ["written", "touched", "replaced", "removed"])
 def test_a_file_that_changes_meanwhile_is_named(files: list[Path], change: str, known: bool) -> None:
-    source = SourceHash(files, combined)
+    source = SourceHash(files, combine_digests)
     if known:
         source.sha256()
     with source.meanwhile() as sha256, pytest.raises(CheckpointError, match=r"a: changed since it was opened"):
@@ -75,7 +75,7 @@ def test_a_file_that_changes_meanwhile_is_named(files: list[Path], change: str, 
 
 @pytest.mark.parametrize("known", [False, True])
 def test_a_file_that_changed_before_is_named_whether_or_not_the_hash_was_known(files: list[Path], known: bool) -> None:
-    source = SourceHash(files, combined)
+    source = SourceHash(files, combine_digests)
     if known:
         source.sha256()
     files[1].write_bytes(b"other")
@@ -86,7 +86,7 @@ def test_a_file_that_changed_before_is_named_whether_or_not_the_hash_was_known(f
 
 
 def test_work_that_fails_over_a_changed_file_names_it_and_otherwise_fails_as_it_does(files: list[Path]) -> None:
-    source = SourceHash(files, combined)
+    source = SourceHash(files, combine_digests)
     with pytest.raises(RuntimeError, match="other shapes"), source.meanwhile():
         raise RuntimeError("other shapes")
     with pytest.raises(CheckpointError, match=r"a: changed since it was opened"), source.meanwhile():
@@ -96,13 +96,13 @@ def test_work_that_fails_over_a_changed_file_names_it_and_otherwise_fails_as_it_
 
 def test_what_cannot_be_read_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"^the weights cannot be read \(.*none.*\); are they whole\?$"):
-        SourceHash([tmp_path / "none"], combined).sha256()
+        SourceHash([tmp_path / "none"], combine_digests).sha256()
 
 
 def test_an_interrupt_of_the_other_work_ends_the_hashing(tmp_path: Path) -> None:
     with (tmp_path / "endless").open("wb") as file:
         file.truncate(1 << 42)  # a hole: hours to hash
-    source = SourceHash([tmp_path / "endless"], combined)
+    source = SourceHash([tmp_path / "endless"], combine_digests)
     with pytest.raises(KeyboardInterrupt), source.meanwhile():
         raise KeyboardInterrupt
 
@@ -116,18 +116,18 @@ def test_what_was_begun_is_not_begun_again(files: list[Path], monkeypatch: pytes
         return take(path, *how)
 
     monkeypatch.setattr(hashing, "_sha256_file", counted)
-    source = SourceHash(files, combined)
+    source = SourceHash(files, combine_digests)
     source.begin()
     source.begin()
     with source.meanwhile() as sha256:
         known = sha256()
     source.begin()
-    assert source.sha256() == known == SourceHash(files, combined).sha256()
+    assert source.sha256() == known == SourceHash(files, combine_digests).sha256()
     assert sorted(taken) == sorted([*files, *files])  # once each by either
 
 
 def test_what_was_begun_says_what_is_wrong_when_it_is_asked_for(files: list[Path]) -> None:
-    changed, gone = SourceHash(files, combined), SourceHash([files[0].with_name("gone")], combined)
+    changed, gone = SourceHash(files, combine_digests), SourceHash([files[0].with_name("gone")], combine_digests)
     changed.begin()
     files[1].write_bytes(b"other")
     with pytest.raises(CheckpointError, match="a: changed since it was opened"):
@@ -141,8 +141,8 @@ def test_the_first_worker_of_a_machine_alone_begins(files: list[Path], monkeypat
     began: list[int] = []
     monkeypatch.setattr(source_hash, "Hashing", lambda paths: began.append(len(list(paths))))
     monkeypatch.setenv("LOCAL_RANK", "1")
-    SourceHash(files, combined).begin()
+    SourceHash(files, combine_digests).begin()
     assert began == []
     monkeypatch.setenv("LOCAL_RANK", "0")
-    SourceHash(files, combined).begin()
+    SourceHash(files, combine_digests).begin()
     assert began == [2]

@@ -9,7 +9,7 @@ import torch
 from emulated import Emulation
 
 from sparsepack.formats.packed import PackedModel
-from sparsepack.placement.machine import Links
+from sparsepack.placement.machine import BandwidthProfile
 from sparsepack.runtime.backends import Backend
 from sparsepack.runtime.cpu import operations
 from sparsepack.runtime.cuda import backend
@@ -22,7 +22,7 @@ from sparsepack.runtime.hybrid.far_decoder import CudaFarDecoder
 from sparsepack.runtime.hybrid.plan import planned
 from sparsepack.runtime.options import EngineOptions
 
-LINKS = Links(resident=5e8, bus=1e7, worker=1e7, handover=1e-6, near=1e9, far_bus=1e8, far_worker=1e8)
+LINKS = BandwidthProfile(resident=5e8, bus=1e7, worker=1e7, handover=1e-6, near=1e9, far_bus=1e8, far_worker=1e8)
 
 
 @pytest.fixture(params=["simulated", pytest.param("gpu", marks=pytest.mark.gpu)])

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sparsepack.formats.packed import PackedModel
 from sparsepack.placement.budget import Plan
-from sparsepack.placement.machine import Links
+from sparsepack.placement.machine import BandwidthProfile
 from sparsepack.runtime.cpu import operations
 from sparsepack.runtime.cuda.driver.kernel_set import Kernels
 from sparsepack.runtime.hybrid.cuda_decoder import CudaHybridDecoder
@@ -19,11 +19,11 @@ from sparsepack.runtime.options import EngineOptions
 
 IDS = torch.randint(300, (13,), generator=torch.Generator().manual_seed(1))
 ROUNDED = 0.1
-EVEN = Links(3.0, 1.0, 1.0)
+EVEN = BandwidthProfile(3.0, 1.0, 1.0)
 LINKS = {
     "both": EVEN,
-    "bus alone": Links(1.0, 1.0, 1.0, handover=1e9),
-    "processor alone": Links(1.0, 1e-9, 1.0),
+    "bus alone": BandwidthProfile(1.0, 1.0, 1.0, handover=1e9),
+    "processor alone": BandwidthProfile(1.0, 1e-9, 1.0),
 }
 
 
@@ -37,10 +37,10 @@ def decoder(
     packed: PackedModel,
     kernels: Kernels,
     cached: float,
-    links: Links | None = EVEN,
+    links: BandwidthProfile | None = EVEN,
     activity: Tensor | None = None,
     plan: Plan | None = None,
-    measured: Links | None = None,
+    measured: BandwidthProfile | None = None,
     context: int = 128,
     slow: Callable[..., Any] | None = None,
     **options: Any,

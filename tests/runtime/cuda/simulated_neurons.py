@@ -8,7 +8,7 @@ import torch
 from simulated_products import gated
 from torch import Tensor
 
-from sparsepack.placement.machine import Links, over_the_bus
+from sparsepack.placement.machine import BandwidthProfile, over_the_bus
 from sparsepack.runtime.hybrid.handover import Abort, next_number
 from sparsepack.runtime.reference import products as reference
 
@@ -63,7 +63,7 @@ def neuron_list(defines: Any, grid: Any, gates: Tensor, neurons: int, x: Tensor,
     seen[int(number[0]) % kept] = torch.where(words >= 1 << 31, words - (1 << 32), words).int()
     slots = tables[int(version)][found.long()]
     resident, offloaded = found[slots >= 0], found[slots < 0]
-    bus = over_the_bus(len(resident), len(offloaded), Links(*(1 / links[:3]).tolist(), float(links[3])))
+    bus = over_the_bus(len(resident), len(offloaded), BandwidthProfile(*(1 / links[:3]).tolist(), float(links[3])))
     beside, over = offloaded[: len(offloaded) - bus], offloaded[len(offloaded) - bus :]
     _put(torch.cat([slots[slots >= 0], over]), torch.cat([resident, over]), after, index, gates_of)
     _put(beside, beside, after, request_indices, request_gates)

@@ -16,7 +16,7 @@ from watched_policies import Watched, start_of
 from sparsepack.files.text import read_text
 from sparsepack.formats.packed import PackedModel
 from sparsepack.placement import policies
-from sparsepack.placement.machine import MACHINES, Links
+from sparsepack.placement.machine import MACHINES, BandwidthProfile
 from sparsepack.placement.options import ONLINE
 from sparsepack.placement.policies import POLICIES, play
 from sparsepack.runtime.cpu import operations
@@ -43,7 +43,7 @@ def test_steps_compute_what_the_reference_computes(kernels: Kernels, cached: flo
     assert counted.tokens == 13
     records = sum(count for (_, name), count in engine.active().items() if name == "mlp_records")
     assert counted.needed == records
-    traffic = engine.ways.traffic
+    traffic = engine.traffic_stats.traffic
     assert (traffic.resident, traffic.bus + traffic.worker) == (counted.hits, counted.needed - counted.hits)
     assert links != "bus alone" or traffic.worker == traffic.handed == 0
     assert links != "processor alone" or traffic.bus == 0
@@ -182,7 +182,7 @@ def test_several_texts_share_the_slots_and_the_union(kernels: Kernels, sequences
             expected, found = reference.step_all(given), engine.step(given, True)
             moving = [n for n, id in enumerate(given) if id is not None]
             assert largest_difference(found[moving], expected[moving]) < ROUNDED
-        counted, traffic = engine.hit_counts, engine.ways.traffic
+        counted, traffic = engine.hit_counts, engine.traffic_stats.traffic
         assert counted is not None
         assert counted.tokens == 5
         assert counted.needed == sum(count for (_, name), count in engine.active().items() if name == "mlp_records")
@@ -205,7 +205,7 @@ def test_tokens_are_chosen_as_without_slots(kernels: Kernels) -> None:
 
 
 def test_where_the_links_come_from_is_told(kernels: Kernels) -> None:
-    def said(**links: Links | None) -> str:
+    def said(**links: BandwidthProfile | None) -> str:
         return decoder(model(), kernels, 0.3, **links).description
 
     assert said().endswith("with slots, slow, links given")

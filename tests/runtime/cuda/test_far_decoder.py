@@ -16,9 +16,9 @@ from sparsepack.bench.decode import stored_bytes
 from sparsepack.errors import PlacementError, UserError
 from sparsepack.formats.packed import PackedModel
 from sparsepack.placement.budget import Plan, plan_of_share, plan_within
-from sparsepack.placement.machine import Links
-from sparsepack.placement.traffic import per_token, per_token_in_words
-from sparsepack.progress import counted
+from sparsepack.placement.machine import BandwidthProfile
+from sparsepack.placement.traffic import describe_per_token, per_token
+from sparsepack.progress import format_count
 from sparsepack.runtime.cpu import operations
 from sparsepack.runtime.cuda.driver.kernel_set import Kernels
 from sparsepack.runtime.engine import Engine
@@ -57,7 +57,9 @@ def where(packed: PackedModel, attention: int, gates: int, downs: int) -> Plan:
     return replace(plan_of_share(parts, 0.0), attention=attention, gates=gates, slots=downs * parts.neurons)
 
 
-def decoder(packed: PackedModel, kernels: Kernels, plan: Plan, links: Links = EVEN, **options: Any) -> CudaFarDecoder:
+def decoder(
+    packed: PackedModel, kernels: Kernels, plan: Plan, links: BandwidthProfile = EVEN, **options: Any
+) -> CudaFarDecoder:
     chosen = EngineOptions(device="cuda", vram="8GB", threads=2, links=links, **options)
     return CudaFarDecoder(packed, operations, torch.device("cuda"), 128, "f32", chosen, plan, kernels=kernels)
 
@@ -141,7 +143,7 @@ def test_what_a_token_took_is_told(kernels: Kernels) -> None:
     links = replace(EVEN, near=1e9, far_bus=1e8, far_worker=1e8)
     engine = decoder(packed, kernels, plan, links)
     engine.teacher_forced(IDS, 5, True)
-    found = per_token(engine.ways, 1e-3)
+    found = per_token(engine.traffic_stats, 1e-3)
     active = {block: engine.active()[block, "mlp_mid"] for block in range(3)}
     assert found["unit"] == "columns"
     assert found["hits"] == pytest.approx(active[0] / engine.stepped)
@@ -151,12 +153,12 @@ def test_what_a_token_took_is_told(kernels: Kernels) -> None:
     assert read["bus"] > 0
     assert read["worker"] > 0
     together = read["card"] + read["bus"] + read["worker"]
-    assert together == pytest.approx(sum(plan.always_read(engine.ways.kept)) + down * record)
-    assert 0.3 < engine.ways.kept < 0.9
+    assert together == pytest.approx(sum(plan.always_read(engine.traffic_stats.kept)) + down * record)
+    assert 0.3 < engine.traffic_stats.kept < 0.9
     assert found["model"]["share"] == pytest.approx(found["model"]["together"] / 1e-3)
-    assert "active columns of down matrices lay in the device's memory" in per_token_in_words(found)
+    assert "active columns of down matrices lay in the device's memory" in describe_per_token(found)
     assert "in the host's memory gate and up of 1 block, down of 2 blocks, links given" in engine.description
-    assert f"{counted(engine.threads, 'thread')} beside it" in engine.description
+    assert f"{format_count(engine.threads, 'thread')} beside it" in engine.description
 
 
 def test_a_step_after_one_that_was_interrupted_begins_anew(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,7 +195,7 @@ def test_far_matrices_of_one_band_are_read_over_the_bus_alone(kernels: Kernels) 
     assert far_matrices(packed, plan, EVEN) == []
     expected = Engine(packed, backend="reference").teacher_forced(IDS.tolist(), 5)
     assert largest_difference(engine.teacher_forced(IDS, 5, True), expected) < ROUNDED
-    assert per_token(engine.ways, 1e-3)["bytes"]["worker"] == 0
+    assert per_token(engine.traffic_stats, 1e-3)["bytes"]["worker"] == 0
 
 
 def test_what_is_for_neurons_is_refused() -> None:

@@ -11,7 +11,7 @@ from native_build import skip_without_kernels
 from sparsepack.formats.packed import PackedModel
 from sparsepack.models.records.rule import SiteRule
 from sparsepack.placement.budget import Plan, plan_of_share, plan_within
-from sparsepack.placement.machine import Links
+from sparsepack.placement.machine import BandwidthProfile
 from sparsepack.runtime.cuda.driver.kernel_set import Kernels
 from sparsepack.runtime.engine import Engine
 from sparsepack.runtime.hybrid.far_products import far_matrices
@@ -53,7 +53,7 @@ def test_processor_and_bus_share_the_bands_of_far_matrices(
         each.block for each in products
     )
     assert len(products) == (2 - attention) * (1 if hidden == 256 else 2) + 2 - gates
-    assert 0 < engine.ways.beside < engine._plan.always_read()[1]
+    assert 0 < engine.traffic_stats.beside < engine._plan.always_read()[1]
     engine.reset()
     assert torch.equal(engine.teacher_forced(IDS, 5, True), found), "the same text since a reset has the same bits"
 
@@ -69,8 +69,8 @@ def test_several_texts_share_far_matrices(kernels: Kernels) -> None:
         assert largest_difference(engine.step(ids, True), reference.step_all(ids)) < ROUNDED
 
 
-@pytest.mark.parametrize("near", [Links(1.0, 1e3, 1e-3), Links(1.0, 1e-3, 1e3)])
-def test_who_is_slow_gets_few_bands_of_far_matrices(near: Links) -> None:
+@pytest.mark.parametrize("near", [BandwidthProfile(1.0, 1e3, 1e-3), BandwidthProfile(1.0, 1e-3, 1e3)])
+def test_who_is_slow_gets_few_bands_of_far_matrices(near: BandwidthProfile) -> None:
     packed = model(**WIDE, hidden_size=512)
     far = far_matrices(packed, whole_in_host_memory(packed, 0, 0), near)
     assert [(each.block, each.name) for each in far] == (
@@ -82,7 +82,7 @@ def test_who_is_slow_gets_few_bands_of_far_matrices(near: Links) -> None:
 @pytest.mark.parametrize(("bands", "near", "tile_bands"), [(32, 16, 8), (20, 12, 4), (14, 8, 2), (9, 5, 1), (3, 2, 1)])
 def test_whole_tiles_are_divided(bands: int, near: int, tile_bands: int) -> None:
     packed = model(**{**WIDE, "intermediate_size": 256 * bands}, hidden_size=512)
-    links = Links(1.0, bus=1.2, worker=1.0)
+    links = BandwidthProfile(1.0, bus=1.2, worker=1.0)
     far = [each for each in far_matrices(packed, whole_in_host_memory(packed, 0, 0), links) if each.name == "mlp_gate"]
     assert [(each.near, each.tile_bands, len(each.beside.blocks)) for each in far] == [
         (near, tile_bands, bands - near)

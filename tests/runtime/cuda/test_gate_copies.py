@@ -18,7 +18,7 @@ from sparsepack.formats.codecs.gate_rows import copied, limits
 from sparsepack.formats.codecs.matrices import PackedMatrix, decode_matrix, encode_rows
 from sparsepack.formats.packed import NeuronMlp, PackedModel
 from sparsepack.placement.budget import Plan
-from sparsepack.placement.machine import Links
+from sparsepack.placement.machine import BandwidthProfile
 from sparsepack.runtime.chained import layer as operations_layer
 from sparsepack.runtime.cpu import operations
 from sparsepack.runtime.cuda.driver.host_memory import host_tensors
@@ -36,11 +36,11 @@ from sparsepack.runtime.reference import products as reference
 skip_without_kernels()
 
 IDS = torch.randint(300, (13,), generator=torch.Generator().manual_seed(1))
-EVEN = Links(3.0, 1.0, 1.0)
+EVEN = BandwidthProfile(3.0, 1.0, 1.0)
 LINKS = {
     "both": EVEN,
-    "bus alone": Links(1.0, 1.0, 1.0, handover=1e9),
-    "processor alone": Links(1.0, 1e-9, 1.0),
+    "bus alone": BandwidthProfile(1.0, 1.0, 1.0, handover=1e9),
+    "processor alone": BandwidthProfile(1.0, 1e-9, 1.0),
 }
 RELU = 1
 EPS = 1e-5
@@ -56,7 +56,7 @@ def decoder(
     kernels: Kernels,
     times: float,
     slots: int = 90,
-    links: Links = EVEN,
+    links: BandwidthProfile = EVEN,
     copied: range = range(2),
     packed: PackedModel | None = None,
     **options: Any,
@@ -106,7 +106,7 @@ def test_steps_compute_what_the_reference_computes_with_the_same_lists(
     monkeypatch.undo()
     exact = Engine(model(), backend="reference")
     assert largest_difference(exact.teacher_forced(IDS.tolist(), 0), expected) > 0.05, "the copy loses some"
-    traffic, counted = engine.ways.traffic, engine.hit_counts
+    traffic, counted = engine.traffic_stats.traffic, engine.hit_counts
     assert (traffic.resident, traffic.bus + traffic.worker) == (counted.hits, counted.needed - counted.hits)
     assert slots == 602 or (traffic.worker > 0) == (links != "bus alone")
     assert slots == 602 or (traffic.bus > 0) == (links != "processor alone")
@@ -152,9 +152,11 @@ def test_several_texts_share_the_list(kernels: Kernels, sequences: int, monkeypa
 
 
 def test_a_listed_neuron_takes_a_gate_and_the_record_of_some() -> None:
-    links = GateCopies(range(2), 2.0).links_of_listed(Links(3.0, 2.0, 1.0, 5e-6))
-    assert links == Links(3.0, 2.0, 1.0, 5e-6)
-    assert GateCopies(range(2), 1.0).links_of_listed(Links(3.0, 1.5, 0.75)) == Links(2.0, 1.0, 0.5)
+    links = GateCopies(range(2), 2.0).links_of_listed(BandwidthProfile(3.0, 2.0, 1.0, 5e-6))
+    assert links == BandwidthProfile(3.0, 2.0, 1.0, 5e-6)
+    assert GateCopies(range(2), 1.0).links_of_listed(BandwidthProfile(3.0, 1.5, 0.75)) == BandwidthProfile(
+        2.0, 1.0, 0.5
+    )
 
 
 # The kernels by themselves.

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from native_build import skip_without_kernels
 
 from sparsepack.formats.packed import PackedModel
-from sparsepack.placement.machine import Links
+from sparsepack.placement.machine import BandwidthProfile
 from sparsepack.runtime.engine import Engine
 from sparsepack.runtime.options import EngineOptions
 
@@ -22,7 +22,7 @@ from benchmarks.shared import budgets
 
 skip_without_kernels()
 
-LINKS = Links(resident=5e8, bus=1e7, worker=1e7, handover=1e-6, near=1e9, far_bus=1e8, far_worker=1e8)
+LINKS = BandwidthProfile(resident=5e8, bus=1e7, worker=1e7, handover=1e-6, near=1e9, far_bus=1e8, far_worker=1e8)
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def _card(simulated_card: None, monkeypatch: pytest.MonkeyPatch) -> None:
     def engine(packed: PackedModel, options: EngineOptions | None = None, **changes: Any) -> Engine:
         return Engine(packed, options, **(changes | {"device": "cpu"} if "backend" in changes else changes))
 
-    random_neurons, measured = hybrid_decode.random_neurons, list[Links]()
+    random_neurons, measured = hybrid_decode.random_neurons, list[BandwidthProfile]()
     here = {
         "Engine": engine,
         "random_neurons": lambda size, frequency, device, rows: random_neurons(size, frequency, rows=rows),

@@ -19,7 +19,7 @@ from sparsepack.files.text import read_text
 from sparsepack.formats.open import read_packed
 from sparsepack.models.tokenizer.windows import rolling_windows
 from sparsepack.placement.budget import plan_of_share
-from sparsepack.placement.machine import Links
+from sparsepack.placement.machine import BandwidthProfile
 from sparsepack.placement.traffic import HitCounts
 from sparsepack.runtime.backends import backend_named
 from sparsepack.runtime.engine import Engine
@@ -102,7 +102,7 @@ def test_the_commands_tell_what_had_slots(request_of: EvalRequest) -> None:
 
 def test_bench_tells_what_each_test_of_decoding_took() -> None:
     packed = by_neurons(random_model("llama", hidden_size=256, intermediate_size=300, hidden_act="relu"))
-    links = Links(1e9, 1e3, 1e2, 1e-5)
+    links = BandwidthProfile(1e9, 1e3, 1e2, 1e-5)
     engine = replace(SOME, policy="lru", links=links)
     settings = BenchSettings(prompt=8, generate=12, repetitions=1, engine=engine)
     found = bench_decode(packed, settings, "model.gguf", list(range(20, 36)))

@@ -8,14 +8,17 @@ from typing import Any
 
 import pytest
 
-from sparsepack.placement.machine import Links
+from sparsepack.placement.machine import BandwidthProfile
 from sparsepack.runtime.hybrid import measure as measuring
 from sparsepack.runtime.hybrid.kept_links import SCHEMA, keep_links, kept_links, links_path
 from sparsepack.runtime.hybrid.measure import MeasuredLinks
 from sparsepack.runtime.tuning import check_room
 
 OF = {"cpu_info": "a processor", "instruction_set": "scalar", "threads": 2, "hidden": 256}
-FAST, SLOW = Links(3.1e6, 2.7e6, 1.3e6, 4.7e-5, 3e12, 5e9, 8e9), Links(9e6, 8e6, 7e6, 4.7e-5, 4e12, 9e9, 9e9)
+FAST, SLOW = (
+    BandwidthProfile(3.1e6, 2.7e6, 1.3e6, 4.7e-5, 3e12, 5e9, 8e9),
+    BandwidthProfile(9e6, 8e6, 7e6, 4.7e-5, 4e12, 9e9, 9e9),
+)
 
 
 @pytest.fixture(autouse=True)
@@ -25,7 +28,7 @@ def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path / "cache"
 
 
-def keep(of: dict[str, Any], links: Links) -> dict[str, Any]:
+def keep(of: dict[str, Any], links: BandwidthProfile) -> dict[str, Any]:
     check_room(links_path(of), 1)
     return keep_links(of, MeasuredLinks(links, alone=SLOW, copies=1.0))
 

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from sparsepack.errors import ArtifactError
 from sparsepack.files.gguf import DEFAULT_ALIGNMENT, GgufFile, TensorInfo, read_gguf
-from sparsepack.files.hashing import NO_HASH, TO_COME, sha256_bytes
+from sparsepack.files.hashing import NO_HASH, PENDING_HASH, sha256_bytes
 from sparsepack.formats.artifact import Artifact
 from sparsepack.formats.containers.gguf.values import MANIFEST
 from sparsepack.formats.manifest import read_manifest, with_score
@@ -61,8 +61,8 @@ def seal(
     score: Mapping[str, Any] | None = None,
 ) -> None:
     """Write the header of a file, up to where tensors begin: `unsealed` with the hashes where it has `NO_HASH`, that of
-    the model where the manifest has `TO_COME`, and the score where it reserves bytes for one."""
-    header = bytearray(with_score(unsealed.replace(TO_COME.encode(), source_sha256.encode()), score))
+    the model where the manifest has `PENDING_HASH`, and the score where it reserves bytes for one."""
+    header = bytearray(with_score(unsealed.replace(PENDING_HASH.encode(), source_sha256.encode()), score))
     with path.open("r+b") as file:
         for position, digest in enumerate(tensor_hashes):
             at = _FIRST_TENSOR_HASH_AT + position * (8 + len(NO_HASH))

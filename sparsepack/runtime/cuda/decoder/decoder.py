@@ -12,7 +12,7 @@ from sparsepack.errors import UserError
 from sparsepack.formats.packed import PackedModel
 from sparsepack.models.soft_caps import soft_capped
 from sparsepack.placement.budget import Plan
-from sparsepack.placement.traffic import HitCounts, Ways
+from sparsepack.placement.traffic import HitCounts, TrafficStats
 from sparsepack.runtime.cuda.attention.caches import new_cache
 from sparsepack.runtime.cuda.attention.kv_cache import CudaKvCache, NewCache
 from sparsepack.runtime.cuda.decoder.mlps import LoadMlp, load_mlp
@@ -103,7 +103,7 @@ class CudaDecoder:
         return None
 
     @property
-    def ways(self) -> Ways | None:
+    def traffic_stats(self) -> TrafficStats | None:
         return None
 
     @property

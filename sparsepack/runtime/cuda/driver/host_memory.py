@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from sparsepack.errors import UserError
-from sparsepack.placement.budget import in_words
+from sparsepack.placement.budget import format_bytes
 
 
 class _Pinned:
@@ -49,7 +49,7 @@ _REMEDIES = {KEYS_AND_VALUES: "give a smaller context"}
 
 def _refused(size: int, purpose: str, why: str) -> str:
     remedy = _REMEDIES.get(purpose, "free memory, allow more of it to be locked (ulimit -l), or take a smaller model")
-    return f"{in_words(size)} of the host's memory for {purpose}, pinned: not to be had ({why}); {remedy}"
+    return f"{format_bytes(size)} of the host's memory for {purpose}, pinned: not to be had ({why}); {remedy}"
 
 
 def _runtime() -> Any:

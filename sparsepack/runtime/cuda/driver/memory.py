@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import torch
 
 from sparsepack.errors import UserError
-from sparsepack.placement.budget import DRIVER_BYTES, Plan, in_words
+from sparsepack.placement.budget import DRIVER_BYTES, Plan, format_bytes
 
 LIBRARY_BYTES = 1 << 26
 """cuBLAS takes at most so many bytes for itself of the memory that torch hands out."""
@@ -16,8 +16,8 @@ def check_room(plan: Plan, free: int, device: torch.device) -> None:
     """Raise `UserError` where a GPU has fewer bytes free than a plan takes there."""
     if plan.card_bytes > free:
         raise UserError(
-            f"device {device}: {free / 1e9:.2f}GB of its memory are free, and {in_words(plan.card_bytes)} are to lie "
-            "there; give a smaller --vram, or end the processes that have the rest"
+            f"device {device}: {free / 1e9:.2f}GB of its memory are free, and {format_bytes(plan.card_bytes)} are to "
+            "lie there; give a smaller --vram, or end the processes that have the rest"
         )
 
 
@@ -29,9 +29,9 @@ def check_use(plan: Plan, tensors: int, driver: int) -> None:
     budget = plan.budget
     if budget is not None and (tensors > budget + LIBRARY_BYTES or driver > budget + DRIVER_BYTES):
         raise UserError(
-            f"--vram {in_words(budget)}: the model took {in_words(tensors)} of the GPU's memory, by the driver's count "
-            f"{in_words(driver)}, of {in_words(plan.card_bytes)} planned and up to {in_words(DRIVER_BYTES)} beside; "
-            "give a larger --vram, and report this"
+            f"--vram {format_bytes(budget)}: the model took {format_bytes(tensors)} of the GPU's memory, by the "
+            f"driver's count {format_bytes(driver)}, of {format_bytes(plan.card_bytes)} planned and up to "
+            f"{format_bytes(DRIVER_BYTES)} beside; give a larger --vram, and report this"
         )
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from sparsepack.formats.codecs.matrices import PackedMatrix
 from sparsepack.formats.codecs.neurons import record_bytes
 from sparsepack.formats.codecs.zigzag import BAND_ROWS
-from sparsepack.placement.machine import Links
+from sparsepack.placement.machine import BandwidthProfile
 from sparsepack.runtime.cuda.driver.kernel import architecture, kernel, launch, multiprocessors
 from sparsepack.runtime.cuda.driver.shared_memory import deepest_pipeline
 from sparsepack.runtime.cuda.products import zigzag
@@ -119,7 +119,7 @@ class Division:
     replayed: Tensor | None = None
 
 
-def links_of(links: Links, device: torch.device) -> Tensor:
+def links_of(links: BandwidthProfile, device: torch.device) -> Tensor:
     """Seconds that a neuron takes from slots, over the bus, and by the processor, and a hand-over: float64 [4]."""
     seconds = [1 / links.resident, 1 / links.bus, 1 / links.worker, links.handover]
     return torch.tensor(seconds, dtype=torch.float64, device=device)

@@ -21,7 +21,7 @@ def importable() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-def by_triton(on: Tensor, work: Callable[[], Tensor], without: str) -> Tensor | None:
+def run_triton(on: Tensor, work: Callable[[], Tensor], without: str) -> Tensor | None:
     """What `work` gives, which imports Triton (half a second) and runs a kernel on the device of a tensor.
 
     None where it cannot: on other devices, without Triton, or where compiling failed (no C compiler, a GPU that Triton
