@@ -6,7 +6,7 @@ against the recipe's folder. A section that is absent or null is left out of the
 
 from collections.abc import Iterator
 from dataclasses import fields
-from typing import Annotated, Any, ClassVar, Literal, Self, get_args, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, get_args, get_type_hints
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic.fields import FieldInfo
@@ -39,13 +39,18 @@ class Section(BaseModel):
 
     A section may name the option dataclass that it becomes, `options`, and others that it has fields of, `also`. Its
     fields of the same names are declared there; here they only have their types, and those that `also` want everywhere
-    need not be named at all.
+    need not be named at all. With `every` it has all that `options` declares but what the recipe says for all sections.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
     key: ClassVar[str]
     options: ClassVar[type]
     also: ClassVar[tuple[type, ...]] = ()
+    every: ClassVar[bool] = False
+
+    if TYPE_CHECKING:  # fields that only `options` declares
+
+        def __getattr__(self, name: str) -> Any: ...
 
     @classmethod
     def __pydantic_init_subclass__(cls, **settings: Any) -> None:
@@ -54,10 +59,24 @@ class Section(BaseModel):
             for options in cls.also:
                 for name in (name for name, declared in options_of(options).items() if declared.everywhere):
                     cls.model_fields.setdefault(name, FieldInfo(annotation=get_type_hints(options)[name]))
+            if cls.every:
+                hints = {name: get_type_hints(cls.options)[name] for name in options_of(cls.options)}
+                own = {name: cls.model_fields.pop(name) for name in hints.keys() & cls.model_fields.keys()}
+                for name, hint in hints.items():
+                    if name not in Recipe.model_fields:
+                        given = FieldInfo(annotation=Names if hint == tuple[str, ...] else hint)
+                        cls.model_fields[name] = own.get(name, given)
             for options in (*reversed(cls.also), cls.options):
                 for name in cls.model_fields.keys() & options_of(options).keys():
                     _declare(cls.model_fields[name], options, name)
             cls.model_rebuild(force=True)
+
+    def as_options(self, recipe: "Recipe") -> Any:
+        """The option dataclass that it becomes, with the recipe's device and type."""
+        names = [field.name for field in fields(self.options)]
+        return self.options(
+            **{name: getattr(self if name in type(self).model_fields else recipe, name) for name in names}
+        )
 
     def told(self, options: type) -> dict[str, Any]:
         """What the section says of the fields of an option dataclass, by field."""

@@ -29,16 +29,11 @@ class Calibrate(Section):
 
     key: ClassVar[str] = "calibrate"
     options: ClassVar[type] = CalibrateOptions
+    every: ClassVar[bool] = True
 
     text: Annotated[Names, PATH] = Field(
         min_length=1, description="What to run: a file, a data set of the hub or shipped:train; several are one text."
     )
-    context: int | None
-    samples: int | None
-    held_out: int
-    seed: int
-    sinks: int
-    batch: int | None
 
 
 def _problems(recipe: Recipe, asked: Calibrate) -> Iterator[str]:
@@ -59,8 +54,7 @@ def _run(job: Job, asked: Calibrate) -> None:
     """A run that was killed within goes on where it stopped."""
     from sparsepack.calibrate.collection import calibrate
 
-    values = asked.model_dump(exclude={"text"})
-    options = CalibrateOptions(**values, device=job.recipe.device, dtype=job.recipe.dtype)
+    options = asked.as_options(job.recipe)
     calibrate(job.checkpoint, job.text(asked.text), folder_of(job), options, overwrite=True)
 
 

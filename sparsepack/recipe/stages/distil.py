@@ -26,17 +26,7 @@ class Distil(Section):
 
     key: ClassVar[str] = "distil"
     options: ClassVar[type] = DistilOptions
-
-    sparsity: float | None
-    offsets: bool
-    rank: int | None
-    rate: float | None
-    prompt: float
-    steps: int
-    batch: int
-    length: int
-    seed: int
-    weights: str
+    every: ClassVar[bool] = True
 
 
 def distilled(recipe: Recipe) -> bool:
@@ -52,7 +42,7 @@ def distils_by_statistics(recipe: Recipe) -> bool:
 
 
 def _options(job: Job, asked: Distil) -> DistilOptions:
-    options = DistilOptions(**asked.model_dump(), device=job.recipe.device, dtype=job.recipe.dtype)
+    options: DistilOptions = asked.as_options(job.recipe)
     return options.of_model(_pruned(job))
 
 
@@ -122,7 +112,8 @@ def record_to_come(job: Job) -> "DistillationRecord | None":
 def _length(job: Job, asked: Distil) -> int:
     """Tokens of a window that is trained on."""
     calibrate = Calibrate.asked_in(job.recipe)
-    return min(asked.length, windows(job, calibrate)[1]) if calibrate is not None else asked.length
+    length = _options(job, asked).length
+    return min(length, windows(job, calibrate)[1]) if calibrate is not None else length
 
 
 def _tokens(job: Job, asked: Distil) -> int:
@@ -131,11 +122,11 @@ def _tokens(job: Job, asked: Distil) -> int:
     from sparsepack.calibrate.distillation import MEASURED
     from sparsepack.recipe.estimates import trained_tokens
 
-    length = _length(job, asked)
-    first_halves = 3 * asked.steps * asked.batch * (length // 2)
-    sparse = length - length // 2 if _options(job, asked).sparsity else 0
+    options, length = _options(job, asked), _length(job, asked)
+    first_halves = 3 * options.steps * options.batch * (length // 2)
+    sparse = length - length // 2 if options.sparsity else 0
     measured = MEASURED * (length + 2 * (length + sparse))
-    return trained_tokens(asked.steps, asked.batch, length) + first_halves + measured
+    return trained_tokens(options.steps, options.batch, length) + first_halves + measured
 
 
 def _memory(job: Job, asked: Distil) -> int:
@@ -148,13 +139,13 @@ def _memory(job: Job, asked: Distil) -> int:
     from sparsepack.models.family import SITES
     from sparsepack.recipe.estimates import LIVE, dtype_bytes, parameters
 
-    checkpoint, size = job.checkpoint, dtype_bytes(job)
+    checkpoint, size, options = job.checkpoint, dtype_bytes(job), _options(job, asked)
     shapes = [checkpoint.source.shapes[name] for name in matrices(checkpoint)]
-    trained = sum(prod(shape) if asked.rank is None else asked.rank * sum(shape) for shape in shapes)
-    tokens = asked.batch * _length(job, asked)
+    trained = sum(prod(shape) if options.rank is None else options.rank * sum(shape) for shape in shapes)
+    tokens = options.batch * _length(job, asked)
     hidden, vocabulary = int(checkpoint.config.hidden_size), int(checkpoint.config.vocab_size)
     kept = tokens * hidden * size * (checkpoint.layers + 4)
-    at_once = tokens // 2 if _options(job, asked).sparsity else tokens
+    at_once = tokens // 2 if options.sparsity else tokens
     block = at_once * sum(sum(checkpoint.stacked_shape(site)) for site in SITES) * 4 * LIVE
     logits = 8 * 4 * min(LOGITS, at_once * vocabulary)
     models = 2 if _pruned(job) else 1

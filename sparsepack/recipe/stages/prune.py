@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import Field
@@ -9,7 +10,7 @@ from pydantic import Field
 from sparsepack.calibrate.prune import PruneOptions, SitePattern
 from sparsepack.errors import UserError
 from sparsepack.models.records.pruned import RECORD
-from sparsepack.recipe.section import Names, Recipe, Section
+from sparsepack.recipe.section import Recipe, Section
 from sparsepack.recipe.stage import Job, Stage, leaves, read_json
 from sparsepack.recipe.stages.calibrate import AGAIN, CALIBRATE, Calibrate, folder_of, windows
 
@@ -35,17 +36,14 @@ class Prune(Section):
 
     key: ClassVar[str] = "prune"
     options: ClassVar[type] = PruneOptions
+    every: ClassVar[bool] = True
 
-    keep: int
-    of: int
-    method: str
-    permute: bool
-    include: Names
-    ignore: Names
     sites: tuple[OtherPattern, ...]
-    windows: int
-    damping: float
-    batch: int
+
+    def as_options(self, recipe: Recipe) -> PruneOptions:
+        sites = tuple(SitePattern(other.site, other.keep, other.of) for other in self.sites)
+        options: PruneOptions = super().as_options(recipe)
+        return replace(options, sites=sites)
 
 
 def pruned(recipe: Recipe) -> bool:
@@ -59,11 +57,6 @@ def prunes_by_text(recipe: Recipe) -> bool:
     return asked is not None and _reads_text(asked)
 
 
-def _options(recipe: Recipe, asked: Prune) -> PruneOptions:
-    sites = tuple(SitePattern(other.site, other.keep, other.of) for other in asked.sites)
-    return PruneOptions(**asked.model_dump(exclude={"sites"}), sites=sites, device=recipe.device, dtype=recipe.dtype)
-
-
 def _reads_text(asked: Prune) -> bool:
     """Whether its method must know what enters the matrices."""
     from sparsepack.calibrate.sparsegpt import METHODS
@@ -73,7 +66,7 @@ def _reads_text(asked: Prune) -> bool:
 
 def _problems(recipe: Recipe, asked: Prune) -> Iterator[str]:
     try:
-        _options(recipe, asked).check()
+        asked.as_options(recipe).check()
     except UserError as error:
         yield f"prune: {error}"
     if Calibrate.asked_in(recipe) is None and _reads_text(asked):
@@ -84,7 +77,7 @@ def _misfits(job: Job, asked: Prune) -> Iterator[str]:
     from sparsepack.calibrate.pruning import site_patterns
 
     try:
-        left = site_patterns(job.checkpoint, _options(job.recipe, asked))
+        left = site_patterns(job.checkpoint, asked.as_options(job.recipe))
     except UserError as error:
         yield f"prune: {error}"
     else:
@@ -97,7 +90,7 @@ def _run(job: Job, asked: Prune) -> None:
     from sparsepack.calibrate.pruning import prune
 
     calibration = folder_of(job) if _reads_text(asked) else None
-    prune(job.checkpoint, job.folder / FOLDER, _options(job.recipe, asked), calibration, overwrite=True)
+    prune(job.checkpoint, job.folder / FOLDER, asked.as_options(job.recipe), calibration, overwrite=True)
 
 
 def record_to_come(job: Job) -> "PruningRecord | None":
@@ -111,7 +104,7 @@ def record_to_come(job: Job) -> "PruningRecord | None":
         return None
     patterns = {
         f"{checkpoint.family.block(layer)}.{projection}": pattern
-        for (layer, site), pattern in site_patterns(checkpoint, _options(job.recipe, asked)).items()
+        for (layer, site), pattern in site_patterns(checkpoint, asked.as_options(job.recipe)).items()
         for projection in checkpoint.family.projections[site]
     }
     how = {"method": asked.method, "permute": asked.permute}
@@ -162,7 +155,7 @@ def _plan(job: Job, asked: Prune | None) -> dict[str, Any]:
     from sparsepack.calibrate.pruning import site_patterns
     from sparsepack.models.sites import site_name
 
-    patterns = site_patterns(job.checkpoint, _options(job.recipe, asked)) if asked else {}
+    patterns = site_patterns(job.checkpoint, asked.as_options(job.recipe)) if asked else {}
     return {"pruned": {site_name(*key): f"{pattern.keep} of {pattern.of}" for key, pattern in patterns.items()}}
 
 

@@ -23,25 +23,12 @@ class Rotate(Section):
 
     key: ClassVar[str] = "rotate"
     options: ClassVar[type] = RotateOptions
-
-    basis: str
-    segments: int
-    seed: int
-    sparsity: float
-    steps: int
-    batch: int
-    length: int
-    rate: float
-    weights: str
+    every: ClassVar[bool] = True
 
 
 def rotated(recipe: Recipe) -> bool:
     """Whether the model is rotated before it is packed."""
     return Rotate.asked_in(recipe) is not None
-
-
-def _options(recipe: Recipe, asked: Rotate) -> RotateOptions:
-    return RotateOptions(**asked.model_dump(), device=recipe.device)
 
 
 def _problems(recipe: Recipe, asked: Rotate) -> Iterator[str]:
@@ -53,7 +40,7 @@ def _misfits(job: Job, asked: Rotate) -> Iterator[str]:
     from sparsepack.calibrate.rotation import check_model
 
     try:
-        check_model(job.checkpoint, _options(job.recipe, asked))
+        check_model(job.checkpoint, asked.as_options(job.recipe))
     except UserError as error:
         yield f"rotate: {error}"
 
@@ -62,7 +49,7 @@ def _run(job: Job, asked: Rotate) -> None:
     """A run that was killed within goes on where it stopped."""
     from sparsepack.calibrate.rotation import rotate
 
-    rotate(job.checkpoint, folder_of(job), job.folder / FOLDER, _options(job.recipe, asked), overwrite=True)
+    rotate(job.checkpoint, folder_of(job), job.folder / FOLDER, asked.as_options(job.recipe), overwrite=True)
 
 
 def _expected(job: Job, asked: Rotate) -> "Checkpoint":
@@ -126,7 +113,7 @@ def _memory(job: Job, asked: Rotate) -> int | None:
     moments = residual["runs"] if residual and ROTATIONS[asked.basis].needs == "moments" else 0
     heads = heads_of_config(checkpoint.config)
     values = 8 * checkpoint.layers * heads.kv_heads * heads.head_dim**2
-    found = asked.segments * basis + values
+    found = int(asked.segments) * basis + values
     search = (moments + 4) * basis + (values if moments else 0)
     return found + max(search, matrices + 2 * 8 * PIECE, block + 2 * 8 * PIECE)
 
@@ -137,7 +124,7 @@ def _plan(job: Job, asked: Rotate | None) -> dict[str, Any]:
 
     if asked is None:
         return {"rotation": None}
-    options = _options(job.recipe, asked)
+    options = asked.as_options(job.recipe)
     notes = notes_of(job.checkpoint, _expected(job, asked), options.basis)
     return {"rotation": {"basis": options.basis, "notes": list(notes)}}
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from sparsepack.calibrate.thresholds import ALLOCATIONS, AllocationOptions
-from sparsepack.recipe.section import Names, Recipe, Section
+from sparsepack.recipe.section import Recipe, Section
 from sparsepack.recipe.stage import Job, Stage, leaves, read_json
 from sparsepack.recipe.stages.calibrate import AGAIN, CALIBRATE, Calibrate, folder_of, windows
 
@@ -21,19 +21,7 @@ class ActivationSparsity(Section):
 
     key: ClassVar[str] = "activation_sparsity"
     options: ClassVar[type] = AllocationOptions
-
-    sparsity: float
-    allocation: str
-    criterion: str
-    include: Names
-    ignore: Names
-    upstream: str
-    windows: int
-    offsets: bool
-    steps: int
-    batch: int
-    length: int
-    seed: int
+    every: ClassVar[bool] = True
 
 
 def sparse(recipe: Recipe) -> bool:
@@ -63,7 +51,7 @@ def _run(job: Job, asked: ActivationSparsity) -> None:
     """A run that was killed within goes on where it stopped."""
     from sparsepack.calibrate.find_thresholds import make_thresholds
 
-    make_thresholds(job.checkpoint, folder_of(job), _options(job, asked), job.folder / TABLE, overwrite=True)
+    make_thresholds(job.checkpoint, folder_of(job), asked.as_options(job.recipe), job.folder / TABLE, overwrite=True)
 
 
 def _tokens(job: Job, asked: ActivationSparsity) -> int:
@@ -106,12 +94,10 @@ def thresholds_to_come(job: Job) -> "Thresholds | None":
 
     asked = ActivationSparsity.asked_in(job.recipe)
     return (
-        None if asked is None or not asked.sparsity else find.thresholds_to_come(job.checkpoint, _options(job, asked))
+        None
+        if asked is None or not asked.sparsity
+        else find.thresholds_to_come(job.checkpoint, asked.as_options(job.recipe))
     )
-
-
-def _options(job: Job, asked: ActivationSparsity) -> AllocationOptions:
-    return AllocationOptions(**asked.model_dump(), device=job.recipe.device, dtype=job.recipe.dtype)
 
 
 def _show_plan(plan: Mapping[str, Any]) -> Iterator[str]:
