@@ -113,12 +113,12 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
 @pytest.fixture(autouse=True, scope="session")
 def _cache_of_its_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """What `sparsepack tune` found for the user must change no test, and no test what it found."""
-    compiled = compiled_folder()
+    kept = Path(__file__).parents[1] / "build" / "compiled"
+    kept.mkdir(parents=True, exist_ok=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        if compiled.is_dir():  # GPU kernels, named by all that they depend on
-            compiled_folder().parent.mkdir(parents=True)
-            compiled_folder().symlink_to(compiled.absolute())
+        compiled_folder().parent.mkdir(parents=True)
+        compiled_folder().symlink_to(kept)  # GPU kernels, named by all that they depend on
         tuned_cpu.cache_clear()
         tuned_cuda.cache_clear()
         yield

@@ -2,6 +2,7 @@
 
 import pytest
 
+from sparsepack.cli.tables import verification
 from sparsepack.tables import Styled, Table, html, markdown, show
 
 TABLE = Table(["name", "share"], [["a | [b]", "1.5 %"], ["<i>", Styled("10 %", "bad")]], "title", ["a note"])
@@ -35,3 +36,13 @@ def test_brackets_are_no_markup_on_a_terminal(capsys: pytest.CaptureFixture[str]
     assert "a | [b]" in out
     assert "a [red]line" in out
     assert out.index("title") < out.index("name") < out.index("a note")
+
+
+def test_of_many_problems_of_an_artifact_the_first_are_told_and_how_many_more_there_are() -> None:
+    report = {"path": "a", "passed": False, "tensors": [], "checked": []}
+    told = [verification({**report, "problems": [f"a: wrong {n}" for n in range(count)]}) for count in (8, 10)]
+    assert "more problems" not in told[0]
+    assert told[1].splitlines()[0] == "a: FAILED: wrong 0"
+    assert "wrong 7" in told[1]
+    assert "wrong 8" not in told[1]
+    assert "and 2 more problems, which --json lists" in told[1]

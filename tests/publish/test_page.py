@@ -17,7 +17,7 @@ from click.testing import CliRunner
 
 from sparsepack.cli import main
 from sparsepack.errors import UserError
-from sparsepack.publish.page import report_page
+from sparsepack.publish.page import Bar, column_chart, report_page
 from sparsepack.runtime.cpu.machine import cpu_info
 from tests.publish.conftest import SMALL
 
@@ -200,6 +200,16 @@ def test_the_command_writes_beside_the_run_unless_told_otherwise(work: Path, tmp
     assert CliRunner().invoke(main, ["report", str(work)]).exit_code == 0
     assert CliRunner().invoke(main, ["report", str(work), "-o", str(tmp_path / "page.html")]).exit_code == 0
     assert (work / "report.html").read_bytes() == (tmp_path / "page.html").read_bytes()
+
+
+def test_a_bar_and_its_mark_are_as_high_as_their_shares_of_the_top() -> None:
+    drawn = column_chart("", [Bar("a", 3.0, mark=1.0)], highest=4.0)
+    found = re.search(
+        r'y="([\d.]+)" width="[\d.]+" height="([\d.]+)".*class="mark".* y1="([\d.]+)"', str(drawn), re.DOTALL
+    )
+    assert found
+    top, tall, mark = map(float, found.groups())
+    assert top + tall - mark == pytest.approx(tall / 3, abs=0.1)
 
 
 @pytest.mark.skipif(CHROME is None, reason="no chromium")

@@ -10,9 +10,13 @@ from sparsepack.errors import TextError
 from sparsepack.files.text import Text, read_text
 from sparsepack.models.checkpoint.checkpoint import open_checkpoint
 from sparsepack.models.tokenizer import windows
-from sparsepack.models.tokenizer.windows import drawn_windows, rolling_windows, sample, tokenise
+from sparsepack.models.tokenizer.windows import drawn_windows, rolling_windows, sample, tokenise, window_length
 
 TEXT = Text("a.txt", ("The quick brown fox jumps over the lazy dog. " * 9, "And again, and again."), "0", count=2)
+
+
+def test_windows_are_no_longer_than_the_model_was_made_for_unless_asked() -> None:
+    assert [window_length(None, 512), window_length(None, 1 << 17), window_length(4096, 512)] == [512, 2048, 4096]
 
 
 def test_with_a_bos_every_token_of_a_window_is_a_target():

@@ -58,6 +58,12 @@ def assert_is(scaled: ScaledFp16, expected: Tensor) -> None:
     assert (torch.frexp(factor).mantissa == 0.5).all()
 
 
+def test_weights_scaled_to_float16_are_near_its_largest_whether_steps_or_minimums_are_larger() -> None:
+    for d, dmin in ((0.0, 1.0), (1.0, 0.0), (1e-9, 3e4)):
+        largest = zigzag.LARGEST_FACTOR * max(15 * d, dmin) * zigzag.fp16_scale(d, dmin)
+        assert 2**13 < largest <= 2**14
+
+
 @on_gpu
 @pytest.mark.parametrize("width", WIDTHS)
 def test_rows_are_halved_as_they_are(device: str, width: int) -> None:
@@ -187,7 +193,7 @@ def test_heads_are_rotated_and_appended(
 @pairwise(
     {
         "dtype": [torch.bfloat16, torch.float16, torch.float32],
-        "window": [0, 1, 6, 9, 30],
+        "window": [0, 1, 6, 10, 30],
         "heads, kv_heads": [(4, 4), (6, 2), (3, 1)],
         "first, length": [(0, 1), (0, 20), (13, 1), (13, 11)],
         "scale, cap": [(0.0, 0.0), (0.3, 0.0), (0.1, 0.5)],

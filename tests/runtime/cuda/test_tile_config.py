@@ -76,6 +76,12 @@ def test_defaults_are_what_measured_best_on_an_h100(monkeypatch: pytest.MonkeyPa
         assert default_tile_config(rows // 256, columns, torch.device("cuda"), gate) == config
 
 
+@pytest.mark.parametrize("values", [(3, 8, 16), (2, 8, 6), (2, 12, 6), (1, 4, 10)])
+def test_stages_and_warps_that_do_not_divide_are_refused(values: tuple[int, int, int]) -> None:
+    with pytest.raises(ValueError, match="must be a multiple"):
+        CudaTileConfig(*values, 4)
+
+
 def test_a_block_without_a_ring_has_no_warps_and_no_memory_for_it() -> None:
     ring, none = CudaTileConfig(2, 8, 16, 4), CudaTileConfig(2, 8, 0, 4)
     assert (ring.threads, none.threads) == (384, 256)
