@@ -20,7 +20,7 @@ from commands_for_tests import sparsepack
 
 from sparsepack.process import python_module
 from sparsepack.workers import launch
-from sparsepack.workers.environment import LAUNCHED
+from sparsepack.workers.launch import LAUNCHED
 
 _PRELOADED = (
     "torch.distributed",

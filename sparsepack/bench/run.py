@@ -2,21 +2,18 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from sparsepack.bench.decode import bench_decode
 from sparsepack.bench.options import BenchSettings
 from sparsepack.errors import UserError
-from sparsepack.files.text import read_text
-from sparsepack.formats.artifact import Artifact
-from sparsepack.formats.open import open_artifact, read_packed
 from sparsepack.models.records.skipped import shown
-from sparsepack.models.tokenizer.windows import first_tokens
 from sparsepack.placement.traffic import describe_hits
 from sparsepack.progress import format_count
-from sparsepack.runtime.generation.generate import open_tokenizer
 from sparsepack.runtime.options import EngineOptions
 from sparsepack.tables import Table, markdown
+
+if TYPE_CHECKING:
+    from sparsepack.formats.artifact import Artifact
 
 
 def bench(path: Path, settings: BenchSettings | None = None, text: str | None = None) -> dict[str, Any]:
@@ -25,6 +22,13 @@ def bench(path: Path, settings: BenchSettings | None = None, text: str | None = 
     Of a slid folder its products are measured, see `bench_linears`; raises `UserError` where a text is given, or a
     device that is no NVIDIA GPU.
     """
+    # Reports import this module for its tables alone.
+    from sparsepack.bench.decode import bench_decode
+    from sparsepack.files.text import read_text
+    from sparsepack.formats.open import open_artifact, read_packed
+    from sparsepack.models.tokenizer.windows import first_tokens
+    from sparsepack.runtime.generation.generate import open_tokenizer
+
     settings = settings or BenchSettings()
     artifact = open_artifact(path)
     if artifact.format.weight_sparsity:
@@ -39,7 +43,7 @@ def bench(path: Path, settings: BenchSettings | None = None, text: str | None = 
     return bench_decode(packed, settings, path.name, ids)
 
 
-def _bench_products(artifact: Artifact, settings: BenchSettings, text: str | None) -> dict[str, Any]:
+def _bench_products(artifact: "Artifact", settings: BenchSettings, text: str | None) -> dict[str, Any]:
     from sparsepack.bench.linears import PATTERNS, bench_linears, linears_of
     from sparsepack.formats.slid.artifact import SlidArtifact, value_type
 

@@ -18,19 +18,16 @@ from sparsepack.cli.messages import Verbs, add_quiet, add_signs_of_life, concern
 from sparsepack.cli.operations import command_of
 from sparsepack.cli.shared import allocation
 from sparsepack.cli.verbs.bench import bench
-from sparsepack.cli.verbs.card import card
 from sparsepack.cli.verbs.evaluate import evaluate
 from sparsepack.cli.verbs.generate import generate
-from sparsepack.cli.verbs.inspect import inspect
+from sparsepack.cli.verbs.inspect import inspect, verify
 from sparsepack.cli.verbs.pack import pack
 from sparsepack.cli.verbs.place import place
-from sparsepack.cli.verbs.push import push
-from sparsepack.cli.verbs.report import report
+from sparsepack.cli.verbs.publish import card, push, report
 from sparsepack.cli.verbs.run import run
 from sparsepack.cli.verbs.serve import serve
 from sparsepack.cli.verbs.simulate import simulate
 from sparsepack.cli.verbs.tune import tune
-from sparsepack.cli.verbs.verify import verify
 from sparsepack.errors import UserError
 from sparsepack.integration.transformers.registration import OF_COMMANDS, register
 from sparsepack.version import __version__

@@ -17,7 +17,7 @@ import click
 from sparsepack.errors import UserError
 from sparsepack.option import Condition, Option, default_of, idle, is_missing_path, options_of
 from sparsepack.terminal import is_terminal, printable, tell
-from sparsepack.workers.environment import several
+from sparsepack.workers.launch import several
 
 F = TypeVar("F", bound=Callable[..., Any])
 EFFECTIVE = "sparsepack.effective"

@@ -22,7 +22,7 @@ from sparsepack.errors import UserError, WorkerLost
 from sparsepack.process import python_environment
 from sparsepack.progress import activity, be_quiet
 from sparsepack.terminal import printable, show_uncaught, tell
-from sparsepack.workers.environment import end_with_launcher, say_done, say_interrupted
+from sparsepack.workers.launch import end_with_launcher, say_done, say_interrupted
 
 INTERRUPTED = 128 + signal.SIGINT
 """The exit status of a program that Ctrl-C ended, as shells and `make` expect it."""

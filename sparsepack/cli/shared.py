@@ -29,9 +29,8 @@ from sparsepack.option import only_with, options_of
 from sparsepack.progress import duration
 from sparsepack.runtime.options import EngineOptions
 from sparsepack.terminal import tell
-from sparsepack.workers.environment import LAUNCHED, number_here, several
 from sparsepack.workers.forecast import PartsForecast
-from sparsepack.workers.launch import devices_of, launch
+from sparsepack.workers.launch import LAUNCHED, devices_of, launch, number_here, several
 
 if TYPE_CHECKING:
     from sparsepack.models.stock.forecast import Forecast

@@ -14,11 +14,10 @@ from sparsepack.files.atomic import remove_leftovers
 from sparsepack.files.hashing import sha256_bytes
 from sparsepack.files.lock import remove_lock
 from sparsepack.progress import activity, say
-from sparsepack.recipe.gates import Verdict
 from sparsepack.recipe.load import load_recipe, locate
 from sparsepack.recipe.schema import Gates
 from sparsepack.recipe.section import Recipe
-from sparsepack.recipe.stage import Job, Stage
+from sparsepack.recipe.stage import Job, Stage, Verdict
 from sparsepack.recipe.stages import STAGES
 from sparsepack.recipe.state import WorkFolder
 from sparsepack.version import __version__
@@ -155,7 +154,7 @@ def run_recipe(
     from sparsepack.files.atomic import write_json
     from sparsepack.files.side_files import check_no_link
     from sparsepack.recipe import plan, report
-    from sparsepack.recipe.consistency import open_job
+    from sparsepack.recipe.load import open_job
 
     if work is None:  # nobody named the folder: a stranger's may hold a link under its name
         for folder in (DEFAULT_WORK, DEFAULT_WORK / recipe.name):

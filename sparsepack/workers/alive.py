@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import Protocol
 
 from sparsepack.terminal import printable, tell
-from sparsepack.workers.environment import LAUNCHED, LOST
+from sparsepack.workers.launch import LAUNCHED, LOST
 from sparsepack.workers.workers import Link, Workers, failure
 
 EVERY = 4.0

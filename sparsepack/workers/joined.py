@@ -24,7 +24,7 @@ from sparsepack.files.hashing import combine_digests, sha256_bytes
 from sparsepack.progress import say
 from sparsepack.version import __version__
 from sparsepack.workers.alive import signs_of_life, store_answers
-from sparsepack.workers.environment import LAUNCHED, missing, several, several_machines, worker_number, workers_count
+from sparsepack.workers.launch import LAUNCHED, missing, several, several_machines, worker_number, workers_count
 from sparsepack.workers.workers import ALONE, LIMIT, Workers
 
 JOIN = 120.0

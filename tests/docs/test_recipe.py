@@ -8,8 +8,7 @@ from click.testing import CliRunner
 
 from sparsepack.cli import main
 from sparsepack.recipe.load import FOLDER, load_recipe
-from sparsepack.recipe.reference import json_schema, markdown
-from sparsepack.recipe.schema import RecipeModel, section_in
+from sparsepack.recipe.schema import RecipeModel, json_schema, markdown, section_in
 
 PAGE = Path(__file__).parents[2] / "docs" / "recipe.md"
 

@@ -19,8 +19,7 @@ from sparsepack.packing import PackRequest, pack
 from sparsepack.recipe import run_recipe
 from sparsepack.recipe.load import FOLDER, load_recipe
 from sparsepack.recipe.stages import bench
-from sparsepack.recipe.stages.eval import request_of
-from sparsepack.recipe.stages.eval_section import Eval
+from sparsepack.recipe.stages.eval import Eval, request_of
 from sparsepack.runtime.options import EngineOptions
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from sparsepack.workers import alive
 from sparsepack.workers.alive import signs_of_life, store_answers
-from sparsepack.workers.environment import LAUNCHED
+from sparsepack.workers.launch import LAUNCHED
 from sparsepack.workers.workers import Workers
 
 LOST_AFTER = 20

@@ -18,8 +18,7 @@ from sparsepack.cli.messages import Verbs
 from sparsepack.errors import WorkersError
 from sparsepack.process import python_environment, python_module
 from sparsepack.workers import launch as module
-from sparsepack.workers.environment import DONE, INTERRUPTED, LAUNCHED
-from sparsepack.workers.launch import devices_of, launch, with_device
+from sparsepack.workers.launch import DONE, INTERRUPTED, LAUNCHED, devices_of, launch, with_device
 
 
 @pytest.mark.parametrize(
@@ -227,7 +226,7 @@ def _wait_for(what: Callable[[], object]) -> None:
 @pytest.mark.parametrize("stopped", [True, False])
 def test_a_worker_ends_with_the_one_that_started_it_even_if_that_is_killed(stopped: bool, tmp_path: Path) -> None:
     worker = (
-        "import os, signal, time\nfrom sparsepack.workers.environment import end_with_launcher\nend_with_launcher()\n"
+        "import os, signal, time\nfrom sparsepack.workers.launch import end_with_launcher\nend_with_launcher()\n"
         f"open('pid', 'w').write(str(os.getpid()))\n{'os.kill(os.getpid(), signal.SIGSTOP)' if stopped else ''}\n"
         "time.sleep(600)"
     )

@@ -24,7 +24,7 @@ def _print_schema(context: click.Context, parameter: click.Parameter, form: str 
         return
     import json
 
-    from sparsepack.recipe.reference import json_schema, markdown
+    from sparsepack.recipe.schema import json_schema, markdown
 
     tell(markdown() if form == "markdown" else json.dumps(json_schema(), indent=2) + "\n", end="")
     context.exit()

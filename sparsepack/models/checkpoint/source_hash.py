@@ -9,7 +9,7 @@ from typing import TypeVar
 from sparsepack.errors import CheckpointError
 from sparsepack.files.hashing import PENDING_HASH, Hashing
 from sparsepack.files.stored import shown
-from sparsepack.workers.environment import number_here
+from sparsepack.workers.launch import number_here
 from sparsepack.workers.workers import ALONE, Workers
 
 T = TypeVar("T")

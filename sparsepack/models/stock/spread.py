@@ -9,7 +9,7 @@ import torch
 
 from sparsepack.errors import UserError
 from sparsepack.progress import say
-from sparsepack.workers.environment import several
+from sparsepack.workers.launch import several
 
 ROOM = 0.8
 """A model takes at most this share of a GPU's free memory; the rest is for what it computes."""

@@ -5,15 +5,13 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from sparsepack.bench.options import BenchSettings
-from sparsepack.bench.run import speed_table
 from sparsepack.errors import UserError
 from sparsepack.files.atomic import write_json
 from sparsepack.progress import say
 from sparsepack.recipe.section import Recipe, Section
 from sparsepack.recipe.stage import Job, Stage, leaves, read_json
 from sparsepack.recipe.stages.engine import engine_options, engine_problems, needs_engine
-from sparsepack.recipe.stages.eval import kernels
-from sparsepack.recipe.stages.eval_section import perplexity_texts
+from sparsepack.recipe.stages.eval import kernels, perplexity_texts
 from sparsepack.recipe.stages.pack import PACK, artifact_of
 from sparsepack.runtime.options import EngineOptions
 from sparsepack.tables import Table
@@ -109,12 +107,14 @@ def _tokens(job: Job, asked: Bench) -> int:
 def _memory(job: Job, asked: Bench) -> int:
     """The file and the engine's own order of it, and the array on which the memory's bandwidth is measured."""
     from sparsepack.bench.bandwidth import ARRAY_BYTES
-    from sparsepack.recipe.estimates import parameters
+    from sparsepack.recipe.plan import parameters
 
     return ARRAY_BYTES + parameters(job.checkpoint) * 9 // 8
 
 
 def _show(report: Mapping[str, Any]) -> Iterator[Table]:
+    from sparsepack.bench.run import speed_table
+
     if report["bench"]:
         yield speed_table(report["bench"])
         if report["bench"]["with_places"]:

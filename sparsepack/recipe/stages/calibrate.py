@@ -78,7 +78,7 @@ def windows_and_held_out(job: Job, asked: Calibrate) -> tuple[tuple[int, int], i
     """How many windows are run and how many are held out, and of how many tokens each."""
     from sparsepack.calibrate.collection import samples_of
     from sparsepack.models.tokenizer.windows import drawn_and_held_out, window_length
-    from sparsepack.recipe.estimates import windows_in
+    from sparsepack.recipe.plan import windows_in
 
     context = window_length(asked.context, job.checkpoint.config.max_position_embeddings)
     samples = samples_of(job.checkpoint, asked.samples, context, job.recipe.device)
@@ -95,7 +95,7 @@ def _memory(job: Job, asked: Calibrate) -> int:
     """The bytes of the text's way through a block, and of the sums of products of the residual stream."""
     from sparsepack.calibrate.collection import at_once
     from sparsepack.calibrate.folder import residual_of
-    from sparsepack.recipe.estimates import block_by_block_bytes
+    from sparsepack.recipe.plan import block_by_block_bytes
 
     section = residual_of(job.checkpoint)
     # Those of runs of blocks that are over, that of the run at hand, and of a batch what is added to it.

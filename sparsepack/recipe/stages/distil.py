@@ -120,7 +120,7 @@ def _tokens(job: Job, asked: Distil) -> int:
     """How many tokens are run: those of the training, which trains on first halves, too, and those that the model is
     measured on before and after it."""
     from sparsepack.calibrate.distillation import MEASURED
-    from sparsepack.recipe.estimates import trained_tokens
+    from sparsepack.recipe.plan import trained_tokens
 
     options, length = _options(job, asked), _length(job, asked)
     first_halves = 3 * options.steps * options.batch * (length // 2)
@@ -137,7 +137,7 @@ def _memory(job: Job, asked: Distil) -> int:
     from sparsepack.calibrate.distillation import matrices
     from sparsepack.calibrate.teal import LOGITS
     from sparsepack.models.family import SITES
-    from sparsepack.recipe.estimates import LIVE, dtype_bytes, parameters
+    from sparsepack.recipe.plan import LIVE, dtype_bytes, parameters
 
     checkpoint, size, options = job.checkpoint, dtype_bytes(job), _options(job, asked)
     shapes = [checkpoint.source.shapes[name] for name in matrices(checkpoint)]

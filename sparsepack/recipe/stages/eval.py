@@ -1,23 +1,157 @@
 """`eval`: accuracy once per protocol, of the artifact, or where nothing is packed, of the model with its thresholds."""
 
+import fnmatch
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, ClassVar, Literal
 
-from sparsepack.errors import UserError
+from pydantic import BeforeValidator, Field
+
+from sparsepack.errors import RecipeError, UserError
 from sparsepack.eval.options import EvalRequest
 from sparsepack.eval.results import accuracy_tables
 from sparsepack.files.atomic import write_json
-from sparsepack.recipe.section import Recipe
-from sparsepack.recipe.stage import Job, Stage, leaves, read_json
+from sparsepack.recipe.section import PATH, Limit, Names, Recipe, Section, limit, listed
+from sparsepack.recipe.stage import Job, Stage, Value, Verdict, judged, leaves, read_json
 from sparsepack.recipe.stages.engine import engine_options, engine_problems, needs_engine
-from sparsepack.recipe.stages.eval_gates import GATES, judge, unmeasured
-from sparsepack.recipe.stages.eval_section import Eval, protocols_of, second_half, skips_neurons
-from sparsepack.recipe.stages.pack import PACK, Pack, artifact_of
-from sparsepack.recipe.stages.thresholds import TABLE, THRESHOLDS, sparse
+from sparsepack.recipe.stages.pack import PACK, Pack, artifact_of, mlp_kind, sparse_attention
+from sparsepack.recipe.stages.thresholds import TABLE, THRESHOLDS, ActivationSparsity, sparse
 from sparsepack.runtime.backends import BACKENDS, backend_named
 from sparsepack.runtime.options import EngineOptions
+
+Protocol = Literal["decode", "all", "dense"]
+
+
+class Eval(Section):
+    """Accuracy, once per protocol, of the artifact; without `pack`, of the model with its thresholds. It is compared
+    with the recipe's `model`, also where that was pruned; then the pruned model is measured by itself, too."""
+
+    key: ClassVar[str] = "eval"
+    options: ClassVar[type] = EvalRequest
+    also: ClassVar[tuple[type, ...]] = (EngineOptions,)
+
+    perplexity: Annotated[Names, PATH]
+    protocols: Annotated[tuple[Protocol, ...], BeforeValidator(listed)] = Field(
+        (),
+        description="Which tokens are sparse; each protocol named gives rows. None: decode where it skips weights or "
+        "tokens, else dense. Beside decode, the others score what it scores too, the second half of each window.",
+    )
+    context: int | None
+    windows: int | None
+    tasks: Names
+    task_path: Annotated[str | None, PATH]
+    trust_tasks: bool
+    runtime: str = Field(alias="backend")
+    limit: int | None
+    num_fewshot: int | None
+    apply_chat_template: bool
+    batch: int | None
+    cached: float | None
+    vram: str | None
+    policy: str | None
+    gate_copy: float | None
+
+
+def perplexity_texts(recipe: Recipe) -> tuple[str, ...]:
+    """The texts whose perplexity is measured; none without an eval section."""
+    asked = Eval.asked_in(recipe)
+    return asked.perplexity if asked is not None else ()
+
+
+def protocols_of(recipe: Recipe) -> tuple[str, ...]:
+    """The protocols of the evaluation, each once, in the order asked for."""
+    asked = Eval.asked_in(recipe)
+    some = sparse(recipe) or sparse_attention(recipe) or skips_neurons(recipe)
+    return tuple(dict.fromkeys(asked.protocols if asked else ())) or ("decode" if some else "dense",)
+
+
+def skips_neurons(recipe: Recipe) -> bool:
+    """Whether decoded tokens leave out inactive neurons, which transformers computes like all others."""
+    asked = Eval.asked_in(recipe)
+    return bool(mlp_kind(recipe).exact) and asked is not None and asked.runtime != EvalRequest.runtime
+
+
+def second_half(recipe: Recipe) -> bool:
+    """Whether every protocol scores the tokens that decode does: in one table, figures are of the same tokens."""
+    return "decode" in protocols_of(recipe)
+
+
+_OF_A_ROW = {
+    "perplexity": "How badly the text is predicted.",
+    "perplexity_ratio": "Over the source model's perplexity of the same tokens.",
+    "kl_divergence": "From the source model's predictions, in nats a token.",
+    "top_token_agreement": "Share of tokens whose likeliest successor is the source model's.",
+    "bits_per_byte": "How badly the text is predicted, whatever the tokenizer.",
+}
+_SPARSITIES = {
+    "realised_sparsity": "Share of all block weights that a decoded token skips; rows of `dense` do not count.",
+    "realised_sparsity_of_sparse_sites": "The same of the weights of the sites that may be sparse, as the target is.",
+}
+_KEYS = {"realised_sparsity": "overall", "realised_sparsity_of_sparse_sites": "of_sparse_sites"}
+
+
+def unmeasured(recipe: Recipe, gates: Any) -> Iterator[str]:
+    asked = Eval.asked_in(recipe)
+    for name in (*_OF_A_ROW, *_SPARSITIES):
+        if getattr(gates, name) is not None and not perplexity_texts(recipe):
+            yield f"gates.{name}: it is not measured; add texts as eval.perplexity"
+    for name in _SPARSITIES:
+        if getattr(gates, name) is None:
+            continue
+        if mlp_kind(recipe).exact and not sparse(recipe) and not skips_neurons(recipe):
+            yield f"gates.{name}: transformers computes inactive neurons, too; expected eval.backend cpu"
+        elif not (sparse(recipe) or mlp_kind(recipe).exact) or set(protocols_of(recipe)) == {"dense"}:
+            above = f"{ActivationSparsity.key}.sparsity above 0"
+            yield f"gates.{name}: nothing runs sparse; expected {above}, and decode or all"
+    for task in gates.tasks:
+        if not any(fnmatch.fnmatch(task, pattern) for pattern in (asked.tasks if asked else ())):
+            yield f"gates.tasks.{task}: it is not measured; add it to eval.tasks"
+
+
+def judge(gates: Any, report: Mapping[str, Any]) -> Iterator[Verdict]:
+    evaluations = report["evaluations"]
+    rows = [
+        (f"{row['text']}, {row['protocol']}", row) for evaluation in evaluations for row in evaluation["perplexity"]
+    ]
+    for name in _OF_A_ROW:
+        values = (Value(where, _number(row[name])) for where, row in rows)
+        yield from judged(name, getattr(gates, name), values)
+    # In dense rows nothing is skipped by definition.
+    sparse_rows = [(where, row["realised_sparsity"]) for where, row in rows if row["protocol"] != "dense"]
+    for name, key in _KEYS.items():
+        yield from judged(name, getattr(gates, name), (Value(where, realised[key]) for where, realised in sparse_rows))
+    for task, metrics in gates.tasks.items():
+        for metric, bounds in metrics.items():
+            yield from judged(f"tasks.{task}.{metric}", bounds, _task_values(task, metric, evaluations))
+
+
+def _number(value: Any) -> float | None:
+    found: float | None = value["value"] if isinstance(value, Mapping) else value
+    return found
+
+
+def _task_values(task: str, metric: str, evaluations: list[Mapping[str, Any]]) -> Iterator[Value]:
+    for evaluation in evaluations:
+        found = evaluation["tasks"]
+        measured = {**found["groups"], **found["tasks"]}
+        if task not in measured:
+            raise RecipeError(f"gates.tasks.{task}: not measured; there are {', '.join(measured)}")
+        metrics = measured[task]["metrics"]
+        if metric not in metrics:
+            raise RecipeError(f"gates.tasks.{task}.{metric}: not measured; there are {', '.join(metrics)}")
+        yield Value(f"{task}, {evaluation['protocol']}", metrics[metric]["value"])
+
+
+GATES: dict[str, tuple[Any, Any]] = {
+    **{name: limit(meaning) for name, meaning in {**_OF_A_ROW, **_SPARSITIES}.items()},
+    "tasks": (
+        Annotated[dict[str, dict[str, Limit]], Field(description="Of lm-eval tasks: task, metric, limits.")],
+        {},
+    ),
+}
+"""The limits apply to every perplexity row (text and protocol), the worst of which is shown."""
+
 
 RESULT = "eval.json"
 
@@ -148,7 +282,7 @@ def _context(job: Job, asked: Eval) -> int:
 
 def tokens_of_one(job: Job, asked: Eval) -> int:
     """The tokens of one protocol, ours and of the source model; those of lm-eval tasks are not known beforehand."""
-    from sparsepack.recipe.estimates import windows_in
+    from sparsepack.recipe.plan import windows_in
 
     context = _context(job, asked)
     windows = sum(windows_in(job, (name,), context, asked.windows) for name in asked.perplexity)
@@ -158,7 +292,7 @@ def tokens_of_one(job: Job, asked: Eval) -> int:
 def memory(job: Job, asked: Eval) -> int:
     from sparsepack.eval.perplexity import POSITIONS, WORDS
     from sparsepack.eval.scorer import HIDDEN_BYTES
-    from sparsepack.recipe.estimates import LIVE, activation_bytes, block_parameters, dtype_bytes, parameters
+    from sparsepack.recipe.plan import LIVE, activation_bytes, block_parameters, dtype_bytes, parameters
 
     checkpoint, context, size = job.checkpoint, _context(job, asked), dtype_bytes(job)
     config, whole = checkpoint.config, parameters(job.checkpoint) * size

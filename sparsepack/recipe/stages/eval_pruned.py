@@ -8,11 +8,9 @@ from sparsepack.eval.options import EvalRequest
 from sparsepack.eval.results import pruning_table
 from sparsepack.files.atomic import write_json
 from sparsepack.option import default_of
-from sparsepack.recipe.gates import Value, Verdict, judged
 from sparsepack.recipe.section import Recipe, limit
-from sparsepack.recipe.stage import Job, Stage, leaves, read_json
-from sparsepack.recipe.stages.eval import memory, request_of, tokens_of_one
-from sparsepack.recipe.stages.eval_section import Eval, second_half
+from sparsepack.recipe.stage import Job, Stage, Value, Verdict, judged, leaves, read_json
+from sparsepack.recipe.stages.eval import Eval, memory, request_of, second_half, tokens_of_one
 from sparsepack.recipe.stages.pack import Pack
 from sparsepack.recipe.stages.prune import pruned
 from sparsepack.recipe.stages.thresholds import sparse

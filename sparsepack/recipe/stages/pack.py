@@ -15,9 +15,8 @@ from sparsepack.formats.table import FORMATS
 from sparsepack.inspection import score_rows
 from sparsepack.packing import PackRequest
 from sparsepack.progress import say
-from sparsepack.recipe.gates import Value, Verdict, judged
 from sparsepack.recipe.section import Recipe, Section, Text, limit
-from sparsepack.recipe.stage import Job, Stage, read_json
+from sparsepack.recipe.stage import Job, Stage, Value, Verdict, judged, read_json
 from sparsepack.recipe.stages import distil, prune, rotate
 from sparsepack.recipe.stages.calibrate import (
     AGAIN,
@@ -215,7 +214,7 @@ def _memory(job: Job, asked: Pack) -> int | None:
     """The bytes of the text's way through a block, and of what its widest site is fitted with."""
     from sparsepack.calibrate.refitting import AT_ONCE
     from sparsepack.models.family import SITES
-    from sparsepack.recipe.estimates import LIVE, block_by_block_bytes
+    from sparsepack.recipe.plan import LIVE, block_by_block_bytes
 
     if (options := fitted(job.recipe)) is None:
         return None

@@ -134,7 +134,7 @@ def _memory(job: Job, asked: Prune) -> int:
     from sparsepack.calibrate.permute import AT_ONCE, SAMPLED_ROWS
     from sparsepack.calibrate.sparsegpt import METHODS
     from sparsepack.models.family import SITES
-    from sparsepack.recipe.estimates import LIVE, block_by_block_bytes, block_parameters, dtype_bytes
+    from sparsepack.recipe.plan import LIVE, block_by_block_bytes, block_parameters, dtype_bytes
 
     checkpoint = job.checkpoint
     shapes = [checkpoint.stacked_shape(site) for site in SITES]

@@ -82,7 +82,7 @@ def _tokens(job: Job, asked: Rotate) -> int:
     """Each block is run twice, as it was and rotated, over a few tokens; bases that are learnt are trained."""
     from sparsepack.calibrate.bases import ROTATIONS
     from sparsepack.calibrate.rotation import TOKENS, WINDOWS
-    from sparsepack.recipe.estimates import trained_tokens
+    from sparsepack.recipe.plan import trained_tokens
 
     calibrate = Calibrate.asked_in(job.recipe)
     if calibrate is None:
@@ -100,7 +100,7 @@ def _memory(job: Job, asked: Rotate) -> int | None:
     from sparsepack.calibrate.folder import residual_of
     from sparsepack.models.checkpoint.rotated import PIECE
     from sparsepack.models.heads import heads_of_config
-    from sparsepack.recipe.estimates import block_parameters
+    from sparsepack.recipe.plan import block_parameters
 
     if ROTATIONS[asked.basis].trains:
         return None

@@ -55,7 +55,7 @@ def _run(job: Job, asked: ActivationSparsity) -> None:
 
 
 def _tokens(job: Job, asked: ActivationSparsity) -> int:
-    from sparsepack.recipe.estimates import trained_tokens
+    from sparsepack.recipe.plan import trained_tokens
 
     calibrate = Calibrate.asked_in(job.recipe)
     assert calibrate is not None  # or there would be no thresholds
@@ -69,7 +69,7 @@ def _tokens(job: Job, asked: ActivationSparsity) -> int:
 def _memory(job: Job, asked: ActivationSparsity) -> int | None:
     """The bytes of one block and its activations; not known of an allocation that trains."""
     from sparsepack.calibrate.find_thresholds import BATCH
-    from sparsepack.recipe.estimates import block_by_block_bytes
+    from sparsepack.recipe.plan import block_by_block_bytes
 
     calibrate = Calibrate.asked_in(job.recipe)
     if ALLOCATIONS[asked.allocation].trains or calibrate is None:

@@ -7,9 +7,8 @@ from pydantic import Field
 
 from sparsepack.files.atomic import write_json
 from sparsepack.progress import say
-from sparsepack.recipe.gates import Verdict
 from sparsepack.recipe.section import Recipe
-from sparsepack.recipe.stage import Job, Stage, leaves, read_json
+from sparsepack.recipe.stage import Job, Stage, Verdict, leaves, read_json
 from sparsepack.recipe.stages.pack import PACK, Pack, artifact_of
 
 REPORT = "verify.json"
