@@ -14,8 +14,9 @@ from torch import Tensor
 
 from benchmarks.shared.evaluation import SHARED
 from benchmarks.shared.timing import in_turns
-from sparsepack.formats.codecs import q4_k, q6_k, zigzag
-from sparsepack.formats.codecs.types import BLOCKS
+from sparsepack.formats.blocks import q4_k, q6_k
+from sparsepack.formats.blocks.table import BLOCKS
+from sparsepack.formats.orders import zigzag
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
 import codec_cases
@@ -29,7 +30,7 @@ def check_decoders(device: torch.device) -> None:
     if importlib.util.find_spec("gguf") is None:
         click.echo("gguf-py is absent: decoders compared with our own on the CPU only", err=True)
     for name, codec in CODECS.items():
-        blocks = torch.randint(0, 256, (512, 8 * BLOCKS[name.upper()][1]), dtype=torch.uint8)
+        blocks = torch.randint(0, 256, (512, 8 * BLOCKS[name.upper()].bytes), dtype=torch.uint8)
         expected = ggml.dequantize(name, blocks) if importlib.util.find_spec("gguf") else codec.decode(blocks)
         found = codec.decode(blocks.to(device)).cpu()
         finite = expected.isfinite()

@@ -35,7 +35,7 @@ from benchmarks.shared.random_models import random_model
 from benchmarks.shared.shapes import CONTEXT, Size, llama_config, random_ids
 from benchmarks.shared.thresholds import find_thresholds, with_thresholds
 from benchmarks.shared.timing import device_line, expect_near, in_turns, relative_error
-from sparsepack.formats.codecs.matrices import PackedMatrix
+from sparsepack.formats.matrix import PackedMatrix
 from sparsepack.formats.packed import DenseMlp, PackedLayer, PackedModel, PackedSite
 from sparsepack.models.architecture import architecture_of
 from sparsepack.placement.budget import format_bytes
@@ -54,7 +54,7 @@ def sparse_model(size: Size, sparsity: float, sites: str, device: str = "cuda") 
     (found,) = find_thresholds(two, [sparsity]).values()
     kept = {key: value for key, value in found.items() if sites == ALL or key[1] == sites}
     layer = _to_host(with_thresholds(two, kept).layers[1])
-    output, embedding = (PackedMatrix(m.blocks.cpu(), m.type, m.rows, m.columns) for m in (two.output, two.embedding))
+    output, embedding = (PackedMatrix(m.blocks.cpu(), m.format, m.rows, m.columns) for m in (two.output, two.embedding))
     return replace(
         two,
         architecture=architecture_of(llama_config(size, max_position_embeddings=CONTEXT), None),
@@ -68,7 +68,7 @@ def sparse_model(size: Size, sparsity: float, sites: str, device: str = "cuda") 
 
 def _to_host(layer: PackedLayer) -> PackedLayer:
     def site(of: PackedSite) -> PackedSite:
-        matrix = PackedMatrix(of.matrix.blocks.cpu(), of.matrix.type, of.matrix.rows, of.matrix.columns)
+        matrix = PackedMatrix(of.matrix.blocks.cpu(), of.matrix.format, of.matrix.rows, of.matrix.columns)
         return replace(of, matrix=matrix, rule=None if of.rule is None else of.rule.to("cpu"))
 
     assert isinstance(layer.mlp, DenseMlp)

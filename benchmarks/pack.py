@@ -22,12 +22,12 @@ from benchmarks.shared.shapes import LLAMA_8B, TINY
 from benchmarks.shared.timing import expect_near, json_option, relative_error, write_figures
 from sparsepack.files.atomic import remove
 from sparsepack.files.hashing import Hashing
-from sparsepack.formats.codecs import slide as slid_matrix
-from sparsepack.formats.codecs import zigzag
-from sparsepack.formats.codecs.matrices import decode_rows, encode_rows
-from sparsepack.formats.codecs.slide import Slide
+from sparsepack.formats.blocks.table import BLOCKS
 from sparsepack.formats.open import open_artifact, read_packed
-from sparsepack.formats.slid.artifact import POSITIONS, SCALE, SlidArtifact, value_type
+from sparsepack.formats.orders import slide as slid_matrix
+from sparsepack.formats.orders import zigzag
+from sparsepack.formats.orders.slide import Slide
+from sparsepack.formats.slide import POSITIONS, SCALE, SlidArtifact, value_type
 from sparsepack.formats.table import FORMATS
 from sparsepack.models.checkpoint.checkpoint import EMBEDDING, HEAD, Checkpoint, open_checkpoint
 from sparsepack.models.family import SITES
@@ -73,13 +73,16 @@ def check_zigzag(checkpoint: Checkpoint, artifact: Path) -> None:
     for name, matrix in ((EMBEDDING, packed.embedding), (HEAD, packed.output)):
         weights = checkpoint.tensor(name)[:Q6_K_ROWS]
         found = matrix.blocks[:Q6_K_ROWS]
-        errors = [_error(blocks, weights, matrix.type) for blocks in (found, encode_rows(weights, matrix.type))]
+        errors = [
+            _error(blocks, weights, matrix.format.block)
+            for blocks in (found, BLOCKS[matrix.format.block].encode(weights))
+        ]
         expect_near(f"{name}, beside the CPU's", errors[0], errors[1] * 1.001)
     click.echo(f"{artifact}: intact; blocks 0 and {checkpoint.layers - 1} bit for bit the CPU's", err=True)
 
 
 def _error(blocks: torch.Tensor, weights: torch.Tensor, kind: str) -> float:
-    return relative_error(decode_rows(blocks, kind), weights.float())
+    return relative_error(BLOCKS[kind].decode(blocks), weights.float())
 
 
 def encoder_rate(format: str, hidden: int, intermediate: int, device: str) -> float:

@@ -19,7 +19,7 @@ from torch import Tensor
 from benchmarks.shared.timing import json_option, write_figures
 from sparsepack.bench.linears import TOKENS, Contender, Linear, Run, bench_linears, copies
 from sparsepack.bench.run import linears_table
-from sparsepack.formats.codecs.slide import quantise_rows
+from sparsepack.formats.orders.slide import quantise_rows
 
 QWEN_7B = (
     Linear("Wqkv", 4608, 3584),

@@ -54,7 +54,7 @@ def main(device: str, work: Path, rounds: int, tiny: bool) -> None:
     rows = []
     for kind, path in files.items():
         dense, sparse = (statistics.median(speeds[kind, mode]) for mode in ("dense", "sparse"))
-        stored = f"{packed[kind].embedding.type} ({kind})"
+        stored = f"{packed[kind].embedding.format} ({kind})"
         rows.append(
             [stored, f"{path.stat().st_size / 1e6:.0f}", f"{dense:.1f}", f"{sparse:.1f}", f"{sparse / dense:.2f}"]
         )

@@ -44,7 +44,7 @@ from sparsepack.calibrate.thresholds import AllocationOptions
 from sparsepack.eval.perplexity import score_windows, summarise
 from sparsepack.eval.run import realised_sparsity
 from sparsepack.eval.subject import TransformersSubject, open_subject
-from sparsepack.formats.encoded import EncodedSite
+from sparsepack.formats.plan import EncodedSite
 from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from sparsepack.models.sites import site_name
 from sparsepack.packing import PackRequest, pack

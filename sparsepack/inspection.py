@@ -45,7 +45,7 @@ def _is_calibration(path: Path) -> bool:
 
 
 def _is_checkpoint(path: Path) -> bool:
-    from sparsepack.formats.containers.gguf.container import is_ours
+    from sparsepack.formats.containers.gguf import is_ours
     from sparsepack.formats.open import is_checkpoint_folder
 
     if path.is_dir():

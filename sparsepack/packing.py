@@ -14,9 +14,8 @@ from sparsepack.calibrate.refit import RefitOptions
 from sparsepack.calibrate.thresholds import AllocationOptions, AttentionOptions
 from sparsepack.calibrate.trace import MANIFEST as TRACE
 from sparsepack.errors import PackingError, WorkersError
-from sparsepack.formats.codecs.types import TYPES
-from sparsepack.formats.mlp_kinds import GATE_ORDERS
-from sparsepack.formats.table import DEFAULT_FORMAT, FORMATS, format_of, summaries, those_with
+from sparsepack.formats.blocks.table import TYPES
+from sparsepack.formats.table import DEFAULT_FORMAT, FORMATS, GATE_ORDERS, format_of, summaries, those_with
 from sparsepack.models.records.pattern import LARGEST_GROUP, Pattern
 from sparsepack.option import check_options, check_type, check_types, only_with, option, with_paths
 
@@ -226,7 +225,7 @@ def pack(request: PackRequest, checkpoint: Checkpoint | None = None, workers: Wo
     from sparsepack.calibrate.find_thresholds import thresholds_to_come
     from sparsepack.calibrate.provenance import processor
     from sparsepack.files.atomic import check_inputs, check_output
-    from sparsepack.formats.containers.safetensors.layout import MANIFEST
+    from sparsepack.formats.containers.safetensors import MANIFEST
     from sparsepack.formats.manifest import SCORE
     from sparsepack.formats.open import open_artifact
     from sparsepack.models.checkpoint.checkpoint import checkpoint_of

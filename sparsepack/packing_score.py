@@ -203,9 +203,9 @@ def _finer(request: PackRequest, own: torch.dtype) -> str:
         return "rounding weights; take --quantiser gptq"
     stored = {"float16": "f16", "bfloat16": "bf16"}.get(type_name(own), "f32")
     exact = "slide-bf16" if format.weight_sparsity else stored
-    if format.name == exact or FORMATS[exact].matrices == format.matrices:
+    if format.name == exact or FORMATS[exact].matrices.block == format.matrices.block:
         return "storing weights; see `sparsepack verify --against`"
-    return f"quantising weights to {format.matrices}; take --format {exact}, or a larger model"
+    return f"quantising weights to {format.matrices.block}; take --format {exact}, or a larger model"
 
 
 def _denser(request: PackRequest) -> str:

@@ -7,16 +7,15 @@ from typing import Any
 import torch
 
 from sparsepack.errors import UserError
-from sparsepack.formats.codecs.matrices import ZIGZAG
-from sparsepack.formats.codecs.zigzag import BAND_ROWS
-from sparsepack.formats.mlp_kinds import DENSE
 from sparsepack.formats.open import read_packed
+from sparsepack.formats.orders.zigzag import BAND_ROWS
 from sparsepack.formats.packed import PackedModel
+from sparsepack.formats.table import DENSE
 from sparsepack.runtime.backend_module import opened
 from sparsepack.runtime.backends import Backend
 from sparsepack.runtime.features import tuning_backend
 from sparsepack.runtime.options import EngineOptions
-from sparsepack.runtime.tuning import GATES, SHAPES
+from sparsepack.runtime.tuning import GATES, SHAPES, TUNED_BLOCK
 
 
 def tune(paths: Sequence[Path] = (), device: str = "cpu", threads: int | None = None) -> dict[str, Any]:
@@ -32,6 +31,10 @@ def tune(paths: Sequence[Path] = (), device: str = "cpu", threads: int | None = 
     """
     backend = tuning_backend(EngineOptions(device))
     models = [read_packed(path, verify=False) for path in paths]
+    if others := [packed.block for packed in models if packed.block != TUNED_BLOCK]:
+        raise UserError(
+            f"tune measures products with {TUNED_BLOCK}, a file has {others[0]}: leave it out, nothing to tune"
+        )
     divided = [packed for packed in models if _divides(packed, backend)]
     widths = [packed.architecture.hidden for packed in divided]
     if threads is not None and device != "cpu" and not widths:
@@ -45,7 +48,7 @@ def tune(paths: Sequence[Path] = (), device: str = "cpu", threads: int | None = 
         for packed in models
         for layer in packed.layers
         for name, matrix in layer.matrices.items()
-        if matrix.type == ZIGZAG
+        if matrix.format.order == "zigzag"
     ]
     shapes = [shape for _, shape in sites] or SHAPES
     gates = {shape for name, shape in sites if name == "mlp_in"} if sites else GATES

@@ -141,7 +141,7 @@ def test_an_existing_output_is_refused_before_the_model_is_opened(request_):
 
 
 def test_a_failure_leaves_neither_half_an_artifact_nor_changes_the_old_one(source, request_, monkeypatch):
-    from sparsepack.formats.codecs import zigzag
+    from sparsepack.formats.orders import zigzag
 
     pack(request_)
     before, calls = request_.output.read_bytes(), []

@@ -22,10 +22,10 @@ from sparsepack.cli.app import main
 from sparsepack.eval.perplexity import score_windows, summarise
 from sparsepack.eval.subject import open_subject
 from sparsepack.files.text import Text
-from sparsepack.formats.codecs import zigzag
 from sparsepack.formats.inspect import describe
 from sparsepack.formats.manifest import SCORE, SCORE_PLACEHOLDER, with_score
 from sparsepack.formats.open import open_artifact
+from sparsepack.formats.orders import zigzag
 from sparsepack.formats.verify import verify
 from sparsepack.models.checkpoint.checkpoint import open_checkpoint
 from sparsepack.models.tokenizer.windows import inputs_and_targets

@@ -14,7 +14,7 @@ from typing import Any
 import gguf
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from sparsepack.formats.plain.llama_cpp.vocabulary import KEY_TYPES
+from sparsepack.formats.llama_cpp.vocabulary import KEY_TYPES
 
 LINES = "\n".join(pydoc_data.topics.topics.values()).splitlines(keepends=True)
 EOS = {"eos_token": "<|endoftext|>"}

@@ -11,8 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from sparsepack.errors import UserError
-from sparsepack.formats.mlp_kinds import DENSE, EXPERTS
-from sparsepack.formats.table import FORMATS, Format
+from sparsepack.formats.table import DENSE, EXPERTS, FORMATS, Format
 from sparsepack.models.architecture import architecture_of
 from sparsepack.models.families import FAMILIES
 from sparsepack.models.family import Family

@@ -26,7 +26,7 @@ from benchmarks.shared.llama_bench import LAYERS, MLPS, Peer, runner, write_shap
 from benchmarks.shared.shapes import SIZES, Size, llama_config
 from benchmarks.shared.timing import json_option, write_figures
 from sparsepack.errors import UserError
-from sparsepack.formats.codecs.neurons import record_bytes
+from sparsepack.formats.orders.neuron import record_bytes
 from sparsepack.placement.budget import Parts, format_bytes, parse_bytes
 from sparsepack.placement.traffic import describe_per_token
 from sparsepack.runtime.cuda.links import measure, measured_links

@@ -23,8 +23,8 @@ import torch
 
 from benchmarks.shared.random_models import random_rows, random_superblocks
 from benchmarks.shared.shapes import SHARPER
-from sparsepack.formats.codecs.types import type_that_fits
-from sparsepack.formats.plain.llama_cpp.keys import architecture_keys
+from sparsepack.formats.blocks.table import type_that_fits
+from sparsepack.formats.llama_cpp.keys import architecture_keys
 from sparsepack.models.architecture import architecture_of
 from sparsepack.models.checkpoint.experts import part_shapes
 from sparsepack.models.checkpoint.gguf_config import ROUTER, SHARED_GATE, UNQUANTISED, gguf_names

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.shared.shapes import CONTEXT, SHARPER, Size, llama_config
-from sparsepack.formats.codecs import zigzag
-from sparsepack.formats.codecs.matrices import ZIGZAG, PackedExperts, PackedMatrix, encode_rows
-from sparsepack.formats.codecs.types import type_that_fits
+from sparsepack.formats.blocks.table import BLOCKS, type_that_fits
+from sparsepack.formats.matrix import PackedExperts, PackedMatrix
+from sparsepack.formats.orders import zigzag
 from sparsepack.formats.packed import (
     DenseMlp,
     ExpertMlp,
@@ -25,6 +25,7 @@ from sparsepack.formats.packed import (
     PackedModel,
     PackedSite,
 )
+from sparsepack.formats.table import MatrixFormat
 from sparsepack.models.architecture import ExpertNumbers, architecture_of
 from sparsepack.models.families import FAMILIES
 from sparsepack.models.family import ATTENTION_SITES, MLP_SITES
@@ -66,7 +67,9 @@ def random_of(config: Any, name: str, depth: int, device: str = "cuda") -> Packe
         parts, columns, scale = shapes[of]
         shape = numbers.stored, zigzag.bands(sum(parts)), columns
         blocks = random_superblocks(shape, scale * columns**-0.5, generator)
-        return PackedExpertsSite(PackedExperts(blocks, sum(parts), columns), None, parts)
+        return PackedExpertsSite(
+            PackedExperts(blocks, MatrixFormat("Q4_K", "zigzag"), sum(parts), columns), None, parts
+        )
 
     def mlp() -> DenseMlp | ExpertMlp:
         if a.experts is None:
@@ -98,7 +101,7 @@ def random_of(config: Any, name: str, depth: int, device: str = "cuda") -> Packe
 def random_zigzag(rows: int, columns: int, scale: float, generator: torch.Generator) -> PackedMatrix:
     """Weights between -7.5 and 7.5 steps, with the standard deviation scale / sqrt(columns)."""
     blocks = random_superblocks((zigzag.bands(rows), columns), scale * columns**-0.5, generator)
-    return PackedMatrix(blocks, ZIGZAG, rows, columns)
+    return PackedMatrix(blocks, MatrixFormat("Q4_K", "zigzag"), rows, columns)
 
 
 def random_superblocks(shape: tuple[int, ...], deviation: float, generator: torch.Generator) -> Tensor:
@@ -119,12 +122,12 @@ def random_rows(
     """Weights with a standard deviation, in a type, or in Q6_K or what takes its place for so many columns."""
     type = type or type_that_fits("Q6_K", columns)
     parts = [
-        encode_rows(
-            scale * torch.randn(min(16384, rows - at), columns, device=generator.device, generator=generator), type
+        BLOCKS[type].encode(
+            scale * torch.randn(min(16384, rows - at), columns, device=generator.device, generator=generator)
         )
         for at in range(0, rows, 16384)
     ]
-    return PackedMatrix(torch.cat(parts), type, rows, columns)
+    return PackedMatrix(torch.cat(parts), MatrixFormat(type), rows, columns)
 
 
 def random_neurons(
@@ -149,7 +152,7 @@ def random_neurons(
     superblocks = 2 * size.hidden // 256
     records = random_superblocks((size.intermediate, superblocks), size.hidden**-0.5 * narrow, generator)
     gate = gate_by_rows(size, generator) if rows else zigzag(size.intermediate)
-    stored = PackedMatrix(records.flatten(1).cpu(), "Q4_K", size.intermediate, 2 * size.hidden)
+    stored = PackedMatrix(records.flatten(1).cpu(), MatrixFormat("Q4_K"), size.intermediate, 2 * size.hidden)
     norm = torch.ones(size.hidden)
     layers = tuple(
         PackedLayer(
@@ -174,8 +177,8 @@ def random_neurons(
 def gate_by_rows(size: Size, generator: torch.Generator) -> PackedMatrix:
     """A random gate by rows."""
     superblocks = random_superblocks((size.intermediate, size.hidden // 256), size.hidden**-0.5, generator)
-    return PackedMatrix(superblocks.flatten(1).cpu(), "Q4_K", size.intermediate, size.hidden)
+    return PackedMatrix(superblocks.flatten(1).cpu(), MatrixFormat("Q4_K"), size.intermediate, size.hidden)
 
 
 def _to_host(matrix: PackedMatrix) -> PackedMatrix:
-    return PackedMatrix(matrix.blocks.cpu(), matrix.type, matrix.rows, matrix.columns)
+    return PackedMatrix(matrix.blocks.cpu(), matrix.format, matrix.rows, matrix.columns)

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sparsepack.formats.codecs.matrices import decode_matrix
+from sparsepack.formats.matrix import decode_matrix
 from sparsepack.formats.packed import PackedModel
 from sparsepack.models.records.rule import SiteRule
 from sparsepack.runtime.chained.decoder import OperationsDecoder

@@ -18,8 +18,7 @@ from torch import Tensor
 
 from sparsepack.bench.bandwidth import read_bandwidth
 from sparsepack.errors import UserError
-from sparsepack.formats.codecs.slide import Slide, encode, quantise_rows
-from sparsepack.formats.codecs.value_types import VALUE_TYPES
+from sparsepack.formats.orders.slide import VALUE_TYPES, Slide, encode, quantise_rows
 from sparsepack.models.records.groups import kept
 from sparsepack.models.records.pattern import Pattern
 from sparsepack.progress import progress

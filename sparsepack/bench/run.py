@@ -45,7 +45,7 @@ def bench(path: Path, settings: BenchSettings | None = None, text: str | None = 
 
 def _bench_products(artifact: "Artifact", settings: BenchSettings, text: str | None) -> dict[str, Any]:
     from sparsepack.bench.linears import PATTERNS, bench_linears, linears_of
-    from sparsepack.formats.slid.artifact import SlidArtifact, value_type
+    from sparsepack.formats.slide import SlidArtifact, value_type
 
     assert isinstance(artifact, SlidArtifact)
     if text is not None:

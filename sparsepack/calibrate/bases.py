@@ -256,7 +256,7 @@ ROTATIONS: Mapping[str, Basis] = {
     "hadamard": Basis(
         "sparsepack.calibrate.bases",
         "nothing",
-        lambda format: format.weight_sparsity and format.matrices in ("I8", "F8_E4M3"),
+        lambda format: format.weight_sparsity and format.matrices.block in ("I8", "F8_E4M3"),
         "channels are even, so that rounding their inputs to 8 bits loses less",
     ),
     "learnt": Basis(

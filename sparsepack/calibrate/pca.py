@@ -18,8 +18,8 @@ from sparsepack.calibrate.folder import Calibration
 from sparsepack.calibrate.rotate import RotateOptions
 from sparsepack.calibrate.statistics import output_moments, second_moments
 from sparsepack.errors import RotationError
-from sparsepack.formats.codecs.q4_k_fit import SUB
-from sparsepack.formats.codecs.q6_k import SUB as OUTPUT_SUB
+from sparsepack.formats.blocks.q4_k import SUB
+from sparsepack.formats.blocks.q6_k import SUB as OUTPUT_SUB
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
 from sparsepack.models.checkpoint.rotated import Bases
 from sparsepack.workers.resume import ResumeState

@@ -33,7 +33,7 @@ from torch import Tensor
 
 from sparsepack.calibrate.sequential import sparsify_second_half
 from sparsepack.files.transfer import stacked_on
-from sparsepack.formats.encoded import EncodedSite
+from sparsepack.formats.plan import EncodedSite
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
 from sparsepack.models.checkpoint.experts import as_shared
 from sparsepack.models.family import MLP_MID

@@ -26,8 +26,7 @@ from sparsepack.errors import PackingError, SingularError
 from sparsepack.files.hashing import NO_HASH, fingerprint
 from sparsepack.files.side_files import make_folder
 from sparsepack.files.transfer import stacked_on
-from sparsepack.formats.encoded import Encoded, EncodedSite, SiteEncoder
-from sparsepack.formats.plan import naming
+from sparsepack.formats.plan import Encoded, EncodedSite, SiteEncoder, naming
 from sparsepack.formats.table import Format
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
 from sparsepack.models.family import MLP_SITES, SITES

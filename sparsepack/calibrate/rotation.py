@@ -27,7 +27,7 @@ from sparsepack.calibrate.statistics import output_moments, second_moments
 from sparsepack.errors import RotationError, WorkersError
 from sparsepack.files.atomic import check_inputs, check_output
 from sparsepack.files.hashing import fingerprint
-from sparsepack.formats.codecs.types import stored_bytes, type_that_fits
+from sparsepack.formats.blocks.table import stored_bytes, type_that_fits
 from sparsepack.formats.zigzag.plan import BASIS_TYPE
 from sparsepack.models.checkpoint.checkpoint import HEAD, Checkpoint, checkpoint_of
 from sparsepack.models.checkpoint.rotated import bases_of, check_one_basis, rotated, rotated_config

@@ -122,7 +122,7 @@ class EngineSubject(Subject):
     @property
     def precision(self) -> dict[str, str]:
         """The engine chooses the type of the arithmetic."""
-        return {"weights": FORMATS[self.kind].matrices, "dtype": "the runtime's own"}
+        return {"weights": FORMATS[self.kind].matrices.block, "dtype": "the runtime's own"}
 
     def scorer(self) -> EngineScorer:
         return EngineScorer(self.packed, self.options)

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional
 
 from sparsepack.eval.protocols import CountingScorer, Done, Logits, ignored
-from sparsepack.formats.codecs.slide import dequantised, quantise_rows
+from sparsepack.formats.orders.slide import dequantised, quantise_rows
 from sparsepack.integration.transformers import double_sparsity
 from sparsepack.models.architecture import logit_cap, sliding_windows
 from sparsepack.models.family import Family
@@ -139,7 +139,7 @@ def quantised_inputs(
     blocks: Sequence[tuple[int, nn.Module]], family: Family, types: Mapping[SiteKey, torch.dtype]
 ) -> Iterator[None]:
     """Within the context, the (layer, block) pairs see the inputs of sites as values of these types with one scale for
-    each token (`formats.codecs.slide`): what the kernels multiply, but for the order in which they add."""
+    each token (`formats.orders.slide`): what the kernels multiply, but for the order in which they add."""
 
     def rounded(layer: int, site: str, x: torch.Tensor) -> torch.Tensor | None:
         dtype = types.get((layer, site))

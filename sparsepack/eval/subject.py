@@ -144,7 +144,7 @@ def _artifact(artifact: Artifact, thresholds: Thresholds | None, device: str, dt
     artifact.check_bytes()
     stock = artifact.stock()
     made_from = stock.config.dtype if isinstance(stock.config.dtype, torch.dtype) else torch.float32
-    own = {"F16": torch.float16, "BF16": torch.bfloat16}.get(artifact.format.matrices, made_from)
+    own = {"F16": torch.float16, "BF16": torch.bfloat16}.get(artifact.format.matrices.block, made_from)
     return TransformersSubject(
         name=str(path),
         kind=artifact.format.name,
@@ -155,7 +155,7 @@ def _artifact(artifact: Artifact, thresholds: Thresholds | None, device: str, dt
         rules=thresholds.rules if thresholds else stock.rules,
         source_sha256=source_sha256,
         target_sparsity=thresholds.sparsity if thresholds else stock.target_sparsity,
-        weights=artifact.format.matrices,
+        weights=artifact.format.matrices.block,
         dtype=arithmetic(dtype, own, device),
         device=device,
         sparse_sites=thresholds.may_skip() if thresholds else stock.sparse_sites,

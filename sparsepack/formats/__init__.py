@@ -1,1 +1,1 @@
-"""What a packed model is on disk: the table of formats, a folder for each, the containers that they share, codecs."""
+"""What a packed model is on disk: the table of formats, blocks and orders, containers, and a file for each format."""

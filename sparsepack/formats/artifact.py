@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sparsepack.errors import ArtifactError
 from sparsepack.files.gguf import TensorInfo
-from sparsepack.formats.codecs.matrices import decode_rows
+from sparsepack.formats.blocks.table import BLOCKS
 from sparsepack.formats.packed import PackedModel
 from sparsepack.formats.stock import StockModel
 from sparsepack.formats.table import FORMATS, Format, those_with
@@ -84,7 +84,7 @@ class Artifact(ABC):
         """The logical weights of a tensor, float32; of a matrix its rows [first, last) alone."""
         info = self.tensors[name]
         data = self.stored(name) if len(info.shape) == 1 else self.stored(name, first, last)
-        return decode_rows(data, info.type).reshape(-1, *info.shape[1:])
+        return BLOCKS[info.type].decode(data).reshape(-1, *info.shape[1:])
 
     @abstractmethod
     def source(self, name: str, checkpoint: Checkpoint) -> Tensor | None:
@@ -141,7 +141,7 @@ class Artifact(ABC):
         return True
 
     def type_of_weights(self, name: str) -> str:
-        """The name of the type that weights were rounded to, by which `verify.ERROR_BOUNDS` has what it can cause."""
+        """The name of the type that weights were rounded to, whose row in `BLOCKS` has what error it can cause."""
         return self.tensors[name].type
 
     def padding_problems(self) -> Iterator[str]:

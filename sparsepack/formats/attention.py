@@ -3,7 +3,7 @@
     kind                          "double": Double Sparsity
     tokens                        share of the tokens that a decoded position sees and reads, "1/8"
     sinks, recent, min_context    see `models.records.sparse_attention.TokenPolicy`
-    label_bits                    of a channel of a label: 4 (`formats.codecs.labels`)
+    label_bits                    of a channel of a label: 4 (`formats.blocks.labels`)
     head_dim, kv_heads, rotary    what the channels are channels of: `models.heads.Heads`
     groups                        "mean": the query heads of a KV head read what their mean query ranks best
     calibration                   SHA-256 of the calibration that the channels are from
@@ -25,7 +25,7 @@ from pydantic import AfterValidator, ConfigDict, Field, model_validator
 
 from sparsepack.errors import ArtifactError
 from sparsepack.files.stored import Count, Name, Size, Stored, shown, validate
-from sparsepack.formats.codecs.labels import LABEL_BITS, padded_channels
+from sparsepack.formats.blocks.labels import LABEL_BITS, padded_channels
 from sparsepack.models.architecture import Architecture
 from sparsepack.models.family import Rotary
 from sparsepack.models.heads import Heads, heads_of, heads_of_config

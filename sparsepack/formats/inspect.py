@@ -18,7 +18,7 @@ from sparsepack.formats.manifest import (
     refit_in_words,
 )
 from sparsepack.formats.open import open_artifact
-from sparsepack.formats.zigzag.layout import ROW_SCALE
+from sparsepack.formats.zigzag.reader import ROW_SCALE
 from sparsepack.models.checkpoint.configuration import segments_summary
 
 _BLOCKS = ("blk.", "model.layers.")

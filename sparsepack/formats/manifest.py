@@ -17,10 +17,10 @@ from sparsepack.models.records.distilled import in_words as distilled_in_words
 from sparsepack.version import __version__
 
 SCHEMA = 6
-"""The newest schema, of models with matrices whose rows have scales (`formats.zigzag.layout`)."""
+"""The newest schema, of models with matrices whose rows have scales (`formats.zigzag.reader`)."""
 
 _TAILS_SCHEMA = 5
-"""The schema of what else has matrices whose last rows are stored as a tail (`formats.zigzag.layout`)."""
+"""The schema of what else has matrices whose last rows are stored as a tail (`formats.zigzag.reader`)."""
 
 _BASES_SCHEMA = 4
 """The schema of what else changes the basis of the residual stream between blocks."""
@@ -33,7 +33,7 @@ _OLDEST = 2
 """The schema of everything else, and the oldest that is read."""
 
 NEURONS = "neurons"
-"""The key of what formats that store MLPs by neurons say of them: `formats.neuron.artifact`. No other format has it."""
+"""The key of what formats that store MLPs by neurons say of them: `formats.neuron`. No other format has it."""
 
 PRUNING = "pruning"
 """The manifest says under this key what was pruned before: `models.records.pruned.PruningRecord.summary`."""
@@ -198,7 +198,7 @@ def make_manifest(
     notes      -- where the artifact differs from what was asked, a sentence each
     sha256     -- the checkpoint's, which a container may come to know only once it is written
     attention  -- the section of sparse attention: `formats.attention`
-    neurons    -- the section of an MLP's neurons: `formats.neuron.artifact`
+    neurons    -- the section of an MLP's neurons: `formats.neuron`
     tails      -- whether last rows are stored as tails
     row_scales -- whether rows of matrices have scales
     """

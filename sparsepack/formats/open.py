@@ -6,9 +6,8 @@ from typing import Any
 
 from sparsepack.errors import ArtifactError, PackingError
 from sparsepack.formats.artifact import Artifact
-from sparsepack.formats.containers.gguf.container import is_ours, open_gguf
-from sparsepack.formats.containers.safetensors.container import open_folder
-from sparsepack.formats.containers.safetensors.layout import CONFIG, MANIFEST, METHOD
+from sparsepack.formats.containers.gguf import is_ours, open_gguf
+from sparsepack.formats.containers.safetensors import CONFIG, MANIFEST, METHOD, open_folder
 from sparsepack.formats.packed import PackedModel
 from sparsepack.formats.table import FORMATS
 

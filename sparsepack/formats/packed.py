@@ -10,9 +10,9 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from sparsepack.formats.codecs import neurons
-from sparsepack.formats.codecs.matrices import PackedExperts, PackedMatrix, decode_experts, decode_matrix, zigzag_rows
-from sparsepack.formats.mlp_kinds import DENSE, EXPERTS, MLP_GATE, MLP_RECORDS, NEURONS, MlpKind
+from sparsepack.formats.matrix import PackedExperts, PackedMatrix, decode_experts, decode_matrix, zigzag_rows
+from sparsepack.formats.orders import neuron as neurons
+from sparsepack.formats.table import DENSE, EXPERTS, MLP_GATE, MLP_RECORDS, NEURONS, MlpKind
 from sparsepack.models.architecture import Architecture
 from sparsepack.models.checkpoint.experts import as_shared
 from sparsepack.models.family import BASIS, Family
@@ -305,6 +305,11 @@ class PackedModel:
     def bases(self) -> dict[int, PackedMatrix]:
         """The change of basis before each block that has one."""
         return {n: layer.basis for n, layer in enumerate(self.layers) if layer.basis is not None}
+
+    @property
+    def block(self) -> str:
+        """The type of the superblocks of its matrices in zigzag order, all of them alike."""
+        return next(iter(self.layers[0].attention.values())).matrix.format.block
 
     @property
     def mlp_kind(self) -> MlpKind:

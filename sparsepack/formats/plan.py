@@ -9,15 +9,41 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
+from torch import Tensor
 
 from sparsepack.errors import PackingError
-from sparsepack.formats.codecs.types import stored_bytes
-from sparsepack.formats.encoded import Encoded
-from sparsepack.formats.mlp_kinds import GATE_ORDERS
+from sparsepack.formats.blocks.table import stored_bytes
+from sparsepack.formats.table import GATE_ORDERS
 from sparsepack.models.records.neurons import NeuronCounts
 from sparsepack.models.records.pattern import Pattern
 from sparsepack.models.records.rule import Rules
+from sparsepack.reconstruction import Inputs
 from sparsepack.workers.workers import ALONE, Workers
+
+
+@dataclass(frozen=True)
+class EncodedSite:
+    """One site, its projections' rows stacked.
+
+    tensors -- the bytes that are stored, by the names of the artifact's tensors: uint8, of any shape; none of a matrix
+               that the format keeps as it is
+    weight  -- what is stored, decoded: float32 [rows, columns]
+    rows    -- which rows of `weight` each tensor that holds weights has, by its name: a slice, or their numbers
+    """
+
+    tensors: Mapping[str, Tensor]
+    weight: Tensor
+    rows: Mapping[str, slice | Tensor]
+
+
+SiteEncoder = Callable[[int, str, Tensor, Inputs | None], EncodedSite]
+"""The function takes (layer, site, weight float32 [rows, columns], inputs). With inputs, weights make up for each
+other's errors; with None each is rounded by itself.
+
+It raises `PackingError` for weights that cannot be encoded, `SingularError` as `Inputs.inverse_factor`."""
+
+Encoded = Mapping[str, Callable[[], Tensor]]
+"""By the names of an artifact's tensors, what gives their bytes."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +83,7 @@ class PlannedTensor:
     """A tensor to write.
 
     shape   -- as stored, in weights, slowest dimension first
-    type    -- one of `formats.codecs.types.BLOCKS`
+    type    -- a row of `blocks.table.BLOCKS`
     logical -- shape without padding; None: as stored
     weights -- whether it holds weights of the model, not a site's rule or what follows from the configuration
     padding_rows -- rows of zeros after the logical ones; of each expert, where it holds experts

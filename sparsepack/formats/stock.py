@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sparsepack.errors import ArtifactError
 from sparsepack.files.stored import shown
-from sparsepack.formats.codecs.matrices import decode_matrix
+from sparsepack.formats.matrix import decode_matrix
 from sparsepack.formats.packed import PackedModel
 from sparsepack.models.architecture import Architecture, architecture_of, token_ids
 from sparsepack.models.checkpoint.checkpoint import EMBEDDING, FINAL_NORM, HEAD

@@ -10,13 +10,60 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from sparsepack.errors import CheckpointError, PackingError
-from sparsepack.formats.mlp_kinds import DENSE, NEURONS, MlpKind
+from sparsepack.models.family import MLP_SITES
+
+MLP_GATE, MLP_RECORDS = "mlp_gate", "mlp_records"
+
+GATE_ORDERS = ("zigzag", "rows")
+"""The orders in which gates of MLPs by neurons are stored; by rows, the gate of one neuron can be read alone."""
+"""What stands in place of the sites mlp_in and mlp_mid where an MLP is stored by neurons."""
+
+
+@dataclass(frozen=True)
+class MlpKind:
+    """How an MLP is stored, and what of it a decoded token leaves out.
+
+    name     -- for messages: a model "by neurons"
+    counted  -- the names of its matrices, under which what a token reads is counted, in the order of `decoder.h`
+    exact    -- those of `counted` whose inactive units are left out exactly, whatever the rules of the sites
+    instead  -- for messages: what else the model could be packed as, a clause that begins with a comma
+    by_count -- the units are stored in the order of how often a calibration or a trace saw each active
+    """
+
+    name: str
+    counted: tuple[str, ...]
+    exact: tuple[str, ...] = ()
+    by_count: bool = False
+    instead: str = ""
+
+
+DENSE = MlpKind("sites", MLP_SITES)
+EXPERTS = MlpKind("experts", MLP_SITES)
+NEURONS = MlpKind(
+    "neurons", (MLP_GATE, MLP_RECORDS), (MLP_RECORDS,), by_count=True, instead=", or pack the model as zigzag-q4_k"
+)
+
 
 if TYPE_CHECKING:
-    from sparsepack.formats.encoded import SiteEncoder
-    from sparsepack.formats.plan import Plan, PlanRequest
+    from sparsepack.formats.plan import Plan, PlanRequest, SiteEncoder
     from sparsepack.models.checkpoint.checkpoint import Checkpoint
     from sparsepack.models.family import Family
+
+
+@dataclass(frozen=True)
+class MatrixFormat:
+    """How a matrix is stored: blocks in an order.
+
+    block -- a row of `blocks.table.BLOCKS`, by name
+    order -- which weights a block holds: of a row each ("rows"), 256 rows of a column ("zigzag"), both of a neuron
+             ("neuron"), the values of sliding windows ("slide"); a module of `orders` but for the first
+    """
+
+    block: str
+    order: str = "rows"
+
+    def __str__(self) -> str:
+        return self.block if self.order == "rows" else f"{self.order}-{self.block.lower()}"
 
 
 @dataclass(frozen=True)
@@ -29,7 +76,7 @@ class Format:
                        `plan(format, checkpoint, request) -> Plan` and `opened(container, manifest) -> Artifact`;
                        the container is a `GgufFile`, or an `ArtifactFolder` where `folder` is set; and by
                        `encoder(format, checkpoint, request) -> SiteEncoder` where `fits` is
-    matrices        -- type in which the blocks' matrices are stored
+    matrices        -- how the matrices of the model's blocks are stored, in the order of their MLPs
     folder          -- a folder of safetensors; otherwise a GGUF file
     thresholds      -- whether it carries the rules of the sites
     attention       -- whether it carries a policy for sparse attention
@@ -46,7 +93,7 @@ class Format:
     name: str
     summary: str
     module: str
-    matrices: str
+    matrices: MatrixFormat
     folder: bool = False
     thresholds: bool = False
     attention: bool = False
@@ -114,9 +161,9 @@ class Format:
 
 
 _ZIGZAG = "sparsepack.formats.zigzag.plan"
-_NEURON = "sparsepack.formats.neuron.plan"
-_PLAIN = "sparsepack.formats.plain.plan"
-_SLID = "sparsepack.formats.slid.plan"
+_NEURON = "sparsepack.formats.neuron"
+_PLAIN = "sparsepack.formats.plain"
+_SLID = "sparsepack.formats.slide"
 _FOR_LLAMA_CPP = "a plain GGUF that stock llama.cpp loads"
 _FOR_2_OF_4 = "a folder of a pruned model for 2:4 tensor cores"
 _RUN: Mapping[str, Any] = {"thresholds": True, "attention": True, "bases": True, "runs": True}
@@ -129,7 +176,7 @@ FORMATS: Mapping[str, Format] = {
             "zigzag-q4_k",
             "skips inactive columns",
             _ZIGZAG,
-            "Q4_K",
+            MatrixFormat("Q4_K", "zigzag"),
             experts=True,
             fits=True,
             fits_experts=True,
@@ -137,22 +184,40 @@ FORMATS: Mapping[str, Format] = {
             **_RUN,
         ),
         Format(
+            "zigzag-q6_k",
+            "skips inactive columns",
+            _ZIGZAG,
+            MatrixFormat("Q6_K", "zigzag"),
+            experts=True,
+            file_type=18,
+            **_RUN,
+        ),
+        Format(
+            "zigzag-q8_0",
+            "skips inactive columns",
+            _ZIGZAG,
+            MatrixFormat("Q8_0", "zigzag"),
+            experts=True,
+            file_type=7,
+            **_RUN,
+        ),
+        Format(
             "neuron-q4_k",
             "also skips, exactly, inactive neurons of models with ReLU",
             _NEURON,
-            "Q4_K",
+            MatrixFormat("Q4_K", "neuron"),
             fits=True,
             mlp=NEURONS,
             file_type=14,
             **_RUN,
         ),
-        Format("q4_k", _FOR_LLAMA_CPP, _PLAIN, "Q4_K", experts=True, fits=True, file_type=14),
-        Format("f16", _FOR_LLAMA_CPP, _PLAIN, "F16", experts=True, file_type=1),
-        Format("bf16", _FOR_LLAMA_CPP, _PLAIN, "BF16", experts=True, file_type=32),
-        Format("f32", _FOR_LLAMA_CPP, _PLAIN, "F32", experts=True, file_type=0),
-        Format("slide-int8", _FOR_2_OF_4, _SLID, "I8", fits=True, **_PRUNED),
-        Format("slide-fp8", _FOR_2_OF_4, _SLID, "F8_E4M3", fits=True, **_PRUNED),
-        Format("slide-bf16", _FOR_2_OF_4, _SLID, "BF16", **_PRUNED),
+        Format("q4_k", _FOR_LLAMA_CPP, _PLAIN, MatrixFormat("Q4_K"), experts=True, fits=True, file_type=14),
+        Format("f16", _FOR_LLAMA_CPP, _PLAIN, MatrixFormat("F16"), experts=True, file_type=1),
+        Format("bf16", _FOR_LLAMA_CPP, _PLAIN, MatrixFormat("BF16"), experts=True, file_type=32),
+        Format("f32", _FOR_LLAMA_CPP, _PLAIN, MatrixFormat("F32"), experts=True, file_type=0),
+        Format("slide-int8", _FOR_2_OF_4, _SLID, MatrixFormat("I8", "slide"), fits=True, **_PRUNED),
+        Format("slide-fp8", _FOR_2_OF_4, _SLID, MatrixFormat("F8_E4M3", "slide"), fits=True, **_PRUNED),
+        Format("slide-bf16", _FOR_2_OF_4, _SLID, MatrixFormat("BF16", "slide"), **_PRUNED),
     )
 }
 DEFAULT_FORMAT = next(iter(FORMATS))

@@ -10,26 +10,13 @@ import torch
 
 from sparsepack.errors import ArtifactError
 from sparsepack.formats.artifact import Artifact
-from sparsepack.formats.codecs.value_types import VALUE_TYPES
+from sparsepack.formats.blocks.table import BLOCKS
 from sparsepack.formats.distilled_from import Undistilled, made_from_undistilled, trained_in_words
 from sparsepack.formats.manifest import DISTILLATION, refit_in_words, weight_changes
 from sparsepack.formats.open import open_artifact
 from sparsepack.formats.rotated_again import RotatedAgain, made_from_unrotated, rotated_again
 from sparsepack.models.checkpoint.checkpoint import Checkpoint, checkpoint_of
 from sparsepack.option import check_type
-
-ERROR_BOUNDS = {
-    **{"Q4_K": 0.12, "Q6_K": 0.05, "Q8_0": 0.015, "Q5_0": 0.08, "F16": 1e-3, "F32": 1e-6},
-    **{name: row.error_bound for name, row in VALUE_TYPES.items()},
-}
-"""Largest relative Frobenius error that the type itself can cause.
-
-Q4_K leaves 0.07 on normal weights and 0.09 on heavy-tailed ones (Student t with 3 degrees of freedom), Q6_K a quarter
-of that, Q5_0 and Q8_0 0.05 and 0.01 (tests/codec_cases.py has the weights); F16 and BF16 round to 11 and 8 significant
-bits; F32 holds every source type. I8 and F8_E4M3 have one scale for a row: 0.01 and 0.03 on normal weights, of I8 more
-where a row's largest weight is far from the others, ten times as far at this bound. Weights of another model of the
-same shapes are off by 1.4.
-"""
 
 _PIECE, _BAND = 1 << 22, 256
 """The first number of weights is decoded at one time, the second number of rows is stored together."""
@@ -171,7 +158,7 @@ def _compared(
             yield f"{name}: {list(artifact.logical_shape(name))} in the file, {shape} in {checkpoint.name}"
             continue
         type = artifact.type_of_weights(name)
-        bound = math.hypot(ERROR_BOUNDS[type], again.may_be_off(artifact, name, source) if again else 0.0)
+        bound = math.hypot(BLOCKS[type].error, again.may_be_off(artifact, name, source) if again else 0.0)
         bound += changes.get(name, 0.0) + off
         yield TensorError(name, type, _relative_error(artifact, name, source), bound)
     if artifact.output not in artifact.tensors and not before.checkpoint.tied:

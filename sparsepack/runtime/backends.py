@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from sparsepack.errors import UserError
-from sparsepack.formats.mlp_kinds import DENSE, EXPERTS, NEURONS, MlpKind
+from sparsepack.formats.table import DENSE, EXPERTS, NEURONS, MlpKind
 from sparsepack.runtime.traits import TRAITS
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ class Backend:
     offloads    -- whether keys and values can lie in the host's memory, away from the device
     tunes       -- whether `sparsepack tune` can measure what suits the machine
     mlps        -- the kinds of MLPs that it runs
+    blocks      -- the types of superblocks in zigzag order that it has kernels for
     slots       -- whether some of these neurons can have slots of their own
     budgets     -- whether what has no room in a device's memory can lie in the host's
     gate_copies -- whether copies of gates can take the place of those that have no room in a device's memory
@@ -49,6 +50,7 @@ class Backend:
     offloads: bool = False
     tunes: bool = False
     mlps: tuple[MlpKind, ...] = (DENSE,)
+    blocks: tuple[str, ...] = ("Q4_K",)
     slots: bool = False
     budgets: bool = False
     gate_copies: bool = False
@@ -89,6 +91,7 @@ BACKENDS: Mapping[str, Backend] = MappingProxyType(
                 cache_types=("f32",),
                 sequences=8,
                 mlps=(DENSE, NEURONS, EXPERTS),
+                blocks=("Q4_K", "Q6_K", "Q8_0"),
                 holds=True,
                 traits=frozenset(TRAITS),
             ),
@@ -102,6 +105,7 @@ BACKENDS: Mapping[str, Backend] = MappingProxyType(
                 sequences=8,
                 tunes=True,
                 mlps=(DENSE, NEURONS, EXPERTS),
+                blocks=("Q4_K", "Q6_K", "Q8_0"),
                 holds=True,
                 traits=frozenset(TRAITS),
             ),
@@ -117,6 +121,7 @@ BACKENDS: Mapping[str, Backend] = MappingProxyType(
                 offloads=True,
                 tunes=True,
                 mlps=(DENSE, NEURONS, EXPERTS),
+                blocks=("Q4_K", "Q6_K", "Q8_0"),
                 slots=True,
                 budgets=True,
                 gate_copies=True,

@@ -74,7 +74,7 @@ def not_by_neurons(packed: PackedModel) -> str:
             "the model's MLPs are mixtures of experts, which no engine gives slots; `place`, `trace` and `simulate` "
             "take experts"
         )
-    from sparsepack.formats.neuron.artifact import EXACT_ZEROS  # it brings torch
+    from sparsepack.formats.neuron import EXACT_ZEROS  # it brings torch
 
     activation = packed.architecture.activation
     if activation not in EXACT_ZEROS:
@@ -99,6 +99,8 @@ def check_divides(packed: PackedModel) -> None:
     """Raise `UserError` for a model of which no part can lie in the host's memory."""
     if packed.architecture.experts is not None:
         raise UserError(f"vram: {not_by_neurons(packed)}")
+    if packed.block != "Q4_K":
+        raise UserError(f"vram: matrices of {packed.block} are not divided yet; leave it out, or pack as zigzag-q4_k")
 
 
 def traits_asked(options: EngineOptions, packed: PackedModel | None) -> list[str]:
@@ -127,6 +129,12 @@ FEATURES = (
         there=lambda row, options, packed: packed is None or packed.mlp_kind in row.mlps,
         refusal="the {row.name} backend does not run models by {packed.mlp_kind.name}; "
         "use backend {names}{packed.mlp_kind.instead}",
+    ),
+    Feature(
+        asked=lambda options, packed: packed is not None,
+        there=lambda row, options, packed: packed is None or packed.block in row.blocks,
+        refusal="the {row.name} backend has no kernels for zigzag matrices of {packed.block}; use backend {names}, or "
+        "pack the model as zigzag-q4_k",
     ),
     Feature(
         asked=lambda options, packed: packed is not None and packed.attention is not None,

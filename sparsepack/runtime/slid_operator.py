@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from sparsepack.errors import UserError
-from sparsepack.formats.codecs.slide import STEPS, Slide
+from sparsepack.formats.orders.slide import STEPS, Slide
 from sparsepack.models.records.pattern import Pattern
 from sparsepack.runtime.reference import products as reference
 from sparsepack.runtime.reference.products import SlidMatrix

@@ -26,6 +26,9 @@ SHAPES: tuple[Shape, ...] = (
 GATES: tuple[Shape, ...] = ((16384, 2048), (28672, 4096))
 """These shapes hold gate and up."""
 
+TUNED_BLOCK = "Q4_K"
+"""Products with superblocks of this type are measured; a layout is kept by a matrix's shape alone."""
+
 ROTATION = 1 << 28
 """The copies that take turns have this many bytes together, so that no cache serves weights."""
 COPIES = 4096

@@ -17,7 +17,7 @@ from benchmarks.vllm_serve import (
     table,
     write_config,
 )
-from sparsepack.formats.slid.artifact import configured_slides, configured_type
+from sparsepack.formats.slide import configured_slides, configured_type
 from sparsepack.models.records.pattern import Pattern
 
 

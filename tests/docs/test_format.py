@@ -11,7 +11,7 @@ import pytest
 from artifacts_for_tests import write_zigzag
 from models_for_tests import make_model
 
-from sparsepack.formats.codecs.matrices import decode_matrix
+from sparsepack.formats.matrix import decode_matrix
 from sparsepack.formats.open import read_packed
 from sparsepack.models.checkpoint.checkpoint import open_checkpoint
 

@@ -5,9 +5,9 @@ from functools import partial
 from typing import Any
 
 from sparsepack.formats.artifact import Artifact, Program
-from sparsepack.formats.codecs.matrices import encode_rows
-from sparsepack.formats.containers.safetensors.container import ArtifactFolder, FolderArtifact
-from sparsepack.formats.containers.safetensors.writer import FolderPlan, model_texts
+from sparsepack.formats.blocks.table import BLOCKS
+from sparsepack.formats.containers.safetensors import ArtifactFolder, FolderArtifact
+from sparsepack.formats.containers.safetensors_writer import FolderPlan, model_texts
 from sparsepack.formats.manifest import make_manifest
 from sparsepack.formats.plan import PlannedTensor, PlanRequest, alone, manifest_shapes
 from sparsepack.formats.table import Format
@@ -29,7 +29,7 @@ def check_model(format: Format, checkpoint: Checkpoint) -> None:
 
 def plan(format: Format, checkpoint: Checkpoint, request: PlanRequest) -> FolderPlan:
     def encoded(name: str) -> Any:
-        return encode_rows(checkpoint.tensor(name), format.matrices)
+        return BLOCKS[format.matrices].encode(checkpoint.tensor(name))
 
     shapes = checkpoint.source.shapes
     tensors = [PlannedTensor(name, shapes[name], format.matrices) for name in shapes]

@@ -17,7 +17,7 @@ from small_rules import rules
 from sparsepack.errors import ArtifactError
 from sparsepack.formats import manifest as manifests
 from sparsepack.formats.attention import attention_section, attention_summary, sparse_attention_of
-from sparsepack.formats.codecs.labels import LABEL_BITS
+from sparsepack.formats.blocks.labels import LABEL_BITS
 from sparsepack.formats.inspect import describe
 from sparsepack.formats.manifest import read_manifest
 from sparsepack.formats.open import open_artifact, read_packed

@@ -15,8 +15,8 @@ from sparsepack.calibrate.prune import PruneOptions
 from sparsepack.calibrate.refit import RefitOptions
 from sparsepack.cli.tables import artifact_table, checkpoint_table
 from sparsepack.files.text import Text
+from sparsepack.formats.blocks.table import BLOCKS
 from sparsepack.formats.inspect import describe
-from sparsepack.formats.verify import ERROR_BOUNDS
 from sparsepack.inspection import inspect
 from sparsepack.publish.card import model_card
 
@@ -54,12 +54,12 @@ def test_the_model_from_before_is_off_by_what_was_trained(kind: str, made: Path,
     assert before.passed, before.problems
     assert "trained since (distilled): each matrix may be off by as much as the manifest says, " in before.checked[-1]
     largest = max(json.loads((made / "d" / "sparsepack_distil.json").read_text())["changes"].values())
-    widened = {tensor.name: tensor.bound - ERROR_BOUNDS[tensor.type] for tensor in before.tensors}
+    widened = {tensor.name: tensor.bound - BLOCKS[tensor.type].error for tensor in before.tensors}
     trained = {name for name, more in widened.items() if more > 0}
     assert trained
     assert all(name.startswith("blk.") and "norm" not in name for name in trained)
     assert max(widened.values()) == pytest.approx(largest, rel=1e-6)
-    assert all(tensor.bound == ERROR_BOUNDS[tensor.type] for tensor in own.tensors)
+    assert all(tensor.bound == BLOCKS[tensor.type].error for tensor in own.tensors)
 
 
 def test_a_rotated_and_distilled_model_is_that_of_each_step(made: Path, tmp_path: Path) -> None:

@@ -12,17 +12,17 @@ from forged import edited, forge
 from models_for_tests import EXPERTS, make_model
 
 from sparsepack.errors import ArtifactError, CheckpointError, PackingError
-from sparsepack.formats.codecs import zigzag
-from sparsepack.formats.codecs.matrices import decode_experts, decode_matrix
-from sparsepack.formats.containers.gguf.values import u32
-from sparsepack.formats.containers.gguf.writer import GgufPlan
+from sparsepack.formats.containers.gguf import u32
+from sparsepack.formats.containers.gguf_writer import GgufPlan
+from sparsepack.formats.matrix import decode_experts, decode_matrix
 from sparsepack.formats.open import open_artifact, read_packed
+from sparsepack.formats.orders import zigzag
 from sparsepack.formats.packed import ExpertMlp
 from sparsepack.formats.plan import PlanRequest
 from sparsepack.formats.stock import dequantised, stock_config
 from sparsepack.formats.table import FORMATS
 from sparsepack.formats.verify import verify
-from sparsepack.formats.zigzag.layout import NUMBERS
+from sparsepack.formats.zigzag.reader import NUMBERS
 from sparsepack.models.architecture import architecture_of
 from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from sparsepack.models.records.rule import SiteRule

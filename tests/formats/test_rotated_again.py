@@ -18,8 +18,9 @@ from sparsepack.calibrate.refit import RefitOptions
 from sparsepack.calibrate.rotate import RotateOptions
 from sparsepack.calibrate.rotation import rotate
 from sparsepack.files.text import Text
+from sparsepack.formats.blocks.table import BLOCKS
 from sparsepack.formats.inspect import describe
-from sparsepack.formats.verify import ERROR_BOUNDS, verify
+from sparsepack.formats.verify import verify
 from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from sparsepack.models.records.rotated import RECORD
 from sparsepack.packing import PackRequest, pack
@@ -61,9 +62,9 @@ def test_a_zigzag_file_is_the_source_model(kind: str, pair: tuple[Checkpoint, Ch
         of_heads = "attn_in" in other.name or "attn_out" in other.name
         assert other.error == pytest.approx(one.error, abs=0.06 if types else 0.02 if of_heads else 0.012)
         most = (0.18 if types else 0.04) + 0.09 * of_heads
-        assert ERROR_BOUNDS[other.type] <= other.bound < ERROR_BOUNDS[other.type] + most
+        assert BLOCKS[other.type].error <= other.bound < BLOCKS[other.type].error + most
         turned = not one.name.endswith(("norm.weight", "mlp_in.bias"))
-        assert (ERROR_BOUNDS[other.type] < other.bound) == turned, one.name
+        assert (BLOCKS[other.type].error < other.bound) == turned, one.name
     assert next(t for t in again.tensors if t.name == "blk.1.mlp_mid.bias").error > 0  # turned, and stored as it is
 
 
@@ -111,11 +112,11 @@ def test_each_segment_is_the_source_model(kind: str, segmented: tuple[Checkpoint
     for one, other in zip(own.tensors, again.tensors, strict=True):
         assert other.error == pytest.approx(one.error, abs=0.02)
         of_heads = "attn_in" in other.name or "attn_out" in other.name
-        assert other.bound < ERROR_BOUNDS[other.type] + 0.06 + 0.09 * of_heads
+        assert other.bound < BLOCKS[other.type].error + 0.06 + 0.09 * of_heads
     matrix = "mlp_in.weight" if kind == "zigzag-q4_k" else "mlp_gate.weight"
     in_order = [bounds[f"blk.{layer}.{matrix}"] for layer in (0, 1, 3)]
     assert in_order == sorted(set(in_order))  # less and less sure
-    assert bounds["output.weight"] > ERROR_BOUNDS["Q6_K"]
+    assert bounds["output.weight"] > BLOCKS["Q6_K"].error
 
 
 def test_two_segments_are_the_source_model(tmp_path: Path) -> None:

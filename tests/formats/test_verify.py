@@ -12,9 +12,9 @@ from artifacts_for_tests import plan_zigzag, write_plain, write_zigzag
 from models_for_tests import SMALL, make_model
 
 from sparsepack.errors import ArtifactError
-from sparsepack.formats.codecs import zigzag
 from sparsepack.formats.inspect import describe
 from sparsepack.formats.open import open_artifact
+from sparsepack.formats.orders import zigzag
 from sparsepack.formats.plan import PlannedGroup, alone
 from sparsepack.formats.verify import verify
 from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
@@ -128,7 +128,7 @@ def test_a_damaged_file_fails_and_is_not_compared(
 def test_a_wrong_matrix_is_named(checkpoints: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pack = zigzag.pack
     # The rows of `down` in another order: the hashes are right, the model is not.
-    monkeypatch.setattr(zigzag, "pack", lambda w: pack(w.flip(0) if w.shape[1] == 512 else w))
+    monkeypatch.setattr(zigzag, "pack", lambda w, block: pack(w.flip(0) if w.shape[1] == 512 else w, block))
     write_zigzag(checkpoints["llama"], {}, tmp_path / "m.gguf")
     report = verify(tmp_path / "m.gguf", checkpoints["llama"])
     assert [t.name for t in report.tensors if not t.passed] == ["blk.0.mlp_mid.weight", "blk.1.mlp_mid.weight"]

@@ -10,7 +10,7 @@ from random import Random
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from sparsepack.files.hashing import NO_HASH
-from sparsepack.formats.containers.gguf.container import HEADER_BYTES, HEADER_HASH, TENSOR_HASHES, seal
+from sparsepack.formats.containers.gguf import HEADER_BYTES, HEADER_HASH, TENSOR_HASHES, seal
 from tests.fuzz.mutate import bytes_changed, json_changed
 
 _SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}

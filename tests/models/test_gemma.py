@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from sparsepack.errors import CheckpointError, PackingError
 from sparsepack.eval.scorer import SparseScorer, StreamedScorer
-from sparsepack.formats.plain.llama_cpp.keys import architecture_keys
+from sparsepack.formats.llama_cpp.keys import architecture_keys
 from sparsepack.models.architecture import architecture_of
 from sparsepack.models.checkpoint.checkpoint import open_checkpoint
 from sparsepack.models.checkpoint.rotated import Bases, rotated

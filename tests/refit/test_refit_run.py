@@ -21,9 +21,9 @@ from sparsepack.calibrate.threshold_table import read_thresholds
 from sparsepack.calibrate.thresholds import AllocationOptions
 from sparsepack.errors import PackingError
 from sparsepack.files.text import Text
-from sparsepack.formats.codecs import zigzag
 from sparsepack.formats.inspect import describe
 from sparsepack.formats.open import open_artifact
+from sparsepack.formats.orders import zigzag
 from sparsepack.formats.verify import verify
 from sparsepack.models.checkpoint.checkpoint import open_checkpoint
 from sparsepack.models.checkpoint.experts import as_experts

@@ -13,8 +13,9 @@ from metal_stand_in import stand_in
 from native_build import instruction_set_params
 from torch import Tensor
 
-from sparsepack.formats.codecs import zigzag
-from sparsepack.formats.codecs.matrices import ZIGZAG, PackedMatrix, decode_matrix
+from sparsepack.formats.matrix import PackedMatrix, decode_matrix
+from sparsepack.formats.orders import zigzag
+from sparsepack.formats.table import MatrixFormat
 from sparsepack.runtime import backend_module
 from sparsepack.runtime.backends import BACKENDS, backend_named
 from sparsepack.runtime.chained.operations import Operations
@@ -199,11 +200,11 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
 
 
 @cache
-def packed(rows: int, columns: int) -> PackedMatrix:
+def packed(rows: int, columns: int, block: str = "Q4_K") -> PackedMatrix:
     """A matrix as artifacts store it, with scales of rows, and a tail where it has one; not to be changed."""
-    blocks, tail = zigzag.pack_with_tail(normal(rows, columns, seed=rows))
+    blocks, tail = zigzag.pack_with_tail(normal(rows, columns, seed=rows), block)
     row_scale = 0.5 + torch.rand(rows, generator=torch.Generator().manual_seed(rows))
-    return PackedMatrix(blocks, ZIGZAG, rows, columns, tail, row_scale)
+    return PackedMatrix(blocks, MatrixFormat(block, "zigzag"), rows, columns, tail, row_scale)
 
 
 @lru_cache(4)
@@ -216,7 +217,7 @@ def decoded(matrix: PackedMatrix) -> Tensor:
 def largest_weights(matrix: PackedMatrix) -> Tensor:
     """Bounds of each row's weights, and of the terms that may cancel in them: float64 [rows]. Zigzag's multipliers
     share their precision among the sub-blocks of a superblock, whatever the scale of each."""
-    if matrix.type != ZIGZAG:
+    if matrix.format != MatrixFormat("Q4_K", "zigzag"):
         return decoded(matrix).abs().amax(1)
     ends = []
     for nibbles in (0, 255):

@@ -8,8 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsepack.formats.codecs import neurons, zigzag
-from sparsepack.formats.codecs.matrices import ZIGZAG, PackedExperts, PackedMatrix, decode_matrix, encode_rows
+from sparsepack.formats.blocks.table import BLOCKS
+from sparsepack.formats.matrix import PackedExperts, PackedMatrix, decode_matrix
+from sparsepack.formats.orders import neuron as neurons
+from sparsepack.formats.orders import zigzag
 from sparsepack.formats.packed import (
     DenseMlp,
     ExpertMlp,
@@ -20,6 +22,7 @@ from sparsepack.formats.packed import (
     PackedSite,
 )
 from sparsepack.formats.stock import dequantised
+from sparsepack.formats.table import MatrixFormat
 from sparsepack.models.architecture import architecture_of
 from sparsepack.models.checkpoint.experts import as_experts
 from sparsepack.models.families import FAMILIES
@@ -147,12 +150,14 @@ def random_model(variant: str = "llama", seed: int = 0, **changes: Any) -> Packe
 
     tails, row_scales -- among the changes: whether last rows are tails, as artifacts have them, or padded bands, and
                          whether rows have scales, likewise
+    block             -- likewise: the type of the superblocks
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     values = {**SMALL, **VARIANTS[variant], **changes}
-    bases, encode = values.pop("bases", ()), encoder(values.pop("tails", False))
-    row_scales = values.pop("row_scales", False)
+    bases, block = values.pop("bases", ()), values.pop("block", "Q4_K")
+    encode, row_scales = encoder(values.pop("tails", False), block), values.pop("row_scales", False)
+    zigzag_order = MatrixFormat(block, "zigzag")
     config = AutoConfig.for_model(**values)
     family = FAMILIES[config.model_type]
     generator = torch.Generator().manual_seed(seed)
@@ -173,7 +178,7 @@ def random_model(variant: str = "llama", seed: int = 0, **changes: Any) -> Packe
         stacked = torch.cat(weights)
         blocks, tail = encode(stacked)
         row_scale = 0.5 + torch.rand(len(stacked), generator=generator) if row_scales else None
-        return PackedSite(PackedMatrix(blocks, ZIGZAG, *stacked.shape, tail, row_scale), bias, None, parts)
+        return PackedSite(PackedMatrix(blocks, zigzag_order, *stacked.shape, tail, row_scale), bias, None, parts)
 
     def experts(prefix: str) -> ExpertMlp:
         numbers = architecture_of(config, None).experts
@@ -187,7 +192,7 @@ def random_model(variant: str = "llama", seed: int = 0, **changes: Any) -> Packe
             tail = None if tails[0] is None else torch.stack(tails)
             rows = stacked.shape[1]
             parts = (rows // 2, rows // 2) if name == "mlp_in" else (rows,)
-            matrix = PackedExperts(torch.stack(blocks), rows, stacked.shape[2], tail)
+            matrix = PackedExperts(torch.stack(blocks), zigzag_order, rows, stacked.shape[2], tail)
             sites[name] = PackedExpertsSite(matrix, None, parts)
         router, shared_of = weight(f"{prefix}.{family.experts.router}.weight"), family.experts.shared
         gate = None if shared_of is None else weight(f"{prefix}.{shared_of.gate}.weight")
@@ -195,7 +200,7 @@ def random_model(variant: str = "llama", seed: int = 0, **changes: Any) -> Packe
 
     def by_rows(name: str, type: str) -> PackedMatrix:
         value = weight(name)
-        return PackedMatrix(encode_rows(value, type), type, *value.shape)
+        return PackedMatrix(BLOCKS[type].encode(value), MatrixFormat(type), *value.shape)
 
     of_layer = SITES if family.experts is None else ATTENTION_SITES
     layers = tuple(
@@ -215,14 +220,14 @@ def random_model(variant: str = "llama", seed: int = 0, **changes: Any) -> Packe
         output=embedding if config.tie_word_embeddings else by_rows("lm_head.weight", "BF16"),
         config_json=config.to_json_string(),
         tokenizer_json="{}",
-        manifest={"kind": "zigzag-q4_k", "model": {"name": f"random {variant}"}},
+        manifest={"kind": str(zigzag_order), "model": {"name": f"random {variant}"}},
     )
     return with_bases(packed, bases)
 
 
-def encoder(tails: bool) -> Callable[[Tensor], tuple[Tensor, Tensor | None]]:
+def encoder(tails: bool, block: str = "Q4_K") -> Callable[[Tensor], tuple[Tensor, Tensor | None]]:
     """What quantises a matrix in zigzag order."""
-    return zigzag.pack_with_tail if tails else lambda weight: (zigzag.pack(weight), None)
+    return lambda weight: zigzag.pack_with_tail(weight, block) if tails else (zigzag.pack(weight, block), None)
 
 
 def with_bases(packed: PackedModel, starts: Collection[int], type: str = "Q8_0") -> PackedModel:
@@ -231,7 +236,7 @@ def with_bases(packed: PackedModel, starts: Collection[int], type: str = "Q8_0")
     for layer in starts:
         generator = torch.Generator().manual_seed(layer)
         q = torch.linalg.qr(torch.randn(hidden, hidden, generator=generator)).Q
-        basis = PackedMatrix(encode_rows(q, type), type, hidden, hidden)
+        basis = PackedMatrix(BLOCKS[type].encode(q), MatrixFormat(type), hidden, hidden)
         layers[layer] = dataclasses.replace(layers[layer], basis=basis)
     return dataclasses.replace(packed, layers=tuple(layers))
 
@@ -265,11 +270,11 @@ def by_neurons(packed: PackedModel, seed: int = 0, gates: str = "zigzag", tails:
         blocks, tail = encoder(tails)(gate[order])
         mlp = NeuronMlp(
             gate=(
-                PackedMatrix(blocks, ZIGZAG, *gate.shape, tail)
+                PackedMatrix(blocks, MatrixFormat("Q4_K", "zigzag"), *gate.shape, tail)
                 if gates == "zigzag"
-                else PackedMatrix(encode_rows(gate[order], "Q4_K"), "Q4_K", *gate.shape)
+                else PackedMatrix(BLOCKS["Q4_K"].encode(gate[order]), MatrixFormat("Q4_K"), *gate.shape)
             ),
-            records=PackedMatrix(neurons.pack(up, down, order), "Q4_K", len(gate), 2 * gate.shape[1]),
+            records=PackedMatrix(neurons.pack(up, down, order), MatrixFormat("Q4_K"), len(gate), 2 * gate.shape[1]),
             frequency=torch.linspace(1, 0, len(gate)),
             order=order,
         )

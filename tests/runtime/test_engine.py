@@ -11,8 +11,10 @@ from packed_models import VARIANTS, random_model, stock_logits, stock_model, wit
 from torch import Tensor
 
 from sparsepack.errors import UserError
-from sparsepack.formats.codecs.matrices import PackedMatrix, decode_matrix, encode_rows
+from sparsepack.formats.blocks.table import BLOCKS
+from sparsepack.formats.matrix import PackedMatrix, decode_matrix
 from sparsepack.formats.packed import PackedModel
+from sparsepack.formats.table import MatrixFormat
 from sparsepack.models.records.rule import active_channels
 from sparsepack.runtime.chained import decoder as operations_decoder
 from sparsepack.runtime.cpu import decoder as native_decoder
@@ -140,7 +142,7 @@ def test_the_same_steps_give_the_same_bits(backend: str) -> None:
 def test_a_tied_embedding_in_q8_0_is_looked_up_and_multiplied(backend: str) -> None:
     packed = models("qwen2, biases, tied")[0]
     weights = decode_matrix(packed.embedding)
-    matrix = PackedMatrix(encode_rows(weights, "Q8_0"), "Q8_0", *weights.shape)
+    matrix = PackedMatrix(BLOCKS["Q8_0"].encode(weights), MatrixFormat("Q8_0"), *weights.shape)
     packed = dataclasses.replace(packed, embedding=matrix, output=matrix)
     expected = engine_of(packed, "reference").teacher_forced(IDS, len(IDS))
     found = engine_of(packed, backend).teacher_forced(IDS, len(IDS))

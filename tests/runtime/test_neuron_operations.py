@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from operations_for_tests import Backend, Bounds, every_backend, normal
 from torch import Tensor
 
-from sparsepack.formats.codecs import neurons
-from sparsepack.formats.codecs.matrices import PackedMatrix
+from sparsepack.formats.matrix import PackedMatrix
+from sparsepack.formats.orders import neuron as neurons
+from sparsepack.formats.table import MatrixFormat
 from sparsepack.runtime.chained.decoder import torch_threads
 
 pytestmark = every_backend
@@ -21,7 +22,7 @@ SHAPES = [(1, 256), (7, 256), (300, 512), (65, 768), (129, 1280), (40, 5120)]
 @cache
 def packed(count: int, hidden: int) -> PackedMatrix:
     up, down = normal(count, hidden, seed=count), normal(hidden, count, seed=count + 1)
-    return PackedMatrix(neurons.pack(up, down, torch.arange(count)), "Q4_K", count, 2 * hidden)
+    return PackedMatrix(neurons.pack(up, down, torch.arange(count)), MatrixFormat("Q4_K"), count, 2 * hidden)
 
 
 def gates(count: int, active: int, seed: int = 3) -> Tensor:
@@ -90,7 +91,7 @@ def test_inactive_records_and_indices_beyond_the_count_are_never_read(backend: B
     records, x, gate = packed(64, 256), normal(256, seed=5), gates(64, 64)
     blocks = records.blocks.clone()
     blocks[4:60, [1, 3, 145, 147]] = 0x7E  # d and dmin are NaN
-    loaded = backend.neurons.load_neurons(PackedMatrix(blocks, "Q4_K", 64, 512), backend.device)
+    loaded = backend.neurons.load_neurons(PackedMatrix(blocks, MatrixFormat("Q4_K"), 64, 512), backend.device)
     indices = torch.full((64,), 1 << 30, dtype=torch.int32)
     indices[:3] = torch.tensor([2, 3, 61])
     count = torch.tensor(3, dtype=torch.int32)

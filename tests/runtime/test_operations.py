@@ -10,10 +10,12 @@ from operations_for_tests import Backend, assert_close_to_product, every_backend
 from torch import Tensor
 
 from sparsepack.errors import PackingError
-from sparsepack.formats.codecs import zigzag
-from sparsepack.formats.codecs.matrices import ZIGZAG, PackedMatrix, decode_matrix
-from sparsepack.formats.codecs.types import BLOCKS
+from sparsepack.formats.blocks.table import BLOCKS
+from sparsepack.formats.matrix import PackedMatrix, decode_matrix
+from sparsepack.formats.orders import zigzag
+from sparsepack.formats.table import MatrixFormat
 from sparsepack.models.records.rule import SiteRule, active_channels
+from sparsepack.runtime.backends import BACKENDS
 from sparsepack.runtime.chained.decoder import torch_threads
 
 pytestmark = every_backend
@@ -50,6 +52,20 @@ def test_products_with_some_all_and_no_columns_are_right_and_the_same_every_run(
         x = normal(batch, shape[1], seed=2)
         y = backend.products.zigzag_matmul(loaded, x.to(backend.device)).cpu()
         assert_close_to_product(backend.many, y, matrix, x)
+
+
+@pytest.mark.parametrize("shape", [(1, 300), (257, 33), (1025, 40), (4352, 130), (192, 31), (1217, 3)], ids=str)
+@pytest.mark.parametrize("block", ["Q6_K", "Q8_0"])
+def test_products_with_other_blocks(backend: Backend, block: str, shape: tuple[int, int]) -> None:
+    if block not in BACKENDS[backend.name].blocks:
+        pytest.skip("no kernels for these blocks")
+    matrix, x = packed(*shape, block), normal(5, shape[1], seed=2)
+    loaded = backend.products.load_zigzag(matrix)
+    for threshold in (0.5, -1.0, 1e9):
+        y, _ = backend.products.gemv(loaded, x[0].to(backend.device), torch.tensor(threshold, device=backend.device))
+        assert_close_to_product(backend.bounds, y.cpu(), matrix, torch.where(x[0].abs() > threshold, x[0], 0))
+    y = backend.products.zigzag_matmul(loaded, x.to(backend.device)).cpu()
+    assert_close_to_product(backend.many, y, matrix, x)
 
 
 @pytest.mark.parametrize("active", [1, 2, 3, 7, 63, 65, 299])
@@ -142,11 +158,11 @@ def test_products_of_random_matrices(
 ) -> None:
     bits = torch.Generator().manual_seed(seed)
     bands = zigzag.bands(rows)
-    blocks = torch.randint(0, 256, (bands, columns, BLOCKS["Q4_K"][1]), dtype=torch.uint8, generator=bits)
+    blocks = torch.randint(0, 256, (bands, columns, BLOCKS["Q4_K"].bytes), dtype=torch.uint8, generator=bits)
     scales = torch.rand(bands, columns, 2, generator=bits).add_(0.5).mul_(0.01)
     scales *= 10 ** (-decades * torch.rand(columns, 1, generator=bits))
     blocks[..., :4] = scales.half().view(torch.uint8)
-    matrix = PackedMatrix(blocks, ZIGZAG, rows, columns)
+    matrix = PackedMatrix(blocks, MatrixFormat("Q4_K", "zigzag"), rows, columns)
     loaded = backend.products.load_zigzag(matrix)
     # Columns far below the largest of their tile share its precision: 1.2 of the bound measured. Fewer rows than a
     # superblock's may all have small scales, or cancel: only the bound of each counts then.
@@ -203,7 +219,7 @@ def test_products_with_zeros_are_zero(backend: Backend) -> None:
     loaded = backend.products.load_zigzag(matrix)
     assert not backend.products.zigzag_matmul(loaded, zeros.to(backend.device)).any()
     assert not gemv(backend, matrix, zeros[0], torch.tensor(-1.0)).any()
-    nothing = PackedMatrix(torch.zeros_like(matrix.padded().blocks), ZIGZAG, 300, 100)
+    nothing = PackedMatrix(torch.zeros_like(matrix.padded().blocks), MatrixFormat("Q4_K", "zigzag"), 300, 100)
     assert not gemv(backend, nothing, normal(100), torch.tensor(-1.0)).any()
 
 
@@ -211,7 +227,7 @@ def test_products_with_denormal_scales(backend: Backend) -> None:
     matrix = packed(300, 100)
     blocks = matrix.padded().blocks.clone()
     blocks[..., 1:4:2] &= 0x83  # the exponents of d and dmin
-    matrix = PackedMatrix(blocks, ZIGZAG, 300, 100)
+    matrix = PackedMatrix(blocks, MatrixFormat("Q4_K", "zigzag"), 300, 100)
     x = normal(100, seed=2)
     assert_close_to_product(backend.bounds, gemv(backend, matrix, x, torch.tensor(-1.0)), matrix, x)
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import sparsepack
 from sparsepack.calibrate.prune import PruneOptions
 from sparsepack.errors import UserError
-from sparsepack.formats.codecs.slide import Slide, encode
+from sparsepack.formats.orders.slide import Slide, encode
 from sparsepack.integration.transformers import quantizer as module
 from sparsepack.integration.transformers.quantizer import SlidLinear
 from sparsepack.models.records.groups import kept

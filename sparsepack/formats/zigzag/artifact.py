@@ -9,12 +9,13 @@ from torch import Tensor
 
 from sparsepack.errors import PackingError
 from sparsepack.formats.artifact import Program
-from sparsepack.formats.codecs import q4_k, zigzag
-from sparsepack.formats.codecs.q4_k_fit import SUB
-from sparsepack.formats.containers.gguf.container import GgufArtifact
+from sparsepack.formats.blocks.q4_k import SUB
+from sparsepack.formats.blocks.table import BLOCKS
+from sparsepack.formats.containers.gguf import GgufArtifact
+from sparsepack.formats.orders import zigzag
 from sparsepack.formats.packed import PackedModel
 from sparsepack.formats.stock import StockModel, stock_config, stock_of
-from sparsepack.formats.zigzag.layout import (
+from sparsepack.formats.zigzag.reader import (
     BASIS,
     ROUTER,
     ROW_SCALE,
@@ -22,8 +23,8 @@ from sparsepack.formats.zigzag.layout import (
     SHARED_GATE,
     TAIL,
     WEIGHT,
+    ModelReader,
 )
-from sparsepack.formats.zigzag.reader import ModelReader
 from sparsepack.models.checkpoint.checkpoint import EMBEDDING, FINAL_NORM, HEAD, Checkpoint
 from sparsepack.models.family import MLP_SITES
 from sparsepack.models.records.sparse_attention import SparseAttention
@@ -36,6 +37,11 @@ class ZigzagArtifact(GgufArtifact):
     """A zigzag GGUF."""
 
     reader: ClassVar[type[ModelReader]] = ModelReader
+
+    @property
+    def block(self) -> str:
+        """The type of the superblocks."""
+        return self.format.matrices.block
 
     def packed(self) -> PackedModel:
         return self.reader(self.file, self.manifest).model()
@@ -73,7 +79,7 @@ class ZigzagArtifact(GgufArtifact):
             blocks = self.stored(name, top, end).view(end - top, shape[1], -1)
             top *= zigzag.BAND_ROWS
             held = min(rows - top, blocks.shape[0] * zigzag.BAND_ROWS)
-            weight = zigzag.unpack(blocks, held)[first - top : last - top]
+            weight = zigzag.unpack(blocks, held, block=self.block)[first - top : last - top]
         of_rows = _matrix(name) + ROW_SCALE
         if of_rows not in self.tensors:
             return weight
@@ -88,7 +94,9 @@ class ZigzagArtifact(GgufArtifact):
         """The logical weights of a matrix in zigzag order, or of one expert's, of that stored shape."""
         rows, columns = self.logical_shape(name)[-2:]
         blocks = stored.view(*shape[:-1], -1)
-        return zigzag.unpack_tail(blocks, rows, columns) if name.endswith(TAIL) else zigzag.unpack(blocks, rows)
+        if name.endswith(TAIL):
+            return zigzag.unpack_tail(blocks, rows, columns, block=self.block)
+        return zigzag.unpack(blocks, rows, block=self.block)
 
     def source(self, name: str, checkpoint: Checkpoint) -> Tensor | None:
         if name in _OUTSIDE:
@@ -131,16 +139,16 @@ class ZigzagArtifact(GgufArtifact):
         for name in filter(self._in_zigzag_order, self.tensors):
             rows, columns = self.logical_shape(name)[-2:]
             if name.endswith(TAIL):
-                found = (_tail_problem(rows, columns, tail) for tail in self._last_blocks(name))
+                found = (_tail_problem(self.block, rows, columns, tail) for tail in self._last_blocks(name))
             elif rows % zigzag.BAND_ROWS:
-                found = (_band_problem(rows, band) for band in self._last_blocks(name))
+                found = (_band_problem(self.block, rows, band) for band in self._last_blocks(name))
             else:
                 continue
             if problem := next(filter(None, found), ""):
                 yield f"{self.path}: {name}: {problem}; pack it again"
 
     def _last_blocks(self, name: str) -> Iterator[Tensor]:
-        """The last band of a matrix, or its tail; or that of each expert's: uint8 [columns or superblocks, 144]."""
+        """The last band of a matrix, or its tail; or that of each expert's: uint8 [columns or superblocks, bytes]."""
         shape, of_experts = self.tensors[name].shape, len(self.logical_shape(name)) == 3
         count = 1 if name.endswith(TAIL) else shape[-3]
         if not of_experts:
@@ -163,22 +171,22 @@ def _matrix(name: str) -> str:
     return name.removesuffix(TAIL if name.endswith(TAIL) else WEIGHT)
 
 
-def _tail_problem(rows: int, columns: int, tail: Tensor) -> str:
-    """What is wrong with a tail, uint8 [superblocks, 144], of so many logical rows; empty: nothing."""
+def _tail_problem(block: str, rows: int, columns: int, tail: Tensor) -> str:
+    """What is wrong with a tail, uint8 [superblocks, bytes], of so many logical rows; empty: nothing."""
     try:
-        zigzag.check_steps(tail, rows, columns)
+        zigzag.check_steps(tail, rows, columns, block)
     except PackingError:
         return "d or dmin differ within a column of the tail"
-    pieces = q4_k.decode(tail).view(-1, zigzag.PIECE_ROWS)
+    pieces = BLOCKS[block].decode(tail).view(-1, zigzag.PIECE_ROWS)
     used = columns * zigzag.tail_pieces(rows)
     if pieces[used:].any():
         return "pieces after the last column are not zero"
     return _rows_problem(rows, rows, pieces[:used].view(columns, -1).t())
 
 
-def _band_problem(rows: int, band: Tensor) -> str:
-    """What is wrong with the last band, uint8 [columns, 144], of so many logical rows; empty: nothing."""
-    return _rows_problem(rows, rows % zigzag.BAND_ROWS, q4_k.decode(band).t())
+def _band_problem(block: str, rows: int, band: Tensor) -> str:
+    """What is wrong with the last band, uint8 [columns, bytes], of so many logical rows; empty: nothing."""
+    return _rows_problem(rows, rows % zigzag.BAND_ROWS, BLOCKS[block].decode(band).t())
 
 
 def _rows_problem(rows: int, held: int, weights: Tensor) -> str:

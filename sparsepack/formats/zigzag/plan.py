@@ -2,9 +2,9 @@
 
     token_embd.weight              [vocabulary, hidden]    Q8_0, Q6_K, Q4_K, F16, BF16 or F32
     blk.I.basis.weight             [hidden, hidden]        Q8_0 or F16, where the residual stream changes its basis
-    blk.I.SITE.weight              [bands, columns, 256]   Q4_K in zigzag order; SITE: attn_in, attn_out, ...
+    blk.I.SITE.weight              [bands, columns, 256]   blocks in zigzag order; SITE: attn_in, attn_out, ...
                                    [experts, bands, columns, 256]    of the MLP, where it is a mixture of experts
-    blk.I.SITE.tail.weight         [superblocks, 256]      Q4_K, where at most 192 rows come after the whole bands:
+    blk.I.SITE.tail.weight         [superblocks, 256]      where at most 192 rows come after the whole bands:
                                    [experts, superblocks, 256]       pieces of 64 of them, column by column; without
                                                            whole bands it stands alone
     blk.I.SITE.row_scale           [rows]                  F32: what each row is multiplied by; not where there are
@@ -37,21 +37,27 @@ from torch import Tensor
 from sparsepack.errors import PackingError
 from sparsepack.files.gguf import GgufFile
 from sparsepack.files.transfer import stacked_on, tensors_at_once
+from sparsepack.formats import gptq
 from sparsepack.formats.artifact import Artifact
-from sparsepack.formats.codecs import gptq, zigzag
-from sparsepack.formats.codecs.matrices import encode_rows
-from sparsepack.formats.codecs.q4_k_fit import BLOCK_BYTES
-from sparsepack.formats.codecs.types import type_that_fits
-from sparsepack.formats.containers.gguf.container import ARCHITECTURE
-from sparsepack.formats.containers.gguf.embeddings import embedding_types
-from sparsepack.formats.containers.gguf.values import manifest_values, string
-from sparsepack.formats.containers.gguf.writer import GgufPlan
-from sparsepack.formats.encoded import Encoded, EncodedSite, SiteEncoder
+from sparsepack.formats.blocks.table import BLOCKS, type_that_fits
+from sparsepack.formats.containers.gguf import ARCHITECTURE, manifest_values, string
+from sparsepack.formats.containers.gguf_writer import GgufPlan, embedding_types
 from sparsepack.formats.manifest import make_manifest
-from sparsepack.formats.plan import PlannedGroup, PlannedTensor, PlanRequest, alone, manifest_shapes, tensors_of
+from sparsepack.formats.orders import zigzag
+from sparsepack.formats.plan import (
+    Encoded,
+    EncodedSite,
+    PlannedGroup,
+    PlannedTensor,
+    PlanRequest,
+    SiteEncoder,
+    alone,
+    manifest_shapes,
+    tensors_of,
+)
 from sparsepack.formats.table import Format
 from sparsepack.formats.zigzag.artifact import ZigzagArtifact
-from sparsepack.formats.zigzag.layout import (
+from sparsepack.formats.zigzag.reader import (
     BASIS,
     NUMBERS,
     ROUTER,
@@ -104,7 +110,7 @@ def plan(format: Format, checkpoint: Checkpoint, request: PlanRequest) -> GgufPl
         for site in SITES:
             if site == MLP_SITES[0]:
                 yield from _planned_router(checkpoint, layer)
-            yield from planned_site(checkpoint, architecture, layer, site, request)
+            yield from planned_site(format, checkpoint, architecture, layer, site, request)
 
     return engine_plan(format, checkpoint, request, block)
 
@@ -170,7 +176,7 @@ def _groups(
 
     def matrix(name: str, source: str, kind: str) -> PlannedGroup:
         def encoded() -> Tensor:
-            return encode_rows(stacked_on(device, [checkpoint.tensor(source)]), kind)
+            return BLOCKS[kind].encode(stacked_on(device, [checkpoint.tensor(source)]))
 
         rows = architecture.vocabulary if name in embedding else architecture.hidden
         return alone(PlannedTensor(name, (rows, architecture.hidden), kind), encoded)
@@ -189,6 +195,7 @@ def _groups(
 
 
 def planned_site(
+    format: Format,
     checkpoint: Checkpoint,
     architecture: Architecture,
     layer: int,
@@ -200,14 +207,16 @@ def planned_site(
     where the matrix is not the configuration's."""
     name, device = f"blk.{layer}.{site}", request.device
     rows, columns = checked_shape(checkpoint, architecture, layer, site)
+    block = format.matrices.block
 
     def weight() -> Sequence[Tensor]:
         if experts is None:
             stacked = stacked_on(device, checkpoint.projections(layer, site))
-            return [*encoded_site(layer, site, stacked, None, row_scales).tensors.values()]
-        stored = [torch.empty(*t.shape[:-1], BLOCK_BYTES, dtype=torch.uint8, device=device) for t in planned]
+            return [*encoded_site(block, layer, site, stacked, None, row_scales).tensors.values()]
+        size = zigzag.superblock_bytes(block)
+        stored = [torch.empty(*t.shape[:-1], size, dtype=torch.uint8, device=device) for t in planned]
         for number, matrix in enumerate(checkpoint.each_expert(layer, site)):
-            made = zigzag.pack_with_tail(stacked_on(device, [matrix]))
+            made = zigzag.pack_with_tail(stacked_on(device, [matrix]), block)
             for into, part in zip(stored, stored_tensors(name, *made).values(), strict=True):
                 into[number] = part
         return stored
@@ -215,11 +224,11 @@ def planned_site(
     def bias() -> Tensor:
         stacked = checkpoint.stacked_bias(layer, site)
         assert stacked is not None
-        return encode_rows(stacked, "F32")
+        return BLOCKS["F32"].encode(stacked)
 
     experts = architecture.experts if site in MLP_SITES else None
     leading = () if experts is None else (experts.stored,)
-    planned = zigzag_tensors(name, rows, columns, leading)
+    planned = zigzag_tensors(name, block, rows, columns, leading)
     if row_scales and experts is None:
         planned += (PlannedTensor(name + ROW_SCALE, (rows,), "F32", weights=False),)
     yield planned_matrix(planned, request.encoded, weight)
@@ -244,16 +253,18 @@ def encoder(format: Format, checkpoint: Checkpoint, request: PlanRequest) -> Sit
 
     def encode(layer: int, site: str, weight: Tensor, inputs: Inputs | None) -> EncodedSite:
         of_experts = checkpoint.family.experts is not None and site in MLP_SITES
-        return encoded_site(layer, site, weight, inputs, row_scales=not of_experts)
+        return encoded_site(format.matrices.block, layer, site, weight, inputs, row_scales=not of_experts)
 
     return encode
 
 
-def encoded_site(layer: int, site: str, weight: Tensor, inputs: Inputs | None, row_scales: bool = True) -> EncodedSite:
+def encoded_site(
+    block: str, layer: int, site: str, weight: Tensor, inputs: Inputs | None, row_scales: bool = True
+) -> EncodedSite:
     """A site's matrix in zigzag order (`SiteEncoder`), with scales of its rows unless told otherwise."""
     name = f"blk.{layer}.{site}"
     scales = zigzag.row_scales(weight)[:, None] if row_scales else None
-    tensors, decoded = encoded_matrix(name, weight if scales is None else weight.float() / scales, inputs)
+    tensors, decoded = encoded_matrix(name, block, weight if scales is None else weight.float() / scales, inputs)
     whole = len(weight) - zigzag.tail_rows(len(weight))
     rows = {name: slice(whole, None) if name.endswith(TAIL) else slice(0, whole) for name in tensors}
     if scales is None:
@@ -261,11 +272,11 @@ def encoded_site(layer: int, site: str, weight: Tensor, inputs: Inputs | None, r
     return EncodedSite(tensors | {name + ROW_SCALE: scales.view(torch.uint8)}, decoded.mul_(scales), rows)
 
 
-def encoded_matrix(name: str, weight: Tensor, inputs: Inputs | None) -> tuple[dict[str, Tensor], Tensor]:
+def encoded_matrix(name: str, block: str, weight: Tensor, inputs: Inputs | None) -> tuple[dict[str, Tensor], Tensor]:
     """A matrix in zigzag order, with error feedback where its inputs are known: its tensors by their names, and what
     they decode to."""
-    blocks, tail = zigzag.pack_with_tail(weight) if inputs is None else gptq.zigzag_blocks(weight, inputs)
-    return stored_tensors(name, blocks, tail), zigzag.unpack(blocks, len(weight), tail=tail)
+    blocks, tail = zigzag.pack_with_tail(weight, block) if inputs is None else gptq.zigzag_blocks(weight, inputs)
+    return stored_tensors(name, blocks, tail), zigzag.unpack(blocks, len(weight), tail=tail, block=block)
 
 
 def checked_shape(checkpoint: Checkpoint, architecture: Architecture, layer: int, site: str) -> tuple[int, int]:
@@ -293,7 +304,7 @@ def _planned_router(checkpoint: Checkpoint, layer: int) -> Iterator[PlannedGroup
 
 
 def _in_f32(checkpoint: Checkpoint, source: str) -> Tensor:
-    return encode_rows(checkpoint.tensor(source), "F32")
+    return BLOCKS["F32"].encode(checkpoint.tensor(source))
 
 
 def planned_vector(name: str, type: str, value: Tensor) -> PlannedGroup:
@@ -310,7 +321,7 @@ def _planned_rule(name: str, rule: SiteRule) -> Iterator[PlannedGroup]:
 
 def _norm(checkpoint: Checkpoint, name: str, source: str) -> PlannedGroup:
     shape = checkpoint.source.shapes[source]
-    return alone(PlannedTensor(name, shape, "F32"), lambda: encode_rows(checkpoint.norm(source), "F32"))
+    return alone(PlannedTensor(name, shape, "F32"), lambda: BLOCKS["F32"].encode(checkpoint.norm(source)))
 
 
 def _check_rules(checkpoint: Checkpoint, rules: Rules) -> None:

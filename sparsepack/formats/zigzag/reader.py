@@ -1,4 +1,4 @@
-"""Read a zigzag GGUF: mapped, not copied; checked, not trusted."""
+"""Read a zigzag GGUF, mapped and checked: the names and shapes that it must hold, for the writer too."""
 
 import json
 import warnings
@@ -13,9 +13,9 @@ from sparsepack.errors import ArtifactError
 from sparsepack.files.gguf import GgufFile, TensorInfo
 from sparsepack.files.stored import shown
 from sparsepack.formats.attention import sparse_attention_of
-from sparsepack.formats.codecs.matrices import ZIGZAG, PackedExperts, PackedMatrix, decode_matrix
-from sparsepack.formats.codecs.q4_k_fit import BLOCK_BYTES
-from sparsepack.formats.containers.gguf.container import ARCHITECTURE
+from sparsepack.formats.containers.gguf import ARCHITECTURE
+from sparsepack.formats.matrix import PackedExperts, PackedMatrix, decode_matrix
+from sparsepack.formats.orders import zigzag
 from sparsepack.formats.packed import (
     DenseMlp,
     ExpertMlp,
@@ -25,25 +25,92 @@ from sparsepack.formats.packed import (
     PackedModel,
     PackedSite,
 )
+from sparsepack.formats.plan import PlannedTensor
 from sparsepack.formats.stock import check_config
-from sparsepack.formats.zigzag.layout import (
-    BASIS,
-    NUMBERS,
-    ROUTER,
-    ROW_SCALE,
-    SHARED_GATE,
-    TAIL,
-    norm_widths,
-    site_shapes,
-    zigzag_tensors,
-)
+from sparsepack.formats.table import FORMATS, MatrixFormat
 from sparsepack.models.architecture import Architecture, check_numbers
 from sparsepack.models.checkpoint.gguf_config import OWN_CONFIG
+from sparsepack.models.families import FAMILIES
 from sparsepack.models.family import ATTENTION_SITES, MLP_SITES
 from sparsepack.models.records.generation import GENERATION, read_suggested
 from sparsepack.models.records.rule import SiteRule
 from sparsepack.models.tokenizer.chat import CHAT_TEMPLATE, SPECIAL_TOKENS, TOOL_USE, read_special_tokens
 from sparsepack.models.tokenizer.gguf_tokenizer import OWN_TOKENIZER
+
+WEIGHT, TAIL = ".weight", ".tail.weight"
+"""The names of the tensors of a matrix in zigzag order, after its own: its bands, and the rows after them."""
+
+ROW_SCALE = ".row_scale"
+"""The name of the tensor with what each row of a matrix in zigzag order is multiplied by, after the matrix's own."""
+
+ROUTER = "router.weight"
+"""The name of the matrix that chooses among the experts of a block's MLP, after the block's own."""
+
+SHARED_GATE = "shared_gate.weight"
+"""The name of what says how much of the shared expert a token has."""
+
+NUMBERS = "sparsepack.architecture"
+
+BASIS = "basis.weight"
+"""The name of a block's change of basis, after the block's own."""
+
+RULE_VECTORS = (".threshold", ".offset")
+"""The names of the tensors that hold a site's rule end so."""
+
+
+def site_shapes(architecture: Architecture) -> dict[str, tuple[tuple[int, ...], int]]:
+    """For each site: output rows of its projections in stacking order, and input columns; of an MLP with experts those
+    of each expert."""
+    queries, keys = architecture.heads * architecture.head_dim, architecture.kv_heads * architecture.head_dim
+    apart: dict[str, tuple[tuple[int, ...], int]] = {
+        "attn_in": ((queries, keys, keys), architecture.hidden),
+        "attn_out": ((architecture.hidden,), queries),
+        "mlp_in": ((architecture.intermediate, architecture.intermediate), architecture.hidden),
+        "mlp_mid": ((architecture.hidden,), architecture.intermediate),
+    }
+    projections = FAMILIES[architecture.model_type].projections
+    return {
+        site: (parts if len(projections[site]) == len(parts) else (sum(parts),), columns)
+        for site, (parts, columns) in apart.items()
+    }
+
+
+def zigzag_tensors(
+    name: str, block: str, rows: int, columns: int, experts: Sequence[int] = (), tail: bool = True
+) -> tuple[PlannedTensor, ...]:
+    """The tensors of a matrix in zigzag order: its bands, if it has whole ones, and its tail, if it has one.
+
+    block   -- their type
+    experts -- how many such matrices lie in each, where they are experts'
+    tail    -- False: all rows lie in bands, the last of them padded, as files of before schema 5 have it
+    """
+    last = zigzag.tail_rows(rows) if tail else 0
+    whole, found = rows - last, []
+    if whole:
+        shape = (*experts, zigzag.bands(whole), columns, zigzag.BAND_ROWS)
+        padding = -whole % zigzag.BAND_ROWS
+        found.append(PlannedTensor(name + WEIGHT, shape, block, (*experts, whole, columns), padding_rows=padding))
+    if last:
+        shape = (*experts, zigzag.tail_blocks(rows, columns), zigzag.BAND_ROWS)
+        padding = -last % zigzag.PIECE_ROWS
+        found.append(PlannedTensor(name + TAIL, shape, block, (*experts, last, columns), padding_rows=padding))
+    return tuple(found)
+
+
+def stored_tensors(name: str, blocks: Tensor, tail: Tensor | None) -> dict[str, Tensor]:
+    """The bytes of a matrix in zigzag order by the names of its tensors."""
+    bands = {name + WEIGHT: blocks} if len(blocks) or tail is None else {}
+    return bands if tail is None else {**bands, name + TAIL: tail}
+
+
+def norm_widths(architecture: Architecture) -> dict[str, int]:
+    """For each norm of a block, the number of channels that the norm scales."""
+    heads = {"q_norm": 1, "k_norm": 1, "q_row_norm": architecture.heads, "k_row_norm": architecture.kv_heads}
+    return {
+        name: heads[name] * architecture.head_dim if name in heads else architecture.hidden
+        for name in FAMILIES[architecture.model_type].norms
+    }
+
 
 _MATRIX_TYPES = ("Q8_0", "Q6_K", "Q4_K", "F16", "BF16", "F32")
 
@@ -61,6 +128,7 @@ class ModelReader:
             raise self.wrong(f"general.architecture is not {ARCHITECTURE!r}")
         self.left = set(file.tensors)
         self.architecture = self._architecture()
+        self.zigzag = MatrixFormat(FORMATS[manifest["kind"]].matrices.block, "zigzag")
 
     def model(self) -> PackedModel:
         """What an engine runs."""
@@ -115,7 +183,7 @@ class ModelReader:
         """A site of so many experts."""
         rows = sum(parts)
         blocks, tail = self.zigzag_bytes(name, rows, columns, (experts,))
-        matrix = PackedExperts(blocks, rows, columns, tail)
+        matrix = PackedExperts(blocks, self.zigzag, rows, columns, tail)
         rule = self.rule(name, columns)
         if rule is not None and rule.offset is not None:
             raise self.wrong(f"{name} has offsets, which experts have no place for")
@@ -140,7 +208,7 @@ class ModelReader:
     def zigzag_matrix(self, name: str, rows: int, columns: int) -> PackedMatrix:
         """A matrix in zigzag order, by the name of its site or gate and its logical shape."""
         blocks, tail = self.zigzag_bytes(name, rows, columns)
-        return PackedMatrix(blocks, ZIGZAG, rows, columns, tail)
+        return PackedMatrix(blocks, self.zigzag, rows, columns, tail)
 
     def row_scale(self, name: str, rows: int) -> Tensor | None:
         """The scales of a matrix's rows; None: it has none."""
@@ -155,11 +223,13 @@ class ModelReader:
         self, name: str, rows: int, columns: int, experts: tuple[int, ...] = ()
     ) -> tuple[Tensor, Tensor | None]:
         """The bands of a matrix, or of each expert's, and its tail, as `PackedMatrix` and `PackedExperts` have them."""
-        blocks, tail = torch.empty(*experts, 0, columns, BLOCK_BYTES, dtype=torch.uint8), None
-        for tensor in zigzag_tensors(name, rows, columns, experts, name + TAIL in self.file.tensors):
+        size, tail = zigzag.superblock_bytes(self.zigzag.block), None
+        blocks = torch.empty(*experts, 0, columns, size, dtype=torch.uint8)
+        has_tail = name + TAIL in self.file.tensors
+        for tensor in zigzag_tensors(name, self.zigzag.block, rows, columns, experts, has_tail):
             info = self.take(tensor.name, (tensor.type,), tensor.shape)
             self.check_logical(tensor.name, *tensor.logical_shape)
-            stored = self.mapped(info).view(*tensor.shape[:-1], BLOCK_BYTES)
+            stored = self.mapped(info).view(*tensor.shape[:-1], size)
             if tensor.name.endswith(TAIL):
                 tail = stored
             else:
@@ -182,7 +252,7 @@ class ModelReader:
         """A matrix stored by rows."""
         info = self.take(name, types, shape)
         self.check_logical(name, *shape)
-        return PackedMatrix(self.mapped(info).view(shape[0], -1), info.type, *shape)
+        return PackedMatrix(self.mapped(info).view(shape[0], -1), MatrixFormat(info.type), *shape)
 
     def vector(self, name: str, width: int) -> Tensor:
         return self.mapped(self.take(name, ("F32",), (width,))).clone().view(torch.float32)

@@ -19,7 +19,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import AttentionInterface
 
 from sparsepack.errors import UserError
-from sparsepack.formats.codecs.labels import encode_labels
+from sparsepack.formats.blocks.labels import encode_labels
 from sparsepack.models.families import FAMILIES, family_of
 from sparsepack.models.records.sparse_attention import SparseAttention, TokenPolicy
 from sparsepack.models.stock.attention import dense_attention

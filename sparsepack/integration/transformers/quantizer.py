@@ -17,11 +17,10 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from sparsepack.errors import ArtifactError
 from sparsepack.formats.attention import sparse_attention_of
-from sparsepack.formats.codecs.slide import STEPS, Slide
-from sparsepack.formats.containers.safetensors.container import open_folder
-from sparsepack.formats.containers.safetensors.layout import MANIFEST, METHOD, unsealed
+from sparsepack.formats.containers.safetensors import MANIFEST, METHOD, open_folder, unsealed
 from sparsepack.formats.manifest import read_manifest
-from sparsepack.formats.slid.artifact import SlidArtifact, configured_slides, configured_type
+from sparsepack.formats.orders.slide import STEPS, Slide
+from sparsepack.formats.slide import SlidArtifact, configured_slides, configured_type
 from sparsepack.progress import say
 from sparsepack.runtime.reference.products import SlidMatrix
 from sparsepack.runtime.slid_operator import prepare, slid_linear
@@ -107,7 +106,7 @@ def _manifest_beside(file: Path, folder: Path, model: str) -> Path | None:
 
 
 class SlidLinear(nn.Module):
-    """y = x W^T + bias, with W as it lies in a slid folder (`formats.slid.artifact`).
+    """y = x W^T + bias, with W as it lies in a slid folder (`formats.slide`).
 
     weight           -- the slid values: int8, float8_e4m3fn or bfloat16 [rows, stored]
     weight_positions -- uint8 [rows, stored / 4 rounded up]

@@ -10,9 +10,9 @@ from vllm.config import get_current_vllm_config_or_none
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 
 from sparsepack.errors import ArtifactError, UserError
-from sparsepack.formats.codecs.slide import Slide
-from sparsepack.formats.containers.safetensors.layout import MANIFEST, METHOD
-from sparsepack.formats.slid.artifact import configured_slides, configured_type
+from sparsepack.formats.containers.safetensors import MANIFEST, METHOD
+from sparsepack.formats.orders.slide import Slide
+from sparsepack.formats.slide import configured_slides, configured_type
 from sparsepack.progress import say
 
 _REFUSED: Mapping[str, Callable[[Any], bool]] = {

@@ -8,9 +8,8 @@ from vllm.model_executor.layers.linear import LinearMethodBase, register_weight_
 from vllm.model_executor.parameter import ChannelQuantScaleParameter, ModelWeightParameter
 
 from sparsepack.errors import ArtifactError
-from sparsepack.formats.codecs.slide import Slide
-from sparsepack.formats.codecs.value_types import ValueType
-from sparsepack.formats.slid.artifact import POSITIONS, SCALE
+from sparsepack.formats.orders.slide import Slide, ValueType
+from sparsepack.formats.slide import POSITIONS, SCALE
 from sparsepack.runtime.reference.products import SlidMatrix
 from sparsepack.runtime.slid_operator import prepare, slid_linear
 
@@ -42,7 +41,7 @@ class SlidLinearMethod(LinearMethodBase):  # type: ignore[misc]
         params_dtype: torch.dtype,
         **attributes: Any,
     ) -> None:
-        """Parameters as `formats.slid.artifact.slid_tensors`, with this rank's rows and columns, holding what no folder
+        """Parameters as `formats.slide.slid_tensors`, with this rank's rows and columns, holding what no folder
         holds until they are loaded. Raises `ArtifactError` where ranks cannot share out the columns."""
         rows, columns, load = sum(output_partition_sizes), input_size_per_partition, attributes["weight_loader"]
         stored = self.how.stored(columns)

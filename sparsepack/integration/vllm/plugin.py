@@ -1,6 +1,6 @@
 """The entry point `vllm.general_plugins`: vLLM learns which class reads `quantization_config` of a slid folder."""
 
-from sparsepack.formats.containers.safetensors.layout import METHOD
+from sparsepack.formats.containers.safetensors import METHOD
 
 
 def register() -> None:

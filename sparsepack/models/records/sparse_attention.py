@@ -1,7 +1,7 @@
 """Double Sparsity: which tokens of the KV cache a decoded token reads, and by which channels they are found.
 
 The same record goes from `pack` to the artifact and the engines. A decoded position sees n tokens, its own included.
-It ranks them by a few heavy channels of their keys (`formats/codecs/labels.py`), and attends to the best of them alone:
+It ranks them by a few heavy channels of their keys (`formats/blocks/labels.py`), and attends to the best of them alone:
 
     | sinks, always |      the best by their labels      | recent, always |
     |<----------------- n tokens that it sees ------------------------->|   budget = n * tokens of them are read

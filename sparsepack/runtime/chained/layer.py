@@ -12,9 +12,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from sparsepack.formats.codecs.matrices import ZIGZAG, PackedMatrix
-from sparsepack.formats.mlp_kinds import DENSE, EXPERTS, MLP_GATE, MLP_RECORDS, NEURONS, MlpKind
+from sparsepack.formats.matrix import PackedMatrix
 from sparsepack.formats.packed import DenseMlp, ExpertMlp, NeuronMlp, PackedLayer, PackedSite
+from sparsepack.formats.table import DENSE, EXPERTS, MLP_GATE, MLP_RECORDS, NEURONS, MlpKind
 from sparsepack.models.records.rule import SiteRule
 from sparsepack.runtime.chained.operations import Operations
 from sparsepack.runtime.hold import HeldStep
@@ -231,7 +231,7 @@ def _loaded_neurons(mlp: NeuronMlp, operations: Operations, device: torch.device
 
 def _product_of(matrix: PackedMatrix, operations: Operations, device: torch.device) -> Callable[[Tensor], Tensor]:
     """Y = X W^T for a matrix in either order, which is loaded."""
-    if matrix.type == ZIGZAG:
+    if matrix.format.order == "zigzag":
         return partial(operations.zigzag_matmul, operations.load_zigzag(matrix, device))
     return partial(operations.matmul, operations.load_rows(matrix, device))
 

@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 
 from sparsepack.errors import UserError
-from sparsepack.formats.codecs.matrices import ZIGZAG, PackedMatrix
-from sparsepack.formats.mlp_kinds import DENSE, EXPERTS, NEURONS, MlpKind
+from sparsepack.formats.matrix import PackedMatrix
 from sparsepack.formats.packed import DenseMlp, ExpertMlp, NeuronMlp, PackedModel, PackedSite
+from sparsepack.formats.table import DENSE, EXPERTS, NEURONS, MatrixFormat, MlpKind
 from sparsepack.models.family import ATTENTION_SITES, MLP_SITES, SITES
 from sparsepack.progress import format_count
 from sparsepack.runtime.backends import backend_named
 from sparsepack.runtime.cpu.dispatch import instruction_set, native
 from sparsepack.runtime.cpu.kv_cache import NativeKvCache, vector
-from sparsepack.runtime.cpu.operations import ROW_TYPES, load_experts, load_gates, load_neurons, load_rows, load_zigzag
+from sparsepack.runtime.cpu.operations import TYPES, load_experts, load_gates, load_neurons, load_rows, load_zigzag
 from sparsepack.runtime.decoder import among_all, attention_of, stepped
 from sparsepack.runtime.generation.sampling import Sampler, not_finite
 from sparsepack.runtime.hold import Hold
@@ -171,7 +171,7 @@ def _built(packed: PackedModel, cache: NativeKvCache, threads: int) -> Any:
         _add_sites(builder, layer.attention, threads)
         _ADD_MLP[layer.mlp.kind](builder, layer.mlp, threads)
     builder.set_embedding(
-        packed.embedding.blocks.contiguous(), packed.embedding.columns, ROW_TYPES[packed.embedding.type]
+        packed.embedding.blocks.contiguous(), packed.embedding.columns, TYPES[packed.embedding.format.block]
     )
     builder.set_output(load_rows(packed.output), vector(packed.output_norm))
     for of_one in cache.native:
@@ -192,7 +192,7 @@ def _add_dense(builder: Any, mlp: DenseMlp, threads: int) -> None:
 
 
 def _add_neurons(builder: Any, mlp: NeuronMlp, threads: int) -> None:
-    by_rows = mlp.gate.type != ZIGZAG
+    by_rows = mlp.gate.format.order != "zigzag"
     if not by_rows:
         builder.set_site(SITES.index("mlp_in"), load_zigzag(mlp.gate, threads=threads), None, None, None)
     builder.set_neurons(load_neurons(mlp.records), load_gates(mlp.gate) if by_rows else None)
@@ -203,7 +203,7 @@ def _add_experts(builder: Any, mlp: ExpertMlp, threads: int) -> None:
     into, mid = (mlp.sites[name] for name in MLP_SITES)
     limits = [None if site.rule is None else vector(site.rule.limits) for site in (into, mid)]
     builder.set_experts(
-        router=load_rows(PackedMatrix(router.view(torch.uint8), "F32", *router.shape)),
+        router=load_rows(PackedMatrix(router.view(torch.uint8), MatrixFormat("F32"), *router.shape)),
         used=mlp.used,
         shared=mlp.shared,
         normalised=mlp.normalised,

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sparsepack.formats.codecs.matrices import ZIGZAG, PackedExperts, PackedMatrix
-from sparsepack.formats.codecs.zigzag import check_steps
+from sparsepack.formats.matrix import PackedExperts, PackedMatrix
+from sparsepack.formats.orders.zigzag import check_steps
 from sparsepack.runtime.backends import backend_named
 from sparsepack.runtime.cpu.dispatch import instruction_set, native, operations
 from sparsepack.runtime.cpu.kv_cache import NativeKvCache
@@ -26,7 +26,7 @@ from sparsepack.runtime.cpu.tile_config import tile_config
 from sparsepack.runtime.hybrid.handover import HandOver
 from sparsepack.runtime.kv_cache import AttentionShape
 
-ROW_TYPES = {"F32": 0, "F16": 1, "BF16": 2, "Q4_K": 3, "Q6_K": 4, "Q8_0": 5}
+TYPES = {"F32": 0, "F16": 1, "BF16": 2, "Q4_K": 3, "Q6_K": 4, "Q8_0": 5}
 """The types have the numbers that layout.h gives them."""
 _SPARE_INDICES = 16  # kernels.h: room that `collect` may write beyond the last index
 
@@ -38,13 +38,13 @@ def load_zigzag(matrix: PackedMatrix, device: torch.device | str = "cpu", thread
 
     Raises `PackingError` for a tail that is none (`zigzag.check_steps`).
     """
-    if matrix.type != ZIGZAG:
-        raise ValueError(f"matrix of type {matrix.type}, expected {ZIGZAG}")
+    if matrix.format.order != "zigzag":
+        raise ValueError(f"matrix of type {matrix.format}, expected one in zigzag order")
     backend_named("cpu").check_device(device)
     config = tile_config((matrix.rows, matrix.columns), threads or torch.get_num_threads())
     tail = None if matrix.tail is None else matrix.tail.contiguous()
     if tail is not None:
-        check_steps(tail, matrix.rows, matrix.columns)
+        check_steps(tail, matrix.rows, matrix.columns, matrix.format.block)
     return operations().load_zigzag(
         matrix.blocks.contiguous().numpy(),
         matrix.rows,
@@ -52,6 +52,7 @@ def load_zigzag(matrix: PackedMatrix, device: torch.device | str = "cpu", thread
         config.tile,
         None if tail is None else tail.numpy(),
         None if matrix.row_scale is None else matrix.row_scale.contiguous().numpy(),
+        TYPES[matrix.format.block],
     )
 
 
@@ -60,22 +61,23 @@ def load_experts(matrix: PackedExperts, threads: int | None = None) -> Any:
     config = tile_config((matrix.rows, matrix.columns), threads or torch.get_num_threads())
     tail = None if matrix.tail is None else matrix.tail.contiguous()
     for of_one in () if tail is None else tail:
-        check_steps(of_one, matrix.rows, matrix.columns)
+        check_steps(of_one, matrix.rows, matrix.columns, matrix.format.block)
     return operations().load_experts(
         matrix.blocks.contiguous().numpy(),
         matrix.rows,
         config.span,
         config.tile,
         None if tail is None else tail.numpy(),
+        TYPES[matrix.format.block],
     )
 
 
 def load_rows(matrix: PackedMatrix, device: torch.device | str = "cpu") -> Any:
     """Copy a matrix stored by rows (the output matrix) for the kernels. Takes the matrix's stored size."""
-    if matrix.type == ZIGZAG:
-        raise ValueError(f"matrix of type {matrix.type}, expected one stored by rows")
+    if matrix.format.order == "zigzag":
+        raise ValueError(f"matrix of type {matrix.format}, expected one stored by rows")
     backend_named("cpu").check_device(device)
-    return operations().load_rows(matrix.blocks.contiguous().numpy(), matrix.columns, ROW_TYPES[matrix.type])
+    return operations().load_rows(matrix.blocks.contiguous().numpy(), matrix.columns, TYPES[matrix.format.block])
 
 
 def collect(x: Tensor, threshold: Tensor) -> tuple[Tensor, Tensor]:

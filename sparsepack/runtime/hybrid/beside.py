@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sparsepack.errors import UserError
 from sparsepack.formats import packed as stored
-from sparsepack.formats.codecs.matrices import PackedMatrix
+from sparsepack.formats.matrix import PackedMatrix
 from sparsepack.formats.packed import PackedModel
 from sparsepack.placement.budget import Plan
 from sparsepack.placement.machine import MACHINES, BandwidthProfile

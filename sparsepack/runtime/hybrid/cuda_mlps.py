@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from sparsepack.formats import packed as stored
-from sparsepack.formats.codecs.matrices import ZIGZAG, PackedMatrix
-from sparsepack.formats.codecs.neurons import record_bytes
-from sparsepack.formats.mlp_kinds import MLP_GATE
+from sparsepack.formats.matrix import PackedMatrix
+from sparsepack.formats.orders.neuron import record_bytes
+from sparsepack.formats.table import MLP_GATE
 from sparsepack.placement.machine import BandwidthProfile
 from sparsepack.placement.traffic import Traffic
 from sparsepack.runtime.cuda.decoder.gates import Gate, ZigzagGate, load_gate
@@ -164,7 +164,7 @@ class CudaDivided:
         gate: Gate
         if (copied := self._copied_of(block)) is not None:
             gate = copied.load(mlp, block, device)
-        elif mlp.gate.type == ZIGZAG:
+        elif mlp.gate.format.order == "zigzag":
             site = stored.PackedSite(mlp.gate, None, None, (mlp.gate.rows,))
             gate = ZigzagGate(self._far.load(block, {MLP_GATE: site}, {MLP_GATE: place})[MLP_GATE])
         else:

@@ -18,10 +18,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from sparsepack.formats.codecs.matrices import ZIGZAG, PackedMatrix
-from sparsepack.formats.codecs.zigzag import BAND_ROWS
-from sparsepack.formats.mlp_kinds import MLP_GATE
+from sparsepack.formats.matrix import PackedMatrix
+from sparsepack.formats.orders.zigzag import BAND_ROWS
 from sparsepack.formats.packed import DenseMlp, NeuronMlp, PackedModel, PackedSite
+from sparsepack.formats.table import MLP_GATE
 from sparsepack.models.family import ATTENTION_SITES
 from sparsepack.placement.budget import Plan
 from sparsepack.placement.machine import BandwidthProfile, over_the_bus
@@ -67,7 +67,7 @@ class FarMatrix:
         """The bands of the processor."""
         rest, m = self.matrix.blocks[self.near :], self.matrix
         row_scale = None if m.row_scale is None else m.row_scale[BAND_ROWS * self.near :]
-        return PackedMatrix(rest.contiguous(), m.type, self.asked.rows, m.columns, row_scale=row_scale)
+        return PackedMatrix(rest.contiguous(), m.format, self.asked.rows, m.columns, row_scale=row_scale)
 
 
 def part(there: Tensor, begin: int, dtype: torch.dtype, *shape: int) -> Tensor:
@@ -150,7 +150,7 @@ def far_matrices(packed: PackedModel, plan: Plan, links: BandwidthProfile) -> li
             for name, first in first_far.items()
             if name in sites and block >= first
         }
-        if isinstance(mlp, NeuronMlp) and block >= plan.gates and mlp.gate.type == ZIGZAG:
+        if isinstance(mlp, NeuronMlp) and block >= plan.gates and mlp.gate.format.order == "zigzag":
             matrices[MLP_GATE] = mlp.gate, False
         for name, (stored, skips) in matrices.items():
             matrix = stored.padded()

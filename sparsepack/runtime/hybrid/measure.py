@@ -5,8 +5,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sparsepack.formats.codecs.matrices import PackedMatrix
-from sparsepack.formats.codecs.neurons import record_bytes
+from sparsepack.formats.matrix import PackedMatrix
+from sparsepack.formats.orders.neuron import record_bytes
+from sparsepack.formats.table import MatrixFormat
 from sparsepack.placement.machine import BandwidthProfile
 from sparsepack.runtime.cpu.machine import last_caches
 from sparsepack.runtime.tuning import ROTATION, random_blocks
@@ -51,7 +52,7 @@ def beyond_caches(size: int) -> int:
 def records(count: int, hidden: int) -> PackedMatrix:
     """Random records, as stored."""
     blocks = random_blocks((256 * count, 2 * hidden // 256))
-    return PackedMatrix(blocks.flatten(1), "Q4_K", count, 2 * hidden)
+    return PackedMatrix(blocks.flatten(1), MatrixFormat("Q4_K"), count, 2 * hidden)
 
 
 def lists(count: int, seed: int) -> list[Tensor]:

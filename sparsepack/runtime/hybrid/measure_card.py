@@ -21,8 +21,9 @@ import numpy as np
 import torch
 
 from sparsepack.errors import UserError
-from sparsepack.formats.codecs.matrices import ZIGZAG, PackedMatrix
-from sparsepack.formats.codecs.zigzag import BAND_ROWS
+from sparsepack.formats.matrix import PackedMatrix
+from sparsepack.formats.orders.zigzag import BAND_ROWS
+from sparsepack.formats.table import MatrixFormat
 from sparsepack.placement.machine import BandwidthProfile
 from sparsepack.process import cores
 from sparsepack.progress import format_count
@@ -193,7 +194,7 @@ def _matrices(hidden: int) -> tuple[PackedMatrix, int, int]:
     """A matrix, its bytes, and how many times it must be there so that no cache has them all; of a small model's no
     more than lists take turns."""
     rows, size = BANDS * BAND_ROWS, BANDS * hidden * BLOCK_BYTES
-    stored = PackedMatrix(random_blocks((rows, hidden)), ZIGZAG, rows, hidden)
+    stored = PackedMatrix(random_blocks((rows, hidden)), MatrixFormat("Q4_K", "zigzag"), rows, hidden)
     return stored, size, min(measure.beyond_caches(size), measure.MOST_LISTS)
 
 

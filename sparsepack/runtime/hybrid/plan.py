@@ -6,11 +6,9 @@ from dataclasses import replace
 from torch import Tensor
 
 from sparsepack.errors import PlacementError
-from sparsepack.formats.codecs.gate_rows import copy_bytes
-from sparsepack.formats.codecs.labels import padded_channels
-from sparsepack.formats.codecs.matrices import ZIGZAG
-from sparsepack.formats.codecs.neurons import record_bytes
-from sparsepack.formats.mlp_kinds import DENSE, EXPERTS
+from sparsepack.formats.blocks.labels import padded_channels
+from sparsepack.formats.orders.gates import copy_bytes
+from sparsepack.formats.orders.neuron import record_bytes
 from sparsepack.formats.packed import (
     DenseMlp,
     ExpertMlp,
@@ -20,6 +18,7 @@ from sparsepack.formats.packed import (
     PackedModel,
     PackedSite,
 )
+from sparsepack.formats.table import DENSE, EXPERTS
 from sparsepack.placement.budget import Parts, Plan, format_bytes, plan_of_share, plan_within, work_of
 from sparsepack.runtime.features import not_by_neurons
 from sparsepack.runtime.free_memory import cache_bytes, free_host_bytes
@@ -77,7 +76,7 @@ def parts_of(packed: PackedModel, context: int, cache_type: str, texts: int = 1,
     made = _parts(packed, context, cache_type, texts, gates, record_bytes(a.hidden), a.intermediate, a.intermediate)
     if not gate_copies:
         return made
-    if any(isinstance(layer.mlp, NeuronMlp) and layer.mlp.gate.type == ZIGZAG for layer in packed.layers):
+    if any(isinstance(layer.mlp, NeuronMlp) and layer.mlp.gate.format.order == "zigzag" for layer in packed.layers):
         raise PlacementError(
             "--gate-copy: it reads the gates of single neurons, and this file has gates in zigzag order; pack the "
             "model again with --gates rows"

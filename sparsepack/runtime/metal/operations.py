@@ -4,7 +4,7 @@ kernels that they launch, one behind the other (`step.py`)."""
 import torch
 from torch import Tensor
 
-from sparsepack.formats.codecs.zigzag import BAND_ROWS
+from sparsepack.formats.orders.zigzag import BAND_ROWS
 from sparsepack.runtime.backends import backend_named
 from sparsepack.runtime.kv_cache import AttentionShape
 from sparsepack.runtime.metal import products

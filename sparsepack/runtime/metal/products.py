@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from sparsepack.formats.codecs.matrices import ZIGZAG, PackedMatrix
-from sparsepack.formats.codecs.zigzag import BAND_ROWS
+from sparsepack.formats.matrix import PackedMatrix
+from sparsepack.formats.orders.zigzag import BAND_ROWS
 from sparsepack.models.architecture import ACTIVATIONS
 from sparsepack.runtime import tuning
 from sparsepack.runtime.cpu.machine import cpu_info
@@ -169,8 +169,8 @@ def load_zigzag(
 
     Raises `ValueError` for a matrix of another type.
     """
-    if matrix.type != ZIGZAG:
-        raise ValueError(f"matrix of type {matrix.type}, expected {ZIGZAG}")
+    if matrix.format.order != "zigzag":
+        raise ValueError(f"matrix of type {matrix.format}, expected one in zigzag order")
     shape, blocks = (matrix.rows, matrix.columns), matrix.padded().blocks.to(device).contiguous()
     row_scale = None
     if matrix.row_scale is not None:
@@ -183,9 +183,9 @@ def load_rows(matrix: PackedMatrix, device: torch.device | str = "mps") -> Metal
 
     Raises `ValueError` for another type, such as that of a zigzag matrix.
     """
-    if matrix.type not in TYPES:
-        raise ValueError(f"matrix of type {matrix.type}, expected one stored by rows: {', '.join(TYPES)}")
-    return MetalRows(matrix.blocks.to(device).contiguous(), matrix.type, matrix.rows, matrix.columns)
+    if matrix.format.order != "rows" or matrix.format.block not in TYPES:
+        raise ValueError(f"matrix of type {matrix.format}, expected one stored by rows: {', '.join(TYPES)}")
+    return MetalRows(matrix.blocks.to(device).contiguous(), matrix.format.block, matrix.rows, matrix.columns)
 
 
 def segments(columns: int) -> int:
@@ -299,7 +299,17 @@ def rows_product(matrix: MetalRows, x: Tensor, y: Tensor, candidates: Candidates
     best, rows = (y, y.view(torch.int32)) if candidates is None else (candidates.best, candidates.rows)
     return launch(
         "rows_product",
-        *(matrix.blocks, x, y, best, rows, TYPES[matrix.type], matrix.rows, matrix.columns, matrix.blocks.shape[1]),
+        *(
+            matrix.blocks,
+            x,
+            y,
+            best,
+            rows,
+            TYPES[matrix.type],
+            matrix.rows,
+            matrix.columns,
+            matrix.blocks.shape[1],
+        ),
         _CANDIDATES if candidates is not None else 0,
         groups=-(-matrix.rows // ROWS_OF_A_GROUP),
         threads=128,

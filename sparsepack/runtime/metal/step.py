@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sparsepack.formats.codecs.zigzag import BAND_ROWS
+from sparsepack.formats.orders.zigzag import BAND_ROWS
 from sparsepack.models.architecture import Architecture
 from sparsepack.models.family import SITES
 from sparsepack.runtime.chained.layer import LoadedDenseMlp, LoadedLayer, LoadedSite

@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
-from sparsepack.formats.codecs.matrices import ZIGZAG, PackedMatrix
-from sparsepack.formats.codecs.zigzag import BAND_ROWS
+from sparsepack.formats.matrix import PackedMatrix
+from sparsepack.formats.orders.zigzag import BAND_ROWS
+from sparsepack.formats.table import MatrixFormat
 from sparsepack.runtime.metal import products
 from sparsepack.runtime.metal.library import Launch
 from sparsepack.runtime.metal.products import (
@@ -79,7 +80,9 @@ class _Trial:
         rows, columns = shape
         self._gate, self._device = gate, device
         blocks = random_blocks(shape)
-        first = load_zigzag(PackedMatrix(blocks, ZIGZAG, rows, columns), device, MetalTileConfig())
+        first = load_zigzag(
+            PackedMatrix(blocks, MatrixFormat("Q4_K", "zigzag"), rows, columns), device, MetalTileConfig()
+        )
         others = (replace(first, blocks=first.blocks.clone()) for _ in range(copies_of(blocks, ROTATION, COPIES) - 1))
         self._matrices = [first, *others]
         x = torch.randn(columns, generator=torch.Generator().manual_seed(0))

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sparsepack.formats.codecs.labels import encode_labels, label_numbers, quantise_queries
+from sparsepack.formats.blocks.labels import encode_labels, label_numbers, quantise_queries
 from sparsepack.models.records.sparse_attention import TokenPolicy
 from sparsepack.models.soft_caps import soft_capped
 from sparsepack.runtime.kv_cache import AttentionShape, LayerAttention

@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sparsepack.formats.codecs import neurons as codec
-from sparsepack.formats.codecs.gate_rows import GateCopy, by_neuron
-from sparsepack.formats.codecs.matrices import PackedMatrix
+from sparsepack.formats.matrix import PackedMatrix
+from sparsepack.formats.orders import neuron as codec
+from sparsepack.formats.orders.gates import GateCopy, by_neuron
 from sparsepack.runtime.reference.products import active_values, collect
 
 

@@ -25,9 +25,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sparsepack.formats.codecs import q4_k, zigzag
-from sparsepack.formats.codecs.matrices import ZIGZAG, PackedMatrix, decode_matrix, decode_rows
-from sparsepack.formats.codecs.slide import STEPS, Slide, lift, quantise_rows, unpack_positions, windowed
+from sparsepack.formats.blocks.table import BLOCKS
+from sparsepack.formats.matrix import PackedMatrix, decode_matrix
+from sparsepack.formats.orders import zigzag
+from sparsepack.formats.orders.slide import STEPS, Slide, lift, quantise_rows, unpack_positions, windowed
 
 
 def route(x: Tensor, router: Tensor, used: int, normalised: bool) -> tuple[Tensor, Tensor]:
@@ -118,11 +119,12 @@ class ReferenceZigzag:
 
 def load_zigzag(matrix: PackedMatrix, device: torch.device | str = "cpu") -> ReferenceZigzag:
     """Decode a stored zigzag matrix on a device. Takes 4 bytes a weight, padding rows included."""
-    if matrix.type != ZIGZAG:
-        raise ValueError(f"matrix of type {matrix.type}, expected {ZIGZAG}")
-    tiles = q4_k.decode(matrix.blocks.to(device))
+    if matrix.format.order != "zigzag":
+        raise ValueError(f"matrix of type {matrix.format}, expected one in zigzag order")
+    block = matrix.format.block
+    tiles = BLOCKS[block].decode(matrix.blocks.to(device))
     if matrix.tail is not None:
-        tail = zigzag.unpack_tail(matrix.tail.to(device), matrix.rows, matrix.columns).t()
+        tail = zigzag.unpack_tail(matrix.tail.to(device), matrix.rows, matrix.columns, block=block).t()
         tiles = torch.cat([tiles, F.pad(tail, (0, zigzag.BAND_ROWS - tail.shape[1]))[None]])
     if matrix.row_scale is not None:
         padded = F.pad(matrix.row_scale.to(device), (0, len(tiles) * zigzag.BAND_ROWS - matrix.rows))
@@ -132,14 +134,14 @@ def load_zigzag(matrix: PackedMatrix, device: torch.device | str = "cpu") -> Ref
 
 def load_rows(matrix: PackedMatrix, device: torch.device | str = "cpu") -> Tensor:
     """Decode a matrix stored by rows (the output matrix) on a device: float32 [rows, columns]."""
-    if matrix.type == ZIGZAG:
-        raise ValueError(f"matrix of type {matrix.type}, expected one stored by rows")
-    return decode_matrix(PackedMatrix(matrix.blocks.to(device), matrix.type, matrix.rows, matrix.columns))
+    if matrix.format.order == "zigzag":
+        raise ValueError(f"matrix of type {matrix.format}, expected one stored by rows")
+    return decode_matrix(PackedMatrix(matrix.blocks.to(device), matrix.format, matrix.rows, matrix.columns))
 
 
 def embed(matrix: PackedMatrix, ids: Tensor) -> Tensor:
     """Look up rows of a stored embedding, decoding no others: ids int64 [S] -> float32 [S, columns]."""
-    return decode_rows(matrix.blocks[ids], matrix.type)
+    return BLOCKS[matrix.format.block].decode(matrix.blocks[ids])
 
 
 def collect(x: Tensor, threshold: Tensor) -> tuple[Tensor, Tensor]:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from sparsepack.errors import PackingError
-from sparsepack.formats.codecs import q4_k, q4_k_fit, q5_0, q6_k, q8_0, superblock
+from sparsepack.formats.blocks import q4_k, q5_0, q6_k, q8_0, superblock
 
 needs_ggml = pytest.mark.skipif(ggml.library() is None, reason="llama-cpp-python is absent: no ggml to compare with")
 seeds = st.integers(0, 2**32 - 1)
@@ -44,7 +44,7 @@ class Codec:
 
 
 CODECS = (
-    Codec("q4_k", q4_k.encode, q4_k.decode, 256, 144, 0.09, q4_k_fit.LOWEST, q4_k_fit.HIGHEST),
+    Codec("q4_k", q4_k.encode, q4_k.decode, 256, 144, 0.09, q4_k.LOWEST, q4_k.HIGHEST),
     Codec("q6_k", q6_k.encode, q6_k.decode, 256, 210, 0.03, -q6_k.HIGHEST, q6_k.HIGHEST),
     Codec("q5_0", q5_0.encode, q5_0.decode, 32, 22, 0.06, q5_0.LOWEST, q5_0.HIGHEST),
     Codec("q8_0", q8_0.encode, q8_0.decode, 32, 34, 0.01, -q8_0.HIGHEST, q8_0.HIGHEST),

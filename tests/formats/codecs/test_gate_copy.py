@@ -8,9 +8,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from sparsepack.errors import PackingError
-from sparsepack.formats.codecs import zigzag
-from sparsepack.formats.codecs.gate_rows import GateCopy, by_neuron, copied, limits
-from sparsepack.formats.codecs.matrices import ZIGZAG, PackedMatrix
+from sparsepack.formats.matrix import PackedMatrix
+from sparsepack.formats.orders import zigzag
+from sparsepack.formats.orders.gates import GateCopy, by_neuron, copied, limits
+from sparsepack.formats.table import MatrixFormat
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
@@ -125,7 +126,7 @@ def test_limits_that_cannot_be_are_refused() -> None:
 @pytest.mark.parametrize(("rows", "columns"), [(1, 2), (31, 8), (256, 32), (300, 256), (513, 64)])
 def test_gates_by_neuron_are_the_same_bits(rows: int, columns: int) -> None:
     blocks = zigzag.pack(normal(rows, columns, seed=rows))
-    laid_out = by_neuron(PackedMatrix(blocks, ZIGZAG, rows, columns))
+    laid_out = by_neuron(PackedMatrix(blocks, MatrixFormat("Q4_K", "zigzag"), rows, columns))
     assert laid_out.numbers.shape == (rows, columns // 2)
     assert laid_out.scales.shape == (-(-rows // 32), columns)
     assert laid_out.steps.shape == (2, -(-rows // 256), columns)
@@ -134,4 +135,4 @@ def test_gates_by_neuron_are_the_same_bits(rows: int, columns: int) -> None:
 
 def test_only_zigzag_gates_are_laid_out_by_neuron() -> None:
     with pytest.raises(PackingError, match="expected zigzag-q4_k"):
-        by_neuron(PackedMatrix(torch.zeros(2, 288, dtype=torch.uint8), "Q4_K", 2, 512))
+        by_neuron(PackedMatrix(torch.zeros(2, 288, dtype=torch.uint8), MatrixFormat("Q4_K"), 2, 512))

@@ -6,8 +6,10 @@ from devices import needs_cuda
 from torch import Tensor
 
 from sparsepack.errors import PackingError
-from sparsepack.formats.codecs import gptq, q4_k, zigzag
-from sparsepack.formats.codecs.slide import dequantised, quantise_rows
+from sparsepack.formats import gptq
+from sparsepack.formats.blocks import q4_k
+from sparsepack.formats.orders import zigzag
+from sparsepack.formats.orders.slide import dequantised, quantise_rows
 from sparsepack.reconstruction import Inputs, Sums
 
 SHAPES = [(256, 64), (300, 97), (31, 40), (192, 50), (230, 9), (513, 3), (40, 1)]

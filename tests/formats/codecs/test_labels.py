@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from sparsepack.formats.codecs.labels import encode_labels, label_numbers, padded_channels, quantise_queries
+from sparsepack.formats.blocks.labels import encode_labels, label_numbers, padded_channels, quantise_queries
 
 
 @pytest.mark.parametrize("channels", [1, 4, 7, 8, 12, 16, 20, 32, 128])

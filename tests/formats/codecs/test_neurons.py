@@ -7,7 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparsepack.errors import PackingError
-from sparsepack.formats.codecs import neurons, q4_k, zigzag
+from sparsepack.formats.blocks import q4_k
+from sparsepack.formats.orders import neuron as neurons
+from sparsepack.formats.orders import zigzag
 
 
 def matrices(count: int, hidden: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:

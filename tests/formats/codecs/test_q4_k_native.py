@@ -6,8 +6,10 @@ import torch
 from torch import Tensor
 
 from sparsepack.errors import UserError
-from sparsepack.formats.codecs import q4_k_device, zigzag
-from sparsepack.formats.codecs.q4_k_fit import encode_columns
+from sparsepack.formats import gptq
+from sparsepack.formats.blocks import q4_k_device
+from sparsepack.formats.blocks.q4_k import encode_columns
+from sparsepack.formats.orders import zigzag
 from sparsepack.runtime.cpu import dispatch
 
 try:
@@ -57,8 +59,8 @@ def test_errors_are_fed_back_as_column_by_column(columns: int, rows: int, instru
     assert errors is not None
     left, here = weight.clone(), factor[first : first + columns, first : first + columns]
     for number in range(columns):
-        packed = zigzag.pack_column(left[number])
-        after = zigzag.unpack_column(packed, rows)
+        packed = gptq.pack_column(left[number])
+        after = gptq.unpack_column(packed, rows)
         assert torch.equal(blocks[number], packed)
         assert torch.equal(block[number], after)
         error = (left[number] - after) / here[number, number]

@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparsepack import triton_kernels
-from sparsepack.formats.codecs import q4_k, q4_k_device, q4_k_fit, zigzag
+from sparsepack.formats.blocks import q4_k, q4_k_device
+from sparsepack.formats.orders import zigzag
 
 pytest.importorskip("triton")
 
@@ -30,7 +31,7 @@ types = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
 
 def packed(weight: torch.Tensor) -> torch.Tensor:
     """Zigzag superblocks of a matrix on the device, by the kernel."""
-    from sparsepack.formats.codecs import q4_k_triton
+    from sparsepack.formats.blocks import q4_k_triton
 
     blocks = q4_k_triton.encode(weight)
     assert blocks.device == weight.device
@@ -86,8 +87,8 @@ def test_zeros_become_zero_bytes_and_so_do_weights_too_small_for_the_format() ->
 
 def test_weights_beyond_the_format_become_its_largest() -> None:
     decoded = q4_k.decode(encoded(torch.tensor([3e38, -3e38]).repeat_interleave(256)))
-    assert decoded[0] == pytest.approx(q4_k_fit.HIGHEST, rel=1e-3)
-    assert decoded[-1] == pytest.approx(q4_k_fit.LOWEST, rel=1e-3)
+    assert decoded[0] == pytest.approx(q4_k.HIGHEST, rel=1e-3)
+    assert decoded[-1] == pytest.approx(q4_k.LOWEST, rel=1e-3)
 
 
 @given(st.integers(0, 2**32 - 1), st.floats(-44, 38), st.floats(-10, 10))
@@ -122,7 +123,7 @@ def test_cuda_without_the_kernel_encodes_nearly_as_well(name: str, monkeypatch: 
 
 @needs_cuda
 def test_a_kernel_that_does_not_compile_is_reported_once_and_done_without(monkeypatch: pytest.MonkeyPatch) -> None:
-    from sparsepack.formats.codecs import q4_k_triton
+    from sparsepack.formats.blocks import q4_k_triton
 
     def fail(weight: torch.Tensor) -> torch.Tensor:
         raise RuntimeError("Failed to find C compiler")

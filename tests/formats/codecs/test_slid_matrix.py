@@ -6,8 +6,8 @@ from devices import DEVICES
 from torch import Tensor
 
 from sparsepack.errors import PackingError
-from sparsepack.formats.codecs import slide as slid_matrix
-from sparsepack.formats.codecs.slide import STEPS, Slide, unpack_positions
+from sparsepack.formats.orders import slide as slid_matrix
+from sparsepack.formats.orders.slide import STEPS, Slide, unpack_positions
 from sparsepack.models.records.groups import kept
 from sparsepack.models.records.pattern import Pattern
 

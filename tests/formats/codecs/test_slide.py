@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparsepack.errors import PackingError
-from sparsepack.formats.codecs.slide import Slide, lift, pack_positions, slide, unpack_positions, unslide, windowed
+from sparsepack.formats.orders.slide import Slide, lift, pack_positions, slide, unpack_positions, unslide, windowed
 from sparsepack.models.records.groups import kept
 from sparsepack.models.records.pattern import Pattern
 

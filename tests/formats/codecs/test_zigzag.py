@@ -9,7 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparsepack.errors import PackingError
-from sparsepack.formats.codecs import q4_k, superblock, zigzag
+from sparsepack.formats import gptq
+from sparsepack.formats.blocks import q4_k, superblock
+from sparsepack.formats.blocks.table import BLOCKS
+from sparsepack.formats.orders import zigzag
 
 
 def matrix(rows: int, columns: int, seed: int = 0) -> torch.Tensor:
@@ -83,6 +86,8 @@ def test_wrong_matrices_are_refused() -> None:
 # rows after the whole bands
 
 
+OTHERS = [("Q6_K", 0.025), ("Q8_0", 0.008)]
+"""The other blocks, and the error that they may cause of such tails."""
 TAILS = [(1, 1), (64, 1), (65, 2), (127, 2), (192, 3), (300, 1), (576, 1), (640, 2), (700, 3), (960, 3)]
 
 
@@ -120,6 +125,32 @@ def test_a_tail_laid_out_as_a_band_has_the_same_weights(rows: int, columns: int)
     assert not q4_k.decode(band)[:, zigzag.tail_pieces(rows) * 64 :].any()
 
 
+@pytest.mark.parametrize("columns", [1, 3, 61])
+@pytest.mark.parametrize("rows", [1, 65, 192, 576, 700])
+@pytest.mark.parametrize(("block", "error"), OTHERS)
+def test_tails_of_other_blocks(block: str, error: float, rows: int, columns: int) -> None:
+    weight = matrix(rows, columns)
+    blocks, tail = zigzag.pack_with_tail(weight, block)
+    assert tail is not None
+    assert blocks.shape == (rows // 256, columns, zigzag.superblock_bytes(block))
+    found = zigzag.unpack(blocks, rows, tail=tail, block=block)
+    assert relative_error(found, weight) < error
+    band = zigzag.expand_tail(tail, rows, columns, block)
+    assert torch.equal(zigzag.unpack(torch.cat([blocks, band[None]]), rows, block=block), found)
+    assert not BLOCKS[block].decode(band)[:, zigzag.tail_pieces(rows) * 64 :].any()
+
+
+@pytest.mark.parametrize("rows", [1, 256, 300])
+@pytest.mark.parametrize("block", ["Q6_K", "Q8_0"])
+def test_superblocks_of_other_types_are_blocks_of_the_columns(block: str, rows: int) -> None:
+    weight = matrix(rows, 5)
+    blocks = zigzag.pack(weight, block)
+    columns = torch.nn.functional.pad(weight, (0, 0, 0, -rows % 256)).t().contiguous()
+    assert torch.equal(blocks.transpose(0, 1).flatten(1), BLOCKS[block].encode(columns))
+    parts = BLOCKS[block].codec.apart(blocks.flatten(0, 1))
+    assert torch.equal(BLOCKS[block].codec.together(parts), blocks.flatten(0, 1))
+
+
 @pytest.mark.parametrize("columns", [1, 2, 3, 61])
 @pytest.mark.parametrize("rows", [1, 64, 100, 192])
 def test_a_column_of_a_tail_is_set_and_its_neighbours_stay(rows: int, columns: int) -> None:
@@ -127,10 +158,10 @@ def test_a_column_of_a_tail_is_set_and_its_neighbours_stay(rows: int, columns: i
     before = zigzag.unpack_tail(tail, rows, columns).clone()
     for column in {0, columns // 2, columns - 1}:
         steps = tail[:, :4].clone()
-        found = zigzag.set_tail_column(tail, rows, column, other[:, column].clone())
+        found = gptq.set_tail_column(tail, rows, column, other[:, column].clone())
         assert torch.equal(tail[:, :4], steps)
         before[:, column] = found
-        assert torch.equal(zigzag.tail_column(tail, rows, column), found)
+        assert torch.equal(zigzag.unpack_tail(tail, rows, columns)[:, column], found)
         assert torch.equal(zigzag.unpack_tail(tail, rows, columns), before)
         assert relative_error(found, other[:, column]) < (0.2 if rows >= 64 else 2)
 
@@ -140,7 +171,7 @@ def test_a_column_that_is_set_to_what_it_was_is_as_near() -> None:
     tail = zigzag.pack_tail(weight)
     error = relative_error(zigzag.unpack_tail(tail, 192, 40), weight)
     for column in range(40):
-        zigzag.set_tail_column(tail, 192, column, weight[:, column].clone())
+        gptq.set_tail_column(tail, 192, column, weight[:, column].clone())
     assert relative_error(zigzag.unpack_tail(tail, 192, 40), weight) < 1.01 * error
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from sparsepack.formats.containers.gguf.embeddings import embedding_types
+from sparsepack.formats.containers.gguf_writer import embedding_types
 from sparsepack.models.checkpoint.checkpoint import HEAD, Checkpoint
 
 

@@ -17,7 +17,7 @@ from sparsepack.cli import main
 from sparsepack.errors import ArtifactError, CheckpointError, OutputError, PackingError, UserError
 from sparsepack.eval.run import EvalRequest, evaluate
 from sparsepack.files.tensors import WEIGHTS
-from sparsepack.formats.containers.safetensors.layout import MANIFEST, sealed, unsealed
+from sparsepack.formats.containers.safetensors import MANIFEST, sealed, unsealed
 from sparsepack.formats.inspect import describe
 from sparsepack.formats.open import is_artifact, open_artifact, read_packed
 from sparsepack.formats.table import FORMATS, Format

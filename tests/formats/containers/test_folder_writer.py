@@ -17,11 +17,11 @@ from sparsepack.errors import PackingError
 from sparsepack.files import hashing
 from sparsepack.files.hashing import combine_digests, sha256_bytes
 from sparsepack.files.tensors import WEIGHTS
-from sparsepack.formats.codecs import slide as slid_matrix
-from sparsepack.formats.containers.safetensors.layout import MANIFEST, unsealed
-from sparsepack.formats.containers.safetensors.writer import FolderPlan
+from sparsepack.formats import slide as slid_folder
+from sparsepack.formats.containers.safetensors import MANIFEST, unsealed
+from sparsepack.formats.containers.safetensors_writer import FolderPlan
+from sparsepack.formats.orders import slide as slid_matrix
 from sparsepack.formats.plan import PlannedGroup, PlannedTensor, alone
-from sparsepack.formats.slid import plan as slid_folder
 from sparsepack.formats.verify import verify
 from sparsepack.models.checkpoint.source_hash import SourceHash
 from sparsepack.packing import PackRequest, pack

@@ -17,7 +17,7 @@ from models_for_tests import make_model
 
 from sparsepack.errors import ArtifactError
 from sparsepack.files.gguf import read_gguf
-from sparsepack.formats.containers.gguf.container import BYTES_AT, HASH_AT, check_header
+from sparsepack.formats.containers.gguf import BYTES_AT, HASH_AT, check_header
 from sparsepack.formats.open import open_artifact, read_packed
 from sparsepack.formats.verify import verify
 from sparsepack.models.checkpoint.checkpoint import open_checkpoint

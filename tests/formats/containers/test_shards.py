@@ -20,8 +20,8 @@ from sparsepack.eval.options import EvalRequest
 from sparsepack.eval.run import evaluate
 from sparsepack.files.hashing import sha256_file
 from sparsepack.files.tensors import INDEX, WEIGHTS
-from sparsepack.formats.containers.safetensors.layout import MANIFEST, sealed, unsealed
-from sparsepack.formats.containers.safetensors.writer import FolderPlan, Shard, shards_of
+from sparsepack.formats.containers.safetensors import MANIFEST, sealed, unsealed
+from sparsepack.formats.containers.safetensors_writer import FolderPlan, Shard, shards_of
 from sparsepack.formats.inspect import describe
 from sparsepack.formats.open import open_artifact
 from sparsepack.formats.plan import PlannedGroup, PlannedTensor, tensors_of

@@ -20,9 +20,8 @@ from sparsepack.errors import OutputError, PackingError
 from sparsepack.files.gguf import read_gguf
 from sparsepack.files.hashing import combine_digests
 from sparsepack.formats.containers import write_tensors as placing
-from sparsepack.formats.containers.gguf.container import check_header, check_tensors
-from sparsepack.formats.containers.gguf.values import KeyValue, f32, string, u32
-from sparsepack.formats.containers.gguf.writer import GgufPlan
+from sparsepack.formats.containers.gguf import KeyValue, check_header, check_tensors, f32, string, u32
+from sparsepack.formats.containers.gguf_writer import GgufPlan
 from sparsepack.formats.plan import PlannedGroup, PlannedTensor, alone
 from sparsepack.models.checkpoint.source_hash import SourceHash
 

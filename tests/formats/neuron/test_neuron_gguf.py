@@ -13,11 +13,12 @@ from forged import edited, forge, named
 from models_for_tests import make_model
 
 from sparsepack.errors import ArtifactError, PackingError
-from sparsepack.formats.codecs import neurons, zigzag
-from sparsepack.formats.codecs.matrices import ZIGZAG, decode_matrix
-from sparsepack.formats.containers.gguf.values import MANIFEST
+from sparsepack.formats.containers.gguf import MANIFEST
 from sparsepack.formats.inspect import describe
+from sparsepack.formats.matrix import decode_matrix
 from sparsepack.formats.open import open_artifact, read_packed
+from sparsepack.formats.orders import neuron as neurons
+from sparsepack.formats.orders import zigzag
 from sparsepack.formats.packed import NeuronMlp
 from sparsepack.formats.plan import PlannedGroup
 from sparsepack.formats.stock import dequantised
@@ -109,7 +110,7 @@ def test_gates_by_rows_are_ordinary_rows_of_the_same_neurons(relu: Checkpoint, f
     for layer, (found, other) in enumerate(zip(read_packed(by_rows).layers, read_packed(file).layers, strict=True)):
         assert isinstance(found.mlp, NeuronMlp)
         assert isinstance(other.mlp, NeuronMlp)
-        assert (found.mlp.gate.type, other.mlp.gate.type) == ("Q4_K", ZIGZAG)
+        assert (str(found.mlp.gate.format), str(other.mlp.gate.format)) == ("Q4_K", "zigzag-q4_k")
         assert torch.equal(found.mlp.order, other.mlp.order)
         assert torch.equal(found.mlp.records.blocks, other.mlp.records.blocks)
         tensor = stored[f"blk.{layer}.mlp_gate.weight"]

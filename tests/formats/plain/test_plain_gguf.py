@@ -13,9 +13,9 @@ from plain_model import both_logits, disagreement, load_llama
 
 from sparsepack.errors import CheckpointError, PackingError
 from sparsepack.files.gguf import read_gguf
-from sparsepack.formats.containers.gguf.writer import GgufPlan
+from sparsepack.formats.containers.gguf_writer import GgufPlan
+from sparsepack.formats.llama_cpp import keys
 from sparsepack.formats.open import open_artifact
-from sparsepack.formats.plain.llama_cpp import keys
 from sparsepack.formats.plan import PlanRequest
 from sparsepack.formats.table import FORMATS
 from sparsepack.formats.verify import verify

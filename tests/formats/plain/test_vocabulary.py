@@ -32,8 +32,7 @@ from vocabularies import (
 )
 
 from sparsepack.errors import PackingError
-from sparsepack.formats.plain.llama_cpp.pretokenizers import INEXACT
-from sparsepack.formats.plain.llama_cpp.vocabulary import KEY_TYPES, vocabulary
+from sparsepack.formats.llama_cpp.vocabulary import INEXACT, KEY_TYPES, vocabulary
 
 pytest.importorskip("llama_cpp", reason="llama-cpp-python is the peer of these tests")
 

@@ -25,10 +25,11 @@ from sparsepack.eval.options import EvalRequest
 from sparsepack.eval.run import evaluate
 from sparsepack.files.text import Text
 from sparsepack.formats.attention import attention_section
-from sparsepack.formats.containers.safetensors.layout import sealed, unsealed
+from sparsepack.formats.blocks.table import BLOCKS
+from sparsepack.formats.containers.safetensors import sealed, unsealed
 from sparsepack.formats.inspect import describe
 from sparsepack.formats.open import open_artifact
-from sparsepack.formats.slid.artifact import slid_formats
+from sparsepack.formats.slide import slid_formats
 from sparsepack.formats.table import format_of
 from sparsepack.formats.verify import verify
 from sparsepack.models.checkpoint.checkpoint import open_checkpoint
@@ -38,7 +39,7 @@ from sparsepack.packing import PackRequest, pack, plan_of
 
 FORMATS = tuple(slid_formats())
 ERRORS = {
-    **{format: values.error_bound for format, values in slid_formats().items()},
+    **{format: BLOCKS[values.name].error for format, values in slid_formats().items()},
     **{"slide-int8": 0.015, "slide-fp8": 0.04, "slide-bf16": 0},
 }
 IDS = torch.arange(3, 60)[None]

@@ -16,8 +16,8 @@ from segments_for_tests import segmented
 from sparsepack.cli.tables import artifact_table, checkpoint_table
 from sparsepack.errors import ArtifactError, PackingError
 from sparsepack.files.gguf import read_gguf
-from sparsepack.formats.codecs.matrices import decode_matrix
 from sparsepack.formats.inspect import describe
+from sparsepack.formats.matrix import decode_matrix
 from sparsepack.formats.open import read_packed
 from sparsepack.formats.stock import stock_of
 from sparsepack.formats.table import FORMATS, holders
@@ -52,7 +52,7 @@ def test_bases_come_back_within_their_types_error(made: Made) -> None:
     packed = read_packed(made.file)
     assert [*packed.bases] == [1, 3]
     for layer, basis in packed.bases.items():
-        assert (basis.type, basis.rows, basis.columns) == ("Q8_0", 256, 256)
+        assert (str(basis.format), basis.rows, basis.columns) == ("Q8_0", 256, 256)
         exact = made.changed.tensor(f"model.layers.{layer}.residual_basis.weight")
         assert float((decode_matrix(basis) - exact).norm() / exact.norm()) < 0.008
     order = [*read_gguf(made.file).tensors]

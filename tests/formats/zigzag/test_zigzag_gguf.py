@@ -17,12 +17,12 @@ from small_rules import rules
 
 from sparsepack.errors import ArtifactError, OutputError, PackingError
 from sparsepack.files.gguf import read_gguf
-from sparsepack.formats.codecs import q4_k
-from sparsepack.formats.codecs import zigzag as codec
-from sparsepack.formats.codecs.matrices import decode_matrix, zigzag_rows
-from sparsepack.formats.containers.gguf.values import MANIFEST as KEY
-from sparsepack.formats.containers.gguf.values import string, u32
+from sparsepack.formats.blocks import q4_k
+from sparsepack.formats.containers.gguf import MANIFEST as KEY
+from sparsepack.formats.containers.gguf import string, u32
+from sparsepack.formats.matrix import decode_matrix, zigzag_rows
 from sparsepack.formats.open import open_artifact, read_packed
+from sparsepack.formats.orders import zigzag as codec
 from sparsepack.formats.packed import PackedModel
 from sparsepack.formats.plan import PlannedGroup
 from sparsepack.formats.stock import dequantised, stock_config, stock_tokenizer
@@ -184,7 +184,7 @@ def test_trained_model_of_odd_widths(shared: Path, tmp_path: Path) -> None:
     assert notes == ("token_embd.weight is Q8_0: Q6_K needs a multiple of 256 columns, it has 64",)
     packed = read_packed(tmp_path / "m.gguf")
     assert packed.manifest["notes"] == list(notes)
-    assert packed.embedding.type == "Q8_0"
+    assert packed.embedding.format.block == "Q8_0"
     assert packed.layers[0].sites["mlp_mid"].matrix.columns == 172
     assert packed.architecture.bos == 1
     tensor = dequantised(packed)
@@ -196,7 +196,7 @@ def test_trained_model_of_odd_widths(shared: Path, tmp_path: Path) -> None:
 def test_output_and_embedding_types_are_chosen(checkpoints: Checkpoints, tmp_path: Path, kind: str) -> None:
     write_zigzag(checkpoints["llama"], {}, tmp_path / "m.gguf", output_type=kind, embedding_type="bf16")
     packed = read_packed(tmp_path / "m.gguf")
-    assert (packed.output.type, packed.embedding.type) == (kind.upper(), "BF16")
+    assert (packed.output.format.block, packed.embedding.format.block) == (kind.upper(), "BF16")
     bound = {"q8_0": 0.01, "q6_k": 0.03, "q4_k": 0.09, "f16": 1e-3}.get(kind, 0)
     assert relative_error(decode_matrix(packed.output), checkpoints["llama"].tensor(HEAD).float()) <= bound
 

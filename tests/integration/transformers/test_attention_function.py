@@ -10,7 +10,7 @@ import torch
 from packed_models import random_model, stock_model
 
 from sparsepack.errors import UserError
-from sparsepack.formats.codecs.labels import encode_labels, label_numbers, quantise_queries
+from sparsepack.formats.blocks.labels import encode_labels, label_numbers, quantise_queries
 from sparsepack.integration.transformers import double_sparsity as attention
 from sparsepack.integration.transformers.double_sparsity import NAME, attach, attention_forward, sparse_rows
 from sparsepack.models.records.sparse_attention import SparseAttention, TokenPolicy

@@ -19,7 +19,7 @@ from sparsepack.calibrate.prune import PruneOptions
 from sparsepack.errors import ArtifactError, UserError
 from sparsepack.files.hashing import sha256_bytes
 from sparsepack.files.tensors import INDEX, WEIGHTS
-from sparsepack.formats.containers.safetensors.layout import CONFIG, MANIFEST, sealed, unsealed
+from sparsepack.formats.containers.safetensors import CONFIG, MANIFEST, sealed, unsealed
 from sparsepack.formats.open import open_artifact
 from sparsepack.formats.verify import verify
 from sparsepack.packing import PackRequest, pack
@@ -210,7 +210,7 @@ def test_a_file_that_only_people_read_may_lie_beside(copied: Path) -> None:
 
 def test_every_name_that_transformers_looks_for_is_one_of_them(tmp_path: Path) -> None:
     """The names of all tokenizers' vocabularies, and transformers' constants for everything else."""
-    from sparsepack.formats.containers.safetensors.container import check_unlisted
+    from sparsepack.formats.containers.safetensors import check_unlisted
 
     names = {value for key, value in vars(transformers.utils).items() if re.fullmatch(r"[A-Z_]*(NAME|FILE|DIR)", key)}
     for file in Path(transformers.__file__).parent.glob("models/*/tokenization_*.py"):

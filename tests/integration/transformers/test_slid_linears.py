@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from sparsepack.errors import PackingError, UserError
-from sparsepack.formats.codecs.slide import Slide, encode, pack_positions
+from sparsepack.formats.orders.slide import Slide, encode, pack_positions
 from sparsepack.integration.transformers.quantizer import SlidLinear
 from sparsepack.models.records.pattern import Pattern
 from sparsepack.runtime.cuda.slide import algorithms, cusparselt, hopper

@@ -34,8 +34,7 @@ from vllm.model_executor.model_loader.reload import (
 from vllm_for_tests import slid, stored, together
 
 from sparsepack.errors import ArtifactError, UserError
-from sparsepack.formats.codecs.slide import Slide
-from sparsepack.formats.codecs.value_types import VALUE_TYPES
+from sparsepack.formats.orders.slide import VALUE_TYPES, Slide
 from sparsepack.integration.vllm import linear_method
 from sparsepack.integration.vllm.config import SlidVllmConfig
 from sparsepack.integration.vllm.linear_method import SlidLinearMethod

@@ -11,7 +11,7 @@ from vllm_for_tests import ON_TWO_CORES, PROMPTS, Refused, assert_greedy, in_tra
 
 import sparsepack
 from sparsepack.errors import ArtifactError
-from sparsepack.formats.containers.safetensors.layout import MANIFEST, sealed, unsealed
+from sparsepack.formats.containers.safetensors import MANIFEST, sealed, unsealed
 from sparsepack.integration.vllm.config import SlidVllmConfig, _check_bytes
 from sparsepack.integration.vllm.plugin import register
 from sparsepack.packing import plan_of

@@ -17,8 +17,8 @@ from torch import Tensor
 
 import sparsepack
 from sparsepack.calibrate.prune import PruneOptions
-from sparsepack.formats.codecs.slide import Slide, encode
-from sparsepack.formats.slid.artifact import POSITIONS, SCALE
+from sparsepack.formats.orders.slide import Slide, encode
+from sparsepack.formats.slide import POSITIONS, SCALE
 from sparsepack.models.records.groups import kept
 from sparsepack.models.records.pattern import Pattern
 from sparsepack.packing import PackRequest, pack

@@ -32,10 +32,9 @@ from vocabularies import (
 
 from sparsepack.errors import CheckpointError
 from sparsepack.files.gguf import GgufFile, TensorInfo
-from sparsepack.formats.containers.gguf.writer import GgufPlan
+from sparsepack.formats.containers.gguf_writer import GgufPlan
+from sparsepack.formats.llama_cpp.vocabulary import INEXACT, vocabulary
 from sparsepack.formats.open import open_artifact
-from sparsepack.formats.plain.llama_cpp.pretokenizers import INEXACT
-from sparsepack.formats.plain.llama_cpp.vocabulary import vocabulary
 from sparsepack.formats.plan import PlanRequest
 from sparsepack.formats.table import FORMATS
 from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint

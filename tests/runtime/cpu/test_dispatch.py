@@ -7,8 +7,9 @@ import torch
 from native_build import MODULE, instruction_set_params
 
 from sparsepack.errors import UserError
-from sparsepack.formats.codecs import zigzag
-from sparsepack.formats.codecs.matrices import ZIGZAG, PackedMatrix
+from sparsepack.formats.matrix import PackedMatrix
+from sparsepack.formats.orders import zigzag
+from sparsepack.formats.table import MatrixFormat
 from sparsepack.runtime.cpu import dispatch, operations
 from sparsepack.runtime.cpu.dispatch import FORCED, instruction_set, instruction_sets
 from sparsepack.runtime.cpu.tile_config import tile_config
@@ -56,7 +57,7 @@ def test_kernels_that_do_not_load_are_told_with_the_reason(monkeypatch: pytest.M
 
 
 def test_the_cpu_backend_runs_on_the_cpu_only() -> None:
-    matrix = PackedMatrix(zigzag.pack(torch.ones(3, 4)), ZIGZAG, 3, 4)
+    matrix = PackedMatrix(zigzag.pack(torch.ones(3, 4)), MatrixFormat("Q4_K", "zigzag"), 3, 4)
     with pytest.raises(UserError, match="device cuda: the cpu backend runs on the CPU"):
         operations.load_zigzag(matrix, "cuda")
 

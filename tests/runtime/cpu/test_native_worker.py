@@ -11,7 +11,9 @@ from operations_for_tests import packed
 from torch import Tensor
 from worker_sides import PATIENCE, Block, Side, answer, ask, check, gates_of, made, step
 
-from sparsepack.formats.codecs.matrices import PackedMatrix, decode_matrix, encode_rows
+from sparsepack.formats.blocks.table import BLOCKS
+from sparsepack.formats.matrix import PackedMatrix, decode_matrix
+from sparsepack.formats.table import MatrixFormat
 from sparsepack.runtime.cpu import dispatch, operations
 from sparsepack.runtime.hybrid import measure
 from sparsepack.runtime.hybrid.handover import LAST_NUMBER, AskedProduct, HandOver, ProductPlaces, next_number, views
@@ -40,8 +42,8 @@ def test_of_neurons_that_may_be_active_it_keeps_those_with_gates_above_zero(
     generator = torch.Generator().manual_seed(3)
     layout = HandOver(4, count, hidden, texts)
     blocks = [Block(count, hidden, seed) for seed in range(4)]
-    stored = [encode_rows(torch.randn(count, hidden, generator=generator), "Q4_K") for _ in blocks]
-    matrices = [PackedMatrix(rows, "Q4_K", count, hidden) for rows in stored]
+    stored = [BLOCKS["Q4_K"].encode(torch.randn(count, hidden, generator=generator)) for _ in blocks]
+    matrices = [PackedMatrix(rows, MatrixFormat("Q4_K"), count, hidden) for rows in stored]
     loaded = [operations.load_gates(matrix) if n % 2 else None for n, matrix in enumerate(matrices)]
     side = Side(blocks, layout, threads, gates=loaded)
     for number, listed in enumerate([count, count // 3, 1, 0], 1):
@@ -60,7 +62,9 @@ def test_of_neurons_that_may_be_active_it_keeps_those_with_gates_above_zero(
 
 def test_gates_of_other_sizes_are_refused() -> None:
     layout, blocks = HandOver(2, 37, 256, 1), [Block(37, 256, seed) for seed in range(2)]
-    wrong = operations.load_gates(PackedMatrix(encode_rows(torch.randn(36, 256), "Q4_K"), "Q4_K", 36, 256))
+    wrong = operations.load_gates(
+        PackedMatrix(BLOCKS["Q4_K"].encode(torch.randn(36, 256)), MatrixFormat("Q4_K"), 36, 256)
+    )
     with pytest.raises(ValueError, match="gates: expected as many"):
         Side(blocks, layout, 1, gates=[wrong, None])
     with pytest.raises(ValueError, match="gates: expected those of every block"):

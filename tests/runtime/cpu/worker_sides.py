@@ -10,8 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sparsepack.formats.codecs import neurons
-from sparsepack.formats.codecs.matrices import PackedMatrix
+from sparsepack.formats.matrix import PackedMatrix
+from sparsepack.formats.orders import neuron as neurons
+from sparsepack.formats.table import MatrixFormat
 from sparsepack.runtime.cpu import dispatch, operations
 from sparsepack.runtime.hybrid.handover import Abort, HandOver, Views, views
 
@@ -32,7 +33,7 @@ class Block:
     def __init__(self, count: int, hidden: int, seed: int) -> None:
         stored = _records(count, hidden, seed)
         self.up, self.down = (half.double() for half in neurons.unpack(stored))
-        self.loaded = operations.load_neurons(PackedMatrix(stored, "Q4_K", count, 2 * hidden))
+        self.loaded = operations.load_neurons(PackedMatrix(stored, MatrixFormat("Q4_K"), count, 2 * hidden))
 
     def ffn(self, x: Tensor, gates: Tensor) -> Tensor:
         """[texts, hidden], [texts, neurons] -> [texts, hidden]"""

@@ -7,7 +7,7 @@ import torch
 from simulated_slots import assign_slots
 from torch import Tensor
 
-from sparsepack.formats.codecs.labels import encode_labels
+from sparsepack.formats.blocks.labels import encode_labels
 from sparsepack.models.records.sparse_attention import TokenPolicy
 from sparsepack.runtime.cuda.attention.attention import AttentionParameters
 from sparsepack.runtime.cuda.attention.double_sparsity import DoubleSparsityParameters

@@ -9,8 +9,8 @@ from simulated_products import ONE_SPLIT, Matrix, gemv, load_zigzag
 from simulated_words import assert_written, write
 from torch import Tensor
 
-from sparsepack.formats.codecs.matrices import PackedExperts
-from sparsepack.formats.codecs.zigzag import BAND_ROWS
+from sparsepack.formats.matrix import PackedExperts
+from sparsepack.formats.orders.zigzag import BAND_ROWS
 from sparsepack.runtime.cuda.driver.flag_in_data import SENTINEL
 from sparsepack.runtime.cuda.products import zigzag_products
 from sparsepack.runtime.cuda.products.zigzag_products import Input, Output, Together

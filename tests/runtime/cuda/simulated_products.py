@@ -9,8 +9,8 @@ import torch
 from simulated_words import assert_written, write
 from torch import Tensor
 
-from sparsepack.formats.codecs.matrices import PackedMatrix, decode_matrix
-from sparsepack.formats.codecs.zigzag import BAND_ROWS
+from sparsepack.formats.matrix import PackedMatrix, decode_matrix
+from sparsepack.formats.orders.zigzag import BAND_ROWS
 from sparsepack.models.soft_caps import soft_capped
 from sparsepack.runtime.cuda.decoder.held import CudaHeld
 from sparsepack.runtime.cuda.driver.flag_in_data import SENTINEL

@@ -64,7 +64,7 @@ VARIANTS = {
     ],
     "token_slots": [(f"HEAD_DIM={width}", f"KV={type}") for width, type in ((128, 1), (6, 2), (256, 3))],
     "labels": [(f"LABEL_WORDS={words}", f"KV={type}") for words, type in ((1, 3), (4, 1), (32, 2))],
-    "dequantise": [("AT_ONCE=4",)],
+    "dequantise": [("AT_ONCE=4", f"BLOCK={number}") for number in (8, 12, 14)],
     "neuron_list": [
         (
             *(f"CLUSTER={cluster}", f"INPUTS={texts}", f"ROUNDS={rounds}", "ACTIVATION=1", f"ALL={everyone}"),
@@ -245,6 +245,27 @@ def test_products_of_several_inputs_compile_as_they_are_launched(
     defines = zigzag_products._batch_defines(matrix, input, 2 if what == "gate" else None)
     if what != "gate" or config.tile_bands > 1:
         assert cubin("zigzag_batch", arch, defines)[:4] == b"\x7fELF"
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+@pytest.mark.parametrize(
+    ("block", "config"),
+    [
+        ("Q6_K", CudaTileConfig(1, 8, 0, 32)),
+        ("Q8_0", CudaTileConfig(4, 8, 8, 3)),
+        ("Q6_K", CudaTileConfig(2, 8, 16, 5)),
+        ("Q8_0", CudaTileConfig(1, 6, 0, 7)),
+    ],
+    ids=str,
+)
+def test_products_with_other_blocks_compile(block: str, config: CudaTileConfig, arch: int) -> None:
+    x, one = torch.empty(9001), torch.empty(1)
+    matrix = CudaZigzag(torch.empty(0), 512, 9001, config, 0, 1.0, 1.0, 1.0, block=block)
+    alone = zigzag_products._defines(matrix, Input(x, norm=x, squares=one, threshold=x, flag_in_data=True), None)
+    assert cubin("zigzag_gemv", arch, alone)[:4] == b"\x7fELF"
+    if config.stages:
+        several = zigzag_products._batch_defines(matrix, Input(torch.empty(8, 9001), threshold=x), None)
+        assert cubin("zigzag_batch", arch, several)[:4] == b"\x7fELF"
 
 
 @pytest.mark.parametrize("name", ["zigzag_gemv", "zigzag_batch"])

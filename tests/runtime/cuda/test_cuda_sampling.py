@@ -5,7 +5,9 @@ import torch
 from operations_for_tests import normal
 from torch import Tensor
 
-from sparsepack.formats.codecs.matrices import PackedMatrix, decode_matrix, encode_rows
+from sparsepack.formats.blocks.table import BLOCKS
+from sparsepack.formats.matrix import PackedMatrix, decode_matrix
+from sparsepack.formats.table import MatrixFormat
 from sparsepack.runtime.cuda.decoder.sampling import pick_likeliest
 from sparsepack.runtime.cuda.products.rows import RowsMatrix, embed, load_rows, new_candidates, product
 from sparsepack.runtime.generation.sampling import Sampler, Sampling, sample
@@ -37,7 +39,7 @@ def chosen_from(logits: Tensor) -> tuple[int, float]:
 @pytest.mark.parametrize("rows", [1, 5, 1000, 9999])
 @pytest.mark.parametrize("vectors", [1, 2, 5, 8])
 def test_the_likeliest_token_is_the_largest_logit(rows: int, vectors: int) -> None:
-    matrix = load_rows(PackedMatrix(encode_rows(normal(rows, 256), "Q6_K"), "Q6_K", rows, 256), "cuda")
+    matrix = load_rows(PackedMatrix(BLOCKS["Q6_K"].encode(normal(rows, 256)), MatrixFormat("Q6_K"), rows, 256), "cuda")
     ids, best, logits = likeliest(matrix, normal(vectors, 256, seed=1))
     assert torch.equal(ids.long(), logits.argmax(dim=1))
     assert torch.equal(best, logits.amax(dim=1))
@@ -72,7 +74,7 @@ def test_minus_infinity_beside_numbers_is_never_chosen() -> None:
 
 
 def test_positions_advance_only_where_asked() -> None:
-    matrix = load_rows(PackedMatrix(encode_rows(normal(50, 256), "Q6_K"), "Q6_K", 50, 256), "cuda")
+    matrix = load_rows(PackedMatrix(BLOCKS["Q6_K"].encode(normal(50, 256)), MatrixFormat("Q6_K"), 50, 256), "cuda")
     positions = torch.tensor([4, 0, 9], dtype=torch.int32, device="cuda")
     likeliest(matrix, normal(3, 256))
     likeliest(matrix, normal(3, 256), positions)
@@ -81,7 +83,7 @@ def test_positions_advance_only_where_asked() -> None:
 
 
 def test_tokens_follow_each_other_in_a_cuda_graph() -> None:
-    packed = PackedMatrix(encode_rows(normal(500, 256), "Q6_K"), "Q6_K", 500, 256)
+    packed = PackedMatrix(BLOCKS["Q6_K"].encode(normal(500, 256)), MatrixFormat("Q6_K"), 500, 256)
     matrix, weight = load_rows(packed, "cuda"), normal(256, seed=3).cuda()
     ids, positions = torch.zeros(1, dtype=torch.int32, device="cuda"), torch.zeros(1, dtype=torch.int32, device="cuda")
     x, y, best = (torch.empty(1, n, device="cuda") for n in (256, 500, 1))

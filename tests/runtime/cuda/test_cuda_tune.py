@@ -12,8 +12,9 @@ import torch
 from click.testing import CliRunner
 
 from sparsepack.cli import main
-from sparsepack.formats.codecs import zigzag as codec
-from sparsepack.formats.codecs.matrices import ZIGZAG, PackedMatrix, decode_matrix
+from sparsepack.formats.matrix import PackedMatrix, decode_matrix
+from sparsepack.formats.orders import zigzag as codec
+from sparsepack.formats.table import MatrixFormat
 from sparsepack.runtime.cuda.driver import kernel as launching
 from sparsepack.runtime.cuda.products import tile_config, tune, zigzag, zigzag_products
 from sparsepack.runtime.cuda.products.tile_config import (
@@ -196,7 +197,7 @@ def test_a_tuning_is_kept_and_used(cache: Path) -> None:
     assert json.loads(tuned_path(name).read_text()) == result
     assert [(row["rows"], row["columns"]) for row in result["shapes"]] == [SHAPE, OTHER]
     assert result["shapes"][1]["tile_bands"] == 2
-    matrix = PackedMatrix(codec.pack(torch.randn(*SHAPE)), ZIGZAG, *SHAPE)
+    matrix = PackedMatrix(codec.pack(torch.randn(*SHAPE)), MatrixFormat("Q4_K", "zigzag"), *SHAPE)
     loaded = zigzag.load_zigzag(matrix, "cuda")
     torch.cuda.synchronize()
     assert loaded.config == tile_config_of(result["shapes"][0])

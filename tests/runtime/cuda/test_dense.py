@@ -6,7 +6,7 @@ from operations_for_tests import normal, packed
 from pairwise import pairwise
 from torch import Tensor
 
-from sparsepack.formats.codecs.matrices import decode_matrix
+from sparsepack.formats.matrix import decode_matrix
 from sparsepack.runtime.cuda.attention import prefill_attention
 from sparsepack.runtime.cuda.attention.attention import AttentionParameters
 from sparsepack.runtime.cuda.attention.prefill_attention import attention

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from zigzag_cases import assert_close, normal, random_matrix, weights
 
-from sparsepack.formats.codecs.matrices import PackedExperts
+from sparsepack.formats.matrix import PackedExperts
+from sparsepack.formats.table import MatrixFormat
 from sparsepack.runtime.cuda.driver.flag_in_data import SENTINEL, flag_in_data_buffers
 from sparsepack.runtime.cuda.products.experts import (
     CudaExperts,
@@ -37,7 +38,7 @@ CONFIGS = [None, CudaTileConfig(1, 8, 24, 2), CudaTileConfig(2, 8, 16, 1), CudaT
 def random_experts(count: int, rows: int, columns: int) -> PackedExperts:
     """Random matrices, few of which are alike."""
     few = torch.stack([random_matrix(rows, columns, seed=seed).blocks for seed in range(4)])
-    return PackedExperts(few[torch.arange(count) * 5 % 7 % 4], rows, columns)
+    return PackedExperts(few[torch.arange(count) * 5 % 7 % 4], MatrixFormat("Q4_K", "zigzag"), rows, columns)
 
 
 def matrix_of(stored: PackedExperts, number: Tensor) -> Tensor:

@@ -8,7 +8,8 @@ import simulated
 import torch
 from zigzag_cases import random_matrix
 
-from sparsepack.formats.codecs.matrices import PackedExperts
+from sparsepack.formats.matrix import PackedExperts
+from sparsepack.formats.table import MatrixFormat
 from sparsepack.runtime.cuda.products import experts, tile_config
 from sparsepack.runtime.cuda.products.experts import blocks, load_experts
 from sparsepack.runtime.cuda.products.tile_config import CudaTileConfig, expert_tile_config
@@ -37,7 +38,7 @@ def test_experts_lie_one_after_the_other_as_each_would_alone(
     monkeypatch.setattr(experts, "LOADED_AT_ONCE", at_once)
     each = [replace(random_matrix(1536, 70, seed=seed), row_scale=None) for seed in range(3)]
     each[1].blocks[..., 1] = 0x30  # the largest d is in the middle
-    stored = PackedExperts(torch.stack([matrix.blocks for matrix in each]), 1536, 70)
+    stored = PackedExperts(torch.stack([matrix.blocks for matrix in each]), MatrixFormat("Q4_K", "zigzag"), 1536, 70)
     loaded = load_experts(stored, 2, True, "cpu", config, gate=gate)
     alone = [load_zigzag(matrix, "cpu", config, gate=gate) for matrix in each]
     for number, matrix in enumerate(alone):

@@ -13,7 +13,7 @@ from emulated import Emulation, needs_compiler
 from operations_for_tests import normal, packed
 from torch import Tensor
 
-from sparsepack.formats.codecs.matrices import decode_matrix
+from sparsepack.formats.matrix import decode_matrix
 from sparsepack.runtime.cuda.driver.host_memory import in_host_memory, shared_memory
 from sparsepack.runtime.cuda.products import far, zigzag, zigzag_products
 from sparsepack.runtime.cuda.products.far import FarProduct

@@ -14,9 +14,11 @@ from operations_for_tests import normal
 from packed_models import by_neurons, random_model
 from torch import Tensor
 
-from sparsepack.formats.codecs.gate_rows import copied, limits
-from sparsepack.formats.codecs.matrices import PackedMatrix, decode_matrix, encode_rows
+from sparsepack.formats.blocks.table import BLOCKS
+from sparsepack.formats.matrix import PackedMatrix, decode_matrix
+from sparsepack.formats.orders.gates import copied, limits
 from sparsepack.formats.packed import NeuronMlp, PackedModel
+from sparsepack.formats.table import MatrixFormat
 from sparsepack.placement.budget import Plan
 from sparsepack.placement.machine import BandwidthProfile
 from sparsepack.runtime.chained import layer as operations_layer
@@ -165,7 +167,7 @@ CUDA = torch.device("cuda")
 
 
 def stored(count: int, hidden: int) -> PackedMatrix:
-    return PackedMatrix(encode_rows(normal(count, hidden, seed=count), "Q4_K"), "Q4_K", count, hidden)
+    return PackedMatrix(BLOCKS["Q4_K"].encode(normal(count, hidden, seed=count)), MatrixFormat("Q4_K"), count, hidden)
 
 
 @pytest.mark.gpu

@@ -7,8 +7,10 @@ import torch
 from operations_for_tests import normal
 from torch import Tensor
 
-from sparsepack.formats.codecs import zigzag as codec
-from sparsepack.formats.codecs.matrices import ZIGZAG, PackedMatrix, encode_rows
+from sparsepack.formats.blocks.table import BLOCKS
+from sparsepack.formats.matrix import PackedMatrix
+from sparsepack.formats.orders import zigzag as codec
+from sparsepack.formats.table import MatrixFormat
 from sparsepack.runtime.cuda.driver.host_memory import in_host_memory, on_card
 from sparsepack.runtime.cuda.products import far, rows, zigzag, zigzag_products
 from sparsepack.runtime.cuda.products.gemm_fp16 import multiply, new_scratch, to_scaled_fp16
@@ -29,7 +31,7 @@ def _copies(request: pytest.FixtureRequest) -> None:
 
 
 def both(shape: tuple[int, int]) -> list[CudaZigzag]:
-    packed = PackedMatrix(codec.pack(normal(*shape)), ZIGZAG, *shape)
+    packed = PackedMatrix(codec.pack(normal(*shape)), MatrixFormat("Q4_K", "zigzag"), *shape)
     found = [zigzag.load_zigzag(packed, CUDA, place=place) for place in (on_card, in_host_memory)]
     torch.cuda.synchronize()
     return found
@@ -68,10 +70,12 @@ def test_products_of_several_inputs(dense: bool) -> None:
 @pytest.mark.parametrize("tile_bands", [1, 2, 4, 8])
 def test_products_of_first_bands(tile_bands: int, columns: int, dense: bool) -> None:
     bands, near = 32, 3 * tile_bands
-    packed = PackedMatrix(codec.pack(normal(256 * bands, columns)), ZIGZAG, 256 * bands, columns)
+    packed = PackedMatrix(
+        codec.pack(normal(256 * bands, columns)), MatrixFormat("Q4_K", "zigzag"), 256 * bands, columns
+    )
     config = far_tile_config(bands, columns, CUDA, tile_bands)
     there = far.first_bands(zigzag.load_zigzag(packed, CUDA, config, place=in_host_memory), near)
-    first = PackedMatrix(packed.blocks[:near].contiguous(), ZIGZAG, 256 * near, columns)
+    first = PackedMatrix(packed.blocks[:near].contiguous(), MatrixFormat("Q4_K", "zigzag"), 256 * near, columns)
     here = zigzag.load_zigzag(first, CUDA, CudaTileConfig(**asdict(there.config)))
     x = normal(3, columns, seed=1).to(CUDA)
     threshold = None if dense else torch.full((1,), 0.7, device=CUDA)
@@ -93,7 +97,7 @@ def test_products_of_prefill() -> None:
 
 @pytest.mark.parametrize("type", ["F16", "BF16", "Q4_K", "Q6_K", "Q8_0"])
 def test_matrices_by_rows(type: str) -> None:
-    packed = PackedMatrix(encode_rows(normal(1000, 512), type), type, 1000, 512)
+    packed = PackedMatrix(BLOCKS[type].encode(normal(1000, 512)), MatrixFormat(type), 1000, 512)
     x, ids = normal(1, 512, seed=1).to(CUDA), torch.tensor([3, 999, 0], dtype=torch.int32, device=CUDA)
     found: list[Tensor] = []
     for place in (on_card, in_host_memory):

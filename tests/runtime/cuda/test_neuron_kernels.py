@@ -5,8 +5,9 @@ import torch
 from operations_for_tests import normal
 from torch import Tensor
 
-from sparsepack.formats.codecs import neurons as codec
-from sparsepack.formats.codecs.matrices import PackedMatrix
+from sparsepack.formats.matrix import PackedMatrix
+from sparsepack.formats.orders import neuron as codec
+from sparsepack.formats.table import MatrixFormat
 from sparsepack.runtime.cuda.driver.host_memory import host_tensors
 from sparsepack.runtime.cuda.products import neurons
 from sparsepack.runtime.cuda.products.neurons import (
@@ -36,7 +37,7 @@ def _copies(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 def packed(count: int, hidden: int) -> PackedMatrix:
     up, down = normal(count, hidden, seed=count), normal(hidden, count, seed=count + 1)
-    return PackedMatrix(codec.pack(up, down, torch.arange(count)), "Q4_K", count, 2 * hidden)
+    return PackedMatrix(codec.pack(up, down, torch.arange(count)), MatrixFormat("Q4_K"), count, 2 * hidden)
 
 
 def gates(texts: int, count: int, share: float, seed: int = 3) -> Tensor:

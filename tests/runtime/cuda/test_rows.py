@@ -7,9 +7,10 @@ import torch
 from operations_for_tests import normal
 from torch import Tensor
 
-from sparsepack.formats.codecs import zigzag
-from sparsepack.formats.codecs.matrices import ZIGZAG, PackedMatrix, decode_matrix, encode_rows
-from sparsepack.formats.codecs.types import BLOCKS
+from sparsepack.formats.blocks.table import BLOCKS
+from sparsepack.formats.matrix import PackedMatrix, decode_matrix
+from sparsepack.formats.orders import zigzag
+from sparsepack.formats.table import MatrixFormat
 from sparsepack.models.soft_caps import soft_capped
 from sparsepack.runtime.cuda.decoder.sampling import pick_likeliest
 from sparsepack.runtime.cuda.products import rows
@@ -32,7 +33,7 @@ EPS = 1e-5
 
 @cache
 def packed(type: str, shape: tuple[int, int]) -> PackedMatrix:
-    return PackedMatrix(encode_rows(normal(*shape, seed=shape[0]), type), type, *shape)
+    return PackedMatrix(BLOCKS[type].encode(normal(*shape, seed=shape[0])), MatrixFormat(type), *shape)
 
 
 @cache
@@ -77,12 +78,12 @@ def test_product_is_that_of_the_decoded_weights(type: str, shape: tuple[int, int
     ("type", "factors"), [("Q4_K", slice(0, 4)), ("Q6_K", slice(208, 210)), ("Q8_0", slice(0, 2))], ids=str
 )
 def test_every_pattern_of_bits_counts(type: str, factors: slice) -> None:
-    weights, block_bytes = BLOCKS[type]
+    weights, block_bytes = BLOCKS[type].weights, BLOCKS[type].bytes
     shape = (40, 512 // weights, block_bytes)
     blocks = torch.randint(0, 256, shape, generator=torch.Generator().manual_seed(9)).to(torch.uint8)
     fresh = normal(*shape[:2], (factors.stop - factors.start) // 2, seed=8).half()
     blocks[..., factors] = fresh.view(torch.uint8).view(*shape[:2], -1)
-    matrix = PackedMatrix(blocks.view(40, -1), type, 40, 512)
+    matrix = PackedMatrix(blocks.view(40, -1), MatrixFormat(type), 40, 512)
     x, on_device = normal(3, 512), load_rows(matrix, "cuda")
     y = torch.empty(3, 40, device="cuda")
     product(on_device, x.cuda(), y)
@@ -206,4 +207,4 @@ def test_what_does_not_fit_is_an_error() -> None:
     with pytest.raises(ValueError, match="candidates"):
         product(matrix, x, y, candidates=torch.zeros(1, 999, dtype=torch.int64, device="cuda"))
     with pytest.raises(ValueError, match="expected one stored by rows"):
-        load_rows(PackedMatrix(zigzag.pack(normal(256, 4)), ZIGZAG, 256, 4), "cuda")
+        load_rows(PackedMatrix(zigzag.pack(normal(256, 4)), MatrixFormat("Q4_K", "zigzag"), 256, 4), "cuda")

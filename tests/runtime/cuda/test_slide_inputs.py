@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from sparsepack.errors import UserError
-from sparsepack.formats.codecs.slide import Slide
+from sparsepack.formats.orders.slide import Slide
 from sparsepack.models.records.pattern import Pattern
 from sparsepack.runtime.cuda.slide.inputs import ALIGNMENT, quantise_slide, row_bytes
 from sparsepack.runtime.reference import products as reference

@@ -8,7 +8,7 @@ from operations_for_tests import normal
 from torch import Tensor
 
 from sparsepack.errors import PackingError, UserError
-from sparsepack.formats.codecs.slide import Slide, encode
+from sparsepack.formats.orders.slide import Slide, encode
 from sparsepack.integration.transformers.quantizer import SlidLinear
 from sparsepack.models.records.groups import kept
 from sparsepack.models.records.pattern import Pattern

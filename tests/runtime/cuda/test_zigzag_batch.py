@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 from zigzag_cases import CONFIGS, assert_close, loaded, normal, random_matrix, weights
 
-from sparsepack.formats.codecs.matrices import PackedMatrix
+from sparsepack.formats.matrix import PackedMatrix
 from sparsepack.runtime.cuda.products.tile_config import CudaTileConfig
 from sparsepack.runtime.cuda.products.zigzag import CudaZigzag
 from sparsepack.runtime.cuda.products.zigzag_products import Input, Output, batch, blocks, gemv, most_inputs
@@ -50,8 +50,11 @@ def between(x: Tensor) -> Tensor:
 
 @several_inputs
 @several_geometries
-def test_several_inputs_share_their_active_columns(config: CudaTileConfig, columns: int, inputs: int) -> None:
-    stored = random_matrix(1100, columns)
+@pytest.mark.parametrize("block", ["Q4_K", "Q6_K", "Q8_0"])
+def test_several_inputs_share_their_active_columns(
+    config: CudaTileConfig, columns: int, inputs: int, block: str
+) -> None:
+    stored = random_matrix(1100, columns, block=block)
     matrix, w = loaded_for(stored, config, inputs), weights(stored)
     x = normal(inputs, columns) * powers_of_ten(inputs)
     bias, offset, residual = normal(1100, seed=1), normal(columns, seed=2), normal(inputs, 1100, seed=3)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from zigzag_cases import CONFIGS, LIMIT, assert_close, loaded, normal, random_matrix, weights
+from zigzag_cases import ALL_BLOCKS, CONFIGS, LIMIT, assert_close, loaded, normal, random_matrix, weights
 
 from sparsepack.runtime.cuda.driver.flag_in_data import SENTINEL, flag_in_data_buffers
 from sparsepack.runtime.cuda.products.tile_config import CudaTileConfig, with_ring
@@ -31,9 +31,9 @@ def test_a_column_a_thousand_times_the_others_hides_no_row() -> None:
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("config", CONFIGS, ids=str)
-def test_a_product_in_every_configuration(config: CudaTileConfig, shape: tuple[int, int]) -> None:
-    stored = random_matrix(*shape)
+@pytest.mark.parametrize(("config", "block"), ALL_BLOCKS, ids=str)
+def test_a_product_in_every_configuration(config: CudaTileConfig, block: str, shape: tuple[int, int]) -> None:
+    stored = random_matrix(*shape, block=block)
     matrix, w = loaded(stored, config), weights(stored)
     x, norm, offset = (normal(shape[1], seed=n) for n in range(3))
     bias, residual, threshold = normal(shape[0], seed=5), normal(shape[0], seed=6), torch.tensor([0.6], device="cuda")
@@ -75,9 +75,9 @@ def test_a_product_in_every_configuration(config: CudaTileConfig, shape: tuple[i
 
 
 @pytest.mark.usefixtures("no_copy_engine")
-@pytest.mark.parametrize("config", CONFIGS, ids=str)
-def test_a_product_without_the_copy_engine(config: CudaTileConfig) -> None:
-    test_a_product_in_every_configuration(config, (700, 513))
+@pytest.mark.parametrize(("config", "block"), ALL_BLOCKS, ids=str)
+def test_a_product_without_the_copy_engine(config: CudaTileConfig, block: str) -> None:
+    test_a_product_in_every_configuration(config, block, (700, 513))
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)

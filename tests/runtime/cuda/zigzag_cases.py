@@ -1,12 +1,15 @@
 """Random zigzag matrices, layouts to try them in, and the oracle of products with them."""
 
+from itertools import cycle
+
 import pytest
 import torch
 from torch import Tensor
 
-from sparsepack.formats.codecs import zigzag
-from sparsepack.formats.codecs.matrices import ZIGZAG, PackedMatrix, decode_matrix
-from sparsepack.formats.codecs.types import BLOCKS
+from sparsepack.formats.blocks.table import BLOCKS
+from sparsepack.formats.matrix import PackedMatrix, decode_matrix
+from sparsepack.formats.orders import zigzag
+from sparsepack.formats.table import MatrixFormat
 from sparsepack.runtime.cuda.driver.kernel import multiprocessors
 from sparsepack.runtime.cuda.products.tile_config import CudaTileConfig
 from sparsepack.runtime.cuda.products.zigzag import CudaZigzag, load_zigzag
@@ -27,18 +30,28 @@ CONFIGS = [
     CudaTileConfig(2, 8, 0, 5),
     CudaTileConfig(4, 16, 0, 1),
 ]
+ALL_BLOCKS = [*((config, "Q4_K") for config in CONFIGS), *zip(CONFIGS, cycle(("Q6_K", "Q8_0")))]
+"""The configurations with a type of blocks."""
 LIMIT = 1e-5
 """Of the norm of a result. Tensor cores cut their sums off instead of rounding them, so that errors grow with what a
 warp adds up: 1e-6 for 32 columns, 1.6e-5 for 4096 on an H100."""
 
 
-def random_matrix(rows: int, columns: int, seed: int = 0) -> PackedMatrix:
-    """Any nibbles and scales, of rows too; d and dmin spread over a decade."""
+def random_matrix(rows: int, columns: int, seed: int = 0, block: str = "Q4_K") -> PackedMatrix:
+    """Any nibbles and scales, of rows too; d and dmin spread over a decade. Other blocks than Q4_K: normal weights."""
     bits = torch.Generator().manual_seed(seed)
-    blocks = torch.randint(0, 256, (zigzag.bands(rows), columns, BLOCKS["Q4_K"][1]), dtype=torch.uint8, generator=bits)
+    if block != "Q4_K":
+        blocks = zigzag.pack(0.1 * torch.randn(rows, columns, generator=bits), block)
+        row_scale = 0.5 + torch.rand(rows, generator=bits)
+        return PackedMatrix(blocks, MatrixFormat(block, "zigzag"), rows, columns, row_scale=row_scale)
+    blocks = torch.randint(
+        0, 256, (zigzag.bands(rows), columns, BLOCKS["Q4_K"].bytes), dtype=torch.uint8, generator=bits
+    )
     ends = 10 ** -torch.rand(*blocks.shape[:2], 2, generator=bits) * 0.01
     blocks[..., :4] = ends.half().view(torch.uint8)
-    return PackedMatrix(blocks, ZIGZAG, rows, columns, row_scale=0.5 + torch.rand(rows, generator=bits))
+    return PackedMatrix(
+        blocks, MatrixFormat("Q4_K", "zigzag"), rows, columns, row_scale=0.5 + torch.rand(rows, generator=bits)
+    )
 
 
 def weights(matrix: PackedMatrix) -> Tensor:

@@ -9,7 +9,7 @@ from packed_models import by_neurons, random_model
 
 from sparsepack.bench.decode import stored_bytes
 from sparsepack.errors import PlacementError, UserError
-from sparsepack.formats.codecs.gate_rows import copied, limits
+from sparsepack.formats.orders.gates import copied, limits
 from sparsepack.formats.packed import PackedModel
 from sparsepack.models.records.sparse_attention import SparseAttention, TokenPolicy
 from sparsepack.placement.budget import SPARE

@@ -20,7 +20,7 @@ from metal_launches import (
 )
 from torch import Tensor
 
-from sparsepack.formats.codecs.zigzag import BAND_ROWS
+from sparsepack.formats.orders.zigzag import BAND_ROWS
 from sparsepack.runtime.kv_cache import AttentionShape, LayerAttention
 from sparsepack.runtime.reference.attention import DenseKvCache, rotary_table
 

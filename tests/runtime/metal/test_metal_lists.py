@@ -20,7 +20,7 @@ from metal_launches import (
 )
 from torch import Tensor
 
-from sparsepack.formats.codecs.zigzag import BAND_ROWS
+from sparsepack.formats.orders.zigzag import BAND_ROWS
 from sparsepack.models.architecture import ACTIVATIONS
 from sparsepack.runtime.reference.products import ACTIVATION_FUNCTIONS, rms_norm
 

@@ -7,9 +7,10 @@ from metal_emulation import Library
 from metal_launches import CANDIDATES, SEGMENT, TYPES, assert_near, bits, launched, listed, random
 from torch import Tensor
 
-from sparsepack.formats.codecs import q4_k, zigzag
-from sparsepack.formats.codecs.matrices import decode_rows, encode_rows
-from sparsepack.formats.codecs.zigzag import BAND_ROWS
+from sparsepack.formats.blocks import q4_k
+from sparsepack.formats.blocks.table import BLOCKS
+from sparsepack.formats.orders import zigzag
+from sparsepack.formats.orders.zigzag import BAND_ROWS
 
 
 @pytest.mark.parametrize(("splits", "simdgroups"), [(1, 1), (1, 2), (5, 2), (32, 2), (3, 8), (7, 3)])
@@ -84,20 +85,20 @@ def test_decoded_bands_are_the_codecs_weights(
 @pytest.mark.parametrize("type", TYPES)
 def test_embedded_rows_are_the_codecs(library: Library, type: str) -> None:
     rows, columns = 9, 1280
-    blocks = encode_rows(random(rows, columns), type)
+    blocks = BLOCKS[type].encode(random(rows, columns))
     ids = torch.tensor([3, 0, 8, 3], dtype=torch.int32)
-    assert torch.equal(embedded(library, blocks, type, rows, columns, ids), decode_rows(blocks[ids], type))
+    assert torch.equal(embedded(library, blocks, type, rows, columns, ids), BLOCKS[type].decode(blocks[ids]))
 
 
 @pytest.mark.parametrize(("type", "columns"), [("F32", 1), ("F16", 5), ("BF16", 1027), ("Q8_0", 32), ("Q8_0", 1056)])
 def test_embedded_rows_of_odd_widths(library: Library, type: str, columns: int) -> None:
-    blocks = encode_rows(random(4, columns), type)
+    blocks = BLOCKS[type].encode(random(4, columns))
     ids = torch.tensor([2, 1], dtype=torch.int32)
-    assert torch.equal(embedded(library, blocks, type, 4, columns, ids), decode_rows(blocks[ids], type))
+    assert torch.equal(embedded(library, blocks, type, 4, columns, ids), BLOCKS[type].decode(blocks[ids]))
 
 
 def test_an_id_that_is_no_row_gives_nan(library: Library) -> None:
-    blocks = encode_rows(random(4, 8), "F16")
+    blocks = BLOCKS["F16"].encode(random(4, 8))
     out = embedded(library, blocks, "F16", 4, 8, torch.tensor([-1, 3, 4], dtype=torch.int32))
     assert out.isnan().all(1).tolist() == [True, False, True]
 
@@ -112,7 +113,7 @@ def embedded(library: Library, blocks: Tensor, type: str, rows: int, columns: in
 @pytest.mark.parametrize("rows", [1, 16, 77])
 def test_products_with_rows(library: Library, type: str, rows: int) -> None:
     columns = {"F16": 37, "Q8_0": 96}.get(type, 512)
-    blocks, x = encode_rows(random(rows, columns), type), random(columns)
+    blocks, x = BLOCKS[type].encode(random(rows, columns)), random(columns)
     groups = -(-rows // 16)
     y, best, best_rows = launched(
         library,
@@ -122,7 +123,7 @@ def test_products_with_rows(library: Library, type: str, rows: int) -> None:
         groups,
         128,
     )
-    weights = decode_rows(blocks, type).double()
+    weights = BLOCKS[type].decode(blocks).double()
     assert_near(y, weights @ x.double(), 3 * (weights.abs() @ x.double().abs()))
     for group in range(groups):
         part = y[16 * group : 16 * (group + 1)]
@@ -155,7 +156,7 @@ def test_the_likeliest_is_the_lowest_of_equals(library: Library, logits: list[fl
 def test_the_likeliest_of_many(library: Library) -> None:
     logits = random(20000)
     logits[[7, 12345, 19999]] = 9.0
-    assert picked_from(library, encode_rows(logits[:, None], "F32"), 20000, 1250)[0] == 7
+    assert picked_from(library, BLOCKS["F32"].encode(logits[:, None]), 20000, 1250)[0] == 7
 
 
 def picked_from(library: Library, blocks: Tensor, rows: int, groups: int) -> tuple[int, Tensor]:

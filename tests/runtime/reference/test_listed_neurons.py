@@ -4,10 +4,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparsepack.formats.codecs import zigzag
-from sparsepack.formats.codecs.gate_rows import copied, limits
-from sparsepack.formats.codecs.matrices import ZIGZAG, PackedMatrix
-from sparsepack.formats.codecs.neurons import pack
+from sparsepack.formats.matrix import PackedMatrix
+from sparsepack.formats.orders import zigzag
+from sparsepack.formats.orders.gates import copied, limits
+from sparsepack.formats.orders.neuron import pack
+from sparsepack.formats.table import MatrixFormat
 from sparsepack.runtime.reference import neurons, products
 
 SHAPES = [(1, 256), (7, 256), (300, 512), (65, 768)]
@@ -18,7 +19,7 @@ def normal(*shape: int, seed: int) -> Tensor:
 
 
 def zigzag_gate(count: int, hidden: int) -> PackedMatrix:
-    return PackedMatrix(zigzag.pack(normal(count, hidden, seed=count)), ZIGZAG, count, hidden)
+    return PackedMatrix(zigzag.pack(normal(count, hidden, seed=count)), MatrixFormat("Q4_K", "zigzag"), count, hidden)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -61,7 +62,7 @@ def test_an_mlp_by_the_list_misses_only_who_is_not_listed(shape: tuple[int, int]
     dense = products.load_zigzag(gate)
     exact = products.zigzag_matmul(dense, x[None])[0].relu()
     records = pack(normal(count, hidden, seed=8), normal(hidden, count, seed=9), torch.arange(count))
-    loaded = neurons.load_neurons(PackedMatrix(records, "Q4_K", count, 2 * hidden))
+    loaded = neurons.load_neurons(PackedMatrix(records, MatrixFormat("Q4_K"), count, 2 * hidden))
     decoded = zigzag.unpack(gate.blocks, count)
     copy = copied(decoded)
     limit = limits(copy, decoded, torch.full((count,), 0.4), 1.5)

@@ -4,14 +4,16 @@ import pytest
 import torch
 from operations_for_tests import normal, packed
 
-from sparsepack.formats.codecs.matrices import PackedMatrix, decode_matrix, encode_rows
+from sparsepack.formats.blocks.table import BLOCKS
+from sparsepack.formats.matrix import PackedMatrix, decode_matrix
+from sparsepack.formats.table import MatrixFormat
 from sparsepack.runtime.reference import attention as reference_attention
 from sparsepack.runtime.reference import products as reference
 
 
 @pytest.mark.parametrize("type", ["F32", "F16", "BF16", "Q4_K", "Q6_K", "Q8_0"])
 def test_embed_looks_up_rows(type: str) -> None:
-    matrix = PackedMatrix(encode_rows(normal(77, 512), type), type, 77, 512)
+    matrix = PackedMatrix(BLOCKS[type].encode(normal(77, 512)), MatrixFormat(type), 77, 512)
     ids = torch.tensor([76, 0, 3, 3])
     assert torch.equal(reference.embed(matrix, ids), decode_matrix(matrix)[ids])
 

@@ -6,7 +6,7 @@ from operations_for_tests import normal
 from torch import Tensor
 
 from sparsepack.errors import PackingError
-from sparsepack.formats.codecs.slide import Slide, dequantised, pack_positions, quantise_rows, slide
+from sparsepack.formats.orders.slide import Slide, dequantised, pack_positions, quantise_rows, slide
 from sparsepack.models.records.groups import kept
 from sparsepack.models.records.pattern import Pattern
 from sparsepack.runtime.reference.products import SlidMatrix, quantise_slide, slide_matmul

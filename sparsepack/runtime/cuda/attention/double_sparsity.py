@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sparsepack.errors import UserError
-from sparsepack.formats.codecs.labels import padded_channels
+from sparsepack.formats.blocks.labels import padded_channels
 from sparsepack.models.records.sparse_attention import TokenPolicy
 from sparsepack.runtime.cuda.attention.attention import KV_MACROS, AttentionParameters, Variant
 from sparsepack.runtime.cuda.attention.token_slots import TokenSlots

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from sparsepack.formats import packed as stored
-from sparsepack.formats.codecs.matrices import ZIGZAG
-from sparsepack.formats.mlp_kinds import MLP_GATE
+from sparsepack.formats.table import MLP_GATE
 from sparsepack.runtime.cuda.decoder.mlp_step import Launch, MlpStep
 from sparsepack.runtime.cuda.decoder.sites import CudaSite
 from sparsepack.runtime.cuda.driver.host_memory import Place
@@ -102,6 +101,6 @@ class RowsGate:
 
 def load_gate(mlp: stored.NeuronMlp, device: torch.device, kernels: Kernels, place: Place) -> Gate:
     """Copy the gate of an MLP by neurons to a GPU, where it shall lie."""
-    if mlp.gate.type != ZIGZAG:
+    if mlp.gate.format.order != "zigzag":
         return RowsGate(kernels.load_rows_fp16(mlp.gate, device, place=place))
     return ZigzagGate(CudaSite(kernels.load_zigzag(mlp.gate, device, place=place), Columns(), Columns()))

@@ -6,7 +6,7 @@ from functools import partial
 
 import torch
 
-from sparsepack.formats.codecs.zigzag import BAND_ROWS
+from sparsepack.formats.orders.zigzag import BAND_ROWS
 from sparsepack.formats.packed import ExpertMlp, PackedSite
 from sparsepack.runtime.cuda.driver.host_memory import Place
 from sparsepack.runtime.cuda.driver.kernel_set import Kernels

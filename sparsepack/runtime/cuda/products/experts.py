@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from sparsepack.formats.codecs.matrices import PackedExperts
-from sparsepack.formats.codecs.zigzag import BAND_ROWS
+from sparsepack.formats.matrix import PackedExperts
+from sparsepack.formats.orders.zigzag import BAND_ROWS
 from sparsepack.runtime.cuda.driver.kernel import kernel, launch, multiprocessors
 from sparsepack.runtime.cuda.products import zigzag, zigzag_products
 from sparsepack.runtime.cuda.products.tile_config import CudaTileConfig, expert_tile_config
@@ -56,20 +56,25 @@ def load_experts(
     """
     bands, columns = -(-matrix.rows // BAND_ROWS), matrix.columns
     together = Together(matrix.experts - shared, used, normalised, added, shared)
-    config = config or expert_tile_config(bands, columns, torch.device(device), together.of_token, gate, added)
+    block = matrix.format.block
+    layout = zigzag.LAYOUTS[block]
+    place = bands, columns, torch.device(device)
+    config = config or expert_tile_config(*place, together.of_token, gate, added, layout.bytes)
+    config = replace(config, block_bytes=layout.bytes)
     ends, first, tiled = [(0.0, 0.0)], 0, None
     at_once = max(LOADED_AT_ONCE // max(matrix.padded_nbytes // matrix.experts, 1), 1)
     for number in range(0, matrix.experts, at_once):
         blocks = matrix.padded_blocks(number, number + at_once).to(device)
-        ends.append(zigzag.largest_ends(blocks))
-        for one in zigzag.headers_in_order(blocks):
+        ends.append(layout.largest_ends(blocks))
+        for one in layout.in_order(blocks):
             laid = zigzag.tiled(one, config.tile_bands, gate)
             if tiled is None:
                 tiled = laid.new_empty(matrix.experts * len(laid), *laid.shape[1:])
             tiled[first : first + len(laid)] = laid
             first += len(laid)
     assert tiled is not None  # a mixture has experts
-    of_all = zigzag.laid_out(tiled, matrix.rows, columns, config, bands // 2 if gate else 0, zip(*ends, strict=True))
+    ends_of_all = zip(*ends, strict=True)
+    of_all = zigzag.laid_out(tiled, matrix.rows, columns, config, bands // 2 if gate else 0, ends_of_all, block)
     return CudaExperts(of_all, together)
 
 
@@ -142,7 +147,7 @@ def decode_experts(experts: CudaExperts, first: int, count: int, parts: int, scr
     # Where gate and up share tiles, all gates come before all ups.
     gate_bands = count * bands // 2 if matrix.gate_bands else 0
     blocks_of_these = matrix.blocks[first * tiles : (first + count) * tiles]
-    zigzag.dequantise_blocks(blocks_of_these, out, matrix.fp16_scale, 0, count * bands, gate_bands)
+    zigzag.dequantise_blocks(blocks_of_these, out, matrix.fp16_scale, 0, count * bands, gate_bands, block=matrix.block)
     rows = matrix.rows // parts
     if gate_bands:
         both = out.view(matrix.columns, 2, count, -1)

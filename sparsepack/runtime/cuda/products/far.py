@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from sparsepack.formats.codecs.zigzag import BAND_ROWS
+from sparsepack.formats.orders.zigzag import BAND_ROWS
 from sparsepack.runtime.cuda.driver.kernel import kernel, launch
 from sparsepack.runtime.cuda.products.tile_config import far_tile_config
 from sparsepack.runtime.cuda.products.zigzag import CudaZigzag

@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from sparsepack.formats.codecs.gate_rows import CopyErrors, copied, errors_of, limits_of
-from sparsepack.formats.codecs.matrices import PackedMatrix, decode_matrix
-from sparsepack.formats.codecs.zigzag import BAND_ROWS
+from sparsepack.formats.matrix import PackedMatrix, decode_matrix
+from sparsepack.formats.orders.gates import CopyErrors, copied, errors_of, limits_of
+from sparsepack.formats.orders.zigzag import BAND_ROWS
 from sparsepack.runtime.cuda.driver.kernel import kernel, launch, multiprocessors
 from sparsepack.runtime.cuda.driver.shared_memory import deepest_pipeline, shared_limit
 from sparsepack.runtime.cuda.products import zigzag
@@ -52,7 +52,7 @@ def load_gate_copy(
     """
     codes, scales, found = [], [], []
     for blocks in torch.split(gate.blocks, max(WEIGHTS_AT_ONCE // gate.columns, 1)):
-        rows = decode_matrix(PackedMatrix(blocks.to(device), gate.type, len(blocks), gate.columns))
+        rows = decode_matrix(PackedMatrix(blocks.to(device), gate.format, len(blocks), gate.columns))
         copy = copied(rows)
         codes.append(copy.codes)
         scales.append(copy.scales)

@@ -9,7 +9,7 @@ from operator import or_
 import torch
 from torch import Tensor
 
-from sparsepack.formats.codecs.zigzag import BAND_ROWS
+from sparsepack.formats.orders.zigzag import BAND_ROWS
 from sparsepack.runtime.cuda.attention.attention import KV_MACROS, AttentionParameters
 from sparsepack.runtime.cuda.driver.kernel import Kernel, kernel, launch
 from sparsepack.runtime.cuda.products import zigzag

@@ -6,9 +6,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from sparsepack.formats.codecs.matrices import PackedMatrix
-from sparsepack.formats.codecs.neurons import record_bytes
-from sparsepack.formats.codecs.zigzag import BAND_ROWS
+from sparsepack.formats.matrix import PackedMatrix
+from sparsepack.formats.orders.neuron import record_bytes
+from sparsepack.formats.orders.zigzag import BAND_ROWS
 from sparsepack.placement.machine import BandwidthProfile
 from sparsepack.runtime.cuda.driver.kernel import architecture, kernel, launch, multiprocessors
 from sparsepack.runtime.cuda.driver.shared_memory import deepest_pipeline

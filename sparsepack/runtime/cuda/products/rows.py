@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from sparsepack.formats.codecs.matrices import PackedMatrix
-from sparsepack.formats.codecs.q4_k import scales_and_mins
-from sparsepack.formats.codecs.q4_k_fit import BLOCK_BYTES
-from sparsepack.formats.codecs.q8_0 import BLOCK_BYTES as Q8_0_BYTES
-from sparsepack.formats.codecs.superblock import BLOCK
-from sparsepack.formats.codecs.types import stored_bytes
+from sparsepack.formats.blocks.q4_k import BLOCK_BYTES, scales_and_mins
+from sparsepack.formats.blocks.q8_0 import BLOCK_BYTES as Q8_0_BYTES
+from sparsepack.formats.blocks.superblock import BLOCK
+from sparsepack.formats.blocks.table import stored_bytes
+from sparsepack.formats.matrix import PackedMatrix
 from sparsepack.runtime.cuda.driver.host_memory import Place, on_card
 from sparsepack.runtime.cuda.driver.kernel import kernel, launch, multiprocessors
 from sparsepack.runtime.cuda.driver.shared_memory import deepest_pipeline, shared_limit
@@ -81,16 +80,16 @@ def load_rows(matrix: PackedMatrix, device: torch.device | str = "cuda", *, plac
 
     Raises `ValueError` for another type, such as that of a zigzag matrix.
     """
-    if matrix.type not in TYPES:
-        raise ValueError(f"matrix of type {matrix.type}, expected one stored by rows: {', '.join(TYPES)}")
+    if matrix.format.order != "rows" or matrix.format.block not in TYPES:
+        raise ValueError(f"matrix of type {matrix.format}, expected one stored by rows: {', '.join(TYPES)}")
     rows, row_bytes = matrix.blocks.shape
     step = max(REPACKED_AT_ONCE // max(row_bytes, 1) // 8, 1) * 8  # whole tiles
     parts = [matrix.blocks[start : start + step] for start in range(0, rows, step)]
-    if repack := _REPACKED.get(matrix.type):
+    if repack := _REPACKED.get(matrix.format.block):
         padded_bytes = 0
-        across = -(-matrix.columns // TILE_COLUMNS[matrix.type])
-        tile_bytes = stored_bytes(matrix.type, TILE_COLUMNS[matrix.type])  # of a row, as stored
-        data = torch.empty(-(-rows // 8), across * TILE_BYTES[matrix.type], dtype=torch.uint8, device=device)
+        across = -(-matrix.columns // TILE_COLUMNS[matrix.format.block])
+        tile_bytes = stored_bytes(matrix.format.block, TILE_COLUMNS[matrix.format.block])  # of a row, as stored
+        data = torch.empty(-(-rows // 8), across * TILE_BYTES[matrix.format.block], dtype=torch.uint8, device=device)
         for number, part in enumerate(parts):
             part = pad(part.to(device), (0, across * tile_bytes - row_bytes, 0, -len(part) % 8))
             tiles = repack(part.view(len(part), across, tile_bytes))
@@ -103,7 +102,7 @@ def load_rows(matrix: PackedMatrix, device: torch.device | str = "cuda", *, plac
             data[number * step :][: len(part), :row_bytes] = part.to(device)
     if data.is_cuda:
         torch.cuda.current_stream(data.device).synchronize()  # kernels read weights before they wait for what is ahead
-    return RowsMatrix(_placed(data.view(-1), place), matrix.type, matrix.rows, matrix.columns, padded_bytes)
+    return RowsMatrix(_placed(data.view(-1), place), matrix.format.block, matrix.rows, matrix.columns, padded_bytes)
 
 
 def _placed(data: Tensor, place: Place) -> Tensor:
@@ -251,7 +250,7 @@ def embed(matrix: RowsMatrix, ids: Tensor, out: Tensor, scale: float = 1.0) -> N
     """Put rows of a matrix, times `scale`, on the current stream: ids int32 [S] on the device -> out float32 [S,
     columns].
 
-    The bits are those of `formats.codecs.matrices.decode_rows`, times `scale` in float32. An id that is no row gives
+    The bits are those of `Block.decode`, times `scale` in float32. An id that is no row gives
     NaN.
     """
     if ids.dtype != torch.int32 or not ids.is_contiguous():

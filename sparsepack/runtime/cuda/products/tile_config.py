@@ -14,7 +14,7 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 
-from sparsepack.formats.codecs.zigzag import BAND_ROWS
+from sparsepack.formats.orders.zigzag import BAND_ROWS
 from sparsepack.runtime import tuning
 from sparsepack.runtime.cuda.driver.kernel import multiprocessors
 from sparsepack.runtime.cuda.driver.shared_memory import deepest_pipeline, shared_limit
@@ -56,12 +56,14 @@ class CudaTileConfig:
                   warps that multiply read their columns themselves, which suits blocks that read few (where all are
                   active, and for several inputs, there is a ring all the same)
     splits     -- blocks that share the columns of a tile (split-K)
+    block_bytes -- of a superblock on the GPU (`zigzag.LAYOUTS`)
     """
 
     tile_bands: int = 1
     warps: int = 8
     stages: int = 16
     splits: int = 8
+    block_bytes: int = BLOCK_BYTES
     far: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
@@ -85,7 +87,7 @@ class CudaTileConfig:
     @property
     def ring_bytes(self) -> int:
         """The bytes of shared memory for the columns on their way (`kernels/products/zigzag.cuh`)."""
-        column = self.tile_bands * BLOCK_BYTES // 16 // 2 * 32 + 16  # an odd number of 16 bytes
+        column = self.tile_bands * self.block_bytes // 16 // 2 * 32 + 16  # an odd number of 16 bytes
         if self.far:
             column = max(column, LINE_BYTES * (self.tile_bands + 1))
         return self.stages * K_TILE * column
@@ -119,7 +121,9 @@ def with_ring(config: CudaTileConfig) -> CudaTileConfig:
     return config if config.stages else replace(config, warps=8, stages=STAGES[config.tile_bands])
 
 
-def default_tile_config(bands: int, columns: int, device: torch.device, gate: bool = False) -> CudaTileConfig:
+def default_tile_config(
+    bands: int, columns: int, device: torch.device, gate: bool = False, block_bytes: int = BLOCK_BYTES
+) -> CudaTileConfig:
     """The configuration if nothing was measured: tiles of 2 bands, or of 4, whose pieces are longer, where that leaves
     a block for almost every multiprocessor and each of them many columns; as many stages as fit. A gate's tiles are of
     2: in a decoder those of 4 lose more dense than they gain sparse. Small matrices are in tiles of 1, without a
@@ -130,9 +134,9 @@ def default_tile_config(bands: int, columns: int, device: torch.device, gate: bo
 
     def of(tile_bands: int) -> CudaTileConfig:
         splits = filling_splits(bands, columns, device, tile_bands)
-        return fitted(CudaTileConfig(tile_bands, warps=8, stages=STAGES[tile_bands], splits=splits), needed, device)
+        return fitted(CudaTileConfig(tile_bands, 8, STAGES[tile_bands], splits, block_bytes), needed, device)
 
-    one = CudaTileConfig(1, warps=8, stages=0, splits=filling_splits(bands, columns, device, 1))
+    one = CudaTileConfig(1, 8, 0, filling_splits(bands, columns, device, 1), block_bytes)
     if not gate and COLUMNS_AT_ONCE * one.chunks(columns) <= FEW_COLUMNS:
         return one
     four = of(4)
@@ -162,7 +166,13 @@ def far_tile_config(bands: int, columns: int, device: torch.device, tile_bands: 
 
 
 def expert_tile_config(
-    bands: int, columns: int, device: torch.device, used: int, gate: bool, added: bool
+    bands: int,
+    columns: int,
+    device: torch.device,
+    used: int,
+    gate: bool,
+    added: bool,
+    block_bytes: int = BLOCK_BYTES,
 ) -> CudaTileConfig:
     """The configuration of an expert's matrix, where `used` of them are multiplied together and fill the GPU: tiles of
     2 bands, or of more where there would be more blocks than run at once, and these wait for each other."""
@@ -175,7 +185,7 @@ def expert_tile_config(
     def needed(config: CudaTileConfig) -> int:
         return shared_bytes(columns, config)
 
-    return fitted(CudaTileConfig(tile_bands, warps=8, stages=STAGES[tile_bands], splits=splits), needed, device)
+    return fitted(CudaTileConfig(tile_bands, 8, STAGES[tile_bands], splits, block_bytes), needed, device)
 
 
 def filling_splits(bands: int, columns: int, device: torch.device, tile_bands: int) -> int:

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsepack.formats.codecs.matrices import ZIGZAG, PackedMatrix
-from sparsepack.formats.codecs.zigzag import BAND_ROWS
+from sparsepack.formats.matrix import PackedMatrix
+from sparsepack.formats.orders.zigzag import BAND_ROWS
+from sparsepack.formats.table import MatrixFormat
 from sparsepack.runtime.cuda.driver.device import usable
 from sparsepack.runtime.cuda.driver.graph import captured
 from sparsepack.runtime.cuda.driver.kernel import compile_together
@@ -151,7 +152,7 @@ class _Trial:
         gemv(matrix, Input(self._x, threshold=self._threshold), Output(self._y, activation=0 if self._gate else None))
 
     def _laid_out(self, config: CudaTileConfig) -> CudaZigzag:
-        packed = PackedMatrix(self._blocks, ZIGZAG, *self._shape)
+        packed = PackedMatrix(self._blocks, MatrixFormat("Q4_K", "zigzag"), *self._shape)
         return load_zigzag(packed, self._blocks.device, config, gate=self._gate)
 
     def _matrices(self, config: CudaTileConfig) -> list[CudaZigzag]:

@@ -1,15 +1,17 @@
 """Zigzag matrices on the GPU: how they are laid out there, loading, and turning them into 16-bit numbers."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from sparsepack.formats.codecs.matrices import ZIGZAG, PackedMatrix
-from sparsepack.formats.codecs.q4_k import scales_and_mins
-from sparsepack.formats.codecs.zigzag import BAND_ROWS
+from sparsepack.formats.blocks import q6_k, q8_0
+from sparsepack.formats.blocks.q4_k import scales_and_mins
+from sparsepack.formats.blocks.table import BLOCKS
+from sparsepack.formats.matrix import PackedMatrix
+from sparsepack.formats.orders.zigzag import BAND_ROWS
 from sparsepack.runtime.cuda.driver.host_memory import Place, on_card
 from sparsepack.runtime.cuda.driver.kernel import kernel, launch, multiprocessors
 from sparsepack.runtime.cuda.products.tile_config import (
@@ -17,6 +19,7 @@ from sparsepack.runtime.cuda.products.tile_config import (
     default_tile_config,
     measured_tile_config,
 )
+from sparsepack.runtime.tuning import TUNED_BLOCK
 
 LARGEST_FACTOR = 63  # of d: scales have 6 bits
 SCRATCH_BYTES = 1 << 28
@@ -27,13 +30,14 @@ SCRATCH_BYTES = 1 << 28
 class CudaZigzag:
     """A zigzag matrix in the order in which `kernels/products/zigzag_gemv.cu` reads it.
 
-    blocks        -- uint8 [tiles, columns, tile_bands, 144]
+    blocks        -- uint8 [tiles, columns, tile_bands, bytes of a superblock there]
     config        -- what it is laid out for
     gate_bands    -- bands of gate, where each tile has as many bands of gate as of up; 0: bands in their order
     largest_scale -- largest |d| of a superblock times 63: bounds what a nibble is multiplied by
     largest_d     -- largest |d| or |dmin| of a superblock
     fp16_scale    -- power of two that brings the largest weight near the largest float16
     row_scale     -- what the sums of rows are multiplied by: float32 [bands * 256]; None: nothing
+    block         -- the type of the superblocks
     """
 
     blocks: Tensor
@@ -45,6 +49,7 @@ class CudaZigzag:
     largest_d: float
     fp16_scale: float
     row_scale: Tensor | None = None
+    block: str = "Q4_K"
 
 
 def load_zigzag(
@@ -61,18 +66,21 @@ def load_zigzag(
     place -- where the matrix shall lie: products read it there
     gate -- the rows are gate and up, 256 rows of one beside 256 of the other; needs a multiple of 512 rows
     """
-    if matrix.type != ZIGZAG:
-        raise ValueError(f"matrix of type {matrix.type}, expected {ZIGZAG}")
+    if matrix.format.order != "zigzag":
+        raise ValueError(f"matrix of type {matrix.format}, expected one in zigzag order")
     if gate and matrix.rows % (2 * BAND_ROWS):
         raise ValueError(f"{matrix.rows} rows of gate and up, expected a multiple of {2 * BAND_ROWS}")
     if gate and config and config.tile_bands % 2:
         raise ValueError(f"{config}: gate and up need an even number of bands in a tile")
-    blocks = matrix.padded().blocks.to(device)
-    config = config or measured_tile_config((matrix.rows, matrix.columns), blocks.device, gate)
-    config = config or default_tile_config(blocks.shape[0], matrix.columns, blocks.device, gate)
-    there = place(tiled(headers_in_order(blocks), config.tile_bands, gate))
-    ends = ((end,) for end in largest_ends(blocks))
-    made = laid_out(there, matrix.rows, matrix.columns, config, blocks.shape[0] // 2 if gate else 0, ends)
+    blocks, block = matrix.padded().blocks.to(device), matrix.format.block
+    layout = LAYOUTS[block]
+    if config is None and block == TUNED_BLOCK:
+        config = measured_tile_config((matrix.rows, matrix.columns), blocks.device, gate)
+    config = config or default_tile_config(blocks.shape[0], matrix.columns, blocks.device, gate, layout.bytes)
+    config = replace(config, block_bytes=layout.bytes)
+    there = place(tiled(layout.in_order(blocks), config.tile_bands, gate))
+    ends = ((end,) for end in layout.largest_ends(blocks))
+    made = laid_out(there, matrix.rows, matrix.columns, config, blocks.shape[0] // 2 if gate else 0, ends, block)
     if matrix.row_scale is None:
         return made
     row_scale = torch.zeros(len(blocks) * BAND_ROWS, device=blocks.device)
@@ -82,11 +90,18 @@ def load_zigzag(
 
 
 def laid_out(
-    blocks: Tensor, rows: int, columns: int, config: CudaTileConfig, gate_bands: int, ends: Iterable[Iterable[float]]
+    blocks: Tensor,
+    rows: int,
+    columns: int,
+    config: CudaTileConfig,
+    gate_bands: int,
+    ends: Iterable[Iterable[float]],
+    block: str = "Q4_K",
 ) -> CudaZigzag:
     """A matrix of blocks that lie on the GPU. ends: of each of its parts the largest |d|, and likewise |dmin|."""
     d, dmin = (max(parts) for parts in ends)
-    return CudaZigzag(blocks, rows, columns, config, gate_bands, LARGEST_FACTOR * d, max(d, dmin), fp16_scale(d, dmin))
+    scale, largest = LARGEST_FACTOR * d, max(d, dmin)
+    return CudaZigzag(blocks, rows, columns, config, gate_bands, scale, largest, fp16_scale(d, dmin), block=block)
 
 
 def largest_ends(blocks: Tensor) -> tuple[float, float]:
@@ -104,7 +119,7 @@ def fp16_scale(d: float, dmin: float) -> float:
 
 
 def tiled(blocks: Tensor, tile_bands: int, gate: bool) -> Tensor:
-    """uint8 [bands, columns, 144] -> [tiles, columns, tile_bands, 144], filled up with bands of zeros."""
+    """uint8 [bands, columns, bytes] -> [tiles, columns, tile_bands, bytes], filled up with bands of zeros."""
     parts = blocks.chunk(2) if gate else (blocks,)
     each = tile_bands // len(parts)
     made = [_padded(part, each).view(-1, each, *part.shape[1:]).transpose(1, 2) for part in parts]
@@ -121,6 +136,64 @@ def headers_in_order(blocks: Tensor) -> Tensor:
     return torch.cat([blocks[..., :4], packed.byte(), blocks[..., 16:]], dim=-1)
 
 
+def _q8_0_in_order(blocks: Tensor) -> Tensor:
+    """Superblocks uint8 [.., 272] as `kernels/blocks/q8_0.cuh` draws them."""
+    parts = q8_0.CODEC.apart(blocks.reshape(-1, blocks.shape[-1]))
+    return torch.cat([parts.each.flatten(1), parts.numbers ^ 128], dim=1).view(*blocks.shape[:-1], -1)
+
+
+def _q6_k_in_order(blocks: Tensor) -> Tensor:
+    """Superblocks uint8 [.., 210] -> [.., 224] as `kernels/blocks/q6_k.cuh` draws them."""
+    parts = q6_k.CODEC.apart(blocks.reshape(-1, blocks.shape[-1]))
+    fours = parts.numbers.view(-1, 32, 2, 4)  # of each lane, rows 0 .. 3 and 4 .. 7
+    low = (fours[:, :, 0] & 15) | fours[:, :, 1] << 4
+    pairs = (fours >> 4).view(-1, 16, 4, 4)  # of two lanes
+    high = pairs[:, :, 0] | pairs[:, :, 1] << 2 | pairs[:, :, 2] << 4 | pairs[:, :, 3] << 6
+    unused = parts.shared.new_zeros(len(parts.shared), 14)
+    whole = torch.cat([parts.shared, unused, parts.each.flatten(1), low.flatten(1), high.flatten(1)], dim=1)
+    return whole.view(*blocks.shape[:-1], -1)
+
+
+def _ends_by(largest: int, at: slice) -> Callable[[Tensor], tuple[float, float]]:
+    """What `largest_ends` is for blocks without a minimum: the d with which Q4_K would have the largest weights.
+
+    largest -- weights are at most so many d
+    at      -- where d lies in a block
+    """
+
+    def ends(blocks: Tensor) -> tuple[float, float]:
+        d = blocks[..., at].contiguous().view(torch.float16).float().abs().nan_to_num(0, 0, 0)
+        return (float(d.max()) * largest / (15 * LARGEST_FACTOR) if d.numel() else 0.0), 0.0
+
+    return ends
+
+
+def _q8_0_ends(blocks: Tensor) -> tuple[float, float]:
+    return _ends_by(128, slice(2))(blocks.reshape(-1, q8_0.BLOCK_BYTES))
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How superblocks of a type lie on the GPU.
+
+    bytes        -- of one
+    in_order     -- superblocks as stored, uint8 [.., bytes as stored] -> uint8 [.., bytes]
+    largest_ends -- the same -> the largest |d| and |dmin|
+    """
+
+    bytes: int
+    in_order: Callable[[Tensor], Tensor]
+    largest_ends: Callable[[Tensor], tuple[float, float]]
+
+
+LAYOUTS: Mapping[str, Layout] = {
+    "Q4_K": Layout(144, headers_in_order, largest_ends),
+    "Q6_K": Layout(224, _q6_k_in_order, _ends_by(128 * 32, slice(-2, None))),
+    "Q8_0": Layout(272, _q8_0_in_order, _q8_0_ends),
+}
+"""By the types of blocks, as `kernels/blocks` draws them."""
+
+
 def _padded(blocks: Tensor, multiple: int) -> Tensor:
     blocks = blocks.contiguous()
     missing = -blocks.shape[0] % multiple
@@ -129,7 +202,8 @@ def _padded(blocks: Tensor, multiple: int) -> Tensor:
 
 def dequantise(matrix: CudaZigzag, out: Tensor, first: int, bands: int) -> None:
     """Bands of a matrix, transposed, times `fp16_scale`: out float16 [columns, 256 * bands]."""
-    dequantise_blocks(matrix.blocks, out, matrix.fp16_scale, first, bands, matrix.gate_bands, matrix.row_scale)
+    blocks, scale, row_scale = matrix.blocks, matrix.fp16_scale, matrix.row_scale
+    dequantise_blocks(blocks, out, scale, first, bands, matrix.gate_bands, row_scale, matrix.block)
 
 
 def dequantise_blocks(
@@ -140,14 +214,17 @@ def dequantise_blocks(
     bands: int = 1,
     gate_bands: int = 0,
     row_scale: Tensor | None = None,
+    block: str = "Q4_K",
 ) -> None:
-    """Bands of superblocks uint8 [tiles, columns, tile_bands, 144] times `scale`: out float16 [columns, 256 * bands].
-    gate_bands, row_scale: as of a `CudaZigzag`."""
+    """Bands of superblocks uint8 [tiles, columns, tile_bands, bytes] times `scale`: out float16 [columns, 256 * bands].
+    gate_bands, row_scale, block: as of a `CudaZigzag`."""
     device, (tiles, columns, tile_bands, _) = blocks.device, blocks.shape
     warps, at_once = 8, 4
     filling = -(-multiprocessors(device) * 32 // tiles)  # some six times what runs at once: ends even out
     launch(
-        kernel("dequantise", "zigzag_dequantise", (f"AT_ONCE={at_once}",), device.index or 0),
+        kernel(
+            "dequantise", "zigzag_dequantise", (f"AT_ONCE={at_once}", f"BLOCK={BLOCKS[block].gguf}"), device.index or 0
+        ),
         (min(filling, -(-columns * tile_bands // (warps * at_once))), tiles),
         warps * 32,
         *(blocks, columns, tile_bands, gate_bands),

@@ -5,7 +5,8 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from sparsepack.formats.codecs.zigzag import BAND_ROWS
+from sparsepack.formats.blocks.table import BLOCKS
+from sparsepack.formats.orders.zigzag import BAND_ROWS
 from sparsepack.runtime.cuda.driver.flag_in_data import workspace
 from sparsepack.runtime.cuda.driver.kernel import kernel, launch, multiprocessors
 from sparsepack.runtime.cuda.driver.shared_memory import shared_limit
@@ -316,6 +317,7 @@ def _macros(matrix: CudaZigzag, most_rounds: int = MOST_ROUNDS) -> dict[str, int
         "TILE_BANDS": config.tile_bands,
         "FAR": int(config.far),
         "SPLITS": config.splits,
+        "BLOCK": BLOCKS[matrix.block].gguf or 0,
         "ROUNDS": -(-each // passes),
         "PASSES": passes,
     }

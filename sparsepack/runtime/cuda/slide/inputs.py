@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from sparsepack.errors import UserError
-from sparsepack.formats.codecs.slide import Slide
+from sparsepack.formats.orders.slide import Slide
 from sparsepack.runtime.cuda.driver.kernel import architecture, kernel, launch
 
 MOST_EIGHTS = {8: 4, 16: 5, 32: 16}

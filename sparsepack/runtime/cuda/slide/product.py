@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sparsepack.errors import UserError
-from sparsepack.formats.codecs.slide import unpack_positions, unslide, windowed
+from sparsepack.formats.orders.slide import unpack_positions, unslide, windowed
 from sparsepack.runtime.cuda.driver.compiler import check_architecture
 from sparsepack.runtime.cuda.driver.kernel import architecture
 from sparsepack.runtime.cuda.slide import cusparselt, hopper

@@ -4,7 +4,7 @@
 //     band 0   | superblock    | superblock    | ... | superblock |      rows   0 .. 255
 //     band 1   | superblock    | superblock    | ... | superblock |      rows 256 .. 511
 //
-// A superblock (Q4_K, see formats/codecs/q4_k.py), in words of 32 bits:
+// A superblock (Q4_K, see formats/blocks/q4_k.py), in words of 32 bits:
 //
 //     word 0         1 .. 3                        4 .. 35
 //        | d, dmin | 8 scales, 8 mins, 6 bit each | word 4 + lane: bytes 4 lane .. 4 lane + 3 of the nibbles |

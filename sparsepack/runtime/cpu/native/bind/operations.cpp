@@ -42,15 +42,17 @@ public:
 
     ZigzagMatrix load_zigzag(Array<const uint8_t, 3> blocks, int64_t rows, int32_t span, int32_t tile,
                              std::optional<Array<const uint8_t, 2>> tail,
-                             std::optional<Array<const float, 1>> row_scale) {
-        int64_t columns = blocks.shape(1);
-        expect(blocks.shape(2) == sizeof(Q4KBlock), "blocks: expected [bands, columns, 144]");
+                             std::optional<Array<const float, 1>> row_scale, int32_t block) {
+        int64_t columns = blocks.shape(1), superblock = expect_block(block);
+        expect((int64_t)blocks.shape(2) == superblock, "blocks: expected [bands, columns, superblock bytes]");
         expect_matrix(blocks.shape(0), rows, columns, span, tile, bool(tail));
-        expect(!tail || ((int64_t)tail->shape(0) == tail_blocks(rows, columns) && tail->shape(1) == sizeof(Q4KBlock)),
-               "tail: expected [superblocks, 144]");
+        expect(
+            !tail || ((int64_t)tail->shape(0) == tail_blocks(rows, columns) && (int64_t)tail->shape(1) == superblock),
+            "tail: expected [superblocks, superblock bytes]");
         expect(!row_scale || (int64_t)row_scale->shape(0) == rows, "row_scale: expected [rows]");
         std::lock_guard<std::mutex> lock(mutex_);
-        auto made = repack_zigzag(blocks.data(), rows, columns, span, tile, pool_, tail ? tail->data() : nullptr);
+        auto made =
+            repack_zigzag(blocks.data(), rows, columns, span, tile, pool_, tail ? tail->data() : nullptr, block);
         if (row_scale) {
             made.row_scale.assign(row_scale->data(), row_scale->data() + rows);
             made.row_scale.resize((size_t)made.view.bands * BAND_ROWS);
@@ -60,21 +62,21 @@ public:
     }
 
     ExpertsMatrix load_experts(Array<const uint8_t, 4> blocks, int64_t rows, int32_t span, int32_t tile,
-                               std::optional<Array<const uint8_t, 3>> tail) {
-        int64_t columns = blocks.shape(2);
-        expect(blocks.shape(3) == sizeof(Q4KBlock), "blocks: expected [experts, bands, columns, 144]");
+                               std::optional<Array<const uint8_t, 3>> tail, int32_t block) {
+        int64_t columns = blocks.shape(2), superblock = expect_block(block);
+        expect((int64_t)blocks.shape(3) == superblock, "blocks: expected [experts, bands, columns, superblock bytes]");
         expect(blocks.shape(0) > 0, "no experts");
         expect_matrix(blocks.shape(1), rows, columns, span, tile, bool(tail));
         expect(!tail || (tail->shape(0) == blocks.shape(0) && (int64_t)tail->shape(1) == tail_blocks(rows, columns) &&
-                         tail->shape(2) == sizeof(Q4KBlock)),
-               "tail: expected [experts, superblocks, 144]");
+                         (int64_t)tail->shape(2) == superblock),
+               "tail: expected [experts, superblocks, superblock bytes]");
         std::lock_guard<std::mutex> lock(mutex_);
         return repack_experts(blocks.data(), blocks.shape(0), rows, columns, span, tile, pool_,
-                              tail ? tail->data() : nullptr);
+                              tail ? tail->data() : nullptr, block);
     }
 
     void unpack_zigzag(const ZigzagMatrix& m, Array<uint8_t, 3> blocks) {
-        expect(m.view.pieces == 0, "matrix with a tail");
+        expect(m.view.pieces == 0 && m.view.block == Q4_K, "matrix with a tail, or not of Q4_K");
         expect((int64_t)blocks.shape(0) == m.view.bands && (int64_t)blocks.shape(1) == m.view.columns &&
                    blocks.shape(2) == sizeof(Q4KBlock),
                "blocks: expected [bands, columns, 144]");
@@ -202,6 +204,12 @@ public:
     }
 
 private:
+    // Bytes of a superblock of that type.
+    static int64_t expect_block(int32_t block) {
+        expect(block == Q4_K || block == Q6_K || block == Q8_0, "block: expected 3 to 5");
+        return zigzag_block(block).superblock;
+    }
+
     static void expect_matrix(size_t bands, int64_t rows, int64_t columns, int32_t span, int32_t tile, bool has_tail) {
         expect(rows > 0 && columns > 0, "matrix without rows or columns");
         expect(!has_tail || tail_pieces(rows) > 0, "tail: the rows have none");
@@ -279,9 +287,9 @@ void bind_operations(nb::module_& m) {
     nb::class_<Operations>(m, "Operations")
         .def(nb::init<const std::string&, int>(), "instruction_set"_a, "threads"_a)
         .def("load_zigzag", &Operations::load_zigzag, "blocks"_a, "rows"_a, "span"_a, "tile"_a,
-             "tail"_a.none() = nb::none(), "row_scale"_a.none() = nb::none(), Released())
+             "tail"_a.none() = nb::none(), "row_scale"_a.none() = nb::none(), "block"_a = int32_t(Q4_K), Released())
         .def("load_experts", &Operations::load_experts, "blocks"_a, "rows"_a, "span"_a, "tile"_a,
-             "tail"_a.none() = nb::none(), Released())
+             "tail"_a.none() = nb::none(), "block"_a = int32_t(Q4_K), Released())
         .def("unpack_zigzag", &Operations::unpack_zigzag, "matrix"_a, "blocks"_a, Released())
         .def("load_rows", &Operations::load_rows, "data"_a, "columns"_a, "type"_a, Released())
         .def("unpack_rows", &Operations::unpack_rows, "matrix"_a, "data"_a, Released())

@@ -1,5 +1,5 @@
 // Double Sparsity (section 4.2): decoded positions read the tokens that their labels rank best. What is computed says
-// runtime/reference/double_sparsity.py, what a label is formats/codecs/labels.py.
+// runtime/reference/double_sparsity.py, what a label is formats/blocks/labels.py.
 //
 //     append   key -> fp16 -> label: its heavy channels in 4 bits
 //     attend   sum of the group's queries -> 8 bits -> scores of labels -> the best tokens -> attention to these

@@ -1,5 +1,7 @@
 // The kernels in plain C++: the oracle of the other instruction sets, with which it shares no kernel and no vector, and
 // what runs where none of them does.
+#include "blocks/q6_k.h"
+#include "blocks/q8_0.h"
 #include "kernels/kernels.h"
 #include "layout/rows.h"
 
@@ -54,6 +56,24 @@ void add_column(const Quad* quad, int32_t chunks, float x, float* y) {
     }
 }
 
+template <class Block>
+void add_column_of(const uint8_t* column, int32_t chunks, float x, float* y) {
+    auto& header = *(const typename Block::Header*)column;
+    auto* chunk = (const typename Block::Chunk*)(&header + 1);
+    for (int32_t row = 0; row < chunks * CHUNK_ROWS; row++)
+        y[row] += Block::scale(header, row / Block::SUB_ROWS, from_half) *
+                  (float)Block::number(chunk[row / CHUNK_ROWS], row % CHUNK_ROWS) * x;
+}
+
+// y[chunks * 32] += x * one column of a quad
+void add_column(const Zigzag* m, const uint8_t* column, int32_t chunks, float x, float* y) {
+    switch (m->block) {
+        case Q8_0: return add_column_of<ZigzagQ8_0>(column, chunks, x, y);
+        case Q6_K: return add_column_of<ZigzagQ6_K>(column, chunks, x, y);
+        default: return add_column((const Quad*)column, chunks, x, y);
+    }
+}
+
 void zigzag_gemv(const GemvWork* work, const GemvWork*) {
     const Zigzag* m = work->matrix;
     const uint8_t* data = span_data(m, work->span);
@@ -65,7 +85,8 @@ void zigzag_gemv(const GemvWork* work, const GemvWork*) {
         float x = work->x[work->indices[i]];
         for (int32_t band = 0; band < bands; band += QUAD_BANDS) {
             int32_t quad = work->span * m->span + band / QUAD_BANDS;
-            add_column((const Quad*)column + band / QUAD_BANDS, quad_chunks(m, quad), x, work->y + band * BAND_ROWS);
+            add_column(m, column + band / QUAD_BANDS * quad_bytes(m), quad_chunks(m, quad), x,
+                       work->y + band * BAND_ROWS);
         }
     }
     scale_rows(m, (int64_t)work->span * m->span * QUAD_ROWS, bands * BAND_ROWS, work->y);
@@ -74,14 +95,14 @@ void zigzag_gemv(const GemvWork* work, const GemvWork*) {
 void zigzag_matmul(const MatmulWork* work) {
     const Zigzag* m = work->matrix;
     int32_t quad = work->quad, span = quad / m->span, chunks = quad_chunks(m, quad);
-    const uint8_t* data = span_data(m, span) + quad % m->span * (int64_t)sizeof(Quad);
+    const uint8_t* data = span_data(m, span) + quad % m->span * quad_bytes(m);
     int64_t stride = span_stride(m, span), first = (int64_t)quad * QUAD_ROWS, left = m->rows - first;
     int64_t rows = left < QUAD_ROWS ? left : (int64_t)QUAD_ROWS;
     for (int32_t p = 0; p < work->positions; p++) {
         float sums[QUAD_ROWS] = {};
         for (int64_t i = 0; i < work->count; i++) {
             int64_t column = work->indices ? work->indices[i] : i;
-            add_column((const Quad*)(data + stride * column), chunks, work->x[p * work->x_stride + i], sums);
+            add_column(m, data + stride * column, chunks, work->x[p * work->x_stride + i], sums);
         }
         scale_rows(m, first, (int32_t)rows, sums);
         memcpy(work->y + p * work->y_stride + first, sums, sizeof(float) * rows);

@@ -132,7 +132,7 @@ struct Kernels {
     // softmax(q k^T scale) v; see AttentionWork.
     void (*attention)(const AttentionWork* work);
 
-    // Double Sparsity's label of a cached key (formats/codecs/labels.py): of its channels at `channels` [count], codes
+    // Double Sparsity's label of a cached key (formats/blocks/labels.py): of its channels at `channels` [count], codes
     // [padded / 2], where padded is the count rounded up to a multiple of 8, and a scale.
     void (*label_key)(const uint16_t* key, const int32_t* channels, int32_t count, uint8_t* codes, uint16_t* scale);
 

@@ -1,6 +1,6 @@
 // How matrices lie in memory while they run. Plain structs and inline arithmetic: every instruction set includes this.
 //
-// Zigzag Q4_K, in the file: band b = rows 256 b ... 256 b + 255; a piece of 144 bytes is one column of one band.
+// Zigzag, in the file: band b = rows 256 b ... 256 b + 255; a superblock, of Q4_K 144 bytes, is one column of one band.
 //
 //     band 0:  column 0 | column 1 | ... | column K - 1
 //     band 1:  column 0 | column 1 | ... | column K - 1
@@ -9,12 +9,14 @@
 // quads lie together, and so an active column is one run of whole cache lines per span:
 //
 //     span 0:  column 0: quad 0 | quad 1 | ...;  column 1: quad 0 | quad 1 | ...;  ...
-//     quad:    header | nibbles of band 0 | band 1 | band 2 | band 3
+//     quad:    header | chunks of 32 rows: of band 0 | band 1 | band 2 | band 3
+//
+// Header and chunks of Q4_K are drawn here, those of other blocks in blocks/*.h:
 //
 //     weight = d * scale * nibble - dmin * min          of a matrix whose rows have scales, times that of its row
 //
 // Only the last quad of a matrix may have fewer than four bands, and only the last span fewer quads. Where the file has a
-// tail (formats/codecs/zigzag.py), the last band has the chunks of its pieces alone, and columns of the last span are no
+// tail (formats/orders/zigzag.py), the last band has the chunks of its pieces alone, and columns of the last span are no
 // whole cache lines.
 #pragma once
 #include "layout/blocks.h"
@@ -22,6 +24,7 @@
 namespace sparsepack {
 
 enum { BAND_ROWS = 256, BAND_SUBS = 8, QUAD_BANDS = 4, QUAD_ROWS = 1024, PIECE_ROWS = 64, PIECE_SUBS = 2 };
+enum { CHUNK_ROWS = 32, QUAD_CHUNKS = QUAD_ROWS / CHUNK_ROWS };
 enum { MAX_TILE = 256, MAX_SPAN = 16 };
 
 // The scales of a quad, one column. Where it has fewer bands, those of the absent ones are zero. The 6-bit numbers of
@@ -48,6 +51,8 @@ static_assert(sizeof(QuadHeader) == 64 && __builtin_offsetof(QuadHeader, dmin) =
 static_assert(__builtin_offsetof(QuadHeader, low) == 16 && __builtin_offsetof(QuadHeader, high) == 48, "QuadHeader");
 static_assert(sizeof(BandNibbles) == 128 && sizeof(Quad) == 576, "whole cache lines");
 
+enum Type { F32 = 0, F16 = 1, BF16 = 2, Q4_K = 3, Q6_K = 4, Q8_0 = 5 };
+
 struct Zigzag {
     const uint8_t* data;  // 64-byte aligned
     int64_t rows;         // logical rows
@@ -55,11 +60,29 @@ struct Zigzag {
     int32_t bands;  // rows / 256, rounded up
     int32_t span;   // quads that lie together, 1 to MAX_SPAN
     int32_t tile;   // columns that are multiplied together, a multiple of 8, at most MAX_TILE
-    // fp16 [quads][columns]: the largest |d| of a column's bands in a quad; 8 more may be read after the last.
+    // Of Q4_K, fp16 [quads][columns]: the largest |d| of a column's bands in a quad; 8 more may be read after the last.
     const uint16_t* bounds;
     int32_t pieces;          // of 64 rows in the last band where it is a tail, 1 to 3; 0: it is whole
     const float* row_scale;  // [bands * 256]: what each row's sum is multiplied by; null: nothing
+    int32_t block = Q4_K;    // or Q6_K or Q8_0
 };
+
+// Bytes of a superblock in the file, and while it runs of the header of a quad and of a chunk.
+struct ZigzagBytes {
+    int64_t superblock, header, chunk;
+};
+static inline ZigzagBytes zigzag_block(int32_t block) {
+    switch (block) {
+        case Q8_0: return {8 * sizeof(Q80Block), 2 * QUAD_CHUNKS, CHUNK_ROWS};
+        case Q6_K: return {sizeof(Q6KBlock), 2 * QUAD_CHUNKS + 2 * QUAD_BANDS, CHUNK_ROWS / 4 * 3};
+        default: return {sizeof(Q4KBlock), sizeof(QuadHeader), 16};
+    }
+}
+// Bytes of one column of a whole quad.
+static inline int64_t quad_bytes(const Zigzag* m) {
+    ZigzagBytes of = zigzag_block(m->block);
+    return of.header + QUAD_CHUNKS * of.chunk;
+}
 
 static inline int32_t quads(const Zigzag* m) { return (m->bands + QUAD_BANDS - 1) / QUAD_BANDS; }
 static inline int32_t quad_bands(const Zigzag* m, int32_t quad) {
@@ -87,23 +110,23 @@ static inline void scale_rows(const Zigzag* m, int64_t first, int32_t count, flo
 }
 // Bytes of one column of a span.
 static inline int64_t span_stride(const Zigzag* m, int32_t span) {
-    int64_t bands = span_bands(m, span);
-    return (bands + QUAD_BANDS - 1) / QUAD_BANDS * (int64_t)sizeof(QuadHeader) + span_chunks(m, span) * (int64_t)16;
+    ZigzagBytes of = zigzag_block(m->block);
+    return (span_bands(m, span) + QUAD_BANDS - 1) / QUAD_BANDS * of.header + span_chunks(m, span) * of.chunk;
 }
 static inline const uint8_t* span_data(const Zigzag* m, int32_t span) {
-    return m->data + (int64_t)span * m->span * (int64_t)sizeof(Quad) * m->columns;
+    return m->data + span * m->span * quad_bytes(m) * m->columns;
 }
 // The first of the 8 slots of a band in its quad: 0, 16, 8 or 24.
 static inline int32_t first_slot(int32_t band) { return (band & 1) * 16 + (band >> 1) * 8; }
 // The bytes of the columns themselves; the bounds come after them.
 static inline int64_t zigzag_bytes(const Zigzag* m) {
-    int64_t chunks = m->bands * BAND_SUBS - absent_chunks(m);
-    return m->columns * (quads(m) * (int64_t)sizeof(QuadHeader) + chunks * 16);
+    ZigzagBytes of = zigzag_block(m->block);
+    return m->columns * (quads(m) * of.header + (m->bands * BAND_SUBS - absent_chunks(m)) * of.chunk);
 }
 // Vectors of several chunks may be read beyond the last chunk of a tail, up to 64 bytes.
 static inline int64_t bounds_bytes(const Zigzag* m) { return (quads(m) * m->columns + 8) * 2 + (m->pieces ? 64 : 0); }
 
-// Neuron records (formats/codecs/neurons.py draws the file's). While they run, a record is whole cache lines:
+// Neuron records (formats/orders/neuron.py draws the file's). While they run, a record is whole cache lines:
 //
 //     down column, as a column of a span of all bands | up row: UpNibbles of each band | Q4KHeader of each band | zeros
 //
@@ -169,7 +192,6 @@ static inline int64_t neuron_input_stride(int32_t bands) { return (neuron_input_
 
 // Matrices stored by rows: the embedding and the output matrix. F32, F16, BF16, Q4_K and Q8_0 as in the file. Q6_K by
 // tiles of 32 rows (the last one padded with zero rows), each 6720 bytes per 256 columns, as `rows_*.inc` draws it.
-enum Type { F32 = 0, F16 = 1, BF16 = 2, Q4_K = 3, Q6_K = 4, Q8_0 = 5 };
 enum { ROW_TILE = 32 };
 
 struct Rows {

@@ -1,5 +1,7 @@
 #include "layout/repack.h"
 
+#include "blocks/q6_k.h"
+#include "blocks/q8_0.h"
 #include "layout/rows.h"
 
 #include <algorithm>
@@ -80,14 +82,14 @@ uint16_t bound(const QuadHeader& header, int32_t bands) {
 template <class Work>
 void for_each_quad(const Zigzag& m, int32_t span, Pool& pool, Work&& work) {
     int64_t data = span_data(&m, span) - m.data, stride = span_stride(&m, span);
-    int64_t band_bytes = m.columns * (int64_t)sizeof(Q4KBlock);
+    int64_t superblock = zigzag_block(m.block).superblock, band_bytes = m.columns * superblock;
     int32_t first = span * m.span, last = std::min(first + m.span, quads(&m));
     auto item = [&](int number, int) {
         int64_t from = number * COLUMNS_AT_ONCE, to = std::min(from + COLUMNS_AT_ONCE, m.columns);
         for (int32_t quad = first; quad < last; quad++) {
             for (int64_t column = from; column < to; column++)
-                work(data + column * stride + (quad - first) * (int64_t)sizeof(Quad),
-                     quad * QUAD_BANDS * band_bytes + column * (int64_t)sizeof(Q4KBlock), quad_bands(&m, quad),
+                work(data + column * stride + (quad - first) * quad_bytes(&m),
+                     quad * QUAD_BANDS * band_bytes + column * superblock, quad_bands(&m, quad),
                      quad * m.columns + column);
         }
     };
@@ -125,24 +127,47 @@ void pack_tail(const Q4KBlock* tail, int32_t pieces, int64_t column, int32_t ban
     }
 }
 
+// One column of a quad of any block of blocks/*.h, some of its chunks out of the tail. place: quad * columns + column.
+template <class Block>
+void pack_chunks(const Zigzag& m, const uint8_t* blocks, const uint8_t* tail, int64_t place, uint8_t* to) {
+    static_assert(sizeof(typename Block::Header) % 2 == 0, "chunks follow headers without a gap");
+    auto* header = (typename Block::Header*)to;
+    auto* chunks = (typename Block::Chunk*)(header + 1);
+    int32_t quad = (int32_t)(place / m.columns);
+    int64_t column = place % m.columns;
+    std::memset((void*)header, 0, sizeof *header);
+    for (int32_t i = 0; i < quad_chunks(&m, quad); i++) {
+        int32_t band = quad * QUAD_BANDS + i / BAND_SUBS, sub = i % BAND_SUBS;
+        const uint8_t* from = blocks + (band * m.columns + column) * Block::SUPERBLOCK_BYTES;
+        if (m.pieces && band == m.bands - 1) {
+            int64_t piece = column * m.pieces + sub / PIECE_SUBS;
+            from = tail + piece / 4 * Block::SUPERBLOCK_BYTES;
+            sub = (int32_t)(piece % 4) * PIECE_SUBS + sub % PIECE_SUBS;
+        }
+        Block::pack(from, sub, header, i, chunks + i);
+    }
+}
+
 // A matrix of that shape at `data`, which has room for it and its bounds.
-Zigzag repack_at(Zigzag view, const uint8_t* blocks, const Q4KBlock* tail, uint8_t* data, Pool& pool) {
+Zigzag repack_at(Zigzag view, const uint8_t* blocks, const uint8_t* tail, uint8_t* data, Pool& pool) {
     auto* bounds = reinterpret_cast<uint16_t*>(data + zigzag_bytes(&view));
     view.data = data;
     view.bounds = bounds;
-    int64_t band_bytes = view.columns * (int64_t)sizeof(Q4KBlock);
+    int64_t superblock = zigzag_block(view.block).superblock, band_bytes = view.columns * superblock;
     for (int32_t span = 0; span < spans(&view); span++) {
         for_each_quad(view, span, pool, [=](int64_t to, int64_t from, int32_t bands, int64_t place) {
+            if (view.block == Q8_0) return pack_chunks<ZigzagQ8_0>(view, blocks, tail, place, data + to);
+            if (view.block == Q6_K) return pack_chunks<ZigzagQ6_K>(view, blocks, tail, place, data + to);
             auto* quad = (Quad*)(data + to);
             bool ends = view.pieces && place >= (quads(&view) - 1) * view.columns;
             pack_quad(blocks + from, band_bytes, bands - ends, quad);
-            if (ends) pack_tail(tail, view.pieces, place % view.columns, bands - 1, quad);
+            if (ends) pack_tail((const Q4KBlock*)tail, view.pieces, place % view.columns, bands - 1, quad);
             bounds[place] = bound(quad->header, bands);
         });
         int64_t whole = span_bands(&view, span) - (view.pieces && span == spans(&view) - 1);
         give_back(blocks + (int64_t)span * view.span * QUAD_BANDS * band_bytes, whole * band_bytes);
     }
-    if (view.pieces) give_back(tail, tail_blocks(view.rows, view.columns) * sizeof(Q4KBlock));
+    if (view.pieces) give_back(tail, tail_blocks(view.rows, view.columns) * superblock);
     return view;
 }
 
@@ -174,22 +199,22 @@ void unpack_quad(const Quad* quad, int32_t bands, uint8_t* blocks, int64_t band_
 }
 
 ZigzagMatrix repack_zigzag(const uint8_t* blocks, int64_t rows, int64_t columns, int32_t span, int32_t tile, Pool& pool,
-                           const uint8_t* tail) {
-    ExpertsMatrix one = repack_experts(blocks, 1, rows, columns, span, tile, pool, tail);
+                           const uint8_t* tail, int32_t block) {
+    ExpertsMatrix one = repack_experts(blocks, 1, rows, columns, span, tile, pool, tail, block);
     return {one.views[0], std::move(one.memory), {}};
 }
 
 ExpertsMatrix repack_experts(const uint8_t* blocks, int64_t experts, int64_t rows, int64_t columns, int32_t span,
-                             int32_t tile, Pool& pool, const uint8_t* tail) {
+                             int32_t tile, Pool& pool, const uint8_t* tail, int32_t block) {
     int32_t bands = (int32_t)((rows + BAND_ROWS - 1) / BAND_ROWS), pieces = tail ? tail_pieces(rows) : 0;
-    Zigzag shape = {nullptr, rows, columns, bands, span, tile, nullptr, pieces, nullptr};
+    Zigzag shape = {nullptr, rows, columns, bands, span, tile, nullptr, pieces, nullptr, block};
     shape.span = std::min(span, quads(&shape));
     int64_t bytes = zigzag_bytes(&shape) + bounds_bytes(&shape), stride = (bytes + 63) & ~(int64_t)63;
     Memory memory((experts - 1) * stride + bytes);
     std::vector<Zigzag> views;
-    int64_t of_each = (bands - (pieces > 0)) * columns * (int64_t)sizeof(Q4KBlock);
+    int64_t superblock = zigzag_block(block).superblock, of_each = (bands - (pieces > 0)) * columns * superblock;
     for (int64_t expert = 0; expert < experts; expert++) {
-        auto* of_tail = tail ? (const Q4KBlock*)tail + expert * tail_blocks(rows, columns) : nullptr;
+        auto* of_tail = tail ? tail + expert * tail_blocks(rows, columns) * superblock : nullptr;
         views.push_back(repack_at(shape, blocks + expert * of_each, of_tail, memory.data() + expert * stride, pool));
     }
     return {std::move(views), std::move(memory)};

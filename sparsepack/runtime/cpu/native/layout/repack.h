@@ -26,13 +26,13 @@ static inline int32_t tail_pieces(int64_t rows) {
 // Superblocks of a tail, of four pieces each.
 static inline int64_t tail_blocks(int64_t rows, int64_t columns) { return (columns * tail_pieces(rows) + 3) / 4; }
 
-// blocks: [bands, columns, 144], Q4_K as in the file; where they are a view of one, its pages are given back as soon as
+// blocks: [bands, columns, superblock bytes] as in the file; where they are a view of one, its pages are given back as soon as
 // they are copied, so that a model is never held twice. A span longer than the matrix becomes as long as the matrix.
-// tail: [tail_blocks, 144], then `blocks` has the whole bands alone; null: the last band is padded.
+// tail: [tail_blocks, superblock bytes], then `blocks` has the whole bands alone; null: the last band is padded.
 ZigzagMatrix repack_zigzag(const uint8_t* blocks, int64_t rows, int64_t columns, int32_t span, int32_t tile, Pool& pool,
-                           const uint8_t* tail = nullptr);
+                           const uint8_t* tail = nullptr, int32_t block = Q4_K);
 
-// The inverse of `repack_zigzag` of a matrix without a tail, byte for byte.
+// The inverse of `repack_zigzag` of a matrix of Q4_K without a tail, byte for byte.
 void unpack_zigzag(const Zigzag& matrix, uint8_t* blocks, Pool& pool);
 
 struct ExpertsMatrix {
@@ -40,9 +40,9 @@ struct ExpertsMatrix {
     Memory memory;
 };
 
-// The same for a matrix of each of `experts`: blocks [experts, bands, columns, 144], tail [experts, tail_blocks, 144].
+// The same for a matrix of each of `experts`: blocks [experts, bands, columns, bytes], tail [experts, tail_blocks, bytes].
 ExpertsMatrix repack_experts(const uint8_t* blocks, int64_t experts, int64_t rows, int64_t columns, int32_t span,
-                             int32_t tile, Pool& pool, const uint8_t* tail = nullptr);
+                             int32_t tile, Pool& pool, const uint8_t* tail = nullptr, int32_t block = Q4_K);
 
 struct NeuronMatrix {
     Neurons view;

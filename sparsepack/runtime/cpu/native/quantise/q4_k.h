@@ -1,4 +1,4 @@
-// Q4_K's encoder, with error feedback where it is asked for. Bytes equal those of formats/codecs/q4_k_fit.py, the oracle.
+// Q4_K's encoder, with error feedback where it is asked for. Bytes equal those of formats/blocks/q4_k.py, the oracle.
 #pragma once
 #include <stdint.h>
 

@@ -1,4 +1,4 @@
-// Labels of keys that are cached: formats/codecs/labels.py.
+// Labels of keys that are cached: formats/blocks/labels.py.
 //
 //     keys      CacheType [B, kv_heads, context, head_dim]
 //     channels  int32 [kv_heads, LABEL_CHANNELS], of a head; -1: none, a zero

@@ -1,4 +1,4 @@
-// Labels: heavy channels of keys in four bits, and products with queries of eight (formats/codecs/labels.py, whose bits
+// Labels: heavy channels of keys in four bits, and products with queries of eight (formats/blocks/labels.py, whose bits
 // these are). R = 8 LABEL_WORDS channels: byte j of a label holds channel j in its low bits and channel j + R / 2 in
 // the high ones, each number plus 8.
 //

@@ -1,4 +1,4 @@
-// Who may be active by a copy of the gate in two bits a weight (formats/codecs/gate_rows.py): the neurons whose score, the
+// Who may be active by a copy of the gate in two bits a weight (formats/orders/gates.py): the neurons whose score, the
 // product of their copy with the normed input xn, is above -limit |xn|.
 //
 //     codes     | neuron 0: word 0 .. words - 1 | neuron 1 | ..     u32, 16 weights each, the first in the lowest bits

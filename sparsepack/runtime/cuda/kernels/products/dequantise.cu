@@ -1,6 +1,6 @@
-// Zigzag Q4_K to float16, for products with many inputs on the tensor cores through cuBLAS.
+// Zigzag matrices to float16, for products with many inputs on the tensor cores through cuBLAS.
 //
-//     in   [tiles, columns, tile_bands, 144 bytes]  as zigzag.cuh draws it
+//     in   [tiles, columns, tile_bands, BLOCK_BYTES]  as zigzag.cuh draws it
 //     out  [columns, width] float16                 out[k][256 (band - first) + row] = weight * scale * row_scale[256 band + row]
 //
 // Launch: grid (any, tiles), 256 threads a block. Warps take the superblocks of a tile in the order of memory, AT_ONCE
@@ -8,12 +8,14 @@
 // bytes of nibbles: rows 64 p + l .. l + 3 and 32 further, p = lane / 8, l = lane % 8 * 4. No divisions in the loop:
 // with them, and one superblock at a time, it took a third longer.
 //
-// Macros: AT_ONCE
+// Blocks whose lanes have eight rows each (blocks/*.cuh) are taken apart as for products.
+//
+// Macros: AT_ONCE; BLOCK
 
 #include "common/common.cuh"
+#include "blocks/block.cuh"
 
-static constexpr int BLOCK_BYTES = 144;
-
+#if BLOCK == Q4_K
 // The scale and the minimum of sub-block s, twelve bits of a header's last 96.
 __device__ __forceinline__ void unpack(const uint4& h, int s, float& scale, float& minimum) {
     const u32 both = __funnelshift_r(s >= 6 ? h.w : s >= 3 ? h.z : h.y, s >= 3 ? h.w : h.z, 12 * s & 31);
@@ -72,3 +74,40 @@ extern "C" __global__ void __launch_bounds__(256)
         }
     }
 }
+#else
+struct FromMemory {
+    __device__ __forceinline__ u32 word(const u8* p) const { return *(const u32*)p; }
+    __device__ __forceinline__ uint2 pair(const u8* p) const { return *(const uint2*)p; }
+};
+
+extern "C" __global__ void __launch_bounds__(256)
+    zigzag_dequantise(const u8* __restrict__ blocks, int columns, int tile_bands, int gate_bands, int first, int bands,
+                      float scale, const float* __restrict__ row_scale, u16* __restrict__ out, int width) {
+    launch_dependents();
+    wait_for_previous();  // the scratch may still be read
+    const int each = gate_bands ? tile_bands / 2 : tile_bands, row = threadIdx.x % 32 * 8;
+    const int count = columns * tile_bands, bands_before = blockIdx.y * each;
+    blocks += (long long)blockIdx.y * count * BLOCK_BYTES;
+    for (int i = blockIdx.x * 8 + threadIdx.x / 32; i < count; i += gridDim.x * 8) {
+        const int member = i % tile_bands, up = member >= each;
+        const int own = bands_before + member - up * each;  // among bands of its part, or of zeros beyond them
+        const int band = own + up * gate_bands - first;
+        if (band < 0 || band >= bands || (gate_bands && own >= gate_bands)) continue;
+        LaneRows rows;
+        rows.read(blocks + (long long)i * BLOCK_BYTES, FromMemory());
+        const float factor = rows.scale() * scale;
+        float w[8];
+        rows.numbers(w);
+        u32 pairs[4];
+#pragma unroll
+        for (int r = 0; r < 8; ++r) {
+            w[r] *= factor;
+            if (row_scale) w[r] *= row_scale[(first + band) * 256 + row + r];
+        }
+#pragma unroll
+        for (int r = 0; r < 4; ++r) pairs[r] = pack_half2(w[2 * r], w[2 * r + 1]);
+        *(uint4*)(out + (long long)(i / tile_bands) * width + band * 256 + row) =
+            make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+    }
+}
+#endif

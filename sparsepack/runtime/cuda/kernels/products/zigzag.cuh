@@ -5,14 +5,8 @@
 //     tile 0   | band 0 | band 1 | .. TILE_BANDS - 1 | band 0 | band 1 | .. TILE_BANDS - 1 | ... |
 //     tile 1   | band TILE_BANDS | ...
 //
-// A band's piece of a column is a superblock of 144 bytes, its scales and minima in an order that a lane can take apart
-// faster than the stored one:
-//
-//     byte      0 .. 3     4 .. 15                        16 .. 143
-//             | d, dmin  | bits 12 s .. 12 s + 5: scale | 32 p + l: row 64 p + l (low nibble), 64 p + 32 + l (high)  |
-//             |          |      12 s + 6 .. 12 s + 11: min |
-//
-//     weight = d * scale[s] * q - dmin * min[s],  s = row / 32
+// A band's piece of a column is a superblock, in an order that a lane can take apart faster than the stored one
+// (blocks/*.cuh).
 //
 // The columns of a block travel through a pipeline of STAGES (a ring in shared memory), a k_tile at a time. Warps are
 // specialised, as in CUTLASS: the last PRODUCERS warps of a block are producers and fetch, each of them one k_tile
@@ -26,7 +20,7 @@
 // Launch: grid (SPLITS, tiles), ALL_THREADS threads a block. tile_config.py computes the same shared memory on the
 // host.
 //
-// Macros: WARPS, STAGES, TILE_BANDS, PRODUCERS; STAGES 0: no ring; DENSE 1: every column is active, and weights begin
+// Macros: BLOCK (blocks/block.cuh); WARPS, STAGES, TILE_BANDS, PRODUCERS; STAGES 0: no ring; DENSE 1: every column is active, and weights begin
 //         to travel before the input is there, into a ring; BULK 0: as before sm_90; FAR 1: the matrix lies in the
 //         host's memory, of which whole lines of 128 bytes are asked for only where both ends of a copy are alike
 //         modulo 128 bytes; wherever a column begins in its first line, it ends in the TILE_BANDS + 1 lines from there
@@ -37,6 +31,7 @@
 #define FAR 0
 #endif
 #include "common/bulk.cuh"
+#include "blocks/block.cuh"
 #include "products/k_tile.cuh"
 
 static constexpr int THREADS = WARPS * 32;  // that multiply
@@ -47,7 +42,6 @@ static_assert(STAGES % K_SLICES == 0 && STAGES % PRODUCERS == 0, "a stage always
 static_assert(STAGES || !DENSE, "a ring that fills before the input is there");
 static constexpr int BAND_ROWS = 256;
 static constexpr int TILE_ROWS = TILE_BANDS * BAND_ROWS;
-static constexpr int BLOCK_BYTES = 144;
 static constexpr int COLUMN_BYTES = TILE_BANDS * BLOCK_BYTES;
 static constexpr int PIECES = COLUMN_BYTES / 16;  // of 16 bytes in a column
 static constexpr bool ALIKE = FAR && !DENSE;      // columns begin in the ring as far behind a line as in memory
@@ -157,6 +151,35 @@ struct ColumnPipeline {
         }
         asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(arrived) : "memory");
 #endif
+    }
+};
+
+// The source of k_tiles: the ring, or the matrix in global memory.
+struct FromRing {
+    __device__ __forceinline__ u32 word(const u8* p) const { return *(const u32*)p; }
+    __device__ __forceinline__ uint2 pair(const u8* p) const { return *(const uint2*)p; }
+    __device__ __forceinline__ uint4 words(const u8* p) const { return *(const uint4*)p; }
+};
+struct FromGlobal {
+    u64 policy;
+    __device__ __forceinline__ u32 word(const u8* p) const {
+        u32 x;
+        asm volatile("ld.global.nc.L1::no_allocate.L2::cache_hint.u32 %0, [%1], %2;" : "=r"(x) : "l"(p), "l"(policy));
+        return x;
+    }
+    __device__ __forceinline__ uint2 pair(const u8* p) const {
+        uint2 x;
+        asm volatile("ld.global.nc.L1::no_allocate.L2::cache_hint.v2.u32 {%0, %1}, [%2], %3;"
+                     : "=r"(x.x), "=r"(x.y)
+                     : "l"(p), "l"(policy));
+        return x;
+    }
+    __device__ __forceinline__ uint4 words(const u8* p) const {
+        uint4 x;
+        asm volatile("ld.global.nc.L1::no_allocate.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %5;"
+                     : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+                     : "l"(p), "l"(policy));
+        return x;
     }
 };
 

@@ -20,7 +20,7 @@
 static constexpr int THREADS = WARPS * 32;
 static constexpr int EIGHT_WORDS = 8 % OF == 0 ? 8 / OF * WINDOWS : 0;  // of q, where groups lie within eights
 static constexpr float STEPS = FP8 ? 448.0f : 127.0f;
-static constexpr float SMALLEST = 1e-30f;  // as formats/codecs/slide.py has it
+static constexpr float SMALLEST = 1e-30f;  // as formats/orders/slide.py has it
 
 // Two values as bytes, the first in the low one.
 __device__ __forceinline__ u32 quantised(float first, float second) {

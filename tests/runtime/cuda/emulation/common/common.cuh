@@ -104,12 +104,19 @@ inline To bits_as(From from) {
 }
 inline u32 __float_as_uint(float x) { return bits_as<u32>(x); }
 inline float __uint_as_float(u32 x) { return bits_as<float>(x); }
+inline u32 __byte_perm(u32 a, u32 b, u32 selected) {
+    const u64 both = (u64)b << 32 | a;
+    u32 found = 0;
+    for (int i = 0; i < 4; ++i) found |= (u32)(both >> (selected >> 4 * i & 7) * 8 & 0xff) << 8 * i;
+    return found;
+}
 inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 inline float rsqrtf(float x) { return (float)(1 / std::sqrt((double)x)); }
 inline float half_to_float(u16 bits) { return (float)bits_as<_Float16>(bits); }
 inline u16 float_to_half(float x) { return bits_as<u16>((_Float16)x); }
+inline u32 pack_half2(float first, float second) { return float_to_half(first) | (u32)float_to_half(second) << 16; }
 inline float bfloat_to_float(u16 bits) { return __uint_as_float((u32)bits << 16); }
 inline u16 float_to_bfloat(float x) {  // to the nearest, to even between two; not for NaN
     const u32 bits = __float_as_uint(x);

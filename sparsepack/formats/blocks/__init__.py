@@ -1,0 +1,1 @@
+"""Block types: the bytes of some weights that are quantised together, how they are encoded and decoded."""

@@ -1,1 +1,0 @@
-"""Pure functions between weights and their stored bytes."""

@@ -1,1 +1,0 @@
-"""The GGUF container, and the formats that live in it."""

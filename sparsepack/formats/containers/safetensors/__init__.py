@@ -1,1 +1,0 @@
-"""The folder of safetensors as a container, with a hash for every byte."""

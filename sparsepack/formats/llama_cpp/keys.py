@@ -1,0 +1,207 @@
+"""The keys that tell stock llama.cpp of a model: its `llama.*`, `qwen2.*`, `phi3.*` keys and rotary factors."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from gguf import GGUFValueType
+
+from sparsepack.errors import PackingError
+from sparsepack.formats.containers.gguf import KeyValue, f32, string, u32
+from sparsepack.models.architecture import Architecture, rotary_settings
+from sparsepack.models.checkpoint.gguf_config import ROTARY_FACTORS
+from sparsepack.models.families import FAMILIES
+
+_INSTEAD = "pack as zigzag-q4_k, which sparsepack itself runs"
+
+
+@dataclass(frozen=True)
+class _Runs:
+    """What llama.cpp computes in models of an architecture.
+
+    activation     -- the one that it knows there
+    parts_of_heads -- it turns a part of each head, where a model does
+    window_every   -- of so many layers all but the last see a window alone; 0: it knows no windows
+    caps           -- it caps scores and logits
+    untied         -- it reads an output matrix beside the embedding
+    wide           -- in models of so many layers it scales scores by 1 / sqrt(hidden / heads), in others by 1 /
+                      sqrt(head_dim)
+    """
+
+    activation: str = "silu"
+    parts_of_heads: bool = False
+    window_every: int = 0
+    caps: bool = False
+    untied: bool = True
+    wide: int = 0
+
+
+_OTHERS: Mapping[str, _Runs] = {
+    "phi3": _Runs(parts_of_heads=True),
+    "gemma2": _Runs("gelu_pytorch_tanh", window_every=2, caps=True, untied=False, wide=46),
+    "gemma3": _Runs("gelu_pytorch_tanh", window_every=6, wide=62),
+}
+"""The architectures of llama.cpp's that compute something else than Llama's."""
+
+_WITH_FACTORS = {"llama3": ("llama",), "longrope": ("phi3",)}
+"""By the type of a rotary scaling that needs factors, llama.cpp's architectures that have it."""
+_YARN_BETAS = {"beta_fast": 32.0, "beta_slow": 1.0}
+
+
+def architecture_keys(architecture: Architecture, config: Any) -> tuple[dict[str, KeyValue], list[str]]:
+    """The keys from which llama.cpp builds the model, and notes on what it does otherwise.
+
+    Raises `PackingError` where llama.cpp would compute something else in every text.
+    """
+    kind = FAMILIES[architecture.model_type].gguf
+    if not kind:
+        raise PackingError(f"{architecture.model_type} models have no name in llama.cpp's table here; {_INSTEAD}")
+    runs = _OTHERS.get(kind, _Runs())
+    if architecture.activation != runs.activation:
+        raise PackingError(
+            f"activation {architecture.activation!r}: llama.cpp runs {kind} models with {runs.activation} only; "
+            f"{_INSTEAD}"
+        )
+    if not architecture.tied and not runs.untied:
+        raise PackingError(f"an output matrix beside the embedding: llama.cpp reads none in {kind} models; {_INSTEAD}")
+    wide = architecture.layers == runs.wide
+    scale = (architecture.hidden // architecture.heads if wide else architecture.head_dim) ** -0.5
+    if abs((architecture.attention_scale or architecture.head_dim**-0.5) / scale - 1) > 1e-6:
+        raise PackingError(
+            f"attention scores times {architecture.attention_scale:.6g}: llama.cpp takes {scale:.6g} in {kind} models "
+            f"of {architecture.layers} layers; {_INSTEAD}"
+        )
+    notes = []
+    keys = {
+        "context_length": u32(architecture.named_context),
+        "embedding_length": u32(architecture.hidden),
+        "block_count": u32(architecture.layers),
+        "feed_forward_length": u32(architecture.intermediate),
+        "attention.head_count": u32(architecture.heads),
+        "attention.head_count_kv": u32(architecture.kv_heads),
+        "attention.key_length": u32(architecture.head_dim),
+        "attention.value_length": u32(architecture.head_dim),
+        "attention.layer_norm_rms_epsilon": f32(architecture.norm_eps),
+        "rope.dimension_count": u32(2 * len(architecture.inv_freq)),
+        "vocab_size": u32(architecture.vocabulary),
+    }
+    if architecture.experts is not None:
+        keys |= _expert_keys(architecture, config, kind)
+    window = max(architecture.sliding_windows, default=0)
+    if runs.caps:
+        keys["attn_logit_softcapping"] = f32(architecture.attention_cap)
+        keys["final_logit_softcapping"] = f32(architecture.logit_cap)
+    elif architecture.attention_cap or architecture.logit_cap:
+        raise PackingError(f"soft caps: llama.cpp has none in {kind} models; {_INSTEAD}")
+    if runs.window_every:
+        keys["attention.sliding_window"] = u32(window or architecture.context)
+        every, layers = runs.window_every, range(architecture.layers)
+        if architecture.sliding_windows != tuple(0 if layer % every == every - 1 else window for layer in layers):
+            raise PackingError(
+                f"layers with a sliding window: in {kind} models llama.cpp gives one to all but one in {every}; "
+                f"{_INSTEAD}"
+            )
+    elif 0 < window < architecture.context:
+        keys["attention.sliding_window"] = u32(window)
+        notes.append(
+            f"llama.cpp ignores the sliding window of {window} tokens in {kind} models: longer texts attend to all"
+        )
+    if (long := architecture.long_texts) is not None:
+        notes.append(
+            f"llama.cpp turns texts by the room that it makes for them, not by their length: give it more than "
+            f"{long.tokens} tokens (-c) only for texts that are longer"
+            if long.turns_all
+            else f"llama.cpp turns texts of more than {long.tokens} tokens as shorter ones"
+        )
+    rope, local = rotary_settings(config)
+    if local:
+        keys["rope.freq_base_swa"] = f32(local["rope_theta"])
+    keys |= _rotary_keys(architecture, rope, kind)
+    return {f"{kind}.{key}": value for key, value in keys.items()}, notes
+
+
+def _expert_keys(architecture: Architecture, config: Any, kind: str) -> dict[str, KeyValue]:
+    numbers, of_family = architecture.experts, FAMILIES[architecture.model_type].experts
+    assert numbers is not None
+    assert of_family is not None
+    if numbers.normalised != of_family.gguf_normalised:
+        does = "makes the weights of the chosen experts add up to one"
+        raise PackingError(
+            f"{of_family.normalised} {str(numbers.normalised).lower()}: llama.cpp "
+            f"{'always' if of_family.gguf_normalised else 'never'} {does} in {kind} models; {_INSTEAD}"
+        )
+    if architecture.row_norms and architecture.heads != architecture.kv_heads:
+        raise PackingError(
+            f"{architecture.heads} heads, {architecture.kv_heads} of keys: llama.cpp norms as many of them in {kind} "
+            f"models; {_INSTEAD}"
+        )
+    shared = {"expert_shared_feed_forward_length": u32(numbers.shared * architecture.intermediate)}
+    return {
+        **(shared if numbers.shared else {}),
+        "expert_count": u32(numbers.count),
+        "expert_used_count": u32(numbers.used),
+        "expert_feed_forward_length": u32(architecture.intermediate),
+        "feed_forward_length": u32(config.intermediate_size),
+    }
+
+
+def rotary_factors(architecture: Architecture, config: Any) -> dict[str, torch.Tensor]:
+    """What llama.cpp divides each rotary frequency by, by the names of its tensors: float32 [n / 2] of the n channels
+    of a head that turn.
+
+    Only Llama 3's scaling and longrope need them; the other kinds are keys.
+    """
+    rope, long = rotary_settings(config)[0], architecture.long_texts
+    of_all, short, of_long = ROTARY_FACTORS
+    dims = 2 * len(architecture.inv_freq)
+
+    def factors(inv_freq: Sequence[float]) -> torch.Tensor:
+        unscaled = 1 / float(rope["rope_theta"]) ** (torch.arange(0, dims, 2, dtype=torch.float64) / dims)
+        return (unscaled / torch.tensor(inv_freq, dtype=torch.float64)).float()
+
+    if rope.get("rope_type", "default") == "llama3":
+        return {of_all: factors(architecture.inv_freq)}
+    if long is None or not long.turns_all:
+        return {}
+    return {short: factors(architecture.inv_freq), of_long: factors(long.inv_freq)}
+
+
+def _rotary_keys(architecture: Architecture, rope: Mapping[str, Any], kind: str) -> dict[str, KeyValue]:
+    keys = {"rope.freq_base": f32(rope["rope_theta"])}
+    scaling = rope.get("rope_type", "default")
+    if 2 * len(architecture.inv_freq) != architecture.head_dim and not _OTHERS.get(kind, _Runs()).parts_of_heads:
+        raise PackingError(f"partial rotary embedding: llama.cpp turns whole heads in {kind} models; {_INSTEAD}")
+    if kind not in (able := _WITH_FACTORS.get(scaling, (kind,))):
+        raise PackingError(
+            f"rotary scaling {scaling!r}: llama.cpp has it for {able[0]} models only, not {kind}; {_INSTEAD}"
+        )
+    if (long := architecture.long_texts) is not None and long.turns_all:
+        keys["rope.scaling.original_context_length"] = u32(long.tokens)
+        keys["rope.scaling.attn_factor"] = f32(architecture.rotary_scale)
+    if scaling in ("linear", "yarn"):
+        keys |= {"rope.scaling.type": string(scaling), "rope.scaling.factor": f32(_factor(architecture, rope))}
+    if scaling == "yarn":
+        keys |= _yarn_keys(architecture, rope)
+    return keys
+
+
+def _yarn_keys(architecture: Architecture, rope: Mapping[str, Any]) -> dict[str, KeyValue]:
+    if not rope.get("truncate", True):
+        raise PackingError(f"rotary scaling 'yarn' without truncation: llama.cpp always truncates; {_INSTEAD}")
+    keys = {
+        "rope.scaling.original_context_length": u32(rope["original_max_position_embeddings"]),
+        "rope.scaling.finetuned": (True, GGUFValueType.BOOL, None),
+    }
+    for name, usual in _YARN_BETAS.items():
+        if (value := rope.get(name) or usual) != usual:
+            raise PackingError(f"rotary scaling 'yarn' with {name} {value}: llama.cpp uses {usual}; {_INSTEAD}")
+    own = 0.1 * math.log(_factor(architecture, rope)) + 1  # what llama.cpp multiplies with by itself
+    if abs(architecture.rotary_scale / own - 1) > 1e-6:
+        keys["rope.scaling.attn_factor"] = f32(architecture.rotary_scale / own)
+    return keys
+
+
+def _factor(architecture: Architecture, rope: Mapping[str, Any]) -> float:
+    return float(rope.get("factor") or architecture.context / rope["original_max_position_embeddings"])

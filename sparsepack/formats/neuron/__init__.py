@@ -1,1 +1,0 @@
-"""The neuron GGUF: its layout, its plan, its reader."""

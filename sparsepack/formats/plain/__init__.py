@@ -1,1 +1,0 @@
-"""The plain GGUF, which stock llama.cpp loads."""

@@ -1,1 +1,0 @@
-"""The slid folder: a pruned model for 2:4 tensor cores."""

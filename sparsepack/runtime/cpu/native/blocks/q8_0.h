@@ -1,0 +1,40 @@
+// Q8_0 in zigzag order (formats/blocks/q8_0.py): what of it is its own, for files of every instruction set.
+#pragma once
+#include "layout/layout.h"
+
+namespace sparsepack {
+namespace {  // of each file its own: instruction sets differ
+
+struct ZigzagQ8_0 {
+    // A column of a quad while it runs: the d of each chunk of 32 rows, then the chunks.
+    enum { SUPERBLOCK_BYTES = 8 * sizeof(Q80Block), SUB_ROWS = 32 };
+    struct Header {
+        Bits16 d[QUAD_CHUNKS];
+    };
+    struct Chunk {
+        int8_t weights[CHUNK_ROWS];
+    };
+
+    // Chunk `from` of a superblock of the file becomes chunk `to` of a quad.
+    static void pack(const uint8_t* superblock, int32_t from, Header* header, int32_t to, Chunk* chunk) {
+        const Q80Block& block = ((const Q80Block*)superblock)[from];
+        header->d[to] = block.d;
+        for (int32_t i = 0; i < CHUNK_ROWS; i++) chunk->weights[i] = block.weights[i];
+    }
+
+    // What the weights of a sub-block are multiples of; half: a function that decodes float16.
+    template <class Half>
+    static inline float scale(const Header& header, int32_t sub, Half half) {
+        return half(header.d[sub]);
+    }
+    static inline int32_t number(const Chunk& chunk, int32_t row) { return chunk.weights[row]; }
+
+    // The same of consecutive rows, by the vectors V of an instruction set.
+    template <class V>
+    static inline __attribute__((always_inline)) typename V::Floats numbers(const Chunk& chunk, int32_t row) {
+        return V::to_floats(V::load_signed_bytes(chunk.weights + row));
+    }
+};
+
+}  // namespace
+}  // namespace sparsepack
