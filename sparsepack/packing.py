@@ -222,7 +222,7 @@ def pack(request: PackRequest, checkpoint: Checkpoint | None = None, workers: Wo
 
     Raises `UserError` subclasses, and `WorkerLost`.
     """
-    from sparsepack.calibrate.find_thresholds import thresholds_to_come
+    from sparsepack.calibrate.find_thresholds import predicted_thresholds
     from sparsepack.calibrate.provenance import processor
     from sparsepack.files.atomic import check_inputs, check_output
     from sparsepack.formats.containers.safetensors import MANIFEST
@@ -248,8 +248,8 @@ def pack(request: PackRequest, checkpoint: Checkpoint | None = None, workers: Wo
     format.check_model(checkpoint)
     # Thresholds and fitted weights take long: whatever else does not fit is found before.
     if request.allocation or request.fit.fits:
-        thresholds = thresholds_to_come(checkpoint, request.allocation) if request.allocation else None
-        plan_of(checkpoint, request, found_to_come(checkpoint, request, thresholds))
+        thresholds = predicted_thresholds(checkpoint, request.allocation) if request.allocation else None
+        plan_of(checkpoint, request, predicted_findings(checkpoint, request, thresholds))
     checkpoint.source.hash.share(workers)  # before each of them asks for it, to check what was found
     with state_beside(request.output, workers) as state:
         found = find(checkpoint, request, state)
@@ -329,7 +329,7 @@ def _refit(checkpoint: Checkpoint, request: PackRequest, found: Found, calibrati
     return refit_model(checkpoint, calibration, sites, encode, thresholds, options, resume)
 
 
-def found_to_come(
+def predicted_findings(
     checkpoint: Checkpoint,
     request: PackRequest,
     thresholds: Thresholds | None,
@@ -344,16 +344,16 @@ def found_to_come(
 
     Raises `PackingError` for sparse attention that the model cannot have.
     """
-    from sparsepack.calibrate.attention import attention_to_come
-    from sparsepack.calibrate.refitting import refit_to_come
-    from sparsepack.calibrate.trace_file import counts_to_come
+    from sparsepack.calibrate.attention import predicted_attention
+    from sparsepack.calibrate.refitting import predicted_refit
+    from sparsepack.calibrate.trace_file import predicted_counts
 
     attention, refit = request.sparse_attention, request.fit
     return Found(
         thresholds=thresholds,
-        attention=attention_to_come(checkpoint, attention) if attention is not None and attention.sparse else None,
-        neurons=counts_to_come(checkpoint) if format_of(request.format).mlp.by_count else None,
-        refit=refit_to_come(checkpoint, format_of(request.format), refit) if refit.fits else None,
+        attention=predicted_attention(checkpoint, attention) if attention is not None and attention.sparse else None,
+        neurons=predicted_counts(checkpoint) if format_of(request.format).mlp.by_count else None,
+        refit=predicted_refit(checkpoint, format_of(request.format), refit) if refit.fits else None,
         pruning=pruning,
         rotation=rotation,
         distillation=distillation,

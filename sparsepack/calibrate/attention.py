@@ -50,7 +50,7 @@ def find_attention(checkpoint: Checkpoint, calibration: Calibration, options: At
     return FoundAttention(SparseAttention(options.policy, channels), calibration.sha256, notes)
 
 
-def attention_to_come(checkpoint: Checkpoint, options: AttentionOptions) -> FoundAttention:
+def predicted_attention(checkpoint: Checkpoint, options: AttentionOptions) -> FoundAttention:
     """Sparse attention of about as many channels as there will be: which layers are dense is not known before the
     calibration is read. Raises `PackingError` as `find_attention`."""
     heads, count = heads_of_config(checkpoint.config), channels_asked(checkpoint, options)

@@ -113,7 +113,7 @@ def find_thresholds(
     return _table(checkpoint, calibration.sha256, options, rules, sites)
 
 
-def thresholds_to_come(checkpoint: Checkpoint, options: AllocationOptions) -> Thresholds:
+def predicted_thresholds(checkpoint: Checkpoint, options: AllocationOptions) -> Thresholds:
     """A table as long as the one that will be found, with vectors where there will be vectors: what is known of it
     before anything is run.
 

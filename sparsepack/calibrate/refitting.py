@@ -126,7 +126,7 @@ def refit_state(
     return ResumeState(state / "refit", fingerprint(asked), checkpoint.layers)
 
 
-def refit_to_come(checkpoint: Checkpoint, format: Format, options: RefitOptions) -> Refit:
+def predicted_refit(checkpoint: Checkpoint, format: Format, options: RefitOptions) -> Refit:
     """What will be known of the pass, in as much room, before it is run. Raises `CheckpointError` for a refit of a
     model with experts."""
     typical = 0.12346

@@ -306,7 +306,7 @@ def neuron_counts(source: Calibration | Trace) -> NeuronCounts:
     return NeuronCounts(torch.stack([layer.active for layer in layers]), layers[0].tokens, source.sha256, origin)
 
 
-def counts_to_come(checkpoint: Checkpoint) -> NeuronCounts:
+def predicted_counts(checkpoint: Checkpoint) -> NeuronCounts:
     """Counts of the number that there will be: which neurons are active is not known yet."""
     shape = (checkpoint.layers, checkpoint.stacked_shape(MLP_MID)[1])
     return NeuronCounts(torch.zeros(shape, dtype=torch.int64), 1, NO_HASH)

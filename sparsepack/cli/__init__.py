@@ -1,4 +1,4 @@
-"""The command line: one thin click command per verb."""
+"""The command line: thin click commands."""
 
 from sparsepack.cli.app import main
 

@@ -1,4 +1,4 @@
-"""The command line: a thin click command per verb, each in a file of its own.
+"""The command line: its commands, made of what operations declare or each in `commands/`.
 
 Nothing heavy is imported here, so that `--help` answers at once.
 """
@@ -14,20 +14,20 @@ from sparsepack.calibrate.prune import PRUNE
 from sparsepack.calibrate.rotate import ROTATE
 from sparsepack.calibrate.thresholds import THRESHOLDS
 from sparsepack.calibrate.trace import TRACE
-from sparsepack.cli.messages import Verbs, add_quiet, add_signs_of_life, concerns_the_user, quiet_option
+from sparsepack.cli.commands.bench import bench
+from sparsepack.cli.commands.evaluate import evaluate
+from sparsepack.cli.commands.generate import generate
+from sparsepack.cli.commands.inspect import inspect, verify
+from sparsepack.cli.commands.pack import pack
+from sparsepack.cli.commands.place import place
+from sparsepack.cli.commands.publish import card, push, report
+from sparsepack.cli.commands.run import run
+from sparsepack.cli.commands.serve import serve
+from sparsepack.cli.commands.simulate import simulate
+from sparsepack.cli.commands.tune import tune
+from sparsepack.cli.messages import Commands, add_quiet, add_signs_of_life, concerns_the_user, quiet_option
 from sparsepack.cli.operations import command_of
 from sparsepack.cli.shared import allocation
-from sparsepack.cli.verbs.bench import bench
-from sparsepack.cli.verbs.evaluate import evaluate
-from sparsepack.cli.verbs.generate import generate
-from sparsepack.cli.verbs.inspect import inspect, verify
-from sparsepack.cli.verbs.pack import pack
-from sparsepack.cli.verbs.place import place
-from sparsepack.cli.verbs.publish import card, push, report
-from sparsepack.cli.verbs.run import run
-from sparsepack.cli.verbs.serve import serve
-from sparsepack.cli.verbs.simulate import simulate
-from sparsepack.cli.verbs.tune import tune
 from sparsepack.errors import UserError
 from sparsepack.integration.transformers.registration import OF_COMMANDS, register
 from sparsepack.version import __version__
@@ -54,7 +54,8 @@ def _version(context: click.Context, parameter: click.Parameter, asked: bool) ->
 
 
 @click.group(
-    cls=Verbs, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110, "show_default": True}
+    cls=Commands,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110, "show_default": True},
 )
 @click.option(
     "--version",
@@ -80,12 +81,12 @@ def main() -> None:
 
 calibrate, rotate, prune, distil, trace = map(command_of, (CALIBRATE, ROTATE, PRUNE, DISTIL, TRACE))
 thresholds = command_of(THRESHOLDS, allocation)
-main.add_verbs("Make", calibrate, thresholds, rotate, prune, distil, pack, run)
-main.add_verbs("Check", inspect, verify, evaluate, bench)
-main.add_verbs("Run", generate, serve, tune)
-main.add_verbs("Study", trace, simulate, place)
-main.add_verbs("Publish", report, card, push)
-for verb in main.commands.values():
-    add_quiet(verb)
-for verb in (calibrate, thresholds, rotate, prune, distil, pack, verify, evaluate, bench, tune, trace, simulate, run):
-    add_signs_of_life(verb)
+main.add_commands("Make", calibrate, thresholds, rotate, prune, distil, pack, run)
+main.add_commands("Check", inspect, verify, evaluate, bench)
+main.add_commands("Run", generate, serve, tune)
+main.add_commands("Study", trace, simulate, place)
+main.add_commands("Publish", report, card, push)
+for each in main.commands.values():
+    add_quiet(each)
+for each in (calibrate, thresholds, rotate, prune, distil, pack, verify, evaluate, bench, tune, trace, simulate, run):
+    add_signs_of_life(each)

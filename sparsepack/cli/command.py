@@ -1,5 +1,5 @@
-"""What every verb is made of: options in groups, refused where they do nothing beside the others, and results as tables
-and as JSON. Only click is imported here.
+"""What every command is made of: options in groups, refused where they do nothing beside the others, and results as
+tables and as JSON. Only click is imported here.
 """
 
 import errno
@@ -25,7 +25,7 @@ EFFECTIVE = "sparsepack.effective"
 MODELS, TEXTS = ("model", "subject", "against", "teacher"), ("texts", "text", "perplexity")
 """The parameters that name a model or an artifact, and texts: paths, or names on the hub."""
 OUTPUTS = ("output", "json_path", "plot_path")
-"""The parameters that name what a verb writes; all others may name what it reads."""
+"""The parameters that name what a command writes; all others may name what it reads."""
 ARGUMENTS = "sparsepack.arguments"
 """Under this name click's context has the arguments of the whole command line."""
 
@@ -34,7 +34,7 @@ _GROUPS: dict[click.Parameter, str] = {}
 
 
 class Existing(click.Path):
-    """A path of what a verb reads: where there is nothing, that is said before anything is imported.
+    """A path of what a command reads: where there is nothing, that is said before anything is imported.
 
     expected -- what should be there, for the line that refuses it
     """
@@ -62,12 +62,12 @@ class Ruled(click.Option):
         self.counts = tuple(counts)
 
 
-class Verb(click.Command):
+class Command(click.Command):
     """A command of sparsepack."""
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run it. Raises `UserError` before that where an option was given that does nothing, and for one of several
-        workers where the verb takes none."""
+        workers where the command takes none."""
         if several() and "devices" not in {str(each.name) for each in self.params}:
             raise UserError(f"{self.name} runs in one process; start it without torchrun, or unset WORLD_SIZE")
         options = {str(each.name): each for each in self.params if isinstance(each, click.Option)}
@@ -119,7 +119,7 @@ class Verb(click.Command):
             check_inputs(output, [*inputs, *(each for each in outputs if each is not output)])
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """The options of each group under its heading; the ones that every verb has come last."""
+        """The options of each group under its heading; the ones that every command has come last."""
         groups: dict[str, list[tuple[str, str]]] = {"Options": []}
         others: list[tuple[str, str]] = []
         for parameter in self.get_params(ctx):
@@ -132,8 +132,8 @@ class Verb(click.Command):
                     formatter.write_dl(records)
 
 
-verb = functools.partial(click.command, cls=Verb)
-"""`click.command` for a verb."""
+command = functools.partial(click.command, cls=Command)
+"""`click.command` for one of ours."""
 
 
 def was_given(ctx: click.Context, name: str) -> bool:
@@ -170,8 +170,8 @@ PATH = click.Path(path_type=Path)
 
 
 class Declared(Ruled):
-    """An option of a verb that stands in an option dataclass: default, help, limits and what it counts with are those
-    of its field."""
+    """An option of a command that stands in an option dataclass: default, help, limits and what it counts with are
+    those of its field."""
 
     def __init__(self, *args: Any, options: type, **settings: Any) -> None:
         super().__init__(*args, **settings)

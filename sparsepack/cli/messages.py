@@ -39,24 +39,24 @@ _NO_DEVICE_MEMORY = ("CUDA error: out of memory", "CUDA_ERROR_OUT_OF_MEMORY")  #
 _TAKEN = "busy or unavailable"  # of a GPU in exclusive mode
 
 
-class Verbs(click.Group):
-    """Lists the verbs by what they are for, and says what ended one in one line."""
+class Commands(click.Group):
+    """Lists the commands by what they are for, and says what ended one in one line."""
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
         self.headings: dict[str, tuple[str, ...]] = {}
 
-    def add_verbs(self, heading: str, *verbs: click.Command) -> None:
-        """Add verbs that the help lists under a heading, in this order."""
-        self.headings[heading] = tuple(str(verb.name) for verb in verbs)
-        for verb in verbs:
-            self.add_command(verb)
+    def add_commands(self, heading: str, *commands: click.Command) -> None:
+        """Add commands that the help lists under a heading, in this order."""
+        self.headings[heading] = tuple(str(command.name) for command in commands)
+        for command in commands:
+            self.add_command(command)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(self.commands)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Each verb with its summary, which is one line and whole."""
+        """Each command with its summary, which is one line and whole."""
         width = max(map(len, self.commands))
         for heading, names in self.headings.items():
             with formatter.section(heading):
@@ -127,9 +127,9 @@ class Verbs(click.Group):
 def _misused(error: click.ClickException) -> str:
     """What click found wrong, in one line that says where there is more."""
     ctx = getattr(error, "ctx", None)
-    verb = "" if ctx is None or ctx.parent is None else str(ctx.info_name)
+    command = "" if ctx is None or ctx.parent is None else str(ctx.info_name)
     message = error.format_message().rstrip(".")
-    return f"{f'{verb}: ' if verb else ''}{message}; see sparsepack {f'{verb} ' if verb else ''}--help"
+    return f"{f'{command}: ' if command else ''}{message}; see sparsepack {f'{command} ' if command else ''}--help"
 
 
 def _refused_by_the_system(error: OSError) -> int:
@@ -153,7 +153,7 @@ def _refused_by_the_system(error: OSError) -> int:
 
 
 def _smaller() -> str:
-    """The options of the verb that runs by which it takes less memory, in words; of those that have an effect."""
+    """The options of the command that runs by which it takes less memory, in words; of those that have an effect."""
     context = click.get_current_context(silent=True)
     names = () if context is None else context.meta.get(EFFECTIVE, ())
     smaller = " or ".join(f"--{name}" for name in ("batch", "context") if name in names)
@@ -231,13 +231,13 @@ _HERE = {
 _HINTS = {word: command for command, words in _HERE.items() for word in words}
 
 
-def hint(word: str, verbs: Iterable[str]) -> str:
-    """What to type in place of a word that is no verb."""
+def hint(word: str, commands: Iterable[str]) -> str:
+    """What to type in place of a word that is no command."""
     if (command := _HINTS.get(word.lower())) is not None:
         return f"give sparsepack {command}"
-    if near := difflib.get_close_matches(word.lower(), [*verbs, *_HINTS], 1):
+    if near := difflib.get_close_matches(word.lower(), [*commands, *_HINTS], 1):
         return f"give sparsepack {_HINTS.get(near[0], near[0])}"
-    return f"expected one of {', '.join(verbs)}"
+    return f"expected one of {', '.join(commands)}"
 
 
 _FOR_MAKERS = "This model config has set a `rope_parameters['original_max_position_embeddings']` field"
@@ -256,32 +256,34 @@ def _group(context: click.Context, parameter: click.Parameter, asked: bool) -> N
     be_quiet(asked)
 
 
-def _verb(context: click.Context, parameter: click.Parameter, asked: bool) -> None:
+def _quiet(context: click.Context, parameter: click.Parameter, asked: bool) -> None:
     if asked:  # or the group may have been asked
         be_quiet(True)
 
 
 quiet_option = click.option("-q", "--quiet", is_flag=True, expose_value=False, callback=_group, help=_HELP)
-"""The option stands before the verb, `sparsepack --quiet eval ...`; `add_quiet` takes the option after the verb,
+"""The option stands before the command, `sparsepack --quiet eval ...`; `add_quiet` takes the option after the command,
 too."""
 
 
-def add_quiet(verb: click.Command) -> None:
-    """Give a verb the option."""
-    verb.params.append(click.Option(["-q", "--quiet"], is_flag=True, expose_value=False, callback=_verb, help=_HELP))
+def add_quiet(command: click.Command) -> None:
+    """Give a command the option."""
+    command.params.append(
+        click.Option(["-q", "--quiet"], is_flag=True, expose_value=False, callback=_quiet, help=_HELP)
+    )
 
 
-def add_signs_of_life(verb: click.Command) -> None:
-    """Let a verb that can take minutes say now and then that it goes on, where stderr is no terminal."""
-    run = verb.callback
+def add_signs_of_life(command: click.Command) -> None:
+    """Let a command that can take minutes say now and then that it goes on, where stderr is no terminal."""
+    run = command.callback
     assert run is not None
 
     @functools.wraps(run)
     def going(*arguments: Any, **options: Any) -> Any:
-        with activity(str(verb.name)):
+        with activity(str(command.name)):
             return run(*arguments, **options)
 
-    verb.callback = going
+    command.callback = going
 
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

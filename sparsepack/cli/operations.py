@@ -12,13 +12,13 @@ from sparsepack.cli.command import (
     PATH,
     F,
     Ruled,
+    command,
     element_of,
     from_options,
     group,
     overwrite_flag,
     taken,
     together,
-    verb,
     was_given,
 )
 from sparsepack.cli.shared import (
@@ -84,7 +84,7 @@ def command_of(operation: Operation, options: Callable[[F], F] | None = None) ->
         *((devices_option, dry_run_option) if operation.forecast else ()),
         overwrite_flag,
     )
-    made: click.Command = verb(operation.name, short_help=operation.summary, help=operation.help)(parameters(run))
+    made: click.Command = command(operation.name, short_help=operation.summary, help=operation.help)(parameters(run))
     return made
 
 

@@ -1,5 +1,5 @@
-"""Options that several verbs share, and the option dataclasses that they become: device, workers, texts, and what a dry
-run says. Nothing heavy is imported at the top.
+"""Options that several commands share, and the option dataclasses that they become: device, workers, texts, and what a
+dry run says. Nothing heavy is imported at the top.
 """
 
 import re
@@ -73,7 +73,7 @@ def _use_threads(context: click.Context, parameter: click.Parameter, threads: in
 
 
 SKIPPED, RUNS = "What is skipped", "How it runs"
-"""Headings that the help of several verbs has."""
+"""Headings that the help of several commands has."""
 
 device_option = group(RUNS, from_options(CalibrateOptions, "--device", callback=usable_device))
 backend_option = group(
@@ -94,7 +94,7 @@ engine_flags = group(
         if declared.everywhere
     ),
 )
-"""What every verb asks that has an engine."""
+"""What every command asks that has an engine."""
 
 slots = group(RUNS, options_from(EngineOptions, "--cached", "--vram", "--policy", "--gate-copy"))
 for_texts = group(
@@ -103,7 +103,7 @@ for_texts = group(
     click.option("--context", type=click.IntRange(2), help=options_of(EngineOptions)["context"].help),
     from_options(EngineOptions, "--offload"),
 )
-"""What verbs ask the engine that let people read what it makes."""
+"""What commands ask the engine that let people read what it makes."""
 
 
 def engine_options(asked: dict[str, Any], beside: type | None = None) -> EngineOptions:
@@ -127,12 +127,12 @@ def engine_options(asked: dict[str, Any], beside: type | None = None) -> EngineO
 
 compute = together(device_option, group(RUNS, from_options(CalibrateOptions, "--dtype")))
 torch_threads = group(RUNS, from_options(EngineOptions, "--threads", callback=_use_threads, expose_value=False))
-"""Verbs without threads of their own set the number of torch's threads in the whole process."""
+"""Commands without threads of their own set the number of torch's threads in the whole process."""
 
 
 allocation = group(
     SKIPPED,
-    from_options(AllocationOptions, "--sparsity", type=float),  # whose limits the verbs tell in a line of their own
+    from_options(AllocationOptions, "--sparsity", type=float),  # whose limits the commands tell in a line of their own
     options_from(AllocationOptions, "--allocation", "--criterion", "--include", "--ignore"),
     from_options(
         AllocationOptions,
@@ -205,7 +205,7 @@ devices_option = group(
         "them, and the result is the same.",
     ),
 )
-"""Verbs with this option also run under torchrun."""
+"""Commands with this option also run under torchrun."""
 
 dry_run_option = group(
     RUNS,
@@ -218,7 +218,7 @@ dry_run_option = group(
         "run).",
     ),
 )
-"""How many workers a verb is asked to foresee the work of, in place of doing it."""
+"""How many workers a command is asked to foresee the work of, in place of doing it."""
 
 
 def tell_forecast(forecast: Callable[[int], "Forecast | PartsForecast"], workers: int) -> None:

@@ -32,11 +32,11 @@ def check_sections(recipe: Recipe) -> None:
 
 def _problems(recipe: Recipe) -> Iterator[str]:
     for stage in STAGES:
-        if asked := recipe.asked(stage.key):
-            yield from stage.problems(recipe, asked)
-            if isinstance(asked, Section) and hasattr(asked, "options"):
-                yield from asked.idle()
-    gates = recipe.asked("gates")
+        if section := recipe.section(stage.key):
+            yield from stage.problems(recipe, section)
+            if isinstance(section, Section) and hasattr(section, "options"):
+                yield from section.idle()
+    gates = recipe.section("gates")
     if gates is not None:
         for stage in STAGES:
             yield from stage.unmeasured(recipe, gates)
@@ -61,8 +61,8 @@ def _misfits(job: Job) -> Iterator[str]:
     if device != "cpu" and not _available(device):
         yield f"device: {device}; torch finds none on this machine, use cpu"
     for stage in STAGES:
-        if asked := job.recipe.asked(stage.key):
-            yield from stage.misfits(job, asked)
+        if section := job.recipe.section(stage.key):
+            yield from stage.misfits(job, section)
             job = job.ahead_of(stage)
 
 

@@ -94,10 +94,10 @@ def make_plan(job: Job, stages: Sequence[Stage], pending: Collection[str]) -> di
     tokens, memory = {}, {}
     seen = job  # by the next stage, with the model that will have been made
     for stage in STAGES:
-        asked = job.recipe.asked(stage.key)
-        plan |= stage.plan(seen, asked)
+        section = job.recipe.section(stage.key)
+        plan |= stage.plan(seen, section)
         if stage in stages:
-            tokens[stage.name], memory[stage.name] = stage.tokens(seen, asked), stage.memory(seen, asked)
+            tokens[stage.name], memory[stage.name] = stage.tokens(seen, section), stage.memory(seen, section)
         seen = seen.ahead_of(stage)
     plan["sites"] = _sites(job, plan["artifact"], plan["pruned"])
     plan["tokens"] = {name: count for name, count in tokens.items() if count is not None}
@@ -111,7 +111,7 @@ def make_plan(job: Job, stages: Sequence[Stage], pending: Collection[str]) -> di
 def _paths(recipe: Recipe) -> dict[str, str]:
     """Every path of a recipe by its key, as it is understood; a name that is no path here is said to be one."""
     found = {}
-    for place, section in (("", recipe), *((key, recipe.asked(key)) for key in type(recipe).model_fields)):
+    for place, section in (("", recipe), *((key, recipe.section(key)) for key in type(recipe).model_fields)):
         for name, field in getattr(type(section), "model_fields", {}).items():
             values = getattr(section, name) if PATH in field.metadata else ()
             for value in (values,) if isinstance(values, str) else values or ():
@@ -123,8 +123,8 @@ def _paths(recipe: Recipe) -> dict[str, str]:
 
 def _sites(job: Job, artifact: Mapping[str, Any] | None, pruned: Mapping[str, str]) -> list[dict[str, Any]]:
     recipe, checkpoint = job.recipe, job.checkpoint
-    asked = ActivationSparsity.asked_in(recipe)
-    skipping = set(chosen_sites(checkpoint, asked.include, asked.ignore)) if asked and sparse(recipe) else set()
+    section = ActivationSparsity.find_in(recipe)
+    skipping = set(chosen_sites(checkpoint, section.include, section.ignore)) if section and sparse(recipe) else set()
     padded: dict[str, int] = defaultdict(int)
     for tensor in artifact["tensors"] if artifact else ():
         experts = math.prod(tensor["logical"][:-2])
@@ -133,7 +133,7 @@ def _sites(job: Job, artifact: Mapping[str, Any] | None, pruned: Mapping[str, st
     for layer in range(checkpoint.layers):
         for site in SITES:
             shape, name = checkpoint.stacked_shape(site, layer), site_name(layer, site)
-            target = asked.sparsity if asked is not None and (layer, site) in skipping else 0.0
+            target = section.sparsity if section is not None and (layer, site) in skipping else 0.0
             row = {"site": name, "shape": list(shape), "padding_rows": padded[name], "sparsity": target}
             rows.append({**row, "keeps": pruned.get(name)})
     return rows
@@ -162,8 +162,8 @@ def _site_table(plan: Mapping[str, Any]) -> Table:
     groups: dict[tuple[str, tuple[int, ...], int], list[Mapping[str, Any]]] = defaultdict(list)
     for row in plan["sites"]:
         groups[row["site"].rpartition(".")[2], tuple(row["shape"]), row["padding_rows"]].append(row)
-    asked = plan["recipe"][ActivationSparsity.key]
-    on_average = " on average" if asked and not ALLOCATIONS[asked["allocation"]].even else ""
+    section = plan["recipe"][ActivationSparsity.key]
+    on_average = " on average" if section and not ALLOCATIONS[section["allocation"]].even else ""
     made = []
     for (site, (rows, columns), padding), of_kind in groups.items():
         skipping = [row["sparsity"] for row in of_kind if row["sparsity"]]

@@ -42,7 +42,7 @@ def stages_of(recipe: Recipe) -> list[Stage]:
 def open_work(job: Job, stages: Sequence[Stage], file: str, overwrite: bool = False) -> WorkFolder:
     """The work folder of the recipe in a file of that name; what is odd about it is said on stderr. Raises
     `OutputError` as `WorkFolder` does."""
-    outputs = [output for stage in stages for output in stage.outputs(job.recipe.asked(stage.key))]
+    outputs = [output for stage in stages for output in stage.outputs(job.recipe.section(stage.key))]
     owner = {"name": job.recipe.name, "file": file, "model": job.recipe.model}
     work = WorkFolder(job.folder, outputs, owner, overwrite)
     say(*work.notes)
@@ -66,7 +66,7 @@ def run_stages(job: Job, stages: Sequence[Stage], work: WorkFolder) -> list[Outc
     seen = job  # by the next stage, with the model that was made so far
     for stage in stages:
         fingerprint = _fingerprint(job, stage, stages, work)
-        outputs = stage.outputs(job.recipe.asked(stage.key))
+        outputs = stage.outputs(job.recipe.section(stage.key))
         if work.current(stage.name, fingerprint):
             for name in {Path(output).parts[0] for output in outputs}:
                 remove_leftovers(job.folder / name)  # a stage that runs does it itself
@@ -88,7 +88,7 @@ def _run(job: Job, stage: Stage) -> float:
     say(f"{stage.name}: running")
     start = time.perf_counter()
     with activity(stage.name):
-        stage.run(job, job.recipe.asked(stage.key))
+        stage.run(job, job.recipe.section(stage.key))
     return time.perf_counter() - start
 
 
@@ -100,7 +100,7 @@ def _needs(stage: Stage, stages: Sequence[Stage]) -> list[str]:
 
 def _fingerprint(job: Job, stage: Stage, stages: Sequence[Stage], work: WorkFolder) -> str:
     """The hash of everything that the stage's outputs depend on."""
-    settings = {**_shared(job), **stage.settings(job, job.recipe.asked(stage.key))}
+    settings = {**_shared(job), **stage.settings(job, job.recipe.section(stage.key))}
     return work.fingerprint(settings, _needs(stage, stages))
 
 
@@ -168,7 +168,7 @@ def run_recipe(
         return RecipeOutcome(planned, True)
     made = report.collect(job, run_stages(job, stages, state), report.command(path, overrides, work))
     report.show(made)
-    verdicts = judge(recipe.asked("gates"), made)
+    verdicts = judge(recipe.section("gates"), made)
     passed = all(verdict.passed for verdict in verdicts)
     made |= {"gates": [asdict(verdict) for verdict in verdicts], "passed": passed}
     write_json(job.folder / report.REPORT, made)

@@ -100,9 +100,9 @@ class Section(BaseModel):
         )
 
     @classmethod
-    def asked_in(cls, recipe: "Recipe") -> Self | None:
+    def find_in(cls, recipe: "Recipe") -> Self | None:
         """This section of a recipe; None where it is left out."""
-        found: Self | None = recipe.asked(cls.key)
+        found: Self | None = recipe.section(cls.key)
         return found
 
 
@@ -159,7 +159,7 @@ class Recipe(Section):
     device: str = Field(pattern=r"^(cpu|mps|cuda(:\d+)?)$")
     dtype: str
 
-    def asked(self, key: str) -> Any:
+    def section(self, key: str) -> Any:
         """The value of a stage's key; None or False where it is left out."""
         return getattr(self, key)
 

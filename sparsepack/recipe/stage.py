@@ -90,20 +90,20 @@ class Job:
         """The job as the stages behind one that has not run may reckon with it."""
         if stage.expected is None or not stage.runs(self.recipe):
             return self
-        return replace(self, checkpoint=stage.expected(self, self.recipe.asked(stage.key)))
+        return replace(self, checkpoint=stage.expected(self, self.recipe.section(stage.key)))
 
     def text(self, names: Sequence[str], key: str = "") -> "Text":
         """Several texts as one, read once. Raises `TextError` where one cannot be, naming the recipe's `key`."""
         from sparsepack.files.text import read_text
 
-        asked = tuple(names)
-        if asked not in self._texts:
+        section = tuple(names)
+        if section not in self._texts:
             try:
-                self._texts[asked] = read_text(asked)
+                self._texts[section] = read_text(section)
             except TextError as error:
                 where = f"{key}: " if key else ""
                 raise TextError(f"{where}{error}{f'; for a text of yours: --set {key}=FILE' if key else ''}") from error
-        return self._texts[asked]
+        return self._texts[section]
 
     def too_long(self, name: str, tokens: int | None) -> Iterator[str]:
         """What is wrong with so many tokens at a time, if they are more than the model was made for."""
@@ -120,17 +120,17 @@ def _nothing(*_: Any) -> tuple[()]:
 class Stage:
     """One stage: what it is asked, when it is run again, what it does, what it says, what it can be judged by.
 
-    Its functions get its part of the recipe as `asked`, and are only called where the recipe has it.
+    Its functions get its part of the recipe as `section`, and are only called where the recipe has it.
 
     key, type, default -- of that part: `type` is what pydantic takes, a section or a plain type
     needs    -- the stages that its outputs are made from, besides those that make the model
     makes    -- the name of an output that is a checkpoint and, from then on, the model of all stages behind it
     expected -- that model, as far as it is known before it is made; None: like the one that it is made from
-    outputs  -- the files and folders that it leaves, relative to the work folder, by what is asked
+    outputs  -- the files and folders that it leaves, relative to the work folder, by its section
     settings -- everything that its outputs depend on besides `needs`, the model, device and dtype; JSON-able. By itself
-                what is asked
+                its section
     run      -- from the recipe and files in the work folder to files in the work folder
-    wanted   -- whether it runs where its part is asked for
+    wanted   -- whether it runs where its section is there
     problems -- what does not go together in the recipe, a sentence each, found before anything is opened
     misfits  -- what the model or a text does not allow, likewise; raises `UserError` where one cannot be read
     tokens, memory -- of the dry run: tokens through the model, bytes of tensors at the peak; None: not known beforehand
@@ -148,17 +148,17 @@ class Stage:
     type: Any
     outputs: Callable[[Any], tuple[str, ...]]
     run: Callable[[Job, Any], None]
-    settings: Callable[[Job, Any], Mapping[str, Any]] = lambda job, asked: asked.model_dump(mode="json")
+    settings: Callable[[Job, Any], Mapping[str, Any]] = lambda job, section: section.model_dump(mode="json")
     default: Any = None
     needs: tuple[str, ...] = ()
     makes: str = ""
     expected: "Callable[[Job, Any], Checkpoint] | None" = None
-    wanted: Callable[[Recipe, Any], bool] = lambda recipe, asked: True
+    wanted: Callable[[Recipe, Any], bool] = lambda recipe, section: True
     problems: Callable[[Recipe, Any], Iterable[str]] = _nothing
     misfits: Callable[[Job, Any], Iterable[str]] = _nothing
-    tokens: Callable[[Job, Any], int | None] = lambda job, asked: None
-    memory: Callable[[Job, Any], int | None] = lambda job, asked: None
-    plan: Callable[[Job, Any], Mapping[str, Any]] = lambda job, asked: {}
+    tokens: Callable[[Job, Any], int | None] = lambda job, section: None
+    memory: Callable[[Job, Any], int | None] = lambda job, section: None
+    plan: Callable[[Job, Any], Mapping[str, Any]] = lambda job, section: {}
     show_plan: Callable[[Mapping[str, Any]], Iterable[Part]] = _nothing
     result: tuple[str, Callable[[Path], Any], Any] | None = None
     show: Callable[[Mapping[str, Any]], Iterable[Part]] = _nothing
@@ -168,13 +168,13 @@ class Stage:
 
     def runs(self, recipe: Recipe) -> bool:
         """Whether the recipe asks for it."""
-        asked = recipe.asked(self.key)
-        return bool(asked) and self.wanted(recipe, asked)
+        section = recipe.section(self.key)
+        return bool(section) and self.wanted(recipe, section)
 
 
 def leaves(*names: str) -> Callable[[Any], tuple[str, ...]]:
     """The outputs of a stage that leaves the same files whatever is asked."""
-    return lambda asked: names
+    return lambda section: names
 
 
 def read_json(name: str) -> Callable[[Path], Any]:

@@ -11,7 +11,7 @@ from sparsepack.calibrate import folder
 from sparsepack.calibrate.collect import CalibrateOptions
 from sparsepack.calibrate.collection import calibrate
 from sparsepack.calibrate.statistics import activity
-from sparsepack.cli.verbs.inspect import inspect
+from sparsepack.cli.commands.inspect import inspect
 from sparsepack.errors import CalibrationError
 from sparsepack.models.checkpoint.checkpoint import open_checkpoint
 from sparsepack.models.stock.hooks import site_hooks

@@ -11,7 +11,7 @@ from sparsepack.calibrate import folder
 from sparsepack.calibrate.collect import CalibrateOptions
 from sparsepack.calibrate.collection import calibrate
 from sparsepack.calibrate.statistics import MEASURED, missed
-from sparsepack.cli.verbs.inspect import inspect
+from sparsepack.cli.commands.inspect import inspect
 from sparsepack.errors import CalibrationError
 
 OPTIONS = CalibrateOptions(context=40, samples=5, sinks=3)

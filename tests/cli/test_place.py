@@ -8,7 +8,7 @@ import pytest
 from artifacts_for_tests import tiny_by_neurons, write_zigzag
 from commands_for_tests import fails, succeeds
 
-from sparsepack.cli.verbs.place import placement_table
+from sparsepack.cli.commands.place import placement_table
 from sparsepack.formats.open import read_packed
 from sparsepack.formats.packed import NeuronMlp
 from sparsepack.models.checkpoint.checkpoint import open_checkpoint

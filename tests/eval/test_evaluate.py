@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from sparsepack.cli.verbs.evaluate import evaluation_table
+from sparsepack.cli.commands.evaluate import evaluation_table
 from sparsepack.errors import TextError, UserError
 from sparsepack.eval.options import EvalRequest
 from sparsepack.eval.run import evaluate

@@ -10,7 +10,7 @@ from artifacts_for_tests import write_zigzag
 from models_for_tests import VOCABULARY, WINDOWED, make_model
 
 from sparsepack.calibrate.threshold_table import read_thresholds
-from sparsepack.cli.verbs.evaluate import evaluation_table
+from sparsepack.cli.commands.evaluate import evaluation_table
 from sparsepack.eval.engine_subject import EngineScorer
 from sparsepack.eval.options import EvalRequest
 from sparsepack.eval.run import evaluate

@@ -97,4 +97,4 @@ def test_a_recipe_hands_its_trust_on(monkeypatch, tmp_path):
     monkeypatch.setattr(evaluation, "evaluate", asked)
     recipe = load_recipe(tmp_path / "r.yaml")
     with pytest.raises(Asked, match="True"):
-        EVAL.run(Job(recipe, None, tmp_path), recipe.asked("eval"))
+        EVAL.run(Job(recipe, None, tmp_path), recipe.section("eval"))

@@ -265,14 +265,14 @@ def test_verbs_that_do_not_take_experts_say_so(folders: dict[str, Path]) -> None
     from sparsepack.calibrate.bases import ROTATIONS
     from sparsepack.calibrate.distillation import check_model
     from sparsepack.calibrate.refit import RefitOptions
-    from sparsepack.calibrate.refitting import refit_to_come
+    from sparsepack.calibrate.refitting import predicted_refit
     from sparsepack.formats.table import FORMATS
 
     checkpoint = open_checkpoint(folders["mixtral"])
     told = "does not take mixtral models yet, whose MLPs are mixtures of experts"
     calls = {
         "distil": lambda: check_model(checkpoint),
-        "fitting": lambda: refit_to_come(checkpoint, FORMATS["zigzag-q4_k"], RefitOptions(refit=True)),
+        "fitting": lambda: predicted_refit(checkpoint, FORMATS["zigzag-q4_k"], RefitOptions(refit=True)),
     }
     for what, call in calls.items():
         with pytest.raises(CheckpointError, match=told):

@@ -83,7 +83,7 @@ def test_the_dry_run_reckons_with_the_distilled_model(once: tuple[Path, RecipeOu
 
 def _job(recipe: Path) -> tuple[Job, Distil]:
     loaded = load_recipe(recipe)
-    asked = Distil.asked_in(loaded)
+    asked = Distil.find_in(loaded)
     assert asked is not None
     return Job(loaded, open_checkpoint("shipped:tiny"), recipe.parent), asked
 

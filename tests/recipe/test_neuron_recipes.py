@@ -126,10 +126,10 @@ def test_a_card_too_small_for_the_model_need_not_hold_it(
     placed = {"eval": {**PLACED["eval"], "cached": None, **key}, "bench": {"generate": 4, **key}}
     recipe = load_recipe(write_recipe(tmp_path, **{**sections, "device": "cuda", **placed}))
     job: Any = SimpleNamespace(recipe=recipe, folder=tmp_path, model="m")
-    bench.BENCH.run(job, bench.Bench.asked_in(recipe))
+    bench.BENCH.run(job, bench.Bench.find_in(recipe))
     assert [(engine.cached, engine.vram) for engine in benched] == measured
     assert json.loads((tmp_path / "bench.json").read_text())["with_places"] == ({"of": 2} if "cached" in key else None)
-    dense = request_of(job, Eval.asked_in(recipe), "dense").engine
+    dense = request_of(job, Eval.find_in(recipe), "dense").engine
     assert (dense.cached, dense.vram) == (None, key.get("vram"))
 
 

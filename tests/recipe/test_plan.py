@@ -104,7 +104,7 @@ def test_the_predicted_size_of_a_dense_artifact_is_the_real_one(tmp_path, family
     }
     recipe = load_recipe(write_recipe(tmp_path, **sections, model=str(model), pack={"format": kind}))
     job = Job(recipe, open_checkpoint(model), tmp_path)
-    request = request_of(job, Pack.asked_in(recipe))
+    request = request_of(job, Pack.find_in(recipe))
     predicted = plan_of(job.checkpoint, request)
     assert predicted.total_bytes == pack(request).path.stat().st_size
 

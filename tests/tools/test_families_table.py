@@ -12,7 +12,7 @@ from models_for_tests import EXPERTS, SMALL, make_model, make_opt
 
 from sparsepack.calibrate.distillation import check_model as check_distilled
 from sparsepack.calibrate.refit import RefitOptions
-from sparsepack.calibrate.refitting import refit_to_come
+from sparsepack.calibrate.refitting import predicted_refit
 from sparsepack.errors import UserError
 from sparsepack.formats.table import FORMATS
 from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
@@ -61,7 +61,7 @@ def test_what_the_table_says_no_to_is_refused_and_nothing_else(
     checkpoint, row = made(family, tmp_path_factory.getbasetemp()), FAMILIES[family]
     assert takes("rotate", row) != raises(stream_of, row, "m")
     assert takes("distil", row) != raises(check_distilled, checkpoint)
-    assert takes("refit", row) != raises(refit_to_come, checkpoint, FORMATS["zigzag-q4_k"], RefitOptions(refit=True))
+    assert takes("refit", row) != raises(predicted_refit, checkpoint, FORMATS["zigzag-q4_k"], RefitOptions(refit=True))
     assert takes("pack", row) != raises(lambda: checkpoint.architecture)
     for name in FORMAT_GROUPS:
         if name == "q4_k" and family in SMALL:

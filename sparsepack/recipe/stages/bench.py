@@ -40,47 +40,47 @@ class Bench(Section):
     gate_copy: float | None
 
 
-def _problems(recipe: Recipe, asked: Bench) -> Iterator[str]:
+def _problems(recipe: Recipe, section: Bench) -> Iterator[str]:
     yield from needs_engine("bench", recipe)
-    yield from (problems := list(engine_problems(recipe, asked)))
+    yield from (problems := list(engine_problems(recipe, section)))
     if problems:
         return
     try:
-        _asked_for(recipe, asked)
+        _asked_for(recipe, section)
     except UserError as error:
         yield f"bench: {error}"
 
 
-def _asked_for(recipe: Recipe, asked: Bench) -> BenchSettings:
-    return BenchSettings(**asked.told(BenchSettings), engine=engine_options(recipe, asked))
+def _asked_for(recipe: Recipe, section: Bench) -> BenchSettings:
+    return BenchSettings(**section.told(BenchSettings), engine=engine_options(recipe, section))
 
 
-def _misfits(job: Job, asked: Bench) -> Iterator[str]:
-    yield from job.too_long("bench.prompt", _prefilled(asked))
-    yield from job.too_long("bench.generate", asked.generate)
+def _misfits(job: Job, section: Bench) -> Iterator[str]:
+    yield from job.too_long("bench.prompt", _prefilled(section))
+    yield from job.too_long("bench.generate", section.generate)
 
 
-def _prefilled(asked: Bench) -> int:
+def _prefilled(section: Bench) -> int:
     """Tokens of the prefill test, which there is none of for several sequences."""
-    return asked.prompt if asked.batch == 1 else 0
+    return section.prompt if section.batch == 1 else 0
 
 
-def _settings(job: Job, asked: Bench) -> dict[str, Any]:
+def _settings(job: Job, section: Bench) -> dict[str, Any]:
     import torch
 
     from sparsepack.runtime.cpu.machine import cpu_info
 
     texts = [job.text([name]).sha256 for name in perplexity_texts(job.recipe)[:1]]
     machine = {"cpu": cpu_info(), "threads": torch.get_num_threads(), "runs": kernels()}
-    return {**asked.model_dump(mode="json"), "text_sha256": texts, "machine": machine}
+    return {**section.model_dump(mode="json"), "text_sha256": texts, "machine": machine}
 
 
-def _run(job: Job, asked: Bench) -> None:
+def _run(job: Job, section: Bench) -> None:
     from sparsepack.bench.decode import bench_decode
     from sparsepack.formats.open import read_packed
     from sparsepack.models.tokenizer.windows import first_tokens
 
-    settings = _asked_for(job.recipe, asked)
+    settings = _asked_for(job.recipe, section)
     packed = read_packed(artifact_of(job), verify=False)  # unchanged since it was packed, or pack would have run
     ids, text = None, None
     for name in perplexity_texts(job.recipe)[:1]:
@@ -90,7 +90,7 @@ def _run(job: Job, asked: Bench) -> None:
             say(f"bench: {name} is shorter than {settings.tokens} tokens; random tokens instead")
             ids, text = None, None
     name = artifact_of(job).name
-    if asked.cached is None:
+    if section.cached is None:
         result, with_slots = bench_decode(packed, settings, name, ids), None
     else:
         without = replace(settings, engine=replace(settings.engine, cached=None, policy=None))
@@ -98,13 +98,13 @@ def _run(job: Job, asked: Bench) -> None:
     write_json(job.folder / RESULT, {**result, "text": text, "with_places": with_slots})
 
 
-def _tokens(job: Job, asked: Bench) -> int:
+def _tokens(job: Job, section: Bench) -> int:
     """The tokens of prefill, and of decoding, dense and sparse; with `cached` all of it again."""
-    runs = asked.repetitions if asked.cached is None else 2 * asked.repetitions
-    return runs * (_prefilled(asked) + 2 * asked.generate * asked.batch)
+    runs = section.repetitions if section.cached is None else 2 * section.repetitions
+    return runs * (_prefilled(section) + 2 * section.generate * section.batch)
 
 
-def _memory(job: Job, asked: Bench) -> int:
+def _memory(job: Job, section: Bench) -> int:
     """The file and the engine's own order of it, and the array on which the memory's bandwidth is measured."""
     from sparsepack.bench.bandwidth import ARRAY_BYTES
     from sparsepack.recipe.plan import parameters

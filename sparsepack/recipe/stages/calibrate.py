@@ -36,26 +36,26 @@ class Calibrate(Section):
     )
 
 
-def _problems(recipe: Recipe, asked: Calibrate) -> Iterator[str]:
-    if asked.context is not None and asked.context <= asked.sinks:
-        yield f"calibrate.sinks: {asked.sinks}; expected fewer than context, {asked.context}"
+def _problems(recipe: Recipe, section: Calibrate) -> Iterator[str]:
+    if section.context is not None and section.context <= section.sinks:
+        yield f"calibrate.sinks: {section.sinks}; expected fewer than context, {section.context}"
 
 
-def _misfits(job: Job, asked: Calibrate) -> Iterator[str]:
-    yield from job.too_long("calibrate.context", asked.context)
-    job.text(asked.text, f"{Calibrate.key}.text")
+def _misfits(job: Job, section: Calibrate) -> Iterator[str]:
+    yield from job.too_long("calibrate.context", section.context)
+    job.text(section.text, f"{Calibrate.key}.text")
 
 
-def _settings(job: Job, asked: Calibrate) -> dict[str, Any]:
-    return {**asked.model_dump(mode="json"), "text_sha256": job.text(asked.text).sha256}
+def _settings(job: Job, section: Calibrate) -> dict[str, Any]:
+    return {**section.model_dump(mode="json"), "text_sha256": job.text(section.text).sha256}
 
 
-def _run(job: Job, asked: Calibrate) -> None:
+def _run(job: Job, section: Calibrate) -> None:
     """A run that was killed within goes on where it stopped."""
     from sparsepack.calibrate.collection import calibrate
 
-    options = asked.as_options(job.recipe)
-    calibrate(job.checkpoint, job.text(asked.text), folder_of(job), options, overwrite=True)
+    options = section.as_options(job.recipe)
+    calibrate(job.checkpoint, job.text(section.text), folder_of(job), options, overwrite=True)
 
 
 def folder_of(job: Job) -> Path:
@@ -68,41 +68,41 @@ def files_of(folder: str) -> tuple[str, ...]:
     return (f"{folder}/calibration.json", f"{folder}/calibration.safetensors")
 
 
-def windows(job: Job, asked: Calibrate) -> tuple[int, int]:
+def windows(job: Job, section: Calibrate) -> tuple[int, int]:
     """How many windows are run, and of how many tokens each."""
-    (drawn, _), context = windows_and_held_out(job, asked)
+    (drawn, _), context = windows_and_held_out(job, section)
     return drawn, context
 
 
-def windows_and_held_out(job: Job, asked: Calibrate) -> tuple[tuple[int, int], int]:
+def windows_and_held_out(job: Job, section: Calibrate) -> tuple[tuple[int, int], int]:
     """How many windows are run and how many are held out, and of how many tokens each."""
     from sparsepack.calibrate.collection import samples_of
     from sparsepack.models.tokenizer.windows import drawn_and_held_out, window_length
     from sparsepack.recipe.plan import windows_in
 
-    context = window_length(asked.context, job.checkpoint.config.max_position_embeddings)
-    samples = samples_of(job.checkpoint, asked.samples, context, job.recipe.device)
-    count = windows_in(job, asked.text, context, samples and samples + asked.held_out)
-    return drawn_and_held_out(count, samples, asked.held_out), context
+    context = window_length(section.context, job.checkpoint.config.max_position_embeddings)
+    samples = samples_of(job.checkpoint, section.samples, context, job.recipe.device)
+    count = windows_in(job, section.text, context, samples and samples + section.held_out)
+    return drawn_and_held_out(count, samples, section.held_out), context
 
 
-def _tokens(job: Job, asked: Calibrate) -> int:
-    count, context = windows(job, asked)
+def _tokens(job: Job, section: Calibrate) -> int:
+    count, context = windows(job, section)
     return count * context
 
 
-def _memory(job: Job, asked: Calibrate) -> int:
+def _memory(job: Job, section: Calibrate) -> int:
     """The bytes of the text's way through a block, and of the sums of products of the residual stream."""
     from sparsepack.calibrate.collection import at_once
     from sparsepack.calibrate.folder import residual_of
     from sparsepack.recipe.plan import block_by_block_bytes
 
-    section = residual_of(job.checkpoint)
+    residual = residual_of(job.checkpoint)
     # Those of runs of blocks that are over, that of the run at hand, and of a batch what is added to it.
-    sums = 0 if section is None else section["runs"] + 3
+    sums = 0 if residual is None else residual["runs"] + 3
     squares = 8 * int(job.checkpoint.config.hidden_size) ** 2
-    batch = at_once(asked.batch, *windows(job, asked), job.recipe.device)
-    return block_by_block_bytes(job, *windows(job, asked), batch) + sums * squares
+    batch = at_once(section.batch, *windows(job, section), job.recipe.device)
+    return block_by_block_bytes(job, *windows(job, section), batch) + sums * squares
 
 
 CALIBRATE = Stage(

@@ -20,7 +20,7 @@ def _again(stage: Stage, wanted: Callable[[Recipe], bool]) -> Stage:
         CALIBRATE,
         name=name_again(stage.makes),
         outputs=leaves(*files_of(f"{FOLDER}_{stage.makes}")),
-        wanted=lambda recipe, asked: wanted(recipe),
+        wanted=lambda recipe, section: wanted(recipe),
     )
 
 

@@ -55,21 +55,21 @@ class Eval(Section):
 
 def perplexity_texts(recipe: Recipe) -> tuple[str, ...]:
     """The texts whose perplexity is measured; none without an eval section."""
-    asked = Eval.asked_in(recipe)
-    return asked.perplexity if asked is not None else ()
+    section = Eval.find_in(recipe)
+    return section.perplexity if section is not None else ()
 
 
 def protocols_of(recipe: Recipe) -> tuple[str, ...]:
     """The protocols of the evaluation, each once, in the order asked for."""
-    asked = Eval.asked_in(recipe)
+    section = Eval.find_in(recipe)
     some = sparse(recipe) or sparse_attention(recipe) or skips_neurons(recipe)
-    return tuple(dict.fromkeys(asked.protocols if asked else ())) or ("decode" if some else "dense",)
+    return tuple(dict.fromkeys(section.protocols if section else ())) or ("decode" if some else "dense",)
 
 
 def skips_neurons(recipe: Recipe) -> bool:
     """Whether decoded tokens leave out inactive neurons, which transformers computes like all others."""
-    asked = Eval.asked_in(recipe)
-    return bool(mlp_kind(recipe).exact) and asked is not None and asked.runtime != EvalRequest.runtime
+    section = Eval.find_in(recipe)
+    return bool(mlp_kind(recipe).exact) and section is not None and section.runtime != EvalRequest.runtime
 
 
 def second_half(recipe: Recipe) -> bool:
@@ -92,7 +92,7 @@ _KEYS = {"realised_sparsity": "overall", "realised_sparsity_of_sparse_sites": "o
 
 
 def unmeasured(recipe: Recipe, gates: Any) -> Iterator[str]:
-    asked = Eval.asked_in(recipe)
+    section = Eval.find_in(recipe)
     for name in (*_OF_A_ROW, *_SPARSITIES):
         if getattr(gates, name) is not None and not perplexity_texts(recipe):
             yield f"gates.{name}: it is not measured; add texts as eval.perplexity"
@@ -105,7 +105,7 @@ def unmeasured(recipe: Recipe, gates: Any) -> Iterator[str]:
             above = f"{ActivationSparsity.key}.sparsity above 0"
             yield f"gates.{name}: nothing runs sparse; expected {above}, and decode or all"
     for task in gates.tasks:
-        if not any(fnmatch.fnmatch(task, pattern) for pattern in (asked.tasks if asked else ())):
+        if not any(fnmatch.fnmatch(task, pattern) for pattern in (section.tasks if section else ())):
             yield f"gates.tasks.{task}: it is not measured; add it to eval.tasks"
 
 
@@ -156,58 +156,58 @@ GATES: dict[str, tuple[Any, Any]] = {
 RESULT = "eval.json"
 
 
-def _problems(recipe: Recipe, asked: Eval) -> Iterator[str]:
-    if not asked.perplexity and not asked.tasks:
+def _problems(recipe: Recipe, section: Eval) -> Iterator[str]:
+    if not section.perplexity and not section.tasks:
         yield "eval: nothing to evaluate; give it perplexity texts or tasks, or leave it out"
-    if asked.runtime != EvalRequest.runtime:
+    if section.runtime != EvalRequest.runtime:
         yield from needs_engine("eval.backend", recipe)
         try:
-            backend_named(asked.runtime).check_device(recipe.device)
+            backend_named(section.runtime).check_device(recipe.device)
         except UserError as error:
             yield f"eval.backend: {error}"
-    yield from (problems := list(engine_problems(recipe, asked)))
-    name = None if problems else engine_options(recipe, asked).divided_by
+    yield from (problems := list(engine_problems(recipe, section)))
+    name = None if problems else engine_options(recipe, section).divided_by
     if name and not skips_neurons(recipe):
         able = " or ".join(row.name for row in BACKENDS.values() if row.divides(name))
         yield f"eval.{name}: transformers gives neurons no slots; expected eval.backend {able}"
     elif name == "cached" and set(protocols_of(recipe)) == {"dense"}:
         yield f"eval.{name}: nothing is decoded that slots could serve; expected protocol decode or all"
-    if asked.told(EngineOptions)["hold"] and not problems:
-        if asked.runtime == EvalRequest.runtime:
+    if section.told(EngineOptions)["hold"] and not problems:
+        if section.runtime == EvalRequest.runtime:
             able = " or ".join(row.name for row in BACKENDS.values() if row.holds)
             yield f"eval.hold: transformers takes thresholds as they are; expected eval.backend {able}"
         elif set(protocols_of(recipe)) == {"dense"}:
             yield "eval.hold: nothing is skipped whose share could be held; expected protocol decode or all"
-    if asked.apply_chat_template and not asked.tasks:
+    if section.apply_chat_template and not section.tasks:
         yield "eval.apply_chat_template: it is for tasks, and there are none; add eval.tasks or leave it out"
-    if asked.task_path and not Path(asked.task_path).is_dir():
-        yield f"eval.task_path: {asked.task_path} is no folder (relative paths start at the working directory)"
+    if section.task_path and not Path(section.task_path).is_dir():
+        yield f"eval.task_path: {section.task_path} is no folder (relative paths start at the working directory)"
 
 
-def _misfits(job: Job, asked: Eval) -> Iterator[str]:
-    if asked.runtime != EvalRequest.runtime:
+def _misfits(job: Job, section: Eval) -> Iterator[str]:
+    if section.runtime != EvalRequest.runtime:
         import torch
 
         from sparsepack.runtime.backend_module import opened
 
-        opened(backend_named(asked.runtime)).usable(torch.device(job.recipe.device))
-    if asked.perplexity:
-        yield from job.too_long("eval.context", asked.context)
-    for name in asked.perplexity:
+        opened(backend_named(section.runtime)).usable(torch.device(job.recipe.device))
+    if section.perplexity:
+        yield from job.too_long("eval.context", section.context)
+    for name in section.perplexity:
         job.text([name], f"{Eval.key}.perplexity")
 
 
-def _settings(job: Job, asked: Eval) -> dict[str, Any]:
+def _settings(job: Job, section: Eval) -> dict[str, Any]:
     import importlib.metadata
 
     return {
-        **asked.model_dump(mode="json"),
+        **section.model_dump(mode="json"),
         "protocols": protocols_of(job.recipe),
         "second_half": second_half(job.recipe),
-        "kernels": kernels() if asked.runtime == "cpu" else None,
-        "texts_sha256": [job.text([name]).sha256 for name in asked.perplexity],
-        "task_files": _hashes(asked.task_path),
-        "lm_eval": importlib.metadata.version("lm_eval") if asked.tasks else None,
+        "kernels": kernels() if section.runtime == "cpu" else None,
+        "texts_sha256": [job.text([name]).sha256 for name in section.perplexity],
+        "task_files": _hashes(section.task_path),
+        "lm_eval": importlib.metadata.version("lm_eval") if section.tasks else None,
     }
 
 
@@ -230,19 +230,19 @@ def _hashes(task_path: str | None) -> dict[str, str]:
     return {str(path): sha256_file(path) for path in sorted(Path(task_path).rglob("*")) if path.is_file()}
 
 
-def request_of(job: Job, asked: Eval, protocol: str) -> EvalRequest:
+def request_of(job: Job, section: Eval, protocol: str) -> EvalRequest:
     """The section as what `evaluate` takes, of the model that was made, against the recipe's."""
     recipe = job.recipe
-    own, engine = asked.told(EvalRequest), engine_options(recipe, asked)
-    own["task_path"] = Path(asked.task_path) if asked.task_path else None
+    own, engine = section.told(EvalRequest), engine_options(recipe, section)
+    own["task_path"] = Path(section.task_path) if section.task_path else None
     return EvalRequest(
         subject=job.model,
         protocol=protocol,
         second_half=second_half(recipe),
-        against=recipe.model if asked.perplexity else None,
+        against=recipe.model if section.perplexity else None,
         device=recipe.device,
         # An engine computes in its own types; beside it the source model runs in what it would without a recipe.
-        dtype=recipe.dtype if asked.runtime == EvalRequest.runtime else EvalRequest.dtype,
+        dtype=recipe.dtype if section.runtime == EvalRequest.runtime else EvalRequest.dtype,
         engine=_dense(engine) if protocol == "dense" else engine,
         **own,
     )
@@ -253,14 +253,14 @@ def _dense(engine: EngineOptions) -> EngineOptions:
     return replace(engine, cached=None, policy=None if engine.vram is None else engine.policy, hold=False)
 
 
-def _run(job: Job, asked: Eval) -> None:
+def _run(job: Job, section: Eval) -> None:
     from sparsepack.eval.run import evaluate
 
     recipe = job.recipe
-    packed = Pack.asked_in(recipe) is not None
+    packed = Pack.find_in(recipe) is not None
     evaluations = []
     for protocol in protocols_of(recipe):
-        request = request_of(job, asked, protocol)
+        request = request_of(job, section, protocol)
         if packed:
             request = replace(request, subject=str(artifact_of(job)))
         elif sparse(recipe):
@@ -274,39 +274,39 @@ def _run(job: Job, asked: Eval) -> None:
     write_json(job.folder / RESULT, {"evaluations": evaluations})
 
 
-def _context(job: Job, asked: Eval) -> int:
+def _context(job: Job, section: Eval) -> int:
     from sparsepack.models.tokenizer.windows import window_length
 
-    return window_length(asked.context, job.checkpoint.config.max_position_embeddings)
+    return window_length(section.context, job.checkpoint.config.max_position_embeddings)
 
 
-def tokens_of_one(job: Job, asked: Eval) -> int:
+def tokens_of_one(job: Job, section: Eval) -> int:
     """The tokens of one protocol, ours and of the source model; those of lm-eval tasks are not known beforehand."""
     from sparsepack.recipe.plan import windows_in
 
-    context = _context(job, asked)
-    windows = sum(windows_in(job, (name,), context, asked.windows) for name in asked.perplexity)
+    context = _context(job, section)
+    windows = sum(windows_in(job, (name,), context, section.windows) for name in section.perplexity)
     return 2 * windows * context
 
 
-def memory(job: Job, asked: Eval) -> int:
+def memory(job: Job, section: Eval) -> int:
     from sparsepack.eval.perplexity import POSITIONS, WORDS
     from sparsepack.eval.scorer import HIDDEN_BYTES
     from sparsepack.recipe.plan import LIVE, activation_bytes, block_parameters, dtype_bytes, parameters
 
-    checkpoint, context, size = job.checkpoint, _context(job, asked), dtype_bytes(job)
+    checkpoint, context, size = job.checkpoint, _context(job, section), dtype_bytes(job)
     config, whole = checkpoint.config, parameters(job.checkpoint) * size
-    batch = asked.batch or 1
+    batch = section.batch or 1
     activations = activation_bytes(checkpoint, batch * context)
     logits = POSITIONS * WORDS * 4 * LIVE
-    if not asked.perplexity or job.recipe.device != "cpu":
-        return int((2 if asked.perplexity else 1) * whole + logits + activations)
+    if not section.perplexity or job.recipe.device != "cpu":
+        return int((2 if section.perplexity else 1) * whole + logits + activations)
     window = context * int(config.hidden_size) * size
-    waiting = 2 * max(batch * window, min(HIDDEN_BYTES, (asked.windows or HIDDEN_BYTES) * window))
+    waiting = 2 * max(batch * window, min(HIDDEN_BYTES, (section.windows or HIDDEN_BYTES) * window))
     # The artifact's output matrix is decoded to float32, the source model's stays as it is stored.
     heads = int(config.vocab_size) * int(config.hidden_size) * (4 + checkpoint.dtype.itemsize)
     streamed = waiting + max(block_parameters(checkpoint) * size + activations, heads + logits)
-    return int(max(streamed, whole if asked.tasks else 0))
+    return int(max(streamed, whole if section.tasks else 0))
 
 
 def _show_plan(plan: Mapping[str, Any]) -> Iterator[str]:
@@ -324,7 +324,7 @@ EVAL = Stage(
     run=_run,
     problems=_problems,
     misfits=_misfits,
-    tokens=lambda job, asked: tokens_of_one(job, asked) * len(protocols_of(job.recipe)),
+    tokens=lambda job, section: tokens_of_one(job, section) * len(protocols_of(job.recipe)),
     memory=memory,
     show_plan=_show_plan,
     result=("evaluations", lambda folder: read_json(RESULT)(folder)["evaluations"], []),

@@ -19,33 +19,33 @@ from sparsepack.tables import Table
 RESULT, GATE = "eval_pruned.json", "pruning_perplexity_ratio"
 
 
-def _wanted(recipe: Recipe, asked: Eval) -> bool:
+def _wanted(recipe: Recipe, section: Eval) -> bool:
     """Whether something is done to the pruned model; else `eval` measures just that model."""
-    return pruned(recipe) and bool(asked.perplexity) and (Pack.asked_in(recipe) is not None or sparse(recipe))
+    return pruned(recipe) and bool(section.perplexity) and (Pack.find_in(recipe) is not None or sparse(recipe))
 
 
-def _request(job: Job, asked: Eval) -> EvalRequest:
+def _request(job: Job, section: Eval) -> EvalRequest:
     """The source model is computed in the type in which `eval` computes it."""
-    request = request_of(job, asked, "dense")
+    request = request_of(job, section, "dense")
     names = ("tasks", "task_path", "trust_tasks", "limit", "num_fewshot", "apply_chat_template", "runtime")
     return replace(request, **{name: default_of(EvalRequest, name) for name in names})
 
 
-def _settings(job: Job, asked: Eval) -> dict[str, Any]:
+def _settings(job: Job, section: Eval) -> dict[str, Any]:
     return {
-        "dtype": _request(job, asked).dtype,
-        "context": asked.context,
-        "windows": asked.windows,
-        "batch": asked.batch,
+        "dtype": _request(job, section).dtype,
+        "context": section.context,
+        "windows": section.windows,
+        "batch": section.batch,
         "second_half": second_half(job.recipe),
-        "texts_sha256": [job.text([name]).sha256 for name in asked.perplexity],
+        "texts_sha256": [job.text([name]).sha256 for name in section.perplexity],
     }
 
 
-def _run(job: Job, asked: Eval) -> None:
+def _run(job: Job, section: Eval) -> None:
     from sparsepack.eval.run import evaluate
 
-    evaluation = evaluate(_request(job, asked), lambda name: job.text([name]))
+    evaluation = evaluate(_request(job, section), lambda name: job.text([name]))
     evaluation["subject"]["name"] = job.checkpoint.name  # without the work folder's path
     write_json(job.folder / RESULT, evaluation)
 
@@ -56,10 +56,10 @@ def _show(report: Mapping[str, Any]) -> Iterator[Table]:
 
 
 def _unmeasured(recipe: Recipe, gates: Any) -> Iterator[str]:
-    asked = Eval.asked_in(recipe)
-    if getattr(gates, GATE) is None or (asked is not None and _wanted(recipe, asked)):
+    section = Eval.find_in(recipe)
+    if getattr(gates, GATE) is None or (section is not None and _wanted(recipe, section)):
         return
-    if asked is None or not asked.perplexity:
+    if section is None or not section.perplexity:
         yield f"gates.{GATE}: it is not measured; add texts as eval.perplexity"
     elif pruned(recipe):
         yield f"gates.{GATE}: nothing is done to the pruned model; perplexity_ratio is this, or add a pack section"

@@ -44,46 +44,46 @@ class Generate(Section):
     gate_copy: float | None
 
 
-def _length(job: Job, asked: Generate) -> int:
+def _length(job: Job, section: Generate) -> int:
     """Tokens of the prompt and of what is made."""
     from sparsepack.runtime.generation.generate import open_tokenizer, prompt_tokens
 
     checkpoint = job.checkpoint
     tokenizer, config = open_tokenizer(checkpoint.tokenizer_json()), checkpoint.config
-    prompt = prompt_tokens(tokenizer, asked.prompt, checkpoint.tokenizer.bos_token_id, config.vocab_size)
-    return len(prompt) + asked.tokens
+    prompt = prompt_tokens(tokenizer, section.prompt, checkpoint.tokenizer.bos_token_id, config.vocab_size)
+    return len(prompt) + section.tokens
 
 
-def _problems(recipe: Recipe, asked: Generate) -> Iterator[str]:
+def _problems(recipe: Recipe, section: Generate) -> Iterator[str]:
     yield from needs_engine("generate", recipe)
-    yield from engine_problems(recipe, asked)
+    yield from engine_problems(recipe, section)
 
 
-def _misfits(job: Job, asked: Generate) -> Iterator[str]:
+def _misfits(job: Job, section: Generate) -> Iterator[str]:
     from sparsepack.runtime.generation.suggestion import as_suggested, checked
 
-    yield from job.too_long("generate, prompt and tokens together", _length(job, asked))
-    options, _ = as_suggested(GenerateOptions(**asked.told(GenerateOptions)), job.checkpoint.generation)
+    yield from job.too_long("generate, prompt and tokens together", _length(job, section))
+    options, _ = as_suggested(GenerateOptions(**section.told(GenerateOptions)), job.checkpoint.generation)
     try:
         checked(options, lambda name: f"generate.{name}")
     except UserError as error:
         yield str(error)
 
 
-def _run(job: Job, asked: Generate) -> None:
+def _run(job: Job, section: Generate) -> None:
     from sparsepack.loading import describe_runtime, load
     from sparsepack.runtime.generation.suggestion import as_suggested, told
 
-    options = engine_options(job.recipe, asked)
-    model = load(artifact_of(job), context=_length(job, asked), options=options, verify=False)
+    options = engine_options(job.recipe, section)
+    model = load(artifact_of(job), context=_length(job, section), options=options, verify=False)
     say(*describe_runtime(model.engine))
-    chosen, taken = as_suggested(GenerateOptions(**asked.told(GenerateOptions)), model.packed.generation)
+    chosen, taken = as_suggested(GenerateOptions(**section.told(GenerateOptions)), model.packed.generation)
     if taken:
         say(told(taken, lambda name: f"generate.{name}"))
-    made = model.generate(asked.prompt, chosen).result()
+    made = model.generate(section.prompt, chosen).result()
     hits = model.engine.hit_counts
     result = {
-        "prompt": asked.prompt,
+        "prompt": section.prompt,
         "text": made.text,
         "ended": made.reason,
         "realised_sparsity": made.skipped.overall if made.skipped else None,
@@ -110,7 +110,7 @@ GENERATE = Stage(
     run=_run,
     problems=_problems,
     misfits=_misfits,
-    tokens=lambda job, asked: asked.tokens,
+    tokens=lambda job, section: section.tokens,
     result=("generate", read_json(RESULT), None),
     show=_show,
 )

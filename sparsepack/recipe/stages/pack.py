@@ -27,7 +27,7 @@ from sparsepack.recipe.stages.calibrate import (
     windows_and_held_out,
 )
 from sparsepack.recipe.stages.prune import pruned
-from sparsepack.recipe.stages.thresholds import TABLE, THRESHOLDS, sparse, thresholds_to_come
+from sparsepack.recipe.stages.thresholds import TABLE, THRESHOLDS, predicted_thresholds, sparse
 from sparsepack.tables import Part, Table
 from sparsepack.terminal import tell
 
@@ -78,18 +78,18 @@ class Pack(Section):
 
 def fitted(recipe: Recipe) -> RefitOptions | None:
     """How weights will be fitted to their inputs; None where they will not."""
-    asked = Pack.asked_in(recipe)
-    if asked is None:
+    section = Pack.find_in(recipe)
+    if section is None:
         return None
-    calibrated = Calibrate.asked_in(recipe) is not None and FORMATS[asked.format].fits
-    options = asked.refit_options(recipe).decided(calibrated)
+    calibrated = Calibrate.find_in(recipe) is not None and FORMATS[section.format].fits
+    options = section.refit_options(recipe).decided(calibrated)
     return options if options.fits else None
 
 
 def sparse_attention(recipe: Recipe) -> bool:
     """Whether the artifact will have attention that reads some of the tokens alone."""
-    asked = Pack.asked_in(recipe)
-    return asked is not None and asked.sparse_attention.sparse
+    section = Pack.find_in(recipe)
+    return section is not None and section.sparse_attention.sparse
 
 
 def calibrated(recipe: Recipe) -> bool:
@@ -99,27 +99,27 @@ def calibrated(recipe: Recipe) -> bool:
 
 def mlp_kind(recipe: Recipe) -> MlpKind:
     """How the artifact stores MLPs; dense ones where there is none."""
-    asked = Pack.asked_in(recipe)
-    return DENSE if asked is None else FORMATS[asked.format].mlp
+    section = Pack.find_in(recipe)
+    return DENSE if section is None else FORMATS[section.format].mlp
 
 
-def _scored(recipe: Recipe, asked: Pack) -> bool:
+def _scored(recipe: Recipe, section: Pack) -> bool:
     """Whether there is a calibration of the very model that is packed, to score the artifact on what it holds out."""
     changed = rotate.rotated(recipe) or prune.pruned(recipe) or distil.distilled(recipe)
     of_changed = sparse(recipe) or calibrated(recipe)  # then the changed model is calibrated again
-    return asked.score and Calibrate.asked_in(recipe) is not None and (of_changed or not changed)
+    return section.score and Calibrate.find_in(recipe) is not None and (of_changed or not changed)
 
 
-def artifact_name(asked: Pack) -> str:
+def artifact_name(section: Pack) -> str:
     """The name of the artifact in the work folder."""
-    return f"model{FORMATS[asked.format].suffix}"
+    return f"model{FORMATS[section.format].suffix}"
 
 
 def artifact_of(job: Job) -> Path:
     """The path of the artifact of a recipe that packs."""
-    asked = Pack.asked_in(job.recipe)
-    assert asked is not None
-    return job.folder / artifact_name(asked)
+    section = Pack.find_in(job.recipe)
+    assert section is not None
+    return job.folder / artifact_name(section)
 
 
 def provenance(recipe: Recipe) -> dict[str, Any]:
@@ -128,10 +128,10 @@ def provenance(recipe: Recipe) -> dict[str, Any]:
     return {key: value[key] for key in _MADE_FROM}
 
 
-def _problems(recipe: Recipe, asked: Pack) -> Iterator[str]:
-    if asked.keep is not None and pruned(recipe):
+def _problems(recipe: Recipe, section: Pack) -> Iterator[str]:
+    if section.keep is not None and pruned(recipe):
         yield "pack.keep: it is for a model that was pruned elsewhere; leave it out, prune says what stays"
-    if calibrated(recipe) and Calibrate.asked_in(recipe) is None:
+    if calibrated(recipe) and Calibrate.find_in(recipe) is None:
         what = "format: it stores neurons by how often they are active on"
         if sparse_attention(recipe):
             what = "attention: its channels are chosen on"
@@ -139,42 +139,42 @@ def _problems(recipe: Recipe, asked: Pack) -> Iterator[str]:
             what = f"{'refit' if options.refit else 'quantiser'}: weights are fitted to their inputs on"
         yield f"pack.{what} calibration text; add a calibrate section"
     try:
-        _request(recipe, asked, recipe.model, Path(), Path(FOLDER)).check()
+        _request(recipe, section, recipe.model, Path(), Path(FOLDER)).check()
     except PackingError as error:
         yield f"pack: {error}"
 
 
-def _misfits(job: Job, asked: Pack) -> Iterator[str]:
+def _misfits(job: Job, section: Pack) -> Iterator[str]:
     """What the format cannot hold of the model, or the model does not have of what is asked, or the text is too short
     for."""
     from sparsepack.calibrate.refitting import check_tokens
 
     try:
-        FORMATS[asked.format].check_model(job.checkpoint)
-        _planned(job, asked)
+        FORMATS[section.format].check_model(job.checkpoint)
+        _planned(job, section)
         if (options := fitted(job.recipe)) is not None:
             check_tokens(job.checkpoint, _windows(job, options), options)
     except UserError as error:
         yield f"pack: {error}"
 
 
-def request_of(job: Job, asked: Pack) -> PackRequest:
+def request_of(job: Job, section: Pack) -> PackRequest:
     """The section as what `pack` takes."""
-    return _request(job.recipe, asked, job.model, job.folder, folder_of(job))
+    return _request(job.recipe, section, job.model, job.folder, folder_of(job))
 
 
-def _request(recipe: Recipe, asked: Pack, model: str, folder: Path, calibration: Path) -> PackRequest:
+def _request(recipe: Recipe, section: Pack, model: str, folder: Path, calibration: Path) -> PackRequest:
     return PackRequest(
         model=model,
-        output=folder / artifact_name(asked),
-        calibration=calibration if calibrated(recipe) or _scored(recipe, asked) else None,
+        output=folder / artifact_name(section),
+        calibration=calibration if calibrated(recipe) or _scored(recipe, section) else None,
         thresholds=folder / TABLE if sparse(recipe) else None,
         device=recipe.device,
         overwrite=True,
         recipe=provenance(recipe),
-        sparse_attention=asked.sparse_attention,
-        fitting=asked.refit_options(recipe),
-        **asked.told(PackRequest),
+        sparse_attention=section.sparse_attention,
+        fitting=section.refit_options(recipe),
+        **section.told(PackRequest),
     )
 
 
@@ -182,34 +182,34 @@ def _windows(job: Job, options: RefitOptions) -> tuple[int, int]:
     """How many calibration windows weights are fitted on, and of how many tokens each."""
     from sparsepack.calibrate.refitting import fitting_windows
 
-    calibrate = Calibrate.asked_in(job.recipe)
+    calibrate = Calibrate.find_in(job.recipe)
     assert calibrate is not None  # or the recipe would have been refused
     count, context = windows(job, calibrate)
     return fitting_windows(job.checkpoint, options, (count, context))
 
 
-def _tokens(job: Job, asked: Pack) -> int | None:
+def _tokens(job: Job, section: Pack) -> int | None:
     """Each block is run once, and the products of its inputs cost as much again."""
     if (options := fitted(job.recipe)) is None:
-        return _score_tokens(job, asked) or None
+        return _score_tokens(job, section) or None
     count, context = _windows(job, options)
-    return 2 * count * context + _score_tokens(job, asked)
+    return 2 * count * context + _score_tokens(job, section)
 
 
-def _score_tokens(job: Job, asked: Pack) -> int:
+def _score_tokens(job: Job, section: Pack) -> int:
     """Tokens that pass through a model to score what packing lost."""
     from sparsepack.packing_score import cost_of
 
-    calibrate = Calibrate.asked_in(job.recipe)
-    if not _scored(job.recipe, asked) or calibrate is None:
+    calibrate = Calibrate.find_in(job.recipe)
+    if not _scored(job.recipe, section) or calibrate is None:
         return 0
     (count, held_out), context = windows_and_held_out(job, calibrate)
     skips = sparse(job.recipe) or sparse_attention(job.recipe)
-    cost = cost_of(job.checkpoint, request_of(job, asked), skips, (count, context))
+    cost = cost_of(job.checkpoint, request_of(job, section), skips, (count, context))
     return cost.passes * min(held_out * context, cost.tokens)
 
 
-def _memory(job: Job, asked: Pack) -> int | None:
+def _memory(job: Job, section: Pack) -> int | None:
     """The bytes of the text's way through a block, and of what its widest site is fitted with."""
     from sparsepack.calibrate.refitting import AT_ONCE
     from sparsepack.models.family import SITES
@@ -225,21 +225,21 @@ def _memory(job: Job, asked: Pack) -> int | None:
     return block_by_block_bytes(job, count, context, min(count, max(batch, 1))) + site
 
 
-def _planned(job: Job, asked: Pack) -> "Plan":
+def _planned(job: Job, section: Pack) -> "Plan":
     """The artifact as far as it is known before the stages in front of it have run."""
-    from sparsepack.packing import found_to_come, plan_of
+    from sparsepack.packing import plan_of, predicted_findings
 
-    request = request_of(job, asked)
-    records = [stage.record_to_come(job) for stage in (prune, rotate, distil)]
-    found = found_to_come(job.checkpoint, request, thresholds_to_come(job), *records)
+    request = request_of(job, section)
+    records = [stage.predicted_record(job) for stage in (prune, rotate, distil)]
+    found = predicted_findings(job.checkpoint, request, predicted_thresholds(job), *records)
     return plan_of(job.checkpoint, request, found)
 
 
-def _run(job: Job, asked: Pack) -> None:
+def _run(job: Job, section: Pack) -> None:
     from sparsepack.formats.inspect import describe
     from sparsepack.packing import pack
 
-    made = pack(request_of(job, asked), job.checkpoint)
+    made = pack(request_of(job, section), job.checkpoint)
     say(*(f"pack: {note}" for note in (*made.notes, made.unscored) if note))
     if made.warning:
         tell(f"WARNING: pack: {made.warning}", sys.stderr)
@@ -248,10 +248,10 @@ def _run(job: Job, asked: Pack) -> None:
     write_json(job.folder / DESCRIPTION, description)
 
 
-def _plan(job: Job, asked: Pack | None) -> dict[str, Any]:
-    if asked is None:
+def _plan(job: Job, section: Pack | None) -> dict[str, Any]:
+    if section is None:
         return {"artifact": None}
-    planned = _planned(job, asked)
+    planned = _planned(job, section)
     types: dict[str, dict[str, int]] = defaultdict(lambda: {"tensors": 0, "bytes": 0})
     for tensor in planned.tensors:
         types[tensor.type]["tensors"] += 1
@@ -303,7 +303,7 @@ def _show(report: Mapping[str, Any]) -> Iterator[str]:
 
 def _unmeasured(recipe: Recipe, gates: Any) -> Iterator[str]:
     for name in ("bits_per_weight", "file_bytes"):
-        if getattr(gates, name) is not None and Pack.asked_in(recipe) is None:
+        if getattr(gates, name) is not None and Pack.find_in(recipe) is None:
             yield f"gates.{name}: there is no file; add a pack section"
 
 
@@ -321,8 +321,8 @@ PACK = Stage(
     key=Pack.key,
     type=Pack | None,
     needs=(CALIBRATE.name, *AGAIN, THRESHOLDS.name),
-    outputs=lambda asked: (artifact_name(asked), DESCRIPTION),
-    settings=lambda job, asked: provenance(job.recipe),
+    outputs=lambda section: (artifact_name(section), DESCRIPTION),
+    settings=lambda job, section: provenance(job.recipe),
     run=_run,
     problems=_problems,
     misfits=_misfits,

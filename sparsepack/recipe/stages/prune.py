@@ -48,36 +48,37 @@ class Prune(Section):
 
 def pruned(recipe: Recipe) -> bool:
     """Whether the model is pruned before it is packed."""
-    return Prune.asked_in(recipe) is not None
+    return Prune.find_in(recipe) is not None
 
 
 def prunes_by_text(recipe: Recipe) -> bool:
     """Whether it is, by what enters its matrices."""
-    asked = Prune.asked_in(recipe)
-    return asked is not None and _reads_text(asked)
+    section = Prune.find_in(recipe)
+    return section is not None and _reads_text(section)
 
 
-def _reads_text(asked: Prune) -> bool:
+def _reads_text(section: Prune) -> bool:
     """Whether its method must know what enters the matrices."""
     from sparsepack.calibrate.sparsegpt import METHODS
 
-    return METHODS[asked.method].needs != "nothing"
+    return METHODS[section.method].needs != "nothing"
 
 
-def _problems(recipe: Recipe, asked: Prune) -> Iterator[str]:
+def _problems(recipe: Recipe, section: Prune) -> Iterator[str]:
     try:
-        asked.as_options(recipe).check()
+        section.as_options(recipe).check()
     except UserError as error:
         yield f"prune: {error}"
-    if Calibrate.asked_in(recipe) is None and _reads_text(asked):
-        yield f"prune.method: {asked.method} looks at what enters a matrix; add a calibrate section, or take magnitude"
+    if Calibrate.find_in(recipe) is None and _reads_text(section):
+        what = "looks at what enters a matrix; add a calibrate section, or take magnitude"
+        yield f"prune.method: {section.method} {what}"
 
 
-def _misfits(job: Job, asked: Prune) -> Iterator[str]:
+def _misfits(job: Job, section: Prune) -> Iterator[str]:
     from sparsepack.calibrate.pruning import site_patterns
 
     try:
-        left = site_patterns(job.checkpoint, asked.as_options(job.recipe))
+        left = site_patterns(job.checkpoint, section.as_options(job.recipe))
     except UserError as error:
         yield f"prune: {error}"
     else:
@@ -85,50 +86,50 @@ def _misfits(job: Job, asked: Prune) -> Iterator[str]:
             yield "prune.sites: they leave nothing to prune; leave one of them out"
 
 
-def _run(job: Job, asked: Prune) -> None:
+def _run(job: Job, section: Prune) -> None:
     """A run that was killed within goes on where it stopped."""
     from sparsepack.calibrate.pruning import prune
 
-    calibration = folder_of(job) if _reads_text(asked) else None
-    prune(job.checkpoint, job.folder / FOLDER, asked.as_options(job.recipe), calibration, overwrite=True)
+    calibration = folder_of(job) if _reads_text(section) else None
+    prune(job.checkpoint, job.folder / FOLDER, section.as_options(job.recipe), calibration, overwrite=True)
 
 
-def record_to_come(job: Job) -> "PruningRecord | None":
+def predicted_record(job: Job) -> "PruningRecord | None":
     """What the pruned checkpoint will say of itself; None where the recipe prunes nothing."""
     from sparsepack.calibrate.pruning import site_patterns
     from sparsepack.files.hashing import NO_HASH
     from sparsepack.models.records.pruned import PruningRecord
 
-    asked, checkpoint = Prune.asked_in(job.recipe), job.checkpoint
-    if asked is None:
+    section, checkpoint = Prune.find_in(job.recipe), job.checkpoint
+    if section is None:
         return None
     patterns = {
         f"{checkpoint.family.block(layer)}.{projection}": pattern
-        for (layer, site), pattern in site_patterns(checkpoint, asked.as_options(job.recipe)).items()
+        for (layer, site), pattern in site_patterns(checkpoint, section.as_options(job.recipe)).items()
         for projection in checkpoint.family.projections[site]
     }
-    how = {"method": asked.method, "permute": asked.permute}
+    how = {"method": section.method, "permute": section.permute}
     source = {"model": checkpoint.name, "model_sha256": checkpoint.sha256}
-    digest = NO_HASH if _reads_text(asked) else None
+    digest = NO_HASH if _reads_text(section) else None
     return PruningRecord(patterns, {**how, **source, "calibration_sha256": digest})
 
 
-def _windows(job: Job, asked: Prune) -> tuple[int, int]:
+def _windows(job: Job, section: Prune) -> tuple[int, int]:
     """How many calibration windows are run, and of how many tokens each; none where the method reads no text."""
-    calibrate = Calibrate.asked_in(job.recipe)
-    if calibrate is None or not _reads_text(asked):
+    calibrate = Calibrate.find_in(job.recipe)
+    if calibrate is None or not _reads_text(section):
         return 0, 0
     count, context = windows(job, calibrate)
-    return min(asked.windows, count), context
+    return min(section.windows, count), context
 
 
-def _tokens(job: Job, asked: Prune) -> int:
+def _tokens(job: Job, section: Prune) -> int:
     """Each block is run twice: as it is, and pruned."""
-    count, context = _windows(job, asked)
+    count, context = _windows(job, section)
     return 2 * count * context
 
 
-def _memory(job: Job, asked: Prune) -> int:
+def _memory(job: Job, section: Prune) -> int:
     """The bytes of the text's way through a block while its inputs are counted, or of what its matrices are pruned
     with."""
     from sparsepack.calibrate.permute import AT_ONCE, SAMPLED_ROWS
@@ -138,24 +139,24 @@ def _memory(job: Job, asked: Prune) -> int:
 
     checkpoint = job.checkpoint
     shapes = [checkpoint.stacked_shape(site) for site in SITES]
-    products = [4 * columns**2 for _, columns in shapes] if METHODS[asked.method].needs == "products" else [0]
-    count, context = _windows(job, asked)
-    way = block_by_block_bytes(job, count, context, asked.batch) + 2 * sum(products)  # of all windows and of a batch
+    products = [4 * columns**2 for _, columns in shapes] if METHODS[section.method].needs == "products" else [0]
+    count, context = _windows(job, section)
+    way = block_by_block_bytes(job, count, context, section.batch) + 2 * sum(products)  # of all windows and of a batch
     hidden = count * context * int(checkpoint.config.hidden_size) * dtype_bytes(job)
     block = block_parameters(checkpoint) * (dtype_bytes(job) + 2 * checkpoint.dtype.itemsize)
     matrix = 4 * LIVE * max(rows * columns for rows, columns in shapes)
     # Sums, means and factors of each site; of one its inverse on the way, and another order of both.
-    inputs = 3 * sum(products) + (5 if asked.permute else 3) * max(products)
-    swaps = max(min(AT_ONCE, columns * asked.of * min(rows, SAMPLED_ROWS)) for rows, columns in shapes)
-    return max(way, hidden + block + inputs + matrix + (2 * 4 * swaps if asked.permute else 0))
+    inputs = 3 * sum(products) + (5 if section.permute else 3) * max(products)
+    swaps = max(min(AT_ONCE, columns * section.of * min(rows, SAMPLED_ROWS)) for rows, columns in shapes)
+    return max(way, hidden + block + inputs + matrix + (2 * 4 * swaps if section.permute else 0))
 
 
-def _plan(job: Job, asked: Prune | None) -> dict[str, Any]:
+def _plan(job: Job, section: Prune | None) -> dict[str, Any]:
     """What stays at each site that is pruned."""
     from sparsepack.calibrate.pruning import site_patterns
     from sparsepack.models.sites import site_name
 
-    patterns = site_patterns(job.checkpoint, asked.as_options(job.recipe)) if asked else {}
+    patterns = site_patterns(job.checkpoint, section.as_options(job.recipe)) if section else {}
     return {"pruned": {site_name(*key): f"{pattern.keep} of {pattern.of}" for key, pattern in patterns.items()}}
 
 

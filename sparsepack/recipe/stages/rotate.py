@@ -28,72 +28,72 @@ class Rotate(Section):
 
 def rotated(recipe: Recipe) -> bool:
     """Whether the model is rotated before it is packed."""
-    return Rotate.asked_in(recipe) is not None
+    return Rotate.find_in(recipe) is not None
 
 
-def _problems(recipe: Recipe, asked: Rotate) -> Iterator[str]:
-    if Calibrate.asked_in(recipe) is None:
+def _problems(recipe: Recipe, section: Rotate) -> Iterator[str]:
+    if Calibrate.find_in(recipe) is None:
         yield "rotate: it takes statistics and text from a calibration; add a calibrate section"
 
 
-def _misfits(job: Job, asked: Rotate) -> Iterator[str]:
+def _misfits(job: Job, section: Rotate) -> Iterator[str]:
     from sparsepack.calibrate.rotation import check_model
 
     try:
-        check_model(job.checkpoint, asked.as_options(job.recipe))
+        check_model(job.checkpoint, section.as_options(job.recipe))
     except UserError as error:
         yield f"rotate: {error}"
 
 
-def _run(job: Job, asked: Rotate) -> None:
+def _run(job: Job, section: Rotate) -> None:
     """A run that was killed within goes on where it stopped."""
     from sparsepack.calibrate.rotation import rotate
 
-    rotate(job.checkpoint, folder_of(job), job.folder / FOLDER, asked.as_options(job.recipe), overwrite=True)
+    rotate(job.checkpoint, folder_of(job), job.folder / FOLDER, section.as_options(job.recipe), overwrite=True)
 
 
-def _expected(job: Job, asked: Rotate) -> "Checkpoint":
+def _expected(job: Job, section: Rotate) -> "Checkpoint":
     """The rotated model as far as it is known before its bases are, with segments as long as each other."""
     from sparsepack.models.checkpoint.rotated import Bases, rotated
 
-    return rotated(job.checkpoint, Bases(_even(job, asked)), asked.weights)
+    return rotated(job.checkpoint, Bases(_even(job, section)), section.weights)
 
 
-def _even(job: Job, asked: Rotate) -> tuple[int, ...]:
-    return tuple(segment * job.checkpoint.layers // asked.segments for segment in range(asked.segments))
+def _even(job: Job, section: Rotate) -> tuple[int, ...]:
+    return tuple(segment * job.checkpoint.layers // section.segments for segment in range(section.segments))
 
 
-def record_to_come(job: Job) -> "RotationRecord | None":
+def predicted_record(job: Job) -> "RotationRecord | None":
     """What the rotated checkpoint will say of itself; None where the recipe rotates nothing."""
     from sparsepack.files.hashing import NO_HASH
     from sparsepack.models.precision import type_name
     from sparsepack.models.records.rotated import RotationRecord
 
-    asked, checkpoint = Rotate.asked_in(job.recipe), job.checkpoint
-    if asked is None:
+    section, checkpoint = Rotate.find_in(job.recipe), job.checkpoint
+    if section is None:
         return None
     source = {"model": job.recipe.model, "model_sha256": checkpoint.sha256, "calibration_sha256": NO_HASH}
     made = {"weights": type_name(checkpoint.dtype), "error": 1.2345678901234567e-07}
-    how = {"basis": asked.basis, "boundaries": [*_even(job, asked)[1:]], "seed": asked.seed}
+    how = {"basis": section.basis, "boundaries": [*_even(job, section)[1:]], "seed": section.seed}
     return RotationRecord({**how, **made, **source})
 
 
-def _tokens(job: Job, asked: Rotate) -> int:
+def _tokens(job: Job, section: Rotate) -> int:
     """Each block is run twice, as it was and rotated, over a few tokens; bases that are learnt are trained."""
     from sparsepack.calibrate.bases import ROTATIONS
     from sparsepack.calibrate.rotation import TOKENS, WINDOWS
     from sparsepack.recipe.plan import trained_tokens
 
-    calibrate = Calibrate.asked_in(job.recipe)
+    calibrate = Calibrate.find_in(job.recipe)
     if calibrate is None:
         return 0
     count, context = windows(job, calibrate)
-    learnt = ROTATIONS[asked.basis].trains
-    learning = trained_tokens(asked.steps, asked.batch, min(asked.length, context)) if learnt else 0
+    learnt = ROTATIONS[section.basis].trains
+    learning = trained_tokens(section.steps, section.batch, min(section.length, context)) if learnt else 0
     return learning + 2 * min(count, WINDOWS) * min(context, TOKENS)
 
 
-def _memory(job: Job, asked: Rotate) -> int | None:
+def _memory(job: Job, section: Rotate) -> int | None:
     """The bytes of the bases and of what is largest beside them: their search, the embedding, or a block;
     not known of bases that are trained."""
     from sparsepack.calibrate.bases import ROTATIONS
@@ -102,30 +102,30 @@ def _memory(job: Job, asked: Rotate) -> int | None:
     from sparsepack.models.heads import heads_of_config
     from sparsepack.recipe.plan import block_parameters
 
-    if ROTATIONS[asked.basis].trains:
+    if ROTATIONS[section.basis].trains:
         return None
     checkpoint = job.checkpoint
     basis = 8 * int(checkpoint.config.hidden_size) ** 2  # a change of it between segments takes no more
     vocabulary, hidden = checkpoint.source.shapes[checkpoint.family.embedding]
     matrices = 2 * 4 * vocabulary * hidden  # two at a time: of the model and rotated
-    block = block_parameters(checkpoint) * (2 * 4 + checkpoint.dtype.itemsize) + (basis if asked.segments > 1 else 0)
+    block = block_parameters(checkpoint) * (2 * 4 + checkpoint.dtype.itemsize) + (basis if section.segments > 1 else 0)
     residual = residual_of(checkpoint)
-    moments = residual["runs"] if residual and ROTATIONS[asked.basis].needs == "moments" else 0
+    moments = residual["runs"] if residual and ROTATIONS[section.basis].needs == "moments" else 0
     heads = heads_of_config(checkpoint.config)
     values = 8 * checkpoint.layers * heads.kv_heads * heads.head_dim**2
-    found = int(asked.segments) * basis + values
+    found = int(section.segments) * basis + values
     search = (moments + 4) * basis + (values if moments else 0)
     return found + max(search, matrices + 2 * 8 * PIECE, block + 2 * 8 * PIECE)
 
 
-def _plan(job: Job, asked: Rotate | None) -> dict[str, Any]:
+def _plan(job: Job, section: Rotate | None) -> dict[str, Any]:
     """What the rotated model will cost."""
     from sparsepack.calibrate.rotation import notes_of
 
-    if asked is None:
+    if section is None:
         return {"rotation": None}
-    options = asked.as_options(job.recipe)
-    notes = notes_of(job.checkpoint, _expected(job, asked), options.basis)
+    options = section.as_options(job.recipe)
+    notes = notes_of(job.checkpoint, _expected(job, section), options.basis)
     return {"rotation": {"basis": options.basis, "notes": list(notes)}}
 
 

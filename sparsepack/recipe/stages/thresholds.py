@@ -26,77 +26,79 @@ class ActivationSparsity(Section):
 
 def sparse(recipe: Recipe) -> bool:
     """Whether decoding will skip anything."""
-    asked = ActivationSparsity.asked_in(recipe)
-    return asked is not None and asked.sparsity > 0
+    section = ActivationSparsity.find_in(recipe)
+    return section is not None and section.sparsity > 0
 
 
-def _problems(recipe: Recipe, asked: ActivationSparsity) -> Iterator[str]:
+def _problems(recipe: Recipe, section: ActivationSparsity) -> Iterator[str]:
     key = ActivationSparsity.key
-    if asked.sparsity and Calibrate.asked_in(recipe) is None:
+    if section.sparsity and Calibrate.find_in(recipe) is None:
         yield f"{key}: thresholds are taken on calibration text; add a calibrate section, or set sparsity to 0"
-    for name, problem in ALLOCATIONS[asked.allocation].problems(
-        asked.upstream, asked.windows != AllocationOptions.windows
+    for name, problem in ALLOCATIONS[section.allocation].problems(
+        section.upstream, section.windows != AllocationOptions.windows
     ):
         yield f"{key}.{name}: {problem}"
 
 
-def _misfits(job: Job, asked: ActivationSparsity) -> Iterator[str]:
+def _misfits(job: Job, section: ActivationSparsity) -> Iterator[str]:
     from sparsepack.models.sites import chosen_sites
 
-    chosen_sites(job.checkpoint, asked.include, asked.ignore)
+    chosen_sites(job.checkpoint, section.include, section.ignore)
     yield from ()
 
 
-def _run(job: Job, asked: ActivationSparsity) -> None:
+def _run(job: Job, section: ActivationSparsity) -> None:
     """A run that was killed within goes on where it stopped."""
     from sparsepack.calibrate.find_thresholds import make_thresholds
 
-    make_thresholds(job.checkpoint, folder_of(job), asked.as_options(job.recipe), job.folder / TABLE, overwrite=True)
+    make_thresholds(job.checkpoint, folder_of(job), section.as_options(job.recipe), job.folder / TABLE, overwrite=True)
 
 
-def _tokens(job: Job, asked: ActivationSparsity) -> int:
+def _tokens(job: Job, section: ActivationSparsity) -> int:
     from sparsepack.recipe.plan import trained_tokens
 
-    calibrate = Calibrate.asked_in(job.recipe)
+    calibrate = Calibrate.find_in(job.recipe)
     assert calibrate is not None  # or there would be no thresholds
     count, context = windows(job, calibrate)
-    tokens = min(asked.windows, count) * context if asked.upstream == "sparse" else 0
-    if ALLOCATIONS[asked.allocation].trains:
-        tokens += trained_tokens(asked.steps, asked.batch, min(asked.length, context))
+    tokens = min(section.windows, count) * context if section.upstream == "sparse" else 0
+    if ALLOCATIONS[section.allocation].trains:
+        tokens += trained_tokens(section.steps, section.batch, min(section.length, context))
     return tokens
 
 
-def _memory(job: Job, asked: ActivationSparsity) -> int | None:
+def _memory(job: Job, section: ActivationSparsity) -> int | None:
     """The bytes of one block and its activations; not known of an allocation that trains."""
     from sparsepack.calibrate.find_thresholds import BATCH
     from sparsepack.recipe.plan import block_by_block_bytes
 
-    calibrate = Calibrate.asked_in(job.recipe)
-    if ALLOCATIONS[asked.allocation].trains or calibrate is None:
+    calibrate = Calibrate.find_in(job.recipe)
+    if ALLOCATIONS[section.allocation].trains or calibrate is None:
         return None
     count, context = windows(job, calibrate)
-    return block_by_block_bytes(job, min(asked.windows, count), context, BATCH)
+    return block_by_block_bytes(job, min(section.windows, count), context, BATCH)
 
 
-def _plan(job: Job, asked: ActivationSparsity | None) -> dict[str, Any]:
+def _plan(job: Job, section: ActivationSparsity | None) -> dict[str, Any]:
     """What each pattern matches."""
     from sparsepack.models.sites import chosen_sites, site_name
 
-    given = [] if asked is None else [("include", p) for p in asked.include] + [("ignore", p) for p in asked.ignore]
+    given = (
+        [] if section is None else [("include", p) for p in section.include] + [("ignore", p) for p in section.ignore]
+    )
     found = [[site_name(*key) for key in chosen_sites(job.checkpoint, [p], [])] for _, p in given]
     rows = zip(given, found, strict=True)
     return {"patterns": [{"list": which, "pattern": pattern, "sites": sites} for (which, pattern), sites in rows]}
 
 
-def thresholds_to_come(job: Job) -> "Thresholds | None":
+def predicted_thresholds(job: Job) -> "Thresholds | None":
     """What will be known of the thresholds; None: none will be."""
     from sparsepack.calibrate import find_thresholds as find
 
-    asked = ActivationSparsity.asked_in(job.recipe)
+    section = ActivationSparsity.find_in(job.recipe)
     return (
         None
-        if asked is None or not asked.sparsity
-        else find.thresholds_to_come(job.checkpoint, asked.as_options(job.recipe))
+        if section is None or not section.sparsity
+        else find.predicted_thresholds(job.checkpoint, section.as_options(job.recipe))
     )
 
 
@@ -121,7 +123,7 @@ THRESHOLDS = Stage(
     needs=(CALIBRATE.name, *AGAIN),
     outputs=leaves(TABLE),
     run=_run,
-    wanted=lambda recipe, asked: asked.sparsity > 0,
+    wanted=lambda recipe, section: section.sparsity > 0,
     problems=_problems,
     misfits=_misfits,
     tokens=_tokens,

@@ -14,12 +14,12 @@ from sparsepack.recipe.stages.pack import PACK, Pack, artifact_of
 REPORT = "verify.json"
 
 
-def _problems(recipe: Recipe, asked: bool) -> Iterator[str]:
-    if Pack.asked_in(recipe) is None:
+def _problems(recipe: Recipe, section: bool) -> Iterator[str]:
+    if Pack.find_in(recipe) is None:
         yield "verify: there is no artifact to verify; add a pack section"
 
 
-def _run(job: Job, asked: bool) -> None:
+def _run(job: Job, section: bool) -> None:
     from sparsepack.formats.verify import verify
 
     artifact = artifact_of(job)
@@ -33,7 +33,7 @@ def _run(job: Job, asked: bool) -> None:
 
 
 def _unmeasured(recipe: Recipe, gates: Any) -> Iterator[str]:
-    if gates.verify and not recipe.asked("verify"):
+    if gates.verify and not recipe.section("verify"):
         yield "gates.verify: the artifact is not verified; expected verify: true"
 
 
@@ -51,7 +51,7 @@ VERIFY = Stage(
     default=False,
     needs=(PACK.name,),
     outputs=leaves(REPORT),
-    settings=lambda job, asked: {},
+    settings=lambda job, section: {},
     run=_run,
     problems=_problems,
     result=("verify", read_json(REPORT), None),

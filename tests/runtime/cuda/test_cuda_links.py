@@ -16,7 +16,7 @@ from artifacts_for_tests import tiny_by_neurons, write_zigzag
 from native_build import instruction_set_params
 
 from sparsepack import tuning
-from sparsepack.cli.verbs.tune import tuning_table
+from sparsepack.cli.commands.tune import tuning_table
 from sparsepack.errors import OutputError, UserError
 from sparsepack.models.checkpoint.checkpoint import open_checkpoint
 from sparsepack.runtime.cuda import links

@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from sparsepack.cli.command import PATH, Existing, emit, json_output, options_from, verb
+from sparsepack.cli.command import PATH, Existing, command, emit, json_output, options_from
 from sparsepack.cli.shared import CALIBRATION
 from sparsepack.simulation.options import SimulateOptions
 from sparsepack.tables import Table, markdown
@@ -21,7 +21,7 @@ def _plottable(context: click.Context, parameter: click.Parameter, path: Path | 
     return path
 
 
-@verb(short_help="Play a trace under policies that place neurons.")
+@command(short_help="Play a trace under policies that place neurons.")
 @click.argument("trace", type=Existing("a folder made by `sparsepack trace`"))
 @click.option(
     "--calibration",

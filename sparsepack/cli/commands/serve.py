@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from sparsepack.cli.command import PATH, from_options, options_from, verb
+from sparsepack.cli.command import PATH, command, from_options, options_from
 from sparsepack.cli.shared import (
     ARTIFACT,
     backend_option,
@@ -39,7 +39,7 @@ def _template(context: click.Context, parameter: click.Parameter, path: Path | N
         raise UserError(f"--chat-template {error}") from error
 
 
-@verb(short_help="Serve a packed model over HTTP, by OpenAI's protocol.")
+@command(short_help="Serve a packed model over HTTP, by OpenAI's protocol.")
 @click.argument("path", type=ARTIFACT)
 @options_from(ServeOptions, "--host", "--port")
 @click.option(

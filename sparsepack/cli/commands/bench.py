@@ -6,7 +6,7 @@ from typing import Any
 import click
 
 from sparsepack.bench.options import BenchSettings
-from sparsepack.cli.command import emit, from_options, group, json_output, options_from, verb
+from sparsepack.cli.command import command, emit, from_options, group, json_output, options_from
 from sparsepack.cli.shared import (
     ARTIFACT,
     RUNS,
@@ -19,7 +19,7 @@ from sparsepack.cli.shared import (
 from sparsepack.runtime.options import EngineOptions
 
 
-@verb(short_help="Measure tokens per second, dense and sparse.")
+@command(short_help="Measure tokens per second, dense and sparse.")
 @click.argument("path", type=ARTIFACT)
 @from_options(BenchSettings, "-p", "--prompt")
 @from_options(BenchSettings, "-n", "--generate")

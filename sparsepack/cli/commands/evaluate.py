@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from sparsepack.calibrate.collect import CalibrateOptions
-from sparsepack.cli.command import PATH, Ruled, emit, from_options, group, json_output, options_from, verb
+from sparsepack.cli.command import PATH, Ruled, command, emit, from_options, group, json_output, options_from
 from sparsepack.cli.shared import (
     RUNS,
     device_option,
@@ -29,7 +29,7 @@ def _names(context: click.Context, parameter: click.Parameter, value: str) -> tu
     return tuple(name.strip() for name in value.split(",") if name.strip())
 
 
-@verb(name="eval", short_help="Measure accuracy: perplexity, KL divergence, lm-eval tasks.")
+@command(name="eval", short_help="Measure accuracy: perplexity, KL divergence, lm-eval tasks.")
 @click.argument("subject")
 @click.option("--thresholds", type=PATH, help="Run a checkpoint with this table.")
 @from_options(EvalRequest, "--perplexity", metavar="TEXT")

@@ -7,11 +7,11 @@ from typing import Any
 
 import click
 
-from sparsepack.cli.command import Existing, emit, json_output, verb
+from sparsepack.cli.command import Existing, command, emit, json_output
 from sparsepack.cli.shared import ARTIFACT
 
 
-@verb(short_help="Show what an artifact, calibration, table or trace holds.")
+@command(short_help="Show what an artifact, calibration, table or trace holds.")
 @click.argument("path", type=Existing("an artifact, a thresholds table, a calibration folder or a trace"))
 @json_output
 def inspect(path: Path, json_path: str | None) -> None:
@@ -49,7 +49,7 @@ def inspect(path: Path, json_path: str | None) -> None:
     )
 
 
-@verb(short_help="Check that an artifact is whole, and of which model.")
+@command(short_help="Check that an artifact is whole, and of which model.")
 @click.argument("path", type=ARTIFACT)
 @click.option("--against", metavar="MODEL", help="Compare every matrix with this checkpoint.")
 @json_output

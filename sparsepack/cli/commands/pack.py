@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from sparsepack.calibrate.collect import CalibrateOptions
-from sparsepack.cli.command import OUTPUT, PATH, from_options, group, options_from, overwrite_flag, verb
+from sparsepack.cli.command import OUTPUT, PATH, command, from_options, group, options_from, overwrite_flag
 from sparsepack.cli.shared import (
     CALIBRATION,
     RUNS,
@@ -31,7 +31,7 @@ from sparsepack.packing import PackRequest
 from sparsepack.terminal import tell
 
 
-@verb(short_help="Pack a model into one artifact: a GGUF file or a folder.")
+@command(short_help="Pack a model into one artifact: a GGUF file or a folder.")
 @click.argument("model")
 @from_options(PackRequest, "--format")
 @click.option(

@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from sparsepack.cli.command import PATH, Ruled, from_options, group, json_output, options_from, verb
+from sparsepack.cli.command import PATH, Ruled, command, from_options, group, json_output, options_from
 from sparsepack.cli.shared import (
     ARTIFACT,
     backend_option,
@@ -25,7 +25,7 @@ from sparsepack.runtime.options import CHAT_TOKENS, GenerateOptions
 _CHAT = (only_with("chat"),)
 
 
-@verb(short_help="Continue a text, or converse, with a packed model.")
+@command(short_help="Continue a text, or converse, with a packed model.")
 @click.argument("path", type=ARTIFACT)
 @group(
     "Text",

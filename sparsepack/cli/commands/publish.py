@@ -5,7 +5,7 @@ from typing import Any
 
 import click
 
-from sparsepack.cli.command import PATH, Ruled, verb
+from sparsepack.cli.command import PATH, Ruled, command
 from sparsepack.cli.shared import ARTIFACT
 from sparsepack.option import only_with
 from sparsepack.terminal import tell
@@ -18,7 +18,7 @@ measured = click.option(
 )
 
 
-@verb(short_help="Write the model card of an artifact.")
+@command(short_help="Write the model card of an artifact.")
 @click.argument("artifact", type=ARTIFACT)
 @measured
 @click.option("--name", help="Its heading (default: the source model's name).")
@@ -44,7 +44,7 @@ def card(artifact: Path, results: tuple[Path, ...], name: str | None, output: Pa
         write_bytes(output, made.encode())
 
 
-@verb(short_help="Upload an artifact with its card to the Hugging Face hub.")
+@command(short_help="Upload an artifact with its card to the Hugging Face hub.")
 @click.argument("artifact", type=ARTIFACT)
 @click.argument("repository", metavar="OWNER/NAME")
 @measured
@@ -74,7 +74,7 @@ def push(artifact: Path, repository: str, results: tuple[Path, ...], dry_run: bo
     )
 
 
-@verb(short_help="Make one HTML page of a recipe's run.")
+@command(short_help="Make one HTML page of a recipe's run.")
 @click.argument("work", type=PATH)
 @click.option("-o", "--output", type=PATH, help="The page (default WORK/report.html); one that exists is replaced.")
 def report(work: Path, output: Path | None) -> None:

@@ -7,14 +7,14 @@ from typing import Any
 
 import click
 
-from sparsepack.cli.command import emit, from_options, json_output, options_from, verb
+from sparsepack.cli.command import command, emit, from_options, json_output, options_from
 from sparsepack.cli.shared import ARTIFACT, CALIBRATION, usable_device
 from sparsepack.placement.options import PlaceOptions
 from sparsepack.progress import format_count
 from sparsepack.tables import Table, markdown
 
 
-@verb(short_help="Say what of a model lies on a card, and what in host memory.")
+@command(short_help="Say what of a model lies on a card, and what in host memory.")
 @click.argument("path", type=ARTIFACT)
 @from_options(PlaceOptions, "--vram", required=True)
 @options_from(PlaceOptions, "--context", "--gate-copy")

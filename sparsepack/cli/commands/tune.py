@@ -6,14 +6,14 @@ from typing import Any
 
 import click
 
-from sparsepack.cli.command import emit, from_options, group, json_output, verb
+from sparsepack.cli.command import command, emit, from_options, group, json_output
 from sparsepack.cli.shared import ARTIFACT, RUNS, device_option
 from sparsepack.progress import format_count
 from sparsepack.runtime.options import EngineOptions
 from sparsepack.tables import Table, markdown
 
 
-@verb(short_help="Find the fastest layout of the kernels on this machine.")
+@command(short_help="Find the fastest layout of the kernels on this machine.")
 @click.argument("paths", type=ARTIFACT, nargs=-1)
 @device_option
 @group(RUNS, from_options(EngineOptions, "--threads"))

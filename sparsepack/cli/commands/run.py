@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from sparsepack.cli.command import PATH, json_output, print_json, verb
+from sparsepack.cli.command import PATH, command, json_output, print_json
 from sparsepack.terminal import tell
 
 
@@ -30,7 +30,7 @@ def _print_schema(context: click.Context, parameter: click.Parameter, form: str 
     context.exit()
 
 
-@verb(short_help="Do several of these steps from one YAML file, a recipe.")
+@command(short_help="Do several of these steps from one YAML file, a recipe.")
 @click.argument("recipe", type=PATH)
 @click.option(
     "--list",
