@@ -60,16 +60,12 @@ class Bandwidth:
 def bandwidth_of(device: torch.device) -> Bandwidth:
     """What a device's memory delivers: as its makers state where a table has the device, else as `read_bandwidth`
     measures it."""
-    stated = _STATED.get(device.type, _nobody)()
+    stated = _STATED.get(device.type, lambda: "")()
     if isinstance(stated, Bandwidth):
         return stated
     same_threads = " at the same number of threads" if device.type == "cpu" else ""
     how = f"torch max over {ARRAY_BYTES >> 20} MiB of float32{same_threads}, fastest of 5{stated}"
     return Bandwidth(read_bandwidth(device), how)
-
-
-def _nobody() -> str:
-    return ""
 
 
 def _apple() -> Bandwidth | str:

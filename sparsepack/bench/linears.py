@@ -141,15 +141,15 @@ def bench_linears(
     bandwidth, peak = read_bandwidth(where), PEAKS.get(torch.cuda.get_device_name(where))
     rows = []
     fp8 = torch.cuda.get_device_capability(where) >= FP8_FROM
-    ways = [way for way in (*contenders(patterns, kinds), *others) if fp8 or way.kind != "FP8"]
-    with torch.cuda.device(where), torch.inference_mode(), progress("products", len(linears) * len(ways)) as advance:
+    entries = [contender for contender in (*contenders(patterns, kinds), *others) if fp8 or contender.kind != "FP8"]
+    with torch.cuda.device(where), torch.inference_mode(), progress("products", len(linears) * len(entries)) as advance:
         for linear in linears:
             made = []
-            for way in ways:
-                made.append((way, *_made(linear, way, max(tokens))))
+            for contender in entries:
+                made.append((contender, *_build(linear, contender, max(tokens))))
                 advance()
             for count in tokens:
-                rows += _measured(linear, count, made, rounds, bandwidth, peak)
+                rows += _measure(linear, count, made, rounds, bandwidth, peak)
             del made
             torch.cuda.empty_cache()
     return {
@@ -157,37 +157,37 @@ def bench_linears(
         "device": f"{torch.cuda.get_device_name(where)}, torch {torch.__version__}, CUDA {torch.version.cuda}",
         "read_bandwidth": bandwidth,
         "linears": [{"name": n.name, "rows": n.rows, "columns": n.columns, "count": n.count} for n in linears],
-        "contenders": [way.name for way in ways],
-        "baselines": [way.name for way in ways if way.how is None],
+        "contenders": [contender.name for contender in entries],
+        "baselines": [contender.name for contender in entries if contender.how is None],
         "tokens": list(tokens),
         "products": rows,
     }
 
 
-def _made(linear: Linear, way: Contender, most: int) -> tuple[list[Run], int, float]:
+def _build(linear: Linear, contender: Contender, most: int) -> tuple[list[Run], int, float]:
     """What a contender makes of weights of its pattern, and how wrong its outputs are, of few tokens and of most."""
     generator = torch.Generator(device="cuda").manual_seed(linear.rows)
     noise = torch.randn(linear.rows, linear.columns, device="cuda", generator=generator) / linear.columns**0.5
     weight = noise.bfloat16()
-    if way.how is not None:
+    if contender.how is not None:
         for part in weight.split(4096):
-            part.mul_(kept(part.abs(), way.how.pattern))
-    runs, nbytes = way.prepare(weight)
+            part.mul_(kept(part.abs(), contender.how.pattern))
+    runs, nbytes = contender.prepare(weight)
     errors = []
     for tokens in {CHECKED_TOKENS, most}:
         x = torch.randn(tokens, linear.columns, device="cuda", generator=generator).bfloat16()
         found = runs[-1](x)[-CHECKED_TOKENS:]
         last = x[-CHECKED_TOKENS:]
         expected = last.float() @ weight.float().t()
-        if not way.scaled:
+        if not contender.scaled:
             found = found * quantise_rows(last, torch.int8)[1][:, None] * quantise_rows(weight, torch.int8)[1]
         errors.append(float((found.float() - expected).norm() / expected.norm()))
-    if not max(errors) <= KINDS[way.kind].output_bound:
-        raise RuntimeError(f"{linear.name}, {way.name}: outputs differ by {max(errors):.3g}; not timed")
+    if not max(errors) <= KINDS[contender.kind].output_bound:
+        raise RuntimeError(f"{linear.name}, {contender.name}: outputs differ by {max(errors):.3g}; not timed")
     return runs, nbytes, max(errors)
 
 
-def _measured(
+def _measure(
     linear: Linear,
     tokens: int,
     made: Sequence[tuple[Contender, list[Run], int, float]],
@@ -202,12 +202,12 @@ def _measured(
         for replay, taken in zip(replays, samples, strict=True):
             taken.append(replay())
     rows = []
-    for (way, _, nbytes, error), taken in zip(made, samples, strict=True):
-        lifted = linear.columns if way.how is None else way.how.lifted(linear.columns)
+    for (contender, _, nbytes, error), taken in zip(made, samples, strict=True):
+        lifted = linear.columns if contender.how is None else contender.how.lifted(linear.columns)
         moved = nbytes + 2 * tokens * (linear.columns + linear.rows)
-        if way.kind != "BF16":
+        if contender.kind != "BF16":
             moved += 2 * tokens * lifted  # quantised inputs are written and read
-        doubled = (way.kind != "BF16") + (way.how is not None)
+        doubled = (contender.kind != "BF16") + (contender.how is not None)
         speed = 0 if peak is None else peak * 2**doubled
         bound = max(moved / bandwidth, 2 * tokens * linear.rows * lifted / speed) if speed else None
         seconds = statistics.median(taken)
@@ -217,7 +217,7 @@ def _measured(
                 "rows": linear.rows,
                 "columns": linear.columns,
                 "tokens": tokens,
-                "contender": way.name,
+                "contender": contender.name,
                 "seconds": seconds,
                 "samples": taken,
                 "bytes": moved,
@@ -318,8 +318,7 @@ def linears_of(shapes: Mapping[str, tuple[int, int]]) -> list[Linear]:
         found.setdefault(shape, []).append(name)
     if not found:
         raise UserError("no Linear of this folder is slid: there is nothing to measure")
-    return [Linear(_label(names), *shape, len(names)) for shape, names in found.items()]
-
-
-def _label(names: Sequence[str]) -> str:
-    return "/".join(dict.fromkeys(name.rpartition(".")[2] for name in names))
+    return [
+        Linear("/".join(dict.fromkeys(name.rpartition(".")[2] for name in names)), *shape, len(names))
+        for shape, names in found.items()
+    ]

@@ -340,7 +340,11 @@ class SparseLM(TemplateLM):
                 if len(produced[index]) < generation.min_new:
                     scores[:, [end for end in ends if end < scores.shape[1]]] = -math.inf
                 scores = processors(torch.tensor([row.ids], device=scores.device), scores)[0]
-                token = _sampled(scores, randoms[index]) if generation.sample else int(scores.argmax())
+                if generation.sample:
+                    shares = torch.softmax(scores.cpu(), dim=-1)
+                    token = int(torch.multinomial(shares, 1, generator=randoms[index]))
+                else:
+                    token = int(scores.argmax())
                 produced[index].append(token)  # an end, too: decoding leaves it out where it is special
                 if token in ends:
                     continue
@@ -423,10 +427,6 @@ def _generation(options: dict[str, Any], eos: str | None) -> GenerationArguments
         frozenset(token_ids(ends)),
         tuple(changes),
     )
-
-
-def _sampled(scores: torch.Tensor, random: torch.Generator) -> int:
-    return int(torch.multinomial(torch.softmax(scores.cpu(), dim=-1), 1, generator=random))
 
 
 def _cut(text: str, until: Sequence[str]) -> str:

@@ -140,12 +140,8 @@ def _score_windows(
     """The sums of each window by the names of `WindowScores`, float64 [windows]. wanted: targets [windows, positions]
     that are scored; hidden: of these positions, [windows * positions, ...]"""
     scores = _score_rows(scorers, hidden, wanted.flatten(), batch * wanted.shape[1])
-    return {name: _of_each(value.view(wanted.shape)) for name, value in scores.items()}
-
-
-def _of_each(values: torch.Tensor) -> torch.Tensor:
-    """The sum of each row [rows, positions], by itself: how many there are beside it decides no bit."""
-    return torch.stack([row.sum() for row in values])
+    # Each row is summed by itself: how many there are beside it decides no bit.
+    return {name: torch.stack([row.sum() for row in value.view(wanted.shape)]) for name, value in scores.items()}
 
 
 def _of_all(own: torch.Tensor, dealt: Dealt) -> torch.Tensor:

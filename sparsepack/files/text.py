@@ -169,14 +169,10 @@ class _Documents:
         for document in itertools.chain.from_iterable(self.sources):
             if isinstance(document, str):
                 if document.strip():
-                    yield _without_surrogates(document)
+                    # JSON can hold halves of a character, which no tokenizer takes: they become U+FFFD.
+                    yield document.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
             elif not document.blank:
                 yield document
-
-
-def _without_surrogates(document: str) -> str:
-    """JSON can hold halves of a character, which no tokenizer takes: they become U+FFFD."""
-    return document.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def _source(name: str) -> Iterable[Document]:

@@ -106,7 +106,8 @@ def push(
         commit = api.create_commit(repository, adds, commit_message=message, revision=revision)
     except refused as error:
         raise UserError(
-            f"{repository}: the hub refuses or cannot be reached ({_first_line(error)}); {_remedy()}"
+            f"{repository}: the hub refuses or cannot be reached ({_first_line(error)}); log in with "
+            "`hf auth login`, and look at the repository's name, your rights and HF_HUB_OFFLINE"
         ) from error
     return str(commit.commit_url)
 
@@ -145,7 +146,3 @@ def _network_errors() -> Iterator[type[Exception]]:
 
 def _first_line(error: Exception) -> str:
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-
-
-def _remedy() -> str:
-    return "log in with `hf auth login`, and look at the repository's name, your rights and HF_HUB_OFFLINE"

@@ -145,7 +145,10 @@ def report_page(work: Path) -> str:
 def _page(report: Mapping[str, Any]) -> str:
     rows = [row for evaluation in report["evaluations"] for row in evaluation["perplexity"]]
     benches = [bench for bench in (report["bench"], (report["bench"] or {}).get("with_places")) if bench]
-    skipped = _skipped(rows)
+    # The share of the channels that was skipped, by site, on the first text scored sparse; empty without one.
+    skipped: Mapping[str, float] = next(
+        (row["realised_sparsity"]["sites"] for row in rows if row["realised_sparsity"]["sites"]), {}
+    )
     rotated, pruned, alone = report["rotate"], report["prune"], report["eval_pruned"]
     return render(
         "page.html.jinja",
@@ -207,11 +210,6 @@ def _errors(matrices: list[Mapping[str, Any]]) -> list[tuple[str, Markup]]:
         of_site = worst.setdefault(site, {})
         of_site[layer] = max(of_site.get(layer, 0.0), row["error"])
     return _charts("error at", {site: [Bar(*bar) for bar in found.items()] for site, found in worst.items()})
-
-
-def _skipped(rows: list[Mapping[str, Any]]) -> Mapping[str, float]:
-    """The share of the channels that was skipped, by site, on the first text scored sparse; empty without one."""
-    return next((row["realised_sparsity"]["sites"] for row in rows if row["realised_sparsity"]["sites"]), {})
 
 
 def _sparsity(table: Mapping[str, Any] | None, skipped: Mapping[str, float]) -> list[tuple[str, Markup]]:

@@ -91,15 +91,12 @@ class Delivery:
                     self._add(choices[n], event)
                 case Failure():
                     choices[n].error = event.error
-                    await self._send_failure(event.error, scope, receive, send)
+                    if not isinstance(event.error, _ClientGone):
+                        await refusal_response(refusal_for(event.error))(scope, receive, send)
                     return
         written = partial(self.answer.written, choices)
         body = written() if self.answer.logprobs is None else await asyncio.to_thread(written)
         await Response(body, media_type="application/json")(scope, receive, send)
-
-    async def _send_failure(self, error: Exception, scope: Scope, receive: Receive, send: Send) -> None:
-        if not isinstance(error, _ClientGone):
-            await refusal_response(refusal_for(error))(scope, receive, send)
 
     async def _send_events(self, choices: Sequence[Choice], send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": EVENT_STREAM})
@@ -134,14 +131,11 @@ class Delivery:
             self.metrics.count_first_delta(self.received_at)
         if isinstance(event, Finish):
             self.metrics.count_finish(self.received_at, self.answer.prompt_tokens, event)
-            self._log(event)
+            say(
+                f"{self.answer.id}: {self.answer.prompt_tokens} tokens, {event.cached} of them cached, "
+                f"then {event.tokens} in {time.time() - self.answer.created:.1f} s ({event.reason})"
+            )
         choice.add(event)
-
-    def _log(self, ended: Finish) -> None:
-        say(
-            f"{self.answer.id}: {self.answer.prompt_tokens} tokens, {ended.cached} of them cached, "
-            f"then {ended.tokens} in {time.time() - self.answer.created:.1f} s ({ended.reason})"
-        )
 
 
 async def _merge_events(

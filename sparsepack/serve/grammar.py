@@ -168,7 +168,8 @@ def _check_schema(schema: Mapping[str, Any], param: str) -> None:
         for name in COUNTS:
             if isinstance(count := part.get(name), int) and count > LARGEST_COUNT:
                 raise _refused(f"{name} of more than {LARGEST_COUNT:,}", param)
-        if any(not _exact(value) for name in ("const", "enum") for value in _values(part.get(name))):
+        values = (value for name in ("const", "enum") for value in _values(part.get(name)))
+        if any(isinstance(value, int) and not -(2**63) <= value < 2**64 for value in values):
             raise _refused("const or enum with an integer beyond 64 bits", param)
         if isinstance(reference := part.get("$ref"), str) and not _names_schema(reference):
             raise _refused(f"$ref {reference[:60]!r} names no schema", param)
@@ -222,10 +223,6 @@ def _values(data: Any) -> Iterator[Any]:
             parts += part.values() if isinstance(part, Mapping) else part
         else:
             yield part
-
-
-def _exact(value: Any) -> bool:
-    return not isinstance(value, int) or -(2**63) <= value < 2**64
 
 
 def _figures(number: Any) -> int:

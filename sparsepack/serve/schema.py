@@ -136,7 +136,8 @@ class TextParameters(BaseModel, ABC):
             raise unsupported("body", f"{len(body):,} parameters; the protocol has fewer than {MOST_PARAMETERS}")
         for name, accepted in NEUTRAL.items():
             value = body.get(name)
-            if value is not None and not any(_same(value, other) for other in accepted):
+            same = (type(value) is type(other) and value == other for other in accepted)  # Python has true for 1
+            if value is not None and not any(same):
                 values = " or ".join(json.dumps(other) for other in accepted)
                 remedy = f"; leave it out{f' or give {values}' if accepted else ''}"
                 raise unsupported(name, f"not supported by this server{remedy}")
@@ -174,11 +175,6 @@ class TextParameters(BaseModel, ABC):
     def stop_strings(self) -> tuple[str, ...]:
         """The stop strings, however they were given."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-
-
-def _same(value: Any, other: Any) -> bool:
-    """Whether two JSON values are equal; Python has true for 1."""
-    return type(value) is type(other) and bool(value == other)
 
 
 def _form_of_prompt(prompt: Any) -> str:

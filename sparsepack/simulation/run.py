@@ -27,10 +27,6 @@ from sparsepack.simulation.options import SimulateOptions
 _SEED = 0  # of groups at random
 
 
-def _by_frequency(frequency: np.ndarray) -> np.ndarray:
-    return np.argsort(-frequency, axis=1, kind="stable")
-
-
 def _at_random(frequency: np.ndarray) -> np.ndarray:
     random = np.random.default_rng(_SEED)
     blocks, neurons = frequency.shape
@@ -38,7 +34,7 @@ def _at_random(frequency: np.ndarray) -> np.ndarray:
 
 
 ORDERS: Mapping[str, Callable[[np.ndarray], np.ndarray]] = MappingProxyType(
-    {"frequency": _by_frequency, "random": _at_random}
+    {"frequency": lambda frequency: np.argsort(-frequency, axis=1, kind="stable"), "random": _at_random}
 )
 """How often each neuron is active, float64 [blocks, neurons], to an order of them: those of a group side by side."""
 

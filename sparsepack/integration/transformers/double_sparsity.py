@@ -130,11 +130,11 @@ def attention_forward(
     texts, _, length, head_dim = query.shape
     starts = _starts(texts, length)
     if layer.channels is None or min(starts) >= length:
-        return _dense(module, query, key, value, attention_mask, scaling=scaling, **options)
+        return dense_attention(module, query, key, value, attention_mask, scaling=scaling, **options)
     if max(starts) == 0:
         output = query.new_zeros(texts, length, *query.shape[1::2])
     else:
-        output, _ = _dense(module, query, key, value, attention_mask, scaling=scaling, **options)
+        output, _ = dense_attention(module, query, key, value, attention_mask, scaling=scaling, **options)
     # The oracle scales by 1 / sqrt(D), as every supported model does: then this factor is one.
     factor = 1.0 if scaling is None else scaling * head_dim**0.5
     alike = _alike(starts, attention_mask, options)
@@ -144,7 +144,8 @@ def attention_forward(
         if text is None or text.queries.stop <= start:
             continue
         sparse = slice(max(start, text.queries.start), text.queries.stop)
-        first, keys = text.first + sparse.start - text.queries.start, _keys(text)
+        first = text.first + sparse.start - text.queries.start
+        keys = slice(text.first + len(text.queries)) if text.keys is None else text.keys
         for some in _slices(rows, sparse.stop - sparse.start):
             queries = query[some, :, sparse].float() * factor
             output[some, sparse] = _attend(
@@ -163,14 +164,6 @@ def _starts(texts: int, length: int) -> list[int]:
             f"sparse_rows: positions of {list(given.shape)} texts, the batch has {texts}; give one for each"
         )
     return [int(start) for start in given.tolist()]
-
-
-def _dense(*call: Any, **options: Any) -> tuple[Tensor, Tensor | None]:
-    return dense_attention(*call, **options)
-
-
-def _keys(text: _Text) -> Tensor | slice:
-    return slice(text.first + len(text.queries)) if text.keys is None else text.keys
 
 
 def _alike(starts: list[int], attention_mask: Tensor | None, options: dict[str, Any]) -> bool:
