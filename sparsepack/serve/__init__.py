@@ -3,7 +3,7 @@
 app.py        routes: a request, checked; its response
   guards.py     keys, host names, the size of a body
   prepare.py    from a body to prompts and options for the engine
-    schema.py, messages.py  the bodies of requests
+    schema.py     the bodies of requests
     grammar.py    JSON schemas and grammars that a text keeps to
   answers.py    the bodies of responses, whole and in events
     tools.py      calls of tools in them
