@@ -14,7 +14,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from sparsepack.cli.messages import Verbs
+from sparsepack.cli.messages import Commands
 from sparsepack.errors import WorkersError
 from sparsepack.process import python_environment, python_module
 from sparsepack.workers import launch as module
@@ -110,7 +110,7 @@ def test_a_command_says_that_it_is_done_where_it_ends_well(
             raise WorkersError("no such card")
 
     monkeypatch.setenv(DONE, str(tmp_path / "done"))
-    verbs = Verbs(commands={"work": click.Command("work", callback=work)})
+    verbs = Commands(commands={"work": click.Command("work", callback=work)})
     assert CliRunner().invoke(verbs, ["work"]).exit_code == (0 if well else 2)
     assert (tmp_path / "done").exists() == well
     monkeypatch.setattr(verbs.commands["work"], "callback", lambda: signal.raise_signal(signal.SIGINT))
