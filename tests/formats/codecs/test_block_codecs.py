@@ -88,7 +88,9 @@ def test_error_is_never_above_ggml(codec: Codec, name: str) -> None:
 
 @every_codec
 @needs_ggml
-@pytest.mark.parametrize("model", ["books-26m-silu", "books-26m-relu", "stories-260k"])
+@pytest.mark.parametrize(
+    "model", [pytest.param("books-26m-silu", marks=pytest.mark.long), "books-26m-relu", "stories-260k"]
+)
 def test_error_is_never_above_ggml_on_a_real_model(codec: Codec, model: str, shared: Path) -> None:
     # benchmarks/codecs.py goes through all of them; the first and the last block keep this short.
     for name, weights in codec_cases.model_matrices(shared / "models" / model, skip=r"layers\.[1-6]\.|embed"):

@@ -1,7 +1,6 @@
 """lm-eval's own command knows sparsepack, and gives the figures of `sparsepack eval`."""
 
 import subprocess
-import sys
 import tomllib
 from importlib import import_module
 from pathlib import Path
@@ -19,20 +18,17 @@ ROOT = Path(__file__).parents[3]
 TASKS = ROOT / "tests" / "tasks"
 
 
-def python(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
+def test_our_command_is_lm_evals_with_the_model_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    from lm_eval import evaluator
+    from lm_eval.api.registry import get_model, model_registry
 
-
-def test_our_command_is_lm_evals_with_the_model_known() -> None:
-    code = (
-        "import sys, sparsepack.integration.lm_eval.__main__ as command\n"
-        "from lm_eval.api.registry import get_model, model_registry\n"
-        "command.cli_evaluate = lambda: print(get_model('sparsepack').__name__)\n"
-        "command.main()\n"
-        "assert 'hf' in model_registry and len(model_registry) > 10"
-    )
-    done = python("-c", code)
-    assert done.stdout.strip() == "SparsepackLM", done.stderr
+    command, called = import_module("sparsepack.integration.lm_eval.__main__"), []
+    monkeypatch.setattr(evaluator, "get_git_commit_hash", evaluator.get_git_commit_hash)
+    monkeypatch.setattr(command, "cli_evaluate", lambda: called.append(get_model(NAME)))
+    command.main()
+    assert called == [SparsepackLM]
+    assert "hf" in model_registry
+    assert len(model_registry) > 10
 
 
 def test_the_commit_is_that_of_the_working_folder_and_git_is_not_run(

@@ -6,7 +6,7 @@ import pytest
 import vllm_for_tests
 from vllm_for_tests import Hangs, started
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="by /proc")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="by /proc")]
 
 
 @pytest.fixture(autouse=True)

@@ -1,13 +1,13 @@
 """Every kernel compiles for the oldest and the newest architectures that we promise, on a machine without a GPU."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import cache
-from itertools import product
 from typing import Any
 
 import pytest
 import torch
 from homes_for_tests import without_a_home
+from pairwise import pairwise
 
 from sparsepack.errors import UserError
 from sparsepack.runtime.cuda.driver import compiler
@@ -163,28 +163,12 @@ CONFIGS = (
 )
 
 
-def _some_soon(whats: Sequence[str], *others: Sequence[Any], each: int, apart: int) -> list[Any]:
-    """All combinations, of which all but some are `long`: of those of the others each has `each` of the first, `apart`
-    from each other and in turn, so that any two values meet."""
-    chosen = [
-        (whats[(number + apart * time) % len(whats)], *rest)
-        for number, rest in enumerate(product(*others))
-        for time in range(each)
-    ]
-    for at, values in enumerate(others, 1):
-        assert {(case[0], case[at]) for case in chosen} == set(product(whats, values))
-    return [pytest.param(*case, marks=[] if case in chosen else pytest.mark.long) for case in product(whats, *others)]
-
-
-@pytest.mark.parametrize(
-    ("what", "config", "arch"),
-    _some_soon(
-        ("dense", "sparse", "per channel", "held", "held per channel", "flag in data", "gate"),
-        CONFIGS,
-        (80, 90),
-        each=4,
-        apart=2,
-    ),
+@pairwise(
+    {
+        "what": ("dense", "sparse", "per channel", "held", "held per channel", "flag in data", "gate"),
+        "config": CONFIGS,
+        "arch": (80, 90),
+    }
 )
 def test_products_compile_as_they_are_launched(what: str, config: CudaTileConfig, arch: int) -> None:
     x = torch.empty(9001)
@@ -217,16 +201,13 @@ def test_products_of_experts_compile_as_they_are_launched(what: str, together: T
         assert cubin("zigzag_gemv", arch, defines)[:4] == b"\x7fELF"
 
 
-@pytest.mark.parametrize(
-    ("what", "inputs", "config", "arch"),
-    _some_soon(
-        ("dense", "sparse", "per channel", "held", "norm", "norm of squares", "gate"),
-        (1, 3, 8),
-        CONFIGS[:4],
-        (80, 90),
-        each=2,
-        apart=3,
-    ),
+@pairwise(
+    {
+        "what": ("dense", "sparse", "per channel", "held", "norm", "norm of squares", "gate"),
+        "inputs": (1, 3, 8),
+        "config": CONFIGS[:4],
+        "arch": (80, 90),
+    }
 )
 def test_products_of_several_inputs_compile_as_they_are_launched(
     what: str, inputs: int, config: CudaTileConfig, arch: int

@@ -7,6 +7,7 @@ from operations_for_tests import normal, packed
 from sparsepack.formats.blocks.table import BLOCKS
 from sparsepack.formats.matrix import PackedMatrix, decode_matrix
 from sparsepack.formats.table import MatrixFormat
+from sparsepack.models.records.rule import SiteRule, active_channels
 from sparsepack.runtime.reference import attention as reference_attention
 from sparsepack.runtime.reference import products as reference
 
@@ -68,3 +69,10 @@ def test_collect_and_gemv_never_wait_for_the_device() -> None:
         reference.zigzag_gemv(loaded, x, *reference.collect(x, threshold))
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("threshold", [torch.tensor(0.5), torch.tensor([0.5, 0.5, 0.5])])
+def test_an_input_at_its_threshold_is_not_active(threshold: torch.Tensor) -> None:
+    x = torch.tensor([0.5, -0.5, 0.50001])
+    assert active_channels(x, SiteRule(threshold)).tolist() == [False, False, True]
+    assert active_channels(x + 0.25, SiteRule(threshold, torch.full((3,), 0.25))).tolist() == [False, False, True]
