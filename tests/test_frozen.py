@@ -69,6 +69,9 @@ def _cases() -> Iterator[Case]:
             yield Case(source, f"--format {format}")
         for format in ("slide-int8", "slide-fp8", "slide-bf16") if dense else ():
             yield Case(source, f"--format {format}", pruned=True)
+    for format in ("zigzag-q6_k", "zigzag-q8_0"):
+        for source in ("shipped:tiny", "shipped:tiny-mixture", "llama/0"):
+            yield Case(source, f"--format {format}")
     for format in ("f16", "f32", "zigzag-q4_k --output-type q8_0 --embedding-type q8_0"):
         yield Case("shipped:tiny", f"--format {format}")
     for options in ("--sparsity 0.5 --allocation global --refit", "--attention double --tokens 1/4 --sparsity 0"):
