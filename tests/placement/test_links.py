@@ -1,5 +1,6 @@
 """The division of offloaded neurons between links."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,6 +17,12 @@ def test_no_other_division_is_faster(resident: int, offloaded: int, links: Bandw
     best = min(links.seconds(resident, offloaded, other) for other in range(offloaded + 1))
     assert links.seconds(resident, offloaded, bus) <= best * (1 + 1e-9)
     assert bus == over_the_bus(resident, offloaded, links)
+
+
+def test_where_the_device_computes_all_nothing_is_handed_over() -> None:
+    links = BandwidthProfile(resident=100.0, bus=10.0, worker=50.0, handover=5.0)
+    assert links.seconds(100, 10, 10) == pytest.approx(2.0)
+    assert links.seconds(100, 10, 9) == pytest.approx(5.02)
 
 
 def test_where_all_are_equally_fast_both_sides_have_as_much() -> None:
