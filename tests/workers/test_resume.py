@@ -112,6 +112,12 @@ def test_a_file_in_the_place_of_the_state_is_removed(tmp_path: Path) -> None:
     assert ResumeState(tmp_path / "s", "fingerprint").done == 1
 
 
+def test_the_state_of_another_command_is_not_gone_on_with(tmp_path: Path) -> None:
+    ResumeState(tmp_path / "s", "fingerprint").commit("blocks", done=1)
+    assert ResumeState(tmp_path / "s", "fingerprint").done == 1
+    assert not ResumeState(tmp_path / "s", "another").parts
+
+
 def test_what_was_never_committed_is_removed_in_silence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _committed(tmp_path / "s")
     before = sorted(entry.name for entry in (tmp_path / "s").iterdir())
