@@ -89,7 +89,7 @@ def kquant_subjects(
         exact = Path(folder) / "f32.gguf"
         pack(PackRequest(model, exact, format="f32", output_type="f32", embedding_type="f32"))
         for type in types:
-            made = quantised(exact, type, source.family, heads if source.family.gguf_permuted else {})
+            made = quantised(exact, type, source.family, heads if source.family.gguf.permuted else {})
             yield type, made, replace(reference, source=ChangedWeights(source, made.weights))
 
 

@@ -373,7 +373,7 @@ def _inside(checkpoint: Checkpoint, request: PackRequest, found: Found) -> PlanR
     from sparsepack.formats.attention import attention_section
     from sparsepack.formats.manifest import DISTILLATION, PRUNING, REFIT, ROTATION, SCORE, SCORE_PLACEHOLDER
     from sparsepack.formats.plan import PlanRequest
-    from sparsepack.models.heads import heads_of_config
+    from sparsepack.models.architecture import heads_of_config
     from sparsepack.models.records.distilled import distillation_record
     from sparsepack.models.records.pruned import pruning_record
     from sparsepack.models.records.rotated import rotation_record

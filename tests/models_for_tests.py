@@ -43,6 +43,35 @@ SMALL: dict[str, dict[str, Any]] = {
             "full_attention": {"rope_type": "linear", "rope_theta": 100000.0, "factor": 2.0},
         },
     },
+    "granite": {
+        "num_key_value_heads": 2,
+        "tie_word_embeddings": True,
+        "embedding_multiplier": 12.0,
+        "residual_multiplier": 0.22,
+        "attention_multiplier": 0.1,
+        "logits_scaling": 8.0,
+    },
+    "smollm3": {"num_key_value_heads": 2, "num_hidden_layers": 4, "pad_token_id": 0},
+    "olmo2": {"tie_word_embeddings": False, "pad_token_id": 0},
+    "olmo3": {"num_key_value_heads": 2, "num_hidden_layers": 4, "sliding_window": 24, "pad_token_id": 0},
+    "arcee": {"num_key_value_heads": 2},
+    "seed_oss": {"num_key_value_heads": 2, "head_dim": 64, "pad_token_id": 0},
+    "ministral3": {
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "pad_token_id": 0,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 128,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.1,
+        },
+    },
     "phi3": {"num_key_value_heads": 2, "tie_word_embeddings": False, "pad_token_id": 0, "partial_rotary_factor": 0.75},
 }
 
@@ -97,6 +126,8 @@ WINDOWED: dict[str, dict[str, Any]] = {
     "phi3": {"sliding_window": 10},
     "gemma2": {"sliding_window": 10},
     "gemma3_text": {"sliding_window": 10},
+    "olmo3": {"sliding_window": 10},
+    **{family: {} for family in ("granite", "smollm3", "olmo2", "arcee", "seed_oss", "ministral3")},
 }
 """The changes to each family that make its layers look back a few tokens, where the family has such layers."""
 

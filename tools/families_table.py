@@ -3,7 +3,7 @@
     python tools/families_table.py
 
 The first, in README, has verbs and engines; the second, in docs/formats.md, what `pack` makes. They have from
-`models/verbs.py` what verbs take, from `formats/table.py` what formats hold, and from `runtime/backends.py` and
+`models/families.py` what commands take, from `formats/table.py` what formats hold, and from `runtime/backends.py` and
 `runtime/traits.py` what engines compute, of a model as the family's usual ones are.
 """
 
@@ -13,9 +13,8 @@ from typing import Any
 from sparsepack.errors import UserError
 from sparsepack.formats.table import DENSE, EXPERTS, FORMATS, Format
 from sparsepack.models.architecture import architecture_of
-from sparsepack.models.families import FAMILIES
+from sparsepack.models.families import FAMILIES, check_taken
 from sparsepack.models.family import Family
-from sparsepack.models.verbs import check_taken
 from sparsepack.runtime.backends import BACKENDS, Backend
 from sparsepack.runtime.traits import traits_of
 from sparsepack.tables import Table, markdown
@@ -32,6 +31,12 @@ MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     ),
     "Gemma 2": ("gemma2", {}),
     "Gemma 3 (text)": ("gemma3_text", {}),
+    "Granite 3": ("granite", {}),
+    "SmolLM3": ("smollm3", {}),
+    "Olmo 2, Olmo 3": ("olmo3", {}),
+    "Seed-OSS": ("seed_oss", {}),
+    "Ministral 3": ("ministral3", {}),
+    "Arcee (AFM-4.5B)": ("arcee", {}),
     "Mixtral": ("mixtral", {}),
     "Qwen3-MoE": ("qwen3_moe", {}),
     "Qwen2-MoE": ("qwen2_moe", {}),

@@ -183,7 +183,7 @@ def write_shape(path: Path, config: Any, device: str = "cpu") -> Path:
         return blocks.reshape(*rows, -1).cpu().numpy(), gguf.GGMLQuantizationType[type]
 
     unfinished = path.with_suffix(".unfinished")
-    writer = gguf.GGUFWriter(unfinished, family.gguf)
+    writer = gguf.GGUFWriter(unfinished, family.gguf.architecture)
     for name, (value, type, sub_type) in architecture_keys(a, config)[0].items():
         writer.add_key_value(name, value, type, sub_type)
     writer.add_tokenizer_model("no_vocab")

@@ -11,8 +11,8 @@ from sparsepack.calibrate.statistics import MEASURED, importance, missed
 from sparsepack.calibrate.thresholds import AttentionOptions
 from sparsepack.errors import CalibrationError, PackingError
 from sparsepack.files.hashing import NO_HASH
+from sparsepack.models.architecture import heads_of_config
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
-from sparsepack.models.heads import heads_of_config
 from sparsepack.models.records.sparse_attention import SparseAttention
 
 MOST_MISSED = 0.5

@@ -38,10 +38,11 @@ from sparsepack.calibrate.uniform import weights_of
 from sparsepack.errors import CheckpointError, DistillationError
 from sparsepack.files.atomic import check_inputs, check_output
 from sparsepack.files.hashing import fingerprint
-from sparsepack.models.architecture import logit_cap
+from sparsepack.models.architecture import multipliers
 from sparsepack.models.checkpoint.checkpoint import Checkpoint, checkpoint_of
 from sparsepack.models.checkpoint.distilled import distilled, texts_of_distilled
 from sparsepack.models.checkpoint.writer import write_checkpoint
+from sparsepack.models.families import check_taken
 from sparsepack.models.family import SITES, Family
 from sparsepack.models.precision import arithmetic, type_name
 from sparsepack.models.records.distilled import RECORD, Distilled, Figures, distillation_record
@@ -50,7 +51,6 @@ from sparsepack.models.records.pruned import pruning_record
 from sparsepack.models.stock.halves import Change, changed_pass, dense_pass
 from sparsepack.models.stock.whole import load_model
 from sparsepack.models.tokenizer.windows import spread_windows
-from sparsepack.models.verbs import check_taken
 from sparsepack.option import check_type
 from sparsepack.progress import say
 from sparsepack.version import __version__
@@ -70,7 +70,7 @@ def measure(model: Any, family: Family, windows: Tensor, sparse: Change | None, 
     sparse -- None: nothing is skipped
     wanted -- the `dense_states` of the model that it should follow
     """
-    head, half, cap = model.get_output_embeddings(), windows.shape[1] // 2, logit_cap(model.config)
+    head, half, cap = model.get_output_embeddings(), windows.shape[1] // 2, multipliers(model.config).logit_cap
     sums = torch.zeros(3, dtype=torch.float64)
     for ids, dense in zip(windows, wanted, strict=True):
         states, context = dense_pass(model, ids[None])

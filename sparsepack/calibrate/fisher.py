@@ -23,12 +23,11 @@ from sparsepack.calibrate.sequential import Chooser
 from sparsepack.calibrate.threshold_table import rules_of_json, rules_to_json
 from sparsepack.calibrate.thresholds import AllocationOptions
 from sparsepack.errors import ThresholdsError
-from sparsepack.models.architecture import logit_cap
+from sparsepack.models.architecture import multipliers, soft_capped
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
 from sparsepack.models.family import MLP_SITES, SITES
 from sparsepack.models.precision import arithmetic
 from sparsepack.models.records.rule import SiteKey, SiteRule
-from sparsepack.models.soft_caps import soft_capped
 from sparsepack.models.stock.blocks import BlockStream
 from sparsepack.models.stock.hooks import site_hooks
 from sparsepack.models.tokenizer.windows import spread_windows
@@ -179,7 +178,7 @@ def _through_block(
 def _of_output(stream: BlockStream, hidden: Tensor) -> Tensor:
     """The gradient of the log-likelihood of drawn tokens with respect to what leaves the last block: [B, S, H]."""
     generator = torch.Generator().manual_seed(0)
-    head, cap = stream.head().to(stream.device, stream.dtype), logit_cap(stream.source.config)
+    head, cap = stream.head().to(stream.device, stream.dtype), multipliers(stream.source.config).logit_cap
     step = max(1, _LOGITS // len(head))
     slopes = []
     for row in hidden:

@@ -28,6 +28,7 @@ from sparsepack.calibrate.uniform import weights_of
 from sparsepack.errors import RotationError
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
 from sparsepack.models.checkpoint.rotated import Bases, bases_of, rotated
+from sparsepack.models.families import stream_of
 from sparsepack.models.family import ATTN_OUT, SITES, Family
 from sparsepack.models.precision import arithmetic
 from sparsepack.models.records.rule import SiteKey
@@ -35,7 +36,6 @@ from sparsepack.models.stock.halves import Change
 from sparsepack.models.stock.hooks import site_hooks
 from sparsepack.models.stock.whole import backbone_of, load_model
 from sparsepack.models.tokenizer.windows import spread_windows
-from sparsepack.models.verbs import stream_of
 from sparsepack.workers.resume import ResumeState
 
 _WINDOWS = 8

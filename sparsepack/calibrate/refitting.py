@@ -29,6 +29,7 @@ from sparsepack.files.transfer import stacked_on
 from sparsepack.formats.plan import Encoded, EncodedSite, SiteEncoder, naming
 from sparsepack.formats.table import Format
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
+from sparsepack.models.families import check_taken
 from sparsepack.models.family import MLP_SITES, SITES
 from sparsepack.models.precision import arithmetic
 from sparsepack.models.records.rule import Rules
@@ -37,7 +38,6 @@ from sparsepack.models.stock.blocks import BlockStream
 from sparsepack.models.stock.forecast import bound_told
 from sparsepack.models.stock.hooks import routing_hooks, site_hooks
 from sparsepack.models.tokenizer.windows import spread_windows
-from sparsepack.models.verbs import check_taken
 from sparsepack.progress import Shorter, progress
 from sparsepack.reconstruction import Inputs
 from sparsepack.version import __version__

@@ -33,6 +33,7 @@ from sparsepack.models.checkpoint.checkpoint import HEAD, Checkpoint, checkpoint
 from sparsepack.models.checkpoint.rotated import bases_of, check_one_basis, rotated, rotated_config
 from sparsepack.models.checkpoint.source_files import CONFIG, texts_of
 from sparsepack.models.checkpoint.writer import made_of_blocks, write_checkpoint
+from sparsepack.models.families import stream_of
 from sparsepack.models.family import SITES
 from sparsepack.models.precision import brought, type_name
 from sparsepack.models.records.distilled import distillation_record
@@ -41,7 +42,6 @@ from sparsepack.models.records.rotated import RECORD, Rotated, rotation_record
 from sparsepack.models.stock.blocks import BlockStream
 from sparsepack.models.stock.forecast import memory_so_far
 from sparsepack.models.tokenizer.windows import spread_windows
-from sparsepack.models.verbs import stream_of
 from sparsepack.option import check_type
 from sparsepack.progress import progress
 from sparsepack.version import __version__

@@ -20,11 +20,10 @@ from sparsepack.calibrate.folder import Calibration
 from sparsepack.calibrate.sequential import Chooser, score, second_half
 from sparsepack.calibrate.thresholds import AllocationOptions
 from sparsepack.calibrate.uniform import rules_of_criterion
-from sparsepack.models.architecture import logit_cap
+from sparsepack.models.architecture import multipliers, soft_capped
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
 from sparsepack.models.family import SITES, Family
 from sparsepack.models.records.rule import SiteKey, SiteRule
-from sparsepack.models.soft_caps import soft_capped
 from sparsepack.models.stock.blocks import BlockStream
 from sparsepack.models.stock.halves import Change, changed_pass, dense_pass, trained_pass
 from sparsepack.models.stock.hooks import site_hooks
@@ -59,7 +58,7 @@ def divergence(
     teacher -- the dense model, where the model's weights are trained, too: keys and values of the first halves are then
                the trained model's own, and the divergence there is added
     """
-    half, head, cap = ids.shape[1] // 2, model.get_output_embeddings(), logit_cap(model.config)
+    half, head, cap = ids.shape[1] // 2, model.get_output_embeddings(), multipliers(model.config).logit_cap
     prompt: torch.Tensor | float = 0.0
     if teacher is None:
         dense, context = dense_pass(model, ids)
@@ -77,7 +76,9 @@ def dense_divergence(
     """Mean KL(teacher || model) over windows `ids` [B, S] of which nothing is skipped, differentiable; and a sparsity
     of 0."""
     states, _ = trained_pass(model, family, ids)
-    found = mean_divergence(model.get_output_embeddings(), teacher.dense(ids), states, logit_cap(model.config))
+    found = mean_divergence(
+        model.get_output_embeddings(), teacher.dense(ids), states, multipliers(model.config).logit_cap
+    )
     return found, torch.zeros_like(found)
 
 

@@ -18,12 +18,11 @@ from torch.nn import functional
 from sparsepack.eval.protocols import CountingScorer, Done, Logits, ignored
 from sparsepack.formats.orders.slide import dequantised, quantise_rows
 from sparsepack.integration.transformers import double_sparsity
-from sparsepack.models.architecture import logit_cap, sliding_windows
+from sparsepack.models.architecture import multipliers, sliding_windows, soft_capped
 from sparsepack.models.family import Family
 from sparsepack.models.precision import brought
 from sparsepack.models.records.rule import Rules, SiteKey, active_channels, sparsify
 from sparsepack.models.records.sparse_attention import SparseAttention
-from sparsepack.models.soft_caps import soft_capped
 from sparsepack.models.stock.blocks import BlockSource, BlockStream
 from sparsepack.models.stock.hooks import site_hooks
 from sparsepack.models.stock.whole import backbone_of
@@ -304,7 +303,7 @@ class SparseScorer(TransformersScorer):
         return found.to(self.device)  # of a model over several GPUs it is where the last block is
 
     def head(self, words: slice) -> Logits:
-        return linear(self.model.lm_head.weight[words], logit_cap(self.model.config))
+        return linear(self.model.lm_head.weight[words], multipliers(self.model.config).logit_cap)
 
 
 def linear(weight: torch.Tensor, cap: float = 0.0) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -385,5 +384,5 @@ class StreamedScorer(TransformersScorer):
         if self._output is None:
             self._output = self._stream.head()
         weight = brought(self._output[words], self.device, self._stream.dtype)
-        product = linear(weight, logit_cap(self.source.config))
+        product = linear(weight, multipliers(self.source.config).logit_cap)
         return lambda hidden: product(hidden.to(self.device))

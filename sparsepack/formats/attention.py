@@ -4,7 +4,7 @@
     tokens                        share of the tokens that a decoded position sees and reads, "1/8"
     sinks, recent, min_context    see `models.records.sparse_attention.TokenPolicy`
     label_bits                    of a channel of a label: 4 (`formats.blocks.labels`)
-    head_dim, kv_heads, rotary    what the channels are channels of: `models.heads.Heads`
+    head_dim, kv_heads, rotary    what the channels are channels of: `models.blocks.Heads`
     groups                        "mean": the query heads of a KV head read what their mean query ranks best
     calibration                   SHA-256 of the calibration that the channels are from
     channels                      of each layer null, where it is dense, or each KV head's heavy channels, ascending
@@ -26,9 +26,8 @@ from pydantic import AfterValidator, ConfigDict, Field, model_validator
 from sparsepack.errors import ArtifactError
 from sparsepack.files.stored import Count, Name, Size, Stored, shown, validate
 from sparsepack.formats.blocks.labels import LABEL_BITS, padded_channels
-from sparsepack.models.architecture import Architecture
-from sparsepack.models.family import Rotary
-from sparsepack.models.heads import Heads, heads_of, heads_of_config
+from sparsepack.models.architecture import Architecture, heads_of_config
+from sparsepack.models.blocks import Heads, Rotary
 from sparsepack.models.records.sparse_attention import (
     LARGEST_DENOMINATOR,
     SparseAttention,
@@ -141,7 +140,7 @@ def sparse_attention_of(
 def _check_fits(section: AttentionSection, model: Architecture | Any) -> None:
     """Raise ValueError unless the channels can be those of the model."""
     if isinstance(model, Architecture):
-        heads, layers = heads_of(model), model.layers
+        heads, layers = model.heads_and_rope, model.layers
     else:
         heads, layers = heads_of_config(model), int(model.num_hidden_layers)
     rotary = section.rotary

@@ -56,6 +56,11 @@ class DenseMlp:
     sites: Mapping[str, PackedSite]
 
     @property
+    def gated(self) -> bool:
+        """Whether mlp_in has a gate beside what is multiplied with it."""
+        return self.sites["mlp_in"].matrix.rows > self.sites["mlp_mid"].matrix.columns
+
+    @property
     def matrices(self) -> Mapping[str, PackedMatrix]:
         """The MLP's part of `PackedLayer.matrices`."""
         return {name: site.matrix for name, site in self.sites.items()}
@@ -198,8 +203,8 @@ Mlp = DenseMlp | NeuronMlp | ExpertMlp
 
 @dataclass(frozen=True)
 class PackedLayer:
-    """One decoder block: the sites of its attention, its norms (attn_norm, mlp_norm, q_norm, k_norm) as float32, and
-    its MLP.
+    """One decoder block: the sites of its attention, the norms that it has (of attn_norm, mlp_norm, attn_post_norm,
+    mlp_post_norm, q_norm, k_norm, q_row_norm, k_row_norm) as float32, and its MLP.
 
     basis -- [hidden, hidden], by rows: the hidden state is multiplied by it before anything else in the block; None:
              it stays in the basis that it has
@@ -280,6 +285,12 @@ class PackedModel:
     special_tokens: Mapping[str, Any] = field(default_factory=dict)
     generation: Mapping[str, float] = field(default_factory=dict)
     attention: SparseAttention | None = None
+
+    @property
+    def scaled_output_norm(self) -> Tensor:
+        """The weight of the last norm, by which logits have the model's scale."""
+        scale = self.architecture.logit_scale
+        return self.output_norm if scale == 1 else self.output_norm * scale
 
     def named_tokens(self, tokenizer: Tokenizer) -> Mapping[str, Any]:
         """`special_tokens`, or what is known of them without: the architecture's BOS and first EOS."""

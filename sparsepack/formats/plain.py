@@ -22,7 +22,7 @@ from sparsepack.formats.artifact import Artifact, Program
 from sparsepack.formats.blocks.table import BLOCKS
 from sparsepack.formats.containers.gguf import GgufArtifact, KeyValue, manifest_values, string
 from sparsepack.formats.containers.gguf_writer import GgufPlan, embedding_types, fallen_back
-from sparsepack.formats.llama_cpp.keys import architecture_keys, rotary_factors
+from sparsepack.formats.llama_cpp.keys import architecture_keys, llama_cpp, rotary_factors
 from sparsepack.formats.llama_cpp.vocabulary import INEXACT, KEY_TYPES, vocabulary
 from sparsepack.formats.manifest import make_manifest
 from sparsepack.formats.packed import PackedModel
@@ -86,7 +86,7 @@ class PlainArtifact(GgufArtifact):
             value = self.decoded(names[name]) - family.norm_offset_of(name)
             if is_shared_gate(family, name):
                 return value[None]
-            if family.gguf_permuted:
+            if family.gguf is not None and family.gguf.permuted:
                 for projection, count in heads.items():
                     if f"{projection}." in name:
                         return unpermute_rotary(value, count)
@@ -125,7 +125,11 @@ class PlainArtifact(GgufArtifact):
             return "the experts"
         if any(name.endswith("attn_output.bias") for name in self.tensors):
             return "the biases"
-        heads = {family.gguf_head for family in FAMILIES.values() if family.gguf == kind and family.gguf_head}
+        all_known = (family.gguf for family in FAMILIES.values())
+        known = [gguf for gguf in all_known if gguf is not None and gguf.architecture == kind]
+        if not any(gguf.transformers for gguf in known):
+            return "everything"
+        heads = {gguf.head for gguf in known if gguf.head}
         if heads and metadata.get(f"{kind}.attention.key_length") not in heads:
             return "the head size"
         return None
@@ -140,13 +144,13 @@ def is_shared_gate(family: Family, name: str) -> bool:
 def llama_cpp_rows(checkpoint: Checkpoint, source: str, value: Tensor) -> Tensor:
     """A Hugging Face tensor as llama.cpp's files have it: rows of q and k of llama models with rotary pairs adjacent,
     weights of norms as they multiply."""
-    config = checkpoint.config
+    config, gguf = checkpoint.config, checkpoint.family.gguf
     if is_shared_gate(checkpoint.family, source):
         return value[0]
     if offset := checkpoint.family.norm_offset_of(source):
         return value.float() + offset
     for projection, heads in (("q_proj", config.num_attention_heads), ("k_proj", config.num_key_value_heads)):
-        if checkpoint.family.gguf_permuted and f".{projection}." in source:
+        if gguf is not None and gguf.permuted and f".{projection}." in source:
             return permute_rotary(value, heads)
     return value
 
@@ -161,11 +165,13 @@ def check_model(format: Format, checkpoint: Checkpoint) -> None:
     of it or of its vocabulary."""
     _architecture_values(checkpoint)
     _vocabulary_values(checkpoint)
-    if not checkpoint.family.gguf_biases:
+    gguf = checkpoint.family.gguf
+    if gguf is not None and gguf.biases is not None:
         for name, source in gguf_names(checkpoint.family, checkpoint.layers).items():
-            if name.endswith(".bias") and source in checkpoint.source.shapes:
+            known = name.split(".")[-2] in gguf.biases
+            if name.endswith(".bias") and not known and source in checkpoint.source.shapes:
                 raise PackingError(
-                    f"{name}: llama.cpp knows no biases in {checkpoint.family.gguf} models; "
+                    f"{name}: llama.cpp knows no biases in {gguf.architecture} models; "
                     "pack as zigzag-q4_k, which sparsepack itself runs"
                 )
 
@@ -200,7 +206,7 @@ def plan(format: Format, checkpoint: Checkpoint, request: PlanRequest) -> GgufPl
         notes=tuple(notes),
         at_once=tensors_at_once(request.device),
         source=checkpoint.source.hash,
-        architecture=checkpoint.family.gguf,
+        architecture=llama_cpp(checkpoint.family).architecture,
         values=values | _named(manifest_values(manifest), vocabulary_keys) | own,
     )
 

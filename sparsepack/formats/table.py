@@ -118,7 +118,13 @@ class Format:
 
     def lacks(self, family: "Family") -> str:
         """What models of a family have that the format has no place for; empty: it has for everything."""
-        return "" if family.experts is None or self.experts else "mixtures of experts"
+        if family.experts is not None and not self.experts:
+            return "mixtures of experts"
+        if self.mlp is not NEURONS or family.unpackable:
+            return ""
+        return (
+            "without a gate" if not family.gated else "" if "mlp_norm" in family.norms else "without a norm before them"
+        )
 
     def check_model(self, checkpoint: "Checkpoint") -> None:
         """Whether the format can hold a model: ask once, before anything is found for it.
@@ -131,9 +137,9 @@ class Format:
                 f"which {self.name} has no place; pack as {those_with('bases')}, or rotate it with one basis"
             )
         if lacks := self.lacks(checkpoint.family):
+            others = " or ".join(name for name, row in FORMATS.items() if not row.lacks(checkpoint.family))
             raise PackingError(
-                f"{checkpoint.name}: its MLPs are {lacks}, for which {self.name} has no place; pack as "
-                f"{those_with('experts')}"
+                f"{checkpoint.name}: its MLPs are {lacks}, for which {self.name} has no place; pack as {others}"
             )
         self._implementation.check_model(self, checkpoint)
 

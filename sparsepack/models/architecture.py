@@ -3,18 +3,29 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from sparsepack.errors import CheckpointError
-from sparsepack.models.families import FAMILIES
+from sparsepack.models.blocks import (
+    ACTIVATIONS,
+    PLAIN_ACTIVATIONS,
+    Attention,
+    Block,
+    ExpertNumbers,
+    Heads,
+    LongTexts,
+    Mlp,
+    Multipliers,
+    RotaryChannels,
+)
+from sparsepack.models.families import FAMILIES, taken_by
 from sparsepack.models.family import MLP_SITES
 from sparsepack.models.own_code import STOCK_ALONE
-from sparsepack.models.verbs import taken_by
 
-ACTIVATIONS = ("silu", "relu", "gelu", "gelu_pytorch_tanh")
 MOST_EXPERTS = 1 << 14
 _LARGEST = 3.4e38  # float32
 _FIXED_ROTARY = ("default", "linear", "llama3", "yarn")
@@ -23,55 +34,6 @@ _BY_LENGTH = ("longrope", "dynamic")
 _PLAIN_ROUTER = MappingProxyType({"scoring_func": "softmax", "n_group": 1, "routed_scaling_factor": 1.0})
 """What other routers call what makes them so, and what it is in those that are known here. The stock models of these
 do not look at it."""
-
-
-@dataclass(frozen=True)
-class LongTexts:
-    """By which frequencies texts of more than so many tokens turn, their first tokens too.
-
-    tokens   -- up to so many, texts turn by `Architecture.inv_freq`
-    inv_freq -- of all longer ones (longrope); empty: the frequencies fall as a text grows (dynamic NTK), and what is
-                cached keeps the ones that it was turned by
-    base     -- of the frequencies that fall, as `Architecture.inv_freq` has it
-    factor   -- by which they fall
-    """
-
-    tokens: int
-    inv_freq: tuple[float, ...] = ()
-    base: float = 0.0
-    factor: float = 0.0
-
-    @property
-    def turns_all(self) -> bool:
-        """Whether a text that becomes long is turned anew as a whole, so that its keys must be computed again."""
-        return bool(self.inv_freq)
-
-
-@dataclass(frozen=True)
-class ExpertNumbers:
-    """How MLPs choose among their experts, each of which is `Architecture.intermediate` wide.
-
-    count      -- experts of a block
-    used       -- that a token has
-    normalised -- whether the weights of these are made to add up to one
-    shared     -- experts that every token has beside these, all with the weight that the shared expert has whose parts
-                  they are
-    """
-
-    count: int
-    used: int
-    normalised: bool
-    shared: int = 0
-
-    @property
-    def stored(self) -> int:
-        """Experts of a block whose matrices there are."""
-        return self.count + self.shared
-
-    @property
-    def of_token(self) -> int:
-        """Experts that a token has, chosen or not."""
-        return self.used + self.shared
 
 
 @dataclass(frozen=True)
@@ -93,6 +55,13 @@ class Architecture:
     attention_cap, logit_cap  -- a score or logit x becomes cap tanh(x / cap); 0: it stays
     embedding_scale           -- what rows of the embedding are multiplied by
     experts                   -- of each MLP, all blocks alike; None: MLPs are dense
+    ropeless                  -- numbers of layers that do not turn queries and keys
+    logit_scale               -- what logits are multiplied by
+    query_growth              -- (b, n): a query at position p is multiplied by 1 + b log(1 + floor(p / n)); empty: it
+                                 is not
+
+    Of a model that multiplies by r what blocks add, `embedding_scale` and `norm_eps` are of a stream that is divided by
+    r, which engines have: embedding_multiplier / r and rms_norm_eps / r^2. Every norm of such a stream is the same.
     """
 
     model_type: str
@@ -120,16 +89,46 @@ class Architecture:
     logit_cap: float = 0.0
     embedding_scale: float = 1.0
     experts: ExpertNumbers | None = None
+    ropeless: tuple[int, ...] = ()
+    logit_scale: float = 1.0
+    query_growth: tuple[float, ...] = ()
+
+    @cached_property
+    def blocks(self) -> tuple[Block, ...]:
+        """The decoder blocks, in order of execution."""
+        family = FAMILIES[self.model_type]
+        local = bool(self.local_inv_freq)
+        mlp = Mlp(self.intermediate, self.activation, family.gated, self.experts)
+        return tuple(
+            Block(
+                Attention(
+                    rope=len(self.rotary_tables) - 1 if layer in self.ropeless else int(local and window > 0),
+                    window=window,
+                    qk_norm=family.qk_norm,
+                ),
+                mlp,
+                "attn_norm" in family.norms,
+                "attn_post_norm" in family.norms,
+            )
+            for layer, window in enumerate(self.sliding_windows)
+        )
 
     @property
-    def post_norms(self) -> bool:
-        """Whether what attention and MLP of a block add is normed."""
-        return "attn_post_norm" in FAMILIES[self.model_type].norms
+    def rotary_tables(self) -> list[tuple[tuple[float, ...], float]]:
+        """Frequencies and scale of each table by which blocks turn. Where some blocks do not turn, they have the last,
+        whose frequencies are zeros."""
+        tables = [(self.inv_freq, self.rotary_scale)]
+        if self.local_inv_freq:
+            tables.append((self.local_inv_freq, 1.0))
+        if self.ropeless:
+            tables.append(((0.0,) * len(self.inv_freq), 1.0))
+        return tables
 
     @property
-    def row_norms(self) -> bool:
-        """Whether queries and keys are RMS-normalised over all heads together before the rotary embedding."""
-        return "q_row_norm" in FAMILIES[self.model_type].norms
+    def heads_and_rope(self) -> Heads:
+        """The attention heads, as far as stored channels depend on them."""
+        rotary = RotaryChannels(FAMILIES[self.model_type].rotary, 2 * len(self.inv_freq))
+        return Heads(self.heads, self.kv_heads, self.head_dim, rotary)
 
     @property
     def named_context(self) -> int:
@@ -158,7 +157,8 @@ class Architecture:
     def from_json(cls, value: dict[str, Any]) -> "Architecture":
         """The inverse of `to_json`; raises TypeError or KeyError where a field is missing or unknown."""
         lists: dict[str, Any] = {name: tuple(value[name]) for name in ("inv_freq", "sliding_windows", "eos")}
-        lists["local_inv_freq"] = tuple(value.get("local_inv_freq", ()))
+        for name in ("local_inv_freq", "ropeless", "query_growth"):
+            lists[name] = tuple(value.get(name, ()))
         if (long := value.get("long_texts")) is not None:
             lists["long_texts"] = LongTexts(**{**long, "inv_freq": tuple(long["inv_freq"])})
         experts = value.get("experts")
@@ -187,8 +187,8 @@ def architecture_of(config: Any, bos: int | None, more_eos: Sequence[int] = ()) 
             "model; expected plain ones in layers with a sliding window, and none that follow a text's length"
         )
     activation = family.setting(config, "hidden_act")
-    if activation not in ACTIVATIONS:
-        raise CheckpointError(f"{config.model_type}: activation {activation!r}; expected {', '.join(ACTIVATIONS)}")
+    if activation not in (able := ACTIVATIONS if family.gated else PLAIN_ACTIVATIONS):
+        raise CheckpointError(f"{config.model_type}: activation {activation!r}; expected {', '.join(able)}")
     if getattr(config, "use_bidirectional_attention", None):
         raise CheckpointError(f"{config.model_type}: tokens see later ones; expected a model that writes text")
     if family.clips and (clip := getattr(config, family.clips, None)) is not None:
@@ -201,6 +201,8 @@ def architecture_of(config: Any, bos: int | None, more_eos: Sequence[int] = ()) 
     made_for = config.max_position_embeddings
     if long_texts is not None and not long_texts.turns_all:
         made_for = int(made_for * long_texts.factor)
+    by, growth = family.multipliers(config), rope.get("llama_4_scaling_beta")
+    turns = getattr(config, family.rope_layers, None) if family.rope_layers else None
     return Architecture(
         model_type=config.model_type,
         layers=config.num_hidden_layers,
@@ -210,23 +212,26 @@ def architecture_of(config: Any, bos: int | None, more_eos: Sequence[int] = ()) 
         kv_heads=config.num_key_value_heads,
         head_dim=head_dim(config),
         vocabulary=config.vocab_size,
-        norm_eps=config.rms_norm_eps,
+        norm_eps=config.rms_norm_eps / by.residual**2,
         activation=activation,
         inv_freq=tuple(inv_freq.tolist()),
         rotary_scale=scale,
         sliding_windows=sliding_windows(config),
-        qk_norm=family.qk_norm,
+        qk_norm=family.qk_norm == "heads",
         tied=bool(config.tie_word_embeddings),
         context=made_for,
         bos=bos,
         eos=tuple(dict.fromkeys([*token_ids(getattr(config, "eos_token_id", None)), *more_eos])),
         long_texts=long_texts,
         local_inv_freq=tuple(others[0][0].tolist()) if others else (),
-        attention_scale=attention_scale(config),
-        attention_cap=_cap(config, family.attention_cap),
-        logit_cap=logit_cap(config),
-        embedding_scale=embedding_scale(config),
+        attention_scale=0.0 if by.attention == head_dim(config) ** -0.5 else by.attention,
+        attention_cap=by.attention_cap,
+        logit_cap=by.logit_cap,
+        embedding_scale=by.embedding / by.residual,
         experts=expert_numbers(config),
+        ropeless=() if turns is None else tuple(layer for layer, turn in enumerate(turns) if not turn),
+        logit_scale=by.logits,
+        query_growth=(float(growth), float(rope["original_max_position_embeddings"])) if growth else (),
     )
 
 
@@ -238,12 +243,22 @@ def check_numbers(architecture: Architecture) -> None:
         if type(value) is not int or not 1 <= value < 2**31:
             raise ValueError(f"{name} {repr(value)[:60]}, expected a positive integer below 2**31")
     a, long = architecture, architecture.long_texts
-    real: tuple[float, ...] = (a.norm_eps, a.rotary_scale, *a.inv_freq, *a.local_inv_freq, a.embedding_scale)
+    real: tuple[float, ...] = (
+        a.norm_eps,
+        a.rotary_scale,
+        *a.inv_freq,
+        *a.local_inv_freq,
+        a.embedding_scale,
+        a.logit_scale,
+        *a.query_growth,
+    )
     least_0: tuple[float, ...] = (a.attention_scale, a.attention_cap, a.logit_cap)
     if long is not None:
         real, least_0 = (*real, *long.inv_freq), (*least_0, long.base, long.factor, long.tokens - 1)
     if not all(type(value) in (int, float) and -_LARGEST <= value <= _LARGEST for value in (*real, *least_0)):
         raise ValueError("norm_eps, rotary_scale, inv_freq, long_texts, caps or scales are something else than numbers")
+    if len(a.query_growth) not in (0, 2) or min(a.query_growth, default=1) <= 0:
+        raise ValueError(f"query_growth is {str(a.query_growth)[:60]}, expected none or two numbers above 0")
     if min(least_0) < 0:
         raise ValueError("attention_scale, attention_cap, logit_cap or long_texts hold numbers below 0")
     more = (a.local_inv_freq, () if long is None else long.inv_freq)
@@ -258,11 +273,14 @@ def check_numbers(architecture: Architecture) -> None:
         raise ValueError(f"bos {str(bos)[:60]}, expected a token of the {architecture.vocabulary}")
     if type(architecture.qk_norm) is not bool or type(architecture.tied) is not bool:
         raise ValueError("qk_norm or tied is neither true nor false")
-    if architecture.activation not in ACTIVATIONS:
-        raise ValueError(f"activation {str(architecture.activation)[:60]!r}, expected one of {', '.join(ACTIVATIONS)}")
     if not isinstance(architecture.model_type, str) or architecture.model_type not in taken_by("pack"):
         known = ", ".join(taken_by("pack"))
         raise ValueError(f"model type {str(architecture.model_type)[:60]!r}, expected one of {known}")
+    able = ACTIVATIONS if FAMILIES[architecture.model_type].gated else PLAIN_ACTIVATIONS
+    if architecture.activation not in able:
+        raise ValueError(f"activation {str(architecture.activation)[:60]!r}, expected one of {', '.join(able)}")
+    if not all(type(layer) is int and 0 <= layer < architecture.layers for layer in architecture.ropeless):
+        raise ValueError(f"ropeless holds something else than numbers of the {architecture.layers} layers")
     _check_experts(architecture)
     windows = len(architecture.sliding_windows)
     if windows != architecture.layers:
@@ -384,24 +402,21 @@ def _kinds(config: Any) -> list[str]:
     return sorted(set(config.layer_types))
 
 
-def attention_scale(config: Any) -> float:
-    """What products of queries and keys are multiplied by where that is not 1 / sqrt(head_dim); else 0."""
-    scalar = getattr(config, "query_pre_attn_scalar", None)
-    return 0.0 if scalar is None or scalar == head_dim(config) else float(scalar**-0.5)
+def multipliers(config: Any) -> Multipliers:
+    """What a stock configuration's model multiplies by."""
+    return FAMILIES[config.model_type].multipliers(config)
 
 
-def logit_cap(config: Any) -> float:
-    """The bound of a stock model's soft-capped logits; 0: they have none."""
-    return _cap(config, FAMILIES[config.model_type].logit_cap)
+def soft_capped(x: torch.Tensor, cap: float) -> torch.Tensor:
+    """Values kept within a bound: cap tanh(x / cap); 0: as they are."""
+    return (x / cap).tanh() * cap if cap else x
 
 
-def embedding_scale(config: Any) -> float:
-    """What the rows of a stock model's embedding are multiplied by."""
-    return float(config.hidden_size**0.5) if FAMILIES[config.model_type].embedding_scaled else 1.0
-
-
-def _cap(config: Any, name: str) -> float:
-    return float(getattr(config, name, None) or 0.0) if name else 0.0
+def heads_of_config(config: Any) -> Heads:
+    """The attention heads of a stock configuration of a family that we know."""
+    family = FAMILIES[config.model_type]
+    rotary = RotaryChannels(family.rotary, rotary_dims(config) if family.rotary != "none" else 0)
+    return Heads(config.num_attention_heads, family.setting(config, "num_key_value_heads"), head_dim(config), rotary)
 
 
 def token_ids(value: int | list[int] | None) -> list[int]:

@@ -1,10 +1,13 @@
-"""What a model family is, as data: which submodules of a decoder block sit at which site, which are norms, and what
-else its models compute. The families are rows of `models/families.py`."""
+"""What a model family is, as data: which submodules of a decoder block sit at which site, which are norms, what its
+configuration means, and the names of its tensors. Each family is a file (`models/llama.py`), which `models/families.py`
+collects."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal
+
+from sparsepack.models.blocks import Multipliers, Rotary
 
 SITES = ("attn_in", "attn_out", "mlp_in", "mlp_mid")
 """A site is where one hidden vector enters one or more projections of a decoder block; the sites stand in order of
@@ -20,10 +23,6 @@ ATTN_OUT = "attn_out"
 """The site whose channels are those of the attention heads' outputs, head by head."""
 MLP_MID = "mlp_mid"
 """The site whose channels are the neurons of the MLP."""
-
-Rotary = Literal["half-split", "interleaved", "none"]
-"""Channel c of the n of a head that turn, the first ones, turns with c + n / 2 ("half-split", also called neox), 2 c
-with 2 c + 1, or none turns."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +84,6 @@ class Experts:
     parts      -- how a checkpoint names gate, up and down of one expert, within `stored` and the expert's number
     count      -- the field of the configuration that says how many there are
     normalised -- the field that says whether the weights of the chosen ones are made to add up to one; "": they are
-    gguf_normalised -- whether llama.cpp makes them so
     dense      -- fields that make the MLPs of some blocks dense, which nothing here has a place for, and what each of
                   them is where there are none
     shared     -- the expert that all tokens have; None: there is none
@@ -97,7 +95,6 @@ class Experts:
     parts: tuple[str, str, str]
     count: str = "num_experts"
     normalised: str = ""
-    gguf_normalised: bool = True
     dense: Mapping[str, Any] = field(default_factory=dict)
     shared: SharedExpert | None = None
 
@@ -109,6 +106,18 @@ class Experts:
         """The names of the two parameters: what stands at mlp_in, and what stands at mlp_mid."""
         return f"{self.module}.{self.GATE_UP}", f"{self.module}.{self.DOWN}"
 
+
+PROJECTIONS = MappingProxyType(
+    {
+        "attn_in": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        "attn_out": ("self_attn.o_proj",),
+        "mlp_in": ("mlp.gate_proj", "mlp.up_proj"),
+        "mlp_mid": ("mlp.down_proj",),
+    }
+)
+NORMS = MappingProxyType({"attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"})
+QK_NORMS = MappingProxyType({**NORMS, "q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm"})
+"""The modules of a block in most families, and where each head's queries and keys are normed."""
 
 _STREAM = ResidualStream(
     MappingProxyType({"attn_in": "attn_norm", "mlp_in": "mlp_norm"}), ("attn_out", "mlp_mid"), "norm"
@@ -134,23 +143,74 @@ GGUF_PARTS = MappingProxyType(
 
 
 @dataclass(frozen=True)
+class LlamaCpp:
+    """What llama.cpp calls models of a family, and what it computes in them.
+
+    architecture   -- its name there
+    permuted       -- q and k rows have rotary pairs adjacent; Hugging Face keeps the halves apart
+    parts          -- name of a part of a block -> module
+    biases         -- parts of which it knows biases; None: all
+    head           -- transformers takes this for the head size, whatever a GGUF says; None: it reads the head size
+    transformers   -- transformers reads such GGUFs
+    keys           -- key -> the field of the configuration with this number; "A.B" is B within A
+    local_base     -- of rotary frequencies of layers with a window where a file does not say it; None: that of all
+    head_field     -- of the configuration: what is the head size there
+    activation     -- the one that it knows there
+    parts_of_heads -- it turns a part of each head, where a model does
+    window_every   -- of so many layers all but the last see a window alone; 0: it knows no windows
+    rope_every     -- of so many layers all but the last turn queries and keys; 0: all layers do
+    untied         -- it reads an output matrix beside the embedding
+    wide           -- in models of so many layers it scales scores by 1 / sqrt(hidden / heads), in others by 1 /
+                      sqrt(head_dim)
+    scalings       -- types of rotary scaling that need factors, as far as it has them there
+    normalised     -- it makes the weights of the chosen experts add up to one
+    """
+
+    architecture: str
+    permuted: bool = False
+    parts: Mapping[str, str] = field(default_factory=lambda: GGUF_PARTS)
+    biases: tuple[str, ...] | None = None
+    head: int | None = None
+    keys: Mapping[str, str] = field(default_factory=dict)
+    head_field: str = ""
+    local_base: float | None = None
+    transformers: bool = True
+    activation: str = "silu"
+    parts_of_heads: bool = False
+    window_every: int = 0
+    rope_every: int = 0
+    untied: bool = True
+    wide: int = 0
+    scalings: tuple[str, ...] = ()
+    normalised: bool = True
+
+
+@dataclass(frozen=True)
+class TextPart:
+    """The text part of a model that also takes images, as far as transformers has it as a model of its own: the one
+    that its `text_config` describes, of a family that is known here.
+
+    names  -- what the names of its tensors begin with in the whole model -> in the text model
+    others -- what the names of all other tensors begin with
+    """
+
+    names: Mapping[str, str]
+    others: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Family:
     """A model family. Names of projections and norms are relative to a decoder block, others to the backbone.
 
     model_type     -- `model_type` of config.json
-    gguf           -- llama.cpp's architecture name; empty: it has none
     projections    -- site -> its projections, in the order in which their output rows are stacked; an MLP with a gate
                       has gate and up at `mlp_in`, one without has one matrix there. A family that stores the matrices
                       of a site fused has one projection there, whose rows are the same
     norms          -- our name -> module; `attn_post_norm` and `mlp_post_norm` norm what attention and MLP add,
                       `q_row_norm` and `k_row_norm` the queries and keys of all heads together
     norm_offset    -- what is added to the weights of norms before they multiply
-    gguf_permuted  -- llama.cpp stores q and k rows with rotary pairs adjacent; Hugging Face keeps the halves apart
-    gguf_biases    -- llama.cpp knows biases in such models
-    gguf_head      -- transformers takes this for the head size, whatever a GGUF says; None: it reads the head size
-    gguf_parts     -- llama.cpp's name of a part of a block -> module
+    gguf           -- what llama.cpp knows of it; None: nothing
     rotary         -- which channels of a head the stock model turns together
-    qk_norm        -- q and k are RMS-normalised per head before the rotary embedding
     slides         -- a window in config.json holds for all layers where it does not say for which
     backbone       -- the module with the blocks, within the causal language model
     widening       -- the matrix behind an embedding that is not as wide as the blocks
@@ -159,10 +219,11 @@ class Family:
     fields         -- of the configuration: Llama's name -> its own, where they differ
     unpackable     -- what formats and engines have no place for in such a model; empty: they have for everything
     attention      -- transformers' implementation of attention that computes all of it
-    attention_cap  -- of the configuration: the bound of soft-capped scores, by its name; empty: they have none
-    logit_cap      -- likewise of the output
+    multipliers    -- what a configuration's models multiply by
     local_rotary   -- layers with a sliding window have rotary frequencies of their own
-    embedding_scaled -- the embedding is multiplied by the root of its width
+    rope_layers    -- of the configuration: whether each layer turns queries and keys; empty: all do
+    scales_input   -- of the configuration: by what the stock backbone multiplies whatever comes in, embedded or not
+    divides_logits -- of the configuration: by what the stock model divides its logits
     residual       -- who reads the residual stream and who writes to it; None: it cannot be rotated
     unrotatable    -- why it cannot
     experts        -- of MLPs that are mixtures of experts; None: MLPs are dense
@@ -170,12 +231,10 @@ class Family:
     """
 
     model_type: str
-    gguf: str
-    projections: Mapping[str, tuple[str, ...]]
-    norms: Mapping[str, str]
-    gguf_permuted: bool
-    rotary: Rotary
-    qk_norm: bool = False
+    gguf: LlamaCpp | None = None
+    projections: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: PROJECTIONS)
+    norms: Mapping[str, str] = field(default_factory=lambda: NORMS)
+    rotary: Rotary = "half-split"
     slides: bool = False
     backbone: str = "model"
     widening: str = ""
@@ -183,19 +242,28 @@ class Family:
     after: tuple[str, ...] = ("norm",)
     fields: Mapping[str, str] = field(default_factory=dict)
     unpackable: str = ""
-    gguf_biases: bool = True
-    gguf_head: int | None = None
-    gguf_parts: Mapping[str, str] = field(default_factory=lambda: GGUF_PARTS)
     norm_offset: float = 0.0
     attention: Literal["sdpa", "eager"] = "sdpa"
-    attention_cap: str = ""
-    logit_cap: str = ""
+    multipliers: Callable[[Any], Multipliers] = lambda config: Multipliers()
     local_rotary: bool = False
-    embedding_scaled: bool = False
+    rope_layers: str = ""
+    scales_input: str = ""
+    divides_logits: str = ""
     residual: ResidualStream | None = _STREAM
     unrotatable: str = ""
     experts: Experts | None = None
     clips: str = ""
+
+    @property
+    def qk_norm(self) -> Literal["heads", "rows"] | None:
+        """How queries and keys are RMS-normalised before the rotary embedding, as `blocks.Attention` has it."""
+        return "heads" if "q_norm" in self.norms else "rows" if "q_row_norm" in self.norms else None
+
+    @property
+    def gated(self) -> bool:
+        """Whether MLPs have a gate."""
+        into = self.projections["mlp_in"]
+        return len(into) > 1 or self.experts is not None or "gate" in into[0]
 
     @property
     def decoder(self) -> str:

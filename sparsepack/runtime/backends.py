@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from sparsepack.errors import UserError
 from sparsepack.formats.table import DENSE, EXPERTS, NEURONS, MlpKind
-from sparsepack.runtime.traits import TRAITS
+from sparsepack.runtime.traits import QUERY_GROWTH, TRAITS
 
 if TYPE_CHECKING:
     import torch
@@ -127,7 +127,7 @@ BACKENDS: Mapping[str, Backend] = MappingProxyType(
                 gate_copies=True,
                 holds=True,
                 pads_tails=True,
-                traits=frozenset(TRAITS),
+                traits=frozenset(TRAITS) - {QUERY_GROWTH},
             ),
             Backend(
                 "metal",

@@ -113,10 +113,10 @@ def attention_of(packed: PackedModel, context: int, device: torch.device, sequen
     """What a model's cache is made for, on the device that attends."""
     architecture = packed.architecture
     norms = [(layer.norms.get("q_norm"), layer.norms.get("k_norm")) for layer in packed.layers]
-    tables = [(architecture.inv_freq, architecture.rotary_scale)]
-    if architecture.local_inv_freq:
-        tables.append((architecture.local_inv_freq, 1.0))
     # On the CPU: of large angles a GPU's cosine need not be as exact.
-    made = [reference_attention.rotary_table(torch.tensor(inv_freq), scale, context) for inv_freq, scale in tables]
+    made = [
+        reference_attention.rotary_table(torch.tensor(inv_freq), scale, context)
+        for inv_freq, scale in architecture.rotary_tables
+    ]
     (cos, sin), *more = [(cos.to(device), sin.to(device)) for cos, sin in made]
     return attention_shape(architecture, norms, cos, sin, sequences, packed.attention, more)

@@ -55,6 +55,7 @@ class AttentionShape:
     cap                       -- a score s becomes cap tanh(s / cap); 0: it stays
     more_tables               -- cos and sin of the tables after the first, which alone long texts may change
     turns                     -- whether they do: positions of a sequence may turn by rows of its own (`KvCache.turn`)
+    query_scale               -- float32 [context]: what queries are multiplied by at each position; None: nothing
     """
 
     heads: int
@@ -70,6 +71,7 @@ class AttentionShape:
     cap: float = 0.0
     more_tables: tuple[tuple[Tensor, Tensor], ...] = ()
     turns: bool = False
+    query_scale: Tensor | None = None
 
     @property
     def tables(self) -> tuple[tuple[Tensor, Tensor], ...]:
@@ -163,14 +165,19 @@ def attention_shape(
     norms       -- q_norm and k_norm of every layer
     cos, sin    -- on the device that attends
     sparse      -- which tokens decoded positions read; None: all
-    more_tables -- as the shape has them: layers with a window turn by the first of them
+    more_tables -- as the shape has them, `Architecture.rotary_tables` after the first
     """
     channels = sparse.channels if sparse else (None,) * architecture.layers
-    of_layers = zip(architecture.sliding_windows, norms, channels, strict=True)
     long = architecture.long_texts
     layers = tuple(
-        LayerAttention(window, _beside(q, cos), _beside(k, cos), _beside(heavy, cos), int(bool(more_tables and window)))
-        for window, (q, k), heavy in of_layers
+        LayerAttention(
+            block.attention.window,
+            _beside(q, cos),
+            _beside(k, cos),
+            _beside(heavy, cos),
+            block.attention.rope,
+        )
+        for block, (q, k), heavy in zip(architecture.blocks, norms, channels, strict=True)
     )
     return AttentionShape(
         architecture.heads,
@@ -186,7 +193,16 @@ def attention_shape(
         architecture.attention_cap,
         tuple(more_tables),
         long is not None and len(cos) > long.tokens,
+        query_scales(architecture, len(cos), cos.device),
     )
+
+
+def query_scales(architecture: Architecture, context: int, device: torch.device) -> Tensor | None:
+    """What queries are multiplied by at each position: float32 [context]; None: by nothing anywhere."""
+    if not architecture.query_growth or context <= architecture.query_growth[1]:
+        return None
+    growth, every = architecture.query_growth
+    return 1 + growth * torch.log(1 + torch.floor(torch.arange(context, device=device) / every))
 
 
 def _beside(x: Tensor | None, other: Tensor) -> Tensor | None:

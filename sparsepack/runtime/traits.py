@@ -17,6 +17,9 @@ SCALES = "scaled embeddings or attention scores of their own scale"
 POST_NORMS = "norms after attention and MLP"
 ROW_NORMS = "norms of the queries and keys of all heads together"
 SHARED_EXPERTS = "a shared expert"
+ROPELESS = "layers without rotary embedding"
+PLAIN_MLPS = "MLPs without a gate"
+QUERY_GROWTH = "texts so long that later queries are scaled"
 
 TRAITS: Mapping[str, Callable[[Architecture, int], bool]] = MappingProxyType(
     {
@@ -24,9 +27,14 @@ TRAITS: Mapping[str, Callable[[Architecture, int], bool]] = MappingProxyType(
         LONG_TEXTS: lambda a, context: a.long_texts is not None and context > a.long_texts.tokens,
         LOCAL_FREQUENCIES: lambda a, context: bool(a.local_inv_freq),
         SOFT_CAPS: lambda a, context: bool(a.attention_cap or a.logit_cap),
-        SCALES: lambda a, context: a.embedding_scale != 1 or a.attention_scale not in (0, a.head_dim**-0.5),
-        POST_NORMS: lambda a, context: a.post_norms,
-        ROW_NORMS: lambda a, context: a.row_norms,
+        SCALES: lambda a, context: (
+            a.embedding_scale != 1 or a.logit_scale != 1 or a.attention_scale not in (0, a.head_dim**-0.5)
+        ),
+        POST_NORMS: lambda a, context: any(block.norms_after for block in a.blocks),
+        ROW_NORMS: lambda a, context: any(block.attention.qk_norm == "rows" for block in a.blocks),
+        ROPELESS: lambda a, context: bool(a.ropeless),
+        QUERY_GROWTH: lambda a, context: bool(a.query_growth) and context > a.query_growth[1],
+        PLAIN_MLPS: lambda a, context: not all(block.mlp.gated for block in a.blocks),
         SHARED_EXPERTS: lambda a, context: a.experts is not None and a.experts.shared > 0,
     }
 )

@@ -18,8 +18,8 @@ from sparsepack.eval.scorer import SparseScorer, StreamedScorer, TokensRead
 from sparsepack.eval.subject import open_subject
 from sparsepack.formats.attention import attention_section
 from sparsepack.formats.open import read_packed
+from sparsepack.models.architecture import heads_of_config
 from sparsepack.models.checkpoint.checkpoint import open_checkpoint
-from sparsepack.models.heads import heads_of_config
 from sparsepack.models.records.sparse_attention import SparseAttention, TokenPolicy
 from sparsepack.models.stock.whole import load_model
 from sparsepack.packing import PackRequest, pack

@@ -23,8 +23,8 @@ from sparsepack.formats.manifest import read_manifest
 from sparsepack.formats.open import open_artifact, read_packed
 from sparsepack.formats.table import FORMATS
 from sparsepack.formats.verify import verify
+from sparsepack.models.architecture import heads_of_config
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
-from sparsepack.models.heads import heads_of, heads_of_config
 from sparsepack.models.records.sparse_attention import SparseAttention, TokenPolicy
 
 CHANNELS = torch.tensor([[0, 5, 63], [1, 2, 3]])
@@ -87,7 +87,7 @@ def test_heads_are_the_same_by_configuration_and_by_the_engines_numbers(
     checkpoints: dict[str, Checkpoint], family: str
 ) -> None:
     checkpoint = checkpoints[family]
-    assert heads_of(checkpoint.architecture) == heads_of_config(checkpoint.config)
+    assert checkpoint.architecture.heads_and_rope == heads_of_config(checkpoint.config)
 
 
 def test_a_stock_configuration_will_do(llama: Checkpoint, section: dict[str, Any]) -> None:
@@ -167,7 +167,7 @@ def test_any_attention_of_a_model_is_read_as_it_was_written(
     policy = TokenPolicy(tokens, *always, min_context=sum(always) + data.draw(st.integers(0, 100)))
     sparse = SparseAttention(policy, tuple(None if n in dense else heads(data) for n in range(layers)))
     model = replace(llama.architecture, layers=layers, kv_heads=kv_heads)
-    stored = json.loads(json.dumps(attention_section(sparse, heads_of(model), "0" * 64)))
+    stored = json.loads(json.dumps(attention_section(sparse, model.heads_and_rope, "0" * 64)))
     assert same(sparse_attention_of({"attention": stored}, model), sparse)
 
 

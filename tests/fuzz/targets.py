@@ -31,9 +31,9 @@ from sparsepack.formats.attention import attention_section
 from sparsepack.formats.open import open_artifact, read_packed
 from sparsepack.formats.verify import verify
 from sparsepack.loading import load
+from sparsepack.models.architecture import heads_of_config
 from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from sparsepack.models.checkpoint.source_files import config_json, tokenizer_config
-from sparsepack.models.heads import heads_of_config
 from sparsepack.models.records.rule import SiteRule
 from sparsepack.models.records.sparse_attention import SparseAttention, TokenPolicy
 from sparsepack.recipe.load import FOLDER, load_recipe

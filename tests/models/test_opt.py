@@ -15,12 +15,12 @@ from sparsepack.calibrate.pruning import prune
 from sparsepack.errors import CheckpointError
 from sparsepack.files.text import Text
 from sparsepack.models.checkpoint.checkpoint import open_checkpoint
+from sparsepack.models.families import taken_by
 from sparsepack.models.family import SITES
 from sparsepack.models.stock.blocks import BlockStream
 from sparsepack.models.stock.hooks import site_hooks
 from sparsepack.models.stock.whole import load_model
 from sparsepack.models.tokenizer.windows import rolling_windows
-from sparsepack.models.verbs import taken_by
 
 IDS = torch.randint(VOCABULARY, (2, 33), generator=torch.Generator().manual_seed(1))
 

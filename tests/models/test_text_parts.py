@@ -14,8 +14,8 @@ from sparsepack.errors import CheckpointError
 from sparsepack.formats.open import open_artifact, read_packed
 from sparsepack.formats.verify import verify
 from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from sparsepack.models.families import TEXT_PARTS
 from sparsepack.models.stock.whole import load_model
-from sparsepack.models.text_parts import TEXT_PARTS
 
 IDS = torch.randint(5, VOCABULARY - 5, (2, 33), generator=torch.Generator().manual_seed(1))
 TEXT = {

@@ -15,10 +15,10 @@ from sparsepack.calibrate.rotation import rotate
 from sparsepack.calibrate.teal import divergence
 from sparsepack.calibrate.uniform import weights_of
 from sparsepack.errors import RotationError
+from sparsepack.models.architecture import heads_of_config
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
 from sparsepack.models.checkpoint.rotated import Bases, rotated
 from sparsepack.models.family import SITES
-from sparsepack.models.heads import heads_of_config
 from sparsepack.models.stock.whole import load_model
 from sparsepack.workers.resume import ResumeState
 

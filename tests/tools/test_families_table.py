@@ -16,8 +16,7 @@ from sparsepack.calibrate.refitting import predicted_refit
 from sparsepack.errors import UserError
 from sparsepack.formats.table import FORMATS
 from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
-from sparsepack.models.families import FAMILIES
-from sparsepack.models.verbs import stream_of
+from sparsepack.models.families import FAMILIES, stream_of
 from sparsepack.runtime.backends import BACKENDS
 
 every_family = pytest.mark.parametrize("family", FAMILIES)

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,41 +12,21 @@ from sparsepack.formats.containers.gguf import KeyValue, f32, string, u32
 from sparsepack.models.architecture import Architecture, rotary_settings
 from sparsepack.models.checkpoint.gguf_config import ROTARY_FACTORS
 from sparsepack.models.families import FAMILIES
+from sparsepack.models.family import Family, LlamaCpp
 
 _INSTEAD = "pack as zigzag-q4_k, which sparsepack itself runs"
 
 
-@dataclass(frozen=True)
-class _Runs:
-    """What llama.cpp computes in models of an architecture.
-
-    activation     -- the one that it knows there
-    parts_of_heads -- it turns a part of each head, where a model does
-    window_every   -- of so many layers all but the last see a window alone; 0: it knows no windows
-    caps           -- it caps scores and logits
-    untied         -- it reads an output matrix beside the embedding
-    wide           -- in models of so many layers it scales scores by 1 / sqrt(hidden / heads), in others by 1 /
-                      sqrt(head_dim)
-    """
-
-    activation: str = "silu"
-    parts_of_heads: bool = False
-    window_every: int = 0
-    caps: bool = False
-    untied: bool = True
-    wide: int = 0
-
-
-_OTHERS: Mapping[str, _Runs] = {
-    "phi3": _Runs(parts_of_heads=True),
-    "gemma2": _Runs("gelu_pytorch_tanh", window_every=2, caps=True, untied=False, wide=46),
-    "gemma3": _Runs("gelu_pytorch_tanh", window_every=6, wide=62),
-}
-"""The architectures of llama.cpp's that compute something else than Llama's."""
-
-_WITH_FACTORS = {"llama3": ("llama",), "longrope": ("phi3",)}
-"""By the type of a rotary scaling that needs factors, llama.cpp's architectures that have it."""
+_WITH_FACTORS = ("llama3", "longrope")
+"""The types of rotary scaling that need factors."""
 _YARN_BETAS = {"beta_fast": 32.0, "beta_slow": 1.0}
+
+
+def llama_cpp(family: Family) -> LlamaCpp:
+    """What llama.cpp knows of a family. Raises `PackingError` where that is nothing."""
+    if family.gguf is None:
+        raise PackingError(f"{family.model_type} models have no name in llama.cpp's table here; {_INSTEAD}")
+    return family.gguf
 
 
 def architecture_keys(architecture: Architecture, config: Any) -> tuple[dict[str, KeyValue], list[str]]:
@@ -55,10 +34,9 @@ def architecture_keys(architecture: Architecture, config: Any) -> tuple[dict[str
 
     Raises `PackingError` where llama.cpp would compute something else in every text.
     """
-    kind = FAMILIES[architecture.model_type].gguf
-    if not kind:
-        raise PackingError(f"{architecture.model_type} models have no name in llama.cpp's table here; {_INSTEAD}")
-    runs = _OTHERS.get(kind, _Runs())
+    family = FAMILIES[architecture.model_type]
+    runs = llama_cpp(family)
+    kind = runs.architecture
     if architecture.activation != runs.activation:
         raise PackingError(
             f"activation {architecture.activation!r}: llama.cpp runs {kind} models with {runs.activation} only; "
@@ -68,7 +46,10 @@ def architecture_keys(architecture: Architecture, config: Any) -> tuple[dict[str
         raise PackingError(f"an output matrix beside the embedding: llama.cpp reads none in {kind} models; {_INSTEAD}")
     wide = architecture.layers == runs.wide
     scale = (architecture.hidden // architecture.heads if wide else architecture.head_dim) ** -0.5
-    if abs((architecture.attention_scale or architecture.head_dim**-0.5) / scale - 1) > 1e-6:
+    if (
+        "attention.scale" not in runs.keys
+        and abs((architecture.attention_scale or architecture.head_dim**-0.5) / scale - 1) > 1e-6
+    ):
         raise PackingError(
             f"attention scores times {architecture.attention_scale:.6g}: llama.cpp takes {scale:.6g} in {kind} models "
             f"of {architecture.layers} layers; {_INSTEAD}"
@@ -88,12 +69,10 @@ def architecture_keys(architecture: Architecture, config: Any) -> tuple[dict[str
         "vocab_size": u32(architecture.vocabulary),
     }
     if architecture.experts is not None:
-        keys |= _expert_keys(architecture, config, kind)
+        keys |= _expert_keys(architecture, config, runs)
     window = max(architecture.sliding_windows, default=0)
-    if runs.caps:
-        keys["attn_logit_softcapping"] = f32(architecture.attention_cap)
-        keys["final_logit_softcapping"] = f32(architecture.logit_cap)
-    elif architecture.attention_cap or architecture.logit_cap:
+    keys |= {key: f32(_field(config, name) or 0.0) for key, name in runs.keys.items()}
+    if "final_logit_softcapping" not in runs.keys and (architecture.attention_cap or architecture.logit_cap):
         raise PackingError(f"soft caps: llama.cpp has none in {kind} models; {_INSTEAD}")
     if runs.window_every:
         keys["attention.sliding_window"] = u32(window or architecture.context)
@@ -118,21 +97,33 @@ def architecture_keys(architecture: Architecture, config: Any) -> tuple[dict[str
     rope, local = rotary_settings(config)
     if local:
         keys["rope.freq_base_swa"] = f32(local["rope_theta"])
-    keys |= _rotary_keys(architecture, rope, kind)
+    every = runs.rope_every or architecture.layers + 1
+    if architecture.ropeless != tuple(range(every - 1, architecture.layers, every)):
+        raise PackingError(
+            f"layers {list(architecture.ropeless)} without rotary embedding: in {kind} models llama.cpp turns queries "
+            f"and keys of all layers{f' but every {every}th' if runs.rope_every else ''}; {_INSTEAD}"
+        )
+    keys |= _rotary_keys(architecture, rope, runs)
     return {f"{kind}.{key}": value for key, value in keys.items()}, notes
 
 
-def _expert_keys(architecture: Architecture, config: Any, kind: str) -> dict[str, KeyValue]:
+def _field(config: Any, name: str) -> Any:
+    within, _, last = name.rpartition(".")
+    return (getattr(config, within, None) or {}).get(last) if within else getattr(config, last, None)
+
+
+def _expert_keys(architecture: Architecture, config: Any, runs: LlamaCpp) -> dict[str, KeyValue]:
     numbers, of_family = architecture.experts, FAMILIES[architecture.model_type].experts
     assert numbers is not None
     assert of_family is not None
-    if numbers.normalised != of_family.gguf_normalised:
+    kind = runs.architecture
+    if numbers.normalised != runs.normalised:
         does = "makes the weights of the chosen experts add up to one"
         raise PackingError(
             f"{of_family.normalised} {str(numbers.normalised).lower()}: llama.cpp "
-            f"{'always' if of_family.gguf_normalised else 'never'} {does} in {kind} models; {_INSTEAD}"
+            f"{'always' if runs.normalised else 'never'} {does} in {kind} models; {_INSTEAD}"
         )
-    if architecture.row_norms and architecture.heads != architecture.kv_heads:
+    if architecture.blocks[0].attention.qk_norm == "rows" and architecture.heads != architecture.kv_heads:
         raise PackingError(
             f"{architecture.heads} heads, {architecture.kv_heads} of keys: llama.cpp norms as many of them in {kind} "
             f"models; {_INSTEAD}"
@@ -168,14 +159,15 @@ def rotary_factors(architecture: Architecture, config: Any) -> dict[str, torch.T
     return {short: factors(architecture.inv_freq), of_long: factors(long.inv_freq)}
 
 
-def _rotary_keys(architecture: Architecture, rope: Mapping[str, Any], kind: str) -> dict[str, KeyValue]:
+def _rotary_keys(architecture: Architecture, rope: Mapping[str, Any], runs: LlamaCpp) -> dict[str, KeyValue]:
     keys = {"rope.freq_base": f32(rope["rope_theta"])}
-    scaling = rope.get("rope_type", "default")
-    if 2 * len(architecture.inv_freq) != architecture.head_dim and not _OTHERS.get(kind, _Runs()).parts_of_heads:
+    scaling, kind = rope.get("rope_type", "default"), runs.architecture
+    if 2 * len(architecture.inv_freq) != architecture.head_dim and not runs.parts_of_heads:
         raise PackingError(f"partial rotary embedding: llama.cpp turns whole heads in {kind} models; {_INSTEAD}")
-    if kind not in (able := _WITH_FACTORS.get(scaling, (kind,))):
+    if scaling in _WITH_FACTORS and scaling not in runs.scalings:
+        able = next(f.gguf for f in FAMILIES.values() if f.gguf is not None and scaling in f.gguf.scalings)
         raise PackingError(
-            f"rotary scaling {scaling!r}: llama.cpp has it for {able[0]} models only, not {kind}; {_INSTEAD}"
+            f"rotary scaling {scaling!r}: llama.cpp has it for {able.architecture} models only, not {kind}; {_INSTEAD}"
         )
     if (long := architecture.long_texts) is not None and long.turns_all:
         keys["rope.scaling.original_context_length"] = u32(long.tokens)

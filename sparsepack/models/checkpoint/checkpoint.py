@@ -21,13 +21,13 @@ from sparsepack.files.gguf import GgufFile, read_split_gguf
 from sparsepack.files.stored import Stored, shown, validate
 from sparsepack.models.architecture import (
     Architecture,
-    ExpertNumbers,
     architecture_of,
     check_numbers,
     expert_numbers,
     token_ids,
     token_weights,
 )
+from sparsepack.models.blocks import ExpertNumbers
 from sparsepack.models.checkpoint.configuration import Described, check_sizes, file_config, folder_config
 from sparsepack.models.checkpoint.experts import as_experts, experts_source
 from sparsepack.models.checkpoint.locate import located
@@ -39,7 +39,7 @@ from sparsepack.models.checkpoint.sources import (
     resolve_output,
 )
 from sparsepack.models.checkpoint.stock_model import check_stock_model
-from sparsepack.models.families import family_of
+from sparsepack.models.families import check_taken, family_of
 from sparsepack.models.family import Family
 from sparsepack.models.records.generation import suggested
 from sparsepack.models.tokenizer.chat import DEFAULT, folder_templates, named_tokens, templates_of, turn_ends
@@ -53,7 +53,6 @@ from sparsepack.models.tokenizer.tokenizer import (
     only_sentencepiece,
 )
 from sparsepack.models.tokenizer.tokens import backend_of, bos_tokens
-from sparsepack.models.verbs import check_taken
 from sparsepack.progress import say
 
 EMBEDDING, FINAL_NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"

@@ -19,7 +19,7 @@ from sparsepack.files.gguf import GgufFile
 from sparsepack.files.stored import shown
 from sparsepack.models.checkpoint.config_fields import check_fields
 from sparsepack.models.families import FAMILIES
-from sparsepack.models.family import Experts, Family
+from sparsepack.models.family import Experts, Family, LlamaCpp
 
 _OUTSIDE = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -44,8 +44,9 @@ def gguf_names(family: Family, layers: int) -> dict[str, str]:
     """llama.cpp name -> Hugging Face name, of every tensor that a model of the family may have; those of experts
     are the parts that `checkpoint.experts` has."""
     names = dict(_OUTSIDE)
+    parts = {} if family.gguf is None else family.gguf.parts
     for layer in range(layers):
-        for ours, theirs in family.gguf_parts.items():
+        for ours, theirs in parts.items():
             for part in ("weight", "bias"):
                 names[f"blk.{layer}.{ours}.{part}"] = f"{family.block(layer)}.{theirs}.{part}"
     return names
@@ -97,20 +98,22 @@ def gguf_config(file: GgufFile, name: str) -> Any:
                 f"{name}: {OWN_CONFIG} inside is not understood ({shown(error)}); pack it again"
             ) from error
     kind = file.metadata.get("general.architecture")
-    families = [family for family in FAMILIES.values() if family.gguf]
+    known_as = [(gguf, family) for family in FAMILIES.values() if (gguf := family.gguf) is not None]
     mixture = f"{kind}.expert_count" in file.metadata
-    of_kind = (one for one in families if one.gguf == kind and (one.experts is not None) == mixture)
-    family = next(of_kind, None)
-    if family is None:
-        known = sorted({family.gguf for family in families})
+    of_kind = [of for of in known_as if of[0].architecture == kind and (of[1].experts is not None) == mixture]
+    windows = f"{kind}.attention.sliding_window" in file.metadata
+    of_kind.sort(key=lambda of: bool(of[0].window_every) != windows)  # of those that differ in that alone
+    gguf, family = next(iter(of_kind), (None, None))
+    if gguf is None or family is None:
+        known = sorted({gguf.architecture for gguf, _ in known_as})
         with_experts = " with experts" * mixture
         raise CheckpointError(
             f"{name}: a GGUF of architecture {str(kind)[:60]!r}{with_experts}; expected one of {', '.join(known)}"
         )
     try:
-        values = _values(file, f"{kind}.", family)
+        values = _values(file, f"{kind}.", family, gguf)
         if family.experts is not None:
-            values |= _expert_values(file, f"{kind}.", family, family.experts)
+            values |= _expert_values(file, f"{kind}.", family, family.experts, gguf.normalised)
         check_fields(values, f"{name}: ")
         config = AutoConfig.for_model(family.model_type, **values)
     except CheckpointError:
@@ -126,21 +129,22 @@ def gguf_config(file: GgufFile, name: str) -> Any:
     return config
 
 
-def _values(file: GgufFile, prefix: str, family: Family) -> dict[str, Any]:
+def _values(file: GgufFile, prefix: str, family: Family, gguf: LlamaCpp) -> dict[str, Any]:
     keys = {key.removeprefix(prefix): value for key, value in file.metadata.items() if key.startswith(prefix)}
     heads, hidden = keys["attention.head_count"], keys["embedding_length"]
     tokenizer, embedding = "tokenizer.ggml.", "token_embd.weight"
     # In models with fused matrices a part of each head may turn.
     turns = None if "blk.0.attn_qkv.weight" in file.tensors else keys.get("rope.dimension_count")
     head_dim = keys.get("attention.key_length", turns or hidden // heads)
-    caps = {"attn_logit_softcapping": family.attention_cap, "final_logit_softcapping": family.logit_cap}
     rope = _rope(keys, file, head_dim)
+    rope |= {name.rpartition(".")[2]: keys[key] for key, name in gguf.keys.items() if key in keys and "." in name}
     if family.local_rotary:
-        local = {"rope_type": "default", "rope_theta": keys.get("rope.freq_base_swa", 10000.0)}
+        base = keys.get("rope.freq_base_swa", gguf.local_base or rope["rope_theta"])
+        local = {"rope_type": "default", "rope_theta": base}
         rope = {"full_attention": rope, "sliding_attention": local}
     return {
-        **{name: keys[key] or None for key, name in caps.items() if name and key in keys},
-        **({"query_pre_attn_scalar": head_dim} if family.embedding_scaled else {}),
+        **{name: keys[key] or None for key, name in gguf.keys.items() if key in keys and "." not in name},
+        **({gguf.head_field: head_dim} if gguf.head_field else {}),
         "hidden_size": hidden,
         "intermediate_size": keys["feed_forward_length"],
         "num_hidden_layers": keys["block_count"],
@@ -163,7 +167,7 @@ def _values(file: GgufFile, prefix: str, family: Family) -> dict[str, Any]:
     }
 
 
-def _expert_values(file: GgufFile, prefix: str, family: Family, experts: Experts) -> dict[str, Any]:
+def _expert_values(file: GgufFile, prefix: str, family: Family, experts: Experts, normalised: bool) -> dict[str, Any]:
     width = file.metadata.get(f"{prefix}expert_feed_forward_length", file.metadata[f"{prefix}feed_forward_length"])
     shared = experts.shared
     for name, plain in _PLAIN_ROUTER.items():
@@ -173,7 +177,7 @@ def _expert_values(file: GgufFile, prefix: str, family: Family, experts: Experts
         family.fields.get("intermediate_size", "intermediate_size"): width,
         experts.count: file.metadata[f"{prefix}expert_count"],
         "num_experts_per_tok": file.metadata[f"{prefix}expert_used_count"],
-        **({experts.normalised: experts.gguf_normalised} if experts.normalised else {}),
+        **({experts.normalised: normalised} if experts.normalised else {}),
         **({} if shared is None else {shared.width: file.metadata[f"{prefix}expert_shared_feed_forward_length"]}),
     }
 

@@ -40,13 +40,13 @@ from torch import Tensor
 
 from sparsepack.errors import CheckpointError
 from sparsepack.files.tensors import all_finite
+from sparsepack.models.architecture import heads_of_config
 from sparsepack.models.checkpoint.checkpoint import HEAD, Checkpoint
 from sparsepack.models.checkpoint.configuration import segmented_config
 from sparsepack.models.checkpoint.sources import changed_source
+from sparsepack.models.families import stream_of
 from sparsepack.models.family import ATTN_OUT, Family
-from sparsepack.models.heads import heads_of_config
 from sparsepack.models.precision import HALVES, brought, type_name
-from sparsepack.models.verbs import stream_of
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from typing import Any
 
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
 from sparsepack.models.checkpoint.configuration import segmented_config, stock_values
-from sparsepack.models.text_parts import TEXT_PARTS
+from sparsepack.models.families import TEXT_PARTS
 from sparsepack.models.tokenizer.chat import CHAT_TEMPLATE_FILE, DEFAULT, template_setting, templates_of
 from sparsepack.models.tokenizer.tokenizer import only_sentencepiece
 

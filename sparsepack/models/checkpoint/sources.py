@@ -18,8 +18,7 @@ from sparsepack.files.stored import Name, Stored, shown, validate
 from sparsepack.files.tensors import INDEX, WEIGHTS, all_finite
 from sparsepack.models.checkpoint.gguf_config import ROTARY_FACTORS, SHARED_GATE, gguf_names, unpermute_rotary
 from sparsepack.models.checkpoint.source_hash import SourceHash
-from sparsepack.models.family import Family
-from sparsepack.models.text_parts import TextPart
+from sparsepack.models.family import Family, TextPart
 from sparsepack.progress import say
 
 _GGUF_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -288,7 +287,7 @@ class GgufSource:
     def __init__(self, file: GgufFile, family: Family, layers: int, heads: int, kv_heads: int) -> None:
         self._file, self._family = file, family
         self._hash = SourceHash(file.paths, combine_digests if file.others else "".join)  # of one file its own
-        self._heads = {"q_proj": heads, "k_proj": kv_heads} if family.gguf_permuted else {}
+        self._heads = {"q_proj": heads, "k_proj": kv_heads} if family.gguf is not None and family.gguf.permuted else {}
         self._gguf_name: dict[str, str] = {}
         known = gguf_names(family, layers)
         for name, info in file.tensors.items():

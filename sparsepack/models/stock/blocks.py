@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsepack.files.transfer import stacked_on
-from sparsepack.models.architecture import embedding_scale
+from sparsepack.models.architecture import multipliers
 from sparsepack.models.checkpoint.checkpoint import HEAD
 from sparsepack.models.family import Family
 from sparsepack.models.own_code import STOCK_ALONE
@@ -30,7 +30,7 @@ from sparsepack.models.stock.experts import ONE_BY_ONE
 from sparsepack.models.stock.hooks import Record, check_finite, run_recorded
 from sparsepack.models.stock.norms import norms_by_one_kernel
 from sparsepack.models.stock.parts import Parts, parts_by
-from sparsepack.models.stock.skeleton import single_layer
+from sparsepack.models.stock.skeleton import layer_kind, single_layer
 from sparsepack.models.stock.whole import backbone_of
 from sparsepack.progress import say
 
@@ -188,7 +188,7 @@ class BlockStream:
     ) -> None:
         self.source, self._attention = source, attention or source.family.attention
         self.device, self.dtype = torch.device(device), dtype
-        self._backbones: dict[tuple[str, bool], Any] = {}  # by the kind of the layer, and whether it has a basis
+        self._backbones: dict[Any, Any] = {}  # by the kind of the layer, and whether it has a basis
         self._backbone: Any = None
         self._layer = 0
         self._after: dict[str, Any] = {}
@@ -214,8 +214,7 @@ class BlockStream:
 
     def _backbone_like(self, layer: int) -> Any:
         """The backbone that runs a block: one for all blocks of a kind."""
-        kinds = getattr(self.source.config, "layer_types", None)
-        kind = kinds[layer] if kinds else "only", layer in self.source.bases
+        kind = tuple(layer_kind(self.source.config, layer).values()), layer in self.source.bases
         if kind not in self._backbones:
             self._backbones[kind] = self._empty(layer)
         return self._backbones[kind]
@@ -327,7 +326,7 @@ class BlockStream:
         """
         family, tensor = self.source.family, self.source.tensor
         hidden = nn.functional.embedding(ids.cpu(), tensor(family.embedding)).to(self.dtype)
-        if (scale := embedding_scale(self.source.config)) != 1:
+        if (scale := multipliers(self.source.config).embedding) != 1:
             hidden *= torch.tensor(scale).to(self.dtype)  # rounded as the stock model rounds it
         if family.widening and hidden.shape[-1] != self.source.config.hidden_size:
             widening = tensor(f"{family.backbone}.{family.widening}.weight").to(self.dtype)
@@ -346,7 +345,7 @@ class BlockStream:
                 tensors = {name: self._tensor(f"{prefix}.{name}") for name in module.state_dict()}
                 module.load_state_dict(tensors, strict=True, assign=True)
             hidden = module(hidden)
-        return hidden
+        return hidden * multipliers(self.source.config).logits if self.source.family.divides_logits else hidden
 
     def head(self) -> torch.Tensor:
         """The output matrix [V, H] as the source gives it, on the CPU."""

@@ -14,10 +14,19 @@ def single_layer(config: Any, layer: int = 0) -> Any:
     """A copy of a stock configuration that is left with the one decoder block `layer`."""
     single = copy.deepcopy(config)
     single.num_hidden_layers = 1
-    kinds = getattr(config, "layer_types", None)
-    if kinds:
-        single.layer_types = [kinds[layer]]
+    family = FAMILIES[config.model_type]
+    for name, value in layer_kind(config, layer).items():
+        setattr(single, name, [value])
+    for name in (family.scales_input, family.divides_logits):
+        if name:
+            setattr(single, name, 1.0)
     return single
+
+
+def layer_kind(config: Any, layer: int) -> dict[str, Any]:
+    """What a stock configuration says of a layer alone: the fields of lists, and their values there."""
+    fields = ("layer_types", FAMILIES[config.model_type].rope_layers)
+    return {name: kinds[layer] for name in fields if name and (kinds := getattr(config, name, None))}
 
 
 def parameter_shapes(config: Any, bases: Collection[int] = ()) -> dict[str, tuple[int, ...]]:

@@ -1,5 +1,6 @@
 """The whole stock transformers model, for work that needs the model's own output."""
 
+import copy
 from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from sparsepack.models.architecture import embedding_scale
+from sparsepack.models.architecture import multipliers
 from sparsepack.models.checkpoint.checkpoint import HEAD, Checkpoint
 from sparsepack.models.families import FAMILIES
 from sparsepack.models.own_code import STOCK_ALONE
@@ -50,11 +51,18 @@ def build_model(
     if config.tie_word_embeddings:
         model.lm_head.weight = model.get_input_embeddings().weight
     first = model.get_input_embeddings().weight.device
-    if (scale := embedding_scale(config)) != 1:
+    if (scale := multipliers(config).embedding) != 1:
         model.get_input_embeddings().embed_scale = torch.tensor(
             scale, device=model.get_input_embeddings().weight.device
         )
-    if FAMILIES[config.model_type].rotary != "none":
+    family = FAMILIES[config.model_type]
+    if family.divides_logits:
+        # What enters the output matrix is scaled in place of what leaves it: whoever multiplies gets the logits.
+        factor = multipliers(config).logits
+        backbone.get_submodule(family.after[-1]).register_forward_hook(lambda _, __, output: output * factor)
+        model.config = copy.deepcopy(model.config)
+        setattr(model.config, family.divides_logits, 1.0)
+    if family.rotary != "none":
         backbone.rotary_emb = type(backbone.rotary_emb)(config).to(first)
     if found is not None:
         spread(model, found)

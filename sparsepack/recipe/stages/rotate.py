@@ -98,8 +98,8 @@ def _memory(job: Job, section: Rotate) -> int | None:
     not known of bases that are trained."""
     from sparsepack.calibrate.bases import ROTATIONS
     from sparsepack.calibrate.folder import residual_of
+    from sparsepack.models.architecture import heads_of_config
     from sparsepack.models.checkpoint.rotated import PIECE
-    from sparsepack.models.heads import heads_of_config
     from sparsepack.recipe.plan import block_parameters
 
     if ROTATIONS[section.basis].trains:

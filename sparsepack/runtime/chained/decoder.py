@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from sparsepack.formats.packed import PackedModel
-from sparsepack.models.soft_caps import soft_capped
+from sparsepack.models.architecture import soft_capped
 from sparsepack.placement.traffic import HitCounts, TrafficStats
 from sparsepack.progress import format_count
 from sparsepack.runtime.chained.layer import LoadedLayer, Mode, load_layer
@@ -51,7 +51,7 @@ class OperationsDecoder:
         self._operations = operations
         self._threads = threads
         self._layers = [load_layer(layer, operations, device) for layer in packed.layers]
-        self._output_norm = packed.output_norm.to(device)
+        self._output_norm = packed.scaled_output_norm.to(device)
         self._output = operations.load_rows(packed.output, device)
         new_cache = new_cache or operations.new_cache
         self.cache = new_cache(attention_of(packed, context, device, sequences), cache_type, device)
@@ -158,20 +158,20 @@ class OperationsDecoder:
         for number, layer in enumerate(self._layers):
             if layer.basis is not None:
                 x = self._operations.matmul(layer.basis, x)
-            normed = reference.rms_norm(x, layer.norms["attn_norm"], eps)
-            x = x + self._after(layer, "attn", self._attention(number, normed, mode, sequences, held))
-            normed = reference.rms_norm(x, layer.norms["mlp_norm"], eps)
-            x = x + self._after(layer, "mlp", layer.mlp.output(normed, activation, mode, held))
+            update = self._attention(number, self._normed(layer, "attn_norm", x), mode, sequences, held)
+            x = x + self._normed(layer, "attn_post_norm", update)
+            update = layer.mlp.output(self._normed(layer, "mlp_norm", x), activation, mode, held)
+            x = x + self._normed(layer, "mlp_post_norm", update)
         if holds is not None and held is not None:
             holds.stepped(sequences, held)
         for sequence in sequences:
             self.cache.advance(len(tokens) // len(sequences), sequence)
         return reference.rms_norm(x, self._output_norm, eps)
 
-    def _after(self, layer: LoadedLayer, part: str, y: Tensor) -> Tensor:
-        """What attention or the MLP of a block adds, normed where the model does that."""
-        norm = layer.norms.get(f"{part}_post_norm")
-        return y if norm is None else reference.rms_norm(y, norm, self._architecture.norm_eps)
+    def _normed(self, layer: LoadedLayer, name: str, x: Tensor) -> Tensor:
+        """RMSNorm(x) where the block has the norm, else x."""
+        norm = layer.norms.get(name)
+        return x if norm is None else reference.rms_norm(x, norm, self._architecture.norm_eps)
 
     def _attention(self, number: int, x: Tensor, mode: Mode, sequences: Sequence[int], held: HeldStep | None) -> Tensor:
         sites = self._layers[number].attention
@@ -186,7 +186,7 @@ class OperationsDecoder:
     def _rows_normed(self, number: int, qkv: Tensor) -> Tensor:
         """What attn_in gives, queries and keys of all heads normed together where the model does that."""
         a, norms = self._architecture, self._layers[number].norms
-        if not a.row_norms:
+        if "q_row_norm" not in norms:
             return qkv
         q, k, v = torch.split(qkv, [heads * a.head_dim for heads in (a.heads, a.kv_heads, a.kv_heads)], dim=-1)
         q = reference.rms_norm(q, norms["q_row_norm"], a.norm_eps)

@@ -94,14 +94,18 @@ class LoadedDenseMlp:
     """A loaded MLP of the sites mlp_in and mlp_mid."""
 
     sites: Mapping[str, LoadedSite]
+    gated: bool
 
     @property
     def active(self) -> Mapping[str, Tensor]:
         return {name: site.active for name, site in self.sites.items()}
 
     def output(self, x: Tensor, activation: Activation, mode: Mode, held: HeldStep | None = None) -> Tensor:
-        gate, up = self.sites["mlp_in"].product(x, mode, held).chunk(2, dim=-1)
-        return self.sites["mlp_mid"].product(activation(gate) * up, mode, held)
+        h = self.sites["mlp_in"].product(x, mode, held)
+        if self.gated:
+            gate, up = h.chunk(2, dim=-1)
+            return self.sites["mlp_mid"].product(activation(gate) * up, mode, held)
+        return self.sites["mlp_mid"].product(activation(h), mode, held)
 
 
 @dataclass(frozen=True)
@@ -221,7 +225,7 @@ def load_layer(layer: PackedLayer, operations: Operations, device: torch.device)
 
 
 def _loaded_dense(mlp: DenseMlp, operations: Operations, device: torch.device) -> Mlp:
-    return LoadedDenseMlp(_loaded_sites(mlp.sites, operations, device))
+    return LoadedDenseMlp(_loaded_sites(mlp.sites, operations, device), mlp.gated)
 
 
 def _loaded_neurons(mlp: NeuronMlp, operations: Operations, device: torch.device) -> Mlp:

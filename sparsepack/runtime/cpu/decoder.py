@@ -30,7 +30,8 @@ PREFILL_TOKENS = 512
 _NORMS = ("attn_norm", "mlp_norm", "attn_post_norm", "mlp_post_norm", "q_row_norm", "k_row_norm")
 """The norms of a layer that the decoder has itself, in the order in which its builder takes them."""
 
-_ACTIVATIONS = {"silu": 0, "relu": 1, "gelu": 2, "gelu_pytorch_tanh": 3}  # kernels.h, Activation
+_ACTIVATIONS = {"silu": 0, "relu": 1, "gelu": 2, "gelu_pytorch_tanh": 3, "relu2": 1}
+"""Numbers as in kernels.h, `Activation`; an MLP without a gate takes its rows for both, and relu(h) h is relu2(h)."""
 
 
 class NativeDecoder:
@@ -173,7 +174,7 @@ def _built(packed: PackedModel, cache: NativeKvCache, threads: int) -> Any:
     builder.set_embedding(
         packed.embedding.blocks.contiguous(), packed.embedding.columns, TYPES[packed.embedding.format.block]
     )
-    builder.set_output(load_rows(packed.output), vector(packed.output_norm))
+    builder.set_output(load_rows(packed.output), vector(packed.scaled_output_norm))
     for of_one in cache.native:
         builder.add_cache(of_one)
     return builder

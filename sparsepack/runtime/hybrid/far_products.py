@@ -106,11 +106,12 @@ class FarSites:
     def load(self, block: int, sites: Mapping[str, PackedSite], places: Mapping[str, Place]) -> dict[str, CudaSite]:
         """The sites of a block, by name: those that are shared, and the others where they shall lie."""
         found = {}
+        gated = "mlp_mid" not in sites or sites["mlp_in"].matrix.rows > sites["mlp_mid"].matrix.columns
         for name, site in sites.items():
             if (block, name) in self._places:
                 found[name] = self._shared(block, name, site)
             else:
-                found |= load_sites({name: site}, self._device, self._kernels, places[name])
+                found |= load_sites({name: site}, self._device, self._kernels, places[name], gated)
         return found
 
     def _shared(self, block: int, name: str, site: PackedSite) -> CudaSite:

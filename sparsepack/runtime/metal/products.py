@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from sparsepack.formats.matrix import PackedMatrix
 from sparsepack.formats.orders.zigzag import BAND_ROWS
-from sparsepack.models.architecture import ACTIVATIONS
+from sparsepack.models.blocks import ACTIVATIONS
 from sparsepack.runtime import tuning
 from sparsepack.runtime.cpu.machine import cpu_info
 from sparsepack.runtime.metal.library import Launch, launch

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from sparsepack.models.soft_caps import soft_capped
+from sparsepack.models.architecture import soft_capped
 from sparsepack.runtime.kv_cache import AttentionShape
 from sparsepack.runtime.reference.products import rms_norm
 
@@ -92,7 +92,8 @@ class DenseKvCache:
         cos, sin = (of[new] for of in self._tables[sequence][norms.table])
         self._keys[layer, sequence, :, new] = self._apply_rope(k, norms.k_norm, cos, sin)
         self._values[layer, sequence, :, new] = self._by_head(v)
-        return self._apply_rope(q, norms.q_norm, cos, sin)
+        queries = self._apply_rope(q, norms.q_norm, cos, sin)
+        return queries if shape.query_scale is None else queries * shape.query_scale[new, None]
 
     def attend(self, layer: int, queries: Tensor, sequence: int = 0, sparse: bool = False) -> Tensor:
         window, first = self._shape.layers[layer].window, self._lengths[sequence]

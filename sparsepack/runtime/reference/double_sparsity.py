@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from sparsepack.formats.blocks.labels import encode_labels, label_numbers, quantise_queries
+from sparsepack.models.architecture import soft_capped
 from sparsepack.models.records.sparse_attention import TokenPolicy
-from sparsepack.models.soft_caps import soft_capped
 from sparsepack.runtime.kv_cache import AttentionShape, LayerAttention
 from sparsepack.runtime.reference.attention import DenseKvCache, visible
 

@@ -105,8 +105,9 @@ ACTIVATION_FUNCTIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
     "gelu": F.gelu,
     "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu2": lambda x: F.relu(x).square(),
 }
-"""The gate's function stands under the name in `Architecture.activation`."""
+"""The MLP's function stands under the name in `Architecture.activation`."""
 
 
 @dataclass(frozen=True)

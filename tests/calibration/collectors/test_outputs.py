@@ -13,8 +13,8 @@ from sparsepack.calibrate.collectors import OUTPUTS
 from sparsepack.calibrate.folder import OUTPUT_PRODUCT
 from sparsepack.calibrate.statistics import output_moments
 from sparsepack.errors import CalibrationError
+from sparsepack.models.architecture import heads_of_config
 from sparsepack.models.checkpoint.checkpoint import open_checkpoint
-from sparsepack.models.heads import heads_of_config
 from sparsepack.models.stock.hooks import site_hooks
 from sparsepack.models.stock.whole import backbone_of, load_model
 

@@ -32,8 +32,8 @@ from sparsepack.formats.open import open_artifact
 from sparsepack.formats.slide import slid_formats
 from sparsepack.formats.table import format_of
 from sparsepack.formats.verify import verify
+from sparsepack.models.blocks import Heads, RotaryChannels
 from sparsepack.models.checkpoint.checkpoint import open_checkpoint
-from sparsepack.models.heads import Heads, RotaryChannels
 from sparsepack.models.records.sparse_attention import SparseAttention, TokenPolicy
 from sparsepack.packing import PackRequest, pack, plan_of
 

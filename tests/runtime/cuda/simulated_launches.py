@@ -66,7 +66,7 @@ def _zigzag_batch(
     macros = {name: int(value) for name, value in defines.items()}
     inputs, tile_bands, each = macros["INPUTS"], macros["TILE_BANDS"], 2 if macros["GATE"] else 1
     assert grid == (macros["SPLITS"], len(blocks))
-    x = gated(macros["ACTIVATION"], x) if macros["GATED"] else x
+    x = gated(macros["ACTIVATION"], x, macros["GATED"] == 2) if macros["GATED"] else x
     assert (x.shape, blocks.shape[1:3]) == ((inputs, columns), (columns, tile_bands))
     assert workspace.dtype == torch.int32
     if macros["NORM"]:

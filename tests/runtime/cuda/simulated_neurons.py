@@ -135,7 +135,7 @@ def far_ask(
     texts, each = int(defines["INPUTS"]), 2 if defines["GATED"] == "1" else 1
     assert (grid, request_x.shape, x.numel()) == ((1,), (texts, columns), texts * each * columns)
     x = x.view(texts, each * columns)
-    x = x if each == 1 else gated(int(defines["ACTIVATION"]), x)
+    x = x if defines["GATED"] == "0" else gated(int(defines["ACTIVATION"]), x, each == 1)
     x = x if norm is None else reference.rms_norm(x, norm, eps)
     x = x if offset is None else x - offset
     if threshold is not None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sparsepack.formats.matrix import PackedMatrix, decode_matrix
 from sparsepack.formats.orders.zigzag import BAND_ROWS
-from sparsepack.models.soft_caps import soft_capped
+from sparsepack.models.architecture import soft_capped
 from sparsepack.runtime.cuda.decoder.held import CudaHeld
 from sparsepack.runtime.cuda.driver.flag_in_data import SENTINEL
 from sparsepack.runtime.cuda.products import zigzag
@@ -85,7 +85,7 @@ def gemv(matrix: Matrix, input: Input, output: Output) -> None:
     if output.reset is not None:
         output.reset.copy_(torch.tensor(SENTINEL))
     x = input.x if input.norm is None else reference.rms_norm(input.x, input.norm, input.eps)
-    x = x if input.gated is None else gated(input.gated, x)
+    x = x if input.gated is None else gated(input.gated, x, input.plain)
     assert x.shape == (matrix.columns,)
     x = x if input.offset is None else x - input.offset
     on = torch.ones_like(x, dtype=torch.bool) if input.threshold is None else x.abs() > scaled(input)[0]
@@ -106,8 +106,8 @@ def gemv(matrix: Matrix, input: Input, output: Output) -> None:
         output.active.add_(on.sum())
 
 
-def gated(activation: int, x: Tensor) -> Tensor:
-    gate, up = x.chunk(2, dim=-1)
+def gated(activation: int, x: Tensor, plain: bool = False) -> Tensor:
+    gate, up = (x, x) if plain else x.chunk(2, dim=-1)
     return ACTIVATIONS[activation](gate) * up
 
 

@@ -31,7 +31,9 @@ def _no_compiler() -> str:
 pytestmark = pytest.mark.skipif(bool(_no_compiler()), reason=_no_compiler())
 
 VARIANTS = {
-    "far_product": [(f"INPUTS={texts}", f"GATED={gated}", "ACTIVATION=1") for texts in (1, 3, 8) for gated in (0, 1)],
+    "far_product": [
+        (f"INPUTS={texts}", f"GATED={gated}", "ACTIVATION=1") for texts in (1, 3, 8) for gated in (0, 1, 2)
+    ],
     "prefill": [
         (),
         *(("VECTOR=1", f"ROUNDS={rounds}", "ACTIVATION=3", "NORMED=1") for rounds in (1, 5)),

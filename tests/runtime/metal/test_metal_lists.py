@@ -21,7 +21,7 @@ from metal_launches import (
 from torch import Tensor
 
 from sparsepack.formats.orders.zigzag import BAND_ROWS
-from sparsepack.models.architecture import ACTIVATIONS
+from sparsepack.models.blocks import ACTIVATIONS
 from sparsepack.runtime.reference.products import ACTIVATION_FUNCTIONS, rms_norm
 
 COLUMNS = [1, 31, 32, 33, 1024, 1025, 2500]

@@ -19,10 +19,10 @@ def flag_in_data_of_one(model: CudaModel, embedded: Tensor, kernels: Kernels) ->
     heads, ends = a.heads * a.head_dim, _ends_of_segments(model, kernels)
     of_between, of_y = _parts(model, 1, kernels)
     rows = heads + 2 * a.kv_heads * a.head_dim
-    qkv_words, (qkv, *normed) = kernels.flag_in_data_buffers([rows] * (2 if a.row_norms else 1), device)
+    qkv_words, (qkv, *normed) = kernels.flag_in_data_buffers([rows] * (2 if model.row_norms else 1), device)
     numbers, of_router = _numbers(model), _of_router(model)
     inside, (between, between_squares, mid, logits, *updates) = kernels.flag_in_data_buffers(
-        [a.hidden, of_between, numbers, of_router, *[a.hidden] * (2 if a.post_norms else 0)], device
+        [a.hidden, of_between, numbers, of_router, *[a.hidden] * (2 if model.post_norms else 0)], device
     )
     # What a layer takes and mixes, and what the next one does: in turns.
     turns = [kernels.flag_in_data_buffers([a.hidden, of_y, heads], device) for _ in range(2)]
@@ -52,7 +52,7 @@ def flag_in_data_of_one(model: CudaModel, embedded: Tensor, kernels: Kernels) ->
                 y=result if ends[number] else y,
                 squares_of_y=None if ends[number] else squares_of_y,
                 before=before,
-                updates=(updates[0], updates[1]) if a.post_norms else None,
+                updates=(updates[0], updates[1]) if model.post_norms else None,
                 normed=normed[0] if normed else None,
                 flag_in_data=True,
                 reset=dict(zip(model.names, (inside, qkv_words, words), strict=False)),
@@ -89,8 +89,8 @@ def memory_of_several(model: CudaModel, embedded: Tensor, kernels: Kernels) -> l
         logits=memory(of_router) if of_router else None,
         y=embedded,
         squares_of_y=squares,
-        updates=(memory(a.hidden), memory(a.hidden)) if a.post_norms else None,
-        normed=memory(rows) if a.row_norms else None,
+        updates=(memory(a.hidden), memory(a.hidden)) if model.post_norms else None,
+        normed=memory(rows) if model.row_norms else None,
     )
     ends, made = _ends_of_segments(model, kernels), []
     for number, layer in enumerate(model.layers):
@@ -111,7 +111,7 @@ def memory_of_several(model: CudaModel, embedded: Tensor, kernels: Kernels) -> l
 
 def _parts(model: CudaModel, sequences: int, kernels: Kernels) -> tuple[int, int]:
     """How many parts the squares of between and of y have, as in all layers."""
-    if model.architecture.post_norms:
+    if model.post_norms:
         return 1, 1
     of = model.layers[0]
     return kernels.blocks(of.attention["attn_out"].matrix), of.mlp.parts(sequences, kernels) or 0

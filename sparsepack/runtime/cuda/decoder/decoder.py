@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sparsepack.errors import UserError
 from sparsepack.formats.packed import PackedModel
-from sparsepack.models.soft_caps import soft_capped
+from sparsepack.models.architecture import soft_capped
 from sparsepack.placement.budget import Plan
 from sparsepack.placement.traffic import HitCounts, TrafficStats
 from sparsepack.runtime.cuda.attention.caches import new_cache

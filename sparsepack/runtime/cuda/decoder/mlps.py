@@ -88,10 +88,11 @@ class DenseMlp:
     def step(self, step: MlpStep, room: None, kernels: Kernels) -> Iterator[Launch]:
         of, into = step.of, self.sites["mlp_in"]
         of_product, of_input = _activations(into.matrix, step.activation)
+        plain = self.numbers == self.sites["mlp_mid"].matrix.columns and of_input is not None
         numbers = self.numbers  # of other blocks' MLPs there may be twice as many, gate and up
         inner = of.mid.view(-1)[: of.mid.numel() // of.mid.shape[-1] * numbers].view(*of.mid.shape[:-1], numbers)
         yield step.product("mlp_in", into, step.input, inner, activation=of_product)
-        mid = Input(inner, eps=step.input.eps, flag_in_data=of.flag_in_data, gated=of_input)
+        mid = Input(inner, eps=step.input.eps, flag_in_data=of.flag_in_data, gated=of_input, plain=plain)
         yield step.product("mlp_mid", self.sites["mlp_mid"], mid, of.y, residual=of.between, squares=of.squares_of_y)
 
     @property
@@ -102,7 +103,8 @@ class DenseMlp:
         into, mid = self.sites["mlp_in"], self.sites["mlp_mid"]
         stacked = kernels.multiply(into.matrix, x, scratch, into.dense.bias)
         width = mid.matrix.columns
-        gated = kernels.gated(stacked.part(0, width), stacked.part(width, width), activation)
+        up = stacked.part(into.matrix.rows - width, width)  # without a gate, the gate too
+        gated = kernels.gated(stacked.part(0, width), up, activation)
         return kernels.multiply(mid.matrix, gated, scratch, mid.dense.bias)
 
 
@@ -320,7 +322,7 @@ def load_mlp(mlp: stored.Mlp, device: torch.device, kernels: Kernels, place: Pla
 def _dense(mlp: stored.DenseMlp, device: torch.device, kernels: Kernels, place: Place, of_down: Place) -> CudaMlp:
     sites: dict[str, CudaSite] = {}
     for (name, site), where in zip(mlp.sites.items(), (place, of_down), strict=True):
-        sites |= load_sites({name: site}, device, kernels, where)
+        sites |= load_sites({name: site}, device, kernels, where, mlp.gated)
     return DenseMlp(sites)
 
 

@@ -17,14 +17,16 @@ from sparsepack.runtime.cuda.driver.kernel_set import Kernels
 from sparsepack.runtime.cuda.products.rows import RowsMatrix
 from sparsepack.runtime.site_columns import load_vector
 
-ACTIVATIONS = {"silu": 0, "relu": 1, "gelu": 2, "gelu_pytorch_tanh": 3}
-"""The activations have the numbers that `kernels/common/activations.cuh` gives them."""
+ACTIVATIONS = {"silu": 0, "relu": 1, "gelu": 2, "gelu_pytorch_tanh": 3, "relu2": 1}
+"""The activations have the numbers that `kernels/common/activations.cuh` gives them; an MLP without a gate takes its
+rows for both, and relu(h) h is relu2(h)."""
 
 
 @dataclass(frozen=True)
 class CudaLayer:
     """A decoder block without its cache.
 
+    attn_norm, mlp_norm -- the norms of what attention and the MLP read; None: they read it as it is
     basis      -- what its input is multiplied by first; None: nothing
     post_norms -- the norms of what attention and the MLP add; None: they add it as it is
     row_norms  -- those of the queries and of the keys of all heads together; None: there are none
@@ -32,8 +34,8 @@ class CudaLayer:
 
     attention: Mapping[str, CudaSite]
     mlp: CudaMlp
-    attn_norm: Tensor
-    mlp_norm: Tensor
+    attn_norm: Tensor | None
+    mlp_norm: Tensor | None
     basis: RowsMatrix | None
     post_norms: tuple[Tensor, Tensor] | None = None
     row_norms: tuple[Tensor, Tensor] | None = None
@@ -58,6 +60,16 @@ class CudaModel:
     def of_each_text(self) -> Collection[str]:
         """The units of each text of a step are counted under these of `names`."""
         return self.names[len(ATTENTION_SITES) :] if self.layers[0].mlp.each_text else ()
+
+    @property
+    def post_norms(self) -> bool:
+        """Whether blocks norm what they add."""
+        return self.layers[0].post_norms is not None
+
+    @property
+    def row_norms(self) -> bool:
+        """Whether queries and keys of all heads are normed together."""
+        return self.layers[0].row_norms is not None
 
     @property
     def activation(self) -> int:
@@ -88,17 +100,19 @@ def load_model(
             plan is None or number < first for first in ((plan.attention, plan.gates) if plan else (0, 0))
         )
 
-        def norms(first: str, second: str) -> tuple[Tensor, Tensor]:
-            return load_vector(of.norms[first], device), load_vector(of.norms[second], device)
+        def norm(name: str) -> Tensor | None:
+            return load_vector(of.norms[name], device) if name in of.norms else None
 
-        attn_norm, mlp_norm = norms("attn_norm", "mlp_norm")
-        post_norms = norms("attn_post_norm", "mlp_post_norm") if packed.architecture.post_norms else None
-        row_norms = norms("q_row_norm", "k_row_norm") if packed.architecture.row_norms else None
+        def norms(first: str, second: str) -> tuple[Tensor, Tensor] | None:
+            one, other = norm(first), norm(second)
+            return None if one is None or other is None else (one, other)
+
+        post_norms, row_norms = norms("attn_post_norm", "mlp_post_norm"), norms("q_row_norm", "k_row_norm")
         basis = None if of.basis is None else kernels.load_rows(of.basis, device, place=place(here))
         attention = load_attention(of.attention, device, kernels, place(here))
         down_here = plan is None or not plan.parts.together or number < plan.downs
         mlp = load_mlp(of.mlp, device, kernels, place(gate_here), place(down_here))
-        return CudaLayer(attention, mlp, attn_norm, mlp_norm, basis, post_norms, row_norms)
+        return CudaLayer(attention, mlp, norm("attn_norm"), norm("mlp_norm"), basis, post_norms, row_norms)
 
     tied = packed.output is packed.embedding
     output_here = plan is None or plan.output
@@ -111,7 +125,7 @@ def load_model(
         layers=tuple(layer(number, of) for number, of in enumerate(packed.layers)),
         embedding=embedding,
         output=embedding if tied else kernels.load_rows(packed.output, device, place=place(output_here)),
-        output_norm=load_vector(packed.output_norm, device),
+        output_norm=load_vector(packed.scaled_output_norm, device),
     )
     kernels.synchronize(device)  # kernels read weights before they wait for what is ahead
     if plan is not None:

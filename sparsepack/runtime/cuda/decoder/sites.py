@@ -46,11 +46,11 @@ after the other, before the block's MLP is loaded."""
 
 
 def load_sites(
-    sites: Mapping[str, PackedSite], device: torch.device, kernels: Kernels, place: Place
+    sites: Mapping[str, PackedSite], device: torch.device, kernels: Kernels, place: Place, gated: bool = True
 ) -> dict[str, CudaSite]:
     """Copy sites to a GPU, their matrices where they shall lie. Rows of gate and up are interleaved where they fill
-    whole bands: a product can then finish both."""
-    return {name: _site(site, device, name == "mlp_in", kernels, place) for name, site in sites.items()}
+    whole bands: a product can then finish both. gated: mlp_in has both."""
+    return {name: _site(site, device, name == "mlp_in" and gated, kernels, place) for name, site in sites.items()}
 
 
 def load_expert_sites(mlp: ExpertMlp, device: torch.device, kernels: Kernels) -> dict[str, CudaExpertsSite]:

@@ -51,7 +51,7 @@ class Step:
         candidates = kernels.new_candidates(model.output, sequences)
         self._room = model.layers[0].mlp.new_room(sequences, kernels)
         self._buffers = (memory_of_several if together else flag_in_data_of_one)(model, embedded, kernels)
-        self._zeros = torch.zeros(sequences, a.hidden, device=model.device) if a.post_norms else None
+        self._zeros = torch.zeros(sequences, a.hidden, device=model.device) if model.post_norms else None
         self._first = partial(kernels.embed, model.embedding, self.ids, embedded, a.embedding_scale)
         self._last = partial(
             kernels.product,
@@ -90,7 +90,8 @@ class Step:
         if layer.basis is not None and of.before is not None:
             before, changed = of.before.view(sequences, -1), of.x.view(sequences, -1)
             yield partial(self._kernels.product, layer.basis, before, changed)
-        x = Input(of.x, layer.attn_norm, eps, of.squares, flag_in_data=of.flag_in_data and of.squares is not None)
+        squares = None if layer.attn_norm is None else of.squares
+        x = Input(of.x, layer.attn_norm, eps, squares, flag_in_data=of.flag_in_data and of.squares is not None)
         yield product("attn_in", layer.attention["attn_in"], x, of.qkv)
         flag_in_data = of.flag_in_data and cache.flag_in_data
         qkv, attn_output = (x.view(sequences, -1) for x in (of.qkv, of.attn_output))
@@ -100,7 +101,8 @@ class Step:
             qkv = normed
         yield partial(cache.step, number, qkv, sparse, attn_output, flag_in_data)
         attended, out = Input(of.attn_output, eps=eps, flag_in_data=flag_in_data), layer.attention["attn_out"]
-        between = Input(of.between, layer.mlp_norm, eps, of.between_squares, flag_in_data=of.flag_in_data)
+        between_squares = None if layer.mlp_norm is None else of.between_squares
+        between = Input(of.between, layer.mlp_norm, eps, between_squares, flag_in_data=of.flag_in_data)
         of_mlp = MlpStep(of, between, product, partial(self._active, number), self._model.activation, sparse)
         if layer.post_norms is None or of.updates is None or self._zeros is None:
             yield product("attn_out", out, attended, of.between, residual=of.x, squares=of.between_squares)
@@ -110,12 +112,13 @@ class Step:
         of_attention, of_the_mlp = of.updates
         yield product("attn_out", out, attended, of_attention)
         flag_in_data = of.flag_in_data
-        yield self._post_norm(of_attention, of.x, after_attention, of.between, of.between_squares, flag_in_data)
+        yield self._post_norm(of_attention, of.x, after_attention, of.between, between_squares, flag_in_data)
         # The MLP adds what it makes to nothing.
         alone = replace(of, between=self._zeros.view_as(of.between), y=of_the_mlp, squares_of_y=None)
         yield from layer.mlp.step(replace(of_mlp, of=alone), self._room, self._kernels)
         flag_in_data = flag_in_data and layer.mlp.parts(sequences, self._kernels) is not None
-        yield self._post_norm(of_the_mlp, of.between, after_mlp, of.y, of.squares_of_y, flag_in_data)
+        squares_of_y = None if layer.attn_norm is None else of.squares_of_y  # blocks are alike in that
+        yield self._post_norm(of_the_mlp, of.between, after_mlp, of.y, squares_of_y, flag_in_data)
 
     def _post_norm(
         self, update: Tensor, x: Tensor, norm: Tensor, y: Tensor, squares: Tensor | None, flag_in_data: bool

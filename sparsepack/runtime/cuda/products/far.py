@@ -59,7 +59,11 @@ def first_bands(matrix: CudaZigzag, bands: int) -> CudaZigzag:
 def ask(of: FarProduct, input: Input) -> None:
     """Ask the processor for the last rows of a product, on the current stream. What the product skips is zero there."""
     texts, columns = of.request_x.shape
-    defines = (f"INPUTS={texts}", f"GATED={int(input.gated is not None)}", f"ACTIVATION={input.gated or 0}")
+    defines = (
+        f"INPUTS={texts}",
+        f"GATED={0 if input.gated is None else 1 + input.plain}",
+        f"ACTIVATION={input.gated or 0}",
+    )
     per_channel = int(input.threshold is not None and input.threshold.numel() > 1)
     launch(
         kernel("far_product", "far_ask", defines, of.sums.device.index or 0),

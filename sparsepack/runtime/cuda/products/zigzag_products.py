@@ -35,6 +35,7 @@ class Input:
     x               -- float32 [columns]; [B, columns] of several inputs
     gated           -- x has twice as many numbers, gate and then up: what is multiplied is activation(gate) * up, by
                        the function of this number; no norm. None: x is taken as it is
+    plain           -- gated, but x has as many numbers as there are columns: gate and up are one
     norm, eps       -- RMSNorm of x comes first: weight float32 [columns]
     squares         -- parts of the sum of x^2, which the norm needs: float32 [..], of several inputs [B, ..]; else the
                        product adds them up
@@ -56,6 +57,7 @@ class Input:
     skipped: Tensor | None = None
     flag_in_data: bool = False
     gated: int | None = None
+    plain: bool = False
 
     @property
     def dense(self) -> bool:
@@ -292,7 +294,7 @@ def _of_input(matrix: CudaZigzag, input: Input, activation: int | None) -> dict[
     """The arguments of a product's kernel that say what happens to the input."""
     return {
         "GATE": int(activation is not None),
-        "GATED": int(input.gated is not None),
+        "GATED": 0 if input.gated is None else 1 + input.plain,
         "ACTIVATION": (input.gated if activation is None else activation) or 0,
         "DENSE": int(input.dense),
         "NORM": int(input.norm is not None),

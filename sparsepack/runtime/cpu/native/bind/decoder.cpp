@@ -41,9 +41,9 @@ class Builder {
 public:
     explicit Builder(const Shape& shape) { model_.shape = shape; }
 
-    void add_layer(Vector attn_norm, Vector mlp_norm, std::optional<Vector> attn_post_norm,
-                   std::optional<Vector> mlp_post_norm, std::optional<Vector> q_row_norm,
-                   std::optional<Vector> k_row_norm) {
+    void add_layer(std::optional<Vector> attn_norm, std::optional<Vector> mlp_norm,
+                   std::optional<Vector> attn_post_norm, std::optional<Vector> mlp_post_norm,
+                   std::optional<Vector> q_row_norm, std::optional<Vector> k_row_norm) {
         Layer layer{};
         layer.attn_norm = copied(attn_norm);
         layer.mlp_norm = copied(mlp_norm);
@@ -226,7 +226,7 @@ void bind_decoder(nb::module_& m) {
             },
             nb::kw_only(), "hidden"_a, "intermediate"_a, "vocabulary"_a, "prefill_tokens"_a, "eps"_a, "activation"_a,
             "embedding_scale"_a, "logit_cap"_a)
-        .def("add_layer", &Builder::add_layer, "attn_norm"_a, "mlp_norm"_a, "attn_post_norm"_a.none(),
+        .def("add_layer", &Builder::add_layer, "attn_norm"_a.none(), "mlp_norm"_a.none(), "attn_post_norm"_a.none(),
              "mlp_post_norm"_a.none(), "q_row_norm"_a.none(), "k_row_norm"_a.none())
         .def("set_site", &Builder::set_site, "number"_a, "matrix"_a, "bias"_a.none(), "threshold"_a.none(),
              "offset"_a.none())

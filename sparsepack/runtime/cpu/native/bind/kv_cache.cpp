@@ -85,6 +85,8 @@ void bind_kv_cache(nb::module_& m) {
                 cache.turn(first, int64_t(cos.shape(0)), cos.data(), sin.data());
             },
             "first"_a, "cos"_a, "sin"_a)
+        .def(
+            "scale_queries", [](KvCache& cache, const Array<1>& by) { cache.scale_queries(copied(by)); }, "by"_a)
         .def("copy", &KvCache::copy, "other"_a, "length"_a, nb::call_guard<nb::gil_scoped_release>())
         .def("reset", &KvCache::reset);
     nb::class_<DenseKvCache, KvCache>(m, "DenseKvCache")

@@ -50,12 +50,13 @@ void check_layer(const Layer& layer, const Shape& s, const AttentionShape& a, co
     } else {
         if (layer.experts) check_experts(*layer.experts, s, name);
         expect(!layer.experts || layer.mlp_post_norm.empty(), name + ": experts with a norm after them");
-        check_site(layer.sites[MLP_IN], 2 * int64_t(s.intermediate), s.hidden, name + " mlp_in");
+        const Zigzag* in = layer.sites[MLP_IN].matrix;
+        bool plain = !layer.experts && in && in->rows == s.intermediate;
+        expect(!plain || s.activation == RELU, name + ": another activation without a gate");
+        check_site(layer.sites[MLP_IN], (plain ? 1 : 2) * int64_t(s.intermediate), s.hidden, name + " mlp_in");
         check_site(layer.sites[MLP_MID], s.hidden, s.intermediate, name + " mlp_mid");
     }
-    for (const auto* norm : {&layer.attn_norm, &layer.mlp_norm})
-        expect(norm->size() == size_t(s.hidden), name + ": norm of another length");
-    for (const auto* norm : {&layer.attn_post_norm, &layer.mlp_post_norm})
+    for (const auto* norm : {&layer.attn_norm, &layer.mlp_norm, &layer.attn_post_norm, &layer.mlp_post_norm})
         expect(norm->empty() || norm->size() == size_t(s.hidden), name + ": norm of another length");
     expect(layer.q_row_norm.empty() == layer.k_row_norm.empty(), name + ": queries or keys normed, not both");
     if (!layer.q_row_norm.empty())

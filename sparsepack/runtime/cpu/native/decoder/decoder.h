@@ -64,9 +64,10 @@ struct Experts {
     int32_t of_token() const { return used + shared; }
 };
 
+// Rows of mlp_in are those of the gate, then of up; without a gate of up alone, which then stands for both.
 struct Layer {
     Site sites[SITES];
-    std::vector<float> attn_norm, mlp_norm;
+    std::vector<float> attn_norm, mlp_norm;            // of what they read; empty: they read it as it is
     std::vector<float> attn_post_norm, mlp_post_norm;  // of what attention and MLP add; empty: it is not normed
     std::vector<float> q_row_norm, k_row_norm;         // of queries and keys of all heads together; empty: likewise
     const Neurons* neurons = nullptr;                  // then MLP_IN is the gate alone, and MLP_MID nothing
@@ -152,6 +153,7 @@ private:
     void hold_step();
 
     // decoder/products.cpp
+    void norm(const float* x, const std::vector<float>& weight, float* y) const;
     Input whole(int layer, int site, const float* x, int thread);
     Input select(int layer, int site, const float* x, bool sparse, int thread);
     void multiply(const Input& input);

@@ -60,6 +60,17 @@ void KvCache::apply_rope(float* x, const std::vector<float>& norm, int32_t table
     kernels_.rotate(x, turns.cos.data() + at, turns.sin.data() + at, shape_.half);
 }
 
+void KvCache::scale_queries(std::vector<float> by) {
+    expect(by.size() == size_t(shape_.context), "queries: expected a scale for each position");
+    query_scale_ = std::move(by);
+}
+
+void KvCache::prepare_queries(int layer, float* q, int64_t position) const {
+    int32_t width = shape_.head_dim, all = shape_.gqa_ratio() * width;
+    for (int32_t i = 0; i < all; i += width) apply_rope(q + i, layers_[layer].q_norm, layers_[layer].table, position);
+    for (int32_t i = 0; i < all && !query_scale_.empty(); ++i) q[i] *= query_scale_[position];
+}
+
 void KvCache::append_rows(int layer, float* qkv, int32_t first, int32_t last) {
     int64_t width = shape_.head_dim;
     for (int32_t p = first; p < last; ++p) {
@@ -97,8 +108,7 @@ void DenseKvCache::copy_positions(const KvCache& other, int64_t length) {
 
 void DenseKvCache::append(int layer, int32_t kv_head, int64_t position, float* q, float* k, const float* v) {
     int32_t width = shape_.head_dim, table = layers_[layer].table;
-    for (int32_t head = 0; head < shape_.gqa_ratio(); ++head)
-        apply_rope(q + head * width, layers_[layer].q_norm, table, position);
+    prepare_queries(layer, q, position);
     apply_rope(k, layers_[layer].k_norm, table, position);
     kernels_.to_half(k, width, key(layer, kv_head, position));
     kernels_.to_half(v, width, value(layer, kv_head, position));

@@ -74,6 +74,9 @@ public:
     // first table. Throws std::invalid_argument where there are not so many.
     void turn(int64_t first, int64_t count, const float* cos, const float* sin);
 
+    // Multiplies the queries of each position [context] from now on. Throws std::invalid_argument for another length.
+    void scale_queries(std::vector<float> by);
+
     // Any thread, for a position and key head of its own: norms and rotates the query heads q [gqa_ratio][head_dim] and
     // the key k [head_dim] in place, and keeps k and v. Counts nothing: see `advance`.
     virtual void append(int layer, int32_t kv_head, int64_t position, float* q, float* k, const float* v) = 0;
@@ -93,12 +96,16 @@ protected:
     // `copy` of a cache of the same kind and size, but for the length.
     virtual void copy_positions(const KvCache& other, int64_t length) = 0;
 
+    // Norms and rotates the query heads q [gqa_ratio][head_dim] of a position, and scales them.
+    void prepare_queries(int layer, float* q, int64_t position) const;
+
     // Norms and rotates the query or key at x, a head of a position.
     void apply_rope(float* x, const std::vector<float>& norm, int32_t table, int64_t position) const;
 
     const AttentionShape shape_;
     const std::vector<LayerAttention> layers_;
     std::vector<RotaryTable> tables_;
+    std::vector<float> query_scale_;  // [context], or empty
     const Kernels& kernels_;
 
 private:

@@ -108,11 +108,11 @@ void Decoder::append_rows(int number, int32_t first, int32_t last) {
 }
 
 void Decoder::gate_rows(int number, int32_t first, int32_t last) {
-    const std::vector<float>& bias = model_.layers[number].sites[MLP_IN].bias;
-    int32_t n = s_.intermediate;
+    const Site& in = model_.layers[number].sites[MLP_IN];
+    int32_t n = s_.intermediate, rows = int32_t(in.matrix->rows);
     for (int32_t p = first; p < last; ++p) {
-        float *gate = wide_rows_.data() + int64_t(p) * 2 * n, *up = gate + n;
-        if (!bias.empty()) k_.sum(bias.data(), 0, 1, nullptr, 2 * n, 1, gate);
+        float *gate = wide_rows_.data() + int64_t(p) * rows, *up = gate + rows - n;
+        if (!in.bias.empty()) k_.sum(in.bias.data(), 0, 1, nullptr, rows, 1, gate);
         k_.gate(s_.activation, gate, up, n, wide_inner_.data() + int64_t(p) * n);
     }
 }
@@ -143,8 +143,7 @@ void Decoder::change_basis_of_rows(const Rows& basis, int32_t first, int32_t las
 
 void Decoder::norm_rows(const std::vector<float>& weight, int32_t first, int32_t last) {
     for (int64_t p = first; p < last; ++p)
-        k_.rms_norm(wide_x_.data() + p * s_.hidden, weight.data(), s_.hidden, s_.eps,
-                    wide_normed_.data() + p * s_.hidden);
+        norm(wide_x_.data() + p * s_.hidden, weight, wide_normed_.data() + p * s_.hidden);
 }
 
 }  // namespace sparsepack

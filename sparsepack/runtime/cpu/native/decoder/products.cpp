@@ -1,4 +1,6 @@
 // Products of a token: what their inputs are, and their partial sums, which whoever reads them adds.
+#include <string.h>
+
 #include "decoder/decoder.h"
 
 namespace sparsepack {
@@ -8,6 +10,14 @@ namespace {
 constexpr int64_t MOST_READ_BY_ALL = 1 << 15;
 
 }  // namespace
+
+// y[hidden] = RMSNorm(x), or x where the block has no such norm
+void Decoder::norm(const float* x, const std::vector<float>& weight, float* y) const {
+    if (weight.empty())
+        memcpy(y, x, s_.hidden * sizeof(float));
+    else
+        k_.rms_norm(x, weight.data(), s_.hidden, s_.eps, y);
+}
 
 // The input of a dense product.
 Decoder::Input Decoder::whole(int layer, int site, const float* x, int thread) {

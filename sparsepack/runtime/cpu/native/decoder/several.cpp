@@ -126,7 +126,7 @@ void Decoder::gate_several(const Sums& both, int32_t texts, int thread) {
     for (int32_t t = 0; t < texts && n; ++t) {
         float* x = wide_inner_.data() + int64_t(t) * s_.intermediate + first;
         read(of_text(both, t), first, n, x);
-        read(of_text(both, t), int64_t(s_.intermediate) + first, n, up);
+        read(of_text(both, t), both.rows - s_.intermediate + first, n, up);
         k_.gate(s_.activation, x, up, n, x);
     }
 }

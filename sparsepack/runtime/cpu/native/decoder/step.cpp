@@ -36,7 +36,7 @@ void Decoder::token(int64_t id, bool sparse, float* logits, int thread) {
         const Layer& layer = model_.layers[number];
 
         if (layer.basis) change_basis(*layer.basis, x);
-        k_.rms_norm(x, layer.attn_norm.data(), s_.hidden, s_.eps, normed);
+        norm(x, layer.attn_norm, normed);
         Input input = select(number, ATTN_IN, normed, sparse, thread);
         multiply(input);
         pool_.barrier();
@@ -50,7 +50,7 @@ void Decoder::token(int64_t id, bool sparse, float* logits, int thread) {
         pool_.barrier();
         add_to(x, sums(input), layer.attn_post_norm, thread);
 
-        k_.rms_norm(x, layer.mlp_norm.data(), s_.hidden, s_.eps, normed);
+        norm(x, layer.mlp_norm, normed);
         if (layer.experts) {
             int64_t read[2];
             add_to(x, experts(normed, number, sparse, 0, thread, read), layer.mlp_post_norm, thread);
@@ -165,7 +165,7 @@ Decoder::Input Decoder::gate(const Input& input, int layer, bool sparse, int thr
     if (n) {
         Sums both = sums(input);
         read(both, first, n, x);
-        read(both, int64_t(s_.intermediate) + first, n, up);
+        read(both, both.rows - s_.intermediate + first, n, up);
         k_.gate(s_.activation, x, up, n, x);
     }
     if (n && sparse) {

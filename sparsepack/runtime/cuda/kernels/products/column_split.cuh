@@ -49,9 +49,9 @@ static_assert(!NORM || !GATED, "norms are of x as it lies there");
 static_assert(INPUTS == 1 || !FLAG_IN_DATA, "one input can have its flag in the data");
 
 static constexpr int COLUMNS_AT_ONCE = 32;
-static constexpr int EACH_COLUMN = GATED ? 2 : 1;  // numbers of the input
+static constexpr int EACH_COLUMN = GATED == 1 ? 2 : 1;  // numbers of the input
 
-// What a site does with its inputs, float32 [INPUTS][columns], or where GATED [INPUTS][2 columns]: gate, then up.
+// What a site does with its inputs, float32 [INPUTS][columns], or where GATED is 1 [INPUTS][2 columns]: gate, then up.
 struct Site {
     const float* x;
     int columns;

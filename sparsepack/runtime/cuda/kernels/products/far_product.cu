@@ -23,7 +23,7 @@
 #define ACTIVATION 0
 #endif
 
-static constexpr int EACH = GATED ? 2 : 1;                                   // numbers of a column
+static constexpr int EACH = GATED == 1 ? 2 : 1;                              // numbers of a column
 static constexpr int AT_ONCE = INPUTS * EACH < 8 ? 8 / (INPUTS * EACH) : 1;  // columns that a thread loads together
 static constexpr int THREADS = 1024, TAKE_THREADS = 256;
 static constexpr int LOOKS = 32;  // at the answer, for each at the word by which sides give up and at the time

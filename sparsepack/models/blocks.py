@@ -1,0 +1,147 @@
+"""What a decoder block computes, as data: engines read a list of these and never the name of a family."""
+
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+Rotary = Literal["half-split", "interleaved", "none"]
+"""Channel c of the n of a head that turn, the first ones, turns with c + n / 2 ("half-split", also called neox), 2 c
+with 2 c + 1, or none turns."""
+
+ACTIVATIONS = ("silu", "relu", "gelu", "gelu_pytorch_tanh")
+"""The functions of a gate, as transformers names them."""
+PLAIN_ACTIVATIONS = ("relu2",)
+"""The functions of an MLP without a gate. relu2(h) = relu(h) h: such an MLP is one with ReLU whose gate and up are one
+matrix."""
+
+
+@dataclass(frozen=True)
+class Multipliers:
+    """By what a model multiplies beside its weights, as its configuration says.
+
+    embedding     -- rows of the embedding
+    attention     -- products of queries and keys; 0: 1 / sqrt(head_dim)
+    residual      -- what attention and the MLP add
+    logits        -- logits
+    attention_cap -- a score x becomes cap tanh(x / cap); 0: it stays
+    logit_cap     -- likewise a logit
+    """
+
+    embedding: float = 1.0
+    attention: float = 0.0
+    residual: float = 1.0
+    logits: float = 1.0
+    attention_cap: float = 0.0
+    logit_cap: float = 0.0
+
+
+@dataclass(frozen=True)
+class LongTexts:
+    """By which frequencies texts of more than so many tokens turn, their first tokens too.
+
+    tokens   -- up to so many, texts turn by `Architecture.inv_freq`
+    inv_freq -- of all longer ones (longrope); empty: the frequencies fall as a text grows (dynamic NTK), and what is
+                cached keeps the ones that it was turned by
+    base     -- of the frequencies that fall, as `Architecture.inv_freq` has it
+    factor   -- by which they fall
+    """
+
+    tokens: int
+    inv_freq: tuple[float, ...] = ()
+    base: float = 0.0
+    factor: float = 0.0
+
+    @property
+    def turns_all(self) -> bool:
+        """Whether a text that becomes long is turned anew as a whole, so that its keys must be computed again."""
+        return bool(self.inv_freq)
+
+
+@dataclass(frozen=True)
+class ExpertNumbers:
+    """How MLPs choose among their experts, each of which is `Architecture.intermediate` wide.
+
+    count      -- experts of a block
+    used       -- that a token has
+    normalised -- whether the weights of these are made to add up to one
+    shared     -- experts that every token has beside these, all with the weight that the shared expert has whose parts
+                  they are
+    """
+
+    count: int
+    used: int
+    normalised: bool
+    shared: int = 0
+
+    @property
+    def stored(self) -> int:
+        """Experts of a block whose matrices there are."""
+        return self.count + self.shared
+
+    @property
+    def of_token(self) -> int:
+        """Experts that a token has, chosen or not."""
+        return self.used + self.shared
+
+
+@dataclass(frozen=True)
+class Attention:
+    """The token mixer of a block.
+
+    rope     -- the number of the rotary table of `Architecture.rotary_tables` by which queries and keys turn
+    window   -- tokens that a query sees at most; 0: all
+    qk_norm  -- what is RMS-normalised of queries and keys before they turn: each head, the rows of all heads together;
+                None: nothing
+    """
+
+    rope: int = 0
+    window: int = 0
+    qk_norm: Literal["heads", "rows"] | None = None
+
+
+@dataclass(frozen=True)
+class Mlp:
+    """The channel mixer of a block: down(activation(gate x) * up x), or without a gate down(activation(up x)).
+
+    experts -- that it is a mixture of, each of this width; None: it is dense
+    """
+
+    width: int
+    activation: str
+    gated: bool = True
+    experts: ExpertNumbers | None = None
+
+
+@dataclass(frozen=True)
+class Block:
+    """A decoder block: x += attention(x), then x += mlp(x).
+
+    norms_before -- whether attention and MLP read the RMSNorm of x
+    norms_after  -- whether the RMSNorm of what they make is added
+    """
+
+    attention: Attention
+    mlp: Mlp
+    norms_before: bool = True
+    norms_after: bool = False
+
+
+@dataclass(frozen=True)
+class RotaryChannels:
+    """Which channels of a head turn together, and how many of the first ones turn."""
+
+    convention: Rotary
+    dims: int
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Query heads, those of keys and values, channels of each, and the rotary embedding."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    rotary: RotaryChannels
+
+    def to_json(self) -> dict[str, Any]:
+        """The heads as JSON-able values."""
+        return asdict(self)

@@ -1,0 +1,79 @@
+"""Gemma 2 and 3: norms before and after, (1 + w) in norms, GELU, a scaled embedding, windows in most layers, and soft
+caps (2) or norms of heads and rotary frequencies of layers with a window (3)."""
+
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any
+
+from sparsepack.models.blocks import Multipliers
+from sparsepack.models.family import GGUF_PARTS, Family, LlamaCpp
+
+_CAPS = MappingProxyType(
+    {"attn_logit_softcapping": "attn_logit_softcapping", "final_logit_softcapping": "final_logit_softcapping"}
+)
+
+
+def _multipliers_2(config: Any) -> Multipliers:
+    attention, logits = (float(getattr(config, name, None) or 0.0) for name in _CAPS.values())
+    return replace(_multipliers_3(config), attention_cap=attention, logit_cap=logits)
+
+
+def _multipliers_3(config: Any) -> Multipliers:
+    scalar, cap = config.query_pre_attn_scalar, getattr(config, "final_logit_softcapping", None)
+    return Multipliers(
+        embedding=float(config.hidden_size**0.5),
+        attention=0.0 if scalar in (None, config.head_dim) else float(scalar**-0.5),
+        logit_cap=float(cap or 0.0),  # transformers does not look at the scores' here
+    )
+
+
+_LLAMA_CPP = LlamaCpp(
+    "gemma2",
+    parts=MappingProxyType(
+        {
+            **GGUF_PARTS,
+            "post_attention_norm": "post_attention_layernorm",
+            "ffn_norm": "pre_feedforward_layernorm",
+            "post_ffw_norm": "post_feedforward_layernorm",
+        }
+    ),
+    biases=(),
+    keys=_CAPS,
+    head_field="query_pre_attn_scalar",
+    activation="gelu_pytorch_tanh",
+    window_every=2,
+    untied=False,
+    wide=46,
+)
+_GEMMA2 = Family(
+    "gemma2",
+    _LLAMA_CPP,
+    norms=MappingProxyType(
+        {
+            "attn_norm": "input_layernorm",
+            "attn_post_norm": "post_attention_layernorm",
+            "mlp_norm": "pre_feedforward_layernorm",
+            "mlp_post_norm": "post_feedforward_layernorm",
+        }
+    ),
+    fields=MappingProxyType({"hidden_act": "hidden_activation"}),
+    slides=True,
+    norm_offset=1.0,
+    attention="eager",
+    multipliers=_multipliers_2,
+    residual=None,
+    unrotatable="norms stand between its matrices and what they add to",
+)
+
+FAMILIES = (
+    _GEMMA2,
+    replace(
+        _GEMMA2,
+        model_type="gemma3_text",
+        gguf=replace(_LLAMA_CPP, architecture="gemma3", keys={}, window_every=6, wide=62, local_base=1e4),
+        norms=MappingProxyType({**_GEMMA2.norms, "q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm"}),
+        attention="sdpa",
+        local_rotary=True,
+        multipliers=_multipliers_3,
+    ),
+)

@@ -1,0 +1,40 @@
+"""OLMo 2 and 3: norms after attention and MLP in place of norms before, queries and keys of all heads normed
+together, and in the third windows in three of four layers, whose rotary embedding is not scaled. OLMoE is in
+`mixture.py`."""
+
+from dataclasses import replace
+from types import MappingProxyType
+
+from sparsepack.models.family import GGUF_PARTS, Family, LlamaCpp
+
+_LLAMA_CPP = LlamaCpp(
+    "olmo2",
+    transformers=False,
+    parts=MappingProxyType(
+        {
+            **{ours: theirs for ours, theirs in GGUF_PARTS.items() if ours not in ("attn_norm", "ffn_norm")},
+            "post_attention_norm": "post_attention_layernorm",
+            "post_ffw_norm": "post_feedforward_layernorm",
+        }
+    ),
+    biases=(),
+)
+_OLMO2 = Family(
+    "olmo2",
+    _LLAMA_CPP,
+    norms=MappingProxyType(
+        {
+            "attn_post_norm": "post_attention_layernorm",
+            "mlp_post_norm": "post_feedforward_layernorm",
+            "q_row_norm": "self_attn.q_norm",
+            "k_row_norm": "self_attn.k_norm",
+        }
+    ),
+    residual=None,
+    unrotatable="norms stand between its matrices and what they add to",
+)
+
+FAMILIES = (
+    _OLMO2,
+    replace(_OLMO2, model_type="olmo3", gguf=replace(_LLAMA_CPP, window_every=4), slides=True, local_rotary=True),
+)
