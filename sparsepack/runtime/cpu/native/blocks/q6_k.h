@@ -35,6 +35,14 @@ struct ZigzagQ6_K {
     static inline float scale(const Header& header, int32_t sub, Half half) {
         return half(header.d[sub / 16]) * (float)header.scales[sub];
     }
+    // Those of so many sub-blocks of 16 times x.
+    template <class Half>
+    static inline void factors(const Header& header, int32_t subs, float x, Half half, float* to) {
+        for (int32_t band = 0; 16 * band < subs; band++) {
+            float d = half(header.d[band]) * x;
+            for (int32_t i = 0; i < 16; i++) to[16 * band + i] = d * (float)header.scales[16 * band + i];
+        }
+    }
     static inline int32_t number(const Chunk& chunk, int32_t row) {
         return ((chunk.low[row % 16] >> row / 16 * 4 & 15) | (chunk.high[row / 4] >> row % 4 * 2 & 3) << 4) - 32;
     }

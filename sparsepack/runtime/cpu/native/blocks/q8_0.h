@@ -27,6 +27,11 @@ struct ZigzagQ8_0 {
     static inline float scale(const Header& header, int32_t sub, Half half) {
         return half(header.d[sub]);
     }
+    // Those of so many sub-blocks times x.
+    template <class Half>
+    static inline void factors(const Header& header, int32_t subs, float x, Half half, float* to) {
+        for (int32_t sub = 0; sub < subs; sub++) to[sub] = half(header.d[sub]) * x;
+    }
     static inline int32_t number(const Chunk& chunk, int32_t row) { return chunk.weights[row]; }
 
     // The same of consecutive rows, by the vectors V of an instruction set.
