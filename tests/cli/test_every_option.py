@@ -151,7 +151,6 @@ def briefly(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFa
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
     for name, value in {"ROTATION": 1 << 16, "CALLS": 1, "ROUNDS": 1}.items():
         monkeypatch.setattr(tune, name, value)
-        monkeypatch.setattr(measure, name, value)
     monkeypatch.setattr(measure, "TIMES_CACHES", 0)
     for name, some in {"SPANS": (1,), "TILES": (24,)}.items():
         monkeypatch.setattr(tune, name, some)

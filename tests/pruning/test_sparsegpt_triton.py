@@ -39,14 +39,14 @@ def by_kernel(
         return done
 
     with monkeypatch.context() as patched:
-        patched.setattr(sparsegpt, "by_triton", always)
+        patched.setattr(sparsegpt, "run_triton", always)
         return sparsegpt.prune(weight, inputs, pattern), len(runs)
 
 
 def one_by_one(monkeypatch: pytest.MonkeyPatch, weight: torch.Tensor, inputs: Inputs, pattern: Pattern) -> torch.Tensor:
     """A matrix pruned in plain torch."""
     with monkeypatch.context() as patched:
-        patched.setattr(sparsegpt, "by_triton", lambda *asked: None)
+        patched.setattr(sparsegpt, "run_triton", lambda *given: None)
         return sparsegpt.prune(weight, inputs, pattern)
 
 
