@@ -32,6 +32,7 @@ FAMILIES = (
                 }
             ),
         ),
+        fields=MappingProxyType({"rms_norm_eps": ""}),  # engines have another, of a stream that is scaled
         multipliers=_multipliers,
         scales_input="embedding_multiplier",
         divides_logits="logits_scaling",

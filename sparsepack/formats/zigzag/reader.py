@@ -65,7 +65,7 @@ def site_shapes(architecture: Architecture) -> dict[str, tuple[tuple[int, ...], 
     apart: dict[str, tuple[tuple[int, ...], int]] = {
         "attn_in": ((queries, keys, keys), architecture.hidden),
         "attn_out": ((architecture.hidden,), queries),
-        "mlp_in": ((architecture.intermediate, architecture.intermediate), architecture.hidden),
+        "mlp_in": ((architecture.intermediate,) * (2 if architecture.blocks[0].mlp.gated else 1), architecture.hidden),
         "mlp_mid": ((architecture.hidden,), architecture.intermediate),
     }
     projections = FAMILIES[architecture.model_type].projections
