@@ -284,7 +284,7 @@ def load_once(path: Path, engine: str, threads: int, cold: bool) -> dict[str, fl
     if engine == PEER:
         expect_runs(path)
     else:
-        from sparsepack.runtime.cpu.dispatch import native
+        from sparsepack.runtime.cpu.machine import native
 
         native()  # linking the kernels is no part of loading a model
     if cold:

@@ -48,8 +48,8 @@ from sparsepack.formats.packed import PackedModel
 from sparsepack.placement.budget import Parts, format_bytes
 from sparsepack.placement.options import MOST_LISTED
 from sparsepack.placement.traffic import per_token
+from sparsepack.runtime.cuda.decoder.decoder import CudaDecoder
 from sparsepack.runtime.engine import Engine
-from sparsepack.runtime.hybrid.cuda_decoder import CudaHybridDecoder
 from sparsepack.runtime.hybrid.plan import parts_of, planned
 from sparsepack.runtime.options import EngineOptions
 
@@ -107,13 +107,14 @@ def ours(
     engine = Engine(packed, options)
     decoder = engine._decoder
     loading = time.perf_counter() - start
-    if not isinstance(decoder, CudaHybridDecoder):
+    if not isinstance(decoder, CudaDecoder) or (cpu_gpu := decoder.cpu_gpu) is None:
         raise click.ClickException(f"{format_bytes(budget)} hold the whole model: no neuron is without a slot there")
     prompt = random_ids(packed.architecture.vocabulary, PROMPT, seed=3)
     found: dict[str, Any] = {}
 
     def timed(policy: str) -> float:
-        decoder.follow(policy)
+        cpu_gpu.follow(policy)
+        engine.reset()
         seconds = decode_seconds(engine, prompt, len(activity.bits))
         found[policy] = {"description": engine.description, "loading": loading}
         if engine.traffic_stats is not None:

@@ -40,8 +40,8 @@ from sparsepack.formats.packed import DenseMlp, PackedLayer, PackedModel, Packed
 from sparsepack.models.architecture import architecture_of
 from sparsepack.placement.budget import format_bytes
 from sparsepack.placement.traffic import per_token
+from sparsepack.runtime.cuda.decoder.decoder import CudaDecoder
 from sparsepack.runtime.engine import Engine
-from sparsepack.runtime.hybrid.far_decoder import CudaFarDecoder
 from sparsepack.runtime.hybrid.plan import parts_of
 from sparsepack.runtime.options import EngineOptions
 
@@ -103,8 +103,8 @@ def ours(packed: PackedModel, budget: int, settings: EngineOptions, tokens: int,
     start = time.perf_counter()
     engine = Engine(packed, replace(settings, vram=f"{budget / 1e6:.6f}MB"))
     loading = time.perf_counter() - start
-    if not isinstance(engine._decoder, CudaFarDecoder):
-        raise click.ClickException(f"{format_bytes(budget)} hold the whole model: no matrix is far there")
+    if not isinstance(engine._decoder, CudaDecoder) or engine._decoder.cpu_gpu is None:
+        raise click.ClickException(f"{format_bytes(budget)} hold the whole model: no matrix is offloaded there")
     prompt = random_ids(packed.architecture.vocabulary, PROMPT, seed=3)
     found: dict[str, Any] = {}
 

@@ -21,12 +21,13 @@ from sparsepack.runtime.features import backend_asked
 from sparsepack.runtime.generation.generate import (
     Generated,
     Generation,
+    as_suggested,
+    checked,
     generate,
     generate_together,
     open_tokenizer,
     prompt_tokens,
 )
-from sparsepack.runtime.generation.suggestion import as_suggested, checked
 from sparsepack.runtime.options import CHAT_TOKENS, EngineOptions, GenerateOptions
 
 

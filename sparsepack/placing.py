@@ -152,7 +152,7 @@ def _rates(options: PlaceOptions, hidden: int, parts: Parts) -> tuple[str, Rates
     """The name of the machine whose speed is modelled, and how fast it is. Raises `UserError` for a device that has not
     been measured."""
     if options.device != "cpu":
-        from sparsepack.runtime.cuda.links import measured_links
+        from sparsepack.runtime.hybrid.bandwidth import measured_links
 
         device = torch.device(options.device)
         backend_named("cuda").check_device(device)

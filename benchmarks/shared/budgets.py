@@ -29,9 +29,9 @@ from sparsepack.errors import UserError
 from sparsepack.formats.orders.neuron import record_bytes
 from sparsepack.placement.budget import Parts, format_bytes, parse_bytes
 from sparsepack.placement.traffic import describe_per_token
-from sparsepack.runtime.cuda.links import measure, measured_links
 from sparsepack.runtime.engine import Engine
 from sparsepack.runtime.generation.sampling import Sampler, Sampling
+from sparsepack.runtime.hybrid.bandwidth import measure, measured_links
 from sparsepack.tables import Table, markdown
 
 RESULTS = Path(__file__).parents[1] / "results"

@@ -52,7 +52,7 @@ def setting_line(found: dict[str, Any]) -> str:
 
 
 def _instruction_set() -> str:
-    from sparsepack.runtime.cpu.dispatch import instruction_set
+    from sparsepack.runtime.cpu.machine import instruction_set
 
     try:
         return instruction_set()
@@ -77,7 +77,7 @@ def cpu_read_bandwidth(threads: int) -> float:
     torch.set_num_threads(before)
     if _instruction_set() == "not built":
         return found
-    from sparsepack.runtime.cpu.dispatch import native
+    from sparsepack.runtime.cpu.machine import native
 
     return max(found, float(native().read_bandwidth(_READ_BYTES, threads, 3)))
 

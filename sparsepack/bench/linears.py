@@ -23,10 +23,9 @@ from sparsepack.models.records.groups import kept
 from sparsepack.models.records.pattern import Pattern
 from sparsepack.progress import progress
 from sparsepack.runtime.cuda.driver.device import usable
-from sparsepack.runtime.cuda.slide.inputs import quantise_slide
-from sparsepack.runtime.cuda.slide.outputs import scale_outputs
+from sparsepack.runtime.cuda.slide.product import quantise_slide, scale_outputs
 from sparsepack.runtime.reference.products import SlidMatrix
-from sparsepack.runtime.slid_operator import prepare, slid_linear
+from sparsepack.runtime.sparse24_operator import prepare, slid_linear
 
 
 def graph_seconds(run: Callable[[int], object], count: int) -> Callable[[], float]:

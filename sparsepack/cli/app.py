@@ -43,7 +43,7 @@ def _version(context: click.Context, parameter: click.Parameter, asked: bool) ->
     """Say which version this is and which of its CPU kernels run here, and end."""
     if not asked or context.resilient_parsing:
         return
-    from sparsepack.runtime.cpu.dispatch import instruction_set
+    from sparsepack.runtime.cpu.machine import instruction_set
 
     try:
         kernels = instruction_set()

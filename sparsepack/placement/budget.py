@@ -289,7 +289,7 @@ class Plan:
         }
 
     @property
-    def far_products(self) -> int:
+    def offloaded_products(self) -> int:
         """How many matrices of blocks that every token reads lie in the host's memory: two of attention, and a gate."""
         return 2 * (self.parts.blocks - self.attention) + self.parts.blocks - self.gates - self.copied
 

@@ -358,7 +358,7 @@ def seconds_per_token(
     divided = (bus - plan.host["output"]) if over_the_bus else 0
     far = (bus - divided) / rates.bus + divided / min(sum(links.far(parts.record)), rates.host)
     asking = parts.blocks - (plan.downs if parts.together else 0) if offloaded else 0
-    handovers = asking + (plan.far_products if over_the_bus else 0)
+    handovers = asking + (plan.offloaded_products if over_the_bus else 0)
     slots = resident / links.resident
     return TokenSeconds(card / rates.card, far, slots, host, handovers * links.handover)
 

@@ -1,17 +1,19 @@
 """The seam between the engine and whatever computes its tokens."""
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
 
 from sparsepack.formats.packed import PackedModel
+from sparsepack.models.architecture import Architecture
 from sparsepack.placement.traffic import HitCounts, TrafficStats
 from sparsepack.runtime.generation.sampling import Sampler
-from sparsepack.runtime.hold import Hold
 from sparsepack.runtime.kv_cache import AttentionShape, CacheState, attention_shape
 from sparsepack.runtime.reference import attention as reference_attention
+from sparsepack.runtime.reference.attention import rotary_table
+from sparsepack.runtime.threshold_controller import ThresholdController
 
 
 class Decoder(Protocol):
@@ -51,7 +53,7 @@ class Decoder(Protocol):
     def scales(self) -> tuple[float, ...]:
         """What the thresholds of each text are multiplied by; empty: no share is held."""
 
-    def hold(self, hold: Hold) -> None:
+    def control_thresholds(self, controller: ThresholdController) -> None:
         """Hold the share that sparse steps skip from now on, of each text for itself. Asked once, before any token, and
         of backends alone whose row `holds`."""
 
@@ -88,11 +90,11 @@ class Decoder(Protocol):
         all logits: float32 [S, vocabulary]."""
 
 
-class TurningDecoder(Decoder, Protocol):
+class LongTextDecoder(Decoder, Protocol):
     """A decoder of a backend that computes `traits.LONG_TEXTS`."""
 
-    def turn(self, sequence: int, first: int, cos: Tensor, sin: Tensor) -> None:
-        """Let positions of a sequence turn by other rows, as `KvCache.turn` says."""
+    def set_rope(self, sequence: int, first: int, cos: Tensor, sin: Tensor) -> None:
+        """Let positions of a sequence turn by other rows, as `KvCache.set_rope` says."""
 
 
 def stepped(ids: Sequence[int | None]) -> dict[int, int]:
@@ -120,3 +122,52 @@ def attention_of(packed: PackedModel, context: int, device: torch.device, sequen
     ]
     (cos, sin), *more = [(cos.to(device), sin.to(device)) for cos, sin in made]
     return attention_shape(architecture, norms, cos, sin, sequences, packed.attention, more)
+
+
+class LongTextRope:
+    """The texts of a decoder, each of which turns as its length means.
+
+    Models whose long texts turn as a whole have two sets of frequencies; in others the frequencies of a position follow
+    from the length that its text has there.
+    """
+
+    def __init__(self, architecture: Architecture, context: int, decoder: Decoder) -> None:
+        long = architecture.long_texts
+        self._architecture, self._context, self._decoder = architecture, context, decoder
+        self._long = None if long is None or context <= long.tokens else long
+        self._are_long = [False for _ in decoder.cache.lengths]
+
+    def grow(self, sequence: int, ids: Sequence[int], count: int) -> None:
+        """Let the next `count` tokens of a text, which has these already, turn as its length then means. Where that
+        means all of it, a text that becomes long, or short again, is computed anew, dense, as transformers does."""
+        long = self._long
+        if long is None:
+            return
+        if not long.turns_all:
+            first = self._decoder.cache.lengths[sequence]
+            self._turn(sequence, first, first + count, first + count)
+            return
+        is_long = len(ids) + count > long.tokens
+        if is_long == self._are_long[sequence]:
+            return
+        self._decoder.truncate(sequence, 0)
+        self._turn_all(sequence, is_long)
+        if ids:
+            self._decoder.prefill(sequence, torch.tensor(ids))
+
+    def copied(self, source: int, to: int) -> None:
+        """Let a text, which another was copied to, turn as that one does."""
+        self._turn_all(to, self._are_long[source])
+
+    def _turn_all(self, sequence: int, is_long: bool) -> None:
+        """Let a text turn as long ones do, or as short ones, from its first token on."""
+        long = self._long
+        if long is not None and long.turns_all and is_long != self._are_long[sequence]:
+            self._turn(sequence, 0, self._context, self._context if is_long else 0)
+            self._are_long[sequence] = is_long
+
+    def _turn(self, sequence: int, first: int, last: int, length: int) -> None:
+        """Let positions `first` .. `last` - 1 of a text turn as those of a text of a length."""
+        a = self._architecture
+        rows = rotary_table(a.frequencies(length), a.rotary_scale, last, first)
+        cast(LongTextDecoder, self._decoder).set_rope(sequence, first, *rows)

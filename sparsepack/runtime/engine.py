@@ -17,15 +17,14 @@ from sparsepack.models.records.sparse_attention import SparseFrom
 from sparsepack.placement.traffic import HitCounts, TrafficStats
 from sparsepack.runtime.backend_module import chosen_backend, opened
 from sparsepack.runtime.backends import Backend, backend_named
-from sparsepack.runtime.decoder import Decoder, stepped
+from sparsepack.runtime.decoder import Decoder, LongTextRope, stepped
 from sparsepack.runtime.features import check_features
 from sparsepack.runtime.free_memory import cache_bytes, free_bytes, texts_with_room
 from sparsepack.runtime.generation.sampling import Sampler
-from sparsepack.runtime.hold import hold_of
 from sparsepack.runtime.hybrid.plan import context_within
-from sparsepack.runtime.long_texts import TurnedTexts
 from sparsepack.runtime.options import EngineOptions, usual_context
 from sparsepack.runtime.skipped import skipped_weights
+from sparsepack.runtime.threshold_controller import threshold_controller_of
 
 
 @dataclass(frozen=True)
@@ -47,8 +46,8 @@ class Engine:
 
     `dense` of the options may be changed between calls. With `offload`, models with sparse attention select tokens
     wherever the policy says, also where reading all would be faster on the device. With `cached`, the result is the
-    same but for rounding. With `hold`, each text's thresholds are scaled from token to token (`runtime/hold.py`), as
-    they are in the file at first, and again once the text has lost tokens.
+    same but for rounding. With `hold`, each text's thresholds are scaled from token to token
+    (`runtime/threshold_controller.py`), as they are in the file at first, and again once the text has lost tokens.
 
     The reference backend computes in float32 and holds every matrix decoded, 4 bytes a weight (7.1 times the stored
     size of a zigzag matrix); the cpu and cuda backends hold them at their stored size (`runtime/cpu/decoder.py`,
@@ -75,11 +74,11 @@ class Engine:
         self._offload = options.offload
         self._module = opened(row)
         self._decoder = self._with_room(row, cache_type, options)
-        self._hold = hold_of(packed) if options.hold else None
+        self._hold = threshold_controller_of(packed) if options.hold else None
         if self._hold is not None:
-            self._decoder.hold(self._hold)
+            self._decoder.control_thresholds(self._hold)
         self._ids: list[list[int]] = [[] for _ in self.positions]
-        self._turned = TurnedTexts(self.architecture, self.context, self._decoder)
+        self._long_text_rope = LongTextRope(self.architecture, self.context, self._decoder)
         self.lock = threading.RLock()
         self._owner: weakref.ref[object] | None = None
         self._owner_thread = threading.current_thread()
@@ -212,7 +211,7 @@ class Engine:
         ids = self._ids[source][:length]
         self._ids[to] = []  # until all is there, nobody knows what is
         self._decoder.copy(source, to, length)
-        self._turned.copied(source, to)
+        self._long_text_rope.copied(source, to)
         self._ids[to] = ids
 
     def counts(self) -> Counts:
@@ -245,7 +244,7 @@ class Engine:
         if not len(ids):
             raise UserError("prefill of 0 tokens; expected at least one")
         checked = self._checked(ids, self.positions[sequence])
-        self._turned.grow(sequence, self._ids[sequence], len(ids))
+        self._long_text_rope.grow(sequence, self._ids[sequence], len(ids))
         logits = self._decoder.prefill(sequence, checked)
         self._ids[sequence] += ids
         return logits
@@ -285,7 +284,7 @@ class Engine:
         Raises `UserError` for another number of ids, none at all, one that the model does not have, or a full cache.
         """
         self._check_step(ids)
-        self._turn_each(ids)
+        self._grow_each(ids)
         logits = self._decoder.step(ids, not self.dense)
         self._appended(ids)
         return logits
@@ -312,7 +311,7 @@ class Engine:
                 for id, sampler, row in zip(ids, samplers, logits, strict=True)
             ]
         self._check_step(ids)
-        self._turn_each(ids)
+        self._grow_each(ids)
         chosen = self._decoder.decode_next(ids, not self.dense, samplers)
         self._appended(ids)
         return chosen
@@ -335,14 +334,14 @@ class Engine:
             raise UserError(f"{len(self._ids)} sequences: all logits of a text come from an engine for one")
         self.reset()
         checked = self._checked(ids, 0)
-        self._turned.grow(0, self._ids[0], len(ids))
+        self._long_text_rope.grow(0, self._ids[0], len(ids))
         logits = self._decoder.teacher_forced(checked, sparse_from, not self.dense)
         self._ids[0] += ids
         return logits
 
-    def _turn_each(self, ids: Sequence[int | None]) -> None:
+    def _grow_each(self, ids: Sequence[int | None]) -> None:
         for sequence in stepped(ids):
-            self._turned.grow(sequence, self._ids[sequence], 1)
+            self._long_text_rope.grow(sequence, self._ids[sequence], 1)
 
     def _appended(self, ids: Sequence[int | None]) -> None:
         for sequence, id in stepped(ids).items():

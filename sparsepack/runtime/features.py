@@ -62,9 +62,9 @@ def check_selects(packed: PackedModel) -> None:
 
 def check_holds(packed: PackedModel) -> None:
     """Raise `UserError` for a model without thresholds, or whose target is not known."""
-    from sparsepack.runtime.hold import hold_of  # it brings torch
+    from sparsepack.runtime.threshold_controller import threshold_controller_of  # it brings torch
 
-    hold_of(packed)
+    threshold_controller_of(packed)
 
 
 def not_by_neurons(packed: PackedModel) -> str:

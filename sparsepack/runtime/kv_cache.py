@@ -54,7 +54,7 @@ class AttentionShape:
     scale                     -- what products of queries and keys are multiplied by; 0: 1 / sqrt(head_dim)
     cap                       -- a score s becomes cap tanh(s / cap); 0: it stays
     more_tables               -- cos and sin of the tables after the first, which alone long texts may change
-    turns                     -- whether they do: positions of a sequence may turn by rows of its own (`KvCache.turn`)
+    turns                     -- whether they do: positions of a sequence may turn by rows of its own, of `set_rope`
     query_scale               -- float32 [context]: what queries are multiplied by at each position; None: nothing
     """
 
@@ -143,7 +143,7 @@ class KvCache(CacheState, Protocol):
     def copy(self, source: int, to: int, length: int) -> None:
         """Let a sequence have the first `length` positions of another, and nothing else."""
 
-    def turn(self, sequence: int, first: int, cos: Tensor, sin: Tensor) -> None:
+    def set_rope(self, sequence: int, first: int, cos: Tensor, sin: Tensor) -> None:
         """Let the positions of a sequence from `first` on turn by these rows [S, n / 2] when they are appended, in
         layers of the first table."""
 

@@ -7,7 +7,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from sparsepack.runtime.generation.stopping import StopText
+from sparsepack.runtime.generation.continuation import StopText
 
 
 @dataclass(frozen=True)

@@ -34,8 +34,7 @@ from sparsepack.eval.options import EvalRequest
 from sparsepack.models.checkpoint.checkpoint import open_checkpoint
 from sparsepack.recipe.load import load_recipe
 from sparsepack.runtime.cpu import tune
-from sparsepack.runtime.cpu.dispatch import instruction_sets
-from sparsepack.runtime.hybrid import measure
+from sparsepack.runtime.cpu.machine import instruction_sets
 from sparsepack.serve import server
 from sparsepack.simulation.options import SimulateOptions
 
@@ -151,7 +150,6 @@ def briefly(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFa
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
     for name, value in {"ROTATION": 1 << 16, "CALLS": 1, "ROUNDS": 1}.items():
         monkeypatch.setattr(tune, name, value)
-    monkeypatch.setattr(measure, "TIMES_CACHES", 0)
     for name, some in {"SPANS": (1,), "TILES": (24,)}.items():
         monkeypatch.setattr(tune, name, some)
     startup = server._Server.startup

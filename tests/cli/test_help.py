@@ -12,7 +12,7 @@ from click.testing import CliRunner
 import sparsepack
 from sparsepack.cli import main
 from sparsepack.errors import UserError
-from sparsepack.runtime.cpu.dispatch import instruction_set
+from sparsepack.runtime.cpu.machine import instruction_set
 
 
 def commands(command: click.Command, names: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], click.Command]]:

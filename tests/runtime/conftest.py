@@ -11,7 +11,7 @@ from operations_for_tests import Backend, opened
 from sparsepack.formats.open import read_packed
 from sparsepack.formats.packed import PackedModel
 from sparsepack.models.checkpoint.checkpoint import open_checkpoint
-from sparsepack.runtime.cpu import dispatch
+from sparsepack.runtime.cpu import machine
 
 use_other_build()
 
@@ -20,7 +20,7 @@ use_other_build()
 def _no_operations_are_kept() -> Iterator[None]:
     """Nanobind may call them leaked, where pytest keeps a module to the very end."""
     yield
-    dispatch._operations.cache_clear()
+    machine._operations.cache_clear()
 
 
 @pytest.fixture(scope="module")

@@ -16,9 +16,9 @@ from torch import Tensor
 from sparsepack.models.records.sparse_attention import TokenPolicy
 from sparsepack.runtime.backend_module import opened as opened_module
 from sparsepack.runtime.backends import BACKENDS
-from sparsepack.runtime.cpu.dispatch import FORCED
-from sparsepack.runtime.cuda.attention.caches import new_cache as new_cuda_cache
+from sparsepack.runtime.cpu.machine import FORCED
 from sparsepack.runtime.cuda.attention.kv_cache import CudaDenseKvCache
+from sparsepack.runtime.cuda.attention.kv_cache import new_cache as new_cuda_cache
 from sparsepack.runtime.cuda.driver.device import usable
 from sparsepack.runtime.cuda.products.gemm_fp16 import Product
 from sparsepack.runtime.kv_cache import AttentionShape, KvCache, LayerAttention

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from sparsepack.errors import UserError
-from sparsepack.runtime.cpu.dispatch import instruction_sets, native
+from sparsepack.runtime.cpu.machine import instruction_sets, native
 
 MODULE = "sparsepack.runtime.cpu._native"
 SANITISED = "libasan" in os.environ.get("LD_PRELOAD", "")

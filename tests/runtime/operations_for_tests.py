@@ -19,7 +19,7 @@ from sparsepack.formats.table import MatrixFormat
 from sparsepack.runtime import backend_module
 from sparsepack.runtime.backends import BACKENDS, backend_named
 from sparsepack.runtime.chained.operations import Operations
-from sparsepack.runtime.cpu.dispatch import FORCED
+from sparsepack.runtime.cpu.machine import FORCED
 from sparsepack.runtime.cuda.decoder.model import ACTIVATIONS
 from sparsepack.runtime.cuda.driver.kernel_set import KERNELS
 from sparsepack.runtime.cuda.products import neurons

@@ -21,7 +21,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from sparsepack.errors import ArtifactError, UserError
 from sparsepack.models.records.skipped import Skipped
 from sparsepack.runtime.engine import Counts, Engine
-from sparsepack.runtime.generation.detokenise import TextStream
+from sparsepack.runtime.generation.continuation import TextStream
 from sparsepack.runtime.generation.generate import generate, open_tokenizer, prompt_tokens
 from sparsepack.runtime.generation.sampling import Sampler
 from sparsepack.runtime.options import GenerateOptions

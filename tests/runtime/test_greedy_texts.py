@@ -10,8 +10,8 @@ from packed_models import random_model, stock_model
 from torch import Tensor
 
 from sparsepack.formats.packed import PackedModel
+from sparsepack.runtime.backends import TRAITS
 from sparsepack.runtime.engine import Engine
-from sparsepack.runtime.traits import TRAITS
 
 IDS = torch.randint(300, (20,), generator=torch.Generator().manual_seed(3)).tolist()
 TOKENS = 256

@@ -15,16 +15,22 @@ from torch import Tensor
 from sparsepack.errors import UserError
 from sparsepack.formats.packed import PackedModel
 from sparsepack.models.records.rule import SiteRule
-from sparsepack.runtime import hold
+from sparsepack.runtime import threshold_controller as hold
 from sparsepack.runtime.backends import BACKENDS
 from sparsepack.runtime.chained.decoder import OperationsDecoder
 from sparsepack.runtime.engine import Engine
 from sparsepack.runtime.features import check_features
 from sparsepack.runtime.generation.sampling import Sampler, Sampling
-from sparsepack.runtime.hold import LEAST_SCALE, MOST_SCALE, HeldText, Hold, hold_of
 from sparsepack.runtime.options import EngineOptions
 from sparsepack.runtime.reference import products
 from sparsepack.runtime.reference.backend import ReferenceOperations
+from sparsepack.runtime.threshold_controller import (
+    LEAST_SCALE,
+    MOST_SCALE,
+    TextScale,
+    ThresholdController,
+    threshold_controller_of,
+)
 
 TEXTS = torch.randint(300, (4, 48), generator=torch.Generator().manual_seed(5)).tolist()
 every_variant = pytest.mark.parametrize("variant", ["llama", "llama, several bands, tied Q6_K", "qwen3, tied"])
@@ -109,7 +115,7 @@ def clear_text(variant: str) -> list[int]:
     """A text of which rounding decides about no column, however its thresholds are scaled."""
     operations = Nearest()
     decoder = OperationsDecoder(model(variant), operations, torch.device("cpu"), 64, None)
-    decoder.hold(hold_of(model(variant)))
+    decoder.control_thresholds(threshold_controller_of(model(variant)))
     for seed in range(500):
         ids: list[int] = torch.randint(300, (5,), generator=torch.Generator().manual_seed(seed)).tolist()
         decoder.reset()
@@ -120,15 +126,15 @@ def clear_text(variant: str) -> list[int]:
 
 
 def test_the_scale_stands_still_at_the_target_and_moves_towards_it_elsewhere() -> None:
-    held = Hold(0.5, 1000)
-    assert held.after(HeldText(), 500) == HeldText(1.0, 1)
-    assert held.after(HeldText(), 400).scale > 1 > held.after(HeldText(), 600).scale
+    held = ThresholdController(0.5, 1000)
+    assert held.after(TextScale(), 500) == TextScale(1.0, 1)
+    assert held.after(TextScale(), 400).scale > 1 > held.after(TextScale(), 600).scale
 
 
 @pytest.mark.parametrize("as_it_is", [0.4, 0.46, 0.53])
 def test_the_scale_is_there_within_64_tokens_and_one_token_hardly_moves_it_then(as_it_is: float) -> None:
     """A text whose share follows the logarithm of the scale as that of the books does."""
-    held, text, noise = Hold(0.5, 100000), HeldText(), torch.Generator().manual_seed(0)
+    held, text, noise = ThresholdController(0.5, 100000), TextScale(), torch.Generator().manual_seed(0)
     shares, mean = [], []
     for _ in range(1024):
         mean.append(as_it_is + 0.42 * math.log(text.scale))
@@ -140,7 +146,7 @@ def test_the_scale_is_there_within_64_tokens_and_one_token_hardly_moves_it_then(
 
 
 def test_a_target_out_of_reach_leaves_the_scale_at_its_bound_from_which_it_returns() -> None:
-    held, text = Hold(0.5, 1000), HeldText()
+    held, text = ThresholdController(0.5, 1000), TextScale()
     for _ in range(1000):
         text = held.after(text, 0)
     assert text.scale == MOST_SCALE
@@ -154,9 +160,9 @@ def test_a_target_out_of_reach_leaves_the_scale_at_its_bound_from_which_it_retur
 @every_variant
 def test_the_scale_follows_from_what_each_step_skipped(backend: str, variant: str) -> None:
     packed = model(variant)
-    engine, held = engine_of(packed, backend, hold=True), hold_of(packed)
+    engine, held = engine_of(packed, backend, hold=True), threshold_controller_of(packed)
     engine.prefill(TEXTS[0][:5])
-    text = HeldText()
+    text = TextScale()
     assert engine.scales == (1.0,)
     for id in TEXTS[0][5:30]:
         before = engine.counts().active
@@ -169,8 +175,8 @@ def test_the_scale_follows_from_what_each_step_skipped(backend: str, variant: st
 def test_thresholds_are_multiplied_by_the_scale(monkeypatch: pytest.MonkeyPatch) -> None:
     packed = model()
     for scale in (0.7, 1.3):
-        start = HeldText(float(torch.tensor(scale)))
-        monkeypatch.setattr(hold, "HeldText", lambda *of, start=start: HeldText(*of) if of else start)
+        start = TextScale(float(torch.tensor(scale)))
+        monkeypatch.setattr(hold, "HeldText", lambda *of, start=start: TextScale(*of) if of else start)
         engine = Engine(packed, backend="reference", hold=True)
         other = Engine(scaled(packed, scale), backend="reference")
         assert torch.equal(engine.step(TEXTS[0][0]), other.step(TEXTS[0][0]))
@@ -368,7 +374,7 @@ def test_a_model_by_neurons_is_held_where_its_attention_has_thresholds() -> None
     ruled = random_model("llama, one head, relu", hidden_size=256)
     packed = by_neurons(made_for(with_rules(ruled, stock_model(ruled), TEXTS[0][:13], [0]), 0.6))
     packed = replace(packed, manifest={**packed.manifest, "thresholds": {"sparsity": 0.6}})
-    held = hold_of(packed)
+    held = threshold_controller_of(packed)
     sites = [site for layer in packed.layers for site in layer.attention.values() if site.rule is not None]
     assert held.weights == sum(site.matrix.rows * site.matrix.columns for site in sites)
     scales = [trajectory(engine_of(packed, backend, hold=True, **more), TEXTS[0][:12]) for backend, more in NEURONS]
@@ -391,5 +397,8 @@ def test_sites_that_stay_dense_in_a_sparse_model_count_with_the_target() -> None
     table = {"sparsity": 0.6, "rows": rows}
     more = replace(packed, manifest={**packed.manifest, "thresholds": table})
     assert (1, "mlp_in") not in packed.rules
-    assert hold_of(more).weights == hold_of(packed).weights + packed.parameters[1, "mlp_in"]
-    assert hold_of(more).weights == sum(packed.parameters.values())
+    assert (
+        threshold_controller_of(more).weights
+        == threshold_controller_of(packed).weights + packed.parameters[1, "mlp_in"]
+    )
+    assert threshold_controller_of(more).weights == sum(packed.parameters.values())

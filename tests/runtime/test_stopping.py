@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparsepack.errors import UserError
-from sparsepack.runtime.generation.stopping import StopText
+from sparsepack.runtime.generation.continuation import StopText
 
 LETTERS = st.text("ab\n", max_size=12)
 

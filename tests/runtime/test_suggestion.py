@@ -6,8 +6,8 @@ import pytest
 
 from sparsepack.errors import UserError
 from sparsepack.runtime.generation.continuation import sampling_of
+from sparsepack.runtime.generation.generate import as_suggested, checked
 from sparsepack.runtime.generation.sampling import Sampling
-from sparsepack.runtime.generation.suggestion import as_suggested, checked
 from sparsepack.runtime.options import GenerateOptions
 
 MAKERS = {"temperature": 0.7, "top_k": 20, "repeat_penalty": 1.1}

@@ -16,7 +16,7 @@ from sparsepack.loading import Model
 from sparsepack.models.checkpoint.checkpoint import open_checkpoint
 from sparsepack.models.family import SITES
 from sparsepack.models.records.rule import SiteRule
-from sparsepack.runtime.cpu import dispatch
+from sparsepack.runtime.cpu import machine
 from sparsepack.serve.options import ServeOptions
 
 
@@ -24,7 +24,7 @@ from sparsepack.serve.options import ServeOptions
 def _native_operations_end() -> Iterator[None]:
     """Without this nanobind may call the operations leaked, where pytest keeps a module to the very end."""
     yield
-    dispatch._operations.cache_clear()
+    machine._operations.cache_clear()
 
 
 @pytest.fixture(scope="session")

@@ -104,7 +104,7 @@ def generate(
     from sparsepack.cli.talk import converse, print_texts
     from sparsepack.loading import load
     from sparsepack.progress import say
-    from sparsepack.runtime.generation.suggestion import as_suggested, checked, told
+    from sparsepack.runtime.generation.generate import as_suggested, checked, told
 
     model = load(path, options=engine, sequences=1 if chat else len(texts))
     options, taken = as_suggested(GenerateOptions(**asked), model.packed.generation)

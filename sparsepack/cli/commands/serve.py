@@ -86,7 +86,7 @@ def serve(path: Path, chat_template: str | None, **asked: Any) -> None:
         raise UserError(f"serve needs {error.name}, which is not installed: pip install 'sparsepack[serve]'") from error
     from sparsepack.loading import describe_runtime, load
     from sparsepack.progress import say
-    from sparsepack.runtime.generation.suggestion import told
+    from sparsepack.runtime.generation.generate import told
 
     options = ServeOptions(**asked)
     engine = replace(engine, sequences=options.sequences)

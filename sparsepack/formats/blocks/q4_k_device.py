@@ -11,7 +11,7 @@ from torch import Tensor
 from sparsepack.errors import UserError
 from sparsepack.formats.blocks.superblock import BLOCK
 from sparsepack.formats.blocks.table import BLOCKS
-from sparsepack.runtime.cpu.dispatch import instruction_set, native
+from sparsepack.runtime.cpu.machine import instruction_set, native
 from sparsepack.triton_kernels import run_triton
 
 WITHOUT = "Q4_K is encoded by plain torch, many times slower"

@@ -23,7 +23,7 @@ from sparsepack.formats.orders.slide import STEPS, Slide
 from sparsepack.formats.slide import SlidArtifact, configured_slides, configured_type
 from sparsepack.progress import say
 from sparsepack.runtime.reference.products import SlidMatrix
-from sparsepack.runtime.slid_operator import prepare, slid_linear
+from sparsepack.runtime.sparse24_operator import prepare, slid_linear
 
 VERIFY = "SPARSEPACK_VERIFY"
 """The environment variable that leaves the check out where it is 0."""
@@ -114,7 +114,7 @@ class SlidLinear(nn.Module):
     bias             -- [rows], or None
 
     Inputs [..., columns] are quantised token by token to the values' type, outputs have the inputs' type. See
-    `runtime.slid_operator`, which computes it and has no gradients.
+    `runtime.sparse24_operator`, which computes it and has no gradients.
     """
 
     def __init__(

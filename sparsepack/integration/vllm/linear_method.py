@@ -11,7 +11,7 @@ from sparsepack.errors import ArtifactError
 from sparsepack.formats.orders.slide import Slide, ValueType
 from sparsepack.formats.slide import POSITIONS, SCALE
 from sparsepack.runtime.reference.products import SlidMatrix
-from sparsepack.runtime.slid_operator import prepare, slid_linear
+from sparsepack.runtime.sparse24_operator import prepare, slid_linear
 
 _WEIGHT = "weight"
 
@@ -68,7 +68,7 @@ class SlidLinearMethod(LinearMethodBase):  # type: ignore[misc]
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Prepare the products, once the weights are where they will be used. Raises `ArtifactError` for what was not
-        loaded, and as `slid_operator.prepare`."""
+        loaded, and as `sparse24_operator.prepare`."""
         matrix = self._matrix(layer)
         for name, tensor in (("", matrix.values), (POSITIONS, matrix.positions), (SCALE, matrix.scale)):
             if tensor is not None and _is_unloaded(tensor):

@@ -213,7 +213,7 @@ def _settings(job: Job, section: Eval) -> dict[str, Any]:
 
 def kernels() -> str:
     """The instruction set of the CPU's kernels, "reference" without them: what one measures says little of another."""
-    from sparsepack.runtime.cpu.dispatch import instruction_set
+    from sparsepack.runtime.cpu.machine import instruction_set
 
     try:
         return instruction_set()

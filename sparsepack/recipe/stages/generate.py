@@ -60,7 +60,7 @@ def _problems(recipe: Recipe, section: Generate) -> Iterator[str]:
 
 
 def _misfits(job: Job, section: Generate) -> Iterator[str]:
-    from sparsepack.runtime.generation.suggestion import as_suggested, checked
+    from sparsepack.runtime.generation.generate import as_suggested, checked
 
     yield from job.too_long("generate, prompt and tokens together", _length(job, section))
     options, _ = as_suggested(GenerateOptions(**section.told(GenerateOptions)), job.checkpoint.generation)
@@ -72,7 +72,7 @@ def _misfits(job: Job, section: Generate) -> Iterator[str]:
 
 def _run(job: Job, section: Generate) -> None:
     from sparsepack.loading import describe_runtime, load
-    from sparsepack.runtime.generation.suggestion import as_suggested, told
+    from sparsepack.runtime.generation.generate import as_suggested, told
 
     options = engine_options(job.recipe, section)
     model = load(artifact_of(job), context=_length(job, section), options=options, verify=False)

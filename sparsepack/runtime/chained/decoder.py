@@ -14,9 +14,9 @@ from sparsepack.runtime.chained.layer import LoadedLayer, Mode, load_layer
 from sparsepack.runtime.chained.operations import Operations
 from sparsepack.runtime.decoder import among_all, attention_of, stepped
 from sparsepack.runtime.generation.sampling import Sampler
-from sparsepack.runtime.hold import HeldStep, HeldTexts, Hold
 from sparsepack.runtime.kv_cache import AttentionShape, KvCache
 from sparsepack.runtime.reference import products as reference
+from sparsepack.runtime.threshold_controller import StepScales, TextScales, ThresholdController
 
 PREFILL_TOKENS = 512
 """This many positions pass at once: attention needs heads * PREFILL_TOKENS * context scores."""
@@ -56,7 +56,7 @@ class OperationsDecoder:
         new_cache = new_cache or operations.new_cache
         self.cache = new_cache(attention_of(packed, context, device, sequences), cache_type, device)
         self.stepped = 0
-        self._held: HeldTexts | None = None
+        self._held: TextScales | None = None
 
     @property
     def threads(self) -> int:
@@ -78,8 +78,8 @@ class OperationsDecoder:
     def scales(self) -> tuple[float, ...]:
         return () if self._held is None else self._held.scales
 
-    def hold(self, hold: Hold) -> None:
-        self._held = HeldTexts(hold, len(self.cache.lengths), self._device)
+    def control_thresholds(self, controller: ThresholdController) -> None:
+        self._held = TextScales(controller, len(self.cache.lengths), self._device)
 
     def active(self) -> dict[tuple[int, str], int]:
         layers = enumerate(self._layers)
@@ -104,8 +104,8 @@ class OperationsDecoder:
         if self._held is not None:
             self._held.begin(to)
 
-    def turn(self, sequence: int, first: int, cos: Tensor, sin: Tensor) -> None:
-        self.cache.turn(sequence, first, cos, sin)
+    def set_rope(self, sequence: int, first: int, cos: Tensor, sin: Tensor) -> None:
+        self.cache.set_rope(sequence, first, cos, sin)
 
     def prefill(self, sequence: int, ids: Tensor) -> Tensor:
         with torch_threads(self._threads):
@@ -173,7 +173,9 @@ class OperationsDecoder:
         norm = layer.norms.get(name)
         return x if norm is None else reference.rms_norm(x, norm, self._architecture.norm_eps)
 
-    def _attention(self, number: int, x: Tensor, mode: Mode, sequences: Sequence[int], held: HeldStep | None) -> Tensor:
+    def _attention(
+        self, number: int, x: Tensor, mode: Mode, sequences: Sequence[int], held: StepScales | None
+    ) -> Tensor:
         sites = self._layers[number].attention
         sparse = mode in (Mode.STEP, Mode.MASKED)
         rows = self._rows_normed(number, sites["attn_in"].product(x, mode, held)).tensor_split(len(sequences))

@@ -17,8 +17,8 @@ from sparsepack.formats.packed import DenseMlp, ExpertMlp, NeuronMlp, PackedLaye
 from sparsepack.formats.table import DENSE, EXPERTS, MLP_GATE, MLP_RECORDS, NEURONS, MlpKind
 from sparsepack.models.records.rule import SiteRule
 from sparsepack.runtime.chained.operations import Operations
-from sparsepack.runtime.hold import HeldStep
 from sparsepack.runtime.reference import products as reference_experts
+from sparsepack.runtime.threshold_controller import StepScales
 
 Activation = Callable[[Tensor], Tensor]
 
@@ -44,7 +44,7 @@ class Mlp(Protocol):
     def active(self) -> Mapping[str, Tensor]:
         """For each matrix, by its name there, the units that were read: int64 []."""
 
-    def output(self, x: Tensor, activation: Activation, mode: Mode, held: HeldStep | None = None) -> Tensor:
+    def output(self, x: Tensor, activation: Activation, mode: Mode, held: StepScales | None = None) -> Tensor:
         """What the MLP makes of x [S, hidden]: [S, hidden]. held: as in `LoadedSite.product`."""
 
 
@@ -63,7 +63,7 @@ class LoadedSite:
     sparse_bias: Tensor | None
     active: Tensor
 
-    def product(self, x: Tensor, mode: Mode, held: HeldStep | None = None) -> Tensor:
+    def product(self, x: Tensor, mode: Mode, held: StepScales | None = None) -> Tensor:
         """The output rows for x [S, columns]: [S, rows]. held: where a share is held, of S texts, which the product
         counts with."""
         if mode in (Mode.PREFILL, Mode.DENSE, Mode.DENSE_STEP) or self.rule is None:
@@ -100,7 +100,7 @@ class LoadedDenseMlp:
     def active(self) -> Mapping[str, Tensor]:
         return {name: site.active for name, site in self.sites.items()}
 
-    def output(self, x: Tensor, activation: Activation, mode: Mode, held: HeldStep | None = None) -> Tensor:
+    def output(self, x: Tensor, activation: Activation, mode: Mode, held: StepScales | None = None) -> Tensor:
         h = self.sites["mlp_in"].product(x, mode, held)
         if self.gated:
             gate, up = h.chunk(2, dim=-1)
@@ -115,7 +115,7 @@ class _LoadedNeuronMlp:
     records: Any
     active: Mapping[str, Tensor]
 
-    def output(self, x: Tensor, activation: Activation, mode: Mode, held: HeldStep | None = None) -> Tensor:
+    def output(self, x: Tensor, activation: Activation, mode: Mode, held: StepScales | None = None) -> Tensor:
         gate = activation(self.gate(x))  # [S, neurons]
         self.active[MLP_GATE].add_(mode.units(x))
         if mode is Mode.STEP and len(x) == 1:
@@ -147,7 +147,7 @@ class LoadedExpertMlp:
     rules: Mapping[str, SiteRule | None]
     active: Mapping[str, Tensor]
 
-    def output(self, x: Tensor, activation: Activation, mode: Mode, held: HeldStep | None = None) -> Tensor:
+    def output(self, x: Tensor, activation: Activation, mode: Mode, held: StepScales | None = None) -> Tensor:
         chosen, weights = reference_experts.route(x, self.router, self.used, self.normalised)
         into, middle_of = self.matrices["mlp_in"], self.matrices["mlp_mid"]
         if self.shared_gate is not None:
@@ -170,7 +170,7 @@ class LoadedExpertMlp:
             output.index_add_(0, token, made * weights[token, slot, None])
         return output
 
-    def _selected(self, site: str, x: Tensor, mode: Mode, held: HeldStep | None) -> tuple[Tensor, bool]:
+    def _selected(self, site: str, x: Tensor, mode: Mode, held: StepScales | None) -> tuple[Tensor, bool]:
         """x [S, experts, columns] with zeros where columns are inactive, counted, and whether any may be."""
         of_token = self.used + len(self.matrices[site]) - len(self.router)
         rule, times = self.rules[site], of_token // x.shape[1]

@@ -7,7 +7,7 @@ import torch
 
 from sparsepack.formats.packed import PackedModel
 from sparsepack.runtime.backends import backend_named
-from sparsepack.runtime.cpu import dispatch, operations
+from sparsepack.runtime.cpu import machine, operations
 from sparsepack.runtime.cpu.decoder import NativeDecoder
 from sparsepack.runtime.cpu.tune import measure
 from sparsepack.runtime.options import EngineOptions
@@ -18,7 +18,7 @@ __all__ = ["decoder", "describe", "operations", "synchronise", "tune", "usable"]
 
 def usable(device: torch.device) -> None:
     backend_named("cpu").check_device(device)
-    dispatch.native()
+    machine.native()
 
 
 def decoder(

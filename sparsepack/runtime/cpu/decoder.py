@@ -16,13 +16,13 @@ from sparsepack.formats.table import DENSE, EXPERTS, NEURONS, MatrixFormat, MlpK
 from sparsepack.models.family import ATTENTION_SITES, MLP_SITES, SITES
 from sparsepack.progress import format_count
 from sparsepack.runtime.backends import backend_named
-from sparsepack.runtime.cpu.dispatch import instruction_set, native
 from sparsepack.runtime.cpu.kv_cache import NativeKvCache, vector
+from sparsepack.runtime.cpu.machine import instruction_set, native
 from sparsepack.runtime.cpu.operations import TYPES, load_experts, load_gates, load_neurons, load_rows, load_zigzag
 from sparsepack.runtime.decoder import among_all, attention_of, stepped
 from sparsepack.runtime.generation.sampling import Sampler, not_finite
-from sparsepack.runtime.hold import Hold
 from sparsepack.runtime.kv_cache import AttentionShape
+from sparsepack.runtime.threshold_controller import ThresholdController
 
 PREFILL_TOKENS = 512
 """Prefill takes this many positions at once, and about 16 * intermediate bytes of memory for each."""
@@ -89,8 +89,8 @@ class NativeDecoder:
     def scales(self) -> tuple[float, ...]:
         return tuple(self.native.scales())
 
-    def hold(self, hold: Hold) -> None:
-        self.native.hold(**asdict(hold))
+    def control_thresholds(self, controller: ThresholdController) -> None:
+        self.native.hold(**asdict(controller))
 
     def active(self) -> dict[tuple[int, str], int]:
         names = self._counted
@@ -107,8 +107,8 @@ class NativeDecoder:
         self.cache.copy(source, to, length)
         self.native.begin_held(to)
 
-    def turn(self, sequence: int, first: int, cos: Tensor, sin: Tensor) -> None:
-        self.cache.turn(sequence, first, cos, sin)
+    def set_rope(self, sequence: int, first: int, cos: Tensor, sin: Tensor) -> None:
+        self.cache.set_rope(sequence, first, cos, sin)
 
     def prefill(self, sequence: int, ids: Tensor) -> Tensor:
         logits = torch.empty(1, self._vocabulary)

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsepack.runtime.cpu.dispatch import instruction_set, native, operations
+from sparsepack.runtime.cpu.machine import instruction_set, native, operations
 from sparsepack.runtime.kv_cache import AttentionShape
 
 
@@ -55,7 +55,7 @@ class NativeKvCache:
     def copy(self, source: int, to: int, length: int) -> None:
         self.native[to].copy(self.native[source], length)
 
-    def turn(self, sequence: int, first: int, cos: Tensor, sin: Tensor) -> None:
+    def set_rope(self, sequence: int, first: int, cos: Tensor, sin: Tensor) -> None:
         self.native[sequence].turn(first, cos.contiguous(), sin.contiguous())
 
     def reset(self) -> None:

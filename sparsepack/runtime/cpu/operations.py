@@ -19,11 +19,10 @@ from torch import Tensor
 from sparsepack.formats.matrix import PackedExperts, PackedMatrix
 from sparsepack.formats.orders.zigzag import check_steps
 from sparsepack.runtime.backends import backend_named
-from sparsepack.runtime.cpu.dispatch import instruction_set, native, operations
 from sparsepack.runtime.cpu.kv_cache import NativeKvCache
-from sparsepack.runtime.cpu.machine import usable_cores
-from sparsepack.runtime.cpu.tile_config import tile_config
-from sparsepack.runtime.hybrid.handover import HandOver
+from sparsepack.runtime.cpu.machine import instruction_set, native, operations, usable_cores
+from sparsepack.runtime.cpu.tune import tile_config
+from sparsepack.runtime.hybrid.mailbox import Mailbox
 from sparsepack.runtime.kv_cache import AttentionShape
 
 TYPES = {"F32": 0, "F16": 1, "BF16": 2, "Q4_K": 3, "Q6_K": 4, "Q8_0": 5}
@@ -133,13 +132,13 @@ def neuron_ffn(neurons: Any, x: Tensor, gate: Tensor, indices: Tensor, count: Te
 def cold_worker(
     records: Sequence[Any],
     memory: np.ndarray,
-    layout: HandOver,
+    layout: Mailbox,
     threads: int | None = None,
     limit: float = 60.0,
     products: Sequence[Any] = (),
     gates: Sequence[Any] = (),
 ) -> Any:
-    """Threads that compute what a device asks for through a hand-over; see `runtime/hybrid/handover.py`.
+    """Threads that compute what a device asks for through a hand-over; see `runtime/hybrid/mailbox.py`.
 
     records -- of each block, as `load_neurons` gives them
     memory  -- uint8 [layout.size], which the device reads and writes too; zeros at first
@@ -163,7 +162,7 @@ def cold_worker(
 
 
 def slow_policy() -> Callable[..., Any]:
-    """What makes a native `SlowPolicy`, as `runtime/hybrid/following.py` takes it; a prompt is followed by as many
+    """What makes a native `SlowPolicy`, as `runtime/hybrid/policy.py` takes it; a prompt is followed by as many
     threads as a worker has, which has nothing to do meanwhile."""
     return partial(native().SlowPolicy, threads=worker_threads())
 

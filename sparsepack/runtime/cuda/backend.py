@@ -9,15 +9,14 @@ import torch
 
 from sparsepack.formats.packed import PackedModel
 from sparsepack.runtime.cpu import operations
-from sparsepack.runtime.cuda.attention.caches import new_cache
-from sparsepack.runtime.cuda.decoder import decoder as cuda_decoder
+from sparsepack.runtime.cuda.attention.kv_cache import new_cache
+from sparsepack.runtime.cuda.decoder.decoder import CudaDecoder
 from sparsepack.runtime.cuda.driver import device as gpu
 from sparsepack.runtime.cuda.driver.memory import within_budget
-from sparsepack.runtime.cuda.links import measure as measure_links
-from sparsepack.runtime.cuda.links import measured_links
 from sparsepack.runtime.cuda.products.tune import measure
-from sparsepack.runtime.hybrid.cuda_decoder import CudaHybridDecoder
-from sparsepack.runtime.hybrid.far_decoder import CudaFarDecoder
+from sparsepack.runtime.hybrid.bandwidth import measure as measure_links
+from sparsepack.runtime.hybrid.bandwidth import measured_links
+from sparsepack.runtime.hybrid.cpu_gpu import CpuGpu
 from sparsepack.runtime.hybrid.plan import planned
 from sparsepack.runtime.options import EngineOptions
 from sparsepack.runtime.tuning import Shape
@@ -35,35 +34,20 @@ def decoder(
     context: int,
     cache_type: str,
     options: EngineOptions,
-) -> cuda_decoder.CudaDecoder:
+) -> CudaDecoder:
     gc.collect()  # what a decoder before had lies in cycles, and would be there twice, pinned memory of the host too
+    of_decoder = (packed, device, context, options.sequences or 1, cache_type)
     cache = partial(new_cache, offload=options.offload)
-    texts = options.sequences or 1
     if not options.divided_by:
-        return cuda_decoder.CudaDecoder(packed, device, context, texts, cache_type, new_cache=cache)
+        return CudaDecoder(*of_decoder, new_cache=cache)
     plan, device = planned(packed, context, cache_type, options), gpu.usable(device)
     with within_budget(plan, device):
-        if plan.whole and options.cached is None:
-            return cuda_decoder.CudaDecoder(packed, device, context, texts, cache_type, new_cache=cache, plan=plan)
-        measured = measured_links(options.threads, packed.architecture.hidden, device)
-        if not packed.mlp_kind.by_count:
-            return CudaFarDecoder(
-                *(packed, operations, device, context, cache_type, options, plan, measured), new_cache=cache
-            )
-        slow, activity = operations.slow_policy(), cast(Any, options.activity)
-        return CudaHybridDecoder(
-            packed,
-            operations,
-            device,
-            context,
-            cache_type,
-            options,
-            plan,
-            measured,
-            slow,
-            new_cache=cache,
-            activity=activity,
-        )
+        cpu_gpu = None
+        if not plan.whole or options.cached is not None:
+            measured = measured_links(options.threads, packed.architecture.hidden, device)
+            slow, activity = operations.slow_policy(), cast(Any, options.activity)
+            cpu_gpu = CpuGpu(packed, operations, device, options, plan, measured, slow, activity=activity)
+        return CudaDecoder(*of_decoder, new_cache=cache, plan=plan, cpu_gpu=cpu_gpu)
 
 
 def synchronise(device: torch.device) -> None:
@@ -82,5 +66,5 @@ def tune(
 
 
 def tune_links(widths: Iterable[int], device: torch.device, threads: int | None) -> list[dict[str, Any]]:
-    """See `cuda.links.measure`."""
+    """See `hybrid.bandwidth.measure`."""
     return measure_links(widths, device, threads)

@@ -5,11 +5,99 @@ from dataclasses import fields, replace
 
 from tokenizers import Tokenizer
 
+from sparsepack.errors import UserError
 from sparsepack.runtime.engine import Engine
-from sparsepack.runtime.generation.detokenise import TextStream
 from sparsepack.runtime.generation.sampling import Sampler, Sampling, TokenLogprob
-from sparsepack.runtime.generation.stopping import StopText
 from sparsepack.runtime.options import GenerateOptions
+
+
+class StopText:
+    """Lets a text through up to a stop string, which is not told, and no part of it either.
+
+    stops -- the strings; none: everything passes
+    found -- the one that ended the text; None: none has yet
+
+    The stop string that is complete first ends the text, the longest of several that are complete at once: how the
+    text is cut into pieces makes no difference. What could be the beginning of a stop string is held back until the
+    next characters decide. Raises `UserError` for an empty stop string.
+    """
+
+    def __init__(self, stops: Sequence[str] = ()) -> None:
+        if not all(stops):
+            raise UserError("stop: an empty string would end every text at once; expected at least one character")
+        self._stops = tuple(dict.fromkeys(stops))
+        self._held = ""
+        self.found: str | None = None
+
+    def push(self, piece: str) -> str:
+        """Add text. Returns what certainly stands before any stop string; nothing once one was found."""
+        if self.found is not None:
+            return ""
+        text = self._held + piece
+        found = [(at + len(stop), at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
+        if found:
+            _, at, self.found = min(found)
+            self._held = ""
+            return text[:at]
+        kept = self._beginning_at_the_end_of(text)
+        self._held = text[len(text) - kept :]
+        return text[: len(text) - kept]
+
+    def finish(self) -> str:
+        """What was held back, when no more text comes: it was no stop string after all."""
+        rest, self._held = self._held, ""
+        return rest
+
+    def _beginning_at_the_end_of(self, text: str) -> int:
+        """How many of the last characters could begin a stop string."""
+        longest = min(max(map(len, self._stops), default=1) - 1, len(text))
+        for count in range(longest, 0, -1):
+            if any(stop.startswith(text[-count:]) for stop in self._stops):
+                return count
+        return 0
+
+
+_INCOMPLETE = "\ufffd"
+
+
+class TextStream:
+    """Turns tokens into text as they come; the pieces together are the text of all tokens.
+
+    tokenizer -- of the model; special tokens give no text
+    prompt    -- ids before the first token: they give no text themselves, but decide whether a leading space belongs
+
+    A token's text depends on its neighbours: bytes of one character may lie in several tokens, and decoders drop the
+    space before the first word. So a piece is always the difference of two decodings that begin at the same token.
+    `tokenizers.decoders.DecodeStream` is no substitute: it repeats an unfinished character of the prompt, raises where
+    a word follows incomplete bytes, and cannot give the rest when no more tokens come.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = ()) -> None:
+        self._tokenizer = tokenizer
+        self._ids = list(prompt)  # from the beginning of the last piece
+        self._told = len(self._ids)  # of these, tokens whose text is out
+
+    def push(self, id: int) -> str:
+        """Add a token. Returns the text that is certain now: empty while the last character is incomplete."""
+        self._ids.append(id)
+        text = self._untold()
+        if not text or text.endswith(_INCOMPLETE):
+            return ""
+        del self._ids[: self._told]
+        self._told = len(self._ids)
+        return text
+
+    def finish(self) -> str:
+        """The rest, when no more tokens come; incomplete characters show as U+FFFD."""
+        text = self._untold()
+        self._told = len(self._ids)
+        return text
+
+    def _untold(self) -> str:
+        return self._text(self._ids)[len(self._text(self._ids[: self._told])) :]
+
+    def _text(self, ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
 
 
 class Continuation:

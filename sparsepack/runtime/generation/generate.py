@@ -1,9 +1,11 @@
-"""Talk to a packed model: a prompt in, text out as it is made."""
+"""Text from a packed model: prompts as tokens, samplings as the makers of models suggest, and what an engine makes of
+both."""
 
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 from tokenizers import Tokenizer
 
@@ -12,11 +14,50 @@ from sparsepack.models.records.skipped import Skipped
 from sparsepack.models.tokenizer.sandbox import SandboxError, SandboxTokenizer, check_decoder
 from sparsepack.models.tokenizer.tokenizer import check_tokenizer
 from sparsepack.models.tokenizer.tokens import bos_tokens, check_ids, encode
+from sparsepack.option import default_of, idle, options_of
 from sparsepack.runtime.engine import Counts, Engine
-from sparsepack.runtime.generation.continuation import Continuation
+from sparsepack.runtime.generation.continuation import Continuation, StopText, sampling_of
 from sparsepack.runtime.generation.sampling import Sampler
-from sparsepack.runtime.generation.suggestion import checked
-from sparsepack.runtime.options import GenerateOptions
+from sparsepack.runtime.options import GREEDY, GenerateOptions
+
+_DECLARED = options_of(GenerateOptions)
+_OF_DRAWING = {name for name, each in _DECLARED.items() if any(one.field == "temperature" for one in each.counts)}
+
+
+def as_suggested(options: GenerateOptions, suggested: Mapping[str, Any]) -> tuple[GenerateOptions, dict[str, Any]]:
+    """The options with the model's suggestions for what nobody gave, and which these are.
+
+    suggested -- `formats.packed.PackedModel.generation`
+
+    Where the likeliest token is taken, nothing is suggested of how tokens are drawn.
+    """
+    taken = {name: value for name, value in suggested.items() if getattr(options, name) is None}
+    temperature = taken.get("temperature") if options.temperature is None else options.temperature
+    if not temperature:
+        taken = {name: value for name, value in taken.items() if name not in _OF_DRAWING}
+    return replace(options, **taken), taken
+
+
+def told(taken: Mapping[str, Any], spelt: Callable[[str], str] = str) -> str:
+    """What the model's makers suggest, in words; `spelt` writes a field as the user knows it."""
+    shown = ", ".join(f"{spelt(name)} {value:g}" for name, value in taken.items())
+    return f"the model's makers suggest {shown}; {spelt('temperature')} 0 takes the likeliest token each time"
+
+
+def checked(options: GenerateOptions | None, spelt: Callable[[str], str] = str) -> GenerateOptions:
+    """The options, the usual ones for None. Raises `UserError` where one is out of range, or was given and does
+    nothing; `spelt` writes a field as the user knows it."""
+    options = options or GenerateOptions()
+    if options.tokens < 0:
+        raise UserError(f"{options.tokens} tokens to generate: expected 0 or more")
+    sampling_of(options)
+    StopText(options.stop)
+    values = {name: getattr(options, name) for name in _DECLARED}
+    given = [name for name, value in values.items() if value != default_of(GenerateOptions, name)]
+    values |= {name: value for name, value in GREEDY.items() if values[name] is None}
+    for line in idle(given, values.get, lambda name: _DECLARED[name].counts, spelt):
+        raise UserError(line)
+    return options
 
 
 @dataclass(frozen=True)

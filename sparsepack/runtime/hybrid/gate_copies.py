@@ -18,7 +18,7 @@ from sparsepack.formats import packed as stored
 from sparsepack.formats.orders.zigzag import BAND_ROWS
 from sparsepack.formats.table import MLP_GATE
 from sparsepack.placement.machine import BandwidthProfile
-from sparsepack.runtime.cuda.decoder.mlp_step import Launch, MlpStep
+from sparsepack.runtime.cuda.decoder.buffers import Launch, MlpStep
 from sparsepack.runtime.cuda.driver.kernel_set import Kernels
 from sparsepack.runtime.cuda.products.gate_copies import CudaGateCopy, kept_of, new_kept
 from sparsepack.runtime.cuda.products.gemm_fp16 import Product, ScaledFp16

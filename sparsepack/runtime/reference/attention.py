@@ -114,7 +114,7 @@ class DenseKvCache:
             cached[:, to, :, :length] = cached[:, source, :, :length]
         self._lengths[to] = length
 
-    def turn(self, sequence: int, first: int, cos: Tensor, sin: Tensor) -> None:
+    def set_rope(self, sequence: int, first: int, cos: Tensor, sin: Tensor) -> None:
         own, shape = self._tables[sequence], self._shape
         if own[0][0] is shape.cos:
             own[0] = shape.cos.clone(), shape.sin.clone()

@@ -10,10 +10,10 @@ from sparsepack.formats import gptq
 from sparsepack.formats.blocks import q4_k_device
 from sparsepack.formats.blocks.q4_k import encode_columns
 from sparsepack.formats.orders import zigzag
-from sparsepack.runtime.cpu import dispatch
+from sparsepack.runtime.cpu import machine
 
 try:
-    SETS = dispatch.instruction_sets()
+    SETS = machine.instruction_sets()
 except UserError:
     SETS = []
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(not SETS, reason="the CPU kernels were not built
 
 @pytest.fixture(params=SETS or ["none"])
 def instruction_set(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setenv(dispatch.FORCED, request.param)
+    monkeypatch.setenv(machine.FORCED, request.param)
     return str(request.param)
 
 

@@ -10,7 +10,7 @@ from sparsepack.errors import PackingError, UserError
 from sparsepack.formats.orders.slide import Slide, encode, pack_positions
 from sparsepack.integration.transformers.quantizer import SlidLinear
 from sparsepack.models.records.pattern import Pattern
-from sparsepack.runtime.cuda.slide import algorithms, cusparselt, hopper
+from sparsepack.runtime.cuda.slide import cusparselt, hopper
 
 
 def test_every_thread_gets_the_positions_of_its_rows() -> None:
@@ -66,15 +66,15 @@ def test_small_products_have_small_tiles() -> None:
 def test_a_damaged_list_of_algorithms_holds_nothing(content: str, tmp_path: Path) -> None:
     path = tmp_path / "found.json"
     path.write_text(content)
-    assert algorithms._read(path) == {}
+    assert cusparselt._read(path) == {}
 
 
 def test_algorithms_are_read_as_they_were_written(tmp_path: Path) -> None:
     found = {"8 x 64, 16 tokens, int8 to bfloat16": cusparselt.Algorithm(19, -1, 1, 0)}
     path = tmp_path / "deep" / "found.json"
-    algorithms._write(path, found)
-    assert algorithms._read(path) == found
-    assert json.loads(path.read_text())["schema"] == algorithms.SCHEMA
+    cusparselt._write(path, found)
+    assert cusparselt._read(path) == found
+    assert json.loads(path.read_text())["schema"] == cusparselt.SCHEMA
 
 
 def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

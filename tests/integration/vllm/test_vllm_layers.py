@@ -40,7 +40,7 @@ from sparsepack.integration.vllm.config import SlidVllmConfig
 from sparsepack.integration.vllm.linear_method import SlidLinearMethod
 from sparsepack.models.records.pattern import Pattern
 from sparsepack.runtime.reference.products import SlidMatrix
-from sparsepack.runtime.slid_operator import slid_linear
+from sparsepack.runtime.sparse24_operator import slid_linear
 
 FUSED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
 SIX = Pattern(6, 8)

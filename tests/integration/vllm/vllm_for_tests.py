@@ -23,7 +23,7 @@ from sparsepack.models.records.groups import kept
 from sparsepack.models.records.pattern import Pattern
 from sparsepack.packing import PackRequest, pack
 from sparsepack.runtime.reference.products import SlidMatrix
-from sparsepack.runtime.slid_operator import prepare, slid_linear
+from sparsepack.runtime.sparse24_operator import prepare, slid_linear
 
 ON_TWO_CORES = {
     "HF_HUB_OFFLINE": "1",

@@ -13,9 +13,9 @@ namespace {
 
 int64_t parts(int64_t bytes) { return (bytes + 127) / 128 * 128; }
 
-// As runtime/hybrid/handover.py lays it out.
-HandOver layout_of(int32_t blocks, int32_t neurons, int32_t hidden, int32_t sequences) {
-    HandOver at = {blocks, neurons, hidden, sequences, 0, 0, 128, 0, 4, 128, 0, 0, 0, 0, 128, {}};
+// As runtime/hybrid/mailbox.py lays it out.
+Mailbox layout_of(int32_t blocks, int32_t neurons, int32_t hidden, int32_t sequences) {
+    Mailbox at = {blocks, neurons, hidden, sequences, 0, 0, 128, 0, 4, 128, 0, 0, 0, 0, 128, {}};
     at.gates = at.indices + parts(4 * neurons);
     at.x = at.gates + parts(4LL * sequences * neurons);
     at.request_size = at.x + parts(4LL * sequences * hidden);
@@ -31,13 +31,13 @@ struct Asked {
 };
 
 struct Case {
-    HandOver at;
+    Mailbox at;
     std::vector<NeuronMatrix> records;
     std::vector<const Neurons*> views;
     Buffer<uint8_t> memory;
 };
 
-Case random_case(const HandOver& at) {
+Case random_case(const Mailbox& at) {
     static Pool pool(1);
     Case made = {at, {}, {}, Buffer<uint8_t>(at.size)};
     made.records.reserve(at.blocks);
@@ -54,7 +54,7 @@ Case random_case(const HandOver& at) {
     return made;
 }
 
-Asked random_request(const HandOver& at, int32_t texts, int32_t active) {
+Asked random_request(const Mailbox& at, int32_t texts, int32_t active) {
     Asked asked = {{}, std::vector<float>(size_t(texts) * at.neurons), normals(size_t(texts) * at.hidden)};
     for (int32_t text = 0; text < texts; text++)
         for (int32_t left = active; left > 0; left--) asked.gates[text * at.neurons + below(at.neurons)] = uniform();
@@ -68,7 +68,7 @@ Asked random_request(const HandOver& at, int32_t texts, int32_t active) {
 
 // Writes the request of a block, and returns the answer when it is there; empty where the worker gave up.
 std::vector<float> ask(Case& c, int32_t block, int32_t number, int32_t texts, const Asked& asked) {
-    const HandOver& at = c.at;
+    const Mailbox& at = c.at;
     uint8_t* request = c.memory.data() + at.requests + block * at.request_size;
     uint8_t* answer = c.memory.data() + at.answers + block * at.answer_size;
     int32_t count = (int32_t)asked.indices.size();
@@ -106,7 +106,7 @@ void check_answer(const std::vector<float>& found, const Neurons& n, int32_t tex
     check_near(found, expected(n, texts, asked), k.name, what, NORMWISE, NORMWISE * (float)std::sqrt(typical));
 }
 
-void check_steps(const Kernels& k, const HandOver& at, int threads) {
+void check_steps(const Kernels& k, const Mailbox& at, int threads) {
     Case c = random_case(at);
     ColdWorker worker(k, c.views, at, c.memory.data(), threads, 60);
     for (int32_t number = 1; number < 6; number++) {
@@ -135,7 +135,7 @@ void check_steps(const Kernels& k, const HandOver& at, int threads) {
 // input is zero, as about half of them; and the layout has no neurons.
 void check_products(const Kernels& k, int64_t rows, int64_t columns, int32_t texts, int threads, bool skips) {
     static Pool pool(1);
-    HandOver at = layout_of(3, skips ? 0 : 32, 256, texts);
+    Mailbox at = layout_of(3, skips ? 0 : 32, 256, texts);
     std::vector<ZigzagMatrix> matrices;
     std::vector<const Zigzag*> views;
     for (int32_t block = 0; block < at.blocks; block++) {
@@ -192,7 +192,7 @@ void check_products(const Kernels& k, int64_t rows, int64_t columns, int32_t tex
 
 // An end that comes at any moment ends both sides, and what comes next is right.
 void check_interrupts(const Kernels& k) {
-    HandOver at = layout_of(6, 256, 256, 1);
+    Mailbox at = layout_of(6, 256, 256, 1);
     Case c = random_case(at);
     ColdWorker worker(k, c.views, at, c.memory.data(), 3, 60);
     for (int32_t number = 1; number < 30; number++) {
@@ -223,7 +223,7 @@ void check_interrupts(const Kernels& k) {
 }
 
 void check_stop(const Kernels& k) {
-    HandOver at = layout_of(2, 64, 256, 1);
+    Mailbox at = layout_of(2, 64, 256, 1);
     Case c = random_case(at);
     for (int open = 0; open < 2; open++) {
         ColdWorker worker(k, c.views, at, c.memory.data(), 2, 60);

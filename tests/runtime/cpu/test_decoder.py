@@ -16,7 +16,7 @@ from torch import Tensor
 from sparsepack.errors import ArtifactError, UserError
 from sparsepack.formats.packed import PackedModel
 from sparsepack.runtime.chained.decoder import OperationsDecoder
-from sparsepack.runtime.cpu import dispatch
+from sparsepack.runtime.cpu import machine
 from sparsepack.runtime.cpu.decoder import NativeDecoder
 from sparsepack.runtime.cpu.kv_cache import NativeKvCache
 from sparsepack.runtime.engine import Engine
@@ -53,7 +53,7 @@ def with_half_cache(packed: PackedModel) -> OperationsDecoder:
 def test_with_float32_kernels_only_the_half_precise_cache_differs_from_the_reference(
     variant: str, start: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(dispatch.FORCED, "scalar")
+    monkeypatch.setenv(machine.FORCED, "scalar")
     expected = with_half_cache(model(variant)).teacher_forced(torch.tensor(IDS), start, True)
     for threads in (1, 2):
         found = Engine(model(variant), backend="cpu", threads=threads).teacher_forced(IDS, start)
@@ -229,7 +229,7 @@ def test_a_forked_process_goes_on() -> None:
 def test_the_native_decoder_is_the_default_on_the_cpu_and_says_what_runs() -> None:
     engine = Engine(model("llama"), threads=2)
     assert engine.backend == "cpu"
-    assert engine.description == f"cpu, {dispatch.instruction_set()}, 2 threads"
+    assert engine.description == f"cpu, {machine.instruction_set()}, 2 threads"
     assert engine.notes == ()
 
 
@@ -237,7 +237,7 @@ def test_without_kernels_the_reference_runs_and_the_reason_is_told(monkeypatch: 
     def missing() -> Any:
         raise UserError("the CPU kernels were not built")
 
-    monkeypatch.setattr(dispatch, "native", missing)
+    monkeypatch.setattr(machine, "native", missing)
     engine = Engine(model("llama"))
     assert engine.backend == "reference"
     assert engine.notes == ("note: the reference backend runs: the CPU kernels were not built",)

@@ -10,9 +10,9 @@ from sparsepack.errors import UserError
 from sparsepack.formats.matrix import PackedMatrix
 from sparsepack.formats.orders import zigzag
 from sparsepack.formats.table import MatrixFormat
-from sparsepack.runtime.cpu import dispatch, operations
-from sparsepack.runtime.cpu.dispatch import FORCED, instruction_set, instruction_sets
-from sparsepack.runtime.cpu.tile_config import tile_config
+from sparsepack.runtime.cpu import machine, operations
+from sparsepack.runtime.cpu.machine import FORCED, instruction_set, instruction_sets
+from sparsepack.runtime.cpu.tune import tile_config
 
 
 @pytest.mark.parametrize("name", instruction_set_params())
@@ -51,7 +51,7 @@ def test_kernels_that_do_not_load_are_told_with_the_reason(monkeypatch: pytest.M
     def broken(name: str) -> None:
         raise ImportError("undefined symbol: memcpy")
 
-    monkeypatch.setattr(dispatch, "import_module", broken)
+    monkeypatch.setattr(machine, "import_module", broken)
     with pytest.raises(UserError, match=r"cannot be loaded \(undefined symbol: memcpy\); run `pip .*reference"):
         instruction_sets()
 

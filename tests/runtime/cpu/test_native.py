@@ -12,7 +12,7 @@ from native_build import instruction_set_params
 from torch import Tensor
 
 from sparsepack.formats.orders import zigzag
-from sparsepack.runtime.cpu.dispatch import native
+from sparsepack.runtime.cpu.machine import native
 
 ROW_BYTES = {0: lambda n: 4 * n, 1: lambda n: 2 * n, 2: lambda n: 2 * n, 3: lambda n: n // 256 * 144}
 ROW_BYTES[4] = lambda n: n // 256 * 210

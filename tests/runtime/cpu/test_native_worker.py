@@ -14,9 +14,9 @@ from worker_sides import PATIENCE, Block, Side, answer, ask, check, gates_of, ma
 from sparsepack.formats.blocks.table import BLOCKS
 from sparsepack.formats.matrix import PackedMatrix, decode_matrix
 from sparsepack.formats.table import MatrixFormat
-from sparsepack.runtime.cpu import dispatch, operations
-from sparsepack.runtime.hybrid import measure
-from sparsepack.runtime.hybrid.handover import LAST_NUMBER, AskedProduct, HandOver, ProductPlaces, next_number, views
+from sparsepack.runtime.cpu import machine, operations
+from sparsepack.runtime.hybrid import measure_bandwidth as measure
+from sparsepack.runtime.hybrid.mailbox import LAST_NUMBER, Mailbox, ProductPlaces, ProductRequest, next_number, views
 
 skip_without_kernels()
 
@@ -25,7 +25,7 @@ skip_without_kernels()
 @pytest.mark.parametrize("texts", [1, 2, 8])
 @pytest.mark.parametrize(("count", "hidden"), [(37, 256), (1280, 512), (131, 5120)])
 def test_answers_are_the_sums_over_the_listed_neurons(count: int, hidden: int, texts: int, threads: int) -> None:
-    side = made(HandOver(4, count, hidden, texts), threads)
+    side = made(Mailbox(4, count, hidden, texts), threads)
     number = 0
     for actives in ([0, 1, count, count // 3], [0, 0, 0, 0], [count] * 4, [count // 2 + 1, 0, 7, 0]):
         number = next_number(number)
@@ -40,7 +40,7 @@ def test_of_neurons_that_may_be_active_it_keeps_those_with_gates_above_zero(
 ) -> None:
     """Every second block has gates; of its listed neurons about half are active."""
     generator = torch.Generator().manual_seed(3)
-    layout = HandOver(4, count, hidden, texts)
+    layout = Mailbox(4, count, hidden, texts)
     blocks = [Block(count, hidden, seed) for seed in range(4)]
     stored = [BLOCKS["Q4_K"].encode(torch.randn(count, hidden, generator=generator)) for _ in blocks]
     matrices = [PackedMatrix(rows, MatrixFormat("Q4_K"), count, hidden) for rows in stored]
@@ -61,7 +61,7 @@ def test_of_neurons_that_may_be_active_it_keeps_those_with_gates_above_zero(
 
 
 def test_gates_of_other_sizes_are_refused() -> None:
-    layout, blocks = HandOver(2, 37, 256, 1), [Block(37, 256, seed) for seed in range(2)]
+    layout, blocks = Mailbox(2, 37, 256, 1), [Block(37, 256, seed) for seed in range(2)]
     wrong = operations.load_gates(
         PackedMatrix(BLOCKS["Q4_K"].encode(torch.randn(36, 256)), MatrixFormat("Q4_K"), 36, 256)
     )
@@ -72,14 +72,14 @@ def test_gates_of_other_sizes_are_refused() -> None:
 
 
 def test_fewer_texts_than_there_is_room_for() -> None:
-    side = made(HandOver(2, 300, 256, 8), 3)
+    side = made(Mailbox(2, 300, 256, 8), 3)
     for number, texts in enumerate((8, 1, 3, 1), 1):
         check(side, number, [100, 299], texts, seed=number)
 
 
 @pytest.mark.parametrize("texts", [1, 3])
 def test_the_same_request_has_the_same_bits(texts: int) -> None:
-    layout = HandOver(3, 1280, 512, texts)
+    layout = Mailbox(3, 1280, 512, texts)
     sides = made(layout, 3), made(layout, 3)
     first = check(sides[0], 1, [700, 131, 1280], texts, seed=5)
     for number in range(2, 6):
@@ -89,7 +89,7 @@ def test_the_same_request_has_the_same_bits(texts: int) -> None:
 
 
 def test_numbers_go_round() -> None:
-    side, number = made(HandOver(2, 64, 256, 1)), LAST_NUMBER - 2
+    side, number = made(Mailbox(2, 64, 256, 1)), LAST_NUMBER - 2
     for _ in range(5):
         number = next_number(number)
         check(side, number, [64, 5], 1, seed=number % 1000)
@@ -97,23 +97,28 @@ def test_numbers_go_round() -> None:
 
 
 def test_threads_that_slept_wake_for_the_next_step() -> None:
-    side = made(HandOver(2, 1280, 512, 1), 2)
+    side = made(Mailbox(2, 1280, 512, 1), 2)
     for number in range(1, 4):
         check(side, number, [1280, 400], 1, seed=number)
         time.sleep(0.05)
 
 
 def test_what_was_computed_is_counted() -> None:
-    side = made(HandOver(3, 64, 256, 1))
+    side = made(Mailbox(3, 64, 256, 1))
     check(side, 1, [64, 0, 5], 1, seed=1)
     assert side.worker.neurons == 69
     assert 0 < side.worker.seconds < PATIENCE
 
 
-PRODUCTS = (AskedProduct(0, 512, 1301), AskedProduct(0, 256, 1), AskedProduct(2, 512, 300), AskedProduct(2, 1280, 512))
+PRODUCTS = (
+    ProductRequest(0, 512, 1301),
+    ProductRequest(0, 256, 1),
+    ProductRequest(2, 512, 300),
+    ProductRequest(2, 1280, 512),
+)
 
 
-def multiplied(memory: np.ndarray, asked: AskedProduct, at: ProductPlaces, x: Tensor, number: int) -> Tensor:
+def multiplied(memory: np.ndarray, asked: ProductRequest, at: ProductPlaces, x: Tensor, number: int) -> Tensor:
     """What the device does: it asks for a product with x [texts, columns], and takes the answer [texts, rows]."""
     words, floats = memory.view(np.int32), memory.view(np.float32)
     floats[at.x // 4 : at.x // 4 + x.numel()] = x.flatten().numpy()
@@ -128,14 +133,14 @@ def multiplied(memory: np.ndarray, asked: AskedProduct, at: ProductPlaces, x: Te
 @pytest.mark.parametrize("threads", [1, 2, 5])
 @pytest.mark.parametrize("texts", [1, 3])
 def test_rows_are_multiplied_before_the_neurons_of_their_block(texts: int, threads: int) -> None:
-    layout = HandOver(3, 64, 256, texts, PRODUCTS)
+    layout = Mailbox(3, 64, 256, texts, PRODUCTS)
     matrices = [packed(each.rows, each.columns) for each in PRODUCTS]
     blocks = [Block(64, 256, seed) for seed in range(3)]
     memory = np.zeros(layout.size, np.uint8)
     seen = views(layout, memory)
     given = [block.loaded for block in blocks], memory, layout, threads, PATIENCE
     loaded = [operations.load_zigzag(each) for each in matrices]
-    worker = dispatch.native().ColdWorker(dispatch.instruction_set(), *given, loaded)
+    worker = machine.native().ColdWorker(machine.instruction_set(), *given, loaded)
     generator = torch.Generator().manual_seed(texts)
     inputs = [torch.randn(texts, each.columns, generator=generator) for each in PRODUCTS]
     x, gates = torch.randn(texts, 256, generator=generator), gates_of(64, 40, texts, generator)
@@ -174,8 +179,8 @@ def test_rows_are_multiplied_before_the_neurons_of_their_block(texts: int, threa
 @pytest.mark.parametrize("active", [0.0, 0.01, 0.5, 1.0])
 def test_columns_whose_input_is_zero_are_left_out(active: float, texts: int, threads: int) -> None:
     """And nobody is asked for neurons. The weights there are no numbers: who reads them spoils the sums."""
-    products = (AskedProduct(0, 512, 1301, skips=True), AskedProduct(1, 301, 512, skips=True))
-    layout = HandOver(2, 0, 256, texts, products)
+    products = (ProductRequest(0, 512, 1301, skips=True), ProductRequest(1, 301, 512, skips=True))
+    layout = Mailbox(2, 0, 256, texts, products)
     generator = torch.Generator().manual_seed(texts)
     on = [torch.rand(each.columns, generator=generator) < active for each in products]
     matrices = [packed(each.rows, each.columns) for each in products]
@@ -184,7 +189,7 @@ def test_columns_whose_input_is_zero_are_left_out(active: float, texts: int, thr
         matrix.blocks[:, ~is_on, :4] = torch.tensor([0, 0x7E, 0, 0x7E], dtype=torch.uint8)  # d and dmin are NaN
     memory = np.zeros(layout.size, np.uint8)
     loaded = [operations.load_zigzag(each) for each in matrices]
-    worker = dispatch.native().ColdWorker(dispatch.instruction_set(), [], memory, layout, threads, PATIENCE, loaded)
+    worker = machine.native().ColdWorker(machine.instruction_set(), [], memory, layout, threads, PATIENCE, loaded)
     inputs = [
         torch.randn(texts, each.columns, generator=generator) * is_on for each, is_on in zip(products, on, strict=True)
     ]
@@ -207,18 +212,18 @@ def test_columns_whose_input_is_zero_are_left_out(active: float, texts: int, thr
     assert worker.neurons == 0
 
 
-@pytest.mark.parametrize("products", [(), PRODUCTS[:3], (*PRODUCTS[:3], AskedProduct(2, 1280, 511))])
-def test_products_that_are_not_those_of_the_hand_over_are_refused(products: tuple[AskedProduct, ...]) -> None:
-    layout = HandOver(3, 64, 256, 1, products)
+@pytest.mark.parametrize("products", [(), PRODUCTS[:3], (*PRODUCTS[:3], ProductRequest(2, 1280, 511))])
+def test_products_that_are_not_those_of_the_hand_over_are_refused(products: tuple[ProductRequest, ...]) -> None:
+    layout = Mailbox(3, 64, 256, 1, products)
     matrices = [operations.load_zigzag(packed(each.rows, each.columns)) for each in PRODUCTS]
     given = [Block(64, 256, 0).loaded] * 3, np.zeros(layout.size, np.uint8), layout, 1, PATIENCE
     with pytest.raises(ValueError, match="products: expected"):
-        dispatch.native().ColdWorker(dispatch.instruction_set(), *given, matrices)
+        machine.native().ColdWorker(machine.instruction_set(), *given, matrices)
 
 
 def test_another_placement_between_steps_changes_rounding_only() -> None:
     """Neurons that moved to the device are no longer listed; the parts of both sides add up to the same."""
-    side = made(HandOver(1, 300, 512, 1), 2)
+    side = made(Mailbox(1, 300, 512, 1), 2)
     generator = torch.Generator().manual_seed(3)
     x, gate = torch.randn(1, 512, generator=generator), gates_of(300, 200, 1, generator)
     whole = side.blocks[0].ffn(x, gate)
@@ -230,7 +235,7 @@ def test_another_placement_between_steps_changes_rounding_only() -> None:
 
 
 def test_sizes_that_do_not_fit_are_refused() -> None:
-    layout = HandOver(2, 64, 256, 1)
+    layout = Mailbox(2, 64, 256, 1)
     records = [operations.load_neurons(measure.records(64, 256))] * 2
     memory = np.zeros(layout.size, np.uint8)
     with pytest.raises(ValueError, match="every block"):

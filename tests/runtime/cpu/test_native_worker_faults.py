@@ -12,13 +12,13 @@ import torch
 from native_build import forks, skip_without_kernels
 from worker_sides import answer, ask, check, made
 
-from sparsepack.runtime.hybrid.handover import Abort, HandOver
+from sparsepack.runtime.hybrid.mailbox import Abort, Mailbox
 
 skip_without_kernels()
 
 
 def test_a_device_that_never_asks_is_an_error_on_both_sides() -> None:
-    side = made(HandOver(2, 64, 256, 1), limit=0.3)
+    side = made(Mailbox(2, 64, 256, 1), limit=0.3)
     side.worker.begin(1)
     with pytest.raises(RuntimeError, match=r"has waited 0\.3 s for the device"):
         side.worker.end(1)
@@ -28,7 +28,7 @@ def test_a_device_that_never_asks_is_an_error_on_both_sides() -> None:
 
 
 def test_a_device_that_stops_asking_is_an_error() -> None:
-    side = made(HandOver(3, 64, 256, 1), limit=0.3)
+    side = made(Mailbox(3, 64, 256, 1), limit=0.3)
     ask(side.seen, 0, 1, torch.ones(1, 256), torch.ones(1, 64))  # before it begins: this thread may wait for a core
     side.worker.begin(1)
     with pytest.raises(RuntimeError, match="has waited"):
@@ -37,7 +37,7 @@ def test_a_device_that_stops_asking_is_an_error() -> None:
 
 
 def test_a_device_that_gave_up_is_an_error_before_the_worker_gives_up() -> None:
-    side = made(HandOver(2, 64, 256, 1))
+    side = made(Mailbox(2, 64, 256, 1))
     side.worker.begin(1)
     side.seen.abort[0] = Abort.DEVICE_WAITED
     with pytest.raises(RuntimeError, match="has not answered in time"):  # else it would have waited in vain
@@ -46,7 +46,7 @@ def test_a_device_that_gave_up_is_an_error_before_the_worker_gives_up() -> None:
 
 @pytest.mark.parametrize("bad", [-1, 64, 1 << 30])
 def test_a_request_for_neurons_that_are_not_is_an_error(bad: int) -> None:
-    side = made(HandOver(2, 64, 256, 1))
+    side = made(Mailbox(2, 64, 256, 1))
     side.worker.begin(1)
     side.seen.count[0], side.seen.indices[0, 0] = 1, bad
     side.seen.requested[0] = 1
@@ -58,7 +58,7 @@ def test_a_request_for_neurons_that_are_not_is_an_error(bad: int) -> None:
 
 @pytest.mark.parametrize("bad", [-1, 65])
 def test_a_count_that_is_none_is_an_error(bad: int) -> None:
-    side = made(HandOver(1, 64, 256, 1))
+    side = made(Mailbox(1, 64, 256, 1))
     side.worker.begin(1)
     side.seen.count[0] = bad
     side.seen.requested[0] = 1
@@ -67,7 +67,7 @@ def test_a_count_that_is_none_is_an_error(bad: int) -> None:
 
 
 def test_a_worker_that_was_stopped_in_a_step_is_an_error_before_it_gives_up() -> None:
-    side = made(HandOver(2, 64, 256, 1))
+    side = made(Mailbox(2, 64, 256, 1))
     side.worker.begin(1)
     threading.Timer(0.1, side.worker.stop).start()
     with pytest.raises(RuntimeError, match="is gone"):  # else it would have waited in vain
@@ -78,7 +78,7 @@ def test_a_worker_that_was_stopped_in_a_step_is_an_error_before_it_gives_up() ->
 
 
 def test_after_an_interrupted_step_the_next_one_is_right() -> None:
-    side = made(HandOver(2, 64, 256, 1))
+    side = made(Mailbox(2, 64, 256, 1))
     side.worker.begin(1)
     ask(side.seen, 0, 1, torch.ones(1, 256), torch.ones(1, 64))
     side.worker.interrupt()
@@ -88,13 +88,13 @@ def test_after_an_interrupted_step_the_next_one_is_right() -> None:
 
 
 def test_a_step_that_no_device_asked_for_is_given_up_when_the_next_begins() -> None:
-    side = made(HandOver(2, 64, 256, 1))
+    side = made(Mailbox(2, 64, 256, 1))
     side.worker.begin(1)
     check(side, 2, [64, 5], 1, seed=2)
 
 
 def test_ctrl_c_ends_both_sides() -> None:
-    side = made(HandOver(2, 64, 256, 1))
+    side = made(Mailbox(2, 64, 256, 1))
     side.worker.begin(1)
     end, main, waits = side.worker.end, threading.main_thread().ident, threading.Event()
 
@@ -120,10 +120,10 @@ def test_a_forgotten_worker_ends_its_threads_in_a_step_too() -> None:
     program = """
 import numpy as np
 from sparsepack.runtime.cpu import operations
-from sparsepack.runtime.hybrid.handover import HandOver
-from sparsepack.runtime.hybrid.measure import records
+from sparsepack.runtime.hybrid.mailbox import Mailbox
+from sparsepack.runtime.hybrid.measure_bandwidth import records
 
-layout = HandOver(2, 64, 256, 1)
+layout = Mailbox(2, 64, 256, 1)
 neurons = [operations.load_neurons(records(64, 256))] * 2
 worker = operations.cold_worker(neurons, np.zeros(layout.size, np.uint8), layout)
 worker.begin(1)
@@ -135,7 +135,7 @@ worker.begin(1)
 @forks
 @pytest.mark.filterwarnings("ignore:This process")
 def test_a_forked_process_has_workers_of_its_own() -> None:
-    side = made(HandOver(2, 64, 256, 1))
+    side = made(Mailbox(2, 64, 256, 1))
     check(side, 1, [64, 5], 1, seed=1)
     child = os.fork()
     if not child:

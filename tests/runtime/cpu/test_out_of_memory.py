@@ -10,7 +10,7 @@ CHILD = """
 import os, resource
 os.environ["OMP_NUM_THREADS"] = "1"
 import torch
-from sparsepack.runtime.cpu.dispatch import instruction_set, native
+from sparsepack.runtime.cpu.machine import instruction_set, native
 from tests.runtime.native_build import use_other_build
 use_other_build()
 context = 1 << 20

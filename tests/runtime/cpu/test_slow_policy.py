@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from native_build import forks, skip_without_kernels
 
 from sparsepack.placement.policies import Slow, slow
-from sparsepack.runtime.cpu import dispatch
-from sparsepack.runtime.hybrid.following import FollowedNatively, Following, Played
+from sparsepack.runtime.cpu import machine
+from sparsepack.runtime.hybrid.policy import FollowedNatively, Following, Played
 
 skip_without_kernels()
 
@@ -20,7 +20,7 @@ skip_without_kernels()
 def both(
     chosen: Slow, frequency: np.ndarray, slots: int, order: np.ndarray, threads: int = 1
 ) -> tuple[Following, Following]:
-    native = partial(dispatch.native().SlowPolicy, threads=threads)
+    native = partial(machine.native().SlowPolicy, threads=threads)
     return FollowedNatively(native, chosen, frequency, slots, order), Played(slow(chosen), frequency, slots, order)
 
 

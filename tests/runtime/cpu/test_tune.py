@@ -11,9 +11,8 @@ from native_build import instruction_set_params
 from sparsepack.cli import main
 from sparsepack.errors import OutputError
 from sparsepack.runtime.cpu import tune as tuning
-from sparsepack.runtime.cpu.dispatch import FORCED, instruction_set
-from sparsepack.runtime.cpu.tile_config import SCHEMA, CpuTileConfig, read_tuned, tile_config, tuned, tuned_path
-from sparsepack.runtime.cpu.tune import measure
+from sparsepack.runtime.cpu.machine import FORCED, instruction_set
+from sparsepack.runtime.cpu.tune import SCHEMA, CpuTileConfig, measure, read_tuned, tile_config, tuned, tuned_path
 
 pytestmark = [mark for parameter in instruction_set_params()[:1] for mark in parameter.marks]
 SHAPE, OTHER = (1100, 24), (300, 16)

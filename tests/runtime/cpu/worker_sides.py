@@ -13,8 +13,8 @@ from torch import Tensor
 from sparsepack.formats.matrix import PackedMatrix
 from sparsepack.formats.orders import neuron as neurons
 from sparsepack.formats.table import MatrixFormat
-from sparsepack.runtime.cpu import dispatch, operations
-from sparsepack.runtime.hybrid.handover import Abort, HandOver, Views, views
+from sparsepack.runtime.cpu import machine, operations
+from sparsepack.runtime.hybrid.mailbox import Abort, Mailbox, Views, views
 
 PATIENCE = 60.0  # seconds: of a machine that does much else
 
@@ -51,7 +51,7 @@ class Side:
     def __init__(
         self,
         blocks: Sequence[Block],
-        layout: HandOver,
+        layout: Mailbox,
         threads: int,
         limit: float = PATIENCE,
         gates: Sequence[Any] = (),
@@ -59,12 +59,12 @@ class Side:
         self.memory = np.zeros(layout.size, np.uint8)
         self.seen, self.layout, self.blocks = views(layout, self.memory), layout, blocks
         records = [block.loaded for block in blocks]
-        self.worker: Any = dispatch.native().ColdWorker(
-            dispatch.instruction_set(), records, self.memory, layout, threads, limit, [], list(gates)
+        self.worker: Any = machine.native().ColdWorker(
+            machine.instruction_set(), records, self.memory, layout, threads, limit, [], list(gates)
         )
 
 
-def made(layout: HandOver, threads: int = 2, limit: float = PATIENCE) -> Side:
+def made(layout: Mailbox, threads: int = 2, limit: float = PATIENCE) -> Side:
     blocks = [Block(layout.neurons, layout.hidden, seed) for seed in range(layout.blocks)]
     return Side(blocks, layout, threads, limit)
 

@@ -14,11 +14,10 @@ from sparsepack.runtime.backends import Backend
 from sparsepack.runtime.cpu import operations
 from sparsepack.runtime.cuda import backend
 from sparsepack.runtime.cuda.decoder.decoder import CudaDecoder
-from sparsepack.runtime.cuda.driver.flag_in_data import SENTINEL, workspace
 from sparsepack.runtime.cuda.driver.kernel_set import KERNELS, Kernels
+from sparsepack.runtime.cuda.driver.memory import SENTINEL, workspace
 from sparsepack.runtime.cuda.products import zigzag_products
-from sparsepack.runtime.hybrid.cuda_decoder import CudaHybridDecoder
-from sparsepack.runtime.hybrid.far_decoder import CudaFarDecoder
+from sparsepack.runtime.hybrid.cpu_gpu import CpuGpu
 from sparsepack.runtime.hybrid.plan import planned
 from sparsepack.runtime.options import EngineOptions
 
@@ -71,14 +70,12 @@ def simulated_card(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     def decoder(
         packed: PackedModel, device: torch.device, context: int, cache_type: str, options: EngineOptions
     ) -> CudaDecoder:
+        of_decoder = packed, device, context, 1, cache_type, simulated.KERNELS
         if not options.divided_by:
-            return CudaDecoder(packed, device, context, 1, cache_type, kernels=simulated.KERNELS)
-        plan, slow = planned(packed, context, cache_type, options), operations.slow_policy()
-        given: Any = {"measured": LINKS, "kernels": simulated.KERNELS}
-        if not packed.mlp_kind.by_count:
-            return CudaFarDecoder(packed, operations, device, context, cache_type, options, plan, **given)
-        given |= {"slow": slow, "activity": options.activity}
-        return CudaHybridDecoder(packed, operations, device, context, cache_type, options, plan, **given)
+            return CudaDecoder(*of_decoder)
+        plan, slow, activity = planned(packed, context, cache_type, options), operations.slow_policy(), options.activity
+        of_both: Any = (packed, operations, device, options, plan, LINKS, slow, simulated.KERNELS, activity)
+        return CudaDecoder(*of_decoder, plan=plan, cpu_gpu=CpuGpu(*of_both))
 
     for name, value in {"decoder": decoder, "usable": None, "synchronise": None, "describe": None}.items():
         monkeypatch.setattr(backend, name, value or (lambda device: "simulated"))

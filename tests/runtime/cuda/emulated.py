@@ -14,7 +14,7 @@ import pytest
 import torch
 from compiled import kept
 
-from sparsepack.runtime.cuda.driver.compiler import FOLDER
+from sparsepack.runtime.cuda.driver.kernel import FOLDER
 
 HERE = Path(__file__).parent / "emulation"
 COMPILER = shutil.which("c++")

@@ -12,8 +12,9 @@ from sparsepack.formats.packed import PackedModel
 from sparsepack.placement.budget import Plan
 from sparsepack.placement.machine import BandwidthProfile
 from sparsepack.runtime.cpu import operations
+from sparsepack.runtime.cuda.decoder.decoder import CudaDecoder
 from sparsepack.runtime.cuda.driver.kernel_set import Kernels
-from sparsepack.runtime.hybrid.cuda_decoder import CudaHybridDecoder
+from sparsepack.runtime.hybrid.cpu_gpu import CpuGpu
 from sparsepack.runtime.hybrid.plan import planned
 from sparsepack.runtime.options import EngineOptions
 
@@ -44,9 +45,17 @@ def decoder(
     context: int = 128,
     slow: Callable[..., Any] | None = None,
     **options: Any,
-) -> CudaHybridDecoder:
+) -> CudaDecoder:
     chosen = EngineOptions(device="cuda", cached=cached, threads=2, links=links, **options)
     device = torch.device("cuda")
     plan = plan or planned(packed, context, "f32", chosen)
-    given = {"measured": measured, "slow": slow, "kernels": kernels, "activity": activity}
-    return CudaHybridDecoder(packed, operations, device, context, "f32", chosen, plan, **given)
+    cpu_gpu = CpuGpu(packed, operations, device, chosen, plan, measured, slow, kernels, activity)
+    return decoder_of(packed, context, chosen, kernels, plan, cpu_gpu)
+
+
+def decoder_of(
+    packed: PackedModel, context: int, options: EngineOptions, kernels: Kernels, plan: Plan, cpu_gpu: CpuGpu
+) -> CudaDecoder:
+    """The decoder of what GPU and processor compute together."""
+    texts, device = options.sequences or 1, torch.device("cuda")
+    return CudaDecoder(packed, device, context, texts, "f32", kernels, plan=plan, cpu_gpu=cpu_gpu)

@@ -19,9 +19,9 @@ import torch
 from simulated_launches import kernel, launch
 from simulated_words import BUFFERS, flag_in_data_buffers, real_flag_in_data_buffers
 
-from sparsepack.runtime.cuda.driver import kernel_set, shared_memory
-from sparsepack.runtime.cuda.driver.flag_in_data import WORKSPACE_WORDS
-from sparsepack.runtime.cuda.products import far, gate_copies, neurons, tile_config, zigzag, zigzag_products
+from sparsepack.runtime.cuda.driver import device, kernel_set
+from sparsepack.runtime.cuda.driver.memory import WORKSPACE_WORDS
+from sparsepack.runtime.cuda.products import gate_copies, neurons, offloaded, tile_config, zigzag, zigzag_products
 from sparsepack.runtime.cuda.products import gemm_fp16 as dense
 
 CPU = torch.device("cpu")
@@ -112,10 +112,10 @@ def launches() -> Iterator[None]:
     """Let functions that launch what is in `simulated_launches.LAUNCHED` run on the CPU."""
     BUFFERS.clear()
     with pytest.MonkeyPatch.context() as patch:
-        for module in (dense, far, gate_copies, neurons, zigzag, zigzag_products):
+        for module in (dense, offloaded, gate_copies, neurons, zigzag, zigzag_products):
             patch.setattr(module, "kernel", kernel)
             patch.setattr(module, "launch", launch)
-        for module in (gate_copies, shared_memory, tile_config, zigzag_products):
+        for module in (gate_copies, device, tile_config, zigzag_products):
             patch.setattr(module, "shared_limit", lambda device: SHARED_MEMORY)
         for module in (gate_copies, neurons, tile_config, zigzag, zigzag_products):
             patch.setattr(module, "multiprocessors", lambda device: MULTIPROCESSORS)

@@ -10,8 +10,7 @@ from torch import Tensor
 from sparsepack.formats.blocks.labels import encode_labels
 from sparsepack.models.records.sparse_attention import TokenPolicy
 from sparsepack.runtime.cuda.attention.attention import AttentionParameters
-from sparsepack.runtime.cuda.attention.double_sparsity import DoubleSparsityParameters
-from sparsepack.runtime.cuda.attention.token_slots import TokenSlots
+from sparsepack.runtime.cuda.attention.double_sparsity import DoubleSparsityParameters, TokenSlots
 from sparsepack.runtime.reference import attention as reference_attention
 from sparsepack.runtime.reference import double_sparsity
 from sparsepack.runtime.reference import products as reference

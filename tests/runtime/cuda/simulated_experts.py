@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sparsepack.formats.matrix import PackedExperts
 from sparsepack.formats.orders.zigzag import BAND_ROWS
-from sparsepack.runtime.cuda.driver.flag_in_data import SENTINEL
+from sparsepack.runtime.cuda.driver.memory import SENTINEL
 from sparsepack.runtime.cuda.products import zigzag_products
 from sparsepack.runtime.cuda.products.zigzag_products import Input, Output, Together
 from sparsepack.runtime.reference import products as reference

@@ -9,7 +9,7 @@ from simulated_products import gated
 from torch import Tensor
 
 from sparsepack.placement.machine import BandwidthProfile, over_the_bus
-from sparsepack.runtime.hybrid.handover import Abort, next_number
+from sparsepack.runtime.hybrid.mailbox import Abort, next_number
 from sparsepack.runtime.reference import products as reference
 
 ACTIVATIONS = list(reference.ACTIVATION_FUNCTIONS.values())
@@ -128,7 +128,7 @@ def zigzag_dequantise(defines: Any, grid: Any, blocks: Tensor, columns: int, til
     out.copy_(superblocks(blocks.view(columns, BLOCK_BYTES)) * scale)
 
 
-def far_ask(
+def request_rows(
     defines: Any, grid: Any, x: Tensor, columns: int, norm: Tensor | None, eps: float, threshold: Any, *rest: Any
 ) -> None:
     per_channel, offset, scales, rows, skipped, request_number, request_x, number, before_list = rest
@@ -148,7 +148,7 @@ def far_ask(
     request_number[0] = next_number(int(number[0])) if before_list else number[0]
 
 
-def far_take(
+def take_rows(
     defines: Any, grid: Any, sums: Tensor, near: int, answered: Tensor, answer: Tensor, rows: int, *rest: Any
 ) -> None:
     abort, limit, number, before_list, bias, residual, y, squares, waited = rest
@@ -169,7 +169,7 @@ def far_take(
             squares.view(texts, -1)[:, n] = part.sum(1)
 
 
-def far_count(defines: Any, grid: Any, number: Tensor) -> None:
+def count_step(defines: Any, grid: Any, number: Tensor) -> None:
     assert (grid, len(number)) == ((1,), 2)
     number[0] = next_number(int(number[0]))
 
@@ -216,6 +216,6 @@ def neuron_keep(defines: Any, grid: Any, counts: Tensor, index: Tensor, gates: T
 
 _KERNELS = (
     *(neuron_list, neuron_score, neuron_gates, neuron_keep, neuron_ffn, neuron_wait, neuron_sum),
-    *(zigzag_dequantise, far_ask, far_take, far_count),
+    *(zigzag_dequantise, request_rows, take_rows, count_step),
 )
 LAUNCHED = {each.__name__: each for each in _KERNELS}

@@ -12,14 +12,14 @@ from torch import Tensor
 from sparsepack.formats.matrix import PackedMatrix, decode_matrix
 from sparsepack.formats.orders.zigzag import BAND_ROWS
 from sparsepack.models.architecture import soft_capped
-from sparsepack.runtime.cuda.decoder.held import CudaHeld
-from sparsepack.runtime.cuda.driver.flag_in_data import SENTINEL
+from sparsepack.runtime.cuda.decoder.step_end import CudaThresholdController
+from sparsepack.runtime.cuda.driver.memory import SENTINEL
 from sparsepack.runtime.cuda.products import zigzag
 from sparsepack.runtime.cuda.products.rows import RowsFp16
 from sparsepack.runtime.cuda.products.tile_config import COLUMNS_AT_ONCE, CudaTileConfig
 from sparsepack.runtime.cuda.products.zigzag_products import Input, Output
-from sparsepack.runtime.hold import HeldText
 from sparsepack.runtime.reference import products as reference
+from sparsepack.runtime.threshold_controller import TextScale
 
 ACTIVATIONS = list(reference.ACTIVATION_FUNCTIONS.values())
 ONE_SPLIT = CudaTileConfig(2, 8, 8, 1)
@@ -151,7 +151,11 @@ def new_candidates(matrix: Matrix, vectors: int) -> Tensor:
 
 
 def pick_likeliest(
-    candidates: Tensor, ids: Tensor, best: Tensor, positions: Tensor | None = None, held: CudaHeld | None = None
+    candidates: Tensor,
+    ids: Tensor,
+    best: Tensor,
+    positions: Tensor | None = None,
+    held: CudaThresholdController | None = None,
 ) -> None:
     ids.copy_(candidates[:, 0])
     best.copy_(candidates[:, 1].int().view(torch.float32))
@@ -161,7 +165,7 @@ def pick_likeliest(
         return
     for n, (scale, steps, skipped) in enumerate(zip(held.scales, held.steps, held.skipped, strict=True)):
         if held.moving is None or held.moving[n]:
-            text = held.hold.after(HeldText(float(scale), int(steps)), int(skipped))
+            text = held.controller.after(TextScale(float(scale), int(steps)), int(skipped))
             scale.copy_(torch.tensor(text.scale))
             steps.copy_(torch.tensor(text.steps))
     held.skipped.zero_()

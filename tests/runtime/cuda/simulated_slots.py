@@ -1,6 +1,6 @@
 """`kernels/attention/token_slots.cu` in plain Python: who gets a slot on the GPU."""
 
-from sparsepack.runtime.cuda.attention.token_slots import TokenSlots
+from sparsepack.runtime.cuda.attention.double_sparsity import TokenSlots
 
 
 def assign_slots(slots: TokenSlots, row: tuple[int, int], tokens: list[int], position: int) -> list[int]:

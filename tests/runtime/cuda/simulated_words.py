@@ -1,12 +1,12 @@
-"""Words with their flag in the data (`driver/flag_in_data.py`), and what kernels rely on that read or write them."""
+"""Words with their flag in the data (`driver/memory.py`), and what kernels rely on that read or write them."""
 
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from sparsepack.runtime.cuda.driver.flag_in_data import SENTINEL
-from sparsepack.runtime.cuda.driver.flag_in_data import flag_in_data_buffers as real_flag_in_data_buffers
+from sparsepack.runtime.cuda.driver.memory import SENTINEL
+from sparsepack.runtime.cuda.driver.memory import flag_in_data_buffers as real_flag_in_data_buffers
 
 BUFFERS: dict[int, Tensor] = {}
 """The words of `flag_in_data_buffers` by where they lie; kept, so that nothing else lies there."""

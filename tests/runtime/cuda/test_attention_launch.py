@@ -14,7 +14,7 @@ from sparsepack.runtime.cuda.attention.attention import (
     attend,
     splits_for,
 )
-from sparsepack.runtime.cuda.driver import shared_memory
+from sparsepack.runtime.cuda.driver import device as gpu
 from sparsepack.runtime.kv_cache import AttentionShape, LayerAttention
 
 EPS = 1e-6
@@ -88,7 +88,7 @@ def test_arguments_that_do_not_fit_are_named(changed: dict[str, Any], message: s
 
 def test_every_variant_fits_the_smallest_shared_memory_with_fewer_stages(monkeypatch: pytest.MonkeyPatch) -> None:
     """99 KiB, as GPUs of compute capability 8.6 and 8.9 have."""
-    monkeypatch.setattr(shared_memory, "shared_limit", lambda device: 99 << 10)
+    monkeypatch.setattr(gpu, "shared_limit", lambda device: 99 << 10)
     for dtype in KV_MACROS:
         for head_dim in (2, 64, 96, 128, 130, 256):
             for ratio in range(1, 17):

@@ -10,10 +10,10 @@ from homes_for_tests import without_a_home
 from pairwise import pairwise
 
 from sparsepack.errors import UserError
-from sparsepack.runtime.cuda.driver import compiler
-from sparsepack.runtime.cuda.driver.compiler import cubin, kernel_files, nvrtc_version
+from sparsepack.runtime.cuda.driver import kernel
+from sparsepack.runtime.cuda.driver.kernel import cubin, kernel_files, nvrtc_version
 from sparsepack.runtime.cuda.products import zigzag_products
-from sparsepack.runtime.cuda.products.tile_config import CudaTileConfig, FarTileConfig
+from sparsepack.runtime.cuda.products.tile_config import CudaTileConfig, OffloadedTileConfig
 from sparsepack.runtime.cuda.products.zigzag import CudaZigzag
 from sparsepack.runtime.cuda.products.zigzag_products import Input, Together
 from sparsepack.runtime.cuda.slide.hopper import CLUSTER, TILES
@@ -31,7 +31,7 @@ def _no_compiler() -> str:
 pytestmark = pytest.mark.skipif(bool(_no_compiler()), reason=_no_compiler())
 
 VARIANTS = {
-    "far_product": [
+    "offloaded_product": [
         (f"INPUTS={texts}", f"GATED={gated}", "ACTIVATION=1") for texts in (1, 3, 8) for gated in (0, 1, 2)
     ],
     "prefill": [
@@ -160,7 +160,7 @@ CONFIGS = (
     CudaTileConfig(1, 8, 24, 1),
     CudaTileConfig(2, 8, 16, 16),
     CudaTileConfig(8, 8, 4, 20),
-    FarTileConfig(4, 8, 8, 20),
+    OffloadedTileConfig(4, 8, 8, 20),
     CudaTileConfig(2, 8, 0, 11),
 )
 
@@ -265,7 +265,7 @@ def test_a_build_for_racecheck_has_other_barriers(name: str, monkeypatch: pytest
 
 def test_compiled_code_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     code = cubin("post_norm", 80)
-    monkeypatch.setattr(compiler, "_compiled", lambda *_: pytest.fail("compiled again"))
+    monkeypatch.setattr(kernel, "_compiled", lambda *_: pytest.fail("compiled again"))
     assert cubin("post_norm", 80) == code
 
 

@@ -12,14 +12,13 @@ from zigzag_cases import CONFIGS, loaded, normal, random_matrix
 
 from sparsepack.formats.packed import PackedModel
 from sparsepack.runtime.cuda.decoder.decoder import CudaDecoder
-from sparsepack.runtime.cuda.decoder.held import new_held
-from sparsepack.runtime.cuda.decoder.sampling import pick_likeliest
+from sparsepack.runtime.cuda.decoder.step_end import new_threshold_controller, pick_likeliest
 from sparsepack.runtime.cuda.driver.kernel_set import KERNELS, Kernels
 from sparsepack.runtime.cuda.products.tile_config import CudaTileConfig
 from sparsepack.runtime.cuda.products.zigzag_products import Input, Output, batch, gemv, most_inputs
 from sparsepack.runtime.engine import Engine
 from sparsepack.runtime.generation.sampling import Sampler, Sampling
-from sparsepack.runtime.hold import HeldText, Hold, hold_of
+from sparsepack.runtime.threshold_controller import TextScale, ThresholdController, threshold_controller_of
 
 TEXTS = torch.randint(300, (4, 40), generator=torch.Generator().manual_seed(5)).tolist()
 INTERLEAVED = "gate and up in one product"
@@ -38,7 +37,7 @@ def model(variant: str = "llama") -> PackedModel:
 
 def held_decoder(kernels: Kernels, variant: str = "llama", sequences: int = 1, context: int = 64) -> CudaDecoder:
     decoder = CudaDecoder(model(variant), torch.device("cuda"), context, sequences, "f32", kernels)
-    decoder.hold(hold_of(model(variant)))
+    decoder.control_thresholds(threshold_controller_of(model(variant)))
     return decoder
 
 
@@ -57,8 +56,8 @@ def test_the_scale_follows_from_what_each_step_skipped(variant: str, kernels: Ke
     decoder, reference, held, text = (
         held_decoder(kernels, variant),
         oracle(variant),
-        hold_of(model(variant)),
-        HeldText(),
+        threshold_controller_of(model(variant)),
+        TextScale(),
     )
     for id in TEXTS[1][:24]:
         before = decoder.active()
@@ -225,10 +224,10 @@ def assert_near(y: Tensor, kept: Tensor, matrix: Any) -> None:
 
 @pytest.mark.gpu
 def test_the_end_of_a_step_does_what_the_record_says() -> None:
-    hold, generator = Hold(0.55, 10**9 + 7), torch.Generator().manual_seed(0)
+    hold, generator = ThresholdController(0.55, 10**9 + 7), torch.Generator().manual_seed(0)
     state = torch.zeros(2, 4, device="cuda")
-    held = new_held(hold, state)
-    texts = [HeldText()] * 4
+    held = new_threshold_controller(hold, state)
+    texts = [TextScale()] * 4
     candidates = torch.zeros(4, 3, dtype=torch.int64, device="cuda")
     ids, best = torch.zeros(4, dtype=torch.int32, device="cuda"), torch.zeros(4, device="cuda")
     assert held.moving is not None

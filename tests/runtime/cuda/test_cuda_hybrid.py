@@ -20,12 +20,13 @@ from sparsepack.placement.machine import MACHINES, BandwidthProfile
 from sparsepack.placement.options import ONLINE
 from sparsepack.placement.policies import POLICIES, play
 from sparsepack.runtime.cpu import operations
+from sparsepack.runtime.cuda.decoder.decoder import CudaDecoder
 from sparsepack.runtime.cuda.driver.kernel_set import Kernels
 from sparsepack.runtime.engine import Engine
 from sparsepack.runtime.generation.sampling import Sampler, Sampling
-from sparsepack.runtime.hybrid import cuda_decoder
-from sparsepack.runtime.hybrid.cuda_decoder import CudaHybridDecoder, assumed_links
-from sparsepack.runtime.hybrid.following import Moves
+from sparsepack.runtime.hybrid import cpu_gpu
+from sparsepack.runtime.hybrid.cpu_gpu import assumed_links
+from sparsepack.runtime.hybrid.policy import Moves
 
 skip_without_kernels()
 
@@ -65,14 +66,14 @@ def test_moves_that_are_prepared_beside_a_step_change_nothing_but_time(
     ids, native = IDS.repeat(5), operations.slow_policy()
     prepared = list[int]()
     at_once, beside = (decoder(model(), kernels, 0.3, policy="slow", slow=slow) for slow in (None, native))
-    prepare = beside._divided.prepare
+    prepare = beside.cpu_gpu.slots.prepare
 
     def counted(moves: Moves) -> None:
         prepared.append(len(moves.coming))
         prepare(moves)
 
-    monkeypatch.setattr(beside._divided, "prepare", counted)
-    monkeypatch.setattr(beside._placing.follows, "ahead", lambda: waited(beside))
+    monkeypatch.setattr(beside.cpu_gpu.slots, "prepare", counted)
+    monkeypatch.setattr(beside.cpu_gpu.boundaries.follows, "ahead", lambda: waited(beside))
     for _ in range(2):
         assert torch.equal(steps(beside, ids), steps(at_once, ids))
         assert beside.hit_counts == at_once.hit_counts
@@ -82,10 +83,10 @@ def test_moves_that_are_prepared_beside_a_step_change_nothing_but_time(
     assert most is None or max(prepared) == most
 
 
-def waited(engine: CudaHybridDecoder) -> Moves | None:
+def waited(engine: CudaDecoder) -> Moves | None:
     """What is ahead, as soon as the policy has counted all tokens: on a machine that is busy it may come too late."""
     assert engine.hit_counts is not None
-    return type(engine._placing.follows).ahead(engine._placing.follows)
+    return type(engine.cpu_gpu.boundaries.follows).ahead(engine.cpu_gpu.boundaries.follows)
 
 
 @pytest.mark.parametrize("policy", ["static", "slow", "lru", "momentum-letter"])
@@ -137,7 +138,7 @@ def test_a_trained_model_is_served_as_the_simulator_says(kernels: Kernels, train
 
 @pytest.mark.parametrize("staged", [1 << 20, 4 * 288])
 def test_prefill_streams_the_records(kernels: Kernels, staged: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_decoder, "STAGED_BYTES", staged)
+    monkeypatch.setattr(cpu_gpu, "STAGED_BYTES", staged)
     packed = model()
     expected = Engine(packed, backend="reference").teacher_forced([*IDS.tolist(), *IDS[:3].tolist()], 13)
     engine = decoder(packed, kernels, 0.3)
@@ -149,7 +150,7 @@ def test_who_was_active_is_seen_as_the_reference_sees_it(kernels: Kernels) -> No
     packed = model(intermediate_size=301)
     engine = decoder(packed, kernels, 0.3)
     seen: list[np.ndarray] = []
-    follows = engine._placing.follows
+    follows = engine.cpu_gpu.boundaries.follows
     saw = follows.saw
     follows.saw = lambda bits, prompt: (seen.append(bits.copy()), saw(bits, prompt))[1]  # type: ignore[method-assign]
     engine.prefill(0, IDS[:5])
@@ -228,7 +229,7 @@ def test_a_trace_says_who_is_active_in_place_of_the_gates(kernels: Kernels) -> N
     bits[..., 301:] = False
     engine = decoder(packed, kernels, 0.3, activity=torch.from_numpy(np.packbits(bits, axis=2, bitorder="little")))
     seen: list[np.ndarray] = []
-    follows = engine._placing.follows
+    follows = engine.cpu_gpu.boundaries.follows
     saw = follows.saw
     follows.saw = lambda bits, prompt: (seen.append(bits.copy()), saw(bits, prompt))[1]  # type: ignore[method-assign]
     for _ in range(2):

@@ -11,9 +11,9 @@ from hybrid_decoders import IDS, ROUNDED, decoder, model
 from native_build import skip_without_kernels
 
 from sparsepack.errors import UserError
+from sparsepack.runtime.cuda.decoder.decoder import CudaDecoder
 from sparsepack.runtime.cuda.driver.kernel_set import Kernels
 from sparsepack.runtime.engine import Engine
-from sparsepack.runtime.hybrid.cuda_decoder import CudaHybridDecoder
 
 skip_without_kernels()
 
@@ -23,20 +23,20 @@ def test_a_worker_that_is_gone_is_an_error(kernels: Kernels, when: str) -> None:
     engine = decoder(model(), kernels, 0.3)
     engine.step([3], True)
     if when == "before":
-        engine._worker.stop()
+        engine.cpu_gpu.worker.stop()
     else:
-        run: Callable[..., object] = engine._worker.begin
+        run: Callable[..., object] = engine.cpu_gpu.worker.begin
 
         def begin(number: int, texts: int) -> None:
             run(number, texts)
-            engine._worker.stop()
+            engine.cpu_gpu.worker.stop()
 
         class Stopping:
             def __getattr__(self, name: str) -> Any:
                 return begin if name == "begin" else getattr(worker, name)
 
-        worker = engine._worker
-        engine._worker = Stopping()
+        worker = engine.cpu_gpu.worker
+        engine.cpu_gpu.worker = Stopping()
     with pytest.raises(UserError, match=r"^the processor beside the GPU: .* is gone; load the model again$"):
         engine.step([3], True)
 
@@ -51,13 +51,13 @@ class Reached:
         return getattr(self.native, name)
 
 
-INTERRUPTED: dict[str, tuple[Callable[[CudaHybridDecoder], Any], str]] = {
-    "before the worker is called": (lambda engine: engine._worker, "begin"),
+INTERRUPTED: dict[str, tuple[Callable[[CudaDecoder], Any], str]] = {
+    "before the worker is called": (lambda engine: engine.cpu_gpu.worker, "begin"),
     "before the step is launched": (lambda engine: engine._ids, "write"),
-    "while the worker computes": (lambda engine: engine._worker, "end"),
-    "before the policy is told": (lambda engine: engine._divided, "step_bits"),
-    "before neurons move": (lambda engine: engine._divided, "move"),
-    "while the table changes": (lambda engine: engine._divided.residency, "agree"),
+    "while the worker computes": (lambda engine: engine.cpu_gpu.worker, "end"),
+    "before the policy is told": (lambda engine: engine.cpu_gpu.slots, "step_bits"),
+    "before neurons move": (lambda engine: engine.cpu_gpu.slots, "move"),
+    "while the table changes": (lambda engine: engine.cpu_gpu.slots.residency, "agree"),
 }
 
 
@@ -70,7 +70,7 @@ def test_an_interrupted_step_leaves_a_decoder_that_goes_on(
     packed = model()
     expected = Engine(packed, backend="reference").teacher_forced(IDS.tolist(), 0)
     engine, undisturbed = (decoder(packed, kernels, 0.3, policy="lru") for _ in range(2))
-    engine._worker = Reached(engine._worker)
+    engine.cpu_gpu.worker = Reached(engine.cpu_gpu.worker)
     for id in IDS[:before].tolist():
         engine.step([id], True)
     owner, name = INTERRUPTED[when]
@@ -111,14 +111,16 @@ def test_a_fault_of_the_gpu_is_raised_before_the_worker_is_waited_for(
     """The worker waits for a request, which does not come after a fault, for much longer."""
     engine = decoder(model(), kernels, 0.3)
     engine.step([3], True)
-    engine._worker = Reached(engine._worker)
+    engine.cpu_gpu.worker = Reached(engine.cpu_gpu.worker)
 
     def fault() -> None:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine, "_run_step", lambda ids, sparse: None)
+        patch.setattr(engine, "_launch", lambda graph, ids: None)
         patch.setattr(type(engine._kernels), "wait_for_step", staticmethod(fault))
-        patch.setattr(engine._worker, "end", lambda number: pytest.fail("the worker was waited for"), raising=False)
+        patch.setattr(
+            engine.cpu_gpu.worker, "end", lambda number: pytest.fail("the worker was waited for"), raising=False
+        )
         with pytest.raises(RuntimeError, match=r"^CUDA error: an illegal memory access"):
             engine.step([3], True)

@@ -19,10 +19,9 @@ from sparsepack import tuning
 from sparsepack.cli.commands.tune import tuning_table
 from sparsepack.errors import OutputError, UserError
 from sparsepack.models.checkpoint.checkpoint import open_checkpoint
-from sparsepack.runtime.cuda import links
 from sparsepack.runtime.cuda.driver.kernel_set import Kernels
-from sparsepack.runtime.hybrid import measure as measuring
-from sparsepack.runtime.hybrid import measure_card as card
+from sparsepack.runtime.hybrid import bandwidth as links
+from sparsepack.runtime.hybrid import measure_bandwidth as card
 from sparsepack.tuning import tune
 
 pytestmark = pytest.mark.parametrize("isa", instruction_set_params()[:1])
@@ -32,9 +31,8 @@ DEVICE = torch.device("cuda", 0)
 @pytest.fixture(autouse=True)
 def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """A cache folder of its own, and so little work that a test takes seconds; a machine that does much else."""
-    for name, value in {"ROTATION": 1 << 14, "TIMES_CACHES": 0, "LISTED": 8}.items():
-        monkeypatch.setattr(measuring, name, value)
-    for name, some in {"ROUNDS": 2, "REPLAYS": 1, "HANDED": 3, "BANDS": 2, "NOISE": math.inf}.items():
+    small = {"ROTATION": 1 << 14, "TIMES_CACHES": 0, "LISTED": 8}
+    for name, some in {**small, "ROUNDS": 2, "REPLAYS": 1, "HANDED": 3, "BANDS": 2, "NOISE": math.inf}.items():
         monkeypatch.setattr(card, name, some)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path / "cache"

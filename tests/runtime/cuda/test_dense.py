@@ -7,9 +7,8 @@ from pairwise import pairwise
 from torch import Tensor
 
 from sparsepack.formats.matrix import decode_matrix
-from sparsepack.runtime.cuda.attention import prefill_attention
-from sparsepack.runtime.cuda.attention.attention import AttentionParameters
-from sparsepack.runtime.cuda.attention.prefill_attention import attention
+from sparsepack.runtime.cuda.attention import attention
+from sparsepack.runtime.cuda.attention.attention import AttentionParameters, prefill_attention
 from sparsepack.runtime.cuda.products import zigzag
 from sparsepack.runtime.cuda.products.gemm_fp16 import (
     Product,
@@ -211,7 +210,7 @@ def test_attention_sees_what_its_positions_may_see(
     cap: float,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(prefill_attention, "MOST_SCORES", 5 * heads * 24)
+    monkeypatch.setattr(attention, "MOST_SCORES", 5 * heads * 24)
     q = normal(length, heads, 32).to(dtype)
     keys, values = (normal(kv_heads, 40, 32, seed=n).to(dtype) for n in (1, 2))
     # What is beyond the last position must not matter.
@@ -225,7 +224,7 @@ def test_attention_sees_what_its_positions_may_see(
         scale,
         cap,
     )
-    found = attention(q.to(device), keys.to(device), values.to(device), first, window, scale=scale, cap=cap)
+    found = prefill_attention(q.to(device), keys.to(device), values.to(device), first, window, scale=scale, cap=cap)
     assert found.dtype == torch.float32
     bound = {torch.bfloat16: 0.03, torch.float16: 4e-3, torch.float32: 1e-5}[dtype]
     assert (found.cpu() - expected).abs().max() < bound

@@ -9,8 +9,7 @@ from sparse_decoders import CONTEXT, IDS, assert_near, device_of, oracle, policy
 from sparsepack.formats.packed import PackedModel
 from sparsepack.models.records.sparse_attention import SparseFrom
 from sparsepack.runtime.chained.decoder import OperationsDecoder
-from sparsepack.runtime.cuda.attention.double_sparsity_kv_cache import CudaDoubleSparsityKvCache
-from sparsepack.runtime.cuda.attention.offloaded_kv_cache import OffloadedKvCache
+from sparsepack.runtime.cuda.attention.kv_cache import CudaDoubleSparsityKvCache, OffloadedKvCache
 from sparsepack.runtime.cuda.decoder.decoder import CudaDecoder
 from sparsepack.runtime.cuda.driver.kernel_set import Kernels
 from sparsepack.runtime.generation.sampling import Sampler, Sampling
@@ -74,7 +73,7 @@ def test_dense_steps_read_everything(packed: PackedModel, kernels: Kernels) -> N
 def test_sparse_attention_begins_where_it_pays_but_is_measured_as_the_policy_says(
     packed: PackedModel, kernels: Kernels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sparsepack.runtime.cuda.attention.caches.break_even", lambda *_: 40)
+    monkeypatch.setattr("sparsepack.runtime.cuda.attention.kv_cache.break_even", lambda *_: 40)
     ours = CudaDecoder(packed, device_of(kernels), CONTEXT, 1, "f32", kernels)
     plain, theirs = oracle(replace(packed, attention=None)), oracle(packed)
     assert ours.cache.sparse_from == SparseFrom(FIRST, 40)
@@ -105,7 +104,7 @@ def test_steps_ahead_know_which_kind_comes_next(packed: PackedModel, kernels: Ke
 def test_short_texts_are_read_whole_beside_long_ones(
     packed: PackedModel, kernels: Kernels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sparsepack.runtime.cuda.attention.caches.break_even", lambda *_: 40)
+    monkeypatch.setattr("sparsepack.runtime.cuda.attention.kv_cache.break_even", lambda *_: 40)
     ours = CudaDecoder(packed, device_of(kernels), CONTEXT, 2, "f32", kernels)
     plain = oracle(replace(packed, attention=None))
     for id in IDS[:44].tolist():

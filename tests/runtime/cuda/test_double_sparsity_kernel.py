@@ -13,7 +13,7 @@ from sparsepack.errors import UserError
 from sparsepack.models.records.sparse_attention import TokenPolicy
 from sparsepack.runtime.cuda.attention import double_sparsity
 from sparsepack.runtime.cuda.attention.double_sparsity import CLUSTERS, attend
-from sparsepack.runtime.cuda.attention.double_sparsity_kv_cache import CudaDoubleSparsityKvCache
+from sparsepack.runtime.cuda.attention.kv_cache import CudaDoubleSparsityKvCache
 from sparsepack.runtime.cuda.driver.kernel import architecture
 from sparsepack.runtime.kv_cache import AttentionShape
 from sparsepack.runtime.reference import double_sparsity as reference

@@ -19,7 +19,7 @@ def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     arch, kilobytes, processors = GPUS[request.param]
     for module in (double_sparsity, attention):
         monkeypatch.setattr(module, "multiprocessors", lambda _: processors)
-    monkeypatch.setattr("sparsepack.runtime.cuda.driver.shared_memory.shared_limit", lambda _: kilobytes << 10)
+    monkeypatch.setattr("sparsepack.runtime.cuda.driver.device.shared_limit", lambda _: kilobytes << 10)
     monkeypatch.setattr(double_sparsity, "shared_limit", lambda _: kilobytes << 10)
     monkeypatch.setattr(double_sparsity, "architecture", lambda _: arch)
     return str(request.param)

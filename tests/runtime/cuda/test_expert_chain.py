@@ -13,13 +13,13 @@ from simulated_decoders import IDS, check_prefill, check_steps, counts, decoder
 from sparse_decoders import CONTEXT, assert_near, oracle, policy_from, sparse_model
 
 from sparsepack.formats.packed import PackedModel
-from sparsepack.runtime.cuda.attention.double_sparsity_kv_cache import CudaDoubleSparsityKvCache
+from sparsepack.runtime.cuda.attention.kv_cache import CudaDoubleSparsityKvCache
 from sparsepack.runtime.cuda.decoder import decoder as cuda_decoder
 from sparsepack.runtime.cuda.decoder.decoder import CudaDecoder
 from sparsepack.runtime.cuda.products import zigzag
 from sparsepack.runtime.engine import Engine
 from sparsepack.runtime.generation.sampling import Sampler, Sampling
-from sparsepack.runtime.hold import hold_of
+from sparsepack.runtime.threshold_controller import threshold_controller_of
 
 pytestmark = pytest.mark.usefixtures("simulated_launches")
 
@@ -123,7 +123,7 @@ def test_a_held_share_scales_thresholds_as_the_reference_does(sequences: int) ->
     packed = model("gate beside up, weights as they are", rules=True)
     packed = replace(packed, manifest={**packed.manifest, "thresholds": {"sparsity": 0.7}})
     engine, reference = decoder(packed, sequences), Engine(packed, backend="reference", sequences=sequences, hold=True)
-    engine.hold(hold_of(packed))
+    engine.control_thresholds(threshold_controller_of(packed))
     texts = torch.randint(300, (sequences, 8), generator=torch.Generator().manual_seed(3))
     for ids in texts.t().tolist():
         assert largest_difference(engine.step(ids, True), reference.step_all(ids)) < 1e-3

@@ -9,6 +9,7 @@ import pytest
 import torch
 from backends import largest_difference
 from decoder_steps import steps
+from hybrid_decoders import decoder_of
 from native_build import skip_without_kernels
 from operations_for_tests import normal
 from packed_models import by_neurons, random_model
@@ -23,12 +24,13 @@ from sparsepack.placement.budget import Plan
 from sparsepack.placement.machine import BandwidthProfile
 from sparsepack.runtime.chained import layer as operations_layer
 from sparsepack.runtime.cpu import operations
-from sparsepack.runtime.cuda.driver.host_memory import host_tensors
+from sparsepack.runtime.cuda.decoder.decoder import CudaDecoder
 from sparsepack.runtime.cuda.driver.kernel_set import Kernels
+from sparsepack.runtime.cuda.driver.memory import host_tensors
 from sparsepack.runtime.cuda.products import gate_copies
 from sparsepack.runtime.cuda.products.neurons import CudaNeurons, load_neurons, new_active_neurons
 from sparsepack.runtime.engine import Engine
-from sparsepack.runtime.hybrid.cuda_decoder import CudaHybridDecoder
+from sparsepack.runtime.hybrid.cpu_gpu import CpuGpu
 from sparsepack.runtime.hybrid.gate_copies import GateCopies
 from sparsepack.runtime.hybrid.plan import parts_of
 from sparsepack.runtime.options import EngineOptions
@@ -62,12 +64,13 @@ def decoder(
     copied: range = range(2),
     packed: PackedModel | None = None,
     **options: Any,
-) -> CudaHybridDecoder:
+) -> CudaDecoder:
     packed = packed or model()
     chosen = EngineOptions(device="cuda", vram="1GB", gate_copy=times, threads=2, links=links, **options)
     parts = parts_of(packed, 128, "f32", chosen.sequences or 1, gate_copies=True)
     plan = Plan(parts, slots, parts.blocks, copied.start, copied=len(copied))
-    return CudaHybridDecoder(packed, operations, torch.device("cuda"), 128, "f32", chosen, plan, kernels=kernels)
+    cpu_gpu = CpuGpu(packed, operations, torch.device("cuda"), chosen, plan, kernels=kernels)
+    return decoder_of(packed, 128, chosen, kernels, plan, cpu_gpu)
 
 
 def as_listed(product: Callable[[Tensor], Tensor], copy: oracle.ReferenceCopy, x: Tensor) -> Tensor:

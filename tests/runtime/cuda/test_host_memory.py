@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from sparsepack.errors import UserError
-from sparsepack.runtime.cuda.driver import host_memory
+from sparsepack.runtime.cuda.driver import memory
 
 
 class Refusing:
@@ -36,8 +36,8 @@ def test_pinning_that_is_refused_is_one_line_with_its_size(purpose: str, monkeyp
         mapped.append(weakref.ref(found))
         return found
 
-    monkeypatch.setattr(host_memory.mmap, "mmap", mapping)
-    monkeypatch.setattr(host_memory, "_runtime", lambda: driver)
+    monkeypatch.setattr(memory.mmap, "mmap", mapping)
+    monkeypatch.setattr(memory, "_runtime", lambda: driver)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(torch.cuda, "CudaError", lambda code: f"error {code}")
     with pytest.raises(UserError) as caught:
@@ -53,8 +53,8 @@ def test_pinning_that_is_refused_is_one_line_with_its_size(purpose: str, monkeyp
 def asked(purpose: str) -> Any:
     size, device = 12_345_678, torch.device("cuda")
     if purpose == "records":
-        return host_memory.host_tensors(1, (size,), torch.uint8, device, purpose)
-    return host_memory.shared_memory(size, device, purpose)
+        return memory.host_tensors(1, (size,), torch.uint8, device, purpose)
+    return memory.shared_memory(size, device, purpose)
 
 
 @pytest.mark.gpu
@@ -76,5 +76,5 @@ def test_what_loading_took_does_not_stay_beside_what_is_kept() -> None:
         torch.cuda.empty_cache()
         return torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device) - before
 
-    assert beside_kept(host_memory.on_card) > large // 4
-    assert beside_kept(host_memory.apart_on_card()) < large // 4
+    assert beside_kept(memory.on_card) > large // 4
+    assert beside_kept(memory.apart_on_card()) < large // 4

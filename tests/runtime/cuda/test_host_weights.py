@@ -11,10 +11,10 @@ from sparsepack.formats.blocks.table import BLOCKS
 from sparsepack.formats.matrix import PackedMatrix
 from sparsepack.formats.orders import zigzag as codec
 from sparsepack.formats.table import MatrixFormat
-from sparsepack.runtime.cuda.driver.host_memory import in_host_memory, on_card
-from sparsepack.runtime.cuda.products import far, rows, zigzag, zigzag_products
+from sparsepack.runtime.cuda.driver.memory import in_host_memory, on_card
+from sparsepack.runtime.cuda.products import offloaded, rows, zigzag, zigzag_products
 from sparsepack.runtime.cuda.products.gemm_fp16 import multiply, new_scratch, to_scaled_fp16
-from sparsepack.runtime.cuda.products.tile_config import CudaTileConfig, far_tile_config
+from sparsepack.runtime.cuda.products.tile_config import CudaTileConfig, offloaded_tile_config
 from sparsepack.runtime.cuda.products.zigzag import CudaZigzag
 from sparsepack.runtime.cuda.products.zigzag_products import Input, Output
 
@@ -73,8 +73,8 @@ def test_products_of_first_bands(tile_bands: int, columns: int, dense: bool) -> 
     packed = PackedMatrix(
         codec.pack(normal(256 * bands, columns)), MatrixFormat("Q4_K", "zigzag"), 256 * bands, columns
     )
-    config = far_tile_config(bands, columns, CUDA, tile_bands)
-    there = far.first_bands(zigzag.load_zigzag(packed, CUDA, config, place=in_host_memory), near)
+    config = offloaded_tile_config(bands, columns, CUDA, tile_bands)
+    there = offloaded.first_bands(zigzag.load_zigzag(packed, CUDA, config, place=in_host_memory), near)
     first = PackedMatrix(packed.blocks[:near].contiguous(), MatrixFormat("Q4_K", "zigzag"), 256 * near, columns)
     here = zigzag.load_zigzag(first, CUDA, CudaTileConfig(**asdict(there.config)))
     x = normal(3, columns, seed=1).to(CUDA)

@@ -8,7 +8,7 @@ from torch import Tensor
 from sparsepack.formats.matrix import PackedMatrix
 from sparsepack.formats.orders import neuron as codec
 from sparsepack.formats.table import MatrixFormat
-from sparsepack.runtime.cuda.driver.host_memory import host_tensors
+from sparsepack.runtime.cuda.driver.memory import host_tensors
 from sparsepack.runtime.cuda.products import neurons
 from sparsepack.runtime.cuda.products.neurons import (
     ActiveNeurons,

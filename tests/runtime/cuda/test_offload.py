@@ -20,10 +20,10 @@ from sparsepack.loading import load
 from sparsepack.models.records.sparse_attention import TokenPolicy
 from sparsepack.runtime.cuda.attention import double_sparsity
 from sparsepack.runtime.cuda.attention.attention import Variant
-from sparsepack.runtime.cuda.attention.offloaded_kv_cache import OffloadedKvCache
+from sparsepack.runtime.cuda.attention.kv_cache import OffloadedKvCache
 from sparsepack.runtime.cuda.decoder.decoder import CudaDecoder
-from sparsepack.runtime.cuda.driver.host_memory import host_tensors
 from sparsepack.runtime.cuda.driver.kernel_set import Kernels
+from sparsepack.runtime.cuda.driver.memory import host_tensors
 from sparsepack.runtime.engine import Engine
 from sparsepack.runtime.features import check_selects
 from sparsepack.runtime.kv_cache import AttentionShape, LayerAttention

@@ -12,10 +12,9 @@ from simulated_slots import assign_slots
 from torch import Tensor
 
 from sparsepack.models.records.sparse_attention import TokenPolicy
-from sparsepack.runtime.cuda.attention.double_sparsity_kv_cache import CudaDoubleSparsityKvCache
-from sparsepack.runtime.cuda.attention.offloaded_kv_cache import OffloadedKvCache
-from sparsepack.runtime.cuda.attention.token_slots import TokenSlots
-from sparsepack.runtime.cuda.driver.host_memory import host_tensors
+from sparsepack.runtime.cuda.attention.double_sparsity import TokenSlots
+from sparsepack.runtime.cuda.attention.kv_cache import CudaDoubleSparsityKvCache, OffloadedKvCache
+from sparsepack.runtime.cuda.driver.memory import host_tensors
 from sparsepack.runtime.kv_cache import AttentionShape
 
 turned_shape = partial(shape_of, turned=True, norms=True)

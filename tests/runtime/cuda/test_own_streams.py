@@ -10,7 +10,7 @@ POOL = 32
 
 
 def test_no_two_are_one_while_both_are_there():
-    from sparsepack.runtime.cuda.driver.streams import own_stream
+    from sparsepack.runtime.cuda.driver.device import own_stream
 
     own = [own_stream() for _ in range(2 * POOL)] + [own_stream(priority=-1) for _ in range(POOL)]
     others = [torch.cuda.Stream() for _ in range(2 * POOL)]
@@ -20,7 +20,7 @@ def test_no_two_are_one_while_both_are_there():
 
 
 def test_one_that_is_let_go_of_is_given_to_the_next_of_its_priority():
-    from sparsepack.runtime.cuda.driver.streams import own_stream
+    from sparsepack.runtime.cuda.driver.device import own_stream
 
     first = own_stream(priority=-1)
     handle = first.cuda_stream

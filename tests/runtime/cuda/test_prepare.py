@@ -17,10 +17,10 @@ from sparsepack.formats.packed import PackedModel
 from sparsepack.runtime.cpu import operations
 from sparsepack.runtime.cuda.decoder.decoder import CudaDecoder
 from sparsepack.runtime.cuda.driver import kernel as launching
-from sparsepack.runtime.cuda.driver.compiler import nvrtc_version
+from sparsepack.runtime.cuda.driver.kernel import nvrtc_version
 from sparsepack.runtime.cuda.driver.kernel_set import KERNELS, Kernels
 from sparsepack.runtime.engine import Engine
-from sparsepack.runtime.hybrid.cuda_decoder import CudaHybridDecoder
+from sparsepack.runtime.hybrid.cpu_gpu import CpuGpu
 from sparsepack.runtime.hybrid.plan import planned
 from sparsepack.runtime.options import EngineOptions
 
@@ -124,7 +124,8 @@ def divided(kernels: Kernels) -> CudaDecoder:
     skip_without_kernels()
     options, packed = EngineOptions(device="cuda", cached=0.3, threads=2, policy="lru"), neurons()
     plan = planned(packed, CONTEXT, "f32", options)
-    return CudaHybridDecoder(packed, operations, DEVICE, CONTEXT, "f32", options, plan, kernels=kernels)
+    cpu_gpu = CpuGpu(packed, operations, DEVICE, options, plan, kernels=kernels)
+    return CudaDecoder(packed, DEVICE, CONTEXT, 1, "f32", kernels, plan=plan, cpu_gpu=cpu_gpu)
 
 
 def outputs(engine: CudaDecoder) -> torch.Tensor:

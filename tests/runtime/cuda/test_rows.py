@@ -12,7 +12,7 @@ from sparsepack.formats.matrix import PackedMatrix, decode_matrix
 from sparsepack.formats.orders import zigzag
 from sparsepack.formats.table import MatrixFormat
 from sparsepack.models.architecture import soft_capped
-from sparsepack.runtime.cuda.decoder.sampling import pick_likeliest
+from sparsepack.runtime.cuda.decoder.step_end import pick_likeliest
 from sparsepack.runtime.cuda.products import rows
 from sparsepack.runtime.cuda.products.rows import blocks, embed, load_rows, matmul, new_candidates, product
 

@@ -7,7 +7,7 @@ from torch import Tensor
 from sparsepack.errors import UserError
 from sparsepack.formats.orders.slide import Slide
 from sparsepack.models.records.pattern import Pattern
-from sparsepack.runtime.cuda.slide.inputs import ALIGNMENT, quantise_slide, row_bytes
+from sparsepack.runtime.cuda.slide.product import ALIGNMENT, quantise_slide, row_bytes
 from sparsepack.runtime.reference import products as reference
 
 pytestmark = pytest.mark.gpu
@@ -79,6 +79,6 @@ def test_what_does_not_fit_is_an_error() -> None:
 
 
 def test_fp8_needs_a_gpu_that_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sparsepack.runtime.cuda.slide.inputs.architecture", lambda device: 80)
+    monkeypatch.setattr("sparsepack.runtime.cuda.slide.product.architecture", lambda device: 80)
     with pytest.raises(UserError, match=r"FP8 needs a GPU of compute capability 8\.9"):
         quantise_slide(torch.zeros(1, 64, device="cuda"), Slide(Pattern(6, 8)), FP8)

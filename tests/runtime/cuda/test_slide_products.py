@@ -13,10 +13,10 @@ from sparsepack.integration.transformers.quantizer import SlidLinear
 from sparsepack.models.records.groups import kept
 from sparsepack.models.records.pattern import Pattern
 from sparsepack.runtime.cuda.slide import hopper, product
-from sparsepack.runtime.cuda.slide.inputs import quantise_slide
+from sparsepack.runtime.cuda.slide.product import quantise_slide
 from sparsepack.runtime.reference import products as reference
 from sparsepack.runtime.reference.products import SlidMatrix
-from sparsepack.runtime.slid_operator import prepare, slid_linear
+from sparsepack.runtime.sparse24_operator import prepare, slid_linear
 
 pytestmark = pytest.mark.gpu
 

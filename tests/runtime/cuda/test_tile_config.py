@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from sparsepack.runtime.cuda.driver import flag_in_data, shared_memory
+from sparsepack.runtime.cuda.driver import device, memory
 from sparsepack.runtime.cuda.products import tile_config, zigzag_products
 from sparsepack.runtime.cuda.products.tile_config import CudaTileConfig, default_tile_config, shared_bytes
 from sparsepack.runtime.cuda.products.zigzag import CudaZigzag
@@ -31,7 +31,7 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch, processors: int, memory: int = 227) 
     """As if on a GPU with so many multiprocessors, and so many KiB of shared memory for a block."""
     for module in (tile_config, zigzag_products):
         monkeypatch.setattr(module, "multiprocessors", lambda device: processors)
-    for module in (shared_memory, tile_config, zigzag_products):
+    for module in (device, tile_config, zigzag_products):
         monkeypatch.setattr(module, "shared_limit", lambda device: memory * 1024)
 
 
@@ -97,7 +97,7 @@ def test_where_all_columns_are_active_there_is_a_ring(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(zigzag_products, "kernel", lambda file, name, defines, device: defines)
     monkeypatch.setattr(zigzag_products, "launch", launch)
-    monkeypatch.setattr(zigzag_products, "workspace", lambda device: torch.empty(flag_in_data.WORKSPACE_WORDS * 132))
+    monkeypatch.setattr(zigzag_products, "workspace", lambda device: torch.empty(memory.WORKSPACE_WORDS * 132))
     none = CudaZigzag(torch.empty(4, 0), 1024, 4096, CudaTileConfig(1, 6, 0, 32), 0, 1.0, 1.0, 1.0)
     x, y, threshold = torch.zeros(4096), torch.empty(1024), torch.zeros(1)
     for input in (Input(x, threshold=threshold), Input(x)):
@@ -131,8 +131,8 @@ def test_how_many_sequences_of_8_billion_parameters_run_together(
 
 def test_products_whose_blocks_would_wait_in_vain_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     on_gpu(monkeypatch, 6)
-    monkeypatch.setattr(zigzag_products, "workspace", flag_in_data.workspace.__wrapped__)
-    monkeypatch.setattr(flag_in_data, "multiprocessors", lambda device: 6)
+    monkeypatch.setattr(zigzag_products, "workspace", memory.workspace.__wrapped__)
+    monkeypatch.setattr(memory, "multiprocessors", lambda device: 6)
     x, y = torch.zeros(8, 96), torch.zeros(8, 3 * 256)
 
     def matrix(tiles: int, config: CudaTileConfig) -> CudaZigzag:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from zigzag_cases import ALL_BLOCKS, CONFIGS, LIMIT, assert_close, loaded, normal, random_matrix, weights
 
-from sparsepack.runtime.cuda.driver.flag_in_data import SENTINEL, flag_in_data_buffers
+from sparsepack.runtime.cuda.driver.memory import SENTINEL, flag_in_data_buffers
 from sparsepack.runtime.cuda.products.tile_config import CudaTileConfig, with_ring
 from sparsepack.runtime.cuda.products.zigzag import load_zigzag
 from sparsepack.runtime.cuda.products.zigzag_products import Input, Output, batch, blocks, gemv

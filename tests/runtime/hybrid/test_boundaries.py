@@ -1,4 +1,4 @@
-"""Token boundaries of a device that computes beside us: after each token the slots of one for which we wait."""
+"""Token boundaries of a device that computes meanwhile: after each token the slots of one for which we wait."""
 
 import dataclasses
 import time
@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 from native_build import skip_without_kernels
 
 from sparsepack.placement.policies import Slow, slow
-from sparsepack.runtime.cpu import dispatch
-from sparsepack.runtime.hybrid.boundaries import Boundaries, BoundariesBeside
-from sparsepack.runtime.hybrid.following import KEPT, FollowedNatively, Following, Moves, Played
+from sparsepack.runtime.cpu import machine
+from sparsepack.runtime.hybrid.policy import KEPT, FollowedNatively, Following, Moves, Played, TokenBoundaries
 from sparsepack.runtime.hybrid.residency import Residency
 
 skip_without_kernels()
@@ -66,7 +65,7 @@ def begun(chosen: Slow, native: bool) -> Following:
     generator = np.random.default_rng(7)
     frequency, order = generator.random(SHAPE), np.stack([generator.permutation(SHAPE[1]) for _ in range(SHAPE[0])])
     if native:
-        return FollowedNatively(dispatch.native().SlowPolicy, chosen, frequency, SLOTS, order)
+        return FollowedNatively(machine.native().SlowPolicy, chosen, frequency, SLOTS, order)
     return Played(slow(chosen), frequency, SLOTS, order)
 
 
@@ -89,41 +88,41 @@ def test_slots_and_counts_are_those_of_a_device_that_waits(
 ) -> None:
     chosen = Slow(0.5, 0.02, every, data.draw(st.integers(0, every - 1)), most)
     one, other = Device(), Device()
-    waits = Boundaries(begun(chosen, native=False), one, lambda: None)
-    beside = BoundariesBeside(begun(chosen, native=True), other, lambda: None)
+    waits = TokenBoundaries(begun(chosen, native=False), one)
+    native = TokenBoundaries(begun(chosen, native=True), other)
+    for each in (waits, native):
+        each.begin_text(lambda: None)
     generator = np.random.default_rng(seed)
     for number, what in enumerate(passes):
         if what == "text":
-            waits.begin_text()
-            beside.begin_text()
+            waits.begin_text(lambda: None)
+            native.begin_text(lambda: None)
         elif what == "counts":
-            assert dataclasses.astuple(waits.counts) == dataclasses.astuple(beside.counts)
+            assert dataclasses.astuple(waits.counts) == dataclasses.astuple(native.counts)
         else:
-            waits.begin_pass()
-            beside.begin_pass()
             tokens = 1 if what == "step" else 11
             bits = some_bits(generator, tokens)
             assert np.array_equal(one.begin_step(), other.begin_step())
             if what == "step":
-                beside.beside()
+                native.meanwhile()
                 other.bits[number % KEPT] = bits
-                beside.stepped(number)
+                native.stepped(number)
                 waits.passed(bits, 0)
             else:
                 waits.passed(bits, tokens)
-                beside.passed(bits, tokens)
-    assert waits.counts == beside.counts
+                native.passed(bits, tokens)
+    assert waits.counts == native.counts
 
 
 def test_between_two_tokens_nothing_is_done_for_a_policy_that_foresees() -> None:
     device = Device()
     follows = begun(Slow(0.5, 0.0, every=2, delay=1), native=True)
-    boundaries, generator = BoundariesBeside(follows, device, lambda: None), np.random.default_rng(1)
+    boundaries, generator = TokenBoundaries(follows, device), np.random.default_rng(1)
+    boundaries.begin_text(lambda: None)
     began = time.perf_counter()
     for number in range(20):
-        boundaries.begin_pass()
         resident = device.begin_step()
-        boundaries.beside()
+        boundaries.meanwhile()
         after = device.residency.resident
         device.bits[number % KEPT] = some_bits(generator, 1)
         boundaries.stepped(number)
@@ -135,14 +134,14 @@ def test_between_two_tokens_nothing_is_done_for_a_policy_that_foresees() -> None
 
 def test_after_moves_that_were_interrupted_a_text_begins_anew() -> None:
     device = Device()
-    boundaries = BoundariesBeside(begun(Slow(0.5, 0.0, 2, 1), native=True), device, lambda: None)
+    boundaries = TokenBoundaries(begun(Slow(0.5, 0.0, 2, 1), native=True), device)
     first = boundaries.follows.first.copy()
+    boundaries.begin_text(lambda: None)
     generator = np.random.default_rng(1)
 
     def step(number: int) -> None:
-        boundaries.begin_pass()
         device.begin_step()
-        boundaries.beside()
+        boundaries.meanwhile()
         device.bits[number % KEPT] = some_bits(generator, 1)
         boundaries.stepped(number)
 
@@ -153,6 +152,6 @@ def test_after_moves_that_were_interrupted_a_text_begins_anew() -> None:
     with pytest.raises(KeyboardInterrupt):
         for number in range(8, 12):
             step(number)
-    boundaries.begin_pass()
+    boundaries.begin_text(lambda: None)
     assert np.array_equal(device.residency.resident, first)
     assert boundaries.counts.tokens == 0

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from sparsepack.placement.machine import BandwidthProfile
-from sparsepack.runtime.hybrid import measure as measuring
-from sparsepack.runtime.hybrid.kept_links import SCHEMA, keep_links, kept_links, links_path
-from sparsepack.runtime.hybrid.measure import MeasuredLinks
+from sparsepack.runtime.hybrid import measure_bandwidth as measuring
+from sparsepack.runtime.hybrid.bandwidth import SCHEMA, keep_links, kept_links, links_path
+from sparsepack.runtime.hybrid.measure_bandwidth import MeasuredLinks
 from sparsepack.runtime.tuning import check_room
 
 OF = {"cpu_info": "a processor", "instruction_set": "scalar", "threads": 2, "hidden": 256}

@@ -12,9 +12,8 @@ from sparsepack.errors import UserError
 from sparsepack.formats.blocks.labels import padded_channels
 from sparsepack.models.records.sparse_attention import TokenPolicy
 from sparsepack.runtime.cuda.attention.attention import KV_MACROS, AttentionParameters, Variant
-from sparsepack.runtime.cuda.attention.token_slots import TokenSlots
+from sparsepack.runtime.cuda.driver.device import shared_limit
 from sparsepack.runtime.cuda.driver.kernel import architecture, kernel, launch, multiprocessors
-from sparsepack.runtime.cuda.driver.shared_memory import shared_limit
 from sparsepack.runtime.kv_cache import AttentionShape
 
 CLUSTERS = (1, 2, 4, 8)
@@ -45,6 +44,39 @@ NEVER = 2**31 - 1
 """No context has as many tokens as this."""
 STATIC_BYTES = 6 << 10
 """The kernel declares, and the system keeps, at most this many bytes of shared memory."""
+
+
+@dataclass(frozen=True)
+class TokenSlots:
+    """The slots of a layer's tokens on the GPU: see `kernels/attention/token_slots.cu`.
+
+    keys, values   -- of the type of the cache: [B, kv_heads, slots, head_dim]
+    slot_of        -- int32 [B, kv_heads, context]
+    token_of       -- int32 [B, kv_heads, slots]
+    last_read      -- int32 [B, kv_heads, slots]
+    listed, counts -- int32 [B, kv_heads, most that a step reads], [B, kv_heads]: slots that the last step read
+    missed         -- int32 [B, kv_heads, most that a step reads, 2]
+    missed_counts  -- int32 [B, kv_heads]: tokens that the last step fetched
+    """
+
+    keys: Tensor
+    values: Tensor
+    slot_of: Tensor
+    token_of: Tensor
+    last_read: Tensor
+    listed: Tensor
+    counts: Tensor
+    missed: Tensor
+    missed_counts: Tensor
+
+    def forget(self, sequence: int, first: int, count: int) -> None:
+        """Forget the slots of positions that are being written: what lies there is of another text."""
+        self.slot_of[sequence, :, first : first + count] = -1
+
+    def forget_next(self, positions: Tensor) -> None:
+        """Forget the slot of one position in every sequence, int32 [B], which only the device reads."""
+        here = positions.long()[:, None, None].expand(-1, self.slot_of.shape[1], 1)
+        self.slot_of.scatter_(2, here, -1)
 
 
 class Work(Enum):

@@ -1,6 +1,8 @@
-"""Keys and values on the GPU, and attention to all cached tokens (`runtime/kv_cache.py`)."""
+"""Keys and values on the GPU or in the host's memory, their labels, and attention to all cached tokens or to those that
+the labels rank best (`runtime/kv_cache.py`)."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Protocol, cast
 
 import torch
@@ -14,10 +16,12 @@ from sparsepack.runtime.cuda.attention.attention import (
     AttentionParameters,
     attention_parameters,
 )
+from sparsepack.runtime.cuda.attention.double_sparsity import DoubleSparsityParameters, break_even
+from sparsepack.runtime.cuda.attention.offload import SLOTS
+from sparsepack.runtime.cuda.driver.graph import Mirror
 from sparsepack.runtime.cuda.driver.kernel_set import KERNELS, Kernels
-from sparsepack.runtime.cuda.driver.mirror import Mirror
 from sparsepack.runtime.cuda.products.gemm_fp16 import Product
-from sparsepack.runtime.kv_cache import AttentionShape
+from sparsepack.runtime.kv_cache import AttentionShape, LayerAttention
 
 CACHE_TYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
 """The types of cached keys and values stand under the names that benchmarks print."""
@@ -59,7 +63,7 @@ class CudaKvCache(Protocol):
 
     def copy(self, source: int, to: int, length: int) -> None: ...
 
-    def turn(self, sequence: int, first: int, cos: Tensor, sin: Tensor) -> None: ...
+    def set_rope(self, sequence: int, first: int, cos: Tensor, sin: Tensor) -> None: ...
 
     def reset(self) -> None: ...
 
@@ -74,7 +78,7 @@ class CudaKvCache(Protocol):
         qkv          -- float32 [sequences, rows]
         sparse       -- the positions are decoded, and read no more than the shape's policy allows
         out          -- float32 [sequences, heads * head_dim]: where to leave the result
-        flag_in_data -- qkv is in words of `flag_in_data.py`: read as soon as it is stored, and `out` will be read so;
+        flag_in_data -- qkv is in words of `driver/memory.py`: read as soon as it is stored, and `out` will be read so;
                         only where the cache's `flag_in_data` is true
         """
 
@@ -139,7 +143,7 @@ class CudaDenseKvCache:
             cached[to, :, :length].copy_(cached[source, :, :length])
         self.lengths[to] = length
 
-    def turn(self, sequence: int, first: int, cos: Tensor, sin: Tensor) -> None:
+    def set_rope(self, sequence: int, first: int, cos: Tensor, sin: Tensor) -> None:
         if self._first_table is None:
             raise ValueError("the shape says that no texts turn by rows of their own")
         for table, rows in zip(self._first_table, (cos, sin), strict=True):
@@ -172,3 +176,161 @@ def _check_heads(shape: AttentionShape) -> None:
             f"a model with heads of {shape.head_dim} channels, {ratio:g} for each key head: the cuda backend "
             f"runs an even number up to {MOST_HEAD_DIM}, and up to {MOST_GQA_RATIO}; use the reference backend"
         )
+
+
+class CudaDoubleSparsityKvCache(CudaDenseKvCache):
+    """See `CudaKvCache` and `reference.double_sparsity.DoubleSparsityKvCache`, whose labels these are.
+
+    Steps select and attend in one kernel from `sparse_from` on, in layers whose window is not shorter than that, and
+    read everything before. Labels are kept in any case, kv_heads * (R / 2 + 2) bytes for a position of a layer that is
+    not dense.
+
+    break_even -- tokens of a text below which steps read everything, whatever the policy says
+
+    Raises `UserError` as `CudaDenseKvCache` does, and for a context that the kernel has no room for.
+    """
+
+    flag_in_data = False
+
+    def __init__(
+        self,
+        shape: AttentionShape,
+        type: str,
+        device: torch.device,
+        kernels: Kernels = KERNELS,
+        break_even: int = 0,
+    ) -> None:
+        if shape.policy is None:
+            raise ValueError("the shape has no policy")
+        self._policy = shape.policy
+        super().__init__(shape, type, device, kernels)
+        self.sparse_from = first = replace(shape.policy.sparse_from, break_even=break_even)
+        # The kernel reads a whole text below the break-even point only where longer ones run beside it.
+        whole = (first.tokens if shape.sequences > 1 else first.min_context) - 1
+        self._double_sparsity = [self._parameters(number, whole) for number in range(len(shape.layers))]
+
+    def append(self, layer: int, qkv: Product, sequence: int = 0) -> Tensor:
+        queries = super().append(layer, qkv, sequence)
+        if (of := self._double_sparsity[layer]) is not None:
+            self._kernels.label_append(of, self.lengths[sequence], len(queries), sequence)
+        return queries
+
+    def step(self, layer: int, qkv: Tensor, sparse: bool, out: Tensor, flag_in_data: bool = False) -> None:
+        of, from_tokens = self._double_sparsity[layer], self.selecting(sparse)
+        if of is None:
+            super().step(layer, qkv, sparse, out, flag_in_data)
+        elif from_tokens is None or 0 < of.dense.layer.window < from_tokens:
+            super().step(layer, qkv, sparse, out, flag_in_data)
+            self._kernels.label_append(of, 0, 1, positions=self.positions.there)
+        else:
+            self._kernels.attend_double_sparsity(of, qkv, self.positions.there, out, min_context=from_tokens)
+
+    def copy(self, source: int, to: int, length: int) -> None:
+        super().copy(source, to, length)
+        for kept in (kept for of in self._double_sparsity if of is not None for kept in (of.codes, of.scales)):
+            kept[to, :, :length].copy_(kept[source, :, :length])
+
+    def _is_sparse(self, layer: LayerAttention) -> bool:
+        """Whether a step ever reads a part of the tokens that it sees."""
+        return layer.channels is not None and self._policy.sparse_from.within(layer.window)
+
+    def _parameters(self, layer: int, largest_whole: int) -> DoubleSparsityParameters | None:
+        dense = self._layers[layer]
+        if dense.layer.channels is None or not self._is_sparse(dense.layer):
+            return None
+        return self._kernels.double_sparsity_parameters(dense, dense.layer.channels, self._policy, largest_whole)
+
+
+class OffloadedKvCache(CudaDoubleSparsityKvCache):
+    """See `CudaDoubleSparsityKvCache`; sparse steps select tokens wherever the policy says, and have the bits of its
+    steps that select. `offload.py` says how.
+
+    Layers that read every token stay on the GPU whole. Of the others a sequence takes there, for each position and key
+    head, a label and 4 bytes, for each slot a key, a value and 8 bytes, and for each token that a step reads 12 bytes.
+    Prefill brings a layer's keys and values over in one piece for every `PREFILL_TOKENS` positions, into room for one
+    layer's whole cache of a sequence, which all layers share; dense steps read them over the bus.
+
+    slots -- for each token that a step reads at most, at least 1
+
+    Raises `UserError` as `CudaDoubleSparsityKvCache` does, and where the host has no room.
+    """
+
+    def __init__(
+        self,
+        shape: AttentionShape,
+        type: str,
+        device: torch.device,
+        kernels: Kernels = KERNELS,
+        slots: float = SLOTS,
+    ) -> None:
+        super().__init__(shape, type, device, kernels)
+        self._slots = [None if of is None else kernels.token_slots(of, slots) for of in self._double_sparsity]
+        room = (2, shape.kv_heads, shape.context, shape.head_dim)
+        self._brought = torch.empty(room, dtype=self._layers[0].keys.dtype, device=device)
+
+    def fetched(self) -> list[int]:
+        """The number of tokens of all key heads that the last step brought from the host, for each layer."""
+        return [0 if of is None else int(of.missed_counts.sum()) for of in self._slots]
+
+    def selecting(self, sparse: bool) -> int | None:
+        return self._policy.min_context if sparse else None
+
+    def append(self, layer: int, qkv: Product, sequence: int = 0) -> Tensor:
+        queries = super().append(layer, qkv, sequence)
+        if (slots := self._slots[layer]) is not None:
+            slots.forget(sequence, self.lengths[sequence], len(queries))
+        return queries
+
+    def attend(self, layer: int, queries: Tensor, sequence: int = 0) -> Tensor:
+        of = self._layers[layer]
+        if self._slots[layer] is None:
+            return super().attend(layer, queries, sequence)
+        first, window = self.lengths[sequence], of.layer.window
+        seen = slice(max(0, first + 1 - window) if window else 0, first + len(queries))
+        for here, cached in zip(self._brought, (of.keys, of.values), strict=True):
+            here[:, seen].copy_(cached[sequence, :, seen])
+        keys, values = self._brought
+        return self._prefill(queries, keys, values, first, of)
+
+    def step(self, layer: int, qkv: Tensor, sparse: bool, out: Tensor, flag_in_data: bool = False) -> None:
+        double_sparsity, slots = self._double_sparsity[layer], self._slots[layer]
+        if double_sparsity is None or slots is None:
+            super().step(layer, qkv, sparse, out, flag_in_data)
+        elif sparse:
+            self._kernels.attend_offloaded(double_sparsity, slots, qkv, self.positions.there, out)
+        else:
+            super().step(layer, qkv, sparse, out, flag_in_data)
+            slots.forget_next(self.positions.there)
+
+    def copy(self, source: int, to: int, length: int) -> None:
+        super().copy(source, to, length)
+        for slots in (slots for slots in self._slots if slots is not None):
+            slots.forget(to, 0, length)
+
+    def _room(
+        self, shape: AttentionShape, dtype: torch.dtype, device: torch.device
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        sparse = [self._is_sparse(layer) for layer in shape.layers]
+        room = (shape.sequences, shape.kv_heads, shape.context, shape.head_dim)
+        there = iter(self._kernels.host_tensors(2 * sum(sparse), room, dtype, device))
+        keys, values = (
+            [next(there) if of else torch.zeros(room, dtype=dtype, device=device) for of in sparse] for _ in range(2)
+        )
+        return keys, values
+
+
+def new_cache(
+    shape: AttentionShape, type: str, device: torch.device, kernels: Kernels = KERNELS, *, offload: bool = False
+) -> CudaKvCache:
+    """An empty cache: sparse where the shape has a policy, whose steps read everything while that is faster.
+
+    offload -- of a shape with a policy: keys and values lie in the host's memory, and steps read a part of them
+               wherever the policy says
+
+    Raises `UserError` as the caches do.
+    """
+    if offload:
+        return OffloadedKvCache(shape, type, device, kernels)
+    if shape.policy is None:
+        return CudaDenseKvCache(shape, type, device, kernels)
+    return CudaDoubleSparsityKvCache(shape, type, device, kernels, break_even(shape, torch_type(type)))

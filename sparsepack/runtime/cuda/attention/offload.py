@@ -1,5 +1,5 @@
 """Attention of a decoding step to selected tokens whose keys and values lie in the host's memory: what Double
-Sparsity-Offload (section 5) is for, without its guess.
+Sparsity-Offload (section 5) is for, without its guess; the tokens that were read last have slots on the GPU.
 
 The paper fetches what a guess of the next layer's query selects, and reads nothing else. Here the query itself selects,
 so that the result has the bits of `attend` with a cache on the GPU, and what was read lately stays there: about 70 % of
@@ -13,8 +13,13 @@ from torch import Tensor
 
 from sparsepack.errors import UserError
 from sparsepack.runtime.cuda.attention.attention import KV_MACROS
-from sparsepack.runtime.cuda.attention.double_sparsity import DoubleSparsityParameters, Work, cluster_for, launch_work
-from sparsepack.runtime.cuda.attention.token_slots import TokenSlots
+from sparsepack.runtime.cuda.attention.double_sparsity import (
+    DoubleSparsityParameters,
+    TokenSlots,
+    Work,
+    cluster_for,
+    launch_work,
+)
 from sparsepack.runtime.cuda.driver.kernel import kernel, launch, multiprocessors
 
 SLOT_THREADS, FETCH_THREADS = 1024, 256

@@ -1,4 +1,5 @@
-"""A decoder of one text or several on an NVIDIA GPU, which read every weight once for all of them."""
+"""A decoder of one text or several on an NVIDIA GPU, which read every weight once for all of them. What has no room on
+the GPU lies in the host's memory, and the processor computes it with the GPU (`hybrid/cpu_gpu.py`)."""
 
 import math
 from collections.abc import Sequence
@@ -13,20 +14,18 @@ from sparsepack.formats.packed import PackedModel
 from sparsepack.models.architecture import soft_capped
 from sparsepack.placement.budget import Plan
 from sparsepack.placement.traffic import HitCounts, TrafficStats
-from sparsepack.runtime.cuda.attention.caches import new_cache
-from sparsepack.runtime.cuda.attention.kv_cache import CudaKvCache, NewCache
-from sparsepack.runtime.cuda.decoder.mlps import LoadMlp, load_mlp
+from sparsepack.runtime.cuda.attention.kv_cache import CudaKvCache, NewCache, new_cache
 from sparsepack.runtime.cuda.decoder.model import load_model
 from sparsepack.runtime.cuda.decoder.prefill import Prefill
 from sparsepack.runtime.cuda.decoder.run_ahead import RunAhead
-from sparsepack.runtime.cuda.decoder.sites import LoadSites, load_sites
 from sparsepack.runtime.cuda.decoder.step import Step, counted, state_parts
+from sparsepack.runtime.cuda.driver.graph import Mirror
 from sparsepack.runtime.cuda.driver.kernel_set import KERNELS, Kernels
-from sparsepack.runtime.cuda.driver.mirror import Mirror
 from sparsepack.runtime.decoder import attention_of, stepped
 from sparsepack.runtime.generation.sampling import Sampler, not_finite
-from sparsepack.runtime.hold import Hold
+from sparsepack.runtime.hybrid.cpu_gpu import CpuGpu
 from sparsepack.runtime.reference import products as reference
+from sparsepack.runtime.threshold_controller import ThresholdController
 
 PREFILL_TOKENS = 2048
 """Prefill takes this many positions at once."""
@@ -52,9 +51,8 @@ class CudaDecoder:
     cache_type -- of keys and values: "bf16", "f16", or "f32" for comparisons, where prefill is slow
     kernels    -- who computes
     new_cache  -- what attends
-    load_mlp   -- what copies MLPs to the GPU; load_attention: the sites of attention
-    runs_ahead -- whether a step may begin before the host has read its token
     plan       -- of a budget: what lies in the host's memory, and how much prefill may take; None: there is none
+    cpu_gpu    -- what GPU and processor compute together; None: the GPU computes all
 
     Raises `UserError` where the cuda backend cannot run, for an unknown cache type, for an architecture that its
     kernels do not know, and where the GPU has too little shared memory for so many sequences.
@@ -69,24 +67,25 @@ class CudaDecoder:
         cache_type: str = DEFAULT_CACHE_TYPE,
         kernels: Kernels = KERNELS,
         new_cache: NewCache = new_cache,
-        load_mlp: LoadMlp = load_mlp,
-        runs_ahead: bool = True,
         plan: Plan | None = None,
-        load_attention: LoadSites = load_sites,
+        cpu_gpu: CpuGpu | None = None,
     ) -> None:
-        self._kernels, self._context = kernels, context
+        self._kernels, self._context, self.cpu_gpu = kernels, context, cpu_gpu
         self._device = kernels.usable(device)
         with kernels.on_device(self._device):
             attention = attention_of(packed, context, self._device, sequences)
             self._cache = new_cache(attention, cache_type, self._device, kernels)
-            self._model = load_model(packed, self._device, kernels, load_mlp, plan, load_attention)
+            self._model = load_model(packed, self._device, kernels, plan, cpu_gpu)
             together = sequences > 1 or not self._model.layers[0].mlp.flag_in_data
             self._step = Step(self._model, self._cache, kernels, together)
             work = None if plan is None or plan.budget is None else plan.work
             self._prefill = Prefill(self._model, self._cache, kernels, None if work is None else work.scratch)
             self._positions = None if work is None else work.positions
             self._stream = kernels.new_step_stream()
-            self._ahead = RunAhead(self._step, kernels, self._stream) if sequences == 1 and runs_ahead else None
+            runs_ahead = sequences == 1 and cpu_gpu is None
+            self._ahead = RunAhead(self._step, kernels, self._stream) if runs_ahead else None
+            if cpu_gpu is not None:
+                cpu_gpu.start()
         self._ids = Mirror(self._step.ids, kernels)
         self._moving: Mirror | None = None
         self._steps: dict[tuple[bool, int | None], torch.cuda.CUDAGraph] = {}  # by `_key`
@@ -96,19 +95,20 @@ class CudaDecoder:
 
     @property
     def threads(self) -> int:
-        return 1
+        return 1 if self.cpu_gpu is None else self.cpu_gpu.threads
 
     @property
     def hit_counts(self) -> HitCounts | None:
-        return None
+        return None if self.cpu_gpu is None else self.cpu_gpu.hit_counts
 
     @property
     def traffic_stats(self) -> TrafficStats | None:
-        return None
+        return None if self.cpu_gpu is None else self.cpu_gpu.traffic_stats(self.active(), self.stepped)
 
     @property
     def description(self) -> str:
-        return self._kernels.device_name(self._device)
+        name = self._kernels.device_name(self._device)
+        return name if self.cpu_gpu is None else f"{name}, {self.cpu_gpu.description}"
 
     @property
     def cache(self) -> CudaKvCache:
@@ -128,9 +128,9 @@ class CudaDecoder:
             return ()
         return self._ahead.scales if self._ahead and self._ahead.begun else tuple(self._step.held.scales.tolist())
 
-    def hold(self, hold: Hold) -> None:
+    def control_thresholds(self, controller: ThresholdController) -> None:
         with self._kernels.on_device(self._device):
-            held = self._step.hold(hold)
+            held = self._step.control_thresholds(controller)
         self._moving = None if held.moving is None else Mirror(held.moving, self._kernels)
 
     def reset(self) -> None:
@@ -140,6 +140,9 @@ class CudaDecoder:
         self._step.active.zero_()
         if self._step.held is not None:
             self._step.held.begin()
+        if self.cpu_gpu is not None:
+            with self._kernels.on_device(self._device):
+                self.cpu_gpu.begin_text()
 
     def truncate(self, sequence: int, length: int) -> None:
         self._drop()
@@ -154,10 +157,10 @@ class CudaDecoder:
             if self._step.held is not None:
                 self._step.held.begin(to)
 
-    def turn(self, sequence: int, first: int, cos: Tensor, sin: Tensor) -> None:
+    def set_rope(self, sequence: int, first: int, cos: Tensor, sin: Tensor) -> None:
         self._drop()
         with self._kernels.on_device(self._device):
-            self._cache.turn(sequence, first, cos, sin)
+            self._cache.set_rope(sequence, first, cos, sin)
 
     def prefill(self, sequence: int, ids: Tensor) -> Tensor:
         with self._kernels.on_device(self._device):
@@ -174,7 +177,11 @@ class CudaDecoder:
         if max(self._cache.lengths) < self._context and self._graph(sparse) is None:
             self._drop()
             with self._kernels.on_device(self._device):
+                if self.cpu_gpu is not None:
+                    self.cpu_gpu.begin_pass()
                 self._make_graph(sparse)
+                if self.cpu_gpu is not None:
+                    self.cpu_gpu.nothing_passed()
 
     def step(self, ids: Sequence[int | None], sparse: bool) -> Tensor:
         with self._kernels.on_device(self._device):
@@ -253,7 +260,12 @@ class CudaDecoder:
     def _dense(self, ids: Tensor, sequence: int) -> Tensor:
         """Append ids that are on the GPU already. Returns what the last block leaves: float32 [S, hidden]."""
         self._drop()
-        return self._prefill.run(ids, sequence)
+        if self.cpu_gpu is None:
+            return self._prefill.run(ids, sequence)
+        self.cpu_gpu.begin_pass()
+        hidden = self._prefill.run(ids, sequence)
+        self.cpu_gpu.prefilled(len(ids))
+        return hidden
 
     def _append(self, ids: Sequence[int | None], sparse: bool) -> None:
         """Put a step on the current stream, unless it runs already; the cache counts the new positions.
@@ -281,8 +293,17 @@ class CudaDecoder:
         self._stepped += 1
 
     def _begin(self, ids: list[int], sparse: bool) -> None:
-        """Put a step on the current stream."""
+        """Put a step on the current stream; what the processor has part in has then ended."""
+        if self.cpu_gpu is not None:
+            self.cpu_gpu.begin_pass()
         graph = self._graph(sparse) or self._make_graph(sparse)
+        launch = partial(self._launch, graph, ids)
+        if self.cpu_gpu is None:
+            launch()
+        else:
+            self.cpu_gpu.step(launch)
+
+    def _launch(self, graph: torch.cuda.CUDAGraph, ids: list[int]) -> None:
         self._ids.write(ids)
         self._cache.positions.write(self._cache.lengths)
         self._ids.known = self._cache.positions.known = None  # should what follows be interrupted
@@ -298,6 +319,11 @@ class CudaDecoder:
 
     def _make_graph(self, sparse: bool) -> torch.cuda.CUDAGraph:
         """The graph of the next step, made by a step that leaves nothing behind."""
+        made = partial(self._recorded, sparse)
+        graph = self._steps[self._key(sparse)] = made() if self.cpu_gpu is None else self.cpu_gpu.step_of_no_text(made)
+        return graph
+
+    def _recorded(self, sparse: bool) -> torch.cuda.CUDAGraph:
         before, positions = self._step.state.clone(), self._cache.positions
         self._ids.known = positions.known = None
         self._step.ids.zero_()
@@ -309,7 +335,6 @@ class CudaDecoder:
         active, _, _, lasting = state_parts(before, len(self._cache.lengths))
         self._step.active.copy_(active.view_as(self._step.active))
         self._step.lasting.copy_(lasting)
-        self._steps[self._key(sparse)] = graph
         return graph
 
     def _graph(self, sparse: bool) -> torch.cuda.CUDAGraph | None:

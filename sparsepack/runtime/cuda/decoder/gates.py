@@ -10,10 +10,10 @@ from torch import Tensor
 
 from sparsepack.formats import packed as stored
 from sparsepack.formats.table import MLP_GATE
-from sparsepack.runtime.cuda.decoder.mlp_step import Launch, MlpStep
+from sparsepack.runtime.cuda.decoder.buffers import Launch, MlpStep
 from sparsepack.runtime.cuda.decoder.sites import CudaSite
-from sparsepack.runtime.cuda.driver.host_memory import Place
 from sparsepack.runtime.cuda.driver.kernel_set import Kernels
+from sparsepack.runtime.cuda.driver.memory import Place
 from sparsepack.runtime.cuda.products.gemm_fp16 import Product, ScaledFp16
 from sparsepack.runtime.cuda.products.neurons import ActiveNeurons
 from sparsepack.runtime.cuda.products.rows import RowsFp16

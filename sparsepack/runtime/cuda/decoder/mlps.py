@@ -10,11 +10,11 @@ from torch import Tensor
 
 from sparsepack.formats import packed as stored
 from sparsepack.formats.table import DENSE, EXPERTS, MLP_RECORDS, NEURONS, MlpKind
+from sparsepack.runtime.cuda.decoder.buffers import Launch, MlpStep
 from sparsepack.runtime.cuda.decoder.gates import Gate, load_gate
-from sparsepack.runtime.cuda.decoder.mlp_step import Launch, MlpStep
 from sparsepack.runtime.cuda.decoder.sites import CudaExpertsSite, CudaSite, load_expert_sites, load_sites
-from sparsepack.runtime.cuda.driver.host_memory import Place
 from sparsepack.runtime.cuda.driver.kernel_set import Kernels
+from sparsepack.runtime.cuda.driver.memory import Place
 from sparsepack.runtime.cuda.products.experts import CudaExperts, decoded_weights
 from sparsepack.runtime.cuda.products.gemm_fp16 import Product, ScaledFp16
 from sparsepack.runtime.cuda.products.neurons import ActiveNeurons, CudaNeurons, Division
@@ -106,6 +106,20 @@ class DenseMlp:
         up = stacked.part(into.matrix.rows - width, width)  # without a gate, the gate too
         gated = kernels.gated(stacked.part(0, width), up, activation)
         return kernels.multiply(mid.matrix, gated, scratch, mid.dense.bias)
+
+
+@dataclass(frozen=True)
+class LastMlp(DenseMlp):
+    """The MLP of the last block, behind which the next step has the next number, where the processor has part in steps.
+
+    number -- int32 [2], of the step that ran last
+    """
+
+    number: Tensor
+
+    def step(self, step: MlpStep, room: None, kernels: Kernels) -> Iterator[Launch]:
+        yield from super().step(step, room, kernels)
+        yield partial(kernels.count_step, self.number)
 
 
 @dataclass(frozen=True)
@@ -309,13 +323,9 @@ def _activations(matrix: CudaZigzag, activation: int) -> tuple[int | None, int |
     return (activation, None) if matrix.gate_bands else (None, activation)
 
 
-LoadMlp = Callable[[stored.Mlp, torch.device, Kernels, Place, Place], CudaMlp]
-"""Such a function copies a block's MLP to a GPU, its gate, or gate and up, where the first place says, its down matrix
-where the second says; it is called for one block after the other."""
-
-
 def load_mlp(mlp: stored.Mlp, device: torch.device, kernels: Kernels, place: Place, of_down: Place) -> CudaMlp:
-    """Copy a block's MLP to a GPU, all of its records into the GPU's memory."""
+    """Copy a block's MLP to a GPU: its gate, or gate and up, where the first place says, its down matrix where the
+    second says, all of its records into the GPU's memory."""
     return _LOADERS[mlp.kind](mlp, device, kernels, place, of_down)
 
 

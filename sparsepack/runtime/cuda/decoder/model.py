@@ -10,11 +10,12 @@ from sparsepack.formats.packed import PackedLayer, PackedModel
 from sparsepack.models.architecture import Architecture
 from sparsepack.models.family import ATTENTION_SITES
 from sparsepack.placement.budget import Plan
-from sparsepack.runtime.cuda.decoder.mlps import CudaMlp, LoadMlp, load_mlp
-from sparsepack.runtime.cuda.decoder.sites import CudaSite, LoadSites, load_sites
-from sparsepack.runtime.cuda.driver.host_memory import Place
+from sparsepack.runtime.cuda.decoder.mlps import CudaMlp, load_mlp
+from sparsepack.runtime.cuda.decoder.sites import CudaSite, load_sites
 from sparsepack.runtime.cuda.driver.kernel_set import Kernels
+from sparsepack.runtime.cuda.driver.memory import Place
 from sparsepack.runtime.cuda.products.rows import RowsMatrix
+from sparsepack.runtime.hybrid.cpu_gpu import CpuGpu
 from sparsepack.runtime.site_columns import load_vector
 
 ACTIVATIONS = {"silu": 0, "relu": 1, "gelu": 2, "gelu_pytorch_tanh": 3, "relu2": 1}
@@ -81,14 +82,16 @@ def load_model(
     packed: PackedModel,
     device: torch.device,
     kernels: Kernels,
-    load_mlp: LoadMlp = load_mlp,
     plan: Plan | None = None,
-    load_attention: LoadSites = load_sites,
+    cpu_gpu: CpuGpu | None = None,
 ) -> CudaModel:
-    """Copy a model to a GPU, its MLPs and its attention's sites by functions of their own, and wait until it is there.
+    """Copy a model to a GPU, and wait until it is there.
 
-    plan -- what of it lies in the host's memory; None: nothing
+    plan    -- what of it lies in the host's memory; None: nothing
+    cpu_gpu -- loads the matrices that the processor may have part in; None: it has none
     """
+    load_attention = load_sites if cpu_gpu is None else cpu_gpu.load_attention
+    load_any_mlp = load_mlp if cpu_gpu is None else cpu_gpu.load_mlp
 
     here_of = kernels.on_card if plan is None else kernels.apart_on_card()
 
@@ -111,7 +114,7 @@ def load_model(
         basis = None if of.basis is None else kernels.load_rows(of.basis, device, place=place(here))
         attention = load_attention(of.attention, device, kernels, place(here))
         down_here = plan is None or not plan.parts.together or number < plan.downs
-        mlp = load_mlp(of.mlp, device, kernels, place(gate_here), place(down_here))
+        mlp = load_any_mlp(of.mlp, device, kernels, place(gate_here), place(down_here))
         return CudaLayer(attention, mlp, norm("attn_norm"), norm("mlp_norm"), basis, post_norms, row_norms)
 
     tied = packed.output is packed.embedding

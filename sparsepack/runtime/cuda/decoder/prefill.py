@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention import sdpa_kernel
 
+from sparsepack.runtime.cuda.attention.attention import BACKENDS
 from sparsepack.runtime.cuda.attention.kv_cache import CudaKvCache
-from sparsepack.runtime.cuda.attention.prefill_attention import BACKENDS
 from sparsepack.runtime.cuda.decoder.model import CudaLayer, CudaModel
 from sparsepack.runtime.cuda.driver.kernel_set import Kernels
 from sparsepack.runtime.cuda.products.gemm_fp16 import Product, ScaledFp16

@@ -8,10 +8,10 @@ import torch
 
 from sparsepack.formats.orders.zigzag import BAND_ROWS
 from sparsepack.formats.packed import ExpertMlp, PackedSite
-from sparsepack.runtime.cuda.driver.host_memory import Place
 from sparsepack.runtime.cuda.driver.kernel_set import Kernels
+from sparsepack.runtime.cuda.driver.memory import Place
 from sparsepack.runtime.cuda.products.experts import CudaExperts
-from sparsepack.runtime.cuda.products.far import FarProduct
+from sparsepack.runtime.cuda.products.offloaded import OffloadedProduct
 from sparsepack.runtime.cuda.products.zigzag import CudaZigzag
 from sparsepack.runtime.cuda.products.zigzag_products import Input, Output
 from sparsepack.runtime.site_columns import Columns, load_vector
@@ -22,13 +22,13 @@ class CudaSite:
     """A site on the GPU: the matrix, and the columns that products read in dense and in sparse steps, which are the
     same without a rule. Prefill is dense.
 
-    far -- how a step shares its products with the processor; None: it does not
+    offloaded -- how a step shares its products with the processor; None: it does not
     """
 
     matrix: CudaZigzag
     dense: Columns
     sparse: Columns
-    far: FarProduct | None = None
+    offloaded: OffloadedProduct | None = None
 
 
 @dataclass(frozen=True)
@@ -38,11 +38,6 @@ class CudaExpertsSite:
     matrix: CudaExperts
     dense: Columns
     sparse: Columns
-
-
-LoadSites = Callable[[Mapping[str, PackedSite], torch.device, Kernels, Place], Mapping[str, CudaSite]]
-"""Such a function copies the sites of a block's attention to a GPU, where they shall lie; it is called for one block
-after the other, before the block's MLP is loaded."""
 
 
 def load_sites(

@@ -11,15 +11,13 @@ import torch
 from torch import Tensor
 
 from sparsepack.runtime.cuda.attention.kv_cache import CudaKvCache
-from sparsepack.runtime.cuda.decoder.block_buffers import Buffers
-from sparsepack.runtime.cuda.decoder.buffers import flag_in_data_of_one, memory_of_several
-from sparsepack.runtime.cuda.decoder.held import CudaHeld, new_held
-from sparsepack.runtime.cuda.decoder.mlp_step import Launch, MlpStep
+from sparsepack.runtime.cuda.decoder.buffers import Buffers, Launch, MlpStep, flag_in_data_of_one, memory_of_several
 from sparsepack.runtime.cuda.decoder.model import CudaModel
 from sparsepack.runtime.cuda.decoder.sites import CudaExpertsSite, CudaSite
+from sparsepack.runtime.cuda.decoder.step_end import CudaThresholdController, new_threshold_controller
 from sparsepack.runtime.cuda.driver.kernel_set import Kernels
 from sparsepack.runtime.cuda.products.zigzag_products import Input, Output
-from sparsepack.runtime.hold import Hold
+from sparsepack.runtime.threshold_controller import ThresholdController
 
 
 class Step:
@@ -35,7 +33,7 @@ class Step:
 
     together -- products of any number of sequences at once, each after the kernel before has ended. False: there is one
                 sequence, MLPs have `flag_in_data`, and a kernel reads what the one before leaves as soon as it is
-                written (`flag_in_data.py`)
+                written (`driver/memory.py`)
     """
 
     def __init__(self, model: CudaModel, cache: CudaKvCache, kernels: Kernels, together: bool) -> None:
@@ -45,7 +43,7 @@ class Step:
         self.state = torch.zeros(a.layers * len(model.names) + 2 * sequences, dtype=torch.int64, device=model.device)
         self.active, self.ids, self.best, self.lasting = state_parts(self.state, sequences)
         self.active = self.active.view(a.layers, -1)
-        self.held: CudaHeld | None = None
+        self.held: CudaThresholdController | None = None
         self.logits = torch.empty(sequences, a.vocabulary, device=model.device)
         embedded = torch.empty(sequences, a.hidden, device=model.device)
         candidates = kernels.new_candidates(model.output, sequences)
@@ -66,9 +64,9 @@ class Step:
         self._end = partial(kernels.pick_likeliest, candidates, self.ids, self.best, cache.positions.there)
         self._launches = {sparse: self._put_together(sparse) for sparse in (False, True)}
 
-    def hold(self, hold: Hold) -> CudaHeld:
+    def control_thresholds(self, controller: ThresholdController) -> CudaThresholdController:
         """Hold the share that sparse steps skip from now on; before the first."""
-        self.held = new_held(hold, self.lasting)
+        self.held = new_threshold_controller(controller, self.lasting)
         self._launches[True] = self._put_together(sparse=True)
         return self.held
 
@@ -148,8 +146,8 @@ class Step:
         if self.held is not None and not input.dense:
             input = replace(input, scales=self.held.scales, skipped=self.held.skipped)
         output = Output(y, columns.bias, active=self._active(number, name), reset=of.reset.get(name), **more)
-        if isinstance(site, CudaSite) and site.far is not None:
-            return partial(self._kernels.multiply_far, site.far, self._multiply, input, output)
+        if isinstance(site, CudaSite) and site.offloaded is not None:
+            return partial(self._kernels.multiply_offloaded, site.offloaded, self._multiply, input, output)
         return partial(by or self._multiply, site.matrix, input, output)
 
     def _active(self, number: int, name: str) -> Tensor:

@@ -1,15 +1,22 @@
-"""CUDA graphs: what a function puts on the stream, kept, and replayed without Python."""
+"""CUDA graphs: what a function puts on the stream, kept, and replayed without Python; and numbers on the GPU that
+kernels change, written by the host only where they are not there already."""
 
-from collections.abc import Callable, Iterator
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from threading import Lock
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from sparsepack.runtime.cuda.driver.streams import own_stream
+from sparsepack.runtime.cuda.driver.device import own_stream
+
+if TYPE_CHECKING:
+    from sparsepack.runtime.cuda.driver.kernel_set import Kernels
+
 
 _lock = Lock()
 _last: dict[int, torch.cuda.Stream] = {}
@@ -82,3 +89,27 @@ def _turn() -> Iterator[None]:
             here.wait_stream(last)
         _last[here.device_index] = here
         yield
+
+
+class Mirror:
+    """Numbers on the GPU, and what the host knows of them.
+
+    there -- int32 [n]
+    known -- what lies there when all that is on the stream has run; None: the host does not know. Who lets kernels
+             change the numbers says so here
+    """
+
+    def __init__(self, there: Tensor, kernels: Kernels) -> None:
+        self.there = there
+        self.known: list[int] | None = None
+        self._kernels = kernels
+
+    def write(self, values: Sequence[int]) -> None:
+        """Put values on the current stream, unless they are there. The host waits for nothing."""
+        if self.known == values:
+            return
+        if len(values) == 1:
+            self.there.fill_(values[0])
+        else:
+            self.there.copy_(self._kernels.host_values(values), non_blocking=True)
+        self.known = list(values)

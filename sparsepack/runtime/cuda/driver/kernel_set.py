@@ -5,17 +5,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from sparsepack.runtime.cuda.attention import attention, double_sparsity, offload, prefill_attention
-from sparsepack.runtime.cuda.decoder import sampling
-from sparsepack.runtime.cuda.driver import device, flag_in_data, graph, host_memory, kernel
-from sparsepack.runtime.cuda.driver.streams import own_stream
+from sparsepack.runtime.cuda.attention import attention, double_sparsity, offload
+from sparsepack.runtime.cuda.decoder import step_end
+from sparsepack.runtime.cuda.driver import device, graph, kernel, memory
+from sparsepack.runtime.cuda.driver.device import own_stream
 from sparsepack.runtime.cuda.products import (
     experts,
-    far,
     gate_copies,
     neurons,
-    post_norm,
-    row_norms,
+    norms,
+    offloaded,
     rows,
     zigzag,
     zigzag_products,
@@ -48,7 +47,7 @@ class Kernels:
 
     # Loading.
     load_zigzag = staticmethod(zigzag.load_zigzag)
-    first_bands = staticmethod(far.first_bands)
+    first_bands = staticmethod(offloaded.first_bands)
     load_rows = staticmethod(rows.load_rows)
     load_rows_fp16 = staticmethod(rows.load_rows_fp16)
     load_experts = staticmethod(experts.load_experts)
@@ -58,29 +57,29 @@ class Kernels:
     load_gate_copy = staticmethod(gate_copies.load_gate_copy)
 
     double_sparsity_parameters = staticmethod(double_sparsity.double_sparsity_parameters)
-    host_tensors = staticmethod(host_memory.host_tensors)
-    shared_memory = staticmethod(host_memory.shared_memory)
-    on_card = staticmethod(host_memory.on_card)
-    apart_on_card = staticmethod(host_memory.apart_on_card)
-    in_host_memory = staticmethod(host_memory.in_host_memory)
+    host_tensors = staticmethod(memory.host_tensors)
+    shared_memory = staticmethod(memory.shared_memory)
+    on_card = staticmethod(memory.on_card)
+    apart_on_card = staticmethod(memory.apart_on_card)
+    in_host_memory = staticmethod(memory.in_host_memory)
     token_slots = staticmethod(offload.token_slots)
 
     # Steps.
-    flag_in_data_buffers = staticmethod(flag_in_data.flag_in_data_buffers)
+    flag_in_data_buffers = staticmethod(memory.flag_in_data_buffers)
     blocks = staticmethod(zigzag_products.blocks)
     most_inputs = staticmethod(zigzag_products.most_inputs)
     new_candidates = staticmethod(rows.new_candidates)
     embed = staticmethod(rows.embed)
     gemv = staticmethod(zigzag_products.gemv)
     batch = staticmethod(zigzag_products.batch)
-    multiply_far = staticmethod(far.multiply)
-    count_step = staticmethod(far.count_step)
+    multiply_offloaded = staticmethod(offloaded.multiply)
+    count_step = staticmethod(offloaded.count_step)
     attend = staticmethod(attention.attend)
     attend_double_sparsity = staticmethod(double_sparsity.attend)
     attend_offloaded = staticmethod(offload.attend_offloaded)
     label_append = staticmethod(double_sparsity.label_append)
-    post_norm = staticmethod(post_norm.post_norm)
-    norm_rows = staticmethod(row_norms.norm_rows)
+    post_norm = staticmethod(norms.post_norm)
+    norm_rows = staticmethod(norms.norm_rows)
     route = staticmethod(experts.route)
     expert_blocks = staticmethod(experts.blocks)
     multiply_experts = staticmethod(experts.multiply_experts)
@@ -91,7 +90,7 @@ class Kernels:
     multiply_listed = staticmethod(gate_copies.multiply_listed)
     keep_active = staticmethod(gate_copies.keep_active)
     product = staticmethod(rows.product)
-    pick_likeliest = staticmethod(sampling.pick_likeliest)
+    pick_likeliest = staticmethod(step_end.pick_likeliest)
     sample = staticmethod(sample)
 
     # Prefill.
@@ -99,9 +98,9 @@ class Kernels:
     to_scaled_fp16 = staticmethod(dense.to_scaled_fp16)
     multiply = staticmethod(dense.multiply)
     multiply_rows = staticmethod(dense.multiply_rows)
-    normed_rows = staticmethod(row_norms.normed_rows)
+    normed_rows = staticmethod(norms.normed_rows)
     split_heads = staticmethod(dense.split_heads)
-    prefill_attention = staticmethod(prefill_attention.attention)
+    prefill_attention = staticmethod(attention.prefill_attention)
     gated = staticmethod(dense.gated)
     decode_experts = staticmethod(experts.decode_experts)
     new_products = staticmethod(dense.new_products)

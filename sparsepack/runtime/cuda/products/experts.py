@@ -83,7 +83,7 @@ def route(router: Tensor, input: Input, logits: Tensor) -> None:
 
     router -- float32 [logits, hidden]
     input  -- x of one text [hidden] or of several [B, hidden], with a norm and with squares
-    logits -- float32 [logits] or [B, logits]; in words of `flag_in_data.py` where the input is
+    logits -- float32 [logits] or [B, logits]; in words of `driver/memory.py` where the input is
     """
     if input.norm is None or input.squares is None:
         raise ValueError("a router's input without norm or squares: attention leaves both")

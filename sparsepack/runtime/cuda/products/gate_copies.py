@@ -9,8 +9,8 @@ from torch import Tensor
 from sparsepack.formats.matrix import PackedMatrix, decode_matrix
 from sparsepack.formats.orders.gates import CopyErrors, copied, errors_of, limits_of
 from sparsepack.formats.orders.zigzag import BAND_ROWS
+from sparsepack.runtime.cuda.driver.device import deepest_pipeline, shared_limit
 from sparsepack.runtime.cuda.driver.kernel import kernel, launch, multiprocessors
-from sparsepack.runtime.cuda.driver.shared_memory import deepest_pipeline, shared_limit
 from sparsepack.runtime.cuda.products import zigzag
 from sparsepack.runtime.cuda.products.gemm_fp16 import Product, ScaledFp16, new_sums
 from sparsepack.runtime.cuda.products.neurons import INPUT_BYTES, MOST_TOGETHER, ActiveNeurons, CudaNeurons

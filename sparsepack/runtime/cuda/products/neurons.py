@@ -10,8 +10,8 @@ from sparsepack.formats.matrix import PackedMatrix
 from sparsepack.formats.orders.neuron import record_bytes
 from sparsepack.formats.orders.zigzag import BAND_ROWS
 from sparsepack.placement.machine import BandwidthProfile
+from sparsepack.runtime.cuda.driver.device import deepest_pipeline
 from sparsepack.runtime.cuda.driver.kernel import architecture, kernel, launch, multiprocessors
-from sparsepack.runtime.cuda.driver.shared_memory import deepest_pipeline
 from sparsepack.runtime.cuda.products import zigzag
 from sparsepack.runtime.cuda.products.gemm_fp16 import Product, ScaledFp16, gated, new_sums
 from sparsepack.runtime.cuda.products.tile_config import BLOCK_BYTES, STATIC_BYTES
@@ -86,7 +86,7 @@ class ActiveNeurons:
 @dataclass(frozen=True)
 class Division:
     """How the neurons of a block are divided between the GPU's memory, the bus and the processor. Tensors in the host's
-    memory are the GPU's all the same (`driver/host_memory.py`).
+    memory are the GPU's all the same (`driver/memory.py`).
 
     tables   -- int32 [2, neurons]: two versions of the slot of each neuron, or -1
     version  -- int32 [1]: which of the two is in force
@@ -97,7 +97,7 @@ class Division:
                 over, and nanoseconds waited for answers
     replayed -- int32 [rows, neurons / 32 rounded up], or None: who is active in the steps of the text, in place of what
                 the gates say; gates of zero then become 1
-    abort    -- int32 [1], and the others as `runtime/hybrid/handover.py` draws them; texts as many as the list has
+    abort    -- int32 [1], and the others as `runtime/hybrid/mailbox.py` draws them; texts as many as the list has
     limit    -- milliseconds to wait for an answer
     """
 
@@ -181,7 +181,7 @@ def list_neurons(
     x            -- float32 [B, hidden], before its RMSNorm, whose weight is `norm` float32 [hidden]
     everyone     -- list every neuron
     active       -- int64 []: the number of listed ones is added to it
-    flag_in_data -- gates and x are in words of `flag_in_data.py`, of one text
+    flag_in_data -- gates and x are in words of `driver/memory.py`, of one text
     division     -- how the neurons are divided; None: all records lie in one memory, in the order of the neurons
     """
     texts, neurons = gates.shape
@@ -229,7 +229,7 @@ def add_neurons(
     """Put y = residual + the sum over listed neurons of gate_n (up_n . x) down_n on the current stream.
 
     neurons     -- records of the first memory
-    host        -- records of the second, as a tensor of the GPU (`driver/host_memory.py`)
+    host        -- records of the second, as a tensor of the GPU (`driver/memory.py`)
     residual, y -- float32 [B, hidden], maybe the same
     division    -- of the list: what was asked of the processor is waited for, and added last
     """

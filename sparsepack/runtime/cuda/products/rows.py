@@ -14,9 +14,9 @@ from sparsepack.formats.blocks.q8_0 import BLOCK_BYTES as Q8_0_BYTES
 from sparsepack.formats.blocks.superblock import BLOCK
 from sparsepack.formats.blocks.table import stored_bytes
 from sparsepack.formats.matrix import PackedMatrix
-from sparsepack.runtime.cuda.driver.host_memory import Place, on_card
+from sparsepack.runtime.cuda.driver.device import deepest_pipeline, shared_limit
 from sparsepack.runtime.cuda.driver.kernel import kernel, launch, multiprocessors
-from sparsepack.runtime.cuda.driver.shared_memory import deepest_pipeline, shared_limit
+from sparsepack.runtime.cuda.driver.memory import Place, on_card
 from sparsepack.runtime.cuda.products.zigzag import fp16_scale, largest_ends
 
 TYPES = {"F32": 0, "F16": 1, "BF16": 2, "Q4_K": 3, "Q6_K": 4, "Q8_0": 5}

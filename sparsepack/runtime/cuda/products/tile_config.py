@@ -16,8 +16,8 @@ import torch
 
 from sparsepack.formats.orders.zigzag import BAND_ROWS
 from sparsepack.runtime import tuning
+from sparsepack.runtime.cuda.driver.device import deepest_pipeline, shared_limit
 from sparsepack.runtime.cuda.driver.kernel import multiprocessors
-from sparsepack.runtime.cuda.driver.shared_memory import deepest_pipeline, shared_limit
 from sparsepack.runtime.tuning import Shape
 
 SCHEMA = 2
@@ -64,7 +64,7 @@ class CudaTileConfig:
     stages: int = 16
     splits: int = 8
     block_bytes: int = BLOCK_BYTES
-    far: ClassVar[bool] = False
+    offloaded: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         slices, rest = divmod(self.warps, self.tile_bands)
@@ -88,16 +88,16 @@ class CudaTileConfig:
     def ring_bytes(self) -> int:
         """The bytes of shared memory for the columns on their way (`kernels/products/zigzag.cuh`)."""
         column = self.tile_bands * self.block_bytes // 16 // 2 * 32 + 16  # an odd number of 16 bytes
-        if self.far:
+        if self.offloaded:
             column = max(column, LINE_BYTES * (self.tile_bands + 1))
         return self.stages * K_TILE * column
 
 
 @dataclass(frozen=True)
-class FarTileConfig(CudaTileConfig):
+class OffloadedTileConfig(CudaTileConfig):
     """That of a matrix in the host's memory, of which whole lines are asked for (`kernels/products/zigzag.cuh`)."""
 
-    far: ClassVar[bool] = True
+    offloaded: ClassVar[bool] = True
 
 
 Config = TypeVar("Config", bound=CudaTileConfig)
@@ -147,21 +147,21 @@ def default_tile_config(
     return of(2 if gate or bands >= 4 else 1)
 
 
-def far_tile_bands(bands: int) -> int:
+def offloaded_tile_bands(bands: int) -> int:
     """The bands of a tile of a matrix in the host's memory: as many as leave some tiles to be divided, all of them
     full. What lies together of a column is read the faster over the bus the longer it is."""
     sizes = (size for size in sorted(STAGES, reverse=True) if bands % size == 0 and bands >= FAR_TILES * size)
     return next(sizes, 1)
 
 
-def far_tile_config(bands: int, columns: int, device: torch.device, tile_bands: int) -> FarTileConfig:
+def offloaded_tile_config(bands: int, columns: int, device: torch.device, tile_bands: int) -> OffloadedTileConfig:
     """The configuration of so many bands, in tiles of `tile_bands`, of a matrix in the host's memory."""
 
     def needed(config: CudaTileConfig) -> int:
         return shared_bytes(columns, config)
 
     splits = filling_splits(bands, columns, device, tile_bands)
-    config = FarTileConfig(tile_bands, warps=8, stages=STAGES[tile_bands], splits=splits)
+    config = OffloadedTileConfig(tile_bands, warps=8, stages=STAGES[tile_bands], splits=splits)
     return fitted(config, needed, device)
 
 

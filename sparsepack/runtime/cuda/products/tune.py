@@ -14,10 +14,9 @@ from torch import Tensor
 from sparsepack.formats.matrix import PackedMatrix
 from sparsepack.formats.orders.zigzag import BAND_ROWS
 from sparsepack.formats.table import MatrixFormat
-from sparsepack.runtime.cuda.driver.device import usable
+from sparsepack.runtime.cuda.driver.device import own_stream, usable
 from sparsepack.runtime.cuda.driver.graph import captured
 from sparsepack.runtime.cuda.driver.kernel import compile_together
-from sparsepack.runtime.cuda.driver.streams import own_stream
 from sparsepack.runtime.cuda.products.tile_config import (
     SCHEMA,
     CudaTileConfig,

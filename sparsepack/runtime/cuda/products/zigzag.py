@@ -12,8 +12,8 @@ from sparsepack.formats.blocks.q4_k import scales_and_mins
 from sparsepack.formats.blocks.table import BLOCKS
 from sparsepack.formats.matrix import PackedMatrix
 from sparsepack.formats.orders.zigzag import BAND_ROWS
-from sparsepack.runtime.cuda.driver.host_memory import Place, on_card
 from sparsepack.runtime.cuda.driver.kernel import kernel, launch, multiprocessors
+from sparsepack.runtime.cuda.driver.memory import Place, on_card
 from sparsepack.runtime.cuda.products.tile_config import (
     CudaTileConfig,
     default_tile_config,

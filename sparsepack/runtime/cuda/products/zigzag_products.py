@@ -7,9 +7,9 @@ from torch import Tensor
 
 from sparsepack.formats.blocks.table import BLOCKS
 from sparsepack.formats.orders.zigzag import BAND_ROWS
-from sparsepack.runtime.cuda.driver.flag_in_data import workspace
+from sparsepack.runtime.cuda.driver.device import shared_limit
 from sparsepack.runtime.cuda.driver.kernel import kernel, launch, multiprocessors
-from sparsepack.runtime.cuda.driver.shared_memory import shared_limit
+from sparsepack.runtime.cuda.driver.memory import workspace
 from sparsepack.runtime.cuda.products.tile_config import (
     COLUMNS_AT_ONCE,
     PADDED_ROWS,
@@ -43,8 +43,8 @@ class Input:
     offset          -- float32 [columns], taken from x before it is compared and multiplied
     scales          -- float32 [1], of several inputs [B]: what the threshold is multiplied by; None: one
     skipped         -- int64 [1] or [B], where there are scales: the weights of inactive columns are added
-    flag_in_data    -- x and squares are in words of `flag_in_data.py`: read as soon as they are stored; no norm without
-                       squares
+    flag_in_data    -- x and squares are in words of `driver/memory.py`, read as soon as they are stored; no norm
+                       without squares
     """
 
     x: Tensor
@@ -317,7 +317,7 @@ def _macros(matrix: CudaZigzag, most_rounds: int = MOST_ROUNDS) -> dict[str, int
         "STAGES": config.stages,
         "PRODUCERS": PRODUCERS,
         "TILE_BANDS": config.tile_bands,
-        "FAR": int(config.far),
+        "FAR": int(config.offloaded),
         "SPLITS": config.splits,
         "BLOCK": BLOCKS[matrix.block].gguf or 0,
         "ROUNDS": -(-each // passes),

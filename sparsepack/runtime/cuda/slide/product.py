@@ -1,4 +1,5 @@
-"""Products with slid weights on an NVIDIA GPU: which kernel makes them, and the weights as that kernel takes them.
+"""Products with sparse24 weights on an NVIDIA GPU: which kernel makes them, the weights as that kernel takes them,
+inputs quantised, and outputs scaled.
 
     GPU                  slide-int8, slide-fp8                             slide-bf16
     Hopper               our kernel; float32 outputs: libcusparseLt        dense: libcusparseLt's is slower
@@ -17,15 +18,122 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sparsepack.errors import UserError
-from sparsepack.formats.orders.slide import unpack_positions, unslide, windowed
-from sparsepack.runtime.cuda.driver.compiler import check_architecture
-from sparsepack.runtime.cuda.driver.kernel import architecture
+from sparsepack.formats.orders.slide import Slide, unpack_positions, unslide, windowed
+from sparsepack.runtime.cuda.driver.kernel import architecture, check_architecture, kernel, launch
 from sparsepack.runtime.cuda.slide import cusparselt, hopper
-from sparsepack.runtime.cuda.slide.algorithms import LARGEST, best_algorithm
-from sparsepack.runtime.cuda.slide.inputs import quantise_slide
-from sparsepack.runtime.cuda.slide.outputs import scale_outputs
+from sparsepack.runtime.cuda.slide.cusparselt import LARGEST, best_algorithm
 from sparsepack.runtime.reference import products as reference
 from sparsepack.runtime.reference.products import SlidMatrix
+
+MOST_EIGHTS = {8: 4, 16: 5, 32: 16}
+"""A block, which has a token, has this many warps, and a thread holds at most this many groups of eight inputs in
+registers."""
+LIGHT_EIGHTS = 5
+"""With this many groups of eight 16-bit inputs there is room for as many threads as a multiprocessor can have."""
+THREADS = 2048
+"""A multiprocessor has at most this many threads."""
+ALIGNMENT = 32
+"""A row of lifted values is padded with zeros to a multiple of this many bytes, as the 2:4 products want."""
+
+_INPUTS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+_FP8_FROM = 89
+"""FP8 needs at least this compute capability, times ten."""
+
+
+def row_bytes(how: Slide, columns: int) -> int:
+    """The number of bytes from one token's lifted values to the next token's."""
+    lifted = how.lifted(columns)
+    return lifted + -lifted % ALIGNMENT
+
+
+def quantise_slide(x: Tensor, how: Slide, dtype: torch.dtype, filled: int = 0) -> tuple[Tensor, Tensor]:
+    """Quantise inputs token by token and lift them, on the current stream; see `slide.reference.quantise_slide`.
+
+    x      -- float32, float16 or bfloat16 [tokens, columns], contiguous
+    dtype  -- int8 or float8_e4m3fn
+    filled -- rows of the result, if more than tokens: what the others hold is undefined
+
+    Returns the values [tokens, `row_bytes`], zeros behind those that are lifted, and the scales, float32 [tokens]. A
+    token that is not finite gets a scale that is not. Raises `UserError` for FP8 on a GPU without it, `ValueError` for
+    what does not fit.
+    """
+    if x.dim() != 2 or x.dtype not in _INPUTS or not x.is_contiguous():
+        raise ValueError(f"x: {x.dtype} {list(x.shape)}, stride {x.stride()}; expected a contiguous float matrix")
+    if (how.most, how.window) != (2, 4) or dtype not in (torch.int8, torch.float8_e4m3fn):
+        raise ValueError(f"{how.most} of {how.window}, {dtype}: expected 2 of 4, int8 or float8_e4m3fn")
+    tokens, columns = x.shape
+    device = x.device.index or 0
+    fp8 = dtype == torch.float8_e4m3fn
+    if fp8 and architecture(device) < _FP8_FROM:
+        raise UserError(f"FP8 needs a GPU of compute capability {_FP8_FROM / 10} (Ada) or later; use slide-int8")
+    stride = row_bytes(how, columns)
+    q = torch.empty(max(tokens, filled), stride, dtype=dtype, device=x.device)
+    scale = torch.empty(tokens, device=x.device)
+    if not tokens:
+        return q, scale
+    warps = next((warps for warps, most in MOST_EIGHTS.items() if columns <= 256 * warps * most), 0)
+    if not warps:
+        raise ValueError(f"{columns} columns; expected at most {256 * 32 * MOST_EIGHTS[32]}")
+    eights = -(-columns // (256 * warps))
+    full = x.element_size() == 2 and eights <= LIGHT_EIGHTS
+    defines = (
+        f"INPUT={_INPUTS[x.dtype]}",
+        f"FP8={int(fp8)}",
+        f"OF={how.pattern.of}",
+        f"WINDOWS={how.windows}",
+        f"THREAD_EIGHTS={eights}",
+        f"WARPS={warps}",
+        f"BLOCKS={THREADS // (32 * warps) if full else 1}",
+    )
+    launch(
+        kernel("quantise_slide", "quantise_slide", defines, device),
+        (tokens,),
+        32 * warps,
+        *(x, columns, x.element_size(), stride, q.view(torch.uint8), scale),
+        shared=0 if 8 % how.pattern.of == 0 else how.pattern.groups(columns) * how.pattern.of + 8,
+    )
+    return q, scale
+
+
+_SUMS = {torch.int32: 0, torch.float32: 1, torch.bfloat16: 2}
+_OUTPUTS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+_ROWS = 1024
+"""A block has this many rows."""
+
+
+def scale_outputs(
+    sums: Tensor,
+    tokens: int,
+    rows: int,
+    x_scale: Tensor | None,
+    w_scale: Tensor | None,
+    bias: Tensor | None,
+    out: torch.dtype,
+) -> Tensor:
+    """y = sums * x_scale * w_scale + bias, on the current stream.
+
+    sums    -- int32, float32 or bfloat16 [tokens or more, rows or more], contiguous
+    x_scale -- float32 [tokens]; None: 1
+    w_scale -- float32 [rows]; None: 1
+    bias    -- of the type `out` [rows], or None
+    out     -- float32, float16 or bfloat16
+
+    Returns [tokens, rows].
+    """
+    y = torch.empty(tokens, rows, dtype=out, device=sums.device)
+    if tokens:
+        launch(
+            kernel("scale_outputs", "scale_outputs", _defines(sums.dtype, out), sums.device.index or 0),
+            (tokens, -(-rows // _ROWS)),
+            256,
+            *(sums, sums.shape[1], x_scale, w_scale, bias, y, rows),
+        )
+    return y
+
+
+def _defines(sums: torch.dtype, out: torch.dtype) -> tuple[str, str]:
+    return f"SUMS={_SUMS[sums]}", f"OUTPUT={_OUTPUTS[out]}"
+
 
 _PIECE = 1 << 24
 """This many weights are unpacked at a time."""
@@ -36,7 +144,7 @@ _plans: dict[tuple[cusparselt.ProductShape, torch.device], cusparselt.MatmulPlan
 
 
 def prepare(matrix: SlidMatrix, out: torch.dtype, tokens: int = 0) -> list[Tensor]:
-    """What `slid_matmul` needs of a matrix on the current GPU beside the matrix, for inputs and outputs of a type.
+    """What `sparse24_matmul` needs of a matrix on the current GPU beside the matrix, for inputs and outputs of a type.
 
     tokens -- find and compile now what suits up to so many tokens
 
@@ -55,7 +163,7 @@ def prepare(matrix: SlidMatrix, out: torch.dtype, tokens: int = 0) -> list[Tenso
     return prepared
 
 
-def slid_matmul(x: Tensor, matrix: SlidMatrix, bias: Tensor | None, prepared: Sequence[Tensor]) -> Tensor:
+def sparse24_matmul(x: Tensor, matrix: SlidMatrix, bias: Tensor | None, prepared: Sequence[Tensor]) -> Tensor:
     """y = x W^T + bias on the current GPU and stream, without waiting for either.
 
     x        -- float32, float16 or bfloat16 [tokens, columns], contiguous

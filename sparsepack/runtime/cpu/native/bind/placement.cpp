@@ -1,4 +1,4 @@
-// sparsepack.runtime.cpu._native.SlowPolicy, which runtime/hybrid/following.py describes.
+// sparsepack.runtime.cpu._native.SlowPolicy, which runtime/hybrid/policy.py describes.
 #include "placement/slow_policy.h"
 
 #include <nanobind/nanobind.h>

@@ -19,8 +19,8 @@ namespace {
 using Bytes = nb::ndarray<uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Released = nb::call_guard<nb::gil_scoped_release>;
 
-// layout: handover.HandOver
-HandOver layout_of(nb::handle layout) {
+// layout: mailbox.Mailbox
+Mailbox layout_of(nb::handle layout) {
     auto number = [&](const char* name) { return nb::cast<int64_t>(layout.attr(name)); };
     using Asked = std::tuple<int32_t, int32_t, int32_t, int32_t, int64_t, int64_t, int64_t, int64_t>;
     std::vector<AskedProduct> products;
@@ -54,7 +54,7 @@ public:
           products_(std::move(products)),
           gates_(std::move(gates)),
           memory_(std::move(memory)) {
-        HandOver at = layout_of(layout);
+        Mailbox at = layout_of(layout);
         if (threads < 1 || !(limit > 0)) throw std::invalid_argument("expected threads and seconds");
         if (int64_t(memory_.shape(0)) != at.size || reinterpret_cast<uintptr_t>(memory_.data()) % 4)
             throw std::invalid_argument("memory: expected the size of the hand-over, at a multiple of 4 bytes");

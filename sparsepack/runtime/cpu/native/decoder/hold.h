@@ -1,5 +1,5 @@
 // What scales the thresholds of each text so that the share of weights that the text skips stays at a target:
-// runtime/hold.py, whose fields and numbers these are.
+// runtime/threshold_controller.py, whose fields and numbers these are.
 #pragma once
 #include <algorithm>
 #include <cstdint>

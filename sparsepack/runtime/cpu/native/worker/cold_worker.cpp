@@ -43,7 +43,7 @@ struct ColdWorker::Leader {
     }
 };
 
-ColdWorker::ColdWorker(const Kernels& kernels, std::vector<const Neurons*> records, const HandOver& layout,
+ColdWorker::ColdWorker(const Kernels& kernels, std::vector<const Neurons*> records, const Mailbox& layout,
                        uint8_t* memory, int threads, double limit, std::vector<const Zigzag*> products,
                        std::vector<const Gates*> gates)
     : kernels_(kernels),

@@ -1,4 +1,4 @@
-// The processor's side of a hand-over (runtime/hybrid/handover.py draws the memory): threads that answer what a device
+// The processor's side of a hand-over (runtime/hybrid/mailbox.py draws the memory): threads that answer what a device
 // asks of them, one request after the other: of each block the rows of its matrices, and then its neurons.
 //
 //     caller     begin(n)                                                   wait(n)
@@ -35,7 +35,7 @@ struct AskedProduct {
 
 // The bytes at which the parts of a hand-over lie; those of a request or an answer count from where it begins, which is
 // with its number.
-struct HandOver {
+struct Mailbox {
     int32_t blocks, neurons, hidden, sequences;
     int64_t size, abort;
     int64_t requests, request_size, count, indices, gates, x;
@@ -43,7 +43,7 @@ struct HandOver {
     std::vector<AskedProduct> products;  // by block
 };
 
-// Why a side gave up, as the abort word says it: handover.py, Abort.
+// Why a side gave up, as the abort word says it: mailbox.py, Abort.
 enum Abort { GOES_ON = 0, INTERRUPTED = 1, DEVICE_WAITED = 2, WORKER_WAITED = 3, BAD_REQUEST = 4 };
 
 // The calls come from one thread, but for `stop`.
@@ -53,7 +53,7 @@ public:
     // each block, null where requests have them, or none at all. They and the memory must outlive the worker.
     // limit: seconds that it waits for a request. Throws std::invalid_argument where sizes do not fit together,
     // std::system_error where threads do not start.
-    ColdWorker(const Kernels& kernels, std::vector<const Neurons*> records, const HandOver& layout, uint8_t* memory,
+    ColdWorker(const Kernels& kernels, std::vector<const Neurons*> records, const Mailbox& layout, uint8_t* memory,
                int threads, double limit, std::vector<const Zigzag*> products = {},
                std::vector<const Gates*> gates = {});
     ~ColdWorker();
@@ -132,7 +132,7 @@ private:
     std::vector<const Neurons*> records_;
     std::vector<const Zigzag*> products_;
     std::vector<const Gates*> of_gates_;  // of each block, or null
-    HandOver at_;
+    Mailbox at_;
     uint8_t* memory_;
     int threads_;
     double limit_;

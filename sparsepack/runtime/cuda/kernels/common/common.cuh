@@ -141,7 +141,7 @@ __device__ __forceinline__ void barrier_wait(u64* barrier, u32 parity) {
     } while (!done);
 }
 
-// A build for racecheck (compiler.py) has CHECKED 1. The tool (CUDA 13.0) does not see that a barrier of all warps
+// A build for racecheck (kernel.py) has CHECKED 1. The tool (CUDA 13.0) does not see that a barrier of all warps
 // comes after one of some, nor that one lane arrives for its warp, and reports races where there are none. So there the
 // first warps meet at a barrier in shared memory, and every lane arrives for itself, which it sees in small kernels.
 #ifndef CHECKED

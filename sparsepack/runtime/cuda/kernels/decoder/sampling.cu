@@ -6,10 +6,10 @@
 //                                                                          value; a NaN is larger than infinity
 //
 // Launch: grid (sequences), one warp a block, and where a share is held a second one, which scales the sequence's
-// thresholds for the next step (hold.cuh).
+// thresholds for the next step (threshold_controller.cuh).
 
 #include "common/common.cuh"
-#include "decoder/hold.cuh"
+#include "decoder/threshold_controller.cuh"
 
 // candidates  u64 [sequences, blocks]
 // ids         int32 [sequences]: the rows chosen

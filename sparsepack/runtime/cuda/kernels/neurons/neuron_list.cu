@@ -5,7 +5,7 @@
 //     words    | of warp 0 of block 0: ROUNDS times 32 neurons | of warp 1 | .. | of block 1 | .. |    in registers
 //     counts   of a warp -> of the block -> of the cluster's blocks, which tell each other
 //     index    int32, gates_of [INPUTS][neurons]:   | residents | offloaded ones that the GPU computes |
-//     request  indices, gates_of, as handover.py draws them: | offloaded ones that the processor computes |
+//     request  indices, gates_of, as mailbox.py draws them: | offloaded ones that the processor computes |
 //
 // Where DIVIDED, a resident neuron has a slot, whose number is listed in place of its own; the last offloaded ones are
 // read over the bus, so many that both sides end together (placement/machine.py); all others are asked of the processor,
@@ -20,7 +20,7 @@
 #include "common/activations.cuh"
 #include "common/cluster.cuh"
 #include "common/flag_in_data.cuh"
-#include "neurons/hand_over.cuh"
+#include "neurons/mailbox.cuh"
 
 #ifndef INPUTS
 #define INPUTS 1

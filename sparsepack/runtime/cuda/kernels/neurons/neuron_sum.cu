@@ -6,7 +6,7 @@
 //
 // Launch: grid (hidden / 32, texts), 32 WARPS threads.
 
-#include "neurons/hand_over.cuh"
+#include "neurons/mailbox.cuh"
 
 static constexpr int WARPS = 8, AT_ONCE = 17;
 

@@ -3,7 +3,7 @@
 //
 // Launch: one thread.
 
-#include "neurons/hand_over.cuh"
+#include "neurons/mailbox.cuh"
 
 static constexpr int LOOKS = 32;  // at the answer, for each at the word by which sides give up and at the time
 

@@ -1,0 +1,140 @@
+"""The operator `sparsepack::slid_linear`: products with slid weights, for whoever runs a model.
+
+    slid_linear(x, values, positions, scale, bias, prepared, keep, of) -> y
+
+    x         -- float32, float16 or bfloat16 [..., columns]
+    values    -- int8, float8_e4m3fn or bfloat16 [rows, stored]; inputs are quantised token by token to this type
+    positions -- uint8 [rows, stored / 4 rounded up]
+    scale     -- float32 [rows]; None for bfloat16
+    bias      -- [rows], or None
+    prepared  -- what `prepare` made of the weights for the type of x
+    keep, of  -- the pattern of the weights
+
+y is of the type of x [..., rows]; of a token with an input that is not finite, no output is. NVIDIA GPUs have kernels
+(`runtime.cuda.slide`), other devices the reference.
+
+To torch this is one operation that depends on its arguments alone: `torch.compile` keeps a model whole, and CUDA graphs
+capture it once it ran with as many tokens. There is no gradient: asking for one is a `UserError`. Tensors that do not
+fit together are a `ValueError`.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparsepack.errors import UserError
+from sparsepack.formats.orders.slide import STEPS, Slide
+from sparsepack.models.records.pattern import Pattern
+from sparsepack.runtime.reference import products as reference
+from sparsepack.runtime.reference.products import SlidMatrix
+
+
+def slid_linear(x: Tensor, matrix: SlidMatrix, bias: Tensor | None, prepared: Sequence[Tensor]) -> Tensor:
+    """y = x W^T + bias by the operator: [..., columns] -> [..., rows]."""
+    pattern = matrix.how.pattern
+    weights = (matrix.values, matrix.positions, matrix.scale)
+    y: Tensor = torch.ops.sparsepack.slid_linear(x, *weights, bias, list(prepared), pattern.keep, pattern.of)
+    return y
+
+
+def prepare(matrix: SlidMatrix, dtype: torch.dtype, tokens: int = 0) -> list[Tensor]:
+    """What the operator needs of a matrix for inputs of a type beside the matrix itself, on its device.
+
+    tokens -- products of up to so many tokens will come: what suits them is found and compiled now. 0: when they come
+
+    It waits for the GPU, which the operator never does. What lies on another device needs nothing. Raises `UserError`
+    for a GPU that has no such product, where a library is missing, or while a CUDA graph is captured; `PackingError`
+    for positions that were changed.
+    """
+    if not matrix.values.is_cuda:
+        return []
+    from sparsepack.runtime.cuda.slide.product import prepare as prepare_on_gpu
+
+    # What is made here serves calls in inference mode and outside of it.
+    with torch.cuda.device(matrix.values.device), torch.inference_mode(False), torch.no_grad():
+        return prepare_on_gpu(matrix, dtype, tokens)
+
+
+def _by_reference(x: Tensor, *weights: Any) -> Tensor:
+    matrix, bias, _ = _taken_apart(x, *weights)
+    inputs = x.reshape(-1, matrix.columns)
+    finite = inputs.isfinite().all(-1, keepdim=True)
+    q, scale = reference.quantise_slide(torch.where(finite, inputs, 0), matrix.how, matrix.values.dtype)
+    y = reference.slide_matmul(matrix, q, scale)
+    if bias is not None:
+        y = y + bias.float()
+    return torch.where(finite, y, torch.nan).to(x.dtype).view(*x.shape[:-1], len(matrix.values))
+
+
+def _on_gpu(x: Tensor, *weights: Any) -> Tensor:
+    from sparsepack.runtime.cuda.slide.product import sparse24_matmul
+
+    matrix, bias, prepared = _taken_apart(x, *weights)
+    with torch.cuda.device(x.device):  # kernels run on the current one
+        y = sparse24_matmul(x.reshape(-1, matrix.columns).contiguous(), matrix, bias, prepared)
+    return y.view(*x.shape[:-1], len(matrix.values))
+
+
+def _shape_alone(x: Tensor, *weights: Any) -> Tensor:
+    matrix, _, _ = _taken_apart(x, *weights)
+    return x.new_empty(*x.shape[:-1], len(matrix.values))
+
+
+def _taken_apart(
+    x: Tensor,
+    values: Tensor,
+    positions: Tensor,
+    scale: Tensor | None,
+    bias: Tensor | None,
+    prepared: list[Tensor],
+    keep: int,
+    of: int,
+) -> tuple[SlidMatrix, Tensor | None, list[Tensor]]:
+    """The operator's arguments behind x. Raises `ValueError` where something does not fit."""
+    matrix = SlidMatrix(values, positions, scale, Slide(Pattern(keep, of)), x.shape[-1])
+    (rows, width), stored = values.shape, matrix.how.stored(matrix.columns)
+    fits = width == stored and positions.shape == (rows, -(-stored // 4)) and x.device == values.device
+    if not fits or not x.is_floating_point() or (scale is not None) != (values.dtype in STEPS):
+        raise ValueError(
+            f"inputs {list(x.shape)} of {x.dtype} on {x.device} do not fit slid weights, {matrix.how.pattern}: "
+            f"{list(values.shape)} values of {values.dtype} on {values.device}, {list(positions.shape)} positions, "
+            f"{'no' if scale is None else 'with'} scales; expected {stored} values a row"
+        )
+    return matrix, bias, prepared
+
+
+def _keep_sizes(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, *_, prepared, _, _ = inputs
+    ctx.columns, ctx.prepared = x.shape[-1], len(prepared)
+
+
+def _gradient(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+    """Asks for the gradient of x alone."""
+    # An operation, since compilers trace the gradients of models that will never ask for them.
+    of_x = torch.ops.sparsepack.slid_linear_gradient(gradient, ctx.columns)
+    return of_x, None, None, None, None, [None] * ctx.prepared, None, None
+
+
+def _refuse(gradient: Tensor, columns: int) -> Tensor:
+    raise UserError("slid weights have no gradients; train the model before it is packed (sparsepack distil)")
+
+
+def _gradient_shape_alone(gradient: Tensor, columns: int) -> Tensor:
+    return gradient.new_empty(*gradient.shape[:-1], columns)
+
+
+_Library: Any = torch.library.Library
+_library = _Library("sparsepack", "DEF")  # torch.library.custom_op would take longer for every call
+_library.define(
+    "slid_linear(Tensor x, Tensor values, Tensor positions, Tensor? scale, Tensor? bias, Tensor[] prepared, int keep, "
+    "int of) -> Tensor"
+)
+_library.define("slid_linear_gradient(Tensor gradient, int columns) -> Tensor")
+_library.impl("slid_linear", _by_reference, "CompositeExplicitAutograd")  # CPUs, and all that have none of their own
+_library.impl("slid_linear", _on_gpu, "CUDA")
+_library.impl("slid_linear_gradient", _refuse, "CompositeExplicitAutograd")
+torch.library.register_fake("sparsepack::slid_linear", _shape_alone, lib=_library)
+torch.library.register_fake("sparsepack::slid_linear_gradient", _gradient_shape_alone, lib=_library)
+torch.library.register_autograd("sparsepack::slid_linear", _gradient, setup_context=_keep_sizes, lib=_library)
