@@ -35,6 +35,7 @@ class Matrix:
     gate_bands: int = 0
     fp16_scale: float = 4.0
     config: CudaTileConfig = ONE_SPLIT
+    block: str = "Q4_K"
     largest_d: float = 1.0
     row_scale: None = None  # `weight` has it
 
