@@ -11,6 +11,7 @@ import statistics
 import tempfile
 import time
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from unittest.mock import patch
@@ -63,7 +64,7 @@ def main(
             ends.append(time.perf_counter())
 
         with torch.no_grad(), patch.object(ResumeState, "save_block", saved):
-            run._run(checkpoint, windows, SITES, encoded_site, {}, options, state)
+            run._run(checkpoint, windows, SITES, partial(encoded_site, "Q4_K"), {}, options, state)
         columns = sum(checkpoint.stacked_shape(site)[1] for site in SITES)
         weights = sum(rows * columns for rows, columns in map(checkpoint.stacked_shape, SITES))
     seconds = [after - before for before, after in pairwise(ends)]

@@ -29,10 +29,10 @@ def check_model(format: Format, checkpoint: Checkpoint) -> None:
 
 def plan(format: Format, checkpoint: Checkpoint, request: PlanRequest) -> FolderPlan:
     def encoded(name: str) -> Any:
-        return BLOCKS[format.matrices].encode(checkpoint.tensor(name))
+        return BLOCKS[format.matrices.block].encode(checkpoint.tensor(name))
 
     shapes = checkpoint.source.shapes
-    tensors = [PlannedTensor(name, shapes[name], format.matrices) for name in shapes]
+    tensors = [PlannedTensor(name, shapes[name], format.matrices.block) for name in shapes]
     return FolderPlan(
         format=format.name,
         groups=tuple(alone(tensor, partial(encoded, tensor.name)) for tensor in tensors),

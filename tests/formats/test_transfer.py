@@ -13,9 +13,9 @@ from small_rules import rules
 from sparsepack.files import transfer
 from sparsepack.files.gguf import read_gguf
 from sparsepack.files.transfer import host_pieces, on_host, stacked_on, tensors_at_once
+from sparsepack.formats import plain as plain_gguf
 from sparsepack.formats.blocks import q4_k_device, q6_k
 from sparsepack.formats.containers import write_tensors
-from sparsepack.formats.plain import plan as plain_gguf
 from sparsepack.formats.zigzag import plan as zigzag_gguf
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
 from sparsepack.triton_kernels import FAILED, importable

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -184,6 +185,7 @@ def test_columns_whose_input_is_zero_are_left_out(active: float, texts: int, thr
     generator = torch.Generator().manual_seed(texts)
     on = [torch.rand(each.columns, generator=generator) < active for each in products]
     matrices = [packed(each.rows, each.columns) for each in products]
+    matrices = [replace(each, blocks=each.blocks.clone()) for each in matrices]  # others have them, too
     weights = [decode_matrix(each).double() for each in matrices]
     for matrix, is_on in zip(matrices, on, strict=True):
         matrix.blocks[:, ~is_on, :4] = torch.tensor([0, 0x7E, 0, 0x7E], dtype=torch.uint8)  # d and dmin are NaN
