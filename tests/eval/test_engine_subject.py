@@ -66,7 +66,7 @@ def test_rows_that_grow_load_the_model_a_few_times_only_and_say_what_runs_once(r
 
 
 def test_only_zigzag_artifacts_run_in_an_engine(request_):
-    with pytest.raises(UserError, match="--backend cpu runs zigzag-q4_k or .* or neuron-q4_k artifacts; pack"):
+    with pytest.raises(UserError, match=r"--backend cpu runs zigzag-q4_k or .* or neuron-q4_k artifacts; pack"):
         evaluate(replace(request_, subject="shipped:tiny", runtime="cpu"))
 
 

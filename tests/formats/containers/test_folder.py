@@ -78,7 +78,7 @@ def test_it_is_evaluated_as_its_source_is(checkpoints: dict[str, Checkpoint], ma
     ours, source = evaluate(asked), evaluate(replace(asked, subject=name))
     assert ours["perplexity"][0]["perplexity"] == source["perplexity"][0]["perplexity"]
     assert ours["subject"]["kind"] == NAME
-    with pytest.raises(UserError, match="--backend cpu runs zigzag-q4_k or .* or neuron-q4_k artifacts"):
+    with pytest.raises(UserError, match=r"--backend cpu runs zigzag-q4_k or .* or neuron-q4_k artifacts"):
         evaluate(replace(asked, runtime="cpu"))
     with pytest.raises(ArtifactError, match="bf16-folder, which no engine of sparsepack runs"):
         read_packed(made)
