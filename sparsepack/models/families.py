@@ -18,7 +18,7 @@ _MODULES = (llama, qwen, phi, gemma, granite, olmo, opt, mixture)
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
         family.model_type: family
-        for module in (llama, qwen, phi, gemma, granite, olmo, opt, mixture)
+        for module in _MODULES
         for family in module.FAMILIES
     }
 )

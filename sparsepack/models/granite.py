@@ -1,4 +1,4 @@
-"""Granite 3 and 4 (dense): Llama with multipliers of the embedding, attention scores, residual sums and logits."""
+"""Granite 3 (dense): Llama with multipliers of the embedding, attention scores, residual sums and logits."""
 
 from types import MappingProxyType
 from typing import Any
