@@ -36,7 +36,7 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     if request.param == "ours" and arch != (9, 0):
         pytest.skip("our kernel is for Hopper")
     if request.param == "the library":
-        monkeypatch.setattr(product, "architecture", lambda device: 80)
+        monkeypatch.setattr(product, "architecture", lambda device: 89)  # Ada, which has FP8
     return str(request.param)
 
 
@@ -162,7 +162,7 @@ def test_products_can_be_captured_once_they_ran(dtype: torch.dtype, backend: str
 
 
 def test_a_product_that_was_never_made_is_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(product, "architecture", lambda device: 80)
+    monkeypatch.setattr(product, "architecture", lambda device: 89)  # Ada, which has FP8
     monkeypatch.setattr(product, "_plans", {})
     run = operator(on_gpu(matrix(64, 256, Pattern(6, 8), torch.int8)), torch.bfloat16)
     x = torch.zeros(16, 256, device="cuda", dtype=torch.bfloat16)
