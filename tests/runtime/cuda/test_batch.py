@@ -19,7 +19,7 @@ from sparsepack.bench.decode import bench_decode, bytes_per_token
 from sparsepack.bench.options import BenchSettings
 from sparsepack.errors import ArtifactError, UserError
 from sparsepack.formats.packed import PackedModel
-from sparsepack.runtime.cuda.decoder import decoder as cuda_decoder
+from sparsepack.runtime.cuda import backend
 from sparsepack.runtime.cuda.decoder.decoder import CudaDecoder
 from sparsepack.runtime.cuda.driver.kernel_set import KERNELS, Kernels
 from sparsepack.runtime.engine import Engine
@@ -71,7 +71,7 @@ def _engines_take(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def use(patch: pytest.MonkeyPatch, kernels: Kernels) -> None:
     """Let engines run on these kernels."""
-    patch.setattr(cuda_decoder, "CudaDecoder", partial(CudaDecoder, kernels=kernels))
+    patch.setattr(backend, "CudaDecoder", partial(CudaDecoder, kernels=kernels))
 
 
 @cache

@@ -11,7 +11,7 @@ from sparse_decoders import device_of
 from test_long_texts import CHANGES, SHORT, by_steps
 
 from sparsepack.formats.packed import PackedModel
-from sparsepack.runtime.cuda.decoder import decoder as cuda_decoder
+from sparsepack.runtime.cuda import backend
 from sparsepack.runtime.cuda.decoder.decoder import CudaDecoder
 from sparsepack.runtime.cuda.driver.kernel_set import KERNELS, Kernels
 from sparsepack.runtime.engine import Engine
@@ -26,7 +26,7 @@ def _engines_take(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines run on these kernels."""
     if kernels is KERNELS:
         return
-    monkeypatch.setattr(cuda_decoder, "CudaDecoder", partial(CudaDecoder, kernels=kernels))
+    monkeypatch.setattr(backend, "CudaDecoder", partial(CudaDecoder, kernels=kernels))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
 
 
