@@ -16,11 +16,7 @@ from sparsepack.models.family import Family, ResidualStream, TextPart
 
 _MODULES = (llama, qwen, phi, gemma, granite, olmo, opt, mixture)
 FAMILIES: Mapping[str, Family] = MappingProxyType(
-    {
-        family.model_type: family
-        for module in _MODULES
-        for family in module.FAMILIES
-    }
+    {family.model_type: family for module in _MODULES for family in module.FAMILIES}
 )
 
 
