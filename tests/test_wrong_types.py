@@ -82,5 +82,6 @@ def test_whole_numbers_lists_and_texts_stand_for_numbers_tuples_and_paths() -> N
 
 
 def test_help_shows_functions_with_their_parameters() -> None:
-    for name in ("load", "calibrate", "pack", "prune", "evaluate", "verify"):
+    for name in ("load", "pack", "prune", "evaluate", "verify"):
         assert f"function {name} in module" in pydoc.render_doc(getattr(sparsepack, name), renderer=pydoc.plaintext)
+    assert "collection.calibrate" in pydoc.render_doc(sparsepack.calibrate, renderer=pydoc.plaintext)  # a package

@@ -1,6 +1,6 @@
 """What is done to a model before it is packed: statistics, thresholds, another basis, pruning, training, fitting.
 
-`sparsepack.calibrate` is Python's name of the function `collect.calibrate`, too: the package is called as that.
+`sparsepack.calibrate` is Python's name of the function `collection.calibrate`, too: the package is called as that.
 """
 
 import sys

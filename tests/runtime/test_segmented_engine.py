@@ -138,7 +138,7 @@ def test_the_same_steps_give_the_same_bits_alone_and_beside_texts_that_stand_sti
 def test_models_by_neurons_and_with_slots_change_their_basis_too(backend: str, threads: int) -> None:
     packed = neurons()
     expected, _ = stock_logits(stock_model(packed), packed, IDS, len(IDS))
-    for options in ({}, {"cached": 0.3}):
+    for options in ({}, {"cached": 0.3}) if backend == "cuda" else ({},):
         engine = engine_of(packed, backend, threads=threads, **options)
         assert largest_difference(engine.teacher_forced(IDS, 6), expected) < TOLERANCE[backend]
     engine = engine_of(packed, backend, sequences=2, threads=threads)

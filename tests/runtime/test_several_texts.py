@@ -190,6 +190,6 @@ def test_a_step_of_no_text_and_slots_for_several_texts_are_refused() -> None:
     with pytest.raises(UserError, match="a step of no sequence"):
         engine.step_all([None, None])
     for device, backend in (("cpu", None), ("cpu", "reference"), ("cuda", "reference")):
-        with pytest.raises(UserError, match=r"cached with 2 sequences: slots of the .* backend follow one text"):
+        with pytest.raises(UserError, match=r"cached: the .* backend gives neurons no slots"):
             backend_asked(EngineOptions(device=device, backend=backend, cached=0.3, sequences=2))
     assert backend_asked(EngineOptions(device="cuda", cached=0.3, sequences=8)).name == "cuda"
