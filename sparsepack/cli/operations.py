@@ -47,25 +47,25 @@ def command_of(operation: Operation, options: Callable[[F], F] | None = None) ->
         for name, example in operation.examples.items():
             if values[name] is None:
                 raise click.UsageError(f"give --{name}, for example {example}")
-        asked = operation.options(**values)
-        asked.check()
+        settings = operation.options(**values)
+        settings.check()
         if operation.merge is not None:
             folders, given["text"] = given.pop("folders"), given.pop("texts")
             if _merges(operation, given["model"], folders, given["text"]):
                 tell(operation.table(function(operation.merge[1])(*folders, output, overwrite), output))
                 return
-        operation.check(asked, **{name: given[name] for name in operation.inputs})
+        operation.check(settings, **{name: given[name] for name in operation.inputs})
         if dry_run is not None:
             tell_forecast(
-                lambda workers: function(operation.forecast)(options=asked, workers=workers, **given), dry_run
+                lambda workers: function(operation.forecast)(options=settings, workers=workers, **given), dry_run
             )
             return
         given |= {"output": output, "overwrite": overwrite}
         if not operation.forecast:
-            made = function(operation.run)(options=asked, **given)
+            made = function(operation.run)(options=settings, **given)
         else:
-            with workers_of(where := {"device": asked.device}) as workers:
-                on_device = replace(asked, device=where["device"])
+            with workers_of(where := {"device": settings.device}) as workers:
+                on_device = replace(settings, device=where["device"])
                 made = function(operation.run)(options=on_device, workers=workers, **given)
                 if not workers.first:
                     return
