@@ -42,7 +42,7 @@ def run_recorded(
             part.copy_(run(part))
         else:
             if repeat is None:
-                entering = torch.empty_like(part)
+                entering = part.clone()  # values of a real run: a first run of it on a CPU looks for NaN
                 repeat, leaving = record(partial(run, entering))
             entering.copy_(part)
             repeat()
