@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from sparsepack.errors import OutputError
+from sparsepack.files import lock
 from sparsepack.files.lock import locked, remove_lock
 from sparsepack.workers.resume import state_beside
 
@@ -68,6 +69,19 @@ def test_a_left_lock_is_removed_but_not_a_held_one(tmp_path: Path) -> None:
         with pytest.raises(OutputError, match="another process is working on it"), locked(tmp_path / "a"):
             pass
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_lock_that_its_holder_removed_meanwhile_is_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, take = tmp_path / ".a.lock", lock._lock
+
+    def after_removal(file: int, wait: bool) -> None:
+        monkeypatch.setattr(lock, "_lock", take)
+        made.unlink()  # between opening it and locking it
+        take(file, wait)
+
+    monkeypatch.setattr(lock, "_lock", after_removal)
+    with locked(tmp_path / "a"):
+        assert made.exists()
 
 
 def test_a_lock_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:

@@ -71,6 +71,14 @@ def test_any_bytes_decode(codec: Codec, given_bytes: st.DataObject) -> None:
     assert codec.decode(torch.frombuffer(bytearray(data), dtype=torch.uint8)).shape == (codec.block,)
 
 
+def test_six_bit_numbers_of_q4_k_go_in_and_out() -> None:
+    numbers = torch.randint(0, 64, (2, 32, 8), dtype=torch.uint8)
+    blocks = torch.full((32, 144), 255, dtype=torch.uint8)
+    q4_k.set_scales_and_mins(blocks, *numbers)
+    assert torch.equal(torch.stack(q4_k.scales_and_mins(blocks)), numbers)
+    assert bool((blocks[:, [*range(4), *range(16, 144)]] == 255).all())
+
+
 @every_codec
 def test_decoding_to_a_narrower_type_rounds_the_float32_result(codec: Codec) -> None:
     blocks = codec.encode(torch.randn(4, 512, generator=torch.Generator().manual_seed(2)))

@@ -1,10 +1,12 @@
 """How many tokens a policy reads."""
 
 from fractions import Fraction
+from typing import Any
 
 import pytest
 import torch
 
+from sparsepack.errors import UserError
 from sparsepack.models.records.sparse_attention import SparseAttention, TokenPolicy, described, in_words
 
 
@@ -28,6 +30,14 @@ def test_budgets(tokens: Fraction, seen: int, budget: int) -> None:
 def test_no_more_tokens_are_read_than_are_seen() -> None:
     policy = TokenPolicy(Fraction(1, 8), sinks=4, recent=64, min_context=0)
     assert [policy.budget(seen) for seen in (1, 30, 68, 69, 600)] == [1, 30, 68, 68, 75]
+
+
+@pytest.mark.parametrize("wrong", [{"sinks": -1}, {"recent": 0}, {"min_context": -1}, {"tokens": Fraction(0)}])
+def test_a_policy_that_reads_no_recent_token_or_no_share_is_refused(wrong: dict[str, Any]) -> None:
+    least: dict[str, Any] = {"tokens": Fraction(1, 4), "sinks": 0, "recent": 1, "min_context": 0}
+    TokenPolicy(**least)
+    with pytest.raises(UserError, match="expected"):
+        TokenPolicy(**{**least, **wrong})
 
 
 def test_a_description_has_the_policy_the_channels_and_the_dense_layers() -> None:
