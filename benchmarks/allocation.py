@@ -25,7 +25,7 @@ from sparsepack.eval.subject import Subject, open_subject
 from sparsepack.formats.plan import PlanRequest
 from sparsepack.formats.table import FORMATS
 from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
-from sparsepack.models.records.rule import Rules
+from sparsepack.models.sites import Rules
 
 OFFSETS = "global --offsets"
 ALLOCATIONS = ("uniform", "teal", "fisher", "global", OFFSETS)

@@ -31,7 +31,7 @@ from benchmarks.shared.timing import (
     write_figures,
 )
 from sparsepack.bench.linears import graph_seconds
-from sparsepack.models.records.sparse_attention import TokenPolicy
+from sparsepack.models.sparse_attention import TokenPolicy
 from sparsepack.runtime.cuda.attention import double_sparsity
 from sparsepack.runtime.cuda.attention.attention import AttentionParameters, attend
 from sparsepack.runtime.kv_cache import AttentionShape, LayerAttention

@@ -32,10 +32,10 @@ from benchmarks.shared.timing import expect_near, json_option, median_ratio, of_
 from sparsepack.bench import decode as engine_bench
 from sparsepack.eval.subject import Subject, open_subject
 from sparsepack.formats.open import read_packed
-from sparsepack.models.stock.hooks import site_hooks
+from sparsepack.formats.packed import skipped_weights
+from sparsepack.models.hf_model.hooks import site_hooks
 from sparsepack.runtime.engine import Engine
 from sparsepack.runtime.generation.sampling import Sampler, Sampling
-from sparsepack.runtime.skipped import skipped_weights
 from sparsepack.tables import Table, markdown
 
 CONTEXT = 1024

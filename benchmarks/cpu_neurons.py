@@ -38,10 +38,9 @@ from sparsepack.formats.open import read_packed
 from sparsepack.formats.packed import PackedModel
 from sparsepack.formats.plan import PlanRequest
 from sparsepack.formats.table import FORMATS
+from sparsepack.models.activity import NeuronCounts
 from sparsepack.models.checkpoint.checkpoint import open_checkpoint
-from sparsepack.models.records.neurons import NeuronCounts
-from sparsepack.models.stock.skeleton import parameter_shapes
-from sparsepack.models.stock.whole import load_model
+from sparsepack.models.hf_model.model import load_model, parameter_shapes
 from sparsepack.models.tokenizer.windows import rolling_windows
 from sparsepack.runtime.engine import Engine
 from sparsepack.tables import Table, markdown

@@ -20,9 +20,8 @@ from benchmarks.shared.llama_bench import peer_batches
 from benchmarks.shared.shapes import random_ids
 from benchmarks.shared.thresholds import find_thresholds, with_thresholds
 from benchmarks.shared.timing import device_line, expect_near, in_turns, json_option, relative_error, write_figures
-from sparsepack.formats.packed import PackedModel
+from sparsepack.formats.packed import PackedModel, skipped_weights
 from sparsepack.runtime.engine import Engine
-from sparsepack.runtime.skipped import skipped_weights
 from sparsepack.tables import Table, markdown
 
 SEQUENCES = (2, 4, 8)

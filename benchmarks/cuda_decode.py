@@ -43,10 +43,9 @@ from benchmarks.shared.timing import (
     write_figures,
 )
 from sparsepack.bench.decode import Activity, bytes_per_token, parameters
-from sparsepack.formats.packed import PackedModel
+from sparsepack.formats.packed import PackedModel, skipped_weights
 from sparsepack.runtime.engine import Engine
 from sparsepack.runtime.generation.sampling import Sampler, Sampling
-from sparsepack.runtime.skipped import skipped_weights
 from sparsepack.tables import Table, markdown
 
 LLAMAS = {"8b": LLAMA_8B, "7b": LLAMA_7B, "1b": LLAMA_1B}

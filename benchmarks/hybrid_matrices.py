@@ -37,7 +37,7 @@ from benchmarks.shared.thresholds import find_thresholds, with_thresholds
 from benchmarks.shared.timing import device_line, expect_near, in_turns, relative_error
 from sparsepack.formats.matrix import PackedMatrix
 from sparsepack.formats.packed import DenseMlp, PackedLayer, PackedModel, PackedSite
-from sparsepack.models.architecture import architecture_of
+from sparsepack.models.hf_config import architecture_of
 from sparsepack.placement.budget import format_bytes
 from sparsepack.placement.traffic import per_token
 from sparsepack.runtime.cuda.decoder.decoder import CudaDecoder

@@ -35,7 +35,7 @@ from benchmarks.shared.timing import (
     write_figures,
 )
 from sparsepack.bench.linears import graph_seconds
-from sparsepack.models.records.sparse_attention import SparseAttention, TokenPolicy
+from sparsepack.models.sparse_attention import SparseAttention, TokenPolicy
 from sparsepack.runtime.cuda.attention import attention as dense_attention
 from sparsepack.runtime.cuda.attention import double_sparsity
 from sparsepack.runtime.cuda.attention.attention import AttentionParameters

@@ -29,9 +29,9 @@ from sparsepack.formats.orders import zigzag
 from sparsepack.formats.orders.slide import Slide
 from sparsepack.formats.slide import POSITIONS, SCALE, SlidArtifact, value_type
 from sparsepack.formats.table import FORMATS
-from sparsepack.models.checkpoint.checkpoint import EMBEDDING, HEAD, Checkpoint, open_checkpoint
-from sparsepack.models.family import SITES
-from sparsepack.models.records.pattern import Pattern
+from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from sparsepack.models.family import EMBEDDING, HEAD, SITES
+from sparsepack.models.pattern import Pattern
 from sparsepack.packing import PackRequest, pack
 
 ROOT = Path(__file__).parents[1]

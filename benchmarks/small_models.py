@@ -50,11 +50,11 @@ from sparsepack.eval.protocols import Done, WindowScorer, ignored
 from sparsepack.eval.run import realised_sparsity
 from sparsepack.eval.subject import TransformersSubject, open_subject
 from sparsepack.formats.inspect import describe
-from sparsepack.models.architecture import heads_of_config
-from sparsepack.models.checkpoint.checkpoint import EMBEDDING, HEAD, Checkpoint, open_checkpoint
-from sparsepack.models.checkpoint.source_files import texts_of
+from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from sparsepack.models.checkpoint.sources import changed_source
-from sparsepack.models.checkpoint.writer import made_of_blocks, write_checkpoint
+from sparsepack.models.checkpoint.writer import made_of_blocks, texts_of, write_checkpoint
+from sparsepack.models.family import EMBEDDING, HEAD
+from sparsepack.models.hf_config import heads_of_config
 from sparsepack.packing import PackRequest, pack
 
 SHA256 = {

@@ -60,14 +60,12 @@ def _inspect_checkpoint(path: Path) -> dict[str, Any]:
     from collections import Counter
     from math import prod
 
+    from sparsepack.files.tensors import type_name
     from sparsepack.formats.table import holders
-    from sparsepack.models.checkpoint.checkpoint import HEAD, open_checkpoint
+    from sparsepack.models.checkpoint.checkpoint import open_checkpoint
     from sparsepack.models.checkpoint.configuration import segments_summary
-    from sparsepack.models.family import SITES
-    from sparsepack.models.precision import type_name
-    from sparsepack.models.records.distilled import distillation_record, in_words
-    from sparsepack.models.records.pruned import pruning_record
-    from sparsepack.models.records.rotated import rotation_record
+    from sparsepack.models.family import HEAD, SITES
+    from sparsepack.models.provenance import distillation_in_words, distillation_record, pruning_record, rotation_record
 
     checkpoint = open_checkpoint(path, hashed=True)
     record, source = pruning_record(checkpoint.path), checkpoint.source
@@ -93,7 +91,7 @@ def _inspect_checkpoint(path: Path) -> dict[str, Any]:
         "dtype": type_name(checkpoint.dtype),
         "pruned": pruned,
         "rotated": dict(rotation.summary) if rotation else None,
-        "distilled": {**distilled.summary, "in_words": in_words(distilled.summary)} if distilled else None,
+        "distilled": {**distilled.summary, "in_words": distillation_in_words(distilled.summary)} if distilled else None,
         "formats": holders(checkpoint),
     }
 

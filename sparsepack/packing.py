@@ -16,7 +16,7 @@ from sparsepack.calibrate.trace import MANIFEST as TRACE
 from sparsepack.errors import PackingError, WorkersError
 from sparsepack.formats.blocks.table import TYPES
 from sparsepack.formats.table import DEFAULT_FORMAT, FORMATS, GATE_ORDERS, format_of, summaries, those_with
-from sparsepack.models.records.pattern import LARGEST_GROUP, Pattern
+from sparsepack.models.pattern import LARGEST_GROUP, Pattern
 from sparsepack.option import check_options, check_type, check_types, only_with, option, with_paths
 
 if TYPE_CHECKING:
@@ -27,11 +27,9 @@ if TYPE_CHECKING:
     from sparsepack.calibrate.refitting import Refit
     from sparsepack.calibrate.threshold_table import Thresholds
     from sparsepack.formats.plan import Plan, PlanRequest
+    from sparsepack.models.activity import NeuronCounts
     from sparsepack.models.checkpoint.checkpoint import Checkpoint
-    from sparsepack.models.records.distilled import DistillationRecord
-    from sparsepack.models.records.neurons import NeuronCounts
-    from sparsepack.models.records.pruned import PruningRecord
-    from sparsepack.models.records.rotated import RotationRecord
+    from sparsepack.models.provenance import Provenance
     from sparsepack.workers.workers import Workers
 
 _SLID = only_with("format", *(row.name for row in FORMATS.values() if row.weight_sparsity))
@@ -206,9 +204,9 @@ class Found:
     attention: FoundAttention | None = None
     neurons: NeuronCounts | None = None
     refit: Refit | None = None
-    pruning: PruningRecord | None = None
-    rotation: RotationRecord | None = None
-    distillation: DistillationRecord | None = None
+    pruning: Provenance | None = None
+    rotation: Provenance | None = None
+    distillation: Provenance | None = None
     held_out: Tensor | None = None
     calibrated: tuple[int, int] = (0, 0)
 
@@ -333,9 +331,9 @@ def predicted_findings(
     checkpoint: Checkpoint,
     request: PackRequest,
     thresholds: Thresholds | None,
-    pruning: PruningRecord | None = None,
-    rotation: RotationRecord | None = None,
-    distillation: DistillationRecord | None = None,
+    pruning: Provenance | None = None,
+    rotation: Provenance | None = None,
+    distillation: Provenance | None = None,
 ) -> Found:
     """What is known of `find`'s answer before anything is run: as much, but with values that are not the final ones.
 
@@ -373,10 +371,8 @@ def _inside(checkpoint: Checkpoint, request: PackRequest, found: Found) -> PlanR
     from sparsepack.formats.attention import attention_section
     from sparsepack.formats.manifest import DISTILLATION, PRUNING, REFIT, ROTATION, SCORE, SCORE_PLACEHOLDER
     from sparsepack.formats.plan import PlanRequest
-    from sparsepack.models.architecture import heads_of_config
-    from sparsepack.models.records.distilled import distillation_record
-    from sparsepack.models.records.pruned import pruning_record
-    from sparsepack.models.records.rotated import rotation_record
+    from sparsepack.models.hf_config import heads_of_config
+    from sparsepack.models.provenance import distillation_record, pruning_record, rotation_record
 
     thresholds, attention = found.thresholds, found.attention
     pruning = found.pruning or pruning_record(checkpoint.path)

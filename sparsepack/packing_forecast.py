@@ -11,7 +11,7 @@ from sparsepack.errors import PackingError
 from sparsepack.formats.containers.write_tensors import FORKED_FROM, TensorFile, ignored, write_files
 from sparsepack.formats.plan import Plan, PlannedGroup
 from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
-from sparsepack.models.stock.forecast import memory_so_far
+from sparsepack.models.hf_model.forecast import memory_so_far
 from sparsepack.packing import PackRequest, find, plan_of
 from sparsepack.packing_score import scoring_of
 from sparsepack.workers.forecast import PartsForecast

@@ -18,10 +18,11 @@ from sparsepack.calibrate.refitting import fitting_windows
 from sparsepack.calibrate.thresholds import ALLOCATIONS, AllocationOptions, AttentionOptions
 from sparsepack.eval.perplexity import score_protocols, summarise
 from sparsepack.eval.scorer import StreamedScorer
+from sparsepack.files.tensors import arithmetic, type_name
 from sparsepack.formats.open import open_artifact
 from sparsepack.formats.table import FORMATS, format_of
-from sparsepack.models.checkpoint.checkpoint import HEAD, Checkpoint
-from sparsepack.models.precision import arithmetic, type_name
+from sparsepack.models.checkpoint.checkpoint import Checkpoint
+from sparsepack.models.family import HEAD
 from sparsepack.models.tokenizer.windows import inputs_and_targets, spread_windows
 from sparsepack.packing import Found, PackRequest
 from sparsepack.progress import duration

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from sparsepack.errors import SingularError
-from sparsepack.models.architecture import expert_numbers
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
 from sparsepack.models.family import MLP_MID, Family
+from sparsepack.models.hf_config import expert_numbers
 from sparsepack.progress import say
 
 _FLOOR = 0.001

@@ -9,9 +9,9 @@ from models_for_tests import edit_config
 
 from sparsepack.formats.plan import Plan, PlanRequest
 from sparsepack.formats.table import FORMATS
+from sparsepack.models.activity import NeuronCounts
 from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
-from sparsepack.models.records.neurons import NeuronCounts
-from sparsepack.models.records.rule import Rules
+from sparsepack.models.sites import Rules
 
 
 def plan_zigzag(checkpoint: Checkpoint, rules: Rules, **inside: Any) -> Plan:

@@ -8,9 +8,10 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from sparsepack.models.checkpoint.checkpoint import FINAL_NORM, HEAD, Checkpoint, open_checkpoint
+from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from sparsepack.models.checkpoint.configuration import segmented_config
-from sparsepack.models.checkpoint.source_files import texts_of
+from sparsepack.models.checkpoint.writer import texts_of
+from sparsepack.models.family import FINAL_NORM, HEAD
 
 
 def orthogonal(width: int, seed: int) -> np.ndarray:

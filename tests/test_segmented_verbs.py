@@ -29,8 +29,8 @@ from sparsepack.files.text import read_text
 from sparsepack.formats.verify import verify
 from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from sparsepack.models.family import SITES
-from sparsepack.models.records.pruned import pruning_record
-from sparsepack.models.stock.blocks import BlockStream
+from sparsepack.models.hf_model.blocks import BlockStream
+from sparsepack.models.provenance import pruning_record
 from sparsepack.packing import PackRequest, pack
 from sparsepack.workers.resume import state_beside
 

@@ -12,9 +12,9 @@ from typing import Any
 
 from sparsepack.errors import UserError
 from sparsepack.formats.table import DENSE, EXPERTS, FORMATS, Format
-from sparsepack.models.architecture import architecture_of
 from sparsepack.models.families import FAMILIES, check_taken
 from sparsepack.models.family import Family
+from sparsepack.models.hf_config import architecture_of
 from sparsepack.runtime.backends import BACKENDS, Backend
 from sparsepack.runtime.traits import traits_of
 from sparsepack.tables import Table, markdown

@@ -18,9 +18,8 @@ from benchmarks.shared.shapes import BILLION, Size, llama_config
 from benchmarks.shared.thresholds import Thresholds, find_thresholds, with_thresholds
 from sparsepack.formats.open import read_packed
 from sparsepack.formats.packed import PackedModel
-from sparsepack.models.records.groups import kept
-from sparsepack.models.records.pattern import Pattern
-from sparsepack.models.stock.skeleton import parameter_shapes
+from sparsepack.models.hf_model.model import parameter_shapes
+from sparsepack.models.pattern import Pattern, kept
 from sparsepack.packing import PackRequest, pack
 
 DEFAULT_WORK = Path("/tmp/sparsepack-bench")

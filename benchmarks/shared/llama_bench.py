@@ -25,11 +25,11 @@ from benchmarks.shared.random_models import random_rows, random_superblocks
 from benchmarks.shared.shapes import SHARPER
 from sparsepack.formats.blocks.table import type_that_fits
 from sparsepack.formats.llama_cpp.keys import architecture_keys
-from sparsepack.models.architecture import architecture_of
 from sparsepack.models.checkpoint.experts import part_shapes
 from sparsepack.models.checkpoint.gguf_config import ROUTER, SHARED_GATE, UNQUANTISED, gguf_names
 from sparsepack.models.families import FAMILIES
-from sparsepack.models.stock.skeleton import parameter_shapes
+from sparsepack.models.hf_config import architecture_of
+from sparsepack.models.hf_model.model import parameter_shapes
 
 _BUFFER = re.compile(r"CUDA\d+(?: [A-Za-z]+)? (?:model |KV |compute |output )?buffer size *= *([\d.]+) MiB")
 LAYERS, MLPS = "layers", "MLPs"

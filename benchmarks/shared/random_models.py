@@ -26,9 +26,10 @@ from sparsepack.formats.packed import (
     PackedSite,
 )
 from sparsepack.formats.table import MatrixFormat
-from sparsepack.models.architecture import ExpertNumbers, architecture_of
+from sparsepack.models.architecture import ExpertNumbers
 from sparsepack.models.families import FAMILIES
 from sparsepack.models.family import ATTENTION_SITES, MLP_SITES
+from sparsepack.models.hf_config import architecture_of
 
 
 def random_model(size: Size, layers: int | None = None, device: str = "cuda") -> PackedModel:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sparsepack.formats.matrix import decode_matrix
 from sparsepack.formats.packed import PackedModel
-from sparsepack.models.records.rule import SiteRule
+from sparsepack.models.sites import SiteRule
 from sparsepack.runtime.chained.decoder import OperationsDecoder
 from sparsepack.runtime.chained.layer import LoadedDenseMlp, LoadedExpertMlp, LoadedSite
 from sparsepack.runtime.reference.backend import ReferenceOperations

@@ -14,7 +14,7 @@ from torch import Tensor
 from sparsepack.bench.bandwidth import bandwidth_of
 from sparsepack.bench.options import BenchSettings
 from sparsepack.errors import UserError
-from sparsepack.formats.packed import PackedModel
+from sparsepack.formats.packed import PackedModel, skipped_weights
 from sparsepack.placement.traffic import HitCounts, TrafficStats, describe_per_token, per_token
 from sparsepack.progress import progress, say
 from sparsepack.runtime.backend_module import opened
@@ -23,7 +23,6 @@ from sparsepack.runtime.chained.decoder import torch_threads
 from sparsepack.runtime.cpu.machine import cpu_info
 from sparsepack.runtime.engine import Engine
 from sparsepack.runtime.features import backend_asked
-from sparsepack.runtime.skipped import skipped_weights
 from sparsepack.version import __version__
 
 Activity = Mapping[tuple[int, str], float]

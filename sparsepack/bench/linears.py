@@ -19,8 +19,7 @@ from torch import Tensor
 from sparsepack.bench.bandwidth import read_bandwidth
 from sparsepack.errors import UserError
 from sparsepack.formats.orders.slide import VALUE_TYPES, Slide, encode, quantise_rows
-from sparsepack.models.records.groups import kept
-from sparsepack.models.records.pattern import Pattern
+from sparsepack.models.pattern import Pattern, kept
 from sparsepack.progress import progress
 from sparsepack.runtime.cuda.driver.device import usable
 from sparsepack.runtime.cuda.slide.product import quantise_slide, scale_outputs

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from sparsepack.bench.options import BenchSettings
 from sparsepack.errors import UserError
-from sparsepack.models.records.skipped import shown
+from sparsepack.models.activity import shown
 from sparsepack.placement.traffic import describe_hits
 from sparsepack.progress import format_count
 from sparsepack.runtime.options import EngineOptions

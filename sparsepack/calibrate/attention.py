@@ -11,9 +11,9 @@ from sparsepack.calibrate.statistics import MEASURED, importance, missed
 from sparsepack.calibrate.thresholds import AttentionOptions
 from sparsepack.errors import CalibrationError, PackingError
 from sparsepack.files.hashing import NO_HASH
-from sparsepack.models.architecture import heads_of_config
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
-from sparsepack.models.records.sparse_attention import SparseAttention
+from sparsepack.models.hf_config import heads_of_config
+from sparsepack.models.sparse_attention import SparseAttention
 
 MOST_MISSED = 0.5
 """A layer that misses more than this share of its attention weight at best stays dense, unless the user says which."""

@@ -29,9 +29,9 @@ from sparsepack.calibrate.folder import Calibration
 from sparsepack.calibrate.rotate import RotateOptions
 from sparsepack.errors import RotationError
 from sparsepack.formats.table import FORMATS, Format
-from sparsepack.models.architecture import heads_of_config
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
 from sparsepack.models.checkpoint.rotated import Bases
+from sparsepack.models.hf_config import heads_of_config
 from sparsepack.progress import progress
 from sparsepack.workers.resume import ResumeState
 

@@ -24,16 +24,16 @@ from sparsepack.calibrate.provenance import facts, made_from
 from sparsepack.calibrate.statistics import told_of_starved
 from sparsepack.errors import CalibrationError
 from sparsepack.files.hashing import fingerprint
+from sparsepack.files.tensors import arithmetic
 from sparsepack.files.text import Text, read_text
 from sparsepack.files.transfer import on_host
 from sparsepack.formats.table import holders
-from sparsepack.models.architecture import expert_numbers, head_dim
 from sparsepack.models.checkpoint.checkpoint import Checkpoint, checkpoint_of
 from sparsepack.models.family import ATTN_OUT, MLP_MID, SITES
-from sparsepack.models.precision import arithmetic
-from sparsepack.models.stock.blocks import BlockStream
-from sparsepack.models.stock.forecast import Forecast, bound_told, forecast_blocks
-from sparsepack.models.stock.hooks import Record, check_finite, routing_hooks, site_hooks, stream_hooks
+from sparsepack.models.hf_config import expert_numbers, head_dim
+from sparsepack.models.hf_model.blocks import BlockStream, Record
+from sparsepack.models.hf_model.forecast import Forecast, bound_told, forecast_blocks
+from sparsepack.models.hf_model.hooks import check_finite, routing_hooks, site_hooks, stream_hooks
 from sparsepack.models.tokenizer.windows import HELD_OUT_SHARE, check_vocabulary, drawn_windows, window_length
 from sparsepack.option import check_type
 from sparsepack.progress import Advance, Shorter, progress, say

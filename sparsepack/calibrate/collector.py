@@ -12,11 +12,10 @@ from torch import Tensor, nn
 
 from sparsepack.calibrate import histogram
 from sparsepack.errors import UserError
-from sparsepack.models.architecture import by_length, rotary_settings
 from sparsepack.models.family import Family
-from sparsepack.models.stock.blocks import BlockStream
-from sparsepack.models.stock.hooks import Record
-from sparsepack.models.stock.parts import Parts
+from sparsepack.models.hf_config import by_length, rotary_settings
+from sparsepack.models.hf_model.blocks import BlockStream, Record
+from sparsepack.models.hf_model.fused import Parts
 from sparsepack.progress import say
 
 

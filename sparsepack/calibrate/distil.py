@@ -7,7 +7,7 @@ from sparsepack.operation import Input, Operation
 from sparsepack.tables import Table, markdown
 
 if TYPE_CHECKING:
-    from sparsepack.models.records.distilled import Distilled, Figures
+    from sparsepack.models.provenance import Distilled, Figures
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -105,7 +105,7 @@ class DistilOptions:
 
 def distilled_text(made: "Distilled", output: Path) -> str:
     """What was trained, and how far the result is from the model, before and after."""
-    from sparsepack.models.records.distilled import trained_in_words
+    from sparsepack.models.provenance import trained_in_words
 
     sparsity = made.options["sparsity"]
     trained = trained_in_words(made.options["rank"], made.teacher is not None)

@@ -38,18 +38,22 @@ from sparsepack.calibrate.uniform import weights_of
 from sparsepack.errors import CheckpointError, DistillationError
 from sparsepack.files.atomic import check_inputs, check_output
 from sparsepack.files.hashing import fingerprint
-from sparsepack.models.architecture import multipliers
+from sparsepack.files.tensors import arithmetic, type_name
 from sparsepack.models.checkpoint.checkpoint import Checkpoint, checkpoint_of
-from sparsepack.models.checkpoint.distilled import distilled, texts_of_distilled
-from sparsepack.models.checkpoint.writer import write_checkpoint
+from sparsepack.models.checkpoint.writer import distilled, texts_of_distilled, write_checkpoint
 from sparsepack.models.families import check_taken
 from sparsepack.models.family import SITES, Family
-from sparsepack.models.precision import arithmetic, type_name
-from sparsepack.models.records.distilled import RECORD, Distilled, Figures, distillation_record
-from sparsepack.models.records.made import records_beside
-from sparsepack.models.records.pruned import pruning_record
-from sparsepack.models.stock.halves import Change, changed_pass, dense_pass
-from sparsepack.models.stock.whole import load_model
+from sparsepack.models.hf_config import multipliers
+from sparsepack.models.hf_model.halves import Change, changed_pass, dense_pass
+from sparsepack.models.hf_model.model import load_model
+from sparsepack.models.provenance import (
+    DISTILLATION_FILE,
+    Distilled,
+    Figures,
+    distillation_record,
+    pruning_record,
+    records_beside,
+)
 from sparsepack.models.tokenizer.windows import spread_windows
 from sparsepack.option import check_type
 from sparsepack.progress import say
@@ -366,7 +370,7 @@ def distil(
     check_type("teacher", teacher, Checkpoint | Path | None, DistillationError)
     options.check()
     output = Path(output)
-    check_output(output, overwrite, folder=True, marker=RECORD)
+    check_output(output, overwrite, folder=True, marker=DISTILLATION_FILE)
     checkpoint = checkpoint_of(model)
     check_inputs(output, [checkpoint.path, Path(calibration)])
     check_model(checkpoint)
@@ -397,7 +401,7 @@ def distil(
             after=measured_after(made, read, options, trained),
             changes=changes,
         )
-        records = {**records_beside(checkpoint.path), RECORD: record.to_json()}
+        records = {**records_beside(checkpoint.path), DISTILLATION_FILE: record.to_json()}
         write_checkpoint(made, texts_of_distilled(checkpoint, made), records, output, overwrite)
     return record
 

@@ -26,13 +26,12 @@ from sparsepack.calibrate.uniform import weights_of
 from sparsepack.errors import ThresholdsError
 from sparsepack.files.atomic import check_output
 from sparsepack.files.hashing import NO_HASH, fingerprint
+from sparsepack.files.tensors import arithmetic
 from sparsepack.models.checkpoint.checkpoint import Checkpoint, checkpoint_of
 from sparsepack.models.family import MLP_SITES, SITES
-from sparsepack.models.precision import arithmetic
-from sparsepack.models.records.rule import CURVE_SHARES, Rules, SiteKey, SiteRule
-from sparsepack.models.sites import chosen_sites
-from sparsepack.models.stock.blocks import BlockStream
-from sparsepack.models.stock.forecast import Forecast, forecast_blocks
+from sparsepack.models.hf_model.blocks import BlockStream
+from sparsepack.models.hf_model.forecast import Forecast, forecast_blocks
+from sparsepack.models.sites import CURVE_SHARES, Rules, SiteKey, SiteRule, chosen_sites
 from sparsepack.models.tokenizer.windows import spread_windows
 from sparsepack.version import __version__
 from sparsepack.workers.dealt import Dealt
@@ -97,7 +96,7 @@ def find_thresholds(
     command = _fingerprint(checkpoint, calibration, options)
     hashes = {"model": checkpoint.sha256, "calibration": calibration.sha256}
     workers.agree({**hashes, "processor": processor(options.device), "command": command})
-    sites = chosen_sites(checkpoint, options.include, options.ignore)
+    sites = chosen_sites(checkpoint.layers, options.include, options.ignore)
     weights = weights_of(checkpoint, sites)
     resume = ResumeState(state, command, checkpoint.layers, workers)
     rules: Rules
@@ -124,7 +123,7 @@ def predicted_thresholds(checkpoint: Checkpoint, options: AllocationOptions) -> 
     row = ALLOCATIONS[options.allocation]
     per_channel = row.per_channel or options.criterion != "magnitude"
     rules = {(layer, site): SiteRule() for layer in range(checkpoint.layers) for site in SITES}
-    sites = chosen_sites(checkpoint, options.include, options.ignore)
+    sites = chosen_sites(checkpoint.layers, options.include, options.ignore)
     pooled = checkpoint.family.experts is not None
     for layer, site in sites if options.sparsity else ():
         columns = checkpoint.stacked_shape(site, layer)[1]
@@ -241,7 +240,7 @@ def forecast(
     windows = spread_windows(read.windows, options.windows)
     dealt = Dealt(Workers(0, workers), len(windows), BATCH)
     dealt.check("--windows")
-    weights = weights_of(checkpoint, chosen_sites(checkpoint, options.include, options.ignore))
+    weights = weights_of(checkpoint, chosen_sites(checkpoint.layers, options.include, options.ignore))
     choose = import_module(ALLOCATIONS[options.allocation].module).chooser(
         checkpoint, read, options, weights, ResumeState(None, "")
     )

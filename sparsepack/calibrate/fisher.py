@@ -23,13 +23,14 @@ from sparsepack.calibrate.sequential import Chooser
 from sparsepack.calibrate.threshold_table import rules_of_json, rules_to_json
 from sparsepack.calibrate.thresholds import AllocationOptions
 from sparsepack.errors import ThresholdsError
-from sparsepack.models.architecture import multipliers, soft_capped
+from sparsepack.files.tensors import arithmetic
+from sparsepack.models.architecture import soft_capped
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
 from sparsepack.models.family import MLP_SITES, SITES
-from sparsepack.models.precision import arithmetic
-from sparsepack.models.records.rule import SiteKey, SiteRule
-from sparsepack.models.stock.blocks import BlockStream
-from sparsepack.models.stock.hooks import site_hooks
+from sparsepack.models.hf_config import multipliers
+from sparsepack.models.hf_model.blocks import BlockStream
+from sparsepack.models.hf_model.hooks import site_hooks
+from sparsepack.models.sites import SiteKey, SiteRule
 from sparsepack.models.tokenizer.windows import spread_windows
 from sparsepack.progress import progress
 from sparsepack.workers.resume import ResumeState

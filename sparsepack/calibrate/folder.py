@@ -37,9 +37,9 @@ from sparsepack.files import atomic
 from sparsepack.files.hashing import fingerprint, sha256_file
 from sparsepack.files.stored import Count, Name, Size, Stored, shown
 from sparsepack.files.tensors import save_tensors
-from sparsepack.models.architecture import heads_of_config
 from sparsepack.models.blocks import Rotary
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
+from sparsepack.models.hf_config import heads_of_config
 
 SCHEMA = 1
 _TENSORS, _MANIFEST = "calibration.safetensors", "calibration.json"

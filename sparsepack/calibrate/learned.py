@@ -27,13 +27,13 @@ from sparsepack.calibrate.teal import divergence
 from sparsepack.calibrate.threshold_table import rules_of_json, rules_to_json
 from sparsepack.calibrate.thresholds import AllocationOptions
 from sparsepack.calibrate.training import PART, Training
+from sparsepack.files.tensors import arithmetic
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
 from sparsepack.models.family import SITES
-from sparsepack.models.precision import arithmetic
-from sparsepack.models.records.rule import SiteKey, SiteRule
-from sparsepack.models.stock.halves import Change
-from sparsepack.models.stock.hooks import site_hooks
-from sparsepack.models.stock.whole import backbone_of, load_model
+from sparsepack.models.hf_model.halves import Change
+from sparsepack.models.hf_model.hooks import site_hooks
+from sparsepack.models.hf_model.model import backbone_of, load_model
+from sparsepack.models.sites import SiteKey, SiteRule
 from sparsepack.models.tokenizer.windows import spread_windows
 from sparsepack.workers.resume import ResumeState
 from sparsepack.workers.workers import Workers

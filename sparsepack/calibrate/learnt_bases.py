@@ -26,15 +26,15 @@ from sparsepack.calibrate.teal import divergence
 from sparsepack.calibrate.training import PART, Training, check_share
 from sparsepack.calibrate.uniform import weights_of
 from sparsepack.errors import RotationError
+from sparsepack.files.tensors import arithmetic
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
 from sparsepack.models.checkpoint.rotated import Bases, bases_of, rotated
 from sparsepack.models.families import stream_of
 from sparsepack.models.family import ATTN_OUT, SITES, Family
-from sparsepack.models.precision import arithmetic
-from sparsepack.models.records.rule import SiteKey
-from sparsepack.models.stock.halves import Change
-from sparsepack.models.stock.hooks import site_hooks
-from sparsepack.models.stock.whole import backbone_of, load_model
+from sparsepack.models.hf_model.halves import Change
+from sparsepack.models.hf_model.hooks import site_hooks
+from sparsepack.models.hf_model.model import backbone_of, load_model
+from sparsepack.models.sites import SiteKey
 from sparsepack.models.tokenizer.windows import spread_windows
 from sparsepack.workers.resume import ResumeState
 

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from sparsepack.models.family import Family
-from sparsepack.models.records.groups import grouped
-from sparsepack.models.records.pattern import Pattern
+from sparsepack.models.pattern import Pattern, grouped
 
 SAMPLED_ROWS = 1024
 """Orders are compared on this many rows of a matrix."""

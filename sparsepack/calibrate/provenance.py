@@ -12,9 +12,9 @@ from pydantic import Field
 from sparsepack.errors import UserError
 from sparsepack.files.hashing import fingerprint, sha256_bytes
 from sparsepack.files.stored import Count, Model, Name, Size, Stored, shown, validate
+from sparsepack.files.tensors import type_name
 from sparsepack.files.text import Text
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
-from sparsepack.models.precision import type_name
 
 
 class StoredModel(Stored):

@@ -7,13 +7,13 @@ from sparsepack.operation import Input, Operation
 from sparsepack.tables import Table, markdown
 
 if TYPE_CHECKING:
-    from sparsepack.models.records.pruned import Pruned, PrunedMatrix
+    from sparsepack.models.provenance import Pruned, PrunedMatrix
 from dataclasses import dataclass
 from pathlib import Path
 
 from sparsepack.calibrate.collect import CalibrateOptions
 from sparsepack.errors import PruningError
-from sparsepack.models.records.pattern import LARGEST_GROUP
+from sparsepack.models.pattern import LARGEST_GROUP
 from sparsepack.option import check_options, only_with, option
 
 METHODS = ("magnitude", "wanda", "sparsegpt")

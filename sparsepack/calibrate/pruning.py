@@ -23,20 +23,16 @@ from sparsepack.calibrate.sparsegpt import METHODS, Method
 from sparsepack.errors import PruningError, SingularError, WorkersError
 from sparsepack.files.atomic import check_inputs, check_output
 from sparsepack.files.hashing import fingerprint
-from sparsepack.files.tensors import all_finite
+from sparsepack.files.tensors import all_finite, arithmetic, brought
 from sparsepack.models.checkpoint.checkpoint import Checkpoint, checkpoint_of
-from sparsepack.models.checkpoint.source_files import texts_of
-from sparsepack.models.checkpoint.writer import made_of_blocks, write_checkpoint
+from sparsepack.models.checkpoint.writer import made_of_blocks, texts_of, write_checkpoint
 from sparsepack.models.family import MLP_MID, SITES
-from sparsepack.models.precision import arithmetic, brought
-from sparsepack.models.records.made import records_beside
-from sparsepack.models.records.pattern import Pattern
-from sparsepack.models.records.pruned import RECORD, Pruned, PrunedMatrix
-from sparsepack.models.records.rule import SiteKey
-from sparsepack.models.sites import chosen_sites, site_name
-from sparsepack.models.stock.blocks import BlockStream
-from sparsepack.models.stock.forecast import Forecast, bound_told, forecast_blocks
-from sparsepack.models.stock.hooks import routing_hooks, site_hooks
+from sparsepack.models.hf_model.blocks import BlockStream
+from sparsepack.models.hf_model.forecast import Forecast, bound_told, forecast_blocks
+from sparsepack.models.hf_model.hooks import routing_hooks, site_hooks
+from sparsepack.models.pattern import Pattern
+from sparsepack.models.provenance import PRUNING_FILE, Pruned, PrunedMatrix, records_beside
+from sparsepack.models.sites import SiteKey, chosen_sites, site_name
 from sparsepack.models.tokenizer.windows import spread_windows
 from sparsepack.option import check_type
 from sparsepack.progress import Advance, Shorter, progress
@@ -75,7 +71,7 @@ def prune(
     if workers.count > 1 and calibration is None:
         raise WorkersError(f"method {options.method} runs no text that workers could share; leave --devices out")
     if workers.first:
-        check_output(output, overwrite, folder=True, marker=RECORD)
+        check_output(output, overwrite, folder=True, marker=PRUNING_FILE)
     checkpoint = checkpoint_of(model)
     check_inputs(output, [checkpoint.path, *(() if calibration is None else (Path(calibration),))])
     if options.permute and checkpoint.family.experts is not None:
@@ -107,19 +103,19 @@ def prune(
         if not workers.first:
             return made
         pruned = made_of_blocks(checkpoint, resume.block)
-        records = {**records_beside(checkpoint.path), RECORD: made.to_json()}
+        records = {**records_beside(checkpoint.path), PRUNING_FILE: made.to_json()}
         write_checkpoint(pruned, texts_of(checkpoint), records, output, overwrite)
     return made
 
 
 def site_patterns(checkpoint: Checkpoint, options: PruneOptions) -> dict[SiteKey, Pattern]:
     """The pattern of every site that is pruned, in order of execution. Raises `SiteError` where nothing matches."""
-    chosen = chosen_sites(checkpoint, options.include, options.ignore)
+    chosen = chosen_sites(checkpoint.layers, options.include, options.ignore)
     numbers = dict.fromkeys(chosen, (options.keep, options.of))
     for other in options.sites:
         numbers |= {
             key: (other.keep, other.of)
-            for key in chosen_sites(checkpoint, (other.site,), (), called="site")
+            for key in chosen_sites(checkpoint.layers, (other.site,), (), called="site")
             if key in numbers
         }
     return {key: Pattern(keep, of) for key, (keep, of) in numbers.items() if keep < of}

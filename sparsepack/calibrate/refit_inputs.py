@@ -37,7 +37,7 @@ from sparsepack.formats.plan import EncodedSite
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
 from sparsepack.models.checkpoint.experts import as_shared
 from sparsepack.models.family import MLP_MID
-from sparsepack.models.records.rule import SiteRule, sparsify
+from sparsepack.models.sites import SiteRule, sparsify
 from sparsepack.reconstruction import Inputs, Sums, empty_sums, entering, inputs_name, root_of_share
 
 _TOLD = 128  # evenly spread

@@ -25,18 +25,17 @@ from sparsepack.calibrate.threshold_table import Thresholds
 from sparsepack.errors import PackingError, SingularError
 from sparsepack.files.hashing import NO_HASH, fingerprint
 from sparsepack.files.side_files import make_folder
+from sparsepack.files.tensors import arithmetic
 from sparsepack.files.transfer import stacked_on
 from sparsepack.formats.plan import Encoded, EncodedSite, SiteEncoder, naming
 from sparsepack.formats.table import Format
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
 from sparsepack.models.families import check_taken
 from sparsepack.models.family import MLP_SITES, SITES
-from sparsepack.models.precision import arithmetic
-from sparsepack.models.records.rule import Rules
-from sparsepack.models.sites import site_name
-from sparsepack.models.stock.blocks import BlockStream
-from sparsepack.models.stock.forecast import bound_told
-from sparsepack.models.stock.hooks import routing_hooks, site_hooks
+from sparsepack.models.hf_model.blocks import BlockStream
+from sparsepack.models.hf_model.forecast import bound_told
+from sparsepack.models.hf_model.hooks import routing_hooks, site_hooks
+from sparsepack.models.sites import Rules, site_name
 from sparsepack.models.tokenizer.windows import spread_windows
 from sparsepack.progress import Shorter, progress
 from sparsepack.reconstruction import Inputs

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from sparsepack.operation import Input, Operation
 
 if TYPE_CHECKING:
-    from sparsepack.models.records.rotated import Rotated
+    from sparsepack.models.provenance import Rotated
 from dataclasses import dataclass
 
 from sparsepack.calibrate.collect import DTYPES, CalibrateOptions
@@ -77,7 +77,7 @@ class RotateOptions:
 
 def rotated_text(made: "Rotated", output: Path) -> str:
     """What was rotated, how far its logits are from the model's, and what it costs."""
-    from sparsepack.models.records.rotated import basis_in_words
+    from sparsepack.models.provenance import basis_in_words
 
     into = basis_in_words(made.options["basis"], made.boundaries)
     lines = [

@@ -27,20 +27,17 @@ from sparsepack.calibrate.statistics import output_moments, second_moments
 from sparsepack.errors import RotationError, WorkersError
 from sparsepack.files.atomic import check_inputs, check_output
 from sparsepack.files.hashing import fingerprint
+from sparsepack.files.tensors import brought, type_name
 from sparsepack.formats.blocks.table import stored_bytes, type_that_fits
 from sparsepack.formats.zigzag.plan import BASIS_TYPE
-from sparsepack.models.checkpoint.checkpoint import HEAD, Checkpoint, checkpoint_of
+from sparsepack.models.checkpoint.checkpoint import Checkpoint, checkpoint_of
 from sparsepack.models.checkpoint.rotated import bases_of, check_one_basis, rotated, rotated_config
-from sparsepack.models.checkpoint.source_files import CONFIG, texts_of
-from sparsepack.models.checkpoint.writer import made_of_blocks, write_checkpoint
+from sparsepack.models.checkpoint.writer import CONFIG, made_of_blocks, texts_of, write_checkpoint
 from sparsepack.models.families import stream_of
-from sparsepack.models.family import SITES
-from sparsepack.models.precision import brought, type_name
-from sparsepack.models.records.distilled import distillation_record
-from sparsepack.models.records.pruned import pruning_record
-from sparsepack.models.records.rotated import RECORD, Rotated, rotation_record
-from sparsepack.models.stock.blocks import BlockStream
-from sparsepack.models.stock.forecast import memory_so_far
+from sparsepack.models.family import HEAD, SITES
+from sparsepack.models.hf_model.blocks import BlockStream
+from sparsepack.models.hf_model.forecast import memory_so_far
+from sparsepack.models.provenance import ROTATION_FILE, Rotated, distillation_record, pruning_record, rotation_record
 from sparsepack.models.tokenizer.windows import spread_windows
 from sparsepack.option import check_type
 from sparsepack.progress import progress
@@ -81,7 +78,7 @@ def rotate(
     options.check()
     output = Path(output)
     if workers.first:
-        check_output(output, overwrite, folder=True, marker=RECORD)
+        check_output(output, overwrite, folder=True, marker=ROTATION_FILE)
     checkpoint, read = opened(model, calibration, options, workers)
     check_inputs(output, [checkpoint.path, Path(calibration)])
     basis = ROTATIONS[options.basis]
@@ -116,7 +113,7 @@ def rotate(
         if workers.first:
             texts = texts_of(checkpoint)
             texts[CONFIG] = rotated_config(texts[CONFIG], made)
-            write_checkpoint(made, texts, {RECORD: record.to_json()}, output, overwrite)
+            write_checkpoint(made, texts, {ROTATION_FILE: record.to_json()}, output, overwrite)
     return record
 
 

@@ -15,10 +15,10 @@ from sparsepack.calibrate import histogram
 from sparsepack.calibrate.collector import SiteInput, kernels_on
 from sparsepack.calibrate.threshold_table import rules_of_json, rules_to_json
 from sparsepack.models.family import SITES
-from sparsepack.models.records.rule import CURVE_SHARES, Rules, SiteKey, SiteRule, sparsify
-from sparsepack.models.stock.blocks import BlockStream
-from sparsepack.models.stock.forecast import bound_told
-from sparsepack.models.stock.hooks import SiteFunction, site_hooks
+from sparsepack.models.hf_model.blocks import BlockStream
+from sparsepack.models.hf_model.forecast import bound_told
+from sparsepack.models.hf_model.hooks import SiteFunction, site_hooks
+from sparsepack.models.sites import CURVE_SHARES, Rules, SiteKey, SiteRule, sparsify
 from sparsepack.progress import Advance, Shorter, progress
 from sparsepack.workers.dealt import Dealt
 from sparsepack.workers.resume import ResumeState

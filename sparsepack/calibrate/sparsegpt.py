@@ -13,8 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from sparsepack.models.records.groups import kept
-from sparsepack.models.records.pattern import Pattern
+from sparsepack.models.pattern import Pattern, kept
 from sparsepack.reconstruction import Change, Inputs, fed_back
 from sparsepack.triton_kernels import run_triton
 

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparsepack.models.records.pattern import Pattern
+from sparsepack.models.pattern import Pattern
 
 ROWS = 16
 """A program, which is one warp, has so many rows: with 128 columns these take 64 registers of each thread."""

@@ -20,13 +20,14 @@ from sparsepack.calibrate.folder import Calibration
 from sparsepack.calibrate.sequential import Chooser, score, second_half
 from sparsepack.calibrate.thresholds import AllocationOptions
 from sparsepack.calibrate.uniform import rules_of_criterion
-from sparsepack.models.architecture import multipliers, soft_capped
+from sparsepack.models.architecture import soft_capped
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
 from sparsepack.models.family import SITES, Family
-from sparsepack.models.records.rule import SiteKey, SiteRule
-from sparsepack.models.stock.blocks import BlockStream
-from sparsepack.models.stock.halves import Change, changed_pass, dense_pass, trained_pass
-from sparsepack.models.stock.hooks import site_hooks
+from sparsepack.models.hf_config import multipliers
+from sparsepack.models.hf_model.blocks import BlockStream
+from sparsepack.models.hf_model.halves import Change, changed_pass, dense_pass, trained_pass
+from sparsepack.models.hf_model.hooks import site_hooks
+from sparsepack.models.sites import SiteKey, SiteRule
 from sparsepack.models.tokenizer.windows import spread_windows
 from sparsepack.workers.resume import ResumeState
 from sparsepack.workers.workers import ALONE, Workers

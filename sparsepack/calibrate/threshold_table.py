@@ -3,7 +3,7 @@
 `threshold` is the field that counts: a channel is skipped where its score is at most that. A threshold of 0 keeps a
 site dense (but for exact zeros, where `sparsity` is above 0). All else in a row says where the threshold comes from:
 `sparsity` is what it was searched for, `realised` the share that fell at or under it on the calibration text, `curve`
-the thresholds that give other shares there (`models.records.rule.CURVE_SHARES`), `weights` how many the site has,
+the thresholds that give other shares there (`models.sites.CURVE_SHARES`), `weights` how many the site has,
 `may_be_sparse` whether it was allowed to skip. Where the allocation found them, there are the channel weights c
 (score = |x_j - offset_j| * c_j) and the offsets: vectors, kept as base64 of little-endian float32.
 """
@@ -22,10 +22,10 @@ import torch
 from sparsepack.errors import ThresholdsError
 from sparsepack.files import stored
 from sparsepack.files.atomic import atomic_file
+from sparsepack.models.activity import Skipped, skipped
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
 from sparsepack.models.family import BASIS, SITES
-from sparsepack.models.records.rule import CURVE_SHARES, Rules, SiteKey, SiteRule
-from sparsepack.models.records.skipped import Skipped, skipped
+from sparsepack.models.sites import CURVE_SHARES, Rules, SiteKey, SiteRule
 
 SCHEMA = 1
 _LONGEST = 1000
@@ -93,7 +93,7 @@ class Thresholds:
 
     def summary(self) -> dict[str, Any]:
         """The table without its vectors, JSON-able: for manifests and reports. It also says what will happen:
-        `expected`, a share, in each row, and for all together as `models.records.skipped.Skipped`; None: not known."""
+        `expected`, a share, in each row, and for all together as `models.activity.Skipped`; None: not known."""
         value, outlook = self.to_json(), self.outlook()
         for row, expected in zip(value["rows"], self.expected().values(), strict=True):
             row |= {name: row[name] is not None for name in _VECTORS} | {"expected": expected}

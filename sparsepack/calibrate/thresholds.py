@@ -10,8 +10,8 @@ from typing import Any
 
 from sparsepack.calibrate.collect import CRITERIA, CalibrateOptions
 from sparsepack.errors import PackingError, ThresholdsError
-from sparsepack.models.records.skipped import shown
-from sparsepack.models.records.sparse_attention import LARGEST_DENOMINATOR, TokenPolicy
+from sparsepack.models.activity import shown
+from sparsepack.models.sparse_attention import LARGEST_DENOMINATOR, TokenPolicy
 from sparsepack.operation import Input, Operation
 from sparsepack.option import LARGEST_SEED, check_options, not_with, only_with, option
 from sparsepack.tables import Table, markdown
@@ -136,7 +136,7 @@ _DOUBLE = (only_with("attention", DOUBLE_SPARSITY),)
 
 @dataclass(frozen=True)
 class AttentionOptions:
-    """Which of the cached tokens decoded positions read, and how they find them (`models.records.sparse_attention`)."""
+    """Which of the cached tokens decoded positions read, and how they find them (`models.sparse_attention`)."""
 
     attention: str = option(
         "Which tokens a decoded one attends to: all, or with Double Sparsity those that a few channels of their keys "

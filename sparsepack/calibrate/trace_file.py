@@ -40,9 +40,9 @@ from sparsepack.errors import PackingError, PlacementError
 from sparsepack.files import atomic
 from sparsepack.files.hashing import NO_HASH, fingerprint, sha256_bytes
 from sparsepack.files.stored import Count, Name, Size, Stored
+from sparsepack.models.activity import NeuronCounts
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
 from sparsepack.models.family import MLP_MID
-from sparsepack.models.records.neurons import NeuronCounts
 
 SCHEMA = 1
 _MUST_AGREE = ("model.sha256", "tokenizer.sha256", "intermediate", "rule", "compute.dtype")

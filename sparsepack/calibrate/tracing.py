@@ -20,14 +20,14 @@ from sparsepack.calibrate.trace import TraceOptions
 from sparsepack.calibrate.trace_file import Trace
 from sparsepack.errors import PlacementError
 from sparsepack.files.hashing import fingerprint
+from sparsepack.files.tensors import arithmetic
 from sparsepack.files.text import Text, read_text
-from sparsepack.models.architecture import expert_numbers
 from sparsepack.models.checkpoint.checkpoint import Checkpoint, checkpoint_of
 from sparsepack.models.family import MLP_MID
-from sparsepack.models.precision import arithmetic
-from sparsepack.models.stock.blocks import BlockStream
-from sparsepack.models.stock.forecast import bound_told
-from sparsepack.models.stock.hooks import routing_hooks, site_hooks
+from sparsepack.models.hf_config import expert_numbers
+from sparsepack.models.hf_model.blocks import BlockStream
+from sparsepack.models.hf_model.forecast import bound_told
+from sparsepack.models.hf_model.hooks import routing_hooks, site_hooks
 from sparsepack.models.tokenizer.windows import check_vocabulary, session_windows
 from sparsepack.progress import Shorter, progress, say
 from sparsepack.version import __version__

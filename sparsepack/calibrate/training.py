@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from sparsepack.errors import CheckpointError, WorkersError
-from sparsepack.models.stock.hooks import repeatable
+from sparsepack.models.hf_model.halves import repeatable
 from sparsepack.progress import Shorter, progress
 from sparsepack.workers.dealt import Dealt
 from sparsepack.workers.resume import ResumeState, pause_after

@@ -11,8 +11,8 @@ from sparsepack.calibrate.sequential import Chooser
 from sparsepack.calibrate.thresholds import AllocationOptions
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
 from sparsepack.models.family import SITES
-from sparsepack.models.records.rule import SiteKey, SiteRule
-from sparsepack.models.stock.blocks import BlockStream
+from sparsepack.models.hf_model.blocks import BlockStream
+from sparsepack.models.sites import SiteKey, SiteRule
 from sparsepack.workers.resume import ResumeState
 
 

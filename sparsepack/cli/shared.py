@@ -33,7 +33,7 @@ from sparsepack.workers.forecast import PartsForecast
 from sparsepack.workers.launch import LAUNCHED, devices_of, launch, number_here, several
 
 if TYPE_CHECKING:
-    from sparsepack.models.stock.forecast import Forecast
+    from sparsepack.models.hf_model.forecast import Forecast
     from sparsepack.workers.forecast import PartsForecast
     from sparsepack.workers.workers import Workers
 

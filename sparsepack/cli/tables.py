@@ -5,7 +5,7 @@ from typing import Any
 
 from sparsepack.calibrate.thresholds import thresholds_table
 from sparsepack.inspection import programs_table, score_rows
-from sparsepack.models.records.rotated import basis_in_words
+from sparsepack.models.provenance import basis_in_words
 from sparsepack.tables import Table, markdown
 
 _PROBLEMS = 8  # told of one artifact

@@ -13,7 +13,7 @@ from sparsepack.cli.shared import utf8
 from sparsepack.errors import UserError
 from sparsepack.files.atomic import write_bytes
 from sparsepack.loading import Model, describe_runtime
-from sparsepack.models.records.skipped import shown
+from sparsepack.models.activity import shown
 from sparsepack.progress import say
 from sparsepack.runtime.engine import Engine
 from sparsepack.runtime.generation.generate import Generated, Generation

@@ -14,8 +14,8 @@ from sparsepack.formats.open import is_artifact, open_artifact, read_packed
 from sparsepack.formats.packed import PackedModel
 from sparsepack.formats.stock import stock_tokenizer
 from sparsepack.formats.table import FORMATS, those_with
-from sparsepack.models.records.rule import SiteKey
-from sparsepack.models.records.skipped import sparse_sites_of
+from sparsepack.models.activity import sparse_sites_of
+from sparsepack.models.sites import SiteKey
 from sparsepack.placement.traffic import HitCounts
 from sparsepack.progress import say
 from sparsepack.runtime.backends import backend_for, backend_named

@@ -30,7 +30,7 @@ from transformers import (
 from sparsepack.errors import UserError
 from sparsepack.eval.protocols import Scorer
 from sparsepack.files.hashing import fingerprint
-from sparsepack.models.architecture import token_ids
+from sparsepack.models.hf_config import token_ids
 from sparsepack.models.tokenizer.chat import named_tokens, render_chat, template_of
 from sparsepack.models.tokenizer.tokens import bos_tokens, check_ids, encode
 from sparsepack.progress import progress

@@ -14,7 +14,7 @@ import torch
 from sparsepack.eval.protocols import Done, WindowScorer, scored_from
 from sparsepack.eval.results import exp_mean, mean
 from sparsepack.eval.scorer import RunningSoftmax, wide
-from sparsepack.models.stock.hooks import check_finite
+from sparsepack.models.hf_model.hooks import check_finite
 from sparsepack.progress import Shorter, progress
 from sparsepack.workers.dealt import Dealt
 from sparsepack.workers.workers import ALONE, Workers

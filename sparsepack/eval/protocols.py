@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     import torch
 
     from sparsepack.eval.scorer import TokensRead
-    from sparsepack.models.records.rule import SiteKey
-    from sparsepack.models.records.sparse_attention import SparseAttention
+    from sparsepack.models.sites import SiteKey
+    from sparsepack.models.sparse_attention import SparseAttention
     from sparsepack.placement.traffic import HitCounts
     from sparsepack.workers.workers import Workers
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sparsepack.models.records.skipped import shown
+from sparsepack.models.activity import shown
 from sparsepack.placement.traffic import describe_hits
 from sparsepack.tables import Table
 

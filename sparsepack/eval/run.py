@@ -21,10 +21,10 @@ from sparsepack.files.hashing import combine_digests, fingerprint, sha256_file
 from sparsepack.files.text import Text, read_text
 from sparsepack.formats.open import is_artifact
 from sparsepack.formats.table import FORMATS
+from sparsepack.models.activity import skipped
 from sparsepack.models.checkpoint.checkpoint import open_checkpoint
-from sparsepack.models.records.skipped import skipped
-from sparsepack.models.records.sparse_attention import described
-from sparsepack.models.stock.forecast import memory_so_far
+from sparsepack.models.hf_model.forecast import memory_so_far
+from sparsepack.models.sparse_attention import described
 from sparsepack.models.tokenizer.windows import rolling_windows, window_length
 from sparsepack.option import check_type, with_paths
 from sparsepack.progress import activity

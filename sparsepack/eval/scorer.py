@@ -16,16 +16,17 @@ from torch import nn
 from torch.nn import functional
 
 from sparsepack.eval.protocols import CountingScorer, Done, Logits, ignored
+from sparsepack.files.tensors import brought
 from sparsepack.formats.orders.slide import dequantised, quantise_rows
 from sparsepack.integration.transformers import double_sparsity
-from sparsepack.models.architecture import multipliers, sliding_windows, soft_capped
+from sparsepack.models.architecture import soft_capped
 from sparsepack.models.family import Family
-from sparsepack.models.precision import brought
-from sparsepack.models.records.rule import Rules, SiteKey, active_channels, sparsify
-from sparsepack.models.records.sparse_attention import SparseAttention
-from sparsepack.models.stock.blocks import BlockSource, BlockStream
-from sparsepack.models.stock.hooks import site_hooks
-from sparsepack.models.stock.whole import backbone_of
+from sparsepack.models.hf_config import multipliers, sliding_windows
+from sparsepack.models.hf_model.blocks import BlockStream
+from sparsepack.models.hf_model.hooks import site_hooks
+from sparsepack.models.hf_model.model import BlockSource, backbone_of
+from sparsepack.models.sites import Rules, SiteKey, active_channels, sparsify
+from sparsepack.models.sparse_attention import SparseAttention
 from sparsepack.workers.workers import Workers
 
 

@@ -17,19 +17,16 @@ from sparsepack.calibrate.threshold_table import Thresholds
 from sparsepack.errors import UserError
 from sparsepack.eval.protocols import Subject
 from sparsepack.eval.scorer import SparseScorer, StreamedScorer, TransformersScorer
+from sparsepack.files.tensors import arithmetic, type_name
 from sparsepack.formats.artifact import Artifact
 from sparsepack.formats.manifest import source_made_from
 from sparsepack.formats.open import is_artifact, open_artifact
-from sparsepack.models.architecture import token_weights
 from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from sparsepack.models.family import BASIS, SITES, Family
-from sparsepack.models.precision import arithmetic, type_name
-from sparsepack.models.records.made import made_from
-from sparsepack.models.records.rule import Rules, SiteKey
-from sparsepack.models.stock.blocks import BlockSource
-from sparsepack.models.stock.skeleton import parameter_shapes
-from sparsepack.models.stock.spread import Places, places_of
-from sparsepack.models.stock.whole import build_model
+from sparsepack.models.hf_config import token_weights
+from sparsepack.models.hf_model.model import BlockSource, Places, build_model, parameter_shapes, places_of
+from sparsepack.models.provenance import made_from
+from sparsepack.models.sites import Rules, SiteKey
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +101,7 @@ def open_subject(
 ) -> TransformersSubject:
     """Open anything that can be evaluated; reads no weights yet.
 
-    dtype -- what it is computed in, "auto" as `models.precision.arithmetic` has it
+    dtype -- what it is computed in, "auto" as `files.tensors.arithmetic` has it
 
     Raises `UserError` subclasses saying what does not fit.
     """

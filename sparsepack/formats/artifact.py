@@ -17,7 +17,7 @@ from sparsepack.formats.packed import PackedModel
 from sparsepack.formats.stock import StockModel
 from sparsepack.formats.table import FORMATS, Format, those_with
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
-from sparsepack.models.records.sparse_attention import SparseAttention
+from sparsepack.models.sparse_attention import SparseAttention
 
 
 @dataclass(frozen=True)

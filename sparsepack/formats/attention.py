@@ -2,7 +2,7 @@
 
     kind                          "double": Double Sparsity
     tokens                        share of the tokens that a decoded position sees and reads, "1/8"
-    sinks, recent, min_context    see `models.records.sparse_attention.TokenPolicy`
+    sinks, recent, min_context    see `models.sparse_attention.TokenPolicy`
     label_bits                    of a channel of a label: 4 (`formats.blocks.labels`)
     head_dim, kv_heads, rotary    what the channels are channels of: `models.blocks.Heads`
     groups                        "mean": the query heads of a KV head read what their mean query ranks best
@@ -26,15 +26,10 @@ from pydantic import AfterValidator, ConfigDict, Field, model_validator
 from sparsepack.errors import ArtifactError
 from sparsepack.files.stored import Count, Name, Size, Stored, shown, validate
 from sparsepack.formats.blocks.labels import LABEL_BITS, padded_channels
-from sparsepack.models.architecture import Architecture, heads_of_config
+from sparsepack.models.architecture import Architecture
 from sparsepack.models.blocks import Heads, Rotary
-from sparsepack.models.records.sparse_attention import (
-    LARGEST_DENOMINATOR,
-    SparseAttention,
-    TokenPolicy,
-    described,
-    in_words,
-)
+from sparsepack.models.hf_config import heads_of_config
+from sparsepack.models.sparse_attention import LARGEST_DENOMINATOR, SparseAttention, TokenPolicy, described, in_words
 
 ATTENTION = "attention"
 """The manifest has the section under this key."""

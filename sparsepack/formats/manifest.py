@@ -12,8 +12,8 @@ from sparsepack.files.stored import Count, Name, Size, Stored, shown, validate
 from sparsepack.formats.attention import ATTENTION, AttentionSection
 from sparsepack.formats.table import FORMATS
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
-from sparsepack.models.records.distilled import StoredDistillation
-from sparsepack.models.records.distilled import in_words as distilled_in_words
+from sparsepack.models.provenance import StoredDistillation
+from sparsepack.models.provenance import distillation_in_words as distilled_in_words
 from sparsepack.version import __version__
 
 SCHEMA = 6
@@ -36,15 +36,15 @@ NEURONS = "neurons"
 """The key of what formats that store MLPs by neurons say of them: `formats.neuron`. No other format has it."""
 
 PRUNING = "pruning"
-"""The manifest says under this key what was pruned before: `models.records.pruned.PruningRecord.summary`."""
+"""The manifest says under this key what was pruned before: `models.provenance.Provenance.summary`."""
 
 ROTATION = "rotation"
 """The manifest says under this key into which basis the model was rotated before:
-`models.records.rotated.RotationRecord.summary`."""
+`models.provenance.Provenance.summary`."""
 
 DISTILLATION = "distillation"
 """The manifest says under this key how the model's weights were trained before:
-`models.records.distilled.DistillationRecord.summary`."""
+`models.provenance.Provenance.summary`."""
 
 REFIT = "refit"
 """The manifest says under this key how matrices were fitted to their inputs: `calibrate.refitting.Refit.section`."""

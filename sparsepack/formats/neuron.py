@@ -53,10 +53,10 @@ from sparsepack.formats.zigzag.plan import (
     planned_vector,
 )
 from sparsepack.formats.zigzag.reader import TAIL, WEIGHT, ModelReader, zigzag_tensors
+from sparsepack.models.activity import NeuronCounts, check_counts
 from sparsepack.models.architecture import Architecture
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
 from sparsepack.models.family import ATTENTION_SITES, MLP_SITES
-from sparsepack.models.records.neurons import NeuronCounts, check_counts
 from sparsepack.reconstruction import Inputs
 
 GATE, RECORDS = f"{MLP_GATE}.weight", f"{MLP_RECORDS}.weight"

@@ -13,11 +13,12 @@ from torch import Tensor
 from sparsepack.formats.matrix import PackedExperts, PackedMatrix, decode_experts, decode_matrix, zigzag_rows
 from sparsepack.formats.orders import neuron as neurons
 from sparsepack.formats.table import DENSE, EXPERTS, MLP_GATE, MLP_RECORDS, NEURONS, MlpKind
+from sparsepack.models.activity import Skipped, skipped, sparse_sites_of
 from sparsepack.models.architecture import Architecture
 from sparsepack.models.checkpoint.experts import as_shared
 from sparsepack.models.family import BASIS, Family
-from sparsepack.models.records.rule import Rules, SiteKey, SiteRule
-from sparsepack.models.records.sparse_attention import SparseAttention
+from sparsepack.models.sites import Rules, SiteKey, SiteRule
+from sparsepack.models.sparse_attention import SparseAttention
 
 Weights = Mapping[str, Callable[[], Tensor]]
 """By the names of their modules' tensors, what decodes them to float32."""
@@ -341,3 +342,9 @@ class PackedModel:
             reached = layer.reached
             found |= {(n, name): round(matrix.weights * reached[name]) for name, matrix in layer.matrices.items()}
         return found | {(n, BASIS): basis.weights for n, basis in self.bases.items()}
+
+
+def skipped_weights(packed: PackedModel, activity: Mapping[SiteKey, float]) -> Skipped:
+    """What a packed model skipped where so much of each site was active; a site that is not named was so wholly."""
+    inactive = {key: 1 - share for key, share in activity.items()}
+    return skipped(packed.parameters, inactive, sparse_sites_of(packed.manifest, packed.rules))

@@ -39,7 +39,7 @@ from sparsepack.formats.plan import (
 )
 from sparsepack.formats.stock import StockModel
 from sparsepack.formats.table import Format, those_with
-from sparsepack.models.checkpoint.checkpoint import EMBEDDING, HEAD, Checkpoint
+from sparsepack.models.checkpoint.checkpoint import Checkpoint
 from sparsepack.models.checkpoint.configuration import check_sizes
 from sparsepack.models.checkpoint.experts import fused_tensor, part_shapes, part_tensor
 from sparsepack.models.checkpoint.gguf_config import (
@@ -51,9 +51,9 @@ from sparsepack.models.checkpoint.gguf_config import (
     permute_rotary,
     unpermute_rotary,
 )
-from sparsepack.models.checkpoint.source_files import config_json, tokenizer_config
+from sparsepack.models.checkpoint.writer import config_json, tokenizer_config
 from sparsepack.models.families import FAMILIES, family_of
-from sparsepack.models.family import Family
+from sparsepack.models.family import EMBEDDING, HEAD, Family
 from sparsepack.models.tokenizer.chat import SPECIAL_TOKENS
 from sparsepack.models.tokenizer.gguf_tokenizer import OWN_TOKENIZER
 from sparsepack.models.tokenizer.tokenizer import gguf_tokenizer

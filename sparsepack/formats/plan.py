@@ -14,9 +14,9 @@ from torch import Tensor
 from sparsepack.errors import PackingError
 from sparsepack.formats.blocks.table import stored_bytes
 from sparsepack.formats.table import GATE_ORDERS
-from sparsepack.models.records.neurons import NeuronCounts
-from sparsepack.models.records.pattern import Pattern
-from sparsepack.models.records.rule import Rules
+from sparsepack.models.activity import NeuronCounts
+from sparsepack.models.pattern import Pattern
+from sparsepack.models.sites import Rules
 from sparsepack.reconstruction import Inputs
 from sparsepack.workers.workers import ALONE, Workers
 

@@ -19,9 +19,9 @@ from torch import Tensor
 from sparsepack.errors import ArtifactError
 from sparsepack.formats.artifact import Artifact
 from sparsepack.formats.manifest import PRUNING, ROTATION
-from sparsepack.models.architecture import heads_of_config
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
 from sparsepack.models.checkpoint.rotated import FROM_START, Bases, FoundBasis, found_basis, rotated, value_and_output
+from sparsepack.models.hf_config import heads_of_config
 
 CHANGED_SINCE = (PRUNING,)
 """Under these keys the manifest says that weights were changed after the rotation, by more than types explain."""

@@ -54,7 +54,7 @@ from sparsepack.formats.stock import StockModel
 from sparsepack.formats.table import FORMATS, Format
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
 from sparsepack.models.families import check_taken, family_of
-from sparsepack.models.records.pattern import Pattern
+from sparsepack.models.pattern import Pattern
 from sparsepack.reconstruction import Inputs
 
 POSITIONS, SCALE = "_positions", "_scale"

@@ -17,13 +17,13 @@ from sparsepack.errors import ArtifactError
 from sparsepack.files.stored import shown
 from sparsepack.formats.matrix import decode_matrix
 from sparsepack.formats.packed import PackedModel
-from sparsepack.models.architecture import Architecture, architecture_of, token_ids
-from sparsepack.models.checkpoint.checkpoint import EMBEDDING, FINAL_NORM, HEAD
+from sparsepack.models.activity import sparse_sites_of
+from sparsepack.models.architecture import Architecture
 from sparsepack.models.families import FAMILIES
-from sparsepack.models.family import Family
-from sparsepack.models.records.rule import Rules, SiteKey
-from sparsepack.models.records.skipped import sparse_sites_of
-from sparsepack.models.records.sparse_attention import SparseAttention
+from sparsepack.models.family import EMBEDDING, FINAL_NORM, HEAD, Family
+from sparsepack.models.hf_config import architecture_of, token_ids
+from sparsepack.models.sites import Rules, SiteKey
+from sparsepack.models.sparse_attention import SparseAttention
 from sparsepack.models.tokenizer.chat import DEFAULT, TOOL_USE, template_setting
 from sparsepack.models.tokenizer.tokenizer import check_tokenizer, wrapped
 
@@ -90,7 +90,7 @@ def _equal(one: Any, other: Any) -> bool:
 
 @dataclass(frozen=True)
 class StockModel:
-    """What `models.stock.whole.build_model` takes, and what runs beside it.
+    """What `models.hf_model.model.build_model` takes, and what runs beside it.
 
     config -- the stock transformers configuration
     tensor -- the logical weights by their Hugging Face names, decoded to float32 when asked for

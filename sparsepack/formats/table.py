@@ -238,11 +238,11 @@ def format_of(name: str) -> Format:
 
 def holders(checkpoint: "Checkpoint") -> str:
     """Which formats can hold a model, as a sentence for people; or that none can, and why the default one cannot."""
-    from sparsepack.models.records.pruned import RECORD
+    from sparsepack.models.provenance import PRUNING_FILE
 
     able: list[str] = []
     reasons: dict[str, str] = {}
-    not_yet = "" if (checkpoint.path / RECORD).is_file() else " once pruned"
+    not_yet = "" if (checkpoint.path / PRUNING_FILE).is_file() else " once pruned"
     for name, format in FORMATS.items():
         try:
             format.check_model(checkpoint)

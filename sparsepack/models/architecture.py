@@ -1,15 +1,11 @@
-"""The numbers of a model that an engine needs, taken from the stock configuration when a model is packed."""
+"""The numbers of a model that an engine needs."""
 
-import math
-from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
-from types import MappingProxyType
 from typing import Any
 
 import torch
 
-from sparsepack.errors import CheckpointError
 from sparsepack.models.blocks import (
     ACTIVATIONS,
     PLAIN_ACTIVATIONS,
@@ -19,21 +15,12 @@ from sparsepack.models.blocks import (
     Heads,
     LongTexts,
     Mlp,
-    Multipliers,
     RotaryChannels,
 )
 from sparsepack.models.families import FAMILIES, taken_by
-from sparsepack.models.family import MLP_SITES
-from sparsepack.models.own_code import STOCK_ALONE
 
 MOST_EXPERTS = 1 << 14
 _LARGEST = 3.4e38  # float32
-_FIXED_ROTARY = ("default", "linear", "llama3", "yarn")
-_BY_LENGTH = ("longrope", "dynamic")
-"""Rotary embeddings of these types turn long texts by other frequencies than short ones."""
-_PLAIN_ROUTER = MappingProxyType({"scoring_func": "softmax", "n_group": 1, "routed_scaling_factor": 1.0})
-"""What other routers call what makes them so, and what it is in those that are known here. The stock models of these
-do not look at it."""
 
 
 @dataclass(frozen=True)
@@ -169,72 +156,6 @@ class Architecture:
         return cls(**{**value, **lists})
 
 
-def architecture_of(config: Any, bos: int | None, more_eos: Sequence[int] = ()) -> Architecture:
-    """Read a stock configuration; `more_eos` are end tokens named elsewhere.
-
-    Raises `CheckpointError` for what an engine here cannot run.
-    """
-    family = FAMILIES[config.model_type]
-    rope, local = rotary_settings(config)
-    kind, known = rope.get("rope_type", "default"), (*_FIXED_ROTARY, *_BY_LENGTH)
-    if kind not in known:
-        raise CheckpointError(
-            f"{config.model_type}: rotary embedding of type {str(kind)[:60]!r}; expected one of {', '.join(known)}"
-        )
-    if local and (local.get("rope_type", "default") != "default" or kind in _BY_LENGTH):
-        raise CheckpointError(
-            f"{config.model_type}: rotary embeddings of types {kind!r} and {str(local.get('rope_type'))[:60]!r} in one "
-            "model; expected plain ones in layers with a sliding window, and none that follow a text's length"
-        )
-    activation = family.setting(config, "hidden_act")
-    if activation not in (able := ACTIVATIONS if family.gated else PLAIN_ACTIVATIONS):
-        raise CheckpointError(f"{config.model_type}: activation {activation!r}; expected {', '.join(able)}")
-    if getattr(config, "use_bidirectional_attention", None):
-        raise CheckpointError(f"{config.model_type}: tokens see later ones; expected a model that writes text")
-    if family.clips and (clip := getattr(config, family.clips, None)) is not None:
-        raise CheckpointError(
-            f"{config.model_type}: {family.clips} {str(clip)[:60]}: queries, keys and values are clipped, which no "
-            "engine does; expected a model without that"
-        )
-    (inv_freq, scale), *others = _rotaries(config)
-    long_texts = _long_texts(config, kind, rope)
-    made_for = config.max_position_embeddings
-    if long_texts is not None and not long_texts.turns_all:
-        made_for = int(made_for * long_texts.factor)
-    by, growth = family.multipliers(config), rope.get("llama_4_scaling_beta")
-    turns = getattr(config, family.rope_layers, None) if family.rope_layers else None
-    return Architecture(
-        model_type=config.model_type,
-        layers=config.num_hidden_layers,
-        hidden=config.hidden_size,
-        intermediate=family.setting(config, "intermediate_size"),
-        heads=config.num_attention_heads,
-        kv_heads=config.num_key_value_heads,
-        head_dim=head_dim(config),
-        vocabulary=config.vocab_size,
-        norm_eps=config.rms_norm_eps / by.residual**2,
-        activation=activation,
-        inv_freq=tuple(inv_freq.tolist()),
-        rotary_scale=scale,
-        sliding_windows=sliding_windows(config),
-        qk_norm=family.qk_norm == "heads",
-        tied=bool(config.tie_word_embeddings),
-        context=made_for,
-        bos=bos,
-        eos=tuple(dict.fromkeys([*token_ids(getattr(config, "eos_token_id", None)), *more_eos])),
-        long_texts=long_texts,
-        local_inv_freq=tuple(others[0][0].tolist()) if others else (),
-        attention_scale=0.0 if by.attention == head_dim(config) ** -0.5 else by.attention,
-        attention_cap=by.attention_cap,
-        logit_cap=by.logit_cap,
-        embedding_scale=by.embedding / by.residual,
-        experts=expert_numbers(config),
-        ropeless=() if turns is None else tuple(layer for layer, turn in enumerate(turns) if not turn),
-        logit_scale=by.logits,
-        query_growth=(float(growth), float(rope["original_max_position_embeddings"])) if growth else (),
-    )
-
-
 def check_numbers(architecture: Architecture) -> None:
     """Raise ValueError where a number could not be a model's."""
     sizes = ("layers", "hidden", "intermediate", "heads", "kv_heads", "head_dim", "vocabulary", "context")
@@ -310,155 +231,6 @@ def _check_experts(architecture: Architecture) -> None:
         raise ValueError("experts.normalised is neither true nor false")
 
 
-def expert_numbers(config: Any) -> ExpertNumbers | None:
-    """How a stock configuration's MLPs choose among experts; None where they are dense.
-
-    Raises `CheckpointError` where some blocks have experts and others none, where the router is of another kind, or the
-    numbers are none.
-    """
-    experts = FAMILIES[config.model_type].experts
-    if experts is None:
-        return None
-    for name, without in experts.dense.items():
-        if (value := getattr(config, name, without)) != without:
-            raise CheckpointError(
-                f"{config.model_type}: {name} {str(value)[:60]}: some blocks have a dense MLP in place of experts; "
-                "expected experts in every block"
-            )
-    for name, plain in _PLAIN_ROUTER.items():
-        if (value := getattr(config, name, None)) not in (None, plain):
-            raise CheckpointError(
-                f"{config.model_type}: {name} {str(value)[:60]}: a router of another kind; expected the softmax of its "
-                "logits over all experts together"
-            )
-    count, used = getattr(config, experts.count), config.num_experts_per_tok
-    for name, value, most in ((experts.count, count, MOST_EXPERTS), ("num_experts_per_tok", used, count)):
-        if type(value) is not int or not 1 <= value <= most:
-            raise CheckpointError(
-                f"{config.model_type}: {name} is {str(value)[:60]}; expected a whole number from 1 to {most}"
-            )
-    normalised = bool(getattr(config, experts.normalised)) if experts.normalised else True
-    return ExpertNumbers(count, used, normalised, _shared_parts(config))
-
-
-def _shared_parts(config: Any) -> int:
-    """Count the experts that the shared one is as wide as. Raises `CheckpointError` where that is no whole number."""
-    family = FAMILIES[config.model_type]
-    if family.experts is None or family.experts.shared is None:
-        return 0
-    name, width = family.experts.shared.width, family.setting(config, "intermediate_size")
-    value = getattr(config, name)
-    if type(width) is not int or type(value) is not int or width < 1 or not 1 <= value // width <= MOST_EXPERTS:
-        raise CheckpointError(
-            f"{config.model_type}: {name} is {str(value)[:60]}, experts are {str(width)[:60]} wide; expected 1 to "
-            f"{MOST_EXPERTS} times as much"
-        )
-    if value % width:
-        raise CheckpointError(
-            f"{config.model_type}: {name} is {value}, which is no multiple of the {width} of the other experts; "
-            "expected a shared expert that is so many of them side by side"
-        )
-    return value // width
-
-
-def token_weights(config: Any, shapes: Mapping[str, tuple[int, ...]], layer: int, site: str) -> int:
-    """How many weights of a site a token has to do with, were nothing skipped: all, but of experts those it has.
-
-    shapes -- of the tensors of a stock configuration's model, by their names
-    """
-    family, experts = FAMILIES[config.model_type], expert_numbers(config)
-    names = (f"{family.block(layer)}.{family.weight(projection)}" for projection in family.projections[site])
-    weights = sum(math.prod(shapes[name]) for name in names)
-    return weights if experts is None or site not in MLP_SITES else weights // experts.stored * experts.of_token
-
-
-def head_dim(config: Any) -> int:
-    """Channels of a head: what the configuration says, which need not be the width divided by the heads."""
-    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
-
-
-def rotary_dims(config: Any) -> int:
-    """How many channels of a head are turned by the rotary embedding, of the first ones."""
-    return 2 * len(_rotaries(config)[0][0])
-
-
-def rotary_settings(config: Any) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """What a stock configuration says of its rotary embedding, and of that of layers with a sliding window where they
-    have one of their own; empty where it says nothing."""
-    rope = getattr(config, "rope_parameters", None) or {}
-    if not {"full_attention", "sliding_attention"} & rope.keys():
-        return rope, {}
-    settings = [rope.get(kind) or {} for kind in _kinds(config)]
-    return settings[0], settings[1] if len(settings) > 1 else {}
-
-
-def by_length(rotary: Mapping[str, Any]) -> bool:
-    """Whether frequencies depend on how long a text is, by what `rotary_settings` gives."""
-    return rotary.get("rope_type") in _BY_LENGTH
-
-
-def _kinds(config: Any) -> list[str]:
-    """The kinds of layers that a model has, those that see everything first."""
-    return sorted(set(config.layer_types))
-
-
-def multipliers(config: Any) -> Multipliers:
-    """What a stock configuration's model multiplies by."""
-    return FAMILIES[config.model_type].multipliers(config)
-
-
 def soft_capped(x: torch.Tensor, cap: float) -> torch.Tensor:
     """Values kept within a bound: cap tanh(x / cap); 0: as they are."""
     return (x / cap).tanh() * cap if cap else x
-
-
-def heads_of_config(config: Any) -> Heads:
-    """The attention heads of a stock configuration of a family that we know."""
-    family = FAMILIES[config.model_type]
-    rotary = RotaryChannels(family.rotary, rotary_dims(config) if family.rotary != "none" else 0)
-    return Heads(config.num_attention_heads, family.setting(config, "num_key_value_heads"), head_dim(config), rotary)
-
-
-def token_ids(value: int | list[int] | None) -> list[int]:
-    """What configurations write as one id, several or none; a negative one is none, too, as in transformers."""
-    ids = value if isinstance(value, list) else [] if value is None else [value]
-    return [token for token in ids if type(token) is not int or token >= 0]
-
-
-def _rotaries(config: Any) -> list[tuple[torch.Tensor, float]]:
-    """The frequencies as the stock rotary module computes them: float32 [n / 2], and its scale; where layers with a
-    sliding window have their own, these second."""
-    from transformers import AutoModel
-
-    from sparsepack.models.stock.skeleton import single_layer
-
-    with torch.device("meta"):
-        rotary_class = type(AutoModel.from_config(single_layer(config), **STOCK_ALONE).rotary_emb)
-    rotary = rotary_class(config)
-    prefixes = [""] if hasattr(rotary, "inv_freq") else [f"{kind}_" for kind in _kinds(config)]
-    return [
-        (getattr(rotary, f"{prefix}inv_freq").float(), float(getattr(rotary, f"{prefix}attention_scaling")))
-        for prefix in prefixes
-    ]
-
-
-def _long_texts(config: Any, kind: str, rope: Mapping[str, Any]) -> LongTexts | None:
-    """How transformers turns texts of a stock configuration that are longer than its frequencies are for."""
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-    if kind == "dynamic":
-        return LongTexts(config.max_position_embeddings, (), float(rope["rope_theta"]), float(rope["factor"]))
-    if kind != "longrope":
-        return None
-    tokens = int(rope["original_max_position_embeddings"])
-    long = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"), seq_len=tokens + 1)[0]
-    return LongTexts(tokens, tuple(long.float().tolist()))
-
-
-def sliding_windows(config: Any) -> tuple[int, ...]:
-    """Per layer, tokens that a query sees at most; 0: all."""
-    window: int = getattr(config, "sliding_window", None) or 0
-    kinds = getattr(config, "layer_types", None)
-    if kinds:
-        return tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
-    return (window if FAMILIES[config.model_type].slides else 0,) * int(config.num_hidden_layers)

@@ -17,7 +17,7 @@ ATTENTION_SITES, MLP_SITES = SITES[:2], SITES[2:]
 
 BASIS = "residual_basis"
 """The module of a decoder block that changes the basis of the residual stream before anything else in it: h' = h W^T.
-No stock model has such a module (`models.stock.basis`)."""
+No Hugging Face model has such a module (`hf_model.model.add_basis`)."""
 
 ATTN_OUT = "attn_out"
 """The site whose channels are those of the attention heads' outputs, head by head."""
@@ -306,3 +306,8 @@ class Family:
     def setting(self, config: Any, name: str) -> Any:
         """What a stock configuration of the family says under Llama's `name`; None where it says nothing."""
         return getattr(config, self.fields.get(name, name), None)
+
+
+EMBEDDING, FINAL_NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
+"""The names of the tensors outside of the blocks in packable families; the last one is the output matrix in all of
+them."""

@@ -1,14 +1,22 @@
-"""Names of sites, and which of a model's sites patterns of names match."""
+"""Sites: their names, which of them patterns match, and rules: which channels of a site's input are active while
+decoding, and what stands in for the others."""
 
 import difflib
 import fnmatch
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
 
 from sparsepack.errors import SiteError
-from sparsepack.models.checkpoint.checkpoint import Checkpoint
 from sparsepack.models.family import SITES
-from sparsepack.models.records.rule import SiteKey
 from sparsepack.models.tokenizer.sandbox import SANDBOX, SandboxError
+
+SiteKey = tuple[int, str]
+"""A site is named by the number of its decoder block and its name there."""
 
 
 def site_name(layer: int, site: str) -> str:
@@ -16,16 +24,15 @@ def site_name(layer: int, site: str) -> str:
     return f"blk.{layer}.{site}"
 
 
-def chosen_sites(
-    checkpoint: Checkpoint, include: Sequence[str], ignore: Sequence[str], called: str = "include"
-) -> list[SiteKey]:
-    """The sites that `include` matches (all where it is empty) and `ignore` does not, in order of execution.
+def chosen_sites(layers: int, include: Sequence[str], ignore: Sequence[str], called: str = "include") -> list[SiteKey]:
+    """The sites of so many layers that `include` matches (all where it is empty) and `ignore` does not, in order of
+    execution.
 
     called -- what the user calls `include`, for messages
 
     Raises `SiteError` for a pattern that matches nothing, or where no site is left.
     """
-    names = {site_name(layer, site): (layer, site) for layer in range(checkpoint.layers) for site in SITES}
+    names = {site_name(layer, site): (layer, site) for layer in range(layers) for site in SITES}
     wanted = set(names) if not include else {n for pattern in include for n in _matching(pattern, names, called)}
     wanted -= {name for pattern in ignore for name in _matching(pattern, names, "ignore")}
     if not wanted:
@@ -46,3 +53,82 @@ def _matching(pattern: str, names: Mapping[str, SiteKey], which: str) -> list[st
         near = difflib.get_close_matches(pattern.removeprefix("re:")[:100], names, 5, cutoff=0.0)
         raise SiteError(f"{which} {pattern!r} matches no site; nearest: {', '.join(near)}")
     return found
+
+
+CURVE_SHARES = (*(n / 20 for n in range(1, 20)), 0.975, 0.99)
+"""A rule's curve holds thresholds for these shares of inactive channels, from 0 to 1."""
+
+
+@dataclass(frozen=True)
+class SiteRule:
+    """A site's rule, the same record from the search for thresholds to the file and the kernels.
+
+    Channel j is active where |x_j - offset_j| * c_j > t, strictly, compared in float32; an inactive one takes the value
+    offset_j.
+
+    threshold       -- t; in an artifact float32, a scalar or [columns], t with c divided out
+    offset          -- float32 [columns]; None: zeros
+    channel_weights -- c: float32 [columns]; None: ones
+    sparsity        -- target share of inactive channels
+    realised        -- the share that the calibration text gave
+    curve           -- the thresholds that give each share of `CURVE_SHARES` there; empty: not known
+    """
+
+    threshold: float | Tensor = 0.0
+    offset: Tensor | None = None
+    channel_weights: Tensor | None = None
+    sparsity: float = 0.0
+    realised: float = 0.0
+    curve: tuple[float, ...] = ()
+
+    @property
+    def dense(self) -> bool:
+        """Whether the rule skips no channel, ever. A threshold of zero with a target above zero skips exact zeros."""
+        return not isinstance(self.threshold, Tensor) and not (self.threshold or self.sparsity) and self.offset is None
+
+    def expected(self) -> float | None:
+        """The share of inactive channels that the threshold gives on the calibration text, also where somebody has
+        changed it; None where that is not known. From the curve, to about half a point."""
+        if self.dense:
+            return 0.0
+        if not self.curve or isinstance(self.threshold, Tensor):
+            return None
+        at = bisect_right(self.curve, self.threshold)
+        if at == len(self.curve):
+            return CURVE_SHARES[-1]
+        (low, share), (high, next_share) = [(0.0, 0.0), *zip(self.curve, CURVE_SHARES, strict=True)][at : at + 2]
+        found = share + (next_share - share) * (self.threshold - low) / (high - low)
+        return self.realised if abs(found - self.realised) < 0.005 else found
+
+    @cached_property
+    def limits(self) -> Tensor:
+        """What |x - offset| is compared with: float32, a scalar or [columns]."""
+        if isinstance(self.threshold, Tensor):
+            return self.threshold
+        threshold = torch.tensor(self.threshold, dtype=torch.float32)
+        if self.channel_weights is None:
+            return threshold
+        # A channel whose weight is zero never matters: its threshold is infinite, also where t is zero.
+        weights = self.channel_weights.float()
+        return torch.where(weights > 0, threshold / weights, torch.inf)
+
+    def to(self, device: torch.device | str) -> "SiteRule":
+        """The rule as an artifact has it, on another device."""
+        offset = None if self.offset is None else self.offset.to(device)
+        return replace(self, threshold=self.limits.to(device), offset=offset, channel_weights=None)
+
+
+Rules = Mapping[SiteKey, SiteRule]
+"""The rules of a model's sites; a site without one stays dense."""
+
+
+def active_channels(x: Tensor, rule: SiteRule) -> Tensor:
+    """Which channels of x [..., columns] are active: bool [..., columns], compared in float32."""
+    shifted = x.float() if rule.offset is None else x.float() - rule.offset
+    return shifted.abs() > rule.limits
+
+
+def sparsify(x: Tensor, rule: SiteRule) -> Tensor:
+    """x [..., columns] with every inactive channel replaced by its offset: what the sparse product computes with."""
+    rest = torch.zeros((), dtype=x.dtype, device=x.device) if rule.offset is None else rule.offset.to(x.dtype)
+    return torch.where(active_channels(x, rule), x, rest)

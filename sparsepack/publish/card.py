@@ -25,7 +25,7 @@ from sparsepack.eval.results import accuracy_tables
 from sparsepack.formats.inspect import describe
 from sparsepack.formats.manifest import DISTILLATION, PRUNING, ROTATION
 from sparsepack.inspection import programs_table, score_rows
-from sparsepack.models.records.rotated import basis_in_words
+from sparsepack.models.provenance import basis_in_words
 from sparsepack.tables import Table, markdown
 from sparsepack.terminal import printable
 from sparsepack.version import __version__

@@ -14,7 +14,7 @@ from sparsepack.bench.run import speed_table
 from sparsepack.errors import UserError
 from sparsepack.eval.results import accuracy_tables, pruning_table
 from sparsepack.inspection import score_rows
-from sparsepack.models.records.rotated import basis_in_words
+from sparsepack.models.provenance import basis_in_words
 from sparsepack.publish.card import REPORT, read_json, render
 from sparsepack.tables import Styled, Table, html
 from sparsepack.version import __version__

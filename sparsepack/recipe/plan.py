@@ -10,9 +10,9 @@ import torch
 
 from sparsepack import tables
 from sparsepack.calibrate.thresholds import ALLOCATIONS
-from sparsepack.models.checkpoint.checkpoint import HEAD, Checkpoint
-from sparsepack.models.family import SITES
-from sparsepack.models.precision import arithmetic
+from sparsepack.files.tensors import arithmetic
+from sparsepack.models.checkpoint.checkpoint import Checkpoint
+from sparsepack.models.family import HEAD, SITES
 from sparsepack.models.sites import chosen_sites, site_name
 from sparsepack.models.tokenizer.windows import count_windows
 from sparsepack.process import peak_memory
@@ -124,7 +124,9 @@ def _paths(recipe: Recipe) -> dict[str, str]:
 def _sites(job: Job, artifact: Mapping[str, Any] | None, pruned: Mapping[str, str]) -> list[dict[str, Any]]:
     recipe, checkpoint = job.recipe, job.checkpoint
     section = ActivationSparsity.find_in(recipe)
-    skipping = set(chosen_sites(checkpoint, section.include, section.ignore)) if section and sparse(recipe) else set()
+    skipping = (
+        set(chosen_sites(checkpoint.layers, section.include, section.ignore)) if section and sparse(recipe) else set()
+    )
     padded: dict[str, int] = defaultdict(int)
     for tensor in artifact["tensors"] if artifact else ():
         experts = math.prod(tensor["logical"][:-2])

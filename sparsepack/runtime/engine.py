@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from sparsepack.errors import UserError
-from sparsepack.formats.packed import PackedModel
-from sparsepack.models.records.skipped import Skipped
-from sparsepack.models.records.sparse_attention import SparseFrom
+from sparsepack.formats.packed import PackedModel, skipped_weights
+from sparsepack.models.activity import Skipped
+from sparsepack.models.sparse_attention import SparseFrom
 from sparsepack.placement.traffic import HitCounts, TrafficStats
 from sparsepack.runtime.backend_module import chosen_backend, opened
 from sparsepack.runtime.backends import Backend, backend_named
@@ -23,7 +23,6 @@ from sparsepack.runtime.free_memory import cache_bytes, free_bytes, texts_with_r
 from sparsepack.runtime.generation.sampling import Sampler
 from sparsepack.runtime.hybrid.plan import context_within
 from sparsepack.runtime.options import EngineOptions, usual_context
-from sparsepack.runtime.skipped import skipped_weights
 from sparsepack.runtime.threshold_controller import threshold_controller_of
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from sparsepack.models.architecture import Architecture
-from sparsepack.models.records.sparse_attention import SparseAttention, SparseFrom, TokenPolicy
+from sparsepack.models.sparse_attention import SparseAttention, SparseFrom, TokenPolicy
 
 
 @dataclass(frozen=True)

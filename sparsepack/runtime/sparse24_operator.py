@@ -26,7 +26,7 @@ from torch import Tensor
 
 from sparsepack.errors import UserError
 from sparsepack.formats.orders.slide import STEPS, Slide
-from sparsepack.models.records.pattern import Pattern
+from sparsepack.models.pattern import Pattern
 from sparsepack.runtime.reference import products as reference
 from sparsepack.runtime.reference.products import SlidMatrix
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from sparsepack.errors import UserError
 from sparsepack.formats.packed import PackedModel
-from sparsepack.models.records.skipped import sparse_sites_of
+from sparsepack.models.activity import sparse_sites_of
 
 FIRST_GAIN, LAST_GAIN, GAIN_TOKENS = 0.15, 0.01, 16.0
 LEAST_SCALE, MOST_SCALE = 0.5, 2.0

@@ -8,7 +8,7 @@ from typing import Any
 
 from sparsepack.errors import UserError
 from sparsepack.loading import Model
-from sparsepack.models.tokenizer.token_bytes import TokenBytes
+from sparsepack.models.tokenizer.tokens import TokenBytes
 from sparsepack.runtime.generation.generate import as_suggested, prompt_tokens
 from sparsepack.runtime.options import GenerateOptions
 from sparsepack.serve.answers import LogprobsFormatter, chat_logprobs, completion_logprobs

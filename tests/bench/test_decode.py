@@ -17,7 +17,7 @@ from sparsepack.bench.options import BenchSettings
 from sparsepack.bench.run import HEADER, bench_table
 from sparsepack.errors import UserError
 from sparsepack.formats.packed import PackedModel
-from sparsepack.models.records.sparse_attention import SparseAttention, TokenPolicy
+from sparsepack.models.sparse_attention import SparseAttention, TokenPolicy
 from sparsepack.runtime.cpu.machine import cpu_info
 from sparsepack.runtime.engine import Engine
 from sparsepack.runtime.options import EngineOptions

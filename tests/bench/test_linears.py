@@ -9,7 +9,7 @@ import torch
 from sparsepack.bench.linears import Linear, bench_linears, contenders, linears_of
 from sparsepack.bench.run import linears_table
 from sparsepack.errors import UserError
-from sparsepack.models.records.pattern import Pattern
+from sparsepack.models.pattern import Pattern
 
 
 def test_linears_of_one_shape_are_measured_once() -> None:

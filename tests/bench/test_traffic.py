@@ -7,9 +7,8 @@ import torch
 from packed_models import random_model, stock_model, with_sites
 
 from sparsepack.bench.decode import bytes_per_token, parameters, stored_bytes
-from sparsepack.formats.packed import PackedModel, PackedSite
-from sparsepack.models.records.rule import SiteRule
-from sparsepack.runtime.skipped import skipped_weights
+from sparsepack.formats.packed import PackedModel, PackedSite, skipped_weights
+from sparsepack.models.sites import SiteRule
 
 
 @pytest.mark.parametrize("variant", ["llama", "llama tied, biases, llama3 rotary", "qwen3, tied"])

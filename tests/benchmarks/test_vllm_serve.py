@@ -18,7 +18,7 @@ from benchmarks.vllm_serve import (
     write_config,
 )
 from sparsepack.formats.slide import configured_slides, configured_type
-from sparsepack.models.records.pattern import Pattern
+from sparsepack.models.pattern import Pattern
 
 
 @pytest.mark.parametrize(("kind", "pattern"), [("FP8, 6 of 8", Pattern(6, 8)), ("INT8, 2 of 4", Pattern(2, 4))])

@@ -12,7 +12,7 @@ from sparsepack.calibrate.collection import calibrate, samples_of
 from sparsepack.files.text import Text
 from sparsepack.formats.table import FORMATS
 from sparsepack.models.checkpoint.checkpoint import open_checkpoint
-from sparsepack.models.records.pruned import RECORD
+from sparsepack.models.provenance import PRUNING_FILE
 
 
 def said(model: Path, output: Path, capsys: pytest.CaptureFixture[str]) -> str:
@@ -33,7 +33,7 @@ def test_calibrate_says_which_formats_can_hold_the_model_or_that_none_can(
     strange = said(make_model(tmp_path / "strange", hidden_act="gelu_new"), tmp_path / "b", capsys)
     assert ": slide-int8 once pruned, slide-fp8 once pruned, slide-bf16 once pruned; zigzag-q4_k cannot: " in strange
     assert "activation 'gelu_new'; expected silu, relu" in strange
-    (tmp_path / "llama" / RECORD).write_text("{}")
+    (tmp_path / "llama" / PRUNING_FILE).write_text("{}")
     pruned = said(tmp_path / "llama", tmp_path / "d", capsys)
     assert pruned.endswith(f": {', '.join(name for name in FORMATS if name != 'neuron-q4_k')}")
     opt = said(make_opt(tmp_path / "opt"), tmp_path / "c", capsys)

@@ -17,10 +17,10 @@ from sparsepack.calibrate.collector import column_norms
 from sparsepack.errors import CalibrationError, TextError
 from sparsepack.files.text import Text
 from sparsepack.models.family import SITES
-from sparsepack.models.stock.blocks import BlockStream
-from sparsepack.models.stock.hooks import site_hooks
-from sparsepack.models.stock.parts import OWN_CODE, turned_by_torch
-from sparsepack.models.stock.whole import load_model
+from sparsepack.models.hf_model.blocks import BlockStream
+from sparsepack.models.hf_model.fused import OWN_CODE, turned_by_torch
+from sparsepack.models.hf_model.hooks import site_hooks
+from sparsepack.models.hf_model.model import load_model
 from sparsepack.models.tokenizer.windows import rolling_windows
 
 OPTIONS = CalibrateOptions(context=48, samples=6)

@@ -22,8 +22,8 @@ from sparsepack.files.text import Text
 from sparsepack.inspection import detect_kind
 from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from sparsepack.models.family import MLP_SITES
-from sparsepack.models.stock.blocks import BlockStream
-from sparsepack.models.stock.whole import load_model
+from sparsepack.models.hf_model.blocks import BlockStream
+from sparsepack.models.hf_model.model import load_model
 
 CONTEXT, SAMPLES = 64, 6
 

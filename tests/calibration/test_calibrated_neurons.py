@@ -14,8 +14,8 @@ from sparsepack.calibrate.statistics import activity
 from sparsepack.cli.commands.inspect import inspect
 from sparsepack.errors import CalibrationError
 from sparsepack.models.checkpoint.checkpoint import open_checkpoint
-from sparsepack.models.stock.hooks import site_hooks
-from sparsepack.models.stock.whole import load_model
+from sparsepack.models.hf_model.hooks import site_hooks
+from sparsepack.models.hf_model.model import load_model
 
 OPTIONS = CalibrateOptions(context=40, samples=5, sinks=3)
 

@@ -15,7 +15,7 @@ from sparsepack.calibrate.collection import calibrate
 from sparsepack.calibrate.statistics import importance
 from sparsepack.errors import CalibrationError
 from sparsepack.models.checkpoint.checkpoint import open_checkpoint
-from sparsepack.models.stock.whole import load_model
+from sparsepack.models.hf_model.model import load_model
 
 OPTIONS = CalibrateOptions(context=40, samples=5, sinks=3)
 MODELS = {

@@ -14,7 +14,7 @@ from sparsepack.cli import main
 from sparsepack.errors import UserError
 from sparsepack.formats.open import read_packed
 from sparsepack.loading import load
-from sparsepack.models.records.generation import GENERATION, suggested
+from sparsepack.models.checkpoint.config_files import GENERATION, suggested
 from sparsepack.runtime.options import GenerateOptions
 
 SUGGESTED = {"do_sample": True, "temperature": 0.7, "top_k": 20, "top_p": 0.9, "repetition_penalty": 1.1}

@@ -20,11 +20,8 @@ from sparsepack.files.text import read_text
 from sparsepack.formats.inspect import describe
 from sparsepack.inspection import inspect
 from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
-from sparsepack.models.records.distilled import RECORD, Distilled
-from sparsepack.models.records.groups import check_pattern
-from sparsepack.models.records.pattern import Pattern
-from sparsepack.models.records.pruned import RECORD as PRUNE_RECORD
-from sparsepack.models.records.pruned import pruning_record
+from sparsepack.models.pattern import Pattern, check_pattern
+from sparsepack.models.provenance import DISTILLATION_FILE, PRUNING_FILE, Distilled, pruning_record
 from sparsepack.publish.card import model_card
 
 FEW = {"steps": 3, "batch": 1, "length": 32}
@@ -64,7 +61,7 @@ def zeros_stayed(pruned: Path, made: Path) -> None:
 
 def test_zeros_stay_and_all_else_is_trained(folder: Path, once: tuple[Path, Distilled]) -> None:
     zeros_stayed(folder / "p", once[0])
-    assert (once[0] / PRUNE_RECORD).read_bytes() == (folder / "p" / PRUNE_RECORD).read_bytes()
+    assert (once[0] / PRUNING_FILE).read_bytes() == (folder / "p" / PRUNING_FILE).read_bytes()
 
 
 def test_it_comes_closer_to_the_model_from_before(folder: Path, once: tuple[Path, Distilled], tiny: Checkpoint) -> None:
@@ -73,7 +70,7 @@ def test_it_comes_closer_to_the_model_from_before(folder: Path, once: tuple[Path
     assert made.after.prompt < 0.7 * made.before.prompt
     assert made.before.skipped == made.after.skipped == 0
     assert (made.model, made.model_sha256) == (str(folder / "p"), open_checkpoint(folder / "p").sha256)
-    assert (made.teacher, json.loads((path / RECORD).read_text())["teacher"]) == (tiny.name, tiny.name)
+    assert (made.teacher, json.loads((path / DISTILLATION_FILE).read_text())["teacher"]) == (tiny.name, tiny.name)
     found = [
         evaluate(
             EvalRequest(
@@ -171,8 +168,8 @@ def test_a_run_that_was_killed_goes_on_to_the_same_bytes(
 def test_the_teacher_is_the_model_that_it_was_pruned_from(folder: Path, tmp_path: Path) -> None:
     few = DistilOptions(**FEW)
     shutil.copytree(folder / "p", tmp_path / "p")
-    record = json.loads((tmp_path / "p" / PRUNE_RECORD).read_text())
-    (tmp_path / "p" / PRUNE_RECORD).write_text(json.dumps(record | {"model": str(tmp_path / "gone")}))
+    record = json.loads((tmp_path / "p" / PRUNING_FILE).read_text())
+    (tmp_path / "p" / PRUNING_FILE).write_text(json.dumps(record | {"model": str(tmp_path / "gone")}))
     with pytest.raises(DistillationError, match=r"pruned from, and .*gone is not there; give --teacher") as caught:
         distil(tmp_path / "p", folder / "c", tmp_path / "d", few)
     assert "\n" not in str(caught.value)

@@ -22,8 +22,7 @@ from sparsepack.errors import CalibrationError, CheckpointError, DistillationErr
 from sparsepack.files.text import Text, read_text
 from sparsepack.inspection import inspect
 from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
-from sparsepack.models.records.distilled import RECORD, Distilled, distillation_record
-from sparsepack.models.records.rotated import RECORD as ROTATE_RECORD
+from sparsepack.models.provenance import DISTILLATION_FILE, ROTATION_FILE, Distilled, distillation_record
 from sparsepack.workers import resume
 from sparsepack.workers.resume import ResumeState
 
@@ -136,7 +135,7 @@ def test_another_seed_draws_other_windows(
 
 def test_the_record_says_what_was_done(tiny: Checkpoint, kept: Path, once: tuple[Path, Distilled]) -> None:
     path, made = once
-    record = json.loads((path / RECORD).read_text())
+    record = json.loads((path / DISTILLATION_FILE).read_text())
     assert (record["schema"], record["kind"]) == (1, "distilled")
     assert record["options"] | FEW == record["options"]
     assert (record["options"]["rate"], record["options"]["rank"]) == (3e-5, None)
@@ -159,9 +158,9 @@ def test_the_record_says_what_was_done(tiny: Checkpoint, kept: Path, once: tuple
 
 def test_a_damaged_record_is_one_line(once: tuple[Path, Distilled], tmp_path: Path) -> None:
     shutil.copytree(once[0], tmp_path / "d")
-    whole = json.loads((tmp_path / "d" / RECORD).read_text())
+    whole = json.loads((tmp_path / "d" / DISTILLATION_FILE).read_text())
     for change in ({"schema": 2}, {"options": None}, {"changes": {"a": 1.5}}, {"after": {"sparse": 1.0}}):
-        (tmp_path / "d" / RECORD).write_text(json.dumps(whole | change))
+        (tmp_path / "d" / DISTILLATION_FILE).write_text(json.dumps(whole | change))
         with pytest.raises(CheckpointError, match=r"sparsepack_distil\.json: damaged \(.*distil the model again"):
             distillation_record(tmp_path / "d")
 
@@ -180,10 +179,13 @@ def test_rotated_it_keeps_that_record_and_pruned_both(tiny: Checkpoint, kept: Pa
     calibrate(str(tmp_path / "r"), read_text("shipped:train"), tmp_path / "cr", CalibrateOptions(context=64, samples=2))
     distil(tmp_path / "r", tmp_path / "cr", tmp_path / "d", DistilOptions(rank=2, **FEW))
     prune(tmp_path / "d", tmp_path / "p", PruneOptions(6, 8, method="magnitude"))
-    for name in (ROTATE_RECORD, RECORD):
+    for name in (ROTATION_FILE, DISTILLATION_FILE):
         assert (tmp_path / "p" / name).read_bytes() == (tmp_path / "d" / name).read_bytes()
-    assert json.loads((tmp_path / "d" / ROTATE_RECORD).read_text())["model_sha256"] == tiny.sha256
-    assert json.loads((tmp_path / "d" / RECORD).read_text())["model_sha256"] == open_checkpoint(tmp_path / "r").sha256
+    assert json.loads((tmp_path / "d" / ROTATION_FILE).read_text())["model_sha256"] == tiny.sha256
+    assert (
+        json.loads((tmp_path / "d" / DISTILLATION_FILE).read_text())["model_sha256"]
+        == open_checkpoint(tmp_path / "r").sha256
+    )
 
 
 def test_what_was_distilled_before_is_refused_in_one_line(
@@ -198,7 +200,7 @@ def test_what_was_distilled_before_is_refused_in_one_line(
         distil(tmp_path / "pruned", kept, tmp_path / "again")
     with pytest.raises(OutputError, match="exists already"):
         distil(tiny, kept, once[0])
-    with pytest.raises(OutputError, match=f"a folder without {RECORD}"):
+    with pytest.raises(OutputError, match=f"a folder without {DISTILLATION_FILE}"):
         distil(tiny, kept, kept, overwrite=True)
     assert [path.name for path in tmp_path.iterdir()] == ["pruned"]
 

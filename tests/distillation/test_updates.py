@@ -13,12 +13,12 @@ from sparsepack.calibrate.learned import SoftChannels, sparse_at
 from sparsepack.calibrate.teal import Teacher, dense_divergence, divergence
 from sparsepack.calibrate.uniform import weights_of
 from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
-from sparsepack.models.checkpoint.distilled import distilled
 from sparsepack.models.checkpoint.sources import changed_source
+from sparsepack.models.checkpoint.writer import distilled
 from sparsepack.models.family import SITES
-from sparsepack.models.stock.halves import dense_pass
-from sparsepack.models.stock.hooks import site_hooks
-from sparsepack.models.stock.whole import backbone_of, load_model
+from sparsepack.models.hf_model.halves import dense_pass
+from sparsepack.models.hf_model.hooks import site_hooks
+from sparsepack.models.hf_model.model import backbone_of, load_model
 
 KINDS = (None, 3)
 

@@ -13,8 +13,8 @@ from sparsepack.eval.subject import open_subject
 from sparsepack.files.text import read_text
 from sparsepack.models.checkpoint.checkpoint import open_checkpoint
 from sparsepack.models.family import SITES
-from sparsepack.models.records.rule import SiteRule
-from sparsepack.models.stock.hooks import site_hooks
+from sparsepack.models.hf_model.hooks import site_hooks
+from sparsepack.models.sites import SiteRule
 from sparsepack.models.tokenizer.windows import rolling_windows
 
 

@@ -7,9 +7,9 @@ from models_for_tests import VOCABULARY, make_model
 from sparsepack.eval.scorer import SparseScorer
 from sparsepack.models.checkpoint.checkpoint import open_checkpoint
 from sparsepack.models.family import SITES
-from sparsepack.models.records.rule import SiteRule
-from sparsepack.models.stock.hooks import site_hooks
-from sparsepack.models.stock.whole import load_model
+from sparsepack.models.hf_model.hooks import site_hooks
+from sparsepack.models.hf_model.model import load_model
+from sparsepack.models.sites import SiteRule
 
 IDS = torch.randint(VOCABULARY, (3, 20), generator=torch.Generator().manual_seed(5))
 

@@ -18,10 +18,10 @@ from sparsepack.eval.scorer import SparseScorer, StreamedScorer, TokensRead
 from sparsepack.eval.subject import open_subject
 from sparsepack.formats.attention import attention_section
 from sparsepack.formats.open import read_packed
-from sparsepack.models.architecture import heads_of_config
 from sparsepack.models.checkpoint.checkpoint import open_checkpoint
-from sparsepack.models.records.sparse_attention import SparseAttention, TokenPolicy
-from sparsepack.models.stock.whole import load_model
+from sparsepack.models.hf_config import heads_of_config
+from sparsepack.models.hf_model.model import load_model
+from sparsepack.models.sparse_attention import SparseAttention, TokenPolicy
 from sparsepack.packing import PackRequest, pack
 from sparsepack.runtime.options import EngineOptions
 
@@ -49,7 +49,7 @@ def packed(request, tmp_path_factory):
 def stock_scorers(packed):
     """By blocks, and the whole model in memory."""
     from sparsepack.formats.stock import stock_of
-    from sparsepack.models.stock.whole import build_model
+    from sparsepack.models.hf_model.model import build_model
 
     stock = stock_of(packed)
     whole = build_model(stock.config, stock.tensor)

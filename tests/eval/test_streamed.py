@@ -12,8 +12,8 @@ from sparsepack.eval.scorer import SparseScorer, StreamedScorer
 from sparsepack.eval.subject import open_subject
 from sparsepack.models.checkpoint.checkpoint import open_checkpoint
 from sparsepack.models.family import SITES
-from sparsepack.models.records.rule import SiteRule
-from sparsepack.models.stock.whole import load_model
+from sparsepack.models.hf_model.model import load_model
+from sparsepack.models.sites import SiteRule
 from sparsepack.packing import PackRequest, pack
 
 IDS = torch.randint(VOCABULARY, (5, 24), generator=torch.Generator().manual_seed(3))

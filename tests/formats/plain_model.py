@@ -10,7 +10,7 @@ from models_for_tests import TEXT
 
 from sparsepack.formats.open import open_artifact
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
-from sparsepack.models.stock.whole import build_model
+from sparsepack.models.hf_model.model import build_model
 
 TOKENS = 128
 

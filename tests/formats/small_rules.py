@@ -3,7 +3,7 @@
 import torch
 
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
-from sparsepack.models.records.rule import SiteKey, SiteRule
+from sparsepack.models.sites import SiteKey, SiteRule
 
 
 def rules(checkpoint: Checkpoint) -> dict[SiteKey, SiteRule]:

@@ -23,9 +23,9 @@ from sparsepack.formats.manifest import read_manifest
 from sparsepack.formats.open import open_artifact, read_packed
 from sparsepack.formats.table import FORMATS
 from sparsepack.formats.verify import verify
-from sparsepack.models.architecture import heads_of_config
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
-from sparsepack.models.records.sparse_attention import SparseAttention, TokenPolicy
+from sparsepack.models.hf_config import heads_of_config
+from sparsepack.models.sparse_attention import SparseAttention, TokenPolicy
 
 CHANNELS = torch.tensor([[0, 5, 63], [1, 2, 3]])
 POLICY = TokenPolicy(Fraction(1, 8), sinks=2, recent=5, min_context=10)

@@ -23,9 +23,9 @@ from sparsepack.formats.stock import dequantised, stock_config
 from sparsepack.formats.table import FORMATS
 from sparsepack.formats.verify import verify
 from sparsepack.formats.zigzag.reader import NUMBERS
-from sparsepack.models.architecture import architecture_of
 from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
-from sparsepack.models.records.rule import SiteRule
+from sparsepack.models.hf_config import architecture_of
+from sparsepack.models.sites import SiteRule
 
 ODD: dict[str, tuple[str, dict[str, Any]]] = {
     "odd": ("qwen3_moe", {"moe_intermediate_size": 96, "num_experts": 5, "num_experts_per_tok": 3}),

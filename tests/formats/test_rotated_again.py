@@ -22,7 +22,7 @@ from sparsepack.formats.blocks.table import BLOCKS
 from sparsepack.formats.inspect import describe
 from sparsepack.formats.verify import verify
 from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
-from sparsepack.models.records.rotated import RECORD
+from sparsepack.models.provenance import ROTATION_FILE
 from sparsepack.packing import PackRequest, pack
 
 
@@ -175,7 +175,7 @@ def recalibrated(model: Checkpoint, folder: Path) -> Path:
 def test_the_manifest_says_from_what_it_was_rotated(pair: tuple[Checkpoint, Checkpoint], tmp_path: Path) -> None:
     path = packed(pair[1], tmp_path / "m.gguf")
     rotation = describe(path)["provenance"]["rotation"]
-    record = json.loads((pair[1].path / RECORD).read_text())
+    record = json.loads((pair[1].path / ROTATION_FILE).read_text())
     assert (rotation["basis"], rotation["model"], rotation["model_sha256"]) == ("pca", pair[0].name, pair[0].sha256)
     assert (rotation["error"], rotation["calibration_sha256"]) == (record["error"], record["calibration_sha256"])
     unrotated = packed(pair[0], tmp_path / "own.gguf")

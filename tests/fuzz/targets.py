@@ -31,11 +31,11 @@ from sparsepack.formats.attention import attention_section
 from sparsepack.formats.open import open_artifact, read_packed
 from sparsepack.formats.verify import verify
 from sparsepack.loading import load
-from sparsepack.models.architecture import heads_of_config
 from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
-from sparsepack.models.checkpoint.source_files import config_json, tokenizer_config
-from sparsepack.models.records.rule import SiteRule
-from sparsepack.models.records.sparse_attention import SparseAttention, TokenPolicy
+from sparsepack.models.checkpoint.writer import config_json, tokenizer_config
+from sparsepack.models.hf_config import heads_of_config
+from sparsepack.models.sites import SiteRule
+from sparsepack.models.sparse_attention import SparseAttention, TokenPolicy
 from sparsepack.recipe.load import FOLDER, load_recipe
 from sparsepack.runtime.options import GenerateOptions
 from tests.artifacts_for_tests import plan_neurons, write_plain, write_zigzag

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsepack.models.stock.blocks import BlockStream
+from sparsepack.models.hf_model.blocks import BlockStream
 
 
 @torch.inference_mode()

@@ -8,9 +8,10 @@ from model_variants import FOLDERS
 from transformers import AutoConfig, AutoModel
 
 from sparsepack.errors import CheckpointError
-from sparsepack.models.architecture import Architecture, architecture_of
+from sparsepack.models.architecture import Architecture
 from sparsepack.models.checkpoint.checkpoint import open_checkpoint
 from sparsepack.models.checkpoint.configuration import folder_config
+from sparsepack.models.hf_config import architecture_of
 
 YARN = {
     "rope_type": "yarn",

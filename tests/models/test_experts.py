@@ -18,9 +18,9 @@ from sparsepack.models.checkpoint.checkpoint import open_checkpoint
 from sparsepack.models.checkpoint.experts import PARTS, fused_tensor, part_shapes, part_tensor
 from sparsepack.models.families import REFUSED, family_of
 from sparsepack.models.family import SITES
-from sparsepack.models.stock.blocks import BlockStream
-from sparsepack.models.stock.hooks import routing_hooks, site_hooks
-from sparsepack.models.stock.whole import load_model
+from sparsepack.models.hf_model.blocks import BlockStream
+from sparsepack.models.hf_model.hooks import routing_hooks, site_hooks
+from sparsepack.models.hf_model.model import load_model
 
 IDS = torch.randint(VOCABULARY, (2, 33), generator=torch.Generator().manual_seed(1))
 FILE = "model.safetensors"

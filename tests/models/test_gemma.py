@@ -12,11 +12,11 @@ from transformers import AutoModelForCausalLM
 from sparsepack.errors import CheckpointError, PackingError
 from sparsepack.eval.scorer import SparseScorer, StreamedScorer
 from sparsepack.formats.llama_cpp.keys import architecture_keys
-from sparsepack.models.architecture import architecture_of
 from sparsepack.models.checkpoint.checkpoint import open_checkpoint
 from sparsepack.models.checkpoint.rotated import Bases, rotated
-from sparsepack.models.stock.blocks import BlockStream
-from sparsepack.models.stock.whole import load_model
+from sparsepack.models.hf_config import architecture_of
+from sparsepack.models.hf_model.blocks import BlockStream
+from sparsepack.models.hf_model.model import load_model
 
 IDS = torch.randint(VOCABULARY, (2, 33), generator=torch.Generator().manual_seed(1))
 NAMES = {

@@ -17,9 +17,9 @@ from sparsepack.files.text import Text
 from sparsepack.models.checkpoint.checkpoint import open_checkpoint
 from sparsepack.models.families import taken_by
 from sparsepack.models.family import SITES
-from sparsepack.models.stock.blocks import BlockStream
-from sparsepack.models.stock.hooks import site_hooks
-from sparsepack.models.stock.whole import load_model
+from sparsepack.models.hf_model.blocks import BlockStream
+from sparsepack.models.hf_model.hooks import site_hooks
+from sparsepack.models.hf_model.model import load_model
 from sparsepack.models.tokenizer.windows import rolling_windows
 
 IDS = torch.randint(VOCABULARY, (2, 33), generator=torch.Generator().manual_seed(1))

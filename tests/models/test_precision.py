@@ -5,8 +5,8 @@ import torch
 from models_for_tests import make_model
 from safetensors.torch import load_file, save_file
 
+from sparsepack.files.tensors import arithmetic, type_name
 from sparsepack.models.checkpoint.checkpoint import open_checkpoint
-from sparsepack.models.precision import arithmetic, type_name
 
 
 @pytest.mark.parametrize(

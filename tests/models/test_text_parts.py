@@ -15,7 +15,7 @@ from sparsepack.formats.open import open_artifact, read_packed
 from sparsepack.formats.verify import verify
 from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from sparsepack.models.families import TEXT_PARTS
-from sparsepack.models.stock.whole import load_model
+from sparsepack.models.hf_model.model import load_model
 
 IDS = torch.randint(5, VOCABULARY - 5, (2, 33), generator=torch.Generator().manual_seed(1))
 TEXT = {

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from sparsepack.models.records.pattern import Pattern
+from sparsepack.models.pattern import Pattern
 from sparsepack.reconstruction import Inputs, Sums
 
 PATTERNS = [

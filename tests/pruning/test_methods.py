@@ -10,8 +10,7 @@ from sparsepack.calibrate import sparsegpt
 from sparsepack.calibrate.prune import METHODS as NAMES
 from sparsepack.calibrate.sparsegpt import METHODS
 from sparsepack.errors import SingularError
-from sparsepack.models.records.groups import check_pattern, grouped
-from sparsepack.models.records.pattern import Pattern
+from sparsepack.models.pattern import Pattern, check_pattern, grouped
 from sparsepack.reconstruction import Inputs, Sums
 
 

@@ -13,9 +13,8 @@ from sparsepack.calibrate.pruning import prune
 from sparsepack.files.text import Text
 from sparsepack.models.checkpoint.checkpoint import open_checkpoint
 from sparsepack.models.family import SITES
-from sparsepack.models.records.groups import grouped
-from sparsepack.models.records.pattern import Pattern
-from sparsepack.models.stock.blocks import BlockStream
+from sparsepack.models.hf_model.blocks import BlockStream
+from sparsepack.models.pattern import Pattern, grouped
 
 
 def test_a_block_in_another_order_computes_the_same(tmp_path):

@@ -9,8 +9,8 @@ from models_for_tests import SMALL, make_model
 from sparsepack.calibrate import permute
 from sparsepack.calibrate.permute import better_order, lost, permuted_block
 from sparsepack.models.checkpoint.checkpoint import open_checkpoint
-from sparsepack.models.records.pattern import Pattern
-from sparsepack.models.stock.blocks import BlockStream
+from sparsepack.models.hf_model.blocks import BlockStream
+from sparsepack.models.pattern import Pattern
 
 
 def values(rows: int, columns: int, seed: int = 0) -> torch.Tensor:

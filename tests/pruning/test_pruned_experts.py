@@ -19,8 +19,7 @@ from sparsepack.errors import PruningError
 from sparsepack.files.text import Text
 from sparsepack.models.checkpoint.checkpoint import open_checkpoint
 from sparsepack.models.families import FAMILIES
-from sparsepack.models.records.groups import kept
-from sparsepack.models.records.pattern import Pattern
+from sparsepack.models.pattern import Pattern, kept
 
 FILE = "model.safetensors"
 

@@ -18,9 +18,8 @@ from sparsepack.calibrate.prune import PruneOptions, SitePattern
 from sparsepack.errors import CalibrationError, CheckpointError, OutputError, PruningError, SiteError
 from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from sparsepack.models.checkpoint.writer import write_checkpoint
-from sparsepack.models.records.groups import check_pattern
-from sparsepack.models.records.pattern import Pattern
-from sparsepack.models.records.pruned import RECORD, pruning_record
+from sparsepack.models.pattern import Pattern, check_pattern
+from sparsepack.models.provenance import PRUNING_FILE, pruning_record
 
 OPTIONS = PruneOptions(6, 8, windows=4)
 BY_SIZE = PruneOptions(6, 8, method="magnitude")
@@ -73,7 +72,7 @@ def test_the_result_is_an_ordinary_checkpoint_with_the_pattern(
 
 def test_what_is_lost_is_told_for_each_matrix(small: Checkpoint, calibration: Path, tmp_path: Path) -> None:
     made = prune(small, tmp_path / "pruned", replace(OPTIONS, keep=4, of=6), calibration)
-    record = json.loads((tmp_path / "pruned" / RECORD).read_text())
+    record = json.loads((tmp_path / "pruned" / PRUNING_FILE).read_text())
     assert record["options"]["method"] == "sparsegpt"
     assert record["model_sha256"] == small.sha256
     assert [row["matrix"] for row in record["matrices"]] == [row.matrix for row in made.matrices]
@@ -158,7 +157,7 @@ def test_a_large_result_is_several_files_that_anything_loads(
 
 def test_magnitude_runs_nothing(small: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "sparsepack.models.stock.blocks.BlockStream.__call__", lambda *_: pytest.fail("a block was run")
+        "sparsepack.models.hf_model.blocks.BlockStream.__call__", lambda *_: pytest.fail("a block was run")
     )
     made = prune(small, tmp_path / "pruned", BY_SIZE)
     assert made.calibration_sha256 is None
@@ -182,7 +181,7 @@ def test_a_pruned_model_can_be_pruned_again_and_replaced(small: Checkpoint, tmp_
     with pytest.raises(OutputError, match="exists already"):
         prune(small, tmp_path / "pruned", options)
     prune(small, tmp_path / "pruned", options, overwrite=True)
-    with pytest.raises(OutputError, match=f"a folder without {RECORD}"):
+    with pytest.raises(OutputError, match=f"a folder without {PRUNING_FILE}"):
         prune(small, small.path, options, overwrite=True)
 
 

@@ -12,8 +12,7 @@ from pruning_cases import PATTERNS, known, tokens, weights
 
 from sparsepack import triton_kernels
 from sparsepack.calibrate import sparsegpt
-from sparsepack.models.records.groups import check_pattern
-from sparsepack.models.records.pattern import Pattern
+from sparsepack.models.pattern import Pattern, check_pattern
 from sparsepack.reconstruction import Inputs
 
 pytest.importorskip("triton")

@@ -14,8 +14,7 @@ from sparsepack.errors import RecipeError
 from sparsepack.formats.inspect import describe
 from sparsepack.formats.verify import verify
 from sparsepack.models.checkpoint.checkpoint import open_checkpoint
-from sparsepack.models.records.groups import check_pattern
-from sparsepack.models.records.pattern import Pattern
+from sparsepack.models.pattern import Pattern, check_pattern
 from sparsepack.publish.page import report_page
 from sparsepack.recipe import run_recipe
 from sparsepack.recipe.load import load_recipe

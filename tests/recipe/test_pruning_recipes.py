@@ -11,8 +11,7 @@ from recipes_for_tests import ran, refused, write_recipe
 from sparsepack.errors import RecipeError
 from sparsepack.formats.inspect import describe
 from sparsepack.models.checkpoint.checkpoint import open_checkpoint
-from sparsepack.models.records.groups import check_pattern
-from sparsepack.models.records.pattern import Pattern
+from sparsepack.models.pattern import Pattern, check_pattern
 from sparsepack.publish.card import model_card
 from sparsepack.publish.page import report_page
 from sparsepack.recipe import run_recipe

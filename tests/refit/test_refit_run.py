@@ -28,8 +28,8 @@ from sparsepack.formats.verify import verify
 from sparsepack.models.checkpoint.checkpoint import open_checkpoint
 from sparsepack.models.checkpoint.experts import as_experts
 from sparsepack.models.family import MLP_SITES, SITES
-from sparsepack.models.stock.blocks import BlockStream
-from sparsepack.models.stock.hooks import routing_hooks
+from sparsepack.models.hf_model.blocks import BlockStream
+from sparsepack.models.hf_model.hooks import routing_hooks
 from sparsepack.packing import PackRequest, pack
 from sparsepack.workers.resume import unfinished_path
 

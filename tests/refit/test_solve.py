@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from sparsepack.calibrate.refit_inputs import SiteInputs, SiteSums, refitted
-from sparsepack.models.records.rule import SiteRule, sparsify
+from sparsepack.models.sites import SiteRule, sparsify
 
 RULES = {
     "a threshold": SiteRule(threshold=0.7, sparsity=0.5),

@@ -10,11 +10,12 @@ from model_variants import FOLDERS
 from models_for_tests import EXPERTS, OPT, ROTATED, make_model, make_opt
 
 from sparsepack.errors import CheckpointError
-from sparsepack.models.architecture import heads_of_config
-from sparsepack.models.checkpoint.checkpoint import HEAD, Checkpoint, open_checkpoint
+from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from sparsepack.models.checkpoint.rotated import Bases, bases_of, found_basis, rotated, value_and_output
 from sparsepack.models.families import FAMILIES
-from sparsepack.models.stock.whole import load_model
+from sparsepack.models.family import HEAD
+from sparsepack.models.hf_config import heads_of_config
+from sparsepack.models.hf_model.model import load_model
 
 IDS = torch.arange(2, 50)[None] * 7 % 512
 MORE: dict[str, dict[str, Any]] = {

@@ -15,11 +15,11 @@ from sparsepack.calibrate.rotation import rotate
 from sparsepack.calibrate.teal import divergence
 from sparsepack.calibrate.uniform import weights_of
 from sparsepack.errors import RotationError
-from sparsepack.models.architecture import heads_of_config
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
 from sparsepack.models.checkpoint.rotated import Bases, rotated
 from sparsepack.models.family import SITES
-from sparsepack.models.stock.whole import load_model
+from sparsepack.models.hf_config import heads_of_config
+from sparsepack.models.hf_model.model import load_model
 from sparsepack.workers.resume import ResumeState
 
 FEW = RotateOptions("learnt", steps=3, batch=1, length=32)

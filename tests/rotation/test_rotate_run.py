@@ -21,11 +21,11 @@ from sparsepack.calibrate.rotate import RotateOptions
 from sparsepack.calibrate.rotation import BOUNDS
 from sparsepack.errors import CalibrationError, CheckpointError, OutputError, RotationError
 from sparsepack.files.text import Text
-from sparsepack.models.checkpoint.checkpoint import HEAD, Checkpoint, open_checkpoint
+from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from sparsepack.models.checkpoint.rotated import Bases, rotated
 from sparsepack.models.checkpoint.writer import write_checkpoint
-from sparsepack.models.records.pruned import RECORD as PRUNE_RECORD
-from sparsepack.models.records.rotated import RECORD, rotation_record
+from sparsepack.models.family import HEAD
+from sparsepack.models.provenance import PRUNING_FILE, ROTATION_FILE, rotation_record
 
 
 @pytest.fixture(scope="session")
@@ -74,7 +74,7 @@ def test_the_result_is_an_ordinary_checkpoint_that_computes_the_same(
 
 def test_the_record_says_what_was_done(small: Checkpoint, calibration: Path, tmp_path: Path) -> None:
     made = rotate(small, calibration, tmp_path / "rotated", RotateOptions("hadamard", seed=5))
-    record = json.loads((tmp_path / "rotated" / RECORD).read_text())
+    record = json.loads((tmp_path / "rotated" / ROTATION_FILE).read_text())
     assert (record["schema"], record["kind"]) == (1, "rotated")
     assert (record["options"]["basis"], record["options"]["seed"]) == ("hadamard", 5)
     assert record["model_sha256"] == small.sha256
@@ -243,10 +243,10 @@ def test_a_rotated_model_can_be_pruned_and_keeps_its_record(
 ) -> None:
     rotate(small, calibration, tmp_path / "rotated")
     prune(tmp_path / "rotated", tmp_path / "pruned", PruneOptions(6, 8, method="magnitude"))
-    records = [json.loads((tmp_path / "pruned" / name).read_text()) for name in (RECORD, PRUNE_RECORD)]
+    records = [json.loads((tmp_path / "pruned" / name).read_text()) for name in (ROTATION_FILE, PRUNING_FILE)]
     assert records[0]["model_sha256"] == small.sha256
     assert records[1]["model_sha256"] == open_checkpoint(tmp_path / "rotated").sha256
-    assert (tmp_path / "pruned" / RECORD).read_bytes() == (tmp_path / "rotated" / RECORD).read_bytes()
+    assert (tmp_path / "pruned" / ROTATION_FILE).read_bytes() == (tmp_path / "rotated" / ROTATION_FILE).read_bytes()
 
 
 def test_what_was_rotated_or_pruned_before_is_refused_in_one_line(
@@ -261,7 +261,7 @@ def test_what_was_rotated_or_pruned_before_is_refused_in_one_line(
     with pytest.raises(OutputError, match="exists already"):
         rotate(small, calibration, tmp_path / "rotated")
     rotate(small, calibration, tmp_path / "rotated", overwrite=True)
-    with pytest.raises(OutputError, match=f"a folder without {RECORD}"):
+    with pytest.raises(OutputError, match=f"a folder without {ROTATION_FILE}"):
         rotate(small, calibration, tmp_path / "pruned", overwrite=True)
 
 
@@ -321,11 +321,11 @@ def test_weights_that_are_not_finite_are_named(calibration: Path, tmp_path: Path
 def test_a_damaged_record_is_one_line(small: Checkpoint, calibration: Path, tmp_path: Path) -> None:
     rotate(small, calibration, tmp_path / "rotated")
     for change in ({"schema": 2}, {"options": None}, {"model_sha256": 3}):
-        record = json.loads((tmp_path / "rotated" / RECORD).read_text())
-        (tmp_path / "rotated" / RECORD).write_text(json.dumps(record | change))
+        record = json.loads((tmp_path / "rotated" / ROTATION_FILE).read_text())
+        (tmp_path / "rotated" / ROTATION_FILE).write_text(json.dumps(record | change))
         with pytest.raises(CheckpointError, match=r"sparsepack_rotate\.json: damaged \(.*rotate the model again"):
             rotation_record(tmp_path / "rotated")
-        (tmp_path / "rotated" / RECORD).write_text(json.dumps(record))
+        (tmp_path / "rotated" / ROTATION_FILE).write_text(json.dumps(record))
 
 
 @pytest.mark.long

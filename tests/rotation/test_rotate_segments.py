@@ -26,8 +26,8 @@ from sparsepack.formats.open import open_artifact
 from sparsepack.formats.verify import verify
 from sparsepack.inspection import inspect
 from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
-from sparsepack.models.records.rotated import RECORD, rotation_record
-from sparsepack.models.stock.whole import load_model
+from sparsepack.models.hf_model.model import load_model
+from sparsepack.models.provenance import ROTATION_FILE, rotation_record
 from sparsepack.packing import PackRequest, pack
 from sparsepack.publish.card import model_card
 
@@ -73,7 +73,7 @@ def test_learning_turns_each_segment(tiny: Checkpoint, tiny_calibrated: Path, tm
 
 
 def test_everything_says_where_segments_begin(tiny: Checkpoint, three: Path, tmp_path: Path) -> None:
-    record = json.loads((three / RECORD).read_text())
+    record = json.loads((three / ROTATION_FILE).read_text())
     assert record["boundaries"] == [1, 2]
     read = rotation_record(three)
     assert read is not None

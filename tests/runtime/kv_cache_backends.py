@@ -13,7 +13,7 @@ from metal_stand_in import stand_in
 from native_build import instruction_set_params
 from torch import Tensor
 
-from sparsepack.models.records.sparse_attention import TokenPolicy
+from sparsepack.models.sparse_attention import TokenPolicy
 from sparsepack.runtime.backend_module import opened as opened_module
 from sparsepack.runtime.backends import BACKENDS
 from sparsepack.runtime.cpu.machine import FORCED

@@ -23,13 +23,13 @@ from sparsepack.formats.packed import (
 )
 from sparsepack.formats.stock import dequantised
 from sparsepack.formats.table import MatrixFormat
-from sparsepack.models.architecture import architecture_of
 from sparsepack.models.checkpoint.experts import as_experts
 from sparsepack.models.families import FAMILIES
 from sparsepack.models.family import ATTENTION_SITES, MLP_SITES, SITES
-from sparsepack.models.records.rule import SiteRule, sparsify
-from sparsepack.models.stock.hooks import site_hooks
-from sparsepack.models.stock.whole import build_model
+from sparsepack.models.hf_config import architecture_of
+from sparsepack.models.hf_model.hooks import site_hooks
+from sparsepack.models.hf_model.model import build_model
+from sparsepack.models.sites import SiteRule, sparsify
 from sparsepack.runtime.backends import backend_named
 from sparsepack.runtime.features import lacks
 from sparsepack.runtime.options import EngineOptions

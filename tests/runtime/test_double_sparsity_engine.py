@@ -11,7 +11,7 @@ from packed_models import random_model, stock_model, with_rules
 from torch import Tensor
 
 from sparsepack.formats.packed import PackedModel
-from sparsepack.models.records.sparse_attention import SparseAttention, TokenPolicy
+from sparsepack.models.sparse_attention import SparseAttention, TokenPolicy
 from sparsepack.runtime.backends import BACKENDS
 from sparsepack.runtime.chained.decoder import OperationsDecoder
 from sparsepack.runtime.cuda.attention import double_sparsity

@@ -8,7 +8,7 @@ import pytest
 import torch
 from kv_cache_backends import CONTEXT, POLICY, SPARSE_CASES, Backend, both, opened
 
-from sparsepack.models.records.sparse_attention import TokenPolicy
+from sparsepack.models.sparse_attention import TokenPolicy
 
 
 @pytest.fixture(params=SPARSE_CASES, scope="module")

@@ -15,7 +15,7 @@ from sparsepack.formats.blocks.table import BLOCKS
 from sparsepack.formats.matrix import PackedMatrix, decode_matrix
 from sparsepack.formats.packed import PackedModel
 from sparsepack.formats.table import MatrixFormat
-from sparsepack.models.records.rule import active_channels
+from sparsepack.models.sites import active_channels
 from sparsepack.runtime.chained import decoder as operations_decoder
 from sparsepack.runtime.cpu import decoder as native_decoder
 from sparsepack.runtime.cuda.decoder import decoder as cuda_decoder

@@ -14,7 +14,7 @@ from sparsepack.bench.decode import bytes_per_token, parameters
 from sparsepack.errors import UserError
 from sparsepack.formats.packed import ExpertMlp, PackedModel
 from sparsepack.formats.table import EXPERTS
-from sparsepack.models.records.rule import SiteRule
+from sparsepack.models.sites import SiteRule
 from sparsepack.runtime.backends import BACKENDS
 from sparsepack.runtime.features import check_features
 from sparsepack.runtime.options import EngineOptions

@@ -19,7 +19,7 @@ from packed_models import random_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from sparsepack.errors import ArtifactError, UserError
-from sparsepack.models.records.skipped import Skipped
+from sparsepack.models.activity import Skipped
 from sparsepack.runtime.engine import Counts, Engine
 from sparsepack.runtime.generation.continuation import TextStream
 from sparsepack.runtime.generation.generate import generate, open_tokenizer, prompt_tokens

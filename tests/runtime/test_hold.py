@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sparsepack.errors import UserError
 from sparsepack.formats.packed import PackedModel
-from sparsepack.models.records.rule import SiteRule
+from sparsepack.models.sites import SiteRule
 from sparsepack.runtime import threshold_controller as hold
 from sparsepack.runtime.backends import BACKENDS
 from sparsepack.runtime.chained.decoder import OperationsDecoder

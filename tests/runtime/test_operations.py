@@ -14,7 +14,7 @@ from sparsepack.formats.blocks.table import BLOCKS
 from sparsepack.formats.matrix import PackedMatrix, decode_matrix
 from sparsepack.formats.orders import zigzag
 from sparsepack.formats.table import MatrixFormat
-from sparsepack.models.records.rule import SiteRule, active_channels
+from sparsepack.models.sites import SiteRule, active_channels
 from sparsepack.runtime.backends import BACKENDS
 from sparsepack.runtime.chained.decoder import torch_threads
 

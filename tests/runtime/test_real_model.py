@@ -14,7 +14,7 @@ from sparsepack.formats.open import read_packed
 from sparsepack.formats.packed import PackedModel
 from sparsepack.formats.stock import dequantised, stock_config
 from sparsepack.models.checkpoint.checkpoint import open_checkpoint
-from sparsepack.models.stock.whole import build_model
+from sparsepack.models.hf_model.model import build_model
 from sparsepack.runtime.engine import Engine
 from sparsepack.runtime.generation.generate import generate, open_tokenizer
 from sparsepack.runtime.options import GenerateOptions

@@ -20,13 +20,12 @@ from torch import Tensor
 from union import Union, union_logits
 
 from sparsepack.bench.decode import bytes_per_token, parameters, stored_bytes
-from sparsepack.formats.packed import PackedModel
+from sparsepack.formats.packed import PackedModel, skipped_weights
 from sparsepack.formats.table import NEURONS
 from sparsepack.runtime.backends import backend_named
 from sparsepack.runtime.chained import decoder as operations_decoder
 from sparsepack.runtime.cpu import decoder as native_decoder
 from sparsepack.runtime.cuda.decoder import decoder as cuda_decoder
-from sparsepack.runtime.skipped import skipped_weights
 
 IDS = torch.randint(300, (13,), generator=torch.Generator().manual_seed(1)).tolist()
 TEXTS = torch.randint(300, (3, 9), generator=torch.Generator().manual_seed(2)).tolist()

@@ -17,8 +17,7 @@ from sparsepack.errors import UserError
 from sparsepack.formats.orders.slide import Slide, encode
 from sparsepack.integration.transformers import quantizer as module
 from sparsepack.integration.transformers.quantizer import SlidLinear
-from sparsepack.models.records.groups import kept
-from sparsepack.models.records.pattern import Pattern
+from sparsepack.models.pattern import Pattern, kept
 from sparsepack.packing import PackRequest, pack
 from sparsepack.runtime.reference import products as reference
 from sparsepack.runtime.reference.products import SlidMatrix

@@ -6,8 +6,8 @@ from torch import Tensor
 
 from sparsepack.formats.packed import PackedModel
 from sparsepack.models.families import FAMILIES
-from sparsepack.models.records.rule import active_channels
-from sparsepack.models.stock.hooks import site_hooks
+from sparsepack.models.hf_model.hooks import site_hooks
+from sparsepack.models.sites import active_channels
 
 CLEAR = 1e-4
 """Relative, of an input and its threshold: several times what rounding makes of it."""

@@ -15,7 +15,7 @@ from serving import Served, tiny_model
 from sparsepack.loading import Model
 from sparsepack.models.checkpoint.checkpoint import open_checkpoint
 from sparsepack.models.family import SITES
-from sparsepack.models.records.rule import SiteRule
+from sparsepack.models.sites import SiteRule
 from sparsepack.runtime.cpu import machine
 from sparsepack.serve.options import ServeOptions
 

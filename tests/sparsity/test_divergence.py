@@ -14,8 +14,8 @@ from sparsepack.calibrate.teal import divergence
 from sparsepack.calibrate.uniform import weights_of
 from sparsepack.models.checkpoint.checkpoint import open_checkpoint
 from sparsepack.models.family import SITES
-from sparsepack.models.stock.hooks import site_hooks
-from sparsepack.models.stock.whole import backbone_of, load_model
+from sparsepack.models.hf_model.hooks import site_hooks
+from sparsepack.models.hf_model.model import backbone_of, load_model
 
 Found = tuple[torch.Tensor, torch.Tensor]
 

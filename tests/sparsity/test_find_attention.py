@@ -11,7 +11,7 @@ from sparsepack.calibrate.attention import find_attention, heaviest, measured_fo
 from sparsepack.calibrate.statistics import MEASURED, importance
 from sparsepack.calibrate.thresholds import AttentionOptions
 from sparsepack.errors import CalibrationError, PackingError
-from sparsepack.models.records.sparse_attention import TokenPolicy
+from sparsepack.models.sparse_attention import TokenPolicy
 from sparsepack.option import default_of
 
 DOUBLE = AttentionOptions("double", channels=8, dense_layers="none")

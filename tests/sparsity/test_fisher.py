@@ -16,8 +16,8 @@ from sparsepack.eval.subject import open_subject
 from sparsepack.files.text import read_text
 from sparsepack.models.checkpoint.checkpoint import open_checkpoint
 from sparsepack.models.family import SITES
-from sparsepack.models.stock.hooks import site_hooks
-from sparsepack.models.stock.whole import backbone_of, load_model
+from sparsepack.models.hf_model.hooks import site_hooks
+from sparsepack.models.hf_model.model import backbone_of, load_model
 
 HALF = AllocationOptions(0.5)
 

@@ -23,8 +23,8 @@ from sparsepack.calibrate.thresholds import AllocationOptions
 from sparsepack.cli import main
 from sparsepack.files.text import read_text
 from sparsepack.models.family import SITES
-from sparsepack.models.records.rule import SiteRule
-from sparsepack.models.stock.blocks import BlockStream
+from sparsepack.models.hf_model.blocks import BlockStream
+from sparsepack.models.sites import SiteRule
 from sparsepack.packing import PackRequest, pack
 from sparsepack.workers import resume
 from sparsepack.workers.resume import ResumeState, state_beside

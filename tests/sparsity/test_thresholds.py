@@ -12,7 +12,7 @@ from sparsepack.calibrate.sequential import at_quantile, score, score_counts, se
 from sparsepack.calibrate.threshold_table import Thresholds, read_thresholds
 from sparsepack.errors import ThresholdsError
 from sparsepack.models.family import SITES
-from sparsepack.models.records.rule import CURVE_SHARES, SiteRule
+from sparsepack.models.sites import CURVE_SHARES, SiteRule
 
 
 @pytest.fixture

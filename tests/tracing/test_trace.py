@@ -22,7 +22,7 @@ from sparsepack.cli.app import main
 from sparsepack.errors import CalibrationError, OutputError, PlacementError
 from sparsepack.files.text import Text
 from sparsepack.models.checkpoint.checkpoint import open_checkpoint
-from sparsepack.models.stock.whole import load_model
+from sparsepack.models.hf_model.model import load_model
 from sparsepack.models.tokenizer.windows import rolling_windows, session_windows
 from sparsepack.workers.resume import ResumeState
 

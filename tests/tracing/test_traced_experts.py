@@ -19,7 +19,7 @@ from sparsepack.files.text import Text
 from sparsepack.formats.open import read_packed
 from sparsepack.inspection import detect_kind
 from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
-from sparsepack.models.stock.whole import load_model
+from sparsepack.models.hf_model.model import load_model
 from sparsepack.packing import PackRequest, pack
 from sparsepack.placement.budget import plan_within
 from sparsepack.placement.machine import MACHINES, SHAPES, seconds_per_token

@@ -21,7 +21,7 @@ from models_for_tests import TEXT
 from sparsepack.calibrate.collect import CalibrateOptions
 from sparsepack.calibrate.collection import calibrate
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
-from sparsepack.models.stock.blocks import BlockStream
+from sparsepack.models.hf_model.blocks import BlockStream
 from sparsepack.workers import resume
 from sparsepack.workers.resume import unfinished_path
 

@@ -17,8 +17,8 @@ from sparsepack.eval.options import EvalRequest
 from sparsepack.eval.run import forecast as measured_by_eval
 from sparsepack.files.text import Text
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
-from sparsepack.models.stock.blocks import BlockStream
-from sparsepack.models.stock.forecast import Forecast, forecast_blocks
+from sparsepack.models.hf_model.blocks import BlockStream
+from sparsepack.models.hf_model.forecast import Forecast, forecast_blocks
 from sparsepack.packing import PackRequest, pack
 from sparsepack.packing_forecast import forecast as parts_of_pack
 from sparsepack.workers.dealt import Dealt

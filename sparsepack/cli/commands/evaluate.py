@@ -91,7 +91,7 @@ def evaluation_table(result: Mapping[str, Any]) -> str:
     """What `eval` measured."""
     from sparsepack.calibrate.collect import precision
     from sparsepack.eval.results import accuracy_tables, share_read, skipped
-    from sparsepack.models.records.sparse_attention import in_words
+    from sparsepack.models.sparse_attention import in_words
     from sparsepack.placement.traffic import describe_hits
 
     tasks, attention = result["tasks"], result["subject"]["attention"]

@@ -19,8 +19,9 @@ from sparsepack.formats.containers.gguf import HEADER_BYTES, HEADER_HASH, TENSOR
 from sparsepack.formats.containers.write_tensors import TensorFile, first_ones_output, ignored, offsets, write_files
 from sparsepack.formats.matrix import fitting_type, relative_error
 from sparsepack.formats.plan import Plan, naming
-from sparsepack.models.checkpoint.checkpoint import EMBEDDING, HEAD, Checkpoint
+from sparsepack.models.checkpoint.checkpoint import Checkpoint
 from sparsepack.models.checkpoint.source_hash import SourceHash
+from sparsepack.models.family import EMBEDDING, HEAD
 from sparsepack.progress import progress
 from sparsepack.workers.workers import ALONE, Workers
 

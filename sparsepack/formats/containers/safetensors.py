@@ -40,9 +40,10 @@ from sparsepack.formats.attention import ATTENTION, sparse_attention_of
 from sparsepack.formats.blocks.table import stored_bytes
 from sparsepack.formats.manifest import read_manifest, with_score
 from sparsepack.formats.stock import StockModel
-from sparsepack.models.checkpoint.checkpoint import EMBEDDING, HEAD, Checkpoint
+from sparsepack.models.checkpoint.checkpoint import Checkpoint
 from sparsepack.models.checkpoint.configuration import MANIFEST, METHOD, is_saved_copy, told_of_copy
-from sparsepack.models.records.sparse_attention import SparseAttention
+from sparsepack.models.family import EMBEDDING, HEAD
+from sparsepack.models.sparse_attention import SparseAttention
 from sparsepack.models.tokenizer.tokenizer import folder_tokenizer
 
 __all__ = ["CONFIG", "MANIFEST", "METHOD", "sealed", "unsealed"]

@@ -18,8 +18,8 @@ from sparsepack.formats.containers.write_tensors import TensorFile, first_ones_o
 from sparsepack.formats.manifest import FILES_SCHEMA
 from sparsepack.formats.plan import Plan, PlannedGroup, PlannedTensor, tensors_of
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
-from sparsepack.models.checkpoint.source_files import texts_of
 from sparsepack.models.checkpoint.source_hash import SourceHash
+from sparsepack.models.checkpoint.writer import texts_of
 from sparsepack.progress import progress
 from sparsepack.workers.workers import ALONE, Workers
 

@@ -9,10 +9,11 @@ from gguf import GGUFValueType
 
 from sparsepack.errors import PackingError
 from sparsepack.formats.containers.gguf import KeyValue, f32, string, u32
-from sparsepack.models.architecture import Architecture, rotary_settings
+from sparsepack.models.architecture import Architecture
 from sparsepack.models.checkpoint.gguf_config import ROTARY_FACTORS
 from sparsepack.models.families import FAMILIES
 from sparsepack.models.family import Family, LlamaCpp
+from sparsepack.models.hf_config import rotary_settings
 
 _INSTEAD = "pack as zigzag-q4_k, which sparsepack itself runs"
 

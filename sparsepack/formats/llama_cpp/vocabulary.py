@@ -13,7 +13,7 @@ is refused. What llama.cpp does differently all the same, with no key to change 
 
 llama.cpp's names for pre-tokenizers, recognised by what a tokenizer.json says about cutting text before BPE.
 
-`models/tokenizer/pretokenizers.py` has the table of names.
+`models/tokenizer/tokenizer_json.py` has the table of names.
 """
 
 import re
@@ -25,7 +25,7 @@ from gguf import GGUFValueType, TokenType
 
 from sparsepack.errors import PackingError
 from sparsepack.models.tokenizer.chat import CHAT_TEMPLATE, DEFAULT, TOOL_USE, templates_of
-from sparsepack.models.tokenizer.pretokenizers import DIGIT, GPT2, PRE_TOKENIZERS
+from sparsepack.models.tokenizer.tokenizer_json import DIGIT, GPT2, PRE_TOKENIZERS
 
 _KEY = "tokenizer.ggml."
 

@@ -32,8 +32,7 @@ import torch
 from torch import Tensor
 
 from sparsepack.errors import PackingError
-from sparsepack.models.records.groups import check_pattern, filled, grouped, ungrouped
-from sparsepack.models.records.pattern import Pattern
+from sparsepack.models.pattern import Pattern, check_pattern, filled, grouped, ungrouped
 
 
 @dataclass(frozen=True)

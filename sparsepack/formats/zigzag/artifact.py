@@ -25,9 +25,9 @@ from sparsepack.formats.zigzag.reader import (
     WEIGHT,
     ModelReader,
 )
-from sparsepack.models.checkpoint.checkpoint import EMBEDDING, FINAL_NORM, HEAD, Checkpoint
-from sparsepack.models.family import MLP_SITES
-from sparsepack.models.records.sparse_attention import SparseAttention
+from sparsepack.models.checkpoint.checkpoint import Checkpoint
+from sparsepack.models.family import EMBEDDING, FINAL_NORM, HEAD, MLP_SITES
+from sparsepack.models.sparse_attention import SparseAttention
 
 _OUTSIDE = {"token_embd.weight": EMBEDDING, "output_norm.weight": FINAL_NORM, "output.weight": HEAD}
 

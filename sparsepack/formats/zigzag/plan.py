@@ -69,12 +69,12 @@ from sparsepack.formats.zigzag.reader import (
     zigzag_tensors,
 )
 from sparsepack.models.architecture import Architecture
-from sparsepack.models.checkpoint.checkpoint import EMBEDDING, FINAL_NORM, HEAD, Checkpoint
+from sparsepack.models.checkpoint.checkpoint import Checkpoint
+from sparsepack.models.checkpoint.config_files import GENERATION
 from sparsepack.models.checkpoint.gguf_config import OWN_CONFIG
-from sparsepack.models.checkpoint.source_files import chat_template, config_json
-from sparsepack.models.family import MLP_SITES, SITES
-from sparsepack.models.records.generation import GENERATION
-from sparsepack.models.records.rule import Rules, SiteRule
+from sparsepack.models.checkpoint.writer import chat_template, config_json
+from sparsepack.models.family import EMBEDDING, FINAL_NORM, HEAD, MLP_SITES, SITES
+from sparsepack.models.sites import Rules, SiteRule
 from sparsepack.models.tokenizer.chat import CHAT_TEMPLATE, SPECIAL_TOKENS, TOOL_USE
 from sparsepack.models.tokenizer.gguf_tokenizer import OWN_TOKENIZER
 from sparsepack.reconstruction import Inputs

@@ -29,11 +29,11 @@ from sparsepack.formats.plan import PlannedTensor
 from sparsepack.formats.stock import check_config
 from sparsepack.formats.table import FORMATS, MatrixFormat
 from sparsepack.models.architecture import Architecture, check_numbers
+from sparsepack.models.checkpoint.config_files import GENERATION, read_suggested
 from sparsepack.models.checkpoint.gguf_config import OWN_CONFIG
 from sparsepack.models.families import FAMILIES
 from sparsepack.models.family import ATTENTION_SITES, MLP_SITES
-from sparsepack.models.records.generation import GENERATION, read_suggested
-from sparsepack.models.records.rule import SiteRule
+from sparsepack.models.sites import SiteRule
 from sparsepack.models.tokenizer.chat import CHAT_TEMPLATE, SPECIAL_TOKENS, TOOL_USE, read_special_tokens
 from sparsepack.models.tokenizer.gguf_tokenizer import OWN_TOKENIZER
 

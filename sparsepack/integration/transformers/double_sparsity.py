@@ -21,9 +21,9 @@ from transformers.modeling_utils import AttentionInterface
 from sparsepack.errors import UserError
 from sparsepack.formats.blocks.labels import encode_labels
 from sparsepack.models.families import FAMILIES, family_of
-from sparsepack.models.records.sparse_attention import SparseAttention, TokenPolicy
-from sparsepack.models.stock.attention import dense_attention
-from sparsepack.models.stock.whole import backbone_of
+from sparsepack.models.hf_model.attention import dense_attention
+from sparsepack.models.hf_model.model import backbone_of
+from sparsepack.models.sparse_attention import SparseAttention, TokenPolicy
 from sparsepack.runtime.reference import attention as reference_attention
 from sparsepack.runtime.reference.double_sparsity import QUERIES_AT_ONCE, Labels, attend_sparse, heavy
 

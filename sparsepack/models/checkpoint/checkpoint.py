@@ -19,15 +19,9 @@ import torch
 from sparsepack.errors import CheckpointError, PackingError
 from sparsepack.files.gguf import GgufFile, read_split_gguf
 from sparsepack.files.stored import Stored, shown, validate
-from sparsepack.models.architecture import (
-    Architecture,
-    architecture_of,
-    check_numbers,
-    expert_numbers,
-    token_ids,
-    token_weights,
-)
+from sparsepack.models.architecture import Architecture, check_numbers
 from sparsepack.models.blocks import ExpertNumbers
+from sparsepack.models.checkpoint.config_files import suggested
 from sparsepack.models.checkpoint.configuration import Described, check_sizes, file_config, folder_config
 from sparsepack.models.checkpoint.experts import as_experts, experts_source
 from sparsepack.models.checkpoint.locate import located
@@ -38,10 +32,10 @@ from sparsepack.models.checkpoint.sources import (
     TensorSource,
     resolve_output,
 )
-from sparsepack.models.checkpoint.stock_model import check_stock_model
 from sparsepack.models.families import check_taken, family_of
-from sparsepack.models.family import Family
-from sparsepack.models.records.generation import suggested
+from sparsepack.models.family import HEAD, Family
+from sparsepack.models.hf_config import architecture_of, expert_numbers, token_ids, token_weights
+from sparsepack.models.hf_model.model import check_stock_model
 from sparsepack.models.tokenizer.chat import DEFAULT, folder_templates, named_tokens, templates_of, turn_ends
 from sparsepack.models.tokenizer.gguf_tokenizer import gguf_tokenizer_config, gguf_tokenizer_json, gguf_turn_ends
 from sparsepack.models.tokenizer.sentencepiece_model import sentencepiece_config, sentencepiece_json
@@ -54,10 +48,6 @@ from sparsepack.models.tokenizer.tokenizer import (
 )
 from sparsepack.models.tokenizer.tokens import backend_of, bos_tokens
 from sparsepack.progress import say
-
-EMBEDDING, FINAL_NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
-"""The names of the tensors outside of the blocks in packable families; the last one is the output matrix in all of
-them."""
 
 T = TypeVar("T")
 
@@ -271,7 +261,7 @@ class Checkpoint:
 
     @cached_property
     def generation(self) -> dict[str, float]:
-        """How its makers would have tokens chosen (`models.records.generation`). Raises `CheckpointError`."""
+        """How its makers would have tokens chosen (`models.checkpoint.config_files`). Raises `CheckpointError`."""
         return self._of_generation(suggested)
 
     def _of_generation(self, read: Callable[[dict[str, Any]], T]) -> T:

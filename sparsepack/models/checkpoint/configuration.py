@@ -33,11 +33,10 @@ from pydantic import Field
 from sparsepack.errors import CheckpointError
 from sparsepack.files.gguf import GgufFile
 from sparsepack.files.stored import Count, Name, Stored, shown, validate
-from sparsepack.models.checkpoint.config_fields import check_fields
+from sparsepack.models.checkpoint.config_files import STOCK_ALONE, check_fields, refused_own_code, tell_own_code
 from sparsepack.models.checkpoint.gguf_config import gguf_config
 from sparsepack.models.families import FAMILIES, TEXT_PARTS, family_of
 from sparsepack.models.family import TextPart
-from sparsepack.models.own_code import STOCK_ALONE, refused_own_code, tell_own_code
 from sparsepack.progress import say
 
 SEGMENTS = "sparsepack-segments"

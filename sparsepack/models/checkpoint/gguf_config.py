@@ -17,7 +17,7 @@ import torch
 from sparsepack.errors import CheckpointError
 from sparsepack.files.gguf import GgufFile
 from sparsepack.files.stored import shown
-from sparsepack.models.checkpoint.config_fields import check_fields
+from sparsepack.models.checkpoint.config_files import check_fields
 from sparsepack.models.families import FAMILIES
 from sparsepack.models.family import Experts, Family, LlamaCpp
 

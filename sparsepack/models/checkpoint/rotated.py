@@ -39,14 +39,13 @@ import torch
 from torch import Tensor
 
 from sparsepack.errors import CheckpointError
-from sparsepack.files.tensors import all_finite
-from sparsepack.models.architecture import heads_of_config
-from sparsepack.models.checkpoint.checkpoint import HEAD, Checkpoint
+from sparsepack.files.tensors import all_finite, brought, stored_type, type_name
+from sparsepack.models.checkpoint.checkpoint import Checkpoint
 from sparsepack.models.checkpoint.configuration import segmented_config
 from sparsepack.models.checkpoint.sources import changed_source
 from sparsepack.models.families import stream_of
-from sparsepack.models.family import ATTN_OUT, Family
-from sparsepack.models.precision import HALVES, brought, type_name
+from sparsepack.models.family import ATTN_OUT, HEAD, Family
+from sparsepack.models.hf_config import heads_of_config
 
 
 @dataclass(frozen=True)
@@ -160,15 +159,6 @@ def bases_of(tensors: Mapping[str, Tensor]) -> Bases:
 
 PIECE = 1 << 22
 """This many weights are in float64 at one time."""
-
-
-def stored_type(asked: str, own: torch.dtype) -> torch.dtype:
-    """The type in which a tensor of a rotated checkpoint is stored: the one asked for; for "auto" its own, or float32
-    where its own has 16 bits, since rounding a second time would make another model of it."""
-    if asked != "auto":
-        found: torch.dtype = getattr(torch, asked)
-        return found
-    return torch.float32 if own in HALVES else own
 
 
 def rotated(checkpoint: Checkpoint, bases: Bases, weights: str = "auto", device: str = "cpu") -> Checkpoint:

@@ -1,9 +1,6 @@
 """The sources of a checkpoint's tensors: sharded safetensors, or a GGUF as made by llama.cpp's converter."""
 
-import json
-import re
 from collections.abc import Callable, Iterable, Mapping
-from fnmatch import fnmatch
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,12 +11,12 @@ import torch
 from sparsepack.errors import CheckpointError
 from sparsepack.files.gguf import GgufFile
 from sparsepack.files.hashing import combine_digests
-from sparsepack.files.stored import Name, Stored, shown, validate
-from sparsepack.files.tensors import INDEX, WEIGHTS, all_finite
+from sparsepack.files.stored import shown
+from sparsepack.files.tensors import all_finite
 from sparsepack.models.checkpoint.gguf_config import ROTARY_FACTORS, SHARED_GATE, gguf_names, unpermute_rotary
+from sparsepack.models.checkpoint.locate import weight_files
 from sparsepack.models.checkpoint.source_hash import SourceHash
 from sparsepack.models.family import Family, TextPart
-from sparsepack.progress import say
 
 _GGUF_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """Types of GGUFs that torch has, too; weights of any other become float32."""
@@ -123,62 +120,6 @@ def changed_source(
     return MadeSource(source, entries_of(source) | dict(entries or {}), tensor)
 
 
-class _Index(Stored):
-    weight_map: dict[str, Name]
-
-
-_SHARD = re.compile(r"model-(\d{5})-of-(\d{5})\.safetensors")
-BESIDE_WEIGHTS = ("consolidated*", "adapter_*", "optimizer*", "training_args*")
-"""Files of these names hold something else than a model as transformers stores it: its maker's own format, what was
-trained beside it, the state of a training."""
-
-
-def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a model's folder, as transformers chooses them: model.safetensors, else the shards of
-    the index, else those that are named as shards, else whatever there is. Raises `CheckpointError`."""
-    single, index = folder / WEIGHTS, folder / INDEX
-    if _is_there(single):
-        if index.is_file():
-            say(f"{folder}: {WEIGHTS} is read, as transformers does; {INDEX} beside it is not")
-        return [single]
-    if index.is_file():
-        names = indexed(folder)
-        if missing := [name[:200] for name in names if not _is_there(folder / name)]:
-            raise CheckpointError(f"{folder}: the shard {missing[0]} of {INDEX} is missing; download it again")
-        return [folder / name for name in names]
-    files = sorted(folder.glob("*.safetensors"))
-    if shards := [file for file in files if _SHARD.fullmatch(file.name)]:
-        numbers = [_SHARD.fullmatch(file.name) for file in shards]
-        for number in range(1, max(int(each[2]) for each in numbers if each) + 1):
-            if number not in {int(each[1]) for each in numbers if each}:
-                raise CheckpointError(f"{folder}: shard {number} of the model is missing; download it again")
-        return shards
-    model = [file for file in files if not any(fnmatch(file.name, pattern) for pattern in BESIDE_WEIGHTS)]
-    if not model:
-        pickles = any([*folder.glob("*.bin"), *folder.glob("*.pth"), *folder.glob("*.pt")])
-        found = files[0].name if files else "pickled weights (.bin, .pth), which are not read" if pickles else "none"
-        raise CheckpointError(
-            f"{folder}: no .safetensors file of a model; found {found}; expected model.safetensors: load the model "
-            "with transformers and write it with save_pretrained"
-        )
-    return model
-
-
-def indexed(folder: Path) -> list[str]:
-    """The names of the shards of a folder's index. Raises `CheckpointError`."""
-    index = folder / INDEX
-    try:
-        names = sorted(set(validate(_Index, json.loads(index.read_text(encoding="utf-8"))).weight_map.values()))
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{index}: not a shard index ({shown(error)}); download it again") from error
-    for name in names:
-        if name in ("", ".", "..") or Path(name).name != name or "\0" in name:
-            raise CheckpointError(
-                f"{index}: the shard {name[:200]!r} lies outside of the folder; expected names of files in it"
-            )
-    return names
-
-
 class SafetensorsSource:
     """One or several `.safetensors` files of a folder, with or without an index.
 
@@ -272,13 +213,6 @@ def _unreadable(path: Path, error: Exception) -> CheckpointError:
         )
         return CheckpointError(f"{path}: cannot be read ({refusal.strerror}); {remedy}")
     return CheckpointError(f"{path}: cannot be read ({shown(error)}); is it whole?")
-
-
-def _is_there(path: Path) -> bool:
-    try:
-        return path.is_file()
-    except OSError:  # its name is longer than any file's
-        return False
 
 
 class GgufSource:

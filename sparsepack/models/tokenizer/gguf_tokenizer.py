@@ -20,8 +20,15 @@ from sparsepack.models.tokenizer.chat import (
     read_special_tokens,
     template_setting,
 )
-from sparsepack.models.tokenizer.pretokenizers import PRE_TOKENIZERS, PreTokenizer, named
-from sparsepack.models.tokenizer.tokenizer_json import NORMAL, Vocabulary, byte_level, sentencepiece
+from sparsepack.models.tokenizer.tokenizer_json import (
+    NORMAL,
+    PRE_TOKENIZERS,
+    PreTokenizer,
+    Vocabulary,
+    byte_level,
+    named,
+    sentencepiece,
+)
 
 OWN_TOKENIZER = "sparsepack.tokenizer"
 """The tokenizer.json that sparsepack puts into the GGUFs it writes."""

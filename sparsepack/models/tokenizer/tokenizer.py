@@ -11,7 +11,7 @@ from typing import Any
 from sparsepack.errors import CheckpointError
 from sparsepack.files.gguf import GgufFile
 from sparsepack.files.stored import shown
-from sparsepack.models.own_code import STOCK_ALONE, refused_own_code, tell_own_code
+from sparsepack.models.checkpoint.config_files import STOCK_ALONE, refused_own_code, tell_own_code
 from sparsepack.models.tokenizer.chat import named_tokens
 from sparsepack.models.tokenizer.gguf_tokenizer import gguf_tokenizer_config, gguf_tokenizer_json
 from sparsepack.models.tokenizer.sandbox import SandboxError, load_tokenizer

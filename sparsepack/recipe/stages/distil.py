@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from sparsepack.calibrate.distil import DistilOptions
 from sparsepack.errors import UserError
-from sparsepack.models.records.distilled import RECORD
+from sparsepack.models.provenance import DISTILLATION_FILE
 from sparsepack.recipe.section import Recipe, Section
 from sparsepack.recipe.stage import Job, Stage, leaves, read_json
 from sparsepack.recipe.stages.calibrate import AGAIN, CALIBRATE, Calibrate, folder_of, windows
@@ -14,7 +14,7 @@ from sparsepack.recipe.stages.prune import pruned
 
 if TYPE_CHECKING:
     from sparsepack.models.checkpoint.checkpoint import Checkpoint
-    from sparsepack.models.records.distilled import DistillationRecord
+    from sparsepack.models.provenance import Provenance
 
 FOLDER = "distilled"
 
@@ -48,7 +48,7 @@ def _options(job: Job, section: Distil) -> DistilOptions:
 
 def _pruned(job: Job) -> bool:
     """Whether the model that is trained is a pruned one."""
-    from sparsepack.models.records.pruned import pruning_record
+    from sparsepack.models.provenance import pruning_record
 
     return pruned(job.recipe) or pruning_record(job.checkpoint.path) is not None
 
@@ -85,17 +85,17 @@ def _run(job: Job, section: Distil) -> None:
 
 def _expected(job: Job, section: Distil) -> "Checkpoint":
     """The distilled model as far as it is known before its weights are."""
-    from sparsepack.models.checkpoint.distilled import distilled
+    from sparsepack.models.checkpoint.writer import distilled
 
     return distilled(job.checkpoint, {}, section.weights)
 
 
-def predicted_record(job: Job) -> "DistillationRecord | None":
+def predicted_record(job: Job) -> "Provenance | None":
     """What the distilled checkpoint will say of itself; None where the recipe distils nothing."""
     from sparsepack.calibrate.distillation import matrices
     from sparsepack.files.hashing import NO_HASH
-    from sparsepack.models.precision import type_name
-    from sparsepack.models.records.distilled import DistillationRecord
+    from sparsepack.files.tensors import type_name
+    from sparsepack.models.provenance import Provenance
 
     section, checkpoint = Distil.find_in(job.recipe), job.checkpoint
     if section is None:
@@ -106,7 +106,7 @@ def predicted_record(job: Job) -> "DistillationRecord | None":
     figures = {name: {"sparse": 0.12345678901234567, "prompt": 0.00123456789012345} for name in ("before", "after")}
     changes = dict.fromkeys(matrices(checkpoint), 0.0012345)
     made = {"weights": type_name(checkpoint.dtype), **figures, "changes": changes}
-    return DistillationRecord({**how, **made, **source, "teacher": teacher})
+    return Provenance({**how, **made, **source, "teacher": teacher})
 
 
 def _length(job: Job, section: Distil) -> int:
@@ -176,6 +176,6 @@ DISTIL = Stage(
     misfits=_misfits,
     tokens=_tokens,
     memory=_memory,
-    result=("distil", read_json(f"{FOLDER}/{RECORD}"), None),
+    result=("distil", read_json(f"{FOLDER}/{DISTILLATION_FILE}"), None),
     show=_show,
 )

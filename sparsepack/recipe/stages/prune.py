@@ -9,13 +9,13 @@ from pydantic import Field
 
 from sparsepack.calibrate.prune import PruneOptions, SitePattern
 from sparsepack.errors import UserError
-from sparsepack.models.records.pruned import RECORD
+from sparsepack.models.provenance import PRUNING_FILE
 from sparsepack.recipe.section import Recipe, Section
 from sparsepack.recipe.stage import Job, Stage, leaves, read_json
 from sparsepack.recipe.stages.calibrate import AGAIN, CALIBRATE, Calibrate, folder_of, windows
 
 if TYPE_CHECKING:
-    from sparsepack.models.records.pruned import PruningRecord
+    from sparsepack.models.provenance import Provenance
 
 FOLDER = "pruned"
 
@@ -94,11 +94,11 @@ def _run(job: Job, section: Prune) -> None:
     prune(job.checkpoint, job.folder / FOLDER, section.as_options(job.recipe), calibration, overwrite=True)
 
 
-def predicted_record(job: Job) -> "PruningRecord | None":
+def predicted_record(job: Job) -> "Provenance | None":
     """What the pruned checkpoint will say of itself; None where the recipe prunes nothing."""
     from sparsepack.calibrate.pruning import site_patterns
     from sparsepack.files.hashing import NO_HASH
-    from sparsepack.models.records.pruned import PruningRecord
+    from sparsepack.models.provenance import Provenance
 
     section, checkpoint = Prune.find_in(job.recipe), job.checkpoint
     if section is None:
@@ -111,7 +111,7 @@ def predicted_record(job: Job) -> "PruningRecord | None":
     how = {"method": section.method, "permute": section.permute}
     source = {"model": checkpoint.name, "model_sha256": checkpoint.sha256}
     digest = NO_HASH if _reads_text(section) else None
-    return PruningRecord(patterns, {**how, **source, "calibration_sha256": digest})
+    return Provenance({**how, **source, "calibration_sha256": digest}, patterns)
 
 
 def _windows(job: Job, section: Prune) -> tuple[int, int]:
@@ -188,6 +188,6 @@ PRUNE = Stage(
     tokens=_tokens,
     memory=_memory,
     plan=_plan,
-    result=("prune", read_json(f"{FOLDER}/{RECORD}"), None),
+    result=("prune", read_json(f"{FOLDER}/{PRUNING_FILE}"), None),
     show=_show,
 )

@@ -5,14 +5,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from sparsepack.calibrate.rotate import RotateOptions
 from sparsepack.errors import UserError
-from sparsepack.models.records.rotated import RECORD
+from sparsepack.models.provenance import ROTATION_FILE
 from sparsepack.recipe.section import Recipe, Section
 from sparsepack.recipe.stage import Job, Stage, leaves, read_json
 from sparsepack.recipe.stages.calibrate import CALIBRATE, Calibrate, folder_of, windows
 
 if TYPE_CHECKING:
     from sparsepack.models.checkpoint.checkpoint import Checkpoint
-    from sparsepack.models.records.rotated import RotationRecord
+    from sparsepack.models.provenance import Provenance
 
 FOLDER = "rotated"
 
@@ -63,11 +63,11 @@ def _even(job: Job, section: Rotate) -> tuple[int, ...]:
     return tuple(segment * job.checkpoint.layers // section.segments for segment in range(section.segments))
 
 
-def predicted_record(job: Job) -> "RotationRecord | None":
+def predicted_record(job: Job) -> "Provenance | None":
     """What the rotated checkpoint will say of itself; None where the recipe rotates nothing."""
     from sparsepack.files.hashing import NO_HASH
-    from sparsepack.models.precision import type_name
-    from sparsepack.models.records.rotated import RotationRecord
+    from sparsepack.files.tensors import type_name
+    from sparsepack.models.provenance import Provenance
 
     section, checkpoint = Rotate.find_in(job.recipe), job.checkpoint
     if section is None:
@@ -75,7 +75,7 @@ def predicted_record(job: Job) -> "RotationRecord | None":
     source = {"model": job.recipe.model, "model_sha256": checkpoint.sha256, "calibration_sha256": NO_HASH}
     made = {"weights": type_name(checkpoint.dtype), "error": 1.2345678901234567e-07}
     how = {"basis": section.basis, "boundaries": [*_even(job, section)[1:]], "seed": section.seed}
-    return RotationRecord({**how, **made, **source})
+    return Provenance({**how, **made, **source})
 
 
 def _tokens(job: Job, section: Rotate) -> int:
@@ -98,8 +98,8 @@ def _memory(job: Job, section: Rotate) -> int | None:
     not known of bases that are trained."""
     from sparsepack.calibrate.bases import ROTATIONS
     from sparsepack.calibrate.folder import residual_of
-    from sparsepack.models.architecture import heads_of_config
     from sparsepack.models.checkpoint.rotated import PIECE
+    from sparsepack.models.hf_config import heads_of_config
     from sparsepack.recipe.plan import block_parameters
 
     if ROTATIONS[section.basis].trains:
@@ -138,7 +138,7 @@ def _show_plan(plan: Mapping[str, Any]) -> Iterator[str]:
 def _show(report: Mapping[str, Any]) -> Iterator[str]:
     made = report["rotate"]
     if made is not None:
-        from sparsepack.models.records.rotated import basis_in_words
+        from sparsepack.models.provenance import basis_in_words
 
         into = basis_in_words(made["options"]["basis"], made.get("boundaries", ()))
         yield (
@@ -162,6 +162,6 @@ ROTATE = Stage(
     memory=_memory,
     plan=_plan,
     show_plan=_show_plan,
-    result=("rotate", read_json(f"{FOLDER}/{RECORD}"), None),
+    result=("rotate", read_json(f"{FOLDER}/{ROTATION_FILE}"), None),
     show=_show,
 )

@@ -43,7 +43,7 @@ def _problems(recipe: Recipe, section: ActivationSparsity) -> Iterator[str]:
 def _misfits(job: Job, section: ActivationSparsity) -> Iterator[str]:
     from sparsepack.models.sites import chosen_sites
 
-    chosen_sites(job.checkpoint, section.include, section.ignore)
+    chosen_sites(job.checkpoint.layers, section.include, section.ignore)
     yield from ()
 
 
@@ -85,7 +85,7 @@ def _plan(job: Job, section: ActivationSparsity | None) -> dict[str, Any]:
     given = (
         [] if section is None else [("include", p) for p in section.include] + [("ignore", p) for p in section.ignore]
     )
-    found = [[site_name(*key) for key in chosen_sites(job.checkpoint, [p], [])] for _, p in given]
+    found = [[site_name(*key) for key in chosen_sites(job.checkpoint.layers, [p], [])] for _, p in given]
     rows = zip(given, found, strict=True)
     return {"patterns": [{"list": which, "pattern": pattern, "sites": sites} for (which, pattern), sites in rows]}
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from sparsepack.formats.matrix import PackedMatrix
 from sparsepack.formats.packed import DenseMlp, ExpertMlp, NeuronMlp, PackedLayer, PackedSite
 from sparsepack.formats.table import DENSE, EXPERTS, MLP_GATE, MLP_RECORDS, NEURONS, MlpKind
-from sparsepack.models.records.rule import SiteRule
+from sparsepack.models.sites import SiteRule
 from sparsepack.runtime.chained.operations import Operations
 from sparsepack.runtime.reference import products as reference_experts
 from sparsepack.runtime.threshold_controller import StepScales

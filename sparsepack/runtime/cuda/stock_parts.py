@@ -6,7 +6,7 @@ from functools import cache
 import torch
 from torch import Tensor, nn
 
-from sparsepack.models.stock.parts import OWN_CODE, Parts, turned_by_torch
+from sparsepack.models.hf_model.fused import OWN_CODE, Parts, turned_by_torch
 from sparsepack.progress import say
 from sparsepack.runtime.cuda.calibration import INPUTS
 from sparsepack.runtime.cuda.driver.kernel import kernel, launch

@@ -10,7 +10,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from sparsepack.errors import ArtifactError, UserError
-from sparsepack.models.records.skipped import Skipped
+from sparsepack.models.activity import Skipped
 from sparsepack.models.tokenizer.sandbox import SandboxError, SandboxTokenizer, check_decoder
 from sparsepack.models.tokenizer.tokenizer import check_tokenizer
 from sparsepack.models.tokenizer.tokens import bos_tokens, check_ids, encode

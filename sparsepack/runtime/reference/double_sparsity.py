@@ -16,7 +16,7 @@ from torch import Tensor
 
 from sparsepack.formats.blocks.labels import encode_labels, label_numbers, quantise_queries
 from sparsepack.models.architecture import soft_capped
-from sparsepack.models.records.sparse_attention import TokenPolicy
+from sparsepack.models.sparse_attention import TokenPolicy
 from sparsepack.runtime.kv_cache import AttentionShape, LayerAttention
 from sparsepack.runtime.reference.attention import DenseKvCache, visible
 

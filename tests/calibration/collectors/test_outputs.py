@@ -13,10 +13,10 @@ from sparsepack.calibrate.collectors import OUTPUTS
 from sparsepack.calibrate.folder import OUTPUT_PRODUCT
 from sparsepack.calibrate.statistics import output_moments
 from sparsepack.errors import CalibrationError
-from sparsepack.models.architecture import heads_of_config
 from sparsepack.models.checkpoint.checkpoint import open_checkpoint
-from sparsepack.models.stock.hooks import site_hooks
-from sparsepack.models.stock.whole import backbone_of, load_model
+from sparsepack.models.hf_config import heads_of_config
+from sparsepack.models.hf_model.hooks import site_hooks
+from sparsepack.models.hf_model.model import backbone_of, load_model
 
 
 def test_the_moments_are_those_of_what_enters_o(small, small_calibration):

@@ -18,7 +18,7 @@ from sparsepack.calibrate.statistics import second_moments
 from sparsepack.errors import CalibrationError
 from sparsepack.files.text import Text
 from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
-from sparsepack.models.stock.whole import load_model
+from sparsepack.models.hf_model.model import load_model
 from sparsepack.workers.resume import ResumeState
 
 OPTIONS = CalibrateOptions(context=32, samples=4, sinks=2)

@@ -8,8 +8,7 @@ from torch import Tensor
 from sparsepack.errors import PackingError
 from sparsepack.formats.orders import slide as slid_matrix
 from sparsepack.formats.orders.slide import STEPS, Slide, unpack_positions
-from sparsepack.models.records.groups import kept
-from sparsepack.models.records.pattern import Pattern
+from sparsepack.models.pattern import Pattern, kept
 
 TYPES = [torch.int8, torch.float8_e4m3fn, torch.bfloat16]
 

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from sparsepack.errors import PackingError
 from sparsepack.formats.orders.slide import Slide, lift, pack_positions, slide, unpack_positions, unslide, windowed
-from sparsepack.models.records.groups import kept
-from sparsepack.models.records.pattern import Pattern
+from sparsepack.models.pattern import Pattern, kept
 
 PATTERNS = [(2, 4), (4, 6), (4, 8), (6, 8), (8, 10), (10, 12), (12, 14), (14, 16)]
 

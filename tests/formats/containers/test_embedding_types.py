@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from sparsepack.formats.containers.gguf_writer import embedding_types
-from sparsepack.models.checkpoint.checkpoint import HEAD, Checkpoint
+from sparsepack.models.checkpoint.checkpoint import Checkpoint
+from sparsepack.models.family import HEAD
 
 
 def widened(checkpoint: Checkpoint, name: str, factor: float, monkeypatch: pytest.MonkeyPatch) -> Checkpoint:

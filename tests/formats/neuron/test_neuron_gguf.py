@@ -25,7 +25,7 @@ from sparsepack.formats.stock import dequantised
 from sparsepack.formats.table import FORMATS
 from sparsepack.formats.verify import verify
 from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
-from sparsepack.models.records.rule import SiteRule
+from sparsepack.models.sites import SiteRule
 
 pytestmark = pytest.mark.filterwarnings("error:The given NumPy array is not writable")
 

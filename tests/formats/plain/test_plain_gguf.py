@@ -19,10 +19,11 @@ from sparsepack.formats.open import open_artifact
 from sparsepack.formats.plan import PlanRequest
 from sparsepack.formats.table import FORMATS
 from sparsepack.formats.verify import verify
-from sparsepack.models.architecture import architecture_of
-from sparsepack.models.checkpoint.checkpoint import HEAD, Checkpoint, open_checkpoint
+from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from sparsepack.models.families import FAMILIES
-from sparsepack.models.stock.whole import load_model
+from sparsepack.models.family import HEAD
+from sparsepack.models.hf_config import architecture_of
+from sparsepack.models.hf_model.model import load_model
 
 pytest.importorskip("llama_cpp", reason="llama-cpp-python is the peer of these tests")
 

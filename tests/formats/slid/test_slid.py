@@ -34,7 +34,7 @@ from sparsepack.formats.table import format_of
 from sparsepack.formats.verify import verify
 from sparsepack.models.blocks import Heads, RotaryChannels
 from sparsepack.models.checkpoint.checkpoint import open_checkpoint
-from sparsepack.models.records.sparse_attention import SparseAttention, TokenPolicy
+from sparsepack.models.sparse_attention import SparseAttention, TokenPolicy
 from sparsepack.packing import PackRequest, pack, plan_of
 
 FORMATS = tuple(slid_formats())

@@ -24,7 +24,7 @@ from sparsepack.formats.table import FORMATS, holders
 from sparsepack.formats.verify import verify
 from sparsepack.inspection import inspect
 from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
-from sparsepack.models.stock.whole import build_model, load_model
+from sparsepack.models.hf_model.model import build_model, load_model
 from sparsepack.publish.card import model_card
 from sparsepack.runtime.engine import Engine
 

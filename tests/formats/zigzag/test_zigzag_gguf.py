@@ -28,11 +28,11 @@ from sparsepack.formats.plan import PlannedGroup
 from sparsepack.formats.stock import dequantised, stock_config, stock_tokenizer
 from sparsepack.formats.verify import verify
 from sparsepack.formats.zigzag import plan as zigzag
-from sparsepack.models.architecture import architecture_of
-from sparsepack.models.checkpoint.checkpoint import HEAD, Checkpoint, open_checkpoint
-from sparsepack.models.family import SITES
-from sparsepack.models.records.rule import SiteRule
-from sparsepack.models.stock.whole import build_model
+from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from sparsepack.models.family import HEAD, SITES
+from sparsepack.models.hf_config import architecture_of
+from sparsepack.models.hf_model.model import build_model
+from sparsepack.models.sites import SiteRule
 
 Checkpoints, Files = dict[str, Checkpoint], dict[str, Path]
 NAMES = ("llama", "mistral", "qwen2", "qwen3", "odd")

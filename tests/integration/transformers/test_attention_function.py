@@ -13,7 +13,7 @@ from sparsepack.errors import UserError
 from sparsepack.formats.blocks.labels import encode_labels, label_numbers, quantise_queries
 from sparsepack.integration.transformers import double_sparsity as attention
 from sparsepack.integration.transformers.double_sparsity import NAME, attach, attention_forward, sparse_rows
-from sparsepack.models.records.sparse_attention import SparseAttention, TokenPolicy
+from sparsepack.models.sparse_attention import SparseAttention, TokenPolicy
 from sparsepack.runtime.engine import Engine
 
 POLICY = TokenPolicy(Fraction(1, 3), sinks=2, recent=3, min_context=6)

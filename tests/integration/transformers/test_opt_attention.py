@@ -7,8 +7,8 @@ from models_for_tests import make_opt
 
 from sparsepack.integration.transformers.double_sparsity import attach, sparse_rows
 from sparsepack.models.checkpoint.checkpoint import open_checkpoint
-from sparsepack.models.records.sparse_attention import SparseAttention, TokenPolicy
-from sparsepack.models.stock.whole import load_model
+from sparsepack.models.hf_model.model import load_model
+from sparsepack.models.sparse_attention import SparseAttention, TokenPolicy
 
 IDS = torch.randint(512, (2, 30), generator=torch.Generator().manual_seed(2))
 

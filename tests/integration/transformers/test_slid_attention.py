@@ -18,10 +18,10 @@ from sparsepack.formats.attention import attention_section
 from sparsepack.formats.plan import PlanRequest
 from sparsepack.formats.table import FORMATS
 from sparsepack.integration.transformers.double_sparsity import NAME, sparse_rows
-from sparsepack.models.architecture import heads_of_config
 from sparsepack.models.checkpoint.checkpoint import open_checkpoint
-from sparsepack.models.records.pattern import Pattern
-from sparsepack.models.records.sparse_attention import SparseAttention, TokenPolicy
+from sparsepack.models.hf_config import heads_of_config
+from sparsepack.models.pattern import Pattern
+from sparsepack.models.sparse_attention import SparseAttention, TokenPolicy
 
 IDS = torch.arange(3, 60)[None]
 

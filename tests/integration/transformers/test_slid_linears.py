@@ -9,7 +9,7 @@ import torch
 from sparsepack.errors import PackingError, UserError
 from sparsepack.formats.orders.slide import Slide, encode, pack_positions
 from sparsepack.integration.transformers.quantizer import SlidLinear
-from sparsepack.models.records.pattern import Pattern
+from sparsepack.models.pattern import Pattern
 from sparsepack.runtime.cuda.slide import cusparselt, hopper
 
 

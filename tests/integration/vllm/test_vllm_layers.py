@@ -38,7 +38,7 @@ from sparsepack.formats.orders.slide import VALUE_TYPES, Slide
 from sparsepack.integration.vllm import linear_method
 from sparsepack.integration.vllm.config import SlidVllmConfig
 from sparsepack.integration.vllm.linear_method import SlidLinearMethod
-from sparsepack.models.records.pattern import Pattern
+from sparsepack.models.pattern import Pattern
 from sparsepack.runtime.reference.products import SlidMatrix
 from sparsepack.runtime.sparse24_operator import slid_linear
 

@@ -19,8 +19,7 @@ import sparsepack
 from sparsepack.calibrate.prune import PruneOptions
 from sparsepack.formats.orders.slide import Slide, encode
 from sparsepack.formats.slide import POSITIONS, SCALE
-from sparsepack.models.records.groups import kept
-from sparsepack.models.records.pattern import Pattern
+from sparsepack.models.pattern import Pattern, kept
 from sparsepack.packing import PackRequest, pack
 from sparsepack.runtime.reference.products import SlidMatrix
 from sparsepack.runtime.sparse24_operator import prepare, slid_linear

@@ -10,10 +10,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from sparsepack.errors import CheckpointError
-from sparsepack.models.checkpoint.checkpoint import EMBEDDING, HEAD, open_checkpoint
+from sparsepack.models.checkpoint.checkpoint import open_checkpoint
 from sparsepack.models.families import FAMILIES
-from sparsepack.models.family import SITES
-from sparsepack.models.stock.whole import load_model
+from sparsepack.models.family import EMBEDDING, HEAD, SITES
+from sparsepack.models.hf_model.model import load_model
 
 IDS = torch.arange(24).reshape(2, 12)
 
@@ -142,7 +142,7 @@ def test_a_tensor_of_another_shape_is_named(copied):
 
 
 def test_rotary_frequencies_of_old_exports_are_no_obstacle(copied):
-    from sparsepack.models.stock.blocks import BlockStream
+    from sparsepack.models.hf_model.blocks import BlockStream
 
     folder = copied()
     frequencies = {f"model.layers.{n}.self_attn.rotary_emb.inv_freq": torch.ones(32) for n in range(2)}

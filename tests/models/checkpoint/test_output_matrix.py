@@ -13,10 +13,10 @@ from sparsepack.calibrate.prune import PruneOptions
 from sparsepack.formats.plan import PlanRequest
 from sparsepack.formats.table import FORMATS
 from sparsepack.formats.verify import verify
-from sparsepack.models.checkpoint.checkpoint import EMBEDDING, HEAD, open_checkpoint
-from sparsepack.models.checkpoint.source_files import texts_of
-from sparsepack.models.checkpoint.writer import write_checkpoint
-from sparsepack.models.stock.whole import load_model
+from sparsepack.models.checkpoint.checkpoint import open_checkpoint
+from sparsepack.models.checkpoint.writer import texts_of, write_checkpoint
+from sparsepack.models.family import EMBEDDING, HEAD
+from sparsepack.models.hf_model.model import load_model
 from sparsepack.packing import PackRequest
 
 IDS = torch.arange(24).reshape(2, 12)

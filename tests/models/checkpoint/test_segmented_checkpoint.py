@@ -13,12 +13,12 @@ from segments_for_tests import segmented
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from sparsepack.errors import CheckpointError
-from sparsepack.models.checkpoint.checkpoint import FINAL_NORM, Checkpoint, open_checkpoint
-from sparsepack.models.checkpoint.source_files import config_json, texts_of
-from sparsepack.models.family import SITES
-from sparsepack.models.stock.blocks import BlockStream
-from sparsepack.models.stock.hooks import site_hooks
-from sparsepack.models.stock.whole import load_model
+from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from sparsepack.models.checkpoint.writer import config_json, texts_of
+from sparsepack.models.family import FINAL_NORM, SITES
+from sparsepack.models.hf_model.blocks import BlockStream
+from sparsepack.models.hf_model.hooks import site_hooks
+from sparsepack.models.hf_model.model import load_model
 
 IDS = torch.randint(500, (2, 24), generator=torch.Generator().manual_seed(0))
 EXACT = 1e-5

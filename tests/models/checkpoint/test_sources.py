@@ -19,7 +19,8 @@ from sparsepack.errors import UserError
 from sparsepack.formats.plan import PlanRequest
 from sparsepack.formats.table import FORMATS
 from sparsepack.models.checkpoint import locate
-from sparsepack.models.checkpoint.checkpoint import EMBEDDING, FINAL_NORM, HEAD, Checkpoint, open_checkpoint
+from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from sparsepack.models.family import EMBEDDING, FINAL_NORM, HEAD
 
 NORM = "model.norm.weight"
 

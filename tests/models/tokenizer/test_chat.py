@@ -7,7 +7,7 @@ import pytest
 
 from sparsepack.errors import PackingError, UserError
 from sparsepack.models.checkpoint.checkpoint import open_checkpoint
-from sparsepack.models.checkpoint.source_files import chat_template
+from sparsepack.models.checkpoint.writer import chat_template
 from sparsepack.models.tokenizer.chat import render_chat, template_of
 from tests.models_for_tests import make_model
 

@@ -12,7 +12,7 @@ from sparsepack.formats.plan import PlanRequest
 from sparsepack.formats.table import FORMATS
 from sparsepack.loading import load
 from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
-from sparsepack.models.checkpoint.source_files import texts_of
+from sparsepack.models.checkpoint.writer import texts_of
 from sparsepack.models.tokenizer.chat import render_chat, turn_ends
 from tests.models.tokenizer.test_auto_tokenizer import CHATML, FAST, Kind, gpt_2, model_of
 from tests.models_for_tests import make_model

@@ -38,7 +38,7 @@ from sparsepack.formats.open import open_artifact
 from sparsepack.formats.plan import PlanRequest
 from sparsepack.formats.table import FORMATS
 from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
-from sparsepack.models.tokenizer import pretokenizers
+from sparsepack.models.tokenizer import tokenizer_json as pretokenizers
 from sparsepack.models.tokenizer.gguf_tokenizer import OWN_TOKENIZER, gguf_tokenizer_json
 from sparsepack.models.tokenizer.tokenizer import gguf_tokenizer
 from sparsepack.models.tokenizer.tokenizer_json import UNUSED

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 import sparsepack
-from sparsepack.models.tokenizer.token_bytes import TokenBytes
+from sparsepack.models.tokenizer.tokens import TokenBytes
 
 BYTE_LEVEL = Path(sparsepack.__file__).parent / "data" / "tiny" / "tokenizer.json"
 

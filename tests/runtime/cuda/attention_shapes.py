@@ -4,7 +4,7 @@ from fractions import Fraction
 
 import torch
 
-from sparsepack.models.records.sparse_attention import TokenPolicy
+from sparsepack.models.sparse_attention import TokenPolicy
 from sparsepack.runtime.kv_cache import AttentionShape, LayerAttention
 
 EIGHTH = TokenPolicy(Fraction(1, 8), sinks=2, recent=5, min_context=0)

@@ -8,7 +8,7 @@ from simulated_slots import assign_slots
 from torch import Tensor
 
 from sparsepack.formats.blocks.labels import encode_labels
-from sparsepack.models.records.sparse_attention import TokenPolicy
+from sparsepack.models.sparse_attention import TokenPolicy
 from sparsepack.runtime.cuda.attention.attention import AttentionParameters
 from sparsepack.runtime.cuda.attention.double_sparsity import DoubleSparsityParameters, TokenSlots
 from sparsepack.runtime.reference import attention as reference_attention

@@ -9,7 +9,7 @@ from packed_models import random_model
 from torch import Tensor
 
 from sparsepack.formats.packed import PackedModel
-from sparsepack.models.records.sparse_attention import SparseAttention, TokenPolicy
+from sparsepack.models.sparse_attention import SparseAttention, TokenPolicy
 from sparsepack.runtime.chained.decoder import OperationsDecoder
 from sparsepack.runtime.cuda.driver.kernel_set import KERNELS, Kernels
 from sparsepack.runtime.reference.backend import operations as reference_operations

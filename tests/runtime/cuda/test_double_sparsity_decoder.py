@@ -7,7 +7,7 @@ import torch
 from sparse_decoders import CONTEXT, IDS, assert_near, device_of, oracle, policy_from, sparse_model
 
 from sparsepack.formats.packed import PackedModel
-from sparsepack.models.records.sparse_attention import SparseFrom
+from sparsepack.models.sparse_attention import SparseFrom
 from sparsepack.runtime.chained.decoder import OperationsDecoder
 from sparsepack.runtime.cuda.attention.kv_cache import CudaDoubleSparsityKvCache, OffloadedKvCache
 from sparsepack.runtime.cuda.decoder.decoder import CudaDecoder

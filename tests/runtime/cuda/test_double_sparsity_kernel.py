@@ -10,7 +10,7 @@ from kv_cache_backends import as_product, moved, stepped
 from torch import Tensor
 
 from sparsepack.errors import UserError
-from sparsepack.models.records.sparse_attention import TokenPolicy
+from sparsepack.models.sparse_attention import TokenPolicy
 from sparsepack.runtime.cuda.attention import double_sparsity
 from sparsepack.runtime.cuda.attention.double_sparsity import CLUSTERS, attend
 from sparsepack.runtime.cuda.attention.kv_cache import CudaDoubleSparsityKvCache

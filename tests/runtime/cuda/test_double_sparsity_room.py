@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sparsepack.errors import UserError
-from sparsepack.models.records.sparse_attention import TokenPolicy
+from sparsepack.models.sparse_attention import TokenPolicy
 from sparsepack.runtime.cuda.attention import attention, double_sparsity
 from sparsepack.runtime.kv_cache import AttentionShape, LayerAttention
 

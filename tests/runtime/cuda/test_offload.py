@@ -17,7 +17,7 @@ from sparsepack.cli.app import main
 from sparsepack.errors import UserError
 from sparsepack.formats.packed import PackedModel
 from sparsepack.loading import load
-from sparsepack.models.records.sparse_attention import TokenPolicy
+from sparsepack.models.sparse_attention import TokenPolicy
 from sparsepack.runtime.cuda.attention import double_sparsity
 from sparsepack.runtime.cuda.attention.attention import Variant
 from sparsepack.runtime.cuda.attention.kv_cache import OffloadedKvCache

@@ -11,7 +11,7 @@ from kv_cache_backends import appended, as_product, moved, stepped
 from simulated_slots import assign_slots
 from torch import Tensor
 
-from sparsepack.models.records.sparse_attention import TokenPolicy
+from sparsepack.models.sparse_attention import TokenPolicy
 from sparsepack.runtime.cuda.attention.double_sparsity import TokenSlots
 from sparsepack.runtime.cuda.attention.kv_cache import CudaDoubleSparsityKvCache, OffloadedKvCache
 from sparsepack.runtime.cuda.driver.memory import host_tensors

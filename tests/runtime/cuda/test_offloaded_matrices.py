@@ -9,7 +9,7 @@ from hybrid_decoders import EVEN, IDS, ROUNDED, decoder, model
 from native_build import skip_without_kernels
 
 from sparsepack.formats.packed import PackedModel
-from sparsepack.models.records.rule import SiteRule
+from sparsepack.models.sites import SiteRule
 from sparsepack.placement.budget import Plan, plan_of_share, plan_within
 from sparsepack.placement.machine import BandwidthProfile
 from sparsepack.runtime.cuda.driver.kernel_set import Kernels

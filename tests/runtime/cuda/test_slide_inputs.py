@@ -6,7 +6,7 @@ from torch import Tensor
 
 from sparsepack.errors import UserError
 from sparsepack.formats.orders.slide import Slide
-from sparsepack.models.records.pattern import Pattern
+from sparsepack.models.pattern import Pattern
 from sparsepack.runtime.cuda.slide.product import ALIGNMENT, quantise_slide, row_bytes
 from sparsepack.runtime.reference import products as reference
 

@@ -10,8 +10,7 @@ from torch import Tensor
 from sparsepack.errors import PackingError, UserError
 from sparsepack.formats.orders.slide import Slide, encode
 from sparsepack.integration.transformers.quantizer import SlidLinear
-from sparsepack.models.records.groups import kept
-from sparsepack.models.records.pattern import Pattern
+from sparsepack.models.pattern import Pattern, kept
 from sparsepack.runtime.cuda.slide import hopper, product
 from sparsepack.runtime.cuda.slide.product import quantise_slide
 from sparsepack.runtime.reference import products as reference

@@ -7,7 +7,7 @@ import torch
 from emulated import needs_compiler
 from torch import nn
 
-from sparsepack.models.stock.parts import turned_by_torch
+from sparsepack.models.hf_model.fused import turned_by_torch
 from sparsepack.runtime.cuda import stock_parts
 from sparsepack.runtime.cuda.stock_parts import norm_rows, silu_times, turn_heads
 

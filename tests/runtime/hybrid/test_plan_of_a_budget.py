@@ -11,7 +11,7 @@ from sparsepack.bench.decode import stored_bytes
 from sparsepack.errors import PlacementError, UserError
 from sparsepack.formats.orders.gates import copied, limits
 from sparsepack.formats.packed import PackedModel
-from sparsepack.models.records.sparse_attention import SparseAttention, TokenPolicy
+from sparsepack.models.sparse_attention import SparseAttention, TokenPolicy
 from sparsepack.placement.budget import SPARE
 from sparsepack.runtime.backends import backend_named
 from sparsepack.runtime.engine import Engine

@@ -20,7 +20,7 @@ from sparsepack.errors import ArtifactError, UserError
 from sparsepack.formats.open import read_packed
 from sparsepack.formats.packed import PackedModel
 from sparsepack.models.checkpoint.checkpoint import open_checkpoint
-from sparsepack.models.records.sparse_attention import SparseAttention, TokenPolicy
+from sparsepack.models.sparse_attention import SparseAttention, TokenPolicy
 from sparsepack.runtime.backend_module import chosen_backend
 from sparsepack.runtime.chained.decoder import OperationsDecoder
 from sparsepack.runtime.engine import Engine

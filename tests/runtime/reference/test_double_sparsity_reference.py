@@ -9,7 +9,7 @@ from operations_for_tests import normal
 from torch import Tensor
 
 from sparsepack.formats.blocks.labels import encode_labels, label_numbers
-from sparsepack.models.records.sparse_attention import TokenPolicy
+from sparsepack.models.sparse_attention import TokenPolicy
 from sparsepack.runtime.reference.double_sparsity import (
     Labels,
     attend_selected,

@@ -7,8 +7,7 @@ from torch import Tensor
 
 from sparsepack.errors import PackingError
 from sparsepack.formats.orders.slide import Slide, dequantised, pack_positions, quantise_rows, slide
-from sparsepack.models.records.groups import kept
-from sparsepack.models.records.pattern import Pattern
+from sparsepack.models.pattern import Pattern, kept
 from sparsepack.runtime.reference.products import SlidMatrix, quantise_slide, slide_matmul
 
 PATTERNS = [Pattern(2, 4), Pattern(4, 6), Pattern(6, 8), Pattern(8, 10), Pattern(14, 16)]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sparsepack.errors import UserError
 from sparsepack.formats.blocks.labels import padded_channels
-from sparsepack.models.records.sparse_attention import TokenPolicy
+from sparsepack.models.sparse_attention import TokenPolicy
 from sparsepack.runtime.cuda.attention.attention import KV_MACROS, AttentionParameters, Variant
 from sparsepack.runtime.cuda.driver.device import shared_limit
 from sparsepack.runtime.cuda.driver.kernel import architecture, kernel, launch, multiprocessors

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sparsepack.errors import UserError
-from sparsepack.models.records.sparse_attention import SparseFrom
+from sparsepack.models.sparse_attention import SparseFrom
 from sparsepack.runtime.cuda.attention.attention import (
     MOST_GQA_RATIO,
     MOST_HEAD_DIM,

@@ -36,7 +36,7 @@
 static constexpr int LABELS_AT_ONCE = LABEL_WORDS <= 4 ? 16 : LABEL_WORDS <= 8 ? 8 : 4;  // of a thread, on their way
 static constexpr int SLICE = (PAIRS + CLUSTER - 1) / CLUSTER;  // pairs of the result that a block finishes
 
-// The number of tokens that a position reads, as models/records/sparse_attention.py has it.
+// The number of tokens that a position reads, as models/sparse_attention.py has it.
 __device__ __forceinline__ int budget_of(int seen, int numerator, int denominator, int sinks, int recent,
                                          int min_context) {
     if (seen < min_context) return seen;

@@ -1,0 +1,218 @@
+"""Watch or change the hidden vector at each site of Hugging Face decoder blocks, and what goes on inside their
+experts, through transformers' own interface."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from sparsepack.errors import CheckpointError
+from sparsepack.files.tensors import all_finite
+from sparsepack.models.family import MLP_MID, MLP_SITES, SITES, Family
+
+ONE_BY_ONE = "eager"
+"""transformers' implementation of experts that takes any width, and adds what they give in the order of `_forward`."""
+
+_NAME = "sparsepack_watched"
+
+
+@dataclass(frozen=True)
+class ExpertsWatch:
+    """Functions that watch the experts of a block. With T tokens, of which each has `used` of the experts:
+
+    routed -- is shown which ones: int64 [T, used]
+    middle -- is shown what enters their down matrices [T, used, width], and returns what to use in its place, or None
+              to leave it as it is
+    shared -- the module of an expert that every token has, which is so many more as it is as wide as one: what enters
+              its down matrix is shown after theirs
+    """
+
+    routed: Callable[[torch.Tensor], None] | None = None
+    middle: Callable[[torch.Tensor], torch.Tensor | None] | None = None
+    shared: nn.Module | None = None
+
+
+_watches: "WeakKeyDictionary[nn.Module, list[ExpertsWatch]]" = WeakKeyDictionary()
+_owed: "WeakKeyDictionary[nn.Module, torch.Tensor]" = WeakKeyDictionary()
+"""The stock block asks the shared expert first, and adds what it gave after what the others give: these compute both,
+so that what enters their down matrices is shown together, and fill in here what was owed."""
+
+
+@contextmanager
+def watched_experts(watches: Sequence[tuple[nn.Module, ExpertsWatch]]) -> Iterator[None]:
+    """Within the context the experts' modules are watched, by those who watched them before, too, and before these."""
+    if not watches:
+        yield
+        return
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    ALL_EXPERTS_FUNCTIONS.register(_NAME, _forward)
+    configs: list[Any] = [module.config for module, _ in watches]
+    before = [config._experts_implementation for config in configs]
+    shared = [watch.shared for _, watch in watches if watch.shared is not None]
+    forwards = [vars(module).get("forward") for module in shared]
+    for (module, watch), config in zip(watches, configs, strict=True):
+        _watches.setdefault(module, []).append(watch)
+        config._experts_implementation = _NAME
+    for late in shared:
+        late.forward = partial(_put_off, late)
+    try:
+        yield
+    finally:
+        for (module, _), config, name in reversed([*zip(watches, configs, before, strict=True)]):
+            _watches[module].pop()
+            config._experts_implementation = name
+        for late, forward in zip(shared, forwards, strict=True):
+            del late.forward
+            if forward is not None:
+                late.forward = forward
+
+
+def _put_off(module: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
+    _owed[module] = torch.empty_like(hidden)
+    return _owed[module]
+
+
+def _forward(module: Any, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """What `forward` of the module computes, in its own order, with a stop where all down matrices have their inputs.
+
+    hidden [T, hidden]; chosen int64 and weights [T, used] -> [T, hidden]
+    """
+    watches = _watches.get(module, [])
+    for watch in watches:
+        if watch.routed is not None:
+            watch.routed(chosen)
+    middle = hidden.new_zeros(*chosen.shape, module.down_proj.shape[-1])
+    hit = torch.bincount(chosen.flatten()).nonzero().flatten().tolist()
+    places = {expert: torch.where(chosen == expert) for expert in hit}
+    for expert, (token, slot) in places.items():
+        gate, up = functional.linear(hidden[token], module.gate_up_proj[expert]).chunk(2, dim=-1)
+        middle[token, slot] = module.act_fn(gate) * up
+    late: Any = next((watch.shared for watch in watches if watch.shared is not None), None)
+    if late is not None:
+        of_shared = late.act_fn(late.gate_proj(hidden)) * late.up_proj(hidden)
+        middle = torch.cat([middle, of_shared.unflatten(1, (-1, middle.shape[-1]))], 1)
+    for watch in watches:
+        changed = None if watch.middle is None else watch.middle(middle)
+        middle = middle if changed is None else changed
+    if late is not None:
+        _owed.pop(late).copy_(late.down_proj(middle[:, chosen.shape[1] :].flatten(1)))
+    output = torch.zeros_like(hidden)
+    for expert, (token, slot) in places.items():
+        made = functional.linear(middle[token, slot], module.down_proj[expert]) * weights[token, slot, None]
+        output.index_add_(0, token, made.to(output.dtype))
+    return output
+
+
+SiteFunction = Callable[[int, str, torch.Tensor], torch.Tensor | None]
+"""The function takes (layer, site, x [B, S, columns]) and returns the vector to use in place of x, or None to leave x
+as it is. Of experts, x is at mlp_in what all of them are given, and at mlp_mid [B, S, experts, columns]: what enters
+the down matrices of those that a token has, the parts of a shared one after those that were chosen."""
+
+
+def check_finite(values: torch.Tensor, where: str) -> None:
+    """Raise `CheckpointError` for values that a model computed and that are NaN or infinite."""
+    if not all_finite(values):
+        raise CheckpointError(
+            f"{where}: the model's values are NaN or infinite here; expected the weights of a trained model: copy or "
+            "export them again, or try --dtype float32"
+        )
+
+
+@contextmanager
+def site_hooks(blocks: Sequence[tuple[int, nn.Module]], family: Family, function: SiteFunction) -> Iterator[None]:
+    """Call `function` once for every site of the given (layer, block) pairs in each forward pass.
+
+    The projections of a site share their input, so the function runs on the first and its answer serves the rest. Some
+    stock blocks join rows and positions before their MLP; the function sees them apart at every site. On a CPU it sees
+    no vector with values that are none: `CheckpointError` then (a GPU would have to be waited for).
+    """
+    handles, watches = [], []
+    for layer, block in blocks:
+        shape: list[int] = []  # B and S, as the first site of a block shows them in each pass
+        for site, names in family.projections.items():
+            memory: dict[str, Any] = {}
+            modules = names
+            if family.experts is not None and site in MLP_SITES:
+                modules = (family.experts.module,) if site != MLP_MID else ()
+            for position, name in enumerate(modules):
+                hook = _hook(layer, site, function, memory, shape, first=position == 0)
+                handles.append(block.get_submodule(name).register_forward_pre_hook(hook))
+        if family.experts is not None:
+            shared = family.experts.shared
+            watch = ExpertsWatch(
+                middle=_middle(layer, function, shape),
+                shared=None if shared is None else block.get_submodule(shared.module),
+            )
+            watches.append((block.get_submodule(family.experts.module), watch))
+    try:
+        with watched_experts(watches):
+            yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def stream_hooks(block: nn.Module, family: Family, function: Callable[[torch.Tensor], None]) -> Iterator[None]:
+    """Call `function` with the residual stream as it enters each norm of a block through which sites read it; never,
+    for a family that does not say who reads it."""
+    names = [] if family.residual is None else [family.norms[norm] for norm in family.residual.readers.values()]
+    handles = [
+        block.get_submodule(name).register_forward_pre_hook(lambda _, inputs: function(inputs[0])) for name in names
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def routing_hooks(block: nn.Module, family: Family, function: Callable[[torch.Tensor], None]) -> Iterator[None]:
+    """Call `function` with the experts that each token of a block has, int64 [B, S, used]; never, for a family without
+    experts."""
+    if family.experts is None:
+        yield
+        return
+    shape: list[int] = []
+    first = block.get_submodule(family.projections[SITES[0]][0])
+    handle = first.register_forward_pre_hook(lambda _, inputs: shape.__setitem__(slice(None), inputs[0].shape[:-1]))
+    watch = ExpertsWatch(routed=lambda chosen: function(chosen.reshape(*shape, chosen.shape[-1])))
+    try:
+        with watched_experts([(block.get_submodule(family.experts.module), watch)]):
+            yield
+    finally:
+        handle.remove()
+
+
+def _middle(layer: int, function: SiteFunction, shape: list[int]) -> Callable[[torch.Tensor], torch.Tensor | None]:
+    def middle(x: torch.Tensor) -> torch.Tensor | None:
+        if x.device.type == "cpu":
+            check_finite(x, f"block {layer}, {MLP_MID}")
+        answer = function(layer, MLP_MID, x.reshape(*shape, *x.shape[1:]))
+        return None if answer is None else answer.reshape(x.shape)
+
+    return middle
+
+
+def _hook(layer: int, site: str, function: SiteFunction, memory: dict[str, Any], shape: list[int], first: bool) -> Any:
+    def pre_forward(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...] | None:
+        x = inputs[0]
+        if first:
+            if site == SITES[0]:
+                shape[:] = x.shape[:-1]
+            if x.device.type == "cpu":
+                check_finite(x, f"block {layer}, {site}")
+            answer = function(layer, site, x.reshape(*shape, x.shape[-1]))
+            memory["answer"] = None if answer is None else answer.reshape(x.shape)
+        answer = memory["answer"]
+        return None if answer is None else (answer, *inputs[1:])
+
+    return pre_forward

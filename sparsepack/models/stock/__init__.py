@@ -1,1 +1,0 @@
-"""The stock transformers model: built without weights, run block by block, watched by hooks."""
