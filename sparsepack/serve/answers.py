@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sparsepack.runtime.generation.sampling import TokenLogprob
-from sparsepack.serve.scheduler import Finish, TextDelta
+from sparsepack.serve.ticket import Finish, TextDelta
 from sparsepack.serve.tools import AnswerParser, PlainTextParser, ToolCall
 
 Bytes = Callable[[int], bytes]

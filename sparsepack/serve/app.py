@@ -24,7 +24,8 @@ from sparsepack.serve.metrics import Counting, Metrics
 from sparsepack.serve.options import ServeOptions
 from sparsepack.serve.prepare import PreparedRequest, Prompts, RequestPreparer
 from sparsepack.serve.refusals import Refusal
-from sparsepack.serve.scheduler import ENDING, Closing, GenerationRequest, QueueFull, Scheduler, Ticket
+from sparsepack.serve.scheduler import ENDING, Closing, QueueFull, Scheduler
+from sparsepack.serve.ticket import GenerationRequest, Ticket
 
 PATHS = frozenset(("/health", "/metrics", "/v1/models", "/v1/completions", "/v1/chat/completions"))
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from sparsepack.loading import Model
 from sparsepack.runtime.generation.continuation import Continuation
 from sparsepack.runtime.generation.sampling import Sampler
-from sparsepack.serve.scheduler import Failure, Finish, TextDelta, Ticket
+from sparsepack.serve.ticket import Failure, Finish, TextDelta, Ticket
 
 PREFILLED_AT_ONCE = 512
 """So many positions of prompts a turn reads at most while no text is in the making; decoders take so many together."""

@@ -16,7 +16,8 @@ from sparsepack.serve.answers import END_OF_STREAM, KEEP_ALIVE, Answer, Choice, 
 from sparsepack.serve.guards import refusal_response
 from sparsepack.serve.metrics import Metrics
 from sparsepack.serve.refusals import Refusal
-from sparsepack.serve.scheduler import Closing, Event, Failure, Finish, QueueFull, TextDelta, Ticket
+from sparsepack.serve.scheduler import Closing, QueueFull
+from sparsepack.serve.ticket import Event, Failure, Finish, TextDelta, Ticket
 
 KEEP_ALIVE_SECONDS = 15.0
 """A stream that has had nothing to say for this many seconds shows that the stream lives."""

@@ -15,8 +15,8 @@ from sparsepack.serve.answers import LogprobsFormatter, chat_logprobs, completio
 from sparsepack.serve.grammar import GrammarConstraint, Grammars
 from sparsepack.serve.guards import MAX_BODY_BYTES, MAX_JSON_VALUES, check_values
 from sparsepack.serve.refusals import Refusal
-from sparsepack.serve.scheduler import GenerationRequest
 from sparsepack.serve.schema import ChatRequest, CompletionRequest, TextParameters, read_request
+from sparsepack.serve.ticket import GenerationRequest
 from sparsepack.serve.tools import AnswerParser, PlainTextParser, ToolCallParser, takes_tools, tool_format
 
 BYTES_IN_JSON = 6

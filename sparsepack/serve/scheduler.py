@@ -4,21 +4,15 @@ Texts come from an event loop and go back to it piece by piece. What a client ha
 most the pieces of one text, so that the engine never waits for a reader.
 """
 
-import asyncio
 import logging
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import AsyncIterator
-from dataclasses import dataclass
 from math import ceil
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import Generic, TypeVar
 
-from sparsepack.runtime.generation.sampling import TokenLogprob
-from sparsepack.runtime.options import GenerateOptions
-
-if TYPE_CHECKING:
-    from sparsepack.serve.batch import ContinuousBatch
+from sparsepack.serve.batch import ContinuousBatch
+from sparsepack.serve.ticket import Failure, GenerationRequest, Ticket
 
 T = TypeVar("T")
 
@@ -79,55 +73,6 @@ class FairQueue(Generic[T]):
         return self._of[greediest].pop()
 
 
-@dataclass(frozen=True)
-class GenerationRequest:
-    """A text to continue, checked.
-
-    ids     -- of the prompt; they and `options.tokens` more fit into the engine's context
-    options -- how many tokens at most, how they are chosen, what ends the text
-    """
-
-    ids: tuple[int, ...]
-    options: GenerateOptions
-
-
-@dataclass(frozen=True)
-class TextDelta:
-    """A piece of text, of whole characters.
-
-    logprobs -- of the tokens that were made since the piece before, where the request asks for them
-    """
-
-    text: str
-    logprobs: tuple[TokenLogprob, ...] = ()
-
-
-@dataclass(frozen=True)
-class Finish:
-    """The text is made.
-
-    reason -- "stop": the model or a stop string ended it; "length": as many tokens are made as were asked for
-    tokens -- that the model made, those of a stop string included, its end of text not
-    cached -- of the prompt's tokens, those that the engine still had from the text before
-    logprobs -- of the last tokens, which gave no piece of their own
-    """
-
-    reason: str
-    tokens: int
-    cached: int
-    logprobs: tuple[TokenLogprob, ...] = ()
-
-
-@dataclass(frozen=True)
-class Failure:
-    """The text cannot be made."""
-
-    error: Exception
-
-
-Event = TextDelta | Finish | Failure
-
-
 ENDING = "the server is ending"
 
 
@@ -143,48 +88,6 @@ class Closing(Exception):
     """The scheduler takes no more texts."""
 
 
-class Ticket:
-    """A text on its way; made by `Scheduler.submit` for the event loop that runs then.
-
-    client -- who asks
-    """
-
-    def __init__(self, scheduler: "Scheduler", request: GenerationRequest, client: str) -> None:
-        self.request, self.client = request, client
-        self._scheduler = scheduler
-        self._loop = asyncio.get_running_loop()
-        self._events: asyncio.Queue[Event] = asyncio.Queue()
-        self._cancelled = threading.Event()
-
-    async def events(self, patience: float | None = None) -> AsyncIterator[Event | None]:
-        """The pieces as they are made, then `Finish` or `Failure`; None where nothing comes for `patience` seconds."""
-        event: Event | None = None
-        while event is None or isinstance(event, TextDelta):
-            try:
-                async with asyncio.timeout(patience):
-                    event = await self._events.get()
-            except TimeoutError:
-                event = None
-            yield event
-
-    def cancel(self) -> None:
-        """Nobody waits for the text any more. May be called at any time, more than once."""
-        self._cancelled.set()
-        self._scheduler.discard(self)
-
-    @property
-    def cancelled(self) -> bool:
-        """Whether nobody waits for the text any more."""
-        return self._cancelled.is_set()
-
-    def tell(self, event: Event) -> None:
-        """Hand an event to the event loop, from any thread."""
-        try:
-            self._loop.call_soon_threadsafe(self._events.put_nowait, event)
-        except RuntimeError:  # the loop has ended, and with it whoever waited
-            self._cancelled.set()
-
-
 class Scheduler:
     """Makes texts in a thread of its own, in the order in which they come, those of different clients in turns.
 
@@ -194,7 +97,7 @@ class Scheduler:
     The thread begins at once and runs until `close`.
     """
 
-    def __init__(self, batch: "ContinuousBatch", waiting: int) -> None:
+    def __init__(self, batch: ContinuousBatch, waiting: int) -> None:
         self._batch, self._most = batch, waiting
         self._queue: FairQueue[Ticket] = FairQueue()
         self._joining: Ticket | None = None  # on its way from the queue to the batch
@@ -235,7 +138,7 @@ class Scheduler:
 
         Where the queue is full of one client's texts, the last of them makes room for another client, and is told so.
         """
-        ticket = Ticket(self, request, client)
+        ticket = Ticket(request, client, self.discard)
         with self._change:
             if not self.usable:
                 raise Closing(ENDING)

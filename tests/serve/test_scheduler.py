@@ -7,17 +7,8 @@ from collections.abc import Iterator
 import pytest
 
 from sparsepack.runtime.options import GenerateOptions
-from sparsepack.serve.scheduler import (
-    Closing,
-    Event,
-    Failure,
-    Finish,
-    GenerationRequest,
-    QueueFull,
-    Scheduler,
-    TextDelta,
-    Ticket,
-)
+from sparsepack.serve.scheduler import Closing, QueueFull, Scheduler
+from sparsepack.serve.ticket import Event, Failure, Finish, GenerationRequest, TextDelta, Ticket
 
 END = Finish("stop", 1, 0)
 

@@ -10,7 +10,7 @@ from sparsepack.loading import Model
 from sparsepack.runtime.options import GenerateOptions
 from sparsepack.serve import batch as batch_module
 from sparsepack.serve.batch import ContinuousBatch
-from sparsepack.serve.scheduler import Event, Failure, Finish, GenerationRequest, TextDelta
+from sparsepack.serve.ticket import Event, Failure, Finish, GenerationRequest, TextDelta
 
 
 @dataclass

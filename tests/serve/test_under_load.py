@@ -21,7 +21,7 @@ from sparsepack.loading import Model
 from sparsepack.runtime.options import GenerateOptions
 from sparsepack.serve.batch import PREFILLED_BETWEEN_TOKENS
 from sparsepack.serve.options import ServeOptions
-from sparsepack.serve.scheduler import Ticket
+from sparsepack.serve.ticket import Ticket
 
 ASKED = {"model": "tiny", "max_tokens": 12, "temperature": 0}
 LONG = 900

@@ -1,0 +1,101 @@
+"""A request for a text, the ticket that its client waits with, and the events that the engine's thread puts there."""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+
+from sparsepack.runtime.generation.sampling import TokenLogprob
+from sparsepack.runtime.options import GenerateOptions
+
+
+@dataclass(frozen=True)
+class GenerationRequest:
+    """A text to continue, checked.
+
+    ids     -- of the prompt; they and `options.tokens` more fit into the engine's context
+    options -- how many tokens at most, how they are chosen, what ends the text
+    """
+
+    ids: tuple[int, ...]
+    options: GenerateOptions
+
+
+@dataclass(frozen=True)
+class TextDelta:
+    """A piece of text, of whole characters.
+
+    logprobs -- of the tokens that were made since the piece before, where the request asks for them
+    """
+
+    text: str
+    logprobs: tuple[TokenLogprob, ...] = ()
+
+
+@dataclass(frozen=True)
+class Finish:
+    """The text is made.
+
+    reason -- "stop": the model or a stop string ended it; "length": as many tokens are made as were asked for
+    tokens -- that the model made, those of a stop string included, its end of text not
+    cached -- of the prompt's tokens, those that the engine still had from the text before
+    logprobs -- of the last tokens, which gave no piece of their own
+    """
+
+    reason: str
+    tokens: int
+    cached: int
+    logprobs: tuple[TokenLogprob, ...] = ()
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The text cannot be made."""
+
+    error: Exception
+
+
+Event = TextDelta | Finish | Failure
+
+
+class Ticket:
+    """A text on its way; made by `Scheduler.submit` for the event loop that runs then.
+
+    client  -- who asks
+    discard -- called when it is cancelled
+    """
+
+    def __init__(self, request: GenerationRequest, client: str, discard: "Callable[[Ticket], None]") -> None:
+        self.request, self.client = request, client
+        self._discard = discard
+        self._loop = asyncio.get_running_loop()
+        self._events: asyncio.Queue[Event] = asyncio.Queue()
+        self._cancelled = threading.Event()
+
+    async def events(self, patience: float | None = None) -> AsyncIterator[Event | None]:
+        """The pieces as they are made, then `Finish` or `Failure`; None where nothing comes for `patience` seconds."""
+        event: Event | None = None
+        while event is None or isinstance(event, TextDelta):
+            try:
+                async with asyncio.timeout(patience):
+                    event = await self._events.get()
+            except TimeoutError:
+                event = None
+            yield event
+
+    def cancel(self) -> None:
+        """Nobody waits for the text any more. May be called at any time, more than once."""
+        self._cancelled.set()
+        self._discard(self)
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether nobody waits for the text any more."""
+        return self._cancelled.is_set()
+
+    def tell(self, event: Event) -> None:
+        """Hand an event to the event loop, from any thread."""
+        try:
+            self._loop.call_soon_threadsafe(self._events.put_nowait, event)
+        except RuntimeError:  # the loop has ended, and with it whoever waited
+            self._cancelled.set()
