@@ -70,6 +70,7 @@ def test_no_paragraph_of_prose_is_repeated_within_a_part() -> None:
         assert len(paragraphs) == len(set(paragraphs))
 
 
+@pytest.mark.slow
 def test_docstrings_share_no_run_of_words_with_held_out_topics(corpus: Any) -> None:
     found = corpus.docstrings
     assert sum(map(len, found)) > 100_000
@@ -130,6 +131,7 @@ def test_a_shipped_tokenizer_round_trips_any_text(model: Path) -> None:
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (0, 0)
 
 
+@pytest.mark.slow
 @both
 def test_a_shipped_model_beats_the_bigrams_on_held_out_topics(model: Path, corpus: Any) -> None:
     bigram, training = tool("bigram"), tool("tiny_model_training")

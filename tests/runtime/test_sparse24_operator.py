@@ -24,6 +24,8 @@ from sparsepack.runtime.reference.products import SlidMatrix
 from sparsepack.runtime.sparse24_operator import prepare, slid_linear
 
 TYPES = [torch.int8, torch.float8_e4m3fn, torch.bfloat16]
+TRACED = "aot_eager"
+"""All of torch.compile but its code generator, which would call a C++ compiler for half a minute."""
 
 
 def matrix(rows: int, columns: int, pattern: Pattern, dtype: torch.dtype) -> SlidMatrix:
@@ -112,7 +114,7 @@ def test_what_does_not_fit_is_refused(change: Callable[[Tensor, SlidMatrix], tup
 def test_a_gradient_is_refused_when_it_is_asked_for(compiled: bool) -> None:
     torch._dynamo.reset()
     run: Any = linear(16, 64, torch.int8)
-    run = torch.compile(run, fullgraph=True) if compiled else run
+    run = torch.compile(run, fullgraph=True, backend=TRACED) if compiled else run
     y = run(torch.randn(2, 64, requires_grad=True))  # as of embeddings, which nobody will train
     with pytest.raises(UserError, match="have no gradients; train the model before it is packed"):
         y.sum().backward()
@@ -121,7 +123,7 @@ def test_a_gradient_is_refused_when_it_is_asked_for(compiled: bool) -> None:
 def test_a_compiled_model_is_one_graph_with_the_same_values() -> None:
     torch._dynamo.reset()
     model = nn.Sequential(linear(48, 64, torch.int8, bias=True), nn.SiLU(), linear(20, 48, torch.bfloat16))
-    compiled = torch.compile(model, fullgraph=True)
+    compiled = torch.compile(model, fullgraph=True, backend=TRACED)
     for tokens in (1, 4, 9):
         x = torch.randn(tokens, 64)
         torch.testing.assert_close(compiled(x), model(x))
@@ -137,7 +139,7 @@ def test_compiled_or_not_weights_are_prepared_once_and_again_when_they_change(mo
 
     monkeypatch.setattr(module, "prepare", counted)
     eager, other = linear(16, 64, torch.int8), linear(16, 64, torch.int8)
-    for weights, run in ((eager, eager), (other, torch.compile(other, fullgraph=True))):
+    for weights, run in ((eager, eager), (other, torch.compile(other, fullgraph=True, backend=TRACED))):
         calls.clear()
         for dtype in (torch.float32, torch.float32, torch.bfloat16, torch.bfloat16):
             run(torch.randn(3, 64).to(dtype))

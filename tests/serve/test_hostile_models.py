@@ -32,6 +32,7 @@ def chat(served: Served, content: str) -> Any:
 
 
 def test_a_template_without_end_is_a_400_while_others_are_served(own: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sandbox, "SECONDS", 0.5)
     model = replace(own, chat_template=TEMPLATE)
     answers: list[Any] = []
     with Served(model, ServeOptions()) as served, served.http() as client:

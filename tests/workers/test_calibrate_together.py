@@ -105,6 +105,7 @@ def _started(
         return Fork(arguments, environment, None, errors, folder, before)
 
 
+@pytest.mark.slow
 def test_devices_make_the_bytes_of_one(small: Checkpoint, given: Path, alone: dict[str, bytes], tmp_path: Path) -> None:
     command = [*_command(small, given, tmp_path / "c"), "--devices", "cpu,cpu"]
     ended = subprocess.run(
@@ -125,6 +126,7 @@ def test_three_devices_make_the_bytes_of_one(
     assert [path.name for path in tmp_path.iterdir()] == ["c"]
 
 
+@pytest.mark.slow
 def test_torchrun_makes_the_bytes_of_one(
     small: Checkpoint, given: Path, alone: dict[str, bytes], tmp_path: Path
 ) -> None:

@@ -15,6 +15,7 @@ FIRST = [
     f"import sparsepack; assert len({WATCHERS}) == 1",
     "import transformers.modeling_utils",
     "from transformers import PreTrainedModel, LlamaForCausalLM; import sparsepack",
+    "import transformers.quantizers.auto",
 ]
 THEN = f"""
 from transformers import AttentionInterface, AttentionMaskInterface, LlamaForCausalLM
@@ -29,11 +30,11 @@ assert not {WATCHERS}
 """
 
 
-@pytest.mark.parametrize(
-    "firsts", [FIRST, pytest.param(["import transformers.quantizers.auto"], marks=pytest.mark.long)], ids=len
-)
+@pytest.mark.parametrize("firsts", [FIRST[:2], pytest.param(FIRST[2:], marks=pytest.mark.long)], ids=str)
 def test_transformers_knows_us_and_no_finder_stays(firsts: list[str]) -> None:
-    assert in_forks("import torch", [f"import sys\n{first}\n{THEN}" for first in firsts]) == [""] * len(firsts)
+    assert in_forks("import torch, sympy, scipy.stats", [f"import sys\n{first}\n{THEN}" for first in firsts]) == [
+        ""
+    ] * len(firsts)
 
 
 def test_commands_alone_do_without_what_no_command_needs() -> None:

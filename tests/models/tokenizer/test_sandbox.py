@@ -18,7 +18,7 @@ from sparsepack.errors import ArtifactError, SiteError, UserError
 from sparsepack.models.checkpoint.checkpoint import open_checkpoint
 from sparsepack.models.sites import chosen_sites
 from sparsepack.models.tokenizer import sandbox
-from sparsepack.models.tokenizer.chat import render_chat
+from sparsepack.models.tokenizer.chat import _rendered, render_chat
 from sparsepack.models.tokenizer.sandbox import SANDBOX, Sandbox, SandboxError, SandboxTokenizer
 from sparsepack.runtime.generation.generate import open_tokenizer, prompt_tokens
 
@@ -63,14 +63,14 @@ def one_line(error: pytest.ExceptionInfo[UserError]) -> str:
 @pytest.mark.parametrize("template", ENDLESS.values(), ids=ENDLESS)
 def test_a_template_that_goes_on_and_on_is_ended(template: str) -> None:
     with pytest.raises(UserError, match=r"chat template cannot take this conversation .*was ended") as refused:
-        render_chat(template, MESSAGES)
+        _rendered(template, MESSAGES)  # `render_chat` tries a template out, five times in all
     one_line(refused)
 
 
 @pytest.mark.parametrize("template", HUGE.values(), ids=HUGE)
 def test_a_template_makes_no_huge_value(template: str) -> None:
     with pytest.raises(UserError, match="chat template cannot take this conversation") as refused:
-        render_chat(template, MESSAGES)
+        _rendered(template, MESSAGES)
     one_line(refused)
     assert render_chat("x", MESSAGES) == "x", "the next one is rendered"
 
@@ -81,7 +81,7 @@ def test_a_template_that_takes_long_keeps_no_other_thread_waiting(monkeypatch: p
 
     def work() -> None:
         try:
-            render_chat(ENDLESS["loops"], MESSAGES)
+            _rendered(ENDLESS["loops"], MESSAGES)
         except UserError as error:
             caught.append(str(error))
 
