@@ -22,11 +22,11 @@ LogprobsFormatter = Callable[[Sequence[TokenLogprob]], dict[str, Any]]
 def completion_logprobs(bytes_of: Bytes) -> LogprobsFormatter:
     """Lists of the same length, one element for each token. `top_logprobs` has the token itself, too. A token's offset
     is the number of characters that are whole before it."""
-    decoder, told = codecs.getincrementaldecoder("utf-8")(errors="replace"), 0
+    decoder, decoded = codecs.getincrementaldecoder("utf-8")(errors="replace"), 0
 
     def offset_of(token: TokenLogprob) -> int:
-        nonlocal told
-        before, told = told, told + len(decoder.decode(bytes_of(token.id)))
+        nonlocal decoded
+        before, decoded = decoded, decoded + len(decoder.decode(bytes_of(token.id)))
         return before
 
     def said(tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
@@ -156,11 +156,11 @@ class Answer:
 
     def _usage(self, choices: Sequence["Choice"]) -> Json:
         ends = [choice.end for choice in choices if choice.end is not None]
-        made = sum(end.tokens for end in ends)
+        completion_tokens = sum(end.tokens for end in ends)
         return {
             "prompt_tokens": self.prompt_tokens,
-            "completion_tokens": made,
-            "total_tokens": self.prompt_tokens + made,
+            "completion_tokens": completion_tokens,
+            "total_tokens": self.prompt_tokens + completion_tokens,
             "prompt_tokens_details": {"cached_tokens": min((end.cached for end in ends), default=0)},
         }
 
@@ -215,15 +215,15 @@ class Choice:
 
     def chunks(self) -> list[Json]:
         """The chunks of what came since the last ones, and of why the text ended where it has."""
-        made, form = [], self._answer.form
+        chunks, form = [], self._answer.form
         if self._text:
-            made.append(self._chunk(form.piece(self._text), with_tokens=True))
+            chunks.append(self._chunk(form.piece(self._text), with_tokens=True))
         if self._calls:
             first = self._called - len(self._calls)
             calls = [{"index": n, **_call(call)} for n, call in enumerate(self._calls, first)]
-            made.append(self._chunk({"delta": {"tool_calls": calls}}))
+            chunks.append(self._chunk({"delta": {"tool_calls": calls}}))
         self._text, self._calls = "", []
-        return made if self.end is None else [*made, self._chunk(form.closing, self._reason(), with_tokens=True)]
+        return chunks if self.end is None else [*chunks, self._chunk(form.closing, self._reason(), with_tokens=True)]
 
     def whole(self) -> Json:
         """The text in one piece, once it has ended and where no chunk had a part of it."""

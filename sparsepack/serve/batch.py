@@ -1,4 +1,4 @@
-"""The texts that an engine makes at a time, one in each of its sequences; they join and leave between tokens.
+"""The texts that an engine makes at a time, one in each of its slots; they join and leave between tokens.
 
 A turn is a piece of the prompts that have joined, and then a token of each text whose prompt is read:
 
@@ -33,8 +33,8 @@ _REASONS = {"eos": "stop", "stop": "stop", "tokens": "length", "context": "lengt
 
 
 @dataclass(eq=False)
-class _Text:
-    """A text in one of the engine's sequences.
+class _Sequence:
+    """A text that is generated in one of the engine's slots.
 
     cached    -- positions of the prompt that are not read for this text
     chosen    -- the token to append next; None: the prompt is not read to its end
@@ -42,17 +42,17 @@ class _Text:
     """
 
     ticket: Ticket
-    sequence: int
+    slot: int
     continuation: Continuation
     cached: int
     chosen: int | None = None
-    followers: "list[_Text]" = field(default_factory=list)
+    followers: "list[_Sequence]" = field(default_factory=list)
 
 
 class ContinuousBatch:
     """See above. For one thread.
 
-    A text goes on from what its prompt has in common with another prompt, the last of a sequence that is free or the
+    A text goes on from what its prompt has in common with another prompt, the last of a slot that is free or the
     one of a text in the making, so that of a chat only what is new is prefilled. A prompt that several texts wait for
     is read once, and copied. Answers are not kept: their tokens were decoded, with columns skipped, and a prompt runs
     dense. So the same request, made alone, gives the same answer, whatever was asked before; elsewhere up to the last
@@ -62,8 +62,8 @@ class ContinuousBatch:
     def __init__(self, model: Model) -> None:
         self._engine, self._tokenizer = model.engine, model.tokenizer
         self._free: list[int] = [*range(len(model.engine.positions))]  # the one that was used last is the last
-        self._texts: list[_Text] = []
-        self._reading: deque[_Text] = deque()  # those of whose prompts a part is to be read, by turns
+        self._running: list[_Sequence] = []
+        self._reading: deque[_Sequence] = deque()  # those of whose prompts a part is to be read, by turns
 
     @property
     def capacity(self) -> int:
@@ -78,7 +78,7 @@ class ContinuousBatch:
     @property
     def tickets(self) -> list[Ticket]:
         """What the texts in the making are made for."""
-        return [text.ticket for text in [*self._texts]]
+        return [sequence.ticket for sequence in [*self._running]]
 
     def join(self, ticket: Ticket) -> None:
         """Begin a text; there is room. What fails is told."""
@@ -86,20 +86,20 @@ class ContinuousBatch:
         if not request.options.tokens:
             ticket.tell(Finish("length", 0, 0))
             return
-        leader = next((text for text in self._reading if text.continuation.ids == ids), None)
-        source = self._nearest(ids) if leader is None else leader.sequence
-        sequence = source if source in self._free else self._free[0]
-        self._free.remove(sequence)
+        leader = next((sequence for sequence in self._reading if sequence.continuation.ids == ids), None)
+        source = self._nearest(ids) if leader is None else leader.slot
+        slot = source if source in self._free else self._free[0]
+        self._free.remove(slot)
         try:
-            cached = self._reuse_prefix(ids, sequence, source) if leader is None else len(ids)
+            cached = self._reuse_prefix(ids, slot, source) if leader is None else len(ids)
             continuation = Continuation(self._engine, self._tokenizer, ids, request.options)
         except Exception as error:
-            self._free.append(sequence)
+            self._free.append(slot)
             ticket.tell(Failure(error))
             return
-        text = _Text(ticket, sequence, continuation, cached)
-        self._texts.append(text)
-        (self._reading if leader is None else leader.followers).append(text)
+        sequence = _Sequence(ticket, slot, continuation, cached)
+        self._running.append(sequence)
+        (self._reading if leader is None else leader.followers).append(sequence)
 
     def advance(self) -> None:
         """Make a turn. What fails is told, and later texts begin anew."""
@@ -109,49 +109,49 @@ class ContinuousBatch:
         self._step()
 
     @property
-    def _going(self) -> list[_Text]:
-        """The texts whose prompts are read."""
-        return [text for text in self._texts if text.chosen is not None]
+    def _decoding(self) -> list[_Sequence]:
+        """Those whose prompts are read."""
+        return [sequence for sequence in self._running if sequence.chosen is not None]
 
     def _drop_cancelled(self) -> None:
-        for text in [text for text in self._texts if text.ticket.cancelled]:
-            self._leave(text)
+        for sequence in [sequence for sequence in self._running if sequence.ticket.cancelled]:
+            self._leave(sequence)
 
     def _nearest(self, ids: list[int]) -> int:
-        """The sequence from which most of a prompt can be taken; of equal ones, the free one that was left longest
+        """The slot from which most of a prompt can be taken; of equal ones, the free one that was left longest
         ago."""
-        sequences = [*self._free, *(text.sequence for text in self._texts)]
-        return max(sequences, key=lambda n: self._common(ids, n))
+        slots = [*self._free, *(sequence.slot for sequence in self._running)]
+        return max(slots, key=lambda n: self._common(ids, n))
 
-    def _common(self, ids: list[int], sequence: int) -> int:
-        """How many positions of a prompt can be taken from a sequence: none that were decoded."""
-        read = next((len(text.continuation.ids) for text in self._texts if text.sequence == sequence), len(ids))
-        common: int = min(self._engine.common(ids, sequence), read)
+    def _common(self, ids: list[int], slot: int) -> int:
+        """How many positions of a prompt can be taken from a slot: none that were decoded."""
+        read = next((len(sequence.continuation.ids) for sequence in self._running if sequence.slot == slot), len(ids))
+        common: int = min(self._engine.common(ids, slot), read)
         return common // KEPT_IN_STEPS_OF * KEPT_IN_STEPS_OF
 
-    def _reuse_prefix(self, ids: list[int], sequence: int, source: int) -> int:
-        """Let a sequence have what a prompt can take from another, or from itself; how many positions those are."""
+    def _reuse_prefix(self, ids: list[int], slot: int, source: int) -> int:
+        """Let a slot have what a prompt can take from another, or from itself; how many positions those are."""
         common = self._common(ids, source)
-        if source == sequence:
-            self._engine.truncate(common, sequence)
+        if source == slot:
+            self._engine.truncate(common, slot)
         else:
-            self._engine.copy(source, sequence, common)
+            self._engine.copy(source, slot, common)
         return common
 
-    def _leave(self, text: _Text) -> None:
-        """Free a text's sequence, which keeps what was read of the prompt."""
-        self._texts.remove(text)
-        sequence = text.sequence
-        if text.chosen is not None:
-            self._engine.truncate(min(self._engine.positions[sequence], len(text.continuation.ids)), sequence)
-        self._free.append(sequence)
-        for leader in [leader for leader in self._reading if text in leader.followers]:
-            leader.followers.remove(text)
-        if text in self._reading:
-            self._reading.remove(text)
-            self._promote_follower([follower for follower in text.followers if not follower.ticket.cancelled])
+    def _leave(self, sequence: _Sequence) -> None:
+        """Free a text's slot, which keeps what was read of the prompt."""
+        self._running.remove(sequence)
+        slot = sequence.slot
+        if sequence.chosen is not None:
+            self._engine.truncate(min(self._engine.positions[slot], len(sequence.continuation.ids)), slot)
+        self._free.append(slot)
+        for leader in [leader for leader in self._reading if sequence in leader.followers]:
+            leader.followers.remove(sequence)
+        if sequence in self._reading:
+            self._reading.remove(sequence)
+            self._promote_follower([follower for follower in sequence.followers if not follower.ticket.cancelled])
 
-    def _promote_follower(self, followers: list[_Text]) -> None:
+    def _promote_follower(self, followers: list[_Sequence]) -> None:
         """Let the first of some texts, whose prompt nobody reads any more, read it for all of them."""
         if not followers:
             return
@@ -159,46 +159,46 @@ class ContinuousBatch:
         ids = leader.continuation.ids
         self._reading.appendleft(leader)
         try:
-            leader.cached = self._reuse_prefix(ids, leader.sequence, self._nearest(ids))
+            leader.cached = self._reuse_prefix(ids, leader.slot, self._nearest(ids))
         except Exception as error:
             self._fail(leader, error)
 
-    def _fail(self, text: _Text, error: Exception) -> None:
-        """End a text in whose sequence nobody knows what there is."""
-        self._engine.truncate(0, text.sequence)
-        self._leave(text)
-        text.ticket.tell(Failure(error))
+    def _fail(self, sequence: _Sequence, error: Exception) -> None:
+        """End a text in whose slot nobody knows what there is."""
+        self._engine.truncate(0, sequence.slot)
+        self._leave(sequence)
+        sequence.ticket.tell(Failure(error))
 
     def _read(self) -> None:
         """Read a piece of some prompts, which take turns: a long one does not keep a short one waiting."""
-        left = PREFILLED_BETWEEN_TOKENS if self._going else PREFILLED_AT_ONCE
+        left = PREFILLED_BETWEEN_TOKENS if self._decoding else PREFILLED_AT_ONCE
         for _ in range(len(self._reading)):
-            text = self._reading[0]
-            position, ids = self._engine.positions[text.sequence], text.continuation.ids
+            sequence = self._reading[0]
+            position, ids = self._engine.positions[sequence.slot], sequence.continuation.ids
             end = min(len(ids), (position + left) // KEPT_IN_STEPS_OF * KEPT_IN_STEPS_OF)
             if end <= position:
                 return
             try:
-                logits = self._engine.prefill(ids[position:end], text.sequence)
+                logits = self._engine.prefill(ids[position:end], sequence.slot)
             except Exception as error:
-                self._fail(text, error)
+                self._fail(sequence, error)
                 continue
             self._reading.popleft()
             left -= end - position
             if end < len(ids):
-                self._reading.append(text)
+                self._reading.append(sequence)
             else:
-                self._begin(text, logits)
+                self._begin(sequence, logits)
 
-    def _begin(self, text: _Text, logits: Tensor) -> None:
+    def _begin(self, sequence: _Sequence, logits: Tensor) -> None:
         """Choose the first token of a text and of its followers, of the logits after the prompt that they share."""
-        followers, text.followers = text.followers, []
+        followers, sequence.followers = sequence.followers, []
         for follower in followers:
             try:
-                self._engine.copy(text.sequence, follower.sequence, len(text.continuation.ids))
+                self._engine.copy(sequence.slot, follower.slot, len(sequence.continuation.ids))
             except Exception as error:
                 self._fail(follower, error)
-        for each in (one for one in [text, *followers] if one in self._texts):
+        for each in (one for one in [sequence, *followers] if one in self._running):
             try:
                 chosen = each.continuation.sampler.choose(logits)
             except Exception as error:
@@ -210,32 +210,34 @@ class ContinuousBatch:
         """Append the token that was chosen to each text, and choose the next."""
         ids: list[int | None] = [None] * len(self._engine.positions)
         samplers: list[Sampler | None] = [None] * len(ids)
-        if not (going := self._going):
+        if not (decoding := self._decoding):
             return
-        for text in going:
-            ids[text.sequence], samplers[text.sequence] = text.chosen, text.continuation.sampler
+        for sequence in decoding:
+            ids[sequence.slot], samplers[sequence.slot] = sequence.chosen, sequence.continuation.sampler
         try:
             chosen = self._engine.decode_all(ids, samplers)
         except Exception as error:
-            for text in going:
-                self._fail(text, error)
+            for sequence in decoding:
+                self._fail(sequence, error)
             return
-        for text in going:
-            if (id := chosen[text.sequence]) is not None:
-                self._take(text, id)
+        for sequence in decoding:
+            if (id := chosen[sequence.slot]) is not None:
+                self._take(sequence, id)
 
-    def _take(self, text: _Text, id: int) -> None:
+    def _take(self, sequence: _Sequence, id: int) -> None:
         """Tell what a token adds to a text, and its end where it was the last."""
-        made = text.continuation
+        continuation = sequence.continuation
         try:
-            piece = made.take(id)
+            piece = continuation.take(id)
         except Exception as error:
-            self._fail(text, error)
+            self._fail(sequence, error)
             return
-        text.chosen = id
+        sequence.chosen = id
         if piece:
-            text.ticket.tell(TextDelta(piece, made.taken_logprobs()))
-        if made.reason:
-            self._leave(text)
-            ended = Finish(_REASONS[made.reason], len(made.tokens), text.cached, made.taken_logprobs())
-            text.ticket.tell(ended)
+            sequence.ticket.tell(TextDelta(piece, continuation.taken_logprobs()))
+        if continuation.reason:
+            self._leave(sequence)
+            ended = Finish(
+                _REASONS[continuation.reason], len(continuation.tokens), sequence.cached, continuation.taken_logprobs()
+            )
+            sequence.ticket.tell(ended)

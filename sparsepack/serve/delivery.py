@@ -157,9 +157,9 @@ async def _merge_events(
     try:
         ended = 0
         while ended < len(tickets):
-            n, told = await events.get()
-            ended += isinstance(told, Finish | Failure)
-            yield n, told
+            n, event = await events.get()
+            ended += isinstance(event, Finish | Failure)
+            yield n, event
     finally:
         for task in forwarding:
             task.cancel()

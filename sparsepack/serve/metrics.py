@@ -30,7 +30,9 @@ class Metrics:
             "Tokens of prompts that were not computed again.",
             registry=registry,
         )
-        self._made = Counter("sparsepack_completion_tokens_total", "Tokens that were made.", registry=registry)
+        self._completion_tokens = Counter(
+            "sparsepack_completion_tokens_total", "Tokens that were made.", registry=registry
+        )
         self._ended = Counter(
             "sparsepack_texts_total", "Texts that ended, by why they did.", ["reason"], registry=registry
         )
@@ -62,7 +64,7 @@ class Metrics:
         self._whole.observe(time.monotonic() - received_at)
         self._prompt.inc(prompt_tokens)
         self._cached.inc(ended.cached)
-        self._made.inc(ended.tokens)
+        self._completion_tokens.inc(ended.tokens)
         self._ended.labels(ended.reason).inc()
 
     def count_outcome(self, outcome: str) -> None:

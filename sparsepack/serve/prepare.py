@@ -22,7 +22,7 @@ from sparsepack.serve.tools import AnswerParser, PlainTextParser, ToolCallParser
 BYTES_IN_JSON = 6
 """A byte of text takes at most so many in JSON, where `\\u0041` stands for one letter."""
 
-BYTES_BESIDE = 2**18
+OTHER_BYTES = 2**18
 """So many bytes of a body are for what stands beside the text: names of parameters, roles of messages, tools."""
 
 
@@ -45,7 +45,7 @@ class Prompts:
         longest = self.bytes_of.most
         self.max_prompt_bytes = None if longest is None else self.context * longest
         needed = (
-            MAX_BODY_BYTES if self.max_prompt_bytes is None else BYTES_IN_JSON * self.max_prompt_bytes + BYTES_BESIDE
+            MAX_BODY_BYTES if self.max_prompt_bytes is None else BYTES_IN_JSON * self.max_prompt_bytes + OTHER_BYTES
         )
         self.max_body_bytes = min(MAX_BODY_BYTES, needed)
 
@@ -74,12 +74,12 @@ class Prompts:
     def checked_tokens(self, prompt: int, request: int | None) -> int:
         """How many tokens to make at most after a prompt of so many; None asks for as many as there is room for.
         Raises `Refusal` where they do not fit into the context."""
-        room = self.context - prompt
-        wanted = 1 if request is None else request
-        if wanted > room:
-            remedy = "shorten the prompt" if room < 1 else f"give max_tokens of at most {room}"
-            raise self._too_long(f"{prompt} tokens of prompt and {wanted} to make", "max_tokens", remedy)
-        return room if request is None else request
+        remaining = self.context - prompt
+        requested = 1 if request is None else request
+        if requested > remaining:
+            remedy = "shorten the prompt" if remaining < 1 else f"give max_tokens of at most {remaining}"
+            raise self._too_long(f"{prompt} tokens of prompt and {requested} to make", "max_tokens", remedy)
+        return remaining if request is None else request
 
     def _too_long(self, what: str, param: str, remedy: str = "shorten the prompt") -> Refusal:
         message = f"{what}; this model's maximum context length is {self.context} tokens here: {remedy}"
@@ -186,8 +186,8 @@ class RequestPreparer:
         if not request.requires_json:
             return None
         assert request.response_format is not None
-        wanted = request.response_format.json_schema
-        return self._grammars.of_json({"type": "object"} if wanted is None else wanted.schema_, "response_format")
+        schema = request.response_format.json_schema
+        return self._grammars.of_json({"type": "object"} if schema is None else schema.schema_, "response_format")
 
     def _call(self, request: ChatRequest) -> Constraint:
         if self._tool_format is None:

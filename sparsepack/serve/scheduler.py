@@ -32,7 +32,7 @@ class FairQueue(Generic[T]):
     def put(self, client: str, item: T, most: int) -> T | None:
         """Let something wait. Where `most` wait already, the newest of the client with the most of them makes room, if
         that client then has no less than this one: it is returned. Raises `IndexError` where nothing makes room."""
-        evicted = self._make_room(client) if self._count >= most else None
+        evicted = self._evict(client) if self._count >= most else None
         self._of.setdefault(client, deque()).append(item)
         self._count += 1
         return evicted
@@ -65,7 +65,7 @@ class FairQueue(Generic[T]):
         self._count = 0
         return everything
 
-    def _make_room(self, client: str) -> T:
+    def _evict(self, client: str) -> T:
         greediest = max(self._of, key=lambda other: len(self._of[other]), default=client)
         if len(self._of.get(greediest, ())) < len(self._of.get(client, ())) + 2:
             raise IndexError("nothing makes room")

@@ -62,18 +62,18 @@ def bind_socket(host: str, port: int, stalled: float) -> socket.socket:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
-        made = socket.socket(family, kind, protocol)
+        listener = socket.socket(family, kind, protocol)
     except (OSError, UnicodeError) as error:
         raise UserError(f"--host {host}: no address of this machine ({error}); 127.0.0.1 always is one") from error
     try:
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if hasattr(socket, "TCP_USER_TIMEOUT"):
-            made.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(stalled * 1000))
-        made.bind(address)
+            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(stalled * 1000))
+        listener.bind(address)
     except OSError as error:
-        made.close()
+        listener.close()
         raise UserError(f"{host}, port {port}: cannot listen there ({error.strerror}); give another --port") from error
-    return made
+    return listener
 
 
 def serve(model: Model, default_name: str, options: ServeOptions, listening: socket.socket) -> None:
@@ -160,7 +160,7 @@ class _Server(uvicorn.Server):
         self._signals += 1
         if self._signals == 1:
             self.should_exit = True
-            self._loop.call_soon_threadsafe(self._end_texts)
+            self._loop.call_soon_threadsafe(self._abort_texts)
         elif self._signals == 2:
             self._loop.call_soon_threadsafe(self._abort)
         else:
@@ -171,7 +171,7 @@ class _Server(uvicorn.Server):
         say("interrupted again: texts in the making are broken off")
         self._scheduler.abort()
 
-    def _end_texts(self) -> None:
+    def _abort_texts(self) -> None:
         self._scheduler.drain()
         SANDBOX.close()  # no prompt is made any more, however long its template or its tokenizer would take
         self._loop.call_later(self._options.grace, self._scheduler.abort)

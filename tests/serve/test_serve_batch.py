@@ -220,7 +220,7 @@ def test_a_text_whose_choice_fails_leaves_those_whose_prompts_are_read_alone(
     bad, good = asked(ids_of(dense, 40)), asked(ids_of(dense, 50))
     texts.join(bad)
     texts.join(good)
-    monkeypatch.setattr(texts._texts[0].continuation.sampler, "choose", lambda logits: 1 / 0)
+    monkeypatch.setattr(texts._running[0].continuation.sampler, "choose", lambda logits: 1 / 0)
     run(texts)
     assert isinstance(bad.end, Failure)
     assert good.end == Finish("length", 12, 0)
@@ -313,7 +313,7 @@ def test_a_choice_that_fails_for_one_text_leaves_those_after_the_same_prompt(
     readers = [asked(ids_of(dense, 50), 5) for _ in range(3)]
     for reader in readers:
         texts.join(reader)
-    monkeypatch.setattr(texts._texts[0].continuation.sampler, "choose", lambda logits: 1 / 0)
+    monkeypatch.setattr(texts._running[0].continuation.sampler, "choose", lambda logits: 1 / 0)
     run(texts)
     assert isinstance(readers[0].end, Failure)
     assert readers[1].text == readers[2].text != ""

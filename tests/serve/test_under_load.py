@@ -81,8 +81,8 @@ def test_streams_go_on_while_a_long_prompt_is_read(fresh: Served) -> None:
     client, positions = fresh.client(), list[int]()
 
     def waits_for_the_prompt() -> bool:
-        stream, *prompt = fresh.texts._texts
-        position = fresh.model.engine.positions[stream.sequence]
+        stream, *prompt = fresh.texts._running
+        position = fresh.model.engine.positions[stream.slot]
         if prompt:
             positions.append(position)
         return not prompt and position > 8
@@ -173,7 +173,7 @@ def test_a_client_that_goes_frees_the_engine_at_once(fresh: Served, stream: bool
 
     def waits_for_the_client_to_go() -> bool:
         turns.append(gone.is_set())
-        if any(fresh.model.engine.positions[text.sequence] > 20 for text in fresh.texts._texts):
+        if any(fresh.model.engine.positions[text.slot] > 20 for text in fresh.texts._running):
             begun.set()
         return begun.is_set() and not gone.is_set()
 
