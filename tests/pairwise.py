@@ -1,6 +1,6 @@
 """Fewer cases than the product of parameters."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import combinations
 from typing import Any
 
@@ -23,11 +23,25 @@ def pairwise_cases(*values: Sequence[Any]) -> list[tuple[Any, ...]]:
     return cases
 
 
+def _parametrize(parameters: Mapping[str, Sequence[Any]], cases: Iterable[tuple[Any, ...]], long: int) -> Any:
+    """Parametrize a test; from case number `long` on they are long ones."""
+    made = []
+    for n, case in enumerate(cases):
+        values = (each if "," in names else (each,) for names, each in zip(parameters, case, strict=True))
+        made.append(pytest.param(*(value for each in values for value in each), marks=[pytest.mark.long][: n >= long]))
+    return pytest.mark.parametrize(", ".join(parameters), made)
+
+
 def pairwise(parameters: Mapping[str, Sequence[Any]]) -> pytest.MarkDecorator:
     """Parametrize a test by `pairwise_cases` of values by name; several names, "a, b", have tuples of values."""
-    several = ["," in names for names in parameters]
-    cases = [
-        tuple(value for each, many in zip(case, several, strict=True) for value in (each if many else (each,)))
-        for case in pairwise_cases(*parameters.values())
-    ]
-    return pytest.mark.parametrize(", ".join(parameters), cases)
+    cases = pairwise_cases(*parameters.values())
+    return _parametrize(parameters, cases, len(cases))
+
+
+def each_value(parameters: Mapping[str, Sequence[Any]]) -> pytest.MarkDecorator:
+    """Parametrize a test by few cases that have each value; the rest of `pairwise` is `long`."""
+    lengths = [len(values) for values in parameters.values()]
+    few = [tuple(n % length for length in lengths) for n in range(max(lengths))]
+    others = [case for case in pairwise_cases(*map(range, lengths)) if case not in few]
+    cases = [tuple(map(list.__getitem__, map(list, parameters.values()), case)) for case in few + others]
+    return _parametrize(parameters, cases, len(few))

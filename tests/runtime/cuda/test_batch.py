@@ -9,6 +9,7 @@ import tokenizers
 import torch
 from backends import SHARE, TOLERANCE, engine_of, largest_difference
 from packed_models import random_model, stock_model, with_rules
+from pairwise import each_value
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from torch import Tensor
@@ -40,21 +41,18 @@ CHANGES: dict[str, dict[str, Any]] = {
     LARGE: {"hidden_size": 512, "intermediate_size": 2816, "vocab_size": 4100},
     SEGMENTS: {"num_hidden_layers": 3, "bases": (0, 2)},
 }
-every_variant = pytest.mark.parametrize(
-    "variant",
-    [
-        "llama",
-        "llama tied, biases, llama3 rotary",
-        "mistral, sliding window",
-        "qwen2, every second layer slides",
-        "qwen3, tied",
-        "gemma2, soft caps",
-        "phi3, a part of each head, longrope",
-        INTERLEAVED,
-        LARGE,
-        SEGMENTS,
-    ],
-)
+VARIANTS = [
+    "llama",
+    "llama tied, biases, llama3 rotary",
+    "mistral, sliding window",
+    "qwen2, every second layer slides",
+    "qwen3, tied",
+    "gemma2, soft caps",
+    "phi3, a part of each head, longrope",
+    INTERLEAVED,
+    LARGE,
+    SEGMENTS,
+]
 ON_GPU = EngineOptions("cuda")
 
 
@@ -94,7 +92,7 @@ def steps(engine: Engine, ids: Tensor) -> Tensor:
     return torch.stack([engine.step_all(column) for column in ids.t().tolist()], dim=1).cpu()
 
 
-@every_variant
+@pytest.mark.parametrize("variant", VARIANTS)
 def test_dense_sequences_of_different_lengths_are_those_of_engines_alone(variant: str) -> None:
     engine = batch_of(model(variant), 3, dense=True)
     found = [engine.prefill(TEXTS[n, :length].tolist(), n) for n, length in enumerate(LENGTHS)]
@@ -110,8 +108,7 @@ def test_dense_sequences_of_different_lengths_are_those_of_engines_alone(variant
         assert largest_difference(together[n], expected) < TOLERANCE["cuda"]
 
 
-@every_variant
-@pytest.mark.parametrize("sequences", [2, 5, 8])
+@each_value({"variant": VARIANTS, "sequences": [2, 5, 8]})
 def test_steps_keep_what_is_active_in_any_sequence(variant: str, sequences: int) -> None:
     texts, expected, watch = oracle(variant, sequences)
     engine = batch_of(model(variant), sequences)
@@ -123,8 +120,7 @@ def test_steps_keep_what_is_active_in_any_sequence(variant: str, sequences: int)
     assert engine.activity() == pytest.approx(shares, abs=SHARE["cuda"])
 
 
-@every_variant
-@pytest.mark.parametrize("prompt", [0, 6])
+@each_value({"variant": VARIANTS, "prompt": [0, 6]})
 def test_the_same_text_everywhere_is_the_text_alone(variant: str, prompt: int) -> None:
     engine, single = batch_of(model(variant), 3), batch_of(model(variant))
     for n in range(3 if prompt else 0):

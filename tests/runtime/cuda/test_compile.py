@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from homes_for_tests import without_a_home
-from pairwise import pairwise
+from pairwise import each_value
 
 from sparsepack.errors import UserError
 from sparsepack.runtime.cuda.driver import kernel
@@ -141,14 +141,14 @@ ARCHITECTURES = {"slide_matmul": [90]}
 
 
 def _cases() -> Iterator[Any]:
-    """Each file for each architecture, and each of its variants for one or, among the `long` tests, for all."""
-    for name in kernel_files():
+    """Each file, and up to four variants of it, for one architecture each, the rest among the `long` tests."""
+    for place, name in enumerate(kernel_files()):
         for number, defines in enumerate(VARIANTS.get(name, [()])):
             of_hopper = any(value.startswith("CLUSTER=") and value != "CLUSTER=1" for value in defines)
             every = [arch for arch in ARCHITECTURES.get(name, [80, 90]) if arch >= 90 or not of_hopper]
-            soon = every if number == 0 else [every[number % len(every)]]
             for arch in every:
-                yield pytest.param(name, defines, arch, marks=[] if arch in soon else pytest.mark.long)
+                soon = number < 4 and arch == every[(place + number) % len(every)]
+                yield pytest.param(name, defines, arch, marks=[] if soon else pytest.mark.long)
 
 
 @pytest.mark.parametrize(("name", "defines", "arch"), _cases(), ids=str)
@@ -165,7 +165,7 @@ CONFIGS = (
 )
 
 
-@pairwise(
+@each_value(
     {
         "what": ("dense", "sparse", "per channel", "held", "held per channel", "flag in data", "gate"),
         "config": CONFIGS,
@@ -190,9 +190,13 @@ def test_products_compile_as_they_are_launched(what: str, config: CudaTileConfig
         assert cubin("zigzag_gemv", arch, defines)[:4] == b"\x7fELF"
 
 
-@pytest.mark.parametrize("arch", [80, 90])
-@pytest.mark.parametrize("together", [Together(128, 8, True, False), Together(5, 1, False, True, 2)], ids=str)
-@pytest.mark.parametrize("what", ["dense", "held, flag in data"])
+@each_value(
+    {
+        "what": ["dense", "held, flag in data"],
+        "together": [Together(128, 8, True, False), Together(5, 1, False, True, 2)],
+        "arch": [90, 80],
+    }
+)
 def test_products_of_experts_compile_as_they_are_launched(what: str, together: Together, arch: int) -> None:
     x, one = torch.empty(768), torch.empty(1)
     held = Input(x, norm=x, squares=one, threshold=x, scales=one, skipped=one, flag_in_data=True)
@@ -203,7 +207,7 @@ def test_products_of_experts_compile_as_they_are_launched(what: str, together: T
         assert cubin("zigzag_gemv", arch, defines)[:4] == b"\x7fELF"
 
 
-@pairwise(
+@each_value(
     {
         "what": ("dense", "sparse", "per channel", "held", "norm", "norm of squares", "gate"),
         "inputs": (1, 3, 8),
@@ -230,16 +234,16 @@ def test_products_of_several_inputs_compile_as_they_are_launched(
         assert cubin("zigzag_batch", arch, defines)[:4] == b"\x7fELF"
 
 
-@pytest.mark.parametrize("arch", [80, 90])
-@pytest.mark.parametrize(
-    ("block", "config"),
-    [
-        ("Q6_K", CudaTileConfig(1, 8, 0, 32)),
-        ("Q8_0", CudaTileConfig(4, 8, 8, 3)),
-        ("Q6_K", CudaTileConfig(2, 8, 16, 5)),
-        ("Q8_0", CudaTileConfig(1, 6, 0, 7)),
-    ],
-    ids=str,
+@each_value(
+    {
+        "block, config": [
+            ("Q6_K", CudaTileConfig(1, 8, 0, 32)),
+            ("Q8_0", CudaTileConfig(4, 8, 8, 3)),
+            ("Q6_K", CudaTileConfig(2, 8, 16, 5)),
+            ("Q8_0", CudaTileConfig(1, 6, 0, 7)),
+        ],
+        "arch": [80, 90],
+    }
 )
 def test_products_with_other_blocks_compile(block: str, config: CudaTileConfig, arch: int) -> None:
     x, one = torch.empty(9001), torch.empty(1)
