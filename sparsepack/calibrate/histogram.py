@@ -6,6 +6,8 @@ than 0.1 point on continuous data. Values outside fall into the first and the la
 of shards add up to the histogram of the whole, bit for bit.
 """
 
+from functools import cache
+
 import numpy as np
 import torch
 
@@ -26,8 +28,10 @@ def count(values: torch.Tensor) -> torch.Tensor:
     return torch.cat([counts[:1], middle])
 
 
+@cache
 def edges() -> np.ndarray:
-    """Lower edges of all bins, then the upper edge of the last: float64 [BINS + 1]. Bin 0 is the single value 0."""
+    """Lower edges of all bins, then the upper edge of the last: float64 [BINS + 1], not to be changed. Bin 0 is the
+    single value 0."""
     steps = np.arange(_OCTAVES * _PARTS + 1)
     octave, part = np.divmod(steps, _PARTS)
     return np.concatenate([[0.0], np.ldexp(1 + part / _PARTS, octave + _LOWEST)])

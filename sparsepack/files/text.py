@@ -19,6 +19,7 @@ import os
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -213,6 +214,7 @@ class _Lines:
             yield document
 
 
+@cache  # to look for copies in them takes most of a second
 def _shipped(name: str) -> list[str]:
     from sparsepack.data import topics
 

@@ -10,6 +10,7 @@ from backends import largest_difference
 from decoder_steps import steps
 from hybrid_decoders import EVEN, IDS, LINKS, ROUNDED, decoder, model
 from native_build import skip_without_kernels
+from pairwise import each_value
 from tokenizers import Tokenizer
 from watched_policies import Watched, start_of
 
@@ -31,8 +32,7 @@ from sparsepack.runtime.hybrid.policy import Moves
 skip_without_kernels()
 
 
-@pytest.mark.parametrize("links", LINKS)
-@pytest.mark.parametrize("cached", [0.0, 0.3, 1.0])
+@each_value({"cached": [0.3, 0.0, 1.0], "links": list(LINKS)})
 def test_steps_compute_what_the_reference_computes(kernels: Kernels, cached: float, links: str) -> None:
     packed = model()
     engine, reference = decoder(packed, kernels, cached, LINKS[links]), Engine(packed, backend="reference")
@@ -63,7 +63,7 @@ def test_moves_that_are_prepared_beside_a_step_change_nothing_but_time(
     """Followed natively, decisions are known before they are due."""
     if most is not None:
         monkeypatch.setattr(policies, "spare_of", lambda slots: most)
-    ids, native = IDS.repeat(5), operations.slow_policy()
+    ids, native = IDS.repeat(3), operations.slow_policy()
     prepared = list[int]()
     at_once, beside = (decoder(model(), kernels, 0.3, policy="slow", slow=slow) for slow in (None, native))
     prepare = beside.cpu_gpu.slots.prepare
@@ -89,8 +89,7 @@ def waited(engine: CudaDecoder) -> Moves | None:
     return type(engine.cpu_gpu.boundaries.follows).ahead(engine.cpu_gpu.boundaries.follows)
 
 
-@pytest.mark.parametrize("policy", ["static", "slow", "lru", "momentum-letter"])
-@pytest.mark.parametrize("neurons", [300, 301, 33])
+@each_value({"policy": ["static", "slow", "lru", "momentum-letter"], "neurons": [300, 301, 33]})
 def test_whatever_moves_logits_are_the_same_but_for_rounding(kernels: Kernels, policy: str, neurons: int) -> None:
     packed = model(intermediate_size=neurons)
     expected = Engine(packed, backend="reference").teacher_forced(IDS.tolist(), 5)
@@ -107,7 +106,7 @@ def test_whatever_moves_logits_are_the_same_but_for_rounding(kernels: Kernels, p
 
 @pytest.mark.parametrize("policy", ONLINE)
 def test_what_is_served_and_moved_is_what_the_simulator_says(kernels: Kernels, policy: str) -> None:
-    packed, ids = model(), IDS.repeat(4)
+    packed, ids = model(), IDS.repeat(3)
     watched = Watched(POLICIES[policy].begin)
     engine = decoder(packed, kernels, 0.3, begin=watched.begin)
     engine.teacher_forced(ids, 21, True)
@@ -165,8 +164,7 @@ def test_who_was_active_is_seen_as_the_reference_sees_it(kernels: Kernels) -> No
     assert 0.3 < share < 0.7
 
 
-@pytest.mark.parametrize("links", LINKS)
-@pytest.mark.parametrize("sequences", [2, 5, 8])
+@each_value({"links": list(LINKS), "sequences": [2, 5, 8]})
 def test_several_texts_share_the_slots_and_the_union(kernels: Kernels, sequences: int, links: str) -> None:
     """Of prompts of different lengths; one text stands still for a step."""
     packed = model(intermediate_size=301)

@@ -9,6 +9,7 @@ from backends import largest_difference
 from decoder_steps import steps
 from hybrid_decoders import IDS, ROUNDED, decoder, model
 from native_build import skip_without_kernels
+from pairwise import each_value
 
 from sparsepack.errors import UserError
 from sparsepack.runtime.cuda.decoder.decoder import CudaDecoder
@@ -61,8 +62,7 @@ INTERRUPTED: dict[str, tuple[Callable[[CudaDecoder], Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("when", INTERRUPTED)
-@pytest.mark.parametrize("before", [0, 4])
+@each_value({"when": list(INTERRUPTED), "before": [4, 0]})
 def test_an_interrupted_step_leaves_a_decoder_that_goes_on(
     kernels: Kernels, when: str, before: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

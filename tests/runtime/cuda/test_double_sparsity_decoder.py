@@ -1,9 +1,11 @@
 """Decoders on the GPU with sparse attention, beside the reference's; without a GPU their kernels are simulated."""
 
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
+from pairwise import each_value
 from sparse_decoders import CONTEXT, IDS, assert_near, device_of, oracle, policy_from, sparse_model
 
 from sparsepack.formats.packed import PackedModel
@@ -16,15 +18,20 @@ from sparsepack.runtime.generation.sampling import Sampler, Sampling
 
 FIRST = 20
 Cache = type[CudaDoubleSparsityKvCache]
-every_cache = pytest.mark.parametrize("new_cache", [CudaDoubleSparsityKvCache, OffloadedKvCache])
-
-
 VARIANTS = ["llama", "qwen3, wide heads, yarn", "mistral, sliding window", "gemma2, soft caps"]
+CACHES = [CudaDoubleSparsityKvCache, OffloadedKvCache]
+every_variant = pytest.mark.parametrize("variant", VARIANTS)
+every_cache = each_value({"variant": VARIANTS, "new_cache": CACHES})
 
 
-@pytest.fixture(scope="module", params=VARIANTS)
-def packed(request: pytest.FixtureRequest) -> PackedModel:
-    return sparse_model(request.param, policy_from(FIRST))
+@pytest.fixture
+def packed(variant: str) -> PackedModel:
+    return _packed(variant)
+
+
+@cache
+def _packed(variant: str) -> PackedModel:
+    return sparse_model(variant, policy_from(FIRST))
 
 
 def decoder(
@@ -36,6 +43,7 @@ def decoder(
     return CudaDecoder(packed, device_of(kernels), CONTEXT, sequences, "f32", kernels, new_cache)
 
 
+@every_variant
 def test_steps_turn_sparse_where_the_policy_says(packed: PackedModel, kernels: Kernels) -> None:
     ours, theirs = decoder(packed, kernels), oracle(packed)
     assert ours.cache.sparse_from.tokens == FIRST
@@ -50,6 +58,7 @@ def test_steps_turn_sparse_where_the_policy_says(packed: PackedModel, kernels: K
         assert_near(ours.step([id], True)[0], theirs.step([id], True)[0])
 
 
+@every_variant
 def test_prefill_labels_its_keys(packed: PackedModel, kernels: Kernels) -> None:
     """Its inputs are rounded to 16 bits, so that some tokens are read in place of others that score as well."""
     ours, theirs = decoder(packed, kernels), oracle(packed)
@@ -62,6 +71,7 @@ def test_prefill_labels_its_keys(packed: PackedModel, kernels: Kernels) -> None:
     assert difference.median() <= 0.03
 
 
+@every_variant
 def test_dense_steps_read_everything(packed: PackedModel, kernels: Kernels) -> None:
     ours, plain = decoder(packed, kernels), oracle(replace(packed, attention=None))
     fill(ours, 30)
@@ -70,6 +80,7 @@ def test_dense_steps_read_everything(packed: PackedModel, kernels: Kernels) -> N
         assert_near(ours.step([id], False)[0], plain.step([id], False)[0])
 
 
+@every_variant
 def test_sparse_attention_begins_where_it_pays_but_is_measured_as_the_policy_says(
     packed: PackedModel, kernels: Kernels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -101,6 +112,7 @@ def test_steps_ahead_know_which_kind_comes_next(packed: PackedModel, kernels: Ke
             id = other = int(IDS[n])  # not what was begun ahead
 
 
+@every_variant
 def test_short_texts_are_read_whole_beside_long_ones(
     packed: PackedModel, kernels: Kernels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
