@@ -1,6 +1,6 @@
 """Fewer cases than the product of parameters."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import combinations
 from typing import Any
 
@@ -23,7 +23,7 @@ def pairwise_cases(*values: Sequence[Any]) -> list[tuple[Any, ...]]:
     return cases
 
 
-def _parametrize(parameters: Mapping[str, Sequence[Any]], cases: Iterable[tuple[Any, ...]], long: int) -> Any:
+def _parametrize(parameters: Mapping[str, Collection[Any]], cases: Iterable[tuple[Any, ...]], long: int) -> Any:
     """Parametrize a test; from case number `long` on they are long ones."""
     made = []
     for n, case in enumerate(cases):
@@ -38,7 +38,7 @@ def pairwise(parameters: Mapping[str, Sequence[Any]]) -> pytest.MarkDecorator:
     return _parametrize(parameters, cases, len(cases))
 
 
-def each_value(parameters: Mapping[str, Sequence[Any]]) -> pytest.MarkDecorator:
+def each_value(parameters: Mapping[str, Collection[Any]]) -> pytest.MarkDecorator:
     """Parametrize a test by few cases that have each value; the rest of `pairwise` is `long`."""
     lengths = [len(values) for values in parameters.values()]
     few = [tuple(n % length for length in lengths) for n in range(max(lengths))]

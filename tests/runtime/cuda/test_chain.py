@@ -10,6 +10,7 @@ import torch
 from backends import largest_difference
 from decoder_steps import steps
 from packed_models import random_model, stock_model, variants_of, with_rules
+from pairwise import each_value
 from torch import Tensor
 
 from sparsepack.errors import UserError
@@ -48,7 +49,8 @@ def decode_next(engine: CudaDecoder, id: int, sampler: Sampler) -> int:
     return engine.decode_next([id], True, [sampler])[0]
 
 
-every_variant = pytest.mark.parametrize("variant", [*variants_of("cuda"), *OTHERS])
+VARIANTS = [*variants_of("cuda"), *OTHERS]
+every_variant = pytest.mark.parametrize("variant", VARIANTS)
 
 
 @every_variant
@@ -68,8 +70,7 @@ def test_steps_compute_what_the_reference_computes(variant: str) -> None:
     assert shares == {(n, s): site.matrix.columns for n, x in enumerate(packed.layers) for s, site in x.sites.items()}
 
 
-@every_variant
-@pytest.mark.parametrize("chunk", [2048, 4])
+@each_value({"variant": VARIANTS, "chunk": [2048, 4]})
 def test_prefill_computes_what_the_reference_computes(
     variant: str, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -85,8 +86,9 @@ def test_prefill_computes_what_the_reference_computes(
     assert largest_difference(steps(engine, IDS[6:]), expected[6:]) < ROUNDED
 
 
-@pytest.mark.parametrize("cache_type", ["bf16", "f16"])
-@pytest.mark.parametrize("variant", ["llama", "mistral, sliding window", "qwen2, every second layer slides"])
+@each_value(
+    {"cache_type": ["bf16", "f16"], "variant": ["llama", "mistral, sliding window", "qwen2, every second layer slides"]}
+)
 def test_prefill_and_steps_read_the_same_cache(variant: str, cache_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In half precision, too: a prefill in chunks, where windows hide positions, and in one."""
     engine = decoder(model(variant), cache_type)

@@ -9,6 +9,7 @@ import simulated
 import torch
 from backends import largest_difference
 from packed_models import random_model, stock_model, with_rules
+from pairwise import each_value
 from simulated_decoders import IDS, check_prefill, check_steps, counts, decoder
 from sparse_decoders import CONTEXT, assert_near, oracle, policy_from, sparse_model
 
@@ -75,15 +76,13 @@ def model(variant: str, rules: bool = False) -> PackedModel:
     return with_rules(packed, stock_model(packed), IDS.tolist(), [0]) if rules else packed
 
 
-@every_variant
-@pytest.mark.parametrize("rules", [False, True])
+@each_value({"variant": VARIANTS, "rules": [False, True]})
 def test_steps_compute_and_count_what_the_reference_does(variant: str, rules: bool) -> None:
     packed = model(variant, rules)
     check_steps(packed)
 
 
-@every_variant
-@pytest.mark.parametrize(("chunk", "room"), [(2048, 1 << 28), (4, 2 * 64 * 1024)])
+@each_value({"variant": VARIANTS, "chunk, room": [(2048, 1 << 28), (4, 2 * 64 * 1024)]})
 def test_prefill_computes_what_the_reference_computes(
     variant: str, chunk: int, room: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -93,9 +92,9 @@ def test_prefill_computes_what_the_reference_computes(
     check_prefill(model(variant))
 
 
-@pytest.mark.parametrize("variant", ["odd width", "gate beside up, weights as they are"])
-@pytest.mark.parametrize("sequences", [2, 5, 8])
-@pytest.mark.parametrize("sparse", [True, False])
+@each_value(
+    {"variant": ["odd width", "gate beside up, weights as they are"], "sequences": [2, 5, 8], "sparse": [True, False]}
+)
 def test_several_texts_have_their_own_experts(variant: str, sequences: int, sparse: bool) -> None:
     packed = model(variant, rules=True)
     texts = torch.randint(300, (sequences, 5), generator=torch.Generator().manual_seed(2))

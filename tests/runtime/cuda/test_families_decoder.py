@@ -7,6 +7,7 @@ import pytest
 import torch
 from backends import TOLERANCE, engine_of, largest_difference
 from packed_models import by_neurons, random_model, stock_model, with_rules
+from pairwise import each_value
 from sparse_decoders import device_of
 from test_long_texts import CHANGES, SHORT, by_steps
 
@@ -30,8 +31,7 @@ def _engines_take(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
 
 
-@pytest.mark.parametrize("kind", CHANGES)
-@pytest.mark.parametrize("prompt", [5, SHORT + 1])
+@each_value({"kind": CHANGES, "prompt": [5, SHORT + 1]})
 def test_texts_that_become_long_turn_as_long_ones(kind: str, prompt: int) -> None:
     engine = engine_of(random_model(kind, **CHANGES[kind]), "cuda")
     found = [engine.prefill(IDS[:prompt]), *(engine.step(id) for id in IDS[prompt:])]

@@ -13,6 +13,7 @@ from hybrid_decoders import decoder_of
 from native_build import skip_without_kernels
 from operations_for_tests import normal
 from packed_models import by_neurons, random_model
+from pairwise import each_value
 from torch import Tensor
 
 from sparsepack.formats.blocks.table import BLOCKS
@@ -99,8 +100,7 @@ def stepped(engine: Engine) -> Tensor:
     return torch.stack([engine.step(id) for id in IDS.tolist()])
 
 
-@pytest.mark.parametrize("links", LINKS)
-@pytest.mark.parametrize("slots", [0, 90, 602])
+@each_value({"links": LINKS, "slots": [0, 90, 602]})
 def test_steps_compute_what_the_reference_computes_with_the_same_lists(
     kernels: Kernels, slots: int, links: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -174,8 +174,7 @@ def stored(count: int, hidden: int) -> PackedMatrix:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("texts", [1, 2, 5])
-@pytest.mark.parametrize(("count", "hidden"), [(1, 256), (301, 768), (1280, 512), (2000, 5120), (500, 8192)])
+@each_value({"texts": [1, 2, 5], "count, hidden": [(1, 256), (301, 768), (1280, 512), (2000, 5120), (500, 8192)]})
 def test_scores_list_those_that_the_reference_lists(count: int, hidden: int, texts: int) -> None:
     matrix, times = stored(count, hidden), 1.5
     frequency = torch.linspace(0.5, 0.01, count)
@@ -193,9 +192,13 @@ def test_scores_list_those_that_the_reference_lists(count: int, hidden: int, tex
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("texts", [1, 3, 5])
-@pytest.mark.parametrize("resident", [0, 1, 150, 280])
-@pytest.mark.parametrize(("count", "hidden"), [(300, 256), (301, 768), (5000, 1280), (1000, 5120), (400, 8192)])
+@each_value(
+    {
+        "texts": [1, 3, 5],
+        "resident": [0, 1, 150, 280],
+        "count, hidden": [(300, 256), (301, 768), (5000, 1280), (1000, 5120), (400, 8192)],
+    }
+)
 def test_exact_gates_of_listed_ones_and_who_is_kept(count: int, hidden: int, resident: int, texts: int) -> None:
     matrix = stored(count, hidden)
     loaded = load_neurons(matrix, CUDA)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from backends import largest_difference
 from packed_models import by_neurons, random_model, stock_model, with_rules
+from pairwise import each_value
 from simulated_decoders import IDS, check_prefill, check_steps, counts, decoder
 
 from sparsepack.formats.packed import PackedModel
@@ -36,8 +37,7 @@ def model(variant: str, rules: bool = False) -> PackedModel:
     return with_rules(packed, stock_model(packed), IDS.tolist(), [0]) if rules else packed
 
 
-@every_variant
-@pytest.mark.parametrize("rules", [False, True])
+@each_value({"variant": VARIANTS, "rules": [False, True]})
 def test_steps_compute_and_count_what_the_reference_does(variant: str, rules: bool) -> None:
     if rules and "bases" in VARIANTS[variant]:
         pytest.skip("thresholds of segments are test_chain's")
@@ -45,9 +45,7 @@ def test_steps_compute_and_count_what_the_reference_does(variant: str, rules: bo
     check_steps(packed)
 
 
-@every_variant
-@pytest.mark.parametrize("chunk", [2048, 4])
-@pytest.mark.parametrize("room", [1 << 28, 4 * 256 * 100])
+@each_value({"variant": VARIANTS, "chunk": [2048, 4], "room": [1 << 28, 4 * 256 * 100]})
 def test_prefill_computes_what_the_reference_computes(
     variant: str, chunk: int, room: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -57,9 +55,7 @@ def test_prefill_computes_what_the_reference_computes(
     check_prefill(model(variant))
 
 
-@pytest.mark.parametrize("sequences", [2, 5, 8])
-@pytest.mark.parametrize("variant", ["odd count of neurons", "gates by rows"])
-@pytest.mark.parametrize("sparse", [True, False])
+@each_value({"sequences": [2, 5, 8], "variant": ["odd count of neurons", "gates by rows"], "sparse": [True, False]})
 def test_several_texts_share_the_union(sequences: int, variant: str, sparse: bool) -> None:
     packed = model(variant)
     texts = torch.randint(300, (sequences, 5), generator=torch.Generator().manual_seed(2))

@@ -11,6 +11,7 @@ from backends import largest_difference
 from hybrid_decoders import EVEN, IDS, LINKS, ROUNDED, decoder_of
 from native_build import skip_without_kernels
 from packed_models import random_model, stock_model, with_rules
+from pairwise import each_value
 
 from sparsepack.bench.decode import stored_bytes
 from sparsepack.errors import PlacementError, UserError
@@ -42,6 +43,7 @@ MODELS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "post norms": ("gemma2, soft caps", {"intermediate_size": 600}),
     "segments": ("llama, segments", {"intermediate_size": 600}),
 }
+OTHERS = [name for name in MODELS if name != "llama"]
 
 
 @cache
@@ -66,8 +68,7 @@ def decoder(
     return decoder_of(packed, 128, chosen, kernels, plan, cpu_gpu)
 
 
-@pytest.mark.parametrize(("attention", "gates", "downs"), [(3, 3, 0), (3, 3, 2), (3, 1, 0), (1, 0, 0), (0, 0, 0)])
-@pytest.mark.parametrize("name", MODELS)
+@each_value({"attention, gates, downs": [(3, 3, 0), (3, 3, 2), (3, 1, 0), (1, 0, 0), (0, 0, 0)], "name": MODELS})
 def test_wherever_matrices_lie_the_logits_are_the_references(
     name: str, attention: int, gates: int, downs: int, kernels: Kernels
 ) -> None:
@@ -120,7 +121,7 @@ def test_several_texts_leave_out_what_none_of_them_needs(hold: bool, kernels: Ke
     assert hold or sum(same) > 0.6 * len(same)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["llama", *(pytest.param(name, marks=pytest.mark.long) for name in OTHERS)])
 def test_within_a_budget_down_matrices_leave_the_card_first(name: str, kernels: Kernels) -> None:
     packed = model(name)
     parts = parts_of(packed, 128, "f32")

@@ -7,6 +7,7 @@ import torch
 from backends import largest_difference
 from hybrid_decoders import EVEN, IDS, ROUNDED, decoder, model
 from native_build import skip_without_kernels
+from pairwise import each_value
 
 from sparsepack.formats.packed import PackedModel
 from sparsepack.models.sites import SiteRule
@@ -38,8 +39,7 @@ def whole_in_host_memory(packed: PackedModel, attention: int, gates: int) -> Pla
     return replace(plan_of_share(parts_of(packed, 128, "f32"), 0.0), attention=attention, gates=gates)
 
 
-@pytest.mark.parametrize(("attention", "gates"), [(0, 0), (1, 0), (2, 1)])
-@pytest.mark.parametrize("hidden", [256, 512])
+@each_value({"attention, gates": [(0, 0), (1, 0), (2, 1)], "hidden": [256, 512]})
 def test_processor_and_bus_share_the_bands_of_offloaded_matrices(
     kernels: Kernels, hidden: int, attention: int, gates: int
 ) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from emulated import Emulation, needs_compiler
 from operations_for_tests import normal, packed
+from pairwise import each_value
 from torch import Tensor
 
 from sparsepack.formats.matrix import decode_matrix
@@ -115,9 +116,7 @@ class Shared:
         offloaded.take(self.of, output)
 
 
-@pytest.mark.parametrize("before_list", [False, True])
-@pytest.mark.parametrize("normed", [False, True])
-@pytest.mark.parametrize(("texts", "columns"), [(1, 256), (1, 5120), (3, 1301)])
+@each_value({"before_list": [False, True], "normed": [False, True], "texts, columns": [(1, 256), (1, 5120), (3, 1301)]})
 def test_the_processor_is_asked_with_the_normed_input(
     texts: int, columns: int, normed: bool, before_list: bool, device: torch.device
 ) -> None:
@@ -168,9 +167,13 @@ def skipping(texts: int, columns: int, kind: str, gated: bool, device: torch.dev
     return input, torch.where(active.any(0), x, 0), (~active).sum(1)
 
 
-@pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize("kind", ["one", "channel", "offset", "channel, offset", "held", "channel, held"])
-@pytest.mark.parametrize(("texts", "columns"), [(1, 256), (1, 14_336), (3, 1301), (8, 5120)])
+@each_value(
+    {
+        "gated": [False, True],
+        "kind": ["one", "channel", "offset", "channel, offset", "held", "channel, held"],
+        "texts, columns": [(1, 256), (1, 14_336), (3, 1301), (8, 5120)],
+    }
+)
 def test_both_sides_leave_out_what_no_text_needs(
     texts: int, columns: int, kind: str, gated: bool, device: torch.device
 ) -> None:
@@ -192,9 +195,13 @@ def test_both_sides_leave_out_what_no_text_needs(
         assert (input.skipped.cpu() == 1301 * inactive).all()
 
 
-@pytest.mark.parametrize("squares", [0, 1, 37, 132])
-@pytest.mark.parametrize(("rows", "columns", "near"), [(300, 256, 1), (1301, 768, 3), (13_824, 512, 19)])
-@pytest.mark.parametrize("texts", [1, 3])
+@each_value(
+    {
+        "squares": [0, 1, 37, 132],
+        "rows, columns, near": [(300, 256, 1), (1301, 768, 3), (13_824, 512, 19)],
+        "texts": [1, 3],
+    }
+)
 def test_rows_of_both_sides_make_the_product(
     rows: int, columns: int, near: int, texts: int, squares: int, device: torch.device
 ) -> None:
