@@ -15,7 +15,8 @@ from sparsepack.calibrate.thresholds import AllocationOptions, AttentionOptions
 from sparsepack.calibrate.trace import MANIFEST as TRACE
 from sparsepack.errors import PackingError, WorkersError
 from sparsepack.formats.blocks.table import TYPES
-from sparsepack.formats.table import DEFAULT_FORMAT, FORMATS, GATE_ORDERS, format_of, summaries, those_with
+from sparsepack.formats.kinds import GATE_ORDERS
+from sparsepack.formats.table import DEFAULT_FORMAT, FORMATS, format_of, summaries, those_with
 from sparsepack.models.pattern import LARGEST_GROUP, Pattern
 from sparsepack.option import check_options, check_type, check_types, only_with, option, with_paths
 
@@ -363,7 +364,10 @@ def plan_of(checkpoint: Checkpoint, request: PackRequest, found: Found | None = 
 
     Raises `PackingError` for what does not fit.
     """
-    return format_of(request.format).plan(checkpoint, _inside(checkpoint, request, found or Found()))
+    from sparsepack.formats.open import check_readable
+
+    plan = format_of(request.format).plan(checkpoint, _inside(checkpoint, request, found or Found()))
+    return replace(plan, check=check_readable)
 
 
 def _inside(checkpoint: Checkpoint, request: PackRequest, found: Found) -> PlanRequest:

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 
 from sparsepack.errors import UserError
+from sparsepack.formats.kinds import DENSE
 from sparsepack.formats.open import read_packed
 from sparsepack.formats.orders.zigzag import BAND_ROWS
 from sparsepack.formats.packed import PackedModel
-from sparsepack.formats.table import DENSE
 from sparsepack.runtime.backend_module import opened
 from sparsepack.runtime.backends import Backend
 from sparsepack.runtime.features import tuning_backend

@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from sparsepack.errors import UserError
-from sparsepack.formats.table import DENSE, EXPERTS, FORMATS, Format
+from sparsepack.formats.kinds import DENSE, EXPERTS
+from sparsepack.formats.table import FORMATS, Format
 from sparsepack.models.families import FAMILIES, check_taken
 from sparsepack.models.family import Family
 from sparsepack.models.hf_config import architecture_of

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from benchmarks.shared.shapes import CONTEXT, SHARPER, Size, llama_config
 from sparsepack.formats.blocks.table import BLOCKS, type_that_fits
+from sparsepack.formats.kinds import MatrixFormat
 from sparsepack.formats.matrix import PackedExperts, PackedMatrix
 from sparsepack.formats.orders import zigzag
 from sparsepack.formats.packed import (
@@ -25,7 +26,6 @@ from sparsepack.formats.packed import (
     PackedModel,
     PackedSite,
 )
-from sparsepack.formats.table import MatrixFormat
 from sparsepack.models.architecture import ExpertNumbers
 from sparsepack.models.families import FAMILIES
 from sparsepack.models.family import ATTENTION_SITES, MLP_SITES

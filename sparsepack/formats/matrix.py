@@ -8,8 +8,8 @@ from torch import Tensor
 
 from sparsepack.errors import PackingError
 from sparsepack.formats.blocks.table import BLOCKS, TYPES
+from sparsepack.formats.kinds import MatrixFormat
 from sparsepack.formats.orders import zigzag
-from sparsepack.formats.table import MatrixFormat
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,7 @@ from sparsepack.formats import gptq
 from sparsepack.formats.artifact import Artifact, Program
 from sparsepack.formats.blocks import q4_k
 from sparsepack.formats.containers.gguf_writer import GgufPlan
+from sparsepack.formats.kinds import GATE_ORDERS, MLP_GATE, MLP_RECORDS
 from sparsepack.formats.manifest import NEURONS
 from sparsepack.formats.matrix import PackedMatrix
 from sparsepack.formats.orders import neuron as neurons
@@ -41,7 +42,7 @@ from sparsepack.formats.orders import zigzag
 from sparsepack.formats.orders.neuron import original_order, record_bytes
 from sparsepack.formats.packed import NeuronMlp, PackedModel
 from sparsepack.formats.plan import EncodedSite, PlannedGroup, PlannedTensor, PlanRequest, SiteEncoder, alone, naming
-from sparsepack.formats.table import GATE_ORDERS, MLP_GATE, MLP_RECORDS, Format
+from sparsepack.formats.table import Format
 from sparsepack.formats.zigzag.artifact import ZigzagArtifact
 from sparsepack.formats.zigzag.plan import (
     checked_shape,

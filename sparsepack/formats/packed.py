@@ -10,9 +10,9 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from sparsepack.formats.kinds import DENSE, EXPERTS, MLP_GATE, MLP_RECORDS, NEURONS, MlpKind
 from sparsepack.formats.matrix import PackedExperts, PackedMatrix, decode_experts, decode_matrix, zigzag_rows
 from sparsepack.formats.orders import neuron as neurons
-from sparsepack.formats.table import DENSE, EXPERTS, MLP_GATE, MLP_RECORDS, NEURONS, MlpKind
 from sparsepack.models.activity import Skipped, skipped, sparse_sites_of
 from sparsepack.models.architecture import Architecture
 from sparsepack.models.checkpoint.experts import as_shared

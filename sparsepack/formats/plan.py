@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sparsepack.errors import PackingError
 from sparsepack.formats.blocks.table import stored_bytes
-from sparsepack.formats.table import GATE_ORDERS
+from sparsepack.formats.kinds import GATE_ORDERS
 from sparsepack.models.activity import NeuronCounts
 from sparsepack.models.pattern import Pattern
 from sparsepack.models.sites import Rules
@@ -58,7 +58,7 @@ class PlanRequest:
     pattern        -- of all matrices of the blocks instead, of a model that was pruned elsewhere
     attention      -- the manifest's section of sparse attention (`formats.attention`); None: every token is read
     neurons        -- how often each neuron was active, for formats that store them by it
-    gates          -- the order in which these store gates, one of `mlp_kinds.GATE_ORDERS`
+    gates          -- the order in which these store gates, one of `kinds.GATE_ORDERS`
     encoded        -- matrices that were encoded before, by the names of the artifact's tensors
     notes          -- what the user is told beside the format's own
     device         -- where the encoders run

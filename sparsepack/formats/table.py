@@ -5,65 +5,17 @@ Cheap to import: the command line and the recipes' schema take their choices fro
 
 import importlib
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from sparsepack.errors import CheckpointError, PackingError
-from sparsepack.models.family import MLP_SITES
-
-MLP_GATE, MLP_RECORDS = "mlp_gate", "mlp_records"
-
-GATE_ORDERS = ("zigzag", "rows")
-"""The orders in which gates of MLPs by neurons are stored; by rows, the gate of one neuron can be read alone."""
-"""What stands in place of the sites mlp_in and mlp_mid where an MLP is stored by neurons."""
-
-
-@dataclass(frozen=True)
-class MlpKind:
-    """How an MLP is stored, and what of it a decoded token leaves out.
-
-    name     -- for messages: a model "by neurons"
-    counted  -- the names of its matrices, under which what a token reads is counted, in the order of `decoder.h`
-    exact    -- those of `counted` whose inactive units are left out exactly, whatever the rules of the sites
-    instead  -- for messages: what else the model could be packed as, a clause that begins with a comma
-    by_count -- the units are stored in the order of how often a calibration or a trace saw each active
-    """
-
-    name: str
-    counted: tuple[str, ...]
-    exact: tuple[str, ...] = ()
-    by_count: bool = False
-    instead: str = ""
-
-
-DENSE = MlpKind("sites", MLP_SITES)
-EXPERTS = MlpKind("experts", MLP_SITES)
-NEURONS = MlpKind(
-    "neurons", (MLP_GATE, MLP_RECORDS), (MLP_RECORDS,), by_count=True, instead=", or pack the model as zigzag-q4_k"
-)
-
+from sparsepack.formats.kinds import DENSE, NEURONS, MatrixFormat, MlpKind
 
 if TYPE_CHECKING:
     from sparsepack.formats.plan import Plan, PlanRequest, SiteEncoder
     from sparsepack.models.checkpoint.checkpoint import Checkpoint
     from sparsepack.models.family import Family
-
-
-@dataclass(frozen=True)
-class MatrixFormat:
-    """How a matrix is stored: blocks in an order.
-
-    block -- a row of `blocks.table.BLOCKS`, by name
-    order -- which weights a block holds: of a row each ("rows"), 256 rows of a column ("zigzag"), both of a neuron
-             ("neuron"), the values of sliding windows ("slide"); a module of `orders` but for the first
-    """
-
-    block: str
-    order: str = "rows"
-
-    def __str__(self) -> str:
-        return self.block if self.order == "rows" else f"{self.order}-{self.block.lower()}"
 
 
 @dataclass(frozen=True)
@@ -148,10 +100,8 @@ class Format:
 
         Raises `PackingError` for a request that does not fit the model or the format.
         """
-        from sparsepack.formats.open import check_readable
-
         made: Plan = self._implementation.plan(self, checkpoint, request)
-        return replace(made, check=check_readable)
+        return made
 
     def encoder(self, checkpoint: "Checkpoint", request: "PlanRequest") -> "SiteEncoder":
         """What encodes a model's sites one by one, where `fits` is set: `plan` takes its tensors in `request.encoded`.

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from sparsepack.errors import UserError
-from sparsepack.formats.table import DENSE, EXPERTS, NEURONS, MlpKind
+from sparsepack.formats.kinds import DENSE, EXPERTS, NEURONS, MlpKind
 from sparsepack.runtime.traits import QUERY_GROWTH, TRAITS
 
 if TYPE_CHECKING:

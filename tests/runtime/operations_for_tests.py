@@ -13,9 +13,9 @@ from metal_stand_in import stand_in
 from native_build import instruction_set_params
 from torch import Tensor
 
+from sparsepack.formats.kinds import MatrixFormat
 from sparsepack.formats.matrix import PackedMatrix, decode_matrix
 from sparsepack.formats.orders import zigzag
-from sparsepack.formats.table import MatrixFormat
 from sparsepack.runtime import backend_module
 from sparsepack.runtime.backends import BACKENDS, backend_named
 from sparsepack.runtime.chained.operations import Operations

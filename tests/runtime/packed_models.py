@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from sparsepack.formats.blocks.table import BLOCKS
+from sparsepack.formats.kinds import MatrixFormat
 from sparsepack.formats.matrix import PackedExperts, PackedMatrix, decode_matrix
 from sparsepack.formats.orders import neuron as neurons
 from sparsepack.formats.orders import zigzag
@@ -22,7 +23,6 @@ from sparsepack.formats.packed import (
     PackedSite,
 )
 from sparsepack.formats.stock import dequantised
-from sparsepack.formats.table import MatrixFormat
 from sparsepack.models.checkpoint.experts import as_experts
 from sparsepack.models.families import FAMILIES
 from sparsepack.models.family import ATTENTION_SITES, MLP_SITES, SITES

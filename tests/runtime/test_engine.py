@@ -12,9 +12,9 @@ from torch import Tensor
 
 from sparsepack.errors import UserError
 from sparsepack.formats.blocks.table import BLOCKS
+from sparsepack.formats.kinds import MatrixFormat
 from sparsepack.formats.matrix import PackedMatrix, decode_matrix
 from sparsepack.formats.packed import PackedModel
-from sparsepack.formats.table import MatrixFormat
 from sparsepack.models.sites import active_channels
 from sparsepack.runtime.chained import decoder as operations_decoder
 from sparsepack.runtime.cpu import decoder as native_decoder

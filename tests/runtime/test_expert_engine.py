@@ -12,8 +12,8 @@ from packed_models import random_model, stock_logits, stock_model, with_rules, w
 
 from sparsepack.bench.decode import bytes_per_token, parameters
 from sparsepack.errors import UserError
+from sparsepack.formats.kinds import EXPERTS
 from sparsepack.formats.packed import ExpertMlp, PackedModel
-from sparsepack.formats.table import EXPERTS
 from sparsepack.models.sites import SiteRule
 from sparsepack.runtime.backends import BACKENDS
 from sparsepack.runtime.features import check_features

@@ -14,8 +14,8 @@ from tokenizers import Tokenizer
 from sparsepack.errors import UserError
 from sparsepack.eval.engine_subject import EngineScorer
 from sparsepack.files.text import read_text
+from sparsepack.formats.kinds import DENSE, NEURONS
 from sparsepack.formats.packed import PackedModel
-from sparsepack.formats.table import DENSE, NEURONS
 from sparsepack.runtime.backends import backend_named
 from sparsepack.runtime.chained import decoder as operations_decoder
 from sparsepack.runtime.cpu import decoder as native_decoder

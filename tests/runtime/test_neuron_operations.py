@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from operations_for_tests import Backend, Bounds, every_backend, normal
 from torch import Tensor
 
+from sparsepack.formats.kinds import MatrixFormat
 from sparsepack.formats.matrix import PackedMatrix
 from sparsepack.formats.orders import neuron as neurons
-from sparsepack.formats.table import MatrixFormat
 from sparsepack.runtime.chained.decoder import torch_threads
 
 pytestmark = every_backend

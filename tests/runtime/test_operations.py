@@ -11,9 +11,9 @@ from torch import Tensor
 
 from sparsepack.errors import PackingError
 from sparsepack.formats.blocks.table import BLOCKS
+from sparsepack.formats.kinds import MatrixFormat
 from sparsepack.formats.matrix import PackedMatrix, decode_matrix
 from sparsepack.formats.orders import zigzag
-from sparsepack.formats.table import MatrixFormat
 from sparsepack.models.sites import SiteRule, active_channels
 from sparsepack.runtime.backends import BACKENDS
 from sparsepack.runtime.chained.decoder import torch_threads

@@ -4,8 +4,8 @@ import pytest
 from operations_for_tests import Backend, assert_close_to_product, every_backend, normal, packed
 
 from sparsepack.formats.blocks.table import BLOCKS
+from sparsepack.formats.kinds import MatrixFormat
 from sparsepack.formats.matrix import PackedMatrix
-from sparsepack.formats.table import MatrixFormat
 
 pytestmark = every_backend
 

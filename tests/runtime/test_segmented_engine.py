@@ -20,8 +20,8 @@ from torch import Tensor
 from union import Union, union_logits
 
 from sparsepack.bench.decode import bytes_per_token, parameters, stored_bytes
+from sparsepack.formats.kinds import NEURONS
 from sparsepack.formats.packed import PackedModel, skipped_weights
-from sparsepack.formats.table import NEURONS
 from sparsepack.runtime.backends import backend_named
 from sparsepack.runtime.chained import decoder as operations_decoder
 from sparsepack.runtime.cpu import decoder as native_decoder

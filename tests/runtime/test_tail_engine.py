@@ -10,8 +10,8 @@ from backends import TOLERANCE, engine_of, every_backend, every_backend_that, la
 from packed_models import by_neurons, random_model, stock_logits, stock_model, with_rules
 
 from sparsepack.bench.decode import bytes_per_token, stored_bytes
+from sparsepack.formats.kinds import EXPERTS, NEURONS
 from sparsepack.formats.packed import PackedModel
-from sparsepack.formats.table import EXPERTS, NEURONS
 from sparsepack.runtime.backends import BACKENDS
 
 IDS = torch.randint(300, (13,), generator=torch.Generator().manual_seed(1)).tolist()

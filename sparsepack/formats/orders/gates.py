@@ -39,9 +39,9 @@ from torch import Tensor
 from sparsepack.errors import PackingError
 from sparsepack.formats.blocks import q4_k
 from sparsepack.formats.blocks.q4_k import SUB, SUBS
+from sparsepack.formats.kinds import MatrixFormat
 from sparsepack.formats.matrix import PackedMatrix
 from sparsepack.formats.orders.zigzag import BAND_ROWS
-from sparsepack.formats.table import MatrixFormat
 
 
 @dataclass(frozen=True)

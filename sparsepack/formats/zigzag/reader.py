@@ -14,6 +14,7 @@ from sparsepack.files.gguf import GgufFile, TensorInfo
 from sparsepack.files.stored import shown
 from sparsepack.formats.attention import sparse_attention_of
 from sparsepack.formats.containers.gguf import ARCHITECTURE
+from sparsepack.formats.kinds import MatrixFormat
 from sparsepack.formats.matrix import PackedExperts, PackedMatrix, decode_matrix
 from sparsepack.formats.orders import zigzag
 from sparsepack.formats.packed import (
@@ -27,7 +28,7 @@ from sparsepack.formats.packed import (
 )
 from sparsepack.formats.plan import PlannedTensor
 from sparsepack.formats.stock import check_config
-from sparsepack.formats.table import FORMATS, MatrixFormat
+from sparsepack.formats.table import FORMATS
 from sparsepack.models.architecture import Architecture, check_numbers
 from sparsepack.models.checkpoint.config_files import GENERATION, read_suggested
 from sparsepack.models.checkpoint.gguf_config import OWN_CONFIG

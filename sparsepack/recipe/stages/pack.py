@@ -10,7 +10,8 @@ from sparsepack.calibrate.refit import RefitOptions
 from sparsepack.calibrate.thresholds import AttentionOptions
 from sparsepack.errors import PackingError, UserError
 from sparsepack.files.atomic import write_json
-from sparsepack.formats.table import DENSE, FORMATS, MlpKind
+from sparsepack.formats.kinds import DENSE, MlpKind
+from sparsepack.formats.table import FORMATS
 from sparsepack.inspection import score_rows
 from sparsepack.packing import PackRequest
 from sparsepack.progress import say

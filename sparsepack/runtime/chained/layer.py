@@ -12,9 +12,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from sparsepack.formats.kinds import DENSE, EXPERTS, MLP_GATE, MLP_RECORDS, NEURONS, MlpKind
 from sparsepack.formats.matrix import PackedMatrix
 from sparsepack.formats.packed import DenseMlp, ExpertMlp, NeuronMlp, PackedLayer, PackedSite
-from sparsepack.formats.table import DENSE, EXPERTS, MLP_GATE, MLP_RECORDS, NEURONS, MlpKind
 from sparsepack.models.sites import SiteRule
 from sparsepack.runtime.chained.operations import Operations
 from sparsepack.runtime.reference import products as reference_experts

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from sparsepack.errors import UserError
+from sparsepack.formats.kinds import DENSE, EXPERTS, NEURONS, MatrixFormat, MlpKind
 from sparsepack.formats.matrix import PackedMatrix
 from sparsepack.formats.packed import DenseMlp, ExpertMlp, NeuronMlp, PackedModel, PackedSite
-from sparsepack.formats.table import DENSE, EXPERTS, NEURONS, MatrixFormat, MlpKind
 from sparsepack.models.family import ATTENTION_SITES, MLP_SITES, SITES
 from sparsepack.progress import format_count
 from sparsepack.runtime.backends import backend_named

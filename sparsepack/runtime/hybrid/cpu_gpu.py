@@ -15,9 +15,9 @@ from torch import Tensor
 
 from sparsepack.errors import UserError
 from sparsepack.formats import packed as stored
+from sparsepack.formats.kinds import MLP_GATE
 from sparsepack.formats.matrix import PackedMatrix
 from sparsepack.formats.packed import PackedModel
-from sparsepack.formats.table import MLP_GATE
 from sparsepack.models.family import ATTENTION_SITES
 from sparsepack.placement.budget import Plan
 from sparsepack.placement.machine import MACHINES, BandwidthProfile

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from sparsepack.formats import packed as stored
+from sparsepack.formats.kinds import MLP_GATE
 from sparsepack.formats.orders.zigzag import BAND_ROWS
-from sparsepack.formats.table import MLP_GATE
 from sparsepack.placement.machine import BandwidthProfile
 from sparsepack.runtime.cuda.decoder.buffers import Launch, MlpStep
 from sparsepack.runtime.cuda.driver.kernel_set import Kernels

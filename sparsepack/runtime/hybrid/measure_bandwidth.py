@@ -22,10 +22,10 @@ import torch
 from torch import Tensor
 
 from sparsepack.errors import UserError
+from sparsepack.formats.kinds import MatrixFormat
 from sparsepack.formats.matrix import PackedMatrix
 from sparsepack.formats.orders.neuron import record_bytes
 from sparsepack.formats.orders.zigzag import BAND_ROWS
-from sparsepack.formats.table import MatrixFormat
 from sparsepack.placement.machine import BandwidthProfile
 from sparsepack.process import cores
 from sparsepack.progress import format_count

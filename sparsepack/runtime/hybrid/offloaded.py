@@ -15,10 +15,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from sparsepack.formats.kinds import MLP_GATE
 from sparsepack.formats.matrix import PackedMatrix
 from sparsepack.formats.orders.zigzag import BAND_ROWS
 from sparsepack.formats.packed import DenseMlp, NeuronMlp, PackedModel, PackedSite
-from sparsepack.formats.table import MLP_GATE
 from sparsepack.models.family import ATTENTION_SITES
 from sparsepack.placement.budget import Plan
 from sparsepack.placement.machine import BandwidthProfile, over_the_bus

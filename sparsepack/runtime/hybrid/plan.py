@@ -7,6 +7,7 @@ from torch import Tensor
 
 from sparsepack.errors import PlacementError
 from sparsepack.formats.blocks.labels import padded_channels
+from sparsepack.formats.kinds import DENSE, EXPERTS
 from sparsepack.formats.orders.gates import copy_bytes
 from sparsepack.formats.orders.neuron import record_bytes
 from sparsepack.formats.packed import (
@@ -18,7 +19,6 @@ from sparsepack.formats.packed import (
     PackedModel,
     PackedSite,
 )
-from sparsepack.formats.table import DENSE, EXPERTS
 from sparsepack.placement.budget import Parts, Plan, format_bytes, plan_of_share, plan_within, work_of
 from sparsepack.runtime.features import not_by_neurons
 from sparsepack.runtime.free_memory import cache_bytes, free_host_bytes

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
+from sparsepack.formats.kinds import MatrixFormat
 from sparsepack.formats.matrix import PackedMatrix
 from sparsepack.formats.orders.zigzag import BAND_ROWS
-from sparsepack.formats.table import MatrixFormat
 from sparsepack.runtime.metal import products
 from sparsepack.runtime.metal.library import Launch
 from sparsepack.runtime.metal.products import (

@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from sparsepack.errors import PackingError
+from sparsepack.formats.kinds import MatrixFormat
 from sparsepack.formats.matrix import PackedMatrix
 from sparsepack.formats.orders import zigzag
 from sparsepack.formats.orders.gates import GateCopy, by_neuron, copied, limits
-from sparsepack.formats.table import MatrixFormat
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:

@@ -19,8 +19,9 @@ from sparsepack.eval.run import EvalRequest, evaluate
 from sparsepack.files.tensors import WEIGHTS
 from sparsepack.formats.containers.safetensors import MANIFEST, sealed, unsealed
 from sparsepack.formats.inspect import describe
+from sparsepack.formats.kinds import MatrixFormat
 from sparsepack.formats.open import is_artifact, open_artifact, read_packed
-from sparsepack.formats.table import FORMATS, Format, MatrixFormat
+from sparsepack.formats.table import FORMATS, Format
 from sparsepack.formats.verify import verify
 from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from sparsepack.packing import CARD, PackRequest, pack

@@ -7,9 +7,9 @@ import torch
 from native_build import MODULE, instruction_set_params
 
 from sparsepack.errors import UserError
+from sparsepack.formats.kinds import MatrixFormat
 from sparsepack.formats.matrix import PackedMatrix
 from sparsepack.formats.orders import zigzag
-from sparsepack.formats.table import MatrixFormat
 from sparsepack.runtime.cpu import machine, operations
 from sparsepack.runtime.cpu.machine import FORCED, instruction_set, instruction_sets
 from sparsepack.runtime.cpu.tune import tile_config

@@ -13,8 +13,8 @@ from torch import Tensor
 from worker_sides import PATIENCE, Block, Side, answer, ask, check, gates_of, made, step
 
 from sparsepack.formats.blocks.table import BLOCKS
+from sparsepack.formats.kinds import MatrixFormat
 from sparsepack.formats.matrix import PackedMatrix, decode_matrix
-from sparsepack.formats.table import MatrixFormat
 from sparsepack.runtime.cpu import machine, operations
 from sparsepack.runtime.hybrid import measure_bandwidth as measure
 from sparsepack.runtime.hybrid.mailbox import LAST_NUMBER, Mailbox, ProductPlaces, ProductRequest, next_number, views

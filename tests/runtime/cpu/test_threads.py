@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sparsepack.errors import UserError
-from sparsepack.formats.table import DENSE
+from sparsepack.formats.kinds import DENSE
 from sparsepack.runtime.cpu import decoder
 
 

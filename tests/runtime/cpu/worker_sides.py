@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sparsepack.formats.kinds import MatrixFormat
 from sparsepack.formats.matrix import PackedMatrix
 from sparsepack.formats.orders import neuron as neurons
-from sparsepack.formats.table import MatrixFormat
 from sparsepack.runtime.cpu import machine, operations
 from sparsepack.runtime.hybrid.mailbox import Abort, Mailbox, Views, views
 

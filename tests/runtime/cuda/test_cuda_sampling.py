@@ -6,8 +6,8 @@ from operations_for_tests import normal
 from torch import Tensor
 
 from sparsepack.formats.blocks.table import BLOCKS
+from sparsepack.formats.kinds import MatrixFormat
 from sparsepack.formats.matrix import PackedMatrix, decode_matrix
-from sparsepack.formats.table import MatrixFormat
 from sparsepack.runtime.cuda.decoder.step_end import pick_likeliest
 from sparsepack.runtime.cuda.products.rows import RowsMatrix, embed, load_rows, new_candidates, product
 from sparsepack.runtime.generation.sampling import Sampler, Sampling, sample

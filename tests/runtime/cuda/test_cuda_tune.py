@@ -12,9 +12,9 @@ import torch
 from click.testing import CliRunner
 
 from sparsepack.cli import main
+from sparsepack.formats.kinds import MatrixFormat
 from sparsepack.formats.matrix import PackedMatrix, decode_matrix
 from sparsepack.formats.orders import zigzag as codec
-from sparsepack.formats.table import MatrixFormat
 from sparsepack.runtime.cuda.driver import kernel as launching
 from sparsepack.runtime.cuda.products import tile_config, tune, zigzag, zigzag_products
 from sparsepack.runtime.cuda.products.tile_config import (

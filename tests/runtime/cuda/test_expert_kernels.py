@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from zigzag_cases import assert_close, normal, random_matrix, weights
 
+from sparsepack.formats.kinds import MatrixFormat
 from sparsepack.formats.matrix import PackedExperts
-from sparsepack.formats.table import MatrixFormat
 from sparsepack.runtime.cuda.driver.memory import SENTINEL, flag_in_data_buffers
 from sparsepack.runtime.cuda.products.experts import (
     CudaExperts,

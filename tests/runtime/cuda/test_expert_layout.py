@@ -8,8 +8,8 @@ import simulated
 import torch
 from zigzag_cases import random_matrix
 
+from sparsepack.formats.kinds import MatrixFormat
 from sparsepack.formats.matrix import PackedExperts
-from sparsepack.formats.table import MatrixFormat
 from sparsepack.runtime.cuda.products import experts, tile_config
 from sparsepack.runtime.cuda.products.experts import blocks, load_experts
 from sparsepack.runtime.cuda.products.tile_config import CudaTileConfig, expert_tile_config

@@ -17,10 +17,10 @@ from pairwise import each_value
 from torch import Tensor
 
 from sparsepack.formats.blocks.table import BLOCKS
+from sparsepack.formats.kinds import MatrixFormat
 from sparsepack.formats.matrix import PackedMatrix, decode_matrix
 from sparsepack.formats.orders.gates import copied, limits
 from sparsepack.formats.packed import NeuronMlp, PackedModel
-from sparsepack.formats.table import MatrixFormat
 from sparsepack.placement.budget import Plan
 from sparsepack.placement.machine import BandwidthProfile
 from sparsepack.runtime.chained import layer as operations_layer

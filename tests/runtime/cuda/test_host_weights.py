@@ -8,9 +8,9 @@ from operations_for_tests import normal
 from torch import Tensor
 
 from sparsepack.formats.blocks.table import BLOCKS
+from sparsepack.formats.kinds import MatrixFormat
 from sparsepack.formats.matrix import PackedMatrix
 from sparsepack.formats.orders import zigzag as codec
-from sparsepack.formats.table import MatrixFormat
 from sparsepack.runtime.cuda.driver.memory import in_host_memory, on_card
 from sparsepack.runtime.cuda.products import offloaded, rows, zigzag, zigzag_products
 from sparsepack.runtime.cuda.products.gemm_fp16 import multiply, new_scratch, to_scaled_fp16

@@ -5,9 +5,9 @@ import torch
 from operations_for_tests import normal
 from torch import Tensor
 
+from sparsepack.formats.kinds import MatrixFormat
 from sparsepack.formats.matrix import PackedMatrix
 from sparsepack.formats.orders import neuron as codec
-from sparsepack.formats.table import MatrixFormat
 from sparsepack.runtime.cuda.driver.memory import host_tensors
 from sparsepack.runtime.cuda.products import neurons
 from sparsepack.runtime.cuda.products.neurons import (

@@ -8,9 +8,9 @@ from operations_for_tests import normal
 from torch import Tensor
 
 from sparsepack.formats.blocks.table import BLOCKS
+from sparsepack.formats.kinds import MatrixFormat
 from sparsepack.formats.matrix import PackedMatrix, decode_matrix
 from sparsepack.formats.orders import zigzag
-from sparsepack.formats.table import MatrixFormat
 from sparsepack.models.architecture import soft_capped
 from sparsepack.runtime.cuda.decoder.step_end import pick_likeliest
 from sparsepack.runtime.cuda.products import rows

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from sparsepack.formats.blocks.table import BLOCKS
+from sparsepack.formats.kinds import MatrixFormat
 from sparsepack.formats.matrix import PackedMatrix, decode_matrix
 from sparsepack.formats.orders import zigzag
-from sparsepack.formats.table import MatrixFormat
 from sparsepack.runtime.cuda.driver.kernel import multiprocessors
 from sparsepack.runtime.cuda.products.tile_config import CudaTileConfig
 from sparsepack.runtime.cuda.products.zigzag import CudaZigzag, load_zigzag

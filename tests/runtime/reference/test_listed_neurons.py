@@ -4,11 +4,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from sparsepack.formats.kinds import MatrixFormat
 from sparsepack.formats.matrix import PackedMatrix
 from sparsepack.formats.orders import zigzag
 from sparsepack.formats.orders.gates import copied, limits
 from sparsepack.formats.orders.neuron import pack
-from sparsepack.formats.table import MatrixFormat
 from sparsepack.runtime.reference import neurons, products
 
 SHAPES = [(1, 256), (7, 256), (300, 512), (65, 768)]

@@ -5,8 +5,8 @@ import torch
 from operations_for_tests import normal, packed
 
 from sparsepack.formats.blocks.table import BLOCKS
+from sparsepack.formats.kinds import MatrixFormat
 from sparsepack.formats.matrix import PackedMatrix, decode_matrix
-from sparsepack.formats.table import MatrixFormat
 from sparsepack.models.sites import SiteRule, active_channels
 from sparsepack.runtime.reference import attention as reference_attention
 from sparsepack.runtime.reference import products as reference

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sparsepack.formats import packed as stored
-from sparsepack.formats.table import MLP_GATE
+from sparsepack.formats.kinds import MLP_GATE
 from sparsepack.runtime.cuda.decoder.buffers import Launch, MlpStep
 from sparsepack.runtime.cuda.decoder.sites import CudaSite
 from sparsepack.runtime.cuda.driver.kernel_set import Kernels

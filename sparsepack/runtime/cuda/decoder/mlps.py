@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sparsepack.formats import packed as stored
-from sparsepack.formats.table import DENSE, EXPERTS, MLP_RECORDS, NEURONS, MlpKind
+from sparsepack.formats.kinds import DENSE, EXPERTS, MLP_RECORDS, NEURONS, MlpKind
 from sparsepack.runtime.cuda.decoder.buffers import Launch, MlpStep
 from sparsepack.runtime.cuda.decoder.gates import Gate, load_gate
 from sparsepack.runtime.cuda.decoder.sites import CudaExpertsSite, CudaSite, load_expert_sites, load_sites

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparsepack.formats.kinds import MatrixFormat
 from sparsepack.formats.matrix import PackedMatrix
 from sparsepack.formats.orders.zigzag import BAND_ROWS
-from sparsepack.formats.table import MatrixFormat
 from sparsepack.runtime.cuda.driver.device import own_stream, usable
 from sparsepack.runtime.cuda.driver.graph import captured
 from sparsepack.runtime.cuda.driver.kernel import compile_together
