@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from models_for_tests import make_model
+from pairwise import each_value
 from recipes_for_tests import write_recipe
 
 from sparsepack.models.checkpoint.checkpoint import open_checkpoint
@@ -72,8 +73,10 @@ def test_a_dry_run_knows_which_stages_are_up_to_date(finished_once, finished):
     [
         "activation_sparsity={sparsity: 0.5, allocation: uniform, criterion: column-norm}",
         "pack.embedding_type=f16",
-        "activation_sparsity.ignore=[blk.0.*, re:blk.1.mlp.*]",
-        "activation_sparsity={sparsity: 0.5, allocation: uniform, upstream: dense}",
+        pytest.param("activation_sparsity.ignore=[blk.0.*, re:blk.1.mlp.*]", marks=pytest.mark.long),
+        pytest.param(
+            "activation_sparsity={sparsity: 0.5, allocation: uniform, upstream: dense}", marks=pytest.mark.long
+        ),
         "pack={attention: double, channels: 8, tokens: 0.25, sinks: 1, recent: 4, min_context: 8, dense_layers: 0}",
         "activation_sparsity={sparsity: 0.5, allocation: global, steps: 1, batch: 1, length: 32, windows: 1, "
         "offsets: true}",
@@ -89,8 +92,7 @@ def test_the_predicted_size_of_a_sparse_artifact_is_the_real_one(finished_once, 
     assert {t: v["bytes"] for t, v in plan["types"].items()} == {t: v["bytes"] for t, v in made["types"].items()}
 
 
-@pytest.mark.parametrize("kind", ["zigzag-q4_k", "q4_k", "f16", "f32"])
-@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+@each_value({"kind": ["zigzag-q4_k", "q4_k", "f16", "f32"], "family": ["qwen2", "qwen3"]})
 def test_the_predicted_size_of_a_dense_artifact_is_the_real_one(tmp_path, family, kind):
     changes = {"intermediate_size": 300} if kind == "zigzag-q4_k" else {}
     model = make_model(tmp_path / "model", family, **changes)

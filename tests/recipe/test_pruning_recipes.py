@@ -99,7 +99,7 @@ def test_accuracy_is_against_the_model_as_it_was_and_the_pruned_one_stands_besid
     [
         ("gates=null", []),
         pytest.param("prune.damping=0.02", list(BOTH[1:]), marks=pytest.mark.long),
-        ("prune={keep: 6, of: 8, method: magnitude}", list(BOTH[1:])),
+        pytest.param("prune={keep: 6, of: 8, method: magnitude}", list(BOTH[1:]), marks=pytest.mark.long),
         pytest.param("calibrate.seed=1", list(BOTH), marks=pytest.mark.long),
         ("pack.output_type=f16", ["pack", "verify", "eval", "generate"]),
         pytest.param(

@@ -182,20 +182,12 @@ def test_the_rotated_model_is_calibrated_where_somebody_wants_to_know_it(
     assert [stage["name"] for stage in plan["stages"]] == stages
 
 
-def test_what_does_not_go_together_is_one_line(tmp_path: Path) -> None:
+def test_what_does_not_go_together_is_one_line(once: tuple[Path, Path, RecipeOutcome], tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path, rotate={}, gates=None)
     assert "add a calibrate section" in refused(recipe, "calibrate=null", "activation_sparsity=null")
     assert "rotate.seed 3: it is for rotate.basis hadamard or learnt, not pca" in refused(recipe, "rotate.seed=3")
     assert "rotate.basis" in refused(recipe, "rotate.basis=random")
     with pytest.raises(RecipeError, match=r"rotate: .*rotated already, into the basis pca of shipped:tiny"):
         run_recipe(
-            write_recipe(tmp_path, rotate={}, gates=None, model=str(_rotated(tmp_path))), work=tmp_path / "other"
+            write_recipe(tmp_path, rotate={}, gates=None, model=str(once[1] / "rotated")), work=tmp_path / "other"
         )
-
-
-def _rotated(folder: Path) -> Path:
-    (folder / "first").mkdir()
-    without = dict.fromkeys(("activation_sparsity", "eval", "generate", "gates", "pack"))
-    recipe = write_recipe(folder / "first", rotate={}, verify=False, **without)
-    run_recipe(recipe, work=folder / "first" / "work")
-    return folder / "first" / "work" / "rotated"
