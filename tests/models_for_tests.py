@@ -6,6 +6,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from sparsepack.models.families import FAMILIES
@@ -130,6 +131,11 @@ WINDOWED: dict[str, dict[str, Any]] = {
     **{family: {} for family in ("granite", "smollm3", "olmo2", "arcee", "seed_oss", "ministral3")},
 }
 """The changes to each family that make its layers look back a few tokens, where the family has such layers."""
+UNLIKE = ("qwen2", "gemma3_text", "granite", "phi3", "smollm3")
+"""Families that together have windows in some layers, two rotary tables, multipliers, matrices in one, layers without a
+rotary embedding."""
+EVERY_FAMILY = [pytest.param(name, marks=[pytest.mark.long][: name not in UNLIKE]) for name in WINDOWED]
+"""Parameters of a test or a fixture: all families, those that are like another among the `long` tests."""
 
 OPT: dict[str, dict[str, Any]] = {
     "opt": {},

@@ -4,7 +4,7 @@ import weakref
 
 import pytest
 import torch
-from models_for_tests import OPT, VOCABULARY, WINDOWED, make_model, make_opt
+from models_for_tests import EVERY_FAMILY, OPT, VOCABULARY, WINDOWED, make_model, make_opt
 
 from sparsepack.eval import scorer as module
 from sparsepack.eval.perplexity import score_windows
@@ -26,7 +26,7 @@ def made(folder, name):
     return open_checkpoint(path)
 
 
-@pytest.fixture(scope="module", params=WINDOWED)
+@pytest.fixture(scope="module", params=EVERY_FAMILY)
 def checkpoint(request, tmp_path_factory):
     return made(tmp_path_factory.mktemp("m"), request.param)
 
@@ -48,7 +48,15 @@ def scorers(request, tmp_path_factory):
     return scorers_of(made(tmp_path_factory.mktemp("s"), request.param))
 
 
-@pytest.mark.parametrize(("sparse_from", "batch"), [(0, None), (0, 2), (12, None), (12, 1), (12, 2), (24, 1)])
+@pytest.mark.parametrize(
+    ("sparse_from", "batch"),
+    [
+        (0, 2),
+        (12, None),
+        (24, 1),
+        *(pytest.param(*each, marks=pytest.mark.long) for each in ((0, None), (12, 1), (12, 2))),
+    ],
+)
 def test_hidden_states_logits_and_counts_are_those_of_the_whole_model_bit_for_bit(scorers, sparse_from, batch):
     whole, blocks = scorers
     start = torch.full((5,), sparse_from)

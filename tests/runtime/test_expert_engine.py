@@ -162,7 +162,7 @@ def test_greedy_tokens_are_the_stock_models(backend: str, variant: str) -> None:
     logits, agreed = engine.prefill(ids), 0
     with torch.inference_mode():
         expected = stock(torch.tensor([ids]), use_cache=True)
-        for _ in range(256):
+        for _ in range(96):
             row = expected.logits[0, -1]
             top = row.topk(2)
             if float(top.values[0] - top.values[1]) > TOLERANCE[backend]:  # a nearer second may win by roundings
@@ -171,7 +171,7 @@ def test_greedy_tokens_are_the_stock_models(backend: str, variant: str) -> None:
             id = int(top.indices[0])
             logits = engine.step(id)
             expected = stock(torch.tensor([[id]]), past_key_values=expected.past_key_values, use_cache=True)
-    assert agreed > 200
+    assert agreed > 75
 
 
 STEPS = [

@@ -6,6 +6,7 @@ import pytest
 import torch
 from devices import ON_CUDA
 from models_for_tests import OPT, WINDOWED, make_model, make_opt
+from pairwise import each_value
 from torch.nn import functional
 
 from sparsepack.calibrate import teal as in_parts
@@ -73,8 +74,7 @@ def _same(one: list[torch.Tensor], other: list[torch.Tensor], rtol: float) -> No
         torch.testing.assert_close(ours, theirs, rtol=rtol, atol=rtol * float(theirs.abs().max()))
 
 
-@pytest.mark.parametrize("family", WINDOWED)
-@pytest.mark.parametrize("windowed", [False, True])
+@each_value({"family": WINDOWED, "windowed": [False, True]})
 def test_halves_apart_are_the_whole_windows(tmp_path, family, windowed):
     changes = {"tie_word_embeddings": False, **(WINDOWED[family] if windowed else {})}
     if family == "granite":  # a random one's logits are too small to diverge

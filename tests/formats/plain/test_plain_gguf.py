@@ -8,7 +8,8 @@ import pytest
 import torch
 from artifacts_for_tests import write_plain
 from forged import forge
-from models_for_tests import END, SMALL, TEXT, make_model
+from models_for_tests import END, EVERY_FAMILY, SMALL, TEXT, make_model
+from pairwise import each_value
 from plain_model import both_logits, disagreement, load_llama
 
 from sparsepack.errors import CheckpointError, PackingError
@@ -33,11 +34,17 @@ FULL = ("f32", "bf16", "f16")
 
 @pytest.fixture(scope="module")
 def files(checkpoints: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> Files:
+    """Files by family and kind, each written when it is asked for."""
     folder = tmp_path_factory.mktemp("plain")
-    paths = {(family, kind): folder / f"{family}.{kind}.gguf" for family in SMALL for kind in (*FULL, "q4_k")}
-    for (family, kind), path in paths.items():
-        assert write_plain(checkpoints[family], path, type=kind) == ()
-    return paths
+
+    class Written(dict[tuple[str, str], Path]):
+        def __missing__(self, key: tuple[str, str]) -> Path:
+            family, kind = key
+            self[key] = folder / f"{family}.{kind}.gguf"
+            assert write_plain(checkpoints[family], self[key], type=kind) == ()
+            return self[key]
+
+    return Written()
 
 
 @pytest.mark.parametrize("family", SMALL)
@@ -137,8 +144,7 @@ def assert_same_model(found: Checkpoint, expected: Checkpoint) -> None:
     assert torch.allclose(load_model(found)(ids).logits, load_model(expected)(ids).logits, atol=1e-4)
 
 
-@pytest.mark.parametrize("kind", FULL)
-@pytest.mark.parametrize("family", SMALL)
+@each_value({"kind": FULL, "family": SMALL})
 def test_full_precision_files_are_checkpoints_again(
     checkpoints: Checkpoints, files: Files, family: str, kind: str
 ) -> None:
@@ -151,7 +157,7 @@ def test_full_precision_files_are_checkpoints_again(
     assert found.tokenizer.encode(TEXT[:2000]) == expected.tokenizer.encode(TEXT[:2000])
 
 
-@pytest.mark.parametrize("family", SMALL)
+@pytest.mark.parametrize("family", EVERY_FAMILY)
 def test_full_precision_files_can_be_packed_again(
     checkpoints: Checkpoints, files: Files, tmp_path: Path, family: str
 ) -> None:
