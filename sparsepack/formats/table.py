@@ -10,6 +10,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from sparsepack.errors import CheckpointError, PackingError
+from sparsepack.formats.blocks.table import ZIGZAG_BLOCKS
 from sparsepack.formats.kinds import DENSE, NEURONS, MatrixFormat, MlpKind
 
 if TYPE_CHECKING:
@@ -39,7 +40,6 @@ class Format:
     fits_experts    -- whether those of experts can, too; else they are rounded to nearest
     mlp             -- how MLPs are stored
     runs            -- whether an engine of ours runs it
-    file_type       -- llama.cpp's enum llama_ftype, which viewers of GGUFs show
     """
 
     name: str
@@ -56,7 +56,6 @@ class Format:
     fits_experts: bool = False
     mlp: MlpKind = DENSE
     runs: bool = False
-    file_type: int = 0
 
     @property
     def container(self) -> str:
@@ -128,34 +127,18 @@ _PRUNED: Mapping[str, Any] = {"folder": True, "attention": True, "weight_sparsit
 FORMATS: Mapping[str, Format] = {
     format.name: format
     for format in (
-        Format(
-            "zigzag-q4_k",
-            "skips inactive columns",
-            _ZIGZAG,
-            MatrixFormat("Q4_K", "zigzag"),
-            experts=True,
-            fits=True,
-            fits_experts=True,
-            file_type=14,
-            **_RUN,
-        ),
-        Format(
-            "zigzag-q6_k",
-            "skips inactive columns",
-            _ZIGZAG,
-            MatrixFormat("Q6_K", "zigzag"),
-            experts=True,
-            file_type=18,
-            **_RUN,
-        ),
-        Format(
-            "zigzag-q8_0",
-            "skips inactive columns",
-            _ZIGZAG,
-            MatrixFormat("Q8_0", "zigzag"),
-            experts=True,
-            file_type=7,
-            **_RUN,
+        *(
+            Format(
+                f"zigzag-{block.lower()}",
+                "skips inactive columns",
+                _ZIGZAG,
+                MatrixFormat(block, "zigzag"),
+                experts=True,
+                fits=block == "Q4_K",
+                fits_experts=block == "Q4_K",
+                **_RUN,
+            )
+            for block in ZIGZAG_BLOCKS
         ),
         Format(
             "neuron-q4_k",
@@ -164,13 +147,12 @@ FORMATS: Mapping[str, Format] = {
             MatrixFormat("Q4_K", "neuron"),
             fits=True,
             mlp=NEURONS,
-            file_type=14,
             **_RUN,
         ),
-        Format("q4_k", _FOR_LLAMA_CPP, _PLAIN, MatrixFormat("Q4_K"), experts=True, fits=True, file_type=14),
-        Format("f16", _FOR_LLAMA_CPP, _PLAIN, MatrixFormat("F16"), experts=True, file_type=1),
-        Format("bf16", _FOR_LLAMA_CPP, _PLAIN, MatrixFormat("BF16"), experts=True, file_type=32),
-        Format("f32", _FOR_LLAMA_CPP, _PLAIN, MatrixFormat("F32"), experts=True, file_type=0),
+        Format("q4_k", _FOR_LLAMA_CPP, _PLAIN, MatrixFormat("Q4_K"), experts=True, fits=True),
+        Format("f16", _FOR_LLAMA_CPP, _PLAIN, MatrixFormat("F16"), experts=True),
+        Format("bf16", _FOR_LLAMA_CPP, _PLAIN, MatrixFormat("BF16"), experts=True),
+        Format("f32", _FOR_LLAMA_CPP, _PLAIN, MatrixFormat("F32"), experts=True),
         Format("slide-int8", _FOR_2_OF_4, _SLID, MatrixFormat("I8", "slide"), fits=True, **_PRUNED),
         Format("slide-fp8", _FOR_2_OF_4, _SLID, MatrixFormat("F8_E4M3", "slide"), fits=True, **_PRUNED),
         Format("slide-bf16", _FOR_2_OF_4, _SLID, MatrixFormat("BF16", "slide"), **_PRUNED),

@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from sparsepack.errors import UserError
+from sparsepack.formats.blocks.table import ZIGZAG_BLOCKS
 from sparsepack.formats.kinds import DENSE, EXPERTS, NEURONS, MlpKind
 from sparsepack.runtime.traits import QUERY_GROWTH, TRAITS
 
@@ -91,7 +92,7 @@ BACKENDS: Mapping[str, Backend] = MappingProxyType(
                 cache_types=("f32",),
                 sequences=8,
                 mlps=(DENSE, NEURONS, EXPERTS),
-                blocks=("Q4_K", "Q6_K", "Q8_0"),
+                blocks=ZIGZAG_BLOCKS,
                 holds=True,
                 traits=frozenset(TRAITS),
             ),
@@ -105,7 +106,7 @@ BACKENDS: Mapping[str, Backend] = MappingProxyType(
                 sequences=8,
                 tunes=True,
                 mlps=(DENSE, NEURONS, EXPERTS),
-                blocks=("Q4_K", "Q6_K", "Q8_0"),
+                blocks=ZIGZAG_BLOCKS,
                 holds=True,
                 traits=frozenset(TRAITS),
             ),
@@ -121,7 +122,7 @@ BACKENDS: Mapping[str, Backend] = MappingProxyType(
                 offloads=True,
                 tunes=True,
                 mlps=(DENSE, NEURONS, EXPERTS),
-                blocks=("Q4_K", "Q6_K", "Q8_0"),
+                blocks=ZIGZAG_BLOCKS,
                 slots=True,
                 budgets=True,
                 gate_copies=True,

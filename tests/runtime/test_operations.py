@@ -10,7 +10,7 @@ from operations_for_tests import Backend, assert_close_to_product, every_backend
 from torch import Tensor
 
 from sparsepack.errors import PackingError
-from sparsepack.formats.blocks.table import BLOCKS
+from sparsepack.formats.blocks.table import BLOCKS, ZIGZAG_BLOCKS
 from sparsepack.formats.kinds import MatrixFormat
 from sparsepack.formats.matrix import PackedMatrix, decode_matrix
 from sparsepack.formats.orders import zigzag
@@ -55,7 +55,7 @@ def test_products_with_some_all_and_no_columns_are_right_and_the_same_every_run(
 
 
 @pytest.mark.parametrize("shape", [(1, 300), (257, 33), (1025, 40), (4352, 130), (192, 31), (1217, 3)], ids=str)
-@pytest.mark.parametrize("block", ["Q6_K", "Q8_0"])
+@pytest.mark.parametrize("block", ZIGZAG_BLOCKS[1:])
 def test_products_with_other_blocks(backend: Backend, block: str, shape: tuple[int, int]) -> None:
     if block not in BACKENDS[backend.name].blocks:
         pytest.skip("no kernels for these blocks")

@@ -328,5 +328,5 @@ def _encode_given(flat: Tensor, shared: Tensor) -> Tensor:
     return _together(Parts(shared, each, nibbles.t().reshape(-1, BLOCK)))
 
 
-CODEC = BlockCodec("Q4_K", _encode, _decode, _apart, _together, _encode_given, q4_k_device.encode)
+CODEC = BlockCodec("Q4_K", _encode, _decode, _apart, _together, 4, _encode_given, q4_k_device.encode)
 encode, decode = CODEC.encode, CODEC.decode

@@ -179,5 +179,5 @@ def _encode_given(flat: Tensor, shared: Tensor) -> Tensor:
     return blocks
 
 
-CODEC = BlockCodec("Q6_K", _encode, _decode, _apart, _together, _encode_given)
+CODEC = BlockCodec("Q6_K", _encode, _decode, _apart, _together, 6, _encode_given)
 encode, decode = CODEC.encode, CODEC.decode

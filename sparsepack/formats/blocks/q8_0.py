@@ -59,12 +59,12 @@ def _loss(x: Tensor, q: Tensor, d: Tensor) -> Tensor:
 def _apart(superblocks: Tensor) -> Parts:
     """Eight blocks each: uint8 [n, 272]."""
     blocks = superblocks.view(len(superblocks), -1, BLOCK_BYTES)
-    return Parts(superblocks[:, :0], blocks[..., :2], blocks[..., 2:].flatten(1))
+    return Parts(superblocks[:, :0], blocks[..., :2], blocks[..., 2:].flatten(1) ^ 128)
 
 
 def _together(parts: Parts) -> Tensor:
-    return torch.cat([parts.each, parts.numbers.view(*parts.each.shape[:2], -1)], dim=2).flatten(1)
+    return torch.cat([parts.each, parts.numbers.view(*parts.each.shape[:2], -1) ^ 128], dim=2).flatten(1)
 
 
-CODEC = BlockCodec("Q8_0", _encode, _decode, _apart, _together)
+CODEC = BlockCodec("Q8_0", _encode, _decode, _apart, _together, bits=8)
 encode, decode = CODEC.encode, CODEC.decode

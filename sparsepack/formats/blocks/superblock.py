@@ -94,7 +94,7 @@ class Parts:
 
     shared  -- [n, bytes] what all weights of a superblock share, float16 numbers; of short blocks nothing
     each    -- [n, sub-blocks, bytes] what those of a sub-block share
-    numbers -- [n, 256] the weights' own
+    numbers -- [n, 256] the weights' own, from 0 on; where sub-blocks have no minimum, half as many stand for zero
     """
 
     shared: Tensor
@@ -115,6 +115,7 @@ class BlockCodec:
     decode_chunk -- uint8 [n, block_bytes] -> float32 [n, block]
     apart        -- superblocks, uint8 [n, bytes] -> their parts
     together     -- the inverse
+    bits         -- of a number in these parts
     encode_given -- floats [n, 256], and the `shared` to keep of each superblock, uint8 [n, bytes] -> superblocks
     zigzag       -- superblocks of a finite matrix's columns by a kernel of its device (`q4_k_device.encode`): floats
                     [rows, columns] -> uint8 [bands * columns, bytes]; None: it has none
@@ -125,6 +126,7 @@ class BlockCodec:
     decode_chunk: Callable[[Tensor], Tensor]
     apart: Callable[[Tensor], Parts] = _not_apart
     together: Callable[[Parts], Tensor] = _not_apart
+    bits: int = 0
     encode_given: Callable[[Tensor, Tensor], Tensor] | None = None
     zigzag: Callable[[Tensor], Tensor | None] = lambda weight: None
 

@@ -31,6 +31,8 @@ class Block:
                Weights of another model of the same shapes are off by 1.4
     instead -- what llama-quantize takes in its place for widths that its blocks do not fit: about as many bits in short
                blocks, or F16
+    file_type -- llama.cpp's enum llama_ftype of a file of it, which viewers of GGUFs show
+    zigzag  -- whether superblocks of it can lie in zigzag order: there is a format of these, and kernels
     """
 
     name: str
@@ -39,6 +41,8 @@ class Block:
     gguf: int | None = None
     error: float = 0.0
     instead: str = "F16"
+    file_type: int = 0
+    zigzag: bool = False
 
     @cached_property
     def codec(self) -> "BlockCodec | FloatCodec":
@@ -65,19 +69,21 @@ class Block:
 BLOCKS: Mapping[str, Block] = {
     block.name: block
     for block in (
-        Block("Q4_K", 256, 144, 12, 0.12, instead="Q5_0"),
-        Block("Q6_K", 256, 210, 14, 0.05, instead="Q8_0"),
-        Block("Q8_0", 32, 34, 8, 0.015),
+        Block("Q4_K", 256, 144, 12, 0.12, instead="Q5_0", file_type=14, zigzag=True),
+        Block("Q6_K", 256, 210, 14, 0.05, instead="Q8_0", file_type=18, zigzag=True),
+        Block("Q8_0", 32, 34, 8, 0.015, file_type=7, zigzag=True),
         Block("Q5_0", 32, 22, 6, 0.08),
         Block("F32", 1, 4, 0, 1e-6),
-        Block("F16", 1, 2, 1, 1e-3),
-        Block("BF16", 1, 2, 30, 2**-8),
+        Block("F16", 1, 2, 1, 1e-3, file_type=1),
+        Block("BF16", 1, 2, 30, 2**-8, file_type=32),
         Block("I32", 1, 4, 26),
         Block("F8_E4M3", 1, 1, error=0.06),
         Block("I8", 1, 1, 24, error=0.1),
         Block("U8", 1, 1),
     )
 }
+
+ZIGZAG_BLOCKS = tuple(block.name for block in BLOCKS.values() if block.zigzag)
 
 TYPES = ("q8_0", "q6_k", "q4_k", "f16", "bf16", "f32")
 """A user may ask for one of these types of the embedding or the output matrix, or for "auto"."""

@@ -30,6 +30,7 @@ from sparsepack.errors import ArtifactError
 from sparsepack.files.gguf import DEFAULT_ALIGNMENT, GgufFile, TensorInfo, read_gguf
 from sparsepack.files.hashing import NO_HASH, PENDING_HASH, sha256_bytes
 from sparsepack.formats.artifact import Artifact
+from sparsepack.formats.blocks.table import BLOCKS
 from sparsepack.formats.manifest import read_manifest, with_score
 from sparsepack.formats.table import FORMATS
 
@@ -65,7 +66,7 @@ def manifest_values(manifest: Mapping[str, Any]) -> dict[str, KeyValue]:
         "general.type": string("model"),
         "general.quantized_by": string(f"sparsepack {manifest['sparsepack']}"),
         "general.quantization_version": u32(_QUANTIZATION_VERSION),
-        "general.file_type": u32(FORMATS[manifest["kind"]].file_type),
+        "general.file_type": u32(BLOCKS[FORMATS[manifest["kind"]].matrices.block].file_type),
         "general.base_model.count": u32(1),
         "general.base_model.0.name": string(name),
         MANIFEST: string(json.dumps(manifest, ensure_ascii=False)),

@@ -41,7 +41,8 @@ def superblock_bytes(block: str) -> int:
     return BLOCK // BLOCKS[block].weights * BLOCKS[block].bytes
 
 
-def _codec(block: str) -> BlockCodec:
+def codec_of(block: str) -> BlockCodec:
+    """What encodes and decodes blocks of a type."""
     codec = BLOCKS[block].codec
     assert isinstance(codec, BlockCodec)
     return codec
@@ -104,7 +105,7 @@ def pack(weight: Tensor, block: str = "Q4_K") -> Tensor:
     """
     if weight.dim() != 2:
         raise PackingError(f"weight {list(weight.shape)}: zigzag packs a matrix [rows, columns]")
-    most, codec, size = largest(weight), _codec(block), superblock_bytes(block)
+    most, codec, size = largest(weight), codec_of(block), superblock_bytes(block)
     weight = weight.detach()
     blocks = codec.zigzag(weight)
     if blocks is None:
@@ -132,7 +133,7 @@ def pack_tail(weight: Tensor, block: str = "Q4_K") -> Tensor:
     Raises PackingError for weights that are not finite.
     """
     rows, columns = weight.shape
-    pieces, count, codec = tail_pieces(rows), tail_blocks(rows, columns), _codec(block)
+    pieces, count, codec = tail_pieces(rows), tail_blocks(rows, columns), codec_of(block)
     flat = torch.zeros(count * BLOCK, device=weight.device)
     flat[: columns * pieces * PIECE_ROWS].view(columns, -1)[:, :rows] = weight.detach().t()
     flat = flat.view(count, BLOCK)
@@ -169,7 +170,7 @@ def expand_tail(tail: Tensor, rows: int, columns: int, block: str = "Q4_K") -> T
     Raises PackingError as `check_steps`.
     """
     check_steps(tail, rows, columns, block)
-    pieces, parts = tail_pieces(rows), _codec(block).apart(tail)
+    pieces, parts = tail_pieces(rows), codec_of(block).apart(tail)
 
     def gathered(each: Tensor) -> Tensor:
         """Quarters of superblocks [superblocks, 4 n, ..] to the first ones of each column: [columns, 4 n, ..]."""
@@ -178,14 +179,14 @@ def expand_tail(tail: Tensor, rows: int, columns: int, block: str = "Q4_K") -> T
         return whole.view(columns, *each.shape[1:])
 
     shared = parts.shared[torch.arange(columns, device=tail.device) * pieces // _PIECES]
-    return _codec(block).together(Parts(shared, gathered(parts.each), gathered(parts.numbers)))
+    return codec_of(block).together(Parts(shared, gathered(parts.each), gathered(parts.numbers)))
 
 
 def check_steps(tail: Tensor, rows: int, columns: int, block: str = "Q4_K") -> None:
     """Raise PackingError unless `tail` is one of a matrix [rows, columns], and pieces of a column have the same d and
     dmin: who runs the matrix relies on it."""
     _check_tail(tail, rows, columns, block)
-    shared = _codec(block).apart(tail).shared
+    shared = codec_of(block).apart(tail).shared
     pieces = torch.arange(columns, device=tail.device) * tail_pieces(rows)
     first, last = (shared[each // _PIECES] for each in (pieces, pieces + tail_pieces(rows) - 1))
     if not torch.equal(first, last):

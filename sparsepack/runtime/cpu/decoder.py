@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from sparsepack.errors import UserError
+from sparsepack.formats.blocks.table import BLOCKS
 from sparsepack.formats.kinds import DENSE, EXPERTS, NEURONS, MatrixFormat, MlpKind
 from sparsepack.formats.matrix import PackedMatrix
 from sparsepack.formats.packed import DenseMlp, ExpertMlp, NeuronMlp, PackedModel, PackedSite
@@ -18,7 +19,7 @@ from sparsepack.progress import format_count
 from sparsepack.runtime.backends import backend_named
 from sparsepack.runtime.cpu.kv_cache import NativeKvCache, vector
 from sparsepack.runtime.cpu.machine import instruction_set, native
-from sparsepack.runtime.cpu.operations import TYPES, load_experts, load_gates, load_neurons, load_rows, load_zigzag
+from sparsepack.runtime.cpu.operations import load_experts, load_gates, load_neurons, load_rows, load_zigzag
 from sparsepack.runtime.decoder import among_all, attention_of, stepped
 from sparsepack.runtime.generation.sampling import Sampler, not_finite
 from sparsepack.runtime.kv_cache import AttentionShape
@@ -172,7 +173,7 @@ def _built(packed: PackedModel, cache: NativeKvCache, threads: int) -> Any:
         _add_sites(builder, layer.attention, threads)
         _ADD_MLP[layer.mlp.kind](builder, layer.mlp, threads)
     builder.set_embedding(
-        packed.embedding.blocks.contiguous(), packed.embedding.columns, TYPES[packed.embedding.format.block]
+        packed.embedding.blocks.contiguous(), packed.embedding.columns, BLOCKS[packed.embedding.format.block].gguf
     )
     builder.set_output(load_rows(packed.output), vector(packed.scaled_output_norm))
     for of_one in cache.native:

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sparsepack.formats.blocks.table import BLOCKS
 from sparsepack.formats.matrix import PackedExperts, PackedMatrix
 from sparsepack.formats.orders.zigzag import check_steps
 from sparsepack.runtime.backends import backend_named
@@ -25,8 +26,6 @@ from sparsepack.runtime.cpu.tune import tile_config
 from sparsepack.runtime.hybrid.mailbox import Mailbox
 from sparsepack.runtime.kv_cache import AttentionShape
 
-TYPES = {"F32": 0, "F16": 1, "BF16": 2, "Q4_K": 3, "Q6_K": 4, "Q8_0": 5}
-"""The types have the numbers that layout.h gives them."""
 _SPARE_INDICES = 16  # kernels.h: room that `collect` may write beyond the last index
 
 
@@ -51,7 +50,7 @@ def load_zigzag(matrix: PackedMatrix, device: torch.device | str = "cpu", thread
         config.tile,
         None if tail is None else tail.numpy(),
         None if matrix.row_scale is None else matrix.row_scale.contiguous().numpy(),
-        TYPES[matrix.format.block],
+        BLOCKS[matrix.format.block].gguf,
     )
 
 
@@ -67,7 +66,7 @@ def load_experts(matrix: PackedExperts, threads: int | None = None) -> Any:
         config.span,
         config.tile,
         None if tail is None else tail.numpy(),
-        TYPES[matrix.format.block],
+        BLOCKS[matrix.format.block].gguf,
     )
 
 
@@ -76,7 +75,7 @@ def load_rows(matrix: PackedMatrix, device: torch.device | str = "cpu") -> Any:
     if matrix.format.order == "zigzag":
         raise ValueError(f"matrix of type {matrix.format}, expected one stored by rows")
     backend_named("cpu").check_device(device)
-    return operations().load_rows(matrix.blocks.contiguous().numpy(), matrix.columns, TYPES[matrix.format.block])
+    return operations().load_rows(matrix.blocks.contiguous().numpy(), matrix.columns, BLOCKS[matrix.format.block].gguf)
 
 
 def collect(x: Tensor, threshold: Tensor) -> tuple[Tensor, Tensor]:

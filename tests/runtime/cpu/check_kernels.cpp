@@ -180,15 +180,16 @@ void check_rows(const Kernels& k) {
     for (int32_t type : {F32, F16, BF16, Q4_K, Q6_K, Q8_0}) {
         for (auto& shape : shapes) {
             int64_t rows = shape[0], columns = shape[1], bytes = row_bytes(type, columns);
-            if (type < Q4_K) columns -= below(7);
+            bool floats = block_columns(type) == 1;
+            if (floats) columns -= below(7);
             if (type == Q8_0) columns -= 32 * below(8);
             bytes = row_bytes(type, columns);
             std::vector<uint8_t> data;
             if (type == Q4_K) data = random_blocks(rows * columns / 256, sizeof(Q4KBlock), {0, 2});
             if (type == Q6_K) data = random_blocks(rows * columns / 256, sizeof(Q6KBlock), {208});
             if (type == Q8_0) data = random_blocks(rows * columns / Q8_0_COLUMNS, sizeof(Q80Block), {0});
-            if (type < Q4_K) data.resize(rows * bytes);
-            for (int64_t i = 0; type < Q4_K && i < rows * columns; i++) {
+            if (floats) data.resize(rows * bytes);
+            for (int64_t i = 0; floats && i < rows * columns; i++) {
                 float value = normal();
                 uint32_t word;
                 std::memcpy(&word, &value, 4);

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from native_build import instruction_set_params
 from torch import Tensor
 
+from sparsepack.formats.blocks.table import BLOCKS, stored_bytes
 from sparsepack.formats.orders import zigzag
 from sparsepack.runtime.cpu.machine import native
 
-ROW_BYTES = {0: lambda n: 4 * n, 1: lambda n: 2 * n, 2: lambda n: 2 * n, 3: lambda n: n // 256 * 144}
-ROW_BYTES[4] = lambda n: n // 256 * 210
+ROW_TYPES = ("F32", "F16", "BF16", "Q4_K", "Q6_K")
 
 
 @pytest.fixture(params=instruction_set_params(), scope="module")
@@ -82,12 +82,12 @@ def test_neurons_of_other_sizes_are_refused(instruction_set: str) -> None:
         operations.neuron_matmul(loaded, torch.zeros(2, 256), torch.zeros(2, 3), torch.empty(1, 256))
 
 
-@pytest.mark.parametrize("type", ROW_BYTES)
+@pytest.mark.parametrize("type", ROW_TYPES)
 @pytest.mark.parametrize("rows", [1, 31, 32, 33, 300])
-def test_rows_come_back_byte_for_byte(instruction_set: str, type: int, rows: int) -> None:
+def test_rows_come_back_byte_for_byte(instruction_set: str, type: str, rows: int) -> None:
     operations = native().Operations(instruction_set, 2)
-    data = random_bytes(rows, ROW_BYTES[type](512), seed=rows)
-    loaded, back = operations.load_rows(data, 512, type), torch.empty_like(data)
+    data = random_bytes(rows, stored_bytes(type, 512), seed=rows)
+    loaded, back = operations.load_rows(data, 512, BLOCKS[type].gguf), torch.empty_like(data)
     operations.unpack_rows(loaded, back)
     assert torch.equal(back, data)
     assert (loaded.rows, loaded.columns) == (rows, 512)

@@ -57,16 +57,17 @@ def load_experts(
     bands, columns = -(-matrix.rows // BAND_ROWS), matrix.columns
     together = Together(matrix.experts - shared, used, normalised, added, shared)
     block = matrix.format.block
-    layout = zigzag.LAYOUTS[block]
+    size = zigzag.block_bytes(block)
     place = bands, columns, torch.device(device)
-    config = config or expert_tile_config(*place, together.of_token, gate, added, layout.bytes)
-    config = replace(config, block_bytes=layout.bytes)
+    config = config or expert_tile_config(*place, together.of_token, gate, added, size)
+    config = replace(config, block_bytes=size)
     ends, first, tiled = [(0.0, 0.0)], 0, None
     at_once = max(LOADED_AT_ONCE // max(matrix.padded_nbytes // matrix.experts, 1), 1)
     for number in range(0, matrix.experts, at_once):
         blocks = matrix.padded_blocks(number, number + at_once).to(device)
-        ends.append(layout.largest_ends(blocks))
-        for one in layout.in_order(blocks):
+        in_order, of_these = zigzag.in_order(blocks, block)
+        ends.append(of_these)
+        for one in in_order:
             laid = zigzag.tiled(one, config.tile_bands, gate)
             if tiled is None:
                 tiled = laid.new_empty(matrix.experts * len(laid), *laid.shape[1:])

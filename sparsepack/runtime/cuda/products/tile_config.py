@@ -56,7 +56,7 @@ class CudaTileConfig:
                   warps that multiply read their columns themselves, which suits blocks that read few (where all are
                   active, and for several inputs, there is a ring all the same)
     splits     -- blocks that share the columns of a tile (split-K)
-    block_bytes -- of a superblock on the GPU (`zigzag.LAYOUTS`)
+    block_bytes -- of a superblock on the GPU (`zigzag.block_bytes`)
     """
 
     tile_bands: int = 1

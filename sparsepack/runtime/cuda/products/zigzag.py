@@ -1,17 +1,17 @@
 """Zigzag matrices on the GPU: how they are laid out there, loading, and turning them into 16-bit numbers."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from sparsepack.formats.blocks import q6_k, q8_0
 from sparsepack.formats.blocks.q4_k import scales_and_mins
-from sparsepack.formats.blocks.table import BLOCKS
 from sparsepack.formats.matrix import PackedMatrix
-from sparsepack.formats.orders.zigzag import BAND_ROWS
+from sparsepack.formats.orders.zigzag import BAND_ROWS, codec_of, superblock_bytes
 from sparsepack.runtime.cuda.driver.kernel import kernel, launch, multiprocessors
 from sparsepack.runtime.cuda.driver.memory import Place, on_card
 from sparsepack.runtime.cuda.products.tile_config import (
@@ -73,13 +73,13 @@ def load_zigzag(
     if gate and config and config.tile_bands % 2:
         raise ValueError(f"{config}: gate and up need an even number of bands in a tile")
     blocks, block = matrix.padded().blocks.to(device), matrix.format.block
-    layout = LAYOUTS[block]
+    size = block_bytes(block)
     if config is None and block == TUNED_BLOCK:
         config = measured_tile_config((matrix.rows, matrix.columns), blocks.device, gate)
-    config = config or default_tile_config(blocks.shape[0], matrix.columns, blocks.device, gate, layout.bytes)
-    config = replace(config, block_bytes=layout.bytes)
-    there = place(tiled(layout.in_order(blocks), config.tile_bands, gate))
-    ends = ((end,) for end in layout.largest_ends(blocks))
+    config = config or default_tile_config(blocks.shape[0], matrix.columns, blocks.device, gate, size)
+    config = replace(config, block_bytes=size)
+    laid, ends_of_all = in_order(blocks, block)
+    there, ends = place(tiled(laid, config.tile_bands, gate)), ((end,) for end in ends_of_all)
     made = laid_out(there, matrix.rows, matrix.columns, config, blocks.shape[0] // 2 if gate else 0, ends, block)
     if matrix.row_scale is None:
         return made
@@ -136,62 +136,35 @@ def headers_in_order(blocks: Tensor) -> Tensor:
     return torch.cat([blocks[..., :4], packed.byte(), blocks[..., 16:]], dim=-1)
 
 
-def _q8_0_in_order(blocks: Tensor) -> Tensor:
-    """Superblocks uint8 [.., 272] as `kernels/blocks/q8_0.cuh` draws them."""
-    parts = q8_0.CODEC.apart(blocks.reshape(-1, blocks.shape[-1]))
-    return torch.cat([parts.each.flatten(1), parts.numbers ^ 128], dim=1).view(*blocks.shape[:-1], -1)
+def in_order(blocks: Tensor, block: str) -> tuple[Tensor, tuple[float, float]]:
+    """Superblocks as `kernels/blocks/NAME.cuh` draws them: uint8 [.., bytes as stored] -> uint8 [.., bytes]; and
+    the largest |d| and |dmin|, as of Q4_K."""
+    if block == "Q4_K":
+        return headers_in_order(blocks), largest_ends(blocks)
+    bits, parts = codec_of(block).bits, codec_of(block).apart(blocks.reshape(-1, blocks.shape[-1]))
+    numbers = [parts.numbers]
+    if (
+        bits < 8
+    ):  # of each lane, low halves of rows 0 .. 3 and 4 .. 7; then what is above them, of as many rows as fit a byte
+        rows = parts.numbers.view(-1, 32, 2, 4)
+        numbers = [(rows[:, :, 0] & 15) | rows[:, :, 1] << 4]
+        if bits > 4:
+            above = (parts.numbers >> 4).view(len(parts.numbers), -1, 8 // (bits - 4), 4)
+            shifts = torch.arange(0, 8, bits - 4, dtype=torch.uint8, device=blocks.device)
+            numbers.append((above << shifts[:, None]).sum(2, dtype=torch.uint8))
+    heads = (functional.pad(part, (0, -part.shape[1] % 16)) for part in (parts.shared, parts.each.flatten(1)))
+    laid = torch.cat([*heads, *(part.flatten(1) for part in numbers)], dim=1).view(*blocks.shape[:-1], -1)
+    # The d with which Q4_K would have the largest weights: sub-blocks have scales of eight bits where d is shared.
+    largest = (128 if parts.shared.shape[1] else 1) << bits - 1
+    d = (parts.shared if parts.shared.shape[1] else parts.each).contiguous().view(torch.float16).float()
+    d = d.abs().nan_to_num(0, 0, 0)
+    return laid, ((float(d.max()) * largest / (15 * LARGEST_FACTOR) if d.numel() else 0.0), 0.0)
 
 
-def _q6_k_in_order(blocks: Tensor) -> Tensor:
-    """Superblocks uint8 [.., 210] -> [.., 224] as `kernels/blocks/q6_k.cuh` draws them."""
-    parts = q6_k.CODEC.apart(blocks.reshape(-1, blocks.shape[-1]))
-    fours = parts.numbers.view(-1, 32, 2, 4)  # of each lane, rows 0 .. 3 and 4 .. 7
-    low = (fours[:, :, 0] & 15) | fours[:, :, 1] << 4
-    pairs = (fours >> 4).view(-1, 16, 4, 4)  # of two lanes
-    high = pairs[:, :, 0] | pairs[:, :, 1] << 2 | pairs[:, :, 2] << 4 | pairs[:, :, 3] << 6
-    unused = parts.shared.new_zeros(len(parts.shared), 14)
-    whole = torch.cat([parts.shared, unused, parts.each.flatten(1), low.flatten(1), high.flatten(1)], dim=1)
-    return whole.view(*blocks.shape[:-1], -1)
-
-
-def _ends_by(largest: int, at: slice) -> Callable[[Tensor], tuple[float, float]]:
-    """What `largest_ends` is for blocks without a minimum: the d with which Q4_K would have the largest weights.
-
-    largest -- weights are at most so many d
-    at      -- where d lies in a block
-    """
-
-    def ends(blocks: Tensor) -> tuple[float, float]:
-        d = blocks[..., at].contiguous().view(torch.float16).float().abs().nan_to_num(0, 0, 0)
-        return (float(d.max()) * largest / (15 * LARGEST_FACTOR) if d.numel() else 0.0), 0.0
-
-    return ends
-
-
-def _q8_0_ends(blocks: Tensor) -> tuple[float, float]:
-    return _ends_by(128, slice(2))(blocks.reshape(-1, q8_0.BLOCK_BYTES))
-
-
-@dataclass(frozen=True)
-class Layout:
-    """How superblocks of a type lie on the GPU.
-
-    bytes        -- of one
-    in_order     -- superblocks as stored, uint8 [.., bytes as stored] -> uint8 [.., bytes]
-    largest_ends -- the same -> the largest |d| and |dmin|
-    """
-
-    bytes: int
-    in_order: Callable[[Tensor], Tensor]
-    largest_ends: Callable[[Tensor], tuple[float, float]]
-
-
-LAYOUTS: Mapping[str, Layout] = {
-    "Q4_K": Layout(144, headers_in_order, largest_ends),
-    "Q6_K": Layout(224, _q6_k_in_order, _ends_by(128 * 32, slice(-2, None))),
-    "Q8_0": Layout(272, _q8_0_in_order, _q8_0_ends),
-}
-"""By the types of blocks, as `kernels/blocks` draws them."""
+@cache
+def block_bytes(block: str) -> int:
+    """Bytes of a superblock on the GPU."""
+    return in_order(torch.zeros(1, superblock_bytes(block), dtype=torch.uint8), block)[0].shape[1]
 
 
 def _padded(blocks: Tensor, multiple: int) -> Tensor:
@@ -222,9 +195,7 @@ def dequantise_blocks(
     warps, at_once = 8, 4
     filling = -(-multiprocessors(device) * 32 // tiles)  # some six times what runs at once: ends even out
     launch(
-        kernel(
-            "dequantise", "zigzag_dequantise", (f"AT_ONCE={at_once}", f"BLOCK={BLOCKS[block].gguf}"), device.index or 0
-        ),
+        kernel("dequantise", "zigzag_dequantise", (f"AT_ONCE={at_once}", f"BLOCK={block.lower()}"), device.index or 0),
         (min(filling, -(-columns * tile_bands // (warps * at_once))), tiles),
         warps * 32,
         *(blocks, columns, tile_bands, gate_bands),

@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from sparsepack.formats.blocks.table import BLOCKS
 from sparsepack.formats.orders.zigzag import BAND_ROWS
 from sparsepack.runtime.cuda.driver.device import shared_limit
 from sparsepack.runtime.cuda.driver.kernel import kernel, launch, multiprocessors
@@ -307,7 +306,7 @@ def _of_input(matrix: CudaZigzag, input: Input, activation: int | None) -> dict[
     }
 
 
-def _macros(matrix: CudaZigzag, most_rounds: int = MOST_ROUNDS) -> dict[str, int]:
+def _macros(matrix: CudaZigzag, most_rounds: int = MOST_ROUNDS) -> dict[str, int | str]:
     """The macros with which every product with a matrix is compiled."""
     config = matrix.config
     each = -(-config.chunks(matrix.columns) // config.warps)  # chunks of a warp
@@ -319,7 +318,7 @@ def _macros(matrix: CudaZigzag, most_rounds: int = MOST_ROUNDS) -> dict[str, int
         "TILE_BANDS": config.tile_bands,
         "FAR": int(config.offloaded),
         "SPLITS": config.splits,
-        "BLOCK": BLOCKS[matrix.block].gguf or 0,
+        "BLOCK": matrix.block.lower(),
         "ROUNDS": -(-each // passes),
         "PASSES": passes,
     }

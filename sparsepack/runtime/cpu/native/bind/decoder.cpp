@@ -99,7 +99,7 @@ public:
 
     // The embedding's bytes stay where they are.
     void set_embedding(Array<const uint8_t, 2> bytes, int64_t columns, int32_t type) {
-        if (type < F32 || type > Q8_0 || columns % block_columns(type) ||
+        if (!block_columns(type) || columns % block_columns(type) ||
             int64_t(bytes.shape(1)) != row_bytes(type, columns))
             throw std::invalid_argument("embedding: expected [rows, bytes per row]");
         model_.embedding = {bytes.data(), int64_t(bytes.shape(0)), columns, type};

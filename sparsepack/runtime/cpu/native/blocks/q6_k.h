@@ -1,13 +1,21 @@
-// Q6_K in zigzag order (formats/blocks/q6_k.py): what of it is its own, for files of every instruction set.
+// Q6_K (formats/blocks/q6_k.py). Part of blocks.h, for files of every instruction set.
 #pragma once
-#include "layout/layout.h"
 
 namespace sparsepack {
+
+struct Q6KBlock {
+    uint8_t low[2][64], high[2][32];
+    int8_t scales[16];
+    Bits16 d;
+};
+static_assert(sizeof(Q6KBlock) == 210, "Q6_K: 256 weights in 210 bytes");
+static_assert(__builtin_offsetof(Q6KBlock, scales) == 192 && __builtin_offsetof(Q6KBlock, d) == 208, "Q6_K");
+
 namespace {  // of each file its own: instruction sets differ
 
 struct ZigzagQ6_K {
     // A column of a quad while it runs: the scale of each sub-block of 16 rows and the d of each band, then chunks.
-    enum { SUPERBLOCK_BYTES = sizeof(Q6KBlock), SUB_ROWS = 16 };
+    enum { NUMBER = Q6_K, SUPERBLOCK_BYTES = sizeof(Q6KBlock), SUB_ROWS = 16 };
     struct Header {
         int8_t scales[2 * QUAD_CHUNKS];
         Bits16 d[QUAD_BANDS];
@@ -22,11 +30,13 @@ struct ZigzagQ6_K {
         const Q6KBlock& block = *(const Q6KBlock*)superblock;
         header->d[to / BAND_SUBS] = block.d;
         for (int32_t i = 0; i < 2; i++) header->scales[2 * to + i] = block.scales[2 * from + i];
-        *chunk = {};
-        for (int32_t row = 0; row < CHUNK_ROWS; row++) {
-            int32_t half = from / 4, l = from % 4 * CHUNK_ROWS + row;  // of 128 weights
-            chunk->low[row % 16] |= (uint8_t)((block.low[half][l % 64] >> l / 64 * 4 & 15) << row / 16 * 4);
-            chunk->high[row / 4] |= (uint8_t)((block.high[half][l % 32] >> l / 32 * 2 & 3) << row % 4 * 2);
+        const uint8_t *low = block.low[from / 4] + from % 2 * 32, *high = block.high[from / 4];
+        int32_t low_shift = from % 4 / 2 * 4, high_shift = from % 4 * 2;
+        for (int32_t i = 0; i < 16; i++)
+            chunk->low[i] = (uint8_t)((low[i] >> low_shift & 15) | (low[16 + i] >> low_shift & 15) << 4);
+        for (int32_t i = 0; i < 8; i++) {
+            chunk->high[i] = 0;
+            for (int32_t k = 0; k < 4; k++) chunk->high[i] |= (uint8_t)((high[4 * i + k] >> high_shift & 3) << 2 * k);
         }
     }
 

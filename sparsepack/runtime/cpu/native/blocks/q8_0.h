@@ -1,13 +1,19 @@
-// Q8_0 in zigzag order (formats/blocks/q8_0.py): what of it is its own, for files of every instruction set.
+// Q8_0 (formats/blocks/q8_0.py). Part of blocks.h, for files of every instruction set.
 #pragma once
-#include "layout/layout.h"
 
 namespace sparsepack {
+
+struct Q80Block {
+    Bits16 d;
+    int8_t weights[32];
+};
+static_assert(sizeof(Q80Block) == 34 && __builtin_offsetof(Q80Block, weights) == 2, "Q8_0: 32 weights in 34 bytes");
+
 namespace {  // of each file its own: instruction sets differ
 
 struct ZigzagQ8_0 {
     // A column of a quad while it runs: the d of each chunk of 32 rows, then the chunks.
-    enum { SUPERBLOCK_BYTES = 8 * sizeof(Q80Block), SUB_ROWS = 32 };
+    enum { NUMBER = Q8_0, SUPERBLOCK_BYTES = 8 * sizeof(Q80Block), SUB_ROWS = 32 };
     struct Header {
         Bits16 d[QUAD_CHUNKS];
     };

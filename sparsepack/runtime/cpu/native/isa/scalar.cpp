@@ -1,7 +1,5 @@
 // The kernels in plain C++: the oracle of the other instruction sets, with which it shares no kernel and no vector, and
 // what runs where none of them does.
-#include "blocks/q6_k.h"
-#include "blocks/q8_0.h"
 #include "kernels/kernels.h"
 #include "layout/rows.h"
 
@@ -38,8 +36,9 @@ void read_header(const QuadHeader& header, int32_t bands, float scale[QUAD_BANDS
     }
 }
 
-// y[chunks * 32] += x * the column
-void add_column(const Quad* quad, int32_t chunks, float x, float* y) {
+// y[chunks * 32] += x * one column of a quad of Q4_K
+void add_column(ZigzagQ4_K, const uint8_t* column, int32_t chunks, float x, float* y) {
+    auto* quad = (const Quad*)column;
     float scale[QUAD_BANDS][8], min[QUAD_BANDS][8];
     read_header(quad->header, (chunks + 7) / 8, scale, min);
     for (int32_t i = 0; i < chunks; i++) {
@@ -56,22 +55,20 @@ void add_column(const Quad* quad, int32_t chunks, float x, float* y) {
     }
 }
 
+// The same of another block.
 template <class Block>
-void add_column_of(const uint8_t* column, int32_t chunks, float x, float* y) {
+void add_column(Block, const uint8_t* column, int32_t chunks, float x, float* y) {
     auto& header = *(const typename Block::Header*)column;
     auto* chunk = (const typename Block::Chunk*)(&header + 1);
-    for (int32_t row = 0; row < chunks * CHUNK_ROWS; row++)
-        y[row] += Block::scale(header, row / Block::SUB_ROWS, from_half) *
-                  (float)Block::number(chunk[row / CHUNK_ROWS], row % CHUNK_ROWS) * x;
+    for (int32_t first = 0; first < chunks * CHUNK_ROWS; first += Block::SUB_ROWS, y += Block::SUB_ROWS) {
+        float scale = Block::scale(header, first / Block::SUB_ROWS, from_half);
+        for (int32_t i = 0; i < Block::SUB_ROWS; i++)
+            y[i] += scale * (float)Block::number(chunk[first / CHUNK_ROWS], first % CHUNK_ROWS + i) * x;
+    }
 }
 
-// y[chunks * 32] += x * one column of a quad
 void add_column(const Zigzag* m, const uint8_t* column, int32_t chunks, float x, float* y) {
-    switch (m->block) {
-        case Q8_0: return add_column_of<ZigzagQ8_0>(column, chunks, x, y);
-        case Q6_K: return add_column_of<ZigzagQ6_K>(column, chunks, x, y);
-        default: return add_column((const Quad*)column, chunks, x, y);
-    }
+    ZigzagBlocks::find(m->block, [=](auto block) { add_column(block, column, chunks, x, y); });
 }
 
 void zigzag_gemv(const GemvWork* work, const GemvWork*) {

@@ -11,47 +11,17 @@
 //     span 0:  column 0: quad 0 | quad 1 | ...;  column 1: quad 0 | quad 1 | ...;  ...
 //     quad:    header | chunks of 32 rows: of band 0 | band 1 | band 2 | band 3
 //
-// Header and chunks of Q4_K are drawn here, those of other blocks in blocks/*.h:
-//
-//     weight = d * scale * nibble - dmin * min          of a matrix whose rows have scales, times that of its row
+// blocks/*.h draw header and chunks.
 //
 // Only the last quad of a matrix may have fewer than four bands, and only the last span fewer quads. Where the file has a
 // tail (formats/orders/zigzag.py), the last band has the chunks of its pieces alone, and columns of the last span are no
 // whole cache lines.
 #pragma once
-#include "layout/blocks.h"
+#include "blocks/blocks.h"
 
 namespace sparsepack {
 
-enum { BAND_ROWS = 256, BAND_SUBS = 8, QUAD_BANDS = 4, QUAD_ROWS = 1024, PIECE_ROWS = 64, PIECE_SUBS = 2 };
-enum { CHUNK_ROWS = 32, QUAD_CHUNKS = QUAD_ROWS / CHUNK_ROWS };
 enum { MAX_TILE = 256, MAX_SPAN = 16 };
-
-// The scales of a quad, one column. Where it has fewer bands, those of the absent ones are zero. The 6-bit numbers of
-// sub-block `sub` (32 rows) of a band are at slot first_slot(band) + sub:
-//
-//     low[slot]  = scale & 15 | (min & 15) << 4
-//     high[slot] for slot < 16:       bits 4-5 scale >> 4, bits 0-1 min >> 4
-//     high[slot - 16] for slot >= 16: bits 6-7 scale >> 4, bits 2-3 min >> 4
-struct QuadHeader {
-    Bits16 d[QUAD_BANDS], dmin[QUAD_BANDS];
-    uint8_t low[32], high[16];
-};
-
-// A chunk has 32 rows as 8 little-endian words: nibble n (0 = least significant) of word w is row 8 n + w.
-struct BandNibbles {
-    uint8_t chunks[BAND_SUBS][16];
-};
-
-struct Quad {
-    QuadHeader header;
-    BandNibbles bands[QUAD_BANDS];
-};
-static_assert(sizeof(QuadHeader) == 64 && __builtin_offsetof(QuadHeader, dmin) == 8, "a header is a cache line");
-static_assert(__builtin_offsetof(QuadHeader, low) == 16 && __builtin_offsetof(QuadHeader, high) == 48, "QuadHeader");
-static_assert(sizeof(BandNibbles) == 128 && sizeof(Quad) == 576, "whole cache lines");
-
-enum Type { F32 = 0, F16 = 1, BF16 = 2, Q4_K = 3, Q6_K = 4, Q8_0 = 5 };
 
 struct Zigzag {
     const uint8_t* data;  // 64-byte aligned
@@ -64,19 +34,21 @@ struct Zigzag {
     const uint16_t* bounds;
     int32_t pieces;          // of 64 rows in the last band where it is a tail, 1 to 3; 0: it is whole
     const float* row_scale;  // [bands * 256]: what each row's sum is multiplied by; null: nothing
-    int32_t block = Q4_K;    // or Q6_K or Q8_0
+    int32_t block = Q4_K;    // the number of one of ZigzagBlocks
 };
 
-// Bytes of a superblock in the file, and while it runs of the header of a quad and of a chunk.
+// Bytes of a superblock in the file, and while it runs of the header of a quad and of a chunk; zeros for another type.
 struct ZigzagBytes {
     int64_t superblock, header, chunk;
 };
-static inline ZigzagBytes zigzag_block(int32_t block) {
-    switch (block) {
-        case Q8_0: return {8 * sizeof(Q80Block), 2 * QUAD_CHUNKS, CHUNK_ROWS};
-        case Q6_K: return {sizeof(Q6KBlock), 2 * QUAD_CHUNKS + 2 * QUAD_BANDS, CHUNK_ROWS / 4 * 3};
-        default: return {sizeof(Q4KBlock), sizeof(QuadHeader), 16};
-    }
+static inline ZigzagBytes zigzag_block(int32_t number) {
+    ZigzagBytes of = {0, 0, 0};
+    ZigzagBlocks::find(number, [&](auto block) {
+        typedef decltype(block) Block;
+        static_assert(sizeof(typename Block::Header) % 2 == 0, "chunks follow headers without a gap");
+        of = {Block::SUPERBLOCK_BYTES, sizeof(typename Block::Header), sizeof(typename Block::Chunk)};
+    });
+    return of;
 }
 // Bytes of one column of a whole quad.
 static inline int64_t quad_bytes(const Zigzag* m) {
@@ -116,8 +88,6 @@ static inline int64_t span_stride(const Zigzag* m, int32_t span) {
 static inline const uint8_t* span_data(const Zigzag* m, int32_t span) {
     return m->data + span * m->span * quad_bytes(m) * m->columns;
 }
-// The first of the 8 slots of a band in its quad: 0, 16, 8 or 24.
-static inline int32_t first_slot(int32_t band) { return (band & 1) * 16 + (band >> 1) * 8; }
 // The bytes of the columns themselves; the bounds come after them.
 static inline int64_t zigzag_bytes(const Zigzag* m) {
     ZigzagBytes of = zigzag_block(m->block);

@@ -69,7 +69,7 @@ void unpack_quad(const Quad* quad, int32_t bands, uint8_t* block, int64_t band_b
 
 // Bytes of one row in the file.
 int64_t row_bytes(int32_t type, int64_t columns);
-// Columns that are stored together, of which a row has a whole number.
+// Columns that are stored together, of which a row has a whole number; 0 for a type that no rows have.
 int64_t block_columns(int32_t type);
 
 // data: [rows, row_bytes], of which this makes a copy in huge pages, Q6_K in the tiles of rows.h; gives pages of a file

@@ -11,7 +11,7 @@
 namespace sparsepack {
 
 // The file's own Q6_K, for the embedding, of which few rows are read.
-enum { Q6_K_ROWS = 6 };
+enum { Q6_K_ROWS = 256 + Q6_K };
 
 enum { BLOCK_COLUMNS = 256, Q8_0_COLUMNS = 32 };
 enum { GROUP_COLUMNS = 16, BLOCK_GROUPS = BLOCK_COLUMNS / GROUP_COLUMNS, HALF_ROWS = ROW_TILE / 2 };

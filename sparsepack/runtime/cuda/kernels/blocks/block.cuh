@@ -1,21 +1,15 @@
-// The type of the superblocks in zigzag order, one header each: BLOCK_BYTES of one as it lies on the GPU, a multiple of 16,
-// and what a lane does with it. products/zigzag.py lays them out.
+// The superblocks in zigzag order, a header for each type: BLOCK_BYTES of one as it lies on the GPU, a multiple of 16, and
+// what a lane has of it: LANE_ROWS 1: eight rows (lane_rows.cuh); 0: what kernels of Q4_K make of it.
+// products/zigzag.py lays them out.
 //
-// Macros: BLOCK, ggml's number of the type
+// Macros: BLOCK, the name of the header
 
 #pragma once
 
-#define Q8_0 8
-#define Q4_K 12
-#define Q6_K 14
 #ifndef BLOCK
-#define BLOCK Q4_K
+#define BLOCK q4_k
 #endif
+#define BLOCK_FILE(text) #text
+#define BLOCK_HEADER(name) BLOCK_FILE(name.cuh)
 
-#if BLOCK == Q8_0
-#include "blocks/q8_0.cuh"
-#elif BLOCK == Q6_K
-#include "blocks/q6_k.cuh"
-#else
-#include "blocks/q4_k.cuh"
-#endif
+#include BLOCK_HEADER(BLOCK)

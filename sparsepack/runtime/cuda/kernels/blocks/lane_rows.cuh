@@ -4,6 +4,8 @@
 
 #include "common/common.cuh"
 
+#define LANE_ROWS 1
+
 // Four bytes, less `offset`, as floats: exact.
 __device__ __forceinline__ void bytes_to_floats(u32 bytes, float offset, float* w) {
 #pragma unroll

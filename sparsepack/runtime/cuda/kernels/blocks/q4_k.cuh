@@ -8,4 +8,6 @@
 
 #pragma once
 
+#define LANE_ROWS 0
+
 static constexpr int BLOCK_BYTES = 144;

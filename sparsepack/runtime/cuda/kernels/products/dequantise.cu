@@ -15,7 +15,7 @@
 #include "common/common.cuh"
 #include "blocks/block.cuh"
 
-#if BLOCK == Q4_K
+#if !LANE_ROWS
 // The scale and the minimum of sub-block s, twelve bits of a header's last 96.
 __device__ __forceinline__ void unpack(const uint4& h, int s, float& scale, float& minimum) {
     const u32 both = __funnelshift_r(s >= 6 ? h.w : s >= 3 ? h.z : h.y, s >= 3 ? h.w : h.z, 12 * s & 31);

@@ -39,10 +39,10 @@
 
 #include "products/column_split.cuh"
 #include "products/split_k_reduce.cuh"
-#if BLOCK == Q4_K
-#include "products/batch_q4_k.cuh"
-#else
+#if LANE_ROWS
 #include "products/batch_floats.cuh"
+#else
+#include "products/batch_q4_k.cuh"
 #endif
 
 extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1) zigzag_batch(

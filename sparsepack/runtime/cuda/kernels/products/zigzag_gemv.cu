@@ -42,10 +42,10 @@
 #include "products/choose.cuh"
 #include "products/column_split.cuh"
 #include "products/split_k_reduce.cuh"
-#if BLOCK == Q4_K
-#include "products/gemv_q4_k.cuh"
-#else
+#if LANE_ROWS
 #include "products/gemv_floats.cuh"
+#else
+#include "products/gemv_q4_k.cuh"
 #endif
 
 // Without a ring, few enough registers for the next kernel's block to wait beside this one.
