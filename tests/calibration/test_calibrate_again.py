@@ -10,6 +10,7 @@ import torch
 from folders_for_tests import content
 from forks_for_tests import in_a_fork
 from models_for_tests import TEXT
+from pairwise import each_value
 
 from sparsepack.calibrate.collect import CalibrateOptions
 from sparsepack.calibrate.collection import calibrate
@@ -48,8 +49,7 @@ def _calibrate_until_killed(monkeypatch, where, name, dies, *arguments) -> None:
             calibrate(*arguments, OPTIONS)
 
 
-@pytest.mark.parametrize("when", ["before its state is saved", "after its state is saved"])
-@pytest.mark.parametrize("block", [0, 1, 2])
+@each_value({"when": ["before its state is saved", "after its state is saved"], "block": [0, 1, 2]})
 def test_a_killed_run_goes_on_and_ends_the_same(
     small, text, tmp_path, monkeypatch, uninterrupted, blocks_read, block, when
 ):

@@ -88,7 +88,7 @@ def test_it_comes_closer_to_the_model_from_before(folder: Path, once: tuple[Path
 
 
 def test_the_whole_chain_packs_and_verifies(folder: Path, tmp_path: Path) -> None:
-    prune("shipped:tiny", tmp_path / "p", PruneOptions(6, 8, permute=True, windows=4), folder / "c")
+    prune("shipped:tiny", tmp_path / "p", PruneOptions(6, 8, windows=4), folder / "c")
     distil(tmp_path / "p", folder / "c", tmp_path / "d", DistilOptions(**FEW))
     for kind in ("slide-int8", "slide-fp8"):
         slid = pack(PackRequest(str(tmp_path / "d"), tmp_path / kind, format=kind)).path

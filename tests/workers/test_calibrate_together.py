@@ -159,7 +159,7 @@ def test_a_worker_that_dies_ends_the_other_with_a_line_and_one_alone_goes_on(
     assert content(tmp_path / "c") == alone
 
 
-@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("count", [2, pytest.param(3, marks=pytest.mark.long)])
 def test_several_go_on_with_what_one_began(
     small: Checkpoint,
     given: Path,

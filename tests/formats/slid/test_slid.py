@@ -173,7 +173,10 @@ def test_a_pruned_model_is_compared_with_the_one_from_before(format: str | None,
 
 @pytest.mark.parametrize(
     ("family", "keep", "of"),
-    [("llama", 2, 4), ("mistral", 4, 6), ("qwen3", 8, 10), ("llama", 14, 16), ("qwen3", 2, 4)],
+    [
+        *(("mistral", 4, 6), ("qwen3", 8, 10), ("llama", 14, 16)),
+        *(pytest.param(*each, marks=pytest.mark.long) for each in (("llama", 2, 4), ("qwen3", 2, 4))),
+    ],
 )
 def test_any_pattern_and_family_with_tails(family: str, keep: int, of: int, tmp_path: Path) -> None:
     model = make_model(tmp_path / "m", family, intermediate_size=334)

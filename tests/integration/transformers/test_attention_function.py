@@ -8,6 +8,7 @@ from fractions import Fraction
 import pytest
 import torch
 from packed_models import random_model, stock_model
+from pairwise import each_value
 
 from sparsepack.errors import UserError
 from sparsepack.formats.blocks.labels import encode_labels, label_numbers, quantise_queries
@@ -87,9 +88,7 @@ def drawn(heads=4, kv_heads=2, length=20, head_dim=8, batch=1):
     return [torch.randn(batch, n, length, head_dim, generator=generator) for n in (heads, kv_heads, kv_heads)]
 
 
-@pytest.mark.parametrize("window", [0, 7, 9])
-@pytest.mark.parametrize("start", [0, 5, 19, 20])
-@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (6, 1)])
+@each_value({"window": [0, 7, 9], "start": [0, 5, 19, 20], "heads, kv_heads": [(4, 4), (4, 2), (6, 1)]})
 def test_rows_from_a_position_on_read_what_a_loop_finds_and_those_before_read_all(heads, kv_heads, start, window):
     query, key, value = drawn(heads, kv_heads)
     channels = torch.stack([torch.randperm(8)[:4].sort().values for _ in range(kv_heads)])
@@ -113,8 +112,7 @@ def test_rows_from_a_position_on_read_what_a_loop_finds_and_those_before_read_al
     torch.testing.assert_close(found[0], expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("at_once", [1, 8, 256])
-@pytest.mark.parametrize("window", [0, 7])
+@each_value({"at_once": [1, 8, 256], "window": [0, 7]})
 def test_texts_at_the_same_places_are_attended_together_as_each_alone(monkeypatch, at_once, window):
     monkeypatch.setattr(attention, "QUERIES_AT_ONCE", at_once)
     query, key, value = drawn(batch=5)
