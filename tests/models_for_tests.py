@@ -52,6 +52,17 @@ SMALL: dict[str, dict[str, Any]] = {
         "attention_multiplier": 0.1,
         "logits_scaling": 8.0,
     },
+    "granitemoehybrid": {
+        "num_key_value_heads": 2,
+        "shared_intermediate_size": 512,
+        "num_local_experts": 0,
+        "position_embedding_type": "rope",
+        "tie_word_embeddings": True,
+        "embedding_multiplier": 12.0,
+        "residual_multiplier": 0.22,
+        "attention_multiplier": 0.1,
+        "logits_scaling": 8.0,
+    },
     "smollm3": {"num_key_value_heads": 2, "num_hidden_layers": 4, "pad_token_id": 0},
     "olmo2": {"tie_word_embeddings": False, "pad_token_id": 0},
     "olmo3": {"num_key_value_heads": 2, "num_hidden_layers": 4, "sliding_window": 24, "pad_token_id": 0},
@@ -128,7 +139,7 @@ WINDOWED: dict[str, dict[str, Any]] = {
     "gemma2": {"sliding_window": 10},
     "gemma3_text": {"sliding_window": 10},
     "olmo3": {"sliding_window": 10},
-    **{family: {} for family in ("granite", "smollm3", "olmo2", "arcee", "seed_oss", "ministral3")},
+    **{family: {} for family in ("granite", "granitemoehybrid", "smollm3", "olmo2", "arcee", "seed_oss", "ministral3")},
 }
 """The changes to each family that make its layers look back a few tokens, where the family has such layers."""
 UNLIKE = ("qwen2", "gemma3_text", "granite", "phi3", "smollm3")
@@ -188,6 +199,8 @@ def make_model(folder: Path, family: str = "llama", seed: int = 0, **changes: An
         **(SMALL | EXPERTS)[family],
         **changes,
     }
+    if family == "granitemoehybrid":
+        values["layer_types"] = ["attention"] * values["num_hidden_layers"]
     return _saved(folder, family, values, seed)
 
 

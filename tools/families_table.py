@@ -33,6 +33,10 @@ MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "Gemma 2": ("gemma2", {}),
     "Gemma 3 (text)": ("gemma3_text", {}),
     "Granite 3": ("granite", {}),
+    "Granite 4 (dense)": (
+        "granitemoehybrid",
+        {"num_local_experts": 0, "num_hidden_layers": 1, "layer_types": ["full_attention"]},
+    ),
     "SmolLM3": ("smollm3", {}),
     "Olmo 2": ("olmo2", {}),
     "Olmo 3": ("olmo3", {}),

@@ -268,17 +268,20 @@ def encoder(format: Format, checkpoint: Checkpoint, request: PlanRequest) -> Sit
     """What encodes a model's sites (`Format.encoder`); what fell back to another type than Q4_K is rounded alone."""
     types = _types(checkpoint, format.matrices.block, [])
     names = {source: name for name, source in gguf_names(checkpoint.family, checkpoint.layers).items()}
+    shapes = _shapes(checkpoint)
 
     def encode(layer: int, site: str, weight: Tensor, inputs: Inputs | None) -> EncodedSite:
         tensors, rows, start = {}, {}, 0
-        sources = [f"{checkpoint.family.block(layer)}.{part}.weight" for part in checkpoint.family.projections[site]]
+        family = checkpoint.family
+        whole = [f"{family.block(layer)}.{part}.weight" for part in family.projections[site]]
+        sources = [part for name in whole for part in part_shapes(family, {name: shapes[name]}) or (name,)]
         kind = types[names[sources[0]]]  # of all of them: it follows from the number of columns
         if inputs is None or kind != "Q4_K":
             blocks = BLOCKS[kind].encode(weight)
         else:
             blocks = gptq.q4_k_rows(weight, inputs)
         for source in sources:
-            rows[names[source]] = slice(start, start + checkpoint.source.shapes[source][0])
+            rows[names[source]] = slice(start, start + shapes[source][0])
             tensors[names[source]] = llama_cpp_rows(checkpoint, source, blocks[rows[names[source]]])
             start = rows[names[source]].stop
         return EncodedSite(tensors, BLOCKS[kind].decode(blocks), rows)

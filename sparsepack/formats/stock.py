@@ -19,6 +19,7 @@ from sparsepack.formats.matrix import decode_matrix
 from sparsepack.formats.packed import PackedModel
 from sparsepack.models.activity import sparse_sites_of
 from sparsepack.models.architecture import Architecture
+from sparsepack.models.checkpoint.config_files import config_of
 from sparsepack.models.families import FAMILIES
 from sparsepack.models.family import EMBEDDING, FINAL_NORM, HEAD, Family
 from sparsepack.models.hf_config import architecture_of, token_ids
@@ -144,11 +145,8 @@ def stock_of(packed: PackedModel) -> StockModel:
 
 def stock_config(packed: PackedModel) -> Any:
     """The stock transformers configuration of the model inside; `ArtifactError` where it is not understood."""
-    from transformers import AutoConfig
-
     try:
-        values = json.loads(packed.config_json)
-        config = AutoConfig.for_model(**values)
+        config = config_of(json.loads(packed.config_json))
     except Exception as error:  # transformers checks fields in several ways, each with its own kind
         raise ArtifactError(
             f"config.json inside the artifact is not understood ({shown(error)}); pack it again"

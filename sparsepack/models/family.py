@@ -159,6 +159,7 @@ class LlamaCpp:
     parts_of_heads -- it turns a part of each head, where a model does
     window_every   -- of so many layers all but the last see a window alone; 0: it knows no windows
     rope_every     -- of so many layers all but the last turn queries and keys; 0: all layers do
+    rope_switch    -- `rope.scaling.finetuned` says whether any does
     untied         -- it reads an output matrix beside the embedding
     wide           -- in models of so many layers it scales scores by 1 / sqrt(hidden / heads), in others by 1 /
                       sqrt(head_dim)
@@ -179,6 +180,7 @@ class LlamaCpp:
     parts_of_heads: bool = False
     window_every: int = 0
     rope_every: int = 0
+    rope_switch: bool = False
     untied: bool = True
     wide: int = 0
     scalings: tuple[str, ...] = ()
@@ -222,11 +224,14 @@ class Family:
     multipliers    -- what a configuration's models multiply by
     local_rotary   -- layers with a sliding window have rotary frequencies of their own
     rope_layers    -- of the configuration: whether each layer turns queries and keys; empty: all do
+    rope_field     -- of the configuration: "rope" where layers turn them; empty: they do
     scales_input   -- of the configuration: by what the stock backbone multiplies whatever comes in, embedded or not
     divides_logits -- of the configuration: by what the stock model divides its logits
     residual       -- who reads the residual stream and who writes to it; None: it cannot be rotated
     unrotatable    -- why it cannot
     experts        -- of MLPs that are mixtures of experts; None: MLPs are dense
+    split          -- projection -> the modules beside it that llama.cpp has in its place, whose rows it stacks
+    only           -- fields of the configuration -> the one value that anything here has a place for
     clips          -- of the configuration: the bound of queries, keys and values, which no engine has a place for
     """
 
@@ -247,12 +252,15 @@ class Family:
     multipliers: Callable[[Any], Multipliers] = lambda config: Multipliers()
     local_rotary: bool = False
     rope_layers: str = ""
+    rope_field: str = ""
     scales_input: str = ""
     divides_logits: str = ""
     residual: ResidualStream | None = _STREAM
     unrotatable: str = ""
     experts: Experts | None = None
     clips: str = ""
+    split: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    only: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def qk_norm(self) -> Literal["heads", "rows"] | None:
@@ -263,7 +271,7 @@ class Family:
     def gated(self) -> bool:
         """Whether MLPs have a gate."""
         into = self.projections["mlp_in"]
-        return len(into) > 1 or self.experts is not None or "gate" in into[0]
+        return len(into) > 1 or self.experts is not None or "gate" in into[0] or into[0] in self.split
 
     @property
     def decoder(self) -> str:

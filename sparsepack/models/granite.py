@@ -1,10 +1,12 @@
-"""Granite 3 (dense): Llama with multipliers of the embedding, attention scores, residual sums and logits."""
+"""Granite 3 and 4 (dense): Llama with multipliers of the embedding, attention scores, residual sums and logits; the
+fourth has gate and up in one matrix, and models whose layers have no rotary embedding."""
 
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
 from sparsepack.models.blocks import Multipliers
-from sparsepack.models.family import Family, LlamaCpp
+from sparsepack.models.family import PROJECTIONS, Family, LlamaCpp
 
 
 def _multipliers(config: Any) -> Multipliers:
@@ -16,25 +18,47 @@ def _multipliers(config: Any) -> Multipliers:
     )
 
 
+_LLAMA_CPP = LlamaCpp(
+    "granite",
+    permuted=True,
+    transformers=False,
+    rope_switch=True,
+    keys=MappingProxyType(
+        {
+            "attention.scale": "attention_multiplier",
+            "embedding_scale": "embedding_multiplier",
+            "residual_scale": "residual_multiplier",
+            "logit_scale": "logits_scaling",
+        }
+    ),
+)
+_GRANITE3 = Family(
+    "granite",
+    _LLAMA_CPP,
+    fields=MappingProxyType({"rms_norm_eps": ""}),  # engines have another, of a stream that is scaled
+    multipliers=_multipliers,
+    scales_input="embedding_multiplier",
+    divides_logits="logits_scaling",
+)
+
 FAMILIES = (
-    Family(
-        "granite",
-        LlamaCpp(
-            "granite",
-            permuted=True,
-            transformers=False,
-            keys=MappingProxyType(
-                {
-                    "attention.scale": "attention_multiplier",
-                    "embedding_scale": "embedding_multiplier",
-                    "residual_scale": "residual_multiplier",
-                    "logit_scale": "logits_scaling",
-                }
+    _GRANITE3,
+    replace(
+        _GRANITE3,
+        model_type="granitemoehybrid",
+        gguf=replace(
+            _LLAMA_CPP,
+            parts=MappingProxyType(
+                {ours: theirs.replace("mlp.", "shared_mlp.") for ours, theirs in _LLAMA_CPP.parts.items()}
+                | {"ffn_down": "shared_mlp.output_linear"}
             ),
         ),
-        fields=MappingProxyType({"rms_norm_eps": ""}),  # engines have another, of a stream that is scaled
-        multipliers=_multipliers,
-        scales_input="embedding_multiplier",
-        divides_logits="logits_scaling",
+        projections=MappingProxyType(
+            {**PROJECTIONS, "mlp_in": ("shared_mlp.input_linear",), "mlp_mid": ("shared_mlp.output_linear",)}
+        ),
+        split=MappingProxyType({"shared_mlp.input_linear": ("gate_proj", "up_proj")}),
+        fields=MappingProxyType({**_GRANITE3.fields, "intermediate_size": "shared_intermediate_size"}),
+        rope_field="position_embedding_type",
+        only=MappingProxyType({"num_local_experts": 0}),
     ),
 )

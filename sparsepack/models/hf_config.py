@@ -65,6 +65,8 @@ def architecture_of(config: Any, bos: int | None, more_eos: Sequence[int] = ()) 
         made_for = int(made_for * long_texts.factor)
     by, growth = family.multipliers(config), rope.get("llama_4_scaling_beta")
     turns = getattr(config, family.rope_layers, None) if family.rope_layers else None
+    if family.rope_field and getattr(config, family.rope_field) != "rope":
+        turns = (False,) * config.num_hidden_layers
     return Architecture(
         model_type=config.model_type,
         layers=config.num_hidden_layers,
@@ -214,8 +216,11 @@ def _rotaries(config: Any) -> list[tuple[torch.Tensor, float]]:
 
     from sparsepack.models.hf_model.model import single_layer
 
+    single, field = single_layer(config), FAMILIES[config.model_type].rope_field
+    if field:
+        setattr(single, field, "rope")
     with torch.device("meta"):
-        rotary_class = type(AutoModel.from_config(single_layer(config), **STOCK_ALONE).rotary_emb)
+        rotary_class = type(AutoModel.from_config(single, **STOCK_ALONE).rotary_emb)
     rotary = rotary_class(config)
     prefixes = [""] if hasattr(rotary, "inv_freq") else [f"{kind}_" for kind in _kinds(config)]
     return [

@@ -47,6 +47,20 @@ SMALL = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+GRANITE_4: dict[str, Any] = {
+    "model_type": "granitemoehybrid",
+    "shared_intermediate_size": 104,
+    "num_local_experts": 0,
+    "layer_types": ["full_attention", "full_attention"],
+    "mamba_n_heads": 1,
+    "time_step_limit": None,
+    "embedding_multiplier": 2.0,
+    "residual_multiplier": 0.6,
+    "attention_multiplier": 0.4,
+    "logits_scaling": 0.6,
+    "tie_word_embeddings": True,
+}
+
 VARIANTS: Mapping[str, dict[str, Any]] = {
     "llama": {"model_type": "llama"},
     "llama tied, biases, llama3 rotary": {
@@ -129,6 +143,8 @@ VARIANTS: Mapping[str, dict[str, Any]] = {
         "logits_scaling": 0.6,
         "tie_word_embeddings": True,
     },
+    "granite 4, gate and up in one": {**GRANITE_4, "position_embedding_type": "rope"},
+    "granite 4, no layer that turns": {**GRANITE_4, "position_embedding_type": "nope"},
     "smollm3, a layer that does not turn": {
         "model_type": "smollm3",
         "no_rope_layers": [1, 0],

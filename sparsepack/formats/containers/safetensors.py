@@ -41,6 +41,7 @@ from sparsepack.formats.blocks.table import stored_bytes
 from sparsepack.formats.manifest import read_manifest, with_score
 from sparsepack.formats.stock import StockModel
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
+from sparsepack.models.checkpoint.config_files import config_of
 from sparsepack.models.checkpoint.configuration import MANIFEST, METHOD, is_saved_copy, told_of_copy
 from sparsepack.models.family import EMBEDDING, HEAD
 from sparsepack.models.sparse_attention import SparseAttention
@@ -282,11 +283,9 @@ class FolderArtifact(Artifact):
 
     def _config(self) -> Any:
         """The stock configuration, as of a model whose weights come decoded."""
-        from transformers import AutoConfig
-
         values = json.loads(self.folder.texts[CONFIG])
         values.pop("quantization_config", None)
-        return AutoConfig.for_model(**values)
+        return config_of(values)
 
     def _attention_of(self, config: Any) -> SparseAttention | None:
         return sparse_attention_of(self.manifest, config, self.path)

@@ -99,7 +99,9 @@ def architecture_keys(architecture: Architecture, config: Any) -> tuple[dict[str
     if local:
         keys["rope.freq_base_swa"] = f32(local["rope_theta"])
     every = runs.rope_every or architecture.layers + 1
-    if architecture.ropeless != tuple(range(every - 1, architecture.layers, every)):
+    if runs.rope_switch and len(architecture.ropeless) == architecture.layers:
+        keys["rope.scaling.finetuned"] = (False, GGUFValueType.BOOL, None)
+    elif architecture.ropeless != tuple(range(every - 1, architecture.layers, every)):
         raise PackingError(
             f"layers {list(architecture.ropeless)} without rotary embedding: in {kind} models llama.cpp turns queries "
             f"and keys of all layers{f' but every {every}th' if runs.rope_every else ''}; {_INSTEAD}"

@@ -23,7 +23,7 @@ from sparsepack.models.architecture import Architecture, check_numbers
 from sparsepack.models.blocks import ExpertNumbers
 from sparsepack.models.checkpoint.config_files import suggested
 from sparsepack.models.checkpoint.configuration import Described, check_sizes, file_config, folder_config
-from sparsepack.models.checkpoint.experts import as_experts, experts_source
+from sparsepack.models.checkpoint.experts import as_experts, experts_source, fused_source
 from sparsepack.models.checkpoint.locate import located
 from sparsepack.models.checkpoint.sources import (
     GgufSource,
@@ -328,6 +328,8 @@ def open_checkpoint(name: str | Path, hashed: bool = False) -> Checkpoint:
         )
     if (experts := _expert_numbers(config, name)) is not None:
         source = experts_source(source, family, experts.count, name)
+    elif file is not None and family.split:
+        source = fused_source(source, family)
     shown_name = name.encode("utf-8", "replace").decode()  # the system's names need not be text
     check_stock_model(config, source.shapes, bases, shown_name)
     return Checkpoint(shown_name, path, config, family, source, bases)

@@ -18,6 +18,8 @@ from sparsepack.option import LARGEST_COUNT
 from sparsepack.progress import say
 
 _LAYER_TYPES = ("full_attention", "sliding_attention")
+_OLD_LAYER_TYPE = "attention"
+"""What transformers, too, takes for the first of these."""
 _ROTARY = ("rope_parameters", "rope_scaling")
 """By its name since transformers 5, and by the one before."""
 _NUMBERS = (
@@ -49,7 +51,7 @@ def check_fields(values: Mapping[str, Any], where: str) -> None:
             raise CheckpointError(f"{where}{field} is {_written(value)}; expected a whole number of at most {most:,}")
     kinds = values.get("layer_types")
     for kind in kinds if isinstance(kinds, list) else ():
-        if isinstance(kind, str) and kind not in _LAYER_TYPES:
+        if isinstance(kind, str) and kind not in (*_LAYER_TYPES, _OLD_LAYER_TYPE):
             raise CheckpointError(
                 f"{where}layer_types names {_written(kind)}; expected {' or '.join(_LAYER_TYPES)}: no other attention "
                 "is computed here, take a model without it"
@@ -62,6 +64,18 @@ def check_fields(values: Mapping[str, Any], where: str) -> None:
                 _check_rotary(settings[kind], f"{where}{field}.{kind}.")
             if not nested:
                 _check_rotary(settings, f"{where}{field}.")
+
+
+def config_of(values: Mapping[str, Any]) -> Any:
+    """The Hugging Face configuration of what a config.json says. Raises whatever transformers raises: it checks fields
+    in several ways, each with its own kind."""
+    from transformers import AutoConfig
+
+    # As transformers writes what JSON has no number for.
+    read = json.loads(
+        json.dumps(values), object_hook=lambda each: float(each["__float__"]) if [*each] == ["__float__"] else each
+    )
+    return AutoConfig.for_model(**read)
 
 
 def _check_rotary(rotary: Mapping[str, Any], where: str) -> None:

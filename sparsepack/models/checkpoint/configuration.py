@@ -33,7 +33,13 @@ from pydantic import Field
 from sparsepack.errors import CheckpointError
 from sparsepack.files.gguf import GgufFile
 from sparsepack.files.stored import Count, Name, Stored, shown, validate
-from sparsepack.models.checkpoint.config_files import STOCK_ALONE, check_fields, refused_own_code, tell_own_code
+from sparsepack.models.checkpoint.config_files import (
+    STOCK_ALONE,
+    check_fields,
+    config_of,
+    refused_own_code,
+    tell_own_code,
+)
 from sparsepack.models.checkpoint.gguf_config import gguf_config
 from sparsepack.models.families import FAMILIES, TEXT_PARTS, family_of
 from sparsepack.models.family import TextPart
@@ -111,6 +117,7 @@ def told_of_copy(name: str | Path) -> str:
 
 _SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "vocab_size")
 _MOST_LAYERS = 10_000
+_NOT_READ = ("time_step_limit",)  # of state-space layers, which have no bound where it is infinite
 
 
 @dataclass(frozen=True)
@@ -164,7 +171,7 @@ def folder_config(path: Path, name: str) -> Described:
         if isinstance(values, dict):
             check_fields(values, f"{path / 'config.json'}: {within}")
     try:
-        config = AutoConfig.for_model(**stock) if bases else AutoConfig.from_pretrained(str(path), **STOCK_ALONE)
+        config = config_of(stock) if bases else AutoConfig.from_pretrained(str(path), **STOCK_ALONE)
     except Exception as error:  # the library checks fields in several ways, each with its own kind
         raise refused_own_code(error, path / "config.json") or CheckpointError(
             f"{path / 'config.json'}: not a {model_type} configuration ({shown(error)})"
@@ -186,13 +193,17 @@ def check_sizes(config: Any, name: str) -> None:
         value, own = family.setting(config, field), family.fields.get(field, field)
         if type(value) is not int or not 1 <= value < limit:
             raise CheckpointError(f"{name}: {own} is {str(value)[:60]}; expected a whole number from 1 to {limit - 1}")
+    check_fields({"layer_types": getattr(config, "layer_types", None)}, f"{name}: ")
+    for field, value in family.only.items():
+        if (found := getattr(config, field, None)) != value:
+            raise CheckpointError(f"{name}: {field} is {str(found)[:60]}; expected {value}, all that is computed here")
     for field, least in (("head_dim", 1), ("sliding_window", 0)):
         value = getattr(config, field, None)
         if value is not None and (type(value) is not int or not least <= value < 2**31):
             raise CheckpointError(
                 f"{name}: {field} is {str(value)[:60]}; expected a whole number from {least} to {2**31 - 1}"
             )
-    for field, value in _numbers(config.to_dict()):
+    for field, value in _numbers({name: each for name, each in config.to_dict().items() if name not in _NOT_READ}):
         own = field.rpartition(".")[2]
         if not math.isfinite(value) or (own.endswith("norm_eps") and value < 0) or (own == "rope_theta" and value <= 0):
             expected = "a number above 0" if math.isfinite(value) else "a finite number"

@@ -37,36 +37,62 @@ def as_shared(site: str, experts: torch.Tensor) -> list[torch.Tensor]:
 
 
 def part_shapes(family: Family, shapes: Mapping[str, Shape]) -> dict[str, Shape]:
-    """Name and shape of the parts that the stock model's tensors `shapes` are made of; none without experts."""
+    """Name and shape of the parts that the stock model's tensors `shapes` are made of: of experts, and of projections
+    that llama.cpp has apart (`Family.split`)."""
     found: dict[str, Shape] = {}
     for name, shape in shapes.items():
         module, of = _parameter(family, name)
         for part in of:
-            count, rows, columns = shape
-            found[f"{module}.{part}"] = (count, rows // len(of), columns)
+            *count, rows, columns = shape
+            found[f"{module}.{part}"] = (*count, rows // len(of), columns)
     return found
 
 
 def part_tensor(family: Family, name: str, tensor: Callable[[str], torch.Tensor]) -> torch.Tensor:
     """A part by its name, or any other tensor, of a model whose tensors `tensor` gives by the stock model's names."""
-    module, _, part = name.rpartition(".experts.") if family.experts else ("", "", "")
-    if part not in PARTS:
+    whole = _whole(family, name)
+    if whole == name:
         return tensor(name)
-    whole = f"{module}.experts.{Experts.DOWN if part == PARTS[2] else Experts.GATE_UP}"
-    of = _parameter(family, whole)[1]
-    return tensor(whole).chunk(len(of), 1)[of.index(part)]
+    module, of = _parameter(family, whole)
+    return tensor(whole).chunk(len(of), -2)[of.index(name.removeprefix(f"{module}."))]
+
+
+def _whole(family: Family, name: str) -> str:
+    """The tensor of the stock model that a part is of; any other tensor itself."""
+    module, _, part = name.rpartition(".experts.") if family.experts else ("", "", "")
+    if part in PARTS:
+        return f"{module}.experts.{Experts.DOWN if part == PARTS[2] else Experts.GATE_UP}"
+    for projection, parts in family.split.items():
+        module, _, last = name.removesuffix(".weight").rpartition(".")
+        if last in parts and f".{module}".endswith(f".{projection.rpartition('.')[0]}"):
+            return f"{module}.{projection.rpartition('.')[2]}.weight"
+    return name
 
 
 def fused_tensor(family: Family, name: str, part: Callable[[str], torch.Tensor]) -> torch.Tensor:
     """The inverse of `part_tensor`: a tensor by the stock model's name, where `part` gives the parts, and all that is
     no expert's."""
     module, of = _parameter(family, name)
-    return torch.cat([part(f"{module}.{each}") for each in of], 1) if of else part(name)
+    return torch.cat([part(f"{module}.{each}") for each in of], -2) if of else part(name)
+
+
+def fused_source(source: TensorSource, family: Family) -> TensorSource:
+    """A source of a GGUF whose split projections are whole, as the stock model has them."""
+    entries: dict[str, tuple[torch.dtype, Shape]] = {}
+    for name, (dtype, shape) in entries_of(source).items():
+        whole = _whole(family, name)
+        parts = 1 if whole == name else len(_parameter(family, whole)[1])
+        entries[whole] = dtype, (parts * shape[0], *shape[1:])
+    return MadeSource(source, entries, lambda name: fused_tensor(family, name, source.tensor))
 
 
 def _parameter(family: Family, name: str) -> tuple[str, tuple[str, ...]]:
-    """The module of a parameter of experts, by its name, and the parts that it is made of; none of other tensors."""
+    """The module of a parameter of experts or of a split projection, by its name, and the parts that it is made of;
+    none of other tensors."""
     module, _, parameter = name.rpartition(".")
+    for projection, parts in family.split.items():
+        if f".{module}".endswith(f".{projection}") and parameter == "weight":
+            return module.rpartition(".")[0], tuple(f"{part}.weight" for part in parts)
     if family.experts is None or not module.endswith(f".{family.experts.module}"):
         return module, ()
     return module, {Experts.GATE_UP: PARTS[:2], Experts.DOWN: PARTS[2:]}.get(parameter, ())

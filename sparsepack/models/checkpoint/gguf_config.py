@@ -17,7 +17,7 @@ import torch
 from sparsepack.errors import CheckpointError
 from sparsepack.files.gguf import GgufFile
 from sparsepack.files.stored import shown
-from sparsepack.models.checkpoint.config_files import check_fields
+from sparsepack.models.checkpoint.config_files import check_fields, config_of
 from sparsepack.models.families import FAMILIES
 from sparsepack.models.family import Experts, Family, LlamaCpp
 
@@ -90,7 +90,7 @@ def gguf_config(file: GgufFile, name: str) -> Any:
         try:
             values = json.loads(file.metadata[OWN_CONFIG])
             check_fields(values, f"{name}: {OWN_CONFIG}: ")
-            return AutoConfig.for_model(**values)
+            return config_of(values)
         except CheckpointError:
             raise
         except Exception as error:  # transformers checks fields in several ways, each with its own kind
@@ -136,6 +136,8 @@ def _values(file: GgufFile, prefix: str, family: Family, gguf: LlamaCpp) -> dict
     # In models with fused matrices a part of each head may turn.
     turns = None if "blk.0.attn_qkv.weight" in file.tensors else keys.get("rope.dimension_count")
     head_dim = keys.get("attention.key_length", turns or hidden // heads)
+    if gguf.rope_switch and keys.get("rope.scaling.finetuned") is False:
+        raise TypeError("rope.scaling.finetuned = false: no rotary embedding")
     rope = _rope(keys, file, head_dim)
     rope |= {name.rpartition(".")[2]: keys[key] for key, name in gguf.keys.items() if key in keys and "." in name}
     if family.local_rotary:

@@ -266,7 +266,7 @@ class BlockStream:
             setattr(backbone, family.widening, nn.Identity())
         if family.positions is not None:
             setattr(backbone, family.positions.module, _Nowhere())
-        if family.rotary != "none":
+        if getattr(backbone, "rotary_emb", None) is not None:
             # Its frequencies are computed, not loaded: made again off the meta device.
             backbone.rotary_emb = type(backbone.rotary_emb)(config).to(self.device)
         return backbone

@@ -220,7 +220,7 @@ def build_model(
         backbone.get_submodule(family.after[-1]).register_forward_hook(lambda _, __, output: output * factor)
         model.config = copy.deepcopy(model.config)
         setattr(model.config, family.divides_logits, 1.0)
-    if family.rotary != "none":
+    if getattr(backbone, "rotary_emb", None) is not None:
         backbone.rotary_emb = type(backbone.rotary_emb)(config).to(first)
     if found is not None:
         spread(model, found)

@@ -100,6 +100,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "no rotary embedding": ("granitemoehybrid", {"position_embedding_type": "nope"}),
     "yarn, own scale": (
         "qwen2",
         {"rope_parameters": ROPE | {"rope_type": "yarn", "factor": 8.0, "attention_factor": 1.5}},
@@ -117,7 +118,10 @@ def test_unusual_models_are_the_same_in_llama_cpp_and_read_back(tmp_path: Path, 
     assert relative < 1e-3
     assert same > 0.98
     assert_same_model(open_checkpoint(path), checkpoint)
-    if case != "llama3":  # whose factors tell the scaling only where it is Llama 3's own
+    if case == "no rotary embedding":
+        with pytest.raises(CheckpointError, match="no rotary embedding"):
+            open_checkpoint(without_our_config(checkpoint, tmp_path / "foreign.gguf"))
+    elif case != "llama3":  # whose factors tell the scaling only where it is Llama 3's own
         assert_same_model(open_checkpoint(without_our_config(checkpoint, tmp_path / "foreign.gguf")), checkpoint)
 
 

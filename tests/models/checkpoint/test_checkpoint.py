@@ -167,6 +167,21 @@ def test_another_model_type_is_named_with_the_known_ones(copied, model_type, hin
     assert all(family in message for family in FAMILIES)
 
 
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"num_local_experts": 4}, "num_local_experts is 4; expected 0"),
+        ({"layer_types": ["mamba", "attention"]}, 'layer_types names "mamba"'),
+        ({"layer_types": None}, 'layer_types names "linear_attention"'),
+    ],
+)
+def test_a_granite_4_with_experts_or_state_space_layers_is_refused(tmp_path, changes, said):
+    folder = make_model(tmp_path / "m", "granitemoehybrid")
+    edit_config(folder, **changes)
+    with pytest.raises(CheckpointError, match=said):
+        open_checkpoint(folder)
+
+
 def test_quantised_weights_are_refused(copied):
     folder = copied()
     edit_config(folder, quantization_config={"quant_method": "gptq", "bits": 4})
