@@ -27,7 +27,7 @@ from sparsepack.calibrate.refit import RefitOptions
 from sparsepack.formats.zigzag.plan import encoded_site
 from sparsepack.models.checkpoint.checkpoint import open_checkpoint
 from sparsepack.models.family import SITES
-from sparsepack.workers.resume import ResumeState
+from sparsepack.workers.shard import Shard
 
 
 @click.command()
@@ -54,17 +54,17 @@ def main(
         whole = whole or checkpoint.layers
         count, length = run.fitting_windows(checkpoint, options, (512, 2048))
         windows = torch.randint(checkpoint.config.vocab_size, (count, length), dtype=torch.int32)
-        state = ResumeState(Path(folder) / "state", "error feedback", checkpoint.layers)
-        ends, save = [time.perf_counter()], ResumeState.save_block
+        shard = Shard(folder=Path(folder) / "state").resume("error feedback", checkpoint.layers)
+        ends, save = [time.perf_counter()], Shard.save_block
 
-        def saved(self: ResumeState, *values: object, **named: object) -> None:
+        def saved(self: Shard, *values: object, **named: object) -> None:
             save(self, *values, **named)  # type: ignore[arg-type]
             if device != "cpu":
                 torch.cuda.synchronize()
             ends.append(time.perf_counter())
 
-        with torch.no_grad(), patch.object(ResumeState, "save_block", saved):
-            run._run(checkpoint, windows, SITES, partial(encoded_site, "Q4_K"), {}, options, state)
+        with torch.no_grad(), patch.object(Shard, "save_block", saved):
+            run._run(checkpoint, windows, SITES, partial(encoded_site, "Q4_K"), {}, options, shard)
         columns = sum(checkpoint.stacked_shape(site)[1] for site in SITES)
         weights = sum(rows * columns for rows, columns in map(checkpoint.stacked_shape, SITES))
     seconds = [after - before for before, after in pairwise(ends)]

@@ -48,7 +48,7 @@ from sparsepack.formats.plan import EncodedSite
 from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from sparsepack.models.sites import site_name
 from sparsepack.packing import PackRequest, pack
-from sparsepack.workers.resume import ResumeState
+from sparsepack.workers.shard import ALONE
 
 BITS = {"float": 16.0, "Q4_K": 4.5}
 
@@ -254,7 +254,7 @@ def _fitted(
             changed.setdefault(f"{checkpoint.family.block(layer)}.{name}.weight", part)
         return EncodedSite({}, weight, {f"{site_name(layer, site)}.weight": slice(None)})
 
-    refit_model(checkpoint, calibration, keep, table, options, ResumeState(None, "", checkpoint.layers))
+    refit_model(checkpoint, calibration, keep, table, options, "", ALONE)
     return ChangedWeights(checkpoint, changed)
 
 

@@ -34,7 +34,7 @@ class Operation:
     summary, help -- a line, and what `--help` says
     options  -- its option dataclass
     run      -- "module:function", which takes by their names `model`, `output`, `options`, `overwrite`, the `inputs`,
-                and `text` or `workers` where it has them
+                and `text` or `shard` where it has them
     table    -- what came of it as text for people, from what `run` returned and the output
     output   -- what it makes, a sentence
     inputs   -- by name

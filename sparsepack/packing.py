@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from sparsepack.models.activity import NeuronCounts
     from sparsepack.models.checkpoint.checkpoint import Checkpoint
     from sparsepack.models.provenance import Provenance
-    from sparsepack.workers.workers import Workers
+    from sparsepack.workers.shard import Shard
 
 _SLID = only_with("format", *(row.name for row in FORMATS.values() if row.weight_sparsity))
 
@@ -212,34 +213,34 @@ class Found:
     calibrated: tuple[int, int] = (0, 0)
 
 
-def pack(request: PackRequest, checkpoint: Checkpoint | None = None, workers: Workers | None = None) -> Packed:
+def pack(request: PackRequest, checkpoint: Checkpoint | None = None, shard: Shard | None = None) -> Packed:
     """Make an artifact, whole or not at all.
 
     checkpoint -- the model that the request names: for callers that have opened it already
-    workers    -- who make its tensors together, with the same bytes as one alone; the first one writes the rest.
-                  None: this process alone
+    shard      -- this worker's of several, who make its tensors together with the same bytes as one alone; all must
+                  reach the folder of the first one's output, which writes the rest. None: this process alone
 
-    Raises `UserError` subclasses, and `WorkerLost`.
+    Raises `UserError` subclasses, among them `WorkersError` where a worker does not reach the output, and `WorkerLost`.
     """
     from sparsepack.calibrate.find_thresholds import predicted_thresholds
     from sparsepack.calibrate.provenance import processor
     from sparsepack.files.atomic import check_inputs, check_output
-    from sparsepack.formats.containers.safetensors import MANIFEST
+    from sparsepack.formats.containers.write_tensors import write_planned
     from sparsepack.formats.manifest import SCORE
     from sparsepack.formats.open import open_artifact
     from sparsepack.models.checkpoint.checkpoint import checkpoint_of
+    from sparsepack.models.checkpoint.configuration import MANIFEST
     from sparsepack.packing_score import Scoring, score_artifact, scoring_of, warning_of
     from sparsepack.publish.card import model_card
-    from sparsepack.workers.resume import state_beside
-    from sparsepack.workers.workers import ALONE
+    from sparsepack.workers.shard import ALONE
 
-    workers = workers or ALONE
+    shard = shard or ALONE
     check_type("request", request, PackRequest, PackingError)
     request.check()
-    request.check_workers(workers.count)
+    request.check_workers(shard.world_size)
     request = with_paths(request)
     format = format_of(request.format)
-    if workers.first:
+    if shard.first:
         check_output(request.output, request.overwrite, format.folder, MANIFEST if format.folder else None)
     checkpoint = checkpoint_of(checkpoint or request.model)
     read = (checkpoint.path, *checkpoint.source.hash.files, request.calibration, request.thresholds)
@@ -249,29 +250,31 @@ def pack(request: PackRequest, checkpoint: Checkpoint | None = None, workers: Wo
     if request.allocation or request.fit.fits:
         thresholds = predicted_thresholds(checkpoint, request.allocation) if request.allocation else None
         plan_of(checkpoint, request, predicted_findings(checkpoint, request, thresholds))
-    checkpoint.source.hash.share(workers)  # before each of them asks for it, to check what was found
-    with state_beside(request.output, workers) as state:
-        found = find(checkpoint, request, state)
+    if shard.world_size > 1:  # before each of them asks for it, to check what was found
+        checkpoint.source.hash.share_beside(shard.all_gather, lambda: None)
+    with shard.saved_beside(request.output) as shard:
+        found = find(checkpoint, request, shard)
         plan = plan_of(checkpoint, request, found)
         plan = plan.with_beside(lambda made: {CARD: model_card(made, file=request.output.name)})
         scoring = scoring_of(checkpoint, request, found) if request.score else Scoring(None)
         if (windows := scoring.windows) is not None:
             plan = plan.with_measure(lambda made: score_artifact(made, checkpoint, windows, request.device))
-        if workers.count > 1:
-            facts = {"model": checkpoint.sha256, "processor": processor(request.device), "plan": plan.identity}
-            workers.agree(facts)
-        plan.write(request.output, request.overwrite, workers)
-    if windows is None or not workers.first:
+        shard.agree(lambda: {"model": checkpoint.sha256, "processor": processor(request.device), "plan": plan.identity})
+        if shard.first:
+            plan.write(request.output, request.overwrite, partial(write_planned, shard=shard))
+        else:
+            write_planned(plan.files(request.output), plan.at_once, shard)
+    if windows is None or not shard.first:
         return Packed(request.output, plan.notes, found.thresholds, unscored=scoring.reason)
     score = open_artifact(request.output).manifest[SCORE]
     warning = warning_of(score, request, checkpoint.dtype)
     return Packed(request.output, plan.notes, found.thresholds, score, scoring.reason, warning)
 
 
-def find(checkpoint: Checkpoint, request: PackRequest, state: Path) -> Found:
+def find(checkpoint: Checkpoint, request: PackRequest, shard: Shard | None = None) -> Found:
     """What the request asks to be read from its table, or found from its calibration, which is read once.
 
-    state -- as `find_thresholds` takes it; matrices that are fitted to their inputs are kept there
+    shard -- as `find_thresholds` takes it; matrices that are fitted to their inputs are kept there. None: nowhere
 
     Raises `UserError` subclasses for what is damaged, of another model, or does not say what is asked of it.
     """
@@ -280,6 +283,7 @@ def find(checkpoint: Checkpoint, request: PackRequest, state: Path) -> Found:
     from sparsepack.calibrate.refitting import check_tokens
     from sparsepack.calibrate.threshold_table import read_thresholds
     from sparsepack.calibrate.trace_file import Trace, calibration_or_trace, counts_of_zeros
+    from sparsepack.workers.shard import ALONE
 
     thresholds, allocation, attention = None, request.allocation, request.sparse_attention
     refit = request.fit if request.fit.fits else None
@@ -307,25 +311,24 @@ def find(checkpoint: Checkpoint, request: PackRequest, state: Path) -> Found:
         check_tokens(checkpoint, (len(source.windows), source.windows.shape[1]), refit)
     heavy = find_attention(checkpoint, source, attention) if attention else None
     if allocation:  # late, since it takes long
-        thresholds = find_thresholds(checkpoint, source, allocation, state)
+        thresholds = find_thresholds(checkpoint, source, allocation, shard or ALONE)
     found = Found(thresholds, heavy, neurons)
     if request.score:
         found = replace(found, held_out=source.held_out, calibrated=(len(source.windows), source.windows.shape[1]))
-    return replace(found, refit=_refit(checkpoint, request, found, source, state)) if refit else found
+    return replace(found, refit=_refit(checkpoint, request, found, source, shard or ALONE)) if refit else found
 
 
-def _refit(checkpoint: Checkpoint, request: PackRequest, found: Found, calibration: Calibration, state: Path) -> Refit:
+def _refit(checkpoint: Checkpoint, request: PackRequest, found: Found, calibration: Calibration, shard: Shard) -> Refit:
     """The matrices, fitted to what enters them where the rest of what was `found` is so."""
-    from sparsepack.calibrate.refitting import fitted_sites, refit_model, refit_state
+    from sparsepack.calibrate.refitting import fitted_sites, refit_model
     from sparsepack.formats.manifest import SCHEMA
 
     format, options, thresholds = format_of(request.format), request.fit, found.thresholds
     inside = _inside(checkpoint, request, found)
     encode = format.encoder(checkpoint, inside)
     how = f"{format.name} {inside.pattern} {inside.gates} {SCHEMA}"  # a newer schema may have other tensors
-    resume = refit_state(state, checkpoint, calibration, thresholds, options, how)
     sites = fitted_sites(checkpoint, format, options)
-    return refit_model(checkpoint, calibration, sites, encode, thresholds, options, resume)
+    return refit_model(checkpoint, calibration, sites, encode, thresholds, options, how, shard)
 
 
 def predicted_findings(

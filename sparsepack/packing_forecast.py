@@ -8,8 +8,8 @@ from tempfile import TemporaryDirectory
 import torch
 
 from sparsepack.errors import PackingError
-from sparsepack.formats.containers.write_tensors import FORKED_FROM, TensorFile, ignored, write_files
-from sparsepack.formats.plan import Plan, PlannedGroup
+from sparsepack.formats.containers.write_tensors import FORKED_FROM, write_files
+from sparsepack.formats.plan import Plan, PlannedGroup, TensorFile
 from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from sparsepack.models.hf_model.forecast import memory_so_far
 from sparsepack.packing import PackRequest, find, plan_of
@@ -34,9 +34,8 @@ def forecast(request: PackRequest, workers: int = 1) -> PartsForecast:
             "`sparsepack thresholds`, whose --dry-run measures that, and give --thresholds"
         )
     checkpoint = open_checkpoint(request.model)
-    # No state is read or kept: that is for thresholds and fitted weights.
     with TemporaryDirectory(prefix="sparsepack-") as folder:
-        found = find(checkpoint, request, Path(folder) / "state")
+        found = find(checkpoint, request)
         plan = plan_of(checkpoint, request, found)
         blocks = [_of_block(checkpoint, plan, layer) for layer in range(checkpoint.layers)]
         blocks[0][0].data()  # what only the first call takes, such as compiling a kernel
@@ -46,7 +45,7 @@ def forecast(request: PackRequest, workers: int = 1) -> PartsForecast:
             measured += blocks[count]
             count += 1
         began = time.perf_counter()
-        write_files([TensorFile(Path(folder) / "blocks", b"", measured)], plan.at_once, ignored)
+        write_files([TensorFile(Path(folder) / "blocks", b"", measured)], plan.at_once)
         seconds = time.perf_counter() - began
     whole, source = sum(tensor.nbytes for tensor in plan.tensors), checkpoint.source
     return PartsForecast(

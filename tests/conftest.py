@@ -15,7 +15,7 @@ from hypothesis import settings
 from sparsepack.runtime.cpu.tune import tuned as tuned_cpu
 from sparsepack.runtime.cuda.driver.kernel import compiled_folder
 from sparsepack.runtime.cuda.products.tile_config import tuned as tuned_cuda
-from sparsepack.workers import resume
+from sparsepack.workers import state as states
 
 # An example may wait for a core that other workers hold.
 settings.register_profile("shared cores", deadline=None)
@@ -128,7 +128,7 @@ def _cache_of_its_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
 def _states_are_saved_at_once() -> Iterator[None]:
     """Tests that kill a run count on a state that is saved after each block and each step."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(resume, "SAVE_EVERY", 0.0)
+        patch.setattr(states, "SAVE_EVERY", 0.0)
         yield
 
 

@@ -32,7 +32,8 @@ from sparsepack.models.family import SITES
 from sparsepack.models.hf_model.blocks import BlockStream
 from sparsepack.models.provenance import pruning_record
 from sparsepack.packing import PackRequest, pack
-from sparsepack.workers.resume import state_beside
+from sparsepack.workers.shard import Shard
+from sparsepack.workers.state import state_beside
 
 STARTS = (1, 2)
 BASIS_FREE = ("attn_out", "mlp_mid")
@@ -117,8 +118,8 @@ def test_every_allocation_finds_thresholds_and_goes_on_after_a_kill(
         with monkeypatch.context() as patch:
             patch.setattr(BlockStream, "load", killed)
             with pytest.raises(Killed):
-                find_thresholds(both.changed, both.of_changed, options, state)
-        again = find_thresholds(both.changed, both.of_changed, options, state)
+                find_thresholds(both.changed, both.of_changed, options, Shard(folder=state))
+        again = find_thresholds(both.changed, both.of_changed, options, Shard(folder=state))
     assert again.to_json() == whole.to_json()
     whole.write(tmp_path / "t.json")
     assert read_thresholds(tmp_path / "t.json").outlook() == whole.outlook()

@@ -27,13 +27,13 @@ from torch import Tensor
 
 from sparsepack.calibrate.folder import Calibration
 from sparsepack.calibrate.rotate import RotateOptions
+from sparsepack.calibrate.training import Train
 from sparsepack.errors import RotationError
 from sparsepack.formats.table import FORMATS, Format
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
 from sparsepack.models.checkpoint.rotated import Bases
 from sparsepack.models.hf_config import heads_of_config
 from sparsepack.progress import progress
-from sparsepack.workers.resume import ResumeState
 
 
 def check_model(checkpoint: Checkpoint) -> None:
@@ -45,7 +45,7 @@ def check_model(checkpoint: Checkpoint) -> None:
         )
 
 
-def bases(checkpoint: Checkpoint, calibration: Calibration, options: RotateOptions, resume: ResumeState) -> Bases:
+def bases(checkpoint: Checkpoint, calibration: Calibration, options: RotateOptions) -> Bases:
     """The one basis of a model, and those of its values where there are Hadamard matrices of the size of its heads, by
     sizes and the seed alone."""
     generator = torch.Generator().manual_seed(options.seed)
@@ -210,9 +210,8 @@ class Basis:
     """A kind of basis.
 
     module -- what finds it, by two functions. `check_model(checkpoint)` raises `RotationError` for a model that has no
-              such basis. `bases(checkpoint, calibration, options, resume)` returns the `Bases` of its segments,
-              float64 on the CPU; what takes long may keep its way in parts of the state `resume`, of any name but
-              "blocks"
+              such basis. `bases(checkpoint, calibration, options)` returns the `Bases` of its segments, float64 on the
+              CPU. One that is trained has a third, `learn_bases(checkpoint, calibration, start, options, train)`
     needs  -- what the calibration must have for it besides its text: nothing, or the second moments of the stream
     suits  -- whether a format's artifacts lose less in it
     why    -- a clause for people: what it does for these
@@ -229,11 +228,16 @@ class Basis:
         """Raise `RotationError` for a model that has no such basis."""
         self._implementation.check_model(checkpoint)
 
-    def find(
-        self, checkpoint: Checkpoint, calibration: Calibration, options: RotateOptions, resume: ResumeState
+    def find(self, checkpoint: Checkpoint, calibration: Calibration, options: RotateOptions) -> Bases:
+        """The bases of a model's segments, or those from which they are learnt."""
+        found: Bases = self._implementation.bases(checkpoint, calibration, options)
+        return found
+
+    def learn(
+        self, checkpoint: Checkpoint, calibration: Calibration, start: Bases, options: RotateOptions, train: Train
     ) -> Bases:
-        """The bases of a model's segments."""
-        found: Bases = self._implementation.bases(checkpoint, calibration, options, resume)
+        """The bases that training makes of those of the start, where this one `trains`."""
+        found: Bases = self._implementation.learn_bases(checkpoint, calibration, start, options, train)
         return found
 
     @property

@@ -6,7 +6,6 @@ the output, in `.NAME.unfinished`. A run that was killed goes on from there with
 
 import math
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -32,16 +31,14 @@ from sparsepack.models.checkpoint.checkpoint import Checkpoint, checkpoint_of
 from sparsepack.models.family import ATTN_OUT, MLP_MID, SITES
 from sparsepack.models.hf_config import expert_numbers, head_dim
 from sparsepack.models.hf_model.blocks import BlockStream, Record
-from sparsepack.models.hf_model.forecast import Forecast, bound_told, forecast_blocks
+from sparsepack.models.hf_model.forecast import Forecast, bound_line, forecast_blocks
 from sparsepack.models.hf_model.hooks import check_finite, routing_hooks, site_hooks, stream_hooks
 from sparsepack.models.tokenizer.windows import HELD_OUT_SHARE, check_vocabulary, drawn_windows, window_length
 from sparsepack.option import check_type
-from sparsepack.progress import Advance, Shorter, progress, say
+from sparsepack.progress import Advance, Shorter, say
 from sparsepack.version import __version__
 from sparsepack.workers import PARTS
-from sparsepack.workers.dealt import Dealt
-from sparsepack.workers.resume import ResumeState, state_beside
-from sparsepack.workers.workers import ALONE, Workers
+from sparsepack.workers.shard import ALONE, Shard
 
 
 def calibrate(
@@ -50,13 +47,13 @@ def calibrate(
     output: Path,
     options: CalibrateOptions | None = None,
     overwrite: bool = False,
-    workers: Workers = ALONE,
+    shard: Shard = ALONE,
 ) -> Calibration:
     """Collect the statistics of a model over text into the folder `output` (section "Calibration folder").
 
     model -- opened, or what `open_checkpoint` opens; text -- read, or what `read_text` reads
-    workers -- who do it together, with the same bytes as one alone. The first one writes it and returns it whole, the
-               others without statistics
+    shard -- this worker's of several, who do it together with the same bytes as one alone. The first one writes it and
+             returns it whole, the others without statistics
 
     Before anything is run a note says which formats can hold the model. Raises `CheckpointError`, `CalibrationError`,
     `TextError` (too short, or tokens beyond the model), `OutputError`, `WorkersError` and `WorkerLost`.
@@ -70,25 +67,25 @@ def calibrate(
     output = Path(output)
     options = options or CalibrateOptions()
     options = settled(checkpoint, options)
-    if workers.first:
+    if shard.first:
         folder.check_output(output, overwrite)
 
     def drawn() -> list[torch.Tensor]:
-        chosen = [part.tolist() for part in chosen_windows(checkpoint, text, options)] if workers.first else None
-        return [torch.tensor(part, dtype=torch.long) for part in workers.told_by_first(chosen)]
+        chosen = [part.tolist() for part in chosen_windows(checkpoint, text, options)] if shard.first else None
+        return [torch.tensor(part, dtype=torch.long) for part in shard.broadcast(chosen)]
 
     # Nobody asks for the model's hash before something is kept: it is taken while blocks run.
-    with checkpoint.source.hash.meanwhile(workers) as model_sha256:
+    with checkpoint.source.hash.meanwhile(shard.all_gather) as model_sha256:
         windows, held_out = drawn()
         batch = at_once(options.batch, len(windows), windows.shape[1], options.device)
-        dealt = Dealt.for_sums(workers, len(windows), batch)
-        dealt.check("--samples")
+        shard = shard.split_for_sums(len(windows), batch)
+        shard.check("--samples")
 
         def manifest(sha256: str | None = None) -> dict[str, Any]:
             return _manifest(checkpoint, text, windows, len(held_out), options, batch, sha256)
 
         shapes = fingerprint({name: list(shape) for name, shape in checkpoint.source.shapes.items()})
-        workers.agree(facts(manifest(shapes), options.device))
+        shard.agree(facts(manifest(shapes), options.device))
         say(f"note: {holders(checkpoint)}")
         if options.held_out and not len(held_out):
             say(
@@ -98,17 +95,17 @@ def calibrate(
 
         @cache
         def same_model() -> None:
-            workers.agree({"model": model_sha256()})
+            shard.agree({"model": model_sha256()})
 
-        with state_beside(output, workers) as state:
-            resume = ResumeState(state, lambda: fingerprint(manifest()), checkpoint.layers, workers, same_model)
+        with shard.saved_beside(output) as shard:
+            shard = shard.resume(lambda: fingerprint(manifest()), checkpoint.layers, same_model)
             with torch.inference_mode():
-                layers = _run(checkpoint, windows, options, resume, dealt)
+                layers = _run(checkpoint, windows, options, shard)
             same_model()
             made = Calibration(manifest(), tuple(layers), windows, held_out)
-            if workers.first and (starved := told_of_starved(made)) is not None:
+            if shard.first and (starved := told_of_starved(made)) is not None:
                 say(f"note: {starved}")
-            return folder.save(made, output, overwrite) if workers.first else made
+            return folder.save(made, output, overwrite) if shard.first else made
 
 
 def settled(checkpoint: Checkpoint, options: CalibrateOptions) -> CalibrateOptions:
@@ -177,43 +174,35 @@ def computed_in(checkpoint: Checkpoint, options: CalibrateOptions) -> torch.dtyp
     return arithmetic(options.dtype, checkpoint.dtype, options.device)
 
 
-def _run(
-    checkpoint: Checkpoint, windows: torch.Tensor, options: CalibrateOptions, resume: ResumeState, dealt: Dealt
-) -> list[Statistics]:
+def _run(checkpoint: Checkpoint, windows: torch.Tensor, options: CalibrateOptions, shard: Shard) -> list[Statistics]:
     """The statistics of all blocks at the first worker; elsewhere none. windows: int64 [N, S]"""
     stream = BlockStream(checkpoint, options.device, computed_in(checkpoint, options))
-    finished = enumerate(resume.blocks())
-    layers = [collectors.of_block(*block) if dealt.workers.first else {} for block in finished]
-    if resume.done == checkpoint.layers:  # what leaves the last block is not kept: nobody reads it
+    layers = [collectors.of_block(layer, shard.block(layer)) if shard.first else {} for layer in range(shard.done)]
+    if shard.done == checkpoint.layers:  # what leaves the last block is not kept: nobody reads it
         return layers
-    hidden = stream.states(dealt.own(windows), resume.hidden(dealt=dealt))
+    hidden = stream.states(shard.own(windows), shard.hidden())
     runs = (residual_of(checkpoint) or {"runs": 0})["runs"]
-    of_run: Statistics = resume.kept_after(_RUN)
-    done, batches = resume.done, dealt.runs
+    of_run: Statistics = shard.kept_after(_RUN)
     shorter, record = Shorter("--samples", len(windows)), recorder_on(stream)
-    with (
-        bound_told("calibrating", stream, resume),
-        progress("calibrating", checkpoint.layers * batches, done * batches, 1, shorter) as advance,
-        ThreadPoolExecutor(1, "finished-blocks") as behind,
-    ):
-        for layer in range(done, checkpoint.layers):
+    bound = partial(bound_line, stream)
+    with shard.blocks("calibrating", shard.runs, shorter=shorter, bound=bound) as (unfinished, advance):
+        for layer in unfinished:
             stream.load(layer)
-            statistics = count_block(checkpoint, stream, layer, hidden, options, dealt, of_run, advance, record)
+            statistics = count_block(checkpoint, stream, layer, hidden, options, shard, of_run, advance, record)
             if ends_run(layer, checkpoint.layers, runs):
                 statistics |= of_run
                 of_run = {}
-            resume.keep_after(_RUN, of_run)
+            shard.keep_after(_RUN, of_run)
             layers.append(statistics)
             last = layer + 1 == checkpoint.layers
-            if not last or resume.stale:
+            if not last or shard.stale:
                 gpu = stream.device.type == "cuda"
                 ready = torch.cuda.current_stream(stream.device).record_event() if gpu else None
                 brought = partial(_brought, layers, layer, ready)
-                resume.save_block(layer, brought, None if last else hidden, dealt, behind)
+                shard.save_block(layer, brought, None if last else hidden)
             else:  # all of it is written soon
-                resume.wait_behind()
+                shard.wait()
                 _brought(layers, layer)
-        resume.wait_behind()
     return layers
 
 
@@ -235,7 +224,7 @@ def count_block(
     layer: int,
     hidden: torch.Tensor,
     options: CalibrateOptions,
-    dealt: Dealt,
+    shard: Shard,
     of_run: Statistics,
     advance: Advance,
     record: Record | None,
@@ -283,7 +272,7 @@ def count_block(
         collectors.count(of_part, "experts", "experts", chosen[:, options.sinks :], experts.count)
 
     def part_done(having: int) -> None:
-        for found in dealt.workers.in_order({**of_part, **run_of_part}, having):
+        for found in shard.gather_in_order({**of_part, **run_of_part}, having):
             collectors.add_to(statistics, {name: found[name] for name in of_part})
             collectors.add_to(of_run, {name: found[name] for name in run_of_part})
         for counted in (*of_part.values(), *run_of_part.values()):
@@ -296,7 +285,7 @@ def count_block(
         stream.watched(watch),
         stream.with_parts(parts_on(stream.device)),
     ):
-        stream.pass_on(hidden, dealt.batch, dealt.after_each(advance, part_done), record)
+        stream.pass_on(hidden, shard.batch, shard.after_each(advance, part_done), record)
     return statistics
 
 
@@ -338,15 +327,16 @@ def forecast(
     options = settled(checkpoint, options)
     windows, _ = chosen_windows(checkpoint, text if isinstance(text, Text) else read_text(text), options)
     batch = at_once(options.batch, len(windows), windows.shape[1], options.device)
-    dealt = Dealt.for_sums(Workers(0, workers), len(windows), batch)
-    dealt.check("--samples")
+    shard = Shard(world_size=workers).split_for_sums(len(windows), batch)
+    shard.check("--samples")
     stream = BlockStream(checkpoint, options.device, computed_in(checkpoint, options))
 
     record = recorder_on(stream)
 
-    def run_block(hidden: Tensor, parts: Dealt) -> None:
-        count_block(checkpoint, stream, 0, hidden, options, parts, {}, lambda steps=1: None, record)
+    def run_block(hidden: Tensor) -> None:
+        alone = ALONE.split(len(hidden), min(batch, len(windows)))
+        count_block(checkpoint, stream, 0, hidden, options, alone, {}, lambda steps=1: None, record)
 
     width, runs = int(checkpoint.config.hidden_size), (residual_of(checkpoint) or {"runs": 0})["runs"]
     sums = (runs + 1) * 8 * width**2 if runs else 0
-    return forecast_blocks(checkpoint, stream, windows, dealt, run_block, sums)
+    return forecast_blocks(checkpoint, stream, windows, shard, run_block, sums)

@@ -58,7 +58,7 @@ from sparsepack.models.tokenizer.windows import spread_windows
 from sparsepack.option import check_type
 from sparsepack.progress import say
 from sparsepack.version import __version__
-from sparsepack.workers.resume import ResumeState, state_beside
+from sparsepack.workers.shard import ALONE, Shard
 
 
 @torch.no_grad()
@@ -276,14 +276,14 @@ def train(
     checkpoint: Checkpoint,
     calibration: Calibration,
     options: DistilOptions,
-    resume: ResumeState,
+    shard: Shard,
     source: Checkpoint | None = None,
 ) -> Trained:
     """Train the matrices of a model's blocks. Holds the whole model on one device.
 
     source -- what it was pruned from and learns from, held there, too; None: it was not, and learns from itself
 
-    A run that was killed goes on from `resume`, which keeps the state of the training.
+    A run that was killed goes on from the state, which keeps that of the training.
     """
     family, windows = checkpoint.family, measured_windows(calibration, options)
     model = _loaded(checkpoint, options)
@@ -298,7 +298,7 @@ def train(
     before = measure(model, family, windows, sparse, wanted)
     updates = first_updates(checkpoint, options.rank, options.seed, options.device, _pruned(checkpoint))
     trained = [tensor for update in updates.values() for tensor in update.trained]
-    _say_size(trained, resume)
+    _say_size(trained, shard.state.path)
     # One matrix at a time in each step: together, a GPU would hold several copies of all.
     groups = [*groups, {"params": trained, "lr": options.rate, "foreach": False}]
     with trained_with(model, updates) as as_it_was:
@@ -315,7 +315,7 @@ def train(
                 return dense_divergence(model, family, ids, teacher)
             return divergence(model, family, ids, sparse, teacher)
 
-        Training(groups, options.allocation, resume).run("distilling", calibration.windows, loss)
+        Training(groups, options.allocation, shard).run("distilling", calibration.windows, loss)
     return Trained(updates, sparse, wanted, before)
 
 
@@ -329,11 +329,11 @@ def _pruned(checkpoint: Checkpoint) -> frozenset[str]:
     return frozenset(f"{name}.weight" for name in record.patterns) if record else frozenset()
 
 
-def _say_size(trained: list[Tensor], resume: ResumeState) -> None:
+def _say_size(trained: list[Tensor], state: Path | None) -> None:
     """Say how much the state takes on the disk, where that is much: the one before stays until the next is there."""
     most = 2 * STATE_BYTES * sum(tensor.numel() for tensor in trained)
-    if most >= _WORTH_SAYING and resume.path is not None:
-        say(f"distilling: what goes on after a kill takes up to {most / 1e9:.0f} GB in {resume.path} until it ends")
+    if most >= _WORTH_SAYING and state is not None:
+        say(f"distilling: what goes on after a kill takes up to {most / 1e9:.0f} GB in {state} until it ends")
 
 
 @torch.no_grad()
@@ -382,9 +382,9 @@ def distil(
     read.check_model(next((of for of in texts_of if read.manifest["model"]["sha256"] == of.sha256), checkpoint))
     check_windows(len(read.windows), read.windows.shape[1], options, str(calibration))
     asked = {"model": checkpoint.sha256, "calibration": read.sha256, "options": asdict(options)}
-    with state_beside(output) as state:
-        resume = ResumeState(state, fingerprint({"sparsepack": __version__, **asked}))
-        trained = train(checkpoint, read, options, resume, source)
+    with ALONE.saved_beside(output) as shard:
+        shard = shard.resume(fingerprint({"sparsepack": __version__, **asked}))
+        trained = train(checkpoint, read, options, shard, source)
         merged = {name: update.merged for name, update in trained.updates.items()}
         made = distilled(checkpoint, merged, options.weights)
         changes = {name: _change(checkpoint.tensor(name), made.tensor(name)) for name in matrices(checkpoint)}

@@ -1,7 +1,8 @@
 """From a calibration and a target to a thresholds table, by one of the allocations."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import asdict
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 
@@ -11,17 +12,10 @@ from torch import Tensor
 from sparsepack.calibrate.folder import Calibration
 from sparsepack.calibrate.folder import load as load_calibration
 from sparsepack.calibrate.provenance import processor
-from sparsepack.calibrate.sequential import (
-    Chooser,
-    at_quantile,
-    finished_rules,
-    rules_of_block,
-    save_rules,
-    sequential_thresholds,
-)
-from sparsepack.calibrate.threshold_table import Thresholds
+from sparsepack.calibrate.sequential import Chooser, at_quantile, rules_of_block, sparse_second_half
+from sparsepack.calibrate.threshold_table import Thresholds, rules_of_json, rules_to_json
 from sparsepack.calibrate.thresholds import ALLOCATIONS, AllocationOptions
-from sparsepack.calibrate.training import check_share
+from sparsepack.calibrate.training import check_share, kept_at, trainer
 from sparsepack.calibrate.uniform import weights_of
 from sparsepack.errors import ThresholdsError
 from sparsepack.files.atomic import check_output
@@ -30,16 +24,17 @@ from sparsepack.files.tensors import arithmetic
 from sparsepack.models.checkpoint.checkpoint import Checkpoint, checkpoint_of
 from sparsepack.models.family import MLP_SITES, SITES
 from sparsepack.models.hf_model.blocks import BlockStream
-from sparsepack.models.hf_model.forecast import Forecast, forecast_blocks
+from sparsepack.models.hf_model.forecast import Forecast, bound_line, forecast_blocks
 from sparsepack.models.sites import CURVE_SHARES, Rules, SiteKey, SiteRule, chosen_sites
 from sparsepack.models.tokenizer.windows import spread_windows
+from sparsepack.progress import Advance, Shorter
 from sparsepack.version import __version__
-from sparsepack.workers.dealt import Dealt
-from sparsepack.workers.resume import ResumeState, state_beside
-from sparsepack.workers.workers import ALONE, Workers
+from sparsepack.workers.shard import ALONE, Shard
 
 BATCH = 2
 """This many windows are run at a time."""
+_CARRIED = "greedy"
+"""Under this name is kept what an allocation carries from block to block."""
 _TYPICAL = 0.12345678901234567  # a threshold as long as most, for the manifest's table
 _TYPICAL_IN_CURVE = 0.12345
 
@@ -50,23 +45,24 @@ def make_thresholds(
     options: AllocationOptions,
     output: Path,
     overwrite: bool = False,
-    workers: Workers = ALONE,
+    shard: Shard = ALONE,
 ) -> Thresholds:
     """`thresholds`: find a table and write it. A run that was killed goes on where it stopped.
 
     calibration -- the folder; output -- the table to make, refused before any work where it cannot be
-    workers     -- who do it together, with the same bytes as one alone; the first one writes the table
+    shard       -- this worker's of several, who do it together with the same bytes as one alone; the first one writes
+                   the table
 
     Raises as `find_thresholds`, and `UserError` subclasses for what cannot be read or written.
     """
     options.check()
-    if workers.first:
+    if shard.first:
         check_output(output, overwrite)
     checkpoint = checkpoint_of(model)
-    read = checkpoint.source.hash.share_beside(workers, lambda: load_calibration(calibration))
-    with state_beside(output, workers) as state:
-        table = find_thresholds(checkpoint, read, options, state, workers)
-        if workers.first:
+    read = checkpoint.source.hash.share_beside(shard.all_gather, lambda: load_calibration(calibration))
+    with shard.saved_beside(output) as shard:
+        table = find_thresholds(checkpoint, read, options, shard)
+        if shard.first:
             table.write(output, overwrite)
         return table
 
@@ -75,12 +71,11 @@ def find_thresholds(
     checkpoint: Checkpoint,
     calibration: Calibration,
     options: AllocationOptions,
-    state: Path | None = None,
-    workers: Workers = ALONE,
+    shard: Shard = ALONE,
 ) -> Thresholds:
     """A thresholds table whose realised sparsity is the target on text of the calibration's kind.
 
-    state -- folder from which a run that was killed goes on; the caller removes it once the table is written
+    shard -- whose folder has the state from which a run that was killed goes on
 
     Raises `ThresholdsError` for options out of range, `CalibrationError` for a calibration of another model,
     `OutputError` where the disk refuses the state, and `WorkersError` or `WorkerLost` of workers.
@@ -88,27 +83,25 @@ def find_thresholds(
     options.check()
     check_experts(checkpoint, options)
     calibration.check_model(checkpoint)
-    dealt = Dealt(workers, min(options.windows, len(calibration.windows)), BATCH)
+    shard = shard.split(min(options.windows, len(calibration.windows)), BATCH)
     if ALLOCATIONS[options.allocation].trains:
-        check_share(workers, options.batch)
+        check_share(shard.world_size, options.batch)
     if options.upstream == "sparse" and options.sparsity > 0:
-        dealt.check("--windows")
+        shard.check("--windows")
     command = _fingerprint(checkpoint, calibration, options)
     hashes = {"model": checkpoint.sha256, "calibration": calibration.sha256}
-    workers.agree({**hashes, "processor": processor(options.device), "command": command})
     sites = chosen_sites(checkpoint.layers, options.include, options.ignore)
+    shard.agree({**hashes, "processor": processor(options.device), "command": command})
     weights = weights_of(checkpoint, sites)
-    resume = ResumeState(state, command, checkpoint.layers, workers)
+    shard = shard.resume(command, checkpoint.layers)
     rules: Rules
     if options.sparsity == 0:
         rules = {(layer, site): SiteRule() for layer in range(checkpoint.layers) for site in SITES}
     else:
-        module = import_module(ALLOCATIONS[options.allocation].module)
-        choose = module.chooser(checkpoint, calibration, options, weights, resume)
-        if options.upstream == "dense":
-            rules = _from_histograms(checkpoint, calibration, options, choose, resume)
-        else:
-            rules = _sequential(checkpoint, calibration, options, choose, resume, dealt)
+        carried = shard.broadcast_tensors(shard.kept_after(_CARRIED))
+        choose = _chooser(checkpoint, calibration, options, weights, carried, shard)
+        run = _from_histograms if options.upstream == "dense" else _sequential
+        rules = run(checkpoint, calibration, options, choose, carried, shard)
     return _table(checkpoint, calibration.sha256, options, rules, sites)
 
 
@@ -182,17 +175,64 @@ def block_stream(checkpoint: Checkpoint, options: AllocationOptions) -> BlockStr
     return BlockStream(checkpoint, options.device, arithmetic(options.dtype, checkpoint.dtype, options.device))
 
 
+def _chooser(
+    checkpoint: Checkpoint,
+    calibration: Calibration,
+    options: AllocationOptions,
+    weights: Mapping[SiteKey, float],
+    carried: dict[str, Tensor],
+    shard: Shard,
+) -> Chooser:
+    """What gives each block's sites their targets by the allocation; rules that it finds before are kept in the state.
+
+    weights -- shares of the parameters, of the sites that may be sparse; the others stay dense
+    """
+    row, state = ALLOCATIONS[options.allocation], shard.state
+    module = import_module(row.module)
+    if not row.at_once:
+        chooser: Chooser = module.chooser(calibration, options, weights, shard.each, carried)
+        return chooser
+    if row.name in state.parts:
+        found = rules_of_json(state.parts[row.name]["rules"], str(state.path))
+    else:
+        found = module.find_rules(checkpoint, calibration, options, weights, trainer(shard, options), shard.each)
+        state.drop(kept_at(options.steps))  # of the training, if there was one
+        state.commit(row.name, rules=rules_to_json(found))
+    return lambda layer, _: {site: found.get((layer, site), SiteRule()) for site in SITES}
+
+
 @torch.no_grad()
 def _sequential(
     checkpoint: Checkpoint,
     calibration: Calibration,
     options: AllocationOptions,
     choose: Chooser,
-    resume: ResumeState,
-    dealt: Dealt,
-) -> dict[SiteKey, SiteRule]:
+    carried: Mapping[str, Tensor],
+    shard: Shard,
+) -> Rules:
+    """Thresholds that realise each site's target on windows of the calibration, everything upstream sparse by them. Now
+    and then the rules of all blocks and the hidden states are saved."""
+    stream = block_stream(checkpoint, options)
     windows = spread_windows(calibration.windows, options.windows)
-    return sequential_thresholds(block_stream(checkpoint, options), windows, choose, resume, dealt)
+    rules, hidden = finished_rules(shard), stream.states(shard.own(windows), shard.hidden())
+    shorter, bound = Shorter("--windows", len(windows)), partial(bound_line, stream)
+    with shard.blocks("thresholds", shard.runs, shard.runs, shorter, bound) as (unfinished, advance):
+        for layer in unfinished:
+            stream.load(layer)
+            rules |= _run_block(stream, layer, hidden, choose, shard, advance)
+            shard.keep_after(_CARRIED, carried)
+            shard.save_block(layer, {}, hidden, rules=rules_to_json(rules))
+    return rules
+
+
+def _run_block(
+    stream: BlockStream, layer: int, hidden: Tensor, choose: Chooser, shard: Shard, advance: Advance
+) -> dict[SiteKey, SiteRule]:
+    """The rules of the loaded block's sites; the states that enter it become those that leave it, sparse by them."""
+    rules = rules_of_block(stream, layer, torch.split(hidden, shard.batch), choose(layer, stream), shard.all_reduce)
+    with sparse_second_half(stream, layer, rules):
+        stream.pass_on(hidden, shard.batch, shard.after_each(advance))
+    return rules
 
 
 @torch.no_grad()
@@ -201,17 +241,24 @@ def _from_histograms(
     calibration: Calibration,
     options: AllocationOptions,
     choose: Chooser,
-    resume: ResumeState,
-) -> dict[SiteKey, SiteRule]:
+    carried: Mapping[str, Tensor],
+    shard: Shard,
+) -> Rules:
     """Thresholds from the calibration's own counts: everything upstream dense, as the papers take them."""
-    stream, rules = block_stream(checkpoint, options), finished_rules(resume)
-    for layer in range(len(rules) // len(SITES), checkpoint.layers):
+    stream, rules = block_stream(checkpoint, options), finished_rules(shard)
+    for layer in range(shard.done, checkpoint.layers):
         stream.load(layer)
         for site, choice in choose(layer, stream).items():
             counts = calibration.layers[layer][f"{site}.histogram.{options.criterion}"]
             rules[layer, site] = at_quantile(choice, counts) if choice.sparsity else SiteRule()
-        save_rules(resume, layer, rules)
+        shard.keep_after(_CARRIED, carried)
+        shard.save_block(layer, {}, rules=rules_to_json(rules))
     return rules
+
+
+def finished_rules(shard: Shard) -> dict[SiteKey, SiteRule]:
+    """The rules of all sites of the finished blocks."""
+    return rules_of_json(shard.value("rules", []), str(shard.state.path))
 
 
 @torch.no_grad()
@@ -238,15 +285,13 @@ def forecast(
     read = load_calibration(calibration)
     read.check_model(checkpoint)
     windows = spread_windows(read.windows, options.windows)
-    dealt = Dealt(Workers(0, workers), len(windows), BATCH)
-    dealt.check("--windows")
     weights = weights_of(checkpoint, chosen_sites(checkpoint.layers, options.include, options.ignore))
-    choose = import_module(ALLOCATIONS[options.allocation].module).chooser(
-        checkpoint, read, options, weights, ResumeState(None, "")
-    )
+    shard = Shard(world_size=workers).split(len(windows), BATCH)
+    shard.check("--windows")
+    choose = _chooser(checkpoint, read, options, weights, {}, ALONE.resume(""))
     stream = block_stream(checkpoint, options)
 
-    def run_block(hidden: Tensor, parts: Dealt) -> None:
-        rules_of_block(stream, 0, hidden, choose, parts, lambda steps=1: None)
+    def run_block(hidden: Tensor) -> None:
+        _run_block(stream, 0, hidden, choose, ALONE.split(len(hidden), min(BATCH, len(windows))), lambda steps=1: None)
 
-    return forecast_blocks(checkpoint, stream, windows, dealt, run_block)
+    return forecast_blocks(checkpoint, stream, windows, shard, run_block)

@@ -19,9 +19,8 @@ from torch import Tensor, nn
 
 from sparsepack.calibrate import histogram
 from sparsepack.calibrate.folder import Calibration
-from sparsepack.calibrate.sequential import Chooser
-from sparsepack.calibrate.threshold_table import rules_of_json, rules_to_json
 from sparsepack.calibrate.thresholds import AllocationOptions
+from sparsepack.calibrate.training import Train
 from sparsepack.errors import ThresholdsError
 from sparsepack.files.tensors import arithmetic
 from sparsepack.models.architecture import soft_capped
@@ -33,7 +32,7 @@ from sparsepack.models.hf_model.hooks import site_hooks
 from sparsepack.models.sites import SiteKey, SiteRule
 from sparsepack.models.tokenizer.windows import spread_windows
 from sparsepack.progress import progress
-from sparsepack.workers.resume import ResumeState
+from sparsepack.workers.exchange import Each
 
 WINDOWS, TOKENS = 8, 512
 """So many windows are run, and so many tokens of each."""
@@ -46,24 +45,13 @@ _LOGITS = 1 << 25
 """No more logits than this are computed at a time: 128 MiB in float32."""
 
 
-def chooser(
+def find_rules(
     checkpoint: Checkpoint,
     calibration: Calibration,
     options: AllocationOptions,
     weights: Mapping[SiteKey, float],
-    resume: ResumeState,
-) -> Chooser:
-    """Channel weights and sparsities of the sites in `weights`; the other sites stay dense."""
-    if "fisher" in resume.parts:
-        found = rules_of_json(resume.parts["fisher"]["rules"], str(resume.path))
-    else:
-        found = fisher_rules(checkpoint, calibration, options, weights)
-        resume.commit("fisher", rules=rules_to_json(found))
-    return lambda layer, _: {site: found.get((layer, site), SiteRule()) for site in SITES}
-
-
-def fisher_rules(
-    checkpoint: Checkpoint, calibration: Calibration, options: AllocationOptions, weights: Mapping[SiteKey, float]
+    train: Train | None = None,
+    each: Each | None = None,
 ) -> dict[SiteKey, SiteRule]:
     """Rules without their thresholds: channel weights c and the share that one threshold for all of them skips.
 

@@ -22,21 +22,17 @@ import torch
 from sparsepack.calibrate import histogram
 from sparsepack.calibrate.collector import channel_weights
 from sparsepack.calibrate.folder import Calibration
-from sparsepack.calibrate.sequential import Chooser
 from sparsepack.calibrate.teal import divergence
-from sparsepack.calibrate.threshold_table import rules_of_json, rules_to_json
 from sparsepack.calibrate.thresholds import AllocationOptions
-from sparsepack.calibrate.training import PART, Training
+from sparsepack.calibrate.training import Train
 from sparsepack.files.tensors import arithmetic
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
-from sparsepack.models.family import SITES
 from sparsepack.models.hf_model.halves import Change
 from sparsepack.models.hf_model.hooks import site_hooks
 from sparsepack.models.hf_model.model import backbone_of, load_model
 from sparsepack.models.sites import SiteKey, SiteRule
 from sparsepack.models.tokenizer.windows import spread_windows
-from sparsepack.workers.resume import ResumeState
-from sparsepack.workers.workers import Workers
+from sparsepack.workers.exchange import Each
 
 _LEARNING_RATE = 0.03
 _SOFTNESS = 0.15  # width of the sigmoid, as a share of the threshold
@@ -89,41 +85,27 @@ class SoftChannels:
 _HIGHEST = 0.98
 
 
-def chooser(
+def find_rules(
     checkpoint: Checkpoint,
     calibration: Calibration,
     options: AllocationOptions,
     weights: Mapping[SiteKey, float],
-    resume: ResumeState,
-) -> Chooser:
-    """The learnt rules of the sites in `weights`; the other sites stay dense."""
-    learnt = learn_rules(checkpoint, calibration, options, weights, resume)
-    return lambda layer, _: {site: learnt.get((layer, site), SiteRule()) for site in SITES}
-
-
-def learn_rules(
-    checkpoint: Checkpoint,
-    calibration: Calibration,
-    options: AllocationOptions,
-    weights: Mapping[SiteKey, float],
-    resume: ResumeState,
+    train: Train,
+    each: Each,
 ) -> dict[SiteKey, SiteRule]:
     """Target sparsity, channel weights and offsets of the sites in `weights`. Holds the whole model on one device."""
-    if "learnt" in resume.parts:
-        return rules_of_json(resume.parts["learnt"]["rules"], str(resume.path))
     dtype = arithmetic(options.dtype, checkpoint.dtype, options.device)
     model = load_model(checkpoint, options.device, dtype)
     channels = first_channels(checkpoint, calibration, options, model, weights)
     sparse = sparse_at(channels, weights)
-    training = Training(channels.groups(), options, resume, PART)
-    training.run(
-        "learning thresholds", calibration.windows, lambda ids: divergence(model, checkpoint.family, ids, sparse)
+    train(
+        "learning thresholds",
+        channels.groups(),
+        calibration.windows,
+        lambda ids: divergence(model, checkpoint.family, ids, sparse),
     )
-    realised = _realised(model, checkpoint, calibration.windows, options, channels, weights, resume.workers)
-    rules = _learnt(channels, options, _shifted(realised, weights, options.sparsity))
-    training.drop()
-    resume.commit("learnt", rules=rules_to_json(rules))
-    return rules
+    realised = _realised(model, checkpoint, calibration.windows, options, channels, weights, each)
+    return _learnt(channels, options, _shifted(realised, weights, options.sparsity))
 
 
 def sparse_at(channels: SoftChannels, weights: Mapping[SiteKey, float]) -> Change:
@@ -167,10 +149,10 @@ def _realised(
     options: AllocationOptions,
     channels: SoftChannels,
     weights: Mapping[SiteKey, float],
-    workers: Workers,
+    each: Each,
 ) -> dict[SiteKey, float]:
-    """Share of inactive channels of each site at the learnt thresholds, over a few calibration windows, each of which
-    one of the workers runs."""
+    """Share of inactive channels of each site at the learnt thresholds, over a few calibration windows, that `each`
+    runs."""
     half = windows.shape[1] // 2
     inactive: dict[SiteKey, float] = {}
 
@@ -191,7 +173,7 @@ def _realised(
         return [inactive[key] for key in weights]
 
     with site_hooks(list(enumerate(backbone_of(model).layers)), checkpoint.family, function):
-        found = workers.each(list(chosen), shares)
+        found = each(list(chosen), shares)
     return {key: sum(values) / len(chosen) for key, values in zip(weights, zip(*found, strict=True), strict=True)}
 
 

@@ -23,12 +23,12 @@ from sparsepack.calibrate.folder import Calibration
 from sparsepack.calibrate.learned import SoftChannels, first_threshold
 from sparsepack.calibrate.rotate import RotateOptions
 from sparsepack.calibrate.teal import divergence
-from sparsepack.calibrate.training import PART, Training, check_share
+from sparsepack.calibrate.training import Train
 from sparsepack.calibrate.uniform import weights_of
 from sparsepack.errors import RotationError
 from sparsepack.files.tensors import arithmetic
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
-from sparsepack.models.checkpoint.rotated import Bases, bases_of, rotated
+from sparsepack.models.checkpoint.rotated import Bases, rotated
 from sparsepack.models.families import stream_of
 from sparsepack.models.family import ATTN_OUT, SITES, Family
 from sparsepack.models.hf_model.halves import Change
@@ -36,7 +36,6 @@ from sparsepack.models.hf_model.hooks import site_hooks
 from sparsepack.models.hf_model.model import backbone_of, load_model
 from sparsepack.models.sites import SiteKey
 from sparsepack.models.tokenizer.windows import spread_windows
-from sparsepack.workers.resume import ResumeState
 
 _WINDOWS = 8
 """The first thresholds are taken on so many windows of the calibration."""
@@ -50,23 +49,17 @@ def check_model(checkpoint: Checkpoint) -> None:
         )
 
 
-def bases(checkpoint: Checkpoint, calibration: Calibration, options: RotateOptions, resume: ResumeState) -> Bases:
-    """The bases of a model, learnt from those of PCA on. Raises as `pca.bases` does, and `WorkersError`."""
-    check_share(resume.workers, options.batch)
-    start = pca.bases(checkpoint, calibration, options, resume)
-    # Several workers begin with the first one's: eigenvectors may differ in their last bits from machine to machine.
-    start = bases_of(resume.workers.all_from_first(start.tensors()))
-    return learn_bases(checkpoint, calibration, start, options, resume)
+def bases(checkpoint: Checkpoint, calibration: Calibration, options: RotateOptions) -> Bases:
+    """The bases from which a model's are learnt: those of PCA. Raises as `pca.bases` does."""
+    return pca.bases(checkpoint, calibration, options)
 
 
 def learn_bases(
-    checkpoint: Checkpoint, calibration: Calibration, start: Bases, options: RotateOptions, resume: ResumeState
+    checkpoint: Checkpoint, calibration: Calibration, start: Bases, options: RotateOptions, train: Train
 ) -> Bases:
     """Bases of the residual stream and of values, float64 on the CPU. Holds the whole model on one device.
 
     start -- those to begin with, float64, PCA's or others
-
-    A run that was killed goes on from `resume`, which keeps the state of the training.
     """
     with torch.inference_mode(False), torch.enable_grad():
         start = start.map(torch.clone)  # outside of inference mode
@@ -85,7 +78,7 @@ def learn_bases(
             sparse = sparse_in(turned(first, turns), checkpoint.family, channels, weights)
             return divergence(model, checkpoint.family, ids, sparse)
 
-        Training(groups, options, resume, PART).run("learning a basis", calibration.windows, loss)
+        train("learning a basis", groups, calibration.windows, loss)
         found = turned(start, turns.map(lambda turn: turn.detach().cpu().double()))
         return found.map(orthonormal)
 

@@ -22,7 +22,6 @@ from sparsepack.formats.blocks.q4_k import SUB
 from sparsepack.formats.blocks.q6_k import SUB as OUTPUT_SUB
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
 from sparsepack.models.checkpoint.rotated import Bases
-from sparsepack.workers.resume import ResumeState
 
 ALONE = 4
 """So many of the largest directions share a scale with none of similar size."""
@@ -32,7 +31,7 @@ def check_model(checkpoint: Checkpoint) -> None:
     """Every model has one."""
 
 
-def bases(checkpoint: Checkpoint, calibration: Calibration, options: RotateOptions, resume: ResumeState) -> Bases:
+def bases(checkpoint: Checkpoint, calibration: Calibration, options: RotateOptions) -> Bases:
     """The bases of a model; the same for the same calibration. A direction that nothing lies in is as good as any
     other. Raises `RotationError` where the calibration has no second moments of this model, or for fewer runs of blocks
     than there should be segments."""

@@ -7,8 +7,8 @@ the output, in `.NAME.unfinished`, from which a run that was killed goes on.
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -28,19 +28,17 @@ from sparsepack.models.checkpoint.checkpoint import Checkpoint, checkpoint_of
 from sparsepack.models.checkpoint.writer import made_of_blocks, texts_of, write_checkpoint
 from sparsepack.models.family import MLP_MID, SITES
 from sparsepack.models.hf_model.blocks import BlockStream
-from sparsepack.models.hf_model.forecast import Forecast, bound_told, forecast_blocks
+from sparsepack.models.hf_model.forecast import Forecast, bound_line, forecast_blocks
 from sparsepack.models.hf_model.hooks import routing_hooks, site_hooks
 from sparsepack.models.pattern import Pattern
 from sparsepack.models.provenance import PRUNING_FILE, Pruned, PrunedMatrix, records_beside
 from sparsepack.models.sites import SiteKey, chosen_sites, site_name
 from sparsepack.models.tokenizer.windows import spread_windows
 from sparsepack.option import check_type
-from sparsepack.progress import Advance, Shorter, progress
+from sparsepack.progress import Advance, Shorter
 from sparsepack.reconstruction import Inputs, Sums, empty_sums, entering, inputs_name, inputs_of, root_of_share
 from sparsepack.version import __version__
-from sparsepack.workers.dealt import Dealt
-from sparsepack.workers.resume import ResumeState, state_beside
-from sparsepack.workers.workers import ALONE, Workers
+from sparsepack.workers.shard import ALONE, Shard
 
 
 def prune(
@@ -49,13 +47,13 @@ def prune(
     options: PruneOptions,
     calibration: Path | None = None,
     overwrite: bool = False,
-    workers: Workers = ALONE,
+    shard: Shard = ALONE,
 ) -> Pruned:
     """Prune a model's matrices and write it as an ordinary checkpoint, a Hugging Face folder.
 
     calibration -- a folder made by `calibrate`, whose windows are run; magnitude takes none
-    workers     -- who run them together, with the same bytes as one alone. The first one prunes, writes the checkpoint
-                   and returns what was done, the others without matrices
+    shard       -- this worker's of several, who run them together with the same bytes as one alone. The first one
+                   writes the checkpoint and returns what was done, the others without matrices
 
     Embedding, output matrix, norms and biases stay as they are. Raises `PruningError` for options that make no sense,
     `CalibrationError` for a calibration of another model, `CheckpointError`, `SiteError`, `OutputError`, `WorkersError`
@@ -68,9 +66,9 @@ def prune(
     options.check()
     options.check_calibration(calibration)
     output = Path(output)
-    if workers.count > 1 and calibration is None:
+    if shard.world_size > 1 and calibration is None:
         raise WorkersError(f"method {options.method} runs no text that workers could share; leave --devices out")
-    if workers.first:
+    if shard.first:
         check_output(output, overwrite, folder=True, marker=PRUNING_FILE)
     checkpoint = checkpoint_of(model)
     check_inputs(output, [checkpoint.path, *(() if calibration is None else (Path(calibration),))])
@@ -81,7 +79,7 @@ def prune(
     patterns = site_patterns(checkpoint, options)
     windows, digest = None, None
     read = checkpoint.source.hash.share_beside(
-        workers, lambda: None if calibration is None else load_calibration(calibration)
+        shard.all_gather, lambda: None if calibration is None else load_calibration(calibration)
     )
     if read is not None:
         read.check_model(checkpoint)
@@ -89,21 +87,21 @@ def prune(
     # On which card of several it runs does not matter.
     stored = asdict(options) | {"device": torch.device(options.device).type}
     asked = {"model": checkpoint.sha256, "calibration": digest, "options": stored}
-    dealt = Dealt.for_sums(workers, 0 if windows is None else len(windows), options.batch)
+    shard = shard.split_for_sums(0 if windows is None else len(windows), options.batch)
     if windows is not None:
-        dealt.check("--windows")
+        shard.check("--windows")
     command = fingerprint({"sparsepack": __version__, **asked})
     hashes = {"model": checkpoint.sha256, "calibration": digest}
-    workers.agree({**hashes, "processor": processor(options.device), "command": command})
-    with state_beside(output, workers) as state:
-        resume = ResumeState(state, command, checkpoint.layers, workers)
+    shard.agree({**hashes, "processor": processor(options.device), "command": command})
+    with shard.saved_beside(output) as shard:
+        shard = shard.resume(command, checkpoint.layers)
         with torch.inference_mode():
-            matrices = _run(checkpoint, windows, patterns, options, resume, dealt)
+            matrices = _run(checkpoint, windows, patterns, options, shard)
         made = Pruned(checkpoint.name, checkpoint.sha256, digest, stored, tuple(matrices))
-        if not workers.first:
+        if not shard.first:
             return made
-        pruned = made_of_blocks(checkpoint, resume.block)
         records = {**records_beside(checkpoint.path), PRUNING_FILE: made.to_json()}
+        pruned = made_of_blocks(checkpoint, shard.block)
         write_checkpoint(pruned, texts_of(checkpoint), records, output, overwrite)
     return made
 
@@ -126,34 +124,28 @@ def _run(
     windows: Tensor | None,
     patterns: Mapping[SiteKey, Pattern],
     options: PruneOptions,
-    resume: ResumeState,
-    dealt: Dealt,
+    shard: Shard,
 ) -> list[PrunedMatrix]:
     """Prune the blocks that are not finished; the matrices of all at the first worker, elsewhere of some.
 
     windows -- int64 [N, S], or None where no input matters
     """
     stream = block_stream(checkpoint, options)
-    matrices = [TypeAdapter(PrunedMatrix).validate_json(json.dumps(row)) for row in resume.value("matrices", [])]
-    hidden = None if windows is None else stream.states(dealt.own(windows), resume.hidden(dealt=dealt))
-    batches = dealt.runs
-    each = 1 + 2 * batches
+    matrices = [TypeAdapter(PrunedMatrix).validate_json(json.dumps(row)) for row in shard.value("matrices", [])]
+    hidden = None if windows is None else stream.states(shard.own(windows), shard.hidden())
+    steps = 1 + 2 * shard.runs
     shorter = None if windows is None else Shorter("--windows", len(windows))
-    with (
-        bound_told("pruning", stream, resume),
-        progress("pruning", checkpoint.layers * each, resume.done * each, each, shorter) as advance,
-        ThreadPoolExecutor(1, "finished-blocks") as behind,
-    ):
-        for layer in range(resume.done, checkpoint.layers):
+    with shard.blocks("pruning", steps, steps, shorter, partial(bound_line, stream)) as (unfinished, advance):
+        for layer in unfinished:
             here = {site: patterns[layer, site] for site in SITES if (layer, site) in patterns}
             stream.load(layer)
-            found, rows = prune_loaded(checkpoint, stream, layer, here, hidden, options, dealt, advance)
+            found, rows = prune_loaded(checkpoint, stream, layer, here, hidden, options, shard, advance)
             matrices += rows
             advance()
             if hidden is not None:
                 stream.replace(found)
-                stream.pass_on(hidden, options.batch, dealt.after_each(advance))
-            resume.save_block(layer, found, hidden, dealt, behind, matrices=[asdict(row) for row in matrices])
+                stream.pass_on(hidden, options.batch, shard.after_each(advance))
+            shard.save_block(layer, found, hidden, matrices=[asdict(row) for row in matrices])
     return matrices
 
 
@@ -169,7 +161,7 @@ def prune_loaded(
     patterns: Mapping[str, Pattern],
     hidden: Tensor | None,
     options: PruneOptions,
-    dealt: Dealt,
+    shard: Shard,
     advance: Advance,
 ) -> tuple[dict[str, Tensor], list[PrunedMatrix]]:
     """The new tensors of the loaded block, by their names within it, and what was done to each, in their order.
@@ -178,25 +170,24 @@ def prune_loaded(
 
     Each site is pruned by one of the workers.
     """
-    workers = dealt.workers
     products = METHODS[options.method].needs == "products"
-    pruners = _pruners(checkpoint, layer, patterns, 1 if options.permute else workers.count)
-    sums: list[dict[str, Sums]] = [{} for _ in range(workers.count)]
+    pruners = _pruners(checkpoint, layer, patterns, 1 if options.permute else shard.world_size)
+    sums: list[dict[str, Sums]] = [{} for _ in range(shard.world_size)]
     for site in patterns if hidden is not None else ():
         sums[pruners[site]] |= empty_sums(checkpoint, site, layer, products, stream.device)
     if hidden is not None and patterns:
-        _count(stream, layer, hidden, sums, dealt, advance)
+        _count(stream, layer, hidden, sums, shard, advance)
     else:
-        advance(dealt.runs)
-    own = {site: pattern for site, pattern in patterns.items() if pruners[site] == workers.number}
-    inputs = inputs_of(sums[workers.number], options.damping, layer)
+        advance(shard.runs)
+    own = {site: pattern for site, pattern in patterns.items() if pruners[site] == shard.rank}
+    inputs = inputs_of(sums[shard.rank], options.damping, layer)
     found, rows = (
-        prune_block(checkpoint, layer, own, inputs, options, stream.device) if own or workers.first else ({}, [])
+        prune_block(checkpoint, layer, own, inputs, options, stream.device) if own or shard.first else ({}, [])
     )
-    told = [row for said in workers.told([asdict(row) for row in rows]) for row in said]
+    all_rows = [row for theirs in shard.all_gather([asdict(row) for row in rows]) for row in theirs]
     sites = [site_name(layer, site) for site in patterns]
-    rows = [TypeAdapter(PrunedMatrix).validate_json(json.dumps(row)) for row in told]
-    changed = {name: tensor for each in workers.of_all(found, to_gpu=True) for name, tensor in each.items()}
+    rows = [TypeAdapter(PrunedMatrix).validate_json(json.dumps(row)) for row in all_rows]
+    changed = {name: tensor for each in shard.all_gather_tensors(found, to_gpu=True) for name, tensor in each.items()}
     return changed, sorted(rows, key=lambda row: sites.index(row.site))
 
 
@@ -220,7 +211,7 @@ def _count(
     layer: int,
     hidden: Tensor,
     sums: Sequence[Mapping[str, Sums]],
-    dealt: Dealt,
+    shard: Shard,
     advance: Advance,
 ) -> None:
     """Add what enters the matrices of the loaded block to the `sums` of each worker, at that worker: part by part, in
@@ -240,15 +231,15 @@ def _count(
     def part_done(having: int) -> None:
         for worker, of_worker in enumerate(sums):
             counted = {f"{of}/{name}": value for of in of_worker for name, value in of_part[of].counted.items()}
-            for found in dealt.workers.in_order(counted, having, to=worker):
+            for found in shard.gather_in_order(counted, having, to=worker):
                 for of, total in of_worker.items():
                     total.take({name: found[f"{of}/{name}"] for name in of_part[of].counted})
         for each in of_part.values():
             each.clear()
 
-    done = dealt.after_each(advance, part_done)
+    done = shard.after_each(advance, part_done)
     with site_hooks([(layer, stream.block)], family, count), routing_hooks(stream.block, family, route):
-        for part in torch.split(hidden, dealt.batch):
+        for part in torch.split(hidden, shard.batch):
             stream(part)
             done()
 
@@ -401,16 +392,17 @@ def forecast(
     read = load_calibration(calibration)
     read.check_model(checkpoint)
     windows = spread_windows(read.windows, options.windows)
-    dealt = Dealt.for_sums(Workers(0, workers), len(windows), options.batch)
-    dealt.check("--windows")
+    shard = Shard(world_size=workers).split_for_sums(len(windows), options.batch)
+    shard.check("--windows")
     patterns = {site: pattern for (layer, site), pattern in site_patterns(checkpoint, options).items() if layer == 0}
     if not patterns:
         raise PruningError("--dry-run: the first block, which is measured, is not pruned; expected it among the sites")
     stream = block_stream(checkpoint, options)
 
-    def run_block(hidden: Tensor, parts: Dealt) -> None:
-        found, _ = prune_loaded(checkpoint, stream, 0, patterns, hidden, options, parts, lambda steps=1: None)
+    def run_block(hidden: Tensor) -> None:
+        alone = ALONE.split(len(hidden), min(options.batch, len(windows)))
+        found, _ = prune_loaded(checkpoint, stream, 0, patterns, hidden, options, alone, lambda steps=1: None)
         stream.replace(found)
-        stream.pass_on(hidden, parts.size, lambda: None)
+        stream.pass_on(hidden, alone.batch, lambda: None)
 
-    return forecast_blocks(checkpoint, stream, windows, dealt, run_block)
+    return forecast_blocks(checkpoint, stream, windows, shard, run_block)

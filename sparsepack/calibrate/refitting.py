@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,7 +23,6 @@ from sparsepack.calibrate.sequential import inputs_of_site, sparse_second_half, 
 from sparsepack.calibrate.threshold_table import Thresholds
 from sparsepack.errors import PackingError, SingularError
 from sparsepack.files.hashing import NO_HASH, fingerprint
-from sparsepack.files.side_files import make_folder
 from sparsepack.files.tensors import arithmetic
 from sparsepack.files.transfer import stacked_on
 from sparsepack.formats.plan import Encoded, EncodedSite, SiteEncoder, naming
@@ -33,14 +31,14 @@ from sparsepack.models.checkpoint.checkpoint import Checkpoint
 from sparsepack.models.families import check_taken
 from sparsepack.models.family import MLP_SITES, SITES
 from sparsepack.models.hf_model.blocks import BlockStream
-from sparsepack.models.hf_model.forecast import bound_told
+from sparsepack.models.hf_model.forecast import bound_line
 from sparsepack.models.hf_model.hooks import routing_hooks, site_hooks
 from sparsepack.models.sites import Rules, site_name
 from sparsepack.models.tokenizer.windows import spread_windows
-from sparsepack.progress import Shorter, progress
+from sparsepack.progress import Shorter
 from sparsepack.reconstruction import Inputs
 from sparsepack.version import __version__
-from sparsepack.workers.resume import ResumeState
+from sparsepack.workers.shard import Shard
 
 LENGTH = 512
 """Error feedback runs so many tokens of a window: of as many tokens more is learnt from more texts."""
@@ -75,43 +73,19 @@ def refit_model(
     encode: SiteEncoder,
     thresholds: Thresholds | None,
     options: RefitOptions,
-    resume: ResumeState,
+    format: str,
+    shard: Shard,
 ) -> Refit:
     """Fit and quantise the matrices of a model's sites.
 
     sites  -- those that are fitted (`fitted_sites`)
     encode -- as the artifact will have them
-    resume -- of this pass (`refit_state`): it keeps the matrices until the artifact is written
+    format -- all that decides how a site is encoded
+    shard  -- whose folder has the state of the run that makes the artifact: that of this pass, in a folder of its own
+              there, keeps the matrices until the artifact is written
 
     Raises `PackingError` for a site whose products have no inverse or whose weights cannot be encoded, and
     `OutputError` where the disk refuses the state.
-    """
-    rules = thresholds.rules if thresholds else {}
-    count, length = fitting_windows(checkpoint, options, calibration.windows.shape)
-    windows = spread_windows(calibration.windows, count)[:, :length]
-    with torch.no_grad():
-        _run(checkpoint, windows, sites, encode, rules, options, resume)
-    encoded = {
-        name: partial(_kept, resume, layer, site, name)
-        for layer, site, names in resume.value("names")
-        for name in names
-    }
-    return Refit(_section(calibration.sha256, options, len(windows), resume.value("sites")), encoded)
-
-
-def refit_state(
-    state: Path,
-    checkpoint: Checkpoint,
-    calibration: Calibration,
-    thresholds: Thresholds | None,
-    options: RefitOptions,
-    format: str,
-) -> ResumeState:
-    """The state of the pass, in a folder of its own within that of the run that makes the artifact.
-
-    format -- all that decides how a site is encoded
-
-    Raises `OutputError` as `ResumeState`.
     """
     asked = {
         "sparsepack": __version__,
@@ -121,8 +95,16 @@ def refit_state(
         "thresholds": thresholds.to_json() if thresholds else None,
         "options": asdict(options),
     }
-    make_folder(state)
-    return ResumeState(state / "refit", fingerprint(asked), checkpoint.layers)
+    shard = shard.resume(fingerprint(asked), checkpoint.layers, within="refit")
+    rules = thresholds.rules if thresholds else {}
+    count, length = fitting_windows(checkpoint, options, calibration.windows.shape)
+    windows = spread_windows(calibration.windows, count)[:, :length]
+    with torch.no_grad():
+        _run(checkpoint, windows, sites, encode, rules, options, shard)
+    encoded = {
+        name: partial(_kept, shard, layer, site, name) for layer, site, names in shard.value("names") for name in names
+    }
+    return Refit(_section(calibration.sha256, options, len(windows), shard.value("sites")), encoded)
 
 
 def predicted_refit(checkpoint: Checkpoint, format: Format, options: RefitOptions) -> Refit:
@@ -187,21 +169,18 @@ def _run(
     encode: SiteEncoder,
     rules: Rules,
     options: RefitOptions,
-    resume: ResumeState,
+    shard: Shard,
 ) -> None:
-    """Fit the blocks that are not finished; `resume` has all of them then. windows: int64 [N, S]"""
+    """Fit the blocks that are not finished; the state has all of them then. windows: int64 [N, S]"""
     stream = BlockStream(checkpoint, options.device, arithmetic(options.dtype, checkpoint.dtype, options.device))
-    hidden = stream.states(windows, resume.hidden())
+    hidden = stream.states(windows, shard.hidden())
     batch = max(AT_ONCE.get(stream.device.type, AT_ONCE["cpu"]) // windows.shape[1], 1)
-    fitting = _BlockFitting(checkpoint, stream, encode, rules, options, resume)
+    fitting = _BlockFitting(checkpoint, stream, encode, rules, options, shard)
     batches = torch.split(hidden, batch)
-    each = len(sites) if len(batches) == 1 else (len(sites) + 1) * len(batches)
+    steps = len(sites) if len(batches) == 1 else (len(sites) + 1) * len(batches)
     shorter = Shorter("--refit-windows", len(hidden))
-    with (
-        bound_told("fitting weights", stream, resume),
-        progress("fitting weights", checkpoint.layers * each, resume.done * each, each, shorter) as advance,
-    ):
-        for layer in range(resume.done, checkpoint.layers):
+    with shard.blocks("fitting weights", steps, steps, shorter, partial(bound_line, stream)) as (unfinished, advance):
+        for layer in unfinished:
             stream.load(layer)
             if len(batches) == 1:
                 fitting.run_once(layer, sites, hidden, advance)
@@ -209,11 +188,11 @@ def _run(
                 fitting.run_each(layer, sites, batches, advance)
                 with sparse_second_half(stream, layer, rules):
                     stream.pass_on(hidden, batch, advance)
-            resume.save_block(layer, {}, hidden, names=fitting.names, sites=fitting.rows)
+            shard.save_block(layer, {}, hidden, names=fitting.names, sites=fitting.rows)
 
 
 class _BlockFitting:
-    """Replaces the matrices of the loaded block; what becomes of them is kept with `resume`.
+    """Replaces the matrices of the loaded block; what becomes of them is kept in the state.
 
     names -- of each site that is fitted [layer, site, names of its tensors]
     rows  -- of each, the manifest's numbers
@@ -226,11 +205,11 @@ class _BlockFitting:
         encode: SiteEncoder,
         rules: Rules,
         options: RefitOptions,
-        resume: ResumeState,
+        shard: Shard,
     ) -> None:
         self.checkpoint, self.stream, self.encode = checkpoint, stream, encode
-        self.rules, self.options, self.resume = rules, options, resume
-        self.names, self.rows = resume.value("names", []), resume.value("sites", [])
+        self.rules, self.options, self.shard = rules, options, shard
+        self.names, self.rows = shard.value("names", []), shard.value("sites", [])
         self.dense = options.refit_dense if any(not rule.dense for rule in rules.values()) else None
         self.routed: list[Tensor] = []  # the experts of the running pass's tokens
 
@@ -301,7 +280,7 @@ class _BlockFitting:
                         f"{name}: fitting would change its weights by {change:.3g} of their size; give a larger "
                         "--damping or more --refit-windows"
                     )
-        self.resume.keep_with_block(_file(layer, site), made.tensors)
+        self.shard.keep_with_blocks(_file(layer, site), made.tensors)
         self.names.append([layer, site, [*made.tensors]])
         self.rows.append({"site": site_name(layer, site), **_row(made.changes, made.before, made.after)})
         self.stream.replace(made.decoded)
@@ -358,5 +337,5 @@ def _file(layer: int, site: str) -> str:
     return f"fitted-{layer:05}-{site}"
 
 
-def _kept(resume: ResumeState, layer: int, site: str, name: str) -> Tensor:
-    return resume.load(_file(layer, site))[name]
+def _kept(shard: Shard, layer: int, site: str, name: str) -> Tensor:
+    return shard.state.load(_file(layer, site))[name]

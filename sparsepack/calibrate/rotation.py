@@ -9,7 +9,6 @@ import math
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from itertools import pairwise
 from math import prod
@@ -24,6 +23,7 @@ from sparsepack.calibrate.folder import load as load_calibration
 from sparsepack.calibrate.provenance import processor
 from sparsepack.calibrate.rotate import RotateOptions
 from sparsepack.calibrate.statistics import output_moments, second_moments
+from sparsepack.calibrate.training import check_share, trainer
 from sparsepack.errors import RotationError, WorkersError
 from sparsepack.files.atomic import check_inputs, check_output
 from sparsepack.files.hashing import fingerprint
@@ -40,13 +40,12 @@ from sparsepack.models.hf_model.forecast import memory_so_far
 from sparsepack.models.provenance import ROTATION_FILE, Rotated, distillation_record, pruning_record, rotation_record
 from sparsepack.models.tokenizer.windows import spread_windows
 from sparsepack.option import check_type
-from sparsepack.progress import progress
 from sparsepack.version import __version__
 from sparsepack.workers.forecast import PartsForecast
-from sparsepack.workers.resume import ResumeState, state_beside
-from sparsepack.workers.workers import ALONE, Workers
+from sparsepack.workers.shard import ALONE, Shard
 
-_BASES = "bases"
+_BASES, _TURNED = "bases", "turned"
+"""Under these names are kept the bases, and the rotated model's hidden states."""
 
 
 def rotate(
@@ -55,15 +54,15 @@ def rotate(
     output: Path,
     options: RotateOptions | None = None,
     overwrite: bool = False,
-    workers: Workers = ALONE,
+    shard: Shard = ALONE,
 ) -> Rotated:
     """Write a model with its residual stream in another basis: the same function as an ordinary checkpoint, a Hugging
     Face folder; with several segments a folder that sparsepack alone opens. Some of the calibration's text is run by
     both, and nothing is written where their logits differ.
 
     calibration -- a folder made by `calibrate`
-    workers     -- who make the blocks together, and learn a basis, with the same bytes as one alone. The first one
-                   writes them; all return the record
+    shard       -- this worker's of several, who make the blocks together, and learn a basis, with the same bytes as one
+                   alone. The first one writes them; all return the record
 
     Raises `RotationError` for options that make no sense, a model that was rotated or pruned before, more segments than
     it can have, and a calibration that lacks what the basis needs; `CalibrationError` for one of another model;
@@ -77,27 +76,33 @@ def rotate(
     check_type("options", options, RotateOptions, RotationError)
     options.check()
     output = Path(output)
-    if workers.first:
+    if shard.first:
         check_output(output, overwrite, folder=True, marker=ROTATION_FILE)
-    checkpoint, read = opened(model, calibration, options, workers)
+    checkpoint, read = opened(model, calibration, options, shard)
     check_inputs(output, [checkpoint.path, Path(calibration)])
     basis = ROTATIONS[options.basis]
     # On which card of several it runs does not matter.
     stored = asdict(options) | {"device": torch.device(options.device).type}
     hashes = {"model": checkpoint.sha256, "calibration": read.sha256}
     command = fingerprint({"sparsepack": __version__, **hashes, "options": stored})
-    workers.agree({**hashes, "processor": processor(options.device), "command": command})
+    shard.agree({**hashes, "processor": processor(options.device), "command": command})
     tokens = checked_tokens(read.windows)
-    with state_beside(output, workers) as state, torch.inference_mode():
-        resume = ResumeState(state, command, checkpoint.layers, workers)
-        if kept := workers.all_from_first(resume.kept(_BASES)):
+    with shard.saved_beside(output) as shard, torch.inference_mode():
+        shard = shard.resume(command, checkpoint.layers)
+        if kept := shard.broadcast_tensors(shard.state.kept(_BASES)):
             found = bases_of(kept)
         else:
-            found = bases_of(workers.all_from_first(basis.find(checkpoint, read, options, resume).tensors()))
-            resume.begin_blocks(_BASES, found.tensors())
+            if basis.trains:
+                check_share(shard.world_size, options.batch)
+            # The first one's for all: eigenvectors may differ in their last bits from machine to machine.
+            found = bases_of(shard.broadcast_tensors(basis.find(checkpoint, read, options).tensors()))
+            if basis.trains:
+                found = basis.learn(checkpoint, read, found, options, trainer(shard, options))
+                found = bases_of(shard.broadcast_tensors(found.tensors()))
+            shard.begin_blocks(_BASES, found.tensors())
         view = rotated(checkpoint, found, options.weights, options.device)
-        made = made_of_blocks(view, resume.block)
-        error = _run(checkpoint, view, made, tokens, resume, options.device)
+        made = made_of_blocks(view, shard.block)
+        error = _run(checkpoint, view, made, tokens, shard, options.device)
         check_error(error, made.dtype, checkpoint.name)
         record = Rotated(
             model=checkpoint.name,
@@ -110,7 +115,7 @@ def rotate(
             error=error,
             notes=tuple(notes_of(checkpoint, made, options.basis)),
         )
-        if workers.first:
+        if shard.first:
             texts = texts_of(checkpoint)
             texts[CONFIG] = rotated_config(texts[CONFIG], made)
             write_checkpoint(made, texts, {ROTATION_FILE: record.to_json()}, output, overwrite)
@@ -118,14 +123,16 @@ def rotate(
 
 
 def opened(
-    model: Checkpoint | str | Path, calibration: Path, options: RotateOptions, workers: Workers
+    model: Checkpoint | str | Path, calibration: Path, options: RotateOptions, shard: Shard
 ) -> tuple[Checkpoint, Calibration]:
     """The model and its calibration, of which all is known that `rotate` asks of them. Raises as `rotate` does."""
     checkpoint = checkpoint_of(model)
     check_model(checkpoint, options)
-    if workers.count > checkpoint.layers:
-        raise WorkersError(f"{workers.count} workers for {checkpoint.layers} blocks: some would be idle; start fewer")
-    read = checkpoint.source.hash.share_beside(workers, lambda: load_calibration(calibration))
+    if shard.world_size > checkpoint.layers:
+        raise WorkersError(
+            f"{shard.world_size} workers for {checkpoint.layers} blocks: some would be idle; start fewer"
+        )
+    read = checkpoint.source.hash.share_beside(shard.all_gather, lambda: load_calibration(calibration))
     read.check_model(checkpoint)
     needs = ROTATIONS[options.basis].needs
     if needs == "moments" and (second_moments(read) is None or output_moments(read) is None):
@@ -163,7 +170,7 @@ def check_model(checkpoint: Checkpoint, options: RotateOptions) -> None:
 
 
 def _run(
-    checkpoint: Checkpoint, view: Checkpoint, made: Checkpoint, tokens: Tensor, resume: ResumeState, device: str
+    checkpoint: Checkpoint, view: Checkpoint, made: Checkpoint, tokens: Tensor, shard: Shard, device: str
 ) -> float:
     """Make the blocks that are not finished, each at one of the workers; the relative error of the logits.
 
@@ -172,44 +179,35 @@ def _run(
     The first worker takes the blocks of all, runs and keeps them. What they were is run by the second one, where there
     is one, at the same time.
     """
-    workers = resume.workers
     model, other = (BlockStream(source, device) for source in (checkpoint, made))
-    runs_model = min(1, workers.count - 1)
-    hidden, turned = resume.hidden(), resume.hidden("turned")
+    runs_model = min(1, shard.world_size - 1)
+    hidden, turned = shard.hidden(), shard.broadcast_tensors(shard.kept_after(_TURNED)).get("hidden")
     if hidden is None or turned is None:
         hidden, turned = model.embed(tokens), other.embed(tokens)
-    with (
-        progress("rotating", checkpoint.layers, resume.done) as advance,
-        ThreadPoolExecutor(1, "finished-blocks") as behind,
-    ):
-        for start in range(resume.done, checkpoint.layers, workers.count):
-            layers = range(start, min(start + workers.count, checkpoint.layers))
-            own = block_of(view, start + workers.number) if workers.number < len(layers) else {}
-            blocks = deque(workers.in_order(own, len(layers), alike=False))  # none where this is not the first worker
+    with shard.blocks("rotating") as (unfinished, advance):
+        for start in range(0, len(unfinished), shard.world_size):
+            layers = unfinished[start : start + shard.world_size]
+            own = block_of(view, layers[shard.rank]) if shard.rank < len(layers) else {}
+            blocks = deque(shard.gather_in_order(own, len(layers), alike=False))  # none but at the first worker
             for layer in layers:
                 found = blocks.popleft() if blocks else {}
-                if workers.number == runs_model:
+                if shard.rank == runs_model:
                     run_block(model, layer, hidden)
-                if workers.first:
+                if shard.first:
                     run_block(other, layer, turned, found)
-                    resume.keep_hidden(turned, "turned")
-                _hand_over(workers, hidden, runs_model)
-                resume.save_block(layer, found, hidden if workers.first else None, behind=behind)
+                    shard.keep_after(_TURNED, {"hidden": turned})
+                if shard.rank == runs_model != 0:
+                    shard.send(hidden, 0)
+                elif shard.first and runs_model != 0:
+                    shard.receive(hidden, runs_model)
+                shard.save_block(layer, found, hidden if shard.first else None)
                 advance()
     error = 0.0
-    if workers.first:
+    if shard.first:
         for stream in (model, other):
             stream.load(checkpoint.layers - 1)
         error = relative_error(model, other, hidden, turned)
-    return float(workers.told_by_first(error))
-
-
-def _hand_over(workers: Workers, hidden: Tensor, sender: int) -> None:
-    """Fill the first worker's tensor with that of another one, on the CPU."""
-    if workers.number == sender != 0:
-        workers.send(hidden, 0)
-    elif workers.first and sender != 0:
-        workers.received(hidden, sender)
+    return float(shard.broadcast(error))
 
 
 def run_block(stream: BlockStream, layer: int, hidden: Tensor, tensors: Mapping[str, Tensor] | None = None) -> None:
@@ -326,10 +324,10 @@ def forecast(
             f"--dry-run: basis {options.basis} trains the whole model, whose blocks cannot be measured one by one; "
             "start it: it says what is left after its first steps"
         )
-    checkpoint, read = opened(model, calibration, options, Workers(0, workers))
+    checkpoint, read = opened(model, calibration, options, Shard(world_size=workers))
     device = torch.device(options.device)
     began = time.perf_counter()
-    found = basis.find(checkpoint, read, options, ResumeState(None, ""))
+    found = basis.find(checkpoint, read, options)
     finding = time.perf_counter() - began
     view = rotated(checkpoint, found, options.weights, options.device)
     tokens = checked_tokens(read.windows)

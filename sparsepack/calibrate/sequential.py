@@ -2,7 +2,7 @@
 
 Each block is run once per site: the sites before it sparse, the score at this site counted, the run cut short there.
 Only the second half of every window is sparse and counted, its first half is dense context: what decoding after a
-dense prefill sees (design, protocol `decode`). Now and then the rows of all blocks and the hidden states are saved.
+dense prefill sees (design, protocol `decode`).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,77 +13,36 @@ import torch
 
 from sparsepack.calibrate import histogram
 from sparsepack.calibrate.collector import SiteInput, kernels_on
-from sparsepack.calibrate.threshold_table import rules_of_json, rules_to_json
 from sparsepack.models.family import SITES
 from sparsepack.models.hf_model.blocks import BlockStream
-from sparsepack.models.hf_model.forecast import bound_told
 from sparsepack.models.hf_model.hooks import SiteFunction, site_hooks
 from sparsepack.models.sites import CURVE_SHARES, Rules, SiteKey, SiteRule, sparsify
-from sparsepack.progress import Advance, Shorter, progress
-from sparsepack.workers.dealt import Dealt
-from sparsepack.workers.resume import ResumeState
 
 Chooser = Callable[[int, BlockStream], Mapping[str, SiteRule]]
 """A chooser takes (layer, stream with that block loaded) and returns each site's rule, but for its threshold; choosers
 are called in order of execution. A run that goes on calls the chooser for the blocks that are not finished."""
 
 
-def sequential_thresholds(
-    stream: BlockStream, windows: torch.Tensor, choose: Chooser, resume: ResumeState, dealt: Dealt
-) -> dict[SiteKey, SiteRule]:
-    """Rules of all sites so that each realises its target sparsity on `windows` [N, S].
-
-    dealt -- the windows among workers, in batches that are run at a time. Scores are counted in whole numbers, which
-             workers add once for each site: all of them take the same thresholds
-    """
-    layers, batches = stream.source.layers, dealt.runs
-    rules, hidden = finished_rules(resume), stream.states(dealt.own(windows), resume.hidden(dealt=dealt))
-    done = len(rules) // len(SITES)
-    shorter = Shorter("--windows", len(windows))
-    with (
-        bound_told("thresholds", stream, resume),
-        progress("thresholds", layers * batches, done * batches, batches, shorter) as advance,
-    ):
-        for layer in range(done, layers):
-            stream.load(layer)
-            rules |= rules_of_block(stream, layer, hidden, choose, dealt, advance)
-            save_rules(resume, layer, rules, hidden, dealt)
-    return rules
-
-
 def rules_of_block(
-    stream: BlockStream, layer: int, hidden: torch.Tensor, choose: Chooser, dealt: Dealt, advance: Advance
+    stream: BlockStream,
+    layer: int,
+    batches: Sequence[torch.Tensor],
+    choices: Mapping[str, SiteRule],
+    all_reduce: Callable[[torch.Tensor], torch.Tensor],
 ) -> dict[SiteKey, SiteRule]:
-    """The rules of the loaded block's sites; the states that enter it become those that leave it, sparse by them."""
-    found = _site_rules(stream, layer, hidden, choose(layer, stream), dealt)
-    with sparse_second_half(stream, layer, found):
-        stream.pass_on(hidden, dealt.batch, dealt.after_each(advance))
-    return found
+    """The rules of the loaded block's sites by what enters it, so that each realises its target sparsity.
 
-
-def save_rules(
-    resume: ResumeState, layer: int, rules: Rules, hidden: torch.Tensor | None = None, dealt: Dealt | None = None
-) -> None:
-    """Keep the rules found up to block `layer`."""
-    resume.save_block(layer, {}, hidden, dealt, rules=rules_to_json(rules))
-
-
-def finished_rules(resume: ResumeState) -> dict[SiteKey, SiteRule]:
-    """The rules of all sites of the finished blocks."""
-    return rules_of_json(resume.value("rules", []), str(resume.path))
-
-
-def _site_rules(
-    stream: BlockStream, layer: int, hidden: torch.Tensor, choices: Mapping[str, SiteRule], dealt: Dealt
-) -> dict[SiteKey, SiteRule]:
+    batches    -- [B, S, H] each, this worker's
+    all_reduce -- adds the counts of all workers, whole numbers: all of them take the same thresholds
+    """
     rules: dict[SiteKey, SiteRule] = {}
     for site in SITES:
         choice = choices[site]
         if choice.sparsity == 0:
             rules[layer, site] = SiteRule()
             continue
-        counts = _score_counts(stream, (layer, site), torch.split(hidden, dealt.batch), choice, rules)
-        rules[layer, site] = at_quantile(choice, dealt.workers.summed(counts))
+        counts = _score_counts(stream, (layer, site), batches, choice, rules)
+        rules[layer, site] = at_quantile(choice, all_reduce(counts))
     return rules
 
 

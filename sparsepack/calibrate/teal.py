@@ -21,7 +21,6 @@ from sparsepack.calibrate.sequential import Chooser, score, second_half
 from sparsepack.calibrate.thresholds import AllocationOptions
 from sparsepack.calibrate.uniform import rules_of_criterion
 from sparsepack.models.architecture import soft_capped
-from sparsepack.models.checkpoint.checkpoint import Checkpoint
 from sparsepack.models.family import SITES, Family
 from sparsepack.models.hf_config import multipliers
 from sparsepack.models.hf_model.blocks import BlockStream
@@ -29,8 +28,7 @@ from sparsepack.models.hf_model.halves import Change, changed_pass, dense_pass, 
 from sparsepack.models.hf_model.hooks import site_hooks
 from sparsepack.models.sites import SiteKey, SiteRule
 from sparsepack.models.tokenizer.windows import spread_windows
-from sparsepack.workers.resume import ResumeState
-from sparsepack.workers.workers import ALONE, Workers
+from sparsepack.workers.exchange import Each
 
 LOGITS = 1 << 26
 """No more logits than this, 256 MiB in float32, are computed at a time; about eight tensors of this size exist
@@ -115,14 +113,14 @@ def greedy_sparsities(
     weights: Mapping[SiteKey, float],
     target: float,
     base: Mapping[str, SiteRule],
-    workers: Workers = ALONE,
+    each: Each,
 ) -> dict[str, float]:
     """Sparsity of each site of the loaded block, target on average by parameters.
 
     hidden  -- [N, S, H], what enters the block (upstream sparse)
     weights -- shares of the parameters, of the sites that may be sparse
     base    -- channel weights of the criterion, by site
-    workers -- who try the steps together
+    each    -- tries the steps
     """
     sites = [site for site in SITES if (layer, site) in weights]
     total = sum(weights[layer, site] for site in sites)
@@ -141,8 +139,8 @@ def greedy_sparsities(
         def error(trial: tuple[str, dict[str, float]]) -> float:
             return float(second_half(run_at(stream, layer, hidden, trial[1], base) - reference).norm())
 
-        errors = workers.each(trials, error)
-        _, _, given = min((each, *trial) for each, trial in zip(errors, trials, strict=True))
+        errors = each(trials, error)
+        _, _, given = min((lost, *trial) for lost, trial in zip(errors, trials, strict=True))
         spent = sum(given[site] * weights[layer, site] for site in sites) / total
     return given
 
@@ -169,41 +167,24 @@ def run_at(
 
 
 def chooser(
-    checkpoint: Checkpoint,
     calibration: Calibration,
     options: AllocationOptions,
     weights: Mapping[SiteKey, float],
-    resume: ResumeState,
+    each: Each,
+    carried: dict[str, torch.Tensor],
 ) -> Chooser:
-    """Block after block, the greedy allocation of the sites in `weights`."""
-    return _Greedy(calibration, options, weights, resume)
+    """Block after block, the greedy allocation of the sites in `weights`. Hidden states of a few short windows are
+    carried along."""
+    ids = spread_windows(calibration.windows, _WINDOWS)[:, :_TOKENS]
 
-
-class _Greedy:
-    """TEAL's choices, block after block; keeps its own hidden states of a few short windows, also on disk."""
-
-    def __init__(
-        self,
-        calibration: Calibration,
-        options: AllocationOptions,
-        weights: Mapping[SiteKey, float],
-        resume: ResumeState,
-    ) -> None:
-        self.options, self.weights, self.resume = options, weights, resume
-        self.ids = spread_windows(calibration.windows, _WINDOWS)[:, :_TOKENS]
-        self.hidden: torch.Tensor | None = None
-
-    def __call__(self, layer: int, stream: BlockStream) -> dict[str, SiteRule]:
-        base = rules_of_criterion(stream, self.options.criterion)
-        if self.hidden is None:
-            self.hidden = self.resume.hidden("greedy")
-        if self.hidden is None:
-            self.hidden = stream.embed(self.ids)
+    def choose(layer: int, stream: BlockStream) -> dict[str, SiteRule]:
+        base = rules_of_criterion(stream, options.criterion)
+        hidden = carried["hidden"] if "hidden" in carried else stream.embed(ids)
         given = dict.fromkeys(SITES, 0.0)
-        if any((layer, site) in self.weights for site in SITES):
-            target, workers = self.options.sparsity, self.resume.workers
-            given = greedy_sparsities(stream, layer, self.hidden, self.weights, target, base, workers)
-        upstream = given if self.options.upstream == "sparse" else dict.fromkeys(SITES, 0.0)
-        self.hidden = run_at(stream, layer, self.hidden, upstream, base)
-        self.resume.keep_hidden(self.hidden, "greedy")
+        if any((layer, site) in weights for site in SITES):
+            given = greedy_sparsities(stream, layer, hidden, weights, options.sparsity, base, each)
+        upstream = given if options.upstream == "sparse" else dict.fromkeys(SITES, 0.0)
+        carried["hidden"] = run_at(stream, layer, hidden, upstream, base)
         return {site: replace(base[site], sparsity=given[site]) for site in SITES}
+
+    return choose

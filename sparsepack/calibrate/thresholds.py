@@ -22,7 +22,10 @@ class Allocation:
     """A way to share a target among sites.
 
     name           -- what users and tables call it
-    module         -- what implements it, by `chooser(checkpoint, calibration, options, weights, resume) -> Chooser`
+    module         -- what implements it: by `find_rules(checkpoint, calibration, options, weights, train, each)` where
+                      all rules are found before blocks are run, else by `chooser(calibration, options, weights, each,
+                      carried)`; `carried` are tensors from one block to the next
+    at_once        -- whether all rules are found before
     even           -- every site gets the target itself; otherwise they have it on average
     dense_upstream -- whether its thresholds can be taken with everything upstream dense
     per_channel    -- whether it has channel weights of its own, whatever the criterion
@@ -38,6 +41,7 @@ class Allocation:
     per_channel: bool = False
     with_experts: bool = False
     trains: bool = False
+    at_once: bool = False
 
     def problems(self, upstream: str, windows: bool) -> Iterator[tuple[str, str]]:
         """The options that the allocation cannot have, each with what is wrong and what was expected.
@@ -56,7 +60,14 @@ class Allocation:
 ALLOCATIONS = {
     row.name: row
     for row in (
-        Allocation("fisher", "sparsepack.calibrate.fisher", dense_upstream=False, per_channel=True, with_experts=True),
+        Allocation(
+            "fisher",
+            "sparsepack.calibrate.fisher",
+            dense_upstream=False,
+            per_channel=True,
+            with_experts=True,
+            at_once=True,
+        ),
         Allocation("uniform", "sparsepack.calibrate.uniform", even=True),
         Allocation("teal", "sparsepack.calibrate.teal"),
         Allocation(
@@ -65,6 +76,7 @@ ALLOCATIONS = {
             dense_upstream=False,
             per_channel=True,
             trains=True,
+            at_once=True,
         ),
     )
 }

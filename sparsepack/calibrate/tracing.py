@@ -5,6 +5,7 @@ enter the next one are saved beside the output, in `.NAME.unfinished`; a run tha
 """
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +27,12 @@ from sparsepack.models.checkpoint.checkpoint import Checkpoint, checkpoint_of
 from sparsepack.models.family import MLP_MID
 from sparsepack.models.hf_config import expert_numbers
 from sparsepack.models.hf_model.blocks import BlockStream
-from sparsepack.models.hf_model.forecast import bound_told
+from sparsepack.models.hf_model.forecast import bound_line
 from sparsepack.models.hf_model.hooks import routing_hooks, site_hooks
 from sparsepack.models.tokenizer.windows import check_vocabulary, session_windows
-from sparsepack.progress import Shorter, progress, say
+from sparsepack.progress import Shorter, say
 from sparsepack.version import __version__
-from sparsepack.workers.resume import ResumeState, state_beside
+from sparsepack.workers.shard import ALONE, Shard
 
 DENSE = 0.99
 """A block that has more of its neurons active than this has none that could be left out."""
@@ -63,19 +64,19 @@ def trace(
     rule = _rule(checkpoint, options, calibration)
     windows, documents = _windows(checkpoint, text, options)
     manifest = _manifest(checkpoint, text, options, rule, windows, documents)
-    with state_beside(output) as folder:
-        state = ResumeState(folder, fingerprint([manifest, windows.tolist()]), checkpoint.layers)
+    with ALONE.saved_beside(output) as shard:
+        shard = shard.resume(fingerprint([manifest, windows.tolist()]), checkpoint.layers)
         with torch.inference_mode():
-            _run(checkpoint, windows, options, rule, state)
-        return traces.save(manifest, _files(windows, state), output, overwrite)
+            _run(checkpoint, windows, options, rule, shard)
+        return traces.save(manifest, _files(windows, shard), output, overwrite)
 
 
-def _files(windows: torch.Tensor, state: ResumeState) -> Iterator[tuple[str, bytes]]:
+def _files(windows: torch.Tensor, shard: Shard) -> Iterator[tuple[str, bytes]]:
     """Everything that a trace holds, a block in memory at a time."""
     for session, ids in enumerate(windows.numpy()):
         yield traces.ids_file(session), traces.packed_ids(ids)
-    for layer in range(state.done):
-        for session, data in enumerate(_bytes(state.block(layer))):
+    for layer in range(shard.done):
+        for session, data in enumerate(_bytes(shard.block(layer))):
             yield traces.layer_file(session, layer), data
 
 
@@ -141,20 +142,17 @@ def _manifest(
 
 
 def _run(
-    checkpoint: Checkpoint, windows: torch.Tensor, options: TraceOptions, rule: dict[str, Any], state: ResumeState
+    checkpoint: Checkpoint, windows: torch.Tensor, options: TraceOptions, rule: dict[str, Any], shard: Shard
 ) -> None:
     """Leave the bit sets of every block and session in the state."""
     dtype = arithmetic(options.dtype, checkpoint.dtype, options.device)
     stream = BlockStream(checkpoint, options.device, dtype)
-    hidden = stream.states(windows, state.hidden())
+    hidden = stream.states(windows, shard.hidden())
     batches = -(-len(windows) // options.batch)
     shorter = Shorter("--sessions", len(windows))
     experts, units = checkpoint.family.experts is not None, units_of(checkpoint)
-    with (
-        bound_told("tracing", stream, state),
-        progress("tracing", checkpoint.layers * batches, state.done * batches, 1, shorter) as advance,
-    ):
-        for layer in range(state.done, checkpoint.layers):
+    with shard.blocks("tracing", batches, 1, shorter, partial(bound_line, stream)) as (unfinished, advance):
+        for layer in unfinished:
             stream.load(layer)
             found: list[tuple[float, bytes]] = []  # of each session the share that is active, and the bit sets
             threshold = rule["thresholds"][layer] if "thresholds" in rule else 0.0
@@ -175,7 +173,7 @@ def _run(
             density = float(np.mean([share for share, _ in found]))
             if density > DENSE and "thresholds" not in rule:  # else so many are what was asked for
                 raise PlacementError(_all_active(checkpoint, layer, density))
-            state.save_block(layer, _tensors([data for _, data in found]), hidden)
+            shard.save_block(layer, _tensors([data for _, data in found]), hidden)
 
 
 def units_of(checkpoint: Checkpoint) -> int:

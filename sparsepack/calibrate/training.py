@@ -14,15 +14,18 @@ import torch
 from sparsepack.errors import CheckpointError, WorkersError
 from sparsepack.models.hf_model.halves import repeatable
 from sparsepack.progress import Shorter, progress
-from sparsepack.workers.dealt import Dealt
-from sparsepack.workers.resume import ResumeState, pause_after
-from sparsepack.workers.workers import Workers
+from sparsepack.workers.shard import Shard
+from sparsepack.workers.state import pause_after
 
 Found = tuple[torch.Tensor, torch.Tensor]
 """Divergence and sparsity of some windows, differentiable."""
 
 Loss = Callable[[torch.Tensor], Found]
 """A loss takes windows of token ids [B, S] on the device; what it finds are means over them."""
+
+Train = Callable[[str, list[dict[str, Any]], torch.Tensor, Loss], None]
+"""Takes a label, parameters with their learning rates as Adam takes them, windows [N, S] and a loss; the parameters are
+trained then."""
 
 PART = 1
 """So many windows have a backward pass of their own where workers may share them."""
@@ -61,11 +64,10 @@ class Training:
         self,
         groups: list[dict[str, Any]],
         options: TrainingOptions,
-        resume: ResumeState,
+        shard: Shard,
         part: int | None = None,
     ) -> None:
-        self.options, self.resume = options, resume
-        self._dealt = Dealt(resume.workers, options.batch, part or options.batch)
+        self.options, self.shard, self.state = options, shard.split(options.batch, part or options.batch), shard.state
         self.step = 0
         self.price: float | None = None
         self.generator = torch.Generator().manual_seed(options.seed)
@@ -73,7 +75,7 @@ class Training:
         self.schedule = torch.optim.lr_scheduler.LambdaLR(
             self.optimiser, lambda step: min(1.0, 2 * (1 - step / options.steps))
         )
-        if "learning" in resume.parts:
+        if "learning" in self.state.parts:
             self._resume()
         self.saved, self.pause = time.monotonic(), pause_after(0)
 
@@ -85,8 +87,8 @@ class Training:
             progress(label, steps, self.step, 1, Shorter("--steps", steps)) as advance,
         ):
             while self.step < steps:
-                ids = self._dealt.own(slices(windows, self.options, self.generator)).to(self.options.device)
-                self.descend([loss(part) for part in torch.split(ids, self._dealt.batch)])
+                ids = self.shard.own(slices(windows, self.options, self.generator)).to(self.options.device)
+                self.descend([loss(part) for part in torch.split(ids, self.shard.batch)])
                 advance()
 
     def descend(self, found: Sequence[Found]) -> None:
@@ -105,7 +107,7 @@ class Training:
         gap = self.options.sparsity - sparsity
         # Of the loss, divergence + price * gap + _STIFFNESS / 2 * gap^2, this is the derivative by the sparsity.
         slope = -(price + _STIFFNESS * gap)
-        self._descend_parts([(each + slope * share) / self._dealt.parts for each, share in found])
+        self._descend_parts([(each + slope * share) / self.shard.parts for each, share in found])
         self.optimiser.step()
         self.schedule.step()
         self.price = price + _DUAL_RATE * gap
@@ -115,16 +117,15 @@ class Training:
 
     def _means(self, found: Sequence[Found]) -> list[float]:
         """Divergence and sparsity of the whole step: means over the parts of all workers, in their order."""
-        workers = self._dealt.workers
-        said = workers.told([[float(value.detach()) for value in values] for values in found])
-        parts = [said[part % workers.count][part // workers.count] for part in range(self._dealt.parts)]
+        said = self.shard.all_gather([[float(value.detach()) for value in values] for values in found])
+        parts = [said[part % len(said)][part // len(said)] for part in range(self.shard.parts)]
         return [sum(values) / len(parts) for values in zip(*parts, strict=True)]
 
     def _descend_parts(self, losses: Sequence[torch.Tensor]) -> None:
         """Give each parameter the sum of the gradients of all parts, added in their order."""
-        workers, trained = self._dealt.workers, self._trained()
+        trained = self._trained()
         self.optimiser.zero_grad()
-        if workers.count == 1:
+        if self.shard.world_size == 1:
             for loss in losses:
                 loss.backward()  # type: ignore[no-untyped-call]
             return
@@ -133,23 +134,18 @@ class Training:
         def done(having: int) -> None:
             nonlocal total
             own = {"gradients": torch.cat([_gradient(parameter).flatten() for parameter in trained])}
-            for each in workers.in_order(own, having):
+            for each in self.shard.gather_in_order(own, having):
                 gradients = each["gradients"]
                 total = gradients if total is None else total + gradients.to(total.device)
             self.optimiser.zero_grad()
 
-        part_done = self._dealt.after_each(done)
+        part_done = self.shard.after_each(done)
         for loss in losses:
             loss.backward()  # type: ignore[no-untyped-call]
             part_done()
-        whole = workers.from_first(total)
-        assert whole is not None
+        whole = self.shard.broadcast_tensors({} if total is None else {"": total})[""]
         for parameter, gradient in zip(trained, torch.split(whole, [each.numel() for each in trained]), strict=True):
             parameter.grad = gradient.view_as(parameter).to(parameter.device)
-
-    def drop(self) -> None:
-        """Do without what was saved, from the next commit on."""
-        self.resume.drop(_kept_at(self.step))
 
     def _trained(self) -> list[torch.Tensor]:
         return [parameter for group in self.optimiser.param_groups for parameter in group["params"]]
@@ -159,22 +155,21 @@ class Training:
         adam = self.optimiser.state_dict()
         tensors = {f"parameter.{n}": parameter.detach() for n, parameter in enumerate(self._trained())}
         tensors |= {f"adam.{n}.{name}": x for n, moments in adam["state"].items() for name, x in moments.items()}
-        if "learning" in self.resume.parts:
-            self.resume.drop(_kept_at(self.resume.parts["learning"]["step"]))
-        self.resume.keep("learning", _kept_at(self.step), {**tensors, "generator": self.generator.get_state()})
+        if "learning" in self.state.parts:
+            self.state.drop(kept_at(self.state.parts["learning"]["step"]))
+        self.state.keep("learning", kept_at(self.step), {**tensors, "generator": self.generator.get_state()})
         values = {"step": self.step, "price": self.price, "groups": adam["param_groups"]}
-        self.resume.commit("learning", **values, schedule=self.schedule.state_dict())
+        self.state.commit("learning", **values, schedule=self.schedule.state_dict())
         self.saved = time.monotonic()
         self.pause = pause_after(self.saved - began)
 
     @torch.no_grad()
     def _resume(self) -> None:
-        kept = self.resume.parts["learning"]
+        kept = self.state.parts["learning"]
         self.step, self.price = kept["step"], kept["price"]
         if type(self.step) is not int or not 0 < self.step <= self.options.steps:
             raise ValueError(f"step {str(self.step)[:60]} of {self.options.steps}")
-        workers = self.resume.workers
-        tensors = workers.all_from_first(self.resume.load(_kept_at(self.step)) if workers.first else {})
+        tensors = self.shard.broadcast_tensors(self.state.kept(kept_at(self.step)))
         self.generator.set_state(tensors.pop("generator"))
         for n, parameter in enumerate(self._trained()):
             parameter.copy_(tensors.pop(f"parameter.{n}"))
@@ -186,11 +181,16 @@ class Training:
         self.schedule.load_state_dict(kept["schedule"])
 
 
-def check_share(workers: Workers, batch: int) -> None:
+def trainer(shard: Shard, options: TrainingOptions) -> Train:
+    """What trains with the other workers, who share the windows of a step, and goes on from the state."""
+    return lambda label, groups, windows, loss: Training(groups, options, shard, PART).run(label, windows, loss)
+
+
+def check_share(workers: int, batch: int) -> None:
     """Raise `WorkersError` where a worker would have no window of a step with so many."""
-    if workers.count > batch:
+    if workers > batch:
         raise WorkersError(
-            f"{workers.count} workers for {batch} windows in a step: some would be idle; start {batch} at most, or "
+            f"{workers} workers for {batch} windows in a step: some would be idle; start {batch} at most, or "
             "give a larger --batch"
         )
 
@@ -199,7 +199,8 @@ def _gradient(parameter: torch.Tensor) -> torch.Tensor:
     return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
 
 
-def _kept_at(step: int) -> str:
+def kept_at(step: int) -> str:
+    """The name of what is kept of the training after a step."""
     return f"learning-{step}"
 
 

@@ -5,6 +5,8 @@ every site that may be sparse gets the target itself.
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from torch import Tensor
+
 from sparsepack.calibrate.collector import channel_weights
 from sparsepack.calibrate.folder import Calibration
 from sparsepack.calibrate.sequential import Chooser
@@ -13,7 +15,7 @@ from sparsepack.models.checkpoint.checkpoint import Checkpoint
 from sparsepack.models.family import SITES
 from sparsepack.models.hf_model.blocks import BlockStream
 from sparsepack.models.sites import SiteKey, SiteRule
-from sparsepack.workers.resume import ResumeState
+from sparsepack.workers.exchange import Each
 
 
 def weights_of(checkpoint: Checkpoint, sites: Sequence[SiteKey]) -> dict[SiteKey, float]:
@@ -33,11 +35,11 @@ def rules_of_criterion(stream: BlockStream, criterion: str) -> dict[str, SiteRul
 
 
 def chooser(
-    checkpoint: Checkpoint,
     calibration: Calibration,
     options: AllocationOptions,
     weights: Mapping[SiteKey, float],
-    resume: ResumeState,
+    each: Each,
+    carried: dict[str, Tensor],
 ) -> Chooser:
     """The target for each site in `weights`; the other sites stay dense."""
 

@@ -27,8 +27,8 @@ from sparsepack.cli.shared import (
     device_option,
     devices_option,
     dry_run_option,
+    shard_of,
     tell_forecast,
-    workers_of,
 )
 from sparsepack.operation import Input, Operation, function
 from sparsepack.option import default_of
@@ -64,10 +64,10 @@ def command_of(operation: Operation, options: Callable[[F], F] | None = None) ->
         if not operation.forecast:
             made = function(operation.run)(options=settings, **given)
         else:
-            with workers_of(where := {"device": settings.device}) as workers:
+            with shard_of(where := {"device": settings.device}) as shard:
                 on_device = replace(settings, device=where["device"])
-                made = function(operation.run)(options=on_device, workers=workers, **given)
-                if not workers.first:
+                made = function(operation.run)(options=on_device, shard=shard, **given)
+                if not shard.first:
                     return
         tell(operation.table(made, output))
 

@@ -35,7 +35,7 @@ from sparsepack.workers.launch import LAUNCHED, devices_of, launch, number_here,
 if TYPE_CHECKING:
     from sparsepack.models.hf_model.forecast import Forecast
     from sparsepack.workers.forecast import PartsForecast
-    from sparsepack.workers.workers import Workers
+    from sparsepack.workers.shard import Shard
 
 ARTIFACT = Existing("what `sparsepack pack` made")
 CALIBRATION = Existing("a folder made by `sparsepack calibrate`")
@@ -230,11 +230,11 @@ def tell_forecast(forecast: Callable[[int], "Forecast | PartsForecast"], workers
 
 
 @contextmanager
-def workers_of(asked: dict[str, Any]) -> Iterator["Workers"]:
-    """The workers that this process is one of; this process alone, where it was not started as one of several. Its
+def shard_of(asked: dict[str, Any]) -> Iterator["Shard"]:
+    """What this process does of the work: all of it, where it was not started as one of several workers. Its
     device is put into `asked`; only the first worker tells how it goes on."""
     if not several():
-        from sparsepack.workers.workers import ALONE
+        from sparsepack.workers.shard import ALONE
 
         yield ALONE
         return
@@ -249,10 +249,10 @@ def workers_of(asked: dict[str, Any]) -> Iterator["Workers"]:
         asked["device"] = f"cuda:{number_here() % torch.cuda.device_count()}"
     if asked["device"].startswith("mps") and not os.environ.get(LAUNCHED):
         raise WorkersError("--device mps: a machine has one; run this command without torchrun")
-    with joined(asked["device"]) as workers:
-        if not workers.first:
+    with joined(asked["device"]) as shard:
+        if not shard.first:
             be_quiet(True)
-        yield workers
+        yield shard
 
 
 def text_of(path: Path) -> str:

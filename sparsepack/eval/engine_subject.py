@@ -22,7 +22,7 @@ from sparsepack.runtime.backends import backend_for, backend_named
 from sparsepack.runtime.engine import Engine
 from sparsepack.runtime.features import check_features
 from sparsepack.runtime.options import EngineOptions
-from sparsepack.workers.workers import Workers
+from sparsepack.workers.exchange import AllGather
 
 
 class EngineScorer(CountingScorer):
@@ -88,9 +88,8 @@ class EngineScorer(CountingScorer):
         self._hit_counts = None
         self._inactive: dict[SiteKey, float] = {}
 
-    def share(self, workers: Workers) -> None:
+    def share(self, all_gather: AllGather) -> None:
         """An engine is measured by one process: see `EvalRequest.check_workers`."""
-        assert workers.count == 1
 
     @property
     def hit_counts(self) -> HitCounts | None:

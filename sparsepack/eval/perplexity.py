@@ -16,8 +16,7 @@ from sparsepack.eval.results import exp_mean, mean
 from sparsepack.eval.scorer import RunningSoftmax, wide
 from sparsepack.models.hf_model.hooks import check_finite
 from sparsepack.progress import Shorter, progress
-from sparsepack.workers.dealt import Dealt
-from sparsepack.workers.workers import ALONE, Workers
+from sparsepack.workers.shard import ALONE, Shard
 
 POSITIONS, WORDS = 1024, 4096
 """The logits that exist at one time are of so many positions and so many tokens of the vocabulary."""
@@ -42,20 +41,21 @@ def score_windows(
     reference: WindowScorer | None = None,
     batch: int = 1,
     second_half: bool = False,
-    workers: Workers = ALONE,
+    shard: Shard = ALONE,
 ) -> WindowScores:
     """Negative log-likelihood of `targets` [N, S] given `inputs` [N, S], and KL(reference || scored), both in nats.
 
-    workers -- who score them together: each runs some batches, and all return the scores of all windows
+    shard -- this worker's of several, who score them together: each runs some batches, and all return the scores of all
+             windows
 
     The two models take turns: each runs a group of windows, then their logits are compared. Only hidden states of both
     are in memory together. Whatever runs together is of one batch, so that the scores have the same bits for every
     number of workers. Raises `WorkersError` for more workers than batches, and `WorkerLost`.
     """
-    dealt = Dealt(workers, len(inputs), batch)
-    dealt.check("--windows")
+    shard = shard.split(len(inputs), batch)
+    shard.check("--windows")
     shorter = Shorter("--windows", len(inputs))
-    inputs, targets = dealt.own(inputs), dealt.own(targets)
+    inputs, targets = shard.own(inputs), shard.own(targets)
     width = inputs.shape[1]
     first = scored_from(protocol, width, second_half)
     start = _sparse_from(protocol, width)
@@ -71,7 +71,7 @@ def score_windows(
                 hidden.append(states[:, first:].flatten(0, 1))
                 del states
             found.append(_score_windows(scorers, hidden, wanted[:, first:], batch))
-    joined = {name: _of_all(torch.cat([sums[name] for sums in found]), dealt) for name in found[0]}
+    joined = {name: shard.all_gather_rows(torch.cat([sums[name] for sums in found])) for name in found[0]}
     for name, of in (("nll", "the model"), ("reference_nll", "its source")):
         if name in joined:
             check_finite(joined[name], f"perplexity of {of}")
@@ -142,13 +142,6 @@ def _score_windows(
     scores = _score_rows(scorers, hidden, wanted.flatten(), batch * wanted.shape[1])
     # Each row is summed by itself: how many there are beside it decides no bit.
     return {name: torch.stack([row.sum() for row in value.view(wanted.shape)]) for name, value in scores.items()}
-
-
-def _of_all(own: torch.Tensor, dealt: Dealt) -> torch.Tensor:
-    """The values of all windows at all workers. own: those of this one's"""
-    whole = dealt.workers.from_first(dealt.gathered(own))
-    assert whole is not None
-    return whole
 
 
 @torch.inference_mode()

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from sparsepack.models.sites import SiteKey
     from sparsepack.models.sparse_attention import SparseAttention
     from sparsepack.placement.traffic import HitCounts
-    from sparsepack.workers.workers import Workers
+    from sparsepack.workers.exchange import AllGather
 
 Logits = Callable[["torch.Tensor"], "torch.Tensor"]
 Done = Callable[[int], None]
@@ -105,7 +105,7 @@ class CountingScorer(WindowScorer, Protocol):
         """Forget the counts."""
 
     @abstractmethod
-    def share(self, workers: Workers) -> None:
+    def share(self, all_gather: AllGather) -> None:
         """Count what all workers have counted, at all of them."""
 
     @abstractmethod

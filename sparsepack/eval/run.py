@@ -29,38 +29,36 @@ from sparsepack.models.tokenizer.windows import rolling_windows, window_length
 from sparsepack.option import check_type, with_paths
 from sparsepack.progress import activity
 from sparsepack.version import __version__
-from sparsepack.workers.dealt import Dealt
 from sparsepack.workers.forecast import PartsForecast
-from sparsepack.workers.workers import ALONE, Workers
+from sparsepack.workers.shard import ALONE, Shard
 
 
-def evaluate(request: EvalRequest, read: Callable[[str], Text] = read_text, workers: Workers = ALONE) -> dict[str, Any]:
+def evaluate(request: EvalRequest, read: Callable[[str], Text] = read_text, shard: Shard = ALONE) -> dict[str, Any]:
     """Measure what was asked; the result is JSON-able.
 
     `{"subject": {...}, "protocol", "perplexity": [row, ...], "tasks": {...}, "sparsity": {...}, "versions"}`
     A row's `windows_of` is how many windows the text has; None where it was not looked at to its end.
 
-    read    -- opens a text by its name: for callers that have done so already
-    workers -- who measure together; all return the same, with the same bits as one alone
+    read  -- opens a text by its name: for callers that have done so already
+    shard -- this worker's of several, who measure together; all return the same, with the same bits as one alone
 
     Raises `UserError` subclasses, and `WorkerLost`.
     """
     check_type("request", request, EvalRequest, UserError)
     request.check()
-    request.check_workers(workers.count)
+    request.check_workers(shard.world_size)
     with activity(f"opening {request.subject}"):
         request, texts, subject, context, protocol, reference = open_evaluation(request, read)
-    if workers.count > 1:
-        workers.agree(_facts(request, subject, texts, context, protocol))
+    shard.agree(lambda: _facts(request, subject, texts, context, protocol))
     scorer = subject.scorer()
     rows = []
     for text in texts:
         scorer.reset()
         inputs, targets = rolling_windows(subject.tokenizer, text, context, request.windows, scorer.vocabulary)
         scores = score_windows(
-            scorer, inputs, targets, protocol, reference, request.windows_at_once, request.second_half, workers
+            scorer, inputs, targets, protocol, reference, request.windows_at_once, request.second_half, shard
         )
-        scorer.share(workers)
+        scorer.share(shard.all_gather)
         scored = targets[:, scored_from(protocol, targets.shape[1], request.second_half) :]
         rows.append(
             {
@@ -103,7 +101,7 @@ def evaluate(request: EvalRequest, read: Callable[[str], Text] = read_text, work
         },
     }
     if request.tasks:
-        result["tasks"] = _tasks(request, subject, protocol, workers)
+        result["tasks"] = _tasks(request, subject, protocol, shard)
     return result
 
 
@@ -186,13 +184,13 @@ def _reference(request: EvalRequest, subject: Subject) -> CountingScorer | None:
     return source.scorer()
 
 
-def _tasks(request: EvalRequest, subject: Subject, protocol: str, workers: Workers) -> dict[str, Any]:
+def _tasks(request: EvalRequest, subject: Subject, protocol: str, shard: Shard) -> dict[str, Any]:
     from sparsepack.eval.tasks import run_tasks
 
     scorer = subject.task_scorer()
     known = scorer.vocabulary, subject.end_tokens
-    result = run_tasks(scorer, subject.tokenizer, request, protocol, workers, *known)
-    scorer.share(workers)
+    result = run_tasks(scorer, subject.tokenizer, request, protocol, shard, *known)
+    scorer.share(shard.all_gather)
     return {**result, "held": request.engine.hold, "batch": request.requests_at_once, **_counted(scorer, subject)}
 
 
@@ -237,8 +235,8 @@ def forecast(request: EvalRequest, workers: int = 1) -> PartsForecast:
     request, texts, subject, context, protocol, reference = open_evaluation(request)
     scorer, batch = subject.scorer(), request.windows_at_once
     found = [rolling_windows(subject.tokenizer, text, context, request.windows, scorer.vocabulary) for text in texts]
-    dealt = [Dealt(Workers(0, workers), len(inputs), batch) for inputs, _ in found]
-    for each in dealt:
+    shards = [Shard(world_size=workers).split(len(inputs), batch) for inputs, _ in found]
+    for each in shards:
         each.check("--windows")
 
     def seconds(batches: int) -> float:
@@ -250,17 +248,17 @@ def forecast(request: EvalRequest, workers: int = 1) -> PartsForecast:
     first, one, two = seconds(1), seconds(1), seconds(2)
     batch_seconds = min(max(two - one, 0.0), one)
     together = rows_together([scorer, *([] if reference is None else [reference])], context, batch)
-    rounds = sum(each.rounds for each in dealt)
+    rounds = sum(each.rounds for each in shards)
     # What windows that wait together take beside their batches: on a CPU, blocks are read for them.
-    passes = sum(-(-each.rounds * batch // together) for each in dealt)
+    passes = sum(-(-each.rounds * batch // together) for each in shards)
     windows = sum(len(inputs) for inputs, _ in found)
     return PartsForecast(
         measured=f"a batch of {batch} window{'s' if batch > 1 else ''} in {batch_seconds:.2f} s, all else in "
         f"{one - batch_seconds:.2f} s, and the first time {max(first - one, 0.0):.2f} s more",
         device=request.device,
         workers=workers,
-        parts=f"{windows} windows of {context} tokens, {rounds} of {sum(each.parts for each in dealt)} batches at most "
-        "each",
+        parts=f"{windows} windows of {context} tokens, {rounds} of {sum(each.parts for each in shards)} batches at "
+        "most each",
         dealt_seconds=rounds * workers * batch_seconds,
         alone_seconds=max(first - one, 0.0) + passes * (one - batch_seconds),
         bytes_read=sum(_stored_bytes(name) for name in (request.subject, request.against) if name is not None),

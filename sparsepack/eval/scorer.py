@@ -27,7 +27,7 @@ from sparsepack.models.hf_model.hooks import site_hooks
 from sparsepack.models.hf_model.model import BlockSource, backbone_of
 from sparsepack.models.sites import Rules, SiteKey, active_channels, sparsify
 from sparsepack.models.sparse_attention import SparseAttention
-from sparsepack.workers.workers import Workers
+from sparsepack.workers.exchange import AllGather
 
 
 class TokensRead:
@@ -59,9 +59,9 @@ class TokensRead:
                 self._seen[window] += times * sum(seen)
                 self._read[window] += times * sum(map(self._attention.policy.budget, seen))
 
-    def share(self, workers: Workers) -> None:
+    def share(self, all_gather: AllGather) -> None:
         """Count what all workers have counted, at all of them."""
-        said = workers.told([[*self._seen.items()], [*self._read.items()]])
+        said = all_gather([[*self._seen.items()], [*self._read.items()]])
         self.reset()
         for seen, read in said:
             self._seen.update(dict(seen))
@@ -204,11 +204,11 @@ class SparsePositions:
         self._inactive.clear()
         self._seen.clear()
 
-    def share(self, workers: Workers) -> None:
+    def share(self, all_gather: AllGather) -> None:
         """Count what all workers have counted, at all of them."""
         here = [[*key, int(self._inactive[key]), int(seen)] for key, seen in self._seen.items()]
         self.reset()
-        for layer, site, inactive, seen in (row for rows in workers.told(here) for row in rows):
+        for layer, site, inactive, seen in (row for rows in all_gather(here) for row in rows):
             key = (layer, site)
             self._inactive[key] = self._inactive.get(key, 0) + torch.tensor(inactive)
             self._seen[key] = self._seen.get(key, 0) + torch.tensor(seen)
@@ -241,10 +241,9 @@ class TransformersScorer(CountingScorer):
         self._positions.reset()
         self.tokens_read.reset()
 
-    def share(self, workers: Workers) -> None:
-        if workers.count > 1:
-            self._positions.share(workers)
-            self.tokens_read.share(workers)
+    def share(self, all_gather: AllGather) -> None:
+        self._positions.share(all_gather)
+        self.tokens_read.share(all_gather)
 
     def realised(self) -> dict[SiteKey, float]:
         return self._positions.realised()

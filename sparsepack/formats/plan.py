@@ -5,6 +5,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Self
 
@@ -18,7 +20,6 @@ from sparsepack.models.activity import NeuronCounts
 from sparsepack.models.pattern import Pattern
 from sparsepack.models.sites import Rules
 from sparsepack.reconstruction import Inputs
-from sparsepack.workers.workers import ALONE, Workers
 
 
 @dataclass(frozen=True)
@@ -141,6 +142,29 @@ def alone(tensor: PlannedTensor, produce: Callable[[], torch.Tensor]) -> Planned
     return PlannedGroup((tensor,), lambda: (produce(),))
 
 
+def offsets(start: int, tensors: Iterable[PlannedTensor], alignment: int = 1) -> list[int]:
+    """The offsets at which tensors begin behind `start` bytes, and the file's end; each begins at a multiple."""
+    return list(accumulate(size + -size % alignment for size in (start, *(tensor.nbytes for tensor in tensors))))
+
+
+@dataclass(frozen=True)
+class TensorFile:
+    """A file to write: a header, then the tensors of groups at their `offsets`, zeros between them."""
+
+    path: Path
+    header: bytes
+    groups: Sequence[PlannedGroup]
+    alignment: int = 1
+
+    @cached_property
+    def offsets(self) -> list[int]:
+        """The offsets at which tensors begin, and the file's end, in bytes."""
+        return offsets(len(self.header), tensors_of(self.groups), self.alignment)
+
+
+WriteFiles = Callable[[Sequence[TensorFile], int], Mapping[str, str]]
+"""Takes files and how many groups to make at a time; writes the files, and returns the SHA-256 of each tensor."""
+
 Measure = Callable[[Path], Mapping[str, Any]]
 
 
@@ -178,15 +202,18 @@ class Plan(ABC):
         """The hash of all that is known of the artifact before its tensors are made."""
 
     @abstractmethod
-    def write(self, path: Path, overwrite: bool = False, workers: Workers = ALONE) -> None:
+    def files(self, path: Path) -> list[TensorFile]:
+        """The files with tensors of the artifact at a path."""
+
+    @abstractmethod
+    def write(self, path: Path, overwrite: bool = False, write_files: WriteFiles | None = None) -> None:
         """Make the artifact, whole or not at all.
 
-        workers -- who make and write its tensors together, each some groups; all must reach the folder of the first
-                   one's `path` by the same name. The first one writes the rest
+        write_files -- writes the files with tensors; None: this process alone does
 
         Raises `OutputError` where the output exists or the disk refuses it, `PackingError` naming a tensor that cannot
         be encoded, of several always the same one, and `CheckpointError` where the model is seen to have changed since
-        it was opened; `WorkersError` where a worker does not reach the output, and `WorkerLost`.
+        it was opened.
         """
 
     def with_beside(self, beside: Callable[[Path], Mapping[str, str]]) -> "Plan":

@@ -1,12 +1,12 @@
 """Several processes that do one piece of work together, on one machine or several.
 
-workers.py   what one of them knows of the others: what it has to do, and how they exchange what they found
-dealt.py     how windows are dealt to them
+shard.py     what one of them does of the work: its share of the windows, and the loop over the blocks
+exchange.py  how they exchange what they found
+state.py     the state of a run that has not finished, from which it goes on, by one process or several
 joined.py    a process finds the others, as torchrun or `launch` started them
 alive.py     signs of life, by which a process that is lost ends all
 launch.py    a command starts the workers itself (`--devices`)
 forked.py    many items by forks of this process, for encoders on a CPU
-resume.py    the state of a run that has not finished, from which it goes on, by one process or several
 
 Nowhere else is torch.distributed called, or a process forked. Whatever the number of workers, the result has the same
 bits: windows are dealt in parts that do not depend on it, and what is found in each part is added in the order of the

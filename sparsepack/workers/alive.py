@@ -14,8 +14,8 @@ from contextlib import contextmanager
 from typing import Protocol
 
 from sparsepack.terminal import printable, tell
+from sparsepack.workers.exchange import Exchange, Link, failure
 from sparsepack.workers.launch import LAUNCHED, LOST
-from sparsepack.workers.workers import Link, Workers, failure
 
 EVERY = 4.0
 """A sign is given after so many seconds."""
@@ -55,7 +55,7 @@ def _watch_calls(name: str, links: Sequence[Calls], stop: threading.Event) -> No
 
 
 @contextmanager
-def signs_of_life(workers: Workers, link: Link) -> Iterator[None]:
+def signs_of_life(workers: Exchange, link: Link) -> Iterator[None]:
     """Within the context, give signs of life and look for those of others, on a thread of its own.
 
     link -- to the same store as that of `workers`, but with a connection of its own
@@ -77,8 +77,8 @@ def _thread(work: Callable[..., None], *given: object, name: str) -> Iterator[No
         thread.join()
 
 
-def _watch(workers: Workers, link: Link, stop: threading.Event) -> None:
-    seen = {other: ("", time.monotonic()) for other in range(workers.count) if other != workers.number}
+def _watch(workers: Exchange, link: Link, stop: threading.Event) -> None:
+    seen = {other: ("", time.monotonic()) for other in range(workers.world_size) if other != workers.rank}
     launcher = os.environ.get(LAUNCHED)
     beats = 0
     while not stop.wait(EVERY):
@@ -86,8 +86,8 @@ def _watch(workers: Workers, link: Link, stop: threading.Event) -> None:
             os._exit(_EXIT)  # whoever started the workers is gone, perhaps before this thread began
         beats += 1
         try:
-            link.set(f"alive/{workers.number}", str(beats))
-            if (failed := failure(link)) is not None and failed["worker"] != workers.number:
+            link.set(f"alive/{workers.rank}", str(beats))
+            if (failed := failure(link)) is not None and failed["worker"] != workers.rank:
                 _end(f"{workers.names[failed['worker']]} failed: {failed['line']}", stop)
                 return
             for other in seen:

@@ -24,8 +24,9 @@ from sparsepack.files.hashing import combine_digests, sha256_bytes
 from sparsepack.progress import say
 from sparsepack.version import __version__
 from sparsepack.workers.alive import signs_of_life, store_answers
+from sparsepack.workers.exchange import LIMIT
 from sparsepack.workers.launch import LAUNCHED, missing, several, several_machines, worker_number, workers_count
-from sparsepack.workers.workers import ALONE, LIMIT, Workers
+from sparsepack.workers.shard import ALONE, Shard
 
 JOIN = 120.0
 """All workers must have come within so many seconds of the first."""
@@ -34,7 +35,7 @@ _VALUE = 1 << 20  # a store of torch.distributed takes values of 8 MiB at most: 
 
 
 @contextmanager
-def joined(device: str = "cpu") -> Iterator[Workers]:
+def joined(device: str = "cpu") -> Iterator[Shard]:
     """The workers that this process is one of, until the work is done; `ALONE` where it was not started as one of
     several.
 
@@ -76,34 +77,34 @@ def joined(device: str = "cpu") -> Iterator[Workers]:
     with ExitStack() as stack:
         stack.enter_context(store_answers(f"worker 0 of {count} (whose store is at {_address()})", [link, other]))
         link.set(f"here/{number}", json.dumps(f"worker {number} of {count} on {socket.gethostname()}"))
-        workers = Workers(number, count, link, _names(link, number, count))
-        stack.enter_context(signs_of_life(workers, other))
+        shard = Shard(number, count, link, _names(link, number, count))
+        stack.enter_context(signs_of_life(shard, other))
         try:
-            workers.agree(_versions())
-            workers.gpu = _own_gpu(workers, device)
+            shard.agree(_versions())
+            shard.gpu = _own_gpu(shard, device)
             try:
                 distributed.init_process_group(
-                    "gloo" if workers.gpu is None else "cpu:gloo,cuda:nccl",
+                    "gloo" if shard.gpu is None else "cpu:gloo,cuda:nccl",
                     store=c10d.PrefixStore("gloo", store),
                     rank=number,
                     world_size=count,
                     timeout=timedelta(seconds=LIMIT),
-                    device_id=workers.gpu,
+                    device_id=shard.gpu,
                 )
             except RuntimeError as error:  # a machine's name that does not resolve, or no way between them
                 reason = " ".join(str(error).split())[:200]
-                settings = "GLOO_SOCKET_IFNAME" + ("" if workers.gpu is None else " and NCCL_SOCKET_IFNAME")
+                settings = "GLOO_SOCKET_IFNAME" + ("" if shard.gpu is None else " and NCCL_SOCKET_IFNAME")
                 raise WorkersError(
-                    f"{workers.names[number]} cannot open connections to the others ({reason}); set "
+                    f"{shard.names[number]} cannot open connections to the others ({reason}); set "
                     f"{settings} to the network interface by which the machines reach each other"
                 ) from error
-            yield workers
-            workers.leave()  # nobody ends while another one may still ask
+            yield shard
+            shard.leave()  # nobody ends while another one may still ask
         except BaseException as error:
             with suppress(Exception):
-                workers.failed(_line(error))
+                shard.failed(_line(error))
                 if several_machines():  # on one machine the first worker's own line is seen
-                    workers.seen_by_all()
+                    shard.seen_by_all()
             if isinstance(error, WorkerLost) and LAUNCHED in os.environ:
                 time.sleep(2.0)  # whoever started this one tells it, and ends it
             raise
@@ -172,16 +173,16 @@ _NCCL = {"NCCL_NVLS_ENABLE": "0", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH
 that end the process with many lines: `signs_of_life` does so with one."""
 
 
-def _own_gpu(workers: Workers, device: str) -> torch.device | None:
+def _own_gpu(shard: Shard, device: str) -> torch.device | None:
     """This worker's GPU where each of them has one of its own, else None: NCCL takes no two workers on one."""
     card = None
     if torch.device(device).type == "cuda":
         card = [socket.gethostname(), str(torch.cuda.get_device_properties(device).uuid)]
-    cards = workers.told(card)
+    cards = shard.all_gather(card)
     if card is None or None in cards:
         return None
     if (count := len({tuple(each) for each in cards})) < len(cards):
-        if workers.first:
+        if shard.first:
             shared = f"{len(cards)} workers share {count} GPU{'s' if count > 1 else ''}"
             say(f"note: {shared}, which makes nothing faster: they exchange tensors over the CPU's memory")
         return None

@@ -17,8 +17,8 @@ from sparsepack.calibrate.collection import calibrate
 from sparsepack.files.text import Text
 from sparsepack.models.checkpoint.checkpoint import open_checkpoint
 from sparsepack.models.hf_model.blocks import BlockStream
-from sparsepack.workers import resume as unfinished
-from sparsepack.workers.resume import ResumeState
+from sparsepack.workers import state as unfinished
+from sparsepack.workers.shard import Shard
 
 OPTIONS = CalibrateOptions(context=48, samples=6)
 
@@ -53,7 +53,7 @@ def _calibrate_until_killed(monkeypatch, where, name, dies, *arguments) -> None:
 def test_a_killed_run_goes_on_and_ends_the_same(
     small, text, tmp_path, monkeypatch, uninterrupted, blocks_read, block, when
 ):
-    save = ResumeState.save_block
+    save = Shard.save_block
 
     def dies(self, layer, *rest):
         if layer == block and when.startswith("before"):
@@ -62,7 +62,7 @@ def test_a_killed_run_goes_on_and_ends_the_same(
         if layer == block:
             raise Killed
 
-    _calibrate_until_killed(monkeypatch, ResumeState, "save_block", dies, small, text, tmp_path / "c")
+    _calibrate_until_killed(monkeypatch, Shard, "save_block", dies, small, text, tmp_path / "c")
     assert not (tmp_path / "c").exists()
     blocks_read.clear()
     calibrate(small, text, tmp_path / "c", OPTIONS)
@@ -92,14 +92,14 @@ def _ended_by_sigkill_in_block(layer: int, model: str, output: Path) -> None:
     """A fork's life: a calibration that saves the state of this block, and no more."""
     torch.set_num_threads(1)  # as the tests begin
     unfinished.SAVE_EVERY = 0.0
-    save = ResumeState.save_block
+    save = Shard.save_block
 
     def dies(self, at, *rest):
         save(self, at, *rest)
         if at == layer:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    ResumeState.save_block = dies
+    Shard.save_block = dies
     calibrate(open_checkpoint(model), Text("topics", (TEXT[:6000],), "topics"), output, OPTIONS)
 
 
@@ -118,13 +118,13 @@ def test_a_run_ended_by_sigkill_goes_on_and_ends_the_same(small, text, tmp_path,
     [{"seed": 1}, {"sinks": 2}, {"samples": 5}, {"batch": 1}, {"context": 32}, {"dtype": "bfloat16"}, {"text": 1}],
 )
 def test_the_state_of_other_settings_is_not_used(small, text, tmp_path, monkeypatch, blocks_read, other):
-    save = ResumeState.save_block
+    save = Shard.save_block
 
     def dies(self, layer, *rest):
         save(self, layer, *rest)
         raise Killed
 
-    _calibrate_until_killed(monkeypatch, ResumeState, "save_block", dies, small, text, tmp_path / "c")
+    _calibrate_until_killed(monkeypatch, Shard, "save_block", dies, small, text, tmp_path / "c")
     blocks_read.clear()
     changed = Text("topics", (TEXT[3000:9000],), "others") if other.pop("text", 0) else text
     calibrate(small, changed, tmp_path / "c", replace(OPTIONS, **other))

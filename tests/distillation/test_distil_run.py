@@ -23,8 +23,8 @@ from sparsepack.files.text import Text, read_text
 from sparsepack.inspection import inspect
 from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from sparsepack.models.provenance import DISTILLATION_FILE, ROTATION_FILE, Distilled, distillation_record
-from sparsepack.workers import resume
-from sparsepack.workers.resume import ResumeState
+from sparsepack.workers import state as states
+from sparsepack.workers.shard import ALONE
 
 FEW = {"steps": 3, "batch": 1, "length": 32}
 KINDS = (None, 4)
@@ -256,10 +256,9 @@ def test_a_large_state_is_announced_with_its_size(
 
 def test_a_state_that_takes_long_to_save_is_saved_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
     parameter = torch.zeros(3, requires_grad=True)
-    state = ResumeState(None, "")
     times: Iterator[float] = iter([0.0, 100.0, 100.0, 107.0, 108.0])
     monkeypatch.setattr(training, "time", SimpleNamespace(monotonic=lambda: next(times)))
-    monkeypatch.setattr(resume, "SAVE_EVERY", 20.0)
-    run = training.Training([{"params": [parameter]}], DistilOptions(steps=9).allocation, state)
+    monkeypatch.setattr(states, "SAVE_EVERY", 20.0)
+    run = training.Training([{"params": [parameter]}], DistilOptions(steps=9).allocation, ALONE)
     run.descend([(parameter.sum(), parameter.sum())])
     assert run.pause == 7 * 20.0

@@ -12,7 +12,7 @@ import pytest
 from sparsepack.errors import OutputError
 from sparsepack.files import lock
 from sparsepack.files.lock import locked, remove_lock
-from sparsepack.workers.resume import state_beside
+from sparsepack.workers.state import state_beside
 
 _HOLDS = """
 import sys, time

@@ -13,7 +13,7 @@ from sparsepack.files.lock import locked, remove_lock
 from sparsepack.files.side_files import create_file, make_folder, open_file, open_regular, process_number
 from sparsepack.recipe.run import run_recipe
 from sparsepack.recipe.state import WorkFolder
-from sparsepack.workers.resume import ResumeState, state_beside
+from sparsepack.workers.state import State, state_beside
 
 
 @pytest.fixture
@@ -123,7 +123,7 @@ def test_a_state_that_is_a_link_is_refused_by_its_path(target: str, theirs: Path
     with pytest.raises(OutputError, match=rf"^{state}: a link, which is not followed"), state_beside(theirs / "out"):
         pytest.fail("the body must not run")
     with pytest.raises(OutputError, match=rf"^{state}: a link"):
-        ResumeState(state, "fingerprint")
+        State(state, "fingerprint")
     assert _untouched(victim)
 
 
@@ -136,7 +136,7 @@ def test_links_within_a_state_lead_nowhere(theirs: Path, victim: Path) -> None:
     with state_beside(theirs / "out") as path:
         with pytest.raises(OutputError, match="link: a link, which is not followed"):
             make_folder(path / "link")
-        made = ResumeState(path, "fingerprint")
+        made = State(path, "fingerprint")
         assert made.parts == {}
         made.keep("part", "a", {"x": torch.zeros(1)})
         made.commit("part", step=1)
@@ -147,7 +147,7 @@ def test_links_within_a_state_lead_nowhere(theirs: Path, victim: Path) -> None:
 def test_a_state_whose_files_are_links_or_pipes_is_computed_anew(
     theirs: Path, victim: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    state = ResumeState(theirs / "s", "fingerprint")
+    state = State(theirs / "s", "fingerprint")
     for name in ("a", "b"):
         state.keep(name, name, {"x": torch.zeros(1)})
         state.commit(name, step=1)
@@ -155,7 +155,7 @@ def test_a_state_whose_files_are_links_or_pipes_is_computed_anew(
     (theirs / "s" / "a.safetensors").symlink_to(victim / "kept")
     (theirs / "s" / "b.safetensors").unlink()
     os.mkfifo(theirs / "s" / "b.safetensors")
-    assert ResumeState(theirs / "s", "fingerprint").parts == {}
+    assert State(theirs / "s", "fingerprint").parts == {}
     assert capsys.readouterr().err.count("missing or damaged") == 2
     assert (victim / "kept").is_file()
 

@@ -129,10 +129,10 @@ def _serve(said: str) -> None:
 
     import torch
 
-    from sparsepack.workers import resume
+    from sparsepack.workers import state as states
 
     torch.set_num_threads(1)
-    resume.SAVE_EVERY = 0.0  # each block and each step, so that there are states to go on from
+    states.SAVE_EVERY = 0.0  # each block and each step, so that there are states to go on from
     for line in jobs:
         job = json.loads(line)
         os.truncate(said, 0)

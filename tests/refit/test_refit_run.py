@@ -31,7 +31,7 @@ from sparsepack.models.family import MLP_SITES, SITES
 from sparsepack.models.hf_model.blocks import BlockStream
 from sparsepack.models.hf_model.hooks import routing_hooks
 from sparsepack.packing import PackRequest, pack
-from sparsepack.workers.resume import unfinished_path
+from sparsepack.workers.state import unfinished_path
 
 BOTH = RefitOptions(refit=True, quantiser="gptq")
 REFIT = RefitOptions(refit=True, quantiser="round")

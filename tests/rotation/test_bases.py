@@ -14,13 +14,10 @@ from sparsepack.calibrate.statistics import output_moments, second_moments
 from sparsepack.errors import RotationError
 from sparsepack.formats.table import FORMATS
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
-from sparsepack.workers.resume import ResumeState
-
-NOWHERE = ResumeState(None, "")
 
 
 def found(name: str, model: Checkpoint, calibration: Calibration, **options: int) -> torch.Tensor:
-    (basis,) = ROTATIONS[name].find(model, calibration, RotateOptions(name, **options), NOWHERE).matrices
+    (basis,) = ROTATIONS[name].find(model, calibration, RotateOptions(name, **options)).matrices
     return basis
 
 
@@ -78,7 +75,7 @@ def test_pca_weighs_runs_by_their_blocks(small: Checkpoint, small_calibration: C
 def test_pca_brings_what_heads_give_into_two_halves_each_of_even_size(
     small: Checkpoint, small_calibration: Calibration
 ) -> None:
-    values = ROTATIONS["pca"].find(small, small_calibration, RotateOptions("pca"), NOWHERE).values
+    values = ROTATIONS["pca"].find(small, small_calibration, RotateOptions("pca")).values
     moments = output_moments(small_calibration)
     assert moments is not None
     assert len(values) == len(moments) == small.layers
@@ -97,14 +94,14 @@ def test_directions_that_no_run_of_32_divides_stay_as_they_are() -> None:
 def test_values_have_hadamard_matrices_where_their_heads_have_such_a_size(
     small: Checkpoint, small_calibration: Calibration
 ) -> None:
-    values = ROTATIONS["hadamard"].find(small, small_calibration, RotateOptions("hadamard"), NOWHERE).values
+    values = ROTATIONS["hadamard"].find(small, small_calibration, RotateOptions("hadamard")).values
     assert [tuple(each.shape) for each in values] == [(2, 64, 64)] * small.layers
     for each in values:
         torch.testing.assert_close(each.mT @ each, torch.eye(64).double().expand(2, -1, -1), atol=1e-12, rtol=0)
         assert not torch.equal(each[0], each[1])
     config = type(small.config)(**{**small.config.to_dict(), "head_dim": 52})
     odd = replace(small, config=config)
-    assert not ROTATIONS["hadamard"].find(odd, small_calibration, RotateOptions("hadamard"), NOWHERE).values
+    assert not ROTATIONS["hadamard"].find(odd, small_calibration, RotateOptions("hadamard")).values
 
 
 def test_directions_do_not_depend_on_the_side_that_an_eigenvector_points_to() -> None:

@@ -13,6 +13,7 @@ from sparsepack.calibrate.learnt_bases import in_axis, learn_bases, orthonormal,
 from sparsepack.calibrate.rotate import RotateOptions
 from sparsepack.calibrate.rotation import rotate
 from sparsepack.calibrate.teal import divergence
+from sparsepack.calibrate.training import trainer
 from sparsepack.calibrate.uniform import weights_of
 from sparsepack.errors import RotationError
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
@@ -20,13 +21,9 @@ from sparsepack.models.checkpoint.rotated import Bases, rotated
 from sparsepack.models.family import SITES
 from sparsepack.models.hf_config import heads_of_config
 from sparsepack.models.hf_model.model import load_model
-from sparsepack.workers.resume import ResumeState
+from sparsepack.workers.shard import ALONE, Shard
 
 FEW = RotateOptions("learnt", steps=3, batch=1, length=32)
-
-
-def nowhere() -> ResumeState:
-    return ResumeState(None, "")
 
 
 class Killed(BaseException):
@@ -40,15 +37,17 @@ def cal(tiny_calibrated: Path) -> Calibration:
 
 @pytest.fixture(scope="module")
 def start(tiny: Checkpoint, cal: Calibration) -> torch.Tensor:
-    (basis,) = pca.bases(tiny, cal, FEW, nowhere()).matrices
+    (basis,) = pca.bases(tiny, cal, FEW).matrices
     return basis
 
 
 def learn_basis(
-    model: Checkpoint, calibration: Calibration, start: torch.Tensor, options: RotateOptions, resume: ResumeState
+    model: Checkpoint, calibration: Calibration, start: torch.Tensor, options: RotateOptions, shard: Shard = ALONE
 ) -> torch.Tensor:
     """The one basis of all blocks."""
-    (basis,) = learn_bases(model, calibration, Bases(matrices=(start,)), options, resume).matrices
+    (basis,) = learn_bases(
+        model, calibration, Bases(matrices=(start,)), options, trainer(shard.resume("fingerprint"), options)
+    ).matrices
     return basis
 
 
@@ -65,15 +64,15 @@ def _off(basis: torch.Tensor) -> float:
 @pytest.mark.parametrize("given", ["pca", "random"])
 def test_a_learnt_basis_is_orthogonal_and_near_the_start(tiny, cal, start, given):
     begin = start if given == "pca" else _random_basis(256)
-    found = learn_basis(tiny, cal, begin, FEW, nowhere())
+    found = learn_basis(tiny, cal, begin, FEW)
     assert (found.dtype, found.device.type) == (torch.float64, "cpu")
     assert _off(found) < 1e-10
     assert 1e-4 < float((found - begin).abs().max()) < 0.1
 
 
 def test_bases_of_values_are_learnt_beside_those_of_the_stream(tiny, cal):
-    begin = pca.bases(tiny, cal, FEW, nowhere())
-    found = learn_bases(tiny, cal, begin, FEW, nowhere())
+    begin = pca.bases(tiny, cal, FEW)
+    found = learn_bases(tiny, cal, begin, FEW, trainer(ALONE, FEW))
     assert len(found.values) == tiny.layers
     for one, other in zip(found.values, begin.values, strict=True):
         assert all(_off(basis) < 1e-10 for basis in one)
@@ -82,7 +81,7 @@ def test_bases_of_values_are_learnt_beside_those_of_the_stream(tiny, cal):
 
 def test_dense_vectors_come_back_from_the_bases_as_they_were(tiny, cal):
     """With thresholds that nothing is below, at every site."""
-    axes = pca.bases(tiny, cal, FEW, nowhere()).map(torch.Tensor.float)
+    axes = pca.bases(tiny, cal, FEW).map(torch.Tensor.float)
     channels, weights = SoftChannels(), {(1, site): 0.25 for site in SITES}
     for key in weights:
         columns = tiny.stacked_shape(key[1])[1]
@@ -104,7 +103,7 @@ def test_a_heads_basis_is_that_of_its_kv_head(tiny):
 
 
 def test_a_rate_of_zero_leaves_the_start(tiny, cal, start):
-    found = learn_basis(tiny, cal, start, RotateOptions("learnt", steps=2, batch=1, length=32, rate=0.0), nowhere())
+    found = learn_basis(tiny, cal, start, RotateOptions("learnt", steps=2, batch=1, length=32, rate=0.0))
     torch.testing.assert_close(found, start, rtol=0, atol=1e-12)
 
 
@@ -132,7 +131,7 @@ def test_a_turn_alone_lowers_the_divergence(tiny, cal, start):
 
 
 def test_learning_goes_on_after_a_kill_with_the_same_bits(tiny, cal, start, tmp_path, monkeypatch):
-    whole = learn_basis(tiny, cal, start, FEW, nowhere())
+    whole = learn_basis(tiny, cal, start, FEW)
     slices, left = training.slices, iter(range(2))
 
     def dies(*given):
@@ -142,15 +141,15 @@ def test_learning_goes_on_after_a_kill_with_the_same_bits(tiny, cal, start, tmp_
 
     with monkeypatch.context() as patch, pytest.raises(Killed):
         patch.setattr(training, "slices", dies)
-        learn_basis(tiny, cal, start, FEW, ResumeState(tmp_path / "s", "fingerprint"))
-    again = ResumeState(tmp_path / "s", "fingerprint")
-    assert again.parts["learning"]["step"] == 2
+        learn_basis(tiny, cal, start, FEW, Shard(folder=tmp_path / "s"))
+    again = Shard(folder=tmp_path / "s").resume("fingerprint")
+    assert again.state.parts["learning"]["step"] == 2
     assert torch.equal(learn_basis(tiny, cal, start, FEW, again), whole)
 
 
 def test_another_seed_is_another_basis(tiny, cal, start):
     one, same, other = (
-        learn_basis(tiny, cal, start, RotateOptions("learnt", steps=1, batch=1, length=32, seed=seed), nowhere())
+        learn_basis(tiny, cal, start, RotateOptions("learnt", steps=1, batch=1, length=32, seed=seed))
         for seed in (0, 0, 1)
     )
     assert torch.equal(one, same)

@@ -16,7 +16,6 @@ from sparsepack.calibrate.statistics import second_moments
 from sparsepack.errors import RotationError
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
 from sparsepack.models.checkpoint.rotated import Bases, bases_of
-from sparsepack.workers.resume import ResumeState
 
 HIDDEN = 16
 
@@ -102,8 +101,7 @@ def test_a_stream_without_energy_loses_none() -> None:
 
 
 def test_pca_has_a_basis_for_each_segment(small: Checkpoint, small_calibration: Calibration) -> None:
-    resume = ResumeState(None, "")
-    found = pca.bases(small, small_calibration, RotateOptions(segments=3), resume)
+    found = pca.bases(small, small_calibration, RotateOptions(segments=3))
     assert found.starts == (0, 1, 2)
     for (_, of_block), basis in zip(second_moments(small_calibration) or [], found.matrices, strict=True):
         torch.testing.assert_close(basis.t() @ basis, torch.eye(256).double(), atol=1e-12, rtol=0)
@@ -117,12 +115,12 @@ def test_blocks_with_one_sum_stay_in_one_segment(small: Checkpoint, small_calibr
     layers[1][PRODUCT] = sums[0] + sums[1]
     layers[2][PRODUCT] = sums[2]
     shared = replace(small_calibration, layers=tuple(layers))
-    assert pca.bases(small, shared, RotateOptions(segments=2), ResumeState(None, "")).starts == (0, 2)
+    assert pca.bases(small, shared, RotateOptions(segments=2)).starts == (0, 2)
     with pytest.raises(
         RotationError,
         match=r"3 segments of 3 blocks, of which a calibration keeps second moments in 2 runs; expected at most 2$",
     ):
-        pca.bases(small, shared, RotateOptions(segments=3), ResumeState(None, ""))
+        pca.bases(small, shared, RotateOptions(segments=3))
 
 
 def test_a_block_has_the_basis_of_its_segment_and_each_boundary_a_change() -> None:

@@ -9,7 +9,7 @@ from sparsepack.calibrate import histogram
 from sparsepack.calibrate.collect import CalibrateOptions
 from sparsepack.calibrate.collection import calibrate
 from sparsepack.calibrate.find_thresholds import find_thresholds
-from sparsepack.calibrate.fisher import _gradients, fisher_rules, shares_at_target
+from sparsepack.calibrate.fisher import _gradients, find_rules, shares_at_target
 from sparsepack.calibrate.thresholds import AllocationOptions
 from sparsepack.calibrate.uniform import weights_of
 from sparsepack.eval.subject import open_subject
@@ -54,7 +54,7 @@ def test_gradients_block_by_block_are_those_of_the_whole_model(family, tmp_path,
 
 def test_one_threshold_gives_every_site_its_share(small, small_calibration):
     weights = all_sites(small)
-    rules = fisher_rules(small, small_calibration, HALF, weights)
+    rules = find_rules(small, small_calibration, HALF, weights)
     assert sum(weights[key] * rule.sparsity for key, rule in rules.items()) == pytest.approx(0.5, abs=2e-3)
     assert len({round(rule.sparsity, 3) for rule in rules.values()}) > 4
     assert all(rule.channel_weights.log().mean() == pytest.approx(0, abs=1e-4) for rule in rules.values())
@@ -74,7 +74,7 @@ def test_a_model_whose_output_does_not_move_gets_the_target_all_the_same(tmp_pat
     checkpoint = open_checkpoint(make_model(tmp_path / "m", "qwen3"))  # a random one is sure of every word
     calibration = calibrate(checkpoint, text, tmp_path / "c", CalibrateOptions(context=64, samples=8))
     weights = all_sites(checkpoint)
-    rules = fisher_rules(checkpoint, calibration, HALF, weights)
+    rules = find_rules(checkpoint, calibration, HALF, weights)
     assert sum(weights[key] * rule.sparsity for key, rule in rules.items()) == pytest.approx(0.5, abs=2e-3)
 
 

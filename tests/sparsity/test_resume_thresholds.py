@@ -17,8 +17,7 @@ from sparsepack.calibrate.collection import calibrate
 from sparsepack.calibrate.find_thresholds import find_thresholds
 from sparsepack.calibrate.folder import Calibration, load
 from sparsepack.calibrate.refit import RefitOptions
-from sparsepack.calibrate.sequential import finished_rules, save_rules
-from sparsepack.calibrate.threshold_table import read_thresholds
+from sparsepack.calibrate.threshold_table import read_thresholds, rules_to_json
 from sparsepack.calibrate.thresholds import AllocationOptions
 from sparsepack.cli import main
 from sparsepack.files.text import read_text
@@ -26,8 +25,9 @@ from sparsepack.models.family import SITES
 from sparsepack.models.hf_model.blocks import BlockStream
 from sparsepack.models.sites import SiteRule
 from sparsepack.packing import PackRequest, pack
-from sparsepack.workers import resume
-from sparsepack.workers.resume import ResumeState, state_beside
+from sparsepack.workers import state as states
+from sparsepack.workers.shard import Shard
+from sparsepack.workers.state import State, state_beside
 
 GLOBAL = AllocationOptions(0.5, "global", windows=2, steps=6, batch=1, length=32)
 TEAL = AllocationOptions(0.25, "teal", windows=2)
@@ -85,11 +85,11 @@ def _killed_in_step(monkeypatch, tiny, cal, options, state, step) -> None:
 
     with monkeypatch.context() as patch, pytest.raises(Killed):
         patch.setattr(training, "slices", dies)
-        find_thresholds(tiny, cal, options, state)
+        find_thresholds(tiny, cal, options, Shard(folder=state))
 
 
 def _killed_at_block(monkeypatch, tiny, cal, options, state, block, saved) -> None:
-    save = ResumeState.save_block
+    save = Shard.save_block
 
     def dies(self, layer, *given, **values):
         if layer == block and not saved:
@@ -99,8 +99,8 @@ def _killed_at_block(monkeypatch, tiny, cal, options, state, block, saved) -> No
             raise Killed
 
     with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(ResumeState, "save_block", dies)
-        find_thresholds(tiny, cal, options, state)
+        patch.setattr(Shard, "save_block", dies)
+        find_thresholds(tiny, cal, options, Shard(folder=state))
 
 
 @pytest.mark.parametrize("offsets", [False, True])
@@ -112,16 +112,16 @@ def test_learning_goes_on_from_the_step_it_was_killed_in(whole, tiny, cal, tmp_p
     _killed_in_step(monkeypatch, tiny, cal, options, state, 2)  # and again, four steps in
     assert sorted(entry.name for entry in state.iterdir()) == ["learning-4.safetensors", "state.json"]
     work.clear()
-    assert find_thresholds(tiny, cal, options, state).to_json() == expected
+    assert find_thresholds(tiny, cal, options, Shard(folder=state)).to_json() == expected
     assert work == ["step", "step", *range(tiny.layers)]
 
 
 def test_learning_is_not_saved_more_often_than_asked(tiny, cal, tmp_path, monkeypatch, work):
-    monkeypatch.setattr(resume, "SAVE_EVERY", 3600.0)
+    monkeypatch.setattr(states, "SAVE_EVERY", 3600.0)
     _killed_in_step(monkeypatch, tiny, cal, GLOBAL, tmp_path / "s", 3)
     assert not (tmp_path / "s").exists()
     work.clear()
-    find_thresholds(tiny, cal, GLOBAL, tmp_path / "s")
+    find_thresholds(tiny, cal, GLOBAL, Shard(folder=tmp_path / "s"))
     assert work.count("step") == GLOBAL.steps
 
 
@@ -129,9 +129,9 @@ def test_a_run_killed_after_the_last_step_learns_nothing_again(whole, tiny, cal,
     expected = whole(GLOBAL)
     with monkeypatch.context() as patch, pytest.raises(Killed):
         patch.setattr(learned, "_realised", lambda *_: (_ for _ in ()).throw(Killed))
-        find_thresholds(tiny, cal, GLOBAL, tmp_path / "s")
+        find_thresholds(tiny, cal, GLOBAL, Shard(folder=tmp_path / "s"))
     work.clear()
-    assert find_thresholds(tiny, cal, GLOBAL, tmp_path / "s").to_json() == expected
+    assert find_thresholds(tiny, cal, GLOBAL, Shard(folder=tmp_path / "s")).to_json() == expected
     assert "step" not in work
 
 
@@ -143,13 +143,13 @@ def test_blocks_that_are_finished_are_not_run_again(whole, tiny, cal, tmp_path, 
     _killed_at_block(monkeypatch, tiny, cal, options, tmp_path / "s", block, saved)
     work.clear()
     monkeypatch.setattr(learned, "load_model", None)  # learnt already: the whole model is not needed
-    assert find_thresholds(tiny, cal, options, tmp_path / "s").to_json() == expected
+    assert find_thresholds(tiny, cal, options, Shard(folder=tmp_path / "s")).to_json() == expected
     assert work == list(range(block + saved, tiny.layers))
 
 
 def test_a_finished_search_is_only_read(tiny, cal, tmp_path, work):
     """So a `pack` that failed when it wrote its file, on a full disk say, does not search again."""
-    found = [find_thresholds(tiny, cal, TEAL, tmp_path / "s").to_json() for _ in range(2)]
+    found = [find_thresholds(tiny, cal, TEAL, Shard(folder=tmp_path / "s")).to_json() for _ in range(2)]
     assert found[0] == found[1]
     assert work == list(range(tiny.layers))
 
@@ -162,7 +162,7 @@ def test_the_state_of_other_options_is_not_used(whole, tiny, cal, tmp_path, monk
     expected = whole(options)
     _killed_at_block(monkeypatch, tiny, cal, TEAL, tmp_path / "s", 0, True)
     work.clear()
-    assert find_thresholds(tiny, cal, options, tmp_path / "s").to_json() == expected
+    assert find_thresholds(tiny, cal, options, Shard(folder=tmp_path / "s")).to_json() == expected
     assert work == list(range(tiny.layers))
 
 
@@ -180,8 +180,8 @@ def test_the_state_of_another_calibration_or_version_is_not_used(tiny, cal, tmp_
 def test_rules_are_read_back_as_they_were(tmp_path):
     c = torch.rand(8)
     rules = {(0, site): SiteRule() for site in SITES} | {(0, SITES[0]): SiteRule(1 / 3, c - 1, c, 0.1, 0.2)}
-    save_rules(ResumeState(tmp_path / "s", "fingerprint"), 0, rules)
-    first, *others = finished_rules(ResumeState(tmp_path / "s", "fingerprint")).values()
+    Shard(folder=tmp_path / "s").resume("fingerprint").save_block(0, {}, rules=rules_to_json(rules))
+    first, *others = find.finished_rules(Shard(folder=tmp_path / "s").resume("fingerprint")).values()
     assert (first.sparsity, first.threshold, first.realised) == (0.1, 1 / 3, 0.2)
     assert torch.equal(first.channel_weights, c)
     assert torch.equal(first.offset, c - 1)
@@ -191,7 +191,7 @@ def test_rules_are_read_back_as_they_were(tmp_path):
 def test_the_state_stays_until_the_output_is_written(tmp_path):
     output = tmp_path / "t.json"
     with pytest.raises(Killed), state_beside(output) as state:
-        ResumeState(state, "fingerprint").keep("blocks", "piece", {"x": torch.zeros(1)})
+        State(state, "fingerprint").keep("blocks", "piece", {"x": torch.zeros(1)})
         raise Killed
     assert [entry.name for entry in tmp_path.iterdir()] == [".t.json.unfinished"]
     with state_beside(output):
@@ -209,14 +209,14 @@ def test_thresholds_and_pack_go_on_and_leave_only_their_output(whole, tiny, cali
     request = PackRequest(
         "shipped:tiny", out / "m.gguf", calibration=calibration, allocation=TEAL, fitting=plain, score=False
     )
-    save = ResumeState.save_block
+    save = Shard.save_block
 
     def dies(self, layer, *given, **values):
         save(self, layer, *given, **values)
         raise Killed
 
     with monkeypatch.context() as patch:
-        patch.setattr(ResumeState, "save_block", dies)
+        patch.setattr(Shard, "save_block", dies)
         with pytest.raises(Killed):
             CliRunner().invoke(main, command, catch_exceptions=False)
         with pytest.raises(Killed):

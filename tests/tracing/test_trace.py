@@ -24,7 +24,7 @@ from sparsepack.files.text import Text
 from sparsepack.models.checkpoint.checkpoint import open_checkpoint
 from sparsepack.models.hf_model.model import load_model
 from sparsepack.models.tokenizer.windows import rolling_windows, session_windows
-from sparsepack.workers.resume import ResumeState
+from sparsepack.workers.shard import Shard
 
 OPTIONS = TraceOptions(sessions=3, tokens=48, prompt=8)
 
@@ -95,7 +95,7 @@ class Killed(BaseException):
 
 @pytest.mark.parametrize("block", [0, 2])
 def test_a_killed_run_goes_on_and_ends_the_same(relu, texts, traced, tmp_path, monkeypatch, block):
-    save = ResumeState.save_block
+    save = Shard.save_block
 
     def dies(self, layer, *rest):
         save(self, layer, *rest)
@@ -103,12 +103,12 @@ def test_a_killed_run_goes_on_and_ends_the_same(relu, texts, traced, tmp_path, m
             raise Killed
 
     with monkeypatch.context() as patch:
-        patch.setattr(ResumeState, "save_block", dies)
+        patch.setattr(Shard, "save_block", dies)
         with pytest.raises(Killed):
             trace(relu, texts, tmp_path / "t", OPTIONS)
     assert not (tmp_path / "t").exists()
     run = []
-    monkeypatch.setattr(ResumeState, "save_block", lambda self, *rest: run.append(rest[0]) or save(self, *rest))
+    monkeypatch.setattr(Shard, "save_block", lambda self, *rest: run.append(rest[0]) or save(self, *rest))
     trace(relu, texts, tmp_path / "t", OPTIONS)
     assert run == list(range(block + 1, 3))
     assert content(tmp_path / "t") == content(traced.path)

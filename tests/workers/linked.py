@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from sparsepack.workers.workers import Workers
+from sparsepack.workers.shard import Shard
 
 
 @dataclass
@@ -75,19 +75,19 @@ class ThreadLink:
             return
 
 
-def together(count: int, work: Callable[[Workers], Any]) -> list[Any]:
+def together(count: int, work: Callable[[Shard], Any]) -> list[Any]:
     """What each of so many workers returns, or the error that it raises."""
     board, found = Board(), [None] * count
     names = tuple(f"worker {number} of {count} on here" for number in range(count))
 
     def run(number: int) -> None:
-        workers = Workers(number, count, ThreadLink(board, number), names)
+        shard = Shard(number, count, ThreadLink(board, number), names)
         with board.turn:
             try:
-                found[number] = work(workers)
+                found[number] = work(shard)
             except Exception as error:
                 found[number] = error
-                workers.failed(str(error))
+                shard.failed(str(error))
             finally:
                 board.ended.add(number)
 

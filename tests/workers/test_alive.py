@@ -11,7 +11,7 @@ import pytest
 from sparsepack.workers import alive
 from sparsepack.workers.alive import signs_of_life, store_answers
 from sparsepack.workers.launch import LAUNCHED
-from sparsepack.workers.workers import Workers
+from sparsepack.workers.shard import Shard
 
 LOST_AFTER = 20
 """Seconds by the clock of `ended`."""
@@ -57,7 +57,7 @@ def ended(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 
 
 def test_a_worker_without_signs_of_life_is_named(ended: threading.Event, capfd: pytest.CaptureFixture[str]) -> None:
-    with signs_of_life(Workers(0, 2, None, NAMES), Board(other_lives=False)):
+    with signs_of_life(Shard(0, 2, None, NAMES), Board(other_lives=False)):
         assert ended.wait(60)
     said = capfd.readouterr().err
     assert said.startswith(
@@ -67,7 +67,7 @@ def test_a_worker_without_signs_of_life_is_named(ended: threading.Event, capfd: 
 
 
 def test_a_store_that_is_gone_is_the_first_workers(ended: threading.Event, capfd: pytest.CaptureFixture[str]) -> None:
-    with signs_of_life(Workers(1, 2, None, NAMES), Board(other_lives=True, gone=True)):
+    with signs_of_life(Shard(1, 2, None, NAMES), Board(other_lives=True, gone=True)):
         assert ended.wait(60)
     assert capfd.readouterr().err.startswith("sparsepack: worker 0 of 2 on here is gone")
 
@@ -103,7 +103,7 @@ def test_a_store_that_does_not_answer_is_that_of_a_lost_worker(
 
 def test_signs_of_life_are_given_and_seen(ended: threading.Event) -> None:
     board = Board(other_lives=True)
-    with signs_of_life(Workers(0, 2, None, NAMES), board):
+    with signs_of_life(Shard(0, 2, None, NAMES), board):
         assert board.many.wait(60)
         assert not ended.is_set()
 
@@ -112,16 +112,16 @@ def test_a_failure_of_another_ends_a_worker_that_is_at_work(
     ended: threading.Event, capfd: pytest.CaptureFixture[str]
 ) -> None:
     board = Board(other_lives=True)
-    Workers(1, 2, board, NAMES).failed("no memory is left")
-    with signs_of_life(Workers(0, 2, None, NAMES), board):
+    Shard(1, 2, board, NAMES).failed("no memory is left")
+    with signs_of_life(Shard(0, 2, None, NAMES), board):
         assert ended.wait(60)
     assert capfd.readouterr().err == "sparsepack: worker 1 of 2 on there failed: no memory is left\n"
 
 
 def test_a_failure_of_ones_own_does_not_end_one(ended: threading.Event) -> None:
     board = Board(other_lives=True)
-    Workers(0, 2, board, NAMES).failed("no memory is left")
-    with signs_of_life(Workers(0, 2, None, NAMES), board):
+    Shard(0, 2, board, NAMES).failed("no memory is left")
+    with signs_of_life(Shard(0, 2, None, NAMES), board):
         assert board.many.wait(60)
         assert not ended.is_set()
 
@@ -132,7 +132,7 @@ def test_a_worker_ends_whose_launcher_is_gone_before_it_began(
 ) -> None:
     monkeypatch.setenv(LAUNCHED, str(os.getpid() if gone else os.getppid()))  # no process is its own parent
     board = Board(other_lives=True)
-    with signs_of_life(Workers(0, 2, None, NAMES), board):
+    with signs_of_life(Shard(0, 2, None, NAMES), board):
         assert (ended if gone else board.many).wait(60)
         assert ended.is_set() == gone
 
@@ -141,6 +141,6 @@ def test_whoever_comes_to_the_end_is_not_ended(ended: threading.Event, monkeypat
     ends, end = threading.Event(), alive._end
     monkeypatch.setattr(alive, "_end", lambda *given: (ends.set(), end(*given)))
     monkeypatch.setattr(alive, "_LAST_WORD", 60.0)
-    with signs_of_life(Workers(0, 2, None, NAMES), Board(other_lives=False)):
+    with signs_of_life(Shard(0, 2, None, NAMES), Board(other_lives=False)):
         assert ends.wait(60)
     assert not ended.is_set()

@@ -22,8 +22,9 @@ from sparsepack.calibrate.collect import CalibrateOptions
 from sparsepack.calibrate.collection import calibrate
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
 from sparsepack.models.hf_model.blocks import BlockStream
-from sparsepack.workers import resume
-from sparsepack.workers.resume import unfinished_path
+from sparsepack.workers import state as states
+from sparsepack.workers.shard import Shard
+from sparsepack.workers.state import unfinished_path
 
 __all__ = ["on_devices", "small"]
 
@@ -34,15 +35,15 @@ OPTIONS = CalibrateOptions(context=24, samples=35)
 
 def _dies_at_a_block() -> None:
     """Worker 1 is killed when it has saved block 0."""
-    save = resume.ResumeState.save_block
+    save = Shard.save_block
 
-    def dies(self: resume.ResumeState, layer: int, *rest: Any, **values: Any) -> None:
+    def dies(self: Shard, layer: int, *rest: Any, **values: Any) -> None:
         if os.environ["RANK"] == "1" and layer == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         save(self, layer, *rest, **values)
 
-    resume.SAVE_EVERY = 0.0
-    resume.ResumeState.save_block = dies  # type: ignore[method-assign]
+    states.SAVE_EVERY = 0.0
+    Shard.save_block = dies  # type: ignore[method-assign]
 
 
 @pytest.fixture(scope="module")
@@ -172,7 +173,7 @@ def test_several_go_on_with_what_one_began(
     def ends(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(resume, "SAVE_EVERY", 0.0)
+    monkeypatch.setattr(states, "SAVE_EVERY", 0.0)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt, match="goes on from there"):
         load = BlockStream.load
         patch.setattr(BlockStream, "load", lambda self, layer: ends() if layer == 2 else load(self, layer))

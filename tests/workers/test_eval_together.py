@@ -24,7 +24,7 @@ from sparsepack.eval.options import EvalRequest
 from sparsepack.eval.run import evaluate
 from sparsepack.files.text import Text
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
-from sparsepack.workers.workers import Workers
+from sparsepack.workers.shard import Shard
 
 __all__ = ["on_devices", "small", "small_calibration", "text"]
 
@@ -106,13 +106,9 @@ def test_devices_find_the_figures_of_one(
     ],
 )
 def test_what_workers_cannot_share_is_refused(small: Checkpoint, given: Path, asked: dict, line: str) -> None:
-    class Agreeing(Workers):
-        def agree(self, facts) -> None:
-            """All the same."""
-
     request = EvalRequest(str(small.path), perplexity=(str(given / "text.txt"),), context=64, **asked)
     with pytest.raises(WorkersError, match=line):
-        evaluate(request, workers=Agreeing(0, 2))
+        evaluate(request, shard=Shard(0, 2))
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
@@ -123,9 +119,9 @@ def test_progress_over_requests_ends_with_their_number(count: int, monkeypatch: 
     def told(label: str, total: int) -> Iterator[Callable[[int], None]]:
         yield advanced[threading.get_ident()].append
 
-    def work(workers: Workers) -> tuple[dict[int, int], int]:
+    def work(shard: Shard) -> tuple[dict[int, int], int]:
         lm = SparseLM.__new__(SparseLM)
-        lm.workers, lm.batch_size = workers, 2
+        lm.shard, lm.batch_size = shard, 2
         found = lm._answers([*range(11)], lambda batch: {item: -item for item in batch}, "scoring", [])
         return found, sum(advanced[threading.get_ident()])
 

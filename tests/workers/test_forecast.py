@@ -21,9 +21,8 @@ from sparsepack.models.hf_model.blocks import BlockStream
 from sparsepack.models.hf_model.forecast import Forecast, forecast_blocks
 from sparsepack.packing import PackRequest, pack
 from sparsepack.packing_forecast import forecast as parts_of_pack
-from sparsepack.workers.dealt import Dealt
 from sparsepack.workers.forecast import PartsForecast
-from sparsepack.workers.workers import Workers
+from sparsepack.workers.shard import Shard
 
 __all__ = ["orders_are_searched_briefly", "small", "small_calibration", "text"]
 
@@ -63,13 +62,13 @@ def test_what_a_batch_takes_is_told_from_what_a_block_takes_beside(small: Checkp
     """Of a block that takes 0.3 s whatever it runs, and 0.1 s for each batch."""
     seen = []
 
-    def run_block(hidden: torch.Tensor, parts: Dealt) -> None:
-        seen.append((len(hidden), parts.parts))
-        time.sleep(0.3 + 0.1 * parts.parts)
+    def run_block(hidden: torch.Tensor) -> None:
+        seen.append(len(hidden))
+        time.sleep(0.3 + 0.1 * len(hidden) / 2)
 
     windows = torch.zeros(7, 8, dtype=torch.int64)
-    found = forecast_blocks(small, BlockStream(small), windows, Dealt(Workers(0, 2), 7, 2), run_block)
-    assert seen == [(2, 1), (2, 1), (4, 2)]
+    found = forecast_blocks(small, BlockStream(small), windows, Shard(0, 2).split(7, 2), run_block)
+    assert seen == [2, 2, 4]
     assert found.batch_seconds == pytest.approx(0.1, abs=0.08)
     assert found.alone_seconds == pytest.approx(0.3, abs=0.08)
     assert found.computing_seconds == 2 * found.batch_seconds + found.alone_seconds

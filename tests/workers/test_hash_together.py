@@ -9,7 +9,7 @@ from linked import together
 from sparsepack.files import hashing
 from sparsepack.files.hashing import combine_digests, sha256_bytes
 from sparsepack.models.checkpoint.source_hash import SourceHash
-from sparsepack.workers.workers import Workers
+from sparsepack.workers.shard import Shard
 
 KNOWN = combine_digests([sha256_bytes(b"some")])
 
@@ -37,20 +37,20 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
 
 @pytest.mark.parametrize("count", [1, 3])
 def test_one_worker_takes_the_hash_while_all_do_other_work(count: int, file: Path, taken: list[Path]) -> None:
-    def work(workers: Workers) -> tuple[list[int], str]:
+    def work(shard: Shard) -> tuple[list[int], str]:
         source = SourceHash([file], combine_digests)
-        return source.share_beside(workers, lambda: workers.told(workers.number)), source.so_far
+        return source.share_beside(shard.all_gather, lambda: shard.all_gather(shard.rank)), source.so_far
 
     assert together(count, work) == [([*range(count)], KNOWN)] * count
     assert taken == [file]
 
 
 def test_the_one_that_takes_it_may_ask_for_it_before_the_others(file: Path, taken: list[Path]) -> None:
-    def work(workers: Workers) -> tuple[str, str]:
+    def work(shard: Shard) -> tuple[str, str]:
         source = SourceHash([file], combine_digests)
-        with source.meanwhile(workers) as sha256:
-            early = source.sha256() if workers.first else source.so_far
-            workers.told(None)
+        with source.meanwhile(shard.all_gather) as sha256:
+            early = source.sha256() if shard.first else source.so_far
+            shard.all_gather(None)
             return early, sha256()
 
     first, other = together(2, work)

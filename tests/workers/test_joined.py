@@ -11,7 +11,7 @@ from linked import together
 from sparsepack.errors import WorkersError
 from sparsepack.workers import joined as module
 from sparsepack.workers.joined import joined
-from sparsepack.workers.workers import Workers
+from sparsepack.workers.shard import Shard
 
 
 def _environment(monkeypatch: pytest.MonkeyPatch, number: str) -> None:
@@ -47,7 +47,7 @@ def test_connections_that_cannot_be_opened_are_one_line(monkeypatch: pytest.Monk
     monkeypatch.setattr(meeting, "rendezvous", lambda *_, **__: iter([(store, 0, 2)]))
     monkeypatch.setattr(torch.distributed, "init_process_group", refuse)
     monkeypatch.setattr(module, "_names", lambda *_: ("worker 0 of 2 on here", "worker 1 of 2 on there"))
-    monkeypatch.setattr(module.Workers, "agree", lambda *_: None)
+    monkeypatch.setattr(module.Shard, "agree", lambda *_: None)
     monkeypatch.setattr(module, "_own_gpu", lambda *_: None)
     line = r"worker 0 of 2 on here cannot open .* \(Gloo connectFullMesh failed: unable to .*GLOO_SOCKET_IFNAME"
     with pytest.raises(WorkersError, match=line), joined():
@@ -74,9 +74,9 @@ def test_tensors_go_from_gpu_to_gpu_where_each_worker_has_its_own(
     for name in module._NCCL:
         monkeypatch.setenv(name, "0")
 
-    def work(workers: Workers) -> torch.device | None:
-        number = workers.number
-        return module._own_gpu(workers, f"cuda:{number}" if cards[number] else "cpu")
+    def work(shard: Shard) -> torch.device | None:
+        number = shard.rank
+        return module._own_gpu(shard, f"cuda:{number}" if cards[number] else "cpu")
 
     assert together(2, work) == [None if device is None else torch.device(device) for device in own]
     said = capsys.readouterr().err

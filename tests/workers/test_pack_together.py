@@ -17,10 +17,11 @@ from sparsepack.calibrate.pruning import prune
 from sparsepack.calibrate.refit import RefitOptions
 from sparsepack.calibrate.thresholds import AllocationOptions
 from sparsepack.errors import WorkerLost, WorkersError
-from sparsepack.formats.containers.write_tensors import TensorFile, ignored, write_files
+from sparsepack.formats.containers.write_tensors import write_files
+from sparsepack.formats.plan import TensorFile
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
 from sparsepack.packing import PackRequest, pack
-from sparsepack.workers.workers import Workers
+from sparsepack.workers.shard import Shard
 
 __all__ = ["on_devices", "small", "small_calibration", "text"]
 
@@ -72,15 +73,15 @@ def test_what_workers_cannot_share_is_refused(
 ) -> None:
     request = PackRequest(str(small.path), tmp_path / "m.gguf", calibration=given / "c", **asked)
     with pytest.raises(WorkersError, match=line):
-        pack(request, workers=Workers(0, 2))
+        pack(request, shard=Shard(0, 2))
 
 
 def test_a_worker_that_does_not_reach_the_output_is_named(tmp_path: Path) -> None:
     (tmp_path / "here").mkdir()
 
-    def work(workers: Workers) -> dict[str, str]:
-        folder = tmp_path / ("here" if workers.first else "elsewhere")
-        return write_files([TensorFile(folder / "f", b"head", [])], 1, ignored, workers)
+    def work(shard: Shard) -> dict[str, str]:
+        folder = tmp_path / ("here" if shard.first else "elsewhere")
+        return write_files([TensorFile(folder / "f", b"head", [])], 1, shard=shard)
 
     first, second = together(2, work)
     assert "elsewhere: worker 1 of 2 on here does not find there what worker 0 of 2 on here writes" in str(second)

@@ -14,7 +14,7 @@ from sparsepack.calibrate.prune import PruneOptions
 from sparsepack.calibrate.pruning import prune
 from sparsepack.errors import WorkersError
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
-from sparsepack.workers.workers import Workers
+from sparsepack.workers.shard import Shard
 
 __all__ = ["on_devices", "small", "small_calibration", "text"]
 
@@ -51,4 +51,4 @@ def test_devices_make_the_checkpoint_of_one(
 def test_magnitude_is_refused_for_several(small: Checkpoint, tmp_path: Path) -> None:
     options = PruneOptions(keep=2, of=4, method="magnitude")
     with pytest.raises(WorkersError, match="method magnitude runs no text that workers could share"):
-        prune(small, tmp_path / "p", options, workers=Workers(0, 2))
+        prune(small, tmp_path / "p", options, shard=Shard(0, 2))

@@ -14,7 +14,7 @@ from sparsepack.calibrate.rotate import RotateOptions
 from sparsepack.calibrate.rotation import rotate
 from sparsepack.errors import WorkersError
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
-from sparsepack.workers.workers import Workers
+from sparsepack.workers.shard import Shard
 
 __all__ = ["on_devices", "small", "small_calibration", "text"]
 
@@ -59,4 +59,4 @@ def test_more_workers_than_blocks_are_refused(
 ) -> None:
     save(small_calibration, tmp_path / "c")
     with pytest.raises(WorkersError, match="4 workers for 3 blocks"):
-        rotate(small, tmp_path / "c", tmp_path / "r", RotateOptions(), workers=Workers(0, 4))
+        rotate(small, tmp_path / "c", tmp_path / "r", RotateOptions(), shard=Shard(0, 4))

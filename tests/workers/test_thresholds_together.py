@@ -13,7 +13,7 @@ from sparsepack.calibrate.folder import Calibration, save
 from sparsepack.calibrate.thresholds import AllocationOptions
 from sparsepack.errors import WorkersError
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
-from sparsepack.workers.workers import Workers
+from sparsepack.workers.shard import Shard
 
 __all__ = ["on_devices", "small", "small_calibration", "text"]
 
@@ -71,4 +71,4 @@ def test_what_workers_cannot_share_is_refused(
     small: Checkpoint, small_calibration: Calibration, options: AllocationOptions, line: str
 ) -> None:
     with pytest.raises(WorkersError, match=line):
-        find_thresholds(small, small_calibration, options, workers=Workers(0, 2))
+        find_thresholds(small, small_calibration, options, shard=Shard(0, 2))

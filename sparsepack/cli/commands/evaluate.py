@@ -15,10 +15,10 @@ from sparsepack.cli.shared import (
     dry_run_option,
     engine_flags,
     engine_options,
+    shard_of,
     slots,
     tell_forecast,
     torch_threads,
-    workers_of,
 )
 from sparsepack.eval.options import EvalRequest
 from sparsepack.option import only_with
@@ -80,9 +80,9 @@ def evaluate(json_path: str | None, dry_run: int | None, **asked: Any) -> None:
         return
     from sparsepack.eval.run import evaluate as measure
 
-    with workers_of(asked) as workers:
-        found = measure(EvalRequest(engine=engine, **asked), workers=workers)
-        if not workers.first:
+    with shard_of(asked) as shard:
+        found = measure(EvalRequest(engine=engine, **asked), shard=shard)
+        if not shard.first:
             return
     emit(found, json_path, evaluation_table)
 

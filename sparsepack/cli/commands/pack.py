@@ -23,8 +23,8 @@ from sparsepack.cli.shared import (
     dry_run_option,
     refit,
     refit_options,
+    shard_of,
     tell_forecast,
-    workers_of,
 )
 from sparsepack.option import only_with
 from sparsepack.packing import PackRequest
@@ -83,9 +83,9 @@ def pack(output: Path, dry_run: int | None, **asked: Any) -> None:
     from sparsepack.packing import pack as make
     from sparsepack.progress import say
 
-    with workers_of(asked) as workers:
-        made = make(replace(request, device=asked["device"]), workers=workers)
-        if not workers.first:
+    with shard_of(asked) as shard:
+        made = make(replace(request, device=asked["device"]), shard=shard)
+        if not shard.first:
             return
     say(*(f"note: {note}" for note in made.notes))
     scored = [f"{text}: {figures}" for text, figures in score_rows(made.score)]

@@ -16,14 +16,12 @@ from sparsepack.files.gguf import DEFAULT_ALIGNMENT
 from sparsepack.files.hashing import NO_HASH, sha256_bytes
 from sparsepack.formats.blocks.table import BLOCKS, type_that_fits
 from sparsepack.formats.containers.gguf import HEADER_BYTES, HEADER_HASH, TENSOR_HASHES, KeyValue, seal
-from sparsepack.formats.containers.write_tensors import TensorFile, first_ones_output, ignored, offsets, write_files
+from sparsepack.formats.containers.write_tensors import write_planned
 from sparsepack.formats.matrix import fitting_type, relative_error
-from sparsepack.formats.plan import Plan, naming
+from sparsepack.formats.plan import Plan, TensorFile, WriteFiles, naming, offsets
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
 from sparsepack.models.checkpoint.source_hash import SourceHash
 from sparsepack.models.family import EMBEDDING, HEAD
-from sparsepack.progress import progress
-from sparsepack.workers.workers import ALONE, Workers
 
 LARGEST_ERROR = 0.03
 """A type may cause an error of this share of the weights. Weights that are normally distributed lose 0.017 in Q6_K and
@@ -117,14 +115,13 @@ class GgufPlan(Plan):
     def identity(self) -> str:
         return sha256_bytes(self._header)
 
-    def write(self, path: Path, overwrite: bool = False, workers: Workers = ALONE) -> None:
-        if not workers.first:
-            write_files([self._file(first_ones_output(None, workers))], self.at_once, ignored, workers)
-            return
+    def files(self, path: Path) -> list[TensorFile]:
+        return [TensorFile(path, self._header, self.groups, self.alignment)]
+
+    def write(self, path: Path, overwrite: bool = False, write_files: WriteFiles | None = None) -> None:
         with atomic_file(path, overwrite) as temporary, self.source.meanwhile() as source_sha256:
-            with progress("packing", -(-len(self.groups) // workers.count)) as advance:
-                file = self._file(first_ones_output(temporary, workers))
-                hashes = write_files([file], self.at_once, advance, workers)
+            (file,) = self.files(temporary)
+            hashes = (write_files or write_planned)([file], self.at_once)
             # The weights may not be others by now than those that were hashed.
             in_order = [hashes[tensor.name] for tensor in self.tensors]
             finish = partial(seal, temporary, self._header.ljust(file.offsets[0], b"\0"), in_order, source_sha256())
@@ -132,9 +129,6 @@ class GgufPlan(Plan):
             self.check(temporary, path)
             if self.measure is not None:
                 finish(score=self.measure(temporary))
-
-    def _file(self, path: Path) -> TensorFile:
-        return TensorFile(path, self._header, self.groups, self.alignment)
 
     @cached_property
     def _header(self) -> bytes:

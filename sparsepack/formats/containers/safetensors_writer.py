@@ -13,19 +13,18 @@ from typing import Any
 from sparsepack.files.atomic import atomic_folder, check_output
 from sparsepack.files.hashing import NO_HASH, fingerprint, sha256_bytes
 from sparsepack.files.tensors import INDEX, SHARD_BYTES, WEIGHTS, file_names, header, index_text, split
-from sparsepack.formats.containers.safetensors import CONFIG, MANIFEST, METHOD, sealed
-from sparsepack.formats.containers.write_tensors import TensorFile, first_ones_output, ignored, write_files
+from sparsepack.formats.containers.safetensors import CONFIG, sealed
+from sparsepack.formats.containers.write_tensors import write_planned
 from sparsepack.formats.manifest import FILES_SCHEMA
-from sparsepack.formats.plan import Plan, PlannedGroup, PlannedTensor, tensors_of
+from sparsepack.formats.plan import Plan, PlannedGroup, PlannedTensor, TensorFile, WriteFiles, tensors_of
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
+from sparsepack.models.checkpoint.configuration import MANIFEST, METHOD
 from sparsepack.models.checkpoint.source_hash import SourceHash
 from sparsepack.models.checkpoint.writer import texts_of
-from sparsepack.progress import progress
-from sparsepack.workers.workers import ALONE, Workers
 
 
 @dataclass(frozen=True)
-class Shard:
+class WeightsFile:
     """A safetensors file of a folder."""
 
     name: str
@@ -47,13 +46,13 @@ class Shard:
         return len(self.header) + _nbytes(self.tensors)
 
 
-def shards_of(groups: Sequence[PlannedGroup], most: int) -> tuple[Shard, ...]:
+def shards_of(groups: Sequence[PlannedGroup], most: int) -> tuple[WeightsFile, ...]:
     """Groups, in their order, in files of at most `most` bytes of tensors; a group with more has a file of its own."""
     parts = split([_nbytes(group.tensors) for group in groups], most)
-    return tuple(Shard(name, groups[part]) for name, part in zip(file_names(len(parts)), parts, strict=True))
+    return tuple(WeightsFile(name, groups[part]) for name, part in zip(file_names(len(parts)), parts, strict=True))
 
 
-def index_of(shards: Sequence[Shard]) -> dict[str, str]:
+def index_of(shards: Sequence[WeightsFile]) -> dict[str, str]:
     """The text by which other programs find a tensor's file, by its name; none where there is one file alone."""
     if len(shards) == 1:
         return {}
@@ -94,20 +93,15 @@ class FolderPlan(Plan):
         files = {name: sha256_bytes(data) for name, data in self._files.items()}
         return fingerprint({"manifest": self.manifest(NO_HASH), "files": files, "headers": headers})
 
-    def write(self, path: Path, overwrite: bool = False, workers: Workers = ALONE) -> None:
-        if not workers.first:
-            write_files(self._tensor_files(first_ones_output(None, workers)), self.at_once, ignored, workers)
-            return
+    def files(self, path: Path) -> list[TensorFile]:
+        return [TensorFile(path / shard.name, shard.header, shard.groups) for shard in self._shards]
+
+    def write(self, path: Path, overwrite: bool = False, write_files: WriteFiles | None = None) -> None:
         check_output(path, overwrite, folder=True, marker=MANIFEST)
-        with (
-            atomic_folder(path, overwrite) as folder,
-            self.source.meanwhile() as source_sha256,
-        ):
+        with atomic_folder(path, overwrite) as folder, self.source.meanwhile() as source_sha256:
             for name, data in self._files.items():
                 (folder / name).write_bytes(data)
-            with progress("packing", -(-len(self.groups) // workers.count)) as advance:
-                files = self._tensor_files(first_ones_output(folder, workers))
-                hashes = write_files(files, self.at_once, advance, workers)
+            hashes = (write_files or write_planned)(self.files(folder), self.at_once)
             finish = partial(self._sealed, hashes, source_sha256())
             (folder / MANIFEST).write_bytes(finish())
             self.check(folder, path)
@@ -116,14 +110,11 @@ class FolderPlan(Plan):
             for name, text in self.beside(folder).items():
                 (folder / name).write_bytes(text.encode())
 
-    def _tensor_files(self, folder: Path) -> list[TensorFile]:
-        return [TensorFile(folder / shard.name, shard.header, shard.groups) for shard in self._shards]
-
     def with_beside(self, beside: Callable[[Path], Mapping[str, str]]) -> "FolderPlan":
         return replace(self, beside=beside)
 
     @cached_property
-    def _shards(self) -> tuple[Shard, ...]:
+    def _shards(self) -> tuple[WeightsFile, ...]:
         return shards_of(self.groups, self.shard_bytes)
 
     @cached_property

@@ -3,10 +3,9 @@
 import hashlib
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from itertools import accumulate, zip_longest
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from itertools import zip_longest
 from pathlib import Path
 
 import torch
@@ -14,30 +13,10 @@ import torch
 from sparsepack.errors import WorkersError
 from sparsepack.files.tensors import parallel_map
 from sparsepack.files.transfer import host_pieces
-from sparsepack.formats.plan import PlannedGroup, PlannedTensor, tensors_of
+from sparsepack.formats.plan import PlannedGroup, TensorFile
+from sparsepack.progress import progress
 from sparsepack.workers.forked import can_fork, forked_map
-from sparsepack.workers.workers import ALONE, Workers
-
-
-def offsets(start: int, tensors: Iterable[PlannedTensor], alignment: int = 1) -> list[int]:
-    """The offsets at which tensors begin behind `start` bytes, and the file's end; each begins at a multiple."""
-    return list(accumulate(size + -size % alignment for size in (start, *(tensor.nbytes for tensor in tensors))))
-
-
-@dataclass(frozen=True)
-class TensorFile:
-    """A file to write: a header, then the tensors of groups at their `offsets`, zeros between them."""
-
-    path: Path
-    header: bytes
-    groups: Sequence[PlannedGroup]
-    alignment: int = 1
-
-    @cached_property
-    def offsets(self) -> list[int]:
-        """The offsets at which tensors begin, and the file's end, in bytes."""
-        return offsets(len(self.header), tensors_of(self.groups), self.alignment)
-
+from sparsepack.workers.shard import ALONE, Shard
 
 _Job = tuple[Path, PlannedGroup, list[int]]
 """A job is the file, the group that goes into the file, and where the group's tensors begin there, in bytes."""
@@ -51,17 +30,17 @@ HELD = 4
 memory: one over so many."""
 
 
-def ignored() -> None:
-    """The `done` of workers other than the first."""
-
-
-def first_ones_output(path: Path | None, workers: Workers) -> Path:
-    """Tell all workers where the first one writes. path -- this, at the first worker; None elsewhere"""
-    return Path(workers.told_by_first(None if path is None else str(path.absolute())))
+def write_planned(files: Sequence[TensorFile], at_once: int, shard: Shard = ALONE) -> dict[str, str]:
+    """Write the first worker's files, wherever the others would have them; see `write_files`."""
+    paths = shard.broadcast([str(file.path.absolute()) for file in files])
+    files = [replace(file, path=Path(path)) for file, path in zip(files, paths, strict=True)]
+    groups = sum(len(file.groups) for file in files)
+    with progress("packing", -(-groups // shard.world_size)) as advance:
+        return write_files(files, at_once, advance, shard)
 
 
 def write_files(
-    files: Sequence[TensorFile], at_once: int, done: Callable[[], object], workers: Workers = ALONE
+    files: Sequence[TensorFile], at_once: int, done: Callable[[], object] = lambda: None, shard: Shard = ALONE
 ) -> dict[str, str]:
     """Write files; returns the SHA-256 of each tensor by its name.
 
@@ -73,31 +52,31 @@ def write_files(
     Several workers have these files, under the same names: the first one begins them, each makes and writes some
     groups, in turn, and all return all hashes. Raises `WorkersError` where a worker does not reach the files.
     """
-    if workers.first:
+    if shard.first:
         for file in files:
             file.path.write_bytes(file.header)
             os.truncate(file.path, file.offsets[-1])  # what is not written, the padding, is zeros
-    workers.told_by_first("begun")
+    shard.broadcast("begun")
     if not all(file.path.is_file() for file in files):
         raise WorkersError(
-            f"{files[0].path.parent}: {workers.names[workers.number]} does not find there what {workers.names[0]} "
+            f"{files[0].path.parent}: {shard.names[shard.rank]} does not find there what {shard.names[0]} "
             "writes; name a folder with -o that all machines share"
         )
     in_turn = zip_longest(*(_jobs(file) for file in files))
     jobs: list[_Job] = [job for of_each in in_turn for job in of_each if job is not None][
-        workers.number :: workers.count
+        shard.rank :: shard.world_size
     ]
     processes = torch.get_num_threads()
     if at_once == 1 and processes > 1 and _worth_forking(files):
         sizes = [sum(4 * math.prod(tensor.shape) for tensor in group.tensors) for _, group, _ in jobs]
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         hashes = forked_map(
-            lambda job: _write(*job, shared=workers.count > 1), jobs, sizes, processes, memory // HELD, done
+            lambda job: _write(*job, shared=shard.world_size > 1), jobs, sizes, processes, memory // HELD, done
         )
     else:
-        hashes = parallel_map(lambda job: _write(*job, shared=workers.count > 1), jobs, at_once, done)
+        hashes = parallel_map(lambda job: _write(*job, shared=shard.world_size > 1), jobs, at_once, done)
     own = {name: digest for of_group in hashes for name, digest in of_group.items()}
-    return {name: digest for of_worker in workers.told(own) for name, digest in of_worker.items()}
+    return {name: digest for of_worker in shard.all_gather(own) for name, digest in of_worker.items()}
 
 
 def _worth_forking(files: Sequence[TensorFile]) -> bool:

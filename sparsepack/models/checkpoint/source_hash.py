@@ -5,12 +5,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
+from uuid import uuid4
 
 from sparsepack.errors import CheckpointError
 from sparsepack.files.hashing import PENDING_HASH, Hashing
 from sparsepack.files.stored import shown
+from sparsepack.workers.exchange import AllGather
 from sparsepack.workers.launch import number_here
-from sparsepack.workers.workers import ALONE, Workers
 
 T = TypeVar("T")
 
@@ -52,33 +53,31 @@ class SourceHash:
         """The hash where it has been taken, else `PENDING_HASH`."""
         return self._known or PENDING_HASH
 
-    def share(self, workers: Workers) -> None:
-        """Take the hash once on each machine: of workers that have opened the same files there, the first one takes it.
+    def share_beside(self, all_gather: AllGather, work: Callable[[], T]) -> T:
+        """Take the hash once on each machine while all workers do other work; returns what that gives.
 
         Raises as `sha256` does, and `WorkerLost`.
         """
-        if workers.count > 1:  # alone, it is taken when somebody asks
-            self.share_beside(workers, lambda: None)
-
-    def share_beside(self, workers: Workers, work: Callable[[], T]) -> T:
-        """Do as `share` does, also for one worker alone, while each does other work; returns what that gives."""
-        with self.meanwhile(workers) as sha256:
+        with self.meanwhile(all_gather) as sha256:
             made = work()
             sha256()
         return made
 
     @contextmanager
-    def meanwhile(self, workers: Workers = ALONE) -> Iterator[Callable[[], str]]:
+    def meanwhile(self, all_gather: AllGather = lambda value: [value]) -> Iterator[Callable[[], str]]:
         """Take the hash while the context lasts, unless it is known; yields what waits for it. Of several workers each
-        calls that at the same point of their work; the first of those on a machine takes the hash, and there `sha256`
-        waits for it, too.
+        calls that at the same point of their work; the first of those that have opened the same files on a machine
+        takes the hash, and there `sha256` waits for it, too.
 
         Waiting raises `CheckpointError` where a file cannot be read, or has changed since it was opened: other weights
         may have been read than were hashed. So does the context where its work fails over such a file. Raises
         `WorkerLost`.
         """
-        taker, told = self._taker(workers), False
-        takes = taker == workers.number
+        opened = [[str(file.resolve()), state] for file, state in self._opened.items()]
+        here = [socket.gethostname(), opened, uuid4().hex]
+        all_opened = all_gather(here)
+        taker = next(n for n, there in enumerate(all_opened) if there[:2] == here[:2])
+        takes, told = all_opened[taker] == here, False
         with self._hashing(takes) as taking:
 
             def taken() -> str:
@@ -93,7 +92,7 @@ class SourceHash:
             def shared() -> str:
                 nonlocal told
                 if not told:
-                    self._known, told = workers.told(taken() if takes else None)[taker], True
+                    self._known, told = all_gather(taken() if takes else None)[taker], True
                 return taken()
 
             before, self._waits = self._waits, taken if takes else self._waits
@@ -117,22 +116,16 @@ class SourceHash:
         finally:
             taking.abandon()
 
-    def _taker(self, workers: Workers) -> int:
-        """The first of the workers that have opened the same files on the same machine as this one."""
-        here = [socket.gethostname(), [[str(file.resolve()), state] for file, state in self._opened.items()]]
-        files = workers.told(here)
-        return files.index(files[workers.number])
-
     def _check_unchanged(self) -> None:
         for file, state in self._opened.items():
             if _state(file) != state:
                 raise CheckpointError(f"{file}: changed since it was opened; wait until it is whole, then repeat")
 
 
-def _state(file: Path) -> tuple[int, ...] | None:
+def _state(file: Path) -> list[int] | None:
     """What changes with a file's content; None where there is none."""
     try:
         found = file.stat()
     except OSError:
         return None
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+    return [found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns]

@@ -8,8 +8,7 @@ What bounds a stage that takes text through a model block by block: the disk, th
 """
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -21,25 +20,13 @@ from sparsepack.models.hf_config import token_weights
 from sparsepack.models.hf_model.blocks import BlockStream
 from sparsepack.models.hf_model.model import BlockSource, parameter_shapes
 from sparsepack.process import peak_memory
-from sparsepack.progress import EVERY, duration, say
-from sparsepack.workers.dealt import Dealt
-from sparsepack.workers.resume import ResumeState
-from sparsepack.workers.workers import ALONE
+from sparsepack.progress import duration
+from sparsepack.workers.shard import Shard
 
 
-@contextmanager
-def bound_told(label: str, stream: BlockStream, resume: ResumeState) -> Iterator[None]:
-    """Say at the end what the blocks of `stream` cost and what bounded the work within, in one line, from times that
-    were measured; nothing of work that took less than `progress.EVERY` seconds."""
-    began = time.perf_counter()
-    yield
-    seconds = time.perf_counter() - began
-    if seconds >= EVERY:
-        say(f"{label}: {bound_line(seconds, stream, resume)}")
-
-
-def bound_line(seconds: float, stream: BlockStream, resume: ResumeState) -> str:
-    """How long work took, what bounded it, and what each part took of it.
+def bound_line(stream: BlockStream, seconds: float, saving: float) -> str:
+    """How long work on the blocks of `stream` took, what bounded it, and what each part took of it, `saving` the state
+    one of them: seconds that were measured.
 
     Reading and moving a block costs only what somebody waited for it; that is shared in the proportion of the two.
     Saving the state counts as the disk's. What is left is the arithmetic's, which is not timed by itself: all that is
@@ -51,8 +38,8 @@ def bound_line(seconds: float, stream: BlockStream, resume: ResumeState) -> str:
     reading = ahead.waited_seconds * (ahead.read_seconds / fetched if fetched else 0.0)
     bus = "the bus" if stream.device.type != "cpu" else "memory"
     parts = {
-        "arithmetic": max(0.0, seconds - ahead.waited_seconds - resume.seconds),
-        "the disk": reading + resume.seconds,
+        "arithmetic": max(0.0, seconds - ahead.waited_seconds - saving),
+        "the disk": reading + saving,
         bus: ahead.waited_seconds - reading,
     }
     most = max(parts, key=lambda name: parts[name])
@@ -61,7 +48,7 @@ def bound_line(seconds: float, stream: BlockStream, resume: ResumeState) -> str:
         f"{duration(seconds)}, bound by {most}: arithmetic {duration(parts['arithmetic'])} (products at "
         f"{products / 1e12:.3g} TFLOP/s), waiting for blocks "
         f"{duration(ahead.waited_seconds)} (read {_rate(ahead.read_bytes, ahead.read_seconds)}, placed "
-        f"{_rate(ahead.moved_bytes, ahead.moved_seconds)}), saving {duration(resume.seconds)}"
+        f"{_rate(ahead.moved_bytes, ahead.moved_seconds)}), saving {duration(saving)}"
     )
 
 
@@ -133,18 +120,19 @@ def forecast_blocks(
     checkpoint: Checkpoint,
     stream: BlockStream,
     windows: Tensor,
-    dealt: Dealt,
-    run_block: Callable[[Tensor, Dealt], object],
+    shard: Shard,
+    run_block: Callable[[Tensor], object],
     sums_bytes: int = 0,
 ) -> Forecast:
     """Read a model's first block, run one batch and two batches through it, and say what a whole run comes to.
 
-    windows   -- int64 [N, S], all that the run would have; dealt -- they, among the workers that the run would have
-    run_block -- does with hidden states [n, S, H] and their parts what the run does with each block; states may change
+    windows   -- int64 [N, S], all that the run would have
+    shard     -- the first one's of them, of as many workers as the run would have
+    run_block -- does with hidden states [n, S, H] what one worker alone does with each block; states may change
 
     Raises `CheckpointError` for a block that cannot be read.
     """
-    batch = dealt.batch
+    batch = shard.batch
     hidden = stream.states(windows[:batch], None)
     stream.load(0)
     read_seconds = stream.ahead.waited_seconds
@@ -154,7 +142,7 @@ def forecast_blocks(
     def seconds(batches: int) -> float:
         states = hidden.repeat(batches, 1, 1)
         began = time.perf_counter()
-        run_block(states, Dealt(ALONE, len(states), len(hidden)))
+        run_block(states)
         if stream.device.type == "cuda":
             torch.cuda.synchronize(stream.device)
         return time.perf_counter() - began
@@ -166,10 +154,10 @@ def forecast_blocks(
     window = windows.shape[1] * hidden.shape[-1] * hidden.itemsize
     return Forecast(
         device=str(stream.device),
-        workers=dealt.workers.count,
+        workers=shard.world_size,
         windows=len(windows),
         context=windows.shape[1],
-        batches=dealt.runs,
+        batches=shard.runs,
         batch=batch,
         layers=checkpoint.layers,
         block_bytes=block_bytes,
@@ -177,10 +165,10 @@ def forecast_blocks(
         read_seconds=read_seconds,
         batch_seconds=batch_seconds,
         alone_seconds=one - batch_seconds,
-        rounds=dealt.own_runs,
+        rounds=shard.own_runs,
         memory_bytes=memory_so_far(stream.device),
-        hidden_bytes=len(dealt.own(torch.arange(len(windows)))) * window,
-        whole_bytes=len(windows) * window if dealt.workers.count > 1 else 0,
+        hidden_bytes=len(shard.own(torch.arange(len(windows)))) * window,
+        whole_bytes=len(windows) * window if shard.world_size > 1 else 0,
         sums_bytes=sums_bytes,
     )
 

@@ -19,7 +19,7 @@ from sparsepack.errors import CalibrationError
 from sparsepack.files.text import Text
 from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from sparsepack.models.hf_model.model import load_model
-from sparsepack.workers.resume import ResumeState
+from sparsepack.workers.shard import Shard
 
 OPTIONS = CalibrateOptions(context=32, samples=4, sinks=2)
 ONE = 8 * 256**2
@@ -98,15 +98,15 @@ def test_a_run_that_was_killed_within_a_run_of_blocks_ends_the_same(
 ) -> None:
     monkeypatch.setattr(residual, "MOST_BYTES", ONE)
     calibrate(small, text, tmp_path / "whole", OPTIONS)
-    save = ResumeState.save_block
+    save = Shard.save_block
 
-    def dies(self: ResumeState, layer: int, *rest: object) -> None:
+    def dies(self: Shard, layer: int, *rest: object) -> None:
         save(self, layer, *rest)
         if layer == killed:
             raise KeyboardInterrupt
 
     with monkeypatch.context() as once:
-        once.setattr(ResumeState, "save_block", dies)
+        once.setattr(Shard, "save_block", dies)
         with pytest.raises(KeyboardInterrupt):
             calibrate(small, text, tmp_path / "c", OPTIONS)
     unfinished = sorted(path.name for path in (tmp_path / ".c.unfinished").glob("run-*"))

@@ -21,7 +21,7 @@ from sparsepack.eval.run import evaluate
 from sparsepack.files.hashing import sha256_file
 from sparsepack.files.tensors import INDEX, WEIGHTS
 from sparsepack.formats.containers.safetensors import MANIFEST, sealed, unsealed
-from sparsepack.formats.containers.safetensors_writer import FolderPlan, Shard, shards_of
+from sparsepack.formats.containers.safetensors_writer import FolderPlan, WeightsFile, shards_of
 from sparsepack.formats.inspect import describe
 from sparsepack.formats.open import open_artifact
 from sparsepack.formats.plan import PlannedGroup, PlannedTensor, tensors_of
@@ -98,7 +98,7 @@ def test_groups_keep_their_order_and_stay_whole() -> None:
     shards = shards_of(groups, 12)
     names = [" ".join(tensor.name for tensor in shard.tensors) for shard in shards]
     assert names == ["0 0s 1 1s", "2 2s", "3 3s 4 4s", "5 5s"]
-    assert shards_of(groups, 1000) == (Shard(WEIGHTS, groups),)
+    assert shards_of(groups, 1000) == (WeightsFile(WEIGHTS, groups),)
     assert tensors_of([group for shard in shards for group in shard.groups]) == tensors_of(groups)
 
 

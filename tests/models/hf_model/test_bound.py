@@ -7,10 +7,10 @@ import torch
 
 from sparsepack.models.checkpoint.checkpoint import open_checkpoint
 from sparsepack.models.family import SITES
-from sparsepack.models.hf_model import forecast as bound
 from sparsepack.models.hf_model.blocks import BlockStream
-from sparsepack.models.hf_model.forecast import bound_line, bound_told
-from sparsepack.workers.resume import ResumeState
+from sparsepack.models.hf_model.forecast import bound_line
+from sparsepack.workers import shard as shards
+from sparsepack.workers.shard import ALONE
 
 
 @pytest.mark.parametrize(
@@ -42,11 +42,11 @@ from sparsepack.workers.resume import ResumeState
     ],
 )
 def test_what_took_most_is_what_bounds(read: float, moved: float, waited: float, saved: float, told: str) -> None:
-    stream, resume = BlockStream(open_checkpoint("shipped:tiny")), ResumeState(None, "")
+    stream = BlockStream(open_checkpoint("shipped:tiny"))
     ahead = stream.ahead
-    ahead.read_seconds, ahead.moved_seconds, ahead.waited_seconds, resume.seconds = read, moved, waited, saved
+    ahead.read_seconds, ahead.moved_seconds, ahead.waited_seconds = read, moved, waited
     ahead.read_bytes = 5_000_000_000
-    line = bound_line(100.0, stream, resume)
+    line = bound_line(stream, 100.0, saved)
     assert line.startswith(f"1 min 40 s, {told.replace('PRODUCTS', ' (products at 0 TFLOP/s)')}")
     assert "\n" not in line
     if read == 50.0:
@@ -56,16 +56,14 @@ def test_what_took_most_is_what_bounds(read: float, moved: float, waited: float,
 def test_short_work_says_nothing_and_long_work_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    stream, resume = BlockStream(open_checkpoint("shipped:tiny")), ResumeState(None, "")
-    with bound_told("calibrating", stream, resume):
-        stream.load(0)
+    shard, bound = ALONE.resume("", 2), lambda seconds, saving: "all is well"
+    with shard.blocks("calibrating", bound=bound) as (unfinished, _):
+        assert [*unfinished] == [0, 1]
     assert capsys.readouterr().err == ""
-    monkeypatch.setattr(bound, "EVERY", 0.0)
-    with bound_told("calibrating", stream, resume):
-        stream.load(1)
-    said = capsys.readouterr().err
-    assert said.startswith("calibrating: 0 s, bound by ")
-    assert said.count("\n") == 1
+    monkeypatch.setattr(shards, "EVERY", 0.0)
+    with shard.blocks("calibrating", bound=bound):
+        pass
+    assert capsys.readouterr().err == "calibrating: all is well\n"
 
 
 def test_operations_are_those_of_tokens_with_the_weights_of_blocks() -> None:
@@ -76,5 +74,5 @@ def test_operations_are_those_of_tokens_with_the_weights_of_blocks() -> None:
         stream.pass_on(torch.zeros(3, 5, checkpoint.config.hidden_size), 2, lambda: None)
     stream.unload()
     weights = sum(math.prod(checkpoint.stacked_shape(site, 0)) for site in SITES)
-    told = bound_line(1e-3 * weights, stream, ResumeState(None, ""))
+    told = bound_line(stream, 1e-3 * weights, 0.0)
     assert f"(products at {2 * 2 * 3 * 5 / 1e-3 / 1e12:.3g} TFLOP/s)" in told

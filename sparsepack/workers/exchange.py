@@ -1,4 +1,4 @@
-"""What one of several workers knows of the others, and how they exchange what they found.
+"""How the workers that share one piece of work exchange what they found.
 
 Small values travel through a store, tensors from process to process: from GPU to GPU by NCCL where each worker has one
 of its own, else by gloo, over the CPU's memory. Nothing is unpickled. Whoever waits sees at once when another one
@@ -18,6 +18,12 @@ from torch import Tensor
 from sparsepack.errors import WorkerLost, WorkersError
 
 T = TypeVar("T")
+
+AllGather = Callable[[Any], list[Any]]
+"""What `Exchange.all_gather` does, for functions that exchange nothing else."""
+
+Each = Callable[[Sequence[Any], Callable[[Any], Any]], list[Any]]
+"""What `Exchange.each` does."""
 
 LIMIT = 3600.0
 """An exchange waits for so many seconds at most: for the slowest worker's part, or for the hash of a large model."""
@@ -46,7 +52,7 @@ class Link(Protocol):
         """Keep no longer what this worker has set under a key."""
 
     def send(self, tensors: Sequence[Tensor], to: int) -> None:
-        """Send tensors to a worker, each on the CPU or on the worker's own GPU, where that is `Workers.gpu`. A GPU is
+        """Send tensors to a worker, each on the CPU or on the worker's own GPU, where that is `Exchange.gpu`. A GPU is
         not waited for. Raises RuntimeError where that worker is gone."""
 
     def receive(self, into: Sequence[Tensor], sender: int) -> None:
@@ -55,61 +61,72 @@ class Link(Protocol):
 
 
 @dataclass
-class Workers:
-    """The workers of one piece of work, as one of them sees them. Number 0 is the first: it alone writes the result.
+class _Spoken:
+    """How many exchanges there were, how many of them since all have last spoken, and the store's keys of what this
+    worker said that others may still read."""
+
+    exchanges: int = 0
+    unheard: int = 0
+    kept: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Exchange:
+    """One of the workers of one piece of work. Number 0 is the first: it alone writes the result.
 
     Every worker takes part in every exchange, in the same order.
 
-    number -- of this one, from 0
-    count  -- of them all
-    link   -- None for one that is alone
-    names  -- what each is called in messages: "worker 1 of 2 on HOST"
-    gpu    -- this worker's GPU, where each has one of its own: tensors there go straight to those of others. None: all
-              go over the CPU's memory
+    rank       -- the number of this one, from 0
+    world_size -- how many they are
+    link       -- None for one that is alone
+    names      -- what each is called in messages: "worker 1 of 2 on HOST"
+    gpu        -- this worker's GPU, where each has one of its own: tensors there go straight to those of others. None:
+                  all go over the CPU's memory
     """
 
-    number: int = 0
-    count: int = 1
+    rank: int = 0
+    world_size: int = 1
     link: Link | None = None
     names: tuple[str, ...] = ("this process",)
     gpu: torch.device | None = None
-    _exchanges: int = 0
-    _unheard: int = 0  # exchanges since all have last spoken
-    _kept: list[str] = field(default_factory=list)  # the store's keys of what this one said that others may still read
+    _spoken: _Spoken = field(default_factory=_Spoken)  # by all shares of this worker
 
     @property
     def first(self) -> bool:
         """Whether this is the worker that writes the result."""
-        return self.number == 0
+        return self.rank == 0
 
-    def told(self, value: Any) -> list[Any]:
+    def all_gather(self, value: Any) -> list[Any]:
         """What each worker says, in their order: JSON-able values."""
         if self.link is None:
             return [value]
-        before, self._kept, self._unheard = self._kept, [], 0
+        before, self._spoken.kept, self._spoken.unheard = self._spoken.kept, [], 0
         self._say(value)
-        said = [json.loads(self._waited(f"{self._exchanges}/{other}", other)) for other in range(self.count)]
+        number = self._spoken.exchanges
+        said = [json.loads(self._waited(f"{number}/{other}", other)) for other in range(self.world_size)]
         for key in before:  # whoever speaks now has read what was said before
             self.link.forget(key)
         return said
 
-    def told_by_first(self, value: Any) -> Any:
+    def broadcast(self, value: Any) -> Any:
         """What the first worker says, a JSON-able value; what others give is not looked at."""
         if self.link is None:
             return value
-        if self._unheard == _UNHEARD:
-            self.told(None)
-        self._unheard += 1
+        if self._spoken.unheard == _UNHEARD:
+            self.all_gather(None)
+        self._spoken.unheard += 1
         if self.first:
             self._say(value)
             return value
-        self._exchanges += 1
-        return json.loads(self._waited(f"{self._exchanges}/0", 0))
+        self._spoken.exchanges += 1
+        return json.loads(self._waited(f"{self._spoken.exchanges}/0", 0))
 
-    def agree(self, facts: Mapping[str, Any]) -> None:
-        """Raise `WorkersError` at all workers unless they have the same facts, JSON-able; the first that differs is
-        named, and where."""
-        said = self.told(dict(facts))
+    def agree(self, facts: Mapping[str, Any] | Callable[[], Mapping[str, Any]]) -> None:
+        """Raise `WorkersError` at all workers unless they have the same facts, JSON-able, or given by a function that
+        one alone does not call; the first that differs is named, and where."""
+        if self.link is None:
+            return
+        said = self.all_gather(dict(facts() if callable(facts) else facts))
         for name, value in said[0].items():
             for other, theirs in enumerate(said):
                 if theirs.get(name) != value:
@@ -120,58 +137,63 @@ class Workers:
                         f"({_short(value)}); give all workers the same command, files and versions"
                     )
 
-    def each(self, items: Sequence[T], work: Callable[[T], Any]) -> list[Any]:
-        """`work(item)` of every item, JSON-able, at all workers: each is done by one of them."""
-        mine = [work(item) for item in items[self.number :: self.count]]
-        said = self.told(mine)
-        return [said[number % self.count][number // self.count] for number in range(len(items))]
+    def each(
+        self, items: Sequence[T], work: Callable[[T], Any], done: Callable[[Sequence[T]], object] | None = None
+    ) -> list[Any]:
+        """`work(item)` of every item, JSON-able, at all workers: each is done by one of them.
 
-    def summed(self, counts: Tensor) -> Tensor:
+        done -- called after each of this one's items, with those that all have worked on meanwhile, or nearly so
+        """
+        mine = []
+        for start in range(0, len(items), self.world_size):
+            here = items[start : start + self.world_size]
+            if self.rank < len(here):
+                mine.append(work(here[self.rank]))
+                if done is not None:
+                    done(here)
+        said = self.all_gather(mine)
+        return [said[number % self.world_size][number // self.world_size] for number in range(len(items))]
+
+    def all_reduce(self, counts: Tensor) -> Tensor:
         """The sum over workers of whole numbers on the CPU, at all of them: exact, whatever the order."""
         if self.link is None:
             return counts
         assert not counts.is_floating_point()
         total = None
-        for found in self.in_order({"": counts}, self.count):
+        for found in self.gather_in_order({"": counts}, self.world_size):
             total = found[""] if total is None else total + found[""]
-        made = self.from_first(total)
-        assert made is not None
-        return made
+        return self.broadcast_tensors({} if total is None else {"": total})[""]
 
-    def from_first(self, tensor: Tensor | None) -> Tensor | None:
-        """The first worker's tensor at all of them, as `all_from_first`; None where it has none."""
-        return self.all_from_first({} if tensor is None else {"": tensor}).get("")
-
-    def all_from_first(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def broadcast_tensors(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The first worker's named tensors at all of them: there as they are, elsewhere on the CPU. What others give is
         not looked at."""
         if self.link is None:
             return dict(tensors)
-        return self._spread(tensors, self.told_by_first(_kinds(tensors)), 0, to_gpu=False)
+        return self._spread(tensors, self.broadcast(_kinds(tensors)), 0, to_gpu=False)
 
-    def of_all(self, tensors: Mapping[str, Tensor], to_gpu: bool = False) -> list[dict[str, Tensor]]:
+    def all_gather_tensors(self, tensors: Mapping[str, Tensor], to_gpu: bool = False) -> list[dict[str, Tensor]]:
         """The named tensors of each worker, in their order, at all of them: its own as they are, others on the CPU.
 
         to_gpu -- whether others are wanted on `gpu`, if there is one
         """
         if self.link is None:
             return [dict(tensors)]
-        kinds = self.told(_kinds(tensors))
-        return [self._spread(tensors, kinds[worker], worker, to_gpu) for worker in range(self.count)]
+        kinds = self.all_gather(_kinds(tensors))
+        return [self._spread(tensors, kinds[worker], worker, to_gpu) for worker in range(self.world_size)]
 
     def _spread(
         self, tensors: Mapping[str, Tensor], kinds: Mapping[str, Any], sender: int, to_gpu: bool
     ) -> dict[str, Tensor]:
         """One worker's named tensors at all of them."""
-        if self.number != sender:
-            return self._received({name: self._room(kind, to_gpu) for name, kind in kinds.items()}, sender)
+        if self.rank != sender:
+            return self._receive({name: self._room(kind, to_gpu) for name, kind in kinds.items()}, sender)
         sent = [tensor.to(self._place(to_gpu)) for tensor in tensors.values()]
-        for other in range(self.count):
+        for other in range(self.world_size):
             if other != sender:
                 self._send(sent, other)
         return dict(tensors)
 
-    def in_order(
+    def gather_in_order(
         self, tensors: Mapping[str, Tensor], having: int, alike: bool = True, to: int = 0
     ) -> Iterator[Mapping[str, Tensor]]:
         """What each of the first `having` workers found, in their order, at the first worker; elsewhere nothing.
@@ -182,21 +204,21 @@ class Workers:
                    names, types and shapes are those of `tensors` there
         """
         own = {name: (_kind(tensor), self._straight(tensor)) for name, tensor in sorted(tensors.items())}
-        kinds = [own] * having if alike else self.told(own)
-        if self.number == to:
+        kinds = [own] * having if alike else self.all_gather(own)
+        if self.rank == to:
             for other in range(having):
                 room = {} if other == to else {name: self._room(*kind) for name, kind in kinds[other].items()}
-                yield tensors if other == to else self._received(room, other)
-        elif self.number < having:
+                yield tensors if other == to else self._receive(room, other)
+        elif self.rank < having:
             self._send([tensors[name] for name in own], to)
 
     def send(self, tensor: Tensor, to: int) -> None:
         """Send a tensor on the CPU to another worker, which receives it. Raises `WorkerLost`."""
         self._send([tensor], to)
 
-    def received(self, into: Tensor, sender: int) -> Tensor:
+    def receive(self, into: Tensor, sender: int) -> Tensor:
         """`into`, a tensor on the CPU, filled with what another worker sends. Raises `WorkerLost`."""
-        return self._received({"": into}, sender)[""]
+        return self._receive({"": into}, sender)[""]
 
     def _place(self, straight: bool) -> torch.device:
         return self.gpu if straight and self.gpu is not None else torch.device("cpu")
@@ -218,7 +240,7 @@ class Workers:
         except RuntimeError as error:
             raise self._lost(to) from error
 
-    def _received(self, into: dict[str, Tensor], sender: int) -> dict[str, Tensor]:
+    def _receive(self, into: dict[str, Tensor], sender: int) -> dict[str, Tensor]:
         assert self.link is not None
         try:
             self.link.receive([*into.values()], sender)
@@ -229,37 +251,32 @@ class Workers:
     def leave(self) -> None:
         """Come to the end together. The first worker ends last, since it may hold the store that others still read;
         it waits for `_LEAVE` seconds at most: the work is done."""
-        self.told("done")
-        if self.link is not None:
-            self._left()
+        self.all_gather("done")
+        self.seen_by_all()
 
     def failed(self, line: str) -> None:
         """Say that this worker fails, and why, unless another one has said so before."""
         if self.link is not None and failure(self.link) is None:
-            self.link.set(FAILED, json.dumps({"worker": self.number, "line": line}))
+            self.link.set(FAILED, json.dumps({"worker": self.rank, "line": line}))
 
     def seen_by_all(self) -> None:
         """Let the first worker, which may hold the store, not end at a failure before the others have read why; it
         waits for `_LEAVE` seconds at most."""
-        if self.link is not None:
-            self._left()
-
-    def _left(self) -> None:
-        """Say that this worker needs nothing more; the first one waits until all have said so."""
-        assert self.link is not None
-        self.link.set(f"left/{self.number}", "")
+        if self.link is None:
+            return
+        self.link.set(f"left/{self.rank}", "")
         end = time.monotonic() + _LEAVE
         while self.first and time.monotonic() < end:
-            if all(self.link.get(f"left/{other}") is not None for other in range(self.count)):
+            if all(self.link.get(f"left/{other}") is not None for other in range(self.world_size)):
                 return
             time.sleep(_POLL)
 
     def _say(self, value: Any) -> None:
         assert self.link is not None
-        self._exchanges += 1
-        key = f"{self._exchanges}/{self.number}"
+        self._spoken.exchanges += 1
+        key = f"{self._spoken.exchanges}/{self.rank}"
         self.link.set(key, json.dumps(value))
-        self._kept.append(key)
+        self._spoken.kept.append(key)
 
     def _waited(self, key: str, other: int) -> str:
         """What a worker has said under a key, be it before one failed. Raises `WorkerLost`."""
@@ -290,13 +307,9 @@ class Workers:
             except RuntimeError:
                 break
             time.sleep(_POLL)
-        if said is not None and said["worker"] != self.number:
+        if said is not None and said["worker"] != self.rank:
             return WorkerLost(f"{self.names[said['worker']]} failed: {said['line']}")
         return WorkerLost(f"{self.names[other]} is gone; nothing is written, and the same command goes on")
-
-
-ALONE = Workers()
-"""One process that does all of the work."""
 
 
 def failure(link: Link) -> dict[str, Any] | None:

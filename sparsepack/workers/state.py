@@ -11,9 +11,7 @@ goes on from one says where it lies.
 import json
 import os
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Executor, Future
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -30,14 +28,10 @@ from sparsepack.files.stored import Name, Stored, shown, validate
 from sparsepack.files.tensors import save_tensors
 from sparsepack.files.transfer import on_host
 from sparsepack.progress import say
-from sparsepack.workers.dealt import Dealt
-from sparsepack.workers.workers import ALONE, Workers
 
 _STATE = "state.json"
-_BLOCKS = "blocks"
-
-_BEHIND = 4
-"""What so many blocks have found is kept behind the run: of some it is more than can be written while one is run."""
+BLOCKS = "blocks"
+"""The part whose values say how many decoder blocks are `done`."""
 
 SAVE_EVERY = 20.0
 """A state is saved when the one before is so many seconds old (`pause_after`)."""
@@ -60,18 +54,15 @@ def unfinished_path(output: Path) -> Path:
 
 
 @contextmanager
-def state_beside(output: Path, workers: Workers = ALONE) -> Iterator[Path]:
-    """Yield the folder for the state of the run that makes `output`; it is removed once the output is written. Of
-    several workers the first one alone keeps it. A link in its place is refused.
+def state_beside(output: Path) -> Iterator[Path]:
+    """Yield the folder for the state of the run that makes `output`; it is removed once the output is written. A link
+    in its place is refused.
 
     A run that is refused leaves no state of its own, since the same command would be refused again. An interrupt says
     whether there is a state to go on from; one stays, too, where the disk refuses the output. Raises `OutputError`
     where another process is making the output.
     """
     path = unfinished_path(output)
-    if not workers.first:
-        yield path
-        return
     with locked(output):
         check_no_link(path)
         before = _written(path)
@@ -118,44 +109,26 @@ class _State(Stored):
     parts: dict[Name, dict[str, Any]]
 
 
-def _nothing() -> None:
-    """What there is to do before most blocks are committed."""
-
-
-class ResumeState:
-    """A run's state in the folder `path` (None keeps nothing). Of several workers the first one keeps it and tells the
-    others its values; hidden states are those of all windows, so another number of workers may go on.
+class State:
+    """A run's state in the folder `path` (None keeps nothing).
 
     fingerprint -- of everything the result depends on, or what finds it, when it is first needed; the state of a run
                    with another one is removed
-    most        -- how many decoder blocks can be finished; None: any number
+    layers      -- how many decoder blocks can be finished; None: any number
     parts       -- the values that were committed last, by part; empty for a run that begins
-    workers     -- who keep it together
-    first       -- called by all workers before a block is committed first
     seconds     -- what saving blocks took so far
     """
 
-    def __init__(
-        self,
-        path: Path | None,
-        fingerprint: str | Callable[[], str],
-        most: int | None = None,
-        workers: Workers = ALONE,
-        first: Callable[[], object] = _nothing,
-    ) -> None:
-        self.path, self._found, self._most = path if workers.first else None, fingerprint, most
-        self.workers, self._first = workers, first
+    def __init__(self, path: Path | None, fingerprint: str | Callable[[], str], layers: int | None = None) -> None:
+        self.path, self.layers, self._found = path, layers, fingerprint
         self.parts: dict[str, Any] = {}
         self._files: dict[str, dict[str, str]] = {}  # name -> the part it is of, and its SHA-256
         self._unneeded: list[Path] = []
-        self._after: dict[str, tuple[Mapping[str, torch.Tensor], Dealt | None]] = {}  # the block at hand, by name
         self._saved, self._pause, self._timed = time.monotonic(), pause_after(0), False
         self.seconds = 0.0
-        self._behind: deque[Future[None]] = deque()
         if self.path is not None and os.path.lexists(self.path):
             check_no_link(self.path)
             self._read(self.path)
-        self.parts = workers.told_by_first(self.parts)
 
     @property
     def fingerprint(self) -> str:
@@ -192,15 +165,6 @@ class ResumeState:
                     remove(file)
             self._unneeded.clear()
 
-    def keep_with_blocks(self, name: str, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Write tensors that count from the next `save_block` on; should they be lost, all blocks are made anew."""
-        self.keep(_BLOCKS, name, tensors)
-
-    def begin_blocks(self, name: str, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Commit tensors with which every decoder block is made, before the first one is."""
-        self.keep_with_blocks(name, tensors)
-        self.commit(_BLOCKS, done=0)
-
     def kept(self, name: str) -> dict[str, torch.Tensor]:
         """Tensors that were kept, on the CPU; none where none were."""
         return self.load(name) if f"{name}.safetensors" in self._files else {}
@@ -213,120 +177,25 @@ class ResumeState:
         return tensors
 
     @property
-    def done(self) -> int:
-        """How many decoder blocks are finished."""
-        return int(self.parts.get(_BLOCKS, {}).get("done", 0))
-
-    def value(self, name: str, otherwise: Any = None) -> Any:
-        """A value that was committed with the last finished block."""
-        return self.parts.get(_BLOCKS, {}).get(name, otherwise)
-
-    def blocks(self) -> list[dict[str, torch.Tensor]]:
-        """What was found at each finished decoder block, from the first on."""
-        return [self.block(layer) for layer in range(self.done)]
-
-    def block(self, layer: int) -> dict[str, torch.Tensor]:
-        """What was found at one finished decoder block; nothing where nothing was."""
-        return self.kept(f"block-{layer:05}")
-
-    def hidden(self, name: str = "hidden", dealt: Dealt | None = None) -> torch.Tensor | None:
-        """The hidden states after the last finished block, if there is one; this worker's where windows are `dealt`,
-        else all of them."""
-        whole = self.load(f"{name}-{self.done:05}")["hidden"] if self.done and self.workers.first else None
-        return self.workers.from_first(whole) if dealt is None else dealt.scattered(whole)
-
-    def kept_after(self, name: str) -> dict[str, torch.Tensor]:
-        """What `keep_after` has kept after the last finished block."""
-        return self.kept(f"{name}-{self.done:05}")
-
-    def keep_hidden(self, hidden: torch.Tensor, name: str = "hidden", dealt: Dealt | None = None) -> None:
-        """Keep the hidden states after the block that is being finished, as `keep_after` does."""
-        self.keep_after(name, {"hidden": hidden}, dealt)
-
-    def keep_after(self, name: str, tensors: Mapping[str, torch.Tensor], dealt: Dealt | None = None) -> None:
-        """Keep tensors that belong to the end of the block that is being finished, if there are any, in place of those
-        kept under this name before, from the next `save_block` on that commits.
-
-        dealt -- how their rows are shared among workers; None: the first one has all of them
-        """
-        self._after[name] = tensors, dealt
-        if not self._timed:  # the first state may be the most that a short run does beside its work
-            shares = 1 if dealt is None else self.workers.count
-            seconds = shares * sum(value.nbytes for value in tensors.values()) / _WRITTEN
-            if seconds > 1.0:
-                self._pause = max(self._pause, pause_after(seconds))
-
-    def keep_with_block(self, name: str, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Keep tensors of a block that is being worked on, under a name of their own, from its `save_block` on."""
-        self.keep(_BLOCKS, name, tensors)
-
-    def due(self, layer: int) -> bool:
-        """Whether `save_block` of a block will commit: now and then, and the last one."""
-        due = layer + 1 == self._most or self._stale
-        return bool(self.workers.told_by_first(due))
-
-    @property
     def stale(self) -> bool:
-        """Whether the state that was committed last is so old that another one is worth its time, as the first worker
-        says."""
-        return bool(self.workers.told_by_first(self._stale))
-
-    @property
-    def _stale(self) -> bool:
+        """Whether the blocks that were committed last are so few that others are worth the time of saving them."""
         return time.monotonic() - self._saved >= self._pause
 
-    def save_block(
-        self,
-        layer: int,
-        found: Mapping[str, torch.Tensor] | Callable[[], Mapping[str, torch.Tensor]],
-        hidden: torch.Tensor | None = None,
-        dealt: Dealt | None = None,
-        behind: Executor | None = None,
-        **values: Any,
-    ) -> None:
-        """Keep a finished block - tensors found there, values - and the hidden states after it where the run needs
-        them. A run that was killed goes on after the last one that was committed (`due`).
+    def expect(self, nbytes: int) -> None:
+        """Pause as long as bytes ask for that will be saved, where none were yet: the first state may be the most that
+        a short run does beside its work."""
+        if not self._timed and (seconds := nbytes / _WRITTEN) > 1.0:
+            self._pause = max(self._pause, pause_after(seconds))
 
-        found  -- the tensors, or what gives them
-        behind -- a thread that keeps them while the run goes on, `_BEHIND` blocks at most. None: they are kept now
-        """
-        began = time.monotonic()
-        if behind is not None:
-            self._wait_behind(_BEHIND - 1)
-            self._behind.append(behind.submit(self._keep_found, layer, found))
-        else:
-            self._keep_found(layer, found)
-        if hidden is not None:
-            self.keep_hidden(hidden, dealt=dealt)
-        if self.due(layer):
-            self._first()
-            self._first = _nothing
-            self.wait_behind()
-            for name, (tensors, shared) in self._after.items():
-                whole = {key: value if shared is None else shared.gathered(value) for key, value in tensors.items()}
-                if whole and self.path is not None:
-                    self.keep(_BLOCKS, f"{name}-{layer + 1:05}", {k: v for k, v in whole.items() if v is not None})
-                self.drop(f"{name}-{self.done:05}")
-            self.commit(_BLOCKS, done=layer + 1, **values)
-            self._saved = time.monotonic()
-            self._pause, self._timed = pause_after(self._saved - began), True
-        self._after.clear()
+    @contextmanager
+    def timed(self) -> Iterator[None]:
+        """Within the context a block is saved; where it was committed, the next pause is as long as that took."""
+        began, before = time.monotonic(), self.parts.get(BLOCKS)
+        yield
         self.seconds += time.monotonic() - began
-
-    def _keep_found(
-        self, layer: int, found: Mapping[str, torch.Tensor] | Callable[[], Mapping[str, torch.Tensor]]
-    ) -> None:
-        tensors = found() if callable(found) else found
-        if tensors:
-            self.keep(_BLOCKS, f"block-{layer:05}", tensors)
-
-    def wait_behind(self) -> None:
-        """Wait until all blocks that were saved are kept. Raises what keeping one raised."""
-        self._wait_behind(0)
-
-    def _wait_behind(self, left: int) -> None:
-        while len(self._behind) > left:
-            self._behind.popleft().result()
+        if self.parts.get(BLOCKS) is not before:
+            self._saved, self._timed = time.monotonic(), True
+            self._pause = pause_after(self._saved - began)
 
     def _read(self, path: Path) -> None:
         """Take what is there and fits; remove the rest."""
@@ -363,8 +232,8 @@ class ResumeState:
         validate(_State, state)
         if any(Path(name).name != name for name in state["files"]):
             raise ValueError("files elsewhere")
-        done = state["parts"].get(_BLOCKS, {}).get("done", 0)
-        if type(done) is not int or done < 0 or (self._most is not None and done > self._most):
+        done = state["parts"].get(BLOCKS, {}).get("done", 0)
+        if type(done) is not int or done < 0 or (self.layers is not None and done > self.layers):
             raise ValueError("another number of blocks than there are")
 
     def _file(self, name: str) -> Path:
