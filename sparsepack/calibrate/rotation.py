@@ -197,9 +197,9 @@ def _run(
                     run_block(other, layer, turned, found)
                     shard.keep_after(_TURNED, {"hidden": turned})
                 if shard.rank == runs_model != 0:
-                    shard.send(hidden, 0)
+                    shard.send([hidden], 0)
                 elif shard.first and runs_model != 0:
-                    shard.receive(hidden, runs_model)
+                    shard.receive([hidden], runs_model)
                 shard.save_block(layer, found, hidden if shard.first else None)
                 advance()
     error = 0.0

@@ -186,11 +186,13 @@ class Exchange:
     ) -> dict[str, Tensor]:
         """One worker's named tensors at all of them."""
         if self.rank != sender:
-            return self._receive({name: self._room(kind, to_gpu) for name, kind in kinds.items()}, sender)
+            room = {name: self._room(kind, to_gpu) for name, kind in kinds.items()}
+            self.receive([*room.values()], sender)
+            return room
         sent = [tensor.to(self._place(to_gpu)) for tensor in tensors.values()]
         for other in range(self.world_size):
             if other != sender:
-                self._send(sent, other)
+                self.send(sent, other)
         return dict(tensors)
 
     def gather_in_order(
@@ -207,18 +209,30 @@ class Exchange:
         kinds = [own] * having if alike else self.all_gather(own)
         if self.rank == to:
             for other in range(having):
-                room = {} if other == to else {name: self._room(*kind) for name, kind in kinds[other].items()}
-                yield tensors if other == to else self._receive(room, other)
+                found = tensors
+                if other != to:
+                    found = {name: self._room(*kind) for name, kind in kinds[other].items()}
+                    self.receive([*found.values()], other)
+                yield found
         elif self.rank < having:
-            self._send([tensors[name] for name in own], to)
+            self.send([tensors[name] for name in own], to)
 
-    def send(self, tensor: Tensor, to: int) -> None:
-        """Send a tensor on the CPU to another worker, which receives it. Raises `WorkerLost`."""
-        self._send([tensor], to)
+    def send(self, tensors: Sequence[Tensor], to: int) -> None:
+        """Send tensors to another worker, which receives them. Raises `WorkerLost`."""
+        assert self.link is not None
+        placed = [tensor.detach().to(self._place(self._straight(tensor))).contiguous() for tensor in tensors]
+        try:
+            self.link.send(placed, to)
+        except RuntimeError as error:
+            raise self._lost(to) from error
 
-    def receive(self, into: Tensor, sender: int) -> Tensor:
-        """`into`, a tensor on the CPU, filled with what another worker sends. Raises `WorkerLost`."""
-        return self._receive({"": into}, sender)[""]
+    def receive(self, into: Sequence[Tensor], sender: int) -> None:
+        """Fill tensors with what another worker sends. Raises `WorkerLost`."""
+        assert self.link is not None
+        try:
+            self.link.receive(into, sender)
+        except RuntimeError as error:
+            raise self._lost(sender) from error
 
     def _place(self, straight: bool) -> torch.device:
         return self.gpu if straight and self.gpu is not None else torch.device("cpu")
@@ -231,22 +245,6 @@ class Exchange:
     def _straight(self, tensor: Tensor) -> bool:
         """Whether a tensor goes from GPU to GPU."""
         return self.gpu is not None and tensor.device == self.gpu
-
-    def _send(self, tensors: Sequence[Tensor], to: int) -> None:
-        assert self.link is not None
-        placed = [tensor.detach().to(self._place(self._straight(tensor))).contiguous() for tensor in tensors]
-        try:
-            self.link.send(placed, to)
-        except RuntimeError as error:
-            raise self._lost(to) from error
-
-    def _receive(self, into: dict[str, Tensor], sender: int) -> dict[str, Tensor]:
-        assert self.link is not None
-        try:
-            self.link.receive([*into.values()], sender)
-        except RuntimeError as error:
-            raise self._lost(sender) from error
-        return into
 
     def leave(self) -> None:
         """Come to the end together. The first worker ends last, since it may hold the store that others still read;

@@ -147,11 +147,14 @@ class Shard(Exchange):
             return own
         own = own.cpu()  # workers' rows may lie on GPUs or not
         if not self.first:
-            self.send(own, 0)
+            self.send([own], 0)
             return None
         whole = torch.empty(self.rows, *own.shape[1:], dtype=own.dtype)
         for other in range(self.world_size):
-            theirs = own if other == 0 else self.receive(own.new_empty(self._rows(other), *own.shape[1:]), other)
+            theirs = own
+            if other != 0:
+                theirs = own.new_empty(self._rows(other), *own.shape[1:])
+                self.receive([theirs], other)
             for part, found in zip(self._of(other), torch.split(theirs, self.size), strict=True):
                 whole[self._at(part)] = found
         return whole
@@ -171,11 +174,12 @@ class Shard(Exchange):
         if self.first:
             assert whole is not None
             for other in range(1, self.world_size):
-                self.send(torch.cat([whole[self._at(part)] for part in self._of(other)]), other)
+                self.send([torch.cat([whole[self._at(part)] for part in self._of(other)])], other)
             return self.own(whole)
         shape, dtype = kind
         mine = torch.empty(self._rows(self.rank), *shape, dtype=getattr(torch, dtype.removeprefix("torch.")))
-        return self.receive(mine, 0)
+        self.receive([mine], 0)
+        return mine
 
     def _of(self, worker: int) -> range:
         return range(worker, self.parts, self.world_size)

@@ -143,7 +143,7 @@ def test_one_that_ends_without_a_word_is_named_by_who_waits_for_it(monkeypatch: 
 
     def work(shard: Shard) -> None:
         if shard.first:
-            shard.receive(torch.empty(1), 1)
+            shard.receive([torch.empty(1)], 1)
 
     error = together(2, work)[0]
     assert isinstance(error, WorkerLost)
