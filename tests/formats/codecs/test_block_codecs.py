@@ -97,7 +97,8 @@ def test_error_is_never_above_ggml(codec: Codec, name: str) -> None:
 @every_codec
 @needs_ggml
 @pytest.mark.parametrize(
-    "model", [pytest.param("books-26m-silu", marks=pytest.mark.long), "books-26m-relu", "stories-260k"]
+    "model",
+    ["stories-260k", *(pytest.param(name, marks=pytest.mark.long) for name in ("books-26m-silu", "books-26m-relu"))],
 )
 def test_error_is_never_above_ggml_on_a_real_model(codec: Codec, model: str, shared: Path) -> None:
     # benchmarks/codecs.py goes through all of them; the first and the last block keep this short.

@@ -32,7 +32,11 @@ POLICY = policy_from(4)
 
 
 @pytest.fixture(
-    scope="module", params=[("llama", 1), ("llama", 0), ("qwen3, wide heads, yarn", 1), ("mistral, sliding window", 1)]
+    scope="module",
+    params=[
+        *(("llama", 0), ("qwen3, wide heads, yarn", 1)),
+        *(pytest.param(each, marks=pytest.mark.long) for each in (("llama", 1), ("mistral, sliding window", 1))),
+    ],
 )
 def packed(request: pytest.FixtureRequest) -> PackedModel:
     variant, dense_layers = request.param
