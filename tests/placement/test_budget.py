@@ -10,6 +10,7 @@ from sparsepack.errors import PlacementError
 from sparsepack.placement.budget import (
     Parts,
     Plan,
+    Work,
     format_bytes,
     parse_bytes,
     plan_of_share,
@@ -125,6 +126,15 @@ def test_buffers_grow_with_the_budget_from_the_least_ones(parts: Parts, beyond: 
         assert getattr(least, name) <= getattr(found, name) <= getattr(parts.work, name)
     assert found.unused >= 0
     assert found.staged % parts.record == 0
+
+
+def test_of_staging_buffers_between_the_least_and_the_most_whole_records_are_counted() -> None:
+    least = Work(positions=8, scratch=512, staged=7, steps=100, prefill=80)
+    work = replace(least, staged=7 * 1000)
+    parts = Parts(100, 50, (10,), (7,), record=7, neurons=2000, cache=40, work=work, least_work=least)
+    staged = {parts.work_within(parts.least + beyond).staged for beyond in range(0, 300_000, 999)}
+    assert len(staged) > 10
+    assert not any(size % 7 for size in staged)
 
 
 @given(models(), st.floats(0, 1))

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from models_for_tests import EVERY_FAMILY, make_model
+from pairwise import each_value
 
 from sparsepack.calibrate import permute
 from sparsepack.calibrate.permute import better_order, lost, permuted_block
@@ -41,10 +42,9 @@ def test_a_block_in_another_order_computes_the_same(family: str, tmp_path: Path)
     assert torch.allclose(stream(x), expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    "pattern", [Pattern(2, 4), Pattern(4, 6), Pattern(4, 8), Pattern(6, 8), Pattern(14, 16)], ids=str
+@each_value(
+    {"pattern": [Pattern(2, 4), Pattern(4, 6), Pattern(4, 8), Pattern(6, 8), Pattern(14, 16)], "columns": [64, 203]}
 )
-@pytest.mark.parametrize("columns", [64, 203])
 def test_a_better_order_loses_less(pattern: Pattern, columns: int) -> None:
     scores = values(100, columns)
     order = better_order(scores, pattern)

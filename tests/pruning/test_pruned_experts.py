@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from models_for_tests import EXPERTS, TEXT, make_model
+from pairwise import each_value
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -46,8 +47,7 @@ def most_in_a_group(weight: torch.Tensor, of: int) -> int:
     return int((weight.view(len(weight), -1, of) != 0).sum(-1).max())
 
 
-@pytest.mark.parametrize("family", EXPERTS)
-@pytest.mark.parametrize(("keep", "of", "method"), [(6, 8, "magnitude"), (2, 4, "sparsegpt")])
+@each_value({"family": EXPERTS, "keep, of, method": [(6, 8, "magnitude"), (2, 4, "sparsegpt")]})
 def test_every_expert_keeps_the_pattern_and_transformers_loads_it(
     models: dict[str, Path], calibrations: Any, tmp_path: Path, family: str, keep: int, of: int, method: str
 ) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from accuracy import divergence, realised, windows_of
 from models_for_tests import make_model
+from pairwise import each_value
 
 from sparsepack.calibrate import histogram, teal
 from sparsepack.calibrate.collect import CalibrateOptions
@@ -142,8 +143,7 @@ def _sizes(kv_heads):
     }
 
 
-@pytest.mark.parametrize("upstream", ["sparse", "dense"])
-@pytest.mark.parametrize("kv_heads", [1, 4], ids=["grouped queries", "as many keys"])
+@each_value({"upstream": ["sparse", "dense"], "kv_heads": [1, 4]})
 def test_teal_gives_every_block_the_target_by_parameters(calibrated, kv_heads, upstream):
     checkpoint, calibration = calibrated(kv_heads)
     table = find_thresholds(checkpoint, calibration, AllocationOptions(0.4, "teal", upstream=upstream))
@@ -156,7 +156,7 @@ def test_teal_gives_every_block_the_target_by_parameters(calibrated, kv_heads, u
         assert len({row.sparsity for row in rows.values()}) > 1
 
 
-@pytest.mark.parametrize("target", [0.94, 0.97])
+@pytest.mark.parametrize("target", [pytest.param(0.94, marks=pytest.mark.long), 0.97])
 def test_teal_reaches_high_targets_too(calibrated, target):
     """The last steps are larger than what is left at the small sites."""
     checkpoint, calibration = calibrated(1)

@@ -191,16 +191,16 @@ def test_logits_are_those_of_the_reference_engine(variant):
         torch.testing.assert_close(found, engine.teacher_forced(ids.tolist(), start), rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize(
-    "policy",
-    [
-        TokenPolicy(Fraction(1), min_context=0, recent=1, sinks=0),
-        TokenPolicy(Fraction(1, 16), min_context=0, sinks=60, recent=64),
-        TokenPolicy(Fraction(1, 16), min_context=1024),
-    ],
-    ids=["every token", "always more than there are", "below the least context"],
+@each_value(
+    {
+        "policy": [
+            TokenPolicy(Fraction(1), min_context=0, recent=1, sinks=0),
+            TokenPolicy(Fraction(1, 16), min_context=0, sinks=60, recent=64),
+            TokenPolicy(Fraction(1, 16), min_context=1024),
+        ],
+        "variant": FAMILIES,
+    }
 )
-@pytest.mark.parametrize("variant", FAMILIES)
 def test_generation_is_the_dense_one_where_every_token_is_read(variant, policy):
     _, dense, sparse = models(variant, policy=policy)
     ids = torch.randint(3, 300, (2, 12), generator=torch.Generator().manual_seed(9))

@@ -11,6 +11,7 @@ import pytest
 import torch
 from native_build import forks, instruction_set_params
 from packed_models import VARIANTS, by_neurons, random_model, stock_model, with_rules
+from pairwise import each_value
 from torch import Tensor
 
 from sparsepack.errors import ArtifactError, UserError
@@ -48,8 +49,7 @@ def with_half_cache(packed: PackedModel) -> OperationsDecoder:
     return OperationsDecoder(packed, reference_operations, torch.device("cpu"), 64, None, "f16")
 
 
-@pytest.mark.parametrize("start", [*STARTS, len(IDS)])
-@pytest.mark.parametrize("variant", VARIANTS)
+@each_value({"start": [*STARTS, len(IDS)], "variant": VARIANTS})
 def test_with_float32_kernels_only_the_half_precise_cache_differs_from_the_reference(
     variant: str, start: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -110,8 +110,7 @@ def choose_natively(engine: Engine, logits: Tensor, how: Sampling, draw: float) 
     return int(decoder.native.choose(logits, (how.temperature, how.top_k or 0, top_p, draw))[0])
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
-@pytest.mark.parametrize("size", [1, 7, 300, 20000])
+@each_value({"sampling": SAMPLINGS, "size": [1, 7, 300, 20000]})
 def test_native_sampling_chooses_what_the_sampler_chooses(sampling: Sampling, size: int) -> None:
     engine = Engine(model("llama"), backend="cpu", threads=2)
     generator = torch.Generator().manual_seed(size)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from native_build import skip_without_kernels
 from operations_for_tests import packed
+from pairwise import each_value
 from torch import Tensor
 from worker_sides import PATIENCE, Block, Side, answer, ask, check, gates_of, made, step
 
@@ -22,9 +23,7 @@ from sparsepack.runtime.hybrid.mailbox import LAST_NUMBER, Mailbox, ProductPlace
 skip_without_kernels()
 
 
-@pytest.mark.parametrize("threads", [1, 2, 3, 7])
-@pytest.mark.parametrize("texts", [1, 2, 8])
-@pytest.mark.parametrize(("count", "hidden"), [(37, 256), (1280, 512), (131, 5120)])
+@each_value({"threads": [1, 2, 3, 7], "texts": [1, 2, 8], "count, hidden": [(37, 256), (1280, 512), (131, 5120)]})
 def test_answers_are_the_sums_over_the_listed_neurons(count: int, hidden: int, texts: int, threads: int) -> None:
     side = made(Mailbox(4, count, hidden, texts), threads)
     number = 0
