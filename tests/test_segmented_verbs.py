@@ -35,6 +35,7 @@ from sparsepack.packing import PackRequest, pack
 from sparsepack.workers.shard import Shard
 from sparsepack.workers.state import state_beside
 
+LONG = pytest.mark.long
 STARTS = (1, 2)
 BASIS_FREE = ("attn_out", "mlp_mid")
 """What enters o and down does not know in which basis the residual stream is written."""
@@ -97,8 +98,10 @@ def test_perplexity_is_that_of_the_model_from_before(both: Both) -> None:
     "options",
     [
         AllocationOptions(0.5, windows=2),
-        AllocationOptions(0.5, "uniform", criterion="column-norm", upstream="dense"),
-        AllocationOptions(0.5, "teal", windows=1, include=("blk.*.attn_in", "blk.*.attn_out")),
+        pytest.param(AllocationOptions(0.5, "uniform", criterion="column-norm", upstream="dense"), marks=LONG),
+        pytest.param(
+            AllocationOptions(0.5, "teal", windows=1, include=("blk.*.attn_in", "blk.*.attn_out")), marks=LONG
+        ),
         AllocationOptions(0.5, "global", windows=2, steps=2, batch=1, length=32),
     ],
     ids=lambda options: f"{options.allocation}, {options.criterion}",

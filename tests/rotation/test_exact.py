@@ -23,6 +23,9 @@ MORE: dict[str, dict[str, Any]] = {
     "narrow, tied, head of another size": {"family": "mistral", "hidden_size": 48, "tie_word_embeddings": True},
 }
 
+LIKE_OTHERS = ("llama", "mistral, no window", "qwen2", "qwen2, every second layer slides", "odd width")
+SOME = [pytest.param(name, marks=[pytest.mark.long][: name in LIKE_OTHERS]) for name in (*FOLDERS, *MORE)]
+
 
 def some_basis(hidden: int, seed: int = 0) -> torch.Tensor:
     """A random orthogonal matrix."""
@@ -72,7 +75,7 @@ def test_the_same_function(name: str, tmp_path: Path) -> None:
     assert turned.sha256 == model.sha256
 
 
-@pytest.mark.parametrize("name", [*FOLDERS, *MORE])
+@pytest.mark.parametrize("name", SOME)
 def test_segments_are_the_same_function(name: str, tmp_path: Path) -> None:
     model = open_checkpoint(make_model(tmp_path / "m", **({**FOLDERS, **MORE}[name] | {"num_hidden_layers": 4})))
     hidden = model.config.hidden_size
@@ -91,7 +94,7 @@ def test_segments_are_the_same_function(name: str, tmp_path: Path) -> None:
         rotated(turned, bases)
 
 
-@pytest.mark.parametrize("name", [*FOLDERS, *MORE])
+@pytest.mark.parametrize("name", SOME)
 def test_values_alone_are_the_same_function(name: str, tmp_path: Path) -> None:
     model = open_checkpoint(make_model(tmp_path / "m", **{**FOLDERS, **MORE}[name]))
     turned = rotated(model, Bases(values=some_values(model)))

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pairwise import each_value
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer
 
@@ -240,8 +241,7 @@ def model_of(kind: Kind, folder: Path, cut: bool = False, **changes: Any) -> Che
     return open_checkpoint(folder)
 
 
-@pytest.mark.parametrize("cut", [False, True], ids=["", "truncated and padded"])
-@pytest.mark.parametrize("name", KINDS)
+@each_value({"cut": [False, True], "name": KINDS})
 def test_prompts_and_chats_are_tokenised_as_by_transformers(name: str, cut: bool, tmp_path: Path) -> None:
     kind = KINDS[name]
     checkpoint = model_of(kind, tmp_path / "model", cut)

@@ -58,7 +58,11 @@ def test_what_no_bin_holds_is_in_the_first_or_the_last(dtype):
 @needs_compiler
 @pytest.mark.parametrize(
     ("dtype", "most_shared"),
-    [(torch.bfloat16, 227 << 10), (torch.float16, 227 << 10), (torch.bfloat16, 99 << 10), (torch.float32, 99 << 10)],
+    [
+        *((torch.bfloat16, 227 << 10), (torch.float32, 99 << 10)),
+        pytest.param(torch.float16, 227 << 10, marks=pytest.mark.long),
+        pytest.param(torch.bfloat16, 99 << 10, marks=pytest.mark.long),
+    ],
     ids=str,
 )
 def test_a_processor_counts_by_the_same_kernel(emulation, monkeypatch, dtype, most_shared):
