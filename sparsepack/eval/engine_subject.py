@@ -7,8 +7,7 @@ from pathlib import Path
 import torch
 
 from sparsepack.errors import UserError
-from sparsepack.eval.protocols import CountingScorer, Done, Logits, Subject, ignored
-from sparsepack.eval.scorer import TokensRead
+from sparsepack.eval.protocols import CountingScorer, Done, Logits, Subject, TokensRead, ignored
 from sparsepack.formats.manifest import source_made_from
 from sparsepack.formats.open import is_artifact, open_artifact, read_packed
 from sparsepack.formats.packed import PackedModel

@@ -13,8 +13,9 @@ from sparsepack.calibrate.threshold_table import read_thresholds
 from sparsepack.cli.commands.evaluate import evaluation_table
 from sparsepack.eval.engine_subject import EngineScorer
 from sparsepack.eval.options import EvalRequest
+from sparsepack.eval.protocols import TokensRead
 from sparsepack.eval.run import evaluate
-from sparsepack.eval.scorer import SparseScorer, StreamedScorer, TokensRead
+from sparsepack.eval.scorer import SparseScorer, StreamedScorer
 from sparsepack.eval.subject import open_subject
 from sparsepack.formats.attention import attention_section
 from sparsepack.formats.open import read_packed
