@@ -181,3 +181,17 @@ def programs_table(description: Mapping[str, Any]) -> Table:
     """Which programs load an artifact (`formats.inspect.describe`)."""
     rows = [[it["program"], "yes" if it["loads"] else "no", it["what"]] for it in description["loads_in"]]
     return Table(["program", "loads it", ""], rows)
+
+
+def artifact_line(description: Mapping[str, Any]) -> str:
+    """One line on a file just made."""
+    bits = description["bits_per_weight"]
+    return (
+        f"{description['path']}: {description['kind']}, {description['file_bytes']:,} bytes, "
+        f"{_bits(bits['blocks'])} bits per weight in the blocks, {_bits(bits['file'])} overall, "
+        f"{description['sparse_sites']} sparse sites"
+    )
+
+
+def _bits(value: float | None) -> str:
+    return "no" if value is None else f"{value:.2f}"

@@ -87,6 +87,7 @@ class Option:
     choices -- the names that it may have; none: any
     least, most, above, below -- limits of a number, the last two left out themselves
     counts  -- what other fields must be for it to count, each of these; given elsewhere it is refused
+    commas  -- whether it is several names, given as one text with commas between them
     everywhere -- whether each verb, and each section of a recipe, that is told any of these options takes this one,
                   too, without naming it
     """
@@ -98,6 +99,7 @@ class Option:
     above: float | None = None
     below: float | None = None
     counts: tuple[Condition, ...] = ()
+    commas: bool = False
     everywhere: bool = False
 
     def problem(self, value: Any) -> str | None:

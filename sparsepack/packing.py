@@ -5,6 +5,7 @@ Nothing heavy is imported at the top: the command line and recipes read the defa
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,6 +20,7 @@ from sparsepack.formats.blocks.table import TYPES
 from sparsepack.formats.kinds import GATE_ORDERS
 from sparsepack.formats.table import DEFAULT_FORMAT, FORMATS, format_of, summaries, those_with
 from sparsepack.models.pattern import LARGEST_GROUP, Pattern
+from sparsepack.operation import Input, Operation
 from sparsepack.option import check_options, check_type, check_types, only_with, option, with_paths
 
 if TYPE_CHECKING:
@@ -47,10 +49,10 @@ class PackRequest:
     output: Path
     format: str = option(summaries(), default=DEFAULT_FORMAT, choices=tuple(FORMATS))
     calibration: Path | None = None
-    allocation: AllocationOptions | None = None
     thresholds: Path | None = None
-    sparse_attention: AttentionOptions | None = None
+    allocation: AllocationOptions | None = None
     fitting: RefitOptions | None = None
+    sparse_attention: AttentionOptions | None = None
     output_type: str = option("Type of the output matrix.", default="auto", choices=("auto", *TYPES))
     embedding_type: str = option("Type of the embedding.", default="auto", choices=("auto", *TYPES))
     keep: int | None = option(
@@ -413,3 +415,58 @@ def _inside(checkpoint: Checkpoint, request: PackRequest, found: Found) -> PlanR
         notes=attention.notes if attention else (),
         device=request.device,
     )
+
+
+def _table(made: Packed, output: Path) -> str:
+    from sparsepack.formats.inspect import describe
+    from sparsepack.inspection import artifact_line, score_rows
+    from sparsepack.progress import say
+
+    say(*(f"note: {note}" for note in made.notes))
+    return "\n".join([artifact_line(describe(output)), *(f"{text}: {row}" for text, row in score_rows(made.score))])
+
+
+def _say_losses(made: Packed) -> None:
+    from sparsepack.progress import say
+    from sparsepack.terminal import tell
+
+    say(*([f"note: {made.unscored}"] if made.unscored else []))
+    if made.warning:
+        tell(f"WARNING: {made.warning}", sys.stderr)
+
+
+PACK = Operation(
+    name="pack",
+    summary="Pack a model into one artifact: a GGUF file or a folder.",
+    help="""
+Pack MODEL into one artifact, with the thresholds of a calibration inside if --sparsity is given, its heavy
+channels of attention if --attention is, and weights fitted to their inputs if --refit or --quantiser gptq is.
+
+With a calibration it also says what was lost on the text that this holds out (docs/what-is-lost.md), and warns from
+5 % of perplexity on; --no-score leaves it out.
+
+With --devices, or under torchrun, several workers share the blocks and write them into one file, which all must
+reach; the artifact has the same bytes.
+""",
+    options=PackRequest,
+    inputs={
+        "calibration": Input(
+            "A folder made by `sparsepack calibrate`; needed for --sparsity, --refit, --quantiser gptq, --attention "
+            "and neuron-q4_k, for which a trace does, too."
+        ),
+        "thresholds": Input("A table made by `sparsepack thresholds`, in place of --sparsity."),
+    },
+    groups={
+        "What is skipped": ("thresholds",),
+        "Types": ("output_type", "embedding_type", "gates"),
+        "Pruned models": ("keep", "of"),
+        "Output": ("score",),
+    },
+    flags={"score": ("score", "--score/--no-score")},
+    dtype_counts=(only_with("calibration"),),
+    run="sparsepack.packing:pack",
+    forecast="sparsepack.packing_forecast:forecast",
+    table=_table,
+    notes=_say_losses,
+    output="The file or folder to make.",
+)

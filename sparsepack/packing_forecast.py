@@ -1,4 +1,4 @@
-"""`pack --dry-run`: what packing a model by some workers would take."""
+"""`pack --dry-run`, what packing a model by some workers would take, and what it takes as reckoned for a recipe."""
 
 import time
 from math import prod
@@ -7,14 +7,43 @@ from tempfile import TemporaryDirectory
 
 import torch
 
+from sparsepack.calibrate.refitting import AT_ONCE, fitting_windows
 from sparsepack.errors import PackingError
+from sparsepack.files.tensors import arithmetic
 from sparsepack.formats.containers.write_tensors import FORKED_FROM, write_files
 from sparsepack.formats.plan import Plan, PlannedGroup, TensorFile
 from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
-from sparsepack.models.hf_model.forecast import memory_so_far
+from sparsepack.models.family import SITES
+from sparsepack.models.hf_model.forecast import LIVE, block_by_block_bytes, memory_so_far
+from sparsepack.operation import Cost
 from sparsepack.packing import PackRequest, find, plan_of
-from sparsepack.packing_score import scoring_of
+from sparsepack.packing_score import cost_of, scoring_of
 from sparsepack.workers.forecast import PartsForecast
+
+
+def cost(checkpoint: Checkpoint, request: PackRequest, windows: tuple[int, int], held_out: int) -> Cost:
+    """What fitting weights takes, and scoring what was lost. Each block is run once for that, and the products of its
+    inputs cost as much again; in memory are the text's way through a block, and what its widest site is fitted with.
+
+    windows  -- of the calibration, and the tokens of each
+    held_out -- windows that it holds out
+    """
+    scored = 0
+    if request.score and request.calibration is not None:
+        attention = request.sparse_attention
+        skips = request.thresholds is not None or (attention is not None and attention.sparse)
+        each = cost_of(checkpoint, request, skips, windows)
+        scored = each.passes * min(held_out * windows[1], each.tokens)
+    if not (options := request.fit).fits:
+        return Cost(scored or None)
+    shapes = [checkpoint.stacked_shape(site) for site in SITES]
+    # Products as they come and by size, their inverse, and three of that size on the way to it; then new weights.
+    site = max(4 * (6 * columns**2 + LIVE * rows * columns) for rows, columns in shapes)
+    count, context = fitting_windows(checkpoint, options, windows)
+    batch = AT_ONCE.get(options.device.partition(":")[0], AT_ONCE["cpu"]) // context
+    size = arithmetic(options.dtype, checkpoint.dtype, options.device).itemsize
+    way = block_by_block_bytes(checkpoint, size, (count, context), min(count, max(batch, 1)))
+    return Cost(2 * count * context + scored, way + site)
 
 
 def forecast(request: PackRequest, workers: int = 1) -> PartsForecast:

@@ -68,7 +68,7 @@ def place(path: Path, options: PlaceOptions, calibration: Path | None = None) ->
         else parts_of(packed, context, cache_type, gate_copies=options.gate_copy is not None)
     )
     plan = plan_within(parts, options.budget)
-    kept = 1 - packed.target_sparsity if parts.together else 1.0
+    kept = 1 - packed.sparsity if parts.together else 1.0
     if parts.together:
         _no_calibration(calibration, "the file's matrices lie on the card or in host memory as a whole")
         slots = (parts.neurons,) * plan.downs + (0,) * (parts.blocks - plan.downs)

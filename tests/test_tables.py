@@ -2,7 +2,7 @@
 
 import pytest
 
-from sparsepack.cli.tables import verification
+from sparsepack.cli.commands.inspect import verification
 from sparsepack.tables import Styled, Table, html, markdown, show
 
 TABLE = Table(["name", "share"], [["a | [b]", "1.5 %"], ["<i>", Styled("10 %", "bad")]], "title", ["a note"])

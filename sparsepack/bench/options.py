@@ -1,12 +1,18 @@
 """What a benchmark is asked for. Nothing heavy is imported here: the command line and recipes read the defaults."""
 
 from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from sparsepack.errors import UserError
+from sparsepack.operation import Cost, Input, Operation
 from sparsepack.option import LARGEST_SEED, check_options, not_with, option
 from sparsepack.runtime.backends import backend_named, most_sequences
 from sparsepack.runtime.features import backend_asked
 from sparsepack.runtime.options import EngineOptions
+
+if TYPE_CHECKING:
+    from sparsepack.models.checkpoint.checkpoint import Checkpoint
 
 
 @dataclass(frozen=True)
@@ -53,3 +59,45 @@ class BenchSettings:
             backend_asked(replace(engine, sequences=self.batch))
         if not self.prompt and not self.generate:
             raise UserError("nothing to measure: prompt and generate are both 0; give one of them tokens")
+
+
+def cost(checkpoint: "Checkpoint", settings: BenchSettings) -> Cost:
+    """The tokens of prefill, and of decoding, dense and sparse; with slots for a share of the neurons all of it again.
+    In memory are the file and the engine's own order of it, and the array on which the memory's bandwidth is measured.
+    """
+    from sparsepack.bench.bandwidth import ARRAY_BYTES
+    from sparsepack.models.hf_model.forecast import model_parameters
+
+    runs = settings.repetitions if settings.engine.cached is None else 2 * settings.repetitions
+    prefilled = settings.prompt if settings.batch == 1 else 0
+    tokens = runs * (prefilled + 2 * settings.generate * settings.batch)
+    return Cost(tokens, ARRAY_BYTES + model_parameters(checkpoint) * 9 // 8)
+
+
+def _table(result: Any, output: Path) -> str:
+    from sparsepack.bench.run import bench_table, linears_table
+
+    return (linears_table if "products" in result else bench_table)(result)
+
+
+BENCH = Operation(
+    name="bench",
+    summary="Measure tokens per second, dense and sparse.",
+    help="""
+Measure tokens per second of an artifact, dense and sparse in turns, with the bytes that each token needs.
+
+With --cached or --vram also how many of the active neurons of a token had slots, what a token took of each memory,
+and how long the device waited for the worker.
+
+Of a slid folder, with --device cuda: the products of its Linears at 64 to 16384 tokens, beside dense BF16, INT8 and
+FP8 and other patterns; of the options, --repetitions and --device count.
+""",
+    subject=("path", "what `sparsepack pack` made"),
+    options=BenchSettings,
+    inputs={
+        "text": Input("Run this text's tokens (default: random ones, which skip less than text does).", before="seed")
+    },
+    flags={"prompt": ("-p", "--prompt"), "generate": ("-n", "--generate"), "repetitions": ("-r", "--repetitions")},
+    run="sparsepack.bench.run:bench",
+    table=_table,
+)

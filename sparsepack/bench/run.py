@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from sparsepack.formats.artifact import Artifact
 
 
-def bench(path: Path, settings: BenchSettings | None = None, text: str | None = None) -> dict[str, Any]:
+def bench(path: Path, options: BenchSettings | None = None, text: str | None = None) -> dict[str, Any]:
     """Measure an artifact on the tokens of a text (None: random ones); see `bench_decode`, also for what it raises.
 
     Of a slid folder its products are measured, see `bench_linears`; raises `UserError` where a text is given, or a
@@ -29,7 +29,7 @@ def bench(path: Path, settings: BenchSettings | None = None, text: str | None = 
     from sparsepack.models.tokenizer.windows import first_tokens
     from sparsepack.runtime.generation.generate import open_tokenizer
 
-    settings = settings or BenchSettings()
+    settings = options or BenchSettings()
     artifact = open_artifact(path)
     if artifact.format.weight_sparsity:
         return _bench_products(artifact, settings, text)

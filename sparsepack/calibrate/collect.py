@@ -2,12 +2,15 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sparsepack.errors import CalibrationError
-from sparsepack.operation import Operation
+from sparsepack.operation import Cost, Operation
 from sparsepack.option import LARGEST_SEED, check_options, option
 from sparsepack.workers import PARTS
+
+if TYPE_CHECKING:
+    from sparsepack.models.checkpoint.checkpoint import Checkpoint
 
 CRITERIA = ("magnitude", "column-norm")
 """The scores of these criteria are counted; see `calibration.criteria`."""
@@ -69,6 +72,21 @@ class CalibrateOptions:
             raise CalibrationError(f"context {self.context}, sinks {self.sinks}: expected context > sinks")
 
 
+def cost(checkpoint: "Checkpoint", options: CalibrateOptions, windows: tuple[int, int]) -> Cost:
+    """The text's way through a block, and the sums of products of the residual stream."""
+    from sparsepack.calibrate.collection import at_once
+    from sparsepack.calibrate.folder import residual_of
+    from sparsepack.files.tensors import arithmetic
+    from sparsepack.models.hf_model.forecast import block_by_block_bytes
+
+    residual = residual_of(checkpoint)
+    # Those of runs of blocks that are over, that of the run at hand, and of a batch what is added to it.
+    sums = 0 if residual is None else residual["runs"] + 3
+    size = arithmetic(options.dtype, checkpoint.dtype, options.device).itemsize
+    way = block_by_block_bytes(checkpoint, size, windows, at_once(options.batch, *windows, options.device))
+    return Cost(windows[0] * windows[1], way + sums * 8 * int(checkpoint.config.hidden_size) ** 2)
+
+
 def calibration_table(manifest: Mapping[str, Any]) -> str:
     """What a calibration was made of."""
     tokens = manifest["tokens"]
@@ -114,6 +132,7 @@ calibration has the same bytes.
     options=CalibrateOptions,
     run="sparsepack.calibrate.collection:calibrate",
     forecast="sparsepack.calibrate.collection:forecast",
+    cost=cost,
     merge=("calibration folders", "sparsepack.calibrate.folder:merge_folders"),
     table=lambda made, output: calibration_table(made.manifest),
     output="The calibration folder to make.",

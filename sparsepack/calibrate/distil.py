@@ -1,20 +1,19 @@
 """`distil`: its options, what it declares, and what was trained as text for people."""
 
-from pathlib import Path
-from typing import TYPE_CHECKING
-
-from sparsepack.operation import Input, Operation
-from sparsepack.tables import Table, markdown
-
-if TYPE_CHECKING:
-    from sparsepack.models.provenance import Distilled, Figures
 from dataclasses import dataclass, replace
-from typing import Self
+from pathlib import Path
+from typing import TYPE_CHECKING, Self
 
 from sparsepack.calibrate.collect import DTYPES, CalibrateOptions
 from sparsepack.calibrate.thresholds import AllocationOptions
 from sparsepack.errors import DistillationError
+from sparsepack.operation import Cost, Input, Operation
 from sparsepack.option import LARGEST_SEED, check_options, option
+from sparsepack.tables import Table, markdown
+
+if TYPE_CHECKING:
+    from sparsepack.models.checkpoint.checkpoint import Checkpoint
+    from sparsepack.models.provenance import Distilled, Figures, Provenance
 
 RATE_OF_WEIGHTS, RATE_OF_UPDATES, RATE_OF_PRUNED = 3e-5, 3e-4, 1e-4
 """The rates of all weights, of updates of a rank and of what pruning left, where none is asked for."""
@@ -103,6 +102,61 @@ class DistilOptions:
         return AllocationOptions(self.sparsity or 0.0, "global", offsets=self.offsets, **shared)
 
 
+def cost(checkpoint: "Checkpoint", options: DistilOptions, windows: tuple[int, int], pruned: bool = False) -> Cost:
+    """What the training takes, which trains on first halves, too, and measuring the model before and after it. In
+    memory are the model, its teacher where that is another, what is trained with its gradients and Adam's moments, what
+    enters each block, and the larger of a block's activations and a part of the logits.
+
+    pruned -- whether the model was pruned, or will be
+    """
+    from math import prod
+
+    from sparsepack.calibrate.distillation import MEASURED, matrices
+    from sparsepack.calibrate.teal import LOGITS
+    from sparsepack.calibrate.training import trained_tokens
+    from sparsepack.files.tensors import arithmetic
+    from sparsepack.models.family import SITES
+    from sparsepack.models.hf_model.forecast import LIVE, model_parameters
+
+    options = options.of_model(pruned)
+    length = min(options.length, windows[1])
+    first_halves = 3 * options.steps * options.batch * (length // 2)
+    measured = MEASURED * (length + 2 * (length + (length - length // 2 if options.sparsity else 0)))
+    size = arithmetic(options.dtype, checkpoint.dtype, options.device).itemsize
+    shapes = [checkpoint.source.shapes[name] for name in matrices(checkpoint)]
+    trained = sum(prod(shape) if options.rank is None else options.rank * sum(shape) for shape in shapes)
+    tokens = options.batch * length
+    hidden, vocabulary = int(checkpoint.config.hidden_size), int(checkpoint.config.vocab_size)
+    kept = tokens * hidden * size * (checkpoint.layers + 4)
+    at_once = tokens // 2 if options.sparsity else tokens
+    block = at_once * sum(sum(checkpoint.stacked_shape(site)) for site in SITES) * 4 * LIVE
+    logits = 8 * 4 * min(LOGITS, at_once * vocabulary)
+    models = (2 if pruned else 1) * model_parameters(checkpoint) * size
+    return Cost(
+        trained_tokens(options.steps, options.batch, length) + first_halves + measured,
+        models + 16 * trained + kept + max(block, logits),
+    )
+
+
+def predict(
+    checkpoint: "Checkpoint", options: DistilOptions, pruned: bool = False
+) -> tuple["Checkpoint", "Provenance"]:
+    """The distilled model and its record before its weights are known. pruned -- as `cost` takes it"""
+    from sparsepack.calibrate.distillation import matrices
+    from sparsepack.files.hashing import NO_HASH
+    from sparsepack.files.tensors import type_name
+    from sparsepack.models.checkpoint.writer import distilled
+    from sparsepack.models.provenance import Provenance
+
+    source = {"model": checkpoint.name, "model_sha256": checkpoint.sha256, "calibration_sha256": NO_HASH}
+    how = {"sparsity": options.of_model(pruned).sparsity, "rank": options.rank, "offsets": options.offsets}
+    figures = {name: {"sparse": 0.12345678901234567, "prompt": 0.00123456789012345} for name in ("before", "after")}
+    changes = dict.fromkeys(matrices(checkpoint), 0.0012345)
+    made = distilled(checkpoint, {}, options.weights)
+    found = {"weights": type_name(made.dtype), **figures, "changes": changes}
+    return made, Provenance({**how, **found, **source, "teacher": checkpoint.name if pruned else None})
+
+
 def distilled_text(made: "Distilled", output: Path) -> str:
     """What was trained, and how far the result is from the model, before and after."""
     from sparsepack.models.provenance import trained_in_words
@@ -154,6 +208,8 @@ goes on from the step that was kept last when the same command is given again.
         ),
     },
     run="sparsepack.calibrate.distillation:distil",
+    cost=cost,
+    predict=predict,
     table=distilled_text,
     output="The checkpoint to make, a folder.",
 )

@@ -82,7 +82,7 @@ def find_rules(
         counts[layer, site] = histogram.count(x.abs() * channels[layer, site]).cpu()
     largest = max(scales.values(), default=0.0) or 1.0
     scales = {key: max(scale, math.sqrt(_FLOOR) * largest) for key, scale in scales.items()}
-    shares = shares_at_target(counts, scales, weights, options.sparsity)
+    shares = shares_at_sparsity(counts, scales, weights, options.sparsity)
     return {
         key: SiteRule(
             channel_weights=None if _pooled(checkpoint, key[1]) else channels[key].cpu(), sparsity=shares[key]
@@ -91,10 +91,10 @@ def find_rules(
     }
 
 
-def shares_at_target(
-    counts: Mapping[SiteKey, Tensor], scales: Mapping[SiteKey, float], weights: Mapping[SiteKey, float], target: float
+def shares_at_sparsity(
+    counts: Mapping[SiteKey, Tensor], scales: Mapping[SiteKey, float], weights: Mapping[SiteKey, float], sparsity: float
 ) -> dict[SiteKey, float]:
-    """The share of each site that lies below the threshold below which the target's share of all weights lies.
+    """The share of each site that lies below the threshold below which so much of all weights lies.
 
     counts -- histograms of scores over `scales`
     """
@@ -108,7 +108,7 @@ def shares_at_target(
     high = math.log(max(scales.values()) * float(limits[-1]))
     for _ in range(50):
         middle = (low + high) / 2
-        below = sum(weights[key] * share for key, share in shares(math.exp(middle)).items()) < target
+        below = sum(weights[key] * share for key, share in shares(math.exp(middle)).items()) < sparsity
         low, high = (middle, high) if below else (low, middle)
     return shares(math.exp(high))
 

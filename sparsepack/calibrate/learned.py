@@ -178,14 +178,14 @@ def _realised(
 
 
 def _shifted(
-    realised: Mapping[SiteKey, float], weights: Mapping[SiteKey, float], target: float
+    realised: Mapping[SiteKey, float], weights: Mapping[SiteKey, float], sparsity: float
 ) -> dict[SiteKey, float]:
-    """All sparsities moved by one amount so that their weighted mean is the target."""
-    low, high, highest = -1.0, 1.0, max(_HIGHEST, target)
+    """All sparsities moved by one amount so that their weighted mean is `sparsity`."""
+    low, high, highest = -1.0, 1.0, max(_HIGHEST, sparsity)
     for _ in range(60):
         middle = (low + high) / 2
         moved = {key: min(max(value + middle, 0.0), highest) for key, value in realised.items()}
-        if sum(moved[key] * weights[key] for key in moved) > target:
+        if sum(moved[key] * weights[key] for key in moved) > sparsity:
             high = middle
         else:
             low = middle

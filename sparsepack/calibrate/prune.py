@@ -1,20 +1,20 @@
 """`prune`: its options, what it declares, and what was pruned as text for people."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
-
-from sparsepack.operation import Input, Operation
-from sparsepack.tables import Table, markdown
-
-if TYPE_CHECKING:
-    from sparsepack.models.provenance import Pruned, PrunedMatrix
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from sparsepack.calibrate.collect import CalibrateOptions
 from sparsepack.errors import PruningError
 from sparsepack.models.pattern import LARGEST_GROUP
+from sparsepack.operation import Cost, Input, Operation
 from sparsepack.option import check_options, only_with, option
+from sparsepack.tables import Table, markdown
+
+if TYPE_CHECKING:
+    from sparsepack.models.checkpoint.checkpoint import Checkpoint
+    from sparsepack.models.provenance import Provenance, Pruned, PrunedMatrix
 
 METHODS = ("magnitude", "wanda", "sparsegpt")
 _READS_TEXT = only_with("method", *METHODS[1:])
@@ -65,11 +65,16 @@ class PruneOptions:
     device: str = CalibrateOptions.device
     dtype: str = CalibrateOptions.dtype
 
+    @property
+    def reads_text(self) -> bool:
+        """Whether the method must know what enters the matrices."""
+        return self.method != METHODS[0]
+
     def check_calibration(self, calibration: Path | None) -> None:
         """Raise `PruningError` where the method needs a calibration and there is none, or reads none and there is."""
-        if self.method == METHODS[0] and calibration is not None:
+        if not self.reads_text and calibration is not None:
             raise PruningError(f"calibration {calibration}: method {self.method} reads no text; leave it out")
-        if self.method != METHODS[0] and calibration is None:
+        if self.reads_text and calibration is None:
             raise PruningError(f"method {self.method}: it needs the inputs of the matrices; give --calibration")
 
     def check(self) -> None:
@@ -78,6 +83,49 @@ class PruneOptions:
         for keep, of, where in ((self.keep, self.of, ""), *((s.keep, s.of, f"{s.site}: ") for s in self.sites)):
             if not 1 <= keep <= of or not 2 <= of <= LARGEST_GROUP or (keep == of and not where):
                 raise PruningError(f"{where}keep {keep} of {of}: expected 1 <= keep < of <= {LARGEST_GROUP}")
+
+
+def cost(checkpoint: "Checkpoint", options: PruneOptions, windows: tuple[int, int]) -> Cost:
+    """Each block is run twice: as it is, and pruned. In memory are the text's way through a block while its inputs are
+    counted, or what its matrices are pruned with."""
+    from sparsepack.calibrate.permute import AT_ONCE, SAMPLED_ROWS
+    from sparsepack.calibrate.sparsegpt import METHODS as METHODS_BY_NAME
+    from sparsepack.files.tensors import arithmetic
+    from sparsepack.models.family import SITES
+    from sparsepack.models.hf_model.forecast import LIVE, block_by_block_bytes, block_parameters
+
+    shapes = [checkpoint.stacked_shape(site) for site in SITES]
+    by_products = METHODS_BY_NAME[options.method].needs == "products"
+    products = [4 * columns**2 for _, columns in shapes] if by_products else [0]
+    count, context = (min(options.windows, windows[0]), windows[1]) if options.reads_text else (0, 0)
+    size = arithmetic(options.dtype, checkpoint.dtype, options.device).itemsize
+    way = block_by_block_bytes(checkpoint, size, (count, context), options.batch)
+    way += 2 * sum(products)  # of all windows and of a batch
+    hidden = count * context * int(checkpoint.config.hidden_size) * size
+    block = block_parameters(checkpoint) * (size + 2 * checkpoint.dtype.itemsize)
+    matrix = 4 * LIVE * max(rows * columns for rows, columns in shapes)
+    # Sums, means and factors of each site; of one its inverse on the way, and another order of both.
+    inputs = 3 * sum(products) + (5 if options.permute else 3) * max(products)
+    swaps = max(min(AT_ONCE, columns * options.of * min(rows, SAMPLED_ROWS)) for rows, columns in shapes)
+    matrices = hidden + block + inputs + matrix + (2 * 4 * swaps if options.permute else 0)
+    return Cost(2 * count * context, max(way, matrices))
+
+
+def predict(checkpoint: "Checkpoint", options: PruneOptions) -> tuple["Checkpoint", "Provenance"]:
+    """A model like the one that is pruned, and the record of the pruned one."""
+    from sparsepack.calibrate.pruning import site_patterns
+    from sparsepack.files.hashing import NO_HASH
+    from sparsepack.models.provenance import Provenance
+
+    patterns = {
+        f"{checkpoint.family.block(layer)}.{projection}": pattern
+        for (layer, site), pattern in site_patterns(checkpoint, options).items()
+        for projection in checkpoint.family.projections[site]
+    }
+    how = {"method": options.method, "permute": options.permute}
+    source = {"model": checkpoint.name, "model_sha256": checkpoint.sha256}
+    digest = NO_HASH if options.reads_text else None
+    return checkpoint, Provenance({**how, **source, "calibration_sha256": digest}, patterns)
 
 
 def pruned_table(pruned: "Pruned") -> str:
@@ -127,6 +175,8 @@ again. With --devices, or under torchrun, several workers share the windows; the
     },
     run="sparsepack.calibrate.pruning:prune",
     forecast="sparsepack.calibrate.pruning:forecast",
+    cost=cost,
+    predict=predict,
     check=PruneOptions.check_calibration,
     table=lambda made, output: pruned_table(made),
     output="The checkpoint to make, a folder.",

@@ -1,17 +1,17 @@
 """`rotate`: its options, what it declares, and what was rotated as text for people."""
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sparsepack.operation import Input, Operation
-
-if TYPE_CHECKING:
-    from sparsepack.models.provenance import Rotated
-from dataclasses import dataclass
-
 from sparsepack.calibrate.collect import DTYPES, CalibrateOptions
 from sparsepack.errors import RotationError
+from sparsepack.operation import Cost, Input, Operation
 from sparsepack.option import LARGEST_SEED, check_options, only_with, option
+
+if TYPE_CHECKING:
+    from sparsepack.models.checkpoint.checkpoint import Checkpoint
+    from sparsepack.models.provenance import Provenance, Rotated
 
 BASES = ("pca", "hadamard", "learnt")
 """The names in the table of bases (`bases`)."""
@@ -75,6 +75,50 @@ class RotateOptions:
         check_options(self, RotationError)
 
 
+def cost(checkpoint: "Checkpoint", options: RotateOptions, windows: tuple[int, int]) -> Cost:
+    """Each block is run twice, as it was and rotated, over a few tokens; bases that are learnt are trained. In memory
+    are the bases and what is largest beside them: their search, the embedding, or a block; of bases that are trained it
+    is not known."""
+    from sparsepack.calibrate.bases import ROTATIONS
+    from sparsepack.calibrate.folder import residual_of
+    from sparsepack.calibrate.rotation import TOKENS, WINDOWS
+    from sparsepack.calibrate.training import trained_tokens
+    from sparsepack.models.checkpoint.rotated import PIECE
+    from sparsepack.models.hf_config import heads_of_config
+    from sparsepack.models.hf_model.forecast import block_parameters
+
+    count, context = windows
+    tokens = 2 * min(count, WINDOWS) * min(context, TOKENS)
+    if ROTATIONS[options.basis].trains:
+        return Cost(tokens + trained_tokens(options.steps, options.batch, min(options.length, context)))
+    basis = 8 * int(checkpoint.config.hidden_size) ** 2  # a change of it between segments takes no more
+    vocabulary, hidden = checkpoint.source.shapes[checkpoint.family.embedding]
+    matrices = 2 * 4 * vocabulary * hidden  # two at a time: of the model and rotated
+    block = block_parameters(checkpoint) * (2 * 4 + checkpoint.dtype.itemsize) + (basis if options.segments > 1 else 0)
+    residual = residual_of(checkpoint)
+    moments = residual["runs"] if residual and ROTATIONS[options.basis].needs == "moments" else 0
+    heads = heads_of_config(checkpoint.config)
+    values = 8 * checkpoint.layers * heads.kv_heads * heads.head_dim**2
+    search = (moments + 4) * basis + (values if moments else 0)
+    found = options.segments * basis + values
+    return Cost(tokens, found + max(search, matrices + 2 * 8 * PIECE, block + 2 * 8 * PIECE))
+
+
+def predict(checkpoint: "Checkpoint", options: RotateOptions) -> tuple["Checkpoint", "Provenance"]:
+    """The rotated model and its record before its bases are known, with segments as long as each other."""
+    from sparsepack.files.hashing import NO_HASH
+    from sparsepack.files.tensors import type_name
+    from sparsepack.models.checkpoint.rotated import Bases, rotated
+    from sparsepack.models.provenance import Provenance
+
+    even = tuple(segment * checkpoint.layers // options.segments for segment in range(options.segments))
+    source = {"model": checkpoint.name, "model_sha256": checkpoint.sha256, "calibration_sha256": NO_HASH}
+    how = {"basis": options.basis, "boundaries": [*even[1:]], "seed": options.seed}
+    made = rotated(checkpoint, Bases(even), options.weights)
+    found = {"weights": type_name(made.dtype), "error": 1.2345678901234567e-07}
+    return made, Provenance({**how, **found, **source})
+
+
 def rotated_text(made: "Rotated", output: Path) -> str:
     """What was rotated, how far its logits are from the model's, and what it costs."""
     from sparsepack.models.provenance import basis_in_words
@@ -109,6 +153,8 @@ share the blocks, and the windows on which a basis is learnt; the result has the
     },
     run="sparsepack.calibrate.rotation:rotate",
     forecast="sparsepack.calibrate.rotation:forecast",
+    cost=cost,
+    predict=predict,
     table=rotated_text,
     output="The checkpoint to make, a folder.",
 )

@@ -111,11 +111,11 @@ def greedy_sparsities(
     layer: int,
     hidden: torch.Tensor,
     weights: Mapping[SiteKey, float],
-    target: float,
+    sparsity: float,
     base: Mapping[str, SiteRule],
     each: Each,
 ) -> dict[str, float]:
-    """Sparsity of each site of the loaded block, target on average by parameters.
+    """Sparsity of each site of the loaded block, `sparsity` on average by parameters.
 
     hidden  -- [N, S, H], what enters the block (upstream sparse)
     weights -- shares of the parameters, of the sites that may be sparse
@@ -124,12 +124,12 @@ def greedy_sparsities(
     """
     sites = [site for site in SITES if (layer, site) in weights]
     total = sum(weights[layer, site] for site in sites)
-    highest = max(HIGHEST, target)
+    highest = max(HIGHEST, sparsity)
     reference = run_at(stream, layer, hidden, dict.fromkeys(SITES, 0.0), base)
     given = dict.fromkeys(SITES, 0.0)
     spent = 0.0
-    while spent < target - 1e-9:
-        step = min(STEP, target - spent)
+    while spent < sparsity - 1e-9:
+        step = min(STEP, sparsity - spent)
         trials = [
             (site, {**given, site: min(given[site] + step * total / weights[layer, site], highest)})
             for site in sites

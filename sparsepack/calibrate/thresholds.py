@@ -6,15 +6,18 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sparsepack.calibrate.collect import CRITERIA, CalibrateOptions
 from sparsepack.errors import PackingError, ThresholdsError
 from sparsepack.models.activity import shown
 from sparsepack.models.sparse_attention import LARGEST_DENOMINATOR, TokenPolicy
-from sparsepack.operation import Input, Operation
+from sparsepack.operation import Cost, Input, Operation
 from sparsepack.option import LARGEST_SEED, check_options, not_with, only_with, option
 from sparsepack.tables import Table, markdown
+
+if TYPE_CHECKING:
+    from sparsepack.models.checkpoint.checkpoint import Checkpoint
 
 
 @dataclass(frozen=True)
@@ -251,6 +254,21 @@ def _share(text: str) -> Fraction:
     return share
 
 
+def cost(checkpoint: "Checkpoint", options: AllocationOptions, windows: tuple[int, int]) -> Cost:
+    """One block and its activations; what an allocation that trains takes of memory is not known."""
+    from sparsepack.calibrate.find_thresholds import BATCH
+    from sparsepack.calibrate.training import trained_tokens
+    from sparsepack.files.tensors import arithmetic
+    from sparsepack.models.hf_model.forecast import block_by_block_bytes
+
+    count, context = min(options.windows, windows[0]), windows[1]
+    tokens = count * context if options.upstream == "sparse" else 0
+    if ALLOCATIONS[options.allocation].trains:
+        return Cost(tokens + trained_tokens(options.steps, options.batch, min(options.length, context)))
+    size = arithmetic(options.dtype, checkpoint.dtype, options.device).itemsize
+    return Cost(tokens, block_by_block_bytes(checkpoint, size, (count, context), BATCH))
+
+
 def thresholds_table(summary: Mapping[str, Any]) -> str:
     """A thresholds table: a row per block, of each site what its threshold skips on the calibration text, and that."""
     rows = summary["rows"]
@@ -315,6 +333,7 @@ With --devices, or under torchrun, several workers share the windows; the table 
     inputs={"calibration": Input("A folder made by `sparsepack calibrate`.", required=True)},
     run="sparsepack.calibrate.find_thresholds:make_thresholds",
     forecast="sparsepack.calibrate.find_thresholds:forecast",
+    cost=cost,
     table=lambda made, output: thresholds_table(made.summary()),
     output="The table to make, as JSON.",
 )

@@ -33,6 +33,12 @@ PART = 1
 _STIFFNESS, _DUAL_RATE = 10.0, 0.3  # augmented Lagrangian that holds the sparsity
 
 
+def trained_tokens(steps: int, batch: int, length: int) -> int:
+    """The tokens that a training takes through all blocks: each window once, and its second half forwards, forwards
+    again and backwards."""
+    return steps * batch * (length + 3 * (length - length // 2))
+
+
 class TrainingOptions(Protocol):
     """What a training is asked for: `AllocationOptions` says what each means."""
 

@@ -8,17 +8,15 @@ import os
 
 import click
 
+from sparsepack.bench.options import BENCH
 from sparsepack.calibrate.collect import CALIBRATE
 from sparsepack.calibrate.distil import DISTIL
 from sparsepack.calibrate.prune import PRUNE
 from sparsepack.calibrate.rotate import ROTATE
 from sparsepack.calibrate.thresholds import THRESHOLDS
 from sparsepack.calibrate.trace import TRACE
-from sparsepack.cli.commands.bench import bench
-from sparsepack.cli.commands.evaluate import evaluate
 from sparsepack.cli.commands.generate import generate
 from sparsepack.cli.commands.inspect import inspect, verify
-from sparsepack.cli.commands.pack import pack
 from sparsepack.cli.commands.place import place
 from sparsepack.cli.commands.publish import card, push, report
 from sparsepack.cli.commands.run import run
@@ -27,9 +25,10 @@ from sparsepack.cli.commands.simulate import simulate
 from sparsepack.cli.commands.tune import tune
 from sparsepack.cli.messages import Commands, add_quiet, add_signs_of_life, concerns_the_user, quiet_option
 from sparsepack.cli.operations import command_of
-from sparsepack.cli.shared import allocation
 from sparsepack.errors import UserError
+from sparsepack.eval.options import EVAL
 from sparsepack.integration.transformers.registration import OF_COMMANDS, register
+from sparsepack.packing import PACK
 from sparsepack.version import __version__
 
 # Waiting OpenMP workers that spin make two threads slower than one when another process takes a core; torch reads this
@@ -79,8 +78,8 @@ def main() -> None:
     """
 
 
-calibrate, rotate, prune, distil, trace = map(command_of, (CALIBRATE, ROTATE, PRUNE, DISTIL, TRACE))
-thresholds = command_of(THRESHOLDS, allocation)
+calibrate, thresholds, rotate, prune, distil = map(command_of, (CALIBRATE, THRESHOLDS, ROTATE, PRUNE, DISTIL))
+pack, evaluate, bench, trace = map(command_of, (PACK, EVAL, BENCH, TRACE))
 main.add_commands("Make", calibrate, thresholds, rotate, prune, distil, pack, run)
 main.add_commands("Check", inspect, verify, evaluate, bench)
 main.add_commands("Run", generate, serve, tune)

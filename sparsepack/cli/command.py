@@ -216,6 +216,9 @@ def _kind(annotation: Any, declared: Option) -> dict[str, Any]:
     high: Any = declared.most if declared.below is None else declared.below
     if declared.choices:
         return {"type": click.Choice(declared.choices)}
+    if declared.commas:
+        help = f"{declared.help.removesuffix('.')}, comma-separated."
+        return {"default": "", "show_default": False, "callback": _names, "help": help}
     if bool in kinds:
         return {"is_flag": True}
     if int in kinds:
@@ -223,6 +226,10 @@ def _kind(annotation: Any, declared: Option) -> dict[str, Any]:
     if float in kinds:
         return {"type": click.FloatRange(low, high, declared.above is not None, declared.below is not None)}
     return {"type": PATH if Path in kinds else str, "multiple": tuple in {getattr(annotation, "__origin__", None)}}
+
+
+def _names(context: click.Context, parameter: click.Parameter, value: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in value.split(",") if name.strip())
 
 
 def taken(asked: dict[str, Any], options: type, but: Collection[str] = ()) -> dict[str, Any]:

@@ -1,21 +1,28 @@
 """The commands that are made from what an operation declares."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 import click
 
+from sparsepack.calibrate.collect import CalibrateOptions
+from sparsepack.calibrate.refit import RefitOptions
+from sparsepack.calibrate.thresholds import AllocationOptions, AttentionOptions
 from sparsepack.cli.command import (
     OUTPUT,
     PATH,
+    Existing,
     F,
     Ruled,
     command,
     element_of,
+    emit,
     from_options,
     group,
+    json_output,
     overwrite_flag,
     taken,
     together,
@@ -23,102 +30,159 @@ from sparsepack.cli.command import (
 )
 from sparsepack.cli.shared import (
     CALIBRATION,
-    compute,
+    RUNS,
+    allocation,
+    attention,
+    backend_option,
     device_option,
     devices_option,
     dry_run_option,
+    engine_flags,
+    engine_options,
+    refit,
     shard_of,
+    slots,
     tell_forecast,
+    threads_option,
+    torch_threads,
 )
-from sparsepack.operation import Input, Operation, function
-from sparsepack.option import default_of
+from sparsepack.operation import Input, Operation, function, parts_of
+from sparsepack.option import default_of, options_of
+from sparsepack.runtime.options import EngineOptions
 from sparsepack.terminal import tell
 
 _COMPUTE = ("device", "dtype")
 _MERGE = ("model", "folders", "output", "overwrite", "quiet")
 """What a merge takes."""
+_PARTS = {
+    AllocationOptions: allocation,
+    AttentionOptions: attention,
+    RefitOptions: refit,
+    EngineOptions: together(slots, engine_flags),
+}
+"""The flags of options that several operations have."""
 
 
-def command_of(operation: Operation, options: Callable[[F], F] | None = None) -> click.Command:
-    """The command of an operation. options -- its own, where another command has the same"""
+def command_of(operation: Operation) -> click.Command:
+    """The command of an operation."""
+    subject, expected = operation.subject
+    keyword = "request" if subject in {field.name for field in fields(operation.options)} else "options"
 
-    def run(output: Path, overwrite: bool, dry_run: int | None = None, **given: Any) -> None:
-        values = taken(given, operation.options)
-        for name, example in operation.examples.items():
-            if values[name] is None:
-                raise click.UsageError(f"give --{name}, for example {example}")
-        settings = operation.options(**values)
-        settings.check()
+    def run(dry_run: int | None = None, json_path: str | None = None, **given: Any) -> None:
+        output, folders = given.get("output", Path()), given.pop("folders", ())
         if operation.merge is not None:
-            folders, given["text"] = given.pop("folders"), given.pop("texts")
-            if _merges(operation, given["model"], folders, given["text"]):
-                tell(operation.table(function(operation.merge[1])(*folders, output, overwrite), output))
-                return
-        operation.check(settings, **{name: given[name] for name in operation.inputs})
-        if dry_run is not None:
-            tell_forecast(
-                lambda workers: function(operation.forecast)(options=settings, workers=workers, **given), dry_run
-            )
+            given["text"] = given.pop("texts")
+        settings = _settings(operation, given)
+        if operation.merge is not None and _merges(operation, given["model"], folders, given["text"]):
+            made = function(operation.merge[1])(*folders, output, given["overwrite"])
+            tell(operation.table(made, output))
             return
-        given |= {"output": output, "overwrite": overwrite}
+        if keyword == "request":
+            given = {}
+        operation.check(settings, **{name: given[name] for name in operation.inputs if name in given})
+        if dry_run is not None:
+            read = {name: value for name, value in given.items() if name not in ("output", "overwrite")}
+            tell_forecast(partial(function(operation.forecast), **{keyword: settings}, **read), dry_run)
+            return
         if not operation.forecast:
-            made = function(operation.run)(options=settings, **given)
+            made = function(operation.run)(**{keyword: settings}, **given)
         else:
             with shard_of(where := {"device": settings.device}) as shard:
                 on_device = replace(settings, device=where["device"])
-                made = function(operation.run)(options=on_device, shard=shard, **given)
+                made = function(operation.run)(**{keyword: on_device}, shard=shard, **given)
                 if not shard.first:
                     return
-        tell(operation.table(made, output))
+        if operation.output:
+            tell(operation.table(made, output))
+        else:
+            emit(made, json_path, lambda result: operation.table(result, output))
+        operation.notes(made)
 
-    to_make = group(OUTPUT, click.option("-o", "--output", type=PATH, required=True, help=operation.output))
-    over_text = operation.merge is not None
     text = click.option("--text", "texts", multiple=True, help="What to run; repeats.")
+    to_make = click.option("-o", "--output", type=PATH, required=True, help=operation.output)
+    flags = [*_flags(operation)]
+    of_output = [flag for heading, flag in flags if heading == OUTPUT]
+    if operation.output:
+        of_output.insert(0, group(OUTPUT, to_make))
     parameters = together(
-        click.argument("model"),
-        *((click.argument("folders", nargs=-1, type=PATH), text, to_make) if over_text else ()),
-        *_inputs(operation, ""),
-        options or _options(operation),
-        *(() if over_text else (to_make,)),
-        compute if "dtype" in get_type_hints(operation.options) else device_option,
-        *((devices_option, dry_run_option) if operation.forecast else ()),
-        overwrite_flag,
+        click.argument(subject, type=Existing(expected) if expected else None),
+        *((click.argument("folders", nargs=-1, type=PATH), text, *of_output) if operation.merge else ()),
+        *(flag for heading, flag in flags if heading != OUTPUT),
+        *(() if operation.merge else of_output),
+        *_compute(operation),
+        overwrite_flag if operation.output else json_output,
     )
     made: click.Command = command(operation.name, short_help=operation.summary, help=operation.help)(parameters(run))
     return made
 
 
-def _options(operation: Operation) -> Callable[[F], F]:
-    """The flags of all its options, as they are declared, with other inputs among them."""
+def _settings(operation: Operation, given: dict[str, Any]) -> Any:
+    """The option dataclass of an operation, from the flags of its options, taken out of `given`; checked. Raises
+    `click.UsageError` where one has to be given and is not."""
+    shared = {name: given[name] for name in _COMPUTE if name in given}
+    parts, values = parts_of(operation.options), dict[str, Any]()
+    own = {field.name for field in fields(operation.options)} - parts.keys()
+    for name, part in parts.items():
+        if part is EngineOptions:
+            values[name] = engine_options(given, operation.options)
+            continue
+        found = taken(given, part, {*own, *_COMPUTE})
+        if not any(value is None and _is_required(part, each) for each, value in found.items()):
+            values[name] = part(**found, **{each: shared[each] for each in shared.keys() & get_type_hints(part)})
+    values |= taken(given, operation.options)
+    for name, example in operation.examples.items():
+        if values[name] is None:
+            raise click.UsageError(f"give --{name}, for example {example}")
+    settings = operation.options(**values)
+    if hasattr(settings, "check"):  # others check themselves as soon as they are made
+        settings.check()
+    return settings
+
+
+def _is_required(options: type, name: str) -> bool:
+    return default_of(options, name) is None and type(None) not in get_args(get_type_hints(options)[name])
+
+
+def _flags(operation: Operation) -> Iterator[tuple[str, Callable[[Any], Any]]]:
+    """The flags of all its options, as they are declared, with the inputs among them, each with its heading."""
     headings = {name: heading for heading, names in operation.groups.items() for name in names}
-    flags: list[Callable[[F], F]] = []
-    for name, annotation in get_type_hints(operation.options).items():
-        flags += _inputs(operation, name)
-        if name not in _COMPUTE:
-            required = default_of(operation.options, name) is None and type(None) not in get_args(annotation)
-            names = [f"--{name.replace('_', '-')}"]
-            if (element := element_of(annotation)) is not None:
-                names = [f"--{fields(element)[0].name}", name]
-            flag = from_options(operation.options, *names, required=required)
-            flags.append(group(headings[name], flag) if name in headings else flag)
-    return together(*flags)
+    options, hints, parts = operation.options, get_type_hints(operation.options), parts_of(operation.options)
 
+    def under(name: str, flag: Callable[[Any], Any]) -> tuple[str, Callable[[Any], Any]]:
+        heading = headings.get(name, "")
+        return heading, group(heading, flag) if heading else flag
 
-def _inputs(operation: Operation, before: str) -> list[Callable[[F], F]]:
-    """The flags of the inputs that stand before an option, or before all."""
-    return [_input(name, each) for name, each in operation.inputs.items() if each.before == before]
+    places = {name: found.before or (name if name in hints else "") for name, found in operation.inputs.items()}
+    for field in ("", *hints):
+        yield from (under(each, _input(each, operation.inputs[each])) for each, at in places.items() if at == field)
+        if field == "" and options in _PARTS:
+            yield "", _PARTS[options]
+        elif field in parts:
+            yield "", _PARTS[parts[field]]
+        elif field in options_of(options).keys() - {*_COMPUTE} and options not in _PARTS:
+            names = operation.flags.get(field, (f"--{field.replace('_', '-')}",))
+            if (element := element_of(hints[field])) is not None:
+                names = (f"--{fields(element)[0].name}", field)
+            yield under(field, from_options(options, *names, required=_is_required(options, field)))
 
 
 def _input(name: str, found: Input) -> Callable[[F], F]:
-    kind = {"type": CALIBRATION} if name == "calibration" else {"metavar": "MODEL"}
-    return click.option(
-        f"--{name}",
-        cls=Ruled,
-        required=found.required,
-        help=found.help,
-        counts=found.counts,
-        **kind,  # type: ignore
-    )
+    kinds: dict[str, Any] = {"calibration": {"type": CALIBRATION}, "thresholds": {"type": PATH}, "text": {}}
+    kind = kinds.get(name, {"metavar": "MODEL"})
+    return click.option(f"--{name}", cls=Ruled, required=found.required, help=found.help, counts=found.counts, **kind)
+
+
+def _compute(operation: Operation) -> list[Callable[[F], F]]:
+    """Where and how it runs."""
+    hints, parts = get_type_hints(operation.options), parts_of(operation.options).values()
+    flags = [device_option]
+    if any("dtype" in get_type_hints(each) for each in (operation.options, *parts)):
+        flags.append(group(RUNS, from_options(CalibrateOptions, "--dtype", counts=operation.dtype_counts)))
+    if operation.forecast:
+        flags += [devices_option, dry_run_option]
+    if EngineOptions in parts:
+        flags += [torch_threads] if "runtime" in hints else [backend_option, threads_option]
+    return flags
 
 
 def _merges(operation: Operation, model: str, folders: tuple[Path, ...], texts: tuple[str, ...]) -> bool:

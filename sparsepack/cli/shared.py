@@ -22,7 +22,6 @@ from sparsepack.cli.command import (
     group,
     options_from,
     taken,
-    together,
 )
 from sparsepack.errors import UserError, WorkersError
 from sparsepack.option import only_with, options_of
@@ -125,7 +124,7 @@ def engine_options(asked: dict[str, Any], beside: type | None = None) -> EngineO
     return options
 
 
-compute = together(device_option, group(RUNS, from_options(CalibrateOptions, "--dtype")))
+threads_option = group(RUNS, from_options(EngineOptions, "--threads"))
 torch_threads = group(RUNS, from_options(EngineOptions, "--threads", callback=_use_threads, expose_value=False))
 """Commands without threads of their own set the number of torch's threads in the whole process."""
 
@@ -149,23 +148,11 @@ allocation = group(
 )
 
 
-def allocation_options(asked: dict[str, Any]) -> AllocationOptions | None:
-    """The allocation flags as `AllocationOptions`, taken out of `asked`; None without --sparsity."""
-    shared = {name: asked[name] for name in ("device", "dtype")}
-    values = taken(asked, AllocationOptions, shared)
-    return None if values["sparsity"] is None else AllocationOptions(**values, **shared)
-
-
 attention = group(
     "Attention",
     options_from(AttentionOptions, "--attention", "--channels", "--tokens", "--sinks", "--recent"),
     options_from(AttentionOptions, "--min-context", "--dense-layers"),
 )
-
-
-def attention_options(asked: dict[str, Any]) -> AttentionOptions:
-    """The flags of sparse attention, taken out of `asked`."""
-    return AttentionOptions(**taken(asked, AttentionOptions))
 
 
 refit = group(
@@ -174,12 +161,6 @@ refit = group(
     from_options(RefitOptions, "--refit-windows", counts=(FITS, only_with("calibration"))),
     options_from(RefitOptions, "--refit-dense", "--damping"),
 )
-
-
-def refit_options(asked: dict[str, Any]) -> RefitOptions:
-    """The flags of weights that are fitted to their inputs, taken out of `asked`."""
-    shared = {name: asked[name] for name in ("device", "dtype")}
-    return RefitOptions(**taken(asked, RefitOptions, shared), **shared)
 
 
 def _launched(context: click.Context, parameter: click.Parameter, devices: str | None) -> None:

@@ -150,7 +150,7 @@ def open_engine_subject(name: str, options: EngineOptions) -> EngineSubject:
         context=packed.architecture.context,
         source_sha256=str(packed.manifest["model"]["sha256"]),
         made_from=source_made_from(packed.manifest),
-        target_sparsity=packed.target_sparsity,
+        sparsity=packed.sparsity,
         sparse_sites=sparse_sites_of(packed.manifest, packed.rules),
         attention=packed.attention,
         packed=packed,

@@ -2,10 +2,12 @@
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from sparsepack.calibrate.collect import CalibrateOptions
 from sparsepack.errors import UserError, WorkersError
 from sparsepack.eval.protocols import PROTOCOLS
+from sparsepack.operation import Input, Operation
 from sparsepack.option import check_options, only_with, option
 from sparsepack.runtime.backends import BACKENDS, backend_named
 from sparsepack.runtime.options import EngineOptions
@@ -46,7 +48,7 @@ class EvalRequest:
         counts=_PERPLEXITY,
     )
     against: str | None = None
-    tasks: tuple[str, ...] = option("lm-eval tasks.", default=())
+    tasks: tuple[str, ...] = option("lm-eval tasks.", default=(), commas=True)
     task_path: Path | None = option(  # noqa: RUF009, it is what `field` is
         "Folder of local task YAML; nothing is looked up on a network then.",
         default=None,
@@ -57,6 +59,12 @@ class EvalRequest:
         "refused.",
         default=False,
         counts=(only_with("task_path"),),
+    )
+    runtime: str = option(
+        "What runs the model: transformers, or the engine's backend that runs an artifact for its users, with "
+        "its own kernels and rounding (cuda: on device cuda).",
+        default="transformers",
+        choices=("transformers", *BACKENDS),
     )
     limit: int | None = option("Documents per task (default: all).", default=None, least=1, counts=_TASKS)
     num_fewshot: int | None = option(
@@ -71,12 +79,6 @@ class EvalRequest:
     second_half: bool = False
     device: str = "cpu"
     dtype: str = CalibrateOptions.dtype
-    runtime: str = option(
-        "What runs the model: transformers, or the engine's backend that runs an artifact for its users, with "
-        "its own kernels and rounding (cuda: on device cuda).",
-        default="transformers",
-        choices=("transformers", *BACKENDS),
-    )
     engine: EngineOptions = field(default_factory=EngineOptions)
 
     @property
@@ -133,3 +135,39 @@ class EvalRequest:
             raise UserError(f"hold: transformers takes thresholds as they are; give --backend {able}")
         if self.protocol == "dense":
             raise UserError("hold: protocol dense skips nothing whose share could be held; take decode or all")
+
+
+def _table(result: Any, output: Path) -> str:
+    from sparsepack.eval.results import evaluation_table
+
+    return evaluation_table(result)
+
+
+EVAL = Operation(
+    name="eval",
+    summary="Measure accuracy: perplexity, KL divergence, lm-eval tasks.",
+    help="""
+Measure the accuracy of SUBJECT: a checkpoint, a checkpoint with --thresholds, or an artifact.
+
+With --devices, or under torchrun, several workers share the windows and the requests of tasks; the figures are the
+same to the last digit.
+""",
+    subject=("subject", ""),
+    options=EvalRequest,
+    inputs={
+        "thresholds": Input("Run a checkpoint with this table."),
+        "against": Input("The source model: adds KL divergence and top-token agreement.", counts=_PERPLEXITY),
+    },
+    groups={
+        "Tasks of lm-eval": (
+            *("tasks", "task_path", "trust_tasks"),
+            *("limit", "num_fewshot", "apply_chat_template", "batch"),
+        ),
+        "How it runs": ("runtime",),
+    },
+    flags={"runtime": ("--backend", "runtime")},
+    dtype_counts=(only_with("runtime", "transformers"),),
+    run="sparsepack.eval.run:evaluate",
+    forecast="sparsepack.eval.run:forecast",
+    table=_table,
+)

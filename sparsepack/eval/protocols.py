@@ -196,7 +196,7 @@ class Subject(ABC):
     context: int
     source_sha256: str
     made_from: tuple[str, ...]
-    target_sparsity: float
+    sparsity: float
     sparse_sites: Collection[Any]
     attention: SparseAttention | None
     end_tokens: tuple[int, ...] = ()

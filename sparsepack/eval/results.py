@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from sparsepack.models.activity import shown
 from sparsepack.placement.traffic import describe_hits
-from sparsepack.tables import Table
+from sparsepack.tables import Table, markdown
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -148,3 +148,32 @@ def pruning_table(evaluations: Sequence[Mapping[str, Any]], pruned: Mapping[str,
     ]
     columns = ["text", "protocol", "pruned, perplexity", "pruned / source", "result / pruned", "result / source"]
     return Table(columns, rows, "what pruning costs, and what packing and skipping add")
+
+
+def evaluation_table(result: Mapping[str, Any]) -> str:
+    """What `eval` measured."""
+    from sparsepack.calibrate.collect import precision
+    from sparsepack.models.sparse_attention import in_words
+
+    tasks, attention = result["tasks"], result["subject"]["attention"]
+    parts: list[str | Table] = [
+        f"{result['subject']['name']} ({result['subject']['kind']})\ncomputed in {precision(result['compute'])}",
+        *accuracy_tables([result]),
+    ]
+    measured = [*result["perplexity"], *([tasks] if tasks else [])]
+    if tasks:
+        parts.append(f"skipped in tasks: {skipped(tasks['realised_sparsity'])} of the block weights")
+        if tasks["served"]:
+            parts.append(f"in tasks: {describe_hits(tasks['served'])}")
+        if tasks["tokens_read"]:
+            parts.append(f"read in tasks: {share_read(tasks['tokens_read'])} of the tokens seen")
+    if any(row["realised_sparsity"]["neurons_counted"] is False for row in measured):
+        parts.append(
+            "skipped: not counted, transformers computes inactive neurons like all others; with --backend cpu they are "
+            "left out, as by generate"
+        )
+    if attention is not None:
+        told = f"{in_words(attention)}\ntokens read: by layers that read a share"
+        reads = any(row["tokens_read"] for row in measured)
+        parts.append(f"attention: {told if reads else 'not used by protocol ' + result['protocol']}")
+    return markdown(*parts)

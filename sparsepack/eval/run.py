@@ -14,18 +14,27 @@ from sparsepack.calibrate.threshold_table import Thresholds, read_thresholds
 from sparsepack.errors import TextError, UserError
 from sparsepack.eval.engine_subject import open_engine_subject
 from sparsepack.eval.options import EvalRequest
-from sparsepack.eval.perplexity import rows_together, score_windows, summarise
+from sparsepack.eval.perplexity import POSITIONS, WORDS, rows_together, score_windows, summarise
 from sparsepack.eval.protocols import CountingScorer, Subject, scored_from
+from sparsepack.eval.scorer import HIDDEN_BYTES
 from sparsepack.eval.subject import open_subject
 from sparsepack.files.hashing import combine_digests, fingerprint, sha256_file
+from sparsepack.files.tensors import arithmetic
 from sparsepack.files.text import Text, read_text
 from sparsepack.formats.open import is_artifact
 from sparsepack.formats.table import FORMATS
 from sparsepack.models.activity import skipped
-from sparsepack.models.checkpoint.checkpoint import open_checkpoint
-from sparsepack.models.hf_model.forecast import memory_so_far
+from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from sparsepack.models.hf_model.forecast import (
+    LIVE,
+    activation_bytes,
+    block_parameters,
+    memory_so_far,
+    model_parameters,
+)
 from sparsepack.models.sparse_attention import described
 from sparsepack.models.tokenizer.windows import rolling_windows, window_length
+from sparsepack.operation import Cost
 from sparsepack.option import check_type, with_paths
 from sparsepack.progress import activity
 from sparsepack.version import __version__
@@ -81,7 +90,7 @@ def evaluate(request: EvalRequest, read: Callable[[str], Text] = read_text, shar
             "kind": subject.kind,
             "source_sha256": subject.source_sha256,
             "thresholds": str(request.thresholds) if request.thresholds else None,
-            "target_sparsity": subject.target_sparsity,
+            "target_sparsity": subject.sparsity,
             "attention": None if subject.attention is None else described(subject.attention),
         },
         "protocol": protocol,
@@ -215,11 +224,30 @@ def realised_sparsity(scorer: CountingScorer, subject: Subject) -> Mapping[str, 
     by_neurons = subject.kind in FORMATS and FORMATS[subject.kind].mlp.exact
     return {
         "neurons_counted": subject.skips_neurons if by_neurons else None,
-        "target": subject.target_sparsity,
-        "target_overall": subject.target_sparsity * sparse,
+        "target": subject.sparsity,
+        "target_overall": subject.sparsity * sparse,
         **asdict(skipped(shares, realised, subject.sparse_sites)),
         "sites": {f"blk.{layer}.{site}": value for (layer, site), value in realised.items()},
     }
+
+
+def cost(checkpoint: Checkpoint, request: EvalRequest, windows: int) -> Cost:
+    """What scoring so many windows takes, ours and of the source model; what lm-eval tasks take is not known.
+
+    checkpoint -- the source model
+    """
+    context = window_length(request.context, checkpoint.config.max_position_embeddings)
+    size = arithmetic(request.dtype, checkpoint.dtype, request.device).itemsize
+    config, whole, batch = checkpoint.config, model_parameters(checkpoint) * size, request.windows_at_once
+    activations, logits = activation_bytes(checkpoint, batch * context), POSITIONS * WORDS * 4 * LIVE
+    if not request.perplexity or request.device != "cpu":
+        return Cost(2 * windows * context, (2 if request.perplexity else 1) * whole + logits + activations)
+    window = context * int(config.hidden_size) * size
+    waiting = 2 * max(batch * window, min(HIDDEN_BYTES, (request.windows or HIDDEN_BYTES) * window))
+    # The artifact's output matrix is decoded to float32, the source model's stays as it is stored.
+    heads = int(config.vocab_size) * int(config.hidden_size) * (4 + checkpoint.dtype.itemsize)
+    streamed = waiting + max(block_parameters(checkpoint) * size + activations, heads + logits)
+    return Cost(2 * windows * context, max(streamed, whole if request.tasks else 0))
 
 
 def forecast(request: EvalRequest, workers: int = 1) -> PartsForecast:

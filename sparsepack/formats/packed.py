@@ -307,7 +307,7 @@ class PackedModel:
         return {key: site.rule for key, site in sites.items() if site.rule is not None}
 
     @property
-    def target_sparsity(self) -> float:
+    def sparsity(self) -> float:
         """The sparsity that the rules were made for; 0 where there are none."""
         table = self.manifest.get("thresholds")
         value = table.get("sparsity") if isinstance(table, Mapping) else None

@@ -95,7 +95,7 @@ class StockModel:
 
     config -- the stock transformers configuration
     tensor -- the logical weights by their Hugging Face names, decoded to float32 when asked for
-    rules  -- of the sites; target_sparsity -- what they were made for; sparse_sites -- those that may be sparse
+    rules  -- of the sites; sparsity -- what they were made for; sparse_sites -- those that may be sparse
     inputs -- what the inputs of sites are quantised to, token by token, before they are multiplied
     attention -- which tokens decoded positions read; None: all
     bases -- the blocks before which the residual stream changes its basis
@@ -105,7 +105,7 @@ class StockModel:
     tensor: Callable[[str], Tensor]
     tokenizer: Any
     rules: Rules = field(default_factory=dict)
-    target_sparsity: float = 0.0
+    sparsity: float = 0.0
     sparse_sites: Collection[Any] = ()
     inputs: Mapping[SiteKey, torch.dtype] = field(default_factory=dict)
     attention: SparseAttention | None = None
@@ -136,7 +136,7 @@ def stock_of(packed: PackedModel) -> StockModel:
         dequantised(packed),
         stock_tokenizer(packed),
         rules,
-        packed.target_sparsity,
+        packed.sparsity,
         sites,
         attention=packed.attention,
         bases=tuple(packed.bases),

@@ -18,6 +18,7 @@ import yaml
 from pydantic import ValidationError
 
 from sparsepack.errors import RecipeError
+from sparsepack.recipe.gates import unmeasured
 from sparsepack.recipe.schema import RecipeModel, section_in
 from sparsepack.recipe.section import Recipe, Section
 from sparsepack.recipe.stage import Job
@@ -38,8 +39,7 @@ def _problems(recipe: Recipe) -> Iterator[str]:
                 yield from section.idle()
     gates = recipe.section("gates")
     if gates is not None:
-        for stage in STAGES:
-            yield from stage.unmeasured(recipe, gates)
+        yield from unmeasured(recipe, gates)
 
 
 def open_job(recipe: Recipe, folder: Path) -> Job:

@@ -12,10 +12,11 @@ from typing import Any
 from sparsepack import tables
 from sparsepack.process import cores
 from sparsepack.publish.page import gates_table
+from sparsepack.recipe.artifact_stages import PACK, artifact_of
+from sparsepack.recipe.gates import Verdict
 from sparsepack.recipe.run import LIBRARIES, Outcome
-from sparsepack.recipe.stage import Job, Verdict
+from sparsepack.recipe.stage import Job
 from sparsepack.recipe.stages import STAGES
-from sparsepack.recipe.stages.pack import PACK, artifact_of
 from sparsepack.version import __version__
 
 SCHEMA = 1

@@ -5,7 +5,7 @@ Run the stages of a recipe: what is up to date is skipped, the rest leaves its f
 
 import importlib.metadata
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -14,10 +14,10 @@ from sparsepack.files.atomic import remove_leftovers
 from sparsepack.files.hashing import sha256_bytes
 from sparsepack.files.lock import remove_lock
 from sparsepack.progress import activity, say
+from sparsepack.recipe.gates import judge
 from sparsepack.recipe.load import load_recipe, locate
-from sparsepack.recipe.schema import Gates
 from sparsepack.recipe.section import Recipe
-from sparsepack.recipe.stage import Job, Stage, Verdict
+from sparsepack.recipe.stage import Job, Stage
 from sparsepack.recipe.stages import STAGES
 from sparsepack.recipe.state import WorkFolder
 from sparsepack.version import __version__
@@ -175,12 +175,3 @@ def run_recipe(
     if verdicts:
         report.show_verdicts(verdicts)
     return RecipeOutcome(made, passed)
-
-
-def judge(gates: Any, results: Mapping[str, Any]) -> list[Verdict]:
-    """Every stage's verdicts on `results`, the report; None for no gates.
-
-    A verification that failed is a verdict whether or not a gate asks for it. Raises `RecipeError` for a gate on a
-    task's metric that does not exist.
-    """
-    return [verdict for stage in STAGES for verdict in stage.judge(gates or Gates(), results)]

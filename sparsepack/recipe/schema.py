@@ -8,18 +8,9 @@ from typing import Any, get_args
 from pydantic import create_model
 from pydantic.fields import FieldInfo
 
-from sparsepack.recipe.section import PATH, Limit, Recipe, Section
+from sparsepack.recipe.gates import Gates, Limit
+from sparsepack.recipe.section import PATH, Recipe, Section
 from sparsepack.recipe.stages import STAGES
-
-_gates: dict[str, Any] = {key: field for stage in STAGES for key, field in stage.gates.items()}
-Gates = create_model(
-    "Gates",
-    __base__=Section,
-    __doc__="Limits on what was measured, each with `min`, `max` or both: `{max: 1.1}`. Each applies to every row that "
-    "has the value, and the worst one is judged. A limit that is not kept, or a failed verification, ends `run` with "
-    "exit status 3.",
-    **_gates,
-)
 
 _sections: dict[str, Any] = {stage.key: (stage.type, stage.default) for stage in STAGES}
 _sections["gates"] = (Gates | None, None)

@@ -8,10 +8,11 @@ from collections.abc import Iterator
 from dataclasses import fields
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, get_args, get_type_hints
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic.fields import FieldInfo
 
 from sparsepack.calibrate.collect import CalibrateOptions
+from sparsepack.operation import Operation
 from sparsepack.option import default_of, idle, options_of
 
 PATH = "path"
@@ -37,16 +38,20 @@ Names = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], BeforeValidat
 class Section(BaseModel):
     """What all sections share.
 
-    A section may name the option dataclass that it becomes, `options`, and others that it has fields of, `also`. Its
-    fields of the same names are declared there; here they only have their types, and those that `also` want everywhere
-    need not be named at all. With `every` it has all that `options` declares but what the recipe says for all sections.
+    A section may name the option dataclass that it becomes, `options`, and others that it has fields of, `also`. One of
+    an `operation` has its name as its key, unless it says otherwise, and `every` one of its options. Its
+    fields of the same names are declared there; here they only have their types. With `every` it has all that these
+    declare, named here or not, but what the recipe says for all sections and what it is `without`; in place of a field
+    it may have one with the plural of its name.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+    operation: ClassVar[Operation]
     key: ClassVar[str]
     options: ClassVar[type]
     also: ClassVar[tuple[type, ...]] = ()
     every: ClassVar[bool] = False
+    without: ClassVar[tuple[str, ...]] = ()
 
     if TYPE_CHECKING:  # fields that only `options` declares
 
@@ -55,21 +60,30 @@ class Section(BaseModel):
     @classmethod
     def __pydantic_init_subclass__(cls, **settings: Any) -> None:
         super().__pydantic_init_subclass__(**settings)
+        if "operation" in cls.__dict__:
+            cls.options, cls.every, cls.key = cls.operation.options, True, cls.__dict__.get("key", cls.operation.name)
         if "options" in cls.__dict__:
-            for options in cls.also:
-                for name in (name for name, declared in options_of(options).items() if declared.everywhere):
-                    cls.model_fields.setdefault(name, FieldInfo(annotation=get_type_hints(options)[name]))
             if cls.every:
-                hints = {name: get_type_hints(cls.options)[name] for name in options_of(cls.options)}
-                own = {name: cls.model_fields.pop(name) for name in hints.keys() & cls.model_fields.keys()}
-                for name, hint in hints.items():
-                    if name not in Recipe.model_fields:
-                        given = FieldInfo(annotation=Names if hint == tuple[str, ...] else hint)
-                        cls.model_fields[name] = own.get(name, given)
+                cls._take_all()
             for options in (*reversed(cls.also), cls.options):
                 for name in cls.model_fields.keys() & options_of(options).keys():
                     _declare(cls.model_fields[name], options, name)
             cls.model_rebuild(force=True)
+
+    @classmethod
+    def _take_all(cls) -> None:
+        """Have all fields, in the order in which they are declared."""
+        own = dict(cls.model_fields)
+        declared: dict[str, FieldInfo] = {}
+        for options in (cls.options, *cls.also):
+            hints = get_type_hints(options)
+            for name in (name for name in options_of(options) if name not in (*Recipe.model_fields, *cls.without)):
+                key = f"{name}s" if f"{name}s" in own else name
+                taken = FieldInfo(annotation=Names if hints[name] == tuple[str, ...] else hints[name])
+                declared.setdefault(key, own.pop(key, taken))
+        for name, field in declared.items():
+            cls.model_fields.pop(name, None)
+            cls.model_fields[name] = field
 
     def as_options(self, recipe: "Recipe") -> Any:
         """The option dataclass that it becomes, with the recipe's device and type."""
@@ -119,26 +133,6 @@ def _declare(field: FieldInfo, options: type, name: str) -> None:
     bounds = {"ge": declared.least, "gt": declared.above, "le": declared.most, "lt": declared.below}
     given: dict[str, Any] = {kind: bound for kind, bound in bounds.items() if bound is not None}
     field.metadata += Field(**given).metadata
-
-
-class Limit(Section):
-    """The values that pass: `min <= value <= max`; one of the two may be left out."""
-
-    min: float | None = Field(None, description="The smallest value that passes.")
-    max: float | None = Field(None, description="The largest value that passes.")
-
-    @model_validator(mode="after")
-    def _some_value_passes(self) -> Self:
-        if self.min is None and self.max is None:
-            raise ValueError("expected min, max or both")
-        if self.min is not None and self.max is not None and self.min > self.max:
-            raise ValueError(f"min {self.min:g} is above max {self.max:g}: nothing could pass")
-        return self
-
-
-def limit(meaning: str) -> tuple[Any, None]:
-    """A gate on a measured value, as `Stage.gates` has it."""
-    return Annotated[Limit | None, Field(description=meaning)], None
 
 
 class Recipe(Section):

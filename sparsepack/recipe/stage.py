@@ -1,14 +1,13 @@
-"""What a stage of a recipe is: one record, made in a file of `stages/` that holds all that belongs to it."""
+"""What a stage of a recipe is, and the recipe on its way through them."""
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sparsepack.errors import TextError
-from sparsepack.recipe.section import Limit, Recipe
+from sparsepack.errors import TextError, UserError
+from sparsepack.operation import Cost
+from sparsepack.recipe.section import Recipe
 from sparsepack.tables import Part
 
 if TYPE_CHECKING:
@@ -17,50 +16,12 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """One bound of one gate. `measured` is None where the evaluation gave no number: then the gate fails."""
-
-    gate: str
-    measured: float | None
-    limit: str
-    where: str
-    passed: bool
-
-
-@dataclass(frozen=True)
-class Value:
-    """What a gate looks at: a measured value, and where it was."""
-
-    where: str
-    value: float | None
-
-
-def judged(name: str, limit: Limit | None, values: Iterable[Value]) -> Iterator[Verdict]:
-    """A verdict per bound, on the value that is worst for it; one without a number is the worst there is."""
-    from sparsepack.publish.page import readable
-
-    if limit is None:
-        return
-    measured = list(values)
-    for bound, sign in ((limit.min, -1.0), (limit.max, 1.0)):
-        if bound is None:
-            continue
-        worst = max(measured, key=partial(_badness, sign))
-        passed = _badness(sign, worst) <= sign * bound
-        allowed = f"{'at most' if sign > 0 else 'at least'} {readable(bound)}"
-        yield Verdict(name, worst.value, allowed, worst.where, passed)
-
-
-def _badness(sign: float, row: Value) -> float:
-    return math.inf if row.value is None or math.isnan(row.value) else sign * row.value
-
-
-@dataclass(frozen=True)
 class Job:
     """A recipe on its way: the model opened, the texts as far as they were asked for, the folder of the outputs.
 
-    made   -- name in that folder of the model, where a stage made it from the recipe's (`Stage.makes`); else empty
-    before -- the job as that stage saw it
+    made    -- name in that folder of the model, where a stage made it from the recipe's (`Stage.makes`); else empty
+    before  -- the job as that stage saw it
+    records -- by stage, those of models that are still to be made (`Stage.predict`)
     """
 
     recipe: Recipe
@@ -68,6 +29,7 @@ class Job:
     folder: Path
     made: str = ""
     before: "Job | None" = None
+    records: Mapping[str, Any] = field(default_factory=dict)
     _texts: dict[tuple[str, ...], "Text"] = field(default_factory=dict)
 
     @property
@@ -88,9 +50,10 @@ class Job:
 
     def ahead_of(self, stage: "Stage") -> "Job":
         """The job as the stages behind one that has not run may reckon with it."""
-        if stage.expected is None or not stage.runs(self.recipe):
+        if stage.predict is None or not stage.runs(self.recipe):
             return self
-        return replace(self, checkpoint=stage.expected(self, self.recipe.section(stage.key)))
+        checkpoint, record = stage.predict(self, self.recipe.section(stage.key))
+        return replace(self, checkpoint=checkpoint, records={**self.records, stage.name: record})
 
     def text(self, names: Sequence[str], key: str = "") -> "Text":
         """Several texts as one, read once. Raises `TextError` where one cannot be, naming the recipe's `key`."""
@@ -105,6 +68,12 @@ class Job:
                 raise TextError(f"{where}{error}{f'; for a text of yours: --set {key}=FILE' if key else ''}") from error
         return self._texts[section]
 
+    def windows_of(self, names: Sequence[str], context: int, most: int | None) -> int:
+        """Windows of a text that are run: all there are, or `most` of them (None or 0: all)."""
+        from sparsepack.models.tokenizer.windows import count_windows
+
+        return count_windows(self.checkpoint.tokenizer, self.text(names), context, most or None)
+
     def too_long(self, name: str, tokens: int | None) -> Iterator[str]:
         """What is wrong with so many tokens at a time, if they are more than the model was made for."""
         longest = int(self.checkpoint.config.max_position_embeddings)
@@ -118,14 +87,14 @@ def _nothing(*_: Any) -> tuple[()]:
 
 @dataclass(frozen=True)
 class Stage:
-    """One stage: what it is asked, when it is run again, what it does, what it says, what it can be judged by.
+    """One stage: what it is asked, when it is run again, what it does, what it says.
 
     Its functions get its part of the recipe as `section`, and are only called where the recipe has it.
 
     key, type, default -- of that part: `type` is what pydantic takes, a section or a plain type
     needs    -- the stages that its outputs are made from, besides those that make the model
     makes    -- the name of an output that is a checkpoint and, from then on, the model of all stages behind it
-    expected -- that model, as far as it is known before it is made; None: like the one that it is made from
+    predict  -- that model and its record, as far as they are known before it is made; None: it makes none
     outputs  -- the files and folders that it leaves, relative to the work folder, by its section
     settings -- everything that its outputs depend on besides `needs`, the model, device and dtype; JSON-able. By itself
                 its section
@@ -133,14 +102,11 @@ class Stage:
     wanted   -- whether it runs where its section is there
     problems -- what does not go together in the recipe, a sentence each, found before anything is opened
     misfits  -- what the model or a text does not allow, likewise; raises `UserError` where one cannot be read
-    tokens, memory -- of the dry run: tokens through the model, bytes of tensors at the peak; None: not known beforehand
+    cost     -- of the dry run: what it takes
     plan     -- more of the dry run, JSON-able, by key; called with None where the recipe has no such part
     show_plan -- that as lines and tables
     result   -- key in the report, how it is read from the work folder, and its value where the stage is left out
     show     -- lines and tables of the report
-    gates    -- key in `gates:` -> its type and default
-    unmeasured -- (recipe, gates) -> gates on what the recipe does not measure
-    judge    -- (gates, report) -> a verdict for every bound
     """
 
     name: str
@@ -152,19 +118,15 @@ class Stage:
     default: Any = None
     needs: tuple[str, ...] = ()
     makes: str = ""
-    expected: "Callable[[Job, Any], Checkpoint] | None" = None
+    predict: "Callable[[Job, Any], tuple[Checkpoint, Any]] | None" = None
     wanted: Callable[[Recipe, Any], bool] = lambda recipe, section: True
     problems: Callable[[Recipe, Any], Iterable[str]] = _nothing
     misfits: Callable[[Job, Any], Iterable[str]] = _nothing
-    tokens: Callable[[Job, Any], int | None] = lambda job, section: None
-    memory: Callable[[Job, Any], int | None] = lambda job, section: None
+    cost: Callable[[Job, Any], Cost] = lambda job, section: Cost()
     plan: Callable[[Job, Any], Mapping[str, Any]] = lambda job, section: {}
     show_plan: Callable[[Mapping[str, Any]], Iterable[Part]] = _nothing
     result: tuple[str, Callable[[Path], Any], Any] | None = None
     show: Callable[[Mapping[str, Any]], Iterable[Part]] = _nothing
-    gates: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)
-    unmeasured: Callable[[Recipe, Any], Iterable[str]] = _nothing
-    judge: "Callable[[Any, Mapping[str, Any]], Iterable[Verdict]]" = _nothing
 
     def runs(self, recipe: Recipe) -> bool:
         """Whether the recipe asks for it."""
@@ -182,3 +144,12 @@ def read_json(name: str) -> Callable[[Path], Any]:
     import json
 
     return lambda folder: json.loads((folder / name).read_text(encoding="utf-8"))
+
+
+def refusals(key: str, *checks: Callable[[], Any]) -> Iterator[str]:
+    """What the first check says that raises `UserError`, as a line about a section."""
+    try:
+        for check in checks:
+            check()
+    except UserError as error:
+        yield f"{key}: {error}"

@@ -66,7 +66,7 @@ def _float32(x: float) -> float:
 def threshold_controller_of(packed: PackedModel) -> ThresholdController:
     """What a model's share is held at: the target that its thresholds were made for. Raises `UserError` for a model
     without thresholds, and for a target that is not known or nothing."""
-    rules, target = packed.rules, packed.target_sparsity
+    rules, target = packed.rules, packed.sparsity
     if not rules:
         raise UserError(
             "hold: the model has no thresholds that could be scaled; pack it with --calibration and --sparsity, or "

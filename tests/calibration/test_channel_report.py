@@ -8,8 +8,7 @@ from click.testing import CliRunner
 
 from sparsepack.calibrate import folder
 from sparsepack.calibrate.statistics import Importance, channel_report, token_report
-from sparsepack.cli.commands.inspect import inspect
-from sparsepack.cli.tables import channels_table
+from sparsepack.cli.commands.inspect import channels_table, inspect
 
 
 def _same(value: torch.Tensor) -> Importance:

@@ -129,6 +129,6 @@ def test_a_library_that_finds_no_memory_to_be_loaded_is_one_line(
     def fails_to_load(path: Path) -> None:
         raise OSError("libgomp.so.1: failed to map segment from shared object")
 
-    monkeypatch.setattr("sparsepack.inspection.detect_kind", fails_to_load)
+    monkeypatch.setattr("sparsepack.cli.commands.inspect.detect_kind", fails_to_load)
     (tmp_path / "m.gguf").touch()
     assert "out of memory" in fails("inspect", str(tmp_path / "m.gguf"), code=1)

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from sparsepack.cli.commands.evaluate import evaluation_table
 from sparsepack.errors import TextError, UserError
 from sparsepack.eval.options import EvalRequest
+from sparsepack.eval.results import evaluation_table
 from sparsepack.eval.run import evaluate
 from sparsepack.eval.subject import open_subject
 from sparsepack.files.text import read_text

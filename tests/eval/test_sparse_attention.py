@@ -10,10 +10,10 @@ from artifacts_for_tests import write_zigzag
 from models_for_tests import EVERY_FAMILY, VOCABULARY, WINDOWED, make_model
 
 from sparsepack.calibrate.threshold_table import read_thresholds
-from sparsepack.cli.commands.evaluate import evaluation_table
 from sparsepack.eval.engine_subject import EngineScorer
 from sparsepack.eval.options import EvalRequest
 from sparsepack.eval.protocols import TokensRead
+from sparsepack.eval.results import evaluation_table
 from sparsepack.eval.run import evaluate
 from sparsepack.eval.scorer import SparseScorer, StreamedScorer
 from sparsepack.eval.subject import open_subject

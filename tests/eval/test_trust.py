@@ -83,7 +83,7 @@ def test_a_recipe_hands_its_trust_on(monkeypatch, tmp_path):
     from sparsepack.eval import run as evaluation
     from sparsepack.recipe.load import load_recipe
     from sparsepack.recipe.stage import Job
-    from sparsepack.recipe.stages.eval import EVAL
+    from sparsepack.recipe.stages import EVAL
 
     class Asked(Exception):
         pass

@@ -13,7 +13,7 @@ from sparsepack.calibrate.collection import calibrate
 from sparsepack.calibrate.distillation import distil
 from sparsepack.calibrate.prune import PruneOptions
 from sparsepack.calibrate.refit import RefitOptions
-from sparsepack.cli.tables import artifact_table, checkpoint_table
+from sparsepack.cli.commands.inspect import artifact_table, checkpoint_table
 from sparsepack.files.text import Text
 from sparsepack.formats.blocks.table import BLOCKS
 from sparsepack.formats.inspect import describe

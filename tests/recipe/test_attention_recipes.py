@@ -13,7 +13,7 @@ from sparsepack.errors import RecipeError
 from sparsepack.formats.open import read_packed
 from sparsepack.recipe import run_recipe
 from sparsepack.recipe.load import load_recipe
-from sparsepack.recipe.stages.pack import Pack
+from sparsepack.recipe.sections import sparse_attention
 
 DOUBLE = {"attention": "double", "channels": 8, "tokens": 0.25, "sinks": 1, "recent": 4, "min_context": 8}
 SECTIONS: dict[str, Any] = {
@@ -75,7 +75,7 @@ def test_mistakes_are_told_before_anything_is_opened(tmp_path: Path, overrides: 
 def test_a_small_share_may_be_written_as_yaml_writes_numbers(tmp_path: Path) -> None:
     for written in (1e-05, "1e-5", "1/100000"):
         recipe = load_recipe(write_recipe(tmp_path, **{**SECTIONS, "pack": {**SECTIONS["pack"], "tokens": written}}))
-        assert Pack.find_in(recipe).sparse_attention.policy.tokens == Fraction(1, 100_000)  # type: ignore[union-attr]
+        assert sparse_attention(recipe).policy.tokens == Fraction(1, 100_000)  # type: ignore[union-attr]
 
 
 def test_what_the_model_does_not_have_is_told_before_anything_runs(tmp_path: Path) -> None:

@@ -18,9 +18,10 @@ from sparsepack.models.pattern import Pattern, check_pattern
 from sparsepack.publish.page import report_page
 from sparsepack.recipe import run_recipe
 from sparsepack.recipe.load import load_recipe
+from sparsepack.recipe.model_stages import DISTIL
 from sparsepack.recipe.run import RecipeOutcome
+from sparsepack.recipe.sections import Distil
 from sparsepack.recipe.stage import Job
-from sparsepack.recipe.stages.distil import DISTIL, Distil
 
 SHORT = {"steps": 2, "batch": 1, "length": 32}
 FEW = {"rank": 2, **SHORT}
@@ -72,7 +73,7 @@ def test_the_dry_run_reckons_with_the_distilled_model(once: tuple[Path, RecipeOu
     assert plan["artifact"]["file_bytes"] == pytest.approx(outcome.report["pack"]["file_bytes"], rel=5e-3)
     assert plan["tokens"]["distil"] == 2 * 4 * 32 + 8 * 32 + 2 * 8 * (32 + 16)
     job, asked = _job(folder / "tiny.yaml")
-    few, more = (DISTIL.memory(job, asked.model_copy(update={"rank": rank})) for rank in (2, None))
+    few, more = (DISTIL.cost(job, asked.model_copy(update={"rank": rank})).memory for rank in (2, None))
     matrices = 3 * (2 * 256 * 256 + 2 * 128 * 256 + 3 * 512 * 256)
     assert few is not None
     assert more is not None

@@ -8,11 +8,9 @@ import pytest
 from sparsepack.cli import main
 from sparsepack.errors import RecipeError
 from sparsepack.recipe import run_recipe
+from sparsepack.recipe.gates import Gates, Verdict, judge
 from sparsepack.recipe.load import FOLDER
 from sparsepack.recipe.report import show_verdicts
-from sparsepack.recipe.run import judge
-from sparsepack.recipe.schema import Gates
-from sparsepack.recipe.stage import Verdict
 
 
 def row(protocol, ratio, realised=0.5, text="t"):

@@ -16,10 +16,9 @@ from sparsepack.errors import CalibrationError, PackingError, RecipeError
 from sparsepack.formats.open import read_packed
 from sparsepack.formats.packed import PackedModel
 from sparsepack.packing import PackRequest, pack
-from sparsepack.recipe import run_recipe
+from sparsepack.recipe import run_recipe, stages
 from sparsepack.recipe.load import FOLDER, load_recipe
-from sparsepack.recipe.stages import bench
-from sparsepack.recipe.stages.eval import Eval, request_of
+from sparsepack.recipe.sections import Bench, Eval
 from sparsepack.runtime.options import EngineOptions
 
 
@@ -121,15 +120,15 @@ def test_a_card_too_small_for_the_model_need_not_hold_it(
     monkeypatch.setattr("sparsepack.bench.decode.bench_decode", bench_decode)
     (tmp_path / "packed").mkdir()
     file = tiny_by_neurons(tmp_path / "packed")
-    monkeypatch.setattr(bench, "artifact_of", lambda job: file)
-    monkeypatch.setattr(bench, "perplexity_texts", lambda recipe: ())
+    monkeypatch.setattr(stages, "artifact_of", lambda job: file)
+    monkeypatch.setattr(stages, "perplexity_texts", lambda recipe: ())
     placed = {"eval": {**PLACED["eval"], "cached": None, **key}, "bench": {"generate": 4, **key}}
     recipe = load_recipe(write_recipe(tmp_path, **{**sections, "device": "cuda", **placed}))
     job: Any = SimpleNamespace(recipe=recipe, folder=tmp_path, model="m")
-    bench.BENCH.run(job, bench.Bench.find_in(recipe))
+    stages.BENCH.run(job, Bench.find_in(recipe))
     assert [(engine.cached, engine.vram) for engine in benched] == measured
     assert json.loads((tmp_path / "bench.json").read_text())["with_places"] == ({"of": 2} if "cached" in key else None)
-    dense = request_of(job, Eval.find_in(recipe), "dense").engine
+    dense = stages.eval_request(job, Eval.find_in(recipe), "dense").engine
     assert (dense.cached, dense.vram) == (None, key.get("vram"))
 
 

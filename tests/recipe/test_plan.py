@@ -15,9 +15,10 @@ from sparsepack.models.checkpoint.checkpoint import open_checkpoint
 from sparsepack.models.tokenizer import tokens
 from sparsepack.packing import pack, plan_of
 from sparsepack.recipe import run_recipe
+from sparsepack.recipe.artifact_stages import pack_request
 from sparsepack.recipe.load import load_recipe
+from sparsepack.recipe.sections import Pack
 from sparsepack.recipe.stage import Job
-from sparsepack.recipe.stages.pack import Pack, request_of
 
 
 def test_a_dry_run_writes_nothing_and_says_what_it_would_do(recipe_file, tmp_path, capsys):
@@ -106,7 +107,7 @@ def test_the_predicted_size_of_a_dense_artifact_is_the_real_one(tmp_path, family
     }
     recipe = load_recipe(write_recipe(tmp_path, **sections, model=str(model), pack={"format": kind}))
     job = Job(recipe, open_checkpoint(model), tmp_path)
-    request = request_of(job, Pack.find_in(recipe))
+    request = pack_request(job, Pack.find_in(recipe))
     predicted = plan_of(job.checkpoint, request)
     assert predicted.total_bytes == pack(request).path.stat().st_size
 

@@ -16,7 +16,7 @@ from sparsepack.calibrate.prune import PruneOptions
 from sparsepack.calibrate.pruning import prune
 from sparsepack.calibrate.rotate import RotateOptions, rotated_text
 from sparsepack.calibrate.thresholds import AllocationOptions
-from sparsepack.cli.tables import checkpoint_table
+from sparsepack.cli.commands.inspect import checkpoint_table
 from sparsepack.errors import PackingError, RotationError
 from sparsepack.eval.options import EvalRequest
 from sparsepack.eval.run import evaluate

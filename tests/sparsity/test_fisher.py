@@ -9,7 +9,7 @@ from sparsepack.calibrate import histogram
 from sparsepack.calibrate.collect import CalibrateOptions
 from sparsepack.calibrate.collection import calibrate
 from sparsepack.calibrate.find_thresholds import find_thresholds
-from sparsepack.calibrate.fisher import _gradients, find_rules, shares_at_target
+from sparsepack.calibrate.fisher import _gradients, find_rules, shares_at_sparsity
 from sparsepack.calibrate.thresholds import AllocationOptions
 from sparsepack.calibrate.uniform import weights_of
 from sparsepack.eval.subject import open_subject
@@ -64,9 +64,9 @@ def test_one_threshold_splits_all_weights_at_the_target():
     scores = torch.arange(1.0, 101)
     counts = {(0, "a"): histogram.count(scores), (0, "b"): histogram.count(scores + 100)}
     weights = {(0, "a"): 0.5, (0, "b"): 0.5}
-    shares = shares_at_target(counts, {(0, "a"): 1.0, (0, "b"): 1.0}, weights, 0.25)
+    shares = shares_at_sparsity(counts, {(0, "a"): 1.0, (0, "b"): 1.0}, weights, 0.25)
     assert shares == {(0, "a"): pytest.approx(0.5, abs=0.01), (0, "b"): 0}
-    shares = shares_at_target(counts, {(0, "a"): 1e-12, (0, "b"): 1e-15}, weights, 0.5)
+    shares = shares_at_sparsity(counts, {(0, "a"): 1e-12, (0, "b"): 1e-15}, weights, 0.5)
     assert shares == {(0, "a"): pytest.approx(0.02, abs=0.02), (0, "b"): pytest.approx(0.98, abs=0.02)}
 
 

@@ -5,6 +5,8 @@ takes or computing takes, whichever is longer. Computing takes as long as the wo
 them, and then what one worker does while the others wait for it.
 
 What bounds a stage that takes text through a model block by block: the disk, the bus or the arithmetic.
+
+And, without measuring anything, how many bytes such a stage takes.
 """
 
 import time
@@ -15,7 +17,7 @@ import torch
 from torch import Tensor
 
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
-from sparsepack.models.family import SITES
+from sparsepack.models.family import HEAD, SITES
 from sparsepack.models.hf_config import token_weights
 from sparsepack.models.hf_model.blocks import BlockStream
 from sparsepack.models.hf_model.model import BlockSource, parameter_shapes
@@ -171,6 +173,37 @@ def forecast_blocks(
         whole_bytes=len(windows) * window if shard.world_size > 1 else 0,
         sums_bytes=sums_bytes,
     )
+
+
+LIVE = 4
+"""This many float32 tensors of a batch's widest activation exist at one time."""
+
+
+def model_parameters(checkpoint: Checkpoint) -> int:
+    """The model's parameters, a tied output matrix once."""
+    shapes = checkpoint.source.shapes.items()
+    return sum(torch.Size(shape).numel() for name, shape in shapes if name != HEAD or not checkpoint.tied)
+
+
+def block_parameters(checkpoint: Checkpoint) -> int:
+    """The parameters of one decoder block."""
+    shapes, block = checkpoint.source.shapes, f"{checkpoint.family.block(0)}."
+    return sum(torch.Size(shape).numel() for name, shape in shapes.items() if name.startswith(block))
+
+
+def activation_bytes(checkpoint: Checkpoint, tokens: int) -> int:
+    """The bytes of so many tokens at the widest place of a block."""
+    return tokens * max(sum(checkpoint.stacked_shape(site)) for site in SITES) * LIVE * 4
+
+
+def block_by_block_bytes(checkpoint: Checkpoint, size: int, windows: tuple[int, int], batch: int) -> int:
+    """The bytes of what takes some windows of so many tokens through one block after the other, `batch` of them at a
+    time, in numbers of `size` bytes."""
+    hidden = windows[0] * windows[1] * int(checkpoint.config.hidden_size) * size
+    # Rows of the table are taken as it is stored; a block's inputs, its outputs, and these joined are there at once.
+    embedding = torch.Size(checkpoint.source.shapes[checkpoint.family.embedding]).numel() * checkpoint.dtype.itemsize
+    block = 2 * block_parameters(checkpoint) * size  # the next one is read while one is at work
+    return max(embedding + 2 * hidden, block + 3 * hidden + activation_bytes(checkpoint, batch * windows[1]))
 
 
 def memory_so_far(device: torch.device) -> int:

@@ -13,7 +13,7 @@ from forged import forge
 from models_for_tests import make_model
 from segments_for_tests import segmented
 
-from sparsepack.cli.tables import artifact_table, checkpoint_table
+from sparsepack.cli.commands.inspect import artifact_table, checkpoint_table
 from sparsepack.errors import ArtifactError, PackingError
 from sparsepack.files.gguf import read_gguf
 from sparsepack.formats.inspect import describe
