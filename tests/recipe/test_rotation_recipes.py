@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from models_for_tests import make_model
 from recipes_for_tests import ran, refused, write_recipe
 
+from sparsepack.calibrate.rotate import RotateOptions, predict
 from sparsepack.errors import RecipeError
 from sparsepack.formats.inspect import describe
 from sparsepack.formats.verify import verify
@@ -110,6 +112,11 @@ def test_segments_are_reckoned_with_and_told(tmp_path: Path, capsys: pytest.Capt
     assert f"Rotated {said} before anything else" in report_page(tmp_path / "work")
     assert outcome.report["verify"]["passed"]
     assert verify(tmp_path / "work" / "model.gguf", "shipped:tiny").passed
+
+
+def test_a_dry_run_takes_segments_of_equal_length(tmp_path: Path) -> None:
+    made, _ = predict(open_checkpoint(make_model(tmp_path / "m", num_hidden_layers=5)), RotateOptions(segments=2))
+    assert made.bases == (2,)
 
 
 _PLAIN = ("pack.format=q4_k", "activation_sparsity=null", "generate=null")
