@@ -21,8 +21,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.shared.timing import (
     announced_bandwidth,
+    check_close,
     device_line,
-    expect_near,
     interleaved,
     json_option,
     of_bound,
@@ -154,7 +154,7 @@ def torch_runs(case: Case) -> dict[str, Callable[[], float]]:
                 found = case.torch_dense(0)
         except RuntimeError:  # it has no kernel for this
             continue
-        expect_near("torch", case.error(found), LIMITS["torch"])
+        check_close("torch", case.error(found), LIMITS["torch"])
         name = backend.name.removesuffix("_ATTENTION").lower()
         runs[name] = graph_seconds(_with_backend(case, backend), case.length)
     return runs
@@ -162,10 +162,10 @@ def torch_runs(case: Case) -> dict[str, Callable[[], float]]:
 
 def measure(case: Case, rounds: int) -> dict[str, float]:
     """Return the seconds of each side."""
-    expect_near("dense", case.error(case.dense(0)), LIMITS["dense"])
+    check_close("dense", case.error(case.dense(0)), LIMITS["dense"])
     runs = {"dense": graph_seconds(case.dense, case.length), **torch_runs(case)}
     if case.labelled:
-        expect_near("sparse", case.error(case.sparse(0), case.selected), LIMITS["sparse"])
+        check_close("sparse", case.error(case.sparse(0), case.selected), LIMITS["sparse"])
         runs["sparse"] = graph_seconds(case.sparse, case.length)
     return interleaved(runs, rounds)
 

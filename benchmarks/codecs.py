@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.shared.evaluation import SHARED
-from benchmarks.shared.timing import in_turns
+from benchmarks.shared.timing import interleave
 from sparsepack.formats.blocks import q4_k, q6_k
 from sparsepack.formats.blocks.table import BLOCKS
 from sparsepack.formats.orders import zigzag
@@ -96,7 +96,7 @@ def speed_table(device: torch.device, size: int, repeats: int, dtype: torch.dtyp
         return time.perf_counter() - start
 
     # The first round compiles and warms up.
-    seconds = in_turns({name: partial(seconds_of, name) for name in runs}, repeats + 1)
+    seconds = interleave({name: partial(seconds_of, name) for name in runs}, repeats + 1)
     where = torch.cuda.get_device_name() if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     click.echo(f"\n{size} x {size} {str(dtype).removeprefix('torch.')}, {where}, median of {repeats}, interleaved\n")
     click.echo("| operation | first call, s | ms | M weights/s | GB/s of unpacked weights |\n|---|---|---|---|---|")

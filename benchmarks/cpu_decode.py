@@ -28,7 +28,7 @@ from benchmarks.shared import machine
 from benchmarks.shared.checkpoints import DEFAULT_WORK, Synthetic, synthetic
 from benchmarks.shared.llama_cpp import LlamaCpp, bytes_per_token, check_logits, expect_runs
 from benchmarks.shared.shapes import BILLION, TINY, random_ids
-from benchmarks.shared.timing import expect_near, json_option, median_ratio, of_bound, relative_error, write_figures
+from benchmarks.shared.timing import check_close, json_option, median_ratio, of_bound, relative_error, write_figures
 from sparsepack.bench import decode as engine_bench
 from sparsepack.eval.subject import Subject, open_subject
 from sparsepack.formats.open import read_packed
@@ -130,10 +130,10 @@ class Checks:
         engine.reset()
         found = torch.stack([(engine.step(p[0]) if n else engine.prefill(p)) for n, p in enumerate(self._pieces())])
         error = (relative_error if name == "dense" else median_error)(found, expected.logits)
-        expect_near(f"{name}, logits", error, expected.limit)
+        check_close(f"{name}, logits", error, expected.limit)
         for site, share in engine.activity().items():
             expected_share = expected.activity.get(site, 1.0)
-            expect_near(f"{name}, active columns of {site}", abs(share - expected_share), ACTIVITY_LIMIT)
+            check_close(f"{name}, active columns of {site}", abs(share - expected_share), ACTIVITY_LIMIT)
         self._expect_same_choices(engine, name, found)
         return error
 

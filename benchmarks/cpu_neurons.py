@@ -25,7 +25,7 @@ from benchmarks.shared import machine
 from benchmarks.shared.checkpoints import DEFAULT_WORK, random, save_config
 from benchmarks.shared.llama_cpp import LlamaCpp, bytes_per_token, check_logits
 from benchmarks.shared.shapes import BILLION, TINY, Size, random_ids
-from benchmarks.shared.timing import expect_near, median_ratio, of_bound
+from benchmarks.shared.timing import check_close, median_ratio, of_bound
 from sparsepack.bench import decode as engine_bench
 from sparsepack.calibrate.collect import CalibrateOptions
 from sparsepack.calibrate.collection import calibrate
@@ -185,7 +185,7 @@ def agreement(packed: PackedModel, ids: Sequence[int], window: int) -> tuple[flo
         positions += len(logits[0])
         error += float((logits[0] - logits[1]).double().square().sum())
         norm += float(logits[0].double().square().sum())
-    return same / positions, expect_near("by neurons, logits", (error / norm) ** 0.5, LARGEST_ERROR), positions
+    return same / positions, check_close("by neurons, logits", (error / norm) ** 0.5, LARGEST_ERROR), positions
 
 
 def sides(zigzag: PackedModel, neurons: PackedModel) -> list[Side]:

@@ -19,7 +19,7 @@ from benchmarks.cuda_decode import NAMES, NEW, PROMPT, SHOWN, config_of, limits_
 from benchmarks.shared.llama_bench import peer_batches
 from benchmarks.shared.shapes import random_ids
 from benchmarks.shared.thresholds import find_thresholds, with_thresholds
-from benchmarks.shared.timing import device_line, expect_near, in_turns, json_option, relative_error, write_figures
+from benchmarks.shared.timing import check_close, device_line, interleave, json_option, relative_error, write_figures
 from sparsepack.formats.packed import PackedModel, skipped_weights
 from sparsepack.runtime.engine import Engine
 from sparsepack.tables import Table, markdown
@@ -48,7 +48,7 @@ def check(name: str) -> float:
     steps = [together.step_all(ids) for ids in zip(*(text[PREFILLED:] for text in sequences), strict=True)]
     found = torch.stack(steps, dim=1).double()
     expected = torch.stack([oracle.teacher_forced(text, len(text))[PREFILLED:] for text in sequences]).double()
-    return expect_near("logits of two sequences", relative_error(found, expected), limits_of(packed)["dense"])
+    return check_close("logits of two sequences", relative_error(found, expected), limits_of(packed)["dense"])
 
 
 def step_seconds(engine: Engine, sequences: Sequence[Sequence[int]]) -> float:
@@ -73,7 +73,7 @@ def measure(packed: PackedModel, count: int, rounds: int) -> dict[str, dict[str,
         engine.dense = dense
         return step_seconds(engine, sequences), skipped_weights(packed, engine.activity()).overall
 
-    samples = in_turns({"dense": partial(timed, True), "sparse": partial(timed, False)}, rounds, warm_up=1)
+    samples = interleave({"dense": partial(timed, True), "sparse": partial(timed, False)}, rounds, warm_up=1)
     return {
         mode: {"seconds": statistics.median(seconds for seconds, _ in taken), "sparsity": taken[-1][1]}
         for mode, taken in samples.items()

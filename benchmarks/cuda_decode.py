@@ -33,9 +33,9 @@ from benchmarks.shared.shapes import (
 from benchmarks.shared.thresholds import Thresholds, find_thresholds, with_thresholds
 from benchmarks.shared.timing import (
     announced_bandwidth,
+    check_close,
     device_line,
-    expect_near,
-    in_turns,
+    interleave,
     interleaved,
     json_option,
     of_bound,
@@ -93,11 +93,11 @@ def check(packed: PackedModel) -> dict[str, float]:
     ours, oracle = (Engine(packed, device="cuda", context=64, backend=name) for name in ("cuda", "reference"))
     for mode, sparse_from in (("dense", len(ids)), ("sparse", 16)):
         a, b = (engine.teacher_forced(ids, sparse_from).double() for engine in (ours, oracle))
-        found[f"{mode}, at once"] = expect_near(f"{mode}, logits", relative_error(a, b), limits[mode])
+        found[f"{mode}, at once"] = check_close(f"{mode}, logits", relative_error(a, b), limits[mode])
     ours.reset()
     first = [ours.prefill(ids[:16]), *(ours.step(id) for id in ids[16:])]
     stepped = relative_error(torch.stack(first).double(), b[15:])
-    found["sparse, steps"] = expect_near("sparse, logits", stepped, limits["sparse"])
+    found["sparse, steps"] = check_close("sparse, logits", stepped, limits["sparse"])
     return found
 
 
@@ -151,7 +151,7 @@ def measure(packed: PackedModel, thresholds: Thresholds, rounds: int) -> dict[st
         name_of(kind, dense): partial(timed, kind, dense) for kind in ("chosen", "given") for dense in (True, False)
     }
     results = {}
-    for name, samples in in_turns(runs, rounds, warm_up=1).items():
+    for name, samples in interleave(runs, rounds, warm_up=1).items():
         seconds, activity = [taken for taken, _ in samples], samples[-1][1]
         results[name] = {
             "seconds": statistics.median(seconds),

@@ -33,17 +33,17 @@ from benchmarks.shared.budgets import (
     WIKITEXT_TRACE,
     Activity,
     BudgetRequest,
+    bandwidth_tensor,
     budget_options,
     decode_seconds,
     free_memory,
-    links_of,
     measure_budgets,
     tiled,
     with_more,
 )
 from benchmarks.shared.random_models import random_neurons
 from benchmarks.shared.shapes import Size, random_ids
-from benchmarks.shared.timing import device_line, expect_near, in_turns, relative_error
+from benchmarks.shared.timing import check_close, device_line, interleave, relative_error
 from sparsepack.formats.packed import PackedModel
 from sparsepack.placement.budget import Parts, format_bytes
 from sparsepack.placement.options import MOST_LISTED
@@ -77,7 +77,7 @@ def check(size: Size, gate_copy: float | None = None) -> dict[str, float]:
         engine = Engine(packed, options)
         logits = torch.stack([engine.prefill(ids[:8]), *(engine.step(id) for id in ids[8:])]).double()
         error = relative_error(logits, expected[7:])
-        found[name] = expect_near("logits", error, LIMIT)
+        found[name] = check_close("logits", error, LIMIT)
     return found
 
 
@@ -122,7 +122,7 @@ def ours(
             found[policy]["slots"] = engine.traffic_stats.plan.share
         return seconds
 
-    for name, seconds in in_turns({name: partial(timed, name) for name in policies}, rounds, warm_up=1).items():
+    for name, seconds in interleave({name: partial(timed, name) for name in policies}, rounds, warm_up=1).items():
         found[name]["seconds"] = seconds
     return found
 
@@ -171,7 +171,7 @@ def main(
     click.echo(f"logits differ from the reference backend's by: {differences}")
     free_memory()
     if request.tune:
-        click.echo(links_of(size, threads))
+        click.echo(bandwidth_tensor(size, threads))
 
     def run(budget: int) -> dict[str, Any]:
         found = dict[str, Any]()

@@ -25,16 +25,16 @@ from benchmarks.shared.budgets import (
     LIMIT,
     PROMPT,
     BudgetRequest,
+    bandwidth_tensor,
     budget_options,
     decode_seconds,
     free_memory,
-    links_of,
     measure_budgets,
 )
 from benchmarks.shared.random_models import random_model
 from benchmarks.shared.shapes import CONTEXT, Size, llama_config, random_ids
 from benchmarks.shared.thresholds import find_thresholds, with_thresholds
-from benchmarks.shared.timing import device_line, expect_near, in_turns, relative_error
+from benchmarks.shared.timing import check_close, device_line, interleave, relative_error
 from sparsepack.formats.matrix import PackedMatrix
 from sparsepack.formats.packed import DenseMlp, PackedLayer, PackedModel, PackedSite
 from sparsepack.models.hf_config import architecture_of
@@ -92,7 +92,7 @@ def check(size: Size, sparsity: float, sites: str) -> dict[str, float]:
         vram = f"{(parts.least + share * (parts.weights - parts.embedding)) / 1e6:.6f}MB"
         engine = Engine(packed, EngineOptions(device="cuda", context=64, cache_type="f16", vram=vram), dense=True)
         logits = torch.stack([engine.prefill(ids[:8]), *(engine.step(id) for id in ids[8:])]).double()
-        found[f"{share:.0%} on the card"] = expect_near("logits", relative_error(logits, expected[7:]), LIMIT)
+        found[f"{share:.0%} on the card"] = check_close("logits", relative_error(logits, expected[7:]), LIMIT)
         del engine
         free_memory()
     return found
@@ -123,7 +123,7 @@ def ours(packed: PackedModel, budget: int, settings: EngineOptions, tokens: int,
         }
         return seconds
 
-    for mode, seconds in in_turns({mode: partial(timed, mode) for mode in ("sparse", "dense")}, rounds, 1).items():
+    for mode, seconds in interleave({mode: partial(timed, mode) for mode in ("sparse", "dense")}, rounds, 1).items():
         found[mode]["seconds"] = seconds
     return found
 
@@ -146,7 +146,7 @@ def main(request: BudgetRequest, sparsity: float, sites: str, json_path: Path | 
         f"logits differ from the reference backend's by: {differences}"
     )
     if request.tune:
-        click.echo(links_of(size, threads))
+        click.echo(bandwidth_tensor(size, threads))
 
     def notes(found: Mapping[str, Any]) -> list[str]:
         return [f"{found['sparse']['skipped']:.1%} of the weights of sites with thresholds were skipped"]

@@ -27,8 +27,8 @@ from benchmarks.shared.random_models import random_model
 from benchmarks.shared.shapes import LLAMA_7B, llama_config, random_ids
 from benchmarks.shared.timing import (
     announced_bandwidth,
+    check_close,
     device_line,
-    expect_near,
     interleaved,
     json_option,
     relative_error,
@@ -139,7 +139,7 @@ class Decoder:
     def _torchs(self, of: AttentionParameters, qkv: Tensor) -> Tensor:
         heads, kv_heads = self._shape
         q, k, v = qkv.view(self.texts, -1, 1, HEAD_DIM).split([heads, kv_heads, kv_heads], dim=1)
-        q, k = (x * self._cos + _half_turned(x) * self._sin for x in (q, k))
+        q, k = (x * self._cos + _half_rotated(x) * self._sin for x in (q, k))
         of.keys[:, :, -1:], of.values[:, :, -1:] = k, v
         with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
             y = F.scaled_dot_product_attention(q, of.keys, of.values, enable_gqa=heads != kv_heads)
@@ -154,7 +154,7 @@ class Decoder:
         return F.rms_norm(x, norm.weight.shape, norm.weight, self._eps)
 
 
-def _half_turned(x: Tensor) -> Tensor:
+def _half_rotated(x: Tensor) -> Tensor:
     first, second = x.chunk(2, dim=-1)
     return torch.cat([-second, first], dim=-1)
 
@@ -183,7 +183,7 @@ def check(texts: int = 2, tokens: int = 700) -> None:
     decoder.label()
     decoder.ids.copy_(ids[:, -1])
     for attention in ("torch", "dense", "sparse"):
-        expect_near(f"{attention}, logits", relative_error(decoder.step(attention).float(), expected), LIMIT)
+        check_close(f"{attention}, logits", relative_error(decoder.step(attention).float(), expected), LIMIT)
 
 
 def measure(model: Any, texts: int, tokens: int, rounds: int) -> dict[str, Any]:

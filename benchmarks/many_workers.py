@@ -20,7 +20,7 @@ from typing import Any
 
 import click
 
-from benchmarks.shared.timing import in_turns, json_option, write_figures
+from benchmarks.shared.timing import interleave, json_option, write_figures
 
 COMMANDS = {
     "calibrate": "calibrate {model} --text {text} --samples {samples} --context {context}",
@@ -171,7 +171,7 @@ def main(
                 return found
 
             sides = {count: lambda count=count, run=run: run(count) for count in (counts if measured else counts[:1])}
-            found = in_turns(sides, runs if measured else 1)
+            found = interleave(sides, runs if measured else 1)
             if len({run.content for each in found.values() for run in each}) > 1:
                 differ.append(name)
             elif measured:

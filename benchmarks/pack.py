@@ -19,7 +19,7 @@ import torch
 
 from benchmarks.shared.checkpoints import DEFAULT_WORK, make_shards, pruned
 from benchmarks.shared.shapes import LLAMA_8B, TINY
-from benchmarks.shared.timing import expect_near, json_option, relative_error, write_figures
+from benchmarks.shared.timing import check_close, json_option, relative_error, write_figures
 from sparsepack.files.atomic import remove
 from sparsepack.files.hashing import Hashing
 from sparsepack.formats.blocks.table import BLOCKS
@@ -27,7 +27,7 @@ from sparsepack.formats.open import open_artifact, read_packed
 from sparsepack.formats.orders import slide as slid_matrix
 from sparsepack.formats.orders import zigzag
 from sparsepack.formats.orders.slide import Slide
-from sparsepack.formats.slide import POSITIONS, SCALE, SlidArtifact, value_type
+from sparsepack.formats.slide import POSITIONS, SCALE, Sparse24Artifact, value_type
 from sparsepack.formats.table import FORMATS
 from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from sparsepack.models.family import EMBEDDING, HEAD, SITES
@@ -42,10 +42,10 @@ ZIGZAG = "zigzag-q4_k"
 FORMATS_TIMED = (ZIGZAG, "slide-int8", "slide-fp8", "slide-bf16")
 
 
-def check_slid(checkpoint: Checkpoint, artifact: Path) -> None:
+def check_sparse24(checkpoint: Checkpoint, artifact: Path) -> None:
     """Exit unless the folder is intact and holds what the encoder on the CPU makes."""
     packed = open_artifact(artifact)
-    assert isinstance(packed, SlidArtifact)
+    assert isinstance(packed, Sparse24Artifact)
     packed.check_bytes()
     for name, how in packed.slides.items():
         if any(name.startswith(f"model.layers.{layer}.") for layer in (0, checkpoint.layers - 1)):
@@ -77,7 +77,7 @@ def check_zigzag(checkpoint: Checkpoint, artifact: Path) -> None:
             _error(blocks, weights, matrix.format.block)
             for blocks in (found, BLOCKS[matrix.format.block].encode(weights))
         ]
-        expect_near(f"{name}, beside the CPU's", errors[0], errors[1] * 1.001)
+        check_close(f"{name}, beside the CPU's", errors[0], errors[1] * 1.001)
     click.echo(f"{artifact}: intact; blocks 0 and {checkpoint.layers - 1} bit for bit the CPU's", err=True)
 
 
@@ -158,7 +158,7 @@ def main(
     request = PackRequest(str(folder), artifact, format_, device=device, overwrite=True, **fields)
     whole = process_seconds(request)
     checkpoint = open_checkpoint(folder)
-    (check_zigzag if format_ == ZIGZAG else check_slid)(checkpoint, artifact)
+    (check_zigzag if format_ == ZIGZAG else check_sparse24)(checkpoint, artifact)
     checkpoint.source.hash.sha256()  # from now on it is known
     digests = Hashing(files_of(artifact)).sha256()
     source = sum(path.stat().st_size for path in folder.glob("*.safetensors"))

@@ -17,7 +17,7 @@ from sparsepack.formats.packed import PackedModel
 from sparsepack.models.tokenizer.chat import Message, render_chat
 from sparsepack.option import check_type, check_types
 from sparsepack.runtime.engine import Engine
-from sparsepack.runtime.features import backend_asked
+from sparsepack.runtime.features import requested_backend
 from sparsepack.runtime.generation.generate import (
     Generated,
     Generation,
@@ -142,7 +142,7 @@ def load(
     given = {"device": device, "context": context}
     changes |= {name: value for name, value in given.items() if value is not None}
     options = replace(options or EngineOptions(), **changes)
-    backend_asked(options)  # before a large file is read
+    requested_backend(options)  # before a large file is read
     packed = read_packed(Path(path), verify=verify)
     return Model(packed, Engine(packed, options), packed.chat_template)
 

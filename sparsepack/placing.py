@@ -22,9 +22,9 @@ from sparsepack.placement.machine import (
 )
 from sparsepack.placement.options import DEFAULT_MACHINE, PlaceOptions
 from sparsepack.placement.placement import across_blocks
-from sparsepack.runtime.backend_module import opened
-from sparsepack.runtime.backends import backend_for, backend_named
-from sparsepack.runtime.engine import checked_context
+from sparsepack.runtime.backend_module import load_backend_module
+from sparsepack.runtime.backends import backend_for, find_backend
+from sparsepack.runtime.engine import choose_context
 from sparsepack.runtime.hybrid.plan import context_within, parts_of, parts_of_experts
 
 
@@ -55,8 +55,8 @@ def place(path: Path, options: PlaceOptions, calibration: Path | None = None) ->
     """
     packed = read_packed(path, verify=False)
     row = backend_for("cuda")
-    cache_type = row.checked_cache_type(None)
-    context = checked_context(options.context, packed.architecture.context)
+    cache_type = row.choose_cache_type(None)
+    context = choose_context(options.context, packed.architecture.context)
     if options.context is None:
         context = context_within(packed, context, cache_type, 1, options.budget)
     experts = packed.architecture.experts is not None
@@ -152,17 +152,19 @@ def _rates(options: PlaceOptions, hidden: int, parts: Parts) -> tuple[str, Rates
     """The name of the machine whose speed is modelled, and how fast it is. Raises `UserError` for a device that has not
     been measured."""
     if options.device != "cpu":
-        from sparsepack.runtime.hybrid.bandwidth import measured_links
+        from sparsepack.runtime.hybrid.bandwidth import load_profile
 
         device = torch.device(options.device)
-        backend_named("cuda").check_device(device)
-        links = measured_links(None, hidden, device)
-        if links is None:
+        find_backend("cuda").check_device(device)
+        bandwidth = load_profile(None, hidden, device)
+        if bandwidth is None:
             raise UserError(
                 f"device {device}: its links were not measured for records of {hidden} channels; run `sparsepack tune "
                 f"FILE --device {device}` first, or give --machine"
             )
-        links = links.of_columns(parts.record) if parts.together else links
-        return f"this machine, {opened(backend_named('cuda')).describe(device)}", measured_rates(links, parts.record)
+        bandwidth = bandwidth.of_columns(parts.record) if parts.together else bandwidth
+        return f"this machine, {load_backend_module(find_backend('cuda')).describe(device)}", measured_rates(
+            bandwidth, parts.record
+        )
     name = options.machine or DEFAULT_MACHINE
     return name, machine_of(name).rates(parts.record)

@@ -11,7 +11,7 @@ from sparsepack.formats.kinds import DENSE
 from sparsepack.formats.open import read_packed
 from sparsepack.formats.orders.zigzag import BAND_ROWS
 from sparsepack.formats.packed import PackedModel
-from sparsepack.runtime.backend_module import opened
+from sparsepack.runtime.backend_module import load_backend_module
 from sparsepack.runtime.backends import Backend
 from sparsepack.runtime.features import tuning_backend
 from sparsepack.runtime.options import EngineOptions
@@ -42,7 +42,7 @@ def tune(paths: Sequence[Path] = (), device: str = "cpu", threads: int | None = 
             f"threads {threads}: on device {device} they compute what has no room there; give a file that can be "
             "divided so, or leave it out"
         )
-    module = opened(backend)
+    module = load_backend_module(backend)
     sites = [
         (name, (matrix.rows, matrix.columns))
         for packed in models
@@ -55,7 +55,7 @@ def tune(paths: Sequence[Path] = (), device: str = "cpu", threads: int | None = 
     found = module.tune(shapes, torch.device(device), threads, gates)
     if widths:
         try:
-            found["links"] = module.tune_links(widths, torch.device(device), threads)
+            found["links"] = module.tune_bandwidth(widths, torch.device(device), threads)
         except UserError as hidden:
             if threads is not None or any(packed.mlp_kind.by_count for packed in divided):
                 raise

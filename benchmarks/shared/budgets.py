@@ -31,7 +31,7 @@ from sparsepack.placement.budget import Parts, format_bytes, parse_bytes
 from sparsepack.placement.traffic import describe_per_token
 from sparsepack.runtime.engine import Engine
 from sparsepack.runtime.generation.sampling import Sampler, Sampling
-from sparsepack.runtime.hybrid.bandwidth import measure, measured_links
+from sparsepack.runtime.hybrid.bandwidth import load_profile, measure
 from sparsepack.tables import Table, markdown
 
 RESULTS = Path(__file__).parents[1] / "results"
@@ -240,17 +240,17 @@ def decode_seconds(engine: Engine, prompt: Sequence[int], new: int) -> float:
     return (time.perf_counter() - start) / new
 
 
-def links_of(size: Size, threads: int) -> str:
+def bandwidth_tensor(size: Size, threads: int) -> str:
     """How fast the links of a size's records are, measured unless they were; where noise hides them, that they were
     not, and the engine divides by those of a named machine."""
     device = torch.device("cuda")
-    known = measured_links(threads, size.hidden, device)
+    known = load_profile(threads, size.hidden, device)
     if known is None:
         try:
             measure([size.hidden], device, threads)
         except UserError as error:
             return f"links not measured: {error}"
-        known = measured_links(threads, size.hidden, device)
+        known = load_profile(threads, size.hidden, device)
     assert known is not None
     record = record_bytes(size.hidden)
     speeds = {"slots": known.resident, "bus": known.bus, "processor": known.worker}

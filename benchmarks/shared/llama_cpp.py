@@ -20,7 +20,7 @@ import llama_cpp
 import numpy as np
 import torch
 
-from benchmarks.shared.timing import expect_near, relative_error
+from benchmarks.shared.timing import check_close, relative_error
 from sparsepack.files.gguf import read_gguf
 
 ROOT = Path(__file__).parents[2]
@@ -120,7 +120,7 @@ def check_logits(peer: LlamaCpp, prompt: Sequence[int], later: Sequence[int], ex
         found.append(peer.logits())
         if peer.choose() != int(found[-1].argmax()):
             raise RuntimeError("llama.cpp: does not choose the likeliest token; nothing is timed")
-    return expect_near("llama.cpp, logits", relative_error(torch.stack(found), expected), LARGEST_ERROR)
+    return check_close("llama.cpp, logits", relative_error(torch.stack(found), expected), LARGEST_ERROR)
 
 
 def bytes_per_token(path: Path) -> float:

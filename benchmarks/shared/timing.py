@@ -31,14 +31,14 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).norm() / expected.norm())
 
 
-def expect_near(what: str, error: float, limit: float) -> float:
+def check_close(what: str, error: float, limit: float) -> float:
     """Return an error. Raise `RuntimeError` where it exceeds the limit or is NaN: wrong results are not timed."""
     if not error <= limit:
         raise RuntimeError(f"{what}: wrong by {error:.3g}, expected at most {limit:.3g}; not timed")
     return error
 
 
-def in_turns(runs: Mapping[Name, Callable[[], Result]], rounds: int, warm_up: int = 0) -> dict[Name, list[Result]]:
+def interleave(runs: Mapping[Name, Callable[[], Result]], rounds: int, warm_up: int = 0) -> dict[Name, list[Result]]:
     """Run all sides once a round, so that what slows the machine for a while slows all of them; return their results.
     `warm_up` rounds before them are not kept."""
     samples: dict[Name, list[Result]] = {name: [] for name in runs}
@@ -52,7 +52,7 @@ def in_turns(runs: Mapping[Name, Callable[[], Result]], rounds: int, warm_up: in
 
 def interleaved(runs: Mapping[Name, Callable[[], float]], rounds: int, warm_up: int = 0) -> dict[Name, float]:
     """Return the median of what each side returns, such as seconds, all sides interleaved."""
-    return {name: statistics.median(taken) for name, taken in in_turns(runs, rounds, warm_up).items()}
+    return {name: statistics.median(taken) for name, taken in interleave(runs, rounds, warm_up).items()}
 
 
 def median_ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:

@@ -17,12 +17,12 @@ from sparsepack.errors import UserError
 from sparsepack.formats.packed import PackedModel, skipped_weights
 from sparsepack.placement.traffic import HitCounts, TrafficStats, describe_per_token, per_token
 from sparsepack.progress import progress, say
-from sparsepack.runtime.backend_module import opened
-from sparsepack.runtime.backends import backend_named
+from sparsepack.runtime.backend_module import load_backend_module
+from sparsepack.runtime.backends import find_backend
 from sparsepack.runtime.chained.decoder import torch_threads
 from sparsepack.runtime.cpu.machine import cpu_info
 from sparsepack.runtime.engine import Engine
-from sparsepack.runtime.features import backend_asked
+from sparsepack.runtime.features import requested_backend
 from sparsepack.version import __version__
 
 Activity = Mapping[tuple[int, str], float]
@@ -116,9 +116,9 @@ def bench_decode(
     Raises `UserError` for a text shorter than a test or a test longer than the model's context.
     """
     tests, notes = _tests(packed, settings)
-    longest, wanted = settings.longest, settings.tokens
-    if ids is not None and len(ids) < wanted:
-        raise UserError(f"text of {len(ids)} tokens: the tests take {wanted}; give a longer text or fewer tokens")
+    longest, needed = settings.longest, settings.tokens
+    if ids is not None and len(ids) < needed:
+        raise UserError(f"text of {len(ids)} tokens: the tests take {needed}; give a longer text or fewer tokens")
     texts = [
         _tokens(packed, settings.seed + n, longest) if ids is None else list(ids[n * longest : (n + 1) * longest])
         for n in range(settings.batch)
@@ -127,9 +127,9 @@ def bench_decode(
     with torch_threads(settings.engine.threads):
         expected = None
         if settings.batch > 1:  # a text at once is for an engine of one, which ends before that of several begins
-            runs = backend_asked(replace(settings.engine, sequences=settings.batch)).name
-            room = min(CHECKED_TOKENS, longest)
-            expected = _expected(Engine(packed, settings.engine, context=room, backend=runs), modes, texts[0])
+            runs = requested_backend(replace(settings.engine, sequences=settings.batch)).name
+            context = min(CHECKED_TOKENS, longest)
+            expected = _expected(Engine(packed, settings.engine, context=context, backend=runs), modes, texts[0])
         engine = Engine(packed, settings.engine, context=longest, sequences=settings.batch)
         say(f"runtime: {engine.description}", *engine.notes)
         expected = expected or _expected(engine, modes, texts[0])
@@ -154,7 +154,7 @@ def bench_decode(
             notes.append(note)
     return {
         "schema": SCHEMA,
-        "runtime": f"runtime: {engine.description}: {backend_named(engine.backend).says}",
+        "runtime": f"runtime: {engine.description}: {find_backend(engine.backend).says}",
         "tokens": f"random, seed {settings.seed}" if ids is None else "given",
         "check": check,
         "read_bandwidth": asdict(memory),
@@ -276,7 +276,7 @@ def _row(
     row: dict[str, Any] = {
         "sparsepack_version": __version__,
         "cpu_info": cpu_info(),
-        "gpu_info": opened(backend_named(engine.backend)).describe(engine.device),
+        "gpu_info": load_backend_module(find_backend(engine.backend)).describe(engine.device),
         "backends": engine.backend,
         "model_filename": filename,
         "model_type": f"{packed.architecture.model_type} {packed.manifest['kind']}",
@@ -308,7 +308,7 @@ def _row(
         "bandwidth_share": None,
     }
     if test.n_gen:
-        pads_tails = backend_named(engine.backend).pads_tails
+        pads_tails = find_backend(engine.backend).pads_tails
         needed = bytes_per_token(packed, activity, pads_tails) / settings.batch  # that tokens of a step share
         row["bytes_per_token"] = needed
         skipped = skipped_weights(packed, activity)

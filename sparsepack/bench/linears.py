@@ -23,8 +23,8 @@ from sparsepack.models.pattern import Pattern, kept
 from sparsepack.progress import progress
 from sparsepack.runtime.cuda.driver.device import usable
 from sparsepack.runtime.cuda.slide.product import quantise_slide, scale_outputs
-from sparsepack.runtime.reference.products import SlidMatrix
-from sparsepack.runtime.sparse24_operator import prepare, slid_linear
+from sparsepack.runtime.reference.products import Sparse24Matrix
+from sparsepack.runtime.sparse24_operator import prepare, sparse24_linear
 
 
 def graph_seconds(run: Callable[[int], object], count: int) -> Callable[[], float]:
@@ -112,7 +112,9 @@ def contenders(patterns: Sequence[Pattern] = PATTERNS, kinds: Sequence[str] = ("
         Contender("FP8, a scale a matrix", "FP8", None, _fp8_of_matrix),
     ]
     slid = [
-        Contender(f"{pattern.keep}/{pattern.of} {kind}", kind, Slide(pattern), _slid(Slide(pattern), KINDS[kind].dtype))
+        Contender(
+            f"{pattern.keep}/{pattern.of} {kind}", kind, Slide(pattern), _sparse24(Slide(pattern), KINDS[kind].dtype)
+        )
         for kind in kinds
         for pattern in patterns
     ]
@@ -142,13 +144,13 @@ def bench_linears(
     entries = [contender for contender in (*contenders(patterns, kinds), *others) if fp8 or contender.kind != "FP8"]
     with torch.cuda.device(where), torch.inference_mode(), progress("products", len(linears) * len(entries)) as advance:
         for linear in linears:
-            made = []
+            prepared = []
             for contender in entries:
-                made.append((contender, *_build(linear, contender, max(tokens))))
+                prepared.append((contender, *_build(linear, contender, max(tokens))))
                 advance()
             for count in tokens:
-                rows += _measure(linear, count, made, rounds, bandwidth, peak)
-            del made
+                rows += _measure(linear, count, prepared, rounds, bandwidth, peak)
+            del prepared
             torch.cuda.empty_cache()
     return {
         "schema": SCHEMA,
@@ -188,26 +190,26 @@ def _build(linear: Linear, contender: Contender, most: int) -> tuple[list[Run], 
 def _measure(
     linear: Linear,
     tokens: int,
-    made: Sequence[tuple[Contender, list[Run], int, float]],
+    prepared: Sequence[tuple[Contender, list[Run], int, float]],
     rounds: int,
     bandwidth: float,
     peak: float | None,
 ) -> list[dict[str, Any]]:
     x = torch.randn(tokens, linear.columns, device="cuda").bfloat16()
-    replays = [_replay(runs, x) for _, runs, _, _ in made]
-    samples: list[list[float]] = [[] for _ in made]
+    replays = [_replay(runs, x) for _, runs, _, _ in prepared]
+    samples: list[list[float]] = [[] for _ in prepared]
     for _ in range(rounds):
         for replay, taken in zip(replays, samples, strict=True):
             taken.append(replay())
     rows = []
-    for (contender, _, nbytes, error), taken in zip(made, samples, strict=True):
-        lifted = linear.columns if contender.how is None else contender.how.lifted(linear.columns)
+    for (contender, _, nbytes, error), taken in zip(prepared, samples, strict=True):
+        expanded = linear.columns if contender.how is None else contender.how.expanded(linear.columns)
         moved = nbytes + 2 * tokens * (linear.columns + linear.rows)
         if contender.kind != "BF16":
-            moved += 2 * tokens * lifted  # quantised inputs are written and read
+            moved += 2 * tokens * expanded  # quantised inputs are written and read
         doubled = (contender.kind != "BF16") + (contender.how is not None)
         speed = 0 if peak is None else peak * 2**doubled
-        bound = max(moved / bandwidth, 2 * tokens * linear.rows * lifted / speed) if speed else None
+        bound = max(moved / bandwidth, 2 * tokens * linear.rows * expanded / speed) if speed else None
         seconds = statistics.median(taken)
         rows.append(
             {
@@ -292,16 +294,16 @@ def _fp8_of_matrix(weight: Tensor) -> tuple[list[Run], int]:
     return copies(q, of)
 
 
-def _slid(how: Slide, dtype: torch.dtype) -> Callable[[Tensor], tuple[list[Run], int]]:
-    def of(matrix: SlidMatrix, out: torch.dtype) -> Run:
+def _sparse24(how: Slide, dtype: torch.dtype) -> Callable[[Tensor], tuple[list[Run], int]]:
+    def of(matrix: Sparse24Matrix, out: torch.dtype) -> Run:
         prepared = prepare(matrix, out)
-        return lambda x: slid_linear(x, matrix, None, prepared)
+        return lambda x: sparse24_linear(x, matrix, None, prepared)
 
     def make(weight: Tensor) -> tuple[list[Run], int]:
         values, positions, scale = encode(weight, how, dtype)
         nbytes = values.nbytes + positions.nbytes
         matrices = [
-            SlidMatrix(values.view(torch.uint8).clone().view(dtype), positions, scale, how, weight.shape[1])
+            Sparse24Matrix(values.view(torch.uint8).clone().view(dtype), positions, scale, how, weight.shape[1])
             for _ in range(_count(nbytes))
         ]
         return [of(matrix, weight.dtype) for matrix in matrices], nbytes

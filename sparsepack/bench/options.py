@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 from sparsepack.errors import UserError
 from sparsepack.operation import Cost, Input, Operation
 from sparsepack.option import LARGEST_SEED, check_options, not_with, option
-from sparsepack.runtime.backends import backend_named, most_sequences
-from sparsepack.runtime.features import backend_asked
+from sparsepack.runtime.backends import find_backend, most_sequences
+from sparsepack.runtime.features import requested_backend
 from sparsepack.runtime.options import EngineOptions
 
 if TYPE_CHECKING:
@@ -50,13 +50,13 @@ class BenchSettings:
         check_options(self, UserError)
         engine = self.engine
         if engine.backend is not None:
-            backend_named(engine.backend).check_device(engine.device)
+            find_backend(engine.backend).check_device(engine.device)
         if self.batch > 1 and self.prompt not in (0, type(self).prompt):
             raise UserError(f"prompt {self.prompt}: there is no prefill test with batch {self.batch}; leave it out")
         if self.batch > 1 and not self.generate:
             raise UserError(f"batch {self.batch}: nothing to decode; give generate tokens")
         if self.batch > 1:
-            backend_asked(replace(engine, sequences=self.batch))
+            requested_backend(replace(engine, sequences=self.batch))
         if not self.prompt and not self.generate:
             raise UserError("nothing to measure: prompt and generate are both 0; give one of them tokens")
 

@@ -45,9 +45,9 @@ def bench(path: Path, options: BenchSettings | None = None, text: str | None = N
 
 def _bench_products(artifact: "Artifact", settings: BenchSettings, text: str | None) -> dict[str, Any]:
     from sparsepack.bench.linears import PATTERNS, bench_linears, linears_of
-    from sparsepack.formats.slide import SlidArtifact, value_type
+    from sparsepack.formats.slide import Sparse24Artifact, value_type
 
-    assert isinstance(artifact, SlidArtifact)
+    assert isinstance(artifact, Sparse24Artifact)
     if text is not None:
         raise UserError(f"{artifact.path}: the products of a slid folder take random inputs; leave --text out")
     if settings.engine.device.partition(":")[0] != "cuda":

@@ -105,9 +105,9 @@ def parts_on(device: torch.device) -> Parts | None:
     gives; None: all is left to stock code."""
     if not kernels_on(device):
         return None
-    from sparsepack.runtime.cuda.stock_parts import judged_parts
+    from sparsepack.runtime.cuda.stock_parts import checked_parts
 
-    return judged_parts(device)
+    return checked_parts(device)
 
 
 def recorder_on(stream: BlockStream) -> Record | None:

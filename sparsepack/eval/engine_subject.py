@@ -17,7 +17,7 @@ from sparsepack.models.activity import sparse_sites_of
 from sparsepack.models.sites import SiteKey
 from sparsepack.placement.traffic import HitCounts
 from sparsepack.progress import say
-from sparsepack.runtime.backends import backend_for, backend_named
+from sparsepack.runtime.backends import backend_for, find_backend
 from sparsepack.runtime.engine import Engine
 from sparsepack.runtime.features import check_features
 from sparsepack.runtime.options import EngineOptions
@@ -59,7 +59,7 @@ class EngineScorer(CountingScorer):
         return lambda logits: logits[..., words]
 
     def _teacher_forced(self, ids: list[int], sparse_from: int) -> torch.Tensor:
-        engine = self._with_room(len(ids))
+        engine = self._load_decoder(len(ids))
         logits = engine.teacher_forced(ids, sparse_from)
         decoded = len(ids) - sparse_from
         self._decoded += decoded
@@ -69,7 +69,7 @@ class EngineScorer(CountingScorer):
             self._inactive[key] = self._inactive.get(key, 0.0) + (1 - share) * decoded
         return logits
 
-    def _with_room(self, positions: int) -> Engine:
+    def _load_decoder(self, positions: int) -> Engine:
         """The engine. One that is too small gives way to one at least twice its size before that is loaded: rows of a
         task grow by little, and two would hold the model twice."""
         before = 0 if self._engine is None else self._engine.context
@@ -141,7 +141,7 @@ def open_engine_subject(name: str, options: EngineOptions) -> EngineSubject:
         formats = those_with("runs")
         raise UserError(f"{name}: --backend {backend} runs {formats} artifacts; pack the model first, or leave it out")
     packed = read_packed(path)
-    check_features(backend_named(backend), options, packed)
+    check_features(find_backend(backend), options, packed)
     return EngineSubject(
         name=name,
         kind=str(packed.manifest["kind"]),

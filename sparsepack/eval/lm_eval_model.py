@@ -95,15 +95,15 @@ class GenerationArguments:
 
     def processors(self) -> LogitsProcessorList:
         """What changes logits, in order. Raises `UserError` for a value that transformers refuses."""
-        made = LogitsProcessorList()
+        processors = LogitsProcessorList()
         for name, value in self.changes:
             try:
-                made.append((_PENALTIES | _WARPERS)[name](value))
+                processors.append((_PENALTIES | _WARPERS)[name](value))
             except (ValueError, TypeError) as error:
                 raise UserError(
                     f"generation option {name} {value}: {error}; correct the task's generation_kwargs"
                 ) from error
-        return made
+        return processors
 
 
 class SparseLM(TemplateLM):
@@ -285,15 +285,15 @@ class SparseLM(TemplateLM):
         truncated = 0
         for index, (text, options) in enumerate(request.args for request in requests):
             generation = _generation(options, self.tokenizer.eos_token)
-            room = self.scorer.context - generation.max_new
-            if room < 1:
+            capacity = self.scorer.context - generation.max_new
+            if capacity < 1:
                 raise UserError(
                     f"{generation.max_new} new tokens leave no room for a question in a context of "
                     f"{self.scorer.context}; set a smaller max_gen_toks in the task's generation_kwargs"
                 )
             ids = tuple(self.tok_encode(text)) or (self.prefix_token_id,)
-            truncated += len(ids) > room
-            ids = ids[-room:]
+            truncated += len(ids) > capacity
+            ids = ids[-capacity:]
             rows_of[generation][index] = ScoredRow(ids, len(ids) - 1)
         self._warn_truncated(truncated)
 

@@ -9,7 +9,7 @@ from sparsepack.errors import UserError, WorkersError
 from sparsepack.eval.protocols import PROTOCOLS
 from sparsepack.operation import Input, Operation
 from sparsepack.option import check_options, only_with, option
-from sparsepack.runtime.backends import BACKENDS, backend_named
+from sparsepack.runtime.backends import BACKENDS, find_backend
 from sparsepack.runtime.options import EngineOptions
 
 _PERPLEXITY = (only_with("perplexity"),)
@@ -104,7 +104,7 @@ class EvalRequest:
         if self.against is not None and not self.perplexity:
             raise UserError(f"against {self.against}: it does nothing without perplexity; give both, or neither")
         if self.runtime != "transformers":
-            backend_named(self.runtime).check_device(self.device)
+            find_backend(self.runtime).check_device(self.device)
             if self.thresholds or self.dtype not in ("auto", "float32"):
                 raise UserError(
                     f"backend {self.runtime}: takes the artifact's own thresholds and types; "
@@ -113,7 +113,7 @@ class EvalRequest:
         if self.engine.divided_by:
             self._check_slots(self.engine.divided_by)
         if self.engine.hold:
-            self._check_hold()
+            self._check_threshold_control()
 
     def check_workers(self, count: int) -> None:
         """Raise `WorkersError` for what so many workers do not measure together."""
@@ -129,9 +129,9 @@ class EvalRequest:
         if self.protocol == "dense" and name == "cached":  # a card that is too small needs its budget all the same
             raise UserError(f"{name}: protocol dense decodes nothing that slots could serve; take decode or all")
 
-    def _check_hold(self) -> None:
+    def _check_threshold_control(self) -> None:
         if self.runtime == "transformers":
-            able = " or ".join(row.name for row in BACKENDS.values() if row.holds)
+            able = " or ".join(row.name for row in BACKENDS.values() if row.scales_thresholds)
             raise UserError(f"hold: transformers takes thresholds as they are; give --backend {able}")
         if self.protocol == "dense":
             raise UserError("hold: protocol dense skips nothing whose share could be held; take decode or all")

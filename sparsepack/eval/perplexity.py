@@ -64,13 +64,13 @@ def score_windows(
     found: list[dict[str, torch.Tensor]] = []
     with progress(f"perplexity ({protocol})", len(inputs), shorter=shorter) as advance:
         done = _whole(advance, sum(each.steps for each in scorers))
-        for ids, wanted in zip(torch.split(inputs, rows), torch.split(targets, rows), strict=True):
+        for ids, expected in zip(torch.split(inputs, rows), torch.split(targets, rows), strict=True):
             hidden = []
             for each, sparse_from in zip(scorers, (start, width), strict=False):
                 states = each.hidden(ids, None, torch.full((len(ids),), sparse_from), batch, done)
                 hidden.append(states[:, first:].flatten(0, 1))
                 del states
-            found.append(_score_windows(scorers, hidden, wanted[:, first:], batch))
+            found.append(_score_windows(scorers, hidden, expected[:, first:], batch))
     joined = {name: shard.all_gather_rows(torch.cat([sums[name] for sums in found])) for name in found[0]}
     for name, of in (("nll", "the model"), ("reference_nll", "its source")):
         if name in joined:
@@ -95,13 +95,13 @@ def score_protocols(
     steps = len(protocols) * scorer.steps + reference.steps
     with progress("scoring held-out windows", len(inputs)) as advance:
         done = _whole(advance, steps)
-        for ids, wanted in zip(torch.split(inputs, rows), torch.split(targets, rows), strict=True):
+        for ids, expected in zip(torch.split(inputs, rows), torch.split(targets, rows), strict=True):
             of_each = ids.repeat(len(protocols), 1)
             scored = scorer.hidden(of_each, None, starts.repeat_interleave(len(ids)), 1, done)[:, first:]
             dense = reference.hidden(ids, None, torch.full((len(ids),), width), 1, done)[:, first:].flatten(0, 1)
             for sums, states in zip(found, torch.split(scored, len(ids)), strict=True):
                 hidden = [states.flatten(0, 1), dense]
-                sums.append(_score_windows([scorer, reference], hidden, wanted[:, first:], 1))
+                sums.append(_score_windows([scorer, reference], hidden, expected[:, first:], 1))
     return {
         protocol: WindowScores(
             targets=width - first, **{name: torch.cat([part[name] for part in sums]) for name in sums[0]}
@@ -122,31 +122,31 @@ def rows_together(scorers: Sequence[WindowScorer], width: int, batch: int) -> in
 
 def _whole(advance: Callable[[int], None], steps: int) -> Done:
     """Advance by a row whenever so many of them have taken a step as make all `steps` of one."""
-    taken = shown = 0
+    taken = reported = 0
 
     def done(rows: int) -> None:
-        nonlocal taken, shown
+        nonlocal taken, reported
         taken += rows
-        if taken // steps > shown:
-            advance(taken // steps - shown)
-            shown = taken // steps
+        if taken // steps > reported:
+            advance(taken // steps - reported)
+            reported = taken // steps
 
     return done
 
 
 def _score_windows(
-    scorers: list[WindowScorer], hidden: list[torch.Tensor], wanted: torch.Tensor, batch: int
+    scorers: list[WindowScorer], hidden: list[torch.Tensor], targets: torch.Tensor, batch: int
 ) -> dict[str, torch.Tensor]:
-    """The sums of each window by the names of `WindowScores`, float64 [windows]. wanted: targets [windows, positions]
+    """The sums of each window by the names of `WindowScores`, float64 [windows]. targets: targets [windows, positions]
     that are scored; hidden: of these positions, [windows * positions, ...]"""
-    scores = _score_rows(scorers, hidden, wanted.flatten(), batch * wanted.shape[1])
+    scores = _score_rows(scorers, hidden, targets.flatten(), batch * targets.shape[1])
     # Each row is summed by itself: how many there are beside it decides no bit.
-    return {name: torch.stack([row.sum() for row in value.view(wanted.shape)]) for name, value in scores.items()}
+    return {name: torch.stack([row.sum() for row in value.view(targets.shape)]) for name, value in scores.items()}
 
 
 @torch.inference_mode()
 def _score_rows(
-    scorers: list[WindowScorer], hidden: list[torch.Tensor], wanted: torch.Tensor, together: int
+    scorers: list[WindowScorer], hidden: list[torch.Tensor], targets: torch.Tensor, together: int
 ) -> dict[str, torch.Tensor]:
     """The scores of N positions, from each scorer's `hidden` [N, ...]: by the names of `WindowScores`, float64 [N].
 
@@ -154,9 +154,9 @@ def _score_rows(
 
     The vocabulary is the outer loop: each part of an output matrix is made once.
     """
-    parts = [*_parts(len(wanted), together)]
-    softmax = [RunningSoftmax(wanted) for _ in scorers]
-    apart = torch.zeros(len(wanted), dtype=torch.float64)  # sum of exp(reference logit) * (reference - scored logit)
+    parts = [*_parts(len(targets), together)]
+    softmax = [RunningSoftmax(targets) for _ in scorers]
+    apart = torch.zeros(len(targets), dtype=torch.float64)  # sum of exp(reference logit) * (reference - scored logit)
     for word in range(0, scorers[0].vocabulary, WORDS):
         heads = [scorer.head(slice(word, word + WORDS)) for scorer in scorers]
         for part in parts:

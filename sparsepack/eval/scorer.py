@@ -41,12 +41,12 @@ class RunningSoftmax:
     total   -- float64 [N], the sum of exp(logit - largest)
     """
 
-    def __init__(self, wanted: torch.Tensor) -> None:
-        self._wanted = wanted.cpu()  # int64 [N], the words whose likelihood is asked for
-        self._picked = torch.full((len(wanted),), torch.nan, dtype=torch.float64)
-        self.largest = torch.full((len(wanted),), -torch.inf, dtype=torch.float64)
-        self.total = torch.zeros(len(wanted), dtype=torch.float64)
-        self.top = torch.zeros(len(wanted), dtype=torch.int64)
+    def __init__(self, targets: torch.Tensor) -> None:
+        self._targets = targets.cpu()  # int64 [N], the words whose likelihood is asked for
+        self._picked = torch.full((len(targets),), torch.nan, dtype=torch.float64)
+        self.largest = torch.full((len(targets),), -torch.inf, dtype=torch.float64)
+        self.total = torch.zeros(len(targets), dtype=torch.float64)
+        self.top = torch.zeros(len(targets), dtype=torch.int64)
 
     def take(self, part: slice, first: int, logits: torch.Tensor) -> torch.Tensor:
         """Add the words from `first` on, float32 [P, words], at the positions `part`.
@@ -60,7 +60,7 @@ class RunningSoftmax:
         self.total[part] = self.total[part] * torch.exp(before - largest) + wide(grown).sum(-1).cpu()
         self.top[part] = torch.where(values > before, words + first, self.top[part])
         self.largest[part] = largest
-        place = self._wanted[part] - first
+        place = self._targets[part] - first
         here = (place >= 0) & (place < logits.shape[-1])
         place = place.clamp(0, logits.shape[-1] - 1).to(logits.device)
         picked = logits.gather(-1, place[:, None])[:, 0].cpu().double()

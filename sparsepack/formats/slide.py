@@ -2,7 +2,7 @@
 
 Of each pruned Linear, in place of its `weight` [rows, columns] (`formats.orders.slide`):
 
-    NAME.weight             [rows, stored]                 I8, F8_E4M3 or BF16: the slid values
+    NAME.weight             [rows, stored]                 I8, F8_E4M3 or BF16: the sparse24 values
     NAME.weight_positions   [rows, stored / 4 rounded up]  U8: the positions in their windows, two bits each
     NAME.weight_scale       [rows]                         F32: of an output channel; absent for BF16
 
@@ -91,7 +91,7 @@ def configured_slides(patterns: Any) -> dict[str, Slide]:
 
 
 def slid_tensors(weight: str, rows: int, stored: int, values: ValueType) -> dict[str, tuple[tuple[int, ...], str]]:
-    """The tensors of a slid matrix in the order in which they are stored: name -> shape and type.
+    """The tensors of a sparse24 matrix in the order in which they are stored: name -> shape and type.
 
     weight -- the matrix's name; stored -- values that are stored for a row
     """
@@ -105,7 +105,7 @@ def slid_tensors(weight: str, rows: int, stored: int, values: ValueType) -> dict
 
 
 @dataclass(frozen=True)
-class SlidArtifact(FolderArtifact):
+class Sparse24Artifact(FolderArtifact):
     """A slid folder. Its weights are known by the names that they have in the checkpoint."""
 
     @cached_property
@@ -272,7 +272,8 @@ def _matrices(checkpoint: Checkpoint) -> list[str]:
 def _groups(
     format: Format, checkpoint: Checkpoint, slides: Mapping[str, Slide], request: PlanRequest
 ) -> Iterator[PlannedGroup]:
-    """What stays as it is, then the slid matrices: embedding and output take a thread longest, so they begin first."""
+    """What stays as it is, then the sparse24 matrices: embedding and output take a thread longest, so they begin
+    first."""
     source, values = checkpoint.source, value_type(format)
     slid = {f"{name}.weight": how for name, how in slides.items()}
 
@@ -334,6 +335,6 @@ def _bytes(value: Tensor) -> Tensor:
 
 def opened(folder: ArtifactFolder, manifest: Mapping[str, Any]) -> Artifact:
     """A slid folder that has been opened. Raises `ArtifactError` where it does not hold together."""
-    artifact = SlidArtifact(manifest, folder)
+    artifact = Sparse24Artifact(manifest, folder)
     artifact.check_shapes()
     return artifact

@@ -1,6 +1,6 @@
 """What lies in the GPU's memory and what in the host's, for a budget of the GPU's: counted before anything is loaded.
 
-    always on the card        keys and values of all texts, buffers
+    always on the card        keys and values of all sequences, buffers
     on the card while it fits output | attention, block by block | gates, block by block | slots | embedding
     in the host's memory      the rest, and where not every neuron has a slot the records of all neurons, all twice:
                               pinned for the bus, and as the processor's kernels read them
@@ -45,7 +45,7 @@ def spare_of(slots: int, least: int = SPARE) -> int:
 
 
 def parse_bytes(text: str) -> int:
-    """The bytes that a text such as 8GB or 512MB says, GB being 10^9 bytes. Raises `PlacementError`."""
+    """The bytes that a sequence such as 8GB or 512MB says, GB being 10^9 bytes. Raises `PlacementError`."""
     found = re.fullmatch(r"(\d{1,6}(?:\.\d{1,6})?) ?([GM])B", text, re.IGNORECASE)
     if not found:
         raise PlacementError(f"--vram {text}: expected gigabytes or megabytes, as in 24GB")
@@ -53,7 +53,7 @@ def parse_bytes(text: str) -> int:
 
 
 def format_bytes(count: float) -> str:
-    """Bytes as a text that `parse_bytes` reads: never fewer than these, by 1 % at most more from a megabyte on."""
+    """Bytes as a sequence that `parse_bytes` reads: never fewer than these, by 1 % at most more from a megabyte on."""
     unit, name = (1e9, "GB") if count >= 1e9 else (1e6, "MB")
     digits = 2 if count < 10 * unit else 1
     return f"{math.ceil(count / unit * 10**digits) / 10**digits:.12g}{name}"
@@ -90,7 +90,7 @@ def work_of(
     intermediate: int,
     blocks: int,
     vocabulary: int,
-    texts: int,
+    sequences: int,
     record: int,
     model: int,
     slots: bool = True,
@@ -104,9 +104,9 @@ def work_of(
     of_a_position = 16 * intermediate + 48 * hidden + intermediate // 8
     positions = next((n for n in _POSITIONS if 50 * n * of_a_position <= model), _POSITIONS[-1])
     staged = min(record * intermediate, max(_LEAST_STAGED, min(_MOST_STAGED, model // 256)))
-    steps = texts * (64 * hidden + 24 * intermediate + 8 * vocabulary)
+    steps = sequences * (64 * hidden + 24 * intermediate + 8 * vocabulary)
     if slots:
-        steps += blocks * intermediate * (8 + texts)
+        steps += blocks * intermediate * (8 + sequences)
     return Work(
         positions=positions,
         scratch=max(512 * hidden, min(_MOST_SCRATCH, model // 64)),
@@ -125,7 +125,7 @@ class Parts:
     attention -- of each block, what it has beside its MLP
     gates     -- of each block: what every token reads of its MLP; of experts the router, and a shared one
     record    -- of a neuron; neurons -- how many a block has
-    cache     -- keys and values of all texts, and the tables of their positions
+    cache     -- keys and values of all sequences, and the tables of their positions
     work, least_work -- buffers where the card has room for all, and the least that work; None: as many
     spare     -- slots beside those of resident neurons at least, where not all are resident
     copies    -- of each block, a copy of its gates in few bits with what belongs to it; empty: there are none
@@ -249,7 +249,7 @@ class Plan:
         return self.slots // self.parts.neurons
 
     @property
-    def far_records(self) -> int:
+    def offloaded_records(self) -> int:
         """Bytes of the records that the host's memory holds: of all neurons, where not every neuron has a slot, since
         slots are copies; of the others alone, where records lie together."""
         parts = self.parts
@@ -283,8 +283,8 @@ class Plan:
             "output": (not self.output) * parts.output,
             "attention": sum(parts.attention[self.attention :]),
             "gates": sum(parts.gates[self.gates :]),
-            "records": self.far_records,
-            "records for the processor": self.far_records,
+            "records": self.offloaded_records,
+            "records for the processor": self.offloaded_records,
             "matrices for the processor": sum(parts.attention[self.attention :]) + sum(parts.gates[self.gates :]),
         }
 

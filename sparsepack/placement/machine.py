@@ -40,7 +40,7 @@ class BandwidthProfile:
     far_bus: float = 0.0
     far_worker: float = 0.0
 
-    def far(self, record_bytes: int) -> tuple[float, float]:
+    def offloaded_speeds(self, record_bytes: int) -> tuple[float, float]:
         """How fast the device and the processor read such matrices: as fast as records, where that was not measured."""
         return self.far_bus or self.bus * record_bytes, self.far_worker or self.worker * record_bytes
 
@@ -51,22 +51,24 @@ class BandwidthProfile:
 
     def seconds(self, resident: int, offloaded: int, bus: int) -> float:
         """How long a block takes, of whose offloaded neurons the device computes `bus` and the worker all others."""
-        beside = offloaded - bus
+        on_cpu = offloaded - bus
         own = resident / self.resident + bus / self.bus
-        return max(own, (self.handover + beside / self.worker) if beside else 0.0)
+        return max(own, (self.handover + on_cpu / self.worker) if on_cpu else 0.0)
 
 
-def over_the_bus(resident: int, offloaded: int, links: BandwidthProfile) -> int:
+def over_the_bus(resident: int, offloaded: int, bandwidth: BandwidthProfile) -> int:
     """How many of a block's offloaded neurons the device reads itself, so that device and worker end together.
 
     resident, offloaded -- active neurons with slots and without
 
     Returns 0 to `offloaded`; of several that take as long, the fewest.
     """
-    even = (links.handover + offloaded / links.worker - resident / links.resident) / (1 / links.bus + 1 / links.worker)
+    even = (bandwidth.handover + offloaded / bandwidth.worker - resident / bandwidth.resident) / (
+        1 / bandwidth.bus + 1 / bandwidth.worker
+    )
     least = min(max(int(even), 0), offloaded)
     candidates = sorted({least, min(least + 1, offloaded), offloaded})  # all of them: then nothing is handed over
-    return min(candidates, key=lambda bus: links.seconds(resident, offloaded, bus))
+    return min(candidates, key=lambda bus: bandwidth.seconds(resident, offloaded, bus))
 
 
 HBM, DRAM, SCATTERED = 0.7, 0.9, 0.85
@@ -78,20 +80,24 @@ _MOST = 1e9
 
 @dataclass(frozen=True)
 class Rates:
-    """What kernels reach: links, and bytes a second of the GPU's memory, of the bus and of the host's memory."""
+    """What kernels reach: the bandwidth profile, and bytes a second of the GPU's memory, of the bus and of the host's
+    memory."""
 
-    links: BandwidthProfile
+    bandwidth: BandwidthProfile
     card: float
     bus: float
     host: float
 
 
-def measured_rates(links: BandwidthProfile, record_bytes: int) -> Rates:
-    """What kernels reach by links that were measured: matrices are read as fast as records where their speed was not
-    measured, and the host's memory serves processor and bus at the speeds that were measured while both read it."""
-    slots, bus, worker = (speed * record_bytes for speed in (links.resident, links.bus, links.worker))
+def measured_rates(bandwidth: BandwidthProfile, record_bytes: int) -> Rates:
+    """What kernels reach by a measured bandwidth profile: matrices are read as fast as records where their speed was
+    not measured, and the host's memory serves processor and bus at the speeds that were measured while both read it."""
+    slots, bus, worker = (speed * record_bytes for speed in (bandwidth.resident, bandwidth.bus, bandwidth.worker))
     return Rates(
-        links, links.near or slots, links.far(record_bytes)[0], max(bus + worker, sum(links.far(record_bytes)))
+        bandwidth,
+        bandwidth.near or slots,
+        bandwidth.offloaded_speeds(record_bytes)[0],
+        max(bus + worker, sum(bandwidth.offloaded_speeds(record_bytes))),
     )
 
 
@@ -115,8 +121,10 @@ class Machine:
         most = (self.cpu or self.dram) * 1e9
         worker = min(SCATTERED * dram, most) / record_bytes
         handover = self.handover_us * 1e-6
-        links = BandwidthProfile(hbm / record_bytes, bus / record_bytes, worker, handover, hbm, bus, min(dram, most))
-        return Rates(links, hbm, bus, dram)
+        bandwidth = BandwidthProfile(
+            hbm / record_bytes, bus / record_bytes, worker, handover, hbm, bus, min(dram, most)
+        )
+        return Rates(bandwidth, hbm, bus, dram)
 
 
 MACHINES: Mapping[str, Machine] = MappingProxyType(
@@ -203,7 +211,7 @@ class Shape:
                 intermediate=self.intermediate * max(self.used, 1),
                 blocks=self.layers,
                 vocabulary=self.vocabulary,
-                texts=1,
+                sequences=1,
                 record=self.record_bytes,
                 model=model,
             )
@@ -343,28 +351,28 @@ def seconds_per_token(
     listed  -- of blocks whose gates are copied, for which it must be given: whose gates are read, where they lie
     kept    -- share of the columns of attention and gates that a token reads
     """
-    links, parts = rates.links, plan.parts
+    bandwidth, parts = rates.bandwidth, plan.parts
     needed, moves = density * parts.all_neurons, moved * parts.all_neurons * plan.slot / parts.record
     offloaded, resident = needed * (1 - hit_rate), needed * hit_rate
     if plan.copied:
         assert listed is not None
         gates = listed.density * parts.neurons * plan.copied * parts.gate / parts.record  # as many records
         offloaded, resident = offloaded + gates * (1 - listed.hit_rate), resident + gates * listed.hit_rate
-    alone = max(offloaded / links.worker, moves / links.bus)
-    together = max((offloaded + moves) / (links.worker + links.bus), moves / links.bus)
+    alone = max(offloaded / bandwidth.worker, moves / bandwidth.bus)
+    together = max((offloaded + moves) / (bandwidth.worker + bandwidth.bus), moves / bandwidth.bus)
     from_host = (offloaded + moves) * parts.record / rates.host
     host = max(together if over_the_bus else alone, from_host)
     card, bus = plan.always_read(kept)
     divided = (bus - plan.host["output"]) if over_the_bus else 0
-    far = (bus - divided) / rates.bus + divided / min(sum(links.far(parts.record)), rates.host)
+    far = (bus - divided) / rates.bus + divided / min(sum(bandwidth.offloaded_speeds(parts.record)), rates.host)
     asking = parts.blocks - (plan.downs if parts.together else 0) if offloaded else 0
     handovers = asking + (plan.offloaded_products if over_the_bus else 0)
-    slots = resident / links.resident
-    return TokenSeconds(card / rates.card, far, slots, host, handovers * links.handover)
+    slots = resident / bandwidth.resident
+    return TokenSeconds(card / rates.card, far, slots, host, handovers * bandwidth.handover)
 
 
 def dense_split(rates: Rates, parts: Parts, vram: float) -> float:
     """Tokens per second of a dense model of whose weights as many as fit are on the GPU, the rest on the processor."""
     weights = parts.weights - parts.embedding
-    near = max(0.0, min(weights, vram - parts.cache - parts.work_within(int(vram)).bytes))
-    return 1 / ((near + parts.cache) / rates.card + (weights - near) / rates.host)
+    on_device = max(0.0, min(weights, vram - parts.cache - parts.work_within(int(vram)).bytes))
+    return 1 / ((on_device + parts.cache) / rates.card + (weights - on_device) / rates.host)

@@ -87,8 +87,8 @@ class TrafficStats:
     traffic -- since the reset
     hits    -- of the same steps
     plan    -- what lies where
-    links   -- as they were measured on this machine; None: nobody has
-    beside  -- bytes of matrices that every token reads which the worker reads in place of the device
+    bandwidth   -- as they were measured on this machine; None: nobody has
+    cpu_bytes  -- bytes of matrices that every token reads which the worker reads in place of the device
     kept    -- share of the columns of attention and gates that a token reads
     times   -- where the plan has copies of gates, how many times as many neurons as are active these list; traffic and
                hits are of listed neurons there
@@ -97,8 +97,8 @@ class TrafficStats:
     traffic: Traffic
     hits: HitCounts
     plan: Plan
-    links: BandwidthProfile | None
-    beside: int = 0
+    bandwidth: BandwidthProfile | None
+    cpu_bytes: int = 0
     kept: float = 1.0
     times: float = 1.0
 
@@ -116,7 +116,7 @@ class TrafficStats:
         return listed * (parts.gate + parts.record / self.times) + (1 - listed) * parts.record
 
 
-def per_token(ways: TrafficStats, seconds: float) -> dict[str, Any]:
+def per_token(stats: TrafficStats, seconds: float) -> dict[str, Any]:
     """What a decoded token took, JSON-able, all of it means over the decoded tokens.
 
     seconds -- that a token took
@@ -125,13 +125,14 @@ def per_token(ways: TrafficStats, seconds: float) -> dict[str, Any]:
     hits, needed -- those with slots, or on the card, and all; listed: whether these are those that copies of gates list
     bytes        -- read from the card's memory, of the full cache too; over the bus; by the worker; copied into slots
     handed       -- blocks; waited_us: microseconds that the device waited; managed_us: that slots took between tokens
-    model        -- by measured links, the seconds that the model of time gives each part and `together`; `slowest`,
-                    the part that takes longest; `share`, what it gives over what a token took. None: nobody measured
+    model        -- by the measured bandwidth profile, the seconds that the model of time gives each part and
+                    `together`; `slowest`, the part that takes longest; `share`, what it gives over what a token took.
+                    None: nobody measured
     """
-    traffic, hits, plan, kept = ways.traffic, ways.hits, ways.plan, ways.kept
-    tokens, record, neuron = max(hits.tokens, 1), plan.parts.record, ways.neuron
+    traffic, hits, plan, kept = stats.traffic, stats.hits, stats.plan, stats.kept
+    tokens, record, neuron = max(hits.tokens, 1), plan.parts.record, stats.neuron
     card, bus = plan.always_read(kept)
-    beside = kept * ways.beside
+    cpu_bytes = kept * stats.cpu_bytes
     found: dict[str, Any] = {
         "unit": "columns" if plan.parts.together else "neurons",
         "hits": hits.hits / tokens,
@@ -139,8 +140,8 @@ def per_token(ways: TrafficStats, seconds: float) -> dict[str, Any]:
         "listed": plan.copied > 0,
         "bytes": {
             "card": card + traffic.resident * neuron / tokens,
-            "bus": bus - beside + traffic.bus * neuron / tokens,
-            "worker": beside + traffic.worker * neuron / tokens,
+            "bus": bus - cpu_bytes + traffic.bus * neuron / tokens,
+            "worker": cpu_bytes + traffic.worker * neuron / tokens,
             "moved": hits.moves * plan.slot / tokens,
         },
         "handed": traffic.handed / tokens,
@@ -148,11 +149,11 @@ def per_token(ways: TrafficStats, seconds: float) -> dict[str, Any]:
         "managed_us": 1e6 * traffic.managed / tokens,
         "model": None,
     }
-    if ways.links is not None:
-        rates = measured_rates(ways.links, record)
+    if stats.bandwidth is not None:
+        rates = measured_rates(stats.bandwidth, record)
         everyone = plan.parts.all_neurons
-        counted, moved, share = hits.needed / tokens / everyone, hits.moves / tokens / everyone, ways.listed_share
-        density, listed = counted * (1 - share + share / ways.times), None
+        counted, moved, share = hits.needed / tokens / everyone, hits.moves / tokens / everyone, stats.listed_share
+        density, listed = counted * (1 - share + share / stats.times), None
         if plan.copied:
             listed = Listed(counted * share * plan.parts.blocks / plan.copied, hits.hit_rate)
         model = seconds_per_token(
@@ -170,7 +171,7 @@ def per_token(ways: TrafficStats, seconds: float) -> dict[str, Any]:
 
 def describe_per_token(found: Mapping[str, Any]) -> str:
     """What `per_token` gave, in a few words."""
-    read = ", ".join(f"{found['bytes'][name] / 1e6:.2f} MB {said}" for name, said in _WAYS.items())
+    read = ", ".join(f"{found['bytes'][name] / 1e6:.2f} MB {said}" for name, said in _PATHS.items())
     counted, hits = "listed" if found["listed"] else "active", f"{found['hits']:.1f} of {found['needed']:.1f}"
     if found["unit"] == "columns":
         text = f"a token: {hits} active columns of down matrices lay in the device's memory; {read}"
@@ -188,7 +189,7 @@ def describe_per_token(found: Mapping[str, Any]) -> str:
     )
 
 
-_WAYS = {
+_PATHS = {
     "card": "from the device's memory",
     "bus": "from the host's by the device",
     "worker": "from the host's by the worker",

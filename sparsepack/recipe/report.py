@@ -59,14 +59,14 @@ def _machine(device: str) -> dict[str, Any]:
     """The machine on which the run ended, and what ran on it."""
     import torch
 
-    from sparsepack.runtime.backend_module import opened
-    from sparsepack.runtime.backends import backend_named
+    from sparsepack.runtime.backend_module import load_backend_module
+    from sparsepack.runtime.backends import find_backend
     from sparsepack.runtime.cpu.machine import cpu_info
 
     return {
         "cpu": cpu_info(),
         "cores": cores(),
-        "gpu": opened(backend_named("reference")).describe(torch.device(device)),
+        "gpu": load_backend_module(find_backend("reference")).describe(torch.device(device)),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "python": platform.python_version(),
         "libraries": {name: importlib.metadata.version(name) for name in LIBRARIES},

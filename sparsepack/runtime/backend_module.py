@@ -8,9 +8,9 @@ import torch
 
 from sparsepack.errors import UserError
 from sparsepack.formats.packed import PackedModel
-from sparsepack.runtime.backends import Backend, backend_for, backend_named
+from sparsepack.runtime.backends import Backend, backend_for, find_backend
 from sparsepack.runtime.decoder import Decoder
-from sparsepack.runtime.features import backend_asked, check_features, lacks
+from sparsepack.runtime.features import check_features, lacks, requested_backend
 from sparsepack.runtime.options import EngineOptions
 from sparsepack.runtime.tuning import Shape
 
@@ -29,7 +29,7 @@ class BackendModule(Protocol):
         cache_type: str,
         options: EngineOptions,
     ) -> Decoder:
-        """What runs one text or several. Raises `UserError` as `usable`, and for a model that it does not know.
+        """What runs one sequence or several. Raises `UserError` as `usable`, and for a model that it does not know.
 
         device, context, cache_type -- what the engine made of those in the options, of which the others count here
         options                     -- they ask for nothing that the row does not have
@@ -50,30 +50,30 @@ class BackendModule(Protocol):
         gates -- of the shapes, those of gate and up
         """
 
-    def tune_links(self, widths: Iterable[int], device: torch.device, threads: int | None) -> list[dict[str, Any]]:
+    def tune_bandwidth(self, widths: Iterable[int], device: torch.device, threads: int | None) -> list[dict[str, Any]]:
         """Measure how fast neurons with slots and without are computed, for records of so many channels, keep it, and
         return it as JSON-able values. Asked of backends alone whose row `tunes` and has `slots`."""
 
 
-def opened(row: Backend) -> BackendModule:
+def load_backend_module(row: Backend) -> BackendModule:
     """The module that does a backend's work."""
     return cast(BackendModule, import_module(row.module))
 
 
-def chosen_backend(options: EngineOptions, packed: PackedModel) -> tuple[str, tuple[str, ...]]:
+def choose_backend(options: EngineOptions, packed: PackedModel) -> tuple[str, tuple[str, ...]]:
     """The name of the backend to run: the one that is asked for, or the one that is made for the device, where what it
     needs is there. Notes say why where that is not the best for the device.
 
     Raises `UserError`, saying what is missing, where the reference does not do what is asked for.
     """
     if options.backend is not None or (options.sequences or 1) > 1:
-        return backend_asked(options).name, ()
+        return requested_backend(options).name, ()
     best = backend_for(options.device)
     try:
         check_features(best, EngineOptions(), packed)
-        opened(best).usable(torch.device(options.device))
+        load_backend_module(best).usable(torch.device(options.device))
     except UserError as error:
-        reference = backend_named("reference")
+        reference = find_backend("reference")
         if lacks(reference, options, packed):
             raise
         return reference.name, (f"note: the reference backend runs: {error}",)

@@ -27,7 +27,7 @@ class Backend:
     devices     -- torch's types of devices that it is made for, and taken for unless told otherwise; none: any device
     module      -- what offers the functions of `backend_module.BackendModule`
     cache_types -- of keys and values, of "f32", "f16" and "bf16": the first unless told otherwise
-    sequences   -- texts that it decodes together at most
+    sequences   -- how many it decodes together at most
     offloads    -- whether keys and values can lie in the host's memory, away from the device
     tunes       -- whether `sparsepack tune` can measure what suits the machine
     mlps        -- the kinds of MLPs that it runs
@@ -35,7 +35,7 @@ class Backend:
     slots       -- whether some of these neurons can have slots of their own
     budgets     -- whether what has no room in a device's memory can lie in the host's
     gate_copies -- whether copies of gates can take the place of those that have no room in a device's memory
-    holds       -- whether the share that is skipped can be held at the target
+    scales_thresholds -- whether it can keep the skipped share at the target (`--hold`)
     selects     -- whether decoded tokens of models with sparse attention read a part of the cached ones
     pads_tails  -- whether it lays out tails of matrices as whole bands, and reads them so
     traits      -- of `traits.TRAITS`, those that it computes
@@ -55,7 +55,7 @@ class Backend:
     slots: bool = False
     budgets: bool = False
     gate_copies: bool = False
-    holds: bool = False
+    scales_thresholds: bool = False
     selects: bool = True
     pads_tails: bool = False
     traits: frozenset[str] = frozenset()
@@ -72,11 +72,11 @@ class Backend:
                 f"use device {self.devices[0]} or the reference backend"
             )
 
-    def checked_cache_type(self, asked: str | None) -> str:
+    def choose_cache_type(self, requested: str | None) -> str:
         """The type of keys and values to keep; raises `UserError` for one that it does not have."""
-        if asked is not None and asked not in self.cache_types:
-            raise UserError(f"cache type {asked!r}: the {self.name} backend has {', '.join(self.cache_types)}")
-        return asked or self.cache_types[0]
+        if requested is not None and requested not in self.cache_types:
+            raise UserError(f"cache type {requested!r}: the {self.name} backend has {', '.join(self.cache_types)}")
+        return requested or self.cache_types[0]
 
 
 BACKENDS: Mapping[str, Backend] = MappingProxyType(
@@ -93,7 +93,7 @@ BACKENDS: Mapping[str, Backend] = MappingProxyType(
                 sequences=8,
                 mlps=(DENSE, NEURONS, EXPERTS),
                 blocks=ZIGZAG_BLOCKS,
-                holds=True,
+                scales_thresholds=True,
                 traits=frozenset(TRAITS),
             ),
             Backend(
@@ -107,7 +107,7 @@ BACKENDS: Mapping[str, Backend] = MappingProxyType(
                 tunes=True,
                 mlps=(DENSE, NEURONS, EXPERTS),
                 blocks=ZIGZAG_BLOCKS,
-                holds=True,
+                scales_thresholds=True,
                 traits=frozenset(TRAITS),
             ),
             Backend(
@@ -126,7 +126,7 @@ BACKENDS: Mapping[str, Backend] = MappingProxyType(
                 slots=True,
                 budgets=True,
                 gate_copies=True,
-                holds=True,
+                scales_thresholds=True,
                 pads_tails=True,
                 traits=frozenset(TRAITS) - {QUERY_GROWTH},
             ),
@@ -138,7 +138,7 @@ BACKENDS: Mapping[str, Backend] = MappingProxyType(
                 module="sparsepack.runtime.metal.backend",
                 cache_types=("f16",),
                 tunes=True,
-                holds=True,
+                scales_thresholds=True,
                 selects=False,
                 pads_tails=True,
             ),
@@ -148,7 +148,7 @@ BACKENDS: Mapping[str, Backend] = MappingProxyType(
 """Each backend stands under its name."""
 
 
-def backend_named(name: str) -> Backend:
+def find_backend(name: str) -> Backend:
     """A backend's row; raises `UserError` naming the known ones."""
     if name not in BACKENDS:
         raise UserError(f"backend {name!r}: unknown; expected one of {', '.join(BACKENDS)}")

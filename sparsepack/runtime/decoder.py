@@ -17,7 +17,7 @@ from sparsepack.runtime.threshold_controller import ThresholdController
 
 
 class Decoder(Protocol):
-    """A packed model with the caches of one text or several, filled position by position. Its caller checks ids and
+    """A packed model with the caches of one sequence or several, filled position by position. Its caller checks ids and
     room, gives no more sequences than there are, and steps at least one.
 
     A step takes an id for each sequence, or None for one that stands still: its text and its length stay as they are,
@@ -25,7 +25,7 @@ class Decoder(Protocol):
 
     description -- what runs, for people: instruction set or device, threads
     threads     -- of the processor
-    cache       -- keys and values of each text
+    cache       -- keys and values of each sequence
     """
 
     @property
@@ -51,23 +51,24 @@ class Decoder(Protocol):
 
     @property
     def scales(self) -> tuple[float, ...]:
-        """What the thresholds of each text are multiplied by; empty: no share is held."""
+        """What the thresholds of each sequence are multiplied by; empty: they are not controlled."""
 
     def control_thresholds(self, controller: ThresholdController) -> None:
-        """Hold the share that sparse steps skip from now on, of each text for itself. Asked once, before any token, and
-        of backends alone whose row `holds`."""
+        """Keep the share that sparse steps of each sequence skip at a target. Called once, before any token, of
+        backends alone whose row `scales_thresholds`."""
 
     def active(self) -> Mapping[tuple[int, str], int]:
         """Columns that were active in any sequence, per (layer, site), summed over those steps."""
 
     def reset(self) -> None:
-        """Forget the texts and what was counted."""
+        """Forget the sequences and what was counted."""
 
     def truncate(self, sequence: int, length: int) -> None:
-        """Forget what a sequence has beyond its first tokens; what was counted stays, what is held begins anew."""
+        """Forget what a sequence has beyond its first tokens; what was counted stays, the scale of its thresholds is
+        reset."""
 
     def copy(self, source: int, to: int, length: int) -> None:
-        """Let a sequence have the first tokens of another, and nothing else; what is held of it begins anew."""
+        """Let a sequence have the first tokens of another, and nothing else; the scale of its thresholds is reset."""
 
     def prefill(self, sequence: int, ids: Tensor) -> Tensor:
         """Append int64 [S > 0] to a sequence, dense. Returns the logits after the last: float32 [vocabulary]."""
@@ -116,19 +117,19 @@ def attention_of(packed: PackedModel, context: int, device: torch.device, sequen
     architecture = packed.architecture
     norms = [(layer.norms.get("q_norm"), layer.norms.get("k_norm")) for layer in packed.layers]
     # On the CPU: of large angles a GPU's cosine need not be as exact.
-    made = [
+    tables = [
         reference_attention.rotary_table(torch.tensor(inv_freq), scale, context)
         for inv_freq, scale in architecture.rotary_tables
     ]
-    (cos, sin), *more = [(cos.to(device), sin.to(device)) for cos, sin in made]
+    (cos, sin), *more = [(cos.to(device), sin.to(device)) for cos, sin in tables]
     return attention_shape(architecture, norms, cos, sin, sequences, packed.attention, more)
 
 
 class LongTextRope:
-    """The texts of a decoder, each of which turns as its length means.
+    """The sequences of a decoder, each of which turns as its length means.
 
-    Models whose long texts turn as a whole have two sets of frequencies; in others the frequencies of a position follow
-    from the length that its text has there.
+    Models whose long sequences turn as a whole have two sets of frequencies; in others the frequencies of a position
+    follow from the length that its text has there.
     """
 
     def __init__(self, architecture: Architecture, context: int, decoder: Decoder) -> None:
@@ -138,8 +139,8 @@ class LongTextRope:
         self._are_long = [False for _ in decoder.cache.lengths]
 
     def grow(self, sequence: int, ids: Sequence[int], count: int) -> None:
-        """Let the next `count` tokens of a text, which has these already, turn as its length then means. Where that
-        means all of it, a text that becomes long, or short again, is computed anew, dense, as transformers does."""
+        """Let the next `count` tokens of a sequence, which has these already, turn as its length then means. Where that
+        means all of it, a sequence that becomes long, or short again, is computed anew, dense, as transformers does."""
         long = self._long
         if long is None:
             return
@@ -156,18 +157,18 @@ class LongTextRope:
             self._decoder.prefill(sequence, torch.tensor(ids))
 
     def copied(self, source: int, to: int) -> None:
-        """Let a text, which another was copied to, turn as that one does."""
+        """Let a sequence, which another was copied to, turn as that one does."""
         self._turn_all(to, self._are_long[source])
 
     def _turn_all(self, sequence: int, is_long: bool) -> None:
-        """Let a text turn as long ones do, or as short ones, from its first token on."""
+        """Let a sequence turn as long ones do, or as short ones, from its first token on."""
         long = self._long
         if long is not None and long.turns_all and is_long != self._are_long[sequence]:
             self._turn(sequence, 0, self._context, self._context if is_long else 0)
             self._are_long[sequence] = is_long
 
     def _turn(self, sequence: int, first: int, last: int, length: int) -> None:
-        """Let positions `first` .. `last` - 1 of a text turn as those of a text of a length."""
+        """Let positions `first` .. `last` - 1 of a sequence turn as those of a text of a length."""
         a = self._architecture
         rows = rotary_table(a.frequencies(length), a.rotary_scale, last, first)
         cast(LongTextDecoder, self._decoder).set_rope(sequence, first, *rows)

@@ -15,15 +15,15 @@ from sparsepack.formats.packed import PackedModel, skipped_weights
 from sparsepack.models.activity import Skipped
 from sparsepack.models.sparse_attention import SparseFrom
 from sparsepack.placement.traffic import HitCounts, TrafficStats
-from sparsepack.runtime.backend_module import chosen_backend, opened
-from sparsepack.runtime.backends import Backend, backend_named
+from sparsepack.runtime.backend_module import choose_backend, load_backend_module
+from sparsepack.runtime.backends import Backend, find_backend
 from sparsepack.runtime.decoder import Decoder, LongTextRope, stepped
 from sparsepack.runtime.features import check_features
-from sparsepack.runtime.free_memory import cache_bytes, free_bytes, texts_with_room
+from sparsepack.runtime.free_memory import cache_bytes, count_sequences, free_bytes
 from sparsepack.runtime.generation.sampling import Sampler
 from sparsepack.runtime.hybrid.plan import context_within
 from sparsepack.runtime.options import EngineOptions, usual_context
-from sparsepack.runtime.threshold_controller import threshold_controller_of
+from sparsepack.runtime.threshold_controller import new_controller
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Counts:
 
 
 class Engine:
-    """A packed model ready to run, with a static KV cache for one text, or for each of several that are decoded
+    """A packed model ready to run, with a static KV cache for one sequence, or for each of several that are decoded
     together, a token of each at a time: every weight is read once for all of them.
 
     packed  -- the artifact, as `read_packed` returns it
@@ -45,8 +45,8 @@ class Engine:
 
     `dense` of the options may be changed between calls. With `offload`, models with sparse attention select tokens
     wherever the policy says, also where reading all would be faster on the device. With `cached`, the result is the
-    same but for rounding. With `hold`, each text's thresholds are scaled from token to token
-    (`runtime/threshold_controller.py`), as they are in the file at first, and again once the text has lost tokens.
+    same but for rounding. With `hold`, each sequence's thresholds are scaled from token to token
+    (`runtime/threshold_controller.py`), as they are in the file at first, and again once the sequence has lost tokens.
 
     The reference backend computes in float32 and holds every matrix decoded, 4 bytes a weight (7.1 times the stored
     size of a zigzag matrix); the cpu and cuda backends hold them at their stored size (`runtime/cpu/decoder.py`,
@@ -64,18 +64,18 @@ class Engine:
         self.architecture = packed.architecture
         self.device = torch.device(options.device)
         self.dense = options.dense
-        self.backend, self.notes = chosen_backend(options, packed)
-        row = backend_named(self.backend)
+        self.backend, self.notes = choose_backend(options, packed)
+        row = find_backend(self.backend)
         check_features(row, options, packed)
-        cache_type = row.checked_cache_type(options.cache_type)
-        self.context = checked_context(options.context, packed.architecture.context)
+        cache_type = row.choose_cache_type(options.cache_type)
+        self.context = choose_context(options.context, packed.architecture.context)
         self._fit_context(options, cache_type)
         self._offload = options.offload
-        self._module = opened(row)
-        self._decoder = self._with_room(row, cache_type, options)
-        self._hold = threshold_controller_of(packed) if options.hold else None
-        if self._hold is not None:
-            self._decoder.control_thresholds(self._hold)
+        self._module = load_backend_module(row)
+        self._decoder = self._load_decoder(row, cache_type, options)
+        self._controller = new_controller(packed) if options.hold else None
+        if self._controller is not None:
+            self._decoder.control_thresholds(self._controller)
         self._ids: list[list[int]] = [[] for _ in self.positions]
         self._long_text_rope = LongTextRope(self.architecture, self.context, self._decoder)
         self.lock = threading.RLock()
@@ -85,28 +85,30 @@ class Engine:
     def _fit_context(self, options: EngineOptions, cache_type: str) -> None:
         """Take a context that leaves room for the model, where a budget was given and no context; the notes say so."""
         if options.context is None and options.vram_bytes is not None:
-            asked = self.context
-            self.context = context_within(self.packed, asked, cache_type, options.sequences or 1, options.vram_bytes)
-            if self.context < asked:
+            requested = self.context
+            self.context = context_within(
+                self.packed, requested, cache_type, options.sequences or 1, options.vram_bytes
+            )
+            if self.context < requested:
                 self.notes += (
                     f"note: context of {self.context:,} tokens, whose keys and values take at most a quarter of "
                     f"{options.vram}; --context takes more",
                 )
 
-    def _with_room(self, row: Backend, cache_type: str, options: EngineOptions) -> Decoder:
+    def _load_decoder(self, row: Backend, cache_type: str, options: EngineOptions) -> Decoder:
         """The decoder of as many sequences as are asked for; for None, of as many as have room."""
-        opened_for = partial(self._module.decoder, self.packed, self.device, self.context, cache_type)
+        new_decoder = partial(self._module.decoder, self.packed, self.device, self.context, cache_type)
         if options.sequences is not None:
-            return opened_for(options)
+            return new_decoder(options)
         most = 1 if options.divided_by else row.sequences
         of_one = cache_bytes(self.architecture, self.context, cache_type)
-        sequences = texts_with_room(most, of_one, free_bytes(self.device))
+        sequences = count_sequences(most, of_one, free_bytes(self.device))
         while sequences > 1:
             try:
-                return opened_for(replace(options, sequences=sequences))
+                return new_decoder(replace(options, sequences=sequences))
             except (UserError, MemoryError, torch.OutOfMemoryError):
                 sequences //= 2
-        return opened_for(replace(options, sequences=1))
+        return new_decoder(replace(options, sequences=1))
 
     @property
     def positions(self) -> tuple[int, ...]:
@@ -133,8 +135,8 @@ class Engine:
         """What runs: `cpu, avx512, 2 threads`, `cuda, NVIDIA H100 80GB HBM3, 4 sequences, 50 % held`."""
         attention = _described_attention(self._decoder.cache.sparse_from, self.context, self._offload)
         sequences = f", {len(self.positions)} sequences" if len(self.positions) > 1 else ""
-        held = "" if self._hold is None else f", {100 * self._hold.target:.3g} % held"
-        return f"{self.backend}, {self._decoder.description}{sequences}{held}{attention}"
+        controlled = "" if self._controller is None else f", {100 * self._controller.target:.3g} % held"
+        return f"{self.backend}, {self._decoder.description}{sequences}{controlled}{attention}"
 
     def synchronise(self) -> None:
         """Wait until the device has done what it was given."""
@@ -152,11 +154,11 @@ class Engine:
 
     @property
     def scales(self) -> tuple[float, ...]:
-        """What the thresholds of each sequence are multiplied by in its next step; empty: no share is held."""
+        """What the thresholds of each sequence are multiplied by in its next step; empty: they are not controlled."""
         return self._decoder.scales
 
     def claim(self, owner: object = None) -> None:
-        """Let `owner` alone, or nobody, go on with the texts. Whoever claims and works holds `lock` meanwhile.
+        """Let `owner` alone, or nobody, go on with the sequences. Whoever claims and works holds `lock` meanwhile.
 
         Raises `UserError` where the owner before began in another thread that lives, and has not released them.
         """
@@ -171,24 +173,24 @@ class Engine:
         self._owner_thread = here
 
     def owned_by(self, owner: object) -> bool:
-        """Whether the texts are those of `owner`."""
+        """Whether the sequences are those of `owner`."""
         return self._owner is not None and self._owner() is owner
 
     def release(self, owner: object) -> None:
-        """Let others claim the texts, which stay."""
+        """Let others claim the sequences, which stay."""
         if self.owned_by(owner):
             self._owner = None
 
     def reset(self) -> None:
-        """Forget the texts, whoever owns them, and the activity counted so far."""
+        """Forget the sequences, whoever owns them, and the activity counted so far."""
         self._owner = None
         for ids in self._ids:
             ids.clear()
         self._decoder.reset()
 
     def truncate(self, length: int, sequence: int = 0) -> None:
-        """Forget what a text has beyond its first `length` tokens; the activity counted stays, and what is held begins
-        anew. Raises `UserError` where it has fewer."""
+        """Forget what a sequence has beyond its first `length` tokens; the activity counted stays, and the scale of its
+        thresholds is reset. Raises `UserError` where it has fewer."""
         self._check_sequence(sequence)
         position = self.positions[sequence]
         if not 0 <= length <= position:
@@ -199,8 +201,8 @@ class Engine:
             del self._ids[sequence][length:]
 
     def copy(self, source: int, to: int, length: int) -> None:
-        """Let a text be the first `length` tokens of another, with the same bits in the cache; what is held of the text
-        begins anew. Raises `UserError` where the other has fewer."""
+        """Let a sequence be the first `length` tokens of another, with the same bits in the cache; the scale of its
+        thresholds is reset. Raises `UserError` where the other has fewer."""
         for sequence in (source, to):
             self._check_sequence(sequence)
         if not 0 <= length <= (position := min(self.positions[source], len(self._ids[source]))):
@@ -234,7 +236,7 @@ class Engine:
 
     @torch.no_grad()
     def prefill(self, ids: Sequence[int], sequence: int = 0) -> Tensor:
-        """Append tokens to one text, every site dense. Returns the logits after the last: float32 [vocabulary].
+        """Append tokens to one sequence, every site dense. Returns the logits after the last: float32 [vocabulary].
 
         Raises `UserError` for no tokens, an id the model does not have, more tokens than the cache has room for, or a
         sequence that there is not.
@@ -258,8 +260,9 @@ class Engine:
         return next((n for n, (known, id) in enumerate(pairs) if known != id), min(len(there), max(0, len(ids) - 1)))
 
     def keep(self, ids: Sequence[int], sequence: int = 0) -> int:
-        """Forget what a text does not have in common with `ids`, so that `prefill` can go on from there. Returns how
-        many tokens are kept, as they were prefilled or decoded: at most all but the last, whose logits are wanted."""
+        """Forget what a sequence does not have in common with `ids`, so that `prefill` can go on from there. Returns
+        how many tokens are kept, as they were prefilled or decoded: at most all but the last, whose logits are
+        wanted."""
         common = self.common(ids, sequence)
         self.truncate(common, sequence)
         return common
@@ -271,14 +274,14 @@ class Engine:
         self._decoder.prepare(not self.dense)
 
     def step(self, id: int) -> Tensor:
-        """Append one token to the one text. Returns the logits after it: float32 [vocabulary]; see `step_all`."""
+        """Append one token to the one sequence. Returns the logits after it: float32 [vocabulary]; see `step_all`."""
         return self.step_all([id])[0]
 
     @torch.no_grad()
     def step_all(self, ids: Sequence[int | None]) -> Tensor:
-        """Append a token to each text, or none where the id is None, skipping the columns that are inactive in all of
-        them. Returns the logits after them: float32 [sequences, vocabulary], of which the rows of texts that stand
-        still mean nothing.
+        """Append a token to each sequence, or none where the id is None, skipping the columns that are inactive in all
+        of them. Returns the logits after them: float32 [sequences, vocabulary], of which the rows of sequences that
+        stand still mean nothing.
 
         Raises `UserError` for another number of ids, none at all, one that the model does not have, or a full cache.
         """
@@ -289,16 +292,16 @@ class Engine:
         return logits
 
     def decode_next(self, id: int, sampler: Sampler) -> int:
-        """Append one token to the one text, and choose the next; see `decode_all`."""
+        """Append one token to the one sequence, and choose the next; see `decode_all`."""
         (chosen,) = self.decode_all([id], [sampler])
         assert chosen is not None
         return chosen
 
     @torch.no_grad()
     def decode_all(self, ids: Sequence[int | None], samplers: Sequence[Sampler | None]) -> list[int | None]:
-        """Append tokens as `step_all` does, and choose the next of each text: `Sampler.choose` of the logits, without
-        the detour through torch where the backend can; None for texts that stand still, which need no sampler. Raises
-        `UserError` as `step_all`, `ArtifactError` as the samplers do."""
+        """Append tokens as `step_all` does, and choose the next of each sequence: `Sampler.choose` of the logits,
+        without the detour through torch where the backend can; None for sequences that stand still, which need no
+        sampler. Raises `UserError` as `step_all`, `ArtifactError` as the samplers do."""
         if len(samplers) != len(self._ids):
             raise ValueError(f"{len(samplers)} samplers for {len(self._ids)} sequences")
         if any(sampler is None for sampler, id in zip(samplers, ids, strict=True) if id is not None):
@@ -317,12 +320,12 @@ class Engine:
 
     @torch.no_grad()
     def teacher_forced(self, ids: Sequence[int], sparse_from: int) -> Tensor:
-        """Logits after every token of a text, given to an empty cache: float32 [S, vocabulary].
+        """Logits after every token of a sequence, given to an empty cache: float32 [S, vocabulary].
 
         Positions before `sparse_from` run dense, the others as `step` would run them, many at once; with sparse
         attention they read what its policy says, also where `step` would read everything because that is faster.
-        Forgets the text before, and leaves the engine as prefill and steps would. Raises `UserError` as those do, and
-        where there are several sequences.
+        Forgets the sequence before, and leaves the engine as prefill and steps would. Raises `UserError` as those do,
+        and where there are several sequences.
 
         Where the backend adds in another order than in `step`, that is a matter of the last bits until an input comes
         so close to its threshold that they decide; from there on the two are different, equally good, approximations.
@@ -349,7 +352,7 @@ class Engine:
     def _checked(self, ids: Sequence[int], position: int) -> Tensor:
         if len(ids):
             _check_ids(self.architecture.vocabulary, ids)
-            _check_room(self.context, position, len(ids))
+            _check_capacity(self.context, position, len(ids))
         return torch.as_tensor(ids, dtype=torch.int64, device="cpu").contiguous()
 
     def _check_step(self, ids: Sequence[int | None]) -> None:
@@ -359,7 +362,7 @@ class Engine:
             raise UserError("a step of no sequence; expected a token for at least one")
         _check_ids(self.architecture.vocabulary, [*moving.values()])
         positions = self.positions
-        _check_room(self.context, max(positions[sequence] for sequence in moving), 1)
+        _check_capacity(self.context, max(positions[sequence] for sequence in moving), 1)
 
     def _check_sequence(self, sequence: int) -> None:
         if not 0 <= sequence < len(self._ids):
@@ -367,7 +370,7 @@ class Engine:
 
 
 def _described_attention(sparse_from: SparseFrom | None, context: int, offload: bool) -> str:
-    """What an engine says of attention that is sparse from so many tokens of a text on; empty: it never is.
+    """What an engine says of attention that is sparse from so many tokens of a sequence on; empty: it never is.
 
     offload -- keys and values lie in the host's memory
     """
@@ -388,7 +391,7 @@ def _check_ids(vocabulary: int, ids: Sequence[int]) -> None:
             raise UserError(f"token id {id}: expected 0 to {vocabulary - 1}; is the tokenizer this model's?")
 
 
-def _check_room(context: int, position: int, count: int) -> None:
+def _check_capacity(context: int, position: int, count: int) -> None:
     """Raise `UserError` where so many more tokens do not fit."""
     if position + count > context:
         raise UserError(
@@ -406,9 +409,9 @@ def _shares(packed: PackedModel, active: Mapping[tuple[int, str], int], stepped:
     }
 
 
-def checked_context(asked: int | None, made_for: int) -> int:
+def choose_context(requested: int | None, made_for: int) -> int:
     """The context to make room for; raises `UserError` for one that the model was not made for."""
-    context = usual_context(made_for) if asked is None else asked
+    context = usual_context(made_for) if requested is None else requested
     if not 1 <= context <= made_for:
         raise UserError(f"context {context}: the model was made for {made_for} positions; give 1 to {made_for}")
     return context

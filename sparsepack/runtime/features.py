@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from sparsepack.errors import UserError
-from sparsepack.runtime.backends import BACKENDS, Backend, backend_for, backend_named, most_sequences
+from sparsepack.runtime.backends import BACKENDS, Backend, backend_for, find_backend, most_sequences
 from sparsepack.runtime.options import EngineOptions, usual_context
 from sparsepack.runtime.traits import traits_of
 
@@ -19,26 +19,26 @@ if TYPE_CHECKING:
 class Feature:
     """Something that some backends have and others lack.
 
-    asked       -- whether options, or the model where one is given, need it
-    there       -- whether a backend has enough of it for them
+    is_requested       -- whether options, or the model where one is given, need it
+    is_supported       -- whether a backend has enough of it for them
     refusal     -- the error where it does not, with fields for the row, the options, the model, its traits that the
                    backend lacks, and for names, devices and hardware of the rows that do
     check_model -- raises `UserError` for a model that has no use for it
     """
 
-    asked: Callable[[EngineOptions, PackedModel | None], bool]
-    there: Callable[[Backend, EngineOptions, PackedModel | None], bool]
+    is_requested: Callable[[EngineOptions, PackedModel | None], bool]
+    is_supported: Callable[[Backend, EngineOptions, PackedModel | None], bool]
     refusal: str
     check_model: Callable[[PackedModel], None] | None = None
 
     def check(self, row: Backend, options: EngineOptions, packed: PackedModel | None = None) -> None:
         """Raise `UserError` where a backend lacks it."""
-        if self.there(row, options, packed):
+        if self.is_supported(row, options, packed):
             return
-        able = [other for other in BACKENDS.values() if self.there(other, options, packed)]
+        able = [other for other in BACKENDS.values() if self.is_supported(other, options, packed)]
         names, hardware = (" or ".join(getattr(a, field) for a in able) for field in ("name", "hardware"))
         devices = " or ".join(device for other in able for device in other.devices[:1])
-        lacking = ", ".join(trait for trait in traits_asked(options, packed) if trait not in row.traits)
+        lacking = ", ".join(trait for trait in required_traits(options, packed) if trait not in row.traits)
         values = {"row": row, "options": options, "packed": packed, "traits": lacking}
         raise UserError(self.refusal.format(**values, names=names, hardware=hardware, devices=devices))
 
@@ -60,11 +60,11 @@ def check_selects(packed: PackedModel) -> None:
         )
 
 
-def check_holds(packed: PackedModel) -> None:
+def check_threshold_control(packed: PackedModel) -> None:
     """Raise `UserError` for a model without thresholds, or whose target is not known."""
-    from sparsepack.runtime.threshold_controller import threshold_controller_of  # it brings torch
+    from sparsepack.runtime.threshold_controller import new_controller  # it brings torch
 
-    threshold_controller_of(packed)
+    new_controller(packed)
 
 
 def not_by_neurons(packed: PackedModel) -> str:
@@ -103,7 +103,7 @@ def check_divides(packed: PackedModel) -> None:
         raise UserError(f"vram: matrices of {packed.block} are not divided yet; leave it out, or pack as zigzag-q4_k")
 
 
-def traits_asked(options: EngineOptions, packed: PackedModel | None) -> list[str]:
+def required_traits(options: EngineOptions, packed: PackedModel | None) -> list[str]:
     """The traits of a model, if one is given, in the context that options ask for."""
     if packed is None:
         return []
@@ -112,78 +112,78 @@ def traits_asked(options: EngineOptions, packed: PackedModel | None) -> list[str
 
 
 SEQUENCES = Feature(
-    asked=lambda options, packed: (options.sequences or 1) > 1,
-    there=lambda row, options, packed: row.sequences >= (options.sequences or 1),
+    is_requested=lambda options, packed: (options.sequences or 1) > 1,
+    is_supported=lambda row, options, packed: row.sequences >= (options.sequences or 1),
     refusal="a batch of {options.sequences} by the {row.name} backend: it runs at most {row.sequences} together; "
     "use backend {names}, or fewer",
 )
 TUNING = Feature(
-    asked=lambda options, packed: False,  # by the verb alone
-    there=lambda row, options, packed: row.tunes,
+    is_requested=lambda options, packed: False,  # by the verb alone
+    is_supported=lambda row, options, packed: row.tunes,
     refusal="device {options.device}: the {row.name} backend has nothing to tune; use device {devices}",
 )
 FEATURES = (
     SEQUENCES,
     Feature(
-        asked=lambda options, packed: packed is not None,
-        there=lambda row, options, packed: packed is None or packed.mlp_kind in row.mlps,
+        is_requested=lambda options, packed: packed is not None,
+        is_supported=lambda row, options, packed: packed is None or packed.mlp_kind in row.mlps,
         refusal="the {row.name} backend does not run models by {packed.mlp_kind.name}; "
         "use backend {names}{packed.mlp_kind.instead}",
     ),
     Feature(
-        asked=lambda options, packed: packed is not None,
-        there=lambda row, options, packed: packed is None or packed.block in row.blocks,
+        is_requested=lambda options, packed: packed is not None,
+        is_supported=lambda row, options, packed: packed is None or packed.block in row.blocks,
         refusal="the {row.name} backend has no kernels for zigzag matrices of {packed.block}; use backend {names}, or "
         "pack the model as zigzag-q4_k",
     ),
     Feature(
-        asked=lambda options, packed: packed is not None and packed.attention is not None,
-        there=lambda row, options, packed: row.selects,
+        is_requested=lambda options, packed: packed is not None and packed.attention is not None,
+        is_supported=lambda row, options, packed: row.selects,
         refusal="the {row.name} backend reads every cached token, and the model was packed to read a part of them; "
         "use backend {names}, or pack the model without --attention",
     ),
     Feature(
-        asked=lambda options, packed: bool(traits_asked(options, packed)),
-        there=lambda row, options, packed: row.traits.issuperset(traits_asked(options, packed)),
+        is_requested=lambda options, packed: bool(required_traits(options, packed)),
+        is_supported=lambda row, options, packed: row.traits.issuperset(required_traits(options, packed)),
         refusal="the {row.name} backend does not compute all of this model ({traits}); use backend {names}",
     ),
     Feature(
-        asked=lambda options, packed: options.offload,
-        there=lambda row, options, packed: row.offloads,
+        is_requested=lambda options, packed: options.offload,
+        is_supported=lambda row, options, packed: row.offloads,
         refusal="offload: the {row.name} backend keeps keys and values where it computes; use device {devices}, or "
         "leave it out",
         check_model=check_selects,
     ),
     Feature(
-        asked=lambda options, packed: options.cached is not None,
-        there=lambda row, options, packed: row.slots,
+        is_requested=lambda options, packed: options.cached is not None,
+        is_supported=lambda row, options, packed: row.slots,
         refusal="cached: the {row.name} backend gives neurons no slots; use backend {names}",
         check_model=check_by_count("cached"),
     ),
     Feature(
-        asked=lambda options, packed: options.vram is not None,
-        there=lambda row, options, packed: row.budgets,
+        is_requested=lambda options, packed: options.vram is not None,
+        is_supported=lambda row, options, packed: row.budgets,
         refusal="vram {options.vram}: the {row.name} backend has no memory of a GPU to divide; use device {devices}",
         check_model=check_divides,
     ),
     Feature(
-        asked=lambda options, packed: options.policy is not None,
-        there=lambda row, options, packed: row.slots,
+        is_requested=lambda options, packed: options.policy is not None,
+        is_supported=lambda row, options, packed: row.slots,
         refusal="policy {options.policy}: the {row.name} backend gives neurons no slots; use backend {names}",
         check_model=check_by_count("policy"),
     ),
     Feature(
-        asked=lambda options, packed: options.gate_copy is not None,
-        there=lambda row, options, packed: row.gate_copies,
+        is_requested=lambda options, packed: options.gate_copy is not None,
+        is_supported=lambda row, options, packed: row.gate_copies,
         refusal="gate_copy {options.gate_copy:g}: the {row.name} backend has no copies of gates; use device {devices}, "
         "or leave it out",
         check_model=check_by_count("gate_copy"),
     ),
     Feature(
-        asked=lambda options, packed: options.hold,
-        there=lambda row, options, packed: row.holds,
+        is_requested=lambda options, packed: options.hold,
+        is_supported=lambda row, options, packed: row.scales_thresholds,
         refusal="hold: the {row.name} backend does not scale thresholds; use backend {names}, or leave it out",
-        check_model=check_holds,
+        check_model=check_threshold_control,
     ),
     TUNING,
 )
@@ -194,7 +194,7 @@ def check_features(row: Backend, options: EngineOptions, packed: PackedModel | N
     """Raise `UserError` where options, or a model if one is given, ask for a feature that a backend lacks, or that the
     model has no use for."""
     for feature in FEATURES:
-        if feature.asked(options, packed):
+        if feature.is_requested(options, packed):
             feature.check(row, options, packed)
             if packed is not None and feature.check_model is not None:
                 feature.check_model(packed)
@@ -202,16 +202,16 @@ def check_features(row: Backend, options: EngineOptions, packed: PackedModel | N
 
 def lacks(row: Backend, options: EngineOptions, packed: PackedModel) -> bool:
     """Whether a backend lacks a feature that options or a model ask for."""
-    return any(each.asked(options, packed) and not each.there(row, options, packed) for each in FEATURES)
+    return any(each.is_requested(options, packed) and not each.is_supported(row, options, packed) for each in FEATURES)
 
 
-def backend_asked(options: EngineOptions) -> Backend:
-    """The backend that is asked for, or that of the device; raises `UserError` where no backend decodes so many texts
-    together, or this backend lacks a feature that the options ask for."""
+def requested_backend(options: EngineOptions) -> Backend:
+    """The backend that is asked for, or that of the device; raises `UserError` where no backend decodes so many
+    sequences together, or this backend lacks a feature that the options ask for."""
     most = most_sequences()
     if options.sequences is not None and not 1 <= options.sequences <= most:
         raise UserError(f"a batch of {options.sequences} sequences: expected 1 to {most}")
-    row = backend_for(options.device) if options.backend is None else backend_named(options.backend)
+    row = backend_for(options.device) if options.backend is None else find_backend(options.backend)
     check_features(row, options)
     return row
 

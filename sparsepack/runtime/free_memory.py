@@ -6,7 +6,7 @@
 A group is limited by the groups around it, too. Pages of files that were not used lately count as used, but are given
 back where memory is needed.
 
-How many texts fit side by side into the memory of a device.
+How many sequences fit side by side into the memory of a device.
 """
 
 from collections.abc import Iterator
@@ -18,13 +18,14 @@ import torch
 from sparsepack.models.architecture import Architecture
 
 SHARE = 0.5
-"""Keys and values of several texts take at most this share of the free memory, unless so many texts are asked for."""
+"""Keys and values of several sequences take at most this share of the free memory, unless so many sequences are asked
+for."""
 
 _BYTES = {"f32": 4, "f16": 2, "bf16": 2}
 
 
 def cache_bytes(architecture: Architecture, context: int, cache_type: str) -> int:
-    """The bytes of a text's keys and values."""
+    """The bytes of a sequence's keys and values."""
     a = architecture
     return 2 * a.layers * a.kv_heads * a.head_dim * context * _BYTES[cache_type]
 
@@ -36,8 +37,8 @@ def free_bytes(device: torch.device) -> int | None:
     return free_host_bytes() if device.type == "cpu" else None
 
 
-def texts_with_room(most: int, bytes_of_one: int, free: int | None) -> int:
-    """How many texts, at least one and at most `most`, take no more than `SHARE` of the free memory."""
+def count_sequences(most: int, bytes_of_one: int, free: int | None) -> int:
+    """How many sequences, at least one and at most `most`, take no more than `SHARE` of the free memory."""
     return most if free is None else max(1, min(most, int(SHARE * free) // bytes_of_one))
 
 

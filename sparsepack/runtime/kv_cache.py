@@ -49,11 +49,11 @@ class AttentionShape:
     cos, sin                  -- float32 [context, n / 2], as `reference.rotary_table` gives them: of the first n
                                  channels of a head, the others do not turn
     layers                    -- in order of execution
-    sequences                 -- texts side by side
+    sequences                 -- how many side by side
     policy                    -- how many tokens decoded positions read in layers with heavy channels; None: all
     scale                     -- what products of queries and keys are multiplied by; 0: 1 / sqrt(head_dim)
     cap                       -- a score s becomes cap tanh(s / cap); 0: it stays
-    more_tables               -- cos and sin of the tables after the first, which alone long texts may change
+    more_tables               -- cos and sin of the tables after the first, which alone long sequences may change
     turns                     -- whether they do: positions of a sequence may turn by rows of its own, of `set_rope`
     query_scale               -- float32 [context]: what queries are multiplied by at each position; None: nothing
     """
@@ -108,7 +108,7 @@ class CacheState(Protocol):
     """What a cache says of itself.
 
     type        -- of what is kept: "f32", "f16" or "bf16"
-    sparse_from -- from how many tokens of a text on decoded positions read a part of them; None: they read all
+    sparse_from -- from how many tokens of a sequence on decoded positions read a part of them; None: they read all
     """
 
     @property
@@ -123,7 +123,7 @@ class CacheState(Protocol):
 
 
 class KvCache(CacheState, Protocol):
-    """Keys and values of every layer, for one text or several."""
+    """Keys and values of every layer, for one sequence or several."""
 
     def append(self, layer: int, qkv: Any, sequence: int = 0) -> Any:
         """Norm and rotate queries and keys of the S positions after a sequence's last, and put keys and values behind
@@ -172,9 +172,9 @@ def attention_shape(
     layers = tuple(
         LayerAttention(
             block.attention.window,
-            _beside(q, cos),
-            _beside(k, cos),
-            _beside(heavy, cos),
+            _to_device_of(q, cos),
+            _to_device_of(k, cos),
+            _to_device_of(heavy, cos),
             block.attention.rope,
         )
         for block, (q, k), heavy in zip(architecture.blocks, norms, channels, strict=True)
@@ -205,5 +205,5 @@ def query_scales(architecture: Architecture, context: int, device: torch.device)
     return 1 + growth * torch.log(1 + torch.floor(torch.arange(context, device=device) / every))
 
 
-def _beside(x: Tensor | None, other: Tensor) -> Tensor | None:
+def _to_device_of(x: Tensor | None, other: Tensor) -> Tensor | None:
     return None if x is None else x.to(other.device)

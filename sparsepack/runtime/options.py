@@ -40,7 +40,8 @@ class EngineOptions:
     sequences  -- texts that are decoded together, a token of each at a time; None: as many as the backend decodes
                   together, where memory has room for them
     begin      -- a `placement.policies.Policy` of one's own, in place of one with a name
-    links      -- the speeds by which neurons with slots and without are divided; None: as measured on this machine, or
+    bandwidth      -- the speeds by which neurons with slots and without are divided; None: as measured on this machine,
+                      or
                   else assumed, which the engine's description says
     activity   -- for benchmarks: who is active in each step since a reset in place of what the gates say, so that the
                   text means nothing: uint8 tensor [steps, blocks, neurons / 8, rounded up], a bit for each neuron as it
@@ -109,7 +110,7 @@ class EngineOptions:
         everywhere=True,
     )
     begin: Callable[..., Any] | None = None
-    links: BandwidthProfile | None = None
+    bandwidth: BandwidthProfile | None = None
     activity: object = None
 
     @property

@@ -1,4 +1,4 @@
-"""The operator `sparsepack::slid_linear`: products with slid weights, for whoever runs a model.
+"""The operator `sparsepack::slid_linear`: products with sparse24 weights, for whoever runs a model.
 
     slid_linear(x, values, positions, scale, bias, prepared, keep, of) -> y
 
@@ -28,10 +28,10 @@ from sparsepack.errors import UserError
 from sparsepack.formats.orders.slide import STEPS, Slide
 from sparsepack.models.pattern import Pattern
 from sparsepack.runtime.reference import products as reference
-from sparsepack.runtime.reference.products import SlidMatrix
+from sparsepack.runtime.reference.products import Sparse24Matrix
 
 
-def slid_linear(x: Tensor, matrix: SlidMatrix, bias: Tensor | None, prepared: Sequence[Tensor]) -> Tensor:
+def sparse24_linear(x: Tensor, matrix: Sparse24Matrix, bias: Tensor | None, prepared: Sequence[Tensor]) -> Tensor:
     """y = x W^T + bias by the operator: [..., columns] -> [..., rows]."""
     pattern = matrix.how.pattern
     weights = (matrix.values, matrix.positions, matrix.scale)
@@ -39,7 +39,7 @@ def slid_linear(x: Tensor, matrix: SlidMatrix, bias: Tensor | None, prepared: Se
     return y
 
 
-def prepare(matrix: SlidMatrix, dtype: torch.dtype, tokens: int = 0) -> list[Tensor]:
+def prepare(matrix: Sparse24Matrix, dtype: torch.dtype, tokens: int = 0) -> list[Tensor]:
     """What the operator needs of a matrix for inputs of a type beside the matrix itself, on its device.
 
     tokens -- products of up to so many tokens will come: what suits them is found and compiled now. 0: when they come
@@ -58,7 +58,7 @@ def prepare(matrix: SlidMatrix, dtype: torch.dtype, tokens: int = 0) -> list[Ten
 
 
 def _by_reference(x: Tensor, *weights: Any) -> Tensor:
-    matrix, bias, _ = _taken_apart(x, *weights)
+    matrix, bias, _ = _unpack(x, *weights)
     inputs = x.reshape(-1, matrix.columns)
     finite = inputs.isfinite().all(-1, keepdim=True)
     q, scale = reference.quantise_slide(torch.where(finite, inputs, 0), matrix.how, matrix.values.dtype)
@@ -71,18 +71,18 @@ def _by_reference(x: Tensor, *weights: Any) -> Tensor:
 def _on_gpu(x: Tensor, *weights: Any) -> Tensor:
     from sparsepack.runtime.cuda.slide.product import sparse24_matmul
 
-    matrix, bias, prepared = _taken_apart(x, *weights)
+    matrix, bias, prepared = _unpack(x, *weights)
     with torch.cuda.device(x.device):  # kernels run on the current one
         y = sparse24_matmul(x.reshape(-1, matrix.columns).contiguous(), matrix, bias, prepared)
     return y.view(*x.shape[:-1], len(matrix.values))
 
 
 def _shape_alone(x: Tensor, *weights: Any) -> Tensor:
-    matrix, _, _ = _taken_apart(x, *weights)
+    matrix, _, _ = _unpack(x, *weights)
     return x.new_empty(*x.shape[:-1], len(matrix.values))
 
 
-def _taken_apart(
+def _unpack(
     x: Tensor,
     values: Tensor,
     positions: Tensor,
@@ -91,9 +91,9 @@ def _taken_apart(
     prepared: list[Tensor],
     keep: int,
     of: int,
-) -> tuple[SlidMatrix, Tensor | None, list[Tensor]]:
+) -> tuple[Sparse24Matrix, Tensor | None, list[Tensor]]:
     """The operator's arguments behind x. Raises `ValueError` where something does not fit."""
-    matrix = SlidMatrix(values, positions, scale, Slide(Pattern(keep, of)), x.shape[-1])
+    matrix = Sparse24Matrix(values, positions, scale, Slide(Pattern(keep, of)), x.shape[-1])
     (rows, width), stored = values.shape, matrix.how.stored(matrix.columns)
     fits = width == stored and positions.shape == (rows, -(-stored // 4)) and x.device == values.device
     if not fits or not x.is_floating_point() or (scale is not None) != (values.dtype in STEPS):

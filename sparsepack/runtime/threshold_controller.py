@@ -1,10 +1,11 @@
-"""A held share: each text's thresholds are scaled token by token, so that the share of weights that it skips stays at
-the target on whatever text.
+"""The threshold controller (`--hold`): scales the thresholds of each sequence token by token, so that the share of
+weights that it skips stays at the target on any sequence.
 
 The controller is integral: what a token misses of the target moves the logarithm of the scale, much at first and less
 with every token, so that the scale is soon there and one token does not swing it (Robbins and Monro's stochastic
-approximation), but never nothing, so that the scale follows a text that changes. It keeps two numbers a text, the same
-on every backend (`cpu/native/decoder/hold.h`, `cuda/kernels/decoder/threshold_controller.cuh`).
+approximation), but never nothing, so that the scale follows a sequence that changes. It keeps two numbers a sequence,
+the same on every backend (`cpu/native/decoder/threshold_controller.h`,
+`cuda/kernels/decoder/threshold_controller.cuh`).
 """
 
 from collections.abc import Sequence
@@ -23,9 +24,8 @@ LEAST_SCALE, MOST_SCALE = 0.5, 2.0
 
 
 @dataclass(frozen=True)
-class TextScale:
-    """What is known of a text: what its thresholds are multiplied by, rounded to float32, and how many sparse steps it
-    has made."""
+class SequenceScale:
+    """The scale of a sequence's thresholds, rounded to float32, and its number of sparse steps."""
 
     scale: float = 1.0
     steps: int = 0
@@ -33,14 +33,14 @@ class TextScale:
 
 @dataclass(frozen=True)
 class ThresholdController:
-    """What is held, and how firmly.
+    """The target, and the gain of the controller.
 
     target      -- share of the weights of the sites that may be sparse
     weights     -- the number of these weights
     first, last -- the gain: a token moves the logarithm of the scale by this multiple of what it misses of the target.
-                   Of a text's first token, and the least of later ones
+                   Of a sequence's first token, and the least of later ones
     over        -- after so many tokens the gain is half of the first
-    least, most -- the scale stays between them: what they cannot reach is not held
+    least, most -- the scale stays between them
     """
 
     target: float
@@ -51,21 +51,21 @@ class ThresholdController:
     least: float = LEAST_SCALE
     most: float = MOST_SCALE
 
-    def after(self, text: TextScale, skipped: int) -> TextScale:
-        """A text after a sparse step that skipped so many of the weights. Computed in float64."""
-        gain = max(self.last, self.first / (1 + text.steps / self.over))
+    def after(self, sequence: SequenceScale, skipped: int) -> SequenceScale:
+        """Return the scale after a sparse step that skipped so many of the weights. Computed in float64."""
+        gain = max(self.last, self.first / (1 + sequence.steps / self.over))
         # 1 + y in place of exp(y), where y is a few thousandths: every device computes it alike.
-        scale = text.scale * (1 + gain * (self.target - skipped / self.weights))
-        return TextScale(_float32(min(max(scale, self.least), self.most)), text.steps + 1)
+        scale = sequence.scale * (1 + gain * (self.target - skipped / self.weights))
+        return SequenceScale(_float32(min(max(scale, self.least), self.most)), sequence.steps + 1)
 
 
 def _float32(x: float) -> float:
     return float(np.float32(x))
 
 
-def threshold_controller_of(packed: PackedModel) -> ThresholdController:
-    """What a model's share is held at: the target that its thresholds were made for. Raises `UserError` for a model
-    without thresholds, and for a target that is not known or nothing."""
+def new_controller(packed: PackedModel) -> ThresholdController:
+    """Return the controller that keeps a model at the target that its thresholds were made for. Raises `UserError` for
+    a model without thresholds, and for a target that is not known or nothing."""
     rules, target = packed.rules, packed.sparsity
     if not rules:
         raise UserError(
@@ -85,50 +85,52 @@ def threshold_controller_of(packed: PackedModel) -> ThresholdController:
 
 @dataclass(frozen=True)
 class StepScales:
-    """A step of some texts, a position of each.
+    """The scales of a step, one position of each of S sequences.
 
-    scales  -- float32 [texts]
-    skipped -- int64 [texts]: the weights in inactive columns, of the sites so far
+    scales  -- float32 [S]
+    skipped -- int64 [S]: the weights in inactive columns, of the sites so far
     """
 
     scales: Tensor
     skipped: Tensor
 
-    def limits(self, thresholds: Tensor) -> Tensor:
-        """The thresholds of a site, a scalar or [columns], for each text: float32 [texts, 1 or columns]."""
+    def scaled(self, thresholds: Tensor) -> Tensor:
+        """The thresholds of a site, a scalar or [columns], for each sequence: float32 [S, 1 or columns]."""
         return self.scales[:, None] * thresholds
 
     def count(self, inactive: Tensor, rows: int) -> None:
-        """Count a site of so many rows: int64 [texts] of its columns are inactive."""
+        """Count a site of so many rows: int64 [S] of its columns are inactive."""
         self.skipped.add_(rows * inactive)
 
 
-class TextScales:
-    """What decoders in torch know of their texts, where a share is held."""
+class SequenceScales:
+    """The scales of a decoder in torch, one for each sequence."""
 
-    def __init__(self, controller: ThresholdController, texts: int, device: torch.device) -> None:
+    def __init__(self, controller: ThresholdController, sequences: int, device: torch.device) -> None:
         self._controller, self._device = controller, device
-        self._texts = [TextScale()] * texts
+        self._sequences = [SequenceScale()] * sequences
 
     @property
     def scales(self) -> tuple[float, ...]:
-        """What each text's thresholds are multiplied by."""
-        return tuple(text.scale for text in self._texts)
+        """What the thresholds of each sequence are multiplied by."""
+        return tuple(each.scale for each in self._sequences)
 
-    def begin(self, text: int) -> None:
-        """Let a text begin anew."""
-        self._texts[text] = TextScale()
+    def reset(self, sequence: int) -> None:
+        """Reset the scale of a sequence."""
+        self._sequences[sequence] = SequenceScale()
 
-    def begin_all(self) -> None:
-        """Let every text begin anew."""
-        self._texts = [TextScale()] * len(self._texts)
+    def reset_all(self) -> None:
+        """Reset every scale."""
+        self._sequences = [SequenceScale()] * len(self._sequences)
 
-    def step(self, texts: Sequence[int]) -> StepScales:
-        """A sparse step of these texts begins."""
-        scales = torch.tensor([self._texts[text].scale for text in texts], dtype=torch.float32, device=self._device)
-        return StepScales(scales, torch.zeros(len(texts), dtype=torch.int64, device=self._device))
+    def begin_step(self, sequences: Sequence[int]) -> StepScales:
+        """Return the scales of a sparse step."""
+        scales = torch.tensor(
+            [self._sequences[each].scale for each in sequences], dtype=torch.float32, device=self._device
+        )
+        return StepScales(scales, torch.zeros(len(sequences), dtype=torch.int64, device=self._device))
 
-    def stepped(self, texts: Sequence[int], step: StepScales) -> None:
-        """That step has ended."""
-        for text, skipped in zip(texts, step.skipped.tolist(), strict=True):
-            self._texts[text] = self._controller.after(self._texts[text], skipped)
+    def end_step(self, sequences: Sequence[int], step: StepScales) -> None:
+        """Update the scales after that step."""
+        for each, skipped in zip(sequences, step.skipped.tolist(), strict=True):
+            self._sequences[each] = self._controller.after(self._sequences[each], skipped)

@@ -38,9 +38,9 @@ TRAITS: Mapping[str, Callable[[Architecture, int], bool]] = MappingProxyType(
         SHARED_EXPERTS: lambda a, context: a.experts is not None and a.experts.shared > 0,
     }
 )
-"""Each trait, in words, and what tells whether a model has it in texts of up to so many tokens."""
+"""Each trait, in words, and what tells whether a model has it in sequences of up to so many tokens."""
 
 
 def traits_of(architecture: Architecture, context: int) -> list[str]:
-    """The traits that a model has in texts of up to `context` tokens."""
+    """The traits that a model has in sequences of up to `context` tokens."""
     return [trait for trait, has in TRAITS.items() if has(architecture, context)]

@@ -40,7 +40,7 @@ _BYTES_PER_ROW = 1024
 """This many bytes are more than a row takes as it is kept."""
 
 
-def tuned_path(kind: str, *machine: Any) -> Path:
+def tuning_path(kind: str, *machine: Any) -> Path:
     """The file that keeps what was measured on a kind of machine."""
     key = hashlib.sha256("|".join(map(str, machine)).encode()).hexdigest()[:12]
     return cache_folder() / f"{kind}-{key}.json"
@@ -71,19 +71,19 @@ def measure_shapes(
     What other processes have kept meanwhile stays, too. Raises `OutputError` where nothing can be kept, before anything
     is measured.
     """
-    wanted = list(dict.fromkeys(shapes))
+    unique = list(dict.fromkeys(shapes))
     rows: dict[Shape, dict[str, Any]] = {}
-    check_room(path, len(known) + len(wanted))
+    check_capacity(path, len(known) + len(unique))
     before = read_rows(path, head["schema"], bool)
-    with progress("tune", len(wanted)) as advance:
-        for shape in wanted:
+    with progress("tune", len(unique)) as advance:
+        for shape in unique:
             rows[shape] = best(shape)
             advance()
     with locked(path, wait=True):
         there = read_rows(path, head["schema"], bool)
         meanwhile = {shape: row for shape, row in there.items() if repr(row) != repr(before.get(shape))}
         write_json(path, {**head, "shapes": list({**known, **meanwhile, **rows}.values())})
-    return {**head, "path": str(path), "shapes": [rows[shape] for shape in wanted]}
+    return {**head, "path": str(path), "shapes": [rows[shape] for shape in unique]}
 
 
 def row_of(shape: Shape, config: Mapping[str, int], nanoseconds: Iterable[float], best: float) -> dict[str, Any]:
@@ -113,7 +113,7 @@ def copies_of(blocks: torch.Tensor, rotation: int, most: int) -> int:
     return min(max(2, -(-rotation // blocks.numel())), most)
 
 
-def check_room(path: Path, rows: int) -> None:
+def check_capacity(path: Path, rows: int) -> None:
     """Make the folder, and write as much into it as will be kept: measuring takes minutes, and would be in vain.
 
     Raises `OutputError` where that is impossible.

@@ -44,7 +44,7 @@ def plot(result: Mapping[str, Any], path: Path, policies: Collection[str] | None
     Error bars are standard errors over sessions; policies that know the future have broken lines. Raises what
     `check_plot` does.
     """
-    shown = [name for name in result["policies"] if policies is None or name in policies]
+    names = [name for name in result["policies"] if policies is None or name in policies]
     check_plot(path)
     matplotlib = _matplotlib()
     from matplotlib.figure import Figure
@@ -52,7 +52,7 @@ def plot(result: Mapping[str, Any], path: Path, policies: Collection[str] | None
     figure = Figure(figsize=(9.6, 4.6), layout="constrained")
     panels = figure.subplots(1, len(_PANELS))
     for panel, (field, label) in zip(panels, _PANELS.items(), strict=True):
-        for policy in shown:
+        for policy in names:
             rows = sorted((row for row in result["results"] if row["policy"] == policy), key=lambda row: row["cached"])
             panel.errorbar(
                 [100 * row["cached"] for row in rows],

@@ -111,10 +111,10 @@ def simulate(
     shares = options.shares if vram is None else tuple(plan.share for plan in plans)
     plan_of = dict(zip(shares, plans, strict=True))
     setting = _Setting(options.policies, shares, options.group)
-    made = calibration if isinstance(calibration, Calibration | Trace) else calibration_or_trace(calibration)
-    frequency = _frequency(trace, made)
-    if isinstance(made, Trace):
-        _check_apart(trace, made)
+    source = calibration if isinstance(calibration, Calibration | Trace) else calibration_or_trace(calibration)
+    frequency = _frequency(trace, source)
+    if isinstance(source, Trace):
+        _check_apart(trace, source)
     groups = groups_of(frequency, options.order, options.group)
     outcomes, limits = _played(trace, grouped_frequency(frequency, groups), groups, setting)
     total = _total(next(iter(outcomes.values())))
@@ -129,7 +129,7 @@ def simulate(
     return {
         "kind": "simulation",
         "trace": {"name": str(trace.path), "sha256": trace.sha256, "sessions": len(trace.sessions)},
-        "calibration": {"sha256": made.sha256},
+        "calibration": {"sha256": source.sha256},
         "model": trace.manifest["model"],
         "unit": trace.unit,
         "neurons": frequency.size,

@@ -18,7 +18,7 @@ from sparsepack.errors import CalibrationError, TextError
 from sparsepack.files.text import Text
 from sparsepack.models.family import SITES
 from sparsepack.models.hf_model.blocks import BlockStream
-from sparsepack.models.hf_model.fused import OWN_CODE, turned_by_torch
+from sparsepack.models.hf_model.fused import OWN_CODE, apply_rope_by_torch
 from sparsepack.models.hf_model.hooks import site_hooks
 from sparsepack.models.hf_model.model import load_model
 from sparsepack.models.tokenizer.windows import rolling_windows
@@ -164,15 +164,15 @@ def test_parts_that_are_done_at_once_change_no_bit(small, text, tmp_path, monkey
     calibrate(small, text, tmp_path / "stock", options)
     ran = []
 
-    def turn_heads(query, key, *angles):
+    def apply_rope(query, key, *angles):
         ran.append("heads")
-        return turned_by_torch(query, *angles), turned_by_torch(key, *angles)
+        return apply_rope_by_torch(query, *angles), apply_rope_by_torch(key, *angles)
 
     def silu_times(gate, up):
         ran.append("gate")
         return torch.nn.functional.silu(gate) * up
 
-    parts = replace(OWN_CODE, turn_heads=turn_heads, silu_times=silu_times)
+    parts = replace(OWN_CODE, apply_rope=apply_rope, silu_times=silu_times)
     monkeypatch.setattr(run, "parts_on", lambda _: parts)
     calibrate(small, text, tmp_path / "parts", options)
     assert ran == ["heads", "gate"] * 3 * small.layers

@@ -27,7 +27,7 @@ def models(draw: st.DrawFn) -> Parts:
     blocks, record, neurons = draw(st.integers(1, 5)), draw(st.integers(1, 40)), draw(st.integers(1, 200))
     sizes = st.lists(SIZES, min_size=blocks, max_size=blocks).map(tuple)
     work, least = (
-        work_of(hidden=4, intermediate=neurons, blocks=blocks, vocabulary=9, texts=2, record=record, model=model)
+        work_of(hidden=4, intermediate=neurons, blocks=blocks, vocabulary=9, sequences=2, record=record, model=model)
         for model in (draw(st.sampled_from([30_000, 10**6, 10**7])), 0)
     )
     made = Parts(draw(SIZES), draw(SIZES), draw(sizes), draw(sizes), record, neurons, draw(SIZES), work)
@@ -156,7 +156,7 @@ def test_what_is_no_budget_is_refused(text: str) -> None:
 
 
 def test_a_token_reads_over_the_bus_what_is_in_the_hosts_memory() -> None:
-    work = work_of(hidden=4, intermediate=8, blocks=2, vocabulary=9, texts=1, record=3, model=1000)
+    work = work_of(hidden=4, intermediate=8, blocks=2, vocabulary=9, sequences=1, record=3, model=1000)
     parts = Parts(100, 50, (10, 20), (7, 8), record=3, neurons=8, cache=40, work=work)
     found = Plan(parts, slots=0, attention=2, gates=1, embedding=False)
     assert found.always_read() == (50 + 30 + 7 + 40, 8)

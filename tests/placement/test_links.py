@@ -11,26 +11,28 @@ counts = st.integers(0, 60)
 EQUAL = BandwidthProfile(1.0, 1.0, 1.0)
 
 
-@given(resident=counts, offloaded=counts, links=st.builds(BandwidthProfile, speeds, speeds, speeds, st.floats(0, 1e-2)))
-def test_no_other_division_is_faster(resident: int, offloaded: int, links: BandwidthProfile) -> None:
-    bus = over_the_bus(resident, offloaded, links)
-    best = min(links.seconds(resident, offloaded, other) for other in range(offloaded + 1))
-    assert links.seconds(resident, offloaded, bus) <= best * (1 + 1e-9)
-    assert bus == over_the_bus(resident, offloaded, links)
+@given(
+    resident=counts, offloaded=counts, bandwidth=st.builds(BandwidthProfile, speeds, speeds, speeds, st.floats(0, 1e-2))
+)
+def test_no_other_division_is_faster(resident: int, offloaded: int, bandwidth: BandwidthProfile) -> None:
+    bus = over_the_bus(resident, offloaded, bandwidth)
+    best = min(bandwidth.seconds(resident, offloaded, other) for other in range(offloaded + 1))
+    assert bandwidth.seconds(resident, offloaded, bus) <= best * (1 + 1e-9)
+    assert bus == over_the_bus(resident, offloaded, bandwidth)
 
 
 def test_where_the_device_computes_all_nothing_is_handed_over() -> None:
-    links = BandwidthProfile(resident=100.0, bus=10.0, worker=50.0, handover=5.0)
-    assert links.seconds(100, 10, 10) == pytest.approx(2.0)
-    assert links.seconds(100, 10, 9) == pytest.approx(5.02)
+    bandwidth = BandwidthProfile(resident=100.0, bus=10.0, worker=50.0, handover=5.0)
+    assert bandwidth.seconds(100, 10, 10) == pytest.approx(2.0)
+    assert bandwidth.seconds(100, 10, 9) == pytest.approx(5.02)
 
 
 def test_where_all_are_equally_fast_both_sides_have_as_much() -> None:
-    assert over_the_bus(resident=10, offloaded=10, links=EQUAL) == 0
-    assert over_the_bus(resident=0, offloaded=10, links=EQUAL) == 5
-    assert over_the_bus(resident=4, offloaded=10, links=EQUAL) == 3
-    assert over_the_bus(resident=0, offloaded=0, links=EQUAL) == 0
+    assert over_the_bus(resident=10, offloaded=10, bandwidth=EQUAL) == 0
+    assert over_the_bus(resident=0, offloaded=10, bandwidth=EQUAL) == 5
+    assert over_the_bus(resident=4, offloaded=10, bandwidth=EQUAL) == 3
+    assert over_the_bus(resident=0, offloaded=0, bandwidth=EQUAL) == 0
 
 
 def test_where_handing_over_costs_more_than_all_else_nothing_is_handed_over() -> None:
-    assert over_the_bus(resident=4, offloaded=10, links=BandwidthProfile(1.0, 1.0, 1.0, handover=30.0)) == 10
+    assert over_the_bus(resident=4, offloaded=10, bandwidth=BandwidthProfile(1.0, 1.0, 1.0, handover=30.0)) == 10

@@ -101,7 +101,7 @@ def test_memory_gives_slots_and_with_little_of_it_gates_are_read_from_host_memor
 
 def test_measured_links_give_the_speed_of_a_machine_that_has_them():
     rates = replace(PCIE5, dram=1e9, cpu=50).rates(LLAMA_70B.record_bytes)
-    measured = measured_rates(rates.links, LLAMA_70B.record_bytes)
+    measured = measured_rates(rates.bandwidth, LLAMA_70B.record_bytes)
     assert measured.card == pytest.approx(rates.card)
     for over in (True, False):
         found = [seconds_per_token(each, NEAR, 0.135, 0.6, 0.0, over).rate for each in (rates, measured)]
@@ -110,7 +110,7 @@ def test_measured_links_give_the_speed_of_a_machine_that_has_them():
 
 def test_matrices_are_read_as_fast_as_records_where_nobody_measured_them():
     rates = PCIE5.rates(LLAMA_70B.record_bytes)
-    slow = replace(rates.links, resident=rates.links.resident / 4)
+    slow = replace(rates.bandwidth, resident=rates.bandwidth.resident / 4)
     assert measured_rates(slow, LLAMA_70B.record_bytes).card == rates.card
     assert measured_rates(replace(slow, near=0.0), LLAMA_70B.record_bytes).card == pytest.approx(rates.card / 4)
 
@@ -178,9 +178,9 @@ def test_of_listed_neurons_the_gates_are_read_where_they_lie():
     listed = Listed(0.2, 0.4)
     found = seconds_per_token(rates, plan, 0.135, 0.5, 0.0, True, listed)
     none = seconds_per_token(rates, plan, 0.135, 0.5, 0.0, True, Listed(0.0, 1.0))
-    links, of_all = rates.links, 0.2 * parts.all_neurons * row / parts.record
-    assert found.slots - none.slots == pytest.approx(0.4 * of_all / links.resident)
-    by_links, by_memory = 0.6 * of_all / (links.bus + links.worker), 0.6 * of_all * parts.record / rates.host
+    bandwidth, of_all = rates.bandwidth, 0.2 * parts.all_neurons * row / parts.record
+    assert found.slots - none.slots == pytest.approx(0.4 * of_all / bandwidth.resident)
+    by_links, by_memory = 0.6 * of_all / (bandwidth.bus + bandwidth.worker), 0.6 * of_all * parts.record / rates.host
     assert found.host - none.host == pytest.approx(max(by_links, by_memory))
     assert (found.card, found.far) == (none.card, none.far)
     far = plan_within(parts, int(5.5e9))

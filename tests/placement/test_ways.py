@@ -8,7 +8,7 @@ from sparsepack.placement.budget import Parts, Plan, work_of
 from sparsepack.placement.machine import BandwidthProfile, Listed, measured_rates, seconds_per_token
 from sparsepack.placement.traffic import HitCounts, Traffic, TrafficStats, describe_per_token, per_token
 
-WORK = work_of(hidden=256, intermediate=300, blocks=4, vocabulary=99, texts=1, record=288, model=0)
+WORK = work_of(hidden=256, intermediate=300, blocks=4, vocabulary=99, sequences=1, record=288, model=0)
 PARTS = Parts(1000, 1000, (10,) * 4, (43_200,) * 4, record=288, neurons=300, cache=1000, work=WORK)
 COPIED = replace(PARTS, copies=(21_000,) * 4, gate=144)
 LINKS = BandwidthProfile(resident=1e7, bus=1e6, worker=2e6, handover=1e-5)

@@ -12,7 +12,7 @@ from torch import Tensor
 from sparsepack.errors import UserError
 from sparsepack.formats.packed import PackedModel
 from sparsepack.runtime import backends
-from sparsepack.runtime.backend_module import opened
+from sparsepack.runtime.backend_module import load_backend_module
 from sparsepack.runtime.engine import Engine
 from sparsepack.runtime.features import lacks
 from sparsepack.runtime.options import EngineOptions
@@ -39,7 +39,7 @@ def marks_of(row: backends.Backend) -> list[pytest.MarkDecorator]:
     device = device_of(row)
     marks = {"cuda": [pytest.mark.gpu], "mps": [pytest.mark.mps]}.get(device, [])
     try:
-        opened(row).usable(torch.device(device))
+        load_backend_module(row).usable(torch.device(device))
     except UserError as error:
         if device == "cpu" and os.environ.get("SPARSEPACK_REQUIRE_KERNELS"):
             raise
@@ -66,7 +66,7 @@ def largest_difference(a: Tensor, b: Tensor) -> float:
 
 def engine_of(packed: PackedModel, backend: str, **options: Any) -> Engine:
     """An engine of a backend where that runs. On GPUs with float32 keys and values: random models are sharp."""
-    row = backends.backend_named(backend)
+    row = backends.find_backend(backend)
     if lacks(row, EngineOptions(), packed):
         pytest.skip(f"the {backend} backend does not compute all of this model")
     if "f32" in row.cache_types:

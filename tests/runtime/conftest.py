@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from artifacts_for_tests import plan_neurons
 from native_build import use_other_build
-from operations_for_tests import Backend, opened
+from operations_for_tests import Backend, load_backend_module
 
 from sparsepack.formats.open import read_packed
 from sparsepack.formats.packed import PackedModel
@@ -26,7 +26,7 @@ def _no_operations_are_kept() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
     """What `operations_for_tests.every_backend` names."""
-    yield from opened(*request.param)
+    yield from load_backend_module(*request.param)
 
 
 @pytest.fixture(scope="session")

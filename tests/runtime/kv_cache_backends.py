@@ -14,7 +14,7 @@ from native_build import instruction_set_params
 from torch import Tensor
 
 from sparsepack.models.sparse_attention import TokenPolicy
-from sparsepack.runtime.backend_module import opened as opened_module
+from sparsepack.runtime.backend_module import load_backend_module as opened_module
 from sparsepack.runtime.backends import BACKENDS
 from sparsepack.runtime.cpu.machine import FORCED
 from sparsepack.runtime.cuda.attention.kv_cache import CudaDenseKvCache
@@ -127,7 +127,7 @@ def moved(shape: AttentionShape, device: str) -> AttentionShape:
     return replace(shape, cos=shape.cos.to(device), sin=shape.sin.to(device), layers=layers)
 
 
-def opened(name: str, type: str, isa: str | None) -> Iterator[Backend]:
+def load_backend_module(name: str, type: str, isa: str | None) -> Iterator[Backend]:
     """One of the cases while the iterator lives."""
     if isa == "emulated":
         with stand_in(seed=1):  # each launch has another order of threads

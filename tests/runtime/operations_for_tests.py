@@ -17,7 +17,7 @@ from sparsepack.formats.kinds import MatrixFormat
 from sparsepack.formats.matrix import PackedMatrix, decode_matrix
 from sparsepack.formats.orders import zigzag
 from sparsepack.runtime import backend_module
-from sparsepack.runtime.backends import BACKENDS, backend_named
+from sparsepack.runtime.backends import BACKENDS, find_backend
 from sparsepack.runtime.chained.operations import Operations
 from sparsepack.runtime.cpu.machine import FORCED
 from sparsepack.runtime.cuda.decoder.model import ACTIVATIONS
@@ -160,7 +160,8 @@ OF_OPERATIONS = [
     *(
         pytest.param((row.name, device_of(row)), id=row.name, marks=marks_of(row))
         for row in BACKENDS.values()
-        if row.name not in ("reference", "cpu") and "operations" in vars(backend_module.opened(row))["__all__"]
+        if row.name not in ("reference", "cpu")
+        and "operations" in vars(backend_module.load_backend_module(row))["__all__"]
     ),
     pytest.param(("metal", "emulated"), id="metal-emulated"),
 ]
@@ -171,7 +172,7 @@ every_backend_of_operations = pytest.mark.parametrize("backend", OF_OPERATIONS, 
 """Those whose decoders chain the functions of `runtime/chained/operations.py`."""
 
 
-def opened(name: str, variant: str) -> Iterator[Backend]:
+def load_backend_module(name: str, variant: str) -> Iterator[Backend]:
     """A backend on a device, with an instruction set of the CPU, or emulated, while the iterator lives."""
     if variant == "cuda" and not torch.cuda.is_available():
         pytest.skip("no CUDA device")
@@ -180,7 +181,7 @@ def opened(name: str, variant: str) -> Iterator[Backend]:
         # Weights and inputs are rounded to float16: 3e-4 of many terms, up to 2^-10 of a single one.
         yield Backend(name, CudaProducts(), variant, exact, Bounds(1e-3, 1e-3))
         return
-    operations = backend_module.opened(backend_named(name)).operations
+    operations = backend_module.load_backend_module(find_backend(name)).operations
     if variant == "emulated":
         with stand_in(seed=1):  # each launch has another order of threads
             yield Backend(name, ChainedProducts(operations, "cpu"), "cpu", exact, exact)

@@ -30,7 +30,7 @@ from sparsepack.models.hf_config import architecture_of
 from sparsepack.models.hf_model.hooks import site_hooks
 from sparsepack.models.hf_model.model import build_model
 from sparsepack.models.sites import SiteRule, sparsify
-from sparsepack.runtime.backends import backend_named
+from sparsepack.runtime.backends import find_backend
 from sparsepack.runtime.features import lacks
 from sparsepack.runtime.options import EngineOptions
 
@@ -202,7 +202,7 @@ VARIANTS: Mapping[str, dict[str, Any]] = {
 
 def variants_of(backend: str) -> list[str]:
     """The variants that a backend computes."""
-    row = backend_named(backend)
+    row = find_backend(backend)
     return [name for name in VARIANTS if not lacks(row, EngineOptions(), random_model(name))]
 
 

@@ -9,9 +9,9 @@ import torch
 from backends import device_of
 
 from sparsepack.errors import UserError
-from sparsepack.runtime.backend_module import opened
+from sparsepack.runtime.backend_module import load_backend_module
 from sparsepack.runtime.backends import BACKENDS, Backend, backend_for
-from sparsepack.runtime.features import backend_asked, check_features, tuning_backend
+from sparsepack.runtime.features import check_features, requested_backend, tuning_backend
 from sparsepack.runtime.options import EngineOptions
 from sparsepack.runtime.reference.backend import operations as reference_operations
 
@@ -30,11 +30,11 @@ def test_help_names_the_backends_without_importing_torch(arguments: list[str]) -
 
 @every_row
 def test_a_module_offers_what_its_row_says(row: Backend) -> None:
-    module = opened(row)
+    module = load_backend_module(row)
     for name in ("usable", "decoder", "synchronise", "describe"):
         assert callable(getattr(module, name))
     assert hasattr(module, "tune") == row.tunes
-    assert hasattr(module, "tune_links") == (row.tunes and row.slots)
+    assert hasattr(module, "tune_bandwidth") == (row.tunes and row.slots)
 
 
 def test_a_device_has_the_backend_that_is_made_for_it() -> None:
@@ -55,19 +55,19 @@ def test_a_backend_refuses_devices_that_it_is_not_made_for(row: Backend) -> None
 
 @every_row
 def test_a_cache_type_that_a_backend_does_not_have_is_an_error(row: Backend) -> None:
-    assert row.checked_cache_type(None) == row.cache_types[0]
-    assert all(row.checked_cache_type(type) == type for type in row.cache_types)
+    assert row.choose_cache_type(None) == row.cache_types[0]
+    assert all(row.choose_cache_type(type) == type for type in row.cache_types)
     with pytest.raises(UserError, match=f"cache type 'f8': the {row.name} backend has {row.cache_types[0]}"):
-        row.checked_cache_type("f8")
+        row.choose_cache_type("f8")
 
 
 def test_batches_and_tuning_are_refused_where_no_backend_does_them() -> None:
-    assert backend_asked(EngineOptions("cuda", sequences=8)).name == "cuda"
+    assert requested_backend(EngineOptions("cuda", sequences=8)).name == "cuda"
     toy = replace(backend_for("xpu"), name="toy", sequences=1)
     with pytest.raises(UserError, match="a batch of 2 by the toy backend: it runs at most 1 together; use backend ref"):
         check_features(toy, EngineOptions(sequences=2))
     with pytest.raises(UserError, match="a batch of 9 sequences: expected 1 to 8"):
-        backend_asked(EngineOptions("cuda", sequences=9))
+        requested_backend(EngineOptions("cuda", sequences=9))
     assert tuning_backend(EngineOptions("cpu")).name == "cpu"
     with pytest.raises(UserError, match="device xpu: the reference backend has nothing to tune; use device cpu"):
         tuning_backend(EngineOptions("xpu"))
@@ -76,7 +76,7 @@ def test_batches_and_tuning_are_refused_where_no_backend_does_them() -> None:
 def test_the_reference_waits_for_any_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     waited: list[torch.device] = []
     monkeypatch.setattr(torch.accelerator, "synchronize", waited.append)
-    module = opened(backend_for("xpu"))
+    module = load_backend_module(backend_for("xpu"))
     module.synchronise(torch.device("cpu"))
     assert waited == []
     module.synchronise(torch.device("xpu"))

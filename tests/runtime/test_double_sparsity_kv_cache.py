@@ -6,14 +6,14 @@ from fractions import Fraction
 
 import pytest
 import torch
-from kv_cache_backends import CONTEXT, POLICY, SPARSE_CASES, Backend, both, opened
+from kv_cache_backends import CONTEXT, POLICY, SPARSE_CASES, Backend, both, load_backend_module
 
 from sparsepack.models.sparse_attention import TokenPolicy
 
 
 @pytest.fixture(params=SPARSE_CASES, scope="module")
 def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
-    yield from opened(*request.param)
+    yield from load_backend_module(*request.param)
 
 
 @pytest.mark.parametrize(("kv_heads", "ratio"), [(1, 1), (1, 7), (3, 2), (3, 4)])

@@ -76,4 +76,4 @@ def test_this_machine_has_memory_and_texts_are_counted_by_it(monkeypatch: pytest
         assert free_host_bytes()
     monkeypatch.setattr(room, "free_host_bytes", lambda: 4096)
     assert room.free_bytes(torch.device("cpu")) == 4096
-    assert room.texts_with_room(8, 1024, 4096) == 2
+    assert room.count_sequences(8, 1024, 4096) == 2

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from kv_cache_backends import CASES, CONTEXT, Backend, both, opened
+from kv_cache_backends import CASES, CONTEXT, Backend, both, load_backend_module
 
 from sparsepack.runtime.kv_cache import AttentionShape, LayerAttention
 from sparsepack.runtime.reference.backend import operations as reference_operations
@@ -12,7 +12,7 @@ from sparsepack.runtime.reference.backend import operations as reference_operati
 
 @pytest.fixture(params=CASES, scope="module")
 def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
-    yield from opened(*request.param)
+    yield from load_backend_module(*request.param)
 
 
 every_kind = pytest.mark.parametrize("channels", [None, (8, None)], ids=["dense", "sparse"])

@@ -10,7 +10,7 @@ from packed_models import random_model, stock_model
 
 from sparsepack.errors import UserError
 from sparsepack.formats.packed import PackedModel
-from sparsepack.runtime.backends import backend_named
+from sparsepack.runtime.backends import find_backend
 from sparsepack.runtime.features import check_features
 from sparsepack.runtime.options import EngineOptions
 from sparsepack.runtime.traits import LONG_TEXTS
@@ -92,7 +92,7 @@ def test_texts_side_by_side_turn_by_their_own_lengths(backend: str) -> None:
 
 def test_a_backend_without_long_texts_takes_the_usual_length_alone() -> None:
     packed = random_model("llama", **CHANGES[DYNAMIC])
-    row = backend_named("metal")
+    row = find_backend("metal")
     check_features(row, EngineOptions(context=SHORT), packed)
     with pytest.raises(UserError, match=f"the metal backend does not compute all of this model .{LONG_TEXTS}.;"):
         check_features(row, EngineOptions(context=SHORT + 1), packed)

@@ -16,7 +16,7 @@ from sparsepack.eval.engine_subject import EngineScorer
 from sparsepack.files.text import read_text
 from sparsepack.formats.kinds import DENSE, NEURONS
 from sparsepack.formats.packed import PackedModel
-from sparsepack.runtime.backends import backend_named
+from sparsepack.runtime.backends import find_backend
 from sparsepack.runtime.chained import decoder as operations_decoder
 from sparsepack.runtime.cpu import decoder as native_decoder
 from sparsepack.runtime.cuda.decoder import decoder as cuda_decoder
@@ -114,7 +114,7 @@ def test_long_texts_pass_in_chunks(backend: str, monkeypatch: pytest.MonkeyPatch
 
 def test_a_backend_that_does_not_run_them_says_so() -> None:
     packed, _ = models("grouped queries")
-    toy = replace(backend_named("reference"), name="toy", mlps=(DENSE,))
+    toy = replace(find_backend("reference"), name="toy", mlps=(DENSE,))
     with pytest.raises(UserError, match="the toy backend does not run models by neurons; use backend reference or cpu"):
         check_features(toy, EngineOptions(), packed)
 
@@ -136,7 +136,7 @@ def test_a_trained_model_says_the_same_with_neurons_left_out(backend: str, train
 @every_backend
 def test_eval_counts_the_neurons_that_steps_skip(backend: str) -> None:
     packed, _ = models("grouped queries")
-    scorer = EngineScorer(packed, EngineOptions(backend=backend, device=device_of(backend_named(backend))))
+    scorer = EngineScorer(packed, EngineOptions(backend=backend, device=device_of(find_backend(backend))))
     scorer.hidden(torch.tensor([IDS]), None, torch.tensor([6]))
     realised = scorer.realised()
     assert set(realised) == {(0, "mlp_records"), (1, "mlp_records")}

@@ -22,7 +22,7 @@ from union import Union, union_logits
 from sparsepack.bench.decode import bytes_per_token, parameters, stored_bytes
 from sparsepack.formats.kinds import NEURONS
 from sparsepack.formats.packed import PackedModel, skipped_weights
-from sparsepack.runtime.backends import backend_named
+from sparsepack.runtime.backends import find_backend
 from sparsepack.runtime.chained import decoder as operations_decoder
 from sparsepack.runtime.cpu import decoder as native_decoder
 from sparsepack.runtime.cuda.decoder import decoder as cuda_decoder
@@ -76,7 +76,7 @@ def test_dense_logits_are_the_stock_models(backend: str, variant: str) -> None:
 @pytest.mark.parametrize("sequences", [1, 2])
 @every_variant
 def test_sparse_steps_are_the_stock_models_on_sparsified_inputs(backend: str, variant: str, sequences: int) -> None:
-    if sequences > (most := backend_named(backend).sequences):
+    if sequences > (most := find_backend(backend).sequences):
         pytest.skip(f"the {backend} backend decodes {most} together")
     texts, expected, watch = oracle(variant, sequences)
     engine = engine_of(models(variant)[0], backend, sequences=sequences)

@@ -12,7 +12,7 @@ from union import Union, union_logits
 from sparsepack.errors import UserError
 from sparsepack.formats.packed import PackedModel
 from sparsepack.runtime.engine import Engine
-from sparsepack.runtime.features import backend_asked
+from sparsepack.runtime.features import requested_backend
 from sparsepack.runtime.generation.sampling import Sampler, Sampling
 from sparsepack.runtime.options import EngineOptions
 
@@ -191,5 +191,5 @@ def test_a_step_of_no_text_and_slots_for_several_texts_are_refused() -> None:
         engine.step_all([None, None])
     for device, backend in (("cpu", None), ("cpu", "reference"), ("cuda", "reference")):
         with pytest.raises(UserError, match=r"cached: the .* backend gives neurons no slots"):
-            backend_asked(EngineOptions(device=device, backend=backend, cached=0.3, sequences=2))
-    assert backend_asked(EngineOptions(device="cuda", cached=0.3, sequences=8)).name == "cuda"
+            requested_backend(EngineOptions(device=device, backend=backend, cached=0.3, sequences=2))
+    assert requested_backend(EngineOptions(device="cuda", cached=0.3, sequences=8)).name == "cuda"

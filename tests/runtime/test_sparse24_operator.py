@@ -16,31 +16,31 @@ from sparsepack.calibrate.prune import PruneOptions
 from sparsepack.errors import UserError
 from sparsepack.formats.orders.slide import Slide, encode
 from sparsepack.integration.transformers import quantizer as module
-from sparsepack.integration.transformers.quantizer import SlidLinear
+from sparsepack.integration.transformers.quantizer import Sparse24Linear
 from sparsepack.models.pattern import Pattern, kept
 from sparsepack.packing import PackRequest, pack
 from sparsepack.runtime.reference import products as reference
-from sparsepack.runtime.reference.products import SlidMatrix
-from sparsepack.runtime.sparse24_operator import prepare, slid_linear
+from sparsepack.runtime.reference.products import Sparse24Matrix
+from sparsepack.runtime.sparse24_operator import prepare, sparse24_linear
 
 TYPES = [torch.int8, torch.float8_e4m3fn, torch.bfloat16]
 TRACED = "aot_eager"
 """All of torch.compile but its code generator, which would call a C++ compiler for half a minute."""
 
 
-def matrix(rows: int, columns: int, pattern: Pattern, dtype: torch.dtype) -> SlidMatrix:
+def matrix(rows: int, columns: int, pattern: Pattern, dtype: torch.dtype) -> Sparse24Matrix:
     weight, how = torch.randn(rows, columns), Slide(pattern)
-    return SlidMatrix(*encode(weight * kept(weight.abs(), pattern), how, dtype), how, columns)
+    return Sparse24Matrix(*encode(weight * kept(weight.abs(), pattern), how, dtype), how, columns)
 
 
-def moved(m: SlidMatrix, device: str) -> SlidMatrix:
+def moved(m: Sparse24Matrix, device: str) -> Sparse24Matrix:
     scale = None if m.scale is None else m.scale.to(device)
-    return SlidMatrix(m.values.to(device), m.positions.to(device), scale, m.how, m.columns)
+    return Sparse24Matrix(m.values.to(device), m.positions.to(device), scale, m.how, m.columns)
 
 
-def linear(rows: int, columns: int, dtype: torch.dtype, bias: bool = False) -> SlidLinear:
+def linear(rows: int, columns: int, dtype: torch.dtype, bias: bool = False) -> Sparse24Linear:
     m = matrix(rows, columns, Pattern(6, 8), dtype)
-    found = SlidLinear(columns, rows, m.how, dtype, bias, torch.float32, torch.device("cpu"))
+    found = Sparse24Linear(columns, rows, m.how, dtype, bias, torch.float32, torch.device("cpu"))
     state = {"weight": m.values, "weight_positions": m.positions}
     state |= {} if m.scale is None else {"weight_scale": m.scale}
     found.load_state_dict(state | ({"bias": torch.randn(rows)} if bias else {}))
@@ -57,7 +57,7 @@ def test_it_computes_what_the_reference_says(
     x = x.to(of_inputs)
     q, scale = reference.quantise_slide(x.reshape(-1, columns), m.how, dtype)
     wanted = (reference.slide_matmul(m, q, scale) + bias).to(of_inputs).view(*tokens, rows)
-    found = slid_linear(x, m, bias, prepare(m, of_inputs))
+    found = sparse24_linear(x, m, bias, prepare(m, of_inputs))
     assert found.dtype == of_inputs
     assert torch.equal(found, wanted)
 
@@ -69,9 +69,9 @@ def test_a_token_that_is_not_finite_spoils_itself_alone(spoilt: float, dtype: to
     """An engine that warms up runs on memory that nobody has written to."""
     m, x = moved(matrix(32, 64, Pattern(6, 8), dtype), device), torch.randn(3, 4, 64).bfloat16().to(device)
     prepared = prepare(m, x.dtype)
-    wanted = slid_linear(x, m, None, prepared)
+    wanted = sparse24_linear(x, m, None, prepared)
     x[1, 2, 17] = spoilt
-    found = slid_linear(x, m, None, prepared)
+    found = sparse24_linear(x, m, None, prepared)
     assert not found[1, 2].isfinite().any()
     found[1, 2] = wanted[1, 2]
     assert torch.equal(found, wanted)
@@ -95,19 +95,21 @@ def test_torch_finds_no_fault_with_it(rows: int, columns: int, dtype: torch.dtyp
     [
         lambda x, m: (x[..., :-8], m),
         lambda x, m: (x.long(), m),
-        lambda x, m: (x, SlidMatrix(m.values, m.positions[:, :-1], m.scale, m.how, m.columns)),
-        lambda x, m: (x, SlidMatrix(m.values, m.positions, None, m.how, m.columns)),
-        lambda x, m: (x, SlidMatrix(m.values, m.positions, m.scale, Slide(Pattern(4, 6)), m.columns)),
+        lambda x, m: (x, Sparse24Matrix(m.values, m.positions[:, :-1], m.scale, m.how, m.columns)),
+        lambda x, m: (x, Sparse24Matrix(m.values, m.positions, None, m.how, m.columns)),
+        lambda x, m: (x, Sparse24Matrix(m.values, m.positions, m.scale, Slide(Pattern(4, 6)), m.columns)),
     ],
     ids=["columns", "integers", "positions", "no scales", "another pattern"],
 )
-def test_what_does_not_fit_is_refused(change: Callable[[Tensor, SlidMatrix], tuple[Tensor, SlidMatrix]]) -> None:
+def test_what_does_not_fit_is_refused(
+    change: Callable[[Tensor, Sparse24Matrix], tuple[Tensor, Sparse24Matrix]],
+) -> None:
     x, m = change(torch.randn(3, 64), matrix(16, 64, Pattern(6, 8), torch.int8))
     with pytest.raises(ValueError, match="do not fit slid weights"):
-        slid_linear(x, m, None, [])
+        sparse24_linear(x, m, None, [])
     with pytest.raises(ValueError, match="do not fit slid weights"), torch._subclasses.FakeTensorMode() as fake:
         converted = [fake.from_tensor(t) if t is not None else None for t in (m.values, m.positions, m.scale)]
-        slid_linear(fake.from_tensor(x), SlidMatrix(*converted, m.how, m.columns), None, [])
+        sparse24_linear(fake.from_tensor(x), Sparse24Matrix(*converted, m.how, m.columns), None, [])
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -133,7 +135,7 @@ def test_compiled_or_not_weights_are_prepared_once_and_again_when_they_change(mo
     torch._dynamo.reset()
     calls: list[torch.dtype] = []
 
-    def counted(matrix: SlidMatrix, dtype: torch.dtype) -> list[Tensor]:
+    def counted(matrix: Sparse24Matrix, dtype: torch.dtype) -> list[Tensor]:
         calls.append(dtype)
         return [matrix.positions + 1]
 
@@ -198,10 +200,10 @@ def test_on_a_gpu_what_is_prepared_for_many_tokens_is_captured_unseen(device: st
         x = torch.randn(tokens, 512, device=device).bfloat16()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            y = slid_linear(x, m, None, prepared)
+            y = sparse24_linear(x, m, None, prepared)
         x.copy_(torch.randn(tokens, 512, device=device))
         graph.replay()
-        assert torch.equal(y, slid_linear(x, m, None, prepared))
+        assert torch.equal(y, sparse24_linear(x, m, None, prepared))
 
 
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=ON_CUDA)])
@@ -209,10 +211,10 @@ def test_on_a_gpu_nothing_waits(device: str) -> None:
     m = moved(matrix(192, 512, Pattern(6, 8), torch.int8), device)
     x = torch.randn(40, 512, device=device).bfloat16()
     prepared = prepare(m, x.dtype)
-    wanted = slid_linear(x, m, None, prepared)
+    wanted = sparse24_linear(x, m, None, prepared)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        found = slid_linear(x, m, None, prepared)
+        found = sparse24_linear(x, m, None, prepared)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert torch.equal(found, wanted)
@@ -224,4 +226,4 @@ def test_on_a_gpu_weights_that_were_not_prepared_are_refused(device: str) -> Non
     others = prepare(m, torch.bfloat16) if torch.cuda.get_device_capability() == (9, 0) else []
     for prepared in ([], others):
         with pytest.raises(ValueError, match="are not prepared for"):
-            slid_linear(x, m, None, prepared)
+            sparse24_linear(x, m, None, prepared)

@@ -6,7 +6,7 @@ import pytest
 from homes_for_tests import without_a_home
 
 from sparsepack.errors import OutputError
-from sparsepack.runtime.tuning import measure_shapes, read_rows, tuned_path
+from sparsepack.runtime.tuning import measure_shapes, read_rows, tuning_path
 
 
 def test_a_cache_of_many_brackets_is_ignored_and_rewritten(tmp_path):
@@ -19,7 +19,7 @@ def test_a_cache_of_many_brackets_is_ignored_and_rewritten(tmp_path):
 
 def test_without_a_home_nothing_was_measured_and_one_line_says_where_to_keep_it(monkeypatch):
     without_a_home(monkeypatch)
-    path = tuned_path("cpu", 1)
+    path = tuning_path("cpu", 1)
     assert read_rows(path, 1, dict) == {}
     with pytest.raises(OutputError, match="set XDG_CACHE_HOME"):
         measure_shapes([(256, 256)], path, {}, {}, dict)

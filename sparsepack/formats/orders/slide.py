@@ -10,16 +10,16 @@ inputs 0, 1, 2, 3, 6 and 7:
     window 1                c  d  .  .
     window 2                      .  .  e  f
     slid weight       a  b  .  .  c  d  .  .  .  .  e  f        each four have at most two nonzeros
-    lifted input      0  1  2  3  2  3  4  5  4  5  6  7        the inputs that the windows see
+    expanded input      0  1  2  3  2  3  4  5  4  5  6  7        the inputs that the windows see
 
-Slid weights times lifted inputs is weights times inputs. Of the slid weights only the `most` values of each window and
-their positions in it are stored.
+sparse24 weights times expanded inputs is weights times inputs. Of the sparse24 weights only the `most` values of each
+window and their positions in it are stored.
 
 Symmetric quantisation of rows: one scale each, zero stays zero (SlideSparse, 4.2).
 
 scale = largest |x| of the row / STEPS          q = x / scale, rounded to the type          x ~ scale * q
 
-A slid matrix as it is stored: values of a type, their positions packed, a scale for each row.
+A sparse24 matrix as it is stored: values of a type, their positions packed, a scale for each row.
 
 Made of some rows at a time: what one step leaves for the next then stays in a cache, and takes little memory.
 """
@@ -37,7 +37,7 @@ from sparsepack.models.pattern import Pattern, check_pattern, filled, grouped, u
 
 @dataclass(frozen=True)
 class ValueType:
-    """A type of slid values.
+    """A type of sparse24 values.
 
     name          -- a row of the table of formats gives it in `matrices`
     kind          -- of numbers, as benchmarks call it
@@ -73,14 +73,14 @@ VALUE_TYPES: Mapping[str, ValueType] = {
         ValueType("BF16", "BF16", torch.bfloat16, 0.01),
     )
 }
-"""The types of slid values, by their names."""
+"""The types of sparse24 values, by their names."""
 
 
 STEPS: Mapping[torch.dtype, float] = {
     row.dtype: row.steps for row in reversed([*VALUE_TYPES.values()]) if row.steps is not None
 }
 """The largest value of a row becomes this number unless told otherwise, by the type that the row is quantised to: where
-several types of slid values have that one of torch's, the number of the first."""
+several types of sparse24 values have that one of torch's, the number of the first."""
 
 SMALLEST = 1e-30
 """A row of smaller values counts as zeros: its scale's reciprocal would leave float32."""
@@ -162,13 +162,13 @@ class Slide:
         """Values that are stored for a row of so many inputs."""
         return self.pattern.groups(columns) * self.slots
 
-    def lifted(self, columns: int) -> int:
-        """Lifted inputs of so many inputs."""
+    def expanded(self, columns: int) -> int:
+        """Expanded inputs of so many inputs."""
         return self.pattern.groups(columns) * self.windows * self.window
 
 
 def slide(weight: Tensor, how: Slide) -> tuple[Tensor, Tensor]:
-    """The values of the slid weights and their positions.
+    """The values of the sparse24 weights and their positions.
 
     weight: [rows, columns], of integers, float32, float16 or bfloat16. Returns the values in that type and uint8
     positions within their windows, both [rows, how.stored(columns)]. The positions of a window ascend; one with fewer
@@ -189,7 +189,7 @@ def slide(weight: Tensor, how: Slide) -> tuple[Tensor, Tensor]:
 
 
 def windowed(values: Tensor, positions: Tensor, how: Slide) -> Tensor:
-    """The slid weights with their zeros: [rows, stored] twice -> [rows, lifted]."""
+    """The sparse24 weights with their zeros: [rows, stored] twice -> [rows, expanded]."""
     shape = (*values.shape[:-1], -1, how.most)
     dense = values.new_zeros(*values.shape[:-1], values.shape[-1] // how.most, how.window)
     return dense.scatter_(-1, positions.view(shape).long(), values.view(shape)).flatten(-2)
@@ -205,8 +205,8 @@ def unslide(values: Tensor, positions: Tensor, how: Slide, columns: int) -> Tens
     return ungrouped(weight, columns)
 
 
-def lift(x: Tensor, how: Slide) -> Tensor:
-    """The inputs that the windows see: [..., columns] -> [..., lifted]."""
+def expand(x: Tensor, how: Slide) -> Tensor:
+    """The inputs that the windows see: [..., columns] -> [..., expanded]."""
     return grouped(x, how.pattern).unfold(-1, how.window, how.stride).flatten(-3)
 
 

@@ -1,6 +1,6 @@
 """The quantizer that transformers calls to load a slid folder: `from_pretrained` finds it by `quant_method`.
 
-It checks the folder's hashes, then puts a `SlidLinear` in the place of each Linear that was slid.
+It checks the folder's hashes, then puts a `Sparse24Linear` in the place of each Linear that was slid.
 """
 
 import os
@@ -20,10 +20,10 @@ from sparsepack.formats.attention import sparse_attention_of
 from sparsepack.formats.containers.safetensors import MANIFEST, METHOD, open_folder, unsealed
 from sparsepack.formats.manifest import read_manifest
 from sparsepack.formats.orders.slide import STEPS, Slide
-from sparsepack.formats.slide import SlidArtifact, configured_slides, configured_type
+from sparsepack.formats.slide import Sparse24Artifact, configured_slides, configured_type
 from sparsepack.progress import say
-from sparsepack.runtime.reference.products import SlidMatrix
-from sparsepack.runtime.sparse24_operator import prepare, slid_linear
+from sparsepack.runtime.reference.products import Sparse24Matrix
+from sparsepack.runtime.sparse24_operator import prepare, sparse24_linear
 
 VERIFY = "SPARSEPACK_VERIFY"
 """The environment variable that leaves the check out where it is 0."""
@@ -43,7 +43,7 @@ def manifest_of_intact(
     transformers would read although the manifest does not list them.
     """
     folder = _folder_of(files, model)
-    place = _manifest_beside(files[0], folder, model)
+    place = _find_manifest(files[0], folder, model)
     if place is None:
         say(
             f"{model}: {MANIFEST} is missing, as after save_pretrained, so nothing says whether its bytes are intact; "
@@ -53,14 +53,14 @@ def manifest_of_intact(
     if os.environ.get(VERIFY) == "0":
         say(f"{model}: loaded without a look at its hashes, as {VERIFY} is 0")
         return place, read_manifest(unsealed(place).get("manifest"), f"{place}: the manifest")
-    opened, manifest = open_folder(place.parent, whole=_snapshot_of(files[0]) is None)
-    artifact = SlidArtifact(manifest, opened)
+    contents, manifest = open_folder(place.parent, whole=_snapshot_of(files[0]) is None)
+    artifact = Sparse24Artifact(manifest, contents)
     artifact.check_shapes()
     if artifact.slides != slides:
         raise ArtifactError(f"{model}: the configuration has other patterns than {folder}; load one folder alone")
-    if other := sorted({file.name for file in files} - set(opened.raw)):
+    if other := sorted({file.name for file in files} - set(contents.raw)):
         raise ArtifactError(f"{model}: {other[0][:100]!r} holds none of the tensors that were packed; load those alone")
-    opened.check_tensors()
+    contents.check_tensors()
     return place, manifest
 
 
@@ -83,7 +83,7 @@ def _snapshot_of(file: Path) -> Path | None:
     return next((folder for folder in file.parents if folder.parent.name == "snapshots"), None)
 
 
-def _manifest_beside(file: Path, folder: Path, model: str) -> Path | None:
+def _find_manifest(file: Path, folder: Path, model: str) -> Path | None:
     """The manifest that belongs to a file of tensors in `folder`; None where there is none.
 
     Of a repository's cache, whose files come one by one, the path of the tensors tells what transformers does not pass
@@ -105,10 +105,10 @@ def _manifest_beside(file: Path, folder: Path, model: str) -> Path | None:
     return None if found is None else Path(found)
 
 
-class SlidLinear(nn.Module):
+class Sparse24Linear(nn.Module):
     """y = x W^T + bias, with W as it lies in a slid folder (`formats.slide`).
 
-    weight           -- the slid values: int8, float8_e4m3fn or bfloat16 [rows, stored]
+    weight           -- the sparse24 values: int8, float8_e4m3fn or bfloat16 [rows, stored]
     weight_positions -- uint8 [rows, stored / 4 rounded up]
     weight_scale     -- float32 [rows]; None for bfloat16
     bias             -- [rows], or None
@@ -135,12 +135,12 @@ class SlidLinear(nn.Module):
         self._prepared: list[Tensor] = []
 
     @classmethod
-    def in_place_of(cls, linear: nn.Linear, how: Slide, dtype: torch.dtype) -> "SlidLinear":
+    def in_place_of(cls, linear: nn.Linear, how: Slide, dtype: torch.dtype) -> "Sparse24Linear":
         """One of the same shape, bias and device, without weights yet."""
         weight, bias = linear.weight, linear.bias is not None
         return cls(linear.in_features, linear.out_features, how, dtype, bias, weight.dtype, weight.device)
 
-    def _apply(self, fn: Any, recurse: bool = True) -> "SlidLinear":
+    def _apply(self, fn: Any, recurse: bool = True) -> "Sparse24Linear":
         """Weights and scales move, but are never cast: their types are the format's."""
         self._forget()
 
@@ -162,16 +162,16 @@ class SlidLinear(nn.Module):
         return f"{self.in_features}, {self.out_features}, {self.how.pattern}, {self.weight.dtype}"
 
     @property
-    def matrix(self) -> SlidMatrix:
+    def matrix(self) -> Sparse24Matrix:
         """The weights as the operations take them."""
-        return SlidMatrix(self.weight, self.weight_positions, self.weight_scale, self.how, self.in_features)
+        return Sparse24Matrix(self.weight, self.weight_positions, self.weight_scale, self.how, self.in_features)
 
     def forward(self, x: Tensor) -> Tensor:
         if x.shape[-1] != self.in_features or x.device != self.weight.device:
-            wanted = f"[..., {self.in_features}] on {self.weight.device}"
-            raise ValueError(f"inputs {list(x.shape)} on {x.device}; expected {wanted}")
+            expected = f"[..., {self.in_features}] on {self.weight.device}"
+            raise ValueError(f"inputs {list(x.shape)} on {x.device}; expected {expected}")
         self._prepare(x.dtype)
-        return slid_linear(x, self.matrix, self.bias, self._prepared)
+        return sparse24_linear(x, self.matrix, self.bias, self._prepared)
 
     @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
     def _prepare(self, dtype: torch.dtype) -> bool:
@@ -189,7 +189,7 @@ class SlidLinear(nn.Module):
 
 
 @register_quantization_config(METHOD)
-class SlidConfig(QuantizationConfigMixin):  # type: ignore[misc]
+class Sparse24Config(QuantizationConfigMixin):  # type: ignore[misc]
     """`quantization_config` of a slid folder.
 
     format    -- the format's name
@@ -211,12 +211,12 @@ class SlidConfig(QuantizationConfigMixin):  # type: ignore[misc]
 
 
 @register_quantizer(METHOD)
-class SlidQuantizer(HfQuantizer):  # type: ignore[misc]
-    """Puts `SlidLinear` in the place of each Linear that was slid, before the weights are read, once they are found
+class Sparse24Quantizer(HfQuantizer):  # type: ignore[misc]
+    """Puts `Sparse24Linear` in the place of each Linear that was slid, before the weights are read, once they are found
     intact."""
 
     requires_calibration = True
-    quantization_config: SlidConfig
+    quantization_config: Sparse24Config
     _manifest: tuple[Path, dict[str, Any]] | None = None
     """The place and the content of the folder's manifest, where it has one."""
 
@@ -235,7 +235,7 @@ class SlidQuantizer(HfQuantizer):  # type: ignore[misc]
                 raise ArtifactError(f"{name}: no such Linear in this model; pack it again") from error
             if not isinstance(linear, torch.nn.Linear):
                 raise ArtifactError(f"{name}: a {type(linear).__name__}, expected a Linear; pack the model again")
-            model.set_submodule(name, SlidLinear.in_place_of(linear, how, dtype))
+            model.set_submodule(name, Sparse24Linear.in_place_of(linear, how, dtype))
 
     def _process_model_after_weight_loading(self, model: Any, **settings: Any) -> None:
         """Attaches what the folder says of sparse attention, or says on stderr why the model runs dense."""

@@ -22,11 +22,11 @@ _REFUSED: Mapping[str, Callable[[Any], bool]] = {
         config.offload_config.uva.cpu_offload_gb > 0 or config.offload_config.prefetch.offload_group_size > 0
     ),
 }
-"""What vLLM may be asked to do and nobody has tried with slid weights, and how its configuration says so."""
+"""What vLLM may be asked to do and nobody has tried with sparse24 weights, and how its configuration says so."""
 
 
-class SlidVllmConfig(QuantizationConfig):  # type: ignore[misc]
-    """`quantization_config` of a slid folder, as `integration.transformers.quantizer.SlidConfig` describes it.
+class Sparse24VllmConfig(QuantizationConfig):  # type: ignore[misc]
+    """`quantization_config` of a slid folder, as `integration.transformers.quantizer.Sparse24Config` describes it.
 
     Raises `ArtifactError` for a format that is unknown, or patterns that mean nothing.
     """
@@ -37,7 +37,7 @@ class SlidVllmConfig(QuantizationConfig):  # type: ignore[misc]
         self.slides: dict[str, Slide] = configured_slides(patterns)
 
     @classmethod
-    def from_config(cls, config: dict[str, Any]) -> "SlidVllmConfig":
+    def from_config(cls, config: dict[str, Any]) -> "Sparse24VllmConfig":
         """Read the section of config.json."""
         return cls(config.get("format", ""), config.get("patterns"), config.get("attention", False))
 
@@ -84,7 +84,7 @@ class SlidVllmConfig(QuantizationConfig):  # type: ignore[misc]
         """
         from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 
-        from sparsepack.integration.vllm.linear_method import SlidLinearMethod
+        from sparsepack.integration.vllm.linear_method import Sparse24LinearMethod
 
         how = self._how(prefix)
         if not isinstance(layer, LinearBase):
@@ -98,7 +98,7 @@ class SlidVllmConfig(QuantizationConfig):  # type: ignore[misc]
             if running is not None and asked(running):
                 raise UserError(f"{what}: not supported with slid weights ({prefix}); leave it out")
         tokens = 1 if running is None else running.scheduler_config.max_num_batched_tokens
-        return SlidLinearMethod(how, self.values, tokens)
+        return Sparse24LinearMethod(how, self.values, tokens)
 
     def _how(self, prefix: str) -> Slide | None:
         if prefix in self.slides:  # fused in the folder, too

@@ -10,14 +10,14 @@ from vllm.model_executor.parameter import ChannelQuantScaleParameter, ModelWeigh
 from sparsepack.errors import ArtifactError
 from sparsepack.formats.orders.slide import Slide, ValueType
 from sparsepack.formats.slide import POSITIONS, SCALE
-from sparsepack.runtime.reference.products import SlidMatrix
-from sparsepack.runtime.sparse24_operator import prepare, slid_linear
+from sparsepack.runtime.reference.products import Sparse24Matrix
+from sparsepack.runtime.sparse24_operator import prepare, sparse24_linear
 
 _WEIGHT = "weight"
 
 
 @register_weight_loader_v2_supported_method
-class SlidLinearMethod(LinearMethodBase):  # type: ignore[misc]
+class Sparse24LinearMethod(LinearMethodBase):  # type: ignore[misc]
     """Loads, prepares and multiplies the weights of a layer, of which each rank has a part.
 
     how    -- how the weights were slid
@@ -64,7 +64,7 @@ class SlidLinearMethod(LinearMethodBase):  # type: ignore[misc]
             data = _unloaded(rows, dtype=torch.float32)
             scale = ChannelQuantScaleParameter(data=data, output_dim=0, weight_loader=load)
             layer.register_parameter(_WEIGHT + SCALE, scale)
-        layer.slid_columns, layer.slid_dtype = columns, params_dtype
+        layer.stored_columns, layer.weight_dtype = columns, params_dtype
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Prepare the products, once the weights are where they will be used. Raises `ArtifactError` for what was not
@@ -75,23 +75,23 @@ class SlidLinearMethod(LinearMethodBase):  # type: ignore[misc]
                 raise ArtifactError(
                     f"{layer.prefix}: {_WEIGHT + name} is missing or damaged in the folder; pack the model again"
                 )
-        prepared = prepare(matrix, layer.slid_dtype, self.tokens)
+        prepared = prepare(matrix, layer.weight_dtype, self.tokens)
         for name, tensor in zip(_names(len(prepared)), prepared, strict=True):
             there = getattr(layer, name, None)
             if there is None:
                 layer.register_parameter(name, torch.nn.Parameter(tensor, requires_grad=False))
             else:  # captured graphs read it there
                 there.data.copy_(tensor)
-        layer.slid_prepared = len(prepared)
+        layer.prepared_weights = len(prepared)
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [tokens, columns of this rank] -> [tokens, rows of this rank]."""
-        prepared = [getattr(layer, name) for name in _names(layer.slid_prepared)]
-        return slid_linear(x, self._matrix(layer), bias, prepared)
+        prepared = [getattr(layer, name) for name in _names(layer.prepared_weights)]
+        return sparse24_linear(x, self._matrix(layer), bias, prepared)
 
-    def _matrix(self, layer: Any) -> SlidMatrix:
+    def _matrix(self, layer: Any) -> Sparse24Matrix:
         scale = getattr(layer, _WEIGHT + SCALE, None)
-        return SlidMatrix(layer.weight, getattr(layer, _WEIGHT + POSITIONS), scale, self.how, layer.slid_columns)
+        return Sparse24Matrix(layer.weight, getattr(layer, _WEIGHT + POSITIONS), scale, self.how, layer.stored_columns)
 
 
 def _names(prepared: int) -> list[str]:

@@ -8,6 +8,6 @@ def register() -> None:
     makes no CUDA context."""
     from vllm.model_executor.layers.quantization import register_quantization_config
 
-    from sparsepack.integration.vllm.config import SlidVllmConfig
+    from sparsepack.integration.vllm.config import Sparse24VllmConfig
 
-    register_quantization_config(METHOD)(SlidVllmConfig)
+    register_quantization_config(METHOD)(Sparse24VllmConfig)

@@ -72,13 +72,13 @@ class Parts:
     """What takes the place of stock code. Each gives what that gives, to the last bit but for the order in which a norm
     adds, or None where it does not take such tensors: stock code runs then.
 
-    turn_heads -- of query [B, heads, S, D], key [B, kv_heads, S, D], cosine and sine [1 or B, S, D]: both turned
+    apply_rope -- of query [B, heads, S, D], key [B, kv_heads, S, D], cosine and sine [1 or B, S, D]: both turned
     silu_times -- of gate and up, of one shape: SiLU of the gate times up
     norm_rows  -- of x [.., S, columns], epsilon and weight [columns] or None: rows over their root mean square, times
                   the weight
     """
 
-    turn_heads: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor] | None]
+    apply_rope: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor] | None]
     silu_times: Callable[[Tensor, Tensor], Tensor | None]
     norm_rows: Callable[[Tensor, float, Tensor | None], Tensor | None]
 
@@ -143,7 +143,7 @@ def _gated(module: Any, parts: Parts, x: Tensor) -> Tensor:
 def _turned(
     rotary: Any, parts: Parts, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *rest: Any, **options: Any
 ) -> Any:
-    made = None if rest or options else parts.turn_heads(q, k, cos, sin)
+    made = None if rest or options else parts.apply_rope(q, k, cos, sin)
     return rotary(q, k, cos, sin, *rest, **options) if made is None else made
 
 
@@ -190,13 +190,13 @@ def _turns_halves(rotary: Any) -> bool:
     try:
         found = rotary(query, key, cosine, sine)
         return all(
-            torch.equal(made, turned_by_torch(x, cosine, sine)) for made, x in zip(found, (query, key), strict=True)
+            torch.equal(made, apply_rope_by_torch(x, cosine, sine)) for made, x in zip(found, (query, key), strict=True)
         )
     except (RuntimeError, TypeError, ValueError):  # it wants something else
         return False
 
 
-def turned_by_torch(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+def apply_rope_by_torch(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     """The usual rotary embedding of heads [B, heads, S, D], on any device; cosine, sine -- [1 or B, S, D]"""
     first, second = x.chunk(2, -1)
     return x * cosine[:, None] + torch.cat([-second, first], -1) * sine[:, None]

@@ -16,7 +16,7 @@ from sparsepack.runtime.decoder import among_all, attention_of, stepped
 from sparsepack.runtime.generation.sampling import Sampler
 from sparsepack.runtime.kv_cache import AttentionShape, KvCache
 from sparsepack.runtime.reference import products as reference
-from sparsepack.runtime.threshold_controller import StepScales, TextScales, ThresholdController
+from sparsepack.runtime.threshold_controller import SequenceScales, StepScales, ThresholdController
 
 PREFILL_TOKENS = 512
 """This many positions pass at once: attention needs heads * PREFILL_TOKENS * context scores."""
@@ -33,7 +33,7 @@ class OperationsDecoder:
     threads      -- that torch runs on during calls; None: as many as it has
     cache_type   -- as `operations.new_cache` takes it
     new_cache    -- what attends, instead of that
-    sequences    -- texts, each with a cache of its own
+    sequences    -- how many, each with a cache of its own
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class OperationsDecoder:
         new_cache = new_cache or operations.new_cache
         self.cache = new_cache(attention_of(packed, context, device, sequences), cache_type, device)
         self.stepped = 0
-        self._held: TextScales | None = None
+        self._scales: SequenceScales | None = None
 
     @property
     def threads(self) -> int:
@@ -76,10 +76,10 @@ class OperationsDecoder:
 
     @property
     def scales(self) -> tuple[float, ...]:
-        return () if self._held is None else self._held.scales
+        return () if self._scales is None else self._scales.scales
 
     def control_thresholds(self, controller: ThresholdController) -> None:
-        self._held = TextScales(controller, len(self.cache.lengths), self._device)
+        self._scales = SequenceScales(controller, len(self.cache.lengths), self._device)
 
     def active(self) -> dict[tuple[int, str], int]:
         layers = enumerate(self._layers)
@@ -91,18 +91,18 @@ class OperationsDecoder:
         for layer in self._layers:
             for count in layer.active.values():
                 count.zero_()
-        if self._held is not None:
-            self._held.begin_all()
+        if self._scales is not None:
+            self._scales.reset_all()
 
     def truncate(self, sequence: int, length: int) -> None:
         self.cache.truncate(length, sequence)
-        if self._held is not None:
-            self._held.begin(sequence)
+        if self._scales is not None:
+            self._scales.reset(sequence)
 
     def copy(self, source: int, to: int, length: int) -> None:
         self.cache.copy(source, to, length)
-        if self._held is not None:
-            self._held.begin(to)
+        if self._scales is not None:
+            self._scales.reset(to)
 
     def set_rope(self, sequence: int, first: int, cos: Tensor, sin: Tensor) -> None:
         self.cache.set_rope(sequence, first, cos, sin)
@@ -142,8 +142,8 @@ class OperationsDecoder:
         if mode is not Mode.PREFILL:
             self.stepped += len(ids)
         hidden = [self._output_norm.new_empty(0, self._architecture.hidden)]
-        # A token that is held depends on the one before.
-        at_once = 1 if self._held is not None and mode is Mode.MASKED else PREFILL_TOKENS
+        # A token with controlled thresholds depends on the one before.
+        at_once = 1 if self._scales is not None and mode is Mode.MASKED else PREFILL_TOKENS
         hidden += [self._blocks(chunk, mode, [sequence]) for chunk in torch.split(ids, at_once) if len(chunk)]
         return torch.cat(hidden)
 
@@ -151,19 +151,19 @@ class OperationsDecoder:
         """Append as many tokens to each of some sequences, those of the first one first."""
         eps = self._architecture.norm_eps
         activation = reference.ACTIVATION_FUNCTIONS[self._architecture.activation]
-        holds = self._held if mode in (Mode.STEP, Mode.MASKED) else None
-        held = None if holds is None else holds.step(sequences)
+        controlled = self._scales if mode in (Mode.STEP, Mode.MASKED) else None
+        scales = None if controlled is None else controlled.begin_step(sequences)
         x = reference.embed(self._packed.embedding, tokens).to(self._device)  # [S, hidden]
         x = x * self._architecture.embedding_scale
         for number, layer in enumerate(self._layers):
             if layer.basis is not None:
                 x = self._operations.matmul(layer.basis, x)
-            update = self._attention(number, self._normed(layer, "attn_norm", x), mode, sequences, held)
+            update = self._attention(number, self._normed(layer, "attn_norm", x), mode, sequences, scales)
             x = x + self._normed(layer, "attn_post_norm", update)
-            update = layer.mlp.output(self._normed(layer, "mlp_norm", x), activation, mode, held)
+            update = layer.mlp.output(self._normed(layer, "mlp_norm", x), activation, mode, scales)
             x = x + self._normed(layer, "mlp_post_norm", update)
-        if holds is not None and held is not None:
-            holds.stepped(sequences, held)
+        if controlled is not None and scales is not None:
+            controlled.end_step(sequences, scales)
         for sequence in sequences:
             self.cache.advance(len(tokens) // len(sequences), sequence)
         return reference.rms_norm(x, self._output_norm, eps)
@@ -174,18 +174,18 @@ class OperationsDecoder:
         return x if norm is None else reference.rms_norm(x, norm, self._architecture.norm_eps)
 
     def _attention(
-        self, number: int, x: Tensor, mode: Mode, sequences: Sequence[int], held: StepScales | None
+        self, number: int, x: Tensor, mode: Mode, sequences: Sequence[int], scales: StepScales | None
     ) -> Tensor:
         sites = self._layers[number].attention
         sparse = mode in (Mode.STEP, Mode.MASKED)
-        rows = self._rows_normed(number, sites["attn_in"].product(x, mode, held)).tensor_split(len(sequences))
+        rows = self._norm_rows(number, sites["attn_in"].product(x, mode, scales)).tensor_split(len(sequences))
         attended = [
             self.cache.attend(number, self.cache.append(number, qkv, sequence), sequence, sparse)
             for sequence, qkv in zip(sequences, rows, strict=True)
         ]
-        return sites["attn_out"].product(torch.cat(attended), mode, held)
+        return sites["attn_out"].product(torch.cat(attended), mode, scales)
 
-    def _rows_normed(self, number: int, qkv: Tensor) -> Tensor:
+    def _norm_rows(self, number: int, qkv: Tensor) -> Tensor:
         """What attn_in gives, queries and keys of all heads normed together where the model does that."""
         a, norms = self._architecture, self._layers[number].norms
         if "q_row_norm" not in norms:

@@ -44,8 +44,8 @@ class Mlp(Protocol):
     def active(self) -> Mapping[str, Tensor]:
         """For each matrix, by its name there, the units that were read: int64 []."""
 
-    def output(self, x: Tensor, activation: Activation, mode: Mode, held: StepScales | None = None) -> Tensor:
-        """What the MLP makes of x [S, hidden]: [S, hidden]. held: as in `LoadedSite.product`."""
+    def output(self, x: Tensor, activation: Activation, mode: Mode, scales: StepScales | None = None) -> Tensor:
+        """What the MLP makes of x [S, hidden]: [S, hidden]. scales: as in `LoadedSite.product`."""
 
 
 @dataclass(frozen=True)
@@ -63,14 +63,14 @@ class LoadedSite:
     sparse_bias: Tensor | None
     active: Tensor
 
-    def product(self, x: Tensor, mode: Mode, held: StepScales | None = None) -> Tensor:
-        """The output rows for x [S, columns]: [S, rows]. held: where a share is held, of S texts, which the product
-        counts with."""
+    def product(self, x: Tensor, mode: Mode, scales: StepScales | None = None) -> Tensor:
+        """The output rows for x [S, columns]: [S, rows]. scales: of S sequences under a threshold
+        controller, which also get the count of skipped weights."""
         if mode in (Mode.PREFILL, Mode.DENSE, Mode.DENSE_STEP) or self.rule is None:
             self.active.add_(mode.units(x))
             return _plus(self.operations.zigzag_matmul(self.matrix, x), self.bias)
         threshold, offset = self.rule.limits, self.rule.offset
-        limits = threshold if held is None else held.limits(threshold)
+        limits = threshold if scales is None else scales.scaled(threshold)
         d = x if offset is None else x - offset
         if mode is Mode.STEP and len(x) == 1:
             indices, count = self.operations.collect(d[0], limits.reshape(threshold.shape))
@@ -84,8 +84,8 @@ class LoadedSite:
             count = active.sum()
             y = self.operations.zigzag_matmul(self.matrix, torch.where(active, d, 0))
         self.active.add_(count)
-        if held is not None:
-            held.count(x.shape[1] - of_each, y.shape[1])
+        if scales is not None:
+            scales.count(x.shape[1] - of_each, y.shape[1])
         return _plus(y, self.sparse_bias)
 
 
@@ -100,12 +100,12 @@ class LoadedDenseMlp:
     def active(self) -> Mapping[str, Tensor]:
         return {name: site.active for name, site in self.sites.items()}
 
-    def output(self, x: Tensor, activation: Activation, mode: Mode, held: StepScales | None = None) -> Tensor:
-        h = self.sites["mlp_in"].product(x, mode, held)
+    def output(self, x: Tensor, activation: Activation, mode: Mode, scales: StepScales | None = None) -> Tensor:
+        h = self.sites["mlp_in"].product(x, mode, scales)
         if self.gated:
             gate, up = h.chunk(2, dim=-1)
-            return self.sites["mlp_mid"].product(activation(gate) * up, mode, held)
-        return self.sites["mlp_mid"].product(activation(h), mode, held)
+            return self.sites["mlp_mid"].product(activation(gate) * up, mode, scales)
+        return self.sites["mlp_mid"].product(activation(h), mode, scales)
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class _LoadedNeuronMlp:
     records: Any
     active: Mapping[str, Tensor]
 
-    def output(self, x: Tensor, activation: Activation, mode: Mode, held: StepScales | None = None) -> Tensor:
+    def output(self, x: Tensor, activation: Activation, mode: Mode, scales: StepScales | None = None) -> Tensor:
         gate = activation(self.gate(x))  # [S, neurons]
         self.active[MLP_GATE].add_(mode.units(x))
         if mode is Mode.STEP and len(x) == 1:
@@ -147,7 +147,7 @@ class LoadedExpertMlp:
     rules: Mapping[str, SiteRule | None]
     active: Mapping[str, Tensor]
 
-    def output(self, x: Tensor, activation: Activation, mode: Mode, held: StepScales | None = None) -> Tensor:
+    def output(self, x: Tensor, activation: Activation, mode: Mode, scales: StepScales | None = None) -> Tensor:
         chosen, weights = reference_experts.route(x, self.router, self.used, self.normalised)
         into, middle_of = self.matrices["mlp_in"], self.matrices["mlp_mid"]
         if self.shared_gate is not None:
@@ -155,36 +155,36 @@ class LoadedExpertMlp:
             chosen, weights = reference_experts.with_shared(x, self.shared_gate, numbers, chosen, weights)
         product = self._gemv if mode is Mode.STEP and len(x) == 1 else self._matmul
         places = [(expert, *torch.where(chosen == expert)) for expert in sorted(set(chosen.flatten().tolist()))]
-        x, read = self._selected("mlp_in", x[:, None], mode, held)  # [S, 1, hidden], the same for all of a token's
+        x, read = self._selected("mlp_in", x[:, None], mode, scales)  # [S, 1, hidden], the same for all of a token's
         middle: Tensor | None = None
         for expert, token, slot in places:
             gate, up = product(into[expert], x[token, 0], read).chunk(2, dim=-1)
-            made = activation(gate) * up
-            middle = x.new_empty(*chosen.shape, made.shape[1]) if middle is None else middle
-            middle[token, slot] = made
+            gated = activation(gate) * up
+            middle = x.new_empty(*chosen.shape, gated.shape[1]) if middle is None else middle
+            middle[token, slot] = gated
         assert middle is not None
-        middle, read = self._selected("mlp_mid", middle, mode, held)
+        middle, read = self._selected("mlp_mid", middle, mode, scales)
         output = torch.zeros_like(x[:, 0])
         for expert, token, slot in places:
-            made = product(middle_of[expert], middle[token, slot], read)
-            output.index_add_(0, token, made * weights[token, slot, None])
+            gated = product(middle_of[expert], middle[token, slot], read)
+            output.index_add_(0, token, gated * weights[token, slot, None])
         return output
 
-    def _selected(self, site: str, x: Tensor, mode: Mode, held: StepScales | None) -> tuple[Tensor, bool]:
+    def _selected(self, site: str, x: Tensor, mode: Mode, scales: StepScales | None) -> tuple[Tensor, bool]:
         """x [S, experts, columns] with zeros where columns are inactive, counted, and whether any may be."""
         of_token = self.used + len(self.matrices[site]) - len(self.router)
         rule, times = self.rules[site], of_token // x.shape[1]
-        texts = 1 if mode in (Mode.DENSE, Mode.MASKED) else len(x)
+        sequences = 1 if mode in (Mode.DENSE, Mode.MASKED) else len(x)
         if mode is Mode.PREFILL:
             return x, False
         if rule is None or mode in (Mode.DENSE, Mode.DENSE_STEP):
-            self.active[site].add_(times * x.numel() // texts)
+            self.active[site].add_(times * x.numel() // sequences)
             return x, False
-        limits = rule.limits if held is None else held.limits(rule.limits)[:, None]
+        limits = rule.limits if scales is None else scales.scaled(rule.limits)[:, None]
         active = x.abs() > limits
-        self.active[site].add_((times * active.sum()).div(texts, rounding_mode="floor"))
-        if held is not None:
-            held.count(times * (~active).sum((1, 2)), self._rows(site))
+        self.active[site].add_((times * active.sum()).div(sequences, rounding_mode="floor"))
+        if scales is not None:
+            scales.count(times * (~active).sum((1, 2)), self._rows(site))
         return torch.where(active, x, 0), True
 
     def _rows(self, site: str) -> int:
@@ -221,14 +221,14 @@ def load_layer(layer: PackedLayer, operations: Operations, device: torch.device)
     norms = {name: norm.to(device) for name, norm in layer.norms.items()}
     mlp = _LOADERS[layer.mlp.kind](layer.mlp, operations, device)
     basis = None if layer.basis is None else operations.load_rows(layer.basis, device)
-    return LoadedLayer(_loaded_sites(layer.attention, operations, device), norms, mlp, basis)
+    return LoadedLayer(_load_sites(layer.attention, operations, device), norms, mlp, basis)
 
 
-def _loaded_dense(mlp: DenseMlp, operations: Operations, device: torch.device) -> Mlp:
-    return LoadedDenseMlp(_loaded_sites(mlp.sites, operations, device), mlp.gated)
+def _load_dense(mlp: DenseMlp, operations: Operations, device: torch.device) -> Mlp:
+    return LoadedDenseMlp(_load_sites(mlp.sites, operations, device), mlp.gated)
 
 
-def _loaded_neurons(mlp: NeuronMlp, operations: Operations, device: torch.device) -> Mlp:
+def _load_neurons(mlp: NeuronMlp, operations: Operations, device: torch.device) -> Mlp:
     gate, records = _product_of(mlp.gate, operations, device), operations.load_neurons(mlp.records, device)
     return _LoadedNeuronMlp(operations, gate, records, {name: _zero(device) for name in NEURONS.counted})
 
@@ -240,7 +240,7 @@ def _product_of(matrix: PackedMatrix, operations: Operations, device: torch.devi
     return partial(operations.matmul, operations.load_rows(matrix, device))
 
 
-def _loaded_experts(mlp: ExpertMlp, operations: Operations, device: torch.device) -> Mlp:
+def _load_experts(mlp: ExpertMlp, operations: Operations, device: torch.device) -> Mlp:
     matrices = {
         name: [operations.load_zigzag(site.matrix.expert(number), device) for number in range(site.matrix.experts)]
         for name, site in mlp.sites.items()
@@ -252,19 +252,17 @@ def _loaded_experts(mlp: ExpertMlp, operations: Operations, device: torch.device
 
 
 _LOADERS: Mapping[MlpKind, Callable[[Any, Operations, torch.device], Mlp]] = {
-    DENSE: _loaded_dense,
-    NEURONS: _loaded_neurons,
-    EXPERTS: _loaded_experts,
+    DENSE: _load_dense,
+    NEURONS: _load_neurons,
+    EXPERTS: _load_experts,
 }
 
 
-def _loaded_sites(
-    sites: Mapping[str, PackedSite], operations: Operations, device: torch.device
-) -> dict[str, LoadedSite]:
-    return {name: _loaded_site(site, operations, device) for name, site in sites.items()}
+def _load_sites(sites: Mapping[str, PackedSite], operations: Operations, device: torch.device) -> dict[str, LoadedSite]:
+    return {name: _load_site(site, operations, device) for name, site in sites.items()}
 
 
-def _loaded_site(site: PackedSite, operations: Operations, device: torch.device) -> LoadedSite:
+def _load_site(site: PackedSite, operations: Operations, device: torch.device) -> LoadedSite:
     matrix = operations.load_zigzag(site.matrix, device)
     bias = None if site.bias is None else site.bias.to(device)
     rule = None if site.rule is None else site.rule.to(device)

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from sparsepack.formats.packed import PackedModel
-from sparsepack.runtime.backends import backend_named
+from sparsepack.runtime.backends import find_backend
 from sparsepack.runtime.cpu import machine, operations
 from sparsepack.runtime.cpu.decoder import NativeDecoder
 from sparsepack.runtime.cpu.tune import measure
@@ -17,7 +17,7 @@ __all__ = ["decoder", "describe", "operations", "synchronise", "tune", "usable"]
 
 
 def usable(device: torch.device) -> None:
-    backend_named("cpu").check_device(device)
+    find_backend("cpu").check_device(device)
     machine.native()
 
 

@@ -16,7 +16,7 @@ from sparsepack.formats.matrix import PackedMatrix
 from sparsepack.formats.packed import DenseMlp, ExpertMlp, NeuronMlp, PackedModel, PackedSite
 from sparsepack.models.family import ATTENTION_SITES, MLP_SITES, SITES
 from sparsepack.progress import format_count
-from sparsepack.runtime.backends import backend_named
+from sparsepack.runtime.backends import find_backend
 from sparsepack.runtime.cpu.kv_cache import NativeKvCache, vector
 from sparsepack.runtime.cpu.machine import instruction_set, native
 from sparsepack.runtime.cpu.operations import load_experts, load_gates, load_neurons, load_rows, load_zigzag
@@ -39,8 +39,8 @@ class NativeDecoder:
     """See `runtime.decoder.Decoder`.
 
     Matrices keep the size that they have in the file. Sums are float32, with multipliers of 16 bits within a tile of
-    columns; keys and values are kept as float16: 4 bytes * layers * kv_heads * head_dim a position. The same text gives
-    the same bits every run at the same number of threads, until `sparsepack tune` finds other layouts.
+    columns; keys and values are kept as float16: 4 bytes * layers * kv_heads * head_dim a position. The same sequence
+    gives the same bits every run at the same number of threads, until `sparsepack tune` finds other layouts.
 
     A step of several sequences reads every weight once for all of them, and skips the columns that are inactive in all
     of them; its sums have another order than those of one sequence. A sequence that is stepped alone has the bits of a
@@ -48,7 +48,7 @@ class NativeDecoder:
 
     threads   -- None: as many as torch has, one for each core unless told otherwise
     new_cache -- what attends: `cpu.kv_cache.NativeKvCache`, or a cache with other native ones
-    sequences -- texts, each with a cache of its own
+    sequences -- how many, each with a cache of its own
 
     Raises `UserError` where the kernels were not built, or for a device other than the CPU.
     """
@@ -65,14 +65,16 @@ class NativeDecoder:
         new_cache: Callable[[AttentionShape], NativeKvCache] = NativeKvCache,
         sequences: int = 1,
     ) -> None:
-        backend_named("cpu").check_device(device)
+        find_backend("cpu").check_device(device)
         self.threads = threads or torch.get_num_threads()
         self.instruction_set = instruction_set()
         self._counted = (*ATTENTION_SITES, *packed.mlp_kind.counted)
         self._vocabulary = packed.architecture.vocabulary
         self.cache = new_cache(attention_of(packed, context, device, sequences))
         try:
-            self.native = native().Decoder(_built(packed, self.cache, self.threads), self.instruction_set, self.threads)
+            self.native = native().Decoder(
+                _build_model(packed, self.cache, self.threads), self.instruction_set, self.threads
+            )
         except RuntimeError as error:
             if os.strerror(errno.EAGAIN) not in str(error):
                 raise
@@ -91,7 +93,7 @@ class NativeDecoder:
         return tuple(self.native.scales())
 
     def control_thresholds(self, controller: ThresholdController) -> None:
-        self.native.hold(**asdict(controller))
+        self.native.control_thresholds(**asdict(controller))
 
     def active(self) -> dict[tuple[int, str], int]:
         names = self._counted
@@ -102,11 +104,11 @@ class NativeDecoder:
 
     def truncate(self, sequence: int, length: int) -> None:
         self.cache.truncate(length, sequence)
-        self.native.begin_held(sequence)
+        self.native.reset_scale(sequence)
 
     def copy(self, source: int, to: int, length: int) -> None:
         self.cache.copy(source, to, length)
-        self.native.begin_held(to)
+        self.native.reset_scale(to)
 
     def set_rope(self, sequence: int, first: int, cos: Tensor, sin: Tensor) -> None:
         self.cache.set_rope(sequence, first, cos, sin)
@@ -129,7 +131,7 @@ class NativeDecoder:
         self, ids: Sequence[int | None], sparse: bool, samplers: Sequence[Sampler | None]
     ) -> list[int | None]:
         moving, chosen = stepped(ids), list[int | None](ids)
-        how = [_as_native(sampler) for sampler in (samplers[n] for n in moving) if sampler is not None]
+        how = [_to_native(sampler) for sampler in (samplers[n] for n in moving) if sampler is not None]
         found = self.native.decode_next([*moving], [*moving.values()], sparse, how)
         for n, (id, best) in zip(moving, found, strict=True):
             if id < 0:
@@ -146,14 +148,14 @@ class NativeDecoder:
         return logits
 
 
-def _as_native(sampler: Sampler) -> tuple[float, int, float, float]:
+def _to_native(sampler: Sampler) -> tuple[float, int, float, float]:
     """Temperature, top_k, top_p and a draw, as native/decoder/sampling.h takes them."""
     how = sampler.sampling
     draw = sampler.draw() if how.temperature else 0.0
     return how.temperature, how.top_k or 0, 1.0 if how.top_p is None else how.top_p, draw
 
 
-def _built(packed: PackedModel, cache: NativeKvCache, threads: int) -> Any:
+def _build_model(packed: PackedModel, cache: NativeKvCache, threads: int) -> Any:
     """The model as native/bind/decoder.cpp takes it."""
     a = packed.architecture
     builder = native().DecoderBuilder(

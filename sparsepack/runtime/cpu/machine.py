@@ -60,8 +60,10 @@ def _sysctl(name: str) -> str:
     if sys.platform != "darwin":
         return ""
     with suppress(OSError, subprocess.SubprocessError):
-        asked = subprocess.run(["/usr/sbin/sysctl", "-n", name], capture_output=True, text=True, timeout=10, check=True)
-        return asked.stdout.strip()
+        output = subprocess.run(
+            ["/usr/sbin/sysctl", "-n", name], capture_output=True, text=True, timeout=10, check=True
+        )
+        return output.stdout.strip()
     return ""
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from sparsepack.formats.blocks.table import BLOCKS
 from sparsepack.formats.matrix import PackedExperts, PackedMatrix
 from sparsepack.formats.orders.zigzag import check_steps
-from sparsepack.runtime.backends import backend_named
+from sparsepack.runtime.backends import find_backend
 from sparsepack.runtime.cpu.kv_cache import NativeKvCache
 from sparsepack.runtime.cpu.machine import instruction_set, native, operations, usable_cores
 from sparsepack.runtime.cpu.tune import tile_config
@@ -38,7 +38,7 @@ def load_zigzag(matrix: PackedMatrix, device: torch.device | str = "cpu", thread
     """
     if matrix.format.order != "zigzag":
         raise ValueError(f"matrix of type {matrix.format}, expected one in zigzag order")
-    backend_named("cpu").check_device(device)
+    find_backend("cpu").check_device(device)
     config = tile_config((matrix.rows, matrix.columns), threads or torch.get_num_threads())
     tail = None if matrix.tail is None else matrix.tail.contiguous()
     if tail is not None:
@@ -74,7 +74,7 @@ def load_rows(matrix: PackedMatrix, device: torch.device | str = "cpu") -> Any:
     """Copy a matrix stored by rows (the output matrix) for the kernels. Takes the matrix's stored size."""
     if matrix.format.order == "zigzag":
         raise ValueError(f"matrix of type {matrix.format}, expected one stored by rows")
-    backend_named("cpu").check_device(device)
+    find_backend("cpu").check_device(device)
     return operations().load_rows(matrix.blocks.contiguous().numpy(), matrix.columns, BLOCKS[matrix.format.block].gguf)
 
 
@@ -111,7 +111,7 @@ def matmul(weight: Any, x: Tensor) -> Tensor:
 def load_neurons(records: PackedMatrix, device: torch.device | str = "cpu") -> Any:
     """Copy stored neuron records into the order that the kernels read. Takes their stored size, up to whole cache
     lines."""
-    backend_named("cpu").check_device(device)
+    find_backend("cpu").check_device(device)
     return operations().load_neurons(records.blocks.contiguous().numpy())
 
 
@@ -137,7 +137,7 @@ def cold_worker(
     products: Sequence[Any] = (),
     gates: Sequence[Any] = (),
 ) -> Any:
-    """Threads that compute what a device asks for through a hand-over; see `runtime/hybrid/mailbox.py`.
+    """Threads that compute what a device asks for through a mailbox; see `runtime/hybrid/mailbox.py`.
 
     records -- of each block, as `load_neurons` gives them
     memory  -- uint8 [layout.size], which the device reads and writes too; zeros at first
@@ -148,7 +148,7 @@ def cold_worker(
     gates   -- of each block, as `load_gates` gives them, or None: with them the requests of a block list neurons that
                may be active, and the worker keeps those whose gate is above zero; empty: no block has them
 
-    What it gives has `begin(number, texts=1)`, before the device asks for the first block of a step, and when both
+    What it gives has `begin(number, sequences=1)`, before the device asks for the first block of a step, and when both
     sides have ended the step before; and `end(number)`, which waits for the worker alone. Both raise RuntimeError from
     the moment when either side gave up; after Ctrl-C, or `interrupt()`, the next step begins anew as soon as the device
     has ended. `stop()` ends the threads. `neurons` and `seconds` say what was computed, and how long that took,
@@ -182,7 +182,7 @@ def neuron_matmul(neurons: Any, x: Tensor, gate: Tensor) -> Tensor:
 def new_cache(shape: AttentionShape, type: str | None = None, device: torch.device | str = "cpu") -> NativeKvCache:
     """An empty cache of float16 keys and values; see `reference.backend.new_cache`. Raises `UserError` for
     another type."""
-    row = backend_named("cpu")
+    row = find_backend("cpu")
     row.check_device(device)
-    row.checked_cache_type(type)
+    row.choose_cache_type(type)
     return NativeKvCache(shape)

@@ -43,12 +43,12 @@ def tile_config(shape: Shape, threads: int) -> CpuTileConfig:
     return found or CpuTileConfig(span=min(-(-shape[0] // QUAD_ROWS), 4), tile=64)
 
 
-def tuned_path(instruction_set: str, threads: int) -> Path:
+def tuning_path(instruction_set: str, threads: int) -> Path:
     """The file that keeps what was measured on this machine."""
-    return tuning.tuned_path("cpu", cpu_info(), instruction_set, threads)
+    return tuning.tuning_path("cpu", cpu_info(), instruction_set, threads)
 
 
-def read_tuned(path: Path) -> dict[Shape, dict[str, Any]]:
+def read_tuning(path: Path) -> dict[Shape, dict[str, Any]]:
     """What was measured, by shape. A file that is missing, damaged or of another schema holds nothing."""
     return tuning.read_rows(path, SCHEMA, _tile_config)
 
@@ -56,7 +56,7 @@ def read_tuned(path: Path) -> dict[Shape, dict[str, Any]]:
 @cache
 def tuned(instruction_set: str, threads: int) -> Mapping[Shape, CpuTileConfig]:
     """The configurations measured on this machine; empty where `sparsepack tune` never ran."""
-    rows = read_tuned(tuned_path(instruction_set, threads))
+    rows = read_tuning(tuning_path(instruction_set, threads))
     return {shape: _tile_config(row) for shape, row in rows.items()}
 
 
@@ -81,9 +81,9 @@ def measure(shapes: Iterable[Shape], threads: int) -> dict[str, Any]:
     kept.
     """
     name = instruction_set()
-    path = tuned_path(name, threads)
+    path = tuning_path(name, threads)
     head = {"schema": SCHEMA, "cpu_info": cpu_info(), "instruction_set": name, "threads": threads}
-    found = measure_shapes(shapes, path, head, read_tuned(path), lambda shape: _best(shape, threads))
+    found = measure_shapes(shapes, path, head, read_tuning(path), lambda shape: _best(shape, threads))
     tuned.cache_clear()
     return found
 

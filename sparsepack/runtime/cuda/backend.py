@@ -14,14 +14,14 @@ from sparsepack.runtime.cuda.decoder.decoder import CudaDecoder
 from sparsepack.runtime.cuda.driver import device as gpu
 from sparsepack.runtime.cuda.driver.memory import within_budget
 from sparsepack.runtime.cuda.products.tune import measure
+from sparsepack.runtime.hybrid.bandwidth import load_profile
 from sparsepack.runtime.hybrid.bandwidth import measure as measure_links
-from sparsepack.runtime.hybrid.bandwidth import measured_links
 from sparsepack.runtime.hybrid.cpu_gpu import CpuGpu
 from sparsepack.runtime.hybrid.plan import planned
 from sparsepack.runtime.options import EngineOptions
 from sparsepack.runtime.tuning import Shape
 
-__all__ = ["decoder", "describe", "synchronise", "tune", "tune_links", "usable"]
+__all__ = ["decoder", "describe", "synchronise", "tune", "tune_bandwidth", "usable"]
 
 
 def usable(device: torch.device) -> None:
@@ -44,7 +44,7 @@ def decoder(
     with within_budget(plan, device):
         cpu_gpu = None
         if not plan.whole or options.cached is not None:
-            measured = measured_links(options.threads, packed.architecture.hidden, device)
+            measured = load_profile(options.threads, packed.architecture.hidden, device)
             slow, activity = operations.slow_policy(), cast(Any, options.activity)
             cpu_gpu = CpuGpu(packed, operations, device, options, plan, measured, slow, activity=activity)
         return CudaDecoder(*of_decoder, new_cache=cache, plan=plan, cpu_gpu=cpu_gpu)
@@ -65,6 +65,6 @@ def tune(
     return measure(shapes, device, gates)
 
 
-def tune_links(widths: Iterable[int], device: torch.device, threads: int | None) -> list[dict[str, Any]]:
+def tune_bandwidth(widths: Iterable[int], device: torch.device, threads: int | None) -> list[dict[str, Any]]:
     """See `hybrid.bandwidth.measure`."""
     return measure_links(widths, device, threads)

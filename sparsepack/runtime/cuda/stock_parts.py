@@ -6,7 +6,7 @@ from functools import cache
 import torch
 from torch import Tensor, nn
 
-from sparsepack.models.hf_model.fused import OWN_CODE, Parts, turned_by_torch
+from sparsepack.models.hf_model.fused import OWN_CODE, Parts, apply_rope_by_torch
 from sparsepack.progress import say
 from sparsepack.runtime.cuda.calibration import INPUTS
 from sparsepack.runtime.cuda.driver.kernel import kernel, launch
@@ -14,13 +14,13 @@ from sparsepack.runtime.cuda.driver.kernel import kernel, launch
 _FARTHEST = 2**31 - 1
 """Kernels take distances between values, and numbers of them, in 32 bits."""
 _ALIGNED = 16
-_TURN_THREADS, _SILU_THREADS, _SILU_EACH, _NORM_THREADS = 128, 256, 4, 128
+_ROPE_THREADS, _SILU_THREADS, _SILU_EACH, _NORM_THREADS = 128, 256, 4, 128
 """The last two stand in the kernels, too."""
 _WIDEST = 16384
 """A norm's row stays in registers."""
 
 
-def turn_heads(query: Tensor, key: Tensor, cosine: Tensor, sine: Tensor) -> tuple[Tensor, Tensor] | None:
+def apply_rope(query: Tensor, key: Tensor, cosine: Tensor, sine: Tensor) -> tuple[Tensor, Tensor] | None:
     """The rotary embedding of whole heads in halves, or None where the kernel does not take such tensors.
 
     query, key   -- float32, float16 or bfloat16 [B, heads, S, D] and [B, kv_heads, S, D]
@@ -42,18 +42,18 @@ def turn_heads(query: Tensor, key: Tensor, cosine: Tensor, sine: Tensor) -> tupl
     )
     if not fit:
         return None
-    turned = torch.empty_like(query), torch.empty_like(key)
+    rotated = torch.empty_like(query), torch.empty_like(key)
     table = 0 if cosine.shape[0] == 1 else cosine.stride(0)
     pieces = channels // 16
     with torch.cuda.device(query.device):
         launch(
-            kernel("turn_heads", "turn_heads", (f"INPUT={INPUTS[query.dtype]}",), query.device.index or 0),
+            kernel("apply_rope", "apply_rope", (f"INPUT={INPUTS[query.dtype]}",), query.device.index or 0),
             (tokens, windows),
-            pieces * max(1, min(heads + kv_heads, _TURN_THREADS // pieces)),
+            pieces * max(1, min(heads + kv_heads, _ROPE_THREADS // pieces)),
             *(query, *query.stride()[:3], key, *key.stride()[:3], cosine, sine, table, heads, kv_heads, channels),
-            *(turned[0], *turned[0].stride()[:3], turned[1], *turned[1].stride()[:3]),
+            *(rotated[0], *rotated[0].stride()[:3], rotated[1], *rotated[1].stride()[:3]),
         )
-    return turned
+    return rotated
 
 
 def silu_times(gate: Tensor, up: Tensor) -> Tensor | None:
@@ -67,15 +67,15 @@ def silu_times(gate: Tensor, up: Tensor) -> Tensor | None:
     )
     if not fit:
         return None
-    made, eights = torch.empty_like(gate), gate.numel() // 8
+    result, eights = torch.empty_like(gate), gate.numel() // 8
     with torch.cuda.device(gate.device):
         launch(
             kernel("silu_times", "silu_times", (f"INPUT={INPUTS[gate.dtype]}",), gate.device.index or 0),
             (-(-eights // (_SILU_THREADS * _SILU_EACH)),),
             _SILU_THREADS,
-            *(gate, up, eights, made),
+            *(gate, up, eights, result),
         )
-    return made
+    return result
 
 
 def norm_rows(x: Tensor, eps: float, weight: Tensor | None = None) -> Tensor | None:
@@ -100,16 +100,16 @@ def norm_rows(x: Tensor, eps: float, weight: Tensor | None = None) -> Tensor | N
     )
     if not fit or rows is None:
         return None
-    made = torch.empty(shape, dtype=x.dtype, device=x.device)
+    result = torch.empty(shape, dtype=x.dtype, device=x.device)
     defines = (f"INPUT={INPUTS[x.dtype]}", f"ROUNDS={-(-columns // (4 * _NORM_THREADS))}")
     with torch.cuda.device(x.device):
         launch(
             kernel("norm_rows", "norm_rows", defines, x.device.index or 0),
             (rows.shape[1], rows.shape[0]),
             _NORM_THREADS,
-            *(rows, rows.stride(0), columns, eps, weight, made),
+            *(rows, rows.stride(0), columns, eps, weight, result),
         )
-    return made
+    return result
 
 
 _MOST_Y = 65535
@@ -134,17 +134,17 @@ def _aligned(x: Tensor) -> bool:
 
 
 @cache
-def judged_parts(device: torch.device) -> Parts:
+def checked_parts(device: torch.device) -> Parts:
     """The parts that give on this GPU what stock code gives: compared once, on random values and on all numbers of 16
     bits. What does not is said, and left to stock code."""
     return Parts(
-        turn_heads if _judged("rotary embeddings", _turns_alike, device) else OWN_CODE.turn_heads,
-        silu_times if _judged("SiLU", _silus_alike, device) else OWN_CODE.silu_times,
-        norm_rows if _judged("norms", _norms_alike, device) else OWN_CODE.norm_rows,
+        apply_rope if _agrees("rotary embeddings", _ropes_agree, device) else OWN_CODE.apply_rope,
+        silu_times if _agrees("SiLU", _silus_alike, device) else OWN_CODE.silu_times,
+        norm_rows if _agrees("norms", _norms_alike, device) else OWN_CODE.norm_rows,
     )
 
 
-def _judged(what: str, alike: Callable[[torch.device], bool], device: torch.device) -> bool:
+def _agrees(what: str, alike: Callable[[torch.device], bool], device: torch.device) -> bool:
     if alike(device):
         return True
     say(f"note: {device}: {what} are computed by PyTorch's kernels, since ours gave something else; please report this")
@@ -156,12 +156,12 @@ def _random(device: torch.device, *shape: int) -> Tensor:
     return (3 * torch.randn(shape, generator=generator)).to(device, torch.bfloat16)
 
 
-def _turns_alike(device: torch.device) -> bool:
+def _ropes_agree(device: torch.device) -> bool:
     query, key = (_random(device, 3, 33, heads, 128).transpose(1, 2) for heads in (8, 2))
     angles = _random(device, 1, 33, 128).sin(), _random(device, 1, 33, 128).cos()
-    found = turn_heads(query, key, *angles)
+    found = apply_rope(query, key, *angles)
     return found is not None and all(
-        torch.equal(made, turned_by_torch(x, *angles)) for made, x in zip(found, (query, key), strict=True)
+        torch.equal(result, apply_rope_by_torch(x, *angles)) for result, x in zip(found, (query, key), strict=True)
     )
 
 

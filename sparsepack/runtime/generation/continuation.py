@@ -80,7 +80,7 @@ class TextStream:
     def push(self, id: int) -> str:
         """Add a token. Returns the text that is certain now: empty while the last character is incomplete."""
         self._ids.append(id)
-        text = self._untold()
+        text = self._unsent()
         if not text or text.endswith(_INCOMPLETE):
             return ""
         del self._ids[: self._told]
@@ -89,11 +89,11 @@ class TextStream:
 
     def finish(self) -> str:
         """The rest, when no more tokens come; incomplete characters show as U+FFFD."""
-        text = self._untold()
+        text = self._unsent()
         self._told = len(self._ids)
         return text
 
-    def _untold(self) -> str:
+    def _unsent(self) -> str:
         return self._text(self._ids)[len(self._text(self._ids[: self._told])) :]
 
     def _text(self, ids: Sequence[int]) -> str:

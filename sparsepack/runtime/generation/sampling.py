@@ -107,8 +107,8 @@ class Sampling:
     def on_host(self) -> bool:
         """Whether every choice is `Sampler.choose`'s. A device knows temperature, top-k and top-p, but neither which
         tokens were there before, nor what else there is here."""
-        asked = (self.min_p, self.frequency_penalty, self.presence_penalty, self.logit_bias, self.constraint)
-        return self.repeats_less or any(asked) or self.logprobs is not None
+        changes = (self.min_p, self.frequency_penalty, self.presence_penalty, self.logit_bias, self.constraint)
+        return self.repeats_less or any(changes) or self.logprobs is not None
 
 
 class Sampler:

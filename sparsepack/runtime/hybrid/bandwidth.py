@@ -15,64 +15,64 @@ from sparsepack.placement.machine import BandwidthProfile
 from sparsepack.runtime.cpu.machine import cpu_info, instruction_set
 from sparsepack.runtime.cpu.operations import worker_threads
 from sparsepack.runtime.cuda.driver.kernel_set import KERNELS, Kernels
-from sparsepack.runtime.hybrid.measure_bandwidth import MeasuredLinks, measure_card
-from sparsepack.runtime.tuning import check_room, tuned_path
+from sparsepack.runtime.hybrid.measure_bandwidth import MeasuredBandwidth, measure_card
+from sparsepack.runtime.tuning import check_capacity, tuning_path
 
 SCHEMA = 5
 
 
-def links_path(of: Mapping[str, Any]) -> Path:
-    """The file that keeps links. of -- what they depend on: the machine, threads, width."""
-    return tuned_path("links", SCHEMA, *of.values())
+def profile_path(of: Mapping[str, Any]) -> Path:
+    """The file that keeps a bandwidth profile. of -- what it depends on: the machine, threads, width."""
+    return tuning_path("links", SCHEMA, *of.values())
 
 
-def keep_links(of: Mapping[str, Any], measured: MeasuredLinks) -> dict[str, Any]:
+def write_profile(of: Mapping[str, Any], measured: MeasuredBandwidth) -> dict[str, Any]:
     """Keep what was measured; returns it as JSON-able values, with its `path`. Raises `OutputError`."""
-    path = links_path(of)
+    path = profile_path(of)
     content = {"schema": SCHEMA, **of, **asdict(measured)}
     write_json(path, content)
     return {**content, "path": str(path)}
 
 
-def kept_links(of: Mapping[str, Any]) -> BandwidthProfile | None:
+def read_profile(of: Mapping[str, Any]) -> BandwidthProfile | None:
     """What was measured. A file that is missing, damaged, of another schema or of another machine holds nothing."""
     try:
-        content = json.loads(links_path(of).read_text())
-        links = BandwidthProfile(
+        content = json.loads(profile_path(of).read_text())
+        bandwidth = BandwidthProfile(
             **{field.name: float(content["together"][field.name]) for field in fields(BandwidthProfile)}
         )
         known = {key: content[key] for key in ("schema", *of)}
     except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return None
-    speeds = astuple(links)
-    return links if known == {"schema": SCHEMA, **of} and all(0 < each < math.inf for each in speeds) else None
+    speeds = astuple(bandwidth)
+    return bandwidth if known == {"schema": SCHEMA, **of} and all(0 < each < math.inf for each in speeds) else None
 
 
-def measured_links(
+def load_profile(
     threads: int | None, hidden: int, device: torch.device, kernels: Kernels = KERNELS
 ) -> BandwidthProfile | None:
-    """The links as measured on this machine with this GPU; None where `sparsepack tune` never saw records of this
-    width, or so many threads beside the GPU (None: all that there are)."""
-    return kept_links(depends_on(threads, hidden, device, kernels))
+    """Return the bandwidth profile measured on this machine with this GPU; None where `sparsepack tune` never saw
+    records of this width, or so many threads beside the GPU (None: all that there are)."""
+    return read_profile(depends_on(threads, hidden, device, kernels))
 
 
 def measure(
     widths: Iterable[int], device: torch.device, threads: int | None, kernels: Kernels = KERNELS
 ) -> list[dict[str, Any]]:
-    """Measure the links for records of each width, once, keep them, and return what was found, JSON-able.
+    """Measure the bandwidth profile for records of each width, keep it, and return it JSON-able.
 
     Raises `UserError` without kernels, or where other work hides a figure, and `OutputError` where it cannot be kept,
     before anything is measured.
     """
     device = kernels.usable(device)
-    wanted = {links_path(of): of for of in (depends_on(threads, hidden, device, kernels) for hidden in widths)}
-    for path in wanted:
-        check_room(path, 1)
-    return [keep_links(of, measure_card(kernels, device, of["threads"], of["hidden"])) for of in wanted.values()]
+    by_path = {profile_path(of): of for of in (depends_on(threads, hidden, device, kernels) for hidden in widths)}
+    for path in by_path:
+        check_capacity(path, 1)
+    return [write_profile(of, measure_card(kernels, device, of["threads"], of["hidden"])) for of in by_path.values()]
 
 
 def depends_on(threads: int | None, hidden: int, device: torch.device, kernels: Kernels) -> dict[str, Any]:
-    """What the links depend on; each has a file of its own. Threads are those of the worker."""
+    """What a bandwidth profile depends on; each has a file of its own. Threads are those of the worker."""
     most = worker_threads()
     return {
         "cpu_info": cpu_info(),

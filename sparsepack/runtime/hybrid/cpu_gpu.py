@@ -31,7 +31,7 @@ from sparsepack.runtime.cuda.driver.memory import Place
 from sparsepack.runtime.hybrid.gate_copies import GateCopies
 from sparsepack.runtime.hybrid.mailbox import Mailbox, next_number
 from sparsepack.runtime.hybrid.offloaded import GpuMailbox, OffloadedSites, cpu_bytes, offloaded_matrices
-from sparsepack.runtime.hybrid.policy import TokenBoundaries, placing_of
+from sparsepack.runtime.hybrid.policy import TokenBoundaries, find_placing
 from sparsepack.runtime.hybrid.slots import STAGED_BYTES, NeuronSlots, SlotNeuronMlp
 from sparsepack.runtime.options import EngineOptions
 
@@ -72,23 +72,24 @@ class CpuGpu:
     """The part of a decoder's model that GPU and processor compute together. A step begins when the one before has
     ended on both sides.
 
-    Of a model by neurons, some neurons have slots. A text begins with the placement by the artifact's frequencies, and
-    after each token the policy sees who was active and says who has slots from then on; of a prompt it sees one token
-    after the other when all have passed. Several texts share the slots: a step counts as one token, which needs the
-    neurons that are active in any of them, those that stand still included. Of a model of sites nothing moves.
+    Of a model by neurons, some neurons have slots. A sequence begins with the placement by the artifact's frequencies,
+    and after each token the policy sees who was active and says who has slots from then on; of a prompt it sees one
+    token after the other when all have passed. Several sequences share the slots: a step counts as one token, which
+    needs the neurons that are active in any of them, those that stand still included. Of a model of sites nothing
+    moves.
 
-    The same text since a `begin_text` gives the same bits, with the same threads and links. A pass that is interrupted,
-    by Ctrl-C or an error, may leave a policy that knows of moves which were not made, and sides that count differently:
-    the next pass begins with slots and counts as a text does.
+    The same sequence since a `begin_sequence` gives the same bits, with the same threads and bandwidth profile. A pass
+    that is interrupted, by Ctrl-C or an error, may leave a policy that knows of moves which were not made, and sides
+    that count differently: the next pass begins with slots and counts as a sequence does.
 
     processor -- what computes beside the GPU
-    options   -- share, policy, links and `sequences`; `threads` are the processor's
+    options   -- share, policy, bandwidth profile and `sequences`; `threads` are the processor's
     plan      -- what lies where
-    measured  -- the links as they were measured on this machine for records as wide as this model
-    slow      -- the native `SlowPolicy`, as `placing_of` takes it
+    measured  -- the bandwidth profile measured on this machine for records as wide as this model
+    slow      -- the native `SlowPolicy`, as `find_placing` takes it
     activity  -- as `EngineOptions` has it
 
-    Without links given or measured, they are those of `ASSUMED`. Raises `UserError` where the host has no memory to be
+    Without one, given or measured, it is that of `ASSUMED`. Raises `UserError` where the host has no memory to be
     pinned.
     """
 
@@ -106,28 +107,30 @@ class CpuGpu:
     ) -> None:
         a, record, by_neurons = packed.architecture, plan.parts.record, packed.mlp_kind.by_count
         self._packed, self._processor, self._options, self._plan, self._slow = packed, processor, options, plan, slow
-        self._device, self._kernels, self._texts = kernels.usable(device), kernels, options.sequences or 1
-        assumed = assumed_links(record)
+        self._device, self._kernels, self._sequences = kernels.usable(device), kernels, options.sequences or 1
+        assumed = default_profile(record)
         if not by_neurons:
             assumed = assumed.of_columns(record)
             measured = None if measured is None else measured.of_columns(record)
-        self._known = options.links or measured
-        self._links_source = "given" if options.links else "measured" if measured else f"assumed as of {ASSUMED}"
-        links = self._known or assumed
-        self.offloaded = offloaded_matrices(packed, plan, links)
+        self._known = options.bandwidth or measured
+        self._bandwidth_source = (
+            "given" if options.bandwidth else "measured" if measured else f"assumed as of {ASSUMED}"
+        )
+        bandwidth = self._known or assumed
+        self.offloaded = offloaded_matrices(packed, plan, bandwidth)
         self._copies = None
         if plan.copied:
             assert options.gate_copy is not None
             self._copies = GateCopies(range(plan.gates, plan.gates + plan.copied), options.gate_copy)
         shape = a.layers, a.intermediate if by_neurons else 0
-        layout = Mailbox(*shape, a.hidden, self._texts, tuple(each.request for each in self.offloaded))
+        layout = Mailbox(*shape, a.hidden, self._sequences, tuple(each.request for each in self.offloaded))
         self.slots: NeuronSlots | None = None
         with kernels.on_device(self._device):
             self.mailbox = GpuMailbox(layout, self._device, kernels)
             self._sites = OffloadedSites(self.offloaded, self.mailbox, self._device, kernels, has_lists=by_neurons)
             if by_neurons:
                 self.slots = NeuronSlots(
-                    *(shape, a.hidden, plan.slots, links, self.mailbox, self._device, kernels, activity),
+                    *(shape, a.hidden, plan.slots, bandwidth, self.mailbox, self._device, kernels, activity),
                     staged=STAGED_BYTES if plan.budget is None else plan.work.staged,
                     copies=self._copies,
                 )
@@ -174,14 +177,14 @@ class CpuGpu:
         return SlotNeuronMlp(gate, records, block, self.slots.division(block), self.slots)
 
     def start(self) -> None:
-        """Begin a text, when the model is loaded."""
+        """Begin a sequence, when the model is loaded."""
         products = [self._processor.load_zigzag(each.cpu_part) for each in self.offloaded]
         mailbox, threads = self.mailbox, self._options.threads
         self.worker = self._processor.cold_worker(
             *(self._records, mailbox.memory, mailbox.layout, threads), products=products, gates=self._gates
         )
         self._records, self._gates = [], []
-        self.begin_text()
+        self.begin_sequence()
 
     @property
     def threads(self) -> int:
@@ -189,11 +192,11 @@ class CpuGpu:
 
     @property
     def description(self) -> str:
-        """For people: threads, what lies where, and where the links come from."""
-        plan, links = self._plan, f"links {self._links_source}"
+        """For people: threads, what lies where, and where the bandwidth profile comes from."""
+        plan, bandwidth = self._plan, f"links {self._bandwidth_source}"
         said = [f"{format_count(self.threads, 'thread')} beside it"]
         if self.slots is not None:
-            said += [self._placing.description, links]
+            said += [self._placing.description, bandwidth]
             if self._copies is not None:
                 copied = format_count(plan.copied, "block")
                 said.append(
@@ -206,14 +209,14 @@ class CpuGpu:
             f"{name} of {format_count(blocks - count, 'block')}" for name, count in on_card.items() if count < blocks
         ]
         host += [] if plan.output else ["the output matrix"]
-        return ", ".join([*said, f"in the host's memory {', '.join(host) or 'nothing'}", links])
+        return ", ".join([*said, f"in the host's memory {', '.join(host) or 'nothing'}", bandwidth])
 
     @property
     def hit_counts(self) -> HitCounts | None:
         return None if self.slots is None else self.boundaries.counts
 
     def traffic_stats(self, active: Mapping[tuple[int, str], int], stepped: int) -> TrafficStats:
-        """By which way neurons were computed in so many steps, since the text began. Columns of down matrices are
+        """By which way neurons were computed in so many steps, since the sequence began. Columns of down matrices are
         counted as neurons with slots are, where they lie.
 
         active -- columns of each (block, site), summed over the steps
@@ -245,7 +248,7 @@ class CpuGpu:
             HitCounts(steps, resident + bus + worker, resident),
             plan,
             self._known,
-            beside=cpu_bytes([each for each in self.offloaded if each.name != "mlp_mid"]),
+            cpu_bytes=cpu_bytes([each for each in self.offloaded if each.name != "mlp_mid"]),
             kept=kept / (steps * parts.blocks * len(columns)),
         )
 
@@ -256,16 +259,16 @@ class CpuGpu:
 
     def _follow(self, policy: str | None) -> None:
         assert self.slots is not None
-        self._placing = placing_of(self._packed, replace(self._options, policy=policy), self._plan, self._slow)
+        self._placing = find_placing(self._packed, replace(self._options, policy=policy), self._plan, self._slow)
         self.boundaries = TokenBoundaries(self._placing.follows, self.slots)
 
-    def begin_text(self) -> None:
+    def begin_sequence(self) -> None:
         """Give slots as the policy does at first, and count anew. No step may run."""
         self._interrupted = True
         if self.slots is None:
             self._count_anew()
         else:
-            self.boundaries.begin_text(self._count_anew)
+            self.boundaries.begin_sequence(self._count_anew)
         self._interrupted = False
 
     def _count_anew(self) -> None:
@@ -278,7 +281,7 @@ class CpuGpu:
     def begin_pass(self) -> None:
         """Positions are to pass, until `prefilled`, the end of `step` or `nothing_passed`."""
         if self._interrupted:
-            self.begin_text()
+            self.begin_sequence()
         self._interrupted = True
 
     def nothing_passed(self) -> None:
@@ -292,52 +295,54 @@ class CpuGpu:
         self._interrupted = False
 
     def step(self, launch: Callable[[], None]) -> None:
-        """Launch a step of the text, and do what can be done meanwhile, until both sides have ended it."""
+        """Launch a step of the sequence, and do what can be done meanwhile, until both sides have ended it."""
 
         def run() -> None:
             launch()
             if self.slots is not None:
                 self.boundaries.meanwhile()
 
-        self._answered(run)
+        self._run_step(run)
         if self.slots is not None:
             self.boundaries.stepped(self._number)
         self._interrupted = False
 
-    def step_of_no_text(self, run: Callable[[], Result]) -> Result:
+    def discard_step(self, run: Callable[[], Result]) -> Result:
         """Run a step that leaves nothing behind."""
         if self.slots is not None:
             self.boundaries.catch_up()  # this step writes bits, too
         traffic = self.mailbox.traffic.clone()
-        result = self._answered(run)
+        result = self._run_step(run)
         self.mailbox.traffic.copy_(traffic)
         self.mailbox.number[1] += 1
         return result
 
-    def _answered(self, run: Callable[[], Result]) -> Result:
+    def _run_step(self, run: Callable[[], Result]) -> Result:
         """Run a step, once, and wait until both sides have ended it."""
         self._number = next_number(self._number)
         try:
-            self._of_worker(lambda number: self.worker.begin(number, self._texts))
+            self._call_worker(lambda number: self.worker.begin(number, self._sequences))
             result = run()
             # First the GPU, which waits for the worker within a limit: what a kernel did wrong is raised at once, where
             # the worker would wait for a request that never comes. Copies for moves may go on.
             self._kernels.wait_for_step()
-            self._of_worker(self.worker.end)
+            self._call_worker(self.worker.end)
             return result
         except BaseException:
             with suppress(RuntimeError):
                 self._kernels.synchronize(self._device)
             raise
 
-    def _of_worker(self, call: Callable[[int], None]) -> None:
+    def _call_worker(self, call: Callable[[int], None]) -> None:
         try:
             call(self._number)
         except RuntimeError as error:
             raise UserError(f"the processor beside the GPU: {error}") from error
 
 
-def assumed_links(record: int) -> BandwidthProfile:
-    """The links where none were measured, for records of so many bytes."""
-    links = MACHINES[ASSUMED].rates(record).links
-    return replace(links, bus=RECORDS_OVER_THE_BUS * links.bus, far_bus=MATRICES_OVER_THE_BUS * links.far_bus)
+def default_profile(record: int) -> BandwidthProfile:
+    """Return the bandwidth profile where none was measured, for records of so many bytes."""
+    bandwidth = MACHINES[ASSUMED].rates(record).bandwidth
+    return replace(
+        bandwidth, bus=RECORDS_OVER_THE_BUS * bandwidth.bus, far_bus=MATRICES_OVER_THE_BUS * bandwidth.far_bus
+    )

@@ -37,50 +37,50 @@ class GateCopies:
     blocks: range
     times: float
 
-    def links_of_listed(self, links: BandwidthProfile) -> BandwidthProfile:
+    def listed_bandwidth(self, bandwidth: BandwidthProfile) -> BandwidthProfile:
         """The speeds in listed neurons, of each of which the gate is read, and the record where it is active."""
         records = GATE_OF_A_RECORD + 1 / self.times
-        speeds = {name: getattr(links, name) / records for name in ("resident", "bus", "worker")}
-        return replace(links, **speeds)
+        speeds = {name: getattr(bandwidth, name) / records for name in ("resident", "bus", "worker")}
+        return replace(bandwidth, **speeds)
 
 
 class CopiedGates:
     """What the copied gates of a model share.
 
-    asked -- which blocks; shape: of the model, blocks and neurons of each; hidden: channels
+    copies -- which blocks; shape: of the model, blocks and neurons of each; hidden: channels
     slots -- how many gates have room beside the records of residents, at the same numbers
-    texts -- that a step has
+    sequences -- that a step has
 
     kept -- room for the list of those who are active
     """
 
     def __init__(
         self,
-        asked: GateCopies,
+        copies: GateCopies,
         shape: tuple[int, int],
         hidden: int,
         slots: int,
-        texts: int,
+        sequences: int,
         device: torch.device,
         kernels: Kernels,
     ) -> None:
-        self.asked, self._neurons, self._kernels = asked, shape[1], kernels
+        self.copies, self._neurons, self._kernels = copies, shape[1], kernels
         row_bytes = hidden // BAND_ROWS * BLOCK_BYTES
-        of_host = len(asked.blocks) * self._neurons, row_bytes
+        of_host = len(copies.blocks) * self._neurons, row_bytes
         (self._host,) = kernels.host_tensors(1, of_host, torch.uint8, device, "gates")
         self.slots = CudaNeurons(torch.zeros(slots, row_bytes, dtype=torch.uint8, device=device), 1.0)
-        self.kept = new_kept(self._neurons, texts, device)
+        self.kept = new_kept(self._neurons, sequences, device)
 
     def load(self, mlp: stored.NeuronMlp, block: int, device: torch.device) -> "CopiedGate":
         """Copy the gate of a block, and load it by rows into the host's memory."""
-        first = (block - self.asked.blocks.start) * self._neurons
+        first = (block - self.copies.blocks.start) * self._neurons
         rows = self._kernels.load_neurons(mlp.gate, device, self._host[first : first + self._neurons])
-        copy = self._kernels.load_gate_copy(mlp.gate, mlp.frequency, self.asked.times, device)
+        copy = self._kernels.load_gate_copy(mlp.gate, mlp.frequency, self.copies.times, device)
         return CopiedGate(copy, rows, self)
 
     def give_slots(self, neurons: np.ndarray, slots: np.ndarray) -> None:
         """Copy the gates of neurons that come to slots, int32 [n] each, numbered through all blocks."""
-        here = neurons - self.asked.blocks.start * self._neurons
+        here = neurons - self.copies.blocks.start * self._neurons
         copied = (here >= 0) & (here < len(self._host))
         if copied.any():
             of_host, to = (torch.from_numpy(np.ascontiguousarray(each[copied])) for each in (here, slots))

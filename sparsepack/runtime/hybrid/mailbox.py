@@ -6,11 +6,11 @@
     request, product int32 number              | float32 x [B][K]
     answer, product  int32 number              | float32 y [B][R]
 
-with L blocks of N neurons, H channels and B texts; a product is of R rows and K columns of a matrix that every token
-reads (`runtime/hybrid/offloaded.py`). Where N is 0, products alone are asked for. Each part between two bars begins
-at a multiple of `PART` bytes.
+with L blocks of N neurons, H channels and B sequences; a product is of R rows and K columns of a matrix that every
+token reads (`runtime/hybrid/offloaded.py`). Where N is 0, products alone are asked for. Each part between two bars
+begins at a multiple of `PART` bytes.
 `number` is that of the step, from 1 on; whoever announces writes it last, with release, and the other side awaits it
-with acquire. Indices are ascending; the gates of a text are those of the listed neurons, its first `count`. Where
+with acquire. Indices are ascending; the gates of a sequence are those of the listed neurons, its first `count`. Where
 `count` is 0 nobody answers and nobody waits. Where the processor has a block's gates (`cold_worker`), its request
 lists neurons that may be active, and gates are not written. Both sides look at `abort` while they wait.
 """
@@ -22,7 +22,7 @@ import numpy as np
 
 PART = 128
 """Parts begin at multiples of this many bytes: no two share a line of any cache."""
-MOST_TEXTS = 8
+MAX_SEQUENCES = 8
 LAST_NUMBER = 2**31 - 1
 """Numbers are int32; after this one comes 1, since memory begins with zeros."""
 _WORD = 4  # bytes of an int32 and a float32
@@ -77,7 +77,7 @@ class ProductPlaces:
 class Mailbox:
     """Sizes of a mailbox. All properties are in bytes; those of a request or an answer count from where it begins.
 
-    blocks, neurons of each, 0: there are none; hidden: channels; sequences: texts at once, 1 to `MOST_TEXTS`
+    blocks, neurons of each, 0: there are none; hidden: channels; sequences: how many at once, 1 to `MAX_SEQUENCES`
     products -- in the order in which a step asks for them, by block
 
     Raises ValueError for sizes that no mailbox has.
@@ -90,8 +90,8 @@ class Mailbox:
     products: tuple[ProductRequest, ...] = ()
 
     def __post_init__(self) -> None:
-        if min(self.blocks, self.neurons + 1, self.hidden) < 1 or not 1 <= self.sequences <= MOST_TEXTS:
-            raise ValueError(f"{self}: expected sizes from 1 on and at most {MOST_TEXTS} sequences")
+        if min(self.blocks, self.neurons + 1, self.hidden) < 1 or not 1 <= self.sequences <= MAX_SEQUENCES:
+            raise ValueError(f"{self}: expected sizes from 1 on and at most {MAX_SEQUENCES} sequences")
         blocks = [product.block for product in self.products]
         if blocks != sorted(blocks) or any(min(each.columns, each.rows) < 1 for each in self.products):
             raise ValueError(f"{self}: expected products by block, of one row and column at least")
@@ -155,7 +155,7 @@ class Mailbox:
         return tuple(found)
 
     @property
-    def asked(self) -> list[tuple[int, ...]]:
+    def product_parts(self) -> list[tuple[int, ...]]:
         """The products and their places, as the native worker takes them."""
         return [(*astuple(of), *astuple(at)) for of, at in zip(self.products, self.places, strict=True)]
 
@@ -173,7 +173,7 @@ class Views:
 
     abort: np.ndarray
     """int32 [1]"""
-    requested: np.ndarray
+    request_numbers: np.ndarray
     """int32 [blocks], the numbers"""
     count: np.ndarray
     """int32 [blocks]"""
@@ -183,7 +183,7 @@ class Views:
     """float32 [blocks, sequences, neurons]"""
     x: np.ndarray
     """float32 [blocks, sequences, hidden]"""
-    answered: np.ndarray
+    answer_numbers: np.ndarray
     """int32 [blocks], the numbers"""
     y: np.ndarray
     """float32 [blocks, sequences, hidden]"""
@@ -199,22 +199,22 @@ def views(layout: Mailbox, memory: np.ndarray) -> Views:
         strides = (stride, *map(int, inner))
         return np.ndarray((layout.blocks, *shape), kind, memory, begin, strides)
 
-    def asked(kind: type, begin: int, *shape: int) -> np.ndarray:
+    def requests(kind: type, begin: int, *shape: int) -> np.ndarray:
         return part(kind, layout.requests + begin, layout.request_size, *shape)
 
-    def given(kind: type, begin: int, *shape: int) -> np.ndarray:
+    def answers(kind: type, begin: int, *shape: int) -> np.ndarray:
         return part(kind, layout.answers + begin, layout.answer_size, *shape)
 
-    texts, neurons, hidden = layout.sequences, layout.neurons, layout.hidden
+    sequences, neurons, hidden = layout.sequences, layout.neurons, layout.hidden
     return Views(
         np.ndarray((1,), np.int32, memory, layout.abort),
-        asked(np.int32, layout.number),
-        asked(np.int32, layout.count),
-        asked(np.int32, layout.indices, neurons),
-        asked(np.float32, layout.gates, texts, neurons),
-        asked(np.float32, layout.x, texts, hidden),
-        given(np.int32, layout.number),
-        given(np.float32, layout.y, texts, hidden),
+        requests(np.int32, layout.number),
+        requests(np.int32, layout.count),
+        requests(np.int32, layout.indices, neurons),
+        requests(np.float32, layout.gates, sequences, neurons),
+        requests(np.float32, layout.x, sequences, hidden),
+        answers(np.int32, layout.number),
+        answers(np.float32, layout.y, sequences, hidden),
     )
 
 

@@ -1,4 +1,4 @@
-"""How fast the links are between a GPU and the processor beside it, measured: see `placement.machine.BandwidthProfile`.
+"""Measures the bandwidth between a GPU and the processor: see `placement.machine.BandwidthProfile`.
 
     alone      the GPU out of slots | the GPU over the bus | the worker | large copies, to compare the bus with
     together   the GPU out of slots, or over the bus, while the worker computes out of the same memory
@@ -60,7 +60,7 @@ NOISE = 0.2
 wrong by more gains little."""
 BANDS = 40
 """A matrix that every token reads has so many bands here, as those of large models."""
-HANDED = 32
+MAILBOX_BLOCKS = 32
 """A step hands over so many blocks."""
 REPLAYS = 4
 """The GPU is timed for so many replays at once, so that the worker works beside it for milliseconds."""
@@ -68,7 +68,7 @@ _NEURONS = 64  # of a block that is handed over
 
 
 @dataclass(frozen=True)
-class MeasuredLinks:
+class MeasuredBandwidth:
     """What was measured: `together` is what the division goes by, all else is for people.
 
     copies -- neurons a second whose records large copies bring over the bus
@@ -79,7 +79,7 @@ class MeasuredLinks:
     copies: float
 
 
-def measure_card(kernels: Kernels, device: torch.device, threads: int, hidden: int) -> MeasuredLinks:
+def measure_card(kernels: Kernels, device: torch.device, threads: int, hidden: int) -> MeasuredBandwidth:
     """Medians over all rounds, of records of `hidden` channels. Takes the bytes of `count_for` records of the
     GPU's memory, and some times as many of the host's, half of it pinned.
 
@@ -104,23 +104,23 @@ class _Hidden(Exception):
 
 def _load() -> str:
     """How much wanted to run on this machine in the last minute."""
-    wanted = f"{os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else "an unknown number of"
-    return f"before, {wanted} threads wanted to run, and tune has {format_count(cores(), 'core')}"
+    running = f"{os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else "an unknown number of"
+    return f"before, {running} threads wanted to run, and tune has {format_count(cores(), 'core')}"
 
 
-def _measured(kernels: Kernels, device: torch.device, threads: int, hidden: int) -> MeasuredLinks:
+def _measured(kernels: Kernels, device: torch.device, threads: int, hidden: int) -> MeasuredBandwidth:
     """Raises `_Hidden`."""
     with torch.no_grad(), kernels.on_device(device):
-        seconds = _in_turns(_links(kernels, device, threads, hidden))
-        on_card = _in_turns(_on_card(kernels, device, hidden))
-        offloaded = _in_turns(_offloaded(kernels, device, threads, hidden))
-        seconds |= _in_turns(_handed(kernels, device, threads, hidden))
+        seconds = _interleaved_medians(_bandwidth(kernels, device, threads, hidden))
+        on_card = _interleaved_medians(_on_card(kernels, device, hidden))
+        offloaded = _interleaved_medians(_offloaded(kernels, device, threads, hidden))
+        seconds |= _interleaved_medians(_mailbox_rounds(kernels, device, threads, hidden))
     speed = {name: LISTED / taken for name, taken in seconds.items()}
-    handover = max(seconds["steps with hand-overs"] - seconds["steps without"], 0.0) / HANDED
+    handover = max(seconds["steps with requests"] - seconds["steps without"], 0.0) / MAILBOX_BLOCKS
     if handover == 0:
-        raise _Hidden("steps with hand-overs: they take no longer than steps without")
+        raise _Hidden("steps with requests: they take no longer than steps without")
 
-    def links(how: str) -> BandwidthProfile:
+    def profile(how: str) -> BandwidthProfile:
         return BandwidthProfile(
             resident=speed["slots" + how],
             bus=speed["the bus" + how],
@@ -131,27 +131,27 @@ def _measured(kernels: Kernels, device: torch.device, threads: int, hidden: int)
             far_worker=1 / offloaded["the worker's" + how],
         )
 
-    return MeasuredLinks(links(" beside"), links(""), copies=speed["large copies"])
+    return MeasuredBandwidth(profile(" beside"), profile(""), copies=speed["large copies"])
 
 
-Turn = Callable[[], Mapping[str, float]]
+Measurement = Callable[[], Mapping[str, float]]
 """A turn measures something once: seconds, by the name of the figure."""
 
 
-def _in_turns(turns: Sequence[Turn], attempts: int = ATTEMPTS) -> dict[str, float]:
+def _interleaved_medians(measurements: Sequence[Measurement], attempts: int = ATTEMPTS) -> dict[str, float]:
     """The median of each figure, of rounds in which each turn comes once. Raises `_Hidden` where no attempt has rounds
     that agree."""
     taken: dict[str, list[float]] = {}
     for _ in range(ROUNDS):
-        for turn in turns:
-            for name, seconds in turn().items():
+        for measure_round in measurements:
+            for name, seconds in measure_round().items():
                 taken.setdefault(name, []).append(seconds)
     try:
         return {name: _figure(name, each) for name, each in taken.items()}
     except _Hidden:
         if attempts == 1:
             raise
-    return _in_turns(turns, attempts - 1)
+    return _interleaved_medians(measurements, attempts - 1)
 
 
 def _figure(name: str, taken: Sequence[float]) -> float:
@@ -163,7 +163,7 @@ def _figure(name: str, taken: Sequence[float]) -> float:
     return statistics.median(taken)
 
 
-def _links(kernels: Kernels, device: torch.device, threads: int, hidden: int) -> list[Turn]:
+def _bandwidth(kernels: Kernels, device: torch.device, threads: int, hidden: int) -> list[Measurement]:
     """Each figure is of `LISTED` neurons; each neuron is in one list, so that no cache serves it."""
     stored = records(count_for(hidden), hidden)
     indices = [each.to(device) for each in lists(stored.rows, seed=1)]
@@ -171,17 +171,17 @@ def _links(kernels: Kernels, device: torch.device, threads: int, hidden: int) ->
     (pinned,) = kernels.host_tensors(1, tuple(slots.records.shape), torch.uint8, device, "records")
     host = replace(slots, records=pinned.copy_(slots.records))
     copied = kernels.host_memory(slots.records)
-    room = kernels.new_active_neurons(LISTED, hidden, 1, device)
-    room.x.normal_()
+    active_neurons = kernels.new_active_neurons(LISTED, hidden, 1, device)
+    active_neurons.x.normal_()
     x, y = torch.zeros(1, hidden, device=device), torch.empty(1, hidden, device=device)
     stream = kernels.new_stream()
 
-    room.gates.fill_(1.0)
+    active_neurons.gates.fill_(1.0)
 
     def graph(resident: int, **memory: Any) -> tuple[Any, Any]:
         """The graph, and the function that it came from, which keeps what the graph reads and writes."""
         counts = torch.tensor([resident, LISTED, 0], dtype=torch.int32, device=device)
-        of_lists = [replace(room, index=each, counts=counts) for each in indices]
+        of_lists = [replace(active_neurons, index=each, counts=counts) for each in indices]
 
         def run() -> None:
             for each in of_lists:
@@ -190,7 +190,7 @@ def _links(kernels: Kernels, device: torch.device, threads: int, hidden: int) ->
         return kernels.captured(run, stream), run
 
     graphs = {"slots": graph(LISTED), "the bus": graph(0, host=host)}
-    worker = AskedWorker([operations.load_neurons(stored)] * len(indices), stored.rows, hidden, threads)
+    worker = WorkerBench([operations.load_neurons(stored)] * len(indices), stored.rows, hidden, threads)
     worker.ask(lists(stored.rows, seed=1))
 
     def replays(name: str) -> None:
@@ -235,7 +235,7 @@ def _products(kernels: Kernels, matrices: Sequence[CudaZigzag], device: torch.de
     return kernels.captured(run, kernels.new_stream()), run
 
 
-def _on_card(kernels: Kernels, device: torch.device, hidden: int) -> list[Turn]:
+def _on_card(kernels: Kernels, device: torch.device, hidden: int) -> list[Measurement]:
     """The figure is of a byte."""
     stored, size, count = _matrices(hidden)
     graph = _products(kernels, [kernels.load_zigzag(stored, device) for _ in range(count)], device)
@@ -247,7 +247,7 @@ def _on_card(kernels: Kernels, device: torch.device, hidden: int) -> list[Turn]:
     return [lambda: {"matrices on the card": seconds_on_gpu(kernels, replays) / REPLAYS / count / size}]
 
 
-def _offloaded(kernels: Kernels, device: torch.device, threads: int, hidden: int) -> list[Turn]:
+def _offloaded(kernels: Kernels, device: torch.device, threads: int, hidden: int) -> list[Measurement]:
     """Each figure is of a byte."""
     stored, size, count = _matrices(hidden)
     config = offloaded_tile_config(BANDS, hidden, device, offloaded_tile_bands(BANDS))
@@ -255,7 +255,7 @@ def _offloaded(kernels: Kernels, device: torch.device, threads: int, hidden: int
     graph = _products(kernels, [kernels.first_bands(each, BANDS) for each in host], device)
     request = ProductRequest(0, hidden, stored.rows)
     products = [(operations.load_zigzag(stored, threads=threads), request) for _ in range(count)]
-    worker = AskedWorker([operations.load_neurons(records(1, hidden))], 1, hidden, threads, products)
+    worker = WorkerBench([operations.load_neurons(records(1, hidden))], 1, hidden, threads, products)
 
     def replays() -> None:
         for _ in range(REPLAYS):
@@ -273,16 +273,16 @@ def _offloaded(kernels: Kernels, device: torch.device, threads: int, hidden: int
     return [alone, together]
 
 
-def _handed(kernels: Kernels, device: torch.device, threads: int, hidden: int) -> list[Turn]:
-    """Steps of `HANDED` blocks."""
+def _mailbox_rounds(kernels: Kernels, device: torch.device, threads: int, hidden: int) -> list[Measurement]:
+    """Steps of `MAILBOX_BLOCKS` blocks."""
     nobody_else = BandwidthProfile(resident=1.0, bus=1e-9, worker=1e9)
-    mailbox = GpuMailbox(Mailbox(HANDED, _NEURONS, hidden, 1), device, kernels)
-    slots = NeuronSlots((HANDED, _NEURONS), hidden, 0, nobody_else, mailbox, device, kernels)
+    mailbox = GpuMailbox(Mailbox(MAILBOX_BLOCKS, _NEURONS, hidden, 1), device, kernels)
+    slots = NeuronSlots((MAILBOX_BLOCKS, _NEURONS), hidden, 0, nobody_else, mailbox, device, kernels)
     stored = records(_NEURONS, hidden)
-    host = [slots.load_records(stored, block) for block in range(HANDED)]
-    native = [operations.load_neurons(stored)] * HANDED
+    host = [slots.load_records(stored, block) for block in range(MAILBOX_BLOCKS)]
+    native = [operations.load_neurons(stored)] * MAILBOX_BLOCKS
     worker = operations.cold_worker(native, mailbox.memory, mailbox.layout, threads)
-    room = kernels.new_active_neurons(_NEURONS, hidden, 1, device)
+    active_neurons = kernels.new_active_neurons(_NEURONS, hidden, 1, device)
     x, norm, stream = torch.ones(1, hidden, device=device), torch.ones(hidden, device=device), kernels.new_stream()
     number = 0
 
@@ -303,24 +303,24 @@ def _handed(kernels: Kernels, device: torch.device, threads: int, hidden: int) -
         y = torch.empty(1, hidden, device=device)
 
         def run() -> None:
-            for records, division in zip(host, map(slots.division, range(HANDED)), strict=True):
-                kernels.list_neurons(gates, 1, x, norm, 1e-5, room, division=division)
-                kernels.add_neurons(slots.slots, room, x, y, host=records, division=division)
+            for records, division in zip(host, map(slots.division, range(MAILBOX_BLOCKS)), strict=True):
+                kernels.list_neurons(gates, 1, x, norm, 1e-5, active_neurons, division=division)
+                kernels.add_neurons(slots.slots, active_neurons, x, y, host=records, division=division)
 
         return step(lambda: kernels.captured(run, stream)), run
 
-    graphs = {"steps with hand-overs": graph(1), "steps without": graph(0)}
+    graphs = {"steps with requests": graph(1), "steps without": graph(0)}
 
-    def turn() -> dict[str, float]:
+    def measure_round() -> dict[str, float]:
         timed = {
             name: partial(seconds_on_gpu, kernels, partial(kernels.replay, each)) for name, (each, _) in graphs.items()
         }
         return {name: statistics.median(step(run) for _ in range(REPLAYS)) for name, run in timed.items()}
 
-    return [turn]
+    return [measure_round]
 
 
-class AskedWorker:
+class WorkerBench:
     """The native worker, and requests of a step that are there before it begins."""
 
     def __init__(
@@ -368,7 +368,7 @@ class AskedWorker:
         self._number = next_number(self._number)
         words = self._memory.view(np.int32)
         words[[place.request // 4 for place in self._layout.places]] = self._number
-        self._seen.requested[:] = self._number
+        self._seen.request_numbers[:] = self._number
         self._worker.begin(self._number)
         self._worker.end(self._number)
 
@@ -377,17 +377,19 @@ def _kept(measured: Callable[[], float], taken: list[float]) -> None:
     taken.append(measured())
 
 
-def seconds_on_gpu(kernels: Kernels, run: Callable[[], object], beside: Callable[[], object] | None = None) -> float:
+def seconds_on_gpu(
+    kernels: Kernels, run: Callable[[], object], concurrent: Callable[[], object] | None = None
+) -> float:
     """Seconds by the GPU's clock for what a function puts on the stream. What is done beside it is done again and again
     as long as the GPU works."""
     begin, end = (kernels.new_event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     begin.record()
     run()
     end.record()
-    if beside:
-        beside()
+    if concurrent:
+        concurrent()
         while not end.query():  # type: ignore[no-untyped-call]
-            beside()
+            concurrent()
     end.synchronize()
     return float(begin.elapsed_time(end)) / 1e3
 

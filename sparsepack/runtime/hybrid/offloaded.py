@@ -4,8 +4,9 @@
     processor       | last bands, from memory of its own |
 
 So both paths to the host's memory are at work, as for neurons without slots. The bands are divided once, by the
-measured links and in tiles of several, when a model is loaded: the same text then has the same bits. Both sides leave
-out the columns that a site's thresholds say are inactive. Gates by rows stay whole, and so does what has one tile.
+measured bandwidth profile and in tiles of several, when a model is loaded: the same sequence then has the same bits.
+Both sides leave out the columns that a site's thresholds say are inactive. Gates by rows stay whole, and so does what
+has one tile.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,7 +23,7 @@ from sparsepack.formats.packed import DenseMlp, NeuronMlp, PackedModel, PackedSi
 from sparsepack.models.family import ATTENTION_SITES
 from sparsepack.placement.budget import Plan
 from sparsepack.placement.machine import BandwidthProfile, over_the_bus
-from sparsepack.runtime.cuda.decoder.sites import CudaSite, load_sites, loaded_site
+from sparsepack.runtime.cuda.decoder.sites import CudaSite, load_site, load_sites
 from sparsepack.runtime.cuda.driver.kernel_set import Kernels
 from sparsepack.runtime.cuda.driver.memory import Place
 from sparsepack.runtime.cuda.products.offloaded import OffloadedProduct
@@ -80,7 +81,7 @@ class GpuMailbox:
 
     def __init__(self, layout: Mailbox, device: torch.device, kernels: Kernels) -> None:
         self.layout = layout
-        self.memory, self._there = kernels.shared_memory(layout.size, device, "the hand-over")
+        self.memory, self._there = kernels.shared_memory(layout.size, device, "the mailbox")
         self.number = torch.zeros(2, dtype=torch.int32, device=device)
         self.traffic = torch.zeros(5, dtype=torch.int64, device=device)
 
@@ -125,29 +126,29 @@ class OffloadedSites:
     def _shared(self, block: int, name: str, site: PackedSite) -> CudaSite:
         kernels, device, (of, at) = self._kernels, self._device, self._places[block, name]
         mailbox, request = self._mailbox, of.request
-        texts = mailbox.layout.sequences
+        sequences = mailbox.layout.sequences
         config = offloaded_tile_config(len(of.matrix.blocks), request.columns, device, of.tile_bands)
         load = partial(kernels.load_zigzag, of.matrix, device, config, place=kernels.in_host_memory)
-        loaded = loaded_site(site, device, kernels, load)
+        loaded = load_site(site, device, kernels, load)
         gpu_part = kernels.first_bands(loaded.matrix, of.gpu_bands)
         product = OffloadedProduct(
             gpu_part=gpu_part,
             rows=loaded.matrix.rows,
-            sums=self._sums[: texts * gpu_part.rows].view(texts, gpu_part.rows),
+            sums=self._sums[: sequences * gpu_part.rows].view(sequences, gpu_part.rows),
             number=mailbox.number,
             before_list=of.block == 0 or not self._has_lists,
             abort=mailbox.part(mailbox.layout.abort, torch.int32, 1),
             request_number=mailbox.part(at.request, torch.int32, 1),
-            request_x=mailbox.part(at.x, torch.float32, texts, request.columns),
+            request_x=mailbox.part(at.x, torch.float32, sequences, request.columns),
             answer_number=mailbox.part(at.answer, torch.int32, 1),
-            answer=mailbox.part(at.y, torch.float32, texts, request.rows),
+            answer=mailbox.part(at.y, torch.float32, sequences, request.rows),
             waited=mailbox.traffic[4:],
             limit=WAIT_MILLISECONDS,
         )
         return CudaSite(loaded.matrix, loaded.dense, loaded.sparse, product)
 
 
-def offloaded_matrices(packed: PackedModel, plan: Plan, links: BandwidthProfile) -> list[OffloadedMatrix]:
+def offloaded_matrices(packed: PackedModel, plan: Plan, bandwidth: BandwidthProfile) -> list[OffloadedMatrix]:
     """The matrices of a model that are divided, in the order in which a step comes to them."""
     found = []
     first_offloaded = {**dict.fromkeys(ATTENTION_SITES, plan.attention), "mlp_in": plan.gates, "mlp_mid": plan.downs}
@@ -163,7 +164,7 @@ def offloaded_matrices(packed: PackedModel, plan: Plan, links: BandwidthProfile)
             matrices[MLP_GATE] = mlp.gate, False
         for name, (stored, skips) in matrices.items():
             matrix = stored.padded()
-            gpu_bands = _gpu_bands(matrix, plan.parts.record, links)
+            gpu_bands = _gpu_bands(matrix, plan.parts.record, bandwidth)
             if gpu_bands < len(matrix.blocks):
                 found.append(OffloadedMatrix(block, name, matrix, gpu_bands, skips))
     return found
@@ -174,10 +175,12 @@ def cpu_bytes(offloaded: Sequence[OffloadedMatrix]) -> int:
     return sum(each.matrix.blocks[each.gpu_bands :].nbytes for each in offloaded)
 
 
-def _gpu_bands(matrix: PackedMatrix, record: int, links: BandwidthProfile) -> int:
+def _gpu_bands(matrix: PackedMatrix, record: int, bandwidth: BandwidthProfile) -> int:
     """How many first bands the GPU multiplies, so that both sides end together: a tile of them at least."""
-    bands, speeds = len(matrix.blocks), links.far(record)
+    bands, speeds = len(matrix.blocks), bandwidth.offloaded_speeds(record)
     tile_bands = offloaded_tile_bands(bands)
     of_a_tile = tile_bands * matrix.blocks[0].nbytes
     bus, worker = (speed / of_a_tile for speed in speeds)
-    return tile_bands * max(1, over_the_bus(0, bands // tile_bands, BandwidthProfile(1.0, bus, worker, links.handover)))
+    return tile_bands * max(
+        1, over_the_bus(0, bands // tile_bands, BandwidthProfile(1.0, bus, worker, bandwidth.handover))
+    )

@@ -45,17 +45,19 @@ def planned(packed: PackedModel, context: int, cache_type: str, options: EngineO
 LEAST_CONTEXT = 16
 
 
-def context_within(packed: PackedModel, context: int, cache_type: str, texts: int, budget: int) -> int:
-    """The context to make room for where nobody asked for one: halved until keys and values of all texts take at most
-    a quarter of the budget, but no further than `LEAST_CONTEXT`."""
-    while context > LEAST_CONTEXT and 4 * texts * cache_bytes(packed.architecture, context, cache_type) > budget:
+def context_within(packed: PackedModel, context: int, cache_type: str, sequences: int, budget: int) -> int:
+    """The context to make room for where nobody asked for one: halved until keys and values of all sequences take at
+    most a quarter of the budget, but no further than `LEAST_CONTEXT`."""
+    while context > LEAST_CONTEXT and 4 * sequences * cache_bytes(packed.architecture, context, cache_type) > budget:
         context = max(LEAST_CONTEXT, context // 2)
     return context
 
 
-def parts_of(packed: PackedModel, context: int, cache_type: str, texts: int = 1, *, gate_copies: bool = False) -> Parts:
-    """What a model takes whose MLPs are stored by neurons or as sites of zigzag matrices, for texts of so many tokens
-    side by side. Of sites the columns of the down matrices are the records.
+def parts_of(
+    packed: PackedModel, context: int, cache_type: str, sequences: int = 1, *, gate_copies: bool = False
+) -> Parts:
+    """What a model takes whose MLPs are stored by neurons or as sites of zigzag matrices, for sequences of so many
+    tokens side by side. Of sites the columns of the down matrices are the records.
 
     gate_copies -- whether copies of gates (`codecs.gate_copy`, two bits a weight) may take their place
 
@@ -71,17 +73,21 @@ def parts_of(packed: PackedModel, context: int, cache_type: str, texts: int = 1,
         downs = [mlp.sites["mlp_mid"].matrix.padded_nbytes for mlp in mlps]
         gates = tuple(_of_sites(mlp.sites) - down for mlp, down in zip(mlps, downs, strict=True))
         record = downs[0] // a.intermediate  # a column, of whole bands
-        return _parts(packed, context, cache_type, texts, gates, record, a.intermediate, a.intermediate, together=True)
+        return _parts(
+            packed, context, cache_type, sequences, gates, record, a.intermediate, a.intermediate, together=True
+        )
     gates = tuple(layer.mlp.gate.padded_nbytes for layer in packed.layers if isinstance(layer.mlp, NeuronMlp))
-    made = _parts(packed, context, cache_type, texts, gates, record_bytes(a.hidden), a.intermediate, a.intermediate)
+    parts = _parts(
+        packed, context, cache_type, sequences, gates, record_bytes(a.hidden), a.intermediate, a.intermediate
+    )
     if not gate_copies:
-        return made
+        return parts
     if any(isinstance(layer.mlp, NeuronMlp) and layer.mlp.gate.format.order == "zigzag" for layer in packed.layers):
         raise PlacementError(
             "--gate-copy: it reads the gates of single neurons, and this file has gates in zigzag order; pack the "
             "model again with --gates rows"
         )
-    return replace(made, copies=(copy_bytes(a.intermediate, a.hidden),) * a.layers, gate=gates[0] // a.intermediate)
+    return replace(parts, copies=(copy_bytes(a.intermediate, a.hidden),) * a.layers, gate=gates[0] // a.intermediate)
 
 
 def parts_of_experts(packed: PackedModel, context: int, cache_type: str) -> Parts:
@@ -97,15 +103,15 @@ def parts_of_experts(packed: PackedModel, context: int, cache_type: str) -> Part
     experts = packed.architecture.experts
     assert experts is not None
     wide = experts.of_token * packed.architecture.intermediate
-    made = _parts(packed, context, cache_type, 1, tuple(gates), max(records), experts.count, wide)
-    return replace(made, spare=experts.used)
+    parts = _parts(packed, context, cache_type, 1, tuple(gates), max(records), experts.count, wide)
+    return replace(parts, spare=experts.used)
 
 
 def _parts(
     packed: PackedModel,
     context: int,
     cache_type: str,
-    texts: int,
+    sequences: int,
     gates: tuple[int, ...],
     record: int,
     neurons: int,
@@ -117,7 +123,7 @@ def _parts(
     tied = packed.output is packed.embedding
     embedding = 0 if tied else packed.embedding.blocks.nbytes
     output = packed.output.blocks.nbytes + packed.output_norm.nbytes
-    attention = tuple(_beside_the_mlp(layer) for layer in packed.layers)
+    attention = tuple(_attention_bytes(layer) for layer in packed.layers)
     weights = embedding + output + sum(attention) + sum(gates) + record * neurons * a.layers
     rotary = 4 * a.head_dim * context
     work, least_work = (
@@ -126,14 +132,14 @@ def _parts(
             intermediate=wide,
             blocks=a.layers,
             vocabulary=a.vocabulary,
-            texts=texts,
+            sequences=sequences,
             record=record,
             model=model,
             slots=not together,
         )
         for model in (weights, 0)
     )
-    cache = texts * (cache_bytes(a, context, cache_type) + _label_bytes(packed, context)) + rotary
+    cache = sequences * (cache_bytes(a, context, cache_type) + _label_bytes(packed, context)) + rotary
     return Parts(
         *(embedding, output, attention, gates, record, neurons, cache, work),
         least_work=least_work,
@@ -142,7 +148,7 @@ def _parts(
 
 
 def _label_bytes(packed: PackedModel, context: int) -> int:
-    """Bytes of the labels of a text's keys, at most; 0 where no tokens are selected by labels."""
+    """Bytes of the labels of a sequence's keys, at most; 0 where no tokens are selected by labels."""
     heavy = () if packed.attention is None else packed.attention.channels
     of_a_head = (padded_channels(each.shape[1]) // 2 + 2 for each in heavy if each is not None)
     return packed.architecture.kv_heads * context * sum(of_a_head)
@@ -158,7 +164,7 @@ def check_host(plan: Plan, free: int | None) -> None:
         )
 
 
-def _beside_the_mlp(layer: PackedLayer) -> int:
+def _attention_bytes(layer: PackedLayer) -> int:
     tensors: list[Tensor | None] = [*layer.norms.values(), None if layer.basis is None else layer.basis.blocks]
     return sum(tensor.nbytes for tensor in tensors if tensor is not None) + _of_sites(layer.attention)
 

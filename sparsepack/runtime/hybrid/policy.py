@@ -1,5 +1,5 @@
-"""Which neurons of a model have slots: a policy follows a text. An engine says who was active, and learns at a token
-boundary who gets slots and who loses them.
+"""Which neurons of a model have slots: a policy follows a sequence. An engine says who was active, and learns at a
+token boundary who gets slots and who loses them.
 
 Who was active comes as bits, as devices make them: uint8 [tokens, blocks, bytes of the neurons or more], bit i of byte
 b of the neuron stored at 8 b + i; those beyond the neurons are 0. Neurons are meant by block * neurons + position, as
@@ -31,14 +31,14 @@ class Moves:
 
 
 class Following(Protocol):
-    """A policy that follows one text after the other."""
+    """A policy that follows one sequence after the other."""
 
     @property
     def first(self) -> np.ndarray:
-        """Return who is resident when a text begins: bool [blocks, neurons], as stored."""
+        """Return who is resident when a sequence begins: bool [blocks, neurons], as stored."""
 
     def restart(self) -> None:
-        """Begin with a text."""
+        """Begin with a sequence."""
 
     def saw(self, bits: np.ndarray, prompt: int) -> None:
         """Let tokens pass, the first `prompt` of them not decoded. The bits may be written again `KEPT` calls later."""
@@ -57,7 +57,7 @@ class Following(Protocol):
 
     @property
     def counts(self) -> HitCounts:
-        """What is counted of the text so far."""
+        """What is counted of the sequence so far."""
 
 
 KEPT = 10
@@ -155,7 +155,7 @@ class FollowedNatively:
 
 @dataclass(frozen=True)
 class Placing:
-    """The slots of a model, and who follows a text to say who has them.
+    """The slots of a model, and who follows a sequence to say who has them.
 
     shape -- blocks, neurons of each
     share -- of all neurons, that has slots
@@ -173,7 +173,7 @@ class Placing:
         return f"{100 * self.share:.3g} % of the neurons with slots{f', {self.name}' if self.name else ''}"
 
 
-def placing_of(
+def find_placing(
     packed: PackedModel, options: EngineOptions, plan: Plan, slow: Callable[..., Any] | None = None
 ) -> Placing:
     """What options ask for, with the slots of a plan.
@@ -204,7 +204,7 @@ class Slots(Protocol):
         """Forget who was seen to be active in a pass that was interrupted."""
 
     def place(self, resident: np.ndarray) -> None:
-        """Give slots when a text begins: bool [blocks, neurons]."""
+        """Give slots when a sequence begins: bool [blocks, neurons]."""
 
     def move(self, moves: Moves) -> None:
         """Give slots to some and take those of others."""
@@ -217,15 +217,15 @@ class Slots(Protocol):
 
 
 class TokenBoundaries:
-    """The token boundaries of a text: there the policy is told who was active, and neurons move. The device waits for
-    us between two tokens, so nothing is done there for a policy that foresees: what it says of moves after a token does
-    not depend on that token.
+    """The token boundaries of a sequence: there the policy is told who was active, and neurons move. The device waits
+    for us between two tokens, so nothing is done there for a policy that foresees: what it says of moves after a token
+    does not depend on that token.
 
         device   token t |         | token t + 1                         | the moves
         here             | stepped | meanwhile: saw t, moves after t + 1 |
 
     follows -- the policy; slots: those of the device
-    seconds -- that this took between decoded tokens since the text began
+    seconds -- that this took between decoded tokens since the sequence began
     """
 
     def __init__(self, follows: Following, slots: Slots) -> None:
@@ -235,11 +235,11 @@ class TokenBoundaries:
 
     @property
     def counts(self) -> HitCounts:
-        """What is counted of the text so far."""
+        """What is counted of the sequence so far."""
         self.catch_up()
         return self.follows.counts
 
-    def begin_text(self, anew: Callable[[], None]) -> None:
+    def begin_sequence(self, anew: Callable[[], None]) -> None:
         """Give slots as the policy does at first. anew -- lets the device count anew"""
         self._unseen, self.seconds = None, 0.0
         self._slots.forget()

@@ -94,8 +94,8 @@ class Residency:
 
     def is_prepared(self, coming: np.ndarray, going: np.ndarray) -> bool:
         """Whether `move` of these has nothing to copy but what finds no free slot yet."""
-        made = self._prepared
-        return made is not None and _same(made.coming, coming) and _same(made.going, going)
+        prepared = self._prepared
+        return prepared is not None and _same(prepared.coming, coming) and _same(prepared.going, going)
 
     def _write(self, positions: np.ndarray, slots: np.ndarray) -> None:
         """Write the version that nobody reads. An interruption leaves the one that is in force."""

@@ -22,7 +22,7 @@ from sparsepack.placement.machine import BandwidthProfile
 from sparsepack.runtime.cuda.decoder.mlps import NeuronMlp
 from sparsepack.runtime.cuda.driver.kernel_set import Kernels
 from sparsepack.runtime.cuda.products.gemm_fp16 import Product
-from sparsepack.runtime.cuda.products.neurons import CudaNeurons, Division, links_of
+from sparsepack.runtime.cuda.products.neurons import CudaNeurons, Division, bandwidth_tensor
 from sparsepack.runtime.hybrid.gate_copies import CopiedGates, GateCopies
 from sparsepack.runtime.hybrid.offloaded import WAIT_MILLISECONDS, GpuMailbox
 from sparsepack.runtime.hybrid.policy import KEPT, Moves
@@ -66,13 +66,13 @@ class CudaResidency(Residency):
 class Staging:
     """A buffer on the GPU which a stream of its own fills while another is read."""
 
-    def __init__(self, room: CudaNeurons, kernels: Kernels) -> None:
-        self.room, self._kernels = room, kernels
+    def __init__(self, buffer: CudaNeurons, kernels: Kernels) -> None:
+        self.buffer, self._kernels = buffer, kernels
         self._filled, self._free = kernels.new_event(), kernels.new_event()
 
     def fill(self, records: CudaNeurons, stream: Any) -> CudaNeurons:
         """Bring records from the host, once the buffer is free. Returns where they will lie."""
-        there = self.room.piece(0, len(records.records))
+        there = self.buffer.piece(0, len(records.records))
         with self._kernels.on_stream(stream):
             self._free.wait()
             there.records.copy_(records.records, non_blocking=True)
@@ -92,7 +92,7 @@ class NeuronSlots:
     """The slots of a model's neurons in the GPU's memory, and the records of all of them in the host's.
 
     shape -- blocks, neurons of each; hidden: channels; most -- how many neurons may be resident
-    links -- by which the list is divided
+    bandwidth -- by which the list is divided
     activity -- as `EngineOptions` has it
     staged -- bytes of each of the two buffers through which prefill brings records to the GPU
     copies -- the blocks with copies of their gates; None: there are none
@@ -103,7 +103,7 @@ class NeuronSlots:
         shape: tuple[int, int],
         hidden: int,
         most: int,
-        links: BandwidthProfile,
+        bandwidth: BandwidthProfile,
         mailbox: GpuMailbox,
         device: torch.device,
         kernels: Kernels,
@@ -124,12 +124,12 @@ class NeuronSlots:
         self.slots = kernels.new_neurons(self.residency.slots, hidden, device)
         self._copied: CopiedGates | None = None
         if copies is not None:
-            texts = mailbox.layout.sequences
+            sequences = mailbox.layout.sequences
             self._copied = CopiedGates(
-                copies, shape, hidden, self.residency.slots if most else 0, texts, device, kernels
+                copies, shape, hidden, self.residency.slots if most else 0, sequences, device, kernels
             )
-            self._links_of_listed = links_of(copies.links_of_listed(links), device)
-        self._links = links_of(links, device)
+            self._listed_bandwidth = bandwidth_tensor(copies.listed_bandwidth(bandwidth), device)
+        self._bandwidth = bandwidth_tensor(bandwidth, device)
         self._replayed = None if activity is None else self._in_words(activity, device)
         at_once = min(neurons, max(staged // record_bytes(hidden), 1))
         self.staging = [Staging(kernels.new_neurons(at_once, hidden, device), kernels) for _ in range(2)]
@@ -145,7 +145,7 @@ class NeuronSlots:
     def copied(self, block: int) -> CopiedGates | None:
         """What knows the copy of a block's gate; None: there is none."""
         copied = self._copied
-        return copied if copied is not None and block in copied.asked.blocks else None
+        return copied if copied is not None and block in copied.copies.blocks else None
 
     def division(self, block: int) -> Division:
         """What kernels take of a block."""
@@ -154,7 +154,7 @@ class NeuronSlots:
         return Division(
             tables=self.residency.there[:, block],
             version=self.residency.version,
-            links=self._links if self.copied(block) is None else self._links_of_listed,
+            bandwidth=self._bandwidth if self.copied(block) is None else self._listed_bandwidth,
             seen=self._seen_there[:, block],
             number=mailbox.number,
             begins=block == 0,
@@ -178,7 +178,7 @@ class NeuronSlots:
         return there.view(torch.int32)
 
     def place(self, resident: np.ndarray) -> None:
-        """Give slots when a text begins: bool [blocks, neurons]. No step may run."""
+        """Give slots when a sequence begins: bool [blocks, neurons]. No step may run."""
         self._prepared.wait()
         self.residency.restart(resident, self._copy)
 
@@ -245,7 +245,7 @@ class SlotNeuronMlp(NeuronMlp):
     def pieces(self, at_once: int) -> Iterator[CudaNeurons]:
         """The records come to the GPU in two buffers in turns, the next ones while those before are multiplied."""
         staging, scale = self.shared.staging, self.records.fp16_scale
-        at_once = min(at_once, len(staging[0].room.records))
+        at_once = min(at_once, len(staging[0].buffer.records))
         starts = range(0, len(self.records.records), at_once)
         for each in staging:
             each.free()  # when what is on the stream has ended

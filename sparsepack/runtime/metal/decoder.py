@@ -1,4 +1,4 @@
-"""A decoder of one text on an Apple GPU."""
+"""A decoder of one sequence on an Apple GPU."""
 
 import math
 from collections.abc import Sequence
@@ -20,12 +20,12 @@ MOST_COUNTED = 2**31 - 1
 
 
 class MetalDecoder(OperationsDecoder):
-    """A `runtime.decoder.Decoder` of one text.
+    """A `runtime.decoder.Decoder` of one sequence.
 
     Matrices keep the size that they have in the file. A step is a chain of kernels (`step.py`), and the host waits for
     nothing but the token that it asked for. Steps sum in float32; prefill, and positions that are given together, are
     products of torch's in float32 with weights that are decoded some bands at a time; keys and values are float16. The
-    same text gives the same bits every run, until `sparsepack tune` finds other grids.
+    same sequence gives the same bits every run, until `sparsepack tune` finds other grids.
 
     device -- where tensors lie, as `library.usable` gives it
 
@@ -66,7 +66,7 @@ class MetalDecoder(OperationsDecoder):
 
     def step(self, ids: Sequence[int | None], sparse: bool) -> Tensor:
         (id,) = ids
-        assert id is not None  # a step has at least one text
+        assert id is not None  # a step has at least one sequence
         self._append(id, sparse)
         return self._step.logits.clone()[None]
 
@@ -95,19 +95,19 @@ class MetalDecoder(OperationsDecoder):
         if self._known != id:
             self._step.id.fill_(id)
         self._known = None  # should what follows be interrupted
-        held = self._held if sparse else None
-        if held is not None:
+        scales = self._scales if sparse else None
+        if scales is not None:
             self._take_counts()
-        self._step.run(self.cache.lengths[0], sparse, 1.0 if held is None else held.scales[0])
+        self._step.run(self.cache.lengths[0], sparse, 1.0 if scales is None else scales.scales[0])
         self._steps_counted += 1
         self.cache.advance(1)
         self.stepped += 1
-        if held is not None:
+        if scales is not None:
             counted = self._take_counts()
-            of_step = held.step([0])
+            of_step = scales.begin_step([0])
             shapes = zip(self._shapes, counted, strict=True)
             of_step.skipped.fill_(sum(rows * (columns - active) for (rows, columns), active in shapes))
-            held.stepped([0], of_step)
+            scales.end_step([0], of_step)
 
     def _take_counts(self) -> list[int]:
         """Take over what the GPU has counted in steps since the last time: of each site the columns that were active.

@@ -13,9 +13,9 @@ from sparsepack.runtime.reference.attention import DenseKvCache
 
 MOST_GQA_RATIO, MOST_HEAD_DIM = 16, 256
 CHUNK = 256
-"""A threadgroup of `attend` attends to so many positions, or to more of them where a text is long."""
+"""A threadgroup of `attend` attends to so many positions, or to more of them where a sequence is long."""
 MOST_CHUNKS = 32
-"""A text is shared by at most so many threadgroups: what they leave has to be put together."""
+"""A sequence is shared by at most so many threadgroups: what they leave has to be put together."""
 
 _BIAS, _Q_NORM, _K_NORM = 2, 64, 128
 

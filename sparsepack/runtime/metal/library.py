@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from sparsepack.errors import UserError
-from sparsepack.runtime.backends import backend_named
+from sparsepack.runtime.backends import find_backend
 
 FOLDER = files("sparsepack.runtime.metal") / "kernels"
 FIRST = "common.metal"
@@ -38,7 +38,7 @@ def usable(device: torch.device | str) -> torch.device:
 
     Raises `UserError` where the backend cannot run on it, saying what is missing.
     """
-    backend_named("metal").check_device(device)
+    find_backend("metal").check_device(device)
     if not torch.backends.mps.is_available():
         raise UserError(
             f"device {device}: torch finds no Apple GPU on this machine; it needs macOS on Apple silicon and torch for "

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from sparsepack.formats.orders.zigzag import BAND_ROWS
-from sparsepack.runtime.backends import backend_named
+from sparsepack.runtime.backends import find_backend
 from sparsepack.runtime.kv_cache import AttentionShape
 from sparsepack.runtime.metal import products
 from sparsepack.runtime.metal.kv_cache import MetalKvCache
@@ -46,8 +46,8 @@ def _listed(x: Tensor, indices: Tensor, count: Tensor) -> ActiveColumns:
     segment = (active // SEGMENT).clamp(max=len(begin) - 1)
     place = torch.where(number < count, segment * SEGMENT + number - begin[segment], -1)
     # What is no column goes behind the end, and is cut off.
-    room = torch.cat([found.indices, found.indices[:1]])
-    found.indices.copy_(room.index_copy(0, place % len(room), active.int())[:-1])
+    padded = torch.cat([found.indices, found.indices[:1]])
+    found.indices.copy_(padded.index_copy(0, place % len(padded), active.int())[:-1])
     found.values.copy_(x[found.indices.clamp(0, columns - 1).long()])
     return found
 
@@ -69,7 +69,7 @@ class MetalOperations:
     def new_cache(shape: AttentionShape, type: str | None = None, device: torch.device | str = "mps") -> MetalKvCache:
         """An empty cache of float16 keys and values. Raises `UserError` for another type, and for heads that the
         kernels do not know."""
-        backend_named("metal").checked_cache_type(type)
+        find_backend("metal").choose_cache_type(type)
         return MetalKvCache(shape, torch.device(device))
 
 

@@ -56,12 +56,12 @@ def gpu_name() -> str:
     return cpu_info()
 
 
-def tuned_path(gpu: str) -> Path:
+def tuning_path(gpu: str) -> Path:
     """The file that keeps what was measured on a kind of GPU, by the GPU's name."""
-    return tuning.tuned_path("metal", gpu)
+    return tuning.tuning_path("metal", gpu)
 
 
-def read_tuned(path: Path) -> dict[Shape, dict[str, Any]]:
+def read_tuning(path: Path) -> dict[Shape, dict[str, Any]]:
     """The measured configurations, by shape. A file that is missing, damaged or of another schema holds nothing."""
     return tuning.read_rows(path, SCHEMA, tile_config_of)
 
@@ -69,7 +69,7 @@ def read_tuned(path: Path) -> dict[Shape, dict[str, Any]]:
 @cache
 def tuned(gpu: str) -> Mapping[Shape, MetalTileConfig]:
     """The configurations measured on a kind of GPU; empty where `sparsepack tune` never ran there."""
-    return {shape: tile_config_of(row) for shape, row in read_tuned(tuned_path(gpu)).items()}
+    return {shape: tile_config_of(row) for shape, row in read_tuning(tuning_path(gpu)).items()}
 
 
 def tile_config_of(row: Mapping[str, Any]) -> MetalTileConfig:
@@ -195,8 +195,8 @@ def segments(columns: int) -> int:
 
 def new_active_columns(columns: int, device: torch.device) -> ActiveColumns:
     """Room for a list of so many columns."""
-    room = segments(columns) * SEGMENT
-    values, indices = torch.empty(room, device=device), torch.empty(room, dtype=torch.int32, device=device)
+    size = segments(columns) * SEGMENT
+    values, indices = torch.empty(size, device=device), torch.empty(size, dtype=torch.int32, device=device)
     return ActiveColumns(values, indices, torch.empty(segments(columns), dtype=torch.int32, device=device))
 
 

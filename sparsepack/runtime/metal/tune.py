@@ -20,9 +20,9 @@ from sparsepack.runtime.metal.products import (
     Sums,
     gpu_name,
     load_zigzag,
-    read_tuned,
+    read_tuning,
     tuned,
-    tuned_path,
+    tuning_path,
 )
 from sparsepack.runtime.tuning import (
     ACTIVE,
@@ -52,9 +52,9 @@ def measure(shapes: Iterable[Shape], device: torch.device, gates: Collection[Sha
     Raises `OutputError` where it cannot be kept.
     """
     gpu = gpu_name()
-    path = tuned_path(gpu)
+    path = tuning_path(gpu)
     head = {"schema": SCHEMA, "gpu_info": gpu}
-    found = measure_shapes(shapes, path, head, read_tuned(path), lambda shape: _best(shape, device, shape in gates))
+    found = measure_shapes(shapes, path, head, read_tuning(path), lambda shape: _best(shape, device, shape in gates))
     tuned.cache_clear()
     return found
 

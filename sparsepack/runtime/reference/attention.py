@@ -75,8 +75,8 @@ class DenseKvCache:
     def __init__(self, shape: AttentionShape, type: str, device: torch.device | str) -> None:
         self.type, self.sparse_from = type, shape.sparse_from
         self._shape = shape
-        room = (len(shape.layers), shape.sequences, shape.kv_heads, shape.context, shape.head_dim)
-        self._keys, self._values = (torch.zeros(room, dtype=CACHE_TYPES[type], device=device) for _ in range(2))
+        extent = (len(shape.layers), shape.sequences, shape.kv_heads, shape.context, shape.head_dim)
+        self._keys, self._values = (torch.zeros(extent, dtype=CACHE_TYPES[type], device=device) for _ in range(2))
         self._lengths = [0] * shape.sequences
         self._tables = [[*shape.tables] for _ in range(shape.sequences)]
 

@@ -198,5 +198,5 @@ class DoubleSparsityKvCache(DenseKvCache):
         shape = self._shape
         none = torch.zeros(shape.kv_heads, 0, layer.channels.shape[1], device=device)
         codes, scales = encode_labels(none)
-        room = (shape.sequences, shape.kv_heads, shape.context)
-        return codes.new_zeros(*room, codes.shape[-1]), scales.new_zeros(room)
+        extent = (shape.sequences, shape.kv_heads, shape.context)
+        return codes.new_zeros(*extent, codes.shape[-1]), scales.new_zeros(extent)

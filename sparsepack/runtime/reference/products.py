@@ -13,7 +13,7 @@ make every step cost as much as loading.
 
 Which experts a token has, and how much of each: the oracle in plain torch.
 
-The oracle of products with slid weights: plain torch, on any device, written to be right and read.
+The oracle of products with sparse24 weights: plain torch, on any device, written to be right and read.
 
 Integers are multiplied and added exactly; FP8 and bfloat16 values are multiplied in float32.
 """
@@ -28,7 +28,7 @@ from torch import Tensor
 from sparsepack.formats.blocks.table import BLOCKS
 from sparsepack.formats.matrix import PackedMatrix, decode_matrix
 from sparsepack.formats.orders import zigzag
-from sparsepack.formats.orders.slide import STEPS, Slide, lift, quantise_rows, unpack_positions, windowed
+from sparsepack.formats.orders.slide import STEPS, Slide, expand, quantise_rows, unpack_positions, windowed
 
 
 def route(x: Tensor, router: Tensor, used: int, normalised: bool) -> tuple[Tensor, Tensor]:
@@ -58,7 +58,7 @@ _EXACT = 1024
 
 
 @dataclass(frozen=True, eq=False)
-class SlidMatrix:
+class Sparse24Matrix:
     """A matrix as it lies in a slid folder.
 
     values    -- int8, float8_e4m3fn or bfloat16 [rows, stored]
@@ -74,20 +74,20 @@ class SlidMatrix:
 
 
 def quantise_slide(x: Tensor, how: Slide, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-    """Quantise inputs token by token and lift them (SlideSparse, 4.2).
+    """Quantise inputs token by token and expand them (SlideSparse, 4.2).
 
-    x: floating [tokens, columns]. Returns the lifted values, `dtype` [tokens, lifted], and the scales, float32
+    x: floating [tokens, columns]. Returns the expanded values, `dtype` [tokens, expanded], and the scales, float32
     [tokens]; None for a type that is not quantised to. Raises `PackingError` for inputs that are not finite.
     """
     if dtype not in STEPS:
-        return lift(x.to(dtype), how), None
+        return expand(x.to(dtype), how), None
     q, scale = quantise_rows(x, dtype)
     # One byte is like another where values only change places.
-    return lift(q.view(torch.uint8), how).contiguous().view(dtype), scale
+    return expand(q.view(torch.uint8), how).contiguous().view(dtype), scale
 
 
-def slide_matmul(matrix: SlidMatrix, q: Tensor, scale: Tensor | None) -> Tensor:
-    """Y = X W^T of lifted inputs: `quantise_slide`'s [tokens, lifted] and [tokens] -> float32 [tokens, rows]."""
+def slide_matmul(matrix: Sparse24Matrix, q: Tensor, scale: Tensor | None) -> Tensor:
+    """Y = X W^T of expanded inputs: `quantise_slide`'s [tokens, expanded] and [tokens] -> float32 [tokens, rows]."""
     stored = matrix.values.shape[1]
     positions = unpack_positions(matrix.positions, stored, matrix.how)
     weight = windowed(matrix.values.float(), positions, matrix.how)

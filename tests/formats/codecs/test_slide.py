@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparsepack.errors import PackingError
-from sparsepack.formats.orders.slide import Slide, lift, pack_positions, slide, unpack_positions, unslide, windowed
+from sparsepack.formats.orders.slide import Slide, expand, pack_positions, slide, unpack_positions, unslide, windowed
 from sparsepack.models.pattern import Pattern, kept
 
 PATTERNS = [(2, 4), (4, 6), (4, 8), (6, 8), (8, 10), (10, 12), (12, 14), (14, 16)]
@@ -33,12 +33,12 @@ def assert_exact(weight: torch.Tensor, how: Slide) -> None:
     assert values.shape == positions.shape == (rows, how.stored(columns))
     assert torch.equal(unslide(values, positions, how, columns), weight)
     dense = windowed(values, positions, how)
-    assert dense.shape == (rows, how.lifted(columns))
+    assert dense.shape == (rows, how.expanded(columns))
     assert ((dense.view(rows, -1, how.window) != 0).sum(-1) <= how.most).all()
     x = numbers(5, columns, seed=7)
-    lifted = lift(x, how)
-    assert lifted.shape == (5, how.lifted(columns))
-    assert torch.equal(lifted @ dense.t(), x @ weight.t())
+    expanded = expand(x, how)
+    assert expanded.shape == (5, how.expanded(columns))
+    assert torch.equal(expanded @ dense.t(), x @ weight.t())
 
 
 @pytest.mark.parametrize(("keep", "of"), [(4, 6), (6, 8), (8, 10)])
@@ -75,7 +75,7 @@ def test_the_paper_s_example() -> None:
     assert values.tolist() == [[1, 2, 3, 4, 5, 6]]
     assert positions.tolist() == [[0, 1, 0, 1, 2, 3]]
     assert windowed(values, positions, how).tolist() == [[1, 2, 0, 0, 3, 4, 0, 0, 0, 0, 5, 6]]
-    assert lift(torch.arange(8), how).tolist() == [0, 1, 2, 3, 2, 3, 4, 5, 4, 5, 6, 7]
+    assert expand(torch.arange(8), how).tolist() == [0, 1, 2, 3, 2, 3, 4, 5, 4, 5, 6, 7]
 
 
 @pytest.mark.parametrize(("keep", "of", "most", "window"), [(3, 6, 2, 4), (6, 9, 3, 6), (9, 12, 3, 6), (5, 6, 3, 4)])

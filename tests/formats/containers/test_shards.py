@@ -143,7 +143,7 @@ def test_transformers_loads_it(in_shards: Path, whole: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     models = [AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) for path in (in_shards, whole)]
-    assert {type(model.model.layers[0].mlp.up_proj).__name__ for model in models} == {"SlidLinear"}
+    assert {type(model.model.layers[0].mlp.up_proj).__name__ for model in models} == {"Sparse24Linear"}
     assert torch.equal(*(model(IDS).logits for model in models))
 
 

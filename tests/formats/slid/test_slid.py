@@ -187,7 +187,7 @@ def test_any_pattern_and_family_with_tails(family: str, keep: int, of: int, tmp_
 
 
 LOADED = "import transformers\nmodel = transformers.AutoModelForCausalLM.from_pretrained({folder!r})"
-IMPORTED = "kind = type(model.model.layers[0].mlp.up_proj).__name__\nassert kind == 'SlidLinear', kind"
+IMPORTED = "kind = type(model.model.layers[0].mlp.up_proj).__name__\nassert kind == 'Sparse24Linear', kind"
 
 
 def test_without_sparsepack_it_fails_and_imported_after_transformers_it_is_known(slid: dict[str, Path]) -> None:
@@ -335,10 +335,10 @@ def test_a_configuration_that_no_model_can_have_is_refused_with_sparse_attention
 
 @pytest.mark.parametrize("format", [{}, [], 3, None], ids=str)
 def test_a_format_that_is_no_name_is_refused(format: Any) -> None:
-    from sparsepack.integration.transformers.quantizer import SlidConfig
+    from sparsepack.integration.transformers.quantizer import Sparse24Config
 
     with pytest.raises(ArtifactError, match="expected one of slide"):
-        SlidConfig(format, {})
+        Sparse24Config(format, {})
 
 
 def test_attention_of_other_heads_than_the_folders_is_found(slid: dict[str, Path], tmp_path: Path) -> None:

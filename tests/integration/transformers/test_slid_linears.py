@@ -8,7 +8,7 @@ import torch
 
 from sparsepack.errors import PackingError, UserError
 from sparsepack.formats.orders.slide import Slide, encode, pack_positions
-from sparsepack.integration.transformers.quantizer import SlidLinear
+from sparsepack.integration.transformers.quantizer import Sparse24Linear
 from sparsepack.models.pattern import Pattern
 from sparsepack.runtime.cuda.slide import cusparselt, hopper
 
@@ -90,7 +90,7 @@ def test_a_cast_leaves_what_is_stored_as_it_is(dtype: torch.dtype) -> None:
     how = Slide(Pattern(6, 8))
     weight = torch.randn(16, 64) * (torch.arange(64) % 8 < 6)
     values, positions, scale = encode(weight, how, dtype)
-    linear = SlidLinear(64, 16, how, dtype, True, torch.float32, torch.device("cpu"))
+    linear = Sparse24Linear(64, 16, how, dtype, True, torch.float32, torch.device("cpu"))
     state = {"weight": values, "weight_positions": positions, "bias": torch.zeros(16)}
     linear.load_state_dict(state if scale is None else {**state, "weight_scale": scale})
     x = torch.randn(3, 64).bfloat16()
@@ -103,6 +103,6 @@ def test_a_cast_leaves_what_is_stored_as_it_is(dtype: torch.dtype) -> None:
 
 
 def test_inputs_of_another_width_are_refused() -> None:
-    linear = SlidLinear(64, 16, Slide(Pattern(6, 8)), torch.int8, False, torch.float32, torch.device("cpu"))
+    linear = Sparse24Linear(64, 16, Slide(Pattern(6, 8)), torch.int8, False, torch.float32, torch.device("cpu"))
     with pytest.raises(ValueError, match="expected"):
         linear(torch.zeros(3, 63))

@@ -36,11 +36,11 @@ from vllm_for_tests import slid, stored, together
 from sparsepack.errors import ArtifactError, UserError
 from sparsepack.formats.orders.slide import VALUE_TYPES, Slide
 from sparsepack.integration.vllm import linear_method
-from sparsepack.integration.vllm.config import SlidVllmConfig
-from sparsepack.integration.vllm.linear_method import SlidLinearMethod
+from sparsepack.integration.vllm.config import Sparse24VllmConfig
+from sparsepack.integration.vllm.linear_method import Sparse24LinearMethod
 from sparsepack.models.pattern import Pattern
-from sparsepack.runtime.reference.products import SlidMatrix
-from sparsepack.runtime.sparse24_operator import slid_linear
+from sparsepack.runtime.reference.products import Sparse24Matrix
+from sparsepack.runtime.sparse24_operator import sparse24_linear
 
 FUSED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
 SIX = Pattern(6, 8)
@@ -64,15 +64,15 @@ def join(file: Path, rank: int, ranks: int) -> None:
     initialize_model_parallel(ranks)
 
 
-def config(slides: dict[str, Pattern], format: str = "slide-int8") -> SlidVllmConfig:
+def config(slides: dict[str, Pattern], format: str = "slide-int8") -> Sparse24VllmConfig:
     section = {"quant_method": "sparsepack", "format": format}
     patterns = {name: [pattern.keep, pattern.of] for name, pattern in slides.items()}
-    found = SlidVllmConfig.from_config({**section, "patterns": patterns})
+    found = Sparse24VllmConfig.from_config({**section, "patterns": patterns})
     found.packed_modules_mapping = FUSED
     return found
 
 
-def load(layer: nn.Module, matrix: SlidMatrix, *shard: Any) -> None:
+def load(layer: nn.Module, matrix: Sparse24Matrix, *shard: Any) -> None:
     parameters = dict(layer.named_parameters())
     for name, tensor in stored(matrix).items():
         parameters[name].weight_loader(parameters[name], tensor, *shard)
@@ -94,8 +94,8 @@ def test_fused_parts_are_the_product_of_all_rows(pattern: Pattern, format: str) 
     for shard, matrix in zip("qkv", matrices, strict=True):
         load(qkv, matrix, shard)
     x = torch.randn(5, hidden)
-    assert isinstance(qkv.quant_method, SlidLinearMethod)
-    assert torch.equal(ready(qkv)(x)[0], slid_linear(x, together(*matrices), None, []))
+    assert isinstance(qkv.quant_method, Sparse24LinearMethod)
+    assert torch.equal(ready(qkv)(x)[0], sparse24_linear(x, together(*matrices), None, []))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -107,12 +107,12 @@ def test_merged_row_and_replicated_layers(dtype: torch.dtype) -> None:
     load(merged, gate, 0)
     load(merged, up, 1)
     x = torch.randn(3, 64).to(dtype)
-    assert torch.equal(ready(merged)(x)[0], slid_linear(x, together(gate, up), None, []))
+    assert torch.equal(ready(merged)(x)[0], sparse24_linear(x, together(gate, up), None, []))
     for kind, name in ((RowParallelLinear, "down"), (ReplicatedLinear, "one"), (ColumnParallelLinear, "down")):
         layer, m = kind(64, 40, bias=True, prefix=name, **options), slid(40, 64, SIX)
         load(layer, m)
         layer.bias.data = torch.randn(40).to(dtype)
-        assert torch.equal(ready(layer)(x)[0], slid_linear(x, m, layer.bias, []))
+        assert torch.equal(ready(layer)(x)[0], sparse24_linear(x, m, layer.bias, []))
 
 
 def test_rows_that_are_fused_in_the_folder_are_taken_as_they_are() -> None:
@@ -121,7 +121,7 @@ def test_rows_that_are_fused_in_the_folder_are_taken_as_they_are() -> None:
     )
     m, x = slid(64, 64, SIX), torch.randn(2, 64)
     load(merged, m)
-    assert torch.equal(ready(merged)(x)[0], slid_linear(x, m, None, []))
+    assert torch.equal(ready(merged)(x)[0], sparse24_linear(x, m, None, []))
 
 
 def test_layers_that_were_not_pruned_are_dense() -> None:
@@ -137,7 +137,7 @@ def test_names_that_vllm_changes_are_found() -> None:
     quant = config({"model.layers.0.o_proj": SIX})
     quant.apply_vllm_mapper(WeightsMapper(orig_to_new_prefix={"model.": "language_model.model."}))
     layer = RowParallelLinear(64, 32, bias=False, quant_config=quant, prefix="language_model.model.layers.0.o_proj")
-    assert isinstance(layer.quant_method, SlidLinearMethod)
+    assert isinstance(layer.quant_method, Sparse24LinearMethod)
 
 
 @pytest.mark.parametrize(
@@ -168,7 +168,7 @@ def test_widths_that_ranks_cannot_share_out_are_refused_by_name(
 ) -> None:
     layer = nn.Module()
     layer.prefix = "model.layers.3.mlp.down_proj"  # type: ignore[assignment]
-    method = SlidLinearMethod(Slide(pattern), VALUE_TYPES["I8"], 1)
+    method = Sparse24LinearMethod(Slide(pattern), VALUE_TYPES["I8"], 1)
     arguments = (columns // ranks, [32], columns, 32, torch.bfloat16)
     if wanted is None:
         method.create_weights(layer, *arguments, weight_loader=None)
@@ -218,24 +218,24 @@ def test_reloaded_weights_are_prepared_anew_where_graphs_read_them(monkeypatch: 
     monkeypatch.setattr(linear_method, "prepare", lambda matrix, dtype, tokens: [matrix.positions.clone()])
     seen: list[Tensor] = []
 
-    def product(x: Tensor, matrix: SlidMatrix, bias: Tensor | None, prepared: list[Tensor]) -> Tensor:
+    def product(x: Tensor, matrix: Sparse24Matrix, bias: Tensor | None, prepared: list[Tensor]) -> Tensor:
         seen[:] = [matrix.values, *prepared]
-        return slid_linear(x, replace(matrix, positions=prepared[0]), bias, [])
+        return sparse24_linear(x, replace(matrix, positions=prepared[0]), bias, [])
 
-    monkeypatch.setattr(linear_method, "slid_linear", product)
+    monkeypatch.setattr(linear_method, "sparse24_linear", product)
     layer = RowParallelLinear(64, 32, bias=False, quant_config=config({"a.down": SIX}), prefix="a.down")
     record_metadata_for_reloading(layer)
     first, second, x = slid(32, 64, SIX), slid(32, 64, SIX), torch.randn(2, 64)
     load(layer, first)
-    assert torch.equal(ready(layer)(x)[0], slid_linear(x, first, None, []))
+    assert torch.equal(ready(layer)(x)[0], sparse24_linear(x, first, None, []))
     places = [tensor.data_ptr() for tensor in seen]
     initialize_layerwise_reload(layer)
     load(layer, second)
     finalize_layerwise_reload(layer, None)
-    assert torch.equal(layer(x)[0], slid_linear(x, second, None, []))
+    assert torch.equal(layer(x)[0], sparse24_linear(x, second, None, []))
     assert [tensor.data_ptr() for tensor in seen] == places
     load(layer, first)  # in place, as kernels have it
-    assert torch.equal(ready(layer)(x)[0], slid_linear(x, first, None, []))
+    assert torch.equal(ready(layer)(x)[0], sparse24_linear(x, first, None, []))
     assert [tensor.data_ptr() for tensor in seen] == places
 
 
@@ -247,7 +247,7 @@ def test_ranks_share_out_rows_and_columns(ranks: int, tmp_path: Path) -> None:
     processes.spawn(_rank, (ranks, tmp_path, heads, down, x), nprocs=ranks)
     found = [torch.load(tmp_path / f"{rank}.pt") for rank in range(ranks)]
     for part, matrix in enumerate(heads):  # a rank has its heads of each part
-        wanted = slid_linear(x[:, :64], matrix, None, [])
+        wanted = sparse24_linear(x[:, :64], matrix, None, [])
         widths = [n * 16 // ranks for n in (8, 4, 4)]
         got = torch.cat([of["qkv"].split(widths, 1)[part] for of in found], 1)
         assert torch.equal(got, wanted)
@@ -259,7 +259,7 @@ def test_ranks_share_out_rows_and_columns(ranks: int, tmp_path: Path) -> None:
         assert (of["down"] - found[0]["down"]).norm() <= 1e-6 * wanted.norm()
 
 
-def _rank(rank: int, ranks: int, folder: Path, heads: list[SlidMatrix], down: SlidMatrix, x: Tensor) -> None:
+def _rank(rank: int, ranks: int, folder: Path, heads: list[Sparse24Matrix], down: Sparse24Matrix, x: Tensor) -> None:
     torch.set_num_threads(1)  # threads of ranks that wait for each other spin
     with set_current_vllm_config(VllmConfig()):
         join(folder / "group", rank, ranks)
@@ -274,6 +274,6 @@ def _rank(rank: int, ranks: int, folder: Path, heads: list[SlidMatrix], down: Sl
         torch.save(found, folder / f"{rank}.pt")
 
 
-def _dense(matrix: SlidMatrix) -> Tensor:
+def _dense(matrix: Sparse24Matrix) -> Tensor:
     """The weights as numbers: what the identity makes of them, whose rows are quantised exactly."""
-    return slid_linear(torch.eye(matrix.columns) * 127, matrix, None, []).t() / 127
+    return sparse24_linear(torch.eye(matrix.columns) * 127, matrix, None, []).t() / 127

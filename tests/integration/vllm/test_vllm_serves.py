@@ -12,7 +12,7 @@ from vllm_for_tests import ON_TWO_CORES, PROMPTS, Refused, assert_greedy, in_tra
 import sparsepack
 from sparsepack.errors import ArtifactError
 from sparsepack.formats.containers.safetensors import MANIFEST, sealed, unsealed
-from sparsepack.integration.vllm.config import SlidVllmConfig, _check_bytes
+from sparsepack.integration.vllm.config import Sparse24VllmConfig, _check_bytes
 from sparsepack.integration.vllm.plugin import register
 from sparsepack.packing import plan_of
 
@@ -103,10 +103,10 @@ def test_a_copy_by_save_pretrained_is_served(tiny: Path, tmp_path: Path) -> None
     assert_greedy(tiny, in_vllm(tmp_path / "copy", PROMPTS, enforce_eager=True))
 
 
-def config_of(folder: Path) -> SlidVllmConfig:
+def config_of(folder: Path) -> Sparse24VllmConfig:
     from transformers import AutoConfig
 
-    return SlidVllmConfig.from_config(AutoConfig.from_pretrained(folder).quantization_config)
+    return Sparse24VllmConfig.from_config(AutoConfig.from_pretrained(folder).quantization_config)
 
 
 def damaged(folder: Path, copy: Path) -> Path:
@@ -189,13 +189,13 @@ def test_what_is_not_checked_is_said(
 )
 def test_configurations_that_mean_nothing_are_refused(section: dict[str, object], said: str) -> None:
     with pytest.raises(ArtifactError, match=said):
-        SlidVllmConfig.from_config(section)
+        Sparse24VllmConfig.from_config(section)
 
 
 def test_it_is_registered_as_often_as_vllm_likes() -> None:
     for _ in range(2):
         register()
-    assert get_quantization_config("sparsepack") is SlidVllmConfig
+    assert get_quantization_config("sparsepack") is Sparse24VllmConfig
 
 
 def test_registering_makes_no_cuda_context_and_imports_little() -> None:

@@ -21,8 +21,8 @@ from sparsepack.formats.orders.slide import Slide, encode
 from sparsepack.formats.slide import POSITIONS, SCALE
 from sparsepack.models.pattern import Pattern, kept
 from sparsepack.packing import PackRequest, pack
-from sparsepack.runtime.reference.products import SlidMatrix
-from sparsepack.runtime.sparse24_operator import prepare, slid_linear
+from sparsepack.runtime.reference.products import Sparse24Matrix
+from sparsepack.runtime.sparse24_operator import prepare, sparse24_linear
 
 ON_TWO_CORES = {
     "HF_HUB_OFFLINE": "1",
@@ -56,24 +56,24 @@ def made(model: str, folder: Path, format: str = "slide-int8") -> Path:
     return folder / "slid"
 
 
-def slid(rows: int, columns: int, pattern: Pattern, dtype: torch.dtype = torch.int8) -> SlidMatrix:
+def slid(rows: int, columns: int, pattern: Pattern, dtype: torch.dtype = torch.int8) -> Sparse24Matrix:
     """Random weights, pruned by magnitude and slid."""
     weight, how = torch.randn(rows, columns), Slide(pattern)
-    return SlidMatrix(*encode(weight * kept(weight.abs(), pattern), how, dtype), how, columns)
+    return Sparse24Matrix(*encode(weight * kept(weight.abs(), pattern), how, dtype), how, columns)
 
 
-def stored(matrix: SlidMatrix) -> dict[str, Tensor]:
+def stored(matrix: Sparse24Matrix) -> dict[str, Tensor]:
     """The tensors of a slid folder, by what follows the Linear's name."""
     tensors = {"weight": matrix.values, "weight" + POSITIONS: matrix.positions}
     return tensors if matrix.scale is None else {**tensors, "weight" + SCALE: matrix.scale}
 
 
-def together(*matrices: SlidMatrix) -> SlidMatrix:
+def together(*matrices: Sparse24Matrix) -> Sparse24Matrix:
     """The matrix of all rows."""
     first = matrices[0]
     values = torch.cat([m.values.view(torch.uint8) for m in matrices]).view(first.values.dtype)
     positions, scales = torch.cat([m.positions for m in matrices]), [m.scale for m in matrices if m.scale is not None]
-    return SlidMatrix(values, positions, torch.cat(scales) if scales else None, first.how, first.columns)
+    return Sparse24Matrix(values, positions, torch.cat(scales) if scales else None, first.how, first.columns)
 
 
 def in_transformers(folder: Path, dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
@@ -88,17 +88,17 @@ def share_out(model: Any, ranks: int) -> None:
     """Let transformers quantise inputs of Linears whose columns are shared out as several ranks do, each with its own
     scale."""
 
-    def of(matrix: SlidMatrix) -> Callable[[Tensor], Tensor]:
+    def of(matrix: Sparse24Matrix) -> Callable[[Tensor], Tensor]:
         width, parts = matrix.columns // ranks, (matrix.values.chunk(ranks, -1), matrix.positions.chunk(ranks, -1))
         matrices = [
-            SlidMatrix(values.contiguous(), positions.contiguous(), matrix.scale, matrix.how, width)
+            Sparse24Matrix(values.contiguous(), positions.contiguous(), matrix.scale, matrix.how, width)
             for values, positions in zip(*parts, strict=True)
         ]
         prepared = [prepare(part, model.dtype) for part in matrices]
 
         def by_ranks(x: Tensor) -> Tensor:
             pieces = zip(x.chunk(ranks, -1), matrices, prepared, strict=True)
-            return torch.stack([slid_linear(piece, part, None, ready) for piece, part, ready in pieces]).sum(0)
+            return torch.stack([sparse24_linear(piece, part, None, ready) for piece, part, ready in pieces]).sum(0)
 
         return by_ranks
 

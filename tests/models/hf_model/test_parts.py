@@ -16,7 +16,7 @@ from transformers import (
     StableLmConfig,
 )
 
-from sparsepack.models.hf_model.fused import OWN_CODE, Parts, norms_by_one_kernel, parts_by, turned_by_torch
+from sparsepack.models.hf_model.fused import OWN_CODE, Parts, apply_rope_by_torch, norms_by_one_kernel, parts_by
 
 NORMS = {"input_layernorm", "post_attention_layernorm"}
 USUAL = {"self_attn", "mlp", *NORMS}
@@ -29,13 +29,13 @@ class Told:
         self.ran: list[str] = []
 
     def parts(self) -> Parts:
-        return Parts(self.turn_heads, self.silu_times, self.norm_rows)
+        return Parts(self.apply_rope, self.silu_times, self.norm_rows)
 
-    def turn_heads(self, query, key, cosine, sine):
+    def apply_rope(self, query, key, cosine, sine):
         if cosine.shape[-1] != query.shape[-1]:
             return None
-        self.ran.append("turn_heads")
-        return turned_by_torch(query, cosine, sine), turned_by_torch(key, cosine, sine)
+        self.ran.append("apply_rope")
+        return apply_rope_by_torch(query, cosine, sine), apply_rope_by_torch(key, cosine, sine)
 
     def silu_times(self, gate, up):
         self.ran.append("silu_times")
@@ -58,14 +58,14 @@ def made(config_of, **more) -> nn.Module:
 @pytest.mark.parametrize(
     ("config_of", "more", "names", "ran"),
     [
-        (LlamaConfig, {}, USUAL, {"turn_heads", "silu_times", "norm_rows"}),
-        (MistralConfig, {"sliding_window": 4}, USUAL, {"turn_heads", "silu_times", "norm_rows"}),
-        (Qwen3Config, {"head_dim": 32}, {*USUAL, "self_attn.q_norm", "self_attn.k_norm"}, {"turn_heads", "silu_times"}),
-        (LlamaConfig, {"hidden_act": "gelu"}, USUAL - {"mlp"}, {"turn_heads", "norm_rows"}),
-        (Gemma2Config, {"head_dim": 16}, {"self_attn"}, {"turn_heads"}),
-        (Phi3Config, {}, USUAL - {"mlp"}, {"turn_heads", "norm_rows"}),
+        (LlamaConfig, {}, USUAL, {"apply_rope", "silu_times", "norm_rows"}),
+        (MistralConfig, {"sliding_window": 4}, USUAL, {"apply_rope", "silu_times", "norm_rows"}),
+        (Qwen3Config, {"head_dim": 32}, {*USUAL, "self_attn.q_norm", "self_attn.k_norm"}, {"apply_rope", "silu_times"}),
+        (LlamaConfig, {"hidden_act": "gelu"}, USUAL - {"mlp"}, {"apply_rope", "norm_rows"}),
+        (Gemma2Config, {"head_dim": 16}, {"self_attn"}, {"apply_rope"}),
+        (Phi3Config, {}, USUAL - {"mlp"}, {"apply_rope", "norm_rows"}),
         (CohereConfig, {}, {"mlp"}, {"silu_times"}),  # turns neighbours
-        (StableLmConfig, {"partial_rotary_factor": 0.5}, {"self_attn", "mlp"}, {"turn_heads", "silu_times"}),
+        (StableLmConfig, {"partial_rotary_factor": 0.5}, {"self_attn", "mlp"}, {"apply_rope", "silu_times"}),
         (GPTNeoXConfig, {}, {"attention"}, set()),  # a part of each head, with one more argument
     ],
     ids=lambda value: value.__name__ if isinstance(value, type) else "",

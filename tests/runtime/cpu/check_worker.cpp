@@ -1,4 +1,4 @@
-// The worker of the offloaded neurons, asked by a thread as a device does; part of check_kernels. Built with
+// The worker of the offloaded neurons, request_ by a thread as a device does; part of check_kernels. Built with
 // -fsanitize=thread it shows whether both sides agree on who may read what and when.
 #include "check_kernels.h"
 #include "layout/repack.h"
@@ -25,7 +25,7 @@ Mailbox layout_of(int32_t blocks, int32_t neurons, int32_t hidden, int32_t seque
     return at;
 }
 
-struct Asked {
+struct NeuronRequest {
     std::vector<int32_t> indices;
     std::vector<float> gates, x;  // [texts][neurons], [texts][hidden]
 };
@@ -54,30 +54,31 @@ Case random_case(const Mailbox& at) {
     return made;
 }
 
-Asked random_request(const Mailbox& at, int32_t texts, int32_t active) {
-    Asked asked = {{}, std::vector<float>(size_t(texts) * at.neurons), normals(size_t(texts) * at.hidden)};
+NeuronRequest random_request(const Mailbox& at, int32_t texts, int32_t active) {
+    NeuronRequest request_ = {{}, std::vector<float>(size_t(texts) * at.neurons), normals(size_t(texts) * at.hidden)};
     for (int32_t text = 0; text < texts; text++)
-        for (int32_t left = active; left > 0; left--) asked.gates[text * at.neurons + below(at.neurons)] = uniform();
+        for (int32_t left = active; left > 0; left--) request_.gates[text * at.neurons + below(at.neurons)] = uniform();
     for (int32_t neuron = 0; neuron < at.neurons; neuron++) {
         bool any = false;
-        for (int32_t text = 0; text < texts; text++) any |= asked.gates[text * at.neurons + neuron] != 0;
-        if (any) asked.indices.push_back(neuron);
+        for (int32_t text = 0; text < texts; text++) any |= request_.gates[text * at.neurons + neuron] != 0;
+        if (any) request_.indices.push_back(neuron);
     }
-    return asked;
+    return request_;
 }
 
 // Writes the request of a block, and returns the answer when it is there; empty where the worker gave up.
-std::vector<float> ask(Case& c, int32_t block, int32_t number, int32_t texts, const Asked& asked) {
+std::vector<float> ask(Case& c, int32_t block, int32_t number, int32_t texts, const NeuronRequest& request_) {
     const Mailbox& at = c.at;
     uint8_t* request = c.memory.data() + at.requests + block * at.request_size;
     uint8_t* answer = c.memory.data() + at.answers + block * at.answer_size;
-    int32_t count = (int32_t)asked.indices.size();
+    int32_t count = (int32_t)request_.indices.size();
     for (int32_t i = 0; i < count; i++) {
-        ((int32_t*)(request + at.indices))[i] = asked.indices[i];
+        ((int32_t*)(request + at.indices))[i] = request_.indices[i];
         for (int32_t text = 0; text < texts; text++)
-            ((float*)(request + at.gates))[text * at.neurons + i] = asked.gates[text * at.neurons + asked.indices[i]];
+            ((float*)(request + at.gates))[text * at.neurons + i] =
+                request_.gates[text * at.neurons + request_.indices[i]];
     }
-    std::copy(asked.x.begin(), asked.x.end(), (float*)(request + at.x));
+    std::copy(request_.x.begin(), request_.x.end(), (float*)(request + at.x));
     __atomic_store_n((int32_t*)(request + at.count), count, __ATOMIC_RELAXED);
     __atomic_store_n((int32_t*)request, number, __ATOMIC_RELEASE);
     std::vector<float> y(size_t(texts) * at.hidden);
@@ -91,19 +92,19 @@ std::vector<float> ask(Case& c, int32_t block, int32_t number, int32_t texts, co
     return y;
 }
 
-std::vector<float> expected(const Neurons& n, int32_t texts, const Asked& asked) {
+std::vector<float> expected(const Neurons& n, int32_t texts, const NeuronRequest& request_) {
     std::vector<float> y(size_t(texts) * neuron_hidden(&n));
-    NeuronsWork work = {&n, (int32_t)n.count, nullptr, asked.x.data(), asked.gates.data(), texts, y.data()};
+    NeuronsWork work = {&n, (int32_t)n.count, nullptr, request_.x.data(), request_.gates.data(), texts, y.data()};
     scalar_kernels.neuron_matmul(&work);
     return y;
 }
 
-void check_answer(const std::vector<float>& found, const Neurons& n, int32_t texts, const Asked& asked,
+void check_answer(const std::vector<float>& found, const Neurons& n, int32_t texts, const NeuronRequest& request_,
                   const Kernels& k, const std::string& what) {
     double typical = 0;  // of all texts together
     for (int32_t text = 0; text < texts; text++)
-        typical += std::pow(typical_norm(n, &asked.x[text * neuron_hidden(&n)], &asked.gates[text * n.count]), 2);
-    check_near(found, expected(n, texts, asked), k.name, what, NORMWISE, NORMWISE * (float)std::sqrt(typical));
+        typical += std::pow(typical_norm(n, &request_.x[text * neuron_hidden(&n)], &request_.gates[text * n.count]), 2);
+    check_near(found, expected(n, texts, request_), k.name, what, NORMWISE, NORMWISE * (float)std::sqrt(typical));
 }
 
 void check_steps(const Kernels& k, const Mailbox& at, int threads) {
@@ -111,23 +112,23 @@ void check_steps(const Kernels& k, const Mailbox& at, int threads) {
     ColdWorker worker(k, c.views, at, c.memory.data(), threads, 60);
     for (int32_t number = 1; number < 6; number++) {
         int32_t texts = number % 2 ? at.sequences : 1;
-        std::vector<Asked> asked;
+        std::vector<NeuronRequest> request_;
         for (int32_t block = 0; block < at.blocks; block++) {
             int32_t actives[] = {0, 1, at.neurons / 3, 4 * at.neurons};
-            asked.push_back(random_request(at, texts, actives[(block + number) % 4]));
+            request_.push_back(random_request(at, texts, actives[(block + number) % 4]));
         }
         std::vector<std::vector<float>> found(at.blocks);
         worker.begin(number, texts);
         std::thread device([&] {
             for (int32_t block = 0; block < at.blocks; block++)
-                found[block] = ask(c, block, number, texts, asked[block]);
+                found[block] = ask(c, block, number, texts, request_[block]);
         });
         while (!worker.wait(number, 0.01)) continue;
         device.join();
         for (int32_t block = 0; block < at.blocks; block++)
-            check_answer(found[block], *c.views[block], texts, asked[block], k,
+            check_answer(found[block], *c.views[block], texts, request_[block], k,
                          text("worker of %d threads, %d texts, %d of %d neurons of %d channels", threads, texts,
-                              (int)asked[block].indices.size(), at.neurons, at.hidden));
+                              (int)request_[block].indices.size(), at.neurons, at.hidden));
     }
 }
 
@@ -163,13 +164,13 @@ void check_products(const Kernels& k, int64_t rows, int64_t columns, int32_t tex
         worker.begin(number, texts);
         std::thread device([&] {
             for (int32_t block = 0; block < at.blocks; block++) {
-                const AskedProduct& asked = at.products[block];
+                const MailboxProduct& request_ = at.products[block];
                 uint8_t* memory = c.memory.data();
-                std::copy(x[block].begin(), x[block].end(), (float*)(memory + asked.x));
-                __atomic_store_n((int32_t*)(memory + asked.request), number, __ATOMIC_RELEASE);
-                while (__atomic_load_n((int32_t*)(memory + asked.answer), __ATOMIC_ACQUIRE) != number)
+                std::copy(x[block].begin(), x[block].end(), (float*)(memory + request_.x));
+                __atomic_store_n((int32_t*)(memory + request_.request), number, __ATOMIC_RELEASE);
+                while (__atomic_load_n((int32_t*)(memory + request_.answer), __ATOMIC_ACQUIRE) != number)
                     std::this_thread::yield();
-                const float* y = (const float*)(memory + asked.y);
+                const float* y = (const float*)(memory + request_.y);
                 found[block].assign(y, y + texts * rows);
                 if (!skips) ask(c, block, number, texts, random_request(at, texts, 0));
             }
@@ -196,13 +197,13 @@ void check_interrupts(const Kernels& k) {
     Case c = random_case(at);
     ColdWorker worker(k, c.views, at, c.memory.data(), 3, 60);
     for (int32_t number = 1; number < 30; number++) {
-        std::vector<Asked> asked;
-        for (int32_t block = 0; block < at.blocks; block++) asked.push_back(random_request(at, 1, 200));
+        std::vector<NeuronRequest> request_;
+        for (int32_t block = 0; block < at.blocks; block++) request_.push_back(random_request(at, 1, 200));
         std::vector<float> last;
         worker.begin(number, 1);
         std::thread device([&] {
             for (int32_t block = 0; block < at.blocks; block++) {
-                last = ask(c, block, number, 1, asked[block]);
+                last = ask(c, block, number, 1, request_[block]);
                 if (last.empty()) return;
             }
         });
@@ -218,7 +219,7 @@ void check_interrupts(const Kernels& k) {
         }
         device.join();
         check(failed == interrupted, k.name, "an interrupted step");
-        if (!interrupted) check_answer(last, *c.views.back(), 1, asked.back(), k, "a step after an interrupted one");
+        if (!interrupted) check_answer(last, *c.views.back(), 1, request_.back(), k, "a step after an interrupted one");
     }
 }
 

@@ -243,7 +243,7 @@ def test_sizes_that_do_not_fit_are_refused() -> None:
         operations.cold_worker(records[:1], memory, layout)
     with pytest.raises(ValueError, match="as wide"):
         operations.cold_worker([records[0], operations.load_neurons(measure.records(64, 512))], memory, layout)
-    with pytest.raises(ValueError, match="size of the hand-over"):
+    with pytest.raises(ValueError, match="size of the mailbox"):
         operations.cold_worker(records, memory[:-1], layout)
     worker = operations.cold_worker(records, memory, layout)
     with pytest.raises(ValueError, match="room"):

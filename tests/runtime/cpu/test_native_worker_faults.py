@@ -33,7 +33,7 @@ def test_a_device_that_stops_asking_is_an_error() -> None:
     side.worker.begin(1)
     with pytest.raises(RuntimeError, match="has waited"):
         side.worker.end(1)
-    assert side.seen.answered[:2].tolist() == [1, 0]
+    assert side.seen.answer_numbers[:2].tolist() == [1, 0]
 
 
 def test_a_device_that_gave_up_is_an_error_before_the_worker_gives_up() -> None:
@@ -49,11 +49,11 @@ def test_a_request_for_neurons_that_are_not_is_an_error(bad: int) -> None:
     side = made(Mailbox(2, 64, 256, 1))
     side.worker.begin(1)
     side.seen.count[0], side.seen.indices[0, 0] = 1, bad
-    side.seen.requested[0] = 1
+    side.seen.request_numbers[0] = 1
     with pytest.raises(RuntimeError, match="neurons that there are not"):
         side.worker.end(1)
     assert side.seen.abort[0] == Abort.BAD_REQUEST
-    assert side.seen.answered[0] == 0
+    assert side.seen.answer_numbers[0] == 0
 
 
 @pytest.mark.parametrize("bad", [-1, 65])
@@ -61,7 +61,7 @@ def test_a_count_that_is_none_is_an_error(bad: int) -> None:
     side = made(Mailbox(1, 64, 256, 1))
     side.worker.begin(1)
     side.seen.count[0] = bad
-    side.seen.requested[0] = 1
+    side.seen.request_numbers[0] = 1
     with pytest.raises(RuntimeError, match="neurons that there are not"):
         side.worker.end(1)
 

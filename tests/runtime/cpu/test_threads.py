@@ -15,7 +15,7 @@ def test_more_threads_than_the_system_starts_are_the_users_mistake(monkeypatch: 
         raise RuntimeError(reason)
 
     monkeypatch.setattr(decoder, "native", lambda: SimpleNamespace(Decoder=refuses))
-    monkeypatch.setattr(decoder, "_built", lambda *_: None)
+    monkeypatch.setattr(decoder, "_build_model", lambda *_: None)
     monkeypatch.setattr(decoder, "attention_of", lambda *_: None)
     monkeypatch.setattr(decoder, "instruction_set", lambda: "plain")
     packed = SimpleNamespace(architecture=SimpleNamespace(vocabulary=1), attention=None, mlp_kind=DENSE)

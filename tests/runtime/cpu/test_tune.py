@@ -12,7 +12,7 @@ from sparsepack.cli import main
 from sparsepack.errors import OutputError
 from sparsepack.runtime.cpu import tune as tuning
 from sparsepack.runtime.cpu.machine import FORCED, instruction_set
-from sparsepack.runtime.cpu.tune import SCHEMA, CpuTileConfig, measure, read_tuned, tile_config, tuned, tuned_path
+from sparsepack.runtime.cpu.tune import SCHEMA, CpuTileConfig, measure, read_tuning, tile_config, tuned, tuning_path
 
 pytestmark = [mark for parameter in instruction_set_params()[:1] for mark in parameter.marks]
 SHAPE, OTHER = (1100, 24), (300, 16)
@@ -33,19 +33,19 @@ def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 def keep(content: Any, threads: int = 1) -> None:
     """Put content where what was measured on this machine is kept: text, or what becomes JSON."""
-    path = tuned_path(instruction_set(), threads)
+    path = tuning_path(instruction_set(), threads)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(content if isinstance(content, str) else json.dumps(content))
     tuned.cache_clear()
 
 
 def kept_shapes(threads: int = 1) -> list[tuple[int, int]]:
-    return list(read_tuned(tuned_path(instruction_set(), threads)))
+    return list(read_tuning(tuning_path(instruction_set(), threads)))
 
 
 def test_what_was_measured_is_kept_whole_below_the_cache_folder(cache: Path) -> None:
     result = measure([SHAPE, OTHER, SHAPE], threads=1)
-    path = tuned_path(instruction_set(), 1)
+    path = tuning_path(instruction_set(), 1)
     assert result.pop("path") == str(path)
     assert [file for file in cache.rglob("*") if file.is_file()] == [path]
     assert json.loads(path.read_text()) == result
@@ -135,7 +135,7 @@ def test_the_command_prints_a_table_or_json(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("sparsepack.tuning.SHAPES", (SHAPE, OTHER))
     table = CliRunner().invoke(main, ["tune", "--threads", "1"])
     assert table.exit_code == 0, table.output
-    path = str(tuned_path(instruction_set(), 1))
+    path = str(tuning_path(instruction_set(), 1))
     for expected in ("1100 x 24", "300 x 16", "GB/s", f"{instruction_set()}, 1 thread, ", f"kept in {path}"):
         assert expected in table.stdout
     measured = CliRunner().invoke(main, ["tune", "--threads", "1", "--json", "-"])

@@ -78,12 +78,12 @@ def ask(seen: Views, block: int, number: int, x: Tensor, gates: Tensor) -> None:
     seen.indices[block, :count] = listed.int().numpy()
     seen.gates[block, :texts, :count] = gates[:, listed].numpy()
     seen.x[block, :texts] = x.numpy()
-    seen.requested[block] = number
+    seen.request_numbers[block] = number
 
 
 def answer(seen: Views, block: int, number: int, texts: int) -> Tensor:
     end = time.monotonic() + PATIENCE
-    while seen.count[block] and seen.answered[block] != number:
+    while seen.count[block] and seen.answer_numbers[block] != number:
         assert time.monotonic() < end, "no answer"
         assert not seen.abort[0], Abort(seen.abort[0])
         time.sleep(0)

@@ -38,7 +38,7 @@ def decoder(
     packed: PackedModel,
     kernels: Kernels,
     cached: float,
-    links: BandwidthProfile | None = EVEN,
+    bandwidth: BandwidthProfile | None = EVEN,
     activity: Tensor | None = None,
     plan: Plan | None = None,
     measured: BandwidthProfile | None = None,
@@ -46,7 +46,7 @@ def decoder(
     slow: Callable[..., Any] | None = None,
     **options: Any,
 ) -> CudaDecoder:
-    chosen = EngineOptions(device="cuda", cached=cached, threads=2, links=links, **options)
+    chosen = EngineOptions(device="cuda", cached=cached, threads=2, bandwidth=bandwidth, **options)
     device = torch.device("cuda")
     plan = plan or planned(packed, context, "f32", chosen)
     cpu_gpu = CpuGpu(packed, operations, device, chosen, plan, measured, slow, kernels, activity)

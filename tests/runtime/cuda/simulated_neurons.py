@@ -55,7 +55,7 @@ def neuron_list(defines: Any, grid: Any, gates: Tensor, neurons: int, x: Tensor,
         _put(found, found, after, index, gates_of)
         counts.copy_(torch.tensor([len(found), len(found), 0]))
         return
-    tables, table_pitch, version, links, seen, seen_pitch, kept, number, begins, *request = division
+    tables, table_pitch, version, bandwidth, seen, seen_pitch, kept, number, begins, *request = division
     request_number, request_indices, request_gates, request_x, traffic, *_ = request
     assert (table_pitch, seen_pitch, kept) == (tables.stride(0), seen.stride(0), len(seen))
     number[0] = next_number(int(number[0])) if begins else number[0]
@@ -63,7 +63,9 @@ def neuron_list(defines: Any, grid: Any, gates: Tensor, neurons: int, x: Tensor,
     seen[int(number[0]) % kept] = torch.where(words >= 1 << 31, words - (1 << 32), words).int()
     slots = tables[int(version)][found.long()]
     resident, offloaded = found[slots >= 0], found[slots < 0]
-    bus = over_the_bus(len(resident), len(offloaded), BandwidthProfile(*(1 / links[:3]).tolist(), float(links[3])))
+    bus = over_the_bus(
+        len(resident), len(offloaded), BandwidthProfile(*(1 / bandwidth[:3]).tolist(), float(bandwidth[3]))
+    )
     beside, over = offloaded[: len(offloaded) - bus], offloaded[len(offloaded) - bus :]
     _put(torch.cat([slots[slots >= 0], over]), torch.cat([resident, over]), after, index, gates_of)
     _put(beside, beside, after, request_indices, request_gates)

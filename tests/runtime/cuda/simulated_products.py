@@ -19,7 +19,7 @@ from sparsepack.runtime.cuda.products.rows import RowsFp16
 from sparsepack.runtime.cuda.products.tile_config import COLUMNS_AT_ONCE, CudaTileConfig
 from sparsepack.runtime.cuda.products.zigzag_products import Input, Output
 from sparsepack.runtime.reference import products as reference
-from sparsepack.runtime.threshold_controller import TextScale
+from sparsepack.runtime.threshold_controller import SequenceScale
 
 ACTIVATIONS = list(reference.ACTIVATION_FUNCTIONS.values())
 ONE_SPLIT = CudaTileConfig(2, 8, 8, 1)
@@ -156,17 +156,19 @@ def pick_likeliest(
     ids: Tensor,
     best: Tensor,
     positions: Tensor | None = None,
-    held: CudaThresholdController | None = None,
+    controller: CudaThresholdController | None = None,
 ) -> None:
     ids.copy_(candidates[:, 0])
     best.copy_(candidates[:, 1].int().view(torch.float32))
     if positions is not None:
         positions += 1
-    if held is None:
+    if controller is None:
         return
-    for n, (scale, steps, skipped) in enumerate(zip(held.scales, held.steps, held.skipped, strict=True)):
-        if held.moving is None or held.moving[n]:
-            text = held.controller.after(TextScale(float(scale), int(steps)), int(skipped))
-            scale.copy_(torch.tensor(text.scale))
-            steps.copy_(torch.tensor(text.steps))
-    held.skipped.zero_()
+    for n, (scale, steps, skipped) in enumerate(
+        zip(controller.scales, controller.steps, controller.skipped, strict=True)
+    ):
+        if controller.moving is None or controller.moving[n]:
+            scaled = controller.controller.after(SequenceScale(float(scale), int(steps)), int(skipped))
+            scale.copy_(torch.tensor(scaled.scale))
+            steps.copy_(torch.tensor(scaled.steps))
+    controller.skipped.zero_()

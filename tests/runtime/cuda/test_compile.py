@@ -101,7 +101,7 @@ VARIANTS = {
     "site_counts": [
         (f"INPUT={type}", f"CRITERIA={criteria}", f"ACTIVE={type % 2}") for type, criteria in ((0, 2), (1, 1), (2, 2))
     ],
-    "turn_heads": [(f"INPUT={type}",) for type in range(3)],
+    "apply_rope": [(f"INPUT={type}",) for type in range(3)],
     "silu_times": [(f"INPUT={type}",) for type in range(3)],
     "norm_rows": [(f"INPUT={type}", f"ROUNDS={rounds}") for type, rounds in ((1, 1), (2, 32))],
     "quantise_slide": [

@@ -26,16 +26,16 @@ from sparsepack.runtime.cuda.driver.kernel_set import Kernels
 from sparsepack.runtime.engine import Engine
 from sparsepack.runtime.generation.sampling import Sampler, Sampling
 from sparsepack.runtime.hybrid import cpu_gpu
-from sparsepack.runtime.hybrid.cpu_gpu import assumed_links
+from sparsepack.runtime.hybrid.cpu_gpu import default_profile
 from sparsepack.runtime.hybrid.policy import Moves
 
 skip_without_kernels()
 
 
-@each_value({"cached": [0.3, 0.0, 1.0], "links": list(LINKS)})
-def test_steps_compute_what_the_reference_computes(kernels: Kernels, cached: float, links: str) -> None:
+@each_value({"cached": [0.3, 0.0, 1.0], "bandwidth": list(LINKS)})
+def test_steps_compute_what_the_reference_computes(kernels: Kernels, cached: float, bandwidth: str) -> None:
     packed = model()
-    engine, reference = decoder(packed, kernels, cached, LINKS[links]), Engine(packed, backend="reference")
+    engine, reference = decoder(packed, kernels, cached, LINKS[bandwidth]), Engine(packed, backend="reference")
     assert largest_difference(steps(engine, IDS), reference.teacher_forced(IDS.tolist(), 0)) < 0.05
     counts = {key: share * 13 * packed.layers[key[0]].units[key[1]] for key, share in reference.activity().items()}
     assert engine.active() == pytest.approx(counts, abs=2)
@@ -46,9 +46,9 @@ def test_steps_compute_what_the_reference_computes(kernels: Kernels, cached: flo
     assert counted.needed == records
     traffic = engine.traffic_stats.traffic
     assert (traffic.resident, traffic.bus + traffic.worker) == (counted.hits, counted.needed - counted.hits)
-    assert links != "bus alone" or traffic.worker == traffic.handed == 0
-    assert links != "processor alone" or traffic.bus == 0
-    assert cached == 1.0 or (traffic.worker > 0) == (traffic.handed > 0) == (links != "bus alone")
+    assert bandwidth != "bus alone" or traffic.worker == traffic.handed == 0
+    assert bandwidth != "processor alone" or traffic.bus == 0
+    assert cached == 1.0 or (traffic.worker > 0) == (traffic.handed > 0) == (bandwidth != "bus alone")
     assert cached in (0.0, 1.0) or 0 < counted.hits < counted.needed
     assert cached not in (0.0, 1.0) or counted.hits == cached * counted.needed
     engine.reset()
@@ -164,12 +164,12 @@ def test_who_was_active_is_seen_as_the_reference_sees_it(kernels: Kernels) -> No
     assert 0.3 < share < 0.7
 
 
-@each_value({"links": list(LINKS), "sequences": [2, 5, 8]})
-def test_several_texts_share_the_slots_and_the_union(kernels: Kernels, sequences: int, links: str) -> None:
+@each_value({"bandwidth": list(LINKS), "sequences": [2, 5, 8]})
+def test_several_texts_share_the_slots_and_the_union(kernels: Kernels, sequences: int, bandwidth: str) -> None:
     """Of prompts of different lengths; one text stands still for a step."""
     packed = model(intermediate_size=301)
     texts = torch.randint(300, (sequences, 9), generator=torch.Generator().manual_seed(2))
-    engine = decoder(packed, kernels, 0.3, LINKS[links], policy="lru", sequences=sequences)
+    engine = decoder(packed, kernels, 0.3, LINKS[bandwidth], policy="lru", sequences=sequences)
     reference = Engine(packed, backend="reference", sequences=sequences)
     for _ in range(2):
         for n, ids in enumerate(texts[:, :4]):
@@ -186,7 +186,7 @@ def test_several_texts_share_the_slots_and_the_union(kernels: Kernels, sequences
         assert counted.tokens == 5
         assert counted.needed == sum(count for (_, name), count in engine.active().items() if name == "mlp_records")
         assert (traffic.resident, traffic.bus + traffic.worker) == (counted.hits, counted.needed - counted.hits)
-        assert links == "both" or (traffic.worker > 0) == (links == "processor alone")
+        assert bandwidth == "both" or (traffic.worker > 0) == (bandwidth == "processor alone")
         engine.reset()
         reference.reset()
 
@@ -204,17 +204,17 @@ def test_tokens_are_chosen_as_without_slots(kernels: Kernels) -> None:
 
 
 def test_where_the_links_come_from_is_told(kernels: Kernels) -> None:
-    def said(**links: BandwidthProfile | None) -> str:
-        return decoder(model(), kernels, 0.3, **links).description
+    def said(**bandwidth: BandwidthProfile | None) -> str:
+        return decoder(model(), kernels, 0.3, **bandwidth).description
 
     assert said().endswith("with slots, slow, links given")
-    assert said(links=None, measured=EVEN).endswith("with slots, slow, links measured")
-    assert said(links=None).endswith("with slots, slow, links assumed as of pcie5")
+    assert said(bandwidth=None, measured=EVEN).endswith("with slots, slow, links measured")
+    assert said(bandwidth=None).endswith("with slots, slow, links assumed as of pcie5")
 
 
 def test_assumed_links_are_those_of_kernels_and_not_of_copies() -> None:
-    of_copies = MACHINES["pcie5"].rates(9216).links
-    assumed = assumed_links(9216)
+    of_copies = MACHINES["pcie5"].rates(9216).bandwidth
+    assumed = default_profile(9216)
     assert assumed.bus * 9216 == pytest.approx(46.75e9)
     assert assumed.far_bus == pytest.approx(49.5e9)
     assert replace(assumed, bus=of_copies.bus, far_bus=of_copies.far_bus) == of_copies

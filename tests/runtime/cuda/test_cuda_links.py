@@ -20,7 +20,7 @@ from sparsepack.cli.commands.tune import tuning_table
 from sparsepack.errors import OutputError, UserError
 from sparsepack.models.checkpoint.checkpoint import open_checkpoint
 from sparsepack.runtime.cuda.driver.kernel_set import Kernels
-from sparsepack.runtime.hybrid import bandwidth as links
+from sparsepack.runtime.hybrid import bandwidth as bandwidth
 from sparsepack.runtime.hybrid import measure_bandwidth as card
 from sparsepack.tuning import tune
 
@@ -40,23 +40,23 @@ def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def _slow_hand_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the simulated GPU takes says nothing: a step with hand-overs shall take longer."""
+    """What the simulated GPU takes says nothing: a step with requests shall take longer."""
     figure = card._figure
-    monkeypatch.setattr(card, "_figure", lambda name, taken: figure(name, taken) + (name == "steps with hand-overs"))
+    monkeypatch.setattr(card, "_figure", lambda name, taken: figure(name, taken) + (name == "steps with requests"))
 
 
 @pytest.mark.usefixtures("_slow_hand_over")
 def test_every_speed_is_measured_kept_and_read_again(isa: str, kernels: Kernels) -> None:
     device = kernels.usable(DEVICE)
-    assert links.measured_links(None, 512, device, kernels) is None
-    (row,) = links.measure([512, 512], device, None, kernels)
+    assert bandwidth.load_profile(None, 512, device, kernels) is None
+    (row,) = bandwidth.measure([512, 512], device, None, kernels)
     for of in (row["together"], row["alone"]):
         assert all(0 < value < math.inf for value in of.values())
     assert 0 < row["copies"] < math.inf
-    kept = links.measured_links(None, 512, device, kernels)
+    kept = bandwidth.load_profile(None, 512, device, kernels)
     assert kept is not None
     assert asdict(kept) == row["together"]
-    assert links.measured_links(None, 256, device, kernels) is None
+    assert bandwidth.load_profile(None, 256, device, kernels) is None
     shown = tuning_table({"shapes": [], "gpu_info": "some GPU", "path": "there", "links": [row]})
     share = f"{100 * row['alone']['bus'] / row['copies']:.0f} %"
     assert share in shown
@@ -70,11 +70,11 @@ def test_what_was_measured_with_another_gpu_is_ignored(isa: str) -> None:
         device_name = staticmethod(lambda device: "another GPU")
 
     with simulated.launches():
-        (row,) = links.measure([256], DEVICE, None, simulated.KERNELS)
-    assert links.measured_links(None, 256, DEVICE, Other()) is None
+        (row,) = bandwidth.measure([256], DEVICE, None, simulated.KERNELS)
+    assert bandwidth.load_profile(None, 256, DEVICE, Other()) is None
     content = json.loads(Path(row["path"]).read_text())
     Path(row["path"]).write_text(json.dumps({**content, "gpu_info": "another GPU"}))
-    assert links.measured_links(None, 256, DEVICE, simulated.KERNELS) is None
+    assert bandwidth.load_profile(None, 256, DEVICE, simulated.KERNELS) is None
 
 
 @pytest.mark.usefixtures("_slow_hand_over")
@@ -95,7 +95,7 @@ def test_what_a_graph_reads_lives_as_long_as_the_graph(isa: str) -> None:
             return simulated.Graph(replay)
 
     with simulated.launches():
-        links.measure([256], DEVICE, None, Forgetful())
+        bandwidth.measure([256], DEVICE, None, Forgetful())
 
 
 def test_threads_beside_a_gpu_are_for_files_that_can_be_divided(
@@ -105,9 +105,9 @@ def test_threads_beside_a_gpu_are_for_files_that_can_be_divided(
 
     class Module:
         tune = staticmethod(lambda *of: {})
-        tune_links = staticmethod(lambda widths, device, threads: asked.append((widths, threads)))
+        tune_bandwidth = staticmethod(lambda widths, device, threads: asked.append((widths, threads)))
 
-    monkeypatch.setattr(tuning, "opened", lambda row: Module)
+    monkeypatch.setattr(tuning, "load_backend_module", lambda row: Module)
     file, other = tiny_by_neurons(tmp_path), tmp_path / "other.gguf"
     tune([file], "cuda", threads=3)
     tune([file], "cuda")
@@ -124,8 +124,8 @@ def test_hidden_links_end_what_needs_them_alone(isa: str, tmp_path: Path, monkey
         raise UserError("tune: other work hides the bus")
 
     shapes = {"shapes": [], "gpu_info": "a card", "path": "there"}
-    module = SimpleNamespace(tune=lambda *of: dict(shapes), tune_links=hidden)
-    monkeypatch.setattr(tuning, "opened", lambda row: module)
+    module = SimpleNamespace(tune=lambda *of: dict(shapes), tune_bandwidth=hidden)
+    monkeypatch.setattr(tuning, "load_backend_module", lambda row: module)
     file, other = tiny_by_neurons(tmp_path), tmp_path / "other.gguf"
     write_zigzag(open_checkpoint("shipped:tiny"), {}, other)
     found = tune([other], "cuda")
@@ -150,8 +150,8 @@ def test_a_figure_that_other_work_hides_is_refused_and_not_kept(isa: str, monkey
     figure, load = r"tune: \w.*: \d+ to \d+ us in 4 rounds", r"[\d.]+ threads wanted to run, and tune has \d+ cores?"
     said = rf"{figure}; other work .* \(before, {load}\); .* --threads than 1,"
     with simulated.launches(), pytest.raises(UserError, match=said):
-        links.measure([256], DEVICE, 1, simulated.KERNELS)
-    assert links.measured_links(None, 256, DEVICE, simulated.KERNELS) is None
+        bandwidth.measure([256], DEVICE, 1, simulated.KERNELS)
+    assert bandwidth.load_profile(None, 256, DEVICE, simulated.KERNELS) is None
 
 
 @pytest.mark.parametrize(
@@ -173,7 +173,7 @@ def test_rounds_that_do_not_agree_are_measured_anew(isa: str, monkeypatch: pytes
     monkeypatch.setattr(card, "NOISE", 0.2)
     monkeypatch.setattr(card, "ROUNDS", 4)
     rounds = iter([1.0, 2.0, 3.0, 4.0, *[5.0] * 4, *[9.0] * 4])
-    assert card._in_turns([lambda: {"the bus": next(rounds)}]) == {"the bus": 5.0}
+    assert card._interleaved_medians([lambda: {"the bus": next(rounds)}]) == {"the bus": 5.0}
     assert next(rounds) == 9.0, "measured once more than it took"
 
 
@@ -181,12 +181,12 @@ def test_a_cache_without_room_is_told_before_anything_is_measured(
     isa: str, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cache.write_text("a file")
-    monkeypatch.setattr(links, "measure_card", lambda *_: pytest.fail("measured"))
+    monkeypatch.setattr(bandwidth, "measure_card", lambda *_: pytest.fail("measured"))
     with pytest.raises(OutputError, match="set XDG_CACHE_HOME"):
-        links.measure([256], DEVICE, None, simulated.KERNELS)
+        bandwidth.measure([256], DEVICE, None, simulated.KERNELS)
 
 
 def test_hand_overs_that_take_no_time_are_noise(isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(card, "_figure", lambda name, taken: 1.0)
-    with simulated.launches(), pytest.raises(UserError, match="hand-overs: they take no longer"):
-        links.measure([256], DEVICE, None, simulated.KERNELS)
+    with simulated.launches(), pytest.raises(UserError, match="requests: they take no longer"):
+        bandwidth.measure([256], DEVICE, None, simulated.KERNELS)

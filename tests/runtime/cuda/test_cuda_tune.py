@@ -21,10 +21,10 @@ from sparsepack.runtime.cuda.products.tile_config import (
     SCHEMA,
     CudaTileConfig,
     measured_tile_config,
-    read_tuned,
+    read_tuning,
     tile_config_of,
     tuned,
-    tuned_path,
+    tuning_path,
 )
 
 SHAPE, OTHER = (1100, 320), (512, 64)
@@ -52,7 +52,7 @@ def row(shape: tuple[int, int] = SHAPE, of: CudaTileConfig = ANY, **changes: Any
 
 
 def keep(content: Any) -> None:
-    path = tuned_path(GPU)
+    path = tuning_path(GPU)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(content if isinstance(content, str) else json.dumps(content))
     tuned.cache_clear()
@@ -99,7 +99,7 @@ def test_gate_and_up_take_no_odd_number_of_bands() -> None:
 def test_a_tuning_that_is_damaged_or_impossible_is_ignored(content: Any) -> None:
     keep(content)
     assert measured_tile_config(SHAPE, DEVICE) is None
-    assert read_tuned(tuned_path(GPU)) == {}
+    assert read_tuning(tuning_path(GPU)) == {}
 
 
 class Imagined:
@@ -194,8 +194,8 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_tuning_is_kept_and_used(cache: Path) -> None:
     name = torch.cuda.get_device_name()
     result = tune.measure([SHAPE, OTHER, SHAPE], gates={OTHER})
-    assert result.pop("path") == str(tuned_path(name))
-    assert json.loads(tuned_path(name).read_text()) == result
+    assert result.pop("path") == str(tuning_path(name))
+    assert json.loads(tuning_path(name).read_text()) == result
     assert [(row["rows"], row["columns"]) for row in result["shapes"]] == [SHAPE, OTHER]
     assert result["shapes"][1]["tile_bands"] == 2
     matrix = PackedMatrix(codec.pack(torch.randn(*SHAPE)), MatrixFormat("Q4_K", "zigzag"), *SHAPE)

@@ -10,7 +10,7 @@ import torch
 from packed_models import by_neurons, random_model
 
 from sparsepack.errors import UserError
-from sparsepack.runtime.backend_module import chosen_backend
+from sparsepack.runtime.backend_module import choose_backend
 from sparsepack.runtime.cuda.driver import device
 from sparsepack.runtime.cuda.driver.device import usable
 from sparsepack.runtime.cuda.driver.kernel import architecture, nvrtc_version
@@ -38,7 +38,7 @@ def driver_of(monkeypatch: pytest.MonkeyPatch, version: int) -> None:
 
 
 def chosen() -> tuple[str, tuple[str, ...]]:
-    return chosen_backend(EngineOptions("cuda"), random_model("llama"))
+    return choose_backend(EngineOptions("cuda"), random_model("llama"))
 
 
 @pytest.mark.usefixtures("_gpu")
@@ -98,7 +98,7 @@ def test_a_device_that_is_not_there_is_an_error() -> None:
 def test_the_cuda_backend_runs_on_gpus_only() -> None:
     with pytest.raises(UserError, match=r"device cpu: the cuda backend runs on NVIDIA GPUs; use device cuda"):
         Engine(random_model("llama"), backend="cuda")
-    assert chosen_backend(EngineOptions(backend="cuda"), random_model("llama")) == ("cuda", ())
+    assert choose_backend(EngineOptions(backend="cuda"), random_model("llama")) == ("cuda", ())
 
 
 def test_other_backends_have_one_type_of_cache() -> None:

@@ -38,9 +38,9 @@ def parameters(
     layer = LayerAttention(channels=torch.arange(head_dim // 4).expand(kv_heads, -1))
     table = torch.zeros(context, head_dim // 2)
     shape = AttentionShape(heads, kv_heads, head_dim, 1e-5, table, table, (layer,), sequences, policy)
-    room = torch.empty(sequences, kv_heads, context, head_dim, dtype=torch.bfloat16, device="meta")
+    shared = torch.empty(sequences, kv_heads, context, head_dim, dtype=torch.bfloat16, device="meta")
     dense = attention.AttentionParameters.__new__(attention.AttentionParameters)
-    for name, value in {"shape": shape, "layer": layer, "keys": room, "values": room}.items():
+    for name, value in {"shape": shape, "layer": layer, "keys": shared, "values": shared}.items():
         object.__setattr__(dense, name, value)
     return double_sparsity.double_sparsity_parameters(dense, layer.channels, policy, largest_whole)
 
@@ -56,7 +56,7 @@ def test_common_models_have_room_on_every_gpu(
     of = parameters(heads, kv_heads, head_dim, context, sequences)
     cluster = double_sparsity.cluster_for(of)
     variant = double_sparsity.variant_for(of, cluster)
-    assert double_sparsity.fits(double_sparsity.room_for(of, cluster, variant), of.dense.keys.device)
+    assert double_sparsity.fits(double_sparsity.shared_memory_for(of, cluster, variant), of.dense.keys.device)
     assert cluster == 1 or gpu == "H100"
 
 

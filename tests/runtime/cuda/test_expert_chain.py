@@ -20,7 +20,7 @@ from sparsepack.runtime.cuda.decoder.decoder import CudaDecoder
 from sparsepack.runtime.cuda.products import zigzag
 from sparsepack.runtime.engine import Engine
 from sparsepack.runtime.generation.sampling import Sampler, Sampling
-from sparsepack.runtime.threshold_controller import threshold_controller_of
+from sparsepack.runtime.threshold_controller import new_controller
 
 pytestmark = pytest.mark.usefixtures("simulated_launches")
 
@@ -122,7 +122,7 @@ def test_a_held_share_scales_thresholds_as_the_reference_does(sequences: int) ->
     packed = model("gate beside up, weights as they are", rules=True)
     packed = replace(packed, manifest={**packed.manifest, "thresholds": {"sparsity": 0.7}})
     engine, reference = decoder(packed, sequences), Engine(packed, backend="reference", sequences=sequences, hold=True)
-    engine.control_thresholds(threshold_controller_of(packed))
+    engine.control_thresholds(new_controller(packed))
     texts = torch.randint(300, (sequences, 8), generator=torch.Generator().manual_seed(3))
     for ids in texts.t().tolist():
         assert largest_difference(engine.step(ids, True), reference.step_all(ids)) < 1e-3

@@ -61,13 +61,13 @@ def decoder(
     kernels: Kernels,
     times: float,
     slots: int = 90,
-    links: BandwidthProfile = EVEN,
+    bandwidth: BandwidthProfile = EVEN,
     copied: range = range(2),
     packed: PackedModel | None = None,
     **options: Any,
 ) -> CudaDecoder:
     packed = packed or model()
-    chosen = EngineOptions(device="cuda", vram="1GB", gate_copy=times, threads=2, links=links, **options)
+    chosen = EngineOptions(device="cuda", vram="1GB", gate_copy=times, threads=2, bandwidth=bandwidth, **options)
     parts = parts_of(packed, 128, "f32", chosen.sequences or 1, gate_copies=True)
     plan = Plan(parts, slots, parts.blocks, copied.start, copied=len(copied))
     cpu_gpu = CpuGpu(packed, operations, torch.device("cuda"), chosen, plan, kernels=kernels)
@@ -100,12 +100,12 @@ def stepped(engine: Engine) -> Tensor:
     return torch.stack([engine.step(id) for id in IDS.tolist()])
 
 
-@each_value({"links": LINKS, "slots": [0, 90, 602]})
+@each_value({"bandwidth": LINKS, "slots": [0, 90, 602]})
 def test_steps_compute_what_the_reference_computes_with_the_same_lists(
-    kernels: Kernels, slots: int, links: str, monkeypatch: pytest.MonkeyPatch
+    kernels: Kernels, slots: int, bandwidth: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = stepped(reference_of(1.05, monkeypatch))
-    engine = decoder(kernels, 1.05, slots, LINKS[links])
+    engine = decoder(kernels, 1.05, slots, LINKS[bandwidth])
     found = steps(engine, IDS)
     assert largest_difference(found, expected) < 0.05
     monkeypatch.undo()
@@ -113,8 +113,8 @@ def test_steps_compute_what_the_reference_computes_with_the_same_lists(
     assert largest_difference(exact.teacher_forced(IDS.tolist(), 0), expected) > 0.05, "the copy loses some"
     traffic, counted = engine.traffic_stats.traffic, engine.hit_counts
     assert (traffic.resident, traffic.bus + traffic.worker) == (counted.hits, counted.needed - counted.hits)
-    assert slots == 602 or (traffic.worker > 0) == (links != "bus alone")
-    assert slots == 602 or (traffic.bus > 0) == (links != "processor alone")
+    assert slots == 602 or (traffic.worker > 0) == (bandwidth != "bus alone")
+    assert slots == 602 or (traffic.bus > 0) == (bandwidth != "processor alone")
     listed = [count for (_, name), count in engine.active().items() if name == "mlp_records"]
     read = [count for (_, name), count in engine.active().items() if name == "mlp_gate"]
     assert 0 < sum(listed) < 13 * 602
@@ -157,9 +157,9 @@ def test_several_texts_share_the_list(kernels: Kernels, sequences: int, monkeypa
 
 
 def test_a_listed_neuron_takes_a_gate_and_the_record_of_some() -> None:
-    links = GateCopies(range(2), 2.0).links_of_listed(BandwidthProfile(3.0, 2.0, 1.0, 5e-6))
-    assert links == BandwidthProfile(3.0, 2.0, 1.0, 5e-6)
-    assert GateCopies(range(2), 1.0).links_of_listed(BandwidthProfile(3.0, 1.5, 0.75)) == BandwidthProfile(
+    bandwidth = GateCopies(range(2), 2.0).listed_bandwidth(BandwidthProfile(3.0, 2.0, 1.0, 5e-6))
+    assert bandwidth == BandwidthProfile(3.0, 2.0, 1.0, 5e-6)
+    assert GateCopies(range(2), 1.0).listed_bandwidth(BandwidthProfile(3.0, 1.5, 0.75)) == BandwidthProfile(
         2.0, 1.0, 0.5
     )
 

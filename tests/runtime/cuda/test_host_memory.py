@@ -27,7 +27,7 @@ class Refusing:
         self.unpinned.append(address)
 
 
-@pytest.mark.parametrize("purpose", ["records", "the hand-over"])
+@pytest.mark.parametrize("purpose", ["records", "the mailbox"])
 def test_pinning_that_is_refused_is_one_line_with_its_size(purpose: str, monkeypatch: pytest.MonkeyPatch) -> None:
     driver, mapped = Refusing(), list[weakref.ref[mmap]]()
 

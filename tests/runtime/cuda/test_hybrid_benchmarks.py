@@ -41,7 +41,7 @@ def _card(simulated_card: None, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in here.items():
         monkeypatch.setattr(hybrid_decode, name, value)
     monkeypatch.setattr(budgets, "measure", lambda widths, device, threads: measured.append(LINKS))
-    monkeypatch.setattr(budgets, "measured_links", lambda threads, hidden, device: measured[0] if measured else None)
+    monkeypatch.setattr(budgets, "load_profile", lambda threads, hidden, device: measured[0] if measured else None)
     made = hybrid_matrices.random_model
     there = {
         "Engine": engine,

@@ -9,9 +9,9 @@ import torch
 
 from sparsepack.errors import UserError
 from sparsepack.placement.budget import DRIVER_BYTES, Parts, plan_within, work_of
-from sparsepack.runtime.cuda.driver.memory import LIBRARY_BYTES, check_room, check_use, within_budget
+from sparsepack.runtime.cuda.driver.memory import LIBRARY_BYTES, check_capacity, check_use, within_budget
 
-WORK = work_of(hidden=256, intermediate=300, blocks=2, vocabulary=300, texts=1, record=288, model=10**6)
+WORK = work_of(hidden=256, intermediate=300, blocks=2, vocabulary=300, sequences=1, record=288, model=10**6)
 PARTS = Parts(1000, 1000, (10, 10), (10, 10), record=288, neurons=300, cache=1000, work=WORK)
 PLAN = plan_within(PARTS, PARTS.least + 40_000)
 
@@ -35,9 +35,9 @@ def test_without_a_budget_nothing_is_exceeded() -> None:
 
 
 def test_a_card_that_others_use_is_refused_before_anything_is_loaded() -> None:
-    check_room(PLAN, PLAN.card_bytes, torch.device("cuda"))
+    check_capacity(PLAN, PLAN.card_bytes, torch.device("cuda"))
     with pytest.raises(UserError, match=r"device cuda: 0\.00GB of its memory are free, and .* end the processes"):
-        check_room(PLAN, 1000, torch.device("cuda"))
+        check_capacity(PLAN, 1000, torch.device("cuda"))
 
 
 class Card:

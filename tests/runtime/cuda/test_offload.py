@@ -145,9 +145,9 @@ def test_memory_that_the_host_does_not_have_is_refused(monkeypatch: pytest.Monke
 @pytest.mark.parametrize(("processor", "room"), [("sm_80", 163 << 10), ("sm_86", 99 << 10), ("sm_90", 227 << 10)])
 @pytest.mark.parametrize("tokens", [Fraction(1, 16), Fraction(1, 4), Fraction(1, 2)])
 def test_where_selecting_finds_room_attending_does(
-    processor: str, room: int, tokens: Fraction, monkeypatch: pytest.MonkeyPatch
+    processor: str, shared: int, tokens: Fraction, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(double_sparsity, "shared_limit", lambda device: room)
+    monkeypatch.setattr(double_sparsity, "shared_limit", lambda device: shared)
     monkeypatch.setattr(double_sparsity, "multiprocessors", lambda device: 108)
     for context in range(2_000, 60_000, 3_700):
         policy = TokenPolicy(tokens)
@@ -160,6 +160,6 @@ def test_where_selecting_finds_room_attending_does(
         of.most_read = partial(double_sparsity.DoubleSparsityParameters.most_read, of)
         for cluster in (1,) if processor != "sm_90" else double_sparsity.CLUSTERS:
             variant = double_sparsity.variant_for(of, cluster)
-            selecting = double_sparsity.room_for(of, cluster, variant)
-            attending = double_sparsity.room_for(of, cluster, variant, selects=False)
+            selecting = double_sparsity.shared_memory_for(of, cluster, variant)
+            attending = double_sparsity.shared_memory_for(of, cluster, variant, selects=False)
             assert attending.total <= selecting.total

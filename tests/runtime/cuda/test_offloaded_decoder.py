@@ -29,7 +29,7 @@ from sparsepack.runtime.hybrid.cpu_gpu import CpuGpu
 from sparsepack.runtime.hybrid.offloaded import offloaded_matrices
 from sparsepack.runtime.hybrid.plan import parts_of
 from sparsepack.runtime.options import EngineOptions
-from sparsepack.runtime.threshold_controller import threshold_controller_of
+from sparsepack.runtime.threshold_controller import new_controller
 
 skip_without_kernels()
 
@@ -61,9 +61,9 @@ def where(packed: PackedModel, attention: int, gates: int, downs: int) -> Plan:
 
 
 def decoder(
-    packed: PackedModel, kernels: Kernels, plan: Plan, links: BandwidthProfile = EVEN, **options: Any
+    packed: PackedModel, kernels: Kernels, plan: Plan, bandwidth: BandwidthProfile = EVEN, **options: Any
 ) -> CudaDecoder:
-    chosen = EngineOptions(device="cuda", vram="8GB", threads=2, links=links, **options)
+    chosen = EngineOptions(device="cuda", vram="8GB", threads=2, bandwidth=bandwidth, **options)
     cpu_gpu = CpuGpu(packed, operations, torch.device("cuda"), chosen, plan, kernels=kernels)
     return decoder_of(packed, 128, chosen, kernels, plan, cpu_gpu)
 
@@ -87,13 +87,13 @@ def test_wherever_matrices_lie_the_logits_are_the_references(
     assert largest_difference(engine.teacher_forced(IDS, 5, False), reference.teacher_forced(texts, 5)) < ROUNDED
 
 
-@pytest.mark.parametrize("links", LINKS)
-def test_either_side_may_have_most_of_it(links: str, kernels: Kernels) -> None:
+@pytest.mark.parametrize("bandwidth", LINKS)
+def test_either_side_may_have_most_of_it(bandwidth: str, kernels: Kernels) -> None:
     packed = model("odd")
     expected = Engine(packed, backend="reference").teacher_forced(IDS.tolist(), 0)
-    engine = decoder(packed, kernels, where(packed, 0, 0, 0), LINKS[links])
+    engine = decoder(packed, kernels, where(packed, 0, 0, 0), LINKS[bandwidth])
     assert largest_difference(engine.teacher_forced(IDS, 0, True), expected) < NEAR
-    assert bool(engine.cpu_gpu.offloaded) == (links != "bus alone")
+    assert bool(engine.cpu_gpu.offloaded) == (bandwidth != "bus alone")
 
 
 @pytest.mark.parametrize("hold", [False, True])
@@ -104,7 +104,7 @@ def test_several_texts_leave_out_what_none_of_them_needs(hold: bool, kernels: Ke
     near = decoder(packed, kernels, where(packed, 3, 3, 3), sequences=3)
     for each in (engine, near):
         if hold:
-            each.control_thresholds(threshold_controller_of(packed))
+            each.control_thresholds(new_controller(packed))
     same: list[bool] = []
     units = sum(sum(layer.units.values()) for layer in packed.layers)
     for n, ids in enumerate(texts.t().tolist()):
@@ -143,8 +143,8 @@ def test_within_a_budget_down_matrices_leave_the_card_first(name: str, kernels: 
 def test_what_a_token_took_is_told(kernels: Kernels) -> None:
     packed = model("llama")
     plan = where(packed, 3, 2, 1)
-    links = replace(EVEN, near=1e9, far_bus=1e8, far_worker=1e8)
-    engine = decoder(packed, kernels, plan, links)
+    bandwidth = replace(EVEN, near=1e9, far_bus=1e8, far_worker=1e8)
+    engine = decoder(packed, kernels, plan, bandwidth)
     engine.teacher_forced(IDS, 5, True)
     found = per_token(engine.traffic_stats, 1e-3)
     active = {block: engine.active()[block, "mlp_mid"] for block in range(3)}
@@ -202,9 +202,9 @@ def test_offloaded_matrices_of_one_band_are_read_over_the_bus_alone(kernels: Ker
 
 
 def test_what_is_for_neurons_is_refused() -> None:
-    from sparsepack.runtime.backends import backend_named
+    from sparsepack.runtime.backends import find_backend
 
-    packed, row = model("llama"), backend_named("cuda")
+    packed, row = model("llama"), find_backend("cuda")
     check_features(row, EngineOptions(device="cuda", vram="8GB"), packed)
     for options in ({"policy": "static"}, {"gate_copy": 1.5}):
         with pytest.raises(UserError, match=f"{next(iter(options))}: the model's MLPs are not stored by neurons"):

@@ -82,10 +82,10 @@ def test_who_is_slow_gets_few_bands_of_offloaded_matrices(near: BandwidthProfile
 @pytest.mark.parametrize(("bands", "near", "tile_bands"), [(32, 16, 8), (20, 12, 4), (14, 8, 2), (9, 5, 1), (3, 2, 1)])
 def test_whole_tiles_are_divided(bands: int, near: int, tile_bands: int) -> None:
     packed = model(**{**WIDE, "intermediate_size": 256 * bands}, hidden_size=512)
-    links = BandwidthProfile(1.0, bus=1.2, worker=1.0)
+    bandwidth = BandwidthProfile(1.0, bus=1.2, worker=1.0)
     far = [
         each
-        for each in offloaded_matrices(packed, whole_in_host_memory(packed, 0, 0), links)
+        for each in offloaded_matrices(packed, whole_in_host_memory(packed, 0, 0), bandwidth)
         if each.name == "mlp_gate"
     ]
     assert [(each.gpu_bands, each.tile_bands, len(each.cpu_part.blocks)) for each in far] == [

@@ -26,13 +26,13 @@ def assert_reference(x: Tensor, how: Slide, dtype: torch.dtype) -> None:
     expected, expected_scale = reference.quantise_slide(x, how, dtype)
     assert expected_scale is not None
     q, scale = quantise_slide(x.cuda(), how, dtype)
-    lifted = how.lifted(x.shape[1])
+    expanded = how.expanded(x.shape[1])
     assert q.shape == (len(x), row_bytes(how, x.shape[1]))
     assert q.shape[1] % ALIGNMENT == 0
     bits = q.view(torch.uint8).cpu()
-    assert not bits[:, lifted:].any()
+    assert not bits[:, expanded:].any()
     assert torch.equal(scale.cpu(), expected_scale)
-    assert torch.equal(bits[:, :lifted], expected.view(torch.uint8))
+    assert torch.equal(bits[:, :expanded], expected.view(torch.uint8))
 
 
 @pytest.mark.parametrize("columns", [1, 33, 512, 1999, 3584, 18944])

@@ -9,13 +9,13 @@ from torch import Tensor
 
 from sparsepack.errors import PackingError, UserError
 from sparsepack.formats.orders.slide import Slide, encode
-from sparsepack.integration.transformers.quantizer import SlidLinear
+from sparsepack.integration.transformers.quantizer import Sparse24Linear
 from sparsepack.models.pattern import Pattern, kept
 from sparsepack.runtime.cuda.slide import hopper, product
 from sparsepack.runtime.cuda.slide.product import quantise_slide
 from sparsepack.runtime.reference import products as reference
-from sparsepack.runtime.reference.products import SlidMatrix
-from sparsepack.runtime.sparse24_operator import prepare, slid_linear
+from sparsepack.runtime.reference.products import Sparse24Matrix
+from sparsepack.runtime.sparse24_operator import prepare, sparse24_linear
 
 pytestmark = pytest.mark.gpu
 
@@ -39,25 +39,25 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     return str(request.param)
 
 
-def matrix(rows: int, columns: int, pattern: Pattern, dtype: torch.dtype) -> SlidMatrix:
+def matrix(rows: int, columns: int, pattern: Pattern, dtype: torch.dtype) -> Sparse24Matrix:
     weight = normal(rows, columns, seed=rows)
     how = Slide(pattern)
-    return SlidMatrix(*encode(weight * kept(weight.abs(), pattern), how, dtype), how, columns)
+    return Sparse24Matrix(*encode(weight * kept(weight.abs(), pattern), how, dtype), how, columns)
 
 
-def on_gpu(m: SlidMatrix) -> SlidMatrix:
-    return SlidMatrix(
+def on_gpu(m: Sparse24Matrix) -> Sparse24Matrix:
+    return Sparse24Matrix(
         m.values.cuda(), m.positions.cuda(), None if m.scale is None else m.scale.cuda(), m.how, m.columns
     )
 
 
-def operator(m: SlidMatrix, dtype: torch.dtype, bias: Tensor | None = None) -> Callable[[Tensor], Tensor]:
+def operator(m: Sparse24Matrix, dtype: torch.dtype, bias: Tensor | None = None) -> Callable[[Tensor], Tensor]:
     """Products with a matrix on the GPU, once it is prepared for inputs of a type."""
     prepared = prepare(m, dtype)
-    return lambda x: slid_linear(x, m, bias, prepared)
+    return lambda x: sparse24_linear(x, m, bias, prepared)
 
 
-def expected(m: SlidMatrix, x: Tensor, bias: Tensor | None) -> Tensor:
+def expected(m: Sparse24Matrix, x: Tensor, bias: Tensor | None) -> Tensor:
     y = reference.slide_matmul(m, *reference.quantise_slide(x, m.how, m.values.dtype))
     return y if bias is None else y + bias.float()
 
@@ -101,24 +101,24 @@ def test_every_tile_has_the_same_bits(rows: int, columns: int, tokens: int, dtyp
     prepared = hopper.HopperMatrix(m.values, hopper.arranged_positions(m.positions, m.values.shape[1]), m.scale, None)
     q, scale = quantise_slide(normal(tokens, columns, seed=5).bfloat16().cuda(), m.how, dtype)
     first, *others = [hopper.slide_matmul(prepared, q, scale, torch.float16, tile) for tile in hopper.TILES]
-    wanted = reference.slide_matmul(m, q[:, : m.how.lifted(columns)], scale)
+    wanted = reference.slide_matmul(m, q[:, : m.how.expanded(columns)], scale)
     assert_near(first, wanted.cpu())
     for tile, found in zip(hopper.TILES[1:], others, strict=True):
         assert torch.equal(found, first), tile
     for _ in range(20):  # a race would not show every time
         assert torch.equal(hopper.slide_matmul(prepared, q, scale, torch.float16), first)
-    with pytest.raises(ValueError, match="inputs lifted to"):
+    with pytest.raises(ValueError, match="inputs expanded to"):
         hopper.slide_matmul(prepared, torch.cat([q, q, q], dim=1), scale, torch.float16)
 
 
 def test_integers_are_exact(backend: str) -> None:
     m = on_gpu(matrix(64, 512, Pattern(6, 8), torch.int8))
-    ones = SlidMatrix(m.values, m.positions, torch.ones(64, device="cuda"), m.how, m.columns)
+    ones = Sparse24Matrix(m.values, m.positions, torch.ones(64, device="cuda"), m.how, m.columns)
     x = torch.zeros(16, 512)
     x[:, 0] = 127  # the largest: scales are 1
     x[:, 1:] = torch.randint(-1, 2, (16, 511), generator=torch.Generator().manual_seed(6))
     q = x.to(torch.int8).cuda()
-    wanted = reference.slide_matmul(ones, reference.lift(q, m.how), torch.ones(16, device="cuda"))
+    wanted = reference.slide_matmul(ones, reference.expand(q, m.how), torch.ones(16, device="cuda"))
     for out in OUTPUTS:
         assert torch.equal(operator(ones, out)(x.to(out).cuda()), wanted.to(out))
 
@@ -135,7 +135,7 @@ def test_weights_may_begin_anywhere(backend: str) -> None:
     moved = torch.zeros(m.values.numel() + 1, dtype=torch.int8, device="cuda")[1:].view(m.values.shape)
     moved.copy_(m.values)
     there = on_gpu(m)
-    elsewhere = SlidMatrix(moved, there.positions, there.scale, m.how, m.columns)
+    elsewhere = Sparse24Matrix(moved, there.positions, there.scale, m.how, m.columns)
     assert_near(operator(elsewhere, torch.bfloat16)(x.cuda()), expected(m, x, None))
 
 
@@ -172,7 +172,7 @@ def test_a_product_that_was_never_made_is_not_captured(monkeypatch: pytest.Monke
 
 def test_the_linear_moves_between_devices() -> None:
     m = matrix(96, 256, Pattern(6, 8), torch.int8)
-    linear = SlidLinear(256, 96, m.how, torch.int8, True, torch.bfloat16, torch.device("cpu"))
+    linear = Sparse24Linear(256, 96, m.how, torch.int8, True, torch.bfloat16, torch.device("cpu"))
     values = {"weight": m.values, "weight_positions": m.positions, "weight_scale": m.scale}
     linear.load_state_dict({**values, "bias": normal(96, seed=1).bfloat16()})
     x = normal(2, 9, 256, seed=2).bfloat16()
@@ -185,7 +185,7 @@ def test_the_linear_moves_between_devices() -> None:
 
 def test_types_are_those_of_the_format_whatever_a_model_is_cast_to() -> None:
     m = matrix(96, 256, Pattern(6, 8), torch.int8)
-    linear = SlidLinear(256, 96, m.how, torch.int8, False, torch.float32, torch.device("cpu"))
+    linear = Sparse24Linear(256, 96, m.how, torch.int8, False, torch.float32, torch.device("cpu"))
     linear.load_state_dict({"weight": m.values, "weight_positions": m.positions, "weight_scale": m.scale})
     x = normal(9, 256, seed=2)
     found = linear.to("cuda", torch.bfloat16)(x.bfloat16().cuda())

@@ -21,7 +21,7 @@ from sparsepack.models.tokenizer.windows import rolling_windows
 from sparsepack.placement.budget import plan_of_share
 from sparsepack.placement.machine import BandwidthProfile
 from sparsepack.placement.traffic import HitCounts
-from sparsepack.runtime.backends import backend_named
+from sparsepack.runtime.backends import find_backend
 from sparsepack.runtime.engine import Engine
 from sparsepack.runtime.features import check_features
 from sparsepack.runtime.hybrid.plan import parts_of
@@ -102,8 +102,8 @@ def test_the_commands_tell_what_had_slots(request_of: EvalRequest) -> None:
 
 def test_bench_tells_what_each_test_of_decoding_took() -> None:
     packed = by_neurons(random_model("llama", hidden_size=256, intermediate_size=300, hidden_act="relu"))
-    links = BandwidthProfile(1e9, 1e3, 1e2, 1e-5)
-    engine = replace(SOME, policy="lru", links=links)
+    bandwidth = BandwidthProfile(1e9, 1e3, 1e2, 1e-5)
+    engine = replace(SOME, policy="lru", bandwidth=bandwidth)
     settings = BenchSettings(prompt=8, generate=12, repetitions=1, engine=engine)
     found = bench_decode(packed, settings, "model.gguf", list(range(20, 36)))
     prefill, dense, row = found["tests"]
@@ -128,7 +128,7 @@ def test_bench_tells_what_each_test_of_decoding_took() -> None:
 
 def test_a_model_without_neurons_is_refused() -> None:
     def check(packed: object) -> None:
-        check_features(backend_named("cuda"), SOME, packed)  # type: ignore[arg-type]
+        check_features(find_backend("cuda"), SOME, packed)  # type: ignore[arg-type]
 
     with pytest.raises(UserError, match="cached: the model's MLPs are not stored by neurons; pack it with --format"):
         check(random_model("llama, one head, relu"))

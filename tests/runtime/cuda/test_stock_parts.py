@@ -7,9 +7,9 @@ import torch
 from emulated import needs_compiler
 from torch import nn
 
-from sparsepack.models.hf_model.fused import turned_by_torch
+from sparsepack.models.hf_model.fused import apply_rope_by_torch
 from sparsepack.runtime.cuda import stock_parts
-from sparsepack.runtime.cuda.stock_parts import norm_rows, silu_times, turn_heads
+from sparsepack.runtime.cuda.stock_parts import apply_rope, norm_rows, silu_times
 
 on_gpu = pytest.mark.gpu
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -35,10 +35,10 @@ def check_heads(dtype: torch.dtype, device: str, tables: int, windows: int, toke
         random(dtype, windows, tokens, heads, channels).to(device).transpose(1, 2) for heads in (6, 2)
     )  # as the model makes them
     angles = [random(dtype, tables, tokens, channels).sin().to(device) for _ in range(2)]
-    found = turn_heads(query, key, *angles)
+    found = apply_rope(query, key, *angles)
     assert found is not None
     for made, x in zip(found, (query, key), strict=True):
-        expected = turned_by_torch(x, *angles)
+        expected = apply_rope_by_torch(x, *angles)
         assert strides(made) == strides(expected)
         assert torch.equal(made, expected)
 
@@ -92,10 +92,10 @@ class TestByTheProcessor:
 
     def test_what_kernels_do_not_take_is_left(self, emulated_parts):
         heads = random(torch.bfloat16, 1, 2, 3, 24)
-        assert turn_heads(heads, heads, heads[:, 0], heads[:, 0]) is None  # halves of twelve
+        assert apply_rope(heads, heads, heads[:, 0], heads[:, 0]) is None  # halves of twelve
         heads = random(torch.bfloat16, 1, 2, 3, 32)
-        assert turn_heads(heads, heads, heads[:, 0, :, :16], heads[:, 0, :, :16]) is None  # a part of each head
-        assert turn_heads(heads, heads, heads[:, 0].float(), heads[:, 0].float()) is None
+        assert apply_rope(heads, heads, heads[:, 0, :, :16], heads[:, 0, :, :16]) is None  # a part of each head
+        assert apply_rope(heads, heads, heads[:, 0].float(), heads[:, 0].float()) is None
         assert silu_times(heads, heads[:, :1]) is None
         assert silu_times(heads[..., :4], heads[..., :4]) is None
         assert norm_rows(heads, 1e-5) is None
@@ -105,7 +105,7 @@ class TestByTheProcessor:
 
 def test_without_a_gpu_all_is_left_to_stock_code():
     heads = random(torch.bfloat16, 1, 2, 3, 32)
-    assert turn_heads(heads, heads, heads[:, 0], heads[:, 0]) is None
+    assert apply_rope(heads, heads, heads[:, 0], heads[:, 0]) is None
     assert silu_times(heads, heads) is None
     assert norm_rows(heads[0], 1e-5) is None
 
@@ -133,20 +133,20 @@ def test_rows_are_normed_as_by_torch(dtype, columns, weighted, left_out):
 
 @on_gpu
 def test_all_parts_are_trusted_on_a_gpu():
-    parts = stock_parts.judged_parts(torch.device("cuda", 0))
-    assert (parts.turn_heads, parts.silu_times, parts.norm_rows) == (turn_heads, silu_times, norm_rows)
+    parts = stock_parts.checked_parts(torch.device("cuda", 0))
+    assert (parts.apply_rope, parts.silu_times, parts.norm_rows) == (apply_rope, silu_times, norm_rows)
 
 
 def test_a_part_that_gives_something_else_is_left_to_stock_code(monkeypatch, capsys):
-    monkeypatch.setattr(stock_parts, "turn_heads", lambda query, key, *_: (query, key))
+    monkeypatch.setattr(stock_parts, "apply_rope", lambda query, key, *_: (query, key))
     monkeypatch.setattr(stock_parts, "silu_times", lambda gate, up: nn.functional.silu(gate) * up)
     monkeypatch.setattr(stock_parts, "norm_rows", lambda x, _, weight=None: normed_by_torch(x, weight))
-    stock_parts.judged_parts.cache_clear()
+    stock_parts.checked_parts.cache_clear()
     try:
-        parts = stock_parts.judged_parts(torch.device("cpu"))
+        parts = stock_parts.checked_parts(torch.device("cpu"))
     finally:
-        stock_parts.judged_parts.cache_clear()
-    assert parts.turn_heads is stock_parts.OWN_CODE.turn_heads
+        stock_parts.checked_parts.cache_clear()
+    assert parts.apply_rope is stock_parts.OWN_CODE.apply_rope
     assert parts.silu_times is stock_parts.silu_times
     assert parts.norm_rows is stock_parts.norm_rows
     assert "rotary embeddings are computed by PyTorch's kernels" in capsys.readouterr().err

@@ -91,12 +91,12 @@ def test_slots_and_counts_are_those_of_a_device_that_waits(
     waits = TokenBoundaries(begun(chosen, native=False), one)
     native = TokenBoundaries(begun(chosen, native=True), other)
     for each in (waits, native):
-        each.begin_text(lambda: None)
+        each.begin_sequence(lambda: None)
     generator = np.random.default_rng(seed)
     for number, what in enumerate(passes):
         if what == "text":
-            waits.begin_text(lambda: None)
-            native.begin_text(lambda: None)
+            waits.begin_sequence(lambda: None)
+            native.begin_sequence(lambda: None)
         elif what == "counts":
             assert dataclasses.astuple(waits.counts) == dataclasses.astuple(native.counts)
         else:
@@ -118,7 +118,7 @@ def test_between_two_tokens_nothing_is_done_for_a_policy_that_foresees() -> None
     device = Device()
     follows = begun(Slow(0.5, 0.0, every=2, delay=1), native=True)
     boundaries, generator = TokenBoundaries(follows, device), np.random.default_rng(1)
-    boundaries.begin_text(lambda: None)
+    boundaries.begin_sequence(lambda: None)
     began = time.perf_counter()
     for number in range(20):
         resident = device.begin_step()
@@ -136,7 +136,7 @@ def test_after_moves_that_were_interrupted_a_text_begins_anew() -> None:
     device = Device()
     boundaries = TokenBoundaries(begun(Slow(0.5, 0.0, 2, 1), native=True), device)
     first = boundaries.follows.first.copy()
-    boundaries.begin_text(lambda: None)
+    boundaries.begin_sequence(lambda: None)
     generator = np.random.default_rng(1)
 
     def step(number: int) -> None:
@@ -152,6 +152,6 @@ def test_after_moves_that_were_interrupted_a_text_begins_anew() -> None:
     with pytest.raises(KeyboardInterrupt):
         for number in range(8, 12):
             step(number)
-    boundaries.begin_text(lambda: None)
+    boundaries.begin_sequence(lambda: None)
     assert np.array_equal(device.residency.resident, first)
     assert boundaries.counts.tokens == 0

@@ -57,7 +57,7 @@ def test_products_lie_behind_the_answers_without_overlap(sequences: int) -> None
         assert all(place % PART == 0 for place in (at.request, at.x, at.answer, at.y))
         end = -(-(at.y + 4 * sequences * of.rows) // PART) * PART
     assert layout.size == end
-    assert layout.asked[1] == (0, 32, 1301, False, *astuple(layout.places[1]))
+    assert layout.product_parts[1] == (0, 32, 1301, False, *astuple(layout.places[1]))
 
 
 @pytest.mark.parametrize("products", [(ProductRequest(1, 2, 2), ProductRequest(0, 2, 2)), (ProductRequest(0, 0, 2),)])

@@ -10,9 +10,9 @@ import pytest
 
 from sparsepack.placement.machine import BandwidthProfile
 from sparsepack.runtime.hybrid import measure_bandwidth as measuring
-from sparsepack.runtime.hybrid.bandwidth import SCHEMA, keep_links, kept_links, links_path
-from sparsepack.runtime.hybrid.measure_bandwidth import MeasuredLinks
-from sparsepack.runtime.tuning import check_room
+from sparsepack.runtime.hybrid.bandwidth import SCHEMA, profile_path, read_profile, write_profile
+from sparsepack.runtime.hybrid.measure_bandwidth import MeasuredBandwidth
+from sparsepack.runtime.tuning import check_capacity
 
 OF = {"cpu_info": "a processor", "instruction_set": "scalar", "threads": 2, "hidden": 256}
 FAST, SLOW = (
@@ -28,18 +28,18 @@ def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path / "cache"
 
 
-def keep(of: dict[str, Any], links: BandwidthProfile) -> dict[str, Any]:
-    check_room(links_path(of), 1)
-    return keep_links(of, MeasuredLinks(links, alone=SLOW, copies=1.0))
+def keep(of: dict[str, Any], bandwidth: BandwidthProfile) -> dict[str, Any]:
+    check_capacity(profile_path(of), 1)
+    return write_profile(of, MeasuredBandwidth(bandwidth, alone=SLOW, copies=1.0))
 
 
 def test_what_was_measured_is_read_to_the_last_bit() -> None:
-    assert kept_links(OF) is None
+    assert read_profile(OF) is None
     kept = keep(OF, FAST)
-    assert kept_links(OF) == FAST
-    assert kept["path"] == str(links_path(OF))
+    assert read_profile(OF) == FAST
+    assert kept["path"] == str(profile_path(OF))
     assert kept["alone"] == asdict(SLOW)
-    assert kept_links({**OF, "threads": 4}) is kept_links({**OF, "hidden": 512}) is None
+    assert read_profile({**OF, "threads": 4}) is read_profile({**OF, "hidden": 512}) is None
 
 
 KEPT = {"schema": SCHEMA, **OF, "together": asdict(FAST)}
@@ -66,14 +66,14 @@ KEPT = {"schema": SCHEMA, **OF, "together": asdict(FAST)}
     ids=lambda content: str(content)[:60],
 )
 def test_what_is_damaged_or_of_another_machine_is_ignored_and_replaced(content: Any) -> None:
-    path = links_path(OF)
+    path = profile_path(OF)
     path.parent.mkdir(parents=True)
     path.write_text(json.dumps(KEPT))
-    assert kept_links(OF) == FAST
+    assert read_profile(OF) == FAST
     path.write_text(content if isinstance(content, str) else json.dumps(content))
-    assert kept_links(OF) is None
+    assert read_profile(OF) is None
     keep(OF, FAST)
-    assert kept_links(OF) == FAST
+    assert read_profile(OF) == FAST
 
 
 def test_what_takes_turns_is_larger_than_the_caches(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from sparsepack.formats.orders.gates import copied, limits
 from sparsepack.formats.packed import PackedModel
 from sparsepack.models.sparse_attention import SparseAttention, TokenPolicy
 from sparsepack.placement.budget import SPARE
-from sparsepack.runtime.backends import backend_named
+from sparsepack.runtime.backends import find_backend
 from sparsepack.runtime.engine import Engine
 from sparsepack.runtime.features import FEATURES
 from sparsepack.runtime.free_memory import cache_bytes
@@ -49,10 +49,12 @@ def test_copies_of_gates_are_for_gates_by_rows() -> None:
     assert (found.gates, found.copied) == (0, 2)
     asked = EngineOptions(vram="8GB", gate_copy=1.5)
     (copies,) = (
-        each for each in FEATURES if each.asked(asked, None) and not each.asked(EngineOptions(vram="8GB"), None)
+        each
+        for each in FEATURES
+        if each.is_requested(asked, None) and not each.is_requested(EngineOptions(vram="8GB"), None)
     )
     with pytest.raises(UserError, match=r"gate_copy 1\.5: the cpu backend has no copies of gates; use device cuda"):
-        copies.check(backend_named("cpu"), asked)
+        copies.check(find_backend("cpu"), asked)
 
 
 def test_texts_have_a_cache_each(packed: PackedModel) -> None:

@@ -21,7 +21,7 @@ from sparsepack.formats.open import read_packed
 from sparsepack.formats.packed import PackedModel
 from sparsepack.models.checkpoint.checkpoint import open_checkpoint
 from sparsepack.models.sparse_attention import SparseAttention, TokenPolicy
-from sparsepack.runtime.backend_module import chosen_backend
+from sparsepack.runtime.backend_module import choose_backend
 from sparsepack.runtime.chained.decoder import OperationsDecoder
 from sparsepack.runtime.engine import Engine
 from sparsepack.runtime.generation.generate import generate, open_tokenizer, prompt_tokens
@@ -205,7 +205,7 @@ def test_a_held_share_scales_thresholds_as_the_reference_does() -> None:
 def test_models_that_it_does_not_run_go_to_the_reference_which_says_so(
     made: Callable[[], PackedModel], why: str
 ) -> None:
-    name, (note,) = chosen_backend(EngineOptions(device="mps"), made())
+    name, (note,) = choose_backend(EngineOptions(device="mps"), made())
     assert name == "reference"
     assert note.startswith("note: the reference backend runs: the metal backend ")
     assert why in note
@@ -224,7 +224,7 @@ def test_kernels_that_do_not_compile_leave_the_reference_to_run(monkeypatch: pyt
 
     monkeypatch.setattr(torch.mps, "compile_shader", fails)
     library.library.cache_clear()
-    name, (note,) = chosen_backend(EngineOptions(device="mps"), model())
+    name, (note,) = choose_backend(EngineOptions(device="mps"), model())
     assert name == "reference"
     assert "do not compile here (program_source:3: error: unknown type name 'bfloat')" in note
     assert "more" not in note

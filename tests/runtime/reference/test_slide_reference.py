@@ -8,7 +8,7 @@ from torch import Tensor
 from sparsepack.errors import PackingError
 from sparsepack.formats.orders.slide import Slide, dequantised, pack_positions, quantise_rows, slide
 from sparsepack.models.pattern import Pattern, kept
-from sparsepack.runtime.reference.products import SlidMatrix, quantise_slide, slide_matmul
+from sparsepack.runtime.reference.products import Sparse24Matrix, quantise_slide, slide_matmul
 
 PATTERNS = [Pattern(2, 4), Pattern(4, 6), Pattern(6, 8), Pattern(8, 10), Pattern(14, 16)]
 TYPES = [torch.int8, torch.float8_e4m3fn, torch.bfloat16]
@@ -19,13 +19,13 @@ def pruned(rows: int, columns: int, pattern: Pattern) -> Tensor:
     return weight * kept(weight.abs(), pattern)
 
 
-def matrix(weight: Tensor, how: Slide, dtype: torch.dtype) -> SlidMatrix:
+def matrix(weight: Tensor, how: Slide, dtype: torch.dtype) -> Sparse24Matrix:
     values, positions = slide(weight, how)
     packed = pack_positions(positions)
     if dtype == torch.bfloat16:
-        return SlidMatrix(values.to(dtype), packed, None, how, weight.shape[1])
+        return Sparse24Matrix(values.to(dtype), packed, None, how, weight.shape[1])
     q, scale = quantise_rows(values, dtype)
-    return SlidMatrix(q, packed, scale, how, weight.shape[1])
+    return Sparse24Matrix(q, packed, scale, how, weight.shape[1])
 
 
 @pytest.mark.parametrize("columns", [64, 100, 1500])
@@ -35,7 +35,7 @@ def test_the_product_is_that_of_what_was_quantised(dtype: torch.dtype, pattern: 
     weight, x, how = pruned(20, columns, pattern), normal(7, columns), Slide(pattern)
     x[2] = 0
     q, scale = quantise_slide(x, how, dtype)
-    assert q.shape == (7, how.lifted(columns))
+    assert q.shape == (7, how.expanded(columns))
     assert q.dtype == dtype
     found = slide_matmul(matrix(weight, how, dtype), q, scale)
     if dtype == torch.bfloat16:

@@ -156,12 +156,12 @@ class AttentionParameters:
         cached = (batch, kv_heads, context, shape.head_dim)
         _check("keys", keys, keys, keys.dtype, cached, 16)
         _check("values", self.values, keys, keys.dtype, cached, 16)
-        turned = 2 * shape.cos.shape[-1]
-        if not 2 <= turned <= head_dim:
-            raise ValueError(f"cos: {turned} channels of a head turn, expected 2 to {head_dim}")
+        rotary_dim = 2 * shape.cos.shape[-1]
+        if not 2 <= rotary_dim <= head_dim:
+            raise ValueError(f"cos: {rotary_dim} channels of a head turn, expected 2 to {head_dim}")
         sequences = 1 if self.own_table is None else batch
         for name, table in zip(("cos", "sin"), self.table, strict=True):
-            _check(name, table, keys, torch.float32, (sequences, shape.context, turned // 2))
+            _check(name, table, keys, torch.float32, (sequences, shape.context, rotary_dim // 2))
         for name, norm in (("q_norm", layer.q_norm), ("k_norm", layer.k_norm)):
             if norm is not None:
                 _check(name, norm, keys, torch.float32, (head_dim,))
@@ -236,16 +236,16 @@ def attend(
         raise ValueError(f"splits: {splits}, expected a power of two up to {MOST_SPLITS}")
     if splits > 1 and rows * splits > at_once:
         raise ValueError(f"splits: {splits} of {rows} rows wait for each other, but only {at_once} blocks run at once")
-    slice, room = variant.slice(splits), workspace(device)
+    slice, partial_results = variant.slice(splits), workspace(device)
     words = PAIR_WORDS * rows * splits**2 * slice if splits > 1 else 0
-    if words > room.numel():
-        raise ValueError(f"{words} words of partial results, more than {room.numel()}; take fewer splits")
+    if words > partial_results.numel():
+        raise ValueError(f"{words} words of partial results, more than {partial_results.numel()}; take fewer splits")
     launch(
         compiled,
         (splits, kv_heads, batch),
         threads,
         *(qkv, keys, parameters.values, positions, *parameters.table, layer.q_norm, layer.k_norm, out),
-        *(room, kv_heads, context, layer.window, float(shape.eps)),
+        *(partial_results, kv_heads, context, layer.window, float(shape.eps)),
         *(parameters.rope_stride, parameters.query_scale, parameters.log2_cap),
         *(slice, _magic(slice)),
         shared=variant.shared_bytes,
@@ -271,13 +271,13 @@ def splits_for(rows: int, context: int, processors: int, at_once: int) -> int:
 
 
 def _check(
-    name: str, tensor: Tensor, beside: Tensor, dtype: torch.dtype, shape: tuple[int, ...], alignment: int = 4
+    name: str, tensor: Tensor, keys: Tensor, dtype: torch.dtype, shape: tuple[int, ...], alignment: int = 4
 ) -> None:
     if tensor.dtype != dtype or tensor.shape != shape or not tensor.is_contiguous():
         expected = f"{str(dtype).removeprefix('torch.')} {list(shape)}"
         raise ValueError(f"{name}: {_described(tensor)}, expected contiguous {expected}")
-    if tensor.device != beside.device:
-        raise ValueError(f"{name}: on {tensor.device}, expected {beside.device}, where keys is")
+    if tensor.device != keys.device:
+        raise ValueError(f"{name}: on {tensor.device}, expected {keys.device}, where keys is")
     if tensor.data_ptr() % alignment:
         raise ValueError(f"{name}: at an address that is no multiple of {alignment}; copy it")
 

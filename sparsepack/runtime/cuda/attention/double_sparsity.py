@@ -37,8 +37,8 @@ MOST_TOKENS = 1 << 16
 FEWEST_TOKENS = 2048
 """A segment has at least this many tokens, where several blocks share a key head."""
 BREAK_EVEN = 45 << 20
-"""A step that is spared this many bytes of keys and values, of a layer and all texts, takes no longer than one that
-reads everything: measured on an H100 with 1 to 8 texts of 32 query heads and 8 or 32 key heads of 128 channels in
+"""A step that is spared this many bytes of keys and values, of a layer and all sequences, takes no longer than one that
+reads everything: measured on an H100 with 1 to 8 sequences of 32 query heads and 8 or 32 key heads of 128 channels in
 bfloat16, labels of 32 and a share of 1/16 (`python -m benchmarks attention_decode`)."""
 NEVER = 2**31 - 1
 """No context has as many tokens as this."""
@@ -70,7 +70,7 @@ class TokenSlots:
     missed_counts: Tensor
 
     def forget(self, sequence: int, first: int, count: int) -> None:
-        """Forget the slots of positions that are being written: what lies there is of another text."""
+        """Forget the slots of positions that are being written: what lies there is of another sequence."""
         self.slot_of[sequence, :, first : first + count] = -1
 
     def forget_next(self, positions: Tensor) -> None:
@@ -116,7 +116,7 @@ class DoubleSparsityParameters:
 
 
 @dataclass(frozen=True)
-class Room:
+class SharedMemory:
     """Shared memory of a block, in bytes and tokens.
 
     segment -- tokens that a block may score
@@ -179,7 +179,7 @@ def label_append(
 
 
 def break_even(shape: AttentionShape, type: torch.dtype) -> int:
-    """The number of tokens of a text from which on a sparse step takes no longer than one that reads everything;
+    """The number of tokens of a sequence from which on a sparse step takes no longer than one that reads everything;
     `NEVER` where labels take more than they spare, or no layer has labels.
 
     type -- of keys and values
@@ -235,7 +235,7 @@ def launch_work(
     batch, kv_heads, context, _ = of.dense.keys.shape
     selects, attends = work.value
     variant, policy = variant_for(of, cluster), of.policy
-    room = room_for(of, cluster, variant, selects=bool(selects))
+    shared = shared_memory_for(of, cluster, variant, selects=bool(selects))
     launch(
         kernel(
             "double_sparsity",
@@ -255,9 +255,9 @@ def launch_work(
         *(layer.q_norm, layer.k_norm, out, kv_heads, context, layer.window, float(shape.eps)),
         *(of.dense.rope_stride, of.dense.query_scale, of.dense.log2_cap),
         *(policy.tokens.numerator, policy.tokens.denominator, policy.sinks, policy.recent),
-        *(policy.min_context if min_context is None else min_context, room.first, room.list),
+        *(policy.min_context if min_context is None else min_context, shared.first, shared.list),
         *(keys.shape[2], listed, counts, 0 if listed is None else listed.shape[2]),
-        shared=room.total,
+        shared=shared.total,
     )
 
 
@@ -268,12 +268,14 @@ def variant_for(of: DoubleSparsityParameters, cluster: int) -> Variant:
     many = replace(variant, warps=MANY_WARPS)
     alone = cluster == 1 and keys.shape[0] * keys.shape[1] <= multiprocessors(keys.device)
     wide = variant.head_dim * keys.dtype.itemsize > WIDEST_OF_MANY
-    if not alone or wide or variant.warps > many.warps or not fits(room_for(of, cluster, many), keys.device):
+    if not alone or wide or variant.warps > many.warps or not fits(shared_memory_for(of, cluster, many), keys.device):
         return variant
     return many
 
 
-def room_for(of: DoubleSparsityParameters, cluster: int, variant: Variant, *, selects: bool = True) -> Room:
+def shared_memory_for(
+    of: DoubleSparsityParameters, cluster: int, variant: Variant, *, selects: bool = True
+) -> SharedMemory:
     """The shared memory that a block needs where so many share a key head; less where the tokens are listed already."""
     layer, context = of.dense.layer, of.dense.keys.shape[2]
     seen = min(context, layer.window) if layer.window else context
@@ -285,12 +287,12 @@ def room_for(of: DoubleSparsityParameters, cluster: int, variant: Variant, *, se
     parts = 0 if cluster == 1 else cluster * variant.slice(cluster) * 16
     share = 0 if cluster == 1 or not selects else 4 * (most // cluster + 2)
     total = first + variant.shared_bytes - rings + 16 + parts + 2 * listed + share
-    return Room(segment, first, listed, total)
+    return SharedMemory(segment, first, listed, total)
 
 
-def fits(room: Room, device: torch.device) -> bool:
+def fits(shared: SharedMemory, device: torch.device) -> bool:
     """Whether a block of a GPU has that much shared memory."""
-    return room.total <= shared_limit(device) - STATIC_BYTES and room.segment <= MOST_TOKENS
+    return shared.total <= shared_limit(device) - STATIC_BYTES and shared.segment <= MOST_TOKENS
 
 
 def cluster_for(of: DoubleSparsityParameters) -> int:
@@ -302,8 +304,8 @@ def cluster_for(of: DoubleSparsityParameters) -> int:
     device = of.dense.keys.device
     batch, kv_heads, context, _ = of.dense.keys.shape
     clusters = CLUSTERS if architecture(device.index or 0) >= HOPPER else CLUSTERS[:1]
-    rooms = {n: room_for(of, n, variant_for(of, n)) for n in clusters}
-    fitting = [n for n, room in rooms.items() if fits(room, device)]
+    shared_by_cluster = {n: shared_memory_for(of, n, variant_for(of, n)) for n in clusters}
+    fitting = [n for n, shared in shared_by_cluster.items() if fits(shared, device)]
     if not fitting:
         raise UserError(
             f"a context of {context} tokens of which {of.policy.tokens} are read: sparse attention finds no room for "
@@ -312,6 +314,6 @@ def cluster_for(of: DoubleSparsityParameters) -> int:
         )
     chosen = fitting[0]
     for n in fitting[1:]:
-        if 2 * batch * kv_heads * n <= multiprocessors(device) and rooms[n].segment >= FEWEST_TOKENS:
+        if 2 * batch * kv_heads * n <= multiprocessors(device) and shared_by_cluster[n].segment >= FEWEST_TOKENS:
             chosen = n
     return chosen

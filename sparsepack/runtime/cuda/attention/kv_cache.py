@@ -108,8 +108,8 @@ class CudaDenseKvCache:
         # Kernels of all steps read this memory, whose rows may change.
         first = tuple(of.repeat(shape.sequences, 1, 1) for of in shape.tables[0]) if shape.turns else None
         self._first_table = cast("tuple[Tensor, Tensor] | None", first)
-        room = self._room(shape, torch_type(type), device)
-        self._layers = attention_parameters(shape, *room, self._first_table)
+        extent = self._new_keys_values(shape, torch_type(type), device)
+        self._layers = attention_parameters(shape, *extent, self._first_table)
 
     def append(self, layer: int, qkv: Product, sequence: int = 0) -> Tensor:
         return self._kernels.split_heads(self._layers[layer], qkv, self.lengths[sequence], sequence)
@@ -152,13 +152,13 @@ class CudaDenseKvCache:
     def reset(self) -> None:
         self.lengths = [0] * len(self.lengths)
 
-    def _room(
+    def _new_keys_values(
         self, shape: AttentionShape, dtype: torch.dtype, device: torch.device
     ) -> tuple[list[Tensor], list[Tensor]]:
         """The room for keys and values of every layer: each a tensor of its own, which begins at a multiple of 16 bytes
         whatever the context."""
-        room = (shape.sequences, shape.kv_heads, shape.context, shape.head_dim)
-        keys, values = ([torch.zeros(room, dtype=dtype, device=device) for _ in shape.layers] for _ in range(2))
+        extent = (shape.sequences, shape.kv_heads, shape.context, shape.head_dim)
+        keys, values = ([torch.zeros(extent, dtype=dtype, device=device) for _ in shape.layers] for _ in range(2))
         return keys, values
 
 
@@ -265,8 +265,8 @@ class OffloadedKvCache(CudaDoubleSparsityKvCache):
     ) -> None:
         super().__init__(shape, type, device, kernels)
         self._slots = [None if of is None else kernels.token_slots(of, slots) for of in self._double_sparsity]
-        room = (2, shape.kv_heads, shape.context, shape.head_dim)
-        self._brought = torch.empty(room, dtype=self._layers[0].keys.dtype, device=device)
+        extent = (2, shape.kv_heads, shape.context, shape.head_dim)
+        self._brought = torch.empty(extent, dtype=self._layers[0].keys.dtype, device=device)
 
     def fetched(self) -> list[int]:
         """The number of tokens of all key heads that the last step brought from the host, for each layer."""
@@ -307,14 +307,14 @@ class OffloadedKvCache(CudaDoubleSparsityKvCache):
         for slots in (slots for slots in self._slots if slots is not None):
             slots.forget(to, 0, length)
 
-    def _room(
+    def _new_keys_values(
         self, shape: AttentionShape, dtype: torch.dtype, device: torch.device
     ) -> tuple[list[Tensor], list[Tensor]]:
         sparse = [self._is_sparse(layer) for layer in shape.layers]
-        room = (shape.sequences, shape.kv_heads, shape.context, shape.head_dim)
-        there = iter(self._kernels.host_tensors(2 * sum(sparse), room, dtype, device))
+        extent = (shape.sequences, shape.kv_heads, shape.context, shape.head_dim)
+        there = iter(self._kernels.host_tensors(2 * sum(sparse), extent, dtype, device))
         keys, values = (
-            [next(there) if of else torch.zeros(room, dtype=dtype, device=device) for of in sparse] for _ in range(2)
+            [next(there) if of else torch.zeros(extent, dtype=dtype, device=device) for of in sparse] for _ in range(2)
         )
         return keys, values
 

@@ -79,7 +79,7 @@ class MlpStep:
     sparse: bool
 
 
-def flag_in_data_of_one(model: CudaModel, embedded: Tensor, kernels: Kernels) -> list[Buffers]:
+def single_buffers(model: CudaModel, embedded: Tensor, kernels: Kernels) -> list[Buffers]:
     """The buffers of one sequence, each read as soon as it is written, while the kernel before still ends.
 
     embedded -- float32 [1, hidden]: the first layer's x
@@ -94,21 +94,21 @@ def flag_in_data_of_one(model: CudaModel, embedded: Tensor, kernels: Kernels) ->
         [a.hidden, of_between, numbers, of_router, *[a.hidden] * (2 if model.post_norms else 0)], device
     )
     # What a layer takes and mixes, and what the next one does: in turns.
-    turns = [kernels.flag_in_data_buffers([a.hidden, of_y, heads], device) for _ in range(2)]
+    alternating = [kernels.flag_in_data_buffers([a.hidden, of_y, heads], device) for _ in range(2)]
     # In plain memory: what the last layer of a segment leaves, and that in the next segment's basis. (Each layer of
     # neurons is such a segment.)
     result, changed = torch.empty(a.hidden, device=device), torch.empty(a.hidden, device=device)
-    made = []
+    buffers = []
     for number in range(a.layers):
         begins = number == 0 or ends[number - 1]
-        words, (x, squares, attn_output) = turns[number % 2]
-        y, squares_of_y, _ = turns[(number + 1) % 2][1]
+        words, (x, squares, attn_output) = alternating[number % 2]
+        y, squares_of_y, _ = alternating[(number + 1) % 2][1]
         before = None
         if model.layers[number].basis is not None:
             x, before = changed, result if number else embedded[0]
         elif begins:
             x = result if number else embedded[0]
-        made.append(
+        buffers.append(
             Buffers(
                 x=x,
                 squares=None if begins else squares,
@@ -127,10 +127,10 @@ def flag_in_data_of_one(model: CudaModel, embedded: Tensor, kernels: Kernels) ->
                 reset=dict(zip(model.names, (inside, qkv_words, words), strict=False)),
             )
         )
-    return made
+    return buffers
 
 
-def memory_of_several(model: CudaModel, embedded: Tensor, kernels: Kernels) -> list[Buffers]:
+def batch_buffers(model: CudaModel, embedded: Tensor, kernels: Kernels) -> list[Buffers]:
     """The buffers of several sequences. What lies there is read when the kernel before has ended, and written again
     only when its readers have (`kernels/common/common.cuh`). So one buffer of a kind is enough, and what a layer makes
     of x takes its place; a change of basis takes turns between two.
@@ -161,13 +161,13 @@ def memory_of_several(model: CudaModel, embedded: Tensor, kernels: Kernels) -> l
         updates=(memory(a.hidden), memory(a.hidden)) if model.post_norms else None,
         normed=memory(rows) if model.row_norms else None,
     )
-    ends, made = _ends_of_segments(model, kernels), []
+    ends, buffers = _ends_of_segments(model, kernels), []
     for number, layer in enumerate(model.layers):
         if layer.basis is not None:
             other = memory(a.hidden) if one.before is None else one.before
             one = replace(one, x=other, between=other, y=other, before=one.x)
         begins = number == 0 or ends[number - 1]
-        made.append(
+        buffers.append(
             replace(
                 one,
                 squares=None if begins else squares,
@@ -175,7 +175,7 @@ def memory_of_several(model: CudaModel, embedded: Tensor, kernels: Kernels) -> l
                 before=None if layer.basis is None else one.before,
             )
         )
-    return made
+    return buffers
 
 
 def _parts(model: CudaModel, sequences: int, kernels: Kernels) -> tuple[int, int]:
@@ -187,7 +187,7 @@ def _parts(model: CudaModel, sequences: int, kernels: Kernels) -> tuple[int, int
 
 
 def _numbers(model: CudaModel) -> int:
-    """How many numbers the first product of an MLP leaves for each text, at most."""
+    """How many numbers the first product of an MLP leaves for each sequence, at most."""
     return max(layer.mlp.numbers for layer in model.layers)
 
 

@@ -1,5 +1,5 @@
-"""A decoder of one text or several on an NVIDIA GPU, which read every weight once for all of them. What has no room on
-the GPU lies in the host's memory, and the processor computes it with the GPU (`hybrid/cpu_gpu.py`)."""
+"""A decoder of one sequence or several on an NVIDIA GPU, which read every weight once for all of them. What has no room
+on the GPU lies in the host's memory, and the processor computes it with the GPU (`hybrid/cpu_gpu.py`)."""
 
 import math
 from collections.abc import Sequence
@@ -38,8 +38,8 @@ class CudaDecoder:
 
     Matrices keep the size that they have in the file. A step is a CUDA graph, made at the first step of its kind: its
     kernels are launched together, and the host waits for nothing but a token that it asked for. Steps sum in float32,
-    prefill in float32 over products of float16. The same text gives the same bits every run, until `sparsepack tune`
-    finds other tile configurations.
+    prefill in float32 over products of float16. The same sequence gives the same bits every run, until `sparsepack
+    tune` finds other tile configurations.
 
     One sequence has kernels that read what the one before leaves as soon as it is written, and a step that begins
     before the host has read its token (`RunAhead`). Of several, a column is skipped where it is inactive in all: what
@@ -47,7 +47,7 @@ class CudaDecoder:
     lengths, and their logits are those of sequences alone but for the order of sums and, in sparse steps, for the
     columns of the others, those that stand still included; what stands still costs what it has in its cache.
 
-    sequences  -- texts, each with a cache of its own
+    sequences  -- how many, each with a cache of its own
     cache_type -- of keys and values: "bf16", "f16", or "f32" for comparisons, where prefill is slow
     kernels    -- who computes
     new_cache  -- what attends
@@ -120,42 +120,42 @@ class CudaDecoder:
 
     def active(self) -> dict[tuple[int, str], int]:
         active = self._ahead.active if self._ahead and self._ahead.begun else self._step.active
-        return counted(active, self._model.names, self._model.of_each_text, len(self._cache.lengths))
+        return counted(active, self._model.names, self._model.per_sequence, len(self._cache.lengths))
 
     @property
     def scales(self) -> tuple[float, ...]:
-        if self._step.held is None:
+        if self._step.controller is None:
             return ()
-        return self._ahead.scales if self._ahead and self._ahead.begun else tuple(self._step.held.scales.tolist())
+        return self._ahead.scales if self._ahead and self._ahead.begun else tuple(self._step.controller.scales.tolist())
 
     def control_thresholds(self, controller: ThresholdController) -> None:
         with self._kernels.on_device(self._device):
-            held = self._step.control_thresholds(controller)
-        self._moving = None if held.moving is None else Mirror(held.moving, self._kernels)
+            moving = self._step.control_thresholds(controller).moving
+        self._moving = None if moving is None else Mirror(moving, self._kernels)
 
     def reset(self) -> None:
         self._drop()
         self._cache.reset()
         self._stepped = 0
         self._step.active.zero_()
-        if self._step.held is not None:
-            self._step.held.begin()
+        if self._step.controller is not None:
+            self._step.controller.begin()
         if self.cpu_gpu is not None:
             with self._kernels.on_device(self._device):
-                self.cpu_gpu.begin_text()
+                self.cpu_gpu.begin_sequence()
 
     def truncate(self, sequence: int, length: int) -> None:
         self._drop()
         self._cache.truncate(length, sequence)
-        if self._step.held is not None:
-            self._step.held.begin(sequence)
+        if self._step.controller is not None:
+            self._step.controller.begin(sequence)
 
     def copy(self, source: int, to: int, length: int) -> None:
         self._drop()
         with self._kernels.on_device(self._device):
             self._cache.copy(source, to, length)
-            if self._step.held is not None:
-                self._step.held.begin(to)
+            if self._step.controller is not None:
+                self._step.controller.begin(to)
 
     def set_rope(self, sequence: int, first: int, cos: Tensor, sin: Tensor) -> None:
         self._drop()
@@ -198,7 +198,7 @@ class CudaDecoder:
             if self._ahead is None:
                 return self._chosen(ids, samplers)
             (sampler,) = samplers
-            assert sampler is not None  # a step has at least one text
+            assert sampler is not None  # a step has at least one sequence
             following = self._graph(sparse) if self._cache.lengths[0] < self._context else None
             chosen = self._ahead.choose(sampler, sparse, following)
             if following is None:
@@ -270,8 +270,8 @@ class CudaDecoder:
     def _append(self, ids: Sequence[int | None], sparse: bool) -> None:
         """Put a step on the current stream, unless it runs already; the cache counts the new positions.
 
-        Kernels step every sequence. One that stands still gets a token too, which is forgotten at once: with a text, at
-        the position after its last; where it is full, in place of its last token.
+        Kernels step every sequence. One that stands still gets a token too, which is forgotten at once: with a
+        sequence, at the position after its last; where it is full, in place of its last token.
         """
         moving, lengths = stepped(ids), list(self._cache.lengths)
         for sequence in range(len(ids)):
@@ -319,8 +319,8 @@ class CudaDecoder:
 
     def _make_graph(self, sparse: bool) -> torch.cuda.CUDAGraph:
         """The graph of the next step, made by a step that leaves nothing behind."""
-        made = partial(self._recorded, sparse)
-        graph = self._steps[self._key(sparse)] = made() if self.cpu_gpu is None else self.cpu_gpu.step_of_no_text(made)
+        record = partial(self._recorded, sparse)
+        graph = self._steps[self._key(sparse)] = record() if self.cpu_gpu is None else self.cpu_gpu.discard_step(record)
         return graph
 
     def _recorded(self, sparse: bool) -> torch.cuda.CUDAGraph:

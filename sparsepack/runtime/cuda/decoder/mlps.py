@@ -27,10 +27,10 @@ class CudaMlp(Protocol):
     """A loaded MLP.
 
     matrices   -- zigzag matrices that products of a step read, or some of their shapes
-    each_text  -- whether a step counts the units of each of its texts; else those that are active in any
+    per_sequence  -- whether a step counts the units of each of its sequences; else those that are active in any
     """
 
-    each_text: ClassVar[bool]
+    per_sequence: ClassVar[bool]
 
     @property
     def flag_in_data(self) -> bool:
@@ -41,16 +41,16 @@ class CudaMlp(Protocol):
 
     @property
     def numbers(self) -> int:
-        """How many numbers its first product leaves, for each text."""
+        """How many numbers its first product leaves, for each sequence."""
 
     def parts(self, sequences: int, kernels: Kernels) -> int | None:
         """In how many parts the last product leaves the squares of each y, and y as soon as known; None: y lies in
         plain memory, without squares."""
 
-    def new_room(self, sequences: int, kernels: Kernels) -> Any:
+    def new_workspace(self, sequences: int, kernels: Kernels) -> Any:
         """What `step` needs beside the buffers; MLPs of a model share it."""
 
-    def step(self, step: MlpStep, room: Any, kernels: Kernels) -> Iterator[Launch]:
+    def step(self, step: MlpStep, workspace: Any, kernels: Kernels) -> Iterator[Launch]:
         """The kernels of the MLP, from `step.of.between` to `step.of.y`, which is the residual and the MLP's output."""
 
     @property
@@ -66,7 +66,7 @@ class CudaMlp(Protocol):
 class DenseMlp:
     """An MLP of the sites mlp_in and mlp_mid."""
 
-    each_text: ClassVar[bool] = False
+    per_sequence: ClassVar[bool] = False
     flag_in_data: ClassVar[bool] = True
 
     sites: Mapping[str, CudaSite]
@@ -82,10 +82,10 @@ class DenseMlp:
     def parts(self, sequences: int, kernels: Kernels) -> int:
         return kernels.blocks(self.sites["mlp_mid"].matrix)
 
-    def new_room(self, sequences: int, kernels: Kernels) -> None:
+    def new_workspace(self, sequences: int, kernels: Kernels) -> None:
         return None
 
-    def step(self, step: MlpStep, room: None, kernels: Kernels) -> Iterator[Launch]:
+    def step(self, step: MlpStep, workspace: None, kernels: Kernels) -> Iterator[Launch]:
         of, into = step.of, self.sites["mlp_in"]
         of_product, of_input = _activations(into.matrix, step.activation)
         plain = self.numbers == self.sites["mlp_mid"].matrix.columns and of_input is not None
@@ -117,8 +117,8 @@ class LastMlp(DenseMlp):
 
     number: Tensor
 
-    def step(self, step: MlpStep, room: None, kernels: Kernels) -> Iterator[Launch]:
-        yield from super().step(step, room, kernels)
+    def step(self, step: MlpStep, workspace: None, kernels: Kernels) -> Iterator[Launch]:
+        yield from super().step(step, workspace, kernels)
         yield partial(kernels.count_step, self.number)
 
 
@@ -126,7 +126,7 @@ class LastMlp(DenseMlp):
 class NeuronMlp:
     """An MLP by neurons. All of its records lie on the GPU, unless a class that derives from it says where they lie."""
 
-    each_text: ClassVar[bool] = False
+    per_sequence: ClassVar[bool] = False
 
     gate: Gate
     records: CudaNeurons
@@ -164,26 +164,26 @@ class NeuronMlp:
     def parts(self, sequences: int, kernels: Kernels) -> None:
         return None
 
-    def new_room(self, sequences: int, kernels: Kernels) -> ActiveNeurons:
+    def new_workspace(self, sequences: int, kernels: Kernels) -> ActiveNeurons:
         return kernels.new_active_neurons(*self.gate.shape, sequences, self.records.records.device)
 
-    def step(self, step: MlpStep, room: ActiveNeurons, kernels: Kernels) -> Iterator[Launch]:
-        of, texts, norm = step.of, len(room.x), step.input.norm
+    def step(self, step: MlpStep, workspace: ActiveNeurons, kernels: Kernels) -> Iterator[Launch]:
+        of, sequences, norm = step.of, len(workspace.x), step.input.norm
         assert norm is not None
         yield from self.gate.step(step, kernels)
-        residual, x = of.between.view(texts, -1), step.input.x.view(texts, -1)
+        residual, x = of.between.view(sequences, -1), step.input.x.view(sequences, -1)
         yield partial(
             kernels.list_neurons,
-            *(of.mid.view(texts, -1), step.activation, x, norm, step.input.eps, room),
+            *(of.mid.view(sequences, -1), step.activation, x, norm, step.input.eps, workspace),
             everyone=not step.sparse,
             active=step.active(MLP_RECORDS),
             flag_in_data=of.flag_in_data,
             division=self.division,
         )
-        checks, active = self.gate.checked(step, room, kernels)
+        checks, active = self.gate.checked(step, workspace, kernels)
         yield from checks
         first, host = self.memories
-        y = of.y.view(texts, -1)
+        y = of.y.view(sequences, -1)
         yield partial(kernels.add_neurons, first, active, residual, y, host=host, division=self.division)
 
     @property
@@ -212,7 +212,7 @@ class ExpertMlp:
     router -- float32 [logits, hidden]: a row for each expert, then that of the experts that every token has, if any
     """
 
-    each_text: ClassVar[bool] = True
+    per_sequence: ClassVar[bool] = True
     flag_in_data: ClassVar[bool] = True
 
     router: Tensor
@@ -234,10 +234,10 @@ class ExpertMlp:
     def parts(self, sequences: int, kernels: Kernels) -> int:
         return kernels.expert_blocks(self.sites["mlp_mid"].matrix, sequences)
 
-    def new_room(self, sequences: int, kernels: Kernels) -> None:
+    def new_workspace(self, sequences: int, kernels: Kernels) -> None:
         return None
 
-    def step(self, step: MlpStep, room: None, kernels: Kernels) -> Iterator[Launch]:
+    def step(self, step: MlpStep, workspace: None, kernels: Kernels) -> Iterator[Launch]:
         of, into = step.of, self.sites["mlp_in"]
         assert of.logits is not None  # the architecture has experts
         product = partial(step.product, by=partial(kernels.multiply_experts, logits=of.logits))
@@ -257,21 +257,21 @@ class ExpertMlp:
         of_one = -(-self.decoded // self.together.stored)
         chosen, weights = self._chosen(x.values.float() * x.factor[:, None])
         # The last of each is of nobody.
-        made = torch.empty(chosen.numel() + 1, residual.shape[1], device=residual.device)
-        factors, inverse = torch.empty(len(made), device=residual.device), 1.0
+        outputs = torch.empty(chosen.numel() + 1, residual.shape[1], device=residual.device)
+        factors, inverse = torch.empty(len(outputs), device=residual.device), 1.0
         scratch = scratch if len(scratch) >= of_one else scratch.new_empty(of_one)
         for first, count, place, position in self._groups(chosen, len(scratch) // of_one):
             rows = x.rows(position)
             gate, up = _products(into, first, count, 2, rows, scratch, kernels)
             inner = kernels.gated(gate, up, activation)
             (product,) = _products(mid, first, count, 1, inner, scratch, kernels)
-            made[place], factors[place], inverse = product.sums, product.factor, product.inverse
+            outputs[place], factors[place], inverse = product.sums, product.factor, product.inverse
         weights = weights * factors[:-1].view_as(weights)
-        output = torch.bmm(weights[:, None], made[:-1].view(*chosen.shape, -1))[:, 0]
+        output = torch.bmm(weights[:, None], outputs[:-1].view(*chosen.shape, -1))[:, 0]
         return Product(output, torch.ones_like(x.factor), inverse, None)
 
-    def _groups(self, chosen: Tensor, room: int) -> Iterator[tuple[int, int, Tensor, Tensor]]:
-        """The experts that are multiplied together, at most `room` of them: the first one, how many, and what is
+    def _groups(self, chosen: Tensor, workspace: int) -> Iterator[tuple[int, int, Tensor, Tensor]]:
+        """The experts that are multiplied together, at most `workspace` of them: the first one, how many, and what is
         theirs, places in `chosen` [S, of_token], flat, and the positions of these. Each has as many as the one with
         most: others are filled up with the place behind the last, of whatever position. The host waits to know how many
         these are; short prompts wait for the host, so all is put together for all groups at once."""
@@ -284,7 +284,7 @@ class ExpertMlp:
             kinds.append((experts, stored, len(chosen)))
         for start, end, most in kinds:
             column = torch.arange(most, device=counts.device)
-            at_once = min(room, max(1, 2 * of_nobody // most))
+            at_once = min(workspace, max(1, 2 * of_nobody // most))
             places = by_expert[(before[start:end, None] + column).clamp(max=of_nobody - 1)]  # [experts, most]
             positions = torch.split(places // self.together.of_token, at_once)
             places = torch.where(column < counts[start:end, None], places, of_nobody)

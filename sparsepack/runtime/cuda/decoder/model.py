@@ -58,9 +58,9 @@ class CudaModel:
     output_norm: Tensor
 
     @property
-    def of_each_text(self) -> Collection[str]:
+    def per_sequence(self) -> Collection[str]:
         """The units of each text of a step are counted under these of `names`."""
-        return self.names[len(ATTENTION_SITES) :] if self.layers[0].mlp.each_text else ()
+        return self.names[len(ATTENTION_SITES) :] if self.layers[0].mlp.per_sequence else ()
 
     @property
     def post_norms(self) -> bool:

@@ -72,10 +72,10 @@ def _interleaves(rows: int) -> bool:
 
 def _site(site: PackedSite, device: torch.device, gate: bool, kernels: Kernels, place: Place) -> CudaSite:
     load = partial(kernels.load_zigzag, site.matrix, device, place=place)
-    return loaded_site(site, device, kernels, load, gate and _interleaves(site.matrix.rows))
+    return load_site(site, device, kernels, load, gate and _interleaves(site.matrix.rows))
 
 
-def loaded_site(
+def load_site(
     site: PackedSite, device: torch.device, kernels: Kernels, load: Callable[..., CudaZigzag], gate: bool = False
 ) -> CudaSite:
     """A site on the GPU.

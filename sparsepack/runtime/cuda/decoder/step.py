@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from sparsepack.runtime.cuda.attention.kv_cache import CudaKvCache
-from sparsepack.runtime.cuda.decoder.buffers import Buffers, Launch, MlpStep, flag_in_data_of_one, memory_of_several
+from sparsepack.runtime.cuda.decoder.buffers import Buffers, Launch, MlpStep, batch_buffers, single_buffers
 from sparsepack.runtime.cuda.decoder.model import CudaModel
 from sparsepack.runtime.cuda.decoder.sites import CudaExpertsSite, CudaSite
-from sparsepack.runtime.cuda.decoder.step_end import CudaThresholdController, new_threshold_controller
+from sparsepack.runtime.cuda.decoder.step_end import CudaThresholdController, new_cuda_controller
 from sparsepack.runtime.cuda.driver.kernel_set import Kernels
 from sparsepack.runtime.cuda.products.zigzag_products import Input, Output
 from sparsepack.runtime.threshold_controller import ThresholdController
@@ -27,9 +27,9 @@ class Step:
     best   -- float32 [B]: their logits
     logits -- float32 [B, vocabulary]
     active -- int64 [layers, names]: of each matrix the units that were active (in any sequence), summed over steps
-    held   -- what is held of the sequences; None: nothing
-    state  -- int64 [layers * names + 2 B]: active, ids, best and what lasts of `held` together, which one copy brings
-              to the host
+    controller -- of the thresholds of each sequence; None: they are not controlled
+    state  -- int64 [layers * names + 2 B]: active, ids, best and what lasts of `controller` together, which one copy
+              brings to the host
 
     together -- products of any number of sequences at once, each after the kernel before has ended. False: there is one
                 sequence, MLPs have `flag_in_data`, and a kernel reads what the one before leaves as soon as it is
@@ -43,12 +43,12 @@ class Step:
         self.state = torch.zeros(a.layers * len(model.names) + 2 * sequences, dtype=torch.int64, device=model.device)
         self.active, self.ids, self.best, self.lasting = state_parts(self.state, sequences)
         self.active = self.active.view(a.layers, -1)
-        self.held: CudaThresholdController | None = None
+        self.controller: CudaThresholdController | None = None
         self.logits = torch.empty(sequences, a.vocabulary, device=model.device)
         embedded = torch.empty(sequences, a.hidden, device=model.device)
         candidates = kernels.new_candidates(model.output, sequences)
-        self._room = model.layers[0].mlp.new_room(sequences, kernels)
-        self._buffers = (memory_of_several if together else flag_in_data_of_one)(model, embedded, kernels)
+        self._workspace = model.layers[0].mlp.new_workspace(sequences, kernels)
+        self._buffers = (batch_buffers if together else single_buffers)(model, embedded, kernels)
         self._zeros = torch.zeros(sequences, a.hidden, device=model.device) if model.post_norms else None
         self._first = partial(kernels.embed, model.embedding, self.ids, embedded, a.embedding_scale)
         self._last = partial(
@@ -65,14 +65,14 @@ class Step:
         self._launches = {sparse: self._put_together(sparse) for sparse in (False, True)}
 
     def control_thresholds(self, controller: ThresholdController) -> CudaThresholdController:
-        """Hold the share that sparse steps skip from now on; before the first."""
-        self.held = new_threshold_controller(controller, self.lasting)
+        """Control thresholds from the first sparse step on."""
+        self.controller = new_cuda_controller(controller, self.lasting)
         self._launches[True] = self._put_together(sparse=True)
-        return self.held
+        return self.controller
 
     def _put_together(self, sparse: bool) -> list[Launch]:
         layers = [self._layer(number, of, sparse) for number, of in enumerate(self._buffers)]
-        end = partial(self._end, held=self.held) if sparse else self._end
+        end = partial(self._end, controller=self.controller) if sparse else self._end
         return [self._first, *(launch for layer in layers for launch in layer), self._last, end]
 
     def run(self, sparse: bool) -> None:
@@ -104,7 +104,7 @@ class Step:
         of_mlp = MlpStep(of, between, product, partial(self._active, number), self._model.activation, sparse)
         if layer.post_norms is None or of.updates is None or self._zeros is None:
             yield product("attn_out", out, attended, of.between, residual=of.x, squares=of.between_squares)
-            yield from layer.mlp.step(of_mlp, self._room, self._kernels)
+            yield from layer.mlp.step(of_mlp, self._workspace, self._kernels)
             return
         after_attention, after_mlp = layer.post_norms
         of_attention, of_the_mlp = of.updates
@@ -113,7 +113,7 @@ class Step:
         yield self._post_norm(of_attention, of.x, after_attention, of.between, between_squares, flag_in_data)
         # The MLP adds what it makes to nothing.
         alone = replace(of, between=self._zeros.view_as(of.between), y=of_the_mlp, squares_of_y=None)
-        yield from layer.mlp.step(replace(of_mlp, of=alone), self._room, self._kernels)
+        yield from layer.mlp.step(replace(of_mlp, of=alone), self._workspace, self._kernels)
         flag_in_data = flag_in_data and layer.mlp.parts(sequences, self._kernels) is not None
         squares_of_y = None if layer.attn_norm is None else of.squares_of_y  # blocks are alike in that
         yield self._post_norm(of_the_mlp, of.between, after_mlp, of.y, squares_of_y, flag_in_data)
@@ -143,8 +143,8 @@ class Step:
         it; None: what launches products with one matrix"""
         columns = site.sparse if sparse else site.dense
         input = replace(input, threshold=columns.threshold, offset=columns.offset)
-        if self.held is not None and not input.dense:
-            input = replace(input, scales=self.held.scales, skipped=self.held.skipped)
+        if self.controller is not None and not input.dense:
+            input = replace(input, scales=self.controller.scales, skipped=self.controller.skipped)
         output = Output(y, columns.bias, active=self._active(number, name), reset=of.reset.get(name), **more)
         if isinstance(site, CudaSite) and site.offloaded is not None:
             return partial(self._kernels.multiply_offloaded, site.offloaded, self._multiply, input, output)
@@ -156,19 +156,19 @@ class Step:
 
 def state_parts(state: Tensor, sequences: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The views `active` (flat), `ids`, `best` and `lasting` of a step's state, or of a copy of such a state. lasting:
-    float32 [2, B], scales and steps of what is held."""
+    float32 [2, B], scales and steps of the threshold controller."""
     active, chosen, lasting = state[: -2 * sequences], state[-2 * sequences : -sequences], state[-sequences:]
     ids, best = chosen.view(torch.int32)[:sequences], chosen.view(torch.float32)[sequences:]
     return active, ids, best, lasting.view(torch.float32).view(2, sequences)
 
 
 def counted(
-    active: Tensor, names: Sequence[str], of_each_text: Collection[str] = (), texts: int = 1
+    active: Tensor, names: Sequence[str], per_sequence: Collection[str] = (), sequences: int = 1
 ) -> dict[tuple[int, str], int]:
     """The number of active units of each (layer, name), from `active` of a step or of its state.
 
-    of_each_text -- names under which those of each of so many texts are counted: the mean is taken
+    per_sequence -- names under which those of each of so many sequences are counted: the mean is taken
     """
     counts = enumerate(active.flatten().tolist())
     found = {(n // len(names), names[n % len(names)]): count for n, count in counts}
-    return {key: count // texts if key[1] in of_each_text else count for key, count in found.items()}
+    return {key: count // sequences if key[1] in per_sequence else count for key, count in found.items()}

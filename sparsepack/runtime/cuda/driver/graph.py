@@ -68,11 +68,11 @@ class Recorder:
             # Of this thread alone: others read the next block and bring finished ones to the host.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
-                made = run()
+                result = run()
             finally:
                 graph.capture_end()
         self._last = graph
-        return partial(replay, graph), made
+        return partial(replay, graph), result
 
 
 @contextmanager

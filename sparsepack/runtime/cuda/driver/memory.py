@@ -129,7 +129,7 @@ LIBRARY_BYTES = 1 << 26
 """cuBLAS takes at most so many bytes for itself of the memory that torch hands out."""
 
 
-def check_room(plan: Plan, free: int, device: torch.device) -> None:
+def check_capacity(plan: Plan, free: int, device: torch.device) -> None:
     """Raise `UserError` where a GPU has fewer bytes free than a plan takes there."""
     if plan.card_bytes > free:
         raise UserError(
@@ -154,12 +154,12 @@ def check_use(plan: Plan, tensors: int, driver: int) -> None:
 
 @contextmanager
 def within_budget(plan: Plan, device: torch.device) -> Iterator[None]:
-    """Measure what is taken meanwhile and stays. Raises `UserError` as `check_room` before, and as `check_use` after.
-    What torch keeps for later is given back, before and after."""
+    """Measure what is taken meanwhile and stays. Raises `UserError` as `check_capacity` before, and as `check_use`
+    after. What torch keeps for later is given back, before and after."""
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     free, before = torch.cuda.mem_get_info(device)[0], torch.cuda.memory_allocated(device)
-    check_room(plan, free, device)
+    check_capacity(plan, free, device)
     try:
         yield
         torch.cuda.synchronize(device)
@@ -180,9 +180,9 @@ WORKSPACE_WORDS = 1 << 14
 def flag_in_data_buffers(sizes: Sequence[int], device: torch.device) -> tuple[Tensor, list[Tensor]]:
     """Words that hold SENTINEL, int32 [..], and in them float32 arrays of these sizes, each from a multiple of 16 bytes
     on."""
-    room = [-(-size // 4) * 4 for size in sizes]
-    words = torch.full((sum(room),), SENTINEL, dtype=torch.int32, device=device)
-    parts = torch.split(words.view(torch.float32), room)
+    size = [-(-size // 4) * 4 for size in sizes]
+    words = torch.full((sum(size),), SENTINEL, dtype=torch.int32, device=device)
+    parts = torch.split(words.view(torch.float32), size)
     return words, [part[:size] for part, size in zip(parts, sizes, strict=True)]
 
 

@@ -83,13 +83,13 @@ def route(router: Tensor, input: Input, logits: Tensor) -> None:
     """Put logits = router RMSNorm(x) on the current stream.
 
     router -- float32 [logits, hidden]
-    input  -- x of one text [hidden] or of several [B, hidden], with a norm and with squares
+    input  -- x of one sequence [hidden] or of several [B, hidden], with a norm and with squares
     logits -- float32 [logits] or [B, logits]; in words of `driver/memory.py` where the input is
     """
     if input.norm is None or input.squares is None:
         raise ValueError("a router's input without norm or squares: attention leaves both")
     rows, hidden = router.shape
-    parts, texts = input.squares.shape[-1], input.x.numel() // hidden
+    parts, sequences = input.squares.shape[-1], input.x.numel() // hidden
     defines = (
         f"ROUNDS={-(-hidden // ROUTE_THREADS)}",
         f"PARTS={-(-parts // ROUTE_THREADS)}",
@@ -97,7 +97,7 @@ def route(router: Tensor, input: Input, logits: Tensor) -> None:
     )
     launch(
         kernel("route", "route", defines, router.device.index or 0),
-        (rows, texts),
+        (rows, sequences),
         ROUTE_THREADS,
         *(router, hidden, input.x, input.norm, input.eps, input.squares, parts, logits),
     )
@@ -108,12 +108,12 @@ def multiply_experts(experts: CudaExperts, input: Input, output: Output, *, logi
 
     Where products are not added, y = W x of each of a token's experts, likeliest first, then those that every token
     has: x float32 [columns], y [of_token, rows], or [of_token, rows / 2] with an activation. Where they are, y =
-    residual + the sum of weight * (W x) of each: x [of_token, columns], y [rows]. Of several texts all of these, and
-    logits, have a dimension more, before the others; each text has experts of its own. What is two-dimensional so far
-    may be flat.
+    residual + the sum of weight * (W x) of each: x [of_token, columns], y [rows]. Of several sequences all of these,
+    and logits, have a dimension more, before the others; each sequence has experts of its own. What is two-dimensional
+    so far may be flat.
 
-    output -- squares is float32 [blocks(experts, 1)], of several texts [B, blocks(experts, B)]; the active columns of
-              each text and expert are added to `active`; there is no bias
+    output -- squares is float32 [blocks(experts, 1)], of several sequences [B, blocks(experts, B)]; the active columns
+              of each sequence and expert are added to `active`; there is no bias
     """
     if output.bias is not None:
         raise ValueError("products of experts, with a bias: each would have its own")
@@ -157,19 +157,19 @@ def decode_experts(experts: CudaExperts, first: int, count: int, parts: int, scr
     return tuple(each[..., part * rows : (part + 1) * rows].transpose(0, 1) for part in range(parts))
 
 
-def blocks(experts: CudaExperts, texts: int = 1) -> int:
-    """The number of thread blocks that finish the rows of a text."""
-    _, config = _spread(experts, texts)
+def blocks(experts: CudaExperts, sequences: int = 1) -> int:
+    """The number of thread blocks that finish the rows of a sequence."""
+    _, config = _spread(experts, sequences)
     return zigzag_products.blocks(replace(experts.all, config=config), experts.together)
 
 
-def _spread(experts: CudaExperts, texts: int) -> tuple[int, CudaTileConfig]:
-    """How many of so many texts are launched at a time, and how: blocks that wait for each other run at once."""
-    matrix, together, at_once = experts.all, experts.together, texts
+def _spread(experts: CudaExperts, sequences: int) -> tuple[int, CudaTileConfig]:
+    """How many of so many sequences are launched at a time, and how: blocks that wait for each other run at once."""
+    matrix, together, at_once = experts.all, experts.together, sequences
     of_text = matrix.blocks.shape[0] // together.stored * together.of_token  # blocks, at least
-    room = multiprocessors(matrix.blocks.device)
+    blocks_at_once = multiprocessors(matrix.blocks.device)
     if together.added:
-        launches = -(-texts // max(room // of_text, 1))
-        at_once = -(-texts // launches)
-    splits = max(1, min(matrix.config.splits, room // (of_text * at_once)))
+        launches = -(-sequences // max(blocks_at_once // of_text, 1))
+        at_once = -(-sequences // launches)
+    splits = max(1, min(matrix.config.splits, blocks_at_once // (of_text * at_once)))
     return at_once, replace(matrix.config, splits=splits)

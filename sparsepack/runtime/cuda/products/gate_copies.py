@@ -63,7 +63,7 @@ def load_gate_copy(
 
 
 def score_neurons(copy: CudaGateCopy, x: Tensor, norm: Tensor, eps: float, listed: Tensor) -> None:
-    """Put 1 for each neuron that may be active and 0 for the others on the current stream, for B texts.
+    """Put 1 for each neuron that may be active and 0 for the others on the current stream, for B sequences.
 
     x      -- float32 [B, hidden], before its RMSNorm, whose weight is `norm` float32 [hidden]
     listed -- float32 [B, neurons]
@@ -75,13 +75,13 @@ def score_neurons(copy: CudaGateCopy, x: Tensor, norm: Tensor, eps: float, liste
     at_once = max(min(MOST_TOGETHER, (shared_limit(device) - STATIC_BYTES) // (4 * hidden)), 1)
     for first in range(0, len(x), at_once):
         of = slice(first, first + at_once)
-        texts = len(x[of])
+        sequences = len(x[of])
         launch(
-            kernel("neuron_score", "neuron_score", (f"INPUTS={texts}",), device.index or 0),
+            kernel("neuron_score", "neuron_score", (f"INPUTS={sequences}",), device.index or 0),
             (min(multiprocessors(device), -(-neurons // 4)),),
             SCORE_THREADS,
             *(copy.codes, copy.scales, copy.limits, neurons, hidden // 16, x[of], norm, float(eps), listed[of]),
-            shared=4 * hidden * texts,
+            shared=4 * hidden * sequences,
         )
 
 
@@ -93,13 +93,13 @@ def multiply_listed(
 
     gates -- rows of the first memory of the list, uint8 [neurons, bytes]; host: those of the second
     """
-    texts, hidden = listed.x.shape
+    sequences, hidden = listed.x.shape
     device = listed.x.device
     bands = hidden // BAND_ROWS
     row_bytes = bands * BLOCK_BYTES
     slot_bytes = -(-(row_bytes + 112) // 128) * 128
     groups = -(-bands // 2)
-    for first in range(0, texts, MOST_TOGETHER):
+    for first in range(0, sequences, MOST_TOGETHER):
         of = slice(first, first + MOST_TOGETHER)
         x, values = listed.x[of], listed.gates[of]
 
@@ -124,14 +124,14 @@ def multiply_listed(
 
 
 def keep_active(listed: ActiveNeurons, kept: ActiveNeurons, read: Tensor | None = None) -> None:
-    """Put those of a list whose gate is not zero in any text into another list, in their order, on the current stream.
-    Its counts then say how many these are, but for what the processor is asked for.
+    """Put those of a list whose gate is not zero in any sequence into another list, in their order, on the current
+    stream. Its counts then say how many these are, but for what the processor is asked for.
 
     read -- int64 []: to it is added what was read of the gate, in columns of a whole one
     """
-    texts, hidden = listed.x.shape
+    sequences, hidden = listed.x.shape
     launch(
-        kernel("neuron_keep", "neuron_keep", (f"INPUTS={texts}",), listed.x.device.index or 0),
+        kernel("neuron_keep", "neuron_keep", (f"INPUTS={sequences}",), listed.x.device.index or 0),
         (1,),
         KEEP_THREADS,
         *(listed.counts, listed.index, listed.gates, listed.gates.stride(0)),
@@ -139,12 +139,12 @@ def keep_active(listed: ActiveNeurons, kept: ActiveNeurons, read: Tensor | None 
     )
 
 
-def new_kept(neurons: int, texts: int, device: torch.device) -> ActiveNeurons:
+def new_kept(neurons: int, sequences: int, device: torch.device) -> ActiveNeurons:
     """Room for what `keep_active` keeps, but for input and sums, which `kept_of` takes from the list."""
     nothing = torch.zeros(0, device=device)
     index = torch.zeros(neurons, dtype=torch.int32, device=device)
     counts = torch.zeros(3, dtype=torch.int32, device=device)
-    return ActiveNeurons(index, torch.zeros(texts, neurons, device=device), counts, nothing, nothing)
+    return ActiveNeurons(index, torch.zeros(sequences, neurons, device=device), counts, nothing, nothing)
 
 
 def kept_of(listed: ActiveNeurons, kept: ActiveNeurons) -> ActiveNeurons:

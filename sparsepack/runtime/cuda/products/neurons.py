@@ -25,12 +25,12 @@ SUM_CHANNELS = 32
 SUM_THREADS = 256
 WAIT_THREADS = 32
 MOST_TOGETHER = 4
-"""One launch takes this many texts at most: a thread keeps 16 sums of each."""
+"""One launch takes this many sequences at most: a thread keeps 16 sums of each."""
 MOST_ROUND_WARPS = 16
 """This many warps at most share the channels of a record at a time."""
 ENOUGH_WARPS = {1: 32}
-"""A block has at most this many warps, by the number of texts; with more texts `MOST_ROUND_WARPS`, whose threads have
-more registers."""
+"""A block has at most this many warps, by the number of sequences; with more sequences `MOST_ROUND_WARPS`, whose
+threads have more registers."""
 PARTS = 2
 """So many warps multiply a record's up row, where a block has as many warps."""
 SLOTS = tuple(range(64, 0, -2))
@@ -41,7 +41,8 @@ COPIED = torch.complex128
 """torch copies a thread one value of a type at a time, and this is the largest, of 16 bytes: by bytes, records over the
 bus take several times as long, and keep the multiprocessors from the step beside which they come."""
 INPUT_BYTES = 4 * (2 * BAND_ROWS + 64)
-"""What a text takes of a group of two superblocks in shared memory, as `kernels/neurons/neuron_input.cuh` draws it."""
+"""What a sequence takes of a group of two superblocks in shared memory, as `kernels/neurons/neuron_input.cuh` draws
+it."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ class CudaNeurons:
 
 @dataclass(frozen=True)
 class ActiveNeurons:
-    """What the kernels of an MLP leave for each other: the list of B texts, their input, and sums of blocks.
+    """What the kernels of an MLP leave for each other: the list of B sequences, their input, and sums of blocks.
 
     index   -- int32 [neurons]: the listed ones
     gates   -- float32 [B, neurons]: theirs, after the activation
@@ -90,20 +91,20 @@ class Division:
 
     tables   -- int32 [2, neurons]: two versions of the slot of each neuron, or -1
     version  -- int32 [1]: which of the two is in force
-    links    -- float64 [4], as `links_of` makes them
+    bandwidth    -- float64 [4], as `bandwidth_tensor` makes them
     seen     -- int32 [kept, neurons / 32 rounded up]: who was active, a bit each, in step n at n modulo `kept`
-    number   -- int32 [2]: of the step, which the first block (`begins`) counts up, and what it was before the text
+    number   -- int32 [2]: of the step, which the first block (`begins`) counts up, and what it was before the sequence
     traffic  -- int64 [5], to which steps add: neurons from slots, over the bus, and by the processor, blocks handed
                 over, and nanoseconds waited for answers
-    replayed -- int32 [rows, neurons / 32 rounded up], or None: who is active in the steps of the text, in place of what
-                the gates say; gates of zero then become 1
-    abort    -- int32 [1], and the others as `runtime/hybrid/mailbox.py` draws them; texts as many as the list has
+    replayed -- int32 [rows, neurons / 32 rounded up], or None: who is active in the steps of the sequence, in place of
+                what the gates say; gates of zero then become 1
+    abort    -- int32 [1], and the others as `runtime/hybrid/mailbox.py` draws them; sequences as many as the list has
     limit    -- milliseconds to wait for an answer
     """
 
     tables: Tensor
     version: Tensor
-    links: Tensor
+    bandwidth: Tensor
     seen: Tensor
     number: Tensor
     begins: bool
@@ -119,9 +120,10 @@ class Division:
     replayed: Tensor | None = None
 
 
-def links_of(links: BandwidthProfile, device: torch.device) -> Tensor:
-    """Seconds that a neuron takes from slots, over the bus, and by the processor, and a hand-over: float64 [4]."""
-    seconds = [1 / links.resident, 1 / links.bus, 1 / links.worker, links.handover]
+def bandwidth_tensor(bandwidth: BandwidthProfile, device: torch.device) -> Tensor:
+    """Seconds that a neuron takes from slots, over the bus, and by the processor, and a round through the mailbox:
+    float64 [4]."""
+    seconds = [1 / bandwidth.resident, 1 / bandwidth.bus, 1 / bandwidth.worker, bandwidth.handover]
     return torch.tensor(seconds, dtype=torch.float64, device=device)
 
 
@@ -150,14 +152,14 @@ def copy_neurons(to: CudaNeurons, slots: Tensor, source: CudaNeurons, records: T
     there[slots.to(device).long()] = here[records.to(here.device).long()].to(device)
 
 
-def new_active_neurons(neurons: int, hidden: int, texts: int, device: torch.device) -> ActiveNeurons:
+def new_active_neurons(neurons: int, hidden: int, sequences: int, device: torch.device) -> ActiveNeurons:
     """Room for the list and the sums of an MLP; MLPs on one stream share it."""
     return ActiveNeurons(
         index=torch.zeros(neurons, dtype=torch.int32, device=device),
-        gates=torch.zeros(texts, neurons, device=device),
+        gates=torch.zeros(sequences, neurons, device=device),
         counts=torch.zeros(3, dtype=torch.int32, device=device),
-        x=torch.zeros(texts, hidden, device=device),
-        partial=torch.zeros(multiprocessors(device), texts, hidden, device=device),
+        x=torch.zeros(sequences, hidden, device=device),
+        partial=torch.zeros(multiprocessors(device), sequences, hidden, device=device),
     )
 
 
@@ -174,24 +176,24 @@ def list_neurons(
     flag_in_data: bool = False,
     division: Division | None = None,
 ) -> None:
-    """List the active neurons of B texts on the current stream: those whose gate is not zero in any of them.
+    """List the active neurons of B sequences on the current stream: those whose gate is not zero in any of them.
 
     gates        -- float32 [B, neurons], before the activation
     activation   -- number of the function, see `kernels/common/activations.cuh`
     x            -- float32 [B, hidden], before its RMSNorm, whose weight is `norm` float32 [hidden]
     everyone     -- list every neuron
     active       -- int64 []: the number of listed ones is added to it
-    flag_in_data -- gates and x are in words of `driver/memory.py`, of one text
+    flag_in_data -- gates and x are in words of `driver/memory.py`, of one sequence
     division     -- how the neurons are divided; None: all records lie in one memory, in the order of the neurons
     """
-    texts, neurons = gates.shape
-    if flag_in_data and texts > 1:
-        raise ValueError(f"{texts} texts with their flag in the data: the list takes one such text")
+    sequences, neurons = gates.shape
+    if flag_in_data and sequences > 1:
+        raise ValueError(f"{sequences} texts with their flag in the data: the list takes one such text")
     words, device = -(-neurons // 32), gates.device.index or 0
     cluster = LIST_CLUSTER if architecture(device) >= HOPPER else 1
     defines = {
         "CLUSTER": cluster,
-        "INPUTS": texts,
+        "INPUTS": sequences,
         "ROUNDS": -(-words // (cluster * LIST_THREADS // 32)),
         "ACTIVATION": activation,
         "ALL": int(everyone),
@@ -203,7 +205,7 @@ def list_neurons(
     if division is not None:
         replayed = division.replayed
         divided = (
-            *(division.tables, division.tables.stride(0), division.version, division.links),
+            *(division.tables, division.tables.stride(0), division.version, division.bandwidth),
             *(division.seen, division.seen.stride(0), len(division.seen), division.number, int(division.begins)),
             *(division.request_number, division.request_indices, division.request_gates, division.request_x),
             *(division.traffic, *((None, 0, 0) if replayed is None else (replayed, replayed.stride(0), len(replayed)))),
@@ -233,9 +235,9 @@ def add_neurons(
     residual, y -- float32 [B, hidden], maybe the same
     division    -- of the list: what was asked of the processor is waited for, and added last
     """
-    device, texts, hidden = y.device, len(y), neurons.hidden
+    device, sequences, hidden = y.device, len(y), neurons.hidden
     blocks = len(listed.partial)
-    for first in range(0, texts, MOST_TOGETHER):
+    for first in range(0, sequences, MOST_TOGETHER):
         of = slice(first, first + MOST_TOGETHER)
         x, gates, sums = listed.x[of], listed.gates[of], listed.partial[:, of]
         config = _ffn_config(hidden, len(x), device)
@@ -257,7 +259,7 @@ def add_neurons(
         )
     launch(
         kernel("neuron_sum", "neuron_sum", (), device.index or 0),
-        (hidden // SUM_CHANNELS, texts),
+        (hidden // SUM_CHANNELS, sequences),
         SUM_THREADS,
         *(listed.partial, blocks, listed.counts, hidden, residual, y, None if division is None else division.answer),
     )

@@ -14,7 +14,7 @@ from sparsepack.runtime.cuda.products.tile_config import offloaded_tile_config
 from sparsepack.runtime.cuda.products.zigzag import CudaZigzag
 from sparsepack.runtime.cuda.products.zigzag_products import Input, Output
 
-ASK_THREADS, TAKE_THREADS = 1024, 256
+REQUEST_THREADS, TAKE_THREADS = 1024, 256
 ROWS_OF_A_BLOCK = 512
 """A block takes so many rows where nobody asks for their squares."""
 
@@ -59,9 +59,9 @@ def first_bands(matrix: CudaZigzag, bands: int) -> CudaZigzag:
 
 def ask(of: OffloadedProduct, input: Input) -> None:
     """Ask the processor for the last rows of a product, on the current stream. What the product skips is zero there."""
-    texts, columns = of.request_x.shape
+    sequences, columns = of.request_x.shape
     defines = (
-        f"INPUTS={texts}",
+        f"INPUTS={sequences}",
         f"GATED={0 if input.gated is None else 1 + input.plain}",
         f"ACTIVATION={input.gated or 0}",
     )
@@ -69,7 +69,7 @@ def ask(of: OffloadedProduct, input: Input) -> None:
     launch(
         kernel("offloaded_product", "request_rows", defines, of.sums.device.index or 0),
         (1,),
-        ASK_THREADS,
+        REQUEST_THREADS,
         *(input.x, columns, input.norm, float(input.eps)),
         *(input.threshold, per_channel, input.offset, input.scales, of.rows, input.skipped),
         *(of.request_number, of.request_x, of.number, int(of.before_list)),
@@ -82,11 +82,11 @@ def take(of: OffloadedProduct, output: Output) -> None:
     output -- y and residual float32 [B, rows], maybe the same; squares float32 [B, parts]: parts of the sums of y^2
     """
     squares = output.squares
-    texts = len(of.answer)
-    parts = -(-of.rows // ROWS_OF_A_BLOCK) if squares is None else squares.numel() // texts
+    sequences = len(of.answer)
+    parts = -(-of.rows // ROWS_OF_A_BLOCK) if squares is None else squares.numel() // sequences
     launch(
         kernel("offloaded_product", "take_rows", (), of.sums.device.index or 0),
-        (parts, texts),
+        (parts, sequences),
         TAKE_THREADS,
         *(of.sums, of.gpu_part.rows, of.answer_number, of.answer, of.rows, of.abort, of.limit),
         *(of.number, int(of.before_list), output.bias, output.residual, output.y, squares, of.waited),
@@ -96,7 +96,7 @@ def take(of: OffloadedProduct, output: Output) -> None:
 def multiply(
     of: OffloadedProduct, by: Callable[[CudaZigzag, Input, Output], None], input: Input, output: Output
 ) -> None:
-    """The whole product: what `gemv` does, or `batch` for several texts. by -- one of these"""
+    """The whole product: what `gemv` does, or `batch` for several sequences. by -- one of these"""
     ask(of, input)
     sums = of.sums if len(of.sums) > 1 else of.sums[0]
     input = replace(input, skipped=None)  # counted for all rows already

@@ -40,7 +40,7 @@ MOST_SPLITS = {8: 16, 4: 16, 2: 32, 1: 32}
 """A product has at most this many splits, by the bands of a tile: the sums of the splits have to be added up."""
 MANY_COLUMNS = 1024
 """For a block with this many columns, tiles of 4 bands are faster at 50 % than tiles of 2 (an H100)."""
-FAR_TILES = 4
+OFFLOADED_TILES = 4
 """A matrix in the host's memory has at least so many tiles, of which GPU and processor take some each."""
 FEW_COLUMNS = 224
 """A block of one band with no more columns than this is faster without a ring (an H100)."""
@@ -150,7 +150,7 @@ def default_tile_config(
 def offloaded_tile_bands(bands: int) -> int:
     """The bands of a tile of a matrix in the host's memory: as many as leave some tiles to be divided, all of them
     full. What lies together of a column is read the faster over the bus the longer it is."""
-    sizes = (size for size in sorted(STAGES, reverse=True) if bands % size == 0 and bands >= FAR_TILES * size)
+    sizes = (size for size in sorted(STAGES, reverse=True) if bands % size == 0 and bands >= OFFLOADED_TILES * size)
     return next(sizes, 1)
 
 
@@ -204,12 +204,12 @@ def measured_tile_config(shape: Shape, device: torch.device, gate: bool = False)
     return None if found is None or (gate and found.tile_bands % 2) else found
 
 
-def tuned_path(gpu: str) -> Path:
+def tuning_path(gpu: str) -> Path:
     """The file that keeps what was measured on a kind of GPU, by the GPU's name."""
-    return tuning.tuned_path("cuda", gpu)
+    return tuning.tuning_path("cuda", gpu)
 
 
-def read_tuned(path: Path) -> dict[Shape, dict[str, Any]]:
+def read_tuning(path: Path) -> dict[Shape, dict[str, Any]]:
     """The measured configurations, by shape. A file that is missing, damaged or of another schema holds nothing."""
     return tuning.read_rows(path, SCHEMA, tile_config_of)
 
@@ -217,7 +217,7 @@ def read_tuned(path: Path) -> dict[Shape, dict[str, Any]]:
 @cache
 def tuned(gpu: str) -> Mapping[Shape, CudaTileConfig]:
     """The configurations measured on a kind of GPU; empty where `sparsepack tune` never ran there."""
-    return {shape: tile_config_of(row) for shape, row in read_tuned(tuned_path(gpu)).items()}
+    return {shape: tile_config_of(row) for shape, row in read_tuning(tuning_path(gpu)).items()}
 
 
 def tile_config_of(row: Mapping[str, Any]) -> CudaTileConfig:

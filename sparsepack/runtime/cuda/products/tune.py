@@ -22,9 +22,9 @@ from sparsepack.runtime.cuda.products.tile_config import (
     CudaTileConfig,
     default_tile_config,
     filling_splits,
-    read_tuned,
+    read_tuning,
     tuned,
-    tuned_path,
+    tuning_path,
 )
 from sparsepack.runtime.cuda.products.zigzag import CudaZigzag, load_zigzag
 from sparsepack.runtime.cuda.products.zigzag_products import Input, Output, gemv
@@ -58,10 +58,12 @@ def measure(
     """
     device = usable(device)
     gpu = torch.cuda.get_device_name(device)
-    path = tuned_path(gpu)
+    path = tuning_path(gpu)
     with torch.cuda.device(device):
         head = {"schema": SCHEMA, "gpu_info": gpu}
-        found = measure_shapes(shapes, path, head, read_tuned(path), lambda shape: _best(shape, device, shape in gates))
+        found = measure_shapes(
+            shapes, path, head, read_tuning(path), lambda shape: _best(shape, device, shape in gates)
+        )
     tuned.cache_clear()
     return found
 

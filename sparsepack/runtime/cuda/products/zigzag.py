@@ -80,13 +80,13 @@ def load_zigzag(
     config = replace(config, block_bytes=size)
     laid, ends_of_all = in_order(blocks, block)
     there, ends = place(tiled(laid, config.tile_bands, gate)), ((end,) for end in ends_of_all)
-    made = laid_out(there, matrix.rows, matrix.columns, config, blocks.shape[0] // 2 if gate else 0, ends, block)
+    loaded = laid_out(there, matrix.rows, matrix.columns, config, blocks.shape[0] // 2 if gate else 0, ends, block)
     if matrix.row_scale is None:
-        return made
+        return loaded
     row_scale = torch.zeros(len(blocks) * BAND_ROWS, device=blocks.device)
     row_scale[: matrix.rows] = matrix.row_scale
     largest = math.frexp(float(row_scale.max()))[1]  # at most two to the power of this
-    return replace(made, row_scale=row_scale, fp16_scale=math.ldexp(made.fp16_scale, -largest))
+    return replace(loaded, row_scale=row_scale, fp16_scale=math.ldexp(loaded.fp16_scale, -largest))
 
 
 def laid_out(
@@ -122,8 +122,8 @@ def tiled(blocks: Tensor, tile_bands: int, gate: bool) -> Tensor:
     """uint8 [bands, columns, bytes] -> [tiles, columns, tile_bands, bytes], filled up with bands of zeros."""
     parts = blocks.chunk(2) if gate else (blocks,)
     each = tile_bands // len(parts)
-    made = [_padded(part, each).view(-1, each, *part.shape[1:]).transpose(1, 2) for part in parts]
-    return torch.cat(made, dim=2).contiguous()
+    loaded = [_padded(part, each).view(-1, each, *part.shape[1:]).transpose(1, 2) for part in parts]
+    return torch.cat(loaded, dim=2).contiguous()
 
 
 def headers_in_order(blocks: Tensor) -> Tensor:

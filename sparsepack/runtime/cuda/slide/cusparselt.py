@@ -23,8 +23,8 @@ from sparsepack.runtime import tuning
 LIBRARY = "libcusparseLt.so.0"
 TOKENS = 16
 """The number of tokens of a product is a multiple of this."""
-LIFTED = 32
-"""The number of lifted inputs of a product is a multiple of this."""
+EXPANDED = 32
+"""The number of expanded inputs of a product is a multiple of this."""
 ROWS = 32
 """The number of outputs of a product is a multiple of this."""
 
@@ -74,14 +74,14 @@ class Algorithm:
 class ProductShape:
     """A product Y = X W^T.
 
-    rows, lifted -- W, of which two in four along `lifted` may be nonzero
+    rows, expanded -- W, of which two in four along `expanded` may be nonzero
     tokens       -- rows of X
     dtype        -- of W and X: int8, float8_e4m3fn or bfloat16
     out          -- of Y, one of `OUTPUTS[dtype]`
     """
 
     rows: int
-    lifted: int
+    expanded: int
     tokens: int
     dtype: torch.dtype
     out: torch.dtype
@@ -115,13 +115,13 @@ def version() -> str:
 
 
 def compress(weight: Tensor) -> Tensor:
-    """Weights [rows, lifted] of 2:4 structure, on the GPU -> uint8, as the library's kernels take them.
+    """Weights [rows, expanded] of 2:4 structure, on the GPU -> uint8, as the library's kernels take them.
 
     A group of four with more than two nonzeros is not noticed: whoever calls has made sure that there is none.
     """
-    rows, lifted = weight.shape
+    rows, expanded = weight.shape
     with torch.cuda.device(weight.device):
-        handle, matrix = _handle(weight.device.index or 0), _structured(weight.device, rows, lifted, weight.dtype)
+        handle, matrix = _handle(weight.device.index or 0), _structured(weight.device, rows, expanded, weight.dtype)
         size, buffer_size = ctypes.c_size_t(), ctypes.c_size_t()
         _call("SpMMACompressedSize2", handle, matrix, ctypes.byref(size), ctypes.byref(buffer_size))
         compressed = torch.empty(size.value + _READ_BEYOND, dtype=torch.uint8, device=weight.device)
@@ -145,8 +145,8 @@ class MatmulPlan:
         with torch.cuda.device(device):
             self._handle = _handle(device.index or 0)
             self._matrices = (
-                _structured(device, shape.rows, shape.lifted, shape.dtype),
-                self._dense(shape.lifted, shape.tokens, shape.dtype),
+                _structured(device, shape.rows, shape.expanded, shape.dtype),
+                self._dense(shape.expanded, shape.tokens, shape.dtype),
                 self._dense(shape.rows, shape.tokens, shape.out),
             )
             self._product, self._choice, self._plan = _opaque(), _opaque(), _opaque()
@@ -172,7 +172,7 @@ class MatmulPlan:
         """Put Y = X W^T on the current stream.
 
         compressed -- W, from `compress`
-        x          -- [tokens, lifted], contiguous
+        x          -- [tokens, expanded], contiguous
         y          -- [tokens, rows], contiguous, to be filled
         """
         self._run("Matmul", compressed, x, y, self._workspace_bytes)
@@ -186,7 +186,7 @@ class MatmulPlan:
     def _run(self, what: str, compressed: Tensor, x: Tensor, y: Tensor, workspace_bytes: int) -> None:
         shape = self.shape
         for name, tensor, of, dtype in (
-            ("x", x, (shape.tokens, shape.lifted), shape.dtype),
+            ("x", x, (shape.tokens, shape.expanded), shape.dtype),
             ("y", y, (shape.tokens, shape.rows), shape.out),
         ):
             if tuple(tensor.shape) != of or tensor.dtype != dtype or not tensor.is_contiguous():
@@ -235,9 +235,9 @@ class MatmulPlan:
         _call(what, self._handle, *arguments)
 
 
-def _structured(device: torch.device, rows: int, lifted: int, dtype: torch.dtype) -> Any:
+def _structured(device: torch.device, rows: int, expanded: int, dtype: torch.dtype) -> Any:
     found = _opaque()
-    sizes = (ctypes.c_int64(n) for n in (rows, lifted, lifted))
+    sizes = (ctypes.c_int64(n) for n in (rows, expanded, expanded))
     handle = _handle(device.index or 0)
     _call("StructuredDescriptorInit", handle, found, *sizes, _ALIGNMENT, _TYPES[dtype], _ROW, _HALF)
     return found
@@ -286,19 +286,21 @@ def best_algorithm(shape: ProductShape, compressed: torch.Tensor) -> Algorithm:
     """
     tokens = min(LARGEST, 1 << max(4, (shape.tokens - 1).bit_length()))
     device = compressed.device
-    path = tuning.tuned_path("cusparselt", torch.cuda.get_device_name(device), version())
+    path = tuning.tuning_path("cusparselt", torch.cuda.get_device_name(device), version())
     if path not in _known:
         _known[path] = _read(path)
-    key = f"{shape.rows} x {shape.lifted}, {tokens} tokens, {shape.dtype} to {shape.out}".replace("torch.", "")
+    key = f"{shape.rows} x {shape.expanded}, {tokens} tokens, {shape.dtype} to {shape.out}".replace("torch.", "")
     if key not in _known[path]:
-        _known[path][key] = _search(ProductShape(shape.rows, shape.lifted, tokens, shape.dtype, shape.out), compressed)
+        _known[path][key] = _search(
+            ProductShape(shape.rows, shape.expanded, tokens, shape.dtype, shape.out), compressed
+        )
         _write(path, _known[path])
     return _known[path][key]
 
 
 def _search(shape: ProductShape, compressed: torch.Tensor) -> Algorithm:
     # Any inputs do: it is time that counts. Zeros would draw less power, and so run faster.
-    size = (shape.tokens, shape.lifted * shape.dtype.itemsize)
+    size = (shape.tokens, shape.expanded * shape.dtype.itemsize)
     x = torch.randint(0, 64, size, dtype=torch.uint8, device=compressed.device).view(shape.dtype)
     y = torch.empty(shape.tokens, shape.rows, dtype=shape.out, device=compressed.device)
     return MatmulPlan(shape, compressed.device).search(compressed, x, y)

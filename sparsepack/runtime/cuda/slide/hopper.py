@@ -1,4 +1,5 @@
-"""Products with slid weights on Hopper's 2:4 tensor cores, by one kernel of ours (`kernels/slide/slide_matmul.cu`)."""
+"""Products with sparse24 weights on Hopper's 2:4 tensor cores, by one kernel of ours
+(`kernels/slide/slide_matmul.cu`)."""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -20,7 +21,7 @@ STORED = 16
 """A row has a multiple of this many stored values."""
 ALIGNMENT = 16
 """A matrix begins at a multiple of this many bytes."""
-LIFTED = 32
+EXPANDED = 32
 """A token has a multiple of this many inputs (`inputs.ALIGNMENT`)."""
 
 K_TILE = 128
@@ -32,7 +33,7 @@ CLUSTER = 2
 _OUT_TOKENS = 32
 _OUT_BYTES = _OUT_TOKENS * 128
 _BAND_BYTES = 24 << 20
-"""This many bytes of lifted inputs are multiplied with all rows before the next are: these inputs stay in the L2
+"""This many bytes of expanded inputs are multiplied with all rows before the next are: these inputs stay in the L2
 cache."""
 _SHARED_BYTES = 227 << 10
 """A block has this many bytes of shared memory."""
@@ -74,9 +75,9 @@ class Tile:
     def stages(self) -> int:
         """The stages of the pipeline: as many as leave room for all outputs of a tile, but enough to hide what fetching
         takes, if two buffers of outputs remain."""
-        room, outputs = _SHARED_BYTES - _STATIC_BYTES, self.rows * self.tokens * 2
-        enough = min(5, (room - 2 * self.groups * _OUT_BYTES) // self.stage_bytes)
-        return max(enough, min(12, (room - outputs) // self.stage_bytes))
+        available, outputs = _SHARED_BYTES - _STATIC_BYTES, self.rows * self.tokens * 2
+        enough = min(5, (available - 2 * self.groups * _OUT_BYTES) // self.stage_bytes)
+        return max(enough, min(12, (available - outputs) // self.stage_bytes))
 
     @property
     def out_buffers(self) -> int:
@@ -114,7 +115,7 @@ def best_tile(rows: int, tokens: int, blocks: int) -> Tile:
 
 @dataclass(frozen=True, eq=False)
 class HopperMatrix:
-    """Slid weights as the kernel takes them.
+    """sparse24 weights as the kernel takes them.
 
     values    -- int8 or float8_e4m3fn [rows, stored], `ROWS` and `STORED` of them or a multiple
     positions -- from `arranged_positions`
@@ -155,7 +156,7 @@ def arranged_positions(positions: Tensor, stored: int) -> Tensor:
 def slide_matmul(matrix: HopperMatrix, q: Tensor, scale: Tensor, out: torch.dtype, tile: Tile | None = None) -> Tensor:
     """Y = (Q W^T) * scales + bias, on the current stream.
 
-    q     -- of the type of the weights, [tokens, lifted], a multiple of 16 wide: `inputs.quantise_slide`
+    q     -- of the type of the weights, [tokens, expanded], a multiple of 16 wide: `inputs.quantise_slide`
     scale -- float32 [tokens]
     out   -- one of `OUTPUTS`
     tile  -- None: `best_tile`
@@ -163,8 +164,8 @@ def slide_matmul(matrix: HopperMatrix, q: Tensor, scale: Tensor, out: torch.dtyp
     Returns [tokens, rows]. Raises `ValueError` for inputs of another width.
     """
     (rows, stored), tokens = matrix.values.shape, len(q)
-    if not 0 <= q.shape[1] - 2 * stored + 2 * STORED < 2 * STORED + LIFTED:
-        raise ValueError(f"inputs lifted to {q.shape[1]} for weights with {stored} stored values a row")
+    if not 0 <= q.shape[1] - 2 * stored + 2 * STORED < 2 * STORED + EXPANDED:
+        raise ValueError(f"inputs expanded to {q.shape[1]} for weights with {stored} stored values a row")
     y = torch.empty(tokens, rows, dtype=out, device=q.device)
     if not tokens:
         return y

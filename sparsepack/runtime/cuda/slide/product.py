@@ -23,7 +23,7 @@ from sparsepack.runtime.cuda.driver.kernel import architecture, check_architectu
 from sparsepack.runtime.cuda.slide import cusparselt, hopper
 from sparsepack.runtime.cuda.slide.cusparselt import LARGEST, best_algorithm
 from sparsepack.runtime.reference import products as reference
-from sparsepack.runtime.reference.products import SlidMatrix
+from sparsepack.runtime.reference.products import Sparse24Matrix
 
 MOST_EIGHTS = {8: 4, 16: 5, 32: 16}
 """A block, which has a token, has this many warps, and a thread holds at most this many groups of eight inputs in
@@ -33,7 +33,7 @@ LIGHT_EIGHTS = 5
 THREADS = 2048
 """A multiprocessor has at most this many threads."""
 ALIGNMENT = 32
-"""A row of lifted values is padded with zeros to a multiple of this many bytes, as the 2:4 products want."""
+"""A row of expanded values is padded with zeros to a multiple of this many bytes, as the 2:4 products want."""
 
 _INPUTS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 _FP8_FROM = 89
@@ -41,19 +41,19 @@ _FP8_FROM = 89
 
 
 def row_bytes(how: Slide, columns: int) -> int:
-    """The number of bytes from one token's lifted values to the next token's."""
-    lifted = how.lifted(columns)
-    return lifted + -lifted % ALIGNMENT
+    """The number of bytes from one token's expanded values to the next token's."""
+    expanded = how.expanded(columns)
+    return expanded + -expanded % ALIGNMENT
 
 
 def quantise_slide(x: Tensor, how: Slide, dtype: torch.dtype, filled: int = 0) -> tuple[Tensor, Tensor]:
-    """Quantise inputs token by token and lift them, on the current stream; see `slide.reference.quantise_slide`.
+    """Quantise inputs token by token and expand them, on the current stream; see `slide.reference.quantise_slide`.
 
     x      -- float32, float16 or bfloat16 [tokens, columns], contiguous
     dtype  -- int8 or float8_e4m3fn
     filled -- rows of the result, if more than tokens: what the others hold is undefined
 
-    Returns the values [tokens, `row_bytes`], zeros behind those that are lifted, and the scales, float32 [tokens]. A
+    Returns the values [tokens, `row_bytes`], zeros behind those that are expanded, and the scales, float32 [tokens]. A
     token that is not finite gets a scale that is not. Raises `UserError` for FP8 on a GPU without it, `ValueError` for
     what does not fit.
     """
@@ -143,7 +143,7 @@ _PLANS = 256
 _plans: dict[tuple[cusparselt.ProductShape, torch.device], cusparselt.MatmulPlan] = {}
 
 
-def prepare(matrix: SlidMatrix, out: torch.dtype, tokens: int = 0) -> list[Tensor]:
+def prepare(matrix: Sparse24Matrix, out: torch.dtype, tokens: int = 0) -> list[Tensor]:
     """What `sparse24_matmul` needs of a matrix on the current GPU beside the matrix, for inputs and outputs of a type.
 
     tokens -- find and compile now what suits up to so many tokens
@@ -163,7 +163,7 @@ def prepare(matrix: SlidMatrix, out: torch.dtype, tokens: int = 0) -> list[Tenso
     return prepared
 
 
-def sparse24_matmul(x: Tensor, matrix: SlidMatrix, bias: Tensor | None, prepared: Sequence[Tensor]) -> Tensor:
+def sparse24_matmul(x: Tensor, matrix: Sparse24Matrix, bias: Tensor | None, prepared: Sequence[Tensor]) -> Tensor:
     """y = x W^T + bias on the current GPU and stream, without waiting for either.
 
     x        -- float32, float16 or bfloat16 [tokens, columns], contiguous
@@ -191,12 +191,12 @@ class _Way:
     """
 
     dimensions: int
-    prepare: Callable[[SlidMatrix], list[Tensor]]
-    run: Callable[[Tensor, SlidMatrix, Tensor | None, Sequence[Tensor]], Tensor]
-    tune: Callable[[SlidMatrix, torch.dtype, int, Sequence[Tensor]], None]
+    prepare: Callable[[Sparse24Matrix], list[Tensor]]
+    run: Callable[[Tensor, Sparse24Matrix, Tensor | None, Sequence[Tensor]], Tensor]
+    tune: Callable[[Sparse24Matrix, torch.dtype, int, Sequence[Tensor]], None]
 
 
-def _way(matrix: SlidMatrix, out: torch.dtype) -> _Way:
+def _way(matrix: Sparse24Matrix, out: torch.dtype) -> _Way:
     if architecture(matrix.values.device.index or 0) != hopper.ARCHITECTURE:
         return _LIBRARY
     if matrix.scale is None:
@@ -204,7 +204,7 @@ def _way(matrix: SlidMatrix, out: torch.dtype) -> _Way:
     return _HOPPER if out in hopper.OUTPUTS else _LIBRARY
 
 
-def _prepare_for_hopper(matrix: SlidMatrix) -> list[Tensor]:
+def _prepare_for_hopper(matrix: Sparse24Matrix) -> list[Tensor]:
     """Positions in the order of the threads. Values and scales are used as they lie, unless rows are not aligned: then
     copies of them, too."""
     stored = matrix.values.shape[1]
@@ -218,7 +218,7 @@ def _prepare_for_hopper(matrix: SlidMatrix) -> list[Tensor]:
 
 
 def _run_on_hopper(
-    x: Tensor, matrix: SlidMatrix, bias: Tensor | None, prepared: Sequence[Tensor], tile: hopper.Tile | None = None
+    x: Tensor, matrix: Sparse24Matrix, bias: Tensor | None, prepared: Sequence[Tensor], tile: hopper.Tile | None = None
 ) -> Tensor:
     arranged, *copies = prepared
     values, scale = copies or (matrix.values, matrix.scale)
@@ -229,35 +229,35 @@ def _run_on_hopper(
     return y[:, : len(matrix.values)].contiguous()
 
 
-def _tune_for_hopper(matrix: SlidMatrix, out: torch.dtype, tokens: int, prepared: Sequence[Tensor]) -> None:
+def _tune_for_hopper(matrix: Sparse24Matrix, out: torch.dtype, tokens: int, prepared: Sequence[Tensor]) -> None:
     """Which tile is the best is computed; each is compiled once for all weights of a type."""
     x = torch.zeros(1, matrix.columns, dtype=out, device=matrix.values.device)
     for tile in hopper.TILES:
         _run_on_hopper(x, matrix, None, prepared, tile)
 
 
-def _prepare_for_library(matrix: SlidMatrix) -> list[Tensor]:
+def _prepare_for_library(matrix: Sparse24Matrix) -> list[Tensor]:
     """Values and positions are copied, compressed as the library wants them."""
-    return [cusparselt.compress(_padded(_windowed(matrix), cusparselt.ROWS, cusparselt.LIFTED))]
+    return [cusparselt.compress(_padded(_windowed(matrix), cusparselt.ROWS, cusparselt.EXPANDED))]
 
 
-def _run_by_library(x: Tensor, matrix: SlidMatrix, bias: Tensor | None, prepared: Sequence[Tensor]) -> Tensor:
+def _run_by_library(x: Tensor, matrix: Sparse24Matrix, bias: Tensor | None, prepared: Sequence[Tensor]) -> Tensor:
     (tokens, _), rows, dtype, out = x.shape, len(matrix.values), matrix.values.dtype, x.dtype
-    lifted = matrix.how.lifted(matrix.columns)
-    filled, rows_filled, lifted = (
+    expanded = matrix.how.expanded(matrix.columns)
+    filled, rows_filled, expanded = (
         number + -number % of
-        for number, of in ((tokens, cusparselt.TOKENS), (rows, cusparselt.ROWS), (lifted, cusparselt.LIFTED))
+        for number, of in ((tokens, cusparselt.TOKENS), (rows, cusparselt.ROWS), (expanded, cusparselt.EXPANDED))
     )
     # For bfloat16, sums in bfloat16: they are rounded once more, as little as the outputs are, and take half the time.
     sums_type = cusparselt.OUTPUTS[dtype][0 if out == torch.bfloat16 else -1]
-    q, scale = _quantised(x, matrix, filled, lifted)
+    q, scale = _quantised(x, matrix, filled, expanded)
     sums = torch.empty(filled, rows_filled, dtype=sums_type, device=x.device)
-    shape = cusparselt.ProductShape(rows_filled, lifted, filled, dtype, sums_type)
+    shape = cusparselt.ProductShape(rows_filled, expanded, filled, dtype, sums_type)
     _plan(shape, prepared[0]).run(prepared[0], q, sums)
     return scale_outputs(sums, tokens, rows, scale, matrix.scale, bias, out)
 
 
-def _tune_library(matrix: SlidMatrix, out: torch.dtype, tokens: int, prepared: Sequence[Tensor]) -> None:
+def _tune_library(matrix: Sparse24Matrix, out: torch.dtype, tokens: int, prepared: Sequence[Tensor]) -> None:
     """Algorithms are the same up to the next power of two."""
     most = min(LARGEST, 1 << (tokens - 1).bit_length())
     x = torch.zeros(most, matrix.columns, dtype=out, device=matrix.values.device)
@@ -280,15 +280,15 @@ def _plan(shape: cusparselt.ProductShape, compressed: Tensor) -> cusparselt.Matm
     return plan
 
 
-def _quantised(x: Tensor, matrix: SlidMatrix, filled: int, lifted: int) -> tuple[Tensor, Tensor | None]:
-    """Inputs as the library takes them: [filled, lifted]. What lies behind the tokens is never looked at."""
+def _quantised(x: Tensor, matrix: Sparse24Matrix, filled: int, expanded: int) -> tuple[Tensor, Tensor | None]:
+    """Inputs as the library takes them: [filled, expanded]. What lies behind the tokens is never looked at."""
     if matrix.scale is None:
         q, _ = reference.quantise_slide(x, matrix.how, matrix.values.dtype)
-        return F.pad(q, (0, lifted - q.shape[1], 0, filled - len(q))), None
+        return F.pad(q, (0, expanded - q.shape[1], 0, filled - len(q))), None
     return quantise_slide(x, matrix.how, matrix.values.dtype, filled)
 
 
-def _prepare_dense(matrix: SlidMatrix) -> list[Tensor]:
+def _prepare_dense(matrix: Sparse24Matrix) -> list[Tensor]:
     """The weights as they were before they were slid."""
     warnings.warn("slide-bf16 is multiplied dense on this GPU, where that is faster; slide-int8 is not", stacklevel=2)
     whole = matrix.values.new_empty(len(matrix.values), matrix.columns)
@@ -298,29 +298,31 @@ def _prepare_dense(matrix: SlidMatrix) -> list[Tensor]:
     return [whole]
 
 
-def _run_dense(x: Tensor, matrix: SlidMatrix, bias: Tensor | None, prepared: Sequence[Tensor]) -> Tensor:
+def _run_dense(x: Tensor, matrix: Sparse24Matrix, bias: Tensor | None, prepared: Sequence[Tensor]) -> Tensor:
     (whole,) = prepared
     return F.linear(x.to(whole.dtype), whole, None if bias is None else bias.to(whole.dtype)).to(x.dtype)
 
 
-def _tune_dense(matrix: SlidMatrix, out: torch.dtype, tokens: int, prepared: Sequence[Tensor]) -> None:
+def _tune_dense(matrix: Sparse24Matrix, out: torch.dtype, tokens: int, prepared: Sequence[Tensor]) -> None:
     """torch chooses by itself."""
 
 
-def _windowed(matrix: SlidMatrix) -> Tensor:
-    """The slid weights with their zeros, of the type of the values [rows, lifted]."""
-    whole = matrix.values.new_zeros(len(matrix.values), matrix.how.lifted(matrix.columns))
+def _windowed(matrix: Sparse24Matrix) -> Tensor:
+    """The sparse24 weights with their zeros, of the type of the values [rows, expanded]."""
+    whole = matrix.values.new_zeros(len(matrix.values), matrix.how.expanded(matrix.columns))
     for rows, part in _parts(matrix):
         positions = unpack_positions(part.positions, part.values.shape[1], part.how)
         _bits(whole)[rows] = windowed(_bits(part.values), positions, part.how)
     return whole
 
 
-def _parts(matrix: SlidMatrix) -> "list[tuple[slice, SlidMatrix]]":
+def _parts(matrix: Sparse24Matrix) -> "list[tuple[slice, Sparse24Matrix]]":
     """Split rows into groups, since unpacked positions take many times the memory of packed ones."""
     step = max(1, _PIECE // max(1, matrix.columns))
     slices = [slice(first, first + step) for first in range(0, len(matrix.values), step)]
-    return [(s, SlidMatrix(matrix.values[s], matrix.positions[s], None, matrix.how, matrix.columns)) for s in slices]
+    return [
+        (s, Sparse24Matrix(matrix.values[s], matrix.positions[s], None, matrix.how, matrix.columns)) for s in slices
+    ]
 
 
 def _padded(x: Tensor, rows: int, columns: int = 1) -> Tensor:

@@ -142,29 +142,29 @@ public:
         return decoder_->active();
     }
 
-    void hold(const Hold& hold) {
+    void control_thresholds(const ThresholdController& controller) {
         Lock lock(mutex_);
-        decoder_->hold(hold);
+        decoder_->control_thresholds(controller);
     }
-    void begin_held(int32_t sequence) {
+    void reset_scale(int32_t sequence) {
         Lock lock(mutex_);
-        decoder_->begin_held(sequence);
+        decoder_->reset_scale(sequence);
     }
     std::vector<float> scales() {
         Lock lock(mutex_);
         std::vector<float> scales;
-        for (const HeldText& text : decoder_->held()) scales.push_back(text.scale);
+        for (const SequenceScale& sequence : decoder_->scales()) scales.push_back(sequence.scale);
         return scales;
     }
 
     void step(const Sequences& sequences, const Ids& ids, bool sparse, Array<float, 2> logits) {
-        expect_room(logits.size(), ids.size());
+        check_size(logits.size(), ids.size());
         Lock lock(mutex_);
         step_all(sequences, ids, sparse, logits.data());
     }
 
     void prefill(int32_t sequence, Array<const int64_t, 1> ids, bool all, Array<float, 2> logits) {
-        expect_room(logits.size(), all ? ids.size() : 1);
+        check_size(logits.size(), all ? ids.size() : 1);
         Lock lock(mutex_);
         decoder_->prefill(sequence, ids.data(), int64_t(ids.size()), all, logits.data());
     }
@@ -189,8 +189,8 @@ public:
     }
 
 private:
-    void expect_room(size_t held, size_t positions) const {
-        if (held != positions * size_t(decoder_->model().shape.vocabulary))
+    void check_size(size_t size, size_t positions) const {
+        if (size != positions * size_t(decoder_->model().shape.vocabulary))
             throw std::invalid_argument("logits: expected [positions, vocabulary]");
     }
 
@@ -243,11 +243,11 @@ void bind_decoder(nb::module_& m) {
         .def_prop_ro("stepped", &Session::stepped)
         .def("active", &Session::active)
         .def(
-            "hold",
+            "control_thresholds",
             [](Session& self, double target, double weights, double first, double last, double over, double least,
-               double most) { self.hold({target, weights, first, last, over, least, most}); },
+               double most) { self.control_thresholds({target, weights, first, last, over, least, most}); },
             nb::kw_only(), "target"_a, "weights"_a, "first"_a, "last"_a, "over"_a, "least"_a, "most"_a)
-        .def("begin_held", &Session::begin_held, "sequence"_a)
+        .def("reset_scale", &Session::reset_scale, "sequence"_a)
         .def("scales", &Session::scales)
         .def("step", &Session::step, "sequences"_a, "ids"_a, "sparse"_a, "logits"_a, Released())
         .def("prefill", &Session::prefill, "sequence"_a, "ids"_a, "all"_a, "logits"_a, Released())

@@ -22,9 +22,10 @@ using Released = nb::call_guard<nb::gil_scoped_release>;
 // layout: mailbox.Mailbox
 Mailbox layout_of(nb::handle layout) {
     auto number = [&](const char* name) { return nb::cast<int64_t>(layout.attr(name)); };
-    using Asked = std::tuple<int32_t, int32_t, int32_t, int32_t, int64_t, int64_t, int64_t, int64_t>;
-    std::vector<AskedProduct> products;
-    for (auto [block, columns, rows, skips, request, x, answer, y] : nb::cast<std::vector<Asked>>(layout.attr("asked")))
+    using ProductParts = std::tuple<int32_t, int32_t, int32_t, int32_t, int64_t, int64_t, int64_t, int64_t>;
+    std::vector<MailboxProduct> products;
+    for (auto [block, columns, rows, skips, request, x, answer, y] :
+         nb::cast<std::vector<ProductParts>>(layout.attr("product_parts")))
         products.push_back({block, columns, rows, skips, request, x, answer, y});
     return {int32_t(number("blocks")),
             int32_t(number("neurons")),
@@ -57,7 +58,7 @@ public:
         Mailbox at = layout_of(layout);
         if (threads < 1 || !(limit > 0)) throw std::invalid_argument("expected threads and seconds");
         if (int64_t(memory_.shape(0)) != at.size || reinterpret_cast<uintptr_t>(memory_.data()) % 4)
-            throw std::invalid_argument("memory: expected the size of the hand-over, at a multiple of 4 bytes");
+            throw std::invalid_argument("memory: expected the size of the mailbox, at a multiple of 4 bytes");
         std::vector<const Neurons*> views;
         for (const auto& matrix : records_) views.push_back(&matrix->view);
         std::vector<const Zigzag*> matrices;
@@ -103,8 +104,8 @@ void bind_worker(nb::module_& m) {
              "products"_a = std::vector<std::shared_ptr<ZigzagMatrix>>{},
              "gates"_a = std::vector<std::shared_ptr<GateMatrix>>{})
         .def(
-            "begin", [](Worker& self, int32_t number, int32_t texts) { self.worker().begin(number, texts); },
-            "number"_a, "texts"_a = 1, Released())
+            "begin", [](Worker& self, int32_t number, int32_t sequences) { self.worker().begin(number, sequences); },
+            "number"_a, "sequences"_a = 1, Released())
         .def("end", &Worker::end, "number"_a)
         .def("interrupt", [](Worker& self) { self.worker().interrupt(); })
         .def("stop", [](Worker& self) { self.worker().stop(); })

@@ -15,10 +15,10 @@ void check_site(const Site& site, int64_t rows, int64_t columns, const std::stri
     expect(site.matrix, name + ": no matrix");
     expect(site.matrix->rows == rows && site.matrix->columns == columns, name + ": matrix of another shape");
     expect(site.bias.empty() || site.bias.size() == size_t(rows), name + ": bias of another length");
-    size_t limits = site.threshold.size();
-    expect(limits <= 1 || limits == width, name + ": expected one threshold, or one per column");
+    size_t thresholds = site.threshold.size();
+    expect(thresholds <= 1 || thresholds == width, name + ": expected one threshold, or one per column");
     expect(site.offset.empty() || site.offset.size() == width, name + ": offset of another length");
-    expect(site.offset.empty() || limits, name + ": offset without threshold");
+    expect(site.offset.empty() || thresholds, name + ": offset without threshold");
 }
 
 void check_experts(const Experts& e, const Shape& s, const std::string& name) {
@@ -103,7 +103,7 @@ Decoder::Decoder(Model model, const Kernels& kernels, int threads)
       k_(kernels),
       pool_(threads) {
     int64_t columns = std::max({s_.hidden, s_.intermediate, a_.q_rows()}), padded[2] = {0, 0};
-    int64_t texts = int64_t(model_.caches.size()), experts = 0, used = 1;
+    int64_t batch = int64_t(model_.caches.size()), experts = 0, used = 1;
     for (const Layer& layer : model_.layers) {
         if (!layer.experts) continue;
         experts = std::max<int64_t>(experts, layer.experts->stored());
@@ -118,7 +118,7 @@ Decoder::Decoder(Model model, const Kernels& kernels, int threads)
                 continue;
             }
             if (layer.gates && number == MLP_IN) {
-                padded[number & 1] = std::max(padded[number & 1], texts * s_.intermediate);
+                padded[number & 1] = std::max(padded[number & 1], batch * s_.intermediate);
                 continue;
             }
             site.sparse_bias = sparse_bias(site, k_);
@@ -128,7 +128,7 @@ Decoder::Decoder(Model model, const Kernels& kernels, int threads)
                 int32_t used = layer.experts->of_token();
                 room = std::max(room, used * gemv_slices(m, int32_t(m.columns), threads, used) * gemv_stride(m));
             }
-            if (texts > 1) room = std::max(room, matmul_slices(m, int32_t(m.columns), threads) * texts * m.rows);
+            if (batch > 1) room = std::max(room, matmul_slices(m, int32_t(m.columns), threads) * batch * m.rows);
             padded[number & 1] = std::max(padded[number & 1], room);
         }
     }
@@ -147,7 +147,7 @@ Decoder::Decoder(Model model, const Kernels& kernels, int threads)
         starts_ = Buffer<int32_t>(experts + 1);
     }
     listed_ = Buffer<int32_t>(columns + 16 * threads);
-    active_in_any_ = Buffer<uint8_t>(texts > 1 ? columns : 0);
+    active_in_any_ = Buffer<uint8_t>(batch > 1 ? columns : 0);
     counts_ = Buffer<int32_t>(16 * threads);
     scratch_.resize(threads);
     for (Scratch& own : scratch_) {
@@ -168,7 +168,7 @@ void Decoder::reset() {
     for (const auto& cache : model_.caches) cache->reset();
     stepped_ = 0;
     active_.assign(active_.size(), 0);
-    held_.assign(held_.size(), {});
+    scales_.assign(scales_.size(), {});
 }
 
 KvCache& Decoder::checked(int32_t sequence, const int64_t* ids, int64_t count) const {

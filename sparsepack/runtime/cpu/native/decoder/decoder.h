@@ -9,14 +9,14 @@
 // a mixture of experts, they are: router | all mlp_in products of the chosen ones | gate * up | all their mlp_mid products
 // (decoder/experts.cpp).
 //
-// A token of each of several texts has the same phases (decoder/several.cpp); a product then reads the columns that are
-// active in any of the texts, once for all of them. One text has the same bits whatever room there is for others.
+// A batch, a token of each of several sequences, has the same phases (decoder/batch.cpp); a product then reads the columns that are
+// active in any of the sequences, once for all of them. One sequence has the same bits whatever room there is for others.
 //
 // What lies between two phases and is small (norms, residual sums, listing the active columns) every thread does for
 // itself, in its own scratch: that is cheaper than another barrier. Products leave partial sums (threads/products.h);
 // whoever reads them adds them in order.
 #pragma once
-#include "decoder/hold.h"
+#include "decoder/threshold_controller.h"
 #include "decoder/kv_cache.h"
 #include "kernels/kernels.h"
 #include "memory/buffer.h"
@@ -79,10 +79,10 @@ struct Layer {
 struct Model {
     Shape shape;
     std::vector<Layer> layers;
-    Rows embedding;                                   // as decoder/embedding.h reads it
-    Rows output;                                      // as the kernels read it
-    std::vector<float> output_norm;                   // [hidden]
-    std::vector<std::shared_ptr<KvCache>> caches;     // of each text, of one shape, empty; the decoder's from now on
+    Rows embedding;                                // as decoder/embedding.h reads it
+    Rows output;                                   // as the kernels read it
+    std::vector<float> output_norm;                // [hidden]
+    std::vector<std::shared_ptr<KvCache>> caches;  // of each sequence, of one shape, empty; the decoder's from now on
     std::vector<std::shared_ptr<const void>> owners;  // of what the pointers above point to
 };
 
@@ -94,37 +94,37 @@ public:
     const Model& model() const noexcept { return model_; }
     Pool& pool() noexcept { return pool_; }
     int64_t stepped() const noexcept { return stepped_; }
-    // Columns per (layer, site) that were active in any text, summed over the steps.
+    // Columns per (layer, site) that were active in any sequence, summed over the steps.
     const std::vector<int64_t>& active() const noexcept { return active_; }
 
-    // What scales the thresholds of each text; empty where no share is held.
-    const std::vector<HeldText>& held() const noexcept { return held_; }
+    // The scale of each sequence's thresholds; empty where they are not controlled.
+    const std::vector<SequenceScale>& scales() const noexcept { return scales_; }
 
     void reset();
 
-    // From now on holds the share of weights that each text skips. Throws std::invalid_argument without weights.
-    void hold(const Hold& hold);
-    // What is held of a text begins anew. Throws std::out_of_range for an unknown text.
-    void begin_held(int32_t sequence);
+    // From now on keeps the share of weights that each sequence skips at a target. Throws std::invalid_argument without weights.
+    void control_thresholds(const ThresholdController& controller);
+    // Resets the scale of a sequence. Throws std::out_of_range for an unknown sequence.
+    void reset_scale(int32_t sequence);
 
-    // Appends a token to each of `count` texts, in ascending order; the others stand still. logits: [count][vocabulary].
-    // Throws std::out_of_range for an unknown id or text, or a full context, and then nothing has changed.
+    // Appends a token to each of `count` sequences, in ascending order; the others stand still. logits: [count][vocabulary].
+    // Throws std::out_of_range for an unknown id or sequence, or a full context, and then nothing has changed.
     void step(const int32_t* sequences, const int64_t* ids, int32_t count, bool sparse, float* logits);
 
-    // Appends tokens to a text, dense. logits: [count][vocabulary] if `all`, else [vocabulary], after the last.
+    // Appends tokens to a sequence, dense. logits: [count][vocabulary] if `all`, else [vocabulary], after the last.
     void prefill(int32_t sequence, const int64_t* ids, int64_t count, bool all, float* logits);
 
 private:
     // The memory that each thread has for itself.
     struct Scratch {
-        Buffer<float> x, normed, d, heads, attention, limits;
+        Buffer<float> x, normed, d, heads, attention, thresholds;
         Buffer<int32_t> indices;
         Buffer<uint8_t> neuron_input;
         Buffer<float> rows;           // queries and keys, where they are normed together
         std::vector<int32_t> chosen;  // experts of a token
         std::vector<float> weights;   // of these
         std::vector<Product> products;
-        std::vector<int64_t> skipped;  // weights, of each text of a step, where a share is held
+        std::vector<int64_t> skipped;  // weights, of each sequence of a step, where thresholds are controlled
     };
     // The input of a product: the active columns of x.
     struct Input {
@@ -146,11 +146,11 @@ private:
 
     KvCache& checked(int32_t sequence, const int64_t* ids, int64_t count) const;
 
-    // decoder/hold.cpp
-    bool holds() const noexcept { return !held_.empty(); }
-    const float* limits(const Site& at, int32_t first, int32_t n, int32_t text, int thread);
-    void count_skipped(const Site& at, int64_t columns, int32_t text, int thread);
-    void hold_step();
+    // decoder/threshold_controller.cpp
+    bool scales_thresholds() const noexcept { return !scales_.empty(); }
+    const float* thresholds(const Site& at, int32_t first, int32_t n, int32_t index, int thread);
+    void count_skipped(const Site& at, int64_t columns, int32_t index, int thread);
+    void update_scales();
 
     // decoder/products.cpp
     void norm(const float* x, const std::vector<float>& weight, float* y) const;
@@ -173,24 +173,24 @@ private:
     int32_t gather(int64_t columns, int32_t count, int thread);
     Input gate(const Input& input, int layer, bool sparse, int thread);
 
-    // decoder/several.cpp
-    void tokens(const int64_t* ids, int32_t texts, bool sparse, float* logits, int thread);
-    Sums multiply_several(int layer, int site, float* x, int32_t texts, bool sparse, int thread);
-    static Sums of_text(const Sums& sums, int32_t text);
-    Active select_several(const Site& at, float* x, int32_t texts, int thread);
-    void attend_several(const Sums& qkv, int layer, int32_t texts, bool sparse, int thread);
-    void gate_several(const Sums& both, int32_t texts, int thread);
-    void neurons_several(const Sums& gate, int layer, int32_t texts, bool sparse, int thread);
+    // decoder/batch.cpp
+    void tokens(const int64_t* ids, int32_t batch, bool sparse, float* logits, int thread);
+    Sums multiply_batch(int layer, int site, float* x, int32_t batch, bool sparse, int thread);
+    static Sums sums_of(const Sums& sums, int32_t index);
+    Active select_batch(const Site& at, float* x, int32_t batch, int thread);
+    void attend_batch(const Sums& qkv, int layer, int32_t batch, bool sparse, int thread);
+    void gate_batch(const Sums& both, int32_t batch, int thread);
+    void neurons_batch(const Sums& gate, int layer, int32_t batch, bool sparse, int thread);
 
     // decoder/neurons.cpp
-    Sums gates(int layer, const float* x, int32_t texts, float* y, int thread);
+    Sums gates(int layer, const float* x, int32_t batch, float* y, int thread);
     Sums neurons(const Sums& gate, const float* x, int layer, bool sparse, int thread);
     void neuron_rows(int layer, int32_t first, int32_t last, int32_t positions);
 
     // decoder/experts.cpp
     void choose(const Experts& experts, const float* logits, int32_t* chosen, float* weights) const;
-    Sums experts(const float* x, int layer, bool sparse, int32_t text, int thread, int64_t read[2]);
-    void experts_several(int layer, int32_t texts, bool sparse, int thread);
+    Sums experts(const float* x, int layer, bool sparse, int32_t index, int thread, int64_t read[2]);
+    void experts_batch(int layer, int32_t batch, bool sparse, int thread);
     void expert_rows(int layer, int32_t first, int32_t last, int32_t positions, int thread);
 
     // decoder/prefill.cpp
@@ -205,7 +205,7 @@ private:
 
     Model model_;
     const Shape& s_;
-    KvCache* cache_;  // of the one text at hand
+    KvCache* cache_;  // of the one sequence at hand
     const AttentionShape& a_;
     const Kernels& k_;
     Pool pool_;
@@ -216,12 +216,12 @@ private:
     Buffer<float> sum_;              // of these, where they are too many for every thread to add all
     Buffer<float> changed_;          // the hidden state in another basis
     Buffer<float> attn_output_;
-    Buffer<float> middle_;           // gate * up, of each expert that a token has
-    Buffer<int32_t> listed_;         // active columns, each thread's range at a place of its own
-    Buffer<int32_t> counts_;         // of those, one cache line per thread
-    std::vector<KvCache*> texts_;    // that a step of several appends to
-    std::vector<int32_t> moving_;    // the sequences that these are
-    Buffer<uint8_t> active_in_any_;  // of these, by column
+    Buffer<float> middle_;                // gate * up, of each expert that a token has
+    Buffer<int32_t> listed_;              // active columns, each thread's range at a place of its own
+    Buffer<int32_t> counts_;              // of those, one cache line per thread
+    std::vector<KvCache*> batch_caches_;  // that a step of several appends to
+    std::vector<int32_t> moving_;         // the sequences that these are
+    Buffer<uint8_t> active_in_any_;       // of these, by column
     std::vector<Scratch> scratch_;
     Buffer<float> routed_;           // logits of the router, [positions][its rows]
     Buffer<int32_t> expert_lists_;   // active columns of mlp_mid, of each expert that a token has
@@ -230,10 +230,11 @@ private:
     Buffer<float> wide_weights_;     // likewise
     Buffer<int32_t> placed_;         // the places in these, expert by expert
     Buffer<int32_t> starts_;         // [experts + 1]: where the places of each begin
-    Hold hold_ = {};
-    std::vector<HeldText> held_;
-    Buffer<float> wide_x_, wide_normed_, wide_rows_, wide_inner_;  // [prefill_tokens][...], or [texts][...] in a step
-    Buffer<uint8_t> wide_inputs_;                                  // likewise, of gates by rows
+    ThresholdController controller_ = {};
+    std::vector<SequenceScale> scales_;
+    Buffer<float> wide_x_, wide_normed_, wide_rows_,
+        wide_inner_;               // [prefill_tokens][...], or [sequences][...] in a step
+    Buffer<uint8_t> wide_inputs_;  // likewise, of gates by rows
 };
 
 }  // namespace sparsepack

@@ -11,7 +11,7 @@ namespace sparsepack {
 // The policy that says which tokens a decoded position reads.
 struct TokenPolicy {
     std::vector<int32_t> budgets;  // [context + 1]: how many of so many that it sees
-    int32_t sinks, recent;         // first ones of the text and last ones that are always read, within the budget
+    int32_t sinks, recent;         // first ones of the sequence and last ones that are always read, within the budget
 };
 
 // Heavy channels [kv_heads][r] of a layer, ascending in each head, or empty: every query reads all that it sees.

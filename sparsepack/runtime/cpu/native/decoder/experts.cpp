@@ -30,10 +30,10 @@ void Decoder::choose(const Experts& e, const float* logits, int32_t* chosen, flo
     }
 }
 
-// From the input x [hidden] of the MLP, for the text of this number in the step, to what the experts add. The slices of
+// From the input x [hidden] of the MLP, for the sequence of this number in the step, to what the experts add. The slices of
 // all experts are one sum: what enters mlp_mid is multiplied by the expert's weight. read: the columns of mlp_in and of
 // mlp_mid that were active, of all experts of the token.
-Decoder::Sums Decoder::experts(const float* x, int layer, bool sparse, int32_t text, int thread, int64_t read[2]) {
+Decoder::Sums Decoder::experts(const float* x, int layer, bool sparse, int32_t index, int thread, int64_t read[2]) {
     static const std::vector<float> no_bias;
     const Layer& of = model_.layers[layer];
     const Experts& e = *of.experts;
@@ -47,12 +47,12 @@ Decoder::Sums Decoder::experts(const float* x, int layer, bool sparse, int32_t t
 
     Active active = {all_.data(), s_.hidden};
     if (sparse && !in.threshold.empty()) {
-        const float* threshold = limits(in, 0, s_.hidden, text, thread);
+        const float* threshold = thresholds(in, 0, s_.hidden, index, thread);
         active.count =
             k_.collect(x, nullptr, threshold, in.threshold.size() > 1, s_.hidden, 0, own.d.data(), own.indices.data());
         active.indices = own.indices.data();
         x = own.d.data();
-        if (thread == 0) count_skipped(in, int64_t(used) * (s_.hidden - active.count), text, thread);
+        if (thread == 0) count_skipped(in, int64_t(used) * (s_.hidden - active.count), index, thread);
     }
     for (int32_t slot = 0; slot < used; ++slot) own.products[slot] = {&e.in[own.chosen[slot]], x, active};
     float *both = partial_sums_[MLP_IN & 1].data(), *sums = partial_sums_[MLP_MID & 1].data();
@@ -70,10 +70,10 @@ Decoder::Sums Decoder::experts(const float* x, int layer, bool sparse, int32_t t
         k_.gate(s_.activation, y, up, n, y);
         int32_t count = n;
         if (skips) {
-            const float* threshold = limits(mid, 0, n, text, thread);
+            const float* threshold = thresholds(mid, 0, n, index, thread);
             int32_t* listed = expert_lists_.data() + slot * (int64_t(n) + 16);
             count = k_.collect(y, nullptr, threshold, mid.threshold.size() > 1, n, 0, y, listed);
-            count_skipped(mid, n - count, text, thread);
+            count_skipped(mid, n - count, index, thread);
         }
         for (int32_t i = 0; i < n; ++i) y[i] *= own.weights[slot];
         expert_counts_.data()[16 * slot] = count;
@@ -94,18 +94,18 @@ Decoder::Sums Decoder::experts(const float* x, int layer, bool sparse, int32_t t
     return {sums, gemv_stride(*mid.matrix), all_slices, &no_bias, s_.hidden};
 }
 
-// What the experts add to each of several texts, one after the other: each text has experts of its own. Counted is the
-// mean over the texts.
-void Decoder::experts_several(int layer, int32_t texts, bool sparse, int thread) {
-    int32_t first = texts * thread / pool_.threads(), last = texts * (thread + 1) / pool_.threads();
-    int64_t all[2] = {0, 0}, of_text[2];
-    for (int32_t t = 0; t < texts; ++t) {
-        Sums sums = experts(wide_normed_.data() + int64_t(t) * s_.hidden, layer, sparse, t, thread, of_text);
+// What the experts add to each of several sequences, one after the other: each sequence has experts of its own. Counted is the
+// mean over the sequences.
+void Decoder::experts_batch(int layer, int32_t batch, bool sparse, int thread) {
+    int32_t first = batch * thread / pool_.threads(), last = batch * (thread + 1) / pool_.threads();
+    int64_t all[2] = {0, 0}, counts[2];
+    for (int32_t t = 0; t < batch; ++t) {
+        Sums sums = experts(wide_normed_.data() + int64_t(t) * s_.hidden, layer, sparse, t, thread, counts);
         if (first <= t && t < last) read(sums, 0, s_.hidden, wide_x_.data() + int64_t(t) * s_.hidden, true);
-        for (int site : {0, 1}) all[site] += of_text[site];
+        for (int site : {0, 1}) all[site] += counts[site];
     }
     for (int site : {0, 1})
-        if (thread == 0) active_[layer * SITES + MLP_IN + site] += all[site] / texts;
+        if (thread == 0) active_[layer * SITES + MLP_IN + site] += all[site] / batch;
 }
 
 // The same, dense, for positions that are prefilled together, of which this thread has first ... last - 1: expert by

@@ -1,4 +1,4 @@
-// Keys and values of one text, and attention to them: what runtime/kv_cache.py describes, natively.
+// Keys and values of one sequence, and attention to them: what runtime/kv_cache.py describes, natively.
 //
 // A decoder hands over the products of attn_in and gets the input of attn_out back. How keys and values are kept, and
 // which of them a query reads, is the cache's business: sparse attention (double_sparsity_kv_cache.h) or offloaded
@@ -66,7 +66,7 @@ public:
     virtual void truncate(int64_t length) { length_ = length; }
     void reset() { truncate(0); }
 
-    // Lets the text be the first `length` positions of another cache's, and nothing else. Throws std::invalid_argument
+    // Lets the sequence be the first `length` positions of another cache's, and nothing else. Throws std::invalid_argument
     // where that is another kind of cache or has fewer.
     void copy(const KvCache& other, int64_t length);
 

@@ -47,7 +47,7 @@ Decoder::Sums Decoder::neurons(const Sums& gate, const float* x, int layer, bool
     return {partial_sums, s_.hidden, neuron_slices(active.count, pool_.threads()), &no_bias, s_.hidden};
 }
 
-// The same for positions that are prefilled together, or one of each of several texts, of which this thread has first
+// The same for positions that are prefilled together, or one of each of several sequences, of which this thread has first
 // ... last - 1: from the products of the gate.
 void Decoder::neuron_rows(int layer, int32_t first, int32_t last, int32_t positions) {
     const Neurons& n = *model_.layers[layer].neurons;

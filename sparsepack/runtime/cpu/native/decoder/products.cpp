@@ -34,7 +34,7 @@ Decoder::Input Decoder::select(int layer, int site, const float* x, bool sparse,
     Scratch& own = scratch_[thread];
     int32_t columns = int32_t(at.matrix->columns);
     const float* offset = at.offset.empty() ? nullptr : at.offset.data();
-    const float* threshold = limits(at, 0, columns, 0, thread);
+    const float* threshold = thresholds(at, 0, columns, 0, thread);
     int32_t count =
         k_.collect(x, offset, threshold, at.threshold.size() > 1, columns, 0, own.d.data(), own.indices.data());
     if (thread == 0) {

@@ -1,4 +1,4 @@
-// One token of one text: the phases that decoder.h lists.
+// One token of one sequence: the phases that decoder.h lists.
 #include <string.h>
 
 #include <stdexcept>
@@ -9,22 +9,22 @@
 namespace sparsepack {
 
 void Decoder::step(const int32_t* sequences, const int64_t* ids, int32_t count, bool sparse, float* logits) {
-    texts_.clear();
+    batch_caches_.clear();
     moving_.assign(sequences, sequences + count);
     for (int32_t i = 0; i < count; ++i) {
-        if (i && sequences[i] <= sequences[i - 1]) throw std::out_of_range("texts not in ascending order");
-        texts_.push_back(&checked(sequences[i], ids + i, 1));
+        if (i && sequences[i] <= sequences[i - 1]) throw std::out_of_range("sequences not in ascending order");
+        batch_caches_.push_back(&checked(sequences[i], ids + i, 1));
     }
     if (!count) return;
     if (count == 1) {
-        cache_ = texts_[0];
+        cache_ = batch_caches_[0];
         pool_.run([&](int thread) { token(*ids, sparse, logits, thread); });
     } else {
         grow_wide(count);
         pool_.run([&](int thread) { tokens(ids, count, sparse, logits, thread); });
     }
-    if (sparse && holds()) hold_step();
-    for (KvCache* cache : texts_) cache->advance(1);
+    if (sparse && scales_thresholds()) update_scales();
+    for (KvCache* cache : batch_caches_) cache->advance(1);
     ++stepped_;
 }
 
@@ -103,7 +103,7 @@ void Decoder::change_basis(const Rows& basis, float* x) {
     memcpy(x, changed_.data(), s_.hidden * sizeof(float));
 }
 
-// Queries and keys of a text, from its product of attn_in, in the thread's own scratch where they are normed together.
+// Queries and keys of a sequence, from its product of attn_in, in the thread's own scratch where they are normed together.
 void Decoder::norm_heads(const Sums& qkv, int layer, int thread) {
     const Layer& of = model_.layers[layer];
     if (of.q_row_norm.empty()) return;
@@ -113,7 +113,7 @@ void Decoder::norm_heads(const Sums& qkv, int layer, int thread) {
     k_.rms_norm(k, of.k_row_norm.data(), a_.kv_rows(), s_.eps, k);
 }
 
-// The query heads of one key head: from a text's product of attn_in to their part of y [q_rows], `norm_heads` before.
+// The query heads of one key head: from a sequence's product of attn_in to their part of y [q_rows], `norm_heads` before.
 void Decoder::attend(const Sums& qkv, KvCache& cache, int layer, int32_t kv_head, bool sparse, float* y, int thread) {
     Scratch& own = scratch_[thread];
     int32_t width = a_.head_dim, grouped = a_.gqa_ratio() * width;
@@ -171,7 +171,7 @@ Decoder::Input Decoder::gate(const Input& input, int layer, bool sparse, int thr
     if (n && sparse) {
         bool per_channel = site.threshold.size() > 1;
         const float* offset = site.offset.empty() ? nullptr : site.offset.data() + first;
-        const float* threshold = limits(site, first, n, 0, thread);
+        const float* threshold = thresholds(site, first, n, 0, thread);
         count = k_.collect(x, offset, threshold, per_channel, n, first, x, list(s_.intermediate, thread));
     }
     int32_t total = gather(s_.intermediate, count, thread);

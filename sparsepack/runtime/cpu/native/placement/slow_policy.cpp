@@ -11,7 +11,7 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// While a text goes on, the thread looks for tokens this often; for so long after one. Waking it would cost the caller
+// While a sequence goes on, the thread looks for tokens this often; for so long after one. Waking it would cost the caller
 // more than all else that it does here.
 constexpr std::chrono::microseconds LOOK{200};
 constexpr std::chrono::milliseconds AWAKE{200};

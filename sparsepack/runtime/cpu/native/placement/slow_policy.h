@@ -22,14 +22,14 @@ namespace sparsepack {
 class SlowPolicy {
 public:
     // score, resident, ties: as SlowScores takes them. threads: that share several tokens seen at once; one follows a
-    // text token by token, while others compute.
+    // sequence token by token, while others compute.
     SlowPolicy(const SlowSettings& settings, const float* score, const bool* resident, const int32_t* ties,
                int threads);
     ~SlowPolicy();  // never after a fork
     // Whether its thread exists: after a fork it does in the parent alone.
     bool is_here() const noexcept;
 
-    // A text begins.
+    // A sequence begins.
     void restart();
 
     // Tokens passed, the first `prompt` of them not decoded: [tokens][blocks], rows of so many bytes. Their bits stay as
@@ -68,7 +68,7 @@ private:
 
     SlowSettings s_;
     SlowScores scores_;         // this and the next two are the thread's own while it has jobs
-    int64_t passed_ = 0;        // tokens of the text
+    int64_t passed_ = 0;        // tokens of the sequence
     std::deque<Part> pending_;  // decided, not yet in force
 
     std::mutex mutex_;

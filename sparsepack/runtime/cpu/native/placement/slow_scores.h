@@ -30,12 +30,12 @@ struct Moves {
 
 class SlowScores {
 public:
-    // score, resident, ties: [blocks][neurons], where a text begins; of two neurons with the same score the one with
+    // score, resident, ties: [blocks][neurons], where a sequence begins; of two neurons with the same score the one with
     // the lower number in `ties` is the better one. threads: of a pool, of which share_among_threads tells.
     SlowScores(const SlowSettings& settings, const float* score, const bool* resident, const int32_t* ties,
                int threads);
 
-    // A text begins.
+    // A sequence begins.
     void begin_anew();
 
     // Whether the pool's threads share the blocks from here on, where there is a pool.

@@ -15,17 +15,17 @@ constexpr int64_t LINE = 16;  // floats
 
 }  // namespace
 
-// y [texts][hidden] = the sum over the thread's range of the listed neurons
+// y [sequences][hidden] = the sum over the thread's range of the listed neurons
 void ColdWorker::compute(const Request& of, const Deal& deal, int thread, float* y) noexcept {
-    const uint8_t* asked = this->asked(of);
+    const uint8_t* request = this->request(of);
     const Neurons& n = *records_[of.block];
     auto border = [&](int32_t thread) {  // a multiple of 8, as many as are multiplied together
         return thread == deal.threads ? deal.count : int32_t(int64_t(deal.count) * thread / deal.threads) & ~7;
     };
     int32_t first = border(thread), count = border(thread + 1) - first;
-    const int32_t* indices = reinterpret_cast<const int32_t*>(asked + at_.indices) + first;
-    const float* gates = reinterpret_cast<const float*>(asked + at_.gates) + first;
-    const float* x = reinterpret_cast<const float*>(asked + at_.x);
+    const int32_t* indices = reinterpret_cast<const int32_t*>(request + at_.indices) + first;
+    const float* gates = reinterpret_cast<const float*>(request + at_.gates) + first;
+    const float* x = reinterpret_cast<const float*>(request + at_.x);
     float* all = gates_.data();
     for (int32_t i = 0; i < count; ++i) {
         if (indices[i] < 0 || indices[i] >= at_.neurons) {
@@ -33,15 +33,15 @@ void ColdWorker::compute(const Request& of, const Deal& deal, int thread, float*
             count = 0;
             break;
         }
-        for (int32_t text = 0; text < texts_ && !of_gates_[of.block]; ++text)
-            all[int64_t(text) * at_.neurons + indices[i]] = gates[int64_t(text) * at_.neurons + i];
+        for (int32_t sequence = 0; sequence < sequences_ && !of_gates_[of.block]; ++sequence)
+            all[int64_t(sequence) * at_.neurons + indices[i]] = gates[int64_t(sequence) * at_.neurons + i];
     }
     if (of_gates_[of.block]) {
         count = active_of(of, indices, count, x, thread);
         indices = own_[thread].active.data();
     }
-    if (texts_ > 1) {
-        NeuronsWork work = {&n, count, indices, x, all, texts_, y};
+    if (sequences_ > 1) {
+        NeuronsWork work = {&n, count, indices, x, all, sequences_, y};
         kernels_.neuron_matmul(&work);
         return;
     }
@@ -54,25 +54,25 @@ void ColdWorker::compute(const Request& of, const Deal& deal, int thread, float*
     kernels_.neuron_ffn(&work, nullptr);
 }
 
-// Those of the listed neurons that are active in any text, into the thread's own memory, and their gates into gates_.
+// Those of the listed neurons that are active in any sequence, into the thread's own memory, and their gates into gates_.
 int32_t ColdWorker::active_of(const Request& of, const int32_t* indices, int32_t count, const float* x,
                               int thread) noexcept {
     const Gates& g = *of_gates_[of.block];
     Own& own = own_[thread];
     const int64_t stride = neuron_input_stride(g.bands);
-    for (int32_t text = 0; text < texts_; ++text)
-        kernels_.neuron_input(x + int64_t(text) * at_.hidden, g.bands, own.input.data() + text * stride);
+    for (int32_t sequence = 0; sequence < sequences_; ++sequence)
+        kernels_.neuron_input(x + int64_t(sequence) * at_.hidden, g.bands, own.input.data() + sequence * stride);
     float* products = own.products.data();
-    GatesWork work = {&g, 0, count, indices, own.input.data(), texts_, products, at_.neurons};
+    GatesWork work = {&g, 0, count, indices, own.input.data(), sequences_, products, at_.neurons};
     kernels_.gate_products(&work);
     int32_t active = 0;
     for (int32_t i = 0; i < count; ++i) {
         bool any = false;
-        for (int32_t text = 0; text < texts_; ++text) {
-            float product = products[int64_t(text) * at_.neurons + i];
+        for (int32_t sequence = 0; sequence < sequences_; ++sequence) {
+            float product = products[int64_t(sequence) * at_.neurons + i];
             // Of what is not finite nothing is left out: it must show.
             float gate = product < 0 ? 0 : product;
-            gates_.data()[int64_t(text) * at_.neurons + indices[i]] = gate;
+            gates_.data()[int64_t(sequence) * at_.neurons + indices[i]] = gate;
             any |= gate != 0;
         }
         if (any) own.active.data()[active++] = indices[i];
@@ -83,7 +83,7 @@ int32_t ColdWorker::active_of(const Request& of, const int32_t* indices, int32_t
 void ColdWorker::answer_together(int32_t number, int thread) noexcept {
     const Request& of = requests_[number];
     const Deal& deal = deals_[number];
-    int64_t floats = int64_t(texts_) * at_.hidden, stride = int64_t(at_.sequences) * at_.hidden;
+    int64_t floats = int64_t(sequences_) * at_.hidden, stride = int64_t(at_.sequences) * at_.hidden;
     compute(of, deal, thread, partial_sums_.data() + thread * stride);
     Arrivals& at = arrivals_[number];
     arrive(at, deal);
@@ -94,35 +94,35 @@ void ColdWorker::answer_together(int32_t number, int thread) noexcept {
     if (at.added.fetch_add(1, std::memory_order_acq_rel) == deal.threads - 1) publish(of);
 }
 
-// y [texts][rows] = x [texts][columns] W^T. A text is multiplied as if it were alone; the weights of a slice stay in the
+// y [sequences][rows] = x [sequences][columns] W^T. A sequence is multiplied as if it were alone; the weights of a slice stay in the
 // cache meanwhile.
 void ColdWorker::multiply_together(int32_t number, int thread) noexcept {
     const Request& of = requests_[number];
     const Deal& deal = deals_[number];
     const Zigzag& m = *products_[of.product];
-    const AskedProduct& asked = at_.products[of.product];
-    const float* x = reinterpret_cast<const float*>(memory_ + asked.x);
-    const int32_t slices = product_slices(m, deal.threads), items = slices * spans(&m) * texts_;
-    const int32_t tiles = (asked.columns + m.tile - 1) / m.tile;
+    const MailboxProduct& product = at_.products[of.product];
+    const float* x = reinterpret_cast<const float*>(memory_ + product.x);
+    const int32_t slices = product_slices(m, deal.threads), items = slices * spans(&m) * sequences_;
+    const int32_t tiles = (product.columns + m.tile - 1) / m.tile;
     const int64_t stride = gemv_stride(m);
-    auto border = [&](int32_t n) { return std::min(asked.columns, int32_t(int64_t(tiles) * n / slices) * m.tile); };
+    auto border = [&](int32_t n) { return std::min(product.columns, int32_t(int64_t(tiles) * n / slices) * m.tile); };
     Own& own = own_[thread];
     bool second = false;
     auto item = [&](int32_t at) {
-        int64_t text = at % texts_;
-        int32_t span = at / texts_ % spans(&m), slice = at / texts_ / spans(&m);
+        int64_t sequence = at % sequences_;
+        int32_t span = at / sequences_ % spans(&m), slice = at / sequences_ / spans(&m);
         int32_t first = border(slice), count = border(slice + 1) - first;
         const int32_t* indices = columns_.data() + first;
-        if (asked.skips) {  // beside the list of the item before, which may still be read
+        if (product.skips) {  // beside the list of the item before, which may still be read
             const float nothing = 0;
             int32_t* kept = own.kept.data() + (second ? int64_t(own.kept.size() / 2) : 0);
-            const float* of_text = x + text * m.columns + first;
-            count = kernels_.collect(of_text, nullptr, &nothing, 0, count, first, own.seen.data(), kept);
+            const float* row = x + sequence * m.columns + first;
+            count = kernels_.collect(row, nullptr, &nothing, 0, count, first, own.seen.data(), kept);
             std::fill_n(kept + count, SPARE_COLUMNS, first);
             indices = kept, second = !second;
         }
-        float* y = slices_.data() + (int64_t(text) * slices + slice) * stride + int64_t(span) * m.span * QUAD_ROWS;
-        return GemvWork{&m, span, count, indices, x + text * m.columns, y, true};
+        float* y = slices_.data() + (int64_t(sequence) * slices + slice) * stride + int64_t(span) * m.span * QUAD_ROWS;
+        return GemvWork{&m, span, count, indices, x + sequence * m.columns, y, true};
     };
     Arrivals& at = arrivals_[number];
     auto take = [&] { return at.taken.fetch_add(1, std::memory_order_relaxed); };
@@ -138,10 +138,10 @@ void ColdWorker::multiply_together(int32_t number, int thread) noexcept {
     arrive(at, deal);
     int64_t lines = (m.rows + LINE - 1) / LINE, first = lines * thread / deal.threads * LINE;
     int64_t last = std::min(m.rows, lines * (thread + 1) / deal.threads * LINE);
-    float* y = reinterpret_cast<float*>(memory_ + asked.y);
-    for (int32_t text = 0; text < texts_ && first < last; ++text)
-        kernels_.sum(slices_.data() + int64_t(text) * slices * stride + first, stride, slices, nullptr,
-                     int32_t(last - first), 0, y + int64_t(text) * m.rows + first);
+    float* y = reinterpret_cast<float*>(memory_ + product.y);
+    for (int32_t sequence = 0; sequence < sequences_ && first < last; ++sequence)
+        kernels_.sum(slices_.data() + int64_t(sequence) * slices * stride + first, stride, slices, nullptr,
+                     int32_t(last - first), 0, y + int64_t(sequence) * m.rows + first);
     if (at.added.fetch_add(1, std::memory_order_acq_rel) == deal.threads - 1) publish(of);
 }
 

@@ -17,7 +17,7 @@ namespace {
 
 // A thread more saves less than its arrival costs where each has fewer bytes than these, some microseconds of reading.
 constexpr int64_t LEAST_BYTES = 64 << 10;
-// Between the blocks of a step the device computes for tens of microseconds, in a long text for hundreds: whoever sleeps
+// Between the blocks of a step the device computes for tens of microseconds, in a long sequence for hundreds: whoever sleeps
 // then comes too late. Where there are more threads than processors, somebody else waits for the processor.
 constexpr Seconds SPIN_IN_STEP{20e-3}, CROWDED_SPIN{2e-6};
 // The threads stay awake so long after a step: longer than a caller takes between two tokens.
@@ -66,33 +66,32 @@ ColdWorker::ColdWorker(const Kernels& kernels, std::vector<const Neurons*> recor
         throw std::invalid_argument("records: expected those of every block");
     for (const Neurons* n : records_)
         if (n->count != at_.neurons || neuron_hidden(n) != at_.hidden)
-            throw std::invalid_argument("records: expected as many, and as wide, as the hand-over has");
+            throw std::invalid_argument("records: expected as many, and as wide, as the mailbox has");
     of_gates_.resize(of_gates_.empty() ? records_.size() : of_gates_.size());
     if (of_gates_.size() != records_.size()) throw std::invalid_argument("gates: expected those of every block");
     bool any = false;
     for (const Gates* g : of_gates_) {
         if (g && (g->count != at_.neurons || g->bands * BAND_ROWS != at_.hidden))
-            throw std::invalid_argument("gates: expected as many, and as wide, as the hand-over has");
+            throw std::invalid_argument("gates: expected as many, and as wide, as the mailbox has");
         any |= g != nullptr;
     }
-    if (products_.size() != at_.products.size())
-        throw std::invalid_argument("products: expected those of the hand-over");
+    if (products_.size() != at_.products.size()) throw std::invalid_argument("products: expected those of the mailbox");
     int64_t floats = 0, columns = 0, kept = 0;
     int32_t block = 0;
     auto neurons_of = [&](int32_t block) {
         if (at_.neurons) requests_.push_back({block, -1});
     };
     for (size_t p = 0; p < products_.size(); ++p) {
-        const AskedProduct& asked = at_.products[p];
-        if (asked.block < block || asked.block >= at_.blocks || asked.columns != products_[p]->columns ||
-            asked.rows != products_[p]->rows)
-            throw std::invalid_argument("products: expected them by block, and the sizes that the hand-over has");
-        for (; block < asked.block; ++block) neurons_of(block);
+        const MailboxProduct& product = at_.products[p];
+        if (product.block < block || product.block >= at_.blocks || product.columns != products_[p]->columns ||
+            product.rows != products_[p]->rows)
+            throw std::invalid_argument("products: expected them by block, and the sizes that the mailbox has");
+        for (; block < product.block; ++block) neurons_of(block);
         requests_.push_back({block, int32_t(p)});
         int64_t slices = at_.sequences * most_slices(*products_[p], threads);
         floats = std::max(floats, slices * gemv_stride(*products_[p]));
-        columns = std::max<int64_t>(columns, asked.columns);
-        if (asked.skips) kept = columns;
+        columns = std::max<int64_t>(columns, product.columns);
+        if (product.skips) kept = columns;
     }
     for (; block < at_.blocks; ++block) neurons_of(block);
     slices_.grow(floats);
@@ -118,9 +117,9 @@ ColdWorker::~ColdWorker() {
     delete leader_;
 }
 
-void ColdWorker::begin(int32_t number, int32_t texts) {
-    if (number < 1 || texts < 1 || texts > at_.sequences)
-        throw std::invalid_argument("step: expected a number from 1 on, and texts that the hand-over has room for");
+void ColdWorker::begin(int32_t number, int32_t sequences) {
+    if (number < 1 || sequences < 1 || sequences > at_.sequences)
+        throw std::invalid_argument("step: expected a number from 1 on, and sequences that the mailbox has room for");
     if (owner_ != process()) {  // see ~ColdWorker
         auto leader = std::make_unique<Leader>();
         Leader* led = leader.get();
@@ -135,7 +134,7 @@ void ColdWorker::begin(int32_t number, int32_t texts) {
     if (acquire(abort_word()) == INTERRUPTED) release(abort_word(), GOES_ON);
     raise();
     number_ = number;
-    texts_ = texts;
+    sequences_ = sequences;
     leader_->change(leader_->begun);
 }
 
@@ -235,16 +234,16 @@ void ColdWorker::part(int thread) noexcept {
 // Awaits the device's request and says how many threads share it. False where the step is given up.
 bool ColdWorker::deal(int32_t number) noexcept {
     const Request& of = requests_[number];
-    const uint8_t* asked = this->asked(of);
+    const uint8_t* request = this->request(of);
     bool came = await(
-        crowded_ ? CROWDED_SPIN : SPIN_IN_STEP, [&] { return acquire(asked) == number_; },
+        crowded_ ? CROWDED_SPIN : SPIN_IN_STEP, [&] { return acquire(request) == number_; },
         [&](double so_far) {
             if (so_far > limit_) give_up(WORKER_WAITED);
             return leave_.load(std::memory_order_relaxed) || acquire(abort_word()) != GOES_ON;
         });
     int32_t count = 0;
     if (came && of.product < 0) {
-        count = acquire(asked + at_.count);
+        count = acquire(request + at_.count);
         if (count < 0 || count > at_.neurons) give_up(BAD_REQUEST);
     }
     if (!came || acquire(abort_word()) != GOES_ON) {

@@ -1,4 +1,4 @@
-// The processor's side of a hand-over (runtime/hybrid/mailbox.py draws the memory): threads that answer what a device
+// The processor's side of a mailbox (runtime/hybrid/mailbox.py draws the memory): threads that answer what a device
 // asks of them, one request after the other: of each block the rows of its matrices, and then its neurons.
 //
 //     caller     begin(n)                                                   wait(n)
@@ -13,7 +13,7 @@
 // leaves a vector of sums, and after all of them have, adds a range of the channels of all vectors, in the order of the
 // threads. Of rows they take slices of the columns from a counter, and add slices in their order. So the same request
 // gives the same bits with as many threads. Where a product skips columns, those whose input is zero are not read. A
-// hand-over of no neurons asks for products alone.
+// mailbox of no neurons asks for products alone.
 #pragma once
 #include "kernels/kernels.h"
 #include "memory/buffer.h"
@@ -28,19 +28,19 @@ namespace sparsepack {
 
 // A product that is asked for before a block's neurons; whether columns whose input is zero are left out; where its
 // request and its answer lie in the memory.
-struct AskedProduct {
+struct MailboxProduct {
     int32_t block, columns, rows, skips;
     int64_t request, x, answer, y;
 };
 
-// The bytes at which the parts of a hand-over lie; those of a request or an answer count from where it begins, which is
+// The bytes at which the parts of a mailbox lie; those of a request or an answer count from where it begins, which is
 // with its number.
 struct Mailbox {
     int32_t blocks, neurons, hidden, sequences;
     int64_t size, abort;
     int64_t requests, request_size, count, indices, gates, x;
     int64_t answers, answer_size, y;
-    std::vector<AskedProduct> products;  // by block
+    std::vector<MailboxProduct> products;  // by block
 };
 
 // Why a side gave up, as the abort word says it: mailbox.py, Abort.
@@ -58,10 +58,10 @@ public:
                std::vector<const Gates*> gates = {});
     ~ColdWorker();
 
-    // The device is about to ask for step `number`, of the first `texts` texts. Before it does, the step before has
+    // The device is about to ask for step `number`, of the first `sequences` sequences. Before it does, the step before has
     // ended on both sides; what the worker still awaits of it, it gives up. What was interrupted is forgotten. Throws
-    // std::runtime_error where the worker failed or is gone, std::invalid_argument for texts that have no room.
-    void begin(int32_t number, int32_t texts);
+    // std::runtime_error where the worker failed or is gone, std::invalid_argument for sequences that have no room.
+    void begin(int32_t number, int32_t sequences);
 
     // Whether step `number`, which began last, has ended, after at most so many seconds. Throws std::runtime_error if it
     // failed or the worker is gone, std::invalid_argument for another number.
@@ -95,14 +95,14 @@ private:
         std::atomic<int32_t> taken{0}, computed{0}, added{0};
     };
     struct alignas(64) Own {
-        Buffer<uint8_t> input;   // of each text
+        Buffer<uint8_t> input;   // of each sequence
         Buffer<float> products;  // [sequences][neurons]: of gates
         Buffer<int32_t> active;  // of those that are listed
         Buffer<int32_t> kept;    // columns of two slices of a product that skips some, one after the other
         Buffer<float> seen;      // the input of such a slice
     };
 
-    uint8_t* asked(const Request& of) const noexcept {
+    uint8_t* request(const Request& of) const noexcept {
         if (of.product >= 0) return memory_ + at_.products[of.product].request;
         return memory_ + at_.requests + of.block * at_.request_size;
     }
@@ -141,15 +141,15 @@ private:
     Leader* leader_ = nullptr;
     long owner_;
 
-    int32_t number_ = 0, texts_ = 0;  // of the step
-    std::vector<Request> requests_;   // in the order in which they come
-    std::vector<Deal> deals_;         // of them
-    std::vector<Arrivals> arrivals_;  // at them
-    std::vector<Own> own_;            // of each thread
-    Buffer<float> gates_;             // [sequences][neurons], where listed
-    Buffer<float> partial_sums_;      // [threads][sequences][hidden]
-    Buffer<float> slices_;            // of a product: [sequences][slices][padded rows]
-    std::vector<int32_t> columns_;    // 0, 1, .. up to the most of any product
+    int32_t number_ = 0, sequences_ = 0;  // of the step
+    std::vector<Request> requests_;       // in the order in which they come
+    std::vector<Deal> deals_;             // of them
+    std::vector<Arrivals> arrivals_;      // at them
+    std::vector<Own> own_;                // of each thread
+    Buffer<float> gates_;                 // [sequences][neurons], where listed
+    Buffer<float> partial_sums_;          // [threads][sequences][hidden]
+    Buffer<float> slices_;                // of a product: [sequences][slices][padded rows]
+    std::vector<int32_t> columns_;        // 0, 1, .. up to the most of any product
     alignas(64) std::atomic<int32_t> dealt_{0};
     std::atomic<bool> given_up_{false}, leave_{false};
     std::atomic<int32_t> failed_{GOES_ON};

@@ -86,9 +86,9 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         const long long from = (long long)share.first * HEAD_DIM;
         if (ALIGNED && bytes && threadIdx.x == 0) prefetch_l2_bulk(keys + from, bytes);
         if (ALIGNED && bytes && threadIdx.x == THREADS - 1) prefetch_l2_bulk(values + from, bytes);
-        if ((int)threadIdx.x * 32 < TURNED) {
-            prefetch_l2(cos + (long long)position * TURNED + threadIdx.x * 32);
-            prefetch_l2(sin + (long long)position * TURNED + threadIdx.x * 32);
+        if ((int)threadIdx.x * 32 < ROTARY_PAIRS) {
+            prefetch_l2(cos + (long long)position * ROTARY_PAIRS + threadIdx.x * 32);
+            prefetch_l2(sin + (long long)position * ROTARY_PAIRS + threadIdx.x * 32);
         }
         if ((int)threadIdx.x * 32 < HEAD_DIM) {
             if (q_norm) prefetch_l2(q_norm + threadIdx.x * 32);
@@ -123,9 +123,9 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 #pragma unroll
         for (int i = 0; i < LANE_PAIRS; ++i) {
             const int c = lane + 32 * i;
-            const long long at = (long long)position * TURNED + c;
-            rope_cos[i] = c < TURNED ? load_l2(cos + at) : 1;
-            rope_sin[i] = c < TURNED ? load_l2(sin + at) : 0;
+            const long long at = (long long)position * ROTARY_PAIRS + c;
+            rope_cos[i] = c < ROTARY_PAIRS ? load_l2(cos + at) : 1;
+            rope_sin[i] = c < ROTARY_PAIRS ? load_l2(sin + at) : 0;
         }
         fetch_next(0, warp * BATCH < rows, newest && lane_row == 0);
         if (position == position_now) break;
@@ -142,15 +142,15 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         if (task < GQA_RATIO ? q_norm : task == GQA_RATIO ? k_norm : nullptr) row.scale_to_norm(eps);
         const float factor = task < GQA_RATIO ? scale : 1;
         // The new position's place is row 0 of warp 0's first stage.
-        CacheType* near = (CacheType*)(memory + (task == GQA_RATIO ? 0 : KEY_BYTES));
-        CacheType* far = (task == GQA_RATIO ? keys : values) + (long long)position * HEAD_DIM;
+        CacheType* in_shared = (CacheType*)(memory + (task == GQA_RATIO ? 0 : KEY_BYTES));
+        CacheType* cached = (task == GQA_RATIO ? keys : values) + (long long)position * HEAD_DIM;
         const auto put = [&](int c, float x) {
             if (task < GQA_RATIO) {
                 query[task * WIDTH + c] = x;
             } else {
                 const CacheType stored = to_cache_type(x);
-                near[c] = stored;
-                if (c < HEAD_DIM) far[c] = stored;
+                in_shared[c] = stored;
+                if (c < HEAD_DIM) cached[c] = stored;
             }
         };
 #pragma unroll

@@ -44,7 +44,7 @@ __device__ __forceinline__ int budget_of(int seen, int numerator, int denominato
     return min(seen, max(share, sinks + recent));
 }
 
-static constexpr int AHEAD_TOKENS = 2048;  // whose labels are brought near before the kernel may begin
+static constexpr int AHEAD_TOKENS = 2048;  // whose labels are prefetched before the kernel may begin
 
 // A block's share of the tokens that a position sees, from the first on; segments begin at multiples of ABREAST_TOKENS,
 // so that the first block's may begin before the oldest that is seen.
@@ -143,8 +143,8 @@ extern "C" __global__ void OF_CLUSTER __launch_bounds__(THREADS)
 #pragma unroll
         for (int i = 0; i < LANE_PAIRS; ++i) {
             const int c = lane + 32 * i;
-            const long long at = (long long)position * TURNED + c;
-            const bool turns = task <= GQA_RATIO && c < TURNED;
+            const long long at = (long long)position * ROTARY_PAIRS + c;
+            const bool turns = task <= GQA_RATIO && c < ROTARY_PAIRS;
             rope_cos[i] = turns ? load_l2(cos + at) : 1;
             rope_sin[i] = turns ? load_l2(sin + at) : 0;
         }

@@ -19,9 +19,9 @@
 
 static constexpr int HALF = HEAD_DIM / 2;
 static constexpr int LANE_PAIRS = (HALF + 31) / 32;  // of a lane: its number, and from there on every 32nd
-static constexpr int TURNED = ROTARY_DIM / 2;        // pairs that rotate
-static_assert(TURNED <= HALF, "a head has these channels");
+static constexpr int ROTARY_PAIRS = ROTARY_DIM / 2;  // pairs that rotate
+static_assert(ROTARY_PAIRS <= HALF, "a head has these channels");
 
-__device__ __forceinline__ bool turned(int pair) { return TURNED == HALF || pair < TURNED; }
-__device__ __forceinline__ int first_channel(int pair) { return turned(pair) ? pair : pair + TURNED; }
-__device__ __forceinline__ int second_channel(int pair) { return turned(pair) ? pair + TURNED : pair + HALF; }
+__device__ __forceinline__ bool is_rotary(int pair) { return ROTARY_PAIRS == HALF || pair < ROTARY_PAIRS; }
+__device__ __forceinline__ int first_channel(int pair) { return is_rotary(pair) ? pair : pair + ROTARY_PAIRS; }
+__device__ __forceinline__ int second_channel(int pair) { return is_rotary(pair) ? pair + ROTARY_PAIRS : pair + HALF; }

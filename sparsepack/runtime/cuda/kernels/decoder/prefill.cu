@@ -258,8 +258,9 @@ extern "C" __global__ void __launch_bounds__(256)
             a[p] *= scale * norm[first_channel(i)];
             b[p] *= scale * norm[second_channel(i)];
         }
-        if (rotated && turned(i)) {
-            const float c = cos[(u64)position * TURNED + i], s = sin[(u64)position * TURNED + i], old = a[p];
+        if (rotated && is_rotary(i)) {
+            const float c = cos[(u64)position * ROTARY_PAIRS + i], s = sin[(u64)position * ROTARY_PAIRS + i],
+                        old = a[p];
             a[p] = old * c - b[p] * s;
             b[p] = b[p] * c + old * s;
         }

@@ -5,7 +5,7 @@
 //        | value: float32 whose order is that of integers | ~row     |     the largest is the first row of the largest
 //                                                                          value; a NaN is larger than infinity
 //
-// Launch: grid (sequences), one warp a block, and where a share is held a second one, which scales the sequence's
+// Launch: grid (sequences), one warp a block, and where thresholds are controlled a second one, which scales the sequence's
 // thresholds for the next step (threshold_controller.cuh).
 
 #include "common/common.cuh"
@@ -15,15 +15,15 @@
 // ids         int32 [sequences]: the rows chosen
 // best        float32 [sequences]: their values
 // positions   int32 [sequences]: one is added; or null
-// scale ..    as in `Held`, null where nothing is held
+// scale ..    as in `ThresholdController`; null: thresholds are not controlled
 extern "C" __global__ void __launch_bounds__(64)
     pick_likeliest(const u64* candidates, int blocks, int* ids, float* best, int* positions, float* scale, float* steps,
-                   u64* skipped, const int* moving, const double* how) {
+                   u64* skipped, const int* moving, const double* constants) {
     launch_dependents();
     wait_for_previous();
     const int sequence = blockIdx.x;
     if (threadIdx.x >= 32) {
-        if (threadIdx.x == 32) hold_step({scale, steps, skipped, moving, how}, sequence);
+        if (threadIdx.x == 32) update_scale({scale, steps, skipped, moving, constants}, sequence);
         return;
     }
     u64 top = 0;

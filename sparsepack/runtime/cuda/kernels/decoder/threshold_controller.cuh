@@ -1,27 +1,28 @@
-// The share of weights that each text skips is held at a target: what scales its thresholds, computed anew after each
-// sparse step, by the numbers of runtime/threshold_controller.py.
+// The threshold controller of runtime/threshold_controller.py: after each sparse step, the scale of a sequence's thresholds
+// that keeps the share of weights it skips at a target.
 
 #pragma once
 
 #include "common/common.cuh"
 
-// Of the sequences of a step; scale null: nothing is held.
-struct Held {
+// Of the sequences of a step; scale null: thresholds are not controlled.
+struct ThresholdController {
     float *scale, *steps;
-    u64* skipped;       // weights that lay in inactive columns; zero again afterwards
-    const int* moving;  // 0: stands still; null: none does
-    const double* how;  // target, weights, first, last, over, least, most
+    u64* skipped;             // weights that lay in inactive columns; zero again afterwards
+    const int* moving;        // 0: stands still; null: none does
+    const double* constants;  // target, weights, first, last, over, least, most
 };
 
 // A sparse step has ended: its part for a sequence, of one thread.
-__device__ __forceinline__ void hold_step(const Held& held, int sequence) {
-    const double target = held.how[0], weights = held.how[1], first = held.how[2], last = held.how[3];
-    const double over = held.how[4], least = held.how[5], most = held.how[6];
-    const double skipped = (double)load_l2(held.skipped + sequence), steps = load_l2(held.steps + sequence);
-    const double scale = load_l2(held.scale + sequence);
-    held.skipped[sequence] = 0;
-    if (held.moving && !load_l2(held.moving + sequence)) return;
+__device__ __forceinline__ void update_scale(const ThresholdController& controller, int sequence) {
+    const double target = controller.constants[0], weights = controller.constants[1], first = controller.constants[2],
+                 last = controller.constants[3];
+    const double over = controller.constants[4], least = controller.constants[5], most = controller.constants[6];
+    const double skipped = (double)load_l2(controller.skipped + sequence), steps = load_l2(controller.steps + sequence);
+    const double scale = load_l2(controller.scale + sequence);
+    controller.skipped[sequence] = 0;
+    if (controller.moving && !load_l2(controller.moving + sequence)) return;
     const double gain = fmax(last, first / (1 + steps / over));
-    held.scale[sequence] = (float)fmin(fmax(scale * (1 + gain * (target - skipped / weights)), least), most);
-    held.steps[sequence] = (float)(steps + 1);
+    controller.scale[sequence] = (float)fmin(fmax(scale * (1 + gain * (target - skipped / weights)), least), most);
+    controller.steps[sequence] = (float)(steps + 1);
 }

@@ -1,4 +1,4 @@
-// The hand-over between the GPU and the processor, whose memory runtime/hybrid/mailbox.py draws. It lies in the host's
+// The mailbox between the GPU and the processor, whose memory runtime/hybrid/mailbox.py draws. It lies in the host's
 // memory. Numbers are those of steps; whoever announces writes the number last, with release, and who waits for it
 // acquires it.
 

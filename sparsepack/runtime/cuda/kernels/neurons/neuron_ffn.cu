@@ -4,7 +4,7 @@
 //     entries   e = block, block + blocks, ..     the first counts[0] of a list have their records in `slots`, at
 //               index[e], those up to counts[1] in `host`
 //     ring      | slot 0: a record | slot 1 | .. SLOTS - 1 |    entry i of a block travels to slot i % SLOTS
-//     partial   float32 [blocks][texts][hidden]                  sums of each block, in the order of its entries
+//     partial   float32 [blocks][sequences][hidden]                  sums of each block, in the order of its entries
 //
 // A block takes BATCH of its entries at a time. First each is multiplied with the input, by PARTS warps, each of which
 // has every PARTS-th group; then all of them are added up: a warp has group w % SLICE_WARPS of the channels, and
@@ -15,7 +15,7 @@
 //
 // Launch: grid (blocks), 32 WARPS threads; shared memory: see products/neurons.py.
 //
-// Macros: INPUTS texts; GROUPS of two superblocks; ROUNDS, SLICES: WARPS = SLICES * ceil(GROUPS / ROUNDS); SLOTS, BATCH,
+// Macros: INPUTS sequences; GROUPS of two superblocks; ROUNDS, SLICES: WARPS = SLICES * ceil(GROUPS / ROUNDS); SLOTS, BATCH,
 //         PARTS; BULK 0: as before sm_90, without bulk copies
 
 #ifndef INPUTS

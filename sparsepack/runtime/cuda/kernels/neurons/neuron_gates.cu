@@ -8,7 +8,7 @@
 //
 // Launch: grid (blocks), 32 WARPS threads; shared memory: see products/gate_copies.py.
 //
-// Macros: INPUTS texts; GROUPS of two superblocks; WARPS; SLOTS; ACTIVATION: number of the function (activations.cuh);
+// Macros: INPUTS sequences; GROUPS of two superblocks; WARPS; SLOTS; ACTIVATION: number of the function (activations.cuh);
 //         BULK 0: as before sm_90, without bulk copies
 
 #ifndef INPUTS

@@ -3,19 +3,19 @@
 // Of each group of two superblocks the input has four float4 a lane, each for 32 lanes side by side, then the sums of a
 // lane's two halves, which the minima are multiplied with.
 //
-//     input     | group 0: [4][32] float4 | group 1 | .. GROUPS - 1 | group 0: [32] float2 | .. |    for each text
+//     input     | group 0: [4][32] float4 | group 1 | .. GROUPS - 1 | group 0: [32] float2 | .. |    for each sequence
 //
-// Macros: INPUTS texts; GROUPS of two superblocks; BULK 0: as before sm_90, without bulk copies
+// Macros: INPUTS sequences; GROUPS of two superblocks; BULK 0: as before sm_90, without bulk copies
 
 #pragma once
 
 #include "common/bulk.cuh"
 #include "neurons/neuron_record.cuh"
 
-static constexpr int INPUT_FLOATS = GROUPS * (GROUP_CHANNELS + 64);  // of a text
+static constexpr int INPUT_FLOATS = GROUPS * (GROUP_CHANNELS + 64);  // of a sequence
 static_assert(INPUT_FLOATS * 4 % 128 == 0, "the ring begins at a multiple of 128 bytes");
 
-// Where a text's input, and the sums of it, lie.
+// Where a sequence's input, and the sums of it, lie.
 __device__ __forceinline__ float4* values_of(float* input, int group) {
     return (float4*)(input + group * GROUP_CHANNELS) + threadIdx.x % 32;
 }
@@ -47,7 +47,7 @@ __device__ __forceinline__ void fill_input(float* input, const float* x, int ban
     }
 }
 
-// dot[b] += a lane's part of the products of a group of a row with each text.
+// dot[b] += a lane's part of the products of a group of a row with each sequence.
 __device__ __forceinline__ void add_products(float (&dot)[INPUTS], const Piece& piece, float* input, int group) {
 #pragma unroll
     for (int b = 0; b < INPUTS; ++b) {

@@ -1,11 +1,11 @@
-// Of a list the entries whose gate is not zero in any of the texts, in their order.
+// Of a list the entries whose gate is not zero in any of the sequences, in their order.
 //
 //     counts   int32 [3] | index [counts[1]] | gates float32 [INPUTS][stride]       as neuron_list leaves them
 //     kept     the same of those that are kept; of counts the last, what the processor is asked for, stays
 //
 // Launch: one block of 1024 threads, each of which has an entry at a time.
 //
-// Macros: INPUTS texts
+// Macros: INPUTS sequences
 
 #include "common/common.cuh"
 

@@ -1,4 +1,4 @@
-// Who is active: the neurons whose gate is not zero after the activation in any of the texts, in ascending order, with
+// Who is active: the neurons whose gate is not zero after the activation in any of the sequences, in ascending order, with
 // their gates, and the normed input with which their records are multiplied.
 //
 //     gates    float32 [INPUTS][neurons]   before the activation, as the product of the gate left them
@@ -45,13 +45,13 @@ __device__ __forceinline__ void read(float (&values)[COUNT], At at) {
     for (int i = 0; i < COUNT; ++i) values[i] = at(i) ? load_l2(at(i)) : 0;
 }
 
-// How many of the offloaded neurons the GPU reads itself: `over_the_bus` of placement/machine.py. links: seconds a neuron
-// from slots, over the bus, and by the processor; seconds of a hand-over.
-__device__ __forceinline__ int over_the_bus(int resident, int offloaded, const double* links) {
-    const double bus = links[1], worker = links[2], handover = links[3], slots = resident * links[0];
+// How many of the offloaded neurons the GPU reads itself: `over_the_bus` of placement/machine.py. costs: seconds a neuron
+// from slots, over the bus, and by the processor; seconds of a round through the mailbox.
+__device__ __forceinline__ int over_the_bus(int resident, int offloaded, const double* costs) {
+    const double bus = costs[1], worker = costs[2], handover = costs[3], slots = resident * costs[0];
     const auto seconds = [&](int n) {
-        const int beside = offloaded - n;
-        return fmax(slots + n * bus, beside ? handover + beside * worker : 0.0);
+        const int cpu_neurons = offloaded - n;
+        return fmax(slots + n * bus, cpu_neurons ? handover + cpu_neurons * worker : 0.0);
     };
     const double even = (handover + offloaded * worker - slots) / (bus + worker);
     const int least = (int)fmin(fmax(even, 0.0), (double)offloaded), more = min(least + 1, offloaded);
@@ -67,14 +67,14 @@ __device__ __forceinline__ int over_the_bus(int resident, int offloaded, const d
 // tables   int32 [2][blocks][neurons], of this block in the first: the slots, or -1; version: int32, which of the two
 // traffic  u64 [5], to which is added: neurons from slots, over the bus, by the processor, blocks that were handed over
 // replayed u32 [rows][blocks][words], of this block in the first: who is active, row after row
-// number   int32 [2]: of the step, and of the step before the first one of the text
+// number   int32 [2]: of the step, and of the step before the first one of the sequence
 // seen     u32 [kept][blocks][words], of this block in the first: who is active, in step n at n modulo `kept`
 // begins   it is the first block's list, which gives the step its number
 extern "C" __global__ void OF_CLUSTER __launch_bounds__(THREADS)
     neuron_list(const float* gates, int neurons, const float* x, int hidden, const float* norm, float eps,
                 float* normed, int* index, float* gates_of, int* counts, u64* active,
                 // where DIVIDED
-                const int* tables, int table_pitch, const int* version, const double* links, u32* seen, int seen_pitch,
+                const int* tables, int table_pitch, const int* version, const double* costs, u32* seen, int seen_pitch,
                 int kept, int* number, int begins, int* request_number, int* request_indices, float* request_gates,
                 float* request_x, u64* traffic, const u32* replayed, int replayed_pitch, int rows) {
     __shared__ float squares[INPUTS][WARPS];
@@ -179,11 +179,11 @@ extern "C" __global__ void OF_CLUSTER __launch_bounds__(THREADS)
         next[kind] += __reduce_add_sync(ALL_LANES, before);
     }
     const int resident = count[0], offloaded = count[1];
-    int beside = 0;  // of the offloaded, the first so many are the processor's
+    int cpu_neurons = 0;  // of the offloaded, the first so many are the processor's
     if (DIVIDED) {
-        if (threadIdx.x == 0) over_bus = over_the_bus(resident, offloaded, links);
+        if (threadIdx.x == 0) over_bus = over_the_bus(resident, offloaded, costs);
         __syncthreads();
-        beside = offloaded - over_bus;
+        cpu_neurons = offloaded - over_bus;
     }
 #pragma unroll
     for (int r = 0; r < ROUNDS; ++r) {
@@ -194,11 +194,11 @@ extern "C" __global__ void OF_CLUSTER __launch_bounds__(THREADS)
             if (DIVIDED && slot[r] < 0) {
                 listed = neuron(r);
                 at = next[1] + __popc(of_others & before);
-                if (at < beside) {
+                if (at < cpu_neurons) {
                     to = request_indices;
                     gates_to = request_gates;
                 } else {
-                    at += resident - beside;
+                    at += resident - cpu_neurons;
                 }
             }
             to[at] = listed;
@@ -214,16 +214,16 @@ extern "C" __global__ void OF_CLUSTER __launch_bounds__(THREADS)
     }
     if (block == 0 && threadIdx.x == 0) {
         counts[0] = resident;
-        counts[1] = resident + offloaded - beside;
-        counts[2] = beside;
+        counts[1] = resident + offloaded - cpu_neurons;
+        counts[2] = cpu_neurons;
         if (active) atomic_add(active, resident + offloaded);
         if (DIVIDED) {
             if (begins) *number = step;
             traffic[0] += resident;
-            traffic[1] += offloaded - beside;
-            traffic[2] += beside;
-            traffic[3] += beside > 0;
-            request_number[1] = beside;
+            traffic[1] += offloaded - cpu_neurons;
+            traffic[2] += cpu_neurons;
+            traffic[3] += cpu_neurons > 0;
+            request_number[1] = cpu_neurons;
             store_release_system(request_number, step);
         }
     }

@@ -15,7 +15,7 @@
 //
 // Launch: grid (blocks), 1024 threads; shared memory: INPUTS * hidden floats.
 //
-// Macros: INPUTS texts
+// Macros: INPUTS sequences
 
 #include "common/common.cuh"
 
@@ -55,7 +55,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     launch_dependents();
     wait_for_previous();
 
-    // Of xn. Without the zeros ptxas 13.0 gives the sums of all texts one register, which then has the last text's.
+    // Of xn. Without the zeros ptxas 13.0 gives the sums of all sequences one register, which then has the last sequence's.
     float sum[INPUTS] = {}, length[INPUTS] = {};
 #pragma unroll 1
     for (int b = 0; b < INPUTS; ++b) {

@@ -2,7 +2,7 @@
 // reads all others, and the processor multiplies the last rows: runtime/hybrid/mailbox.py draws the memory.
 //
 //     request_rows  x, normed  ->  request, number             the processor begins; 0 in columns that it leaves out
-//     (product)   rows 0 .. near - 1  ->  sums               meanwhile
+//     (product)   rows 0 .. gpu_rows - 1  ->  sums               meanwhile
 //     take_rows     awaits the answer; y = sums, then the answer, + bias + residual  ->  squares of y
 //
 // Where no list of neurons gives a step its number, count_step does so at the step's end.
@@ -15,7 +15,7 @@
 #include "common/flag_in_data.cuh"
 #include "neurons/mailbox.cuh"
 
-// Macros: INPUTS: how many texts ask together; GATED 1: x is activation(gate) * up of what lies there, as in
+// Macros: INPUTS: how many sequences ask together; GATED 1: x is activation(gate) * up of what lies there, as in
 //         column_split.cuh, ACTIVATION the function's number
 #ifndef INPUTS
 #define INPUTS 1
@@ -46,8 +46,8 @@ __device__ __forceinline__ int number_of_step(const int* number, int before_list
 
 // x          float32 [INPUTS][columns], GATED [INPUTS][2 columns]; norm [columns]: of an RMSNorm that comes first, or null
 // threshold  float32 [1], or with per_channel [columns]; null: every column is active. A column is left out where it is
-//            inactive in all texts. offset [columns], taken from x before, or null; scales [INPUTS]: what the threshold of
-//            each text is multiplied by, or null
+//            inactive in all sequences. offset [columns], taken from x before, or null; scales [INPUTS]: what the threshold of
+//            each sequence is multiplied by, or null
 // skipped    u64 [INPUTS] or null, where there are scales: to which the weights in inactive columns are added, of `rows`
 // request    int32, the number; request_x: float32 [INPUTS][columns]; both in the host's memory
 // number     int32, of the step
@@ -116,18 +116,18 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     launch_dependents();
 }
 
-// sums      float32 [texts][near]: what the product left
-// answer    float32 [texts][rows - near] in the host's memory, there when `answered` is the step's number
+// sums      float32 [sequences][gpu_rows]: what the product left
+// answer    float32 [sequences][rows - gpu_rows] in the host's memory, there when `answered` is the step's number
 // abort     why a side has given up, or 0; limit: milliseconds to wait
-// bias      float32 [rows], or null; residual: float32 [texts][rows], maybe y itself, or null
-// squares   float32 [texts][gridDim.x]: of each block what its rows add to the sum of y^2; or null
+// bias      float32 [rows], or null; residual: float32 [sequences][rows], maybe y itself, or null
+// squares   float32 [sequences][gridDim.x]: of each block what its rows add to the sum of y^2; or null
 // waited    u64, to which the nanoseconds are added that the first block waited
 //
-// Launch: grid (any number, texts), 256 threads; a block takes a part of the rows.
+// Launch: grid (any number, sequences), 256 threads; a block takes a part of the rows.
 extern "C" __global__ void __launch_bounds__(TAKE_THREADS)
-    take_rows(const float* sums, int near, const int* answered, const float* answer, int rows, int* abort, int limit,
-              const int* number, int before_list, const float* bias, const float* residual, float* y, float* squares,
-              u64* waited) {
+    take_rows(const float* sums, int gpu_rows, const int* answered, const float* answer, int rows, int* abort,
+              int limit, const int* number, int before_list, const float* bias, const float* residual, float* y,
+              float* squares, u64* waited) {
     __shared__ float scratch[TAKE_THREADS / 32];
     wait_for_previous();
     launch_dependents();
@@ -151,8 +151,8 @@ extern "C" __global__ void __launch_bounds__(TAKE_THREADS)
 #pragma unroll 2
     for (int row = first + threadIdx.x; row < last; row += TAKE_THREADS) {
         const u64 at = (u64)b * rows + row;
-        float v = row < near ? load_l2(sums + (u64)b * near + row)
-                             : load_system(answer + (u64)b * (rows - near) + (row - near));
+        float v = row < gpu_rows ? load_l2(sums + (u64)b * gpu_rows + row)
+                                 : load_system(answer + (u64)b * (rows - gpu_rows) + (row - gpu_rows));
         if (bias) v += bias[row];
         if (residual) v += load_l2(residual + at);
         ll_store(y + at, v);

@@ -73,7 +73,7 @@ __device__ __forceinline__ u32 component(const uint4& v, int i) {
 }
 
 // Byte i of a word, less `zero`, times 2^85.
-__device__ __forceinline__ float lifted(u32 bytes, int i, u32 zero) {
+__device__ __forceinline__ float unpacked(u32 bytes, int i, u32 zero) {
     const u32 base = (108 + 127) << 23;  // 2^108, whose last bit counts 2^85
     return __uint_as_float(__byte_perm(bytes, base, 0x7650 | i)) - __uint_as_float(base | zero);
 }
@@ -151,11 +151,11 @@ __device__ __forceinline__ void multiply(float (&sums)[BATCH][4], const u8* tile
 #pragma unroll
     for (int r = 0; r < 4; ++r) {
         if (PACKED) {
-            const float of_block = TYPE == Q8_0 ? 0x1p85f : lifted(scales, r, TYPE == Q6_K ? 128 : 0);
+            const float of_block = TYPE == Q8_0 ? 0x1p85f : unpacked(scales, r, TYPE == Q6_K ? 128 : 0);
             const float scale = half_to_float((u16)component(factors, r)) * of_block;
             // x_sums have 2^-85 for the mins.
             const float minimum =
-                TYPE == Q4_K ? half_to_float((u16)(component(factors, r) >> 16)) * lifted(minima, r, 0) : 0;
+                TYPE == Q4_K ? half_to_float((u16)(component(factors, r) >> 16)) * unpacked(minima, r, 0) : 0;
 #pragma unroll
             for (int b = 0; b < BATCH; ++b) {
                 sums[b][r] = fmaf(scale, dots[b][r], sums[b][r]);

@@ -1,4 +1,4 @@
-// Inputs of slid weights (SlideSparse, 4.2): quantised token by token, each with a scale of its own, and lifted.
+// Inputs of sparse24 weights (SlideSparse, 4.2): quantised token by token, each with a scale of its own, and expanded.
 //
 //     x      [tokens, columns]            F32, F16 or BF16: read once
 //     row    bytes [columns]              in shared memory: the token's values, quantised; where groups lie within

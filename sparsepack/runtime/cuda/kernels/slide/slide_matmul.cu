@@ -1,13 +1,13 @@
-// Products with slid weights on Hopper's 2:4 tensor cores: Y = (X W^T) * x_scale * w_scale + bias, in one kernel.
+// Products with sparse24 weights on Hopper's 2:4 tensor cores: Y = (X W^T) * x_scale * w_scale + bias, in one kernel.
 //
-//     weights   [rows, stored] bytes         as they lie in a slid folder: two nonzeros for each four lifted inputs
+//     weights   [rows, stored] bytes         as they lie in a slid folder: two nonzeros for each four expanded inputs
 //     metadata  [rows / 64, k_tiles, 1024]   their positions: 8 bytes for each thread of a warpgroup
-//     inputs    [tokens, lifted] bytes       quantised and lifted (quantise_slide.cu)
+//     inputs    [tokens, expanded] bytes       quantised and expanded (quantise_slide.cu)
 //     outputs   [tokens, rows]               BF16 or F16
 //
 // A block has one tile of ROWS = 64 GROUPS rows by TOKENS tokens after the other; there are as many blocks as
 // multiprocessors. Two blocks of a cluster have rows below one another and share their inputs: each fetches half of
-// them for both. K is walked in tiles of 128 lifted inputs, through a pipeline of STAGES in shared memory that the copy
+// them for both. K is walked in tiles of 128 expanded inputs, through a pipeline of STAGES in shared memory that the copy
 // engine (TMA) fills:
 //
 //     stage     | weights: ROWS of 64 bytes | inputs: TOKENS of 128 bytes | metadata: GROUPS of 1024 bytes |
@@ -15,7 +15,7 @@
 //
 // Warps are specialised, as in CUTLASS: GROUPS warpgroups multiply, 64 rows each; one thread of the LOAD_WARPS behind
 // them fetches. Four of these are a warpgroup, which gives registers to the others (setmaxnreg). Sums stay in registers
-// until K is done. Outputs are scaled, turned in shared memory, OUT_TOKENS at a time, and stored by the copy engine
+// until K is done. Outputs are scaled, transposed in shared memory, OUT_TOKENS at a time, and stored by the copy engine
 // while the next tile is being multiplied.
 //
 // What bounds it: operands in shared memory. A product of 64 rows reads 64 bytes for each of its tokens, and a tensor
@@ -203,7 +203,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(ALL
                 asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory");
 #pragma unroll
                 for (int j = 0; j < OUT_TOKENS / 8; j += 2) {
-                    u32 turned[4];
+                    u32 transposed[4];
 #pragma unroll
                     for (int i = 0; i < 2; ++i) {
                         const int first = part * OUT_TOKENS + 8 * (j + i);
@@ -211,13 +211,13 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(ALL
                         const Sum* sums = d + first / 2;
 #pragma unroll
                         for (int r = 0; r < 2; ++r)
-                            turned[2 * i + r] = pack_outputs((float)sums[2 * r] * (x.x * scale[r]) + add[r],
-                                                             (float)sums[2 * r + 1] * (x.y * scale[r]) + add[r]);
+                            transposed[2 * i + r] = pack_outputs((float)sums[2 * r] * (x.x * scale[r]) + add[r],
+                                                                 (float)sums[2 * r + 1] * (x.y * scale[r]) + add[r]);
                     }
                     const int line = 8 * (j + lane / 16) + lane % 8, chunk = 2 * warp + lane / 8 % 2;
                     asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
                                      buffer + line * 128 + (chunk ^ line % 8) * 16),
-                                 "r"(turned[0]), "r"(turned[1]), "r"(turned[2]), "r"(turned[3])
+                                 "r"(transposed[0]), "r"(transposed[1]), "r"(transposed[2]), "r"(transposed[3])
                                  : "memory");
                 }
                 asm volatile("fence.proxy.async.shared::cta;" ::: "memory");

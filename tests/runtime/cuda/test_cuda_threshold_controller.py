@@ -12,13 +12,13 @@ from zigzag_cases import CONFIGS, loaded, normal, random_matrix
 
 from sparsepack.formats.packed import PackedModel
 from sparsepack.runtime.cuda.decoder.decoder import CudaDecoder
-from sparsepack.runtime.cuda.decoder.step_end import new_threshold_controller, pick_likeliest
+from sparsepack.runtime.cuda.decoder.step_end import new_cuda_controller, pick_likeliest
 from sparsepack.runtime.cuda.driver.kernel_set import KERNELS, Kernels
 from sparsepack.runtime.cuda.products.tile_config import CudaTileConfig
 from sparsepack.runtime.cuda.products.zigzag_products import Input, Output, batch, gemv, most_inputs
 from sparsepack.runtime.engine import Engine
 from sparsepack.runtime.generation.sampling import Sampler, Sampling
-from sparsepack.runtime.threshold_controller import TextScale, ThresholdController, threshold_controller_of
+from sparsepack.runtime.threshold_controller import SequenceScale, ThresholdController, new_controller
 
 TEXTS = torch.randint(300, (4, 40), generator=torch.Generator().manual_seed(5)).tolist()
 INTERLEAVED = "gate and up in one product"
@@ -37,7 +37,7 @@ def model(variant: str = "llama") -> PackedModel:
 
 def held_decoder(kernels: Kernels, variant: str = "llama", sequences: int = 1, context: int = 64) -> CudaDecoder:
     decoder = CudaDecoder(model(variant), torch.device("cuda"), context, sequences, "f32", kernels)
-    decoder.control_thresholds(threshold_controller_of(model(variant)))
+    decoder.control_thresholds(new_controller(model(variant)))
     return decoder
 
 
@@ -53,21 +53,21 @@ def weights_skipped(variant: str, counts: dict[tuple[int, str], int], before: di
 
 @every_variant
 def test_the_scale_follows_from_what_each_step_skipped(variant: str, kernels: Kernels) -> None:
-    decoder, reference, held, text = (
+    decoder, reference, controller, text = (
         held_decoder(kernels, variant),
         oracle(variant),
-        threshold_controller_of(model(variant)),
-        TextScale(),
+        new_controller(model(variant)),
+        SequenceScale(),
     )
     for id in TEXTS[1][:24]:
         before = decoder.active()
         decoder.step([id], True)
         reference.step(id)
-        text = held.after(text, weights_skipped(variant, decoder.active(), before))
+        text = controller.after(text, weights_skipped(variant, decoder.active(), before))
         assert decoder.scales[0] == pytest.approx(text.scale, abs=1e-6)
         assert decoder.scales[0] == pytest.approx(reference.scales[0], abs=FLIPPED)
     assert text.scale > 1.05
-    assert not decoder._step.held.skipped.any()
+    assert not decoder._step.controller.skipped.any()
 
 
 @every_variant
@@ -143,11 +143,11 @@ def test_nothing_sees_what_a_step_that_runs_ahead_holds(
 
 def test_a_step_without_a_held_share_has_the_bits_of_the_first_held_one(kernels: Kernels) -> None:
     plain = CudaDecoder(model(), torch.device("cuda"), 64, 1, "f32", kernels)
-    held = held_decoder(kernels)
+    controller = held_decoder(kernels)
     assert plain.scales == ()
-    assert torch.equal(plain.step([3], True), held.step([3], True))
-    assert plain.active() == held.active()
-    assert not torch.equal(plain.step([4], True), held.step([4], True))
+    assert torch.equal(plain.step([3], True), controller.step([3], True))
+    assert plain.active() == controller.active()
+    assert not torch.equal(plain.step([4], True), controller.step([4], True))
 
 
 @pytest.mark.gpu
@@ -226,21 +226,21 @@ def assert_near(y: Tensor, kept: Tensor, matrix: Any) -> None:
 def test_the_end_of_a_step_does_what_the_record_says() -> None:
     hold, generator = ThresholdController(0.55, 10**9 + 7), torch.Generator().manual_seed(0)
     state = torch.zeros(2, 4, device="cuda")
-    held = new_threshold_controller(hold, state)
-    texts = [TextScale()] * 4
+    controller = new_cuda_controller(hold, state)
+    texts = [SequenceScale()] * 4
     candidates = torch.zeros(4, 3, dtype=torch.int64, device="cuda")
     ids, best = torch.zeros(4, dtype=torch.int32, device="cuda"), torch.zeros(4, device="cuda")
-    assert held.moving is not None
+    assert controller.moving is not None
     for step in range(50):
         skipped = (torch.rand(4, generator=generator, dtype=torch.float64) * hold.weights).long()
         moving = [int((step + n) % 4 != 0) for n in range(4)]
-        held.skipped.copy_(skipped)
-        held.moving.copy_(torch.tensor(moving))
-        pick_likeliest(candidates, ids, best, None, held)
+        controller.skipped.copy_(skipped)
+        controller.moving.copy_(torch.tensor(moving))
+        pick_likeliest(candidates, ids, best, None, controller)
         texts = [
             hold.after(text, int(count)) if moves else text
             for text, count, moves in zip(texts, skipped, moving, strict=True)
         ]
-        assert held.scales.tolist() == pytest.approx([text.scale for text in texts], abs=1e-6)
-        assert held.steps.tolist() == [text.steps for text in texts]
-        assert not held.skipped.any()
+        assert controller.scales.tolist() == pytest.approx([text.scale for text in texts], abs=1e-6)
+        assert controller.steps.tolist() == [text.steps for text in texts]
+        assert not controller.skipped.any()

@@ -1,7 +1,7 @@
 // The rotary embedding of queries and keys, rounded as stock code rounds it, in one read of them: of the n channels of a
 // head that lie in two halves,
 //
-//     out[c] = r(r(x[c] * cosine[c]) + r(turned * sine[c])),   turned = -x[c + n / 2] in the first half, x[c - n / 2] in
+//     out[c] = r(r(x[c] * cosine[c]) + r(other_half * sine[c])),   other_half = -x[c + n / 2] in the first half, x[c - n / 2] in
 //     the second one, r: the nearest value of the type
 //
 //     query, key    [windows, heads or kv_heads, tokens, n]   F32, F16 or BF16, with the distances between windows, heads
@@ -18,7 +18,7 @@
 #include "common/common.cuh"
 #include "common/eight.cuh"
 
-extern "C" __global__ void turn_heads(const u8* __restrict__ query, int query_window, int query_head, int query_token,
+extern "C" __global__ void apply_rope(const u8* __restrict__ query, int query_window, int query_head, int query_token,
                                       const u8* __restrict__ key, int key_window, int key_head, int key_token,
                                       const u8* __restrict__ cosine, const u8* __restrict__ sine, int table, int heads,
                                       int kv_heads, int channels, u8* __restrict__ new_query, int new_query_window,
@@ -56,9 +56,9 @@ extern "C" __global__ void turn_heads(const u8* __restrict__ query, int query_wi
         for (int part = 0; part < 2; ++part) {
 #pragma unroll
             for (int j = 0; j < 8; ++j) {
-                const float turned = part == 0 ? -x[1][j] : x[0][j];
+                const float other_half = part == 0 ? -x[1][j] : x[0][j];
                 made[j] = Eight::rounded(__fadd_rn(Eight::rounded(__fmul_rn(x[part][j], c[part][j])),
-                                                   Eight::rounded(__fmul_rn(turned, s[part][j]))));
+                                                   Eight::rounded(__fmul_rn(other_half, s[part][j]))));
             }
             Eight::store(made, to, channel + part * half);
         }

@@ -27,9 +27,9 @@ from sparsepack.runtime.reference.backend import ReferenceOperations
 from sparsepack.runtime.threshold_controller import (
     LEAST_SCALE,
     MOST_SCALE,
-    TextScale,
+    SequenceScale,
     ThresholdController,
-    threshold_controller_of,
+    new_controller,
 )
 
 TEXTS = torch.randint(300, (4, 48), generator=torch.Generator().manual_seed(5)).tolist()
@@ -115,7 +115,7 @@ def clear_text(variant: str) -> list[int]:
     """A text of which rounding decides about no column, however its thresholds are scaled."""
     operations = Nearest()
     decoder = OperationsDecoder(model(variant), operations, torch.device("cpu"), 64, None)
-    decoder.control_thresholds(threshold_controller_of(model(variant)))
+    decoder.control_thresholds(new_controller(model(variant)))
     for seed in range(500):
         ids: list[int] = torch.randint(300, (5,), generator=torch.Generator().manual_seed(seed)).tolist()
         decoder.reset()
@@ -126,48 +126,48 @@ def clear_text(variant: str) -> list[int]:
 
 
 def test_the_scale_stands_still_at_the_target_and_moves_towards_it_elsewhere() -> None:
-    held = ThresholdController(0.5, 1000)
-    assert held.after(TextScale(), 500) == TextScale(1.0, 1)
-    assert held.after(TextScale(), 400).scale > 1 > held.after(TextScale(), 600).scale
+    controller = ThresholdController(0.5, 1000)
+    assert controller.after(SequenceScale(), 500) == SequenceScale(1.0, 1)
+    assert controller.after(SequenceScale(), 400).scale > 1 > controller.after(SequenceScale(), 600).scale
 
 
 @pytest.mark.parametrize("as_it_is", [0.4, 0.46, 0.53])
 def test_the_scale_is_there_within_64_tokens_and_one_token_hardly_moves_it_then(as_it_is: float) -> None:
     """A text whose share follows the logarithm of the scale as that of the books does."""
-    held, text, noise = ThresholdController(0.5, 100000), TextScale(), torch.Generator().manual_seed(0)
+    controller, text, noise = ThresholdController(0.5, 100000), SequenceScale(), torch.Generator().manual_seed(0)
     shares, mean = [], []
     for _ in range(1024):
         mean.append(as_it_is + 0.42 * math.log(text.scale))
         shares.append(mean[-1] + 0.05 * float(torch.randn((), generator=noise)))
-        text = held.after(text, round(100000 * shares[-1]))
+        text = controller.after(text, round(100000 * shares[-1]))
     assert all(abs(share - 0.5) < 0.02 for share in mean[64:])
     assert abs(sum(shares) / 1024 - 0.5) < 0.005
     assert float(torch.tensor(mean[512:]).std()) < 0.005
 
 
 def test_a_target_out_of_reach_leaves_the_scale_at_its_bound_from_which_it_returns() -> None:
-    held, text = ThresholdController(0.5, 1000), TextScale()
+    controller, text = ThresholdController(0.5, 1000), SequenceScale()
     for _ in range(1000):
-        text = held.after(text, 0)
+        text = controller.after(text, 0)
     assert text.scale == MOST_SCALE
     for _ in range(1000):
-        text = held.after(text, 1000)
+        text = controller.after(text, 1000)
     assert text.scale == LEAST_SCALE
-    assert held.after(text, 0).scale > LEAST_SCALE
+    assert controller.after(text, 0).scale > LEAST_SCALE
 
 
 @every_backend
 @every_variant
 def test_the_scale_follows_from_what_each_step_skipped(backend: str, variant: str) -> None:
     packed = model(variant)
-    engine, held = engine_of(packed, backend, hold=True), threshold_controller_of(packed)
+    engine, controller = engine_of(packed, backend, hold=True), new_controller(packed)
     engine.prefill(TEXTS[0][:5])
-    text = TextScale()
+    text = SequenceScale()
     assert engine.scales == (1.0,)
     for id in TEXTS[0][5:30]:
         before = engine.counts().active
         engine.step(id)
-        text = held.after(text, skipped(packed, engine, before))
+        text = controller.after(text, skipped(packed, engine, before))
         assert engine.scales[0] == pytest.approx(text.scale, abs=1e-6)
     assert text.scale > 1.02
 
@@ -175,8 +175,8 @@ def test_the_scale_follows_from_what_each_step_skipped(backend: str, variant: st
 def test_thresholds_are_multiplied_by_the_scale(monkeypatch: pytest.MonkeyPatch) -> None:
     packed = model()
     for scale in (0.7, 1.3):
-        start = TextScale(float(torch.tensor(scale)))
-        monkeypatch.setattr(hold, "TextScale", lambda *of, start=start: TextScale(*of) if of else start)
+        start = SequenceScale(float(torch.tensor(scale)))
+        monkeypatch.setattr(hold, "SequenceScale", lambda *of, start=start: SequenceScale(*of) if of else start)
         engine = Engine(packed, backend="reference", hold=True)
         other = Engine(scaled(packed, scale), backend="reference")
         assert torch.equal(engine.step(TEXTS[0][0]), other.step(TEXTS[0][0]))
@@ -363,7 +363,7 @@ def test_what_cannot_be_held_is_refused_in_a_line() -> None:
     for target in (0.0, 1.0):
         with pytest.raises(UserError, match=f"hold: the model's thresholds were made for a share of {target:g}"):
             Engine(made_for(packed, target), hold=True)
-    toy = replace(BACKENDS["reference"], name="toy", holds=False)
+    toy = replace(BACKENDS["reference"], name="toy", scales_thresholds=False)
     with pytest.raises(UserError, match="hold: the toy backend does not scale thresholds; use backend reference or"):
         check_features(toy, EngineOptions(hold=True), packed)
     with pytest.raises(UserError, match="hold: it does nothing with dense"):
@@ -374,9 +374,9 @@ def test_a_model_by_neurons_is_held_where_its_attention_has_thresholds() -> None
     ruled = random_model("llama, one head, relu", hidden_size=256)
     packed = by_neurons(made_for(with_rules(ruled, stock_model(ruled), TEXTS[0][:13], [0]), 0.6))
     packed = replace(packed, manifest={**packed.manifest, "thresholds": {"sparsity": 0.6}})
-    held = threshold_controller_of(packed)
+    controller = new_controller(packed)
     sites = [site for layer in packed.layers for site in layer.attention.values() if site.rule is not None]
-    assert held.weights == sum(site.matrix.rows * site.matrix.columns for site in sites)
+    assert controller.weights == sum(site.matrix.rows * site.matrix.columns for site in sites)
     scales = [trajectory(engine_of(packed, name, hold=True), TEXTS[0][:12]) for name in ("reference", "cpu")]
     assert scales[0] == pytest.approx(scales[1], abs=FLIPPED)
     assert scales[0][-1] > 1
@@ -389,8 +389,5 @@ def test_sites_that_stay_dense_in_a_sparse_model_count_with_the_target() -> None
     table = {"sparsity": 0.6, "rows": rows}
     more = replace(packed, manifest={**packed.manifest, "thresholds": table})
     assert (1, "mlp_in") not in packed.rules
-    assert (
-        threshold_controller_of(more).weights
-        == threshold_controller_of(packed).weights + packed.parameters[1, "mlp_in"]
-    )
-    assert threshold_controller_of(more).weights == sum(packed.parameters.values())
+    assert new_controller(more).weights == new_controller(packed).weights + packed.parameters[1, "mlp_in"]
+    assert new_controller(more).weights == sum(packed.parameters.values())

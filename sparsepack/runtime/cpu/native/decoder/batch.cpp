@@ -1,0 +1,151 @@
+// A token of each of several sequences: the phases of step.cpp, with as many rows as there are sequences. What lies between two
+// products is shared out by sequences or by columns, and the weights are read once for all of them.
+#include <string.h>
+
+#include "decoder/decoder.h"
+#include "decoder/embedding.h"
+
+namespace sparsepack {
+
+void Decoder::tokens(const int64_t* ids, int32_t batch, bool sparse, float* logits, int thread) {
+    int32_t first = batch * thread / pool_.threads(), last = batch * (thread + 1) / pool_.threads();
+    float *normed = wide_normed_.data(), *inner = wide_inner_.data();
+    auto add = [&](const Sums& sums, const std::vector<float>& norm) {
+        float* own = scratch_[thread].d.data();
+        for (int32_t t = first; t < last; ++t) {
+            float* x = wide_x_.data() + int64_t(t) * s_.hidden;
+            read(sums_of(sums, t), 0, s_.hidden, norm.empty() ? x : own, norm.empty());
+            if (norm.empty()) continue;
+            k_.rms_norm(own, norm.data(), s_.hidden, s_.eps, own);
+            k_.sum(own, 0, 1, nullptr, s_.hidden, 1, x);
+        }
+    };
+    for (int32_t t = first; t < last; ++t) look_up(ids[t], wide_x_.data() + int64_t(t) * s_.hidden);
+    for (int number = 0; number < int(model_.layers.size()); ++number) {
+        const Layer& layer = model_.layers[number];
+
+        if (layer.basis) change_basis_of_rows(*layer.basis, first, last, batch);
+        norm_rows(layer.attn_norm, first, last);
+        pool_.barrier();
+        attend_batch(multiply_batch(number, ATTN_IN, normed, batch, sparse, thread), number, batch, sparse, thread);
+        pool_.barrier();
+        add(multiply_batch(number, ATTN_OUT, inner, batch, sparse, thread), layer.attn_post_norm);
+
+        norm_rows(layer.mlp_norm, first, last);
+        pool_.barrier();
+        if (layer.experts) {
+            experts_batch(number, batch, sparse, thread);
+            continue;
+        }
+        float* of_gates = partial_sums_[MLP_IN & 1].data();
+        if (layer.gates && thread == 0) active_[number * SITES + MLP_IN] += s_.hidden;
+        Sums sums = layer.gates ? gates(number, normed, batch, of_gates, thread)
+                                : multiply_batch(number, MLP_IN, normed, batch, sparse, thread);
+        if (layer.neurons) {
+            neurons_batch(sums, number, batch, sparse, thread);
+            continue;
+        }
+        gate_batch(sums, batch, thread);
+        pool_.barrier();
+        add(multiply_batch(number, MLP_MID, inner, batch, sparse, thread), layer.mlp_post_norm);
+    }
+    norm_rows(model_.output_norm, first, last);
+    pool_.barrier();
+    share_matmul(k_, pool_, model_.output, normed, batch, logits);
+    cap_logits(logits, batch, thread);
+}
+
+// The products of a site with the rows of x [sequences][columns], which all threads have left; of x remains what is
+// multiplied. The sums are there for all threads, those of the sequences one after the other: see `sums_of`.
+Decoder::Sums Decoder::multiply_batch(int layer, int site, float* x, int32_t batch, bool sparse, int thread) {
+    const Site& at = model_.layers[layer].sites[site];
+    const Zigzag& m = *at.matrix;
+    const std::vector<float>* bias = &at.bias;
+    Active active = {all_.data(), int32_t(m.columns)};
+    if (sparse && !at.threshold.empty()) {
+        active = select_batch(at, x, batch, thread);
+        bias = &at.sparse_bias;
+        pool_.barrier();
+    }
+    if (thread == 0) active_[layer * SITES + site] += active.count;
+    float* partial_sums = partial_sums_[site & 1].data();
+    share_matmul(k_, pool_, m, x, active, batch, partial_sums);
+    pool_.barrier();
+    return {partial_sums, batch * m.rows, matmul_slices(m, active.count, pool_.threads()), bias, m.rows};
+}
+
+Decoder::Sums Decoder::sums_of(const Sums& sums, int32_t index) {
+    return {sums.partial_sums + index * sums.rows, sums.stride, sums.slices, sums.bias, sums.rows};
+}
+
+// The columns that are active in any sequence, listed in the thread's own scratch; x keeps these alone, side by side, less
+// the offset. Each thread looks at a range of the columns, and after a barrier moves the columns of some sequences.
+Active Decoder::select_batch(const Site& at, float* x, int32_t batch, int thread) {
+    Scratch& own = scratch_[thread];
+    int64_t columns = at.matrix->columns;
+    int32_t first = border(columns, thread), n = border(columns, thread + 1) - first, count = 0;
+    uint8_t* in_any = active_in_any_.data() + first;
+    bool per_channel = at.threshold.size() > 1;
+    const float* offset = at.offset.empty() ? nullptr : at.offset.data() + first;
+    if (n) memset(in_any, 0, n);
+    for (int32_t t = 0; t < batch && n; ++t) {
+        float* of_range = x + t * columns + first;
+        const float* threshold = thresholds(at, first, n, t, thread);
+        int32_t found = k_.collect(of_range, offset, threshold, per_channel, n, 0, of_range, own.indices.data());
+        for (int32_t i = 0; i < found; ++i) in_any[own.indices.data()[i]] = 1;
+        count_skipped(at, n - found, t, thread);
+    }
+    int32_t* listed = list(columns, thread);
+    for (int32_t i = 0; i < n; ++i)
+        if (in_any[i]) listed[count++] = first + i;
+    int32_t total = gather(columns, count, thread);
+    const int32_t* indices = own.indices.data();
+    for (int32_t t = thread; t < batch; t += pool_.threads()) {
+        float* row = x + t * columns;
+        for (int32_t i = 0; i < total; ++i) row[i] = row[indices[i]];  // an index is never less than i
+    }
+    return {indices, total};
+}
+
+// From the products of attn_in to the inputs of attn_out in `wide_inner_`.
+void Decoder::attend_batch(const Sums& qkv, int layer, int32_t batch, bool sparse, int thread) {
+    int32_t at = -1;  // the sequence whose heads this thread has normed
+    pool_.share(batch * a_.kv_heads, [&](int item, int) {
+        int32_t index = item / a_.kv_heads;
+        if (index != at) norm_heads(sums_of(qkv, index), layer, thread);
+        at = index;
+        float* y = wide_inner_.data() + int64_t(index) * a_.q_rows();
+        attend(sums_of(qkv, index), *batch_caches_[index], layer, item % a_.kv_heads, sparse, y, thread);
+    });
+}
+
+// From the products of mlp_in to the inputs of mlp_mid in `wide_inner_`; each thread does a range of the columns.
+void Decoder::gate_batch(const Sums& both, int32_t batch, int thread) {
+    int32_t first = border(s_.intermediate, thread), n = border(s_.intermediate, thread + 1) - first;
+    float* up = scratch_[thread].d.data();
+    for (int32_t t = 0; t < batch && n; ++t) {
+        float* x = wide_inner_.data() + int64_t(t) * s_.intermediate + first;
+        read(sums_of(both, t), first, n, x);
+        read(sums_of(both, t), both.rows - s_.intermediate + first, n, up);
+        k_.gate(s_.activation, x, up, n, x);
+    }
+}
+
+// What MLPs by neurons add to the sequences. A record is read where its neuron is active in any sequence of a thread's share.
+void Decoder::neurons_batch(const Sums& gate, int layer, int32_t batch, bool sparse, int thread) {
+    int32_t first = batch * thread / pool_.threads(), last = batch * (thread + 1) / pool_.threads();
+    int64_t count = model_.layers[layer].neurons->count;
+    float* gates = wide_rows_.data();
+    for (int32_t t = first; t < last; ++t) read(sums_of(gate, t), 0, count, gates + t * count);
+    neuron_rows(layer, first, last, batch);
+    if (thread != 0) return;
+    int64_t active = sparse ? 0 : count;
+    for (int64_t n = 0; n < count && sparse; ++n) {
+        bool any = false;
+        for (int32_t t = 0; t < batch; ++t) any |= gates[t * count + n] > 0;
+        active += any;
+    }
+    active_[layer * SITES + MLP_MID] += active;
+}
+
+}  // namespace sparsepack
