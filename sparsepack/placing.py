@@ -22,8 +22,8 @@ from sparsepack.placement.machine import (
 )
 from sparsepack.placement.options import DEFAULT_MACHINE, PlaceOptions
 from sparsepack.placement.placement import across_blocks
-from sparsepack.runtime.backend_module import load_backend_module
 from sparsepack.runtime.backends import backend_for, find_backend
+from sparsepack.runtime.decoder import load_backend_module
 from sparsepack.runtime.engine import choose_context
 from sparsepack.runtime.hybrid.plan import context_within, parts_of, parts_of_experts
 

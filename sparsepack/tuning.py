@@ -11,8 +11,8 @@ from sparsepack.formats.kinds import DENSE
 from sparsepack.formats.open import read_packed
 from sparsepack.formats.orders.zigzag import BAND_ROWS
 from sparsepack.formats.packed import PackedModel
-from sparsepack.runtime.backend_module import load_backend_module
 from sparsepack.runtime.backends import Backend
+from sparsepack.runtime.decoder import load_backend_module
 from sparsepack.runtime.features import tuning_backend
 from sparsepack.runtime.options import EngineOptions
 from sparsepack.runtime.tuning import GATES, SHAPES, TUNED_BLOCK

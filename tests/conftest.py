@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from sparsepack.runtime.cpu.tune import tuned as tuned_cpu
+from sparsepack.runtime.cpu.operations import tuned as tuned_cpu
 from sparsepack.runtime.cuda.driver.kernel import compiled_folder
 from sparsepack.runtime.cuda.products.tile_config import tuned as tuned_cuda
 from sparsepack.workers import state as states

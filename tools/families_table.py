@@ -4,7 +4,7 @@
 
 The first, in README, has verbs and engines; the second, in docs/formats.md, what `pack` makes. They have from
 `models/families.py` what commands take, from `formats/table.py` what formats hold, and from `runtime/backends.py` and
-`runtime/traits.py` what engines compute, of a model as the family's usual ones are.
+`runtime/backends.py` what engines compute, of a model as the family's usual ones are.
 """
 
 from collections.abc import Mapping
@@ -16,8 +16,7 @@ from sparsepack.formats.table import FORMATS, Format
 from sparsepack.models.families import FAMILIES, check_taken
 from sparsepack.models.family import Family
 from sparsepack.models.hf_config import architecture_of
-from sparsepack.runtime.backends import BACKENDS, Backend
-from sparsepack.runtime.traits import traits_of
+from sparsepack.runtime.backends import BACKENDS, Backend, traits_of
 from sparsepack.tables import Table, markdown
 
 MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {

@@ -17,10 +17,10 @@ from sparsepack.errors import UserError
 from sparsepack.formats.packed import PackedModel, skipped_weights
 from sparsepack.placement.traffic import HitCounts, TrafficStats, describe_per_token, per_token
 from sparsepack.progress import progress, say
-from sparsepack.runtime.backend_module import load_backend_module
 from sparsepack.runtime.backends import find_backend
 from sparsepack.runtime.chained.decoder import torch_threads
 from sparsepack.runtime.cpu.machine import cpu_info
+from sparsepack.runtime.decoder import load_backend_module
 from sparsepack.runtime.engine import Engine
 from sparsepack.runtime.features import requested_backend
 from sparsepack.version import __version__

@@ -105,7 +105,7 @@ def parts_on(device: torch.device) -> Parts | None:
     gives; None: all is left to stock code."""
     if not kernels_on(device):
         return None
-    from sparsepack.runtime.cuda.stock_parts import checked_parts
+    from sparsepack.runtime.cuda.calibration import checked_parts
 
     return checked_parts(device)
 
@@ -118,7 +118,7 @@ def recorder_on(stream: BlockStream) -> Record | None:
         return None
     if source.family.rotary != "none" and any(by_length(of) for of in rotary_settings(source.config)):
         return None
-    from sparsepack.runtime.cuda.driver.graph import Recorder
+    from sparsepack.runtime.cuda.driver.device import Recorder
 
     return Recorder(stream.device)
 

@@ -59,9 +59,9 @@ def _machine(device: str) -> dict[str, Any]:
     """The machine on which the run ended, and what ran on it."""
     import torch
 
-    from sparsepack.runtime.backend_module import load_backend_module
     from sparsepack.runtime.backends import find_backend
     from sparsepack.runtime.cpu.machine import cpu_info
+    from sparsepack.runtime.decoder import load_backend_module
 
     return {
         "cpu": cpu_info(),

@@ -15,9 +15,8 @@ from sparsepack.formats.packed import PackedModel, skipped_weights
 from sparsepack.models.activity import Skipped
 from sparsepack.models.sparse_attention import SparseFrom
 from sparsepack.placement.traffic import HitCounts, TrafficStats
-from sparsepack.runtime.backend_module import choose_backend, load_backend_module
 from sparsepack.runtime.backends import Backend, find_backend
-from sparsepack.runtime.decoder import Decoder, LongTextRope, stepped
+from sparsepack.runtime.decoder import Decoder, LongTextRope, choose_backend, load_backend_module, stepped
 from sparsepack.runtime.features import check_features
 from sparsepack.runtime.free_memory import cache_bytes, count_sequences, free_bytes
 from sparsepack.runtime.generation.sampling import Sampler

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from sparsepack.errors import UserError
-from sparsepack.runtime.backends import BACKENDS, Backend, backend_for, find_backend, most_sequences
+from sparsepack.runtime.backends import BACKENDS, Backend, backend_for, find_backend, most_sequences, traits_of
 from sparsepack.runtime.options import EngineOptions, usual_context
-from sparsepack.runtime.traits import traits_of
 
 if TYPE_CHECKING:
     from sparsepack.formats.packed import PackedModel

@@ -56,11 +56,7 @@ class ThresholdController:
         gain = max(self.last, self.first / (1 + sequence.steps / self.over))
         # 1 + y in place of exp(y), where y is a few thousandths: every device computes it alike.
         scale = sequence.scale * (1 + gain * (self.target - skipped / self.weights))
-        return SequenceScale(_float32(min(max(scale, self.least), self.most)), sequence.steps + 1)
-
-
-def _float32(x: float) -> float:
-    return float(np.float32(x))
+        return SequenceScale(float(np.float32(min(max(scale, self.least), self.most))), sequence.steps + 1)
 
 
 def new_controller(packed: PackedModel) -> ThresholdController:

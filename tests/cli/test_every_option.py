@@ -33,7 +33,7 @@ from sparsepack.errors import UserError
 from sparsepack.eval.options import EvalRequest
 from sparsepack.models.checkpoint.checkpoint import open_checkpoint
 from sparsepack.recipe.load import load_recipe
-from sparsepack.runtime.cpu import tune
+from sparsepack.runtime.cpu import operations as tune
 from sparsepack.runtime.cpu.machine import instruction_sets
 from sparsepack.serve import server
 from sparsepack.simulation.options import SimulateOptions

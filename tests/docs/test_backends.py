@@ -16,8 +16,8 @@ from packed_models import random_model
 
 from sparsepack.cli import main
 from sparsepack.runtime import backends
-from sparsepack.runtime.backend_module import BackendModule
 from sparsepack.runtime.backends import Backend
+from sparsepack.runtime.decoder import BackendModule
 from sparsepack.runtime.engine import Engine
 
 PAGE = Path(__file__).parents[2] / "docs" / "backends.md"

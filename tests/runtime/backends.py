@@ -12,7 +12,7 @@ from torch import Tensor
 from sparsepack.errors import UserError
 from sparsepack.formats.packed import PackedModel
 from sparsepack.runtime import backends
-from sparsepack.runtime.backend_module import load_backend_module
+from sparsepack.runtime.decoder import load_backend_module
 from sparsepack.runtime.engine import Engine
 from sparsepack.runtime.features import lacks
 from sparsepack.runtime.options import EngineOptions

@@ -14,13 +14,13 @@ from native_build import instruction_set_params
 from torch import Tensor
 
 from sparsepack.models.sparse_attention import TokenPolicy
-from sparsepack.runtime.backend_module import load_backend_module as opened_module
 from sparsepack.runtime.backends import BACKENDS
 from sparsepack.runtime.cpu.machine import FORCED
 from sparsepack.runtime.cuda.attention.kv_cache import CudaDenseKvCache
 from sparsepack.runtime.cuda.attention.kv_cache import new_cache as new_cuda_cache
 from sparsepack.runtime.cuda.driver.device import usable
 from sparsepack.runtime.cuda.products.gemm_fp16 import Product
+from sparsepack.runtime.decoder import load_backend_module as opened_module
 from sparsepack.runtime.kv_cache import AttentionShape, KvCache, LayerAttention
 from sparsepack.runtime.metal.kv_cache import MetalKvCache
 from sparsepack.runtime.metal.products import Sums, new_active_columns

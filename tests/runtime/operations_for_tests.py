@@ -16,9 +16,9 @@ from torch import Tensor
 from sparsepack.formats.kinds import MatrixFormat
 from sparsepack.formats.matrix import PackedMatrix, decode_matrix
 from sparsepack.formats.orders import zigzag
-from sparsepack.runtime import backend_module
+from sparsepack.runtime import decoder as seam
 from sparsepack.runtime.backends import BACKENDS, find_backend
-from sparsepack.runtime.chained.operations import Operations
+from sparsepack.runtime.chained.layer import Operations
 from sparsepack.runtime.cpu.machine import FORCED
 from sparsepack.runtime.cuda.decoder.model import ACTIVATIONS
 from sparsepack.runtime.cuda.driver.kernel_set import KERNELS
@@ -160,8 +160,7 @@ OF_OPERATIONS = [
     *(
         pytest.param((row.name, device_of(row)), id=row.name, marks=marks_of(row))
         for row in BACKENDS.values()
-        if row.name not in ("reference", "cpu")
-        and "operations" in vars(backend_module.load_backend_module(row))["__all__"]
+        if row.name not in ("reference", "cpu") and "operations" in vars(seam.load_backend_module(row))["__all__"]
     ),
     pytest.param(("metal", "emulated"), id="metal-emulated"),
 ]
@@ -169,7 +168,7 @@ CUDA = pytest.param(("cuda", "cuda"), id="cuda", marks=pytest.mark.gpu)
 every_backend = pytest.mark.parametrize("backend", [*OF_OPERATIONS, CUDA], indirect=True)
 """Tests that it marks get a `Backend` as `backend`, a fixture of conftest.py."""
 every_backend_of_operations = pytest.mark.parametrize("backend", OF_OPERATIONS, indirect=True)
-"""Those whose decoders chain the functions of `runtime/chained/operations.py`."""
+"""Those whose decoders chain the functions of `runtime/chained/layer.py`."""
 
 
 def load_backend_module(name: str, variant: str) -> Iterator[Backend]:
@@ -181,7 +180,7 @@ def load_backend_module(name: str, variant: str) -> Iterator[Backend]:
         # Weights and inputs are rounded to float16: 3e-4 of many terms, up to 2^-10 of a single one.
         yield Backend(name, CudaProducts(), variant, exact, Bounds(1e-3, 1e-3))
         return
-    operations = backend_module.load_backend_module(find_backend(name)).operations
+    operations = seam.load_backend_module(find_backend(name)).operations
     if variant == "emulated":
         with stand_in(seed=1):  # each launch has another order of threads
             yield Backend(name, ChainedProducts(operations, "cpu"), "cpu", exact, exact)

@@ -9,8 +9,8 @@ import torch
 from backends import device_of
 
 from sparsepack.errors import UserError
-from sparsepack.runtime.backend_module import load_backend_module
 from sparsepack.runtime.backends import BACKENDS, Backend, backend_for
+from sparsepack.runtime.decoder import load_backend_module
 from sparsepack.runtime.features import check_features, requested_backend, tuning_backend
 from sparsepack.runtime.options import EngineOptions
 from sparsepack.runtime.reference.backend import operations as reference_operations

@@ -15,11 +15,10 @@ from sparsepack.errors import UserError
 from sparsepack.formats.kinds import EXPERTS
 from sparsepack.formats.packed import ExpertMlp, PackedModel
 from sparsepack.models.sites import SiteRule
-from sparsepack.runtime.backends import BACKENDS
+from sparsepack.runtime.backends import BACKENDS, ROW_NORMS, SHARED_EXPERTS, traits_of
 from sparsepack.runtime.features import check_features
 from sparsepack.runtime.options import EngineOptions
 from sparsepack.runtime.reference.products import route
-from sparsepack.runtime.traits import ROW_NORMS, SHARED_EXPERTS, traits_of
 
 IDS = torch.randint(300, (13,), generator=torch.Generator().manual_seed(1)).tolist()
 QWEN = {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": True}

@@ -10,10 +10,9 @@ from packed_models import random_model, stock_model
 
 from sparsepack.errors import UserError
 from sparsepack.formats.packed import PackedModel
-from sparsepack.runtime.backends import find_backend
+from sparsepack.runtime.backends import LONG_TEXTS, find_backend
 from sparsepack.runtime.features import check_features
 from sparsepack.runtime.options import EngineOptions
-from sparsepack.runtime.traits import LONG_TEXTS
 
 LONGROPE, DYNAMIC = "phi3, a part of each head, longrope", "llama"
 SHORT = 16

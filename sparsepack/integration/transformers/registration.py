@@ -14,7 +14,7 @@ ADDED: Mapping[str, str] = {
 """A module of ours registers in the table of transformers that the key names, when the module of transformers is
 imported."""
 
-OF_COMMANDS: Mapping[str, str] = {"transformers.utils.import_utils": "sparsepack.integration.transformers.unneeded"}
+OF_COMMANDS: Mapping[str, str] = {"transformers.utils.import_utils": "sparsepack.integration.transformers.hidden"}
 """Likewise what only commands change."""
 
 

@@ -1,4 +1,4 @@
-"""A decoder out of the operations of a backend (`runtime/chained/operations.py`), chained by torch; on any device."""
+"""A decoder out of the operations of a backend (`runtime/chained/layer.py`), chained by torch; on any device."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -10,8 +10,7 @@ from sparsepack.formats.packed import PackedModel
 from sparsepack.models.architecture import soft_capped
 from sparsepack.placement.traffic import HitCounts, TrafficStats
 from sparsepack.progress import format_count
-from sparsepack.runtime.chained.layer import LoadedLayer, Mode, load_layer
-from sparsepack.runtime.chained.operations import Operations
+from sparsepack.runtime.chained.layer import LoadedLayer, Mode, Operations, load_layer
 from sparsepack.runtime.decoder import among_all, attention_of, stepped
 from sparsepack.runtime.generation.sampling import Sampler
 from sparsepack.runtime.kv_cache import AttentionShape, KvCache

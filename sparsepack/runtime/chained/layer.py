@@ -1,7 +1,5 @@
-"""What a decoder out of operations (`runtime/chained/decoder.py`) loads of a block: its sites, and its MLP.
-
-Every part counts for itself what decoded positions read of it.
-"""
+"""The operations of a backend that a decoder chains (`runtime/chained/decoder.py`), and what the decoder loads of a
+block by them: its sites, and its MLP, which count what decoded positions read of them."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,9 +14,47 @@ from sparsepack.formats.kinds import DENSE, EXPERTS, MLP_GATE, MLP_RECORDS, NEUR
 from sparsepack.formats.matrix import PackedMatrix
 from sparsepack.formats.packed import DenseMlp, ExpertMlp, NeuronMlp, PackedLayer, PackedSite
 from sparsepack.models.sites import SiteRule
-from sparsepack.runtime.chained.operations import Operations
+from sparsepack.runtime.kv_cache import AttentionShape, KvCache
 from sparsepack.runtime.reference import products as reference_experts
 from sparsepack.runtime.threshold_controller import StepScales
+
+
+class Operations(Protocol):
+    """What a backend offers, each function as its namesake in `runtime/reference`.
+
+    A loaded matrix is the backend's own: it may repack the bytes, and only its own operations read it.
+    """
+
+    def load_zigzag(self, matrix: PackedMatrix, device: torch.device | str = "cpu") -> Any:
+        """Prepare a zigzag matrix for `zigzag_gemv` and `zigzag_matmul`."""
+
+    def load_rows(self, matrix: PackedMatrix, device: torch.device | str = "cpu") -> Any:
+        """Prepare a matrix stored by rows, the output matrix or a change of basis, for `matmul`."""
+
+    def collect(self, x: Tensor, threshold: Tensor) -> tuple[Tensor, Tensor]:
+        """The active columns of x, in ascending order, and their count."""
+
+    def zigzag_gemv(self, matrix: Any, x: Tensor, indices: Tensor, count: Tensor) -> Tensor:
+        """W[:, active] x[active]."""
+
+    def zigzag_matmul(self, matrix: Any, x: Tensor) -> Tensor:
+        """X W^T with every column."""
+
+    def matmul(self, weight: Any, x: Tensor) -> Tensor:
+        """X W^T of a matrix stored by rows."""
+
+    def load_neurons(self, records: PackedMatrix, device: torch.device | str = "cpu") -> Any:
+        """Prepare neuron records for `neuron_ffn` and `neuron_matmul`."""
+
+    def neuron_ffn(self, neurons: Any, x: Tensor, gate: Tensor, indices: Tensor, count: Tensor) -> Tensor:
+        """The sum over active neurons of gate_n (up_n . x) down_n."""
+
+    def neuron_matmul(self, neurons: Any, x: Tensor, gate: Tensor) -> Tensor:
+        """The sum of `neuron_ffn` for several positions, with every neuron."""
+
+    def new_cache(self, shape: AttentionShape, type: str | None = None, device: torch.device | str = "cpu") -> KvCache:
+        """An empty cache that attends to every position that a layer's window shows."""
+
 
 Activation = Callable[[Tensor], Tensor]
 

@@ -1,4 +1,4 @@
-"""The CPU's backend; see `runtime.backend_module.BackendModule`."""
+"""The CPU's backend; see `runtime.decoder.BackendModule`."""
 
 from collections.abc import Collection, Iterable
 from typing import Any
@@ -9,7 +9,7 @@ from sparsepack.formats.packed import PackedModel
 from sparsepack.runtime.backends import find_backend
 from sparsepack.runtime.cpu import machine, operations
 from sparsepack.runtime.cpu.decoder import NativeDecoder
-from sparsepack.runtime.cpu.tune import measure
+from sparsepack.runtime.cpu.operations import measure
 from sparsepack.runtime.options import EngineOptions
 from sparsepack.runtime.tuning import Shape
 

@@ -1,4 +1,4 @@
-"""The backend of NVIDIA GPUs; see `runtime.backend_module.BackendModule`."""
+"""The backend of NVIDIA GPUs; see `runtime.decoder.BackendModule`."""
 
 import gc
 from collections.abc import Collection, Iterable

@@ -23,16 +23,14 @@ from sparsepack.placement.budget import Plan
 from sparsepack.placement.machine import MACHINES, BandwidthProfile
 from sparsepack.placement.traffic import HitCounts, Traffic, TrafficStats
 from sparsepack.progress import format_count
-from sparsepack.runtime.cuda.decoder.gates import Gate, ZigzagGate, load_gate
 from sparsepack.runtime.cuda.decoder.mlps import CudaMlp, DenseMlp, LastMlp
-from sparsepack.runtime.cuda.decoder.sites import CudaSite
+from sparsepack.runtime.cuda.decoder.sites import CudaSite, Gate, ZigzagGate, load_gate
 from sparsepack.runtime.cuda.driver.kernel_set import KERNELS, Kernels
 from sparsepack.runtime.cuda.driver.memory import Place
-from sparsepack.runtime.hybrid.gate_copies import GateCopies
 from sparsepack.runtime.hybrid.mailbox import Mailbox, next_number
 from sparsepack.runtime.hybrid.offloaded import GpuMailbox, OffloadedSites, cpu_bytes, offloaded_matrices
 from sparsepack.runtime.hybrid.policy import TokenBoundaries, find_placing
-from sparsepack.runtime.hybrid.slots import STAGED_BYTES, NeuronSlots, SlotNeuronMlp
+from sparsepack.runtime.hybrid.slots import STAGED_BYTES, GateCopies, NeuronSlots, SlotNeuronMlp
 from sparsepack.runtime.options import EngineOptions
 
 ASSUMED = "pcie5"

@@ -1,4 +1,4 @@
-"""The operations of `runtime/chained/operations.py` by Metal kernels. A decoded token takes none of these but the
+"""The operations of `runtime/chained/layer.py` by Metal kernels. A decoded token takes none of these but the
 kernels that they launch, one behind the other (`step.py`)."""
 
 import torch
@@ -10,7 +10,7 @@ from sparsepack.runtime.kv_cache import AttentionShape
 from sparsepack.runtime.metal import products
 from sparsepack.runtime.metal.kv_cache import MetalKvCache
 from sparsepack.runtime.metal.products import SEGMENT, ActiveColumns, MetalZigzag, Sums
-from sparsepack.runtime.reference import neurons
+from sparsepack.runtime.reference import products as reference
 
 
 def collect(x: Tensor, threshold: Tensor) -> tuple[Tensor, Tensor]:
@@ -61,9 +61,9 @@ class MetalOperations:
     zigzag_gemv = staticmethod(zigzag_gemv)
     zigzag_matmul = staticmethod(products.zigzag_matmul)
     matmul = staticmethod(products.matmul)
-    load_neurons = staticmethod(neurons.load_neurons)
-    neuron_ffn = staticmethod(neurons.neuron_ffn)
-    neuron_matmul = staticmethod(neurons.neuron_matmul)
+    load_neurons = staticmethod(reference.load_neurons)
+    neuron_ffn = staticmethod(reference.neuron_ffn)
+    neuron_matmul = staticmethod(reference.neuron_matmul)
 
     @staticmethod
     def new_cache(shape: AttentionShape, type: str | None = None, device: torch.device | str = "mps") -> MetalKvCache:

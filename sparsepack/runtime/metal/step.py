@@ -12,9 +12,11 @@ beside them, which wait for no host.
 
 A product leaves the sums of its splits, which the next kernel adds, in a fixed order: there is no atomic sum, and no
 threadgroup that waits for others.
+
+The thresholds of a model lie side by side, so that one kernel scales them all for the threshold controller.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,12 +26,43 @@ from sparsepack.formats.orders.zigzag import BAND_ROWS
 from sparsepack.models.architecture import Architecture
 from sparsepack.models.family import SITES
 from sparsepack.runtime.chained.layer import LoadedDenseMlp, LoadedLayer, LoadedSite
+from sparsepack.runtime.decoder import Columns, load_vector
 from sparsepack.runtime.metal import products
 from sparsepack.runtime.metal.kv_cache import MetalKvCache
 from sparsepack.runtime.metal.library import Launch, new_submitter
 from sparsepack.runtime.metal.products import MetalRows, MetalZigzag, Sums
-from sparsepack.runtime.metal.thresholds import Thresholds
-from sparsepack.runtime.site_columns import Columns
+
+
+class Thresholds:
+    """The thresholds of sites, times a scale.
+
+    sparse -- the columns that each site's product reads in sparse steps, in order; their thresholds are parts of one
+              tensor
+    scale  -- what the thresholds are multiplied by at present
+    """
+
+    def __init__(self, sites: Sequence[LoadedSite], device: torch.device) -> None:
+        own = [torch.empty(0, device=device) if s.rule is None else load_vector(s.rule.limits, device) for s in sites]
+        self._own = torch.cat(own)
+        self._scaled = self._own.clone()
+        self.scale = 1.0
+        parts = torch.split(self._scaled, [len(part) for part in own])
+        self.sparse = [_sparse(site, part) for site, part in zip(sites, parts, strict=True)]
+
+    def multiply(self, scale: float) -> None:
+        """Let the thresholds be the file's times a scale, compared in float32. The host waits for nothing."""
+        if scale != self.scale:
+            torch.mul(self._own, scale, out=self._scaled)
+            self.scale = scale
+
+
+def _sparse(site: LoadedSite, threshold: Tensor) -> Columns:
+    if site.rule is None:
+        return Columns(bias=site.bias)
+    device = threshold.device
+    offset = None if site.rule.offset is None else load_vector(site.rule.offset, device)
+    return Columns(threshold, offset, site.sparse_bias)
+
 
 BLOCKS_SUBMITTED = 8
 """After so many blocks the GPU is given what is on the stream, so that it begins while the host goes on. Nobody has

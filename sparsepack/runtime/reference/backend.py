@@ -1,4 +1,4 @@
-"""The reference as a backend: on every device that torch has; see `runtime.backend_module.BackendModule`."""
+"""The reference as a backend: on every device that torch has; see `runtime.decoder.BackendModule`."""
 
 import torch
 
@@ -7,7 +7,7 @@ from sparsepack.formats.packed import PackedModel
 from sparsepack.runtime.chained.decoder import OperationsDecoder
 from sparsepack.runtime.kv_cache import AttentionShape
 from sparsepack.runtime.options import EngineOptions
-from sparsepack.runtime.reference import neurons, products
+from sparsepack.runtime.reference import products
 from sparsepack.runtime.reference.attention import DenseKvCache
 from sparsepack.runtime.reference.double_sparsity import DoubleSparsityKvCache
 
@@ -19,7 +19,7 @@ def new_cache(shape: AttentionShape, type: str | None = None, device: torch.devi
 
 
 class ReferenceOperations:
-    """The oracle's functions, as decoders that chain them take them (`runtime/chained/operations.py`)."""
+    """The oracle's functions, as decoders that chain them take them (`runtime/chained/layer.py`)."""
 
     load_zigzag = staticmethod(products.load_zigzag)
     load_rows = staticmethod(products.load_rows)
@@ -27,9 +27,9 @@ class ReferenceOperations:
     zigzag_gemv = staticmethod(products.zigzag_gemv)
     zigzag_matmul = staticmethod(products.zigzag_matmul)
     matmul = staticmethod(products.matmul)
-    load_neurons = staticmethod(neurons.load_neurons)
-    neuron_ffn = staticmethod(neurons.neuron_ffn)
-    neuron_matmul = staticmethod(neurons.neuron_matmul)
+    load_neurons = staticmethod(products.load_neurons)
+    neuron_ffn = staticmethod(products.neuron_ffn)
+    neuron_matmul = staticmethod(products.neuron_matmul)
     new_cache = staticmethod(new_cache)
 
 

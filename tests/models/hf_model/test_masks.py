@@ -57,7 +57,7 @@ def test_who_comes_first_may_leave_first(monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", FOLDERS)
 def test_a_gpu_is_not_waited_for_within_a_block_and_a_recorded_run_gives_the_same(folders, name):
-    from sparsepack.runtime.cuda.driver.graph import Recorder
+    from sparsepack.runtime.cuda.driver.device import Recorder
 
     checkpoint = open_checkpoint(folders(name))
     if any(by_length(of) for of in rotary_settings(checkpoint.config)):

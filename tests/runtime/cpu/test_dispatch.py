@@ -12,7 +12,7 @@ from sparsepack.formats.matrix import PackedMatrix
 from sparsepack.formats.orders import zigzag
 from sparsepack.runtime.cpu import machine, operations
 from sparsepack.runtime.cpu.machine import FORCED, instruction_set, instruction_sets
-from sparsepack.runtime.cpu.tune import tile_config
+from sparsepack.runtime.cpu.operations import tile_config
 
 
 @pytest.mark.parametrize("name", instruction_set_params())

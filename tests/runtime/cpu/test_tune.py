@@ -10,9 +10,17 @@ from native_build import instruction_set_params
 
 from sparsepack.cli import main
 from sparsepack.errors import OutputError
-from sparsepack.runtime.cpu import tune as tuning
+from sparsepack.runtime.cpu import operations as tuning
 from sparsepack.runtime.cpu.machine import FORCED, instruction_set
-from sparsepack.runtime.cpu.tune import SCHEMA, CpuTileConfig, measure, read_tuning, tile_config, tuned, tuning_path
+from sparsepack.runtime.cpu.operations import (
+    SCHEMA,
+    CpuTileConfig,
+    measure,
+    read_tuning,
+    tile_config,
+    tuned,
+    tuning_path,
+)
 
 pytestmark = [mark for parameter in instruction_set_params()[:1] for mark in parameter.marks]
 SHAPE, OTHER = (1100, 24), (300, 16)

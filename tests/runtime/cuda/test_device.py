@@ -10,10 +10,10 @@ import torch
 from packed_models import by_neurons, random_model
 
 from sparsepack.errors import UserError
-from sparsepack.runtime.backend_module import choose_backend
 from sparsepack.runtime.cuda.driver import device
 from sparsepack.runtime.cuda.driver.device import usable
 from sparsepack.runtime.cuda.driver.kernel import architecture, nvrtc_version
+from sparsepack.runtime.decoder import choose_backend
 from sparsepack.runtime.engine import Engine
 from sparsepack.runtime.options import EngineOptions
 

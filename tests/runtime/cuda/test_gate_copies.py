@@ -32,10 +32,10 @@ from sparsepack.runtime.cuda.products import gate_copies
 from sparsepack.runtime.cuda.products.neurons import CudaNeurons, load_neurons, new_active_neurons
 from sparsepack.runtime.engine import Engine
 from sparsepack.runtime.hybrid.cpu_gpu import CpuGpu
-from sparsepack.runtime.hybrid.gate_copies import GateCopies
 from sparsepack.runtime.hybrid.plan import parts_of
+from sparsepack.runtime.hybrid.slots import GateCopies
 from sparsepack.runtime.options import EngineOptions
-from sparsepack.runtime.reference import neurons as oracle
+from sparsepack.runtime.reference import products as oracle
 from sparsepack.runtime.reference import products as reference
 
 skip_without_kernels()

@@ -30,7 +30,7 @@ def test_one_that_is_let_go_of_is_given_to_the_next_of_its_priority():
 
 
 def test_a_recording_survives_what_other_threads_do_on_torchs_streams():
-    from sparsepack.runtime.cuda.driver.graph import Recorder
+    from sparsepack.runtime.cuda.driver.device import Recorder
 
     x, others = torch.ones(1 << 16, device="cuda"), torch.ones(1 << 16, device="cuda")
     recorder, recording, seen = Recorder(x.device), threading.Event(), threading.Event()

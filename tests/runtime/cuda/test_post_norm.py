@@ -5,7 +5,7 @@ import torch
 from operations_for_tests import normal
 
 from sparsepack.runtime.cuda.driver.memory import flag_in_data_buffers
-from sparsepack.runtime.cuda.products.norms import post_norm
+from sparsepack.runtime.cuda.products.gemm_fp16 import post_norm
 from sparsepack.runtime.reference import products as reference
 
 EPS = 1e-6

@@ -6,8 +6,7 @@ from operations_for_tests import normal
 from torch import Tensor
 
 from sparsepack.runtime.cuda.driver.memory import flag_in_data_buffers
-from sparsepack.runtime.cuda.products.gemm_fp16 import Product
-from sparsepack.runtime.cuda.products.norms import norm_rows, normed_rows
+from sparsepack.runtime.cuda.products.gemm_fp16 import Product, norm_rows, normed_rows
 from sparsepack.runtime.reference import products as reference
 
 EPS = 1e-6

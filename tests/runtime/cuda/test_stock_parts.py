@@ -8,8 +8,8 @@ from emulated import needs_compiler
 from torch import nn
 
 from sparsepack.models.hf_model.fused import apply_rope_by_torch
-from sparsepack.runtime.cuda import stock_parts
-from sparsepack.runtime.cuda.stock_parts import apply_rope, norm_rows, silu_times
+from sparsepack.runtime.cuda import calibration
+from sparsepack.runtime.cuda.calibration import apply_rope, norm_rows, silu_times
 
 on_gpu = pytest.mark.gpu
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -19,8 +19,8 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 def emulated_parts(emulation, monkeypatch):
     """Parts of stock blocks run by the processor, on tensors that it has."""
     for name in ("kernel", "launch"):
-        monkeypatch.setattr(stock_parts, name, getattr(emulation, name))
-    monkeypatch.setattr(stock_parts, "_on_gpu", lambda _: True)
+        monkeypatch.setattr(calibration, name, getattr(emulation, name))
+    monkeypatch.setattr(calibration, "_on_gpu", lambda _: True)
     monkeypatch.setattr(torch.cuda, "device", nullcontext)
     emulation.launches = 0
     return emulation
@@ -133,20 +133,20 @@ def test_rows_are_normed_as_by_torch(dtype, columns, weighted, left_out):
 
 @on_gpu
 def test_all_parts_are_trusted_on_a_gpu():
-    parts = stock_parts.checked_parts(torch.device("cuda", 0))
+    parts = calibration.checked_parts(torch.device("cuda", 0))
     assert (parts.apply_rope, parts.silu_times, parts.norm_rows) == (apply_rope, silu_times, norm_rows)
 
 
 def test_a_part_that_gives_something_else_is_left_to_stock_code(monkeypatch, capsys):
-    monkeypatch.setattr(stock_parts, "apply_rope", lambda query, key, *_: (query, key))
-    monkeypatch.setattr(stock_parts, "silu_times", lambda gate, up: nn.functional.silu(gate) * up)
-    monkeypatch.setattr(stock_parts, "norm_rows", lambda x, _, weight=None: normed_by_torch(x, weight))
-    stock_parts.checked_parts.cache_clear()
+    monkeypatch.setattr(calibration, "apply_rope", lambda query, key, *_: (query, key))
+    monkeypatch.setattr(calibration, "silu_times", lambda gate, up: nn.functional.silu(gate) * up)
+    monkeypatch.setattr(calibration, "norm_rows", lambda x, _, weight=None: normed_by_torch(x, weight))
+    calibration.checked_parts.cache_clear()
     try:
-        parts = stock_parts.checked_parts(torch.device("cpu"))
+        parts = calibration.checked_parts(torch.device("cpu"))
     finally:
-        stock_parts.checked_parts.cache_clear()
-    assert parts.apply_rope is stock_parts.OWN_CODE.apply_rope
-    assert parts.silu_times is stock_parts.silu_times
-    assert parts.norm_rows is stock_parts.norm_rows
+        calibration.checked_parts.cache_clear()
+    assert parts.apply_rope is calibration.OWN_CODE.apply_rope
+    assert parts.silu_times is calibration.silu_times
+    assert parts.norm_rows is calibration.norm_rows
     assert "rotary embeddings are computed by PyTorch's kernels" in capsys.readouterr().err

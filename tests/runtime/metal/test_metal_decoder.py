@@ -21,8 +21,8 @@ from sparsepack.formats.open import read_packed
 from sparsepack.formats.packed import PackedModel
 from sparsepack.models.checkpoint.checkpoint import open_checkpoint
 from sparsepack.models.sparse_attention import SparseAttention, TokenPolicy
-from sparsepack.runtime.backend_module import choose_backend
 from sparsepack.runtime.chained.decoder import OperationsDecoder
+from sparsepack.runtime.decoder import choose_backend
 from sparsepack.runtime.engine import Engine
 from sparsepack.runtime.generation.generate import generate, open_tokenizer, prompt_tokens
 from sparsepack.runtime.generation.sampling import Sampler, Sampling

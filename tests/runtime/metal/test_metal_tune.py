@@ -8,8 +8,8 @@ import torch
 from metal_stand_in import stand_in
 from operations_for_tests import packed
 
+from sparsepack.runtime.metal import backend as tune
 from sparsepack.runtime.metal import products as tile_config
-from sparsepack.runtime.metal import tune
 from sparsepack.runtime.metal.products import MetalTileConfig, load_zigzag
 
 SHAPES = [(300, 40), (512, 32)]

@@ -9,7 +9,7 @@ from sparsepack.formats.matrix import PackedMatrix
 from sparsepack.formats.orders import zigzag
 from sparsepack.formats.orders.gates import copied, limits
 from sparsepack.formats.orders.neuron import pack
-from sparsepack.runtime.reference import neurons, products
+from sparsepack.runtime.reference import products
 
 SHAPES = [(1, 256), (7, 256), (300, 512), (65, 768)]
 
@@ -27,7 +27,7 @@ def zigzag_gate(count: int, hidden: int) -> PackedMatrix:
 def test_listed_are_those_above_their_limits(shape: tuple[int, int], size: float) -> None:
     copy, x = copied(normal(*shape, seed=1)), normal(shape[1], seed=2)
     limit = size * torch.rand(shape[0], generator=torch.Generator().manual_seed(3)).add(0.5)
-    indices, count = neurons.list_neurons(neurons.load_gate_copy(copy, limit), x)
+    indices, count = products.list_neurons(products.load_gate_copy(copy, limit), x)
     scores = copy.decoded().double() @ x.double()
     expected = (scores > -limit.double() * x.double().norm()).nonzero().flatten()
     assert (indices.dtype, indices.shape, count.dtype) == (torch.int32, (shape[0],), torch.int32)
@@ -41,7 +41,7 @@ def test_gates_of_the_listed_are_the_exact_ones_and_others_are_zero(shape: tuple
     chosen = torch.randperm(shape[0], generator=torch.Generator().manual_seed(5))[: round(share * shape[0])].sort()[0]
     indices = torch.full((shape[0],), 1 << 30, dtype=torch.int32)  # beyond the count nothing is read
     indices[: len(chosen)] = chosen.int()
-    found = neurons.listed_gates(neurons.load_gate_rows(packed), x, indices, torch.tensor(len(chosen)))
+    found = products.listed_gates(products.load_gate_rows(packed), x, indices, torch.tensor(len(chosen)))
     exact = zigzag.unpack(packed.blocks, shape[0]).double() @ x.double()
     expected = torch.zeros(shape[0], dtype=torch.float64).index_copy(0, chosen, exact[chosen])
     assert torch.allclose(found.double(), expected, atol=1e-4)
@@ -49,10 +49,10 @@ def test_gates_of_the_listed_are_the_exact_ones_and_others_are_zero(shape: tuple
 
 
 def test_gates_that_are_not_listed_are_never_read() -> None:
-    gate = neurons.load_gate_rows(zigzag_gate(64, 256))
+    gate = products.load_gate_rows(zigzag_gate(64, 256))
     gate[5:] = torch.nan
     indices = torch.tensor([1, 4, *range(5, 67)], dtype=torch.int32)
-    assert neurons.listed_gates(gate, normal(256, seed=6), indices, torch.tensor(2)).isfinite().all()
+    assert products.listed_gates(gate, normal(256, seed=6), indices, torch.tensor(2)).isfinite().all()
 
 
 @pytest.mark.parametrize("shape", [(300, 512), (512, 256)], ids=str)
@@ -62,15 +62,15 @@ def test_an_mlp_by_the_list_misses_only_who_is_not_listed(shape: tuple[int, int]
     dense = products.load_zigzag(gate)
     exact = products.zigzag_matmul(dense, x[None])[0].relu()
     records = pack(normal(count, hidden, seed=8), normal(hidden, count, seed=9), torch.arange(count))
-    loaded = neurons.load_neurons(PackedMatrix(records, MatrixFormat("Q4_K"), count, 2 * hidden))
+    loaded = products.load_neurons(PackedMatrix(records, MatrixFormat("Q4_K"), count, 2 * hidden))
     decoded = zigzag.unpack(gate.blocks, count)
     copy = copied(decoded)
     limit = limits(copy, decoded, torch.full((count,), 0.4), 1.5)
-    indices, listed = neurons.list_neurons(neurons.load_gate_copy(copy, limit), x)
-    found = neurons.listed_gates(neurons.load_gate_rows(gate), x, indices, listed).relu()
-    y = neurons.neuron_ffn(loaded, x, found, *products.collect(found, torch.zeros(())))
+    indices, listed = products.list_neurons(products.load_gate_copy(copy, limit), x)
+    found = products.listed_gates(products.load_gate_rows(gate), x, indices, listed).relu()
+    y = products.neuron_ffn(loaded, x, found, *products.collect(found, torch.zeros(())))
     inside = torch.zeros(count).index_fill(0, indices[: int(listed)].long(), 1.0)
-    expected = neurons.neuron_matmul(loaded, x[None], (exact * inside)[None])[0]
+    expected = products.neuron_matmul(loaded, x[None], (exact * inside)[None])[0]
     assert int(listed) < count
     assert (exact * inside).count_nonzero() > 0.9 * exact.count_nonzero()
     assert torch.allclose(y, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))

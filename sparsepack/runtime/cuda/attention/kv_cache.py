@@ -16,9 +16,8 @@ from sparsepack.runtime.cuda.attention.attention import (
     AttentionParameters,
     attention_parameters,
 )
-from sparsepack.runtime.cuda.attention.double_sparsity import DoubleSparsityParameters, break_even
-from sparsepack.runtime.cuda.attention.offload import SLOTS
-from sparsepack.runtime.cuda.driver.graph import Mirror
+from sparsepack.runtime.cuda.attention.double_sparsity import SLOTS, DoubleSparsityParameters, break_even
+from sparsepack.runtime.cuda.driver.device import Mirror
 from sparsepack.runtime.cuda.driver.kernel_set import KERNELS, Kernels
 from sparsepack.runtime.cuda.products.gemm_fp16 import Product
 from sparsepack.runtime.kv_cache import AttentionShape, LayerAttention

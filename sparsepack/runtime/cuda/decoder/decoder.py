@@ -15,11 +15,10 @@ from sparsepack.models.architecture import soft_capped
 from sparsepack.placement.budget import Plan
 from sparsepack.placement.traffic import HitCounts, TrafficStats
 from sparsepack.runtime.cuda.attention.kv_cache import CudaKvCache, NewCache, new_cache
+from sparsepack.runtime.cuda.decoder.forward import Prefill, Step, counted, state_parts
 from sparsepack.runtime.cuda.decoder.model import load_model
-from sparsepack.runtime.cuda.decoder.prefill import Prefill
 from sparsepack.runtime.cuda.decoder.run_ahead import RunAhead
-from sparsepack.runtime.cuda.decoder.step import Step, counted, state_parts
-from sparsepack.runtime.cuda.driver.graph import Mirror
+from sparsepack.runtime.cuda.driver.device import Mirror
 from sparsepack.runtime.cuda.driver.kernel_set import KERNELS, Kernels
 from sparsepack.runtime.decoder import attention_of, stepped
 from sparsepack.runtime.generation.sampling import Sampler, not_finite

@@ -11,8 +11,14 @@ from torch import Tensor
 from sparsepack.formats import packed as stored
 from sparsepack.formats.kinds import DENSE, EXPERTS, MLP_RECORDS, NEURONS, MlpKind
 from sparsepack.runtime.cuda.decoder.buffers import Launch, MlpStep
-from sparsepack.runtime.cuda.decoder.gates import Gate, load_gate
-from sparsepack.runtime.cuda.decoder.sites import CudaExpertsSite, CudaSite, load_expert_sites, load_sites
+from sparsepack.runtime.cuda.decoder.sites import (
+    CudaExpertsSite,
+    CudaSite,
+    Gate,
+    load_expert_sites,
+    load_gate,
+    load_sites,
+)
 from sparsepack.runtime.cuda.driver.kernel_set import Kernels
 from sparsepack.runtime.cuda.driver.memory import Place
 from sparsepack.runtime.cuda.products.experts import CudaExperts, decoded_weights

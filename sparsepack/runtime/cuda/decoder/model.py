@@ -15,8 +15,8 @@ from sparsepack.runtime.cuda.decoder.sites import CudaSite, load_sites
 from sparsepack.runtime.cuda.driver.kernel_set import Kernels
 from sparsepack.runtime.cuda.driver.memory import Place
 from sparsepack.runtime.cuda.products.rows import RowsMatrix
+from sparsepack.runtime.decoder import load_vector
 from sparsepack.runtime.hybrid.cpu_gpu import CpuGpu
-from sparsepack.runtime.site_columns import load_vector
 
 ACTIVATIONS = {"silu": 0, "relu": 1, "gelu": 2, "gelu_pytorch_tanh": 3, "relu2": 1}
 """The activations have the numbers that `kernels/common/activations.cuh` gives them; an MLP without a gate takes its

@@ -5,15 +5,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from sparsepack.runtime.cuda.attention import attention, double_sparsity, offload
+from sparsepack.runtime.cuda.attention import attention, double_sparsity
 from sparsepack.runtime.cuda.decoder import step_end
-from sparsepack.runtime.cuda.driver import device, graph, kernel, memory
+from sparsepack.runtime.cuda.driver import device, kernel, memory
 from sparsepack.runtime.cuda.driver.device import own_stream
 from sparsepack.runtime.cuda.products import (
     experts,
     gate_copies,
     neurons,
-    norms,
     offloaded,
     rows,
     zigzag,
@@ -42,8 +41,8 @@ class Kernels:
     new_event = staticmethod(torch.cuda.Event)
     new_graph_pool = staticmethod(torch.cuda.graph_pool_handle)
     compile_together = staticmethod(kernel.compile_together)
-    captured = staticmethod(graph.captured)
-    replay = staticmethod(graph.replay)
+    captured = staticmethod(device.captured)
+    replay = staticmethod(device.replay)
 
     # Loading.
     load_zigzag = staticmethod(zigzag.load_zigzag)
@@ -62,7 +61,7 @@ class Kernels:
     on_card = staticmethod(memory.on_card)
     apart_on_card = staticmethod(memory.apart_on_card)
     in_host_memory = staticmethod(memory.in_host_memory)
-    token_slots = staticmethod(offload.token_slots)
+    token_slots = staticmethod(double_sparsity.token_slots)
 
     # Steps.
     flag_in_data_buffers = staticmethod(memory.flag_in_data_buffers)
@@ -76,10 +75,10 @@ class Kernels:
     count_step = staticmethod(offloaded.count_step)
     attend = staticmethod(attention.attend)
     attend_double_sparsity = staticmethod(double_sparsity.attend)
-    attend_offloaded = staticmethod(offload.attend_offloaded)
+    attend_offloaded = staticmethod(double_sparsity.attend_offloaded)
     label_append = staticmethod(double_sparsity.label_append)
-    post_norm = staticmethod(norms.post_norm)
-    norm_rows = staticmethod(norms.norm_rows)
+    post_norm = staticmethod(dense.post_norm)
+    norm_rows = staticmethod(dense.norm_rows)
     route = staticmethod(experts.route)
     expert_blocks = staticmethod(experts.blocks)
     multiply_experts = staticmethod(experts.multiply_experts)
@@ -98,7 +97,7 @@ class Kernels:
     to_scaled_fp16 = staticmethod(dense.to_scaled_fp16)
     multiply = staticmethod(dense.multiply)
     multiply_rows = staticmethod(dense.multiply_rows)
-    normed_rows = staticmethod(norms.normed_rows)
+    normed_rows = staticmethod(dense.normed_rows)
     split_heads = staticmethod(dense.split_heads)
     prefill_attention = staticmethod(attention.prefill_attention)
     gated = staticmethod(dense.gated)

@@ -14,8 +14,7 @@ from torch import Tensor
 from sparsepack.formats.kinds import MatrixFormat
 from sparsepack.formats.matrix import PackedMatrix
 from sparsepack.formats.orders.zigzag import BAND_ROWS
-from sparsepack.runtime.cuda.driver.device import own_stream, usable
-from sparsepack.runtime.cuda.driver.graph import captured
+from sparsepack.runtime.cuda.driver.device import captured, own_stream, usable
 from sparsepack.runtime.cuda.driver.kernel import compile_together
 from sparsepack.runtime.cuda.products.tile_config import (
     SCHEMA,

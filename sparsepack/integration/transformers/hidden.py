@@ -11,10 +11,10 @@ import sys
 
 from transformers.utils import import_utils
 
-UNNEEDED = ("scipy", "sklearn", "torchvision")
+PACKAGES = ("scipy", "sklearn", "torchvision")
 """transformers takes these for not installed."""
 
-_not_imported = [name for name in UNNEEDED if name not in sys.modules]
+_not_imported = [name for name in PACKAGES if name not in sys.modules]
 try:
     sys.modules.update(dict.fromkeys(_not_imported))  # type: ignore[arg-type]  # None: Python finds no such module
     for _name in _not_imported:
