@@ -50,7 +50,7 @@ from sparsepack.placement.options import MOST_LISTED
 from sparsepack.placement.traffic import per_token
 from sparsepack.runtime.cuda.decoder.decoder import CudaDecoder
 from sparsepack.runtime.engine import Engine
-from sparsepack.runtime.hybrid.plan import parts_of, planned
+from sparsepack.runtime.hybrid.plan import make_plan, parts_of
 from sparsepack.runtime.options import EngineOptions
 
 TEXTS = {"books": BOOKS_TRACE, "wikitext": WIKITEXT_TRACE}
@@ -98,7 +98,7 @@ def ours(
 ) -> dict[str, Any]:
     """By policy: seconds of a token in each round, and what a token took."""
     vram = f"{budget / 1e6:.6f}MB"
-    plan = planned(packed, settings.context or 0, "f16", replace(settings, vram=vram, gate_copy=gate_copy))
+    plan = make_plan(packed, settings.context or 0, "f16", replace(settings, vram=vram, gate_copy=gate_copy))
     if plan.copied:
         assert gate_copy is not None
         activity = with_more(activity, gate_copy / 2 + 1)

@@ -21,8 +21,8 @@ from sparsepack.runtime.features import requested_backend
 from sparsepack.runtime.generation.generate import (
     Generated,
     Generation,
-    as_suggested,
-    checked,
+    apply_suggestions,
+    check_generate_options,
     generate,
     generate_together,
     open_tokenizer,
@@ -117,7 +117,7 @@ class Model:
         check_type("options", options, GenerateOptions | None, UserError)
         options = replace(options or GenerateOptions(), **changes)
         check_types(options, UserError)
-        return checked(as_suggested(options, self.packed.generation)[0])
+        return check_generate_options(apply_suggestions(options, self.packed.generation)[0])
 
 
 def load(

@@ -47,7 +47,7 @@ from sparsepack.recipe.sections import (
     sparse,
 )
 from sparsepack.recipe.stage import Job, Stage, leaves, read_json, refusals
-from sparsepack.runtime.backends import BACKENDS, backend_for, backend_named
+from sparsepack.runtime.backends import BACKENDS, backend_for, find_backend
 from sparsepack.runtime.options import EngineOptions, GenerateOptions
 from sparsepack.tables import Part, Styled, Table
 
@@ -91,7 +91,7 @@ def _problems_of_eval(recipe: Recipe, section: Eval) -> Iterator[str]:
         yield "eval: nothing to evaluate; give it perplexity texts or tasks, or leave it out"
     if not by_transformers:
         yield from _lacks_artifact("eval.backend", recipe)
-        yield from refusals("eval.backend", lambda: backend_named(section.runtime).check_device(recipe.device))
+        yield from refusals("eval.backend", lambda: find_backend(section.runtime).check_device(recipe.device))
     yield from (problems := list(_problems_of_engine(recipe, section)))
     name = None if problems else engine_options(recipe, section).divided_by
     if name and not skips_neurons(recipe):
@@ -101,7 +101,7 @@ def _problems_of_eval(recipe: Recipe, section: Eval) -> Iterator[str]:
         yield f"eval.{name}: nothing is decoded that slots could serve; expected protocol decode or all"
     if section.hold and not problems:
         if by_transformers:
-            able = " or ".join(row.name for row in BACKENDS.values() if row.holds)
+            able = " or ".join(row.name for row in BACKENDS.values() if row.scales_thresholds)
             yield f"eval.hold: transformers takes thresholds as they are; expected eval.backend {able}"
         elif dense:
             yield "eval.hold: nothing is skipped whose share could be held; expected protocol decode or all"
@@ -115,9 +115,9 @@ def _misfits_of_eval(job: Job, section: Eval) -> Iterator[str]:
     if section.runtime != EvalRequest.runtime:
         import torch
 
-        from sparsepack.runtime.backend_module import opened
+        from sparsepack.runtime.decoder import load_backend_module
 
-        opened(backend_named(section.runtime)).usable(torch.device(job.recipe.device))
+        load_backend_module(find_backend(section.runtime)).usable(torch.device(job.recipe.device))
     if section.perplexity:
         yield from job.too_long("eval.context", section.context)
     for name in section.perplexity:
@@ -364,26 +364,26 @@ def _problems_of_generate(recipe: Recipe, section: Generate) -> Iterator[str]:
 
 
 def _misfits_of_generate(job: Job, section: Generate) -> Iterator[str]:
-    from sparsepack.runtime.generation.generate import as_suggested, checked
+    from sparsepack.runtime.generation.generate import apply_suggestions, check_generate_options
 
     yield from job.too_long("generate, prompt and tokens together", _length(job, section))
-    options, _ = as_suggested(GenerateOptions(**section.told(GenerateOptions)), job.checkpoint.generation)
+    options, _ = apply_suggestions(GenerateOptions(**section.told(GenerateOptions)), job.checkpoint.generation)
     try:
-        checked(options, lambda name: f"generate.{name}")
+        check_generate_options(options, lambda name: f"generate.{name}")
     except UserError as error:
         yield str(error)
 
 
 def _run_generate(job: Job, section: Generate) -> None:
     from sparsepack.loading import describe_runtime, load
-    from sparsepack.runtime.generation.generate import as_suggested, told
+    from sparsepack.runtime.generation.generate import apply_suggestions, describe_suggestions
 
     options = engine_options(job.recipe, section)
     model = load(artifact_of(job), context=_length(job, section), options=options, verify=False)
     say(*describe_runtime(model.engine))
-    chosen, taken = as_suggested(GenerateOptions(**section.told(GenerateOptions)), model.packed.generation)
+    chosen, taken = apply_suggestions(GenerateOptions(**section.told(GenerateOptions)), model.packed.generation)
     if taken:
-        say(told(taken, lambda name: f"generate.{name}"))
+        say(describe_suggestions(taken, lambda name: f"generate.{name}"))
     made = model.generate(section.prompt, chosen).result()
     hits = model.engine.hit_counts
     result = {

@@ -105,7 +105,7 @@ class LongTextDecoder(Decoder, Protocol):
         """Let positions of a sequence turn by other rows, as `KvCache.set_rope` says."""
 
 
-def stepped(ids: Sequence[int | None]) -> dict[int, int]:
+def moving_sequences(ids: Sequence[int | None]) -> dict[int, int]:
     """The id of each sequence that does not stand still, by its number, in ascending order."""
     return {sequence: id for sequence, id in enumerate(ids) if id is not None}
 

@@ -16,7 +16,7 @@ from sparsepack.models.activity import Skipped
 from sparsepack.models.sparse_attention import SparseFrom
 from sparsepack.placement.traffic import HitCounts, TrafficStats
 from sparsepack.runtime.backends import Backend, find_backend
-from sparsepack.runtime.decoder import Decoder, LongTextRope, choose_backend, load_backend_module, stepped
+from sparsepack.runtime.decoder import Decoder, LongTextRope, choose_backend, load_backend_module, moving_sequences
 from sparsepack.runtime.features import check_features
 from sparsepack.runtime.free_memory import cache_bytes, count_sequences, free_bytes
 from sparsepack.runtime.generation.sampling import Sampler
@@ -341,11 +341,11 @@ class Engine:
         return logits
 
     def _grow_each(self, ids: Sequence[int | None]) -> None:
-        for sequence in stepped(ids):
+        for sequence in moving_sequences(ids):
             self._long_text_rope.grow(sequence, self._ids[sequence], 1)
 
     def _appended(self, ids: Sequence[int | None]) -> None:
-        for sequence, id in stepped(ids).items():
+        for sequence, id in moving_sequences(ids).items():
             self._ids[sequence].append(id)
 
     def _checked(self, ids: Sequence[int], position: int) -> Tensor:
@@ -357,7 +357,7 @@ class Engine:
     def _check_step(self, ids: Sequence[int | None]) -> None:
         if len(ids) != len(self._ids):
             raise UserError(f"{len(ids)} tokens for {len(self._ids)} sequences; expected one for each")
-        if not (moving := stepped(ids)):
+        if not (moving := moving_sequences(ids)):
             raise UserError("a step of no sequence; expected a token for at least one")
         _check_ids(self.architecture.vocabulary, [*moving.values()])
         positions = self.positions

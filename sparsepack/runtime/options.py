@@ -132,7 +132,7 @@ class EngineOptions:
 class GenerateOptions:
     """How many tokens at most, how they are chosen (`runtime.generation.sampling.Sampling`), and what ends the text.
 
-    temperature, top_k, top_p, min_p, repeat_penalty -- None: as `runtime.generation.suggestion.as_suggested` finds
+    temperature, top_k, top_p, min_p, repeat_penalty -- None: as `runtime.generation.generate.apply_suggestions` finds
     stop -- texts that end it; they are not part of it
     logit_bias, logprobs, constraint -- as `Sampling` has them
     """

@@ -9,7 +9,7 @@ from typing import Any
 from sparsepack.errors import UserError
 from sparsepack.loading import Model
 from sparsepack.models.tokenizer.tokens import TokenBytes
-from sparsepack.runtime.generation.generate import as_suggested, prompt_tokens
+from sparsepack.runtime.generation.generate import apply_suggestions, prompt_tokens
 from sparsepack.runtime.options import GenerateOptions
 from sparsepack.serve.answers import LogprobsFormatter, chat_logprobs, completion_logprobs
 from sparsepack.serve.grammar import GrammarConstraint, Grammars
@@ -217,7 +217,7 @@ def generate_options(request: TextParameters, tokens: int, suggested: Mapping[st
     suggested -- `PackedModel.generation`
     """
     given = {name: value for name in SAMPLING_PARAMETERS if (value := getattr(request, name)) is not None}
-    options, _ = as_suggested(
+    options, _ = apply_suggestions(
         GenerateOptions(
             **{"seed": secrets.randbits(63), **given},
             tokens=tokens,

@@ -6,7 +6,7 @@ import pytest
 
 from sparsepack.errors import UserError
 from sparsepack.runtime.generation.continuation import sampling_of
-from sparsepack.runtime.generation.generate import as_suggested, checked
+from sparsepack.runtime.generation.generate import apply_suggestions, check_generate_options
 from sparsepack.runtime.generation.sampling import Sampling
 from sparsepack.runtime.options import GenerateOptions
 
@@ -23,17 +23,17 @@ MAKERS = {"temperature": 0.7, "top_k": 20, "repeat_penalty": 1.1}
     ],
 )
 def test_what_is_given_comes_before_what_the_makers_suggest(given: dict[str, Any], taken: dict[str, float]) -> None:
-    options, found = as_suggested(GenerateOptions(**given), MAKERS)
+    options, found = apply_suggestions(GenerateOptions(**given), MAKERS)
     assert found == taken
     assert options == GenerateOptions(**given, **taken)
-    assert as_suggested(checked(options), MAKERS)[0] == options  # taken twice, it is the same
+    assert apply_suggestions(check_generate_options(options), MAKERS)[0] == options  # taken twice, it is the same
 
 
 @pytest.mark.parametrize("makers", [{"top_k": 5}, {"temperature": 0.0, "top_k": 5}])
 def test_a_suggestion_for_drawing_where_nothing_is_drawn_is_not_taken(makers: dict[str, float]) -> None:
-    options, taken = as_suggested(GenerateOptions(), makers)
+    options, taken = apply_suggestions(GenerateOptions(), makers)
     assert "top_k" not in taken
-    assert sampling_of(checked(options)) == Sampling()
+    assert sampling_of(check_generate_options(options)) == Sampling()
 
 
 @pytest.mark.parametrize(
@@ -46,4 +46,4 @@ def test_a_suggestion_for_drawing_where_nothing_is_drawn_is_not_taken(makers: di
 )
 def test_what_does_nothing_is_refused(given: dict[str, Any], line: str) -> None:
     with pytest.raises(UserError, match=line):
-        checked(GenerateOptions(**given))
+        check_generate_options(GenerateOptions(**given))

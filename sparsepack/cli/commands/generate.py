@@ -104,13 +104,13 @@ def generate(
     from sparsepack.cli.talk import converse, print_texts
     from sparsepack.loading import load
     from sparsepack.progress import say
-    from sparsepack.runtime.generation.generate import as_suggested, checked, told
+    from sparsepack.runtime.generation.generate import apply_suggestions, check_generate_options, describe_suggestions
 
     model = load(path, options=engine, sequences=1 if chat else len(texts))
-    options, taken = as_suggested(GenerateOptions(**asked), model.packed.generation)
-    options = checked(options, _flag)
+    options, taken = apply_suggestions(GenerateOptions(**asked), model.packed.generation)
+    options = check_generate_options(options, _flag)
     if taken:
-        say(told(taken, _flag))
+        say(describe_suggestions(taken, _flag))
     if chat:
         if called.get_parameter_source("tokens") is click.core.ParameterSource.DEFAULT:
             options = replace(options, tokens=CHAT_TOKENS)

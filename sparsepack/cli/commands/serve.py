@@ -86,7 +86,7 @@ def serve(path: Path, chat_template: str | None, **asked: Any) -> None:
         raise UserError(f"serve needs {error.name}, which is not installed: pip install 'sparsepack[serve]'") from error
     from sparsepack.loading import describe_runtime, load
     from sparsepack.progress import say
-    from sparsepack.runtime.generation.generate import told
+    from sparsepack.runtime.generation.generate import describe_suggestions
 
     options = ServeOptions(**asked)
     engine = replace(engine, sequences=options.sequences)
@@ -95,5 +95,5 @@ def serve(path: Path, chat_template: str | None, **asked: Any) -> None:
         model = replace(model, chat_template=chat_template or model.chat_template)
         say(*describe_runtime(model.engine))
         if model.packed.generation:
-            say(told(model.packed.generation))
+            say(describe_suggestions(model.packed.generation))
         serve_model(model, path.resolve().stem, options, listening)

@@ -11,7 +11,7 @@ from sparsepack.models.architecture import soft_capped
 from sparsepack.placement.traffic import HitCounts, TrafficStats
 from sparsepack.progress import format_count
 from sparsepack.runtime.chained.layer import LoadedLayer, Mode, Operations, load_layer
-from sparsepack.runtime.decoder import among_all, attention_of, stepped
+from sparsepack.runtime.decoder import among_all, attention_of, moving_sequences
 from sparsepack.runtime.generation.sampling import Sampler
 from sparsepack.runtime.kv_cache import AttentionShape, KvCache
 from sparsepack.runtime.reference import products as reference
@@ -114,7 +114,7 @@ class OperationsDecoder:
         """Do nothing: steps on a processor compile no kernels and record no graph."""
 
     def step(self, ids: Sequence[int | None], sparse: bool) -> Tensor:
-        moving = stepped(ids)
+        moving = moving_sequences(ids)
         with torch_threads(self._threads):
             mode = Mode.STEP if sparse else Mode.DENSE_STEP
             logits = self._logits(self._blocks(torch.tensor([*moving.values()]), mode, [*moving]))

@@ -20,7 +20,7 @@ from sparsepack.runtime.backends import find_backend
 from sparsepack.runtime.cpu.kv_cache import NativeKvCache, vector
 from sparsepack.runtime.cpu.machine import instruction_set, native
 from sparsepack.runtime.cpu.operations import load_experts, load_gates, load_neurons, load_rows, load_zigzag
-from sparsepack.runtime.decoder import among_all, attention_of, stepped
+from sparsepack.runtime.decoder import among_all, attention_of, moving_sequences
 from sparsepack.runtime.generation.sampling import Sampler, not_finite
 from sparsepack.runtime.kv_cache import AttentionShape
 from sparsepack.runtime.threshold_controller import ThresholdController
@@ -122,7 +122,7 @@ class NativeDecoder:
         """Do nothing: steps on a processor compile no kernels and record no graph."""
 
     def step(self, ids: Sequence[int | None], sparse: bool) -> Tensor:
-        moving = stepped(ids)
+        moving = moving_sequences(ids)
         logits = torch.empty(len(moving), self._vocabulary)
         self.native.step([*moving], [*moving.values()], sparse, logits.numpy())
         return among_all(logits, moving, len(ids))
@@ -130,7 +130,7 @@ class NativeDecoder:
     def decode_next(
         self, ids: Sequence[int | None], sparse: bool, samplers: Sequence[Sampler | None]
     ) -> list[int | None]:
-        moving, chosen = stepped(ids), list[int | None](ids)
+        moving, chosen = moving_sequences(ids), list[int | None](ids)
         how = [_to_native(sampler) for sampler in (samplers[n] for n in moving) if sampler is not None]
         found = self.native.decode_next([*moving], [*moving.values()], sparse, how)
         for n, (id, best) in zip(moving, found, strict=True):

@@ -17,7 +17,7 @@ from sparsepack.runtime.cuda.products.tune import measure
 from sparsepack.runtime.hybrid.bandwidth import load_profile
 from sparsepack.runtime.hybrid.bandwidth import measure as measure_links
 from sparsepack.runtime.hybrid.cpu_gpu import CpuGpu
-from sparsepack.runtime.hybrid.plan import planned
+from sparsepack.runtime.hybrid.plan import make_plan
 from sparsepack.runtime.options import EngineOptions
 from sparsepack.runtime.tuning import Shape
 
@@ -40,7 +40,7 @@ def decoder(
     cache = partial(new_cache, offload=options.offload)
     if not options.divided_by:
         return CudaDecoder(*of_decoder, new_cache=cache)
-    plan, device = planned(packed, context, cache_type, options), gpu.usable(device)
+    plan, device = make_plan(packed, context, cache_type, options), gpu.usable(device)
     with within_budget(plan, device):
         cpu_gpu = None
         if not plan.whole or options.cached is not None:

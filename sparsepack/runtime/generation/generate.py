@@ -24,7 +24,7 @@ _DECLARED = options_of(GenerateOptions)
 _OF_DRAWING = {name for name, each in _DECLARED.items() if any(one.field == "temperature" for one in each.counts)}
 
 
-def as_suggested(options: GenerateOptions, suggested: Mapping[str, Any]) -> tuple[GenerateOptions, dict[str, Any]]:
+def apply_suggestions(options: GenerateOptions, suggested: Mapping[str, Any]) -> tuple[GenerateOptions, dict[str, Any]]:
     """The options with the model's suggestions for what nobody gave, and which these are.
 
     suggested -- `formats.packed.PackedModel.generation`
@@ -38,13 +38,13 @@ def as_suggested(options: GenerateOptions, suggested: Mapping[str, Any]) -> tupl
     return replace(options, **taken), taken
 
 
-def told(taken: Mapping[str, Any], spelt: Callable[[str], str] = str) -> str:
+def describe_suggestions(taken: Mapping[str, Any], spelt: Callable[[str], str] = str) -> str:
     """What the model's makers suggest, in words; `spelt` writes a field as the user knows it."""
     shown = ", ".join(f"{spelt(name)} {value:g}" for name, value in taken.items())
     return f"the model's makers suggest {shown}; {spelt('temperature')} 0 takes the likeliest token each time"
 
 
-def checked(options: GenerateOptions | None, spelt: Callable[[str], str] = str) -> GenerateOptions:
+def check_generate_options(options: GenerateOptions | None, spelt: Callable[[str], str] = str) -> GenerateOptions:
     """The options, the usual ones for None. Raises `UserError` where one is out of range, or was given and does
     nothing; `spelt` writes a field as the user knows it."""
     options = options or GenerateOptions()
@@ -244,7 +244,7 @@ def generate(
     Raises `UserError`, before anything runs, as `prompt_tokens`, for a prompt that is longer than the context, and for
     options out of range.
     """
-    options = checked(options)
+    options = check_generate_options(options)
     return Generation(engine, tokenizer, [_fitting_prompt(engine, tokenizer, prompt)], options, keep)
 
 
@@ -256,7 +256,7 @@ def generate_together(
 ) -> list[Generated]:
     """Continue a prompt in each of an engine's sequences, as `generate` does. Raises as `generate`, before anything
     runs."""
-    options = checked(options)
+    options = check_generate_options(options)
     ids = [_fitting_prompt(engine, tokenizer, prompt) for prompt in prompts]
     return Generation(engine, tokenizer, ids, options).results()
 

@@ -277,19 +277,19 @@ class CpuGpu:
             self.slots.residency.agree()
 
     def begin_pass(self) -> None:
-        """Positions are to pass, until `prefilled`, the end of `step` or `nothing_passed`."""
+        """Positions are to pass, until `end_prefill`, the end of `step` or `discard_pass`."""
         if self._interrupted:
             self.begin_sequence()
         self._interrupted = True
 
-    def nothing_passed(self) -> None:
+    def discard_pass(self) -> None:
         """What ran since `begin_pass` belongs to no text, and left nothing behind."""
         self._interrupted = False
 
-    def prefilled(self, positions: int) -> None:
+    def end_prefill(self, positions: int) -> None:
         """So many positions of a prompt have passed."""
         if self.slots is not None:
-            self.boundaries.passed(self.slots.prefill_bits(), prompt=positions)
+            self.boundaries.end_pass(self.slots.prefill_bits(), prompt=positions)
         self._interrupted = False
 
     def step(self, launch: Callable[[], None]) -> None:
@@ -302,7 +302,7 @@ class CpuGpu:
 
         self._run_step(run)
         if self.slots is not None:
-            self.boundaries.stepped(self._number)
+            self.boundaries.end_step(self._number)
         self._interrupted = False
 
     def discard_step(self, run: Callable[[], Result]) -> Result:

@@ -187,7 +187,7 @@ def _bandwidth(kernels: Kernels, device: torch.device, threads: int, hidden: int
             for each in of_lists:
                 kernels.add_neurons(slots, each, x, y, **memory)
 
-        return kernels.captured(run, stream), run
+        return kernels.capture_graph(run, stream), run
 
     graphs = {"slots": graph(LISTED), "the bus": graph(0, host=host)}
     worker = WorkerBench([operations.load_neurons(stored)] * len(indices), stored.rows, hidden, threads)
@@ -232,7 +232,7 @@ def _products(kernels: Kernels, matrices: Sequence[CudaZigzag], device: torch.de
         for each in matrices:
             kernels.gemv(each, Input(x), Output(y))
 
-    return kernels.captured(run, kernels.new_stream()), run
+    return kernels.capture_graph(run, kernels.new_stream()), run
 
 
 def _on_card(kernels: Kernels, device: torch.device, hidden: int) -> list[Measurement]:
@@ -307,7 +307,7 @@ def _mailbox_rounds(kernels: Kernels, device: torch.device, threads: int, hidden
                 kernels.list_neurons(gates, 1, x, norm, 1e-5, active_neurons, division=division)
                 kernels.add_neurons(slots.slots, active_neurons, x, y, host=records, division=division)
 
-        return step(lambda: kernels.captured(run, stream)), run
+        return step(lambda: kernels.capture_graph(run, stream)), run
 
     graphs = {"steps with requests": graph(1), "steps without": graph(0)}
 

@@ -25,7 +25,7 @@ from sparsepack.runtime.free_memory import cache_bytes, free_host_bytes
 from sparsepack.runtime.options import EngineOptions
 
 
-def planned(packed: PackedModel, context: int, cache_type: str, options: EngineOptions) -> Plan:
+def make_plan(packed: PackedModel, context: int, cache_type: str, options: EngineOptions) -> Plan:
     """What lies where for the options' `vram` or `cached`; without either, all on the card.
 
     context, cache_type -- what the engine made of those in the options

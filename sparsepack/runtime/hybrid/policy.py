@@ -222,7 +222,7 @@ class TokenBoundaries:
     does not depend on that token.
 
         device   token t |         | token t + 1                         | the moves
-        here             | stepped | meanwhile: saw t, moves after t + 1 |
+        here             | end_step| meanwhile: saw t, moves after t + 1 |
 
     follows -- the policy; slots: those of the device
     seconds -- that this took between decoded tokens since the sequence began
@@ -248,23 +248,23 @@ class TokenBoundaries:
         self._slots.place(self.follows.first)
 
     def meanwhile(self) -> None:
-        """The device computes the token of which `stepped` will tell."""
+        """The device computes the token of which `end_step` will tell."""
         self.catch_up()
         if (moves := self.follows.ahead()) is not None:
             self._slots.prepare(moves)
         if self.follows.foresees and (moves := self.follows.moves(unseen=1)) is not None:
             self._slots.move(moves)
 
-    def stepped(self, number: int) -> None:
+    def end_step(self, number: int) -> None:
         """A decoded token has passed, in the step of this number."""
         begun = perf_counter()
         if self.follows.foresees:
             self._unseen = number
         else:
-            self.passed(self._slots.step_bits(number), prompt=0)
+            self.end_pass(self._slots.step_bits(number), prompt=0)
         self.seconds += perf_counter() - begun
 
-    def passed(self, bits: np.ndarray, prompt: int) -> None:
+    def end_pass(self, bits: np.ndarray, prompt: int) -> None:
         """Positions have passed, the first `prompt` of them not decoded: tell the policy who was active, and move."""
         self.catch_up()
         self.follows.saw(bits, prompt)

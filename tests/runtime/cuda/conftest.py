@@ -18,7 +18,7 @@ from sparsepack.runtime.cuda.driver.kernel_set import KERNELS, Kernels
 from sparsepack.runtime.cuda.driver.memory import SENTINEL, workspace
 from sparsepack.runtime.cuda.products import zigzag_products
 from sparsepack.runtime.hybrid.cpu_gpu import CpuGpu
-from sparsepack.runtime.hybrid.plan import planned
+from sparsepack.runtime.hybrid.plan import make_plan
 from sparsepack.runtime.options import EngineOptions
 
 LINKS = BandwidthProfile(resident=5e8, bus=1e7, worker=1e7, handover=1e-6, near=1e9, far_bus=1e8, far_worker=1e8)
@@ -73,7 +73,11 @@ def simulated_card(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         of_decoder = packed, device, context, 1, cache_type, simulated.KERNELS
         if not options.divided_by:
             return CudaDecoder(*of_decoder)
-        plan, slow, activity = planned(packed, context, cache_type, options), operations.slow_policy(), options.activity
+        plan, slow, activity = (
+            make_plan(packed, context, cache_type, options),
+            operations.slow_policy(),
+            options.activity,
+        )
         of_both: Any = (packed, operations, device, options, plan, LINKS, slow, simulated.KERNELS, activity)
         return CudaDecoder(*of_decoder, plan=plan, cpu_gpu=CpuGpu(*of_both))
 

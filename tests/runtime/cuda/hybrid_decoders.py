@@ -15,7 +15,7 @@ from sparsepack.runtime.cpu import operations
 from sparsepack.runtime.cuda.decoder.decoder import CudaDecoder
 from sparsepack.runtime.cuda.driver.kernel_set import Kernels
 from sparsepack.runtime.hybrid.cpu_gpu import CpuGpu
-from sparsepack.runtime.hybrid.plan import planned
+from sparsepack.runtime.hybrid.plan import make_plan
 from sparsepack.runtime.options import EngineOptions
 
 IDS = torch.randint(300, (13,), generator=torch.Generator().manual_seed(1))
@@ -48,7 +48,7 @@ def decoder(
 ) -> CudaDecoder:
     chosen = EngineOptions(device="cuda", cached=cached, threads=2, bandwidth=bandwidth, **options)
     device = torch.device("cuda")
-    plan = plan or planned(packed, context, "f32", chosen)
+    plan = plan or make_plan(packed, context, "f32", chosen)
     cpu_gpu = CpuGpu(packed, operations, device, chosen, plan, measured, slow, kernels, activity)
     return decoder_of(packed, context, chosen, kernels, plan, cpu_gpu)
 

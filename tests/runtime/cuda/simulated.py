@@ -54,7 +54,7 @@ class Event:
         return 1e3 * (end.at - self.at)
 
 
-def captured(run: Callable[[], None], stream: Any, pool: Any = None) -> Graph:
+def capture_graph(run: Callable[[], None], stream: Any, pool: Any = None) -> Graph:
     run()
     return Graph(run)
 
@@ -72,7 +72,7 @@ class SimulatedKernels(kernel_set.Kernels):
     host_memory = staticmethod(torch.empty_like)
     host_values = staticmethod(lambda values: torch.tensor(values, dtype=torch.int32))
     compile_together = staticmethod(lambda run: None)
-    captured = staticmethod(captured)
+    capture_graph = staticmethod(capture_graph)
     replay = staticmethod(lambda graph: graph.replay())
     load_zigzag = staticmethod(products.load_zigzag)
     first_bands = staticmethod(products.first_bands)
@@ -91,7 +91,7 @@ class SimulatedKernels(kernel_set.Kernels):
     attend = staticmethod(between.attend)
     post_norm = staticmethod(between.post_norm)
     norm_rows = staticmethod(between.norm_rows)
-    normed_rows = staticmethod(between.normed_rows)
+    norm_prefill_rows = staticmethod(between.norm_prefill_rows)
     double_sparsity_parameters = staticmethod(double_sparsity.double_sparsity_parameters)
     label_append = staticmethod(double_sparsity.label_append)
     attend_double_sparsity = staticmethod(double_sparsity.attend_double_sparsity)

@@ -61,7 +61,7 @@ def norm_rows(qkv: Tensor, norms: tuple[Tensor, Tensor], eps: float, y: Tensor, 
     write(y, torch.cat([*normed, v], dim=1))
 
 
-def normed_rows(qkv: dense.Product, norms: tuple[Tensor, Tensor], eps: float) -> dense.Product:
+def norm_prefill_rows(qkv: dense.Product, norms: tuple[Tensor, Tensor], eps: float) -> dense.Product:
     x, y = put_together(qkv.sums, qkv.factor, qkv.inverse, qkv.bias), torch.empty_like(qkv.sums)
     norm_rows(x, norms, eps, y)
     return dense.Product(y, torch.ones(len(y)), 1.0, None)

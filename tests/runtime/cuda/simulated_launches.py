@@ -63,7 +63,7 @@ def _zigzag_batch(
     row_scale, x, norm, eps, squares, parts, threshold, offset, scales, *outputs = rest
     assert row_scale is None  # `blocks` have it
     y, bias, residual, squares_of_y, active, skipped, workspace = outputs
-    macros = {name: int(value) for name, value in defines.items()}
+    macros = {name: int(value) for name, value in defines.items() if name != "BLOCK"}
     inputs, tile_bands, each = macros["INPUTS"], macros["TILE_BANDS"], 2 if macros["GATE"] else 1
     assert grid == (macros["SPLITS"], len(blocks))
     x = gated(macros["ACTIVATION"], x, macros["GATED"] == 2) if macros["GATED"] else x

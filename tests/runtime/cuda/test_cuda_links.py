@@ -83,7 +83,7 @@ def test_what_a_graph_reads_lives_as_long_as_the_graph(isa: str) -> None:
 
     class Forgetful(simulated.SimulatedKernels):
         @staticmethod
-        def captured(run: Callable[[], None], stream: object, pool: object = None) -> simulated.Graph:
+        def capture_graph(run: Callable[[], None], stream: object, pool: object = None) -> simulated.Graph:
             run()
             kept = weakref.ref(run)
 

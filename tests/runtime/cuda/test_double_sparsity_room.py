@@ -38,9 +38,9 @@ def parameters(
     layer = LayerAttention(channels=torch.arange(head_dim // 4).expand(kv_heads, -1))
     table = torch.zeros(context, head_dim // 2)
     shape = AttentionShape(heads, kv_heads, head_dim, 1e-5, table, table, (layer,), sequences, policy)
-    shared = torch.empty(sequences, kv_heads, context, head_dim, dtype=torch.bfloat16, device="meta")
+    room = torch.empty(sequences, kv_heads, context, head_dim, dtype=torch.bfloat16, device="meta")
     dense = attention.AttentionParameters.__new__(attention.AttentionParameters)
-    for name, value in {"shape": shape, "layer": layer, "keys": shared, "values": shared}.items():
+    for name, value in {"shape": shape, "layer": layer, "keys": room, "values": room}.items():
         object.__setattr__(dense, name, value)
     return double_sparsity.double_sparsity_parameters(dense, layer.channels, policy, largest_whole)
 

@@ -142,7 +142,7 @@ def test_memory_that_the_host_does_not_have_is_refused(monkeypatch: pytest.Monke
         host_tensors(1, (1 << 52,), torch.uint8, torch.device("cuda"))
 
 
-@pytest.mark.parametrize(("processor", "room"), [("sm_80", 163 << 10), ("sm_86", 99 << 10), ("sm_90", 227 << 10)])
+@pytest.mark.parametrize(("processor", "shared"), [("sm_80", 163 << 10), ("sm_86", 99 << 10), ("sm_90", 227 << 10)])
 @pytest.mark.parametrize("tokens", [Fraction(1, 16), Fraction(1, 4), Fraction(1, 2)])
 def test_where_selecting_finds_room_attending_does(
     processor: str, shared: int, tokens: Fraction, monkeypatch: pytest.MonkeyPatch

@@ -53,7 +53,7 @@ def test_processor_and_bus_share_the_bands_of_offloaded_matrices(
         each.block for each in products
     )
     assert len(products) == (2 - attention) * (1 if hidden == 256 else 2) + 2 - gates
-    assert 0 < engine.traffic_stats.beside < engine.cpu_gpu._plan.always_read()[1]
+    assert 0 < engine.traffic_stats.cpu_bytes < engine.cpu_gpu._plan.always_read()[1]
     engine.reset()
     assert torch.equal(engine.teacher_forced(IDS, 5, True), found), "the same text since a reset has the same bits"
 

@@ -21,7 +21,7 @@ from sparsepack.runtime.cuda.driver.kernel import nvrtc_version
 from sparsepack.runtime.cuda.driver.kernel_set import KERNELS, Kernels
 from sparsepack.runtime.engine import Engine
 from sparsepack.runtime.hybrid.cpu_gpu import CpuGpu
-from sparsepack.runtime.hybrid.plan import planned
+from sparsepack.runtime.hybrid.plan import make_plan
 from sparsepack.runtime.options import EngineOptions
 
 DEVICE = torch.device("cuda")
@@ -123,7 +123,7 @@ def neurons() -> PackedModel:
 def divided(kernels: Kernels) -> CudaDecoder:
     skip_without_kernels()
     options, packed = EngineOptions(device="cuda", cached=0.3, threads=2, policy="lru"), neurons()
-    plan = planned(packed, CONTEXT, "f32", options)
+    plan = make_plan(packed, CONTEXT, "f32", options)
     cpu_gpu = CpuGpu(packed, operations, DEVICE, options, plan, kernels=kernels)
     return CudaDecoder(packed, DEVICE, CONTEXT, 1, "f32", kernels, plan=plan, cpu_gpu=cpu_gpu)
 
@@ -147,7 +147,7 @@ def test_a_prepared_step_is_the_same_step(
     assert engine.cache.lengths == unprepared.cache.lengths
     assert engine.stepped == 0
     with monkeypatch.context() as patch:
-        patch.setattr(type(kernels), "captured", staticmethod(lambda *of: pytest.fail("a graph is made in a step")))
+        patch.setattr(type(kernels), "capture_graph", staticmethod(lambda *_: pytest.fail("a graph in a step")))
         found = outputs(engine)
     assert torch.equal(found, outputs(unprepared))
     assert engine.active() == unprepared.active()
@@ -169,7 +169,7 @@ def test_slots_begin_anew_where_preparing_was_interrupted(kernels: Kernels, monk
         def interrupted(*of: Any) -> None:
             raise KeyboardInterrupt
 
-        patch.setattr(type(kernels), "captured", staticmethod(interrupted))
+        patch.setattr(type(kernels), "capture_graph", staticmethod(interrupted))
         with pytest.raises(KeyboardInterrupt):
             engine.prepare(True)
     assert torch.equal(outputs(engine), outputs(undisturbed))
@@ -193,15 +193,15 @@ def test_what_a_step_launches_is_compiled_together(
     engine.prefill(IDS[:5].tolist())
     launching._loaded.cache_clear()
     launching._code.cache_clear()
-    captured, later = KERNELS.captured, list[int]()
+    capture_graph, later = KERNELS.capture_graph, list[int]()
 
     def counted(run: Callable[[], None], *of: Any) -> torch.cuda.CUDAGraph:
         before = len(compiled)
-        graph = captured(run, *of)
+        graph = capture_graph(run, *of)
         later.append(len(compiled) - before)
         return graph
 
-    monkeypatch.setattr(Kernels, "captured", staticmethod(counted))
+    monkeypatch.setattr(Kernels, "capture_graph", staticmethod(counted))
     engine.prepare()
     assert later == [0]
     assert compiled

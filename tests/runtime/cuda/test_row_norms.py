@@ -6,7 +6,7 @@ from operations_for_tests import normal
 from torch import Tensor
 
 from sparsepack.runtime.cuda.driver.memory import flag_in_data_buffers
-from sparsepack.runtime.cuda.products.gemm_fp16 import Product, norm_rows, normed_rows
+from sparsepack.runtime.cuda.products.gemm_fp16 import Product, norm_prefill_rows, norm_rows
 from sparsepack.runtime.reference import products as reference
 
 EPS = 1e-6
@@ -48,7 +48,7 @@ def test_products_are_put_together_before(queries: int, keys: int, bias: bool) -
     norms = normal(queries, seed=1), normal(keys, seed=2)
     whole = sums * factor[:, None] * 0.25 + (0 if of_rows is None else of_rows)
     product = Product(sums.cuda(), factor.cuda(), 0.25, None if of_rows is None else of_rows.cuda())
-    found = normed_rows(product, (norms[0].cuda(), norms[1].cuda()), EPS)
+    found = norm_prefill_rows(product, (norms[0].cuda(), norms[1].cuda()), EPS)
     assert (found.inverse, found.bias, set(found.factor.tolist())) == (1.0, None, {1.0})
     torch.testing.assert_close(found.sums.cpu().double(), expected_of(whole, norms), rtol=1e-5, atol=1e-5)
 

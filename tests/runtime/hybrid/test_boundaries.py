@@ -106,11 +106,11 @@ def test_slots_and_counts_are_those_of_a_device_that_waits(
             if what == "step":
                 native.meanwhile()
                 other.bits[number % KEPT] = bits
-                native.stepped(number)
-                waits.passed(bits, 0)
+                native.end_step(number)
+                waits.end_pass(bits, 0)
             else:
-                waits.passed(bits, tokens)
-                native.passed(bits, tokens)
+                waits.end_pass(bits, tokens)
+                native.end_pass(bits, tokens)
     assert waits.counts == native.counts
 
 
@@ -125,7 +125,7 @@ def test_between_two_tokens_nothing_is_done_for_a_policy_that_foresees() -> None
         boundaries.meanwhile()
         after = device.residency.resident
         device.bits[number % KEPT] = some_bits(generator, 1)
-        boundaries.stepped(number)
+        boundaries.end_step(number)
         assert np.array_equal(device.residency.resident, after)
         assert np.array_equal(resident, after) == (number < 2 or number % 2 == 1), "moved while the token is computed"
     assert boundaries.counts.moves > 0
@@ -143,7 +143,7 @@ def test_after_moves_that_were_interrupted_a_text_begins_anew() -> None:
         device.begin_step()
         boundaries.meanwhile()
         device.bits[number % KEPT] = some_bits(generator, 1)
-        boundaries.stepped(number)
+        boundaries.end_step(number)
 
     for number in range(8):
         step(number)

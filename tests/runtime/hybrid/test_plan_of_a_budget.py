@@ -18,7 +18,7 @@ from sparsepack.runtime.engine import Engine
 from sparsepack.runtime.features import FEATURES
 from sparsepack.runtime.free_memory import cache_bytes
 from sparsepack.runtime.hybrid import plan as module
-from sparsepack.runtime.hybrid.plan import check_host, context_within, parts_of, planned
+from sparsepack.runtime.hybrid.plan import check_host, context_within, make_plan, parts_of
 from sparsepack.runtime.options import EngineOptions
 
 EXPERTS = {"model_type": "mixtral", "intermediate_size": 72, "num_local_experts": 4, "num_experts_per_tok": 1}
@@ -45,7 +45,7 @@ def test_copies_of_gates_are_for_gates_by_rows() -> None:
     with pytest.raises(PlacementError, match="gates in zigzag order; pack the model again with --gates rows"):
         parts_of(by_neurons(random_model("llama", **RELU)), 64, "bf16", gate_copies=True)
     budget = parts.least + parts.output + sum(parts.attention) + sum(parts.gates) * 3 // 4
-    found = planned(rows, 64, "bf16", EngineOptions(vram=f"{budget / 1e6:.6f}MB", gate_copy=1.5))
+    found = make_plan(rows, 64, "bf16", EngineOptions(vram=f"{budget / 1e6:.6f}MB", gate_copy=1.5))
     assert (found.gates, found.copied) == (0, 2)
     asked = EngineOptions(vram="8GB", gate_copy=1.5)
     (copies,) = (
@@ -80,23 +80,23 @@ def test_labels_of_keys_are_planned() -> None:
 
 def test_the_options_say_the_budget(packed: PackedModel) -> None:
     parts = parts_of(packed, 64, "bf16")
-    assert planned(packed, 64, "bf16", EngineOptions()).whole
-    assert planned(packed, 64, "bf16", EngineOptions(cached=0.5)).slots == round(0.5 * parts.all_neurons)
+    assert make_plan(packed, 64, "bf16", EngineOptions()).whole
+    assert make_plan(packed, 64, "bf16", EngineOptions(cached=0.5)).slots == round(0.5 * parts.all_neurons)
     budget = parts.least + parts.weights - parts.embedding - 300 * parts.record
-    found = planned(packed, 64, "bf16", EngineOptions(vram=f"{budget / 1e6:.6f}MB"))
+    found = make_plan(packed, 64, "bf16", EngineOptions(vram=f"{budget / 1e6:.6f}MB"))
     assert (found.budget, found.slots) == (budget, 600 - 300 - SPARE)
     assert found.card_bytes <= budget
     with pytest.raises(PlacementError, match="give at least"):
-        planned(packed, 64, "bf16", EngineOptions(vram="0.1MB"))
+        make_plan(packed, 64, "bf16", EngineOptions(vram="0.1MB"))
 
 
 def test_a_host_without_room_is_refused_with_what_it_has(packed: PackedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = planned(packed, 64, "bf16", EngineOptions(cached=0.5))
+    found = make_plan(packed, 64, "bf16", EngineOptions(cached=0.5))
     check_host(found, None)
     check_host(found, found.host_bytes)
     monkeypatch.setattr(module, "free_host_bytes", lambda: found.host_bytes - 1)
     with pytest.raises(PlacementError, match=r"of the host's memory for what .*GB are free; end what takes it"):
-        planned(packed, 64, "bf16", EngineOptions(cached=0.5))
+        make_plan(packed, 64, "bf16", EngineOptions(cached=0.5))
     with pytest.raises(PlacementError, match="give a larger --vram"):
         check_host(replace(found, budget=1), 0)
 

@@ -242,7 +242,7 @@ class CudaDoubleSparsityKvCache(CudaDenseKvCache):
 
 class OffloadedKvCache(CudaDoubleSparsityKvCache):
     """See `CudaDoubleSparsityKvCache`; sparse steps select tokens wherever the policy says, and have the bits of its
-    steps that select. `offload.py` says how.
+    steps that select. `double_sparsity.py` says how.
 
     Layers that read every token stay on the GPU whole. Of the others a sequence takes there, for each position and key
     head, a label and 4 bytes, for each slot a key, a value and 8 bytes, and for each token that a step reads 12 bytes.

@@ -15,12 +15,12 @@ from sparsepack.models.architecture import soft_capped
 from sparsepack.placement.budget import Plan
 from sparsepack.placement.traffic import HitCounts, TrafficStats
 from sparsepack.runtime.cuda.attention.kv_cache import CudaKvCache, NewCache, new_cache
-from sparsepack.runtime.cuda.decoder.forward import Prefill, Step, counted, state_parts
+from sparsepack.runtime.cuda.decoder.forward import Prefill, Step, count_active, state_parts
 from sparsepack.runtime.cuda.decoder.model import load_model
 from sparsepack.runtime.cuda.decoder.run_ahead import RunAhead
 from sparsepack.runtime.cuda.driver.device import Mirror
 from sparsepack.runtime.cuda.driver.kernel_set import KERNELS, Kernels
-from sparsepack.runtime.decoder import attention_of, stepped
+from sparsepack.runtime.decoder import attention_of, moving_sequences
 from sparsepack.runtime.generation.sampling import Sampler, not_finite
 from sparsepack.runtime.hybrid.cpu_gpu import CpuGpu
 from sparsepack.runtime.reference import products as reference
@@ -118,14 +118,16 @@ class CudaDecoder:
         return self._stepped
 
     def active(self) -> dict[tuple[int, str], int]:
-        active = self._ahead.active if self._ahead and self._ahead.begun else self._step.active
-        return counted(active, self._model.names, self._model.per_sequence, len(self._cache.lengths))
+        active = self._ahead.active if self._ahead and self._ahead.running else self._step.active
+        return count_active(active, self._model.names, self._model.per_sequence, len(self._cache.lengths))
 
     @property
     def scales(self) -> tuple[float, ...]:
         if self._step.controller is None:
             return ()
-        return self._ahead.scales if self._ahead and self._ahead.begun else tuple(self._step.controller.scales.tolist())
+        return (
+            self._ahead.scales if self._ahead and self._ahead.running else tuple(self._step.controller.scales.tolist())
+        )
 
     def control_thresholds(self, controller: ThresholdController) -> None:
         with self._kernels.on_device(self._device):
@@ -180,7 +182,7 @@ class CudaDecoder:
                     self.cpu_gpu.begin_pass()
                 self._make_graph(sparse)
                 if self.cpu_gpu is not None:
-                    self.cpu_gpu.nothing_passed()
+                    self.cpu_gpu.discard_pass()
 
     def step(self, ids: Sequence[int | None], sparse: bool) -> Tensor:
         with self._kernels.on_device(self._device):
@@ -263,7 +265,7 @@ class CudaDecoder:
             return self._prefill.run(ids, sequence)
         self.cpu_gpu.begin_pass()
         hidden = self._prefill.run(ids, sequence)
-        self.cpu_gpu.prefilled(len(ids))
+        self.cpu_gpu.end_prefill(len(ids))
         return hidden
 
     def _append(self, ids: Sequence[int | None], sparse: bool) -> None:
@@ -272,13 +274,13 @@ class CudaDecoder:
         Kernels step every sequence. One that stands still gets a token too, which is forgotten at once: with a
         sequence, at the position after its last; where it is full, in place of its last token.
         """
-        moving, lengths = stepped(ids), list(self._cache.lengths)
+        moving, lengths = moving_sequences(ids), list(self._cache.lengths)
         for sequence in range(len(ids)):
             if sequence not in moving and lengths[sequence] == self._context:
                 lengths[sequence] -= 1
                 self._cache.truncate(lengths[sequence], sequence)
         first = next(iter(moving.values()))
-        if self._ahead is None or not self._ahead.taken(first, sparse):
+        if self._ahead is None or not self._ahead.continues(first, sparse):
             self._drop()
             if self._moving is not None:
                 self._moving.write([int(id is not None) for id in ids])
@@ -310,7 +312,7 @@ class CudaDecoder:
 
     def _drop(self) -> None:
         """Undo what a step ahead did that later steps would see."""
-        if self._ahead is None or not self._ahead.begun:
+        if self._ahead is None or not self._ahead.running:
             return
         self._ids.known = self._cache.positions.known = None
         with self._kernels.on_device(self._device):
@@ -329,7 +331,7 @@ class CudaDecoder:
         positions.write(self._cache.lengths)  # what is cached there now is written again by the step itself
         run = partial(self._step.run, sparse)
         self._kernels.compile_together(run)
-        graph = self._kernels.captured(run, self._stream)
+        graph = self._kernels.capture_graph(run, self._stream)
         positions.known = None
         active, _, _, lasting = state_parts(before, len(self._cache.lengths))
         self._step.active.copy_(active.view_as(self._step.active))

@@ -170,7 +170,7 @@ def state_parts(state: Tensor, sequences: int) -> tuple[Tensor, Tensor, Tensor, 
     return active, ids, best, lasting.view(torch.float32).view(2, sequences)
 
 
-def counted(
+def count_active(
     active: Tensor, names: Sequence[str], per_sequence: Collection[str] = (), sequences: int = 1
 ) -> dict[tuple[int, str], int]:
     """The number of active units of each (layer, name), from `active` of a step or of its state.
@@ -227,7 +227,7 @@ class Prefill:
         layer = self._model.layers[number]
         qkv = self._product(layer, "attn_in", x)
         if layer.row_norms is not None:
-            qkv = self._kernels.normed_rows(qkv, layer.row_norms, self._model.architecture.norm_eps)
+            qkv = self._kernels.norm_prefill_rows(qkv, layer.row_norms, self._model.architecture.norm_eps)
         q = self._cache.append(number, qkv, sequence)
         return self._cache.attend(number, q, sequence)
 

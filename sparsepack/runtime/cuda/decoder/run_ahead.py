@@ -34,7 +34,7 @@ class RunAhead:
         self._begun: tuple[int | None, bool] | None = None
 
     @property
-    def begun(self) -> bool:
+    def running(self) -> bool:
         """Whether a step runs that nobody has asked for yet."""
         return self._begun is not None
 
@@ -48,7 +48,7 @@ class RunAhead:
         """What thresholds were multiplied by in the step that has begun."""
         return tuple(self._lasting[0].tolist())
 
-    def taken(self, id: int, sparse: bool) -> bool:
+    def continues(self, id: int, sparse: bool) -> bool:
         """Whether the step that is asked for has begun already. If so, the step no longer counts as ahead."""
         if self._begun != (id, sparse):
             return False
@@ -95,5 +95,5 @@ class RunAhead:
 
             if len(self._samplers) == MOST_SAMPLERS:
                 del self._samplers[next(iter(self._samplers))]
-            self._samplers[key] = self._kernels.captured(choose, self._stream, self._sampling_memory)
+            self._samplers[key] = self._kernels.capture_graph(choose, self._stream, self._sampling_memory)
         return self._samplers[key]

@@ -119,7 +119,7 @@ _last: dict[int, torch.cuda.Stream] = {}
 """A GPU's last turn was on this stream."""
 
 
-def captured(run: Callable[[], None], stream: torch.cuda.Stream, pool: Any = None) -> torch.cuda.CUDAGraph:
+def capture_graph(run: Callable[[], None], stream: torch.cuda.Stream, pool: Any = None) -> torch.cuda.CUDAGraph:
     """Run a function once, so that its kernels are compiled and loaded, and once more while its launches are recorded.
 
     stream -- of the recording, on the current device; not the current stream, nor one that others use (`own_stream`)

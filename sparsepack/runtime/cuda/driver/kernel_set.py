@@ -41,7 +41,7 @@ class Kernels:
     new_event = staticmethod(torch.cuda.Event)
     new_graph_pool = staticmethod(torch.cuda.graph_pool_handle)
     compile_together = staticmethod(kernel.compile_together)
-    captured = staticmethod(device.captured)
+    capture_graph = staticmethod(device.capture_graph)
     replay = staticmethod(device.replay)
 
     # Loading.
@@ -97,7 +97,7 @@ class Kernels:
     to_scaled_fp16 = staticmethod(dense.to_scaled_fp16)
     multiply = staticmethod(dense.multiply)
     multiply_rows = staticmethod(dense.multiply_rows)
-    normed_rows = staticmethod(dense.normed_rows)
+    norm_prefill_rows = staticmethod(dense.norm_prefill_rows)
     split_heads = staticmethod(dense.split_heads)
     prefill_attention = staticmethod(attention.prefill_attention)
     gated = staticmethod(dense.gated)

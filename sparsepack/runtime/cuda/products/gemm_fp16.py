@@ -247,7 +247,7 @@ def norm_rows(qkv: Tensor, norms: tuple[Tensor, Tensor], eps: float, y: Tensor, 
     _launch(qkv, None, 1.0, None, norms, eps, y, flag_in_data)
 
 
-def normed_rows(qkv: Product, norms: tuple[Tensor, Tensor], eps: float) -> Product:
+def norm_prefill_rows(qkv: Product, norms: tuple[Tensor, Tensor], eps: float) -> Product:
     """RMSNorm(q), RMSNorm(k), v of the rows of a product [S, queries + 2 * keys]; norms and eps as `norm_rows` takes
     them."""
     y = torch.empty_like(qkv.sums)

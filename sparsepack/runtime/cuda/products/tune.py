@@ -14,7 +14,7 @@ from torch import Tensor
 from sparsepack.formats.kinds import MatrixFormat
 from sparsepack.formats.matrix import PackedMatrix
 from sparsepack.formats.orders.zigzag import BAND_ROWS
-from sparsepack.runtime.cuda.driver.device import captured, own_stream, usable
+from sparsepack.runtime.cuda.driver.device import capture_graph, own_stream, usable
 from sparsepack.runtime.cuda.driver.kernel import compile_together
 from sparsepack.runtime.cuda.products.tile_config import (
     SCHEMA,
@@ -145,7 +145,7 @@ class _Trial:
             for matrix in matrices:
                 self._multiply(matrix)
 
-        graph = captured(run, self._stream)
+        graph = capture_graph(run, self._stream)
         return statistics.median(_replayed(graph) for _ in range(REPLAYS)) / len(matrices)
 
     def _multiply(self, matrix: CudaZigzag) -> None:
