@@ -153,28 +153,28 @@ class LongTextRope:
             return
         if not long.turns_all:
             first = self._decoder.cache.lengths[sequence]
-            self._turn(sequence, first, first + count, first + count)
+            self._set_positions(sequence, first, first + count, first + count)
             return
         is_long = len(ids) + count > long.tokens
         if is_long == self._are_long[sequence]:
             return
         self._decoder.truncate(sequence, 0)
-        self._turn_all(sequence, is_long)
+        self._set_all(sequence, is_long)
         if ids:
             self._decoder.prefill(sequence, torch.tensor(ids))
 
     def copied(self, source: int, to: int) -> None:
         """Let a sequence, which another was copied to, turn as that one does."""
-        self._turn_all(to, self._are_long[source])
+        self._set_all(to, self._are_long[source])
 
-    def _turn_all(self, sequence: int, is_long: bool) -> None:
+    def _set_all(self, sequence: int, is_long: bool) -> None:
         """Let a sequence turn as long ones do, or as short ones, from its first token on."""
         long = self._long
         if long is not None and long.turns_all and is_long != self._are_long[sequence]:
-            self._turn(sequence, 0, self._context, self._context if is_long else 0)
+            self._set_positions(sequence, 0, self._context, self._context if is_long else 0)
             self._are_long[sequence] = is_long
 
-    def _turn(self, sequence: int, first: int, last: int, length: int) -> None:
+    def _set_positions(self, sequence: int, first: int, last: int, length: int) -> None:
         """Let positions `first` .. `last` - 1 of a sequence turn as those of a text of a length."""
         a = self._architecture
         rows = rotary_table(a.frequencies(length), a.rotary_scale, last, first)

@@ -26,26 +26,26 @@ class StopText:
         if not all(stops):
             raise UserError("stop: an empty string would end every text at once; expected at least one character")
         self._stops = tuple(dict.fromkeys(stops))
-        self._held = ""
+        self._pending = ""
         self.found: str | None = None
 
     def push(self, piece: str) -> str:
         """Add text. Returns what certainly stands before any stop string; nothing once one was found."""
         if self.found is not None:
             return ""
-        text = self._held + piece
+        text = self._pending + piece
         found = [(at + len(stop), at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
         if found:
             _, at, self.found = min(found)
-            self._held = ""
+            self._pending = ""
             return text[:at]
         kept = self._beginning_at_the_end_of(text)
-        self._held = text[len(text) - kept :]
+        self._pending = text[len(text) - kept :]
         return text[: len(text) - kept]
 
     def finish(self) -> str:
         """What was held back, when no more text comes: it was no stop string after all."""
-        rest, self._held = self._held, ""
+        rest, self._pending = self._pending, ""
         return rest
 
     def _beginning_at_the_end_of(self, text: str) -> int:
@@ -75,7 +75,7 @@ class TextStream:
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
         self._ids = list(prompt)  # from the beginning of the last piece
-        self._told = len(self._ids)  # of these, tokens whose text is out
+        self._sent = len(self._ids)  # of these, tokens whose text is out
 
     def push(self, id: int) -> str:
         """Add a token. Returns the text that is certain now: empty while the last character is incomplete."""
@@ -83,18 +83,18 @@ class TextStream:
         text = self._unsent()
         if not text or text.endswith(_INCOMPLETE):
             return ""
-        del self._ids[: self._told]
-        self._told = len(self._ids)
+        del self._ids[: self._sent]
+        self._sent = len(self._ids)
         return text
 
     def finish(self) -> str:
         """The rest, when no more tokens come; incomplete characters show as U+FFFD."""
         text = self._unsent()
-        self._told = len(self._ids)
+        self._sent = len(self._ids)
         return text
 
     def _unsent(self) -> str:
-        return self._text(self._ids)[len(self._text(self._ids[: self._told])) :]
+        return self._text(self._ids)[len(self._text(self._ids[: self._sent])) :]
 
     def _text(self, ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
@@ -126,12 +126,12 @@ class Continuation:
         special = tokenizer.get_added_tokens_decoder() if options.stop else {}
         # Special tokens have no text of their own in the answer.
         self._stop_ids = {id: t.content for id, t in special.items() if t.special and t.content in options.stop}
-        self._told: list[str] = []
+        self._sent: list[str] = []
 
     @property
     def text(self) -> str:
         """What was told."""
-        return "".join(self._told)
+        return "".join(self._sent)
 
     def take(self, id: int) -> str:
         """Add the token that the sampler chose. Returns the text that is certain now; where the token was the last,
@@ -153,7 +153,7 @@ class Continuation:
             piece += self._stops.push(self._stream.finish()) + self._stops.finish()
             self._end_where_stopped()
         if piece:
-            self._told.append(piece)
+            self._sent.append(piece)
         return piece
 
     def taken_logprobs(self) -> tuple[TokenLogprob, ...]:

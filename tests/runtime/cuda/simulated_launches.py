@@ -79,11 +79,11 @@ def _zigzag_batch(
     x = x - offset if macros["OFFSET"] else x
     assert macros["DENSE"] or len(threshold) == (columns if macros["PER_CHANNEL"] else 1)
     on = torch.ones(columns, dtype=torch.bool)
-    assert not macros["HOLD"] or not macros["DENSE"]
+    assert not macros["SCALED"] or not macros["DENSE"]
     if not macros["DENSE"]:
-        active_in = x.abs() > (scales[:, None] * threshold if macros["HOLD"] else threshold)
+        active_in = x.abs() > (scales[:, None] * threshold if macros["SCALED"] else threshold)
         on = active_in.any(0)
-        if macros["HOLD"] and skipped is not None:
+        if macros["SCALED"] and skipped is not None:
             skipped += rows * (~active_in).sum(1)
     product = torch.einsum("bk,gksr->bgsr", torch.where(on, x, 0), blocks)
     # Of a group the first half of the bands, then the second, where rows are of gate and up.

@@ -32,7 +32,7 @@ DEVICE = torch.device("cuda", 0)
 def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """A cache folder of its own, and so little work that a test takes seconds; a machine that does much else."""
     small = {"ROTATION": 1 << 14, "TIMES_CACHES": 0, "LISTED": 8}
-    for name, some in {**small, "ROUNDS": 2, "REPLAYS": 1, "HANDED": 3, "BANDS": 2, "NOISE": math.inf}.items():
+    for name, some in {**small, "ROUNDS": 2, "REPLAYS": 1, "MAILBOX_BLOCKS": 3, "BANDS": 2, "NOISE": math.inf}.items():
         monkeypatch.setattr(card, name, some)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path / "cache"

@@ -129,7 +129,7 @@ def capture_graph(run: Callable[[], None], stream: torch.cuda.Stream, pool: Any 
     """
     before = torch.cuda.current_stream()
     stream.wait_stream(before)
-    with torch.cuda.stream(stream), _turn():
+    with torch.cuda.stream(stream), _exclusive():
         run()
     before.wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
@@ -141,7 +141,7 @@ def capture_graph(run: Callable[[], None], stream: torch.cuda.Stream, pool: Any 
 
 def replay(graph: torch.cuda.CUDAGraph) -> None:
     """Put what was recorded on the current stream."""
-    with _turn():
+    with _exclusive():
         graph.replay()
 
 
@@ -172,7 +172,7 @@ class Recorder:
 
 
 @contextmanager
-def _turn() -> Iterator[None]:
+def _exclusive() -> Iterator[None]:
     """While the context lasts, the current stream's work waits for what other streams of the GPU did in earlier turns.
 
     The blocks of a product wait for each other. If products of two engines ran at one time, each might keep the other's

@@ -302,7 +302,7 @@ def _of_input(matrix: CudaZigzag, input: Input, activation: int | None) -> dict[
         else -(-input.squares.shape[-1] // (32 * matrix.config.warps)),
         "OFFSET": int(input.offset is not None),
         "PER_CHANNEL": _per_channel(input.threshold),
-        "HOLD": int(input.scales is not None),
+        "SCALED": int(input.scales is not None),
     }
 
 
@@ -316,7 +316,7 @@ def _macros(matrix: CudaZigzag, most_rounds: int = MOST_ROUNDS) -> dict[str, int
         "STAGES": config.stages,
         "PRODUCERS": PRODUCERS,
         "TILE_BANDS": config.tile_bands,
-        "FAR": int(config.offloaded),
+        "OFFLOADED": int(config.offloaded),
         "SPLITS": config.splits,
         "BLOCK": matrix.block.lower(),
         "ROUNDS": -(-each // passes),

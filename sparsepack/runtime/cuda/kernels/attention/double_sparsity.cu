@@ -6,7 +6,7 @@
 //     codes, scales  the labels: u8 [B, kv_heads, context, LABEL_BYTES], float16 [B, kv_heads, context]
 //     channels       int32 [kv_heads, LABEL_CHANNELS]; -1: none, a zero
 //     out            float32 [B, heads, HEAD_DIM]
-//     listed, counts int32 [B, kv_heads, listed_room], [B, kv_heads]: rows that are read, where that is two launches
+//     listed, counts int32 [B, kv_heads, list_capacity], [B, kv_heads]: rows that are read, where that is two launches
 //
 // Launch: grid (CLUSTER, kv_heads, B), WARPS warps a block. The blocks of a cluster share a key head, whose query heads
 // read the same tokens:
@@ -72,7 +72,7 @@ extern "C" __global__ void OF_CLUSTER __launch_bounds__(THREADS)
                     // bytes of the first part of shared memory: scores, then rings; tokens that a list has room for
                     int first_bytes, int list_room,
                     // rows of a key head in keys and values; `context` where they are all tokens
-                    int cached_rows, int* listed, int* counts, int listed_room) {
+                    int cached_rows, int* listed, int* counts, int list_capacity) {
     extern __shared__ __align__(16) u8 memory[];
     __shared__ float new_key[HEAD_DIM];
     __shared__ int heavy[LABEL_CHANNELS];
@@ -93,7 +93,7 @@ extern "C" __global__ void OF_CLUSTER __launch_bounds__(THREADS)
     cos += (long long)b * rope_stride, sin += (long long)b * rope_stride;
     keys += sequence * cached_rows * HEAD_DIM;
     values += sequence * cached_rows * HEAD_DIM;
-    listed += sequence * listed_room;
+    listed += sequence * list_capacity;
     codes += sequence * context * LABEL_BYTES;
     scales += sequence * context;
     channels += kv_head * LABEL_CHANNELS;

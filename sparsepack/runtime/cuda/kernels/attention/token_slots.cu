@@ -1,11 +1,11 @@
 // Tokens whose keys and values lie in the host's memory, and the slots on the GPU where those read last are kept.
 //
-//     listed         int32 [B, kv_heads, listed_room]   assign_slots: tokens that a step reads -> their slots
+//     listed         int32 [B, kv_heads, list_capacity]   assign_slots: tokens that a step reads -> their slots
 //     counts         int32 [B, kv_heads]                how many
 //     slot_of        int32 [B, kv_heads, context]       of a token; another's, or -1: it may have none
 //     token_of       int32 [B, kv_heads, slots]         of a slot; -1: none yet
 //     last_read      int32 [B, kv_heads, slots]         position of the step that read it last
-//     missed         int32 [B, kv_heads, listed_room][2]  token and slot of what is fetched
+//     missed         int32 [B, kv_heads, list_capacity][2]  token and slot of what is fetched
 //     missed_counts  int32 [B, kv_heads]                how many
 //
 // A token has a slot where each names the other. One that has none gets the slot that was read longest ago, of those
@@ -50,14 +50,14 @@ struct BlockCount {
 
 extern "C" __global__ void __launch_bounds__(SLOT_THREADS)
     assign_slots(int* listed, const int* counts, int* slot_of, int* token_of, int* last_read, int2* missed,
-                 int* missed_counts, const int* positions, int context, int slots, int listed_room) {
+                 int* missed_counts, const int* positions, int context, int slots, int list_capacity) {
     extern __shared__ u32 read_now[];  // a bit for each slot
     __shared__ int ages[AGES];
     __shared__ int again, oldest, of_oldest;
     __shared__ BlockCount block;
     const int thread = threadIdx.x, lane = thread % 32;
     const long long row = (long long)blockIdx.y * gridDim.x + blockIdx.x;
-    listed += row * listed_room, missed += row * listed_room;
+    listed += row * list_capacity, missed += row * list_capacity;
     slot_of += row * context, token_of += row * slots, last_read += row * slots;
     launch_dependents();
     const int words = (slots + 31) / 32;
@@ -148,14 +148,14 @@ extern "C" __global__ void __launch_bounds__(SLOT_THREADS)
 // slot_keys, slot_values  -- [B, kv_heads, slots, HEAD_DIM]
 extern "C" __global__ void __launch_bounds__(FETCH_THREADS)
     fetch(const CacheType* keys, const CacheType* values, CacheType* slot_keys, CacheType* slot_values,
-          const int2* missed, const int* missed_counts, int context, int slots, int listed_room) {
+          const int2* missed, const int* missed_counts, int context, int slots, int list_capacity) {
     static constexpr int BYTES = HEAD_DIM * sizeof(CacheType);
     static constexpr bool WIDE = BYTES % 16 == 0;
     static constexpr int PIECE = WIDE ? 16 : 4, PIECES = BYTES / PIECE;  // of a row of keys; as many of values
     const long long row = (long long)blockIdx.z * gridDim.y + blockIdx.y;
     launch_dependents();
     wait_for_previous();
-    missed += row * listed_room;
+    missed += row * list_capacity;
     const int all = load_l2(missed_counts + row) * 2 * PIECES, step = gridDim.x * FETCH_THREADS;
     for (int start = blockIdx.x * FETCH_THREADS + threadIdx.x; start < all; start += step * FETCHED_AT_ONCE) {
         uint4 wide[FETCHED_AT_ONCE];

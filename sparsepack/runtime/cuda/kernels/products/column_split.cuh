@@ -23,7 +23,7 @@
 //         at a time, PASSES times; FLAG_IN_DATA 1: inputs are read as soon as stored (common/flag_in_data.cuh), not
 //         when the kernel before has ended; NORM 1: RMSNorm comes first; SQUARES: how many parts of its sum of
 //         squares a thread takes that others have added up, 0: the sum is made here; OFFSET 1: it is taken from x;
-//         PER_CHANNEL 1: a threshold for each column; HOLD 1: thresholds are scaled, each input's by a number of its
+//         PER_CHANNEL 1: a threshold for each column; SCALED 1: thresholds are scaled, each input's by a number of its
 //         own; INPUTS: how many are multiplied together, 1 where FLAG_IN_DATA; GATED 1: x is activation(gate) * up of
 //         what lies there, ACTIVATION the function's number (common/activations.cuh), and there is no norm
 #ifndef SPLITS
@@ -39,8 +39,8 @@
 #ifndef INPUTS
 #define INPUTS 1
 #endif
-#ifndef HOLD
-#define HOLD 0
+#ifndef SCALED
+#define SCALED 0
 #endif
 #ifndef GATED
 #define GATED 0
@@ -61,7 +61,7 @@ struct Site {
     int parts;
     const float* threshold;  // [1] or [columns]
     const float* offset;     // [columns]
-    // Where HOLD: what thresholds are multiplied by [INPUTS], written by the last kernel of the step before, which has
+    // Where SCALED: what thresholds are multiplied by [INPUTS], written by the last kernel of the step before, which has
     // ended when this step's graph begins; how many weights lay in inactive columns of this site, which is added to
     // skipped [INPUTS] for each input, and may be null.
     const float* scales;
@@ -221,7 +221,7 @@ struct InputChunks {
     // Is the lane's column of a round active in input b?
     __device__ __forceinline__ bool active(int r, int b, float limit, const PerInput& scales) const {
         const float unscaled = PER_CHANNEL ? threshold[r] : limit;
-        return fabsf(v[b][r]) > (HOLD ? __fmul_rn(scales.of[b], unscaled) : unscaled);
+        return fabsf(v[b][r]) > (SCALED ? __fmul_rn(scales.of[b], unscaled) : unscaled);
     }
     // Is it in any?
     __device__ __forceinline__ bool active(int r, float limit, const PerInput& scales) const {
@@ -260,7 +260,7 @@ __device__ __forceinline__ PerInput compact_active(const Site& site, const Colum
     const float limit = ALL || PER_CHANNEL ? 0 : *site.threshold, share = 1.0f / site.columns;
     PerInput scales;
 #pragma unroll
-    for (int b = 0; HOLD && !ALL && b < INPUTS; ++b) scales.of[b] = load_l2(site.scales + b);
+    for (int b = 0; SCALED && !ALL && b < INPUTS; ++b) scales.of[b] = load_l2(site.scales + b);
     before_input();
     PerInput squares = in.load<SQUARES, THREADS>(site, column_split, warp * ROUNDS), scale;
     if (NORM) {
@@ -308,7 +308,7 @@ __device__ __forceinline__ PerInput compact_active(const Site& site, const Colum
             const int k = column_split.column(first + r) + lane;
             const bool real = InputChunks::real(column_split, first + r, k), is = real && in.active(r, limit, scales);
 #pragma unroll
-            for (int b = 0; HOLD && INPUTS > 1 && b < INPUTS; ++b)
+            for (int b = 0; SCALED && INPUTS > 1 && b < INPUTS; ++b)
                 inactive[b] += __popc(__ballot_sync(ALL_LANES, real && !in.active(r, b, limit, scales)));
             if (is) {
 #pragma unroll
@@ -336,10 +336,10 @@ __device__ __forceinline__ PerInput compact_active(const Site& site, const Colum
     if (ALL) {
         list.count = column_split.chunks * COLUMNS_AT_ONCE;
     } else {
-        if (HOLD && site.skipped && INPUTS == 1 && threadIdx.x == 0)
+        if (SCALED && site.skipped && INPUTS == 1 && threadIdx.x == 0)
             atomic_add(site.skipped, (u64)site.rows * (column_split.count() - list.count));
 #pragma unroll
-        for (int b = 0; HOLD && INPUTS > 1 && b < INPUTS; ++b)
+        for (int b = 0; SCALED && INPUTS > 1 && b < INPUTS; ++b)
             if (site.skipped && lane == b) atomic_add(site.skipped + b, (u64)site.rows * inactive[b]);
         list.fill_up();
     }

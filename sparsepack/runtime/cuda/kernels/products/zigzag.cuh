@@ -21,14 +21,14 @@
 // host.
 //
 // Macros: BLOCK (blocks/block.cuh); WARPS, STAGES, TILE_BANDS, PRODUCERS; STAGES 0: no ring; DENSE 1: every column is active, and weights begin
-//         to travel before the input is there, into a ring; BULK 0: as before sm_90; FAR 1: the matrix lies in the
+//         to travel before the input is there, into a ring; BULK 0: as before sm_90; OFFLOADED 1: the matrix lies in the
 //         host's memory, of which whole lines of 128 bytes are asked for only where both ends of a copy are alike
 //         modulo 128 bytes; wherever a column begins in its first line, it ends in the TILE_BANDS + 1 lines from there
 
 #pragma once
 
-#ifndef FAR
-#define FAR 0
+#ifndef OFFLOADED
+#define OFFLOADED 0
 #endif
 #include "common/bulk.cuh"
 #include "blocks/block.cuh"
@@ -43,8 +43,8 @@ static_assert(STAGES || !DENSE, "a ring that fills before the input is there");
 static constexpr int BAND_ROWS = 256;
 static constexpr int TILE_ROWS = TILE_BANDS * BAND_ROWS;
 static constexpr int COLUMN_BYTES = TILE_BANDS * BLOCK_BYTES;
-static constexpr int PIECES = COLUMN_BYTES / 16;  // of 16 bytes in a column
-static constexpr bool ALIKE = FAR && !DENSE;      // columns begin in the ring as far behind a line as in memory
+static constexpr int PIECES = COLUMN_BYTES / 16;    // of 16 bytes in a column
+static constexpr bool ALIKE = OFFLOADED && !DENSE;  // columns begin in the ring as far behind a line as in memory
 static constexpr int LINE = 128;
 // From a column to the next in the ring: where ALIKE whole lines, where DENSE as in memory, since neighbours travel in one
 // copy; else an odd number of pieces, so that columns fall on different banks.

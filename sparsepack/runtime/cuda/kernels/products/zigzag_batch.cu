@@ -54,7 +54,7 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1) zigzag_batch(
     // what goes out: y [INPUTS][rows] = product + bias + residual, or of half as many rows activation(gate) * up; of
     // y^2 the sums in each block [INPUTS][tiles * SPLITS]
     float* y, const float* bias, const float* residual, float* squares_of_y,
-    // sums of active columns; where HOLD, of the weights of inactive ones, for each input [INPUTS]; the blocks' partial
+    // sums of active columns; where SCALED, of the weights of inactive ones, for each input [INPUTS]; the blocks' partial
     // sums, every word SENTINEL: [tiles][SPLITS][TILE_BANDS][INPUTS][256]
     u64* active, u64* skipped, float* workspace) {
     extern __shared__ __align__(128) uint4 memory[];  // bulk copies of columns: both ends alike modulo 128 bytes

@@ -60,7 +60,7 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, RESIDENT) zigzag_gemv(
     // what goes out: y [rows] = product + bias + residual, or of half as many rows activation(gate) * up; of y^2 the
     // sum in each block
     float* y, const float* bias, const float* residual, float* squares_of_y,
-    // sums of active columns; where HOLD, of the weights of inactive ones; the blocks' partial sums, every word SENTINEL:
+    // sums of active columns; where SCALED, of the weights of inactive ones; the blocks' partial sums, every word SENTINEL:
     // [tiles][SHARES][TILE_ROWS], with experts that have a y each [SLOTS][tiles] ..
     u64* active, u64* skipped, float* workspace,
     // flag-in-data words that nobody reads any more
