@@ -23,20 +23,6 @@ namespace sparsepack {
 
 enum { MAX_TILE = 256, MAX_SPAN = 16 };
 
-struct Zigzag {
-    const uint8_t* data;  // 64-byte aligned
-    int64_t rows;         // logical rows
-    int64_t columns;
-    int32_t bands;  // rows / 256, rounded up
-    int32_t span;   // quads that lie together, 1 to MAX_SPAN
-    int32_t tile;   // columns that are multiplied together, a multiple of 8, at most MAX_TILE
-    // Of Q4_K, fp16 [quads][columns]: the largest |d| of a column's bands in a quad; 8 more may be read after the last.
-    const uint16_t* bounds;
-    int32_t pieces;          // of 64 rows in the last band where it is a tail, 1 to 3; 0: it is whole
-    const float* row_scale;  // [bands * 256]: what each row's sum is multiplied by; null: nothing
-    int32_t block = Q4_K;    // the number of one of ZigzagBlocks
-};
-
 // Bytes of a superblock in the file, and while it runs of the header of a quad and of a chunk; zeros for another type.
 struct ZigzagBytes {
     int64_t superblock, header, chunk;
@@ -50,11 +36,24 @@ static inline ZigzagBytes zigzag_block(int32_t number) {
     });
     return of;
 }
+
+struct Zigzag {
+    const uint8_t* data;  // 64-byte aligned
+    int64_t rows;         // logical rows
+    int64_t columns;
+    int32_t bands;  // rows / 256, rounded up
+    int32_t span;   // quads that lie together, 1 to MAX_SPAN
+    int32_t tile;   // columns that are multiplied together, a multiple of 8, at most MAX_TILE
+    // Of Q4_K, fp16 [quads][columns]: the largest |d| of a column's bands in a quad; 8 more may be read after the last.
+    const uint16_t* bounds;
+    int32_t pieces;          // of 64 rows in the last band where it is a tail, 1 to 3; 0: it is whole
+    const float* row_scale;  // [bands * 256]: what each row's sum is multiplied by; null: nothing
+    int32_t block;           // the number of one of ZigzagBlocks
+    ZigzagBytes bytes;       // of that block
+};
+
 // Bytes of one column of a whole quad.
-static inline int64_t quad_bytes(const Zigzag* m) {
-    ZigzagBytes of = zigzag_block(m->block);
-    return of.header + QUAD_CHUNKS * of.chunk;
-}
+static inline int64_t quad_bytes(const Zigzag* m) { return m->bytes.header + QUAD_CHUNKS * m->bytes.chunk; }
 
 static inline int32_t quads(const Zigzag* m) { return (m->bands + QUAD_BANDS - 1) / QUAD_BANDS; }
 static inline int32_t quad_bands(const Zigzag* m, int32_t quad) {
@@ -82,16 +81,16 @@ static inline void scale_rows(const Zigzag* m, int64_t first, int32_t count, flo
 }
 // Bytes of one column of a span.
 static inline int64_t span_stride(const Zigzag* m, int32_t span) {
-    ZigzagBytes of = zigzag_block(m->block);
-    return (span_bands(m, span) + QUAD_BANDS - 1) / QUAD_BANDS * of.header + span_chunks(m, span) * of.chunk;
+    int32_t quads = (span_bands(m, span) + QUAD_BANDS - 1) / QUAD_BANDS;
+    return quads * m->bytes.header + span_chunks(m, span) * m->bytes.chunk;
 }
 static inline const uint8_t* span_data(const Zigzag* m, int32_t span) {
     return m->data + span * m->span * quad_bytes(m) * m->columns;
 }
 // The bytes of the columns themselves; the bounds come after them.
 static inline int64_t zigzag_bytes(const Zigzag* m) {
-    ZigzagBytes of = zigzag_block(m->block);
-    return m->columns * (quads(m) * of.header + (m->bands * BAND_SUBS - absent_chunks(m)) * of.chunk);
+    int64_t chunks = m->bands * BAND_SUBS - absent_chunks(m);
+    return m->columns * (quads(m) * m->bytes.header + chunks * m->bytes.chunk);
 }
 // Vectors of several chunks may be read beyond the last chunk of a tail, up to 64 bytes.
 static inline int64_t bounds_bytes(const Zigzag* m) { return (quads(m) * m->columns + 8) * 2 + (m->pieces ? 64 : 0); }

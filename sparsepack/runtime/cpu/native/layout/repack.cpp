@@ -95,7 +95,7 @@ Zigzag repack_at(Zigzag view, const uint8_t* blocks, const uint8_t* tail, uint8_
     auto* bounds = reinterpret_cast<uint16_t*>(data + zigzag_bytes(&view));
     view.data = data;
     view.bounds = bounds;
-    int64_t superblock = zigzag_block(view.block).superblock, band_bytes = view.columns * superblock;
+    int64_t superblock = view.bytes.superblock, band_bytes = view.columns * superblock;
     for (int32_t span = 0; span < spans(&view); span++) {
         ZigzagBlocks::find(view.block, [&](auto block) {
             for_each_quad(view, span, pool, [=](int64_t to, int32_t quad, int64_t column) {
@@ -139,12 +139,12 @@ ZigzagMatrix repack_zigzag(const uint8_t* blocks, int64_t rows, int64_t columns,
 ExpertsMatrix repack_experts(const uint8_t* blocks, int64_t experts, int64_t rows, int64_t columns, int32_t span,
                              int32_t tile, Pool& pool, const uint8_t* tail, int32_t block) {
     int32_t bands = (int32_t)((rows + BAND_ROWS - 1) / BAND_ROWS), pieces = tail ? tail_pieces(rows) : 0;
-    Zigzag shape = {nullptr, rows, columns, bands, span, tile, nullptr, pieces, nullptr, block};
+    Zigzag shape = {nullptr, rows, columns, bands, span, tile, nullptr, pieces, nullptr, block, zigzag_block(block)};
     shape.span = std::min(span, quads(&shape));
     int64_t bytes = zigzag_bytes(&shape) + bounds_bytes(&shape), stride = (bytes + 63) & ~(int64_t)63;
     Memory memory((experts - 1) * stride + bytes);
     std::vector<Zigzag> views;
-    int64_t superblock = zigzag_block(block).superblock, of_each = (bands - (pieces > 0)) * columns * superblock;
+    int64_t superblock = shape.bytes.superblock, of_each = (bands - (pieces > 0)) * columns * superblock;
     for (int64_t expert = 0; expert < experts; expert++) {
         auto* of_tail = tail ? tail + expert * tail_blocks(rows, columns) * superblock : nullptr;
         views.push_back(repack_at(shape, blocks + expert * of_each, of_tail, memory.data() + expert * stride, pool));
