@@ -124,6 +124,13 @@ class Block:
     norms_before: bool = True
     norms_after: bool = False
 
+    @property
+    def norms(self) -> tuple[str, ...]:
+        """The names of its norms."""
+        before, after = ("attn_norm", "mlp_norm"), ("attn_post_norm", "mlp_post_norm")
+        of_attention = {None: (), "heads": ("q_norm", "k_norm"), "rows": ("q_row_norm", "k_row_norm")}
+        return before * self.norms_before + after * self.norms_after + of_attention[self.attention.qk_norm]
+
 
 @dataclass(frozen=True)
 class RotaryChannels:

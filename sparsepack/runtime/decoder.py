@@ -122,7 +122,10 @@ def among_all(logits: Tensor, sequences: Collection[int], count: int) -> Tensor:
 def attention_of(packed: PackedModel, context: int, device: torch.device, sequences: int = 1) -> AttentionShape:
     """What a model's cache is made for, on the device that attends."""
     architecture = packed.architecture
-    norms = [(layer.norms.get("q_norm"), layer.norms.get("k_norm")) for layer in packed.layers]
+    norms = [
+        (layer.norms["q_norm"], layer.norms["k_norm"]) if block.attention.qk_norm == "heads" else (None, None)
+        for block, layer in zip(architecture.blocks, packed.layers, strict=True)
+    ]
     # On the CPU: of large angles a GPU's cosine need not be as exact.
     tables = [
         reference_attention.rotary_table(torch.tensor(inv_freq), scale, context)

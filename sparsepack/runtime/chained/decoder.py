@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -149,28 +150,29 @@ class OperationsDecoder:
     def _blocks(self, tokens: Tensor, mode: Mode, sequences: Sequence[int]) -> Tensor:
         """Append as many tokens to each of some sequences, those of the first one first."""
         eps = self._architecture.norm_eps
-        activation = reference.ACTIVATION_FUNCTIONS[self._architecture.activation]
         controlled = self._scales if mode in (Mode.STEP, Mode.MASKED) else None
         scales = None if controlled is None else controlled.begin_step(sequences)
         x = reference.embed(self._packed.embedding, tokens).to(self._device)  # [S, hidden]
         x = x * self._architecture.embedding_scale
-        for number, layer in enumerate(self._layers):
+        for number, (block, layer) in enumerate(zip(self._architecture.blocks, self._layers, strict=True)):
             if layer.basis is not None:
                 x = self._operations.matmul(layer.basis, x)
-            update = self._attention(number, self._normed(layer, "attn_norm", x), mode, sequences, scales)
-            x = x + self._normed(layer, "attn_post_norm", update)
-            update = layer.mlp.output(self._normed(layer, "mlp_norm", x), activation, mode, scales)
-            x = x + self._normed(layer, "mlp_post_norm", update)
+            norm = partial(self._norm, layer)
+            read = norm("attn_norm", x) if block.norms_before else x
+            update = self._attention(number, read, mode, sequences, scales)
+            x = x + (norm("attn_post_norm", update) if block.norms_after else update)
+            read = norm("mlp_norm", x) if block.norms_before else x
+            update = layer.mlp.output(read, reference.ACTIVATION_FUNCTIONS[block.mlp.activation], mode, scales)
+            x = x + (norm("mlp_post_norm", update) if block.norms_after else update)
         if controlled is not None and scales is not None:
             controlled.end_step(sequences, scales)
         for sequence in sequences:
             self.cache.advance(len(tokens) // len(sequences), sequence)
         return reference.rms_norm(x, self._output_norm, eps)
 
-    def _normed(self, layer: LoadedLayer, name: str, x: Tensor) -> Tensor:
-        """RMSNorm(x) where the block has the norm, else x."""
-        norm = layer.norms.get(name)
-        return x if norm is None else reference.rms_norm(x, norm, self._architecture.norm_eps)
+    def _norm(self, layer: LoadedLayer, name: str, x: Tensor) -> Tensor:
+        """RMSNorm(x) by one of a block's norms."""
+        return reference.rms_norm(x, layer.norms[name], self._architecture.norm_eps)
 
     def _attention(
         self, number: int, x: Tensor, mode: Mode, sequences: Sequence[int], scales: StepScales | None
@@ -186,12 +188,11 @@ class OperationsDecoder:
 
     def _norm_rows(self, number: int, qkv: Tensor) -> Tensor:
         """What attn_in gives, queries and keys of all heads normed together where the model does that."""
-        a, norms = self._architecture, self._layers[number].norms
-        if "q_row_norm" not in norms:
+        a, norm = self._architecture, partial(self._norm, self._layers[number])
+        if a.blocks[number].attention.qk_norm != "rows":
             return qkv
         q, k, v = torch.split(qkv, [heads * a.head_dim for heads in (a.heads, a.kv_heads, a.kv_heads)], dim=-1)
-        q = reference.rms_norm(q, norms["q_row_norm"], a.norm_eps)
-        return torch.cat([q, reference.rms_norm(k, norms["k_row_norm"], a.norm_eps), v], dim=-1)
+        return torch.cat([norm("q_row_norm", q), norm("k_row_norm", k), v], dim=-1)
 
     def _logits(self, hidden: Tensor) -> Tensor:
         return soft_capped(self._operations.matmul(self._output, hidden), self._architecture.logit_cap)

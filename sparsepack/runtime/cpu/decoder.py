@@ -168,8 +168,8 @@ def _build_model(packed: PackedModel, cache: NativeKvCache, threads: int) -> Any
         embedding_scale=a.embedding_scale,
         logit_cap=a.logit_cap,
     )
-    for layer in packed.layers:
-        builder.add_layer(*(vector(layer.norms.get(name)) for name in _NORMS))
+    for block, layer in zip(a.blocks, packed.layers, strict=True):
+        builder.add_layer(*(vector(layer.norms[name] if name in block.norms else None) for name in _NORMS))
         if layer.basis is not None:
             builder.set_basis(load_rows(layer.basis))
         _add_sites(builder, layer.attention, threads)

@@ -159,10 +159,9 @@ class Step:
                 number, "mlp_in", "mlp_norm", x, self._sums(number, "attn_out", sparse), other, sparse
             )
             x, other = other, x
-            mid, activation = self._columns(number, "mlp_mid", sparse), self._model.architecture.activation
+            mid, mlp = self._columns(number, "mlp_mid", sparse), self._model.architecture.blocks[number].mlp
             stacked = self._sums(number, "mlp_in", sparse)
-            intermediate = self._model.architecture.intermediate
-            yield products.collect_gated(stacked, intermediate, activation, self._found, **_which(mid))
+            yield products.collect_gated(stacked, mlp.width, mlp.activation, self._found, **_which(mid))
             yield self._product(number, "mlp_mid")
             added = self._sums(number, "mlp_mid", sparse)
             if number % BLOCKS_SUBMITTED == 0:

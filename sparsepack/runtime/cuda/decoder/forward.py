@@ -109,7 +109,7 @@ class Step:
         attended, out = Input(of.attn_output, eps=eps, flag_in_data=flag_in_data), layer.attention["attn_out"]
         between_squares = None if layer.mlp_norm is None else of.between_squares
         between = Input(of.between, layer.mlp_norm, eps, between_squares, flag_in_data=of.flag_in_data)
-        of_mlp = MlpStep(of, between, product, partial(self._active, number), self._model.activation, sparse)
+        of_mlp = MlpStep(of, between, product, partial(self._active, number), layer.activation, sparse)
         if layer.post_norms is None or of.updates is None or self._zeros is None:
             yield product("attn_out", out, attended, of.between, residual=of.x, squares=of.between_squares)
             yield from layer.mlp.step(of_mlp, self._workspace, self._kernels)
@@ -234,9 +234,9 @@ class Prefill:
     def _mlp(self, layer: CudaLayer, normed: ScaledFp16, x: Tensor) -> Product:
         """What the MLP adds to x that it has not added itself: all of it where that is normed first."""
         if layer.post_norms is None:
-            return layer.mlp.prefill(normed, x, self._model.activation, self._scratch, self._kernels)
+            return layer.mlp.prefill(normed, x, layer.activation, self._scratch, self._kernels)
         output = torch.zeros_like(x)
-        update = layer.mlp.prefill(normed, output, self._model.activation, self._scratch, self._kernels)
+        update = layer.mlp.prefill(normed, output, layer.activation, self._scratch, self._kernels)
         self._kernels.add(output, update)
         return Product(output, torch.ones(len(x), device=x.device), 1.0, None)
 

@@ -31,6 +31,7 @@ class CudaLayer:
     basis      -- what its input is multiplied by first; None: nothing
     post_norms -- the norms of what attention and the MLP add; None: they add it as it is
     row_norms  -- those of the queries and of the keys of all heads together; None: there are none
+    activation -- the number under which kernels know the gate's function
     """
 
     attention: Mapping[str, CudaSite]
@@ -40,6 +41,7 @@ class CudaLayer:
     basis: RowsMatrix | None
     post_norms: tuple[Tensor, Tensor] | None = None
     row_norms: tuple[Tensor, Tensor] | None = None
+    activation: int = 0
 
 
 @dataclass(frozen=True)
@@ -65,17 +67,12 @@ class CudaModel:
     @property
     def post_norms(self) -> bool:
         """Whether blocks norm what they add."""
-        return self.layers[0].post_norms is not None
+        return any(block.norms_after for block in self.architecture.blocks)
 
     @property
     def row_norms(self) -> bool:
         """Whether queries and keys of all heads are normed together."""
-        return self.layers[0].row_norms is not None
-
-    @property
-    def activation(self) -> int:
-        """The number under which kernels know the gate's function."""
-        return ACTIVATIONS[self.architecture.activation]
+        return any(block.attention.qk_norm == "rows" for block in self.architecture.blocks)
 
 
 def load_model(
@@ -103,8 +100,10 @@ def load_model(
             plan is None or number < first for first in ((plan.attention, plan.gates) if plan else (0, 0))
         )
 
+        block = packed.architecture.blocks[number]
+
         def norm(name: str) -> Tensor | None:
-            return load_vector(of.norms[name], device) if name in of.norms else None
+            return load_vector(of.norms[name], device) if name in block.norms else None
 
         def norms(first: str, second: str) -> tuple[Tensor, Tensor] | None:
             one, other = norm(first), norm(second)
@@ -115,7 +114,8 @@ def load_model(
         attention = load_attention(of.attention, device, kernels, place(here))
         down_here = plan is None or not plan.parts.together or number < plan.downs
         mlp = load_any_mlp(of.mlp, device, kernels, place(gate_here), place(down_here))
-        return CudaLayer(attention, mlp, norm("attn_norm"), norm("mlp_norm"), basis, post_norms, row_norms)
+        activation = ACTIVATIONS[block.mlp.activation]
+        return CudaLayer(attention, mlp, norm("attn_norm"), norm("mlp_norm"), basis, post_norms, row_norms, activation)
 
     tied = packed.output is packed.embedding
     output_here = plan is None or plan.output
