@@ -40,7 +40,6 @@ from sparsepack.cli.shared import (
     engine_flags,
     engine_options,
     refit,
-    shard_of,
     slots,
     tell_forecast,
     threads_option,
@@ -87,8 +86,10 @@ def command_of(operation: Operation) -> click.Command:
         if not operation.forecast:
             made = function(operation.run)(**{keyword: settings}, **given)
         else:
-            with shard_of(where := {"device": settings.device}) as shard:
-                on_device = replace(settings, device=where["device"])
+            from sparsepack.workers.joined import joined
+
+            with joined(settings.device) as shard:
+                on_device = replace(settings, device=shard.device)
                 made = function(operation.run)(**{keyword: on_device}, shard=shard, **given)
                 if not shard.first:
                     return

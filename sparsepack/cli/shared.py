@@ -4,8 +4,7 @@ dry run says. Nothing heavy is imported at the top.
 
 import re
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,18 +22,17 @@ from sparsepack.cli.command import (
     options_from,
     taken,
 )
-from sparsepack.errors import UserError, WorkersError
+from sparsepack.errors import UserError
 from sparsepack.option import only_with, options_of
 from sparsepack.progress import duration
 from sparsepack.runtime.options import EngineOptions
 from sparsepack.terminal import tell
 from sparsepack.workers.forecast import PartsForecast
-from sparsepack.workers.launch import LAUNCHED, devices_of, launch, number_here, several
+from sparsepack.workers.launch import devices_of, launch, several
 
 if TYPE_CHECKING:
     from sparsepack.models.hf_model.forecast import Forecast
     from sparsepack.workers.forecast import PartsForecast
-    from sparsepack.workers.shard import Shard
 
 ARTIFACT = Existing("what `sparsepack pack` made")
 CALIBRATION = Existing("a folder made by `sparsepack calibrate`")
@@ -208,32 +206,6 @@ def tell_forecast(forecast: Callable[[int], "Forecast | PartsForecast"], workers
         raise UserError("--dry-run: it measures in one process; leave --devices and torchrun out")
 
     tell(forecast_table(forecast(workers)))
-
-
-@contextmanager
-def shard_of(asked: dict[str, Any]) -> Iterator["Shard"]:
-    """What this process does of the work: all of it, where it was not started as one of several workers. Its
-    device is put into `asked`; only the first worker tells how it goes on."""
-    if not several():
-        from sparsepack.workers.shard import ALONE
-
-        yield ALONE
-        return
-    import os
-
-    import torch
-
-    from sparsepack.progress import be_quiet
-    from sparsepack.workers.joined import joined
-
-    if asked["device"] == "cuda":
-        asked["device"] = f"cuda:{number_here() % torch.cuda.device_count()}"
-    if asked["device"].startswith("mps") and not os.environ.get(LAUNCHED):
-        raise WorkersError("--device mps: a machine has one; run this command without torchrun")
-    with joined(asked["device"]) as shard:
-        if not shard.first:
-            be_quiet(True)
-        yield shard
 
 
 def text_of(path: Path) -> str:

@@ -34,7 +34,7 @@ from sparsepack.models.hf_config import token_ids
 from sparsepack.models.tokenizer.chat import named_tokens, render_chat, template_of
 from sparsepack.models.tokenizer.tokens import bos_tokens, check_ids, encode
 from sparsepack.progress import progress
-from sparsepack.workers.shard import ALONE, Shard
+from sparsepack.workers.exchange import EACH_ALONE, Each
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
@@ -130,7 +130,7 @@ class SparseLM(TemplateLM):
         protocol: str,
         batch_size: int,
         end_tokens: Sequence[int] = (),
-        shard: Shard = ALONE,
+        each: Each = EACH_ALONE,
         vocabulary: int | None = None,
     ) -> None:
         super().__init__()
@@ -141,7 +141,7 @@ class SparseLM(TemplateLM):
         self.tokenizer = tokenizer
         self.protocol = protocol
         self.batch_size = batch_size
-        self.shard = shard
+        self.each = each
         self.vocabulary = vocabulary
         self.truncated_requests = 0
         self.end_tokens = frozenset((*end_tokens, self.tokenizer.eos_token_id))
@@ -310,10 +310,12 @@ class SparseLM(TemplateLM):
         """What `work` finds for all items, by the number of a request: a batch of them at a time, each at one of the
         workers. asked -- JSON-able, the same at all workers unless their tasks or tokenizers differ"""
         batches = [items[start : start + self.batch_size] for start in range(0, len(items), self.batch_size)]
-        self.shard.agree(lambda: {"list of requests": fingerprint(asked)})
         with progress(f"{what} requests", len(items)) as advance:
-            found = self.shard.each(
-                batches, lambda batch: [*work(batch).items()], lambda run: advance(sum(map(len, run)))
+            found = self.each(
+                batches,
+                lambda batch: [*work(batch).items()],
+                done=lambda run: advance(sum(map(len, run))),
+                facts=lambda: {"list of requests": fingerprint(asked)},
             )
         return {index: value for batch in found for index, value in batch}
 

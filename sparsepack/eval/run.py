@@ -198,7 +198,7 @@ def _tasks(request: EvalRequest, subject: Subject, protocol: str, shard: Shard) 
 
     scorer = subject.task_scorer()
     known = scorer.vocabulary, subject.end_tokens
-    result = run_tasks(scorer, subject.tokenizer, request, protocol, shard, *known)
+    result = run_tasks(scorer, subject.tokenizer, request, protocol, shard.each, *known)
     scorer.share(shard.all_gather)
     return {**result, "held": request.engine.hold, "batch": request.requests_at_once, **_counted(scorer, subject)}
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from sparsepack.errors import UserError
-from sparsepack.workers.shard import ALONE, Shard
+from sparsepack.workers.exchange import EACH_ALONE, Each
 
 if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager
@@ -34,7 +34,7 @@ def run_tasks(
     tokenizer: PreTrainedTokenizerBase,
     request: EvalRequest,
     protocol: str,
-    shard: Shard = ALONE,
+    each: Each = EACH_ALONE,
     vocabulary: int | None = None,
     end_tokens: Sequence[int] = (),
 ) -> dict[str, Any]:
@@ -44,7 +44,7 @@ def run_tasks(
     With `task_path`, only the YAML files of that folder are known and nothing is looked up on the network (unless
     the environment says HF_HUB_OFFLINE=0); without it lm-eval's own tasks are known, whose data need a hub or a
     filled HF_HOME. Code that the files of `task_path` ask for (`!function`) runs only with `trust_tasks`.
-    Of several workers each runs some batches of requests, and all return the same. `vocabulary` as in `SparseLM`.
+    `each` shares batches of requests among several workers, who all return the same. `vocabulary` as in `SparseLM`.
     `limit` takes the first documents of each task. `num_fewshot` overrides the task files, except
     those that say 0 (as in lm-eval); each row says what was used. `apply_chat_template` is lm-eval's: a document is a
     user's message, and so are few-shot examples, with their answers as the assistant's.
@@ -78,7 +78,7 @@ def run_tasks(
             tokenizer,
             protocol=protocol,
             batch_size=request.requests_at_once,
-            shard=shard,
+            each=each,
             vocabulary=vocabulary,
             end_tokens=end_tokens,
         )

@@ -22,7 +22,7 @@ T = TypeVar("T")
 AllGather = Callable[[Any], list[Any]]
 """What `Exchange.all_gather` does, for functions that exchange nothing else."""
 
-Each = Callable[[Sequence[Any], Callable[[Any], Any]], list[Any]]
+Each = Callable[..., list[Any]]
 """What `Exchange.each` does."""
 
 LIMIT = 3600.0
@@ -138,12 +138,19 @@ class Exchange:
                     )
 
     def each(
-        self, items: Sequence[T], work: Callable[[T], Any], done: Callable[[Sequence[T]], object] | None = None
+        self,
+        items: Sequence[T],
+        work: Callable[[T], Any],
+        done: Callable[[Sequence[T]], object] | None = None,
+        facts: Callable[[], Mapping[str, Any]] | None = None,
     ) -> list[Any]:
         """`work(item)` of every item, JSON-able, at all workers: each is done by one of them.
 
-        done -- called after each of this one's items, with those that all have worked on meanwhile, or nearly so
+        done  -- called after each of this one's items, with those that all have worked on meanwhile, or nearly so
+        facts -- on which they `agree` before
         """
+        if facts is not None:
+            self.agree(facts)
         mine = []
         for start in range(0, len(items), self.world_size):
             here = items[start : start + self.world_size]
@@ -308,6 +315,10 @@ class Exchange:
         if said is not None and said["worker"] != self.rank:
             return WorkerLost(f"{self.names[said['worker']]} failed: {said['line']}")
         return WorkerLost(f"{self.names[other]} is gone; nothing is written, and the same command goes on")
+
+
+EACH_ALONE: Each = Exchange().each
+"""Of one process that does all of the work."""
 
 
 def failure(link: Link) -> dict[str, Any] | None:

@@ -21,12 +21,20 @@ from torch import Tensor
 
 from sparsepack.errors import UserError, WorkerLost, WorkersError
 from sparsepack.files.hashing import combine_digests, sha256_bytes
-from sparsepack.progress import say
+from sparsepack.progress import be_quiet, say
 from sparsepack.version import __version__
 from sparsepack.workers.alive import signs_of_life, store_answers
 from sparsepack.workers.exchange import LIMIT
-from sparsepack.workers.launch import LAUNCHED, missing, several, several_machines, worker_number, workers_count
-from sparsepack.workers.shard import ALONE, Shard
+from sparsepack.workers.launch import (
+    LAUNCHED,
+    missing,
+    number_here,
+    several,
+    several_machines,
+    worker_number,
+    workers_count,
+)
+from sparsepack.workers.shard import Shard
 
 JOIN = 120.0
 """All workers must have come within so many seconds of the first."""
@@ -36,16 +44,17 @@ _VALUE = 1 << 20  # a store of torch.distributed takes values of 8 MiB at most: 
 
 @contextmanager
 def joined(device: str = "cpu") -> Iterator[Shard]:
-    """The workers that this process is one of, until the work is done; `ALONE` where it was not started as one of
-    several.
+    """What this process does of the work, until it is done: all of it, where it was not started as one of several
+    workers. Only the first worker tells how it goes on.
 
-    device -- where this one computes; where each has a GPU of its own, they exchange tensors from GPU to GPU
+    device -- where this one computes, `Shard.device` then has the index of its GPU; where each has a GPU of its own,
+              they exchange tensors from GPU to GPU
 
     An error that leaves the context is told to the others, which then end, too. Raises `WorkersError` where workers
     are missing or have other versions.
     """
     if not several():
-        yield ALONE
+        yield Shard(device=device)
         return
     import torch.distributed as distributed
     from torch.distributed import distributed_c10d as c10d
@@ -56,6 +65,10 @@ def joined(device: str = "cpu") -> Iterator[Shard]:
             f"WORLD_SIZE says that there are {workers_count()} workers, but {', '.join(names)} are not set; start them "
             "by torchrun or --devices, or unset WORLD_SIZE"
         )
+    if device == "cuda":
+        device = f"cuda:{number_here() % torch.cuda.device_count()}"
+    if device.startswith("mps") and not os.environ.get(LAUNCHED):
+        raise WorkersError("--device mps: a machine has one; run this command without torchrun")
     number, count = worker_number(), workers_count()
     if distributed.is_initialized():
         raise WorkersError(
@@ -77,7 +90,7 @@ def joined(device: str = "cpu") -> Iterator[Shard]:
     with ExitStack() as stack:
         stack.enter_context(store_answers(f"worker 0 of {count} (whose store is at {_address()})", [link, other]))
         link.set(f"here/{number}", json.dumps(f"worker {number} of {count} on {socket.gethostname()}"))
-        shard = Shard(number, count, link, _names(link, number, count))
+        shard = Shard(number, count, link, _names(link, number, count), device=device)
         stack.enter_context(signs_of_life(shard, other))
         try:
             shard.agree(_versions())
@@ -98,6 +111,8 @@ def joined(device: str = "cpu") -> Iterator[Shard]:
                     f"{shard.names[number]} cannot open connections to the others ({reason}); set "
                     f"{settings} to the network interface by which the machines reach each other"
                 ) from error
+            if not shard.first:
+                be_quiet(True)
             yield shard
             shard.leave()  # nobody ends while another one may still ask
         except BaseException as error:

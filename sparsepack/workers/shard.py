@@ -43,6 +43,7 @@ class Shard(Exchange):
     batch   -- rows that are run at one time
     batches -- batches in a part
     folder  -- where states are kept; None: nowhere
+    device  -- where this worker computes
     state   -- of the run; the first worker keeps it and tells the others its values. Hidden states are those of all
                windows, so another number of workers may go on
     """
@@ -51,6 +52,7 @@ class Shard(Exchange):
     batch: int = 1
     batches: int = 1
     folder: Path | None = None
+    device: str = "cpu"
     state: State = field(default_factory=lambda: State(None, ""))
     _before_commit: Callable[[], object] | None = None
     _after: dict[str, tuple[Mapping[str, Tensor], bool]] = field(default_factory=dict)  # the block at hand, by name

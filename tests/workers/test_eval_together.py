@@ -121,7 +121,7 @@ def test_progress_over_requests_ends_with_their_number(count: int, monkeypatch: 
 
     def work(shard: Shard) -> tuple[dict[int, int], int]:
         lm = SparseLM.__new__(SparseLM)
-        lm.shard, lm.batch_size = shard, 2
+        lm.each, lm.batch_size = shard.each, 2
         found = lm._answers([*range(11)], lambda batch: {item: -item for item in batch}, "scoring", [])
         return found, sum(advanced[threading.get_ident()])
 
