@@ -10,6 +10,6 @@
 #define BLOCK q4_k
 #endif
 #define BLOCK_FILE(text) #text
-#define BLOCK_HEADER(name) BLOCK_FILE(name.cuh)
+#define BLOCK_HEADER(NAME) BLOCK_FILE(NAME.cuh)
 
 #include BLOCK_HEADER(BLOCK)
