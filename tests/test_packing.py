@@ -59,7 +59,9 @@ def test_thresholds_that_the_format_has_no_place_for_are_refused_before_they_are
     model = make_model(tmp_path / "m", "llama", hidden_act="relu", hidden_size=256, intermediate_size=256)
     text, options = Text("t", (TEXT[:4000],), ""), CalibrateOptions(context=64, samples=2)
     calibrate(open_checkpoint(model), text, tmp_path / "c", options)
-    asked = PackRequest(str(model), tmp_path / "m.gguf", "neuron-q4_k", tmp_path / "c", AllocationOptions(0.4))
+    asked = PackRequest(
+        str(model), tmp_path / "m.gguf", "neuron-q4_k", tmp_path / "c", allocation=AllocationOptions(0.4)
+    )
 
     def computed(*_: object) -> None:
         raise AssertionError("computed in vain")

@@ -200,12 +200,15 @@ dry_run_option = group(
 """How many workers a command is asked to foresee the work of, in place of doing it."""
 
 
-def tell_forecast(forecast: Callable[[int], "Forecast | PartsForecast"], workers: int) -> None:
-    """Tell what the work would take so many workers. Raises `UserError` where this process is one of several."""
+def tell_forecast(forecast: Callable[..., "Forecast | PartsForecast"], workers: int) -> None:
+    """Tell what the work would take so many `workers`, which the function takes by this name.
+
+    Raises `UserError` where this process is one of several.
+    """
     if several():
         raise UserError("--dry-run: it measures in one process; leave --devices and torchrun out")
 
-    tell(forecast_table(forecast(workers)))
+    tell(forecast_table(forecast(workers=workers)))
 
 
 def text_of(path: Path) -> str:

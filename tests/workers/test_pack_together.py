@@ -47,7 +47,7 @@ def test_devices_make_the_artifact_of_one(
     for folder in ("alone", "together"):
         (tmp_path / folder).mkdir()
     calibration, fitting = None if slid else given / "c", RefitOptions(quantiser="round")
-    asked = PackRequest(model, tmp_path / "alone" / "made", format, calibration, None, table, fitting=fitting)
+    asked = PackRequest(model, tmp_path / "alone" / "made", format, calibration, table, fitting=fitting)
     assert (pack(asked).score is None) == slid
     command = ["pack", model, "--format", format, "-o", str(tmp_path / "together" / "made")]
     if table is not None:
