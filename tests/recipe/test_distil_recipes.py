@@ -119,6 +119,16 @@ def test_the_distilled_model_is_calibrated_where_somebody_wants_to_know_it(
     assert [stage["name"] for stage in plan["stages"]] == stages
 
 
+def test_a_model_that_was_pruned_and_distilled_is_not_calibrated_twice(tmp_path: Path) -> None:
+    """Training writes its type into the source's configuration, which the stages behind it do not depend on."""
+    skipped = {"sparsity": 0.5, "allocation": "uniform"}
+    changes = {"prune": MAGNITUDE, "distil": SHORT, "activation_sparsity": skipped, "pack": None}
+    recipe, work = write_recipe(tmp_path, **{**WITHOUT, **changes}), tmp_path / "work"
+    run_recipe(recipe, work=work)
+    plan = run_recipe(recipe, work=work, dry_run=True).report
+    assert {stage["status"] for stage in plan["stages"]} == {"up to date"}
+
+
 def test_what_does_not_go_together_is_one_line(tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path, distil=FEW, gates=None)
     assert "distil: it trains on the text of a calibration; add a calibrate section" in refused(
