@@ -219,7 +219,9 @@ def test_records_of_neurons_too(tmp_path: Path, options: RefitOptions) -> None:
     calibrate(checkpoint, text, tmp_path / "c", calibration)
     allocation = AllocationOptions(0.5, include=("blk.*.attn_*",)) if options.refit else None
     output = tmp_path / "m.gguf"
-    pack(PackRequest(str(tmp_path / "m"), output, "neuron-q4_k", tmp_path / "c", allocation, fitting=options))
+    pack(
+        PackRequest(str(tmp_path / "m"), output, "neuron-q4_k", tmp_path / "c", allocation=allocation, fitting=options)
+    )
     assert verify(output, checkpoint).problems == ()
     rows = describe(output)["refit"]["sites"]
     assert all(row["error"] < row["error_before"] for row in rows)

@@ -77,7 +77,7 @@ def _same(one: list[torch.Tensor], other: list[torch.Tensor], rtol: float) -> No
 @each_value({"family": WINDOWED, "windowed": [False, True]})
 def test_halves_apart_are_the_whole_windows(tmp_path, family, windowed):
     changes = {"tie_word_embeddings": False, **(WINDOWED[family] if windowed else {})}
-    if family == "granite":  # a random one's logits are too small to diverge
+    if family.startswith("granite"):  # a random one's logits are too small to diverge
         changes |= {"logits_scaling": 1 / 64, "residual_multiplier": 1.0}
     case = Case(make_model(tmp_path / "m", family, **changes))
     found = case.found(case.in_parts)
