@@ -81,6 +81,22 @@ def test_what_a_swap_would_lose_is_what_it_loses(pattern: Pattern) -> None:
             assert found[:, i, j].tolist() == expected
 
 
+@pytest.mark.parametrize("pattern", [Pattern(6, 8), Pattern(2, 4)], ids=str)
+def test_the_swap_that_helps_most_is_made(pattern: Pattern) -> None:
+    size = 2 * pattern.of
+    by_column = torch.rand(size, 20, generator=torch.Generator().manual_seed(3))
+    by_column[: pattern.of] *= 4  # one group has the large columns
+    groups = torch.arange(size).view(2, pattern.of)
+    swaps = []
+    for i in range(pattern.of):
+        for j in range(pattern.of):
+            swapped = groups.clone()
+            swapped[0, i], swapped[1, j] = groups[1, j], groups[0, i]
+            swaps.append((sum(lost(by_column[group].t().contiguous(), pattern) for group in swapped), swapped))
+    assert permute._swap(groups, by_column, torch.tensor([[0], [1]]), pattern, size)
+    assert torch.equal(groups, min(swaps, key=lambda swap: swap[0])[1])
+
+
 def test_a_shorter_last_group_loses_what_is_behind_it() -> None:
     """Ten columns, keep 6 of 8: the last two of them have room for both."""
     scores = torch.arange(1.0, 11)[None].repeat(4, 1)

@@ -3,11 +3,14 @@
 from dataclasses import replace
 
 import pytest
+import torch
 
+from sparsepack.calibrate import teal
 from sparsepack.calibrate.find_thresholds import find_thresholds
 from sparsepack.calibrate.thresholds import AllocationOptions
 from sparsepack.calibrate.uniform import weights_of
 from sparsepack.errors import CalibrationError, ThresholdsError
+from sparsepack.models.family import SITES
 
 
 @pytest.mark.parametrize(
@@ -48,3 +51,20 @@ def test_weights_are_shares_of_the_parameters(small):
     weights = weights_of(small, sites)
     assert sum(weights.values()) == pytest.approx(1)
     assert weights == {key: pytest.approx(sizes[key[1]] / sum(sizes.values())) for key in sites}
+
+
+def test_every_step_of_teal_skips_as_many_parameters(small, monkeypatch):
+    """Whatever the size of the site that takes it."""
+    weights = weights_of(small, [(0, site) for site in SITES])
+    monkeypatch.setattr(teal, "run_at", lambda stream, layer, hidden, sparsities, base: torch.zeros(1, 4, 2))
+    steps = []
+
+    def each(trials, error):
+        steps.append([sum(tried[site] * weights[0, site] for site in SITES) / total for _, tried in trials])
+        return [error(trial) for trial in trials]
+
+    total = sum(weights.values())
+    teal.greedy_sparsities(None, 0, None, weights, 0.1, {}, each)
+    assert len(steps) == 4
+    for number, step in enumerate(steps, 1):
+        assert step == [pytest.approx(number * teal.STEP)] * len(SITES)

@@ -16,6 +16,7 @@ from models_for_tests import TEXT
 from sparsepack.cli import main
 from sparsepack.errors import ArtifactError, CheckpointError, OutputError, PackingError, UserError
 from sparsepack.eval.run import EvalRequest, evaluate
+from sparsepack.files.hashing import sha256_bytes
 from sparsepack.files.tensors import WEIGHTS
 from sparsepack.formats.containers.safetensors import MANIFEST, sealed, unsealed
 from sparsepack.formats.inspect import describe
@@ -167,6 +168,24 @@ def test_what_was_sealed_wrongly_is_one_line(copied: Path) -> None:
             with pytest.raises(ArtifactError) as caught:
                 open_artifact(copied)
             assert "\n" not in str(caught.value)
+
+
+def test_tensors_with_gaps_between_them_are_refused(copied: Path) -> None:
+    raw = (copied / WEIGHTS).read_bytes()
+    start = 8 + int.from_bytes(raw[:8], "little")
+    entries = json.loads(raw[8:start])
+    for entry in (entry for name, entry in entries.items() if name != "__metadata__"):
+        entry["data_offsets"] = [offset + 8 for offset in entry["data_offsets"]]
+    text = json.dumps(entries).encode()
+    header = len(text).to_bytes(8, "little") + text
+    (copied / WEIGHTS).write_bytes(header + raw[start:])
+    inside = unsealed(copied / MANIFEST)
+    del inside["sha256"]
+    changed = {"bytes": len(header) + len(raw) - start, "header_sha256": sha256_bytes(header)}
+    inside["files"] = inside["files"] | {WEIGHTS: inside["files"][WEIGHTS] | changed}
+    (copied / MANIFEST).write_bytes(sealed(inside))
+    with pytest.raises(ArtifactError, match="not its place"):
+        open_artifact(copied)
 
 
 def test_only_an_artifact_is_overwritten_and_only_as_a_whole(

@@ -147,3 +147,15 @@ def test_prepared_moves_are_not_copied_again() -> None:
     slots.left = 0
     residency.move(coming.astype(np.int32), going.astype(np.int32), slots.copy)
     slots.check()
+
+
+def test_what_was_prepared_for_other_neurons_to_go_is_vain() -> None:
+    residency = Residency(SHAPE, 60)
+    slots = Slots(residency)
+    residency.restart(chosen(1, 60), slots.copy)
+    coming = np.flatnonzero(~residency.resident)[:1].astype(np.int32)
+    first, other = np.flatnonzero(residency.resident)[:2].astype(np.int32).reshape(2, 1)
+    residency.prepare(coming, first, slots.copy)
+    residency.move(coming, other, slots.copy)
+    assert residency.resident.ravel()[[coming[0], first[0], other[0]]].tolist() == [True, True, False]
+    slots.check()
