@@ -157,8 +157,6 @@ class Training:
         return [parameter for group in self.optimiser.param_groups for parameter in group["params"]]
 
     def _save(self) -> None:
-        if self.state.path is None:  # `ALONE` is every run's: what one says is no state of the next
-            return
         began = time.monotonic()
         adam = self.optimiser.state_dict()
         tensors = {f"parameter.{n}": parameter.detach() for n, parameter in enumerate(self._trained())}

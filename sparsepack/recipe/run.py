@@ -5,7 +5,7 @@ Run the stages of a recipe: what is up to date is skipped, the rest leaves its f
 
 import importlib.metadata
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -52,10 +52,9 @@ def open_work(job: Job, stages: Sequence[Stage], file: str, overwrite: bool = Fa
 def pending(job: Job, stages: Sequence[Stage], work: WorkFolder) -> set[str]:
     """The stages that would run: those that changed, and all that need one of them."""
     stale: set[str] = set()
-    shared = _shared(job)
     for stage in stages:
         fresh = not stale & set(_needs(stage, stages))
-        if not fresh or not work.current(stage.name, _fingerprint(job, stage, stages, work, shared)):
+        if not fresh or not work.current(stage.name, _fingerprint(job, stage, stages, work)):
             stale.add(stage.name)
     return stale
 
@@ -65,9 +64,8 @@ def run_stages(job: Job, stages: Sequence[Stage], work: WorkFolder) -> list[Outc
     work.create()
     outcomes = []
     seen = job  # by the next stage, with the model that was made so far
-    shared = _shared(job)  # before transformers writes into the configuration what it computes in
     for stage in stages:
-        fingerprint = _fingerprint(job, stage, stages, work, shared)
+        fingerprint = _fingerprint(job, stage, stages, work)
         outputs = stage.outputs(job.recipe.section(stage.key))
         if work.current(stage.name, fingerprint):
             for name in {Path(output).parts[0] for output in outputs}:
@@ -100,9 +98,9 @@ def _needs(stage: Stage, stages: Sequence[Stage]) -> list[str]:
     return [other.name for other in before if other.name in stage.needs or other.makes]
 
 
-def _fingerprint(job: Job, stage: Stage, stages: Sequence[Stage], work: WorkFolder, shared: Mapping[str, Any]) -> str:
+def _fingerprint(job: Job, stage: Stage, stages: Sequence[Stage], work: WorkFolder) -> str:
     """The hash of everything that the stage's outputs depend on."""
-    settings = {**shared, **stage.settings(job, job.recipe.section(stage.key))}
+    settings = {**_shared(job), **stage.settings(job, job.recipe.section(stage.key))}
     return work.fingerprint(settings, _needs(stage, stages))
 
 

@@ -344,4 +344,4 @@ class Shard(Exchange):
 
 
 ALONE = Shard()
-"""One process that does all of the work."""
+"""One process that does all of the work. `resume` gives each run a state of its own."""

@@ -259,6 +259,6 @@ def test_a_state_that_takes_long_to_save_is_saved_less_often(monkeypatch: pytest
     times: Iterator[float] = iter([0.0, 100.0, 100.0, 107.0, 108.0])
     monkeypatch.setattr(training, "time", SimpleNamespace(monotonic=lambda: next(times)))
     monkeypatch.setattr(states, "SAVE_EVERY", 20.0)
-    run = training.Training([{"params": [parameter]}], DistilOptions(steps=9).allocation, ALONE)
+    run = training.Training([{"params": [parameter]}], DistilOptions(steps=9).allocation, ALONE.resume(""))
     run.descend([(parameter.sum(), parameter.sum())])
     assert run.pause == 7 * 20.0

@@ -190,6 +190,7 @@ def build_model(
     """
     from transformers import AutoModelForCausalLM
 
+    config = copy.deepcopy(config)  # transformers writes into it what it computes in
     with torch.device("meta"):
         attention = FAMILIES[config.model_type].attention
         model = AutoModelForCausalLM.from_config(
