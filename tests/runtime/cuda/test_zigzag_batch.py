@@ -197,7 +197,7 @@ def test_a_chain_of_products_of_several_inputs_passes_squares_on(config: CudaTil
 @pytest.mark.usefixtures("no_copy_engine")
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 def test_several_inputs_without_the_copy_engine(config: CudaTileConfig) -> None:
-    test_several_inputs_share_their_active_columns(config, 700, 3)
+    test_several_inputs_share_their_active_columns(config, 700, 3, "Q4_K")
 
 
 def test_products_of_one_and_of_several_inputs_share_their_slots() -> None:
