@@ -72,8 +72,19 @@ def pytest_pycollect_makeitem() -> Iterator[Any]:
 def pytest_collection_finish() -> None:
     """The garbage collector looks no more at what imports and the collection of tests have left, which stays: each
     engine on CUDA calls it, and took most of a second for that."""
+    _freeze_heap()
+
+
+def _freeze_heap() -> None:
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _heap_is_frozen() -> None:
+    """Nor at what the files of tests before have left: what they imported, and models that are kept. Engines, forks and
+    servers' tests would wait for it hundreds of times, for a second each at the end of a run."""
+    _freeze_heap()
 
 
 _broken: list[str] = []
