@@ -25,10 +25,8 @@ from sparsepack.workers.launch import LAUNCHED
 _PRELOADED = (
     "torch.distributed",
     "transformers.models.llama.modeling_llama",
-    "lm_eval.evaluator",
     "sparsepack.calibrate.collection",
     "sparsepack.eval.run",
-    "sparsepack.eval.lm_eval_model",
     "sparsepack.packing",
     "sparsepack.calibrate.pruning",
     "sparsepack.calibrate.rotation",

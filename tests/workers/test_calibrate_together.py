@@ -62,6 +62,7 @@ def alone(small: Checkpoint, given: Path, tmp_path_factory: pytest.TempPathFacto
     return content(folder)
 
 
+@pytest.mark.long
 def test_a_mixture_of_experts_has_the_same_bytes_by_two_workers(
     given: Path, tmp_path: Path, on_devices: Callable[..., str]
 ) -> None:
@@ -118,6 +119,7 @@ def test_devices_make_the_bytes_of_one(small: Checkpoint, given: Path, alone: di
     assert [path.name for path in tmp_path.iterdir()] == ["c"]
 
 
+@pytest.mark.long  # those that go on make the same
 def test_three_devices_make_the_bytes_of_one(
     small: Checkpoint, given: Path, alone: dict[str, bytes], tmp_path: Path, on_devices: Callable[..., str]
 ) -> None:

@@ -57,9 +57,8 @@ def given(small: Checkpoint, small_calibration: Calibration, text: Text, tmp_pat
     return folder
 
 
-@pytest.mark.parametrize(
-    ("count", "protocol", "batch"), [pytest.param(2, "decode", 1, marks=pytest.mark.long), (3, "all", 2)]
-)
+@pytest.mark.long
+@pytest.mark.parametrize(("count", "protocol", "batch"), [(2, "decode", 1), (3, "all", 2)])
 def test_devices_find_the_figures_of_one(
     small: Checkpoint,
     given: Path,

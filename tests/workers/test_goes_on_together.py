@@ -38,7 +38,10 @@ def make(request: pytest.FixtureRequest, small: Checkpoint, small_calibration: C
     )
 
 
-@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 3), (3, 1)])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [(2, 3), *(pytest.param(*counts, marks=pytest.mark.long) for counts in ((1, 2), (3, 1)))],
+)
 def test_another_number_of_workers_goes_on(
     make: Make, before: int, after: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -37,7 +37,11 @@ def given(small: Checkpoint, small_calibration: Calibration, tmp_path_factory: p
 
 
 @pytest.mark.parametrize(
-    ("format", "count"), [("zigzag-q4_k", 2), ("slide-bf16", 3)], ids=["a file by two", "a folder by three"]
+    ("format", "count"),
+    [
+        pytest.param("zigzag-q4_k", 2, id="a file by two"),
+        pytest.param("slide-bf16", 3, id="a folder by three", marks=pytest.mark.long),
+    ],
 )
 def test_devices_make_the_artifact_of_one(
     small: Checkpoint, given: Path, tmp_path: Path, format: str, count: int, on_devices: Callable[..., str]

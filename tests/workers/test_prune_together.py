@@ -19,9 +19,9 @@ from sparsepack.workers.shard import Shard
 __all__ = ["on_devices", "small", "small_calibration", "text"]
 
 
+@pytest.mark.long  # test_goes_on_together.py prunes with workers that are threads
 @pytest.mark.parametrize(
-    ("method", "permute", "count"),
-    [("sparsegpt", True, 2), pytest.param("sparsegpt", False, 3, marks=pytest.mark.long), ("wanda", False, 3)],
+    ("method", "permute", "count"), [("sparsegpt", True, 2), ("sparsegpt", False, 3), ("wanda", False, 3)]
 )
 def test_devices_make_the_checkpoint_of_one(
     small: Checkpoint,

@@ -21,6 +21,7 @@ __all__ = ["on_devices", "small", "small_calibration", "text"]
 LEARNT = {"steps": 3, "batch": 3, "length": 24}
 
 
+@pytest.mark.long  # test_goes_on_together.py rotates with workers that are threads
 @pytest.mark.parametrize(
     ("options", "count"),
     [

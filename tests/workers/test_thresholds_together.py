@@ -30,9 +30,14 @@ def kept(small_calibration: Calibration, tmp_path_factory: pytest.TempPathFactor
     ("asked", "count"),
     [
         (["--allocation", "uniform", "--criterion", "column-norm"], 2),
-        (["--allocation", "teal", "--windows", "5"], 3),
-        (["--allocation", "teal", "--dense-upstream"], 2),
-        (["--allocation", "global", "--steps", "3", "--batch", "5", "--length", "24", "--offsets"], 3),
+        *(
+            pytest.param(*each, marks=pytest.mark.long)
+            for each in (
+                (["--allocation", "teal", "--windows", "5"], 3),
+                (["--allocation", "teal", "--dense-upstream"], 2),
+                (["--allocation", "global", "--steps", "3", "--batch", "5", "--length", "24", "--offsets"], 3),
+            )
+        ),
     ],
 )
 def test_devices_make_the_table_of_one(
