@@ -29,6 +29,8 @@ from safetensors import safe_open
 import sparsepack
 from sparsepack.data import SHIPPED_MODELS
 
+pytestmark = pytest.mark.long  # each format has tests of its own
+
 FROZEN = Path(os.environ.get("SPARSEPACK_FROZEN", Path(__file__).parent / "data" / "frozen.json"))
 PROMPT = "It was a cold evening, and"
 TOKENS = 12

@@ -154,6 +154,8 @@ PRE_TOKENIZERS = {
     "tekken": (split(TEKKEN), True),
     "gpt-4o": (split(GPT4O), False),
 }
+LARGE = ("tekken", "gpt-4o")
+"""Those whose alphabets take longest to train: their tests are long."""
 
 
 @cache
@@ -167,12 +169,17 @@ def as_json(tokenizer: Tokenizer) -> dict[str, Any]:
     return parsed
 
 
+@cache
+def _pieces(whole_words: bool) -> str:
+    base = Tokenizer(models.BPE())
+    base.pre_tokenizer = pre_tokenizers.Metaspace(split=whole_words)
+    base.train_from_iterator(LINES[::3], trainers.BpeTrainer(vocab_size=1500, show_progress=False))
+    return str(base.to_str())
+
+
 def sentencepiece(merges: str, spaces: str) -> dict[str, Any]:
     """A SentencePiece-style tokenizer.json: `merges` as trained, or every split of each token, as converters do."""
-    base = Tokenizer(models.BPE())
-    base.pre_tokenizer = pre_tokenizers.Metaspace(split=spaces == "split")
-    base.train_from_iterator(LINES[::3], trainers.BpeTrainer(vocab_size=1500, show_progress=False))
-    parsed = as_json(base)
+    parsed = json.loads(_pieces(spaces == "split"))
     pieces = [piece for piece, _ in sorted(parsed["model"]["vocab"].items(), key=lambda item: item[1])]
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *pieces]
     parsed["model"] |= {

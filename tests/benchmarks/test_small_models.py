@@ -60,6 +60,7 @@ def test_a_missing_part_is_refused(tmp_path: Path) -> None:
     assert not [*(tmp_path / "out").glob("*.gguf")]
 
 
+@pytest.mark.long
 def test_a_table_is_printed_of_the_shipped_model(tmp_path: Path) -> None:
     text, path = tmp_path / "topics.txt", tmp_path / "figures.json"
     text.write_text(TEXT[:60_000])

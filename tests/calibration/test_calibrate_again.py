@@ -103,6 +103,7 @@ def _ended_by_sigkill_in_block(layer: int, model: str, output: Path) -> None:
     calibrate(open_checkpoint(model), Text("topics", (TEXT[:6000],), "topics"), output, OPTIONS)
 
 
+@pytest.mark.long
 def test_a_run_ended_by_sigkill_goes_on_and_ends_the_same(small, text, tmp_path, uninterrupted, blocks_read):
     with pytest.raises(ChildProcessError, match=f"{-signal.SIGKILL}"):
         in_a_fork(_ended_by_sigkill_in_block, 1, small.name, tmp_path / "c")

@@ -125,6 +125,7 @@ def test_texts_as_json_lose_no_character_where_the_encoding_is_narrow(file: Path
     assert json.loads(prints_narrowly(started, *command).output)["prompt"] == "caf\u00e9 \u2713"
 
 
+@pytest.mark.long
 def test_the_encoding_is_what_a_new_interpreter_is_told(file: Path, tmp_path: Path) -> None:
     odd = tmp_path / "caf\u00e9.gguf"
     odd.symlink_to(file)

@@ -27,7 +27,8 @@ from sparsepack.workers import state as states
 from sparsepack.workers.shard import ALONE
 
 FEW = {"steps": 3, "batch": 1, "length": 32}
-KINDS = (None, 4)
+KINDS = (None, pytest.param(4, marks=pytest.mark.long))
+"""Ranks of updates."""
 
 
 class Killed(BaseException):
@@ -126,6 +127,7 @@ def test_a_run_that_was_killed_goes_on_to_the_same_bytes(
     assert [path.name for path in tmp_path.iterdir()] == ["again"]
 
 
+@pytest.mark.long
 def test_another_seed_draws_other_windows(
     tiny: Checkpoint, kept: Path, once: tuple[Path, Distilled], tmp_path: Path
 ) -> None:

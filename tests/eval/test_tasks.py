@@ -101,6 +101,7 @@ def shared():
     return folder
 
 
+@pytest.mark.long
 def test_every_task_file_of_the_project_runs(scorer, plain_scorer, byte_tokenizer, shared, tmp_path, monkeypatch):
     monkeypatch.setenv("SPARSEPACK_SHARED", str(shared))
     monkeypatch.chdir(tmp_path)

@@ -150,7 +150,9 @@ def test_what_llama_cpp_would_compute_otherwise_is_refused(
         FORMATS["q4_k"].check_model(checkpoint)
 
 
-@pytest.mark.parametrize("name", [*EXPERTS, *ODD])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.long][: name in ("olmoe", "odd")]) for name in (*EXPERTS, *ODD)]
+)
 def test_llama_cpp_runs_experts_with_the_same_top_tokens(
     checkpoints: dict[str, Checkpoint], tmp_path: Path, name: str
 ) -> None:

@@ -47,7 +47,7 @@ def packed(model: Checkpoint, path: Path, kind: str = "zigzag-q4_k", **asked: st
     return path
 
 
-@pytest.mark.parametrize("kind", ["zigzag-q4_k", "zigzag-q4_k, all in 4 bits"])
+@pytest.mark.parametrize("kind", ["zigzag-q4_k", pytest.param("zigzag-q4_k, all in 4 bits", marks=pytest.mark.long)])
 def test_a_zigzag_file_is_the_source_model(kind: str, pair: tuple[Checkpoint, Checkpoint], tmp_path: Path) -> None:
     types = {"embedding_type": "q4_k", "output_type": "q4_k"} if "," in kind else {}
     path = packed(pair[1], tmp_path / "m.gguf", **types)
@@ -68,7 +68,9 @@ def test_a_zigzag_file_is_the_source_model(kind: str, pair: tuple[Checkpoint, Ch
     assert next(t for t in again.tensors if t.name == "blk.1.mlp_mid.bias").error > 0  # turned, and stored as it is
 
 
-@pytest.mark.parametrize("kind", ["q4_k", "f16", "bf16", "f32"])
+@pytest.mark.parametrize(
+    "kind", ["q4_k", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("f16", "bf16")), "f32"]
+)
 def test_a_plain_file_is_the_source_model(kind: str, tmp_path: Path) -> None:
     model, turned = make_rotated(tmp_path, family="qwen3")
     report = verify(packed(turned, tmp_path / "m.gguf", kind), model)
@@ -99,7 +101,7 @@ def segmented(tmp_path_factory: pytest.TempPathFactory) -> tuple[Checkpoint, Che
     return make_rotated(folder, segments=4, **FOUR)
 
 
-@pytest.mark.parametrize("kind", ["zigzag-q4_k", "neuron-q4_k"])
+@pytest.mark.parametrize("kind", ["zigzag-q4_k", pytest.param("neuron-q4_k", marks=pytest.mark.long)])
 def test_each_segment_is_the_source_model(kind: str, segmented: tuple[Checkpoint, Checkpoint], tmp_path: Path) -> None:
     calibration = recalibrated(segmented[1], tmp_path) if kind == "neuron-q4_k" else None
     fitting = RefitOptions(quantiser="round")  # error feedback would widen the bounds
@@ -119,6 +121,7 @@ def test_each_segment_is_the_source_model(kind: str, segmented: tuple[Checkpoint
     assert bounds["output.weight"] > BLOCKS["Q6_K"].error
 
 
+@pytest.mark.long
 def test_two_segments_are_the_source_model(tmp_path: Path) -> None:
     model, turned = make_rotated(tmp_path, segments=2, family="qwen3")
     report = verify(packed(turned, tmp_path / "m.gguf"), model)

@@ -97,7 +97,8 @@ def test_sites_may_differ_and_be_left_out(small: Checkpoint, calibration: Path, 
         assert torch.equal(pruned.tensor(name), small.tensor(name))
 
 
-@pytest.mark.parametrize("method", ["magnitude", pytest.param("sparsegpt", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("method", ["magnitude", "sparsegpt"])
 def test_a_better_order_loses_less_of_the_matrices_behind_it(
     method: str, tiny: Checkpoint, tiny_calibration: Calibration, tmp_path: Path
 ) -> None:

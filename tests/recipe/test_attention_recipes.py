@@ -40,6 +40,7 @@ def test_it_takes_a_calibration_and_nothing_else(tmp_path: Path) -> None:
     assert ran(run_recipe(recipe, ["calibrate.seed=1"], work)) == ["calibrate", "pack", "verify"]
 
 
+@pytest.mark.long
 def test_a_pruned_model_is_calibrated_again(tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path, **SECTIONS, prune={"keep": 6, "of": 8, "method": "magnitude"})
     work = tmp_path / "work"

@@ -119,6 +119,7 @@ def test_the_distilled_model_is_calibrated_where_somebody_wants_to_know_it(
     assert [stage["name"] for stage in plan["stages"]] == stages
 
 
+@pytest.mark.long
 def test_a_model_that_was_pruned_and_distilled_is_not_calibrated_twice(tmp_path: Path) -> None:
     """Training writes its type into the source's configuration, which the stages behind it do not depend on."""
     skipped = {"sparsity": 0.5, "allocation": "uniform"}
@@ -165,6 +166,7 @@ def pruned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, RecipeOutcom
     return folder, run_recipe(recipe, work=folder / "work")
 
 
+@pytest.mark.long
 def test_what_pruning_left_is_distilled_and_packed_without_its_zeros(pruned: tuple[Path, RecipeOutcome]) -> None:
     folder, outcome = pruned
     work = folder / "work"
@@ -183,6 +185,7 @@ def test_what_pruning_left_is_distilled_and_packed_without_its_zeros(pruned: tup
     assert outcome.report["distil"]["after"]["skipped"] == 0
 
 
+@pytest.mark.long
 def test_of_a_pruned_model_people_are_told(
     pruned: tuple[Path, RecipeOutcome], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -198,6 +201,7 @@ def test_of_a_pruned_model_people_are_told(
     assert plan["tokens"]["distil"] == 2 * 4 * 32 + 3 * 8 * 32
 
 
+@pytest.mark.long
 def test_a_model_that_was_pruned_elsewhere_learns_from_what_its_record_names(tmp_path: Path) -> None:
     prune("shipped:tiny", tmp_path / "p", PruneOptions(6, 8, method="magnitude"))
     sections = {

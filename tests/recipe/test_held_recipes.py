@@ -15,6 +15,7 @@ HELD = {
 NOTHING = "nothing is skipped whose share could be held; expected activation_sparsity.sparsity above 0"
 
 
+@pytest.mark.long
 def test_the_share_is_held_where_tokens_skip(tmp_path: Path) -> None:
     outcome = run_recipe(write_recipe(tmp_path, **HELD), work=tmp_path / "work")
     rows = [row for evaluation in outcome.report["evaluations"] for row in evaluation["perplexity"]]

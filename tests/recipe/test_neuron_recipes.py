@@ -139,6 +139,7 @@ def test_a_gate_on_neurons_that_nobody_skips_is_told(tmp_path: Path, sections: d
     assert load_recipe(recipe, []).name == "tiny"
 
 
+@pytest.mark.long
 def test_the_shipped_recipe_runs(tmp_path: Path, sections: dict[str, Any]) -> None:
     small = ["calibrate.text=shipped:train", "calibrate.context=64", "calibrate.samples=4", "eval.context=64"]
     small += ["eval.perplexity=shipped:heldout", "eval.windows=2", "eval.backend=reference", "generate.tokens=4"]

@@ -73,14 +73,18 @@ def test_a_dry_run_knows_which_stages_are_up_to_date(finished_once, finished):
     "override",
     [
         "activation_sparsity={sparsity: 0.5, allocation: uniform, criterion: column-norm}",
-        "pack.embedding_type=f16",
-        pytest.param("activation_sparsity.ignore=[blk.0.*, re:blk.1.mlp.*]", marks=pytest.mark.long),
-        pytest.param(
-            "activation_sparsity={sparsity: 0.5, allocation: uniform, upstream: dense}", marks=pytest.mark.long
-        ),
-        "pack={attention: double, channels: 8, tokens: 0.25, sinks: 1, recent: 4, min_context: 8, dense_layers: 0}",
         "activation_sparsity={sparsity: 0.5, allocation: global, steps: 1, batch: 1, length: 32, windows: 1, "
         "offsets: true}",
+        *(
+            pytest.param(override, marks=pytest.mark.long)
+            for override in (
+                "pack.embedding_type=f16",
+                "activation_sparsity.ignore=[blk.0.*, re:blk.1.mlp.*]",
+                "activation_sparsity={sparsity: 0.5, allocation: uniform, upstream: dense}",
+                "pack={attention: double, channels: 8, tokens: 0.25, sinks: 1, recent: 4, min_context: 8, "
+                "dense_layers: 0}",
+            )
+        ),
     ],
 )
 def test_the_predicted_size_of_a_sparse_artifact_is_the_real_one(finished_once, finished, override):

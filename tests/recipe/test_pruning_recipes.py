@@ -101,7 +101,7 @@ def test_accuracy_is_against_the_model_as_it_was_and_the_pruned_one_stands_besid
         pytest.param("prune.damping=0.02", list(BOTH[1:]), marks=pytest.mark.long),
         pytest.param("prune={keep: 6, of: 8, method: magnitude}", list(BOTH[1:]), marks=pytest.mark.long),
         pytest.param("calibrate.seed=1", list(BOTH), marks=pytest.mark.long),
-        ("pack.output_type=f16", ["pack", "verify", "eval", "generate"]),
+        pytest.param("pack.output_type=f16", ["pack", "verify", "eval", "generate"], marks=pytest.mark.long),
         pytest.param(
             "activation_sparsity.sparsity=0.4",
             ["thresholds", "pack", "verify", "eval", "generate"],
@@ -153,6 +153,7 @@ def test_a_pruned_model_that_was_changed_is_made_again(once: tuple[Path, Path, R
     assert ran(run_recipe(once[0], work=work)) == ["prune"]  # the same bytes as before: the rest is as it was
 
 
+@pytest.mark.long
 def test_a_run_that_was_interrupted_while_pruning_goes_on_at_that_block(
     once: tuple[Path, Path, RecipeOutcome], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -97,6 +97,7 @@ def test_what_the_model_allows_is_asked_of_the_rotated_one(tmp_path: Path) -> No
     assert {"Q8_0", "Q6_K"} <= plan["artifact"]["types"].keys()
 
 
+@pytest.mark.long
 def test_segments_are_reckoned_with_and_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe = write_recipe(tmp_path, rotate={"segments": 2}, gates=None, generate=None)
     plan = run_recipe(recipe, work=tmp_path / "work", dry_run=True).report
@@ -149,6 +150,7 @@ def test_a_changed_setting_reruns_its_stage_and_all_that_take_its_model(
     assert [stage["name"] for stage in plan["stages"] if stage["status"] == "would run"] == expected
 
 
+@pytest.mark.long
 def test_what_is_rotated_and_then_pruned_is_calibrated_for_both(tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path, rotate={}, prune=PRUNE, gates=None, generate=None)
     outcome = run_recipe(recipe, work=tmp_path / "work")

@@ -67,7 +67,7 @@ def test_the_artifact_carries_the_part_of_the_recipe_that_made_it(finished_once)
         ("gates.file_bytes.max=2000000", []),
         ("description=another", []),
         ("eval.windows=2", ["eval"]),
-        ("pack.output_type=f16", ["pack", "verify", "eval", "generate"]),
+        pytest.param("pack.output_type=f16", ["pack", "verify", "eval", "generate"], marks=pytest.mark.long),
         pytest.param(
             "activation_sparsity.sparsity=0.4",
             ["thresholds", "pack", "verify", "eval", "generate"],
@@ -128,6 +128,7 @@ def test_a_state_that_was_changed_is_said_and_means_that_nothing_is_known(finish
     assert "changed since it was written" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_what_the_stages_leave_does_not_depend_on_where_the_work_folder_is(finished_once, tmp_path):
     recipe, work, _ = finished_once
     run_recipe(recipe, work=tmp_path / "another")

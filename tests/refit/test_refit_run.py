@@ -118,7 +118,13 @@ def test_the_error_that_is_said_is_that_of_the_artifact_on_the_calibration(sourc
                 stream.pass_on(hidden, 2, lambda: None)
 
 
-@pytest.mark.parametrize(("family", "at_once"), [("mixtral", 8192), ("qwen2_moe", 8192), ("qwen2_moe", 256)])
+@pytest.mark.parametrize(
+    ("family", "at_once"),
+    [
+        *(pytest.param(*each, marks=pytest.mark.long) for each in (("mixtral", 8192), ("qwen2_moe", 8192))),
+        ("qwen2_moe", 256),
+    ],
+)
 def test_each_expert_is_quantised_to_what_the_router_gives_it(
     tmp_path: Path, family: str, at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

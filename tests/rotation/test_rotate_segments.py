@@ -164,6 +164,7 @@ def test_formats_without_a_place_for_it_refuse_in_one_line(three: Path, tmp_path
         assert "\n" not in str(caught.value)
 
 
+@pytest.mark.long
 def test_what_skips_columns_of_it_is_measured_beside_the_model_from_before(
     tiny: Checkpoint, tiny_calibration: Calibration, tmp_path: Path
 ) -> None:

@@ -94,7 +94,13 @@ def test_more_answers_than_leave_connections_for_others_are_refused(model: Model
         stack.close()
 
 
-@pytest.mark.parametrize("says", [b"", HEAD, POST + b"Content-Length: 100\r\n\r\n{", WAYS["a body that is not read"]])
+@pytest.mark.parametrize(
+    "says",
+    [
+        *(pytest.param(says, marks=pytest.mark.long) for says in (b"", WAYS["a body that is not read"])),
+        *(HEAD, POST + b"Content-Length: 100\r\n\r\n{"),
+    ],
+)
 def test_a_request_that_comes_byte_by_byte_has_a_time(model: Model, says: bytes) -> None:
     with Served(model, ServeOptions(receive_timeout=1)) as served, clients(served, 1, says) as (client,):
         end = time.monotonic() + 30

@@ -121,6 +121,7 @@ def test_too_many_tokens_to_make_after_a_short_prompt_are_answered_with_how_many
     assert message.endswith("1024 tokens here: give max_tokens of at most 1022")
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not hasattr(psutil.Process(), "memory_maps"), reason="memory is given back where glibc is")
 def test_memory_of_a_long_prompt_is_given_back(unbounded: Served) -> None:
     refused(unbounded, {"prompt": " " * 100_000})

@@ -54,7 +54,7 @@ def fresh_dense(dense: Model) -> Iterator[Served]:
         yield running
 
 
-@pytest.mark.parametrize("clients", [24, 100])
+@pytest.mark.parametrize("clients", [24, pytest.param(100, marks=pytest.mark.long)])
 def test_many_clients_at_once_get_each_its_own_text(fresh_dense: Served, clients: int) -> None:
     fresh, prompts = fresh_dense, [f"There were {n} kings who had" for n in range(clients)]
     expected = [fresh.model.generate(prompt, GenerateOptions(tokens=12)).result().text for prompt in prompts]
@@ -227,6 +227,7 @@ def test_health_answers_while_a_text_is_made(fresh: Served) -> None:
         assert http.get("/health").json()["making"] == 1
 
 
+@pytest.mark.long
 def test_many_requests_leave_memory_and_files_as_they_were(fresh: Served) -> None:
     process = psutil.Process(os.getpid())
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
+from pairwise import each_value
 
 from sparsepack.calibrate import find_thresholds as find
 from sparsepack.calibrate import learned, training
@@ -103,7 +104,7 @@ def _killed_at_block(monkeypatch, tiny, cal, options, state, block, saved) -> No
         find_thresholds(tiny, cal, options, Shard(folder=state))
 
 
-@pytest.mark.parametrize("offsets", [False, True])
+@pytest.mark.parametrize("offsets", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_learning_goes_on_from_the_step_it_was_killed_in(whole, tiny, cal, tmp_path, monkeypatch, work, offsets):
     options = replace(GLOBAL, offsets=offsets)
     expected = whole(options)
@@ -135,8 +136,7 @@ def test_a_run_killed_after_the_last_step_learns_nothing_again(whole, tiny, cal,
     assert "step" not in work
 
 
-@pytest.mark.parametrize("saved", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
+@each_value({"saved": [False, True], "kind": KINDS})
 def test_blocks_that_are_finished_are_not_run_again(whole, tiny, cal, tmp_path, monkeypatch, work, kind, saved):
     options, block = KINDS[kind], 1
     expected = whole(options)
@@ -155,7 +155,13 @@ def test_a_finished_search_is_only_read(tiny, cal, tmp_path, work):
 
 
 @pytest.mark.parametrize(
-    "other", [{"sparsity": 0.1}, {"criterion": "column-norm"}, {"windows": 1}, {"allocation": "uniform"}]
+    "other",
+    [
+        {"sparsity": 0.1},
+        *(pytest.param(other, marks=pytest.mark.long) for other in ({"criterion": "column-norm"}, {"windows": 1})),
+        {"allocation": "uniform"},
+    ],
+    ids=str,
 )
 def test_the_state_of_other_options_is_not_used(whole, tiny, cal, tmp_path, monkeypatch, work, other):
     options = replace(TEAL, **other)

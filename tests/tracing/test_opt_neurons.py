@@ -80,6 +80,9 @@ def test_statistics_are_those_of_hooks_on_the_stock_model(folder, texts, tmp_pat
     assert made.manifest["attention"]["kv_heads"] == heads
 
 
+@pytest.mark.parametrize(
+    "folder", [pytest.param(name, marks=[pytest.mark.long][: n > 0]) for n, name in enumerate(TRACED)], indirect=True
+)
 def test_the_verbs_of_placement_run_on_it(folder, texts, tmp_path):
     document = tmp_path / "text.txt"
     document.write_text("\n".join(texts.documents) * 2)

@@ -8,10 +8,12 @@ from typing import Any
 
 import gguf
 import pytest
+from pairwise import each_value
 from tokenizers import Tokenizer, processors
 from vocabularies import (
     BYTE_LEVEL,
     EOS,
+    LARGE,
     LINES,
     LLAMA3,
     MARKED,
@@ -37,8 +39,6 @@ from sparsepack.formats.llama_cpp.vocabulary import INEXACT, KEY_TYPES, vocabula
 pytest.importorskip("llama_cpp", reason="llama-cpp-python is the peer of these tests")
 
 
-# Alphabets that take longest to train; tests/models/tokenizer compares these with llama.cpp in any case.
-LARGE = ("tekken", "gpt-4o")
 NAMES = [pytest.param(name, marks=[pytest.mark.long] if name in LARGE else []) for name in PRE_TOKENIZERS]
 
 
@@ -77,8 +77,7 @@ def test_byte_level_detokenisation_gives_the_text_back(byte_level: tuple[str, To
         )
 
 
-@pytest.mark.parametrize("spaces", ["prepend", "always", "never", "split"])
-@pytest.mark.parametrize("merges", ["trained", "splits"])
+@each_value({"merges": ["trained", "splits"], "spaces": ["prepend", "always", "never", "split"]})
 def test_sentencepiece_tokenisation_equals_hugging_face(merges: str, spaces: str, tmp_path: Path) -> None:
     parsed = sentencepiece(merges, spaces)
     keys = vocabulary(parsed, {"bos_token": "<s>", "eos_token": "</s>"}, {"vocab_size": len(parsed["model"]["vocab"])})
@@ -103,6 +102,7 @@ def shared_model(place: Path, name: str, tmp_path: Path) -> tuple[Any, Any, dict
     return llama, transformers.AutoTokenizer.from_pretrained(folder), files[0], shared_lines(place)
 
 
+@pytest.mark.long
 def test_trained_byte_level_model_equals_hugging_face(shared: Path, tmp_path: Path) -> None:
     llama, auto, _, lines = shared_model(shared, "books-26m-silu", tmp_path)
     texts = lines + NASTY + MARKED
@@ -112,6 +112,7 @@ def test_trained_byte_level_model_equals_hugging_face(shared: Path, tmp_path: Pa
         assert llama.detokenize(ids, special=True).decode() == auto.decode(ids) == text
 
 
+@pytest.mark.long
 def test_trained_sentencepiece_model_equals_hugging_face(shared: Path, tmp_path: Path) -> None:
     llama, auto, parsed, lines = shared_model(shared, "stories-260k", tmp_path)
     texts = lines + NASTY + MARKED

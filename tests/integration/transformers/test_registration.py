@@ -30,13 +30,14 @@ assert not {WATCHERS}
 """
 
 
-@pytest.mark.parametrize("firsts", [FIRST[:2], pytest.param(FIRST[2:], marks=pytest.mark.long)], ids=str)
+@pytest.mark.parametrize("firsts", [FIRST[:1], pytest.param(FIRST[1:], marks=pytest.mark.long)], ids=str)
 def test_transformers_knows_us_and_no_finder_stays(firsts: list[str]) -> None:
     assert in_forks("import torch, sympy, scipy.stats", [f"import sys\n{first}\n{THEN}" for first in firsts]) == [
         ""
     ] * len(firsts)
 
 
+@pytest.mark.long
 def test_commands_alone_do_without_what_no_command_needs() -> None:
     """lm-eval has installed scikit-learn and scipy here, which a command of its own tasks still imports."""
     programs = [

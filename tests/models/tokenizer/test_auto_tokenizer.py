@@ -268,7 +268,9 @@ def test_prompts_and_chats_are_tokenised_as_by_transformers(name: str, cut: bool
     )
 
 
-@pytest.mark.parametrize("name", ["Llama 3", "Qwen 3", "Mixtral, added_tokens.json"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("Llama 3", marks=pytest.mark.long), "Qwen 3", "Mixtral, added_tokens.json"]
+)
 def test_artifacts_carry_what_makes_the_same_tokens(name: str, tmp_path: Path) -> None:
     kind = KINDS[name]
     checkpoint = model_of(kind, tmp_path / "model", cut=True)

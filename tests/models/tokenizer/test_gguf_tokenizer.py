@@ -8,9 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 from models_for_tests import make_model
+from pairwise import each_value
 from tokenizers import Tokenizer, processors
 from vocabularies import (
     EOS,
+    LARGE,
     LINES,
     LLAMA3,
     MARKED,
@@ -47,6 +49,10 @@ TEXTS = LINES[::40] + NASTY + MARKED + RANDOM[::3]
 KEY = "tokenizer.ggml."
 
 
+def marks_of(name: str) -> list[pytest.MarkDecorator]:
+    return [pytest.mark.long] if name in LARGE else []
+
+
 def file_of(keys: dict[str, Any], rows: int | None = None) -> GgufFile:
     """The header of a GGUF with these keys and an embedding of so many rows."""
     shape = (rows or len(keys[f"{KEY}tokens"]), 64)
@@ -68,7 +74,7 @@ def small_keys(name: str = "llama-bpe", size: int = 400, **changes: Any) -> dict
     return keys | {KEY + key: value for key, value in changes.items()}
 
 
-@pytest.mark.parametrize("name", PRE_TOKENIZERS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=marks_of(name)) for name in PRE_TOKENIZERS])
 def test_byte_level_tokens_are_the_checkpoints_own_and_llama_cpps(name: str, tmp_path: Path) -> None:
     own = byte_level_tokenizer(name)
     keys = vocabulary(as_json(own), EOS, {"vocab_size": own.get_vocab_size() + 3})
@@ -82,7 +88,11 @@ def test_byte_level_tokens_are_the_checkpoints_own_and_llama_cpps(name: str, tmp
     assert differing(load(keys, tmp_path / "v.gguf"), encoder(made), exact) == []
 
 
-ALIASES = [(first, other) for first, rule in pretokenizers.PRE_TOKENIZERS.items() for other in rule.same]
+ALIASES = [
+    pytest.param(first, other, marks=marks_of(first))
+    for first, rule in pretokenizers.PRE_TOKENIZERS.items()
+    for other in rule.same
+]
 
 
 @pytest.mark.parametrize(("first", "other"), ALIASES)
@@ -96,8 +106,7 @@ def test_other_names_mean_the_same_to_llama_cpp(first: str, other: str, tmp_path
     assert differing(load(keys, tmp_path / "v.gguf"), encoder(made), texts) == []
 
 
-@pytest.mark.parametrize("spaces", ["prepend", "always", "never", "split"])
-@pytest.mark.parametrize("merges", ["trained", "splits"])
+@each_value({"merges": ["trained", "splits"], "spaces": ["prepend", "always", "never", "split"]})
 def test_sentencepiece_tokens_are_llama_cpps(merges: str, spaces: str, tmp_path: Path) -> None:
     pytest.importorskip("llama_cpp")
     own = sentencepiece(merges, spaces)
@@ -111,7 +120,9 @@ def test_sentencepiece_tokens_are_llama_cpps(merges: str, spaces: str, tmp_path:
         assert made.decode(made.encode("Once upon  a time ñ").ids) == "Once upon  a time ñ"
 
 
-@pytest.mark.parametrize("model", ["books-26m-silu", "books-26m-relu", "stories-260k"])
+@pytest.mark.parametrize(
+    "model", ["books-26m-silu", pytest.param("books-26m-relu", marks=pytest.mark.long), "stories-260k"]
+)
 def test_trained_models_have_their_own_tokens(model: str, shared: Path) -> None:
     from transformers import AutoTokenizer
 

@@ -39,6 +39,11 @@ HUGE = {
 }
 
 
+def some(cases: dict[str, str], *fast: str) -> list[Any]:
+    """Cases, of which all others are long: each waits for its end, and for another child."""
+    return [pytest.param(each, id=name, marks=[pytest.mark.long][: name not in fast]) for name, each in cases.items()]
+
+
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sandbox, "SECONDS", 0.5)
@@ -60,14 +65,14 @@ def one_line(error: pytest.ExceptionInfo[UserError]) -> str:
 # templates
 
 
-@pytest.mark.parametrize("template", ENDLESS.values(), ids=ENDLESS)
+@pytest.mark.parametrize("template", some(ENDLESS, "loops", "one call of a filter"))
 def test_a_template_that_goes_on_and_on_is_ended(template: str) -> None:
     with pytest.raises(UserError, match=r"chat template cannot take this conversation .*was ended") as refused:
         _rendered(template, MESSAGES)  # `render_chat` tries a template out, five times in all
     one_line(refused)
 
 
-@pytest.mark.parametrize("template", HUGE.values(), ids=HUGE)
+@pytest.mark.parametrize("template", some(HUGE, "a product", "what is put out", "deep lists"))
 def test_a_template_makes_no_huge_value(template: str) -> None:
     with pytest.raises(UserError, match="chat template cannot take this conversation") as refused:
         _rendered(template, MESSAGES)

@@ -157,7 +157,7 @@ def test_what_a_tokenizer_file_says_about_lengths_is_for_others():
     assert tokenise(plain, text).tolist() == whole
 
 
-@pytest.mark.parametrize("model", ["books-26m-silu", "stories-260k"])
+@pytest.mark.parametrize("model", [pytest.param("books-26m-silu", marks=pytest.mark.long), "stories-260k"])
 def test_real_tokenizers_and_real_texts(shared, model):
     real = open_checkpoint(shared / "models" / model).tokenizer
     for name in ("wikitext2.test.txt.xz", "tinystories.sample.txt.xz"):

@@ -142,13 +142,13 @@ ARCHITECTURES = {"slide_matmul": [90]}
 
 
 def _cases() -> Iterator[Any]:
-    """Each file, and up to four variants of it, for one architecture each, the rest among the `long` tests."""
+    """Each file, and up to two variants of it, for one architecture each, the rest among the `long` tests."""
     for place, name in enumerate(kernel_files()):
         for number, defines in enumerate(VARIANTS.get(name, [()])):
             of_hopper = any(value.startswith("CLUSTER=") and value != "CLUSTER=1" for value in defines)
             every = [arch for arch in ARCHITECTURES.get(name, [80, 90]) if arch >= 90 or not of_hopper]
             for arch in every:
-                soon = number < 4 and arch == every[(place + number) % len(every)]
+                soon = number < 2 and arch == every[(place + number) % len(every)]
                 yield pytest.param(name, defines, arch, marks=[] if soon else pytest.mark.long)
 
 
