@@ -3,6 +3,7 @@
 import gc
 import os
 import signal
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import compress
 from pathlib import Path
@@ -80,11 +81,8 @@ def _freeze_heap() -> None:
     gc.freeze()
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _heap_is_frozen() -> None:
-    """Nor at what the files of tests before have left: what they imported, and models that are kept. Engines, forks and
-    servers' tests would wait for it hundreds of times, for a second each at the end of a run."""
-    _freeze_heap()
+_begun: Counter[Path] = Counter()
+"""Of each file, how many of its tests have begun in this process."""
 
 
 _broken: list[str] = []
@@ -99,6 +97,11 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     Models of tests are small: two threads wait for each other longer than they work, and other tests hold their cores.
     A test of what several threads do says how many.
     """
+    _begun[item.path] += 1
+    if _begun[item.path] <= 2:
+        # Nor does the garbage collector look at what the files before have left, and what the first test has imported:
+        # engines, forks and tests of servers would wait for that hundreds of times, for a second at the end of a run.
+        _freeze_heap()
     if torch.get_num_threads() != 1:  # also where the test before it ran a command with `--threads`
         torch.set_num_threads(1)
     torch.manual_seed(0)  # inputs of a test do not depend on the tests before it, which differ from worker to worker

@@ -225,7 +225,14 @@ def compile_shader(source: str) -> "Library":
 @cache
 def _compiled(source: str) -> "Library":
     library = kept(prepared(source), (version("ziglang"), sys.platform, *_FLAGS), [HERE], _compile)
-    return Library(ctypes.CDLL(str(library)), {of.name: of for of in kernels_of(source)})
+    compiled = ctypes.CDLL(str(library))
+    compiled.emulation_stacks.argtypes, compiled.emulation_stacks.restype = [ctypes.c_void_p], ctypes.c_void_p
+    _stacks[:] = [compiled.emulation_stacks(*(_stacks or [None]))]
+    return Library(compiled, {of.name: of for of in kernels_of(source)})
+
+
+_stacks: list[int] = []
+"""Where the threads of all libraries have their stacks."""
 
 
 def _compile(cpp: Path, library: Path) -> None:

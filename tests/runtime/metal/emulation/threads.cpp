@@ -278,6 +278,17 @@ const uint64_t* emulation_exchange(const void* value, size_t size, const char* f
 
 uint emulation_lane() { return current % LANES; }
 
+// Take the stacks that another library has made, or make them, and return them: one library executes at a time, and two
+// thousand mappings of each would make /proc/self/maps a text that takes long to read.
+void* emulation_stacks(void* made) {
+    stacks = (char*)made;
+    if (!stacks) {
+        stacks = (char*)pages((size_t)MOST_THREADS * STACK);
+        for (uint i = 0; i < MOST_THREADS; ++i) mprotect(stacks + (size_t)i * STACK, PAGE, PROT_NONE);
+    }
+    return stacks;
+}
+
 // Execute a kernel. Returns 0, or 1 with a message.
 //
 // buffers, lengths, writable -- in the order of the kernel's arguments; lengths in bytes
@@ -291,10 +302,6 @@ int emulation_launch(Kernel function, void** buffers, const uint64_t* lengths, c
     message[0] = 0;
     threads = group_size[0] * group_size[1] * group_size[2];
     const uint all = groups[0] * groups[1] * groups[2];
-    if (!stacks) {
-        stacks = (char*)pages((size_t)MOST_THREADS * STACK);
-        for (uint i = 0; i < MOST_THREADS; ++i) mprotect(stacks + (size_t)i * STACK, PAGE, PROT_NONE);
-    }
     range_count = count + piece_count;
     size_t cells = 0;
     for (uint i = 0; i < range_count; ++i) {
