@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from sparsepack.errors import ArtifactError
 from sparsepack.files.gguf import read_gguf
 
 SIZE = 32 << 20
@@ -49,3 +50,16 @@ def test_neighbours_and_tensors_smaller_than_a_page_are_not_touched(path: Path) 
         file.forget(name)
     assert np.array_equal(file.bytes("small").view(np.float32), np.arange(7))
     assert np.array_equal(file.bytes("last").view(np.float32), np.arange(SIZE // 4))
+
+
+@pytest.mark.parametrize("alignment", [12, 1 << 21])
+def test_an_alignment_that_no_reader_could_map_is_refused(alignment: int, tmp_path: Path) -> None:
+    from gguf import GGUFWriter
+
+    writer = GGUFWriter(tmp_path / "m.gguf", "test")
+    writer.add_uint32("general.alignment", alignment)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    with pytest.raises(ArtifactError, match=f"general.alignment is '{alignment}'"):
+        read_gguf(tmp_path / "m.gguf")

@@ -14,6 +14,7 @@ from pairwise import each_value
 
 from sparsepack.errors import ArtifactError
 from sparsepack.formats.inspect import describe
+from sparsepack.formats.manifest import weight_changes
 from sparsepack.formats.open import open_artifact
 from sparsepack.formats.orders import zigzag
 from sparsepack.formats.plan import PlannedGroup, alone
@@ -231,3 +232,9 @@ def test_description_of_a_damaged_header_is_an_error(zigzag_files: Files, tmp_pa
     (tmp_path / "m.gguf").write_bytes(data)
     with pytest.raises(ArtifactError, match="header does not match its SHA-256"):
         describe(tmp_path / "m.gguf")
+
+
+def test_a_tensor_of_two_sites_has_changed_by_no_more_than_at_the_one_where_it_has_more() -> None:
+    sites = [{"changes": {"a": 0.2, "b": 0.1}}, {"changes": {"a": 0.1, "b": 0.3}}, {"changes": {}}]
+    assert weight_changes({"refit": {"sites": sites}}) == {"a": 0.2, "b": 0.3}
+    assert weight_changes({"refit": None}) == {}

@@ -122,6 +122,15 @@ def test_unverified_reading_checks_the_header_only(small: dict[str, bytes], tmp_
         read_packed(tmp_path / "m.gguf")
 
 
+def test_a_file_that_ends_within_its_header_is_told_from_one_that_was_changed(
+    small: dict[str, bytes], tmp_path: Path
+) -> None:
+    path = tmp_path / "m.gguf"
+    path.write_bytes(small["zigzag"][: BYTES_AT + 100])
+    with pytest.raises(ArtifactError, match=f"truncated .* claims [0-9,]+ bytes, the file has {BYTES_AT + 100}"):
+        check_header(path)
+
+
 def test_damage_is_named_with_its_tensor(small: dict[str, bytes], tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
     path.write_bytes(small["zigzag"])

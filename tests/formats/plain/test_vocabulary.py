@@ -216,11 +216,19 @@ def without(tokenizer: dict[str, Any], token: str) -> dict[str, Any]:
     return tokenizer | {"model": tokenizer["model"] | {"vocab": vocab}}
 
 
+def in_turn(*steps: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "Sequence", "pretokenizers": [*steps]}
+
+
 REFUSED: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], str]] = {
     "unknown regex": (lambda t: t | {"pre_tokenizer": json.loads(split(r"\w+\n").__getstate__())}, r"\\w+\\n"),
     "prefix space": (
         lambda t: t | {"pre_tokenizer": t["pre_tokenizer"] | {"add_prefix_space": True}},
         "add_prefix_space",
+    ),
+    "digits together": (
+        lambda t: t | {"pre_tokenizer": in_turn({"type": "Digits", "individual_digits": False}, t["pre_tokenizer"])},
+        "individual_digits",
     ),
     "no pre-tokenizer": (lambda t: t | {"pre_tokenizer": None}, "pre_tokenizer None"),
     "WordPiece": (lambda t: t | {"model": {"type": "WordPiece", "vocab": {}}}, "WordPiece"),
