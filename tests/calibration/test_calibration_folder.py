@@ -7,6 +7,7 @@ import pytest
 import torch
 from folders_for_tests import content
 from models_for_tests import make_model
+from safetensors.torch import load_file, save_file
 
 from sparsepack.calibrate import collection as run
 from sparsepack.calibrate import folder
@@ -14,6 +15,7 @@ from sparsepack.calibrate.collect import CalibrateOptions
 from sparsepack.calibrate.collection import calibrate
 from sparsepack.calibrate.folder import Calibration
 from sparsepack.errors import CalibrationError, OutputError
+from sparsepack.files.hashing import sha256_file
 from sparsepack.models.checkpoint.checkpoint import open_checkpoint
 
 OPTIONS = CalibrateOptions(context=48, samples=6)
@@ -92,6 +94,17 @@ def test_a_calibration_from_before_has_no_windows_held_out(small_calibration, tm
 def test_other_windows_held_out_than_the_manifest_counts_are_refused(small_calibration, tmp_path):
     folder.save(replace(small_calibration, held_out=small_calibration.held_out[:3]), tmp_path / "c")
     with pytest.raises(CalibrationError, match=r"held_out is torch.int32 \[3, 64\], expected int32 \[8, 64\]"):
+        folder.load(tmp_path / "c")
+
+
+@pytest.mark.parametrize("change", [lambda ids: ids.long(), lambda ids: ids[0], lambda ids: ids[:0]])
+def test_windows_that_hold_no_tokens_are_refused(small_calibration, tmp_path, change):
+    folder.save(small_calibration, tmp_path / "c")
+    path = tmp_path / "c" / "calibration.safetensors"
+    tensors = load_file(path)
+    save_file({**tensors, "windows": change(tensors["windows"])}, path)
+    _edited(tmp_path / "c" / "calibration.json", lambda value: value.update(statistics_sha256=sha256_file(path)))
+    with pytest.raises(CalibrationError, match=r"windows are torch.int.*, expected int32 \[windows, context\]"):
         folder.load(tmp_path / "c")
 
 

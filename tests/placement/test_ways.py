@@ -39,6 +39,8 @@ def test_of_listed_neurons_the_gates_are_read_and_the_records_of_active_ones() -
     listed = Listed(400 / 1200, 0.25)
     expected = seconds_per_token(measured_rates(LINKS, 288), plan, 200 / 1200, 0.25, 3 / 1200, True, listed)
     assert found["model"]["together"] == pytest.approx(expected.together)
+    assert len(set(expected.parts.values())) > 1
+    assert found["model"][found["model"]["slowest"]] == max(expected.parts.values())
     assert "100.0 of 400.0 listed neurons had slots" in describe_per_token(found)
 
 

@@ -15,7 +15,7 @@ from sparsepack.calibrate.folder import load
 from sparsepack.calibrate.prune import PruneOptions
 from sparsepack.calibrate.pruning import prune
 from sparsepack.calibrate.refit import RefitOptions
-from sparsepack.calibrate.refitting import AT_ONCE
+from sparsepack.calibrate.refitting import AT_ONCE, SHRINKAGE, _damping
 from sparsepack.calibrate.sequential import inputs_of_site, sparse_second_half, sparsify_second_half
 from sparsepack.calibrate.threshold_table import read_thresholds
 from sparsepack.calibrate.thresholds import AllocationOptions
@@ -262,6 +262,12 @@ def test_a_run_that_was_killed_goes_on_and_makes_the_same_bytes(
     assert loaded[:5] == [0, 1, 0, 1, 1]  # then both models are scored
     assert asked.output.read_bytes() == fitted.read_bytes()
     assert not unfinished_path(asked.output).exists()
+
+
+def test_error_feedback_is_damped_the_more_the_fewer_tokens_there_are_for_an_input() -> None:
+    assert _damping(100, 800) == _damping(100, 10_000) == SHRINKAGE
+    assert _damping(100, 400) == 2 * SHRINKAGE
+    assert _damping(100, 0) == 800 * SHRINKAGE  # of an expert that no token chose
 
 
 def test_what_does_not_go_together_is_refused_before_any_work(request_: PackRequest) -> None:

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from sparsepack.errors import PlacementError
+from sparsepack.placement.options import SINGLE
 from sparsepack.simulation.options import ORDERS as NAMES
 from sparsepack.simulation.options import SimulateOptions
 from sparsepack.simulation.run import ORDERS, grouped_frequency, groups_of, needed_of, simulate
@@ -30,3 +31,11 @@ def test_every_neuron_has_one_group(traced, order):
 def test_an_order_without_groups_is_refused(traced, other_text):
     with pytest.raises(PlacementError, match="order random: it does nothing with group 1"):
         simulate(traced, other_text, SimulateOptions(order="random"))
+
+
+@pytest.mark.parametrize("name", SINGLE)
+def test_what_is_best_for_single_neurons_only_is_refused_for_groups(traced, other_text, name):
+    with pytest.raises(PlacementError, match=f"--policy {name}, --group 2: .* single neurons only"):
+        simulate(traced, other_text, SimulateOptions(policy=f"static,{name}", group=2))
+    assert name not in SimulateOptions(group=2).policies
+    assert name in SimulateOptions(policy=name).policies

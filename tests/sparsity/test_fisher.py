@@ -1,5 +1,7 @@
 """`fisher`: gradients of the model's own output, the share that each site gets, and what is lost beside `uniform`."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from accuracy import divergence, realised, windows_of
@@ -58,6 +60,16 @@ def test_one_threshold_gives_every_site_its_share(small, small_calibration):
     assert sum(weights[key] * rule.sparsity for key, rule in rules.items()) == pytest.approx(0.5, abs=2e-3)
     assert len({round(rule.sparsity, 3) for rule in rules.values()}) > 4
     assert all(rule.channel_weights.log().mean() == pytest.approx(0, abs=1e-4) for rule in rules.values())
+
+
+def test_a_channel_counts_by_the_root_of_its_mean_square_gradient(small, small_calibration):
+    few = replace(small_calibration, windows=small_calibration.windows[:2])
+    rules = find_rules(small, few, HALF, all_sites(small))
+    for key, _, gradient in _gradients(small, few.windows, HALF):
+        root = gradient.square().mean((0, 1)).sqrt()
+        counted = root > 1e-2 * root.max()  # the others may be raised
+        ratio = rules[key].channel_weights[counted] / root[counted]
+        assert torch.allclose(ratio, ratio[:1], rtol=1e-4), key
 
 
 def test_one_threshold_splits_all_weights_at_the_target():

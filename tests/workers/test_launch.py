@@ -70,6 +70,22 @@ def test_workers_that_end_well_end_well(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"0": "3", "1": "3", "2": "3"}
 
 
+@pytest.mark.parametrize(
+    ("cores", "given", "threads"), [(7, None, {"2"}), (2, None, {"1"}), (7, "5", {"5"})], ids=["share", "few", "given"]
+)
+def test_workers_share_the_cores_unless_threads_are_given(
+    cores: int, given: str | None, threads: set[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(module, "cores", lambda: cores)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if given is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", given)
+    _workers(monkeypatch, "import os; open(os.environ['RANK'], 'w').write(os.environ['OMP_NUM_THREADS'])")
+    assert launch(["x"], ["cpu"] * 3) == 0
+    assert {path.read_text() for path in tmp_path.iterdir()} == threads
+
+
 def test_a_killed_worker_ends_all_with_one_line(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
