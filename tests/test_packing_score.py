@@ -31,7 +31,7 @@ from sparsepack.models.checkpoint.checkpoint import open_checkpoint
 from sparsepack.models.tokenizer.windows import inputs_and_targets
 from sparsepack.packing import Found, Packed, PackRequest, pack
 from sparsepack.packing_forecast import forecast
-from sparsepack.packing_score import pieces, scoring_of, warning_of
+from sparsepack.packing_score import Cost, pieces, scoring_of, warning_of
 from sparsepack.publish.card import model_card
 
 HALF = AllocationOptions(0.5)
@@ -207,6 +207,13 @@ def test_fewer_and_shorter_windows_are_scored_of_a_large_model() -> None:
     assert pieces(held_out[:2, :64], 100).shape == (1, 64)
     assert pieces(held_out, 3 * 2048, shortest=2048).shape == (3, 2048)
     assert pieces(held_out, 700, shortest=2048).shape == (1, 512)
+
+
+def test_so_many_tokens_are_scored_as_pass_through_all_models_within_the_limit() -> None:
+    cost = Cost(limit=10.0, reading=1.0, rate=100.0, passes=3)
+    assert cost.tokens == 300
+    assert cost.seconds(cost.tokens) == cost.limit
+    assert cost._replace(limit=0.5).tokens == 0
 
 
 def test_windows_in_which_attention_reads_all_are_told(source: Path, asked: PackRequest) -> None:

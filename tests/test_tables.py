@@ -23,6 +23,12 @@ def test_markdown_pads_columns_and_sets_numbers_right() -> None:
     ]
 
 
+def test_columns_of_which_some_cells_are_no_numbers_stand_left() -> None:
+    rows = [["a", "1", "-", "2 GB"], ["b", "2", "+3 %", "unknown"]]
+    assert Table(["name", "count", "change", "size"], rows).right == [False, True, True, False]
+    assert Table(["name"], []).right == [False]
+
+
 def test_html_escapes_cells_and_marks_numbers_and_styles() -> None:
     page = html(TABLE)
     assert '<tr><td data-column="name">&lt;i&gt;<td class="n bad" data-column="share">10 %' in page

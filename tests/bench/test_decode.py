@@ -210,6 +210,12 @@ def test_tests_beyond_the_context_or_the_text_are_errors() -> None:
         bench_decode(sparse_model(), SETTINGS, ids=TEXT[:3])
 
 
+def test_several_sequences_need_no_room_for_a_prefill_that_is_not_run() -> None:
+    alone, together = (BenchSettings(generate=8, batch=batch) for batch in (1, 3))
+    assert alone.longest == alone.tokens == alone.prompt > 8
+    assert (together.longest, together.tokens) == (8, 24)
+
+
 def test_a_model_by_neurons_is_measured_with_and_without_skipping_them() -> None:
     packed = by_neurons(random_model("llama", hidden_size=256, intermediate_size=300, hidden_act="relu"))
     _, dense, sparse = bench_decode(packed, SETTINGS, "model.gguf", TEXT)["tests"]

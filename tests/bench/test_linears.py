@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from sparsepack.bench import linears
 from sparsepack.bench.linears import Linear, bench_linears, contenders, linears_of
 from sparsepack.bench.run import linears_table
 from sparsepack.errors import UserError
@@ -20,6 +21,21 @@ def test_linears_of_one_shape_are_measured_once() -> None:
 def test_a_folder_without_slid_linears_has_nothing_to_measure() -> None:
     with pytest.raises(UserError, match="nothing to measure"):
         linears_of({})
+
+
+def test_there_are_so_many_copies_of_the_weights_that_no_cache_holds_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linears, "ROTATION", 1000)
+    made: list[torch.Tensor] = []
+
+    def of(copy: torch.Tensor) -> linears.Run:
+        made.append(copy)
+        return lambda x: x
+
+    for columns, count in ((1, 16), (64, 1), (7, 3)):  # of 64, 4096 and 448 bytes
+        made.clear()
+        runs, nbytes = linears.copies(torch.ones(16, columns), of)
+        assert len(runs) == len({copy.data_ptr() for copy in made}) == count
+        assert nbytes == 64 * columns
 
 
 def test_the_table_has_sums_and_ratios() -> None:

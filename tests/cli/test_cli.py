@@ -196,9 +196,10 @@ def test_mistakes_say_what_is_wrong_and_no_more(tiny: Path) -> None:
     assert fails("pack", "shipped:tiny", "--thresholds", tiny / "none.json", "-o", tiny / "x.gguf").endswith(
         "none.json: cannot be read (No such file or directory)"
     )
-    assert fails("generate", packed, "--prompt", "a", "--device", "foo").endswith(
-        "--device foo: expected cpu, cuda, cuda:N or mps"
-    )
+    for device in ("foo", "cuda:x", "mps2"):
+        assert fails("generate", packed, "--prompt", "a", "--device", device).endswith(
+            f"--device {device}: expected cpu, cuda, cuda:N or mps"
+        )
     if not torch.backends.mps.is_available():
         line = fails("generate", packed, "--prompt", "a", "--device", "mps")
         assert "--device mps: not usable here (torch finds no Apple GPU); this machine has cpu" in line

@@ -44,6 +44,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("run-server", "sparsepack serve FILE"),
         ("help", "sparsepack --help"),
         ("calibrat", "sparsepack calibrate"),
+        ("CALIBRAT", "sparsepack calibrate"),
+        ("quantiz", "sparsepack pack MODEL"),
         ("xyzzy", "expected one of calibrate, thresholds"),
     ],
 )

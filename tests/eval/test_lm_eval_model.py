@@ -93,6 +93,16 @@ def test_the_batch_size_changes_nothing(scorer, byte_tokenizer):
     assert alone.generate_until(prompts) == together.generate_until(prompts)
 
 
+def test_the_longest_rows_are_run_first_so_that_too_little_memory_shows_at_once(scorer, byte_tokenizer):
+    model = lm(scorer, byte_tokenizer, batch_size=1)
+    model.generate_until(requests(*[(text, {"max_gen_toks": 1}) for text in ("abc", "abcde", "ab")]))
+    model.loglikelihood(requests(("abc", "d"), ("abcde", "f"), ("ab", "c")))
+    generated, scored = ([int(length) for _, length, _ in calls] for calls in (scorer.calls[:3], scorer.calls[3:]))
+    assert generated == sorted(generated, reverse=True)
+    assert scored == sorted(scored, reverse=True)
+    assert len(set(generated)) == len(set(scored)) == 3
+
+
 def test_choices_of_one_token_share_one_row(scorer, byte_tokenizer):
     lm(scorer, byte_tokenizer, batch_size=8).loglikelihood(
         requests(("Answer:", "A"), ("Answer:", "B"), ("Answer:", "C"))

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from sparsepack.eval.results import exp_mean, with_error
+from sparsepack.eval.results import exp_mean, mean, with_error
 
 
 @pytest.mark.parametrize(
@@ -26,3 +26,11 @@ def test_a_model_that_knows_nothing_has_a_perplexity_too() -> None:
     found = exp_mean(torch.tensor([800.0, 900.0], dtype=torch.float64))
     assert found == {"value": math.inf, "stderr": None}
     assert with_error(found, 2) == "inf"
+
+
+def test_the_error_of_a_mean_is_the_deviation_over_the_root_of_the_number() -> None:
+    values = torch.tensor([1.0, 3.0] * 8, dtype=torch.float64)
+    found = mean(values)
+    assert found == {"value": 2.0, "stderr": pytest.approx(math.sqrt(16 / 15) / 4)}
+    assert exp_mean(values)["stderr"] == pytest.approx(math.exp(2) * math.sqrt(16 / 15) / 4)
+    assert mean(values[:1]) == {"value": 1.0, "stderr": None}

@@ -111,6 +111,8 @@ def test_usual_bounds_are_kept_to(grammars: Grammars, bound: float) -> None:
         {"const": 2**66 + 1},
         {"enum": ["a", [{"b": -(2**64)}]]},
         {"type": "array", "minItems": 2**40},
+        {"type": "integer", "multipleOf": 10_001},
+        {"allOf": [{"type": "integer", "multipleOf": 79}, {"type": "integer", "multipleOf": 128}]},  # 10,112 together
         {"type": "string", "maxLength": 10**30},
         {"x-guidance": {"lenient": True}},
         {"type": "string", "pattern": "("},

@@ -93,6 +93,20 @@ def test_an_answer_has_one_call_where_calls_may_not_be_parallel(
     assert [call.index for delta in chunks for call in delta.tool_calls or ()] == [*range(calls)]
 
 
+def test_an_answer_cut_off_behind_a_call_says_so(with_tools: Served) -> None:
+    hermes = "<tool_call>" in str(with_tools.model.chat_template)
+    head, tail = ("<tool_call>\n", "\n</tool_call>") if hermes else ("", ";")
+    written = json.dumps({"name": "weather", "arguments" if hermes else "parameters": {}})
+    call = json.dumps(f"{head}{written}{tail}")
+
+    def answer(grammar: str, most: int) -> Any:
+        return chat(with_tools, tools=[WEATHER], extra_body={"grammar": grammar}, max_tokens=most, temperature=0)
+
+    needed = answer(f"root ::= {call}", 300).usage.completion_tokens
+    choice = answer(f"root ::= {call} {call}", needed + 3).choices[0]
+    assert (len(choice.message.tool_calls), choice.finish_reason) == (1, "length")
+
+
 def test_the_template_is_told_of_the_tools_that_may_be_called(with_tools: Served) -> None:
     def prompt_tokens(**asked: Any) -> int:
         return int(chat(with_tools, max_tokens=0, **asked).usage.prompt_tokens)
