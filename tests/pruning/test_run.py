@@ -97,14 +97,15 @@ def test_sites_may_differ_and_be_left_out(small: Checkpoint, calibration: Path, 
         assert torch.equal(pruned.tensor(name), small.tensor(name))
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("method", ["magnitude", "sparsegpt"])
+@pytest.mark.parametrize("method", ["magnitude", pytest.param("sparsegpt", marks=pytest.mark.long)])
 def test_a_better_order_loses_less_of_the_matrices_behind_it(
-    method: str, tiny: Checkpoint, tiny_calibration: Calibration, tmp_path: Path
+    method: str, tiny: Checkpoint, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    folder.save(tiny_calibration, tmp_path / "calibration")
     options = BY_SIZE if method == "magnitude" else PruneOptions(6, 8, method=method, windows=8)
-    read = None if method == "magnitude" else tmp_path / "calibration"
+    read = None
+    if method != "magnitude":
+        read = tmp_path / "calibration"
+        folder.save(request.getfixturevalue("tiny_calibration"), read)
     plain = prune(tiny, tmp_path / "plain", options, read).matrices
     better = prune(tiny, tmp_path / "better", replace(options, permute=True), read).matrices
     rows = [(p, b) for p, b in zip(plain, better, strict=True) if b.permuted]
