@@ -52,3 +52,15 @@ def test_two_at_once_keep_the_rows_of_both(tmp_path):
     measure_shapes([(256, 256)], path, head, {}, disturbed)
     assert set(read_rows(path, 1, bool)) == {(256, 256), (512, 256)}
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_what_is_measured_anew_takes_the_place_of_what_was_known(tmp_path):
+    path, head = tmp_path / "x.json", {"schema": 1}
+
+    def row(tile):
+        return {"rows": 256, "columns": 256, "tile": tile}
+
+    measure_shapes([(256, 256)], path, head, {}, lambda shape: row(2))
+    known = read_rows(path, 1, bool)
+    measure_shapes([(256, 256)], path, head, known, lambda shape: row(4))
+    assert read_rows(path, 1, bool) == {(256, 256): row(4)}
