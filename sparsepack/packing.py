@@ -53,6 +53,14 @@ class PackRequest:
     allocation: AllocationOptions | None = None
     fitting: RefitOptions | None = None
     sparse_attention: AttentionOptions | None = None
+    bits: float | None = option(
+        "In place of --sparsity, for formats with planes: bits of a weight that a decoded token reads in the mean, scales "
+        "included.",
+        default=None,
+        above=0,
+        most=16,
+        counts=(only_with("format", *(row.name for row in FORMATS.values() if row.levels)),),
+    )
     output_type: str = option("Type of the output matrix.", default="auto", choices=("auto", *TYPES))
     embedding_type: str = option("Type of the embedding.", default="auto", choices=("auto", *TYPES))
     keep: int | None = option(
@@ -88,9 +96,18 @@ class PackRequest:
         check_types(self, PackingError)
         format = format_of(self.format)
         check_options(self, PackingError, but=("format",))  # which the table of formats is asked for
+        if self.bits is not None and (self.allocation is not None and self.allocation.sparsity > 0):
+            raise PackingError("give --bits or --sparsity, not both: bits say how many are read, sparsity how many not")
+        if self.bits is not None and not self.bits < format.bits:
+            raise PackingError(f"--bits {self.bits:g}: {format.name} has {format.bits:g} in all; expected fewer")
+        if self.bits is not None and (self.calibration is None or self.thresholds is not None):
+            raise PackingError(
+                "--bits needs --calibration, a folder made by `sparsepack calibrate`, and no --thresholds"
+            )
         if self.allocation is not None:
             self.allocation.check()
         sparse = self.thresholds is not None or (self.allocation is not None and self.allocation.sparsity > 0)
+        sparse = sparse or self.bits is not None
         if sparse and not format.thresholds:
             raise PackingError(
                 f"format {format.name}: it has no place for thresholds; "
@@ -143,6 +160,17 @@ class PackRequest:
                 f"--calibration changes nothing with {alone} and --no-score alone; say what to take from it: "
                 f"{options}; or leave it out"
             )
+
+    def settled(self) -> PackRequest:
+        """The same request with the sparsity that `bits` mean, and of the format's own blocks."""
+        format, allocation = format_of(self.format), self.allocation
+        if self.bits is not None:
+            shared = replace(allocation, sparsity=1 - self.bits / format.bits) if allocation else None
+            allocation = shared or AllocationOptions(1 - self.bits / format.bits, device=self.device)
+        if allocation is not None and format.levels:
+            allocation = replace(allocation, block=format.matrices.block)
+            allocation.check()
+        return replace(self, bits=None, allocation=allocation)
 
     @property
     def fit(self) -> RefitOptions:
@@ -239,6 +267,7 @@ def pack(request: PackRequest, checkpoint: Checkpoint | None = None, shard: Shar
     shard = shard or ALONE
     check_type("request", request, PackRequest, PackingError)
     request.check()
+    request = request.settled()
     request.check_workers(shard.world_size)
     request = with_paths(request)
     format = format_of(request.format)

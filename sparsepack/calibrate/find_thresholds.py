@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from sparsepack.calibrate import planes
 from sparsepack.calibrate.folder import Calibration
 from sparsepack.calibrate.folder import load as load_calibration
 from sparsepack.calibrate.provenance import processor
@@ -21,6 +22,7 @@ from sparsepack.errors import ThresholdsError
 from sparsepack.files.atomic import check_output
 from sparsepack.files.hashing import NO_HASH, fingerprint
 from sparsepack.files.tensors import arithmetic
+from sparsepack.formats.blocks.table import BLOCKS
 from sparsepack.models.checkpoint.checkpoint import Checkpoint, checkpoint_of
 from sparsepack.models.family import MLP_SITES, SITES
 from sparsepack.models.hf_model.blocks import BlockStream
@@ -95,8 +97,10 @@ def find_thresholds(
     weights = weights_of(checkpoint, sites)
     shard = shard.resume(command, checkpoint.layers)
     rules: Rules
-    if options.sparsity == 0:
+    if options.sparsity == 0 or options.block:
         rules = {(layer, site): SiteRule() for layer in range(checkpoint.layers) for site in SITES}
+        if options.sparsity:
+            rules |= planes.find_rules(checkpoint, calibration, options, weights)
     else:
         carried = shard.broadcast_tensors(shard.kept_after(_CARRIED))
         choose = _chooser(checkpoint, calibration, options, weights, carried, shard)
@@ -123,12 +127,18 @@ def predicted_thresholds(checkpoint: Checkpoint, options: AllocationOptions) -> 
         rules[layer, site] = SiteRule(
             threshold=_TYPICAL,
             offset=torch.zeros(columns) if options.offsets else None,
-            channel_weights=None if not per_channel or (pooled and site in MLP_SITES) else torch.ones(columns),
+            channel_weights=_predicted_weights(options, columns, per_channel and not (pooled and site in MLP_SITES)),
             sparsity=options.sparsity,
             realised=_TYPICAL,
             curve=(_TYPICAL_IN_CURVE,) * len(CURVE_SHARES),
         )
     return _table(checkpoint, NO_HASH, options, rules, sites)
+
+
+def _predicted_weights(options: AllocationOptions, columns: int, per_channel: bool) -> Tensor | None:
+    if options.block:
+        return torch.ones(len(BLOCKS[options.block].levels), columns)
+    return torch.ones(columns) if per_channel else None
 
 
 def check_experts(checkpoint: Checkpoint, options: AllocationOptions) -> None:

@@ -13,6 +13,7 @@ Unpublished. `python -m benchmarks small_models` measures what it costs real mod
 
 import math
 from collections.abc import Iterator, Mapping
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -62,7 +63,7 @@ def find_rules(
     channels: dict[SiteKey, Tensor] = {}
     counts, scales = {}, {}
     ids = spread_windows(calibration.windows, WINDOWS)[:, :TOKENS]
-    for (layer, site), x, gradient in _gradients(checkpoint, ids, options):
+    for (layer, site), x, gradient, _ in gradients(checkpoint, ids, options):
         if (layer, site) not in weights:
             continue
         squares = gradient.square().flatten(0, -2).mean(0)
@@ -117,11 +118,16 @@ def _pooled(checkpoint: Checkpoint, site: str) -> bool:
     return checkpoint.family.experts is not None and site in MLP_SITES
 
 
-def _gradients(
+Seen = tuple[Tensor, Tensor, Tensor | None]
+"""Of a site: x; the gradient at x; the mean squares of the gradient at each row of the output, None of experts."""
+
+
+def gradients(
     checkpoint: Checkpoint, ids: Tensor, options: AllocationOptions
-) -> Iterator[tuple[SiteKey, Tensor, Tensor]]:
-    """Yield of every site, the last block first, (key, x, gradient of the log-likelihood of drawn tokens): float32
-    [B, S, columns] each, without the sinks; of experts [B, S, experts, columns] where x is."""
+) -> Iterator[tuple[SiteKey, Tensor, Tensor, Tensor | None]]:
+    """Yield of every site, the last block first, its key, x, and the gradients of the log-likelihood of drawn tokens:
+    at x, float32 [B, S, columns] as x is, without the sinks, of experts [B, S, experts, columns] where x is; and at the
+    output, the mean squares float32 [rows], None of experts."""
     dtype = arithmetic(options.dtype, checkpoint.dtype, options.device)
     stream, layers = BlockStream(checkpoint, options.device, dtype), checkpoint.layers
     hidden = [stream.embed(ids)]
@@ -135,33 +141,62 @@ def _gradients(
         for layer in reversed(range(layers)):
             stream.load(layer, step=-1)
             entered = hidden.pop()
-            seen: dict[str, list[tuple[Tensor, Tensor]]] = {site: [] for site in SITES}
+            seen: dict[str, list[Seen]] = {site: [] for site in SITES}
             for number, row in enumerate(entered):
                 gradient[number] = _through_block(stream, layer, row[None], gradient[number : number + 1], seen)
-            for site, pairs in seen.items():
-                if pairs:
-                    yield (layer, site), torch.cat([x for x, _ in pairs]), torch.cat([slope for _, slope in pairs])
+            for site, parts in seen.items():
+                if parts:
+                    x, slope = (torch.cat([part[n] for part in parts]) for n in (0, 1))
+                    of_rows = [part[2] for part in parts if part[2] is not None]
+                    yield (layer, site), x, slope, torch.stack(of_rows).mean(0) if of_rows else None
             advance()
 
 
 def _through_block(
-    stream: BlockStream, layer: int, hidden: Tensor, gradient: Tensor, seen: dict[str, list[tuple[Tensor, Tensor]]]
+    stream: BlockStream, layer: int, hidden: Tensor, gradient: Tensor, seen: dict[str, list[Seen]]
 ) -> Tensor:
     """The gradient [1, S, H] in front of the loaded block, of that behind it; `seen` has more of each site then."""
     inputs: dict[str, Tensor] = {}
+    outputs: dict[str, list[Tensor]] = {}
 
     def function(_: int, site: str, x: Tensor) -> Tensor:
         inputs[site] = x.view_as(x)
         return inputs[site]
 
+    def keep(site: str, _: nn.Module, __: object, output: Tensor) -> Tensor:
+        outputs.setdefault(site, []).append(output.view_as(output))
+        return outputs[site][-1]
+
+    family, block = stream.source.family, stream.block
+    linears = {} if family.experts is not None else family.projections
+    handles = [
+        block.get_submodule(name).register_forward_hook(partial(keep, site))
+        for site, names in linears.items()
+        for name in names
+    ]
     entered = hidden.to(stream.device, stream.dtype).requires_grad_()
-    with torch.enable_grad(), site_hooks([(layer, stream.block)], stream.source.family, function):
-        left = stream(entered)
-        found = torch.autograd.grad(left, [entered, *inputs.values()], gradient.to(left), allow_unused=True)
-    for (site, x), slope in zip(inputs.items(), found[1:], strict=True):
+    try:
+        with torch.enable_grad(), site_hooks([(layer, block)], family, function):
+            left = stream(entered)
+            wanted = [entered, *inputs.values(), *(output for each in outputs.values() for output in each)]
+            found = torch.autograd.grad(left, wanted, gradient.to(left), allow_unused=True)
+    finally:
+        for handle in handles:
+            handle.remove()
+    at_outputs = iter(found[1 + len(inputs) :])
+    of_rows = {
+        site: torch.cat([_mean_squares(next(at_outputs), entered.shape[1]) for _ in each])
+        for site, each in outputs.items()
+    }
+    for (site, x), slope in zip(inputs.items(), found[1:], strict=False):
         if slope is not None:
-            seen[site].append((x.detach()[:, _SINKS:].float(), slope[:, _SINKS:].float()))
+            seen[site].append((x.detach()[:, _SINKS:].float(), slope[:, _SINKS:].float(), of_rows.get(site)))
     return found[0].cpu()
+
+
+def _mean_squares(gradient: Tensor, positions: int) -> Tensor:
+    """Of a gradient [1, S, rows], or with rows of positions joined, without the sinks: float32 [rows]."""
+    return gradient.view(positions, -1)[_SINKS:].float().square().mean(0)
 
 
 def _of_output(stream: BlockStream, hidden: Tensor) -> Tensor:

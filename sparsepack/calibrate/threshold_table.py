@@ -71,9 +71,9 @@ class Thresholds:
             columns = checkpoint.stacked_shape(site)[1]
             for name in _VECTORS:
                 vector = getattr(rule, name)
-                if vector is not None and len(vector) != columns:
+                if vector is not None and vector.shape[-1] != columns:
                     raise ThresholdsError(
-                        f"layer {layer}, {site}: {name} has {len(vector)} channels, the model {columns}"
+                        f"layer {layer}, {site}: {name} has {vector.shape[-1]} channels, the model {columns}"
                     )
 
     def expected(self) -> dict[SiteKey, float | None]:
@@ -173,6 +173,7 @@ def rules_to_json(rules: Rules) -> list[dict[str, Any]]:
             "realised": rule.realised,
             "curve": list(rule.curve),
             **{name: _encoded(getattr(rule, name)) for name in _VECTORS},
+            **({"levels": len(rule.limits)} if rule.of_levels else {}),
         }
         for (layer, site), rule in rules.items()
     ]
@@ -199,7 +200,12 @@ def _rule(row: Any, where: str) -> tuple[SiteKey, SiteRule]:
             f"{where}: sparsity {sparsity}, threshold {threshold}; expected 0 <= sparsity < 1, threshold >= 0"
         )
     vectors = {name: _vector(row, name, where) for name in _VECTORS}
-    shares = (float(sparsity), float(realised), _curve(row, where))
+    shares, weights = (float(sparsity), float(realised), _curve(row, where)), vectors["channel_weights"]
+    if "levels" in row and weights is not None:
+        levels = _field(row, "levels", int, where)
+        if levels < 1 or len(weights) % levels:
+            raise ThresholdsError(f"{where}: {len(weights)} channel weights do not divide by {levels} levels")
+        vectors["channel_weights"] = weights.view(levels, -1)
     return (layer, site), SiteRule(float(threshold), vectors["offset"], vectors["channel_weights"], *shares)
 
 

@@ -135,10 +135,17 @@ class AllocationOptions:
     seed: int = option("With global: which windows are drawn.", default=0, least=0, most=LARGEST_SEED, counts=_LEARNT)
     device: str = "cpu"
     dtype: str = CalibrateOptions.dtype
+    block: str = ""
+    """Of a format with planes, the type of its blocks: the levels of channels are found, by `fisher` alone."""
 
     def check(self) -> None:
         """Raise `ThresholdsError` for values out of range."""
         check_options(self, ThresholdsError)
+        if self.block and (self.allocation != "fisher" or self.upstream != "sparse"):
+            raise ThresholdsError(
+                f"allocation {self.allocation}, upstream {self.upstream}: levels of planes are found by fisher and "
+                "sparse alone; leave them out, or pack as zigzag-q4_k"
+            )
         for name, problem in ALLOCATIONS[self.allocation].problems(self.upstream, self.windows != type(self).windows):
             raise ThresholdsError(f"{name}: {problem}")
 

@@ -8,23 +8,25 @@ stored. Both give the same numbers.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache, lru_cache, partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils.hooks import RemovableHandle
 
 from sparsepack.eval.protocols import CountingScorer, Done, Logits, TokensRead, ignored
 from sparsepack.files.tensors import brought
 from sparsepack.formats.orders.slide import dequantised, quantise_rows
 from sparsepack.integration.transformers import double_sparsity
 from sparsepack.models.architecture import soft_capped
-from sparsepack.models.family import Family
+from sparsepack.models.family import SITES, Family
 from sparsepack.models.hf_config import multipliers, sliding_windows
 from sparsepack.models.hf_model.blocks import BlockStream
 from sparsepack.models.hf_model.hooks import site_hooks
 from sparsepack.models.hf_model.model import BlockSource, backbone_of
-from sparsepack.models.sites import Rules, SiteKey, active_channels, sparsify
+from sparsepack.models.sites import Rules, SiteKey, SiteRule, active_channels, levels_read, sparsify
 from sparsepack.models.sparse_attention import SparseAttention
 from sparsepack.workers.exchange import AllGather
 
@@ -94,14 +96,22 @@ def quantised_inputs(
         yield
 
 
+OfLevels = Callable[[int, str], tuple[Sequence[torch.Tensor], Sequence[int]]]
+"""The stacked matrix of a site, by block and name, as each level of its planes but the last has it: float32 [rows,
+columns]; and the bytes of a superblock up to the end of each plane."""
+
+
 class SparsePositions:
     """Makes some positions of stock decoder blocks run by `rules`, and counts what they skipped.
 
-    A site without a rule always runs dense. Counts add up until `reset`; padding is never counted.
+    A site without a rule always runs dense. Counts add up until `reset`; padding is never counted. Where rules have
+    levels, which `of_levels` knows the weights of, what is counted is bytes in place of channels.
     """
 
-    def __init__(self, family: Family, rules: Rules, device: torch.device | str = "cpu") -> None:
-        self.family, self._device = family, torch.device(device)
+    def __init__(
+        self, family: Family, rules: Rules, device: torch.device | str = "cpu", of_levels: OfLevels | None = None
+    ) -> None:
+        self.family, self._device, self._of_levels = family, torch.device(device), of_levels
         self._rules = {key: rule.to(self._device) for key, rule in rules.items() if not rule.dense}
         self._inactive: dict[SiteKey, torch.Tensor] = {}
         self._seen: dict[SiteKey, torch.Tensor] = {}
@@ -125,7 +135,7 @@ class SparsePositions:
 
         def function(layer: int, site: str, x: torch.Tensor) -> torch.Tensor | None:
             rule = self._rules.get((layer, site))
-            if rule is None:
+            if rule is None or rule.of_levels:
                 return None
             # A position has one vector, or one for each of its experts. A model may be spread over several devices.
             of_each = (*counted.shape, *[1] * (x.dim() - 2))
@@ -138,8 +148,57 @@ class SparsePositions:
             self._seen[key] = self._seen.get(key, 0) + counts.sum() * x[0, 0].numel()
             return torch.where(skips, sparsify(x, rule), x)
 
-        with site_hooks(blocks, self.family, function):
-            yield
+        handles = [handle for layer, block in blocks for handle in self._level_hooks(layer, block, sparse, counted)]
+        try:
+            with site_hooks(blocks, self.family, function):
+                yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _level_hooks(
+        self, layer: int, block: nn.Module, sparse: torch.Tensor, counted: torch.Tensor
+    ) -> Iterator[RemovableHandle]:
+        """Make the Linears of sites whose rules have levels read each channel of sparse positions at its level."""
+        for site, names in self.family.projections.items():
+            rule = self._rules.get((layer, site))
+            if rule is None or not rule.of_levels:
+                continue
+            assert self._of_levels is not None
+            lower, ends = self._of_levels(layer, site)
+            first_row = 0
+            for number, name in enumerate(names):
+                linear = block.get_submodule(name)
+                rows = slice(first_row, first_row + linear.weight.shape[0])
+                weights = [each[rows].to(linear.weight) for each in lower]
+                counts = ((layer, site), ends, counted) if number == 0 else None
+                yield linear.register_forward_hook(partial(self._read_levels, rule, weights, sparse, counts))
+                first_row = rows.stop
+
+    def _read_levels(
+        self,
+        rule: SiteRule,
+        lower: Sequence[torch.Tensor],
+        sparse: torch.Tensor,
+        counts: tuple[SiteKey, Sequence[int], torch.Tensor] | None,
+        linear: nn.Linear,
+        inputs: tuple[torch.Tensor, ...],
+        output: torch.Tensor,
+    ) -> torch.Tensor:
+        """The product of a Linear, of sparse positions by the levels of its input; a forward hook."""
+        x = inputs[0].view(*sparse.shape, -1)  # some stock blocks join rows and positions before their MLP
+        levels, top = levels_read(x, rule.to(x.device).limits), len(lower) + 1
+        if counts is not None:
+            key, ends, counted = counts
+            read = torch.tensor([0, *ends], device=x.device)[levels.long()]
+            here = counted.to(x.device)[..., None]
+            self._inactive[key] = self._inactive.get(key, 0) + torch.where(here, ends[-1] - read, 0).sum()
+            self._seen[key] = self._seen.get(key, 0) + here.sum() * x.shape[-1] * ends[-1]
+        levels = torch.where(sparse.to(x.device)[..., None], levels, top)
+        found = torch.zeros((), device=x.device, dtype=x.dtype)
+        for level, weight in enumerate([*lower, linear.weight], 1):
+            found = found + functional.linear(torch.where(levels == level, x, 0), weight)
+        return (found if linear.bias is None else found + linear.bias).view_as(output)
 
     def reset(self) -> None:
         """Forget the counts."""
@@ -219,9 +278,11 @@ class SparseScorer(TransformersScorer):
         context: int,
         inputs: Mapping[SiteKey, torch.dtype] | None = None,
         attention: SparseAttention | None = None,
+        of_levels: OfLevels | None = None,
     ) -> None:
         self.model, self.device = model, model.lm_head.weight.device
-        super().__init__(model.config, SparsePositions(family, rules, self.device), context, inputs, attention)
+        positions = SparsePositions(family, rules, self.device, of_levels and cache(of_levels))
+        super().__init__(model.config, positions, context, inputs, attention)
         if attention is not None:
             double_sparsity.attach(model, attention)
 
@@ -276,8 +337,10 @@ class StreamedScorer(TransformersScorer):
         inputs: Mapping[SiteKey, torch.dtype] | None = None,
         attention: SparseAttention | None = None,
         device: str = "cpu",
+        of_levels: OfLevels | None = None,
     ) -> None:
-        super().__init__(source.config, SparsePositions(source.family, rules, device), context, inputs, attention)
+        positions = SparsePositions(source.family, rules, device, of_levels and lru_cache(len(SITES))(of_levels))
+        super().__init__(source.config, positions, context, inputs, attention)
         self.source, self.steps, self.device = source, source.layers, torch.device(device)
         self._attention = attention
         self._stream = BlockStream(source, device, dtype, None if attention is None else double_sparsity.NAME)

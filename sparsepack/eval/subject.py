@@ -16,7 +16,7 @@ import torch
 from sparsepack.calibrate.threshold_table import Thresholds
 from sparsepack.errors import UserError
 from sparsepack.eval.protocols import Subject
-from sparsepack.eval.scorer import SparseScorer, StreamedScorer, TransformersScorer
+from sparsepack.eval.scorer import OfLevels, SparseScorer, StreamedScorer, TransformersScorer
 from sparsepack.files.tensors import arithmetic, type_name
 from sparsepack.formats.artifact import Artifact
 from sparsepack.formats.manifest import source_made_from
@@ -37,6 +37,7 @@ class TransformersSubject(Subject):
     weights -- the type in which its matrices are stored
     dtype   -- the type in which it is computed, on `device`
     inputs  -- what the inputs of sites are quantised to, token by token
+    of_levels -- of sites whose rules have levels, their weights at each; None: no rules have
     """
 
     source: BlockSource
@@ -45,6 +46,7 @@ class TransformersSubject(Subject):
     dtype: torch.dtype
     device: str
     inputs: Mapping[SiteKey, torch.dtype] = field(default_factory=dict)
+    of_levels: OfLevels | None = None
 
     @property
     def family(self) -> Family:
@@ -79,12 +81,14 @@ class TransformersSubject(Subject):
     def scorer(self) -> TransformersScorer:
         """A scorer that runs block by block on a CPU."""
         if self.device == "cpu":
-            return StreamedScorer(self.source, self.rules, self.context, self.dtype, self.inputs, self.attention)
+            numbers = (self.context, self.dtype, self.inputs, self.attention)
+            return StreamedScorer(self.source, self.rules, *numbers, of_levels=self.of_levels)
         return self.task_scorer()
 
     def task_scorer(self) -> SparseScorer:
         """A scorer of the whole model in memory."""
-        return SparseScorer(self.model, self.family, self.rules, self.context, self.inputs, self.attention)
+        numbers = (self.context, self.inputs, self.attention, self.of_levels)
+        return SparseScorer(self.model, self.family, self.rules, *numbers)
 
     def parameters(self) -> dict[SiteKey, int]:
         shapes = parameter_shapes(self.source.config, self.source.bases)
@@ -159,4 +163,5 @@ def _artifact(artifact: Artifact, thresholds: Thresholds | None, device: str, dt
         inputs=stock.inputs,
         made_from=source_made_from(artifact.manifest),
         attention=stock.attention,
+        of_levels=stock.of_levels,
     )

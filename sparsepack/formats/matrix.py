@@ -36,6 +36,16 @@ class PackedMatrix:
         return self.rows * self.columns
 
     @property
+    def levels(self) -> tuple[int, ...]:
+        """Bytes of a superblock that a reader of its first plane, of two, ... reads; empty: it has no planes."""
+        return BLOCKS[self.format.block].level_bytes if self.format.order == "zigzag" else ()
+
+    @property
+    def units(self) -> int:
+        """The pieces of which a token may leave some out: columns, or with planes bytes of one row of superblocks."""
+        return self.columns * (self.levels[-1] if self.levels else 1)
+
+    @property
     def nbytes(self) -> int:
         """Stored bytes, without those of `row_scale`: a token reads them whatever it skips."""
         return self.blocks.nbytes + (0 if self.tail is None else self.tail.nbytes)
@@ -133,10 +143,13 @@ def relative_error(weights: Tensor, type: str) -> float:
     return float(error.norm() / exact.norm().clamp_min(torch.finfo(torch.float32).tiny))
 
 
-def decode_matrix(matrix: PackedMatrix) -> Tensor:
-    """The logical weights of a stored matrix of any type: float32 [rows, columns]."""
+def decode_matrix(matrix: PackedMatrix, level: int = 0) -> Tensor:
+    """The logical weights of a stored matrix of any type: float32 [rows, columns].
+
+    level -- of a matrix with planes, those that are read; 0: all
+    """
     if matrix.format.order == "zigzag":
-        return zigzag_rows(matrix, 0, matrix.rows)
+        return zigzag_rows(matrix, 0, matrix.rows, level)
     return BLOCKS[matrix.format.block].decode(matrix.blocks)
 
 
@@ -146,15 +159,16 @@ def decode_experts(matrix: PackedExperts, first: int = 0, last: int | None = Non
     return torch.stack([decode_matrix(matrix.expert(number)) for number in numbers])
 
 
-def zigzag_rows(matrix: PackedMatrix, start: int, stop: int) -> Tensor:
-    """Rows [start, stop) of a zigzag matrix, only their bands decoded: float32 [stop - start, columns]."""
+def zigzag_rows(matrix: PackedMatrix, start: int, stop: int, level: int = 0) -> Tensor:
+    """Rows [start, stop) of a zigzag matrix, only their bands decoded: float32 [stop - start, columns]. level: as in
+    `decode_matrix`."""
     whole = matrix.rows if matrix.tail is None else matrix.rows - zigzag.tail_rows(matrix.rows)
     first, last = min(start, whole) // zigzag.BAND_ROWS, zigzag.bands(min(stop, whole))
     top, block = first * zigzag.BAND_ROWS, matrix.format.block
     if stop <= whole:
         held = min(last * zigzag.BAND_ROWS, whole) - top
-        found = zigzag.unpack(matrix.blocks[first:last], held, block=block)[start - top : stop - top]
+        found = zigzag.unpack(matrix.blocks[first:last], held, block=block, level=level)[start - top : stop - top]
     else:
-        rest = zigzag.unpack(matrix.blocks[first:last], matrix.rows - top, tail=matrix.tail, block=block)
+        rest = zigzag.unpack(matrix.blocks[first:last], matrix.rows - top, tail=matrix.tail, block=block, level=level)
         found = rest[start - top : stop - top]
     return found if matrix.row_scale is None else found.mul_(matrix.row_scale[start:stop, None])

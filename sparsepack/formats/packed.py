@@ -69,7 +69,7 @@ class DenseMlp:
     @property
     def units(self) -> Mapping[str, int]:
         """The MLP's part of `PackedLayer.units`."""
-        return {name: matrix.columns for name, matrix in self.matrices.items()}
+        return {name: matrix.units for name, matrix in self.matrices.items()}
 
     def weights(self, family: Family) -> Weights:
         """The stock model's tensors of the MLP, decoded when asked for."""
@@ -233,8 +233,8 @@ class PackedLayer:
 
     @property
     def units(self) -> dict[str, int]:
-        """For each of `matrices`, the number of pieces that a token may leave out: columns, or records."""
-        return {**{name: site.matrix.columns for name, site in self.attention.items()}, **self.mlp.units}
+        """For each of `matrices`, the number of pieces that a token may leave out (`PackedMatrix.units`), or records."""
+        return {**{name: site.matrix.units for name, site in self.attention.items()}, **self.mlp.units}
 
     def weights(self, family: Family) -> Weights:
         """The tensors of the stock model's decoder block, decoded when asked for."""

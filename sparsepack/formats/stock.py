@@ -6,8 +6,9 @@ and the numbers that engines take.
 
 import json
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from sparsepack.errors import ArtifactError
 from sparsepack.files.stored import shown
-from sparsepack.formats.matrix import decode_matrix
+from sparsepack.formats.matrix import PackedMatrix, decode_matrix
 from sparsepack.formats.packed import PackedModel
 from sparsepack.models.activity import sparse_sites_of
 from sparsepack.models.architecture import Architecture
@@ -99,6 +100,7 @@ class StockModel:
     inputs -- what the inputs of sites are quantised to, token by token, before they are multiplied
     attention -- which tokens decoded positions read; None: all
     bases -- the blocks before which the residual stream changes its basis
+    of_levels -- of sites whose rules have levels, what `eval.scorer.OfLevels` says; None: no rules have
     """
 
     config: Any
@@ -110,6 +112,7 @@ class StockModel:
     inputs: Mapping[SiteKey, torch.dtype] = field(default_factory=dict)
     attention: SparseAttention | None = None
     bases: Collection[int] = ()
+    of_levels: Callable[[int, str], tuple[Sequence[Tensor], Sequence[int]]] | None = None
 
     @property
     def end_tokens(self) -> tuple[int, ...]:
@@ -140,7 +143,14 @@ def stock_of(packed: PackedModel) -> StockModel:
         sites,
         attention=packed.attention,
         bases=tuple(packed.bases),
+        of_levels=partial(_of_levels, packed) if any(rule.of_levels for rule in rules.values()) else None,
     )
+
+
+def _of_levels(packed: PackedModel, layer: int, site: str) -> tuple[Sequence[Tensor], Sequence[int]]:
+    matrix = packed.layers[layer].matrices[site]
+    assert isinstance(matrix, PackedMatrix)
+    return [decode_matrix(matrix, level) for level in range(1, len(matrix.levels))], matrix.levels
 
 
 def stock_config(packed: PackedModel) -> Any:

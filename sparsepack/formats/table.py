@@ -10,7 +10,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from sparsepack.errors import CheckpointError, PackingError
-from sparsepack.formats.blocks.table import ZIGZAG_BLOCKS
+from sparsepack.formats.blocks.table import BLOCKS, ZIGZAG_BLOCKS
 from sparsepack.formats.kinds import DENSE, NEURONS, MatrixFormat, MlpKind
 
 if TYPE_CHECKING:
@@ -56,6 +56,17 @@ class Format:
     fits_experts: bool = False
     mlp: MlpKind = DENSE
     runs: bool = False
+
+    @property
+    def levels(self) -> tuple[int, ...]:
+        """Bits of a weight that readers of its first plane, of two, ... know; empty: it has no planes."""
+        return BLOCKS[self.matrices.block].levels
+
+    @property
+    def bits(self) -> float:
+        """Bits that a weight takes in its blocks, scales included."""
+        block = BLOCKS[self.matrices.block]
+        return 8 * block.bytes / block.weights
 
     @property
     def container(self) -> str:

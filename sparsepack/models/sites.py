@@ -64,12 +64,13 @@ class SiteRule:
     """A site's rule, the same record from the search for thresholds to the file and the kernels.
 
     Channel j is active where |x_j - offset_j| * c_j > t, strictly, compared in float32; an inactive one takes the value
-    offset_j.
+    offset_j. Where c has a row for each level of a format with planes, rows never rising, channel j is read at as many
+    levels as rows for which that holds.
 
-    threshold       -- t; in an artifact float32, a scalar or [columns], t with c divided out
+    threshold       -- t; in an artifact float32, a scalar, [columns] or [levels, columns], t with c divided out
     offset          -- float32 [columns]; None: zeros
-    channel_weights -- c: float32 [columns]; None: ones
-    sparsity        -- target share of inactive channels
+    channel_weights -- c: float32 [columns] or [levels, columns]; None: ones
+    sparsity        -- target share of inactive channels, with levels of the bits that are not read
     realised        -- the share that the calibration text gave
     curve           -- the thresholds that give each share of `CURVE_SHARES` there; empty: not known
     """
@@ -91,6 +92,8 @@ class SiteRule:
         changed it; None where that is not known. From the curve, to about half a point."""
         if self.dense:
             return 0.0
+        if self.of_levels:
+            return self.realised
         if not self.curve or isinstance(self.threshold, Tensor):
             return None
         at = bisect_right(self.curve, self.threshold)
@@ -102,7 +105,7 @@ class SiteRule:
 
     @cached_property
     def limits(self) -> Tensor:
-        """What |x - offset| is compared with: float32, a scalar or [columns]."""
+        """What |x - offset| is compared with: float32, a scalar, [columns] or [levels, columns]."""
         if isinstance(self.threshold, Tensor):
             return self.threshold
         threshold = torch.tensor(self.threshold, dtype=torch.float32)
@@ -111,6 +114,11 @@ class SiteRule:
         # A channel whose weight is zero never matters: its threshold is infinite, also where t is zero.
         weights = self.channel_weights.float()
         return torch.where(weights > 0, threshold / weights, torch.inf)
+
+    @property
+    def of_levels(self) -> bool:
+        """Whether it says at which level a channel is read, not only whether."""
+        return self.limits.dim() == 2
 
     def to(self, device: torch.device | str) -> "SiteRule":
         """The rule as an artifact has it, on another device."""
@@ -126,6 +134,12 @@ def active_channels(x: Tensor, rule: SiteRule) -> Tensor:
     """Which channels of x [..., columns] are active: bool [..., columns], compared in float32."""
     shifted = x.float() if rule.offset is None else x.float() - rule.offset
     return shifted.abs() > rule.limits
+
+
+def levels_read(x: Tensor, limits: Tensor) -> Tensor:
+    """At which level each channel of x [..., columns] is read by limits [levels, columns], or [..., levels, columns] of
+    each vector; 0: not at all. uint8 [..., columns]. NaN reads none."""
+    return (x.float().abs()[..., None, :] > limits).sum(-2, dtype=torch.uint8)
 
 
 def sparsify(x: Tensor, rule: SiteRule) -> Tensor:

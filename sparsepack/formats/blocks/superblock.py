@@ -119,6 +119,7 @@ class BlockCodec:
     encode_given -- floats [n, 256], and the `shared` to keep of each superblock, uint8 [n, bytes] -> superblocks
     zigzag       -- superblocks of a finite matrix's columns by a kernel of its device (`q4_k_device.encode`): floats
                     [rows, columns] -> uint8 [bands * columns, bytes]; None: it has none
+    decode_level -- of blocks with planes: `decode_chunk` by a reader of so many
     """
 
     name: str
@@ -129,6 +130,7 @@ class BlockCodec:
     bits: int = 0
     encode_given: Callable[[Tensor, Tensor], Tensor] | None = None
     zigzag: Callable[[Tensor], Tensor | None] = lambda weight: None
+    decode_level: Callable[[Tensor, int], Tensor] | None = None
 
     def encode(self, weights: Tensor) -> Tensor:
         """Quantise along the last dimension.
@@ -156,8 +158,10 @@ class BlockCodec:
     def _encoded(self, flat: Tensor, most: float, part: slice) -> Tensor:
         return self.encode_chunk(flat[part], most)
 
-    def decode(self, blocks: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    def decode(self, blocks: Tensor, dtype: torch.dtype = torch.float32, level: int = 0) -> Tensor:
         """Dequantise: uint8 [..., n * block_bytes] -> `dtype` [..., n * block], in float32 as ggml does, then rounded.
+
+        level -- of blocks with planes, how many are read; 0: all
 
         Raises PackingError where `blocks` is not uint8 or not whole blocks.
         """
@@ -173,7 +177,10 @@ class BlockCodec:
         weights = torch.empty(len(flat), block, dtype=dtype, device=blocks.device)
 
         def work(part: slice) -> None:
-            weights[part] = self.decode_chunk(flat[part])
+            if level and self.decode_level is not None:
+                weights[part] = self.decode_level(flat[part], level)
+            else:
+                weights[part] = self.decode_chunk(flat[part])
 
         for_each_chunk(len(flat), blocks.device, work, block)
         return weights.view(*blocks.shape[:-1], blocks.shape[-1] // block_bytes * block)

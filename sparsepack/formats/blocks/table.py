@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import import_module
-from typing import TYPE_CHECKING
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import Tensor, dtype
@@ -32,7 +33,8 @@ class Block:
     instead -- what llama-quantize takes in its place for widths that its blocks do not fit: about as many bits in short
                blocks, or F16
     file_type -- llama.cpp's enum llama_ftype of a file of it, which viewers of GGUFs show
-    zigzag  -- whether superblocks of it can lie in zigzag order: there is a format of these, and kernels
+    zigzag  -- whether superblocks of it can lie in zigzag order: there is a format of these
+    levels  -- bits of a weight that readers of its first plane, first two, ... know; empty: it has no planes
     """
 
     name: str
@@ -43,6 +45,7 @@ class Block:
     instead: str = "F16"
     file_type: int = 0
     zigzag: bool = False
+    levels: tuple[int, ...] = ()
 
     @cached_property
     def codec(self) -> "BlockCodec | FloatCodec":
@@ -54,6 +57,12 @@ class Block:
 
         return FLOATS[self.name]
 
+    @property
+    def level_bytes(self) -> tuple[int, ...]:
+        """Bytes of a block up to the end of its first plane, of its second, ..."""
+        planes = [(high - low) * self.weights // 8 for low, high in pairwise((0, *self.levels))]
+        return tuple(self.bytes - sum(planes[n:]) for n in range(1, len(planes) + 1))
+
     def encode(self, weight: "Tensor") -> "Tensor":
         """Round along the last dimension: floats [..., columns] -> uint8 [..., bytes].
 
@@ -61,9 +70,13 @@ class Block:
         """
         return self.codec.encode(weight)
 
-    def decode(self, blocks: "Tensor", dtype: "dtype | None" = None) -> "Tensor":
-        """The inverse of `encode`: uint8 [..., bytes] -> `dtype`, float32 unless given, [..., columns]."""
-        return self.codec.decode(blocks) if dtype is None else self.codec.decode(blocks, dtype)
+    def decode(self, blocks: "Tensor", dtype: "dtype | None" = None, level: int = 0) -> "Tensor":
+        """The inverse of `encode`: uint8 [..., bytes] -> `dtype`, float32 unless given, [..., columns].
+
+        level -- of blocks with planes, how many are read; 0: all
+        """
+        options: dict[str, Any] = {} if dtype is None else {"dtype": dtype}
+        return self.codec.decode(blocks, **options, **({"level": level} if level else {}))
 
 
 BLOCKS: Mapping[str, Block] = {
@@ -72,6 +85,7 @@ BLOCKS: Mapping[str, Block] = {
         Block("Q4_K", 256, 144, 12, 0.12, instead="Q5_0", file_type=14, zigzag=True),
         Block("Q6_K", 256, 210, 14, 0.05, instead="Q8_0", file_type=18, zigzag=True),
         Block("Q8_0", 32, 34, 8, 0.015, file_type=7, zigzag=True),
+        Block("Q6_P", 256, 204, None, 0.04, zigzag=True, levels=(2, 4, 6)),
         Block("Q5_0", 32, 22, 6, 0.08),
         Block("F32", 1, 4, 0, 1e-6),
         Block("F16", 1, 2, 1, 1e-3, file_type=1),
@@ -84,6 +98,9 @@ BLOCKS: Mapping[str, Block] = {
 }
 
 ZIGZAG_BLOCKS = tuple(block.name for block in BLOCKS.values() if block.zigzag)
+
+KERNEL_BLOCKS = tuple(name for name in ZIGZAG_BLOCKS if not BLOCKS[name].levels)
+"""Those of `ZIGZAG_BLOCKS` that the kernels for CPUs and NVIDIA GPUs read."""
 
 TYPES = ("q8_0", "q6_k", "q4_k", "f16", "bf16", "f32")
 """A user may ask for one of these types of the embedding or the output matrix, or for "auto"."""

@@ -152,15 +152,17 @@ def _floats(shared: Tensor) -> Tensor:
 
 
 def unpack_tail(
-    tail: Tensor, rows: int, columns: int, dtype: torch.dtype = torch.float32, block: str = "Q4_K"
+    tail: Tensor, rows: int, columns: int, dtype: torch.dtype = torch.float32, block: str = "Q4_K", level: int = 0
 ) -> Tensor:
     """Dequantise the tail of a matrix of so many rows: uint8 [superblocks, bytes] -> `dtype` [tail rows, columns].
+
+    level -- of blocks with planes, how many are read; 0: all
 
     Raises PackingError where `tail` is none of such a matrix.
     """
     _check_tail(tail, rows, columns, block)
     pieces = tail_pieces(rows)
-    weights = BLOCKS[block].decode(tail, dtype).view(-1)[: columns * pieces * PIECE_ROWS]
+    weights = BLOCKS[block].decode(tail, dtype, level).view(-1)[: columns * pieces * PIECE_ROWS]
     return weights.view(columns, pieces * PIECE_ROWS)[:, : tail_rows(rows)].t()
 
 
@@ -219,10 +221,12 @@ def unpack(
     dtype: torch.dtype = torch.float32,
     tail: Tensor | None = None,
     block: str = "Q4_K",
+    level: int = 0,
 ) -> Tensor:
     """Dequantise: uint8 [bands, columns, superblock bytes] -> `dtype` [rows, columns].
 
-    tail -- uint8 [superblocks, bytes]; None: bands hold all rows
+    tail  -- uint8 [superblocks, bytes]; None: bands hold all rows
+    level -- of blocks with planes, how many are read; 0: all
 
     Raises PackingError where `blocks` and `tail` are not a zigzag matrix of `rows` rows.
     """
@@ -234,7 +238,7 @@ def unpack(
     weight = torch.empty(rows, blocks.shape[1], dtype=dtype, device=blocks.device)
     for band in range(blocks.shape[0]):
         top = band * BAND_ROWS
-        weight[top : min(top + BAND_ROWS, whole)] = BLOCKS[block].decode(blocks[band], dtype).t()[: whole - top]
+        weight[top : min(top + BAND_ROWS, whole)] = BLOCKS[block].decode(blocks[band], dtype, level).t()[: whole - top]
     if tail is not None:
-        weight[whole:] = unpack_tail(tail, rows, blocks.shape[1], dtype, block)
+        weight[whole:] = unpack_tail(tail, rows, blocks.shape[1], dtype, block, level)
     return weight

@@ -10,6 +10,7 @@ from torch import Tensor
 from sparsepack.errors import PackingError
 from sparsepack.formats.artifact import Program
 from sparsepack.formats.blocks.q4_k import SUB
+from sparsepack.formats.blocks.q6_p import GROUP
 from sparsepack.formats.blocks.table import BLOCKS
 from sparsepack.formats.containers.gguf import GgufArtifact
 from sparsepack.formats.orders import zigzag
@@ -61,6 +62,9 @@ class ZigzagArtifact(GgufArtifact):
 
     def holds_weights(self, name: str) -> bool:
         return not name.endswith((*RULE_VECTORS, ROW_SCALE))
+
+    def type_of_weights(self, name: str) -> str:
+        return self.block if self._in_zigzag_order(name) else super().type_of_weights(name)
 
     def decoded(self, name: str, first: int = 0, last: int | None = None) -> Tensor:
         shape = self.tensors[name].shape
@@ -181,19 +185,20 @@ def _tail_problem(block: str, rows: int, columns: int, tail: Tensor) -> str:
     used = columns * zigzag.tail_pieces(rows)
     if pieces[used:].any():
         return "pieces after the last column are not zero"
-    return _rows_problem(rows, rows, pieces[:used].view(columns, -1).t())
+    return _rows_problem(block, rows, rows, pieces[:used].view(columns, -1).t())
 
 
 def _band_problem(block: str, rows: int, band: Tensor) -> str:
     """What is wrong with the last band, uint8 [columns, bytes], of so many logical rows; empty: nothing."""
-    return _rows_problem(rows, rows % zigzag.BAND_ROWS, BLOCKS[block].decode(band).t())
+    return _rows_problem(block, rows, rows % zigzag.BAND_ROWS, BLOCKS[block].decode(band).t())
 
 
-def _rows_problem(rows: int, held: int, weights: Tensor) -> str:
+def _rows_problem(block: str, rows: int, held: int, weights: Tensor) -> str:
     """What is wrong with float32 [whole sub-blocks of rows, columns], the last of so many logical rows, which has
     `held` of them; empty: what follows these is zero."""
-    last = weights.reshape(-1, SUB, weights.shape[1])
-    shared, held = divmod(held, SUB)
+    sub = GROUP if BLOCKS[block].levels else SUB
+    last = weights.reshape(-1, sub, weights.shape[1])
+    shared, held = divmod(held, sub)
     wrong = bool(last[shared + (held > 0) :].any())
     if held:
         step = last[shared].amax(0).clamp_min(0) - last[shared].amin(0).clamp_max(0)

@@ -237,7 +237,7 @@ def planned_site(
         yield alone(PlannedTensor(f"{name}.bias", (rows,), "F32"), bias)
     rule = request.rules.get((layer, site))
     if rule is not None and not rule.dense:
-        yield from _planned_rule(name, rule)
+        yield from _planned_rule(name, rule, len(BLOCKS[block].levels))
 
 
 def planned_matrix(
@@ -313,10 +313,16 @@ def planned_vector(name: str, type: str, value: Tensor) -> PlannedGroup:
     return alone(PlannedTensor(name, tuple(data.shape), type, weights=False), partial(data.view, torch.uint8))
 
 
-def _planned_rule(name: str, rule: SiteRule) -> Iterator[PlannedGroup]:
-    for part, value in (("threshold", rule.limits), ("offset", rule.offset)):
+def _planned_rule(name: str, rule: SiteRule, levels: int) -> Iterator[PlannedGroup]:
+    if rule.of_levels and len(rule.limits) != levels:
+        raise PackingError(
+            f"{name}: thresholds of {len(rule.limits)} levels, this format has {levels or 'none'}; find thresholds for "
+            "this format, or pack as the one that they are for"
+        )
+    limits = rule.limits if rule.of_levels else rule.limits.reshape(-1)
+    for part, value in (("threshold", limits), ("offset", rule.offset)):
         if value is not None:
-            yield planned_vector(f"{name}.{part}", "F32", value.detach().float().reshape(-1))
+            yield planned_vector(f"{name}.{part}", "F32", value.detach().float())
 
 
 def _norm(checkpoint: Checkpoint, name: str, source: str) -> PlannedGroup:
@@ -333,11 +339,17 @@ def _check_rules(checkpoint: Checkpoint, rules: Rules) -> None:
                 "give thresholds of this model"
             )
         columns = checkpoint.stacked_shape(site, layer)[1]
-        if rule.limits.numel() != 1 and tuple(rule.limits.shape) != (columns,):
+        if rule.limits.numel() != 1 and rule.limits.shape[-1] != columns:
             raise PackingError(
                 f"{name}: threshold {list(rule.limits.shape)}, expected one number or [{columns}]; "
                 "give thresholds of this model"
             )
+        if rule.of_levels and rule.offset is not None:
+            raise PackingError(f"{name}: offsets, which thresholds of levels have no place for; find them without")
+        if rule.of_levels and checkpoint.family.experts is not None:
+            raise PackingError(f"{name}: thresholds of levels, which experts have no place for yet; give --sparsity")
+        if rule.of_levels and not (rule.limits[1:] >= rule.limits[:-1]).all():
+            raise PackingError(f"{name}: thresholds are lower at a later level, expected ascending; find them anew")
         if rule.limits.isnan().any():
             raise PackingError(f"{name}: a threshold is NaN, expected a number; calibrate again")
         if rule.offset is not None and tuple(rule.offset.shape) != (columns,):

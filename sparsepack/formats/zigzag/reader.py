@@ -13,6 +13,7 @@ from sparsepack.errors import ArtifactError
 from sparsepack.files.gguf import GgufFile, TensorInfo
 from sparsepack.files.stored import shown
 from sparsepack.formats.attention import sparse_attention_of
+from sparsepack.formats.blocks.table import BLOCKS
 from sparsepack.formats.containers.gguf import ARCHITECTURE
 from sparsepack.formats.kinds import MatrixFormat
 from sparsepack.formats.matrix import PackedExperts, PackedMatrix, decode_matrix
@@ -81,20 +82,22 @@ def zigzag_tensors(
 ) -> tuple[PlannedTensor, ...]:
     """The tensors of a matrix in zigzag order: its bands, if it has whole ones, and its tail, if it has one.
 
-    block   -- their type
+    block   -- the type of their superblocks
     experts -- how many such matrices lie in each, where they are experts'
     tail    -- False: all rows lie in bands, the last of them padded, as files of before schema 5 have it
     """
     last = zigzag.tail_rows(rows) if tail else 0
     whole, found = rows - last, []
+    # A type that ggml does not have stands as the bytes that it is.
+    type, width = (block, zigzag.BAND_ROWS) if BLOCKS[block].gguf else ("I8", zigzag.superblock_bytes(block))
     if whole:
-        shape = (*experts, zigzag.bands(whole), columns, zigzag.BAND_ROWS)
+        shape = (*experts, zigzag.bands(whole), columns, width)
         padding = -whole % zigzag.BAND_ROWS
-        found.append(PlannedTensor(name + WEIGHT, shape, block, (*experts, whole, columns), padding_rows=padding))
+        found.append(PlannedTensor(name + WEIGHT, shape, type, (*experts, whole, columns), padding_rows=padding))
     if last:
-        shape = (*experts, zigzag.tail_blocks(rows, columns), zigzag.BAND_ROWS)
+        shape = (*experts, zigzag.tail_blocks(rows, columns), width)
         padding = -last % zigzag.PIECE_ROWS
-        found.append(PlannedTensor(name + TAIL, shape, block, (*experts, last, columns), padding_rows=padding))
+        found.append(PlannedTensor(name + TAIL, shape, type, (*experts, last, columns), padding_rows=padding))
     return tuple(found)
 
 
@@ -241,10 +244,21 @@ class ModelReader:
         threshold = self.file.tensors.get(f"{name}.threshold")
         if threshold is None:
             return None
+        levels = len(BLOCKS[self.zigzag.block].levels)
+        if levels and threshold.shape == (levels, columns):
+            return SiteRule(self.level_limits(threshold.name, levels, columns))
         width = 1 if threshold.shape == (1,) else columns
         value = self.vector(threshold.name, width)
         offset = self.vector(f"{name}.offset", columns) if f"{name}.offset" in self.file.tensors else None
         return SiteRule(value.reshape(()) if width == 1 else value, offset)
+
+    def level_limits(self, name: str, levels: int, columns: int) -> Tensor:
+        """What inputs are compared with at each level: float32 [levels, columns], from level to level never lower."""
+        info = self.take(name, ("F32",), (levels, columns))
+        limits = self.mapped(info).clone().view(torch.float32).view(levels, columns)
+        if not (limits[1:] >= limits[:-1]).all():
+            raise self.wrong(f"{name} is lower at a later level, expected ascending thresholds")
+        return limits
 
     def embedding(self, name: str) -> PackedMatrix:
         return self.rows_matrix(name, _MATRIX_TYPES, (self.architecture.vocabulary, self.architecture.hidden))

@@ -13,7 +13,7 @@ from torch import Tensor
 from sparsepack.formats.kinds import DENSE, EXPERTS, MLP_GATE, MLP_RECORDS, NEURONS, MlpKind
 from sparsepack.formats.matrix import PackedMatrix
 from sparsepack.formats.packed import DenseMlp, ExpertMlp, NeuronMlp, PackedLayer, PackedSite
-from sparsepack.models.sites import SiteRule
+from sparsepack.models.sites import SiteRule, levels_read
 from sparsepack.runtime.kv_cache import AttentionShape, KvCache
 from sparsepack.runtime.reference import products as reference_experts
 from sparsepack.runtime.threshold_controller import StepScales
@@ -39,6 +39,9 @@ class Operations(Protocol):
 
     def zigzag_matmul(self, matrix: Any, x: Tensor) -> Tensor:
         """X W^T with every column."""
+
+    def planes_matmul(self, matrix: Any, x: Tensor, levels: Tensor) -> Tensor:
+        """X W^T of a matrix with planes, every column of every row of X at its level."""
 
     def matmul(self, weight: Any, x: Tensor) -> Tensor:
         """X W^T of a matrix stored by rows."""
@@ -89,7 +92,8 @@ class LoadedSite:
     """A loaded site.
 
     sparse_bias -- what its sparse product lacks: bias + W offset, None where both are absent
-    active      -- int64 []: the columns that were read
+    active      -- int64 []: the columns that were read, or with planes the bytes of a row of superblocks
+    level_bytes -- of a matrix with planes, the bytes of a superblock that are read at each level from 0 on
     """
 
     operations: Operations
@@ -98,13 +102,17 @@ class LoadedSite:
     rule: SiteRule | None
     sparse_bias: Tensor | None
     active: Tensor
+    level_bytes: Tensor | None = None
 
     def product(self, x: Tensor, mode: Mode, scales: StepScales | None = None) -> Tensor:
         """The output rows for x [S, columns]: [S, rows]. scales: of S sequences under a threshold
         controller, which also get the count of skipped weights."""
         if mode in (Mode.PREFILL, Mode.DENSE, Mode.DENSE_STEP) or self.rule is None:
-            self.active.add_(mode.units(x))
+            unit = 1 if self.level_bytes is None else self.level_bytes[-1]
+            self.active.add_(mode.units(x) * unit)
             return _plus(self.operations.zigzag_matmul(self.matrix, x), self.bias)
+        if self.level_bytes is not None:
+            return self._product_of_planes(x, mode, self.level_bytes, scales)
         threshold, offset = self.rule.limits, self.rule.offset
         limits = threshold if scales is None else scales.scaled(threshold)
         d = x if offset is None else x - offset
@@ -122,6 +130,29 @@ class LoadedSite:
         self.active.add_(count)
         if scales is not None:
             scales.count(x.shape[1] - of_each, y.shape[1])
+        return _plus(y, self.sparse_bias)
+
+    def _product_of_planes(self, x: Tensor, mode: Mode, bytes: Tensor, scales: StepScales | None) -> Tensor:
+        """Each column at the level that its input asks for; in a step of several sequences, the largest of them."""
+        assert self.rule is not None
+        limits, offset = self.rule.limits, self.rule.offset
+        if scales is not None:
+            limits = scales.scaled(limits.reshape(-1)).view(len(x), -1, limits.shape[-1] if limits.dim() else 1)
+        d = x if offset is None else x - offset
+        if self.rule.of_levels:
+            levels = levels_read(d, limits)
+        else:
+            active = d.abs() > (limits if scales is None else limits[:, 0])
+            levels = active.to(torch.uint8) * (len(bytes) - 1)
+        of_each = bytes[levels.long()].sum(1)
+        if mode is Mode.STEP:
+            levels = levels.amax(0).expand_as(levels)
+            self.active.add_(bytes[levels[0].long()].sum())
+        else:
+            self.active.add_(of_each.sum())
+        y = self.operations.planes_matmul(self.matrix, d, levels)
+        if scales is not None:
+            scales.count((x.shape[1] * bytes[-1] - of_each) // bytes[-1], y.shape[1])
         return _plus(y, self.sparse_bias)
 
 
@@ -305,7 +336,8 @@ def _load_site(site: PackedSite, operations: Operations, device: torch.device) -
     sparse_bias = bias
     if rule is not None and rule.offset is not None:
         sparse_bias = _plus(operations.zigzag_matmul(matrix, rule.offset[None])[0], bias)
-    return LoadedSite(operations, matrix, bias, rule, sparse_bias, _zero(device))
+    bytes = torch.tensor([0, *site.matrix.levels], device=device) if site.matrix.levels else None
+    return LoadedSite(operations, matrix, bias, rule, sparse_bias, _zero(device), bytes)
 
 
 def _zero(device: torch.device) -> Tensor:

@@ -26,6 +26,7 @@ class ReferenceOperations:
     collect = staticmethod(products.collect)
     zigzag_gemv = staticmethod(products.zigzag_gemv)
     zigzag_matmul = staticmethod(products.zigzag_matmul)
+    planes_matmul = staticmethod(products.planes_matmul)
     matmul = staticmethod(products.matmul)
     load_neurons = staticmethod(products.load_neurons)
     neuron_ffn = staticmethod(products.neuron_ffn)

@@ -114,25 +114,34 @@ ACTIVATION_FUNCTIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
 
 @dataclass(frozen=True)
 class ReferenceZigzag:
-    """A decoded zigzag matrix: tiles float32 [bands, columns, 256]; the last band's rows beyond `rows` are padding."""
+    """A decoded zigzag matrix: tiles float32 [bands, columns, 256]; the last band's rows beyond `rows` are padding.
+
+    lower -- of a matrix with planes, the tiles by the first plane, by two, ..., all but the last level
+    """
 
     tiles: Tensor
     rows: int
+    lower: tuple[Tensor, ...] = ()
 
 
 def load_zigzag(matrix: PackedMatrix, device: torch.device | str = "cpu") -> ReferenceZigzag:
     """Decode a stored zigzag matrix on a device. Takes 4 bytes a weight, padding rows included."""
     if matrix.format.order != "zigzag":
         raise ValueError(f"matrix of type {matrix.format}, expected one in zigzag order")
+    lower = tuple(_tiles(matrix, device, level) for level in range(1, len(matrix.levels)))
+    return ReferenceZigzag(_tiles(matrix, device, 0), matrix.rows, lower)
+
+
+def _tiles(matrix: PackedMatrix, device: torch.device | str, level: int) -> Tensor:
     block = matrix.format.block
-    tiles = BLOCKS[block].decode(matrix.blocks.to(device))
+    tiles = BLOCKS[block].decode(matrix.blocks.to(device), level=level)
     if matrix.tail is not None:
-        tail = zigzag.unpack_tail(matrix.tail.to(device), matrix.rows, matrix.columns, block=block).t()
+        tail = zigzag.unpack_tail(matrix.tail.to(device), matrix.rows, matrix.columns, block=block, level=level).t()
         tiles = torch.cat([tiles, F.pad(tail, (0, zigzag.BAND_ROWS - tail.shape[1]))[None]])
     if matrix.row_scale is not None:
         padded = F.pad(matrix.row_scale.to(device), (0, len(tiles) * zigzag.BAND_ROWS - matrix.rows))
         tiles *= padded.view(len(tiles), 1, -1)
-    return ReferenceZigzag(tiles, matrix.rows)
+    return tiles
 
 
 def load_rows(matrix: PackedMatrix, device: torch.device | str = "cpu") -> Tensor:
@@ -202,6 +211,17 @@ def zigzag_matmul(matrix: ReferenceZigzag, x: Tensor) -> Tensor:
     """Y = X W^T with every column, for prefill and dense sites: float32 [S, columns] -> float32 [S, rows]."""
     y = torch.matmul(x, matrix.tiles)  # [bands, S, 256]
     return y.transpose(0, 1).reshape(x.shape[0], -1)[:, : matrix.rows]
+
+
+def planes_matmul(matrix: ReferenceZigzag, x: Tensor, levels: Tensor) -> Tensor:
+    """Y = X W^T, every column read at a level of its own: float32 [S, columns] -> float32 [S, rows].
+
+    levels -- uint8 [S, columns]: how many planes are read, 0: none
+    """
+    y = torch.zeros(len(x), matrix.rows, device=x.device)
+    for level, tiles in enumerate((*matrix.lower, matrix.tiles), 1):
+        y += zigzag_matmul(ReferenceZigzag(tiles, matrix.rows), torch.where(levels == level, x, 0))
+    return y
 
 
 def matmul(weight: Tensor, x: Tensor) -> Tensor:

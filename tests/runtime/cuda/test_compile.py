@@ -10,7 +10,7 @@ from homes_for_tests import without_a_home
 from pairwise import each_value
 
 from sparsepack.errors import UserError
-from sparsepack.formats.blocks.table import ZIGZAG_BLOCKS
+from sparsepack.formats.blocks.table import KERNEL_BLOCKS
 from sparsepack.runtime.cuda.driver import kernel
 from sparsepack.runtime.cuda.driver.kernel import cubin, kernel_files, nvrtc_version
 from sparsepack.runtime.cuda.products import zigzag_products
@@ -67,7 +67,7 @@ VARIANTS = {
     ],
     "token_slots": [(f"HEAD_DIM={width}", f"KV={type}") for width, type in ((128, 1), (6, 2), (256, 3))],
     "labels": [(f"LABEL_WORDS={words}", f"KV={type}") for words, type in ((1, 3), (4, 1), (32, 2))],
-    "dequantise": [("AT_ONCE=4", f"BLOCK={block.lower()}") for block in ZIGZAG_BLOCKS],
+    "dequantise": [("AT_ONCE=4", f"BLOCK={block.lower()}") for block in KERNEL_BLOCKS],
     "neuron_list": [
         (
             *(f"CLUSTER={cluster}", f"INPUTS={texts}", f"ROUNDS={rounds}", "ACTIVATION=1", f"ALL={everyone}"),

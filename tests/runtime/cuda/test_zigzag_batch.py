@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 from zigzag_cases import CONFIGS, assert_close, loaded, normal, random_matrix, weights
 
-from sparsepack.formats.blocks.table import ZIGZAG_BLOCKS
+from sparsepack.formats.blocks.table import KERNEL_BLOCKS
 from sparsepack.formats.matrix import PackedMatrix
 from sparsepack.runtime.cuda.products.tile_config import CudaTileConfig
 from sparsepack.runtime.cuda.products.zigzag import CudaZigzag
@@ -51,7 +51,7 @@ def between(x: Tensor) -> Tensor:
 
 @several_inputs
 @several_geometries
-@pytest.mark.parametrize("block", ZIGZAG_BLOCKS)
+@pytest.mark.parametrize("block", KERNEL_BLOCKS)
 def test_several_inputs_share_their_active_columns(
     config: CudaTileConfig, columns: int, inputs: int, block: str
 ) -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparsepack.formats.blocks.table import BLOCKS, ZIGZAG_BLOCKS
+from sparsepack.formats.blocks.table import BLOCKS, KERNEL_BLOCKS
 from sparsepack.formats.kinds import MatrixFormat
 from sparsepack.formats.matrix import PackedMatrix, decode_matrix
 from sparsepack.formats.orders import zigzag
@@ -32,7 +32,7 @@ CONFIGS = [
     CudaTileConfig(4, 16, 0, 1),
 ]
 _SHORTER = [replace(config, stages=4) if config.tile_bands == 8 else config for config in CONFIGS]
-ALL_BLOCKS = [*((config, "Q4_K") for config in CONFIGS), *zip(_SHORTER, cycle(ZIGZAG_BLOCKS[1:]))]
+ALL_BLOCKS = [*((config, "Q4_K") for config in CONFIGS), *zip(_SHORTER, cycle(KERNEL_BLOCKS[1:]))]
 """The configurations with a type of blocks; the longer ones have room for fewer stages."""
 LIMIT = 1e-5
 """Of the norm of a result. Tensor cores cut their sums off instead of rounding them, so that errors grow with what a
