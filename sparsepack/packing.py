@@ -54,8 +54,8 @@ class PackRequest:
     fitting: RefitOptions | None = None
     sparse_attention: AttentionOptions | None = None
     bits: float | None = option(
-        "In place of --sparsity, for formats with planes: bits of a weight that a decoded token reads in the mean, scales "
-        "included.",
+        "In place of --sparsity, of formats with planes: bits of a weight that a decoded token reads in the mean, "
+        "scales included.",
         default=None,
         above=0,
         most=16,

@@ -124,10 +124,10 @@ Seen = tuple[Tensor, Tensor, Tensor | None]
 
 def gradients(
     checkpoint: Checkpoint, ids: Tensor, options: AllocationOptions
-) -> Iterator[tuple[SiteKey, Tensor, Tensor, Tensor | None]]:
+) -> Iterator[tuple[SiteKey, Tensor, Tensor, Tensor]]:
     """Yield of every site, the last block first, its key, x, and the gradients of the log-likelihood of drawn tokens:
     at x, float32 [B, S, columns] as x is, without the sinks, of experts [B, S, experts, columns] where x is; and at the
-    output, the mean squares float32 [rows], None of experts."""
+    output, the mean squares float32 [rows], of experts none."""
     dtype = arithmetic(options.dtype, checkpoint.dtype, options.device)
     stream, layers = BlockStream(checkpoint, options.device, dtype), checkpoint.layers
     hidden = [stream.embed(ids)]
@@ -146,9 +146,12 @@ def gradients(
                 gradient[number] = _through_block(stream, layer, row[None], gradient[number : number + 1], seen)
             for site, parts in seen.items():
                 if parts:
-                    x, slope = (torch.cat([part[n] for part in parts]) for n in (0, 1))
-                    of_rows = [part[2] for part in parts if part[2] is not None]
-                    yield (layer, site), x, slope, torch.stack(of_rows).mean(0) if of_rows else None
+                    x, slope = torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
+                    squares = [part[2] for part in parts]
+                    of_rows = torch.stack([each for each in squares if each is not None] or [slope.new_zeros(0)]).mean(
+                        0
+                    )
+                    yield (layer, site), x, slope, of_rows
             advance()
 
 

@@ -3,8 +3,8 @@
 Reading channel j at level l leaves an error of x_j e_lj in a site's output, e_lj the column's weights less what l
 planes say of them; reading nothing leaves x_j w_j. What such an error moves the model's output by, to second order, is
 half of x_j^2 E[(e_lj . g)^2], g the gradient of log p(y) with respect to the site's output, y drawn from the model
-itself (`calibrate.fisher`). The errors of quantised weights have nothing in common from row to row, so that this is the sum
-over rows of e_lj^2 E[g^2]; w_j is no such thing, and E[(w_j . g)^2] is measured, at the site's input.
+itself (`calibrate.fisher`). The errors of quantised weights have nothing in common from row to row, so that this is the
+sum over rows of e_lj^2 E[g^2]; w_j is no such thing, and E[(w_j . g)^2] is measured, at the site's input.
 
 So level l is worth reading from the input on at which what it saves, for each bit more, exceeds one price for all
 channels of all sites (reverse water-filling: a bit for about each doubling of the input). A level that is worth less
@@ -57,7 +57,6 @@ def find_rules(
     for key, x, at_input, of_rows in gradients(checkpoint, ids, options):
         if key not in weights:
             continue
-        assert of_rows is not None
         saved = slopes(level_costs(checkpoint.stacked(*key)[0], options.block, at_input, of_rows), steps)
         if not torch.isfinite(saved).all():
             raise ThresholdsError(f"blk.{key[0]}.{key[1]}: gradients are not finite; give --dtype float32")

@@ -169,7 +169,8 @@ class SparsePositions:
             first_row = 0
             for number, name in enumerate(names):
                 linear = block.get_submodule(name)
-                rows = slice(first_row, first_row + linear.weight.shape[0])
+                assert isinstance(linear.weight, torch.Tensor)
+                rows = slice(first_row, first_row + len(linear.weight))
                 weights = [each[rows].to(linear.weight) for each in lower]
                 counts = ((layer, site), ends, counted) if number == 0 else None
                 yield linear.register_forward_hook(partial(self._read_levels, rule, weights, sparse, counts))

@@ -233,7 +233,7 @@ class PackedLayer:
 
     @property
     def units(self) -> dict[str, int]:
-        """For each of `matrices`, the number of pieces that a token may leave out (`PackedMatrix.units`), or records."""
+        """For each of `matrices`, the pieces that a token may leave out: `PackedMatrix.units`, or records."""
         return {**{name: site.matrix.units for name, site in self.attention.items()}, **self.mlp.units}
 
     def weights(self, family: Family) -> Weights:

@@ -132,6 +132,7 @@ _PLAIN = "sparsepack.formats.plain"
 _SLID = "sparsepack.formats.slide"
 _FOR_LLAMA_CPP = "a plain GGUF that stock llama.cpp loads"
 _FOR_2_OF_4 = "a folder of a pruned model for 2:4 tensor cores"
+_SKIPS = "skips inactive columns"
 _RUN: Mapping[str, Any] = {"thresholds": True, "attention": True, "bases": True, "runs": True}
 _PRUNED: Mapping[str, Any] = {"folder": True, "attention": True, "weight_sparsity": True}
 
@@ -141,7 +142,7 @@ FORMATS: Mapping[str, Format] = {
         *(
             Format(
                 f"zigzag-{block.lower()}",
-                "skips inactive columns",
+                "reads fewer bits of a column the smaller its input is" if BLOCKS[block].levels else _SKIPS,
                 _ZIGZAG,
                 MatrixFormat(block, "zigzag"),
                 experts=True,

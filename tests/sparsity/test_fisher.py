@@ -11,7 +11,7 @@ from sparsepack.calibrate import histogram
 from sparsepack.calibrate.collect import CalibrateOptions
 from sparsepack.calibrate.collection import calibrate
 from sparsepack.calibrate.find_thresholds import find_thresholds
-from sparsepack.calibrate.fisher import _gradients, find_rules, shares_at_sparsity
+from sparsepack.calibrate.fisher import find_rules, gradients, shares_at_sparsity
 from sparsepack.calibrate.thresholds import AllocationOptions
 from sparsepack.calibrate.uniform import weights_of
 from sparsepack.eval.subject import open_subject
@@ -33,7 +33,7 @@ def test_gradients_block_by_block_are_those_of_the_whole_model(family, tmp_path,
     checkpoint = open_checkpoint(make_model(tmp_path / "m", family))
     calibration = calibrate(checkpoint, text, tmp_path / "c", CalibrateOptions(context=64, samples=2))
     ids = calibration.windows.long()
-    found = {key: (x, slope) for key, x, slope in _gradients(checkpoint, ids, HALF)}
+    found = {key: (x, slope) for key, x, slope, _ in gradients(checkpoint, ids, HALF)}
     assert len(found) == checkpoint.layers * len(SITES)
     model, seen = load_model(checkpoint, "cpu", torch.float32), {}
 

@@ -5,7 +5,7 @@
           | d fp16  | c fp16  | 4 s, uint8 | 4 m, int8  | plane 1  | plane 2   | plane 3    |
           +---------+---------+------------+------------+----------+-----------+------------+
 
-    weight = d * s[g] * T(q) + c * m[g]                 g: which of the four groups of 64 weights
+    weight = d * s[g] * T(q) / 256 + c * m[g]           g: which of the four groups of 64 weights
 
 q has 6 bits, of which plane 1 holds the highest two, plane 2 the next and plane 3 the lowest. Bits 2 g and 2 g + 1 of
 byte i of a plane are those of weight 64 g + i. A reader may stop after plane 1 or 2: level 1 knows 2 bits of q, level 2
@@ -45,6 +45,8 @@ GROUPS = BLOCK // GROUP
 HEADER, PLANE = 12, 64
 MIDDLE, QUARTERS = 126, 4
 SCALES, CENTRES = 255, 127
+FRACTION = 1 / 256
+"""Of d: weights of usual sizes then have a d that float16 holds with all its bits."""
 
 POINTS = (
     (-91, -28, 28, 91),
@@ -59,7 +61,7 @@ SHARES = (0.05, 0.35, 0.6)
 SHRINKS = (1.0, 0.96, 0.92, 0.88, 0.84, 0.78)
 """Parts of the whole range that are tried."""
 
-HIGHEST = FP16_MAX * SCALES * MIDDLE
+HIGHEST = FP16_MAX * FRACTION * SCALES * MIDDLE
 """Weights up to this size on either side can be held."""
 
 
@@ -72,7 +74,7 @@ def at_level(numbers: Tensor, level: int) -> Tensor:
 def decode_level(blocks: Tensor, level: int) -> Tensor:
     """Superblocks as a reader of so many planes has them: uint8 [n, 204] -> float32 [n, 256]."""
     parts = _apart(blocks)
-    d, c = fp16_from_bytes(blocks[:, :2]), fp16_from_bytes(blocks[:, 2:4])
+    d, c = fp16_from_bytes(blocks[:, :2]) * FRACTION, fp16_from_bytes(blocks[:, 2:4])
     s, m = parts.each[..., 0], parts.each[..., 1].view(torch.int8)
     points = at_level(parts.numbers, level).view(-1, GROUPS, GROUP)
     return (points.mul_((d * s)[..., None]).add_((c * m)[..., None])).view(-1, BLOCK)
@@ -91,26 +93,24 @@ def _encode(x: Tensor, largest: float, given: tuple[Tensor, Tensor] | None = Non
     if largest > HIGHEST:
         x = x.clamp(-HIGHEST, HIGHEST)
     low, high = x.amin(-1).clamp_max(0), x.amax(-1).clamp_min(0)
-    best: tuple[Tensor, ...] = ()
+    best: list[Tensor] = []
     for shrink in SHRINKS:
         quarter, centre = (high / 2 - low / 2) * (shrink / MIDDLE), (high / 2 + low / 2) * shrink
-        d = fp16(quarter.amax(1, keepdim=True) / SCALES) if given is None else given[0]
+        d = fp16(quarter.amax(1, keepdim=True) / (SCALES * FRACTION)) if given is None else given[0]
         c = fp16(centre.abs().amax(1, keepdim=True) / CENTRES) if given is None else given[1]
-        s = (quarter * reciprocal(d)).round_().clamp_(0, SCALES)
+        s = (quarter * reciprocal(d * FRACTION)).round_().clamp_(0, SCALES)
         m = (centre * reciprocal(c)).round_().clamp_(-CENTRES, CENTRES)
-        unit, middle = (d * s)[..., None], (c * m)[..., None]
+        unit, middle = (d * FRACTION * s)[..., None], (c * m)[..., None]
         q = ((x - middle) * reciprocal(unit)).add_(MIDDLE).div_(QUARTERS).round_().clamp_(0, 63).to(torch.uint8)
         loss = torch.zeros_like(s)
         for level, share in enumerate(SHARES, 1):
             error = at_level(q, level).mul_(unit).add_(middle).sub_(x)
             loss += share * _relative(error, quarter)
-        found = (loss.sum(1), d, c, s, m, q)
+        found = [loss.sum(1), d, c, s, m, q]
         if best:
-            better = found[0] < best[0]
-            found = tuple(
-                torch.where(better.view(-1, *[1] * (new.dim() - 1)), new, old)
-                for new, old in zip(found, best, strict=True)
-            )
+            better = (found[0] < best[0])[:, None]
+            where = [better[:, 0], *[better] * 4, better[..., None]]
+            found = [torch.where(*each) for each in zip(where, found, best, strict=True)]
         best = found
     _, d, c, s, m, q = best
     each = torch.stack([s.to(torch.uint8), m.to(torch.int8).view(torch.uint8)], dim=2)

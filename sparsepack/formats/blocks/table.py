@@ -25,11 +25,11 @@ class Block:
     bytes   -- how many these take
     gguf    -- ggml's number of the type
     error   -- largest relative Frobenius error of weights that the type itself can cause. Q4_K leaves 0.07 on normal
-               weights and 0.09 on heavy-tailed ones (Student t with 3 degrees of freedom), Q6_K a quarter of that, Q5_0
-               and Q8_0 0.05 and 0.01 (tests/codec_cases.py has the weights); F16 and BF16 round to 11 and 8 significant
-               bits; F32 holds every source type. I8 and F8_E4M3 have one scale for a row: 0.01 and 0.03 on normal
-               weights, of I8 more where a row's largest weight is far from the others, ten times as far at this bound.
-               Weights of another model of the same shapes are off by 1.4
+               weights and 0.09 on heavy-tailed ones (Student t with 3 degrees of freedom), Q6_K a quarter of that, Q6_P
+               a third, Q5_0 and Q8_0 0.05 and 0.01 (tests/codec_cases.py has the weights); F16 and BF16 round to 11 and
+               8 significant bits; F32 holds every source type. I8 and F8_E4M3 have one scale for a row: 0.01 and 0.03 on
+               normal weights, of I8 more where a row's largest weight is far from the others, ten times as far at this
+               bound. Weights of another model of the same shapes are off by 1.4
     instead -- what llama-quantize takes in its place for widths that its blocks do not fit: about as many bits in short
                blocks, or F16
     file_type -- llama.cpp's enum llama_ftype of a file of it, which viewers of GGUFs show
@@ -76,7 +76,9 @@ class Block:
         level -- of blocks with planes, how many are read; 0: all
         """
         options: dict[str, Any] = {} if dtype is None else {"dtype": dtype}
-        return self.codec.decode(blocks, **options, **({"level": level} if level else {}))
+        if level:
+            options["level"] = level
+        return self.codec.decode(blocks, **options)
 
 
 BLOCKS: Mapping[str, Block] = {
@@ -85,7 +87,7 @@ BLOCKS: Mapping[str, Block] = {
         Block("Q4_K", 256, 144, 12, 0.12, instead="Q5_0", file_type=14, zigzag=True),
         Block("Q6_K", 256, 210, 14, 0.05, instead="Q8_0", file_type=18, zigzag=True),
         Block("Q8_0", 32, 34, 8, 0.015, file_type=7, zigzag=True),
-        Block("Q6_P", 256, 204, None, 0.04, zigzag=True, levels=(2, 4, 6)),
+        Block("Q6_P", 256, 204, None, 0.06, zigzag=True, levels=(2, 4, 6)),
         Block("Q5_0", 32, 22, 6, 0.08),
         Block("F32", 1, 4, 0, 1e-6),
         Block("F16", 1, 2, 1, 1e-3, file_type=1),

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -40,9 +40,6 @@ class Operations(Protocol):
     def zigzag_matmul(self, matrix: Any, x: Tensor) -> Tensor:
         """X W^T with every column."""
 
-    def planes_matmul(self, matrix: Any, x: Tensor, levels: Tensor) -> Tensor:
-        """X W^T of a matrix with planes, every column of every row of X at its level."""
-
     def matmul(self, weight: Any, x: Tensor) -> Tensor:
         """X W^T of a matrix stored by rows."""
 
@@ -57,6 +54,13 @@ class Operations(Protocol):
 
     def new_cache(self, shape: AttentionShape, type: str | None = None, device: torch.device | str = "cpu") -> KvCache:
         """An empty cache that attends to every position that a layer's window shows."""
+
+
+class PlanesOperations(Operations, Protocol):
+    """What a backend offers that runs matrices with planes."""
+
+    def planes_matmul(self, matrix: Any, x: Tensor, levels: Tensor) -> Tensor:
+        """X W^T, every column of every row of X at its level."""
 
 
 Activation = Callable[[Tensor], Tensor]
@@ -150,7 +154,7 @@ class LoadedSite:
             self.active.add_(bytes[levels[0].long()].sum())
         else:
             self.active.add_(of_each.sum())
-        y = self.operations.planes_matmul(self.matrix, d, levels)
+        y = cast(PlanesOperations, self.operations).planes_matmul(self.matrix, d, levels)
         if scales is not None:
             scales.count((x.shape[1] * bytes[-1] - of_each) // bytes[-1], y.shape[1])
         return _plus(y, self.sparse_bias)

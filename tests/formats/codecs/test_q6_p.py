@@ -1,0 +1,103 @@
+"""Q6_P: bytes, levels that are nested, what each loses, and matrices in zigzag order read at a level."""
+
+import pytest
+import torch
+from codec_cases import relative_error, synthetic
+from torch import Tensor
+
+from sparsepack.errors import PackingError
+from sparsepack.formats.blocks import q6_p
+from sparsepack.formats.blocks.table import BLOCKS
+from sparsepack.formats.kinds import MatrixFormat
+from sparsepack.formats.matrix import PackedMatrix, decode_matrix, zigzag_rows
+from sparsepack.formats.orders import zigzag
+
+LEVELS = (1, 2, 3)
+LOST = {1: 0.36, 2: 0.09, 3: 0.023}
+"""The relative error of normal weights at each level, at most."""
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def random_blocks(count: int) -> Tensor:
+    """Any numbers, scales and centres; d and c that are finite."""
+    blocks = torch.randint(256, (count, 204), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    blocks[:, :4] = (normal(count, 2).abs() / 100).half().view(torch.uint8)
+    return blocks
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_the_first_planes_alone_say_what_a_level_has(level: int) -> None:
+    blocks = random_blocks(50)
+    end = BLOCKS["Q6_P"].level_bytes[level - 1]
+    others = blocks.clone()
+    others[:, end:] = random_blocks(50).flip(0)[:, end:]
+    assert torch.equal(q6_p.decode_level(blocks, level), q6_p.decode_level(others, level))
+    if level < 3:
+        assert not torch.equal(q6_p.decode_level(blocks, level + 1), q6_p.decode_level(others, level + 1))
+
+
+def test_a_superblock_is_what_the_page_says_byte_by_byte() -> None:
+    blocks = random_blocks(3)
+    for block in blocks:
+        d, c = block[:4].view(torch.float16).float().tolist()
+        scales, centres = block[4:8].tolist(), block[8:12].view(torch.int8).tolist()
+        for weight in (0, 63, 64, 130, 255):
+            group, byte = divmod(weight, 64)
+            first, second, third = (int(block[12 + 64 * n + byte]) >> 2 * group & 3 for n in range(3))
+            for level, q in ((1, first), (2, 4 * first + second), (3, 16 * first + 4 * second + third)):
+                expected = d * scales[group] * q6_p.POINTS[level - 1][q] / 256 + c * centres[group]
+                assert q6_p.decode_level(block[None], level)[0, weight] == pytest.approx(expected, rel=1e-5, abs=1e-6)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_normal_weights_lose_little_at_each_level(level: int) -> None:
+    weights = normal(500, 256)
+    assert relative_error(BLOCKS["Q6_P"].decode(q6_p.encode(weights), level=level), weights) < LOST[level]
+
+
+@pytest.mark.parametrize("name", [name for name in synthetic() if name != "normal 1e-6"])
+def test_no_weights_are_beyond_the_bound_of_the_type(name: str) -> None:
+    """But those that are less than float16 has for d: they become zeros."""
+    weights = synthetic()[name]
+    assert relative_error(q6_p.decode(q6_p.encode(weights)), weights) < BLOCKS["Q6_P"].error
+
+
+def test_zeros_stay_zeros_and_what_no_number_is_is_refused() -> None:
+    assert not q6_p.decode(q6_p.encode(torch.zeros(2, 512))).any()
+    for wrong in (float("nan"), float("inf")):
+        with pytest.raises(PackingError, match="infinite or NaN"):
+            q6_p.encode(torch.full((256,), wrong))
+    with pytest.raises(PackingError, match="multiple of 256"):
+        q6_p.encode(torch.zeros(300))
+
+
+def test_parts_go_together_again_and_given_scales_are_kept() -> None:
+    blocks = random_blocks(20)
+    assert torch.equal(q6_p.CODEC.together(q6_p.CODEC.apart(blocks)), blocks)
+    weights, shared = normal(20, 256), torch.tensor([[0.05, 0.01]]).half().view(torch.uint8).expand(20, 4)
+    assert q6_p.CODEC.encode_given is not None
+    found = q6_p.CODEC.encode_given(weights, shared)
+    assert torch.equal(found[:, :4], shared)
+    assert relative_error(q6_p.decode(found), weights) < 0.06
+
+
+@pytest.mark.parametrize("rows", [1, 64, 192, 256, 300, 449, 1100])
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_matrix_in_zigzag_order_is_read_at_a_level(rows: int, level: int) -> None:
+    weight = normal(rows, 37)
+    blocks, tail = zigzag.pack_with_tail(weight, "Q6_P")
+    scales = torch.rand(rows) + 0.5
+    matrix = PackedMatrix(blocks, MatrixFormat("Q6_P", "zigzag"), rows, 37, tail, scales)
+    found = decode_matrix(matrix, level)
+    assert relative_error(found, weight * scales[:, None]) < LOST[level] * (1.5 if rows < 64 else 1.1)
+    assert torch.equal(decode_matrix(matrix.padded(), level), found)
+    assert torch.equal(zigzag_rows(matrix, rows // 3, rows, level), found[rows // 3 :])
+    assert (matrix.levels, matrix.units) == ((76, 140, 204), 37 * 204)
+
+
+def test_a_dense_read_is_the_last_level() -> None:
+    blocks = random_blocks(9)
+    assert torch.equal(q6_p.decode(blocks), q6_p.decode_level(blocks, 3))

@@ -1,0 +1,211 @@
+"""Levels of planes: what they cost, the price that gives the bits asked for, artifacts, and engine and `eval` alike."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+from models_for_tests import make_model
+from torch import Tensor
+
+from sparsepack.calibrate.collect import CalibrateOptions
+from sparsepack.calibrate.collection import calibrate
+from sparsepack.calibrate.find_thresholds import find_thresholds
+from sparsepack.calibrate.planes import level_costs, plane_shares, slopes
+from sparsepack.calibrate.threshold_table import read_thresholds
+from sparsepack.calibrate.thresholds import AllocationOptions
+from sparsepack.cli.app import main
+from sparsepack.errors import PackingError, ThresholdsError
+from sparsepack.eval.subject import open_subject
+from sparsepack.files.gguf import read_gguf
+from sparsepack.formats.blocks.table import BLOCKS
+from sparsepack.formats.inspect import describe
+from sparsepack.formats.matrix import decode_matrix
+from sparsepack.formats.open import read_packed
+from sparsepack.formats.verify import verify
+from sparsepack.formats.zigzag import plan
+from sparsepack.models.checkpoint.checkpoint import open_checkpoint
+from sparsepack.models.sites import SiteRule, levels_read
+from sparsepack.packing import PackRequest, pack
+from sparsepack.runtime.engine import Engine
+from sparsepack.runtime.reference import products
+
+FORMAT = "zigzag-q6_p"
+BITS = 6.375
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory, text) -> Path:
+    """A random model `m`, its calibration `c`, and `p.gguf`, of which a token reads 3.4 bits."""
+    folder = tmp_path_factory.mktemp("planes")
+    checkpoint = open_checkpoint(make_model(folder / "m", "qwen2"))
+    calibrate(checkpoint, text, folder / "c", CalibrateOptions(context=64, samples=8, held_out=2))
+    pack(PackRequest(str(folder / "m"), folder / "p.gguf", FORMAT, folder / "c", bits=3.4))
+    return folder
+
+
+@pytest.fixture
+def request_(source, tmp_path) -> PackRequest:
+    return PackRequest(str(source / "m"), tmp_path / "m.gguf", FORMAT, source / "c", bits=3.4)
+
+
+def test_levels_are_counted_by_thresholds_that_inputs_exceed() -> None:
+    limits = torch.tensor([[1.0, 0.0], [2.0, 0.5], [2.0, torch.inf]])
+    x = torch.tensor([[0.5, 0.0], [1.0, 0.1], [-1.5, -0.5], [2.5, 9.0], [torch.nan, torch.nan]])
+    assert levels_read(x, limits).tolist() == [[0, 0], [0, 1], [1, 1], [3, 2], [0, 0]]
+    assert SiteRule(limits).of_levels
+    assert not SiteRule(limits[0]).of_levels
+
+
+def test_slopes_are_those_of_the_convex_hull() -> None:
+    """The second column's first level saves less for each bit than its second: both are read from the same input on."""
+    costs = torch.tensor([[16.0, 16.0], [4.0, 15.0], [1.0, 1.0], [0.0, 0.9]])
+    found = slopes(costs, [2.0, 2.0, 2.0])
+    assert torch.allclose(found, torch.tensor([[6.0, 3.75], [1.5, 3.75], [0.5, 0.05]]))
+    assert torch.equal(slopes(costs.flip(0), [2.0, 2.0, 2.0]), torch.zeros(3, 2)), "what costs more is never read"
+
+
+def test_a_level_costs_the_square_of_its_error_at_the_output() -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(300, 7, generator=generator)
+    gradients, of_rows = torch.randn(2, 5, 7, generator=generator), torch.rand(300, generator=generator)
+    costs = level_costs(weight, "Q6_P", gradients, of_rows)
+    assert torch.allclose(costs[0], gradients.square().mean((0, 1)))
+    expected = (of_rows[:, None] * weight.square()).sum(0)
+    for level, share in ((1, 0.12), (2, 0.0075), (3, 0.00045)):
+        assert torch.allclose(costs[level], share * expected, rtol=0.5), level
+
+
+def test_steps_of_levels_are_shares_of_the_bits() -> None:
+    assert plane_shares("Q6_P") == [76 / 204, 64 / 204, 64 / 204]
+    assert BLOCKS["Q6_P"].level_bytes == (76, 140, 204)
+    assert BLOCKS["Q4_K"].level_bytes == ()
+
+
+@pytest.mark.parametrize("bits", [2.3, 4.5])
+def test_calibration_text_reads_the_bits_asked_for(small, small_calibration, bits) -> None:
+    options = AllocationOptions(1 - bits / BITS, block="Q6_P")
+    table = find_thresholds(small, small_calibration, options)
+    outlook = table.outlook()
+    assert outlook is not None
+    assert BITS * (1 - outlook.overall) == pytest.approx(bits, abs=0.01)
+    for rule in table.rules.values():
+        assert rule.of_levels
+        assert (rule.limits[1:] >= rule.limits[:-1]).all()
+    assert len({round(rule.realised, 2) for rule in table.rules.values()}) > 3
+
+
+def test_a_table_is_read_as_it_was_written(small, small_calibration, tmp_path) -> None:
+    table = find_thresholds(small, small_calibration, AllocationOptions(0.5, block="Q6_P"))
+    table.write(tmp_path / "t.json")
+    for key, rule in read_thresholds(tmp_path / "t.json").rules.items():
+        assert torch.equal(rule.limits, table.rules[key].limits)
+
+
+def test_the_artifact_is_the_model_and_says_what_is_read(source) -> None:
+    path = source / "p.gguf"
+    assert verify(path, str(source / "m")).passed
+    found = describe(path)
+    assert found["score"]["decode"]["kl_divergence"]["value"] > found["score"]["dense"]["kl_divergence"]["value"] > 0
+    tensors = read_gguf(path).tensors
+    info = tensors["blk.0.attn_in.weight"]
+    assert (info.type, info.shape[-1]) == ("I8", 204)
+    assert tensors["blk.0.attn_in.threshold"].shape == (3, info.shape[1])
+
+
+def test_engine_and_eval_read_the_same(source) -> None:
+    """The engine's products by levels, position by position and at once, are the stock model's with its hooks."""
+    path = source / "p.gguf"
+    ids = torch.randint(300, (24,), generator=torch.Generator().manual_seed(1))
+    subject = open_subject(str(path))
+    scorers = subject.scorer(), subject.task_scorer()
+    engine = Engine(read_packed(path), context=64, backend="reference")
+    at_once = engine.teacher_forced(ids.tolist(), 10)
+    activity = engine.activity()
+    engine.reset()
+    steps = torch.stack([engine.prefill(ids[:10].tolist()), *(engine.step(int(each)) for each in ids[10:])])
+    for scorer in scorers:
+        hidden = scorer.hidden(ids[None], None, torch.tensor([10]))
+        expected = scorer.head(slice(None))(hidden)[0]
+        assert (at_once - expected).abs().max() < 2e-4
+        assert (steps - expected[9:]).abs().max() < 2e-4
+        for key, unread in scorer.realised().items():
+            assert activity[key] == pytest.approx(1 - unread, abs=1e-6)
+    assert 0.3 < sum(activity.values()) / len(activity) < 0.8
+
+
+def test_several_sequences_read_a_column_at_the_level_of_its_largest_input(source) -> None:
+    matrix = read_packed(source / "p.gguf").layers[0].sites["mlp_in"].matrix
+    loaded = products.load_zigzag(matrix)
+    x = torch.randn(4, matrix.columns, generator=torch.Generator().manual_seed(2))
+    levels = torch.arange(matrix.columns).remainder(4).to(torch.uint8).expand(4, -1)
+    expected: Tensor = sum(torch.where(levels == level, x, 0) @ decode_matrix(matrix, level).T for level in (1, 2, 3))
+    assert torch.allclose(products.planes_matmul(loaded, x, levels), expected, atol=1e-4)
+    engine = Engine(read_packed(source / "p.gguf"), context=64, backend="reference", sequences=2)
+    for sequence in (0, 1):
+        engine.prefill([5, 6, 7], sequence)
+    alone = Engine(read_packed(source / "p.gguf"), context=64, backend="reference")
+    alone.prefill([5, 6, 7])
+    assert torch.allclose(engine.step_all([8, 8])[0], alone.step(8), atol=1e-4)
+
+
+def test_sparsity_is_the_share_of_bits_that_is_not_read(source, tmp_path) -> None:
+    request = PackRequest(str(source / "m"), tmp_path / "m.gguf", FORMAT, source / "c", score=False)
+    pack(replace(request, allocation=AllocationOptions(1 - 3.4 / BITS)))
+    expected, found = (read_packed(path).rules for path in (source / "p.gguf", tmp_path / "m.gguf"))
+    assert all(torch.equal(found[key].limits, rule.limits) for key, rule in expected.items())
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"bits": 6.4}, "zigzag-q6_p has 6.375 in all; expected fewer"),
+        ({"bits": 0.0}, "bits 0.0: expected above 0 and at most 16"),
+        ({"allocation": AllocationOptions(0.5)}, "give --bits or --sparsity, not both"),
+        ({"calibration": None}, "--bits needs --calibration"),
+        ({"format": "zigzag-q4_k"}, "bits 3.4: it is for format zigzag-q6_p, not zigzag-q4_k"),
+    ],
+)
+def test_requests_that_cannot_be_are_refused(request_, changes, says) -> None:
+    with pytest.raises(PackingError) as caught:
+        pack(replace(request_, **changes))
+    assert says in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_thresholds_of_levels_fit_no_other_format(small, small_calibration, tmp_path) -> None:
+    find_thresholds(small, small_calibration, AllocationOptions(0.5, block="Q6_P")).write(tmp_path / "t.json")
+    request = PackRequest(str(small.path), tmp_path / "m.gguf", "zigzag-q4_k", thresholds=tmp_path / "t.json")
+    with pytest.raises(PackingError, match="thresholds of 3 levels, this format has none"):
+        pack(request)
+    with pytest.raises(ThresholdsError, match="found by fisher and sparse alone"):
+        AllocationOptions(0.5, "uniform", block="Q6_P").check()
+
+
+def test_experts_have_no_levels_yet(tmp_path, text) -> None:
+    checkpoint = open_checkpoint(make_model(tmp_path / "m", "mixtral"))
+    calibration = calibrate(checkpoint, text, tmp_path / "c", CalibrateOptions(context=64, samples=2))
+    with pytest.raises(ThresholdsError, match="without experts yet; pack it as zigzag-q4_k"):
+        find_thresholds(checkpoint, calibration, AllocationOptions(0.5, block="Q6_P"))
+
+
+def test_thresholds_that_fall_are_refused(small, small_calibration, tmp_path, monkeypatch) -> None:
+    table = find_thresholds(small, small_calibration, AllocationOptions(0.5, block="Q6_P"))
+    key = (1, "attn_out")
+    weights = table.rules[key].channel_weights
+    assert weights is not None
+    rules = {**table.rules, key: replace(table.rules[key], channel_weights=weights.flip(0))}
+    replace(table, rules=rules).write(tmp_path / "t.json")
+    request = PackRequest(str(small.path), tmp_path / "m.gguf", FORMAT, thresholds=tmp_path / "t.json")
+    with pytest.raises(PackingError, match="blk.1.attn_out: thresholds are lower at a later level"):
+        pack(request)
+    monkeypatch.setattr(plan, "_check_rules", lambda *_: None)
+    with pytest.raises(PackingError, match="not written.*blk.1.attn_out.threshold is lower at a later level"):
+        pack(request)
+
+
+def test_engines_without_planes_say_which_have_them(source) -> None:
+    done = CliRunner().invoke(main, ["generate", str(source / "p.gguf"), "--backend", "cpu", "--prompt", "a"])
+    assert done.exit_code == 2
+    assert "the cpu backend has no kernels for zigzag matrices of Q6_P; use backend reference" in done.output
