@@ -25,6 +25,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ from torch import Tensor, nn
 from benchmarks.shared.evaluation import BOOKS_TEXT, CALIBRATION_TEXT, WIKITEXT, windows_of, windows_of_half
 from benchmarks.shared.timing import json_option, write_figures
 from benchmarks.small_models import published_models, write_rescaled
+from sparsepack.calibrate.planes import slopes
 from sparsepack.eval.subject import TransformersSubject, open_subject
 from sparsepack.models.sites import SiteKey
 
@@ -105,13 +107,13 @@ class Site:
         return self.weights.square().sum(0)
 
     def importance(self) -> Tensor:
-        """What a squared input times a column's relative squared error costs, for one weight of the column: [columns]."""
+        """What a squared input times a column's relative squared error costs, for one weight of it: [columns]."""
         energy = (self.moments.diagonal() * self.norms).sum()
         return self.effect * self.norms / energy / len(self.weights)
 
 
 def sinkhorn(w: Tensor, turns: int = 4) -> Tensor:
-    """Return factors [rows, 1] of the rows which, with factors of the columns, bring all to a root mean square of one."""
+    """Return factors [rows, 1] which, with factors of columns, bring all to a root mean square of one."""
     rows, columns = torch.ones_like(w[:, :1]), torch.ones_like(w[:1])
     for _ in range(turns):
         rows = rows * (w / rows / columns).square().mean(1, keepdim=True).sqrt().clamp(min=1e-9)
@@ -129,7 +131,7 @@ def rounded_scales(scales: Tensor, group: int, bits: int) -> Tensor:
     return (codes * step).reshape(columns, -1)[:, :groups, None]
 
 
-def nested(w: Tensor, run: Run, shares: Tensor | None = None, slopes: Tensor | None = None) -> list[Tensor]:
+def nested(w: Tensor, run: Run, shares: Tensor | None = None, of_rows: Tensor | None = None) -> list[Tensor]:
     """Return what each level gives for w [rows, columns].
 
     shares -- float32 [levels, columns]: how much an error at each level weighs; None: only the last counts
@@ -141,9 +143,9 @@ def nested(w: Tensor, run: Run, shares: Tensor | None = None, slopes: Tensor | N
     low = -groups.abs().amax(-1, keepdim=True) if symmetric else groups.amin(-1, keepdim=True).clamp(max=0)
     high = -low if symmetric else groups.amax(-1, keepdim=True).clamp(min=0)
     weighted = shares if shares is not None and "all" in run.options else None
-    of_rows: Tensor | float = 1.0
-    if slopes is not None and "weighted" in run.options:
-        of_rows = F.pad(slopes * rows[:, 0].square(), (0, -count % run.group)).view(1, -1, run.group)
+    counts: Tensor | float = 1.0
+    if of_rows is not None and "weighted" in run.options:
+        counts = F.pad(of_rows * rows[:, 0].square(), (0, -count % run.group)).view(1, -1, run.group)
     best: list[Tensor] = []
     for shrink in SHRINKS:
         step, least = ((high - low) * shrink / top).half().float(), (-low * shrink).half().float()
@@ -159,7 +161,7 @@ def nested(w: Tensor, run: Run, shares: Tensor | None = None, slopes: Tensor | N
             cut = 2 ** (run.levels[-1] - bits)
             given = ((codes / cut).floor() * cut + (cut - 1) / 2) * step - least
             weight = 1.0 if weighted is None else weighted[number][:, None, None]
-            error += weight * ((given - groups).square() * of_rows).sum(-1, keepdim=True)
+            error += weight * ((given - groups).square() * counts).sum(-1, keepdim=True)
         found = [error, codes, step, least]
         if best:
             better = error < best[0]
@@ -177,9 +179,7 @@ def nested(w: Tensor, run: Run, shares: Tensor | None = None, slopes: Tensor | N
     return made
 
 
-def fitted(
-    points: Tensor, codes: Tensor, groups: Tensor, step: Tensor, least: Tensor, bits: int, run: Run
-) -> Tensor:
+def fitted(points: Tensor, codes: Tensor, groups: Tensor, step: Tensor, least: Tensor, bits: int, run: Run) -> Tensor:
     """Points of a level's codes, moved to where the weights of a matrix lie in the mean."""
     wanted = (groups + least) / step  # in steps: what a code should stand for
     weight = step.square().expand_as(codes)
@@ -226,19 +226,6 @@ def with_feedback(site: Site, run: Run, shares: Tensor) -> list[Tensor]:
     return [each[:, back] for each in made]
 
 
-def hull(errors: Tensor, bits: Tensor) -> Tensor:
-    """What a bit buys at each level: the slopes of the convex hull of errors [levels + 1, columns] over bits, the first
-    being what it costs to read nothing. float32 [levels, columns], never rising."""
-    slopes = []
-    for level in range(1, len(bits)):
-        steepest = [
-            torch.stack([(errors[a] - errors[c]) / (bits[c] - bits[a]) for c in range(level, len(bits))]).amax(0)
-            for a in range(level)
-        ]
-        slopes.append(torch.stack(steepest).amin(0))
-    return torch.stack(slopes)
-
-
 class Simulation:
     """A model whose Linears can be read in planes."""
 
@@ -253,8 +240,8 @@ class Simulation:
         for layer, block in enumerate(blocks):
             for site, projections in family.projections.items():
                 linears = [block.get_submodule(projection) for projection in projections]
-                ends = torch.tensor([0, *(len(each.weight) for each in linears)]).cumsum(0).tolist()
-                rows = [slice(a, b) for a, b in zip(ends, ends[1:], strict=False)]
+                ends = [0, *accumulate(len(each.weight) for each in linears)]
+                rows = [slice(*pair) for pair in pairwise(ends)]
                 stacked = torch.cat([each.weight.detach() for each in linears])
                 empty = torch.zeros(stacked.shape[1], stacked.shape[1], device=device)
                 parts = list(zip(linears, rows, strict=True))
@@ -284,7 +271,7 @@ class Simulation:
         for key, site in self.sites.items():
             site.moments /= count
             site.samples = torch.cat(seen[key])
-        self._measure_effects(self.windows[:1])
+        self._measure_effects(self.windows[:1, :512])
 
     @torch.enable_grad()
     def _measure_slopes(self, windows: Tensor) -> None:
@@ -311,9 +298,9 @@ class Simulation:
             drawn = torch.multinomial(log_p.detach().exp(), 1, generator=generator)
             torch.autograd.grad(log_p.gather(1, drawn).sum(), self.model.get_input_embeddings().weight)
             for site in self.sites.values():
-                slopes = torch.cat([of_outputs[id(linear)] for linear, _ in site.modules], 1)
-                site.row_slopes += slopes.square().mean(0) / len(windows)
-                site.column_slopes += (slopes @ site.weights).square().mean(0) / len(windows)
+                at_output = torch.cat([of_outputs[id(linear)] for linear, _ in site.modules], 1)
+                site.row_slopes += at_output.square().mean(0) / len(windows)
+                site.column_slopes += (at_output @ site.weights).square().mean(0) / len(windows)
         for handle in handles:
             handle.remove()
 
@@ -346,7 +333,7 @@ class Simulation:
     def quantise(self, run: Run) -> None:
         """Make the levels of all sites, then their thresholds for the bits of the run."""
         for site in self.sites.values():
-            site.levels = nested(site.weights, run, slopes=site.row_slopes)
+            site.levels = nested(site.weights, run, of_rows=site.row_slopes)
         self.allocate(run)
         if run.options & {"all", "gptq"}:
             for site in self.sites.values():
@@ -367,7 +354,7 @@ class Simulation:
     def allocate(self, run: Run) -> None:
         """Find the multiplier at which a token of the calibration text reads the bits asked for; set thresholds."""
         bits = torch.tensor([0.0, *(each + run.scale_bits for each in run.levels)], device=self.device)
-        bases = {}
+        bases, steps = {}, bits.diff().tolist()
         for key, site in self.sites.items():
             if "fisher" in run.options:
                 of_levels = [(each - site.weights).square().T @ site.row_slopes for each in site.levels]
@@ -375,7 +362,7 @@ class Simulation:
             else:
                 relative = [(each - site.weights).square().sum(0) / site.norms.clamp(min=1e-20) for each in site.levels]
                 costs = torch.stack([torch.ones_like(relative[0]), *relative]) * site.importance()
-            bases[key] = hull(costs, bits).clamp(min=1e-38).rsqrt()
+            bases[key] = slopes(costs, steps).clamp(min=1e-38).rsqrt()
         total = sum(site.weights.numel() for site in self.sites.values())
         low, high = -60.0, 30.0
         for _ in range(40):
@@ -427,10 +414,8 @@ def divergence(expected: Tensor, found: Tensor) -> Tensor:
     return (expected.exp() * (expected - found)).sum(-1)
 
 
-def score(
-    simulation: Simulation, run: Run, data: Sequence[Tensor], expected: Sequence[Tensor]
-) -> Mapping[str, Any]:
-    """Score a run, already quantised, on windows whose log probabilities of the dense model are `expected` (float16)."""
+def score(simulation: Simulation, run: Run, data: Sequence[Tensor], expected: Sequence[Tensor]) -> Mapping[str, Any]:
+    """Score a run, already quantised, on windows, beside the dense model's log probabilities there, float16."""
     nll = of_dense = kl = 0.0
     count = 0
     with simulation.reading(run) as counts:
@@ -486,9 +471,7 @@ def main(
         data, expected = {}, {}
         for text in texts:
             inputs, targets = windows_of_half(simulation.subject, text, windows)
-            data[text] = [
-                torch.cat([a, b[-1:]])[-context - 1 :] for a, b in zip(inputs, targets, strict=True)
-            ]
+            data[text] = [torch.cat([a, b[-1:]])[-context - 1 :] for a, b in zip(inputs, targets, strict=True)]
             expected[text] = [simulation.log_probabilities(window[:-1]).half() for window in data[text]]
         click.echo(f"\n{path.stem}: effects of {len(simulation.sites)} sites and moments in {spent:.0f} s")
         heads = " | ".join(f"{Path(text).name.split('.')[0]}: read | loss | KL" for text in texts)

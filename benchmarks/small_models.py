@@ -30,7 +30,6 @@ import click
 import torch
 from torch import Tensor
 
-from benchmarks.kquants import kquant_subjects
 from benchmarks.shared.evaluation import (
     BOOKS_TEXT,
     CALIBRATION_TEXT,
@@ -228,6 +227,8 @@ def packed_rows(
 
 def llama_cpp_rows(model: Path, reference: TransformersSubject, names: tuple[str, ...]) -> Iterator[Measured]:
     """Quantise the model to each of llama.cpp's types whose name begins with one of `names`."""
+    from benchmarks.kquants import kquant_subjects  # it takes llama-cpp-python, which not every machine has
+
     types = [type for type in TYPES if f"llama.cpp {type}".startswith(names)]
     for type, made, subject in kquant_subjects(str(model), types, reference) if types else ():
         yield Measured(f"llama.cpp {type}", subject, made.bits, made.file_bytes)

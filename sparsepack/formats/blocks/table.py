@@ -27,9 +27,9 @@ class Block:
     error   -- largest relative Frobenius error of weights that the type itself can cause. Q4_K leaves 0.07 on normal
                weights and 0.09 on heavy-tailed ones (Student t with 3 degrees of freedom), Q6_K a quarter of that, Q6_P
                a third, Q5_0 and Q8_0 0.05 and 0.01 (tests/codec_cases.py has the weights); F16 and BF16 round to 11 and
-               8 significant bits; F32 holds every source type. I8 and F8_E4M3 have one scale for a row: 0.01 and 0.03 on
-               normal weights, of I8 more where a row's largest weight is far from the others, ten times as far at this
-               bound. Weights of another model of the same shapes are off by 1.4
+               8 significant bits; F32 holds every source type. I8 and F8_E4M3 have one scale for a row: 0.01 and 0.03
+               on normal weights, of I8 more where a row's largest weight is far from the others, ten times as far at
+               this bound. Weights of another model of the same shapes are off by 1.4
     instead -- what llama-quantize takes in its place for widths that its blocks do not fit: about as many bits in short
                blocks, or F16
     file_type -- llama.cpp's enum llama_ftype of a file of it, which viewers of GGUFs show

@@ -86,7 +86,8 @@ def test_formats_without_a_place_refuse_it_in_one_line_before_anything_is_found(
             format.check_model(made.changed)
         assert str(caught.value) == (
             f"{made.changed.name}: its residual stream changes its basis before block 1, for which {name} has no "
-            "place; pack as zigzag-q4_k or zigzag-q6_k or zigzag-q8_0 or zigzag-q6_p or neuron-q4_k, or rotate it with one basis"
+            "place; pack as zigzag-q4_k or zigzag-q6_k or zigzag-q8_0 or zigzag-q6_p or neuron-q4_k, or rotate it with "
+            "one basis"
         )
     assert (
         holders(made.changed)
