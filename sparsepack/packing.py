@@ -55,7 +55,7 @@ class PackRequest:
     sparse_attention: AttentionOptions | None = None
     bits: float | None = option(
         "In place of --sparsity, of formats with planes: bits of a weight that a decoded token reads in the mean, "
-        "scales included.",
+        "scales included (default: all).",
         default=None,
         above=0,
         most=16,

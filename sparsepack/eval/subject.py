@@ -117,6 +117,8 @@ def open_subject(
 def _checkpoint(checkpoint: Checkpoint, thresholds: Thresholds | None, device: str, dtype: str) -> TransformersSubject:
     if thresholds is not None:
         thresholds.check_model(checkpoint)
+        if any(rule.of_levels for rule in thresholds.rules.values()):
+            raise UserError(f"{checkpoint.name}: thresholds of planes, which a checkpoint has none of; pack it first")
     return TransformersSubject(
         name=checkpoint.name,
         kind="checkpoint",

@@ -284,6 +284,13 @@ def _problems_of_thresholds(recipe: Recipe, section: ActivationSparsity) -> Iter
     windows_given = section.windows != AllocationOptions.windows
     for name, problem in ALLOCATIONS[section.allocation].problems(section.upstream, windows_given):
         yield f"{key}.{name}: {problem}"
+    if (options := section.as_options(recipe)).block:
+        yield from refusals(key, options.check)
+
+
+def _settings_of_thresholds(job: Job, section: ActivationSparsity) -> dict[str, Any]:
+    block = section.as_options(job.recipe).block
+    return {**section.model_dump(mode="json"), **({"block": block} if block else {})}
 
 
 def _misfits_of_thresholds(job: Job, section: ActivationSparsity) -> Iterator[str]:
@@ -328,6 +335,7 @@ def _read_table(folder: Path) -> Any:
 THRESHOLDS = _stage(
     ActivationSparsity,
     TABLE,
+    settings=_settings_of_thresholds,
     wanted=lambda recipe, section: section.sparsity > 0,
     problems=_problems_of_thresholds,
     misfits=_misfits_of_thresholds,

@@ -14,7 +14,7 @@ from sparsepack.calibrate.distil import DISTIL
 from sparsepack.calibrate.prune import PRUNE, PruneOptions, SitePattern
 from sparsepack.calibrate.refit import RefitOptions
 from sparsepack.calibrate.rotate import ROTATE
-from sparsepack.calibrate.thresholds import THRESHOLDS, AttentionOptions
+from sparsepack.calibrate.thresholds import THRESHOLDS, AllocationOptions, AttentionOptions
 from sparsepack.eval.options import EVAL, EvalRequest
 from sparsepack.formats.kinds import DENSE, MlpKind
 from sparsepack.formats.table import FORMATS
@@ -82,6 +82,14 @@ class ActivationSparsity(Section):
     key: ClassVar[str] = "activation_sparsity"
     operation: ClassVar[Operation] = THRESHOLDS
 
+    def as_options(self, recipe: Recipe) -> AllocationOptions:
+        """For the levels of planes, where the recipe's format has some."""
+        pack = Pack.find_in(recipe)
+        format = FORMATS[pack.format] if pack else None
+        block = format.matrices.block if format and format.levels else ""
+        told = self.told(AllocationOptions)
+        return AllocationOptions(**told, device=recipe.device, dtype=recipe.dtype, block=block)
+
 
 class Pack(Section):
     """The artifact. Sparse attention takes its channels from the calibration, and weights are fitted to inputs on its
@@ -89,6 +97,7 @@ class Pack(Section):
 
     operation: ClassVar[Operation] = PACK
     also: ClassVar[tuple[type, ...]] = (RefitOptions, AttentionOptions)
+    without: ClassVar[tuple[str, ...]] = ("bits",)
 
     tokens: Text
     dense_layers: Text

@@ -65,7 +65,7 @@ def test_one_threshold_gives_every_site_its_share(small, small_calibration):
 def test_a_channel_counts_by_the_root_of_its_mean_square_gradient(small, small_calibration):
     few = replace(small_calibration, windows=small_calibration.windows[:2])
     rules = find_rules(small, few, HALF, all_sites(small))
-    for key, _, gradient in _gradients(small, few.windows, HALF):
+    for key, _, gradient, _ in gradients(small, few.windows, HALF):
         root = gradient.square().mean((0, 1)).sqrt()
         counted = root > 1e-2 * root.max()  # the others may be raised
         ratio = rules[key].channel_weights[counted] / root[counted]
