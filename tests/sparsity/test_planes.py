@@ -14,7 +14,7 @@ from sparsepack.calibrate.collection import calibrate
 from sparsepack.calibrate.find_thresholds import find_thresholds
 from sparsepack.calibrate.planes import level_costs, plane_shares, slopes
 from sparsepack.calibrate.threshold_table import read_thresholds
-from sparsepack.calibrate.thresholds import AllocationOptions
+from sparsepack.calibrate.thresholds import AllocationOptions, thresholds_table
 from sparsepack.cli.app import main
 from sparsepack.errors import PackingError, ThresholdsError
 from sparsepack.eval.subject import open_subject
@@ -101,6 +101,7 @@ def test_a_table_is_read_as_it_was_written(small, small_calibration, tmp_path) -
     table.write(tmp_path / "t.json")
     for key, rule in read_thresholds(tmp_path / "t.json").rules.items():
         assert torch.equal(rule.limits, table.rules[key].limits)
+    assert "calibration text: 50.0 % of the bits of all block weights" in thresholds_table(table.summary())
 
 
 def test_the_artifact_is_the_model_and_says_what_is_read(source) -> None:
