@@ -5,6 +5,7 @@ Nothing heavy is imported at the top: the command line and recipes read the defa
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -36,6 +37,9 @@ if TYPE_CHECKING:
     from sparsepack.models.provenance import Provenance
     from sparsepack.workers.shard import Shard
 
+_PLANES = only_with("format", *(row.name for row in FORMATS.values() if row.levels))
+_FIRST_BITS = 3.4
+"""Bits read at which a search for --kl or --loss begins."""
 _SLID = only_with("format", *(row.name for row in FORMATS.values() if row.weight_sparsity))
 
 
@@ -59,7 +63,19 @@ class PackRequest:
         default=None,
         above=0,
         most=16,
-        counts=(only_with("format", *(row.name for row in FORMATS.values() if row.levels)),),
+        counts=(_PLANES,),
+    )
+    kl: float | None = option(
+        "In place of --bits: find the bits at which text that the calibration holds out has this KL divergence from "
+        "the model, in nats (default: no such goal).",
+        default=None,
+        above=0,
+        counts=(_PLANES,),
+    )
+    loss: str | None = option(
+        "In place of --bits: find the bits at which such text loses so much perplexity, 3% for one.",
+        default=None,
+        counts=(_PLANES,),
     )
     output_type: str = option("Type of the output matrix.", default="auto", choices=("auto", *TYPES))
     embedding_type: str = option("Type of the embedding.", default="auto", choices=("auto", *TYPES))
@@ -96,18 +112,22 @@ class PackRequest:
         check_types(self, PackingError)
         format = format_of(self.format)
         check_options(self, PackingError, but=("format",))  # which the table of formats is asked for
-        if self.bits is not None and (self.allocation is not None and self.allocation.sparsity > 0):
-            raise PackingError("give --bits or --sparsity, not both: bits say how many are read, sparsity how many not")
+        targets = [f"--{name}" for name in ("bits", "kl", "loss") if getattr(self, name) is not None]
+        if len(targets) > 1:
+            raise PackingError(f"give {' or '.join(targets)}, not both: each says how many bits are read")
+        if targets and self.allocation is not None and self.allocation.sparsity > 0:
+            raise PackingError(f"give {targets[0]} or --sparsity, not both: sparsity is the share of bits not read")
         if self.bits is not None and not self.bits < format.bits:
             raise PackingError(f"--bits {self.bits:g}: {format.name} has {format.bits:g} in all; expected fewer")
-        if self.bits is not None and (self.calibration is None or self.thresholds is not None):
+        if targets and (self.calibration is None or self.thresholds is not None):
             raise PackingError(
-                "--bits needs --calibration, a folder made by `sparsepack calibrate`, and no --thresholds"
+                f"{targets[0]} needs --calibration, a folder made by `sparsepack calibrate`, and no --thresholds"
             )
+        _ = self.goal
         if self.allocation is not None:
             self.allocation.check()
         sparse = self.thresholds is not None or (self.allocation is not None and self.allocation.sparsity > 0)
-        sparse = sparse or self.bits is not None
+        sparse = sparse or bool(targets)
         if sparse and not format.thresholds:
             raise PackingError(
                 f"format {format.name}: it has no place for thresholds; "
@@ -161,12 +181,37 @@ class PackRequest:
                 f"{options}; or leave it out"
             )
 
+    @property
+    def goal(self) -> tuple[str, float]:
+        """What may be lost at most: "KL", in nats, or "loss", a share of the perplexity. Zero: there is no such goal.
+
+        Raises `PackingError` for a loss that is no share.
+        """
+        if self.loss is None:
+            return "KL", self.kl or 0.0
+        percent = re.fullmatch(r"\s*([0-9.]+)\s*(%?)\s*", self.loss)
+        try:
+            share = float(percent[1]) / (100 if percent[2] else 1) if percent else 0.0
+        except ValueError:
+            share = 0.0
+        if not 0 < share <= 1:
+            raise PackingError(f"--loss {self.loss[:40]!r}: expected a share of the perplexity, as 3% or 0.03")
+        return "loss", share
+
+    @property
+    def shown_goal(self) -> str:
+        """The option that says what may be lost, for messages."""
+        return f"--kl {self.kl:g}" if self.loss is None else f"--loss {self.loss}"
+
     def settled(self) -> PackRequest:
-        """The same request with the sparsity that `bits` mean, and of the format's own blocks."""
+        """The same request with the sparsity that `bits` mean, or that a search begins with, and of the format's own
+        blocks."""
         format, allocation = format_of(self.format), self.allocation
-        if self.bits is not None:
-            shared = replace(allocation, sparsity=1 - self.bits / format.bits) if allocation else None
-            allocation = shared or AllocationOptions(1 - self.bits / format.bits, device=self.device)
+        bits = self.bits or (min(_FIRST_BITS, format.bits / 2) if self.goal[1] else None)
+        if bits is not None:
+            sparsity = 1 - bits / format.bits
+            shared = replace(allocation, sparsity=sparsity) if allocation else None
+            allocation = shared or AllocationOptions(sparsity, device=self.device)
         if allocation is not None and format.levels:
             allocation = replace(allocation, block=format.matrices.block)
             allocation.check()
@@ -184,7 +229,7 @@ class PackRequest:
         """Raise `WorkersError` for what so many workers do not make together."""
         if count == 1:
             return
-        if self.allocation is not None and self.allocation.sparsity > 0:
+        if self.allocation is not None and self.allocation.sparsity > 0:  # of `settled`, with --bits and --kl, too
             raise WorkersError(
                 "--sparsity finds thresholds, which pack does in one process; find them with `sparsepack thresholds`, "
                 "which takes --devices, too, and give --thresholds"
@@ -260,6 +305,7 @@ def pack(request: PackRequest, checkpoint: Checkpoint | None = None, shard: Shar
     from sparsepack.formats.open import open_artifact
     from sparsepack.models.checkpoint.checkpoint import checkpoint_of
     from sparsepack.models.checkpoint.configuration import MANIFEST
+    from sparsepack.packing_goal import for_search, with_goal
     from sparsepack.packing_score import Scoring, score_artifact, scoring_of, warning_of
     from sparsepack.publish.card import model_card
     from sparsepack.workers.shard import ALONE
@@ -286,6 +332,11 @@ def pack(request: PackRequest, checkpoint: Checkpoint | None = None, shard: Shar
     with shard.saved_beside(request.output) as shard:
         found = find(checkpoint, request, shard)
         plan = plan_of(checkpoint, request, found)
+        if request.goal[1] and found.thresholds is not None:
+            searched, kept = for_search(found.held_out)
+            thresholds = with_goal(plan, found.thresholds, checkpoint, request, searched)
+            found = replace(found, thresholds=thresholds, held_out=kept)
+            plan = plan_of(checkpoint, request, found)
         plan = plan.with_beside(lambda made: {CARD: model_card(made, file=request.output.name)})
         scoring = scoring_of(checkpoint, request, found) if request.score else Scoring(None)
         if (windows := scoring.windows) is not None:
@@ -344,7 +395,7 @@ def find(checkpoint: Checkpoint, request: PackRequest, shard: Shard | None = Non
     if allocation:  # late, since it takes long
         thresholds = find_thresholds(checkpoint, source, allocation, shard or ALONE)
     found = Found(thresholds, heavy, neurons)
-    if request.score:
+    if request.score or request.goal[1]:
         found = replace(found, held_out=source.held_out, calibrated=(len(source.windows), source.windows.shape[1]))
     return replace(found, refit=_refit(checkpoint, request, found, source, shard or ALONE)) if refit else found
 

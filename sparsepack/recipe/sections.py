@@ -97,7 +97,7 @@ class Pack(Section):
 
     operation: ClassVar[Operation] = PACK
     also: ClassVar[tuple[type, ...]] = (RefitOptions, AttentionOptions)
-    without: ClassVar[tuple[str, ...]] = ("bits",)
+    without: ClassVar[tuple[str, ...]] = ("bits", "kl", "loss")
 
     tokens: Text
     dense_layers: Text

@@ -12,6 +12,7 @@ from torch import Tensor
 from sparsepack.calibrate.collect import CalibrateOptions
 from sparsepack.calibrate.collection import calibrate
 from sparsepack.calibrate.find_thresholds import find_thresholds
+from sparsepack.calibrate.folder import save
 from sparsepack.calibrate.planes import level_costs, plane_shares, slopes
 from sparsepack.calibrate.threshold_table import read_thresholds
 from sparsepack.calibrate.thresholds import AllocationOptions, thresholds_table
@@ -161,6 +162,10 @@ def test_sparsity_is_the_share_of_bits_that_is_not_read(source, tmp_path) -> Non
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
+        ({"kl": 0.1}, "give --bits or --kl, not both"),
+        ({"bits": None, "loss": "3 percent"}, "--loss '3 percent': expected a share of the perplexity, as 3% or 0.03"),
+        ({"bits": None, "loss": "0%"}, "expected a share of the perplexity"),
+        ({"bits": None, "kl": 1e-9}, "--kl 1e-09: with all 6.375 bits of zigzag-q6_p read, KL is"),
         ({"bits": 6.4}, "zigzag-q6_p has 6.375 in all; expected fewer"),
         ({"bits": 0.0}, "bits 0.0: expected above 0 and at most 16"),
         ({"allocation": AllocationOptions(0.5)}, "give --bits or --sparsity, not both"),
@@ -173,6 +178,32 @@ def test_requests_that_cannot_be_are_refused(request_, changes, says) -> None:
         pack(replace(request_, **changes))
     assert says in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("option", "most"), [({"kl": 0.01}, 0.01), ({"loss": "20%"}, 1.2)])
+def test_bits_are_found_at_which_as_much_is_lost_as_was_allowed(
+    tiny, tiny_calibration, tmp_path, capsys, option, most
+) -> None:
+    save(tiny_calibration, tmp_path / "c")
+    made = pack(PackRequest("shipped:tiny", tmp_path / "m.gguf", FORMAT, tmp_path / "c", **option))
+    assert made.score is not None
+    assert made.score["windows"] >= 4
+    figure = "kl_divergence" if "kl" in option else "perplexity_ratio"
+    found = made.score["decode"][figure]["value"]
+    assert found == pytest.approx(most, rel=0.5 if "kl" in option else 0.15), "other windows of the same text"
+    last = capsys.readouterr().err.strip().splitlines()[-1]
+    assert "bits of a weight read" in last
+    assert made.thresholds is not None
+    outlook = made.thresholds.outlook()
+    assert outlook is not None
+    assert f"{BITS * (1 - outlook.overall):.2f} bits" in last
+    assert {path.name for path in tmp_path.iterdir()} == {"c", "m.gguf"}
+
+
+def test_a_search_needs_text_that_was_held_out(source, text, tmp_path) -> None:
+    calibrate(str(source / "m"), text, tmp_path / "c", CalibrateOptions(context=64, samples=4, held_out=1))
+    with pytest.raises(PackingError, match="1, expected 2 at least; calibrate again with --held-out 8"):
+        pack(PackRequest(str(source / "m"), tmp_path / "m.gguf", FORMAT, tmp_path / "c", kl=0.1))
 
 
 def test_thresholds_of_levels_fit_no_other_format(small, small_calibration, tmp_path) -> None:
