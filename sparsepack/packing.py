@@ -334,7 +334,10 @@ def pack(request: PackRequest, checkpoint: Checkpoint | None = None, shard: Shar
         plan = plan_of(checkpoint, request, found)
         if request.goal[1] and found.thresholds is not None:
             searched, kept = for_search(found.held_out)
-            thresholds = with_goal(plan, found.thresholds, checkpoint, request, searched)
+            some = scoring_of(checkpoint, request, replace(found, held_out=searched))
+            if some.windows is None:
+                raise PackingError(f"{request.shown_goal}: {some.reason}; give --bits")
+            thresholds = with_goal(plan, found.thresholds, checkpoint, request, some.windows)
             found = replace(found, thresholds=thresholds, held_out=kept)
             plan = plan_of(checkpoint, request, found)
         plan = plan.with_beside(lambda made: {CARD: model_card(made, file=request.output.name)})

@@ -54,6 +54,7 @@ def forecast(request: PackRequest, workers: int = 1) -> PartsForecast:
     Raises as `pack` does, and `PackingError` where thresholds would have to be found or weights fitted first.
     """
     request.check()
+    request = request.settled()
     request.check_workers(workers)
     first = "finds thresholds" if request.allocation and request.allocation.sparsity > 0 else ""
     first = "fits weights" if request.fit.fits else first

@@ -29,6 +29,7 @@ from sparsepack.formats.zigzag import plan
 from sparsepack.models.checkpoint.checkpoint import open_checkpoint
 from sparsepack.models.sites import SiteRule, levels_read
 from sparsepack.packing import PackRequest, pack
+from sparsepack.packing_forecast import forecast
 from sparsepack.runtime.engine import Engine
 from sparsepack.runtime.reference import products
 
@@ -198,6 +199,11 @@ def test_bits_are_found_at_which_as_much_is_lost_as_was_allowed(
     assert outlook is not None
     assert f"{BITS * (1 - outlook.overall):.2f} bits" in last
     assert {path.name for path in tmp_path.iterdir()} == {"c", "m.gguf"}
+
+
+def test_what_finds_thresholds_is_not_forecast(request_) -> None:
+    with pytest.raises(PackingError, match="--dry-run: pack finds thresholds before it packs"):
+        forecast(request_)
 
 
 def test_a_search_needs_text_that_was_held_out(source, text, tmp_path) -> None:
