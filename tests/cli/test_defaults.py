@@ -14,6 +14,7 @@ import pytest
 from sparsepack.cli import main
 from sparsepack.cli.command import Declared
 from sparsepack.option import Option, default_of, options_of
+from sparsepack.packing import PackRequest
 from sparsepack.recipe.schema import RecipeModel, section_in
 from sparsepack.recipe.section import Recipe, Section
 from sparsepack.recipe.stages import STAGES
@@ -25,7 +26,10 @@ SECTIONS = {stage.name: found for stage in FIRST if (found := section_in(stage.t
 DATACLASSES = [(stage, options) for stage, section in SECTIONS.items() for options in (section.options, *section.also)]
 OF_VERBS = [(stage, options) for stage, options in DATACLASSES if stage in main.commands]
 """A stage without a verb of its name has its options alone."""
-LEFT_OUT = {EngineOptions: {"backend", "context", "dense", "offload", "threads"}}
+LEFT_OUT = {
+    EngineOptions: {"backend", "context", "dense", "offload", "threads"},
+    PackRequest: {"bits", "kl", "loss"},  # a recipe has thresholds in a section of their own
+}
 """Of options that a section has some of, those that others may have, or the command line alone."""
 HEAD = Recipe.model_fields.keys()
 

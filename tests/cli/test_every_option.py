@@ -69,9 +69,9 @@ MODES = {
         f"{{relu}} -o {{new}} --calibration {{cal}} --sparsity 0.5 --allocation global {LEARNT}",
         "{relu} -o {new} --calibration {cal} --attention double --dense-layers none",
         "{relu} -o {new} --calibration {more} --quantiser gptq",
-        "{relu} -o {new} --calibration {more} --format zigzag-q6_p --bits 3.4",
-        "{relu} -o {new} --calibration {more} --format zigzag-q6_p --kl 9",
-        "{relu} -o {new} --calibration {more} --format zigzag-q6_p --loss 90%",
+        "{relu} -o {new} --calibration {more} --format zigzag-q6_p --quantiser round --bits 3.4",
+        "{relu} -o {new} --calibration {more} --format zigzag-q6_p --quantiser round --kl 9",
+        "{relu} -o {new} --calibration {more} --format zigzag-q6_p --quantiser round --loss 90%",
         "{relu} -o {new} --calibration {more} --sparsity 0.5 --windows 1 --refit",
     ),
     "eval": (

@@ -109,8 +109,10 @@ def test_the_command_line_tells_it_from_a_calibration(made: Path, tmp_path: Path
 RECIPE = f"""
 import sys
 from pathlib import Path
+from sparsepack.formats.kinds import MatrixFormat
 from sparsepack.formats.table import FORMATS, Format
-FORMATS[{NAME!r}] = Format({NAME!r}, "bfloat16 in a folder", "bf16_folder", "BF16", folder=True)
+matrices = MatrixFormat("BF16")
+FORMATS[{NAME!r}] = Format({NAME!r}, "bfloat16 in a folder", "bf16_folder", matrices, folder=True)
 from sparsepack.errors import RecipeError
 from sparsepack.recipe.load import load_recipe
 assert load_recipe(Path(sys.argv[1])).pack.format == {NAME!r}
