@@ -9,7 +9,7 @@ input. RUN is LEVELS[+OPTION...]@BITS, bits read being a mean over all weights, 
     rows      rows and columns are brought to one size before, in turns (Sinkhorn); a row's factor multiplies its output
     affine    at each level a matrix has a slope and an offset of its own;   points  each code of two planes or less has
     all       scales are chosen by the error at all levels, each as often as it is read
-    gptq      error feedback: at the level that a column is mostly read at
+    gptq      error feedback: what each column loses at each level, as often as it is read so
     fisher    a column's error counts by the gradients of the model's output, not by one measured effect of each site
     weighted  rows, too, when scales are chosen
     f16       scales of groups are float16 each, not 6 bits in parts of a superblock's
@@ -45,6 +45,8 @@ SHRINKS = (1.0, 0.95, 0.9, 0.84, 0.78, 0.7)
 """Shares of the whole range that scales are tried at."""
 SUPERBLOCK = 256
 NOISE = 0.1
+DAMPING = 0.3
+"""Of each input's own second moment, added to it where errors are fed back."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,7 @@ class Site:
 
     weights -- float32 [rows, columns];  modules -- its Linears and their rows of it
     moments -- E[x x^T], float32 [columns, columns];  samples -- |x| of some tokens, float32 [tokens, columns]
+    inputs  -- x of half of them, float16 [tokens, columns]
     effect  -- KL that an error of its output of one part of its energy would cost, if small errors are a guide
     """
 
@@ -92,6 +95,7 @@ class Site:
     modules: list[tuple[nn.Linear, slice]]
     moments: Tensor
     samples: Tensor
+    inputs: Tensor
     effect: float = 1.0
     row_slopes: Tensor = field(default_factory=lambda: torch.empty(0))
     column_slopes: Tensor = field(default_factory=lambda: torch.empty(0))
@@ -131,15 +135,48 @@ def rounded_scales(scales: Tensor, group: int, bits: int) -> Tensor:
     return (codes * step).reshape(columns, -1)[:, :groups, None]
 
 
-def nested(w: Tensor, run: Run, shares: Tensor | None = None, of_rows: Tensor | None = None) -> list[Tensor]:
-    """Return what each level gives for w [rows, columns].
+@dataclass
+class Grid:
+    """How the columns of a matrix are quantised: scales of groups, and what the codes of each level stand for.
 
-    shares -- float32 [levels, columns]: how much an error at each level weighs; None: only the last counts
+    rows        -- what rows are divided by before: float32 [rows, 1]
+    step, least -- of each group: float32 [columns, groups, 1]
+    points      -- of each level, in steps: float32 [codes]
+    """
+
+    run: Run
+    rows: Tensor
+    step: Tensor
+    least: Tensor
+    points: list[Tensor]
+
+    def levels(self, w: Tensor, columns: slice = slice(None)) -> list[Tensor]:
+        """What each level gives for some columns of a matrix, [rows, columns]."""
+        groups = grouped(w / self.rows, self.run.group)
+        step, least = self.step[columns], self.least[columns]
+        codes = ((groups + least) / step).round().clamp(0, 2 ** self.run.levels[-1] - 1).long()
+        made = []
+        for bits, points in zip(self.run.levels, self.points, strict=True):
+            given = points[codes >> (self.run.levels[-1] - bits)] * step - least
+            made.append(given.reshape(w.shape[1], -1)[:, : len(w)].T * self.rows)
+        return made
+
+
+def grouped(w: Tensor, group: int) -> Tensor:
+    """The groups of the columns of a matrix: [columns, groups, rows of a group], padded with zeros."""
+    return F.pad(w.T, (0, -len(w) % group)).view(w.shape[1], -1, group)
+
+
+def grid_of(w: Tensor, run: Run, shares: Tensor | None = None, of_rows: Tensor | None = None) -> Grid:
+    """The grid of w [rows, columns], whose scales lose least.
+
+    shares  -- float32 [levels, columns]: how much an error at each level weighs; None: only the last counts
+    of_rows -- float32 [rows]: how much one in each row does
     """
     rows = sinkhorn(w) if "rows" in run.options else torch.ones_like(w[:, :1])
     count, top = len(w), 2 ** run.levels[-1] - 1
     symmetric, rounded = "sym" in run.options, "f16" not in run.options
-    groups = F.pad((w / rows).T, (0, -count % run.group)).view(w.shape[1], -1, run.group)
+    groups = grouped(w / rows, run.group)
     low = -groups.abs().amax(-1, keepdim=True) if symmetric else groups.amin(-1, keepdim=True).clamp(max=0)
     high = -low if symmetric else groups.amax(-1, keepdim=True).clamp(min=0)
     weighted = shares if shares is not None and "all" in run.options else None
@@ -162,68 +199,83 @@ def nested(w: Tensor, run: Run, shares: Tensor | None = None, of_rows: Tensor | 
             given = ((codes / cut).floor() * cut + (cut - 1) / 2) * step - least
             weight = 1.0 if weighted is None else weighted[number][:, None, None]
             error += weight * ((given - groups).square() * counts).sum(-1, keepdim=True)
-        found = [error, codes, step, least]
+        found = [error, step, least]
         if best:
             better = error < best[0]
             found = [torch.where(better, new, old) for new, old in zip(found, best, strict=True)]
         best = found
-    _, codes, step, least = best
-    made = []
+    _, step, least = best
+    return Grid(run, rows, step, least, points_of(groups, step, least, run))
+
+
+def points_of(groups: Tensor, step: Tensor, least: Tensor, run: Run) -> list[Tensor]:
+    """What the codes of each level stand for, in steps: the middle of their range, or where a matrix' weights lie."""
+    wanted, weight = (groups + least) / step, step.square().expand_as(groups).flatten()
+    codes = wanted.round().clamp(0, 2 ** run.levels[-1] - 1).long().flatten()
+    found = []
     for bits in run.levels:
         cut = 2 ** (run.levels[-1] - bits)
-        points = (codes / cut).floor() * cut + (cut - 1) / 2
-        if cut > 1 and run.options & {"affine", "points"}:
-            points = fitted(points, codes, groups, step, least, bits, run)
-        given = points * step - least
-        made.append(given.reshape(w.shape[1], -1)[:, :count].T * rows)
-    return made
+        points = torch.arange(2**bits, device=groups.device) * cut + (cut - 1) / 2
+        if cut > 1 and run.options & {"points", "affine"}:
+            at = codes // cut
+            total, sums = (
+                torch.zeros(2**bits, device=groups.device).index_add_(0, at, each)
+                for each in (weight, weight * wanted.flatten())
+            )
+            means = torch.where(total > 0, sums / total.clamp(min=1e-20), points)
+            if "affine" in run.options:
+                middle, share = (total * points).sum() / total.sum(), total / total.sum()
+                slope = (share * (points - middle) * means).sum() / (share * (points - middle).square()).sum()
+                means = (points - middle) * slope + (share * means).sum()
+            points = means
+        found.append(points)
+    return found
 
 
-def fitted(points: Tensor, codes: Tensor, groups: Tensor, step: Tensor, least: Tensor, bits: int, run: Run) -> Tensor:
-    """Points of a level's codes, moved to where the weights of a matrix lie in the mean."""
-    wanted = (groups + least) / step  # in steps: what a code should stand for
-    weight = step.square().expand_as(codes)
-    if "points" in run.options and bits <= 4:
-        cut = 2 ** (run.levels[-1] - bits)
-        at = (codes / cut).floor().long().flatten()
-        total = torch.zeros(2**bits, device=codes.device).index_add_(0, at, weight.flatten())
-        sums = torch.zeros(2**bits, device=codes.device).index_add_(0, at, (weight * wanted).flatten())
-        return (sums / total.clamp(min=1e-20))[at].view_as(codes)
-    middle = (2 ** run.levels[-1] - 1) / 2
-    x, y = points - middle, wanted - middle
-    total = weight.sum()
-    mean_x, mean_y = (weight * x).sum() / total, (weight * y).sum() / total
-    slope = (weight * (x - mean_x) * (y - mean_y)).sum() / (weight * (x - mean_x).square()).sum()
-    return (x - mean_x) * slope + mean_y + middle
+def nested(w: Tensor, run: Run, shares: Tensor | None = None, of_rows: Tensor | None = None) -> list[Tensor]:
+    """Return what each level gives for w [rows, columns]."""
+    return grid_of(w, run, shares, of_rows).levels(w)
 
 
-def with_feedback(site: Site, run: Run, shares: Tensor) -> list[Tensor]:
-    """The levels of a site, the error of each column at the level that it is mostly read at spread over those after."""
+def with_feedback(site: Site, run: Run) -> list[Tensor]:
+    """The levels of a site, what each column loses put right by the columns after it.
+
+    Read at level l, column j leaves e_lj, times those of its inputs that read it so. By least squares the later columns
+    take off F_l[:, j] e_lj of it, F_l = U^T tril(U C_l, -1): U^T U the inverse of the products of the inputs that read
+    a column at all, C_l the products of these with those of column j at level l. Where there is one level, always
+    read, it is GPTQ's rule.
+    """
     order = site.moments.diagonal().mul(site.norms).argsort(descending=True)
-    w, h = site.weights[:, order].clone(), site.moments[order][:, order].double()
-    d = h.diagonal()
-    h = h + torch.diag(d * 0.01) + torch.eye(len(h), device=h.device, dtype=h.dtype) * (0.01 * d.median())
-    upper = torch.linalg.cholesky(torch.linalg.inv(h), upper=True).float()
-    mixed = shares[:, order] / shares[:, order].sum(0).clamp(min=1e-20)
+    w, x = site.weights[:, order].clone(), site.inputs[:, order].float()
+    level = (x.abs() > site.thresholds[:, None, order]).sum(0)
+    read = torch.where(level > 0, x, 0)
+    products = (read.T @ read / len(x)).double()
+    diagonal = products.diagonal()
+    diagonal += DAMPING * diagonal + 1e-3 * diagonal.mean()
+    lower = torch.linalg.cholesky(products.flip(0, 1))
+    factor = torch.linalg.inv(lower).flip(0, 1).float()
+    back = [
+        factor.T @ (factor @ (read.T @ torch.where(level == n, x, 0) / len(x))).tril(-1)
+        for n in range(len(run.levels) + 1)
+    ]
+    grid = grid_of(w, run, None, site.row_slopes)
     made = [torch.empty_like(w) for _ in run.levels]
-    rows = sinkhorn(site.weights) if "rows" in run.options else torch.ones_like(w[:, :1])
-    plain = Run(run.name, run.levels, run.options - {"rows"}, run.bits)
     for start in range(0, w.shape[1], 64):
         end = min(start + 64, w.shape[1])
-        errors = torch.zeros(len(w), end - start, device=w.device)
+        errors = torch.zeros(len(back), len(w), end - start, device=w.device)
         for j in range(start, end):
-            found = nested(w[:, j : j + 1] / rows, plain, shares[:, order[j : j + 1]])
-            mean = torch.zeros_like(w[:, 0])
-            for level, (each, into) in enumerate(zip(found, made, strict=True)):
-                into[:, j] = (each * rows)[:, 0]
-                mean += mixed[level, j] * into[:, j]
-            error = (w[:, j] - mean) / upper[j, j]
-            w[:, j:end] -= error[:, None] * upper[j, j:end]
-            errors[:, j - start] = error
-        w[:, end:] -= errors @ upper[start:end, end:]
-    back = torch.empty_like(order)
-    back[order] = torch.arange(len(order), device=order.device)
-    return [each[:, back] for each in made]
+            here = slice(j, j + 1)
+            errors[0, :, j - start] = w[:, j]
+            for n, each in enumerate(grid.levels(w[:, here], here)):
+                made[n][:, j] = each[:, 0]
+                errors[n + 1, :, j - start] = w[:, j] - each[:, 0]
+            for n, feed in enumerate(back):
+                w[:, j + 1 : end] += errors[n, :, j - start, None] * feed[j + 1 : end, j]
+        for n, feed in enumerate(back):
+            w[:, end:] += errors[n] @ feed[end:, start:end].T
+    returned = torch.empty_like(order)
+    returned[order] = torch.arange(len(order), device=order.device)
+    return [each[:, returned] for each in made]
 
 
 class Simulation:
@@ -245,7 +297,7 @@ class Simulation:
                 stacked = torch.cat([each.weight.detach() for each in linears])
                 empty = torch.zeros(stacked.shape[1], stacked.shape[1], device=device)
                 parts = list(zip(linears, rows, strict=True))
-                self.sites[layer, site] = Site(stacked, parts, empty, torch.empty(0))
+                self.sites[layer, site] = Site(stacked, parts, empty, torch.empty(0), torch.empty(0))
         self.windows, _ = windows_of(self.subject, calibration_text, samples)
         self._calibrate()
         self._measure_slopes(self.windows[:8, :512])
@@ -253,12 +305,14 @@ class Simulation:
     @torch.inference_mode()
     def _calibrate(self) -> None:
         seen: dict[SiteKey, list[Tensor]] = {key: [] for key in self.sites}
+        whole: dict[SiteKey, list[Tensor]] = {key: [] for key in self.sites}
 
         def watch(key: SiteKey) -> Any:
             def hook(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
                 x = inputs[0].flatten(0, -2)[8:]  # the first positions hold massive activations
                 self.sites[key].moments += x.T @ x
                 seen[key].append(x[::16].abs())
+                whole[key].append(x[::2].half())
 
             return hook
 
@@ -270,7 +324,7 @@ class Simulation:
         count = self.windows.numel() - 8 * len(self.windows)
         for key, site in self.sites.items():
             site.moments /= count
-            site.samples = torch.cat(seen[key])
+            site.samples, site.inputs = torch.cat(seen[key]), torch.cat(whole[key])
         self._measure_effects(self.windows[:1, :512])
 
     @torch.enable_grad()
@@ -339,7 +393,7 @@ class Simulation:
             for site in self.sites.values():
                 shares = self._shares(site)
                 if "gptq" in run.options:
-                    site.levels = with_feedback(site, run, shares)
+                    site.levels = with_feedback(site, run)
                 else:
                     site.levels = nested(site.weights, run, shares, site.row_slopes)
             self.allocate(run)

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -151,6 +152,25 @@ def test_several_sequences_read_a_column_at_the_level_of_its_largest_input(sourc
     alone = Engine(read_packed(source / "p.gguf"), context=64, backend="reference")
     alone.prefill([5, 6, 7])
     assert torch.allclose(engine.step_all([8, 8])[0], alone.step(8), atol=1e-4)
+
+
+def test_the_controller_keeps_the_share_of_bits(source) -> None:
+    """With limits that are twice as high as the target's it comes down to fewer unread bits."""
+    packed = read_packed(source / "p.gguf")
+    layers = [
+        replace(layer, attention={name: _twice(site) for name, site in layer.attention.items()})
+        for layer in packed.layers
+    ]
+    held = Engine(replace(packed, layers=tuple(layers)), context=64, backend="reference", hold=True)
+    ids = torch.randint(300, (40,), generator=torch.Generator().manual_seed(3)).tolist()
+    held.prefill(ids[:8])
+    for id in ids[8:]:
+        held.step(id)
+    assert held.scales[0] < 0.95
+
+
+def _twice(site: Any) -> Any:
+    return replace(site, rule=SiteRule(2 * site.rule.limits))
 
 
 def test_sparsity_is_the_share_of_bits_that_is_not_read(source, tmp_path) -> None:
