@@ -172,7 +172,7 @@ class PackRequest:
                 "`sparsepack calibrate`"
             )
         asked = format.mlp.by_count or self.thresholds is not None or self.allocation is not None
-        asked = asked or attention.sparse or refit.fits or self.score
+        asked = asked or attention.sparse or refit.fits or self.score or bool(targets)
         if self.calibration is not None and not asked:
             options = "--sparsity, --attention, --quantiser gptq" if format.fits else f"--format {those_with('fits')}"
             alone = "--quantiser round" if format.fits else f"--format {format.name}"

@@ -221,6 +221,12 @@ def test_bits_are_found_at_which_as_much_is_lost_as_was_allowed(
     assert {path.name for path in tmp_path.iterdir()} == {"c", "m.gguf"}
 
 
+def test_bits_are_found_without_a_score(request_) -> None:
+    made = pack(replace(request_, score=False))
+    assert made.score is None
+    assert made.thresholds is not None
+
+
 def test_what_finds_thresholds_is_not_forecast(request_) -> None:
     with pytest.raises(PackingError, match="--dry-run: pack finds thresholds before it packs"):
         forecast(request_)
