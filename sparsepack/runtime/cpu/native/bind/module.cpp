@@ -14,6 +14,8 @@ void bind_worker(nb::module_& m);
 }  // namespace sparsepack
 
 NB_MODULE(_native, m) {
+    // Objects that a cache of Python's keeps until the interpreter ends leak nothing, and users would be told.
+    nb::set_leak_warnings(false);
     sparsepack::bind_kv_cache(m);
     sparsepack::bind_operations(m);
     sparsepack::bind_decoder(m);
