@@ -20,7 +20,6 @@ from sparsepack.calibrate.threshold_table import Thresholds
 from sparsepack.errors import PackingError
 from sparsepack.eval.perplexity import score_protocols, summarise
 from sparsepack.eval.scorer import StreamedScorer
-from sparsepack.files.tensors import arithmetic
 from sparsepack.formats.open import open_artifact
 from sparsepack.formats.plan import Plan
 from sparsepack.formats.table import format_of
@@ -29,6 +28,7 @@ from sparsepack.models.checkpoint.checkpoint import Checkpoint
 from sparsepack.models.sites import Rules
 from sparsepack.models.tokenizer.windows import inputs_and_targets
 from sparsepack.packing import PackRequest
+from sparsepack.packing_score import scorers_of
 from sparsepack.progress import say
 
 MOST_TRIES = 8
@@ -134,11 +134,7 @@ class _Tried:
 
     def lost(self, rules: Rules, protocol: str) -> tuple[float, float]:
         """What is lost with these rules: nats, or the share by which perplexity rises; and its standard error."""
-        stock, device, source = self._stock, self._device, self._checkpoint
-        context, dtype = int(source.config.max_position_embeddings), arithmetic("auto", source.dtype, device)
-        seen = (context, dtype, stock.inputs, stock.attention, device, stock.of_levels)
-        self._scorer = StreamedScorer(stock, rules, *seen)
-        reference = StreamedScorer(source, {}, context, dtype, device=device)
+        self._scorer, reference = scorers_of(self._stock, rules, self._checkpoint, self._device)
         scores = score_protocols(self._scorer, reference, *self._data, (protocol,))
         found: Mapping[str, float | None] = summarise(scores[protocol], 1)[self._kind]
         return (found["value"] or 0.0) - (self._kind == "perplexity_ratio"), found["stderr"] or 0.0

@@ -20,9 +20,11 @@ from sparsepack.eval.perplexity import score_protocols, summarise
 from sparsepack.eval.scorer import StreamedScorer
 from sparsepack.files.tensors import arithmetic, type_name
 from sparsepack.formats.open import open_artifact
+from sparsepack.formats.stock import StockModel
 from sparsepack.formats.table import FORMATS, format_of
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
 from sparsepack.models.family import HEAD
+from sparsepack.models.sites import Rules
 from sparsepack.models.tokenizer.windows import inputs_and_targets, spread_windows
 from sparsepack.packing import Found, PackRequest
 from sparsepack.progress import duration
@@ -145,6 +147,15 @@ def _packing_tokens(checkpoint: Checkpoint, request: PackRequest, calibrated: tu
     return tokens
 
 
+def scorers_of(
+    stock: StockModel, rules: Rules, checkpoint: Checkpoint, device: str
+) -> tuple[StreamedScorer, StreamedScorer]:
+    """Return the scorers of an artifact, with these rules of its sites, and of its source."""
+    context, dtype = int(checkpoint.config.max_position_embeddings), arithmetic("auto", checkpoint.dtype, device)
+    seen = (context, dtype, stock.inputs, stock.attention, device, stock.of_levels)
+    return StreamedScorer(stock, rules, *seen), StreamedScorer(checkpoint, {}, context, dtype, device=device)
+
+
 def score_artifact(path: Path, checkpoint: Checkpoint, windows: Tensor, device: str) -> dict[str, Any]:
     """Return the manifest's score of the artifact at `path`: `windows`, `context`, `source_perplexity`, and for
     `dense`, and `decode` where anything is skipped, `_FIGURES` with their standard errors over windows; a figure that
@@ -155,10 +166,7 @@ def score_artifact(path: Path, checkpoint: Checkpoint, windows: Tensor, device: 
     artifact = open_artifact(path)
     artifact.check_bytes()
     stock = artifact.stock()
-    context, dtype = int(checkpoint.config.max_position_embeddings), arithmetic("auto", checkpoint.dtype, device)
-    seen = (context, dtype, stock.inputs, stock.attention, device, stock.of_levels)
-    scorer = StreamedScorer(stock, stock.rules, *seen)
-    reference = StreamedScorer(checkpoint, {}, context, dtype, device=device)
+    scorer, reference = scorers_of(stock, stock.rules, checkpoint, device)
     sparse = stock.attention is not None or any(not rule.dense for rule in stock.rules.values())
     inputs, targets = inputs_and_targets(checkpoint.tokenizer, windows.long())
     scores = score_protocols(scorer, reference, inputs, targets, ("dense", "decode") if sparse else ("dense",))

@@ -118,8 +118,8 @@ def _pooled(checkpoint: Checkpoint, site: str) -> bool:
     return checkpoint.family.experts is not None and site in MLP_SITES
 
 
-Seen = tuple[Tensor, Tensor, Tensor | None]
-"""Of a site: x; the gradient at x; the mean squares of the gradient at each row of the output, None of experts."""
+Seen = tuple[Tensor, Tensor, Tensor]
+"""Of a site: x; the gradient at x; the mean squares of the gradient at each row of the output, of experts no rows."""
 
 
 def gradients(
@@ -127,7 +127,7 @@ def gradients(
 ) -> Iterator[tuple[SiteKey, Tensor, Tensor, Tensor]]:
     """Yield of every site, the last block first, its key, x, and the gradients of the log-likelihood of drawn tokens:
     at x, float32 [B, S, columns] as x is, without the sinks, of experts [B, S, experts, columns] where x is; and at the
-    output, the mean squares float32 [rows], of experts none."""
+    output, the mean squares float32 [rows], of experts no rows."""
     dtype = arithmetic(options.dtype, checkpoint.dtype, options.device)
     stream, layers = BlockStream(checkpoint, options.device, dtype), checkpoint.layers
     hidden = [stream.embed(ids)]
@@ -147,11 +147,7 @@ def gradients(
             for site, parts in seen.items():
                 if parts:
                     x, slope = torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
-                    squares = [part[2] for part in parts]
-                    of_rows = torch.stack([each for each in squares if each is not None] or [slope.new_zeros(0)]).mean(
-                        0
-                    )
-                    yield (layer, site), x, slope, of_rows
+                    yield (layer, site), x, slope, torch.stack([part[2] for part in parts]).mean(0)
             advance()
 
 
@@ -181,8 +177,8 @@ def _through_block(
     try:
         with torch.enable_grad(), site_hooks([(layer, block)], family, function):
             left = stream(entered)
-            wanted = [entered, *inputs.values(), *(output for each in outputs.values() for output in each)]
-            found = torch.autograd.grad(left, wanted, gradient.to(left), allow_unused=True)
+            sources = [entered, *inputs.values(), *(output for each in outputs.values() for output in each)]
+            found = torch.autograd.grad(left, sources, gradient.to(left), allow_unused=True)
     finally:
         for handle in handles:
             handle.remove()
@@ -193,7 +189,8 @@ def _through_block(
     }
     for (site, x), slope in zip(inputs.items(), found[1:], strict=False):
         if slope is not None:
-            seen[site].append((x.detach()[:, _SINKS:].float(), slope[:, _SINKS:].float(), of_rows.get(site)))
+            rows = of_rows.get(site, slope.new_zeros(0))
+            seen[site].append((x.detach()[:, _SINKS:].float(), slope[:, _SINKS:].float(), rows))
     return found[0].cpu()
 
 

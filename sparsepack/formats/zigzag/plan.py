@@ -347,7 +347,9 @@ def _check_rules(checkpoint: Checkpoint, rules: Rules) -> None:
         if rule.of_levels and rule.offset is not None:
             raise PackingError(f"{name}: offsets, which thresholds of levels have no place for; find them without")
         if rule.of_levels and checkpoint.family.experts is not None:
-            raise PackingError(f"{name}: thresholds of levels, which experts have no place for yet; give --sparsity")
+            raise PackingError(
+                f"{name}: thresholds of levels, which experts have no place for yet; pack as zigzag-q4_k"
+            )
         if rule.of_levels and not (rule.limits[1:] >= rule.limits[:-1]).all():
             raise PackingError(f"{name}: thresholds are lower at a later level, expected ascending; find them anew")
         if rule.limits.isnan().any():
