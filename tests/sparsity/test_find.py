@@ -22,6 +22,7 @@ from sparsepack.models.checkpoint.checkpoint import open_checkpoint
 from sparsepack.models.family import SITES
 from sparsepack.models.hf_model.blocks import BlockStream
 from sparsepack.models.sites import SiteRule, chosen_sites
+from sparsepack.workers.exchange import EACH_ALONE
 
 
 def _books(shared):
@@ -195,7 +196,7 @@ def test_teal_lowers_the_error_of_real_blocks_at_equal_sparsity(silu, silu_calib
         def error(sparsities, layer=layer, hidden=hidden, exact=exact):
             return float(teal.second_half(teal.run_at(stream, layer, hidden, sparsities, base) - exact).norm())
 
-        given = teal.greedy_sparsities(stream, layer, hidden, weights, 0.5, base)
+        given = teal.greedy_sparsities(stream, layer, hidden, weights, 0.5, base, EACH_ALONE)
         assert error(given) < 0.95 * error(dict.fromkeys(SITES, 0.5))
         assert given["mlp_mid"] > 0.5
         hidden = exact
