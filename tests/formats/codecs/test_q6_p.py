@@ -12,8 +12,8 @@ from sparsepack.formats.kinds import MatrixFormat
 from sparsepack.formats.matrix import PackedMatrix, decode_matrix, zigzag_rows
 from sparsepack.formats.orders import zigzag
 
-LEVELS = (1, 2, 3)
-LOST = {1: 0.36, 2: 0.09, 3: 0.023}
+LEVELS = (1, 2, 3, 4, 5)
+LOST = {1: 0.36, 2: 0.18, 3: 0.09, 4: 0.045, 5: 0.023}
 """The relative error of normal weights at each level, at most."""
 
 
@@ -35,7 +35,7 @@ def test_the_first_planes_alone_say_what_a_level_has(level: int) -> None:
     others = blocks.clone()
     others[:, end:] = random_blocks(50).flip(0)[:, end:]
     assert torch.equal(q6_p.decode_level(blocks, level), q6_p.decode_level(others, level))
-    if level < 3:
+    if level < 5:
         assert not torch.equal(q6_p.decode_level(blocks, level + 1), q6_p.decode_level(others, level + 1))
 
 
@@ -45,10 +45,13 @@ def test_a_superblock_is_what_the_page_says_byte_by_byte() -> None:
         d, c = block[:4].view(torch.float16).float().tolist()
         scales, centres = block[4:8].tolist(), block[8:12].view(torch.int8).tolist()
         for weight in (0, 63, 64, 130, 255):
-            group, byte = divmod(weight, 64)
-            first, second, third = (int(block[12 + 64 * n + byte]) >> 2 * group & 3 for n in range(3))
-            for level, q in ((1, first), (2, 4 * first + second), (3, 16 * first + 4 * second + third)):
-                expected = d * scales[group] * q6_p.POINTS[level - 1][q] / 256 + c * centres[group]
+            group, place = divmod(weight, 64)
+            half, byte = divmod(place, 32)
+            q = int(block[12 + place]) >> 2 * group & 3
+            for level, (step, middle) in enumerate(((60, 90), (32, 112), (16, 120), (8, 124), (4, 126)), 1):
+                if level > 1:
+                    q = 2 * q + (int(block[76 + 32 * (level - 2) + byte]) >> 2 * group + half & 1)
+                expected = d * scales[group] * (step * q - middle) / 256 + c * centres[group]
                 assert q6_p.decode_level(block[None], level)[0, weight] == pytest.approx(expected, rel=1e-5, abs=1e-6)
 
 
@@ -95,9 +98,9 @@ def test_a_matrix_in_zigzag_order_is_read_at_a_level(rows: int, level: int) -> N
     assert relative_error(found, weight * scales[:, None]) < LOST[level] * (1.5 if rows < 64 else 1.1)
     assert torch.equal(decode_matrix(matrix.padded(), level), found)
     assert torch.equal(zigzag_rows(matrix, rows // 3, rows, level), found[rows // 3 :])
-    assert (matrix.levels, matrix.units) == ((76, 140, 204), 37 * 204)
+    assert (matrix.levels, matrix.units) == ((76, 108, 140, 172, 204), 37 * 204)
 
 
 def test_a_dense_read_is_the_last_level() -> None:
     blocks = random_blocks(9)
-    assert torch.equal(q6_p.decode(blocks), q6_p.decode_level(blocks, 3))
+    assert torch.equal(q6_p.decode(blocks), q6_p.decode_level(blocks, 5))
