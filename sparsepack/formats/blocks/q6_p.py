@@ -7,12 +7,12 @@
 
     weight = d * s[g] * T(q) / 256 + c * m[g]           g: which of the four groups of 64 weights
 
-q has 6 bits, of which plane 1 holds the highest two and each other plane the next one. Bits 2 g and 2 g + 1 of byte i of
-plane 1 are those of weight 64 g + i. Of a plane of one bit, bit 2 g of byte i is that of weight 64 g + i, and bit 2 g + 1
-that of weight 64 g + 32 + i: two of them make one like plane 1 by a shift of halves.
+q has 6 bits, of which plane 1 holds the highest two and each other plane the next one. Bits 2 g and 2 g + 1 of byte i
+of plane 1 are those of weight 64 g + i. Of a plane of one bit, bit 2 g of byte i is that of weight 64 g + i, and bit
+2 g + 1 that of weight 64 g + 32 + i: two of them make one like plane 1 by a shift of halves.
 
-A reader may stop after any plane: level l knows the upper l + 1 bits of q, by the same scales, and takes for T a number in
-the middle of what they leave open, in quarters of a step of the finest grid:
+A reader may stop after any plane: level l knows the upper l + 1 bits of q, by the same scales, and takes for T a number
+in the middle of what they leave open, in quarters of a step of the finest grid:
 
     level 1   60 q - 90          level 3   16 q - 120         level 5   4 q - 126
     level 2   32 q - 112         level 4    8 q - 124
