@@ -176,6 +176,7 @@ BACKENDS: Mapping[str, Backend] = MappingProxyType(
                 devices=("mps",),
                 module="sparsepack.runtime.metal.backend",
                 cache_types=("f16",),
+                blocks=("Q4_K", "Q6_P"),
                 tunes=True,
                 scales_thresholds=True,
                 selects=False,

@@ -401,6 +401,20 @@ def with_rules(packed: PackedModel, model: Any, ids: list[int], starts: list[int
     return packed
 
 
+def with_levels(packed: PackedModel, seed: int = 0) -> PackedModel:
+    """A model of blocks with planes with thresholds of levels at every site but one, other ones for each column."""
+    generator = torch.Generator().manual_seed(seed)
+    for layer in range(len(packed.layers)):
+        for name, site in packed.layers[layer].sites.items():
+            if (layer, name) == (1, "attn_out"):
+                continue
+            shape = (len(site.matrix.levels), site.matrix.columns)
+            of_site = 2 if name in ("attn_in", "mlp_in") else 0.5
+            limits = of_site * torch.rand(shape, generator=generator).sort(0).values
+            packed = _with_rule(packed, layer, name, SiteRule(limits))
+    return packed
+
+
 def _amid_a_gap(scores: Tensor, near: int) -> Tensor:
     """So many hundredths of the scores or fewer from the median, the middle of the widest gap between neighbours."""
     ordered = scores.flatten().sort().values

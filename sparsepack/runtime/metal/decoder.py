@@ -12,7 +12,7 @@ from sparsepack.runtime.chained.decoder import OperationsDecoder
 from sparsepack.runtime.generation.sampling import Sampler, not_finite, sample
 from sparsepack.runtime.metal.kv_cache import MetalKvCache
 from sparsepack.runtime.metal.operations import operations
-from sparsepack.runtime.metal.products import gpu_name
+from sparsepack.runtime.metal.products import MetalZigzag, gpu_name
 from sparsepack.runtime.metal.step import MetalModel, Step, state_parts
 
 MOST_COUNTED = 2**31 - 1
@@ -40,7 +40,7 @@ class MetalDecoder(OperationsDecoder):
         model = MetalModel(self._architecture, tuple(self._layers), embedding, self._output, self._output_norm)
         self._step = Step(model, cast(MetalKvCache, self.cache))
         sites = [site for number in range(self._architecture.layers) for site in model.sites(number).values()]
-        self._shapes = [(site.matrix.rows, site.matrix.columns) for site in sites]
+        self._matrices: list[MetalZigzag] = [site.matrix for site in sites]
         self._counted = [0] * len(sites)  # what was taken over from the GPU
         self._steps_counted = 0  # since then
         self._known: int | None = None  # the token that lies in the step's state, where the host knows it
@@ -90,7 +90,7 @@ class MetalDecoder(OperationsDecoder):
 
     def _append(self, id: int, sparse: bool) -> None:
         """Put a step on torch's stream."""
-        if self._steps_counted == MOST_COUNTED // max(columns for _, columns in self._shapes):
+        if self._steps_counted == MOST_COUNTED // max(matrix.units for matrix in self._matrices):
             self._take_counts()
         if self._known != id:
             self._step.id.fill_(id)
@@ -105,8 +105,12 @@ class MetalDecoder(OperationsDecoder):
         if scales is not None:
             counted = self._take_counts()
             of_step = scales.begin_step([0])
-            shapes = zip(self._shapes, counted, strict=True)
-            of_step.skipped.fill_(sum(rows * (columns - active) for (rows, columns), active in shapes))
+            of_step.skipped.fill_(
+                sum(
+                    matrix.rows * ((matrix.units - active) * matrix.columns // matrix.units)
+                    for matrix, active in zip(self._matrices, counted, strict=True)
+                )
+            )
             scales.end_step([0], of_step)
 
     def _take_counts(self) -> list[int]:

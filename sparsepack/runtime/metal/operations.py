@@ -9,7 +9,7 @@ from sparsepack.runtime.backends import find_backend
 from sparsepack.runtime.kv_cache import AttentionShape
 from sparsepack.runtime.metal import products
 from sparsepack.runtime.metal.kv_cache import MetalKvCache
-from sparsepack.runtime.metal.products import SEGMENT, ActiveColumns, MetalZigzag, Sums
+from sparsepack.runtime.metal.products import LEVELS, SEGMENT, ActiveColumns, MetalZigzag, Sums
 from sparsepack.runtime.reference import products as reference
 
 
@@ -18,9 +18,10 @@ def collect(x: Tensor, threshold: Tensor) -> tuple[Tensor, Tensor]:
     x, columns = x.float().contiguous(), len(x)
     found = products.new_active_columns(columns, x.device)
     products.collect(x, found, threshold=threshold.float().reshape(-1).contiguous())()
-    inside = torch.arange(SEGMENT, device=x.device) < found.counts[:, None]
+    counts = found.counts[: len(found.counts) // 2]
+    inside = torch.arange(SEGMENT, device=x.device) < counts[:, None]
     places = torch.argsort(inside.reshape(-1).byte(), descending=True, stable=True)[:columns]
-    return found.indices[places], found.counts.sum(dtype=torch.int32)
+    return found.indices[places], counts.sum(dtype=torch.int32)
 
 
 def zigzag_gemv(matrix: MetalZigzag, x: Tensor, indices: Tensor, count: Tensor) -> Tensor:
@@ -39,10 +40,12 @@ def _listed(x: Tensor, indices: Tensor, count: Tensor) -> ActiveColumns:
     found, columns = products.new_active_columns(len(x), x.device), len(x)
     number = torch.arange(columns, device=x.device)
     active = torch.where(number < count, indices[:columns].long(), columns)  # others: none of the columns
-    ends = torch.arange(SEGMENT, SEGMENT * (len(found.counts) + 1), SEGMENT, device=x.device).clamp(max=columns)
+    segments = len(found.counts) // 2
+    ends = torch.arange(SEGMENT, SEGMENT * (segments + 1), SEGMENT, device=x.device).clamp(max=columns)
     before = (active < ends[:, None]).sum(1)
     begin = torch.nn.functional.pad(before[:-1], (1, 0))
-    found.counts.copy_(before - begin)
+    listed = before - begin
+    found.counts.copy_(torch.cat([listed, LEVELS * listed]))
     segment = (active // SEGMENT).clamp(max=len(begin) - 1)
     place = torch.where(number < count, segment * SEGMENT + number - begin[segment], -1)
     # What is no column goes behind the end, and is cut off.
@@ -60,6 +63,7 @@ class MetalOperations:
     collect = staticmethod(collect)
     zigzag_gemv = staticmethod(zigzag_gemv)
     zigzag_matmul = staticmethod(products.zigzag_matmul)
+    planes_matmul = staticmethod(products.planes_matmul)
     matmul = staticmethod(products.matmul)
     load_neurons = staticmethod(reference.load_neurons)
     neuron_ffn = staticmethod(reference.neuron_ffn)

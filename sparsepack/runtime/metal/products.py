@@ -78,6 +78,7 @@ def tile_config_of(row: Mapping[str, Any]) -> MetalTileConfig:
     return MetalTileConfig(int(row["splits"]), int(row["simdgroups"]))
 
 
+LEVELS = 5
 SEGMENT = 1024
 """A list of active columns is made, and counted, in segments of so many columns."""
 TYPES = {"F32": 0, "F16": 1, "BF16": 2, "Q4_K": 3, "Q6_K": 4, "Q8_0": 5}
@@ -91,14 +92,15 @@ FEW_VECTORS = 8
 """For up to this many vectors `matmul` reads the matrix once for each, as it is stored."""
 
 _NORM, _BIAS, _OFFSET, _THRESHOLD, _PER_CHANNEL, _KEEP = 1, 2, 4, 8, 16, 32
-_CANDIDATES = 256
+_CANDIDATES, _LEVELS = 256, 512
 
 
 @dataclass(frozen=True, eq=False)
 class MetalZigzag:
-    """A zigzag matrix as stored: blocks uint8 [bands, columns, 144]; the last band's rows beyond `rows` are padding.
+    """A zigzag matrix as stored: blocks uint8 [bands, columns, bytes]; the last band's rows beyond `rows` are padding.
 
     row_scale -- what the sums of rows are multiplied by: float32 [bands * 256]; None: nothing
+    levels    -- how many planes the blocks have; 0: none
     """
 
     blocks: Tensor
@@ -106,11 +108,17 @@ class MetalZigzag:
     columns: int
     config: MetalTileConfig
     row_scale: Tensor | None = None
+    levels: int = 0
 
     @property
     def bands(self) -> int:
         """Bands of 256 rows."""
         return len(self.blocks)
+
+    @property
+    def units(self) -> int:
+        """What is counted of a product that reads every column: as `PackedMatrix.units`."""
+        return self.columns * (self.blocks.shape[-1] if self.levels else 1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,8 +137,8 @@ class ActiveColumns:
     where the segment begins.
 
     values  -- float32 [segments * 1024]: their inputs
-    indices -- int32 [segments * 1024]: their numbers
-    counts  -- int32 [segments]: how many of each segment there are
+    indices -- int32 [segments * 1024]: their numbers, and above 24 bits the levels that they are read at; 0: whole
+    counts  -- int32 [2 * segments]: how many of each segment there are, and behind these the sums of their levels
     """
 
     values: Tensor
@@ -175,7 +183,7 @@ def load_zigzag(
     row_scale = None
     if matrix.row_scale is not None:
         row_scale = functional.pad(matrix.row_scale, (0, len(blocks) * BAND_ROWS - matrix.rows)).to(device)
-    return MetalZigzag(blocks, *shape, config or tile_config(shape), row_scale)
+    return MetalZigzag(blocks, *shape, config or tile_config(shape), row_scale, len(matrix.levels))
 
 
 def load_rows(matrix: PackedMatrix, device: torch.device | str = "mps") -> MetalRows:
@@ -197,7 +205,7 @@ def new_active_columns(columns: int, device: torch.device) -> ActiveColumns:
     """Room for a list of so many columns."""
     size = segments(columns) * SEGMENT
     values, indices = torch.empty(size, device=device), torch.empty(size, dtype=torch.int32, device=device)
-    return ActiveColumns(values, indices, torch.empty(segments(columns), dtype=torch.int32, device=device))
+    return ActiveColumns(values, indices, torch.empty(2 * segments(columns), dtype=torch.int32, device=device))
 
 
 def new_candidates(matrix: MetalRows) -> Candidates:
@@ -234,7 +242,7 @@ def collect(
     added     -- what is added to x; None: nothing
     norm, eps -- of RMSNorm, float32 [columns]; None: there is none
     offset    -- float32 [columns] or None
-    threshold -- float32 [1] or [columns]; None: every column is active
+    threshold -- float32 [1] or [columns], or of levels [5, columns]; None: every column is active
     total     -- float32 [columns]: x and what is added are kept here; None: they are not
     """
     columns = len(x)
@@ -282,11 +290,12 @@ def zigzag_gemv(matrix: MetalZigzag, found: ActiveColumns, parts: Tensor, active
     `splits * simdgroups` simdgroups for each band.
 
     parts  -- float32 [splits, bands * 256], written: each split's sums, in a fixed order
-    active -- int32 [1]: the number of active columns is added
+    active -- int32 [1]: the number of active columns is added; of a matrix with planes the bytes that are read of a row
+              of superblocks
     """
     config = matrix.config
     return launch(
-        "zigzag_gemv",
+        "planes_gemv" if matrix.levels else "zigzag_gemv",
         *(matrix.blocks, found.values, found.indices, found.counts, parts, active, matrix.columns),
         *(_or(matrix.row_scale, parts), int(matrix.row_scale is not None)),
         groups=(config.splits, matrix.bands),
@@ -324,27 +333,41 @@ def pick_likeliest(candidates: Candidates, id: Tensor, best: Tensor) -> Launch:
     )
 
 
-def zigzag_matmul(matrix: MetalZigzag, x: Tensor) -> Tensor:
+def planes_matmul(matrix: MetalZigzag, x: Tensor, levels: Tensor) -> Tensor:
+    """Y = X W^T, every column of every row of X at its level: levels uint8 [S, columns], 0: it is not read."""
+    y = x.new_zeros(len(x), matrix.rows)
+    for level in range(1, matrix.levels + 1):
+        y += zigzag_matmul(matrix, torch.where(levels == level, x, 0), level)
+    return y
+
+
+def zigzag_matmul(matrix: MetalZigzag, x: Tensor, level: int = 0) -> Tensor:
     """Y = X W^T with every column, some bands at a time, decoded to float32: [S, columns] -> [S, rows]. On these GPUs
-    float32 is about as fast as float16, and it is exact."""
+    float32 is about as fast as float16, and it is exact.
+
+    level -- of a matrix with planes, how many are read; 0: all
+    """
     at_once = min(max(1, SCRATCH_WEIGHTS // (matrix.columns * BAND_ROWS)), matrix.bands)
     scratch = torch.empty(matrix.columns * at_once * BAND_ROWS, device=x.device)
     y = torch.empty(len(x), matrix.bands * BAND_ROWS, device=x.device)
     for first in range(0, matrix.bands, at_once):
         bands = min(at_once, matrix.bands - first)
         decoded = scratch[: matrix.columns * bands * BAND_ROWS].view(matrix.columns, -1)
-        zigzag_decode(matrix, first, decoded)()
+        zigzag_decode(matrix, first, decoded, level)()
         y[:, first * BAND_ROWS : (first + bands) * BAND_ROWS] = x @ decoded
     y = y if matrix.row_scale is None else y.mul_(matrix.row_scale)
     return y[:, : matrix.rows]
 
 
-def zigzag_decode(matrix: MetalZigzag, first: int, out: Tensor) -> Launch:
-    """Decode the bands from one on, without scales of rows: out float32 [columns, bands * 256], transposed weights."""
+def zigzag_decode(matrix: MetalZigzag, first: int, out: Tensor, level: int = 0) -> Launch:
+    """Decode the bands from one on, without scales of rows: out float32 [columns, bands * 256], transposed weights.
+
+    level -- as in `zigzag_matmul`
+    """
     bands = out.shape[1] // BAND_ROWS
     return launch(
-        "zigzag_decode",
-        *(matrix.blocks, out, matrix.columns, first),
+        "planes_decode" if matrix.levels else "zigzag_decode",
+        *(matrix.blocks, out, matrix.columns, first, *([level or matrix.levels] if matrix.levels else [])),
         groups=(-(-matrix.columns // 8), bands),
         threads=256,
     )
@@ -370,7 +393,9 @@ def matmul(matrix: MetalRows, x: Tensor) -> Tensor:
 
 def limits(threshold: Tensor | None, offset: Tensor | None) -> int:
     """The bits by which a kernel knows of a threshold and an offset."""
-    found = 0 if threshold is None else _THRESHOLD | (_PER_CHANNEL if len(threshold) > 1 else 0)
+    found = 0 if threshold is None else _THRESHOLD | (_PER_CHANNEL if threshold.numel() > 1 else 0)
+    if threshold is not None and threshold.dim() > 1:
+        found |= _LEVELS
     return found | (0 if offset is None else _OFFSET)
 
 

@@ -60,6 +60,8 @@ def _sparse(site: LoadedSite, threshold: Tensor) -> Columns:
     if site.rule is None:
         return Columns(bias=site.bias)
     device = threshold.device
+    if site.rule.of_levels:
+        threshold = threshold.view(site.rule.limits.shape)
     offset = None if site.rule.offset is None else load_vector(site.rule.offset, device)
     return Columns(threshold, offset, site.sparse_bias)
 

@@ -9,7 +9,8 @@ from metal_emulation import Library, order
 from torch import Tensor
 
 SEGMENT = 1024
-NORM, BIAS, OFFSET, THRESHOLD, PER_CHANNEL, SUM, Q_NORM, K_NORM, CANDIDATES = (1 << i for i in range(9))
+NORM, BIAS, OFFSET, THRESHOLD, PER_CHANNEL, SUM, Q_NORM, K_NORM, CANDIDATES, WITH_LEVELS = (1 << i for i in range(10))
+LEVELS = 5
 TYPES = ["F32", "F16", "BF16", "Q4_K", "Q6_K", "Q8_0"]
 UNSET = 1 << 30
 SEEDS = (0, 1, 2)
@@ -63,23 +64,28 @@ def room(columns: int) -> tuple[Tensor, Tensor, Tensor]:
     """Of a list, with what no kernel reads."""
     segments = -(-columns // SEGMENT)
     indices = torch.full((segments * SEGMENT,), UNSET, dtype=torch.int32)
-    return torch.full((segments * SEGMENT,), float("nan")), indices, torch.full((segments,), -1, dtype=torch.int32)
+    return torch.full((segments * SEGMENT,), float("nan")), indices, torch.full((2 * segments,), -1, dtype=torch.int32)
 
 
-def listed(x: Tensor, active: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The list of some columns of x, as `collect` makes it."""
+def listed(x: Tensor, active: Tensor, levels: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """The list of some columns of x, as `collect` makes it; levels: of all columns, None: they are read whole."""
     values, indices, counts = room(len(x))
-    for segment in range(len(counts)):
+    of_each = torch.full((len(x),), LEVELS, dtype=torch.int32) if levels is None else levels.int()
+    numbers = torch.arange(len(x), dtype=torch.int32) | (0 if levels is None else of_each << 24)
+    for segment in range(len(counts) // 2):
         here = active[active // SEGMENT == segment]
-        counts[segment] = len(here)
+        counts[segment], counts[len(counts) // 2 + segment] = len(here), of_each[here].sum()
         places = segment * SEGMENT + torch.arange(len(here))
-        values[places], indices[places] = x[here], here.int()
+        values[places], indices[places] = x[here], numbers[here]
     return values, indices, counts
 
 
 def from_list(values: Tensor, indices: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
     """The columns of a list and their values; beyond them it is untouched."""
-    inside = (torch.arange(SEGMENT) < counts[:, None]).flatten()
+    listed, levels = counts.view(2, -1)
+    inside = (torch.arange(SEGMENT) < listed[:, None]).flatten()
+    of_each = indices.where(inside, 0) >> 24
+    assert torch.equal(levels, torch.where(of_each > 0, of_each, inside * LEVELS).view(-1, SEGMENT).sum(1).int())
     assert (indices[~inside] == UNSET).all()
     assert values[~inside].isnan().all()
     return indices[inside].long(), values[inside]

@@ -12,7 +12,7 @@ import pytest
 import torch
 from artifacts_for_tests import write_zigzag
 from metal_stand_in import Stream, stand_in
-from packed_models import by_neurons, random_model, stock_model, with_rules
+from packed_models import by_neurons, random_model, stock_model, with_levels, with_rules
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -120,6 +120,26 @@ def test_sparse_steps_skip_what_the_reference_skips() -> None:
     assert errors.median() < 0.03  # an input may fall on the other side of its threshold
     assert engine.activity() == pytest.approx(reference.activity(), abs=0.01)
     assert 0.3 < engine.activity()[0, "attn_in"] < 0.7
+
+
+@pytest.mark.parametrize("variant", ["llama, several bands, tied Q6_K", "qwen2, biases, tied"])
+def test_planes_are_read_as_the_reference_reads_them(variant: str) -> None:
+    packed = with_levels(random_model(variant, block="Q6_P", tails=True, row_scales=True))
+    packed = dataclasses.replace(packed, manifest={**packed.manifest, "thresholds": {"sparsity": 0.6}})
+    engine = metal(packed)
+    # Its keys and values in half precision, too: then no input falls on the other side of a threshold.
+    reference = OperationsDecoder(packed, reference_operations, torch.device("cpu"), 64, None, "f16")
+    expected = [reference.prefill(0, torch.tensor(IDS[:4])), *(reference.step([id], True)[0] for id in IDS[4:])]
+    assert (steps(engine) - torch.stack(expected)).abs().max() < 0.01
+    assert engine.counts().active == reference.active()
+    assert 0.2 < sum(engine.activity().values()) / len(engine.activity()) < 0.8
+    assert (steps(metal(packed, dense=True)) - steps(Engine(packed, dense=True))).abs().max() < 0.03
+    at_once = metal(packed).teacher_forced(IDS, 4)
+    assert (at_once[3:] - torch.stack(expected)).abs().max() < 0.01
+    engine, reference = metal(packed, hold=True), Engine(packed, backend="reference", hold=True)
+    steps(engine), steps(reference)
+    assert engine.scales == pytest.approx(reference.scales, rel=1e-3)
+    assert engine.scales != (1.0,)
 
 
 def test_the_order_of_threads_changes_no_bit() -> None:

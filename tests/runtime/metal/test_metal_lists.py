@@ -12,6 +12,7 @@ from metal_launches import (
     SEGMENT,
     SUM,
     THRESHOLD,
+    WITH_LEVELS,
     assert_near,
     from_list,
     launched,
@@ -22,6 +23,7 @@ from torch import Tensor
 
 from sparsepack.formats.orders.zigzag import BAND_ROWS
 from sparsepack.models.blocks import ACTIVATIONS
+from sparsepack.models.sites import levels_read
 from sparsepack.runtime.reference.products import ACTIVATION_FUNCTIONS, rms_norm
 
 COLUMNS = [1, 31, 32, 33, 1024, 1025, 2500]
@@ -40,6 +42,17 @@ def test_collect_lists_active_columns_in_order(library: Library, columns: int, k
     expected = torch.arange(columns) if kind == "none" else (x.abs() > limit).nonzero()[:, 0]
     assert torch.equal(indices, expected)
     assert torch.equal(values, x[expected])
+
+
+@pytest.mark.parametrize("columns", COLUMNS)
+def test_columns_are_listed_with_their_levels(library: Library, columns: int) -> None:
+    x, limits = random(columns), random(5, columns).abs().cumsum(0) / 3
+    limits[3:, : columns // 2] = float("inf")
+    indices, values = collected(library, x, threshold=limits, bits=THRESHOLD | PER_CHANNEL | WITH_LEVELS)[:2]
+    levels = levels_read(x, limits)
+    assert torch.equal(indices & 0xFFFFFF, levels.nonzero()[:, 0])
+    assert torch.equal(indices >> 24, levels[levels > 0].long())
+    assert torch.equal(values, x[levels > 0])
 
 
 def test_ties_and_nan_are_not_active(library: Library) -> None:

@@ -63,6 +63,56 @@ def check_gemv(library: Library, rows: int, columns: int, mask: Tensor, splits: 
         assert_near(parts[split, :rows], weights[:, part] @ of_x[part], size)
 
 
+LEVELS_OF = {
+    "mixed": lambda columns: torch.randint(6, (columns,)),
+    "none": lambda columns: torch.zeros(columns, dtype=torch.int64),
+    **{str(level): lambda columns, level=level: torch.full((columns,), level) for level in range(1, 6)},
+}
+
+
+@pytest.mark.parametrize("kind", [*LEVELS_OF, "whole"])
+@pytest.mark.parametrize(
+    ("rows", "columns", "splits", "simdgroups"), [(300, 70, 5, 2), (1, 1, 1, 1), (513, 2100, 3, 8)]
+)
+def test_planes_are_summed_at_the_levels_of_their_columns(
+    library: Library, kind: str, rows: int, columns: int, splits: int, simdgroups: int
+) -> None:
+    blocks, x = zigzag.pack(random(rows, columns), "Q6_P"), random(columns)
+    levels = LEVELS_OF.get(kind, LEVELS_OF["5"])(columns)
+    bands, row_scale = len(blocks), torch.rand(len(blocks) * BAND_ROWS)
+    active = levels.nonzero()[:, 0]
+    parts, counted = launched(
+        library,
+        "planes_gemv",
+        [blocks, *listed(x, active, None if kind == "whole" else levels), None, None, columns, row_scale, 1],
+        lambda: [torch.full((splits, bands * BAND_ROWS), float("nan")), torch.full((1,), 7, dtype=torch.int32)],
+        (splits, bands),
+        32 * simdgroups,
+    )
+    assert int(counted) == 7 + sum((0, *BLOCKS["Q6_P"].level_bytes)[level] for level in levels.tolist())
+    expected = torch.zeros(rows, dtype=torch.float64)
+    for level in range(1, 6):
+        weights = zigzag.unpack(blocks, rows, block="Q6_P", level=level).double()
+        expected += weights @ torch.where(levels == level, x, 0).double()
+    size = 4 * zigzag.unpack(blocks, rows, block="Q6_P").abs().max() * (x.abs().sum() + 1)
+    assert_near(parts.double().sum(0)[:rows], expected * row_scale[:rows], size)
+
+
+@pytest.mark.parametrize("level", range(1, 6))
+def test_decoded_planes_are_the_codecs_weights(library: Library, level: int) -> None:
+    blocks = zigzag.pack(random(700, 17), "Q6_P")
+    (out,) = launched(
+        library,
+        "planes_decode",
+        [blocks, None, 17, 1, level],
+        lambda: [torch.full((17, 2 * BAND_ROWS), float("nan"))],
+        (3, 2),
+        256,
+    )
+    expected = BLOCKS["Q6_P"].decode(blocks[1:3], level=level).permute(1, 0, 2).reshape(17, -1)
+    assert_near(out, expected.double())
+
+
 @pytest.mark.parametrize(
     ("rows", "columns", "first", "bands"), [(300, 5, 0, 2), (700, 17, 1, 2), (1, 1, 0, 1), (513, 8, 2, 1)]
 )

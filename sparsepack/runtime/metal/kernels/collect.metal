@@ -11,23 +11,32 @@
 inline void list_active(float x, int column, int columns, device const float* offset, device const float* threshold,
                         int with, uint segment, uint index, uint simdgroup, uint lane, threadgroup int* found,
                         device float* values, device int* indices, device int* counts) {
-    bool active = false;
+    int level = 0;
     if (column < columns) {
         if (with & WITH_OFFSET) x -= offset[column];
-        active = !(with & WITH_THRESHOLD) || fabs(x) > threshold[with & WITH_PER_CHANNEL ? column : 0];
+        if (with & WITH_LEVELS) {
+            for (int l = 0; l < LEVELS; ++l) level += int(fabs(x) > threshold[l * columns + column]);
+        } else if (!(with & WITH_THRESHOLD) || fabs(x) > threshold[with & WITH_PER_CHANNEL ? column : 0]) {
+            level = LEVELS;
+        }
     }
-    const int before = simd_prefix_exclusive_sum(int(active));
-    if (lane == LANES - 1) found[simdgroup] = before + int(active);
+    // Columns in the lower 16 bits, the sum of their levels above.
+    const int mine = level << 16 | int(level > 0);
+    const int before = simd_prefix_exclusive_sum(mine);
+    if (lane == LANES - 1) found[simdgroup] = before + mine;
     threadgroup_barrier(mem_flags::mem_threadgroup);
     const int of_simdgroup = found[lane];
     const int first = simd_shuffle(simd_prefix_exclusive_sum(of_simdgroup), ushort(simdgroup));
     const int all = simd_sum(of_simdgroup);
-    if (active) {
-        const int at = int(segment) * SEGMENT + first + before;
+    if (level) {
+        const int at = int(segment) * SEGMENT + ((first + before) & 0xffff);
         values[at] = x;
-        indices[at] = column;
+        indices[at] = with & WITH_LEVELS ? level << COLUMN_BITS | column : column;
     }
-    if (index == 0) counts[segment] = all;
+    if (index == 0) {
+        counts[segment] = all & 0xffff;
+        counts[(columns + SEGMENT - 1) / SEGMENT + int(segment)] = all >> 16;
+    }
 }
 
 // Of x + partial sums + bias, which is written to `sum` (another buffer than x), normed (RMSNorm).

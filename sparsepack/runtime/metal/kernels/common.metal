@@ -13,10 +13,12 @@ enum { LANES = 32 };
 // Columns of a segment of a list of active columns, which one threadgroup makes:
 //
 //     values, indices   [ segment 0: 1024 | segment 1: 1024 | .. ]   of each the first counts[segment] entries are there
-//     counts            [ segments ]
-enum { SEGMENT = 1024 };
+//     counts            [ segments ], and behind them of each segment the sum of its columns' levels [ segments ]
+//
+// An index has its column's level above the column's 24 bits: how many planes are read; 0: the column is read whole.
+enum { SEGMENT = 1024, COLUMN_BITS = 24, LEVELS = 5 };
 
-// Rows of a band, which are the weights of a superblock of Q4_K.
+// Rows of a band, which are the weights of a superblock.
 enum { BAND_ROWS = 256 };
 
 enum {
@@ -29,6 +31,7 @@ enum {
     WITH_Q_NORM = 64,
     WITH_K_NORM = 128,
     WITH_CANDIDATES = 256,
+    WITH_LEVELS = 512,  // a threshold for each level and column, [LEVELS, columns]
 };
 
 // A row's sum of what the splits of a product left, in order: partials [splits, stride].
