@@ -35,7 +35,7 @@ from sparsepack.runtime.engine import Engine
 from sparsepack.runtime.reference import products
 
 FORMAT = "zigzag-q6_p"
-BITS = 6.375
+BITS = 6.25
 
 
 @pytest.fixture(scope="module")
@@ -81,8 +81,8 @@ def test_a_level_costs_the_square_of_its_error_at_the_output() -> None:
 
 
 def test_steps_of_levels_are_shares_of_the_bits() -> None:
-    assert plane_shares("Q6_P") == [76 / 204, *[32 / 204] * 4]
-    assert BLOCKS["Q6_P"].level_bytes == (76, 108, 140, 172, 204)
+    assert plane_shares("Q6_P") == [72 / 200, *[32 / 200] * 4]
+    assert BLOCKS["Q6_P"].level_bytes == (72, 104, 136, 168, 200)
     assert BLOCKS["Q4_K"].level_bytes == ()
 
 
@@ -114,7 +114,7 @@ def test_the_artifact_is_the_model_and_says_what_is_read(source) -> None:
     assert found["score"]["decode"]["kl_divergence"]["value"] > found["score"]["dense"]["kl_divergence"]["value"] > 0
     tensors = read_gguf(path).tensors
     info = tensors["blk.0.attn_in.weight"]
-    assert (info.type, info.shape[-1]) == ("I8", 204)
+    assert (info.type, info.shape[-1]) == ("I8", 200)
     assert tensors["blk.0.attn_in.threshold"].shape == (5, info.shape[1])
 
 
@@ -186,8 +186,8 @@ def test_sparsity_is_the_share_of_bits_that_is_not_read(source, tmp_path) -> Non
         ({"kl": 0.1}, "give --bits or --kl, not both"),
         ({"bits": None, "loss": "3 percent"}, "--loss '3 percent': expected a share of the perplexity, as 3% or 0.03"),
         ({"bits": None, "loss": "0%"}, "expected a share of the perplexity"),
-        ({"bits": None, "kl": 1e-9}, "--kl 1e-09: with all 6.375 bits of zigzag-q6_p read, KL is"),
-        ({"bits": 6.4}, "zigzag-q6_p has 6.375 in all; expected fewer"),
+        ({"bits": None, "kl": 1e-9}, "--kl 1e-09: with all 6.25 bits of zigzag-q6_p read, KL is"),
+        ({"bits": 6.4}, "zigzag-q6_p has 6.25 in all; expected fewer"),
         ({"bits": 0.0}, "bits 0.0: expected above 0 and at most 16"),
         ({"allocation": AllocationOptions(0.5)}, "give --bits or --sparsity, not both"),
         ({"calibration": None}, "--bits needs --calibration"),

@@ -87,7 +87,7 @@ BLOCKS: Mapping[str, Block] = {
         Block("Q4_K", 256, 144, 12, 0.12, instead="Q5_0", file_type=14, zigzag=True),
         Block("Q6_K", 256, 210, 14, 0.05, instead="Q8_0", file_type=18, zigzag=True),
         Block("Q8_0", 32, 34, 8, 0.015, file_type=7, zigzag=True),
-        Block("Q6_P", 256, 204, None, 0.06, zigzag=True, levels=(2, 3, 4, 5, 6)),
+        Block("Q6_P", 256, 200, None, 0.06, zigzag=True, levels=(2, 3, 4, 5, 6)),
         Block("Q5_0", 32, 22, 6, 0.08),
         Block("F32", 1, 4, 0, 1e-6),
         Block("F16", 1, 2, 1, 1e-3, file_type=1),

@@ -13,7 +13,7 @@ from sparsepack.formats.matrix import PackedMatrix, decode_matrix, zigzag_rows
 from sparsepack.formats.orders import zigzag
 
 LEVELS = (1, 2, 3, 4, 5)
-LOST = {1: 0.36, 2: 0.18, 3: 0.09, 4: 0.045, 5: 0.023}
+LOST = {1: 0.36, 2: 0.18, 3: 0.09, 4: 0.046, 5: 0.024}
 """The relative error of normal weights at each level, at most."""
 
 
@@ -22,10 +22,7 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
 
 
 def random_blocks(count: int) -> Tensor:
-    """Any numbers, scales and centres; d and c that are finite."""
-    blocks = torch.randint(256, (count, 204), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
-    blocks[:, :4] = (normal(count, 2).abs() / 100).half().view(torch.uint8)
-    return blocks
+    return torch.randint(256, (count, 200), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -42,17 +39,17 @@ def test_the_first_planes_alone_say_what_a_level_has(level: int) -> None:
 def test_a_superblock_is_what_the_page_says_byte_by_byte() -> None:
     blocks = random_blocks(3)
     for block in blocks:
-        d, c = block[:4].view(torch.float16).float().tolist()
-        scales, centres = block[4:8].tolist(), block[8:12].view(torch.int8).tolist()
+        scales = [2.0 ** (s // 8 - 24) * (1 + s % 8 / 8) for s in block[:4].tolist()]
+        centres = block[4:8].view(torch.int8).tolist()
         for weight in (0, 63, 64, 130, 255):
             group, place = divmod(weight, 64)
             half, byte = divmod(place, 32)
-            q = int(block[12 + place]) >> 2 * group & 3
+            q = int(block[8 + place]) >> 2 * group & 3
             for level, (step, middle) in enumerate(((60, 90), (32, 112), (16, 120), (8, 124), (4, 126)), 1):
                 if level > 1:
-                    q = 2 * q + (int(block[76 + 32 * (level - 2) + byte]) >> 2 * group + half & 1)
-                expected = d * scales[group] * (step * q - middle) / 256 + c * centres[group]
-                assert q6_p.decode_level(block[None], level)[0, weight] == pytest.approx(expected, rel=1e-5, abs=1e-6)
+                    q = 2 * q + (int(block[72 + 32 * (level - 2) + byte]) >> 2 * group + half & 1)
+                expected = scales[group] * (step * q - middle + centres[group])
+                assert q6_p.decode_level(block[None], level)[0, weight] == expected
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -61,9 +58,9 @@ def test_normal_weights_lose_little_at_each_level(level: int) -> None:
     assert relative_error(BLOCKS["Q6_P"].decode(q6_p.encode(weights), level=level), weights) < LOST[level]
 
 
-@pytest.mark.parametrize("name", [name for name in synthetic() if name != "normal 1e-6"])
+@pytest.mark.parametrize("name", sorted(synthetic().keys() - {"normal 1e-6", "normal 1e6", "cauchy"}))
 def test_no_weights_are_beyond_the_bound_of_the_type(name: str) -> None:
-    """But those that are less than float16 has for d: they become zeros."""
+    """But those of sizes that no scale is for, below 1e-5 and above 3e4."""
     weights = synthetic()[name]
     assert relative_error(q6_p.decode(q6_p.encode(weights)), weights) < BLOCKS["Q6_P"].error
 
@@ -77,14 +74,17 @@ def test_zeros_stay_zeros_and_what_no_number_is_is_refused() -> None:
         q6_p.encode(torch.zeros(300))
 
 
-def test_parts_go_together_again_and_given_scales_are_kept() -> None:
+def test_parts_go_together_again() -> None:
     blocks = random_blocks(20)
     assert torch.equal(q6_p.CODEC.together(q6_p.CODEC.apart(blocks)), blocks)
-    weights, shared = normal(20, 256), torch.tensor([[0.05, 0.01]]).half().view(torch.uint8).expand(20, 4)
-    assert q6_p.CODEC.encode_given is not None
-    found = q6_p.CODEC.encode_given(weights, shared)
-    assert torch.equal(found[:, :4], shared)
-    assert relative_error(q6_p.decode(found), weights) < 0.06
+
+
+@pytest.mark.parametrize("size", [1e-4, 1.0, 400.0])
+def test_weights_of_all_sizes_lose_as_little(size: float) -> None:
+    weights = size * torch.rand(50, 256, generator=torch.Generator().manual_seed(3)) - size / 2
+    assert relative_error(q6_p.decode(q6_p.encode(weights)), weights) < 0.02
+    beyond = torch.full((1, 256), 3 * q6_p.HIGHEST)
+    assert q6_p.decode(q6_p.encode(beyond)).allclose(torch.tensor(q6_p.HIGHEST), rtol=0.02)
 
 
 @pytest.mark.parametrize("rows", [1, 64, 192, 256, 300, 449, 1100])
@@ -98,7 +98,7 @@ def test_a_matrix_in_zigzag_order_is_read_at_a_level(rows: int, level: int) -> N
     assert relative_error(found, weight * scales[:, None]) < LOST[level] * (1.5 if rows < 64 else 1.1)
     assert torch.equal(decode_matrix(matrix.padded(), level), found)
     assert torch.equal(zigzag_rows(matrix, rows // 3, rows, level), found[rows // 3 :])
-    assert (matrix.levels, matrix.units) == ((76, 108, 140, 172, 204), 37 * 204)
+    assert (matrix.levels, matrix.units) == ((72, 104, 136, 168, 200), 37 * 200)
 
 
 def test_a_dense_read_is_the_last_level() -> None:

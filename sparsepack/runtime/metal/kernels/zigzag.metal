@@ -1,5 +1,5 @@
 // Matrices in zigzag order, as they are stored (SpQt, section 4.1.2): blocks uchar [bands, columns, 144], or with planes
-// [bands, columns, 204].
+// [bands, columns, 200].
 //
 //                column 0        column 1               column K - 1
 //     band 0   | superblock    | superblock    | ... | superblock |      rows   0 .. 255
@@ -13,7 +13,7 @@
 // Lane l has with its word four rows of sub-block 2 (l / 8) in the low nibbles, 64 (l / 8) + 4 (l % 8) + 0 .. 3, and
 // the rows 32 further on, of the next sub-block, in the high ones.
 
-enum { BLOCK_BYTES = 144, PLANES_BYTES = 204, MOST_SIMDGROUPS = 8, COLUMNS_AT_ONCE = 4 };
+enum { BLOCK_BYTES = 144, PLANES_BYTES = 200, MOST_SIMDGROUPS = 8, COLUMNS_AT_ONCE = 4 };
 
 inline int first_row_of(uint lane) { return 64 * int(lane / 8) + 4 * int(lane % 8); }
 
@@ -83,8 +83,8 @@ inline void put(thread const Sums& sums, threadgroup float* rows, uint lane) {
 
 // A superblock with planes (Q6_P, see formats/blocks/q6_p.py), in words of 32 bits:
 //
-//     word 0      1                 2              3 .. 18    19 .. 26, 27 .. 34, 35 .. 42, 43 .. 50
-//        | d, c | scales of groups | their centres | plane 1 | planes 2 to 5, of one bit each        |
+//     word 0                1               2 .. 17   18 .. 25, 26 .. 33, 34 .. 41, 42 .. 49
+//        | scales of groups | their centres | plane 1 | planes 2 to 5, of one bit each        |
 //
 // Lane l has two bytes of plane 1, b = 0 and 1, with bits 2 g and 2 g + 1 of the rows 64 g + 2 l + b, g = 0 .. 3; of the
 // other planes the two bytes l % 16, whose even bits are those rows' for l < 16, and whose odd bits are for l >= 16.
@@ -103,12 +103,11 @@ struct Groups {
 
 inline Groups groups_of(device const uint* words, float x, int level) {
     const float half_steps = level == 1 ? 90.0f : 128.0f - float(64 >> level);
-    const float d = x * half_of(words[0], 0) / 256.0f, c = x * half_of(words[0], 16);
     Groups groups;
     for (int g = 0; g < 4; ++g) {
-        groups.step[g] = d * float(words[1] >> 8 * g & 255);
-        const int m = int(words[2] << (24 - 8 * g)) >> 24;
-        groups.middle[g] = c * float(m) - groups.step[g] * half_steps;
+        groups.step[g] = x * as_type<float>((words[0] >> 8 * g & 255) * (1u << 20) + (103u << 23));
+        const int m = int(words[1] << (24 - 8 * g)) >> 24;
+        groups.middle[g] = groups.step[g] * (float(m) - half_steps);
     }
     return groups;
 }
@@ -120,7 +119,7 @@ struct Planes {
 };
 
 inline Planes planes_of(device const uint* words, int level, uint lane) {
-    device const ushort* halves = (device const ushort*)(words + 3);
+    device const ushort* halves = (device const ushort*)(words + 2);
     device const ushort* single = halves + 32 + lane % 16;
     const uint first = halves[lane];
     const uint second = two_bits(level > 1 ? uint(single[0]) : 0, level > 2 ? uint(single[16]) : 0, lane);
@@ -254,7 +253,7 @@ kernel void zigzag_gemv(device const uchar* blocks [[buffer(0)]], device const f
 }
 
 // The same of a matrix with planes, each column at its level. active [1]: the bytes that one row of superblocks is read of
-// are added, 76 of a column at level 1 and 32 more for each level above it.
+// are added, 72 of a column at level 1 and 32 more for each level above it.
 kernel void planes_gemv(device const uchar* blocks [[buffer(0)]], device const float* values [[buffer(1)]],
                         device const int* indices [[buffer(2)]], device const int* counts [[buffer(3)]],
                         device float* partials [[buffer(4)]], device int* active [[buffer(5)]],
@@ -266,7 +265,7 @@ kernel void planes_gemv(device const uchar* blocks [[buffer(0)]], device const f
     threadgroup float sums[MOST_SIMDGROUPS * BAND_ROWS];
     const int listed = listed_in(counts, columns, lane);
     const int levels = listed_in(counts + (columns + SEGMENT - 1) / SEGMENT, columns, lane);
-    if (group.x + group.y + index == 0) active[0] += 44 * listed + 32 * levels;
+    if (group.x + group.y + index == 0) active[0] += 40 * listed + 32 * levels;
     const PlaneSums none = {{{0, 0, 0, 0}, {0, 0, 0, 0}}, {0, 0, 0, 0}};
     multiply(none, PLANES_BYTES, blocks, values, indices, counts, partials, columns, row_scale, has_row_scale != 0, sums,
              group, groups, index, simdgroup, simdgroups, lane);
