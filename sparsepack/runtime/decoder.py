@@ -253,7 +253,7 @@ def choose_backend(options: EngineOptions, packed: PackedModel) -> tuple[str, tu
 class Columns:
     """The columns that a site's product reads, and what the product lacks without the others.
 
-    threshold -- float32 [1] or [columns]; None: every column
+    threshold -- float32 [1] or [columns], or with planes [levels, columns]; None: every column, all of it
     offset    -- taken from the input first: float32 [columns] or None
     bias      -- to add to the product: the site's own and, with an offset, W offset; float32 [rows] or None
     """

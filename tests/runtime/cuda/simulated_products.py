@@ -9,6 +9,7 @@ import torch
 from simulated_words import assert_written, write
 from torch import Tensor
 
+from sparsepack.formats.blocks.table import BLOCKS
 from sparsepack.formats.matrix import PackedMatrix, decode_matrix
 from sparsepack.formats.orders.zigzag import BAND_ROWS
 from sparsepack.models.architecture import soft_capped
@@ -27,7 +28,7 @@ ONE_SPLIT = CudaTileConfig(2, 8, 8, 1)
 
 @dataclass(frozen=True)
 class Matrix:
-    """float32 [rows, columns], with what the real ones tell."""
+    """float32 [rows, columns], with what the real ones tell. lower: of planes, the same by the first, by two, .."""
 
     weight: Tensor
     rows: int
@@ -38,6 +39,11 @@ class Matrix:
     block: str = "Q4_K"
     largest_d: float = 1.0
     row_scale: None = None  # `weight` has it
+    lower: tuple[Tensor, ...] = ()
+
+    @property
+    def planes(self) -> bool:
+        return bool(self.lower)
 
     @cached_property
     def blocks(self) -> Tensor:
@@ -57,6 +63,8 @@ def load_zigzag(
         matrix.columns,
         gate_bands=matrix.rows // 512 if gate else 0,
         config=replace(ONE_SPLIT, splits=min(3, -(-matrix.columns // COLUMNS_AT_ONCE))),
+        block=matrix.format.block,
+        lower=tuple(decode_matrix(matrix, level) for level in range(1, len(matrix.levels))),
     )
 
 
@@ -89,13 +97,21 @@ def gemv(matrix: Matrix, input: Input, output: Output) -> None:
     x = x if input.gated is None else gated(input.gated, x, input.plain)
     assert x.shape == (matrix.columns,)
     x = x if input.offset is None else x - input.offset
-    on = torch.ones_like(x, dtype=torch.bool) if input.threshold is None else x.abs() > scaled(input)[0]
+    levels, bytes = torch.full(x.shape, len(matrix.lower) + 1), torch.tensor([0, 1])
+    if matrix.lower:
+        bytes = torch.tensor([0, *BLOCKS[matrix.block].level_bytes])
+    if input.threshold is not None:
+        exceeded = x.abs() > scaled(input)[0]
+        levels = exceeded.sum(0) if exceeded.dim() == 2 else levels * exceeded
+    read = bytes[levels].sum()
     if input.skipped is not None:
-        input.skipped.add_(matrix.rows * (~on).sum())
+        input.skipped.add_(matrix.rows * (matrix.columns * bytes[-1] - read))
     assert output.activation is None or output.residual is None
     gate_beside_up = output.activation is not None  # for products of both
     assert bool(matrix.gate_bands) == gate_beside_up
-    product = matrix.weight @ torch.where(on, x, 0)
+    product = torch.zeros(matrix.rows)
+    for level, weight in enumerate((*matrix.lower, matrix.weight), 1):
+        product = product + weight @ torch.where(levels == level, x, 0)
     product = product if output.bias is None else product + output.bias
     if output.activation is not None:
         product = gated(output.activation, product)
@@ -104,7 +120,7 @@ def gemv(matrix: Matrix, input: Input, output: Output) -> None:
     if output.squares is not None:
         write(output.squares, torch.nn.functional.pad(product.square().sum()[None], (0, len(output.squares) - 1)))
     if output.active is not None:
-        output.active.add_(on.sum())
+        output.active.add_(read)
 
 
 def gated(activation: int, x: Tensor, plain: bool = False) -> Tensor:
@@ -114,7 +130,8 @@ def gated(activation: int, x: Tensor, plain: bool = False) -> Tensor:
 
 def scaled(input: Input) -> Tensor:
     """The thresholds of each input."""
-    return input.threshold[None] if input.scales is None else input.scales[:, None] * input.threshold
+    threshold = input.threshold[None]
+    return threshold if input.scales is None else input.scales.view(-1, *[1] * (threshold.dim() - 1)) * threshold
 
 
 def dequantise(matrix: Matrix, out: Tensor, first: int, bands: int) -> None:

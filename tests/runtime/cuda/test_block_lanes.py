@@ -3,9 +3,8 @@
 import pytest
 import torch
 from emulated import Emulation, needs_compiler
-from zigzag_cases import random_matrix
+from zigzag_cases import CUDA_BLOCKS, random_matrix
 
-from sparsepack.formats.blocks.table import KERNEL_BLOCKS
 from sparsepack.formats.matrix import decode_matrix
 from sparsepack.runtime.cuda.driver.kernel import FOLDER
 from sparsepack.runtime.cuda.products import zigzag
@@ -14,7 +13,7 @@ from sparsepack.runtime.cuda.products.tile_config import CudaTileConfig
 
 @needs_compiler
 @pytest.mark.parametrize("gate", [False, True])
-@pytest.mark.parametrize("block", KERNEL_BLOCKS[1:])
+@pytest.mark.parametrize("block", CUDA_BLOCKS[1:])
 def test_lanes_have_the_weights_of_their_rows(
     emulation: Emulation, block: str, gate: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -30,7 +29,7 @@ def test_lanes_have_the_weights_of_their_rows(
     assert (out.float() - expected).norm() < 4e-4 * expected.norm()
 
 
-@pytest.mark.parametrize("block", KERNEL_BLOCKS)
+@pytest.mark.parametrize("block", CUDA_BLOCKS)
 def test_headers_have_the_bytes_that_superblocks_are_laid_out_in(block: str) -> None:
     header = (FOLDER / "blocks" / f"{block.lower()}.cuh").read_text()
     assert f"BLOCK_BYTES = {zigzag.block_bytes(block)};" in header

@@ -8,9 +8,9 @@ import pytest
 import torch
 from homes_for_tests import without_a_home
 from pairwise import each_value
+from zigzag_cases import CUDA_BLOCKS
 
 from sparsepack.errors import UserError
-from sparsepack.formats.blocks.table import KERNEL_BLOCKS
 from sparsepack.runtime.cuda.driver import kernel
 from sparsepack.runtime.cuda.driver.kernel import cubin, kernel_files, nvrtc_version
 from sparsepack.runtime.cuda.products import zigzag_products
@@ -67,7 +67,7 @@ VARIANTS = {
     ],
     "token_slots": [(f"HEAD_DIM={width}", f"KV={type}") for width, type in ((128, 1), (6, 2), (256, 3))],
     "labels": [(f"LABEL_WORDS={words}", f"KV={type}") for words, type in ((1, 3), (4, 1), (32, 2))],
-    "dequantise": [("AT_ONCE=4", f"BLOCK={block.lower()}") for block in KERNEL_BLOCKS],
+    "dequantise": [("AT_ONCE=4", f"BLOCK={block.lower()}") for block in CUDA_BLOCKS],
     "neuron_list": [
         (
             *(f"CLUSTER={cluster}", f"INPUTS={texts}", f"ROUNDS={rounds}", "ACTIVATION=1", f"ALL={everyone}"),
@@ -254,6 +254,29 @@ def test_products_with_other_blocks_compile(block: str, config: CudaTileConfig, 
     if config.stages:
         several = zigzag_products._batch_defines(matrix, Input(torch.empty(8, 9001), threshold=x), None)
         assert cubin("zigzag_batch", arch, several)[:4] == b"\x7fELF"
+
+
+@each_value(
+    {
+        "what": ("dense", "whole columns", "levels", "held", "gate"),
+        "config": (CudaTileConfig(4, 8, 12, 7), CudaTileConfig(1, 8, 8, 32), CudaTileConfig(8, 8, 4, 20)),
+        "arch": (80, 90),
+    }
+)
+def test_products_with_planes_compile(what: str, config: CudaTileConfig, arch: int) -> None:
+    x, one, limits = torch.empty(2, 9001), torch.empty(1), torch.empty(5, 9001)
+    scales, skipped = torch.empty(2), torch.empty(2)
+    input = {
+        "dense": Input(x),
+        "whole columns": Input(x, threshold=one),
+        "levels": Input(x, norm=x, squares=x, threshold=limits, offset=x),
+        "held": Input(x, threshold=limits, scales=scales, skipped=skipped),
+        "gate": Input(x, threshold=limits),
+    }[what]
+    matrix = CudaZigzag(torch.empty(0), 512, 9001, config, 0, 1.0, 1.0, 1.0, block="Q6_P")
+    activation = 2 if what == "gate" and config.tile_bands > 1 else None
+    assert cubin("zigzag_gemv", arch, zigzag_products._defines(matrix, input, activation))[:4] == b"\x7fELF"
+    assert cubin("zigzag_batch", arch, zigzag_products._batch_defines(matrix, input, activation))[:4] == b"\x7fELF"
 
 
 @pytest.mark.parametrize("name", ["zigzag_gemv", "zigzag_batch"])

@@ -226,7 +226,7 @@ def assert_near(y: Tensor, kept: Tensor, matrix: Any) -> None:
 def test_the_end_of_a_step_does_what_the_record_says() -> None:
     hold, generator = ThresholdController(0.55, 10**9 + 7), torch.Generator().manual_seed(0)
     state = torch.zeros(2, 4, device="cuda")
-    controller = new_cuda_controller(hold, state)
+    controller = new_cuda_controller(hold, state, "Q4_K")
     texts = [SequenceScale()] * 4
     candidates = torch.zeros(4, 3, dtype=torch.int64, device="cuda")
     ids, best = torch.zeros(4, dtype=torch.int32, device="cuda"), torch.zeros(4, device="cuda")

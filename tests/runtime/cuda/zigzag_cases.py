@@ -7,15 +7,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparsepack.formats.blocks.table import BLOCKS, KERNEL_BLOCKS
+from sparsepack.formats.blocks.table import BLOCKS
 from sparsepack.formats.kinds import MatrixFormat
 from sparsepack.formats.matrix import PackedMatrix, decode_matrix
 from sparsepack.formats.orders import zigzag
+from sparsepack.runtime.backends import BACKENDS
 from sparsepack.runtime.cuda.driver.kernel import multiprocessors
 from sparsepack.runtime.cuda.products.tile_config import CudaTileConfig
 from sparsepack.runtime.cuda.products.zigzag import CudaZigzag, load_zigzag
 from sparsepack.runtime.cuda.products.zigzag_products import blocks
 
+CUDA_BLOCKS = BACKENDS["cuda"].blocks
 CONFIGS = [
     CudaTileConfig(1, 8, 24, 1),
     CudaTileConfig(1, 8, 8, 8),
@@ -32,7 +34,7 @@ CONFIGS = [
     CudaTileConfig(4, 16, 0, 1),
 ]
 _SHORTER = [replace(config, stages=4) if config.tile_bands == 8 else config for config in CONFIGS]
-ALL_BLOCKS = [*((config, "Q4_K") for config in CONFIGS), *zip(_SHORTER, cycle(KERNEL_BLOCKS[1:]))]
+ALL_BLOCKS = [*((config, "Q4_K") for config in CONFIGS), *zip(_SHORTER, cycle(CUDA_BLOCKS[1:]))]
 """The configurations with a type of blocks; the longer ones have room for fewer stages."""
 LIMIT = 1e-5
 """Of the norm of a result. Tensor cores cut their sums off instead of rounding them, so that errors grow with what a

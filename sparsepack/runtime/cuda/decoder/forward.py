@@ -34,7 +34,8 @@ class Step:
     ids    -- int32 [B]: the tokens to append; when a step has run, the likeliest next ones
     best   -- float32 [B]: their logits
     logits -- float32 [B, vocabulary]
-    active -- int64 [layers, names]: of each matrix the units that were active (in any sequence), summed over steps
+    active -- int64 [layers, names]: of each matrix the units that were active (in any sequence), summed over steps;
+              units as `PackedMatrix` has them
     controller -- of the thresholds of each sequence; None: they are not controlled
     state  -- int64 [layers * names + 2 B]: active, ids, best and what lasts of `controller` together, which one copy
               brings to the host
@@ -74,7 +75,8 @@ class Step:
 
     def control_thresholds(self, controller: ThresholdController) -> CudaThresholdController:
         """Control thresholds from the first sparse step on."""
-        self.controller = new_cuda_controller(controller, self.lasting)
+        block = self._model.layers[0].attention["attn_in"].matrix.block
+        self.controller = new_cuda_controller(controller, self.lasting, block)
         self._launches[True] = self._put_together(sparse=True)
         return self.controller
 

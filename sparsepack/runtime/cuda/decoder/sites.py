@@ -12,6 +12,7 @@ from sparsepack.formats import packed as stored
 from sparsepack.formats.kinds import MLP_GATE
 from sparsepack.formats.orders.zigzag import BAND_ROWS
 from sparsepack.formats.packed import ExpertMlp, PackedSite
+from sparsepack.models.sites import SiteRule
 from sparsepack.runtime.cuda.decoder.buffers import Launch, MlpStep
 from sparsepack.runtime.cuda.driver.kernel_set import Kernels
 from sparsepack.runtime.cuda.driver.memory import Place
@@ -69,7 +70,7 @@ def load_expert_sites(mlp: ExpertMlp, device: torch.device, kernels: Kernels) ->
             added=name == "mlp_mid",
             shared=mlp.shared,
         )
-        limits = None if site.rule is None else load_vector(site.rule.limits, device)
+        limits = None if site.rule is None else _thresholds(site.rule, device)
         found[name] = CudaExpertsSite(matrix, Columns(), Columns(limits))
     return found
 
@@ -94,7 +95,7 @@ def load_site(
     dense = Columns(bias=bias)
     if site.rule is None:
         return CudaSite(load(gate=gate), dense, dense)
-    threshold = load_vector(site.rule.limits, device)
+    threshold = _thresholds(site.rule, device)
     if site.rule.offset is None:
         return CudaSite(load(gate=gate), dense, Columns(threshold, bias=bias))
     offset = load_vector(site.rule.offset, device)
@@ -105,6 +106,12 @@ def load_site(
     if gate:  # rows of such a matrix come in pairs from the product that was just made
         matrix = load(gate=True)
     return CudaSite(matrix, dense, Columns(threshold, offset, with_offset))
+
+
+def _thresholds(rule: SiteRule, device: torch.device) -> Tensor:
+    if rule.of_levels:
+        return rule.limits.to(device, torch.float32).contiguous()
+    return load_vector(rule.limits, device)
 
 
 class Gate(Protocol):

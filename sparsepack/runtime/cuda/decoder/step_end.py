@@ -1,11 +1,12 @@
 """How a step ends on the GPU: the likeliest token of each sequence, and the threshold controller
 (`runtime/threshold_controller.py`), which kernels read and change, and for which no host waits."""
 
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 
 import torch
 from torch import Tensor
 
+from sparsepack.formats.blocks.table import BLOCKS
 from sparsepack.runtime.cuda.driver.kernel import kernel, launch
 from sparsepack.runtime.threshold_controller import ThresholdController
 
@@ -16,7 +17,8 @@ class CudaThresholdController:
 
     scales  -- float32 [B]: what their thresholds are multiplied by
     steps   -- float32 [B]: how many sparse steps they have made
-    skipped -- int64 [B]: the weights in inactive columns of a step so far; zero between steps
+    skipped -- int64 [B]: the weights in inactive columns of a step so far, or of planes the unread bytes of weights,
+               as `weights` of the controller counts them; zero between steps
     moving  -- int32 [B]: 0 for a sequence that stands still; None: there is one, which never does
     constants -- float64 [7]: the fields of `controller`
     """
@@ -35,8 +37,14 @@ class CudaThresholdController:
         self.steps[which].fill_(0.0)
 
 
-def new_cuda_controller(controller: ThresholdController, state: Tensor) -> CudaThresholdController:
-    """The controller of new sequences. state: float32 [2, B], where scales and steps lie."""
+def new_cuda_controller(controller: ThresholdController, state: Tensor, block: str) -> CudaThresholdController:
+    """The controller of new sequences.
+
+    state -- float32 [2, B], where scales and steps lie
+    block -- of the matrices: kernels count what they skip of planes by the bytes of a superblock
+    """
+    if BLOCKS[block].levels:
+        controller = replace(controller, weights=controller.weights * BLOCKS[block].bytes)
     sequences, device = state.shape[1], state.device
     constants = torch.tensor(astuple(controller), dtype=torch.float64, device=device)
     skipped = torch.zeros(sequences, dtype=torch.int64, device=device)

@@ -68,7 +68,7 @@ def load_experts(
         in_order, of_these = zigzag.in_order(blocks, block)
         ends.append(of_these)
         for one in in_order:
-            laid = zigzag.tiled(one, config.tile_bands, gate)
+            laid = zigzag.tiled(one, config.tile_bands, gate, block)
             if tiled is None:
                 tiled = laid.new_empty(matrix.experts * len(laid), *laid.shape[1:])
             tiled[first : first + len(laid)] = laid

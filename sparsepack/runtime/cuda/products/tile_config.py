@@ -23,6 +23,8 @@ from sparsepack.runtime.tuning import Shape
 SCHEMA = 2
 PADDED_ROWS = BAND_ROWS + 20  # of its sums in shared memory (`kernels/products/split_k_reduce.cuh`)
 BLOCK_BYTES = 144
+PLANES_BYTES = 208
+"""A superblock with planes (`kernels/blocks/q6_p.cuh`) takes so many bytes on the GPU, and no other does."""
 LINE_BYTES = 128  # over the bus
 K_TILE = 16  # columns that are multiplied together
 COLUMNS_AT_ONCE = 32  # columns that go to a block together (`kernels/products/column_split.cuh`)
@@ -38,6 +40,11 @@ STAGES = {8: 8, 4: 8, 2: 16, 1: 24}
 """A ring has this many stages by default, for each number of bands of a tile."""
 MOST_SPLITS = {8: 16, 4: 16, 2: 32, 1: 32}
 """A product has at most this many splits, by the bands of a tile: the sums of the splits have to be added up."""
+PLANES_STAGES = {8: 4, 4: 12, 2: 24, 1: 24}
+"""As `STAGES`, of planes: of most columns a half of a stage's room is filled."""
+PLANES_SPLITS = 32
+"""As `MOST_SPLITS`, of planes, which lie in tiles of 4 bands wherever there are so many: levels of these end where
+what memory reads together does."""
 MANY_COLUMNS = 1024
 """For a block with this many columns, tiles of 4 bands are faster at 50 % than tiles of 2 (an H100)."""
 OFFLOADED_TILES = 4
@@ -76,6 +83,11 @@ class CudaTileConfig:
             raise ValueError(f"{self}: at most {MOST_WARPS - PRODUCERS} warps and {MOST_STAGES} stages")
 
     @property
+    def planes(self) -> bool:
+        """Whether superblocks have planes."""
+        return self.block_bytes == PLANES_BYTES
+
+    @property
     def threads(self) -> int:
         """The threads of a block."""
         return 32 * (self.warps + (PRODUCERS if self.stages else 0))
@@ -88,6 +100,8 @@ class CudaTileConfig:
     def ring_bytes(self) -> int:
         """The bytes of shared memory for the columns on their way (`kernels/products/zigzag.cuh`)."""
         column = self.tile_bands * self.block_bytes // 16 // 2 * 32 + 16  # an odd number of 16 bytes
+        if self.planes:
+            column = (self.tile_bands * self.block_bytes + 31) // 64 * 64 + 32  # an odd number of 32 bytes
         if self.offloaded:
             column = max(column, LINE_BYTES * (self.tile_bands + 1))
         return self.stages * K_TILE * column
@@ -118,7 +132,8 @@ def fitted(config: Config, needed: Callable[[CudaTileConfig], int], device: torc
 
 def with_ring(config: CudaTileConfig) -> CudaTileConfig:
     """The same layout of a matrix, for kernels that need a ring."""
-    return config if config.stages else replace(config, warps=8, stages=STAGES[config.tile_bands])
+    stages = PLANES_STAGES if config.planes else STAGES
+    return config if config.stages else replace(config, warps=8, stages=stages[config.tile_bands])
 
 
 def default_tile_config(
@@ -127,7 +142,7 @@ def default_tile_config(
     """The configuration if nothing was measured: tiles of 2 bands, or of 4, whose pieces are longer, where that leaves
     a block for almost every multiprocessor and each of them many columns; as many stages as fit. A gate's tiles are of
     2: in a decoder those of 4 lose more dense than they gain sparse. Small matrices are in tiles of 1, without a
-    ring."""
+    ring. Planes are in tiles of 4 wherever there are so many bands."""
 
     def needed(config: CudaTileConfig) -> int:
         return shared_bytes(columns, config)
@@ -136,6 +151,11 @@ def default_tile_config(
         splits = filling_splits(bands, columns, device, tile_bands)
         return fitted(CudaTileConfig(tile_bands, 8, STAGES[tile_bands], splits, block_bytes), needed, device)
 
+    if block_bytes == PLANES_BYTES:
+        tile_bands = next(size for size in (4, 2, 1) if size <= bands)
+        most = min(PLANES_SPLITS, -(-columns // COLUMNS_AT_ONCE))
+        splits = max(1, min(most, multiprocessors(device) // -(-bands // tile_bands)))
+        return fitted(CudaTileConfig(tile_bands, 8, PLANES_STAGES[tile_bands], splits, block_bytes), needed, device)
     one = CudaTileConfig(1, 8, 0, filling_splits(bands, columns, device, 1), block_bytes)
     if not gate and COLUMNS_AT_ONCE * one.chunks(columns) <= FEW_COLUMNS:
         return one

@@ -10,6 +10,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from sparsepack.formats.blocks.q4_k import scales_and_mins
+from sparsepack.formats.blocks.superblock import fp16_from_bytes
+from sparsepack.formats.blocks.table import BLOCKS
 from sparsepack.formats.matrix import PackedMatrix
 from sparsepack.formats.orders.zigzag import BAND_ROWS, codec_of, superblock_bytes
 from sparsepack.runtime.cuda.driver.kernel import kernel, launch, multiprocessors
@@ -22,6 +24,8 @@ from sparsepack.runtime.cuda.products.tile_config import (
 from sparsepack.runtime.tuning import TUNED_BLOCK
 
 LARGEST_FACTOR = 63  # of d: scales have 6 bits
+PLANES_PARTS = (16, 64, 32, 32, 32, 32)
+"""The bytes of a superblock's header and planes on the GPU."""
 SCRATCH_BYTES = 1 << 28
 """This many bytes of a matrix are dequantised at a time."""
 
@@ -51,6 +55,11 @@ class CudaZigzag:
     row_scale: Tensor | None = None
     block: str = "Q4_K"
 
+    @property
+    def planes(self) -> bool:
+        """Whether its columns are read at levels."""
+        return bool(BLOCKS[self.block].levels)
+
 
 def load_zigzag(
     matrix: PackedMatrix,
@@ -79,7 +88,7 @@ def load_zigzag(
     config = config or default_tile_config(blocks.shape[0], matrix.columns, blocks.device, gate, size)
     config = replace(config, block_bytes=size)
     laid, ends_of_all = in_order(blocks, block)
-    there, ends = place(tiled(laid, config.tile_bands, gate)), ((end,) for end in ends_of_all)
+    there, ends = place(tiled(laid, config.tile_bands, gate, block)), ((end,) for end in ends_of_all)
     loaded = laid_out(there, matrix.rows, matrix.columns, config, blocks.shape[0] // 2 if gate else 0, ends, block)
     if matrix.row_scale is None:
         return loaded
@@ -118,12 +127,17 @@ def fp16_scale(d: float, dmin: float) -> float:
     return float(2.0 ** (14 - math.ceil(math.log2(max(largest, 1e-30)))))
 
 
-def tiled(blocks: Tensor, tile_bands: int, gate: bool) -> Tensor:
-    """uint8 [bands, columns, bytes] -> [tiles, columns, tile_bands, bytes], filled up with bands of zeros."""
+def tiled(blocks: Tensor, tile_bands: int, gate: bool, block: str = "Q4_K") -> Tensor:
+    """uint8 [bands, columns, bytes] -> [tiles, columns, tile_bands, bytes], filled up with bands of zeros. Of planes
+    the last two dimensions are one piece, the parts of all bands in turns (`kernels/blocks/q6_p.cuh`)."""
     parts = blocks.chunk(2) if gate else (blocks,)
     each = tile_bands // len(parts)
     loaded = [_padded(part, each).view(-1, each, *part.shape[1:]).transpose(1, 2) for part in parts]
-    return torch.cat(loaded, dim=2).contiguous()
+    together = torch.cat(loaded, dim=2)
+    if BLOCKS[block].levels:
+        of_bands = torch.split(together, [*PLANES_PARTS], dim=3)
+        return torch.cat([part.flatten(2) for part in of_bands], dim=2).view_as(together)
+    return together.contiguous()
 
 
 def headers_in_order(blocks: Tensor) -> Tensor:
@@ -141,6 +155,8 @@ def in_order(blocks: Tensor, block: str) -> tuple[Tensor, tuple[float, float]]:
     the largest |d| and |dmin|, as of Q4_K."""
     if block == "Q4_K":
         return headers_in_order(blocks), largest_ends(blocks)
+    if BLOCKS[block].levels:
+        return planes_in_order(blocks, block)
     bits, parts = codec_of(block).bits, codec_of(block).apart(blocks.reshape(-1, blocks.shape[-1]))
     numbers = [parts.numbers]
     if (
@@ -159,6 +175,23 @@ def in_order(blocks: Tensor, block: str) -> tuple[Tensor, tuple[float, float]]:
     d = (parts.shared if parts.shared.shape[1] else parts.each).contiguous().view(torch.float16).float()
     d = d.abs().nan_to_num(0, 0, 0)
     return laid, ((float(d.max()) * largest / (15 * LARGEST_FACTOR) if d.numel() else 0.0), 0.0)
+
+
+def planes_in_order(blocks: Tensor, block: str) -> tuple[Tensor, tuple[float, float]]:
+    """Likewise of superblocks with planes, each superblock's by itself: `tiled` puts those of bands together."""
+    parts = codec_of(block).apart(blocks.reshape(-1, blocks.shape[-1]))
+    scales, minima = parts.each.unbind(2)
+    header = torch.stack([scales, minima ^ 128], dim=2).flatten(1)
+    q = parts.numbers.view(-1, 4, 2, 32)  # group, half of it, row
+    groups = 2 * torch.arange(4, dtype=torch.uint8, device=blocks.device)[:, None, None]
+    halves = torch.arange(2, dtype=torch.uint8, device=blocks.device)[:, None]
+    first = ((q >> 4) << groups).sum(1, dtype=torch.uint8).view(-1, 2, 8, 4).transpose(1, 2).flatten(1)
+    planes = [((q >> bit & 1) << groups + halves).sum((1, 2), dtype=torch.uint8) for bit in (3, 2, 1, 0)]
+    laid = torch.cat([parts.shared, functional.pad(header, (0, 4)), first, *planes], dim=1)
+    d, c = (fp16_from_bytes(parts.shared[:, at : at + 2]).abs().nan_to_num(0, 0, 0) for at in (0, 2))
+    # The d with which Q4_K would have the largest weights; see `LARGER_BITS` of `kernels/products/gemv_q6_p.cuh`.
+    largest = float((d * (255 * 126 / 256) + c * 127).max()) / (15 * LARGEST_FACTOR) if d.numel() else 0.0
+    return laid.view(*blocks.shape[:-1], -1), (largest, 0.0)
 
 
 @cache

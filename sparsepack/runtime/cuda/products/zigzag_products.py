@@ -38,10 +38,12 @@ class Input:
     norm, eps       -- RMSNorm of x comes first: weight float32 [columns]
     squares         -- parts of the sum of x^2, which the norm needs: float32 [..], of several inputs [B, ..]; else the
                        product adds them up
-    threshold       -- float32 [1] or [columns]; None: every column is active
+    threshold       -- float32 [1] or [columns], or of matrices with planes [levels, columns]: a column is read at the
+                       level of how many its input exceeds; None: every column is active, and read whole
     offset          -- float32 [columns], taken from x before it is compared and multiplied
     scales          -- float32 [1], of several inputs [B]: what the threshold is multiplied by; None: one
-    skipped         -- int64 [1] or [B], where there are scales: the weights of inactive columns are added
+    skipped         -- int64 [1] or [B], where there are scales: the weights of inactive columns are added, or with
+                       planes the bytes of superblocks that are not read, times the weights of each
     flag_in_data    -- x and squares are in words of `driver/memory.py`, read as soon as they are stored; no norm
                        without squares
     """
@@ -117,7 +119,8 @@ class Output:
                   before writes
     activation -- for rows of gate and up: y = activation(gate) * up; see `kernels/common/activations.cuh`
     squares    -- float32 [blocks(matrix)]: what the blocks' rows add to the sum of y^2
-    active     -- int64 []: the number of active columns is added to it
+    active     -- int64 []: the number of active columns is added to it, or with planes the stored bytes of a row of
+                  superblocks that are read
     reset      -- int32 [..]: flag-in-data words that become SENTINEL again, since all have read them
     """
 
@@ -146,7 +149,7 @@ def gemv(
     if input.flag_in_data and input.norm is not None and input.squares is None:
         raise ValueError("an input with its flag in the data, with a norm and without squares")
     _check_gate(matrix, output.activation, output.residual, input)
-    if (input.dense or together) and not matrix.config.stages:
+    if (input.dense or together or matrix.planes) and not matrix.config.stages:
         matrix = _with_ring(matrix, shared_bytes)
     config = matrix.config
     grid: tuple[int, ...] = (config.splits, tiles)
@@ -178,6 +181,8 @@ def blocks(matrix: CudaZigzag, together: Together | None = None) -> int:
 
 
 def _check_gate(matrix: CudaZigzag, activation: int | None, residual: Tensor | None, input: Input) -> None:
+    if _of_levels(input.threshold) and not matrix.planes:
+        raise ValueError(f"thresholds of levels for a matrix of {matrix.block}, which has no planes")
     if input.gated is not None and (activation is not None or input.norm is not None):
         raise ValueError("an input of gate and up, with a norm or an activation of the product")
     if activation is not None and residual is not None:
@@ -302,6 +307,7 @@ def _of_input(matrix: CudaZigzag, input: Input, activation: int | None) -> dict[
         else -(-input.squares.shape[-1] // (32 * matrix.config.warps)),
         "OFFSET": int(input.offset is not None),
         "PER_CHANNEL": _per_channel(input.threshold),
+        "OF_LEVELS": _of_levels(input.threshold),
         "SCALED": int(input.scales is not None),
     }
 
@@ -326,3 +332,7 @@ def _macros(matrix: CudaZigzag, most_rounds: int = MOST_ROUNDS) -> dict[str, int
 
 def _per_channel(threshold: Tensor | None) -> int:
     return int(threshold is not None and threshold.numel() > 1)
+
+
+def _of_levels(threshold: Tensor | None) -> int:
+    return int(threshold is not None and threshold.dim() == 2)

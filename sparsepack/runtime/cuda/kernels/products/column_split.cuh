@@ -11,10 +11,15 @@
 // compaction), filled up to whole k_tiles by columns with value 0. Inputs that are multiplied together share the list:
 // a column is active where it is in any of them.
 //
+// Of blocks with planes (PLANES), a column has a level, the largest that any input asks for, and the list holds it beside
+// the column's number. What a warp lists of each level lies together, the highest first, so that most k_tiles have columns
+// of one level.
+//
 // Launch: grid (SPLITS, tiles); the first WARPS warps of a block list its columns.
 
 #pragma once
 
+#include "blocks/block.cuh"
 #include "products/k_tile.cuh"
 #include "common/activations.cuh"
 #include "common/flag_in_data.cuh"
@@ -23,7 +28,8 @@
 //         at a time, PASSES times; FLAG_IN_DATA 1: inputs are read as soon as stored (common/flag_in_data.cuh), not
 //         when the kernel before has ended; NORM 1: RMSNorm comes first; SQUARES: how many parts of its sum of
 //         squares a thread takes that others have added up, 0: the sum is made here; OFFSET 1: it is taken from x;
-//         PER_CHANNEL 1: a threshold for each column; SCALED 1: thresholds are scaled, each input's by a number of its
+//         PER_CHANNEL 1: a threshold for each column; OF_LEVELS 1: LEVELS of them, the level of a column is how many its
+//         input exceeds, else it is LEVELS or nothing; SCALED 1: thresholds are scaled, each input's by a number of its
 //         own; INPUTS: how many are multiplied together, 1 where FLAG_IN_DATA; GATED 1: x is activation(gate) * up of
 //         what lies there, ACTIVATION the function's number (common/activations.cuh), and there is no norm
 #ifndef SPLITS
@@ -42,13 +48,19 @@
 #ifndef SCALED
 #define SCALED 0
 #endif
+#ifndef OF_LEVELS
+#define OF_LEVELS 0
+#endif
 #ifndef GATED
 #define GATED 0
 #endif
 static_assert(!NORM || !GATED, "norms are of x as it lies there");
 static_assert(INPUTS == 1 || !FLAG_IN_DATA, "one input can have its flag in the data");
+static_assert(!OF_LEVELS || (PLANES && PER_CHANNEL), "levels of columns with planes");
 
 static constexpr int COLUMNS_AT_ONCE = 32;
+static constexpr int LIMITS = OF_LEVELS ? LEVELS : 1;   // thresholds of a column
+static constexpr int LEVEL_SHIFT = 28;                  // in the list, above a column's number where there are planes
 static constexpr int EACH_COLUMN = GATED == 1 ? 2 : 1;  // numbers of the input
 
 // What a site does with its inputs, float32 [INPUTS][columns], or where GATED is 1 [INPUTS][2 columns]: gate, then up.
@@ -59,11 +71,12 @@ struct Site {
     float eps;
     const float* squares;  // partial sums of x^2, in order: [INPUTS][parts]
     int parts;
-    const float* threshold;  // [1] or [columns]
+    const float* threshold;  // [1] or [columns], or where OF_LEVELS [LEVELS][columns]
     const float* offset;     // [columns]
     // Where SCALED: what thresholds are multiplied by [INPUTS], written by the last kernel of the step before, which has
-    // ended when this step's graph begins; how many weights lay in inactive columns of this site, which is added to
-    // skipped [INPUTS] for each input, and may be null.
+    // ended when this step's graph begins; how many weights lay in inactive columns of this site, or of planes how many
+    // of their COUNTED_BYTES were not read, times the weights, which is added to skipped [INPUTS] for each input, and may
+    // be null.
     const float* scales;
     int rows;
     u64* skipped;
@@ -116,11 +129,12 @@ struct ColumnSplit {
     }
 };
 
-// Active columns: entry i is column index[i]; input b has value[b * stride + i] there.
+// Active columns: entry i is column index[i], with planes below its level; input b has value[b * stride + i] there. read:
+// how many columns are active, or with planes the bytes of them that count.
 struct List {
     float* value;
     int* index;
-    int stride, count;
+    int stride, count, read;
 
     // Entry i: the inputs have v(b) at column k.
     template <typename Value>
@@ -152,7 +166,7 @@ struct List {
 
 // A warp's part of the inputs: round r has the 32 columns of the block's chunk first + r, one in each lane.
 struct InputChunks {
-    float v[INPUTS][ROUNDS], norm[ROUNDS], threshold[ROUNDS], offset[ROUNDS];
+    float v[INPUTS][ROUNDS], norm[ROUNDS], threshold[LIMITS][ROUNDS], offset[ROUNDS];
 
     __device__ __forceinline__ static bool real(const ColumnSplit& column_split, int chunk, int k) {
         return chunk < column_split.chunks && k < column_split.columns;
@@ -165,7 +179,9 @@ struct InputChunks {
             const int k = column_split.column(first + r) + threadIdx.x % 32;
             const bool is = real(column_split, first + r, k);
             if (NORM) norm[r] = is ? site.norm[k] : 0;
-            if (PER_CHANNEL) threshold[r] = is ? site.threshold[k] : 0;
+#pragma unroll
+            for (int l = 0; PER_CHANNEL && l < LIMITS; ++l)
+                threshold[l][r] = is ? site.threshold[l * site.columns + k] : 0;
             if (OFFSET) offset[r] = is ? site.offset[k] : 0;
         }
     }
@@ -218,17 +234,22 @@ struct InputChunks {
         }
     }
 
-    // Is the lane's column of a round active in input b?
-    __device__ __forceinline__ bool active(int r, int b, float limit, const PerInput& scales) const {
-        const float unscaled = PER_CHANNEL ? threshold[r] : limit;
-        return fabsf(v[b][r]) > (SCALED ? __fmul_rn(scales.of[b], unscaled) : unscaled);
-    }
-    // Is it in any?
-    __device__ __forceinline__ bool active(int r, float limit, const PerInput& scales) const {
-        bool is = false;
+    // The level of the lane's column of a round in input b; 0: it is inactive.
+    __device__ __forceinline__ int level(int r, int b, float limit, const PerInput& scales) const {
+        int exceeded = 0;
 #pragma unroll
-        for (int b = 0; b < INPUTS; ++b) is |= active(r, b, limit, scales);
-        return is;
+        for (int l = 0; l < LIMITS; ++l) {
+            const float unscaled = PER_CHANNEL ? threshold[l][r] : limit;
+            exceeded += fabsf(v[b][r]) > (SCALED ? __fmul_rn(scales.of[b], unscaled) : unscaled);
+        }
+        return OF_LEVELS ? exceeded : exceeded * LEVELS;
+    }
+    // The largest in any.
+    __device__ __forceinline__ int level(int r, float limit, const PerInput& scales) const {
+        int largest = 0;
+#pragma unroll
+        for (int b = 0; b < INPUTS; ++b) largest = max(largest, level(r, b, limit, scales));
+        return largest;
     }
 };
 
@@ -247,12 +268,25 @@ __device__ __forceinline__ PerInput own_squares(const Site& site) {
     return sums;
 }
 
+// How many columns of each level: two to a word, so that those of warps are added quickly.
+struct alignas(LEVELS > 4 ? 16 : 4) LevelCounts {
+    static constexpr int WORDS = (LEVELS + 1) / 2;
+    u32 words[WORDS];
+
+    __device__ __forceinline__ static LevelCounts none() { return {}; }
+    __device__ __forceinline__ int of(int level) const { return words[level / 2] >> level % 2 * 16 & 0xffff; }
+    __device__ __forceinline__ void add(int level, int count) { words[level / 2] += count << level % 2 * 16; }
+    __device__ __forceinline__ void add(const LevelCounts& other) {
+#pragma unroll
+        for (int i = 0; i < WORDS; ++i) words[i] += other.words[i];
+    }
+};
+
 // Lists the active columns of a block, or with ALL the values of all of them, and returns the largest magnitudes that a
-// thread has seen. For BLOCK_WARPS warps. found: an integer of shared memory for each warp; sums: likewise a float for
-// each input. before_input() is called once everything that may be loaded before the input is on its way.
+// thread has seen. For BLOCK_WARPS warps. found: of shared memory for each warp; sums: likewise a float for each input. before_input() is called once everything that may be loaded before the input is on its way.
 template <int BLOCK_WARPS, bool ALL, typename BeforeInput>
 __device__ __forceinline__ PerInput compact_active(const Site& site, const ColumnSplit& column_split, List& list,
-                                                   int* found, float* sums, BeforeInput before_input) {
+                                                   LevelCounts* found, float* sums, BeforeInput before_input) {
     constexpr int THREADS = BLOCK_WARPS * 32;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     InputChunks in;
@@ -276,8 +310,8 @@ __device__ __forceinline__ PerInput compact_active(const Site& site, const Colum
         for (int b = 0; b < INPUTS; ++b) scale.of[b] = INPUTS > 1 ? __shfl_sync(ALL_LANES, mine, b) : mine;
     }
     PerInput max_abs;
-    int inactive[INPUTS] = {};  // of several inputs, of the warp
-    list.count = 0;
+    int unread[INPUTS] = {};  // of several inputs, of the warp, or with planes of the lane
+    list.count = list.read = 0;
 #pragma unroll 1
     for (int pass = 0; pass < PASSES; ++pass) {
         const int first = (pass * BLOCK_WARPS + warp) * ROUNDS;
@@ -301,46 +335,75 @@ __device__ __forceinline__ PerInput compact_active(const Site& site, const Colum
             }
             continue;
         }
-        u32 masks[ROUNDS];
-        int mine = 0;
+        u32 masks[LEVELS][ROUNDS];
+        LevelCounts mine = LevelCounts::none();
+        int levels[ROUNDS];
 #pragma unroll
         for (int r = 0; r < ROUNDS; ++r) {
             const int k = column_split.column(first + r) + lane;
-            const bool real = InputChunks::real(column_split, first + r, k), is = real && in.active(r, limit, scales);
+            const bool real = InputChunks::real(column_split, first + r, k);
+            levels[r] = real ? in.level(r, limit, scales) : 0;
 #pragma unroll
-            for (int b = 0; SCALED && INPUTS > 1 && b < INPUTS; ++b)
-                inactive[b] += __popc(__ballot_sync(ALL_LANES, real && !in.active(r, b, limit, scales)));
-            if (is) {
+            for (int b = 0; SCALED && INPUTS > 1 && b < INPUTS; ++b) {
+                const int level = real ? in.level(r, b, limit, scales) : LEVELS;
+                if (PLANES) {
+                    unread[b] += COUNTED_BYTES - counted_bytes(level);
+                } else {
+                    unread[b] += __popc(__ballot_sync(ALL_LANES, !level));
+                }
+            }
+            if (levels[r]) {
 #pragma unroll
                 for (int b = 0; b < INPUTS; ++b) max_abs.of[b] = fmaxf(max_abs.of[b], fabsf(in.v[b][r]));
             }
-            masks[r] = __ballot_sync(ALL_LANES, is);
-            mine += __popc(masks[r]);
+#pragma unroll
+            for (int l = 0; l < LEVELS; ++l) {
+                masks[l][r] =
+                    !PLANES || OF_LEVELS || l + 1 == LEVELS ? __ballot_sync(ALL_LANES, levels[r] == l + 1) : 0;
+                mine.add(l, __popc(masks[l][r]));
+            }
         }
         if (lane == 0) found[warp] = mine;
         sync_consumers<THREADS>();
-        int at = list.count;
+        LevelCounts before = LevelCounts::none(), all = LevelCounts::none();
 #pragma unroll
         for (int w = 0; w < BLOCK_WARPS; ++w) {
-            if (w < warp) at += found[w];
-            list.count += found[w];
+            const LevelCounts of_warp = found[w];
+            if (w < warp) before.add(of_warp);
+            all.add(of_warp);
+        }
+        int at[LEVELS];
+#pragma unroll
+        for (int l = LEVELS - 1; l >= 0; --l) {
+            at[l] = list.count + before.of(l);
+            list.count += all.of(l);
+            list.read += all.of(l) * counted_bytes(l + 1);
         }
 #pragma unroll
         for (int r = 0; r < ROUNDS; ++r) {
+            int place = 0;
+#pragma unroll
+            for (int l = 0; l < LEVELS; ++l) {
+                if (levels[r] == l + 1) place = at[l] + lanes_before(masks[l][r]);
+                at[l] += __popc(masks[l][r]);
+            }
             const auto v = [&](int b) { return in.v[b][r]; };
-            list.put_if(masks[r] >> lane & 1, at + lanes_before(masks[r]), v, column_split.column(first + r) + lane);
-            at += __popc(masks[r]);
+            const int k = column_split.column(first + r) + lane;
+            list.put_if(levels[r], place, v, PLANES ? k | levels[r] << LEVEL_SHIFT : k);
         }
         if (pass + 1 < PASSES) sync_consumers<THREADS>();
     }
     if (ALL) {
         list.count = column_split.chunks * COLUMNS_AT_ONCE;
+        list.read = column_split.count() * COUNTED_BYTES;
     } else {
         if (SCALED && site.skipped && INPUTS == 1 && threadIdx.x == 0)
-            atomic_add(site.skipped, (u64)site.rows * (column_split.count() - list.count));
+            atomic_add(site.skipped, (u64)site.rows * (column_split.count() * COUNTED_BYTES - list.read));
 #pragma unroll
-        for (int b = 0; SCALED && INPUTS > 1 && b < INPUTS; ++b)
-            if (site.skipped && lane == b) atomic_add(site.skipped + b, (u64)site.rows * inactive[b]);
+        for (int b = 0; SCALED && INPUTS > 1 && b < INPUTS; ++b) {
+            if (PLANES) unread[b] = __reduce_add_sync(ALL_LANES, unread[b]);
+            if (site.skipped && lane == b) atomic_add(site.skipped + b, (u64)site.rows * unread[b]);
+        }
         list.fill_up();
     }
     return max_abs;

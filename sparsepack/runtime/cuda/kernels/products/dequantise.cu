@@ -8,14 +8,14 @@
 // bytes of nibbles: rows 64 p + l .. l + 3 and 32 further, p = lane / 8, l = lane % 8 * 4. No divisions in the loop:
 // with them, and one superblock at a time, it took a third longer.
 //
-// Blocks whose lanes have eight rows each (blocks/*.cuh) are taken apart as for products.
+// Blocks whose lanes have eight rows each, and planes (blocks/*.cuh), are taken apart a superblock at a time.
 //
 // Macros: AT_ONCE; BLOCK
 
 #include "common/common.cuh"
 #include "blocks/block.cuh"
 
-#if !LANE_ROWS
+#if !LANE_ROWS && !PLANES
 // The scale and the minimum of sub-block s, twelve bits of a header's last 96.
 __device__ __forceinline__ void unpack(const uint4& h, int s, float& scale, float& minimum) {
     const u32 both = __funnelshift_r(s >= 6 ? h.w : s >= 3 ? h.z : h.y, s >= 3 ? h.w : h.z, 12 * s & 31);
@@ -93,11 +93,19 @@ extern "C" __global__ void __launch_bounds__(256)
         const int own = bands_before + member - up * each;  // among bands of its part, or of zeros beyond them
         const int band = own + up * gate_bands - first;
         if (band < 0 || band >= bands || (gate_bands && own >= gate_bands)) continue;
+        float w[8];
+#if PLANES
+        LanePlanes rows;
+        const u8* column = blocks + (long long)(i / tile_bands) * tile_bands * BLOCK_BYTES;
+        rows.read(column, PlanePlaces{tile_bands, member}, LEVELS, FromMemory());
+        const float factor = scale;
+        rows.weights(LEVELS, w);
+#else
         LaneRows rows;
         rows.read(blocks + (long long)i * BLOCK_BYTES, FromMemory());
         const float factor = rows.scale() * scale;
-        float w[8];
         rows.numbers(w);
+#endif
         u32 pairs[4];
 #pragma unroll
         for (int r = 0; r < 8; ++r) {

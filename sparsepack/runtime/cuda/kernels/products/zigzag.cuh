@@ -6,7 +6,8 @@
 //     tile 1   | band TILE_BANDS | ...
 //
 // A band's piece of a column is a superblock, in an order that a lane can take apart faster than the stored one
-// (blocks/*.cuh).
+// (blocks/*.cuh). Of planes (blocks/q6_p.cuh), a column's piece has its bands' planes in turns, and the ring gets as much of
+// it as the column's level says.
 //
 // The columns of a block travel through a pipeline of STAGES (a ring in shared memory), a k_tile at a time. Warps are
 // specialised, as in CUTLASS: the last PRODUCERS warps of a block are producers and fetch, each of them one k_tile
@@ -48,7 +49,12 @@ static constexpr bool ALIKE = OFFLOADED && !DENSE;  // columns begin in the ring
 static constexpr int LINE = 128;
 // From a column to the next in the ring: where ALIKE whole lines, where DENSE as in memory, since neighbours travel in one
 // copy; else an odd number of pieces, so that columns fall on different banks.
-static constexpr int PITCH = ALIKE ? LINE * (TILE_BANDS + 1) : DENSE || PIECES % 2 ? COLUMN_BYTES : COLUMN_BYTES + 16;
+// Of planes, whose lanes read 32 bytes of four neighbours at a time, an odd number of 32 bytes.
+static constexpr int PITCH = PLANES                ? (COLUMN_BYTES + 31) / 64 * 64 + 32
+                             : ALIKE               ? LINE * (TILE_BANDS + 1)
+                             : DENSE || PIECES % 2 ? COLUMN_BYTES
+                                                   : COLUMN_BYTES + 16;
+static_assert(!PLANES || (STAGES && !OFFLOADED), "planes travel to a ring, out of the GPU's memory");
 static_assert(!ALIKE || STAGES, "lines travel to a ring");
 static constexpr int STAGE_BYTES = K_TILE * PITCH;
 static constexpr float NIBBLE = 16777216.0f;  // 2^24: what a nibble in the lowest bits of a float16 lacks
@@ -82,9 +88,18 @@ struct ColumnPipeline {
     int k_tiles;
 
     __device__ __forceinline__ int number(int entry) const {
-        return DENSE ? min(column_split.column(entry / COLUMNS_AT_ONCE) + entry % COLUMNS_AT_ONCE,
-                           column_split.columns - 1)
-                     : index[entry];
+        return DENSE    ? min(column_split.column(entry / COLUMNS_AT_ONCE) + entry % COLUMNS_AT_ONCE,
+                              column_split.columns - 1)
+               : PLANES ? index[entry] & ((1 << LEVEL_SHIFT) - 1)
+                        : index[entry];
+    }
+    // Bytes of a column that travel.
+    __device__ __forceinline__ int bytes(int entry) const {
+#if PLANES
+        return TILE_BANDS * level_bytes(DENSE ? LEVELS : (u32)index[entry] >> LEVEL_SHIFT);
+#else
+        return COLUMN_BYTES;
+#endif
     }
 
     // Before anything else, by all producer warps, a share of the stages each: a warp's barriers are set up one after
@@ -129,7 +144,19 @@ struct ColumnPipeline {
         const int lane = threadIdx.x % 32, entry = i * K_TILE;
         u8* to = ring + i % RING_STAGES * STAGE_BYTES;
         const u32 arrived = shared_address(full + i % RING_STAGES);
-#if BULK
+#if BULK && PLANES
+        const int mine = lane < K_TILE ? bytes(entry + lane) : 0;
+        const u32 all = __reduce_add_sync(ALL_LANES, (u32)mine);
+        if (lane == 0)
+            asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(arrived), "r"(all) : "memory");
+        __syncwarp();
+        if (mine)
+            asm volatile(
+                "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+                "[%0], [%1], %2, [%3], %4;" ::"r"(shared_address(to + lane * PITCH)),
+                "l"(base + (u64)number(entry + lane) * COLUMN_BYTES), "r"(mine), "r"(arrived), "l"(read_once())
+                : "memory");
+#elif BULK
         if (lane == 0)
             asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(arrived),
                          "n"(K_TILE * COLUMN_BYTES)
@@ -146,6 +173,7 @@ struct ColumnPipeline {
 #else
         for (int piece = threadIdx.x - THREADS; piece < K_TILE * PIECES; piece += 32 * PRODUCERS) {
             const int c = piece / PIECES, part = piece % PIECES;
+            if (PLANES && part * 16 >= bytes(entry + c)) continue;
             copy_async(to + place_in_stage(c, base, index + entry) + part * 16,
                        base + (u64)number(entry + c) * COLUMN_BYTES + part * 16);
         }

@@ -7,7 +7,7 @@
 //
 // Launch: grid (SPLITS, tiles), ALL_THREADS threads a block; where SPLITS > 1, no more blocks than run at once, since
 // they wait for each other. What a warp does with its k_tiles is the type's: batch_q4_k.cuh, on the tensor cores, or
-// batch_floats.cuh.
+// batch_floats.cuh or batch_q6_p.cuh.
 //
 // Sums: over the columns of a warp, the warps of a block, the blocks of a tile, each in order. Each
 // of these blocks finishes a share of the rows, for all inputs.
@@ -39,7 +39,9 @@
 
 #include "products/column_split.cuh"
 #include "products/split_k_reduce.cuh"
-#if LANE_ROWS
+#if PLANES
+#include "products/batch_q6_p.cuh"
+#elif LANE_ROWS
 #include "products/batch_floats.cuh"
 #else
 #include "products/batch_q4_k.cuh"
@@ -54,12 +56,12 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1) zigzag_batch(
     // what goes out: y [INPUTS][rows] = product + bias + residual, or of half as many rows activation(gate) * up; of
     // y^2 the sums in each block [INPUTS][tiles * SPLITS]
     float* y, const float* bias, const float* residual, float* squares_of_y,
-    // sums of active columns; where SCALED, of the weights of inactive ones, for each input [INPUTS]; the blocks' partial
+    // sums of active columns, or with planes of the bytes of them that are read; where SCALED, of the weights of inactive ones, for each input [INPUTS]; the blocks' partial
     // sums, every word SENTINEL: [tiles][SPLITS][TILE_BANDS][INPUTS][256]
     u64* active, u64* skipped, float* workspace) {
     extern __shared__ __align__(128) uint4 memory[];  // bulk copies of columns: both ends alike modulo 128 bytes
     __shared__ float sums_of[WARPS][INPUTS], warp_max_abs[WARPS][INPUTS];
-    __shared__ int found[WARPS];
+    __shared__ LevelCounts found[WARPS];
     __shared__ u64 full[STAGES], empty[STAGES];
     __shared__ int listed_k_tiles;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, band = warp % TILE_BANDS, k_slice = warp / TILE_BANDS;
@@ -74,7 +76,7 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1) zigzag_batch(
     constexpr int RING = STAGES * STAGE_BYTES, OWN = WARPS * INPUTS * PADDED_ROWS * 4, FIRST = RING > OWN ? RING : OWN;
     const int most = ColumnSplit::most(columns);
     float* values = (float*)(ring + FIRST);
-    List list{values, (int*)(values + INPUTS * most), most, 0};
+    List list{values, (int*)(values + INPUTS * most), most, 0, 0};
 
     launch_dependents();
     const u8* tile_base = blocks + (u64)tile * columns * COLUMN_BYTES;
@@ -112,11 +114,16 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1) zigzag_batch(
     for (int i = k_slice; i < pipeline.k_tiles; i += K_SLICES) {
         const int stage = i % STAGES;
         barrier_wait(full + stage, i / STAGES & 1);
-        const u8* first = ring + stage * STAGE_BYTES + band * BLOCK_BYTES;
         const int* columns_of = list.index + i * K_TILE;
+#if PLANES
+        multiply(sums, ring + stage * STAGE_BYTES, PlanePlaces{TILE_BANDS, band}, columns_of, list.value + i * K_TILE,
+                 list.stride);
+#else
+        const u8* first = ring + stage * STAGE_BYTES + band * BLOCK_BYTES;
         const auto header = [&](int c) { return first + place_in_stage(c, tile_base, columns_of); };
         multiply(sums, header, value ? value + i * K_TILE : nullptr, list.value + i * K_TILE, list.stride,
                  power_of_two(exponent));
+#endif
         warp_arrive(empty + stage);
     }
     sync_consumers<THREADS>();  // the ring is read
@@ -196,5 +203,6 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1) zigzag_batch(
             squares_of_y[(threadIdx.x * gridDim.y + tile) * SPLITS + split] = sum;
         }
     }
-    if (active && tile == 0 && threadIdx.x == 0) atomic_add(active, DENSE ? column_split.count() : list.count);
+    if (active && tile == 0 && threadIdx.x == 0)
+        atomic_add(active, DENSE ? column_split.count() * COUNTED_BYTES : list.read);
 }

@@ -7,7 +7,7 @@
 //
 // Launch: grid (SPLITS, tiles), with experts (SPLITS, tiles of one, SLOTS * texts); ALL_THREADS threads a block; where
 // SHARES > 1, no more blocks than run at once, since they wait for each other. What a warp does with its k_tiles is the
-// type's: gemv_q4_k.cuh, on the tensor cores, or gemv_floats.cuh.
+// type's: gemv_q4_k.cuh or gemv_q6_p.cuh, on the tensor cores, or gemv_floats.cuh.
 //
 // Sums: over the columns of a warp, then over the warps of a block, then over the blocks that share a tile, each in
 // order: the same bits every run. Each of these blocks finishes a share of the rows.
@@ -42,7 +42,9 @@
 #include "products/choose.cuh"
 #include "products/column_split.cuh"
 #include "products/split_k_reduce.cuh"
-#if LANE_ROWS
+#if PLANES
+#include "products/gemv_q6_p.cuh"
+#elif LANE_ROWS
 #include "products/gemv_floats.cuh"
 #else
 #include "products/gemv_q4_k.cuh"
@@ -60,7 +62,8 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, RESIDENT) zigzag_gemv(
     // what goes out: y [rows] = product + bias + residual, or of half as many rows activation(gate) * up; of y^2 the
     // sum in each block
     float* y, const float* bias, const float* residual, float* squares_of_y,
-    // sums of active columns; where SCALED, of the weights of inactive ones; the blocks' partial sums, every word SENTINEL:
+    // sums of active columns, or with planes of the bytes of them that are read; where SCALED, of the weights of inactive
+    // ones (column_split.cuh); the blocks' partial sums, every word SENTINEL:
     // [tiles][SHARES][TILE_ROWS], with experts that have a y each [SLOTS][tiles] ..
     u64* active, u64* skipped, float* workspace,
     // flag-in-data words that nobody reads any more
@@ -69,7 +72,7 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, RESIDENT) zigzag_gemv(
     const float* logits) {
     extern __shared__ __align__(128) uint4 memory[];  // bulk copies of columns: both ends alike modulo 128 bytes
     __shared__ float sums_of[WARPS], warp_max_abs[WARPS];
-    __shared__ int found[WARPS];
+    __shared__ LevelCounts found[WARPS];
     __shared__ u64 full[RING_STAGES], empty[RING_STAGES];
     __shared__ int listed_k_tiles;
     __shared__ float weight;  // where ADDED
@@ -79,7 +82,6 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, RESIDENT) zigzag_gemv(
     const u8* tile_base = blocks + (u64)tile * columns * COLUMN_BYTES;
     const bool is_producer = STAGES && warp >= WARPS;
     static_assert(STAGES || !CHOSEN, "producers choose");
-    const SubBlock bits(lane / 4);
     const ColumnSplit column_split(columns, split);
     init_consumer_barrier<THREADS>();
 
@@ -87,9 +89,11 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, RESIDENT) zigzag_gemv(
     u8* ring = (u8*)memory;
     float* own = (float*)(ring + STAGES * STAGE_BYTES);
     const int most = ColumnSplit::most(columns);
-    List list{own + WARPS * PADDED_ROWS, (int*)(own + WARPS * PADDED_ROWS + most), most, 0};
+    List list{own + WARPS * PADDED_ROWS, (int*)(own + WARPS * PADDED_ROWS + most), most, 0, 0};
 
     ColumnPipeline pipeline{tile_base, ring, full, empty, list.index, column_split, &listed_k_tiles};
+#if !PLANES
+    const SubBlock bits(lane / 4);
     KTile k_tile;
     const auto fetch = [&](int i) {  // where there is no ring
         const auto header = [&](int c) {
@@ -97,6 +101,7 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, RESIDENT) zigzag_gemv(
         };
         k_tile.read(header, FromGlobal{read_once()}, bits);
     };
+#endif
     float max_abs = 0;
     if (is_producer) {  // while the input is not there yet
         pipeline.set_up();
@@ -124,7 +129,9 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, RESIDENT) zigzag_gemv(
         pipeline.announce(list.count);
     }
     pipeline.wait_for_list(is_producer);
+#if !PLANES
     if (!STAGES && k_slice < pipeline.k_tiles) fetch(k_slice);
+#endif
     if (!is_producer || !DENSE) launch_dependents();  // not before: see common/flag_in_data.cuh
     if (is_producer) {
         pipeline.run();
@@ -160,9 +167,28 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, RESIDENT) zigzag_gemv(
     float largest = 0;
 #pragma unroll
     for (int w = 0; w < WARPS; ++w) largest = fmaxf(largest, warp_max_abs[w]);
-    const int exponent = exponent_for(largest * largest_scale);
-    const float scale = power_of_two(exponent);
+    int exponent = exponent_for(largest * largest_scale);
     Accumulator sums = {};
+#if PLANES
+    exponent += FACTOR_BITS - 15 - LARGER_BITS;
+    const float scale = power_of_two(exponent);
+    const PlanePlaces places{TILE_BANDS, band};
+    u32* scratch = (u32*)(own + warp * PADDED_ROWS);
+    const auto tile_of = [&](int i) {
+        if (i >= pipeline.k_tiles) return PlanesTile{nullptr, nullptr, nullptr};
+        barrier_wait(full + i % RING_STAGES, i / RING_STAGES & 1);
+        return PlanesTile{ring + i % RING_STAGES * STAGE_BYTES, list.index + i * K_TILE, list.value + i * K_TILE};
+    };
+#pragma unroll 1
+    for (int i = k_slice; i < pipeline.k_tiles; i += (PAIRED ? 2 : 1) * K_SLICES) {
+        const int next = PAIRED ? i + K_SLICES : pipeline.k_tiles;
+        const PlanesTile k_tiles[2] = {tile_of(i), tile_of(next)};
+        multiply(sums, k_tiles, places, scale, scratch);
+        warp_arrive(empty + i % RING_STAGES);
+        if (next < pipeline.k_tiles) warp_arrive(empty + next % RING_STAGES);
+    }
+#else
+    const float scale = power_of_two(exponent);
 #pragma unroll 1
     for (int i = k_slice; i < pipeline.k_tiles; i += K_SLICES) {
         if (STAGES) {
@@ -178,6 +204,7 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, RESIDENT) zigzag_gemv(
             fetch(i + K_SLICES);
         }
     }
+#endif
     store_sums(sums, (ADDED ? weight : 1) * power_of_two(-exponent), own + warp * PADDED_ROWS);
     if (FLAG_IN_DATA) wait_for_previous();  // nothing is written before
     sync_consumers<THREADS>();
@@ -230,5 +257,8 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, RESIDENT) zigzag_gemv(
         const int thread = (tile * SPLITS + split) * THREADS + threadIdx.x;
         ll_reset(reset, reset_count, thread, gridDim.y * SPLITS * THREADS);
     }
-    if (active && tile == 0 && threadIdx.x == 0) atomic_add(active, DENSE ? column_split.count() : list.count);
+    if (active && tile == 0 && threadIdx.x == 0) {  // of experts, columns are counted whatever they are made of
+        const int units = CHOSEN ? 1 : COUNTED_BYTES;
+        atomic_add(active, DENSE ? column_split.count() * units : CHOSEN ? list.count : list.read);
+    }
 }
