@@ -1,96 +1,95 @@
-"""Draw what is lost against what is read: perplexity over bits read per weight and token, next to llama.cpp's K-quants.
+"""Draw what is lost against what is read: KL divergence over bits read of a weight, next to llama.cpp's types.
 
-RESULTS are the files that what_is_lost writes, --kquants the one that kquants writes, of the same windows.
+FIGURES is the file that small_models writes. A panel for each of its models.
 """
 
 import json
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import click
 
-from sparsepack.calibrate.thresholds import AllocationOptions
-
 _KINDS = {
-    "llama.cpp's K-quants": ("#888888", "s"),
-    "no basis": ("#d08020", "o"),
-    "on a basis": ("#2060b0", "o"),
-    "with error feedback": ("#208040", "D"),
+    "zigzag-q6_p": ("#2060b0", "o-"),
+    "zigzag-q4_k": ("#d08020", "D--"),
+    "llama.cpp": ("#707070", "s"),
 }
+"""Colour and marker of each kind of row, by how its name begins."""
 
-GAP, WIDTH, RIGHT = 7.5, 170.0, 4.0
-"""Points of height between labels, the width in which they would overlap, and the bits from which one stands left."""
+GAP, WIDTH = 8.0, 60.0
+"""Points of height between labels, and the width in which they would overlap."""
 
-
-def _kind(name: str) -> str:
-    """Which of the kinds a row of what_is_lost is."""
-    if "gptq" in name:
-        return "with error feedback"
-    return "on a basis" if name.startswith(("pca", "learnt", "hadamard")) else "no basis"
+Point = tuple[float, float, str]
+"""Bits read, KL divergence in nats, label."""
 
 
-def points(
-    rows: Iterable[Mapping[str, Any]], kquants: Iterable[Mapping[str, Any]], text: str, without: Collection[str] = ()
-) -> dict[str, list[tuple[Any, ...]]]:
-    """Bits read, perplexity lost in per cent, and the name of each row of quantised weights on one text, by kind; none
-    of the rows whose name has one of the words `without`."""
-    found: dict[str, list[tuple[Any, ...]]] = {kind: [] for kind in _KINDS}
-    for row in kquants:
-        found["llama.cpp's K-quants"].append((*_place(row), row["type"]))
-    for row in rows:
-        if "Q4_K" in row["row"] and row["text"] == text and not any(word in row["row"] for word in without):
-            found[_kind(row["row"])].append((*_place(row), _label(row)))
-    return found
+def points(figures: Iterable[Mapping[str, Any]], model: str, text: str) -> dict[str, list[Point]]:
+    """Return the rows of one model on one text by their kinds, from few bits read to many."""
+    found: dict[str, list[Point]] = {kind: [] for kind in _KINDS}
+    for row in figures:
+        kind = next((kind for kind in _KINDS if row["row"].startswith(kind)), None)
+        if kind is not None and row["model"] == model:
+            of_text = row["texts"][text]
+            name = row["row"].removeprefix(kind).strip(" -")
+            found[kind].append((of_text["bits_read"], of_text["kl_divergence"]["value"], name or "all read"))
+    return {kind: sorted(each) for kind, each in found.items()}
 
 
-def _label(row: Mapping[str, Any]) -> str:
-    """What was done, and in how many steps where those are not the default."""
-    usual = row["steps"] == AllocationOptions.steps
-    return str(row["row"]).removesuffix(", Q4_K") + ("" if usual else f", {row['steps']} steps")
-
-
-def _place(row: Mapping[str, Any]) -> tuple[float, float]:
-    return row["bits_read"], 100 * (row["perplexity_ratio"]["value"] - 1)
+def label_heights(places: Sequence[tuple[float, float]]) -> list[float]:
+    """Return for labels at places [points across, points up] how far up each stands so that none lies on another: those
+    that are lowest keep their places."""
+    heights = [0.0] * len(places)
+    placed: list[tuple[float, float]] = []
+    for number in sorted(range(len(places)), key=lambda number: places[number][1]):
+        across, up = places[number]
+        for other, height in sorted(placed, key=lambda each: each[1]):
+            if abs(other - across) < WIDTH and abs(height - up) < GAP:
+                up = height + GAP
+        heights[number] = up
+        placed.append((across, up))
+    return heights
 
 
 @click.command()
-@click.argument("results", nargs=-1, required=True, type=click.Path(path_type=Path, exists=True))
-@click.option("--kquants", required=True, type=click.Path(path_type=Path, exists=True))
-@click.option("--text", default="books.validation.jsonl.xz", show_default=True, help="The rows of this text.")
-@click.option("--without", multiple=True, help="Leave rows out whose name has this word.")
+@click.argument("figures", type=click.Path(path_type=Path, exists=True))
+@click.option("--text", default="wikitext2", show_default=True, help="The text that was scored.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), required=True)
-def main(results: tuple[Path, ...], kquants: Path, text: str, without: tuple[str, ...], output: Path) -> None:
-    """Plot RESULTS, JSON files that what_is_lost writes, beside K-quants."""
+def main(figures: Path, text: str, output: Path) -> None:
+    """Plot FIGURES, a JSON file that small_models writes."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
+    from matplotlib.ticker import FuncFormatter, NullFormatter
 
-    rows = [row for path in results for row in json.loads(path.read_text())]
-    figure, panel = pyplot.subplots(figsize=(7.2, 4.4))
-    labels: list[tuple[float, float, str, str]] = []
-    for kind, found in points(rows, json.loads(kquants.read_text()), text, without).items():
-        colour, marker = _KINDS[kind]
-        line = sorted(found)
-        panel.plot([x for x, _, _ in line], [y for _, y, _ in line], marker, ms=5, color=colour, label=kind)
-        labels += [(x, y, name, colour) for x, y, name in line]
-    panel.set_yscale("log")
-    panel.set_yticks([0.5, 1, 2, 5, 10, 20], labels=["0.5", "1", "2", "5", "10", "20"])
-    figure.canvas.draw()
-    points_of = 72 / figure.dpi
-    placed: list[tuple[float, float]] = []
-    for x, y, name, colour in sorted(labels, key=lambda label: label[1]):
-        at = points_of * panel.transData.transform((x, y))
-        below = [height + GAP for place, height in placed if abs(place - at[0]) < WIDTH]
-        height = max([at[1], *below])
-        placed.append((at[0], height))
-        shift = (-6, height - at[1] - 2) if x > RIGHT else (6, height - at[1] - 2)
-        side = "right" if x > RIGHT else "left"
-        panel.annotate(name, (x, y), xytext=shift, textcoords="offset points", fontsize=6, color=colour, ha=side)
-    panel.set_xlabel("bits read per weight of the blocks and token")
-    panel.set_ylabel("perplexity lost, %")
-    panel.grid(alpha=0.3, which="both")
-    panel.legend(frameon=False)
+    rows = json.loads(figures.read_text())
+    models = list(dict.fromkeys(row["model"] for row in rows))
+    figure, panels = pyplot.subplots(1, len(models), figsize=(1.6 + 4.6 * len(models), 4.4), sharey=True, squeeze=False)
+    for model, panel in zip(models, panels[0], strict=True):
+        found = points(rows, model, text)
+        for kind, of_kind in found.items():
+            colour, marker = _KINDS[kind]
+            of_peer = "llama.cpp, importance matrix" if kind == "llama.cpp" else kind
+            if of_kind:
+                panel.plot(
+                    *zip(*[(x, y) for x, y, _ in of_kind], strict=True), marker, ms=5, color=colour, label=of_peer
+                )
+        panel.set_yscale("log")
+        panel.set_xlim(1.8, 9)
+        panel.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        panel.yaxis.set_minor_formatter(NullFormatter())
+        panel.set_title(model.partition(".")[0].removesuffix("-q4_k_m"), fontsize=10)
+        panel.set_xlabel("bits read of a weight of the blocks, for each token")
+        panel.grid(alpha=0.3, which="both")
+    panels[0, 0].set_ylabel(f"KL divergence, nats ({text})")
+    panels[0, -1].legend(frameon=False, fontsize=8)
     figure.tight_layout()
+    figure.canvas.draw()
+    for model, panel in zip(models, panels[0], strict=True):
+        labels = [(kind, *point) for kind, of_kind in points(rows, model, text).items() for point in of_kind]
+        places = [panel.transData.transform((x, y)) * 72 / figure.dpi for _, x, y, _ in labels]
+        for (kind, x, y, name), (_, up), height in zip(labels, places, label_heights(places), strict=True):
+            options = {"xytext": (6, height - up - 2), "textcoords": "offset points", "fontsize": 6}
+            panel.annotate(name, (x, y), color=_KINDS[kind][0], **options)
     figure.savefig(output, dpi=130)

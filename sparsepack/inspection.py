@@ -185,11 +185,11 @@ def programs_table(description: Mapping[str, Any]) -> Table:
 
 def artifact_line(description: Mapping[str, Any]) -> str:
     """One line on a file just made."""
-    bits = description["bits_per_weight"]
+    bits, read = description["bits_per_weight"], (description.get("bits_read") or {}).get("in_words")
     return (
         f"{description['path']}: {description['kind']}, {description['file_bytes']:,} bytes, "
         f"{_bits(bits['blocks'])} bits per weight in the blocks, {_bits(bits['file'])} overall, "
-        f"{description['sparse_sites']} sparse sites"
+        f"{description['sparse_sites']} sparse sites{f', {read}' if read else ''}"
     )
 
 

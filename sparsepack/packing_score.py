@@ -225,6 +225,8 @@ def _denser(request: PackRequest) -> str:
         return f"what {request.thresholds} skips; take thresholds of a smaller --sparsity"
     if allocation is None or allocation.sparsity == 0:
         return f"tokens that attention does not read; take more than --tokens {attention.tokens}"
+    if (format := format_of(request.format)).levels:
+        return f"leaving bits unread; take more --bits than {format.bits * (1 - allocation.sparsity):.3g}"
     smaller = f"a smaller --sparsity than {allocation.sparsity:g}"
     if ALLOCATIONS[allocation.allocation].trains:
         return f"skipping; take {'' if allocation.offsets else '--offsets, or '}{smaller}"

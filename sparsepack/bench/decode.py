@@ -109,7 +109,8 @@ def bench_decode(
     give the logits of the same text at once; its result is in `check`. Sequences of a batch have texts of their own,
     pieces of `ids` one after the other, and their rows count the tokens of all. Rows of decoding tests also have
     `bytes_per_token` (stored bytes needed, see `bytes_per_token`), `realised_sparsity` (share of the block
-    weights skipped), the same `_of_sparse_sites`, and `bandwidth_share` (bytes_per_token * avg_ts over the memory's
+    weights skipped), the same `_of_sparse_sites`, `bits_read` of a weight with planes, `skipped_in_words`,
+    and `bandwidth_share` (bytes_per_token * avg_ts over the memory's
     bandwidth, see `bandwidth.bandwidth_of`). Where neurons have slots, `served` has how many did of those that were
     active, and of sparse ones `per_token` what a token took (`placement.traffic.per_token`), in the last repetition.
 
@@ -305,6 +306,8 @@ def _row(
         "bytes_per_token": None,
         "realised_sparsity": None,
         "realised_sparsity_of_sparse_sites": None,
+        "bits_read": None,
+        "skipped_in_words": None,
         "bandwidth_share": None,
     }
     if test.n_gen:
@@ -314,6 +317,8 @@ def _row(
         skipped = skipped_weights(packed, activity)
         row["realised_sparsity"] = skipped.overall
         row["realised_sparsity_of_sparse_sites"] = skipped.of_sparse_sites
+        row["bits_read"] = packed.plane_bits and packed.plane_bits * (1 - skipped.overall)
+        row["skipped_in_words"] = packed.describe_skipped(skipped, test.mode == "sparse")
         row["bandwidth_share"] = needed * avg_ts / bandwidth
     return row
 

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 from sparsepack.bench.options import BenchSettings
 from sparsepack.errors import UserError
-from sparsepack.models.activity import shown
 from sparsepack.placement.traffic import describe_hits
 from sparsepack.progress import format_count
 from sparsepack.runtime.options import EngineOptions
@@ -92,7 +91,8 @@ def bench_table(result: Mapping[str, Any]) -> str:
     notes = [
         result["runtime"],
         f"t/s: mean ± standard deviation of {runs}; tokens: {result['tokens']}",
-        "read/token: stored bytes that a token needs; skipped: share of the block weights that it does not",
+        "read/token: stored bytes that a token needs; skipped: share of the block weights that it does not, or of a "
+        "weight with planes the bits that it reads",
         f"bandwidth: {gigabytes:.1f} GB/s ({result['read_bandwidth']['how']}); its share: read/token * t/s",
         *result["notes"],
     ]
@@ -123,9 +123,9 @@ def _spread(row: Mapping[str, Any], digits: int) -> str:
 
 
 def _shares(row: Mapping[str, Any]) -> list[str]:
-    sparsity, share = row["realised_sparsity"], row["bandwidth_share"]
+    skipped, share = row["skipped_in_words"], row["bandwidth_share"]
     return [
-        "-" if sparsity is None else shown(sparsity, row["realised_sparsity_of_sparse_sites"]),
+        "-" if skipped is None else skipped,
         "-" if share is None else f"{100 * share:.1f} %",
     ]
 

@@ -287,8 +287,8 @@ def thresholds_table(summary: Mapping[str, Any]) -> str:
         body.append([layer, *(_site_cell(cell) if cell else "-" for cell in cells)])
     vectors = [name for name in ("channel_weights", "offset") if any(row.get(name) for row in rows)]
     head = (
-        f"{summary['allocation']}, {summary['criterion']}, target {summary['sparsity']}, upstream {summary['upstream']}"
-        + (f"; per channel: {', '.join(vectors)}" if vectors else "")
+        f"{summary['allocation']}, {summary['criterion']}, target {summary['sparsity']:.4g}, "
+        f"upstream {summary['upstream']}" + (f"; per channel: {', '.join(vectors)}" if vectors else "")
     )
     outlook = summary.get("expected")
     said = "not known, measure it with `sparsepack eval`" if outlook is None else shown(**outlook)

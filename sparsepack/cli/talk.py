@@ -4,7 +4,6 @@ import json
 import re
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ from sparsepack.cli.shared import utf8
 from sparsepack.errors import UserError
 from sparsepack.files.atomic import write_bytes
 from sparsepack.loading import Model, describe_runtime
-from sparsepack.models.activity import shown
 from sparsepack.progress import say
 from sparsepack.runtime.engine import Engine
 from sparsepack.runtime.generation.generate import Generated, Generation
@@ -48,7 +46,7 @@ class Answers:
     def add(self, prompt: str, made: Generated) -> None:
         """A text that has ended."""
         hits = self._engine.hit_counts
-        say(summary(made) + (f"; {hits.in_words}" if hits else ""))
+        say(summary(made, self._engine) + (f"; {hits.in_words}" if hits else ""))
         record = self._record(prompt, made) | {"served": hits.to_json() if hits else None}
         if self._path == "-":
             tell(json_text(record))
@@ -61,6 +59,7 @@ class Answers:
             write_bytes(Path(str(self._path)), "".join(self._lines).encode())
 
     def _record(self, prompt: str, made: Generated) -> dict[str, Any]:
+        bits = self._engine.packed.plane_bits
         return {
             "prompt": prompt,
             "text": made.text,
@@ -75,6 +74,7 @@ class Answers:
             "tokens_per_second": made.tokens_per_second,
             "skipped": made.skipped.overall if made.skipped else None,
             "skipped_of_sparse_sites": made.skipped.of_sparse_sites if made.skipped else None,
+            "bits_read": bits and made.skipped and bits * (1 - made.skipped.overall),
             "runtime": self._engine.description,
             "dense": self._engine.dense,
         }
@@ -111,12 +111,16 @@ def print_texts(
     answers.close()
 
 
-def summary(made: Generated) -> str:
+def summary(made: Generated, engine: Engine) -> str:
     """How a text was made, in one line."""
     before = made.prompt_tokens - made.prefilled
     prompt = f"{made.prompt_tokens} of the prompt{f', {before} of them from before,' if before else ''}"
     speed = f" ({made.tokens_per_second:.1f} tokens/s)" if made.tokens_per_second else ""
-    skipped = "" if made.skipped is None else f"; {shown(**asdict(made.skipped))} of the blocks' weights skipped"
+    skipped = ""
+    if made.skipped is not None:
+        packed = engine.packed
+        skipped = f"; {packed.describe_skipped(made.skipped, not engine.dense)}"
+        skipped += " of each of the blocks' weights" if packed.plane_bits else " of the blocks' weights skipped"
     return (
         f"{len(made.tokens)} tokens in {made.decode_seconds:.2f} s{speed} after {prompt} in "
         f"{made.prefill_seconds:.2f} s; {_ENDED[made.reason].format(made.stop)}{skipped}"

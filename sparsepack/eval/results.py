@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sparsepack.models.activity import shown
+from sparsepack.models.activity import bits_read, shown
 from sparsepack.placement.traffic import describe_hits
 from sparsepack.tables import Table, markdown
 
@@ -59,13 +59,18 @@ def _perplexity(rows: Sequence[Mapping[str, Any]]) -> Table:
     reads = any(row["tokens_read"] for row in rows)
     columns = ["text", "protocol", "windows", "perplexity", "bits/byte"]
     columns += ["/ source", "KL, nats", "same top token"] if compared else []
-    columns += ["skipped", "of sparse sites (target)", *(["tokens read (target)"] if reads else [])]
+    planes = all(row["realised_sparsity"].get("bits") for row in rows)
+    columns += ["of each weight"] if planes else ["skipped", "of sparse sites (target)"]
+    columns += ["tokens read (target)"] if reads else []
     scored = ", ".join(sorted({row["scored"] for row in rows}))
+    of_weights = "skipped: share of all block weights that a decoded token skips"
+    if planes:
+        of_weights = "of each weight: bits that a decoded token reads, the mean over all block weights"
     return Table(
         columns,
-        [_perplexity_row(row, compared, reads) for row in rows],
+        [_perplexity_row(row, compared, planes, reads) for row in rows],
         notes=[
-            f"scored: {scored} of each window; skipped: share of all block weights that a decoded token skips",
+            f"scored: {scored} of each window; {of_weights}",
             *(
                 f"{Path(row['text']).name}, {row['protocol']}: {describe_hits(row['served'])}"
                 for row in rows
@@ -75,7 +80,7 @@ def _perplexity(rows: Sequence[Mapping[str, Any]]) -> Table:
     )
 
 
-def _perplexity_row(row: Mapping[str, Any], compared: bool, reads: bool) -> list[str]:
+def _perplexity_row(row: Mapping[str, Any], compared: bool, planes: bool, reads: bool) -> list[str]:
     cells = [
         Path(row["text"]).name,
         _protocol(row),
@@ -87,8 +92,11 @@ def _perplexity_row(row: Mapping[str, Any], compared: bool, reads: bool) -> list
         names = ("perplexity_ratio", "kl_divergence", "top_token_agreement")
         cells += [with_error(row[name], 4) if name in row else "-" for name in names]
     realised = row["realised_sparsity"]
-    overall = "-" if realised["neurons_counted"] is False else f"{100 * realised['overall']:.1f} %"
-    cells += [overall, _of_sparse_sites(realised)]
+    if planes:
+        cells.append(skipped(realised, row["protocol"]))
+    else:
+        overall = "-" if realised["neurons_counted"] is False else f"{100 * realised['overall']:.1f} %"
+        cells += [overall, _of_sparse_sites(realised)]
     return [*cells, share_read(row["tokens_read"])] if reads else cells
 
 
@@ -97,8 +105,12 @@ def _protocol(found: Mapping[str, Any]) -> str:
     return f"{found['protocol']}, held" if found.get("held") else str(found["protocol"])
 
 
-def skipped(realised: Mapping[str, Any]) -> str:
-    """The share of the block weights that decoded tokens skipped; `-` where it was not counted."""
+def skipped(realised: Mapping[str, Any], protocol: str = "decode") -> str:
+    """The share of the block weights that decoded tokens skipped; `-` where it was not counted; of weights with planes
+    the bits that were read."""
+    if bits := realised.get("bits"):
+        target = realised["target_overall"] if realised["target"] and protocol != "dense" else None
+        return bits_read(bits, realised["overall"], target)
     return "-" if realised["neurons_counted"] is False else shown(realised["overall"], realised["of_sparse_sites"])
 
 
@@ -162,7 +174,9 @@ def evaluation_table(result: Mapping[str, Any]) -> str:
     ]
     measured = [*result["perplexity"], *([tasks] if tasks else [])]
     if tasks:
-        parts.append(f"skipped in tasks: {skipped(tasks['realised_sparsity'])} of the block weights")
+        head, tail = ("", " of each weight") if tasks["realised_sparsity"].get("bits") else ("skipped ", "")
+        told = skipped(tasks["realised_sparsity"], result["protocol"])
+        parts.append(f"{head}in tasks: {told}{tail or ' of the block weights'}")
         if tasks["served"]:
             parts.append(f"in tasks: {describe_hits(tasks['served'])}")
         if tasks["tokens_read"]:

@@ -217,16 +217,22 @@ def realised_sparsity(scorer: CountingScorer, subject: Subject) -> Mapping[str, 
 
     `target` is of the sparse sites, `target_overall` the same of all block weights. `neurons_counted`: whether inactive
     neurons are in these, which transformers computes like all others; None for a model that is not stored by neurons.
+    `bits`: those that a weight has in all of its planes; `bits_read`: those that are read of it; None without planes.
     """
     shares = subject.parameter_shares()
     realised = scorer.realised()
     sparse = sum(share for key, share in shares.items() if key in subject.sparse_sites)
-    by_neurons = subject.kind in FORMATS and FORMATS[subject.kind].mlp.exact
+    format = FORMATS.get(subject.kind)
+    by_neurons = format is not None and format.mlp.exact
+    found = skipped(shares, realised, subject.sparse_sites)
+    bits = format.bits if format is not None and format.levels else None
     return {
         "neurons_counted": subject.skips_neurons if by_neurons else None,
+        "bits_read": bits and bits * (1 - found.overall),
+        "bits": bits,
         "target": subject.sparsity,
         "target_overall": subject.sparsity * sparse,
-        **asdict(skipped(shares, realised, subject.sparse_sites)),
+        **asdict(found),
         "sites": {f"blk.{layer}.{site}": value for (layer, site), value in realised.items()},
     }
 

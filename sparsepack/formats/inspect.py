@@ -19,6 +19,7 @@ from sparsepack.formats.manifest import (
 )
 from sparsepack.formats.open import open_artifact
 from sparsepack.formats.zigzag.reader import ROW_SCALE
+from sparsepack.models.activity import bits_read
 from sparsepack.models.checkpoint.configuration import segments_summary
 
 _BLOCKS = ("blk.", "model.layers.")
@@ -56,6 +57,7 @@ def describe(path: Path) -> dict[str, Any]:
         },
         "sparse_sites": sum(name.endswith(".threshold") for name in tensors),
         "thresholds": artifact.manifest.get("thresholds"),
+        "bits_read": expected_bits(artifact),
         "pruning": artifact.pruning(),
         "segments": segments_summary([*artifact.bases()]),
         "refit": refit and {**refit, "in_words": refit_in_words(artifact.manifest)},
@@ -67,6 +69,25 @@ def describe(path: Path) -> dict[str, Any]:
         "provenance": {name: artifact.manifest.get(name) for name in _SHOWN},
         "notes": list(artifact.manifest["notes"]),
         "loads_in": [asdict(program) for program in artifact.programs()],
+    }
+
+
+def expected_bits(artifact: Artifact) -> dict[str, Any] | None:
+    """How many bits of a weight a decoded token reads on text like the calibration text, the mean over the blocks:
+    `expected` (None: not known), `target`, for which thresholds were made, and `in_words` both. None: there are no
+    thresholds, or no planes."""
+    format, table = artifact.format, artifact.manifest.get("thresholds")
+    if not table or not format.levels:
+        return None
+    sizes = {(row["layer"], row["site"]): row.get("weights") or 0 for row in table["rows"]}
+    total = sum(sizes.values()) + table.get("of_bases", 0)
+    sparse = sum(sizes[row["layer"], row["site"]] for row in table["rows"] if row.get("may_be_sparse"))
+    target = table["sparsity"] * (sparse / total if total else 1.0)
+    expected = None if table.get("expected") is None else table["expected"]["overall"]
+    return {
+        "expected": None if expected is None else format.bits * (1 - expected),
+        "target": format.bits * (1 - target),
+        "in_words": bits_read(format.bits, target if expected is None else expected, target),
     }
 
 

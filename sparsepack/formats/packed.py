@@ -10,10 +10,11 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from sparsepack.formats.blocks.table import BLOCKS
 from sparsepack.formats.kinds import DENSE, EXPERTS, MLP_GATE, MLP_RECORDS, NEURONS, MlpKind
 from sparsepack.formats.matrix import PackedExperts, PackedMatrix, decode_experts, decode_matrix, zigzag_rows
 from sparsepack.formats.orders import neuron as neurons
-from sparsepack.models.activity import Skipped, skipped, sparse_sites_of
+from sparsepack.models.activity import Skipped, bits_read, shown, skipped, sparse_sites_of
 from sparsepack.models.architecture import Architecture
 from sparsepack.models.checkpoint.experts import as_shared
 from sparsepack.models.family import BASIS, Family
@@ -322,6 +323,28 @@ class PackedModel:
     def block(self) -> str:
         """The type of the superblocks of its matrices in zigzag order, all of them alike."""
         return next(iter(self.layers[0].attention.values())).matrix.format.block
+
+    @property
+    def plane_bits(self) -> float | None:
+        """Bits that a weight has in all of its planes, scales included; None: its matrices have no planes."""
+        block = BLOCKS[self.block]
+        return block.bits if block.levels else None
+
+    @property
+    def target(self) -> float:
+        """The share of all block weights, or of their bits, that the rules were made to leave unread: `sparsity` is of
+        the sites that may be sparse."""
+        sizes, sparse = self.parameters, sparse_sites_of(self.manifest, self.rules)
+        return self.sparsity * sum(size for key, size in sizes.items() if key in sparse) / sum(sizes.values())
+
+    def describe_skipped(self, skipped: Skipped, decoded: bool = True) -> str:
+        """What a token skips, for people; of a model with planes, how many bits it reads.
+
+        decoded -- whether it is by the rules, whose target is then told
+        """
+        if self.plane_bits is None:
+            return shown(skipped.overall, skipped.of_sparse_sites)
+        return bits_read(self.plane_bits, skipped.overall, self.target if decoded and self.rules else None)
 
     @property
     def mlp_kind(self) -> MlpKind:

@@ -65,8 +65,7 @@ class Format:
     @property
     def bits(self) -> float:
         """Bits that a weight takes in its blocks, scales included."""
-        block = BLOCKS[self.matrices.block]
-        return 8 * block.bytes / block.weights
+        return BLOCKS[self.matrices.block].bits
 
     @property
     def container(self) -> str:

@@ -12,6 +12,7 @@ from sparsepack.errors import ArtifactError
 from sparsepack.formats.artifact import Artifact
 from sparsepack.formats.blocks.table import BLOCKS
 from sparsepack.formats.distilled_from import Undistilled, made_from_undistilled, trained_in_words
+from sparsepack.formats.inspect import expected_bits
 from sparsepack.formats.manifest import DISTILLATION, refit_in_words, weight_changes
 from sparsepack.formats.open import open_artifact
 from sparsepack.formats.rotated_again import RotatedAgain, made_from_unrotated, rotated_again
@@ -86,6 +87,8 @@ def verify(path: Path | str, against: Checkpoint | str | Path | None = None) -> 
         checked.append("SHA-256 of every tensor")
         artifact.check_shapes()
         checked.append("shapes")
+        if (bits := expected_bits(artifact)) is not None:
+            checked.append(f"levels of planes, {bits['in_words']}")
         if artifact.attention() is not None:
             checked.append("sparse attention")
         problems = tuple(artifact.padding_problems())

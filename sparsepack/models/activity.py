@@ -49,6 +49,17 @@ def shown(overall: float, of_sparse_sites: float) -> str:
     return f"{100 * overall:.1f} %{beside}"
 
 
+def bits_read(bits: float, unread: float, target: float | None = None) -> str:
+    """For people, of a format with planes: "3.41 bits read (target 3.40)".
+
+    bits   -- that a weight has in all planes, scales of superblocks included
+    unread -- share of them that a decoded token does not read, of all block weights
+    target -- the share that thresholds were made for; None: there are none, or they do not count
+    """
+    made_for = "" if target is None else f" (target {bits * (1 - target):.2f})"
+    return f"{bits * (1 - unread):.2f} bits read{made_for}"
+
+
 def sparse_sites_of(manifest: Mapping[str, Any], rules: Rules) -> set[SiteKey]:
     """The sites of an artifact that may be sparse: those that skip, and those whose share of the target is nothing."""
     table = manifest.get("thresholds")

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sparsepack.errors import UserError
 from sparsepack.formats.packed import PackedModel, skipped_weights
-from sparsepack.models.activity import Skipped
+from sparsepack.models.activity import Skipped, bits_read
 from sparsepack.models.sparse_attention import SparseFrom
 from sparsepack.placement.traffic import HitCounts, TrafficStats
 from sparsepack.runtime.backends import Backend, find_backend
@@ -134,8 +134,18 @@ class Engine:
         """What runs: `cpu, avx512, 2 threads`, `cuda, NVIDIA H100 80GB HBM3, 4 sequences, 50 % held`."""
         attention = _described_attention(self._decoder.cache.sparse_from, self.context, self._offload)
         sequences = f", {len(self.positions)} sequences" if len(self.positions) > 1 else ""
-        controlled = "" if self._controller is None else f", {100 * self._controller.target:.3g} % held"
-        return f"{self.backend}, {self._decoder.description}{sequences}{controlled}{attention}"
+        target = self._described_target()
+        return f"{self.backend}, {self._decoder.description}{sequences}{target}{attention}"
+
+    def _described_target(self) -> str:
+        """What the threshold controller keeps a text at: the share that is skipped. Of planes the bits that are read,
+        without a controller, too."""
+        packed, held = self.packed, self._controller is not None
+        if packed.plane_bits is None:
+            return f", {100 * packed.sparsity:.3g} % held" if held else ""
+        if self.dense or not packed.rules:
+            return ""
+        return f", {'held at ' if held else 'target '}{bits_read(packed.plane_bits, packed.target)}"
 
     def synchronise(self) -> None:
         """Wait until the device has done what it was given."""

@@ -103,8 +103,8 @@ class EngineOptions:
         counts=(only_with("vram"),),
     )
     hold: bool = option(
-        "Scale thresholds from token to token so that each text skips the share that the file was packed for, on "
-        "whatever text.",
+        "Scale thresholds from token to token so that each text skips the share that the file was packed for, of a "
+        "file with planes reads as many bits, on whatever text.",
         default=False,
         counts=(not_with("dense", True), not_with("runtime", "transformers")),
         everywhere=True,

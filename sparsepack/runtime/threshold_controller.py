@@ -63,15 +63,16 @@ def new_controller(packed: PackedModel) -> ThresholdController:
     """Return the controller that keeps a model at the target that its thresholds were made for. Raises `UserError` for
     a model without thresholds, and for a target that is not known or nothing."""
     rules, target = packed.rules, packed.sparsity
+    option = "--sparsity" if packed.plane_bits is None else "--bits"
     if not rules:
         raise UserError(
-            "hold: the model has no thresholds that could be scaled; pack it with --calibration and --sparsity, or "
+            f"hold: the model has no thresholds that could be scaled; pack it with --calibration and {option}, or "
             "leave it out"
         )
     if not 0 < target < 1:
         raise UserError(
             f"hold: the model's thresholds were made for a share of {target:g}; expected one between 0 and 1; pack it "
-            "with --sparsity, or leave it out"
+            f"with {option}, or leave it out"
         )
     parameters = packed.parameters
     return ThresholdController(

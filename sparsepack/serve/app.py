@@ -45,7 +45,11 @@ class Service:
         self.scheduler, self.prompts, self.options = scheduler, prompts, options
         self.name, self.fingerprint = name, fingerprint
         self.connections = Connections(max_connections(options.connections), options.receive_timeout)
-        self.metrics = Metrics(running=lambda: scheduler.running, waiting=lambda: scheduler.waiting)
+        self.metrics = Metrics(
+            running=lambda: scheduler.running,
+            waiting=lambda: scheduler.waiting,
+            bits_read=None if prompts.model.packed.plane_bits is None else lambda: scheduler.bits_read,
+        )
         self._preparer = RequestPreparer(prompts.model, prompts, name, scheduler.capacity + options.queue)
         self._created = int(time.time())
         self._reading, self._large_bodies = 0, LargeBodies()
@@ -146,8 +150,11 @@ class Service:
 
     def _model(self) -> dict[str, Any]:
         common = {"id": self.name, "object": "model", "created": self._created, "owned_by": "sparsepack"}
-        manifest = self.prompts.model.packed.manifest
+        packed = self.prompts.model.packed
+        manifest = packed.manifest
         about = {"format": manifest["kind"], "score": manifest.get(SCORE)}
+        if (bits := packed.plane_bits) is not None:
+            about["bits"] = {"stored": bits, "target": bits * (1 - packed.target)}
         return {**common, "max_model_len": self.prompts.context, "sparsepack": about}
 
 

@@ -8,6 +8,7 @@ A turn is a piece of the prompts that have joined, and then a token of each text
     text C                                  prompt  token
 """
 
+import math
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -63,12 +64,19 @@ class ContinuousBatch:
         self._engine, self._tokenizer = model.engine, model.tokenizer
         self._free: list[int] = [*range(len(model.engine.positions))]  # the one that was used last is the last
         self._running: list[_Sequence] = []
+        self._bits_read = math.nan
         self._reading: deque[_Sequence] = deque()  # those of whose prompts a part is to be read, by turns
 
     @property
     def capacity(self) -> int:
         """How many texts it makes together at most."""
         return len(self._engine.positions)
+
+    @property
+    def bits_read(self) -> float:
+        """Bits of a weight with planes that decoded tokens read, up to when the last text ended and no other was made;
+        NaN before."""
+        return self._bits_read
 
     @property
     def has_room(self) -> bool:
@@ -150,6 +158,11 @@ class ContinuousBatch:
         if sequence in self._reading:
             self._reading.remove(sequence)
             self._promote_follower([follower for follower in sequence.followers if not follower.ticket.cancelled])
+
+    def _count_bits(self) -> None:
+        """Count what was read. The device is asked, so that no other text may wait for it."""
+        if (bits := self._engine.packed.plane_bits) and (skipped := self._engine.skipped()):
+            self._bits_read = bits * (1 - skipped.overall)
 
     def _promote_follower(self, followers: list[_Sequence]) -> None:
         """Let the first of some texts, whose prompt nobody reads any more, read it for all of them."""
@@ -237,6 +250,8 @@ class ContinuousBatch:
             sequence.ticket.tell(TextDelta(piece, continuation.taken_logprobs()))
         if continuation.reason:
             self._leave(sequence)
+            if not self._running:
+                self._count_bits()
             ended = Finish(
                 _REASONS[continuation.reason], len(continuation.tokens), sequence.cached, continuation.taken_logprobs()
             )

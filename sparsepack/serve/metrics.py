@@ -15,9 +15,15 @@ class Metrics:
     """Counters of one server.
 
     running, waiting -- functions that tell how many texts are made now, and how many wait
+    bits_read        -- a function that tells how many bits of a weight tokens read; None: weights have no planes
     """
 
-    def __init__(self, running: Callable[[], float], waiting: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        running: Callable[[], float],
+        waiting: Callable[[], float],
+        bits_read: Callable[[], float] | None = None,
+    ) -> None:
         self._registry = registry = CollectorRegistry()
         self._requests = Counter(
             "sparsepack_requests_total", "Requests that were answered.", ["path", "status"], registry=registry
@@ -50,6 +56,9 @@ class Metrics:
             ("sparsepack_texts_waiting", "Texts that wait.", waiting),
         ):
             Gauge(name, says, registry=registry).set_function(of)
+        if bits_read is not None:
+            says = "Bits of a weight that decoded tokens read, the mean over all blocks, scales included."
+            Gauge("sparsepack_bits_read", says, registry=registry).set_function(bits_read)
 
     def count_response(self, path: str, status: int) -> None:
         """Count an answer."""

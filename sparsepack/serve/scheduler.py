@@ -124,6 +124,11 @@ class Scheduler:
         return self._batch.capacity
 
     @property
+    def bits_read(self) -> float:
+        """How many bits of a weight with planes decoded tokens read, as `ContinuousBatch.bits_read`."""
+        return self._batch.bits_read
+
+    @property
     def busy(self) -> bool:
         """Whether a text is being made."""
         return self.running > 0

@@ -1,48 +1,51 @@
-"""The picture of what is lost has each quantised row at the bits that it reads, by its kind."""
+"""The picture of what is lost has each row of a model at the bits that it reads, by its kind."""
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
 
-from benchmarks.plot_lost import main, points
-
-TEXT = "books.validation.jsonl.xz"
+from benchmarks.plot_lost import GAP, label_heights, main, points
 
 
-def _row(bits: float, ratio: float, **named: str) -> dict[str, object]:
-    told = {"steps": 300, "text": TEXT, "bits_read": bits, "perplexity_ratio": {"value": ratio}}
-    return {**told, **named}
+def _row(row: str, bits: float, kl: float, model: str = "SmolLM2-135M") -> dict[str, Any]:
+    return {"model": model, "row": row, "texts": {"books": {"bits_read": bits, "kl_divergence": {"value": kl}}}}
 
 
 ROWS = [
-    _row(4.5, 1.011, row="Q4_K"),
-    _row(2.25, 1.05, row="pca, global 0.5, offsets, Q4_K"),
-    _row(2.25, 1.03, row="learnt, global 0.5, offsets, gptq, Q4_K"),
-    _row(2.25, 1.04, row="learnt, global 0.5, offsets, Q4_K", text="another"),
-    _row(2.25, 1.06, row="pca, global 0.5, offsets, refit, Q4_K"),
-    _row(8.0, 1.02, row="pca, global 0.5, offsets, float"),
+    _row("zigzag-q6_p", 6.5, 0.01),
+    _row("zigzag-q6_p --bits 3.4", 3.5, 0.05),
+    _row("zigzag-q4_k", 4.5, 0.04),
+    _row("zigzag-q4_k --sparsity 0.5", 2.3, 0.3),
+    _row("llama.cpp Q4_K_M", 5.5, 0.045),
+    _row("llama.cpp Q4_K_M", 5.4, 0.047, "Gemma"),
+    _row("zigzag-q6_p --bits 3.4", 3.4, 0.06, "Gemma"),
+    _row("zigzag-q4_k", 4.5, 0.06, "Gemma"),
+    _row("another", 1.0, 1.0),
 ]
-KQUANTS = [_row(2.93, 1.153, type="Q2_K")]
 
 
 def test_each_row_is_at_its_place_by_its_kind() -> None:
-    found = points(ROWS, KQUANTS, TEXT, without=["refit"])
-    places = {kind: [(bits, round(lost, 6), name) for bits, lost, name in each] for kind, each in found.items()}
-    assert places == {
-        "llama.cpp's K-quants": [(2.93, 15.3, "Q2_K")],
-        "no basis": [(4.5, 1.1, "Q4_K")],
-        "on a basis": [(2.25, 5.0, "pca, global 0.5, offsets")],
-        "with error feedback": [(2.25, 3.0, "learnt, global 0.5, offsets, gptq")],
+    assert points(ROWS, "SmolLM2-135M", "books") == {
+        "zigzag-q6_p": [(3.5, 0.05, "bits 3.4"), (6.5, 0.01, "all read")],
+        "zigzag-q4_k": [(2.3, 0.3, "sparsity 0.5"), (4.5, 0.04, "all read")],
+        "llama.cpp": [(5.5, 0.045, "Q4_K_M")],
     }
+
+
+def test_labels_do_not_lie_on_one_another() -> None:
+    places = [(0.0, 10.0), (5.0, 12.0), (200.0, 11.0), (3.0, 11.0), (0.0, 100.0)]
+    heights = label_heights(places)
+    assert [heights[n] for n in (0, 2, 4)] == [10, 11, 100]
+    near = sorted(heights[n] for n in (0, 1, 3))
+    assert near == [10, 10 + GAP, 10 + 2 * GAP]
 
 
 def test_a_picture_is_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     (tmp_path / "r.json").write_text(json.dumps(ROWS))
-    (tmp_path / "k.json").write_text(json.dumps(KQUANTS))
-    asked = [str(tmp_path / "r.json"), "--kquants", str(tmp_path / "k.json"), "-o", str(tmp_path / "p.png")]
-    done = CliRunner().invoke(main, asked)
+    done = CliRunner().invoke(main, [str(tmp_path / "r.json"), "--text", "books", "-o", str(tmp_path / "p.png")])
     assert done.exit_code == 0, done.output
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")

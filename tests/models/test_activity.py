@@ -2,7 +2,7 @@
 
 import pytest
 
-from sparsepack.models.activity import Skipped, shown, skipped, sparse_sites_of
+from sparsepack.models.activity import Skipped, bits_read, shown, skipped, sparse_sites_of
 from sparsepack.models.sites import SiteRule
 
 WEIGHTS = {(0, "attn_in"): 100, (0, "mlp_in"): 300, (1, "attn_in"): 100, (1, "mlp_in"): 300}
@@ -30,6 +30,12 @@ def test_nothing_skips_where_nothing_may():
 def test_both_are_shown_where_they_differ():
     assert shown(0.5, 0.5) == "50.0 %"
     assert shown(0.434, 0.496) == "43.4 % (49.6 % of sparse sites)"
+
+
+def test_bits_that_are_read_stand_beside_the_target():
+    assert bits_read(6.375, 0.25, 0.5) == "4.78 bits read (target 3.19)"
+    assert bits_read(6.375, 0.0) == "6.38 bits read"
+    assert bits_read(6.375, 0.0, 0.0) == "6.38 bits read (target 6.38)"
 
 
 def test_an_artifact_names_its_sparse_sites():

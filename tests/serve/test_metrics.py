@@ -9,9 +9,15 @@ from typing import Any
 
 import openai
 import pytest
-from serving import Served, wait_until
+import torch
+from serving import Served, tiny_model, wait_until
 
+from sparsepack.formats.plan import PlanRequest
+from sparsepack.formats.table import FORMATS
 from sparsepack.loading import Model
+from sparsepack.models.checkpoint.checkpoint import open_checkpoint
+from sparsepack.models.family import SITES
+from sparsepack.models.sites import SiteRule
 from sparsepack.serve.options import ServeOptions
 
 
@@ -94,3 +100,27 @@ def test_the_documentation_names_every_metric(served: Served) -> None:
     names = {line.split()[2] for line in found.splitlines() if line.startswith("# TYPE")}
     assert len(names) > 5
     assert {name for name in names if not name.endswith("_created") and f"`{name}`" not in text} == set()
+
+
+def test_what_texts_of_a_model_with_planes_read_is_told(tmp_path: Path) -> None:
+    """Beside the target, and in place of nothing for the models of other tests."""
+    checkpoint = open_checkpoint("shipped:tiny")
+    limits = torch.tensor([0.01, 0.02, 0.03, 0.1, 0.2])[:, None]
+    widths = {site: checkpoint.stacked_shape(site)[1] for site in SITES}
+    rules = {(n, site): SiteRule(limits.expand(5, widths[site]), sparsity=0.4) for n in range(3) for site in SITES}
+    FORMATS["zigzag-q6_p"].plan(checkpoint, PlanRequest(rules)).write(tmp_path / "m.gguf")
+    planes = tiny_model(tmp_path / "m.gguf", backend="reference")
+    with Served(planes, ServeOptions()) as served, served.http() as http:
+        bits = http.get("/v1/models").json()["data"][0]["sparsepack"]["bits"]
+        assert bits["stored"] == FORMATS["zigzag-q6_p"].bits
+        assert "sparsepack_bits_read NaN" in http.get("/metrics").text
+        completion(served)
+        found = re.search(r"^sparsepack_bits_read (.*)$", http.get("/metrics").text, re.MULTILINE)
+    assert found
+    assert 0.5 < float(found[1]) < 6.2
+
+
+def test_models_without_planes_have_no_bits(model: Model) -> None:
+    with Served(model, ServeOptions()) as served, served.http() as http:
+        assert "bits" not in http.get("/v1/models").json()["data"][0]["sparsepack"]
+        assert "bits_read" not in http.get("/metrics").text

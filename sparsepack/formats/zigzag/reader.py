@@ -245,7 +245,7 @@ class ModelReader:
         if threshold is None:
             return None
         levels = len(BLOCKS[self.zigzag.block].levels)
-        if levels and threshold.shape == (levels, columns):
+        if levels and len(threshold.shape) == 2:
             return SiteRule(self.level_limits(threshold.name, levels, columns))
         width = 1 if threshold.shape == (1,) else columns
         value = self.vector(threshold.name, width)
@@ -254,6 +254,8 @@ class ModelReader:
 
     def level_limits(self, name: str, levels: int, columns: int) -> Tensor:
         """What inputs are compared with at each level: float32 [levels, columns], from level to level never lower."""
+        if (found := self.file.tensors[name].shape[0]) != levels:
+            raise self.wrong(f"{name} is of {found} levels, {self.zigzag.block} has {levels}")
         info = self.take(name, ("F32",), (levels, columns))
         limits = self.mapped(info).clone().view(torch.float32).view(levels, columns)
         if not (limits[1:] >= limits[:-1]).all():
