@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from sparsepack.errors import UserError
-from sparsepack.formats.blocks.table import KERNEL_BLOCKS, ZIGZAG_BLOCKS
+from sparsepack.formats.blocks.table import ZIGZAG_BLOCKS
 from sparsepack.formats.kinds import DENSE, EXPERTS, NEURONS, MlpKind
 
 if TYPE_CHECKING:
@@ -145,7 +145,7 @@ BACKENDS: Mapping[str, Backend] = MappingProxyType(
                 sequences=8,
                 tunes=True,
                 mlps=(DENSE, NEURONS, EXPERTS),
-                blocks=KERNEL_BLOCKS,
+                blocks=ZIGZAG_BLOCKS,
                 scales_thresholds=True,
                 traits=frozenset(TRAITS),
             ),

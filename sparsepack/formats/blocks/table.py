@@ -106,9 +106,6 @@ BLOCKS: Mapping[str, Block] = {
 
 ZIGZAG_BLOCKS = tuple(block.name for block in BLOCKS.values() if block.zigzag)
 
-KERNEL_BLOCKS = tuple(name for name in ZIGZAG_BLOCKS if not BLOCKS[name].levels)
-"""Those of `ZIGZAG_BLOCKS` that the kernels for CPUs and NVIDIA GPUs read."""
-
 TYPES = ("q8_0", "q6_k", "q4_k", "f16", "bf16", "f32")
 """A user may ask for one of these types of the embedding or the output matrix, or for "auto"."""
 

@@ -1,8 +1,8 @@
 """The operations of `runtime/reference/products.py` by native kernels, on float32 tensors of the CPU.
 
-Matrices keep their 4.5 bits a weight. `load_*` copy them into the order that the kernels read and give the pages of
-a mapped file back, so that a model is held once. Threads are torch's (`torch.set_num_threads`); results have the
-same bits every run with as many threads.
+Matrices keep the bits that they are stored in. `load_*` copy them into the order that the kernels read and give the
+pages of a mapped file back, so that a model is held once. Threads are torch's (`torch.set_num_threads`); results have
+the same bits every run with as many threads.
 
 Kernels are given NumPy's views of tensors. For a tensor itself nanobind runs Python code of torch's, and forgets what
 is raised there, which may be a user's Ctrl-C.
@@ -136,6 +136,7 @@ def _times(matrices: Sequence[Any], tile: int, x: torch.Tensor, threshold: torch
     return times[1:]
 
 
+PLANES_NUMBER = 1000  # blocks.h: Q6_P, which ggml does not know
 _SPARE_INDICES = 16  # kernels.h: room that `collect` may write beyond the last index
 
 
@@ -160,8 +161,14 @@ def load_zigzag(matrix: PackedMatrix, device: torch.device | str = "cpu", thread
         config.tile,
         None if tail is None else tail.numpy(),
         None if matrix.row_scale is None else matrix.row_scale.contiguous().numpy(),
-        BLOCKS[matrix.format.block].gguf,
+        _number(matrix),
     )
+
+
+def _number(matrix: PackedMatrix | PackedExperts) -> int:
+    """The type of a zigzag matrix's superblocks as blocks/blocks.h numbers it: ggml's number, or our own."""
+    number = BLOCKS[matrix.format.block].gguf
+    return PLANES_NUMBER if number is None else number
 
 
 def load_experts(matrix: PackedExperts, threads: int | None = None) -> Any:
@@ -176,7 +183,7 @@ def load_experts(matrix: PackedExperts, threads: int | None = None) -> Any:
         config.span,
         config.tile,
         None if tail is None else tail.numpy(),
-        BLOCKS[matrix.format.block].gguf,
+        _number(matrix),
     )
 
 
@@ -201,6 +208,18 @@ def zigzag_gemv(matrix: Any, x: Tensor, indices: Tensor, count: Tensor) -> Tenso
     """y = W[:, active] x[active]; see `reference.zigzag_gemv`. Same bits every run with as many threads."""
     y = torch.empty(matrix.rows)
     operations().zigzag_gemv(matrix, x.contiguous().numpy(), indices.contiguous().numpy(), int(count), y.numpy())
+    return y
+
+
+def planes_matmul(matrix: Any, x: Tensor, levels: Tensor) -> Tensor:
+    """Y = X W^T, every column read at a level of its own; see `reference.planes_matmul`. Row by row, each as a decoder
+    of one sequence has it: multipliers have 8 bits where a column is read at level 3 or less, else 16."""
+    y = torch.empty(x.shape[0], matrix.rows)
+    for row, of_row, to in zip(x.contiguous(), levels, y, strict=True):
+        indices = torch.argsort(of_row, stable=True).int()  # level by level, each ascending
+        ends = of_row.long().bincount(minlength=len(BLOCKS["Q6_P"].levels) + 1).cumsum(0).int()
+        indices, ends = indices[ends[0] :], ends[1:-1] - ends[0]
+        operations().planes_gemv(matrix, row.numpy(), indices.numpy(), ends.numpy(), to.numpy())
     return y
 
 

@@ -310,6 +310,7 @@ void check_set(const Kernels& k) {
     check_elementwise(k);
     check_halves(k);
     check_attention_kernels(k);
+    check_plane_kernels(k);
     check_neuron_kernels(k);
     check_cold_worker(k);
     std::printf("%s: %d checks\n", k.name, checks - before);

@@ -84,6 +84,9 @@ void check_neuron_kernels(const Kernels& k);
 // What the norm of an MLP's result would be if all terms had random signs: some cancel, and their errors do not.
 float typical_norm(const Neurons& n, const float* x, const float* gate);
 
+// check_planes.cpp: matrices of planes.
+void check_plane_kernels(const Kernels& k);
+
 // check_worker.cpp
 void check_cold_worker(const Kernels& k);
 

@@ -121,6 +121,24 @@ public:
         gemv(kernels_, pool_, m.view, x.data(), {indices.data(), count}, products_, y.data());
     }
 
+    // indices: columns of level 1, then those of level 2, ..., each ascending; ends: where each level ends, but the last.
+    void planes_gemv(const ZigzagMatrix& m, Array<const float, 1> x, Array<const int32_t, 1> indices,
+                     Array<const int32_t, 1> ends, Array<float, 1> y) {
+        expect(m.view.block == Q6_P, "matrix without planes");
+        expect((int64_t)x.shape(0) == m.view.columns, "x: expected [columns]");
+        expect((int64_t)y.shape(0) == m.view.rows, "y: expected [rows]");
+        expect(ends.shape(0) == PLANES - 1, "ends: expected [4]");
+        Active active = {indices.data(), (int32_t)indices.shape(0)};
+        for (int32_t i = 0; i < PLANES - 1; i++) active.ends.of[i] = ends.data()[i];
+        for (int32_t level = 1; level <= PLANES; level++) {
+            int32_t first = level_begin(&active.ends, level), last = level_end(&active.ends, level, active.count);
+            expect(0 <= first && first <= last && last <= active.count, "ends: expected ascending numbers");
+            expect_ascending(indices.data() + first, last - first, m.view.columns);
+        }
+        std::lock_guard<std::mutex> lock(mutex_);
+        gemv(kernels_, pool_, m.view, x.data(), active, products_, y.data());
+    }
+
     void zigzag_matmul(const ZigzagMatrix& m, Array<const float, 2> x, Array<float, 2> y) { product(m.view, x, y); }
     void rows_matmul(const RowsMatrix& m, Array<const float, 2> x, Array<float, 2> y) { product(m.view, x, y); }
 
@@ -222,8 +240,11 @@ private:
 
     static void expect_ascending(const Array<const int32_t, 1>& indices, int32_t count, int64_t most) {
         expect(count >= 0 && (size_t)count <= indices.shape(0), "count: expected 0 to the number of indices");
+        expect_ascending(indices.data(), count, most);
+    }
+    static void expect_ascending(const int32_t* indices, int32_t count, int64_t most) {
         for (int32_t i = 0; i < count; i++) {
-            int32_t index = indices.data()[i], before = i ? indices.data()[i - 1] : -1;
+            int32_t index = indices[i], before = i ? indices[i - 1] : -1;
             expect(index > before && index < most, "indices: expected ascending numbers of columns or neurons");
         }
     }
@@ -297,6 +318,7 @@ void bind_operations(nb::module_& m) {
         .def("collect", &Operations::collect, "x"_a, "offset"_a.none(), "threshold"_a, "base"_a, "d"_a, "indices"_a,
              Released())
         .def("zigzag_gemv", &Operations::zigzag_gemv, "matrix"_a, "x"_a, "indices"_a, "count"_a, "y"_a, Released())
+        .def("planes_gemv", &Operations::planes_gemv, "matrix"_a, "x"_a, "indices"_a, "ends"_a, "y"_a, Released())
         .def("zigzag_matmul", &Operations::zigzag_matmul, "matrix"_a, "x"_a, "y"_a, Released())
         .def("rows_matmul", &Operations::rows_matmul, "matrix"_a, "x"_a, "y"_a, Released())
         .def("load_neurons", &Operations::load_neurons, "records"_a, Released())

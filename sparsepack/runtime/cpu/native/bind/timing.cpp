@@ -62,23 +62,37 @@ std::vector<int64_t> time_gemv(const std::vector<const ZigzagMatrix*>& matrices,
     size_t columns = x.shape(1);
     for (const ZigzagMatrix* m : matrices)
         if ((size_t)m->view.columns != columns) throw std::invalid_argument("x: expected [inputs, columns]");
-    if (threshold.shape(0) != 1 && threshold.shape(0) != columns)
-        throw std::invalid_argument("threshold: [1 or columns]");
+    bool levels = threshold.shape(0) == PLANES * columns;
+    if (threshold.shape(0) != 1 && threshold.shape(0) != columns && !levels)
+        throw std::invalid_argument("threshold: [1, columns or levels * columns]");
     nb::gil_scoped_release released;
     const Kernels& kernels = sparsepack::kernels(instruction_set);
     Pool pool(threads);
     std::vector<float> d(columns), y;
     ProductScratch scratch;
-    std::vector<int32_t> indices(columns + 16);
+    std::vector<int32_t> indices(columns + 16), lists(levels ? PLANES * (columns + 16) : 0);
     std::vector<int64_t> times;
     for (int i = 0; i < repeats; i++) {
         const Zigzag& m = matrices[i % matrices.size()]->view;
         const float* input = x.data() + i % x.shape(0) * columns;
         y.resize(m.rows);
         int64_t start = now();
-        int32_t count = kernels.collect(input, nullptr, threshold.data(), threshold.shape(0) != 1, (int32_t)columns, 0,
-                                        d.data(), indices.data());
-        gemv(kernels, pool, m, input, {indices.data(), count}, scratch, y.data());
+        Active active = {indices.data(), 0};
+        if (levels) {
+            int32_t counts[PLANES], n = (int32_t)columns;
+            kernels.collect_levels(input, nullptr, threshold.data(), n, 1, n, 0, d.data(), lists.data(), n + 16,
+                                   counts);
+            for (int32_t level = 0; level < PLANES; level++) {
+                const int32_t* list = lists.data() + level * (n + 16);
+                std::copy(list, list + counts[level], indices.data() + active.count);
+                active.count += counts[level];
+                if (level < PLANES - 1) active.ends.of[level] = active.count;
+            }
+        } else {
+            active.count = kernels.collect(input, nullptr, threshold.data(), threshold.shape(0) != 1, (int32_t)columns,
+                                           0, d.data(), indices.data());
+        }
+        gemv(kernels, pool, m, input, active, scratch, y.data());
         times.push_back(now() - start);
     }
     return times;

@@ -11,13 +11,14 @@ typedef uint16_t Bits16 __attribute__((aligned(1), may_alias));
 enum { BAND_ROWS = 256, BAND_SUBS = 8, QUAD_BANDS = 4, QUAD_ROWS = 1024, PIECE_ROWS = 64, PIECE_SUBS = 2 };
 enum { CHUNK_ROWS = 32, QUAD_CHUNKS = QUAD_ROWS / CHUNK_ROWS };
 
-// ggml's numbers.
-enum Type { F32 = 0, F16 = 1, Q8_0 = 8, Q4_K = 12, Q6_K = 14, BF16 = 30 };
+// ggml's numbers, and one of ours.
+enum Type { F32 = 0, F16 = 1, Q8_0 = 8, Q4_K = 12, Q6_K = 14, BF16 = 30, Q6_P = 1000 };
 
 }  // namespace sparsepack
 
 #include "blocks/q4_k.h"
 #include "blocks/q6_k.h"
+#include "blocks/q6_p.h"
 #include "blocks/q8_0.h"
 
 namespace sparsepack {

@@ -2,6 +2,8 @@
 // products is shared out by sequences or by columns, and the weights are read once for all of them.
 #include <string.h>
 
+#include <algorithm>
+
 #include "decoder/decoder.h"
 #include "decoder/embedding.h"
 
@@ -63,11 +65,11 @@ Decoder::Sums Decoder::multiply_batch(int layer, int site, float* x, int32_t bat
     const std::vector<float>* bias = &at.bias;
     Active active = {all_.data(), int32_t(m.columns)};
     if (sparse && !at.threshold.empty()) {
-        active = select_batch(at, x, batch, thread);
+        active = at.has_levels() ? select_levels(at, x, batch, thread) : select_batch(at, x, batch, thread);
         bias = &at.sparse_bias;
         pool_.barrier();
     }
-    if (thread == 0) active_[layer * SITES + site] += active.count;
+    if (thread == 0) active_[layer * SITES + site] += units_read(at, active);
     float* partial_sums = partial_sums_[site & 1].data();
     share_matmul(k_, pool_, m, x, active, batch, partial_sums);
     pool_.barrier();
@@ -105,6 +107,42 @@ Active Decoder::select_batch(const Site& at, float* x, int32_t batch, int thread
         for (int32_t i = 0; i < total; ++i) row[i] = row[indices[i]];  // an index is never less than i
     }
     return {indices, total};
+}
+
+// The same where columns are read at the highest level of any sequence.
+Active Decoder::select_levels(const Site& at, float* x, int32_t batch, int thread) {
+    Scratch& own = scratch_[thread];
+    int64_t columns = at.matrix->columns;
+    int32_t first = border(columns, thread), n = border(columns, thread + 1) - first, stride = int32_t(columns) + 16;
+    int32_t counts[PLANES] = {}, *lists[PLANES];
+    uint8_t* highest = active_in_any_.data() + first;
+    if (n) memset(highest, 0, n);
+    for (int32_t t = 0; t < batch && n; ++t) {
+        float* of_range = x + t * columns + first;
+        int64_t bytes = 0;
+        collect_levels(at, of_range, first, n, t, of_range, own.lists.data(), stride, counts);
+        for (int32_t level = 1; level <= PLANES; ++level) {
+            const int32_t* found = own.lists.data() + (level - 1) * stride;
+            for (int32_t i = 0; i < counts[level - 1]; ++i)
+                highest[found[i] - first] = std::max(highest[found[i] - first], uint8_t(level));
+            bytes += counts[level - 1] * level_bytes(level);
+        }
+        count_unread(at, n, bytes, t, thread);
+    }
+    for (int32_t level = 0; level < PLANES; ++level) {
+        lists[level] = level_list(columns, level, thread);
+        counts[level] = 0;
+    }
+    for (int32_t i = 0; i < n; ++i)
+        if (highest[i]) lists[highest[i] - 1][counts[highest[i] - 1]++] = first + i;
+    Active active = gather_levels(columns, counts, thread);
+    float* moved = own.d.data();
+    for (int32_t t = thread; t < batch; t += pool_.threads()) {
+        float* row = x + t * columns;
+        for (int32_t i = 0; i < active.count; ++i) moved[i] = row[active.indices[i]];
+        memcpy(row, moved, active.count * sizeof(float));
+    }
+    return active;
 }
 
 // From the products of attn_in to the inputs of attn_out in `wide_inner_`.

@@ -16,7 +16,10 @@ void check_site(const Site& site, int64_t rows, int64_t columns, const std::stri
     expect(site.matrix->rows == rows && site.matrix->columns == columns, name + ": matrix of another shape");
     expect(site.bias.empty() || site.bias.size() == size_t(rows), name + ": bias of another length");
     size_t thresholds = site.threshold.size();
-    expect(thresholds <= 1 || thresholds == width, name + ": expected one threshold, or one per column");
+    expect(thresholds <= 1 || thresholds == width || (site.has_planes() && thresholds == PLANES * width),
+           name + ": expected one threshold, or one per column, with planes also one per level and column");
+    for (size_t i = width; site.has_levels() && i < thresholds; ++i)
+        expect(site.threshold[i] >= site.threshold[i - width], name + ": threshold is lower at a later level");
     expect(site.offset.empty() || site.offset.size() == width, name + ": offset of another length");
     expect(site.offset.empty() || thresholds, name + ": offset without threshold");
 }
@@ -29,7 +32,7 @@ void check_experts(const Experts& e, const Shape& s, const std::string& name) {
         for (int32_t i = 1; i < e.stored(); ++i) {
             const Zigzag &one = of_site[0], &other = of_site[i];
             expect(one.rows == other.rows && one.columns == other.columns && one.span == other.span &&
-                       one.tile == other.tile,
+                       one.tile == other.tile && one.block == other.block,
                    name + ": experts of different shapes");
         }
     }
@@ -146,7 +149,7 @@ Decoder::Decoder(Model model, const Kernels& kernels, int threads)
         expert_counts_ = Buffer<int32_t>(16 * used);
         starts_ = Buffer<int32_t>(experts + 1);
     }
-    listed_ = Buffer<int32_t>(columns + 16 * threads);
+    listed_ = Buffer<int32_t>(PLANES * (columns + 16 * threads));
     active_in_any_ = Buffer<uint8_t>(batch > 1 ? columns : 0);
     counts_ = Buffer<int32_t>(16 * threads);
     scratch_.resize(threads);
@@ -156,6 +159,7 @@ Decoder::Decoder(Model model, const Kernels& kernels, int threads)
         own.normed = Buffer<float>(s_.hidden);
         own.d = Buffer<float>(columns);
         own.indices = Buffer<int32_t>(columns + 16);
+        own.lists = Buffer<int32_t>(PLANES * (columns + 16));
         if (!model_.layers.empty() && !model_.layers[0].q_row_norm.empty())
             own.rows = Buffer<float>(a_.q_rows() + a_.kv_rows());
         own.heads = Buffer<float>(int64_t(a_.gqa_ratio() + 2) * a_.head_dim);

@@ -23,6 +23,8 @@
 #include "threads/pool.h"
 #include "threads/products.h"
 
+#include <string.h>
+
 #include <memory>
 #include <optional>
 #include <string>
@@ -43,11 +45,15 @@ struct Shape {
 };
 
 // A site. Bias and sparse_bias have one value per row or are empty; threshold has one value, one per column, or none:
-// such a site is always dense. An offset has one value per column or none.
+// such a site is always dense; where the matrix has planes also [PLANES][columns], what each level begins above. An offset
+// has one value per column or none.
 struct Site {
     const Zigzag* matrix;
     std::vector<float> bias, threshold, offset;
     std::vector<float> sparse_bias;  // what its sparse product lacks: bias + W offset; made by the decoder
+
+    bool has_planes() const noexcept { return matrix->block == Q6_P; }
+    bool has_levels() const noexcept { return has_planes() && threshold.size() > size_t(matrix->columns); }
 };
 
 // An MLP that is a mixture of experts. Its sites have what the experts share, and the matrix of the first one. The last
@@ -94,7 +100,8 @@ public:
     const Model& model() const noexcept { return model_; }
     Pool& pool() noexcept { return pool_; }
     int64_t stepped() const noexcept { return stepped_; }
-    // Columns per (layer, site) that were active in any sequence, summed over the steps.
+    // Columns per (layer, site) that were active in any sequence, summed over the steps; of a matrix of planes bytes of a row
+    // of superblocks.
     const std::vector<int64_t>& active() const noexcept { return active_; }
 
     // The scale of each sequence's thresholds; empty where they are not controlled.
@@ -118,7 +125,7 @@ private:
     // The memory that each thread has for itself.
     struct Scratch {
         Buffer<float> x, normed, d, heads, attention, thresholds;
-        Buffer<int32_t> indices;
+        Buffer<int32_t> indices, lists;  // lists: of each level
         Buffer<uint8_t> neuron_input;
         Buffer<float> rows;           // queries and keys, where they are normed together
         std::vector<int32_t> chosen;  // experts of a token
@@ -135,6 +142,12 @@ private:
         float* partial_sums;             // where they go
     };
 
+    // Columns of one level.
+    struct List {
+        const int32_t* columns;
+        int32_t count;
+    };
+
     // A finished product: partial sums, and what they lack.
     struct Sums {
         const float* partial_sums;
@@ -149,7 +162,9 @@ private:
     // decoder/threshold_controller.cpp
     bool scales_thresholds() const noexcept { return !scales_.empty(); }
     const float* thresholds(const Site& at, int32_t first, int32_t n, int32_t index, int thread);
+    float threshold_scale(int32_t index) const;
     void count_skipped(const Site& at, int64_t columns, int32_t index, int thread);
+    void count_unread(const Site& at, int64_t columns, int64_t bytes, int32_t index, int thread);
     void update_scales();
 
     // decoder/products.cpp
@@ -157,6 +172,11 @@ private:
     Input whole(int layer, int site, const float* x, int thread);
     Input select(int layer, int site, const float* x, bool sparse, int thread);
     void multiply(const Input& input);
+    static int64_t units_read(const Site& at, const Active& active);
+    void collect_levels(const Site& at, const float* x, int32_t first, int32_t n, int32_t index, float* d,
+                        int32_t* lists, int32_t stride, int32_t* counts) const;
+    template <class Lists>
+    static Active join_levels(int32_t* to, int parts, Lists&& lists);
     Sums sums(const Input& input) const;
     void read(const Sums& sums, int64_t first, int64_t count, float* y, bool add = false) const;
     void add_to(float* x, const Sums& sums, const std::vector<float>& norm, int thread);
@@ -171,6 +191,8 @@ private:
     int32_t border(int64_t columns, int thread) const;
     int32_t* list(int64_t columns, int thread) const;
     int32_t gather(int64_t columns, int32_t count, int thread);
+    int32_t* level_list(int64_t columns, int32_t level, int thread) const;
+    Active gather_levels(int64_t columns, const int32_t* counts, int thread);
     Input gate(const Input& input, int layer, bool sparse, int thread);
 
     // decoder/batch.cpp
@@ -178,6 +200,7 @@ private:
     Sums multiply_batch(int layer, int site, float* x, int32_t batch, bool sparse, int thread);
     static Sums sums_of(const Sums& sums, int32_t index);
     Active select_batch(const Site& at, float* x, int32_t batch, int thread);
+    Active select_levels(const Site& at, float* x, int32_t batch, int thread);
     void attend_batch(const Sums& qkv, int layer, int32_t batch, bool sparse, int thread);
     void gate_batch(const Sums& both, int32_t batch, int thread);
     void neurons_batch(const Sums& gate, int layer, int32_t batch, bool sparse, int thread);
@@ -217,11 +240,11 @@ private:
     Buffer<float> changed_;          // the hidden state in another basis
     Buffer<float> attn_output_;
     Buffer<float> middle_;                // gate * up, of each expert that a token has
-    Buffer<int32_t> listed_;              // active columns, each thread's range at a place of its own
+    Buffer<int32_t> listed_;              // active columns, each thread's range at a place of its own, for each level
     Buffer<int32_t> counts_;              // of those, one cache line per thread
     std::vector<KvCache*> batch_caches_;  // that a step of several appends to
     std::vector<int32_t> moving_;         // the sequences that these are
-    Buffer<uint8_t> active_in_any_;       // of these, by column
+    Buffer<uint8_t> active_in_any_;       // of these, by column; the highest level
     std::vector<Scratch> scratch_;
     Buffer<float> routed_;           // logits of the router, [positions][its rows]
     Buffer<int32_t> expert_lists_;   // active columns of mlp_mid, of each expert that a token has
@@ -236,5 +259,20 @@ private:
         wide_inner_;               // [prefill_tokens][...], or [sequences][...] in a step
     Buffer<uint8_t> wide_inputs_;  // likewise, of gates by rows
 };
+
+// Lists of columns, lists(level, part) for levels from 0 on, put together level by level at `to`.
+template <class Lists>
+Active Decoder::join_levels(int32_t* to, int parts, Lists&& lists) {
+    Active active = {to, 0};
+    for (int32_t level = 0; level < PLANES; ++level) {
+        for (int part = 0; part < parts; ++part) {
+            List list = lists(level, part);
+            memcpy(to + active.count, list.columns, list.count * sizeof(int32_t));
+            active.count += list.count;
+        }
+        if (level < PLANES - 1) active.ends.of[level] = active.count;
+    }
+    return active;
+}
 
 }  // namespace sparsepack

@@ -23,8 +23,22 @@ void Decoder::norm(const float* x, const std::vector<float>& weight, float* y) c
 Decoder::Input Decoder::whole(int layer, int site, const float* x, int thread) {
     const Site& at = model_.layers[layer].sites[site];
     int32_t columns = int32_t(at.matrix->columns);
-    if (thread == 0) active_[layer * SITES + site] += columns;
-    return {&at, x, {all_.data(), columns}, &at.bias, partial_sums_[site & 1].data()};
+    Active active = {all_.data(), columns};
+    if (thread == 0) active_[layer * SITES + site] += units_read(at, active);
+    return {&at, x, active, &at.bias, partial_sums_[site & 1].data()};
+}
+
+// What a product reads in units of which a token may leave some out: columns, or bytes of a row of superblocks.
+int64_t Decoder::units_read(const Site& at, const Active& active) {
+    return at.has_planes() ? bytes_read(active) : active.count;
+}
+
+// Of the n columns from `first` on, for a sequence by its index in the step: of each level a list.
+void Decoder::collect_levels(const Site& at, const float* x, int32_t first, int32_t n, int32_t index, float* d,
+                             int32_t* lists, int32_t stride, int32_t* counts) const {
+    const float* offset = at.offset.empty() ? nullptr : at.offset.data() + first;
+    k_.collect_levels(x, offset, at.threshold.data() + first, at.matrix->columns, threshold_scale(index), n, first, d,
+                      lists, stride, counts);
 }
 
 // The input of a product: the active columns of x, listed in the thread's own scratch.
@@ -33,15 +47,23 @@ Decoder::Input Decoder::select(int layer, int site, const float* x, bool sparse,
     if (!sparse || at.threshold.empty()) return whole(layer, site, x, thread);
     Scratch& own = scratch_[thread];
     int32_t columns = int32_t(at.matrix->columns);
-    const float* offset = at.offset.empty() ? nullptr : at.offset.data();
-    const float* threshold = thresholds(at, 0, columns, 0, thread);
-    int32_t count =
-        k_.collect(x, offset, threshold, at.threshold.size() > 1, columns, 0, own.d.data(), own.indices.data());
-    if (thread == 0) {
-        active_[layer * SITES + site] += count;
-        count_skipped(at, columns - count, 0, thread);
+    Active active = {own.indices.data(), 0};
+    if (at.has_levels()) {
+        int32_t counts[PLANES], stride = columns + 16;
+        collect_levels(at, x, 0, columns, 0, own.d.data(), own.lists.data(), stride, counts);
+        active = join_levels(own.indices.data(), 1, [&](int32_t level, int) {
+            return List{own.lists.data() + level * stride, counts[level]};
+        });
+        if (thread == 0) count_unread(at, columns, bytes_read(active), 0, thread);
+    } else {
+        const float* offset = at.offset.empty() ? nullptr : at.offset.data();
+        const float* threshold = thresholds(at, 0, columns, 0, thread);
+        active.count =
+            k_.collect(x, offset, threshold, at.threshold.size() > 1, columns, 0, own.d.data(), own.indices.data());
+        if (thread == 0) count_skipped(at, columns - active.count, 0, thread);
     }
-    return {&at, own.d.data(), {own.indices.data(), count}, &at.sparse_bias, partial_sums_[site & 1].data()};
+    if (thread == 0) active_[layer * SITES + site] += units_read(at, active);
+    return {&at, own.d.data(), active, &at.sparse_bias, partial_sums_[site & 1].data()};
 }
 
 void Decoder::multiply(const Input& input) {

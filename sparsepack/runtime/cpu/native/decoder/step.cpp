@@ -154,6 +154,19 @@ int32_t Decoder::gather(int64_t columns, int32_t count, int thread) {
     return total;
 }
 
+int32_t* Decoder::level_list(int64_t columns, int32_t level, int thread) const {
+    return list(columns, thread) + level * (columns + 16 * pool_.threads());
+}
+
+// The same of lists for each level, this thread's with counts [PLANES] entries.
+Active Decoder::gather_levels(int64_t columns, const int32_t* counts, int thread) {
+    memcpy(counts_.data() + 16 * thread, counts, PLANES * sizeof(int32_t));
+    pool_.barrier();
+    return join_levels(scratch_[thread].indices.data(), pool_.threads(), [&](int32_t level, int other) {
+        return List{level_list(columns, level, other), counts_.data()[16 * other + level]};
+    });
+}
+
 // From the product of mlp_in to the input of mlp_mid. Each thread does a range of the columns and lists what is active
 // in it; after a barrier each puts the lists together for itself.
 Decoder::Input Decoder::gate(const Input& input, int layer, bool sparse, int thread) {
@@ -161,6 +174,7 @@ Decoder::Input Decoder::gate(const Input& input, int layer, bool sparse, int thr
     sparse = sparse && !site.threshold.empty();
     Scratch& own = scratch_[thread];
     int32_t first = border(s_.intermediate, thread), n = border(s_.intermediate, thread + 1) - first, count = 0;
+    int32_t counts[PLANES] = {};
     float *x = middle_.data() + first, *up = own.d.data();
     if (n) {
         Sums both = sums(input);
@@ -168,19 +182,31 @@ Decoder::Input Decoder::gate(const Input& input, int layer, bool sparse, int thr
         read(both, both.rows - s_.intermediate + first, n, up);
         k_.gate(s_.activation, x, up, n, x);
     }
-    if (n && sparse) {
+    if (n && sparse && site.has_levels()) {
+        int64_t stride = level_list(s_.intermediate, 1, thread) - level_list(s_.intermediate, 0, thread);
+        collect_levels(site, x, first, n, 0, x, list(s_.intermediate, thread), int32_t(stride), counts);
+    } else if (n && sparse) {
         bool per_channel = site.threshold.size() > 1;
         const float* offset = site.offset.empty() ? nullptr : site.offset.data() + first;
         const float* threshold = thresholds(site, first, n, 0, thread);
         count = k_.collect(x, offset, threshold, per_channel, n, first, x, list(s_.intermediate, thread));
     }
-    int32_t total = gather(s_.intermediate, count, thread);
-    if (!sparse) return whole(layer, MLP_MID, middle_.data(), thread);
-    if (thread == 0) {
-        active_[layer * SITES + MLP_MID] += total;
-        count_skipped(site, s_.intermediate - total, 0, thread);
+    if (!sparse) {
+        pool_.barrier();
+        return whole(layer, MLP_MID, middle_.data(), thread);
     }
-    Active active = {own.indices.data(), total};
+    Active active = {own.indices.data(), 0};
+    if (site.has_levels())
+        active = gather_levels(s_.intermediate, counts, thread);
+    else
+        active.count = gather(s_.intermediate, count, thread);
+    if (thread == 0) {
+        active_[layer * SITES + MLP_MID] += units_read(site, active);
+        if (site.has_levels())
+            count_unread(site, s_.intermediate, bytes_read(active), 0, thread);
+        else
+            count_skipped(site, s_.intermediate - active.count, 0, thread);
+    }
     return {&site, middle_.data(), active, &site.sparse_bias, partial_sums_[MLP_MID & 1].data()};
 }
 

@@ -67,12 +67,15 @@ void add_column(Block, const uint8_t* column, int32_t chunks, float x, float* y)
     }
 }
 
+#include "isa/planes_scalar.inc"
+
 void add_column(const Zigzag* m, const uint8_t* column, int32_t chunks, float x, float* y) {
     ZigzagBlocks::find(m->block, [=](auto block) { add_column(block, column, chunks, x, y); });
 }
 
 void zigzag_gemv(const GemvWork* work, const GemvWork*) {
     const Zigzag* m = work->matrix;
+    if (m->block == Q6_P) return planes_gemv(work);
     const uint8_t* data = span_data(m, work->span);
     int64_t stride = span_stride(m, work->span);
     int32_t bands = span_bands(m, work->span);
@@ -91,6 +94,7 @@ void zigzag_gemv(const GemvWork* work, const GemvWork*) {
 
 void zigzag_matmul(const MatmulWork* work) {
     const Zigzag* m = work->matrix;
+    if (m->block == Q6_P) return planes_matmul(work);
     int32_t quad = work->quad, span = quad / m->span, chunks = quad_chunks(m, quad);
     const uint8_t* data = span_data(m, span) + quad % m->span * quad_bytes(m);
     int64_t stride = span_stride(m, span), first = (int64_t)quad * QUAD_ROWS, left = m->rows - first;
@@ -114,6 +118,17 @@ int32_t collect(const float* x, const float* offset, const float* threshold, int
         if (fabsf(d[i]) > threshold[per_channel ? i : 0]) indices[count++] = base + i;
     }
     return count;
+}
+
+void collect_levels(const float* x, const float* offset, const float* limits, int64_t limits_stride, float scale,
+                    int32_t n, int32_t base, float* d, int32_t* indices, int64_t stride, int32_t* counts) {
+    for (int32_t l = 0; l < PLANES; l++) counts[l] = 0;
+    for (int32_t i = 0; i < n; i++) {
+        int32_t level = 0;
+        d[i] = offset ? x[i] - offset[i] : x[i];
+        while (level < PLANES && fabsf(d[i]) > limits[level * limits_stride + i] * scale) level++;
+        if (level) indices[(level - 1) * stride + counts[level - 1]++] = base + i;
+    }
 }
 
 float from_bfloat(uint16_t b) {
@@ -331,6 +346,7 @@ void decode_row(const Rows* m, int64_t row, float* y) {
 const Kernels scalar_kernels = {
     "scalar",
     collect,
+    collect_levels,
     zigzag_gemv,
     zigzag_matmul,
     neuron_input,

@@ -177,6 +177,19 @@ INLINE void unpack_header(const QuadHeader* header, Vec* scales, Vec* mins) {
     }
 }
 
+// ---- Matrices of planes: two chunks (128 rows each) a vector --------------------------------------------------------
+
+INLINE VecInt bytes_low(VecInt a, VecInt b) { return (VecInt)_mm256_unpacklo_epi8((__m256i)a, (__m256i)b); }
+INLINE VecInt bytes_high(VecInt a, VecInt b) { return (VecInt)_mm256_unpackhi_epi8((__m256i)a, (__m256i)b); }
+// Bits of a where the mask has ones, else of b.
+INLINE VecInt blend_bits(VecInt mask, VecInt a, VecInt b) { return (a & mask) | (b & ~mask); }
+// sum + unsigned bytes of a times signed ones of b, four per dword. WHOLE_BYTES: bytes of a may be above 63.
+enum { WHOLE_BYTES = 0 };
+INLINE VecInt dot_bytes(VecInt sum, VecInt a, VecInt b) {
+    __m256i words = _mm256_maddubs_epi16((__m256i)a, (__m256i)b);
+    return (VecInt)_mm256_add_epi32((__m256i)sum, _mm256_madd_epi16(words, _mm256_set1_epi16(1)));
+}
+
 // Keeps a sum in its register around a loop, where GCC would copy it.
 INLINE void keep(VecInt* a) { __asm__("" : "+x"(*a)); }
 

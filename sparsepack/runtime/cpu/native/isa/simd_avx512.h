@@ -158,6 +158,20 @@ INLINE void unpack_header(const QuadHeader* header, Vec* scales, Vec* mins) {
     mins[1] = bytes_to_floats(_mm256_extracti128_si256(min, 1));
 }
 
+// ---- Matrices of planes: four chunks (128 rows each) a vector -------------------------------------------------------
+
+INLINE VecInt bytes_low(VecInt a, VecInt b) { return (VecInt)_mm512_unpacklo_epi8((__m512i)a, (__m512i)b); }
+INLINE VecInt bytes_high(VecInt a, VecInt b) { return (VecInt)_mm512_unpackhi_epi8((__m512i)a, (__m512i)b); }
+// Bits of a where the mask has ones, else of b.
+INLINE VecInt blend_bits(VecInt mask, VecInt a, VecInt b) {
+    return (VecInt)_mm512_ternarylogic_epi32((__m512i)mask, (__m512i)a, (__m512i)b, 0xca);
+}
+// sum + unsigned bytes of a times signed ones of b, four per dword. WHOLE_BYTES: bytes of a may be above 63.
+enum { WHOLE_BYTES = 1 };
+INLINE VecInt dot_bytes(VecInt sum, VecInt a, VecInt b) {
+    return (VecInt)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)a, (__m512i)b);
+}
+
 // Keeps a sum in its register around a loop, where GCC would copy it.
 INLINE void keep(VecInt* a) { __asm__("" : "+v"(*a)); }
 

@@ -173,6 +173,26 @@ INLINE void unpack_header(const QuadHeader* header, Vec* scales, Vec* mins) {
     }
 }
 
+// ---- Matrices of planes: one chunk (128 rows) a vector --------------------------------------------------------------
+
+INLINE VecInt bytes_low(VecInt a, VecInt b) { return (VecInt)vzip1q_s8((int8x16_t)a, (int8x16_t)b); }
+INLINE VecInt bytes_high(VecInt a, VecInt b) { return (VecInt)vzip2q_s8((int8x16_t)a, (int8x16_t)b); }
+// Bits of a where the mask has ones, else of b.
+INLINE VecInt blend_bits(VecInt mask, VecInt a, VecInt b) {
+    return (VecInt)vbslq_s32((uint32x4_t)mask, (int32x4_t)a, (int32x4_t)b);
+}
+// sum + unsigned bytes of a times signed ones of b, four per dword. WHOLE_BYTES: bytes of a may be above 63.
+enum { WHOLE_BYTES = 0 };
+INLINE VecInt dot_bytes(VecInt sum, VecInt a, VecInt b) {
+#if defined(__ARM_FEATURE_DOTPROD)
+    return (VecInt)vdotq_s32((int32x4_t)sum, (int8x16_t)a, (int8x16_t)b);
+#else
+    int16x8_t low = vmull_s8(vget_low_s8((int8x16_t)a), vget_low_s8((int8x16_t)b));
+    int16x8_t high = vmull_high_s8((int8x16_t)a, (int8x16_t)b);
+    return (VecInt)vpadalq_s16((int32x4_t)sum, vpaddq_s16(low, high));
+#endif
+}
+
 // Keeps a sum in its register around a loop, where GCC would copy it.
 INLINE void keep(VecInt* a) { __asm__("" : "+w"(*a)); }
 

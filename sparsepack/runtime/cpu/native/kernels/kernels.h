@@ -3,19 +3,39 @@
 // The files that implement it are compiled with flags of their own, so they include no header of the C++ library and no
 // template: the linker could keep a copy of an inline function that other machines cannot run.
 #pragma once
-#include "layout/layout.h"
+#include "layout/planes.h"
 
 namespace sparsepack {
+
+// Of a list of columns of a matrix of planes, in the order of their levels: where those of level 1 end, of 2, of 3 and of 4.
+// All others are of the last level; so zeros say that whole columns are read.
+struct LevelEnds {
+    int32_t of[PLANES - 1];
+};
+static inline int32_t level_end(const LevelEnds* ends, int32_t level, int32_t count) {
+    return level < PLANES ? ends->of[level - 1] : count;
+}
+static inline int32_t level_begin(const LevelEnds* ends, int32_t level) { return level > 1 ? ends->of[level - 2] : 0; }
+// The part of a list from `first` to `last`, as a list.
+static inline LevelEnds level_ends_within(const LevelEnds* ends, int32_t first, int32_t last) {
+    LevelEnds within;
+    for (int32_t i = 0; i < PLANES - 1; i++) {
+        int32_t end = ends->of[i] < last ? ends->of[i] : last;
+        within.of[i] = end > first ? end - first : 0;
+    }
+    return within;
+}
 
 // A work item of a sparse product: a slice of the active columns, the rows of one span.
 struct GemvWork {
     const Zigzag* matrix;
     int32_t span;
     int32_t count;           // of indices; 0 gives zeros
-    const int32_t* indices;  // ascending
+    const int32_t* indices;  // ascending, of a matrix of planes within each level
     const float* x;          // [columns], read at the indices
     float* y;                // [span_bands * 256], overwritten, in the order of the rows, padding rows too
     bool cold;               // no work item before has fetched its first columns
+    LevelEnds ends = {};     // of the list, where the matrix has planes
 };
 
 // A work item of a product for several positions: the rows of one quad.
@@ -23,11 +43,12 @@ struct MatmulWork {
     const Zigzag* matrix;
     int32_t quad;
     int32_t count;           // of indices; 0 gives zeros
-    const int32_t* indices;  // the columns of the matrix that x has, ascending; null: all
+    const int32_t* indices;  // the columns of the matrix that x has, in the order of GemvWork; null: all
     const float* x;          // column `indices[i]` of position p at x + p * x_stride + i
     float* y;  // [positions][y_stride], overwritten at the rows' numbers, the logical rows of the quad only
     int64_t x_stride, y_stride;
     int32_t positions;
+    LevelEnds ends = {};  // as in GemvWork
 };
 
 // Attention of consecutive positions, for the query heads that share one key head. Query position p (0 ... positions -
@@ -95,6 +116,12 @@ struct Kernels {
     // has room for n + 16; what lies beyond the count is unspecified. `base` is added to each index.
     int32_t (*collect)(const float* x, const float* offset, const float* threshold, int32_t per_channel, int32_t n,
                        int32_t base, float* d, int32_t* indices);
+
+    // The same for a matrix of planes, where level l of a column is the number of `limits` [PLANES][limits_stride] that, times
+    // `scale`, are below its |d|; they never fall. Lists the columns of level l at indices + (l - 1) * stride, each list
+    // with room for n + 16, and their number at counts [PLANES].
+    void (*collect_levels)(const float* x, const float* offset, const float* limits, int64_t limits_stride, float scale,
+                           int32_t n, int32_t base, float* d, int32_t* indices, int64_t stride, int32_t* counts);
 
     // Computes `work`; while it ends, fetches the first tile of `next` (null: none) into the cache.
     void (*zigzag_gemv)(const GemvWork* work, const GemvWork* next);

@@ -29,6 +29,7 @@ struct ZigzagBytes {
 };
 static inline ZigzagBytes zigzag_block(int32_t number) {
     ZigzagBytes of = {0, 0, 0};
+    if (number == Q6_P) of.superblock = sizeof(Q6PBlock);  // layout/planes.h
     ZigzagBlocks::find(number, [&](auto block) {
         typedef decltype(block) Block;
         static_assert(sizeof(typename Block::Header) % 2 == 0, "chunks follow headers without a gap");
@@ -48,7 +49,7 @@ struct Zigzag {
     const uint16_t* bounds;
     int32_t pieces;          // of 64 rows in the last band where it is a tail, 1 to 3; 0: it is whole
     const float* row_scale;  // [bands * 256]: what each row's sum is multiplied by; null: nothing
-    int32_t block;           // the number of one of ZigzagBlocks
+    int32_t block;           // the number of one of ZigzagBlocks, or Q6_P
     ZigzagBytes bytes;       // of that block
 };
 

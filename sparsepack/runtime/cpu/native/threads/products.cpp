@@ -19,7 +19,28 @@ int32_t neuron_border(int32_t count, int32_t slices, int32_t slice) {
     return slice == slices ? count : int32_t(int64_t(count) * slice / slices) & ~7;
 }
 
+// The column of a list of columns of a matrix of planes at which slice `slice` begins: all have as many bytes, and in each
+// level whole fours of columns.
+int32_t planes_border(const Active& active, int32_t slices, int32_t slice) {
+    if (slice == slices) return active.count;
+    int64_t left = bytes_read(active) * slice / slices;
+    for (int32_t level = 1; level <= PLANES; level++) {
+        int32_t begin = level_begin(&active.ends, level), end = level_end(&active.ends, level, active.count);
+        int64_t bytes = level_bytes(level);
+        if (left < (end - begin) * bytes) return begin + int32_t(left / bytes) / 4 * 4;
+        left -= (end - begin) * bytes;
+    }
+    return active.count;
+}
+
 }  // namespace
+
+int64_t bytes_read(const Active& active) {
+    int64_t bytes = 0;
+    for (int32_t level = 1; level <= PLANES; level++)
+        bytes += (level_end(&active.ends, level, active.count) - level_begin(&active.ends, level)) * level_bytes(level);
+    return bytes;
+}
 
 int32_t gemv_slices(const Zigzag& m, int32_t count, int32_t threads, int32_t together) {
     if (threads == 1) return 1;
@@ -45,10 +66,14 @@ void share_gemvs(const Kernels& kernels, Pool& pool, const Product* products, in
         const Product* p = products;
         for (; slice >= slices_of(*p); ++p) slice -= slices_of(*p);
         int32_t slices = slices_of(*p), count = p->active.count, tiles = (count + shape.tile - 1) / shape.tile;
-        auto border = [&](int32_t n) { return std::min(count, int32_t(int64_t(tiles) * n / slices) * shape.tile); };
-        int32_t first = border(slice);
+        auto border = [&](int32_t n) {
+            if (shape.block == Q6_P) return planes_border(p->active, slices, n);
+            return std::min(count, int32_t(int64_t(tiles) * n / slices) * shape.tile);
+        };
+        int32_t first = border(slice), last = border(slice + 1);
         float* y = partial_sums + at * gemv_stride(shape) + int64_t(span) * shape.span * QUAD_ROWS;
-        return GemvWork{p->matrix, span, border(slice + 1) - first, p->active.indices + first, p->x, y, false};
+        LevelEnds ends = level_ends_within(&p->active.ends, first, last);
+        return GemvWork{p->matrix, span, last - first, p->active.indices + first, p->x, y, false, ends};
     };
     bool cold = true;
     pool.share(all * spans(&shape), [&](int here, int next) {
@@ -98,16 +123,12 @@ void share_matmul(const Kernels& kernels, Pool& pool, const Zigzag& m, const flo
         return std::min(active.count, int32_t(int64_t(tiles) * slice / slices) * MATMUL_TILE);
     };
     pool.share(quads(&m) * slices, [&](int number, int) {
-        int32_t slice = number / quads(&m), first = border(slice);
-        MatmulWork work = {&m,
-                           number % quads(&m),
-                           border(slice + 1) - first,
-                           active.indices + first,
-                           x + first,
-                           partial_sums + int64_t(slice) * positions * m.rows,
-                           m.columns,
-                           m.rows,
-                           positions};
+        int32_t slice = number / quads(&m), first = border(slice), last = border(slice + 1);
+        MatmulWork work = {&m,           number % quads(&m),
+                           last - first, active.indices + first,
+                           x + first,    partial_sums + int64_t(slice) * positions * m.rows,
+                           m.columns,    m.rows,
+                           positions,    level_ends_within(&active.ends, first, last)};
         kernels.zigzag_matmul(&work);
     });
 }

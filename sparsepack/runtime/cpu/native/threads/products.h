@@ -14,11 +14,16 @@
 
 namespace sparsepack {
 
-// The active columns of a product, or the active neurons of an MLP: numbers in ascending order.
+// The active columns of a product, or the active neurons of an MLP: numbers in ascending order, where the matrix has planes
+// within each level.
 struct Active {
     const int32_t* indices;
     int32_t count;
+    LevelEnds ends = {};
 };
+
+// Bytes of a row of superblocks that a product of so many columns of a matrix of planes reads.
+int64_t bytes_read(const Active& active);
 
 // The slices of a product with so many active columns, or of an MLP with so many active neurons.
 int32_t gemv_slices(const Zigzag& matrix, int32_t count, int32_t threads);

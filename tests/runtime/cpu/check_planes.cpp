@@ -1,0 +1,213 @@
+// Matrices of planes: the layout against the bytes of the file, every instruction set against the plain one.
+#include "check_kernels.h"
+#include "layout/planes.h"
+#include "layout/repack.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+
+namespace sparsepack {
+namespace {
+
+// Relative errors where multipliers have 7 bits, and where they have 15.
+constexpr float COARSE = 0.01f, FINE = 3e-4f;
+
+std::vector<Q6PBlock> random_blocks(int64_t count) {
+    std::vector<Q6PBlock> blocks(count);
+    auto* bytes = (uint8_t*)blocks.data();
+    for (int64_t i = 0; i < count * (int64_t)sizeof(Q6PBlock); i++) bytes[i] = (uint8_t)bits();
+    for (Q6PBlock& block : blocks) {
+        for (uint8_t& scale : block.s) scale = (uint8_t)(130 + scale % 16);
+    }
+    return blocks;
+}
+
+struct Made {
+    ZigzagMatrix matrix;
+    std::vector<Q6PBlock> blocks, tail;
+};
+
+Made random_planes(int64_t rows, int64_t columns, int span, int tile, bool has_tail) {
+    static Pool pool(1);
+    Made made;
+    made.blocks = random_blocks((has_tail ? rows / 256 : (rows + 255) / 256) * columns);
+    if (has_tail) made.tail = random_blocks(tail_blocks(rows, columns));
+    made.matrix = repack_zigzag((const uint8_t*)made.blocks.data(), rows, columns, span, tile, pool,
+                                has_tail ? (const uint8_t*)made.tail.data() : nullptr, Q6_P);
+    return made;
+}
+
+// A weight at a level, from the bytes of the file.
+float weight_of(const Q6PBlock& block, int32_t i, int32_t level) {
+    int32_t group = i / 64, byte = i % 64, q = (block.first[byte] >> 2 * group & 3) << 4;
+    for (int32_t plane = 2; plane <= level; plane++)
+        q |= (block.others[plane - 2][byte % 32] >> (2 * group + byte / 32) & 1) << (5 - plane);
+    static const float middles[] = {0, 90, 112, 120, 124, 126};
+    float t = (level == 1 ? 60.0f * (float)(q >> 4) : 4.0f * (float)q) - middles[level];
+    return std::ldexp(1 + (float)(block.s[group] % 8) / 8, block.s[group] / 8 - 24) * (t + block.m[group]);
+}
+
+float weight_of(const Made& made, int64_t row, int64_t column, int32_t level) {
+    const Zigzag& m = made.matrix.view;
+    if (!m.pieces || row < m.rows / 256 * 256)
+        return weight_of(made.blocks[row / 256 * m.columns + column], int32_t(row % 256), level);
+    int64_t piece = column * m.pieces + row % 256 / 64;
+    return weight_of(made.tail[piece / 4], int32_t(piece % 4 * 64 + row % 64), level);
+}
+
+// Some of the columns, level by level, each ascending; inputs that are as large as their levels say.
+struct Listed {
+    std::vector<int32_t> indices;
+    std::vector<float> x;
+    LevelEnds ends;
+};
+
+// level: of all columns; 0: at random, some at none
+Listed random_levels(int64_t columns, int32_t level) {
+    Listed of;
+    std::vector<int32_t> levels(columns);
+    of.x = normals(columns);
+    for (int64_t i = 0; i < columns; i++) {
+        levels[i] = level ? level : below(PLANES + 1);
+        of.x[i] = std::ldexp(0.5f + uniform(), levels[i] - 4) * (below(2) ? 1.0f : -1.0f);
+    }
+    for (int32_t l = 1; l <= PLANES; l++) {
+        for (int32_t i = 0; i < columns; i++)
+            if (levels[i] == l) of.indices.push_back(i);
+        if (l < PLANES) of.ends.of[l - 1] = (int32_t)of.indices.size();
+    }
+    return of;
+}
+
+// rows of all spans, padding rows too.
+std::vector<float> product(const Kernels& k, const Zigzag& m, const Listed& of) {
+    std::vector<float> y((size_t)m.bands * BAND_ROWS + 16, GUARD);
+    for (int32_t span = 0; span < spans(&m); span++) {
+        float* to = y.data() + (size_t)span * m.span * QUAD_ROWS;
+        int32_t count = (int32_t)of.indices.size();
+        GemvWork work = {&m, span, count, of.indices.data(), of.x.data(), to, span % 2 == 0, of.ends};
+        GemvWork next = {&m, spans(&m) - 1 - span, count, of.indices.data(), of.x.data(), to, false, of.ends};
+        k.zigzag_gemv(&work, span % 2 ? &next : nullptr);
+    }
+    return y;
+}
+
+void check_layout(const Made& made) {
+    const Zigzag& m = made.matrix.view;
+    for (int32_t level = 0; level <= PLANES; level++) {
+        Listed of = random_levels(m.columns, level);
+        std::vector<float> found = product(scalar_kernels, m, of), expected(m.rows);
+        for (int32_t l = 1; l <= PLANES; l++) {
+            for (int32_t i = level_begin(&of.ends, l); i < level_end(&of.ends, l, (int32_t)of.indices.size()); i++) {
+                int32_t column = of.indices[i];
+                for (int64_t row = 0; row < m.rows; row++)
+                    expected[row] += weight_of(made, row, column, l) * of.x[column];
+            }
+        }
+        found.resize(m.rows);
+        check_near(found, expected, "repack", text("planes of %d x %d at level %d", (int)m.rows, (int)m.columns, level),
+                   1e-5f, 1e-6f);
+    }
+}
+
+void check_products(const Kernels& k, const Zigzag& m) {
+    for (int32_t level = 0; level <= PLANES; level++) {
+        std::string what =
+            text("planes of %d x %d, span %d, tile %d, level %d", (int)m.rows, (int)m.columns, m.span, m.tile, level);
+        float most = level > 3 ? FINE : COARSE;
+        Listed of = random_levels(m.columns, level);
+        check_near(product(k, m, of), product(scalar_kernels, m, of), k.name, what, most, 1e-6f);
+        if (!of.indices.empty()) {
+            of.x[of.indices[of.indices.size() / 2]] *= 1000;
+            check_near(product(k, m, of), product(scalar_kernels, m, of), k.name, what + ", one large",
+                       level > 3 ? FINE : COARSE, 1e-6f);
+        }
+        for (int positions : {1, 3, 8, 9, 50}) {
+            int32_t count = (int32_t)of.indices.size();
+            int64_t x_stride = m.columns + below(3), y_stride = m.rows + 16;
+            std::vector<float> x = normals(positions * x_stride), y[2];
+            for (int s = 0; s < 2; s++) {
+                y[s].assign(positions * y_stride, GUARD);
+                for (int32_t quad = 0; quad < quads(&m); quad++) {
+                    bool all = level == PLANES && positions % 2;
+                    MatmulWork work = {&m,        quad,        count,    all ? nullptr : of.indices.data(),
+                                       x.data(),  y[s].data(), x_stride, y_stride,
+                                       positions, of.ends};
+                    (s ? k : scalar_kernels).zigzag_matmul(&work);
+                }
+            }
+            check_near(y[1], y[0], k.name, what + text(", %d positions", positions),
+                       positions > 8 || level > 3 ? FINE : 2 * COARSE, 1e-6f);
+        }
+    }
+}
+
+void check_not_finite(const Kernels& k, const Zigzag& m) {
+    for (float value : {std::numeric_limits<float>::quiet_NaN(), std::numeric_limits<float>::infinity()}) {
+        for (int32_t level = 1; level <= PLANES; level++) {
+            Listed of = random_levels(m.columns, level);
+            of.x[below((int)m.columns)] = value;
+            std::vector<float> y = product(k, m, of);
+            check(std::none_of(y.begin(), y.begin() + m.rows, [](float y) { return std::isfinite(y); }), k.name,
+                  text("planes of %d x %d with %f at level %d", (int)m.rows, (int)m.columns, value, level));
+        }
+    }
+}
+
+void check_collect_levels(const Kernels& k) {
+    for (int n : {1, 2, 15, 16, 17, 33, 64, 255, 1000}) {
+        for (int variant = 0; variant < 4; variant++) {
+            bool offset = variant & 1, in_place = variant & 2;
+            std::vector<float> x = normals(n), off = normals(n), limits(PLANES * (n + 3));
+            for (int i = 0; i < n; i++) {
+                float limit = 0.3f * uniform();
+                for (int l = 0; l < PLANES; l++, limit += below(3) ? 0.3f * uniform() : 0)
+                    limits[l * (n + 3) + i] = limit;
+                if (i % 5 == 0) limits[4 * (n + 3) + i] = std::numeric_limits<float>::infinity();
+                if (i % 7 == 0) x[i] = (offset ? off[i] : 0) + limits[2 * (n + 3) + i];
+            }
+            if (n > 3) x[3] = std::numeric_limits<float>::quiet_NaN();
+            std::vector<float> d[2] = {x, x};
+            std::vector<int32_t> at[2];
+            int32_t counts[2][PLANES];
+            for (int s = 0; s < 2; s++) {
+                d[s].resize(n + 1, GUARD);
+                at[s].assign(PLANES * (n + 16) + 1, -7);
+                (s ? k : scalar_kernels)
+                    .collect_levels(in_place ? d[s].data() : x.data(), offset ? off.data() : nullptr, limits.data(),
+                                    n + 3, 1.25f, n, 100, d[s].data(), at[s].data(), n + 16, counts[s]);
+            }
+            std::string what = text("levels of %d, variant %d", n, variant);
+            for (int l = 0; l < PLANES; l++) {
+                const int32_t* lists[2] = {at[0].data() + l * (n + 16), at[1].data() + l * (n + 16)};
+                check(counts[0][l] == counts[1][l], k.name, what + ": count");
+                check(std::equal(lists[0], lists[0] + counts[0][l], lists[1]), k.name, what + ": indices");
+            }
+            check(at[1].back() == -7, k.name, what + ": wrote beyond the indices");
+            check(!std::memcmp(d[0].data(), d[1].data(), 4 * (n + 1)), k.name, what + ": d");
+        }
+    }
+}
+
+}  // namespace
+
+void check_plane_kernels(const Kernels& k) {
+    int shapes[][5] = {
+        // rows, columns, span, tile, whether there is a tail
+        {1, 1, 1, 8, 0},       {256, 33, 1, 64, 0},   {257, 31, 4, 64, 0},  {700, 130, 1, 8, 0},
+        {1025, 70, 1, 256, 0}, {1300, 300, 2, 64, 0}, {4352, 40, 4, 24, 0}, {2304, 65, 16, 128, 0},
+        {3000, 64, 3, 72, 0},  {64, 1, 1, 8, 1},      {447, 33, 1, 64, 1},  {576, 131, 1, 64, 1},
+        {959, 130, 4, 256, 1}, {1153, 70, 2, 72, 1},  {2239, 65, 2, 24, 1},
+    };
+    check_collect_levels(k);
+    for (auto& s : shapes) {
+        Made made = random_planes(s[0], s[1], s[2], s[3], s[4]);
+        if (&k == &scalar_kernels) check_layout(made);
+        check_products(k, made.matrix.view);
+        check_not_finite(k, made.matrix.view);
+    }
+}
+
+}  // namespace sparsepack
