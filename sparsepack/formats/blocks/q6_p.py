@@ -2,11 +2,13 @@
 
     byte    0 .. 3       4 .. 7       8 .. 71    72 .. 103   104 .. 135   136 .. 167   168 .. 199
           +------------+------------+----------+-----------+------------+------------+------------+
-          | 4 s, uint8 | 4 m, int8  | plane 1  | plane 2   | plane 3    | plane 4    | plane 5    |
+          | 4 s, uint8 | 4 b, uint8 | plane 1  | plane 2   | plane 3    | plane 4    | plane 5    |
           +------------+------------+----------+-----------+------------+------------+------------+
 
-    weight = S(s[g]) * (T(q) + m[g])                    g: which of the four groups of 64 weights
-    S(s)   = 2^(s // 8 - 24) * (1 + s % 8 / 8)          the float32 of bits (s << 20) + (103 << 23)
+    weight = S * (T(q) + m)                             g: which of the four groups of 64 weights
+    S      = 2^(s[g] // 8 - 24) * (1 + s[g] % 8 / 8 + b[g] // 64 / 32)
+             the float32 of bits (s << 20) + (b >> 6 << 18) + (103 << 23)
+    m      = the lower six bits of b[g] as a number from -32 to 31, times 4, plus 2: a weight of zero has a q
 
 q has 6 bits, of which plane 1 holds the highest two and each other plane the next one. Bits 2 g and 2 g + 1 of byte i
 of plane 1 are those of weight 64 g + i. Of a plane of one bit, bit 2 g of byte i is that of weight 64 g + i, and bit
@@ -21,9 +23,9 @@ in the middle of what they leave open, in quarters of a step of the finest grid:
 Level 1 has 60 in place of 64 because weights within a group have a bell's shape, whose outer codes are not full: of
 SmolLM2-135M it leaves 3.6 % less squared error, and a number for each code no more than 0.5 % less again.
 
-A scale of 8 bits by itself, in the form of a float with 3 bits behind the point, leaves as little squared error as one
-of 8 bits that shares a float16 with three others (SmolLM2-135M: 0.2 % less), for an eighth of a bit a weight less; 4
-bits behind the point would leave 1 % less, and no room for the exponents of models whose rows have no scales.
+A scale of 10 bits by itself, a float with 5 behind the point, leaves less squared error than one of 8 bits that shares
+a float16 with three others (SmolLM2-135M: 0.8 %), for an eighth of a bit a weight less. With 3 bits behind the point it
+would be 3 % more, and a centre in quarters of a step gains nothing.
 
 A grid spans a group's smallest to its largest weight, zero included, or less where the squared error, of all levels by
 how large the inputs are that read them, is smaller so.
@@ -40,28 +42,33 @@ BLOCK_BYTES = BLOCKS["Q6_P"].bytes
 GROUP = 64
 GROUPS = BLOCK // GROUP
 HEADER, FIRST = 8, 64
-MIDDLE, QUARTERS = 126, 4
-CENTRES = 127
-LOWEST, FRACTIONS = -24, 8
-"""Scales are 2^LOWEST and up, and between two powers of two there are FRACTIONS of them."""
+MIDDLE, QUARTERS, CENTRE = 126, 4, 2
+LOWEST, FRACTIONS, CODES = -24, 32, 1024
+"""Scales are 2^LOWEST and up, CODES of them, FRACTIONS from one power of two to the next."""
 
 LEVELS = BLOCKS["Q6_P"].levels
 STEPS = (60, 32, 16, 8, 4)
 """T of each level's numbers, from one to the next, by the bits of q that it knows."""
 
-SHARES = (0.02, 0.05, 0.15, 0.28, 0.5)
+SHARES = (0.005, 0.02, 0.1, 0.3, 0.575)
 """Of the squared inputs of SmolLM2-135M, those whose columns are read at each level where a token reads 3.4 bits."""
 
 CANDIDATES = 4
 """Scales that are tried, from the lowest on whose grid spans all weights of a group down."""
 
-HIGHEST = 1.875 * 2.0 ** (LOWEST + 31) * MIDDLE
+HIGHEST = 1.96875 * 2.0 ** (LOWEST + 31) * MIDDLE
 """Weights up to this size on either side can be held."""
 
 
 def scales(codes: Tensor) -> Tensor:
-    """S(s), uint8 [...] -> float32 [...]."""
-    return ((codes.int() << 20) + (127 + LOWEST << 23)).view(torch.float32)
+    """S of codes, which have the bits of s and below them the upper two of b: integers [...] -> float32 [...]."""
+    return ((codes.int() << 18) + (127 + LOWEST << 23)).view(torch.float32)
+
+
+def steps_and_centres(each: Tensor) -> tuple[Tensor, Tensor]:
+    """S and m of groups: uint8 [..., 2], s and b -> float32 [...], int8 [...]."""
+    s, b = each.unbind(-1)
+    return scales(s.int() << 2 | b >> 6), (b << 2).view(torch.int8) + CENTRE
 
 
 def at_level(numbers: Tensor, level: int) -> Tensor:
@@ -73,7 +80,7 @@ def at_level(numbers: Tensor, level: int) -> Tensor:
 def decode_level(blocks: Tensor, level: int) -> Tensor:
     """Superblocks as a reader of so many planes has them: uint8 [n, 200] -> float32 [n, 256]."""
     parts = _apart(blocks)
-    s, m = scales(parts.each[..., 0]), parts.each[..., 1].view(torch.int8)
+    s, m = steps_and_centres(parts.each)
     points = at_level(parts.numbers, level).view(-1, GROUPS, GROUP)
     return points.add_(m[..., None]).mul_(s[..., None]).view(-1, BLOCK)
 
@@ -89,31 +96,30 @@ def _encode(x: Tensor, largest: float) -> Tensor:
         x = x.clamp(-HIGHEST, HIGHEST)
     low, high = x.amin(-1).clamp_max(0), x.amax(-1).clamp_min(0)
     whole = (high / 2 - low / 2) / MIDDLE  # the scale that spans all weights
-    spans, unit = whole > 0, whole.clamp_min(2.0**LOWEST)
+    unit = whole.clamp_min(2.0**LOWEST)
     mantissa, exponent = torch.frexp(unit)
     first = (exponent - 1 - LOWEST) * FRACTIONS + (2 * FRACTIONS * mantissa - FRACTIONS).ceil_().int()
     # In units of the whole scale, whose squares float32 holds.
     y, centre = x / unit[..., None], (high / 2 + low / 2) / unit
     best: list[Tensor] = []
     for candidate in range(CANDIDATES):
-        s = (first - candidate).clamp(0, 255).to(torch.uint8)
+        s = (first - candidate).clamp(0, CODES - 1)
         step = scales(s) / unit
-        # In a group of zeros the two that are nearest the middle stand two quarters beside it.
-        m = torch.where(spans, (centre * step.clamp_max(1) / step).round_().clamp_(-CENTRES, CENTRES), -2)
+        k = (centre * step.clamp_max(1) / step).sub_(CENTRE).div_(QUARTERS).round_().clamp_(-32, 31)
+        m = k * QUARTERS + CENTRE
         q = (y / step[..., None]).sub_(m[..., None]).add_(MIDDLE).div_(QUARTERS).round_().clamp_(0, 63).to(torch.uint8)
         loss = torch.zeros_like(step)
         for level, share in enumerate(SHARES, 1):
             loss += share * at_level(q, level).add_(m[..., None]).mul_(step[..., None]).sub_(y).square_().sum(-1)
-        found = [loss, s, m, q]
+        found = [loss, s, k, q]
         if best:
             better = loss < best[0]
             where = [better, better, better, better[..., None]]
             found = [torch.where(*each) for each in zip(where, found, best, strict=True)]
         best = found
-    _, s, m, q = best
-    return _together(
-        Parts(s.new_empty(len(s), 0), torch.stack([s, m.to(torch.int8).view(torch.uint8)], 2), q.flatten(1))
-    )
+    _, s, k, q = best
+    each = torch.stack([s >> 2, (s & 3) << 6 | k.int() & 63], dim=2).to(torch.uint8)
+    return _together(Parts(each[:, :0, 0], each, q.flatten(1)))
 
 
 def _apart(blocks: Tensor) -> Parts:

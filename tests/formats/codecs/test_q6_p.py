@@ -39,8 +39,9 @@ def test_the_first_planes_alone_say_what_a_level_has(level: int) -> None:
 def test_a_superblock_is_what_the_page_says_byte_by_byte() -> None:
     blocks = random_blocks(3)
     for block in blocks:
-        scales = [2.0 ** (s // 8 - 24) * (1 + s % 8 / 8) for s in block[:4].tolist()]
-        centres = block[4:8].view(torch.int8).tolist()
+        pairs = zip(block[:4].tolist(), block[4:8].tolist(), strict=True)
+        scales = [2.0 ** (s // 8 - 24) * (1 + s % 8 / 8 + b // 64 / 32) for s, b in pairs]
+        centres = [4 * (b % 64 - 64 * (b % 64 >= 32)) + 2 for b in block[4:8].tolist()]
         for weight in (0, 63, 64, 130, 255):
             group, place = divmod(weight, 64)
             half, byte = divmod(place, 32)
@@ -67,6 +68,8 @@ def test_no_weights_are_beyond_the_bound_of_the_type(name: str) -> None:
 
 def test_zeros_stay_zeros_and_what_no_number_is_is_refused() -> None:
     assert not q6_p.decode(q6_p.encode(torch.zeros(2, 512))).any()
+    pruned = normal(50, 256) * (normal(50, 256, seed=1) > 0) + (normal(50, 1, seed=2) > 0)
+    assert not q6_p.decode(q6_p.encode(pruned))[pruned == 0].any()
     for wrong in (float("nan"), float("inf")):
         with pytest.raises(PackingError, match="infinite or NaN"):
             q6_p.encode(torch.full((256,), wrong))

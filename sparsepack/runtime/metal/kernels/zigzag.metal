@@ -84,7 +84,7 @@ inline void put(thread const Sums& sums, threadgroup float* rows, uint lane) {
 // A superblock with planes (Q6_P, see formats/blocks/q6_p.py), in words of 32 bits:
 //
 //     word 0                1               2 .. 17   18 .. 25, 26 .. 33, 34 .. 41, 42 .. 49
-//        | scales of groups | their centres | plane 1 | planes 2 to 5, of one bit each        |
+//        | s of groups      | b of groups   | plane 1 | planes 2 to 5, of one bit each        |
 //
 // Lane l has two bytes of plane 1, b = 0 and 1, with bits 2 g and 2 g + 1 of the rows 64 g + 2 l + b, g = 0 .. 3; of the
 // other planes the two bytes l % 16, whose even bits are those rows' for l < 16, and whose odd bits are for l >= 16.
@@ -105,8 +105,9 @@ inline Groups groups_of(device const uint* words, float x, int level) {
     const float half_steps = level == 1 ? 90.0f : 128.0f - float(64 >> level);
     Groups groups;
     for (int g = 0; g < 4; ++g) {
-        groups.step[g] = x * as_type<float>((words[0] >> 8 * g & 255) * (1u << 20) + (103u << 23));
-        const int m = int(words[1] << (24 - 8 * g)) >> 24;
+        const uint s = words[0] >> 8 * g & 255, b = words[1] >> 8 * g & 255;
+        groups.step[g] = x * as_type<float>((s << 20) + (b >> 6 << 18) + (103u << 23));
+        const int m = (int(b << 26) >> 24) + 2;
         groups.middle[g] = groups.step[g] * (float(m) - half_steps);
     }
     return groups;
