@@ -226,6 +226,8 @@ def _denser(request: PackRequest) -> str:
     if allocation is None or allocation.sparsity == 0:
         return f"tokens that attention does not read; take more than --tokens {attention.tokens}"
     if (format := format_of(request.format)).levels:
+        if request.goal[1]:
+            return f"leaving bits unread; take less than {request.shown_goal}"
         return f"leaving bits unread; take more --bits than {format.bits * (1 - allocation.sparsity):.3g}"
     smaller = f"a smaller --sparsity than {allocation.sparsity:g}"
     if ALLOCATIONS[allocation.allocation].trains:

@@ -3,8 +3,10 @@
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from click.testing import CliRunner
 from models_for_tests import make_model
 
@@ -16,6 +18,7 @@ from sparsepack.formats.open import read_packed
 from sparsepack.formats.table import FORMATS
 from sparsepack.models.activity import Skipped
 from sparsepack.packing import PackRequest, pack
+from sparsepack.packing_score import warning_of
 from sparsepack.runtime.engine import Engine
 
 FORMAT = "zigzag-q6_p"
@@ -109,6 +112,17 @@ def test_bench_says_it_of_each_mode(folder: Path) -> None:
     assert sparse["bits_read"] == pytest.approx(BITS * (1 - sparse["realised_sparsity"]))
 
 
-def test_a_warning_names_more_bits(folder: Path) -> None:
-    arguments = ("--format", FORMAT, "--calibration", folder / "c", "--bits", 0.5, "-o", folder / "few.gguf")
-    assert "take more --bits than 0.5" in run("pack", folder / "m", *arguments)
+@pytest.mark.parametrize(
+    ("option", "advice"),
+    [
+        ({"bits": 0.5}, "more --bits than 0.5"),
+        ({"kl": 0.1}, "less than --kl 0.1"),
+        ({"loss": "9%"}, "less than --loss 9%"),
+    ],
+)
+def test_a_warning_names_the_option_that_leaves_bits_unread(option: dict[str, Any], advice: str) -> None:
+    request = PackRequest("m", Path("o.gguf"), FORMAT, Path("c"), **option).settled()
+    score = {name: {"perplexity_ratio": {"value": ratio}} for name, ratio in (("dense", 1.0), ("decode", 1.08))}
+    warning = warning_of(score, request, torch.float32)
+    assert warning
+    assert warning.endswith(f"most of it by leaving bits unread; take {advice}")
