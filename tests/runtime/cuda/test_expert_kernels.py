@@ -35,10 +35,10 @@ EXPERTS = [
 CONFIGS = [None, CudaTileConfig(1, 8, 24, 2), CudaTileConfig(2, 8, 16, 1), CudaTileConfig(4, 8, 8, 3)]
 
 
-def random_experts(count: int, rows: int, columns: int) -> PackedExperts:
+def random_experts(count: int, rows: int, columns: int, block: str = "Q4_K") -> PackedExperts:
     """Random matrices, few of which are alike."""
-    few = torch.stack([random_matrix(rows, columns, seed=seed).blocks for seed in range(4)])
-    return PackedExperts(few[torch.arange(count) * 5 % 7 % 4], MatrixFormat("Q4_K", "zigzag"), rows, columns)
+    few = torch.stack([random_matrix(rows, columns, seed=seed, block=block).blocks for seed in range(4)])
+    return PackedExperts(few[torch.arange(count) * 5 % 7 % 4], MatrixFormat(block, "zigzag"), rows, columns)
 
 
 def matrix_of(stored: PackedExperts, number: Tensor) -> Tensor:
@@ -83,12 +83,13 @@ def test_logits_of_a_router(count: int, hidden: int, texts: int) -> None:
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 @pytest.mark.parametrize(("count", "used", "normalised", "shared"), EXPERTS)
+@pytest.mark.parametrize("block", ["Q4_K", "Q6_P"])
 def test_the_chosen_ones_share_an_input_and_their_products_are_added(
-    count: int, used: int, normalised: bool, shared: int, config: CudaTileConfig | None
+    count: int, used: int, normalised: bool, shared: int, config: CudaTileConfig | None, block: str
 ) -> None:
     hidden, width, of_token = 300, 150, used + shared
-    into = random_experts(count + shared, 2 * width, hidden)
-    mid = random_experts(count + shared, hidden, width)
+    into = random_experts(count + shared, 2 * width, hidden, block)
+    mid = random_experts(count + shared, hidden, width, block)
     first = loaded(into, used, normalised, config, shared=shared)
     second = loaded(mid, used, normalised, config, added=True, shared=shared)
     x, residual, limit = normal(hidden), normal(hidden, seed=1), torch.tensor([0.6], device="cuda")

@@ -175,7 +175,7 @@ def test_gate_and_up_become_one(config: CudaTileConfig, width: int) -> None:
     levels = levels_read(x, limits).amax(0)
     for found, one in zip(mids, x, strict=True):
         gate, up = (expected_of(stored, one, levels) + bias).chunk(2)
-        assert_close(found, ACTIVATION_FUNCTIONS["silu"](gate) * up)
+        assert_close(found, ACTIVATION_FUNCTIONS["silu"](gate) * up, 1e-4)
 
 
 @pytest.mark.parametrize("inputs", [1, 2, 3, 5, 8])
@@ -202,7 +202,7 @@ def test_several_inputs_read_a_column_at_the_largest_of_their_levels(config: Cud
     assert skipped.tolist() == unread
     batch(matrix, Input(x), Output(y, active=active.zero_()))
     for found, one in zip(y, x, strict=True):
-        assert_close(found, expected_of(stored, one, torch.full_like(one, 5)))
+        assert_close(found, expected_of(stored, one, torch.full_like(one, 5)), 5e-5)
     assert int(active) == 700 * int(BYTES[-1])
 
 

@@ -23,7 +23,7 @@ from sparsepack.runtime.tuning import Shape
 SCHEMA = 2
 PADDED_ROWS = BAND_ROWS + 20  # of its sums in shared memory (`kernels/products/split_k_reduce.cuh`)
 BLOCK_BYTES = 144
-PLANES_BYTES = 208
+PLANES_BYTES = 200
 """A superblock with planes (`kernels/blocks/q6_p.cuh`) takes so many bytes on the GPU, and no other does."""
 LINE_BYTES = 128  # over the bus
 K_TILE = 16  # columns that are multiplied together
@@ -101,7 +101,8 @@ class CudaTileConfig:
         """The bytes of shared memory for the columns on their way (`kernels/products/zigzag.cuh`)."""
         column = self.tile_bands * self.block_bytes // 16 // 2 * 32 + 16  # an odd number of 16 bytes
         if self.planes:
-            column = (self.tile_bands * self.block_bytes + 31) // 64 * 64 + 32  # an odd number of 32 bytes
+            bytes = max(self.tile_bands * self.block_bytes, PLANES_BYTES + 8)
+            column = (bytes + 31) // 64 * 64 + 32  # an odd number of 32 bytes
         if self.offloaded:
             column = max(column, LINE_BYTES * (self.tile_bands + 1))
         return self.stages * K_TILE * column

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from sparsepack.formats.blocks.q4_k import scales_and_mins
-from sparsepack.formats.blocks.superblock import fp16_from_bytes
+from sparsepack.formats.blocks.q6_p import steps_and_centres
 from sparsepack.formats.blocks.table import BLOCKS
 from sparsepack.formats.matrix import PackedMatrix
 from sparsepack.formats.orders.zigzag import BAND_ROWS, codec_of, superblock_bytes
@@ -24,7 +24,7 @@ from sparsepack.runtime.cuda.products.tile_config import (
 from sparsepack.runtime.tuning import TUNED_BLOCK
 
 LARGEST_FACTOR = 63  # of d: scales have 6 bits
-PLANES_PARTS = (16, 64, 32, 32, 32, 32)
+PLANES_PARTS = (8, 64, 32, 32, 32, 32)
 """The bytes of a superblock's header and planes on the GPU."""
 SCRATCH_BYTES = 1 << 28
 """This many bytes of a matrix are dequantised at a time."""
@@ -135,16 +135,17 @@ def tiled(blocks: Tensor, tile_bands: int, gate: bool, block: str = "Q4_K") -> T
     loaded = [_padded(part, each).view(-1, each, *part.shape[1:]).transpose(1, 2) for part in parts]
     together = torch.cat(loaded, dim=2)
     if BLOCKS[block].levels:
-        of_bands = torch.split(together, [*PLANES_PARTS], dim=3)
-        return torch.cat([part.flatten(2) for part in of_bands], dim=2).view_as(together)
+        headers, *planes = (part.flatten(2) for part in torch.split(together, [*PLANES_PARTS], dim=3))
+        headers = functional.pad(headers, (0, max(16 - headers.shape[2], 0)))
+        return torch.cat([headers, *planes], dim=2).unflatten(2, (tile_bands, -1))
     return together.contiguous()
 
 
 def headers_in_order(blocks: Tensor) -> Tensor:
     """Put the six bits of each scale and each minimum of superblocks uint8 [.., 144] side by side, as the kernels take
     them apart."""
-    scales, mins = scales_and_mins(blocks)
-    both = scales.short() | mins.short() << 6
+    subscales, mins = scales_and_mins(blocks)
+    both = subscales.short() | mins.short() << 6
     even, odd = both[..., ::2], both[..., 1::2]  # twelve bits each; two are three bytes
     packed = torch.stack([even & 255, even >> 8 | (odd & 15) << 4, odd >> 4], dim=-1).flatten(-2)
     return torch.cat([blocks[..., :4], packed.byte(), blocks[..., 16:]], dim=-1)
@@ -180,17 +181,17 @@ def in_order(blocks: Tensor, block: str) -> tuple[Tensor, tuple[float, float]]:
 def planes_in_order(blocks: Tensor, block: str) -> tuple[Tensor, tuple[float, float]]:
     """Likewise of superblocks with planes, each superblock's by itself: `tiled` puts those of bands together."""
     parts = codec_of(block).apart(blocks.reshape(-1, blocks.shape[-1]))
-    scales, minima = parts.each.unbind(2)
-    header = torch.stack([scales, minima ^ 128], dim=2).flatten(1)
+    upper, lower = parts.each.unbind(2)
+    header = torch.stack([lower ^ 32, upper], dim=2).flatten(1)
     q = parts.numbers.view(-1, 4, 2, 32)  # group, half of it, row
     groups = 2 * torch.arange(4, dtype=torch.uint8, device=blocks.device)[:, None, None]
     halves = torch.arange(2, dtype=torch.uint8, device=blocks.device)[:, None]
     first = ((q >> 4) << groups).sum(1, dtype=torch.uint8).view(-1, 2, 8, 4).transpose(1, 2).flatten(1)
     planes = [((q >> bit & 1) << groups + halves).sum((1, 2), dtype=torch.uint8) for bit in (3, 2, 1, 0)]
-    laid = torch.cat([parts.shared, functional.pad(header, (0, 4)), first, *planes], dim=1)
-    d, c = (fp16_from_bytes(parts.shared[:, at : at + 2]).abs().nan_to_num(0, 0, 0) for at in (0, 2))
-    # The d with which Q4_K would have the largest weights; see `LARGER_BITS` of `kernels/products/gemv_q6_p.cuh`.
-    largest = float((d * (255 * 126 / 256) + c * 127).max()) / (15 * LARGEST_FACTOR) if d.numel() else 0.0
+    laid = torch.cat([header, first, *planes], dim=1)
+    # The d with which Q4_K would have the largest weights; see `SMALLER_BITS` of `kernels/products/gemv_q6_p.cuh`.
+    steps, _ = steps_and_centres(parts.each)
+    largest = float(steps.amax()) * (126 + 126) / (15 * LARGEST_FACTOR) if steps.numel() else 0.0
     return laid.view(*blocks.shape[:-1], -1), (largest, 0.0)
 
 

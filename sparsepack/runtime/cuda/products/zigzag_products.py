@@ -259,10 +259,11 @@ def _with_ring(matrix: CudaZigzag, needed: Callable[[int, CudaTileConfig], int])
 
 
 def _batch_bytes(columns: int, config: CudaTileConfig, inputs: int) -> int:
-    """The bytes of dynamic shared memory of a block of `zigzag_batch`: the ring, later the warps' sums, and the list
-    of the block's columns."""
+    """The bytes of dynamic shared memory of a block of `zigzag_batch`: the ring, later the warps' sums, the list of
+    the block's columns, and of planes what a warp's lanes leave for each other."""
     first = max(config.ring_bytes, 4 * config.warps * inputs * PADDED_ROWS)
-    return first + 4 * (inputs + 1) * COLUMNS_AT_ONCE * config.chunks(columns)
+    scratch = 512 * config.warps if config.planes else 0
+    return first + 4 * (inputs + 1) * COLUMNS_AT_ONCE * config.chunks(columns) + scratch
 
 
 def _defines(

@@ -87,7 +87,11 @@ extern "C" __global__ void __launch_bounds__(256)
     wait_for_previous();  // the scratch may still be read
     const int each = gate_bands ? tile_bands / 2 : tile_bands, row = threadIdx.x % 32 * 8;
     const int count = columns * tile_bands, bands_before = blockIdx.y * each;
+#if PLANES
+    blocks += (long long)blockIdx.y * columns * column_bytes(tile_bands, LEVELS);
+#else
     blocks += (long long)blockIdx.y * count * BLOCK_BYTES;
+#endif
     for (int i = blockIdx.x * 8 + threadIdx.x / 32; i < count; i += gridDim.x * 8) {
         const int member = i % tile_bands, up = member >= each;
         const int own = bands_before + member - up * each;  // among bands of its part, or of zeros beyond them
@@ -96,7 +100,7 @@ extern "C" __global__ void __launch_bounds__(256)
         float w[8];
 #if PLANES
         LanePlanes rows;
-        const u8* column = blocks + (long long)(i / tile_bands) * tile_bands * BLOCK_BYTES;
+        const u8* column = blocks + (long long)(i / tile_bands) * column_bytes(tile_bands, LEVELS);
         rows.read(column, PlanePlaces{tile_bands, member}, LEVELS, FromMemory());
         const float factor = scale;
         rows.weights(LEVELS, w);

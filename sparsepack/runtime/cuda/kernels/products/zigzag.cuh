@@ -43,7 +43,11 @@ static_assert(STAGES % K_SLICES == 0 && STAGES % PRODUCERS == 0, "a stage always
 static_assert(STAGES || !DENSE, "a ring that fills before the input is there");
 static constexpr int BAND_ROWS = 256;
 static constexpr int TILE_ROWS = TILE_BANDS * BAND_ROWS;
+#if PLANES
+static constexpr int COLUMN_BYTES = column_bytes(TILE_BANDS, LEVELS);
+#else
 static constexpr int COLUMN_BYTES = TILE_BANDS * BLOCK_BYTES;
+#endif
 static constexpr int PIECES = COLUMN_BYTES / 16;    // of 16 bytes in a column
 static constexpr bool ALIKE = OFFLOADED && !DENSE;  // columns begin in the ring as far behind a line as in memory
 static constexpr int LINE = 128;
@@ -96,7 +100,7 @@ struct ColumnPipeline {
     // Bytes of a column that travel.
     __device__ __forceinline__ int bytes(int entry) const {
 #if PLANES
-        return TILE_BANDS * level_bytes(DENSE ? LEVELS : (u32)index[entry] >> LEVEL_SHIFT);
+        return column_bytes(TILE_BANDS, DENSE ? LEVELS : (u32)index[entry] >> LEVEL_SHIFT);
 #else
         return COLUMN_BYTES;
 #endif
@@ -144,7 +148,7 @@ struct ColumnPipeline {
         const int lane = threadIdx.x % 32, entry = i * K_TILE;
         u8* to = ring + i % RING_STAGES * STAGE_BYTES;
         const u32 arrived = shared_address(full + i % RING_STAGES);
-#if BULK && PLANES
+#if BULK && PLANES && !DENSE
         const int mine = lane < K_TILE ? bytes(entry + lane) : 0;
         const u32 all = __reduce_add_sync(ALL_LANES, (u32)mine);
         if (lane == 0)
@@ -162,7 +166,8 @@ struct ColumnPipeline {
                          "n"(K_TILE * COLUMN_BYTES)
                          : "memory");
         __syncwarp();
-        const bool neighbours = DENSE && number(entry) + K_TILE - 1 < column_split.columns;  // here and there
+        const bool neighbours =
+            DENSE && PITCH == COLUMN_BYTES && number(entry) + K_TILE - 1 < column_split.columns;  // here and there
         if (lane < (neighbours ? 1 : K_TILE))
             asm volatile(
                 "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "

@@ -6,8 +6,8 @@
 //     sums of warps  ->  of the block  ->  workspace  ->  Y float32 [INPUTS, rows]     (split_k_reduce.cuh)
 //
 // Launch: grid (SPLITS, tiles), ALL_THREADS threads a block; where SPLITS > 1, no more blocks than run at once, since
-// they wait for each other. What a warp does with its k_tiles is the type's: batch_q4_k.cuh, on the tensor cores, or
-// batch_floats.cuh or batch_q6_p.cuh.
+// they wait for each other. What a warp does with its k_tiles is the type's: batch_q4_k.cuh or batch_q6_p.cuh, on the
+// tensor cores, or batch_floats.cuh.
 //
 // Sums: over the columns of a warp, the warps of a block, the blocks of a tile, each in order. Each
 // of these blocks finishes a share of the rows, for all inputs.
@@ -70,7 +70,7 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1) zigzag_batch(
     const ColumnSplit column_split(columns, split);
     init_consumer_barrier<THREADS>();
 
-    // ring [STAGES], later sums [WARPS][INPUTS][PADDED_ROWS]; list
+    // ring [STAGES], later sums [WARPS][INPUTS][PADDED_ROWS]; list; with planes [WARPS][SCRATCH]
     u8* ring = (u8*)memory;
     float* own = (float*)memory;
     constexpr int RING = STAGES * STAGE_BYTES, OWN = WARPS * INPUTS * PADDED_ROWS * 4, FIRST = RING > OWN ? RING : OWN;
@@ -107,7 +107,12 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1) zigzag_batch(
     float largest = 0;
 #pragma unroll
     for (int w = 0; w < WARPS; ++w) largest = fmaxf(largest, input < INPUTS ? warp_max_abs[w][input] : 0);
+#if PLANES
+    const int exponent = exponent_for(largest * largest_d) - LARGER_BITS;
+    float* scratch = (float*)(list.index + most) + warp * SCRATCH;
+#else
     const int exponent = exponent_for(largest * largest_d);
+#endif
     const float* value = input < INPUTS ? list.value + input * list.stride : nullptr;
     BatchAccumulator sums = {};
 #pragma unroll 1
@@ -116,8 +121,8 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1) zigzag_batch(
         barrier_wait(full + stage, i / STAGES & 1);
         const int* columns_of = list.index + i * K_TILE;
 #if PLANES
-        multiply(sums, ring + stage * STAGE_BYTES, PlanePlaces{TILE_BANDS, band}, columns_of, list.value + i * K_TILE,
-                 list.stride);
+        multiply(sums, ring + stage * STAGE_BYTES, PlanePlaces{TILE_BANDS, band}, columns_of,
+                 value ? value + i * K_TILE : nullptr, power_of_two(exponent), scratch);
 #else
         const u8* first = ring + stage * STAGE_BYTES + band * BLOCK_BYTES;
         const auto header = [&](int c) { return first + place_in_stage(c, tile_base, columns_of); };

@@ -170,22 +170,22 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, RESIDENT) zigzag_gemv(
     int exponent = exponent_for(largest * largest_scale);
     Accumulator sums = {};
 #if PLANES
-    exponent += FACTOR_BITS - 15 - LARGER_BITS;
+    exponent += FACTOR_BITS - 15 + SMALLER_BITS;
     const float scale = power_of_two(exponent);
     const PlanePlaces places{TILE_BANDS, band};
     u32* scratch = (u32*)(own + warp * PADDED_ROWS);
-    const auto tile_of = [&](int i) {
-        if (i >= pipeline.k_tiles) return PlanesTile{nullptr, nullptr, nullptr};
-        barrier_wait(full + i % RING_STAGES, i / RING_STAGES & 1);
-        return PlanesTile{ring + i % RING_STAGES * STAGE_BYTES, list.index + i * K_TILE, list.value + i * K_TILE};
-    };
 #pragma unroll 1
     for (int i = k_slice; i < pipeline.k_tiles; i += (PAIRED ? 2 : 1) * K_SLICES) {
-        const int next = PAIRED ? i + K_SLICES : pipeline.k_tiles;
-        const PlanesTile k_tiles[2] = {tile_of(i), tile_of(next)};
-        multiply(sums, k_tiles, places, scale, scratch);
-        warp_arrive(empty + i % RING_STAGES);
-        if (next < pipeline.k_tiles) warp_arrive(empty + next % RING_STAGES);
+        const int stage = i % RING_STAGES, next = i + K_SLICES, next_stage = next % RING_STAGES;
+        const bool both = PAIRED && next < pipeline.k_tiles;
+        barrier_wait(full + stage, i / RING_STAGES & 1);
+        if (both) barrier_wait(full + next_stage, next / RING_STAGES & 1);
+        const PlanesTiles tiles{ring + stage * STAGE_BYTES,   list.index + i * K_TILE,
+                                list.value + i * K_TILE,      both ? (next_stage - stage) * STAGE_BYTES : 0,
+                                both ? K_SLICES * K_TILE : 0, both};
+        multiply(sums, tiles, places, scale, scratch);
+        warp_arrive(empty + stage);
+        if (both) warp_arrive(empty + next_stage);
     }
 #else
     const float scale = power_of_two(exponent);
