@@ -55,7 +55,7 @@ from sparsepack.calibrate.rotation import BOUNDS
 from sparsepack.calibrate.thresholds import AllocationOptions
 from sparsepack.eval.options import EvalRequest
 from sparsepack.eval.perplexity import score_windows, summarise
-from sparsepack.eval.protocols import Done, WindowScorer, ignored
+from sparsepack.eval.protocols import CountingScorer, Done, WindowScorer, ignored
 from sparsepack.eval.run import realised_sparsity
 from sparsepack.eval.subject import TransformersSubject, open_subject
 from sparsepack.eval.tasks import run_tasks
@@ -273,9 +273,9 @@ def llama_cpp_rows(
 
 def figures_of(row: Measured, data: Mapping[str, Windows], reference: WindowScorer, documents: int) -> dict[str, Any]:
     """Score a row on the second halves of the windows of each text, and on so many documents of each task."""
-    protocol, texts = "decode" if row.subject.sparse else "dense", {}
+    protocol, texts, scorer = "decode" if row.subject.sparse else "dense", {}, row.subject.scorer()
     for text, windows in data.items():
-        scorer = row.subject.scorer()
+        scorer.reset()
         with torch.inference_mode():
             scores = score_windows(scorer, *windows, protocol, reference, batch=4, second_half=True)
         skipped = realised_sparsity(scorer, row.subject)["overall"] if row.subject.sparse else 0.0
@@ -288,22 +288,33 @@ def figures_of(row: Measured, data: Mapping[str, Windows], reference: WindowScor
         "bits_read": statistics.mean(each["bits_read"] for each in texts.values()),
         "file_bytes": row.path.stat().st_size,
         "texts": texts,
-        "tasks": right_answers(row.subject, protocol, documents) if documents else None,
+        "tasks": right_answers(row.subject, scorer, protocol, documents) if documents else None,
         "tokens_per_second": None,
     }
 
 
-def right_answers(subject: TransformersSubject, protocol: str, documents: int) -> dict[str, float]:
+def right_answers(
+    subject: TransformersSubject, scorer: CountingScorer, protocol: str, documents: int
+) -> dict[str, float]:
     """Return the share of right answers to so many documents of each task, by its name, and the mean of all, as
-    `mean`."""
+    `mean`.
+
+    scorer -- of the subject; on a GPU it scores tasks, too, for which it has decoded all levels already
+    """
     request = EvalRequest(
         subject.name, tasks=tuple(f"sp_{name}" for name in TASKS), task_path=TASK_FILES, limit=documents
     )
-    scorer = subject.task_scorer()
+    scorer = subject.task_scorer() if subject.device == "cpu" else scorer
     with torch.inference_mode():
-        known = {"vocabulary": scorer.vocabulary, "end_tokens": subject.end_tokens}
-        found = run_tasks(scorer, subject.tokenizer, request, protocol, **known)["tasks"]
-    shares = {name: found[f"sp_{name}"]["metrics"]["acc"]["value"] for name in TASKS}
+        made = run_tasks(
+            scorer,
+            subject.tokenizer,
+            request,
+            protocol,
+            vocabulary=scorer.vocabulary,
+            end_tokens=subject.end_tokens,
+        )
+    shares = {name: made["tasks"][f"sp_{name}"]["metrics"]["acc"]["value"] for name in TASKS}
     return {**shares, "mean": statistics.mean(shares.values())}
 
 
