@@ -188,18 +188,21 @@ class SparsePositions:
     ) -> torch.Tensor:
         """The product of a Linear, of sparse positions by the levels of its input; a forward hook."""
         x = inputs[0].view(*sparse.shape, -1)  # some stock blocks join rows and positions before their MLP
-        levels, top = levels_read(x, rule.to(x.device).limits), len(lower) + 1
+        levels = levels_read(x, rule.to(x.device).limits)
         if counts is not None:
             key, ends, counted = counts
             read = torch.tensor([0, *ends], device=x.device)[levels.long()]
             here = counted.to(x.device)[..., None]
             self._inactive[key] = self._inactive.get(key, 0) + torch.where(here, ends[-1] - read, 0).sum()
             self._seen[key] = self._seen.get(key, 0) + here.sum() * x.shape[-1] * ends[-1]
-        levels = torch.where(sparse.to(x.device)[..., None], levels, top)
+        here = sparse.to(x.device)
+        x, levels = x[here], levels[here]
         found = torch.zeros((), device=x.device, dtype=x.dtype)
         for level, weight in enumerate([*lower, linear.weight], 1):
             found = found + functional.linear(torch.where(levels == level, x, 0), weight)
-        return (found if linear.bias is None else found + linear.bias).view_as(output)
+        made = output.view(*sparse.shape, -1).clone()  # of dense positions it is right
+        made[here] = found if linear.bias is None else found + linear.bias
+        return made.view_as(output)
 
     def reset(self) -> None:
         """Forget the counts."""
