@@ -161,6 +161,11 @@ class PackRequest:
                 f"format {format.name}: its matrices cannot be fitted to their inputs; leave --refit and --quantiser "
                 f"out or use {those_with('fits')}"
             )
+        if refit.refit and format.levels:
+            raise PackingError(
+                f"format {format.name}: --refit fits weights to inputs that are skipped, not to levels of planes; "
+                "leave it out, error feedback (--quantiser gptq, the default) knows of levels"
+            )
         if refit.refit and not sparse:
             raise PackingError(
                 "--refit fits weights to what skipping leaves of their inputs, and nothing is skipped; give --sparsity "

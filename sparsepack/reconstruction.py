@@ -40,6 +40,8 @@ class Inputs:
     moments  -- of x_j ** 2: float32 [columns]
     products -- of x_i x_j: float32 [columns, columns], where a method needs them
     damping  -- share of the mean moment that is added to all of them, so that the products have an inverse
+    levels   -- of a format with planes, the squares of each input where it is read at each level, 0 for none, over
+                those where it is read at all: float32 [1 + levels, columns]; None: all are read whole
     shrunk   -- whether it is a share of each input's own moment instead, which draws the products towards those of
                 inputs that are independent: then few tokens, and single huge ones, tell little of other text
     """
@@ -48,16 +50,19 @@ class Inputs:
     products: Tensor | None = None
     damping: float = 0.01
     shrunk: bool = False
+    levels: Tensor | None = None
 
     def permuted(self, order: Tensor) -> "Inputs":
         """What is known of the same inputs in another order."""
         products = None if self.products is None else self.products[order][:, order]
-        return replace(self, moments=self.moments[order], products=products)
+        levels = None if self.levels is None else self.levels[:, order]
+        return replace(self, moments=self.moments[order], products=products, levels=levels)
 
     def to(self, device: str) -> "Inputs":
         """What is known of the same inputs, the inverse of their products too, on another device."""
         products = None if self.products is None else self.products.to(device)
-        moved = replace(self, moments=self.moments.to(device), products=products)
+        levels = None if self.levels is None else self.levels.to(device)
+        moved = replace(self, moments=self.moments.to(device), products=products, levels=levels)
         moved.__dict__["inverse_factor"] = self.inverse_factor.to(device)
         return moved
 

@@ -7,7 +7,8 @@ x~, x with an offset (or zero) in place of every inactive channel. With e = x - 
     lost          E[e x~^T]      zero in the first half
 
 say all that fitting W' x~ to W x needs: x is the unsparsified input of the same stream, with everything upstream as it
-will be. Where no site skips anything, the two halves are one.
+will be. Where no site skips anything, the two halves are one. Where rules have levels, they are one, too, but x~ lacks
+what is not read, and it is known how much of each channel is read at each level.
 
 New weights of one matrix, in closed form: what of W x the sparse inputs x~ can still give.
 
@@ -37,7 +38,7 @@ from sparsepack.formats.plan import EncodedSite
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
 from sparsepack.models.checkpoint.experts import as_shared
 from sparsepack.models.family import MLP_MID
-from sparsepack.models.sites import SiteRule, sparsify
+from sparsepack.models.sites import SiteRule, levels_read, sparsify
 from sparsepack.reconstruction import Inputs, Sums, empty_sums, entering, inputs_name, root_of_share
 
 _TOLD = 128  # evenly spread
@@ -82,16 +83,20 @@ class SiteSums:
         self.weight, self._dense = weight, dense
         self._rule = None if rule is None or rule.dense else rule.to(weight.device)
         rows, columns = weight.shape
-        told = min(rows, _TOLD) if self._rule is None else rows
+        told = min(rows, _TOLD) if self._rule is None or self._rule.of_levels else rows
         self._told = torch.linspace(0, rows - 1, told, device=weight.device).round().long()
         self._sums = Sums(columns, True, weight.device)
-        self._lost = None if self._rule is None else torch.zeros(columns, columns, device=weight.device)
+        levels = 0 if self._rule is None or not self._rule.of_levels else len(self._rule.limits)
+        self._by_level = torch.zeros(1 + levels, columns, device=weight.device) if levels else None
+        self._lost = None if self._rule is None or levels else torch.zeros(columns, columns, device=weight.device)
         self._outputs = self._missing = self._tokens = 0.0
         self.count = 0
 
     def add(self, x: Tensor) -> None:
         """Count the unsparsified inputs of windows: [B, S, columns]."""
         self.count += x.shape[0] * x.shape[1]
+        if self._by_level is not None:
+            return self._count_levels(x.flatten(0, -2))
         if self._dense is None:
             return self._count(x, None, 1.0)
         half = x.shape[1] // 2
@@ -114,13 +119,24 @@ class SiteSums:
         self._missing += share * _squares(self.weight, error)
         self._lost.addmm_(error.t(), sparse.float(), alpha=share)
 
+    def _count_levels(self, x: Tensor) -> None:
+        assert self._rule is not None
+        assert self._by_level is not None
+        levels, squares = levels_read(x, self._rule.limits), x.float().square()
+        for level, sums in enumerate(self._by_level):
+            sums += torch.where(levels == level, squares, 0).sum(0)
+        self._tokens += len(x)
+        self._sums.add(torch.where(levels > 0, x, 0))
+
     def inputs(self, damping: float, shrunk: bool = False) -> SiteInputs:
         """The means of what was counted; the sums are let go of."""
         lost = None if self._lost is None else self.weight @ self._lost.div_(self._tokens)
         inputs = self._sums.inputs(damping, shrunk)
         del self._lost, self._sums
+        if self._by_level is not None:
+            inputs = replace(inputs, levels=self._by_level / self._by_level[1:].sum(0).clamp_min(1e-30))
         outputs = self._outputs / self._tokens
-        if self._rule is None:
+        if lost is None:
             outputs = inputs.output_squares(self.weight[self._told])
         return SiteInputs(inputs, lost, self._told, outputs, self._missing / self._tokens)
 

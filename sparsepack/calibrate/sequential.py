@@ -114,8 +114,8 @@ def second_half(x: torch.Tensor) -> torch.Tensor:
 
 
 def sparsify_second_half(x: torch.Tensor, rule: SiteRule | None) -> torch.Tensor:
-    """x [B, S, columns] with its second half sparsified."""
-    if rule is None or rule.dense:
+    """x [B, S, columns] with its second half sparsified; levels leave out parts of weights, not of x."""
+    if rule is None or rule.dense or rule.of_levels:
         return x
     return torch.cat([x[:, : x.shape[1] // 2], sparsify(second_half(x), rule.to(x.device))], 1)
 

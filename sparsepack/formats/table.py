@@ -145,7 +145,7 @@ FORMATS: Mapping[str, Format] = {
                 _ZIGZAG,
                 MatrixFormat(block, "zigzag"),
                 experts=True,
-                fits=block == "Q4_K",
+                fits=block in ("Q4_K", "Q6_P"),
                 fits_experts=block == "Q4_K",
                 **_RUN,
             )

@@ -94,6 +94,17 @@ def _encode(x: Tensor, largest: float) -> Tensor:
     x = x.float().view(-1, GROUPS, GROUP)
     if largest > HIGHEST:
         x = x.clamp(-HIGHEST, HIGHEST)
+    each, q = fit(x)
+    return _together(Parts(each[:, :0, 0], each, q.flatten(1)))
+
+
+def fit(x: Tensor, shares: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """The grids that lose least of weights, float32 [n, groups, 64] up to `HIGHEST`.
+
+    shares -- what an error at each level weighs, float32 [n, levels]; None: `SHARES`
+
+    Returns s and b, as `Parts.each` has them, uint8 [n, groups, 2], and the weights' numbers q, uint8 as x.
+    """
     low, high = x.amin(-1).clamp_max(0), x.amax(-1).clamp_min(0)
     whole = (high / 2 - low / 2) / MIDDLE  # the scale that spans all weights
     unit = whole.clamp_min(2.0**LOWEST)
@@ -101,15 +112,16 @@ def _encode(x: Tensor, largest: float) -> Tensor:
     first = (exponent - 1 - LOWEST) * FRACTIONS + (2 * FRACTIONS * mantissa - FRACTIONS).ceil_().int()
     # In units of the whole scale, whose squares float32 holds.
     y, centre = x / unit[..., None], (high / 2 + low / 2) / unit
+    weighed = x.new_tensor([SHARES]) if shares is None else shares
     best: list[Tensor] = []
     for candidate in range(CANDIDATES):
         s = (first - candidate).clamp(0, CODES - 1)
         step = scales(s) / unit
         k = (centre * step.clamp_max(1) / step).sub_(CENTRE).div_(QUARTERS).round_().clamp_(-32, 31)
         m = k * QUARTERS + CENTRE
-        q = (y / step[..., None]).sub_(m[..., None]).add_(MIDDLE).div_(QUARTERS).round_().clamp_(0, 63).to(torch.uint8)
+        q = numbers(y, step, m)
         loss = torch.zeros_like(step)
-        for level, share in enumerate(SHARES, 1):
+        for level, share in enumerate(weighed[..., None].unbind(1), 1):
             loss += share * at_level(q, level).add_(m[..., None]).mul_(step[..., None]).sub_(y).square_().sum(-1)
         found = [loss, s, k, q]
         if best:
@@ -118,8 +130,13 @@ def _encode(x: Tensor, largest: float) -> Tensor:
             found = [torch.where(*each) for each in zip(where, found, best, strict=True)]
         best = found
     _, s, k, q = best
-    each = torch.stack([s >> 2, (s & 3) << 6 | k.int() & 63], dim=2).to(torch.uint8)
-    return _together(Parts(each[:, :0, 0], each, q.flatten(1)))
+    return torch.stack([s >> 2, (s & 3) << 6 | k.int() & 63], dim=2).to(torch.uint8), q
+
+
+def numbers(x: Tensor, scale: Tensor, m: Tensor) -> Tensor:
+    """The q nearest to weights x [..., groups, 64], by S and m [..., groups] of their groups: uint8 as x."""
+    q = (x / scale[..., None]).sub_(m[..., None]).add_(MIDDLE).div_(QUARTERS)
+    return q.round_().clamp_(0, 2 ** LEVELS[-1] - 1).to(torch.uint8)
 
 
 def _apart(blocks: Tensor) -> Parts:

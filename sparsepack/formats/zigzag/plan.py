@@ -37,7 +37,7 @@ from torch import Tensor
 from sparsepack.errors import PackingError
 from sparsepack.files.gguf import GgufFile
 from sparsepack.files.transfer import stacked_on, tensors_at_once
-from sparsepack.formats import gptq
+from sparsepack.formats import gptq, gptq_planes
 from sparsepack.formats.artifact import Artifact
 from sparsepack.formats.blocks.table import BLOCKS, type_that_fits
 from sparsepack.formats.containers.gguf import ARCHITECTURE, manifest_values, string
@@ -275,7 +275,10 @@ def encoded_site(
 def encoded_matrix(name: str, block: str, weight: Tensor, inputs: Inputs | None) -> tuple[dict[str, Tensor], Tensor]:
     """A matrix in zigzag order, with error feedback where its inputs are known: its tensors by their names, and what
     they decode to."""
-    blocks, tail = zigzag.pack_with_tail(weight, block) if inputs is None else gptq.zigzag_blocks(weight, inputs)
+    if inputs is None:
+        blocks, tail = zigzag.pack_with_tail(weight, block)
+    else:
+        blocks, tail = (gptq_planes if BLOCKS[block].levels else gptq).zigzag_blocks(weight, inputs)
     return stored_tensors(name, blocks, tail), zigzag.unpack(blocks, len(weight), tail=tail, block=block)
 
 
