@@ -61,6 +61,13 @@ def test_pack_inspect_and_verify_say_what_is_expected(folder: Path) -> None:
     assert told["expected"] == pytest.approx(3.4, abs=0.02)
 
 
+def test_the_card_says_what_is_expected(folder: Path) -> None:
+    said = run("card", folder / "p.gguf")
+    assert bits_of(said) == pytest.approx(3.4, abs=0.02)
+    assert "sites that may be sparse" not in said
+    assert "show the bytes of each site's Q6_P" in said
+
+
 def test_what_reads_everything_has_no_target(folder: Path) -> None:
     assert describe(folder / "whole.gguf")["bits_read"] is None
     assert "bits read" not in run("inspect", folder / "whole.gguf") + run("verify", folder / "whole.gguf")

@@ -162,9 +162,13 @@ class ZigzagArtifact(GgufArtifact):
             yield self.stored(name, expert, expert + 1).view(count, shape[-2], -1)[-1]
 
     def programs(self) -> Iterator[Program]:
-        yield Program("sparsepack", True, "runs it, skipping inactive columns while decoding")
-        what = "show and dequantise each tensor; a site's rows lie in bands of 256, the last in pieces of 64, before "
-        what += "they are multiplied by its row_scale"
+        if BLOCKS[self.block].levels:
+            yield Program("sparsepack", True, "runs it, reading bits of a column by how large its input is")
+            what = f"show the bytes of each site's {self.block}, and dequantise the other tensors"
+        else:
+            yield Program("sparsepack", True, "runs it, skipping inactive columns while decoding")
+            what = "show and dequantise each tensor; a site's rows lie in bands of 256, the last in pieces of 64, "
+            what += "before they are multiplied by its row_scale"
         yield Program("gguf-py, GGUF viewers", True, what)
         yield Program("llama.cpp", False, "unknown model architecture 'sparsepack'; pack as q4_k for it")
         yield Program("transformers", False, "unknown architecture; sparsepack gives it the dequantised weights")
