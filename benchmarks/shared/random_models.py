@@ -38,10 +38,11 @@ def random_model(size: Size, layers: int | None = None, device: str = "cuda") ->
     return random_of(config, size.name, size.layers, device)
 
 
-def random_of(config: Any, name: str, depth: int, device: str = "cuda") -> PackedModel:
+def random_of(config: Any, name: str, depth: int, device: str = "cuda", block: str = "Q4_K") -> PackedModel:
     """A model of any family, by its configuration, on the device; every site dense.
 
     depth -- layers of the model whose part it may be: what a block adds is as small as there
+    block -- of its matrices in zigzag order, Q4_K or Q6_P
     """
     a, family, narrow = architecture_of(config, None), FAMILIES[config.model_type], 1 / math.sqrt(2 * depth)
     generator = torch.Generator(device=device).manual_seed(0)
@@ -62,15 +63,13 @@ def random_of(config: Any, name: str, depth: int, device: str = "cuda") -> Packe
 
     def site(of: str) -> PackedSite:
         parts, columns, scale = shapes[of]
-        return PackedSite(random_zigzag(sum(parts), columns, scale, generator), None, None, parts)
+        return PackedSite(random_zigzag(sum(parts), columns, scale, generator, block), None, None, parts)
 
     def experts_site(of: str, numbers: ExpertNumbers) -> PackedExpertsSite:
         parts, columns, scale = shapes[of]
         shape = numbers.stored, zigzag.bands(sum(parts)), columns
-        blocks = random_superblocks(shape, scale * columns**-0.5, generator)
-        return PackedExpertsSite(
-            PackedExperts(blocks, MatrixFormat("Q4_K", "zigzag"), sum(parts), columns), None, parts
-        )
+        blocks = random_superblocks(shape, scale * columns**-0.5, generator, block)
+        return PackedExpertsSite(PackedExperts(blocks, MatrixFormat(block, "zigzag"), sum(parts), columns), None, parts)
 
     def mlp() -> DenseMlp | ExpertMlp:
         if a.experts is None:
@@ -99,19 +98,29 @@ def random_of(config: Any, name: str, depth: int, device: str = "cuda") -> Packe
     )
 
 
-def random_zigzag(rows: int, columns: int, scale: float, generator: torch.Generator) -> PackedMatrix:
-    """Weights between -7.5 and 7.5 steps, with the standard deviation scale / sqrt(columns)."""
-    blocks = random_superblocks((zigzag.bands(rows), columns), scale * columns**-0.5, generator)
-    return PackedMatrix(blocks, MatrixFormat("Q4_K", "zigzag"), rows, columns)
+def random_zigzag(
+    rows: int, columns: int, scale: float, generator: torch.Generator, block: str = "Q4_K"
+) -> PackedMatrix:
+    """Weights evenly between two sizes, with the standard deviation scale / sqrt(columns)."""
+    blocks = random_superblocks((zigzag.bands(rows), columns), scale * columns**-0.5, generator, block)
+    return PackedMatrix(blocks, MatrixFormat(block, "zigzag"), rows, columns)
 
 
-def random_superblocks(shape: tuple[int, ...], deviation: float, generator: torch.Generator) -> Tensor:
-    """Superblocks of Q4_K, uint8 [*shape, 144], whose weights have a standard deviation."""
-    blocks = torch.randint(0, 256, (*shape, 144), dtype=torch.uint8, device=generator.device, generator=generator)
-    step = deviation / 4.61  # the standard deviation of 0 .. 15
-    # Scales and minima are all 32; d varies by a tenth from superblock to superblock, dmin = 7.5 d.
-    varied = step / 32 * (1 + 0.1 * torch.randn(shape, device=generator.device, generator=generator))
-    blocks[..., :4] = torch.stack([varied, 7.5 * varied], dim=-1).half().view(torch.uint8)
+def random_superblocks(
+    shape: tuple[int, ...], deviation: float, generator: torch.Generator, block: str = "Q4_K"
+) -> Tensor:
+    """Superblocks of Q4_K or Q6_P, uint8 [*shape, bytes], whose weights have a standard deviation."""
+    device, size = generator.device, BLOCKS[block].bytes
+    blocks = torch.randint(0, 256, (*shape, size), dtype=torch.uint8, device=device, generator=generator)
+    varied = 1 + 0.1 * torch.randn(shape, device=device, generator=generator)  # scales of superblocks
+    if block == "Q6_P":
+        step = deviation / 73.9 * varied  # the standard deviation of 4 q - 126
+        blocks[..., :4] = (8 * (step.clamp_min(2.0**-20).log2() + 24)).round()[..., None].to(torch.uint8)
+        blocks[..., 4:8] = 0
+        return blocks
+    step = deviation / 4.61 * varied  # the standard deviation of 0 .. 15
+    # Scales and minima are all 32; dmin = 7.5 d.
+    blocks[..., :4] = torch.stack([step / 32, 7.5 * step / 32], dim=-1).half().view(torch.uint8)
     blocks[..., 4:12] = 160
     blocks[..., 12:16] = 0
     return blocks

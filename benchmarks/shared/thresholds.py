@@ -23,6 +23,10 @@ from sparsepack.runtime.reference.backend import ReferenceOperations
 CALIBRATION_TOKENS = 256
 Thresholds = Mapping[tuple[int, str], float]
 """The threshold of each (layer, site)."""
+Limits = Mapping[tuple[int, str], Tensor]
+"""The thresholds of each (layer, site): of the levels of planes, float32 [levels], or one, float32 [1]."""
+LEVELS = (0.2, 0.35, 0.6, 1.1, 2.1)
+"""Thresholds of levels to each other: a plane of one bit more for about each doubling of an input."""
 Kept = Callable[[tuple[int, str], Tensor], Tensor]
 
 
@@ -48,10 +52,51 @@ class _Stored(ReferenceOperations):
     matmul = staticmethod(lambda matrix, x: F.linear(x, decode_matrix(matrix)))  # type: ignore[assignment]
 
 
-@torch.inference_mode()
+def with_limits(packed: PackedModel, limits: Limits) -> PackedModel:
+    """The same model of planes with a rule of levels at every site that is named, the same for all of its columns."""
+    layers = []
+    for number, layer in enumerate(packed.layers):
+        sites = {}
+        for name, site in layer.sites.items():
+            columns = site.matrix.columns
+            sites[name] = replace(site, rule=SiteRule(limits[number, name].cpu()[:, None].repeat(1, columns)))
+        mlp = replace(layer.mlp, sites={name: sites.pop(name) for name in layer.mlp.sites})
+        layers.append(replace(layer, attention=sites, mlp=mlp))
+    return replace(packed, layers=tuple(layers))
+
+
 def find_thresholds(packed: PackedModel, sparsities: Iterable[float]) -> dict[float, Thresholds]:
-    """For each sparsity a threshold per (layer, site): one pass over random tokens each, in float32, by the reference's
-    decoder, whose products are watched."""
+    """For each sparsity a threshold per (layer, site)."""
+
+    def threshold_of(size: Tensor, sparsity: float) -> Tensor:
+        return size.flatten().kthvalue(max(1, round(sparsity * size.numel()))).values[None]
+
+    found = find_limits(packed, sparsities, threshold_of)
+    return {sparsity: {place: float(limits) for place, limits in of.items()} for sparsity, of in found.items()}
+
+
+def find_levels(packed: PackedModel, bits: Iterable[float]) -> dict[float, Limits]:
+    """For each number of bits read of a weight, thresholds of levels per (layer, site), in the ratios of `LEVELS`."""
+    bytes = torch.tensor([0, *packed.layers[0].attention["attn_in"].matrix.levels], dtype=torch.float32)
+
+    def limits_of(size: Tensor, bits: float) -> Tensor:
+        ratios, of_level = torch.tensor(LEVELS, device=size.device), bytes.to(size.device)
+        low, high = float(size.mean()) / 100, float(size.mean()) * 100
+        for _ in range(40):
+            middle = (low * high) ** 0.5
+            read = of_level[torch.bucketize(size, middle * ratios)].mean() / 32
+            low, high = (middle, high) if read > bits else (low, middle)
+        return middle * ratios
+
+    return find_limits(packed, bits, limits_of)
+
+
+@torch.inference_mode()
+def find_limits(
+    packed: PackedModel, targets: Iterable[float], limits_of: Callable[[Tensor, float], Tensor]
+) -> dict[float, dict[tuple[int, str], Tensor]]:
+    """For each target thresholds per (layer, site): one pass over random tokens each, in float32, by the reference's
+    decoder, whose products are watched. limits_of: of the sizes of a site's inputs, and a target"""
     device = packed.output_norm.device
     generator = torch.Generator(device=device).manual_seed(1)
     ids = torch.randint(packed.architecture.vocabulary, (CALIBRATION_TOKENS,), device=device, generator=generator)
@@ -61,16 +106,15 @@ def find_thresholds(packed: PackedModel, sparsities: Iterable[float]) -> dict[fl
         sites = layer.mlp.sites if isinstance(layer.mlp, LoadedDenseMlp) else {}
         places |= {id(site): (number, name) for name, site in {**layer.attention, **sites}.items()}
     of_experts = {id(layer.mlp): number for number, layer in enumerate(decoder._layers)}
-    found: dict[float, dict[tuple[int, str], float]] = {}
+    found: dict[float, dict[tuple[int, str], Tensor]] = {}
     product, selected = LoadedSite.product, LoadedExpertMlp._selected
-    for sparsity in sparsities:
-        found[sparsity] = {}
+    for target in targets:
+        found[target] = {}
 
-        def kept(place: tuple[int, str], x: Tensor, sparsity: float = sparsity) -> Tensor:
+        def kept(place: tuple[int, str], x: Tensor, target: float = target) -> Tensor:
             size = x.abs()
-            threshold = size.flatten().kthvalue(max(1, round(sparsity * size.numel()))).values
-            found[sparsity][place] = float(threshold)
-            return torch.where(size > threshold, x, 0)
+            limits = found[target][place] = limits_of(size, target)
+            return torch.where(size > limits[0], x, 0)
 
         def of_site(site: LoadedSite, x: Tensor, *more: Any, kept: Kept = kept) -> Tensor:
             return product(site, kept(places[id(site)], x), *more)

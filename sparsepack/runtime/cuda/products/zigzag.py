@@ -137,15 +137,15 @@ def tiled(blocks: Tensor, tile_bands: int, gate: bool, block: str = "Q4_K") -> T
     if BLOCKS[block].levels:
         headers, *planes = (part.flatten(2) for part in torch.split(together, [*PLANES_PARTS], dim=3))
         headers = functional.pad(headers, (0, max(16 - headers.shape[2], 0)))
-        return torch.cat([headers, *planes], dim=2).unflatten(2, (tile_bands, -1))
+        return torch.cat([headers, *planes], dim=2).view(*together.shape[:2], tile_bands, -1)
     return together.contiguous()
 
 
 def headers_in_order(blocks: Tensor) -> Tensor:
     """Put the six bits of each scale and each minimum of superblocks uint8 [.., 144] side by side, as the kernels take
     them apart."""
-    subscales, mins = scales_and_mins(blocks)
-    both = subscales.short() | mins.short() << 6
+    scales, mins = scales_and_mins(blocks)
+    both = scales.short() | mins.short() << 6
     even, odd = both[..., ::2], both[..., 1::2]  # twelve bits each; two are three bytes
     packed = torch.stack([even & 255, even >> 8 | (odd & 15) << 4, odd >> 4], dim=-1).flatten(-2)
     return torch.cat([blocks[..., :4], packed.byte(), blocks[..., 16:]], dim=-1)
