@@ -213,7 +213,7 @@ def zigzag_gemv(matrix: Any, x: Tensor, indices: Tensor, count: Tensor) -> Tenso
 
 def planes_matmul(matrix: Any, x: Tensor, levels: Tensor) -> Tensor:
     """Y = X W^T, every column read at a level of its own; see `reference.planes_matmul`. Row by row, each as a decoder
-    of one sequence has it: multipliers have 8 bits where a column is read at level 3 or less, else 16."""
+    of one sequence has it."""
     y = torch.empty(x.shape[0], matrix.rows)
     for row, of_row, to in zip(x.contiguous(), levels, y, strict=True):
         indices = torch.argsort(of_row, stable=True).int()  # level by level, each ascending

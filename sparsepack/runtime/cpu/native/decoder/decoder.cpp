@@ -88,8 +88,18 @@ std::vector<float> sparse_bias(const Site& site, const Kernels& kernels) {
     if (site.offset.empty()) return site.bias;
     const Zigzag& m = *site.matrix;
     std::vector<float> y(m.rows);
+    const LevelEnds whole = {};
     for (int32_t quad = 0; quad < quads(&m); ++quad) {
-        MatmulWork work = {&m, quad, int32_t(m.columns), nullptr, site.offset.data(), y.data(), m.columns, m.rows, 1};
+        MatmulWork work = {&m,
+                           quad,
+                           int32_t(m.columns),
+                           nullptr,
+                           site.offset.data(),
+                           y.data(),
+                           m.columns,
+                           m.rows,
+                           1,
+                           level_ranges(&whole, int32_t(m.columns))};
         kernels.zigzag_matmul(&work);
     }
     if (!site.bias.empty()) kernels.sum(site.bias.data(), 0, 1, nullptr, int32_t(m.rows), 1, y.data());

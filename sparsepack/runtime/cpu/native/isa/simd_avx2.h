@@ -181,8 +181,10 @@ INLINE void unpack_header(const QuadHeader* header, Vec* scales, Vec* mins) {
 
 INLINE VecInt bytes_low(VecInt a, VecInt b) { return (VecInt)_mm256_unpacklo_epi8((__m256i)a, (__m256i)b); }
 INLINE VecInt bytes_high(VecInt a, VecInt b) { return (VecInt)_mm256_unpackhi_epi8((__m256i)a, (__m256i)b); }
-// Bits of a where the mask has ones, else of b.
-INLINE VecInt blend_bits(VecInt mask, VecInt a, VecInt b) { return (a & mask) | (b & ~mask); }
+// Bits of a where the mask has ones, else of b; and the other way round.
+INLINE VecInt keep_bits(VecInt a, VecInt b, VecInt mask) { return (a & mask) | (b & ~mask); }
+INLINE VecInt replace_bits(VecInt a, VecInt b, VecInt mask) { return (b & mask) | (a & ~mask); }
+INLINE VecInt or_bits(VecInt a, VecInt b, VecInt mask) { return a | (b & mask); }
 // sum + unsigned bytes of a times signed ones of b, four per dword. WHOLE_BYTES: bytes of a may be above 63.
 enum { WHOLE_BYTES = 0 };
 INLINE VecInt dot_bytes(VecInt sum, VecInt a, VecInt b) {

@@ -162,9 +162,16 @@ INLINE void unpack_header(const QuadHeader* header, Vec* scales, Vec* mins) {
 
 INLINE VecInt bytes_low(VecInt a, VecInt b) { return (VecInt)_mm512_unpacklo_epi8((__m512i)a, (__m512i)b); }
 INLINE VecInt bytes_high(VecInt a, VecInt b) { return (VecInt)_mm512_unpackhi_epi8((__m512i)a, (__m512i)b); }
-// Bits of a where the mask has ones, else of b.
-INLINE VecInt blend_bits(VecInt mask, VecInt a, VecInt b) {
-    return (VecInt)_mm512_ternarylogic_epi32((__m512i)mask, (__m512i)a, (__m512i)b, 0xca);
+// Bits of a where the mask has ones, else of b; and the other way round. Each may overwrite a.
+INLINE VecInt keep_bits(VecInt a, VecInt b, VecInt mask) {
+    return (VecInt)_mm512_ternarylogic_epi32((__m512i)a, (__m512i)b, (__m512i)mask, 0xe4);
+}
+INLINE VecInt replace_bits(VecInt a, VecInt b, VecInt mask) {
+    return (VecInt)_mm512_ternarylogic_epi32((__m512i)a, (__m512i)b, (__m512i)mask, 0xd8);
+}
+// a | b & mask
+INLINE VecInt or_bits(VecInt a, VecInt b, VecInt mask) {
+    return (VecInt)_mm512_ternarylogic_epi32((__m512i)a, (__m512i)b, (__m512i)mask, 0xf8);
 }
 // sum + unsigned bytes of a times signed ones of b, four per dword. WHOLE_BYTES: bytes of a may be above 63.
 enum { WHOLE_BYTES = 1 };

@@ -177,10 +177,12 @@ INLINE void unpack_header(const QuadHeader* header, Vec* scales, Vec* mins) {
 
 INLINE VecInt bytes_low(VecInt a, VecInt b) { return (VecInt)vzip1q_s8((int8x16_t)a, (int8x16_t)b); }
 INLINE VecInt bytes_high(VecInt a, VecInt b) { return (VecInt)vzip2q_s8((int8x16_t)a, (int8x16_t)b); }
-// Bits of a where the mask has ones, else of b.
-INLINE VecInt blend_bits(VecInt mask, VecInt a, VecInt b) {
+// Bits of a where the mask has ones, else of b; and the other way round.
+INLINE VecInt keep_bits(VecInt a, VecInt b, VecInt mask) {
     return (VecInt)vbslq_s32((uint32x4_t)mask, (int32x4_t)a, (int32x4_t)b);
 }
+INLINE VecInt replace_bits(VecInt a, VecInt b, VecInt mask) { return keep_bits(b, a, mask); }
+INLINE VecInt or_bits(VecInt a, VecInt b, VecInt mask) { return a | (b & mask); }
 // sum + unsigned bytes of a times signed ones of b, four per dword. WHOLE_BYTES: bytes of a may be above 63.
 enum { WHOLE_BYTES = 0 };
 INLINE VecInt dot_bytes(VecInt sum, VecInt a, VecInt b) {

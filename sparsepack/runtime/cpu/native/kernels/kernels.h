@@ -16,26 +16,27 @@ static inline int32_t level_end(const LevelEnds* ends, int32_t level, int32_t co
     return level < PLANES ? ends->of[level - 1] : count;
 }
 static inline int32_t level_begin(const LevelEnds* ends, int32_t level) { return level > 1 ? ends->of[level - 2] : 0; }
-// The part of a list from `first` to `last`, as a list.
-static inline LevelEnds level_ends_within(const LevelEnds* ends, int32_t first, int32_t last) {
-    LevelEnds within;
-    for (int32_t i = 0; i < PLANES - 1; i++) {
-        int32_t end = ends->of[i] < last ? ends->of[i] : last;
-        within.of[i] = end > first ? end - first : 0;
-    }
-    return within;
+// Of such a list, columns of each level from 1 on: from `first` to before `last`.
+struct LevelRanges {
+    int32_t first[PLANES], last[PLANES];
+};
+static inline LevelRanges level_ranges(const LevelEnds* ends, int32_t count) {
+    LevelRanges all;
+    for (int32_t i = 0; i < PLANES; i++)
+        all.first[i] = level_begin(ends, i + 1), all.last[i] = level_end(ends, i + 1, count);
+    return all;
 }
 
 // A work item of a sparse product: a slice of the active columns, the rows of one span.
 struct GemvWork {
     const Zigzag* matrix;
     int32_t span;
-    int32_t count;           // of indices; 0 gives zeros
-    const int32_t* indices;  // ascending, of a matrix of planes within each level
-    const float* x;          // [columns], read at the indices
-    float* y;                // [span_bands * 256], overwritten, in the order of the rows, padding rows too
-    bool cold;               // no work item before has fetched its first columns
-    LevelEnds ends = {};     // of the list, where the matrix has planes
+    int32_t count;            // of indices; 0 gives zeros
+    const int32_t* indices;   // ascending, of a matrix of planes within each level
+    const float* x;           // [columns], read at the indices
+    float* y;                 // [span_bands * 256], overwritten, in the order of the rows, padding rows too
+    bool cold;                // no work item before has fetched its first columns
+    LevelRanges levels = {};  // of the list, where the matrix has planes; `count` is not read then
 };
 
 // A work item of a product for several positions: the rows of one quad.
@@ -48,7 +49,7 @@ struct MatmulWork {
     float* y;  // [positions][y_stride], overwritten at the rows' numbers, the logical rows of the quad only
     int64_t x_stride, y_stride;
     int32_t positions;
-    LevelEnds ends = {};  // as in GemvWork
+    LevelRanges levels = {};  // as in GemvWork
 };
 
 // Attention of consecutive positions, for the query heads that share one key head. Query position p (0 ... positions -

@@ -36,8 +36,7 @@ enum {
 // Of one column of a quad; of absent groups the least scale, and bits that are zero. Group g of the quad is at slot
 // `plane_slot(g)`: of each block of chunks the first groups, then the second ones.
 struct PlaneScales {
-    uint8_t s[QUAD_GROUPS];
-    int8_t m[QUAD_GROUPS];
+    uint8_t s[QUAD_GROUPS], b[QUAD_GROUPS];
 };
 static_assert(sizeof(PlaneScales) == 32, "PlaneScales");
 static inline int32_t plane_slot(int32_t group) { return group / 8 * 8 + group % 2 * 4 + group % 8 / 2; }
@@ -47,6 +46,8 @@ struct PlanesSpan {
     const uint8_t *scales, *parts[PLANE_PARTS];
     int64_t scales_stride, stride;
     int32_t quads, chunks;
+    int64_t columns;
+    const uint8_t* bounds;  // [quads][columns]
 };
 
 static inline int32_t plane_chunks(const Zigzag* m, int32_t span) {
@@ -57,23 +58,26 @@ static inline int64_t planes_span_bytes(int64_t columns, int32_t quads, int32_t 
     return whole_lines(columns * quads * (int64_t)sizeof(PlaneScales)) +
            PLANE_PARTS * whole_lines(columns * chunks * (int64_t)CHUNK_PART_BYTES);
 }
+// All spans of a matrix. After them come the bounds, uint8 [quads][columns]: the largest s of a column's groups.
+static inline int64_t planes_bytes(const Zigzag* m) {
+    int32_t last = spans(m) - 1, chunks = plane_chunks(m, last);
+    int32_t quads = (chunks + QUAD_PLANE_CHUNKS - 1) / QUAD_PLANE_CHUNKS;
+    return last * planes_span_bytes(m->columns, m->span, m->span * QUAD_PLANE_CHUNKS) +
+           planes_span_bytes(m->columns, quads, chunks) + PLANE_SLACK;
+}
+static inline int64_t plane_bounds_bytes(const Zigzag* m) { return quads(m) * m->columns; }
 static inline PlanesSpan planes_span(const Zigzag* m, int32_t span) {
     PlanesSpan at;
+    at.columns = m->columns;
     at.chunks = plane_chunks(m, span);
     at.quads = (at.chunks + QUAD_PLANE_CHUNKS - 1) / QUAD_PLANE_CHUNKS;
     at.scales_stride = at.quads * (int64_t)sizeof(PlaneScales);
     at.stride = at.chunks * (int64_t)CHUNK_PART_BYTES;
     at.scales = m->data + span * planes_span_bytes(m->columns, m->span, m->span * QUAD_PLANE_CHUNKS);
     at.parts[0] = at.scales + whole_lines(m->columns * at.scales_stride);
+    at.bounds = m->data + planes_bytes(m) + span * m->span * m->columns;
     for (int32_t i = 1; i < PLANE_PARTS; i++) at.parts[i] = at.parts[i - 1] + whole_lines(m->columns * at.stride);
     return at;
-}
-// All of a matrix.
-static inline int64_t planes_bytes(const Zigzag* m) {
-    int32_t last = spans(m) - 1, chunks = plane_chunks(m, last);
-    int32_t quads = (chunks + QUAD_PLANE_CHUNKS - 1) / QUAD_PLANE_CHUNKS;
-    return last * planes_span_bytes(m->columns, m->span, m->span * QUAD_PLANE_CHUNKS) +
-           planes_span_bytes(m->columns, quads, chunks) + PLANE_SLACK;
 }
 
 // The byte of a column's plane 1, in its part of a span, at which a chunk's first or second group begins.

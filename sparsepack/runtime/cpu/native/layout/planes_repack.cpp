@@ -15,7 +15,9 @@ void pack_group(const Q6PBlock& block, int32_t from, const PlanesSpan& to, int64
     auto& scales = ((PlaneScales*)(to.scales + column * to.scales_stride))[group / QUAD_GROUPS];
     int32_t slot = plane_slot(group % QUAD_GROUPS);
     scales.s[slot] = block.s[from];
-    scales.m[slot] = block.m[from];
+    uint8_t& bound = const_cast<uint8_t*>(to.bounds)[group / QUAD_GROUPS * to.columns + column];
+    bound = std::max(bound, block.s[from]);
+    scales.b[slot] = block.b[from];
     uint8_t* parts[PLANE_PARTS];
     for (int32_t i = 0; i < PLANE_PARTS; i++) parts[i] = const_cast<uint8_t*>(to.parts[i]) + column * to.stride;
     int32_t chunk = group / 2, second = group % 2;

@@ -142,14 +142,16 @@ ExpertsMatrix repack_experts(const uint8_t* blocks, int64_t experts, int64_t row
     int32_t bands = (int32_t)((rows + BAND_ROWS - 1) / BAND_ROWS), pieces = tail ? tail_pieces(rows) : 0;
     Zigzag shape = {nullptr, rows, columns, bands, span, tile, nullptr, pieces, nullptr, block, zigzag_block(block)};
     shape.span = std::min(span, quads(&shape));
-    int64_t bytes = block == Q6_P ? planes_bytes(&shape) : zigzag_bytes(&shape) + bounds_bytes(&shape);
+    bool planes = block == Q6_P;
+    int64_t bytes =
+        planes ? planes_bytes(&shape) + plane_bounds_bytes(&shape) : zigzag_bytes(&shape) + bounds_bytes(&shape);
     int64_t stride = (bytes + 63) & ~(int64_t)63;
     Memory memory((experts - 1) * stride + bytes);
     std::vector<Zigzag> views;
     int64_t superblock = shape.bytes.superblock, of_each = (bands - (pieces > 0)) * columns * superblock;
     for (int64_t expert = 0; expert < experts; expert++) {
         auto* of_tail = tail ? tail + expert * tail_blocks(rows, columns) * superblock : nullptr;
-        auto repack = block == Q6_P ? repack_planes : repack_at;
+        auto repack = planes ? repack_planes : repack_at;
         views.push_back(repack(shape, blocks + expert * of_each, of_tail, memory.data() + expert * stride, pool));
     }
     return {std::move(views), std::move(memory)};

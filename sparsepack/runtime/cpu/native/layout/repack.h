@@ -44,7 +44,7 @@ struct ExpertsMatrix {
 ExpertsMatrix repack_experts(const uint8_t* blocks, int64_t experts, int64_t rows, int64_t columns, int32_t span,
                              int32_t tile, Pool& pool, const uint8_t* tail = nullptr, int32_t block = Q4_K);
 
-// A matrix of planes of that shape at `data`, which has planes_bytes (layout/planes.h), zeros; what `repack_experts` does.
+// A matrix of planes of that shape at `data`, which has the bytes of its spans and bounds (layout/planes.h), zeros; what `repack_experts` does.
 Zigzag repack_planes(Zigzag view, const uint8_t* blocks, const uint8_t* tail, uint8_t* data, Pool& pool);
 
 struct NeuronMatrix {

@@ -19,18 +19,26 @@ int32_t neuron_border(int32_t count, int32_t slices, int32_t slice) {
     return slice == slices ? count : int32_t(int64_t(count) * slice / slices) & ~7;
 }
 
-// The column of a list of columns of a matrix of planes at which slice `slice` begins: all have as many bytes, and in each
-// level whole fours of columns.
-int32_t planes_border(const Active& active, int32_t slices, int32_t slice) {
-    if (slice == slices) return active.count;
-    int64_t left = bytes_read(active) * slice / slices;
-    for (int32_t level = 1; level <= PLANES; level++) {
-        int32_t begin = level_begin(&active.ends, level), end = level_end(&active.ends, level, active.count);
-        int64_t bytes = level_bytes(level);
-        if (left < (end - begin) * bytes) return begin + int32_t(left / bytes) / 4 * 4;
-        left -= (end - begin) * bytes;
+// Of a list of columns of a matrix of planes, those whose numbers are from `from` to before `to`.
+LevelRanges columns_between(const Active& active, int32_t from, int32_t to) {
+    LevelRanges levels = level_ranges(&active.ends, active.count);
+    auto at = [&](int32_t first, int32_t last, int32_t column) {
+        return int32_t(std::lower_bound(active.indices + first, active.indices + last, column) - active.indices);
+    };
+    for (int32_t i = 0; i < PLANES; i++) {
+        int32_t first = levels.first[i], last = levels.last[i];
+        levels.first[i] = at(first, last, from), levels.last[i] = at(first, last, to);
     }
-    return active.count;
+    return levels;
+}
+
+// Of such a list, the part from `first` to before `last`, as a list.
+LevelRanges ranges_within(const Active& active, int32_t first, int32_t last) {
+    LevelRanges levels = level_ranges(&active.ends, active.count);
+    for (int32_t* each : {levels.first, levels.last}) {
+        for (int32_t i = 0; i < PLANES; i++) each[i] = std::min(std::max(each[i], first), last) - first;
+    }
+    return levels;
 }
 
 }  // namespace
@@ -66,14 +74,15 @@ void share_gemvs(const Kernels& kernels, Pool& pool, const Product* products, in
         const Product* p = products;
         for (; slice >= slices_of(*p); ++p) slice -= slices_of(*p);
         int32_t slices = slices_of(*p), count = p->active.count, tiles = (count + shape.tile - 1) / shape.tile;
-        auto border = [&](int32_t n) {
-            if (shape.block == Q6_P) return planes_border(p->active, slices, n);
-            return std::min(count, int32_t(int64_t(tiles) * n / slices) * shape.tile);
-        };
-        int32_t first = border(slice), last = border(slice + 1);
         float* y = partial_sums + at * gemv_stride(shape) + int64_t(span) * shape.span * QUAD_ROWS;
-        LevelEnds ends = level_ends_within(&p->active.ends, first, last);
-        return GemvWork{p->matrix, span, last - first, p->active.indices + first, p->x, y, false, ends};
+        if (shape.block == Q6_P) {
+            auto column = [&](int32_t n) { return int32_t(shape.columns * n / slices); };
+            LevelRanges levels = columns_between(p->active, column(slice), column(slice + 1));
+            return GemvWork{p->matrix, span, count, p->active.indices, p->x, y, false, levels};
+        }
+        auto border = [&](int32_t n) { return std::min(count, int32_t(int64_t(tiles) * n / slices) * shape.tile); };
+        int32_t first = border(slice);
+        return GemvWork{p->matrix, span, border(slice + 1) - first, p->active.indices + first, p->x, y, false};
     };
     bool cold = true;
     pool.share(all * spans(&shape), [&](int here, int next) {
@@ -94,6 +103,7 @@ void share_matmul(const Kernels& kernels, Pool& pool, const Zigzag& m, const flo
     groups = std::max(1, std::min(groups, positions / LEAST_GROUP));
     int32_t size = ((positions + groups - 1) / groups + 15) & ~15;
     groups = (positions + size - 1) / size;
+    const LevelEnds whole = {};
     pool.share(quads(&m) * groups, [&](int number, int) {
         int64_t first = int64_t(number % groups) * size;
         int32_t here = int32_t(std::min<int64_t>(size, positions - first));
@@ -105,7 +115,8 @@ void share_matmul(const Kernels& kernels, Pool& pool, const Zigzag& m, const flo
                            y + first * m.rows,
                            m.columns,
                            m.rows,
-                           here};
+                           here,
+                           level_ranges(&whole, int32_t(m.columns))};
         kernels.zigzag_matmul(&work);
     });
 }
@@ -128,7 +139,7 @@ void share_matmul(const Kernels& kernels, Pool& pool, const Zigzag& m, const flo
                            last - first, active.indices + first,
                            x + first,    partial_sums + int64_t(slice) * positions * m.rows,
                            m.columns,    m.rows,
-                           positions,    level_ends_within(&active.ends, first, last)};
+                           positions,    ranges_within(active, first, last)};
         kernels.zigzag_matmul(&work);
     });
 }
