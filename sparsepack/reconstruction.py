@@ -42,6 +42,7 @@ class Inputs:
     damping  -- share of the mean moment that is added to all of them, so that the products have an inverse
     levels   -- of a format with planes, the squares of each input where it is read at each level, 0 for none, over
                 those where it is read at all: float32 [1 + levels, columns]; None: all are read whole
+    row_costs -- of a format with planes, what a squared error of each output costs: float32 [rows]; None: all alike
     shrunk   -- whether it is a share of each input's own moment instead, which draws the products towards those of
                 inputs that are independent: then few tokens, and single huge ones, tell little of other text
     """
@@ -51,6 +52,7 @@ class Inputs:
     damping: float = 0.01
     shrunk: bool = False
     levels: Tensor | None = None
+    row_costs: Tensor | None = None
 
     def permuted(self, order: Tensor) -> "Inputs":
         """What is known of the same inputs in another order."""

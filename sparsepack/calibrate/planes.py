@@ -51,6 +51,7 @@ def find_rules(
         )
     steps = plane_shares(options.block)
     channels: dict[SiteKey, Tensor] = {}
+    row_costs: dict[SiteKey, Tensor] = {}
     scales: dict[SiteKey, float] = {}
     counts: dict[SiteKey, list[Tensor]] = {}
     ids = spread_windows(calibration.windows, WINDOWS)[:, :TOKENS]
@@ -64,13 +65,15 @@ def find_rules(
         # small.
         c = (saved / len(of_rows)).clamp_min(_FLOOR * float(saved[0].mean()) / len(of_rows) or 1e-30).sqrt()
         scales[key] = float(c[0].log().mean().exp())
-        channels[key] = (c / scales[key]).cpu()
+        channels[key], row_costs[key] = (c / scales[key]).cpu(), of_rows.cpu()
         counts[key] = [histogram.count(x.abs() * (row / scales[key])).cpu() for row in c]
     price = _price(counts, scales, weights, steps, options.sparsity)
     rules = {}
     for key, c in channels.items():
         realised = 1 - _share_read(counts[key], price / scales[key], steps)
-        rules[key] = SiteRule(price / scales[key], channel_weights=c, sparsity=realised, realised=realised)
+        rules[key] = SiteRule(
+            price / scales[key], channel_weights=c, sparsity=realised, realised=realised, row_costs=row_costs[key]
+        )
     return rules
 
 
@@ -88,7 +91,7 @@ def level_costs(weight: Tensor, block: str, at_input: Tensor, of_rows: Tensor) -
     at_input -- gradients at the site's input [..., columns]; of_rows -- mean squares of those at its output [rows]
     """
     weight = weight.to(of_rows.device).float()
-    rows = zigzag.row_scales(weight)[:, None]
+    rows = zigzag.row_scales(weight, of_rows)[:, None]
     blocks, tail = zigzag.pack_with_tail(weight / rows, block)
     costs = [at_input.square().flatten(0, -2).mean(0)]
     for level in range(1, len(BLOCKS[block].levels) + 1):

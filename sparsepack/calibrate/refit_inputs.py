@@ -134,7 +134,9 @@ class SiteSums:
         inputs = self._sums.inputs(damping, shrunk)
         del self._lost, self._sums
         if self._by_level is not None:
-            inputs = replace(inputs, levels=self._by_level / self._by_level[1:].sum(0).clamp_min(1e-30))
+            assert self._rule is not None
+            of_read = self._by_level / self._by_level[1:].sum(0).clamp_min(1e-30)
+            inputs = replace(inputs, levels=of_read, row_costs=self._rule.row_costs)
         outputs = self._outputs / self._tokens
         if lost is None:
             outputs = inputs.output_squares(self.weight[self._told])

@@ -73,6 +73,8 @@ class SiteRule:
     sparsity        -- target share of inactive channels, with levels of the bits that are not read
     realised        -- the share that the calibration text gave
     curve           -- the thresholds that give each share of `CURVE_SHARES` there; empty: not known
+    row_costs       -- with levels, what a squared error of each of the site's outputs costs, for who quantises the
+                       matrix: float32 [rows]; not kept in tables and artifacts
     """
 
     threshold: float | Tensor = 0.0
@@ -81,6 +83,7 @@ class SiteRule:
     sparsity: float = 0.0
     realised: float = 0.0
     curve: tuple[float, ...] = ()
+    row_costs: Tensor | None = None
 
     @property
     def dense(self) -> bool:

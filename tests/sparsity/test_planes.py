@@ -89,13 +89,15 @@ def test_sums_for_error_feedback_know_what_is_read_at_each_level() -> None:
     generator = torch.Generator().manual_seed(0)
     x, limits = torch.randn(3, 40, 7, generator=generator), torch.rand(5, 7, generator=generator).sort(0).values
     limits[:, 2] = torch.inf
-    sums = SiteSums(torch.randn(9, 7, generator=generator), SiteRule(limits, sparsity=0.5), 0.7)
+    rule = SiteRule(limits, sparsity=0.5, row_costs=torch.rand(9, generator=generator))
+    sums = SiteSums(torch.randn(9, 7, generator=generator), rule, 0.7)
     for part in x.split(2):
         sums.add(part)
     known = sums.inputs(0.1)
     flat, levels = x.flatten(0, 1), levels_read(x.flatten(0, 1), limits)
     read = torch.where(levels > 0, flat, 0)
     assert known.lost is None
+    assert known.inputs.row_costs is rule.row_costs
     assert known.inputs.products is not None
     assert torch.allclose(known.inputs.products, read.T @ read / 120, atol=1e-5)
     assert known.inputs.levels is not None

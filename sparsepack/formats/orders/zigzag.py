@@ -34,6 +34,8 @@ _BALANCINGS = 4  # of rows and of columns; more change no model's perplexity
 _BALANCED_AT_ONCE = 1 << 22  # weights, as float64
 _MOST_SCALE = 8  # powers of two: d has no room for more
 _PIECES = BAND_ROWS // PIECE_ROWS
+_BY_COST = 0.2  # of a row's root mean square times that of its gradients
+_LEAST_COST = 0.01  # of the rows' mean
 
 
 def superblock_bytes(block: str) -> int:
@@ -68,8 +70,11 @@ def tail_blocks(rows: int, columns: int) -> int:
     return -(-columns * tail_pieces(rows) // _PIECES)
 
 
-def row_scales(weight: Tensor) -> Tensor:
+def row_scales(weight: Tensor, costs: Tensor | None = None) -> Tensor:
     """What to divide the rows of a matrix by before it is quantised: floats [rows, columns] -> float32 [rows].
+
+    costs -- what a squared error of each row costs, float32 [rows]: the more, the finer it is quantised beside the
+             others of its groups; None: all the same
 
     Rows and columns are divided in turns by their root mean squares, which balances them (Sinkhorn), and the rows'
     divisors are kept: superblocks have a scale for each column. Their geometric mean is 1, none is further from it
@@ -87,6 +92,10 @@ def row_scales(weight: Tensor) -> Tensor:
             of_columns += torch.where(rows[-1] > 0, 1 / rows[-1], 0) @ squares / len(weight)
         columns = torch.where(of_columns > 0, of_columns, 1)
     logs = torch.cat(rows).log2() / 2
+    if costs is not None:
+        # Were groups as wide as their mean square, half of what a row's error costs would be right; they are wider.
+        costs = costs.double() / costs.double().mean().clamp_min(torch.finfo(torch.float64).tiny)
+        logs -= _BY_COST * (logs + (costs + _LEAST_COST).log2() / 2)
     used = logs.isfinite()
     scales = torch.where(used, logs - logs[used].mean(), 0).clamp_(-_MOST_SCALE, _MOST_SCALE).exp2()
     # Of few bits, so that they, and all bytes, do not depend on the order in which a device adds.

@@ -263,7 +263,8 @@ def encoded_site(
 ) -> EncodedSite:
     """A site's matrix in zigzag order (`SiteEncoder`), with scales of its rows unless told otherwise."""
     name = f"blk.{layer}.{site}"
-    scales = zigzag.row_scales(weight)[:, None] if row_scales else None
+    costs = None if inputs is None or inputs.row_costs is None else inputs.row_costs.to(weight.device)
+    scales = zigzag.row_scales(weight, costs)[:, None] if row_scales else None
     tensors, decoded = encoded_matrix(name, block, weight if scales is None else weight.float() / scales, inputs)
     whole = len(weight) - zigzag.tail_rows(len(weight))
     rows = {name: slice(whole, None) if name.endswith(TAIL) else slice(0, whole) for name in tensors}

@@ -1,13 +1,17 @@
 """Error feedback for planes: outputs of columns that are read at levels of their own are nearer than rounded ones."""
 
+from dataclasses import replace
+
 import pytest
 import torch
+from devices import needs_cuda
 from torch import Tensor
 
 from sparsepack.errors import PackingError
 from sparsepack.formats import gptq_planes
 from sparsepack.formats.blocks import q6_p
 from sparsepack.formats.orders import zigzag
+from sparsepack.formats.zigzag.plan import encoded_site
 from sparsepack.models.sites import levels_read
 from sparsepack.reconstruction import Inputs
 
@@ -116,6 +120,43 @@ def _tail(weight: Tensor, inputs: Inputs) -> Tensor:
     assert blocks.shape[0] == 0
     assert tail is not None
     return tail
+
+
+def test_rows_whose_errors_cost_more_are_quantised_finer() -> None:
+    weight, (_, _, inputs) = weights(300, 50), inputs_of(50)
+    costs = torch.full((300,), 0.01)
+    costs[::16] = 1.0
+    errors = []
+    for row_costs in (None, costs):
+        made = encoded_site("Q6_P", 0, "mlp_in", weight, replace(inputs, row_costs=row_costs)).weight
+        errors.append(float(costs @ (made - weight).square().sum(1)))
+    assert errors[1] < 0.9 * errors[0]
+
+
+@pytest.mark.parametrize("costs", [torch.zeros(40), torch.full((40,), 1e-38), torch.logspace(-20, 20, 40)])
+def test_scales_of_rows_are_within_bounds_whatever_errors_cost(costs: Tensor) -> None:
+    weight = weights(40, 9)
+    weight[3] = 0
+    scales = zigzag.row_scales(weight, costs)
+    assert scales[3] == 1
+    assert ((scales >= 2**-8) & (scales <= 2**8)).all()
+    same = zigzag.row_scales(weight, torch.full((40,), 7.0)).log2()
+    expected = zigzag.row_scales(weight).log2() * 0.8
+    others = torch.arange(40) != 3
+    assert torch.allclose((same - expected)[others] - (same - expected)[others].mean(), torch.zeros(39), atol=0.02)
+
+
+@pytest.mark.gpu
+@needs_cuda
+def test_a_gpu_does_as_well() -> None:
+    weight, (x, levels, inputs) = weights(300, 97), inputs_of(97)
+    assert inputs.products is not None
+    assert inputs.levels is not None
+    there = replace(inputs, moments=inputs.moments.cuda(), products=inputs.products.cuda(), levels=inputs.levels.cuda())
+    blocks, tail = gptq_planes.zigzag_blocks(weight.cuda(), there)
+    assert tail is not None
+    here = error(weight, x, levels, *gptq_planes.zigzag_blocks(weight, inputs))
+    assert error(weight, x, levels, blocks.cpu(), tail.cpu()) == pytest.approx(here, rel=0.02)
 
 
 def test_weights_beyond_the_format_become_its_largest() -> None:
