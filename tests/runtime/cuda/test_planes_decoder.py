@@ -127,7 +127,7 @@ def test_several_sequences_read_a_column_at_the_largest_level(shape: str) -> Non
     oracle = Engine(packed, context=64, backend="reference", sequences=3)
     texts = [IDS, IDS[5:] + IDS[:5], IDS[::-1]]
     for ids in zip(*texts, strict=True):  # without prompts, which are rounded to float16
-        assert_near(held.step(list(ids), True), oracle.step_all(list(ids)), limit_of(KERNELS))
+        assert_near(held.step(list(ids), True), oracle.step_all(list(ids)), 2 * limit_of(KERNELS))
     for key, share in oracle.activity().items():
         units = packed.layers[key[0]].sites[key[1]].matrix.units
         assert held.active()[key] == pytest.approx(share * held.stepped * units, rel=2e-2)
