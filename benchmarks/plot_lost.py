@@ -31,7 +31,7 @@ def points(figures: Iterable[Mapping[str, Any]], model: str, text: str) -> dict[
         kind = next((kind for kind in _KINDS if row["row"].startswith(kind)), None)
         if kind is not None and row["model"] == model:
             of_text = row["texts"][text]
-            name = row["row"].removeprefix(kind).strip(" -")
+            name = row["row"].removeprefix(kind).strip()
             found[kind].append((of_text["bits_read"], of_text["kl_divergence"]["value"], name or "all read"))
     return {kind: sorted(each) for kind, each in found.items()}
 

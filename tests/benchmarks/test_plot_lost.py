@@ -29,8 +29,8 @@ ROWS = [
 
 def test_each_row_is_at_its_place_by_its_kind() -> None:
     assert points(ROWS, "SmolLM2-135M", "books") == {
-        "zigzag-q6_p": [(3.5, 0.05, "bits 3.4"), (6.5, 0.01, "all read")],
-        "zigzag-q4_k": [(2.3, 0.3, "sparsity 0.5"), (4.5, 0.04, "all read")],
+        "zigzag-q6_p": [(3.5, 0.05, "--bits 3.4"), (6.5, 0.01, "all read")],
+        "zigzag-q4_k": [(2.3, 0.3, "--sparsity 0.5"), (4.5, 0.04, "all read")],
         "llama.cpp": [(5.5, 0.045, "Q4_K_M")],
     }
 

@@ -44,6 +44,13 @@ def run(*arguments: object) -> str:
     return done.output
 
 
+def result(*arguments: object) -> str:
+    """What a command writes to standard output alone."""
+    done = CliRunner().invoke(main, [*map(str, arguments)])
+    assert done.exit_code == 0, done.output
+    return str(done.stdout)
+
+
 def bits_of(text: str) -> float:
     """The bits that are told; the target is beside them."""
     found = READ.search(text)
@@ -56,7 +63,7 @@ def test_pack_inspect_and_verify_say_what_is_expected(folder: Path) -> None:
     packed = run("pack", folder / "m", *again, "-o", folder / "again.gguf")
     for said in (packed, run("inspect", folder / "p.gguf"), run("verify", folder / "p.gguf")):
         assert bits_of(said) == pytest.approx(3.4, abs=0.02)
-    told = json.loads(run("-q", "inspect", folder / "p.gguf", "--json", "-"))["bits_read"]
+    told = json.loads(result("inspect", folder / "p.gguf", "--json", "-"))["bits_read"]
     assert told["target"] == pytest.approx(3.4)
     assert told["expected"] == pytest.approx(3.4, abs=0.02)
 
@@ -81,7 +88,7 @@ def test_eval_and_its_json_say_what_was_read(folder: Path) -> None:
     said = run(*evaluate)
     assert "of each weight" in said
     assert "of sparse sites" not in said
-    found = json.loads(run("-q", *evaluate, "--json", "-"))["perplexity"][0]["realised_sparsity"]
+    found = json.loads(result(*evaluate, "--json", "-"))["perplexity"][0]["realised_sparsity"]
     assert found["bits"] == BITS
     assert found["bits_read"] == pytest.approx(BITS * (1 - found["overall"]))
     assert bits_of(said) == pytest.approx(found["bits_read"], abs=0.006)
@@ -96,7 +103,7 @@ def test_generate_says_it_with_and_without_the_controller(folder: Path) -> None:
     assert "target 3.40 bits read" in said
     assert 1 < bits_of(said) < BITS
     assert "held at 3.40 bits read" in run(*generate, "--hold")
-    record = json.loads(run("-q", *generate, "--json", "-").splitlines()[-1])
+    record = json.loads(result(*generate, "--json", "-").splitlines()[-1])
     assert record["bits_read"] == pytest.approx(BITS * (1 - record["skipped"]))
     dense = run(*generate, "--dense")
     assert f"{ALL} of each" in dense
@@ -114,7 +121,7 @@ def test_bench_says_it_of_each_mode(folder: Path) -> None:
     said = run(*bench)
     assert f"{ALL} |" in said
     assert 1 < bits_of(said) < BITS
-    _, dense, sparse = json.loads(run("-q", *bench, "--json", "-"))["tests"]
+    _, dense, sparse = json.loads(result(*bench, "--json", "-"))["tests"]
     assert dense["bits_read"] == BITS
     assert sparse["bits_read"] == pytest.approx(BITS * (1 - sparse["realised_sparsity"]))
 
