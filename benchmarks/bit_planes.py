@@ -9,7 +9,7 @@ input. RUN is LEVELS[+OPTION...]@BITS, bits read being a mean over all weights, 
     rows      rows and columns are brought to one size before, in turns (Sinkhorn); a row's factor multiplies its output
     affine    at each level a matrix has a slope and an offset of its own;   points  each code of two planes or less has
     all       scales are chosen by the error at all levels, each as often as it is read
-    gptq      error feedback: what each column loses at each level, as often as it is read so
+    gptq      error feedback: what each column loses in the mean over levels, as often as it is read at each
     fisher    a column's error counts by the gradients of the model's output, not by one measured effect of each site
     weighted  rows, too, when scales are chosen
     f16       scales of groups are float16 each, not 6 bits in parts of a superblock's
@@ -45,7 +45,7 @@ SHRINKS = (1.0, 0.95, 0.9, 0.84, 0.78, 0.7)
 """Shares of the whole range that scales are tried at."""
 SUPERBLOCK = 256
 NOISE = 0.1
-DAMPING = 0.3
+DAMPING = 1.0
 """Of each input's own second moment, added to it where errors are fed back."""
 
 
@@ -87,7 +87,7 @@ class Site:
 
     weights -- float32 [rows, columns];  modules -- its Linears and their rows of it
     moments -- E[x x^T], float32 [columns, columns];  samples -- |x| of some tokens, float32 [tokens, columns]
-    inputs  -- x of half of them, float16 [tokens, columns]
+    inputs  -- x of every second token, the first ones too, float16 [tokens, columns]
     effect  -- KL that an error of its output of one part of its energy would cost, if small errors are a guide
     """
 
@@ -237,42 +237,37 @@ def nested(w: Tensor, run: Run, shares: Tensor | None = None, of_rows: Tensor | 
     return grid_of(w, run, shares, of_rows).levels(w)
 
 
-def with_feedback(site: Site, run: Run) -> list[Tensor]:
-    """The levels of a site, what each column loses put right by the columns after it.
+def with_feedback(site: Site, run: Run, shares: Tensor) -> list[Tensor]:
+    """The levels of a site, what each column loses in the mean over levels put right by the columns after it, as
+    `sparsepack.formats.gptq_planes` says.
 
-    Read at level l, column j leaves e_lj, times those of its inputs that read it so. By least squares the later columns
-    take off F_l[:, j] e_lj of it, F_l = U^T tril(U C_l, -1): U^T U the inverse of the products of the inputs that read
-    a column at all, C_l the products of these with those of column j at level l. Where there is one level, always
-    read, it is GPTQ's rule.
+    shares -- of the columns' squared inputs, those that fall to each level: float32 [levels, columns]
     """
     order = site.moments.diagonal().mul(site.norms).argsort(descending=True)
     w, x = site.weights[:, order].clone(), site.inputs[:, order].float()
     level = (x.abs() > site.thresholds[:, None, order]).sum(0)
+    squares = torch.stack([torch.where(level == n, x.square(), 0).sum(0) for n in range(len(run.levels) + 1)])
+    weight = (squares / squares[1:].sum(0).clamp(min=1e-30)).clamp(max=4)
     read = torch.where(level > 0, x, 0)
     products = (read.T @ read / len(x)).double()
     diagonal = products.diagonal()
     diagonal += DAMPING * diagonal + 1e-3 * diagonal.mean()
     lower = torch.linalg.cholesky(products.flip(0, 1))
     factor = torch.linalg.inv(lower).flip(0, 1).float()
-    back = [
-        factor.T @ (factor @ (read.T @ torch.where(level == n, x, 0) / len(x))).tril(-1)
-        for n in range(len(run.levels) + 1)
-    ]
-    grid = grid_of(w, run, None, site.row_slopes)
+    grid = grid_of(w, run, shares[:, order], site.row_slopes)
     made = [torch.empty_like(w) for _ in run.levels]
     for start in range(0, w.shape[1], 64):
         end = min(start + 64, w.shape[1])
-        errors = torch.zeros(len(back), len(w), end - start, device=w.device)
+        errors = torch.zeros(len(w), end - start, device=w.device)
         for j in range(start, end):
             here = slice(j, j + 1)
-            errors[0, :, j - start] = w[:, j]
+            missed = weight[:, j].sum() * w[:, j]
             for n, each in enumerate(grid.levels(w[:, here], here)):
                 made[n][:, j] = each[:, 0]
-                errors[n + 1, :, j - start] = w[:, j] - each[:, 0]
-            for n, feed in enumerate(back):
-                w[:, j + 1 : end] += errors[n, :, j - start, None] * feed[j + 1 : end, j]
-        for n, feed in enumerate(back):
-            w[:, end:] += errors[n] @ feed[end:, start:end].T
+                missed -= weight[n + 1, j] * each[:, 0]
+            errors[:, j - start] = missed / factor[j, j]
+            w[:, j + 1 : end] -= errors[:, j - start, None] * factor[j, j + 1 : end]
+        w[:, end:] -= errors @ factor[start:end, end:]
     returned = torch.empty_like(order)
     returned[order] = torch.arange(len(order), device=order.device)
     return [each[:, returned] for each in made]
@@ -312,7 +307,7 @@ class Simulation:
                 x = inputs[0].flatten(0, -2)[8:]  # the first positions hold massive activations
                 self.sites[key].moments += x.T @ x
                 seen[key].append(x[::16].abs())
-                whole[key].append(x[::2].half())
+                whole[key].append(inputs[0].flatten(0, -2)[::2].half())  # which error feedback must not forget
 
             return hook
 
@@ -393,7 +388,7 @@ class Simulation:
             for site in self.sites.values():
                 shares = self._shares(site)
                 if "gptq" in run.options:
-                    site.levels = with_feedback(site, run)
+                    site.levels = with_feedback(site, run, shares)
                 else:
                     site.levels = nested(site.weights, run, shares, site.row_slopes)
             self.allocate(run)

@@ -34,10 +34,10 @@ def test_a_table_of_a_small_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     text.write_text(TEXT[:60000])
     monkeypatch.setattr(bit_planes, "windows_of_half", lambda subject, text, count: (torch.randint(300, (2, 65)),) * 2)
     monkeypatch.setattr(bit_planes, "windows_of", lambda subject, text, count: (torch.randint(300, (2, 64)),) * 2)
-    runs = ["2,4,6+rows+fisher@3.4", "4+all@3.4"]
+    runs = ["2,4,6+rows+fisher@3.4", "4+all@3.4", "2,4,6+gptq+all@3.4"]
     arguments = [make_model(tmp_path / "m"), *runs, "--text", text, "--calibration-text", text, "--context", 64]
     done = CliRunner().invoke(bit_planes.main, [*map(str, arguments), "--work", str(tmp_path / "w")])
     assert done.exit_code == 0, done.output
     rows = [line.split(" | ") for line in done.output.splitlines() if "@" in line]
     assert [row[0].strip("| ") for row in rows] == runs
-    assert [row[1] for row in rows] == ["6.50", "4.50"]
+    assert [row[1] for row in rows] == ["6.50", "4.50", "6.50"]
