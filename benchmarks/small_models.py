@@ -451,7 +451,7 @@ def told_of_peer(figures: Sequence[Figure]) -> list[str]:
             bits = bits_at(curve, kl)
             ends = f"more than {curve[-1][0]:.2f}" if kl < curve[-1][1] else f"less than {curve[0][0]:.2f}"
             at = ends if bits is None else f"{bits:.2f}"
-            lines.append(f"{text}: the KL of {PEER}, {kl:.3f} at {of_text['bits_read']:.2f} bits, at {at} bits read")
+            lines.append(f"{text}: {at} bits read have the KL of {PEER}, {kl:.3f} at {of_text['bits_read']:.2f} bits")
     return lines
 
 

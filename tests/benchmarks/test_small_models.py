@@ -88,9 +88,9 @@ def test_the_line_on_the_peer_says_where_the_curve_does_not_reach() -> None:
     ours = [row("zigzag-q6_p --bits 2.3", 2.3, 0.2), row("zigzag-q6_p", 6.5, 0.01), row("zigzag-q4_k", 4.5, 0.04)]
     assert told_of_peer(ours) == []
     (line,) = told_of_peer([*ours, row(PEER, 5.5, 0.2)])
-    assert line == f"books: the KL of {PEER}, 0.200 at 5.50 bits, at 2.30 bits read"
+    assert line == f"books: 2.30 bits read have the KL of {PEER}, 0.200 at 5.50 bits"
     (line,) = told_of_peer([*ours, row(PEER, 5.5, 0.005)])
-    assert line.endswith("at more than 6.50 bits read")
+    assert line.startswith("books: more than 6.50 bits read have")
 
 
 @pytest.mark.parametrize("importance", [False, True])
