@@ -80,12 +80,13 @@ def find_levels(packed: PackedModel, bits: Iterable[float]) -> dict[float, Limit
     bytes = torch.tensor([0, *packed.layers[0].attention["attn_in"].matrix.levels], dtype=torch.float32)
 
     def limits_of(size: Tensor, bits: float) -> Tensor:
-        ratios, of_level = torch.tensor(LEVELS, device=size.device), bytes.to(size.device)
+        ratios, more = torch.tensor(LEVELS, device=size.device), bytes.diff().to(size.device)
+        ordered = size.flatten().sort().values
         low, high = float(size.mean()) / 100, float(size.mean()) * 100
         for _ in range(40):
             middle = (low * high) ** 0.5
-            read = of_level[torch.bucketize(size, middle * ratios)].mean() / 32
-            low, high = (middle, high) if read > bits else (low, middle)
+            above = 1 - torch.searchsorted(ordered, middle * ratios, right=True) / ordered.numel()
+            low, high = (middle, high) if float((above * more).sum()) / 32 > bits else (low, middle)
         return middle * ratios
 
     return find_limits(packed, bits, limits_of)

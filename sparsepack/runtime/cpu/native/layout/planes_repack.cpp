@@ -10,6 +10,23 @@ namespace {
 
 constexpr int64_t COLUMNS_AT_ONCE = 64;
 
+// to [16] |= of a group's rows 16 f ... 16 f + 15, f from 0 to 3, the bits `mask` from bit `from` of their bytes on, moved to
+// 2 f + `to_shift`. Rows 32 and up are in bytes 2 `upper` further on, `more` bits higher. Eight bytes at a time.
+void gather_bits(const uint8_t* bits, int64_t upper, int32_t from, int32_t more, uint64_t mask, int32_t to_shift,
+                 uint8_t* to) {
+    mask *= 0x0101010101010101;
+    for (int32_t half = 0; half < 16; half += 8) {
+        uint64_t gathered;
+        std::memcpy(&gathered, to + half, 8);
+        for (int32_t f = 0; f < 4; f++) {
+            uint64_t word;
+            std::memcpy(&word, bits + f % 2 * 16 + f / 2 * 2 * upper + half, 8);
+            gathered |= (word >> (from + f / 2 * more) & mask) << (2 * f + to_shift);
+        }
+        std::memcpy(to + half, &gathered, 8);
+    }
+}
+
 // Group `from` of a superblock of the file becomes group `group` of a column of a span.
 void pack_group(const Q6PBlock& block, int32_t from, const PlanesSpan& to, int64_t column, int32_t group) {
     auto& scales = ((PlaneScales*)(to.scales + column * to.scales_stride))[group / QUAD_GROUPS];
@@ -21,14 +38,10 @@ void pack_group(const Q6PBlock& block, int32_t from, const PlanesSpan& to, int64
     uint8_t* parts[PLANE_PARTS];
     for (int32_t i = 0; i < PLANE_PARTS; i++) parts[i] = const_cast<uint8_t*>(to.parts[i]) + column * to.stride;
     int32_t chunk = group / 2, second = group % 2;
-    uint8_t* first = parts[0] + first_plane_offset(to.chunks, chunk, second);
-    for (int32_t i = 0; i < PLANE_GROUP; i++)
-        first[i % 16] |= (uint8_t)((block.first[i] >> 2 * from & 3) << i / 16 * 2);
+    gather_bits(block.first, 16, 2 * from, 0, 3, 0, parts[0] + first_plane_offset(to.chunks, chunk, second));
     for (int32_t plane = 2; plane <= PLANES; plane++) {
         uint8_t* other = parts[plane / 2] + plane_offset(to.chunks, chunk, plane);
-        const uint8_t* bits = block.others[plane - 2];
-        for (int32_t i = 0; i < PLANE_GROUP; i++)
-            other[i % 16] |= (uint8_t)((bits[i % 32] >> (2 * from + i / 32) & 1) << (i / 16 * 2 + second));
+        gather_bits(block.others[plane - 2], 0, 2 * from, 1, 1, second, other);
     }
 }
 
