@@ -137,7 +137,7 @@ BACKENDS: Mapping[str, Backend] = MappingProxyType(
             ),
             Backend(
                 "cpu",
-                says="native kernels on the stored 4.5 bits a weight, multiplied in 16 bits within tiles of columns",
+                says="native kernels on the weights as they are stored, multiplied in 16 bits within tiles of columns",
                 hardware="the CPU",
                 devices=("cpu",),
                 module="sparsepack.runtime.cpu.backend",
@@ -151,7 +151,7 @@ BACKENDS: Mapping[str, Backend] = MappingProxyType(
             ),
             Backend(
                 "cuda",
-                says="CUDA kernels on the stored 4.5 bits a weight, a token a CUDA graph; prefill in float16 on tensor "
+                says="CUDA kernels on the weights as they are stored, a token a CUDA graph; prefill in float16 on tensor "
                 "cores",
                 hardware="NVIDIA GPUs",
                 devices=("cuda",),
@@ -171,7 +171,7 @@ BACKENDS: Mapping[str, Backend] = MappingProxyType(
             ),
             Backend(
                 "metal",
-                says="Metal kernels on the stored 4.5 bits a weight; prefill in float32 by torch",
+                says="Metal kernels on the weights as they are stored; prefill in float32 by torch",
                 hardware="Apple GPUs",
                 devices=("mps",),
                 module="sparsepack.runtime.metal.backend",
