@@ -151,8 +151,8 @@ BACKENDS: Mapping[str, Backend] = MappingProxyType(
             ),
             Backend(
                 "cuda",
-                says="CUDA kernels on the weights as they are stored, a token a CUDA graph; prefill in float16 on tensor "
-                "cores",
+                says="CUDA kernels on the weights as they are stored, a token a CUDA graph; prefill in float16 on "
+                "tensor cores",
                 hardware="NVIDIA GPUs",
                 devices=("cuda",),
                 module="sparsepack.runtime.cuda.backend",
