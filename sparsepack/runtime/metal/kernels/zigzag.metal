@@ -155,8 +155,7 @@ inline void add_columns(thread PlaneSums& sums, device const uchar* band, device
         for (int g = 0; g < 4; ++g) {
             const uint bits = g % 2 ? planes[c].odd : planes[c].even;
             const float step = groups[c].step[g];
-            for (int b = 0; b < 2; ++b)
-                sums.row[b][g] += upper * step * float(bits & 15u << (8 * b + g / 2 * 4));
+            for (int b = 0; b < 2; ++b) sums.row[b][g] += upper * step * float(bits & 15u << (8 * b + g / 2 * 4));
             if (level[c] > 3) {
                 const float lower = g % 2 ? step : 4.0f * step;  // those of odd groups stand two bits higher
                 for (int b = 0; b < 2; ++b) sums.row[b][g] += lower * float(planes[c].lower & 3u << (8 * b + 2 * g));
@@ -268,8 +267,8 @@ kernel void planes_gemv(device const uchar* blocks [[buffer(0)]], device const f
     const int levels = listed_in(counts + (columns + SEGMENT - 1) / SEGMENT, columns, lane);
     if (group.x + group.y + index == 0) active[0] += 40 * listed + 32 * levels;
     const PlaneSums none = {{{0, 0, 0, 0}, {0, 0, 0, 0}}, {0, 0, 0, 0}};
-    multiply(none, PLANES_BYTES, blocks, values, indices, counts, partials, columns, row_scale, has_row_scale != 0, sums,
-             group, groups, index, simdgroup, simdgroups, lane);
+    multiply(none, PLANES_BYTES, blocks, values, indices, counts, partials, columns, row_scale, has_row_scale != 0,
+             sums, group, groups, index, simdgroup, simdgroups, lane);
 }
 
 // The transpose of some bands, dense, for products with many vectors: out [columns, bands here * 256].
