@@ -73,7 +73,8 @@ class PackRequest:
         counts=(_PLANES,),
     )
     loss: str | None = option(
-        "In place of --bits: find the bits at which such text loses so much perplexity, 3% for one.",
+        "In place of --bits: find the bits at which such text loses so much perplexity, 3% for one, and has a KL "
+        "divergence of no more than twice that.",
         default=None,
         counts=(_PLANES,),
     )

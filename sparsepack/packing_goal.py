@@ -6,12 +6,14 @@ All thresholds of levels are multiples of one price (`calibrate.planes`), so tha
 logarithm of what is lost is nearly a straight line over that of the price: a few secants find it, kept between the
 prices that were too low and too high. What counts is the loss and one standard error over windows, for few windows say
 little.
+
+A loss of perplexity is no more than half of the KL divergence either: text of which the model knows nothing loses no
+perplexity where every other of the likeliest tokens is another one.
 """
 
 import math
 import tempfile
-from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from torch import Tensor
@@ -67,29 +69,30 @@ def with_goal(
         path = Path(folder) / "model.gguf"
         plan.write(path)
         tried = _Tried(path, checkpoint, request.device, windows, kind)
-        least, _ = tried.lost({}, "dense")
+        least = tried.lost({}, "dense")
         format = format_of(request.format)
-        if least >= most:
+        if least.value >= most:
             raise PackingError(
-                f"{request.shown_goal}: with all {format.bits:g} bits of {format.name} read, {kind} is {least:.3g} "
-                "already; expected more, or another format"
+                f"{request.shown_goal}: with all {format.bits:g} bits of {format.name} read, {least.name} is "
+                f"{least.value:.3g} already; expected more, or another format"
             )
         best, price = None, 0.0
         known: list[tuple[float, float]] = []
         for _ in range(MOST_TRIES):
             table = scaled(thresholds, math.exp(price))
-            value, error = tried.lost(table.rules, "decode")
-            lost, table = value + error, tried.realised(table)
+            found = tried.lost(table.rules, "decode")
+            lost, table = found.value + found.error, tried.realised(table)
             bits = format.bits * (1 - skipped_share(table))
             say(
-                f"{bits:.2f} bits of a weight read: {kind} {value:.3g} ± {error:.2g} on {len(windows)} held-out windows"
+                f"{bits:.2f} bits of a weight read: {found.name} {found.value:.3g} ± {found.error:.2g} on "
+                f"{len(windows)} held-out windows"
             )
             if lost <= most and (best is None or price > best[0]):
                 best = price, table
             if NEAR * most <= lost <= most:
                 break
-            known.append((price, math.log(max(lost - least, 1e-9 * most))))
-            price = _next(known, math.log(max(most * (1 + NEAR), most + least) / 2 - least))
+            known.append((price, math.log(max(lost - least.value, 1e-9 * most))))
+            price = _next(known, math.log(max(most * (1 + NEAR), most + least.value) / 2 - least.value))
     if best is None:
         raise PackingError(f"{request.shown_goal}: not reached in {MOST_TRIES} tries; give --bits")
     return best[1]
@@ -123,21 +126,37 @@ def skipped_share(table: Thresholds) -> float:
     return skipped(table.weights, {key: rule.realised for key, rule in table.rules.items()}, ()).overall
 
 
+@dataclass(frozen=True)
+class _Lost:
+    """What is lost, and its standard error: KL in nats, the share by which perplexity rises, or half of KL."""
+
+    name: str
+    value: float
+    error: float
+
+
 class _Tried:
     """An artifact whose rules change, beside its source."""
 
     def __init__(self, path: Path, checkpoint: Checkpoint, device: str, windows: Tensor, kind: str) -> None:
         self._stock, self._checkpoint, self._device = open_artifact(path).stock(), checkpoint, device
         self._data = inputs_and_targets(checkpoint.tokenizer, windows.long())
-        self._kind = "kl_divergence" if kind == "KL" else "perplexity_ratio"
+        self._kind = kind
         self._scorer: StreamedScorer | None = None
 
-    def lost(self, rules: Rules, protocol: str) -> tuple[float, float]:
-        """What is lost with these rules: nats, or the share by which perplexity rises; and its standard error."""
+    def lost(self, rules: Rules, protocol: str) -> _Lost:
+        """What is lost with these rules; of a loss of perplexity and half of KL the larger, errors included."""
         self._scorer, reference = scorers_of(self._stock, rules, self._checkpoint, self._device)
         scores = score_protocols(self._scorer, reference, *self._data, (protocol,))
-        found: Mapping[str, float | None] = summarise(scores[protocol], 1)[self._kind]
-        return (found["value"] or 0.0) - (self._kind == "perplexity_ratio"), found["stderr"] or 0.0
+        summary = summarise(scores[protocol], 1)
+        kl, ratio = (
+            (found["value"] or 0.0, found["stderr"] or 0.0)
+            for found in (summary["kl_divergence"], summary["perplexity_ratio"])
+        )
+        if self._kind == "KL":
+            return _Lost("KL", *kl)
+        loss, half = _Lost("loss", ratio[0] - 1, ratio[1]), _Lost("half of KL", kl[0] / 2, kl[1] / 2)
+        return max(loss, half, key=lambda lost: lost.value + lost.error)
 
     def realised(self, table: Thresholds) -> Thresholds:
         """The table with the shares of bits that were not read when it was last scored."""

@@ -23,6 +23,7 @@ from sparsepack.cli.app import main
 from sparsepack.errors import PackingError, ThresholdsError, UserError
 from sparsepack.eval.subject import open_subject
 from sparsepack.files.gguf import read_gguf
+from sparsepack.files.text import Text
 from sparsepack.formats.blocks.table import BLOCKS
 from sparsepack.formats.inspect import describe
 from sparsepack.formats.matrix import decode_matrix
@@ -253,6 +254,18 @@ def test_bits_are_found_at_which_as_much_is_lost_as_was_allowed(
     bits = [float(line.split(" bits")[0].split()[-1]) for line in tries]
     assert min(abs(each - BITS * (1 - outlook.overall)) for each in bits) < 0.02
     assert {path.name for path in tmp_path.iterdir()} == {"c", "m.gguf"}
+
+
+def test_text_that_a_model_does_not_know_keeps_its_likeliest_tokens(tmp_path, capsys) -> None:
+    """Its perplexity hardly rises, so that KL decides."""
+    letters = torch.randint(97, 123, (12000,), generator=torch.Generator().manual_seed(4), dtype=torch.uint8)
+    text = Text("letters", (bytes(letters.tolist()).decode(),), "letters")
+    calibrate("shipped:tiny", text, tmp_path / "c", CalibrateOptions(context=64, samples=8, held_out=8))
+    made = pack(PackRequest("shipped:tiny", tmp_path / "m.gguf", FORMAT, tmp_path / "c", loss="5%"))
+    assert made.score is not None
+    assert made.score["decode"]["perplexity_ratio"]["value"] < 1.05
+    assert made.score["decode"]["kl_divergence"]["value"] == pytest.approx(0.1, rel=0.4)
+    assert "half of KL" in capsys.readouterr().err
 
 
 def test_bits_are_found_without_a_score(request_) -> None:
