@@ -13,6 +13,7 @@ namespace vectors {
 enum { WIDTH = SPARSEPACK_WIDTH, SHORTS = 2 * WIDTH };
 typedef float Vec __attribute__((vector_size(4 * WIDTH)));
 typedef int32_t VecInt __attribute__((vector_size(4 * WIDTH)));
+typedef uint32_t VecUnsigned __attribute__((vector_size(4 * WIDTH)));  // whose products may go beyond 32 bits
 typedef int16_t VecShort __attribute__((vector_size(2 * SHORTS)));
 
 INLINE Vec load(const float* p) {
