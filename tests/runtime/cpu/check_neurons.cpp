@@ -39,13 +39,14 @@ float typical_norm(const Neurons& n, const float* x, const float* gate) {
     std::vector<float> weights(2 * hidden);
     double sum = 0;
     for (int64_t neuron = 0; neuron < n.count; neuron++) {
-        double up = 0, down = 0;
+        double up = 0, down = 0, squares = 0;  // of x: a large one is rounded whatever its weight is
         scalar_kernels.decode_row(&rows, neuron, weights.data());
         for (int32_t i = 0; i < hidden; i++) {
-            up += std::pow(weights[i] * x[i], 2);
+            up += std::pow(weights[i], 2);
+            squares += std::pow(x[i], 2);
             down += std::pow(weights[hidden + i], 2);
         }
-        sum += up * down * gate[neuron] * gate[neuron];
+        sum += up / hidden * squares * down * gate[neuron] * gate[neuron];
     }
     return (float)std::sqrt(sum);
 }
