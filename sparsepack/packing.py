@@ -177,9 +177,9 @@ class PackRequest:
                 f"{'--refit' if refit.refit else '--quantiser gptq'} needs --calibration, a folder made by "
                 "`sparsepack calibrate`"
             )
-        asked = format.mlp.by_count or self.thresholds is not None or self.allocation is not None
-        asked = asked or attention.sparse or refit.fits or self.score or bool(targets)
-        if self.calibration is not None and not asked:
+        used = format.mlp.by_count or self.thresholds is not None or self.allocation is not None
+        used = used or attention.sparse or refit.fits or self.score or bool(targets)
+        if self.calibration is not None and not used:
             options = "--sparsity, --attention, --quantiser gptq" if format.fits else f"--format {those_with('fits')}"
             alone = "--quantiser round" if format.fits else f"--format {format.name}"
             raise PackingError(

@@ -148,12 +148,12 @@ def _packing_tokens(checkpoint: Checkpoint, request: PackRequest, calibrated: tu
 
 
 def scorers_of(
-    stock: StockModel, rules: Rules, checkpoint: Checkpoint, device: str
+    packed: StockModel, rules: Rules, checkpoint: Checkpoint, device: str
 ) -> tuple[StreamedScorer, StreamedScorer]:
     """Return the scorers of an artifact, with these rules of its sites, and of its source."""
     context, dtype = int(checkpoint.config.max_position_embeddings), arithmetic("auto", checkpoint.dtype, device)
-    seen = (context, dtype, stock.inputs, stock.attention, device, stock.of_levels)
-    return StreamedScorer(stock, rules, *seen), StreamedScorer(checkpoint, {}, context, dtype, device=device)
+    seen = (context, dtype, packed.inputs, packed.attention, device, packed.of_levels)
+    return StreamedScorer(packed, rules, *seen), StreamedScorer(checkpoint, {}, context, dtype, device=device)
 
 
 def score_artifact(path: Path, checkpoint: Checkpoint, windows: Tensor, device: str) -> dict[str, Any]:

@@ -261,10 +261,16 @@ number of the first of them) and returns the columns' errors, [columns, rows]; N
 
 
 def fed_back(
-    weight: Tensor, inputs: Inputs, begin: Begin, group: int = 1, at_once: AtOnce | None = None, step: int = BLOCK
+    weight: Tensor,
+    inputs: Inputs,
+    begin: Begin | None,
+    group: int = 1,
+    at_once: AtOnce | None = None,
+    step: int = BLOCK,
 ) -> Tensor:
     """float32 [rows, columns] -> its columns as `begin` would have them, in new memory.
 
+    begin   -- None: `at_once` does all blocks
     group   -- columns that are begun together; the last group may be shorter
     at_once -- does to all columns of a block what `begin` says of each, faster
     step    -- columns of a block, rounded down to whole groups, one at least
@@ -278,6 +284,7 @@ def fed_back(
         block = columns[first : first + step]
         errors = None if at_once is None else at_once(block, factor, first)
         if errors is None:
+            assert begin is not None
             errors = _one_by_one(block, factor, first, begin, group)
         behind = first + len(block)
         columns[behind:].addmm_(factor[first:behind, behind:].t(), errors, alpha=-1)

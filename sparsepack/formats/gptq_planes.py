@@ -19,7 +19,7 @@ from torch.nn import functional
 from sparsepack.formats.blocks import q6_p
 from sparsepack.formats.blocks.superblock import BLOCK, Parts, largest
 from sparsepack.formats.orders import zigzag
-from sparsepack.reconstruction import Change, Inputs, fed_back
+from sparsepack.reconstruction import Inputs, fed_back
 
 _AT_ONCE = 32
 """Grids are fitted for so many columns at a time: to those that come later in a block, little is added until then."""
@@ -38,7 +38,7 @@ def zigzag_blocks(weight: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor | None
         weight = weight.clamp(-q6_p.HIGHEST, q6_p.HIGHEST)
     order, ordered = inputs.by_size
     feedback = _Feedback(len(weight), level_shares(ordered))
-    fed_back(weight[:, order], ordered, feedback.begin, at_once=feedback.at_once, step=_AT_ONCE)
+    fed_back(weight[:, order], ordered, None, at_once=feedback.at_once, step=_AT_ONCE)
     returned = order.argsort()
     return _stored(feedback.each[returned], feedback.numbers[returned], len(weight))
 
@@ -70,10 +70,6 @@ class _Feedback:
         every = torch.arange(2 ** q6_p.LEVELS[-1], dtype=torch.uint8, device=shares.device)
         points = torch.stack([q6_p.at_level(every, level) for level in range(1, len(shares))])
         self._means = shares[1:].t() @ points  # T of each q, in the mean over levels: [columns, 64]
-
-    def begin(self, number: int, _: Tensor) -> Change:
-        """Refuse: columns come in blocks alone."""
-        raise NotImplementedError
 
     def at_once(self, block: Tensor, factor: Tensor, first: int) -> Tensor:
         """Quantise a block of columns (`reconstruction.AtOnce`)."""

@@ -199,14 +199,13 @@ inline int listed_in(device const int* counts, int columns, uint lane) {
 //
 //     superblocks of active columns -> sums of a lane's 8 rows -> of a simdgroup -> of the threadgroup -> partials
 //
-// block_bytes: of a superblock; sums [simdgroups * BAND_ROWS]
+// block_bytes: of a superblock; listed: active columns; sums [simdgroups * BAND_ROWS]
 // row_scale [bands * 256]: what the sums of rows are multiplied by, read where has_row_scale
 template <typename Of>
 inline void multiply(Of of_lane, int block_bytes, device const uchar* blocks, device const float* values,
-                     device const int* indices, device const int* counts, device float* partials, int columns,
-                     device const float* row_scale, bool has_row_scale, threadgroup float* sums, uint2 group,
-                     uint2 groups, uint index, uint simdgroup, uint simdgroups, uint lane) {
-    const int listed = listed_in(counts, columns, lane);
+                     device const int* indices, device const int* counts, int listed, device float* partials,
+                     int columns, device const float* row_scale, bool has_row_scale, threadgroup float* sums,
+                     uint2 group, uint2 groups, uint index, uint simdgroup, uint simdgroups, uint lane) {
     const Share share = share_of(listed, int(group.x * simdgroups + simdgroup), int(groups.x * simdgroups));
     int segment = 0, at = share.begin, left = share.count;
     while (left && at >= counts[segment]) at -= counts[segment++];
@@ -248,8 +247,8 @@ kernel void zigzag_gemv(device const uchar* blocks [[buffer(0)]], device const f
     const int listed = listed_in(counts, columns, lane);
     if (group.x + group.y + index == 0) active[0] += listed;
     const Sums none = {{0, 0, 0, 0}, {0, 0, 0, 0}, {0, 0}};
-    multiply(none, BLOCK_BYTES, blocks, values, indices, counts, partials, columns, row_scale, has_row_scale != 0, sums,
-             group, groups, index, simdgroup, simdgroups, lane);
+    multiply(none, BLOCK_BYTES, blocks, values, indices, counts, listed, partials, columns, row_scale,
+             has_row_scale != 0, sums, group, groups, index, simdgroup, simdgroups, lane);
 }
 
 // The same of a matrix with planes, each column at its level. active [1]: the bytes that one row of superblocks is read of
@@ -267,8 +266,8 @@ kernel void planes_gemv(device const uchar* blocks [[buffer(0)]], device const f
     const int levels = listed_in(counts + (columns + SEGMENT - 1) / SEGMENT, columns, lane);
     if (group.x + group.y + index == 0) active[0] += 40 * listed + 32 * levels;
     const PlaneSums none = {{{0, 0, 0, 0}, {0, 0, 0, 0}}, {0, 0, 0, 0}};
-    multiply(none, PLANES_BYTES, blocks, values, indices, counts, partials, columns, row_scale, has_row_scale != 0,
-             sums, group, groups, index, simdgroup, simdgroups, lane);
+    multiply(none, PLANES_BYTES, blocks, values, indices, counts, listed, partials, columns, row_scale,
+             has_row_scale != 0, sums, group, groups, index, simdgroup, simdgroups, lane);
 }
 
 // The transpose of some bands, dense, for products with many vectors: out [columns, bands here * 256].
