@@ -163,7 +163,7 @@ build/mps/tiny.gguf: | build
 
 # The CPU kernels as Apple's clang would compile them, but for its headers, which zig brings: the flags are those of
 # runtime/cpu/native/CMakeLists.txt. What binds them to Python needs Python's headers for macOS, and is left out.
-CPU_SOURCES := $(filter-out %/avx2.cpp %/avx512.cpp,$(shell find sparsepack/runtime/cpu/native -name "*.cpp" -not -path "*/bind/*"))
+CPU_SOURCES := $(filter-out %/avx2.cpp %/avxvnni.cpp %/avx512.cpp,$(shell find sparsepack/runtime/cpu/native -name "*.cpp" -not -path "*/bind/*"))
 check-macos: $(VENV)/.installed-test
 	@mkdir -p build/macos
 	@set -e; for file in $(CPU_SOURCES); do \

@@ -12,6 +12,10 @@ std::vector<const Kernels*> usable() {
         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni"))
         sets.push_back(&avx512_kernels);
 #endif
+#ifdef SPARSEPACK_AVXVNNI
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("avxvnni"))
+        sets.push_back(&avxvnni_kernels);
+#endif
 #ifdef SPARSEPACK_AVX2
     // No processor has AVX2 without F16C; some compilers cannot ask for the latter.
     if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) sets.push_back(&avx2_kernels);

@@ -89,10 +89,15 @@ INLINE VecInt dot_nibbles(VecInt codes, VecInt low, VecInt high) {
     const __m256i nibble = _mm256_set1_epi8(15);
     __m256i first = _mm256_and_si256((__m256i)codes, nibble);
     __m256i second = _mm256_and_si256(_mm256_srli_epi16((__m256i)codes, 4), nibble);
+#ifdef __AVXVNNI__
+    __m256i sums = _mm256_dpbusd_avx_epi32(_mm256_setzero_si256(), first, (__m256i)low);
+    return (VecInt)_mm256_dpbusd_avx_epi32(sums, second, (__m256i)high);
+#else
     // Up to 4 * 15 * 127 in a word.
     __m256i words =
         _mm256_add_epi16(_mm256_maddubs_epi16(first, (__m256i)low), _mm256_maddubs_epi16(second, (__m256i)high));
     return (VecInt)_mm256_madd_epi16(words, _mm256_set1_epi16(1));
+#endif
 }
 // Sums of neighbouring lanes: those of a, then those of b.
 INLINE VecInt add_neighbours(VecInt a, VecInt b) {
@@ -127,7 +132,11 @@ INLINE VecInt words_right_12(VecInt a) { return (VecInt)_mm256_srli_epi16((__m25
 INLINE VecInt multiply_high(VecInt a, VecInt b) { return (VecInt)_mm256_mulhrs_epi16((__m256i)a, (__m256i)b); }
 // sum + a.low b.low + a.high b.high per dword.
 INLINE VecInt dot(VecInt sum, VecInt a, VecInt b) {
+#ifdef __AVXVNNI__
+    return (VecInt)_mm256_dpwssd_avx_epi32((__m256i)sum, (__m256i)a, (__m256i)b);
+#else
     return (VecInt)_mm256_add_epi32((__m256i)sum, _mm256_madd_epi16((__m256i)a, (__m256i)b));
+#endif
 }
 // One dword per chunk, each four times: what the lanes of the chunks are multiplied with.
 INLINE VecInt per_chunk(const int32_t* p) {
@@ -186,11 +195,18 @@ INLINE VecInt keep_bits(VecInt a, VecInt b, VecInt mask) { return (a & mask) | (
 INLINE VecInt replace_bits(VecInt a, VecInt b, VecInt mask) { return (b & mask) | (a & ~mask); }
 INLINE VecInt or_bits(VecInt a, VecInt b, VecInt mask) { return a | (b & mask); }
 // sum + unsigned bytes of a times signed ones of b, four per dword. WHOLE_BYTES: bytes of a may be above 63.
+#ifdef __AVXVNNI__
+enum { WHOLE_BYTES = 1 };
+INLINE VecInt dot_bytes(VecInt sum, VecInt a, VecInt b) {
+    return (VecInt)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)a, (__m256i)b);
+}
+#else
 enum { WHOLE_BYTES = 0 };
 INLINE VecInt dot_bytes(VecInt sum, VecInt a, VecInt b) {
     __m256i words = _mm256_maddubs_epi16((__m256i)a, (__m256i)b);
     return (VecInt)_mm256_add_epi32((__m256i)sum, _mm256_madd_epi16(words, _mm256_set1_epi16(1)));
 }
+#endif
 
 // Keeps a sum in its register around a loop, where GCC would copy it.
 INLINE void keep(VecInt* a) { __asm__("" : "+x"(*a)); }

@@ -188,6 +188,7 @@ struct Kernels {
 
 extern const Kernels scalar_kernels;
 extern const Kernels avx2_kernels;
+extern const Kernels avxvnni_kernels;
 extern const Kernels avx512_kernels;
 extern const Kernels neon_kernels;
 
