@@ -24,7 +24,8 @@ from sparsepack.files.hashing import NO_HASH, fingerprint
 from sparsepack.files.tensors import arithmetic
 from sparsepack.formats.blocks.table import BLOCKS
 from sparsepack.models.checkpoint.checkpoint import Checkpoint, checkpoint_of
-from sparsepack.models.family import MLP_SITES, SITES
+from sparsepack.models.family import MLP_MID, MLP_SITES, SITES
+from sparsepack.models.hf_config import expert_numbers
 from sparsepack.models.hf_model.blocks import BlockStream
 from sparsepack.models.hf_model.forecast import Forecast, bound_line, forecast_blocks
 from sparsepack.models.sites import CURVE_SHARES, Rules, SiteKey, SiteRule, chosen_sites
@@ -127,7 +128,9 @@ def predicted_thresholds(checkpoint: Checkpoint, options: AllocationOptions) -> 
         rules[layer, site] = SiteRule(
             threshold=_TYPICAL,
             offset=torch.zeros(columns) if options.offsets else None,
-            channel_weights=_predicted_weights(options, columns, per_channel and not (pooled and site in MLP_SITES)),
+            channel_weights=_predicted_weights(
+                checkpoint, site, options, per_channel and not (pooled and site in MLP_SITES)
+            ),
             sparsity=options.sparsity,
             realised=_TYPICAL,
             curve=(_TYPICAL_IN_CURVE,) * len(CURVE_SHARES),
@@ -135,9 +138,13 @@ def predicted_thresholds(checkpoint: Checkpoint, options: AllocationOptions) -> 
     return _table(checkpoint, NO_HASH, options, rules, sites)
 
 
-def _predicted_weights(options: AllocationOptions, columns: int, per_channel: bool) -> Tensor | None:
+def _predicted_weights(
+    checkpoint: Checkpoint, site: str, options: AllocationOptions, per_channel: bool
+) -> Tensor | None:
+    columns, experts = checkpoint.stacked_shape(site)[1], expert_numbers(checkpoint.config)
     if options.block:
-        return torch.ones(len(BLOCKS[options.block].levels), columns)
+        each = () if experts is None or site != MLP_MID else (experts.stored,)
+        return torch.ones(*each, len(BLOCKS[options.block].levels), columns)
     return torch.ones(columns) if per_channel else None
 
 

@@ -12,8 +12,9 @@ Unpublished. `python -m benchmarks small_models` measures what it costs real mod
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,11 +26,12 @@ from sparsepack.calibrate.training import Train
 from sparsepack.errors import ThresholdsError
 from sparsepack.files.tensors import arithmetic
 from sparsepack.models.architecture import soft_capped
+from sparsepack.models.blocks import ExpertNumbers
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
-from sparsepack.models.family import MLP_SITES, SITES
-from sparsepack.models.hf_config import multipliers
+from sparsepack.models.family import MLP_MID, MLP_SITES, SITES
+from sparsepack.models.hf_config import expert_numbers, multipliers
 from sparsepack.models.hf_model.blocks import BlockStream
-from sparsepack.models.hf_model.hooks import site_hooks
+from sparsepack.models.hf_model.hooks import expert_hooks, routing_hooks, site_hooks
 from sparsepack.models.sites import SiteKey, SiteRule
 from sparsepack.models.tokenizer.windows import spread_windows
 from sparsepack.progress import progress
@@ -63,10 +65,10 @@ def find_rules(
     channels: dict[SiteKey, Tensor] = {}
     counts, scales = {}, {}
     ids = spread_windows(calibration.windows, WINDOWS)[:, :TOKENS]
-    for (layer, site), x, gradient, _ in gradients(checkpoint, ids, options):
+    for (layer, site), seen in gradients(checkpoint, ids, options):
         if (layer, site) not in weights:
             continue
-        squares = gradient.square().flatten(0, -2).mean(0)
+        squares = seen.at_input.square().flatten(0, -2).mean(0)
         if not torch.isfinite(squares).all():
             raise ThresholdsError(
                 f"blk.{layer}.{site}: gradients are not finite; give --dtype float32, or another --allocation"
@@ -80,7 +82,7 @@ def find_rules(
         channels[layer, site] = c / c.log().mean().exp()
         rows = checkpoint.token_weights(site, layer) / len(squares)  # that a token reads
         scales[layer, site] = math.sqrt(mean / rows) * float(c.log().mean().exp()) / math.sqrt(float(c.square().mean()))
-        counts[layer, site] = histogram.count(x.abs() * channels[layer, site]).cpu()
+        counts[layer, site] = histogram.count(seen.x.abs() * channels[layer, site]).cpu()
     largest = max(scales.values(), default=0.0) or 1.0
     scales = {key: max(scale, math.sqrt(_FLOOR) * largest) for key, scale in scales.items()}
     shares = shares_at_sparsity(counts, scales, weights, options.sparsity)
@@ -118,16 +120,27 @@ def _pooled(checkpoint: Checkpoint, site: str) -> bool:
     return checkpoint.family.experts is not None and site in MLP_SITES
 
 
-Seen = tuple[Tensor, Tensor, Tensor]
-"""Of a site: x; the gradient at x; the mean squares of the gradient at each row of the output, of experts no rows."""
+class Seen(NamedTuple):
+    """Of a site, on the tokens of windows without their sinks.
+
+    x        -- float32 [B, S, columns], of experts [B, S, experts of a token, columns] at mlp_mid
+    at_input -- the gradient there, shaped as x
+    of_rows  -- the mean square over tokens of the gradient at each row of the output: float32 [rows], of experts
+                [stored experts, rows], zero for tokens that an expert does not have
+    chosen   -- of experts at mlp_mid, which ones a token has: int64 [B, S, experts of a token]
+    """
+
+    x: Tensor
+    at_input: Tensor
+    of_rows: Tensor
+    chosen: Tensor | None = None
 
 
-def gradients(
-    checkpoint: Checkpoint, ids: Tensor, options: AllocationOptions
-) -> Iterator[tuple[SiteKey, Tensor, Tensor, Tensor]]:
-    """Yield of every site, the last block first, its key, x, and the gradients of the log-likelihood of drawn tokens:
-    at x, float32 [B, S, columns] as x is, without the sinks, of experts [B, S, experts, columns] where x is; and at the
-    output, the mean squares float32 [rows], of experts no rows."""
+def gradients(checkpoint: Checkpoint, ids: Tensor, options: AllocationOptions) -> Iterator[tuple[SiteKey, Seen]]:
+    """Yield of every site, the last block first, its key, and the gradients of the log-likelihood of drawn tokens.
+
+    ids -- int64 [B, S]
+    """
     dtype = arithmetic(options.dtype, checkpoint.dtype, options.device)
     stream, layers = BlockStream(checkpoint, options.device, dtype), checkpoint.layers
     hidden = [stream.embed(ids)]
@@ -146,8 +159,9 @@ def gradients(
                 gradient[number] = _through_block(stream, layer, row[None], gradient[number : number + 1], seen)
             for site, parts in seen.items():
                 if parts:
-                    x, slope = torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
-                    yield (layer, site), x, slope, torch.stack([part[2] for part in parts]).mean(0)
+                    x, at_input, of_rows, chosen = zip(*parts, strict=True)
+                    of_each = None if chosen[0] is None else torch.cat(chosen)
+                    yield (layer, site), Seen(torch.cat(x), torch.cat(at_input), torch.stack(of_rows).mean(0), of_each)
             advance()
 
 
@@ -157,6 +171,8 @@ def _through_block(
     """The gradient [1, S, H] in front of the loaded block, of that behind it; `seen` has more of each site then."""
     inputs: dict[str, Tensor] = {}
     outputs: dict[str, list[Tensor]] = {}
+    of_experts: list[tuple[str, int, Tensor, Tensor]] = []
+    routed: list[Tensor] = []
 
     def function(_: int, site: str, x: Tensor) -> Tensor:
         inputs[site] = x.view_as(x)
@@ -166,18 +182,28 @@ def _through_block(
         outputs.setdefault(site, []).append(output.view_as(output))
         return outputs[site][-1]
 
+    def keep_expert(site: str, expert: int, token: Tensor, _: Tensor, y: Tensor) -> Tensor:
+        of_experts.append((site, expert, token, y.view_as(y)))
+        return of_experts[-1][-1]
+
     family, block = stream.source.family, stream.block
-    linears = {} if family.experts is not None else family.projections
     handles = [
         block.get_submodule(name).register_forward_hook(partial(keep, site))
-        for site, names in linears.items()
+        for site, names in family.projections.items()
+        if family.experts is None or site not in MLP_SITES
         for name in names
     ]
     entered = hidden.to(stream.device, stream.dtype).requires_grad_()
     try:
-        with torch.enable_grad(), site_hooks([(layer, block)], family, function):
+        with (
+            torch.enable_grad(),
+            site_hooks([(layer, block)], family, function),
+            expert_hooks(block, family, keep_expert),
+            routing_hooks(block, family, routed.append),
+        ):
             left = stream(entered)
             sources = [entered, *inputs.values(), *(output for each in outputs.values() for output in each)]
+            sources += [y for *_, y in of_experts]
             found = torch.autograd.grad(left, sources, gradient.to(left), allow_unused=True)
     finally:
         for handle in handles:
@@ -187,11 +213,37 @@ def _through_block(
         site: torch.cat([_mean_squares(next(at_outputs), entered.shape[1]) for _ in each])
         for site, each in outputs.items()
     }
+    chosen: Tensor | None = None
+    if of_experts:
+        numbers = expert_numbers(stream.source.config)
+        assert numbers is not None
+        of_rows |= _of_expert_rows([(*each[:3], next(at_outputs)) for each in of_experts], numbers, entered.shape[1])
+        shared = torch.arange(numbers.count, numbers.stored, device=entered.device)
+        chosen = torch.cat([routed[0], shared.expand(*routed[0].shape[:2], -1)], -1)[:, _SINKS:]
     for (site, x), slope in zip(inputs.items(), found[1:], strict=False):
         if slope is not None:
-            rows = of_rows.get(site, slope.new_zeros(0))
-            seen[site].append((x.detach()[:, _SINKS:].float(), slope[:, _SINKS:].float(), rows))
+            of_each = chosen if site == MLP_MID else None
+            seen[site].append(Seen(x.detach()[:, _SINKS:].float(), slope[:, _SINKS:].float(), of_rows[site], of_each))
     return found[0].cpu()
+
+
+def _of_expert_rows(
+    gradients: Sequence[tuple[str, int, Tensor, Tensor]], numbers: ExpertNumbers, positions: int
+) -> dict[str, Tensor]:
+    """`Seen.of_rows` of the sites of experts, from the gradients of their products (`hooks.ExpertProduct`)."""
+    found: dict[str, Tensor] = {}
+    for site, expert, token, gradient in gradients:
+        squares = gradient[token >= _SINKS].float().square().sum(0) / (positions - _SINKS)
+        if expert < numbers.count:
+            of_each = squares[None]
+        elif site == MLP_MID:  # each part of a shared expert adds to all of its rows
+            of_each = squares.expand(numbers.shared, -1)
+        else:
+            of_each = squares.view(2, numbers.shared, -1).transpose(0, 1).flatten(1)
+        if site not in found:
+            found[site] = squares.new_zeros(numbers.stored, of_each.shape[1])
+        found[site][expert : expert + len(of_each)] = of_each
+    return found
 
 
 def _mean_squares(gradient: Tensor, positions: int) -> Tensor:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from sparsepack.calibrate import histogram
-from sparsepack.calibrate.fisher import TOKENS, WINDOWS, gradients
+from sparsepack.calibrate.fisher import TOKENS, WINDOWS, Seen, gradients
 from sparsepack.calibrate.folder import Calibration
 from sparsepack.calibrate.thresholds import AllocationOptions
 from sparsepack.errors import ThresholdsError
@@ -31,9 +31,12 @@ from sparsepack.formats.orders import zigzag
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
 from sparsepack.models.sites import SiteKey, SiteRule
 from sparsepack.models.tokenizer.windows import spread_windows
+from sparsepack.progress import say
 
 _FLOOR = 1e-6
 """No channel's level saves less than this beside the mean of the site's first level."""
+_BELIEVED = 8.0
+"""The mean of a site's experts counts as so many tokens of each of them."""
 
 
 def find_rules(
@@ -43,30 +46,29 @@ def find_rules(
 
     weights -- shares of the parameters, of the sites that may be sparse
 
-    Raises `ThresholdsError` for a model whose MLPs have experts, and where gradients are not finite.
+    Raises `ThresholdsError` where gradients are not finite.
     """
-    if checkpoint.family.experts is not None:
-        raise ThresholdsError(
-            f"{checkpoint.name}: levels of planes are found for models without experts yet; pack it as zigzag-q4_k"
-        )
     steps = plane_shares(options.block)
     channels: dict[SiteKey, Tensor] = {}
     row_costs: dict[SiteKey, Tensor] = {}
     scales: dict[SiteKey, float] = {}
     counts: dict[SiteKey, list[Tensor]] = {}
     ids = spread_windows(calibration.windows, WINDOWS)[:, :TOKENS]
-    for key, x, at_input, of_rows in gradients(checkpoint, ids, options):
+    for key, seen in gradients(checkpoint, ids, options):
         if key not in weights:
             continue
-        saved = slopes(level_costs(checkpoint.stacked(*key)[0], options.block, at_input, of_rows), steps)
+        saved = slopes(site_costs(checkpoint, key, options.block, seen), steps)
         if not torch.isfinite(saved).all():
             raise ThresholdsError(f"blk.{key[0]}.{key[1]}: gradients are not finite; give --dtype float32")
-        # A channel's bits are as many as the site has rows. Apart from their scale: histograms hold no number however
-        # small.
-        c = (saved / len(of_rows)).clamp_min(_FLOOR * float(saved[0].mean()) / len(of_rows) or 1e-30).sqrt()
+        # A channel's bits are as many as the rows of what a token reads of it. Apart from their scale: histograms hold
+        # no number however small.
+        rows = _rows_read(checkpoint, key, seen)
+        c = (saved / rows).clamp_min(_FLOOR * float(saved[0].mean()) / rows or 1e-30).sqrt()
         scales[key] = float(c[0].log().mean().exp())
-        channels[key], row_costs[key] = (c / scales[key]).cpu(), of_rows.cpu()
-        counts[key] = [histogram.count(x.abs() * (row / scales[key])).cpu() for row in c]
+        c, row_costs[key] = c / scales[key], seen.of_rows.cpu()
+        of_inputs = c if seen.chosen is None else c[:, seen.chosen]
+        counts[key] = [histogram.count(seen.x.abs() * each).cpu() for each in of_inputs]
+        channels[key] = (c if c.dim() == 2 else c.transpose(0, 1)).contiguous().cpu()
     price = _price(counts, scales, weights, steps, options.sparsity)
     rules = {}
     for key, c in channels.items():
@@ -77,6 +79,57 @@ def find_rules(
     return rules
 
 
+def _rows_read(checkpoint: Checkpoint, key: SiteKey, seen: Seen) -> int:
+    """The rows of the weights that a token reads of a channel: at mlp_in those of all of its experts."""
+    layer, site = key
+    if seen.of_rows.dim() == 1 or seen.chosen is not None:
+        return seen.of_rows.shape[-1]
+    return checkpoint.token_weights(site, layer) // seen.x.shape[-1]
+
+
+def site_costs(checkpoint: Checkpoint, key: SiteKey, block: str, seen: Seen) -> Tensor:
+    """What an input of one costs at each level, twice over: float32 [1 + levels, columns].
+
+    The experts of a block share their input at mlp_in, where what the errors of each cost is added up, by how many
+    tokens have it. At mlp_mid each has inputs of its own, and costs: [1 + levels, stored experts, columns], for those
+    tokens that it has.
+
+    block -- the type that matrices are stored in
+    """
+    layer, site = key
+    if seen.of_rows.dim() == 1:
+        return level_costs(checkpoint.stacked(layer, site)[0], block, seen.at_input, seen.of_rows)
+    if seen.chosen is None:
+        costs = [
+            level_costs(weight, block, seen.at_input[:, :0], of_rows, row_scales=False)
+            for weight, of_rows in zip(checkpoint.each_expert(layer, site), seen.of_rows, strict=True)
+        ]
+        together = torch.stack(costs).sum(0)
+        together[0] = seen.at_input.square().flatten(0, -2).mean(0)
+        return together
+    tokens = seen.chosen[..., 0].numel()
+    found, shares = [], []
+    for number, weight in enumerate(checkpoint.each_expert(layer, site)):
+        at_input = seen.at_input[seen.chosen == number]
+        shares.append(len(at_input) / tokens)
+        of_rows = seen.of_rows[number] / max(shares[-1], 1 / tokens)
+        found.append(level_costs(weight, block, at_input, of_rows, row_scales=False))
+    if unknown := [number for number, share in enumerate(shares) if not share]:
+        first = ", ".join(map(str, unknown[:8])) + (", ..." if len(unknown) > 8 else "")
+        say(
+            f"note: block {layer}: no token reached {len(unknown)} of its experts ({first}); the thresholds of {site} "
+            "there are those of the others in the mean"
+        )
+    return _shrunk(torch.stack(found, 1), torch.tensor(shares, device=seen.x.device) * tokens)
+
+
+def _shrunk(costs: Tensor, tokens: Tensor) -> Tensor:
+    """Costs [1 + levels, experts, columns] of which an expert's are drawn towards the mean of all, the more the fewer
+    tokens it has: an expert that none reaches has the mean."""
+    mean = (costs.mean(2) * tokens).sum(1) / tokens.sum()
+    return (costs * tokens[:, None] + _BELIEVED * mean[:, None, None]) / (tokens[:, None] + _BELIEVED)
+
+
 def plane_shares(block: str) -> list[float]:
     """Of the bits of a superblock, those up to the end of each level less those before: with the first plane the
     scales."""
@@ -84,16 +137,18 @@ def plane_shares(block: str) -> list[float]:
     return [(high - low) / ends[-1] for low, high in pairwise((0, *ends))]
 
 
-def level_costs(weight: Tensor, block: str, at_input: Tensor, of_rows: Tensor) -> Tensor:
+def level_costs(weight: Tensor, block: str, at_input: Tensor, of_rows: Tensor, row_scales: bool = True) -> Tensor:
     """What an input of one costs at each level, twice over: float32 [1 + levels, columns].
 
-    weight   -- a site's matrix [rows, columns]; block -- the type that it is stored in, its rows brought to one size
-    at_input -- gradients at the site's input [..., columns]; of_rows -- mean squares of those at its output [rows]
+    weight   -- a matrix [rows, columns]; block -- the type that it is stored in
+    at_input -- gradients at its input [..., columns], maybe of no token; of_rows -- mean squares of those at its output
+                [rows]
+    row_scales -- whether rows are brought to one size before
     """
     weight = weight.to(of_rows.device).float()
-    rows = zigzag.row_scales(weight, of_rows)[:, None]
+    rows = zigzag.row_scales(weight, of_rows)[:, None] if row_scales else torch.ones(1, 1, device=weight.device)
     blocks, tail = zigzag.pack_with_tail(weight / rows, block)
-    costs = [at_input.square().flatten(0, -2).mean(0)]
+    costs = [at_input.square().flatten(0, -2).sum(0) / max(at_input[..., 0].numel(), 1)]
     for level in range(1, len(BLOCKS[block].levels) + 1):
         error = zigzag.unpack(blocks, len(weight), tail=tail, block=block, level=level).mul_(rows).sub_(weight)
         costs.append(of_rows @ error.square_())
@@ -128,7 +183,7 @@ def _price(
 
 def slopes(costs: Tensor, steps: list[float]) -> Tensor:
     """What each level saves for each bit that it reads more, over the levels that are worth reading: the slopes of the
-    convex hull of costs [1 + levels, columns] over bits. float32 [levels, columns], from level to level never higher.
+    convex hull of costs [1 + levels, ...] over bits. float32 [levels, ...], from level to level never higher.
 
     steps -- the bits of each level beyond those of the one before, in any unit
     """

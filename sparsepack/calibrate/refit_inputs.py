@@ -122,9 +122,8 @@ class SiteSums:
     def _count_levels(self, x: Tensor) -> None:
         assert self._rule is not None
         assert self._by_level is not None
-        levels, squares = levels_read(x, self._rule.limits), x.float().square()
-        for level, sums in enumerate(self._by_level):
-            sums += torch.where(levels == level, squares, 0).sum(0)
+        levels = levels_read(x, self._rule.limits)
+        self._by_level += squares_by_level(x, levels, len(self._by_level) - 1)
         self._tokens += len(x)
         self._sums.add(torch.where(levels > 0, x, 0))
 
@@ -135,12 +134,22 @@ class SiteSums:
         del self._lost, self._sums
         if self._by_level is not None:
             assert self._rule is not None
-            of_read = self._by_level / self._by_level[1:].sum(0).clamp_min(1e-30)
-            inputs = replace(inputs, levels=of_read, row_costs=self._rule.row_costs)
+            inputs = replace(inputs, levels=_shares_of_read(self._by_level), row_costs=self._rule.row_costs)
         outputs = self._outputs / self._tokens
         if lost is None:
             outputs = inputs.output_squares(self.weight[self._told])
         return SiteInputs(inputs, lost, self._told, outputs, self._missing / self._tokens)
+
+
+def squares_by_level(x: Tensor, levels: Tensor, most: int) -> Tensor:
+    """Sums over inputs [tokens, columns] of their squares at each level from 0 on: float32 [1 + most, columns]."""
+    squares = x.float().square()
+    return torch.stack([torch.where(levels == level, squares, 0).sum(0) for level in range(1 + most)])
+
+
+def _shares_of_read(by_level: Tensor) -> Tensor:
+    """`Inputs.levels` of sums of squares."""
+    return by_level / by_level[1:].sum(0).clamp_min(1e-30)
 
 
 def _squares(weight: Tensor, x: Tensor) -> float:
@@ -187,15 +196,29 @@ class ExpertSums:
         self, checkpoint: Checkpoint, layer: int, site: str, rule: SiteRule | None, routed: list[Tensor], device: str
     ) -> None:
         self._checkpoint, self._layer, self._site, self._device = checkpoint, layer, site, device
-        self._rule, self._routed = rule, routed
+        self._rule, self._routed = None if rule is None else rule.to(device), routed
         self._sums = empty_sums(checkpoint, site, layer, True, torch.device(device))
+        self._by_level: dict[str, Tensor] = {}
 
     def add(self, x: Tensor) -> None:
         """Count what a function of `site_hooks` is shown."""
         sparse = sparsify_second_half(x, self._rule)
         chosen = self._routed[-1] if self._routed else None  # not known yet at mlp_in, nor needed
         for name, inputs in entering(self._checkpoint.family, self._site, sparse, chosen):
+            if self._rule is not None and self._rule.of_levels:
+                inputs = self._count_levels(name, inputs.flatten(0, -2), self._rule.limits)
             self._sums[name].add(inputs)
+
+    def _count_levels(self, name: str, x: Tensor, limits: Tensor) -> Tensor:
+        """What is read of inputs [tokens, columns], whose squares at each level are counted."""
+        if limits.dim() == 3:
+            _, _, expert = name.partition("/")
+            shared = limits[self._routed_experts :].transpose(0, 1).flatten(1)
+            limits = limits[int(expert)] if expert.isdigit() else shared
+        levels = levels_read(x, limits)
+        found = squares_by_level(x, levels, len(limits))
+        self._by_level[name] = found + self._by_level.get(name, 0)
+        return torch.where(levels > 0, x, 0)
 
     def fitted(
         self,
@@ -214,7 +237,8 @@ class ExpertSums:
         known = {}
         for name, count in tokens.items():
             means = self._sums.pop(name).inputs(0.0, shrunk=True)
-            known[name] = replace(means, damping=damping(len(means.moments), count))
+            levels = _shares_of_read(self._by_level.pop(name)) if name in self._by_level else None
+            known[name] = replace(means, damping=damping(len(means.moments), count), levels=levels)
         self._sums.clear()
         tensors: dict[str, list[Tensor]] = defaultdict(list)
         sizes: dict[str, float] = defaultdict(float)

@@ -173,7 +173,8 @@ def rules_to_json(rules: Rules) -> list[dict[str, Any]]:
             "realised": rule.realised,
             "curve": list(rule.curve),
             **{name: _encoded(getattr(rule, name)) for name in _VECTORS},
-            **({"levels": len(rule.limits)} if rule.of_levels else {}),
+            **({"levels": rule.limits.shape[-2]} if rule.of_levels else {}),
+            **({"experts": len(rule.limits)} if rule.limits.dim() == 3 else {}),
         }
         for (layer, site), rule in rules.items()
     ]
@@ -202,10 +203,12 @@ def _rule(row: Any, where: str) -> tuple[SiteKey, SiteRule]:
     vectors = {name: _vector(row, name, where) for name in _VECTORS}
     shares, weights = (float(sparsity), float(realised), _curve(row, where)), vectors["channel_weights"]
     if "levels" in row and weights is not None:
-        levels = _field(row, "levels", int, where)
-        if levels < 1 or len(weights) % levels:
-            raise ThresholdsError(f"{where}: {len(weights)} channel weights do not divide by {levels} levels")
-        vectors["channel_weights"] = weights.view(levels, -1)
+        levels, experts = (_field({"experts": 1, **row}, name, int, where) for name in ("levels", "experts"))
+        if levels < 1 or experts < 1 or len(weights) % (levels * experts):
+            of = f"{levels} levels" + (f" of {experts} experts" if "experts" in row else "")
+            raise ThresholdsError(f"{where}: {len(weights)} channel weights do not divide by {of}")
+        shape = (experts, levels, -1) if "experts" in row else (levels, -1)
+        vectors["channel_weights"] = weights.view(shape)
     return (layer, site), SiteRule(float(threshold), vectors["offset"], vectors["channel_weights"], *shares)
 
 

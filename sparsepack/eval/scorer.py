@@ -7,8 +7,8 @@ stored. Both give the same numbers.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import cache, lru_cache, partial
+from contextlib import ExitStack, contextmanager
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -21,10 +21,10 @@ from sparsepack.files.tensors import brought
 from sparsepack.formats.orders.slide import dequantised, quantise_rows
 from sparsepack.integration.transformers import double_sparsity
 from sparsepack.models.architecture import soft_capped
-from sparsepack.models.family import SITES, Family
+from sparsepack.models.family import MLP_SITES, SITES, Family
 from sparsepack.models.hf_config import multipliers, sliding_windows
 from sparsepack.models.hf_model.blocks import BlockStream
-from sparsepack.models.hf_model.hooks import site_hooks
+from sparsepack.models.hf_model.hooks import expert_hooks, site_hooks
 from sparsepack.models.hf_model.model import BlockSource, backbone_of
 from sparsepack.models.sites import Rules, SiteKey, SiteRule, active_channels, levels_read, sparsify
 from sparsepack.models.sparse_attention import SparseAttention
@@ -96,9 +96,23 @@ def quantised_inputs(
         yield
 
 
-OfLevels = Callable[[int, str], tuple[Sequence[torch.Tensor], Sequence[int]]]
+OfLevels = Callable[[int, str, int | None], tuple[Sequence[torch.Tensor], Sequence[int]]]
 """The stacked matrix of a site, by block and name, as each level of its planes but the last has it: float32 [rows,
-columns]; and the bytes of a superblock up to the end of each plane."""
+columns]; and the bytes of a superblock up to the end of each plane. At a site of experts that of one of them, as
+`hooks.ExpertProduct` numbers them, else None."""
+
+
+def _kept(of_levels: OfLevels | None, sites: int | None) -> OfLevels | None:
+    """The same function, which keeps what so many sites had last, of experts nothing; None: all that it was asked."""
+    if of_levels is None:
+        return None
+    kept = lru_cache(sites)(of_levels)
+
+    def found(layer: int, site: str, expert: int | None) -> tuple[Sequence[torch.Tensor], Sequence[int]]:
+        asked = kept if expert is None or sites is None else of_levels
+        return asked(layer, site, expert)
+
+    return found
 
 
 class SparsePositions:
@@ -150,7 +164,11 @@ class SparsePositions:
 
         handles = [handle for layer, block in blocks for handle in self._level_hooks(layer, block, sparse, counted)]
         try:
-            with site_hooks(blocks, self.family, function):
+            with site_hooks(blocks, self.family, function), ExitStack() as stack:
+                for layer, block in blocks:
+                    if any(self._of_experts(layer, site) for site in MLP_SITES):
+                        product = partial(self._expert_product, layer, block, sparse, counted)
+                        stack.enter_context(expert_hooks(block, self.family, product))
                 yield
         finally:
             for handle in handles:
@@ -162,10 +180,10 @@ class SparsePositions:
         """Make the Linears of sites whose rules have levels read each channel of sparse positions at its level."""
         for site, names in self.family.projections.items():
             rule = self._rules.get((layer, site))
-            if rule is None or not rule.of_levels:
+            if rule is None or not rule.of_levels or self._of_experts(layer, site):
                 continue
             assert self._of_levels is not None
-            lower, ends = self._of_levels(layer, site)
+            lower, ends = self._of_levels(layer, site, None)
             first_row = 0
             for number, name in enumerate(names):
                 linear = block.get_submodule(name)
@@ -191,18 +209,54 @@ class SparsePositions:
         levels = levels_read(x, rule.to(x.device).limits)
         if counts is not None:
             key, ends, counted = counts
-            read = torch.tensor([0, *ends], device=x.device)[levels.long()]
-            here = counted.to(x.device)[..., None]
-            self._inactive[key] = self._inactive.get(key, 0) + torch.where(here, ends[-1] - read, 0).sum()
-            self._seen[key] = self._seen.get(key, 0) + here.sum() * x.shape[-1] * ends[-1]
+            self._count_levels(key, levels, ends, counted.to(x.device))
         here = sparse.to(x.device)
-        x, levels = x[here], levels[here]
-        found = torch.zeros((), device=x.device, dtype=x.dtype)
-        for level, weight in enumerate([*lower, linear.weight], 1):
-            found = found + functional.linear(torch.where(levels == level, x, 0), weight)
+        found = _by_levels(x[here], levels[here], [*lower, linear.weight])
         made = output.view(*sparse.shape, -1).clone()  # of dense positions it is right
         made[here] = found if linear.bias is None else found + linear.bias
         return made.view_as(output)
+
+    def _of_experts(self, layer: int, site: str) -> bool:
+        """Whether a site is of experts, by a rule that has levels."""
+        rule = self._rules.get((layer, site))
+        return rule is not None and rule.of_levels and self.family.experts is not None and site in MLP_SITES
+
+    def _expert_product(
+        self,
+        layer: int,
+        block: nn.Module,
+        sparse: torch.Tensor,
+        counted: torch.Tensor,
+        site: str,
+        expert: int,
+        token: torch.Tensor,
+        x: torch.Tensor,
+        y: torch.Tensor,
+    ) -> torch.Tensor | None:
+        """The product of an expert, of sparse positions by the levels of its input (`hooks.ExpertProduct`)."""
+        if not self._of_experts(layer, site):
+            return None
+        assert self._of_levels is not None
+        names = [self.family.weight(projection) for projection in self.family.projections[site]]
+        of_each = block.get_parameter(names[0])
+        of_shared = expert == len(of_each)
+        weight = torch.cat([*map(block.get_parameter, names[1:])]) if of_shared else of_each[expert]
+        limits = self._rules[layer, site].limits.to(x.device)
+        if limits.dim() == 3:  # the parts of a shared expert lie side by side
+            limits = limits[expert:].transpose(0, 1).flatten(1) if of_shared else limits[expert]
+        lower, ends = self._of_levels(layer, site, expert)
+        levels = levels_read(x, limits)
+        self._count_levels((layer, site), levels, ends, counted.to(x.device).flatten()[token])
+        here, made = sparse.to(x.device).flatten()[token], y.clone()
+        made[here] = _by_levels(x[here], levels[here], [*(each.to(weight) for each in lower), weight])
+        return made
+
+    def _count_levels(self, key: SiteKey, levels: torch.Tensor, ends: Sequence[int], counted: torch.Tensor) -> None:
+        """Count the bytes that levels [..., columns] leave unread, of the vectors that are counted [...]."""
+        read = torch.tensor([0, *ends], device=levels.device)[levels.long()]
+        unread = torch.where(counted[..., None], ends[-1] - read, 0).sum()
+        self._inactive[key] = self._inactive.get(key, 0) + unread
+        self._seen[key] = self._seen.get(key, 0) + counted.sum() * levels.shape[-1] * ends[-1]
 
     def reset(self) -> None:
         """Forget the counts."""
@@ -221,6 +275,14 @@ class SparsePositions:
     def realised(self) -> dict[SiteKey, float]:
         """Share of inactive channels per site over all sparse positions so far; sites never sparse are absent."""
         return {key: float(self._inactive[key]) / max(float(seen), 1.0) for key, seen in self._seen.items()}
+
+
+def _by_levels(x: torch.Tensor, levels: torch.Tensor, weights: Sequence[torch.Tensor]) -> torch.Tensor:
+    """x W^T with each column of W as its level has it, weights[level - 1]: [n, columns] -> [n, rows]."""
+    found = torch.zeros((), device=x.device, dtype=x.dtype)
+    for level, weight in enumerate(weights, 1):
+        found = found + functional.linear(torch.where(levels == level, x, 0), weight)
+    return found
 
 
 class TransformersScorer(CountingScorer):
@@ -285,7 +347,7 @@ class SparseScorer(TransformersScorer):
         of_levels: OfLevels | None = None,
     ) -> None:
         self.model, self.device = model, model.lm_head.weight.device
-        positions = SparsePositions(family, rules, self.device, of_levels and cache(of_levels))
+        positions = SparsePositions(family, rules, self.device, _kept(of_levels, None))
         super().__init__(model.config, positions, context, inputs, attention)
         if attention is not None:
             double_sparsity.attach(model, attention)
@@ -343,7 +405,7 @@ class StreamedScorer(TransformersScorer):
         device: str = "cpu",
         of_levels: OfLevels | None = None,
     ) -> None:
-        positions = SparsePositions(source.family, rules, device, of_levels and lru_cache(len(SITES))(of_levels))
+        positions = SparsePositions(source.family, rules, device, _kept(of_levels, len(SITES)))
         super().__init__(source.config, positions, context, inputs, attention)
         self.source, self.steps, self.device = source, source.layers, torch.device(device)
         self._attention = attention

@@ -89,6 +89,16 @@ class PackedExperts:
         return self.experts * self.rows * self.columns
 
     @property
+    def levels(self) -> tuple[int, ...]:
+        """As of a `PackedMatrix`."""
+        return BLOCKS[self.format.block].level_bytes
+
+    @property
+    def units(self) -> int:
+        """As of a `PackedMatrix`, those of one expert."""
+        return self.columns * (self.levels[-1] if self.levels else 1)
+
+    @property
     def nbytes(self) -> int:
         """Stored bytes."""
         return self.blocks.nbytes + (0 if self.tail is None else self.tail.nbytes)
@@ -153,10 +163,11 @@ def decode_matrix(matrix: PackedMatrix, level: int = 0) -> Tensor:
     return BLOCKS[matrix.format.block].decode(matrix.blocks)
 
 
-def decode_experts(matrix: PackedExperts, first: int = 0, last: int | None = None) -> Tensor:
-    """The logical weights of experts [first, last), of all unless told otherwise: float32 [experts, rows, columns]."""
+def decode_experts(matrix: PackedExperts, first: int = 0, last: int | None = None, level: int = 0) -> Tensor:
+    """The logical weights of experts [first, last), of all unless told otherwise: float32 [experts, rows, columns].
+    level: as in `decode_matrix`."""
     numbers = range(*slice(first, last).indices(matrix.experts))
-    return torch.stack([decode_matrix(matrix.expert(number)) for number in numbers])
+    return torch.stack([decode_matrix(matrix.expert(number), level) for number in numbers])
 
 
 def zigzag_rows(matrix: PackedMatrix, start: int, stop: int, level: int = 0) -> Tensor:

@@ -125,7 +125,8 @@ class NeuronMlp:
 
 @dataclass(frozen=True)
 class PackedExpertsSite:
-    """A site of all experts of an MLP: their matrices, and the one rule that they share (None: always dense).
+    """A site of all experts of an MLP: their matrices, and the one rule that they share (None: always dense). At
+    mlp_mid, where each has an input of its own, each has levels of its own.
 
     parts -- output rows of each projection of one expert, in stacking order
     """
@@ -139,7 +140,7 @@ class PackedExpertsSite:
 @dataclass(frozen=True)
 class ExpertMlp:
     """An MLP that is a mixture of experts: mlp_in (gate and up of each, stacked) has one input and one list of active
-    columns for all experts that a token has, mlp_mid (down) an input of each of them, by one rule.
+    columns for all experts that a token has, mlp_mid (down) an input of each of them.
 
     router      -- float32 [experts, hidden]: the softmax of its products chooses
     used        -- experts that a token is given so
@@ -173,8 +174,8 @@ class ExpertMlp:
 
     @property
     def units(self) -> Mapping[str, int]:
-        """The MLP's part of `PackedLayer.units`: columns of the experts that a token has."""
-        return {name: self.of_token * matrix.columns for name, matrix in self.matrices.items()}
+        """The MLP's part of `PackedLayer.units`: those of the experts that a token has."""
+        return {name: self.of_token * matrix.units for name, matrix in self.matrices.items()}
 
     @property
     def reached(self) -> float:

@@ -16,11 +16,12 @@ from torch import Tensor
 
 from sparsepack.errors import ArtifactError
 from sparsepack.files.stored import shown
-from sparsepack.formats.matrix import PackedMatrix, decode_matrix
-from sparsepack.formats.packed import PackedModel
+from sparsepack.formats.matrix import PackedMatrix, decode_experts, decode_matrix
+from sparsepack.formats.packed import ExpertMlp, PackedModel
 from sparsepack.models.activity import sparse_sites_of
 from sparsepack.models.architecture import Architecture
 from sparsepack.models.checkpoint.config_files import config_of
+from sparsepack.models.checkpoint.experts import as_shared
 from sparsepack.models.families import FAMILIES
 from sparsepack.models.family import EMBEDDING, FINAL_NORM, HEAD, Family
 from sparsepack.models.hf_config import architecture_of, token_ids
@@ -112,7 +113,7 @@ class StockModel:
     inputs: Mapping[SiteKey, torch.dtype] = field(default_factory=dict)
     attention: SparseAttention | None = None
     bases: Collection[int] = ()
-    of_levels: Callable[[int, str], tuple[Sequence[Tensor], Sequence[int]]] | None = None
+    of_levels: Callable[[int, str, int | None], tuple[Sequence[Tensor], Sequence[int]]] | None = None
 
     @property
     def end_tokens(self) -> tuple[int, ...]:
@@ -147,10 +148,19 @@ def stock_of(packed: PackedModel) -> StockModel:
     )
 
 
-def _of_levels(packed: PackedModel, layer: int, site: str) -> tuple[Sequence[Tensor], Sequence[int]]:
-    matrix = packed.layers[layer].matrices[site]
-    assert isinstance(matrix, PackedMatrix)
-    return [decode_matrix(matrix, level) for level in range(1, len(matrix.levels))], matrix.levels
+def _of_levels(
+    packed: PackedModel, layer: int, site: str, expert: int | None
+) -> tuple[Sequence[Tensor], Sequence[int]]:
+    mlp, matrix = packed.layers[layer].mlp, packed.layers[layer].matrices[site]
+    lower = range(1, len(matrix.levels))
+    if isinstance(matrix, PackedMatrix):
+        return [decode_matrix(matrix, level) for level in lower], matrix.levels
+    assert isinstance(mlp, ExpertMlp)
+    assert expert is not None
+    if expert < len(mlp.router):
+        return [decode_matrix(matrix.expert(expert), level) for level in lower], matrix.levels
+    shared = (as_shared(site, decode_experts(matrix, expert, level=level)) for level in lower)
+    return [torch.cat(parts) for parts in shared], matrix.levels
 
 
 def stock_config(packed: PackedModel) -> Any:

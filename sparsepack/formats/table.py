@@ -146,7 +146,7 @@ FORMATS: Mapping[str, Format] = {
                 MatrixFormat(block, "zigzag"),
                 experts=True,
                 fits=block in ("Q4_K", "Q6_P"),
-                fits_experts=block == "Q4_K",
+                fits_experts=block in ("Q4_K", "Q6_P"),
                 **_RUN,
             )
             for block in ZIGZAG_BLOCKS

@@ -65,16 +65,17 @@ class SiteRule:
 
     Channel j is active where |x_j - offset_j| * c_j > t, strictly, compared in float32; an inactive one takes the value
     offset_j. Where c has a row for each level of a format with planes, rows never rising, channel j is read at as many
-    levels as rows for which that holds.
+    levels as rows for which that holds. Experts that have an input each have levels each.
 
-    threshold       -- t; in an artifact float32, a scalar, [columns] or [levels, columns], t with c divided out
+    threshold       -- t; in an artifact float32, a scalar, [columns] or [(experts,) levels, columns], t with c divided
+                       out
     offset          -- float32 [columns]; None: zeros
-    channel_weights -- c: float32 [columns] or [levels, columns]; None: ones
+    channel_weights -- c: float32 [columns] or [(experts,) levels, columns]; None: ones
     sparsity        -- target share of inactive channels, with levels of the bits that are not read
     realised        -- the share that the calibration text gave
     curve           -- the thresholds that give each share of `CURVE_SHARES` there; empty: not known
     row_costs       -- with levels, what a squared error of each of the site's outputs costs, for who quantises the
-                       matrix: float32 [rows]; not kept in tables and artifacts
+                       matrix: float32 [(experts,) rows]; not kept in tables and artifacts
     """
 
     threshold: float | Tensor = 0.0
@@ -108,7 +109,7 @@ class SiteRule:
 
     @cached_property
     def limits(self) -> Tensor:
-        """What |x - offset| is compared with: float32, a scalar, [columns] or [levels, columns]."""
+        """What |x - offset| is compared with: float32, a scalar, [columns] or [(experts,) levels, columns]."""
         if isinstance(self.threshold, Tensor):
             return self.threshold
         threshold = torch.tensor(self.threshold, dtype=torch.float32)
@@ -121,7 +122,13 @@ class SiteRule:
     @property
     def of_levels(self) -> bool:
         """Whether it says at which level a channel is read, not only whether."""
-        return self.limits.dim() == 2
+        return self.limits.dim() >= 2
+
+    def of_expert(self, number: int) -> "SiteRule":
+        """The rule of one of a site's experts, by its number: its levels, or what all of them share."""
+        costs = None if self.row_costs is None else self.row_costs[number]
+        limits = self.limits[number] if self.limits.dim() == 3 else self.limits
+        return replace(self, threshold=limits, channel_weights=None, row_costs=costs)
 
     def to(self, device: torch.device | str) -> "SiteRule":
         """The rule as an artifact has it, on another device."""

@@ -408,9 +408,11 @@ def with_levels(packed: PackedModel, seed: int = 0) -> PackedModel:
         for name, site in packed.layers[layer].sites.items():
             if (layer, name) == (1, "attn_out"):
                 continue
-            shape = (len(site.matrix.levels), site.matrix.columns)
+            shape: tuple[int, ...] = (len(site.matrix.levels), site.matrix.columns)
+            if isinstance(site, PackedExpertsSite) and name == "mlp_mid":
+                shape = (site.matrix.experts, *shape)
             of_site = 2 if name in ("attn_in", "mlp_in") else 0.5
-            limits = of_site * torch.rand(shape, generator=generator).sort(0).values
+            limits = of_site * torch.rand(shape, generator=generator).sort(-2).values
             packed = _with_rule(packed, layer, name, SiteRule(limits))
     return packed
 

@@ -33,7 +33,7 @@ def test_gradients_block_by_block_are_those_of_the_whole_model(family, tmp_path,
     checkpoint = open_checkpoint(make_model(tmp_path / "m", family))
     calibration = calibrate(checkpoint, text, tmp_path / "c", CalibrateOptions(context=64, samples=2))
     ids = calibration.windows.long()
-    found = {key: (x, slope) for key, x, slope, _ in gradients(checkpoint, ids, HALF)}
+    found = {key: (seen.x, seen.at_input) for key, seen in gradients(checkpoint, ids, HALF)}
     assert len(found) == checkpoint.layers * len(SITES)
     model, seen = load_model(checkpoint, "cpu", torch.float32), {}
 
@@ -65,8 +65,8 @@ def test_one_threshold_gives_every_site_its_share(small, small_calibration):
 def test_a_channel_counts_by_the_root_of_its_mean_square_gradient(small, small_calibration):
     few = replace(small_calibration, windows=small_calibration.windows[:2])
     rules = find_rules(small, few, HALF, all_sites(small))
-    for key, _, gradient, _ in gradients(small, few.windows, HALF):
-        root = gradient.square().mean((0, 1)).sqrt()
+    for key, seen in gradients(small, few.windows, HALF):
+        root = seen.at_input.square().mean((0, 1)).sqrt()
         counted = root > 1e-2 * root.max()  # the others may be raised
         ratio = rules[key].channel_weights[counted] / root[counted]
         assert torch.allclose(ratio, ratio[:1], rtol=1e-4), key

@@ -294,13 +294,6 @@ def test_thresholds_of_levels_fit_no_other_format(small, small_calibration, tmp_
         AllocationOptions(0.5, "uniform", block="Q6_P").check()
 
 
-def test_experts_have_no_levels_yet(tmp_path, text) -> None:
-    checkpoint = open_checkpoint(make_model(tmp_path / "m", "mixtral"))
-    calibration = calibrate(checkpoint, text, tmp_path / "c", CalibrateOptions(context=64, samples=2))
-    with pytest.raises(ThresholdsError, match="without experts yet; pack it as zigzag-q4_k"):
-        find_thresholds(checkpoint, calibration, AllocationOptions(0.5, block="Q6_P"))
-
-
 def test_thresholds_that_fall_are_refused(small, small_calibration, tmp_path, monkeypatch) -> None:
     table = find_thresholds(small, small_calibration, AllocationOptions(0.5, block="Q6_P"))
     key = (1, "attn_out")

@@ -13,6 +13,8 @@
     blk.I.shared_gate.weight       [1, hidden]             F32, where the last of the experts are of every token
     blk.I.SITE.bias                [rows]                  F32, where the model has one
     blk.I.SITE.threshold           [1] or [columns]        F32, where the site is sparse
+                                   [levels, columns]       of formats with planes, or mlp_mid of experts
+                                   [experts, levels, columns]
     blk.I.SITE.offset              [columns]               F32, where inactive channels take a value other than 0
     blk.I.NORM.weight              [width]                 F32; NORM: attn_norm, mlp_norm, and in some families
                                                            q_norm, k_norm, q_row_norm, k_row_norm,
@@ -73,7 +75,8 @@ from sparsepack.models.checkpoint.checkpoint import Checkpoint
 from sparsepack.models.checkpoint.config_files import GENERATION
 from sparsepack.models.checkpoint.gguf_config import OWN_CONFIG
 from sparsepack.models.checkpoint.writer import chat_template, config_json
-from sparsepack.models.family import EMBEDDING, FINAL_NORM, HEAD, MLP_SITES, SITES
+from sparsepack.models.family import EMBEDDING, FINAL_NORM, HEAD, MLP_MID, MLP_SITES, SITES
+from sparsepack.models.hf_config import expert_numbers
 from sparsepack.models.sites import Rules, SiteRule
 from sparsepack.models.tokenizer.chat import CHAT_TEMPLATE, SPECIAL_TOKENS, TOOL_USE
 from sparsepack.models.tokenizer.gguf_tokenizer import OWN_TOKENIZER
@@ -318,10 +321,10 @@ def planned_vector(name: str, type: str, value: Tensor) -> PlannedGroup:
 
 
 def _planned_rule(name: str, rule: SiteRule, levels: int) -> Iterator[PlannedGroup]:
-    if rule.of_levels and len(rule.limits) != levels:
+    if rule.of_levels and (found := rule.limits.shape[-2]) != levels:
         raise PackingError(
-            f"{name}: thresholds of {len(rule.limits)} levels, this format has {levels or 'none'}; find thresholds for "
-            "this format, or pack as the one that they are for"
+            f"{name}: thresholds of {found} levels, this format has {levels or 'none'}; find thresholds for this "
+            "format, or pack as the one that they are for"
         )
     limits = rule.limits if rule.of_levels else rule.limits.reshape(-1)
     for part, value in (("threshold", limits), ("offset", rule.offset)):
@@ -350,11 +353,15 @@ def _check_rules(checkpoint: Checkpoint, rules: Rules) -> None:
             )
         if rule.of_levels and rule.offset is not None:
             raise PackingError(f"{name}: offsets, which thresholds of levels have no place for; find them without")
-        if rule.of_levels and checkpoint.family.experts is not None:
+        numbers = expert_numbers(checkpoint.config) if site == MLP_MID else None
+        expected = None if numbers is None else numbers.stored
+        found = len(rule.limits) if rule.limits.dim() == 3 else None
+        if rule.of_levels and found != expected:
             raise PackingError(
-                f"{name}: thresholds of levels, which experts have no place for yet; pack as zigzag-q4_k"
+                f"{name}: thresholds of levels of {found or 'no'} experts, the model has {expected or 'none'} there; "
+                "find thresholds of this model"
             )
-        if rule.of_levels and not (rule.limits[1:] >= rule.limits[:-1]).all():
+        if rule.of_levels and not (rule.limits.diff(dim=-2) >= 0).all():
             raise PackingError(f"{name}: thresholds are lower at a later level, expected ascending; find them anew")
         if rule.limits.isnan().any():
             raise PackingError(f"{name}: a threshold is NaN, expected a number; calibrate again")

@@ -34,7 +34,7 @@ from sparsepack.models.architecture import Architecture, check_numbers
 from sparsepack.models.checkpoint.config_files import GENERATION, read_suggested
 from sparsepack.models.checkpoint.gguf_config import OWN_CONFIG
 from sparsepack.models.families import FAMILIES
-from sparsepack.models.family import ATTENTION_SITES, MLP_SITES
+from sparsepack.models.family import ATTENTION_SITES, MLP_MID, MLP_SITES
 from sparsepack.models.sites import SiteRule
 from sparsepack.models.tokenizer.chat import CHAT_TEMPLATE, SPECIAL_TOKENS, TOOL_USE, read_special_tokens
 from sparsepack.models.tokenizer.gguf_tokenizer import OWN_TOKENIZER
@@ -188,7 +188,7 @@ class ModelReader:
         rows = sum(parts)
         blocks, tail = self.zigzag_bytes(name, rows, columns, (experts,))
         matrix = PackedExperts(blocks, self.zigzag, rows, columns, tail)
-        rule = self.rule(name, columns)
+        rule = self.rule(name, columns, experts if name.endswith(MLP_MID) else None)
         if rule is not None and rule.offset is not None:
             raise self.wrong(f"{name} has offsets, which experts have no place for")
         return PackedExpertsSite(matrix, rule, parts)
@@ -240,25 +240,29 @@ class ModelReader:
                 blocks = stored
         return blocks, tail
 
-    def rule(self, name: str, columns: int) -> SiteRule | None:
+    def rule(self, name: str, columns: int, experts: int | None = None) -> SiteRule | None:
+        """The rule of a site; None: it is always dense. experts: of a site where each has an input of its own, how
+        many there are."""
         threshold = self.file.tensors.get(f"{name}.threshold")
         if threshold is None:
             return None
         levels = len(BLOCKS[self.zigzag.block].levels)
-        if levels and len(threshold.shape) == 2:
-            return SiteRule(self.level_limits(threshold.name, levels, columns))
+        if levels and len(threshold.shape) > 1:
+            each = () if experts is None else (experts,)
+            return SiteRule(self.level_limits(threshold.name, (*each, levels, columns)))
         width = 1 if threshold.shape == (1,) else columns
         value = self.vector(threshold.name, width)
         offset = self.vector(f"{name}.offset", columns) if f"{name}.offset" in self.file.tensors else None
         return SiteRule(value.reshape(()) if width == 1 else value, offset)
 
-    def level_limits(self, name: str, levels: int, columns: int) -> Tensor:
-        """What inputs are compared with at each level: float32 [levels, columns], from level to level never lower."""
-        if (found := self.file.tensors[name].shape[0]) != levels:
-            raise self.wrong(f"{name} is of {found} levels, {self.zigzag.block} has {levels}")
-        info = self.take(name, ("F32",), (levels, columns))
-        limits = self.mapped(info).clone().view(torch.float32).view(levels, columns)
-        if not (limits[1:] >= limits[:-1]).all():
+    def level_limits(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """What inputs are compared with at each level: float32 [(experts,) levels, columns], from level to level never
+        lower."""
+        if (found := self.file.tensors[name].shape[-2]) != shape[-2]:
+            raise self.wrong(f"{name} is of {found} levels, {self.zigzag.block} has {shape[-2]}")
+        info = self.take(name, ("F32",), shape)
+        limits = self.mapped(info).clone().view(torch.float32).view(shape)
+        if not (limits.diff(dim=-2) >= 0).all():
             raise self.wrong(f"{name} is lower at a later level, expected ascending thresholds")
         return limits
 

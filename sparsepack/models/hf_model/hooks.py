@@ -29,13 +29,21 @@ class ExpertsWatch:
     routed -- is shown which ones: int64 [T, used]
     middle -- is shown what enters their down matrices [T, used, width], and returns what to use in its place, or None
               to leave it as it is
+    product -- is shown each product that is made (`ExpertProduct`)
     shared -- the module of an expert that every token has, which is so many more as it is as wide as one: what enters
               its down matrix is shown after theirs
     """
 
     routed: Callable[[torch.Tensor], None] | None = None
     middle: Callable[[torch.Tensor], torch.Tensor | None] | None = None
+    product: "ExpertProduct | None" = None
     shared: nn.Module | None = None
+
+
+ExpertProduct = Callable[[str, int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor | None]
+"""The function takes (site, expert, tokens, x, y): that expert's matrix at that site makes y [n, rows] of x [n,
+columns], which are of the tokens int64 [n], each once. The shared expert, as wide as it is, has the number after the
+others'. It returns what to use in place of y, or None to leave it as it is. What an expert weighs comes after it."""
 
 
 _watches: "WeakKeyDictionary[nn.Module, list[ExpertsWatch]]" = WeakKeyDictionary()
@@ -91,22 +99,36 @@ def _forward(module: Any, hidden: torch.Tensor, chosen: torch.Tensor, weights: t
     middle = hidden.new_zeros(*chosen.shape, module.down_proj.shape[-1])
     hit = torch.bincount(chosen.flatten()).nonzero().flatten().tolist()
     places = {expert: torch.where(chosen == expert) for expert in hit}
+
+    def shown(site: str, expert: int, token: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        for product in (watch.product for watch in watches if watch.product is not None):
+            changed = product(site, expert, token, x, y)
+            y = y if changed is None else changed
+        return y
+
+    into, mid = MLP_SITES
     for expert, (token, slot) in places.items():
-        gate, up = functional.linear(hidden[token], module.gate_up_proj[expert]).chunk(2, dim=-1)
+        x = hidden[token]
+        gate, up = shown(into, expert, token, x, functional.linear(x, module.gate_up_proj[expert])).chunk(2, dim=-1)
         middle[token, slot] = module.act_fn(gate) * up
     late: Any = next((watch.shared for watch in watches if watch.shared is not None), None)
+    everyone, count = torch.arange(len(hidden), device=hidden.device), len(module.down_proj)
     if late is not None:
-        of_shared = late.act_fn(late.gate_proj(hidden)) * late.up_proj(hidden)
+        both = torch.cat([late.gate_proj(hidden), late.up_proj(hidden)], -1)
+        gate, up = shown(into, count, everyone, hidden, both).chunk(2, dim=-1)
+        of_shared = late.act_fn(gate) * up
         middle = torch.cat([middle, of_shared.unflatten(1, (-1, middle.shape[-1]))], 1)
     for watch in watches:
         changed = None if watch.middle is None else watch.middle(middle)
         middle = middle if changed is None else changed
     if late is not None:
-        _owed.pop(late).copy_(late.down_proj(middle[:, chosen.shape[1] :].flatten(1)))
+        x = middle[:, chosen.shape[1] :].flatten(1)
+        _owed.pop(late).copy_(shown(mid, count, everyone, x, late.down_proj(x)))
     output = torch.zeros_like(hidden)
     for expert, (token, slot) in places.items():
-        made = functional.linear(middle[token, slot], module.down_proj[expert]) * weights[token, slot, None]
-        output.index_add_(0, token, made.to(output.dtype))
+        x = middle[token, slot]
+        y = shown(mid, expert, token, x, functional.linear(x, module.down_proj[expert]))
+        output.index_add_(0, token, (y * weights[token, slot, None]).to(output.dtype))
     return output
 
 
@@ -172,6 +194,19 @@ def stream_hooks(block: nn.Module, family: Family, function: Callable[[torch.Ten
     finally:
         for handle in handles:
             handle.remove()
+
+
+@contextmanager
+def expert_hooks(block: nn.Module, family: Family, function: ExpertProduct) -> Iterator[None]:
+    """Call `function` with each product of a block's experts; never, for a family without experts."""
+    experts = family.experts
+    if experts is None:
+        yield
+        return
+    shared = None if experts.shared is None else block.get_submodule(experts.shared.module)
+    watch = ExpertsWatch(product=function, shared=shared)
+    with watched_experts([(block.get_submodule(experts.module), watch)]):
+        yield
 
 
 @contextmanager

@@ -139,15 +139,8 @@ class LoadedSite:
     def _product_of_planes(self, x: Tensor, mode: Mode, bytes: Tensor, scales: StepScales | None) -> Tensor:
         """Each column at the level that its input asks for; in a step of several sequences, the largest of them."""
         assert self.rule is not None
-        limits, offset = self.rule.limits, self.rule.offset
-        if scales is not None:
-            limits = scales.scaled(limits.reshape(-1)).view(len(x), -1, limits.shape[-1] if limits.dim() else 1)
-        d = x if offset is None else x - offset
-        if self.rule.of_levels:
-            levels = levels_read(d, limits)
-        else:
-            active = d.abs() > (limits if scales is None else limits[:, 0])
-            levels = active.to(torch.uint8) * (len(bytes) - 1)
+        d = x if self.rule.offset is None else x - self.rule.offset
+        levels = _levels(d, self.rule.limits, scales, len(bytes) - 1)
         of_each = bytes[levels.long()].sum(1)
         if mode is Mode.STEP:
             levels = levels.amax(0).expand_as(levels)
@@ -206,7 +199,10 @@ class LoadedExpertMlp:
     """Loaded experts: matrices and rule of each site, and what chooses. Matrices after those that may be chosen are of
     experts that every token has.
 
-    Counted are columns of the experts that a token has; of a step of several sequences the mean over these.
+    Counted are columns of the experts that a token has, or with planes bytes of rows of superblocks; of a step of
+    several sequences the mean over these.
+
+    level_bytes -- as of a `LoadedSite`
     """
 
     operations: Operations
@@ -217,6 +213,7 @@ class LoadedExpertMlp:
     matrices: Mapping[str, Sequence[Any]]
     rules: Mapping[str, SiteRule | None]
     active: Mapping[str, Tensor]
+    level_bytes: Tensor | None
 
     def output(self, x: Tensor, activation: Activation, mode: Mode, scales: StepScales | None = None) -> Tensor:
         chosen, weights = reference_experts.route(x, self.router, self.used, self.normalised)
@@ -224,52 +221,77 @@ class LoadedExpertMlp:
         if self.shared_gate is not None:
             numbers = range(len(self.router), len(into))
             chosen, weights = reference_experts.with_shared(x, self.shared_gate, numbers, chosen, weights)
-        product = self._gemv if mode is Mode.STEP and len(x) == 1 else self._matmul
+        product = partial(self._product, mode is Mode.STEP and len(x) == 1)
         places = [(expert, *torch.where(chosen == expert)) for expert in sorted(set(chosen.flatten().tolist()))]
-        x, read = self._selected("mlp_in", x[:, None], mode, scales)  # [S, 1, hidden], the same for all of a token's
+        # [S, 1, hidden], the same for all of a token's
+        x, read = self._selected("mlp_in", x[:, None], None, mode, scales)
         middle: Tensor | None = None
         for expert, token, slot in places:
-            gate, up = product(into[expert], x[token, 0], read).chunk(2, dim=-1)
+            of_these = None if read is None else read[token, 0]
+            gate, up = product(into[expert], x[token, 0], of_these).chunk(2, dim=-1)
             gated = activation(gate) * up
             middle = x.new_empty(*chosen.shape, gated.shape[1]) if middle is None else middle
             middle[token, slot] = gated
         assert middle is not None
-        middle, read = self._selected("mlp_mid", middle, mode, scales)
+        middle, read = self._selected("mlp_mid", middle, chosen, mode, scales)
         output = torch.zeros_like(x[:, 0])
         for expert, token, slot in places:
-            gated = product(middle_of[expert], middle[token, slot], read)
+            of_these = None if read is None else read[token, slot]
+            gated = product(middle_of[expert], middle[token, slot], of_these)
             output.index_add_(0, token, gated * weights[token, slot, None])
         return output
 
-    def _selected(self, site: str, x: Tensor, mode: Mode, scales: StepScales | None) -> tuple[Tensor, bool]:
-        """x [S, experts, columns] with zeros where columns are inactive, counted, and whether any may be."""
+    def _selected(
+        self, site: str, x: Tensor, chosen: Tensor | None, mode: Mode, scales: StepScales | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """x [S, experts, columns] with zeros where columns are inactive, counted; and the level at which each is read,
+        without planes 0 or 1, uint8 [S, experts, columns]; None: all is read.
+
+        chosen -- the experts whose inputs these are [S, experts]; None: they are the same for all
+        """
         of_token = self.used + len(self.matrices[site]) - len(self.router)
-        rule, times = self.rules[site], of_token // x.shape[1]
+        rule, times, bytes = self.rules[site], of_token // x.shape[1], self.level_bytes
         sequences = 1 if mode in (Mode.DENSE, Mode.MASKED) else len(x)
         if mode is Mode.PREFILL:
-            return x, False
+            return x, None
         if rule is None or mode in (Mode.DENSE, Mode.DENSE_STEP):
-            self.active[site].add_(times * x.numel() // sequences)
-            return x, False
-        limits = rule.limits if scales is None else scales.scaled(rule.limits)[:, None]
-        active = x.abs() > limits
-        self.active[site].add_((times * active.sum()).div(sequences, rounding_mode="floor"))
+            self.active[site].add_(times * x.numel() // sequences * (1 if bytes is None else bytes[-1]))
+            return x, None
+        limits = rule.limits[chosen] if rule.limits.dim() == 3 else rule.limits
+        levels = _levels(x, limits, scales, 1 if bytes is None else len(bytes) - 1)
+        of_each = (levels if bytes is None else bytes[levels.long()]).sum(2, dtype=torch.int64)  # [S, experts]
+        self.active[site].add_((times * of_each.sum()).div(sequences, rounding_mode="floor"))
         if scales is not None:
-            scales.count(times * (~active).sum((1, 2)), self._rows(site))
-        return torch.where(active, x, 0), True
+            unread = x.shape[2] - (of_each if bytes is None else -(-of_each // bytes[-1]))
+            scales.count(times * unread.sum(1), self._rows(site))
+        return torch.where(levels > 0, x, 0), levels
 
     def _rows(self, site: str) -> int:
         return int(self.matrices[site][0].rows)
 
-    def _matmul(self, matrix: Any, x: Tensor, read: bool) -> Tensor:
-        return self.operations.zigzag_matmul(matrix, x)
+    def _product(self, one: bool, matrix: Any, x: Tensor, levels: Tensor | None) -> Tensor:
+        """The product of positions x [n, columns]; of one position, one reads those columns alone that are not zero.
 
-    def _gemv(self, matrix: Any, x: Tensor, read: bool) -> Tensor:
-        """The product of one position that reads the columns alone that are not zero, where some were made so."""
-        if not read:
+        levels -- as of `_selected`
+        """
+        if levels is not None and self.level_bytes is not None:
+            return cast(PlanesOperations, self.operations).planes_matmul(matrix, x, levels)
+        if levels is None or not one:
             return self.operations.zigzag_matmul(matrix, x)
         indices, count = self.operations.collect(x[0], torch.zeros((), device=x.device))
         return self.operations.zigzag_gemv(matrix, x[0], indices, count)[None]
+
+
+def _levels(x: Tensor, limits: Tensor, scales: StepScales | None, most: int) -> Tensor:
+    """At which level each column of x [S, ..., columns] is read: uint8, as x.
+
+    limits -- a rule's, or of each vector of x its own [S, ..., levels, columns]; scales -- of the S sequences
+    most   -- the level of a column whose limit is one number and that is read
+    """
+    of_levels = limits.dim() > 1
+    if scales is not None:
+        limits = scales.scales.view(-1, *[1] * (x.dim() - 1 + of_levels)) * limits
+    return levels_read(x, limits) if of_levels else (x.abs() > limits).to(torch.uint8) * most
 
 
 @dataclass(frozen=True)
@@ -319,7 +341,8 @@ def _load_experts(mlp: ExpertMlp, operations: Operations, device: torch.device) 
     rules = {name: None if site.rule is None else site.rule.to(device) for name, site in mlp.sites.items()}
     active = {name: _zero(device) for name in EXPERTS.counted}
     router, shared = mlp.router.to(device), None if mlp.shared_gate is None else mlp.shared_gate.to(device)
-    return LoadedExpertMlp(operations, router, shared, mlp.used, mlp.normalised, matrices, rules, active)
+    bytes = _level_bytes(mlp.sites["mlp_in"].matrix.levels, device)
+    return LoadedExpertMlp(operations, router, shared, mlp.used, mlp.normalised, matrices, rules, active, bytes)
 
 
 _LOADERS: Mapping[MlpKind, Callable[[Any, Operations, torch.device], Mlp]] = {
@@ -340,8 +363,13 @@ def _load_site(site: PackedSite, operations: Operations, device: torch.device) -
     sparse_bias = bias
     if rule is not None and rule.offset is not None:
         sparse_bias = _plus(operations.zigzag_matmul(matrix, rule.offset[None])[0], bias)
-    bytes = torch.tensor([0, *site.matrix.levels], device=device) if site.matrix.levels else None
+    bytes = _level_bytes(site.matrix.levels, device)
     return LoadedSite(operations, matrix, bias, rule, sparse_bias, _zero(device), bytes)
+
+
+def _level_bytes(levels: Sequence[int], device: torch.device) -> Tensor | None:
+    """Bytes of a superblock that are read at each level from 0 on; None: there are no planes."""
+    return torch.tensor([0, *levels], device=device) if levels else None
 
 
 def _zero(device: torch.device) -> Tensor:

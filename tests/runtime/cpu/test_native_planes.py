@@ -13,7 +13,7 @@ from torch import Tensor
 from sparsepack.formats.kinds import MatrixFormat
 from sparsepack.formats.matrix import PackedMatrix
 from sparsepack.formats.orders import zigzag
-from sparsepack.formats.packed import PackedModel
+from sparsepack.formats.packed import ExpertMlp, PackedModel
 from sparsepack.models.sites import SiteRule
 from sparsepack.runtime.chained.decoder import OperationsDecoder
 from sparsepack.runtime.cpu import machine, operations
@@ -82,14 +82,17 @@ def test_an_input_far_larger_than_the_others_does_not_wash_them_out() -> None:
 
 
 def with_levels(packed: PackedModel, ids: list[int]) -> PackedModel:
-    """Every site but one with thresholds of levels, one with one threshold and one with one for each column."""
+    """Every site but one with thresholds of levels, one with one threshold and one with one for each column. At
+    mlp_mid experts have levels each."""
     inputs = stock_logits(stock_model(packed), packed, ids, 0)[1].inputs
     layers = [*packed.layers]
     generator = torch.Generator().manual_seed(3)
     for number, ((layer, site), x) in enumerate(sorted(inputs.items())):
-        sizes = x.abs()
+        sizes, mlp = x.abs(), layers[layer].mlp
+        own = isinstance(mlp, ExpertMlp) and site == "mlp_mid"
+        shape = (mlp.sites[site].matrix.experts, 1, x.shape[-1]) if own else (x.shape[-1],)
         limits = sizes.flatten().quantile(torch.tensor(SHARES))[:, None] * (
-            0.7 + 0.6 * torch.rand(x.shape[-1], generator=generator)
+            0.7 + 0.6 * torch.rand(shape, generator=generator)
         )
         rule = {0: None, 3: SiteRule(limits[1].mean()), 4: SiteRule(limits[1])}.get(number, SiteRule(limits))
         of_site = layers[layer].sites[site]
@@ -187,6 +190,69 @@ def test_experts_read_whole_columns(tails: bool) -> None:
     some = dataclasses.replace(packed, layers=(with_sites(packed.layers[0], changed), *packed.layers[1:]))
     expected = Engine(some, context=64, backend="reference").teacher_forced(IDS, 4)
     assert relative(Engine(some, context=64, backend="cpu").teacher_forced(IDS, 4), expected) < 0.01
+
+
+EXPERTS: dict[str, dict[str, Any]] = {
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen3_moe": {"num_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 300, "head_dim": 16},
+    "olmoe": {"intermediate_size": 43, "num_experts": 5, "num_experts_per_tok": 1, "pad_token_id": None},
+    "qwen2_moe": {
+        "moe_intermediate_size": 43,
+        "shared_expert_intermediate_size": 86,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+    },
+}
+
+
+@pytest.mark.parametrize("instruction_set", instruction_set_params())
+@pytest.mark.parametrize(("family", "threads"), [("mixtral", 1), ("qwen3_moe", 2), ("olmoe", 3), ("qwen2_moe", 2)])
+def test_experts_read_columns_at_the_levels_of_their_inputs(
+    instruction_set: str, family: str, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(machine.FORCED, instruction_set)
+    packed = model(VARIANT, model_type=family, **EXPERTS[family])
+    assert any(site.rule and site.rule.limits.dim() == 3 for layer in packed.layers for site in layer.sites.values())
+    reference = reference_decoder(packed)
+    expected = reference.teacher_forced(torch.tensor(IDS), 4, True)
+    decoder = NativeDecoder(packed, torch.device("cpu"), 64, threads)
+    found = decoder.teacher_forced(torch.tensor(IDS), 4, True)
+    exact = instruction_set == "scalar"
+    assert relative(found, expected) < (1e-3 if exact else ROUNDED)
+    counts = decoder.active()
+    for key, count in reference.active().items():
+        assert counts[key] == pytest.approx(int(count), rel=0.001 if exact else 0.03)
+    dense = Engine(packed, context=64, backend="cpu", threads=threads, dense=True)
+    expected = Engine(packed, context=64, backend="reference", dense=True).teacher_forced(IDS, 4)
+    assert relative(dense.teacher_forced(IDS, 4), expected) < 5e-3
+    assert set(dense.activity().values()) == {1.0}
+
+
+def test_several_sequences_and_the_controller_have_experts_with_levels() -> None:
+    packed = model(VARIANT, model_type="qwen2_moe", **EXPERTS["qwen2_moe"])
+    packed = dataclasses.replace(packed, manifest={**packed.manifest, "thresholds": {"sparsity": 0.5}})
+    found = []
+    for backend in ("reference", "cpu"):
+        engine = Engine(packed, context=64, backend=backend, sequences=3, hold=True)
+        for sequence in range(3):
+            engine.prefill(IDS[sequence : sequence + 5], sequence)
+        steps = [engine.step_all([5, 6, 7]), engine.step_all([8, None, 9]), engine.step_all([3, 4, 5])]
+        found.append((torch.cat([each[[0, 2]] for each in steps]), dict(engine.activity()), engine.scales))
+    assert relative(found[1][0], found[0][0]) < ROUNDED
+    assert found[1][1] == pytest.approx(found[0][1], abs=0.02)
+    assert found[1][2] == pytest.approx(found[0][2], abs=0.002)
+    assert 1.0 not in found[0][2]
+
+
+def test_thresholds_of_other_experts_are_refused() -> None:
+    packed = model(VARIANT, model_type="mixtral", **EXPERTS["mixtral"])
+    layer = packed.layers[1]
+    site = layer.sites["mlp_mid"]
+    assert site.rule is not None
+    fewer = dataclasses.replace(site, rule=SiteRule(site.rule.limits[1:]))
+    wrong = dataclasses.replace(packed, layers=(packed.layers[0], with_sites(layer, {"mlp_mid": fewer})))
+    with pytest.raises(ValueError, match="expected one threshold, or one per column"):
+        NativeDecoder(wrong, torch.device("cpu"), 64, 1)
 
 
 def test_thresholds_that_fall_are_refused() -> None:

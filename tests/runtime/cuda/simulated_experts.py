@@ -95,7 +95,10 @@ def multiply_experts(experts: Experts, input: Input, output: Output, *, logits: 
     made = torch.zeros(together.of_token, rows)
     for number, x, of in zip(chosen[0].tolist(), inputs, made, strict=True):
         of_one = Output(of, activation=output.activation, active=output.active)
-        gemv(experts.expert(number), replace(input, x=x), of_one)
+        threshold = input.threshold
+        if together.added and threshold is not None and threshold.dim() == 3:
+            threshold = threshold[number]
+        gemv(experts.expert(number), replace(input, x=x, threshold=threshold), of_one)
     if reset is not None:
         reset.copy_(torch.tensor(SENTINEL))
     if not together.added:

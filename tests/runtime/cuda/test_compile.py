@@ -195,16 +195,20 @@ def test_products_compile_as_they_are_launched(what: str, config: CudaTileConfig
     {
         "what": ["dense", "held, flag in data"],
         "together": [Together(128, 8, True, False), Together(5, 1, False, True, 2)],
+        "block": ["Q4_K", "Q6_P"],
         "arch": [90, 80],
     }
 )
-def test_products_of_experts_compile_as_they_are_launched(what: str, together: Together, arch: int) -> None:
+def test_products_of_experts_compile_as_they_are_launched(what: str, together: Together, block: str, arch: int) -> None:
     x, one = torch.empty(768), torch.empty(1)
-    held = Input(x, norm=x, squares=one, threshold=x, scales=one, skipped=one, flag_in_data=True)
+    of_levels = torch.empty(*[together.stored][: together.added], 5, 768)
+    limits = x if block == "Q4_K" else of_levels
+    held = Input(x, norm=x, squares=one, threshold=limits, scales=one, skipped=one, flag_in_data=True)
     for config in (CudaTileConfig(1, 8, 24, 2), CudaTileConfig(2, 8, 16, 5)):
-        matrix = CudaZigzag(torch.empty(0), 512, 768, config, 0, 1.0, 1.0, 1.0)
+        matrix = CudaZigzag(torch.empty(0), 512, 768, config, 0, 1.0, 1.0, 1.0, block=block)
         activation = 0 if config.tile_bands > 1 and not together.added else None
         defines = zigzag_products._defines(matrix, Input(x) if what == "dense" else held, activation, together)
+        assert block == "Q4_K" or what == "dense" or "OF_LEVELS=1" in defines
         assert cubin("zigzag_gemv", arch, defines)[:4] == b"\x7fELF"
 
 

@@ -8,7 +8,7 @@ import pytest
 import simulated
 import torch
 from backends import largest_difference
-from packed_models import random_model, stock_model, with_rules
+from packed_models import random_model, stock_model, with_levels, with_rules
 from pairwise import each_value
 from simulated_decoders import IDS, check_prefill, check_steps, counts, decoder
 from sparse_decoders import CONTEXT, assert_near, oracle, policy_from, sparse_model
@@ -71,8 +71,10 @@ every_variant = pytest.mark.parametrize("variant", VARIANTS)
 
 
 @cache
-def model(variant: str, rules: bool = False) -> PackedModel:
-    packed = random_model(**VARIANTS[variant])
+def model(variant: str, rules: bool = False, levels: bool = False) -> PackedModel:
+    packed = random_model(**VARIANTS[variant], **({"block": "Q6_P", "tails": True} if levels else {}))
+    if levels:
+        return with_levels(packed)
     return with_rules(packed, stock_model(packed), IDS.tolist(), [0]) if rules else packed
 
 
@@ -80,6 +82,11 @@ def model(variant: str, rules: bool = False) -> PackedModel:
 def test_steps_compute_and_count_what_the_reference_does(variant: str, rules: bool) -> None:
     packed = model(variant, rules)
     check_steps(packed)
+
+
+@every_variant
+def test_steps_read_columns_of_experts_at_the_levels_of_their_inputs(variant: str) -> None:
+    check_steps(model(variant, levels=True))
 
 
 @each_value({"variant": VARIANTS, "chunk, room": [(2048, 1 << 28), (4, 2 * 64 * 1024)]})

@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 from zigzag_cases import assert_close, normal, random_matrix, weights
 
+from sparsepack.formats.blocks.table import BLOCKS
 from sparsepack.formats.kinds import MatrixFormat
-from sparsepack.formats.matrix import PackedExperts
+from sparsepack.formats.matrix import PackedExperts, PackedMatrix, decode_matrix
+from sparsepack.models.sites import levels_read
 from sparsepack.runtime.cuda.driver.memory import SENTINEL, flag_in_data_buffers
 from sparsepack.runtime.cuda.products.experts import (
     CudaExperts,
@@ -93,6 +95,7 @@ def test_the_chosen_ones_share_an_input_and_their_products_are_added(
     first = loaded(into, used, normalised, config, shared=shared)
     second = loaded(mid, used, normalised, config, added=True, shared=shared)
     x, residual, limit = normal(hidden), normal(hidden, seed=1), torch.tensor([0.6], device="cuda")
+    units = BLOCKS[block].bytes if BLOCKS[block].levels else 1
     logits = normal(count + bool(shared), seed=2)
     chosen, weight = chosen_of(logits, used, normalised, shared)
     for threshold in (None, limit):
@@ -102,7 +105,7 @@ def test_the_chosen_ones_share_an_input_and_their_products_are_added(
         kept = x if threshold is None else torch.where(x.abs() > threshold, x, 0)
         expected = torch.stack([matrix_of(into, number) @ kept.double() for number in chosen])
         assert_close(y, expected)
-        assert int(active) == of_token * int(kept.count_nonzero())
+        assert int(active) == of_token * units * int(kept.count_nonzero())
 
         inner, out = normal(of_token, width, seed=3), torch.full((hidden,), float("nan"), device="cuda")
         squares = torch.full((blocks(second),), float("nan"), device="cuda")
@@ -118,7 +121,67 @@ def test_the_chosen_ones_share_an_input_and_their_products_are_added(
         each = [w * (matrix_of(mid, n) @ v.double()) for n, w, v in zip(chosen, weight, kept, strict=True)]
         assert_close(out, torch.stack(each).sum(0) + residual.double())
         assert float(squares.sum()) == pytest.approx(float(out.square().sum()), rel=3e-5)
-        assert int(active) == 2 * int(kept.count_nonzero())
+        assert int(active) == 2 * units * int(kept.count_nonzero())
+
+
+@pytest.mark.parametrize("texts", [1, 4])
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+@pytest.mark.parametrize(("count", "used", "normalised", "shared"), EXPERTS)
+def test_experts_read_columns_at_levels_by_thresholds_of_their_own(
+    count: int, used: int, normalised: bool, shared: int, config: CudaTileConfig | None, texts: int
+) -> None:
+    hidden, width, of_token, stored = 300, 150, used + shared, count + shared
+    into, mid = random_experts(stored, 2 * width, hidden, "Q6_P"), random_experts(stored, hidden, width, "Q6_P")
+    first = loaded(into, used, normalised, config, shared=shared)
+    second = loaded(mid, used, normalised, config, added=True, shared=shared)
+    x, residual = normal(texts, hidden), normal(texts, hidden, seed=1)
+    inner, logits = normal(texts, of_token, width, seed=3), normal(texts, count + bool(shared), seed=2)
+    of_in, of_mid = (
+        2 * torch.rand(*shape, device="cuda").sort(-2).values for shape in ((5, hidden), (stored, 5, width))
+    )
+    scales, bytes = torch.linspace(0.8, 1.2, texts, device="cuda"), torch.tensor([0, *BLOCKS["Q6_P"].level_bytes])
+    y, out = torch.empty(texts, of_token, 2 * width, device="cuda"), torch.empty(texts, hidden, device="cuda")
+    active, skipped = (torch.zeros(n, dtype=torch.int64, device="cuda") for n in (2, texts))
+    held = {"scales": scales, "skipped": skipped}
+    multiply_experts(first, Input(x, threshold=of_in, **held), Output(y, active=active[0]), logits=logits)
+    to = Output(out, residual=residual, active=active[1])
+    multiply_experts(second, Input(inner, threshold=of_mid, **held), to, logits=logits)
+    read = [0, 0]
+    for text in range(texts):
+        chosen, weight = chosen_of(logits[text], used, normalised, shared)
+        levels = levels_read(x[text], scales[text] * of_in)
+        expected = torch.stack([product_at(into.expert(int(n)), x[text], levels) for n in chosen])
+        assert_close(y[text], expected, 1e-4)
+        read[0] += of_token * int(bytes[levels.cpu().long()].sum())
+        unread = of_token * 2 * width * (hidden * 200 - int(bytes[levels.cpu().long()].sum()))
+        added = residual[text].double()
+        for n, w, v in zip(chosen, weight, inner[text], strict=True):
+            levels = levels_read(v, scales[text] * of_mid[n])
+            added = added + w * product_at(mid.expert(int(n)), v, levels)
+            read[1] += int(bytes[levels.cpu().long()].sum())
+            unread += hidden * (width * 200 - int(bytes[levels.cpu().long()].sum()))
+        assert_close(out[text], added, 1e-4)
+        assert int(skipped[text]) == unread
+    assert active.tolist() == read
+
+
+def product_at(stored: PackedMatrix, x: Tensor, levels: Tensor) -> Tensor:
+    """The product of x [columns], columns at levels: float64 [rows]."""
+    y = torch.zeros(stored.rows, dtype=torch.float64, device=x.device)
+    for level in range(1, 6):
+        y += decode_matrix(stored, level).double().to(x.device) @ torch.where(levels == level, x.double(), 0)
+    return y
+
+
+def test_thresholds_of_levels_are_one_expert_s_where_products_are_added() -> None:
+    stored = random_experts(5, 300, 64, "Q6_P")
+    limits, logits, y = torch.ones(5, 5, 64, device="cuda"), normal(5), torch.zeros(300, device="cuda")
+    added = load_experts(stored, 2, True, "cuda", added=True)
+    with pytest.raises(ValueError, match=r"thresholds of levels \[5, 64\]: expected \[5, 'levels', 'columns'\]"):
+        multiply_experts(added, Input(normal(2, 64), threshold=limits[0]), Output(y), logits=logits)
+    alone = load_experts(stored, 2, True, "cuda")
+    with pytest.raises(ValueError, match=r"\[5, 5, 64\]: expected \['levels', 'columns'\]"):
+        multiply_experts(alone, Input(normal(64), threshold=limits), Output(y.new_zeros(2, 300)), logits=logits)
 
 
 @pytest.mark.parametrize("config", [None, CudaTileConfig(2, 8, 16, 3), CudaTileConfig(4, 8, 8, 1)], ids=str)

@@ -10,7 +10,7 @@ from packed_models import random_model, stock_model, with_rules
 from torch import Tensor
 
 from sparsepack.errors import UserError
-from sparsepack.formats.packed import PackedModel
+from sparsepack.formats.packed import PackedExpertsSite, PackedModel
 from sparsepack.models.sites import SiteRule
 from sparsepack.runtime.cuda.decoder.decoder import CudaDecoder
 from sparsepack.runtime.cuda.driver.kernel_set import KERNELS, Kernels
@@ -30,6 +30,14 @@ SHAPES: dict[str, dict[str, Any]] = {
         "row_scales": True,
     },
     "tails": {"intermediate_size": 350, "tails": True, "row_scales": True},
+    "experts": {
+        "model_type": "qwen2_moe",
+        "moe_intermediate_size": 256,
+        "shared_expert_intermediate_size": 512,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "tails": True,
+    },
 }
 every_shape = pytest.mark.parametrize("shape", SHAPES)
 
@@ -53,6 +61,8 @@ def _of_levels(sites: Any) -> Any:
         if rule is not None and (number or name != "mlp_in"):
             limits = rule.limits.reshape(-1).expand(site.matrix.columns) * MULTIPLES[:, None]
             limits[3:, ::7] = torch.inf
+            if isinstance(site, PackedExpertsSite) and name == "mlp_mid":
+                limits = limits * torch.linspace(0.8, 1.2, site.matrix.experts)[:, None, None]
             rule = SiteRule(limits, rule.offset)
         found[name] = replace(site, rule=rule)
     return found
@@ -78,8 +88,7 @@ def test_steps_read_columns_at_their_levels(shape: str, kernels: Kernels) -> Non
     steps = torch.cat([engine.step([id], True) for id in IDS])
     assert_near(steps, reference.teacher_forced(IDS, 0), limit_of(kernels))
     counts = {
-        key: share * engine.stepped * packed.layers[key[0]].sites[key[1]].matrix.units
-        for key, share in reference.activity().items()
+        key: share * engine.stepped * packed.layers[key[0]].units[key[1]] for key, share in reference.activity().items()
     }
     assert engine.active() == pytest.approx(counts, rel=5e-3)
     of_levels = [key for key, rule in packed.rules.items() if rule.of_levels]
@@ -93,9 +102,7 @@ def test_prompts_and_dense_steps_read_everything(shape: str, kernels: Kernels) -
     engine, reference = decoder(kernels, packed), Engine(packed, context=64, backend="reference", dense=True)
     found = torch.cat([engine.prefill(0, torch.tensor(IDS[:9]))[None], *(engine.step([id], False) for id in IDS[9:])])
     assert_near(found, reference.teacher_forced(IDS, 9)[8:], limit_of(kernels))
-    units = {
-        (n, name): site.matrix.units for n, layer in enumerate(packed.layers) for name, site in layer.sites.items()
-    }
+    units = {(n, name): units for n, layer in enumerate(packed.layers) for name, units in layer.units.items()}
     assert {key: count / engine.stepped for key, count in engine.active().items()} == units
 
 
@@ -109,7 +116,7 @@ def test_the_scale_follows_from_the_bytes_that_a_step_did_not_read(shape: str, k
     for id in IDS:
         held.step([id], True)
         counts = held.active()
-        unread = {key: matrix.units - counts[key] + before[key] for key, matrix in matrices.items()}
+        unread = {key: packed.layers[key[0]].units[key[1]] - counts[key] + before[key] for key in matrices}
         skipped = sum(matrix.rows * unread[key] / matrix.levels[-1] for key, matrix in matrices.items())
         expected, before = controller.after(expected, round(skipped)), counts
         assert held.scales[0] == pytest.approx(expected.scale, abs=1e-5)
@@ -129,7 +136,7 @@ def test_several_sequences_read_a_column_at_the_largest_level(shape: str) -> Non
     for ids in zip(*texts, strict=True):  # without prompts, which are rounded to float16
         assert_near(held.step(list(ids), True), oracle.step_all(list(ids)), 2 * limit_of(KERNELS))
     for key, share in oracle.activity().items():
-        units = packed.layers[key[0]].sites[key[1]].matrix.units
+        units = packed.layers[key[0]].units[key[1]]
         assert held.active()[key] == pytest.approx(share * held.stepped * units, rel=2e-2)
 
 

@@ -38,8 +38,9 @@ class Input:
     norm, eps       -- RMSNorm of x comes first: weight float32 [columns]
     squares         -- parts of the sum of x^2, which the norm needs: float32 [..], of several inputs [B, ..]; else the
                        product adds them up
-    threshold       -- float32 [1] or [columns], or of matrices with planes [levels, columns]: a column is read at the
-                       level of how many its input exceeds; None: every column is active, and read whole
+    threshold       -- float32 [1] or [columns], or of matrices with planes [levels, columns], of experts whose products
+                       are added [matrices, levels, columns]: a column is read at the level of how many its input
+                       exceeds; None: every column is active, and read whole
     offset          -- float32 [columns], taken from x before it is compared and multiplied
     scales          -- float32 [1], of several inputs [B]: what the threshold is multiplied by; None: one
     skipped         -- int64 [1] or [B], where there are scales: the weights of inactive columns are added, or with
@@ -149,6 +150,7 @@ def gemv(
     if input.flag_in_data and input.norm is not None and input.squares is None:
         raise ValueError("an input with its flag in the data, with a norm and without squares")
     _check_gate(matrix, output.activation, output.residual, input)
+    _check_levels(input.threshold, together)
     if (input.dense or together or matrix.planes) and not matrix.config.stages:
         matrix = _with_ring(matrix, shared_bytes)
     config = matrix.config
@@ -189,6 +191,15 @@ def _check_gate(matrix: CudaZigzag, activation: int | None, residual: Tensor | N
         raise ValueError("an activation, with a residual: activation(gate) * up is taken as it is")
     if (activation is not None) != (matrix.gate_bands > 0):
         raise ValueError(f"activation {activation} for {matrix.gate_bands} bands of gate: one needs the other")
+
+
+def _check_levels(threshold: Tensor | None, together: Together | None) -> None:
+    if not _of_levels(threshold):
+        return
+    assert threshold is not None
+    expected = (together.stored,) if together is not None and together.added else ()
+    if threshold.shape[:-2] != expected:
+        raise ValueError(f"thresholds of levels {list(threshold.shape)}: expected {[*expected, 'levels', 'columns']}")
 
 
 def _check_blocks(matrix: CudaZigzag, inputs: int, together: Together | None = None, texts: int = 1) -> None:
@@ -336,4 +347,4 @@ def _per_channel(threshold: Tensor | None) -> int:
 
 
 def _of_levels(threshold: Tensor | None) -> int:
-    return int(threshold is not None and threshold.dim() == 2)
+    return int(threshold is not None and threshold.dim() > 1)

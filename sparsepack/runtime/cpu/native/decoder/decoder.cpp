@@ -10,16 +10,19 @@ void expect(bool met, const std::string& what) {
     if (!met) throw std::invalid_argument(what);
 }
 
-void check_site(const Site& site, int64_t rows, int64_t columns, const std::string& name) {
+// experts: how many have levels of their own there
+void check_site(const Site& site, int64_t rows, int64_t columns, const std::string& name, size_t experts = 1) {
     size_t width = size_t(columns);
     expect(site.matrix, name + ": no matrix");
     expect(site.matrix->rows == rows && site.matrix->columns == columns, name + ": matrix of another shape");
     expect(site.bias.empty() || site.bias.size() == size_t(rows), name + ": bias of another length");
     size_t thresholds = site.threshold.size();
-    expect(thresholds <= 1 || thresholds == width || (site.has_planes() && thresholds == PLANES * width),
-           name + ": expected one threshold, or one per column, with planes also one per level and column");
+    expect(
+        thresholds <= 1 || thresholds == width || (site.has_planes() && thresholds == experts * PLANES * width),
+        name + ": expected one threshold, or one per column, with planes also one per level and column, or per expert");
     for (size_t i = width; site.has_levels() && i < thresholds; ++i)
-        expect(site.threshold[i] >= site.threshold[i - width], name + ": threshold is lower at a later level");
+        expect(i / width % PLANES == 0 || site.threshold[i] >= site.threshold[i - width],
+               name + ": threshold is lower at a later level");
     expect(site.offset.empty() || site.offset.size() == width, name + ": offset of another length");
     expect(site.offset.empty() || thresholds, name + ": offset without threshold");
 }
@@ -57,7 +60,8 @@ void check_layer(const Layer& layer, const Shape& s, const AttentionShape& a, co
         bool plain = !layer.experts && in && in->rows == s.intermediate;
         expect(!plain || s.activation == RELU, name + ": another activation without a gate");
         check_site(layer.sites[MLP_IN], (plain ? 1 : 2) * int64_t(s.intermediate), s.hidden, name + " mlp_in");
-        check_site(layer.sites[MLP_MID], s.hidden, s.intermediate, name + " mlp_mid");
+        size_t experts = layer.experts ? size_t(layer.experts->stored()) : 1;
+        check_site(layer.sites[MLP_MID], s.hidden, s.intermediate, name + " mlp_mid", experts);
     }
     for (const auto* norm : {&layer.attn_norm, &layer.mlp_norm, &layer.attn_post_norm, &layer.mlp_post_norm})
         expect(norm->empty() || norm->size() == size_t(s.hidden), name + ": norm of another length");
@@ -156,7 +160,7 @@ Decoder::Decoder(Model model, const Kernels& kernels, int threads)
     if (experts) {
         routed_ = Buffer<float>(experts + 1);
         expert_lists_ = Buffer<int32_t>(used * (int64_t(s_.intermediate) + 16));
-        expert_counts_ = Buffer<int32_t>(16 * used);
+        expert_active_.resize(used);
         starts_ = Buffer<int32_t>(experts + 1);
     }
     listed_ = Buffer<int32_t>(PLANES * (columns + 16 * threads));

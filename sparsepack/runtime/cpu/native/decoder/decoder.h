@@ -45,8 +45,8 @@ struct Shape {
 };
 
 // A site. Bias and sparse_bias have one value per row or are empty; threshold has one value, one per column, or none:
-// such a site is always dense; where the matrix has planes also [PLANES][columns], what each level begins above. An offset
-// has one value per column or none.
+// such a site is always dense; where the matrix has planes also [PLANES][columns], what each level begins above, at MLP_MID of
+// experts [experts][PLANES][columns]. An offset has one value per column or none.
 struct Site {
     const Zigzag* matrix;
     std::vector<float> bias, threshold, offset;
@@ -164,7 +164,7 @@ private:
     const float* thresholds(const Site& at, int32_t first, int32_t n, int32_t index, int thread);
     float threshold_scale(int32_t index) const;
     void count_skipped(const Site& at, int64_t columns, int32_t index, int thread);
-    void count_unread(const Site& at, int64_t columns, int64_t bytes, int32_t index, int thread);
+    void count_unread(const Site& at, int64_t columns, int64_t bytes, int32_t index, int thread, int64_t times = 1);
     void update_scales();
 
     // decoder/products.cpp
@@ -175,6 +175,8 @@ private:
     static int64_t units_read(const Site& at, const Active& active);
     void collect_levels(const Site& at, const float* x, int32_t first, int32_t n, int32_t index, float* d,
                         int32_t* lists, int32_t stride, int32_t* counts) const;
+    Active list_levels(const Site& at, const float* x, const float* threshold, int32_t index, float* d, int32_t* to,
+                       int thread);
     template <class Lists>
     static Active join_levels(int32_t* to, int parts, Lists&& lists);
     Sums sums(const Input& input) const;
@@ -246,13 +248,16 @@ private:
     std::vector<int32_t> moving_;         // the sequences that these are
     Buffer<uint8_t> active_in_any_;       // of these, by column; the highest level
     std::vector<Scratch> scratch_;
-    Buffer<float> routed_;           // logits of the router, [positions][its rows]
-    Buffer<int32_t> expert_lists_;   // active columns of mlp_mid, of each expert that a token has
-    Buffer<int32_t> expert_counts_;  // of those, one cache line each
-    Buffer<int32_t> wide_chosen_;    // [positions][experts of a token]
-    Buffer<float> wide_weights_;     // likewise
-    Buffer<int32_t> placed_;         // the places in these, expert by expert
-    Buffer<int32_t> starts_;         // [experts + 1]: where the places of each begin
+    Buffer<float> routed_;          // logits of the router, [positions][its rows]
+    Buffer<int32_t> expert_lists_;  // active columns of mlp_mid, of each expert that a token has
+    struct alignas(64) OfExpert {
+        Active active;
+    };
+    std::vector<OfExpert> expert_active_;  // what is read of those
+    Buffer<int32_t> wide_chosen_;          // [positions][experts of a token]
+    Buffer<float> wide_weights_;           // likewise
+    Buffer<int32_t> placed_;               // the places in these, expert by expert
+    Buffer<int32_t> starts_;               // [experts + 1]: where the places of each begin
     ThresholdController controller_ = {};
     std::vector<SequenceScale> scales_;
     Buffer<float> wide_x_, wide_normed_, wide_rows_,

@@ -31,8 +31,8 @@ void Decoder::choose(const Experts& e, const float* logits, int32_t* chosen, flo
 }
 
 // From the input x [hidden] of the MLP, for the sequence of this number in the step, to what the experts add. The slices of
-// all experts are one sum: what enters mlp_mid is multiplied by the expert's weight. read: the columns of mlp_in and of
-// mlp_mid that were active, of all experts of the token.
+// all experts are one sum: what enters mlp_mid is multiplied by the expert's weight. read: the units of mlp_in and of mlp_mid
+// that were read (`units_read`), of all experts of the token.
 Decoder::Sums Decoder::experts(const float* x, int layer, bool sparse, int32_t index, int thread, int64_t read[2]) {
     static const std::vector<float> no_bias;
     const Layer& of = model_.layers[layer];
@@ -46,7 +46,11 @@ Decoder::Sums Decoder::experts(const float* x, int layer, bool sparse, int32_t i
     choose(e, routed_.data(), own.chosen.data(), own.weights.data());
 
     Active active = {all_.data(), s_.hidden};
-    if (sparse && !in.threshold.empty()) {
+    if (sparse && in.has_levels()) {
+        active = list_levels(in, x, in.threshold.data(), index, own.d.data(), own.indices.data(), thread);
+        x = own.d.data();
+        if (thread == 0) count_unread(in, s_.hidden, bytes_read(active), index, thread, used);
+    } else if (sparse && !in.threshold.empty()) {
         const float* threshold = thresholds(in, 0, s_.hidden, index, thread);
         active.count =
             k_.collect(x, nullptr, threshold, in.threshold.size() > 1, s_.hidden, 0, own.d.data(), own.indices.data());
@@ -68,26 +72,30 @@ Decoder::Sums Decoder::experts(const float* x, int layer, bool sparse, int32_t i
         k_.sum(of_slot, stride, slices, nullptr, n, 0, y);
         k_.sum(of_slot + n, stride, slices, nullptr, n, 0, up);
         k_.gate(s_.activation, y, up, n, y);
-        int32_t count = n;
-        if (skips) {
+        Active found = {all_.data(), n};
+        int32_t* listed = expert_lists_.data() + slot * (int64_t(n) + 16);
+        if (skips && mid.has_levels()) {
+            const float* threshold = mid.threshold.data() + int64_t(own.chosen[slot]) * PLANES * n;
+            found = list_levels(mid, y, threshold, index, y, listed, thread);
+            count_unread(mid, n, bytes_read(found), index, thread);
+        } else if (skips) {
             const float* threshold = thresholds(mid, 0, n, index, thread);
-            int32_t* listed = expert_lists_.data() + slot * (int64_t(n) + 16);
-            count = k_.collect(y, nullptr, threshold, mid.threshold.size() > 1, n, 0, y, listed);
+            int32_t count = k_.collect(y, nullptr, threshold, mid.threshold.size() > 1, n, 0, y, listed);
+            found = {listed, count};
             count_skipped(mid, n - count, index, thread);
         }
         for (int32_t i = 0; i < n; ++i) y[i] *= own.weights[slot];
-        expert_counts_.data()[16 * slot] = count;
+        expert_active_[slot].active = found;
     });
     pool_.barrier();
 
     int32_t all_slices = 0;
-    read[0] = int64_t(used) * active.count, read[1] = 0;
+    read[0] = used * units_read(in, active), read[1] = 0;
     for (int32_t slot = 0; slot < used; ++slot) {
-        int32_t count = expert_counts_.data()[16 * slot];
-        const int32_t* listed = skips ? expert_lists_.data() + slot * (int64_t(n) + 16) : all_.data();
-        own.products[slot] = {&e.mid[own.chosen[slot]], middle_.data() + int64_t(slot) * n, {listed, count}};
-        all_slices += gemv_slices(*mid.matrix, count, pool_.threads(), used);
-        read[1] += count;
+        const Active& found = expert_active_[slot].active;
+        own.products[slot] = {&e.mid[own.chosen[slot]], middle_.data() + int64_t(slot) * n, found};
+        all_slices += gemv_slices(*mid.matrix, found.count, pool_.threads(), used);
+        read[1] += units_read(mid, found);
     }
     share_gemvs(k_, pool_, own.products.data(), used, sums);
     pool_.barrier();

@@ -41,6 +41,17 @@ void Decoder::collect_levels(const Site& at, const float* x, int32_t first, int3
                       lists, stride, counts);
 }
 
+// All columns of x that are read, by a sequence's index in the step, level by level at `to`; d: what they are multiplied with.
+// threshold: [PLANES][columns].
+Active Decoder::list_levels(const Site& at, const float* x, const float* threshold, int32_t index, float* d,
+                            int32_t* to, int thread) {
+    int32_t columns = int32_t(at.matrix->columns), stride = columns + 16, counts[PLANES];
+    int32_t* lists = scratch_[thread].lists.data();
+    const float* offset = at.offset.empty() ? nullptr : at.offset.data();
+    k_.collect_levels(x, offset, threshold, columns, threshold_scale(index), columns, 0, d, lists, stride, counts);
+    return join_levels(to, 1, [&](int32_t level, int) { return List{lists + level * stride, counts[level]}; });
+}
+
 // The input of a product: the active columns of x, listed in the thread's own scratch.
 Decoder::Input Decoder::select(int layer, int site, const float* x, bool sparse, int thread) {
     const Site& at = model_.layers[layer].sites[site];
@@ -49,11 +60,7 @@ Decoder::Input Decoder::select(int layer, int site, const float* x, bool sparse,
     int32_t columns = int32_t(at.matrix->columns);
     Active active = {own.indices.data(), 0};
     if (at.has_levels()) {
-        int32_t counts[PLANES], stride = columns + 16;
-        collect_levels(at, x, 0, columns, 0, own.d.data(), own.lists.data(), stride, counts);
-        active = join_levels(own.indices.data(), 1, [&](int32_t level, int) {
-            return List{own.lists.data() + level * stride, counts[level]};
-        });
+        active = list_levels(at, x, at.threshold.data(), 0, own.d.data(), own.indices.data(), thread);
         if (thread == 0) count_unread(at, columns, bytes_read(active), 0, thread);
     } else {
         const float* offset = at.offset.empty() ? nullptr : at.offset.data();

@@ -39,9 +39,9 @@ void Decoder::count_skipped(const Site& at, int64_t columns, int32_t index, int 
 }
 
 // The same of columns of a matrix of planes, of which so many bytes of a row of superblocks were read: what was left out makes
-// so many whole columns.
-void Decoder::count_unread(const Site& at, int64_t columns, int64_t bytes, int32_t index, int thread) {
-    count_skipped(at, columns - (bytes + level_bytes(PLANES) - 1) / level_bytes(PLANES), index, thread);
+// so many whole columns. times: of matrices that are read alike.
+void Decoder::count_unread(const Site& at, int64_t columns, int64_t bytes, int32_t index, int thread, int64_t times) {
+    count_skipped(at, times * (columns - (bytes + level_bytes(PLANES) - 1) / level_bytes(PLANES)), index, thread);
 }
 
 // A sparse step of `moving_` has ended.

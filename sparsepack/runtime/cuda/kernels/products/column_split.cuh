@@ -71,7 +71,7 @@ struct Site {
     float eps;
     const float* squares;  // partial sums of x^2, in order: [INPUTS][parts]
     int parts;
-    const float* threshold;  // [1] or [columns], or where OF_LEVELS [LEVELS][columns]
+    const float* threshold;  // [1] or [columns], or where OF_LEVELS [LEVELS][columns], an expert's own where ADDED
     const float* offset;     // [columns]
     // Where SCALED: what thresholds are multiplied by [INPUTS], written by the last kernel of the step before, which has
     // ended when this step's graph begins; how many weights lay in inactive columns of this site, or of planes how many

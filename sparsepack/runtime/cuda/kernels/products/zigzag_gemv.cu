@@ -17,8 +17,8 @@
 //         ACTIVATION: number of the function, see activations.cuh; or where GATED of that of the input
 //         CHOSEN, SHARED: how many experts a token has, SLOTS together (choose.cuh), whose matrices of one shape lie one
 //         after the other; CHOSEN 0: the matrix is one. They share x, and each has a y; with ADDED 1 each has an x, and
-//         y is the sum of their products times their weights: the blocks of all experts finish it together. Each text of
-//         a launch has all of these, one after the other
+//         y is the sum of their products times their weights: the blocks of all experts finish it together; each has
+//         thresholds of levels of its own then. Each text of a launch has all of these, one after the other
 
 #include "common/activations.cuh"
 
@@ -120,6 +120,10 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, RESIDENT) zigzag_gemv(
         if (!GATE && bias && threadIdx.x * 32 < TILE_ROWS && row < rows) prefetch_l2(bias + row);
         if (!GATE && row_scale && threadIdx.x * 32 < TILE_ROWS && row < rows) prefetch_l2(row_scale + row);
         const float* own_x = x + (ADDED ? blockIdx.z : text) * EACH_COLUMN * columns;
+#if ADDED && OF_LEVELS
+        if (!FLAG_IN_DATA) wait_for_previous();
+        threshold += (u64)choose(logits + text * LOGITS, slot).number * LEVELS * columns;
+#endif
         u64* own_skipped = tile || !skipped ? nullptr : skipped + text;
         const Site site{own_x,  columns,       norm, eps,        squares + text * parts, parts, threshold,
                         offset, scales + text, rows, own_skipped};
@@ -257,8 +261,6 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, RESIDENT) zigzag_gemv(
         const int thread = (tile * SPLITS + split) * THREADS + threadIdx.x;
         ll_reset(reset, reset_count, thread, gridDim.y * SPLITS * THREADS);
     }
-    if (active && tile == 0 && threadIdx.x == 0) {  // of experts, columns are counted whatever they are made of
-        const int units = CHOSEN ? 1 : COUNTED_BYTES;
-        atomic_add(active, DENSE ? column_split.count() * units : CHOSEN ? list.count : list.read);
-    }
+    if (active && tile == 0 && threadIdx.x == 0)
+        atomic_add(active, DENSE ? column_split.count() * COUNTED_BYTES : list.read);
 }

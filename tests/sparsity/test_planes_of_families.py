@@ -1,0 +1,64 @@
+"""Planes from `pack` to engines for every family: what is packed at a number of bits runs alike everywhere."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models_for_tests import EVERY_FAMILY, EXPERTS, make_model
+
+from sparsepack.calibrate.collect import CalibrateOptions
+from sparsepack.calibrate.collection import calibrate
+from sparsepack.eval.subject import open_subject
+from sparsepack.formats.open import read_packed
+from sparsepack.formats.verify import verify
+from sparsepack.packing import Packed, PackRequest, pack
+from sparsepack.runtime.engine import Engine
+
+FORMAT, BITS = "zigzag-q6_p", 6.25
+IDS = torch.randint(300, (24,), generator=torch.Generator().manual_seed(1))
+PROMPT = 10
+ROUNDED = 0.08
+"""Relative error of logits of a random model: an input that rounding takes across a threshold has another level."""
+
+
+def packed(folder: Path, family: str, text: Any, **goal: Any) -> Packed:
+    model = str(make_model(folder / "m", family))
+    calibrate(model, text, folder / "c", CalibrateOptions(context=64, samples=16, held_out=8))
+    return pack(PackRequest(model, folder / "p.gguf", FORMAT, folder / "c", **goal))
+
+
+@pytest.mark.parametrize("family", [*EVERY_FAMILY, *EXPERTS])
+def test_every_family_runs_alike_in_eval_and_engines(family: str, tmp_path: Path, text: Any) -> None:
+    made, path = packed(tmp_path, family, text, bits=3.4), tmp_path / "p.gguf"
+    assert verify(path, str(tmp_path / "m")).passed
+    assert made.score is not None
+    losses = [made.score[protocol]["kl_divergence"]["value"] for protocol in ("decode", "dense")]
+    assert losses[0] >= 0.99 * losses[1] >= 0, "a random model may be sure of every word"
+    assert made.thresholds is not None
+    outlook = made.thresholds.outlook()
+    assert outlook is not None
+    assert BITS * (1 - outlook.overall) == pytest.approx(3.4, abs=0.02)
+
+    scorer = open_subject(str(path)).scorer()
+    expected = scorer.head(slice(None))(scorer.hidden(IDS[None], None, torch.tensor([PROMPT])))[0]
+    model = read_packed(path)
+    for backend, bound, share in (("reference", 1e-4, 1e-3), ("cpu", ROUNDED, 0.03)):
+        engine = Engine(model, context=64, backend=backend)
+        logits = engine.teacher_forced(IDS.tolist(), PROMPT)
+        off = (logits - expected).norm(dim=1) / expected.norm(dim=1)
+        assert off.sort().values[: len(IDS) // 2].amax() < bound, backend  # until a last bit decides about a level
+        assert float((logits - expected).norm() / expected.norm()) < ROUNDED, backend
+        for key, unread in scorer.realised().items():
+            assert engine.activity()[key] == pytest.approx(1 - unread, abs=share), (backend, key)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe"])
+def test_bits_are_found_for_a_loss_of_models_with_experts(family: str, tmp_path: Path, text: Any) -> None:
+    made = packed(tmp_path, family, text, loss="3%")
+    assert made.score is not None
+    assert made.thresholds is not None
+    outlook = made.thresholds.outlook()
+    assert outlook is not None
+    assert 1 < BITS * (1 - outlook.overall) < BITS
+    assert made.score["decode"]["perplexity_ratio"]["value"] < 1.06
