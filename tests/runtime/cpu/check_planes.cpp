@@ -92,6 +92,12 @@ std::vector<float> product(const Kernels& k, const Zigzag& m, const Listed& of) 
         LevelRanges levels = level_ranges(&of.ends, count);
         GemvWork work = {&m, span, count, of.indices.data(), of.x.data(), to, span % 2 == 0, levels};
         GemvWork next = {&m, spans(&m) - 1 - span, count, of.indices.data(), of.x.data(), to, false, levels};
+        int32_t last = planes_span(&m, span).quads, border = below(last + 1);  // in one work item, or in two
+        if (border > 0 && border < last) {
+            work.end_quad = border;
+            k.zigzag_gemv(&work, &next);
+            work.first_quad = border, work.end_quad = last;
+        }
         k.zigzag_gemv(&work, span % 2 ? &next : nullptr);
     }
     return y;

@@ -37,6 +37,7 @@ struct GemvWork {
     float* y;                 // [span_bands * 256], overwritten, in the order of the rows, padding rows too
     bool cold;                // no work item before has fetched its first columns
     LevelRanges levels = {};  // of the list, where the matrix has planes; `count` is not read then
+    int32_t first_quad = 0, end_quad = MAX_SPAN;  // there: of the span; rows of other quads are left alone
 };
 
 // A work item of a product for several positions: the rows of one quad.

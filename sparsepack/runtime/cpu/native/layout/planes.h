@@ -90,10 +90,5 @@ static inline int64_t first_plane_offset(int32_t chunks, int32_t chunk, int32_t 
 static inline int64_t plane_offset(int32_t chunks, int32_t chunk, int32_t plane) {
     return 16 * (plane % 2 * (int64_t)chunks + chunk);
 }
-// Bytes of a part that a reader at a level reads of a column from the first on.
-static inline int64_t part_bytes(int32_t chunks, int32_t part, int32_t level) {
-    int32_t planes = part == 0 ? 2 : level - 2 * part + 1;  // in halves of the part
-    return planes <= 0 ? 0 : (planes > 2 ? 2 : planes) * (int64_t)chunks * (CHUNK_PART_BYTES / 2);
-}
 
 }  // namespace sparsepack

@@ -5,8 +5,9 @@
 namespace sparsepack {
 namespace {
 
-// A thread that is held up leaves some of its work items to the others.
-constexpr int32_t ITEMS_PER_THREAD = 3;
+// A thread that is held up leaves some of its work items to the others. With planes an item begins and ends more slowly, by
+// the time of 30 columns.
+constexpr int32_t ITEMS_PER_THREAD = 3, PLANE_ITEMS_PER_THREAD = 2;
 // A shorter slice would spend its time beginning.
 constexpr int32_t TILES_PER_SLICE = 2, NEURONS_PER_SLICE = 32;
 // Each group of positions decodes the weights anew.
@@ -41,6 +42,16 @@ LevelRanges ranges_within(const Active& active, int32_t first, int32_t last) {
     return levels;
 }
 
+int32_t items_wanted(const Zigzag& m, int32_t threads) {
+    return threads * (m.block == Q6_P ? PLANE_ITEMS_PER_THREAD : ITEMS_PER_THREAD);
+}
+
+// Work items that the rows of a product are shared out to: its spans, or with planes their quads, where spans are few.
+int32_t row_ranges(const Zigzag& m, int32_t threads, int32_t together) {
+    bool few = m.block == Q6_P && threads > 1 && spans(&m) * together < items_wanted(m, threads);
+    return few ? quads(&m) : spans(&m);
+}
+
 }  // namespace
 
 int64_t bytes_read(const Active& active) {
@@ -52,8 +63,8 @@ int64_t bytes_read(const Active& active) {
 
 int32_t gemv_slices(const Zigzag& m, int32_t count, int32_t threads, int32_t together) {
     if (threads == 1) return 1;
-    int32_t tiles = (count + m.tile - 1) / m.tile, items = spans(&m) * together;
-    int32_t wanted = (ITEMS_PER_THREAD * threads + items - 1) / items;
+    int32_t tiles = (count + m.tile - 1) / m.tile, items = row_ranges(m, threads, together) * together;
+    int32_t wanted = (items_wanted(m, threads) + items - 1) / items;
     return std::max(1, std::min(wanted, tiles / TILES_PER_SLICE));
 }
 
@@ -67,10 +78,11 @@ int32_t neuron_slices(int32_t count, int32_t threads) {
 void share_gemvs(const Kernels& kernels, Pool& pool, const Product* products, int32_t together, float* partial_sums) {
     const Zigzag& shape = *products[0].matrix;
     auto slices_of = [&](const Product& p) { return gemv_slices(shape, p.active.count, pool.threads(), together); };
-    int32_t all = 0;
+    int32_t all = 0, ranges = row_ranges(shape, pool.threads(), together);
     for (int32_t i = 0; i < together; ++i) all += slices_of(products[i]);
     auto item = [&](int number) {
-        int32_t span = number % spans(&shape), at = number / spans(&shape), slice = at;
+        int32_t range = number % ranges, at = number / ranges, slice = at;
+        int32_t span = ranges == spans(&shape) ? range : range / shape.span;
         const Product* p = products;
         for (; slice >= slices_of(*p); ++p) slice -= slices_of(*p);
         int32_t slices = slices_of(*p), count = p->active.count, tiles = (count + shape.tile - 1) / shape.tile;
@@ -78,14 +90,16 @@ void share_gemvs(const Kernels& kernels, Pool& pool, const Product* products, in
         if (shape.block == Q6_P) {
             auto column = [&](int32_t n) { return int32_t(shape.columns * n / slices); };
             LevelRanges levels = columns_between(p->active, column(slice), column(slice + 1));
-            return GemvWork{p->matrix, span, count, p->active.indices, p->x, y, false, levels};
+            GemvWork work = {p->matrix, span, count, p->active.indices, p->x, y, false, levels};
+            if (ranges != spans(&shape)) work.first_quad = range % shape.span, work.end_quad = work.first_quad + 1;
+            return work;
         }
         auto border = [&](int32_t n) { return std::min(count, int32_t(int64_t(tiles) * n / slices) * shape.tile); };
         int32_t first = border(slice);
         return GemvWork{p->matrix, span, border(slice + 1) - first, p->active.indices + first, p->x, y, false};
     };
     bool cold = true;
-    pool.share(all * spans(&shape), [&](int here, int next) {
+    pool.share(all * ranges, [&](int here, int next) {
         GemvWork now = item(here), after = next < 0 ? now : item(next);
         now.cold = cold, cold = false;
         kernels.zigzag_gemv(&now, next < 0 ? nullptr : &after);
