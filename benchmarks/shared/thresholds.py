@@ -58,8 +58,8 @@ def with_limits(packed: PackedModel, limits: Limits) -> PackedModel:
     for number, layer in enumerate(packed.layers):
         sites = {}
         for name, site in layer.sites.items():
-            columns = site.matrix.columns
-            sites[name] = replace(site, rule=SiteRule(limits[number, name].cpu()[:, None].repeat(1, columns)))
+            rule = SiteRule(torch.ones(site.matrix.columns), steps=limits[number, name].cpu())
+            sites[name] = replace(site, rule=rule)
         mlp = replace(layer.mlp, sites={name: sites.pop(name) for name in layer.mlp.sites})
         layers.append(replace(layer, attention=sites, mlp=mlp))
     return replace(packed, layers=tuple(layers))

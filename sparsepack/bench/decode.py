@@ -78,7 +78,7 @@ def _always_read(packed: PackedModel) -> int:
         for site in layer.sites.values():
             tensors += [site.bias, site.matrix.row_scale]
             if site.rule is not None:
-                tensors += [site.rule.limits, site.rule.offset]
+                tensors += [site.rule.unit, site.rule.steps, site.rule.offset]
     return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
 

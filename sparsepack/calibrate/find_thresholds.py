@@ -119,21 +119,20 @@ def predicted_thresholds(checkpoint: Checkpoint, options: AllocationOptions) -> 
     """
     check_experts(checkpoint, options)
     row = ALLOCATIONS[options.allocation]
-    per_channel = row.per_channel or options.criterion != "magnitude"
+    each = row.per_channel or options.criterion != "magnitude"
     rules = {(layer, site): SiteRule() for layer in range(checkpoint.layers) for site in SITES}
     sites = chosen_sites(checkpoint.layers, options.include, options.ignore)
-    pooled = checkpoint.family.experts is not None
     for layer, site in sites if options.sparsity else ():
+        of_experts = checkpoint.family.experts is not None and site in MLP_SITES
         columns = checkpoint.stacked_shape(site, layer)[1]
         rules[layer, site] = SiteRule(
             threshold=_TYPICAL,
             offset=torch.zeros(columns) if options.offsets else None,
-            channel_weights=_predicted_weights(
-                checkpoint, site, options, per_channel and not (pooled and site in MLP_SITES)
-            ),
+            channel_weights=_predicted_weights(checkpoint, site, options, each and not of_experts),
             sparsity=options.sparsity,
             realised=_TYPICAL,
             curve=(_TYPICAL_IN_CURVE,) * len(CURVE_SHARES),
+            steps=torch.ones(len(BLOCKS[options.block].levels)) if options.block else None,
         )
     return _table(checkpoint, NO_HASH, options, rules, sites)
 
@@ -142,10 +141,9 @@ def _predicted_weights(
     checkpoint: Checkpoint, site: str, options: AllocationOptions, per_channel: bool
 ) -> Tensor | None:
     columns, experts = checkpoint.stacked_shape(site)[1], expert_numbers(checkpoint.config)
-    if options.block:
-        each = () if experts is None or site != MLP_MID else (experts.stored,)
-        return torch.ones(*each, len(BLOCKS[options.block].levels), columns)
-    return torch.ones(columns) if per_channel else None
+    if options.block and experts is not None and site == MLP_MID:
+        return torch.ones(experts.stored, columns)
+    return torch.ones(columns) if options.block or per_channel else None
 
 
 def check_experts(checkpoint: Checkpoint, options: AllocationOptions) -> None:

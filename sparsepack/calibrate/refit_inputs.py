@@ -86,7 +86,7 @@ class SiteSums:
         told = min(rows, _TOLD) if self._rule is None or self._rule.of_levels else rows
         self._told = torch.linspace(0, rows - 1, told, device=weight.device).round().long()
         self._sums = Sums(columns, True, weight.device)
-        levels = 0 if self._rule is None or not self._rule.of_levels else len(self._rule.limits)
+        levels = 0 if self._rule is None or self._rule.steps is None else len(self._rule.steps)
         self._by_level = torch.zeros(1 + levels, columns, device=weight.device) if levels else None
         self._lost = None if self._rule is None or levels else torch.zeros(columns, columns, device=weight.device)
         self._outputs = self._missing = self._tokens = 0.0

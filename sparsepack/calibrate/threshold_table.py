@@ -173,8 +173,8 @@ def rules_to_json(rules: Rules) -> list[dict[str, Any]]:
             "realised": rule.realised,
             "curve": list(rule.curve),
             **{name: _encoded(getattr(rule, name)) for name in _VECTORS},
-            **({"levels": rule.limits.shape[-2]} if rule.of_levels else {}),
-            **({"experts": len(rule.limits)} if rule.limits.dim() == 3 else {}),
+            **({} if rule.steps is None else {"steps": rule.steps.tolist()}),
+            **({"experts": len(rule.unit)} if rule.unit.dim() == 2 else {}),
         }
         for (layer, site), rule in rules.items()
     ]
@@ -201,15 +201,25 @@ def _rule(row: Any, where: str) -> tuple[SiteKey, SiteRule]:
             f"{where}: sparsity {sparsity}, threshold {threshold}; expected 0 <= sparsity < 1, threshold >= 0"
         )
     vectors = {name: _vector(row, name, where) for name in _VECTORS}
-    shares, weights = (float(sparsity), float(realised), _curve(row, where)), vectors["channel_weights"]
-    if "levels" in row and weights is not None:
-        levels, experts = (_field({"experts": 1, **row}, name, int, where) for name in ("levels", "experts"))
-        if levels < 1 or experts < 1 or len(weights) % (levels * experts):
-            of = f"{levels} levels" + (f" of {experts} experts" if "experts" in row else "")
-            raise ThresholdsError(f"{where}: {len(weights)} channel weights do not divide by {of}")
-        shape = (experts, levels, -1) if "experts" in row else (levels, -1)
-        vectors["channel_weights"] = weights.view(shape)
-    return (layer, site), SiteRule(float(threshold), vectors["offset"], vectors["channel_weights"], *shares)
+    shares = float(sparsity), float(realised), _curve(row, where)
+    weights, steps = vectors["channel_weights"], _steps(row, where)
+    if "experts" in row and weights is not None:
+        experts = _field(row, "experts", int, where)
+        if experts < 1 or len(weights) % experts:
+            raise ThresholdsError(f"{where}: {len(weights)} channel weights do not divide by {experts} experts")
+        weights = weights.view(experts, -1)
+    return (layer, site), SiteRule(float(threshold), vectors["offset"], weights, *shares, steps=steps)
+
+
+def _steps(row: Any, where: str) -> torch.Tensor | None:
+    if row.get("steps") is None:
+        return None
+    steps = _field(row, "steps", list, where)
+    if not steps or not all(isinstance(s, int | float) and 0 <= s < math.inf for s in steps) or steps != sorted(steps):
+        raise ThresholdsError(
+            f"{where}: steps {str(steps)[:60]}; expected numbers from 0 on, none below the one before"
+        )
+    return torch.tensor(steps, dtype=torch.float32)
 
 
 _KINDS: Mapping[type, tuple[tuple[type, ...], str]] = {

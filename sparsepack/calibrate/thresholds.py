@@ -293,7 +293,7 @@ def thresholds_table(summary: Mapping[str, Any]) -> str:
     outlook = summary.get("expected")
     said = "not known, measure it with `sparsepack eval`" if outlook is None else shown(**outlook)
     parts: list[str | Table] = [head, Table(["block", *(f"{site} (skips @ threshold)" for site in sites)], body)]
-    of = "the bits of all block weights" if any(row.get("levels") for row in rows) else "all block weights"
+    of = "the bits of all block weights" if any(row.get("steps") for row in rows) else "all block weights"
     parts.append(f"a decoded token skips, on text like the calibration text: {said} of {of}")
     if notes := _edited(summary):
         parts.append("\n".join(f"note: {note}" for note in notes))

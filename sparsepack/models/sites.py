@@ -64,13 +64,13 @@ class SiteRule:
     """A site's rule, the same record from the search for thresholds to the file and the kernels.
 
     Channel j is active where |x_j - offset_j| * c_j > t, strictly, compared in float32; an inactive one takes the value
-    offset_j. Where c has a row for each level of a format with planes, rows never rising, channel j is read at as many
-    levels as rows for which that holds. Experts that have an input each have levels each.
+    offset_j. With steps, of a format with planes, channel j is read at as many levels as have
+    |x_j| * c_j > t * step. Experts that have an input each have thresholds each.
 
-    threshold       -- t; in an artifact float32, a scalar, [columns] or [(experts,) levels, columns], t with c divided
-                       out
+    threshold       -- t; in an artifact float32, a scalar, [columns] or [experts, columns], t with c divided out
     offset          -- float32 [columns]; None: zeros
-    channel_weights -- c: float32 [columns] or [(experts,) levels, columns]; None: ones
+    channel_weights -- c: float32 [columns] or [experts, columns]; None: ones
+    steps           -- float32 [levels], never falling; None: a channel is read whole or not at all
     sparsity        -- target share of inactive channels, with levels of the bits that are not read
     realised        -- the share that the calibration text gave
     curve           -- the thresholds that give each share of `CURVE_SHARES` there; empty: not known
@@ -85,6 +85,7 @@ class SiteRule:
     realised: float = 0.0
     curve: tuple[float, ...] = ()
     row_costs: Tensor | None = None
+    steps: Tensor | None = None
 
     @property
     def dense(self) -> bool:
@@ -110,6 +111,11 @@ class SiteRule:
     @cached_property
     def limits(self) -> Tensor:
         """What |x - offset| is compared with: float32, a scalar, [columns] or [(experts,) levels, columns]."""
+        return self.unit if self.steps is None else self.steps[:, None] * self.unit[..., None, :]
+
+    @cached_property
+    def unit(self) -> Tensor:
+        """The threshold with the channels' weights divided out: float32, a scalar, [columns] or [experts, columns]."""
         if isinstance(self.threshold, Tensor):
             return self.threshold
         threshold = torch.tensor(self.threshold, dtype=torch.float32)
@@ -122,18 +128,19 @@ class SiteRule:
     @property
     def of_levels(self) -> bool:
         """Whether it says at which level a channel is read, not only whether."""
-        return self.limits.dim() >= 2
+        return self.steps is not None
 
     def of_expert(self, number: int) -> "SiteRule":
-        """The rule of one of a site's experts, by its number: its levels, or what all of them share."""
+        """The rule of one of a site's experts, by its number: its thresholds, or what all of them share."""
         costs = None if self.row_costs is None else self.row_costs[number]
-        limits = self.limits[number] if self.limits.dim() == 3 else self.limits
-        return replace(self, threshold=limits, channel_weights=None, row_costs=costs)
+        unit = self.unit[number] if self.unit.dim() == 2 else self.unit
+        return replace(self, threshold=unit, channel_weights=None, row_costs=costs)
 
     def to(self, device: torch.device | str) -> "SiteRule":
         """The rule as an artifact has it, on another device."""
         offset = None if self.offset is None else self.offset.to(device)
-        return replace(self, threshold=self.limits.to(device), offset=offset, channel_weights=None)
+        steps = None if self.steps is None else self.steps.to(device)
+        return replace(self, threshold=self.unit.to(device), offset=offset, channel_weights=None, steps=steps)
 
 
 Rules = Mapping[SiteKey, SiteRule]

@@ -408,12 +408,13 @@ def with_levels(packed: PackedModel, seed: int = 0) -> PackedModel:
         for name, site in packed.layers[layer].sites.items():
             if (layer, name) == (1, "attn_out"):
                 continue
-            shape: tuple[int, ...] = (len(site.matrix.levels), site.matrix.columns)
+            shape: tuple[int, ...] = (site.matrix.columns,)
             if isinstance(site, PackedExpertsSite) and name == "mlp_mid":
                 shape = (site.matrix.experts, *shape)
             of_site = 2 if name in ("attn_in", "mlp_in") else 0.5
-            limits = of_site * torch.rand(shape, generator=generator).sort(-2).values
-            packed = _with_rule(packed, layer, name, SiteRule(limits))
+            threshold = of_site * torch.rand(shape, generator=generator)
+            steps = 0.2 + torch.rand(len(site.matrix.levels), generator=generator).sort().values
+            packed = _with_rule(packed, layer, name, SiteRule(threshold, steps=steps))
     return packed
 
 

@@ -105,9 +105,13 @@ def test_the_documentation_names_every_metric(served: Served) -> None:
 def test_what_texts_of_a_model_with_planes_read_is_told(tmp_path: Path) -> None:
     """Beside the target, and in place of nothing for the models of other tests."""
     checkpoint = open_checkpoint("shipped:tiny")
-    limits = torch.tensor([0.01, 0.02, 0.03, 0.1, 0.2])[:, None]
+    steps = torch.tensor([1.0, 2.0, 3.0, 10.0, 20.0])
     widths = {site: checkpoint.stacked_shape(site)[1] for site in SITES}
-    rules = {(n, site): SiteRule(limits.expand(5, widths[site]), sparsity=0.4) for n in range(3) for site in SITES}
+    rules = {
+        (n, site): SiteRule(torch.full((widths[site],), 0.01), sparsity=0.4, steps=steps)
+        for n in range(3)
+        for site in SITES
+    }
     FORMATS["zigzag-q6_p"].plan(checkpoint, PlanRequest(rules)).write(tmp_path / "m.gguf")
     planes = tiny_model(tmp_path / "m.gguf", backend="reference")
     with Served(planes, ServeOptions()) as served, served.http() as http:

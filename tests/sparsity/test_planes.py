@@ -32,7 +32,7 @@ from sparsepack.formats.verify import verify
 from sparsepack.formats.zigzag import plan
 from sparsepack.models.checkpoint.checkpoint import open_checkpoint
 from sparsepack.models.sites import SiteRule, levels_read
-from sparsepack.packing import PackRequest, pack
+from sparsepack.packing import Found, PackRequest, pack, plan_of
 from sparsepack.packing_forecast import forecast
 from sparsepack.runtime.backends import find_backend
 from sparsepack.runtime.engine import Engine
@@ -63,7 +63,10 @@ def test_levels_are_counted_by_thresholds_that_inputs_exceed() -> None:
     limits = torch.tensor([[1.0, 0.0], [2.0, 0.5], [2.0, torch.inf]])
     x = torch.tensor([[0.5, 0.0], [1.0, 0.1], [-1.5, -0.5], [2.5, 9.0], [torch.nan, torch.nan]])
     assert levels_read(x, limits).tolist() == [[0, 0], [0, 1], [1, 1], [3, 2], [0, 0]]
-    assert SiteRule(limits).of_levels
+    rule = SiteRule(2.0, channel_weights=torch.tensor([4.0, 1.0, 0.0]), steps=torch.tensor([1.0, 3.0, torch.inf]))
+    assert rule.limits.tolist() == [[0.5, 2.0, torch.inf], [1.5, 6.0, torch.inf], [torch.inf] * 3]
+    assert rule.of_levels
+    assert rule.to("cpu").limits.equal(rule.limits)
     assert not SiteRule(limits[0]).of_levels
 
 
@@ -88,14 +91,15 @@ def test_a_level_costs_the_square_of_its_error_at_the_output() -> None:
 
 def test_sums_for_error_feedback_know_what_is_read_at_each_level() -> None:
     generator = torch.Generator().manual_seed(0)
-    x, limits = torch.randn(3, 40, 7, generator=generator), torch.rand(5, 7, generator=generator).sort(0).values
-    limits[:, 2] = torch.inf
-    rule = SiteRule(limits, sparsity=0.5, row_costs=torch.rand(9, generator=generator))
+    x, threshold = torch.randn(3, 40, 7, generator=generator), torch.rand(7, generator=generator) / 2
+    threshold[2] = torch.inf
+    costs = torch.rand(9, generator=generator)
+    rule = SiteRule(threshold, sparsity=0.5, row_costs=costs, steps=torch.tensor([1.0, 2.0, 2.5, 4.0, 5.0]))
     sums = SiteSums(torch.randn(9, 7, generator=generator), rule, 0.7)
     for part in x.split(2):
         sums.add(part)
     known = sums.inputs(0.1)
-    flat, levels = x.flatten(0, 1), levels_read(x.flatten(0, 1), limits)
+    flat, levels = x.flatten(0, 1), levels_read(x.flatten(0, 1), rule.limits)
     read = torch.where(levels > 0, flat, 0)
     assert known.lost is None
     assert known.inputs.row_costs is rule.row_costs
@@ -149,7 +153,8 @@ def test_the_artifact_is_the_model_and_says_what_is_read(source) -> None:
     tensors = read_gguf(path).tensors
     info = tensors["blk.0.attn_in.weight"]
     assert (info.type, info.shape[-1]) == ("I8", 200)
-    assert tensors["blk.0.attn_in.threshold"].shape == (5, info.shape[1])
+    assert tensors["blk.0.attn_in.threshold"].shape == (info.shape[1],)
+    assert tensors["blk.0.attn_in.steps"].shape == (5,)
 
 
 def test_engine_and_eval_read_the_same(source) -> None:
@@ -204,7 +209,7 @@ def test_the_controller_keeps_the_share_of_bits(source) -> None:
 
 
 def _twice(site: Any) -> Any:
-    return replace(site, rule=SiteRule(2 * site.rule.limits))
+    return replace(site, rule=replace(site.rule, threshold=2 * site.rule.threshold))
 
 
 def test_sparsity_is_the_share_of_bits_that_is_not_read(source, tmp_path) -> None:
@@ -297,16 +302,18 @@ def test_thresholds_of_levels_fit_no_other_format(small, small_calibration, tmp_
 def test_thresholds_that_fall_are_refused(small, small_calibration, tmp_path, monkeypatch) -> None:
     table = find_thresholds(small, small_calibration, AllocationOptions(0.5, block="Q6_P"))
     key = (1, "attn_out")
-    weights = table.rules[key].channel_weights
-    assert weights is not None
-    rules = {**table.rules, key: replace(table.rules[key], channel_weights=weights.flip(0))}
+    steps = table.rules[key].steps
+    assert steps is not None
+    rules = {**table.rules, key: replace(table.rules[key], steps=steps.flip(0))}
     replace(table, rules=rules).write(tmp_path / "t.json")
-    request = PackRequest(str(small.path), tmp_path / "m.gguf", FORMAT, thresholds=tmp_path / "t.json")
-    with pytest.raises(PackingError, match="thresholds are lower at a later level"):
-        pack(request)
+    with pytest.raises(ThresholdsError, match=r"row 6: steps .* none below the one before"):
+        pack(PackRequest(str(small.path), tmp_path / "m.gguf", FORMAT, thresholds=tmp_path / "t.json"))
+    request = PackRequest(str(small.path), tmp_path / "m.gguf", FORMAT)
+    with pytest.raises(PackingError, match="steps of levels fall"):
+        plan_of(small, request, Found(replace(table, rules=rules)))
     monkeypatch.setattr(plan, "_check_rules", lambda *_: None)
-    with pytest.raises(PackingError, match="threshold is lower at a later level"):
-        pack(request)
+    with pytest.raises(PackingError, match="falls from level to level"):
+        plan_of(small, request, Found(replace(table, rules=rules))).write(tmp_path / "m.gguf")
 
 
 def test_engines_without_planes_say_which_have_them(source) -> None:

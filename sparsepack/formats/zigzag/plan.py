@@ -13,8 +13,8 @@
     blk.I.shared_gate.weight       [1, hidden]             F32, where the last of the experts are of every token
     blk.I.SITE.bias                [rows]                  F32, where the model has one
     blk.I.SITE.threshold           [1] or [columns]        F32, where the site is sparse
-                                   [levels, columns]       of formats with planes, or mlp_mid of experts
-                                   [experts, levels, columns]
+                                   [experts, columns]      at mlp_mid of experts that are read at levels
+    blk.I.SITE.steps               [levels]                F32, where columns are read at levels
     blk.I.SITE.offset              [columns]               F32, where inactive channels take a value other than 0
     blk.I.NORM.weight              [width]                 F32; NORM: attn_norm, mlp_norm, and in some families
                                                            q_norm, k_norm, q_row_norm, k_row_norm,
@@ -321,13 +321,16 @@ def planned_vector(name: str, type: str, value: Tensor) -> PlannedGroup:
 
 
 def _planned_rule(name: str, rule: SiteRule, levels: int) -> Iterator[PlannedGroup]:
-    if rule.of_levels and (found := rule.limits.shape[-2]) != levels:
+    if rule.steps is not None and len(rule.steps) != levels:
         raise PackingError(
-            f"{name}: thresholds of {found} levels, this format has {levels or 'none'}; find thresholds for this "
-            "format, or pack as the one that they are for"
+            f"{name}: thresholds of {len(rule.steps)} levels, this format has {levels or 'none'}; find thresholds for "
+            "this format, or pack as the one that they are for"
         )
-    limits = rule.limits if rule.of_levels else rule.limits.reshape(-1)
-    for part, value in (("threshold", limits), ("offset", rule.offset)):
+    for part, value in (
+        ("threshold", rule.unit if rule.unit.dim() else rule.unit[None]),
+        ("steps", rule.steps),
+        ("offset", rule.offset),
+    ):
         if value is not None:
             yield planned_vector(f"{name}.{part}", "F32", value.detach().float())
 
@@ -346,23 +349,17 @@ def _check_rules(checkpoint: Checkpoint, rules: Rules) -> None:
                 "give thresholds of this model"
             )
         columns = checkpoint.stacked_shape(site, layer)[1]
-        if rule.limits.numel() != 1 and rule.limits.shape[-1] != columns:
+        numbers = expert_numbers(checkpoint.config) if site == MLP_MID and rule.of_levels else None
+        shape = (columns,) if numbers is None else (numbers.stored, columns)
+        if rule.unit.shape != shape and (rule.unit.numel() != 1 or rule.of_levels):
+            one = "" if rule.of_levels else "one number or "
             raise PackingError(
-                f"{name}: threshold {list(rule.limits.shape)}, expected one number or [{columns}]; "
-                "give thresholds of this model"
+                f"{name}: threshold {list(rule.unit.shape)}, expected {one}{list(shape)}; give thresholds of this model"
             )
         if rule.of_levels and rule.offset is not None:
             raise PackingError(f"{name}: offsets, which thresholds of levels have no place for; find them without")
-        numbers = expert_numbers(checkpoint.config) if site == MLP_MID else None
-        expected = None if numbers is None else numbers.stored
-        found = len(rule.limits) if rule.limits.dim() == 3 else None
-        if rule.of_levels and found != expected:
-            raise PackingError(
-                f"{name}: thresholds of levels of {found or 'no'} experts, the model has {expected or 'none'} there; "
-                "find thresholds of this model"
-            )
-        if rule.of_levels and not (rule.limits.diff(dim=-2) >= 0).all():
-            raise PackingError(f"{name}: thresholds are lower at a later level, expected ascending; find them anew")
+        if rule.steps is not None and not (rule.steps[1:] >= rule.steps[:-1]).all():
+            raise PackingError(f"{name}: steps of levels fall, expected ascending numbers; find thresholds anew")
         if rule.limits.isnan().any():
             raise PackingError(f"{name}: a threshold is NaN, expected a number; calibrate again")
         if rule.offset is not None and tuple(rule.offset.shape) != (columns,):

@@ -56,7 +56,7 @@ NUMBERS = "sparsepack.architecture"
 BASIS = "basis.weight"
 """The name of a block's change of basis, after the block's own."""
 
-RULE_VECTORS = (".threshold", ".offset")
+RULE_VECTORS = (".threshold", ".steps", ".offset")
 """The names of the tensors that hold a site's rule end so."""
 
 
@@ -246,25 +246,26 @@ class ModelReader:
         threshold = self.file.tensors.get(f"{name}.threshold")
         if threshold is None:
             return None
-        levels = len(BLOCKS[self.zigzag.block].levels)
-        if levels and len(threshold.shape) > 1:
-            each = () if experts is None else (experts,)
-            return SiteRule(self.level_limits(threshold.name, (*each, levels, columns)))
-        width = 1 if threshold.shape == (1,) else columns
+        steps = self.steps(f"{name}.steps")
+        if steps is not None and experts is not None:
+            info = self.take(threshold.name, ("F32",), (experts, columns))
+            return SiteRule(self.mapped(info).clone().view(torch.float32).view(experts, columns), steps=steps)
+        width = 1 if threshold.shape == (1,) and steps is None else columns
         value = self.vector(threshold.name, width)
         offset = self.vector(f"{name}.offset", columns) if f"{name}.offset" in self.file.tensors else None
-        return SiteRule(value.reshape(()) if width == 1 else value, offset)
+        return SiteRule(value.reshape(()) if width == 1 else value, offset, steps=steps)
 
-    def level_limits(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """What inputs are compared with at each level: float32 [(experts,) levels, columns], from level to level never
-        lower."""
-        if (found := self.file.tensors[name].shape[-2]) != shape[-2]:
-            raise self.wrong(f"{name} is of {found} levels, {self.zigzag.block} has {shape[-2]}")
-        info = self.take(name, ("F32",), shape)
-        limits = self.mapped(info).clone().view(torch.float32).view(shape)
-        if not (limits.diff(dim=-2) >= 0).all():
-            raise self.wrong(f"{name} is lower at a later level, expected ascending thresholds")
-        return limits
+    def steps(self, name: str) -> Tensor | None:
+        """What thresholds are multiplied by at each level: float32 [levels], never falling; None: there are none."""
+        levels = len(BLOCKS[self.zigzag.block].levels)
+        if name not in self.file.tensors or not levels:
+            return None
+        if (found := self.file.tensors[name].shape) != (levels,):
+            raise self.wrong(f"{name} is {list(found)}, {self.zigzag.block} has {levels} levels")
+        steps = self.vector(name, levels)
+        if not (steps[1:] >= steps[:-1]).all():
+            raise self.wrong(f"{name} falls from level to level, expected ascending numbers")
+        return steps
 
     def embedding(self, name: str) -> PackedMatrix:
         return self.rows_matrix(name, _MATRIX_TYPES, (self.architecture.vocabulary, self.architecture.hidden))

@@ -15,6 +15,7 @@ from sparsepack.formats.kinds import DENSE, EXPERTS, NEURONS, MatrixFormat, MlpK
 from sparsepack.formats.matrix import PackedMatrix
 from sparsepack.formats.packed import DenseMlp, ExpertMlp, NeuronMlp, PackedModel, PackedSite
 from sparsepack.models.family import ATTENTION_SITES, MLP_SITES, SITES
+from sparsepack.models.sites import SiteRule
 from sparsepack.progress import format_count
 from sparsepack.runtime.backends import find_backend
 from sparsepack.runtime.cpu.kv_cache import NativeKvCache, vector
@@ -185,10 +186,17 @@ def _build_model(packed: PackedModel, cache: NativeKvCache, threads: int) -> Any
 
 def _add_sites(builder: Any, sites: Mapping[str, PackedSite], threads: int) -> None:
     for name, site in sites.items():
-        threshold, offset = (None, None) if site.rule is None else (site.rule.limits, site.rule.offset)
+        offset = None if site.rule is None else site.rule.offset
         matrix = load_zigzag(site.matrix, threads=threads)
         # SITES is in the order in which native/decoder/decoder.h has them.
-        builder.set_site(SITES.index(name), matrix, vector(site.bias), vector(threshold), vector(offset))
+        builder.set_site(SITES.index(name), matrix, vector(site.bias), _thresholds(site.rule), vector(offset))
+
+
+def _thresholds(rule: SiteRule | None) -> Any:
+    """As native/decoder/decoder.h has them: with levels the steps after those of the columns."""
+    if rule is None or rule.steps is None:
+        return None if rule is None else vector(rule.limits)
+    return vector(torch.cat([rule.unit.flatten(), rule.steps]))
 
 
 def _add_dense(builder: Any, mlp: DenseMlp, threads: int) -> None:
@@ -205,16 +213,15 @@ def _add_neurons(builder: Any, mlp: NeuronMlp, threads: int) -> None:
 def _add_experts(builder: Any, mlp: ExpertMlp, threads: int) -> None:
     router = torch.cat(mlp.always).contiguous()  # what says how much of shared experts is its last row
     into, mid = (mlp.sites[name] for name in MLP_SITES)
-    limits = [None if site.rule is None else vector(site.rule.limits) for site in (into, mid)]
     builder.set_experts(
         router=load_rows(PackedMatrix(router.view(torch.uint8), MatrixFormat("F32"), *router.shape)),
         used=mlp.used,
         shared=mlp.shared,
         normalised=mlp.normalised,
         mlp_in=load_experts(into.matrix, threads),
-        mlp_in_threshold=limits[0],
+        mlp_in_threshold=_thresholds(into.rule),
         mlp_mid=load_experts(mid.matrix, threads),
-        mlp_mid_threshold=limits[1],
+        mlp_mid_threshold=_thresholds(mid.rule),
     )
 
 

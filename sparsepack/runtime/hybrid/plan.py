@@ -178,4 +178,4 @@ def _of_sites(sites: Mapping[str, PackedSite]) -> int:
 
 def _rules(sites: Iterable[PackedSite | PackedExpertsSite]) -> int:
     rules = [site.rule for site in sites if site.rule is not None]
-    return sum(tensor.nbytes for rule in rules for tensor in (rule.limits, rule.offset) if tensor is not None)
+    return sum(tensor.nbytes for rule in rules for tensor in (rule.unit, rule.steps, rule.offset) if tensor is not None)

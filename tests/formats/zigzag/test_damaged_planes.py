@@ -25,7 +25,7 @@ from sparsepack.models.sites import SiteRule
 from sparsepack.packing import PackRequest, pack
 
 FORMAT = FORMATS["zigzag-q6_p"]
-THRESHOLD, MATRIX = "blk.0.mlp_in.threshold", "blk.0.mlp_in.weight"
+THRESHOLD, STEPS, MATRIX = "blk.0.mlp_in.threshold", "blk.0.mlp_in.steps", "blk.0.mlp_in.weight"
 Change = Callable[[PlannedGroup], PlannedGroup]
 
 
@@ -36,8 +36,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
 
 @pytest.fixture
 def plan(checkpoint: Checkpoint) -> Plan:
-    limits = torch.arange(1.0, 6.0)[:, None].expand(5, 256).contiguous()
-    return FORMAT.plan(checkpoint, PlanRequest({(0, "mlp_in"): SiteRule(limits)}))
+    rule = SiteRule(torch.ones(256), steps=torch.arange(1.0, 6.0))
+    return FORMAT.plan(checkpoint, PlanRequest({(0, "mlp_in"): rule}))
 
 
 def _write(plan: Plan, path: Path, name: str, change: Change) -> None:
@@ -58,25 +58,27 @@ def _refusal(path: Path) -> str:
     return said
 
 
-def _limits(value: Tensor) -> Change:
-    return lambda group: planned_vector(THRESHOLD, "F32", value)
+def _instead(name: str, value: Tensor) -> Change:
+    return lambda group: planned_vector(name, "F32", value)
 
 
 @pytest.mark.parametrize(
-    ("limits", "says"),
+    ("name", "value", "says"),
     [
-        (torch.ones(3, 256), "is of 3 levels, Q6_P has 5; pack the model again"),
-        (torch.ones(6, 256), "is of 6 levels, Q6_P has 5; pack the model again"),
-        (torch.ones(5, 128), "is F32 [5, 128], the architecture means F32 [5, 256]; pack the model again"),
-        (torch.arange(5.0, 0.0, -1.0)[:, None].repeat(1, 256), "lower at a later level, expected ascending thresholds"),
-        (torch.full((5, 256), torch.nan), "lower at a later level, expected ascending thresholds"),
+        (STEPS, torch.ones(3), "is [3], Q6_P has 5 levels; pack the model again"),
+        (STEPS, torch.ones(6), "is [6], Q6_P has 5 levels; pack the model again"),
+        (STEPS, torch.ones(5, 256), "is [5, 256], Q6_P has 5 levels; pack the model again"),
+        (STEPS, torch.arange(5.0, 0.0, -1.0), "falls from level to level, expected ascending numbers"),
+        (STEPS, torch.full((5,), torch.nan), "falls from level to level, expected ascending numbers"),
+        (THRESHOLD, torch.ones(128), "is F32 [128], the architecture means F32 [256]; pack the model again"),
+        (THRESHOLD, torch.ones(1), "is F32 [1], the architecture means F32 [256]; pack the model again"),
     ],
-    ids=["three levels", "six levels", "another width", "falling", "no numbers"],
+    ids=["three levels", "six levels", "for each column", "falling", "no numbers", "another width", "one threshold"],
 )
-def test_thresholds_of_levels_that_nobody_knows_are_refused(plan, tmp_path, limits, says) -> None:
-    _write(plan, tmp_path / "m.gguf", THRESHOLD, _limits(limits))
+def test_levels_that_nobody_knows_are_refused(plan, tmp_path, name, value, says) -> None:
+    _write(plan, tmp_path / "m.gguf", name, _instead(name, value))
     said = _refusal(tmp_path / "m.gguf")
-    assert THRESHOLD in said
+    assert name in said
     assert says in said
 
 

@@ -167,13 +167,13 @@ void check_collect_levels(const Kernels& k) {
     for (int n : {1, 2, 15, 16, 17, 33, 64, 255, 1000}) {
         for (int variant = 0; variant < 4; variant++) {
             bool offset = variant & 1, in_place = variant & 2;
-            std::vector<float> x = normals(n), off = normals(n), limits(PLANES * (n + 3));
+            std::vector<float> x = normals(n), off = normals(n), threshold(n), steps(PLANES);
+            float step = 0.3f + uniform();
+            for (int l = 0; l < PLANES; l++, step += below(3) ? uniform() : 0) steps[l] = step;
+            if (below(3) == 0) steps.back() = std::numeric_limits<float>::infinity();
             for (int i = 0; i < n; i++) {
-                float limit = 0.3f * uniform();
-                for (int l = 0; l < PLANES; l++, limit += below(3) ? 0.3f * uniform() : 0)
-                    limits[l * (n + 3) + i] = limit;
-                if (i % 5 == 0) limits[4 * (n + 3) + i] = std::numeric_limits<float>::infinity();
-                if (i % 7 == 0) x[i] = (offset ? off[i] : 0) + limits[2 * (n + 3) + i];
+                threshold[i] = i % 5 ? 0.3f * uniform() : std::numeric_limits<float>::infinity();
+                if (i % 7 == 0) x[i] = (offset ? off[i] : 0) + threshold[i] * steps[2] * 1.25f;
             }
             if (n > 3) x[3] = std::numeric_limits<float>::quiet_NaN();
             std::vector<float> d[2] = {x, x};
@@ -183,8 +183,8 @@ void check_collect_levels(const Kernels& k) {
                 d[s].resize(n + 1, GUARD);
                 at[s].assign(PLANES * (n + 16) + 1, -7);
                 (s ? k : scalar_kernels)
-                    .collect_levels(in_place ? d[s].data() : x.data(), offset ? off.data() : nullptr, limits.data(),
-                                    n + 3, 1.25f, n, 100, d[s].data(), at[s].data(), n + 16, counts[s]);
+                    .collect_levels(in_place ? d[s].data() : x.data(), offset ? off.data() : nullptr, threshold.data(),
+                                    steps.data(), 1.25f, n, 100, d[s].data(), at[s].data(), n + 16, counts[s]);
             }
             std::string what = text("levels of %d, variant %d", n, variant);
             for (int l = 0; l < PLANES; l++) {

@@ -90,11 +90,11 @@ def with_levels(packed: PackedModel, ids: list[int]) -> PackedModel:
     for number, ((layer, site), x) in enumerate(sorted(inputs.items())):
         sizes, mlp = x.abs(), layers[layer].mlp
         own = isinstance(mlp, ExpertMlp) and site == "mlp_mid"
-        shape = (mlp.sites[site].matrix.experts, 1, x.shape[-1]) if own else (x.shape[-1],)
-        limits = sizes.flatten().quantile(torch.tensor(SHARES))[:, None] * (
-            0.7 + 0.6 * torch.rand(shape, generator=generator)
-        )
-        rule = {0: None, 3: SiteRule(limits[1].mean()), 4: SiteRule(limits[1])}.get(number, SiteRule(limits))
+        shape = (mlp.sites[site].matrix.experts, x.shape[-1]) if own else (x.shape[-1],)
+        steps = sizes.flatten().quantile(torch.tensor(SHARES))
+        threshold = 0.7 + 0.6 * torch.rand(shape, generator=generator)
+        whole = {0: None, 3: SiteRule(steps[1]), 4: SiteRule(steps[1] * threshold)}
+        rule = whole.get(number, SiteRule(threshold, steps=steps))
         of_site = layers[layer].sites[site]
         layers[layer] = with_sites(layers[layer], {site: dataclasses.replace(of_site, rule=rule)})
     return dataclasses.replace(packed, layers=tuple(layers))
@@ -260,9 +260,10 @@ def test_thresholds_that_fall_are_refused() -> None:
     layer = packed.layers[1]
     name, site = next((name, site) for name, site in layer.sites.items() if site.rule and site.rule.of_levels)
     assert site.rule is not None
-    falling = dataclasses.replace(site, rule=SiteRule(site.rule.limits.flip(0)))
+    assert site.rule.steps is not None
+    falling = dataclasses.replace(site, rule=dataclasses.replace(site.rule, steps=site.rule.steps.flip(0)))
     wrong = dataclasses.replace(packed, layers=(packed.layers[0], with_sites(layer, {name: falling})))
-    with pytest.raises(ValueError, match="threshold is lower at a later level"):
+    with pytest.raises(ValueError, match="steps fall from level to level"):
         NativeDecoder(wrong, torch.device("cpu"), 64, 1)
 
 

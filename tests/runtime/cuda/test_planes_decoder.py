@@ -44,7 +44,7 @@ every_shape = pytest.mark.parametrize("shape", SHAPES)
 
 @cache
 def model(shape: str) -> PackedModel:
-    """Thresholds of levels at every site but one, some of whose columns have fewer levels, and some sites with one
+    """Thresholds of levels at every site but one, some of whose columns are never read, and some sites with one
     threshold or one for each column. Now and then with an offset."""
     packed = random_model("llama", **SHAPES[shape], block="Q6_P")
     packed = with_rules(packed, stock_model(packed), IDS[:13], [0, 6])
@@ -59,11 +59,11 @@ def _of_levels(sites: Any) -> Any:
     for number, (name, site) in enumerate(sites.items()):
         rule = site.rule
         if rule is not None and (number or name != "mlp_in"):
-            limits = rule.limits.reshape(-1).expand(site.matrix.columns) * MULTIPLES[:, None]
-            limits[3:, ::7] = torch.inf
+            threshold = rule.limits.reshape(-1).expand(site.matrix.columns).clone()
+            threshold[::7] = torch.inf
             if isinstance(site, PackedExpertsSite) and name == "mlp_mid":
-                limits = limits * torch.linspace(0.8, 1.2, site.matrix.experts)[:, None, None]
-            rule = SiteRule(limits, rule.offset)
+                threshold = threshold * torch.linspace(0.8, 1.2, site.matrix.experts)[:, None]
+            rule = SiteRule(threshold, rule.offset, steps=MULTIPLES)
         found[name] = replace(site, rule=rule)
     return found
 

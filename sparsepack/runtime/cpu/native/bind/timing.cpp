@@ -62,9 +62,9 @@ std::vector<int64_t> time_gemv(const std::vector<const ZigzagMatrix*>& matrices,
     size_t columns = x.shape(1);
     for (const ZigzagMatrix* m : matrices)
         if ((size_t)m->view.columns != columns) throw std::invalid_argument("x: expected [inputs, columns]");
-    bool levels = threshold.shape(0) == PLANES * columns;
+    bool levels = threshold.shape(0) == columns + PLANES;
     if (threshold.shape(0) != 1 && threshold.shape(0) != columns && !levels)
-        throw std::invalid_argument("threshold: [1, columns or levels * columns]");
+        throw std::invalid_argument("threshold: [1, columns or columns + levels]");
     nb::gil_scoped_release released;
     const Kernels& kernels = sparsepack::kernels(instruction_set);
     Pool pool(threads);
@@ -80,8 +80,8 @@ std::vector<int64_t> time_gemv(const std::vector<const ZigzagMatrix*>& matrices,
         Active active = {indices.data(), 0};
         if (levels) {
             int32_t counts[PLANES], n = (int32_t)columns;
-            kernels.collect_levels(input, nullptr, threshold.data(), n, 1, n, 0, d.data(), lists.data(), n + 16,
-                                   counts);
+            kernels.collect_levels(input, nullptr, threshold.data(), threshold.data() + n, 1, n, 0, d.data(),
+                                   lists.data(), n + 16, counts);
             for (int32_t level = 0; level < PLANES; level++) {
                 const int32_t* list = lists.data() + level * (n + 16);
                 std::copy(list, list + counts[level], indices.data() + active.count);

@@ -17,12 +17,10 @@ void check_site(const Site& site, int64_t rows, int64_t columns, const std::stri
     expect(site.matrix->rows == rows && site.matrix->columns == columns, name + ": matrix of another shape");
     expect(site.bias.empty() || site.bias.size() == size_t(rows), name + ": bias of another length");
     size_t thresholds = site.threshold.size();
-    expect(
-        thresholds <= 1 || thresholds == width || (site.has_planes() && thresholds == experts * PLANES * width),
-        name + ": expected one threshold, or one per column, with planes also one per level and column, or per expert");
-    for (size_t i = width; site.has_levels() && i < thresholds; ++i)
-        expect(i / width % PLANES == 0 || site.threshold[i] >= site.threshold[i - width],
-               name + ": threshold is lower at a later level");
+    expect(thresholds <= 1 || thresholds == width || (site.has_planes() && thresholds == experts * width + PLANES),
+           name + ": expected one threshold, or one per column, with planes also per expert, and a step per level");
+    for (size_t i = thresholds - PLANES + 1; site.has_levels() && i < thresholds; ++i)
+        expect(site.threshold[i] >= site.threshold[i - 1], name + ": steps fall from level to level");
     expect(site.offset.empty() || site.offset.size() == width, name + ": offset of another length");
     expect(site.offset.empty() || thresholds, name + ": offset without threshold");
 }

@@ -45,8 +45,8 @@ struct Shape {
 };
 
 // A site. Bias and sparse_bias have one value per row or are empty; threshold has one value, one per column, or none:
-// such a site is always dense; where the matrix has planes also [PLANES][columns], what each level begins above, at MLP_MID of
-// experts [experts][PLANES][columns]. An offset has one value per column or none.
+// such a site is always dense; where the matrix has planes, after those of columns, at MLP_MID of experts [experts][columns],
+// also [PLANES] steps, what each level begins above in thresholds. An offset has one value per column or none.
 struct Site {
     const Zigzag* matrix;
     std::vector<float> bias, threshold, offset;
@@ -54,6 +54,7 @@ struct Site {
 
     bool has_planes() const noexcept { return matrix->block == Q6_P; }
     bool has_levels() const noexcept { return has_planes() && threshold.size() > size_t(matrix->columns); }
+    const float* steps() const noexcept { return threshold.data() + threshold.size() - PLANES; }
 };
 
 // An MLP that is a mixture of experts. Its sites have what the experts share, and the matrix of the first one. The last

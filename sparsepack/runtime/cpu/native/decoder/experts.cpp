@@ -75,7 +75,7 @@ Decoder::Sums Decoder::experts(const float* x, int layer, bool sparse, int32_t i
         Active found = {all_.data(), n};
         int32_t* listed = expert_lists_.data() + slot * (int64_t(n) + 16);
         if (skips && mid.has_levels()) {
-            const float* threshold = mid.threshold.data() + int64_t(own.chosen[slot]) * PLANES * n;
+            const float* threshold = mid.threshold.data() + int64_t(own.chosen[slot]) * n;
             found = list_levels(mid, y, threshold, index, y, listed, thread);
             count_unread(mid, n, bytes_read(found), index, thread);
         } else if (skips) {

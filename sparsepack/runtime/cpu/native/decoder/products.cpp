@@ -37,18 +37,18 @@ int64_t Decoder::units_read(const Site& at, const Active& active) {
 void Decoder::collect_levels(const Site& at, const float* x, int32_t first, int32_t n, int32_t index, float* d,
                              int32_t* lists, int32_t stride, int32_t* counts) const {
     const float* offset = at.offset.empty() ? nullptr : at.offset.data() + first;
-    k_.collect_levels(x, offset, at.threshold.data() + first, at.matrix->columns, threshold_scale(index), n, first, d,
-                      lists, stride, counts);
+    k_.collect_levels(x, offset, at.threshold.data() + first, at.steps(), threshold_scale(index), n, first, d, lists,
+                      stride, counts);
 }
 
 // All columns of x that are read, by a sequence's index in the step, level by level at `to`; d: what they are multiplied with.
-// threshold: [PLANES][columns].
+// threshold: [columns].
 Active Decoder::list_levels(const Site& at, const float* x, const float* threshold, int32_t index, float* d,
                             int32_t* to, int thread) {
     int32_t columns = int32_t(at.matrix->columns), stride = columns + 16, counts[PLANES];
     int32_t* lists = scratch_[thread].lists.data();
     const float* offset = at.offset.empty() ? nullptr : at.offset.data();
-    k_.collect_levels(x, offset, threshold, columns, threshold_scale(index), columns, 0, d, lists, stride, counts);
+    k_.collect_levels(x, offset, threshold, at.steps(), threshold_scale(index), columns, 0, d, lists, stride, counts);
     return join_levels(to, 1, [&](int32_t level, int) { return List{lists + level * stride, counts[level]}; });
 }
 

@@ -120,13 +120,13 @@ int32_t collect(const float* x, const float* offset, const float* threshold, int
     return count;
 }
 
-void collect_levels(const float* x, const float* offset, const float* limits, int64_t limits_stride, float scale,
+void collect_levels(const float* x, const float* offset, const float* threshold, const float* steps, float scale,
                     int32_t n, int32_t base, float* d, int32_t* indices, int64_t stride, int32_t* counts) {
     for (int32_t l = 0; l < PLANES; l++) counts[l] = 0;
     for (int32_t i = 0; i < n; i++) {
         int32_t level = 0;
         d[i] = offset ? x[i] - offset[i] : x[i];
-        while (level < PLANES && fabsf(d[i]) > limits[level * limits_stride + i] * scale) level++;
+        while (level < PLANES && fabsf(d[i]) > threshold[i] * steps[level] * scale) level++;
         if (level) indices[(level - 1) * stride + counts[level - 1]++] = base + i;
     }
 }

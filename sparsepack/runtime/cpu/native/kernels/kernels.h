@@ -119,10 +119,10 @@ struct Kernels {
     int32_t (*collect)(const float* x, const float* offset, const float* threshold, int32_t per_channel, int32_t n,
                        int32_t base, float* d, int32_t* indices);
 
-    // The same for a matrix of planes, where level l of a column is the number of `limits` [PLANES][limits_stride] that, times
-    // `scale`, are below its |d|; they never fall. Lists the columns of level l at indices + (l - 1) * stride, each list
+    // The same for a matrix of planes, where the level of a column is the number of `steps` [PLANES] that, times its threshold
+    // and `scale`, are below its |d|; they never fall. Lists the columns of level l at indices + (l - 1) * stride, each list
     // with room for n + 16, and their number at counts [PLANES].
-    void (*collect_levels)(const float* x, const float* offset, const float* limits, int64_t limits_stride, float scale,
+    void (*collect_levels)(const float* x, const float* offset, const float* threshold, const float* steps, float scale,
                            int32_t n, int32_t base, float* d, int32_t* indices, int64_t stride, int32_t* counts);
 
     // Computes `work`; while it ends, fetches the first tile of `next` (null: none) into the cache.
