@@ -15,7 +15,7 @@ from sparsepack.calibrate.folder import load as load_calibration
 from sparsepack.calibrate.provenance import processor
 from sparsepack.calibrate.sequential import Chooser, at_quantile, rules_of_block, sparse_second_half
 from sparsepack.calibrate.threshold_table import Thresholds, rules_of_json, rules_to_json
-from sparsepack.calibrate.thresholds import ALLOCATIONS, AllocationOptions
+from sparsepack.calibrate.thresholds import ALLOCATIONS, AllocationOptions, ThresholdsOptions
 from sparsepack.calibrate.training import check_share, kept_at, trainer
 from sparsepack.calibrate.uniform import weights_of
 from sparsepack.errors import ThresholdsError
@@ -58,7 +58,7 @@ def make_thresholds(
 
     Raises as `find_thresholds`, and `UserError` subclasses for what cannot be read or written.
     """
-    options.check()
+    options = _settled(options)
     if shard.first:
         check_output(output, overwrite)
     checkpoint = checkpoint_of(model)
@@ -68,6 +68,14 @@ def make_thresholds(
         if shard.first:
             table.write(output, overwrite)
         return table
+
+
+def _settled(options: AllocationOptions) -> AllocationOptions:
+    """Checked options, of which it is known whether levels are to be found."""
+    if isinstance(options, ThresholdsOptions):
+        return options.settled()
+    options.check()
+    return options
 
 
 def find_thresholds(
@@ -285,11 +293,16 @@ def forecast(
     Raises as `make_thresholds` does, also where a worker would have nothing to do, and `ThresholdsError` where not each
     block is run by itself: an allocation that trains, thresholds from a calibration's counts, a sparsity of 0.
     """
-    options.check()
+    options = _settled(options)
     if ALLOCATIONS[options.allocation].trains:
         raise ThresholdsError(
             f"--dry-run: allocation {options.allocation} trains the whole model, whose blocks cannot be measured one "
             "by one; start it: it says what is left after its first steps"
+        )
+    if options.block:
+        raise ThresholdsError(
+            "--dry-run: levels of planes take one pass forward and one back over a few thousand tokens, whose blocks "
+            "cannot be measured one by one; start it: it says what is left after its first blocks"
         )
     if options.upstream == "dense" or options.sparsity == 0:
         raise ThresholdsError(

@@ -69,7 +69,9 @@ def find_rules(
         each = (saved / rows).clamp_min(_FLOOR * float(saved[0].mean()) / rows or 1e-30).log() / 2
         means, shares = each.flatten(1).mean(1), torch.tensor(steps, device=each.device)
         c = torch.tensordot(shares / shares.sum(), each, 1).sub_((shares * means).sum() / shares.sum()).exp()
-        scales[key], row_costs[key] = float(means[0].exp()), seen.of_rows.cpu()
+        scales[key] = float(means[0].exp())
+        if seen.of_rows.dim() == 1:
+            row_costs[key] = seen.of_rows.cpu()
         channels[key] = c.cpu(), (means[0] - means).exp().cpu()
         counts[key] = histogram.count(seen.x.abs() * (c if seen.chosen is None else c[seen.chosen])).cpu()
     begins = {key: of_levels.tolist() for key, (_, of_levels) in channels.items()}
@@ -78,7 +80,7 @@ def find_rules(
     for key, (c, of_levels) in channels.items():
         threshold = price / scales[key]
         realised = 1 - _share_read(counts[key], threshold, begins[key], steps)
-        rules[key] = SiteRule(*(threshold, None, c, realised, realised), row_costs=row_costs[key], steps=of_levels)
+        rules[key] = SiteRule(*(threshold, None, c, realised, realised), row_costs=row_costs.get(key), steps=of_levels)
     return rules
 
 

@@ -5,7 +5,9 @@ site dense (but for exact zeros, where `sparsity` is above 0). All else in a row
 `sparsity` is what it was searched for, `realised` the share that fell at or under it on the calibration text, `curve`
 the thresholds that give other shares there (`models.sites.CURVE_SHARES`), `weights` how many the site has,
 `may_be_sparse` whether it was allowed to skip. Where the allocation found them, there are the channel weights c
-(score = |x_j - offset_j| * c_j) and the offsets: vectors, kept as base64 of little-endian float32.
+(score = |x_j - offset_j| * c_j) and the offsets: vectors, kept as base64 of little-endian float32. Of
+a format with planes there are `steps`, times which the threshold is that of each level, of `experts` with an input
+each weights of each, one after the other, and `row_costs`, what errors of outputs cost, for who quantises the matrix.
 """
 
 import base64
@@ -97,6 +99,7 @@ class Thresholds:
         value, outlook = self.to_json(), self.outlook()
         for row, expected in zip(value["rows"], self.expected().values(), strict=True):
             row |= {name: row[name] is not None for name in _VECTORS} | {"expected": expected}
+            row.pop("row_costs", None)
         return {**value, "expected": outlook and asdict(outlook)}
 
     def to_json(self) -> dict[str, Any]:
@@ -174,6 +177,7 @@ def rules_to_json(rules: Rules) -> list[dict[str, Any]]:
             "curve": list(rule.curve),
             **{name: _encoded(getattr(rule, name)) for name in _VECTORS},
             **({} if rule.steps is None else {"steps": rule.steps.tolist()}),
+            **({} if rule.row_costs is None else {"row_costs": _encoded(rule.row_costs)}),
             **({"experts": len(rule.unit)} if rule.unit.dim() == 2 else {}),
         }
         for (layer, site), rule in rules.items()
@@ -208,7 +212,8 @@ def _rule(row: Any, where: str) -> tuple[SiteKey, SiteRule]:
         if experts < 1 or len(weights) % experts:
             raise ThresholdsError(f"{where}: {len(weights)} channel weights do not divide by {experts} experts")
         weights = weights.view(experts, -1)
-    return (layer, site), SiteRule(float(threshold), vectors["offset"], weights, *shares, steps=steps)
+    costs = _vector(row, "row_costs", where)
+    return (layer, site), SiteRule(float(threshold), vectors["offset"], weights, *shares, costs, steps)
 
 
 def _steps(row: Any, where: str) -> torch.Tensor | None:

@@ -4,12 +4,13 @@ sparsity. Nothing heavy is imported here: the command line and recipes read the 
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 from sparsepack.calibrate.collect import CRITERIA, CalibrateOptions
 from sparsepack.errors import PackingError, ThresholdsError
+from sparsepack.formats.table import FORMATS
 from sparsepack.models.activity import shown
 from sparsepack.models.sparse_attention import LARGEST_DENOMINATOR, TokenPolicy
 from sparsepack.operation import Cost, Input, Operation
@@ -88,6 +89,7 @@ ALLOCATIONS = {
 
 UPSTREAMS = ("sparse", "dense")
 
+_WITH_PLANES = tuple(row.name for row in FORMATS.values() if row.levels)
 _SOUGHT = (only_with("sparsity"),)
 """A verb may be told no target; then no thresholds are sought."""
 _LEARNT = (*_SOUGHT, only_with("allocation", *(row.name for row in ALLOCATIONS.values() if row.trains)))
@@ -123,7 +125,12 @@ class AllocationOptions:
         choices=UPSTREAMS,
         counts=_SOUGHT,
     )
-    windows: int = option("Calibration windows that thresholds are taken on.", default=16, least=1, counts=_SOUGHT)
+    windows: int = option(
+        "Calibration windows that thresholds are taken on.",
+        default=16,
+        least=1,
+        counts=(*_SOUGHT, not_with("format", *_WITH_PLANES)),
+    )
     offsets: bool = option(
         "With global: also learn what inactive channels stand at (R-Sparse's idea); costs nothing later.",
         default=False,
@@ -148,6 +155,28 @@ class AllocationOptions:
             )
         for name, problem in ALLOCATIONS[self.allocation].problems(self.upstream, self.windows != type(self).windows):
             raise ThresholdsError(f"{name}: {problem}")
+
+
+@dataclass(frozen=True)
+class ThresholdsOptions(AllocationOptions):
+    """The same of a table that is found by itself; `pack` knows which format it is for."""
+
+    format: str | None = option(
+        "Format with planes that the table is for: it says at which level a column is read; --sparsity is the share "
+        "of the bits that is not read, 0.456 for 3.4 bits of zigzag-q6_p (default: a column is read or not).",
+        default=None,
+        choices=_WITH_PLANES,
+        counts=_SOUGHT,
+    )
+
+    def settled(self) -> "ThresholdsOptions":
+        """The same options with the type of the format's blocks. Raises `ThresholdsError` as `check`."""
+        self.check()
+        if self.format is None:
+            return self
+        settled = replace(self, block=FORMATS[self.format].matrices.block)
+        settled.check()
+        return settled
 
 
 NONE, DOUBLE_SPARSITY = "none", "double"
@@ -331,13 +360,15 @@ THRESHOLDS = Operation(
     name="thresholds",
     summary="Find from which size on a channel counts, for a sparsity.",
     help="""
-Find the thresholds of MODEL for a sparsity: a table to print, edit, and give to `pack` or `eval`.
+Find the thresholds of MODEL for a sparsity: a table to print, edit, and give to `pack` or `eval`. With --format
+zigzag-q6_p they are the levels at which columns are read; `pack --bits`, --kl and --loss find these by themselves.
 
 A run that was killed goes on where it stopped when the same command is given again; so does `pack --sparsity`.
 With --devices, or under torchrun, several workers share the windows; the table has the same bytes.
 """,
-    options=AllocationOptions,
+    options=ThresholdsOptions,
     examples={"sparsity": "0.5"},
+    groups={"What is skipped": ("format",)},
     inputs={"calibration": Input("A folder made by `sparsepack calibrate`.", required=True)},
     run="sparsepack.calibrate.find_thresholds:make_thresholds",
     forecast="sparsepack.calibrate.find_thresholds:forecast",

@@ -153,14 +153,15 @@ def _flags(operation: Operation) -> Iterator[tuple[str, Callable[[Any], Any]]]:
         heading = headings.get(name, "")
         return heading, group(heading, flag) if heading else flag
 
+    shared = next((part for part in options.__mro__ if part in _PARTS), None)
     places = {name: found.before or (name if name in hints else "") for name, found in operation.inputs.items()}
     for field in ("", *hints):
         yield from (under(each, _input(each, operation.inputs[each])) for each, at in places.items() if at == field)
-        if field == "" and options in _PARTS:
-            yield "", _PARTS[options]
+        if field == "" and shared is not None:
+            yield "", _PARTS[shared]
         elif field in parts:
             yield "", _PARTS[parts[field]]
-        elif field in options_of(options).keys() - {*_COMPUTE} and options not in _PARTS:
+        elif field in options_of(options).keys() - {*_COMPUTE} and not (shared and field in options_of(shared)):
             names = operation.flags.get(field, (f"--{field.replace('_', '-')}",))
             if (element := element_of(hints[field])) is not None:
                 names = (f"--{fields(element)[0].name}", field)

@@ -75,7 +75,8 @@ class SiteRule:
     realised        -- the share that the calibration text gave
     curve           -- the thresholds that give each share of `CURVE_SHARES` there; empty: not known
     row_costs       -- with levels, what a squared error of each of the site's outputs costs, for who quantises the
-                       matrix: float32 [(experts,) rows]; not kept in tables and artifacts
+                       matrix: float32 [rows]; None: not known, or of experts, whose rows have no scales. Not kept in
+                       artifacts
     """
 
     threshold: float | Tensor = 0.0
@@ -129,12 +130,6 @@ class SiteRule:
     def of_levels(self) -> bool:
         """Whether it says at which level a channel is read, not only whether."""
         return self.steps is not None
-
-    def of_expert(self, number: int) -> "SiteRule":
-        """The rule of one of a site's experts, by its number: its thresholds, or what all of them share."""
-        costs = None if self.row_costs is None else self.row_costs[number]
-        unit = self.unit[number] if self.unit.dim() == 2 else self.unit
-        return replace(self, threshold=unit, channel_weights=None, row_costs=costs)
 
     def to(self, device: torch.device | str) -> "SiteRule":
         """The rule as an artifact has it, on another device."""

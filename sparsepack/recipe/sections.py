@@ -81,6 +81,7 @@ class ActivationSparsity(Section):
 
     key: ClassVar[str] = "activation_sparsity"
     operation: ClassVar[Operation] = THRESHOLDS
+    without: ClassVar[tuple[str, ...]] = ("format",)
 
     def as_options(self, recipe: Recipe) -> AllocationOptions:
         """For the levels of planes, where the recipe's format has some."""

@@ -11,6 +11,7 @@ from typing import Any
 import click
 import pytest
 
+from sparsepack.calibrate.thresholds import ThresholdsOptions
 from sparsepack.cli import main
 from sparsepack.cli.command import Declared
 from sparsepack.option import Option, default_of, options_of
@@ -29,6 +30,7 @@ OF_VERBS = [(stage, options) for stage, options in DATACLASSES if stage in main.
 LEFT_OUT = {
     EngineOptions: {"backend", "context", "dense", "offload", "threads"},
     PackRequest: {"bits", "kl", "loss"},  # a recipe has thresholds in a section of their own
+    ThresholdsOptions: {"format"},  # which in a recipe that of the artifact is
 }
 """Of options that a section has some of, those that others may have, or the command line alone."""
 HEAD = Recipe.model_fields.keys()

@@ -59,9 +59,12 @@ MODES = {
         f"{model} --calibration {{tinycal}} --steps 1 --batch 1 --length 16 -o {{new}}"
         for model in ("shipped:tiny", "{pruned}")
     ),
-    "thresholds": tuple(
-        f"{{relu}} --calibration {{cal}} --sparsity 0.5 -o {{new}} --allocation {rest}"
-        for rest in ("uniform --windows 1", "teal --windows 1", f"global {LEARNT}")
+    "thresholds": (
+        *(
+            f"{{relu}} --calibration {{cal}} --sparsity 0.5 -o {{new}} --allocation {rest}"
+            for rest in ("uniform --windows 1", "teal --windows 1", f"global {LEARNT}")
+        ),
+        "{relu} --calibration {cal} --sparsity 0.5 -o {new} --format zigzag-q6_p",
     ),
     "pack": (
         "shipped:tiny -o {new}",

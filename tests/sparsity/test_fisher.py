@@ -1,6 +1,7 @@
 """`fisher`: gradients of the model's own output, the share that each site gets, and what is lost beside `uniform`."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -17,9 +18,11 @@ from sparsepack.calibrate.uniform import weights_of
 from sparsepack.eval.subject import open_subject
 from sparsepack.files.text import read_text
 from sparsepack.models.checkpoint.checkpoint import open_checkpoint
-from sparsepack.models.family import SITES
+from sparsepack.models.family import MLP_SITES, SITES
+from sparsepack.models.hf_config import expert_numbers
 from sparsepack.models.hf_model.hooks import site_hooks
 from sparsepack.models.hf_model.model import backbone_of, load_model
+from sparsepack.runtime.reference.products import route, with_shared
 
 HALF = AllocationOptions(0.5)
 
@@ -52,6 +55,47 @@ def test_gradients_block_by_block_are_those_of_the_whole_model(family, tmp_path,
                 here, ours = (each[number : number + 1] for each in found[key])
                 assert torch.allclose(here, x.detach()[:, 4:], atol=1e-5), key
                 assert torch.allclose(ours, slope[:, 4:], atol=1e-4 * float(slope.abs().max())), key
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe"])
+def test_gradients_of_an_expert_s_outputs_are_those_of_the_block_times_its_weight(family, tmp_path, text):
+    checkpoint = open_checkpoint(make_model(tmp_path / "m", family))
+    calibration = calibrate(checkpoint, text, tmp_path / "c", CalibrateOptions(context=64, samples=1))
+    ids, numbers = calibration.windows.long(), expert_numbers(checkpoint.config)
+    found = {key: seen for key, seen in gradients(checkpoint, ids, HALF) if key[1] in MLP_SITES}
+    model, inputs, outputs = load_model(checkpoint, "cpu", torch.float32), {}, {}
+
+    def kept(layer, site, x):
+        inputs[layer, site] = x.detach()[0]
+
+    def left(layer, _, __, y):
+        outputs[layer] = y.view_as(y)
+        return outputs[layer]
+
+    blocks = list(enumerate(backbone_of(model).layers))
+    for layer, block in blocks:
+        block.register_forward_hook(partial(left, layer))
+    with torch.enable_grad(), site_hooks(blocks, checkpoint.family, kept):
+        embedded = model.get_input_embeddings()(ids).detach().requires_grad_()
+        log_p = model(inputs_embeds=embedded, use_cache=False).logits[0].float().log_softmax(-1)
+        drawn = torch.multinomial(log_p.detach().exp(), 1, generator=torch.Generator().manual_seed(0))
+        slopes = torch.autograd.grad(log_p.gather(1, drawn).sum(), [*outputs.values()])
+    for (layer, block), slope in zip(blocks, slopes, strict=True):
+        x, seen = inputs[layer, "mlp_in"], found[layer, "mlp_mid"]
+        router = block.get_parameter(f"{checkpoint.family.experts.router}.weight")
+        chosen, weights = route(x, router, numbers.used, numbers.normalised)
+        if numbers.shared:
+            gate = block.get_parameter(f"{checkpoint.family.experts.shared.gate}.weight")
+            chosen, weights = with_shared(x, gate, range(numbers.count, numbers.stored), chosen, weights)
+        assert torch.equal(seen.chosen[0], chosen[4:])
+        of_rows = torch.zeros(numbers.stored, slope.shape[-1])
+        for expert in range(numbers.stored):
+            weight = torch.where(chosen == expert, weights, 0).sum(1)[:, None]
+            of_rows[expert] = (weight * slope[0])[4:].square().mean(0)
+        assert torch.allclose(seen.of_rows, of_rows, rtol=1e-3, atol=1e-6 * float(of_rows.max())), layer
+        into = found[layer, "mlp_in"].of_rows
+        assert into.shape == (numbers.stored, 2 * checkpoint.stacked_shape("mlp_mid")[1])
+        assert torch.equal((into > 0).any(1), torch.bincount(chosen[4:].flatten(), minlength=numbers.stored) > 0)
 
 
 def test_one_threshold_gives_every_site_its_share(small, small_calibration):

@@ -13,8 +13,9 @@ from torch import Tensor
 from sparsepack.calibrate.collect import CalibrateOptions
 from sparsepack.calibrate.collection import calibrate
 from sparsepack.calibrate.find_thresholds import find_thresholds
+from sparsepack.calibrate.fisher import Seen
 from sparsepack.calibrate.folder import save
-from sparsepack.calibrate.planes import level_costs, plane_shares, slopes
+from sparsepack.calibrate.planes import level_costs, plane_shares, site_costs, slopes
 from sparsepack.calibrate.refit import RefitOptions
 from sparsepack.calibrate.refit_inputs import SiteSums
 from sparsepack.calibrate.threshold_table import read_thresholds
@@ -89,6 +90,32 @@ def test_a_level_costs_the_square_of_its_error_at_the_output() -> None:
         assert torch.allclose(costs[level], share * expected, rtol=0.5), level
 
 
+def test_an_expert_that_no_token_reached_has_the_mean_costs_of_the_others(tmp_path, text, capsys) -> None:
+    checkpoint = open_checkpoint(make_model(tmp_path / "m", "qwen2_moe"))
+    generator, key = torch.Generator().manual_seed(0), (0, "mlp_mid")
+    rows, columns = checkpoint.config.hidden_size, checkpoint.stacked_shape(key[1])[1]
+    chosen = torch.tensor([0, 2, 5, 8, 9]).expand(1, 30, -1).clone()  # the last two are the shared one's parts
+    chosen[:, ::3, 1] = 3
+    x, at_input = (torch.randn(*chosen.shape, columns, generator=generator) for _ in range(2))
+    of_rows = torch.zeros(10, rows)
+    reached = [0, 2, 3, 5, 8, 9]
+    of_rows[reached] = torch.rand(6, rows, generator=generator)
+    costs = site_costs(checkpoint, key, "Q6_P", Seen(x, at_input, of_rows, chosen))
+    assert costs.shape == (6, 10, columns)
+    shares = torch.tensor([1, 2 / 3, 1 / 3, 1, 1, 1])
+    exact = []
+    for number, share in zip(reached, shares.tolist(), strict=True):
+        weight = [*checkpoint.each_expert(*key)][number]
+        own = at_input[chosen == number]
+        exact.append(level_costs(weight, "Q6_P", own, of_rows[number] / share, row_scales=False))
+    mean = (torch.stack(exact, 1).mean(2) * shares).sum(1) / shares.sum()
+    assert torch.allclose(costs[:, 1], mean[:, None].expand(-1, columns), rtol=1e-4)
+    tokens = 30 * shares[:, None]
+    expected = (torch.stack(exact, 1) * tokens + 8 * mean[:, None, None]) / (tokens + 8)
+    assert torch.allclose(costs[:, reached], expected, rtol=1e-4)
+    assert "no token reached 4 of its experts (1, 4, 6, 7)" in capsys.readouterr().err
+
+
 def test_sums_for_error_feedback_know_what_is_read_at_each_level() -> None:
     generator = torch.Generator().manual_seed(0)
     x, threshold = torch.randn(3, 40, 7, generator=generator), torch.rand(7, generator=generator) / 2
@@ -143,6 +170,43 @@ def test_a_table_is_read_as_it_was_written(small, small_calibration, tmp_path) -
     for key, rule in read_thresholds(tmp_path / "t.json").rules.items():
         assert torch.equal(rule.limits, table.rules[key].limits)
     assert "calibration text: 50.0 % of the bits of all block weights" in thresholds_table(table.summary())
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen2_moe"])
+def test_a_table_that_was_found_by_itself_makes_the_same_weights(family, text, tmp_path) -> None:
+    """Costs of rows are in it, and thresholds of each expert."""
+    model, calibration, table = str(make_model(tmp_path / "m", family)), tmp_path / "c", tmp_path / "t.json"
+    calibrate(model, text, calibration, CalibrateOptions(context=64, samples=8))
+    command = ["thresholds", model, "--calibration", str(calibration), "--format", FORMAT]
+    done = CliRunner().invoke(main, [*command, "--sparsity", "0.456", "-o", str(table)])
+    assert done.exit_code == 0, done.output
+    assert "of the bits of all block weights" in done.output
+    request = PackRequest(model, tmp_path / "p.gguf", FORMAT, calibration, score=False)
+    pack(replace(request, bits=3.4))
+    pack(replace(request, thresholds=table, output=tmp_path / "q.gguf"))
+    expected, found = (read_gguf(tmp_path / name) for name in ("p.gguf", "q.gguf"))
+    assert expected.tensors.keys() == found.tensors.keys()
+    assert all((expected.bytes(name) == found.bytes(name)).all() for name in expected.tensors)
+    assert "row_costs" not in str(describe(tmp_path / "q.gguf")["thresholds"])
+
+
+def test_what_finds_levels_is_not_forecast(source) -> None:
+    command = ["thresholds", str(source / "m"), "--calibration", str(source / "c"), "--format", FORMAT]
+    done = CliRunner().invoke(main, [*command, "--sparsity", "0.5", "-o", "t.json", "--dry-run", "1"])
+    assert done.exit_code == 2
+    assert "--dry-run: levels of planes take one pass forward and one back" in done.output
+    done = CliRunner().invoke(main, [*command, "--sparsity", "0.5", "-o", "t.json", "--windows", "3"])
+    assert done.exit_code == 2
+    assert "windows" in done.output
+    assert "format" in done.output
+
+
+def test_a_table_whose_experts_do_not_divide_is_refused(small, small_calibration, tmp_path) -> None:
+    path = tmp_path / "t.json"
+    find_thresholds(small, small_calibration, AllocationOptions(0.5, block="Q6_P")).write(path)
+    path.write_text(path.read_text().replace('"steps":', '"experts": 3, "steps":', 1))
+    with pytest.raises(ThresholdsError, match="channel weights do not divide by 3 experts"):
+        read_thresholds(path)
 
 
 def test_the_artifact_is_the_model_and_says_what_is_read(source) -> None:
