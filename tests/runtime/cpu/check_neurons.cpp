@@ -71,8 +71,9 @@ void check_ffn(const Kernels& k, const Random& random, int step, float outlier) 
         NeuronWork work = {&n, count, indices.data(), gate.data(), input.data(), y[s].data()};
         set.neuron_ffn(&work, step % 2 ? &work : nullptr);
     }
+    // Rounding x counts by codes, which are up to twice as large as the weights: those lack the minima.
     check_near(y[1], y[0], k.name, text("ffn of %d neurons of %d bands, step %d", (int)n.count, n.bands, step),
-               NORMWISE, NORMWISE * typical_norm(n, x.data(), gate.data()));
+               NORMWISE, 2 * NORMWISE * typical_norm(n, x.data(), gate.data()));
 }
 
 void check_nothing_active(const Kernels& k, const Neurons& n) {
