@@ -56,7 +56,7 @@ def test_several_inputs_share_their_active_columns(
 ) -> None:
     stored = random_matrix(1100, columns, block=block)
     matrix, w = loaded_for(stored, config, inputs), weights(stored)
-    limit = 5e-5 if matrix.planes else LIMIT  # their lowest bits are multiplied by inputs of float16
+    limit = 7e-4 if matrix.planes else LIMIT  # inputs times scales are float16
     x = normal(inputs, columns) * powers_of_ten(inputs)
     bias, offset, residual = normal(1100, seed=1), normal(columns, seed=2), normal(inputs, 1100, seed=3)
     active = torch.zeros((), dtype=torch.int64, device="cuda")

@@ -44,8 +44,8 @@ def test_a_product_in_every_configuration(config: CudaTileConfig, block: str, sh
     warps = min(config.warps, with_ring(config).warps)
     each = shape[1] * config.tile_bands / (config.splits * warps)  # columns that a warp adds up, where all are active
     limit = max(LIMIT, 1e-8 * each)
-    if matrix.planes:  # inputs times scales become integers, of which one is a thousand times the others
-        limit *= 4
+    if matrix.planes:  # inputs times scales become integers
+        limit = 1.5e-4
 
     gemv(matrix, Input(x), Output(y, active=active))
     assert_close(y, w @ x.double(), limit)

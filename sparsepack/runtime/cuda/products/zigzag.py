@@ -39,6 +39,7 @@ class CudaZigzag:
     gate_bands    -- bands of gate, where each tile has as many bands of gate as of up; 0: bands in their order
     largest_scale -- largest |d| of a superblock times 63: bounds what a nibble is multiplied by
     largest_d     -- largest |d| or |dmin| of a superblock
+    typical_scale -- of planes as largest_scale, but for the mean scale of a group of rows
     fp16_scale    -- power of two that brings the largest weight near the largest float16
     row_scale     -- what the sums of rows are multiplied by: float32 [bands * 256]; None: nothing
     block         -- the type of the superblocks
@@ -54,6 +55,7 @@ class CudaZigzag:
     fp16_scale: float
     row_scale: Tensor | None = None
     block: str = "Q4_K"
+    typical_scale: float = 0.0
 
     @property
     def planes(self) -> bool:
@@ -107,10 +109,13 @@ def laid_out(
     ends: Iterable[Iterable[float]],
     block: str = "Q4_K",
 ) -> CudaZigzag:
-    """A matrix of blocks that lie on the GPU. ends: of each of its parts the largest |d|, and likewise |dmin|."""
+    """A matrix of blocks that lie on the GPU. ends: of each of its parts the largest |d|, and likewise |dmin|; of planes
+    what `planes_in_order` says."""
     d, dmin = (max(parts) for parts in ends)
     scale, largest = LARGEST_FACTOR * d, max(d, dmin)
-    return CudaZigzag(blocks, rows, columns, config, gate_bands, scale, largest, fp16_scale(d, dmin), block=block)
+    typical = LARGEST_FACTOR * dmin if BLOCKS[block].levels else 0.0
+    of_fp16 = fp16_scale(d, dmin)
+    return CudaZigzag(blocks, rows, columns, config, gate_bands, scale, largest, of_fp16, None, block, typical)
 
 
 def largest_ends(blocks: Tensor) -> tuple[float, float]:
@@ -179,20 +184,37 @@ def in_order(blocks: Tensor, block: str) -> tuple[Tensor, tuple[float, float]]:
 
 
 def planes_in_order(blocks: Tensor, block: str) -> tuple[Tensor, tuple[float, float]]:
-    """Likewise of superblocks with planes, each superblock's by itself: `tiled` puts those of bands together."""
+    """Likewise of superblocks with planes, each superblock's by itself: `tiled` puts those of bands together. In place
+    of |dmin| the |d| that belongs to the mean scale of a group."""
     parts = codec_of(block).apart(blocks.reshape(-1, blocks.shape[-1]))
     upper, lower = parts.each.unbind(2)
     header = torch.stack([lower ^ 32, upper], dim=2).flatten(1)
-    q = parts.numbers.view(-1, 4, 2, 32)  # group, half of it, row
-    groups = 2 * torch.arange(4, dtype=torch.uint8, device=blocks.device)[:, None, None]
-    halves = torch.arange(2, dtype=torch.uint8, device=blocks.device)[:, None]
-    first = ((q >> 4) << groups).sum(1, dtype=torch.uint8).view(-1, 2, 8, 4).transpose(1, 2).flatten(1)
-    planes = [((q >> bit & 1) << groups + halves).sum((1, 2), dtype=torch.uint8) for bit in (3, 2, 1, 0)]
+    q = parts.numbers.view(-1, 4, 8, 2, 4)  # group, word, half, row of the half
+    places = torch.tensor([6, 2, 4, 0], dtype=torch.uint8, device=blocks.device)
+    first = ((q >> 4) << places).sum(4, dtype=torch.uint8).permute(0, 2, 3, 1).flatten(1)
+    planes = [_plane_words(q >> bit & 1, low=bit % 2 == 0, nibbles=bit > 1) for bit in (3, 2, 1, 0)]
     laid = torch.cat([header, first, *planes], dim=1)
-    # The d with which Q4_K would have the largest weights; see `SMALLER_BITS` of `kernels/products/gemv_q6_p.cuh`.
+    # The d with which Q4_K would have the largest weights, and that of a mean scale; see `factor_exponent` of
+    # `kernels/products/gemv_q6_p.cuh`.
     steps, _ = steps_and_centres(parts.each)
-    largest = float(steps.amax()) * (126 + 126) / (15 * LARGEST_FACTOR) if steps.numel() else 0.0
-    return laid.view(*blocks.shape[:-1], -1), (largest, 0.0)
+    of_step = (126 + 126) / (15 * LARGEST_FACTOR)
+    ends = (float(steps.amax()) * of_step, float(steps.mean()) * of_step) if steps.numel() else (0.0, 0.0)
+    return laid.view(*blocks.shape[:-1], -1), ends
+
+
+def _plane_words(bits: Tensor, low: bool, nibbles: bool) -> Tensor:
+    """A plane's bits uint8 [n, group, word, half, row] as `kernels/blocks/q6_p.cuh` places them: uint8 [n, 32].
+
+    low -- it is the lower one of two planes that come together
+    nibbles -- and these come together with plane 1
+    """
+    words = torch.zeros(*bits.shape[:1], 8, dtype=torch.int64, device=bits.device)
+    for half in range(2):
+        for row, place in enumerate((4, 0, 2, 6 - 8) if nibbles else (6, 2, 4, 0)):
+            for group in range(4):
+                at = (8 * group + place + (not low) - half) % 32
+                words |= bits[:, group, :, half, row].long() << at
+    return torch.stack([words >> 8 * byte & 255 for byte in range(4)], dim=2).byte().flatten(1)
 
 
 @cache

@@ -1,5 +1,6 @@
 """Products with zigzag matrices on the GPU, which skip inactive columns: of one input, and of several."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -11,6 +12,7 @@ from sparsepack.runtime.cuda.driver.kernel import kernel, launch, multiprocessor
 from sparsepack.runtime.cuda.driver.memory import workspace
 from sparsepack.runtime.cuda.products.tile_config import (
     COLUMNS_AT_ONCE,
+    MANY_COLUMNS,
     PADDED_ROWS,
     PRODUCERS,
     STATIC_BYTES,
@@ -24,6 +26,9 @@ from sparsepack.runtime.cuda.products.zigzag import CudaZigzag
 MOST_ROUNDS = 8  # of a warp's chunks at a time
 MOST_VALUES = 32  # of several inputs, that a lane has at a time
 MOST_INPUTS = 8
+BATCH_WARPS = 12
+"""Of several inputs with planes, so many warps of a block with `MANY_COLUMNS` multiply (an H200, 28672 x 4096 and eight
+inputs: 41.3 us, 8 warps 43.3)."""
 MOST_TILE_BANDS = 8  # of a matrix with room for so many
 
 
@@ -166,7 +171,7 @@ def gemv(
         kernel("zigzag_gemv", "zigzag_gemv", _defines(matrix, input, output.activation, together), device.index or 0),
         grid,
         config.threads,
-        *(matrix.blocks, matrix.columns, matrix.rows, matrix.largest_scale, matrix.row_scale),
+        *(matrix.blocks, matrix.columns, matrix.rows, matrix.largest_scale, matrix.typical_scale, matrix.row_scale),
         *(input.x, input.norm, input.eps, input.squares, parts),
         *(input.threshold, input.offset, input.scales),
         *(output.y, output.bias, output.residual, output.squares),
@@ -260,7 +265,19 @@ def most_inputs(matrix: CudaZigzag) -> int:
 
 
 def _for_inputs(matrix: CudaZigzag, inputs: int) -> CudaZigzag:
-    return _with_ring(matrix, lambda columns, config: _batch_bytes(columns, config, inputs))
+    """The same matrix with a ring, and of planes with more warps where that fits."""
+
+    def needed(columns: int, config: CudaTileConfig) -> int:
+        return _batch_bytes(columns, config, inputs)
+
+    config = with_ring(matrix.config)
+    many = matrix.planes and COLUMNS_AT_ONCE * config.chunks(matrix.columns) >= MANY_COLUMNS
+    if many and config.warps < BATCH_WARPS and BATCH_WARPS % config.tile_bands == 0:
+        step = math.lcm(PRODUCERS, BATCH_WARPS // config.tile_bands)
+        wider = replace(config, warps=BATCH_WARPS, stages=max(config.stages // step, 1) * step)
+        if STATIC_BYTES + needed(matrix.columns, wider) <= shared_limit(matrix.blocks.device):
+            return replace(matrix, config=wider)
+    return _with_ring(matrix, needed)
 
 
 def _with_ring(matrix: CudaZigzag, needed: Callable[[int, CudaTileConfig], int]) -> CudaZigzag:
@@ -273,8 +290,8 @@ def _batch_bytes(columns: int, config: CudaTileConfig, inputs: int) -> int:
     """The bytes of dynamic shared memory of a block of `zigzag_batch`: the ring, later the warps' sums, the list of
     the block's columns, and of planes what a warp's lanes leave for each other."""
     first = max(config.ring_bytes, 4 * config.warps * inputs * PADDED_ROWS)
-    scratch = 512 * config.warps if config.planes else 0
-    return first + 4 * (inputs + 1) * COLUMNS_AT_ONCE * config.chunks(columns) + scratch
+    scratch = 640 * config.warps if config.planes else 0
+    return first + 4 * (inputs + 1) * COLUMNS_AT_ONCE * config.chunks(columns) + 16 * inputs + scratch
 
 
 def _defines(

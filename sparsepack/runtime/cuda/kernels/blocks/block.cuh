@@ -18,6 +18,6 @@
 #ifndef PLANES
 #define PLANES 0
 static constexpr int LEVELS = 1;
-static constexpr int COUNTED_BYTES = 1;  // columns are counted, and no bytes
+static constexpr int COUNTED_HEADER = 1, COUNTED_OF_LEVEL = 0, COUNTED_BYTES = 1;  // columns are counted, and no bytes
 __device__ __forceinline__ int counted_bytes(int level) { return level; }
 #endif

@@ -5,8 +5,14 @@
 //
 //     header        of each group of 64 rows 16 bits: 6 for 32 + k, above them 10 for the scale's code; where there is one
 //                   band, 8 unused bytes follow, so that pieces of memory are multiples of 16
-//     plane 1       bits 2 g, 2 g + 1 of byte 8 (i % 32 / 4) + 4 (i / 32) + i % 4: the highest two of q of row 64 g + i
-//     planes 2 ..   bits 2 g, 2 g + 1 of byte i = 0 .. 31: the next of q of row 64 g + i, and of row 64 g + 32 + i
+//     Byte j of every word is of group j, rows 64 j + i. Words 2 g and 2 g + 1 of plane 1, and word g of the others, have rows
+//     i = 8 g + 4 h + f: of the half h, and f = 0, 1, 2, 3 at bits 6, 2, 4, 0 (PLACES) of that byte:
+//
+//     plane 1       the highest two bits of q, at PLACES of byte j of word 2 g + h
+//     planes 4, 5   as two bits of one word they would stand at PLACES of byte j, too. Of the first half plane 4 has the upper
+//                   bit where it would be, plane 5 the lower. Of the second half each has its bit one place below
+//     planes 2, 3   likewise, but what would stand at 6, 4, 2 and 0 stands two places further down, around the word's end:
+//                   of f = 0 at 4, of 2 at 2, of 1 at 0, of 3 at 6 of byte j - 1. So nibbles come together without shifts
 //
 //     weight = S * (T + m),  S = the float32 of the bits (code << 18) + (103 << 23),  m = 4 k + 2,
 //     T = ratio * (64 p1 + 32 p2 + 16 p3 + 8 p4 + 4 p5 - half),
@@ -31,8 +37,8 @@ __device__ __forceinline__ constexpr int column_bytes(int bands, int level) {
     return level ? headers_bytes(bands) + bands * (FIRST_BYTES + (level - 1) * PLANE_BYTES) : 0;
 }
 // Of a superblock as it is stored, what a level reads, which is what is counted.
-__device__ __forceinline__ int counted_bytes(int level) { return level ? 40 + 32 * level : 0; }
-static constexpr int COUNTED_BYTES = 200;
+static constexpr int COUNTED_HEADER = 40, COUNTED_OF_LEVEL = 32, COUNTED_BYTES = 200;
+__device__ __forceinline__ int counted_bytes(int level) { return level ? COUNTED_HEADER + COUNTED_OF_LEVEL * level : 0; }
 
 __device__ __forceinline__ float ratio_of(int level) { return level == 1 ? 0.9375f : 1.0f; }
 // ratio * half
@@ -71,45 +77,66 @@ __device__ __forceinline__ u32 select(u32 a, u32 b) {
     return c;
 }
 
-// A plane and the next one, of the first or second half of each group's rows, as plane 1 is: two bits each, two rows.
+// Where rows f = 0, 1, 2 and 3 have two bits in a byte.
+__device__ __forceinline__ constexpr int place_of(int f) { return f == 0 ? 6 : f == 1 ? 2 : f == 2 ? 4 : 0; }
+
+// A plane and the next one as plane 1 is, two bits a row, of the first or second half.
 __device__ __forceinline__ u32 two_planes(u32 one, u32 two, int half) {
-    return half ? select<0xaaaaaaaa>(one, two >> 1) : select<0xaaaaaaaa>(one << 1, two);
+    if (!half) return select<0xaaaaaaaa>(one, two);
+    const u32 both = select<0x55555555>(one, two);
+    return __funnelshift_l(both, both, 1);
 }
-// Plane 1 and two planes together: nibbles of groups 3 (high) and 1, and of groups 2 and 0.
-__device__ __forceinline__ u32 odd_nibbles(u32 first, u32 pairs) { return select<0xcccccccc>(first, pairs >> 2); }
-__device__ __forceinline__ u32 even_nibbles(u32 first, u32 pairs) { return select<0xcccccccc>(first << 2, pairs); }
+// A word of a plane and of the next one, two bits a row, of both halves. mask: of the column, ones for planes that are read.
+struct TwoPlanes {
+    u32 halves[2];
+
+    __device__ __forceinline__ TwoPlanes(const u8* at, int bands, u32 mask) {
+        const u32 one = *(const u32*)at, two = *(const u32*)(at + bands * PLANE_BYTES);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) halves[half] = two_planes(one, two, half) & mask;
+    }
+};
+// Of a level, the mask of planes number and number + 1.
+__device__ __forceinline__ u32 mask_of(int level, int number) {
+    return level > number ? ALL_LANES : level == number ? 0xaaaaaaaa : 0;
+}
+
+// Plane 1, and planes 2 and 3 together: nibbles of rows f = 0 (high) and 1, and of f = 2 and 3.
+__device__ __forceinline__ u32 first_nibbles(u32 first, u32 pairs) { return select<0xcccccccc>(first, pairs); }
+__device__ __forceinline__ u32 last_nibbles(u32 first, u32 pairs) {
+    const u32 both = select<0x33333333>(first, pairs);
+    return __funnelshift_l(both, both, 2);
+}
 
 // What a lane has of a superblock of which `level` planes are read: rows 8 lane .. 8 lane + 7, as weights.
 struct LanePlanes {
-    u32 header, first[2], next[LEVELS - 1][2];
+    u32 header, first[2], next[LEVELS - 1];
 
     template <typename Reader>
     __device__ __forceinline__ void read(const u8* column, const PlanePlaces& places, int level, const Reader& reader) {
-        const int lane = threadIdx.x % 32, eighth = lane % 8;  // of a group: rows 8 eighth ..
+        const int lane = threadIdx.x % 32, g = lane % 8;
         header = level ? reader.word(column + places.header(lane / 16)) : 0;
 #pragma unroll
-        for (int word = 0; word < 2; ++word) {
-            const int four = 2 * (eighth % 4) + word;  // of the 32 rows of a half
-            first[word] = level ? reader.word(column + places.first() + 8 * four + eighth / 4 * 4) : 0;
+        for (int half = 0; half < 2; ++half)
+            first[half] = level ? reader.word(column + places.first() + 8 * g + 4 * half) : 0;
 #pragma unroll
-            for (int n = 0; n < LEVELS - 1; ++n)
-                next[n][word] = level >= n + 2 ? reader.word(column + places.plane(n + 2) + 4 * four) : 0;
-        }
+        for (int n = 0; n < LEVELS - 1; ++n)
+            next[n] = level >= n + 2 ? reader.word(column + places.plane(n + 2) + 4 * g) : 0;
     }
 
     __device__ __forceinline__ void weights(int level, float (&w)[8]) const {
-        const int lane = threadIdx.x % 32, group = lane / 8, half = lane % 8 / 4;
+        const int group = threadIdx.x % 32 / 8;
         const float scale = scale_of(header, group % 2), base = scale * centre_of(header, group % 2, middle_of(level));
         const float unit = scale * (4 * ratio_of(level));
 #pragma unroll
-        for (int word = 0; word < 2; ++word) {
-            u32 q = (first[word] >> 2 * group & 0x03030303) << 4;
+        for (int half = 0; half < 2; ++half) {
+            const u32 upper = two_planes(next[0], next[1], half), lower = two_planes(next[2], next[3], half);
+            const u32 nibbles[2] = {first_nibbles(first[half], upper), last_nibbles(first[half], upper)};
 #pragma unroll
-            for (int n = 0; n < LEVELS - 1; ++n) q |= (next[n][word] >> (2 * group + half) & 0x01010101) << (3 - n);
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const float number = __uint_as_float(__byte_perm(q, 0x4b000000, 0x7650 | i)) - 8388608.0f;
-                w[4 * word + i] = number * unit + base;
+            for (int f = 0; f < 4; ++f) {
+                const u32 nibble = nibbles[f / 2] >> (8 * group + (f % 2 ? 0 : 4)) & 15;
+                const u32 q = nibble << 2 | (lower >> (8 * group + place_of(f)) & 3);
+                w[4 * half + f] = (float)q * unit + base;
             }
         }
     }

@@ -102,6 +102,10 @@ __device__ __forceinline__ float warp_max(float x) {
     return x;
 }
 
+// A lane's value as it is, in a register: compilers that are short of those compute what they can again in every round of a loop.
+// For all lanes of a warp.
+__device__ __forceinline__ int kept(int x) { return __shfl_sync(ALL_LANES, x, threadIdx.x % 32); }
+
 // Named barriers (CUTLASS's NamedBarrier) of some THREADS of a block, which others need not reach. 0 is
 // __syncthreads'.
 enum { CONSUMER_BARRIER = 1, PRODUCER_BARRIER = 2, BLOCK_BARRIER = 3 };

@@ -12,8 +12,7 @@
 // a column is active where it is in any of them.
 //
 // Of blocks with planes (PLANES), a column has a level, the largest that any input asks for, and the list holds it beside
-// the column's number. What a warp lists of each level lies together, the highest first, so that most k_tiles have columns
-// of one level.
+// the column's number. Levels that kernels multiply alike lie together, a class of them, the highest first: 4 and 5, 2 and 3, 1.
 //
 // Launch: grid (SPLITS, tiles); the first WARPS warps of a block list its columns.
 
@@ -234,22 +233,29 @@ struct InputChunks {
         }
     }
 
-    // The level of the lane's column of a round in input b; 0: it is inactive.
-    __device__ __forceinline__ int level(int r, int b, float limit, const PerInput& scales) const {
+    // The level of the lane's column of a round whose input has this magnitude; 0: it is inactive.
+    __device__ __forceinline__ int level(int r, float magnitude, float limit, float scale) const {
         int exceeded = 0;
 #pragma unroll
         for (int l = 0; l < LIMITS; ++l) {
             const float unscaled = PER_CHANNEL ? threshold[l][r] : limit;
-            exceeded += fabsf(v[b][r]) > (SCALED ? __fmul_rn(scales.of[b], unscaled) : unscaled);
+            exceeded += magnitude > (SCALED ? __fmul_rn(scale, unscaled) : unscaled);
         }
         return OF_LEVELS ? exceeded : exceeded * LEVELS;
     }
-    // The largest in any.
+    __device__ __forceinline__ int level(int r, int b, float limit, const PerInput& scales) const {
+        return level(r, fabsf(v[b][r]), limit, scales.of[b]);
+    }
+    // The largest in any input.
     __device__ __forceinline__ int level(int r, float limit, const PerInput& scales) const {
-        int largest = 0;
+        int of_any = 0;
+        float largest = 0;
 #pragma unroll
-        for (int b = 0; b < INPUTS; ++b) largest = max(largest, level(r, b, limit, scales));
-        return largest;
+        for (int b = 0; b < INPUTS; ++b) {
+            if (SCALED) of_any = max(of_any, level(r, b, limit, scales));
+            largest = fmaxf(largest, fabsf(v[b][r]));
+        }
+        return SCALED ? of_any : level(r, largest, limit, 1);
     }
 };
 
@@ -268,25 +274,38 @@ __device__ __forceinline__ PerInput own_squares(const Site& site) {
     return sums;
 }
 
-// How many columns of each level: two to a word, so that those of warps are added quickly.
-struct alignas(LEVELS > 4 ? 16 : 4) LevelCounts {
-    static constexpr int WORDS = (LEVELS + 1) / 2;
+static constexpr int CLASSES = PLANES ? 3 : 1;
+__device__ __forceinline__ int class_of(int level) { return PLANES ? (level > 0) + (level > 1) + (level > 3) : level; }
+
+// How many columns have a class above each, and behind them with planes the sum of their levels: two to a word, so that those
+// of warps are added quickly.
+struct alignas(PLANES ? 8 : 4) ClassCounts {
+    static constexpr int WORDS = PLANES ? 2 : 1;
     u32 words[WORDS];
 
-    __device__ __forceinline__ static LevelCounts none() { return {}; }
-    __device__ __forceinline__ int of(int level) const { return words[level / 2] >> level % 2 * 16 & 0xffff; }
-    __device__ __forceinline__ void add(int level, int count) { words[level / 2] += count << level % 2 * 16; }
-    __device__ __forceinline__ void add(const LevelCounts& other) {
+    __device__ __forceinline__ static ClassCounts none() { return {}; }
+    // Classes end at CLASSES.
+    __device__ __forceinline__ int above(int c) const {
+        return c < CLASSES ? words[c / 2] >> c % 2 * 16 & 0xffff : 0;
+    }
+    __device__ __forceinline__ int levels() const { return PLANES ? words[WORDS - 1] >> 16 : 0; }
+    __device__ __forceinline__ void add(int c, int count) { words[c / 2] += count << c % 2 * 16; }
+    __device__ __forceinline__ void add_levels(int sum) { words[WORDS - 1] += sum << 16; }
+    __device__ __forceinline__ void add(const ClassCounts& other) {
 #pragma unroll
         for (int i = 0; i < WORDS; ++i) words[i] += other.words[i];
     }
 };
 
-// Lists the active columns of a block, or with ALL the values of all of them, and returns the largest magnitudes that a
-// thread has seen. For BLOCK_WARPS warps. found: of shared memory for each warp; sums: likewise a float for each input. before_input() is called once everything that may be loaded before the input is on its way.
+// What a thread has seen of the magnitudes of active columns.
+struct Magnitudes {
+    PerInput largest, sum;
+};
+
+// Lists the active columns of a block, or with ALL the values of all of them, and returns what a thread has seen of them. For BLOCK_WARPS warps. found: of shared memory for each warp; sums: likewise a float for each input. before_input() is called once everything that may be loaded before the input is on its way.
 template <int BLOCK_WARPS, bool ALL, typename BeforeInput>
-__device__ __forceinline__ PerInput compact_active(const Site& site, const ColumnSplit& column_split, List& list,
-                                                   LevelCounts* found, float* sums, BeforeInput before_input) {
+__device__ __forceinline__ Magnitudes compact_active(const Site& site, const ColumnSplit& column_split, List& list,
+                                                   ClassCounts* found, float* sums, BeforeInput before_input) {
     constexpr int THREADS = BLOCK_WARPS * 32;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     InputChunks in;
@@ -309,7 +328,7 @@ __device__ __forceinline__ PerInput compact_active(const Site& site, const Colum
 #pragma unroll
         for (int b = 0; b < INPUTS; ++b) scale.of[b] = INPUTS > 1 ? __shfl_sync(ALL_LANES, mine, b) : mine;
     }
-    PerInput max_abs;
+    Magnitudes seen;
     int unread[INPUTS] = {};  // of several inputs, of the warp, or with planes of the lane
     list.count = list.read = 0;
 #pragma unroll 1
@@ -330,19 +349,21 @@ __device__ __forceinline__ PerInput compact_active(const Site& site, const Colum
                 for (int b = 0; b < INPUTS; ++b) {
                     const float v = is ? in.v[b][r] : 0;
                     list.value[b * list.stride + chunk * COLUMNS_AT_ONCE + lane] = v;
-                    max_abs.of[b] = fmaxf(max_abs.of[b], fabsf(v));
+                    seen.largest.of[b] = fmaxf(seen.largest.of[b], fabsf(v));
+                    seen.sum.of[b] += fabsf(v);
                 }
             }
             continue;
         }
-        u32 masks[LEVELS][ROUNDS];
-        LevelCounts mine = LevelCounts::none();
-        int levels[ROUNDS];
+        u32 masks[CLASSES][ROUNDS];  // lanes whose class is above
+        ClassCounts mine = ClassCounts::none();
+        int levels[ROUNDS], sum_of_levels = 0;
 #pragma unroll
         for (int r = 0; r < ROUNDS; ++r) {
             const int k = column_split.column(first + r) + lane;
             const bool real = InputChunks::real(column_split, first + r, k);
             levels[r] = real ? in.level(r, limit, scales) : 0;
+            sum_of_levels += levels[r];
 #pragma unroll
             for (int b = 0; SCALED && INPUTS > 1 && b < INPUTS; ++b) {
                 const int level = real ? in.level(r, b, limit, scales) : LEVELS;
@@ -354,38 +375,41 @@ __device__ __forceinline__ PerInput compact_active(const Site& site, const Colum
             }
             if (levels[r]) {
 #pragma unroll
-                for (int b = 0; b < INPUTS; ++b) max_abs.of[b] = fmaxf(max_abs.of[b], fabsf(in.v[b][r]));
+                for (int b = 0; b < INPUTS; ++b) {
+                    seen.largest.of[b] = fmaxf(seen.largest.of[b], fabsf(in.v[b][r]));
+                    seen.sum.of[b] += fabsf(in.v[b][r]);
+                }
             }
 #pragma unroll
-            for (int l = 0; l < LEVELS; ++l) {
-                masks[l][r] =
-                    !PLANES || OF_LEVELS || l + 1 == LEVELS ? __ballot_sync(ALL_LANES, levels[r] == l + 1) : 0;
-                mine.add(l, __popc(masks[l][r]));
+            for (int c = 0; c < CLASSES; ++c) {
+                masks[c][r] = __ballot_sync(ALL_LANES, class_of(levels[r]) > c);
+                mine.add(c, __popc(masks[c][r]));
             }
         }
+        if (PLANES) mine.add_levels(__reduce_add_sync(ALL_LANES, sum_of_levels));
         if (lane == 0) found[warp] = mine;
         sync_consumers<THREADS>();
-        LevelCounts before = LevelCounts::none(), all = LevelCounts::none();
+        ClassCounts before = ClassCounts::none(), all = ClassCounts::none();
 #pragma unroll
         for (int w = 0; w < BLOCK_WARPS; ++w) {
-            const LevelCounts of_warp = found[w];
+            const ClassCounts of_warp = found[w];
             if (w < warp) before.add(of_warp);
             all.add(of_warp);
         }
-        int at[LEVELS];
+        int at[CLASSES];  // where the next of a class goes, behind all higher ones
 #pragma unroll
-        for (int l = LEVELS - 1; l >= 0; --l) {
-            at[l] = list.count + before.of(l);
-            list.count += all.of(l);
-            list.read += all.of(l) * counted_bytes(l + 1);
-        }
+        for (int c = 0; c < CLASSES; ++c)
+            at[c] = list.count + all.above(c + 1) + before.above(c) - before.above(c + 1);
+        list.count += all.above(0);
+        list.read += PLANES ? all.above(0) * COUNTED_HEADER + all.levels() * COUNTED_OF_LEVEL : all.above(0);
 #pragma unroll
         for (int r = 0; r < ROUNDS; ++r) {
             int place = 0;
 #pragma unroll
-            for (int l = 0; l < LEVELS; ++l) {
-                if (levels[r] == l + 1) place = at[l] + lanes_before(masks[l][r]);
-                at[l] += __popc(masks[l][r]);
+            for (int c = 0; c < CLASSES; ++c) {
+                const u32 exactly = c + 1 < CLASSES ? masks[c][r] & ~masks[c + 1][r] : masks[c][r];
+                if (class_of(levels[r]) == c + 1) place = at[c] + lanes_before(exactly);
+                at[c] += __popc(exactly);
             }
             const auto v = [&](int b) { return in.v[b][r]; };
             const int k = column_split.column(first + r) + lane;
@@ -406,5 +430,5 @@ __device__ __forceinline__ PerInput compact_active(const Site& site, const Colum
         }
         list.fill_up();
     }
-    return max_abs;
+    return seen;
 }

@@ -61,7 +61,7 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1) zigzag_batch(
     u64* active, u64* skipped, float* workspace) {
     extern __shared__ __align__(128) uint4 memory[];  // bulk copies of columns: both ends alike modulo 128 bytes
     __shared__ float sums_of[WARPS][INPUTS], warp_max_abs[WARPS][INPUTS];
-    __shared__ LevelCounts found[WARPS];
+    __shared__ ClassCounts found[WARPS];
     __shared__ u64 full[STAGES], empty[STAGES];
     __shared__ int listed_k_tiles;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, band = warp % TILE_BANDS, k_slice = warp / TILE_BANDS;
@@ -76,19 +76,21 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1) zigzag_batch(
     constexpr int RING = STAGES * STAGE_BYTES, OWN = WARPS * INPUTS * PADDED_ROWS * 4, FIRST = RING > OWN ? RING : OWN;
     const int most = ColumnSplit::most(columns);
     float* values = (float*)(ring + FIRST);
-    List list{values, (int*)(values + INPUTS * most), most, 0, 0};
+    const int stride = most + 4;  // inputs on different banks
+    List list{values, (int*)(values + INPUTS * stride), stride, 0, 0};
 
     launch_dependents();
     const u8* tile_base = blocks + (u64)tile * columns * COLUMN_BYTES;
     ColumnPipeline pipeline{tile_base, ring, full, empty, list.index, column_split, &listed_k_tiles};
-    PerInput max_abs;
+    PerInput largest_of_thread;
     if (is_producer) {  // while the input is not there yet
         pipeline.set_up();
     } else {
         const Site site{
             x, columns, norm, eps, squares, parts, threshold, offset, scales, rows, tile ? nullptr : skipped};
-        max_abs =
-            compact_active<WARPS, DENSE>(site, column_split, list, found, sums_of[0], [] { wait_for_previous(); });
+        largest_of_thread =
+            compact_active<WARPS, DENSE>(site, column_split, list, found, sums_of[0], [] { wait_for_previous(); })
+                .largest;
         pipeline.announce(list.count);
     }
     pipeline.wait_for_list(is_producer);
@@ -99,7 +101,7 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1) zigzag_batch(
     // Each input has a scale of its own: the largest of them must not cost the others their precision.
 #pragma unroll
     for (int b = 0; b < INPUTS; ++b) {
-        const float largest = warp_max(max_abs.of[b]);
+        const float largest = warp_max(largest_of_thread.of[b]);
         if (lane == 0) warp_max_abs[warp][b] = largest;
     }
     sync_consumers<THREADS>();
@@ -109,11 +111,14 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1) zigzag_batch(
     for (int w = 0; w < WARPS; ++w) largest = fmaxf(largest, input < INPUTS ? warp_max_abs[w][input] : 0);
 #if PLANES
     const int exponent = exponent_for(largest * largest_d) - LARGER_BITS;
-    float* scratch = (float*)(list.index + most) + warp * SCRATCH;
+    u8* scratch = (u8*)((float*)(list.index + most) + warp * SCRATCH);
+    const LaneOffsets offsets(PlanePlaces{TILE_BANDS, band});
+    const float* value = list.value + (input < INPUTS ? input : 0) * list.stride;
+    const float scale = input < INPUTS ? power_of_two(exponent) : 0;
 #else
     const int exponent = exponent_for(largest * largest_d);
-#endif
     const float* value = input < INPUTS ? list.value + input * list.stride : nullptr;
+#endif
     BatchAccumulator sums = {};
 #pragma unroll 1
     for (int i = k_slice; i < pipeline.k_tiles; i += K_SLICES) {
@@ -121,8 +126,7 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1) zigzag_batch(
         barrier_wait(full + stage, i / STAGES & 1);
         const int* columns_of = list.index + i * K_TILE;
 #if PLANES
-        multiply(sums, ring + stage * STAGE_BYTES, PlanePlaces{TILE_BANDS, band}, columns_of,
-                 value ? value + i * K_TILE : nullptr, power_of_two(exponent), scratch);
+        multiply(sums, ring + stage * STAGE_BYTES, offsets, columns_of, value + i * K_TILE, scale, scratch);
 #else
         const u8* first = ring + stage * STAGE_BYTES + band * BLOCK_BYTES;
         const auto header = [&](int c) { return first + place_in_stage(c, tile_base, columns_of); };
@@ -140,12 +144,12 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1) zigzag_batch(
     reduce_warps<COUNT>(own, tile_workspace + split * COUNT);
 
     // The rows of y that this block finishes. A warp takes 32 of them at a time, so that a sum over its lanes is of one
-    // input, and for as many inputs as make up to 16 words of a thread, since each waits for them, but for no more than
+    // input, and for as many inputs as make up to WORDS of a thread, since each waits for them, but for no more than
     // leave every warp some.
     constexpr int EACH = GATE ? 2 : 1, FINISHED = TILE_ROWS / EACH;  // EACH: sums for a row of y
     const RowShare<FINISHED> share(split);
     constexpr int PIECES = (share.EACH + 31) / 32, MINE = (PIECES * INPUTS + WARPS - 1) / WARPS;
-    constexpr int MOST = SPLITS * EACH < 16 ? 16 / (SPLITS * EACH) : 1, FEW = MINE < MOST ? MINE : MOST;
+    constexpr int WORDS = PLANES ? 32 : 16, MOST = SPLITS * EACH < WORDS ? WORDS / (SPLITS * EACH) : 1, FEW = MINE < MOST ? MINE : MOST;
     constexpr int ONCE = FEW < INPUTS ? FEW : INPUTS, TIMES = (INPUTS + ONCE - 1) / ONCE;
     const int width = rows / EACH, real = min(share.end, width - tile * FINISHED);
     if (lane == 0) {

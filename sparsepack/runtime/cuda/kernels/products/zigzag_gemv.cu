@@ -54,7 +54,7 @@
 static constexpr int RESIDENT = STAGES || WARPS > 8 ? 1 : 2;
 
 extern "C" __global__ void __launch_bounds__(ALL_THREADS, RESIDENT) zigzag_gemv(
-    const u8* __restrict__ blocks, int columns, int rows, float largest_scale,
+    const u8* __restrict__ blocks, int columns, int rows, float largest_scale, float typical_scale,
     const float* __restrict__ row_scale,  // [rows], what their sums are multiplied by; or null
     // what comes in
     const float* x, const float* norm, float eps, const float* squares, int parts, const float* threshold,
@@ -71,8 +71,8 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, RESIDENT) zigzag_gemv(
     // of the router, where CHOSEN
     const float* logits) {
     extern __shared__ __align__(128) uint4 memory[];  // bulk copies of columns: both ends alike modulo 128 bytes
-    __shared__ float sums_of[WARPS], warp_max_abs[WARPS];
-    __shared__ LevelCounts found[WARPS];
+    __shared__ float sums_of[WARPS], warp_largest[WARPS], warp_sum_abs[WARPS];
+    __shared__ ClassCounts found[WARPS];
     __shared__ u64 full[RING_STAGES], empty[RING_STAGES];
     __shared__ int listed_k_tiles;
     __shared__ float weight;  // where ADDED
@@ -102,7 +102,7 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, RESIDENT) zigzag_gemv(
         k_tile.read(header, FromGlobal{read_once()}, bits);
     };
 #endif
-    float max_abs = 0;
+    Magnitudes seen;
     if (is_producer) {  // while the input is not there yet
         pipeline.set_up();
 #if CHOSEN
@@ -127,9 +127,9 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, RESIDENT) zigzag_gemv(
         u64* own_skipped = tile || !skipped ? nullptr : skipped + text;
         const Site site{own_x,  columns,       norm, eps,        squares + text * parts, parts, threshold,
                         offset, scales + text, rows, own_skipped};
-        max_abs = compact_active<WARPS, DENSE>(site, column_split, list, found, sums_of, [] {
-                      if (!FLAG_IN_DATA) wait_for_previous();
-                  }).of[0];
+        seen = compact_active<WARPS, DENSE>(site, column_split, list, found, sums_of, [] {
+            if (!FLAG_IN_DATA) wait_for_previous();
+        });
         pipeline.announce(list.count);
     }
     pipeline.wait_for_list(is_producer);
@@ -165,33 +165,35 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, RESIDENT) zigzag_gemv(
     float row_factor = of_row(row_scale, share.begin + threadIdx.x, 1);
 
     // The scale, while the first columns travel.
-    max_abs = warp_max(max_abs);
-    if (lane == 0) warp_max_abs[warp] = max_abs;
+    const float largest_of_warp = warp_max(seen.largest.of[0]), sum_of_warp = PLANES ? warp_sum(seen.sum.of[0]) : 0;
+    if (lane == 0) warp_largest[warp] = largest_of_warp, warp_sum_abs[warp] = sum_of_warp;
     sync_consumers<THREADS>();
-    float largest = 0;
+    float largest = 0, sum_abs = 0;
 #pragma unroll
-    for (int w = 0; w < WARPS; ++w) largest = fmaxf(largest, warp_max_abs[w]);
-    int exponent = exponent_for(largest * largest_scale);
+    for (int w = 0; w < WARPS; ++w) largest = fmaxf(largest, warp_largest[w]), sum_abs += PLANES ? warp_sum_abs[w] : 0;
     Accumulator sums = {};
 #if PLANES
-    exponent += FACTOR_BITS - 15 + SMALLER_BITS;
+    // The mean |x| times the mean S; typical_scale is almost 17 times the latter (products/zigzag.py).
+    const int exponent = exponent_for(sum_abs / max(list.count, 1) * typical_scale / 2);
     const float scale = power_of_two(exponent);
     const PlanePlaces places{TILE_BANDS, band};
-    u32* scratch = (u32*)(own + warp * PADDED_ROWS);
+    const LaneOffsets offsets(places);
+    u8* scratch = (u8*)(own + warp * PADDED_ROWS);
 #pragma unroll 1
     for (int i = k_slice; i < pipeline.k_tiles; i += (PAIRED ? 2 : 1) * K_SLICES) {
         const int stage = i % RING_STAGES, next = i + K_SLICES, next_stage = next % RING_STAGES;
         const bool both = PAIRED && next < pipeline.k_tiles;
         barrier_wait(full + stage, i / RING_STAGES & 1);
         if (both) barrier_wait(full + next_stage, next / RING_STAGES & 1);
-        const PlanesTiles tiles{ring + stage * STAGE_BYTES,   list.index + i * K_TILE,
-                                list.value + i * K_TILE,      both ? (next_stage - stage) * STAGE_BYTES : 0,
-                                both ? K_SLICES * K_TILE : 0, both};
-        multiply(sums, tiles, places, scale, scratch);
+        const u8* at = ring + stage * STAGE_BYTES;
+        const PlanesTiles tiles{at, both ? ring + next_stage * STAGE_BYTES : at, list.index + i * K_TILE,
+                                list.value + i * K_TILE, both ? K_SLICES * K_TILE : 0, both};
+        multiply(sums, tiles, places, offsets, scale, scratch);
         warp_arrive(empty + stage);
         if (both) warp_arrive(empty + next_stage);
     }
 #else
+    const int exponent = exponent_for(largest * largest_scale);
     const float scale = power_of_two(exponent);
 #pragma unroll 1
     for (int i = k_slice; i < pipeline.k_tiles; i += K_SLICES) {
