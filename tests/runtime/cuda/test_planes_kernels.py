@@ -124,7 +124,7 @@ def test_a_column_a_thousand_times_the_others_hides_no_row() -> None:
     w = decode_matrix(stored).double().cuda()
     error = (y.double() - w @ x.double()).abs() / (w.abs() @ x.double().abs())
     assert float(error.mean()) < 1e-5
-    assert float(error.max()) < 1e-4
+    assert float(error.max()) < 5e-4
 
 
 def test_a_sum_that_is_no_number_is_handed_on() -> None:

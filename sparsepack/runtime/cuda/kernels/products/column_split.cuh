@@ -297,9 +297,17 @@ struct alignas(PLANES ? 8 : 4) ClassCounts {
     }
 };
 
-// What a thread has seen of the magnitudes of active columns.
+// What a thread has seen of the magnitudes of active columns. roots: the sum of their square roots, whose square over all is a mean that
+// few large ones hardly move.
 struct Magnitudes {
-    PerInput largest, sum;
+    PerInput largest, roots;
+
+    __device__ __forceinline__ void add(int b, float magnitude) {
+        float root;
+        asm("sqrt.approx.f32 %0, %1;" : "=f"(root) : "f"(magnitude));
+        largest.of[b] = fmaxf(largest.of[b], magnitude);
+        roots.of[b] += root;
+    }
 };
 
 // Lists the active columns of a block, or with ALL the values of all of them, and returns what a thread has seen of them. For BLOCK_WARPS warps. found: of shared memory for each warp; sums: likewise a float for each input. before_input() is called once everything that may be loaded before the input is on its way.
@@ -349,8 +357,7 @@ __device__ __forceinline__ Magnitudes compact_active(const Site& site, const Col
                 for (int b = 0; b < INPUTS; ++b) {
                     const float v = is ? in.v[b][r] : 0;
                     list.value[b * list.stride + chunk * COLUMNS_AT_ONCE + lane] = v;
-                    seen.largest.of[b] = fmaxf(seen.largest.of[b], fabsf(v));
-                    seen.sum.of[b] += fabsf(v);
+                    seen.add(b, fabsf(v));
                 }
             }
             continue;
@@ -375,10 +382,7 @@ __device__ __forceinline__ Magnitudes compact_active(const Site& site, const Col
             }
             if (levels[r]) {
 #pragma unroll
-                for (int b = 0; b < INPUTS; ++b) {
-                    seen.largest.of[b] = fmaxf(seen.largest.of[b], fabsf(in.v[b][r]));
-                    seen.sum.of[b] += fabsf(in.v[b][r]);
-                }
+                for (int b = 0; b < INPUTS; ++b) seen.add(b, fabsf(in.v[b][r]));
             }
 #pragma unroll
             for (int c = 0; c < CLASSES; ++c) {

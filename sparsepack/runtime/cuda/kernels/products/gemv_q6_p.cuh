@@ -11,7 +11,7 @@
 //     levels 2, 3    planes 1 to 3 are nibbles of two words: two rows a byte, one mask
 //     levels 4, 5    these, and planes 4 and 5 together as plane 1
 //
-// x S is an integer of 16 bits, in two signed digits of 8 bits, such that the mean |x| times the mean S is 2^11 or more. A
+// x S is an integer of 16 bits, in two signed digits of 8 bits, such that a mean |x| (column_split.cuh) times the mean S is 2^11 or more. A
 // column with more than 16 bits is multiplied by itself in float32. Sums of the others are exact. Lane (g, t) = (lane / 4,
 // lane % 4) has rows 8 g .. 8 g + 7 of all groups, of columns t, t + 4, .. Before, it has a column of the 32, for which it
 // computes factors and adds up minima.
@@ -77,19 +77,26 @@ struct PlanesTiles {
     const float* value;
     int next_entry;  // from the first k_tile's entries to the second's
     bool both;
-
-    // Column t + 4 i, an offset of whose t is given.
-    __device__ __forceinline__ const u8* column(int i, int offset) const {
-        return (i < 4 ? stage : next) + offset + i % 4 * 4 * PITCH;
-    }
 };
 
-// Eight words.
-__device__ __forceinline__ void take(const u8* from, u32 (&of)[8]) {
-    const uint4 one = ((const uint4*)from)[0], two = ((const uint4*)from)[1];
-    of[0] = one.x, of[1] = one.y, of[2] = one.z, of[3] = one.w;
-    of[4] = two.x, of[5] = two.y, of[6] = two.z, of[7] = two.w;
-}
+// What a lane has of a k_tile: columns t, t + 4, t + 8 and t + 12.
+struct LaneColumns {
+    const u8* stage;
+    const LaneOffsets& lane;
+    u32 b[4];  // digits in B
+
+    __device__ __forceinline__ LaneColumns(const u8* stage, const LaneOffsets& lane, const u8* scratch)
+        : stage(stage), lane(lane) {
+        const uint4 words = *(const uint4*)(scratch + lane.digits);
+        b[0] = words.x & lane.place, b[1] = words.y & lane.place;
+        b[2] = words.z & lane.place, b[3] = words.w & lane.place;
+    }
+    __device__ __forceinline__ uint2 first(int i) const { return *(const uint2*)(stage + lane.first + 4 * i * PITCH); }
+    __device__ __forceinline__ TwoPlanes planes(int i, int number, u32 mask) const {
+        const int planes = lane.planes + (number - 2) * TILE_BANDS * PLANE_BYTES;
+        return TwoPlanes(stage + planes + 4 * i * PITCH, TILE_BANDS, DENSE ? ALL_LANES : mask);
+    }
+};
 
 // Add a column in float32, x that of the sums.
 __device__ __forceinline__ void add_column(float (&rows)[8], const u8* column, const PlanePlaces& places, int level, float x) {
@@ -138,52 +145,52 @@ __device__ __forceinline__ void multiply(Accumulator& sums, const PlanesTiles& t
         if (!DENSE) put[16] = mask_of(level, 2), put[24] = mask_of(level, 4);
         __syncwarp();
     }
-    u32 b[8];
-    take(scratch + lane.digits, b);
-#pragma unroll
-    for (int i = 0; i < 8; ++i) b[i] &= lane.place;
     // Of level 0, whatever lies there: its factors are zero.
-    const auto first = [&](int i) { return *(const uint2*)tiles.column(i, lane.first); };
-    if (!__any_sync(ALL_LANES, level > 1)) {
+    u32 any = __ballot_sync(ALL_LANES, level > 0);
+    u32 nibbles = __ballot_sync(ALL_LANES, level > 1), last = __ballot_sync(ALL_LANES, level > 3);
+    constexpr u32 OF_FIRST = (1u << K_TILE) - 1;
+#pragma unroll 1  // half of the code: kernels of a step together are as large as what holds a multiprocessor's instructions
+    for (int n = 0; any; ++n, any >>= K_TILE, nibbles >>= K_TILE, last >>= K_TILE) {
+        const LaneColumns columns(n ? tiles.next : tiles.stage, lane, scratch + 16 * n);
+        const u32(&b)[4] = columns.b;
+        if (!(nibbles & OF_FIRST)) {
 #pragma unroll
-        for (int i = 0; i < 8; i += 2) {
-            const uint2 one = first(i), two = first(i + 1);
-            const u32 a[4] = {one.x, one.y, two.x, two.y}, of[2] = {b[i], b[i + 1]};
-            multiply_pairs(sums.first, a, of);
+            for (int i = 0; i < 4; i += 2) {
+                const uint2 one = columns.first(i), two = columns.first(i + 1);
+                const u32 a[4] = {one.x, one.y, two.x, two.y}, of[2] = {b[i], b[i + 1]};
+                multiply_pairs(sums.first, a, of);
+            }
+            continue;
         }
-        return;
-    }
-    u32 masks[8];
-    if (!DENSE) take(scratch + lane.masks, masks);
-    const auto pairs = [&](int i, int number) {
-        const int planes = lane.planes + (number - 2) * TILE_BANDS * PLANE_BYTES;
-        return TwoPlanes(tiles.column(i, planes), TILE_BANDS, DENSE ? ALL_LANES : masks[i]);
-    };
+        const uint4 read = DENSE ? uint4{} : *(const uint4*)(scratch + lane.masks + 16 * n);
+        const u32 masks[4] = {read.x, read.y, read.z, read.w};
 #pragma unroll
-    for (int i = 0; i < 8; i += 2) {
-        u32 of_first[4], of_last[4];
+        for (int i = 0; i < 4; i += 2) {
+            u32 of_first[4], of_last[4];
 #pragma unroll
-        for (int n = 0; n < 2; ++n) {
-            const uint2 words = first(i + n);
-            const TwoPlanes next = pairs(i + n, 2);
-            of_first[2 * n] = first_nibbles(words.x, next.halves[0]);
-            of_first[2 * n + 1] = first_nibbles(words.y, next.halves[1]);
-            of_last[2 * n] = last_nibbles(words.x, next.halves[0]);
-            of_last[2 * n + 1] = last_nibbles(words.y, next.halves[1]);
+            for (int j = 0; j < 2; ++j) {
+                const uint2 words = columns.first(i + j);
+                const TwoPlanes next = columns.planes(i + j, 2, masks[i + j]);
+                of_first[2 * j] = first_nibbles(words.x, next.halves[0]);
+                of_first[2 * j + 1] = first_nibbles(words.y, next.halves[1]);
+                of_last[2 * j] = last_nibbles(words.x, next.halves[0]);
+                of_last[2 * j + 1] = last_nibbles(words.y, next.halves[1]);
+            }
+            const u32 of[2] = {b[i], b[i + 1]};
+            mma(sums.nibbles[0], of_first, of);
+            mma_masked<0xf0f0f0f0>(sums.nibbles[1], of_first, of);
+            mma(sums.nibbles[2], of_last, of);
+            mma_masked<0xf0f0f0f0>(sums.nibbles[3], of_last, of);
         }
-        const u32 of[2] = {b[i], b[i + 1]};
-        mma(sums.nibbles[0], of_first, of);
-        mma_masked<0xf0f0f0f0>(sums.nibbles[1], of_first, of);
-        mma(sums.nibbles[2], of_last, of);
-        mma_masked<0xf0f0f0f0>(sums.nibbles[3], of_last, of);
-    }
-    if (!__any_sync(ALL_LANES, level > 3)) return;
-    if (!DENSE) take(scratch + lane.masks + 32, masks);
+        if (!(last & OF_FIRST)) continue;
+        const uint4 read_last = DENSE ? uint4{} : *(const uint4*)(scratch + lane.masks + 32 + 16 * n);
+        const u32 masks_last[4] = {read_last.x, read_last.y, read_last.z, read_last.w};
 #pragma unroll
-    for (int i = 0; i < 8; i += 2) {
-        const TwoPlanes one = pairs(i, 4), two = pairs(i + 1, 4);
-        const u32 a[4] = {one.halves[0], one.halves[1], two.halves[0], two.halves[1]}, of[2] = {b[i], b[i + 1]};
-        multiply_pairs(sums.last, a, of);
+        for (int i = 0; i < 4; i += 2) {
+            const TwoPlanes one = columns.planes(i, 4, masks_last[i]), two = columns.planes(i + 1, 4, masks_last[i + 1]);
+            const u32 a[4] = {one.halves[0], one.halves[1], two.halves[0], two.halves[1]}, of[2] = {b[i], b[i + 1]};
+            multiply_pairs(sums.last, a, of);
+        }
     }
 }
 

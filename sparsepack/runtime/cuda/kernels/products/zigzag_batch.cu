@@ -47,6 +47,8 @@
 #include "products/batch_q4_k.cuh"
 #endif
 
+static constexpr int MOST_INPUTS = 8;
+
 extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1) zigzag_batch(
     const u8* __restrict__ blocks, int columns, int rows, float largest_d,
     const float* __restrict__ row_scale,  // [rows], what their sums are multiplied by; or null
@@ -105,7 +107,7 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1) zigzag_batch(
         if (lane == 0) warp_max_abs[warp][b] = largest;
     }
     sync_consumers<THREADS>();
-    const int input = lane / 4;
+    const int input = lane / 4 % (PLANES && INPUTS <= 4 ? 4 : MOST_INPUTS);
     float largest = 0;
 #pragma unroll
     for (int w = 0; w < WARPS; ++w) largest = fmaxf(largest, input < INPUTS ? warp_max_abs[w][input] : 0);

@@ -71,7 +71,7 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, RESIDENT) zigzag_gemv(
     // of the router, where CHOSEN
     const float* logits) {
     extern __shared__ __align__(128) uint4 memory[];  // bulk copies of columns: both ends alike modulo 128 bytes
-    __shared__ float sums_of[WARPS], warp_largest[WARPS], warp_sum_abs[WARPS];
+    __shared__ float sums_of[WARPS], warp_largest[WARPS], warp_roots[WARPS];
     __shared__ ClassCounts found[WARPS];
     __shared__ u64 full[RING_STAGES], empty[RING_STAGES];
     __shared__ int listed_k_tiles;
@@ -165,16 +165,17 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, RESIDENT) zigzag_gemv(
     float row_factor = of_row(row_scale, share.begin + threadIdx.x, 1);
 
     // The scale, while the first columns travel.
-    const float largest_of_warp = warp_max(seen.largest.of[0]), sum_of_warp = PLANES ? warp_sum(seen.sum.of[0]) : 0;
-    if (lane == 0) warp_largest[warp] = largest_of_warp, warp_sum_abs[warp] = sum_of_warp;
+    const float largest_of_warp = warp_max(seen.largest.of[0]), roots_of_warp = PLANES ? warp_sum(seen.roots.of[0]) : 0;
+    if (lane == 0) warp_largest[warp] = largest_of_warp, warp_roots[warp] = roots_of_warp;
     sync_consumers<THREADS>();
-    float largest = 0, sum_abs = 0;
+    float largest = 0, roots = 0;
 #pragma unroll
-    for (int w = 0; w < WARPS; ++w) largest = fmaxf(largest, warp_largest[w]), sum_abs += PLANES ? warp_sum_abs[w] : 0;
+    for (int w = 0; w < WARPS; ++w) largest = fmaxf(largest, warp_largest[w]), roots += PLANES ? warp_roots[w] : 0;
     Accumulator sums = {};
 #if PLANES
-    // The mean |x| times the mean S; typical_scale is almost 17 times the latter (products/zigzag.py).
-    const int exponent = exponent_for(sum_abs / max(list.count, 1) * typical_scale / 2);
+    // A mean |x| times the mean S; typical_scale is almost 17 times the latter (products/zigzag.py).
+    const float root = roots / max(list.count, 1);
+    const int exponent = exponent_for(root * root * typical_scale / 2);
     const float scale = power_of_two(exponent);
     const PlanePlaces places{TILE_BANDS, band};
     const LaneOffsets offsets(places);
