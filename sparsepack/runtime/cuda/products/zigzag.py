@@ -109,8 +109,8 @@ def laid_out(
     ends: Iterable[Iterable[float]],
     block: str = "Q4_K",
 ) -> CudaZigzag:
-    """A matrix of blocks that lie on the GPU. ends: of each of its parts the largest |d|, and likewise |dmin|; of planes
-    what `planes_in_order` says."""
+    """A matrix of blocks that lie on the GPU. ends: of each of its parts the largest |d|, and likewise |dmin|, or of
+    planes what `planes_in_order` says."""
     d, dmin = (max(parts) for parts in ends)
     scale, largest = LARGEST_FACTOR * d, max(d, dmin)
     typical = LARGEST_FACTOR * dmin if BLOCKS[block].levels else 0.0

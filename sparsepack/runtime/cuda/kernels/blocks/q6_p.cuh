@@ -38,7 +38,9 @@ __device__ __forceinline__ constexpr int column_bytes(int bands, int level) {
 }
 // Of a superblock as it is stored, what a level reads, which is what is counted.
 static constexpr int COUNTED_HEADER = 40, COUNTED_OF_LEVEL = 32, COUNTED_BYTES = 200;
-__device__ __forceinline__ int counted_bytes(int level) { return level ? COUNTED_HEADER + COUNTED_OF_LEVEL * level : 0; }
+__device__ __forceinline__ int counted_bytes(int level) {
+    return level ? COUNTED_HEADER + COUNTED_OF_LEVEL * level : 0;
+}
 
 __device__ __forceinline__ float ratio_of(int level) { return level == 1 ? 0.9375f : 1.0f; }
 // ratio * half

@@ -32,8 +32,8 @@ static constexpr int LARGER_BITS = 2;
 
 // What a lane adds to where stages, the list and the warp's scratch begin.
 struct LaneOffsets {
-    int column, header;                  // the lane's column in its k_tile, and its header
-    int first, planes;                   // of column t: words of plane 1, and of plane 2
+    int column, header;  // the lane's column in its k_tile, and its header
+    int first, planes;   // of column t: words of plane 1, and of plane 2
     int put_scale, put_centre, put_mask;
     int take;
     u32 own[4];  // 1 of the group, or p, that the lane has of minima, twice in float16
@@ -55,8 +55,8 @@ struct LaneOffsets {
 
 // B, of FEW for each p and 8 columns, else for each group; adds up minima. x: of the lane's input, columns t, t + 4, ..
 typedef u32 BatchFactors[4][2];
-__device__ __forceinline__ void factors(BatchAccumulator& sums, const float (&x)[4], const LaneOffsets& lane, const u8* taken,
-                                        BatchFactors& b) {
+__device__ __forceinline__ void factors(BatchAccumulator& sums, const float (&x)[4], const LaneOffsets& lane,
+                                        const u8* taken, BatchFactors& b) {
     const uint4 centres[2] = {*(const uint4*)(taken + 64), *(const uint4*)(taken + 80)};
     if constexpr (FEW) {
         const int second = threadIdx.x % 32 / 16;
@@ -152,7 +152,7 @@ __device__ __forceinline__ void multiply(BatchAccumulator& sums, const u8* stage
         }
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            float(&c)[4][4] = sums.c[FEW ? i / 2 : i];
+            float (&c)[4][4] = sums.c[FEW ? i / 2 : i];
             u32 one[4], two[4];
             bytes_of(upper, i, one), bytes_of(lower, i, two);
             if constexpr (FEW) {
@@ -178,7 +178,7 @@ __device__ __forceinline__ void multiply(BatchAccumulator& sums, const u8* stage
         // As parts of nibbles: rows 0 and 2 of high ones, the others of low ones.
         const u32 quarter[2] = {mul_half2(b[i][0], 0x34003400), mul_half2(b[i][1], 0x34003400)};
         const u32 sixteenth[2] = {mul_half2(b[i][0], 0x2c002c00), mul_half2(b[i][1], 0x2c002c00)};
-        float(&c)[4][4] = sums.c[FEW ? i / 2 : i];
+        float (&c)[4][4] = sums.c[FEW ? i / 2 : i];
         u32 rows[4];
         bytes_of(both, i, rows);
         if constexpr (FEW) {
@@ -210,9 +210,9 @@ __device__ __forceinline__ void store_sums(const BatchAccumulator& sums, float i
                 const auto sum = [&](int f) { return sums.c[i][f][2 * half + n]; };
                 const float of[4] = {FEW ? sum(1) : sum(0), FEW ? sum(0) - sum(1) : sum(1), FEW ? sum(3) : sum(2),
                                      FEW ? sum(2) - sum(3) : sum(3)};
-                *(float4*)(rows + padded_index(input * BAND_ROWS + 64 * group + 8 * g + 4 * half)) = make_float4(
-                    (of[0] * NIBBLE + minimum) * factor, (of[1] * (16 * NIBBLE) + minimum) * factor,
-                    (of[2] * NIBBLE + minimum) * factor, (of[3] * (16 * NIBBLE) + minimum) * factor);
+                *(float4*)(rows + padded_index(input * BAND_ROWS + 64 * group + 8 * g + 4 * half)) =
+                    make_float4((of[0] * NIBBLE + minimum) * factor, (of[1] * (16 * NIBBLE) + minimum) * factor,
+                                (of[2] * NIBBLE + minimum) * factor, (of[3] * (16 * NIBBLE) + minimum) * factor);
             }
         }
     }

@@ -285,9 +285,7 @@ struct alignas(PLANES ? 8 : 4) ClassCounts {
 
     __device__ __forceinline__ static ClassCounts none() { return {}; }
     // Classes end at CLASSES.
-    __device__ __forceinline__ int above(int c) const {
-        return c < CLASSES ? words[c / 2] >> c % 2 * 16 & 0xffff : 0;
-    }
+    __device__ __forceinline__ int above(int c) const { return c < CLASSES ? words[c / 2] >> c % 2 * 16 & 0xffff : 0; }
     __device__ __forceinline__ int levels() const { return PLANES ? words[WORDS - 1] >> 16 : 0; }
     __device__ __forceinline__ void add(int c, int count) { words[c / 2] += count << c % 2 * 16; }
     __device__ __forceinline__ void add_levels(int sum) { words[WORDS - 1] += sum << 16; }
@@ -313,7 +311,7 @@ struct Magnitudes {
 // Lists the active columns of a block, or with ALL the values of all of them, and returns what a thread has seen of them. For BLOCK_WARPS warps. found: of shared memory for each warp; sums: likewise a float for each input. before_input() is called once everything that may be loaded before the input is on its way.
 template <int BLOCK_WARPS, bool ALL, typename BeforeInput>
 __device__ __forceinline__ Magnitudes compact_active(const Site& site, const ColumnSplit& column_split, List& list,
-                                                   ClassCounts* found, float* sums, BeforeInput before_input) {
+                                                     ClassCounts* found, float* sums, BeforeInput before_input) {
     constexpr int THREADS = BLOCK_WARPS * 32;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     InputChunks in;
@@ -402,8 +400,7 @@ __device__ __forceinline__ Magnitudes compact_active(const Site& site, const Col
         }
         int at[CLASSES];  // where the next of a class goes, behind all higher ones
 #pragma unroll
-        for (int c = 0; c < CLASSES; ++c)
-            at[c] = list.count + all.above(c + 1) + before.above(c) - before.above(c + 1);
+        for (int c = 0; c < CLASSES; ++c) at[c] = list.count + all.above(c + 1) + before.above(c) - before.above(c + 1);
         list.count += all.above(0);
         list.read += PLANES ? all.above(0) * COUNTED_HEADER + all.levels() * COUNTED_OF_LEVEL : all.above(0);
 #pragma unroll

@@ -11,10 +11,10 @@
 //     levels 2, 3    planes 1 to 3 are nibbles of two words: two rows a byte, one mask
 //     levels 4, 5    these, and planes 4 and 5 together as plane 1
 //
-// x S is an integer of 16 bits, in two signed digits of 8 bits, such that a mean |x| (column_split.cuh) times the mean S is 2^11 or more. A
-// column with more than 16 bits is multiplied by itself in float32. Sums of the others are exact. Lane (g, t) = (lane / 4,
-// lane % 4) has rows 8 g .. 8 g + 7 of all groups, of columns t, t + 4, .. Before, it has a column of the 32, for which it
-// computes factors and adds up minima.
+// x S is an integer of 16 bits, in two signed digits of 8 bits, such that a mean |x| (column_split.cuh) times the mean S is
+// 2^11 or more. A column with more than 16 bits is multiplied by itself in float32. Sums of the others are exact. Lane (g, t) =
+// (lane / 4, lane % 4) has rows 8 g .. 8 g + 7 of all groups, of columns t, t + 4, .. Before, it has a column of the 32, for
+// which it computes factors and adds up minima.
 
 #pragma once
 
@@ -79,27 +79,71 @@ struct PlanesTiles {
     bool both;
 };
 
-// What a lane has of a k_tile: columns t, t + 4, t + 8 and t + 12.
-struct LaneColumns {
-    const u8* stage;
-    const LaneOffsets& lane;
-    u32 b[4];  // digits in B
-
-    __device__ __forceinline__ LaneColumns(const u8* stage, const LaneOffsets& lane, const u8* scratch)
-        : stage(stage), lane(lane) {
-        const uint4 words = *(const uint4*)(scratch + lane.digits);
-        b[0] = words.x & lane.place, b[1] = words.y & lane.place;
-        b[2] = words.z & lane.place, b[3] = words.w & lane.place;
+// Add 32 columns whose factors lie in scratch. nibbles, last: whether any has more than a level, more than three. Of level 0,
+// whatever lies there: its factors are zero.
+__device__ __forceinline__ void multiply_columns(Accumulator& sums, const PlanesTiles& tiles, const LaneOffsets& lane,
+                                                 const u8* scratch, bool nibbles, bool last) {
+    constexpr int COLUMNS = 8;  // of a lane
+    const auto column = [&](int i, int offset) {
+        return (i < COLUMNS / 2 ? tiles.stage : tiles.next) + offset + i % (COLUMNS / 2) * 4 * PITCH;
+    };
+    const auto take = [&](int offset, u32(&of)[COLUMNS]) {
+#pragma unroll
+        for (int n = 0; n < 2; ++n) {
+            const uint4 words = *(const uint4*)(scratch + offset + 16 * n);
+            of[4 * n] = words.x, of[4 * n + 1] = words.y, of[4 * n + 2] = words.z, of[4 * n + 3] = words.w;
+        }
+    };
+    u32 b[COLUMNS], masks[COLUMNS];
+    take(lane.digits, b);
+#pragma unroll
+    for (int i = 0; i < COLUMNS; ++i) b[i] &= lane.place;
+    const auto first = [&](int i) { return *(const uint2*)column(i, lane.first); };
+    const auto planes = [&](int i, int plane) {
+        const int offset = lane.planes + (plane - 2) * TILE_BANDS * PLANE_BYTES;
+        return TwoPlanes(column(i, offset), TILE_BANDS, DENSE ? ALL_LANES : masks[i]);
+    };
+    if (!nibbles) {
+#pragma unroll
+        for (int i = 0; i < COLUMNS; i += 2) {
+            const uint2 one = first(i), two = first(i + 1);
+            const u32 a[4] = {one.x, one.y, two.x, two.y}, of[2] = {b[i], b[i + 1]};
+            multiply_pairs(sums.first, a, of);
+        }
+        return;
     }
-    __device__ __forceinline__ uint2 first(int i) const { return *(const uint2*)(stage + lane.first + 4 * i * PITCH); }
-    __device__ __forceinline__ TwoPlanes planes(int i, int number, u32 mask) const {
-        const int planes = lane.planes + (number - 2) * TILE_BANDS * PLANE_BYTES;
-        return TwoPlanes(stage + planes + 4 * i * PITCH, TILE_BANDS, DENSE ? ALL_LANES : mask);
+    if (!DENSE) take(lane.masks, masks);
+#pragma unroll
+    for (int i = 0; i < COLUMNS; i += 2) {
+        u32 of_first[4], of_last[4];
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+            const uint2 words = first(i + j);
+            const TwoPlanes next = planes(i + j, 2);
+            of_first[2 * j] = first_nibbles(words.x, next.halves[0]);
+            of_first[2 * j + 1] = first_nibbles(words.y, next.halves[1]);
+            of_last[2 * j] = last_nibbles(words.x, next.halves[0]);
+            of_last[2 * j + 1] = last_nibbles(words.y, next.halves[1]);
+        }
+        const u32 of[2] = {b[i], b[i + 1]};
+        mma(sums.nibbles[0], of_first, of);
+        mma_masked<0xf0f0f0f0>(sums.nibbles[1], of_first, of);
+        mma(sums.nibbles[2], of_last, of);
+        mma_masked<0xf0f0f0f0>(sums.nibbles[3], of_last, of);
     }
-};
+    if (!last) return;
+    if (!DENSE) take(lane.masks + 32, masks);
+#pragma unroll
+    for (int i = 0; i < COLUMNS; i += 2) {
+        const TwoPlanes one = planes(i, 4), two = planes(i + 1, 4);
+        const u32 a[4] = {one.halves[0], one.halves[1], two.halves[0], two.halves[1]}, of[2] = {b[i], b[i + 1]};
+        multiply_pairs(sums.last, a, of);
+    }
+}
 
 // Add a column in float32, x that of the sums.
-__device__ __forceinline__ void add_column(float (&rows)[8], const u8* column, const PlanePlaces& places, int level, float x) {
+__device__ __forceinline__ void add_column(float (&rows)[8], const u8* column, const PlanePlaces& places, int level,
+                                           float x) {
     LanePlanes planes;
     float w[8];
     planes.read(column, places, level, FromRing());
@@ -120,7 +164,8 @@ __device__ __forceinline__ void multiply(Accumulator& sums, const PlanesTiles& t
         const float middle = middle_of(level), rounded = x * ratio_of(level), exact = level == 1 ? 16.0f / 15 : 1.0f;
         float v[4];
 #pragma unroll
-        for (int group = 0; group < 4; ++group) v[group] = rounded * scale_of(group < 2 ? header.x : header.y, group % 2);
+        for (int group = 0; group < 4; ++group)
+            v[group] = rounded * scale_of(group < 2 ? header.x : header.y, group % 2);
         const bool large = fmaxf(fmaxf(fabsf(v[0]), fabsf(v[1])), fmaxf(fabsf(v[2]), fabsf(v[3]))) > LARGEST;
         u32 all_large = __ballot_sync(ALL_LANES, large), numbers[4];
         sums.any_rows |= all_large != 0;
@@ -134,8 +179,8 @@ __device__ __forceinline__ void multiply(Accumulator& sums, const PlanesTiles& t
         for (int group = 0; group < 4; ++group) {
             const float biased = (large ? 0 : v[group]) + (12582912.0f + 128);
             numbers[group] = __float_as_uint(biased);  // its lower 16 bits: the integer, and 128 more
-            sums.minimum[group] += (biased - (12582912.0f + 128)) * exact *
-                                   centre_of(group < 2 ? header.x : header.y, group % 2, middle);
+            sums.minimum[group] +=
+                (biased - (12582912.0f + 128)) * exact * centre_of(group < 2 ? header.x : header.y, group % 2, middle);
         }
         const u32 low = __byte_perm(numbers[0], numbers[1], 0x5140), high = __byte_perm(numbers[2], numbers[3], 0x5140);
         __syncwarp();
@@ -145,53 +190,7 @@ __device__ __forceinline__ void multiply(Accumulator& sums, const PlanesTiles& t
         if (!DENSE) put[16] = mask_of(level, 2), put[24] = mask_of(level, 4);
         __syncwarp();
     }
-    // Of level 0, whatever lies there: its factors are zero.
-    u32 any = __ballot_sync(ALL_LANES, level > 0);
-    u32 nibbles = __ballot_sync(ALL_LANES, level > 1), last = __ballot_sync(ALL_LANES, level > 3);
-    constexpr u32 OF_FIRST = (1u << K_TILE) - 1;
-#pragma unroll 1  // half of the code: kernels of a step together are as large as what holds a multiprocessor's instructions
-    for (int n = 0; any; ++n, any >>= K_TILE, nibbles >>= K_TILE, last >>= K_TILE) {
-        const LaneColumns columns(n ? tiles.next : tiles.stage, lane, scratch + 16 * n);
-        const u32(&b)[4] = columns.b;
-        if (!(nibbles & OF_FIRST)) {
-#pragma unroll
-            for (int i = 0; i < 4; i += 2) {
-                const uint2 one = columns.first(i), two = columns.first(i + 1);
-                const u32 a[4] = {one.x, one.y, two.x, two.y}, of[2] = {b[i], b[i + 1]};
-                multiply_pairs(sums.first, a, of);
-            }
-            continue;
-        }
-        const uint4 read = DENSE ? uint4{} : *(const uint4*)(scratch + lane.masks + 16 * n);
-        const u32 masks[4] = {read.x, read.y, read.z, read.w};
-#pragma unroll
-        for (int i = 0; i < 4; i += 2) {
-            u32 of_first[4], of_last[4];
-#pragma unroll
-            for (int j = 0; j < 2; ++j) {
-                const uint2 words = columns.first(i + j);
-                const TwoPlanes next = columns.planes(i + j, 2, masks[i + j]);
-                of_first[2 * j] = first_nibbles(words.x, next.halves[0]);
-                of_first[2 * j + 1] = first_nibbles(words.y, next.halves[1]);
-                of_last[2 * j] = last_nibbles(words.x, next.halves[0]);
-                of_last[2 * j + 1] = last_nibbles(words.y, next.halves[1]);
-            }
-            const u32 of[2] = {b[i], b[i + 1]};
-            mma(sums.nibbles[0], of_first, of);
-            mma_masked<0xf0f0f0f0>(sums.nibbles[1], of_first, of);
-            mma(sums.nibbles[2], of_last, of);
-            mma_masked<0xf0f0f0f0>(sums.nibbles[3], of_last, of);
-        }
-        if (!(last & OF_FIRST)) continue;
-        const uint4 read_last = DENSE ? uint4{} : *(const uint4*)(scratch + lane.masks + 32 + 16 * n);
-        const u32 masks_last[4] = {read_last.x, read_last.y, read_last.z, read_last.w};
-#pragma unroll
-        for (int i = 0; i < 4; i += 2) {
-            const TwoPlanes one = columns.planes(i, 4, masks_last[i]), two = columns.planes(i + 1, 4, masks_last[i + 1]);
-            const u32 a[4] = {one.halves[0], one.halves[1], two.halves[0], two.halves[1]}, of[2] = {b[i], b[i + 1]};
-            multiply_pairs(sums.last, a, of);
-        }
-    }
+    multiply_columns(sums, tiles, lane, scratch, __any_sync(ALL_LANES, level > 1), __any_sync(ALL_LANES, level > 3));
 }
 
 // The 256 rows of a warp's band into shared memory.
@@ -199,7 +198,9 @@ __device__ __forceinline__ void store_sums(const Accumulator& sums, float invers
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const bool upper = lane & 2;
     // Of groups t % 2 * 2 and the next, in lanes with bit 3 set of the latter.
-    const auto exchange = [&](float kept, float given, int half) { return kept + __shfl_xor_sync(ALL_LANES, given, half); };
+    const auto exchange = [&](float kept, float given, int half) {
+        return kept + __shfl_xor_sync(ALL_LANES, given, half);
+    };
     const float (&of)[4] = sums.minimum;
     float first = exchange(t % 2 ? of[2] : of[0], t % 2 ? of[0] : of[2], 1);
     float second = exchange(t % 2 ? of[3] : of[1], t % 2 ? of[1] : of[3], 1);
@@ -214,18 +215,19 @@ __device__ __forceinline__ void store_sums(const Accumulator& sums, float invers
     for (int i = 0; i < 4; ++i) {
         // A row's own part of what is multiplied together: the next mask shows the others.
         const auto own = [&](const int (&c)[4][4], int n) { return n < 3 ? c[n][i] - c[n + 1][i] : c[3][i]; };
-        const auto nibble = [&](int n) { return n % 2 ? sums.nibbles[n][i] : sums.nibbles[n][i] - sums.nibbles[n + 1][i]; };
-        const float of_rows[4] = {
-            (float)(own(sums.first, 3) + nibble(1) + (own(sums.last, 3) >> 4)) * unit,
-            (float)(16 * (own(sums.first, 1) + nibble(0)) + own(sums.last, 1)) * unit,
-            (float)(4 * own(sums.first, 2) + nibble(3) + (own(sums.last, 2) >> 2)) * unit,
-            (float)(64 * own(sums.first, 0) + 16 * nibble(2) + 4 * own(sums.last, 0)) * unit};
+        const auto nibble = [&](int n) {
+            return n % 2 ? sums.nibbles[n][i] : sums.nibbles[n][i] - sums.nibbles[n + 1][i];
+        };
+        const float of_rows[4] = {(float)(own(sums.first, 3) + nibble(1) + (own(sums.last, 3) >> 4)) * unit,
+                                  (float)(16 * (own(sums.first, 1) + nibble(0)) + own(sums.last, 1)) * unit,
+                                  (float)(4 * own(sums.first, 2) + nibble(3) + (own(sums.last, 2) >> 2)) * unit,
+                                  (float)(64 * own(sums.first, 0) + 16 * nibble(2) + 4 * own(sums.last, 0)) * unit};
         // The other digit is two lanes further: of f = 2 (t / 2) and 2 (t / 2) + 1.
         const float minimum = (i % 2 ? second : first) * inverse;
         float* at = rows + padded_index(64 * (t % 2 * 2 + i % 2) + 8 * g + 4 * (i / 2) + t / 2 * 2);
-        *(float2*)at = make_float2(
-            exchange(upper ? of_rows[2] : of_rows[0], upper ? of_rows[0] : of_rows[2], 2) + minimum,
-            exchange(upper ? of_rows[3] : of_rows[1], upper ? of_rows[1] : of_rows[3], 2) + minimum);
+        *(float2*)at =
+            make_float2(exchange(upper ? of_rows[2] : of_rows[0], upper ? of_rows[0] : of_rows[2], 2) + minimum,
+                        exchange(upper ? of_rows[3] : of_rows[1], upper ? of_rows[1] : of_rows[3], 2) + minimum);
     }
     if (!sums.any_rows) return;
     __syncwarp();

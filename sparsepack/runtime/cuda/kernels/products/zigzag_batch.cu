@@ -90,9 +90,9 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1) zigzag_batch(
     } else {
         const Site site{
             x, columns, norm, eps, squares, parts, threshold, offset, scales, rows, tile ? nullptr : skipped};
-        largest_of_thread =
-            compact_active<WARPS, DENSE>(site, column_split, list, found, sums_of[0], [] { wait_for_previous(); })
-                .largest;
+        largest_of_thread = compact_active<WARPS, DENSE>(site, column_split, list, found, sums_of[0], [] {
+                                wait_for_previous();
+                            }).largest;
         pipeline.announce(list.count);
     }
     pipeline.wait_for_list(is_producer);
@@ -151,7 +151,8 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1) zigzag_batch(
     constexpr int EACH = GATE ? 2 : 1, FINISHED = TILE_ROWS / EACH;  // EACH: sums for a row of y
     const RowShare<FINISHED> share(split);
     constexpr int PIECES = (share.EACH + 31) / 32, MINE = (PIECES * INPUTS + WARPS - 1) / WARPS;
-    constexpr int WORDS = PLANES ? 32 : 16, MOST = SPLITS * EACH < WORDS ? WORDS / (SPLITS * EACH) : 1, FEW = MINE < MOST ? MINE : MOST;
+    constexpr int WORDS = PLANES ? 32 : 16, MOST = SPLITS * EACH < WORDS ? WORDS / (SPLITS * EACH) : 1,
+                  FEW = MINE < MOST ? MINE : MOST;
     constexpr int ONCE = FEW < INPUTS ? FEW : INPUTS, TIMES = (INPUTS + ONCE - 1) / ONCE;
     const int width = rows / EACH, real = min(share.end, width - tile * FINISHED);
     if (lane == 0) {

@@ -187,8 +187,12 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, RESIDENT) zigzag_gemv(
         barrier_wait(full + stage, i / RING_STAGES & 1);
         if (both) barrier_wait(full + next_stage, next / RING_STAGES & 1);
         const u8* at = ring + stage * STAGE_BYTES;
-        const PlanesTiles tiles{at, both ? ring + next_stage * STAGE_BYTES : at, list.index + i * K_TILE,
-                                list.value + i * K_TILE, both ? K_SLICES * K_TILE : 0, both};
+        const PlanesTiles tiles{at,
+                                both ? ring + next_stage * STAGE_BYTES : at,
+                                list.index + i * K_TILE,
+                                list.value + i * K_TILE,
+                                both ? K_SLICES * K_TILE : 0,
+                                both};
         multiply(sums, tiles, places, offsets, scale, scratch);
         warp_arrive(empty + stage);
         if (both) warp_arrive(empty + next_stage);
