@@ -101,6 +101,10 @@ __device__ __forceinline__ float warp_max(float x) {
     for (int step = 16; step; step /= 2) x = fmaxf(x, __shfl_xor_sync(ALL_LANES, x, step));
     return x;
 }
+// Of magnitudes, which as bits are in the same order.
+__device__ __forceinline__ float warp_max_magnitude(float x) {
+    return __uint_as_float(__reduce_max_sync(ALL_LANES, __float_as_uint(x)));
+}
 
 // A lane's value as it is, in a register: compilers that are short of those compute what they can again in every round of a loop.
 // For all lanes of a warp.

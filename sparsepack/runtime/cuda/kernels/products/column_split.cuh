@@ -202,10 +202,20 @@ struct InputChunks {
             ll_wait(both[0], at);
         } else {
 #pragma unroll
-            for (int r = 0; r < VALUES + PARTS; ++r) {
-                const int apart = r < VALUES ? EACH_COLUMN * site.columns : site.parts;
+            for (int r = 0; r < VALUES; ++r) {  // an input where there is no column: fewer instructions than none
+                const int chunk = first + r % ROUNDS, k = column_split.column(chunk) + threadIdx.x % 32;
+                const bool is = real(column_split, chunk, k);
+                const int place = is ? r / ROUNDS * site.columns + k : 0;
 #pragma unroll
-                for (int b = 0; b < INPUTS; ++b) both[b][r] = at(r) ? load_l2(at(r) + b * apart) : 0;
+                for (int b = 0; b < INPUTS; ++b) {
+                    const float x = load_l2(site.x + b * EACH_COLUMN * site.columns + place);
+                    both[b][r] = is ? x : 0;
+                }
+            }
+#pragma unroll
+            for (int r = VALUES; r < VALUES + PARTS; ++r) {
+#pragma unroll
+                for (int b = 0; b < INPUTS; ++b) both[b][r] = at(r) ? load_l2(at(r) + b * site.parts) : 0;
             }
         }
         PerInput sums;

@@ -103,7 +103,7 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1) zigzag_batch(
     // Each input has a scale of its own: the largest of them must not cost the others their precision.
 #pragma unroll
     for (int b = 0; b < INPUTS; ++b) {
-        const float largest = warp_max(largest_of_thread.of[b]);
+        const float largest = warp_max_magnitude(largest_of_thread.of[b]);
         if (lane == 0) warp_max_abs[warp][b] = largest;
     }
     sync_consumers<THREADS>();

@@ -165,7 +165,8 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, RESIDENT) zigzag_gemv(
     float row_factor = of_row(row_scale, share.begin + threadIdx.x, 1);
 
     // The scale, while the first columns travel.
-    const float largest_of_warp = warp_max(seen.largest.of[0]), roots_of_warp = PLANES ? warp_sum(seen.roots.of[0]) : 0;
+    const float largest_of_warp = warp_max_magnitude(seen.largest.of[0]),
+                roots_of_warp = PLANES ? warp_sum(seen.roots.of[0]) : 0;
     if (lane == 0) warp_largest[warp] = largest_of_warp, warp_roots[warp] = roots_of_warp;
     sync_consumers<THREADS>();
     float largest = 0, roots = 0;
