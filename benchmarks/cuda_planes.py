@@ -38,6 +38,7 @@ BITS = (3.4, 2.8)
 """Read of a weight."""
 OF_ALL = {"Q6_P": 6.25, "Q4_K": 4.5}
 SEQUENCES = (4, 8)
+FEW_LAYERS, MORE_LAYERS = 2, 6
 
 
 def random_model(name: str, layers: int | None, block: str) -> PackedModel:
@@ -100,34 +101,67 @@ def rows_of(results: Mapping[str, Any], base: str, sequences: int = 1) -> list[l
     ]
 
 
-@click.command()
-@click.option("--model", "name", type=click.Choice(tuple(LLAMAS)), default="8b", show_default=True)
-@click.option("--layers", type=int, help="Of the model, to try the benchmark.")
-@click.option("--rounds", default=5, show_default=True)
-@json_option
-def main(name: str, layers: int | None, rounds: int, json_path: Path | None) -> None:
-    """Print the tables."""
-    announced_bandwidth()
-    click.echo(f"{name}, two layers: logits differ from the reference backend's by {check(name):.1e}")
+def measure(name: str, layers: int | None, rounds: int) -> dict[str, dict[str, Any]]:
+    """Return what was measured of each comparison, the side that others are divided by first."""
     planes, q4_k = (random_model(name, layers, block) for block in ("Q6_P", "Q4_K"))
     limits = find_levels(planes, BITS)
     skips = {bits: 1 - bits / OF_ALL["Q4_K"] for bits in BITS}
     thresholds = find_thresholds(q4_k, skips.values())
-    head, report = ["sequences", "runs", "bits read", "t/s", "x"], {"device": device_line()}
-    lines: list[list[str]] = []
+    report = {}
     for bits in BITS:
         sides = {
             f"zigzag-q4_k at {bits}": with_thresholds(q4_k, thresholds[skips[bits]]),
             f"zigzag-q6_p at {bits}": with_limits(planes, limits[bits]),
         }
-        report[str(bits)] = results = measure_one(sides, name, rounds)
+        results = measure_one(sides, name, rounds)
         for kind in ("given", "chosen"):
-            of_kind = {run: of for run, of in results.items() if run.endswith(kind)}
-            lines += rows_of(of_kind, f"zigzag-q4_k at {bits}, {kind}")
+            report[f"1, {bits}, {kind}"] = {run: of for run, of in results.items() if run.endswith(kind)}
     for count in SEQUENCES:
         sides = {"zigzag-q4_k, dense": q4_k, f"zigzag-q6_p at {BITS[0]}": with_limits(planes, limits[BITS[0]])}
-        report[f"{count} sequences"] = results = measure_several(sides, count, name, rounds)
-        lines += rows_of(results, "zigzag-q4_k, dense", count)
+        report[f"{count}, {BITS[0]}"] = measure_several(sides, count, name, rounds)
         torch.cuda.empty_cache()
+    return report
+
+
+def layer_rows(fewer: Mapping[str, Any], more: Mapping[str, Any]) -> list[list[str]]:
+    """Return the cells of a table of what a layer takes, from models of `FEW_LAYERS` and `MORE_LAYERS`: of each side
+    microseconds, and those of the first side over them."""
+    lines = []
+    for place, results in more.items():
+        taken = {
+            side: statistics.median(of["seconds"]) - statistics.median(fewer[place][side]["seconds"])
+            for side, of in results.items()
+        }
+        base = next(iter(taken.values()))
+        for side, seconds in taken.items():
+            each = seconds / (MORE_LAYERS - FEW_LAYERS) * 1e6
+            bits = f"{results[side]['bits']:.2f}"
+            lines.append([place.partition(",")[0], side, bits, f"{each:.1f}", f"{base / seconds:.2f}"])
+    return lines
+
+
+@click.command()
+@click.option("--model", "name", type=click.Choice(tuple(LLAMAS)), default="8b", show_default=True)
+@click.option("--layers", type=int, help="Of the model, to try the benchmark.")
+@click.option(
+    "--layer", is_flag=True, help=f"Time a layer, by models of {FEW_LAYERS} and {MORE_LAYERS}: a fifth of the time."
+)
+@click.option("--rounds", default=5, show_default=True)
+@json_option
+def main(name: str, layers: int | None, per_layer: bool, rounds: int, json_path: Path | None) -> None:
+    """Print the tables."""
+    announced_bandwidth()
+    click.echo(f"{name}, two layers: logits differ from the reference backend's by {check(name):.1e}")
+    report: dict[str, Any] = {"device": device_line()}
+    if per_layer:
+        fewer, more = (measure(name, count, rounds) for count in (FEW_LAYERS, MORE_LAYERS))
+        report |= {"fewer": fewer, "more": more}
+        head, lines = ["sequences", "runs", "bits read", "us a layer", "x"], layer_rows(fewer, more)
+    else:
+        results = measure(name, layers, rounds)
+        report |= results
+        head, lines = ["sequences", "runs", "bits read", "t/s", "x"], []
+        for place, of in results.items():
+            lines += rows_of(of, next(iter(of)), int(place.partition(",")[0]))
     click.echo(markdown(Table(head, lines, f"{name}; {PROMPT} + {NEW}")))
     write_figures(json_path, report)

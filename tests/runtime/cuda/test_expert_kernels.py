@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from zigzag_cases import assert_close, normal, random_matrix, weights
+from zigzag_cases import LIMIT, PLANES_LIMIT, assert_close, normal, random_matrix, weights
 
 from sparsepack.formats.blocks.table import BLOCKS
 from sparsepack.formats.kinds import MatrixFormat
@@ -95,7 +95,7 @@ def test_the_chosen_ones_share_an_input_and_their_products_are_added(
     first = loaded(into, used, normalised, config, shared=shared)
     second = loaded(mid, used, normalised, config, added=True, shared=shared)
     x, residual, limit = normal(hidden), normal(hidden, seed=1), torch.tensor([0.6], device="cuda")
-    units = BLOCKS[block].bytes if BLOCKS[block].levels else 1
+    units, error = (BLOCKS[block].bytes, PLANES_LIMIT) if BLOCKS[block].levels else (1, LIMIT)
     logits = normal(count + bool(shared), seed=2)
     chosen, weight = chosen_of(logits, used, normalised, shared)
     for threshold in (None, limit):
@@ -104,7 +104,7 @@ def test_the_chosen_ones_share_an_input_and_their_products_are_added(
         multiply_experts(first, Input(x, threshold=threshold), Output(y, active=active), logits=logits)
         kept = x if threshold is None else torch.where(x.abs() > threshold, x, 0)
         expected = torch.stack([matrix_of(into, number) @ kept.double() for number in chosen])
-        assert_close(y, expected)
+        assert_close(y, expected, error)
         assert int(active) == of_token * units * int(kept.count_nonzero())
 
         inner, out = normal(of_token, width, seed=3), torch.full((hidden,), float("nan"), device="cuda")
@@ -119,7 +119,7 @@ def test_the_chosen_ones_share_an_input_and_their_products_are_added(
             )
         kept = inner if threshold is None else torch.where(inner.abs() > threshold, inner, 0)
         each = [w * (matrix_of(mid, n) @ v.double()) for n, w, v in zip(chosen, weight, kept, strict=True)]
-        assert_close(out, torch.stack(each).sum(0) + residual.double())
+        assert_close(out, torch.stack(each).sum(0) + residual.double(), error)
         assert float(squares.sum()) == pytest.approx(float(out.square().sum()), rel=3e-5)
         assert int(active) == 2 * units * int(kept.count_nonzero())
 
@@ -151,7 +151,7 @@ def test_experts_read_columns_at_levels_by_thresholds_of_their_own(
         chosen, weight = chosen_of(logits[text], used, normalised, shared)
         levels = levels_read(x[text], scales[text] * of_in)
         expected = torch.stack([product_at(into.expert(int(n)), x[text], levels) for n in chosen])
-        assert_close(y[text], expected, 1e-4)
+        assert_close(y[text], expected, PLANES_LIMIT)
         read[0] += of_token * int(bytes[levels.cpu().long()].sum())
         unread = of_token * 2 * width * (hidden * 200 - int(bytes[levels.cpu().long()].sum()))
         added = residual[text].double()
@@ -160,7 +160,7 @@ def test_experts_read_columns_at_levels_by_thresholds_of_their_own(
             added = added + w * product_at(mid.expert(int(n)), v, levels)
             read[1] += int(bytes[levels.cpu().long()].sum())
             unread += hidden * (width * 200 - int(bytes[levels.cpu().long()].sum()))
-        assert_close(out[text], added, 1e-4)
+        assert_close(out[text], added, PLANES_LIMIT)
         assert int(skipped[text]) == unread
     assert active.tolist() == read
 

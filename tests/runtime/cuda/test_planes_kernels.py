@@ -3,7 +3,15 @@
 import pytest
 import torch
 from torch import Tensor
-from zigzag_cases import CONFIGS, assert_close, loaded, normal, random_matrix
+from zigzag_cases import (
+    CONFIGS,
+    PLANES_BATCH_LIMIT,
+    PLANES_LIMIT,
+    assert_close,
+    loaded,
+    normal,
+    random_matrix,
+)
 
 from sparsepack.formats.blocks.table import BLOCKS
 from sparsepack.formats.matrix import PackedMatrix, decode_matrix
@@ -16,10 +24,6 @@ from sparsepack.runtime.reference.products import ACTIVATION_FUNCTIONS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("workspace_is_reset")]
 BLOCK = "Q6_P"
-ONE = 1.5e-4
-"""The largest error of a product of one input, whose factors are rounded to integers, of the result's norm."""
-SEVERAL = 7e-4
-"""The same of several inputs, whose factors are float16."""
 BYTES = torch.tensor([0, *BLOCKS[BLOCK].level_bytes])
 SHAPES = [(256, 40), (700, 513), (3328, 1030), (300, 9001)]
 _CONFIGS = [
@@ -73,7 +77,7 @@ def test_a_product_reads_columns_at_their_levels(config: CudaTileConfig, shape: 
     levels = levels_read(x, limits)
     assert shape[1] < 100 or {*levels.tolist()} == {*range(6)}
     gemv(matrix, Input(x, threshold=limits), Output(y, active=active, squares=squares))
-    assert_close(y, expected_of(stored, x, levels), ONE)
+    assert_close(y, expected_of(stored, x, levels), PLANES_LIMIT)
     assert int(active) == read_by(levels)
     assert float(squares.sum()) == pytest.approx(float(y.square().sum()), rel=1e-5)
     first = y.clone()
@@ -86,19 +90,21 @@ def test_a_product_reads_columns_at_their_levels(config: CudaTileConfig, shape: 
     y.copy_(residual)
     input = Input(x, norm=norm, eps=1e-5, threshold=limits, offset=offset)
     gemv(matrix, input, Output(y, bias=bias, residual=y, active=active.zero_()))
-    assert_close(y, expected_of(stored, normed, levels) + bias + residual, 2 * ONE)  # one may lie at its threshold
+    assert_close(
+        y, expected_of(stored, normed, levels) + bias + residual, 2 * PLANES_LIMIT
+    )  # one may lie at its threshold
     assert int(active) == pytest.approx(read_by(levels), abs=2 * int(BYTES[-1]))
 
     scales, skipped = torch.tensor([1.3], device="cuda"), torch.zeros(1, dtype=torch.int64, device="cuda")
     levels = levels_read(x, scales * limits)
     gemv(matrix, Input(x, threshold=limits, scales=scales, skipped=skipped), Output(y))
-    assert_close(y, expected_of(stored, x, levels), ONE)
+    assert_close(y, expected_of(stored, x, levels), PLANES_LIMIT)
     assert int(skipped) == shape[0] * (shape[1] * int(BYTES[-1]) - read_by(levels))
 
     for level in range(6):  # every column at the same
         same = torch.tensor([-1.0] * level + [torch.inf] * (5 - level), device="cuda")[:, None].expand_as(limits)
         gemv(matrix, Input(x, threshold=same.contiguous()), Output(y, residual=residual, active=active.zero_()))
-        assert_close(y, expected_of(stored, x, torch.full_like(x, level)) + residual, ONE)
+        assert_close(y, expected_of(stored, x, torch.full_like(x, level)) + residual, PLANES_LIMIT)
         assert int(active) == shape[1] * int(BYTES[level])
 
 
@@ -111,7 +117,7 @@ def test_columns_are_read_whole_or_not_by_other_thresholds(config: CudaTileConfi
     for threshold in (torch.tensor([0.6], device="cuda"), normal(513, seed=1).abs(), None):
         levels = torch.ones_like(x) * 5 if threshold is None else (x.abs() > threshold) * 5
         gemv(matrix, Input(x, threshold=threshold), Output(y, active=active.zero_()))
-        assert_close(y, expected_of(stored, x, levels), ONE)
+        assert_close(y, expected_of(stored, x, levels), PLANES_LIMIT)
         assert int(active) == read_by(levels)
 
 
@@ -171,7 +177,7 @@ def test_gate_and_up_become_one(config: CudaTileConfig, width: int) -> None:
     mid = torch.full((width,), float("nan"), device="cuda")
     gemv(matrix, Input(x[0], threshold=limits), Output(mid, bias=bias, activation=0))
     gate, up = (expected_of(stored, x[0], levels_read(x[0], limits)) + bias).chunk(2)
-    assert_close(mid, ACTIVATION_FUNCTIONS["silu"](gate) * up, 2 * ONE)
+    assert_close(mid, ACTIVATION_FUNCTIONS["silu"](gate) * up, 2 * PLANES_LIMIT)
     if most_inputs(matrix) < 3:
         return
     mids = torch.full((3, width), float("nan"), device="cuda")
@@ -179,7 +185,7 @@ def test_gate_and_up_become_one(config: CudaTileConfig, width: int) -> None:
     levels = levels_read(x, limits).amax(0)
     for found, one in zip(mids, x, strict=True):
         gate, up = (expected_of(stored, one, levels) + bias).chunk(2)
-        assert_close(found, ACTIVATION_FUNCTIONS["silu"](gate) * up, 2 * SEVERAL)
+        assert_close(found, ACTIVATION_FUNCTIONS["silu"](gate) * up, 2 * PLANES_BATCH_LIMIT)
 
 
 @pytest.mark.parametrize("inputs", [1, 2, 3, 5, 8])
@@ -200,13 +206,13 @@ def test_several_inputs_read_a_column_at_the_largest_of_their_levels(config: Cud
     batch(matrix, input, Output(y, residual=y, active=active))
     levels = of_each.amax(0)
     for found, one, before in zip(y, x, residual, strict=True):
-        assert_close(found - before, expected_of(stored, one, levels), SEVERAL)
+        assert_close(found - before, expected_of(stored, one, levels), PLANES_BATCH_LIMIT)
     assert int(active) == read_by(levels)
     unread = [1100 * (700 * int(BYTES[-1]) - read_by(each)) for each in of_each]
     assert skipped.tolist() == unread
     batch(matrix, Input(x), Output(y, active=active.zero_()))
     for found, one in zip(y, x, strict=True):
-        assert_close(found, expected_of(stored, one, torch.full_like(one, 5)), SEVERAL)
+        assert_close(found, expected_of(stored, one, torch.full_like(one, 5)), PLANES_BATCH_LIMIT)
     assert int(active) == 700 * int(BYTES[-1])
 
 

@@ -3,7 +3,17 @@
 import pytest
 import torch
 from torch import Tensor
-from zigzag_cases import CONFIGS, CUDA_BLOCKS, LIMIT, assert_close, loaded, normal, random_matrix, weights
+from zigzag_cases import (
+    CONFIGS,
+    CUDA_BLOCKS,
+    LIMIT,
+    PLANES_BATCH_LIMIT,
+    assert_close,
+    loaded,
+    normal,
+    random_matrix,
+    weights,
+)
 
 from sparsepack.formats.matrix import PackedMatrix
 from sparsepack.runtime.cuda.products.tile_config import CudaTileConfig
@@ -56,7 +66,7 @@ def test_several_inputs_share_their_active_columns(
 ) -> None:
     stored = random_matrix(1100, columns, block=block)
     matrix, w = loaded_for(stored, config, inputs), weights(stored)
-    limit = 7e-4 if matrix.planes else LIMIT  # inputs times scales are float16
+    limit = PLANES_BATCH_LIMIT if matrix.planes else LIMIT  # inputs times scales are float16
     x = normal(inputs, columns) * powers_of_ten(inputs)
     bias, offset, residual = normal(1100, seed=1), normal(columns, seed=2), normal(inputs, 1100, seed=3)
     active = torch.zeros((), dtype=torch.int64, device="cuda")

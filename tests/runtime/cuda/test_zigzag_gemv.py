@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from zigzag_cases import ALL_BLOCKS, CONFIGS, LIMIT, assert_close, loaded, normal, random_matrix, weights
+from zigzag_cases import ALL_BLOCKS, CONFIGS, LIMIT, PLANES_LIMIT, assert_close, loaded, normal, random_matrix, weights
 
 from sparsepack.runtime.cuda.driver.memory import SENTINEL, flag_in_data_buffers
 from sparsepack.runtime.cuda.products.tile_config import CudaTileConfig, with_ring
@@ -45,7 +45,7 @@ def test_a_product_in_every_configuration(config: CudaTileConfig, block: str, sh
     each = shape[1] * config.tile_bands / (config.splits * warps)  # columns that a warp adds up, where all are active
     limit = max(LIMIT, 1e-8 * each)
     if matrix.planes:  # inputs times scales become integers
-        limit = 1.5e-4
+        limit = PLANES_LIMIT
 
     gemv(matrix, Input(x), Output(y, active=active))
     assert_close(y, w @ x.double(), limit)
