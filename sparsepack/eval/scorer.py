@@ -96,23 +96,19 @@ def quantised_inputs(
         yield
 
 
-OfLevels = Callable[[int, str, int | None], tuple[Sequence[torch.Tensor], Sequence[int]]]
+OfLevels = Callable[[int, str, int | None, torch.device], tuple[Sequence[torch.Tensor], Sequence[int]]]
 """The stacked matrix of a site, by block and name, as each level of its planes but the last has it: float32 [rows,
-columns]; and the bytes of a superblock up to the end of each plane. At a site of experts that of one of them, as
-`hooks.ExpertProduct` numbers them, else None."""
+columns], on a device; and the bytes of a superblock up to the end of each plane. At a site of experts that of one of
+them, as `hooks.ExpertProduct` numbers them, else None."""
 
 
 def _kept(of_levels: OfLevels | None, sites: int | None) -> OfLevels | None:
-    """The same function, which keeps what so many sites had last, of experts nothing; None: all that it was asked."""
+    """The same function, which keeps what so many sites had last, None: all of them. Of experts it keeps nothing: they
+    are too many, and decoded where they are multiplied."""
     if of_levels is None:
         return None
     kept = lru_cache(sites)(of_levels)
-
-    def found(layer: int, site: str, expert: int | None) -> tuple[Sequence[torch.Tensor], Sequence[int]]:
-        asked = kept if expert is None or sites is None else of_levels
-        return asked(layer, site, expert)
-
-    return found
+    return lambda *asked: (kept if asked[2] is None else of_levels)(*asked)
 
 
 class SparsePositions:
@@ -183,7 +179,7 @@ class SparsePositions:
             if rule is None or not rule.of_levels or self._of_experts(layer, site):
                 continue
             assert self._of_levels is not None
-            lower, ends = self._of_levels(layer, site, None)
+            lower, ends = self._of_levels(layer, site, None, torch.device("cpu"))
             first_row = 0
             for number, name in enumerate(names):
                 linear = block.get_submodule(name)
@@ -244,7 +240,7 @@ class SparsePositions:
         limits = self._rules[layer, site].limits.to(x.device)
         if limits.dim() == 3:  # the parts of a shared expert lie side by side
             limits = limits[expert:].transpose(0, 1).flatten(1) if of_shared else limits[expert]
-        lower, ends = self._of_levels(layer, site, expert)
+        lower, ends = self._of_levels(layer, site, expert, x.device)
         levels = levels_read(x, limits)
         self._count_levels((layer, site), levels, ends, counted.to(x.device).flatten()[token])
         here, made = sparse.to(x.device).flatten()[token], y.clone()

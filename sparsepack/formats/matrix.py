@@ -55,6 +55,11 @@ class PackedMatrix:
         """Bytes of `padded`, likewise."""
         return self.blocks.nbytes + (0 if self.tail is None else self.columns * self.blocks.shape[-1])
 
+    def to(self, device: torch.device) -> "PackedMatrix":
+        """The same matrix on another device."""
+        tail, row_scale = (None if each is None else each.to(device) for each in (self.tail, self.row_scale))
+        return replace(self, blocks=self.blocks.to(device), tail=tail, row_scale=row_scale)
+
     def padded(self) -> "PackedMatrix":
         """The same matrix, a tail laid out as one more band, for kernels of whole bands: exactly the same weights.
 
@@ -163,11 +168,10 @@ def decode_matrix(matrix: PackedMatrix, level: int = 0) -> Tensor:
     return BLOCKS[matrix.format.block].decode(matrix.blocks)
 
 
-def decode_experts(matrix: PackedExperts, first: int = 0, last: int | None = None, level: int = 0) -> Tensor:
-    """The logical weights of experts [first, last), of all unless told otherwise: float32 [experts, rows, columns].
-    level: as in `decode_matrix`."""
+def decode_experts(matrix: PackedExperts, first: int = 0, last: int | None = None) -> Tensor:
+    """The logical weights of experts [first, last), of all unless told otherwise: float32 [experts, rows, columns]."""
     numbers = range(*slice(first, last).indices(matrix.experts))
-    return torch.stack([decode_matrix(matrix.expert(number), level) for number in numbers])
+    return torch.stack([decode_matrix(matrix.expert(number)) for number in numbers])
 
 
 def zigzag_rows(matrix: PackedMatrix, start: int, stop: int, level: int = 0) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from sparsepack.errors import ArtifactError
 from sparsepack.files.stored import shown
-from sparsepack.formats.matrix import PackedMatrix, decode_experts, decode_matrix
+from sparsepack.formats.matrix import PackedMatrix, decode_matrix
 from sparsepack.formats.packed import ExpertMlp, PackedModel
 from sparsepack.models.activity import sparse_sites_of
 from sparsepack.models.architecture import Architecture
@@ -113,7 +113,7 @@ class StockModel:
     inputs: Mapping[SiteKey, torch.dtype] = field(default_factory=dict)
     attention: SparseAttention | None = None
     bases: Collection[int] = ()
-    of_levels: Callable[[int, str, int | None], tuple[Sequence[Tensor], Sequence[int]]] | None = None
+    of_levels: Callable[[int, str, int | None, torch.device], tuple[Sequence[Tensor], Sequence[int]]] | None = None
 
     @property
     def end_tokens(self) -> tuple[int, ...]:
@@ -149,18 +149,21 @@ def stock_of(packed: PackedModel) -> StockModel:
 
 
 def _of_levels(
-    packed: PackedModel, layer: int, site: str, expert: int | None
+    packed: PackedModel, layer: int, site: str, expert: int | None, device: torch.device
 ) -> tuple[Sequence[Tensor], Sequence[int]]:
     mlp, matrix = packed.layers[layer].mlp, packed.layers[layer].matrices[site]
     lower = range(1, len(matrix.levels))
     if isinstance(matrix, PackedMatrix):
-        return [decode_matrix(matrix, level) for level in lower], matrix.levels
+        here = matrix.to(device)
+        return [decode_matrix(here, level) for level in lower], matrix.levels
     assert isinstance(mlp, ExpertMlp)
     assert expert is not None
+    last = expert + 1 if expert < len(mlp.router) else matrix.experts
+    each = [matrix.expert(number).to(device) for number in range(expert, last)]
+    of_level = [torch.stack([decode_matrix(one, level) for one in each]) for level in lower]
     if expert < len(mlp.router):
-        return [decode_matrix(matrix.expert(expert), level) for level in lower], matrix.levels
-    shared = (as_shared(site, decode_experts(matrix, expert, level=level)) for level in lower)
-    return [torch.cat(parts) for parts in shared], matrix.levels
+        return [weights[0] for weights in of_level], matrix.levels
+    return [torch.cat(as_shared(site, weights)) for weights in of_level], matrix.levels
 
 
 def stock_config(packed: PackedModel) -> Any:

@@ -13,9 +13,8 @@ from torch import Tensor
 from sparsepack.calibrate.collect import CalibrateOptions
 from sparsepack.calibrate.collection import calibrate
 from sparsepack.calibrate.find_thresholds import find_thresholds
-from sparsepack.calibrate.fisher import Seen
 from sparsepack.calibrate.folder import save
-from sparsepack.calibrate.planes import level_costs, plane_shares, site_costs, slopes
+from sparsepack.calibrate.planes import level_costs, plane_shares, slopes
 from sparsepack.calibrate.refit import RefitOptions
 from sparsepack.calibrate.refit_inputs import SiteSums
 from sparsepack.calibrate.threshold_table import read_thresholds
@@ -88,32 +87,6 @@ def test_a_level_costs_the_square_of_its_error_at_the_output() -> None:
     expected = (of_rows[:, None] * weight.square()).sum(0)
     for level, share in ((1, 0.12), (2, 0.03), (3, 0.0075), (4, 0.0019), (5, 0.00045)):
         assert torch.allclose(costs[level], share * expected, rtol=0.5), level
-
-
-def test_an_expert_that_no_token_reached_has_the_mean_costs_of_the_others(tmp_path, text, capsys) -> None:
-    checkpoint = open_checkpoint(make_model(tmp_path / "m", "qwen2_moe"))
-    generator, key = torch.Generator().manual_seed(0), (0, "mlp_mid")
-    rows, columns = checkpoint.config.hidden_size, checkpoint.stacked_shape(key[1])[1]
-    chosen = torch.tensor([0, 2, 5, 8, 9]).expand(1, 30, -1).clone()  # the last two are the shared one's parts
-    chosen[:, ::3, 1] = 3
-    x, at_input = (torch.randn(*chosen.shape, columns, generator=generator) for _ in range(2))
-    of_rows = torch.zeros(10, rows)
-    reached = [0, 2, 3, 5, 8, 9]
-    of_rows[reached] = torch.rand(6, rows, generator=generator)
-    costs = site_costs(checkpoint, key, "Q6_P", Seen(x, at_input, of_rows, chosen))
-    assert costs.shape == (6, 10, columns)
-    shares = torch.tensor([1, 2 / 3, 1 / 3, 1, 1, 1])
-    exact = []
-    for number, share in zip(reached, shares.tolist(), strict=True):
-        weight = [*checkpoint.each_expert(*key)][number]
-        own = at_input[chosen == number]
-        exact.append(level_costs(weight, "Q6_P", own, of_rows[number] / share, row_scales=False))
-    mean = (torch.stack(exact, 1).mean(2) * shares).sum(1) / shares.sum()
-    assert torch.allclose(costs[:, 1], mean[:, None].expand(-1, columns), rtol=1e-4)
-    tokens = 30 * shares[:, None]
-    expected = (torch.stack(exact, 1) * tokens + 8 * mean[:, None, None]) / (tokens + 8)
-    assert torch.allclose(costs[:, reached], expected, rtol=1e-4)
-    assert "no token reached 4 of its experts (1, 4, 6, 7)" in capsys.readouterr().err
 
 
 def test_sums_for_error_feedback_know_what_is_read_at_each_level() -> None:

@@ -39,18 +39,36 @@ def test_every_family_runs_alike_in_eval_and_engines(family: str, tmp_path: Path
     outlook = made.thresholds.outlook()
     assert outlook is not None
     assert BITS * (1 - outlook.overall) == pytest.approx(3.4, abs=0.02)
+    check_engine(path, "reference", 1e-4, 1e-3)
+    check_engine(path, "cpu", ROUNDED, 0.03)
 
-    scorer = open_subject(str(path)).scorer()
-    expected = scorer.head(slice(None))(scorer.hidden(IDS[None], None, torch.tensor([PROMPT])))[0]
-    model = read_packed(path)
-    for backend, bound, share in (("reference", 1e-4, 1e-3), ("cpu", ROUNDED, 0.03)):
-        engine = Engine(model, context=64, backend=backend)
-        logits = engine.teacher_forced(IDS.tolist(), PROMPT)
-        off = (logits - expected).norm(dim=1) / expected.norm(dim=1)
-        assert off.sort().values[: len(IDS) // 2].amax() < bound, backend  # until a last bit decides about a level
-        assert float((logits - expected).norm() / expected.norm()) < ROUNDED, backend
-        for key, unread in scorer.realised().items():
-            assert engine.activity()[key] == pytest.approx(1 - unread, abs=share), (backend, key)
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", ["qwen2", "gemma3_text", "arcee", *EXPERTS])
+def test_families_run_on_a_gpu_as_in_eval_there(family: str, tmp_path: Path, text: Any) -> None:
+    """Of dense MLPs with a gate and without, and of every kind of mixture."""
+    made = packed(tmp_path, family, text, bits=3.4, device="cuda")
+    assert made.score is not None
+    assert made.score["decode"]["kl_divergence"]["value"] >= 0
+    check_engine(tmp_path / "p.gguf", "cuda", ROUNDED, 0.03)
+
+
+def check_engine(path: Path, backend: str, bound: float, share: float) -> None:
+    """Logits and the share of bits that are read are those of the stock model with its hooks.
+
+    bound -- of the relative error of logits, until a last bit decides about a level; share -- of activity
+    """
+    device = "cuda" if backend == "cuda" else "cpu"
+    scorer = open_subject(str(path), device=device).scorer()
+    hidden = scorer.hidden(IDS[None], None, torch.tensor([PROMPT]))
+    expected = scorer.head(slice(None))(hidden)[0].cpu()
+    engine = Engine(read_packed(path), context=64, backend=backend, device=device)
+    logits = engine.teacher_forced(IDS.tolist(), PROMPT).cpu()
+    off = (logits - expected).norm(dim=1) / expected.norm(dim=1)
+    assert off.sort().values[: len(IDS) // 2].amax() < bound
+    assert float((logits - expected).norm() / expected.norm()) < ROUNDED
+    for key, unread in scorer.realised().items():
+        assert engine.activity()[key] == pytest.approx(1 - unread, abs=share), key
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen2_moe"])
