@@ -71,14 +71,6 @@ __device__ __forceinline__ float centre_of(u32 header, int which, float middle) 
     return biased * (which ? 4.0f / 65536 : 4.0f) - (126.0f + middle);
 }
 
-// The bits of `a` where the mask has ones, of `b` elsewhere, in one instruction.
-template <u32 MASK>
-__device__ __forceinline__ u32 select(u32 a, u32 b) {
-    u32 c;
-    asm("lop3.b32 %0, %1, %2, %3, 0xe2;" : "=r"(c) : "r"(a), "n"(MASK), "r"(b));
-    return c;
-}
-
 // Where rows f = 0, 1, 2 and 3 have two bits in a byte.
 __device__ __forceinline__ constexpr int place_of(int f) { return f == 0 ? 6 : f == 1 ? 2 : f == 2 ? 4 : 0; }
 

@@ -73,6 +73,14 @@ __device__ __forceinline__ u16 float_to_bfloat(float x) {
     return bits;
 }
 
+// The bits of `a` where the mask has ones, of `b` elsewhere, in one instruction.
+template <u32 MASK>
+__device__ __forceinline__ u32 select(u32 a, u32 b) {
+    u32 c;
+    asm("lop3.b32 %0, %1, %2, %3, 0xe2;" : "=r"(c) : "r"(a), "n"(MASK), "r"(b));
+    return c;
+}
+
 __device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 
 // Copy 16 bytes, both sides aligned, without passing through registers or the L1 cache.

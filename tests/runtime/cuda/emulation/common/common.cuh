@@ -110,6 +110,11 @@ inline u32 __byte_perm(u32 a, u32 b, u32 selected) {
     for (int i = 0; i < 4; ++i) found |= (u32)(both >> (selected >> 4 * i & 7) * 8 & 0xff) << 8 * i;
     return found;
 }
+template <u32 MASK>
+inline u32 select(u32 a, u32 b) {
+    return (a & MASK) | (b & ~MASK);
+}
+inline u32 __funnelshift_l(u32 low, u32 high, int n) { return n ? high << n | low >> (32 - n) : high; }
 inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
