@@ -70,13 +70,19 @@ class Thresholds:
             wrong = min(f"blk.{layer}.{site}" for layer, site in expected ^ self.rules.keys())
             raise ThresholdsError(f"{checkpoint.name}: the table does not have one row for every site: {wrong}")
         for (layer, site), rule in self.rules.items():
-            columns = checkpoint.stacked_shape(site)[1]
+            rows, columns = checkpoint.stacked_shape(site, layer)
             for name in _VECTORS:
                 vector = getattr(rule, name)
                 if vector is not None and vector.shape[-1] != columns:
                     raise ThresholdsError(
                         f"layer {layer}, {site}: {name} has {vector.shape[-1]} channels, the model {columns}"
                     )
+            costs = rule.row_costs
+            if costs is not None and (len(costs) != rows or not (costs >= 0).all()):
+                raise ThresholdsError(
+                    f"layer {layer}, {site}: row_costs are {len(costs)} numbers, expected {rows} from 0 on; make the "
+                    "table again"
+                )
 
     def expected(self) -> dict[SiteKey, float | None]:
         """Share of inactive channels that each site's threshold gives on the calibration text, edited or not."""

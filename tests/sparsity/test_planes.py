@@ -182,6 +182,17 @@ def test_a_table_whose_experts_do_not_divide_is_refused(small, small_calibration
         read_thresholds(path)
 
 
+@pytest.mark.parametrize("costs", [torch.ones(3), -torch.ones(512)])
+def test_a_table_of_other_costs_of_rows_is_refused(small, small_calibration, tmp_path, costs) -> None:
+    table = find_thresholds(small, small_calibration, AllocationOptions(0.5, block="Q6_P"))
+    assert len(table.rules[0, "attn_in"].row_costs) == 512
+    rules = {**table.rules, (0, "attn_in"): replace(table.rules[0, "attn_in"], row_costs=costs)}
+    replace(table, rules=rules).write(tmp_path / "t.json")
+    request = PackRequest(str(small.path), tmp_path / "m.gguf", FORMAT, thresholds=tmp_path / "t.json")
+    with pytest.raises(ThresholdsError, match=f"attn_in: row_costs are {len(costs)} numbers, expected 512 from 0 on"):
+        pack(request)
+
+
 def test_the_artifact_is_the_model_and_says_what_is_read(source) -> None:
     path = source / "p.gguf"
     assert verify(path, str(source / "m")).passed

@@ -71,8 +71,10 @@ def check_engine(path: Path, backend: str, bound: float, share: float) -> None:
         assert engine.activity()[key] == pytest.approx(1 - unread, abs=share), key
 
 
-@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe"])
-def test_bits_are_found_for_a_loss_of_models_with_experts(family: str, tmp_path: Path, text: Any) -> None:
+@pytest.mark.parametrize(
+    "family", ["mixtral", "qwen2_moe", *(pytest.param(name, marks=pytest.mark.long) for name in ("qwen2", "arcee"))]
+)
+def test_bits_are_found_for_a_loss_of_every_kind_of_mlp(family: str, tmp_path: Path, text: Any) -> None:
     made = packed(tmp_path, family, text, loss="3%")
     assert made.score is not None
     assert made.thresholds is not None
