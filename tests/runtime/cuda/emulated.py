@@ -42,7 +42,7 @@ class Emulation:
     def kernel(self, file: str, name: str, defines: tuple[str, ...] = (), device: int = 0) -> ctypes.CDLL:
         key = name, defines
         if key not in self._made:
-            text = next(FOLDER.glob(f"*/{file}.cu")).read_text()
+            text = next(path for folder in (FOLDER, HERE) for path in folder.glob(f"*/{file}.cu")).read_text()
             text = DYNAMIC.sub(r"\1* const \2 = (\1*)dynamic_shared;", text)
             text = (
                 f'#include "common/common.cuh"\n{text}\n'

@@ -37,12 +37,12 @@ _SHORTER = [replace(config, stages=4) if config.tile_bands == 8 else config for 
 ALL_BLOCKS = [*((config, "Q4_K") for config in CONFIGS), *zip(_SHORTER, cycle(CUDA_BLOCKS[1:]))]
 """The configurations with a type of blocks; the longer ones have room for fewer stages."""
 LIMIT = 1e-5
-PLANES_LIMIT = 1.5e-4
-"""The largest error of a product with planes, of the result's norm: factors of one input are integers of 16 bits."""
-PLANES_BATCH_LIMIT = 7e-4
-"""The same of several inputs, whose factors are float16."""
 """Of the norm of a result. Tensor cores cut their sums off instead of rounding them, so that errors grow with what a
 warp adds up: 1e-6 for 32 columns, 1.6e-5 for 4096 on an H100."""
+PLANES_LIMIT = 1.5e-4
+"""The same of planes: factors of one input are integers of 16 bits."""
+PLANES_BATCH_LIMIT = 7e-4
+"""The same of planes and several inputs, whose factors are float16."""
 
 
 def random_matrix(rows: int, columns: int, seed: int = 0, block: str = "Q4_K") -> PackedMatrix:

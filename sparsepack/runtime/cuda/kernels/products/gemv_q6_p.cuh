@@ -30,11 +30,6 @@ struct Accumulator {
 static constexpr bool PAIRED = STAGES >= 2 * K_SLICES;  // else a warp waits for a stage that it has itself
 static constexpr float LARGEST = 32512;                 // factor that two digits show
 
-__device__ __forceinline__ void mma(int (&c)[4], const u32 (&a)[4], const u32 (&b)[2]) {
-    asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-        : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
-}
 template <u32 MASK>
 __device__ __forceinline__ void mma_masked(int (&c)[4], const u32 (&a)[4], const u32 (&b)[2]) {
     const u32 masked[4] = {a[0] & MASK, a[1] & MASK, a[2] & MASK, a[3] & MASK};

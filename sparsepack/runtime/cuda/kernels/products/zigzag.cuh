@@ -34,6 +34,7 @@
 #include "common/bulk.cuh"
 #include "blocks/block.cuh"
 #include "products/k_tile.cuh"
+#include "products/mma.cuh"
 
 static constexpr int THREADS = WARPS * 32;  // that multiply
 static constexpr int ALL_THREADS = THREADS + (STAGES ? 32 * PRODUCERS : 0);
@@ -62,12 +63,6 @@ static_assert(!PLANES || (STAGES && !OFFLOADED), "planes travel to a ring, out o
 static_assert(!ALIKE || STAGES, "lines travel to a ring");
 static constexpr int STAGE_BYTES = K_TILE * PITCH;
 static constexpr float NIBBLE = 16777216.0f;  // 2^24: what a nibble in the lowest bits of a float16 lacks
-
-__device__ __forceinline__ void mma(float (&c)[4], const u32 (&a)[4], const u32 (&b)[2]) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
-}
 
 // For weights: they leave the L2 cache first, which makes a token 2 % faster.
 __device__ __forceinline__ u64 read_once() {

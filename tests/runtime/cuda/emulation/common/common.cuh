@@ -27,6 +27,9 @@ typedef unsigned long long u64;
 #define __shared__ static
 #define __restrict__
 
+struct float2 {
+    float x, y;
+};
 struct uint2 {
     u32 x, y;
 };
@@ -39,6 +42,7 @@ struct float4 {
 struct dim3 {
     int x, y, z;
 };
+inline float2 make_float2(float x, float y) { return {x, y}; }
 inline uint2 make_uint2(u32 x, u32 y) { return {x, y}; }
 inline uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
@@ -84,6 +88,31 @@ inline u32 __reduce_add_sync(u32, u32 x) {
     of_warp.arrive_and_wait();
     return sum;
 }
+// Of all lanes of a warp, what `from` of each has.
+template <typename T>
+inline T of_lane(T x, int from) {
+    std::barrier<>& of_warp = of_warps[threadIdx.x / 32];
+    memcpy(added + threadIdx.x, &x, sizeof x);
+    of_warp.arrive_and_wait();
+    T found;
+    memcpy(&found, added + threadIdx.x / 32 * 32 + from, sizeof found);
+    of_warp.arrive_and_wait();
+    return found;
+}
+template <typename T>
+inline T __shfl_sync(u32, T x, int from) {
+    return of_lane(x, from);
+}
+template <typename T>
+inline T __shfl_xor_sync(u32, T x, int step) {
+    return of_lane(x, threadIdx.x % 32 ^ step);
+}
+inline u32 __ballot_sync(u32 lanes, bool is) { return __reduce_add_sync(lanes, (u32)is << threadIdx.x % 32); }
+inline bool __any_sync(u32 lanes, bool is) { return __ballot_sync(lanes, is); }
+inline void __syncwarp() { of_warps[threadIdx.x / 32].arrive_and_wait(); }
+inline int __popc(u32 x) { return __builtin_popcount(x); }
+inline int __ffs(u32 x) { return __builtin_ffs((int)x); }
+inline int kept(int x) { return x; }
 inline int atomicAdd(int* counter, int n) { return __atomic_fetch_add(counter, n, __ATOMIC_RELAXED); }
 inline u32 atomicAdd(u32* counter, u32 n) { return __atomic_fetch_add(counter, n, __ATOMIC_RELAXED); }
 inline void atomic_add(u64* counter, u64 n) { __atomic_fetch_add(counter, n, __ATOMIC_RELAXED); }
@@ -122,6 +151,10 @@ inline float rsqrtf(float x) { return (float)(1 / std::sqrt((double)x)); }
 inline float half_to_float(u16 bits) { return (float)bits_as<_Float16>(bits); }
 inline u16 float_to_half(float x) { return bits_as<u16>((_Float16)x); }
 inline u32 pack_half2(float first, float second) { return float_to_half(first) | (u32)float_to_half(second) << 16; }
+inline u32 mul_half2(u32 a, u32 b) {
+    const auto part = [](u32 pair, int n) { return half_to_float((u16)(pair >> 16 * n)); };
+    return pack_half2(part(a, 0) * part(b, 0), part(a, 1) * part(b, 1));
+}
 inline float bfloat_to_float(u16 bits) { return __uint_as_float((u32)bits << 16); }
 inline u16 float_to_bfloat(float x) {  // to the nearest, to even between two; not for NaN
     const u32 bits = __float_as_uint(x);
