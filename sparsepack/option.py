@@ -27,6 +27,7 @@ class Condition:
     but    -- those with which the option does nothing
     given  -- whether the other field must have been given, or must not have been; None: its value decides
     others -- conditions each of which will do as well
+    takes  -- whether on the command line the other field becomes the first of `values` where nobody gave it
     """
 
     field: str
@@ -34,6 +35,7 @@ class Condition:
     but: tuple[Any, ...] = ()
     given: bool | None = None
     others: tuple["Condition", ...] = ()
+    takes: bool = False
 
     def met(self, value_of: Callable[[str], Any]) -> bool:
         """Whether the option counts beside the values of all fields."""
@@ -68,10 +70,10 @@ def _given(name: str, value: Any) -> str:
     return name if value is True else f"{name} {value if not isinstance(value, str) else value or repr(value)}"
 
 
-def only_with(field: str, *values: Any, others: tuple[Condition, ...] = ()) -> Condition:
+def only_with(field: str, *values: Any, others: tuple[Condition, ...] = (), takes: bool = False) -> Condition:
     """An option counts where another field has one of these values, or without any where it is given; and where one of
     `others` holds."""
-    return Condition(field, values=values, given=None if values else True, others=others)
+    return Condition(field, values=values, given=None if values else True, others=others, takes=takes)
 
 
 def not_with(field: str, *values: Any) -> Condition:

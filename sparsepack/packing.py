@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from sparsepack.models.provenance import Provenance
     from sparsepack.workers.shard import Shard
 
-_PLANES = only_with("format", *(row.name for row in FORMATS.values() if row.levels))
+_PLANES = only_with("format", *(row.name for row in FORMATS.values() if row.levels), takes=True)
 _FIRST_BITS = 3.4
 """Bits read at which a search for --kl or --loss begins."""
 _SLID = only_with("format", *(row.name for row in FORMATS.values() if row.weight_sparsity))
@@ -58,8 +58,8 @@ class PackRequest:
     fitting: RefitOptions | None = None
     sparse_attention: AttentionOptions | None = None
     bits: float | None = option(
-        "In place of --sparsity, of formats with planes: bits of a weight that a decoded token reads in the mean, "
-        "scales included (default: all).",
+        "In place of --sparsity: bits of a weight that a decoded token reads in the mean, scales included. Takes a "
+        "format with planes, zigzag-q6_p (default: all).",
         default=None,
         above=0,
         most=16,

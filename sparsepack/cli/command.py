@@ -80,6 +80,10 @@ class Command(click.Command):
         def flag(name: str) -> str:
             return max(options[name].opts, key=len) if name in options else name.replace("_", "-")
 
+        for name in given:
+            for condition in counts(name):
+                if condition.takes and not was_given(ctx, condition.field):
+                    ctx.params[condition.field] = condition.values[0]
         for line in idle(given, ctx.params.get, counts, flag):
             raise UserError(line)
         ctx.meta[EFFECTIVE] = [name for name in options if not [*idle([name], ctx.params.get, counts, flag)]]

@@ -375,3 +375,13 @@ def test_engines_without_planes_say_which_have_them(source) -> None:
 def test_a_model_with_planes_generates_on_a_processor(source) -> None:
     done = CliRunner().invoke(main, ["generate", str(source / "p.gguf"), "--backend", "cpu", "--prompt", "a"])
     assert done.exit_code == 0, done.output
+
+
+def test_options_of_planes_take_their_format(source, tmp_path) -> None:
+    command = ["pack", str(source / "m"), "--calibration", str(source / "c"), "-o", str(tmp_path / "m.gguf")]
+    done = CliRunner().invoke(main, [*command, "--bits", "3.4", "--no-score"])
+    assert done.exit_code == 0, done.output
+    assert read_packed(tmp_path / "m.gguf").block == "Q6_P"
+    done = CliRunner().invoke(main, [*command, "--loss", "3%", "--format", "zigzag-q4_k", "--overwrite"])
+    assert done.exit_code == 2
+    assert "--loss 3%: it is for --format zigzag-q6_p, not zigzag-q4_k" in done.output
