@@ -40,7 +40,8 @@ def place(path: Path, options: PlaceOptions, calibration: Path | None = None) ->
 
     card, host -- bytes by what they are; driver: bytes that the driver takes beside the budget, at most
     blocks     -- attention, gates: of so many blocks, the first ones, they lie on the card; copied: of so many after
-                  those copies of the gates do; records, of a file whose MLPs are sites: down matrices
+                  those copies of the gates do; records, of a file whose MLPs are sites: down matrices; planes, of a
+                  file with planes: so many of every matrix lie on the card, and one more of those blocks
     slots      -- of each block, for the neurons that the file's frequencies say are active most often
     unit       -- what has slots: "neurons", or "experts"; "columns" of down matrices have none, and lie there or here
     density    -- share of the neurons that a token needs; hit_rate: of these, the share with slots, both by these
@@ -71,8 +72,8 @@ def place(path: Path, options: PlaceOptions, calibration: Path | None = None) ->
     kept = 1 - packed.sparsity if parts.together else 1.0
     if parts.together:
         _no_calibration(calibration, "the file's matrices lie on the card or in host memory as a whole")
-        slots = (parts.neurons,) * plan.downs + (0,) * (parts.blocks - plan.downs)
-        density, hit_rate = kept, plan.share
+        slots = tuple(round(parts.neurons * plan.card_share("records", block)) for block in range(parts.blocks))
+        density, hit_rate = kept, plan.hit_rate(kept)
     else:
         frequency = _frequency_of_experts(path, packed, calibration) if experts else _frequency(packed, calibration)
         placed = across_blocks(frequency, plan.slots)
@@ -97,6 +98,7 @@ def place(path: Path, options: PlaceOptions, calibration: Path | None = None) ->
         "blocks": {
             **{"all": parts.blocks, "attention": plan.attention, "gates": plan.gates, "copied": plan.copied},
             **({"records": plan.downs} if parts.together else {}),
+            **({"planes": plan.planes} if len(parts.levels) > 1 else {}),
         },
         "unit": "experts" if experts else "columns" if parts.together else "neurons",
         "neurons": parts.neurons,

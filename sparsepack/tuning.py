@@ -15,7 +15,7 @@ from sparsepack.runtime.backends import Backend
 from sparsepack.runtime.decoder import load_backend_module
 from sparsepack.runtime.features import tuning_backend
 from sparsepack.runtime.options import EngineOptions
-from sparsepack.runtime.tuning import GATES, SHAPES, TUNED_BLOCK
+from sparsepack.runtime.tuning import GATES, SHAPES
 
 
 def tune(paths: Sequence[Path] = (), device: str = "cpu", threads: int | None = None) -> dict[str, Any]:
@@ -31,10 +31,14 @@ def tune(paths: Sequence[Path] = (), device: str = "cpu", threads: int | None = 
     """
     backend = tuning_backend(EngineOptions(device))
     models = [read_packed(path, verify=False) for path in paths]
-    if others := [packed.block for packed in models if packed.block != TUNED_BLOCK]:
+    blocks = sorted({packed.block for packed in models}) or ["Q4_K"]
+    if others := [block for block in blocks if block not in backend.tunes]:
         raise UserError(
-            f"tune measures products with {TUNED_BLOCK}, a file has {others[0]}: leave it out, nothing to tune"
+            f"tune measures products with {' or '.join(backend.tunes)} on device {device}, a file has {others[0]}: "
+            "leave it out, nothing to tune"
         )
+    if len(blocks) > 1:
+        raise UserError(f"files with {' and '.join(blocks)}: tune those of each type by themselves")
     divided = [packed for packed in models if _divides(packed, backend)]
     widths = [packed.architecture.hidden for packed in divided]
     if threads is not None and device != "cpu" and not widths:
@@ -52,7 +56,7 @@ def tune(paths: Sequence[Path] = (), device: str = "cpu", threads: int | None = 
     ]
     shapes = [shape for _, shape in sites] or SHAPES
     gates = {shape for name, shape in sites if name == "mlp_in"} if sites else GATES
-    found = module.tune(shapes, torch.device(device), threads, gates)
+    found = module.tune(shapes, torch.device(device), threads, gates, blocks[0])
     if widths:
         try:
             found["links"] = module.tune_bandwidth(widths, torch.device(device), threads)

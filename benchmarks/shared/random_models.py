@@ -32,10 +32,10 @@ from sparsepack.models.family import ATTENTION_SITES, MLP_SITES
 from sparsepack.models.hf_config import architecture_of
 
 
-def random_model(size: Size, layers: int | None = None, device: str = "cuda") -> PackedModel:
-    """A Llama of a size, with fewer layers if asked; all of it on the device."""
+def random_model(size: Size, layers: int | None = None, device: str = "cuda", block: str = "Q4_K") -> PackedModel:
+    """A Llama of a size, with fewer layers if asked; all of it on the device. block: as `random_of` has it"""
     config = llama_config(size, num_hidden_layers=layers or size.layers, max_position_embeddings=CONTEXT)
-    return random_of(config, size.name, size.layers, device)
+    return random_of(config, size.name, size.layers, device, block)
 
 
 def random_of(config: Any, name: str, depth: int, device: str = "cuda", block: str = "Q4_K") -> PackedModel:
@@ -116,7 +116,8 @@ def random_superblocks(
     if block == "Q6_P":
         step = deviation / 73.9 * varied  # the standard deviation of 4 q - 126
         blocks[..., :4] = (8 * (step.clamp_min(2.0**-20).log2() + 24)).round()[..., None].to(torch.uint8)
-        blocks[..., 4:8] = 0
+        # Centres two above and two below by turns: a mean of all weights would grow from block to block.
+        blocks[..., 4:8] = torch.tensor([0, 63, 0, 63], dtype=torch.uint8, device=device)
         return blocks
     step = deviation / 4.61 * varied  # the standard deviation of 0 .. 15
     # Scales and minima are all 32; dmin = 7.5 d.

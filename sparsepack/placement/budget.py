@@ -14,6 +14,10 @@ A model whose MLPs are stored as sites is planned likewise: its gates are the ma
 of a block's down matrix are the records, which lie on the card or in the host's memory together (`Parts.together`). So
 down matrices leave the card first, block by block: where a token skips columns, it reads the fewest bytes of these.
 
+Of a model of planes the first planes of every matrix come first, then the second ones, in the same order: a first plane
+is read of nearly every column, the last of few. What lies in the host's memory of a matrix is then its last planes, and
+where not even the first ones have room all of them.
+
 Where gates do not all fit, copies of them in few bits may take their place, block by block (`Parts.copies`), and come
 before attention: a byte of a copy saves more of what is read from the host's memory than a byte of attention does. The
 gates themselves, by rows, lie in the host's memory, and those of residents in slots, too. At the budget at which gates
@@ -131,6 +135,12 @@ class Parts:
     copies    -- of each block, a copy of its gates in few bits with what belongs to it; empty: there are none
     gate      -- of a neuron's gate, by rows, where there are copies
     together  -- whether the records of a block lie together, on the card or in the host's memory: columns of a matrix
+    levels    -- of matrices with planes, the bytes of a superblock's first plane, of its first two, ..; of others one:
+                 they lie here or there as a whole
+    of_processor -- in the same unit what the processor's kernels hold of a superblock where so many of its planes, from
+                    none to all, lie on the card
+    fixed     -- of all blocks, what lies on the card wherever matrices do; attention, gates and records are then of
+                 matrices alone
     """
 
     embedding: int
@@ -146,6 +156,9 @@ class Parts:
     copies: tuple[int, ...] = ()
     gate: int = 0
     together: bool = False
+    levels: tuple[int, ...] = (1,)
+    of_processor: tuple[int, ...] = (1, 0)
+    fixed: int = 0
 
     @property
     def blocks(self) -> int:
@@ -165,12 +178,16 @@ class Parts:
     @property
     def weights(self) -> int:
         """Bytes of all weights."""
-        return self.embedding + self.output + sum(self.attention) + sum(self.gates) + self.records
+        return self.embedding + self.output + sum(self.attention) + sum(self.gates) + self.records + self.fixed
 
     @property
     def least(self) -> int:
         """The least budget: all weights in the host's memory."""
-        return self.cache + (self.least_work or self.work).bytes
+        return self.cache + (self.least_work or self.work).bytes + self.fixed
+
+    def first_planes(self, size: int, planes: int) -> int:
+        """Bytes of so many planes, the first ones, of matrices of a size."""
+        return size * self.levels[planes - 1] // self.levels[-1] if planes else 0
 
     def work_within(self, budget: int) -> Work:
         """The buffers within a budget, which grow with it: what every token reads comes before room for prompts."""
@@ -203,6 +220,8 @@ class Plan:
                         together those of the first blocks
     attention, gates -- of the first so many blocks they lie on the card, of the others in the host's memory
     copied           -- of so many blocks after those copies of the gates lie on the card, too
+    planes           -- so many planes of every matrix lie on the card, and of what `attention`, `gates` and `slots`
+                        count one more; matrices without planes are one
     embedding, output -- whether they lie on the card; an embedding that is the output counts as that alone
     budget           -- in bytes; None: there is none
     """
@@ -215,11 +234,60 @@ class Plan:
     output: bool = True
     budget: int | None = None
     copied: int = 0
+    planes: int = 0
 
     @property
     def whole(self) -> bool:
         """Whether every neuron has a slot: then the host keeps no records."""
-        return self.slots == self.parts.all_neurons
+        return self.slots == self.parts.all_neurons and self.planes + 1 == len(self.parts.levels)
+
+    @property
+    def matrices(self) -> Mapping[str, tuple[tuple[int, ...], int]]:
+        """Of each kind of matrix the bytes in each block, and of how many blocks one plane more lies on the card."""
+        parts = self.parts
+        records = (parts.neurons * parts.record,) * parts.blocks
+        return {
+            "attention": (parts.attention, self.attention),
+            "gates": (parts.gates, self.gates),
+            "records": (records, self.downs),
+        }
+
+    def on_card(self, kind: str, block: int) -> int:
+        """How many planes of a kind of matrix of a block lie on the card."""
+        return self.planes + (block < self.matrices[kind][1])
+
+    def card_share(self, kind: str, block: int) -> float:
+        """The share of a kind of matrix of a block that lies on the card."""
+        levels = self.parts.levels
+        planes = self.on_card(kind, block)
+        return levels[planes - 1] / levels[-1] if planes else 0.0
+
+    def card_bytes_of(self, kind: str) -> int:
+        """Bytes of a kind of matrix on the card."""
+        sizes, _ = self.matrices[kind]
+        return sum(self.parts.first_planes(size, self.on_card(kind, block)) for block, size in enumerate(sizes))
+
+    def _of_processor(self, kind: str) -> int:
+        parts, (sizes, _) = self.parts, self.matrices[kind]
+        return sum(
+            size * parts.of_processor[self.on_card(kind, block)] // parts.levels[-1] for block, size in enumerate(sizes)
+        )
+
+    def read_on_card(self, kind: str, kept: float) -> float:
+        """Bytes of matrices of planes that a token reads on the card, at most.
+
+        kept -- the share of their bytes that it reads
+        """
+        parts, (sizes, _) = self.parts, self.matrices[kind]
+        held = (parts.first_planes(size, self.on_card(kind, block)) for block, size in enumerate(sizes))
+        return sum(min(kept * size, here) for size, here in zip(sizes, held, strict=True))
+
+    def hit_rate(self, kept: float) -> float:
+        """The share of the records that a token reads, by their bytes, that lies on the card, at most, where records
+        of a block lie together."""
+        if len(self.parts.levels) == 1:
+            return self.share
+        return self.read_on_card("records", kept) / max(kept * self.parts.records, 1.0)
 
     @property
     def work(self) -> Work:
@@ -228,7 +296,9 @@ class Plan:
 
     @property
     def share(self) -> float:
-        """The share of all neurons that may be resident."""
+        """The share of all neurons that may be resident, or of the bytes of records that lie together on the card."""
+        if self.parts.together:
+            return self.card_bytes_of("records") / self.parts.records
         return self.slots / self.parts.all_neurons
 
     @property
@@ -254,7 +324,7 @@ class Plan:
         slots are copies; of the others alone, where records lie together."""
         parts = self.parts
         if parts.together:
-            return (parts.all_neurons - self.slots) * parts.record
+            return parts.records - self.card_bytes_of("records")
         return 0 if self.whole else parts.records
 
     @property
@@ -264,10 +334,11 @@ class Plan:
         return {
             "embedding": self.embedding * parts.embedding,
             "output": self.output * parts.output,
-            "attention": sum(parts.attention[: self.attention]),
-            "gates": sum(parts.gates[: self.gates]),
+            "attention": self.card_bytes_of("attention"),
+            "gates": self.card_bytes_of("gates"),
+            **({"norms and thresholds": parts.fixed} if parts.fixed else {}),
             **({"copies of gates": sum(parts.copies[self.gates :][: self.copied])} if parts.copies else {}),
-            "records": (self.slots + self.spare) * self.slot,
+            "records": self.card_bytes_of("records") if parts.together else (self.slots + self.spare) * self.slot,
             "keys and values": parts.cache,
             "buffers": work.bytes - 2 * work.staged,
             "staging": 2 * work.staged,
@@ -281,16 +352,18 @@ class Plan:
         return {
             "embedding": (not self.embedding) * parts.embedding,
             "output": (not self.output) * parts.output,
-            "attention": sum(parts.attention[self.attention :]),
-            "gates": sum(parts.gates[self.gates :]),
+            "attention": sum(parts.attention) - self.card_bytes_of("attention"),
+            "gates": sum(parts.gates) - self.card_bytes_of("gates"),
             "records": self.offloaded_records,
-            "records for the processor": self.offloaded_records,
-            "matrices for the processor": sum(parts.attention[self.attention :]) + sum(parts.gates[self.gates :]),
+            "records for the processor": self._of_processor("records") if parts.together else self.offloaded_records,
+            "matrices for the processor": self._of_processor("attention") + self._of_processor("gates"),
         }
 
     @property
     def offloaded_products(self) -> int:
         """How many matrices of blocks that every token reads lie in the host's memory: two of attention, and a gate."""
+        if len(self.parts.levels) > 1:
+            return 0 if self.whole else 3 * self.parts.blocks
         return 2 * (self.parts.blocks - self.attention) + self.parts.blocks - self.gates - self.copied
 
     @property
@@ -309,6 +382,10 @@ class Plan:
         kept -- the share of the columns of attention and gates that a token reads
         """
         card, host, copies = self.card, self.host, self.card.get("copies of gates", 0)
+        if len(self.parts.levels) > 1:
+            here = self.read_on_card("attention", kept) + self.read_on_card("gates", kept)
+            there = kept * (sum(self.parts.attention) + sum(self.parts.gates)) - here
+            return here + card["output"] + card["keys and values"], there + host["output"]
         bus = kept * (host["attention"] + sum(self.parts.gates[self.gates + self.copied :])) + host["output"]
         return kept * (card["attention"] + card["gates"]) + card["output"] + copies + card["keys and values"], bus
 
@@ -324,7 +401,7 @@ def plan_within(parts: Parts, budget: int) -> Plan:
             f"--vram {format_bytes(budget)}: keys and values take {format_bytes(parts.cache)} of it and buffers "
             f"{format_bytes(buffers)}; give at least {format_bytes(parts.least)}, or a smaller --context"
         )
-    left = budget - parts.cache - parts.work_within(budget).bytes
+    left = budget - parts.cache - parts.fixed - parts.work_within(budget).bytes
     output = left >= parts.output
     left -= output * parts.output
     if not output:
@@ -334,11 +411,30 @@ def plan_within(parts: Parts, budget: int) -> Plan:
         attention, left = _first_ones(parts.attention, left) if copied == parts.blocks else (0, left)
         slots = _slots(parts, left, parts.record + parts.gate) if attention == parts.blocks else 0
         return Plan(parts, slots, attention, 0, False, output, budget, copied)
+    if len(parts.levels) > 1:
+        return _planes_within(parts, budget, left)
     attention, left = _first_ones(parts.attention, left)
     gates, left = _first_ones(parts.gates, left) if attention == parts.blocks else (0, left)
     slots = _slots(parts, left, parts.record) if gates == parts.blocks else 0
     embedding = slots == parts.all_neurons and left - parts.records >= parts.embedding
     return Plan(parts, slots, attention, gates, embedding, output, budget)
+
+
+def _planes_within(parts: Parts, budget: int, left: int) -> Plan:
+    """The same of a model of planes, of whose budget so many bytes are left for matrices."""
+    kinds = parts.attention, parts.gates, (parts.neurons * parts.record,) * parts.blocks
+    for planes in range(len(parts.levels)):
+        counts = [0, 0, 0]
+        for kind, sizes in enumerate(kinds):
+            more = [parts.first_planes(size, planes + 1) - parts.first_planes(size, planes) for size in sizes]
+            counts[kind], left = _first_ones(tuple(more), left)
+            if counts[kind] < parts.blocks:
+                break
+        if counts[2] < parts.blocks:
+            break
+    attention, gates, downs = counts
+    plan = Plan(parts, downs * parts.neurons, attention, gates, False, True, budget, planes=planes)
+    return replace(plan, embedding=plan.whole and left >= parts.embedding)
 
 
 def plan_of_share(parts: Parts, share: float) -> Plan:

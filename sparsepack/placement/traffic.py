@@ -55,7 +55,8 @@ def describe_hits(found: Mapping[str, Any]) -> str:
 class Traffic:
     """What happened in decoding steps.
 
-    resident, bus, worker -- neurons that were computed out of slots, by the device out of host memory, by the worker
+    resident, bus, worker -- neurons that were computed out of slots, by the device out of host memory, by the worker;
+                             of a model of planes bytes
     handed                -- how often a block's neurons were handed over to the worker
     waited                -- seconds that the device waited for the worker's answers
     managed               -- seconds that passed between tokens to learn who gets slots, and to give them
@@ -121,7 +122,8 @@ def per_token(stats: TrafficStats, seconds: float) -> dict[str, Any]:
 
     seconds -- that a token took
 
-    unit         -- what is counted: "neurons", or where records lie together "columns" of down matrices
+    unit         -- what is counted: "neurons", or where records lie together "columns" of down matrices, or of a
+                    model of planes "bytes"
     hits, needed -- those with slots, or on the card, and all; listed: whether these are those that copies of gates list
     bytes        -- read from the card's memory, of the full cache too; over the bus; by the worker; copied into slots
     handed       -- blocks; waited_us: microseconds that the device waited; managed_us: that slots took between tokens
@@ -132,9 +134,12 @@ def per_token(stats: TrafficStats, seconds: float) -> dict[str, Any]:
     traffic, hits, plan, kept = stats.traffic, stats.hits, stats.plan, stats.kept
     tokens, record, neuron = max(hits.tokens, 1), plan.parts.record, stats.neuron
     card, bus = plan.always_read(kept)
+    planes = len(plan.parts.levels) > 1
+    if planes:
+        card, bus, neuron = plan.card["output"] + plan.card["keys and values"], plan.host["output"], 1
     cpu_bytes = kept * stats.cpu_bytes
     found: dict[str, Any] = {
-        "unit": "columns" if plan.parts.together else "neurons",
+        "unit": "bytes" if planes else "columns" if plan.parts.together else "neurons",
         "hits": hits.hits / tokens,
         "needed": hits.needed / tokens,
         "listed": plan.copied > 0,
@@ -154,11 +159,13 @@ def per_token(stats: TrafficStats, seconds: float) -> dict[str, Any]:
         everyone = plan.parts.all_neurons
         counted, moved, share = hits.needed / tokens / everyone, hits.moves / tokens / everyone, stats.listed_share
         density, listed = counted * (1 - share + share / stats.times), None
+        if planes:
+            density, hit_rate = kept, plan.hit_rate(kept)
+        else:
+            hit_rate = hits.hit_rate
         if plan.copied:
             listed = Listed(counted * share * plan.parts.blocks / plan.copied, hits.hit_rate)
-        model = seconds_per_token(
-            rates, plan, density, hits.hit_rate, moved, over_the_bus=True, listed=listed, kept=kept
-        )
+        model = seconds_per_token(rates, plan, density, hit_rate, moved, over_the_bus=True, listed=listed, kept=kept)
         slowest = max(model.parts, key=lambda name: model.parts[name])
         found["model"] = {
             **model.parts,
@@ -173,7 +180,9 @@ def describe_per_token(found: Mapping[str, Any]) -> str:
     """What `per_token` gave, in a few words."""
     read = ", ".join(f"{found['bytes'][name] / 1e6:.2f} MB {said}" for name, said in _PATHS.items())
     counted, hits = "listed" if found["listed"] else "active", f"{found['hits']:.1f} of {found['needed']:.1f}"
-    if found["unit"] == "columns":
+    if found["unit"] == "bytes":
+        text = f"a token: {read}"
+    elif found["unit"] == "columns":
         text = f"a token: {hits} active columns of down matrices lay in the device's memory; {read}"
     else:
         text = (

@@ -68,7 +68,7 @@ class Backend:
     cache_types -- of keys and values, of "f32", "f16" and "bf16": the first unless told otherwise
     sequences   -- how many it decodes together at most
     offloads    -- whether keys and values can lie in the host's memory, away from the device
-    tunes       -- whether `sparsepack tune` can measure what suits the machine
+    tunes       -- the types of superblocks with which `sparsepack tune` can measure what suits the machine
     mlps        -- the kinds of MLPs that it runs
     blocks      -- the types of superblocks in zigzag order that it has kernels for
     slots       -- whether some of these neurons can have slots of their own
@@ -88,7 +88,7 @@ class Backend:
     cache_types: tuple[str, ...]
     sequences: int = 1
     offloads: bool = False
-    tunes: bool = False
+    tunes: tuple[str, ...] = ()
     mlps: tuple[MlpKind, ...] = (DENSE,)
     blocks: tuple[str, ...] = ("Q4_K",)
     slots: bool = False
@@ -143,7 +143,7 @@ BACKENDS: Mapping[str, Backend] = MappingProxyType(
                 module="sparsepack.runtime.cpu.backend",
                 cache_types=("f16",),
                 sequences=8,
-                tunes=True,
+                tunes=("Q4_K", "Q6_P"),
                 mlps=(DENSE, NEURONS, EXPERTS),
                 blocks=ZIGZAG_BLOCKS,
                 scales_thresholds=True,
@@ -159,7 +159,7 @@ BACKENDS: Mapping[str, Backend] = MappingProxyType(
                 cache_types=("bf16", "f16", "f32"),
                 sequences=8,
                 offloads=True,
-                tunes=True,
+                tunes=("Q4_K", "Q6_P"),
                 mlps=(DENSE, NEURONS, EXPERTS),
                 blocks=ZIGZAG_BLOCKS,
                 slots=True,
@@ -177,7 +177,7 @@ BACKENDS: Mapping[str, Backend] = MappingProxyType(
                 module="sparsepack.runtime.metal.backend",
                 cache_types=("f16",),
                 blocks=("Q4_K", "Q6_P"),
-                tunes=True,
+                tunes=("Q4_K",),
                 scales_thresholds=True,
                 selects=False,
                 pads_tails=True,

@@ -211,12 +211,13 @@ class BackendModule(Protocol):
         """The accelerator's name; empty for the CPU."""
 
     def tune(
-        self, shapes: Iterable[Shape], device: torch.device, threads: int | None, gates: Collection[Shape]
+        self, shapes: Iterable[Shape], device: torch.device, threads: int | None, gates: Collection[Shape], block: str
     ) -> dict[str, Any]:
         """Measure what suits the machine for products of these shapes, keep it, and return it as JSON-able values.
         Asked of backends alone whose row `tunes`.
 
         gates -- of the shapes, those of gate and up
+        block -- the type of the superblocks, one of the row's
         """
 
     def tune_bandwidth(self, widths: Iterable[int], device: torch.device, threads: int | None) -> list[dict[str, Any]]:

@@ -98,7 +98,7 @@ def check_divides(packed: PackedModel) -> None:
     """Raise `UserError` for a model of which no part can lie in the host's memory."""
     if packed.architecture.experts is not None:
         raise UserError(f"vram: {not_by_neurons(packed)}")
-    if packed.block != "Q4_K":
+    if packed.block != "Q4_K" and packed.plane_bits is None:
         raise UserError(f"vram: matrices of {packed.block} are not divided yet; leave it out, or pack as zigzag-q4_k")
 
 
@@ -118,7 +118,7 @@ SEQUENCES = Feature(
 )
 TUNING = Feature(
     is_requested=lambda options, packed: False,  # by the verb alone
-    is_supported=lambda row, options, packed: row.tunes,
+    is_supported=lambda row, options, packed: bool(row.tunes),
     refusal="device {options.device}: the {row.name} backend has nothing to tune; use device {devices}",
 )
 FEATURES = (

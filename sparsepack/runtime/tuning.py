@@ -12,6 +12,8 @@ import torch
 from sparsepack.errors import OutputError
 from sparsepack.files.atomic import atomic_file, write_json
 from sparsepack.files.lock import locked
+from sparsepack.formats.blocks.table import BLOCKS
+from sparsepack.formats.orders.zigzag import superblock_bytes
 from sparsepack.process import cache_folder
 from sparsepack.progress import progress
 
@@ -26,8 +28,9 @@ SHAPES: tuple[Shape, ...] = (
 GATES: tuple[Shape, ...] = ((16384, 2048), (28672, 4096))
 """These shapes hold gate and up."""
 
-TUNED_BLOCK = "Q4_K"
-"""Products with superblocks of this type are measured; a layout is kept by a matrix's shape alone."""
+SHARES = (0.16, 0.34, 0.52, 0.72, 0.9)
+"""Of the inputs of a product with planes, those below the threshold of each level: 3.4 bits of a weight are read."""
+PLANES_READ = 3.4
 
 ROTATION = 1 << 28
 """The copies that take turns have this many bytes together, so that no cache serves weights."""
@@ -40,9 +43,10 @@ _BYTES_PER_ROW = 1024
 """This many bytes are more than a row takes as it is kept."""
 
 
-def tuning_path(kind: str, *machine: Any) -> Path:
-    """The file that keeps what was measured on a kind of machine."""
-    key = hashlib.sha256("|".join(map(str, machine)).encode()).hexdigest()[:12]
+def tuning_path(kind: str, *machine: Any, block: str = "Q4_K") -> Path:
+    """The file that keeps what was measured on a kind of machine for matrices of a type of superblocks."""
+    of_block = () if block == "Q4_K" else (block,)
+    key = hashlib.sha256("|".join(map(str, (*machine, *of_block))).encode()).hexdigest()[:12]
     return cache_folder() / f"{kind}-{key}.json"
 
 
@@ -86,31 +90,47 @@ def measure_shapes(
     return {**head, "path": str(path), "shapes": [rows[shape] for shape in unique]}
 
 
-def row_of(shape: Shape, config: Mapping[str, int], nanoseconds: Iterable[float], best: float) -> dict[str, Any]:
+def row_of(
+    shape: Shape, config: Mapping[str, int], nanoseconds: Iterable[float], best: float, block: str = "Q4_K"
+) -> dict[str, Any]:
     """What is kept of a shape: the configuration that took the least time, of all that were measured."""
     rows, columns = shape
+    read = PLANES_READ / 8 if BLOCKS[block].levels else BYTES_PER_WEIGHT * ACTIVE
     return {
         "rows": rows,
         "columns": columns,
         **config,
         "microseconds": best / 1e3,
         "slowest_microseconds": max(nanoseconds) / 1e3,
-        "bytes_per_second": rows * columns * BYTES_PER_WEIGHT * ACTIVE / best * 1e9,
+        "bytes_per_second": rows * columns * read / best * 1e9,
     }
 
 
-def random_blocks(shape: Shape) -> torch.Tensor:
-    """Superblocks of a matrix that has this shape: uint8 [bands, columns, 144]."""
+def thresholds(x: torch.Tensor, block: str) -> torch.Tensor:
+    """For inputs [..., columns] of a product: one threshold that half of them exceed, float32 [1], or of planes those
+    of the levels of every column, the same for all: [levels, columns]."""
+    size = x.abs().flatten()
+    if not BLOCKS[block].levels:
+        return size.quantile(1 - ACTIVE).reshape(1)
+    return size.quantile(torch.tensor(SHARES, device=x.device))[:, None].repeat(1, x.shape[-1])
+
+
+def random_blocks(shape: Shape, block: str = "Q4_K") -> torch.Tensor:
+    """Superblocks of a matrix that has this shape: uint8 [bands, columns, bytes]."""
     rows, columns = shape
     generator = torch.Generator().manual_seed(0)
-    blocks = torch.randint(256, (-(-rows // 256), columns, 144), dtype=torch.uint8, generator=generator)
+    size = (-(-rows // 256), columns, superblock_bytes(block))
+    blocks = torch.randint(256, size, dtype=torch.uint8, generator=generator)
+    if BLOCKS[block].levels:
+        blocks[..., :4] = 130  # scales of about 2^-8
+        return blocks
     blocks[..., :4] = torch.tensor([0x66, 0x1E, 0x66, 0x1E])  # fp16 d and dmin, 0.00625
     return blocks
 
 
-def copies_of(blocks: torch.Tensor, rotation: int, most: int) -> int:
-    """How many of a matrix take turns."""
-    return min(max(2, -(-rotation // blocks.numel())), most)
+def copies_of(size: int, rotation: int, most: int) -> int:
+    """How many of a matrix of so many bytes take turns."""
+    return min(max(2, -(-rotation // size)), most)
 
 
 def check_capacity(path: Path, rows: int) -> None:

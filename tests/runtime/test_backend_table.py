@@ -33,8 +33,8 @@ def test_a_module_offers_what_its_row_says(row: Backend) -> None:
     module = load_backend_module(row)
     for name in ("usable", "decoder", "synchronise", "describe"):
         assert callable(getattr(module, name))
-    assert hasattr(module, "tune") == row.tunes
-    assert hasattr(module, "tune_bandwidth") == (row.tunes and row.slots)
+    assert hasattr(module, "tune") == bool(row.tunes)
+    assert hasattr(module, "tune_bandwidth") == bool(row.tunes and row.slots)
 
 
 def test_a_device_has_the_backend_that_is_made_for_it() -> None:

@@ -93,6 +93,11 @@ def _read_in_words(result: Mapping[str, Any]) -> str:
     """What a token needs, and what of it has slots."""
     unit, slots = result["unit"], result["slots"]
     needed, total = 100 * result["density"], result["neurons"] * result["blocks"]["all"]
+    if "planes" in result["blocks"]:
+        return (
+            "Of a matrix the first planes lie on the card, the others in host memory; a token is taken to read "
+            f"{needed:.3g} % of its bytes, as the file was packed for, and all that it can on the card."
+        )
     if unit == "columns":
         return (
             "A matrix of attention, gate and up, or down lies as a whole on the card or in host memory; a token is "
@@ -121,6 +126,9 @@ def _where(name: str, result: Mapping[str, Any]) -> str:
         return f"card: of {first}{format_count(blocks['copied'], 'block')}"
     if name in ("attention", "gates", "records") and there and (near := blocks.get(name)) is not None:
         others = "by the bus and the processor"
+        if "planes" in blocks:
+            one_more = f", of the first {format_count(near, 'block')} one more" if near else ""
+            return f"card: {format_count(blocks['planes'], 'plane')}{one_more}; the others {others}"
         return f"card: the first {format_count(near, 'block')}; the others {others}" if near else f"read {others}"
     if name == "records" and "records" not in blocks:
         return f"card: slots; host: of all {result['unit']}, pinned" if there else f"card: all {result['unit']}"

@@ -19,14 +19,15 @@ from sparsepack.tables import Table, markdown
 @group(RUNS, from_options(EngineOptions, "--threads"))
 @json_output
 def tune(paths: tuple[Path, ...], device: str, threads: int | None, json_path: str | None) -> None:
-    """Measure once which layout suits this machine, for the matrices of the artifacts PATHS.
+    """Measure once which layout suits this machine, for the matrices of the artifacts PATHS, all of one format.
 
-    Without PATHS: for those of Llamas of 1 and 8 billion parameters. What was found is kept below ~/.cache, and the
-    runtime of the device uses it from then on (on the CPU at the same number of threads); output changes by rounding
-    only. Of artifacts by neurons it also measures the speeds by which neurons are divided where only some have slots
-    (--cached, --vram), on a GPU: of its memory, of the bus, and of the processor, of which --threads then says the
-    threads; of other artifacts likewise, for matrices that have no room there. Nothing else should run meanwhile; where
-    other work hides the figures beside a GPU in three attempts, they are refused and not kept.
+    Without PATHS: for those of Llamas of 1 and 8 billion parameters, as zigzag-q4_k. What was found is kept below
+    ~/.cache, and the runtime of the device uses it from then on (on the CPU at the same number of threads); output
+    changes by rounding only. Of artifacts by neurons it also measures the speeds by which neurons are divided where
+    only some have slots (--cached, --vram), on a GPU: of its memory, of the bus, and of the processor, of which
+    --threads then says the threads; of other artifacts likewise, for matrices that have no room there. Nothing else
+    should run meanwhile; where other work hides the figures beside a GPU in three attempts, they are refused and not
+    kept.
     """
     from sparsepack.tuning import tune as measure
 
@@ -55,8 +56,9 @@ def tuning_table(result: Mapping[str, Any]) -> str:
     machine = result.get("gpu_info") or (
         f"{result['cpu_info']}, {result['instruction_set']}, {format_count(result['threads'], 'thread')}"
     )
+    read = "3.4 bits of a weight read" if result.get("block") == "Q6_P" else "half of the columns active"
     parts: list[str | Table] = [
-        f"{machine}, half of the columns active",
+        f"{machine}, {read}",
         Table(header, rows),
         f"kept in {result['path']}",
     ]

@@ -40,8 +40,8 @@ def describe(device: torch.device) -> str:
 
 
 def tune(
-    shapes: Iterable[Shape], device: torch.device, threads: int | None, gates: Collection[Shape]
+    shapes: Iterable[Shape], device: torch.device, threads: int | None, gates: Collection[Shape], block: str
 ) -> dict[str, Any]:
     """See `cpu.tune.measure`. What follows a product does not matter here."""
     usable(device)
-    return measure(shapes, threads or torch.get_num_threads())
+    return measure(shapes, threads or torch.get_num_threads(), block)

@@ -31,7 +31,6 @@ from sparsepack.runtime.cpu.machine import cpu_info, instruction_set, native, op
 from sparsepack.runtime.hybrid.mailbox import Mailbox
 from sparsepack.runtime.kv_cache import AttentionShape
 from sparsepack.runtime.tuning import (
-    ACTIVE,
     COPIES,
     ROTATION,
     Shape,
@@ -39,6 +38,7 @@ from sparsepack.runtime.tuning import (
     measure_shapes,
     random_blocks,
     row_of,
+    thresholds,
 )
 
 QUAD_ROWS = 1024
@@ -56,15 +56,15 @@ class CpuTileConfig:
     tile: int
 
 
-def tile_config(shape: Shape, threads: int) -> CpuTileConfig:
+def tile_config(shape: Shape, threads: int, block: str = "Q4_K") -> CpuTileConfig:
     """What suits a matrix: as measured on this machine, or else what did best on the machines that we had."""
-    found = tuned(instruction_set(), threads).get(shape)
+    found = tuned(instruction_set(), threads, block).get(shape)
     return found or CpuTileConfig(span=min(-(-shape[0] // QUAD_ROWS), 4), tile=64)
 
 
-def tuning_path(instruction_set: str, threads: int) -> Path:
-    """The file that keeps what was measured on this machine."""
-    return tuning.tuning_path("cpu", cpu_info(), instruction_set, threads)
+def tuning_path(instruction_set: str, threads: int, block: str = "Q4_K") -> Path:
+    """The file that keeps what was measured on this machine for matrices of a type of superblocks."""
+    return tuning.tuning_path("cpu", cpu_info(), instruction_set, threads, block=block)
 
 
 def read_tuning(path: Path) -> dict[Shape, dict[str, Any]]:
@@ -73,9 +73,9 @@ def read_tuning(path: Path) -> dict[Shape, dict[str, Any]]:
 
 
 @cache
-def tuned(instruction_set: str, threads: int) -> Mapping[Shape, CpuTileConfig]:
+def tuned(instruction_set: str, threads: int, block: str = "Q4_K") -> Mapping[Shape, CpuTileConfig]:
     """The configurations measured on this machine; empty where `sparsepack tune` never ran."""
-    rows = read_tuning(tuning_path(instruction_set, threads))
+    rows = read_tuning(tuning_path(instruction_set, threads, block))
     return {shape: _tile_config(row) for shape, row in rows.items()}
 
 
@@ -92,39 +92,44 @@ CALLS = 15
 ROUNDS = 3
 
 
-def measure(shapes: Iterable[Shape], threads: int) -> dict[str, Any]:
+def measure(shapes: Iterable[Shape], threads: int, block: str = "Q4_K") -> dict[str, Any]:
     """Time every configuration on every shape, keep the best, and return what was found as JSON-able values.
 
-    Half of the columns are active, the weights come from memory, and collecting the columns is part of the time. What
-    was measured before for other shapes stays. Raises `UserError` without kernels, `OutputError` where that cannot be
-    kept.
+    block -- the type of the superblocks, of which files are kept apart
+
+    Half of the columns are active, of planes 3.4 bits of a weight are read; the weights come from memory, and
+    collecting the columns is part of the time. What was measured before for other shapes stays. Raises `UserError`
+    without kernels, `OutputError` where that cannot be kept.
     """
     name = instruction_set()
-    path = tuning_path(name, threads)
-    head = {"schema": SCHEMA, "cpu_info": cpu_info(), "instruction_set": name, "threads": threads}
-    found = measure_shapes(shapes, path, head, read_tuning(path), lambda shape: _best(shape, threads))
+    path = tuning_path(name, threads, block)
+    head = {"schema": SCHEMA, "cpu_info": cpu_info(), "instruction_set": name, "threads": threads, "block": block}
+    found = measure_shapes(shapes, path, head, read_tuning(path), lambda shape: _best(shape, threads, block))
     tuned.cache_clear()
     return found
 
 
-def _best(shape: Shape, threads: int) -> dict[str, Any]:
+def _best(shape: Shape, threads: int, block: str) -> dict[str, Any]:
     """The configuration with the least median time. They take turns: what disturbs the machine disturbs them all."""
     rows, columns = shape
     x = torch.randn(8, columns, generator=torch.Generator().manual_seed(0))
-    threshold = x.abs().flatten().quantile(1 - ACTIVE).reshape(1)
-    blocks = random_blocks(shape)
-    copies = copies_of(blocks, ROTATION, COPIES)
+    threshold = thresholds(x, block)
+    if threshold.dim() == 2:  # of all columns one, and the steps of levels
+        threshold = torch.cat([torch.ones(columns), threshold[:, 0]])
+    blocks = random_blocks(shape, block).numpy()
+    copies = copies_of(blocks.size, ROTATION, COPIES)
     samples: dict[CpuTileConfig, list[int]] = {}
     for span in (s for s in SPANS if s == 1 or s <= -(-rows // QUAD_ROWS)):
         operations = native().Operations(instruction_set(), threads)
-        matrices = [operations.load_zigzag(blocks, rows, span, TILES[0]) for _ in range(copies)]
+        more = {"block": _number_of(block)}
+        matrices = [operations.load_zigzag(blocks, rows, span, TILES[0], **more) for _ in range(copies)]
         for _ in range(ROUNDS):
             for tile in TILES:
                 taken = _times(matrices, tile, x, threshold, threads)
                 samples.setdefault(CpuTileConfig(span, tile), []).extend(taken)
     times = {config: statistics.median(taken) for config, taken in samples.items()}
     best = min(times, key=lambda config: times[config])
-    return row_of(shape, {"span": best.span, "tile": best.tile}, times.values(), times[best])
+    return row_of(shape, {"span": best.span, "tile": best.tile}, times.values(), times[best], block)
 
 
 def _times(matrices: Sequence[Any], tile: int, x: torch.Tensor, threshold: torch.Tensor, threads: int) -> list[int]:
@@ -140,40 +145,49 @@ PLANES_NUMBER = 1000  # blocks.h: Q6_P, which ggml does not know
 _SPARE_INDICES = 16  # kernels.h: room that `collect` may write beyond the last index
 
 
-def load_zigzag(matrix: PackedMatrix, device: torch.device | str = "cpu", threads: int | None = None) -> Any:
+def load_zigzag(
+    matrix: PackedMatrix, device: torch.device | str = "cpu", threads: int | None = None, absent: int = 0
+) -> Any:
     """Copy a stored zigzag matrix into the order that the kernels read. Takes the matrix's stored size.
 
     threads -- that will run it; None: torch's
+    absent  -- of planes, so many first ones lie elsewhere: products add what the others of columns above that level
+               make, and no product is dense
 
     Raises `PackingError` for a tail that is none (`zigzag.check_steps`).
     """
     if matrix.format.order != "zigzag":
         raise ValueError(f"matrix of type {matrix.format}, expected one in zigzag order")
     find_backend("cpu").check_device(device)
-    config = tile_config((matrix.rows, matrix.columns), threads or torch.get_num_threads())
+    config = tile_config((matrix.rows, matrix.columns), threads or torch.get_num_threads(), matrix.format.block)
     tail = None if matrix.tail is None else matrix.tail.contiguous()
     if tail is not None:
         check_steps(tail, matrix.rows, matrix.columns, matrix.format.block)
     return operations().load_zigzag(
         matrix.blocks.contiguous().numpy(),
         matrix.rows,
-        config.span,
+        1 if absent else config.span,  # a worker's product may begin at another column in its first span
         config.tile,
         None if tail is None else tail.numpy(),
         None if matrix.row_scale is None else matrix.row_scale.contiguous().numpy(),
         _number(matrix),
+        absent,
     )
 
 
 def _number(matrix: PackedMatrix | PackedExperts) -> int:
     """The type of a zigzag matrix's superblocks as blocks/blocks.h numbers it: ggml's number, or our own."""
-    number = BLOCKS[matrix.format.block].gguf
+    return _number_of(matrix.format.block)
+
+
+def _number_of(block: str) -> int:
+    number = BLOCKS[block].gguf
     return PLANES_NUMBER if number is None else number
 
 
 def load_experts(matrix: PackedExperts, threads: int | None = None) -> Any:
     """The same for the matrices of all experts of a site, side by side in one piece of memory."""
-    config = tile_config((matrix.rows, matrix.columns), threads or torch.get_num_threads())
+    config = tile_config((matrix.rows, matrix.columns), threads or torch.get_num_threads(), matrix.format.block)
     tail = None if matrix.tail is None else matrix.tail.contiguous()
     for of_one in () if tail is None else tail:
         check_steps(of_one, matrix.rows, matrix.columns, matrix.format.block)

@@ -59,10 +59,10 @@ def describe(device: torch.device) -> str:
 
 
 def tune(
-    shapes: Iterable[Shape], device: torch.device, threads: int | None, gates: Collection[Shape]
+    shapes: Iterable[Shape], device: torch.device, threads: int | None, gates: Collection[Shape], block: str
 ) -> dict[str, Any]:
     """See `cuda.tune.measure`."""
-    return measure(shapes, device, gates)
+    return measure(shapes, device, gates, block)
 
 
 def tune_bandwidth(widths: Iterable[int], device: torch.device, threads: int | None) -> list[dict[str, Any]]:

@@ -17,6 +17,7 @@ from sparsepack.errors import UserError
 from sparsepack.formats import packed as stored
 from sparsepack.formats.kinds import MLP_GATE
 from sparsepack.formats.matrix import PackedMatrix
+from sparsepack.formats.orders.zigzag import BAND_ROWS
 from sparsepack.formats.packed import PackedModel
 from sparsepack.models.family import ATTENTION_SITES
 from sparsepack.placement.budget import Plan
@@ -28,7 +29,15 @@ from sparsepack.runtime.cuda.decoder.sites import CudaSite, Gate, ZigzagGate, lo
 from sparsepack.runtime.cuda.driver.kernel_set import KERNELS, Kernels
 from sparsepack.runtime.cuda.driver.memory import Place
 from sparsepack.runtime.hybrid.mailbox import Mailbox, next_number
-from sparsepack.runtime.hybrid.offloaded import GpuMailbox, OffloadedSites, cpu_bytes, offloaded_matrices
+from sparsepack.runtime.hybrid.offloaded import (
+    SITES,
+    GpuMailbox,
+    OffloadedSites,
+    cpu_bytes,
+    kind_of,
+    offloaded_matrices,
+    sites_of,
+)
 from sparsepack.runtime.hybrid.policy import TokenBoundaries, find_placing
 from sparsepack.runtime.hybrid.slots import STAGED_BYTES, GateCopies, NeuronSlots, SlotNeuronMlp
 from sparsepack.runtime.options import EngineOptions
@@ -50,7 +59,7 @@ class Processor(Protocol):
 
     def load_neurons(self, records: PackedMatrix) -> Any: ...
 
-    def load_zigzag(self, matrix: PackedMatrix) -> Any: ...
+    def load_zigzag(self, matrix: PackedMatrix, *, absent: int = 0) -> Any: ...
 
     def load_gates(self, gates: PackedMatrix) -> Any: ...
 
@@ -176,7 +185,7 @@ class CpuGpu:
 
     def start(self) -> None:
         """Begin a sequence, when the model is loaded."""
-        products = [self._processor.load_zigzag(each.cpu_part) for each in self.offloaded]
+        products = [self._processor.load_zigzag(each.cpu_part, absent=each.first) for each in self.offloaded]
         mailbox, threads = self.mailbox, self._options.threads
         self.worker = self._processor.cold_worker(
             *(self._records, mailbox.memory, mailbox.layout, threads), products=products, gates=self._gates
@@ -203,6 +212,14 @@ class CpuGpu:
             return ", ".join(said)
         on_card = {"attention": plan.attention, "gate and up": plan.gates, "down": plan.downs}
         blocks = plan.parts.blocks
+        if len(plan.parts.levels) > 1:
+            most = {name: count for name, count in on_card.items() if count}
+            one_more = ", ".join(f"{name} of {format_count(count, 'block')}" for name, count in most.items())
+            said.append(
+                f"of every matrix {format_count(plan.planes, 'plane')} on the card"
+                + (f", one more of {one_more}" if most else "")
+            )
+            return ", ".join([*said, *([] if plan.output else ["in the host's memory the output matrix"]), bandwidth])
         host = [
             f"{name} of {format_count(blocks - count, 'block')}" for name, count in on_card.items() if count < blocks
         ]
@@ -228,6 +245,8 @@ class CpuGpu:
                 traffic, self.boundaries.counts, plan, self._known, cpu_bytes(self.offloaded), times=times
             )
         steps = max(stepped, 1)
+        if len(parts.levels) > 1:
+            return self._traffic_of_planes(active, steps, waited / 1e9)
         downs = {each.block: each for each in self.offloaded if each.name == "mlp_mid"}
         for block in range(parts.blocks):
             count = active[block, "mlp_mid"]
@@ -248,6 +267,36 @@ class CpuGpu:
             self._known,
             cpu_bytes=cpu_bytes([each for each in self.offloaded if each.name != "mlp_mid"]),
             kept=kept / (steps * parts.blocks * len(columns)),
+        )
+
+    def _traffic_of_planes(self, active: Mapping[tuple[int, str], int], steps: int, waited: float) -> TrafficStats:
+        """The same of a model of planes, in bytes; of the processor without the scales that both sides read."""
+        plan, beyond = self._plan, self._sites.rest_read.tolist()
+        shared = {(each.block, each.name): each for each in self.offloaded}
+        card = bus = worker = 0
+        for (block, name), read in active.items():
+            matrix = sites_of(self._packed.layers[block])[name].matrix
+            bands, rest = -(-matrix.rows // BAND_ROWS), beyond[block][SITES.index(name)]
+            of = shared.get((block, name))
+            by_gpu: float = bands
+            if of is not None:  # of a tile that both multiply, as if its columns were read alike
+                by_gpu = of.gpu_bands + of.tile_bands * of.gpu_columns / matrix.columns
+            first = bands * (read - rest)
+            there = plan.on_card(kind_of(name), block) == 0
+            card, bus = card + (0 if there else first), bus + round(by_gpu * rest) + (first if there else 0)
+            worker += round((bands - by_gpu) * rest)
+        everything = sum(
+            matrix.columns * matrix.levels[-1] * -(-matrix.rows // BAND_ROWS)
+            for layer in self._packed.layers
+            for matrix in (site.matrix for site in sites_of(layer).values())
+        )
+        read = card + bus + worker
+        return TrafficStats(
+            Traffic(card, bus, worker, waited=waited),
+            HitCounts(steps, read, card),
+            plan,
+            self._known,
+            kept=read / (steps * everything),
         )
 
     def follow(self, policy: str) -> None:
@@ -272,6 +321,7 @@ class CpuGpu:
     def _count_anew(self) -> None:
         self._kernels.synchronize(self._device)  # should a step have been interrupted
         self.mailbox.traffic.zero_()
+        self._sites.rest_read.zero_()
         self.mailbox.number.fill_(self._number)
         if self.slots is not None:
             self.slots.residency.agree()
@@ -309,9 +359,10 @@ class CpuGpu:
         """Run a step that leaves nothing behind."""
         if self.slots is not None:
             self.boundaries.catch_up()  # this step writes bits, too
-        traffic = self.mailbox.traffic.clone()
+        traffic, rest_read = self.mailbox.traffic.clone(), self._sites.rest_read.clone()
         result = self._run_step(run)
         self.mailbox.traffic.copy_(traffic)
+        self._sites.rest_read.copy_(rest_read)
         self.mailbox.number[1] += 1
         return result
 

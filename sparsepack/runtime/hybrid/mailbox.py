@@ -3,12 +3,12 @@
     abort            int32: 0, or why either side gave up
     request, block l int32 number, int32 count | int32 indices [N] | float32 gates [B][N] | float32 x [B][H]
     answer, block l  int32 number              | float32 y [B][H]
-    request, product int32 number              | float32 x [B][K]
+    request, product int32 number              | float32 x [B][K] | uint8 levels [K]
     answer, product  int32 number              | float32 y [B][R]
 
 with L blocks of N neurons, H channels and B sequences; a product is of R rows and K columns of a matrix that every
-token reads (`runtime/hybrid/offloaded.py`). Where N is 0, products alone are asked for. Each part between two bars
-begins at a multiple of `PART` bytes.
+token reads (`runtime/hybrid/offloaded.py`), and where it is of planes each column has a level, of all sequences. Where
+N is 0, products alone are asked for. Each part between two bars begins at a multiple of `PART` bytes.
 `number` is that of the step, from 1 on; whoever announces writes it last, with release, and the other side awaits it
 with acquire. Indices are ascending; the gates of a sequence are those of the listed neurons, its first `count`. Where
 `count` is 0 nobody answers and nobody waits. Where the processor has a block's gates (`cold_worker`), its request
@@ -51,13 +51,17 @@ def next_number(number: int) -> int:
 class ProductRequest:
     """A product that the device asks for in each step, before the neurons of a block.
 
-    skips -- whether the worker leaves out the columns whose input is zero
+    skips  -- whether the worker leaves out the columns whose input is zero
+    levels -- whether the request says at which level each column is read
+    begins -- then of the first 1,024 rows columns before this are the device's
     """
 
     block: int
     columns: int
     rows: int
     skips: bool = False
+    levels: bool = False
+    begins: int = 0
 
 
 @dataclass(frozen=True)
@@ -65,12 +69,14 @@ class ProductPlaces:
     """The places of a product's parts, in bytes from the beginning of the memory.
 
     request, x -- the number of its request, and its input; answer, y -- the number of its answer, and the rows
+    levels     -- of its columns; 0: it has none
     """
 
     request: int
     x: int
     answer: int
     y: int
+    levels: int = 0
 
 
 @dataclass(frozen=True)
@@ -149,15 +155,17 @@ class Mailbox:
         found, at = [], self.answers + self.blocks * self.answer_size
         for product in self.products:
             x = at + PART
-            answer = x + _parts(_WORD * self.sequences * product.columns)
-            found.append(ProductPlaces(at, x, answer, answer + PART))
+            levels = x + _parts(_WORD * self.sequences * product.columns)
+            answer = levels + (_parts(product.columns) if product.levels else 0)
+            found.append(ProductPlaces(at, x, answer, answer + PART, levels if product.levels else 0))
             at = answer + PART + _parts(_WORD * self.sequences * product.rows)
         return tuple(found)
 
     @property
     def product_parts(self) -> list[tuple[int, ...]]:
         """The products and their places, as the native worker takes them."""
-        return [(*astuple(of), *astuple(at)) for of, at in zip(self.products, self.places, strict=True)]
+        pairs = zip(self.products, self.places, strict=True)
+        return [(of.block, of.columns, of.rows, of.skips, of.begins, *astuple(at)) for of, at in pairs]
 
     @property
     def size(self) -> int:

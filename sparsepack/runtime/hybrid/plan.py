@@ -8,8 +8,10 @@ from torch import Tensor
 from sparsepack.errors import PlacementError
 from sparsepack.formats.blocks.labels import padded_channels
 from sparsepack.formats.kinds import DENSE, EXPERTS
+from sparsepack.formats.matrix import PackedMatrix
 from sparsepack.formats.orders.gates import copy_bytes
 from sparsepack.formats.orders.neuron import record_bytes
+from sparsepack.formats.orders.zigzag import BAND_ROWS
 from sparsepack.formats.packed import (
     DenseMlp,
     ExpertMlp,
@@ -20,6 +22,7 @@ from sparsepack.formats.packed import (
     PackedSite,
 )
 from sparsepack.placement.budget import Parts, Plan, format_bytes, plan_of_share, plan_within, work_of
+from sparsepack.runtime.cuda.products.tile_config import planes_tile_bands
 from sparsepack.runtime.features import not_by_neurons
 from sparsepack.runtime.free_memory import cache_bytes, free_host_bytes
 from sparsepack.runtime.options import EngineOptions
@@ -41,6 +44,10 @@ def make_plan(packed: PackedModel, context: int, cache_type: str, options: Engin
     check_host(found, free_host_bytes())
     return found
 
+
+OF_PROCESSOR = (136, 136, 136, 72, 72, 0)
+"""Bytes that the processor's kernels hold of a superblock of planes where none, one, .. all of these lie on the card:
+scales, and planes in twos (`cpu/native/layout/planes.h`)."""
 
 LEAST_CONTEXT = 16
 
@@ -70,12 +77,13 @@ def parts_of(
         if gate_copies:
             raise PlacementError(f"--gate-copy: {not_by_neurons(packed)}")
         mlps = [layer.mlp for layer in packed.layers if isinstance(layer.mlp, DenseMlp)]
-        downs = [mlp.sites["mlp_mid"].matrix.padded_nbytes for mlp in mlps]
+        downs = [_card_bytes(mlp.sites["mlp_mid"].matrix) for mlp in mlps]
         gates = tuple(_of_sites(mlp.sites) - down for mlp, down in zip(mlps, downs, strict=True))
         record = downs[0] // a.intermediate  # a column, of whole bands
-        return _parts(
+        parts = _parts(
             packed, context, cache_type, sequences, gates, record, a.intermediate, a.intermediate, together=True
         )
+        return _of_planes(packed, parts) if packed.plane_bits is not None else parts
     gates = tuple(layer.mlp.gate.padded_nbytes for layer in packed.layers if isinstance(layer.mlp, NeuronMlp))
     parts = _parts(
         packed, context, cache_type, sequences, gates, record_bytes(a.hidden), a.intermediate, a.intermediate
@@ -88,6 +96,28 @@ def parts_of(
             "model again with --gates rows"
         )
     return replace(parts, copies=(copy_bytes(a.intermediate, a.hidden),) * a.layers, gate=gates[0] // a.intermediate)
+
+
+def _of_planes(packed: PackedModel, parts: Parts) -> Parts:
+    """The same of a model of planes, of which a card may hold the first ones alone."""
+    mlps = [layer.mlp for layer in packed.layers if isinstance(layer.mlp, DenseMlp)]
+    attention = tuple(_matrices(layer.attention) for layer in packed.layers)
+    gates = tuple(_matrices({name: of for name, of in mlp.sites.items() if name != "mlp_mid"}) for mlp in mlps)
+    levels = packed.layers[0].attention["attn_in"].matrix.levels
+    sites = [site for layer in packed.layers for site in layer.sites.values()]
+    of_levels = [site.rule for site in sites if site.rule is not None and site.rule.of_levels]
+    return replace(
+        parts,
+        attention=attention,
+        gates=gates,
+        fixed=sum(parts.attention)
+        + sum(parts.gates)
+        - sum(attention)
+        - sum(gates)
+        + sum((len(levels) - 1) * rule.unit.nbytes for rule in of_levels),  # a card has the products with all steps
+        levels=levels,
+        of_processor=OF_PROCESSOR,
+    )
 
 
 def parts_of_experts(packed: PackedModel, context: int, cache_type: str) -> Parts:
@@ -172,8 +202,19 @@ def _attention_bytes(layer: PackedLayer) -> int:
 def _of_sites(sites: Mapping[str, PackedSite]) -> int:
     """Bytes of matrices, as a card holds them, scales of rows, biases and rules."""
     of_rows = [of for site in sites.values() for of in (site.bias, site.matrix.row_scale) if of is not None]
-    matrices = sum(site.matrix.padded_nbytes for site in sites.values())
-    return matrices + sum(of.nbytes for of in of_rows) + _rules(sites.values())
+    return _matrices(sites) + sum(of.nbytes for of in of_rows) + _rules(sites.values())
+
+
+def _matrices(sites: Mapping[str, PackedSite]) -> int:
+    return sum(_card_bytes(site.matrix) for site in sites.values())
+
+
+def _card_bytes(matrix: PackedMatrix) -> int:
+    """Bytes of a matrix on a card; of planes there are bands up to whole tiles."""
+    if not matrix.levels:
+        return matrix.padded_nbytes
+    bands = -(-matrix.rows // BAND_ROWS)
+    return matrix.columns * -(-bands // planes_tile_bands(bands)) * planes_tile_bands(bands) * matrix.levels[-1]
 
 
 def _rules(sites: Iterable[PackedSite | PackedExpertsSite]) -> int:

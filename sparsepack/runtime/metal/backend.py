@@ -65,7 +65,7 @@ def describe(device: torch.device) -> str:
 
 
 def tune(
-    shapes: Iterable[Shape], device: torch.device, threads: int | None, gates: Collection[Shape]
+    shapes: Iterable[Shape], device: torch.device, threads: int | None, gates: Collection[Shape], block: str
 ) -> dict[str, Any]:
     """See `metal.tune.measure`."""
     return measure(shapes, library.usable(device), gates)
@@ -119,7 +119,9 @@ class _Trial:
         first = load_zigzag(
             PackedMatrix(blocks, MatrixFormat("Q4_K", "zigzag"), rows, columns), device, MetalTileConfig()
         )
-        others = (replace(first, blocks=first.blocks.clone()) for _ in range(copies_of(blocks, ROTATION, COPIES) - 1))
+        others = (
+            replace(first, blocks=first.blocks.clone()) for _ in range(copies_of(blocks.numel(), ROTATION, COPIES) - 1)
+        )
         self._matrices = [first, *others]
         x = torch.randn(columns, generator=torch.Generator().manual_seed(0))
         self._found = products.new_active_columns(columns, device)

@@ -29,34 +29,35 @@ struct Made {
     std::vector<Q6PBlock> blocks, tail;
 };
 
-Made random_planes(int64_t rows, int64_t columns, int span, int tile, bool has_tail) {
+Made random_planes(int64_t rows, int64_t columns, int span, int tile, bool has_tail, int32_t absent = 0) {
     static Pool pool(1);
     Made made;
     made.blocks = random_blocks((has_tail ? rows / 256 : (rows + 255) / 256) * columns);
     if (has_tail) made.tail = random_blocks(tail_blocks(rows, columns));
     made.matrix = repack_zigzag((const uint8_t*)made.blocks.data(), rows, columns, span, tile, pool,
-                                has_tail ? (const uint8_t*)made.tail.data() : nullptr, Q6_P);
+                                has_tail ? (const uint8_t*)made.tail.data() : nullptr, Q6_P, absent);
     return made;
 }
 
-// A weight at a level, from the bytes of the file.
-float weight_of(const Q6PBlock& block, int32_t i, int32_t level) {
-    int32_t group = i / 64, byte = i % 64, q = (block.first[byte] >> 2 * group & 3) << 4;
-    for (int32_t plane = 2; plane <= level; plane++)
+// A weight at a level, from the bytes of the file; or what of it is in planes after the `absent` first ones.
+float weight_of(const Q6PBlock& block, int32_t i, int32_t level, int32_t absent) {
+    int32_t group = i / 64, byte = i % 64, q = absent ? 0 : (block.first[byte] >> 2 * group & 3) << 4;
+    for (int32_t plane = absent ? absent + 1 : 2; plane <= level; plane++)
         q |= (block.others[plane - 2][byte % 32] >> (2 * group + byte / 32) & 1) << (5 - plane);
     static const float middles[] = {0, 90, 112, 120, 124, 126};
     float t = (level == 1 ? 60.0f * (float)(q >> 4) : 4.0f * (float)q) - middles[level];
     float scale = 1 + (float)(block.s[group] % 8 * 4 + block.b[group] / 64) / 32;
     float centre = (float)(int8_t)(block.b[group] << 2) + 2;
+    if (absent) t = 4.0f * (float)q, centre = 0;
     return std::ldexp(scale, block.s[group] / 8 - 24) * (t + centre);
 }
 
 float weight_of(const Made& made, int64_t row, int64_t column, int32_t level) {
     const Zigzag& m = made.matrix.view;
     if (!m.pieces || row < m.rows / 256 * 256)
-        return weight_of(made.blocks[row / 256 * m.columns + column], int32_t(row % 256), level);
+        return weight_of(made.blocks[row / 256 * m.columns + column], int32_t(row % 256), level, m.absent);
     int64_t piece = column * m.pieces + row % 256 / 64;
-    return weight_of(made.tail[piece / 4], int32_t(piece % 4 * 64 + row % 64), level);
+    return weight_of(made.tail[piece / 4], int32_t(piece % 4 * 64 + row % 64), level, m.absent);
 }
 
 // Some of the columns, level by level, each ascending; inputs that are as large as their levels say.
@@ -66,8 +67,8 @@ struct Listed {
     LevelEnds ends;
 };
 
-// level: of all columns; 0: at random, some at none
-Listed random_levels(int64_t columns, int32_t level) {
+// level: of all columns; 0: at random, some at none; columns of levels up to `absent` are not listed
+Listed random_levels(int64_t columns, int32_t level, int32_t absent = 0) {
     Listed of;
     std::vector<int32_t> levels(columns);
     of.x = normals(columns);
@@ -77,7 +78,7 @@ Listed random_levels(int64_t columns, int32_t level) {
     }
     for (int32_t l = 1; l <= PLANES; l++) {
         for (int32_t i = 0; i < columns; i++)
-            if (levels[i] == l) of.indices.push_back(i);
+            if (levels[i] == l && l > absent) of.indices.push_back(i);
         if (l < PLANES) of.ends.of[l - 1] = (int32_t)of.indices.size();
     }
     return of;
@@ -106,7 +107,7 @@ std::vector<float> product(const Kernels& k, const Zigzag& m, const Listed& of) 
 void check_layout(const Made& made) {
     const Zigzag& m = made.matrix.view;
     for (int32_t level = 0; level <= PLANES; level++) {
-        Listed of = random_levels(m.columns, level);
+        Listed of = random_levels(m.columns, level, m.absent);
         std::vector<float> found = product(scalar_kernels, m, of), expected(m.rows);
         for (int32_t l = 1; l <= PLANES; l++) {
             for (int32_t i = level_begin(&of.ends, l); i < level_end(&of.ends, l, (int32_t)of.indices.size()); i++) {
@@ -123,15 +124,16 @@ void check_layout(const Made& made) {
 
 void check_products(const Kernels& k, const Zigzag& m) {
     for (int32_t level = 0; level <= PLANES; level++) {
-        std::string what =
-            text("planes of %d x %d, span %d, tile %d, level %d", (int)m.rows, (int)m.columns, m.span, m.tile, level);
-        Listed of = random_levels(m.columns, level);
+        std::string what = text("planes of %d x %d, span %d, tile %d, level %d, %d elsewhere", (int)m.rows,
+                                (int)m.columns, m.span, m.tile, level, m.absent);
+        Listed of = random_levels(m.columns, level, m.absent);
         check_near(product(k, m, of), product(scalar_kernels, m, of), k.name, what, COARSE, 1e-6f);
         if (!of.indices.empty()) {
             of.x[of.indices[of.indices.size() / 2]] *= 1000;
             check_near(product(k, m, of), product(scalar_kernels, m, of), k.name, what + ", one large", COARSE, 1e-6f);
         }
         for (int positions : {1, 3, 8, 9, 50}) {
+            if (m.absent) break;
             int32_t count = (int32_t)of.indices.size();
             int64_t x_stride = m.columns + below(3), y_stride = m.rows + 16;
             std::vector<float> x = normals(positions * x_stride), y[2];
@@ -153,8 +155,8 @@ void check_products(const Kernels& k, const Zigzag& m) {
 
 void check_not_finite(const Kernels& k, const Zigzag& m) {
     for (float value : {std::numeric_limits<float>::quiet_NaN(), std::numeric_limits<float>::infinity()}) {
-        for (int32_t level = 1; level <= PLANES; level++) {
-            Listed of = random_levels(m.columns, level);
+        for (int32_t level = m.absent + 1; level <= PLANES; level++) {
+            Listed of = random_levels(m.columns, level, m.absent);
             of.x[below((int)m.columns)] = value;
             std::vector<float> y = product(k, m, of);
             check(std::none_of(y.begin(), y.begin() + m.rows, [](float y) { return std::isfinite(y); }), k.name,
@@ -210,10 +212,12 @@ void check_plane_kernels(const Kernels& k) {
     };
     check_collect_levels(k);
     for (auto& s : shapes) {
-        Made made = random_planes(s[0], s[1], s[2], s[3], s[4]);
-        if (&k == &scalar_kernels) check_layout(made);
-        check_products(k, made.matrix.view);
-        check_not_finite(k, made.matrix.view);
+        for (int32_t absent = 0; absent < PLANES; absent++) {
+            Made made = random_planes(s[0], s[1], s[2], s[3], s[4], absent);
+            if (&k == &scalar_kernels) check_layout(made);
+            check_products(k, made.matrix.view);
+            check_not_finite(k, made.matrix.view);
+        }
     }
 }
 

@@ -148,7 +148,7 @@ void check_products(const Kernels& k, int64_t rows, int64_t columns, int32_t tex
         }
         matrices.push_back(repack_zigzag(stored.data(), rows, columns, 1, 64, pool));
         int64_t x = at.size + 128, answer = x + parts(4 * texts * columns), y = answer + 128;
-        at.products.push_back({block, int32_t(columns), int32_t(rows), skips, at.size, x, answer, y});
+        at.products.push_back({block, int32_t(columns), int32_t(rows), skips, 0, at.size, x, answer, y, 0});
         at.size = y + parts(4 * texts * rows);
     }
     for (const ZigzagMatrix& matrix : matrices) views.push_back(&matrix.view);

@@ -16,6 +16,7 @@ from worker_sides import PATIENCE, Block, Side, answer, ask, check, gates_of, ma
 from sparsepack.formats.blocks.table import BLOCKS
 from sparsepack.formats.kinds import MatrixFormat
 from sparsepack.formats.matrix import PackedMatrix, decode_matrix
+from sparsepack.formats.orders import zigzag
 from sparsepack.runtime.cpu import machine, operations
 from sparsepack.runtime.hybrid import measure_bandwidth as measure
 from sparsepack.runtime.hybrid.mailbox import LAST_NUMBER, Mailbox, ProductPlaces, ProductRequest, next_number, views
@@ -211,6 +212,67 @@ def test_columns_whose_input_is_zero_are_left_out(active: float, texts: int, thr
         error = (y.double() - x.double() @ weight.t()).norm()
         assert error <= 1e-3 * (x.double().square() @ weight.square().t()).sum().sqrt()
     assert worker.neurons == 0
+
+
+def planes_matrix(rows: int, columns: int, scaled: bool = False) -> PackedMatrix:
+    generator = torch.Generator().manual_seed(rows)
+    blocks = zigzag.pack(torch.randn(rows, columns, generator=generator), "Q6_P")
+    scale = 0.5 + torch.rand(rows, generator=generator) if scaled else None
+    return PackedMatrix(blocks, MatrixFormat("Q6_P", "zigzag"), rows, columns, row_scale=scale)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("absent", [0, 1, 2, 4])
+def test_planes_that_the_device_lacks_are_added_at_the_levels_it_says(absent: int, threads: int) -> None:
+    texts, begins = 2, 130 if absent else 0
+    products = (ProductRequest(0, 512, 1301, levels=True, begins=begins), ProductRequest(1, 301, 512, levels=True))
+    layout = Mailbox(2, 0, 256, texts, products)
+    matrices = [planes_matrix(each.rows, each.columns, n == 0) for n, each in enumerate(products)]
+    memory = np.zeros(layout.size, np.uint8)
+    loaded = [operations.load_zigzag(each, absent=absent) for each in matrices]
+    worker = machine.native().ColdWorker(machine.instruction_set(), [], memory, layout, threads, PATIENCE, loaded)
+    generator = torch.Generator().manual_seed(absent)
+    for number in (1, 2, 3):
+        levels = [torch.randint(6, (each.columns,), generator=generator) for each in products]
+        if number == 3:
+            levels = [torch.zeros_like(levels[0]), torch.full_like(levels[1], 5)]
+        inputs = [torch.randn(texts, each.columns, generator=generator) for each in products]
+        found: list[Tensor] = []
+
+        def device(number: int = number, levels: list[Tensor] = levels, inputs: list[Tensor] = inputs) -> None:
+            for asked, at, x, level in zip(products, layout.places, inputs, levels, strict=True):
+                memory[at.levels : at.levels + asked.columns] = level.numpy()
+                found.append(multiplied(memory, asked, at, x, number))  # noqa: B023
+
+        worker.begin(number, texts)
+        thread = threading.Thread(target=device)
+        thread.start()
+        worker.end(number)
+        thread.join()
+        for matrix, x, level, y in zip(matrices, inputs, levels, found, strict=True):
+            expected = torch.zeros(texts, matrix.rows, dtype=torch.float64)
+            without = matrix.blocks.clone()
+            without[..., matrix.levels[absent - 1] if absent else 0 :] = 0
+            first = replace(matrix, blocks=without)
+            for above in range(absent + 1, 6):
+                weight = decode_matrix(matrix, above).double()
+                weight -= decode_matrix(first, above).double() if absent else 0
+                if matrix.columns == 512:
+                    weight[:1024, :begins] = 0
+                expected += torch.where(level == above, x.double(), 0) @ weight.t()
+            assert float((y - expected).norm()) <= 1.5e-2 * float(expected.norm())
+
+
+@pytest.mark.parametrize("levels", [False, True])
+def test_levels_are_for_planes(levels: bool) -> None:
+    layout = Mailbox(1, 0, 256, 1, (ProductRequest(0, 90, 300, levels=levels),))
+    matrix = packed(300, 90) if levels else planes_matrix(300, 90)
+    given = [], np.zeros(layout.size, np.uint8), layout, 1, PATIENCE, [operations.load_zigzag(matrix)]
+    with pytest.raises(ValueError, match="products: expected levels where there are planes"):
+        machine.native().ColdWorker(machine.instruction_set(), *given)
+    for wrong in (-1, 5):
+        with pytest.raises(ValueError, match="absent: expected fewer planes than there are"):
+            operations.load_zigzag(matrix, absent=wrong)
 
 
 @pytest.mark.parametrize("products", [(), PRODUCTS[:3], (*PRODUCTS[:3], ProductRequest(2, 1280, 511))])

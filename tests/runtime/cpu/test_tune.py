@@ -161,3 +161,26 @@ def test_the_command_measures_the_matrices_of_artifacts(tmp_path: Path) -> None:
     shapes = [(row["rows"], row["columns"]) for row in json.loads(measured.stdout)["shapes"]]
     assert shapes == kept_shapes()
     assert len(set(shapes)) == len(shapes) <= 4  # each once, however many layers have it
+
+
+def test_planes_have_a_file_of_their_own() -> None:
+    assert tile_config(SHAPE, 1, "Q6_P") == NEVER_MEASURED
+    row = measure([SHAPE], threads=1, block="Q6_P")["shapes"][0]
+    assert tile_config(SHAPE, 1, "Q6_P") == CpuTileConfig(row["span"], row["tile"]) != NEVER_MEASURED
+    assert tile_config(SHAPE, 1) == NEVER_MEASURED
+    assert row["bytes_per_second"] == pytest.approx(SHAPE[0] * SHAPE[1] * 3.4 / 8 / row["microseconds"] * 1e6)
+
+
+def test_the_command_measures_artifacts_with_planes(tmp_path: Path) -> None:
+    packed, whole = tmp_path / "m.gguf", tmp_path / "whole.gguf"
+    for path, format in ((packed, "zigzag-q6_p"), (whole, "zigzag-q4_k")):
+        made = CliRunner().invoke(main, ["pack", "shipped:tiny", "--format", format, "-o", str(path)])
+        assert made.exit_code == 0, made.output
+    measured = CliRunner().invoke(main, ["tune", str(packed), "--threads", "1"])
+    assert measured.exit_code == 0, measured.output
+    assert "3.4 bits of a weight read" in measured.stdout
+    assert kept_shapes() == []
+    assert read_tuning(tuning_path(instruction_set(), 1, "Q6_P"))
+    both = CliRunner().invoke(main, ["tune", str(packed), str(whole), "--threads", "1"])
+    assert both.exit_code == 2
+    assert "files with Q4_K and Q6_P: tune those of each type by themselves" in both.stderr

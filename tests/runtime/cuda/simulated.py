@@ -76,6 +76,8 @@ class SimulatedKernels(kernel_set.Kernels):
     replay = staticmethod(lambda graph: graph.replay())
     load_zigzag = staticmethod(products.load_zigzag)
     first_bands = staticmethod(products.first_bands)
+    counting_rest = staticmethod(products.counting_rest)
+    rest_of_first_bands = staticmethod(products.rest_of_first_bands)
     load_rows = staticmethod(products.load_rows)
     load_rows_fp16 = staticmethod(products.load_rows_fp16)
     flag_in_data_buffers = staticmethod(flag_in_data_buffers)

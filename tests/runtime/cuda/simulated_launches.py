@@ -60,8 +60,9 @@ def _split_heads(defines: Any, grid: Any, product: Tensor, *rest: Any) -> None:
 def _zigzag_batch(
     defines: Any, grid: Any, blocks: Tensor, columns: int, rows: int, largest_d: float, *rest: Any
 ) -> None:
-    row_scale, x, norm, eps, squares, parts, threshold, offset, scales, *outputs = rest
+    row_scale, elsewhere, _, _, _, x, norm, eps, squares, parts, threshold, offset, scales, *outputs = rest
     assert row_scale is None  # `blocks` have it
+    assert elsewhere is None
     y, bias, residual, squares_of_y, active, skipped, workspace = outputs
     macros = {name: int(value) for name, value in defines.items() if name != "BLOCK"}
     inputs, tile_bands, each = macros["INPUTS"], macros["TILE_BANDS"], 2 if macros["GATE"] else 1

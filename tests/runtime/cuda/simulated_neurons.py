@@ -124,8 +124,8 @@ def neuron_sum(defines: Any, grid: Any, partial: Tensor, blocks: int, counts: Te
 
 
 def zigzag_dequantise(defines: Any, grid: Any, blocks: Tensor, columns: int, tile_bands: int, *rest: Any) -> None:
-    gate_bands, first, bands, scale, row_scale, out, width = rest
-    assert row_scale is None, "records have none"
+    gate_bands, first, bands, scale, row_scale, out, width, elsewhere, _ = rest
+    assert (row_scale, elsewhere) == (None, None), "records have neither scales of rows nor planes"
     assert (tile_bands, gate_bands, first, bands, width) == (1, 0, 0, 1, 256), "records, whose superblocks are columns"
     out.copy_(superblocks(blocks.view(columns, BLOCK_BYTES)) * scale)
 
@@ -133,14 +133,24 @@ def zigzag_dequantise(defines: Any, grid: Any, blocks: Tensor, columns: int, til
 def request_rows(
     defines: Any, grid: Any, x: Tensor, columns: int, norm: Tensor | None, eps: float, threshold: Any, *rest: Any
 ) -> None:
-    per_channel, offset, scales, rows, skipped, request_number, request_x, number, before_list = rest
+    per_channel, offset, scales, rows, skipped, request_number, request_x, number, before_list, levels, own_x = rest
     texts, each = int(defines["INPUTS"]), 2 if defines["GATED"] == "1" else 1
     assert (grid, request_x.shape, x.numel()) == ((1,), (texts, columns), texts * each * columns)
     x = x.view(texts, each * columns)
     x = x if defines["GATED"] == "0" else gated(int(defines["ACTIVATION"]), x, each == 1)
     x = x if norm is None else reference.rms_norm(x, norm, eps)
     x = x if offset is None else x - offset
-    if threshold is not None:
+    if levels is not None:
+        own_x.copy_(x)
+        most, of_levels = int(defines["LEVELS"]), defines["OF_LEVELS"] == "1"
+        levels.fill_(most)
+        if threshold is not None:
+            limits = threshold if of_levels else threshold.expand(1, columns)
+            limits = limits if scales is None else scales[:, None, None] * limits
+            exceeded = (x.abs()[:, None] > limits).sum(1).amax(0)
+            levels.copy_(exceeded if of_levels else exceeded * most)
+            x = torch.where(levels > 0, x, 0)
+    elif threshold is not None:
         assert len(threshold.view(-1)) == (columns if per_channel else 1)
         active = x.abs() > (threshold if scales is None else scales[:, None] * threshold)
         if skipped is not None:
@@ -151,15 +161,16 @@ def request_rows(
 
 
 def take_rows(
-    defines: Any, grid: Any, sums: Tensor, near: int, answered: Tensor, answer: Tensor, rows: int, *rest: Any
+    defines: Any, grid: Any, sums: Tensor, summed: int, near: int, answered: Tensor, answer: Tensor, *rest: Any
 ) -> None:
-    abort, limit, number, before_list, bias, residual, y, squares, waited = rest
+    rows, abort, limit, number, before_list, bias, residual, y, squares, waited = rest
     texts = len(answer)
-    assert (sums.shape, answer.shape, y.numel()) == ((texts, near), (texts, rows - near), texts * rows)
+    assert (sums.shape, answer.shape, y.numel()) == ((texts, summed), (texts, rows - near), texts * rows)
     asked = torch.tensor([1, 1, 1])
     step = torch.tensor([next_number(int(number[0])) if before_list else int(number[0])])
     neuron_wait(defines, (1,), asked, step, answered, abort, limit, waited)
-    found = torch.cat([sums, answer], dim=1)
+    pad = torch.nn.functional.pad
+    found = pad(sums, (0, rows - summed)) + pad(answer, (near, 0))
     found = found if bias is None else found + bias
     found = found if residual is None else found + residual.view(texts, rows)
     y.view(texts, rows).copy_(found)

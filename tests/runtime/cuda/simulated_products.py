@@ -14,7 +14,7 @@ from sparsepack.formats.matrix import PackedMatrix, decode_matrix
 from sparsepack.formats.orders.zigzag import BAND_ROWS
 from sparsepack.models.architecture import soft_capped
 from sparsepack.runtime.cuda.decoder.step_end import CudaThresholdController
-from sparsepack.runtime.cuda.driver.memory import SENTINEL
+from sparsepack.runtime.cuda.driver.memory import SENTINEL, DividedPlace
 from sparsepack.runtime.cuda.products import zigzag
 from sparsepack.runtime.cuda.products.rows import RowsFp16
 from sparsepack.runtime.cuda.products.tile_config import COLUMNS_AT_ONCE, CudaTileConfig
@@ -28,7 +28,14 @@ ONE_SPLIT = CudaTileConfig(2, 8, 8, 1)
 
 @dataclass(frozen=True)
 class Matrix:
-    """float32 [rows, columns], with what the real ones tell. lower: of planes, the same by the first, by two, .."""
+    """float32 [rows, columns], with what the real ones tell.
+
+    lower   -- of planes, the same by the first, by two, ..
+    without -- where planes after the first ones lie elsewhere, the same by columns' levels, of which these planes are
+               zero; rest_rows: of so many first rows products have them all the same, and of the next tile of
+               rest_columns first columns
+    read    -- to which they add the bytes of a row of superblocks that columns have there
+    """
 
     weight: Tensor
     rows: int
@@ -39,7 +46,13 @@ class Matrix:
     block: str = "Q4_K"
     largest_d: float = 1.0
     row_scale: None = None  # `weight` has it
+    rest: None = None
     lower: tuple[Tensor, ...] = ()
+    without: tuple[Tensor, ...] = ()
+    first: int = 0
+    rest_rows: int = 0
+    rest_columns: int = 0
+    read: Tensor | None = None
 
     @property
     def planes(self) -> bool:
@@ -57,6 +70,9 @@ def load_zigzag(
     matrix: PackedMatrix, device: Any, config: Any = None, *, gate: bool = False, place: Any = None
 ) -> Matrix:
     assert not gate or matrix.rows % 512 == 0
+    elsewhere: dict[str, Any] = {}
+    if isinstance(place, DividedPlace) and matrix.levels:
+        elsewhere = {"without": _without(matrix, place.levels), "first": place.levels, "rest_rows": matrix.rows}
     return Matrix(
         decode_matrix(matrix),
         matrix.rows,
@@ -65,7 +81,26 @@ def load_zigzag(
         config=replace(ONE_SPLIT, splits=min(3, -(-matrix.columns // COLUMNS_AT_ONCE))),
         block=matrix.format.block,
         lower=tuple(decode_matrix(matrix, level) for level in range(1, len(matrix.levels))),
+        **elsewhere,
     )
+
+
+def _without(matrix: PackedMatrix, planes: int) -> tuple[Tensor, ...]:
+    """The weights by each level, of planes after so many first ones as zeros."""
+    blocks, tail = matrix.blocks.clone(), None if matrix.tail is None else matrix.tail.clone()
+    for each in (blocks, tail):
+        if each is not None:
+            each[..., matrix.levels[planes - 1] :] = 0
+    cleared = replace(matrix, blocks=blocks, tail=tail)
+    return tuple(decode_matrix(cleared, level) for level in range(1, 1 + len(matrix.levels)))
+
+
+def counting_rest(matrix: Matrix, read: Tensor) -> Matrix:
+    return replace(matrix, read=read)
+
+
+def rest_of_first_bands(matrix: Matrix, bands: int, columns: int = 0) -> Matrix:
+    return replace(matrix, rest_rows=min(matrix.rows, BAND_ROWS * bands), rest_columns=columns)
 
 
 def first_bands(matrix: Matrix, bands: int) -> Matrix:
@@ -111,7 +146,14 @@ def gemv(matrix: Matrix, input: Input, output: Output) -> None:
     assert bool(matrix.gate_bands) == gate_beside_up
     product = torch.zeros(matrix.rows)
     for level, weight in enumerate((*matrix.lower, matrix.weight), 1):
+        if matrix.without:
+            whole, weight, rows = weight, matrix.without[level - 1].clone(), matrix.rest_rows
+            weight[:rows] = whole[:rows]
+            tile, columns = slice(rows, rows + 1024), slice(0, matrix.rest_columns)
+            weight[tile, columns] = whole[tile, columns]
         product = product + weight @ torch.where(levels == level, x, 0)
+    if matrix.read is not None:
+        matrix.read.add_((bytes[levels] - bytes[matrix.first]).clamp_min(0).sum())
     product = product if output.bias is None else product + output.bias
     if output.activation is not None:
         product = gated(output.activation, product)

@@ -34,7 +34,8 @@ pytestmark = pytest.mark.skipif(bool(_no_compiler()), reason=_no_compiler())
 VARIANTS = {
     "offloaded_product": [
         (f"INPUTS={texts}", f"GATED={gated}", "ACTIVATION=1") for texts in (1, 3, 8) for gated in (0, 1, 2)
-    ],
+    ]
+    + [("INPUTS=2", "GATED=1", "ACTIVATION=0", "LEVELS=5", f"OF_LEVELS={levels}") for levels in (1, 0)],
     "prefill": [
         (),
         *(("VECTOR=1", f"ROUNDS={rounds}", "ACTIVATION=3", "NORMED=1") for rounds in (1, 5)),

@@ -15,6 +15,7 @@ from sparsepack.cli import main
 from sparsepack.formats.kinds import MatrixFormat
 from sparsepack.formats.matrix import PackedMatrix, decode_matrix
 from sparsepack.formats.orders import zigzag as codec
+from sparsepack.runtime.cuda.driver import device as driver
 from sparsepack.runtime.cuda.driver import kernel as launching
 from sparsepack.runtime.cuda.products import tile_config, tune, zigzag, zigzag_products
 from sparsepack.runtime.cuda.products.tile_config import (
@@ -107,7 +108,7 @@ class Imagined:
 
     best = replace(ANY, **{name: values[1] for name, values in tune.CHOICES.items()})
 
-    def __init__(self, shape: tuple[int, int], device: torch.device, gate: bool) -> None:
+    def __init__(self, shape: tuple[int, int], device: torch.device, gate: bool, block: str) -> None:
         self.bands, self.columns = -(-shape[0] // 256), shape[1]
         self.tried: list[CudaTileConfig] = []
         self.compiled: list[CudaTileConfig] = []
@@ -174,6 +175,35 @@ def test_products_of_candidates_are_compiled_together_but_for_impossible_ones(mo
     assert sorted(compiled) == sorted(("zigzag_gemv", 90, defines) for defines in expected)
 
 
+def test_candidates_of_planes_travel_to_a_ring(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver, "shared_limit", lambda device: simulated.SHARED_MEMORY)
+    for module in (tile_config, zigzag_products):
+        monkeypatch.setattr(module, "shared_limit", lambda device: simulated.SHARED_MEMORY)
+        monkeypatch.setattr(module, "multiprocessors", lambda device: simulated.MULTIPROCESSORS)
+    monkeypatch.setattr(tune, "own_stream", lambda: None)
+    cpu = torch.device("cpu")
+    trial = tune._Trial(SHAPE, cpu, gate=False, block="Q6_P")
+    assert trial._threshold.shape == (5, SHAPE[1])
+    best = tile_config.default_tile_config(trial.bands, SHAPE[1], cpu, block_bytes=zigzag.block_bytes("Q6_P"))
+    tried = {each for names in tune.TOGETHER for each in tune._candidates(best, names, trial, cpu)}
+    assert {each.stages for each in tried} >= {4, 8, 16}
+    for each in tried:
+        assert each.planes
+        assert each.stages
+        assert trial._laid_out(each).planes
+
+
+@pytest.mark.usefixtures("_named")
+def test_planes_have_a_file_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tuning_path(GPU, "Q6_P")
+    assert path != tuning_path(GPU)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"schema": SCHEMA, "shapes": [row()]}))
+    tuned.cache_clear()
+    assert measured_tile_config(SHAPE, DEVICE, block="Q6_P") == ANY
+    assert measured_tile_config(SHAPE, DEVICE) is None
+
+
 def test_every_field_is_chosen() -> None:
     assert set(tune.CHOICES) == set(FIELDS) == {name for names in tune.TOGETHER for name in names}
 
@@ -187,6 +217,22 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     few = {"tile_bands": (1, 2), "splits": (1, 2), "warps": (8,), "stages": (0, 16)}
     for name, value in {"CHOICES": few, "TURNS": 1, "ROTATION": 1 << 16, "REPLAYS": 2}.items():
         monkeypatch.setattr(tune, name, value)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("_quick")
+def test_planes_are_tuned_and_run_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tune, "STAGES_OF_PLANES", (4, 8))
+    result = tune.measure([SHAPE], block="Q6_P")
+    matrix = PackedMatrix(codec.pack(torch.randn(*SHAPE), "Q6_P"), MatrixFormat("Q6_P", "zigzag"), *SHAPE)
+    loaded = zigzag.load_zigzag(matrix, "cuda")
+    torch.cuda.synchronize()
+    found = tile_config_of(result["shapes"][0])
+    assert loaded.config == replace(found, block_bytes=zigzag.block_bytes("Q6_P"))
+    x, y = torch.randn(SHAPE[1]), torch.empty(SHAPE[0], device="cuda")
+    zigzag_products.gemv(loaded, zigzag_products.Input(x.cuda()), zigzag_products.Output(y))
+    expected = decode_matrix(matrix).double() @ x.double()
+    assert (y.cpu() - expected).norm() < 1e-5 * expected.norm()
 
 
 @pytest.mark.gpu

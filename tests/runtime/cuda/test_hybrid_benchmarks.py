@@ -46,7 +46,7 @@ def _card(simulated_card: None, monkeypatch: pytest.MonkeyPatch) -> None:
     there = {
         "Engine": engine,
         "device_line": lambda: "a simulated card",
-        "random_model": lambda size, layers, device: made(size, layers, "cpu"),
+        "random_model": lambda size, layers, device, block="Q4_K": made(size, layers, "cpu", block),
     }
     for name, value in there.items():
         monkeypatch.setattr(hybrid_matrices, name, value)
@@ -91,18 +91,23 @@ def test_it_runs_by_copies_of_gates(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("_card")
-@pytest.mark.parametrize("sites", ["mlp_mid", "all"])
-def test_a_model_of_sites_is_divided_by_matrices(sites: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("sites", "planes"), [("mlp_mid", False), ("all", False), ("all", True)])
+def test_a_model_of_sites_is_divided_by_matrices(sites: str, planes: bool, tmp_path: Path) -> None:
     # More layers than the two blocks that thresholds are found with.
     asked = ["--shape", "tiny", "--layers", "3", "--vram", "6.5MB,9MB", "--tokens", "3", "--rounds", "1"]
     asked += ["--sites", sites, "--threads", "2", "--json", str(tmp_path / "figures.json")]
+    asked += ["--planes", "3.4"] if planes else []
     done = CliRunner().invoke(hybrid_matrices.main, asked, catch_exceptions=False)
     assert done.exit_code == 0, done.output
     figures = json.loads((tmp_path / "figures.json").read_text())
     for budget in ("6.5MB", "9MB"):
         assert f"tiny in {budget}" in done.output
         found = figures[budget]["ours"]
-        assert list(found) == ["sparse", "dense"]
+        assert list(found) == ["sparse", "dense", *(["planes"] if planes else [])]
+        if planes:
+            assert found["planes"]["unit"] == "bytes"
+            assert found["planes"]["bytes"]["bus"] > 0
+            assert "planes: 3." in done.output
         assert 0.3 < found["sparse"]["skipped"] < 0.7
         assert not found["dense"]["skipped"]
         assert found["sparse"]["needed"] < 0.7 * found["dense"]["needed"]

@@ -3,6 +3,7 @@
 Where there is no GPU, the processor runs the same source (`emulated.py`), and torch makes the product between them.
 """
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,12 +14,13 @@ from emulated import Emulation, needs_compiler
 from operations_for_tests import normal, packed
 from pairwise import each_value
 from torch import Tensor
+from zigzag_cases import random_matrix
 
 from sparsepack.formats.matrix import decode_matrix
-from sparsepack.runtime.cuda.driver.memory import in_host_memory, shared_memory
+from sparsepack.runtime.cuda.driver.memory import DividedPlace, in_host_memory, on_card, shared_memory
 from sparsepack.runtime.cuda.products import offloaded, zigzag, zigzag_products
 from sparsepack.runtime.cuda.products.offloaded import OffloadedProduct
-from sparsepack.runtime.cuda.products.tile_config import offloaded_tile_config
+from sparsepack.runtime.cuda.products.tile_config import CudaTileConfig, offloaded_tile_config
 from sparsepack.runtime.cuda.products.zigzag_products import Input, Output
 from sparsepack.runtime.hybrid.mailbox import LAST_NUMBER, Abort, Mailbox, ProductRequest
 from sparsepack.runtime.reference import products as reference
@@ -221,6 +223,94 @@ def test_rows_of_both_sides_make_the_product(
     if parts is not None:
         torch.testing.assert_close(parts.sum(1).cpu(), y.cpu().square().sum(1))
     assert int(shared.of.abort) == Abort.GOES_ON
+
+
+@each_value({"kind": ["levels", "levels, held", "column", "one", "none"], "texts, columns": [(1, 256), (3, 501)]})
+def test_of_planes_levels_are_asked_for_and_both_sums_added(
+    texts: int, columns: int, kind: str, device: torch.device
+) -> None:
+    rows, near = 700, 1
+    stored = random_matrix(rows, columns, block="Q6_P")
+    asked = ProductRequest(0, columns, rows - 256 * near, levels=True)
+    layout = Mailbox(1, 0, 256, texts, (asked,))
+    (at,) = layout.places
+    if device.type == "cuda":
+        memory, there = shared_memory(layout.size, device, "a test")
+        place = DividedPlace(2, on_card, in_host_memory)
+        loaded = zigzag.load_zigzag(stored, device, CudaTileConfig(1, 8, 16, 2), place=place)
+        gpu_part: Any = offloaded.rest_of_first_bands(loaded, near)
+    else:
+        memory = np.zeros(layout.size, np.uint8)
+        there, gpu_part = torch.from_numpy(memory), SimpleNamespace(rows=rows, block="Q6_P")
+
+    def part(begin: int, dtype: torch.dtype, *shape: int) -> Tensor:
+        return there[begin : begin + dtype.itemsize * torch.Size(shape).numel()].view(dtype).view(shape)
+
+    of = OffloadedProduct(
+        gpu_part=gpu_part,
+        rows=rows,
+        sums=torch.zeros(texts, rows, device=device),
+        number=torch.tensor([7, 0], dtype=torch.int32, device=device),
+        before_list=False,
+        abort=part(layout.abort, torch.int32, 1),
+        request_number=part(at.request, torch.int32, 1),
+        request_x=part(at.x, torch.float32, texts, columns),
+        answer_number=part(at.answer, torch.int32, 1),
+        answer=part(at.y, torch.float32, texts, asked.rows),
+        waited=torch.zeros(1, dtype=torch.int64, device=device),
+        limit=50,
+        levels=part(at.levels, torch.uint8, columns),
+        x=torch.zeros(texts, columns, device=device),
+    )
+    x, norm = normal(texts, columns, seed=3), 1 + 0.1 * normal(columns, seed=2)
+    normed = reference.rms_norm(x, norm, EPS)
+    scales = 0.5 + torch.arange(texts) / 2 if "held" in kind else torch.ones(texts)
+    limits = torch.tensor([0.2, 0.5, 0.8, 1.2, 1.9])[:, None] * (0.7 + normal(columns, seed=4).abs())
+    limits[3:, ::7] = torch.inf
+    threshold = {"one": limits[1, :1], "column": limits[1], "none": None}.get(kind, limits)
+    levels = torch.full((columns,), 5)
+    if threshold is not None:
+        of_planes = threshold if threshold.dim() == 2 else threshold.expand(1, columns)
+        exceeded = (normed.abs()[:, None] > scales[:, None, None] * of_planes).sum(1).amax(0)
+        levels = exceeded if threshold.dim() == 2 else 5 * exceeded
+    input = Input(
+        (x[0] if texts == 1 else x).to(device),
+        norm.to(device),
+        EPS,
+        threshold=None if threshold is None else threshold.to(device),
+        scales=scales.to(device) if "held" in kind else None,
+    )
+    answered = normal(texts, asked.rows, seed=8)
+    memory[at.y : at.y + 4 * answered.numel()].view(np.float32)[:] = answered.flatten().numpy()
+    memory[at.answer : at.answer + 4].view(np.int32)[:] = 7
+    y, bias = torch.zeros(texts, rows, device=device), normal(rows, seed=9)
+    output = Output(y, bias=bias.to(device))
+    without = stored.blocks.clone()
+    without[near:, :, stored.levels[1] :] = 0  # what the processor multiplies
+    by_gpu = replace(stored, blocks=without)
+    sums = sum(
+        torch.where(levels == level, normed.double(), 0) @ decode_matrix(by_gpu, level).double().t()
+        for level in range(1, 6)
+    )
+    if device.type == "cuda":
+        multiply = zigzag_products.gemv if texts == 1 else zigzag_products.batch
+        offloaded.multiply(of, multiply, input, output)
+        torch.cuda.synchronize()
+    else:
+        offloaded.ask(of, input)
+        of.sums.copy_(torch.as_tensor(sums))
+        offloaded.take(of, output)
+    near_limit = 0
+    if threshold is not None:  # the last bit of a norm may decide
+        near_limit = int(((normed.abs()[:, None] / (scales[:, None, None] * of_planes) - 1).abs() < 1e-5).sum())
+    told = torch.from_numpy(memory[at.levels : at.levels + columns].copy()).long()
+    assert int((told != levels).sum()) <= near_limit
+    assert int(of.request_number) == 7
+    asked_x = torch.from_numpy(memory[at.x : at.x + 4 * normed.numel()].view(np.float32).copy()).view_as(normed)
+    torch.testing.assert_close(asked_x, torch.where(told > 0, normed, 0))
+    torch.testing.assert_close(of.x.cpu(), normed)
+    expected = torch.as_tensor(sums) + torch.nn.functional.pad(answered, (256 * near, 0)) + bias
+    assert float((y.cpu() - expected).abs().max()) < (2e-3 if not near_limit else 0.1) * float(expected.abs().max())
 
 
 def test_an_answer_that_never_comes_is_given_up(device: torch.device) -> None:

@@ -9,7 +9,6 @@ import torch
 from packed_models import random_model, stock_model, with_rules
 from torch import Tensor
 
-from sparsepack.errors import UserError
 from sparsepack.formats.packed import PackedExpertsSite, PackedModel
 from sparsepack.models.sites import SiteRule
 from sparsepack.runtime.cuda.decoder.decoder import CudaDecoder
@@ -138,9 +137,3 @@ def test_several_sequences_read_a_column_at_the_largest_level(shape: str) -> Non
     for key, share in oracle.activity().items():
         units = packed.layers[key[0]].units[key[1]]
         assert held.active()[key] == pytest.approx(share * held.stepped * units, rel=2e-2)
-
-
-@pytest.mark.usefixtures("simulated_card")
-def test_planes_are_not_divided_between_memories_yet() -> None:
-    with pytest.raises(UserError, match="matrices of Q6_P are not divided yet; leave it out, or pack as zigzag-q4_k"):
-        Engine(model("small"), device="cuda", context=64, vram="1GB", backend="cuda")

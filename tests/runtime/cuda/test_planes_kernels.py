@@ -1,5 +1,7 @@
 """Products with matrices of planes on the GPU, every column at a level of its own, against float64."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -16,9 +18,16 @@ from zigzag_cases import (
 from sparsepack.formats.blocks.table import BLOCKS
 from sparsepack.formats.matrix import PackedMatrix, decode_matrix
 from sparsepack.models.sites import levels_read
-from sparsepack.runtime.cuda.driver.memory import SENTINEL, flag_in_data_buffers
+from sparsepack.runtime.cuda.driver.memory import (
+    SENTINEL,
+    DividedPlace,
+    flag_in_data_buffers,
+    in_host_memory,
+    on_card,
+)
+from sparsepack.runtime.cuda.products.offloaded import counting_rest, rest_of_first_bands
 from sparsepack.runtime.cuda.products.tile_config import CudaTileConfig
-from sparsepack.runtime.cuda.products.zigzag import CudaZigzag, load_zigzag
+from sparsepack.runtime.cuda.products.zigzag import CudaZigzag, dequantise, load_zigzag
 from sparsepack.runtime.cuda.products.zigzag_products import Input, Output, batch, blocks, gemv, most_inputs
 from sparsepack.runtime.reference.products import ACTIVATION_FUNCTIONS
 
@@ -214,6 +223,73 @@ def test_several_inputs_read_a_column_at_the_largest_of_their_levels(config: Cud
     for found, one in zip(y, x, strict=True):
         assert_close(found, expected_of(stored, one, torch.full_like(one, 5)), PLANES_BATCH_LIMIT)
     assert int(active) == 700 * int(BYTES[-1])
+
+
+def clipped(stored: PackedMatrix, planes: int, level: int) -> Tensor:
+    """The weights of a level of which planes after the first ones are zero."""
+    blocks = stored.blocks.clone()
+    blocks[..., stored.levels[planes - 1] :] = 0
+    return decode_matrix(replace(stored, blocks=blocks), level).double().cuda()
+
+
+@pytest.mark.parametrize("copy_engine", [True, False])
+@pytest.mark.parametrize("planes", [1, 2, 3, 4])
+@every_config
+def test_planes_that_lie_elsewhere_are_read_of_the_first_tiles(
+    config: CudaTileConfig, planes: int, copy_engine: bool, request: pytest.FixtureRequest
+) -> None:
+    if not copy_engine:
+        if config.tile_bands == 2:
+            pytest.skip("others are enough")
+        request.getfixturevalue("no_copy_engine")
+    rows, columns = 2100, 700
+    stored = random_matrix(rows, columns, block=BLOCK)
+    matrix = load_zigzag(stored, "cuda", config, place=DividedPlace(planes, on_card, in_host_memory))
+    x, limits, bias = normal(3, columns), limits_for(columns), normal(rows, seed=5)
+    tiles = -(-9 // config.tile_bands)
+    beyond_columns = 320
+    for with_rest in sorted({0, 1, tiles // 2, tiles}):
+        read = torch.zeros(1, dtype=torch.int64, device="cuda")
+        rest = with_rest * config.tile_bands * 256
+        tile = slice(rest, rest + config.tile_bands * 256)
+        part = rest_of_first_bands(counting_rest(matrix, read), with_rest * config.tile_bands, beyond_columns)
+
+        def expected(one: Tensor, levels: Tensor, rest: int = rest, tile: slice = tile) -> Tensor:
+            y = bias.double()
+            for level in range(1, len(BYTES)):
+                whole, weights = decode_matrix(stored, level).double().cuda(), clipped(stored, planes, level)
+                weights[:rest] = whole[:rest]
+                weights[tile, :beyond_columns] = whole[tile, :beyond_columns]
+                y = y + weights @ torch.where(levels == level, one.double(), 0)
+            return y
+
+        for threshold in (limits, torch.tensor([0.6], device="cuda"), None):
+            of_each = (
+                torch.full_like(x, 5).long()
+                if threshold is None
+                else levels_read(x, limits)
+                if threshold is limits
+                else (x.abs() > threshold) * 5
+            )
+            y, active = torch.empty(rows, device="cuda"), torch.zeros((), dtype=torch.int64, device="cuda")
+            read.zero_()
+            gemv(part, Input(x[0], threshold=threshold), Output(y, bias=bias, active=active))
+            assert_close(y, expected(x[0], of_each[0]), PLANES_LIMIT)
+            assert int(active) == read_by(of_each[0])
+            beyond = (BYTES[of_each[0].cpu()] - BYTES[planes]).clamp_min(0).sum()
+            assert int(read) == int(beyond)
+            if most_inputs(part) < 3:
+                continue
+            ys, levels = torch.empty(3, rows, device="cuda"), of_each.amax(0)
+            read.zero_()
+            batch(part, Input(x, threshold=threshold), Output(ys, bias=bias))
+            for found, one in zip(ys, x, strict=True):
+                assert_close(found, expected(one, levels), PLANES_BATCH_LIMIT)
+            assert int(read) == int((BYTES[levels.cpu()] - BYTES[planes]).clamp_min(0).sum())
+    out = torch.zeros(columns, 256 * 9, dtype=torch.float16, device="cuda")
+    dequantise(matrix, out, 0, 9)
+    weights = decode_matrix(stored).cuda().t() * matrix.fp16_scale
+    assert (out[:, :rows].float() - weights).norm() < 4e-4 * weights.norm()
 
 
 def test_levels_are_for_planes_alone() -> None:

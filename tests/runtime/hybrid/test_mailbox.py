@@ -47,17 +47,25 @@ def test_views_lie_where_the_layout_says() -> None:
 
 @pytest.mark.parametrize("sequences", [1, 3])
 def test_products_lie_behind_the_answers_without_overlap(sequences: int) -> None:
-    products = ProductRequest(0, 300, 1), ProductRequest(0, 32, 1301), ProductRequest(2, 1, 33)
+    products = (
+        ProductRequest(0, 300, 1),
+        ProductRequest(0, 32, 1301),
+        ProductRequest(2, 1, 33),
+        ProductRequest(2, 300, 1301, levels=True, begins=64),
+    )
     layout = Mailbox(3, 37, 256, sequences, products)
     end = Mailbox(3, 37, 256, sequences).size
     for of, at in zip(products, layout.places, strict=True):
         assert (at.request, at.x) == (end, end + PART)
-        assert at.answer >= at.x + 4 * sequences * of.columns
+        after = at.x + 4 * sequences * of.columns
+        assert at.levels >= after if of.levels else at.levels == 0
+        assert at.answer >= (at.levels + of.columns if of.levels else after)
         assert at.y == at.answer + PART
         assert all(place % PART == 0 for place in (at.request, at.x, at.answer, at.y))
         end = -(-(at.y + 4 * sequences * of.rows) // PART) * PART
     assert layout.size == end
-    assert layout.product_parts[1] == (0, 32, 1301, False, *astuple(layout.places[1]))
+    assert layout.product_parts[1] == (0, 32, 1301, False, 0, *astuple(layout.places[1]))
+    assert layout.product_parts[3] == (2, 300, 1301, False, 64, *astuple(layout.places[3]))
 
 
 @pytest.mark.parametrize("products", [(ProductRequest(1, 2, 2), ProductRequest(0, 2, 2)), (ProductRequest(0, 0, 2),)])

@@ -13,7 +13,7 @@ from sparsepack.placement.budget import Plan
 from sparsepack.runtime.cuda.decoder.mlps import CudaMlp, load_mlp
 from sparsepack.runtime.cuda.decoder.sites import CudaSite, load_sites
 from sparsepack.runtime.cuda.driver.kernel_set import Kernels
-from sparsepack.runtime.cuda.driver.memory import Place
+from sparsepack.runtime.cuda.driver.memory import DividedPlace, Place
 from sparsepack.runtime.cuda.products.rows import RowsMatrix
 from sparsepack.runtime.decoder import load_vector
 from sparsepack.runtime.hybrid.cpu_gpu import CpuGpu
@@ -95,11 +95,16 @@ def load_model(
     def place(on_card: bool) -> Place:
         return here_of if on_card else kernels.in_host_memory
 
-    def layer(number: int, of: PackedLayer) -> CudaLayer:
-        here, gate_here = (
-            plan is None or number < first for first in ((plan.attention, plan.gates) if plan else (0, 0))
-        )
+    def place_of(kind: str, block: int) -> Place:
+        """The place of a kind of matrices of a block."""
+        if plan is None or not plan.parts.together:
+            return place(plan is None or kind == "records" or block < plan.matrices[kind][1])
+        planes, whole = plan.on_card(kind, block), len(plan.parts.levels)
+        if planes == whole or whole == 1:
+            return place(planes > 0)
+        return DividedPlace(max(planes, 1), place(planes > 0), kernels.in_host_memory)
 
+    def layer(number: int, of: PackedLayer) -> CudaLayer:
         block = packed.architecture.blocks[number]
 
         def norm(name: str) -> Tensor | None:
@@ -110,10 +115,11 @@ def load_model(
             return None if one is None or other is None else (one, other)
 
         post_norms, row_norms = norms("attn_post_norm", "mlp_post_norm"), norms("q_row_norm", "k_row_norm")
-        basis = None if of.basis is None else kernels.load_rows(of.basis, device, place=place(here))
-        attention = load_attention(of.attention, device, kernels, place(here))
-        down_here = plan is None or not plan.parts.together or number < plan.downs
-        mlp = load_any_mlp(of.mlp, device, kernels, place(gate_here), place(down_here))
+        of_attention = place_of("attention", number)
+        of_basis = here_of if isinstance(of_attention, DividedPlace) else of_attention
+        basis = None if of.basis is None else kernels.load_rows(of.basis, device, place=of_basis)
+        attention = load_attention(of.attention, device, kernels, of_attention)
+        mlp = load_any_mlp(of.mlp, device, kernels, place_of("gates", number), place_of("records", number))
         activation = ACTIVATIONS[block.mlp.activation]
         return CudaLayer(attention, mlp, norm("attn_norm"), norm("mlp_norm"), basis, post_norms, row_norms, activation)
 

@@ -47,6 +47,8 @@ class Kernels:
     # Loading.
     load_zigzag = staticmethod(zigzag.load_zigzag)
     first_bands = staticmethod(offloaded.first_bands)
+    counting_rest = staticmethod(offloaded.counting_rest)
+    rest_of_first_bands = staticmethod(offloaded.rest_of_first_bands)
     load_rows = staticmethod(rows.load_rows)
     load_rows_fp16 = staticmethod(rows.load_rows_fp16)
     load_experts = staticmethod(experts.load_experts)

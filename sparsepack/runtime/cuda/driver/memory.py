@@ -5,6 +5,7 @@ import mmap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from ctypes import addressof, c_char
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -82,6 +83,23 @@ Place = Callable[[Tensor], Tensor]
 def on_card(loaded: Tensor) -> Tensor:
     """Leave a loaded tensor in the GPU's memory."""
     return loaded
+
+
+@dataclass(frozen=True)
+class DividedPlace:
+    """A place for matrices of planes: the first ones of each column here, the others there. Whatever has no planes lies
+    where the first ones do.
+
+    levels      -- so many planes are the first ones, 1 to 4
+    first, rest -- their places
+    """
+
+    levels: int
+    first: Place
+    rest: Place
+
+    def __call__(self, loaded: Tensor) -> Tensor:
+        return self.first(loaded)
 
 
 def apart_on_card() -> Place:

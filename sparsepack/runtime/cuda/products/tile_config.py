@@ -106,6 +106,8 @@ class CudaTileConfig:
         if self.planes:
             bytes = max(self.tile_bands * self.block_bytes, PLANES_BYTES + 8)
             column = (bytes + 31) // 64 * 64 + 32  # an odd number of 32 bytes
+            if self.tile_bands == 1:  # whose first planes and others may take 32 more where they lie apart
+                column += 32
         if self.offloaded:
             column = max(column, LINE_BYTES * (self.tile_bands + 1))
         return self.stages * K_TILE * column
@@ -156,13 +158,10 @@ def default_tile_config(
         return fitted(CudaTileConfig(tile_bands, 8, STAGES[tile_bands], splits, block_bytes), needed, device)
 
     if block_bytes == PLANES_BYTES:
-        most = min(PLANES_SPLITS, -(-columns // COLUMNS_AT_ONCE))
-        for tile_bands in (4, 2, 1):
-            splits = max(1, min(most, multiprocessors(device) // -(-bands // tile_bands)))
-            few = tile_bands == 4 and columns // splits < FEW_PLANES_COLUMNS
-            if tile_bands <= bands and not few:
-                break
-        return fitted(CudaTileConfig(tile_bands, 8, PLANES_STAGES[tile_bands], splits, block_bytes), needed, device)
+        tile_bands = planes_tile_bands(bands)
+        found = planes_tile_config(bands, columns, device, tile_bands)
+        few = tile_bands == 4 and columns // found.splits < FEW_PLANES_COLUMNS
+        return planes_tile_config(bands, columns, device, 2) if few else found
     one = CudaTileConfig(1, 8, 0, filling_splits(bands, columns, device, 1), block_bytes)
     if not gate and COLUMNS_AT_ONCE * one.chunks(columns) <= FEW_COLUMNS:
         return one
@@ -172,6 +171,23 @@ def default_tile_config(
     if not gate and enough and columns // four.splits >= MANY_COLUMNS and fits:
         return four
     return of(2 if gate or bands >= 4 else 1)
+
+
+def planes_tile_bands(bands: int) -> int:
+    """The most bands of a tile of planes, and as many as there are where a part of the matrix lies elsewhere."""
+    return next(size for size in (4, 2, 1) if size <= bands)
+
+
+def planes_tile_config(bands: int, columns: int, device: torch.device, tile_bands: int) -> CudaTileConfig:
+    """The configuration of a matrix of planes in tiles of so many bands."""
+
+    def needed(config: CudaTileConfig) -> int:
+        return shared_bytes(columns, config)
+
+    most = min(PLANES_SPLITS, -(-columns // COLUMNS_AT_ONCE))
+    splits = max(1, min(most, multiprocessors(device) // -(-bands // tile_bands)))
+    stages = PLANES_STAGES[tile_bands]
+    return fitted(CudaTileConfig(tile_bands, 8, stages, splits, PLANES_BYTES), needed, device)
 
 
 def offloaded_tile_bands(bands: int) -> int:
@@ -225,15 +241,17 @@ def _most_splits(columns: int, tile_bands: int) -> int:
     return min(MOST_SPLITS[tile_bands], -(-columns // COLUMNS_AT_ONCE))
 
 
-def measured_tile_config(shape: Shape, device: torch.device, gate: bool = False) -> CudaTileConfig | None:
+def measured_tile_config(
+    shape: Shape, device: torch.device, gate: bool = False, block: str = "Q4_K"
+) -> CudaTileConfig | None:
     """The configuration that was measured for a matrix on this kind of GPU; None where none was, or none for a gate."""
-    found = tuned(torch.cuda.get_device_name(device)).get(shape)
+    found = tuned(torch.cuda.get_device_name(device), block).get(shape)
     return None if found is None or (gate and found.tile_bands % 2) else found
 
 
-def tuning_path(gpu: str) -> Path:
-    """The file that keeps what was measured on a kind of GPU, by the GPU's name."""
-    return tuning.tuning_path("cuda", gpu)
+def tuning_path(gpu: str, block: str = "Q4_K") -> Path:
+    """The file that keeps what was measured on a kind of GPU, by the GPU's name, for a type of superblocks."""
+    return tuning.tuning_path("cuda", gpu, block=block)
 
 
 def read_tuning(path: Path) -> dict[Shape, dict[str, Any]]:
@@ -242,9 +260,9 @@ def read_tuning(path: Path) -> dict[Shape, dict[str, Any]]:
 
 
 @cache
-def tuned(gpu: str) -> Mapping[Shape, CudaTileConfig]:
+def tuned(gpu: str, block: str = "Q4_K") -> Mapping[Shape, CudaTileConfig]:
     """The configurations measured on a kind of GPU; empty where `sparsepack tune` never ran there."""
-    return {shape: tile_config_of(row) for shape, row in read_tuning(tuning_path(gpu)).items()}
+    return {shape: tile_config_of(row) for shape, row in read_tuning(tuning_path(gpu, block)).items()}
 
 
 def tile_config_of(row: Mapping[str, Any]) -> CudaTileConfig:

@@ -25,14 +25,16 @@ from sparsepack.runtime.cuda.products.tile_config import (
     tuned,
     tuning_path,
 )
-from sparsepack.runtime.cuda.products.zigzag import CudaZigzag, load_zigzag
+from sparsepack.runtime.cuda.products.zigzag import CudaZigzag, block_bytes, load_zigzag
 from sparsepack.runtime.cuda.products.zigzag_products import Input, Output, gemv
-from sparsepack.runtime.tuning import ACTIVE, ROTATION, Shape, copies_of, measure_shapes, random_blocks, row_of
+from sparsepack.runtime.tuning import ROTATION, Shape, copies_of, measure_shapes, random_blocks, row_of, thresholds
 
 CHOICES: Mapping[str, Sequence[int]] = MappingProxyType(
     {"tile_bands": (1, 2, 4, 8), "splits": (1, 2, 4, 8, 16, 32), "warps": (8, 16), "stages": (0, 8, 16, 24)}
 )
 """The fields of the configuration may have these values."""
+STAGES_OF_PLANES = (4, 8, 12, 16, 24)
+"""`stages` of matrices of planes, which travel to a ring."""
 TOGETHER = (("tile_bands", "stages"), ("splits",), ("warps", "stages"))
 """The fields of a group are chosen at one time, since together they fill shared memory; the groups come in this order.
 With other tiles come as many splits as fill the GPU."""
@@ -44,35 +46,39 @@ REPLAYS = 15
 
 
 def measure(
-    shapes: Iterable[Shape], device: torch.device | str = "cuda", gates: Collection[Shape] = ()
+    shapes: Iterable[Shape],
+    device: torch.device | str = "cuda",
+    gates: Collection[Shape] = (),
+    block: str = "Q4_K",
 ) -> dict[str, Any]:
     """Search for the fastest configuration of every shape, and return what was found as JSON-able values.
 
-    Half of the columns are active, the weights come from memory, and collecting the columns is part of the time. What
-    was measured before for other shapes stays.
+    Half of the columns are active, of planes 3.4 bits of a weight are read; the weights come from memory, and
+    collecting the columns is part of the time. What was measured before for other shapes stays.
 
     gates -- of the shapes, those of gate and up, which are measured as the decoder runs them
+    block -- the type of the superblocks, of which files are kept apart
 
     Raises `UserError` where the cuda backend cannot run, `OutputError` where the result cannot be kept.
     """
     device = usable(device)
     gpu = torch.cuda.get_device_name(device)
-    path = tuning_path(gpu)
+    path = tuning_path(gpu, block)
     with torch.cuda.device(device):
-        head = {"schema": SCHEMA, "gpu_info": gpu}
+        head = {"schema": SCHEMA, "gpu_info": gpu, "block": block}
         found = measure_shapes(
-            shapes, path, head, read_tuning(path), lambda shape: _best(shape, device, shape in gates)
+            shapes, path, head, read_tuning(path), lambda shape: _best(shape, device, shape in gates, block)
         )
     tuned.cache_clear()
     return found
 
 
-def _best(shape: Shape, device: torch.device, gate: bool) -> dict[str, Any]:
+def _best(shape: Shape, device: torch.device, gate: bool, block: str = "Q4_K") -> dict[str, Any]:
     """The configuration with the least median time, searched for field by field, from the one that runs where nothing
     was measured."""
     gate = gate and shape[0] % (2 * BAND_ROWS) == 0
-    trial = _Trial(shape, device, gate)
-    best = default_tile_config(trial.bands, shape[1], device, gate)
+    trial = _Trial(shape, device, gate, block)
+    best = default_tile_config(trial.bands, shape[1], device, gate, block_bytes(block))
     times = {best: trial.nanoseconds(best)}
     for _ in range(TURNS):
         for names in TOGETHER:
@@ -83,7 +89,7 @@ def _best(shape: Shape, device: torch.device, gate: bool) -> dict[str, Any]:
                     times[candidate] = trial.nanoseconds(candidate)
             best = min(times, key=lambda config: times[config])
     trial.check()
-    return row_of(shape, asdict(best), times.values(), times[best])
+    return row_of(shape, asdict(best), times.values(), times[best], block)
 
 
 _IMPOSSIBLE = RuntimeError, ValueError
@@ -95,7 +101,8 @@ def _candidates(
 ) -> Iterator[CudaTileConfig]:
     """Each configuration with other values of some fields, once."""
     found = set[CudaTileConfig]()
-    for values in product(*(CHOICES[name] for name in names)):
+    choices = {**CHOICES, "stages": STAGES_OF_PLANES} if best.planes else CHOICES
+    for values in product(*(choices[name] for name in names)):
         chosen = dict(zip(names, values, strict=True))
         if "tile_bands" in chosen:
             chosen["splits"] = filling_splits(trial.bands, trial.columns, device, chosen["tile_bands"])
@@ -109,13 +116,13 @@ def _candidates(
 class _Trial:
     """Products of one shape. Copies of the matrix take turns, in one layout at a time."""
 
-    def __init__(self, shape: Shape, device: torch.device, gate: bool) -> None:
-        self._shape, self._gate = shape, gate
-        self._blocks = random_blocks(shape).to(device)
+    def __init__(self, shape: Shape, device: torch.device, gate: bool, block: str = "Q4_K") -> None:
+        self._shape, self._gate, self._block = shape, gate, block
+        self._blocks = random_blocks(shape, block).to(device)
         self.bands, self.columns = self._blocks.shape[:2]
         generator = torch.Generator().manual_seed(0)
         self._x = torch.randn(shape[1], generator=generator).to(device)
-        self._threshold = self._x.abs().quantile(1 - ACTIVE).reshape(1)
+        self._threshold = thresholds(self._x, block)
         self._y = torch.empty(shape[0], device=device)
         self._stream = own_stream()
         self._layout: tuple[int, list[Tensor]] | None = None
@@ -152,14 +159,14 @@ class _Trial:
         gemv(matrix, Input(self._x, threshold=self._threshold), Output(self._y, activation=0 if self._gate else None))
 
     def _laid_out(self, config: CudaTileConfig) -> CudaZigzag:
-        packed = PackedMatrix(self._blocks, MatrixFormat("Q4_K", "zigzag"), *self._shape)
+        packed = PackedMatrix(self._blocks, MatrixFormat(self._block, "zigzag"), *self._shape)
         return load_zigzag(packed, self._blocks.device, config, gate=self._gate)
 
     def _matrices(self, config: CudaTileConfig) -> list[CudaZigzag]:
         first = self._laid_out(config)
         if self._layout is None or self._layout[0] != config.tile_bands:
             self._layout = None  # before the next one is made
-            copies = copies_of(self._blocks, ROTATION, COPIES)
+            copies = copies_of(self._blocks.numel(), ROTATION, COPIES)
             self._layout = config.tile_bands, [first.blocks.clone() for _ in range(copies)]
         return [replace(first, blocks=blocks) for blocks in self._layout[1]]
 

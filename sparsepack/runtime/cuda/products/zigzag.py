@@ -15,19 +15,39 @@ from sparsepack.formats.blocks.table import BLOCKS
 from sparsepack.formats.matrix import PackedMatrix
 from sparsepack.formats.orders.zigzag import BAND_ROWS, codec_of, superblock_bytes
 from sparsepack.runtime.cuda.driver.kernel import kernel, launch, multiprocessors
-from sparsepack.runtime.cuda.driver.memory import Place, on_card
+from sparsepack.runtime.cuda.driver.memory import DividedPlace, Place, on_card
 from sparsepack.runtime.cuda.products.tile_config import (
     CudaTileConfig,
     default_tile_config,
     measured_tile_config,
+    planes_tile_bands,
+    planes_tile_config,
 )
-from sparsepack.runtime.tuning import TUNED_BLOCK
 
 LARGEST_FACTOR = 63  # of d: scales have 6 bits
 PLANES_PARTS = (8, 64, 32, 32, 32, 32)
 """The bytes of a superblock's header and planes on the GPU."""
 SCRATCH_BYTES = 1 << 28
 """This many bytes of a matrix are dequantised at a time."""
+
+
+@dataclass(frozen=True)
+class Rest:
+    """What of a matrix of planes lies elsewhere, mostly in the host's memory.
+
+    first  -- so many planes of a column lie with the matrix
+    planes -- the others: uint8 [tiles, columns, bytes]
+    tiles, columns -- of so many first tiles products read them, and of the next one of so many first columns; of the
+              others somebody else multiplies them. A prompt is multiplied with all
+    read   -- int64 [1], to which products add the bytes of a row of superblocks that columns have there by their
+              levels; None: nobody counts
+    """
+
+    first: int
+    planes: Tensor
+    tiles: int
+    read: Tensor | None = None
+    columns: int = 0
 
 
 @dataclass(frozen=True)
@@ -43,6 +63,7 @@ class CudaZigzag:
     fp16_scale    -- power of two that brings the largest weight near the largest float16
     row_scale     -- what the sums of rows are multiplied by: float32 [bands * 256]; None: nothing
     block         -- the type of the superblocks
+    rest          -- what of its planes lies elsewhere; None: nothing
     """
 
     blocks: Tensor
@@ -56,6 +77,7 @@ class CudaZigzag:
     row_scale: Tensor | None = None
     block: str = "Q4_K"
     typical_scale: float = 0.0
+    rest: Rest | None = None
 
     @property
     def planes(self) -> bool:
@@ -85,13 +107,21 @@ def load_zigzag(
         raise ValueError(f"{config}: gate and up need an even number of bands in a tile")
     blocks, block = matrix.padded().blocks.to(device), matrix.format.block
     size = block_bytes(block)
-    if config is None and block == TUNED_BLOCK:
-        config = measured_tile_config((matrix.rows, matrix.columns), blocks.device, gate)
+    if config is None and isinstance(place, DividedPlace) and BLOCKS[block].levels:
+        bands = blocks.shape[0]
+        config = planes_tile_config(bands, matrix.columns, blocks.device, planes_tile_bands(bands))
+    elif config is None:
+        config = measured_tile_config((matrix.rows, matrix.columns), blocks.device, gate, block)
     config = config or default_tile_config(blocks.shape[0], matrix.columns, blocks.device, gate, size)
     config = replace(config, block_bytes=size)
     laid, ends_of_all = in_order(blocks, block)
-    there, ends = place(tiled(laid, config.tile_bands, gate, block)), ((end,) for end in ends_of_all)
+    in_tiles, ends, rest = tiled(laid, config.tile_bands, gate, block), ((end,) for end in ends_of_all), None
+    if isinstance(place, DividedPlace) and BLOCKS[block].levels:
+        in_tiles, others = divided(in_tiles, place.levels)
+        rest = Rest(place.levels, place.rest(others), len(others))
+    there = place(in_tiles)
     loaded = laid_out(there, matrix.rows, matrix.columns, config, blocks.shape[0] // 2 if gate else 0, ends, block)
+    loaded = replace(loaded, rest=rest)
     if matrix.row_scale is None:
         return loaded
     row_scale = torch.zeros(len(blocks) * BAND_ROWS, device=blocks.device)
@@ -144,6 +174,16 @@ def tiled(blocks: Tensor, tile_bands: int, gate: bool, block: str = "Q4_K") -> T
         headers = functional.pad(headers, (0, max(16 - headers.shape[2], 0)))
         return torch.cat([headers, *planes], dim=2).view(*together.shape[:2], tile_bands, -1)
     return together.contiguous()
+
+
+def divided(tiles: Tensor, levels: int) -> tuple[Tensor, Tensor]:
+    """Tiles of planes, as `tiled` gives them, as the first planes of all columns, in as many dimensions, and the others
+    [tiles, columns, bytes]."""
+    count, columns, tile_bands, _ = tiles.shape
+    pieces = tiles.view(count, columns, -1)
+    others = tile_bands * sum(PLANES_PARTS[1 + levels :])
+    first = pieces[..., : pieces.shape[2] - others].contiguous().view(count, columns, tile_bands, -1)
+    return first, pieces[..., pieces.shape[2] - others :].contiguous()
 
 
 def headers_in_order(blocks: Tensor) -> Tensor:
@@ -232,7 +272,7 @@ def _padded(blocks: Tensor, multiple: int) -> Tensor:
 def dequantise(matrix: CudaZigzag, out: Tensor, first: int, bands: int) -> None:
     """Bands of a matrix, transposed, times `fp16_scale`: out float16 [columns, 256 * bands]."""
     blocks, scale, row_scale = matrix.blocks, matrix.fp16_scale, matrix.row_scale
-    dequantise_blocks(blocks, out, scale, first, bands, matrix.gate_bands, row_scale, matrix.block)
+    dequantise_blocks(blocks, out, scale, first, bands, matrix.gate_bands, row_scale, matrix.block, matrix.rest)
 
 
 def dequantise_blocks(
@@ -244,9 +284,11 @@ def dequantise_blocks(
     gate_bands: int = 0,
     row_scale: Tensor | None = None,
     block: str = "Q4_K",
+    rest: Rest | None = None,
 ) -> None:
     """Bands of superblocks uint8 [tiles, columns, tile_bands, bytes] times `scale`: out float16 [columns, 256 * bands].
-    gate_bands, row_scale, block: as of a `CudaZigzag`."""
+    gate_bands, row_scale, block, rest: as of a `CudaZigzag`."""
+    present = len(BLOCKS[block].levels) if rest is None else rest.first
     device, (tiles, columns, tile_bands, _) = blocks.device, blocks.shape
     warps, at_once = 8, 4
     filling = -(-multiprocessors(device) * 32 // tiles)  # some six times what runs at once: ends even out
@@ -256,4 +298,5 @@ def dequantise_blocks(
         warps * 32,
         *(blocks, columns, tile_bands, gate_bands),
         *(first, bands, scale, row_scale, out, out.stride(0)),
+        *(None if rest is None else rest.planes, present),
     )

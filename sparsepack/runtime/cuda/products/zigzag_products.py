@@ -172,6 +172,7 @@ def gemv(
         grid,
         config.threads,
         *(matrix.blocks, matrix.columns, matrix.rows, matrix.largest_scale, matrix.typical_scale, matrix.row_scale),
+        *_of_rest(matrix),
         *(input.x, input.norm, input.eps, input.squares, parts),
         *(input.threshold, input.offset, input.scales),
         *(output.y, output.bias, output.residual, output.squares),
@@ -245,7 +246,7 @@ def batch(matrix: CudaZigzag, input: Input, output: Output) -> None:
         kernel("zigzag_batch", "zigzag_batch", _batch_defines(matrix, input, output.activation), device.index or 0),
         (config.splits, matrix.blocks.shape[0]),
         config.threads,
-        *(matrix.blocks, matrix.columns, matrix.rows, matrix.largest_d, matrix.row_scale),
+        *(matrix.blocks, matrix.columns, matrix.rows, matrix.largest_d, matrix.row_scale, *_of_rest(matrix)),
         *(input.x, input.norm, input.eps, input.squares, 0 if input.squares is None else input.squares.shape[1]),
         *(input.threshold, input.offset, input.scales),
         *(output.y, output.bias, output.residual, output.squares),
@@ -356,7 +357,14 @@ def _macros(matrix: CudaZigzag, most_rounds: int = MOST_ROUNDS) -> dict[str, int
         "BLOCK": matrix.block.lower(),
         "ROUNDS": -(-each // passes),
         "PASSES": passes,
+        **({} if matrix.rest is None else {"CARD_LEVELS": matrix.rest.first}),
     }
+
+
+def _of_rest(matrix: CudaZigzag) -> tuple[Tensor | None, int, int, Tensor | None]:
+    """The arguments of a product's kernel that say where planes are that lie elsewhere."""
+    rest = matrix.rest
+    return (None, 0, 0, None) if rest is None else (rest.planes, rest.tiles, rest.columns, rest.read)
 
 
 def _per_channel(threshold: Tensor | None) -> int:

@@ -42,7 +42,8 @@ public:
 
     ZigzagMatrix load_zigzag(Array<const uint8_t, 3> blocks, int64_t rows, int32_t span, int32_t tile,
                              std::optional<Array<const uint8_t, 2>> tail,
-                             std::optional<Array<const float, 1>> row_scale, int32_t block) {
+                             std::optional<Array<const float, 1>> row_scale, int32_t block, int32_t absent) {
+        expect(absent >= 0 && absent < (block == Q6_P ? PLANES : 1), "absent: expected fewer planes than there are");
         int64_t columns = blocks.shape(1), superblock = expect_block(block);
         expect((int64_t)blocks.shape(2) == superblock, "blocks: expected [bands, columns, superblock bytes]");
         expect_matrix(blocks.shape(0), rows, columns, span, tile, bool(tail));
@@ -51,8 +52,8 @@ public:
             "tail: expected [superblocks, superblock bytes]");
         expect(!row_scale || (int64_t)row_scale->shape(0) == rows, "row_scale: expected [rows]");
         std::lock_guard<std::mutex> lock(mutex_);
-        auto made =
-            repack_zigzag(blocks.data(), rows, columns, span, tile, pool_, tail ? tail->data() : nullptr, block);
+        auto made = repack_zigzag(blocks.data(), rows, columns, span, tile, pool_, tail ? tail->data() : nullptr, block,
+                                  absent);
         if (row_scale) {
             made.row_scale.assign(row_scale->data(), row_scale->data() + rows);
             made.row_scale.resize((size_t)made.view.bands * BAND_ROWS);
@@ -309,7 +310,8 @@ void bind_operations(nb::module_& m) {
     nb::class_<Operations>(m, "Operations")
         .def(nb::init<const std::string&, int>(), "instruction_set"_a, "threads"_a)
         .def("load_zigzag", &Operations::load_zigzag, "blocks"_a, "rows"_a, "span"_a, "tile"_a,
-             "tail"_a.none() = nb::none(), "row_scale"_a.none() = nb::none(), "block"_a = int32_t(Q4_K), Released())
+             "tail"_a.none() = nb::none(), "row_scale"_a.none() = nb::none(), "block"_a = int32_t(Q4_K), "absent"_a = 0,
+             Released())
         .def("load_experts", &Operations::load_experts, "blocks"_a, "rows"_a, "span"_a, "tile"_a,
              "tail"_a.none() = nb::none(), "block"_a = int32_t(Q4_K), Released())
         .def("unpack_zigzag", &Operations::unpack_zigzag, "matrix"_a, "blocks"_a, Released())

@@ -22,11 +22,12 @@ using Released = nb::call_guard<nb::gil_scoped_release>;
 // layout: mailbox.Mailbox
 Mailbox layout_of(nb::handle layout) {
     auto number = [&](const char* name) { return nb::cast<int64_t>(layout.attr(name)); };
-    using ProductParts = std::tuple<int32_t, int32_t, int32_t, int32_t, int64_t, int64_t, int64_t, int64_t>;
+    using ProductParts =
+        std::tuple<int32_t, int32_t, int32_t, int32_t, int32_t, int64_t, int64_t, int64_t, int64_t, int64_t>;
     std::vector<MailboxProduct> products;
-    for (auto [block, columns, rows, skips, request, x, answer, y] :
+    for (auto [block, columns, rows, skips, begins, request, x, answer, y, levels] :
          nb::cast<std::vector<ProductParts>>(layout.attr("product_parts")))
-        products.push_back({block, columns, rows, skips, request, x, answer, y});
+        products.push_back({block, columns, rows, skips, begins, request, x, answer, y, levels});
     return {int32_t(number("blocks")),
             int32_t(number("neurons")),
             int32_t(number("hidden")),

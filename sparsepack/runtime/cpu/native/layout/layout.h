@@ -51,6 +51,7 @@ struct Zigzag {
     const float* row_scale;  // [bands * 256]: what each row's sum is multiplied by; null: nothing
     int32_t block;           // the number of one of ZigzagBlocks, or Q6_P
     ZigzagBytes bytes;       // of that block
+    int32_t absent = 0;      // of Q6_P: so many first planes lie elsewhere, and are multiplied there (layout/planes.h)
 };
 
 // Bytes of one column of a whole quad.

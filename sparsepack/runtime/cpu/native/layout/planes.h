@@ -17,6 +17,11 @@
 //     plane 1:         first groups of chunk 0 | 1 | 2 | 3 | second groups of chunk 0 | 1 | 2 | 3 | of chunk 4 | ...
 //     planes 2 and 3:  plane 2 of chunk 0 | 1 | 2 | ... | plane 3 of chunk 0 | 1 | 2 | ...
 //
+// Where the first planes lie elsewhere, parts that have only these are not there, and products add the others alone: their
+// columns are of levels above `absent`, and a weight is
+//
+//     S (32 p2 + 16 p3 + 8 p4 + 4 p5), of these the planes from absent + 1 to the level
+//
 // So each 128 bits of a vector are of one group, and every byte holds bits of one group alone.
 #pragma once
 #include "layout/layout.h"
@@ -45,7 +50,7 @@ static inline int32_t plane_slot(int32_t group) { return group / 8 * 8 + group %
 struct PlanesSpan {
     const uint8_t *scales, *parts[PLANE_PARTS];
     int64_t scales_stride, stride;
-    int32_t quads, chunks;
+    int32_t quads, chunks, absent;
     int64_t columns;
     const uint8_t* bounds;  // [quads][columns]
 };
@@ -54,16 +59,18 @@ static inline int32_t plane_chunks(const Zigzag* m, int32_t span) {
     return (span_chunks(m, span) * CHUNK_ROWS + PLANE_CHUNK - 1) / PLANE_CHUNK;
 }
 static inline int64_t whole_lines(int64_t bytes) { return (bytes + 63) & ~(int64_t)63; }
-static inline int64_t planes_span_bytes(int64_t columns, int32_t quads, int32_t chunks) {
+// The first part that has planes after so many.
+static inline int32_t first_part(int32_t absent) { return (absent + 1) / 2; }
+static inline int64_t planes_span_bytes(int64_t columns, int32_t quads, int32_t chunks, int32_t absent) {
     return whole_lines(columns * quads * (int64_t)sizeof(PlaneScales)) +
-           PLANE_PARTS * whole_lines(columns * chunks * (int64_t)CHUNK_PART_BYTES);
+           (PLANE_PARTS - first_part(absent)) * whole_lines(columns * chunks * (int64_t)CHUNK_PART_BYTES);
 }
 // All spans of a matrix. After them come the bounds, uint8 [quads][columns]: the largest s of a column's groups.
 static inline int64_t planes_bytes(const Zigzag* m) {
     int32_t last = spans(m) - 1, chunks = plane_chunks(m, last);
     int32_t quads = (chunks + QUAD_PLANE_CHUNKS - 1) / QUAD_PLANE_CHUNKS;
-    return last * planes_span_bytes(m->columns, m->span, m->span * QUAD_PLANE_CHUNKS) +
-           planes_span_bytes(m->columns, quads, chunks) + PLANE_SLACK;
+    return last * planes_span_bytes(m->columns, m->span, m->span * QUAD_PLANE_CHUNKS, m->absent) +
+           planes_span_bytes(m->columns, quads, chunks, m->absent) + PLANE_SLACK;
 }
 static inline int64_t plane_bounds_bytes(const Zigzag* m) { return quads(m) * m->columns; }
 static inline PlanesSpan planes_span(const Zigzag* m, int32_t span) {
@@ -73,10 +80,12 @@ static inline PlanesSpan planes_span(const Zigzag* m, int32_t span) {
     at.quads = (at.chunks + QUAD_PLANE_CHUNKS - 1) / QUAD_PLANE_CHUNKS;
     at.scales_stride = at.quads * (int64_t)sizeof(PlaneScales);
     at.stride = at.chunks * (int64_t)CHUNK_PART_BYTES;
-    at.scales = m->data + span * planes_span_bytes(m->columns, m->span, m->span * QUAD_PLANE_CHUNKS);
+    at.scales = m->data + span * planes_span_bytes(m->columns, m->span, m->span * QUAD_PLANE_CHUNKS, m->absent);
+    at.absent = m->absent;
     at.parts[0] = at.scales + whole_lines(m->columns * at.scales_stride);
     at.bounds = m->data + planes_bytes(m) + span * m->span * m->columns;
-    for (int32_t i = 1; i < PLANE_PARTS; i++) at.parts[i] = at.parts[i - 1] + whole_lines(m->columns * at.stride);
+    for (int32_t i = 1; i < PLANE_PARTS; i++)
+        at.parts[i] = at.parts[i - 1] + (i > first_part(m->absent) ? whole_lines(m->columns * at.stride) : 0);
     return at;
 }
 

@@ -38,8 +38,9 @@ void pack_group(const Q6PBlock& block, int32_t from, const PlanesSpan& to, int64
     uint8_t* parts[PLANE_PARTS];
     for (int32_t i = 0; i < PLANE_PARTS; i++) parts[i] = const_cast<uint8_t*>(to.parts[i]) + column * to.stride;
     int32_t chunk = group / 2, second = group % 2;
-    gather_bits(block.first, 16, 2 * from, 0, 3, 0, parts[0] + first_plane_offset(to.chunks, chunk, second));
-    for (int32_t plane = 2; plane <= PLANES; plane++) {
+    if (!to.absent)
+        gather_bits(block.first, 16, 2 * from, 0, 3, 0, parts[0] + first_plane_offset(to.chunks, chunk, second));
+    for (int32_t plane = std::max(2, to.absent + 1); plane <= PLANES; plane++) {
         uint8_t* other = parts[plane / 2] + plane_offset(to.chunks, chunk, plane);
         gather_bits(block.others[plane - 2], 0, 2 * from, 1, 1, second, other);
     }

@@ -132,15 +132,16 @@ void unpack_quad(const Quad* quad, int32_t bands, uint8_t* blocks, int64_t band_
 }
 
 ZigzagMatrix repack_zigzag(const uint8_t* blocks, int64_t rows, int64_t columns, int32_t span, int32_t tile, Pool& pool,
-                           const uint8_t* tail, int32_t block) {
-    ExpertsMatrix one = repack_experts(blocks, 1, rows, columns, span, tile, pool, tail, block);
+                           const uint8_t* tail, int32_t block, int32_t absent) {
+    ExpertsMatrix one = repack_experts(blocks, 1, rows, columns, span, tile, pool, tail, block, absent);
     return {one.views[0], std::move(one.memory), {}};
 }
 
 ExpertsMatrix repack_experts(const uint8_t* blocks, int64_t experts, int64_t rows, int64_t columns, int32_t span,
-                             int32_t tile, Pool& pool, const uint8_t* tail, int32_t block) {
+                             int32_t tile, Pool& pool, const uint8_t* tail, int32_t block, int32_t absent) {
     int32_t bands = (int32_t)((rows + BAND_ROWS - 1) / BAND_ROWS), pieces = tail ? tail_pieces(rows) : 0;
-    Zigzag shape = {nullptr, rows, columns, bands, span, tile, nullptr, pieces, nullptr, block, zigzag_block(block)};
+    Zigzag shape = {nullptr, rows, columns, bands, span, tile, nullptr, pieces, nullptr, block, zigzag_block(block),
+                    absent};
     shape.span = std::min(span, quads(&shape));
     bool planes = block == Q6_P;
     int64_t bytes =

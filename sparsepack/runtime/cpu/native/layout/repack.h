@@ -28,9 +28,10 @@ static inline int64_t tail_blocks(int64_t rows, int64_t columns) { return (colum
 
 // blocks: [bands, columns, superblock bytes] as in the file; where they are a view of one, its pages are given back as soon as
 // they are copied, so that a model is never held twice. A span longer than the matrix becomes as long as the matrix.
-// tail: [tail_blocks, superblock bytes], then `blocks` has the whole bands alone; null: the last band is padded.
+// tail: [tail_blocks, superblock bytes], then `blocks` has the whole bands alone; null: the last band is padded. absent: of
+// planes, so many first ones are left out.
 ZigzagMatrix repack_zigzag(const uint8_t* blocks, int64_t rows, int64_t columns, int32_t span, int32_t tile, Pool& pool,
-                           const uint8_t* tail = nullptr, int32_t block = Q4_K);
+                           const uint8_t* tail = nullptr, int32_t block = Q4_K, int32_t absent = 0);
 
 // The inverse of `repack_zigzag` of a matrix of Q4_K without a tail, byte for byte.
 void unpack_zigzag(const Zigzag& matrix, uint8_t* blocks, Pool& pool);
@@ -42,7 +43,8 @@ struct ExpertsMatrix {
 
 // The same for a matrix of each of `experts`: blocks [experts, bands, columns, bytes], tail [experts, tail_blocks, bytes].
 ExpertsMatrix repack_experts(const uint8_t* blocks, int64_t experts, int64_t rows, int64_t columns, int32_t span,
-                             int32_t tile, Pool& pool, const uint8_t* tail = nullptr, int32_t block = Q4_K);
+                             int32_t tile, Pool& pool, const uint8_t* tail = nullptr, int32_t block = Q4_K,
+                             int32_t absent = 0);
 
 // A matrix of planes of that shape at `data`, which has the bytes of its spans and bounds (layout/planes.h), zeros; what `repack_experts` does.
 Zigzag repack_planes(Zigzag view, const uint8_t* blocks, const uint8_t* tail, uint8_t* data, Pool& pool);

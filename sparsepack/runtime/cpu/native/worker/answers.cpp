@@ -13,6 +13,22 @@ constexpr int32_t FIRST_RECORDS = 4;
 // Whoever adds takes whole cache lines.
 constexpr int64_t LINE = 16;  // floats
 
+// Of columns from `first` on, those of each level above `absent`, one list after the other.
+LevelRanges list_levels(const uint8_t* levels, int32_t first, int32_t count, int32_t absent, int32_t* list) {
+    LevelRanges ranges = {};
+    int32_t counts[256] = {}, at = 0;
+    for (int32_t i = 0; i < count; ++i) ++counts[levels[first + i]];
+    for (int32_t level = absent + 1; level <= PLANES; ++level) {
+        ranges.first[level - 1] = ranges.last[level - 1] = at;
+        at += counts[level];
+    }
+    for (int32_t i = 0; i < count; ++i) {
+        int32_t level = levels[first + i];
+        if (level > absent && level <= PLANES) list[ranges.last[level - 1]++] = first + i;
+    }
+    return ranges;
+}
+
 }  // namespace
 
 // y [sequences][hidden] = the sum over the thread's range of the listed neurons
@@ -106,6 +122,7 @@ void ColdWorker::multiply_together(int32_t number, int thread) noexcept {
     const int32_t tiles = (product.columns + m.tile - 1) / m.tile;
     const int64_t stride = gemv_stride(m);
     auto border = [&](int32_t n) { return std::min(product.columns, int32_t(int64_t(tiles) * n / slices) * m.tile); };
+    const uint8_t* levels = product.levels ? memory_ + product.levels : nullptr;
     Own& own = own_[thread];
     bool second = false;
     auto item = [&](int32_t at) {
@@ -113,7 +130,13 @@ void ColdWorker::multiply_together(int32_t number, int thread) noexcept {
         int32_t span = at / sequences_ % spans(&m), slice = at / sequences_ / spans(&m);
         int32_t first = border(slice), count = border(slice + 1) - first;
         const int32_t* indices = columns_.data() + first;
-        if (product.skips) {  // beside the list of the item before, which may still be read
+        LevelRanges ranges = {};
+        if (levels) {
+            int32_t* kept = own.kept.data() + (second ? int64_t(own.kept.size() / 2) : 0);
+            int32_t begin = span ? first : std::min(std::max(first, product.begins), first + count);
+            ranges = list_levels(levels, begin, first + count - begin, m.absent, kept);
+            indices = kept, second = !second;
+        } else if (product.skips) {  // beside the list of the item before, which may still be read
             const float nothing = 0;
             int32_t* kept = own.kept.data() + (second ? int64_t(own.kept.size() / 2) : 0);
             const float* row = x + sequence * m.columns + first;
@@ -122,7 +145,7 @@ void ColdWorker::multiply_together(int32_t number, int thread) noexcept {
             indices = kept, second = !second;
         }
         float* y = slices_.data() + (int64_t(sequence) * slices + slice) * stride + int64_t(span) * m.span * QUAD_ROWS;
-        return GemvWork{&m, span, count, indices, x + sequence * m.columns, y, true};
+        return GemvWork{&m, span, count, indices, x + sequence * m.columns, y, true, ranges};
     };
     Arrivals& at = arrivals_[number];
     auto take = [&] { return at.taken.fetch_add(1, std::memory_order_relaxed); };

@@ -91,7 +91,12 @@ ColdWorker::ColdWorker(const Kernels& kernels, std::vector<const Neurons*> recor
         int64_t slices = at_.sequences * most_slices(*products_[p], threads);
         floats = std::max(floats, slices * gemv_stride(*products_[p]));
         columns = std::max<int64_t>(columns, product.columns);
-        if (product.skips) kept = columns;
+        bool planes = products_[p]->block == Q6_P;
+        if (planes != (product.levels > 0))
+            throw std::invalid_argument("products: expected levels where there are planes");
+        if (product.begins < 0 || product.begins > (planes ? product.columns : 0))
+            throw std::invalid_argument("products: expected to begin at a column of planes");
+        if (product.skips || planes) kept = columns;
     }
     for (; block < at_.blocks; ++block) neurons_of(block);
     slices_.grow(floats);
@@ -251,7 +256,8 @@ bool ColdWorker::deal(int32_t number) noexcept {
         return false;
     }
     if (of.product >= 0) count = at_.products[of.product].columns;
-    int64_t bytes = of.product < 0 ? count * neuron_stride(records_[of.block]) : zigzag_bytes(products_[of.product]);
+    auto product_bytes = [](const Zigzag* m) { return m->block == Q6_P ? planes_bytes(m) : zigzag_bytes(m); };
+    int64_t bytes = of.product < 0 ? count * neuron_stride(records_[of.block]) : product_bytes(products_[of.product]);
     if (of.product < 0 && of_gates_[of.block]) bytes += count * gate_stride(of_gates_[of.block]);
     deals_[number] = {count, count ? int32_t(std::clamp<int64_t>(bytes / LEAST_BYTES, 1, threads_)) : 0};
     dealt_.store(number + 1, std::memory_order_release);

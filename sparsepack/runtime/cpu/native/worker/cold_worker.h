@@ -27,10 +27,11 @@
 namespace sparsepack {
 
 // A product that is asked for before a block's neurons; whether columns whose input is zero are left out; where its
-// request and its answer lie in the memory.
+// request and its answer lie in the memory, and of a matrix of planes the level of each column, as bytes; 0: nowhere. Of its
+// first span columns before `begins` are the device's.
 struct MailboxProduct {
-    int32_t block, columns, rows, skips;
-    int64_t request, x, answer, y;
+    int32_t block, columns, rows, skips, begins;
+    int64_t request, x, answer, y, levels;
 };
 
 // The bytes at which the parts of a mailbox lie; those of a request or an answer count from where it begins, which is
@@ -98,8 +99,8 @@ private:
         Buffer<uint8_t> input;   // of each sequence
         Buffer<float> products;  // [sequences][neurons]: of gates
         Buffer<int32_t> active;  // of those that are listed
-        Buffer<int32_t> kept;    // columns of two slices of a product that skips some, one after the other
-        Buffer<float> seen;      // the input of such a slice
+        Buffer<int32_t> kept;  // columns of two slices of a product that skips some or has levels, one after the other
+        Buffer<float> seen;    // the input of such a slice
     };
 
     uint8_t* request(const Request& of) const noexcept {

@@ -3,7 +3,8 @@
 // those of planes do, of which columns are read at a level each, up to LEVELS.
 // products/zigzag.py lays them out.
 //
-// Macros: BLOCK, the name of the header
+// Macros: BLOCK, the name of the header; CARD_LEVELS, where a matrix of planes is divided: how many of a column's first planes
+//         lie together (products/zigzag.cuh)
 
 #pragma once
 
@@ -20,4 +21,11 @@
 static constexpr int LEVELS = 1;
 static constexpr int COUNTED_HEADER = 1, COUNTED_OF_LEVEL = 0, COUNTED_BYTES = 1;  // columns are counted, and no bytes
 __device__ __forceinline__ int counted_bytes(int level) { return level; }
+#endif
+
+#ifdef CARD_LEVELS
+#define PLANES_DIVIDED 1
+#else
+#define PLANES_DIVIDED 0
+#define CARD_LEVELS LEVELS
 #endif

@@ -14,6 +14,10 @@
 //     planes 2, 3   likewise, but what would stand at 6, 4, 2 and 0 stands two places further down, around the word's end:
 //                   of f = 0 at 4, of 2 at 2, of 1 at 0, of 3 at 6 of byte j - 1. So nibbles come together without shifts
 //
+// Where a matrix is divided, a column's piece ends with plane `first`, and the others lie elsewhere, `rest_bytes` of a column:
+//
+//     | plane first + 1 of all bands, 32 each | .. | plane 5 |
+//
 //     weight = S * (T + m),  S = the float32 of the bits (code << 18) + (103 << 23),  m = 4 k + 2,
 //     T = ratio * (64 p1 + 32 p2 + 16 p3 + 8 p4 + 4 p5 - half),
 //     of level l planes after l are zero, half = 128 - 2^(6 - l), and ratio is 15/16 at level 1, else 1
@@ -35,6 +39,10 @@ __device__ __forceinline__ constexpr int headers_bytes(int bands) { return bands
 // Of a column's piece, what a level reads.
 __device__ __forceinline__ constexpr int column_bytes(int bands, int level) {
     return level ? headers_bytes(bands) + bands * (FIRST_BYTES + (level - 1) * PLANE_BYTES) : 0;
+}
+// Of a column's planes after the first ones, what a level reads.
+__device__ __forceinline__ constexpr int rest_bytes(int bands, int first, int level) {
+    return level > first ? bands * (level - first) * PLANE_BYTES : 0;
 }
 // Of a superblock as it is stored, what a level reads, which is what is counted.
 static constexpr int COUNTED_HEADER = 40, COUNTED_OF_LEVEL = 32, COUNTED_BYTES = 200;
@@ -58,6 +66,10 @@ struct PlanePlaces {
     // Of plane 2, 3, 4 or 5.
     __device__ __forceinline__ int plane(int number) const {
         return headers_bytes(bands) + bands * (FIRST_BYTES + (number - 2) * PLANE_BYTES) + band * PLANE_BYTES;
+    }
+    // Of a plane after the first ones, in what lies elsewhere.
+    __device__ __forceinline__ int rest(int first, int number) const {
+        return rest_bytes(bands, first, number - 1) + band * PLANE_BYTES;
     }
 };
 
@@ -84,8 +96,8 @@ __device__ __forceinline__ u32 two_planes(u32 one, u32 two, int half) {
 struct TwoPlanes {
     u32 halves[2];
 
-    __device__ __forceinline__ TwoPlanes(const u8* at, int bands, u32 mask) {
-        const u32 one = *(const u32*)at, two = *(const u32*)(at + bands * PLANE_BYTES);
+    __device__ __forceinline__ TwoPlanes(const u8* first, const u8* second, u32 mask) {
+        const u32 one = *(const u32*)first, two = *(const u32*)second;
 #pragma unroll
         for (int half = 0; half < 2; ++half) halves[half] = two_planes(one, two, half) & mask;
     }
@@ -106,16 +118,20 @@ __device__ __forceinline__ u32 last_nibbles(u32 first, u32 pairs) {
 struct LanePlanes {
     u32 header, first[2], next[LEVELS - 1];
 
+    // rest: where planes after the first `present` ones lie
     template <typename Reader>
-    __device__ __forceinline__ void read(const u8* column, const PlanePlaces& places, int level, const Reader& reader) {
+    __device__ __forceinline__ void read(const u8* column, const PlanePlaces& places, int level, const Reader& reader,
+                                         int present = LEVELS, const u8* rest = nullptr) {
         const int lane = threadIdx.x % 32, g = lane % 8;
         header = level ? reader.word(column + places.header(lane / 16)) : 0;
 #pragma unroll
         for (int half = 0; half < 2; ++half)
             first[half] = level ? reader.word(column + places.first() + 8 * g + 4 * half) : 0;
 #pragma unroll
-        for (int n = 0; n < LEVELS - 1; ++n)
-            next[n] = level >= n + 2 ? reader.word(column + places.plane(n + 2) + 4 * g) : 0;
+        for (int n = 0; n < LEVELS - 1; ++n) {
+            const u8* plane = n + 2 > present ? rest + places.rest(present, n + 2) : column + places.plane(n + 2);
+            next[n] = level >= n + 2 ? reader.word(plane + 4 * g) : 0;
+        }
     }
 
     __device__ __forceinline__ void weights(int level, float (&w)[8]) const {

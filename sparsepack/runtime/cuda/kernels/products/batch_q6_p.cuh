@@ -32,8 +32,8 @@ static constexpr int LARGER_BITS = 2;
 
 // What a lane adds to where stages, the list and the warp's scratch begin.
 struct LaneOffsets {
-    int column, header;  // the lane's column in its k_tile, and its header
-    int first, planes;   // of column t: words of plane 1, and of plane 2
+    int column, header;       // the lane's column in its k_tile, and its header
+    int first, planes, rest;  // of column t: words of plane 1, of plane 2, of what lies elsewhere
     int put_scale, put_centre, put_mask;
     int take;
     u32 own[4];  // 1 of the group, or p, that the lane has of minima, twice in float16
@@ -44,6 +44,7 @@ struct LaneOffsets {
         header = kept(c * PITCH + places.header(pair));
         first = kept(t * PITCH + places.first() + g * 8);
         planes = kept(t * PITCH + places.plane(2) + g * 4);
+        rest = PLANES_DIVIDED ? kept(K_TILE * PITCH + t * REST_PITCH + places.band * PLANE_BYTES + g * 4) : 0;
         put_scale = kept(c % 4 * PITCH_OF_SCRATCH + c / 4 * 16 + pair * 8);
         put_centre = kept(c % 4 * PITCH_OF_SCRATCH + 64 + pair * 16 + c / 4 * (FEW ? 4 : 2));
         put_mask = kept(c % 4 * PITCH_OF_SCRATCH + 96 + pair * 16 + c / 4 * 4);
@@ -106,10 +107,13 @@ __device__ __forceinline__ void mma_masked(float (&c)[4], const u32 (&a)[4], con
 }
 
 // Add 16 columns. stage: of the k_tile; index: of its columns; value: of the lane's input there; scale: a power of two
-// that brings x S into the range of float16, or 0; scratch: the warp's.
+// that brings x S into the range of float16, or 0; scratch: the warp's; has_rest: of a divided matrix, whether the ring has the
+// rest of the lane's column.
 __device__ __forceinline__ void multiply(BatchAccumulator& sums, const u8* stage, const LaneOffsets& lane,
-                                         const int* index, const float* value, float scale, u8* scratch) {
+                                         const int* index, const float* value, float scale, u8* scratch,
+                                         bool has_rest) {
     const int level = DENSE ? LEVELS : (u32)index[lane.column] >> LEVEL_SHIFT;
+    const int present = has_rest || !PLANES_DIVIDED ? level : min(level, CARD_LEVELS);
     const u32 header = *(const u32*)(stage + lane.header);
     const float ratio = ratio_of(level), exact = level == 1 ? 16.0f / 15 : 1.0f, middle = middle_of(level);
     const u32 centres = pack_half2(centre_of(header, 0, middle) * exact, centre_of(header, 1, middle) * exact);
@@ -121,7 +125,7 @@ __device__ __forceinline__ void multiply(BatchAccumulator& sums, const u8* stage
         *(u16*)(scratch + lane.put_centre) = (u16)centres;
         *(u16*)(scratch + lane.put_centre + 8) = (u16)(centres >> 16);
     }
-    if (!DENSE) *(u32*)(scratch + lane.put_mask) = mask_of(level, threadIdx.x & K_TILE ? 4 : 2);
+    if (!ALL_PLANES) *(u32*)(scratch + lane.put_mask) = mask_of(present, threadIdx.x & K_TILE ? 4 : 2);
     __syncwarp();
     const u8* taken = scratch + lane.take;
     BatchFactors b;
@@ -132,8 +136,8 @@ __device__ __forceinline__ void multiply(BatchAccumulator& sums, const u8* stage
         factors(sums, x, lane, taken, b);
     }
     const auto pairs = [&](int j, int number, u32 mask) {
-        return TwoPlanes(stage + lane.planes + (number - 2) * TILE_BANDS * PLANE_BYTES + 4 * j * PITCH, TILE_BANDS,
-                         DENSE ? ALL_LANES : mask);
+        const auto at = [&](int plane) { return stage + plane_in_stage(lane.planes, lane.rest, plane, j); };
+        return TwoPlanes(at(number), at(number + 1), ALL_PLANES ? ALL_LANES : mask);
     };
     // Of level 0, whatever lies there: its inputs are zero.
     {
@@ -164,7 +168,7 @@ __device__ __forceinline__ void multiply(BatchAccumulator& sums, const u8* stage
             }
         }
     }
-    if (!__any_sync(ALL_LANES, level > 3)) return;
+    if (!__any_sync(ALL_LANES, present > 3)) return;
     const uint4 mask = *(const uint4*)(taken + 112);
     const u32 of[4] = {mask.x, mask.y, mask.z, mask.w};
     u32 both[2][4];

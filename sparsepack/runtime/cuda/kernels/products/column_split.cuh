@@ -79,6 +79,7 @@ struct Site {
     const float* scales;
     int rows;
     u64* skipped;
+    u64* rest_read;  // of a divided matrix: the bytes that columns have in what lies elsewhere are added; or null
 };
 
 // A number for each input.
@@ -399,6 +400,15 @@ __device__ __forceinline__ Magnitudes compact_active(const Site& site, const Col
             }
         }
         if (PLANES) mine.add_levels(__reduce_add_sync(ALL_LANES, sum_of_levels));
+#if PLANES_DIVIDED
+        if (site.rest_read) {
+            u32 beyond = 0;
+#pragma unroll
+            for (int r = 0; r < ROUNDS; ++r) beyond += rest_bytes(1, CARD_LEVELS, levels[r]);
+            beyond = __reduce_add_sync(ALL_LANES, beyond);
+            if (lane == 0) atomic_add(site.rest_read, beyond);
+        }
+#endif
         if (lane == 0) found[warp] = mine;
         sync_consumers<THREADS>();
         ClassCounts before = ClassCounts::none(), all = ClassCounts::none();
@@ -431,6 +441,10 @@ __device__ __forceinline__ Magnitudes compact_active(const Site& site, const Col
     if (ALL) {
         list.count = column_split.chunks * COLUMNS_AT_ONCE;
         list.read = column_split.count() * COUNTED_BYTES;
+#if PLANES_DIVIDED
+        if (site.rest_read && threadIdx.x == 0)
+            atomic_add(site.rest_read, column_split.count() * rest_bytes(1, CARD_LEVELS, LEVELS));
+#endif
     } else {
         if (SCALED && site.skipped && INPUTS == 1 && threadIdx.x == 0)
             atomic_add(site.skipped, (u64)site.rows * (column_split.count() * COUNTED_BYTES - list.read));

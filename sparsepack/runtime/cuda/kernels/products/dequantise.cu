@@ -8,7 +8,8 @@
 // bytes of nibbles: rows 64 p + l .. l + 3 and 32 further, p = lane / 8, l = lane % 8 * 4. No divisions in the loop:
 // with them, and one superblock at a time, it took a third longer.
 //
-// Blocks whose lanes have eight rows each, and planes (blocks/*.cuh), are taken apart a superblock at a time.
+// Blocks whose lanes have eight rows each, and planes (blocks/*.cuh), are taken apart a superblock at a time. present: so many
+// planes of a column lie in `blocks`, the others in `rest` (zigzag.cuh).
 //
 // Macros: AT_ONCE; BLOCK
 
@@ -25,7 +26,8 @@ __device__ __forceinline__ void unpack(const uint4& h, int s, float& scale, floa
 
 extern "C" __global__ void __launch_bounds__(256)
     zigzag_dequantise(const u8* __restrict__ blocks, int columns, int tile_bands, int gate_bands, int first, int bands,
-                      float scale, const float* __restrict__ row_scale, u16* __restrict__ out, int width) {
+                      float scale, const float* __restrict__ row_scale, u16* __restrict__ out, int width,
+                      const u8* __restrict__ rest, int present) {
     launch_dependents();
     wait_for_previous();  // the scratch may still be read
     const int lane = threadIdx.x % 32, p = lane / 8;
@@ -82,13 +84,14 @@ struct FromMemory {
 
 extern "C" __global__ void __launch_bounds__(256)
     zigzag_dequantise(const u8* __restrict__ blocks, int columns, int tile_bands, int gate_bands, int first, int bands,
-                      float scale, const float* __restrict__ row_scale, u16* __restrict__ out, int width) {
+                      float scale, const float* __restrict__ row_scale, u16* __restrict__ out, int width,
+                      const u8* __restrict__ rest, int present) {
     launch_dependents();
     wait_for_previous();  // the scratch may still be read
     const int each = gate_bands ? tile_bands / 2 : tile_bands, row = threadIdx.x % 32 * 8;
     const int count = columns * tile_bands, bands_before = blockIdx.y * each;
 #if PLANES
-    blocks += (long long)blockIdx.y * columns * column_bytes(tile_bands, LEVELS);
+    blocks += (long long)blockIdx.y * columns * column_bytes(tile_bands, present);
 #else
     blocks += (long long)blockIdx.y * count * BLOCK_BYTES;
 #endif
@@ -100,8 +103,10 @@ extern "C" __global__ void __launch_bounds__(256)
         float w[8];
 #if PLANES
         LanePlanes rows;
-        const u8* column = blocks + (long long)(i / tile_bands) * column_bytes(tile_bands, LEVELS);
-        rows.read(column, PlanePlaces{tile_bands, member}, LEVELS, FromMemory());
+        const u8* column = blocks + (long long)(i / tile_bands) * column_bytes(tile_bands, present);
+        const u8* of_rest =
+            rest + (blockIdx.y * columns + i / tile_bands) * (u64)rest_bytes(tile_bands, present, LEVELS);
+        rows.read(column, PlanePlaces{tile_bands, member}, LEVELS, FromMemory(), present, of_rest);
         const float factor = scale;
         rows.weights(LEVELS, w);
 #else

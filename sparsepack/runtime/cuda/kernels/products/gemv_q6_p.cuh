@@ -48,7 +48,7 @@ __device__ __forceinline__ void multiply_pairs(int (&c)[4][4], const u32 (&a)[4]
 struct LaneOffsets {
     static constexpr int PITCH_OF_SCRATCH = 4 * 32 + 16;  // bytes, of a t
     int header, entry;                                    // of the lane's column in its k_tile
-    int first, planes;                                    // of column t: words of plane 1, and of plane 2
+    int first, planes, rest;  // of column t: words of plane 1, of plane 2, of what lies elsewhere
     int put, digits, masks;
     u32 place;  // of the lane's group in a word
 
@@ -58,6 +58,7 @@ struct LaneOffsets {
         entry = kept(lane % K_TILE);
         first = kept(t * PITCH + places.first() + g * 8);
         planes = kept(t * PITCH + places.plane(2) + g * 4);
+        rest = PLANES_DIVIDED ? kept(K_TILE * PITCH + t * REST_PITCH + places.band * PLANE_BYTES + g * 4) : 0;
         put = kept(t * PITCH_OF_SCRATCH + g * 4);
         masks = kept(t * PITCH_OF_SCRATCH + 64);
         digits = kept(t * PITCH_OF_SCRATCH + g / 4 * 32);
@@ -72,6 +73,16 @@ struct PlanesTiles {
     const float* value;
     int next_entry;  // from the first k_tile's entries to the second's
     bool both;
+    const ColumnPipeline& pipeline;
+    int entry;  // the first k_tile's first
+
+    // The level at which the ring has an entry of a level.
+    __device__ __forceinline__ int present_level(int number, int level) const {
+#if PLANES_DIVIDED
+        if (level > CARD_LEVELS && !pipeline.has_rest(entry + number)) return CARD_LEVELS;
+#endif
+        return level;
+    }
 };
 
 // Add 32 columns whose factors lie in scratch. nibbles, last: whether any has more than a level, more than three. Of level 0,
@@ -79,9 +90,7 @@ struct PlanesTiles {
 __device__ __forceinline__ void multiply_columns(Accumulator& sums, const PlanesTiles& tiles, const LaneOffsets& lane,
                                                  const u8* scratch, bool nibbles, bool last) {
     constexpr int COLUMNS = 8;  // of a lane
-    const auto column = [&](int i, int offset) {
-        return (i < COLUMNS / 2 ? tiles.stage : tiles.next) + offset + i % (COLUMNS / 2) * 4 * PITCH;
-    };
+    const auto stage = [&](int i) { return i < COLUMNS / 2 ? tiles.stage : tiles.next; };
     const auto take = [&](int offset, u32(&of)[COLUMNS]) {
 #pragma unroll
         for (int n = 0; n < 2; ++n) {
@@ -93,10 +102,12 @@ __device__ __forceinline__ void multiply_columns(Accumulator& sums, const Planes
     take(lane.digits, b);
 #pragma unroll
     for (int i = 0; i < COLUMNS; ++i) b[i] &= lane.place;
-    const auto first = [&](int i) { return *(const uint2*)column(i, lane.first); };
+    const auto first = [&](int i) { return *(const uint2*)(stage(i) + lane.first + i % (COLUMNS / 2) * 4 * PITCH); };
     const auto planes = [&](int i, int plane) {
-        const int offset = lane.planes + (plane - 2) * TILE_BANDS * PLANE_BYTES;
-        return TwoPlanes(column(i, offset), TILE_BANDS, DENSE ? ALL_LANES : masks[i]);
+        const auto at = [&](int number) {
+            return stage(i) + plane_in_stage(lane.planes, lane.rest, number, i % (COLUMNS / 2));
+        };
+        return TwoPlanes(at(plane), at(plane + 1), ALL_PLANES ? ALL_LANES : masks[i]);
     };
     if (!nibbles) {
 #pragma unroll
@@ -107,7 +118,7 @@ __device__ __forceinline__ void multiply_columns(Accumulator& sums, const Planes
         }
         return;
     }
-    if (!DENSE) take(lane.masks, masks);
+    if (!ALL_PLANES) take(lane.masks, masks);
 #pragma unroll
     for (int i = 0; i < COLUMNS; i += 2) {
         u32 of_first[4], of_last[4];
@@ -127,7 +138,7 @@ __device__ __forceinline__ void multiply_columns(Accumulator& sums, const Planes
         mma_masked<0xf0f0f0f0>(sums.nibbles[3], of_last, of);
     }
     if (!last) return;
-    if (!DENSE) take(lane.masks + 32, masks);
+    if (!ALL_PLANES) take(lane.masks + 32, masks);
 #pragma unroll
     for (int i = 0; i < COLUMNS; i += 2) {
         const TwoPlanes one = planes(i, 4), two = planes(i + 1, 4);
@@ -136,12 +147,12 @@ __device__ __forceinline__ void multiply_columns(Accumulator& sums, const Planes
     }
 }
 
-// Add a column in float32, x that of the sums.
-__device__ __forceinline__ void add_column(float (&rows)[8], const u8* column, const PlanePlaces& places, int level,
-                                           float x) {
+// Add column c of a stage in float32, x that of the sums; present: the level at which the ring has it.
+__device__ __forceinline__ void add_column(float (&rows)[8], const u8* stage, int c, const PlanePlaces& places,
+                                           int level, int present, float x) {
     LanePlanes planes;
     float w[8];
-    planes.read(column, places, level, FromRing());
+    planes.read(stage + c * PITCH, places, present, FromRing(), CARD_LEVELS, stage + K_TILE * PITCH + c * REST_PITCH);
     planes.weights(level, w);
 #pragma unroll
     for (int r = 0; r < 8; ++r) rows[r] += x * w[r];
@@ -153,6 +164,7 @@ __device__ __forceinline__ void multiply(Accumulator& sums, const PlanesTiles& t
     const bool second = threadIdx.x & K_TILE, none = second && !tiles.both;
     const int entry = lane.entry + (second ? tiles.next_entry : 0);
     const int level = none ? 0 : DENSE ? LEVELS : (u32)tiles.index[entry] >> LEVEL_SHIFT;
+    const int present = tiles.present_level(entry, level);
     {
         const uint2 header = *(const uint2*)((second ? tiles.next : tiles.stage) + lane.header);
         const float x = level ? tiles.value[entry] * scale : 0;
@@ -167,8 +179,9 @@ __device__ __forceinline__ void multiply(Accumulator& sums, const PlanesTiles& t
 #pragma unroll 1
         for (; all_large; all_large &= all_large - 1) {
             const int c = __ffs(all_large) - 1;
-            add_column(sums.rows, (c < K_TILE ? tiles.stage : tiles.next) + c % K_TILE * PITCH, places,
-                       __shfl_sync(ALL_LANES, level, c), __shfl_sync(ALL_LANES, x, c));
+            add_column(sums.rows, c < K_TILE ? tiles.stage : tiles.next, c % K_TILE, places,
+                       __shfl_sync(ALL_LANES, level, c), __shfl_sync(ALL_LANES, present, c),
+                       __shfl_sync(ALL_LANES, x, c));
         }
 #pragma unroll
         for (int group = 0; group < 4; ++group) {
@@ -182,10 +195,11 @@ __device__ __forceinline__ void multiply(Accumulator& sums, const PlanesTiles& t
         u32* put = (u32*)(scratch + lane.put);
         put[0] = __byte_perm(low, high, 0x5410) ^ 0x80808080;
         put[8] = __byte_perm(low, high, 0x7632);
-        if (!DENSE) put[16] = mask_of(level, 2), put[24] = mask_of(level, 4);
+        if (!ALL_PLANES) put[16] = mask_of(present, 2), put[24] = mask_of(present, 4);
         __syncwarp();
     }
-    multiply_columns(sums, tiles, lane, scratch, __any_sync(ALL_LANES, level > 1), __any_sync(ALL_LANES, level > 3));
+    const bool nibbles = __any_sync(ALL_LANES, present > 1), last = __any_sync(ALL_LANES, present > 3);
+    multiply_columns(sums, tiles, lane, scratch, nibbles, last);
 }
 
 // The 256 rows of a warp's band into shared memory.

@@ -2,8 +2,11 @@
 // reads all others, and the processor multiplies the last rows: runtime/hybrid/mailbox.py draws the memory.
 //
 //     request_rows  x, normed  ->  request, number             the processor begins; 0 in columns that it leaves out
-//     (product)   rows 0 .. gpu_rows - 1  ->  sums               meanwhile
-//     take_rows     awaits the answer; y = sums, then the answer, + bias + residual  ->  squares of y
+//     (product)   rows 0 .. sum_rows - 1  ->  sums               meanwhile
+//     take_rows     awaits the answer; y = sums + answer + bias + residual  ->  squares of y
+//
+// The answer is of rows from gpu_rows on. Of planes the GPU multiplies the first ones of all rows, so that sums are of all, and
+// the processor the others of the last rows; the request then also says at which level each column is read.
 //
 // Where no list of neurons gives a step its number, count_step does so at the step's end.
 //
@@ -16,13 +19,18 @@
 #include "neurons/mailbox.cuh"
 
 // Macros: INPUTS: how many sequences ask together; GATED 1: x is activation(gate) * up of what lies there, as in
-//         column_split.cuh, ACTIVATION the function's number
+//         column_split.cuh, ACTIVATION the function's number; LEVELS: of planes, OF_LEVELS 1: each has a threshold
 #ifndef INPUTS
 #define INPUTS 1
 #define GATED 0
 #define ACTIVATION 0
 #endif
+#ifndef LEVELS
+#define LEVELS 1
+#define OF_LEVELS 0
+#endif
 
+static constexpr int LIMITS = OF_LEVELS ? LEVELS : 1;
 static constexpr int EACH = GATED == 1 ? 2 : 1;                              // numbers of a column
 static constexpr int AT_ONCE = INPUTS * EACH < 8 ? 8 / (INPUTS * EACH) : 1;  // columns that a thread loads together
 static constexpr int THREADS = 1024, TAKE_THREADS = 256;
@@ -45,19 +53,21 @@ __device__ __forceinline__ int number_of_step(const int* number, int before_list
 }
 
 // x          float32 [INPUTS][columns], GATED [INPUTS][2 columns]; norm [columns]: of an RMSNorm that comes first, or null
-// threshold  float32 [1], or with per_channel [columns]; null: every column is active. A column is left out where it is
-//            inactive in all sequences. offset [columns], taken from x before, or null; scales [INPUTS]: what the threshold of
+// threshold  float32 [1], or with per_channel [columns], or where OF_LEVELS [LEVELS][columns]; null: every column is active.
+//            A column is left out where it is inactive in all sequences, and else has the largest of their levels. offset [columns], taken from x before, or null; scales [INPUTS]: what the threshold of
 //            each sequence is multiplied by, or null
 // skipped    u64 [INPUTS] or null, where there are scales: to which the weights in inactive columns are added, of `rows`
-// request    int32, the number; request_x: float32 [INPUTS][columns]; both in the host's memory
+// request    int32, the number; request_x: float32 [INPUTS][columns]; both in the host's memory, with planes levels [columns],
+//            too, and x as the product shall read it: own_x float32 [INPUTS][columns], in the GPU's
 // number     int32, of the step
 //
 // What is active is what column_split.cuh says, but for a norm's sum of squares, whose order is another: a column at its
-// threshold may be read on one side alone. Launch: one block of 1024 threads.
+// threshold may be read on one side alone; not with planes, of which the product reads own_x. Launch: one block of 1024
+// threads.
 extern "C" __global__ void __launch_bounds__(THREADS)
     request_rows(const float* x, int columns, const float* norm, float eps, const float* threshold, int per_channel,
                  const float* offset, const float* scales, int rows, u64* skipped, int* request, float* request_x,
-                 const int* number, int before_list) {
+                 const int* number, int before_list, u8* levels, float* own_x) {
     __shared__ float scratch[THREADS / 32];
     __shared__ int inactive[INPUTS];
     if (threadIdx.x < INPUTS) inactive[threadIdx.x] = 0;
@@ -90,8 +100,10 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         for (int i = 0; i < AT_ONCE; ++i) {
             const int k = first + i * THREADS;
             if (k >= columns) break;
-            const float limit = threshold ? threshold[per_channel ? k : 0] : 0;
-            bool active = !threshold;
+            float limit[LIMITS] = {};
+#pragma unroll
+            for (int l = 0; threshold && l < LIMITS; ++l) limit[l] = threshold[per_channel ? l * columns + k : 0];
+            int level = threshold ? 0 : LEVELS;
 #pragma unroll
             for (int b = 0; b < INPUTS; ++b) {
                 float& of = v[i][b][0];
@@ -99,12 +111,19 @@ extern "C" __global__ void __launch_bounds__(THREADS)
                 if (norm) of *= norms[b] * norm[k];
                 if (offset) of -= offset[k];
                 if (!threshold) continue;
-                const bool is = fabsf(of) > (scales ? __fmul_rn(scale[b], limit) : limit);
-                active |= is;
-                if (skipped && !is) atomicAdd(inactive + b, 1);
+                int exceeded = 0;
+#pragma unroll
+                for (int l = 0; l < LIMITS; ++l)
+                    exceeded += fabsf(of) > (scales ? __fmul_rn(scale[b], limit[l]) : limit[l]);
+                level = max(level, OF_LEVELS ? exceeded : exceeded * LEVELS);
+                if (skipped && !exceeded) atomicAdd(inactive + b, 1);
             }
 #pragma unroll
-            for (int b = 0; b < INPUTS; ++b) request_x[(u64)b * columns + k] = active ? v[i][b][0] : 0;
+            for (int b = 0; b < INPUTS; ++b) {
+                request_x[(u64)b * columns + k] = level ? v[i][b][0] : 0;
+                if (own_x) own_x[(u64)b * columns + k] = v[i][b][0];
+            }
+            if (levels) levels[k] = level;
         }
     }
     fence_system();
@@ -116,7 +135,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     launch_dependents();
 }
 
-// sums      float32 [sequences][gpu_rows]: what the product left
+// sums      float32 [sequences][sum_rows]: what the product left
 // answer    float32 [sequences][rows - gpu_rows] in the host's memory, there when `answered` is the step's number
 // abort     why a side has given up, or 0; limit: milliseconds to wait
 // bias      float32 [rows], or null; residual: float32 [sequences][rows], maybe y itself, or null
@@ -125,9 +144,9 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 //
 // Launch: grid (any number, sequences), 256 threads; a block takes a part of the rows.
 extern "C" __global__ void __launch_bounds__(TAKE_THREADS)
-    take_rows(const float* sums, int gpu_rows, const int* answered, const float* answer, int rows, int* abort,
-              int limit, const int* number, int before_list, const float* bias, const float* residual, float* y,
-              float* squares, u64* waited) {
+    take_rows(const float* sums, int sum_rows, int gpu_rows, const int* answered, const float* answer, int rows,
+              int* abort, int limit, const int* number, int before_list, const float* bias, const float* residual,
+              float* y, float* squares, u64* waited) {
     __shared__ float scratch[TAKE_THREADS / 32];
     wait_for_previous();
     launch_dependents();
@@ -151,8 +170,8 @@ extern "C" __global__ void __launch_bounds__(TAKE_THREADS)
 #pragma unroll 2
     for (int row = first + threadIdx.x; row < last; row += TAKE_THREADS) {
         const u64 at = (u64)b * rows + row;
-        float v = row < gpu_rows ? load_l2(sums + (u64)b * gpu_rows + row)
-                                 : load_system(answer + (u64)b * (rows - gpu_rows) + (row - gpu_rows));
+        float v = row < sum_rows ? load_l2(sums + (u64)b * sum_rows + row) : 0;
+        if (row >= gpu_rows) v += load_system(answer + (u64)b * (rows - gpu_rows) + (row - gpu_rows));
         if (bias) v += bias[row];
         if (residual) v += load_l2(residual + at);
         ll_store(y + at, v);

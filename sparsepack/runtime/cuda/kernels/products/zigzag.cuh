@@ -21,6 +21,11 @@
 // Launch: grid (SPLITS, tiles), ALL_THREADS threads a block. tile_config.py computes the same shared memory on the
 // host.
 //
+// Where a matrix of planes is divided, `blocks` end with plane CARD_LEVELS of a column, and the others lie in `rest`, mostly in
+// the host's memory: [tiles, columns, REST_PITCH]. The ring then has both parts of 16 columns, one after the other. Of
+// columns whose rest is not read, since somebody else multiplies it, the first planes are multiplied as those of the
+// columns' levels.
+//
 // Macros: BLOCK (blocks/block.cuh); WARPS, STAGES, TILE_BANDS, PRODUCERS; STAGES 0: no ring; DENSE 1: every column is active, and weights begin
 //         to travel before the input is there, into a ring; BULK 0: as before sm_90; OFFLOADED 1: the matrix lies in the
 //         host's memory, of which whole lines of 128 bytes are asked for only where both ends of a copy are alike
@@ -45,9 +50,11 @@ static_assert(STAGES || !DENSE, "a ring that fills before the input is there");
 static constexpr int BAND_ROWS = 256;
 static constexpr int TILE_ROWS = TILE_BANDS * BAND_ROWS;
 #if PLANES
-static constexpr int COLUMN_BYTES = column_bytes(TILE_BANDS, LEVELS);
+static constexpr int COLUMN_BYTES = column_bytes(TILE_BANDS, CARD_LEVELS);
+static constexpr int REST_PITCH = rest_bytes(TILE_BANDS, CARD_LEVELS, LEVELS);
 #else
 static constexpr int COLUMN_BYTES = TILE_BANDS * BLOCK_BYTES;
+static constexpr int REST_PITCH = 0;
 #endif
 static constexpr int PIECES = COLUMN_BYTES / 16;    // of 16 bytes in a column
 static constexpr bool ALIKE = OFFLOADED && !DENSE;  // columns begin in the ring as far behind a line as in memory
@@ -61,7 +68,7 @@ static constexpr int PITCH = PLANES                ? (COLUMN_BYTES + 31) / 64 * 
                                                    : COLUMN_BYTES + 16;
 static_assert(!PLANES || (STAGES && !OFFLOADED), "planes travel to a ring, out of the GPU's memory");
 static_assert(!ALIKE || STAGES, "lines travel to a ring");
-static constexpr int STAGE_BYTES = K_TILE * PITCH;
+static constexpr int STAGE_BYTES = K_TILE * (PITCH + REST_PITCH);
 static constexpr float NIBBLE = 16777216.0f;  // 2^24: what a nibble in the lowest bits of a float16 lacks
 
 // For weights: they leave the L2 cache first, which makes a token 2 % faster.
@@ -76,9 +83,15 @@ __device__ __forceinline__ int place_in_stage(int c, const u8* base, const int* 
     return c * PITCH + (ALIKE ? (int)((u64)(base + (u64)index[c] * COLUMN_BYTES) % LINE) : 0);
 }
 
+#if PLANES
+#include "products/plane_in_stage.cuh"
+#endif
+
 // What fetches columns into the ring, and tells how many there are: CUTLASS's mainloop pipeline.
 struct ColumnPipeline {
-    const u8* base;  // of the tile, column 0
+    const u8* base;    // of the tile, column 0
+    const u8* rest;    // likewise
+    int rest_columns;  // of so many first columns it is read
     u8* ring;
     u64 *full, *empty;  // [RING_STAGES]
     const int* index;   // of the block's columns
@@ -92,14 +105,17 @@ struct ColumnPipeline {
                : PLANES ? index[entry] & ((1 << LEVEL_SHIFT) - 1)
                         : index[entry];
     }
-    // Bytes of a column that travel.
-    __device__ __forceinline__ int bytes(int entry) const {
 #if PLANES
-        return column_bytes(TILE_BANDS, DENSE ? LEVELS : (u32)index[entry] >> LEVEL_SHIFT);
-#else
-        return COLUMN_BYTES;
-#endif
+    __device__ __forceinline__ int level(int entry) const { return DENSE ? LEVELS : (u32)index[entry] >> LEVEL_SHIFT; }
+    // Bytes of a column that travel, out of `base` and out of `rest`.
+    __device__ __forceinline__ int bytes(int entry) const {
+        return column_bytes(TILE_BANDS, min(level(entry), CARD_LEVELS));
     }
+    __device__ __forceinline__ int more_bytes(int entry) const {
+        return has_rest(entry) ? rest_bytes(TILE_BANDS, CARD_LEVELS, level(entry)) : 0;
+    }
+    __device__ __forceinline__ bool has_rest(int entry) const { return PLANES_DIVIDED && number(entry) < rest_columns; }
+#endif
 
     // Before anything else, by all producer warps, a share of the stages each: a warp's barriers are set up one after
     // the other (16 take most of a microsecond).
@@ -143,9 +159,9 @@ struct ColumnPipeline {
         const int lane = threadIdx.x % 32, entry = i * K_TILE;
         u8* to = ring + i % RING_STAGES * STAGE_BYTES;
         const u32 arrived = shared_address(full + i % RING_STAGES);
-#if BULK && PLANES && !DENSE
-        const int mine = lane < K_TILE ? bytes(entry + lane) : 0;
-        const u32 all = __reduce_add_sync(ALL_LANES, (u32)mine);
+#if BULK && PLANES && (PLANES_DIVIDED || !DENSE)
+        const int mine = lane < K_TILE ? bytes(entry + lane) : 0, more = lane < K_TILE ? more_bytes(entry + lane) : 0;
+        const u32 all = __reduce_add_sync(ALL_LANES, (u32)(mine + more));
         if (lane == 0)
             asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(arrived), "r"(all) : "memory");
         __syncwarp();
@@ -155,6 +171,14 @@ struct ColumnPipeline {
                 "[%0], [%1], %2, [%3], %4;" ::"r"(shared_address(to + lane * PITCH)),
                 "l"(base + (u64)number(entry + lane) * COLUMN_BYTES), "r"(mine), "r"(arrived), "l"(read_once())
                 : "memory");
+#if PLANES_DIVIDED
+        if (more)
+            asm volatile(
+                "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+                "[%0], [%1], %2, [%3], %4;" ::"r"(shared_address(to + K_TILE * PITCH + lane * REST_PITCH)),
+                "l"(rest + (u64)number(entry + lane) * REST_PITCH), "r"(more), "r"(arrived), "l"(read_once())
+                : "memory");
+#endif
 #elif BULK
         if (lane == 0)
             asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(arrived),
@@ -173,10 +197,19 @@ struct ColumnPipeline {
 #else
         for (int piece = threadIdx.x - THREADS; piece < K_TILE * PIECES; piece += 32 * PRODUCERS) {
             const int c = piece / PIECES, part = piece % PIECES;
-            if (PLANES && part * 16 >= bytes(entry + c)) continue;
+#if PLANES
+            if (part * 16 >= bytes(entry + c)) continue;
+#endif
             copy_async(to + place_in_stage(c, base, index + entry) + part * 16,
                        base + (u64)number(entry + c) * COLUMN_BYTES + part * 16);
         }
+#if PLANES_DIVIDED
+        for (int piece = threadIdx.x - THREADS; piece < K_TILE * REST_PITCH / 16; piece += 32 * PRODUCERS) {
+            const int c = piece / (REST_PITCH / 16), part = piece % (REST_PITCH / 16);
+            if (part * 16 >= more_bytes(entry + c)) continue;
+            copy_async(to + K_TILE * PITCH + piece * 16, rest + (u64)number(entry + c) * REST_PITCH + part * 16);
+        }
+#endif
         asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(arrived) : "memory");
 #endif
     }

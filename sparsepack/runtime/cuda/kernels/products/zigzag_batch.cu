@@ -52,6 +52,9 @@ static constexpr int MOST_INPUTS = 8;
 extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1) zigzag_batch(
     const u8* __restrict__ blocks, int columns, int rows, float largest_d,
     const float* __restrict__ row_scale,  // [rows], what their sums are multiplied by; or null
+    // of planes that lie elsewhere (zigzag.cuh), of the first rest_tiles tiles, and of the next one's first columns; and where
+    // the bytes of a row of superblocks that columns have there by their levels are added up
+    const u8* __restrict__ rest, int rest_tiles, int rest_columns, u64* rest_read,
     // what comes in: x [INPUTS][columns]; partial sums of x^2 [INPUTS][parts]
     const float* x, const float* norm, float eps, const float* squares, int parts, const float* threshold,
     const float* offset, const float* scales,
@@ -83,13 +86,26 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1) zigzag_batch(
 
     launch_dependents();
     const u8* tile_base = blocks + (u64)tile * columns * COLUMN_BYTES;
-    ColumnPipeline pipeline{tile_base, ring, full, empty, list.index, column_split, &listed_k_tiles};
+    const u8* tile_rest = rest + (u64)tile * columns * REST_PITCH;
+    const int with_rest = tile < rest_tiles ? columns : tile == rest_tiles ? rest_columns : 0;
+    ColumnPipeline pipeline{tile_base, tile_rest,  with_rest,    ring,           full,
+                            empty,     list.index, column_split, &listed_k_tiles};
     PerInput largest_of_thread;
     if (is_producer) {  // while the input is not there yet
         pipeline.set_up();
     } else {
-        const Site site{
-            x, columns, norm, eps, squares, parts, threshold, offset, scales, rows, tile ? nullptr : skipped};
+        const Site site{x,
+                        columns,
+                        norm,
+                        eps,
+                        squares,
+                        parts,
+                        threshold,
+                        offset,
+                        scales,
+                        rows,
+                        tile ? nullptr : skipped,
+                        tile ? nullptr : rest_read};
         largest_of_thread = compact_active<WARPS, DENSE>(site, column_split, list, found, sums_of[0], [] {
                                 wait_for_previous();
                             }).largest;
@@ -128,7 +144,8 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1) zigzag_batch(
         barrier_wait(full + stage, i / STAGES & 1);
         const int* columns_of = list.index + i * K_TILE;
 #if PLANES
-        multiply(sums, ring + stage * STAGE_BYTES, offsets, columns_of, value + i * K_TILE, scale, scratch);
+        multiply(sums, ring + stage * STAGE_BYTES, offsets, columns_of, value + i * K_TILE, scale, scratch,
+                 pipeline.has_rest(i * K_TILE + lane % K_TILE));
 #else
         const u8* first = ring + stage * STAGE_BYTES + band * BLOCK_BYTES;
         const auto header = [&](int c) { return first + place_in_stage(c, tile_base, columns_of); };

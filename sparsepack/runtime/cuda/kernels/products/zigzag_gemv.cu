@@ -56,6 +56,9 @@ static constexpr int RESIDENT = STAGES || WARPS > 8 ? 1 : 2;
 extern "C" __global__ void __launch_bounds__(ALL_THREADS, RESIDENT) zigzag_gemv(
     const u8* __restrict__ blocks, int columns, int rows, float largest_scale, float typical_scale,
     const float* __restrict__ row_scale,  // [rows], what their sums are multiplied by; or null
+    // of planes that lie elsewhere (zigzag.cuh), of the first rest_tiles tiles, and of the next one's first columns; and where
+    // the bytes of a row of superblocks that columns have there by their levels are added up
+    const u8* __restrict__ rest, int rest_tiles, int rest_columns, u64* rest_read,
     // what comes in
     const float* x, const float* norm, float eps, const float* squares, int parts, const float* threshold,
     const float* offset, const float* scales,
@@ -91,7 +94,10 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, RESIDENT) zigzag_gemv(
     const int most = ColumnSplit::most(columns);
     List list{own + WARPS * PADDED_ROWS, (int*)(own + WARPS * PADDED_ROWS + most), most, 0, 0};
 
-    ColumnPipeline pipeline{tile_base, ring, full, empty, list.index, column_split, &listed_k_tiles};
+    const u8* tile_rest = rest + (u64)tile * columns * REST_PITCH;
+    const int with_rest = tile < rest_tiles ? columns : tile == rest_tiles ? rest_columns : 0;
+    ColumnPipeline pipeline{tile_base, tile_rest,  with_rest,    ring,           full,
+                            empty,     list.index, column_split, &listed_k_tiles};
 #if !PLANES
     const SubBlock bits(lane / 4);
     KTile k_tile;
@@ -125,8 +131,8 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, RESIDENT) zigzag_gemv(
         threshold += (u64)choose(logits + text * LOGITS, slot).number * LEVELS * columns;
 #endif
         u64* own_skipped = tile || !skipped ? nullptr : skipped + text;
-        const Site site{own_x,  columns,       norm, eps,        squares + text * parts, parts, threshold,
-                        offset, scales + text, rows, own_skipped};
+        const Site site{own_x,  columns,       norm, eps,         squares + text * parts,    parts, threshold,
+                        offset, scales + text, rows, own_skipped, tile ? nullptr : rest_read};
         seen = compact_active<WARPS, DENSE>(site, column_split, list, found, sums_of, [] {
             if (!FLAG_IN_DATA) wait_for_previous();
         });
@@ -193,7 +199,9 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, RESIDENT) zigzag_gemv(
                                 list.index + i * K_TILE,
                                 list.value + i * K_TILE,
                                 both ? K_SLICES * K_TILE : 0,
-                                both};
+                                both,
+                                pipeline,
+                                i * K_TILE};
         multiply(sums, tiles, places, offsets, scale, scratch);
         warp_arrive(empty + stage);
         if (both) warp_arrive(empty + next_stage);
