@@ -396,10 +396,11 @@ def plan_within(parts: Parts, budget: int) -> Plan:
     Raises `PlacementError` where they do not hold what must be there, with the least that does.
     """
     if budget < parts.least:
-        buffers = parts.least - parts.cache
+        buffers = parts.least - parts.cache - parts.fixed
+        fixed = f", norms and thresholds {format_bytes(parts.fixed)}" if parts.fixed else ""
         raise PlacementError(
             f"--vram {format_bytes(budget)}: keys and values take {format_bytes(parts.cache)} of it and buffers "
-            f"{format_bytes(buffers)}; give at least {format_bytes(parts.least)}, or a smaller --context"
+            f"{format_bytes(buffers)}{fixed}; give at least {format_bytes(parts.least)}, or a smaller --context"
         )
     left = budget - parts.cache - parts.fixed - parts.work_within(budget).bytes
     output = left >= parts.output

@@ -141,3 +141,24 @@ def test_what_cannot_be_placed_is_one_line(file: Path, tmp_path: Path) -> None:
     assert "expected gigabytes or megabytes" in fails("place", file, "--vram", "8")
     assert "expected one of pcie3" in fails("place", file, "--vram", "8GB", "--machine", "abacus")
     assert "context 10000000" in fails("place", file, "--vram", "8GB", "--context", 10_000_000)
+
+
+def test_first_planes_lie_on_the_card(tmp_path: Path) -> None:
+    path = tmp_path / "planes.gguf"
+    succeeds("pack", "shipped:tiny", "--format", "zigzag-q6_p", "-o", path)
+    whole = placed(path, "1GB")
+    assert not any(whole["host"].values())
+    assert whole["blocks"]["planes"] == 4
+    kinds = ("attention", "gates", "records")
+    matrices = {kind: whole["card"][kind] for kind in kinds}
+    seen = []
+    for share in (0.1, 0.3, 0.5, 0.7, 0.95):
+        budget = sum(whole["card"].values()) - (1 - share) * sum(matrices.values())
+        found = placed(path, f"{budget / 1e6:.3f}MB")
+        seen.append([found["blocks"][name] for name in ("planes", "attention", "gates", "records")])
+        assert sum(found["card"].values()) <= budget + 1000
+        assert all(found["card"][kind] + found["host"][kind] == matrices[kind] for kind in kinds)
+        assert found["tokens_per_second"]["and_bus"] < whole["tokens_per_second"]["and_bus"]
+        assert f"card: {format_count(found['blocks']['planes'], 'plane')}" in placement_table(found)
+    assert seen == sorted(seen)
+    assert "norms and thresholds" in fails("place", path, "--vram", "0.2MB", "--context", 64)
