@@ -2,10 +2,11 @@
 
 import base64
 import json
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 import torch
+from torch import Tensor
 
 from sparsepack.calibrate import histogram
 from sparsepack.calibrate.sequential import at_quantile, score, score_counts, second_half
@@ -17,7 +18,7 @@ from sparsepack.models.sites import CURVE_SHARES, SiteRule
 
 @pytest.fixture
 def table(small) -> Thresholds:
-    """One row of every kind: a scalar, channel weights, offsets, dense."""
+    """One row of every kind: a scalar, channel weights, offsets, steps, dense."""
     generator = torch.Generator().manual_seed(0)
 
     def row(layer, site):
@@ -27,7 +28,8 @@ def table(small) -> Thresholds:
         if site == "mlp_mid":
             return SiteRule()
         curve = tuple(n / 7 for n in range(len(CURVE_SHARES)))
-        return SiteRule(1 / 3 + layer, offset, weights, 0.5 + layer / 7, 0.1 + 0.2, curve)
+        steps = torch.rand(5, generator=generator).sort().values if (layer, site) == (2, "attn_in") else None
+        return SiteRule(1 / 3 + layer, offset, weights, 0.5 + layer / 7, 0.1 + 0.2, curve, steps=steps)
 
     rules = {(layer, site): row(layer, site) for layer in range(3) for site in SITES}
     head = (small.sha256, "c" * 64, "teal", "column-norm", 1 / 3, "sparse")
@@ -36,12 +38,8 @@ def table(small) -> Thresholds:
 
 
 def same(one: SiteRule, other: SiteRule) -> bool:
-    vectors = ("channel_weights", "offset")
-    plain = {name: value for name, value in vars(one).items() if name not in (*vectors, "limits")}
-    if plain != {name: value for name, value in vars(other).items() if name not in (*vectors, "limits")}:
-        return False
-    pairs = [(getattr(one, name), getattr(other, name)) for name in vectors]
-    return all(a is b is None or (a is not None and b is not None and torch.equal(a, b)) for a, b in pairs)
+    pairs = [(getattr(one, field.name), getattr(other, field.name)) for field in fields(SiteRule)]
+    return all(torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else a == b for a, b in pairs)
 
 
 def test_a_table_comes_back_bit_for_bit(table, small, tmp_path):
