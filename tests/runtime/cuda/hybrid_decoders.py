@@ -53,6 +53,15 @@ def decoder(
     return decoder_of(packed, context, chosen, kernels, plan, cpu_gpu)
 
 
+def within_budget(
+    packed: PackedModel, kernels: Kernels, plan: Plan, bandwidth: BandwidthProfile = EVEN, **options: Any
+) -> CudaDecoder:
+    """A decoder of a model within a budget, 128 tokens of context."""
+    chosen = EngineOptions(device="cuda", vram="8GB", threads=2, bandwidth=bandwidth, **options)
+    cpu_gpu = CpuGpu(packed, operations, torch.device("cuda"), chosen, plan, kernels=kernels)
+    return decoder_of(packed, 128, chosen, kernels, plan, cpu_gpu)
+
+
 def decoder_of(
     packed: PackedModel, context: int, options: EngineOptions, kernels: Kernels, plan: Plan, cpu_gpu: CpuGpu
 ) -> CudaDecoder:

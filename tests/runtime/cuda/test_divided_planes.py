@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hybrid_decoders import EVEN, IDS, LINKS, decoder_of
+from hybrid_decoders import EVEN, IDS, LINKS, within_budget
 from native_build import skip_without_kernels
 from packed_models import random_model, stock_model, with_rules
 from pairwise import each_value
@@ -15,15 +15,12 @@ from torch import Tensor
 from sparsepack.formats.packed import PackedModel
 from sparsepack.models.sites import SiteRule
 from sparsepack.placement.budget import Plan, plan_of_share, plan_within
-from sparsepack.placement.machine import BandwidthProfile
 from sparsepack.placement.traffic import describe_per_token, per_token
 from sparsepack.runtime.backends import find_backend
-from sparsepack.runtime.cpu import machine, operations
-from sparsepack.runtime.cuda.decoder.decoder import CudaDecoder
+from sparsepack.runtime.cpu import machine
 from sparsepack.runtime.cuda.driver.kernel_set import KERNELS, Kernels
 from sparsepack.runtime.engine import Engine
 from sparsepack.runtime.features import check_features
-from sparsepack.runtime.hybrid.cpu_gpu import CpuGpu
 from sparsepack.runtime.hybrid.offloaded import kind_of, offloaded_matrices
 from sparsepack.runtime.hybrid.plan import parts_of
 from sparsepack.runtime.options import EngineOptions
@@ -74,14 +71,6 @@ def where(packed: PackedModel, planes: int, attention: int = 0, gates: int = 0, 
     return replace(plan, planes=planes)
 
 
-def decoder(
-    packed: PackedModel, kernels: Kernels, plan: Plan, bandwidth: BandwidthProfile = EVEN, **options: Any
-) -> CudaDecoder:
-    chosen = EngineOptions(device="cuda", vram="8GB", threads=2, bandwidth=bandwidth, **options)
-    cpu_gpu = CpuGpu(packed, operations, torch.device("cuda"), chosen, plan, kernels=kernels)
-    return decoder_of(packed, 128, chosen, kernels, plan, cpu_gpu)
-
-
 def assert_near(found: Tensor, expected: Tensor, kernels: Kernels, limit: float = 3e-3) -> None:
     """An input that rounding takes across a threshold has another level: on a GPU now and then."""
     difference = (found.cpu() - expected).norm() / expected.norm()
@@ -105,7 +94,7 @@ def test_wherever_planes_lie_the_logits_are_the_references(
 ) -> None:
     packed = model(shape)
     reference = Engine(packed, backend="reference")
-    engine = decoder(packed, kernels, where(packed, planes, *more), LINKS[bandwidth])
+    engine = within_budget(packed, kernels, where(packed, planes, *more), LINKS[bandwidth])
     assert bool(engine.cpu_gpu.offloaded) == (bandwidth != "bus alone")
     found = engine.teacher_forced(IDS, 0, True)
     assert_near(found, reference.teacher_forced(IDS.tolist(), 0), kernels)
@@ -123,7 +112,7 @@ def test_wherever_planes_lie_the_logits_are_the_references(
 
 def test_the_controller_holds_what_is_read(kernels: Kernels) -> None:
     packed = model("odd")
-    engine = decoder(packed, kernels, where(packed, 1, 2, 1))
+    engine = within_budget(packed, kernels, where(packed, 1, 2, 1))
     oracle = Engine(packed, context=64, backend="reference", hold=True)
     engine.control_thresholds(new_controller(packed))
     for id in IDS.tolist():
@@ -137,7 +126,7 @@ def test_the_controller_holds_what_is_read(kernels: Kernels) -> None:
 @pytest.mark.parametrize("planes", [0, 1, 3])
 def test_several_texts_read_a_column_at_the_largest_level(planes: int) -> None:
     packed = model("odd")
-    engine = decoder(packed, KERNELS, where(packed, planes, 2, 1), sequences=3)
+    engine = within_budget(packed, KERNELS, where(packed, planes, 2, 1), sequences=3)
     oracle = Engine(packed, context=64, backend="reference", sequences=3)
     ids = IDS.tolist()
     for each in zip(ids, ids[5:] + ids[:5], ids[::-1], strict=True):
@@ -157,7 +146,7 @@ def test_within_a_budget_last_planes_leave_the_card_first(shape: str, kernels: K
         assert plan.card_bytes <= plan.budget
         assert plan.card_bytes + plan.host_bytes >= parts.weights
         seen.append((plan.output, plan.planes, plan.attention, plan.gates, plan.downs))
-        engine = decoder(packed, kernels, plan)
+        engine = within_budget(packed, kernels, plan)
         assert_near(engine.teacher_forced(IDS, 0, False), expected, kernels)
     assert seen == sorted(seen)
     assert seen[0] == (False, 0, 0, 0, 0)
@@ -170,7 +159,7 @@ def test_what_a_token_read_where_is_told(kernels: Kernels) -> None:
     packed = model("odd")
     plan = where(packed, 1, BLOCKS, 2)
     bandwidth = replace(EVEN, near=1e9, far_bus=1e8, far_worker=1e8)
-    engine = decoder(packed, kernels, plan, bandwidth)
+    engine = within_budget(packed, kernels, plan, bandwidth)
     engine.teacher_forced(IDS, 5, True)
     found = per_token(engine.traffic_stats, 1e-3)
     assert found["unit"] == "bytes"
@@ -216,5 +205,5 @@ def test_the_native_kernels_add_what_the_plain_ones_do(kernels: Kernels, monkeyp
     monkeypatch.delenv(machine.FORCED)
     packed = model("odd")
     expected = Engine(packed, backend="reference", dense=True).teacher_forced(IDS.tolist(), 0)
-    engine = decoder(packed, kernels, where(packed, 1, 2, 1), LINKS["processor alone"])
+    engine = within_budget(packed, kernels, where(packed, 1, 2, 1), LINKS["processor alone"])
     assert_near(engine.teacher_forced(IDS, 0, False), expected, kernels, 0.02)

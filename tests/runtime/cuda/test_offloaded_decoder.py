@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from backends import largest_difference
-from hybrid_decoders import EVEN, IDS, LINKS, ROUNDED, decoder_of
+from hybrid_decoders import EVEN, IDS, LINKS, ROUNDED, within_budget
 from native_build import skip_without_kernels
 from packed_models import random_model, stock_model, with_rules
 from pairwise import each_value
@@ -17,15 +17,11 @@ from sparsepack.bench.decode import stored_bytes
 from sparsepack.errors import PlacementError, UserError
 from sparsepack.formats.packed import PackedModel
 from sparsepack.placement.budget import Plan, plan_of_share, plan_within
-from sparsepack.placement.machine import BandwidthProfile
 from sparsepack.placement.traffic import describe_per_token, per_token
 from sparsepack.progress import format_count
-from sparsepack.runtime.cpu import operations
-from sparsepack.runtime.cuda.decoder.decoder import CudaDecoder
 from sparsepack.runtime.cuda.driver.kernel_set import Kernels
 from sparsepack.runtime.engine import Engine
 from sparsepack.runtime.features import check_features
-from sparsepack.runtime.hybrid.cpu_gpu import CpuGpu
 from sparsepack.runtime.hybrid.offloaded import offloaded_matrices
 from sparsepack.runtime.hybrid.plan import parts_of
 from sparsepack.runtime.options import EngineOptions
@@ -60,21 +56,13 @@ def where(packed: PackedModel, attention: int, gates: int, downs: int) -> Plan:
     return replace(plan_of_share(parts, 0.0), attention=attention, gates=gates, slots=downs * parts.neurons)
 
 
-def decoder(
-    packed: PackedModel, kernels: Kernels, plan: Plan, bandwidth: BandwidthProfile = EVEN, **options: Any
-) -> CudaDecoder:
-    chosen = EngineOptions(device="cuda", vram="8GB", threads=2, bandwidth=bandwidth, **options)
-    cpu_gpu = CpuGpu(packed, operations, torch.device("cuda"), chosen, plan, kernels=kernels)
-    return decoder_of(packed, 128, chosen, kernels, plan, cpu_gpu)
-
-
 @each_value({"attention, gates, downs": [(3, 3, 0), (3, 3, 2), (3, 1, 0), (1, 0, 0), (0, 0, 0)], "name": MODELS})
 def test_wherever_matrices_lie_the_logits_are_the_references(
     name: str, attention: int, gates: int, downs: int, kernels: Kernels
 ) -> None:
     packed = model(name)
     reference, texts = Engine(packed, backend="reference"), IDS.tolist()
-    engine = decoder(packed, kernels, where(packed, attention, gates, downs))
+    engine = within_budget(packed, kernels, where(packed, attention, gates, downs))
     found = engine.teacher_forced(IDS, 0, True)
     assert largest_difference(found, reference.teacher_forced(texts, 0)) < NEAR
     for (block, site), share in reference.activity().items():
@@ -91,7 +79,7 @@ def test_wherever_matrices_lie_the_logits_are_the_references(
 def test_either_side_may_have_most_of_it(bandwidth: str, kernels: Kernels) -> None:
     packed = model("odd")
     expected = Engine(packed, backend="reference").teacher_forced(IDS.tolist(), 0)
-    engine = decoder(packed, kernels, where(packed, 0, 0, 0), LINKS[bandwidth])
+    engine = within_budget(packed, kernels, where(packed, 0, 0, 0), LINKS[bandwidth])
     assert largest_difference(engine.teacher_forced(IDS, 0, True), expected) < NEAR
     assert bool(engine.cpu_gpu.offloaded) == (bandwidth != "bus alone")
 
@@ -100,8 +88,8 @@ def test_either_side_may_have_most_of_it(bandwidth: str, kernels: Kernels) -> No
 def test_several_texts_leave_out_what_none_of_them_needs(hold: bool, kernels: Kernels) -> None:
     packed = model("llama")
     texts = torch.randint(300, (3, 8), generator=torch.Generator().manual_seed(4))
-    engine = decoder(packed, kernels, where(packed, 1, 1, 0), sequences=3)
-    near = decoder(packed, kernels, where(packed, 3, 3, 3), sequences=3)
+    engine = within_budget(packed, kernels, where(packed, 1, 1, 0), sequences=3)
+    near = within_budget(packed, kernels, where(packed, 3, 3, 3), sequences=3)
     for each in (engine, near):
         if hold:
             each.control_thresholds(new_controller(packed))
@@ -133,7 +121,7 @@ def test_within_a_budget_down_matrices_leave_the_card_first(name: str, kernels: 
         plan = plan_within(parts, parts.least + int(share * parts.weights))
         assert plan.card_bytes <= parts.least + share * parts.weights
         seen.append((plan.output, plan.attention, plan.gates, plan.downs))
-        engine = decoder(packed, kernels, plan)
+        engine = within_budget(packed, kernels, plan)
         assert largest_difference(engine.teacher_forced(IDS, 0, True), expected) < NEAR
     assert seen == sorted(seen)
     assert seen[0] == (False, 0, 0, 0)
@@ -144,7 +132,7 @@ def test_what_a_token_took_is_told(kernels: Kernels) -> None:
     packed = model("llama")
     plan = where(packed, 3, 2, 1)
     bandwidth = replace(EVEN, near=1e9, far_bus=1e8, far_worker=1e8)
-    engine = decoder(packed, kernels, plan, bandwidth)
+    engine = within_budget(packed, kernels, plan, bandwidth)
     engine.teacher_forced(IDS, 5, True)
     found = per_token(engine.traffic_stats, 1e-3)
     active = {block: engine.active()[block, "mlp_mid"] for block in range(3)}
@@ -166,7 +154,7 @@ def test_what_a_token_took_is_told(kernels: Kernels) -> None:
 
 def test_a_step_after_one_that_was_interrupted_begins_anew(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
     packed = model("llama")
-    engine = decoder(packed, kernels, where(packed, 1, 1, 1))
+    engine = within_budget(packed, kernels, where(packed, 1, 1, 1))
     expected = engine.step([3], True)
     engine.reset()
     with monkeypatch.context() as patch:
@@ -179,13 +167,13 @@ def test_a_step_after_one_that_was_interrupted_begins_anew(kernels: Kernels, mon
 
 def test_naming_the_kernels_of_a_step_computes_nothing(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step's launches are called once more to compile their kernels: what they change must be changed by kernels."""
-    engine = decoder(model("llama"), kernels, where(model("llama"), 3, 3, 0))
+    engine = within_budget(model("llama"), kernels, where(model("llama"), 3, 3, 0))
     engine.step([3], True)
     before = engine.cpu_gpu.mailbox.number.clone()
     with monkeypatch.context() as patch:
         for launched in ("embed", "gemv", "multiply_offloaded", "count_step", "attend", "product", "pick_likeliest"):
             patch.setattr(type(engine._kernels), launched, staticmethod(lambda *of, **more: None))
-        again = decoder(model("llama"), kernels, where(model("llama"), 3, 3, 0))
+        again = within_budget(model("llama"), kernels, where(model("llama"), 3, 3, 0))
         again._step.run(True)
         assert again.cpu_gpu.mailbox.number.tolist() == [0, 0]
     assert int(before[0]) == 2, "the step that made the graph counts, and the first one"
@@ -194,7 +182,7 @@ def test_naming_the_kernels_of_a_step_computes_nothing(kernels: Kernels, monkeyp
 def test_offloaded_matrices_of_one_band_are_read_over_the_bus_alone(kernels: Kernels) -> None:
     packed = random_model("llama", hidden_size=256, intermediate_size=250)
     plan = where(packed, 2, 2, 0)
-    engine = decoder(packed, kernels, plan)
+    engine = within_budget(packed, kernels, plan)
     assert offloaded_matrices(packed, plan, EVEN) == []
     expected = Engine(packed, backend="reference").teacher_forced(IDS.tolist(), 5)
     assert largest_difference(engine.teacher_forced(IDS, 5, True), expected) < ROUNDED
