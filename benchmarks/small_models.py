@@ -162,8 +162,6 @@ Figure = Mapping[str, Any]
 """What a row of one model scores: what its file takes, and a `texts` entry for each text."""
 
 TYPES = ("Q6_K", "Q5_K_M", "Q4_K_M", "IQ4_XS", "Q3_K_M", "IQ3_M")
-PEER = "llama.cpp Q4_K_M"
-"""The row at whose KL the bits read are told that ours take."""
 
 TASKS = ("arc_easy", "arc_challenge", "blimp", "hellaswag", "openbookqa", "winogrande")
 TASK_FILES = Path(__file__).parents[1] / "tests" / "tasks"
@@ -442,16 +440,19 @@ def bits_at(curve: Sequence[tuple[float, float]], kl: float) -> float | None:
     return None
 
 
-def told_of_peer(figures: Sequence[Figure]) -> list[str]:
-    """Return for each text of one model a line on how many bits ours read at the KL of llama.cpp's Q4_K_M."""
-    peer, lines = next((each for each in figures if each["row"] == PEER), None), []
-    for text, of_text in peer["texts"].items() if peer else ():
-        kl, curve = of_text["kl_divergence"]["value"], frontier(figures, text)
-        if curve:
+def told_of_peers(figures: Sequence[Figure]) -> list[str]:
+    """Return for each other row of one model, and each text, a line on how many bits ours read at its KL."""
+    lines = []
+    for row in (each for each in figures if not each["row"].startswith("zigzag-q6_p")):
+        for text, of_text in row["texts"].items():
+            kl, curve = of_text["kl_divergence"]["value"], frontier(figures, text)
+            if not curve:
+                continue
             bits = bits_at(curve, kl)
             ends = f"more than {curve[-1][0]:.2f}" if kl < curve[-1][1] else f"less than {curve[0][0]:.2f}"
             at = ends if bits is None else f"{bits:.2f}"
-            lines.append(f"{text}: {at} bits read have the KL of {PEER}, {kl:.3f} at {of_text['bits_read']:.2f} bits")
+            name = row["row"]
+            lines.append(f"{text}: {at} bits read have the KL of {name}, {kl:.3f} at {of_text['bits_read']:.2f} bits")
     return lines
 
 
@@ -531,5 +532,5 @@ def main(
                 figures[model.stem, name] = {**figures[model.stem, name], "tokens_per_second": speed}
             write_figures(json_path, [*figures.values()])
         of_model = [each for (name, _), each in figures.items() if name == model.stem]
-        click.echo("".join(f"\n{part}\n" for part in (table(of_model), "\n".join(told_of_peer(of_model))) if part))
+        click.echo("".join(f"\n{part}\n" for part in (table(of_model), "\n".join(told_of_peers(of_model))) if part))
     click.echo(summary([*figures.values()]))

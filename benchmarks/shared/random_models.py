@@ -33,7 +33,7 @@ from sparsepack.models.hf_config import architecture_of
 
 
 def random_model(size: Size, layers: int | None = None, device: str = "cuda", block: str = "Q4_K") -> PackedModel:
-    """A Llama of a size, with fewer layers if asked; all of it on the device. block: as `random_of` has it"""
+    """A Llama of a size, of so many layers or its own; all of it on the device. block: as `random_of` has it"""
     config = llama_config(size, num_hidden_layers=layers or size.layers, max_position_embeddings=CONTEXT)
     return random_of(config, size.name, size.layers, device, block)
 

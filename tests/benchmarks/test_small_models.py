@@ -14,12 +14,11 @@ from models_for_tests import TEXT, make_model
 from benchmarks import small_models
 from benchmarks.shared.evaluation import SHARED
 from benchmarks.small_models import (
-    PEER,
     Figure,
     bits_at,
     published_models,
     rescaled_block,
-    told_of_peer,
+    told_of_peers,
     write_rescaled,
 )
 from sparsepack.data import TINY_MODEL
@@ -73,6 +72,9 @@ def test_a_missing_part_is_refused(tmp_path: Path) -> None:
     assert not [*(tmp_path / "out").glob("*.gguf")]
 
 
+PEER = "llama.cpp Q4_K_M"
+
+
 def test_bits_are_read_off_between_the_points_of_the_frontier() -> None:
     curve = [(2.0, 0.4), (3.0, 0.1), (4.0, 0.025)]
     assert bits_at(curve, 0.2) == pytest.approx(2.5)
@@ -85,11 +87,11 @@ def test_the_line_on_the_peer_says_where_the_curve_does_not_reach() -> None:
     def row(name: str, bits: float, kl: float) -> Figure:
         return {"row": name, "texts": {"books": {"bits_read": bits, "kl_divergence": {"value": kl}}}}
 
-    ours = [row("zigzag-q6_p --bits 2.3", 2.3, 0.2), row("zigzag-q6_p", 6.5, 0.01), row("zigzag-q4_k", 4.5, 0.04)]
-    assert told_of_peer(ours) == []
-    (line,) = told_of_peer([*ours, row(PEER, 5.5, 0.2)])
+    ours = [row("zigzag-q6_p --bits 2.3", 2.3, 0.2), row("zigzag-q6_p", 6.5, 0.01)]
+    assert told_of_peers(ours) == []
+    (line,) = told_of_peers([*ours, row(PEER, 5.5, 0.2)])
     assert line == f"books: 2.30 bits read have the KL of {PEER}, 0.200 at 5.50 bits"
-    (line,) = told_of_peer([*ours, row(PEER, 5.5, 0.005)])
+    (line,) = told_of_peers([*ours, row(PEER, 5.5, 0.005)])
     assert line.startswith("books: more than 6.50 bits read have")
 
 
