@@ -144,7 +144,7 @@ def layer_rows(fewer: Mapping[str, Any], more: Mapping[str, Any]) -> list[list[s
 @click.option("--model", "name", type=click.Choice(tuple(LLAMAS)), default="8b", show_default=True)
 @click.option("--layers", type=int, help="Of the model, to try the benchmark.")
 @click.option(
-    "--layer", is_flag=True, help=f"Time a layer, by models of {FEW_LAYERS} and {MORE_LAYERS}: a fifth of the time."
+    "--per-layer", is_flag=True, help=f"Time a layer, by models of {FEW_LAYERS} and {MORE_LAYERS}: a fifth of the time."
 )
 @click.option("--rounds", default=5, show_default=True)
 @json_option

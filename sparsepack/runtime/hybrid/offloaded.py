@@ -41,7 +41,7 @@ from sparsepack.runtime.cuda.products.tile_config import (
 )
 from sparsepack.runtime.hybrid.mailbox import Mailbox, ProductRequest
 
-PLANES_BY_WORKER = 0.75
+PLANES_BY_WORKER = 0.45
 """The processor multiplies planes at this share of the speed, in bytes, of whole columns."""
 PLANES_READ = 0.4
 """Of what lies in the host's memory of a matrix of planes with thresholds, about this share is read."""

@@ -232,7 +232,7 @@ def test_planes_are_tuned_and_run_so(monkeypatch: pytest.MonkeyPatch) -> None:
     x, y = torch.randn(SHAPE[1]), torch.empty(SHAPE[0], device="cuda")
     zigzag_products.gemv(loaded, zigzag_products.Input(x.cuda()), zigzag_products.Output(y))
     expected = decode_matrix(matrix).double() @ x.double()
-    assert (y.cpu() - expected).norm() < 1e-5 * expected.norm()
+    assert (y.cpu() - expected).norm() < 1.5e-4 * expected.norm()
 
 
 @pytest.mark.gpu

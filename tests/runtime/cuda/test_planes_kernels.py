@@ -242,7 +242,7 @@ def test_planes_that_lie_elsewhere_are_read_of_the_first_tiles(
         if config.tile_bands == 2:
             pytest.skip("others are enough")
         request.getfixturevalue("no_copy_engine")
-    rows, columns = 2100, 700
+    rows, columns = 2100, max(700, 32 * config.splits - 5)  # a chunk of 32 for each split
     stored = random_matrix(rows, columns, block=BLOCK)
     matrix = load_zigzag(stored, "cuda", config, place=DividedPlace(planes, on_card, in_host_memory))
     x, limits, bias = normal(3, columns), limits_for(columns), normal(rows, seed=5)
@@ -267,7 +267,7 @@ def test_planes_that_lie_elsewhere_are_read_of_the_first_tiles(
             of_each = (
                 torch.full_like(x, 5).long()
                 if threshold is None
-                else levels_read(x, limits)
+                else levels_read(x, limits).long()
                 if threshold is limits
                 else (x.abs() > threshold) * 5
             )
