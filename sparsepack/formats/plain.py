@@ -188,7 +188,7 @@ def plan(format: Format, checkpoint: Checkpoint, request: PlanRequest) -> GgufPl
     keys, notes = _architecture_values(checkpoint)
     vocabulary_keys, more = _vocabulary_values(checkpoint)
     values, notes = keys | vocabulary_keys, notes + more
-    auto = type if BLOCKS[type].weights == 1 else "Q6_K"
+    auto = "Q6_K" if type == "Q4_K" else type
     embedding, more = embedding_types(checkpoint, request.embedding_type, request.output_type, auto)
     notes += more
     types = embedding | _types(checkpoint, type, notes)

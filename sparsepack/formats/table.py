@@ -161,9 +161,10 @@ FORMATS: Mapping[str, Format] = {
             **_RUN,
         ),
         Format("q4_k", _FOR_LLAMA_CPP, _PLAIN, MatrixFormat("Q4_K"), experts=True, fits=True),
-        Format("f16", _FOR_LLAMA_CPP, _PLAIN, MatrixFormat("F16"), experts=True),
-        Format("bf16", _FOR_LLAMA_CPP, _PLAIN, MatrixFormat("BF16"), experts=True),
-        Format("f32", _FOR_LLAMA_CPP, _PLAIN, MatrixFormat("F32"), experts=True),
+        *(
+            Format(block.lower(), _FOR_LLAMA_CPP, _PLAIN, MatrixFormat(block), experts=True)
+            for block in ("Q6_K", "Q8_0", "F16", "BF16", "F32")
+        ),
         Format("slide-int8", _FOR_2_OF_4, _SLID, MatrixFormat("I8", "slide"), fits=True, **_PRUNED),
         Format("slide-fp8", _FOR_2_OF_4, _SLID, MatrixFormat("F8_E4M3", "slide"), fits=True, **_PRUNED),
         Format("slide-bf16", _FOR_2_OF_4, _SLID, MatrixFormat("BF16", "slide"), **_PRUNED),

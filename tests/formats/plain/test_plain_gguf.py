@@ -63,6 +63,16 @@ def test_llama_cpp_agrees_with_transformers_on_q4_k(checkpoints: Checkpoints, fi
     assert clear >= 0.98 or same >= 0.98  # of soft-capped ones none leads clearly
 
 
+@each_value({"kind": ("q6_k", "q8_0"), "family": SMALL})
+def test_llama_cpp_agrees_with_transformers_on_more_bits(
+    checkpoints: Checkpoints, files: Files, family: str, kind: str
+) -> None:
+    relative, same, clear = disagreement(*both_logits(files[family, kind], checkpoints[family]))
+    assert relative <= (3e-2 if family in ("smollm3", "olmo2", "olmo3") else 2e-2)
+    assert same >= 0.9
+    assert clear >= 0.98 or same >= 0.98
+
+
 def test_llama_cpp_runs_the_trained_model(shared: Path, tmp_path: Path) -> None:
     checkpoint = open_checkpoint(shared / "models/books-26m-silu")
     path = tmp_path / "m.gguf"
@@ -182,6 +192,9 @@ def test_types_of_the_matrices(checkpoints: Checkpoints, files: Files, tmp_path:
     assert {types["token_embd.weight"], types["output.weight"]} == {"Q6_K"}
     assert {types["blk.0.attn_q.weight"], types["blk.1.ffn_down.weight"]} == {"Q4_K"}
     assert {types["blk.0.attn_norm.weight"], types["output_norm.weight"]} == {"F32"}
+    for kind in ("q6_k", "q8_0"):
+        types = {name: info.type for name, info in read_gguf(files["llama", kind]).tensors.items()}
+        assert {types[name] for name in types if types[name] != "F32"} == {kind.upper()}
     write_plain(checkpoints["llama"], tmp_path / "m.gguf", output_type="f16", embedding_type="q4_k")
     types = {name: info.type for name, info in read_gguf(tmp_path / "m.gguf").tensors.items()}
     assert (types["token_embd.weight"], types["output.weight"]) == ("Q4_K", "F16")
