@@ -44,6 +44,16 @@ SMALL: dict[str, dict[str, Any]] = {
             "full_attention": {"rope_type": "linear", "rope_theta": 100000.0, "factor": 2.0},
         },
     },
+    "gemma": {"num_key_value_heads": 1, "tie_word_embeddings": True, "head_dim": 64, "pad_token_id": 0},
+    "vaultgemma": {
+        "num_key_value_heads": 2,
+        "tie_word_embeddings": True,
+        "head_dim": 64,
+        "query_pre_attn_scalar": 48,
+        "sliding_window": 24,
+        "attn_logit_softcapping": 5.0,
+        "pad_token_id": 0,
+    },
     "granite": {
         "num_key_value_heads": 2,
         "tie_word_embeddings": True,
@@ -63,9 +73,23 @@ SMALL: dict[str, dict[str, Any]] = {
         "attention_multiplier": 0.1,
         "logits_scaling": 8.0,
     },
+    "hyperclovax": {
+        "num_key_value_heads": 2,
+        "embedding_multiplier": 10.0,
+        "attention_multiplier": 0.1,
+        "logits_scaling": 0.25,
+        "tie_word_embeddings": False,
+    },
     "smollm3": {"num_key_value_heads": 2, "num_hidden_layers": 4, "pad_token_id": 0},
     "olmo2": {"tie_word_embeddings": False, "pad_token_id": 0},
     "olmo3": {"num_key_value_heads": 2, "num_hidden_layers": 4, "sliding_window": 24, "pad_token_id": 0},
+    "exaone4": {
+        "num_key_value_heads": 2,
+        "sliding_window": None,
+        "layer_types": ["full_attention"] * 2,
+        "pad_token_id": 0,
+    },
+    "cwm": {"num_key_value_heads": 2, "bos_token_id": 0, "head_dim": 64, "sliding_window": 24, "pad_token_id": 0},
     "arcee": {"num_key_value_heads": 2},
     "seed_oss": {"num_key_value_heads": 2, "head_dim": 64, "pad_token_id": 0},
     "ministral3": {
@@ -122,6 +146,8 @@ EXPERTS: dict[str, dict[str, Any]] = {
     },
 }
 """The same of families whose MLPs are mixtures of experts, which some verbs do not take."""
+LLAMA_CPP = [family for family in SMALL if FAMILIES[family].gguf is not None]
+"""The families of SMALL that llama.cpp knows."""
 ROTATED = [family for family in SMALL if FAMILIES[family].residual is not None]
 """The families whose residual stream may be written in another basis."""
 
@@ -138,7 +164,9 @@ WINDOWED: dict[str, dict[str, Any]] = {
     "phi3": {"sliding_window": 10},
     "gemma2": {"sliding_window": 10},
     "gemma3_text": {"sliding_window": 10},
-    "olmo3": {"sliding_window": 10},
+    **{family: {"sliding_window": 10} for family in ("olmo3", "vaultgemma", "cwm")},
+    "exaone4": {"sliding_window": 10, "layer_types": ["sliding_attention", "full_attention"]},
+    **{family: {} for family in ("gemma", "hyperclovax")},
     **{family: {} for family in ("granite", "granitemoehybrid", "smollm3", "olmo2", "arcee", "seed_oss", "ministral3")},
 }
 """The changes to each family that make its layers look back a few tokens, where the family has such layers."""

@@ -1,13 +1,16 @@
 """The tables that say what can be done with which models, out of the rows that refuse the others.
 
-    python tools/families_table.py
+    python tools/families_table.py           prints them
+    python tools/families_table.py --write   puts them into these pages
 
 The first, in README, has verbs and engines; the second, in docs/formats.md, what `pack` makes. They have from
 `models/families.py` what commands take, from `formats/table.py` what formats hold, and from `runtime/backends.py` and
 `runtime/backends.py` what engines compute, of a model as the family's usual ones are.
 """
 
+import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from sparsepack.errors import UserError
@@ -29,8 +32,10 @@ MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         "phi3",
         {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75}},
     ),
+    "Gemma": ("gemma", {}),
     "Gemma 2": ("gemma2", {}),
     "Gemma 3 (text)": ("gemma3_text", {}),
+    "VaultGemma": ("vaultgemma", {}),
     "Granite 3": ("granite", {}),
     "Granite 4 (dense)": (
         "granitemoehybrid",
@@ -39,6 +44,9 @@ MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "SmolLM3": ("smollm3", {}),
     "Olmo 2": ("olmo2", {}),
     "Olmo 3": ("olmo3", {}),
+    "EXAONE 4": ("exaone4", {}),
+    "HyperCLOVA X": ("hyperclovax", {}),
+    "CWM": ("cwm", {}),
     "Seed-OSS": ("seed_oss", {}),
     "Ministral 3": ("ministral3", {}),
     "Arcee (AFM-4.5B)": ("arcee", {}),
@@ -111,5 +119,23 @@ def runs(row: Backend, family: Family, changes: Mapping[str, Any]) -> bool:
     return row.traits.issuperset(traits_of(architecture, 0))
 
 
+def with_table(page: str, table: str) -> str:
+    """A page in Markdown with a table in place of its own of the same first and last columns."""
+    columns = [cell.strip() for cell in table.splitlines()[0].split("|")]
+    lines = page.split("\n")
+    for first, line in enumerate(lines):
+        cells = [cell.strip() for cell in line.split("|")]
+        if len(cells) > 3 and (cells[1], cells[-2]) == (columns[1], columns[-2]):
+            last = first
+            while lines[last].startswith("|"):
+                last += 1
+            return "\n".join([*lines[:first], *table.splitlines(), *lines[last:]])
+    raise ValueError(f"no table from {columns[1]!r} to {columns[-2]!r}")
+
+
 if __name__ == "__main__":
-    print(tables())
+    if sys.argv[1:] == ["--write"]:
+        for path, table in zip((Path("README.md"), Path("docs/formats.md")), tables().split("\n\n"), strict=True):
+            path.write_text(with_table(path.read_text(encoding="utf-8"), table), encoding="utf-8")
+    else:
+        print(tables())

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from sparsepack.errors import CheckpointError
-from sparsepack.models import gemma, granite, llama, mixture, olmo, opt, phi, qwen
+from sparsepack.models import exaone, gemma, granite, llama, mixture, olmo, opt, phi, qwen
 from sparsepack.models.family import Family, ResidualStream, TextPart
 
-_MODULES = (llama, qwen, phi, gemma, granite, olmo, opt, mixture)
+_MODULES = (llama, qwen, phi, gemma, granite, olmo, exaone, opt, mixture)
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {family.model_type: family for module in _MODULES for family in module.FAMILIES}
 )

@@ -225,8 +225,9 @@ class Family:
     local_rotary   -- layers with a sliding window have rotary frequencies of their own
     rope_layers    -- of the configuration: whether each layer turns queries and keys; empty: all do
     rope_field     -- of the configuration: "rope" where layers turn them; empty: they do
+    rope_in_windows -- in models with sliding windows, layers without one turn nothing
     scales_input   -- of the configuration: by what the stock backbone multiplies whatever comes in, embedded or not
-    divides_logits -- of the configuration: by what the stock model divides its logits
+    divides_logits -- of the configuration: by what the stock model divides or multiplies its logits
     residual       -- who reads the residual stream and who writes to it; None: it cannot be rotated
     unrotatable    -- why it cannot
     experts        -- of MLPs that are mixtures of experts; None: MLPs are dense
@@ -253,6 +254,7 @@ class Family:
     local_rotary: bool = False
     rope_layers: str = ""
     rope_field: str = ""
+    rope_in_windows: bool = False
     scales_input: str = ""
     divides_logits: str = ""
     residual: ResidualStream | None = _STREAM

@@ -1,16 +1,21 @@
-"""Gemma 2 and 3: norms before and after, (1 + w) in norms, GELU, a scaled embedding, windows in most layers, and soft
-caps (2) or norms of heads and rotary frequencies of layers with a window (3)."""
+"""Gemma: (1 + w) in norms, GELU, a scaled embedding. Gemma 2 and 3 have norms before and after and windows in most
+layers, 2 soft caps, 3 norms of heads and rotary frequencies of layers with a window. VaultGemma is 2 without norms
+after."""
 
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
 from sparsepack.models.blocks import Multipliers
-from sparsepack.models.family import GGUF_PARTS, Family, LlamaCpp
+from sparsepack.models.family import GGUF_PARTS, NORMS, Family, LlamaCpp
 
 _CAPS = MappingProxyType(
     {"attn_logit_softcapping": "attn_logit_softcapping", "final_logit_softcapping": "final_logit_softcapping"}
 )
+
+
+def _multipliers_1(config: Any) -> Multipliers:
+    return Multipliers(embedding=float(config.hidden_size**0.5))
 
 
 def _multipliers_2(config: Any) -> Multipliers:
@@ -65,8 +70,28 @@ _GEMMA2 = Family(
     unrotatable="norms stand between its matrices and what they add to",
 )
 
+_OFFSET = "norms multiply by one more than their weights"
+
 FAMILIES = (
+    replace(
+        _GEMMA2,
+        model_type="gemma",
+        gguf=LlamaCpp("gemma", biases=(), activation="gelu_pytorch_tanh", untied=False),
+        norms=NORMS,
+        fields={},
+        slides=False,
+        attention="sdpa",
+        multipliers=_multipliers_1,
+        unrotatable=_OFFSET,
+    ),
     _GEMMA2,
+    replace(
+        _GEMMA2,
+        model_type="vaultgemma",
+        gguf=None,
+        norms=MappingProxyType({"attn_norm": "input_layernorm", "mlp_norm": "pre_feedforward_layernorm"}),
+        unrotatable=_OFFSET,
+    ),
     replace(
         _GEMMA2,
         model_type="gemma3_text",

@@ -1,12 +1,13 @@
 """Granite 3 and 4 (dense): Llama with multipliers of the embedding, attention scores, residual sums and logits; the
-fourth has gate and up in one matrix, and models whose layers have no rotary embedding."""
+fourth has gate and up in one matrix, and models whose layers have no rotary embedding. HyperCLOVA X multiplies its
+logits where Granite divides them, and norms what attention and MLP add."""
 
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
 from sparsepack.models.blocks import Multipliers
-from sparsepack.models.family import PROJECTIONS, Family, LlamaCpp
+from sparsepack.models.family import NORMS, PROJECTIONS, Family, LlamaCpp
 
 
 def _multipliers(config: Any) -> Multipliers:
@@ -16,6 +17,10 @@ def _multipliers(config: Any) -> Multipliers:
         residual=float(config.residual_multiplier),
         logits=1 / float(config.logits_scaling),
     )
+
+
+def _hyperclovax(config: Any) -> Multipliers:
+    return replace(_multipliers(config), logits=float(config.logits_scaling))
 
 
 _LLAMA_CPP = LlamaCpp(
@@ -60,5 +65,15 @@ FAMILIES = (
         fields=MappingProxyType({**_GRANITE3.fields, "intermediate_size": "shared_intermediate_size"}),
         rope_field="position_embedding_type",
         only=MappingProxyType({"num_local_experts": 0}),
+    ),
+    replace(
+        _GRANITE3,
+        model_type="hyperclovax",
+        gguf=None,
+        norms=MappingProxyType({**NORMS, "attn_post_norm": "post_norm1", "mlp_post_norm": "post_norm2"}),
+        multipliers=_hyperclovax,
+        residual=None,
+        unrotatable="norms stand between its matrices and what they add to",
+        only=MappingProxyType({"use_post_norm": True, "residual_multiplier": 1.0}),
     ),
 )

@@ -67,6 +67,9 @@ def architecture_of(config: Any, bos: int | None, more_eos: Sequence[int] = ()) 
     turns = getattr(config, family.rope_layers, None) if family.rope_layers else None
     if family.rope_field and getattr(config, family.rope_field) != "rope":
         turns = (False,) * config.num_hidden_layers
+    windows = sliding_windows(config)
+    if family.rope_in_windows and any(windows):
+        turns = [window > 0 for window in windows]
     return Architecture(
         model_type=config.model_type,
         layers=config.num_hidden_layers,
@@ -80,7 +83,7 @@ def architecture_of(config: Any, bos: int | None, more_eos: Sequence[int] = ()) 
         activation=activation,
         inv_freq=tuple(inv_freq.tolist()),
         rotary_scale=scale,
-        sliding_windows=sliding_windows(config),
+        sliding_windows=windows,
         qk_norm=family.qk_norm == "heads",
         tied=bool(config.tie_word_embeddings),
         context=made_for,

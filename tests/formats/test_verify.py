@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from artifacts_for_tests import plan_zigzag, write_plain, write_zigzag
-from models_for_tests import SMALL, make_model
+from models_for_tests import LLAMA_CPP, SMALL, make_model
 from pairwise import each_value
 
 from sparsepack.errors import ArtifactError
@@ -35,7 +35,7 @@ def test_zigzag_files_are_their_models(checkpoints: Checkpoints, zigzag_files: F
     assert all(0.06 < t.error < 0.09 for t in report.tensors if t.type == "Q4_K")
 
 
-@each_value({"kind": ["q4_k", "f16", "bf16", "f32"], "family": SMALL})
+@each_value({"kind": ["q4_k", "f16", "bf16", "f32"], "family": LLAMA_CPP})
 def test_plain_files_are_their_models(checkpoints: Checkpoints, tmp_path: Path, family: str, kind: str) -> None:
     write_plain(checkpoints[family], tmp_path / "m.gguf", type=kind)
     report = verify(tmp_path / "m.gguf", checkpoints[family])

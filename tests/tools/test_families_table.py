@@ -48,7 +48,7 @@ def made(family: str, folder: Path) -> Checkpoint:
     path = make_opt(folder / family) if family == "opt" else make_model(folder / family, family)
     if family in SMALL and family not in ("opt", "arcee"):
         config = json.loads((path / "config.json").read_text())
-        field = "hidden_activation" if family.startswith("gemma") else "hidden_act"
+        field = FAMILIES[family].fields.get("hidden_act", "hidden_act")
         (path / "config.json").write_text(json.dumps({**config, field: "relu"}))
     return open_checkpoint(path)
 

@@ -157,7 +157,7 @@ def test_bases_are_those_of_the_configuration(copied: Path, case: str) -> None:
         ({"config": 3}, "config"),
         ({"config": {}}, "not numbers of None blocks"),
         ({"config": {"num_hidden_layers": 4}}, "is not understood in a llama model of this conf"),
-        ({"family": "gemma"}, "model type 'gemma' is not supported"),
+        ({"family": "bloom"}, "model type 'bloom' is not supported"),
         ({"family": ["llama"]}, "family"),
         ({"model_type": "llama"}, ""),
     ],
