@@ -54,6 +54,7 @@ MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "Qwen3-MoE": ("qwen3_moe", {}),
     "Qwen2-MoE": ("qwen2_moe", {}),
     "OLMoE": ("olmoe", {}),
+    "gpt-oss": ("gpt_oss", {}),
     "OPT": ("opt", {}),
 }
 """For people -> the family, and what such a model's configuration has that is not its family's default."""

@@ -129,12 +129,13 @@ class PackedExpertsSite:
     mlp_mid, where each has an input of its own, each has levels of its own.
 
     parts -- output rows of each projection of one expert, in stacking order
+    bias  -- float32 [experts, rows] or None
     """
 
     matrix: PackedExperts
     rule: SiteRule | None
     parts: tuple[int, ...]
-    bias: ClassVar[None] = None
+    bias: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -147,6 +148,7 @@ class ExpertMlp:
     normalised  -- whether their weights are made to add up to one
     shared_gate -- float32 [1, hidden], where each token has the experts too that the sites have after these: the
                    sigmoid of its product is the weight of them all; None: there are none
+    router_bias -- float32 [experts], of the router; None: there is none
     """
 
     kind: ClassVar[MlpKind] = EXPERTS
@@ -156,6 +158,7 @@ class ExpertMlp:
     normalised: bool
     sites: Mapping[str, PackedExpertsSite]
     shared_gate: Tensor | None = None
+    router_bias: Tensor | None = None
 
     @property
     def shared(self) -> int:
@@ -191,9 +194,13 @@ class ExpertMlp:
         """The stock model's tensors of the MLP, decoded when asked for."""
         assert family.experts is not None
         count, found = len(self.router), {f"{family.experts.router}.weight": partial(_same, self.router)}
+        if self.router_bias is not None:
+            found[f"{family.experts.router}.bias"] = partial(_same, self.router_bias)
         for name, site in self.sites.items():
             stored, *shared = map(family.weight, family.projections[name])
             found[stored] = partial(decode_experts, site.matrix, 0, count)
+            if site.bias is not None:
+                found[family.bias(family.projections[name][0])] = partial(_same, site.bias)
             for number, part in enumerate(shared):
                 found[part] = partial(_of_shared, name, site.matrix, count, number)
         if family.experts.shared is not None and self.shared_gate is not None:
@@ -211,12 +218,14 @@ class PackedLayer:
 
     basis -- [hidden, hidden], by rows: the hidden state is multiplied by it before anything else in the block; None:
              it stays in the basis that it has
+    sinks -- float32 [heads]: of each query head a score for which nothing is added; None: there are none
     """
 
     attention: Mapping[str, PackedSite]
     norms: Mapping[str, Tensor]
     mlp: Mlp
     basis: PackedMatrix | None = None
+    sinks: Tensor | None = None
 
     @property
     def sites(self) -> dict[str, PackedSite | PackedExpertsSite]:
@@ -245,8 +254,9 @@ class PackedLayer:
             for name, module in family.norms.items()
         }
         bases = {} if self.basis is None else {f"{BASIS}.weight": partial(decode_matrix, self.basis)}
+        sinks = {} if self.sinks is None else {family.sinks: partial(_same, self.sinks)}
         sites = {**_weights_of(self.attention, family.projections), **self.mlp.weights(family)}
-        return {**norms, **bases, **sites}
+        return {**norms, **bases, **sinks, **sites}
 
 
 def _of_shared(site: str, matrix: PackedExperts, first: int, number: int) -> Tensor:

@@ -18,6 +18,7 @@ from sparsepack.models.blocks import (
     RotaryChannels,
 )
 from sparsepack.models.families import FAMILIES, taken_by
+from sparsepack.models.family import Family
 
 MOST_EXPERTS = 1 << 14
 _LARGEST = 3.4e38  # float32
@@ -85,12 +86,14 @@ class Architecture:
         """The decoder blocks, in order of execution."""
         family = FAMILIES[self.model_type]
         local = bool(self.local_inv_freq)
-        mlp = Mlp(self.intermediate, self.activation, family.gated, self.experts)
+        biased = family.experts is not None and family.experts.biased
+        mlp = Mlp(self.intermediate, self.activation, family.gated, self.experts, biased)
         return tuple(
             Block(
                 Attention(
                     rope=len(self.rotary_tables) - 1 if layer in self.ropeless else int(local and window > 0),
                     window=window,
+                    sinks=bool(family.sinks),
                     qk_norm=family.qk_norm,
                 ),
                 mlp,
@@ -156,6 +159,13 @@ class Architecture:
         return cls(**{**value, **lists})
 
 
+def activations_of(family: Family) -> tuple[str, ...]:
+    """The activations that models of a family may have."""
+    if family.activation:
+        return (family.activation,)
+    return ACTIVATIONS if family.gated else PLAIN_ACTIVATIONS
+
+
 def check_numbers(architecture: Architecture) -> None:
     """Raise ValueError where a number could not be a model's."""
     sizes = ("layers", "hidden", "intermediate", "heads", "kv_heads", "head_dim", "vocabulary", "context")
@@ -197,7 +207,7 @@ def check_numbers(architecture: Architecture) -> None:
     if not isinstance(architecture.model_type, str) or architecture.model_type not in taken_by("pack"):
         known = ", ".join(taken_by("pack"))
         raise ValueError(f"model type {str(architecture.model_type)[:60]!r}, expected one of {known}")
-    able = ACTIVATIONS if FAMILIES[architecture.model_type].gated else PLAIN_ACTIVATIONS
+    able = activations_of(FAMILIES[architecture.model_type])
     if architecture.activation not in able:
         raise ValueError(f"activation {str(architecture.activation)[:60]!r}, expected one of {', '.join(able)}")
     if not all(type(layer) is int and 0 <= layer < architecture.layers for layer in architecture.ropeless):
@@ -229,6 +239,12 @@ def _check_experts(architecture: Architecture) -> None:
         raise ValueError(f"{str(experts.shared)[:60]} shared experts in a {architecture.model_type} model")
     if type(experts.normalised) is not bool:
         raise ValueError("experts.normalised is neither true nor false")
+
+
+def clamped_swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """What `blocks.CLAMPED_SWIGLU` makes of a gate and what is multiplied with it."""
+    gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+    return gate * torch.sigmoid(1.702 * gate) * (up + 1)
 
 
 def soft_capped(x: torch.Tensor, cap: float) -> torch.Tensor:

@@ -9,6 +9,9 @@ with 2 c + 1, or none turns."""
 
 ACTIVATIONS = ("silu", "relu", "gelu", "gelu_pytorch_tanh")
 """The functions of a gate, as transformers names them."""
+CLAMPED_SWIGLU = "swiglu_oai"
+"""gpt-oss's function of gate and up, under the name that llama.cpp has for it: with g = min(gate, 7) and u = up kept
+within -7 and 7 it is g sigmoid(1.702 g) (u + 1)."""
 PLAIN_ACTIVATIONS = ("relu2",)
 """The functions of an MLP without a gate. relu2(h) = relu(h) h: such an MLP is one with ReLU whose gate and up are one
 matrix."""
@@ -91,10 +94,13 @@ class Attention:
     window   -- tokens that a query sees at most; 0: all
     qk_norm  -- what is RMS-normalised of queries and keys before they turn: each head, the rows of all heads together;
                 None: nothing
+    sinks    -- whether each query head has a score beside those of keys, which takes a share of the softmax and gives
+                nothing for it
     """
 
     rope: int = 0
     window: int = 0
+    sinks: bool = False
     qk_norm: Literal["heads", "rows"] | None = None
 
 
@@ -103,12 +109,14 @@ class Mlp:
     """The channel mixer of a block: down(activation(gate x) * up x), or without a gate down(activation(up x)).
 
     experts -- that it is a mixture of, each of this width; None: it is dense
+    biased  -- whether the router and the matrices of experts have biases
     """
 
     width: int
     activation: str
     gated: bool = True
     experts: ExpertNumbers | None = None
+    biased: bool = False
 
 
 @dataclass(frozen=True)

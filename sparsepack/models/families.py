@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from sparsepack.errors import CheckpointError
-from sparsepack.models import exaone, gemma, granite, llama, mixture, olmo, opt, phi, qwen
+from sparsepack.models import exaone, gemma, gpt_oss, granite, llama, mixture, olmo, opt, phi, qwen
 from sparsepack.models.family import Family, ResidualStream, TextPart
 
-_MODULES = (llama, qwen, phi, gemma, granite, olmo, exaone, opt, mixture)
+_MODULES = (llama, qwen, phi, gemma, granite, olmo, exaone, opt, mixture, gpt_oss)
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {family.model_type: family for module in _MODULES for family in module.FAMILIES}
 )
@@ -45,7 +45,6 @@ REFUSED: Mapping[str, str] = MappingProxyType(
     {
         **dict.fromkeys(("deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2", "glm4_moe_lite"), _LATENT),
         **dict.fromkeys(("glm4_moe", "dots1", "ernie4_5_moe", "minimax_m2"), _OTHER_ROUTERS),
-        "gpt_oss": "its experts are stored transposed in MXFP4, with biases, and its attention has sinks",
         **dict.fromkeys(("qwen3_next", "minimax"), "most of its layers have linear attention"),
         "phimoe": "its router chooses by sparse mixing",
         "jamba": "most of its layers are state-space models",

@@ -87,6 +87,10 @@ class Experts:
     dense      -- fields that make the MLPs of some blocks dense, which nothing here has a place for, and what each of
                   them is where there are none
     shared     -- the expert that all tokens have; None: there is none
+    biased     -- the router and both parameters have biases: `router`.bias [experts], and `GATE_UP` and `DOWN` with
+                  `_bias` behind, [experts, rows]
+    alternate  -- the stock model holds the parameters transposed, and gate and up row by row in turns: [experts,
+                  hidden, 2 * width]. Here they are as in other families (`checkpoint.experts.ordered_source`)
     """
 
     module: str
@@ -97,6 +101,8 @@ class Experts:
     normalised: str = ""
     dense: Mapping[str, Any] = field(default_factory=dict)
     shared: SharedExpert | None = None
+    biased: bool = False
+    alternate: bool = False
 
     GATE_UP: ClassVar[str] = "gate_up_proj"
     DOWN: ClassVar[str] = "down_proj"
@@ -219,6 +225,9 @@ class Family:
     positions      -- that are learned; None: there are none
     after          -- modules after the last block, as far as a model has them; the output matrix comes then
     fields         -- of the configuration: Llama's name -> its own, where they differ
+    sinks          -- the parameter of each block with a score of each query head (`blocks.Attention.sinks`); empty:
+                      there are none
+    activation     -- the one that all its models have, whatever their configuration says; empty: what that says
     unpackable     -- what formats and engines have no place for in such a model; empty: they have for everything
     attention      -- transformers' implementation of attention that computes all of it
     multipliers    -- what a configuration's models multiply by
@@ -247,6 +256,8 @@ class Family:
     positions: LearnedPositions | None = None
     after: tuple[str, ...] = ("norm",)
     fields: Mapping[str, str] = field(default_factory=dict)
+    sinks: str = ""
+    activation: str = ""
     unpackable: str = ""
     norm_offset: float = 0.0
     attention: Literal["sdpa", "eager"] = "sdpa"
@@ -294,6 +305,11 @@ class Family:
         are parameters."""
         of_experts = self.experts is not None and projection in self.experts.parameters
         return projection if of_experts else f"{projection}.weight"
+
+    def bias(self, projection: str) -> str:
+        """The name of the tensor that would be a projection's bias."""
+        of_experts = self.experts is not None and projection in self.experts.parameters
+        return f"{projection}_bias" if of_experts else f"{projection}.bias"
 
     def routers(self, site: str) -> tuple[str, ...]:
         """The modules that read what enters a site beside its projections: what says which experts a token has, and how

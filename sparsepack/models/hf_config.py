@@ -9,16 +9,8 @@ from typing import Any
 import torch
 
 from sparsepack.errors import CheckpointError
-from sparsepack.models.architecture import MOST_EXPERTS, Architecture
-from sparsepack.models.blocks import (
-    ACTIVATIONS,
-    PLAIN_ACTIVATIONS,
-    ExpertNumbers,
-    Heads,
-    LongTexts,
-    Multipliers,
-    RotaryChannels,
-)
+from sparsepack.models.architecture import MOST_EXPERTS, Architecture, activations_of
+from sparsepack.models.blocks import ExpertNumbers, Heads, LongTexts, Multipliers, RotaryChannels
 from sparsepack.models.checkpoint.config_files import STOCK_ALONE
 from sparsepack.models.families import FAMILIES
 from sparsepack.models.family import MLP_SITES
@@ -48,8 +40,8 @@ def architecture_of(config: Any, bos: int | None, more_eos: Sequence[int] = ()) 
             f"{config.model_type}: rotary embeddings of types {kind!r} and {str(local.get('rope_type'))[:60]!r} in one "
             "model; expected plain ones in layers with a sliding window, and none that follow a text's length"
         )
-    activation = family.setting(config, "hidden_act")
-    if activation not in (able := ACTIVATIONS if family.gated else PLAIN_ACTIVATIONS):
+    activation = family.activation or family.setting(config, "hidden_act")
+    if activation not in (able := activations_of(family)):
         raise CheckpointError(f"{config.model_type}: activation {activation!r}; expected {', '.join(able)}")
     if getattr(config, "use_bidirectional_attention", None):
         raise CheckpointError(f"{config.model_type}: tokens see later ones; expected a model that writes text")

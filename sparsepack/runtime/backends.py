@@ -29,6 +29,8 @@ ROW_NORMS = "norms of the queries and keys of all heads together"
 SHARED_EXPERTS = "a shared expert"
 ROPELESS = "layers without rotary embedding"
 PLAIN_MLPS = "MLPs without a gate"
+SINKS = "attention sinks"
+BIASED_EXPERTS = "experts with biases and a clamped SwiGLU"
 QUERY_GROWTH = "texts so long that later queries are scaled"
 
 TRAITS: Mapping[str, Callable[[Architecture, int], bool]] = MappingProxyType(
@@ -44,6 +46,8 @@ TRAITS: Mapping[str, Callable[[Architecture, int], bool]] = MappingProxyType(
         ROW_NORMS: lambda a, context: any(block.attention.qk_norm == "rows" for block in a.blocks),
         ROPELESS: lambda a, context: bool(a.ropeless),
         QUERY_GROWTH: lambda a, context: bool(a.query_growth) and context > a.query_growth[1],
+        SINKS: lambda a, context: any(block.attention.sinks for block in a.blocks),
+        BIASED_EXPERTS: lambda a, context: any(block.mlp.biased for block in a.blocks),
         PLAIN_MLPS: lambda a, context: not all(block.mlp.gated for block in a.blocks),
         SHARED_EXPERTS: lambda a, context: a.experts is not None and a.experts.shared > 0,
     }
@@ -167,7 +171,7 @@ BACKENDS: Mapping[str, Backend] = MappingProxyType(
                 gate_copies=True,
                 scales_thresholds=True,
                 pads_tails=True,
-                traits=frozenset(TRAITS) - {QUERY_GROWTH},
+                traits=frozenset(TRAITS) - {QUERY_GROWTH, SINKS, BIASED_EXPERTS},
             ),
             Backend(
                 "metal",

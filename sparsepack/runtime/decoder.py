@@ -132,7 +132,8 @@ def attention_of(packed: PackedModel, context: int, device: torch.device, sequen
         for inv_freq, scale in architecture.rotary_tables
     ]
     (cos, sin), *more = [(cos.to(device), sin.to(device)) for cos, sin in tables]
-    return attention_shape(architecture, norms, cos, sin, sequences, packed.attention, more)
+    sinks = [layer.sinks for layer in packed.layers]
+    return attention_shape(architecture, norms, cos, sin, sequences, packed.attention, more, sinks)
 
 
 class LongTextRope:

@@ -31,6 +31,7 @@ class LayerAttention:
     channels       -- int64 [kv_heads, r]: the heavy channels by which decoded positions find what they read; None: they
                       read all that they see
     table          -- the number of the rotary table by which it turns
+    sinks          -- float32 [heads]: scores beside those of keys, for which nothing is added; None: there are none
     """
 
     window: int = 0
@@ -38,6 +39,7 @@ class LayerAttention:
     k_norm: Tensor | None = None
     channels: Tensor | None = None
     table: int = 0
+    sinks: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -159,6 +161,7 @@ def attention_shape(
     sequences: int = 1,
     sparse: SparseAttention | None = None,
     more_tables: Sequence[tuple[Tensor, Tensor]] = (),
+    sinks: Sequence[Tensor | None] = (),
 ) -> AttentionShape:
     """What a model's cache is made for.
 
@@ -166,6 +169,7 @@ def attention_shape(
     cos, sin    -- on the device that attends
     sparse      -- which tokens decoded positions read; None: all
     more_tables -- as the shape has them, `Architecture.rotary_tables` after the first
+    sinks       -- of every layer; empty: no layer has any
     """
     channels = sparse.channels if sparse else (None,) * architecture.layers
     long = architecture.long_texts
@@ -176,8 +180,11 @@ def attention_shape(
             _to_device_of(k, cos),
             _to_device_of(heavy, cos),
             block.attention.rope,
+            _to_device_of(of_heads, cos),
         )
-        for block, (q, k), heavy in zip(architecture.blocks, norms, channels, strict=True)
+        for block, (q, k), heavy, of_heads in zip(
+            architecture.blocks, norms, channels, sinks or (None,) * architecture.layers, strict=True
+        )
     )
     return AttentionShape(
         architecture.heads,

@@ -1,5 +1,6 @@
 """Mixtures of experts: read under the stock model's names, computed as it computes them, watched inside."""
 
+import json
 import shutil
 from functools import cache
 from pathlib import Path
@@ -15,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from sparsepack.errors import CheckpointError, RotationError, UserError
 from sparsepack.models.checkpoint.checkpoint import open_checkpoint
-from sparsepack.models.checkpoint.experts import PARTS, fused_tensor, part_shapes, part_tensor
+from sparsepack.models.checkpoint.experts import PARTS, apart_source, fused_tensor, part_shapes, part_tensor
 from sparsepack.models.families import REFUSED, family_of
 from sparsepack.models.family import SITES
 from sparsepack.models.hf_model.blocks import BlockStream
@@ -38,8 +39,9 @@ def copied(folders: dict[str, Path], tmp_path: Path) -> Path:
 
 @cache
 def stock_model(folder: Path) -> Any:
+    attention = family_of(json.loads((folder / "config.json").read_text())["model_type"], "").attention
     return AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="sdpa", experts_implementation="eager"
+        folder, dtype=torch.float32, attn_implementation=attention, experts_implementation="eager"
     ).eval()
 
 
@@ -50,7 +52,7 @@ def refused(folder: Path) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("family", EXPERTS)
+@pytest.mark.parametrize("family", [name for name in EXPERTS if name != "gpt_oss"])
 def test_a_checkpoint_of_single_experts_is_the_stock_model(folders: dict[str, Path], family: str) -> None:
     names = load_file(folders[family] / FILE)
     assert any(".experts.7." in name for name in names)  # what is tested: they are stored one by one
@@ -101,6 +103,32 @@ def test_blocks_one_by_one_are_those_of_the_stock_model(folders: dict[str, Path]
     found, _ = by_a_stream(stream, 2, IDS, watched=True)
     assert all(torch.allclose(*pair, atol=1e-5) for pair in zip(found, expected, strict=True))
     assert torch.allclose(stream.finish(found[-1]), last, atol=1e-5)
+
+
+def test_gpt_oss_is_the_stock_model_with_rows_of_gate_and_up_apart(folders: dict[str, Path]) -> None:
+    checkpoint, stock = open_checkpoint(folders["gpt_oss"]), stock_model(folders["gpt_oss"])
+    experts = dict(stock.model.layers[1].mlp.experts.named_parameters())
+    apart = {name: torch.cat([experts[name][..., ::2], experts[name][..., 1::2]], -1) for name in experts}
+    for name, value in experts.items():
+        expected = apart[name] if name.startswith("gate_up") else value
+        found = checkpoint.tensor(f"model.layers.1.mlp.experts.{name}").float()
+        assert torch.equal(found, expected if name.endswith("_bias") else expected.mT), name
+    with torch.inference_mode():
+        expected = stock(IDS).logits
+        assert torch.allclose(load_model(checkpoint)(IDS).logits, expected, rtol=0, atol=1e-5)
+    bias = checkpoint.stacked_bias(1, "mlp_in")
+    assert bias is not None
+    assert torch.equal(bias.float(), apart["gate_up_proj_bias"])
+    back = apart_source(checkpoint.source, checkpoint.family)
+    for name, value in load_file(folders["gpt_oss"] / FILE).items():
+        assert back.shapes[name] == value.shape
+        assert torch.equal(back.tensor(name), value), name
+
+
+def test_a_gpt_oss_that_clamps_otherwise_is_one_line(folders: dict[str, Path], tmp_path: Path) -> None:
+    folder = shutil.copytree(folders["gpt_oss"], tmp_path / "m")
+    edit_config(folder, swiglu_limit=9.0)
+    assert "swiglu_limit is 9.0; expected 7.0" in refused(folder)
 
 
 @pytest.mark.parametrize("form", ["fused", "parts"])

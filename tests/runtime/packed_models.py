@@ -28,7 +28,7 @@ from sparsepack.models.families import FAMILIES
 from sparsepack.models.family import ATTENTION_SITES, MLP_SITES, SITES
 from sparsepack.models.hf_config import architecture_of
 from sparsepack.models.hf_model.hooks import site_hooks
-from sparsepack.models.hf_model.model import build_model
+from sparsepack.models.hf_model.model import build_model, parameter_shapes
 from sparsepack.models.sites import SiteRule, sparsify
 from sparsepack.runtime.backends import find_backend
 from sparsepack.runtime.features import lacks
@@ -211,6 +211,22 @@ VARIANTS: Mapping[str, dict[str, Any]] = {
         },
     },
     "ministral3, texts within the first positions": {"model_type": "ministral3", "head_dim": 16},
+    "gpt_oss, sinks": {
+        "model_type": "gpt_oss",
+        "intermediate_size": 43,
+        "num_local_experts": 6,
+        "num_experts_per_tok": 3,
+        "head_dim": 12,
+        "sliding_window": 5,
+        "pad_token_id": 0,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 8.0,
+            "truncate": False,
+            "original_max_position_embeddings": 8,
+        },
+    },
     "phi3, sliding window": {"model_type": "phi3", "sliding_window": 5, "pad_token_id": 0},
     "phi3, a part of each head, longrope": {
         "model_type": "phi3",
@@ -242,7 +258,7 @@ def random_model(variant: str = "llama", seed: int = 0, **changes: Any) -> Packe
                          whether rows have scales, likewise
     block             -- likewise: the type of the superblocks
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     values = {**SMALL, **VARIANTS[variant], **changes}
     bases, block = values.pop("bases", ()), values.pop("block", "Q4_K")
@@ -251,14 +267,13 @@ def random_model(variant: str = "llama", seed: int = 0, **changes: Any) -> Packe
     config = AutoConfig.for_model(**values)
     family = FAMILIES[config.model_type]
     generator = torch.Generator().manual_seed(seed)
-    with torch.device("meta"):
-        shapes = {n: p.shape for n, p in AutoModelForCausalLM.from_config(config).named_parameters()}
+    shapes = parameter_shapes(config)
 
     def weight(name: str) -> Tensor:
         x = torch.randn(shapes[name], generator=generator)
         if name.endswith("norm.weight"):
             return 1 + 0.2 * x
-        return 0.3 * x if x.dim() == 1 else x * 2 / x.shape[-1] ** 0.5
+        return 0.3 * x if x.dim() == 1 or name.endswith("bias") else x * 2 / x.shape[-1] ** 0.5
 
     def site(prefix: str, projections: tuple[str, ...]) -> PackedSite:
         weights = [weight(f"{prefix}.{p}.weight") for p in projections]
@@ -283,10 +298,12 @@ def random_model(variant: str = "llama", seed: int = 0, **changes: Any) -> Packe
             rows = stacked.shape[1]
             parts = (rows // 2, rows // 2) if name == "mlp_in" else (rows,)
             matrix = PackedExperts(torch.stack(blocks), zigzag_order, rows, stacked.shape[2], tail)
-            sites[name] = PackedExpertsSite(matrix, None, parts)
+            bias = weight(f"{prefix}.{family.bias(family.projections[name][0])}") if family.experts.biased else None
+            sites[name] = PackedExpertsSite(matrix, None, parts, bias)
         router, shared_of = weight(f"{prefix}.{family.experts.router}.weight"), family.experts.shared
         gate = None if shared_of is None else weight(f"{prefix}.{shared_of.gate}.weight")
-        return ExpertMlp(router, numbers.used, numbers.normalised, sites, gate)
+        bias = weight(f"{prefix}.{family.experts.router}.bias") if family.experts.biased else None
+        return ExpertMlp(router, numbers.used, numbers.normalised, sites, gate, bias)
 
     def by_rows(name: str, type: str) -> PackedMatrix:
         value = weight(name)
@@ -298,6 +315,7 @@ def random_model(variant: str = "llama", seed: int = 0, **changes: Any) -> Packe
             {name: site(f"model.layers.{i}", family.projections[name]) for name in of_layer},
             {name: weight(f"model.layers.{i}.{module}.weight") for name, module in family.norms.items()},
             None if family.experts is None else experts(f"model.layers.{i}"),
+            weight(f"model.layers.{i}.{family.sinks}") if family.sinks else None,
         )
         for i in range(config.num_hidden_layers)
     )
@@ -331,10 +349,15 @@ def with_bases(packed: PackedModel, starts: Collection[int], type: str = "Q8_0")
     return dataclasses.replace(packed, layers=tuple(layers))
 
 
-def layer_of(sites: Mapping[str, Any], norms: Mapping[str, Tensor], mlp: ExpertMlp | None = None) -> PackedLayer:
+def layer_of(
+    sites: Mapping[str, Any],
+    norms: Mapping[str, Tensor],
+    mlp: ExpertMlp | None = None,
+    sinks: Tensor | None = None,
+) -> PackedLayer:
     """A block whose MLP is dense, or is given."""
     attention = {name: sites[name] for name in ATTENTION_SITES}
-    return PackedLayer(attention, norms, mlp or DenseMlp({name: sites[name] for name in MLP_SITES}))
+    return PackedLayer(attention, norms, mlp or DenseMlp({name: sites[name] for name in MLP_SITES}), sinks=sinks)
 
 
 def with_sites(layer: PackedLayer, changed: Mapping[str, Any]) -> PackedLayer:

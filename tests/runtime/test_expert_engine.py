@@ -69,6 +69,34 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "num_experts": 6,
         "num_experts_per_tok": 2,
     },
+    "gpt_oss, sinks, windows, yarn": {
+        "model_type": "gpt_oss",
+        "intermediate_size": 43,
+        "num_local_experts": 6,
+        "num_experts_per_tok": 3,
+        "head_dim": 12,
+        "sliding_window": 5,
+        "pad_token_id": 0,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 8.0,
+            "truncate": False,
+            "original_max_position_embeddings": 8,
+        },
+    },
+    "gpt_oss, wide, every head with keys of its own": {
+        "model_type": "gpt_oss",
+        "hidden_size": 320,
+        "intermediate_size": 320,
+        "num_key_value_heads": 8,
+        "num_local_experts": 3,
+        "num_experts_per_tok": 1,
+        "head_dim": 64,
+        "sliding_window": 7,
+        "pad_token_id": 0,
+        "layer_types": ["full_attention", "sliding_attention"],
+    },
     "qwen2_moe, a shared expert as wide as the others": {
         "model_type": "qwen2_moe",
         "hidden_size": 256,
@@ -263,10 +291,11 @@ def test_bytes_of_a_token_have_the_shared_expert_in_them() -> None:
 def test_the_router_chooses_as_the_stock_one() -> None:
     for variant in VARIANTS:
         packed, stock = models(variant)
-        mlp, router = experts_of(packed), stock.model.layers[0].mlp.gate
+        of_stock = stock.model.layers[0].mlp
+        mlp, router = experts_of(packed), of_stock.router if "gpt_oss" in variant else of_stock.gate
         x = torch.randn(9, packed.architecture.hidden)
         _, weights, chosen = router(x)
-        found, of_found = route(x, mlp.router, mlp.used, mlp.normalised)
+        found, of_found = route(x, mlp.router, mlp.used, mlp.normalised, mlp.router_bias)
         assert torch.equal(found, chosen)
         assert torch.allclose(of_found, weights)
 

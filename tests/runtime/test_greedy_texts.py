@@ -14,8 +14,8 @@ from sparsepack.runtime.backends import TRAITS
 from sparsepack.runtime.engine import Engine
 
 IDS = torch.randint(300, (20,), generator=torch.Generator().manual_seed(3)).tolist()
-TOKENS = 128
-ALIKE = 124
+TOKENS = 256
+ALIKE = 248
 """Of so many tokens backends that round choose this many alike at least."""
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3": ("phi3, sliding window", {"sliding_window": 60, "max_position_embeddings": 300}),
@@ -31,6 +31,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "gemma2": ("gemma2, soft caps", {"sliding_window": 60, "max_position_embeddings": 300}),
+    "gpt-oss": (
+        "gpt_oss, sinks",
+        {"sliding_window": 60, "max_position_embeddings": 300},
+    ),
+    "exaone4": ("exaone4, only layers with a window turn", {"sliding_window": 60, "max_position_embeddings": 300}),
     "gemma3": ("gemma3, two rotary tables", {"sliding_window": 60, "max_position_embeddings": 300}),
 }
 

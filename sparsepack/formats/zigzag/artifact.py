@@ -19,9 +19,11 @@ from sparsepack.formats.stock import StockModel, stock_config, stock_of
 from sparsepack.formats.zigzag.reader import (
     BASIS,
     ROUTER,
+    ROUTER_BIAS,
     ROW_SCALE,
     RULE_VECTORS,
     SHARED_GATE,
+    SINKS,
     TAIL,
     WEIGHT,
     ModelReader,
@@ -116,10 +118,15 @@ class ZigzagArtifact(GgufArtifact):
         experts = checkpoint.family.experts
         if f"{what}.{part}" == ROUTER and experts is not None:
             return checkpoint.tensor(f"{checkpoint.family.block(layer)}.{experts.router}.weight")
+        if f"{what}.{part}" == ROUTER_BIAS and experts is not None:
+            return checkpoint.tensor(f"{checkpoint.family.block(layer)}.{experts.router}.bias")
+        if f"{what}.{part}" == SINKS and checkpoint.family.sinks:
+            return checkpoint.tensor(f"{checkpoint.family.block(layer)}.{checkpoint.family.sinks}")
         if f"{what}.{part}" == SHARED_GATE and experts is not None and experts.shared is not None:
             return checkpoint.tensor(f"{checkpoint.family.block(layer)}.{experts.shared.gate}.weight")
         if experts is not None and what in MLP_SITES:
-            return None if part == "bias" else self.part_of(name, checkpoint.experts(int(layer), what))
+            bias = checkpoint.stacked_bias(int(layer), what) if part == "bias" else None
+            return bias if part == "bias" else self.part_of(name, checkpoint.experts(int(layer), what))
         if what in checkpoint.family.projections:
             weight, bias = checkpoint.stacked(int(layer), what)
             return bias if part == "bias" else self.part_of(name, weight)

@@ -11,7 +11,9 @@
                                                            experts
     blk.I.router.weight            [experts, hidden]       F32, likewise
     blk.I.shared_gate.weight       [1, hidden]             F32, where the last of the experts are of every token
-    blk.I.SITE.bias                [rows]                  F32, where the model has one
+    blk.I.SITE.bias                [rows]                  F32, where the model has one; [experts, rows] of experts
+    blk.I.router.bias              [experts]               F32, likewise
+    blk.I.attn_sinks.weight        [heads]                 F32, likewise: a score of each query head
     blk.I.SITE.threshold           [1] or [columns]        F32, where the site is sparse
                                    [experts, columns]      at mlp_mid of experts that are read at levels
     blk.I.SITE.steps               [levels]                F32, where columns are read at levels
@@ -63,8 +65,10 @@ from sparsepack.formats.zigzag.reader import (
     BASIS,
     NUMBERS,
     ROUTER,
+    ROUTER_BIAS,
     ROW_SCALE,
     SHARED_GATE,
+    SINKS,
     TAIL,
     site_shapes,
     stored_tensors,
@@ -191,6 +195,8 @@ def _groups(
             yield matrix(f"blk.{layer}.{BASIS}", checkpoint.family.basis(layer), of_basis)
         for name, module in checkpoint.family.norms.items():
             yield _norm(checkpoint, f"blk.{layer}.{name}.weight", f"model.layers.{layer}.{module}.weight")
+        if sinks := checkpoint.family.sinks:
+            yield _in_f32(checkpoint, f"blk.{layer}.{SINKS}", f"{checkpoint.family.block(layer)}.{sinks}")
         yield from block(architecture, layer)
     yield _norm(checkpoint, "output_norm.weight", FINAL_NORM)
     if "output.weight" in embedding:
@@ -235,9 +241,8 @@ def planned_site(
     if row_scales and experts is None:
         planned += (PlannedTensor(name + ROW_SCALE, (rows,), "F32", weights=False),)
     yield planned_matrix(planned, request.encoded, weight)
-    projections = checkpoint.family.projections[site]
-    if any(f"model.layers.{layer}.{projection}.bias" in checkpoint.source.shapes for projection in projections):
-        yield alone(PlannedTensor(f"{name}.bias", (rows,), "F32"), bias)
+    if any(stored in checkpoint.source.shapes for stored in checkpoint.bias_names(layer, site)):
+        yield alone(PlannedTensor(f"{name}.bias", (*leading, rows), "F32"), bias)
     rule = request.rules.get((layer, site))
     if rule is not None and not rule.dense:
         yield from _planned_rule(name, rule, len(BLOCKS[block].levels))
@@ -306,12 +311,16 @@ def _planned_router(checkpoint: Checkpoint, layer: int) -> Iterator[PlannedGroup
         modules = {ROUTER: experts.router} | ({} if experts.shared is None else {SHARED_GATE: experts.shared.gate})
         for name, module in modules.items():
             source = f"{checkpoint.family.block(layer)}.{module}.weight"
-            planned = PlannedTensor(f"blk.{layer}.{name}", checkpoint.source.shapes[source], "F32")
-            yield alone(planned, partial(_in_f32, checkpoint, source))
+            yield _in_f32(checkpoint, f"blk.{layer}.{name}", source)
+        if experts.biased:
+            yield _in_f32(
+                checkpoint, f"blk.{layer}.{ROUTER_BIAS}", f"{checkpoint.family.block(layer)}.{experts.router}.bias"
+            )
 
 
-def _in_f32(checkpoint: Checkpoint, source: str) -> Tensor:
-    return BLOCKS["F32"].encode(checkpoint.tensor(source))
+def _in_f32(checkpoint: Checkpoint, name: str, source: str) -> PlannedGroup:
+    planned = PlannedTensor(name, checkpoint.source.shapes[source], "F32")
+    return alone(planned, lambda: BLOCKS["F32"].encode(checkpoint.tensor(source)))
 
 
 def planned_vector(name: str, type: str, value: Tensor) -> PlannedGroup:

@@ -51,6 +51,12 @@ ROUTER = "router.weight"
 SHARED_GATE = "shared_gate.weight"
 """The name of what says how much of the shared expert a token has."""
 
+ROUTER_BIAS = "router.bias"
+"""The name of what is added to the products of that matrix."""
+
+SINKS = "attn_sinks.weight"
+"""The name of the scores that query heads have beside those of keys, after the block's own."""
+
 NUMBERS = "sparsepack.architecture"
 
 BASIS = "basis.weight"
@@ -161,7 +167,10 @@ class ModelReader:
 
     def layer(self, layer: int) -> PackedLayer:
         """A block, by its number."""
-        return PackedLayer(self.sites(layer, ATTENTION_SITES), self.norms(layer), self.mlp(layer), self.basis(layer))
+        parts = self.sites(layer, ATTENTION_SITES), self.norms(layer), self.mlp(layer), self.basis(layer)
+        if not self.architecture.blocks[layer].attention.sinks:
+            return PackedLayer(*parts)
+        return PackedLayer(*parts, self.vector(f"blk.{layer}.{SINKS}", self.architecture.heads))
 
     def basis(self, layer: int) -> PackedMatrix | None:
         """The change of basis before a block; None: there is none."""
@@ -176,7 +185,9 @@ class ModelReader:
         router, shapes = self.router(layer, ROUTER, experts.count), site_shapes(self.architecture)
         shared = self.router(layer, SHARED_GATE, 1) if experts.shared else None
         sites = {site: self.experts_site(f"blk.{layer}.{site}", experts.stored, *shapes[site]) for site in MLP_SITES}
-        return ExpertMlp(router, experts.used, experts.normalised, sites, shared)
+        biased = self.architecture.blocks[layer].mlp.biased
+        bias = self.vector(f"blk.{layer}.{ROUTER_BIAS}", experts.count) if biased else None
+        return ExpertMlp(router, experts.used, experts.normalised, sites, shared, bias)
 
     def router(self, layer: int, name: str, rows: int) -> Tensor:
         """What says of experts how much of them a token has."""
@@ -191,7 +202,10 @@ class ModelReader:
         rule = self.rule(name, columns, experts if name.endswith(MLP_MID) else None)
         if rule is not None and rule.offset is not None:
             raise self.wrong(f"{name} has offsets, which experts have no place for")
-        return PackedExpertsSite(matrix, rule, parts)
+        if not self.architecture.blocks[0].mlp.biased:
+            return PackedExpertsSite(matrix, rule, parts)
+        bias = self.rows_matrix(f"{name}.bias", ("F32",), (experts, rows))
+        return PackedExpertsSite(matrix, rule, parts, decode_matrix(bias).clone())
 
     def norms(self, layer: int) -> dict[str, Tensor]:
         """The norms of a block."""

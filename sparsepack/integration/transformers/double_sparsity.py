@@ -188,7 +188,11 @@ def _attend(
     queries, keys, values = (of.flatten(0, 1) for of in (queries, keys, values))
     labels = Labels(*encode_labels(heavy(keys, channels)), channels)
     window, cap = _window(options), float(options.get("softcap") or 0.0)
-    found = attend_sparse(queries, keys, values, labels, layer.policy, first, window, text.oldest, cap=cap)
+    sinks: Tensor | None = options.get("s_aux")
+    of_heads = None if sinks is None else sinks.float().repeat(texts)
+    found = attend_sparse(
+        queries, keys, values, labels, layer.policy, first, window, text.oldest, cap=cap, sinks=of_heads
+    )
     return found.view(length, texts, heads, head_dim).transpose(0, 1)
 
 

@@ -23,7 +23,7 @@ from sparsepack.models.architecture import Architecture, check_numbers
 from sparsepack.models.blocks import ExpertNumbers
 from sparsepack.models.checkpoint.config_files import suggested
 from sparsepack.models.checkpoint.configuration import Described, check_sizes, file_config, folder_config
-from sparsepack.models.checkpoint.experts import as_experts, experts_source, fused_source
+from sparsepack.models.checkpoint.experts import as_experts, experts_source, fused_source, ordered_source
 from sparsepack.models.checkpoint.locate import located
 from sparsepack.models.checkpoint.sources import (
     GgufSource,
@@ -147,20 +147,22 @@ class Checkpoint:
         return gate, up
 
     def stacked_bias(self, layer: int, site: str) -> torch.Tensor | None:
-        """The bias [rows] of a site's stacked matrix, zeros for projections that have none, or None."""
-        names = self._projection_names(layer, site)
-        if not any(f"{name}.bias" in self.source.shapes for name in names):
+        """The bias [rows] of a site's stacked matrix, zeros for projections that have none, or None; of
+        experts [experts, rows]."""
+        names = self.bias_names(layer, site)
+        if not any(name in self.source.shapes for name in names):
             return None
-        return torch.cat([self._bias(name) for name in names])
+        return torch.cat([self._bias(*of) for of in zip(names, self.weight_names(layer, site), strict=True)])
 
-    def _bias(self, projection: str) -> torch.Tensor:
-        if f"{projection}.bias" in self.source.shapes:
-            return self.tensor(f"{projection}.bias")
-        weight = self.tensor(f"{projection}.weight")
-        return torch.zeros(weight.shape[0], dtype=weight.dtype)
+    def _bias(self, name: str, weight: str) -> torch.Tensor:
+        if name in self.source.shapes:
+            return self.tensor(name)
+        return torch.zeros(self.source.shapes[weight][0], dtype=self.source.dtypes[weight])
 
-    def _projection_names(self, layer: int, site: str) -> list[str]:
-        return [f"{self.family.block(layer)}.{projection}" for projection in self.family.projections[site]]
+    def bias_names(self, layer: int, site: str) -> list[str]:
+        """What the biases of a site's projections are called, of those that have one."""
+        block = self.family.block(layer)
+        return [f"{block}.{self.family.bias(projection)}" for projection in self.family.projections[site]]
 
     def stacked_shape(self, site: str, layer: int = 0) -> tuple[int, int]:
         """(rows, columns) of a site's stacked matrix, without reading it."""
@@ -327,7 +329,7 @@ def open_checkpoint(name: str | Path, hashed: bool = False) -> Checkpoint:
             f"output matrix is {found}: the tensors count"
         )
     if (experts := _expert_numbers(config, name)) is not None:
-        source = experts_source(source, family, experts.count, name)
+        source = ordered_source(experts_source(source, family, experts.count, name), family)
     elif file is not None and family.split:
         source = fused_source(source, family)
     shown_name = name.encode("utf-8", "replace").decode()  # the system's names need not be text

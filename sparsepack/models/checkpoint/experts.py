@@ -135,6 +135,8 @@ def apart_source(source: TensorSource, family: Family) -> TensorSource:
     experts = family.experts
     if experts is None:
         return source
+    if experts.alternate:
+        return ordered_source(source, family, stored=True)
     home, _, last = experts.module.rpartition(".")
     names = dict(zip(PARTS, (f"{part}.weight" for part in experts.parts), strict=True))
     entries: dict[str, tuple[torch.dtype, Shape]] = {}
@@ -165,6 +167,33 @@ def apart_source(source: TensorSource, family: Family) -> TensorSource:
             held[name] = source.tensor(name)
         return held[name][expert].chunk(len(of))[number].contiguous()
 
+    return MadeSource(source, entries, tensor)
+
+
+def ordered_source(source: TensorSource, family: Family, stored: bool = False) -> TensorSource:
+    """A source whose experts are in the order of other families, of one in the order of the stock model (`alternate`);
+    the other way round where the other is wanted, `stored`. A source of a family with one order is as it is."""
+    experts = family.experts
+    if experts is None or not experts.alternate:
+        return source
+    ends = tuple(f".{parameter}{bias}" for parameter in experts.parameters for bias in ("", "_bias"))
+
+    def tensor(name: str) -> torch.Tensor:
+        value = source.tensor(name)
+        if not name.endswith(ends):
+            return value
+        in_turns = name.removesuffix("_bias").endswith(Experts.GATE_UP)
+        rows = value if name.endswith("_bias") or stored else value.mT  # of biases [experts, rows]
+        if in_turns and stored:
+            rows = torch.stack(rows.chunk(2, 1), 2).flatten(1, 2)
+        elif in_turns:
+            rows = torch.cat([rows[:, ::2], rows[:, 1::2]], 1)
+        return (rows.mT if stored and not name.endswith("_bias") else rows).contiguous()
+
+    entries = {
+        name: (dtype, (shape[0], *shape[:0:-1]) if name.endswith(ends) else shape)
+        for name, (dtype, shape) in entries_of(source).items()
+    }
     return MadeSource(source, entries, tensor)
 
 

@@ -89,9 +89,11 @@ def dense_attention(
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
     softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """SDPA as transformers calls it, and where scores are soft-capped, which SDPA does not know, plain torch.
+    """SDPA as transformers calls it, and where scores are soft-capped or heads have sinks (`s_aux` [heads]), which SDPA
+    does not know, plain torch.
 
     query          -- [B, heads, S, D]
     key, value     -- [B, kv_heads, T, D]
@@ -101,18 +103,22 @@ def dense_attention(
     """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    if not softcap:
+    if not softcap and s_aux is None:
         found: tuple[torch.Tensor, None] = sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, **options
         )
         return found
     group = query.shape[1] // key.shape[1]
     keys, values = (of.repeat_interleave(group, 1) for of in (key, value))
-    scores = soft_capped(query @ keys.mT * (scaling or query.shape[-1] ** -0.5), softcap)
+    scores = soft_capped(query @ keys.mT * (scaling or query.shape[-1] ** -0.5), softcap or 0.0)
     if attention_mask is None:
         length = query.shape[2]
         seen = torch.ones(length, keys.shape[2], dtype=torch.bool, device=query.device).tril()
         attention_mask = seen if length > 1 else torch.ones_like(seen)
     scores = scores.masked_fill(~attention_mask, torch.finfo(scores.dtype).min)
-    weights = scores.softmax(-1, dtype=torch.float32).to(query.dtype)
+    if s_aux is not None:
+        sinks = s_aux.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
+        weights = torch.cat([scores, sinks], -1).softmax(-1, dtype=torch.float32)[..., :-1].to(query.dtype)
+    else:
+        weights = scores.softmax(-1, dtype=torch.float32).to(query.dtype)
     return (weights @ values).transpose(1, 2).contiguous(), None

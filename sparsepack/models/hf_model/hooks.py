@@ -1,7 +1,7 @@
 """Watch or change the hidden vector at each site of Hugging Face decoder blocks, and what goes on inside their
 experts, through transformers' own interface."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -14,7 +14,8 @@ from torch.nn import functional
 
 from sparsepack.errors import CheckpointError
 from sparsepack.files.tensors import all_finite
-from sparsepack.models.family import MLP_MID, MLP_SITES, SITES, Family
+from sparsepack.models.architecture import clamped_swiglu
+from sparsepack.models.family import MLP_MID, MLP_SITES, SITES, Experts, Family
 
 ONE_BY_ONE = "eager"
 """transformers' implementation of experts that takes any width, and adds what they give in the order of `_forward`."""
@@ -106,17 +107,22 @@ def _forward(module: Any, hidden: torch.Tensor, chosen: torch.Tensor, weights: t
             y = y if changed is None else changed
         return y
 
+    def gate(both: torch.Tensor) -> torch.Tensor:
+        first, up = both.chunk(2, dim=-1)
+        return clamped_swiglu(first, up) if module.has_bias else module.act_fn(first) * up
+
+    biases = (module.gate_up_proj_bias, module.down_proj_bias) if module.has_bias else None
     into, mid = MLP_SITES
     for expert, (token, slot) in places.items():
         x = hidden[token]
-        gate, up = shown(into, expert, token, x, functional.linear(x, module.gate_up_proj[expert])).chunk(2, dim=-1)
-        middle[token, slot] = module.act_fn(gate) * up
+        both = shown(into, expert, token, x, functional.linear(x, module.gate_up_proj[expert]))
+        middle[token, slot] = gate(both if biases is None else both + biases[0][expert])
     late: Any = next((watch.shared for watch in watches if watch.shared is not None), None)
     everyone, count = torch.arange(len(hidden), device=hidden.device), len(module.down_proj)
     if late is not None:
         both = torch.cat([late.gate_proj(hidden), late.up_proj(hidden)], -1)
-        gate, up = shown(into, count, everyone, hidden, both).chunk(2, dim=-1)
-        of_shared = late.act_fn(gate) * up
+        first, up = shown(into, count, everyone, hidden, both).chunk(2, dim=-1)
+        of_shared = late.act_fn(first) * up
         middle = torch.cat([middle, of_shared.unflatten(1, (-1, middle.shape[-1]))], 1)
     for watch in watches:
         changed = None if watch.middle is None else watch.middle(middle)
@@ -128,8 +134,23 @@ def _forward(module: Any, hidden: torch.Tensor, chosen: torch.Tensor, weights: t
     for expert, (token, slot) in places.items():
         x = middle[token, slot]
         y = shown(mid, expert, token, x, functional.linear(x, module.down_proj[expert]))
+        y = y if biases is None else y + biases[1][expert]
         output.index_add_(0, token, (y * weights[token, slot, None]).to(output.dtype))
     return output
+
+
+def order_experts(blocks: Iterable[nn.Module], family: Family) -> None:
+    """Let the experts of stock blocks that hold their parameters in another order (`Experts.alternate`) have them, and
+    compute with them, as those of other families. What the parameters held is lost."""
+    experts = family.experts
+    if experts is None or not experts.alternate:
+        return
+    for block in blocks:
+        module: Any = block.get_submodule(experts.module)
+        for name in (Experts.GATE_UP, Experts.DOWN):
+            value = getattr(module, name)
+            setattr(module, name, nn.Parameter(value.mT.contiguous(), requires_grad=value.requires_grad))
+        module.forward = partial(_forward, module)
 
 
 SiteFunction = Callable[[int, str, torch.Tensor], torch.Tensor | None]

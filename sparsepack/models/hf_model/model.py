@@ -16,7 +16,7 @@ from sparsepack.models.checkpoint.config_files import STOCK_ALONE
 from sparsepack.models.families import FAMILIES
 from sparsepack.models.family import BASIS, HEAD, Family
 from sparsepack.models.hf_config import multipliers
-from sparsepack.models.hf_model.hooks import ONE_BY_ONE
+from sparsepack.models.hf_model.hooks import ONE_BY_ONE, order_experts
 from sparsepack.progress import say
 from sparsepack.workers.launch import several
 
@@ -73,6 +73,7 @@ def parameter_shapes(config: Any, bases: Collection[int] = ()) -> dict[str, tupl
 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(single_layer(config), **STOCK_ALONE)
+    order_experts(backbone_of(model).layers, FAMILIES[config.model_type])
     shapes: dict[str, tuple[int, ...]] = {}
     family = FAMILIES[config.model_type]
     for name, parameter in model.named_parameters():
@@ -197,6 +198,7 @@ def build_model(
             config, attn_implementation=attention, experts_implementation=ONE_BY_ONE, dtype=dtype, **STOCK_ALONE
         )
     backbone = backbone_of(model)
+    order_experts(backbone.layers, FAMILIES[config.model_type])
     for layer in bases:
         add_basis(backbone.layers[layer], config.hidden_size)
     found = places(model)
@@ -292,7 +294,10 @@ def _check_activation(config: Any, name: str) -> None:
     """Models with an activation of their own bring code for it, which is not run."""
     from transformers.activations import ACT2FN
 
-    activation = str(FAMILIES[config.model_type].setting(config, "hidden_act"))
+    family = FAMILIES[config.model_type]
+    if family.activation:
+        return
+    activation = str(family.setting(config, "hidden_act"))
     if activation not in ACT2FN:
         raise CheckpointError(
             f"{name}: activation {activation[:60]!r} is not one of transformers' own, and code that comes with a "

@@ -162,7 +162,7 @@ class OperationsDecoder:
             update = self._attention(number, read, mode, sequences, scales)
             x = x + (norm("attn_post_norm", update) if block.norms_after else update)
             read = norm("mlp_norm", x) if block.norms_before else x
-            update = layer.mlp.output(read, reference.ACTIVATION_FUNCTIONS[block.mlp.activation], mode, scales)
+            update = layer.mlp.output(read, block.mlp.activation, mode, scales)
             x = x + (norm("mlp_post_norm", update) if block.norms_after else update)
         if controlled is not None and scales is not None:
             controlled.end_step(sequences, scales)

@@ -15,7 +15,7 @@ from sparsepack.formats.matrix import PackedMatrix
 from sparsepack.formats.packed import DenseMlp, ExpertMlp, NeuronMlp, PackedLayer, PackedSite
 from sparsepack.models.sites import SiteRule, levels_read
 from sparsepack.runtime.kv_cache import AttentionShape, KvCache
-from sparsepack.runtime.reference import products as reference_experts
+from sparsepack.runtime.reference import products as reference
 from sparsepack.runtime.threshold_controller import StepScales
 
 
@@ -63,9 +63,6 @@ class PlanesOperations(Operations, Protocol):
         """X W^T, every column of every row of X at its level."""
 
 
-Activation = Callable[[Tensor], Tensor]
-
-
 class Mode(Enum):
     """How a block treats the positions at hand; all but the first are counted."""
 
@@ -87,8 +84,11 @@ class Mlp(Protocol):
     def active(self) -> Mapping[str, Tensor]:
         """For each matrix, by its name there, the units that were read: int64 []."""
 
-    def output(self, x: Tensor, activation: Activation, mode: Mode, scales: StepScales | None = None) -> Tensor:
-        """What the MLP makes of x [S, hidden]: [S, hidden]. scales: as in `LoadedSite.product`."""
+    def output(self, x: Tensor, activation: str, mode: Mode, scales: StepScales | None = None) -> Tensor:
+        """What the MLP makes of x [S, hidden]: [S, hidden].
+
+        activation -- as `Architecture` names it; scales: as in `LoadedSite.product`
+        """
 
 
 @dataclass(frozen=True)
@@ -164,12 +164,12 @@ class LoadedDenseMlp:
     def active(self) -> Mapping[str, Tensor]:
         return {name: site.active for name, site in self.sites.items()}
 
-    def output(self, x: Tensor, activation: Activation, mode: Mode, scales: StepScales | None = None) -> Tensor:
+    def output(self, x: Tensor, activation: str, mode: Mode, scales: StepScales | None = None) -> Tensor:
         h = self.sites["mlp_in"].product(x, mode, scales)
         if self.gated:
             gate, up = h.chunk(2, dim=-1)
-            return self.sites["mlp_mid"].product(activation(gate) * up, mode, scales)
-        return self.sites["mlp_mid"].product(activation(h), mode, scales)
+            return self.sites["mlp_mid"].product(reference.gated(activation, gate, up), mode, scales)
+        return self.sites["mlp_mid"].product(reference.ACTIVATION_FUNCTIONS[activation](h), mode, scales)
 
 
 @dataclass(frozen=True)
@@ -179,8 +179,8 @@ class _LoadedNeuronMlp:
     records: Any
     active: Mapping[str, Tensor]
 
-    def output(self, x: Tensor, activation: Activation, mode: Mode, scales: StepScales | None = None) -> Tensor:
-        gate = activation(self.gate(x))  # [S, neurons]
+    def output(self, x: Tensor, activation: str, mode: Mode, scales: StepScales | None = None) -> Tensor:
+        gate = reference.ACTIVATION_FUNCTIONS[activation](self.gate(x))  # [S, neurons]
         self.active[MLP_GATE].add_(mode.units(x))
         if mode is Mode.STEP and len(x) == 1:
             indices, count = self.operations.collect(gate[0], torch.zeros((), device=gate.device))
@@ -203,24 +203,27 @@ class LoadedExpertMlp:
     several sequences the mean over these.
 
     level_bytes -- as of a `LoadedSite`
+    biases      -- of each site, float32 [experts, rows]; None: there are none
     """
 
     operations: Operations
     router: Tensor
+    router_bias: Tensor | None
     shared_gate: Tensor | None
     used: int
     normalised: bool
     matrices: Mapping[str, Sequence[Any]]
     rules: Mapping[str, SiteRule | None]
+    biases: Mapping[str, Tensor | None]
     active: Mapping[str, Tensor]
     level_bytes: Tensor | None
 
-    def output(self, x: Tensor, activation: Activation, mode: Mode, scales: StepScales | None = None) -> Tensor:
-        chosen, weights = reference_experts.route(x, self.router, self.used, self.normalised)
+    def output(self, x: Tensor, activation: str, mode: Mode, scales: StepScales | None = None) -> Tensor:
+        chosen, weights = reference.route(x, self.router, self.used, self.normalised, self.router_bias)
         into, middle_of = self.matrices["mlp_in"], self.matrices["mlp_mid"]
         if self.shared_gate is not None:
             numbers = range(len(self.router), len(into))
-            chosen, weights = reference_experts.with_shared(x, self.shared_gate, numbers, chosen, weights)
+            chosen, weights = reference.with_shared(x, self.shared_gate, numbers, chosen, weights)
         product = partial(self._product, mode is Mode.STEP and len(x) == 1)
         places = [(expert, *torch.where(chosen == expert)) for expert in sorted(set(chosen.flatten().tolist()))]
         # [S, 1, hidden], the same for all of a token's
@@ -228,8 +231,8 @@ class LoadedExpertMlp:
         middle: Tensor | None = None
         for expert, token, slot in places:
             of_these = None if read is None else read[token, 0]
-            gate, up = product(into[expert], x[token, 0], of_these).chunk(2, dim=-1)
-            gated = activation(gate) * up
+            gate, up = self._biased("mlp_in", expert, product(into[expert], x[token, 0], of_these)).chunk(2, dim=-1)
+            gated = reference.gated(activation, gate, up)
             middle = x.new_empty(*chosen.shape, gated.shape[1]) if middle is None else middle
             middle[token, slot] = gated
         assert middle is not None
@@ -237,8 +240,8 @@ class LoadedExpertMlp:
         output = torch.zeros_like(x[:, 0])
         for expert, token, slot in places:
             of_these = None if read is None else read[token, slot]
-            gated = product(middle_of[expert], middle[token, slot], of_these)
-            output.index_add_(0, token, gated * weights[token, slot, None])
+            made = self._biased("mlp_mid", expert, product(middle_of[expert], middle[token, slot], of_these))
+            output.index_add_(0, token, made * weights[token, slot, None])
         return output
 
     def _selected(
@@ -265,6 +268,10 @@ class LoadedExpertMlp:
             unread = x.shape[2] - (of_each if bytes is None else -(-of_each // bytes[-1]))
             scales.count(times * unread.sum(1), self._rows(site))
         return torch.where(levels > 0, x, 0), levels
+
+    def _biased(self, site: str, expert: int, y: Tensor) -> Tensor:
+        of_site = self.biases[site]
+        return y if of_site is None else y + of_site[expert]
 
     def _rows(self, site: str) -> int:
         return int(self.matrices[site][0].rows)
@@ -342,7 +349,11 @@ def _load_experts(mlp: ExpertMlp, operations: Operations, device: torch.device) 
     active = {name: _zero(device) for name in EXPERTS.counted}
     router, shared = mlp.router.to(device), None if mlp.shared_gate is None else mlp.shared_gate.to(device)
     bytes = _level_bytes(mlp.sites["mlp_in"].matrix.levels, device)
-    return LoadedExpertMlp(operations, router, shared, mlp.used, mlp.normalised, matrices, rules, active, bytes)
+    bias = None if mlp.router_bias is None else mlp.router_bias.to(device)
+    biases = {name: None if site.bias is None else site.bias.to(device) for name, site in mlp.sites.items()}
+    return LoadedExpertMlp(
+        operations, router, bias, shared, mlp.used, mlp.normalised, matrices, rules, biases, active, bytes
+    )
 
 
 _LOADERS: Mapping[MlpKind, Callable[[Any, Operations, torch.device], Mlp]] = {

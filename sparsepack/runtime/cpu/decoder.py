@@ -32,7 +32,7 @@ PREFILL_TOKENS = 512
 _NORMS = ("attn_norm", "mlp_norm", "attn_post_norm", "mlp_post_norm", "q_row_norm", "k_row_norm")
 """The norms of a layer that the decoder has itself, in the order in which its builder takes them."""
 
-_ACTIVATIONS = {"silu": 0, "relu": 1, "gelu": 2, "gelu_pytorch_tanh": 3, "relu2": 1}
+_ACTIVATIONS = {"silu": 0, "relu": 1, "gelu": 2, "gelu_pytorch_tanh": 3, "relu2": 1, "swiglu_oai": 4}
 """Numbers as in kernels.h, `Activation`; an MLP without a gate takes its rows for both, and relu(h) h is relu2(h)."""
 
 
@@ -222,6 +222,9 @@ def _add_experts(builder: Any, mlp: ExpertMlp, threads: int) -> None:
         mlp_in_threshold=_thresholds(into.rule),
         mlp_mid=load_experts(mid.matrix, threads),
         mlp_mid_threshold=_thresholds(mid.rule),
+        router_bias=vector(mlp.router_bias),
+        mlp_in_bias=vector(into.bias),
+        mlp_mid_bias=vector(mid.bias),
     )
 
 

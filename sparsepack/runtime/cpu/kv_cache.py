@@ -72,7 +72,9 @@ def _native_cache(shape: AttentionShape) -> Any:
         "tables": [(cos.contiguous(), sin.contiguous()) for cos, sin in ((shape.cos, shape.sin), *shape.more_tables)],
         "scale": shape.score_scale,
         "cap": shape.cap,
-        "layers": [(of.window, vector(of.q_norm), vector(of.k_norm), of.table) for of in shape.layers],
+        "layers": [
+            (of.window, vector(of.q_norm), vector(of.k_norm), of.table, vector(of.sinks)) for of in shape.layers
+        ],
         "instruction_set": instruction_set(),
     }
     policy = shape.policy

@@ -45,7 +45,27 @@ def visible(first: int, queries: int, keys_from: int, window: int, device: torch
     return seen & (key > query - window) if window else seen
 
 
-def attention(q: Tensor, keys: Tensor, values: Tensor, seen: Tensor, scale: float = 0.0, cap: float = 0.0) -> Tensor:
+def with_sinks(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """The softmax of scores [heads, ..., T] over the last dimension, where each head has one more score for which
+    nothing is added.
+
+    sinks -- float32 [heads]; None: heads have none
+    """
+    if sinks is None:
+        return scores.softmax(-1)
+    of_heads = sinks.view(-1, *[1] * (scores.dim() - 1)).expand(*scores.shape[:-1], 1)
+    return torch.cat([scores, of_heads], -1).softmax(-1)[..., :-1]
+
+
+def attention(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    seen: Tensor,
+    scale: float = 0.0,
+    cap: float = 0.0,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """softmax(q k^T / sqrt(head_dim)) v with grouped queries: query head h reads key head h * kv_heads // heads.
 
     q            -- float32 [heads, S, head_dim]
@@ -53,6 +73,7 @@ def attention(q: Tensor, keys: Tensor, values: Tensor, seen: Tensor, scale: floa
     seen         -- bool [S, T]; every query sees at least one key
     scale        -- in place of 1 / sqrt(head_dim); 0: that
     cap          -- of scores, as `soft_capped` takes it
+    sinks        -- as `with_sinks` takes them
 
     Returns float32 [S, heads * head_dim].
     """
@@ -60,7 +81,7 @@ def attention(q: Tensor, keys: Tensor, values: Tensor, seen: Tensor, scale: floa
     grouped = q.reshape(keys.shape[0], -1, head_dim)  # [kv_heads, group * S, head_dim]
     scores = soft_capped(torch.matmul(grouped, keys.transpose(1, 2)) * (scale or head_dim**-0.5), cap)
     scores = scores.view(heads, length, -1).masked_fill(~seen, float("-inf"))
-    weights = scores.softmax(-1).view(*grouped.shape[:2], -1)
+    weights = with_sinks(scores, sinks).view(*grouped.shape[:2], -1)
     attn_output = torch.matmul(weights, values).view(heads, length, head_dim)
     return attn_output.transpose(0, 1).reshape(length, -1)
 
@@ -96,12 +117,13 @@ class DenseKvCache:
         return queries if shape.query_scale is None else queries * shape.query_scale[new, None]
 
     def attend(self, layer: int, queries: Tensor, sequence: int = 0, sparse: bool = False) -> Tensor:
-        window, first = self._shape.layers[layer].window, self._lengths[sequence]
+        of_layer, first = self._shape.layers[layer], self._lengths[sequence]
+        window = of_layer.window
         last = first + queries.shape[1]
         oldest = max(0, first + 1 - window) if window else 0
         seen = visible(first, queries.shape[1], oldest, window, queries.device)
         keys, values = (cached[layer, sequence, :, oldest:last].float() for cached in (self._keys, self._values))
-        return attention(queries, keys, values, seen, self._shape.scale, self._shape.cap)
+        return attention(queries, keys, values, seen, self._shape.scale, self._shape.cap, of_layer.sinks)
 
     def advance(self, positions: int, sequence: int = 0) -> None:
         self._lengths[sequence] += positions

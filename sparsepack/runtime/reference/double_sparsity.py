@@ -18,7 +18,7 @@ from sparsepack.formats.blocks.labels import encode_labels, label_numbers, quant
 from sparsepack.models.architecture import soft_capped
 from sparsepack.models.sparse_attention import TokenPolicy
 from sparsepack.runtime.kv_cache import AttentionShape, LayerAttention
-from sparsepack.runtime.reference.attention import DenseKvCache, visible
+from sparsepack.runtime.reference.attention import DenseKvCache, visible, with_sinks
 
 QUERIES_AT_ONCE = 256
 """This many queries attend in one call: each has a score for every token."""
@@ -84,14 +84,20 @@ def select_tokens(scores: Tensor, first: int, policy: TokenPolicy, window: int =
 
 
 def attend_selected(
-    queries: Tensor, keys: Tensor, values: Tensor, selected: Tensor, scale: float = 0.0, cap: float = 0.0
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    selected: Tensor,
+    scale: float = 0.0,
+    cap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """softmax(q k^T / sqrt(D)) v over the tokens that are read.
 
     queries      -- float32 [heads, S, D]
     keys, values -- float32 [kv_heads, T, D]
     selected     -- bool [kv_heads, S, T], at least one token for each position
-    scale, cap   -- of scores, as `reference.attention.attention` takes them
+    scale, cap, sinks -- of scores, as `reference.attention.attention` takes them
 
     Returns float32 [S, heads * D].
     """
@@ -99,7 +105,8 @@ def attend_selected(
     grouped = queries.reshape(len(keys), -1, head_dim)  # [kv_heads, group * S, D]: keys are not copied for each head
     scores = soft_capped(torch.matmul(grouped, keys.transpose(1, 2)) * (scale or head_dim**-0.5), cap)
     scores = scores.view(len(keys), -1, *selected.shape[1:])  # [kv_heads, group, S, T]
-    weights = scores.masked_fill(~selected[:, None], -torch.inf).softmax(-1)
+    scores = scores.masked_fill(~selected[:, None], -torch.inf)
+    weights = with_sinks(scores.flatten(0, 1), sinks).view_as(scores)
     attn_output = torch.matmul(weights.flatten(1, 2), values).view(heads, length, head_dim)
     return attn_output.transpose(0, 1).reshape(length, -1)
 
@@ -128,6 +135,7 @@ def attend_sparse(
     oldest: int = 0,
     scale: float = 0.0,
     cap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """What decoded positions make of the tokens that their labels rank best: the three operations, for some queries at
     a time.
@@ -136,7 +144,7 @@ def attend_sparse(
     keys, values  -- [kv_heads, T, D], any floating type, of tokens oldest .. first + S - 1
     labels        -- of these keys
     window        -- as for `select_tokens`
-    scale, cap    -- as for `attend_selected`
+    scale, cap, sinks -- as for `attend_selected`
 
     Returns float32 [S, heads * D].
     """
@@ -148,7 +156,7 @@ def attend_sparse(
         )
         scores = label_scores(label_queries(part, labels.channels), codes, scales)
         selected = select_tokens(scores, first, policy, window, oldest)
-        outputs.append(attend_selected(part, seen_keys.float(), seen_values.float(), selected, scale, cap))
+        outputs.append(attend_selected(part, seen_keys.float(), seen_values.float(), selected, scale, cap, sinks))
         first = last
     return torch.cat(outputs)
 
@@ -180,12 +188,13 @@ class DoubleSparsityKvCache(DenseKvCache):
         labels, channels, policy = self._labels[layer], self._shape.layers[layer].channels, self._shape.policy
         if not sparse or labels is None or channels is None or policy is None:
             return super().attend(layer, queries, sequence)
-        first, window = self._lengths[sequence], self._shape.layers[layer].window
+        first, of_layer = self._lengths[sequence], self._shape.layers[layer]
         here = slice(first + queries.shape[1])
         keys, values = (of[layer, sequence, :, here] for of in (self._keys, self._values))
         codes, scales = (of[sequence, :, here] for of in labels)
         labelled, (scale, cap) = Labels(codes, scales, channels), (self._shape.scale, self._shape.cap)
-        return attend_sparse(queries, keys, values, labelled, policy, first, window, scale=scale, cap=cap)
+        window, sinks = of_layer.window, of_layer.sinks
+        return attend_sparse(queries, keys, values, labelled, policy, first, window, scale=scale, cap=cap, sinks=sinks)
 
     def copy(self, source: int, to: int, length: int) -> None:
         super().copy(source, to, length)

@@ -31,17 +31,21 @@ from sparsepack.formats.orders import neuron as codec
 from sparsepack.formats.orders import zigzag
 from sparsepack.formats.orders.gates import GateCopy, by_neuron
 from sparsepack.formats.orders.slide import STEPS, Slide, expand, quantise_rows, unpack_positions, windowed
+from sparsepack.models.architecture import clamped_swiglu
+from sparsepack.models.blocks import CLAMPED_SWIGLU
 
 
-def route(x: Tensor, router: Tensor, used: int, normalised: bool) -> tuple[Tensor, Tensor]:
+def route(x: Tensor, router: Tensor, used: int, normalised: bool, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """The experts that a router chooses, the likeliest ones by the softmax of its logits.
 
     x -- float32 [S, hidden]; router -- float32 [experts, hidden]; used -- experts that a token has
     normalised -- whether the weights of these are made to add up to one
+    bias -- float32 [experts], of the logits; None: there is none
 
     Returns their numbers, int64 [S, used], and weights, float32 [S, used]; the likeliest first.
     """
-    weights, chosen = torch.softmax(x @ router.T, -1).topk(used, -1)
+    logits = x @ router.T if bias is None else x @ router.T + bias
+    weights, chosen = torch.softmax(logits, -1).topk(used, -1)
     return chosen, weights / weights.sum(-1, keepdim=True) if normalised else weights
 
 
@@ -110,6 +114,11 @@ ACTIVATION_FUNCTIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "relu2": lambda x: F.relu(x).square(),
 }
 """The MLP's function stands under the name in `Architecture.activation`."""
+
+
+def gated(activation: str, gate: Tensor, up: Tensor) -> Tensor:
+    """What enters the down matrix of an MLP with a gate, by the name of its activation."""
+    return clamped_swiglu(gate, up) if activation == CLAMPED_SWIGLU else ACTIVATION_FUNCTIONS[activation](gate) * up
 
 
 @dataclass(frozen=True)

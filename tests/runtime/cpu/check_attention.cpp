@@ -17,7 +17,8 @@ void check_attention(const Kernels& k) {
                     int window = (int[]){0, 0, 1, 3, 50}[below(5)], total = position + positions;
                     float cap = (float[]){0, 0, 0.7f, 30}[below(4)];
                     int64_t q_stride = heads * head_dim + 3, kv_stride = head_dim + 16, y_stride = q_stride + 1;
-                    std::vector<float> q = normals(positions * q_stride, 2), y[2];
+                    std::vector<float> q = normals(positions * q_stride, 2), sinks = normals(heads, 3), y[2];
+                    bool has_sinks = below(2);
                     std::vector<uint16_t> keys = halves(total * kv_stride), values = halves(total * kv_stride);
                     for (int s = 0; s < 2; s++) {
                         std::vector<float> scores((size_t)heads * positions * total);
@@ -38,7 +39,8 @@ void check_attention(const Kernels& k) {
                                               1 / std::sqrt((float)head_dim),
                                               cap,
                                               nullptr,
-                                              0};
+                                              0,
+                                              has_sinks ? sinks.data() : nullptr};
                         (s ? k : scalar_kernels).attention(&work);
                     }
                     check_near(y[1], y[0], k.name,
@@ -59,7 +61,7 @@ void check_listed_attention(const Kernels& k) {
                 std::vector<int32_t> tokens;
                 for (int t = 0; t < total; t++)
                     if (below(total - t) < listed - (int)tokens.size()) tokens.push_back(t);
-                std::vector<float> q = normals(heads * head_dim, 2), y[2];
+                std::vector<float> q = normals(heads * head_dim, 2), sinks = normals(heads, 3), y[2];
                 std::vector<uint16_t> keys = halves(total * kv_stride), values = halves(total * kv_stride);
                 for (int s = 0; s < 2; s++) {
                     std::vector<float> scores((size_t)heads * total);
@@ -80,7 +82,8 @@ void check_listed_attention(const Kernels& k) {
                                           1 / std::sqrt((float)head_dim),
                                           listed % 2 ? 0 : 0.7f,
                                           tokens.data(),
-                                          listed};
+                                          listed,
+                                          listed % 3 ? nullptr : sinks.data()};
                     (s ? k : scalar_kernels).attention(&work);
                 }
                 check_near(y[1], y[0], k.name,

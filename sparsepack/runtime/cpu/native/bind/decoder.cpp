@@ -75,9 +75,18 @@ public:
     // Sets the experts of the last layer: sites MLP_IN and MLP_MID of each, with the thresholds that they share.
     void set_experts(std::shared_ptr<RowsMatrix> router, int32_t used, int32_t shared, bool normalised,
                      std::shared_ptr<ExpertsMatrix> in, std::optional<Vector> in_threshold,
-                     std::shared_ptr<ExpertsMatrix> mid, std::optional<Vector> mid_threshold) {
+                     std::shared_ptr<ExpertsMatrix> mid, std::optional<Vector> mid_threshold,
+                     std::optional<Vector> router_bias, std::optional<Vector> in_bias, std::optional<Vector> mid_bias) {
         if (model_.layers.empty()) throw std::invalid_argument("no layer");
-        Experts experts = {&router->view, used, shared, normalised, in->views.data(), mid->views.data()};
+        Experts experts = {&router->view,
+                           used,
+                           shared,
+                           normalised,
+                           in->views.data(),
+                           mid->views.data(),
+                           copied(router_bias),
+                           copied(in_bias),
+                           copied(mid_bias)};
         size_t count = size_t(experts.stored());
         if (in->views.size() != count || mid->views.size() != count)
             throw std::invalid_argument("experts: expected a matrix for each row of the router, and the shared ones'");
@@ -232,7 +241,8 @@ void bind_decoder(nb::module_& m) {
              "offset"_a.none())
         .def("set_neurons", &Builder::set_neurons, "records"_a, "gates"_a.none())
         .def("set_experts", &Builder::set_experts, nb::kw_only(), "router"_a, "used"_a, "shared"_a, "normalised"_a,
-             "mlp_in"_a, "mlp_in_threshold"_a.none(), "mlp_mid"_a, "mlp_mid_threshold"_a.none())
+             "mlp_in"_a, "mlp_in_threshold"_a.none(), "mlp_mid"_a, "mlp_mid_threshold"_a.none(), "router_bias"_a.none(),
+             "mlp_in_bias"_a.none(), "mlp_mid_bias"_a.none())
         .def("set_basis", &Builder::set_basis, "matrix"_a)
         .def("set_embedding", &Builder::set_embedding, "bytes"_a, "columns"_a, "type"_a)
         .def("set_output", &Builder::set_output, "matrix"_a, "norm"_a)

@@ -28,6 +28,10 @@ void check_site(const Site& site, int64_t rows, int64_t columns, const std::stri
 void check_experts(const Experts& e, const Shape& s, const std::string& name) {
     expect(e.router->type == F32 && e.router->columns == s.hidden, name + ": router of another shape or type");
     expect(e.used >= 1 && e.used <= e.count(), name + ": more experts for a token than there are");
+    auto fits = [](const std::vector<float>& bias, int64_t n) { return bias.empty() || int64_t(bias.size()) == n; };
+    expect(fits(e.router_bias, e.count()) && fits(e.in_bias, e.stored() * int64_t(e.in->rows)) &&
+               fits(e.mid_bias, e.stored() * int64_t(e.mid->rows)),
+           name + ": biases of other lengths");
     expect(e.shared >= 0, name + ": fewer shared experts than none");
     for (const Zigzag* of_site : {e.in, e.mid}) {
         for (int32_t i = 1; i < e.stored(); ++i) {
@@ -77,7 +81,7 @@ void check_model(const Model& m) {
         expect(value > 0, "sizes: expected positive numbers");
     expect(!m.caches.empty(), "no cache");
     for (const auto& cache : m.caches) expect(cache->layers() == int(m.layers.size()), "cache of other layers");
-    expect(s.activation >= SILU && s.activation <= GELU_TANH, "activation: unknown");
+    expect(s.activation >= SILU && s.activation <= CLAMPED_SWIGLU, "activation: unknown");
     for (const Rows* rows : {&m.embedding, &m.output})
         expect(rows->rows == s.vocabulary && rows->columns == s.hidden, "embedding or output of another shape");
     expect(m.output_norm.size() == size_t(s.hidden), "output norm of another length");

@@ -60,11 +60,13 @@ struct Site {
 // An MLP that is a mixture of experts. Its sites have what the experts share, and the matrix of the first one. The last
 // `shared` experts are of every token, with the sigmoid of the router's last row as their weight.
 struct Experts {
-    const Rows* router;      // F32 [count, or one more where experts are shared][hidden]
-    int32_t used;            // experts that are chosen for a token
-    int32_t shared;          // that it has beside these
-    bool normalised;         // the weights of the chosen are made to add up to one
-    const Zigzag *in, *mid;  // of each expert, all of one shape
+    const Rows* router;                    // F32 [count, or one more where experts are shared][hidden]
+    int32_t used;                          // experts that are chosen for a token
+    int32_t shared;                        // that it has beside these
+    bool normalised;                       // the weights of the chosen are made to add up to one
+    const Zigzag *in, *mid;                // of each expert, all of one shape
+    std::vector<float> router_bias;        // [count], or empty
+    std::vector<float> in_bias, mid_bias;  // [stored][rows], or empty
 
     int32_t count() const { return int32_t(router->rows) - (shared > 0); }  // to choose from
     int32_t stored() const { return count() + shared; }
@@ -131,6 +133,7 @@ private:
         Buffer<float> rows;           // queries and keys, where they are normed together
         std::vector<int32_t> chosen;  // experts of a token
         std::vector<float> weights;   // of these
+        std::vector<float> bias;      // [hidden]: what those of mlp_mid add
         std::vector<Product> products;
         std::vector<int64_t> skipped;  // weights, of each sequence of a step, where thresholds are controlled
     };
@@ -216,6 +219,7 @@ private:
     // decoder/experts.cpp
     void choose(const Experts& experts, const float* logits, int32_t* chosen, float* weights) const;
     Sums experts(const float* x, int layer, bool sparse, int32_t index, int thread, int64_t read[2]);
+    void add_bias(const Experts& experts, int32_t expert, float weight, float* y) const;
     void experts_batch(int layer, int32_t batch, bool sparse, int thread);
     void expert_rows(int layer, int32_t first, int32_t last, int32_t positions, int thread);
 

@@ -11,16 +11,18 @@ namespace sparsepack {
 
 // The experts of a token by the router's logits, the likeliest first, and their weights; after them the shared ones.
 void Decoder::choose(const Experts& e, const float* logits, int32_t* chosen, float* weights) const {
-    float largest = *std::max_element(logits, logits + e.count()), sum = 0, of_chosen = 0;
-    for (int32_t i = 0; i < e.count(); ++i) sum += expf(logits[i] - largest);
+    auto logit = [&](int32_t i) { return e.router_bias.empty() ? logits[i] : logits[i] + e.router_bias[i]; };
+    float largest = logit(0), sum = 0, of_chosen = 0;
+    for (int32_t i = 1; i < e.count(); ++i) largest = std::max(largest, logit(i));
+    for (int32_t i = 0; i < e.count(); ++i) sum += expf(logit(i) - largest);
     for (int32_t slot = 0; slot < e.used; ++slot) {
         int32_t best = -1;
         for (int32_t i = 0; i < e.count(); ++i) {
-            if (best >= 0 && !(logits[i] > logits[best])) continue;
+            if (best >= 0 && !(logit(i) > logit(best))) continue;
             if (std::find(chosen, chosen + slot, i) == chosen + slot) best = i;
         }
         chosen[slot] = best;
-        weights[slot] = expf(logits[best] - largest) / sum;
+        weights[slot] = expf(logit(best) - largest) / sum;
         of_chosen += weights[slot];
     }
     for (int32_t slot = 0; slot < e.used && e.normalised; ++slot) weights[slot] /= of_chosen;
@@ -34,7 +36,6 @@ void Decoder::choose(const Experts& e, const float* logits, int32_t* chosen, flo
 // all experts are one sum: what enters mlp_mid is multiplied by the expert's weight. read: the units of mlp_in and of mlp_mid
 // that were read (`units_read`), of all experts of the token.
 Decoder::Sums Decoder::experts(const float* x, int layer, bool sparse, int32_t index, int thread, int64_t read[2]) {
-    static const std::vector<float> no_bias;
     const Layer& of = model_.layers[layer];
     const Experts& e = *of.experts;
     const Site &in = of.sites[MLP_IN], &mid = of.sites[MLP_MID];
@@ -69,8 +70,9 @@ Decoder::Sums Decoder::experts(const float* x, int layer, bool sparse, int32_t i
     pool_.share(used, [&](int slot, int) {
         const float* of_slot = both + slot * slices * stride;
         float *y = middle_.data() + int64_t(slot) * n, *up = own.d.data();
-        k_.sum(of_slot, stride, slices, nullptr, n, 0, y);
-        k_.sum(of_slot + n, stride, slices, nullptr, n, 0, up);
+        const float* bias = e.in_bias.empty() ? nullptr : e.in_bias.data() + int64_t(own.chosen[slot]) * 2 * n;
+        k_.sum(of_slot, stride, slices, bias, n, 0, y);
+        k_.sum(of_slot + n, stride, slices, bias ? bias + n : nullptr, n, 0, up);
         k_.gate(s_.activation, y, up, n, y);
         Active found = {all_.data(), n};
         int32_t* listed = expert_lists_.data() + slot * (int64_t(n) + 16);
@@ -99,7 +101,16 @@ Decoder::Sums Decoder::experts(const float* x, int layer, bool sparse, int32_t i
     }
     share_gemvs(k_, pool_, own.products.data(), used, sums);
     pool_.barrier();
-    return {sums, gemv_stride(*mid.matrix), all_slices, &no_bias, s_.hidden};
+    own.bias.assign(e.mid_bias.empty() ? 0 : s_.hidden, 0);
+    for (int32_t slot = 0; slot < used && !e.mid_bias.empty(); ++slot)
+        add_bias(e, own.chosen[slot], own.weights[slot], own.bias.data());
+    return {sums, gemv_stride(*mid.matrix), all_slices, &own.bias, s_.hidden};
+}
+
+// y[hidden] += weight times what the expert's mlp_mid has beside its product
+void Decoder::add_bias(const Experts& e, int32_t expert, float weight, float* y) const {
+    const float* bias = e.mid_bias.data() + int64_t(expert) * s_.hidden;
+    for (int32_t i = 0; i < s_.hidden; ++i) y[i] += weight * bias[i];
 }
 
 // What the experts add to each of several sequences, one after the other: each sequence has experts of its own. Counted is the
@@ -152,14 +163,18 @@ void Decoder::expert_rows(int layer, int32_t first, int32_t last, int32_t positi
         pool_.barrier();
         for (int32_t i = from; i < to; ++i) {
             float *gate = rows + i * 2 * n, *y = inner + i * n;
+            const float* bias = e.in_bias.empty() ? nullptr : e.in_bias.data() + int64_t(expert) * 2 * n;
+            if (bias) k_.sum(bias, 0, 1, nullptr, int32_t(2 * n), 1, gate);
             k_.gate(s_.activation, gate, gate + n, int32_t(n), y);
             for (int64_t j = 0; j < n; ++j) y[j] *= wide_weights_.data()[here[i]];
         }
         pool_.barrier();
         share_matmul(k_, pool_, e.mid[expert], inner, count, rows);
         pool_.barrier();
-        for (int32_t i = from; i < to; ++i)
+        for (int32_t i = from; i < to; ++i) {
+            if (!e.mid_bias.empty()) add_bias(e, expert, wide_weights_.data()[here[i]], rows + i * hidden);
             k_.sum(rows + i * hidden, 0, 1, nullptr, s_.hidden, 1, wide_x_.data() + here[i] / used * hidden);
+        }
         pool_.barrier();
     }
 }

@@ -29,6 +29,7 @@ KvCache::KvCache(AttentionShape shape, std::vector<LayerAttention> layers, std::
     for (const LayerAttention& layer : layers_) {
         for (const auto* norm : {&layer.q_norm, &layer.k_norm})
             expect(norm->empty() || norm->size() == size_t(shape_.head_dim), "norm of another length");
+        expect(layer.sinks.empty() || layer.sinks.size() == size_t(shape_.heads), "sinks: expected one of each head");
         expect(layer.window >= 0, "negative window");
         expect(layer.table >= 0 && size_t(layer.table) < tables_.size(), "layers: no such rotary table");
     }
@@ -133,6 +134,8 @@ AttentionWork DenseKvCache::attention(int layer, int32_t kv_head, int64_t positi
     work.head_dim = shape_.head_dim;
     work.position = int32_t(position);
     work.positions = queries.positions;
+    const std::vector<float>& sinks = layers_[layer].sinks;
+    work.sinks = sinks.empty() ? nullptr : sinks.data() + int64_t(kv_head) * shape_.gqa_ratio();
     work.window = layers_[layer].window;
     work.scale = shape_.scale;
     work.cap = shape_.cap;

@@ -25,11 +25,12 @@ struct AttentionShape {
     int32_t qkv_rows() const noexcept { return q_rows() + 2 * kv_rows(); }
 };
 
-// Norms [head_dim] of every head before it is rotated, or empty.
+// Norms [head_dim] of every head before it is rotated, or empty. sinks: [heads], as kernels.h has them, or empty.
 struct LayerAttention {
     int32_t window;  // 0: no limit
     std::vector<float> q_norm, k_norm;
     int32_t table = 0;  // by which it turns
+    std::vector<float> sinks = {};
 };
 
 // How positions turn: [context][half].

@@ -224,7 +224,7 @@ void attention(const AttentionWork* u) {
     for (int32_t h = 0; h < u->heads; h++) {
         for (int32_t p = 0; p < u->positions; p++) {
             const float* q = u->q + p * u->q_stride + h * u->head_dim;
-            float *y = u->y + p * u->y_stride + h * u->head_dim, largest = -INFINITY, sum = 0;
+            float *y = u->y + p * u->y_stride + h * u->head_dim, largest = u->sinks ? u->sinks[h] : -INFINITY, sum = 0;
             int32_t last = u->position + p + 1, first = u->window && last > u->window ? last - u->window : 0;
             int32_t count = u->tokens ? u->listed : last - first;
             auto row = [&](int32_t n) { return (u->tokens ? u->tokens[n] : first + n) * u->kv_stride; };
@@ -235,6 +235,7 @@ void attention(const AttentionWork* u) {
                 if (u->cap) u->scores[n] = tanhf(u->scores[n] / u->cap) * u->cap;
                 if (u->scores[n] > largest) largest = u->scores[n];
             }
+            if (u->sinks) sum = expf(u->sinks[h] - largest);
             for (int32_t n = 0; n < count; n++) sum += u->scores[n] = expf(u->scores[n] - largest);
             for (int32_t i = 0; i < u->head_dim; i++) {
                 float attn_output = 0;
@@ -256,6 +257,11 @@ float activated(int32_t activation, float x) {
 }
 
 void gate(int32_t activation, const float* gate, const float* up, int32_t n, float* y) {
+    for (int32_t i = 0; i < n && activation == CLAMPED_SWIGLU; i++) {
+        float g = gate[i] < 7 ? gate[i] : 7, u = up[i] < -7 ? -7 : up[i] > 7 ? 7 : up[i];
+        y[i] = g / (1 + expf(-1.702f * g)) * (u + 1);
+    }
+    if (activation == CLAMPED_SWIGLU) return;
     for (int32_t i = 0; i < n; i++) y[i] = activated(activation, gate[i]) * up[i];
 }
 

@@ -72,6 +72,7 @@ struct AttentionWork {
     float cap;              // a score s becomes cap tanh(s / cap); 0: it stays
     const int32_t* tokens;  // [listed]: what the one position reads, whatever its window; null: all that it sees
     int32_t listed;
+    const float* sinks = nullptr;  // [heads]: scores beside those of keys, for which nothing is added; null: none
 };
 
 // A work item of an MLP by neurons: a slice of the active ones.
@@ -108,7 +109,8 @@ struct GatesWork {
 
 enum { MATMUL_TILE = 128 };
 
-enum Activation { SILU = 0, RELU = 1, GELU = 2, GELU_TANH = 3 };
+// CLAMPED_SWIGLU: with g = min(gate, 7) and u = up kept within -7 and 7, g sigmoid(1.702 g) (u + 1).
+enum Activation { SILU = 0, RELU = 1, GELU = 2, GELU_TANH = 3, CLAMPED_SWIGLU = 4 };
 
 struct Kernels {
     const char* name;
@@ -173,7 +175,7 @@ struct Kernels {
     // The `wanted` best of `count` scores, ascending, of equal ones the earlier: tokens [wanted], base + their numbers.
     void (*select_tokens)(const int16_t* scores, int32_t count, int32_t wanted, int32_t base, int32_t* tokens);
 
-    // y = activation(gate) * up; y may be gate.
+    // y = activation(gate) * up, or what CLAMPED_SWIGLU makes of both; y may be gate.
     void (*gate)(int32_t activation, const float* gate, const float* up, int32_t n, float* y);
 
     // y[i] = sum over slices of partial_sums[slice * stride + i], in order, + bias[i] where bias is not null; adds to y

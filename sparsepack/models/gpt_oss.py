@@ -1,0 +1,34 @@
+"""gpt-oss: experts with biases and a clamped SwiGLU, a router with a bias, attention sinks, windows in every other
+layer."""
+
+from types import MappingProxyType
+
+from sparsepack.models.blocks import CLAMPED_SWIGLU
+from sparsepack.models.family import PROJECTIONS, Experts, Family
+
+_EXPERTS = Experts(
+    "mlp.experts",
+    "mlp.router",
+    "mlp",
+    ("gate_proj", "up_proj", "down_proj"),
+    "num_local_experts",
+    biased=True,
+    alternate=True,
+)
+_IN, _MID = _EXPERTS.parameters
+
+FAMILIES = (
+    Family(
+        "gpt_oss",
+        projections=MappingProxyType({**PROJECTIONS, "mlp_in": (_IN,), "mlp_mid": (_MID,)}),
+        fields=MappingProxyType({"hidden_act": ""}),
+        slides=True,
+        attention="eager",
+        residual=None,
+        unrotatable="its experts have biases",
+        experts=_EXPERTS,
+        sinks="self_attn.sinks",
+        activation=CLAMPED_SWIGLU,
+        only=MappingProxyType({"swiglu_alpha": 1.702, "swiglu_limit": 7.0}),
+    ),
+)
