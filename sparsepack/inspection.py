@@ -1,7 +1,7 @@
 """`inspect`: what anything that sparsepack makes holds."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -87,8 +87,10 @@ def _inspect_checkpoint(path: Path) -> dict[str, Any]:
         "context": int(checkpoint.config.max_position_embeddings),
         "sites": {site: list(checkpoint.stacked_shape(site)) for site in SITES},
         "weights": sum(prod(shape) for shape in shapes.values()),
-        "bytes": sum(prod(shape) * source.dtypes[name].itemsize for name, shape in shapes.items()),
+        "bytes": sum(each.nbytes for each in checkpoint.stored_types),
         "dtype": type_name(checkpoint.dtype),
+        "stored": [{**asdict(each), "bits_per_weight": each.bits} for each in checkpoint.stored_types],
+        "grid": checkpoint.grid,
         "pruned": pruned,
         "rotated": dict(rotation.summary) if rotation else None,
         "distilled": {**distilled.summary, "in_words": distillation_in_words(distilled.summary)} if distilled else None,

@@ -47,6 +47,32 @@ def quantize(name: str, weights: Tensor) -> Tensor:
     return blocks
 
 
+def encoded(kind: str, weights: Tensor) -> Tensor:
+    """float32 [rows, K] -> uint8 [rows, bytes per row] of any type that ggml quantises to, by its name there, all
+    columns equally important."""
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+    ggml, number = library(), int(GGMLQuantizationType[kind])
+    assert ggml is not None, "ask library() first"
+    weights = weights.float().contiguous()
+    rows, columns = weights.shape
+    block, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
+    blocks = torch.zeros(rows, columns // block * block_bytes, dtype=torch.uint8)
+    importance = torch.ones(columns)
+    pointers = weights.data_ptr(), blocks.data_ptr()
+    assert ggml.ggml_quantize_chunk(number, *pointers, 0, rows, columns, importance.data_ptr()) == blocks.numel()
+    return blocks
+
+
+def decoded(kind: str, blocks: Tensor, columns: int) -> Tensor:
+    """ggml's own reading of blocks of such a type: uint8 [rows, bytes per row] -> float32 [rows, K]."""
+    weights = torch.empty(blocks.shape[0], columns)
+    function = getattr(library(), f"dequantize_row_{kind.lower().replace('_k', '_K')}")
+    function.argtypes, function.restype = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64], None
+    function(blocks.contiguous().data_ptr(), weights.data_ptr(), weights.numel())
+    return weights
+
+
 def dequantize(name: str, blocks: Tensor) -> Tensor:
     """gguf-py's reading of the blocks: uint8 [..., bytes per row] -> float32 [..., K]."""
     import numpy as np

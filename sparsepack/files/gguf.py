@@ -99,36 +99,34 @@ _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf", re.DOTALL)
 
 
 def read_split_gguf(path: Path) -> GgufFile:
-    """Map a GGUF as `read_gguf` does, with all of its parts where it is split; `path` is the first of them.
+    """Map a GGUF as `read_gguf` does, with all of its parts where it is split; `path` is any of them.
 
     Raises `ArtifactError` as `read_gguf` does, for another part, and where one is missing or does not belong to it.
     """
-    first = read_gguf(path)
-    count = first.metadata.get("split.count", 1)
+    given = read_gguf(path)
+    count = given.metadata.get("split.count", 1)
     if type(count) is not int or count < 2:
-        return first
+        return given
     name = _PART.fullmatch(path.name)
     if name is None or int(name[3]) != count:
         raise ArtifactError(
-            f"{path}: one part of a GGUF that is split into {count}; expected the name that ends in "
-            f"-00001-of-{count:05}.gguf, with the other parts beside it"
+            f"{path}: one part of a GGUF that is split into {count}; expected a name that ends in -00001-of-{count:05}"
+            ".gguf or another number, with the other parts beside it: give the file its own name back"
         )
     files = [path.with_name(f"{name[1]}-{number:05}-of-{count:05}.gguf") for number in range(1, count + 1)]
-    if path != files[0]:
-        raise ArtifactError(f"{path}: part {int(name[2])} of {count} of a split GGUF; give the first, {files[0]}")
     tensors: dict[str, TensorInfo] = {}
     parts = []
     for number, file in enumerate(files):
         if not file.is_file():
             raise ArtifactError(f"{path}: part {number + 1} of {count} is missing; expected {file.name} beside it")
-        part = read_gguf(file) if number else first
+        part = given if file == path else read_gguf(file)
         if (part.metadata.get("split.no"), part.metadata.get("split.count")) != (number, count):
             raise ArtifactError(f"{file}: not part {number + 1} of {count} by its own keys; copy all parts again")
         if twice := sorted(part.tensors.keys() & tensors):
             raise ArtifactError(f"{file}: the tensor {twice[0]!r} stands in an earlier part too; copy all parts again")
         tensors |= {each: replace(info, part=number) for each, info in part.tensors.items()}
         parts.append(part)
-    return replace(first, tensors=tensors, others=tuple(parts[1:]))
+    return replace(parts[0], tensors=tensors, others=tuple(parts[1:]))
 
 
 class _Parser:

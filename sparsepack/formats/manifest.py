@@ -218,7 +218,7 @@ def make_manifest(
         **({ATTENTION: dict(attention)} if attention else {}),
         **({NEURONS: dict(neurons)} if neurons else {}),
         "tensors": {name: dict(shape) for name, shape in tensors.items()},
-        "notes": list(notes),
+        "notes": [*notes, *filter(None, [checkpoint.grid])],
         "versions": {name: importlib.metadata.version(name) for name in _LIBRARIES},
     }
 

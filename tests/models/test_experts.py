@@ -271,7 +271,6 @@ def test_experts_that_are_not_those_of_the_configuration_are_one_line(copied: Pa
         ({"decoder_sparse_step": 2}, "some blocks have a dense MLP in place of experts"),
         ({"moe_intermediate_size": 0}, "moe_intermediate_size is 0; expected a whole number"),
         ({"moe_intermediate_size": 128}, "weights and config.json do not belong together"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantised already"),
         ({"scoring_func": "sigmoid"}, "scoring_func sigmoid: a router of another kind; expected the softmax"),
         ({"n_group": 4, "topk_group": 2}, "n_group 4: a router of another kind"),
         ({"routed_scaling_factor": 2.5}, "routed_scaling_factor 2.5: a router of another kind"),

@@ -1,7 +1,7 @@
 """`sparsepack inspect` and `verify`, and what they find as text for people."""
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -153,16 +153,34 @@ def checkpoint_table(found: Mapping[str, Any]) -> str:
     rows = [[site, f"{outputs:,} x {inputs:,}"] for site, (outputs, inputs) in found["sites"].items()]
     return markdown(
         f"{found['path']}: a checkpoint, {found['model_type']} ({found['sha256'][:12]}), {found['weights']:,} weights, "
-        f"{found['bytes']:,} bytes, most of them in {found['dtype']}",
+        f"{found['bytes']:,} bytes, most of them read as {found['dtype']}",
         f"{found['layers']} blocks of {found['hidden']:,} channels, {found['vocabulary']:,} tokens, made for texts of "
         f"{found['context']:,}",
+        stored_table(found["stored"]),
         Table(["site", "outputs x inputs, in each block"], rows),
+        *([f"note: {found['grid']}"] if found["grid"] else []),
         *([f"segments: {found['segments']['in_words']}"] if found["segments"] else []),
         _pruned(found["pruned"]),
         _rotated(found["rotated"]),
         f"distilled: {found['distilled']['in_words']}" if found["distilled"] else "not distilled by sparsepack",
         found["formats"],
     )
+
+
+def stored_table(types: Sequence[Mapping[str, Any]]) -> Table:
+    """How the tensors of a checkpoint are stored."""
+    bits = "{:.4g}".format
+    rows = [
+        [
+            each["name"],
+            each["tensors"],
+            f"{each['weights']:,}",
+            f"{each['nbytes']:,}",
+            bits(each["bits_per_weight"] or 0),
+        ]
+        for each in types
+    ]
+    return Table(["stored as", "tensors", "weights", "bytes", "bits a weight"], rows)
 
 
 def _pruned(record: Mapping[str, Any] | None) -> str:

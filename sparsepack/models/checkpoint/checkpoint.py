@@ -1,7 +1,8 @@
 """A checkpoint: configuration, tokenizer and tensors of a trained model, read one decoder block at a time.
 
-Accepted: a local Hugging Face folder (safetensors, sharded or not), a hub id, a GGUF as llama.cpp's programs make it,
-quantised or not, split or not, and the models that ship with sparsepack.
+Accepted: a local Hugging Face folder (safetensors, sharded or not, quantised by one of `checkpoint.schemes` or not),
+a hub id, a GGUF as llama.cpp's programs make it, quantised or not, split or not, and the models that ship with
+sparsepack.
 """
 
 import difflib
@@ -25,10 +26,13 @@ from sparsepack.models.checkpoint.config_files import suggested
 from sparsepack.models.checkpoint.configuration import Described, check_sizes, file_config, folder_config
 from sparsepack.models.checkpoint.experts import as_experts, experts_source, fused_source, ordered_source
 from sparsepack.models.checkpoint.locate import located
+from sparsepack.models.checkpoint.quantised import quantised_source
 from sparsepack.models.checkpoint.sources import (
     GgufSource,
     MadeSource,
     SafetensorsSource,
+    StoredSource,
+    StoredType,
     TensorSource,
     resolve_output,
 )
@@ -57,6 +61,7 @@ class Checkpoint:
     """A source model. `config` is the stock transformers configuration.
 
     bases -- the blocks before which the residual stream changes its basis, ascending: a segment begins at each
+    stored_types -- how its tensors are stored
     """
 
     name: str
@@ -65,6 +70,18 @@ class Checkpoint:
     family: Family
     source: TensorSource
     bases: tuple[int, ...] = ()
+    stored_types: tuple[StoredType, ...] = ()
+
+    @property
+    def grid(self) -> str | None:
+        """What to say of weights that were quantised before; None: they were not."""
+        kinds = sorted({each.name for each in self.stored_types if each.quantised})
+        if not kinds:
+            return None
+        return (
+            f"weights in {', '.join(kinds)}, which lie on the grid of these types; quality beside a quantised source "
+            "is not that of the original, and a type that meets this grid again loses nothing of it"
+        )
 
     @property
     def layers(self) -> int:
@@ -307,17 +324,13 @@ def open_checkpoint(name: str | Path, hashed: bool = False) -> Checkpoint:
     config, bases = described.config, described.bases
     family = family_of(config.model_type, name)
     check_sizes(config, name)
-    stored: GgufSource | SafetensorsSource
+    stored: StoredSource
     if file is not None:
         heads, kv_heads = config.num_attention_heads, family.setting(config, "num_key_value_heads")
         stored = GgufSource(file, family, config.num_hidden_layers, heads, kv_heads)
-        if stored.quantised:
-            say(
-                f"{name}: weights in {', '.join(stored.quantised)}, which lie on the grid of these types; quality "
-                "beside a quantised source is not that of the original"
-            )
     else:
-        stored = SafetensorsSource(path, family.decoder, described.part)
+        in_files = SafetensorsSource(path, family.decoder, described.part)
+        stored = quantised_source(in_files, described.quantised, path)
     if hashed:
         stored.hash.begin()
     source: TensorSource
@@ -334,7 +347,10 @@ def open_checkpoint(name: str | Path, hashed: bool = False) -> Checkpoint:
         source = fused_source(source, family)
     shown_name = name.encode("utf-8", "replace").decode()  # the system's names need not be text
     check_stock_model(config, source.shapes, bases, shown_name)
-    return Checkpoint(shown_name, path, config, family, source, bases)
+    checkpoint = Checkpoint(shown_name, path, config, family, source, bases, stored.stored_types)
+    if checkpoint.grid is not None:
+        say(f"{name}: {checkpoint.grid}")
+    return checkpoint
 
 
 def checkpoint_of(model: Checkpoint | str | Path, hashed: bool = True) -> Checkpoint:

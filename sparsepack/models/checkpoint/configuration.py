@@ -115,6 +115,8 @@ def told_of_copy(name: str | Path) -> str:
     )
 
 
+QUANTISED = ("quantization_config", "compression_config")
+"""The fields of a config.json that say how weights are quantised; the second one is older."""
 _SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "vocab_size")
 _MOST_LAYERS = 10_000
 _NOT_READ = ("time_step_limit",)  # of state-space layers, which have no bound where it is infinite
@@ -127,6 +129,7 @@ class Described:
     config -- the stock configuration
     bases  -- the blocks that have a residual basis
     part   -- which part of a larger model it is; None: it is all of one
+    quantised -- how its weights are quantised, as its configuration has it; None: it says nothing
     tied   -- whether the output matrix is the embedding, which its tensors tell; None: nothing, or the larger model and
               its part say different things
     """
@@ -135,6 +138,7 @@ class Described:
     bases: tuple[int, ...] = ()
     part: TextPart | None = None
     tied: bool | None = None
+    quantised: Any = None
 
 
 def file_config(file: GgufFile, name: str) -> Any:
@@ -159,13 +163,13 @@ def folder_config(path: Path, name: str) -> Described:
     part = TEXT_PARTS.get(model_type) if isinstance(model_type, str) else None
     if part is None:
         family_of(model_type, name)
-    quantised = stock.get("quantization_config")
+    inner = stock.get("text_config")
+    within = inner.get("quantization_config") if isinstance(inner, dict) else None
+    quantised = next(filter(None, (*map(stock.get, QUANTISED), within)), None)
     if is_saved_copy(path):
         raise CheckpointError(told_of_copy(name))
     if isinstance(quantised, dict) and quantised.get("quant_method") == METHOD:
         raise _packed_already(name)
-    if quantised:
-        raise CheckpointError(f"{name}: quantised already (quantization_config); expected F32, F16 or BF16 weights")
     of_text, field = (stock, "") if part is None else (stock.get("text_config"), "text_config.")
     for values, within in {id(stock): (stock, ""), id(of_text): (of_text, field)}.values():
         if isinstance(values, dict):
@@ -177,12 +181,15 @@ def folder_config(path: Path, name: str) -> Described:
             f"{path / 'config.json'}: not a {model_type} configuration ({shown(error)})"
         ) from error
     tell_own_code(path / "config.json")
+    for one in (config, getattr(config, "text_config", config)):
+        vars(one).pop("quantization_config", None)  # what is made of the model is not quantised so
     if part is None:
-        return Described(config, bases, tied=config.tie_word_embeddings)
+        return Described(config, bases, tied=config.tie_word_embeddings, quantised=quantised)
     text, said = config.text_config, getattr(config, "tie_word_embeddings", None)
     family_of(text.model_type, f"{name}, the text part of a {model_type} model")
     say(f"{name}: the text part of a {model_type} model alone is read; it then knows no images")
-    return Described(text, bases, part, text.tie_word_embeddings if said in (None, text.tie_word_embeddings) else None)
+    tied = text.tie_word_embeddings if said in (None, text.tie_word_embeddings) else None
+    return Described(text, bases, part, tied, quantised)
 
 
 def check_sizes(config: Any, name: str) -> None:

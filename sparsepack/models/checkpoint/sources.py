@@ -1,7 +1,9 @@
 """The sources of a checkpoint's tensors: sharded safetensors, or a GGUF as made by llama.cpp's converter."""
 
+import math
 from collections.abc import Callable, Iterable, Mapping
-from functools import lru_cache
+from dataclasses import dataclass
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,9 +22,39 @@ from sparsepack.models.family import Family, TextPart
 
 _GGUF_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """Types of GGUFs that torch has, too; weights of any other become float32."""
-_SAFETENSORS_DTYPES = {**_GGUF_DTYPES, "F64": torch.float64}
+PLAIN = {**_GGUF_DTYPES, "F64": torch.float64}
+"""Types of safetensors whose numbers are weights; what those of any other mean a quantised release says."""
+_BYTES = {"I64": 8, "U64": 8, "F64": 8, "I32": 4, "U32": 4, "F32": 4, "I16": 2, "U16": 2, "F16": 2, "BF16": 2}
 _PIECE = 1 << 20
 """So many weights are compared at one time."""
+
+
+@dataclass(frozen=True)
+class StoredType:
+    """How some tensors of a checkpoint are stored: a type or scheme, how many, their weights and bytes, and whether
+    decoding them gives values of a grid."""
+
+    name: str
+    tensors: int
+    weights: int
+    nbytes: int
+    quantised: bool
+
+    @property
+    def bits(self) -> float | None:
+        """Bits of a weight, with its share of scales; None where there are no weights."""
+        return 8 * self.nbytes / self.weights if self.weights else None
+
+
+def stored_types(tensors: Iterable[tuple[str, tuple[int, ...], int, bool]]) -> tuple[StoredType, ...]:
+    """The sums by type of tensors, each given by type, shape in weights, bytes and whether it is quantised; the type
+    with the most bytes first."""
+    sums: dict[tuple[str, bool], list[int]] = {}
+    for name, shape, nbytes, quantised in tensors:
+        one = sums.setdefault((name, quantised), [0, 0, 0])
+        one[:] = [one[0] + 1, one[1] + math.prod(shape), one[2] + nbytes]
+    found = [StoredType(name, one[0], one[1], one[2], quantised) for (name, quantised), one in sums.items()]
+    return tuple(sorted(found, key=lambda each: -each.nbytes))
 
 
 class TensorSource(Protocol):
@@ -138,7 +170,7 @@ class SafetensorsSource:
         self._file_of: dict[str, Path] = {}
         self._stored_as: dict[str, str] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
-        self._dtypes: dict[str, torch.dtype] = {}
+        self.types: dict[str, str] = {}  # as safetensors names them
         for path in files:
             try:
                 with safe_open(path, framework="pt") as file:
@@ -158,7 +190,7 @@ class SafetensorsSource:
                         self._file_of[name], self._stored_as[name] = path, stored_as
                         stored = file.get_slice(stored_as)
                         self._shapes[name] = tuple(stored.get_shape())
-                        self._dtypes[name] = _SAFETENSORS_DTYPES.get(stored.get_dtype(), torch.float32)
+                        self.types[name] = stored.get_dtype()
             except (SafetensorError, OSError) as error:
                 raise _unreadable(path, error) from error
 
@@ -168,32 +200,64 @@ class SafetensorsSource:
 
     @property
     def dtypes(self) -> Mapping[str, torch.dtype]:
-        return self._dtypes
+        return {name: PLAIN.get(kind, torch.float32) for name, kind in self.types.items()}
 
     @property
     def hash(self) -> SourceHash:
         return self._hash
 
+    @property
+    def nbytes(self) -> Mapping[str, int]:
+        """The bytes of each tensor."""
+        return {name: math.prod(shape) * _BYTES.get(self.types[name], 1) for name, shape in self._shapes.items()}
+
+    @property
+    def stored_types(self) -> tuple[StoredType, ...]:
+        """How its tensors are stored."""
+        nbytes = self.nbytes
+        return stored_types((self.types[name], shape, nbytes[name], False) for name, shape in self._shapes.items())
+
+    def path_of(self, name: str) -> Path:
+        """The file that a tensor is in."""
+        return self._file_of[name]
+
     def tensor(self, name: str) -> torch.Tensor:
-        value = self._read(name, lambda file, stored_as: file.get_tensor(stored_as))
-        return _finite(self._file_of[name], self._stored_as[name], value)
+        return check_finite(self._file_of[name], self._stored_as[name], self.stored([name])[name])
+
+    def stored(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
+        """Read tensors as they are stored, whatever their values; a file that has several is opened once."""
+        by_file: dict[Path, list[str]] = {}
+        for name in names:
+            by_file.setdefault(self._file_of[name], []).append(name)
+        found: dict[str, torch.Tensor] = {}
+        for path, there in by_file.items():
+            names_there = [self._stored_as[name] for name in there]
+            values = self._read(path, partial(_tensors, names=names_there))
+            found |= zip(there, values, strict=True)
+        return found
 
     def rows(self, name: str, first: int, last: int) -> torch.Tensor:
         """Read rows of a tensor in its stored dtype."""
-        return self._read(name, lambda file, stored_as: file.get_slice(stored_as)[first:last])
+        stored_as = self._stored_as[name]
+        return self._read(self._file_of[name], lambda file: [file.get_slice(stored_as)[first:last]])[0]
 
-    def _read(self, name: str, read: Callable[[Any, str], torch.Tensor]) -> torch.Tensor:
+    @staticmethod
+    def _read(path: Path, read: Callable[[Any], list[torch.Tensor]]) -> list[torch.Tensor]:
         from safetensors import SafetensorError, safe_open
 
-        path = self._file_of[name]
         try:
             with safe_open(path, framework="pt") as file:
-                return read(file, self._stored_as[name])
+                return read(file)
         except (SafetensorError, OSError) as error:
             raise _unreadable(path, error) from error
 
 
-def _finite(path: Path, name: str, value: torch.Tensor) -> torch.Tensor:
+def _tensors(file: Any, names: Iterable[str]) -> list[torch.Tensor]:
+    return [file.get_tensor(name) for name in names]
+
+
+def check_finite(path: Path, name: str, value: torch.Tensor) -> torch.Tensor:
+    """A tensor of a file as it is. Raises `CheckpointError` for values that are NaN or infinite."""
     if not all_finite(value):
         raise CheckpointError(
             f"{path}: the tensor {name} has values that are NaN or infinite; expected the weights of a trained model: "
@@ -227,6 +291,9 @@ class GgufSource:
         for name, info in file.tensors.items():
             if name in ROTARY_FACTORS:
                 continue  # derived from the config; transformers computes it again
+            module, _, end = name.rpartition(".")
+            if end in ("scale", "input_scale") and f"{module}.weight" in file.tensors and info.type == "F32":
+                continue  # of all weights of an NVFP4 tensor, and of its inputs, which are not rounded here
             if name not in known:
                 raise CheckpointError(f"{file.path}: the tensor {name} is not understood")
             if info.type not in _GGUF_DTYPES and not _dequantises(info.type):
@@ -241,10 +308,10 @@ class GgufSource:
         return self._file
 
     @property
-    def quantised(self) -> tuple[str, ...]:
-        """The quantised types in it."""
-        types = {self._file.tensors[name].type for name in self._gguf_name.values()}
-        return tuple(sorted(types - _GGUF_DTYPES.keys()))
+    def stored_types(self) -> tuple[StoredType, ...]:
+        """How its tensors are stored."""
+        infos = [self._file.tensors[name] for name in self._gguf_name.values()]
+        return stored_types((info.type, info.shape, info.nbytes, info.type not in _GGUF_DTYPES) for info in infos)
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
@@ -272,11 +339,17 @@ class GgufSource:
         data = np.array(self._file.bytes(gguf_name).reshape(shape[0], -1)[first:last])  # without the interpreter's lock
         if kind in _GGUF_DTYPES:
             return torch.from_numpy(data).view(_GGUF_DTYPES[kind]).reshape(-1, *shape[1:])
-        return torch.from_numpy(_dequantised(kind, data)).reshape(-1, *shape[1:])
+        weights = torch.from_numpy(_dequantised(kind, data)).reshape(-1, *shape[1:])
+        scale = f"{gguf_name.removesuffix('.weight')}.scale"
+        if scale in self._file.tensors:
+            whole = torch.from_numpy(np.array(self._file.bytes(scale))).view(torch.float32).flatten()
+            own = whole if whole.numel() == 1 else whole[first:last]  # of all weights, or of each expert
+            weights *= own.reshape(-1, *[1] * (len(shape) - 1))
+        return weights
 
     def tensor(self, name: str) -> torch.Tensor:
         gguf_name = self._gguf_name[name]
-        value = _finite(self._file.path, gguf_name, self.rows(name, 0, self.shapes[name][0]))
+        value = check_finite(self._file.path, gguf_name, self.rows(name, 0, self.shapes[name][0]))
         self._file.forget(gguf_name)
         if offset := self._family.norm_offset_of(name):
             return value.float() - offset
@@ -309,9 +382,18 @@ def _dequantised(kind: str, blocks: np.ndarray) -> np.ndarray:
     return weights
 
 
-def resolve_output(
-    source: SafetensorsSource | GgufSource, embedding: str, head: str
-) -> tuple[SafetensorsSource | GgufSource | MadeSource, bool]:
+class StoredSource(TensorSource, Protocol):
+    """A source of files, some rows of whose tensors can be read alone."""
+
+    @property
+    def stored_types(self) -> tuple[StoredType, ...]:
+        """How its tensors are stored."""
+
+    def rows(self, name: str, first: int, last: int) -> torch.Tensor:
+        """Read rows of a tensor in its stored dtype."""
+
+
+def resolve_output(source: StoredSource, embedding: str, head: str) -> tuple[TensorSource, bool]:
     """Decide by the tensors whether the output matrix is the embedding (tied): it is where both are equal or only one
     of them is stored, under either name. Returns the source, which has `head` only where it is a matrix of its own, and
     whether they are tied."""
@@ -326,7 +408,7 @@ def resolve_output(
     return MadeSource(source, entries, lambda name: source.tensor(head if name == embedding else name)), True
 
 
-def _same_rows(source: SafetensorsSource | GgufSource, one: str, other: str) -> bool:
+def _same_rows(source: StoredSource, one: str, other: str) -> bool:
     shape = source.shapes[one]
     if shape != source.shapes[other] or len(shape) != 2:
         return False

@@ -25,7 +25,7 @@ from sparsepack.files.tensors import (
     write_tensors,
 )
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
-from sparsepack.models.checkpoint.configuration import segmented_config, stock_values
+from sparsepack.models.checkpoint.configuration import QUANTISED, segmented_config, stock_values
 from sparsepack.models.checkpoint.experts import apart_source
 from sparsepack.models.checkpoint.sources import changed_source
 from sparsepack.models.families import TEXT_PARTS
@@ -99,7 +99,7 @@ CONFIG = "config.json"
 
 def config_json(checkpoint: Checkpoint) -> str:
     """The content of the config.json that the family's stock model has; of whether the embedding is the output matrix
-    it says what the tensors do."""
+    it says what the tensors do, and of quantised ones the type that they are read in."""
     path = checkpoint.path / CONFIG
     if not path.is_file():
         return str(checkpoint.config.to_json_string())
@@ -108,10 +108,14 @@ def config_json(checkpoint: Checkpoint) -> str:
     if values.get("model_type") in TEXT_PARTS:
         return str(checkpoint.config.to_json_string())
     stock = stock_values(values)[0]
+    quantised = any(stock.get(key) for key in QUANTISED)
+    stock = {key: value for key, value in stock.items() if key not in QUANTISED}
+    if quantised:
+        stock["torch_dtype" if "torch_dtype" in stock else "dtype"] = type_name(checkpoint.dtype)
     tied = stock.get("tie_word_embeddings", type(checkpoint.config)().tie_word_embeddings)
     if tied is not checkpoint.tied:
         stock["tie_word_embeddings"] = checkpoint.tied
-    elif not checkpoint.bases:
+    elif not checkpoint.bases and not quantised:
         return text
     return json.dumps(stock, indent=2, ensure_ascii=False)
 

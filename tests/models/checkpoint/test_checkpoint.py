@@ -182,10 +182,8 @@ def test_a_granite_4_with_experts_or_state_space_layers_is_refused(tmp_path, cha
         open_checkpoint(folder)
 
 
-def test_quantised_weights_are_refused(copied):
+def test_packed_folders_are_refused(copied):
     folder = copied()
-    edit_config(folder, quantization_config={"quant_method": "gptq", "bits": 4})
-    assert "quantised already" in refused(folder)
     edit_config(folder, quantization_config={"quant_method": "sparsepack", "format": "any"})
     assert "a packed model without sparsepack.json" in refused(folder)
     (folder / "sparsepack.json").touch()

@@ -1,0 +1,86 @@
+"""Numbers of few bits in bytes and words, and scales of blocks: what decoders of quantised weights share."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+Shape = tuple[int, ...]
+
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""What 4 bits of FP4 mean, without the sign, which is the highest of them."""
+_E2M3 = tuple([m / 8 for m in range(8)] + [(1 + m / 8) * 2**e for e in range(3) for m in range(8)])
+"""The same of 6 bits of FP6."""
+
+
+def unpacked(words: Tensor, bits: int) -> Tensor:
+    """The codes in the bytes of the last dimension, uint8 [..., bytes * 8 / bits], the lowest bits first; a code may
+    begin in one byte, or word, and end in the next. What is left of the last bytes is dropped."""
+    found = words.contiguous().view(torch.uint8)
+    if 8 % bits == 0:
+        shifts = torch.arange(0, 8, bits, dtype=torch.uint8)
+        return (found.unsqueeze(-1).bitwise_right_shift(shifts) & ((1 << bits) - 1)).flatten(-2)
+    count = found.shape[-1] * 8 // bits
+    found = torch.nn.functional.pad(found, (0, -found.shape[-1] % bits))
+    found = torch.unflatten(found, -1, (-1, bits))  # each has 8 codes
+    whole = (found.long() << torch.arange(0, 8 * bits, 8)).sum(-1)
+    codes = (whole.unsqueeze(-1) >> torch.arange(0, 8 * bits, bits)) & ((1 << bits) - 1)
+    return codes.to(torch.uint8).flatten(-2)[..., :count]
+
+
+def _block(length: int, count: int, sizes: Sequence[int]) -> int:
+    """How many of `length` neighbours share one of `count` numbers: one of `sizes` that fits, else as many each."""
+    for size in (length, *sizes):
+        if -(-length // size) == count:
+            return size
+    if count < 1 or length % count:
+        raise ValueError
+    return length // count
+
+
+def scales(found: Tensor) -> Tensor:
+    """Scales as float32; bytes are exponents of two (E8M0)."""
+    return (found.float() - 127).exp2() if found.dtype == torch.uint8 else found.float()
+
+
+def of_blocks(shape: Shape, numbers: Shape, sizes: Sequence[tuple[int, int]]) -> tuple[Shape, int, int]:
+    """How numbers of this shape are those of blocks of a matrix [..., rows, columns]: their shape with as many
+    dimensions, and the rows and columns of a block.
+
+    sizes -- of blocks, rows and columns, that the configuration names; the last ones of a matrix may be smaller
+
+    Raises ValueError where they are none."""
+    aligned = numbers + (1,) * (len(shape) - len(numbers))
+    if len(shape) < 2 or len(aligned) > len(shape):
+        raise ValueError(f"is {list(numbers)} for weights {list(shape)}")
+    try:
+        if any(own not in (1, length) for own, length in zip(aligned[:-2], shape[:-2], strict=True)):
+            raise ValueError
+        rows = _block(shape[-2], aligned[-2], [size[0] for size in sizes])
+        return aligned, rows, _block(shape[-1], aligned[-1], [size[1] for size in sizes])
+    except ValueError:
+        blocks = " or ".join(f"{rows} x {columns}" for rows, columns in sizes)
+        expected = f"; expected one for each block of {blocks}" if blocks else ""
+        raise ValueError(f"is {list(numbers)} for weights {list(shape)}{expected}") from None
+
+
+def by_blocks(
+    values: Tensor, numbers: Tensor, sizes: Sequence[tuple[int, int]], operation: Callable[..., Tensor]
+) -> Tensor:
+    """Change values [..., rows, columns] in place by `operation`, which takes them and the numbers of their blocks."""
+    aligned, rows, columns = of_blocks(tuple(values.shape), tuple(numbers.shape), sizes)
+    numbers = numbers.reshape(aligned)
+    if values.shape[-2] % rows == 0 and values.shape[-1] % columns == 0:
+        parts = values.view(*values.shape[:-2], aligned[-2], rows, aligned[-1], columns)
+        operation(parts, numbers.unsqueeze(-1).unsqueeze(-3))
+        return values
+    for dim, size in ((-2, rows), (-1, columns)):  # the last block is smaller
+        numbers = numbers.repeat_interleave(size, dim).narrow(dim, 0, values.shape[dim])
+    operation(values, numbers)
+    return values
+
+
+def floats(packed: Tensor, bits: int = 4) -> Tensor:
+    """Signed numbers of FP4 or FP6 codes, float32."""
+    table = torch.tensor(_E2M1 if bits == 4 else _E2M3)
+    return torch.cat([table, -table])[unpacked(packed, bits).int()]
