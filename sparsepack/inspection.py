@@ -127,7 +127,7 @@ def _inspect_calibration(path: Path) -> dict[str, Any]:
     experts = has_experts(calibration)
     return {
         **calibration.manifest,
-        "attention_channels": channel_report(importance(calibration)),
+        "attention_channels": channel_report(heads) if (heads := importance(calibration)) else None,
         "attention_tokens": token_report(calibration),
         "neurons": activity_report([activity(calibration)], "experts" if experts else "neurons"),
         "given": given(calibration).tolist() if experts else None,

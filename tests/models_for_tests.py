@@ -109,6 +109,16 @@ SMALL: dict[str, dict[str, Any]] = {
         },
     },
     "phi3": {"num_key_value_heads": 2, "tie_word_embeddings": False, "pad_token_id": 0, "partial_rotary_factor": 0.75},
+    "qwen3_5_text": {
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 4,
+        "head_dim": 64,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 32,
+        "linear_value_head_dim": 64,
+        "tie_word_embeddings": True,
+    },
 }
 
 EXPERTS: dict[str, dict[str, Any]] = {
@@ -162,6 +172,20 @@ EXPERTS: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
         "tie_word_embeddings": False,
     },
+    "qwen3_5_moe_text": {
+        "num_key_value_heads": 1,
+        "num_hidden_layers": 4,
+        "head_dim": 64,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 32,
+        "linear_value_head_dim": 64,
+        "moe_intermediate_size": 256,
+        "shared_expert_intermediate_size": 256,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "tie_word_embeddings": False,
+    },
 }
 """The same of families whose MLPs are mixtures of experts, which some verbs do not take."""
 LLAMA_CPP = [family for family in SMALL if FAMILIES[family].gguf is not None]
@@ -184,15 +208,17 @@ WINDOWED: dict[str, dict[str, Any]] = {
     "gemma3_text": {"sliding_window": 10},
     **{family: {"sliding_window": 10} for family in ("olmo3", "vaultgemma", "cwm")},
     "exaone4": {"sliding_window": 10, "layer_types": ["sliding_attention", "full_attention"]},
-    **{family: {} for family in ("gemma", "hyperclovax")},
+    **{family: {} for family in ("gemma", "hyperclovax", "qwen3_5_text")},
     **{family: {} for family in ("granite", "granitemoehybrid", "smollm3", "olmo2", "arcee", "seed_oss", "ministral3")},
 }
 """The changes to each family that make its layers look back a few tokens, where the family has such layers."""
-UNLIKE = ("qwen2", "gemma3_text", "granite", "phi3", "smollm3")
+UNLIKE = ("qwen2", "gemma3_text", "granite", "phi3", "smollm3", "qwen3_5_text")
 """Families that together have windows in some layers, two rotary tables, multipliers, matrices in one, layers without a
-rotary embedding."""
+rotary embedding, and states."""
 EVERY_FAMILY = [pytest.param(name, marks=[pytest.mark.long][: name not in UNLIKE]) for name in WINDOWED]
 """Parameters of a test or a fixture: all families, those that are like another among the `long` tests."""
+ONLY_ATTENTION = [each for each in EVERY_FAMILY if FAMILIES[str(each.values[0])].delta_net is None]
+"""The same of those that have attention in every block."""
 
 OPT: dict[str, dict[str, Any]] = {
     "opt": {},
@@ -285,6 +311,8 @@ def _saved(folder: Path, family: str, values: dict[str, Any], seed: int) -> Path
                 parameter.copy_(1 + 0.2 * noise)
             elif name.endswith("bias"):
                 parameter.copy_(0.5 * noise)
+            elif name.endswith("A_log"):
+                parameter.copy_(noise)  # states forget within a few tokens, or hundreds
             elif "embed_" in name:
                 parameter.copy_(noise)
             else:

@@ -55,6 +55,8 @@ MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "Qwen2-MoE": ("qwen2_moe", {}),
     "OLMoE": ("olmoe", {}),
     "gpt-oss": ("gpt_oss", {}),
+    "Qwen3.5, Qwen3.6 (text)": ("qwen3_5_text", {}),
+    "Qwen3.5-MoE, Qwen3.6-MoE (text)": ("qwen3_5_moe_text", {}),
     "OPT": ("opt", {}),
 }
 """For people -> the family, and what such a model's configuration has that is not its family's default."""

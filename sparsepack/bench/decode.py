@@ -74,7 +74,7 @@ def _always_read(packed: PackedModel) -> int:
     tensors: list[Tensor | None] = [packed.output.blocks, packed.output_norm]
     tensors += [basis.blocks for basis in packed.bases.values()]
     for layer in packed.layers:
-        tensors += [*layer.norms.values(), *layer.mlp.always]
+        tensors += [*layer.norms.values(), *layer.always]
         for site in layer.sites.values():
             tensors += [site.bias, site.matrix.row_scale]
             if site.rule is not None:

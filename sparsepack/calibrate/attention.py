@@ -63,6 +63,11 @@ def predicted_attention(checkpoint: Checkpoint, options: AttentionOptions) -> Fo
 def channels_asked(checkpoint: Checkpoint, options: AttentionOptions) -> int:
     """How many heavy channels each KV head gets. Raises `PackingError` for what does not go with the model."""
     options.check()
+    if checkpoint.family.delta_net is not None:
+        raise PackingError(
+            f"attention: {checkpoint.name} keeps a state in most of its layers, from which no tokens are selected; "
+            "leave it out"
+        )
     head_dim = heads_of_config(checkpoint.config).head_dim
     count = max(1, head_dim // 4) if options.channels is None else options.channels
     if count > head_dim:

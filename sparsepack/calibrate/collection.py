@@ -29,7 +29,7 @@ from sparsepack.files.transfer import on_host
 from sparsepack.formats.table import holders
 from sparsepack.models.checkpoint.checkpoint import Checkpoint, checkpoint_of
 from sparsepack.models.family import ATTN_OUT, MLP_MID, SITES
-from sparsepack.models.hf_config import expert_numbers, head_dim
+from sparsepack.models.hf_config import delta_layers, expert_numbers, head_dim
 from sparsepack.models.hf_model.blocks import BlockStream, Record
 from sparsepack.models.hf_model.forecast import Forecast, bound_line, forecast_blocks
 from sparsepack.models.hf_model.hooks import check_finite, routing_hooks, site_hooks, stream_hooks
@@ -177,7 +177,11 @@ def computed_in(checkpoint: Checkpoint, options: CalibrateOptions) -> torch.dtyp
 def _run(checkpoint: Checkpoint, windows: torch.Tensor, options: CalibrateOptions, shard: Shard) -> list[Statistics]:
     """The statistics of all blocks at the first worker; elsewhere none. windows: int64 [N, S]"""
     stream = BlockStream(checkpoint, options.device, computed_in(checkpoint, options))
-    layers = [collectors.of_block(layer, shard.block(layer)) if shard.first else {} for layer in range(shard.done)]
+    without = delta_layers(checkpoint.config)
+    layers = [
+        collectors.of_block(layer, shard.block(layer), layer not in without) if shard.first else {}
+        for layer in range(shard.done)
+    ]
     if shard.done == checkpoint.layers:  # what leaves the last block is not kept: nobody reads it
         return layers
     hidden = stream.states(shard.own(windows), shard.hidden())

@@ -66,7 +66,8 @@ class Collector:
 @torch.no_grad()
 def column_norms(block: nn.Module, family: Family, site: str) -> torch.Tensor:
     """||W[:, j]|| of a site's stacked matrix, that of all experts where it has experts: float32 [columns]."""
-    weights = [block.get_parameter(family.weight(projection)) for projection in family.projections[site]]
+    names = family.of_block(block).projections[site]
+    weights = [block.get_parameter(family.weight(projection)) for projection in names]
     # One expert at a time: a copy in float32 of all of them would be as large as two blocks.
     matrices = [matrix for weight in weights for matrix in (weight if weight.dim() == 3 else (weight,))]
     # A shared expert may be wider than the others: its parts are experts like them.

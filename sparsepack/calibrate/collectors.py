@@ -312,14 +312,18 @@ def named(layer: int, statistics: Statistics) -> dict[str, Tensor]:
     return {f"layers.{layer}.{name}": value for name, value in statistics.items()}
 
 
-def of_block(layer: int, tensors: Mapping[str, Tensor]) -> Statistics:
+def of_block(layer: int, tensors: Mapping[str, Tensor], attends: bool = True) -> Statistics:
     """The inverse of `named`, from a file that may hold other blocks too; KeyError where something is missing that
-    every block has."""
-    names = {name: f"layers.{layer}.{name}" for name in _rows()}
+    every block has.
+
+    attends -- whether the block has attention
+    """
+    rows = {name: row for name, row in _rows().items() if attends or _PLACES[row.at] != _OF_ATTENTION}
+    names = {name: f"layers.{layer}.{name}" for name in rows}
     other = (
         NEURONS if f"layers.{layer}.experts.{EXPERTS.names[0]}" in tensors else EXPERTS
     )  # an MLP is one or the other
-    missable = {name for name, row in _rows().items() if row.of_runs or row.later or row is other}
+    missable = {name for name, row in rows.items() if row.of_runs or row.later or row is other}
     return {name: tensors[key] for name, key in names.items() if key in tensors or name not in missable}
 
 

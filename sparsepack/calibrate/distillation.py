@@ -178,9 +178,8 @@ class LowRank(Update):
 
 def matrices(checkpoint: Checkpoint) -> list[str]:
     """The names of the tensors that are trained: the matrices of all blocks, in order of execution."""
-    family = checkpoint.family
-    blocks = map(family.block, range(checkpoint.layers))
-    return [f"{block}.{name}.weight" for block in blocks for site in SITES for name in family.projections[site]]
+    blocks = ((checkpoint.family.block(layer), checkpoint.family_at(layer)) for layer in range(checkpoint.layers))
+    return [f"{block}.{name}.weight" for block, family in blocks for site in SITES for name in family.projections[site]]
 
 
 def first_updates(

@@ -189,7 +189,7 @@ def _through_block(
     family, block = stream.source.family, stream.block
     handles = [
         block.get_submodule(name).register_forward_hook(partial(keep, site))
-        for site, names in family.projections.items()
+        for site, names in family.of_block(block).projections.items()
         if family.experts is None or site not in MLP_SITES
         for name in names
     ]

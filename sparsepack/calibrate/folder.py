@@ -39,7 +39,7 @@ from sparsepack.files.stored import Count, Name, Size, Stored, shown
 from sparsepack.files.tensors import save_tensors
 from sparsepack.models.blocks import Rotary
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
-from sparsepack.models.hf_config import heads_of_config
+from sparsepack.models.hf_config import delta_layers, heads_of_config
 
 SCHEMA = 1
 _TENSORS, _MANIFEST = "calibration.safetensors", "calibration.json"
@@ -55,18 +55,27 @@ class _CalibrationRotary(Stored):
 
 
 class CalibratedHeads(Stored):
-    """The section as it is read from a file."""
+    """The section as it is read from a file. without -- numbers of the blocks that have no attention"""
 
     heads: Size
     kv_heads: Size
     head_dim: Size
     groups: Literal["mean"]
     rotary: _CalibrationRotary
+    without: tuple[Count, ...] = ()
 
 
 def heads_of(checkpoint: Checkpoint) -> dict[str, Any]:
     """The section for a model, JSON-able."""
-    return {**heads_of_config(checkpoint.config).to_json(), "groups": GROUPS}
+    without = [*delta_layers(checkpoint.config)]
+    section = {**heads_of_config(checkpoint.config).to_json(), "groups": GROUPS}
+    return {**section, "without": without} if without else section
+
+
+def attention_blocks(manifest: Mapping[str, Any]) -> list[int]:
+    """The numbers of the blocks with attention, whose channels a calibration knows, by its manifest."""
+    without = manifest["attention"].get("without", ())
+    return [layer for layer in range(manifest["model"]["layers"]) if layer not in without]
 
 
 def check_heads(section: Mapping[str, Any], layers: Sequence[Statistics]) -> None:
@@ -219,11 +228,12 @@ def load(path: Path) -> Calibration:
         raise CalibrationError(f"{path / _TENSORS}: missing or changed since it was written; calibrate again")
     try:
         tensors = load_file(path / _TENSORS)
-        statistics = tuple(of_block(layer, tensors) for layer in range(layers))
+        attend = attention_blocks(manifest)
+        statistics = tuple(of_block(layer, tensors, layer in attend) for layer in range(layers))
         windows = tensors["windows"]
         for tensor in (tensor for layer in statistics for tensor in layer.items()):
             check(*tensor)
-        check_heads(manifest["attention"], statistics)
+        check_heads(manifest["attention"], [statistics[layer] for layer in attend])
         check_residual(manifest.get("residual"), statistics)
         if windows.ndim != 2 or not windows.numel() or windows.dtype != torch.int32:
             raise ValueError(f"windows are {windows.dtype} {list(windows.shape)}, expected int32 [windows, context]")

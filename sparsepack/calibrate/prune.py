@@ -120,7 +120,7 @@ def predict(checkpoint: "Checkpoint", options: PruneOptions) -> tuple["Checkpoin
     patterns = {
         f"{checkpoint.family.block(layer)}.{projection}": pattern
         for (layer, site), pattern in site_patterns(checkpoint, options).items()
-        for projection in checkpoint.family.projections[site]
+        for projection in checkpoint.family_at(layer).projections[site]
     }
     how = {"method": options.method, "permute": options.permute}
     source = {"model": checkpoint.name, "model_sha256": checkpoint.sha256}

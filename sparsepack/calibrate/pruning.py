@@ -76,6 +76,11 @@ def prune(
         raise PruningError(
             f"permute: {checkpoint.name} has experts, whose neurons are not put into another order; leave it out"
         )
+    if options.permute and checkpoint.family.delta_net is not None:
+        raise PruningError(
+            f"permute: {checkpoint.name} has gates at the channels of its heads, which are not put into another order; "
+            "leave it out"
+        )
     patterns = site_patterns(checkpoint, options)
     windows, digest = None, None
     read = checkpoint.source.hash.share_beside(
@@ -196,7 +201,8 @@ def _pruners(checkpoint: Checkpoint, layer: int, sites: Iterable[str], workers: 
     through the columns of a matrix, one after the other. The down matrices are the first worker's, which tells of
     experts that no token reached; the others follow from the most columns on."""
     columns = {
-        site: checkpoint.stacked_shape(site, layer)[1] * len(checkpoint.family.projections[site]) for site in sites
+        site: checkpoint.stacked_shape(site, layer)[1] * len(checkpoint.family_at(layer).projections[site])
+        for site in sites
     }
     taken = [0] * workers
     pruners = {}
@@ -257,7 +263,7 @@ def prune_block(
     patterns -- of the sites that are pruned
     inputs   -- of these sites' matrices, by the names that `inputs_name` gives; none where the method needs none
     """
-    family, method = checkpoint.family, METHODS[options.method]
+    family, method = checkpoint.family_at(layer), METHODS[options.method]
     prefix = f"{family.block(layer)}."
     inputs = dict(inputs)
 

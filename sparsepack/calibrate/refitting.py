@@ -266,7 +266,7 @@ class _BlockFitting:
                     parts = {
                         f"{projection}.weight": len(part)
                         for projection, part in zip(
-                            self.checkpoint.family.projections[site],
+                            self.checkpoint.family_at(layer).projections[site],
                             self.checkpoint.projections(layer, site),
                             strict=True,
                         )

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from sparsepack.calibrate.collectors import SHARES, Statistics, of_groups
-from sparsepack.calibrate.folder import OUTPUT_PRODUCT, PRODUCT, Calibration
+from sparsepack.calibrate.folder import OUTPUT_PRODUCT, PRODUCT, Calibration, attention_blocks
 from sparsepack.errors import CalibrationError
 
 
@@ -38,8 +38,8 @@ class Importance:
 
 
 def importance(calibration: Calibration) -> tuple[Importance, ...]:
-    """The importance of channels in every layer."""
-    return tuple(_importance(layer) for layer in calibration.layers)
+    """The importance of channels in every layer with attention (`folder.attention_blocks`)."""
+    return tuple(_importance(calibration.layers[layer]) for layer in attention_blocks(calibration.manifest))
 
 
 def _importance(statistics: Statistics) -> Importance:
@@ -115,7 +115,7 @@ MEASURED = tuple(Fraction(1, share) for share in SHARES)
 def missed(calibration: Calibration) -> tuple[tuple[float, ...], ...]:
     """For every layer and each share in `MEASURED`: the share of attention weight that the other tokens have, where the
     best ones are read (`collectors.missed`). Raises `CalibrationError` for sums that are no means of shares."""
-    return tuple(_missed(calibration, layer) for layer in range(len(calibration.layers)))
+    return tuple(_missed(calibration, layer) for layer in attention_blocks(calibration.manifest))
 
 
 def token_report(calibration: Calibration) -> dict[str, Any]:

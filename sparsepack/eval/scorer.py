@@ -174,7 +174,7 @@ class SparsePositions:
         self, layer: int, block: nn.Module, sparse: torch.Tensor, counted: torch.Tensor
     ) -> Iterator[RemovableHandle]:
         """Make the Linears of sites whose rules have levels read each channel of sparse positions at its level."""
-        for site, names in self.family.projections.items():
+        for site, names in self.family.of_block(block).projections.items():
             rule = self._rules.get((layer, site))
             if rule is None or not rule.of_levels or self._of_experts(layer, site):
                 continue

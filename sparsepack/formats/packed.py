@@ -219,6 +219,9 @@ class PackedLayer:
     basis -- [hidden, hidden], by rows: the hidden state is multiplied by it before anything else in the block; None:
              it stays in the basis that it has
     sinks -- float32 [heads]: of each query head a score for which nothing is added; None: there are none
+    delta_net -- of a block with a gated delta net in place of attention, whose sites are in `attention` all the same:
+                 float32 delta_beta and delta_alpha [value_heads, hidden], delta_conv [channels, taps], delta_a_log and
+                 delta_dt_bias [value_heads], delta_norm [value_dim]; empty: it has attention
     """
 
     attention: Mapping[str, PackedSite]
@@ -226,6 +229,12 @@ class PackedLayer:
     mlp: Mlp
     basis: PackedMatrix | None = None
     sinks: Tensor | None = None
+    delta_net: Mapping[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def always(self) -> tuple[Tensor, ...]:
+        """What every token reads beside the matrices and norms."""
+        return *self.delta_net.values(), *self.mlp.always
 
     @property
     def sites(self) -> dict[str, PackedSite | PackedExpertsSite]:
@@ -248,11 +257,18 @@ class PackedLayer:
         return {**{name: site.matrix.units for name, site in self.attention.items()}, **self.mlp.units}
 
     def weights(self, family: Family) -> Weights:
-        """The tensors of the stock model's decoder block, decoded when asked for."""
+        """The tensors of the stock model's decoder block, decoded when asked for.
+
+        family -- the names of such a block (`Architecture.family`)
+        """
         norms = {
             f"{module}.weight": partial(_same, self.norms[name] - family.norm_offset)
             for name, module in family.norms.items()
         }
+        if self.delta_net and family.delta_net is not None:
+            names = family.delta_net.tensors
+            norms |= {names[name]: partial(_same, value) for name, value in self.delta_net.items()}
+            norms[names["delta_conv"]] = partial(_same, self.delta_net["delta_conv"][:, None])
         bases = {} if self.basis is None else {f"{BASIS}.weight": partial(decode_matrix, self.basis)}
         sinks = {} if self.sinks is None else {family.sinks: partial(_same, self.sinks)}
         sites = {**_weights_of(self.attention, family.projections), **self.mlp.weights(family)}

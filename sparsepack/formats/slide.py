@@ -158,7 +158,8 @@ class Sparse24Artifact(FolderArtifact):
     def _check_sites(self) -> None:
         """The projections of a site share their input, which is quantised for all of them or for none."""
         family = family_of(self.manifest["model"]["model_type"], str(self.path))
-        for names in family.projections.values():
+        kinds = (family,) if family.delta_net is None else (family, family.delta_block)
+        for names in (names for kind in kinds for names in kind.projections.values()):
             for prefix in {name[: -len(of)] for name in self.slides for of in names if name.endswith(of)}:
                 if missing := [of for of in names if prefix + of not in self.slides]:
                     raise ArtifactError(f"{self.path}: {prefix}{missing[0]} is not slid as its site is; pack it again")
@@ -184,11 +185,10 @@ class Sparse24Artifact(FolderArtifact):
         stock, values = super().stock(), value_type(self.format)
         if not values.scaled:
             return stock
-        sites = stock.family.projections.items()
         slid = {
             (layer, site)
             for layer in range(stock.layers)
-            for site, names in sites
+            for site, names in stock.family.at(stock.config, layer).projections.items()
             if f"model.layers.{layer}.{names[0]}" in self.slides
         }
         return replace(stock, inputs=dict.fromkeys(slid, values.dtype))
@@ -265,8 +265,12 @@ def _patterns(checkpoint: Checkpoint, request: PlanRequest) -> Mapping[str, Patt
 
 def _matrices(checkpoint: Checkpoint) -> list[str]:
     """The names of all matrices of the blocks, without `.weight`."""
-    names = [name for of_site in checkpoint.family.projections.values() for name in of_site]
-    return [f"model.layers.{layer}.{name}" for layer in range(checkpoint.layers) for name in names]
+    return [
+        f"model.layers.{layer}.{name}"
+        for layer in range(checkpoint.layers)
+        for names in checkpoint.family_at(layer).projections.values()
+        for name in names
+    ]
 
 
 def _groups(
@@ -309,7 +313,7 @@ def encoder(format: Format, checkpoint: Checkpoint, request: PlanRequest) -> Sit
     def encode(layer: int, site: str, weight: Tensor, inputs: Inputs | None) -> EncodedSite:
         tensors: dict[str, Tensor] = {}
         rows, start, decoded = {}, 0, weight.clone()
-        for projection in checkpoint.family.projections[site]:
+        for projection in checkpoint.family_at(layer).projections[site]:
             name = f"{checkpoint.family.block(layer)}.{projection}"
             part = slice(start, start + checkpoint.source.shapes[f"{name}.weight"][0])
             start = part.stop

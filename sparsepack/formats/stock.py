@@ -210,7 +210,8 @@ def dequantised(packed: PackedModel) -> Callable[[str], Tensor]:
     family = FAMILIES[packed.architecture.model_type]
     for index, layer in enumerate(packed.layers):
         prefix = f"model.layers.{index}"
-        makers |= {f"{prefix}.{name}": maker for name, maker in layer.weights(family).items()}
+        names = packed.architecture.family(index)
+        makers |= {f"{prefix}.{name}": maker for name, maker in layer.weights(names).items()}
 
     def tensor(name: str) -> Tensor:
         if name not in makers:

@@ -11,6 +11,7 @@ from sparsepack.models.blocks import (
     PLAIN_ACTIVATIONS,
     Attention,
     Block,
+    DeltaNet,
     ExpertNumbers,
     Heads,
     LongTexts,
@@ -47,6 +48,8 @@ class Architecture:
     logit_scale               -- what logits are multiplied by
     query_growth              -- (b, n): a query at position p is multiplied by 1 + b log(1 + floor(p / n)); empty: it
                                  is not
+    delta_net                 -- the mixer of `delta_layers`, the numbers of layers without attention; None: all have it
+    gated_attention           -- whether attention has an output gate
 
     Of a model that multiplies by r what blocks add, `embedding_scale` and `norm_eps` are of a stream that is divided by
     r, which engines have: embedding_multiplier / r and rms_norm_eps / r^2. Every norm of such a stream is the same.
@@ -80,6 +83,9 @@ class Architecture:
     ropeless: tuple[int, ...] = ()
     logit_scale: float = 1.0
     query_growth: tuple[float, ...] = ()
+    delta_net: DeltaNet | None = None
+    delta_layers: tuple[int, ...] = ()
+    gated_attention: bool = False
 
     @cached_property
     def blocks(self) -> tuple[Block, ...]:
@@ -88,20 +94,27 @@ class Architecture:
         local = bool(self.local_inv_freq)
         biased = family.experts is not None and family.experts.biased
         mlp = Mlp(self.intermediate, self.activation, family.gated, self.experts, biased)
+
+        def mixer(layer: int, window: int) -> Attention | DeltaNet:
+            if self.delta_net is not None and layer in self.delta_layers:
+                return self.delta_net
+            rope = len(self.rotary_tables) - 1 if layer in self.ropeless else int(local and window > 0)
+            return Attention(rope, window, bool(family.sinks), family.qk_norm, self.gated_attention)
+
         return tuple(
-            Block(
-                Attention(
-                    rope=len(self.rotary_tables) - 1 if layer in self.ropeless else int(local and window > 0),
-                    window=window,
-                    sinks=bool(family.sinks),
-                    qk_norm=family.qk_norm,
-                ),
-                mlp,
-                "attn_norm" in family.norms,
-                "attn_post_norm" in family.norms,
-            )
+            Block(mixer(layer, window), mlp, "attn_norm" in family.norms, "attn_post_norm" in family.norms)
             for layer, window in enumerate(self.sliding_windows)
         )
+
+    @property
+    def attention_layers(self) -> tuple[int, ...]:
+        """The numbers of the layers that keep keys and values."""
+        return tuple(layer for layer in range(self.layers) if layer not in self.delta_layers)
+
+    def family(self, layer: int) -> Family:
+        """The names of a block."""
+        family = FAMILIES[self.model_type]
+        return family.delta_block if layer in self.delta_layers else family
 
     @property
     def rotary_tables(self) -> list[tuple[tuple[float, ...], float]]:
@@ -147,8 +160,10 @@ class Architecture:
     def from_json(cls, value: dict[str, Any]) -> "Architecture":
         """The inverse of `to_json`; raises TypeError or KeyError where a field is missing or unknown."""
         lists: dict[str, Any] = {name: tuple(value[name]) for name in ("inv_freq", "sliding_windows", "eos")}
-        for name in ("local_inv_freq", "ropeless", "query_growth"):
+        for name in ("local_inv_freq", "ropeless", "query_growth", "delta_layers"):
             lists[name] = tuple(value.get(name, ()))
+        if (delta_net := value.get("delta_net")) is not None:
+            lists["delta_net"] = DeltaNet(**delta_net)
         if (long := value.get("long_texts")) is not None:
             lists["long_texts"] = LongTexts(**{**long, "inv_freq": tuple(long["inv_freq"])})
         experts = value.get("experts")
@@ -213,6 +228,7 @@ def check_numbers(architecture: Architecture) -> None:
     if not all(type(layer) is int and 0 <= layer < architecture.layers for layer in architecture.ropeless):
         raise ValueError(f"ropeless holds something else than numbers of the {architecture.layers} layers")
     _check_experts(architecture)
+    _check_delta_net(architecture)
     windows = len(architecture.sliding_windows)
     if windows != architecture.layers:
         raise ValueError(f"{architecture.layers} layers, {windows} sliding windows")
@@ -245,6 +261,26 @@ def clamped_swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """What `blocks.CLAMPED_SWIGLU` makes of a gate and what is multiplied with it."""
     gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
     return gate * torch.sigmoid(1.702 * gate) * (up + 1)
+
+
+def _check_delta_net(architecture: Architecture) -> None:
+    """Raise ValueError where the numbers of layers that keep a state could not be a model's."""
+    a, family = architecture, FAMILIES[architecture.model_type]
+    if type(a.gated_attention) is not bool or a.gated_attention != family.gated_attention:
+        raise ValueError(f"gated_attention {str(a.gated_attention)[:60]} in a {a.model_type} model")
+    if (a.delta_net is None) != (not a.delta_layers) or (a.delta_net is not None and family.delta_net is None):
+        raise ValueError(f"delta_net {str(a.delta_net)[:60]} in a {a.model_type} model")
+    if not all(type(layer) is int and 0 <= layer < a.layers for layer in a.delta_layers):
+        raise ValueError(f"delta_layers holds something else than numbers of the {a.layers} layers")
+    if a.delta_net is None:
+        return
+    if len(set(a.delta_layers)) == a.layers:
+        raise ValueError("no layer has attention")
+    for name, value in asdict(a.delta_net).items():
+        if type(value) is not int or not 1 <= value < 2**20:
+            raise ValueError(f"delta_net.{name} {str(value)[:60]}, expected a positive integer below 2**20")
+    if a.delta_net.value_heads % a.delta_net.key_heads:
+        raise ValueError(f"{a.delta_net.value_heads} value heads for {a.delta_net.key_heads} of keys")
 
 
 def soft_capped(x: torch.Tensor, cap: float) -> torch.Tensor:

@@ -88,7 +88,7 @@ class ExpertNumbers:
 
 @dataclass(frozen=True)
 class Attention:
-    """The token mixer of a block.
+    """The token mixer of a block that keeps keys and values.
 
     rope     -- the number of the rotary table of `Architecture.rotary_tables` by which queries and keys turn
     window   -- tokens that a query sees at most; 0: all
@@ -96,12 +96,48 @@ class Attention:
                 None: nothing
     sinks    -- whether each query head has a score beside those of keys, which takes a share of the softmax and gives
                 nothing for it
+    gated    -- what it gives is multiplied by the sigmoid of as many more rows of attn_in: of each query head its
+                queries stand there, then its gates
     """
 
     rope: int = 0
     window: int = 0
     sinks: bool = False
     qk_norm: Literal["heads", "rows"] | None = None
+    gated: bool = False
+
+
+@dataclass(frozen=True)
+class DeltaNet:
+    """The token mixer of a block that keeps a state instead (gated delta net, arXiv 2412.06464): of each value head a
+    matrix S [key_dim, value_dim] that every token multiplies by its decay and corrects by the delta rule
+    S += k beta (v - k^T S), and the last taps - 1 inputs of a causal convolution.
+
+    key_heads, value_heads -- value head h reads queries and keys of key head h * key_heads // value_heads
+    key_dim, value_dim     -- channels of a head
+    taps                   -- positions that the convolution sees, its own included
+    """
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    taps: int
+
+    @property
+    def values(self) -> int:
+        """Channels of all value heads: inputs of attn_out."""
+        return self.value_heads * self.value_dim
+
+    @property
+    def channels(self) -> int:
+        """Channels of the convolution: queries, keys and values of all heads, one after the other."""
+        return 2 * self.key_heads * self.key_dim + self.values
+
+    @property
+    def state_floats(self) -> int:
+        """Numbers that a sequence keeps of one block."""
+        return self.values * self.key_dim + self.channels * (self.taps - 1)
 
 
 @dataclass(frozen=True)
@@ -121,13 +157,13 @@ class Mlp:
 
 @dataclass(frozen=True)
 class Block:
-    """A decoder block: x += attention(x), then x += mlp(x).
+    """A decoder block: x += mixer(x), then x += mlp(x).
 
     norms_before -- whether attention and MLP read the RMSNorm of x
     norms_after  -- whether the RMSNorm of what they make is added
     """
 
-    attention: Attention
+    mixer: Attention | DeltaNet
     mlp: Mlp
     norms_before: bool = True
     norms_after: bool = False
@@ -137,7 +173,12 @@ class Block:
         """The names of its norms."""
         before, after = ("attn_norm", "mlp_norm"), ("attn_post_norm", "mlp_post_norm")
         of_attention = {None: (), "heads": ("q_norm", "k_norm"), "rows": ("q_row_norm", "k_row_norm")}
-        return before * self.norms_before + after * self.norms_after + of_attention[self.attention.qk_norm]
+        return before * self.norms_before + after * self.norms_after + of_attention[self.qk_norm]
+
+    @property
+    def qk_norm(self) -> Literal["heads", "rows"] | None:
+        """`Attention.qk_norm`; None of another mixer."""
+        return self.mixer.qk_norm if isinstance(self.mixer, Attention) else None
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from sparsepack.errors import CheckpointError
-from sparsepack.models import exaone, gemma, gpt_oss, granite, llama, mixture, olmo, opt, phi, qwen
+from sparsepack.models import exaone, gemma, gpt_oss, granite, llama, mixture, olmo, opt, phi, qwen, qwen_next
 from sparsepack.models.family import Family, ResidualStream, TextPart
 
-_MODULES = (llama, qwen, phi, gemma, granite, olmo, exaone, opt, mixture, gpt_oss)
+_MODULES = (llama, qwen, qwen_next, phi, gemma, granite, olmo, exaone, opt, mixture, gpt_oss)
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {family.model_type: family for module in _MODULES for family in module.FAMILIES}
 )
@@ -35,6 +35,7 @@ TEXT_PARTS: Mapping[str, TextPart] = MappingProxyType(
         **dict.fromkeys(("gemma3", "mistral3", "internvl"), _text_part("language_model", *_IN_FRONT)),
         **dict.fromkeys(("llava", "llava_next", "llava_onevision"), _LLAVA),
         **dict.fromkeys(("idefics3", "smolvlm"), _IDEFICS),
+        **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), _text_part("language_model", "visual.")),
     }
 )
 """By the `model_type` of a whole model that takes images, too: which of its tensors are a text model's."""

@@ -3,7 +3,8 @@ configuration means, and the names of its tensors. Each family is a file (`model
 collects."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal
 
@@ -69,6 +70,60 @@ class SharedExpert:
     def projections(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Its gate and up, and its down."""
         return (f"{self.module}.gate_proj", f"{self.module}.up_proj"), (f"{self.module}.down_proj",)
+
+
+@dataclass(frozen=True)
+class DeltaNetNames:
+    """Blocks that have a gated delta net (`blocks.DeltaNet`) in place of attention. Names are relative to a decoder
+    block.
+
+    kind        -- what the configuration's `layer_types` call such a block
+    module      -- that holds it
+    projections -- site -> its projections: queries, keys and values in one, then what gates the output
+    gates       -- modules [value_heads, hidden] that read what enters attn_in and stay float32, like routers: beta, and
+                   what the decay is made of. They are few rows, and an error of a decay grows with the text
+    parameters  -- our name -> its parameter: convolution [channels, 1, taps], log of the decay's rate and bias of the
+                   decay [value_heads], RMSNorm of the output of each head [value_dim]
+    fields      -- of the configuration, in the order of `blocks.DeltaNet`
+    """
+
+    kind: str = "linear_attention"
+    module: str = "linear_attn"
+    projections: Mapping[str, tuple[str, ...]] = field(
+        default_factory=lambda: MappingProxyType(
+            {
+                "attn_in": ("linear_attn.in_proj_qkv", "linear_attn.in_proj_z"),
+                "attn_out": ("linear_attn.out_proj",),
+            }
+        )
+    )
+    gates: Mapping[str, str] = field(
+        default_factory=lambda: MappingProxyType(
+            {"delta_beta": "linear_attn.in_proj_b", "delta_alpha": "linear_attn.in_proj_a"}
+        )
+    )
+    parameters: Mapping[str, str] = field(
+        default_factory=lambda: MappingProxyType(
+            {
+                "delta_conv": "linear_attn.conv1d.weight",
+                "delta_a_log": "linear_attn.A_log",
+                "delta_dt_bias": "linear_attn.dt_bias",
+                "delta_norm": "linear_attn.norm.weight",
+            }
+        )
+    )
+    fields: tuple[str, ...] = (
+        "linear_num_key_heads",
+        "linear_num_value_heads",
+        "linear_key_head_dim",
+        "linear_value_head_dim",
+        "linear_conv_kernel_dim",
+    )
+
+    @property
+    def tensors(self) -> Mapping[str, str]:
+        """Our name -> its tensor, of all but the projections."""
+        return {**{name: f"{module}.weight" for name, module in self.gates.items()}, **self.parameters}
 
 
 @dataclass(frozen=True)
@@ -243,6 +298,11 @@ class Family:
     split          -- projection -> the modules beside it that llama.cpp has in its place, whose rows it stacks
     only           -- fields of the configuration -> the one value that anything here has a place for
     clips          -- of the configuration: the bound of queries, keys and values, which no engine has a place for
+    delta_net      -- what some blocks have in place of attention; None: all blocks have attention
+    gated_attention -- attention has an output gate, whose rows stand behind the queries of each head
+    left_out       -- what the names of tensors begin with that a checkpoint may have and nothing here computes -> what
+                      they are
+    reads_attn_in  -- modules that read what enters attn_in beside its projections
     """
 
     model_type: str
@@ -274,6 +334,34 @@ class Family:
     clips: str = ""
     split: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     only: Mapping[str, Any] = field(default_factory=dict)
+    delta_net: DeltaNetNames | None = None
+    gated_attention: bool = False
+    left_out: Mapping[str, str] = field(default_factory=dict)
+    reads_attn_in: tuple[str, ...] = ()
+
+    @cached_property
+    def delta_block(self) -> "Family":
+        """The names of a block that has a gated delta net."""
+        names = self.delta_net
+        if names is None:
+            raise ValueError(f"{self.model_type} models have attention in every block")
+        norms = {name: module for name, module in self.norms.items() if name in NORMS}
+        return replace(
+            self,
+            projections=MappingProxyType({**self.projections, **names.projections}),
+            norms=MappingProxyType(norms),
+            reads_attn_in=tuple(names.gates.values()),
+        )
+
+    def at(self, config: Any, layer: int) -> "Family":
+        """The names of a block of a stock configuration's model."""
+        if self.delta_net is None or config.layer_types[layer] != self.delta_net.kind:
+            return self
+        return self.delta_block
+
+    def of_block(self, block: Any) -> "Family":
+        """The names of a stock decoder block."""
+        return self if self.delta_net is None or not hasattr(block, self.delta_net.module) else self.delta_block
 
     @property
     def qk_norm(self) -> Literal["heads", "rows"] | None:
@@ -313,7 +401,9 @@ class Family:
 
     def routers(self, site: str) -> tuple[str, ...]:
         """The modules that read what enters a site beside its projections: what says which experts a token has, and how
-        much of a shared one."""
+        much of a shared one; or what makes the gates of a delta net."""
+        if site == SITES[0]:
+            return self.reads_attn_in
         if self.experts is None or site != MLP_SITES[0]:
             return ()
         return self.experts.router, *(() if self.experts.shared is None else (self.experts.shared.gate,))

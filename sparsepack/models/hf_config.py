@@ -10,7 +10,7 @@ import torch
 
 from sparsepack.errors import CheckpointError
 from sparsepack.models.architecture import MOST_EXPERTS, Architecture, activations_of
-from sparsepack.models.blocks import ExpertNumbers, Heads, LongTexts, Multipliers, RotaryChannels
+from sparsepack.models.blocks import DeltaNet, ExpertNumbers, Heads, LongTexts, Multipliers, RotaryChannels
 from sparsepack.models.checkpoint.config_files import STOCK_ALONE
 from sparsepack.models.families import FAMILIES
 from sparsepack.models.family import MLP_SITES
@@ -91,7 +91,25 @@ def architecture_of(config: Any, bos: int | None, more_eos: Sequence[int] = ()) 
         ropeless=() if turns is None else tuple(layer for layer, turn in enumerate(turns) if not turn),
         logit_scale=by.logits,
         query_growth=(float(growth), float(rope["original_max_position_embeddings"])) if growth else (),
+        delta_net=delta_net(config),
+        delta_layers=delta_layers(config),
+        gated_attention=family.gated_attention,
     )
+
+
+def delta_layers(config: Any) -> tuple[int, ...]:
+    """The numbers of the layers of a stock configuration that have a gated delta net in place of attention."""
+    names = FAMILIES[config.model_type].delta_net
+    kinds = () if names is None else config.layer_types
+    return tuple(layer for layer, kind in enumerate(kinds) if names is not None and kind == names.kind)
+
+
+def delta_net(config: Any) -> DeltaNet | None:
+    """The numbers of these; None where no layer has one."""
+    names = FAMILIES[config.model_type].delta_net
+    if names is None or not delta_layers(config):
+        return None
+    return DeltaNet(*(getattr(config, field) for field in names.fields))
 
 
 def expert_numbers(config: Any) -> ExpertNumbers | None:
@@ -151,7 +169,8 @@ def token_weights(config: Any, shapes: Mapping[str, tuple[int, ...]], layer: int
     shapes -- of the tensors of a stock configuration's model, by their names
     """
     family, experts = FAMILIES[config.model_type], expert_numbers(config)
-    names = (f"{family.block(layer)}.{family.weight(projection)}" for projection in family.projections[site])
+    projections = family.at(config, layer).projections[site]
+    names = (f"{family.block(layer)}.{family.weight(projection)}" for projection in projections)
     weights = sum(math.prod(shapes[name]) for name in names)
     return weights if experts is None or site not in MLP_SITES else weights // experts.stored * experts.of_token
 

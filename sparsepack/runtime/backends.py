@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from sparsepack.errors import UserError
 from sparsepack.formats.blocks.table import ZIGZAG_BLOCKS
 from sparsepack.formats.kinds import DENSE, EXPERTS, NEURONS, MlpKind
+from sparsepack.models.blocks import Attention
 
 if TYPE_CHECKING:
     import torch
@@ -32,6 +33,8 @@ PLAIN_MLPS = "MLPs without a gate"
 SINKS = "attention sinks"
 BIASED_EXPERTS = "experts with biases and a clamped SwiGLU"
 QUERY_GROWTH = "texts so long that later queries are scaled"
+DELTA_NETS = "gated delta nets, which keep a state in place of keys and values"
+ATTENTION_GATES = "attention with an output gate"
 
 TRAITS: Mapping[str, Callable[[Architecture, int], bool]] = MappingProxyType(
     {
@@ -43,12 +46,14 @@ TRAITS: Mapping[str, Callable[[Architecture, int], bool]] = MappingProxyType(
             a.embedding_scale != 1 or a.logit_scale != 1 or a.attention_scale not in (0, a.head_dim**-0.5)
         ),
         POST_NORMS: lambda a, context: any(block.norms_after for block in a.blocks),
-        ROW_NORMS: lambda a, context: any(block.attention.qk_norm == "rows" for block in a.blocks),
+        ROW_NORMS: lambda a, context: any(block.qk_norm == "rows" for block in a.blocks),
         ROPELESS: lambda a, context: bool(a.ropeless),
         QUERY_GROWTH: lambda a, context: bool(a.query_growth) and context > a.query_growth[1],
-        SINKS: lambda a, context: any(block.attention.sinks for block in a.blocks),
+        SINKS: lambda a, context: any(isinstance(of.mixer, Attention) and of.mixer.sinks for of in a.blocks),
         BIASED_EXPERTS: lambda a, context: any(block.mlp.biased for block in a.blocks),
         PLAIN_MLPS: lambda a, context: not all(block.mlp.gated for block in a.blocks),
+        DELTA_NETS: lambda a, context: a.delta_net is not None,
+        ATTENTION_GATES: lambda a, context: a.gated_attention,
         SHARED_EXPERTS: lambda a, context: a.experts is not None and a.experts.shared > 0,
     }
 )
@@ -171,7 +176,7 @@ BACKENDS: Mapping[str, Backend] = MappingProxyType(
                 gate_copies=True,
                 scales_thresholds=True,
                 pads_tails=True,
-                traits=frozenset(TRAITS) - {QUERY_GROWTH, SINKS, BIASED_EXPERTS},
+                traits=frozenset(TRAITS) - {QUERY_GROWTH, SINKS, BIASED_EXPERTS, DELTA_NETS, ATTENTION_GATES},
             ),
             Backend(
                 "metal",

@@ -123,8 +123,10 @@ def attention_of(packed: PackedModel, context: int, device: torch.device, sequen
     """What a model's cache is made for, on the device that attends."""
     architecture = packed.architecture
     norms = [
-        (layer.norms["q_norm"], layer.norms["k_norm"]) if block.attention.qk_norm == "heads" else (None, None)
-        for block, layer in zip(architecture.blocks, packed.layers, strict=True)
+        (packed.layers[n].norms["q_norm"], packed.layers[n].norms["k_norm"])
+        if architecture.blocks[n].qk_norm == "heads"
+        else (None, None)
+        for n in architecture.attention_layers
     ]
     # On the CPU: of large angles a GPU's cosine need not be as exact.
     tables = [
@@ -132,7 +134,7 @@ def attention_of(packed: PackedModel, context: int, device: torch.device, sequen
         for inv_freq, scale in architecture.rotary_tables
     ]
     (cos, sin), *more = [(cos.to(device), sin.to(device)) for cos, sin in tables]
-    sinks = [layer.sinks for layer in packed.layers]
+    sinks = [packed.layers[n].sinks for n in architecture.attention_layers]
     return attention_shape(architecture, norms, cos, sin, sequences, packed.attention, more, sinks)
 
 

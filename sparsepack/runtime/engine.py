@@ -44,7 +44,9 @@ class Engine:
 
     `dense` of the options may be changed between calls. With `offload`, models with sparse attention select tokens
     wherever the policy says, also where reading all would be faster on the device. With `cached`, the result is the
-    same but for rounding. With `hold`, each sequence's thresholds are scaled from token to token
+    same but for rounding. A model that keeps a state in some layers (gated delta nets) cannot forget some tokens of it:
+    `truncate` and `copy` to fewer tokens than there are compute these anew, dense, and `keep` keeps all or none. With
+    `hold`, each sequence's thresholds are scaled from token to token
     (`runtime/threshold_controller.py`), as they are in the file at first, and again once the sequence has lost tokens.
 
     The reference backend computes in float32 and holds every matrix decoded, 4 bytes a weight (7.1 times the stored
@@ -205,9 +207,20 @@ class Engine:
         if not 0 <= length <= position:
             which = f" of sequence {sequence}" if len(self.positions) > 1 else ""
             raise UserError(f"length {length}{which}: expected 0 to {position}, the tokens in the context")
-        if length < position:
-            self._decoder.truncate(sequence, length)
-            del self._ids[sequence][length:]
+        if length == position:
+            return
+        if self.reusable(length, sequence) < length:
+            ids = self._ids[sequence][:length]
+            self.truncate(0, sequence)
+            self.prefill(ids, sequence)
+            return
+        self._decoder.truncate(sequence, length)
+        del self._ids[sequence][length:]
+
+    def reusable(self, length: int, sequence: int = 0) -> int:
+        """How many of the first `length` tokens of a sequence can be had without computing them again: all of them, but
+        of a model that keeps a state all tokens or none."""
+        return length if self.architecture.delta_net is None or length == self.positions[sequence] else 0
 
     def copy(self, source: int, to: int, length: int) -> None:
         """Let a sequence be the first `length` tokens of another, with the same bits in the cache; the scale of its
@@ -219,6 +232,10 @@ class Engine:
                 f"length {length} of sequence {source}: expected 0 to {position}, the tokens in the context"
             )
         ids = self._ids[source][:length]
+        if self.reusable(length, source) < length:
+            self.truncate(0, to)
+            self.prefill(ids, to)
+            return
         self._ids[to] = []  # until all is there, nobody knows what is
         self._decoder.copy(source, to, length)
         self._long_text_rope.copied(source, to)
@@ -266,7 +283,8 @@ class Engine:
         if self.positions[sequence] != len(there):  # a call was interrupted, and the cache is not known
             return 0
         pairs = zip(there, ids[:-1], strict=False)
-        return next((n for n, (known, id) in enumerate(pairs) if known != id), min(len(there), max(0, len(ids) - 1)))
+        same = next((n for n, (known, id) in enumerate(pairs) if known != id), min(len(there), max(0, len(ids) - 1)))
+        return self.reusable(same, sequence)
 
     def keep(self, ids: Sequence[int], sequence: int = 0) -> int:
         """Forget what a sequence does not have in common with `ids`, so that `prefill` can go on from there. Returns

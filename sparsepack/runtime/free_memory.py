@@ -25,9 +25,10 @@ _BYTES = {"f32": 4, "f16": 2, "bf16": 2}
 
 
 def cache_bytes(architecture: Architecture, context: int, cache_type: str) -> int:
-    """The bytes of a sequence's keys and values."""
+    """The bytes of a sequence's keys and values, and of its state."""
     a = architecture
-    return 2 * a.layers * a.kv_heads * a.head_dim * context * _BYTES[cache_type]
+    state = 0 if a.delta_net is None else len(a.delta_layers) * a.delta_net.state_floats * 4
+    return 2 * len(a.attention_layers) * a.kv_heads * a.head_dim * context * _BYTES[cache_type] + state
 
 
 def free_bytes(device: torch.device) -> int | None:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from sparsepack.models.architecture import Architecture
+from sparsepack.models.blocks import Attention
 from sparsepack.models.sparse_attention import SparseAttention, SparseFrom, TokenPolicy
 
 
@@ -165,26 +166,26 @@ def attention_shape(
 ) -> AttentionShape:
     """What a model's cache is made for.
 
-    norms       -- q_norm and k_norm of every layer
+    norms       -- q_norm and k_norm of every layer with attention; the cache has these alone
     cos, sin    -- on the device that attends
     sparse      -- which tokens decoded positions read; None: all
     more_tables -- as the shape has them, `Architecture.rotary_tables` after the first
-    sinks       -- of every layer; empty: no layer has any
+    sinks       -- of every layer with attention; empty: no layer has any
     """
     channels = sparse.channels if sparse else (None,) * architecture.layers
+    mixers = [(architecture.blocks[n].mixer, channels[n]) for n in architecture.attention_layers]
     long = architecture.long_texts
     layers = tuple(
         LayerAttention(
-            block.attention.window,
+            mixer.window,
             _to_device_of(q, cos),
             _to_device_of(k, cos),
             _to_device_of(heavy, cos),
-            block.attention.rope,
+            mixer.rope,
             _to_device_of(of_heads, cos),
         )
-        for block, (q, k), heavy, of_heads in zip(
-            architecture.blocks, norms, channels, sinks or (None,) * architecture.layers, strict=True
-        )
+        for (mixer, heavy), (q, k), of_heads in zip(mixers, norms, sinks or (None,) * len(mixers), strict=True)
+        if isinstance(mixer, Attention)
     )
     return AttentionShape(
         architecture.heads,

@@ -135,7 +135,7 @@ class ContinuousBatch:
         """How many positions of a prompt can be taken from a slot: none that were decoded."""
         read = next((len(sequence.continuation.ids) for sequence in self._running if sequence.slot == slot), len(ids))
         common: int = min(self._engine.common(ids, slot), read)
-        return common // KEPT_IN_STEPS_OF * KEPT_IN_STEPS_OF
+        return self._engine.reusable(common // KEPT_IN_STEPS_OF * KEPT_IN_STEPS_OF, slot)
 
     def _reuse_prefix(self, ids: list[int], slot: int, source: int) -> int:
         """Let a slot have what a prompt can take from another, or from itself; how many positions those are."""
@@ -151,7 +151,8 @@ class ContinuousBatch:
         self._running.remove(sequence)
         slot = sequence.slot
         if sequence.chosen is not None:
-            self._engine.truncate(min(self._engine.positions[slot], len(sequence.continuation.ids)), slot)
+            read = min(self._engine.positions[slot], len(sequence.continuation.ids))
+            self._engine.truncate(self._engine.reusable(read, slot), slot)
         self._free.append(slot)
         for leader in [leader for leader in self._reading if sequence in leader.followers]:
             leader.followers.remove(sequence)

@@ -7,7 +7,7 @@ from fractions import Fraction
 import pytest
 import torch
 from artifacts_for_tests import write_zigzag
-from models_for_tests import EVERY_FAMILY, VOCABULARY, WINDOWED, make_model
+from models_for_tests import ONLY_ATTENTION, VOCABULARY, WINDOWED, make_model
 
 from sparsepack.calibrate.threshold_table import read_thresholds
 from sparsepack.eval.engine_subject import EngineScorer
@@ -37,7 +37,7 @@ def first_channels(config, count=8, policy=POLICY, dense=()):
     return SparseAttention(policy, tuple(None if n in dense else channels for n in range(layers)))
 
 
-@pytest.fixture(scope="module", params=EVERY_FAMILY)
+@pytest.fixture(scope="module", params=ONLY_ATTENTION)
 def packed(request, tmp_path_factory):
     """A checkpoint, and the same as a zigzag file with sparse attention: dense sites, so that all compute the same."""
     folder = tmp_path_factory.mktemp("m")

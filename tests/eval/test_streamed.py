@@ -104,14 +104,14 @@ def test_one_block_waits_as_it_is_stored_and_one_is_held(checkpoint, monkeypatch
     monkeypatch.setattr(module.BlockStream, "load", loaded)
     scorer = StreamedScorer(checkpoint, {}, 64)
     hidden = scorer.hidden(IDS, None, torch.full((5,), 24), 1)
-    assert max(most) <= len(scorer._stream.block.state_dict()) + 1
+    shapes, block = checkpoint.source.shapes, checkpoint.family.block
+    sizes = [sum(name.startswith(f"{block(layer)}.") for name in shapes) for layer in range(checkpoint.layers)]
+    assert max(most) <= max(sizes) + 1
     assert next(scorer._stream.block.parameters()).is_meta, "a block is still held when the logits are made"
     scorer.head(slice(0, 10))(hidden)
     scorer.head(slice(10, 20))(hidden)
     reads = len(most)
-    assert (
-        reads == 1 + checkpoint.layers * len(scorer._stream.block.state_dict()) + 1 + 1
-    )  # embedding, blocks, norm, output matrix
+    assert reads == 1 + sum(sizes) + 1 + 1  # embedding, blocks, norm, output matrix
 
 
 @pytest.mark.parametrize("protocol", ["dense", "decode", "all"])
@@ -154,6 +154,8 @@ def test_progress_counts_windows_once_whatever_the_steps(checkpoint, monkeypatch
 
 @pytest.mark.parametrize("kind", ["zigzag-q4_k", "q4_k", "bf16"])
 def test_an_artifact_by_blocks_is_its_stock_model_bit_for_bit(checkpoint, tmp_path, kind):
+    if checkpoint.family.gguf is None and kind != "zigzag-q4_k":
+        pytest.skip("llama.cpp does not hold it")
     path = pack(PackRequest(checkpoint.name, tmp_path / "m.gguf", format=kind)).path
     subject = open_subject(str(path))
     none = torch.full((5,), 24)

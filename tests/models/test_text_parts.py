@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from artifacts_for_tests import write_zigzag
-from models_for_tests import SMALL, VOCABULARY, edit_config, tokenizer
+from models_for_tests import EXPERTS, SMALL, VOCABULARY, edit_config, tokenizer
 from safetensors.torch import load_file, save_file
 
 from sparsepack.errors import CheckpointError
@@ -46,6 +46,8 @@ PARTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llava_onevision": ("qwen2", {"model_type": "siglip_vision_model"}),
     "idefics3": ("llama", {}),
     "smolvlm": ("llama", {}),
+    "qwen3_5": ("qwen3_5_text", {"depth": 1, "num_heads": 2, "out_hidden_size": 64}),
+    "qwen3_5_moe": ("qwen3_5_moe_text", {"depth": 1, "num_heads": 2, "out_hidden_size": 64}),
 }
 """The family of the text, and what the part for images has of its own."""
 
@@ -57,7 +59,13 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
     made = {}
     for model_type, (family, images) in PARTS.items():
-        text = {**TEXT, **SMALL[family], "model_type": family, "num_hidden_layers": 2, "tie_word_embeddings": False}
+        text = {
+            **TEXT,
+            **(SMALL | EXPERTS)[family],
+            "model_type": family,
+            "num_hidden_layers": 4 if "qwen3_5" in family else 2,
+            "tie_word_embeddings": False,
+        }
         told = {"image_token_index": VOCABULARY - 1, "image_token_id": VOCABULARY - 1, "mm_tokens_per_image": 4}
         config = AutoConfig.for_model(model_type, text_config=text, vision_config={**IMAGES, **images}, **told)
         torch.manual_seed(1)

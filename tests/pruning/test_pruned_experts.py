@@ -59,8 +59,11 @@ def test_every_expert_keeps_the_pattern_and_transformers_loads_it(
         name: (x.dtype, x.shape) for name, x in after.items()
     }
     matrices, fused = 0, FAMILIES[family].experts.alternate  # type: ignore[union-attr]
+    checkpoint = open_checkpoint(models[family])
+    attention = {name for site in ("attn_in", "attn_out") for name in checkpoint.weight_names(0, site)}
     for name, weight in after.items():
-        if (".experts." in name or name.endswith("_proj.weight")) and not name.endswith("bias"):
+        of_mlp = ".experts." in name or ".shared_expert." in name
+        if (of_mlp or name in attention) and not name.endswith("bias"):
             rows = weight.mT.contiguous() if fused and ".experts." in name else weight
             assert most_in_a_group(rows, of) == keep, name
             assert int((weight != 0).sum()) == pytest.approx(weight.numel() * keep / of, rel=1e-3)
@@ -68,8 +71,8 @@ def test_every_expert_keeps_the_pattern_and_transformers_loads_it(
         else:
             assert torch.equal(weight, before[name]), name
     shared = 3 * (FAMILIES[family].experts.shared is not None)  # type: ignore[union-attr]
-    assert matrices == 4 + (2 if fused else 3 * 8) + shared
-    assert len(made.matrices) == 4 + 2 + shared
+    assert matrices == len(attention) + (2 if fused else 3 * 8) + shared
+    assert len(made.matrices) == len(attention) + 2 + shared
     assert all(row.density == pytest.approx(keep / of, rel=1e-3) and 0 < row.error < 0.9 for row in made.matrices)
     stock = AutoModelForCausalLM.from_pretrained(tmp_path / "p", dtype=torch.float32)
     checkpoint = open_checkpoint(tmp_path / "p")

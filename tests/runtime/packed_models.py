@@ -3,6 +3,7 @@
 import dataclasses
 import json
 from collections.abc import Callable, Collection, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -59,6 +60,15 @@ GRANITE_4: dict[str, Any] = {
     "attention_multiplier": 0.4,
     "logits_scaling": 0.6,
     "tie_word_embeddings": True,
+}
+
+DELTA_NETS: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
 }
 
 VARIANTS: Mapping[str, dict[str, Any]] = {
@@ -227,6 +237,16 @@ VARIANTS: Mapping[str, dict[str, Any]] = {
             "original_max_position_embeddings": 8,
         },
     },
+    "qwen3.5, states": {"model_type": "qwen3_5_text", **DELTA_NETS, "tie_word_embeddings": True},
+    "qwen3.5, states of another shape": {
+        "model_type": "qwen3_5_text",
+        **DELTA_NETS,
+        "num_hidden_layers": 3,
+        "layer_types": ["full_attention", "linear_attention", "linear_attention"],
+        "linear_num_value_heads": 2,
+        "linear_conv_kernel_dim": 3,
+        "num_key_value_heads": 8,
+    },
     "phi3, sliding window": {"model_type": "phi3", "sliding_window": 5, "pad_token_id": 0},
     "phi3, a part of each head, longrope": {
         "model_type": "phi3",
@@ -285,6 +305,13 @@ def random_model(variant: str = "llama", seed: int = 0, **changes: Any) -> Packe
         row_scale = 0.5 + torch.rand(len(stacked), generator=generator) if row_scales else None
         return PackedSite(PackedMatrix(blocks, zigzag_order, *stacked.shape, tail, row_scale), bias, None, parts)
 
+    def delta_net(layer: int) -> dict[str, Tensor]:
+        names = family.delta_net
+        if names is None or family.at(config, layer) is family:
+            return {}
+        found = {name: weight(f"model.layers.{layer}.{tensor}") for name, tensor in names.tensors.items()}
+        return {**found, "delta_conv": found["delta_conv"][:, 0]}
+
     def experts(prefix: str) -> ExpertMlp:
         numbers = architecture_of(config, None).experts
         assert numbers is not None
@@ -312,10 +339,11 @@ def random_model(variant: str = "llama", seed: int = 0, **changes: Any) -> Packe
     of_layer = SITES if family.experts is None else ATTENTION_SITES
     layers = tuple(
         layer_of(
-            {name: site(f"model.layers.{i}", family.projections[name]) for name in of_layer},
-            {name: weight(f"model.layers.{i}.{module}.weight") for name, module in family.norms.items()},
+            {name: site(f"model.layers.{i}", family.at(config, i).projections[name]) for name in of_layer},
+            {name: weight(f"model.layers.{i}.{of}.weight") for name, of in family.at(config, i).norms.items()},
             None if family.experts is None else experts(f"model.layers.{i}"),
             weight(f"model.layers.{i}.{family.sinks}") if family.sinks else None,
+            delta_net(i),
         )
         for i in range(config.num_hidden_layers)
     )
@@ -354,17 +382,19 @@ def layer_of(
     norms: Mapping[str, Tensor],
     mlp: ExpertMlp | None = None,
     sinks: Tensor | None = None,
+    delta_net: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> PackedLayer:
     """A block whose MLP is dense, or is given."""
     attention = {name: sites[name] for name in ATTENTION_SITES}
-    return PackedLayer(attention, norms, mlp or DenseMlp({name: sites[name] for name in MLP_SITES}), sinks=sinks)
+    mlp = mlp or DenseMlp({name: sites[name] for name in MLP_SITES})
+    return PackedLayer(attention, norms, mlp, sinks=sinks, delta_net=delta_net)
 
 
 def with_sites(layer: PackedLayer, changed: Mapping[str, Any]) -> PackedLayer:
     """The same block with these sites in place of their namesakes."""
     sites = {**layer.sites, **changed}
     if isinstance(layer.mlp, DenseMlp):
-        return dataclasses.replace(layer_of(sites, layer.norms), basis=layer.basis)
+        return dataclasses.replace(layer_of(sites, layer.norms, delta_net=layer.delta_net), basis=layer.basis)
     if isinstance(layer.mlp, ExpertMlp):
         mlp = dataclasses.replace(layer.mlp, sites={name: sites[name] for name in MLP_SITES})
         return dataclasses.replace(layer, attention={name: sites[name] for name in ATTENTION_SITES}, mlp=mlp)

@@ -36,6 +36,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         {"sliding_window": 60, "max_position_embeddings": 300},
     ),
     "exaone4": ("exaone4, only layers with a window turn", {"sliding_window": 60, "max_position_embeddings": 300}),
+    "states": ("qwen3.5, states", {"max_position_embeddings": 300}),
     "gemma3": ("gemma3, two rotary tables", {"sliding_window": 60, "max_position_embeddings": 300}),
 }
 

@@ -17,7 +17,8 @@ from sparsepack.runtime.generation.sampling import Sampler, Sampling
 from sparsepack.runtime.options import EngineOptions
 
 every_backend = every_backend_that(lambda row: "cpu" in row.devices or not row.devices)
-every_variant = pytest.mark.parametrize("variant", ["llama", "llama tied, biases, llama3 rotary", "qwen3, tied"])
+VARIANTS = ["llama", "llama tied, biases, llama3 rotary", "qwen3, tied"]
+every_variant = pytest.mark.parametrize("variant", VARIANTS)
 threads = pytest.mark.parametrize("threads", [1, 3])
 TEXTS = torch.randint(300, (8, 13), generator=torch.Generator().manual_seed(3)).tolist()
 LENGTHS = (1, 5, 8)
@@ -44,7 +45,7 @@ def steps_alone(engine: Engine, ids: list[int]) -> Tensor:
 
 
 @every_backend
-@every_variant
+@pytest.mark.parametrize("variant", [*VARIANTS, "qwen3.5, states"])
 @threads
 def test_dense_texts_of_different_lengths_are_those_of_engines_alone(backend: str, variant: str, threads: int) -> None:
     engine = engine_of(model(variant), backend, sequences=3, dense=True, threads=threads)

@@ -62,11 +62,14 @@ def check_engine(path: Path, backend: str, bound: float, share: float) -> None:
     scorer = open_subject(str(path), device=device).scorer()
     hidden = scorer.hidden(IDS[None], None, torch.tensor([PROMPT]))
     expected = scorer.head(slice(None))(hidden)[0].cpu()
-    engine = Engine(read_packed(path), context=64, backend=backend, device=device)
+    packed = read_packed(path)
+    engine = Engine(packed, context=64, backend=backend, device=device)
     logits = engine.teacher_forced(IDS.tolist(), PROMPT).cpu()
     off = (logits - expected).norm(dim=1) / expected.norm(dim=1)
     assert off.sort().values[: len(IDS) // 2].amax() < bound
-    assert float((logits - expected).norm() / expected.norm()) < ROUNDED
+    # A state keeps what a level that rounding moved has changed.
+    most = 2 * ROUNDED if packed.architecture.delta_net else ROUNDED
+    assert float((logits - expected).norm() / expected.norm()) < most
     for key, unread in scorer.realised().items():
         assert engine.activity()[key] == pytest.approx(1 - unread, abs=share), key
 

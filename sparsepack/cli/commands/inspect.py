@@ -112,17 +112,21 @@ def verification(report: Mapping[str, Any]) -> str:
 
 def channels_table(result: Mapping[str, Any]) -> str:
     """What `inspect` found in a calibration about the channels of attention, and about the tokens that it needs."""
+    from sparsepack.calibrate.folder import attention_blocks
+
     report, tokens = result["attention_channels"], result["attention_tokens"]
-    head_dim, compared = report["head_dim"], report["compared"]
+    if report is None:
+        return "no block has attention"
+    head_dim, compared, blocks = report["head_dim"], report["compared"], attention_blocks(result)
     rows = [
         [
-            layer,
+            blocks[number],
             *map(_percent, row["share"]),
             *(_percent(row["heads_agree"][name]) for name in ("query", "key", "product")),
             _percent(row["key_agrees"]),
-            *map(_percent, tokens["layers"][layer]["missed"]),
+            *map(_percent, tokens["layers"][number]["missed"]),
         ]
-        for layer, row in enumerate(report["layers"])
+        for number, row in enumerate(report["layers"])
     ]
     tops = [f"top {count}" for count in report["counts"]]
     misses = [f"{share} misses" for share in tokens["shares"]]
@@ -138,8 +142,9 @@ def channels_table(result: Mapping[str, Any]) -> str:
     ]
     notes = []
     if report["alike"]:
-        blocks = f"block{'s' * (len(report['alike']) > 1)} {', '.join(map(str, report['alike']))}"
-        notes.append(f"note: the heads of {blocks} have nearly the same heavy channels, as if heads were mixed up")
+        alike = [str(blocks[number]) for number in report["alike"]]
+        named = f"block{'s' * (len(alike) > 1)} {', '.join(alike)}"
+        notes.append(f"note: the heads of {named} have nearly the same heavy channels, as if heads were mixed up")
     columns = ["block", *tops, "heads, by q", "by k", "by q*k", "k and q*k", *misses]
     return markdown(Table(columns, rows, "\n".join(lines), notes))
 

@@ -126,7 +126,7 @@ def _expert_keys(architecture: Architecture, config: Any, runs: LlamaCpp) -> dic
             f"{of_family.normalised} {str(numbers.normalised).lower()}: llama.cpp "
             f"{'always' if runs.normalised else 'never'} {does} in {kind} models; {_INSTEAD}"
         )
-    if architecture.blocks[0].attention.qk_norm == "rows" and architecture.heads != architecture.kv_heads:
+    if architecture.blocks[0].qk_norm == "rows" and architecture.heads != architecture.kv_heads:
         raise PackingError(
             f"{architecture.heads} heads, {architecture.kv_heads} of keys: llama.cpp norms as many of them in {kind} "
             f"models; {_INSTEAD}"

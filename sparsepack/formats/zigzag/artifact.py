@@ -111,8 +111,12 @@ class ZigzagArtifact(GgufArtifact):
         block, layer, what, part = (*name.split("."), "", "", "")[:4]
         if block != "blk" or not layer.isdecimal() or int(layer) >= checkpoint.layers:
             return None
-        if what in checkpoint.family.norms:
-            return checkpoint.norm(f"model.layers.{layer}.{checkpoint.family.norms[what]}.weight")
+        family = checkpoint.family_at(int(layer))
+        if what in family.norms:
+            return checkpoint.norm(f"model.layers.{layer}.{family.norms[what]}.weight")
+        if family.delta_net is not None and what in family.delta_net.tensors:
+            found = checkpoint.tensor(f"model.layers.{layer}.{family.delta_net.tensors[what]}")
+            return found.flatten(1) if found.dim() > 1 else found
         if f"{what}.{part}" == BASIS and int(layer) in checkpoint.bases:
             return checkpoint.tensor(checkpoint.family.basis(int(layer)))
         experts = checkpoint.family.experts
@@ -127,7 +131,7 @@ class ZigzagArtifact(GgufArtifact):
         if experts is not None and what in MLP_SITES:
             bias = checkpoint.stacked_bias(int(layer), what) if part == "bias" else None
             return bias if part == "bias" else self.part_of(name, checkpoint.experts(int(layer), what))
-        if what in checkpoint.family.projections:
+        if what in family.projections:
             weight, bias = checkpoint.stacked(int(layer), what)
             return bias if part == "bias" else self.part_of(name, weight)
         return None

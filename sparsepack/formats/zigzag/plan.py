@@ -18,6 +18,12 @@
                                    [experts, columns]      at mlp_mid of experts that are read at levels
     blk.I.SITE.steps               [levels]                F32, where columns are read at levels
     blk.I.SITE.offset              [columns]               F32, where inactive channels take a value other than 0
+    blk.I.delta_beta.weight        [value_heads, hidden]   F32, of a gated delta net in place of attention, whose sites
+    blk.I.delta_alpha.weight       [value_heads, hidden]   are attn_in (queries, keys, values, output gates) and
+    blk.I.delta_conv.weight        [channels, taps]        attn_out
+    blk.I.delta_a_log.weight       [value_heads]
+    blk.I.delta_dt_bias.weight     [value_heads]
+    blk.I.delta_norm.weight        [value_dim]
     blk.I.NORM.weight              [width]                 F32; NORM: attn_norm, mlp_norm, and in some families
                                                            q_norm, k_norm, q_row_norm, k_row_norm,
                                                            attn_post_norm, mlp_post_norm
@@ -70,6 +76,7 @@ from sparsepack.formats.zigzag.reader import (
     SHARED_GATE,
     SINKS,
     TAIL,
+    delta_shapes,
     site_shapes,
     stored_tensors,
     zigzag_tensors,
@@ -193,10 +200,11 @@ def _groups(
     for layer in range(checkpoint.layers):
         if layer in checkpoint.bases:
             yield matrix(f"blk.{layer}.{BASIS}", checkpoint.family.basis(layer), of_basis)
-        for name, module in checkpoint.family.norms.items():
+        for name, module in checkpoint.family_at(layer).norms.items():
             yield _norm(checkpoint, f"blk.{layer}.{name}.weight", f"model.layers.{layer}.{module}.weight")
         if sinks := checkpoint.family.sinks:
             yield _in_f32(checkpoint, f"blk.{layer}.{SINKS}", f"{checkpoint.family.block(layer)}.{sinks}")
+        yield from _planned_delta_net(checkpoint, architecture, layer)
         yield from block(architecture, layer)
     yield _norm(checkpoint, "output_norm.weight", FINAL_NORM)
     if "output.weight" in embedding:
@@ -294,7 +302,7 @@ def encoded_matrix(name: str, block: str, weight: Tensor, inputs: Inputs | None)
 def checked_shape(checkpoint: Checkpoint, architecture: Architecture, layer: int, site: str) -> tuple[int, int]:
     """Rows and columns of a site's matrix, or of an expert's there; raises `PackingError` where they are not the
     configuration's."""
-    parts, columns = site_shapes(architecture)[site]
+    parts, columns = site_shapes(architecture, layer)[site]
     experts = 1 if architecture.experts is None or site not in MLP_SITES else architecture.experts.stored
     expected, found = (experts * sum(parts), columns), checkpoint.stacked_shape(site, layer)
     if found != expected:
@@ -321,6 +329,20 @@ def _planned_router(checkpoint: Checkpoint, layer: int) -> Iterator[PlannedGroup
 def _in_f32(checkpoint: Checkpoint, name: str, source: str) -> PlannedGroup:
     planned = PlannedTensor(name, checkpoint.source.shapes[source], "F32")
     return alone(planned, lambda: BLOCKS["F32"].encode(checkpoint.tensor(source)))
+
+
+def _planned_delta_net(checkpoint: Checkpoint, architecture: Architecture, layer: int) -> Iterator[PlannedGroup]:
+    """What a gated delta net has beside its two sites."""
+    names = checkpoint.family.delta_net
+    for name, shape in delta_shapes(architecture, layer).items():
+        assert names is not None
+        source = f"{checkpoint.family.block(layer)}.{names.tensors[name]}"
+        planned = PlannedTensor(f"blk.{layer}.{name}.weight", shape, "F32")
+        yield alone(planned, partial(_shaped_f32, checkpoint, source, shape))
+
+
+def _shaped_f32(checkpoint: Checkpoint, source: str, shape: tuple[int, ...]) -> Tensor:
+    return BLOCKS["F32"].encode(checkpoint.tensor(source).reshape(shape))
 
 
 def planned_vector(name: str, type: str, value: Tensor) -> PlannedGroup:

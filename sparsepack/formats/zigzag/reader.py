@@ -31,9 +31,9 @@ from sparsepack.formats.plan import PlannedTensor
 from sparsepack.formats.stock import check_config
 from sparsepack.formats.table import FORMATS
 from sparsepack.models.architecture import Architecture, check_numbers
+from sparsepack.models.blocks import Attention, DeltaNet
 from sparsepack.models.checkpoint.config_files import GENERATION, read_suggested
 from sparsepack.models.checkpoint.gguf_config import OWN_CONFIG
-from sparsepack.models.families import FAMILIES
 from sparsepack.models.family import ATTENTION_SITES, MLP_MID, MLP_SITES
 from sparsepack.models.sites import SiteRule
 from sparsepack.models.tokenizer.chat import CHAT_TEMPLATE, SPECIAL_TOKENS, TOOL_USE, read_special_tokens
@@ -66,17 +66,23 @@ RULE_VECTORS = (".threshold", ".steps", ".offset")
 """The names of the tensors that hold a site's rule end so."""
 
 
-def site_shapes(architecture: Architecture) -> dict[str, tuple[tuple[int, ...], int]]:
-    """For each site: output rows of its projections in stacking order, and input columns; of an MLP with experts those
-    of each expert."""
+def site_shapes(architecture: Architecture, layer: int) -> dict[str, tuple[tuple[int, ...], int]]:
+    """For each site of a block: output rows of its projections in stacking order, and input columns; of an MLP with
+    experts those of each expert."""
     queries, keys = architecture.heads * architecture.head_dim, architecture.kv_heads * architecture.head_dim
+    mixer = architecture.blocks[layer].mixer
+    into: tuple[int, ...]
+    if isinstance(mixer, DeltaNet):
+        into, inner = (mixer.channels, mixer.values), mixer.values
+    else:
+        into, inner = (queries * (1 + mixer.gated), keys, keys), queries
     apart: dict[str, tuple[tuple[int, ...], int]] = {
-        "attn_in": ((queries, keys, keys), architecture.hidden),
-        "attn_out": ((architecture.hidden,), queries),
+        "attn_in": (into, architecture.hidden),
+        "attn_out": ((architecture.hidden,), inner),
         "mlp_in": ((architecture.intermediate,) * (2 if architecture.blocks[0].mlp.gated else 1), architecture.hidden),
         "mlp_mid": ((architecture.hidden,), architecture.intermediate),
     }
-    projections = FAMILIES[architecture.model_type].projections
+    projections = architecture.family(layer).projections
     return {
         site: (parts if len(projections[site]) == len(parts) else (sum(parts),), columns)
         for site, (parts, columns) in apart.items()
@@ -113,12 +119,28 @@ def stored_tensors(name: str, blocks: Tensor, tail: Tensor | None) -> dict[str, 
     return bands if tail is None else {**bands, name + TAIL: tail}
 
 
-def norm_widths(architecture: Architecture) -> dict[str, int]:
+def delta_shapes(architecture: Architecture, layer: int) -> dict[str, tuple[int, ...]]:
+    """The shapes of what a gated delta net has beside its sites, by our names; empty for a block with attention."""
+    mixer = architecture.blocks[layer].mixer
+    if not isinstance(mixer, DeltaNet):
+        return {}
+    gates = mixer.value_heads, architecture.hidden
+    return {
+        "delta_beta": gates,
+        "delta_alpha": gates,
+        "delta_conv": (mixer.channels, mixer.taps),
+        "delta_a_log": gates[:1],
+        "delta_dt_bias": gates[:1],
+        "delta_norm": (mixer.value_dim,),
+    }
+
+
+def norm_widths(architecture: Architecture, layer: int) -> dict[str, int]:
     """For each norm of a block, the number of channels that the norm scales."""
     heads = {"q_norm": 1, "k_norm": 1, "q_row_norm": architecture.heads, "k_row_norm": architecture.kv_heads}
     return {
         name: heads[name] * architecture.head_dim if name in heads else architecture.hidden
-        for name in FAMILIES[architecture.model_type].norms
+        for name in architecture.family(layer).norms
     }
 
 
@@ -168,9 +190,21 @@ class ModelReader:
     def layer(self, layer: int) -> PackedLayer:
         """A block, by its number."""
         parts = self.sites(layer, ATTENTION_SITES), self.norms(layer), self.mlp(layer), self.basis(layer)
-        if not self.architecture.blocks[layer].attention.sinks:
-            return PackedLayer(*parts)
-        return PackedLayer(*parts, self.vector(f"blk.{layer}.{SINKS}", self.architecture.heads))
+        mixer = self.architecture.blocks[layer].mixer
+        sinks = isinstance(mixer, Attention) and mixer.sinks
+        of_heads = self.vector(f"blk.{layer}.{SINKS}", self.architecture.heads) if sinks else None
+        return PackedLayer(*parts, of_heads, self.delta_net(layer))
+
+    def delta_net(self, layer: int) -> Mapping[str, Tensor]:
+        """What a gated delta net has beside its sites; empty for a block with attention."""
+        found = {}
+        for name, shape in delta_shapes(self.architecture, layer).items():
+            stored = f"blk.{layer}.{name}.weight"
+            if len(shape) == 1:
+                found[name] = self.vector(stored, shape[0])
+            else:
+                found[name] = decode_matrix(self.rows_matrix(stored, ("F32",), (shape[0], shape[1]))).clone()
+        return found
 
     def basis(self, layer: int) -> PackedMatrix | None:
         """The change of basis before a block; None: there is none."""
@@ -182,7 +216,7 @@ class ModelReader:
         experts = self.architecture.experts
         if experts is None:
             return DenseMlp(self.sites(layer, MLP_SITES))
-        router, shapes = self.router(layer, ROUTER, experts.count), site_shapes(self.architecture)
+        router, shapes = self.router(layer, ROUTER, experts.count), site_shapes(self.architecture, layer)
         shared = self.router(layer, SHARED_GATE, 1) if experts.shared else None
         sites = {site: self.experts_site(f"blk.{layer}.{site}", experts.stored, *shapes[site]) for site in MLP_SITES}
         biased = self.architecture.blocks[layer].mlp.biased
@@ -209,12 +243,12 @@ class ModelReader:
 
     def norms(self, layer: int) -> dict[str, Tensor]:
         """The norms of a block."""
-        widths = norm_widths(self.architecture)
+        widths = norm_widths(self.architecture, layer)
         return {name: self.vector(f"blk.{layer}.{name}.weight", width) for name, width in widths.items()}
 
     def sites(self, layer: int, names: Sequence[str]) -> dict[str, PackedSite]:
         """Some sites of a block."""
-        shapes = site_shapes(self.architecture)
+        shapes = site_shapes(self.architecture, layer)
         return {site: self.site(f"blk.{layer}.{site}", *shapes[site]) for site in names}
 
     def site(self, name: str, parts: tuple[int, ...], columns: int) -> PackedSite:

@@ -83,6 +83,10 @@ class Checkpoint:
             "is not that of the original, and a type that meets this grid again loses nothing of it"
         )
 
+    def family_at(self, layer: int) -> Family:
+        """The names of a block."""
+        return self.family.at(self.config, layer)
+
     @property
     def layers(self) -> int:
         """Number of decoder blocks."""
@@ -122,7 +126,7 @@ class Checkpoint:
 
     def norm(self, name: str) -> torch.Tensor:
         """What a norm multiplies by, float32, by the name of its tensor."""
-        return self.tensor(name).float() + self.family.norm_offset
+        return self.tensor(name).float() + self.family.norm_offset_of(name)
 
     def stacked(self, layer: int, site: str) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The matrix of a site, its projections' rows stacked: weight [rows, columns], bias [rows] or None."""
@@ -155,7 +159,7 @@ class Checkpoint:
     def weight_names(self, layer: int, site: str) -> list[str]:
         """The names of the tensors of a site, in the order in which they are stacked."""
         block = self.family.block(layer)
-        return [f"{block}.{self.family.weight(projection)}" for projection in self.family.projections[site]]
+        return [f"{block}.{self.family.weight(projection)}" for projection in self.family_at(layer).projections[site]]
 
     def gate_and_up(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The gate's and up's rows of `mlp_in`, each [intermediate, hidden], however the family stores them."""
@@ -179,7 +183,7 @@ class Checkpoint:
     def bias_names(self, layer: int, site: str) -> list[str]:
         """What the biases of a site's projections are called, of those that have one."""
         block = self.family.block(layer)
-        return [f"{block}.{self.family.bias(projection)}" for projection in self.family.projections[site]]
+        return [f"{block}.{self.family.bias(projection)}" for projection in self.family_at(layer).projections[site]]
 
     def stacked_shape(self, site: str, layer: int = 0) -> tuple[int, int]:
         """(rows, columns) of a site's stacked matrix, without reading it."""
@@ -329,7 +333,10 @@ def open_checkpoint(name: str | Path, hashed: bool = False) -> Checkpoint:
         heads, kv_heads = config.num_attention_heads, family.setting(config, "num_key_value_heads")
         stored = GgufSource(file, family, config.num_hidden_layers, heads, kv_heads)
     else:
-        in_files = SafetensorsSource(path, family.decoder, described.part)
+        in_files = SafetensorsSource(path, family.decoder, described.part, tuple(family.left_out))
+        for begins, what in family.left_out.items():
+            if count := sum(tensor.startswith(begins) for tensor in in_files.omitted):
+                say(f"{name}: {what} ({begins}*, {count} tensors) is left out: nothing here computes it")
         stored = quantised_source(in_files, described.quantised, path)
     if hashed:
         stored.hash.begin()

@@ -14,6 +14,7 @@ from pydantic import Field
 
 from sparsepack.errors import CheckpointError
 from sparsepack.files.stored import Stored, validate
+from sparsepack.models.families import FAMILIES
 from sparsepack.option import LARGEST_COUNT
 from sparsepack.progress import say
 
@@ -49,11 +50,11 @@ def check_fields(values: Mapping[str, Any], where: str) -> None:
         value = values.get(field)
         if value is not None and (type(value) is not int or not 0 <= value <= most):
             raise CheckpointError(f"{where}{field} is {_written(value)}; expected a whole number of at most {most:,}")
-    kinds = values.get("layer_types")
+    kinds, known = values.get("layer_types"), _layer_types(values.get("model_type"))
     for kind in kinds if isinstance(kinds, list) else ():
-        if isinstance(kind, str) and kind not in (*_LAYER_TYPES, _OLD_LAYER_TYPE):
+        if isinstance(kind, str) and kind not in (*known, _OLD_LAYER_TYPE):
             raise CheckpointError(
-                f"{where}layer_types names {_written(kind)}; expected {' or '.join(_LAYER_TYPES)}: no other attention "
+                f"{where}layer_types names {_written(kind)}; expected {' or '.join(known)}: no other attention "
                 "is computed here, take a model without it"
             )
     for field in _ROTARY:
@@ -64,6 +65,12 @@ def check_fields(values: Mapping[str, Any], where: str) -> None:
                 _check_rotary(settings[kind], f"{where}{field}.{kind}.")
             if not nested:
                 _check_rotary(settings, f"{where}{field}.")
+
+
+def _layer_types(model_type: object) -> tuple[str, ...]:
+    """What layers of a model may be called."""
+    family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
+    return _LAYER_TYPES if family is None or family.delta_net is None else (_LAYER_TYPES[0], family.delta_net.kind)
 
 
 def config_of(values: Mapping[str, Any]) -> Any:

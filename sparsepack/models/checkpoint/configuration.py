@@ -200,7 +200,8 @@ def check_sizes(config: Any, name: str) -> None:
         value, own = family.setting(config, field), family.fields.get(field, field)
         if type(value) is not int or not 1 <= value < limit:
             raise CheckpointError(f"{name}: {own} is {str(value)[:60]}; expected a whole number from 1 to {limit - 1}")
-    check_fields({"layer_types": getattr(config, "layer_types", None)}, f"{name}: ")
+    kinds = {"layer_types": getattr(config, "layer_types", None), "model_type": config.model_type}
+    check_fields(kinds, f"{name}: ")
     for field, value in family.only.items():
         if (found := getattr(config, field, None)) != value:
             raise CheckpointError(f"{name}: {field} is {str(found)[:60]}; expected {value}, all that is computed here")

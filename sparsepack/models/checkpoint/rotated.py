@@ -301,7 +301,7 @@ def _fold(checkpoint: Checkpoint, bases: Bases, weights: str, device: str) -> _F
     readers: dict[str, tuple[int, str | None]] = {family.embedding: (0, None), HEAD: (end, last)}
     writers: dict[str, int] = {}
     for layer in range(checkpoint.layers):
-        block = family.block(layer)
+        block, family = family.block(layer), checkpoint.family_at(layer)
         for site, norm in stream.readers.items():
             of_site = layer, f"{block}.{family.norms[norm]}.weight"
             modules = (*family.projections[site], *family.routers(site))

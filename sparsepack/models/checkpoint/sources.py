@@ -158,11 +158,14 @@ class SafetensorsSource:
     decoder -- module of the base model that is its backbone, empty where the base model is that itself. Exports of such
                base models alone name their tensors by it, without what stands before it in the whole model
     part    -- which of the tensors are the model's; None: all of them
+    left_out -- what the names of tensors begin with that are not read, but named in `omitted`
     """
 
     file: GgufFile | None = None
 
-    def __init__(self, folder: Path, decoder: str = "", part: TextPart | None = None) -> None:
+    def __init__(
+        self, folder: Path, decoder: str = "", part: TextPart | None = None, left_out: tuple[str, ...] = ()
+    ) -> None:
         from safetensors import SafetensorError, safe_open
 
         files = weight_files(folder)
@@ -171,11 +174,15 @@ class SafetensorsSource:
         self._stored_as: dict[str, str] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
         self.types: dict[str, str] = {}  # as safetensors names them
+        self.omitted: list[str] = []
         for path in files:
             try:
                 with safe_open(path, framework="pt") as file:
                     for stored_as in file.keys():  # noqa: SIM118 (not a dict)
                         if part is not None and stored_as.startswith(part.others):
+                            continue
+                        if left_out and stored_as.startswith(left_out):
+                            self.omitted.append(stored_as)
                             continue
                         name = f"model.{stored_as}" if decoder and stored_as.startswith(f"{decoder}.") else stored_as
                         for begins, own in part.names.items() if part is not None else ():

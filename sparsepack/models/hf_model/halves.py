@@ -1,8 +1,9 @@
 """The two halves of windows, apart: what decoding after a dense prefill sees, with gradients.
 
-The first half of a window is dense, so a change of the second half needs only its keys and values. They need no
-gradient unless weights are trained: then the first half is a pass of its own. Each decoder block of a pass with
-gradients is computed once more in the backward pass: until then only what enters it is kept.
+The first half of a window is dense, so a change of the second half needs only its keys and values, and its states
+(`blocks.DeltaNet`). They need no gradient unless weights are trained: then the first half is a pass of its own. Each
+decoder block of a pass with gradients is computed once more in the backward pass: until then only what enters it is
+kept.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,9 +14,9 @@ import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint as recomputed
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers.cache_utils import Cache, DynamicLayer, LinearAttentionLayer
 
-from sparsepack.models.family import Family
+from sparsepack.models.family import DeltaNetNames, Family
 from sparsepack.models.hf_model.hooks import site_hooks
 from sparsepack.models.hf_model.model import backbone_of
 
@@ -28,6 +29,14 @@ def dense_pass(model: Any, ids: torch.Tensor) -> tuple[torch.Tensor, Cache]:
     """Run windows `ids` [B, S] without gradients. Returns what enters the output matrix, [B, S, H], and the keys and
     values of their first halves."""
     half = ids.shape[1] // 2
+    blocks = backbone_of(model).layers
+    if any(map(_keeps_state, blocks)):  # of which a pass gives the last one alone
+        with torch.no_grad():
+            kept = [_kept(block) for block in blocks]
+            first = model.base_model(ids[:, :half], past_key_values=Cache(layers=kept), use_cache=False)
+            context = Cache(layers=[layer.finished() for layer in kept])
+            second = model.base_model(ids[:, half:], past_key_values=context, use_cache=False)
+        return torch.cat([first.last_hidden_state, second.last_hidden_state], 1), context
     context = Cache(layers=[_FirstHalf(half) for _ in backbone_of(model).layers])
     with torch.no_grad():
         return model.base_model(ids, past_key_values=context, use_cache=False).last_hidden_state, context
@@ -36,7 +45,7 @@ def dense_pass(model: Any, ids: torch.Tensor) -> tuple[torch.Tensor, Cache]:
 def trained_pass(model: Any, family: Family, ids: torch.Tensor) -> tuple[torch.Tensor, Cache]:
     """Run windows `ids` [B, S], or their first halves alone, with gradients. Returns what enters the output matrix,
     [B, S, H], and their keys and values as `changed_pass` takes those of first halves; both differentiable."""
-    kept = [_Kept() for _ in backbone_of(model).layers]
+    kept = [_kept(block) for block in backbone_of(model).layers]
     with _recomputed_blocks(model, family, lambda *_: None, []):
         states = model.base_model(ids, past_key_values=Cache(layers=kept), use_cache=False).last_hidden_state
     return states, Cache(layers=[layer.finished() for layer in kept])
@@ -100,6 +109,63 @@ class _Kept(DynamicLayer):
         layer = _FirstHalf(self.keys.shape[2])
         layer.keys, layer.values, layer.is_initialized = self.keys, self.values, True
         return layer
+
+
+class _FirstState(LinearAttentionLayer):
+    """The state [B, heads, key_dim, value_dim] of one block after the first half, and the last inputs of its
+    convolution [B, channels, taps]. A later pass goes on from them, and leaves them as they are."""
+
+    def __init__(self, inputs: torch.Tensor, state: torch.Tensor) -> None:
+        super().__init__()
+        self.conv_states, self.recurrent_states = {0: inputs}, {0: state}
+        self.has_previous_state = {0: True}
+        self.record_past = True  # else a pass of one token writes into them
+
+    def update_conv_state(self, conv_states: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        inputs = self.conv_states[0]
+        assert inputs is not None
+        return torch.cat([inputs, conv_states], -1)
+
+    def update_recurrent_state(self, recurrent_states: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        return recurrent_states
+
+
+class _KeptState(LinearAttentionLayer):
+    """The same of one block at its first run, as `_Kept` has keys and values: a run sees nothing of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inputs: torch.Tensor | None = None
+        self.state: torch.Tensor | None = None
+        self.record_past = True
+
+    def update_conv_state(
+        self, conv_states: torch.Tensor, state_idx: int = 0, conv_kernel_size: int | None = None, **_: Any
+    ) -> torch.Tensor:
+        if self.inputs is None:
+            taps = conv_kernel_size or conv_states.shape[-1]
+            missing = max(0, taps - conv_states.shape[-1])
+            self.inputs = nn.functional.pad(conv_states, (missing, 0))[..., -taps:]
+        return conv_states
+
+    def update_recurrent_state(self, recurrent_states: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        if self.state is None:
+            self.state = recurrent_states
+        return recurrent_states
+
+    def finished(self) -> _FirstState:
+        """The state, as a later pass takes that of the tokens before its own."""
+        assert self.inputs is not None
+        assert self.state is not None
+        return _FirstState(self.inputs, self.state)
+
+
+def _keeps_state(block: nn.Module) -> bool:
+    return hasattr(block, DeltaNetNames().module)
+
+
+def _kept(block: nn.Module) -> _Kept | _KeptState:
+    return _KeptState() if _keeps_state(block) else _Kept()
 
 
 @contextmanager

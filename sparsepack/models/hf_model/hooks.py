@@ -179,7 +179,7 @@ def site_hooks(blocks: Sequence[tuple[int, nn.Module]], family: Family, function
     handles, watches = [], []
     for layer, block in blocks:
         shape: list[int] = []  # B and S, as the first site of a block shows them in each pass
-        for site, names in family.projections.items():
+        for site, names in family.of_block(block).projections.items():
             memory: dict[str, Any] = {}
             modules = names
             if family.experts is not None and site in MLP_SITES:
@@ -238,7 +238,7 @@ def routing_hooks(block: nn.Module, family: Family, function: Callable[[torch.Te
         yield
         return
     shape: list[int] = []
-    first = block.get_submodule(family.projections[SITES[0]][0])
+    first = block.get_submodule(family.of_block(block).projections[SITES[0]][0])
     handle = first.register_forward_pre_hook(lambda _, inputs: shape.__setitem__(slice(None), inputs[0].shape[:-1]))
     watch = ExpertsWatch(routed=lambda chosen: function(chosen.reshape(*shape, chosen.shape[-1])))
     try:

@@ -71,16 +71,19 @@ def parameter_shapes(config: Any, bases: Collection[int] = ()) -> dict[str, tupl
     """
     from transformers import AutoModelForCausalLM
 
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(single_layer(config), **STOCK_ALONE)
-    order_experts(backbone_of(model).layers, FAMILIES[config.model_type])
     shapes: dict[str, tuple[int, ...]] = {}
     family = FAMILIES[config.model_type]
-    for name, parameter in model.named_parameters():
-        within = name.removeprefix(f"{family.block(0)}.")
-        layers = range(config.num_hidden_layers) if within != name else ()
-        names = [f"{family.block(layer)}.{within}" for layer in layers] or [name]
-        shapes |= dict.fromkeys(names, tuple(parameter.shape))
+    alike: dict[bool, list[int]] = {}  # layers, by whether they have another mixer than attention
+    for layer in range(config.num_hidden_layers):
+        alike.setdefault(family.at(config, layer) is not family, []).append(layer)
+    for layers in alike.values():
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(single_layer(config, layers[0]), **STOCK_ALONE)
+        order_experts(backbone_of(model).layers, family)
+        for name, parameter in model.named_parameters():
+            within = name.removeprefix(f"{family.block(0)}.")
+            of_layers = [f"{family.block(layer)}.{within}" for layer in layers if within != name]
+            shapes |= dict.fromkeys(of_layers or [name], tuple(parameter.shape))
     return shapes | {family.basis(layer): (config.hidden_size, config.hidden_size) for layer in bases}
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from sparsepack.formats.packed import PackedModel
 from sparsepack.models.architecture import soft_capped
+from sparsepack.models.blocks import Attention
 from sparsepack.placement.traffic import HitCounts, TrafficStats
 from sparsepack.progress import format_count
 from sparsepack.runtime.chained.layer import LoadedLayer, Mode, Operations, load_layer
@@ -16,6 +17,7 @@ from sparsepack.runtime.decoder import among_all, attention_of, moving_sequences
 from sparsepack.runtime.generation.sampling import Sampler
 from sparsepack.runtime.kv_cache import AttentionShape, KvCache
 from sparsepack.runtime.reference import products as reference
+from sparsepack.runtime.reference.delta_net import states_of
 from sparsepack.runtime.threshold_controller import SequenceScales, StepScales, ThresholdController
 
 PREFILL_TOKENS = 512
@@ -55,6 +57,9 @@ class OperationsDecoder:
         self._output = operations.load_rows(packed.output, device)
         new_cache = new_cache or operations.new_cache
         self.cache = new_cache(attention_of(packed, context, device, sequences), cache_type, device)
+        a = packed.architecture
+        self._cached = {layer: number for number, layer in enumerate(a.attention_layers)}
+        self._states = states_of(a.delta_net, [layer.delta_net for layer in self._layers], a.norm_eps, sequences)
         self.stepped = 0
         self._scales: SequenceScales | None = None
 
@@ -101,6 +106,8 @@ class OperationsDecoder:
 
     def copy(self, source: int, to: int, length: int) -> None:
         self.cache.copy(source, to, length)
+        if self._states is not None:
+            self._states.copy(source, to)
         if self._scales is not None:
             self._scales.reset(to)
 
@@ -159,7 +166,7 @@ class OperationsDecoder:
                 x = self._operations.matmul(layer.basis, x)
             norm = partial(self._norm, layer)
             read = norm("attn_norm", x) if block.norms_before else x
-            update = self._attention(number, read, mode, sequences, scales)
+            update = self._mixed(number, read, mode, sequences, scales)
             x = x + (norm("attn_post_norm", update) if block.norms_after else update)
             read = norm("mlp_norm", x) if block.norms_before else x
             update = layer.mlp.output(read, block.mlp.activation, mode, scales)
@@ -174,22 +181,40 @@ class OperationsDecoder:
         """RMSNorm(x) by one of a block's norms."""
         return reference.rms_norm(x, layer.norms[name], self._architecture.norm_eps)
 
-    def _attention(
-        self, number: int, x: Tensor, mode: Mode, sequences: Sequence[int], scales: StepScales | None
-    ) -> Tensor:
-        sites = self._layers[number].attention
-        sparse = mode in (Mode.STEP, Mode.MASKED)
-        rows = self._norm_rows(number, sites["attn_in"].product(x, mode, scales)).tensor_split(len(sequences))
-        attended = [
-            self.cache.attend(number, self.cache.append(number, qkv, sequence), sequence, sparse)
-            for sequence, qkv in zip(sequences, rows, strict=True)
-        ]
-        return sites["attn_out"].product(torch.cat(attended), mode, scales)
+    def _mixed(self, number: int, x: Tensor, mode: Mode, sequences: Sequence[int], scales: StepScales | None) -> Tensor:
+        """What a block's mixer adds."""
+        sites, mixer = self._layers[number].attention, self._architecture.blocks[number].mixer
+        rows = sites["attn_in"].product(x, mode, scales)
+        if isinstance(mixer, Attention):
+            mixed = self._attended(number, mixer, rows, mode, sequences)
+        else:
+            assert self._states is not None
+            of_each = zip(sequences, rows.tensor_split(len(sequences)), x.tensor_split(len(sequences)), strict=True)
+            lengths = self.cache.lengths
+            mixed = torch.cat([self._states.mix(number, y, x, of, lengths[of]) for of, y, x in of_each])
+        return sites["attn_out"].product(mixed, mode, scales)
+
+    def _attended(self, number: int, mixer: Attention, rows: Tensor, mode: Mode, sequences: Sequence[int]) -> Tensor:
+        """What attention makes of what attn_in gives."""
+        a, cached, sparse = self._architecture, self._cached[number], mode in (Mode.STEP, Mode.MASKED)
+        gates = None
+        if mixer.gated:  # of each head its queries, then its gates
+            queries, rest = rows.tensor_split([2 * a.heads * a.head_dim], dim=-1)
+            q, gates = torch.unflatten(queries, -1, (a.heads, 2, a.head_dim)).unbind(-2)
+            rows, gates = torch.cat([q.flatten(1), rest], -1), gates.flatten(1)
+        of_each = self._norm_rows(number, rows).tensor_split(len(sequences))
+        attended = torch.cat(
+            [
+                self.cache.attend(cached, self.cache.append(cached, qkv, sequence), sequence, sparse)
+                for sequence, qkv in zip(sequences, of_each, strict=True)
+            ]
+        )
+        return attended if gates is None else attended * gates.sigmoid()
 
     def _norm_rows(self, number: int, qkv: Tensor) -> Tensor:
         """What attn_in gives, queries and keys of all heads normed together where the model does that."""
         a, norm = self._architecture, partial(self._norm, self._layers[number])
-        if a.blocks[number].attention.qk_norm != "rows":
+        if a.blocks[number].qk_norm != "rows":
             return qkv
         q, k, v = torch.split(qkv, [heads * a.head_dim for heads in (a.heads, a.kv_heads, a.kv_heads)], dim=-1)
         return torch.cat([norm("q_row_norm", q), norm("k_row_norm", k), v], dim=-1)

@@ -14,6 +14,7 @@ from sparsepack.formats.blocks.table import BLOCKS
 from sparsepack.formats.kinds import DENSE, EXPERTS, NEURONS, MatrixFormat, MlpKind
 from sparsepack.formats.matrix import PackedMatrix
 from sparsepack.formats.packed import DenseMlp, ExpertMlp, NeuronMlp, PackedModel, PackedSite
+from sparsepack.models.blocks import DeltaNet
 from sparsepack.models.family import ATTENTION_SITES, MLP_SITES, SITES
 from sparsepack.models.sites import SiteRule
 from sparsepack.progress import format_count
@@ -109,6 +110,7 @@ class NativeDecoder:
 
     def copy(self, source: int, to: int, length: int) -> None:
         self.cache.copy(source, to, length)
+        self.native.copy_states(source, to)
         self.native.reset_scale(to)
 
     def set_rope(self, sequence: int, first: int, cos: Tensor, sin: Tensor) -> None:
@@ -173,6 +175,10 @@ def _build_model(packed: PackedModel, cache: NativeKvCache, threads: int) -> Any
         builder.add_layer(*(vector(layer.norms[name] if name in block.norms else None) for name in _NORMS))
         if layer.basis is not None:
             builder.set_basis(load_rows(layer.basis))
+        if isinstance(block.mixer, DeltaNet):
+            _add_delta_net(builder, block.mixer, layer.delta_net)
+        elif block.mixer.gated:
+            builder.set_gated()
         _add_sites(builder, layer.attention, threads)
         _ADD_MLP[layer.mlp.kind](builder, layer.mlp, threads)
     builder.set_embedding(
@@ -182,6 +188,18 @@ def _build_model(packed: PackedModel, cache: NativeKvCache, threads: int) -> Any
     for of_one in cache.native:
         builder.add_cache(of_one)
     return builder
+
+
+def _add_delta_net(builder: Any, mixer: DeltaNet, of: Mapping[str, Tensor]) -> None:
+    gates = torch.cat([of["delta_beta"], of["delta_alpha"]]).contiguous()
+    builder.set_delta_net(
+        **asdict(mixer),
+        gates=load_rows(PackedMatrix(gates.view(torch.uint8), MatrixFormat("F32"), *gates.shape)),
+        conv=vector(of["delta_conv"].T),
+        rate=vector(of["delta_a_log"].exp()),
+        bias=vector(of["delta_dt_bias"]),
+        norm=vector(of["delta_norm"]),
+    )
 
 
 def _add_sites(builder: Any, sites: Mapping[str, PackedSite], threads: int) -> None:

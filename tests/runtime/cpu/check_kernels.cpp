@@ -275,6 +275,27 @@ void check_elementwise(const Kernels& k) {
     }
 }
 
+void check_delta_rule(const Kernels& k) {
+    for (int keys : {1, 3, 8, 128}) {
+        for (int values : {1, 7, 8, 12, 16, 17, 33, 64, 100, 128}) {
+            std::vector<float> q = normals(keys, 0.2f), key = normals(keys, 0.2f), v = normals(values), y[2], state[2];
+            std::vector<float> before = normals(size_t(keys) * values);
+            for (int s = 0; s < 2; s++) {
+                state[s] = before;
+                state[s].resize(before.size() + 16, GUARD);
+                y[s].assign(values + 16, GUARD);
+                for (int token = 0; token < 3; token++) {
+                    DeltaWork work = {q.data(), key.data(), v.data(),        0.9f,       0.6f,
+                                      keys,     values,     state[s].data(), y[s].data()};
+                    (s ? k : scalar_kernels).delta_rule(&work);
+                }
+            }
+            check_near(y[1], y[0], k.name, text("delta rule of %d x %d", keys, values), 1e-5f);
+            check_near(state[1], state[0], k.name, text("delta rule of %d x %d: state", keys, values), 1e-5f);
+        }
+    }
+}
+
 void check_halves(const Kernels& k) {
     std::vector<float> x = normals(1000);
     for (float size : {1e-8f, 1e-6f, 1e-4f, 1e4f, 6e4f, 1e6f})
@@ -309,6 +330,7 @@ void check_set(const Kernels& k) {
     check_rows(k);
     check_elementwise(k);
     check_halves(k);
+    check_delta_rule(k);
     check_attention_kernels(k);
     check_plane_kernels(k);
     check_neuron_kernels(k);

@@ -72,7 +72,7 @@ class CudaModel:
     @property
     def row_norms(self) -> bool:
         """Whether queries and keys of all heads are normed together."""
-        return any(block.attention.qk_norm == "rows" for block in self.architecture.blocks)
+        return any(block.qk_norm == "rows" for block in self.architecture.blocks)
 
 
 def load_model(

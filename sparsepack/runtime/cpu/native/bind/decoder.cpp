@@ -99,6 +99,22 @@ public:
         model_.owners.push_back(std::move(mid));
     }
 
+    // The last layer's attention has an output gate.
+    void set_gated() {
+        if (model_.layers.empty()) throw std::invalid_argument("no layer");
+        model_.layers.back().gated = true;
+    }
+
+    // The last layer has a gated delta net in place of attention; conv: [taps][channels].
+    void set_delta_net(int32_t key_heads, int32_t value_heads, int32_t key_dim, int32_t value_dim, int32_t taps,
+                       std::shared_ptr<RowsMatrix> gates, Vector conv, Vector rate, Vector bias, Vector norm) {
+        if (model_.layers.empty()) throw std::invalid_argument("no layer");
+        DeltaShape shape = {key_heads, value_heads, key_dim, value_dim, taps};
+        model_.layers.back().delta_net =
+            DeltaNet{shape, &gates->view, copied(conv), copied(rate), copied(bias), copied(norm)};
+        model_.owners.push_back(std::move(gates));
+    }
+
     // Sets what the last layer begins with.
     void set_basis(std::shared_ptr<RowsMatrix> matrix) {
         if (model_.layers.empty()) throw std::invalid_argument("no layer");
@@ -158,6 +174,10 @@ public:
     void reset_scale(int32_t sequence) {
         Lock lock(mutex_);
         decoder_->reset_scale(sequence);
+    }
+    void copy_states(int32_t source, int32_t to) {
+        Lock lock(mutex_);
+        decoder_->copy_states(source, to);
     }
     std::vector<float> scales() {
         Lock lock(mutex_);
@@ -244,6 +264,9 @@ void bind_decoder(nb::module_& m) {
              "mlp_in"_a, "mlp_in_threshold"_a.none(), "mlp_mid"_a, "mlp_mid_threshold"_a.none(), "router_bias"_a.none(),
              "mlp_in_bias"_a.none(), "mlp_mid_bias"_a.none())
         .def("set_basis", &Builder::set_basis, "matrix"_a)
+        .def("set_gated", &Builder::set_gated)
+        .def("set_delta_net", &Builder::set_delta_net, nb::kw_only(), "key_heads"_a, "value_heads"_a, "key_dim"_a,
+             "value_dim"_a, "taps"_a, "gates"_a, "conv"_a, "rate"_a, "bias"_a, "norm"_a)
         .def("set_embedding", &Builder::set_embedding, "bytes"_a, "columns"_a, "type"_a)
         .def("set_output", &Builder::set_output, "matrix"_a, "norm"_a)
         .def("add_cache", &Builder::add_cache, "cache"_a);
@@ -259,6 +282,7 @@ void bind_decoder(nb::module_& m) {
             nb::kw_only(), "target"_a, "weights"_a, "first"_a, "last"_a, "over"_a, "least"_a, "most"_a)
         .def("reset_scale", &Session::reset_scale, "sequence"_a)
         .def("scales", &Session::scales)
+        .def("copy_states", &Session::copy_states, "source"_a, "to"_a, Released())
         .def("step", &Session::step, "sequences"_a, "ids"_a, "sparse"_a, "logits"_a, Released())
         .def("prefill", &Session::prefill, "sequence"_a, "ids"_a, "all"_a, "logits"_a, Released())
         .def("decode_next", &Session::decode_next, "sequences"_a, "ids"_a, "sparse"_a, "how"_a, Released())

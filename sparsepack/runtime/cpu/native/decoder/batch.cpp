@@ -29,6 +29,11 @@ void Decoder::tokens(const int64_t* ids, int32_t batch, bool sparse, float* logi
         if (layer.basis) change_basis_of_rows(*layer.basis, first, last, batch);
         norm_rows(layer.attn_norm, first, last);
         pool_.barrier();
+        if (layer.delta_net) {
+            // Before the product, which leaves of its inputs the active columns alone.
+            multiply_gates(number, normed, batch, thread);
+            pool_.barrier();
+        }
         attend_batch(multiply_batch(number, ATTN_IN, normed, batch, sparse, thread), number, batch, sparse, thread);
         pool_.barrier();
         add(multiply_batch(number, ATTN_OUT, inner, batch, sparse, thread), layer.attn_post_norm);
@@ -147,6 +152,10 @@ Active Decoder::select_levels(const Site& at, float* x, int32_t batch, int threa
 
 // From the products of attn_in to the inputs of attn_out in `wide_inner_`.
 void Decoder::attend_batch(const Sums& qkv, int layer, int32_t batch, bool sparse, int thread) {
+    if (model_.layers[layer].delta_net) {
+        mix(qkv, layer, moving_.data(), batch, wide_inner_.data(), thread);
+        return;
+    }
     int32_t at = -1;  // the sequence whose heads this thread has normed
     pool_.share(batch * a_.kv_heads, [&](int item, int) {
         int32_t index = item / a_.kv_heads;

@@ -43,9 +43,27 @@ void check_experts(const Experts& e, const Shape& s, const std::string& name) {
     }
 }
 
+void check_delta_net(const DeltaNet& net, const Layer& layer, const Shape& s, const std::string& name) {
+    const DeltaShape& of = net.shape;
+    for (int32_t value : {of.key_heads, of.value_heads, of.key_dim, of.value_dim, of.taps})
+        expect(value > 0, name + ": expected positive sizes of a delta net");
+    expect(of.value_heads % of.key_heads == 0, name + ": value heads: expected a multiple of key heads");
+    size_t heads = size_t(of.value_heads);
+    expect(net.gates->type == F32 && net.gates->rows == 2 * of.value_heads && net.gates->columns == s.hidden,
+           name + ": gates of a delta net of another shape or type");
+    expect(net.conv.size() == size_t(of.taps) * size_t(of.channels()) && net.rate.size() == heads &&
+               net.bias.size() == heads && net.norm.size() == size_t(of.value_dim),
+           name + ": convolution, decay or norm of another length");
+    expect(layer.sites[ATTN_IN].bias.empty() && !layer.gated, name + ": a delta net with a bias");
+}
+
 void check_layer(const Layer& layer, const Shape& s, const AttentionShape& a, const std::string& name) {
-    check_site(layer.sites[ATTN_IN], a.qkv_rows(), s.hidden, name + " attn_in");
-    check_site(layer.sites[ATTN_OUT], s.hidden, a.q_rows(), name + " attn_out");
+    if (layer.delta_net) check_delta_net(*layer.delta_net, layer, s, name);
+    int64_t into = layer.delta_net ? layer.delta_net->shape.rows() : a.qkv_rows() + layer.gated * a.q_rows();
+    check_site(layer.sites[ATTN_IN], into, s.hidden, name + " attn_in");
+    check_site(layer.sites[ATTN_OUT], s.hidden, layer.delta_net ? layer.delta_net->shape.values() : a.q_rows(),
+               name + " attn_out");
+    expect(!layer.gated || layer.q_row_norm.empty(), name + ": a gate where queries are normed together");
     if (layer.neurons) {
         if (layer.gates)
             expect(layer.gates->count == s.intermediate && layer.gates->bands * BAND_ROWS == s.hidden,
@@ -80,7 +98,10 @@ void check_model(const Model& m) {
     for (int64_t value : {int64_t(s.hidden), int64_t(s.intermediate), s.vocabulary, int64_t(s.prefill_tokens)})
         expect(value > 0, "sizes: expected positive numbers");
     expect(!m.caches.empty(), "no cache");
-    for (const auto& cache : m.caches) expect(cache->layers() == int(m.layers.size()), "cache of other layers");
+    int attend = 0;
+    for (const Layer& layer : m.layers) attend += !layer.delta_net;
+    expect(attend > 0, "no layer with attention");
+    for (const auto& cache : m.caches) expect(cache->layers() == attend, "cache of other layers");
     expect(s.activation >= SILU && s.activation <= CLAMPED_SWIGLU, "activation: unknown");
     for (const Rows* rows : {&m.embedding, &m.output})
         expect(rows->rows == s.vocabulary && rows->columns == s.hidden, "embedding or output of another shape");
@@ -121,7 +142,19 @@ Decoder::Decoder(Model model, const Kernels& kernels, int threads)
       a_(cache_->shape()),
       k_(kernels),
       pool_(threads) {
-    int64_t columns = std::max({s_.hidden, s_.intermediate, a_.q_rows()}), padded[2] = {0, 0};
+    int64_t inner = a_.q_rows(), delta_gates = 0, delta = 0, padded[2] = {0, 0};
+    int32_t attend = 0, keep = 0;
+    states_.resize(model_.caches.size());
+    for (Layer& layer : model_.layers) {
+        layer.kept = layer.delta_net ? keep++ : attend++;
+        if (!layer.delta_net) continue;
+        const DeltaShape& shape = layer.delta_net->shape;
+        inner = std::max<int64_t>(inner, shape.values());
+        delta_gates = std::max<int64_t>(delta_gates, 2 * shape.value_heads);
+        delta = std::max(delta, shape.scratch());
+        for (DeltaStates& states : states_) states.layers.emplace_back(shape);
+    }
+    int64_t columns = std::max<int64_t>({s_.hidden, s_.intermediate, inner});
     int64_t batch = int64_t(model_.caches.size()), experts = 0, used = 1;
     for (const Layer& layer : model_.layers) {
         if (!layer.experts) continue;
@@ -157,7 +190,8 @@ Decoder::Decoder(Model model, const Kernels& kernels, int threads)
     for (int i = 0; i < 2; ++i) partial_sums_[i] = Buffer<float>(padded[i]);
     sum_ = Buffer<float>(s_.hidden);
     changed_ = Buffer<float>(s_.hidden);
-    attn_output_ = Buffer<float>(a_.q_rows());
+    attn_output_ = Buffer<float>(inner);
+    delta_gates_ = Buffer<float>(delta_gates);
     middle_ = Buffer<float>(used * s_.intermediate);
     if (experts) {
         routed_ = Buffer<float>(experts + 1);
@@ -178,7 +212,8 @@ Decoder::Decoder(Model model, const Kernels& kernels, int threads)
         own.lists = Buffer<int32_t>(PLANES * (columns + 16));
         if (!model_.layers.empty() && !model_.layers[0].q_row_norm.empty())
             own.rows = Buffer<float>(a_.q_rows() + a_.kv_rows());
-        own.heads = Buffer<float>(int64_t(a_.gqa_ratio() + 2) * a_.head_dim);
+        own.heads = Buffer<float>(int64_t(3 * a_.gqa_ratio() + 2) * a_.head_dim);
+        own.delta = Buffer<float>(delta);
         own.attention = Buffer<float>(cache_->scratch(1));
         own.neuron_input = Buffer<uint8_t>(neuron_input_bytes((s_.hidden + BAND_ROWS - 1) / BAND_ROWS));
     }
@@ -186,9 +221,16 @@ Decoder::Decoder(Model model, const Kernels& kernels, int threads)
 
 void Decoder::reset() {
     for (const auto& cache : model_.caches) cache->reset();
+    for (DeltaStates& states : states_) states.clear();
     stepped_ = 0;
     active_.assign(active_.size(), 0);
     scales_.assign(scales_.size(), {});
+}
+
+void Decoder::copy_states(int32_t source, int32_t to) {
+    for (int32_t sequence : {source, to})
+        if (sequence < 0 || sequence >= int32_t(states_.size())) throw std::out_of_range("unknown sequence");
+    states_[to].copy(states_[source]);
 }
 
 KvCache& Decoder::checked(int32_t sequence, const int64_t* ids, int64_t count) const {

@@ -12,10 +12,13 @@
 // A batch, a token of each of several sequences, has the same phases (decoder/batch.cpp); a product then reads the columns that are
 // active in any of the sequences, once for all of them. One sequence has the same bits whatever room there is for others.
 //
+// A block with a gated delta net has a state of each sequence in place of keys and values (decoder/delta_net.h).
+//
 // What lies between two phases and is small (norms, residual sums, listing the active columns) every thread does for
 // itself, in its own scratch: that is cheaper than another barrier. Products leave partial sums (threads/products.h);
 // whoever reads them adds them in order.
 #pragma once
+#include "decoder/delta_net.h"
 #include "decoder/threshold_controller.h"
 #include "decoder/kv_cache.h"
 #include "kernels/kernels.h"
@@ -82,7 +85,10 @@ struct Layer {
     const Neurons* neurons = nullptr;                  // then MLP_IN is the gate alone, and MLP_MID nothing
     const Gates* gates = nullptr;                      // by rows; then MLP_IN has no matrix
     std::optional<Experts> experts;
-    const Rows* basis = nullptr;  // [hidden, hidden]: the block begins with x = basis x
+    const Rows* basis = nullptr;        // [hidden, hidden]: the block begins with x = basis x
+    std::optional<DeltaNet> delta_net;  // in place of attention, between the same sites
+    bool gated = false;                 // attention has an output gate: of each head rows of queries, then of gates
+    int32_t kept = -1;  // which of the layers of the cache, or of the states, is this one; made by the decoder
 };
 
 struct Model {
@@ -117,6 +123,9 @@ public:
     // Resets the scale of a sequence. Throws std::out_of_range for an unknown sequence.
     void reset_scale(int32_t sequence);
 
+    // Lets a sequence have the states of another. Throws std::out_of_range for an unknown sequence.
+    void copy_states(int32_t source, int32_t to);
+
     // Appends a token to each of `count` sequences, in ascending order; the others stand still. logits: [count][vocabulary].
     // Throws std::out_of_range for an unknown id or sequence, or a full context, and then nothing has changed.
     void step(const int32_t* sequences, const int64_t* ids, int32_t count, bool sparse, float* logits);
@@ -131,6 +140,7 @@ private:
         Buffer<int32_t> indices, lists;  // lists: of each level
         Buffer<uint8_t> neuron_input;
         Buffer<float> rows;           // queries and keys, where they are normed together
+        Buffer<float> delta;          // of a gated delta net
         std::vector<int32_t> chosen;  // experts of a token
         std::vector<float> weights;   // of these
         std::vector<float> bias;      // [hidden]: what those of mlp_mid add
@@ -162,6 +172,8 @@ private:
     };
 
     KvCache& checked(int32_t sequence, const int64_t* ids, int64_t count) const;
+    DeltaState& state(int32_t sequence, int layer) { return states_[sequence].layers[model_.layers[layer].kept]; }
+    void gate_heads(const float* gates, int64_t stride, int32_t heads, float* y) const;
 
     // decoder/threshold_controller.cpp
     bool scales_thresholds() const noexcept { return !scales_.empty(); }
@@ -192,6 +204,8 @@ private:
     // decoder/step.cpp
     void token(int64_t id, bool sparse, float* logits, int thread);
     void change_basis(const Rows& basis, float* x);
+    void multiply_gates(int layer, const float* x, int32_t positions, int thread);
+    void mix(const Sums& sums, int layer, const int32_t* sequences, int32_t batch, float* y, int thread);
     void norm_heads(const Sums& qkv, int layer, int thread);
     void attend(const Sums& qkv, KvCache& cache, int layer, int32_t kv_head, bool sparse, float* y, int thread);
     int32_t border(int64_t columns, int thread) const;
@@ -227,7 +241,9 @@ private:
     void grow_wide(int64_t positions);
     void prefill_together(const int64_t* ids, int32_t count, float* logits, bool all, int thread);
     void matmul(const Site& site, const float* x, int32_t positions);
+    void mix_rows(int layer, int32_t positions, int thread);
     void append_rows(int layer, int32_t first, int32_t last);
+    void gate_attended(int layer, int32_t first, int32_t last);
     void gate_rows(int layer, int32_t first, int32_t last);
     void add_rows(const Site& site, const std::vector<float>& norm, int32_t first, int32_t last);
     void change_basis_of_rows(const Rows& basis, int32_t first, int32_t last, int32_t positions);
@@ -241,10 +257,14 @@ private:
     Pool pool_;
     int64_t stepped_ = 0;
     std::vector<int64_t> active_;
-    Buffer<int32_t> all_;            // 0, 1, 2, ...
-    Buffer<float> partial_sums_[2];  // of neighbouring sites in turns: one may be read while the next is written
-    Buffer<float> sum_;              // of these, where they are too many for every thread to add all
-    Buffer<float> changed_;          // the hidden state in another basis
+    Buffer<int32_t> all_;              // 0, 1, 2, ...
+    Buffer<float> partial_sums_[2];    // of neighbouring sites in turns: one may be read while the next is written
+    Buffer<float> sum_;                // of these, where they are too many for every thread to add all
+    Buffer<float> changed_;            // the hidden state in another basis
+    std::vector<DeltaStates> states_;  // of each sequence
+    int32_t sequence_ = 0;             // the one at hand
+    Buffer<float> delta_gates_;        // products of gates of delta nets, [positions][2 value_heads]
+    Buffer<float> wide_qkv_;           // [prefill_tokens][queries, keys, values], where attention has a gate
     Buffer<float> attn_output_;
     Buffer<float> middle_;                // gate * up, of each expert that a token has
     Buffer<int32_t> listed_;              // active columns, each thread's range at a place of its own, for each level

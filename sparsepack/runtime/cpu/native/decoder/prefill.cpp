@@ -11,8 +11,16 @@ namespace sparsepack {
 void Decoder::grow_wide(int64_t positions) {
     wide_x_.grow(positions * s_.hidden);
     wide_normed_.grow(positions * s_.hidden);
-    wide_rows_.grow(positions * std::max({a_.qkv_rows(), 2 * s_.intermediate, s_.hidden}));
-    wide_inner_.grow(positions * std::max({a_.q_rows(), s_.intermediate, s_.hidden}));
+    int64_t rows = std::max({a_.qkv_rows(), 2 * s_.intermediate, s_.hidden}), inner = attn_output_.size();
+    bool gated = false;
+    for (const Layer& layer : model_.layers) {
+        rows = std::max(rows, layer.sites[ATTN_IN].matrix->rows);
+        gated |= layer.gated;
+        if (layer.delta_net) delta_gates_.grow(positions * 2 * layer.delta_net->shape.value_heads);
+    }
+    wide_rows_.grow(positions * rows);
+    wide_inner_.grow(positions * std::max<int64_t>({inner, s_.intermediate, s_.hidden}));
+    if (gated) wide_qkv_.grow(positions * a_.qkv_rows());
     if (!model_.layers.empty() && model_.layers[0].gates)
         wide_inputs_.grow(positions * neuron_input_stride(model_.layers[0].gates->bands));
     if (!starts_.size()) return;
@@ -27,11 +35,16 @@ void Decoder::prefill(int32_t sequence, const int64_t* ids, int64_t count, bool 
     cache_ = &checked(sequence, ids, count);
     grow_wide(std::min<int64_t>(s_.prefill_tokens, std::max<int64_t>(count, 1)));
     for (Scratch& own : scratch_) own.attention.grow(cache_->scratch(KvCache::BLOCK));
+    DeltaStates& states = states_[sequence];
+    states.begin(cache_->length());
+    sequence_ = sequence;
     for (int64_t first = 0; first < count; first += s_.prefill_tokens) {
         int32_t size = int32_t(std::min<int64_t>(s_.prefill_tokens, count - first));
         float* y = all ? logits + first * s_.vocabulary : first + size == count ? logits : nullptr;
+        states.tokens = -1;
         pool_.run([&](int thread) { prefill_together(ids + first, size, y, all, thread); });
         cache_->advance(size);
+        states.tokens = cache_->length();
     }
 }
 
@@ -47,11 +60,21 @@ void Decoder::prefill_together(const int64_t* ids, int32_t count, float* logits,
         norm_rows(layer.attn_norm, first, last);
         pool_.barrier();
         matmul(layer.sites[ATTN_IN], wide_normed_.data(), count);
-        pool_.barrier();
-        append_rows(number, first, last);
-        pool_.barrier();
-        cache_->attend_rows(pool_, number, wide_rows_.data(), count, wide_inner_.data(),
-                            scratch_[thread].attention.data());
+        if (layer.delta_net) {
+            multiply_gates(number, wide_normed_.data(), count, thread);
+            pool_.barrier();
+            mix_rows(number, count, thread);
+        } else {
+            pool_.barrier();
+            append_rows(number, first, last);
+            pool_.barrier();
+            const float* qkv = (layer.gated ? wide_qkv_ : wide_rows_).data();
+            cache_->attend_rows(pool_, layer.kept, qkv, count, wide_inner_.data(), scratch_[thread].attention.data());
+            if (layer.gated) {
+                pool_.barrier();
+                gate_attended(number, first, last);
+            }
+        }
         pool_.barrier();
         matmul(layer.sites[ATTN_OUT], wide_inner_.data(), count);
         pool_.barrier();
@@ -92,10 +115,30 @@ void Decoder::matmul(const Site& site, const float* x, int32_t positions) {
     share_matmul(k_, pool_, *site.matrix, x, positions, wide_rows_.data());
 }
 
+// The heads of a gated delta net at all positions, from the products of attn_in to the inputs of attn_out.
+void Decoder::mix_rows(int number, int32_t positions, int thread) {
+    const DeltaNet& net = *model_.layers[number].delta_net;
+    auto rows = [&](int32_t position, int64_t first, int64_t count, float* to) {
+        memcpy(to, wide_rows_.data() + int64_t(position) * net.shape.rows() + first, count * sizeof(float));
+    };
+    pool_.share(net.shape.key_heads, [&](int head, int) {
+        mix_head(k_, net, state(sequence_, number), head, positions, rows, delta_gates_.data(), s_.eps,
+                 wide_inner_.data(), scratch_[thread].delta.data());
+    });
+}
+
+// What attention gives at positions first ... last - 1, times the sigmoid of its gates.
+void Decoder::gate_attended(int number, int32_t first, int32_t last) {
+    int64_t stride = model_.layers[number].sites[ATTN_IN].matrix->rows;
+    for (int64_t p = first; p < last; ++p)
+        gate_heads(wide_rows_.data() + p * stride + a_.head_dim, 2 * a_.head_dim, a_.heads,
+                   wide_inner_.data() + p * a_.q_rows());
+}
+
 // From the products of attn_in at positions first ... last - 1 to queries, and to keys and values in the cache.
 void Decoder::append_rows(int number, int32_t first, int32_t last) {
     const std::vector<float>& bias = model_.layers[number].sites[ATTN_IN].bias;
-    int32_t rows = a_.qkv_rows();
+    int32_t rows = int32_t(model_.layers[number].sites[ATTN_IN].matrix->rows);
     for (int32_t p = first; p < last && !bias.empty(); ++p)
         k_.sum(bias.data(), 0, 1, nullptr, rows, 1, wide_rows_.data() + int64_t(p) * rows);
     const Layer& of = model_.layers[number];
@@ -104,7 +147,15 @@ void Decoder::append_rows(int number, int32_t first, int32_t last) {
         k_.rms_norm(q, of.q_row_norm.data(), a_.q_rows(), s_.eps, q);
         k_.rms_norm(k, of.k_row_norm.data(), a_.kv_rows(), s_.eps, k);
     }
-    cache_->append_rows(number, wide_rows_.data(), first, last);
+    if (!of.gated) return cache_->append_rows(of.kept, wide_rows_.data(), first, last);
+    size_t head = a_.head_dim;
+    for (int64_t p = first; p < last; ++p) {
+        const float* from = wide_rows_.data() + p * rows;
+        float* to = wide_qkv_.data() + p * a_.qkv_rows();
+        for (int32_t h = 0; h < a_.heads; ++h) memcpy(to + h * head, from + 2 * h * head, head * sizeof(float));
+        memcpy(to + a_.q_rows(), from + 2 * a_.q_rows(), 2 * a_.kv_rows() * sizeof(float));
+    }
+    cache_->append_rows(of.kept, wide_qkv_.data(), first, last);
 }
 
 void Decoder::gate_rows(int number, int32_t first, int32_t last) {

@@ -1,6 +1,8 @@
 // One token of one sequence: the phases that decoder.h lists.
+#include <math.h>
 #include <string.h>
 
+#include <algorithm>
 #include <stdexcept>
 
 #include "decoder/decoder.h"
@@ -16,15 +18,20 @@ void Decoder::step(const int32_t* sequences, const int64_t* ids, int32_t count, 
         batch_caches_.push_back(&checked(sequences[i], ids + i, 1));
     }
     if (!count) return;
+    for (int32_t i = 0; i < count; ++i) states_[sequences[i]].begin(batch_caches_[i]->length());
+    for (int32_t i = 0; i < count; ++i) states_[sequences[i]].tokens = -1;
     if (count == 1) {
-        cache_ = batch_caches_[0];
+        cache_ = batch_caches_[0], sequence_ = sequences[0];
         pool_.run([&](int thread) { token(*ids, sparse, logits, thread); });
     } else {
         grow_wide(count);
         pool_.run([&](int thread) { tokens(ids, count, sparse, logits, thread); });
     }
     if (sparse && scales_thresholds()) update_scales();
-    for (KvCache* cache : batch_caches_) cache->advance(1);
+    for (int32_t i = 0; i < count; ++i) {
+        batch_caches_[i]->advance(1);
+        states_[sequences[i]].tokens = batch_caches_[i]->length();
+    }
     ++stepped_;
 }
 
@@ -39,11 +46,16 @@ void Decoder::token(int64_t id, bool sparse, float* logits, int thread) {
         norm(x, layer.attn_norm, normed);
         Input input = select(number, ATTN_IN, normed, sparse, thread);
         multiply(input);
+        if (layer.delta_net) multiply_gates(number, normed, 1, thread);
         pool_.barrier();
-        norm_heads(sums(input), number, thread);
-        pool_.share(a_.kv_heads, [&](int kv_head, int) {
-            attend(sums(input), *cache_, number, kv_head, sparse, attn_output_.data(), thread);
-        });
+        if (layer.delta_net) {
+            mix(sums(input), number, &sequence_, 1, attn_output_.data(), thread);
+        } else {
+            norm_heads(sums(input), number, thread);
+            pool_.share(a_.kv_heads, [&](int kv_head, int) {
+                attend(sums(input), *cache_, number, kv_head, sparse, attn_output_.data(), thread);
+            });
+        }
         pool_.barrier();
         input = select(number, ATTN_OUT, attn_output_.data(), sparse, thread);
         multiply(input);
@@ -103,6 +115,38 @@ void Decoder::change_basis(const Rows& basis, float* x) {
     memcpy(x, changed_.data(), s_.hidden * sizeof(float));
 }
 
+// Products of the gates of a gated delta net with x [positions][hidden]. Each thread has a range of the positions, or of the
+// rows for one: beside another product that is shared out, no barrier between them.
+void Decoder::multiply_gates(int layer, const float* x, int32_t positions, int thread) {
+    const Rows& gates = *model_.layers[layer].delta_net->gates;
+    int64_t threads = pool_.threads(), tiles = (gates.rows + ROW_TILE - 1) / ROW_TILE;
+    int64_t items = positions > 1 ? positions : tiles, first = items * thread / threads;
+    int64_t last = items * (thread + 1) / threads;
+    if (first == last) return;
+    if (positions > 1)
+        k_.rows_matmul(&gates, 0, gates.rows, x + first * s_.hidden, s_.hidden, int32_t(last - first),
+                       delta_gates_.data() + first * gates.rows, gates.rows);
+    else
+        k_.rows_matmul(&gates, first * ROW_TILE, std::min(gates.rows, last * ROW_TILE), x, s_.hidden, 1,
+                       delta_gates_.data(), gates.rows);
+}
+
+// The heads of a gated delta net for a token of each of some sequences, shared out among the threads: from the products of
+// attn_in and of `multiply_gates` to y [batch][values].
+void Decoder::mix(const Sums& sums, int layer, const int32_t* sequences, int32_t batch, float* y, int thread) {
+    const DeltaNet& net = *model_.layers[layer].delta_net;
+    const DeltaShape& shape = net.shape;
+    pool_.share(batch * shape.key_heads, [&](int item, int) {
+        int32_t index = item / shape.key_heads;
+        auto rows = [&](int32_t, int64_t first, int64_t count, float* to) {
+            read(batch > 1 ? sums_of(sums, index) : sums, first, count, to);
+        };
+        mix_head(k_, net, state(sequences[index], layer), item % shape.key_heads, 1, rows,
+                 delta_gates_.data() + int64_t(index) * 2 * shape.value_heads, s_.eps,
+                 y + int64_t(index) * shape.values(), scratch_[thread].delta.data());
+    });
+}
+
 // Queries and keys of a sequence, from its product of attn_in, in the thread's own scratch where they are normed together.
 void Decoder::norm_heads(const Sums& qkv, int layer, int thread) {
     const Layer& of = model_.layers[layer];
@@ -117,18 +161,34 @@ void Decoder::norm_heads(const Sums& qkv, int layer, int thread) {
 void Decoder::attend(const Sums& qkv, KvCache& cache, int layer, int32_t kv_head, bool sparse, float* y, int thread) {
     Scratch& own = scratch_[thread];
     int32_t width = a_.head_dim, grouped = a_.gqa_ratio() * width;
-    float *q = own.heads.data(), *k = q + grouped, *v = k + width;
-    if (model_.layers[layer].q_row_norm.empty()) {
+    float *q = own.heads.data(), *k = q + grouped, *v = k + width, *both = v + width;
+    int64_t q_rows = a_.q_rows();
+    const Layer& of = model_.layers[layer];
+    if (of.gated) {
+        q_rows *= 2;
+        read(qkv, int64_t(kv_head) * 2 * grouped, 2 * grouped, both);
+        for (int32_t head = 0; head < a_.gqa_ratio(); ++head)
+            memcpy(q + head * width, both + 2 * head * width, width * sizeof(float));
+        read(qkv, q_rows + int64_t(kv_head) * width, width, k);
+    } else if (of.q_row_norm.empty()) {
         read(qkv, int64_t(kv_head) * grouped, grouped, q);
         read(qkv, a_.q_rows() + int64_t(kv_head) * width, width, k);
     } else {
         memcpy(q, own.rows.data() + int64_t(kv_head) * grouped, grouped * sizeof(float));
         memcpy(k, own.rows.data() + a_.q_rows() + int64_t(kv_head) * width, width * sizeof(float));
     }
-    read(qkv, a_.q_rows() + a_.kv_rows() + int64_t(kv_head) * width, width, v);
-    cache.append(layer, kv_head, cache.length(), q, k, v);
+    read(qkv, q_rows + a_.kv_rows() + int64_t(kv_head) * width, width, v);
+    cache.append(of.kept, kv_head, cache.length(), q, k, v);
     y += int64_t(kv_head) * grouped;
-    cache.attend(layer, kv_head, cache.length(), {q, y, grouped, grouped, 1, own.attention.data(), sparse});
+    cache.attend(of.kept, kv_head, cache.length(), {q, y, grouped, grouped, 1, own.attention.data(), sparse});
+    if (of.gated) gate_heads(both + width, 2 * width, a_.gqa_ratio(), y);
+}
+
+// y[heads][head_dim] *= sigmoid(gates), those of a head `stride` after those of the one before
+void Decoder::gate_heads(const float* gates, int64_t stride, int32_t heads, float* y) const {
+    int32_t width = a_.head_dim;
+    for (int32_t head = 0; head < heads; ++head)
+        for (int32_t i = 0; i < width; ++i) y[head * width + i] /= 1 + expf(-gates[head * stride + i]);
 }
 
 // The column at which a thread's range of so many columns begins, and the thread's list of active ones in it.

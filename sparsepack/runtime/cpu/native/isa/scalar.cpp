@@ -275,6 +275,24 @@ void sum(const float* partial_sums, int64_t stride, int32_t slices, const float*
     }
 }
 
+void delta_rule(const DeltaWork* w) {
+    for (int32_t c = 0; c < w->value_dim; c++) {
+        float recalled = 0, y = 0;
+        for (int32_t i = 0; i < w->key_dim; i++) {
+            float& state = w->state[(int64_t)i * w->value_dim + c];
+            state *= w->decay;
+            recalled += w->k[i] * state;
+        }
+        float error = (w->v[c] - recalled) * w->beta;
+        for (int32_t i = 0; i < w->key_dim; i++) {
+            float& state = w->state[(int64_t)i * w->value_dim + c];
+            state += w->k[i] * error;
+            y += w->q[i] * state;
+        }
+        w->y[c] = y;
+    }
+}
+
 uint16_t half_of(float x) {
     uint32_t bits;
     memcpy(&bits, &x, 4);
@@ -364,6 +382,7 @@ const Kernels scalar_kernels = {
     rotate,
     soft_cap,
     attention,
+    delta_rule,
     label_key,
     label_scores,
     select_tokens,

@@ -107,6 +107,15 @@ struct GatesWork {
     int64_t y_stride;
 };
 
+// A token of one head of a gated delta net: S = decay S, S += k beta (v - S^T k), y = S^T q.
+struct DeltaWork {
+    const float *q, *k, *v;  // [key_dim], likewise, [value_dim]
+    float decay, beta;
+    int32_t key_dim, value_dim;
+    float* state;  // S [key_dim][value_dim]
+    float* y;      // [value_dim]
+};
+
 enum { MATMUL_TILE = 128 };
 
 // CLAMPED_SWIGLU: with g = min(gate, 7) and u = up kept within -7 and 7, g sigmoid(1.702 g) (u + 1).
@@ -162,6 +171,9 @@ struct Kernels {
 
     // softmax(q k^T scale) v; see AttentionWork.
     void (*attention)(const AttentionWork* work);
+
+    // The delta rule; see DeltaWork.
+    void (*delta_rule)(const DeltaWork* work);
 
     // Double Sparsity's label of a cached key (formats/blocks/labels.py): of its channels at `channels` [count], codes
     // [padded / 2], where padded is the count rounded up to a multiple of 8, and a scale.

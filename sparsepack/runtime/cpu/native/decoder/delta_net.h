@@ -1,0 +1,71 @@
+// Gated delta nets: blocks that keep a state of each sequence in place of keys and values (models/blocks.py, DeltaNet;
+// runtime/reference/delta_net.py says what is computed).
+#pragma once
+#include "kernels/kernels.h"
+#include "memory/buffer.h"
+
+#include <stdint.h>
+
+#include <functional>
+#include <vector>
+
+namespace sparsepack {
+
+struct DeltaShape {
+    int32_t key_heads, value_heads, key_dim, value_dim, taps;
+
+    int32_t values() const noexcept { return value_heads * value_dim; }
+    int32_t keys() const noexcept { return key_heads * key_dim; }
+    int32_t channels() const noexcept { return 2 * keys() + values(); }
+    int32_t ratio() const noexcept { return value_heads / key_heads; }
+    // Rows of attn_in: queries, keys and values of all heads, then gates of the output.
+    int32_t rows() const noexcept { return channels() + values(); }
+    // Floats that `mix` needs of a thread.
+    int64_t scratch() const noexcept { return 2 * int64_t(key_dim) + 3 * int64_t(ratio()) * value_dim + value_dim; }
+};
+
+// What a block has of it. Where positions are many, a thread takes one key head and the value heads that read it through
+// all of them.
+struct DeltaNet {
+    DeltaShape shape;
+    const Rows* gates;              // F32 [2 value_heads][hidden]: what makes beta, then what makes the decay
+    std::vector<float> conv;        // [taps][channels]
+    std::vector<float> rate, bias;  // [value_heads]: decay = exp(-rate softplus(gate + bias))
+    std::vector<float> norm;        // [value_dim]
+};
+
+// What a sequence keeps of a block.
+struct DeltaState {
+    Buffer<float> state;   // [value_heads][key_dim][value_dim]
+    Buffer<float> inputs;  // of the convolution, [taps - 1][channels], the oldest first
+
+    explicit DeltaState(const DeltaShape& shape)
+        : state(int64_t(shape.values()) * shape.key_dim), inputs(int64_t(shape.taps - 1) * shape.channels()) {}
+    void clear();
+    void copy(const DeltaState& other);
+};
+
+// What a sequence keeps of all blocks that keep a state. It cannot forget some of its tokens: one that is not that after the
+// tokens of its cache is refused.
+struct DeltaStates {
+    std::vector<DeltaState> layers;
+    int64_t tokens = 0;  // -1: some of a call that did not end
+
+    void clear();
+    void copy(const DeltaStates& other);
+    // Before tokens come after `length` others. Throws std::runtime_error where the state is another one's.
+    void begin(int64_t length);
+};
+
+// Reads rows of attn_in at a position: (position, first row, count, to).
+using DeltaRows = std::function<void(int32_t, int64_t, int64_t, float*)>;
+
+// One key head and its value heads, at so many positions in order.
+//
+// gates   -- products of `net.gates`, [positions][2 value_heads]
+// y       -- the values of the heads at their place in [positions][values]
+// scratch -- `DeltaShape::scratch` floats
+void mix_head(const Kernels& kernels, const DeltaNet& net, DeltaState& state, int32_t head, int32_t positions,
+              const DeltaRows& rows, const float* gates, float eps, float* y, float* scratch);
+
+}  // namespace sparsepack

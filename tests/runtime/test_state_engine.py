@@ -1,0 +1,136 @@
+"""Engines of models that keep a state in some layers: what cannot be forgotten is computed anew, never wrong."""
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from backends import TOLERANCE, engine_of, every_backend_that, largest_difference
+from packed_models import random_model, stock_model, with_rules
+from torch import Tensor
+
+from sparsepack.errors import UserError
+from sparsepack.formats.packed import PackedModel
+from sparsepack.runtime.backends import ATTENTION_GATES, BACKENDS, DELTA_NETS
+from sparsepack.runtime.chained import decoder as operations_decoder
+from sparsepack.runtime.cpu import decoder as native_decoder
+from sparsepack.runtime.engine import Engine
+from sparsepack.runtime.features import check_features
+from sparsepack.runtime.free_memory import cache_bytes
+from sparsepack.runtime.options import EngineOptions
+
+every_backend = every_backend_that(lambda row: {DELTA_NETS, ATTENTION_GATES} <= row.traits)
+IDS = torch.randint(300, (24,), generator=torch.Generator().manual_seed(5)).tolist()
+OTHER = torch.randint(300, (24,), generator=torch.Generator().manual_seed(6)).tolist()
+
+
+@cache
+def model(variant: str = "qwen3.5, states") -> PackedModel:
+    packed = random_model(variant)
+    return with_rules(packed, stock_model(packed), IDS, [0, 6, 12])
+
+
+def engine(backend: str, **options: Any) -> Engine:
+    return engine_of(model(), backend, **options)
+
+
+def after(backend: str, ids: list[int]) -> Tensor:
+    """The logits after a dense text."""
+    return engine(backend).prefill(ids)
+
+
+@every_backend
+def test_a_prompt_in_pieces_is_the_prompt(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = after(backend, IDS)
+    in_pieces = engine(backend)
+    for first in range(0, 24, 5):
+        found = in_pieces.prefill(IDS[first : first + 5])
+    assert largest_difference(found, expected) < TOLERANCE[backend]
+    for module in (operations_decoder, native_decoder):
+        monkeypatch.setattr(module, "PREFILL_TOKENS", 7)
+    assert largest_difference(after(backend, IDS), expected) < TOLERANCE[backend]
+
+
+@every_backend
+def test_tokens_one_by_one_are_the_prompt(backend: str) -> None:
+    dense = engine(backend, dense=True)
+    found = [dense.step(id) for id in IDS]
+    assert largest_difference(found[-1], after(backend, IDS)) < TOLERANCE[backend]
+
+
+@every_backend
+def test_a_text_cut_short_is_computed_anew(backend: str) -> None:
+    cut = engine(backend)
+    cut.prefill(IDS[:10])
+    for id in OTHER[:4]:
+        cut.step(id)
+    cut.truncate(8)
+    assert cut.position == 8
+    assert largest_difference(cut.prefill(IDS[8:]), after(backend, IDS)) < TOLERANCE[backend]
+    cut.truncate(0)
+    assert torch.equal(cut.prefill(IDS), after(backend, IDS))
+
+
+@every_backend
+def test_all_of_a_text_is_kept_or_nothing(backend: str) -> None:
+    kept = engine(backend)
+    kept.prefill(IDS[:10])
+    assert (kept.common(IDS), kept.reusable(10), kept.reusable(9)) == (10, 10, 0)
+    assert kept.common([*IDS[:9], 7, 8, 9]) == 0
+    assert kept.keep(IDS) == 10
+    assert largest_difference(kept.prefill(IDS[10:]), after(backend, IDS)) < TOLERANCE[backend]
+    assert kept.keep(IDS[:12]) == 0
+    assert torch.equal(kept.prefill(IDS[:12]), after(backend, IDS[:12]))
+
+
+@every_backend
+def test_copies_go_on_alone(backend: str) -> None:
+    several = engine(backend, sequences=3)
+    several.prefill(IDS[:10], 1)
+    several.copy(1, 0, 10)
+    several.copy(1, 2, 6)
+    assert several.positions == (10, 10, 6)
+    for sequence, ids in ((1, OTHER), (0, IDS[10:]), (2, IDS[6:])):
+        found = several.prefill(ids, sequence)
+        expected = after(backend, [*IDS[: 10 if sequence < 2 else 6], *ids])
+        assert largest_difference(found, expected) < TOLERANCE[backend]
+
+
+@every_backend
+def test_a_sequence_that_stands_still_keeps_its_state(backend: str) -> None:
+    several = engine(backend, sequences=3, dense=True)
+    for sequence in range(3):
+        several.prefill(IDS[: 4 + sequence], sequence)
+    for id in OTHER[:5]:
+        several.step_all([id, None, id])
+    found = several.step_all([None, IDS[5], None])[1]
+    assert largest_difference(found, after(backend, IDS[:6])) < TOLERANCE[backend]
+
+
+@every_backend
+def test_a_call_that_was_interrupted_leaves_no_state_behind(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = engine(backend)
+    broken.prefill(IDS[:6])
+    decoder: Any = broken._decoder
+    # As an interrupt between two blocks leaves it: the state has tokens that the cache does not count.
+    decoder.prefill(0, torch.tensor(IDS[6:9]))
+    decoder.cache.truncate(6)
+    with pytest.raises((UserError, RuntimeError), match="begin the sequence anew"):
+        broken.prefill(IDS[6:])
+    broken.reset()
+    assert torch.equal(broken.prefill(IDS), after(backend, IDS))
+
+
+def test_backends_without_states_refuse_in_one_line() -> None:
+    for name in ("cuda", "metal"):
+        with pytest.raises(UserError, match="does not compute all of this model") as refusal:
+            check_features(BACKENDS[name], EngineOptions(), model())
+        assert DELTA_NETS in str(refusal.value)
+        assert "\n" not in str(refusal.value)
+
+
+def test_a_sequence_takes_keys_and_values_of_its_attention_alone_and_a_state() -> None:
+    a = model().architecture
+    keys_and_values = 2 * a.kv_heads * a.head_dim * 64 * 4
+    state = 6 * 12 * 8 + 3 * (2 * 2 * 8 + 6 * 12)
+    assert cache_bytes(a, 64, "f32") == keys_and_values + 3 * 4 * state
