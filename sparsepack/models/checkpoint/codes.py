@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,6 +27,20 @@ def unpacked(words: Tensor, bits: int) -> Tensor:
     whole = (found.long() << torch.arange(0, 8 * bits, 8)).sum(-1)
     codes = (whole.unsqueeze(-1) >> torch.arange(0, 8 * bits, bits)) & ((1 << bits) - 1)
     return codes.to(torch.uint8).flatten(-2)[..., :count]
+
+
+def decoded(packed: Tensor, bits: int, values: Tensor, high_first: bool = False) -> Tensor:
+    """What the codes in the bytes of the last dimension stand for, float32 [..., bytes * 8 / bits].
+
+    values     -- float32 [2 ** bits], of each code
+    high_first -- of the codes in a byte the first is in the highest bits; else as `unpacked` has them
+    """
+    if 8 % bits:
+        return values[unpacked(packed, bits).int()]
+    # numpy takes a table's entries by bytes, several numbers at a time: three times as fast as torch's conversions.
+    of_byte = values[unpacked(torch.arange(256, dtype=torch.uint8).unsqueeze(1), bits).int()]
+    table = (of_byte.flip(1) if high_first else of_byte).contiguous().numpy().view(f"V{32 // bits}")[:, 0]
+    return torch.from_numpy(table[packed.contiguous().view(torch.uint8).numpy()].view(np.float32))
 
 
 def _block(length: int, count: int, sizes: Sequence[int]) -> int:
@@ -83,4 +98,10 @@ def by_blocks(
 def floats(packed: Tensor, bits: int = 4) -> Tensor:
     """Signed numbers of FP4 or FP6 codes, float32."""
     table = torch.tensor(_E2M1 if bits == 4 else _E2M3)
-    return torch.cat([table, -table])[unpacked(packed, bits).int()]
+    return decoded(packed, bits, torch.cat([table, -table]))
+
+
+def numbers(found: Tensor) -> Tensor:
+    """Numbers of 8 bits, FP8 or integers, as float32."""
+    every = torch.arange(256, dtype=torch.uint8).view(found.dtype).float()
+    return decoded(found.unsqueeze(-1), 8, every).view(found.shape)

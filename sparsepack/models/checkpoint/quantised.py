@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -152,7 +153,7 @@ class QuantisedSource:
         small = source.stored([names[end] for scheme, names in found.values() for end in scheme.read])
         for matrix, (row, names) in found.items():
             self._matrices[matrix] = _Matrix(row, names, self._shape(matrix, row, names, small))
-        used = {name for each in self._matrices.values() for name in each.names.values()}
+        used = {name for each in self._matrices.values() for name in each.names.values()} | self._empty_biases()
         self._others = [name for name in source.types if name not in used and not name.endswith(_OF_ACTIVATIONS)]
         if unread := [name for name in self._others if source.types[name] not in (*PLAIN, *_COUNTS)]:
             raise self._unread(unread)
@@ -182,6 +183,18 @@ class QuantisedSource:
                     yield matrix, (scheme, there)
                     break
 
+    def _empty_biases(self) -> set[str]:
+        """Biases of zeros that AutoGPTQ gave every matrix, whether its model has any or not: those of projections that
+        have nothing else in any block."""
+        if self._settings.quant_method != "gptq":
+            return set()
+        biases = [bias for name in self._matrices if (bias := stored_name(name, ".bias")) in self._source.types]
+        by_projection: dict[str, list[str]] = {}
+        for bias in biases:
+            by_projection.setdefault(re.sub(r"\d+", "", bias), []).append(bias)
+        zero = {name for name, value in self._source.stored(biases).items() if not value.any()}
+        return {bias for each in by_projection.values() if zero.issuperset(each) for bias in each}
+
     def _shape(
         self, matrix: str, scheme: Scheme, names: Mapping[str, str], small: Mapping[str, torch.Tensor]
     ) -> tuple[int, ...]:
@@ -190,7 +203,7 @@ class QuantisedSource:
             return scheme.shape(shapes, {end: small[names[end]] for end in scheme.read}, self._settings)
         except Misfit as error:
             said, name = str(error), names.get(error.end, matrix)
-        except (ValueError, LookupError, TypeError) as error:
+        except (ValueError, LookupError, ArithmeticError, TypeError, RecursionError) as error:
             said, name = f"does not fit the tensors beside it ({shown(error)})", names[scheme.codes]
         raise CheckpointError(
             f"{self._where}: {name} {said}; weights and the quantization_config ({self._settings.quant_method}) do not "
@@ -258,7 +271,7 @@ class QuantisedSource:
         by_end = {end: stored[each] for end, each in matrix.names.items()}
         try:
             decoded = matrix.scheme.decode(by_end, matrix.shape, self._settings)
-        except (ValueError, LookupError, RuntimeError) as error:
+        except (ValueError, LookupError, ArithmeticError, RuntimeError) as error:
             raise CheckpointError(
                 f"{self._where}: {name}: its {matrix.scheme.name} tensors do not belong together ({shown(error)}); "
                 "download the model again"

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from sparsepack.files.stored import Name, Size, Stored, validate
-from sparsepack.models.checkpoint.codes import Shape, by_blocks, floats, of_blocks, scales, unpacked
+from sparsepack.models.checkpoint.codes import Shape, by_blocks, decoded, floats, numbers, of_blocks, scales, unpacked
 
 Tensors = Mapping[str, Tensor]
 """The stored tensors of a matrix, by the ends of their names."""
@@ -128,7 +128,7 @@ def _checked(end: str, shape: Shape, numbers: Shape, settings: Settings) -> Shap
 
 
 def _decode_numbers(stored: Tensors, shape: Shape, settings: Settings) -> Tensor:
-    values = stored[""].float()
+    values = numbers(stored[""])
     if "_zero_point" in stored:
         by_blocks(values, stored["_zero_point"].float(), settings.blocks, Tensor.sub_)
     return by_blocks(values, scales(stored[_scale_of(stored)]), settings.blocks, Tensor.mul_)
@@ -142,7 +142,7 @@ def _decode_int8(stored: Tensors, shape: Shape, settings: Settings) -> Tensor:
     """127 is the largest weight of a row, which `.SCB` has."""
     if bool(stored.get(".weight_format", torch.zeros(1)).any()):
         raise ValueError("weight_format is not row")
-    return by_blocks(stored[""].float(), stored[".SCB"].float() / 127, settings.blocks, Tensor.mul_)
+    return by_blocks(numbers(stored[""]), stored[".SCB"].float() / 127, settings.blocks, Tensor.mul_)
 
 
 def _shape_of_nvfp4(shapes: Mapping[str, Shape], read: Tensors, settings: Settings) -> Shape:
@@ -203,17 +203,24 @@ def _decode_integers(stored: Tensors, shape: Shape, settings: Settings) -> Tenso
     """Integers of 1 to 8 bits, of which the lowest is stored as 0; zero points are packed along the rows."""
     bits = stored["_packed"].shape[-1] * 32 // shape[-1]
     middle, scale = 1 << (bits - 1), stored["_scale"].float()
-    values = unpacked(stored["_packed"], bits)[..., : shape[-1]].float().sub_(middle)
+    values = decoded(stored["_packed"], bits, torch.arange(-middle, middle).float())[..., : shape[-1]].contiguous()
     zero = None
     if "_zero_point" in stored:
         codes = unpacked(stored["_zero_point"].transpose(-1, -2), bits)[..., : shape[-2]]
         zero = codes.transpose(-1, -2).float() - middle
-    if "_g_idx" in stored and int(stored["_g_idx"].min()) >= 0:  # -1: in their order
-        group = stored["_g_idx"].long()
+    if "_g_idx" in stored and bool((stored["_g_idx"] != -1).any()):  # -1: in their order
+        group = _groups(stored["_g_idx"], scale.shape[-1])
         return (values if zero is None else values.sub_(zero[..., group])).mul_(scale[..., group])
     if zero is not None:
         by_blocks(values, zero, settings.blocks, Tensor.sub_)
     return by_blocks(values, scale, settings.blocks, Tensor.mul_)
+
+
+def _groups(found: Tensor, count: int) -> Tensor:
+    """The group of each column. Raises ValueError for one that is none of `count`."""
+    if int(found.min()) < 0 or int(found.max()) >= count:
+        raise ValueError(f"g_idx has groups from {int(found.min())} to {int(found.max())}, there are {count}")
+    return found.long()
 
 
 def _shape_of_awq(shapes: Mapping[str, Shape], read: Tensors, settings: Settings) -> Shape:
@@ -228,9 +235,9 @@ def _shape_of_awq(shapes: Mapping[str, Shape], read: Tensors, settings: Settings
 
 def _decode_awq(stored: Tensors, shape: Shape, settings: Settings) -> Tensor:
     """Words of 8 outputs, [inputs, outputs / 8]."""
-    order = torch.tensor(_AWQ_ORDER).argsort()
+    order, every = torch.tensor(_AWQ_ORDER).argsort(), torch.arange(16).float()
     codes, zeros = (
-        torch.unflatten(unpacked(stored[end], 4), -1, (-1, 8))[..., order].flatten(-2).float()
+        torch.unflatten(decoded(stored[end], 4, every), -1, (-1, 8))[..., order].flatten(-2)
         for end in (".qweight", ".qzeros")
     )
     by_blocks(codes, zeros, settings.blocks, Tensor.sub_)
@@ -268,10 +275,10 @@ def _decode_gptq(stored: Tensors, shape: Shape, settings: Settings) -> Tensor:
     bits = stored[".qweight"].shape[0] * 32 // shape[1]
     first = (settings.checkpoint_format or settings.format or "gptq") == "gptq"
     zeros = (unpacked(stored[".qzeros"], bits)[:, : shape[0]] + first) & ((1 << bits) - 1)
-    values = unpacked(stored[".qweight"].t(), bits).float()
+    values = decoded(stored[".qweight"].t(), bits, torch.arange(1 << bits).float())
     scale, zero = stored[".scales"].float().t(), zeros.float().t()  # [outputs, groups]
-    if ".g_idx" in stored:
-        group = stored[".g_idx"].long()
+    group = _groups(stored[".g_idx"], scale.shape[1]) if ".g_idx" in stored else None
+    if group is not None and not torch.equal(group, torch.arange(shape[1]) * scale.shape[1] // shape[1]):
         return values.sub_(zero[:, group]).mul_(scale[:, group])
     return by_blocks(by_blocks(values, zero, settings.blocks, Tensor.sub_), scale, settings.blocks, Tensor.mul_)
 
@@ -290,7 +297,7 @@ class _State(Stored):
 
 def _state(stored: Tensors) -> _State:
     blob = next(value for end, value in stored.items() if end.startswith(_STATE))
-    return validate(_State, json.loads(bytes(blob.tolist())))
+    return validate(_State, json.loads(bytes(blob.flatten().to(torch.uint8).tolist())))
 
 
 def _shape_of_nf4(shapes: Mapping[str, Shape], read: Tensors, settings: Settings) -> Shape:
@@ -308,12 +315,18 @@ def _decode_nf4(stored: Tensors, shape: Shape, settings: Settings) -> Tensor:
     in 8 bits with a scale for each block of these and an offset for all, or not."""
     state, largest = _state(stored), stored[".weight.absmax"]
     if ".weight.nested_absmax" in stored:
-        scale = stored[".weight.nested_absmax"].float().repeat_interleave(state.nested_blocksize or 256)
+        scale = (
+            stored[".weight.nested_absmax"]
+            .float()
+            .repeat_interleave(min(state.nested_blocksize or 256, largest.numel()))
+        )
         largest = stored[".weight.nested_quant_map"].float()[largest.int()] * scale[: largest.numel()]
         largest = largest + (state.nested_offset or 0.0)
-    codes = torch.unflatten(unpacked(stored[""].flatten(), 4), 0, (-1, 2)).flip(1).flatten()[: math.prod(shape)]
-    values = stored[".weight.quant_map"].float()[codes.int()]
-    return values.mul_(largest.float().repeat_interleave(state.blocksize)[: values.numel()]).view(shape)
+    every = stored[".weight.quant_map"].float()
+    values = decoded(stored[""].flatten(), 4, every, high_first=True)[: math.prod(shape)]
+    return values.mul_(largest.float().repeat_interleave(min(state.blocksize, values.numel()))[: values.numel()]).view(
+        shape
+    )
 
 
 def _shape_of_ternary(shapes: Mapping[str, Shape], read: Tensors, settings: Settings) -> Shape:
@@ -325,8 +338,8 @@ def _shape_of_ternary(shapes: Mapping[str, Shape], read: Tensors, settings: Sett
 def _decode_ternary(stored: Tensors, shape: Shape, settings: Settings) -> Tensor:
     """Two bits a weight, those of four quarters of the rows in a byte; transformers divides what a `BitLinear` gives by
     the scale, and multiplies what an `AutoBitLinear` gives."""
-    quarters = [(stored[""] >> shift) & 3 for shift in (0, 2, 4, 6)]
-    values = torch.cat(quarters).float().sub_(1)
+    quarters = decoded(stored[""].unsqueeze(-1), 2, torch.tensor([-1.0, 0.0, 1.0, 2.0]))
+    values = quarters.movedim(-1, 0).reshape(shape)
     scale = stored["_scale"].float()
     return values.mul_(scale) if settings.linear_class == "autobitlinear" else values.div_(scale)
 

@@ -271,6 +271,54 @@ def test_values_that_are_none_are_told_when_they_are_read(model: Path) -> None:
         checkpoint.tensor(UP)
 
 
+@pytest.mark.parametrize(
+    ("kind", "end", "group"),
+    [
+        ("gptq, 4 bits, version 1, shuffled", ".g_idx", 10),
+        ("gptq, 4 bits, version 1, shuffled", ".g_idx", -1),
+        ("compressed int4, zero points, ordered", "_g_idx", -1),
+    ],
+)
+def test_a_group_that_is_none_is_told_when_it_is_read(model: Path, kind: str, end: str, group: int) -> None:
+    release(model, RELEASES[kind])
+    tensors = load_file(model / "model.safetensors")
+    tensors[UP.removesuffix(".weight") + end if end.startswith(".") else UP + end][3] = group
+    save_file(tensors, model / "model.safetensors")
+    with pytest.raises(UserError, match="g_idx has groups from"):
+        open_checkpoint(model).tensor(UP)
+
+
+def test_columns_whose_groups_are_not_said_are_in_their_order(model: Path) -> None:
+    expected = release(model, RELEASES["compressed int4, symmetric"])
+    tensors = load_file(model / "model.safetensors")
+    tensors[f"{UP}_g_idx"] = torch.full((320,), -1, dtype=torch.int32)
+    save_file(tensors, model / "model.safetensors")
+    assert torch.equal(open_checkpoint(model).tensor(UP), expected[UP])
+
+
+@pytest.mark.parametrize("lost", [True, False])
+def test_biases_of_zeros_beside_gptq_are_none_of_the_model(model: Path, lost: bool) -> None:
+    expected = release(model, RELEASES["gptq, 4 bits, version 1"])
+    tensors = load_file(model / "model.safetensors")
+    name = UP.replace("weight", "bias")
+    tensors[name] = torch.zeros(448) if lost else torch.ones(448)
+    save_file(tensors, model / "model.safetensors")
+    if lost:
+        assert torch.equal(open_checkpoint(model).tensor(UP), expected[UP])
+    else:
+        assert f"the tensor {name} is not understood" in refused(model)
+
+
+def test_biases_of_the_model_are_kept_beside_gptq(tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "m", "qwen2", num_hidden_layers=2)
+    release(folder, RELEASES["gptq, 4 bits, version 1"])
+    tensors = load_file(folder / "model.safetensors")
+    name = "model.layers.1.self_attn.q_proj.bias"
+    tensors[name] = torch.zeros_like(tensors[name])  # as it happens
+    save_file(tensors, folder / "model.safetensors")
+    assert not open_checkpoint(folder).tensor(name).any()
+
+
 def test_codes_that_no_table_has_are_told_when_they_are_read(model: Path) -> None:
     def short(weight: torch.Tensor):
         tensors, values = bitsandbytes("nf4", False)(weight)
