@@ -43,9 +43,18 @@ from tests.fuzz import sealed_gguf
 from tests.fuzz.harness import Broken, Target, command
 from tests.fuzz.mutate import bytes_changed, json_changed
 from tests.models_for_tests import TEXT, make_model
+from tests.releases_for_tests import RELEASES, release
 from tests.segments_for_tests import segmented
 
 TARGETS = ("artifact", "resealed", "checkpoint", "calibration", "trace", "thresholds", "recipe")
+_RELEASES = (
+    "fp8, blocks",
+    "modelopt nvfp4",
+    "compressed int4, zero points, ordered",
+    "gptq, 3 bits, version 1, shuffled",
+    "awq",
+    "nf4, nested",
+)
 _SMALL = {"num_hidden_layers": 1, "intermediate_size": 256, "num_attention_heads": 4, "max_position_embeddings": 64}
 
 
@@ -185,13 +194,17 @@ def _checkpoint(model: Path, folder: Path) -> Target:
     text = folder / "text.txt"
     text.write_text(TEXT[:3000])
     changed = segmented(model, (0,), folder / "segments").path
+    releases = []
+    for number, kind in enumerate(_RELEASES):
+        releases.append(Path(shutil.copytree(model, folder / f"release-{number}")))
+        release(releases[-1], RELEASES[kind])
 
     def write(random: Random, into: Path) -> None:
         (into / "how").write_text(random.choice(("read", "read", "read", "pack", "calibrate")))
         if random.random() < 0.2:
             (into / "m.gguf").write_bytes(bytes_changed(random, source))
             return
-        shutil.copytree(changed if random.random() < 0.3 else model, into / "m")
+        shutil.copytree(random.choice((model, model, changed, random.choice(releases))), into / "m")
         if random.random() < 0.2:
             (into / "m" / "model.safetensors.index.json").write_text(json_changed(random, json.dumps(index)))
             return

@@ -9,7 +9,7 @@ import pytest
 import torch
 from commands_for_tests import succeeds
 from models_for_tests import TEXT, edit_config, make_model
-from releases import COMPRESSED, FP8, RELEASES, Release, bitsandbytes, packed_bits, release
+from releases_for_tests import COMPRESSED, FP8, RELEASES, Release, bitsandbytes, packed_bits, release
 from safetensors.torch import load_file, save_file
 
 from sparsepack.data import SHIPPED_MODELS
@@ -25,7 +25,7 @@ UP = "model.layers.0.mlp.up_proj.weight"
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    return make_model(tmp_path / "m", num_hidden_layers=1, hidden_size=320, intermediate_size=448)
+    return make_model(tmp_path / "m", num_hidden_layers=1, hidden_size=320, intermediate_size=512)
 
 
 def refused(path: Path) -> str:
@@ -239,14 +239,14 @@ def test_plain_weights_under_a_quantised_configuration_are_named(model: Path) ->
 @pytest.mark.parametrize(
     ("kind", "end", "change", "told"),
     [
-        ("fp8, blocks", "_scale_inv", lambda t: t[:-1], "up_proj.weight_scale_inv is [3, 3] for weights [448, 320]"),
+        ("fp8, blocks", "_scale_inv", lambda t: t[:-1], "up_proj.weight_scale_inv is [3, 3] for weights [512, 320]"),
         ("fp8, blocks", "_scale_inv", None, "_scale_inv, which fp8 has beside it, is missing"),
-        ("awq", ".scales", lambda t: t[:-1], "up_proj.scales is [4, 448] for codes [320, 56] and zeros [5, 56]"),
+        ("awq", ".scales", lambda t: t[:-1], "up_proj.scales is [4, 512] for codes [320, 64] and zeros [5, 64]"),
         ("gptq, 4 bits, version 1", ".g_idx", lambda t: t[:-1], "up_proj.g_idx is [319] for 320 inputs of 4 bits"),
         ("gptq, 4 bits, version 1", ".qzeros", None, "up_proj.qzeros, which gptq has beside it, is missing"),
-        ("nf4", ".weight.absmax", lambda t: t[:-1], "up_proj.weight.absmax is [2239] for weights [448, 320]"),
-        ("compressed int4, symmetric", "_shape", lambda t: t + 1, "up_proj.weight_shape says [449, 321] for codes"),
-        ("fp8, blocks", "", lambda t: t[:-1], "up_proj.weight is [447, 320], its configuration means [448, 320]"),
+        ("nf4", ".weight.absmax", lambda t: t[:-1], "up_proj.weight.absmax is [2559] for weights [512, 320]"),
+        ("compressed int4, symmetric", "_shape", lambda t: t + 1, "up_proj.weight_shape says [513, 321] for codes"),
+        ("fp8, blocks", "", lambda t: t[:-1], "up_proj.weight is [511, 320], its configuration means [512, 320]"),
     ],
 )
 def test_the_first_tensor_that_does_not_fit_is_named(model: Path, kind: str, end: str, change, told: str) -> None:
@@ -301,7 +301,7 @@ def test_biases_of_zeros_beside_gptq_are_none_of_the_model(model: Path, lost: bo
     expected = release(model, RELEASES["gptq, 4 bits, version 1"])
     tensors = load_file(model / "model.safetensors")
     name = UP.replace("weight", "bias")
-    tensors[name] = torch.zeros(448) if lost else torch.ones(448)
+    tensors[name] = torch.zeros(512) if lost else torch.ones(512)
     save_file(tensors, model / "model.safetensors")
     if lost:
         assert torch.equal(open_checkpoint(model).tensor(UP), expected[UP])
@@ -313,7 +313,7 @@ def test_biases_of_the_model_are_kept_beside_gptq(tmp_path: Path) -> None:
     folder = make_model(tmp_path / "m", "qwen2", num_hidden_layers=2)
     release(folder, RELEASES["gptq, 4 bits, version 1"])
     tensors = load_file(folder / "model.safetensors")
-    name = "model.layers.1.self_attn.q_proj.bias"
+    name = "model.layers.0.self_attn.q_proj.bias"
     tensors[name] = torch.zeros_like(tensors[name])  # as it happens
     save_file(tensors, folder / "model.safetensors")
     assert not open_checkpoint(folder).tensor(name).any()
