@@ -1,6 +1,6 @@
 """How a matrix is stored, and how an MLP is: what the table of formats and what reads and writes them speak of."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from sparsepack.models.family import MLP_SITES
 
@@ -51,3 +51,5 @@ EXPERTS = MlpKind("experts", MLP_SITES)
 NEURONS = MlpKind(
     "neurons", (MLP_GATE, MLP_RECORDS), (MLP_RECORDS,), by_count=True, instead=", or pack the model as zigzag-q4_k"
 )
+PLAIN_NEURONS = replace(NEURONS, name="neurons without a gate")
+"""The rows of up take the gate's place, and a record has no more than the column of down."""

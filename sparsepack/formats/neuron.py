@@ -4,13 +4,14 @@
                                 or [neurons, hidden]       Q4_K by rows, if `PlanRequest.gates` is "rows"
     blk.I.mlp_gate.tail.weight     [superblocks, 256]      Q4_K in zigzag order: as the tail of a site
     blk.I.mlp_records.weight       [neurons, 2 hidden]     Q4_K by rows: the neuron's row of up, then its column of down
+                                or [neurons, hidden]       without gates: the column of down alone
     blk.I.mlp_frequency            [neurons]               F32: share of the calibration's tokens that need it
     blk.I.mlp_order                [neurons]               I32: the model's number of the neuron that is stored here
 
 take the place of the sites mlp_in and mlp_mid. All four have the neurons of a block in one order, by falling frequency,
 of equal ones the lower number first: those which should be near at hand are a prefix. What the activation makes exactly
-zero is left out, so only models with ReLU are packed so, and there are no thresholds in the MLP. The manifest
-has a section `neurons`:
+zero is left out, so only models with ReLU or its square are packed so, and there are no thresholds in the MLP. Of an
+MLP without a gate `mlp_gate` has the rows of up, which say who is active. The manifest has a section `neurons`:
 
 calibration   SHA-256 of the one that counted how often each neuron was active; or
 trace         the same of a trace, of all its sessions
@@ -65,7 +66,7 @@ FREQUENCY, ORDER = "mlp_frequency", "mlp_order"
 GATE_ROWS = "Q4_K"
 """The type of gates that are stored by rows; of others it is zigzag-q4_k."""
 
-EXACT_ZEROS = ("relu",)
+EXACT_ZEROS = ("relu", "relu2")
 """Activations that make most of their outputs exactly zero, so that leaving these out changes nothing."""
 
 
@@ -137,7 +138,9 @@ class NeuronReader(ModelReader):
         name, count, hidden = f"blk.{layer}", self.architecture.intermediate, self.architecture.hidden
         return NeuronMlp(
             gate=self.gate(f"{name}.{MLP_GATE}", count, hidden),
-            records=self.rows_matrix(f"{name}.{RECORDS}", ("Q4_K",), (count, 2 * hidden)),
+            records=self.rows_matrix(
+                f"{name}.{RECORDS}", ("Q4_K",), (count, (1 + self.architecture.blocks[layer].mlp.gated) * hidden)
+            ),
             frequency=self.frequency(f"{name}.{FREQUENCY}", count),
             order=self.order(f"{name}.{ORDER}", count),
         )
@@ -189,12 +192,13 @@ class NeuronArtifact(ZigzagArtifact):
         ours = matrix in (GATE, f"{MLP_GATE}{TAIL}", RECORDS)
         if not ours or not layer.isdecimal() or int(layer) >= checkpoint.layers:
             return super().source(name, checkpoint)
-        (gate, up), (down,) = checkpoint.gate_and_up(int(layer)), checkpoint.projections(int(layer), "mlp_mid")
+        gate, up, down = _matrices(checkpoint, int(layer))
         order = self._order(f"{block}.{ORDER}")
         if len(order) != len(gate):
             return None  # another model's
         if matrix == RECORDS:
-            return torch.cat([up[order], down.t()[order]], dim=1)
+            columns = down.t()[order]
+            return columns if up is None else torch.cat([up[order], columns], dim=1)
         return self.part_of(name, gate[order])
 
     def _order(self, name: str) -> Tensor:
@@ -245,6 +249,15 @@ def plan(format: Format, checkpoint: Checkpoint, request: PlanRequest) -> GgufPl
     return engine_plan(format, checkpoint, request, block, neuron_section(counts))
 
 
+def _matrices(checkpoint: Checkpoint, layer: int) -> tuple[Tensor, Tensor | None, Tensor]:
+    """The rows that say who is active, those of up where these are others, and the matrix of down."""
+    (down,) = checkpoint.projections(layer, "mlp_mid")
+    if checkpoint.family.gated:
+        return *checkpoint.gate_and_up(layer), down
+    (up,) = checkpoint.projections(layer, "mlp_in")
+    return up, None, down
+
+
 _UP, _DOWN = f"{RECORDS}.up", f"{RECORDS}.down"
 """Halves of the records, encoded before, have these names."""
 
@@ -263,16 +276,18 @@ def encoder(format: Format, checkpoint: Checkpoint, request: PlanRequest) -> Sit
             (blocks,) = columns.values()  # of a width that 256 divides: it has no tail
             found = {f"{name}.{_DOWN}": blocks.transpose(0, 1)[order].flatten(1)}
             return EncodedSite(found, unpacked, {f"{name}.{RECORDS}": slice(None)})
-        gate, up = weight.chunk(2)
+        gate, up = weight.chunk(2) if checkpoint.family.gated else (weight, None)
         gates, decoded_gate = _encoded_gate(layer, gate[order], inputs, request)
-        ups = _encoded_rows(up[order], inputs)
         decoded = torch.empty_like(weight)
-        for part, rows in zip(decoded.chunk(2), (decoded_gate, q4_k.decode(ups)), strict=True):
-            part[order] = rows
+        decoded[: len(gate)][order] = decoded_gate
         whole = len(gate) - zigzag.tail_rows(len(gate))
         rows_of: dict[str, slice | Tensor] = dict.fromkeys(gates, slice(0, len(gate)))
         if len(gates) > 1:
             rows_of = dict(zip(gates, (order[:whole], order[whole:]), strict=True))
+        if up is None:
+            return EncodedSite(gates, decoded, rows_of)
+        ups = _encoded_rows(up[order], inputs)
+        decoded[len(gate) :][order] = q4_k.decode(ups)
         rows_of[f"{name}.{RECORDS}"] = slice(len(gate), None)
         return EncodedSite({**gates, f"{name}.{_UP}": ups}, decoded, rows_of)
 
@@ -313,19 +328,19 @@ def _planned_neurons(
     order, device, encoded = neurons.by_frequency(counts.active[layer]), request.device, request.encoded
 
     def gate() -> Sequence[Tensor]:
-        weight = stacked_on(device, [checkpoint.gate_and_up(layer)[0][order]])
+        weight = stacked_on(device, [_matrices(checkpoint, layer)[0][order]])
         return [*_encoded_gate(layer, weight, None, request)[0].values()]
 
     def records() -> Tensor:
-        if f"{name}.{_UP}" in encoded:
-            return torch.cat([encoded[f"{name}.{part}"]() for part in (_UP, _DOWN)], 1)
-        up, (down,) = checkpoint.gate_and_up(layer)[1], checkpoint.projections(layer, "mlp_mid")
-        return neurons.pack(stacked_on(device, [up]), stacked_on(device, [down]), order)
+        if f"{name}.{_DOWN}" in encoded:
+            return torch.cat([encoded[part]() for part in (f"{name}.{_UP}", f"{name}.{_DOWN}") if part in encoded], 1)
+        _, up, down = _matrices(checkpoint, layer)
+        return neurons.pack(None if up is None else stacked_on(device, [up]), stacked_on(device, [down]), order)
 
     planned = zigzag_tensors(f"{name}.{MLP_GATE}", GATE_ROWS, count, hidden)
     if request.gates == "rows":
         planned = (PlannedTensor(f"{name}.{GATE}", (count, hidden), GATE_ROWS),)
     yield planned_matrix(planned, encoded, gate)
-    yield alone(PlannedTensor(f"{name}.{RECORDS}", (count, 2 * hidden), "Q4_K"), records)
+    yield alone(PlannedTensor(f"{name}.{RECORDS}", (count, (1 + checkpoint.family.gated) * hidden), "Q4_K"), records)
     yield planned_vector(f"{name}.{FREQUENCY}", "F32", counts.frequency[layer].float()[order])
     yield planned_vector(f"{name}.{ORDER}", "I32", order.to(torch.int32))

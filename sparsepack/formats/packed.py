@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from sparsepack.formats.blocks.table import BLOCKS
-from sparsepack.formats.kinds import DENSE, EXPERTS, MLP_GATE, MLP_RECORDS, NEURONS, MlpKind
+from sparsepack.formats.kinds import DENSE, EXPERTS, MLP_GATE, MLP_RECORDS, NEURONS, PLAIN_NEURONS, MlpKind
 from sparsepack.formats.matrix import PackedExperts, PackedMatrix, decode_experts, decode_matrix, zigzag_rows
 from sparsepack.formats.orders import neuron as neurons
 from sparsepack.models.activity import Skipped, bits_read, shown, skipped, sparse_sites_of
@@ -81,13 +81,13 @@ class DenseMlp:
 class NeuronMlp:
     """An MLP by neurons, stored by falling frequency; only what its activation makes exactly zero is skipped.
 
-    gate      -- zigzag matrix, or Q4_K by rows, [neurons, hidden]: who is active
-    records   -- Q4_K by rows [neurons, 2 * hidden]: of each neuron its row of up and its column of down
+    gate      -- zigzag matrix, or Q4_K by rows, [neurons, hidden]: who is active; without gates the rows of up
+    records   -- Q4_K by rows [neurons, 2 * hidden]: of each neuron its row of up and its column of down; without gates
+                 [neurons, hidden], the column alone
     frequency -- float32 [neurons]: share of the calibration's tokens at which each was active
     order     -- int64 [neurons]: the model's number of each
     """
 
-    kind: ClassVar[MlpKind] = NEURONS
     reached: ClassVar[float] = 1.0
     always: ClassVar[tuple[Tensor, ...]] = ()
     sites: ClassVar[Mapping[str, PackedSite]] = {}
@@ -96,6 +96,16 @@ class NeuronMlp:
     records: PackedMatrix
     frequency: Tensor
     order: Tensor
+
+    @property
+    def gated(self) -> bool:
+        """Whether neurons have a gate beside their row of up."""
+        return self.records.columns > self.gate.columns
+
+    @property
+    def kind(self) -> MlpKind:
+        """How it is stored."""
+        return NEURONS if self.gated else PLAIN_NEURONS
 
     @property
     def matrices(self) -> Mapping[str, PackedMatrix]:
@@ -116,11 +126,14 @@ class NeuronMlp:
             return decode_matrix(self.gate)[stored_at]
 
         def ups() -> Tensor:
-            return neurons.unpack(self.records.blocks)[0][stored_at]
+            rows = neurons.unpack(self.records.blocks)[0]
+            assert rows is not None
+            return rows[stored_at]
 
-        made = (gates, ups) if len(into) == 2 else (lambda: torch.cat([gates(), ups()]),)
+        fused = len(into) == 1 and self.gated
+        made = (lambda: torch.cat([gates(), ups()]),) if fused else (gates, ups)[: len(into)]
         found = {f"{name}.weight": weight for name, weight in zip(into, made, strict=True)}
-        return found | {f"{down}.weight": lambda: neurons.unpack(self.records.blocks)[1][:, stored_at]}
+        return found | {f"{down}.weight": lambda: neurons.unpack(self.records.blocks, self.gated)[1][:, stored_at]}
 
 
 @dataclass(frozen=True)

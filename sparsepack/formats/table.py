@@ -83,9 +83,7 @@ class Format:
             return "mixtures of experts"
         if self.mlp is not NEURONS or family.unpackable:
             return ""
-        return (
-            "without a gate" if not family.gated else "" if "mlp_norm" in family.norms else "without a norm before them"
-        )
+        return "" if "mlp_norm" in family.norms else "without a norm before them"
 
     def check_model(self, checkpoint: "Checkpoint") -> None:
         """Whether the format can hold a model: ask once, before anything is found for it.

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from sparsepack.errors import UserError
 from sparsepack.formats.blocks.table import ZIGZAG_BLOCKS
-from sparsepack.formats.kinds import DENSE, EXPERTS, NEURONS, MlpKind
+from sparsepack.formats.kinds import DENSE, EXPERTS, NEURONS, PLAIN_NEURONS, MlpKind
 from sparsepack.models.blocks import Attention
 
 if TYPE_CHECKING:
@@ -139,7 +139,7 @@ BACKENDS: Mapping[str, Backend] = MappingProxyType(
                 module="sparsepack.runtime.reference.backend",
                 cache_types=("f32",),
                 sequences=8,
-                mlps=(DENSE, NEURONS, EXPERTS),
+                mlps=(DENSE, NEURONS, PLAIN_NEURONS, EXPERTS),
                 blocks=ZIGZAG_BLOCKS,
                 scales_thresholds=True,
                 traits=frozenset(TRAITS),
@@ -153,7 +153,7 @@ BACKENDS: Mapping[str, Backend] = MappingProxyType(
                 cache_types=("f16",),
                 sequences=8,
                 tunes=("Q4_K", "Q6_P"),
-                mlps=(DENSE, NEURONS, EXPERTS),
+                mlps=(DENSE, NEURONS, PLAIN_NEURONS, EXPERTS),
                 blocks=ZIGZAG_BLOCKS,
                 scales_thresholds=True,
                 traits=frozenset(TRAITS),

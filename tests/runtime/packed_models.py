@@ -407,8 +407,9 @@ def by_neurons(packed: PackedModel, seed: int = 0, gates: str = "zigzag", tails:
     layers = []
     for layer in packed.layers:
         sites = dict(layer.sites)
-        gate, up = decode_matrix(sites.pop("mlp_in").matrix).chunk(2)
         down = decode_matrix(sites.pop("mlp_mid").matrix)
+        gate, *ups = decode_matrix(sites.pop("mlp_in").matrix).split(down.shape[1])
+        width = (1 + len(ups)) * len(down)
         order = torch.randperm(len(gate), generator=generator)
         blocks, tail = encoder(tails)(gate[order])
         mlp = NeuronMlp(
@@ -417,7 +418,9 @@ def by_neurons(packed: PackedModel, seed: int = 0, gates: str = "zigzag", tails:
                 if gates == "zigzag"
                 else PackedMatrix(BLOCKS["Q4_K"].encode(gate[order]), MatrixFormat("Q4_K"), *gate.shape)
             ),
-            records=PackedMatrix(neurons.pack(up, down, order), MatrixFormat("Q4_K"), len(gate), 2 * gate.shape[1]),
+            records=PackedMatrix(
+                neurons.pack(ups[0] if ups else None, down, order), MatrixFormat("Q4_K"), len(gate), width
+            ),
             frequency=torch.linspace(1, 0, len(gate)),
             order=order,
         )

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 from sparsepack.errors import UserError
 from sparsepack.eval.engine_subject import EngineScorer
 from sparsepack.files.text import read_text
-from sparsepack.formats.kinds import DENSE, NEURONS
+from sparsepack.formats.kinds import DENSE, NEURONS, PLAIN_NEURONS
 from sparsepack.formats.packed import PackedModel
 from sparsepack.runtime.backends import find_backend
 from sparsepack.runtime.chained import decoder as operations_decoder
@@ -33,14 +33,27 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "gates by rows, odd count": {"gates": "rows", "hidden_size": 512, "intermediate_size": 301},
 }
 
+PLAIN: dict[str, dict[str, Any]] = {
+    "without gates": {"hidden_act": "relu2", "mlp_bias": False},
+    "without gates, one neuron": {"hidden_act": "relu2", "mlp_bias": False, "intermediate_size": 1},
+    "without gates, by rows, odd count": {
+        "hidden_act": "relu2",
+        "mlp_bias": False,
+        "gates": "rows",
+        "hidden_size": 512,
+        "intermediate_size": 301,
+    },
+}
+
 every_backend = every_backend_that(lambda row: NEURONS in row.mlps)
+every_plain_backend = every_backend_that(lambda row: PLAIN_NEURONS in row.mlps)
 
 
 @cache
 def models(variant: str, rules: bool = False) -> tuple[PackedModel, Any]:
-    changes = {"hidden_size": 256, "intermediate_size": 300, "hidden_act": "relu", **VARIANTS[variant]}
+    changes = {"hidden_size": 256, "intermediate_size": 300, "hidden_act": "relu", **(VARIANTS | PLAIN)[variant]}
     gates = changes.pop("gates", "zigzag")
-    packed = by_neurons(random_model("llama", **changes), gates=gates)
+    packed = by_neurons(random_model("arcee, without a gate" if variant in PLAIN else "llama", **changes), gates=gates)
     stock = stock_model(packed)
     return (with_rules(packed, stock, IDS, [0, 6, 12]) if rules else packed), stock
 
@@ -80,6 +93,36 @@ def test_steps_skip_inactive_neurons_and_dense_ones_none(backend: str, variant: 
     assert set(engine.activity().values()) == {1.0}
 
 
+@every_plain_backend
+@pytest.mark.parametrize("variant", PLAIN)
+def test_neurons_without_gates_are_the_stock_model_whatever_is_skipped(backend: str, variant: str) -> None:
+    packed, stock = models(variant)
+    assert packed.mlp_kind is PLAIN_NEURONS
+    expected, watch = stock_logits(stock, packed, IDS, 0)
+    for start in (0, 6, 13):
+        for dense in (False, True):
+            engine = engine_of(packed, backend, dense=dense)
+            assert largest_difference(engine.teacher_forced(IDS, start), expected) < TOLERANCE[backend]
+    engine = engine_of(packed, backend)
+    assert largest_difference(torch.stack([engine.step(id) for id in IDS]), expected) < TOLERANCE[backend]
+    for layer in range(len(packed.layers)):
+        active = float((watch.inputs[layer, "mlp_mid"] != 0).double().mean())
+        assert engine.activity()[layer, "mlp_records"] == pytest.approx(active, abs=SHARE[backend])
+        assert engine.activity()[layer, "mlp_gate"] == 1
+
+
+@every_plain_backend
+def test_several_texts_share_neurons_without_gates(backend: str) -> None:
+    packed, _ = models("without gates, by rows, odd count")
+    together, alone = engine_of(packed, backend, sequences=2), engine_of(packed, backend)
+    ids = IDS[::-1]
+    found = torch.stack([together.step_all([one, other]) for one, other in zip(IDS, ids, strict=True)])
+    for sequence, text in enumerate((IDS, ids)):
+        alone.reset()
+        expected = torch.stack([alone.step(id) for id in text])
+        assert largest_difference(found[:, sequence], expected) < TOLERANCE[backend]
+
+
 @every_backend
 def test_attention_may_have_thresholds_beside_neurons(backend: str) -> None:
     packed, stock = models("odd count of neurons", rules=True)
@@ -117,6 +160,9 @@ def test_a_backend_that_does_not_run_them_says_so() -> None:
     toy = replace(find_backend("reference"), name="toy", mlps=(DENSE,))
     with pytest.raises(UserError, match="the toy backend does not run models by neurons; use backend reference or cpu"):
         check_features(toy, EngineOptions(), packed)
+    packed, _ = models("without gates")
+    with pytest.raises(UserError, match="the cuda backend does not run models by neurons without a gate; use backend"):
+        check_features(find_backend("cuda"), EngineOptions(), packed)
 
 
 @every_backend

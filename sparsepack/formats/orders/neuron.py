@@ -7,7 +7,8 @@ Row n is the neuron's row of the up matrix and then its column of the down matri
     neuron 1    | 144 bytes    | ... | 144 bytes   | 144 bytes     | ... | 144 bytes    |
 
 The first half is the row as `q4_k` stores it, the second the column as `zigzag` does, byte for byte. Neurons stand by
-falling frequency, so that those which should be near at hand are a prefix.
+falling frequency, so that those which should be near at hand are a prefix. The record of a neuron without a gate has
+the second half alone: its row of up says whether it is active, and has been multiplied by then.
 """
 
 import torch
@@ -19,11 +20,14 @@ from sparsepack.formats.blocks.q4_k import BLOCK_BYTES
 from sparsepack.formats.blocks.superblock import BLOCK
 
 
-def record_bytes(hidden: int) -> int:
-    """Bytes of a record. Raises `PackingError` for a width that 256 does not divide."""
+def record_bytes(hidden: int, gated: bool = True) -> int:
+    """Bytes of a record. Raises `PackingError` for a width that 256 does not divide.
+
+    gated -- whether it has a row of up beside the column of down
+    """
     if hidden < 1 or hidden % BLOCK:
         raise PackingError(f"hidden size {hidden}: neuron records need a multiple of {BLOCK}; use another format")
-    return 2 * hidden // BLOCK * BLOCK_BYTES
+    return (1 + gated) * hidden // BLOCK * BLOCK_BYTES
 
 
 def by_frequency(counts: Tensor) -> Tensor:
@@ -44,30 +48,37 @@ def original_order(order: Tensor) -> Tensor:
     return positions
 
 
-def pack(up: Tensor, down: Tensor, order: Tensor) -> Tensor:
-    """Quantise: floats [neurons, hidden] and [hidden, neurons] -> uint8 [neurons, record_bytes(hidden)].
+def pack(up: Tensor | None, down: Tensor, order: Tensor) -> Tensor:
+    """Quantise: floats [neurons, hidden] and [hidden, neurons] -> uint8 [neurons, record_bytes(hidden, gated)].
 
+    up -- None: of neurons without a gate
     order -- int64 [neurons]: which neuron is stored at each position
 
     Raises `PackingError` for shapes that do not fit together, a width that 256 does not divide, an order that is none,
     or weights that are not finite.
     """
-    if up.dim() != 2 or tuple(down.shape) != (up.shape[1], up.shape[0]):
-        raise PackingError(f"up {list(up.shape)}, down {list(down.shape)}: expected [n, h] and [h, n]")
-    record_bytes(up.shape[1])
-    if order.numel() != len(up):
-        raise PackingError(f"order of {order.numel()} neurons, the model has {len(up)}; calibrate this model")
+    if down.dim() != 2 or (up is not None and up.shape != down.t().shape):
+        shown = "none" if up is None else list(up.shape)
+        raise PackingError(f"up {shown}, down {list(down.shape)}: expected [n, h] and [h, n]")
+    hidden, count = down.shape
+    record_bytes(hidden)
+    if order.numel() != count:
+        raise PackingError(f"order of {order.numel()} neurons, the model has {count}; calibrate this model")
     original_order(order)
-    order = order.to(up.device).long()
-    return q4_k.encode(torch.cat([up[order], down.t()[order]], dim=1))
+    order = order.to(down.device).long()
+    columns = down.t()[order]
+    return q4_k.encode(columns if up is None else torch.cat([up[order], columns], dim=1))
 
 
-def unpack(records: Tensor) -> tuple[Tensor, Tensor]:
-    """Dequantise: uint8 [neurons, record_bytes(hidden)] -> float32 [neurons, hidden] and [hidden, neurons], as stored.
+def unpack(records: Tensor, gated: bool = True) -> tuple[Tensor | None, Tensor]:
+    """Dequantise: uint8 [neurons, record_bytes(hidden, gated)] -> float32 [neurons, hidden], None without gates, and
+    [hidden, neurons], as stored.
 
     Raises `PackingError` where these are no records.
     """
-    if records.dim() != 2 or not records.shape[1] or records.shape[1] % (2 * BLOCK_BYTES):
-        raise PackingError(f"records {list(records.shape)}: expected [neurons, a multiple of {2 * BLOCK_BYTES} bytes]")
+    if records.dim() != 2 or not records.shape[1] or records.shape[1] % (whole := (1 + gated) * BLOCK_BYTES):
+        raise PackingError(f"records {list(records.shape)}: expected [neurons, a multiple of {whole} bytes]")
+    if not gated:
+        return None, q4_k.decode(records).t()
     up, down = q4_k.decode(records).chunk(2, dim=1)
     return up, down.t()

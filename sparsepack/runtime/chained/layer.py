@@ -10,7 +10,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor
 
-from sparsepack.formats.kinds import DENSE, EXPERTS, MLP_GATE, MLP_RECORDS, NEURONS, MlpKind
+from sparsepack.formats.kinds import DENSE, EXPERTS, MLP_GATE, MLP_RECORDS, NEURONS, PLAIN_NEURONS, MlpKind
 from sparsepack.formats.matrix import PackedMatrix
 from sparsepack.formats.packed import DenseMlp, ExpertMlp, NeuronMlp, PackedLayer, PackedSite
 from sparsepack.models.sites import SiteRule, levels_read
@@ -43,8 +43,9 @@ class Operations(Protocol):
     def matmul(self, weight: Any, x: Tensor) -> Tensor:
         """X W^T of a matrix stored by rows."""
 
-    def load_neurons(self, records: PackedMatrix, device: torch.device | str = "cpu") -> Any:
-        """Prepare neuron records for `neuron_ffn` and `neuron_matmul`."""
+    def load_neurons(self, records: PackedMatrix, device: torch.device | str = "cpu", gated: bool = True) -> Any:
+        """Prepare neuron records for `neuron_ffn` and `neuron_matmul`. A backend whose row has no `PLAIN_NEURONS` need
+        not take those without gates."""
 
     def neuron_ffn(self, neurons: Any, x: Tensor, gate: Tensor, indices: Tensor, count: Tensor) -> Tensor:
         """The sum over active neurons of gate_n (up_n . x) down_n."""
@@ -332,7 +333,14 @@ def _load_dense(mlp: DenseMlp, operations: Operations, device: torch.device) -> 
 
 
 def _load_neurons(mlp: NeuronMlp, operations: Operations, device: torch.device) -> Mlp:
-    gate, records = _product_of(mlp.gate, operations, device), operations.load_neurons(mlp.records, device)
+    gate, records = (
+        _product_of(mlp.gate, operations, device),
+        (
+            operations.load_neurons(mlp.records, device)
+            if mlp.gated
+            else operations.load_neurons(mlp.records, device, False)
+        ),
+    )
     return _LoadedNeuronMlp(operations, gate, records, {name: _zero(device) for name in NEURONS.counted})
 
 
@@ -362,6 +370,7 @@ def _load_experts(mlp: ExpertMlp, operations: Operations, device: torch.device) 
 _LOADERS: Mapping[MlpKind, Callable[[Any, Operations, torch.device], Mlp]] = {
     DENSE: _load_dense,
     NEURONS: _load_neurons,
+    PLAIN_NEURONS: _load_neurons,
     EXPERTS: _load_experts,
 }
 

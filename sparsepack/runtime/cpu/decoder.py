@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sparsepack.errors import UserError
 from sparsepack.formats.blocks.table import BLOCKS
-from sparsepack.formats.kinds import DENSE, EXPERTS, NEURONS, MatrixFormat, MlpKind
+from sparsepack.formats.kinds import DENSE, EXPERTS, NEURONS, PLAIN_NEURONS, MatrixFormat, MlpKind
 from sparsepack.formats.matrix import PackedMatrix
 from sparsepack.formats.packed import DenseMlp, ExpertMlp, NeuronMlp, PackedModel, PackedSite
 from sparsepack.models.blocks import DeltaNet
@@ -225,7 +225,7 @@ def _add_neurons(builder: Any, mlp: NeuronMlp, threads: int) -> None:
     by_rows = mlp.gate.format.order != "zigzag"
     if not by_rows:
         builder.set_site(SITES.index("mlp_in"), load_zigzag(mlp.gate, threads=threads), None, None, None)
-    builder.set_neurons(load_neurons(mlp.records), load_gates(mlp.gate) if by_rows else None)
+    builder.set_neurons(load_neurons(mlp.records, gated=mlp.gated), load_gates(mlp.gate) if by_rows else None)
 
 
 def _add_experts(builder: Any, mlp: ExpertMlp, threads: int) -> None:
@@ -249,5 +249,6 @@ def _add_experts(builder: Any, mlp: ExpertMlp, threads: int) -> None:
 _ADD_MLP: Mapping[MlpKind, Callable[[Any, Any, int], None]] = {
     DENSE: _add_dense,
     NEURONS: _add_neurons,
+    PLAIN_NEURONS: _add_neurons,
     EXPERTS: _add_experts,
 }

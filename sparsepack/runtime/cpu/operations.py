@@ -251,11 +251,11 @@ def matmul(weight: Any, x: Tensor) -> Tensor:
     return y
 
 
-def load_neurons(records: PackedMatrix, device: torch.device | str = "cpu") -> Any:
+def load_neurons(records: PackedMatrix, device: torch.device | str = "cpu", gated: bool = True) -> Any:
     """Copy stored neuron records into the order that the kernels read. Takes their stored size, up to whole cache
-    lines."""
+    lines. gated: whether they have rows of up."""
     find_backend("cpu").check_device(device)
-    return operations().load_neurons(records.blocks.contiguous().numpy())
+    return operations().load_neurons(records.blocks.contiguous().numpy(), gated)
 
 
 def load_gates(gates: PackedMatrix) -> Any:

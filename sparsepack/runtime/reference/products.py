@@ -245,20 +245,24 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 @dataclass(frozen=True)
 class Neurons:
-    """Decoded neuron records: of each neuron its row of up and its column of down, float32 [neurons, hidden] each."""
+    """Decoded neuron records, float32 [neurons, hidden] each: rows of up, None without gates, and columns of down."""
 
-    up: Tensor
+    up: Tensor | None
     down: Tensor
 
 
-def load_neurons(records: PackedMatrix, device: torch.device | str = "cpu") -> Neurons:
-    """Decode stored neuron records on a device. Takes 4 bytes a weight."""
-    up, down = codec.unpack(records.blocks.to(device))
+def load_neurons(records: PackedMatrix, device: torch.device | str = "cpu", gated: bool = True) -> Neurons:
+    """Decode stored neuron records on a device. Takes 4 bytes a weight.
+
+    gated -- whether they have rows of up
+    """
+    up, down = codec.unpack(records.blocks.to(device), gated)
     return Neurons(up, down.t())
 
 
 def neuron_ffn(neurons: Neurons, x: Tensor, gate: Tensor, indices: Tensor, count: Tensor) -> Tensor:
-    """y = sum over active n of gate_n (up_n . x) down_n: an MLP that reads the records of active neurons alone (KAIROX,
+    """y = sum over active n of gate_n (up_n . x) down_n, without gates of gate_n down_n, where gate_n is what the
+    activation makes of up_n . x: an MLP that reads the records of active neurons alone (KAIROX,
     section 8). The same as with every neuron, as far as the others have a gate of exactly zero.
 
     x              -- float32 [hidden]
@@ -269,7 +273,7 @@ def neuron_ffn(neurons: Neurons, x: Tensor, gate: Tensor, indices: Tensor, count
     active neuron gives zeros.
     """
     active, values = active_values(gate, indices, count)
-    inner = values * torch.mv(neurons.up[active], x)
+    inner = values if neurons.up is None else values * torch.mv(neurons.up[active], x)
     bag = torch.zeros(1, dtype=active.dtype, device=x.device)
     # One bag: a weighted sum of the active rows of down, added one after the other.
     return F.embedding_bag(active, neurons.down, offsets=bag, mode="sum", per_sample_weights=inner)[0]
@@ -277,7 +281,7 @@ def neuron_ffn(neurons: Neurons, x: Tensor, gate: Tensor, indices: Tensor, count
 
 def neuron_matmul(neurons: Neurons, x: Tensor, gate: Tensor) -> Tensor:
     """`neuron_ffn` for several positions and every neuron: float32 [S, hidden], [S, neurons] -> [S, hidden]."""
-    return (gate * F.linear(x, neurons.up)) @ neurons.down
+    return (gate if neurons.up is None else gate * F.linear(x, neurons.up)) @ neurons.down
 
 
 @dataclass(frozen=True)

@@ -32,9 +32,11 @@ pytestmark = pytest.mark.filterwarnings("error:The given NumPy array is not writ
 RELU = {"hidden_act": "relu", "intermediate_size": 300}
 
 
-@pytest.fixture(scope="module")
-def relu(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
-    return open_checkpoint(make_model(tmp_path_factory.mktemp("relu") / "m", "qwen2", **RELU))
+@pytest.fixture(scope="module", params=["qwen2", "arcee"])
+def relu(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    """A model with ReLU, and one with its square, without gates."""
+    changes = RELU if request.param == "qwen2" else {"intermediate_size": 300}
+    return open_checkpoint(make_model(tmp_path_factory.mktemp("relu") / "m", request.param, **changes))
 
 
 @pytest.fixture(scope="module")
@@ -78,16 +80,16 @@ def test_neurons_stand_by_falling_frequency(relu: Checkpoint, file: Path) -> Non
 def test_down_columns_are_those_in_zigzag_order_byte_for_byte(relu: Checkpoint, file: Path) -> None:
     for layer, block in enumerate(read_packed(file).layers):
         assert isinstance(block.mlp, NeuronMlp)
-        (down,), (gate, _) = relu.projections(layer, "mlp_mid"), relu.projections(layer, "mlp_in")
+        (down,), (gate, *ups) = relu.projections(layer, "mlp_mid"), relu.projections(layer, "mlp_in")
         columns = zigzag.pack(down)[:, block.mlp.order].transpose(0, 1).reshape(300, -1)
-        assert torch.equal(block.mlp.records.blocks[:, 144:], columns)
+        assert torch.equal(block.mlp.records.blocks[:, 144 * len(ups) :], columns)
         assert relative_error(decode_matrix(block.mlp.gate), gate[block.mlp.order].float()) < 0.12
 
 
 def test_gguf_py_dequantises_records_and_gate_truthfully(relu: Checkpoint, file: Path) -> None:
     stored = {tensor.name: tensor for tensor in gguf.GGUFReader(file).tensors}
     for layer in range(2):
-        gate, up = relu.projections(layer, "mlp_in")
+        gate, *ups = relu.projections(layer, "mlp_in")
         (down,) = relu.projections(layer, "mlp_mid")
         order = torch.from_numpy(stored[f"blk.{layer}.mlp_order"].data.copy()).long()
         tensor = stored[f"blk.{layer}.mlp_records.weight"]
@@ -95,7 +97,7 @@ def test_gguf_py_dequantises_records_and_gate_truthfully(relu: Checkpoint, file:
         packed = read_packed(file).layers[layer].mlp
         assert isinstance(packed, NeuronMlp)
         assert torch.equal(theirs, decode_matrix(packed.records))
-        assert relative_error(theirs, torch.cat([up[order], down.t()[order]], 1).float()) < 0.09
+        assert relative_error(theirs, torch.cat([*(up[order] for up in ups), down.t()[order]], 1).float()) < 0.09
         bands, tail = (
             torch.from_numpy(gguf.quants.dequantize(tensor.data, tensor.tensor_type))
             for tensor in (stored[f"blk.{layer}.mlp_gate.weight"], stored[f"blk.{layer}.mlp_gate.tail.weight"])
@@ -116,7 +118,7 @@ def test_gates_by_rows_are_ordinary_rows_of_the_same_neurons(relu: Checkpoint, f
         tensor = stored[f"blk.{layer}.mlp_gate.weight"]
         theirs = torch.from_numpy(gguf.quants.dequantize(tensor.data, tensor.tensor_type))
         assert torch.equal(theirs, decode_matrix(found.mlp.gate))
-        gate, _ = relu.gate_and_up(layer)
+        gate = relu.projections(layer, "mlp_in")[0]
         assert relative_error(theirs, gate[found.mlp.order].float()) < 0.09
     report = verify(by_rows, relu)
     assert report.passed, report.problems
@@ -130,10 +132,11 @@ def test_it_is_verified_against_its_model_and_no_other(relu: Checkpoint, file: P
     assert {t.name for t in report.tensors if ".mlp_" in t.name} == {
         f"blk.{n}.mlp_{what}.weight" for n in range(2) for what in ("gate", "gate.tail", "records", "norm")
     }
-    other = open_checkpoint(make_model(tmp_path / "other", "qwen2", seed=1, **RELU))
+    family, changes = relu.family.model_type, RELU if relu.family.gated else {"intermediate_size": 300}
+    other = open_checkpoint(make_model(tmp_path / "other", family, seed=1, **changes))
     problems = verify(file, other).problems
     assert any("blk.0.mlp_records.weight: relative error" in problem for problem in problems)
-    wider = open_checkpoint(make_model(tmp_path / "wider", "qwen2", **{**RELU, "intermediate_size": 301}))
+    wider = open_checkpoint(make_model(tmp_path / "wider", family, **{**changes, "intermediate_size": 301}))
     assert any("mlp_records.weight" in problem for problem in verify(file, wider).problems)
 
 

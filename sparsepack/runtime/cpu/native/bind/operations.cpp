@@ -143,14 +143,14 @@ public:
     void zigzag_matmul(const ZigzagMatrix& m, Array<const float, 2> x, Array<float, 2> y) { product(m.view, x, y); }
     void rows_matmul(const RowsMatrix& m, Array<const float, 2> x, Array<float, 2> y) { product(m.view, x, y); }
 
-    NeuronMatrix load_neurons(Array<const uint8_t, 2> records) {
-        Neurons one = {nullptr, 0, 1};
+    NeuronMatrix load_neurons(Array<const uint8_t, 2> records, bool gated) {
+        Neurons one = {nullptr, 0, 1, !gated};
         int64_t bands = int64_t(records.shape(1)) / neuron_file_bytes(&one);
         expect(records.shape(0) > 0 && bands > 0 && int64_t(records.shape(1)) == bands * neuron_file_bytes(&one),
-               "records: expected [neurons, a multiple of 288 bytes]");
+               "records: expected [neurons, a multiple of 288 bytes, or of 144 without gates]");
         expect(bands <= MOST_NEURON_BANDS, "records: wider than 16384 channels");
         std::lock_guard<std::mutex> lock(mutex_);
-        return repack_neurons(records.data(), int64_t(records.shape(0)), int32_t(bands), pool_);
+        return repack_neurons(records.data(), int64_t(records.shape(0)), int32_t(bands), pool_, !gated);
     }
 
     void unpack_neurons(const NeuronMatrix& m, Array<uint8_t, 2> records) {
@@ -323,7 +323,7 @@ void bind_operations(nb::module_& m) {
         .def("planes_gemv", &Operations::planes_gemv, "matrix"_a, "x"_a, "indices"_a, "ends"_a, "y"_a, Released())
         .def("zigzag_matmul", &Operations::zigzag_matmul, "matrix"_a, "x"_a, "y"_a, Released())
         .def("rows_matmul", &Operations::rows_matmul, "matrix"_a, "x"_a, "y"_a, Released())
-        .def("load_neurons", &Operations::load_neurons, "records"_a, Released())
+        .def("load_neurons", &Operations::load_neurons, "records"_a, "gated"_a = true, Released())
         .def("unpack_neurons", &Operations::unpack_neurons, "neurons"_a, "records"_a, Released())
         .def("neuron_ffn", &Operations::neuron_ffn, "neurons"_a, "x"_a, "gate"_a, "indices"_a, "count"_a, "y"_a,
              Released())

@@ -2,6 +2,14 @@
 #include "decoder/decoder.h"
 
 namespace sparsepack {
+namespace {
+
+// The activation of gates, in place: ReLU, or without gates, of the products of up, its square.
+void rectify(const Neurons& n, int64_t count, float* gates) {
+    for (int64_t i = 0; i < count; ++i) gates[i] = gates[i] < 0 ? 0 : n.plain ? gates[i] * gates[i] : gates[i];
+}
+
+}  // namespace
 
 // The products of gates by rows with the rows of x, which all threads have left, or with each thread's own x where there
 // is one: y [positions][neurons], for all threads.
@@ -34,10 +42,10 @@ Decoder::Sums Decoder::neurons(const Sums& gate, const float* x, int layer, bool
     float *g = middle_.data() + first, *partial_sums = partial_sums_[MLP_MID & 1].data();
     if (size) {
         read(gate, first, size, g);
-        for (int32_t i = 0; i < size; ++i) g[i] = g[i] < 0 ? 0 : g[i];
+        rectify(n, size, g);
         count = k_.collect(g, nullptr, &zero, 0, size, first, g, list(s_.intermediate, thread));
     }
-    k_.neuron_input(x, n.bands, own.neuron_input.data());
+    if (!n.plain) k_.neuron_input(x, n.bands, own.neuron_input.data());
     int32_t total = gather(s_.intermediate, count, thread);
     Active active = {own.indices.data(), total};
     if (!sparse) active = {all_.data(), s_.intermediate};
@@ -52,7 +60,7 @@ Decoder::Sums Decoder::neurons(const Sums& gate, const float* x, int layer, bool
 void Decoder::neuron_rows(int layer, int32_t first, int32_t last, int32_t positions) {
     const Neurons& n = *model_.layers[layer].neurons;
     float* gates = wide_rows_.data();
-    for (int64_t i = int64_t(first) * n.count; i < int64_t(last) * n.count; ++i) gates[i] = gates[i] < 0 ? 0 : gates[i];
+    rectify(n, int64_t(last - first) * n.count, gates + int64_t(first) * n.count);
     pool_.barrier();
     share_neuron_matmul(k_, pool_, n, wide_normed_.data(), gates, positions, wide_inner_.data());
     pool_.barrier();

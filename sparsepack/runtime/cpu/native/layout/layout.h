@@ -115,7 +115,8 @@ enum { MOST_NEURON_BANDS = MAX_SPAN * QUAD_BANDS, NEURON_TILE_BYTES = 192 << 10,
 struct Neurons {
     const uint8_t* data;  // 64-byte aligned
     int64_t count;
-    int32_t bands;  // hidden / 256, at most MOST_NEURON_BANDS
+    int32_t bands;       // hidden / 256, at most MOST_NEURON_BANDS
+    bool plain = false;  // without gates: records have no up row, and what a gate would be is what a down column weighs
 };
 
 static inline int32_t neuron_hidden(const Neurons* n) { return n->bands * BAND_ROWS; }
@@ -125,7 +126,7 @@ static inline int64_t neuron_up(const Neurons* n) {
            n->bands * (int64_t)sizeof(BandNibbles);
 }
 static inline int64_t neuron_stride(const Neurons* n) {
-    return (neuron_up(n) + n->bands * (int64_t)sizeof(Q4KBlock) + 63) & ~(int64_t)63;
+    return (neuron_up(n) + (n->plain ? 0 : n->bands * (int64_t)sizeof(Q4KBlock)) + 63) & ~(int64_t)63;
 }
 // The nibbles of a band of an up row, from the order above to the file's.
 static inline void neuron_nibbles_to_file(const UpNibbles* from, Q4KBlock* to) {
@@ -138,7 +139,9 @@ static inline void neuron_nibbles_to_file(const UpNibbles* from, Q4KBlock* to) {
     }
 }
 // The bytes of a record in the file.
-static inline int64_t neuron_file_bytes(const Neurons* n) { return 2 * n->bands * (int64_t)sizeof(Q4KBlock); }
+static inline int64_t neuron_file_bytes(const Neurons* n) {
+    return (n->plain ? 1 : 2) * n->bands * (int64_t)sizeof(Q4KBlock);
+}
 // The number of records that are multiplied together while as many more are fetched: all stay in the second-level
 // cache.
 static inline int32_t neuron_tile(const Neurons* n) {

@@ -31,8 +31,8 @@ void pack_row(const Q4KBlock* blocks, int32_t bands, uint8_t* row) {
 
 void pack_record(const uint8_t* file, const Neurons& n, uint8_t* record) {
     auto* blocks = (const Q4KBlock*)file;
-    pack_row(blocks, n.bands, record + neuron_up(&n));
-    const Q4KBlock* down = blocks + n.bands;
+    if (!n.plain) pack_row(blocks, n.bands, record + neuron_up(&n));
+    const Q4KBlock* down = n.plain ? blocks : blocks + n.bands;
     for (int32_t band = 0; band < n.bands; band += QUAD_BANDS)
         pack_quad((const uint8_t*)(down + band), sizeof *down, std::min<int32_t>(QUAD_BANDS, n.bands - band),
                   (Quad*)record + band / QUAD_BANDS);
@@ -42,11 +42,11 @@ void unpack_record(const uint8_t* record, const Neurons& n, uint8_t* file) {
     auto* blocks = (Q4KBlock*)file;
     auto* nibbles = (const UpNibbles*)(record + neuron_up(&n));
     auto* headers = (const Q4KHeader*)(nibbles + n.bands);
-    for (int32_t band = 0; band < n.bands; band++) {
+    for (int32_t band = 0; band < n.bands && !n.plain; band++) {
         blocks[band].header = headers[band];
         neuron_nibbles_to_file(nibbles + band, blocks + band);
     }
-    Q4KBlock* down = blocks + n.bands;
+    Q4KBlock* down = n.plain ? blocks : blocks + n.bands;
     for (int32_t band = 0; band < n.bands; band += QUAD_BANDS)
         unpack_quad((const Quad*)record + band / QUAD_BANDS, std::min<int32_t>(QUAD_BANDS, n.bands - band),
                     (uint8_t*)(down + band), sizeof *down);
@@ -75,8 +75,8 @@ void copy_out(const uint8_t* file, int64_t count, int64_t bytes, Pool& pool, Wor
 
 }  // namespace
 
-NeuronMatrix repack_neurons(const uint8_t* records, int64_t count, int32_t bands, Pool& pool) {
-    Neurons view = {nullptr, count, bands};
+NeuronMatrix repack_neurons(const uint8_t* records, int64_t count, int32_t bands, Pool& pool, bool plain) {
+    Neurons view = {nullptr, count, bands, plain};
     int64_t stride = neuron_stride(&view), bytes = neuron_file_bytes(&view);
     Memory memory(count * stride);
     uint8_t* data = memory.data();

@@ -55,7 +55,7 @@ struct NeuronMatrix {
 };
 
 // records: [count][neuron_file_bytes]; pages of a file are given back as by `repack_zigzag`.
-NeuronMatrix repack_neurons(const uint8_t* records, int64_t count, int32_t bands, Pool& pool);
+NeuronMatrix repack_neurons(const uint8_t* records, int64_t count, int32_t bands, Pool& pool, bool plain = false);
 
 // The inverse of `repack_neurons`, byte for byte.
 void unpack_neurons(const Neurons& neurons, uint8_t* records, Pool& pool);
