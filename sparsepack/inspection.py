@@ -1,14 +1,19 @@
 """`inspect`: what anything that sparsepack makes holds."""
 
-from collections.abc import Callable, Mapping
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from sparsepack.errors import ArtifactError
+from sparsepack.errors import ArtifactError, CheckpointError
 from sparsepack.eval.results import with_error
 from sparsepack.progress import format_count
 from sparsepack.tables import Table
+
+if TYPE_CHECKING:
+    from sparsepack.models.checkpoint.sources import StoredType
 
 
 def inspect(path: Path) -> dict[str, Any]:
@@ -64,10 +69,19 @@ def _inspect_checkpoint(path: Path) -> dict[str, Any]:
     from sparsepack.formats.table import holders
     from sparsepack.models.checkpoint.checkpoint import open_checkpoint
     from sparsepack.models.checkpoint.configuration import segments_summary
+    from sparsepack.models.checkpoint.quantised import types_alone
     from sparsepack.models.family import HEAD, SITES
     from sparsepack.models.provenance import distillation_in_words, distillation_record, pruning_record, rotation_record
 
-    checkpoint = open_checkpoint(path, hashed=True)
+    try:
+        checkpoint = open_checkpoint(path, hashed=True)
+    except CheckpointError as error:
+        alone = types_alone(path)
+        if alone is None:
+            raise
+        return {"kind": "checkpoint", "path": str(path), "model_type": alone[0], "refused": str(error)} | _stored(
+            alone[1]
+        )
     record, source = pruning_record(checkpoint.path), checkpoint.source
     shapes = {name: shape for name, shape in source.shapes.items() if name != HEAD or not checkpoint.tied}
     pruned = None
@@ -87,14 +101,21 @@ def _inspect_checkpoint(path: Path) -> dict[str, Any]:
         "context": int(checkpoint.config.max_position_embeddings),
         "sites": {site: list(checkpoint.stacked_shape(site)) for site in SITES},
         "weights": sum(prod(shape) for shape in shapes.values()),
-        "bytes": sum(each.nbytes for each in checkpoint.stored_types),
         "dtype": type_name(checkpoint.dtype),
-        "stored": [{**asdict(each), "bits_per_weight": each.bits} for each in checkpoint.stored_types],
+        "refused": None,
         "grid": checkpoint.grid,
         "pruned": pruned,
         "rotated": dict(rotation.summary) if rotation else None,
         "distilled": {**distilled.summary, "in_words": distillation_in_words(distilled.summary)} if distilled else None,
         "formats": holders(checkpoint),
+    } | _stored(checkpoint.stored_types)
+
+
+def _stored(types: Sequence[StoredType]) -> dict[str, Any]:
+    """How a checkpoint's tensors are stored."""
+    return {
+        "bytes": sum(each.nbytes for each in types),
+        "stored": [{**asdict(each), "bits_per_weight": each.bits} for each in types],
     }
 
 

@@ -155,6 +155,12 @@ def _percent(share: float | None) -> str:
 
 def checkpoint_table(found: Mapping[str, Any]) -> str:
     """A model as it is before it is packed."""
+    if found["refused"] is not None:
+        return markdown(
+            f"{found['path']}: a checkpoint, {found['model_type']}, {found['bytes']:,} bytes",
+            stored_table(found["stored"]),
+            f"no other command takes it: {found['refused'].removeprefix(found['path'] + ': ')}",
+        )
     rows = [[site, f"{outputs:,} x {inputs:,}"] for site, (outputs, inputs) in found["sites"].items()]
     return markdown(
         f"{found['path']}: a checkpoint, {found['model_type']} ({found['sha256'][:12]}), {found['weights']:,} weights, "

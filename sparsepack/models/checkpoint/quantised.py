@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 from sparsepack.errors import CheckpointError
-from sparsepack.files.gguf import GgufFile
+from sparsepack.files.gguf import GgufFile, read_split_gguf
 from sparsepack.files.stored import shown, validate
+from sparsepack.models.checkpoint.configuration import QUANTISED
 from sparsepack.models.checkpoint.schemes import SCHEMES, Misfit, Scheme, Settings, stored_name
 from sparsepack.models.checkpoint.source_hash import SourceHash
 from sparsepack.models.checkpoint.sources import (
@@ -22,6 +23,7 @@ from sparsepack.models.checkpoint.sources import (
     check_finite,
     stored_types,
 )
+from sparsepack.models.families import FAMILIES, TEXT_PARTS
 
 _OF_ACTIVATIONS = (
     ".input_scale",
@@ -277,6 +279,27 @@ class QuantisedSource:
                 "download the model again"
             ) from error
         return check_finite(self._source.path_of(matrix.names[matrix.scheme.codes]), name, decoded)
+
+
+def types_alone(path: Path) -> tuple[str, tuple[StoredType, ...]] | None:
+    """The model type, or llama.cpp's architecture, and how tensors are stored, of a folder or GGUF of a family without
+    a row; None of others. Raises `CheckpointError` and `ArtifactError` as opening does."""
+    if path.is_file():
+        file = read_split_gguf(path)
+        kind = str(file.metadata.get("general.architecture"))[:60]
+        if any(family.gguf is not None and family.gguf.architecture == kind for family in FAMILIES.values()):
+            return None
+        infos = file.tensors.values()
+        return kind, stored_types((each.type, each.shape, each.nbytes, each.type not in PLAIN) for each in infos)
+    try:
+        values = json.loads((path / "config.json").read_text(encoding="utf-8"))
+        kind = str(values["model_type"])[:60]
+    except (ValueError, LookupError, TypeError, OSError, RecursionError):
+        return None
+    if kind in (*FAMILIES, *TEXT_PARTS):
+        return None
+    settings = next(filter(None, map(values.get, QUANTISED)), None)
+    return kind, quantised_source(SafetensorsSource(path), settings, path).stored_types
 
 
 def read_methods() -> tuple[str, ...]:

@@ -5,17 +5,19 @@ import re
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-from commands_for_tests import succeeds
+from commands_for_tests import fails, succeeds
+from gguf import GGMLQuantizationType, GGUFWriter
 from models_for_tests import TEXT, edit_config, make_model
-from releases_for_tests import COMPRESSED, FP8, RELEASES, Release, bitsandbytes, packed_bits, release
+from releases_for_tests import COMPRESSED, FP8, RELEASES, Release, bitsandbytes, mxfp4, packed_bits, release
 from safetensors.torch import load_file, save_file
 
 from sparsepack.data import SHIPPED_MODELS
 from sparsepack.errors import UserError
 from sparsepack.formats.containers.gguf import open_gguf
-from sparsepack.models.checkpoint.checkpoint import open_checkpoint
+from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from sparsepack.models.checkpoint.codes import unpacked
 from sparsepack.models.checkpoint.quantised import quantised_source, read_methods
 from sparsepack.models.checkpoint.sources import SafetensorsSource
@@ -76,6 +78,32 @@ def test_experts_of_mxfp4_are_read_as_transformers_reads_them(tmp_path: Path) ->
     assert dict(source.shapes) == {name: (3, 64, 10), f"{name}_bias": (3, 10)}
     assert torch.equal(source.tensor(name), convert_moe_packed_tensors(blocks, scales))
     assert torch.equal(source.tensor(f"{name}_bias"), bias)
+
+
+def test_a_gpt_oss_is_read_with_its_experts_in_mxfp4(tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "m", "gpt_oss", num_hidden_layers=1)
+    tensors = load_file(folder / "model.safetensors")
+    expected = {}
+    for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        rows = tensors.pop(name).float().transpose(1, 2)  # [experts, outputs, inputs]
+        encoded, values = mxfp4(rows.flatten(0, 1))
+        shape = (*rows.shape[:2], -1)
+        tensors[f"{name}_blocks"] = encoded["_packed"].view(*shape, 16)
+        tensors[f"{name}_scales"] = encoded["_scale"].view(shape)
+        expected[name] = values.view(rows.shape).transpose(1, 2)
+    save_file(tensors, folder / "model.safetensors")
+    edit_config(folder, quantization_config={"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]})
+    checkpoint = open_checkpoint(folder)
+    plain = make_model(tmp_path / "plain", "gpt_oss", num_hidden_layers=1)
+    whole = load_file(plain / "model.safetensors") | {name: each.bfloat16() for name, each in expected.items()}
+    save_file({name: each.contiguous() for name, each in whole.items()}, plain / "model.safetensors")
+    assert len(expected) == 2
+    assert same_tensors(checkpoint, open_checkpoint(plain))
+
+
+def same_tensors(one: Checkpoint, other: Checkpoint) -> bool:
+    shapes = one.source.shapes
+    return shapes == other.source.shapes and all(torch.equal(one.tensor(n), other.tensor(n)) for n in shapes)
 
 
 @pytest.mark.parametrize("scale", [torch.float32, torch.float8_e8m0fnu])
@@ -327,6 +355,32 @@ def test_codes_that_no_table_has_are_told_when_they_are_read(model: Path) -> Non
     release(model, Release(RELEASES["nf4"].settings, short, "NF4"))
     with pytest.raises(UserError, match="its NF4 tensors do not belong together"):
         open_checkpoint(model).tensor(UP)
+
+
+def test_inspect_lists_how_a_model_of_no_family_is_stored(model: Path) -> None:
+    release(model, RELEASES["awq"])
+    edit_config(model, model_type="mamba2000")
+    listed = succeeds("inspect", model)
+    assert re.search(r"\| AWQ +\| +7 \| +798,720 \| +\d", listed)
+    assert "no other command takes it: model type 'mamba2000' is not supported" in listed
+    edit_config(model, quantization_config={"quant_method": "gptq", "bits": 3})
+    assert "do not belong together" in fails("inspect", model)
+
+
+def test_inspect_lists_how_a_gguf_of_no_family_is_stored(model: Path, tmp_path: Path) -> None:
+    writer = GGUFWriter(tmp_path / "m.gguf", "mamba2000")
+    blocks = np.zeros((4, 2 * 34), np.uint8)
+    writer.add_tensor("blk.0.ssm_in.weight", blocks, raw_dtype=GGMLQuantizationType.Q8_0)
+    for write in (
+        writer.write_header_to_file,
+        writer.write_kv_data_to_file,
+        writer.write_tensors_to_file,
+        writer.close,
+    ):
+        write()
+    listed = succeeds("inspect", tmp_path / "m.gguf")
+    assert re.search(r"\| Q8_0 +\| +1 \| +256 \| +272 \| +8\.5 \|", listed)
+    assert "no other command takes it: a GGUF of architecture 'mamba2000'" in listed
 
 
 def test_every_method_is_in_the_documentation() -> None:
