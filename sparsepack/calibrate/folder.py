@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from sparsepack.calibrate.collectors import GROUPS, Statistics, added, check, ends_run, named, of_block, run_count
@@ -62,7 +63,7 @@ class CalibratedHeads(Stored):
     head_dim: Size
     groups: Literal["mean"]
     rotary: _CalibrationRotary
-    without: tuple[Count, ...] = ()
+    without: list[Count] = Field(default_factory=list)
 
 
 def heads_of(checkpoint: Checkpoint) -> dict[str, Any]:

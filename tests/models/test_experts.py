@@ -67,7 +67,7 @@ def test_a_checkpoint_of_single_experts_is_the_stock_model(folders: dict[str, Pa
     assert numbers is not None
     shared = {"qwen2_moe": 2, "qwen3_5_moe_text": 1}.get(family, 0)
     assert (numbers.count, numbers.used, numbers.shared) == (8, 2, shared)
-    assert numbers.normalised == (family in ("mixtral", "qwen3_moe"))
+    assert numbers.normalised == (family in ("mixtral", "qwen3_moe", "qwen3_5_moe_text"))
     for site, rows in (("mlp_in", 512), ("mlp_mid", 256)):
         assert checkpoint.stacked_shape(site) == ((8 + shared) * rows, 256)
         assert tuple(checkpoint.experts(0, site).shape) == (8 + shared, rows, 256)
