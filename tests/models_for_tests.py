@@ -89,6 +89,20 @@ SMALL: dict[str, dict[str, Any]] = {
         "layer_types": ["full_attention"] * 2,
         "pad_token_id": 0,
     },
+    "glm": {
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "pad_token_id": 0,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+    },
+    "glm4": {
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "pad_token_id": 0,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+    },
+    "ernie4_5": {"num_key_value_heads": 2, "head_dim": 64, "pad_token_id": 0, "tie_word_embeddings": True},
+    "helium": {"num_key_value_heads": 2, "head_dim": 64, "pad_token_id": 0},
     "cwm": {"num_key_value_heads": 2, "bos_token_id": 0, "head_dim": 64, "sliding_window": 24, "pad_token_id": 0},
     "arcee": {"num_key_value_heads": 2},
     "seed_oss": {"num_key_value_heads": 2, "head_dim": 64, "pad_token_id": 0},
@@ -208,7 +222,7 @@ WINDOWED: dict[str, dict[str, Any]] = {
     "gemma3_text": {"sliding_window": 10},
     **{family: {"sliding_window": 10} for family in ("olmo3", "vaultgemma", "cwm")},
     "exaone4": {"sliding_window": 10, "layer_types": ["sliding_attention", "full_attention"]},
-    **{family: {} for family in ("gemma", "hyperclovax", "qwen3_5_text")},
+    **{family: {} for family in ("gemma", "hyperclovax", "qwen3_5_text", "glm", "glm4", "ernie4_5", "helium")},
     **{family: {} for family in ("granite", "granitemoehybrid", "smollm3", "olmo2", "arcee", "seed_oss", "ministral3")},
 }
 """The changes to each family that make its layers look back a few tokens, where the family has such layers."""

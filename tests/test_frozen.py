@@ -28,6 +28,7 @@ from safetensors import safe_open
 
 import sparsepack
 from sparsepack.data import SHIPPED_MODELS
+from sparsepack.models.families import FAMILIES
 
 pytestmark = pytest.mark.long  # each format has tests of its own
 
@@ -67,7 +68,8 @@ def _cases() -> Iterator[Case]:
         dense = source != "shipped:tiny-mixture" and source.split("/")[0] not in EXPERTS
         yield Case(source, "--format zigzag-q4_k")
         yield Case(source, "--format zigzag-q4_k --sparsity 0.5", calibrated=True)
-        for format in ("q4_k", "bf16"):
+        family = source.split("/")[0]
+        for format in ("q4_k", "bf16") if family not in FAMILIES or FAMILIES[family].gguf is not None else ():
             yield Case(source, f"--format {format}")
         for format in ("slide-int8", "slide-fp8", "slide-bf16") if dense else ():
             yield Case(source, f"--format {format}", pruned=True)

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from sparsepack.errors import CheckpointError
-from sparsepack.models import exaone, gemma, gpt_oss, granite, llama, mixture, olmo, opt, phi, qwen, qwen_next
+from sparsepack.models import exaone, gemma, glm, gpt_oss, granite, llama, mixture, olmo, opt, phi, qwen, qwen_next
 from sparsepack.models.family import Family, ResidualStream, TextPart
 
-_MODULES = (llama, qwen, qwen_next, phi, gemma, granite, olmo, exaone, opt, mixture, gpt_oss)
+_MODULES = (llama, qwen, qwen_next, phi, gemma, granite, olmo, exaone, glm, opt, mixture, gpt_oss)
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {family.model_type: family for module in _MODULES for family in module.FAMILIES}
 )

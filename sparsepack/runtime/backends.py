@@ -32,6 +32,7 @@ ROPELESS = "layers without rotary embedding"
 PLAIN_MLPS = "MLPs without a gate"
 SINKS = "attention sinks"
 BIASED_EXPERTS = "experts with biases and a clamped SwiGLU"
+NEIGHBOURS = "a rotary embedding that turns neighbouring channels together"
 QUERY_GROWTH = "texts so long that later queries are scaled"
 DELTA_NETS = "gated delta nets, which keep a state in place of keys and values"
 ATTENTION_GATES = "attention with an output gate"
@@ -49,6 +50,7 @@ TRAITS: Mapping[str, Callable[[Architecture, int], bool]] = MappingProxyType(
         ROW_NORMS: lambda a, context: any(block.qk_norm == "rows" for block in a.blocks),
         ROPELESS: lambda a, context: bool(a.ropeless),
         QUERY_GROWTH: lambda a, context: bool(a.query_growth) and context > a.query_growth[1],
+        NEIGHBOURS: lambda a, context: a.heads_and_rope.rotary.convention == "interleaved",
         SINKS: lambda a, context: any(isinstance(of.mixer, Attention) and of.mixer.sinks for of in a.blocks),
         BIASED_EXPERTS: lambda a, context: any(block.mlp.biased for block in a.blocks),
         PLAIN_MLPS: lambda a, context: not all(block.mlp.gated for block in a.blocks),
@@ -176,7 +178,8 @@ BACKENDS: Mapping[str, Backend] = MappingProxyType(
                 gate_copies=True,
                 scales_thresholds=True,
                 pads_tails=True,
-                traits=frozenset(TRAITS) - {QUERY_GROWTH, SINKS, BIASED_EXPERTS, DELTA_NETS, ATTENTION_GATES},
+                traits=frozenset(TRAITS)
+                - {QUERY_GROWTH, NEIGHBOURS, SINKS, BIASED_EXPERTS, DELTA_NETS, ATTENTION_GATES},
             ),
             Backend(
                 "metal",

@@ -58,6 +58,7 @@ class AttentionShape:
     cap                       -- a score s becomes cap tanh(s / cap); 0: it stays
     more_tables               -- cos and sin of the tables after the first, which alone long sequences may change
     turns                     -- whether they do: positions of a sequence may turn by rows of its own, of `set_rope`
+    neighbours                -- whether channels 2 c and 2 c + 1 of a head turn together, in place of halves
     query_scale               -- float32 [context]: what queries are multiplied by at each position; None: nothing
     """
 
@@ -75,6 +76,7 @@ class AttentionShape:
     more_tables: tuple[tuple[Tensor, Tensor], ...] = ()
     turns: bool = False
     query_scale: Tensor | None = None
+    neighbours: bool = False
 
     @property
     def tables(self) -> tuple[tuple[Tensor, Tensor], ...]:
@@ -202,6 +204,7 @@ def attention_shape(
         tuple(more_tables),
         long is not None and len(cos) > long.tokens,
         query_scales(architecture, len(cos), cos.device),
+        architecture.heads_and_rope.rotary.convention == "interleaved",
     )
 
 

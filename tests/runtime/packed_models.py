@@ -221,6 +221,21 @@ VARIANTS: Mapping[str, dict[str, Any]] = {
         },
     },
     "ministral3, texts within the first positions": {"model_type": "ministral3", "head_dim": 16},
+    "glm4, neighbours of a half of each head turn": {
+        "model_type": "glm4",
+        "head_dim": 16,
+        "pad_token_id": 0,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+    },
+    "glm, norms before alone": {
+        "model_type": "glm",
+        "head_dim": 8,
+        "pad_token_id": 0,
+        "attention_bias": False,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+    },
+    "ernie4_5, neighbours turn": {"model_type": "ernie4_5", "head_dim": 12, "use_bias": True},
+    "helium, neighbours turn": {"model_type": "helium", "head_dim": 8},
     "gpt_oss, sinks": {
         "model_type": "gpt_oss",
         "intermediate_size": 43,

@@ -29,6 +29,8 @@ class NativeKvCache:
         self.sparse_from = shape.sparse_from
         self._heads = shape.heads * shape.head_dim
         self.native: list[Any] = [_native_cache(shape) for _ in range(shape.sequences)]
+        for cache in self.native if shape.neighbours else ():
+            cache.turn_neighbours()
         for cache in self.native if shape.query_scale is not None else ():
             cache.scale_queries(vector(shape.query_scale))
 

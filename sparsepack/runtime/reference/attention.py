@@ -20,12 +20,17 @@ def rotary_table(inv_freq: Tensor, scale: float, context: int, first: int = 0) -
     return angles.cos() * scale, angles.sin() * scale
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, neighbours: bool = False) -> Tensor:
     """Rotary embedding, halves apart: channel i of the first n is rotated together with i + n / 2, the others stay.
+    With `neighbours`, channel 2 i with 2 i + 1.
 
     x: float32 [heads, S, head_dim]; cos, sin: [S, n / 2], the rows of the positions in question.
     """
     half = cos.shape[-1]
+    if neighbours:
+        even, odd = x[..., : 2 * half : 2], x[..., 1 : 2 * half : 2]
+        pairs = torch.stack([even * cos - odd * sin, odd * cos + even * sin], -1)
+        return torch.cat([pairs.flatten(-2), x[..., 2 * half :]], -1)
     first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
     return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1)
 
@@ -151,7 +156,7 @@ class DenseKvCache:
         x = self._by_head(rows)
         if norm is not None:
             x = rms_norm(x, norm, self._shape.eps)
-        return rotate(x, cos, sin)
+        return rotate(x, cos, sin, self._shape.neighbours)
 
     def _by_head(self, rows: Tensor) -> Tensor:
         return rows.view(len(rows), -1, self._shape.head_dim).transpose(0, 1)  # [heads, S, head_dim]

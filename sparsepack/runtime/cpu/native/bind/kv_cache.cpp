@@ -87,6 +87,7 @@ void bind_kv_cache(nb::module_& m) {
             "first"_a, "cos"_a, "sin"_a)
         .def(
             "scale_queries", [](KvCache& cache, const Array<1>& by) { cache.scale_queries(copied(by)); }, "by"_a)
+        .def("turn_neighbours", &KvCache::turn_neighbours)
         .def("copy", &KvCache::copy, "other"_a, "length"_a, nb::call_guard<nb::gil_scoped_release>())
         .def("reset", &KvCache::reset);
     nb::class_<DenseKvCache, KvCache>(m, "DenseKvCache")

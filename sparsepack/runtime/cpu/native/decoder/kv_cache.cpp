@@ -58,7 +58,13 @@ void KvCache::apply_rope(float* x, const std::vector<float>& norm, int32_t table
     const RotaryTable& turns = tables_[table];
     int64_t at = position * shape_.half;
     if (!norm.empty()) kernels_.rms_norm(x, norm.data(), shape_.head_dim, shape_.eps, x);
-    kernels_.rotate(x, turns.cos.data() + at, turns.sin.data() + at, shape_.half);
+    const float *cos = turns.cos.data() + at, *sin = turns.sin.data() + at;
+    if (!neighbours_) return kernels_.rotate(x, cos, sin, shape_.half);
+    for (int32_t i = 0; i < shape_.half; ++i) {
+        float even = x[2 * i], odd = x[2 * i + 1];
+        x[2 * i] = even * cos[i] - odd * sin[i];
+        x[2 * i + 1] = odd * cos[i] + even * sin[i];
+    }
 }
 
 void KvCache::scale_queries(std::vector<float> by) {

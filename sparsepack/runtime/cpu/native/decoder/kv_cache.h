@@ -75,6 +75,9 @@ public:
     // first table. Throws std::invalid_argument where there are not so many.
     void turn(int64_t first, int64_t count, const float* cos, const float* sin);
 
+    // Turns channel 2 i of a head with 2 i + 1 from now on, in place of half + i.
+    void turn_neighbours() noexcept { neighbours_ = true; }
+
     // Multiplies the queries of each position [context] from now on. Throws std::invalid_argument for another length.
     void scale_queries(std::vector<float> by);
 
@@ -107,6 +110,7 @@ protected:
     const std::vector<LayerAttention> layers_;
     std::vector<RotaryTable> tables_;
     std::vector<float> query_scale_;  // [context], or empty
+    bool neighbours_ = false;
     const Kernels& kernels_;
 
 private:
