@@ -1,9 +1,10 @@
 """The sources of a checkpoint's tensors: sharded safetensors, or a GGUF as made by llama.cpp's converter."""
 
+import json
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -24,7 +25,13 @@ _GGUF_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat
 """Types of GGUFs that torch has, too; weights of any other become float32."""
 PLAIN = {**_GGUF_DTYPES, "F64": torch.float64}
 """Types of safetensors whose numbers are weights; what those of any other mean a quantised release says."""
-_BYTES = {"I64": 8, "U64": 8, "F64": 8, "I32": 4, "U32": 4, "F32": 4, "I16": 2, "U16": 2, "F16": 2, "BF16": 2}
+_TYPES = {
+    **PLAIN,
+    **{"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu},
+    **{"I8": torch.int8, "I16": torch.int16, "I32": torch.int32, "I64": torch.int64, "BOOL": torch.bool},
+    **{"U8": torch.uint8, "U16": torch.uint16, "U32": torch.uint32, "U64": torch.uint64},
+}
+"""The types that torch has, too."""
 _PIECE = 1 << 20
 """So many weights are compared at one time."""
 
@@ -174,6 +181,7 @@ class SafetensorsSource:
         self._stored_as: dict[str, str] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
         self.types: dict[str, str] = {}  # as safetensors names them
+        self._places: dict[Path, dict[str, tuple[int, int]]] = {}
         self.omitted: list[str] = []
         for path in files:
             try:
@@ -216,7 +224,10 @@ class SafetensorsSource:
     @property
     def nbytes(self) -> Mapping[str, int]:
         """The bytes of each tensor."""
-        return {name: math.prod(shape) * _BYTES.get(self.types[name], 1) for name, shape in self._shapes.items()}
+        return {
+            name: math.prod(shape) * _TYPES.get(self.types[name], torch.uint8).itemsize
+            for name, shape in self._shapes.items()
+        }
 
     @property
     def stored_types(self) -> tuple[StoredType, ...]:
@@ -229,27 +240,33 @@ class SafetensorsSource:
         return self._file_of[name]
 
     def tensor(self, name: str) -> torch.Tensor:
-        return check_finite(self._file_of[name], self._stored_as[name], self.stored([name])[name])
+        stored_as = self._stored_as[name]
+        value = self._read(self._file_of[name], lambda file: file.get_tensor(stored_as))
+        return check_finite(self._file_of[name], stored_as, value)
 
     def stored(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
-        """Read tensors as they are stored, whatever their values; a file that has several is opened once."""
-        by_file: dict[Path, list[str]] = {}
-        for name in names:
-            by_file.setdefault(self._file_of[name], []).append(name)
+        """Read tensors as they are stored, whatever their values. A release may have thousands in a file: its header is
+        read once, which `safe_open` does each time."""
         found: dict[str, torch.Tensor] = {}
-        for path, there in by_file.items():
-            names_there = [self._stored_as[name] for name in there]
-            values = self._read(path, partial(_tensors, names=names_there))
-            found |= zip(there, values, strict=True)
+        for name in names:
+            path = self._file_of[name]
+            try:
+                if path not in self._places:
+                    self._places[path] = _places(path)
+                found[name] = _read_at(
+                    path, self._places[path][self._stored_as[name]], _TYPES[self.types[name]], self._shapes[name]
+                )
+            except (OSError, ValueError, LookupError) as error:
+                raise _unreadable(path, error) from error
         return found
 
     def rows(self, name: str, first: int, last: int) -> torch.Tensor:
         """Read rows of a tensor in its stored dtype."""
         stored_as = self._stored_as[name]
-        return self._read(self._file_of[name], lambda file: [file.get_slice(stored_as)[first:last]])[0]
+        return self._read(self._file_of[name], lambda file: file.get_slice(stored_as)[first:last])
 
     @staticmethod
-    def _read(path: Path, read: Callable[[Any], list[torch.Tensor]]) -> list[torch.Tensor]:
+    def _read(path: Path, read: Callable[[Any], torch.Tensor]) -> torch.Tensor:
         from safetensors import SafetensorError, safe_open
 
         try:
@@ -259,8 +276,28 @@ class SafetensorsSource:
             raise _unreadable(path, error) from error
 
 
-def _tensors(file: Any, names: Iterable[str]) -> list[torch.Tensor]:
-    return [file.get_tensor(name) for name in names]
+def _places(path: Path) -> dict[str, tuple[int, int]]:
+    """The first byte and the one behind the last of each tensor in a safetensors file."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length))
+    listed = ((name, entry["data_offsets"]) for name, entry in header.items() if name != "__metadata__")
+    return {name: (8 + length + first, 8 + length + last) for name, (first, last) in listed}
+
+
+def _read_at(path: Path, place: tuple[int, int], dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    value = torch.empty(shape, dtype=dtype)
+    if value.nbytes != place[1] - place[0]:
+        raise ValueError(f"{place[1] - place[0]} bytes of {list(shape)} numbers")
+    into = value.view(-1).view(torch.uint8).numpy().data
+    with path.open("rb", buffering=0) as file:
+        file.seek(place[0])
+        while len(into):
+            count = file.readinto(into)
+            if not count:
+                raise ValueError("it ends within a tensor")
+            into = into[count:]
+    return value
 
 
 def check_finite(path: Path, name: str, value: torch.Tensor) -> torch.Tensor:
