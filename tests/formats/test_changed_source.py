@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from sparsepack.errors import CheckpointError
 from sparsepack.files.tensors import WEIGHTS
 from sparsepack.models.checkpoint.checkpoint import open_checkpoint
-from sparsepack.models.checkpoint.sources import SafetensorsSource
+from sparsepack.models.checkpoint.safetensors_source import SafetensorsSource
 from sparsepack.packing import PackRequest, plan_of
 
 FORMATS = ["slide-int8", "zigzag-q4_k", "f16"]

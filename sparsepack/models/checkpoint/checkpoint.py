@@ -27,10 +27,10 @@ from sparsepack.models.checkpoint.configuration import Described, check_sizes, f
 from sparsepack.models.checkpoint.experts import as_experts, experts_source, fused_source, ordered_source
 from sparsepack.models.checkpoint.locate import located
 from sparsepack.models.checkpoint.quantised import quantised_source
+from sparsepack.models.checkpoint.safetensors_source import SafetensorsSource
 from sparsepack.models.checkpoint.sources import (
     GgufSource,
     MadeSource,
-    SafetensorsSource,
     StoredSource,
     StoredType,
     TensorSource,

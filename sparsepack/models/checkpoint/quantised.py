@@ -14,11 +14,10 @@ from sparsepack.errors import CheckpointError
 from sparsepack.files.gguf import GgufFile, read_split_gguf
 from sparsepack.files.stored import shown, validate
 from sparsepack.models.checkpoint.configuration import QUANTISED
+from sparsepack.models.checkpoint.safetensors_source import PLAIN, SafetensorsSource
 from sparsepack.models.checkpoint.schemes import SCHEMES, Misfit, Scheme, Settings, stored_name
 from sparsepack.models.checkpoint.source_hash import SourceHash
 from sparsepack.models.checkpoint.sources import (
-    PLAIN,
-    SafetensorsSource,
     StoredType,
     check_finite,
     stored_types,

@@ -244,8 +244,8 @@ def test_a_tokenizer_that_is_missing_is_one_line(copied):
 
 
 def test_opening_reads_no_weights(folders, monkeypatch):
+    from sparsepack.models.checkpoint.safetensors_source import SafetensorsSource
     from sparsepack.models.checkpoint.source_hash import SourceHash
-    from sparsepack.models.checkpoint.sources import SafetensorsSource
 
     monkeypatch.setattr(SafetensorsSource, "tensor", lambda *_: pytest.fail("read a tensor"))
     monkeypatch.setattr(SourceHash, "meanwhile", lambda *_: pytest.fail("hashed the weights"))

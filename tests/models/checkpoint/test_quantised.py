@@ -20,7 +20,7 @@ from sparsepack.formats.containers.gguf import open_gguf
 from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from sparsepack.models.checkpoint.codes import unpacked
 from sparsepack.models.checkpoint.quantised import quantised_source, read_methods
-from sparsepack.models.checkpoint.sources import SafetensorsSource
+from sparsepack.models.checkpoint.safetensors_source import SafetensorsSource
 
 UP = "model.layers.0.mlp.up_proj.weight"
 
