@@ -20,6 +20,7 @@ TEXT = "\n".join(pydoc_data.topics.topics.values())
 SMALL: dict[str, dict[str, Any]] = {
     "llama": {"num_key_value_heads": 2, "tie_word_embeddings": False},
     "mistral": {"num_key_value_heads": 2, "tie_word_embeddings": False, "sliding_window": None, "head_dim": 64},
+    "ministral": {"num_key_value_heads": 2, "tie_word_embeddings": False, "sliding_window": 512, "head_dim": 64},
     "qwen2": {"num_key_value_heads": 2, "tie_word_embeddings": False},
     "qwen3": {"num_key_value_heads": 2, "tie_word_embeddings": True, "head_dim": 128},
     "gemma2": {
@@ -210,6 +211,7 @@ ROTATED = [family for family in SMALL if FAMILIES[family].residual is not None]
 WINDOWED: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {"sliding_window": 10},
+    "ministral": {"sliding_window": 10},
     "qwen2": {
         "num_hidden_layers": 4,
         "use_sliding_window": True,

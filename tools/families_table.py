@@ -25,6 +25,7 @@ from sparsepack.tables import Table, markdown
 MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "Llama": ("llama", {}),
     "Mistral": ("mistral", {}),
+    "Ministral": ("ministral", {"head_dim": 128}),
     "Qwen2, Qwen2.5": ("qwen2", {}),
     "Qwen3": ("qwen3", {}),
     "Phi-3, Phi-4": ("phi3", {}),

@@ -1,4 +1,4 @@
-"""Llama, and families that differ from it in little: Mistral and Ministral 3, SmolLM3 (layers without rotary
+"""Llama, and families that differ from it in little: Mistral, Ministral and Ministral 3, SmolLM3 (layers without rotary
 embedding), Arcee (ReLU^2 without a gate), Seed-OSS (biases of queries, keys and values), CWM (windows in three of
 four layers)."""
 
@@ -11,6 +11,7 @@ LLAMA_CPP = LlamaCpp("llama", permuted=True, scalings=("llama3",))
 FAMILIES = (
     Family("llama", LLAMA_CPP),
     Family("mistral", LLAMA_CPP, slides=True),
+    Family("ministral", LLAMA_CPP, slides=True),
     Family("cwm", slides=True),
     Family(
         "ministral3",

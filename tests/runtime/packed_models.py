@@ -102,6 +102,12 @@ VARIANTS: Mapping[str, dict[str, Any]] = {
         "hidden_act": "relu",
     },
     "mistral, sliding window": {"model_type": "mistral", "sliding_window": 5, "head_dim": 8},
+    "ministral, windows in every second layer": {
+        "model_type": "ministral",
+        "sliding_window": 5,
+        "head_dim": 8,
+        "layer_types": ["full_attention", "sliding_attention"],
+    },
     "mistral, no window": {"model_type": "mistral", "sliding_window": None, "head_dim": 8},
     "qwen2, biases, tied": {"model_type": "qwen2", "tie_word_embeddings": True},
     "qwen2, every second layer slides": {
