@@ -70,7 +70,7 @@ def _inspect_checkpoint(path: Path) -> dict[str, Any]:
     from sparsepack.models.checkpoint.checkpoint import open_checkpoint
     from sparsepack.models.checkpoint.configuration import segments_summary
     from sparsepack.models.checkpoint.quantised import types_alone
-    from sparsepack.models.family import HEAD, SITES
+    from sparsepack.models.family import HEAD
     from sparsepack.models.provenance import distillation_in_words, distillation_record, pruning_record, rotation_record
 
     try:
@@ -99,7 +99,7 @@ def _inspect_checkpoint(path: Path) -> dict[str, Any]:
         "hidden": int(checkpoint.config.hidden_size),
         "vocabulary": int(checkpoint.config.vocab_size),
         "context": int(checkpoint.config.max_position_embeddings),
-        "sites": {site: list(checkpoint.stacked_shape(site)) for site in SITES},
+        "sites": {site: list(checkpoint.stacked_shape(site)) for site in checkpoint.family.projections_of(0)},
         "weights": sum(prod(shape) for shape in shapes.values()),
         "dtype": type_name(checkpoint.dtype),
         "refused": None,
@@ -145,12 +145,12 @@ def _inspect_calibration(path: Path) -> dict[str, Any]:
     )
 
     calibration = folder.load(path)
-    experts = has_experts(calibration)
+    experts, row = has_experts(calibration), calibration.manifest["attention"] is not None
     return {
         **calibration.manifest,
-        "attention_channels": channel_report(heads) if (heads := importance(calibration)) else None,
-        "attention_tokens": token_report(calibration),
-        "neurons": activity_report([activity(calibration)], "experts" if experts else "neurons"),
+        "attention_channels": channel_report(heads) if row and (heads := importance(calibration)) else None,
+        "attention_tokens": token_report(calibration) if row else None,
+        "neurons": activity_report([activity(calibration)], "experts" if experts else "neurons") if row else None,
         "given": given(calibration).tolist() if experts else None,
         "starved": told_of_starved(calibration),
     }

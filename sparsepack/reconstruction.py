@@ -199,16 +199,17 @@ class Sums:
 _SHARED = "shared"
 
 
-def inputs_name(family: Family, site: str, projection: str, number: int = 0) -> str:
+def inputs_name(family: Family, site: str, projection: str, number: int = 0, layer: int = 0) -> str:
     """The name of what enters a matrix of a site: that of expert `number` where the projection is one of experts."""
-    if family.experts is None or site != MLP_MID:
+    experts = family.experts_of(layer)
+    if experts is None or site != MLP_MID:
         return site
-    return f"{site}/{number if projection in family.experts.parameters else _SHARED}"
+    return f"{site}/{number if projection in experts.parameters else _SHARED}"
 
 
 def empty_sums(checkpoint: Checkpoint, site: str, layer: int, products: bool, device: torch.device) -> dict[str, Sums]:
     """Sums of what enters the matrices of a site, by the names that `inputs_name` gives."""
-    columns, experts = checkpoint.stacked_shape(site, layer)[1], expert_numbers(checkpoint.config)
+    columns, experts = checkpoint.stacked_shape(site, layer)[1], expert_numbers(checkpoint.config, layer)
     if experts is None or site != MLP_MID:
         return {site: Sums(columns, products, device)}
     widths = {str(number): columns for number in range(experts.count)}

@@ -18,7 +18,7 @@ from sparsepack.calibrate import collectors, folder
 from sparsepack.calibrate.collect import FEW_AT_ONCE, FEWEST_SAMPLES, MOST_SAMPLES, TOKENS_AT_ONCE, CalibrateOptions
 from sparsepack.calibrate.collector import SiteInput, column_norms, parts_on, recorder_on
 from sparsepack.calibrate.collectors import Statistics, ends_run
-from sparsepack.calibrate.folder import Calibration, heads_of, residual_of
+from sparsepack.calibrate.folder import Calibration, heads_of, residual_of, sites_of
 from sparsepack.calibrate.provenance import facts, made_from
 from sparsepack.calibrate.statistics import told_of_starved
 from sparsepack.errors import CalibrationError
@@ -28,10 +28,11 @@ from sparsepack.files.text import Text, read_text
 from sparsepack.files.transfer import on_host
 from sparsepack.formats.table import holders
 from sparsepack.models.checkpoint.checkpoint import Checkpoint, checkpoint_of
-from sparsepack.models.family import ATTN_OUT, MLP_MID, SITES
+from sparsepack.models.family import ATTN_OUT, MLP_MID
 from sparsepack.models.hf_config import delta_layers, expert_numbers, head_dim
 from sparsepack.models.hf_model.blocks import BlockStream, Record
 from sparsepack.models.hf_model.forecast import Forecast, bound_line, forecast_blocks
+from sparsepack.models.hf_model.found_blocks import open_blocks
 from sparsepack.models.hf_model.hooks import check_finite, routing_hooks, site_hooks, stream_hooks
 from sparsepack.models.tokenizer.windows import HELD_OUT_SHARE, check_vocabulary, drawn_windows, window_length
 from sparsepack.option import check_type
@@ -153,6 +154,7 @@ def _manifest(
         "sparsepack": __version__,
         **made_from(checkpoint, text, options.device, computed_in(checkpoint, options), batch, sha256),
         "attention": heads_of(checkpoint),
+        **({} if checkpoint.family.has_row else {"sites": sites_of(checkpoint)}),
         "residual": residual_of(checkpoint),
         "tokens": {
             "windows": count,
@@ -176,10 +178,11 @@ def computed_in(checkpoint: Checkpoint, options: CalibrateOptions) -> torch.dtyp
 
 def _run(checkpoint: Checkpoint, windows: torch.Tensor, options: CalibrateOptions, shard: Shard) -> list[Statistics]:
     """The statistics of all blocks at the first worker; elsewhere none. windows: int64 [N, S]"""
-    stream = BlockStream(checkpoint, options.device, computed_in(checkpoint, options))
+    stream = open_blocks(checkpoint, options.device, computed_in(checkpoint, options))
+    sites = [None] * checkpoint.layers if checkpoint.family.has_row else sites_of(checkpoint)
     without = delta_layers(checkpoint.config)
     layers = [
-        collectors.of_block(layer, shard.block(layer), layer not in without) if shard.first else {}
+        collectors.of_block(layer, shard.block(layer), layer not in without, sites[layer]) if shard.first else {}
         for layer in range(shard.done)
     ]
     if shard.done == checkpoint.layers:  # what leaves the last block is not kept: nobody reads it
@@ -243,13 +246,12 @@ def count_block(
     worker has run them: sums then have the same bits for every number of workers.
     """
     family, config = checkpoint.family, checkpoint.config
-    kv_heads, channels = family.setting(config, "num_key_value_heads"), head_dim(config)
-    epsilon = float(getattr(config, "rms_norm_eps", 0))
-    norms = {site: column_norms(stream.block, family, site) for site in SITES}
+    epsilon = float(getattr(config, "rms_norm_eps", None) or 0)
+    norms = {site: column_norms(stream.block, family, site, layer) for site in family.projections_of(layer)}
     if stream.device.type == "cpu":  # a GPU is not waited for: what was counted there is looked at later
         for site, of_site in norms.items():
             check_finite(of_site, f"block {layer}, norms of the columns at {site}")
-    experts = expert_numbers(config)
+    experts = expert_numbers(config, layer)
     statistics: Statistics = {}
     of_part: Statistics = {}
     run_of_part: Statistics = {}
@@ -259,6 +261,7 @@ def count_block(
         seen = SiteInput(x, norms[site], neurons=site == MLP_MID and experts is None)
         collectors.count(of_part, "site", site, seen)
         if site == ATTN_OUT and family.residual is not None:
+            kv_heads, channels = family.setting(config, "num_key_value_heads"), head_dim(config)
             collectors.count(of_part, "outputs", "attention", x, kv_heads, channels)
         if seen.neurons:
             collectors.count(of_part, "neurons", "neurons", seen)
@@ -285,7 +288,7 @@ def count_block(
     with (
         site_hooks([(layer, stream.block)], family, collect),
         stream_hooks(stream.block, family, read),
-        routing_hooks(stream.block, family, route),
+        routing_hooks(stream.block, family, route, layer),
         stream.watched(watch),
         stream.with_parts(parts_on(stream.device)),
     ):
@@ -305,8 +308,7 @@ def samples_of(checkpoint: Checkpoint, asked: int | None, context: int, device: 
         return asked
     if device != "cpu":
         return MOST_SAMPLES
-    blocks = range(checkpoint.layers)
-    weights = sum(math.prod(checkpoint.stacked_shape(site, layer)) for layer in blocks for site in SITES)
+    weights = sum(math.prod(checkpoint.stacked_shape(site, layer)) for layer, site in checkpoint.sites)
     return max(FEWEST_SAMPLES, min(MOST_SAMPLES, int(WORK / (weights * context))))
 
 
@@ -333,7 +335,7 @@ def forecast(
     batch = at_once(options.batch, len(windows), windows.shape[1], options.device)
     shard = Shard(world_size=workers).split_for_sums(len(windows), batch)
     shard.check("--samples")
-    stream = BlockStream(checkpoint, options.device, computed_in(checkpoint, options))
+    stream = open_blocks(checkpoint, options.device, computed_in(checkpoint, options))
 
     record = recorder_on(stream)
 

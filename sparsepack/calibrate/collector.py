@@ -64,10 +64,10 @@ class Collector:
 
 
 @torch.no_grad()
-def column_norms(block: nn.Module, family: Family, site: str) -> torch.Tensor:
+def column_norms(block: nn.Module, family: Family, site: str, layer: int = 0) -> torch.Tensor:
     """||W[:, j]|| of a site's stacked matrix, that of all experts where it has experts: float32 [columns]."""
-    names = family.of_block(block).projections[site]
-    weights = [block.get_parameter(family.weight(projection)) for projection in names]
+    projections = family.of_block(block).projections_of(layer)[site]
+    weights = [block.get_parameter(family.weight(projection)) for projection in projections]
     # One expert at a time: a copy in float32 of all of them would be as large as two blocks.
     matrices = [matrix for weight in weights for matrix in (weight if weight.dim() == 3 else (weight,))]
     # A shared expert may be wider than the others: its parts are experts like them.
@@ -81,9 +81,9 @@ def column_norms(block: nn.Module, family: Family, site: str) -> torch.Tensor:
     return sums.sum(0).sqrt()
 
 
-def channel_weights(criterion: str, block: nn.Module, family: Family, site: str) -> torch.Tensor | None:
+def channel_weights(criterion: str, block: nn.Module, family: Family, site: str, layer: int = 0) -> torch.Tensor | None:
     """c of a criterion: None for `magnitude` (all ones), float32 [columns] for `column-norm`."""
-    return None if criterion == "magnitude" else column_norms(block, family, site)
+    return None if criterion == "magnitude" else column_norms(block, family, site, layer)
 
 
 @cache
@@ -115,7 +115,7 @@ def recorder_on(stream: BlockStream) -> Record | None:
     """What records runs of blocks of a stream, or None. Experts are chosen by a run that waits for the GPU,
     and so are the frequencies of rotary embeddings that depend on a text's length."""
     source = stream.source
-    if not kernels_on(stream.device) or source.family.experts is not None:
+    if not kernels_on(stream.device) or source.family.experts is not None or not source.family.has_row:
         return None
     if source.family.rotary != "none" and any(by_length(of) for of in rotary_settings(source.config)):
         return None

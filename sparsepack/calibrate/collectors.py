@@ -31,7 +31,7 @@ Residual: the sum is over both norms of a block. So many numbers are not kept fo
 consecutive blocks share a sum, in as many runs of blocks as `MOST_BYTES` hold, and the last block of a run has it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -267,21 +267,30 @@ COLLECTORS = (SCORES, MOMENTS, ATTENTION, MISSED, NEURONS, EXPERTS, RESIDUAL, OU
 Statistics = dict[str, Tensor]
 """The statistics of one decoder block stand under PLACE.NAME: `mlp_in.second_moment`."""
 
-_OF_ATTENTION = ("attention",)
-_PLACES = {
-    "site": SITES,
-    "attention": _OF_ATTENTION,
-    "window": _OF_ATTENTION,
-    "neurons": ("neurons",),
-    "experts": ("experts",),
-    "residual": ("residual",),
-    "outputs": _OF_ATTENTION,
+PLACES = {
+    "attention": "attention",
+    "window": "attention",
+    "neurons": "neurons",
+    "experts": "experts",
+    "residual": "residual",
+    "outputs": "attention",
 }
+"""The PLACE of what is not counted at a site."""
 
 
-def _rows() -> dict[str, Collector]:
-    """The row of each PLACE.NAME."""
-    return {f"{place}.{name}": row for row in COLLECTORS for place in _PLACES[row.at] for name in row.names}
+def _rows(sites: Iterable[str]) -> dict[str, Collector]:
+    """The row of each PLACE.NAME of a block with such sites."""
+    return {
+        f"{place}.{name}": row
+        for row in COLLECTORS
+        for place in (sites if row.at == "site" else (PLACES[row.at],))
+        for name in row.names
+    }
+
+
+def _row(name: str) -> Collector:
+    """The row of a PLACE.NAME; KeyError where there is none."""
+    return _rows({name.partition(".")[0]} - {*PLACES.values()})[name]
 
 
 def count(into: Statistics, at: str, place: str, *seen: Any) -> None:
@@ -297,14 +306,13 @@ def count(into: Statistics, at: str, place: str, *seen: Any) -> None:
 
 def add_to(into: Statistics, found: Mapping[str, Tensor]) -> None:
     """Add what was counted elsewhere, by PLACE.NAME. Nothing of it is kept: its tensors may be used again."""
-    rows = _rows()
     for name, value in found.items():
-        into[name] = rows[name].add(into[name], value) if name in into else value.clone()
+        into[name] = _row(name).add(into[name], value) if name in into else value.clone()
 
 
 def added(one: Statistics, other: Statistics) -> Statistics:
     """The statistics of two runs as those of one run over both texts."""
-    return {name: row.add(one[name].clone(), other[name]) for name, row in _rows().items() if name in one}
+    return {name: _row(name).add(value.clone(), other[name]) for name, value in one.items()}
 
 
 def named(layer: int, statistics: Statistics) -> dict[str, Tensor]:
@@ -312,14 +320,20 @@ def named(layer: int, statistics: Statistics) -> dict[str, Tensor]:
     return {f"layers.{layer}.{name}": value for name, value in statistics.items()}
 
 
-def of_block(layer: int, tensors: Mapping[str, Tensor], attends: bool = True) -> Statistics:
+def of_block(
+    layer: int, tensors: Mapping[str, Tensor], attends: bool = True, sites: Sequence[str] | None = None
+) -> Statistics:
     """The inverse of `named`, from a file that may hold other blocks too; KeyError where something is missing that
     every block has.
 
     attends -- whether the block has attention
+    sites   -- of a block of a family without a row, which has these alone for certain; None: one with a row
     """
-    rows = {name: row for name, row in _rows().items() if attends or _PLACES[row.at] != _OF_ATTENTION}
+    all_rows = _rows(SITES if sites is None else sites)
+    rows = {name: row for name, row in all_rows.items() if attends or PLACES.get(row.at) != "attention"}
     names = {name: f"layers.{layer}.{name}" for name in rows}
+    if sites is not None:
+        return {name: tensors[key] for name, key in names.items() if key in tensors or rows[name].at == "site"}
     other = (
         NEURONS if f"layers.{layer}.experts.{EXPERTS.names[0]}" in tensors else EXPERTS
     )  # an MLP is one or the other
@@ -329,7 +343,7 @@ def of_block(layer: int, tensors: Mapping[str, Tensor], attends: bool = True) ->
 
 def check(name: str, value: Tensor) -> None:
     """Raise ValueError unless a tensor from a file is what is collected by that PLACE.NAME."""
-    row = _rows()[name]
+    row = _row(name)
     rank = len(row.shape)
     fits = value.dtype == row.dtype and value.ndim == rank
     fits = fits and all(size == wanted for size, wanted in zip(value.shape, row.shape, strict=True) if wanted)

@@ -24,10 +24,11 @@ from sparsepack.files.hashing import NO_HASH, fingerprint
 from sparsepack.files.tensors import arithmetic
 from sparsepack.formats.blocks.table import BLOCKS
 from sparsepack.models.checkpoint.checkpoint import Checkpoint, checkpoint_of
-from sparsepack.models.family import MLP_MID, MLP_SITES, SITES
+from sparsepack.models.family import MLP_MID
 from sparsepack.models.hf_config import expert_numbers
 from sparsepack.models.hf_model.blocks import BlockStream
 from sparsepack.models.hf_model.forecast import Forecast, bound_line, forecast_blocks
+from sparsepack.models.hf_model.found_blocks import open_blocks
 from sparsepack.models.sites import CURVE_SHARES, Rules, SiteKey, SiteRule, chosen_sites
 from sparsepack.models.tokenizer.windows import spread_windows
 from sparsepack.progress import Advance, Shorter
@@ -101,13 +102,13 @@ def find_thresholds(
         shard.check("--windows")
     command = _fingerprint(checkpoint, calibration, options)
     hashes = {"model": checkpoint.sha256, "calibration": calibration.sha256}
-    sites = chosen_sites(checkpoint.layers, options.include, options.ignore)
+    sites = chosen_sites(checkpoint.sites, options.include, options.ignore)
     shard.agree({**hashes, "processor": processor(options.device), "command": command})
     weights = weights_of(checkpoint, sites)
     shard = shard.resume(command, checkpoint.layers)
     rules: Rules
     if options.sparsity == 0 or options.block:
-        rules = {(layer, site): SiteRule() for layer in range(checkpoint.layers) for site in SITES}
+        rules = {key: SiteRule() for key in checkpoint.sites}
         if options.sparsity:
             rules |= planes.find_rules(checkpoint, calibration, options, weights)
     else:
@@ -128,15 +129,15 @@ def predicted_thresholds(checkpoint: Checkpoint, options: AllocationOptions) -> 
     check_experts(checkpoint, options)
     row = ALLOCATIONS[options.allocation]
     each = row.per_channel or options.criterion != "magnitude"
-    rules = {(layer, site): SiteRule() for layer in range(checkpoint.layers) for site in SITES}
-    sites = chosen_sites(checkpoint.layers, options.include, options.ignore)
+    rules = {key: SiteRule() for key in checkpoint.sites}
+    sites = chosen_sites(checkpoint.sites, options.include, options.ignore)
     for layer, site in sites if options.sparsity else ():
-        of_experts = checkpoint.family.experts is not None and site in MLP_SITES
+        of_experts = checkpoint.family.of_experts(layer, site)
         columns = checkpoint.stacked_shape(site, layer)[1]
         rules[layer, site] = SiteRule(
             threshold=_TYPICAL,
             offset=torch.zeros(columns) if options.offsets else None,
-            channel_weights=_predicted_weights(checkpoint, site, options, each and not of_experts),
+            channel_weights=_predicted_weights(checkpoint, (layer, site), options, each and not of_experts),
             sparsity=options.sparsity,
             realised=_TYPICAL,
             curve=(_TYPICAL_IN_CURVE,) * len(CURVE_SHARES),
@@ -146,9 +147,10 @@ def predicted_thresholds(checkpoint: Checkpoint, options: AllocationOptions) -> 
 
 
 def _predicted_weights(
-    checkpoint: Checkpoint, site: str, options: AllocationOptions, per_channel: bool
+    checkpoint: Checkpoint, key: SiteKey, options: AllocationOptions, per_channel: bool
 ) -> Tensor | None:
-    columns, experts = checkpoint.stacked_shape(site)[1], expert_numbers(checkpoint.config)
+    (layer, site), experts = key, expert_numbers(checkpoint.config, key[0])
+    columns = checkpoint.stacked_shape(site, layer)[1]
     if options.block and experts is not None and site == MLP_MID:
         return torch.ones(experts.stored, columns)
     return torch.ones(columns) if options.block or per_channel else None
@@ -157,7 +159,7 @@ def _predicted_weights(
 def check_experts(checkpoint: Checkpoint, options: AllocationOptions) -> None:
     """Raise `ThresholdsError` for options that a model cannot have whose MLPs have experts: thresholds of mlp_mid are
     pooled over them, channel by channel they have nothing in common."""
-    if checkpoint.family.experts is None or options.sparsity == 0:
+    if not any(map(checkpoint.family.experts_of, range(checkpoint.layers))) or options.sparsity == 0:
         return
     row = ALLOCATIONS[options.allocation]
     per_channel = row.per_channel and not row.with_experts
@@ -184,6 +186,7 @@ def _table(
         weights={(layer, site): checkpoint.token_weights(site, layer) for layer, site in rules},
         sparse_sites=frozenset(sites),
         of_bases=len(checkpoint.bases) * int(checkpoint.config.hidden_size) ** 2,
+        has_row=checkpoint.family.has_row,
     )
 
 
@@ -195,7 +198,7 @@ def _fingerprint(checkpoint: Checkpoint, calibration: Calibration, options: Allo
 
 def block_stream(checkpoint: Checkpoint, options: AllocationOptions) -> BlockStream:
     """The blocks of a model where and as they are run."""
-    return BlockStream(checkpoint, options.device, arithmetic(options.dtype, checkpoint.dtype, options.device))
+    return open_blocks(checkpoint, options.device, arithmetic(options.dtype, checkpoint.dtype, options.device))
 
 
 def _chooser(
@@ -216,12 +219,13 @@ def _chooser(
         chooser: Chooser = module.chooser(calibration, options, weights, shard.each, carried)
         return chooser
     if row.name in state.parts:
-        found = rules_of_json(state.parts[row.name]["rules"], str(state.path))
+        found = rules_of_json(state.parts[row.name]["rules"], str(state.path), checkpoint.family.has_row)
     else:
         found = module.find_rules(checkpoint, calibration, options, weights, trainer(shard, options), shard.each)
         state.drop(kept_at(options.steps))  # of the training, if there was one
         state.commit(row.name, rules=rules_to_json(found))
-    return lambda layer, _: {site: found.get((layer, site), SiteRule()) for site in SITES}
+    sites = checkpoint.family.projections_of
+    return lambda layer, _: {site: found.get((layer, site), SiteRule()) for site in sites(layer)}
 
 
 @torch.no_grad()
@@ -237,7 +241,7 @@ def _sequential(
     and then the rules of all blocks and the hidden states are saved."""
     stream = block_stream(checkpoint, options)
     windows = spread_windows(calibration.windows, options.windows)
-    rules, hidden = finished_rules(shard), stream.states(shard.own(windows), shard.hidden())
+    rules, hidden = finished_rules(shard, checkpoint.family.has_row), stream.states(shard.own(windows), shard.hidden())
     shorter, bound = Shorter("--windows", len(windows)), partial(bound_line, stream)
     with shard.blocks("thresholds", shard.runs, shard.runs, shorter, bound) as (unfinished, advance):
         for layer in unfinished:
@@ -268,7 +272,7 @@ def _from_histograms(
     shard: Shard,
 ) -> Rules:
     """Thresholds from the calibration's own counts: everything upstream dense, as the papers take them."""
-    stream, rules = block_stream(checkpoint, options), finished_rules(shard)
+    stream, rules = block_stream(checkpoint, options), finished_rules(shard, checkpoint.family.has_row)
     for layer in range(shard.done, checkpoint.layers):
         stream.load(layer)
         for site, choice in choose(layer, stream).items():
@@ -279,9 +283,9 @@ def _from_histograms(
     return rules
 
 
-def finished_rules(shard: Shard) -> dict[SiteKey, SiteRule]:
+def finished_rules(shard: Shard, has_row: bool = True) -> dict[SiteKey, SiteRule]:
     """The rules of all sites of the finished blocks."""
-    return rules_of_json(shard.value("rules", []), str(shard.state.path))
+    return rules_of_json(shard.value("rules", []), str(shard.state.path), has_row)
 
 
 @torch.no_grad()
@@ -313,7 +317,7 @@ def forecast(
     read = load_calibration(calibration)
     read.check_model(checkpoint)
     windows = spread_windows(read.windows, options.windows)
-    weights = weights_of(checkpoint, chosen_sites(checkpoint.layers, options.include, options.ignore))
+    weights = weights_of(checkpoint, chosen_sites(checkpoint.sites, options.include, options.ignore))
     shard = Shard(world_size=workers).split(len(windows), BATCH)
     shard.check("--windows")
     choose = _chooser(checkpoint, read, options, weights, {}, ALONE.resume(""))

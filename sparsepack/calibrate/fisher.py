@@ -28,9 +28,10 @@ from sparsepack.files.tensors import arithmetic
 from sparsepack.models.architecture import soft_capped
 from sparsepack.models.blocks import ExpertNumbers
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
-from sparsepack.models.family import MLP_MID, MLP_SITES, SITES
+from sparsepack.models.family import MLP_MID
 from sparsepack.models.hf_config import expert_numbers, multipliers
 from sparsepack.models.hf_model.blocks import BlockStream
+from sparsepack.models.hf_model.found_blocks import open_blocks
 from sparsepack.models.hf_model.hooks import expert_hooks, routing_hooks, site_hooks
 from sparsepack.models.sites import SiteKey, SiteRule
 from sparsepack.models.tokenizer.windows import spread_windows
@@ -76,7 +77,7 @@ def find_rules(
         # Apart from their scale, for histograms hold no number however small; a site that seems to be of no use stays
         # comparable, and so does one of its channels.
         mean = float(squares.mean())
-        if _pooled(checkpoint, site) or mean == 0:
+        if checkpoint.family.of_experts(layer, site) or mean == 0:
             squares = torch.full_like(squares, mean or 1.0)
         c = squares.clamp_min(_FLOOR * float(squares.mean())).sqrt()
         channels[layer, site] = c / c.log().mean().exp()
@@ -88,7 +89,8 @@ def find_rules(
     shares = shares_at_sparsity(counts, scales, weights, options.sparsity)
     return {
         key: SiteRule(
-            channel_weights=None if _pooled(checkpoint, key[1]) else channels[key].cpu(), sparsity=shares[key]
+            channel_weights=None if checkpoint.family.of_experts(*key) else channels[key].cpu(),
+            sparsity=shares[key],
         )
         for key in weights
     }
@@ -116,10 +118,6 @@ def shares_at_sparsity(
     return shares(math.exp(high))
 
 
-def _pooled(checkpoint: Checkpoint, site: str) -> bool:
-    return checkpoint.family.experts is not None and site in MLP_SITES
-
-
 class Seen(NamedTuple):
     """Of a site, on the tokens of windows without their sinks.
 
@@ -142,7 +140,7 @@ def gradients(checkpoint: Checkpoint, ids: Tensor, options: AllocationOptions) -
     ids -- int64 [B, S]
     """
     dtype = arithmetic(options.dtype, checkpoint.dtype, options.device)
-    stream, layers = BlockStream(checkpoint, options.device, dtype), checkpoint.layers
+    stream, layers = open_blocks(checkpoint, options.device, dtype), checkpoint.layers
     hidden = [stream.embed(ids)]
     with progress("fisher information", 2 * layers, 0, 1) as advance:
         with torch.no_grad():
@@ -154,7 +152,7 @@ def gradients(checkpoint: Checkpoint, ids: Tensor, options: AllocationOptions) -
         for layer in reversed(range(layers)):
             stream.load(layer, step=-1)
             entered = hidden.pop()
-            seen: dict[str, list[Seen]] = {site: [] for site in SITES}
+            seen: dict[str, list[Seen]] = {site: [] for site in checkpoint.family.projections_of(layer)}
             for number, row in enumerate(entered):
                 gradient[number] = _through_block(stream, layer, row[None], gradient[number : number + 1], seen)
             for site, parts in seen.items():
@@ -189,8 +187,8 @@ def _through_block(
     family, block = stream.source.family, stream.block
     handles = [
         block.get_submodule(name).register_forward_hook(partial(keep, site))
-        for site, names in family.of_block(block).projections.items()
-        if family.experts is None or site not in MLP_SITES
+        for site, names in family.of_block(block).projections_of(layer).items()
+        if not family.of_experts(layer, site)
         for name in names
     ]
     entered = hidden.to(stream.device, stream.dtype).requires_grad_()
@@ -198,13 +196,19 @@ def _through_block(
         with (
             torch.enable_grad(),
             site_hooks([(layer, block)], family, function),
-            expert_hooks(block, family, keep_expert),
-            routing_hooks(block, family, routed.append),
+            expert_hooks(block, family, keep_expert, layer),
+            routing_hooks(block, family, routed.append, layer),
         ):
             left = stream(entered)
             sources = [entered, *inputs.values(), *(output for each in outputs.values() for output in each)]
             sources += [y for *_, y in of_experts]
-            found = torch.autograd.grad(left, sources, gradient.to(left), allow_unused=True)
+            reached = [source for source in sources if source.requires_grad]  # what only chooses tokens is not
+            slopes = iter(torch.autograd.grad(left, reached, gradient.to(left), allow_unused=True))
+            each_slope = [next(slopes) if source.requires_grad else None for source in sources]
+            found = [
+                torch.zeros_like(source) if slope is None else slope
+                for source, slope in zip(sources, each_slope, strict=True)
+            ]
     finally:
         for handle in handles:
             handle.remove()
@@ -215,15 +219,14 @@ def _through_block(
     }
     chosen: Tensor | None = None
     if of_experts:
-        numbers = expert_numbers(stream.source.config)
+        numbers = expert_numbers(stream.source.config, layer)
         assert numbers is not None
         of_rows |= _of_expert_rows([(*each[:3], next(at_outputs)) for each in of_experts], numbers, entered.shape[1])
         shared = torch.arange(numbers.count, numbers.stored, device=entered.device)
         chosen = torch.cat([routed[0], shared.expand(*routed[0].shape[:2], -1)], -1)[:, _SINKS:]
     for (site, x), slope in zip(inputs.items(), found[1:], strict=False):
-        if slope is not None:
-            of_each = chosen if site == MLP_MID else None
-            seen[site].append(Seen(x.detach()[:, _SINKS:].float(), slope[:, _SINKS:].float(), of_rows[site], of_each))
+        of_each = chosen if site == MLP_MID else None
+        seen[site].append(Seen(x.detach()[:, _SINKS:].float(), slope[:, _SINKS:].float(), of_rows[site], of_each))
     return found[0].cpu()
 
 

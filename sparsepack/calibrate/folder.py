@@ -12,7 +12,8 @@ of the residual stream:
     runs   how many runs of consecutive blocks have a sum of their own (`collectors.RESIDUAL`)
     norms  the sums are over so many norms of each block
 
-It is None in a calibration of a model that cannot be rotated, and missing in one from before.
+It is None in a calibration of a model that cannot be rotated, and missing in one from before. In one of a family
+without a row `attention` is None, and `sites` has the sites of each block.
 """
 
 from collections.abc import Mapping, Sequence
@@ -66,8 +67,10 @@ class CalibratedHeads(Stored):
     without: list[Count] = Field(default_factory=list)
 
 
-def heads_of(checkpoint: Checkpoint) -> dict[str, Any]:
-    """The section for a model, JSON-able."""
+def heads_of(checkpoint: Checkpoint) -> dict[str, Any] | None:
+    """The section for a model, JSON-able; None for a family without a row."""
+    if not checkpoint.family.has_row:
+        return None
     without = [*delta_layers(checkpoint.config)]
     section = {**heads_of_config(checkpoint.config).to_json(), "groups": GROUPS}
     return {**section, "without": without} if without else section
@@ -75,12 +78,21 @@ def heads_of(checkpoint: Checkpoint) -> dict[str, Any]:
 
 def attention_blocks(manifest: Mapping[str, Any]) -> list[int]:
     """The numbers of the blocks with attention, whose channels a calibration knows, by its manifest."""
+    if manifest["attention"] is None:
+        return []
     without = manifest["attention"].get("without", ())
     return [layer for layer in range(manifest["model"]["layers"]) if layer not in without]
 
 
-def check_heads(section: Mapping[str, Any], layers: Sequence[Statistics]) -> None:
+def sites_of(checkpoint: Checkpoint) -> list[list[str]]:
+    """The sites of each block."""
+    return [[*checkpoint.family.projections_of(layer)] for layer in range(checkpoint.layers)]
+
+
+def check_heads(section: Mapping[str, Any] | None, layers: Sequence[Statistics]) -> None:
     """Raise ValueError unless the attention statistics of every layer are of the heads in the section."""
+    if section is None:
+        return
     heads, kv_heads, channels = (section[name] for name in ("heads", "kv_heads", "head_dim"))
     if heads % kv_heads:
         raise ValueError(f"attention: {heads} query heads for {kv_heads} KV heads; expected whole groups")
@@ -150,7 +162,8 @@ class _CalibrationManifest(Stored):
     tokens: _Tokens
     compute: StoredCompute
     statistics_sha256: Name
-    attention: CalibratedHeads
+    attention: CalibratedHeads | None = None
+    sites: list[list[Name]] | None = None
     residual: StoredResidual | None = None
     parts: list[Name] | None = None
 
@@ -229,8 +242,8 @@ def load(path: Path) -> Calibration:
         raise CalibrationError(f"{path / _TENSORS}: missing or changed since it was written; calibrate again")
     try:
         tensors = load_file(path / _TENSORS)
-        attend = attention_blocks(manifest)
-        statistics = tuple(of_block(layer, tensors, layer in attend) for layer in range(layers))
+        attend, sites = attention_blocks(manifest), manifest.get("sites") or [None] * layers
+        statistics = tuple(of_block(layer, tensors, layer in attend, sites[layer]) for layer in range(layers))
         windows = tensors["windows"]
         for tensor in (tensor for layer in statistics for tensor in layer.items()):
             check(*tensor)

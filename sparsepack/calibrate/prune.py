@@ -91,10 +91,9 @@ def cost(checkpoint: "Checkpoint", options: PruneOptions, windows: tuple[int, in
     from sparsepack.calibrate.permute import AT_ONCE, SAMPLED_ROWS
     from sparsepack.calibrate.sparsegpt import METHODS as METHODS_BY_NAME
     from sparsepack.files.tensors import arithmetic
-    from sparsepack.models.family import SITES
     from sparsepack.models.hf_model.forecast import LIVE, block_by_block_bytes, block_parameters
 
-    shapes = [checkpoint.stacked_shape(site) for site in SITES]
+    shapes = [checkpoint.stacked_shape(site) for site in checkpoint.family.projections_of(0)]
     by_products = METHODS_BY_NAME[options.method].needs == "products"
     products = [4 * columns**2 for _, columns in shapes] if by_products else [0]
     count, context = (min(options.windows, windows[0]), windows[1]) if options.reads_text else (0, 0)
@@ -120,7 +119,7 @@ def predict(checkpoint: "Checkpoint", options: PruneOptions) -> tuple["Checkpoin
     patterns = {
         f"{checkpoint.family.block(layer)}.{projection}": pattern
         for (layer, site), pattern in site_patterns(checkpoint, options).items()
-        for projection in checkpoint.family_at(layer).projections[site]
+        for projection in checkpoint.family_at(layer).projections_of(layer)[site]
     }
     how = {"method": options.method, "permute": options.permute}
     source = {"model": checkpoint.name, "model_sha256": checkpoint.sha256}

@@ -26,9 +26,11 @@ from sparsepack.files.hashing import fingerprint
 from sparsepack.files.tensors import all_finite, arithmetic, brought
 from sparsepack.models.checkpoint.checkpoint import Checkpoint, checkpoint_of
 from sparsepack.models.checkpoint.writer import made_of_blocks, texts_of, write_checkpoint
-from sparsepack.models.family import MLP_MID, SITES
+from sparsepack.models.families import check_taken
+from sparsepack.models.family import MLP_MID
 from sparsepack.models.hf_model.blocks import BlockStream
 from sparsepack.models.hf_model.forecast import Forecast, bound_line, forecast_blocks
+from sparsepack.models.hf_model.found_blocks import open_blocks
 from sparsepack.models.hf_model.hooks import routing_hooks, site_hooks
 from sparsepack.models.pattern import Pattern
 from sparsepack.models.provenance import PRUNING_FILE, Pruned, PrunedMatrix, records_beside
@@ -72,6 +74,8 @@ def prune(
         check_output(output, overwrite, folder=True, marker=PRUNING_FILE)
     checkpoint = checkpoint_of(model)
     check_inputs(output, [checkpoint.path, *(() if calibration is None else (Path(calibration),))])
+    if options.permute and not checkpoint.family.has_row:
+        check_taken("permute", checkpoint.family, checkpoint.name)
     if options.permute and checkpoint.family.experts is not None:
         raise PruningError(
             f"permute: {checkpoint.name} has experts, whose neurons are not put into another order; leave it out"
@@ -113,12 +117,12 @@ def prune(
 
 def site_patterns(checkpoint: Checkpoint, options: PruneOptions) -> dict[SiteKey, Pattern]:
     """The pattern of every site that is pruned, in order of execution. Raises `SiteError` where nothing matches."""
-    chosen = chosen_sites(checkpoint.layers, options.include, options.ignore)
+    chosen = chosen_sites(checkpoint.sites, options.include, options.ignore)
     numbers = dict.fromkeys(chosen, (options.keep, options.of))
     for other in options.sites:
         numbers |= {
             key: (other.keep, other.of)
-            for key in chosen_sites(checkpoint.layers, (other.site,), (), called="site")
+            for key in chosen_sites(checkpoint.sites, (other.site,), (), called="site")
             if key in numbers
         }
     return {key: Pattern(keep, of) for key, (keep, of) in numbers.items() if keep < of}
@@ -142,7 +146,8 @@ def _run(
     shorter = None if windows is None else Shorter("--windows", len(windows))
     with shard.blocks("pruning", steps, steps, shorter, partial(bound_line, stream)) as (unfinished, advance):
         for layer in unfinished:
-            here = {site: patterns[layer, site] for site in SITES if (layer, site) in patterns}
+            sites = checkpoint.family.projections_of(layer)
+            here = {site: patterns[layer, site] for site in sites if (layer, site) in patterns}
             stream.load(layer)
             found, rows = prune_loaded(checkpoint, stream, layer, here, hidden, options, shard, advance)
             matrices += rows
@@ -156,7 +161,7 @@ def _run(
 
 def block_stream(checkpoint: Checkpoint, options: PruneOptions) -> BlockStream:
     """The blocks of a model where and as they are run."""
-    return BlockStream(checkpoint, options.device, arithmetic(options.dtype, checkpoint.dtype, options.device))
+    return open_blocks(checkpoint, options.device, arithmetic(options.dtype, checkpoint.dtype, options.device))
 
 
 def prune_loaded(
@@ -201,7 +206,7 @@ def _pruners(checkpoint: Checkpoint, layer: int, sites: Iterable[str], workers: 
     through the columns of a matrix, one after the other. The down matrices are the first worker's, which tells of
     experts that no token reached; the others follow from the most columns on."""
     columns = {
-        site: checkpoint.stacked_shape(site, layer)[1] * len(checkpoint.family_at(layer).projections[site])
+        site: checkpoint.stacked_shape(site, layer)[1] * len(checkpoint.family_at(layer).projections_of(layer)[site])
         for site in sites
     }
     taken = [0] * workers
@@ -244,7 +249,7 @@ def _count(
             each.clear()
 
     done = shard.after_each(advance, part_done)
-    with site_hooks([(layer, stream.block)], family, count), routing_hooks(stream.block, family, route):
+    with site_hooks([(layer, stream.block)], family, count), routing_hooks(stream.block, family, route, layer):
         for part in torch.split(hidden, shard.batch):
             stream(part)
             done()
@@ -290,11 +295,12 @@ def prune_block(
             inputs["attn_out"] = known("attn_out").permuted(order.to(device))
     rows = []
     for site, pattern in patterns.items():
-        for projection in family.projections[site]:
+        for projection in family.projections_of(layer)[site]:
             name = family.weight(projection)
             stored = changed.get(name, tensor(name))
             of_each = [
-                known(inputs_name(family, site, projection, n), stored.shape[-1]) for n in range(_matrices(stored))
+                known(inputs_name(family, site, projection, n, layer), stored.shape[-1])
+                for n in range(_matrices(stored))
             ]
             try:
                 pruned, stay, error = _pruned(stored, of_each, method, pattern, device)

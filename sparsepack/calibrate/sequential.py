@@ -13,7 +13,6 @@ import torch
 
 from sparsepack.calibrate import histogram
 from sparsepack.calibrate.collector import SiteInput, kernels_on
-from sparsepack.models.family import SITES
 from sparsepack.models.hf_model.blocks import BlockStream
 from sparsepack.models.hf_model.hooks import SiteFunction, site_hooks
 from sparsepack.models.sites import CURVE_SHARES, Rules, SiteKey, SiteRule, sparsify
@@ -36,8 +35,7 @@ def rules_of_block(
     all_reduce -- adds the counts of all workers, whole numbers: all of them take the same thresholds
     """
     rules: dict[SiteKey, SiteRule] = {}
-    for site in SITES:
-        choice = choices[site]
+    for site, choice in choices.items():
         if choice.sparsity == 0:
             rules[layer, site] = SiteRule()
             continue

@@ -140,17 +140,26 @@ FEW = 32
 
 
 def has_experts(calibration: Calibration) -> bool:
-    """Whether it is of a model whose MLPs have experts."""
-    return "experts.given" in calibration.layers[0]
+    """Whether it is of a model whose MLPs have experts, of some blocks at least."""
+    return any(_GIVEN in layer for layer in calibration.layers)
+
+
+_GIVEN = "experts.given"
+
+
+def with_experts(calibration: Calibration) -> list[int]:
+    """The blocks whose MLPs have experts."""
+    return [number for number, layer in enumerate(calibration.layers) if _GIVEN in layer]
 
 
 def given(calibration: Calibration) -> torch.Tensor:
-    """How many tokens each expert of each block was given: int64 [layers, experts]. Raises `CalibrationError` for
-    counts that contradict each other."""
+    """How many tokens each expert was given, of each block that has experts (`with_experts`): int64 [blocks, experts].
+    Raises `CalibrationError` for counts that contradict each other."""
     rows: list[torch.Tensor] = []
     model = calibration.manifest["model"]["name"]
-    for layer, statistics in enumerate(calibration.layers):
-        each, tokens = statistics["experts.given"], statistics["experts.routed_tokens"]
+    for layer in with_experts(calibration):
+        statistics = calibration.layers[layer]
+        each, tokens = statistics[_GIVEN], statistics["experts.routed_tokens"]
         fits = len(tokens) == 1 and int(tokens) > 0 and bool(((each >= 0) & (each <= tokens)).all())
         if not fits or int(each.sum()) % int(tokens) or (rows and len(rows[0]) != len(each)):
             raise CalibrationError(
@@ -172,10 +181,11 @@ def told_of_starved(calibration: Calibration) -> str | None:
     if not few:
         return None
     none = int((counts == 0).sum())
-    layer, expert = min(few, key=lambda at: int(counts[at[0], at[1]]))
+    row, expert = min(few, key=lambda at: int(counts[at[0], at[1]]))
+    block = with_experts(calibration)[row]
     return (
         f"{len(few)} of {counts.numel()} experts were given fewer than {FEW} tokens, {none} of them none (the fewest: "
-        f"expert {expert} of block {layer}, {int(counts[layer, expert])}); thresholds are pooled over a block's "
+        f"expert {expert} of block {block}, {int(counts[row, expert])}); thresholds are pooled over a block's "
         "experts and stay those of the others: calibrate on more text, or on text of other kinds, to reach them"
     )
 
@@ -220,8 +230,9 @@ def activity(calibration: Calibration) -> tuple[Activity, ...]:
 def _activity(calibration: Calibration, layer: int) -> Activity:
     statistics: Mapping[str, torch.Tensor] = calibration.layers[layer]
     model = calibration.manifest["model"]["name"]
-    if has_experts(calibration):
-        each, count = given(calibration)[layer], int(statistics["experts.routed_tokens"])
+    if _GIVEN in statistics:
+        each = given(calibration)[with_experts(calibration).index(layer)]
+        count = int(statistics["experts.routed_tokens"])
         return Activity(each, count, count * (int(each.sum()) // count) ** 2)
     active, tokens, squares = (statistics[f"neurons.{name}"] for name in ("active", "tokens", "squares"))
     fits = len(tokens) == len(squares) == 1 and int(tokens) > 0 and bool(((active >= 0) & (active <= tokens)).all())

@@ -21,7 +21,7 @@ from sparsepack.calibrate.sequential import Chooser, score, second_half
 from sparsepack.calibrate.thresholds import AllocationOptions
 from sparsepack.calibrate.uniform import rules_of_criterion
 from sparsepack.models.architecture import soft_capped
-from sparsepack.models.family import SITES, Family
+from sparsepack.models.family import Family
 from sparsepack.models.hf_config import multipliers
 from sparsepack.models.hf_model.blocks import BlockStream
 from sparsepack.models.hf_model.halves import Change, changed_pass, dense_pass, trained_pass
@@ -122,11 +122,11 @@ def greedy_sparsities(
     base    -- channel weights of the criterion, by site
     each    -- tries the steps
     """
-    sites = [site for site in SITES if (layer, site) in weights]
+    sites = [site for site in base if (layer, site) in weights]
     total = sum(weights[layer, site] for site in sites)
     highest = max(HIGHEST, sparsity)
-    reference = run_at(stream, layer, hidden, dict.fromkeys(SITES, 0.0), base)
-    given = dict.fromkeys(SITES, 0.0)
+    reference = run_at(stream, layer, hidden, dict.fromkeys(base, 0.0), base)
+    given = dict.fromkeys(base, 0.0)
     spent = 0.0
     while spent < sparsity - 1e-9:
         step = min(STEP, sparsity - spent)
@@ -178,13 +178,13 @@ def chooser(
     ids = spread_windows(calibration.windows, _WINDOWS)[:, :_TOKENS]
 
     def choose(layer: int, stream: BlockStream) -> dict[str, SiteRule]:
-        base = rules_of_criterion(stream, options.criterion)
+        base = rules_of_criterion(stream, layer, options.criterion)
         hidden = carried["hidden"] if "hidden" in carried else stream.embed(ids)
-        given = dict.fromkeys(SITES, 0.0)
-        if any((layer, site) in weights for site in SITES):
+        given = dict.fromkeys(base, 0.0)
+        if any((layer, site) in weights for site in base):
             given = greedy_sparsities(stream, layer, hidden, weights, options.sparsity, base, each)
-        upstream = given if options.upstream == "sparse" else dict.fromkeys(SITES, 0.0)
+        upstream = given if options.upstream == "sparse" else dict.fromkeys(base, 0.0)
         carried["hidden"] = run_at(stream, layer, hidden, upstream, base)
-        return {site: replace(base[site], sparsity=given[site]) for site in SITES}
+        return {site: replace(base[site], sparsity=given[site]) for site in base}
 
     return choose

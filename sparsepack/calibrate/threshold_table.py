@@ -45,6 +45,7 @@ class Thresholds:
     weights      -- how many weights each site has; a table that somebody wrote by hand may not say so
     sparse_sites -- those that may be sparse
     of_bases     -- weights of changes of basis between blocks, which are always read
+    has_row      -- whether the model's family has one; if not, blocks have sites of any name
     """
 
     model_sha256: str
@@ -57,6 +58,7 @@ class Thresholds:
     weights: Mapping[SiteKey, int] = field(default_factory=dict)
     sparse_sites: frozenset[SiteKey] = frozenset()
     of_bases: int = 0
+    has_row: bool = True
 
     def check_model(self, checkpoint: Checkpoint) -> None:
         """Raise `ThresholdsError` unless the table is of that model and has a rule for every site."""
@@ -65,7 +67,7 @@ class Thresholds:
                 f"{checkpoint.name}: the thresholds are of another model ({self.model_sha256[:12]}, this one is "
                 f"{checkpoint.sha256[:12]}); make them from a calibration of this model"
             )
-        expected = {(layer, site) for layer in range(checkpoint.layers) for site in SITES}
+        expected = {*checkpoint.sites}
         if self.rules.keys() != expected:
             wrong = min(f"blk.{layer}.{site}" for layer, site in expected ^ self.rules.keys())
             raise ThresholdsError(f"{checkpoint.name}: the table does not have one row for every site: {wrong}")
@@ -112,6 +114,7 @@ class Thresholds:
         """The whole table as JSON-able values."""
         head = {name: getattr(self, name) for name in _HEAD}
         head |= {"of_bases": self.of_bases} if self.of_bases else {}
+        head |= {} if self.has_row else {"has_row": False}
         rows = rules_to_json(self.rules)
         for key, row in zip(self.rules, rows, strict=True):
             row |= {"weights": self.weights.get(key), "may_be_sparse": key in self.sparse_sites}
@@ -144,8 +147,10 @@ def read_thresholds(path: Path) -> Thresholds:
     if not 0 <= of_bases < 2**63:
         raise ThresholdsError(f"{path}: of_bases is {of_bases}; expected a whole number")
     rows = _field(value, "rows", list, str(path))
-    rules = rules_of_json(rows, str(path))
-    _check_whole(rules, str(path))
+    has_row = value.get("has_row") is not False
+    rules = rules_of_json(rows, str(path), has_row)
+    if has_row:  # of others `check_model` knows which sites there are
+        _check_whole(rules, str(path))
     counted = {key: row["weights"] for key, row in zip(rules, rows, strict=True) if row.get("weights") is not None}
     for (layer, site), count in counted.items():
         if type(count) is not int or not 1 <= count < 2**63:
@@ -159,6 +164,7 @@ def read_thresholds(path: Path) -> Thresholds:
         weights=counted,
         sparse_sites=frozenset(allowed),
         of_bases=of_bases,
+        has_row=has_row,
     )
 
 
@@ -190,20 +196,23 @@ def rules_to_json(rules: Rules) -> list[dict[str, Any]]:
     ]
 
 
-def rules_of_json(rows: Sequence[Any], where: str) -> dict[SiteKey, SiteRule]:
-    """The inverse of `rules_to_json`. Raises `ThresholdsError` naming the row and field that is wrong."""
+def rules_of_json(rows: Sequence[Any], where: str, has_row: bool = True) -> dict[SiteKey, SiteRule]:
+    """The inverse of `rules_to_json`. Raises `ThresholdsError` naming the row and field that is wrong.
+
+    has_row -- whether the family has one, so that sites are those of `SITES`
+    """
     rules: dict[SiteKey, SiteRule] = {}
     for number, row in enumerate(rows, 1):
-        key, rule = _rule(row, f"{where}, row {number}")
+        key, rule = _rule(row, f"{where}, row {number}", has_row)
         if key in rules:
             raise ThresholdsError(f"{where}, row {number}: layer {key[0]}, {key[1]}: a row that stands twice")
         rules[key] = rule
     return rules
 
 
-def _rule(row: Any, where: str) -> tuple[SiteKey, SiteRule]:
+def _rule(row: Any, where: str, has_row: bool) -> tuple[SiteKey, SiteRule]:
     layer, site = _field(row, "layer", int, where), _field(row, "site", str, where)
-    if site not in SITES:
+    if has_row and site not in SITES:
         raise ThresholdsError(f"{where}: site {site[:60]!r}; expected one of {', '.join(SITES)}")
     sparsity, threshold, realised = (_field(row, name, float, where) for name in ("sparsity", "threshold", "realised"))
     if not 0 <= sparsity < 1 or not 0 <= threshold < math.inf:

@@ -26,8 +26,8 @@ from sparsepack.files.text import Text, read_text
 from sparsepack.models.checkpoint.checkpoint import Checkpoint, checkpoint_of
 from sparsepack.models.family import MLP_MID
 from sparsepack.models.hf_config import expert_numbers
-from sparsepack.models.hf_model.blocks import BlockStream
 from sparsepack.models.hf_model.forecast import bound_line
+from sparsepack.models.hf_model.found_blocks import open_blocks
 from sparsepack.models.hf_model.hooks import routing_hooks, site_hooks
 from sparsepack.models.tokenizer.windows import check_vocabulary, session_windows
 from sparsepack.progress import Shorter, say
@@ -82,7 +82,7 @@ def _files(windows: torch.Tensor, shard: Shard) -> Iterator[tuple[str, bytes]]:
 
 def _rule(checkpoint: Checkpoint, options: TraceOptions, calibration: Calibration | Path | None) -> dict[str, Any]:
     """The rule for active neurons, JSON-able: all that are not zero, or those above a threshold of their block."""
-    if checkpoint.family.experts is not None:
+    if checkpoint.family.experts_of(0) is not None:
         if options.share is not None or calibration is not None:
             raise PlacementError(
                 f"{checkpoint.name}: its MLPs have experts, and a token has those that the router gives it to; leave "
@@ -146,11 +146,11 @@ def _run(
 ) -> None:
     """Leave the bit sets of every block and session in the state."""
     dtype = arithmetic(options.dtype, checkpoint.dtype, options.device)
-    stream = BlockStream(checkpoint, options.device, dtype)
+    stream = open_blocks(checkpoint, options.device, dtype)
     hidden = stream.states(windows, shard.hidden())
     batches = -(-len(windows) // options.batch)
     shorter = Shorter("--sessions", len(windows))
-    experts, units = checkpoint.family.experts is not None, units_of(checkpoint)
+    experts, units = checkpoint.family.experts_of(0) is not None, units_of(checkpoint)
     with shard.blocks("tracing", batches, 1, shorter, partial(bound_line, stream)) as (unfinished, advance):
         for layer in unfinished:
             stream.load(layer)
@@ -168,7 +168,7 @@ def _run(
                     into.append((0.0, traces.packed_bits(active.numpy())))
 
             sites = site_hooks([(layer, stream.block)], checkpoint.family, record)
-            with routing_hooks(stream.block, checkpoint.family, route) if experts else sites:
+            with routing_hooks(stream.block, checkpoint.family, route, layer) if experts else sites:
                 stream.pass_on(hidden, options.batch, advance)
             density = float(np.mean([share for share, _ in found]))
             if density > DENSE and "thresholds" not in rule:  # else so many are what was asked for
@@ -177,13 +177,23 @@ def _run(
 
 
 def units_of(checkpoint: Checkpoint) -> int:
-    """Neurons of a block, or its experts."""
-    experts = expert_numbers(checkpoint.config)
-    return checkpoint.stacked_shape(MLP_MID)[1] if experts is None else experts.count
+    """Neurons of a block, or its experts. Raises `PlacementError` where blocks have not as many, or none."""
+    found = set()
+    for layer in range(checkpoint.layers):
+        experts = expert_numbers(checkpoint.config, layer)
+        has_mlp = MLP_MID in checkpoint.family.projections_of(layer)
+        of_mlp = checkpoint.stacked_shape(MLP_MID, layer)[1] if has_mlp else 0
+        found.add((experts is not None, of_mlp if experts is None else experts.count))
+    if len(found) > 1 or (False, 0) in found:
+        told = ", ".join(f"{count} {'experts' if of_experts else 'neurons'}" for of_experts, count in sorted(found))
+        raise PlacementError(f"{checkpoint.name}: a trace is of blocks with equal MLPs; here they have {told}")
+    return found.pop()[1]
 
 
 def _activation(checkpoint: Checkpoint) -> str:
-    return str(checkpoint.family.setting(checkpoint.config, "hidden_act"))
+    names = ("hidden_act", "mlp_hidden_act", "hidden_activation", "activation_function", "activation")
+    said = (checkpoint.family.setting(checkpoint.config, name) for name in names)
+    return str(next((each for each in said if each is not None), "unknown"))
 
 
 def _all_active(checkpoint: Checkpoint, layer: int, density: float) -> str:

@@ -12,7 +12,6 @@ from sparsepack.calibrate.folder import Calibration
 from sparsepack.calibrate.sequential import Chooser
 from sparsepack.calibrate.thresholds import AllocationOptions
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
-from sparsepack.models.family import SITES
 from sparsepack.models.hf_model.blocks import BlockStream
 from sparsepack.models.sites import SiteKey, SiteRule
 from sparsepack.workers.exchange import Each
@@ -25,11 +24,11 @@ def weights_of(checkpoint: Checkpoint, sites: Sequence[SiteKey]) -> dict[SiteKey
     return {key: size / total for key, size in sizes.items()}
 
 
-def rules_of_criterion(stream: BlockStream, criterion: str) -> dict[str, SiteRule]:
+def rules_of_criterion(stream: BlockStream, layer: int, criterion: str) -> dict[str, SiteRule]:
     """The criterion's channel weights for each site of the loaded block, at no sparsity yet."""
     choices = {}
-    for site in SITES:
-        c = channel_weights(criterion, stream.block, stream.source.family, site)
+    for site in stream.source.family.projections_of(layer):
+        c = channel_weights(criterion, stream.block, stream.source.family, site, layer)
         choices[site] = SiteRule(channel_weights=None if c is None else c.cpu())
     return choices
 
@@ -44,7 +43,7 @@ def chooser(
     """The target for each site in `weights`; the other sites stay dense."""
 
     def choose(layer: int, stream: BlockStream) -> dict[str, SiteRule]:
-        base = rules_of_criterion(stream, options.criterion)
-        return {s: replace(base[s], sparsity=options.sparsity if (layer, s) in weights else 0.0) for s in SITES}
+        base = rules_of_criterion(stream, layer, options.criterion)
+        return {s: replace(base[s], sparsity=options.sparsity if (layer, s) in weights else 0.0) for s in base}
 
     return choose

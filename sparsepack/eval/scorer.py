@@ -23,7 +23,7 @@ from sparsepack.integration.transformers import double_sparsity
 from sparsepack.models.architecture import soft_capped
 from sparsepack.models.family import MLP_SITES, SITES, Family
 from sparsepack.models.hf_config import multipliers, sliding_windows
-from sparsepack.models.hf_model.blocks import BlockStream
+from sparsepack.models.hf_model.found_blocks import open_blocks
 from sparsepack.models.hf_model.hooks import expert_hooks, site_hooks
 from sparsepack.models.hf_model.model import BlockSource, backbone_of
 from sparsepack.models.sites import Rules, SiteKey, SiteRule, active_channels, levels_read, sparsify
@@ -164,7 +164,7 @@ class SparsePositions:
                 for layer, block in blocks:
                     if any(self._of_experts(layer, site) for site in MLP_SITES):
                         product = partial(self._expert_product, layer, block, sparse, counted)
-                        stack.enter_context(expert_hooks(block, self.family, product))
+                        stack.enter_context(expert_hooks(block, self.family, product, layer))
                 yield
         finally:
             for handle in handles:
@@ -174,7 +174,7 @@ class SparsePositions:
         self, layer: int, block: nn.Module, sparse: torch.Tensor, counted: torch.Tensor
     ) -> Iterator[RemovableHandle]:
         """Make the Linears of sites whose rules have levels read each channel of sparse positions at its level."""
-        for site, names in self.family.of_block(block).projections.items():
+        for site, names in self.family.of_block(block).projections_of(layer).items():
             rule = self._rules.get((layer, site))
             if rule is None or not rule.of_levels or self._of_experts(layer, site):
                 continue
@@ -215,7 +215,7 @@ class SparsePositions:
     def _of_experts(self, layer: int, site: str) -> bool:
         """Whether a site is of experts, by a rule that has levels."""
         rule = self._rules.get((layer, site))
-        return rule is not None and rule.of_levels and self.family.experts is not None and site in MLP_SITES
+        return rule is not None and rule.of_levels and self.family.of_experts(layer, site)
 
     def _expert_product(
         self,
@@ -233,7 +233,7 @@ class SparsePositions:
         if not self._of_experts(layer, site):
             return None
         assert self._of_levels is not None
-        names = [self.family.weight(projection) for projection in self.family.projections[site]]
+        names = [self.family.weight(projection) for projection in self.family.projections_of(layer)[site]]
         of_each = block.get_parameter(names[0])
         of_shared = expert == len(of_each)
         weight = torch.cat([*map(block.get_parameter, names[1:])]) if of_shared else of_each[expert]
@@ -405,7 +405,7 @@ class StreamedScorer(TransformersScorer):
         super().__init__(source.config, positions, context, inputs, attention)
         self.source, self.steps, self.device = source, source.layers, torch.device(device)
         self._attention = attention
-        self._stream = BlockStream(source, device, dtype, None if attention is None else double_sparsity.NAME)
+        self._stream = open_blocks(source, device, dtype, None if attention is None else double_sparsity.NAME)
         self._output: torch.Tensor | None = None
 
     def rows_at_once(self, width: int, batch: int) -> int:

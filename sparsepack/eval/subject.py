@@ -22,7 +22,7 @@ from sparsepack.formats.artifact import Artifact
 from sparsepack.formats.manifest import source_made_from
 from sparsepack.formats.open import is_artifact, open_artifact
 from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
-from sparsepack.models.family import BASIS, SITES, Family
+from sparsepack.models.family import BASIS, Family
 from sparsepack.models.hf_config import token_weights
 from sparsepack.models.hf_model.model import BlockSource, Places, build_model, parameter_shapes, places_of
 from sparsepack.models.provenance import made_from
@@ -79,14 +79,16 @@ class TransformersSubject(Subject):
         return self.attention is not None or any(not rule.dense for rule in self.rules.values())
 
     def scorer(self) -> TransformersScorer:
-        """A scorer that runs block by block on a CPU."""
-        if self.device == "cpu":
+        """A scorer that runs block by block on a CPU, and in a family without a row."""
+        if self.device == "cpu" or not self.family.has_row:
             numbers = (self.context, self.dtype, self.inputs, self.attention)
-            return StreamedScorer(self.source, self.rules, *numbers, of_levels=self.of_levels)
+            return StreamedScorer(self.source, self.rules, *numbers, self.device, of_levels=self.of_levels)
         return self.task_scorer()
 
-    def task_scorer(self) -> SparseScorer:
-        """A scorer of the whole model in memory."""
+    def task_scorer(self) -> TransformersScorer:
+        """A scorer of the whole model in memory; in a family without a row that of `scorer`."""
+        if not self.family.has_row:
+            return self.scorer()
         numbers = (self.context, self.inputs, self.attention, self.of_levels)
         return SparseScorer(self.model, self.family, self.rules, *numbers)
 
@@ -95,7 +97,7 @@ class TransformersSubject(Subject):
         sites = {
             (layer, site): token_weights(self.source.config, shapes, layer, site)
             for layer in range(self.source.layers)
-            for site in SITES
+            for site in self.family.projections_of(layer)
         }
         return sites | {(layer, BASIS): math.prod(shapes[self.family.basis(layer)]) for layer in self.source.bases}
 

@@ -40,7 +40,7 @@ from sparsepack.formats.plan import (
 from sparsepack.formats.stock import StockModel
 from sparsepack.formats.table import Format, those_with
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
-from sparsepack.models.checkpoint.configuration import check_sizes
+from sparsepack.models.checkpoint.configuration import checked_family
 from sparsepack.models.checkpoint.experts import fused_tensor, part_shapes, part_tensor
 from sparsepack.models.checkpoint.gguf_config import (
     OWN_CONFIG,
@@ -73,7 +73,7 @@ class PlainArtifact(GgufArtifact):
     def stock(self) -> StockModel:
         config = gguf_config(self.file, str(self.path))
         family = family_of(config.model_type, str(self.path))
-        check_sizes(config, str(self.path))
+        checked_family(config, str(self.path))
         names = {theirs: ours for ours, theirs in gguf_names(family, config.num_hidden_layers).items()}
         heads = {"q_proj": config.num_attention_heads, "k_proj": family.setting(config, "num_key_value_heads")}
 

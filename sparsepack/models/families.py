@@ -63,11 +63,23 @@ REFUSED: Mapping[str, str] = MappingProxyType(
         "llama4_text": "its experts are scaled on the way in, and not each of its layers turns queries and keys",
     }
 )
-"""Model types that are known and not supported, and why: users ask for them by name."""
+"""Model types that have no row, and why: users ask for them by name."""
+
+_NO_TEXT_MODEL = ("phi4_multimodal", "mllama", "gemma3n", "llama4")
+"""Models of more than text that transformers calls causal language models."""
+
+
+def check_known(model_type: str, where: str) -> None:
+    """Raise `CheckpointError` for a `model_type` that neither has a row nor is a causal language model of transformers,
+    which `models.found` looks into."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or model_type in _NO_TEXT_MODEL:
+        family_of(model_type, where)
 
 
 def family_of(model_type: str, where: str) -> Family:
-    """The family of a `model_type`; raises `CheckpointError` naming the known ones."""
+    """The row of a `model_type`; raises `CheckpointError` naming those there are."""
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         model_type = str(model_type)[:60]
         if model_type in REFUSED:
@@ -103,6 +115,7 @@ def _experts(family: Family) -> str:
 
 COMMANDS: Mapping[str, Command] = MappingProxyType(
     {
+        "permute": Command(_experts, "--permute does not take {model_type} models ({lacks})"),
         "rotate": Command(lambda family: family.unrotatable, "{model_type} models cannot be rotated ({lacks})"),
         "refit": Command(
             _experts, "fitting weights to their inputs does not take {model_type} models yet, whose MLPs are {lacks}"
@@ -127,6 +140,11 @@ def taken_by(command: str) -> tuple[str, ...]:
 def check_taken(command: str, family: Family, where: str) -> None:
     """Raise `CheckpointError` where a command does not take a family, saying what is in the way."""
     row = COMMANDS[command]
+    if not family.has_row:
+        raise CheckpointError(
+            f"{where}: {family.model_type} models have no row, which {command} needs; calibrate, thresholds, prune, "
+            f"trace and eval work with it. Expected one of {', '.join(taken_by(command))}"
+        )
     if lacks := row.lacks(family):
         told = row.refusal.format(model_type=family.model_type, lacks=lacks)
         raise CheckpointError(f"{where}: {told}; expected one of {', '.join(taken_by(command))}{row.instead}")

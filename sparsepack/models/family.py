@@ -146,6 +146,7 @@ class Experts:
                   `_bias` behind, [experts, rows]
     alternate  -- the stock model holds the parameters transposed, and gate and up row by row in turns: [experts,
                   hidden, 2 * width]. Here they are as in other families (`checkpoint.experts.ordered_source`)
+    gated      -- whether they have a gate; without one the first parameter is `UP` [experts, width, hidden]
     """
 
     module: str
@@ -158,14 +159,16 @@ class Experts:
     shared: SharedExpert | None = None
     biased: bool = False
     alternate: bool = False
+    gated: bool = True
 
     GATE_UP: ClassVar[str] = "gate_up_proj"
+    UP: ClassVar[str] = "up_proj"
     DOWN: ClassVar[str] = "down_proj"
 
     @property
     def parameters(self) -> tuple[str, str]:
         """The names of the two parameters: what stands at mlp_in, and what stands at mlp_mid."""
-        return f"{self.module}.{self.GATE_UP}", f"{self.module}.{self.DOWN}"
+        return f"{self.module}.{self.GATE_UP if self.gated else self.UP}", f"{self.module}.{self.DOWN}"
 
 
 PROJECTIONS = MappingProxyType(
@@ -373,6 +376,38 @@ class Family:
         """Whether MLPs have a gate."""
         into = self.projections["mlp_in"]
         return len(into) > 1 or self.experts is not None or "gate" in into[0] or into[0] in self.split
+
+    @property
+    def has_row(self) -> bool:
+        """Whether it is one of `families.FAMILIES`; the others are found in the stock model (`models.found`)."""
+        return True
+
+    def projections_of(self, layer: int) -> Mapping[str, tuple[str, ...]]:
+        """The sites of a block, in order of execution, and the projections of each."""
+        return self.projections
+
+    def experts_of(self, layer: int) -> Experts | None:
+        """The experts of a block; None: its MLP is dense."""
+        return self.experts
+
+    def readers(self, layer: int, site: str) -> tuple[str, ...]:
+        """The modules of a block that are given what enters a site: its projections, or the module that has experts.
+        What enters the down matrices of experts is given to no module."""
+        experts = self.experts_of(layer)
+        if experts is None or site not in MLP_SITES:
+            return self.projections_of(layer)[site]
+        if site == MLP_MID:
+            return ()
+        return (experts.module,)
+
+    def of_experts(self, layer: int, site: str) -> bool:
+        """Whether experts read a site of a block."""
+        return self.experts_of(layer) is not None and site in MLP_SITES
+
+    @property
+    def head(self) -> str:
+        """The name of the output matrix's tensor, where it is not the embedding."""
+        return HEAD
 
     @property
     def decoder(self) -> str:

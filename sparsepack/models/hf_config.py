@@ -14,6 +14,7 @@ from sparsepack.models.blocks import DeltaNet, ExpertNumbers, Heads, LongTexts, 
 from sparsepack.models.checkpoint.config_files import STOCK_ALONE
 from sparsepack.models.families import FAMILIES
 from sparsepack.models.family import MLP_SITES
+from sparsepack.models.found import FoundFamily, family_of_config
 
 _FIXED_ROTARY = ("default", "linear", "llama3", "yarn")
 _BY_LENGTH = ("longrope", "dynamic")
@@ -99,7 +100,7 @@ def architecture_of(config: Any, bos: int | None, more_eos: Sequence[int] = ()) 
 
 def delta_layers(config: Any) -> tuple[int, ...]:
     """The numbers of the layers of a stock configuration that have a gated delta net in place of attention."""
-    names = FAMILIES[config.model_type].delta_net
+    names = family_of_config(config).delta_net
     kinds = () if names is None else config.layer_types
     return tuple(layer for layer, kind in enumerate(kinds) if names is not None and kind == names.kind)
 
@@ -112,13 +113,16 @@ def delta_net(config: Any) -> DeltaNet | None:
     return DeltaNet(*(getattr(config, field) for field in names.fields))
 
 
-def expert_numbers(config: Any) -> ExpertNumbers | None:
-    """How a stock configuration's MLPs choose among experts; None where they are dense.
+def expert_numbers(config: Any, layer: int = 0) -> ExpertNumbers | None:
+    """How the MLP of a block of a stock configuration chooses among experts; None where it is dense.
 
     Raises `CheckpointError` where some blocks have experts and others none, where the router is of another kind, or the
     numbers are none.
     """
-    experts = FAMILIES[config.model_type].experts
+    family = family_of_config(config)
+    if isinstance(family, FoundFamily):
+        return family.found[layer].numbers
+    experts = family.experts
     if experts is None:
         return None
     for name, without in experts.dense.items():
@@ -168,9 +172,12 @@ def token_weights(config: Any, shapes: Mapping[str, tuple[int, ...]], layer: int
 
     shapes -- of the tensors of a stock configuration's model, by their names
     """
-    family, experts = FAMILIES[config.model_type], expert_numbers(config)
-    projections = family.at(config, layer).projections[site]
-    names = (f"{family.block(layer)}.{family.weight(projection)}" for projection in projections)
+    family, experts = family_of_config(config), expert_numbers(config, layer)
+    projections = family.at(config, layer).projections_of(layer)[site]
+    names = [f"{family.block(layer)}.{family.weight(projection)}" for projection in projections]
+    if experts is not None and not family.has_row:  # an expert that all tokens have is none of them
+        each = ((math.prod(shapes[name]), len(shapes[name]) == 3) for name in names)
+        return sum(size // experts.count * experts.used if of_experts else size for size, of_experts in each)
     weights = sum(math.prod(shapes[name]) for name in names)
     return weights if experts is None or site not in MLP_SITES else weights // experts.stored * experts.of_token
 
@@ -207,7 +214,7 @@ def _kinds(config: Any) -> list[str]:
 
 def multipliers(config: Any) -> Multipliers:
     """What a stock configuration's model multiplies by."""
-    return FAMILIES[config.model_type].multipliers(config)
+    return family_of_config(config).multipliers(config)
 
 
 def heads_of_config(config: Any) -> Heads:
@@ -262,4 +269,4 @@ def sliding_windows(config: Any) -> tuple[int, ...]:
     kinds = getattr(config, "layer_types", None)
     if kinds:
         return tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
-    return (window if FAMILIES[config.model_type].slides else 0,) * int(config.num_hidden_layers)
+    return (window if family_of_config(config).slides else 0,) * int(config.num_hidden_layers)

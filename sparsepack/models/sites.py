@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from sparsepack.errors import SiteError
-from sparsepack.models.family import SITES
 from sparsepack.models.tokenizer.sandbox import SANDBOX, SandboxError
 
 SiteKey = tuple[int, str]
@@ -24,15 +23,17 @@ def site_name(layer: int, site: str) -> str:
     return f"blk.{layer}.{site}"
 
 
-def chosen_sites(layers: int, include: Sequence[str], ignore: Sequence[str], called: str = "include") -> list[SiteKey]:
-    """The sites of so many layers that `include` matches (all where it is empty) and `ignore` does not, in order of
+def chosen_sites(
+    sites: Sequence[SiteKey], include: Sequence[str], ignore: Sequence[str], called: str = "include"
+) -> list[SiteKey]:
+    """Those of a model's sites that `include` matches (all where it is empty) and `ignore` does not, in order of
     execution.
 
     called -- what the user calls `include`, for messages
 
     Raises `SiteError` for a pattern that matches nothing, or where no site is left.
     """
-    names = {site_name(layer, site): (layer, site) for layer in range(layers) for site in SITES}
+    names = {site_name(*key): key for key in sites}
     wanted = set(names) if not include else {n for pattern in include for n in _matching(pattern, names, called)}
     wanted -= {name for pattern in ignore for name in _matching(pattern, names, "ignore")}
     if not wanted:

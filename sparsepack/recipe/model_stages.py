@@ -296,7 +296,7 @@ def _settings_of_thresholds(job: Job, section: ActivationSparsity) -> dict[str, 
 def _misfits_of_thresholds(job: Job, section: ActivationSparsity) -> Iterator[str]:
     from sparsepack.models.sites import chosen_sites
 
-    chosen_sites(job.checkpoint.layers, section.include, section.ignore)
+    chosen_sites(job.checkpoint.sites, section.include, section.ignore)
     yield from ()
 
 
@@ -310,7 +310,7 @@ def _plan_of_thresholds(job: Job, section: ActivationSparsity | None) -> dict[st
             {
                 "list": which,
                 "pattern": pattern,
-                "sites": [site_name(*key) for key in chosen_sites(job.checkpoint.layers, [pattern], [])],
+                "sites": [site_name(*key) for key in chosen_sites(job.checkpoint.sites, [pattern], [])],
             }
             for which, patterns in lists.items()
             for pattern in patterns

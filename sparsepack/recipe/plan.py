@@ -76,7 +76,7 @@ def _sites(job: Job, artifact: Mapping[str, Any] | None, pruned: Mapping[str, st
     recipe, checkpoint = job.recipe, job.checkpoint
     section = ActivationSparsity.find_in(recipe)
     skipping = (
-        set(chosen_sites(checkpoint.layers, section.include, section.ignore)) if section and sparse(recipe) else set()
+        set(chosen_sites(checkpoint.sites, section.include, section.ignore)) if section and sparse(recipe) else set()
     )
     padded: dict[str, int] = defaultdict(int)
     for tensor in artifact["tensors"] if artifact else ():

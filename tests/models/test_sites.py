@@ -26,23 +26,23 @@ def tiny() -> Checkpoint:
 def test_patterns_choose_sites_in_order_of_execution(
     tiny: Checkpoint, include: tuple[str, ...], ignore: tuple[str, ...], expected: list[SiteKey]
 ) -> None:
-    assert chosen_sites(tiny.layers, include, ignore) == expected
+    assert chosen_sites(tiny.sites, include, ignore) == expected
 
 
 @pytest.mark.parametrize("which", ["include", "ignore"])
 def test_a_pattern_that_matches_nothing_gives_the_nearest_names(tiny: Checkpoint, which: str) -> None:
     lists: dict[str, tuple[str, ...]] = {"include": (), "ignore": (), which: ("blk.1.mlp_middle",)}
     with pytest.raises(SiteError, match=rf"{which} 'blk\.1\.mlp_middle' matches no site; nearest: blk\.1\.mlp_mid"):
-        chosen_sites(tiny.layers, **lists)
+        chosen_sites(tiny.sites, **lists)
     with pytest.raises(SiteError, match="nearest: blk"):
-        chosen_sites(tiny.layers, **{**lists, which: ("re:blk.9.*",)})
+        chosen_sites(tiny.sites, **{**lists, which: ("re:blk.9.*",)})
     with pytest.raises(SiteError, match=r"'re:\(' *: not a regular expression"):
-        chosen_sites(tiny.layers, **{**lists, which: ("re:(",)})
+        chosen_sites(tiny.sites, **{**lists, which: ("re:(",)})
 
 
 def test_nothing_left_is_an_error(tiny: Checkpoint) -> None:
     with pytest.raises(SiteError, match="no site is left"):
-        chosen_sites(tiny.layers, ("blk.0.*",), ("blk.*",))
+        chosen_sites(tiny.sites, ("blk.0.*",), ("blk.*",))
 
 
 def test_a_site_has_one_name() -> None:

@@ -11,6 +11,7 @@ from sparsepack.calibrate.thresholds import AllocationOptions
 from sparsepack.calibrate.uniform import weights_of
 from sparsepack.errors import CalibrationError, ThresholdsError
 from sparsepack.models.family import SITES
+from sparsepack.models.sites import SiteRule
 
 
 @pytest.mark.parametrize(
@@ -64,7 +65,7 @@ def test_every_step_of_teal_skips_as_many_parameters(small, monkeypatch):
         return [error(trial) for trial in trials]
 
     total = sum(weights.values())
-    teal.greedy_sparsities(None, 0, None, weights, 0.1, {}, each)
+    teal.greedy_sparsities(None, 0, None, weights, 0.1, dict.fromkeys(SITES, SiteRule()), each)
     assert len(steps) == 4
     for number, step in enumerate(steps, 1):
         assert step == [pytest.approx(number * teal.STEP)] * len(SITES)

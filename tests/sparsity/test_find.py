@@ -187,7 +187,7 @@ def test_teal_spends_the_target_on_the_sites_it_may_touch(calibrated):
 @torch.no_grad()
 def test_teal_lowers_the_error_of_real_blocks_at_equal_sparsity(silu, silu_calibration):
     stream, base = BlockStream(silu), dict.fromkeys(SITES, SiteRule())
-    weights = weights_of(silu, chosen_sites(silu.layers, (), ()))
+    weights = weights_of(silu, chosen_sites(silu.sites, (), ()))
     hidden = stream.embed(silu_calibration.windows[:2, :128].long())
     for layer in range(2):
         stream.load(layer)
@@ -219,7 +219,7 @@ def _check_learnt(tiny, calibration, windows, options):
 
 def test_learnt_thresholds_hold_the_sparsity_and_lower_the_divergence(tiny, tiny_calibration, other_windows):
     learnt = _check_learnt(tiny, tiny_calibration, other_windows, LEARNING)
-    weights = weights_of(tiny, chosen_sites(tiny.layers, (), ()))
+    weights = weights_of(tiny, chosen_sites(tiny.sites, (), ()))
     target = sum(rule.sparsity * weights[key] for key, rule in learnt.rules.items())
     assert target == pytest.approx(0.7, abs=1e-6)
     assert all(row.offset is None and row.channel_weights is not None for row in learnt.rules.values())

@@ -32,7 +32,7 @@ def inspect(path: Path, json_path: str | None) -> None:
         "calibration": [
             calibration_table,
             channels_table,
-            lambda found: neurons_table(found["neurons"]),
+            lambda found: neurons_table(found["neurons"]) if found["neurons"] else "",
             given_table,
             starved_note,
         ],
@@ -111,9 +111,12 @@ def verification(report: Mapping[str, Any]) -> str:
 
 
 def channels_table(result: Mapping[str, Any]) -> str:
-    """What `inspect` found in a calibration about the channels of attention, and about the tokens that it needs."""
+    """What `inspect` found in a calibration about the channels of attention, and about the tokens that it needs; empty
+    where that was not counted, in a family without a row."""
     from sparsepack.calibrate.folder import attention_blocks
 
+    if result["attention"] is None:
+        return ""
     report, tokens = result["attention_channels"], result["attention_tokens"]
     if report is None:
         return "no block has attention"

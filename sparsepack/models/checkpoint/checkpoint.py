@@ -23,7 +23,8 @@ from sparsepack.files.stored import Stored, shown, validate
 from sparsepack.models.architecture import Architecture, check_numbers
 from sparsepack.models.blocks import ExpertNumbers
 from sparsepack.models.checkpoint.config_files import suggested
-from sparsepack.models.checkpoint.configuration import Described, check_sizes, file_config, folder_config
+from sparsepack.models.checkpoint.configuration import Described, checked_family, file_config, folder_config
+from sparsepack.models.checkpoint.converted import found_source
 from sparsepack.models.checkpoint.experts import as_experts, experts_source, fused_source, ordered_source
 from sparsepack.models.checkpoint.locate import located
 from sparsepack.models.checkpoint.quantised import quantised_source
@@ -36,10 +37,12 @@ from sparsepack.models.checkpoint.sources import (
     TensorSource,
     resolve_output,
 )
-from sparsepack.models.families import check_taken, family_of
-from sparsepack.models.family import HEAD, Family
+from sparsepack.models.families import check_taken
+from sparsepack.models.family import Family
+from sparsepack.models.found import FoundFamily
 from sparsepack.models.hf_config import architecture_of, expert_numbers, token_ids, token_weights
 from sparsepack.models.hf_model.model import check_stock_model
+from sparsepack.models.sites import SiteKey
 from sparsepack.models.tokenizer.chat import DEFAULT, folder_templates, named_tokens, templates_of, turn_ends
 from sparsepack.models.tokenizer.gguf_tokenizer import gguf_tokenizer_config, gguf_tokenizer_json, gguf_turn_ends
 from sparsepack.models.tokenizer.sentencepiece_model import sentencepiece_config, sentencepiece_json
@@ -115,9 +118,14 @@ class Checkpoint:
         """Hash of all weight bytes."""
         return self.source.hash.sha256()
 
+    @cached_property
+    def sites(self) -> tuple[SiteKey, ...]:
+        """Every site of every block, in order of execution."""
+        return tuple((layer, site) for layer in range(self.layers) for site in self.family.projections_of(layer))
+
     def tensor(self, name: str) -> torch.Tensor:
         """One tensor by its Hugging Face name, in its stored dtype, on the CPU."""
-        if name == HEAD and self.tied:
+        if name == self.family.head and self.tied:
             name = self.family.embedding
         if name not in self.source.shapes:
             near = difflib.get_close_matches(name, self.source.shapes, 1)
@@ -136,7 +144,7 @@ class Checkpoint:
         """The matrices of a site one by one, in the order in which they are stacked; those of all experts are one, and
         the parts of a shared one as wide as these another."""
         weights = [self.tensor(name) for name in self.weight_names(layer, site)]
-        if weights[0].dim() == 3 and len(weights) > 1:
+        if weights[0].dim() == 3 and len(weights) > 1 and self.family.has_row:
             width = self.family.setting(self.config, "intermediate_size")
             weights = [weights[0], as_experts(site, weights[1:], width)]
         return [weight.flatten(0, -2) for weight in weights]
@@ -159,7 +167,8 @@ class Checkpoint:
     def weight_names(self, layer: int, site: str) -> list[str]:
         """The names of the tensors of a site, in the order in which they are stacked."""
         block = self.family.block(layer)
-        return [f"{block}.{self.family.weight(projection)}" for projection in self.family_at(layer).projections[site]]
+        projections = self.family_at(layer).projections_of(layer)[site]
+        return [f"{block}.{self.family.weight(projection)}" for projection in projections]
 
     def gate_and_up(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The gate's and up's rows of `mlp_in`, each [intermediate, hidden], however the family stores them."""
@@ -183,7 +192,8 @@ class Checkpoint:
     def bias_names(self, layer: int, site: str) -> list[str]:
         """What the biases of a site's projections are called, of those that have one."""
         block = self.family.block(layer)
-        return [f"{block}.{self.family.bias(projection)}" for projection in self.family_at(layer).projections[site]]
+        projections = self.family_at(layer).projections_of(layer)[site]
+        return [f"{block}.{self.family.bias(projection)}" for projection in projections]
 
     def stacked_shape(self, site: str, layer: int = 0) -> tuple[int, int]:
         """(rows, columns) of a site's stacked matrix, without reading it."""
@@ -326,8 +336,7 @@ def open_checkpoint(name: str | Path, hashed: bool = False) -> Checkpoint:
     file = read_split_gguf(path) if path.is_file() else None
     described = folder_config(path, name) if file is None else Described(file_config(file, name))
     config, bases = described.config, described.bases
-    family = family_of(config.model_type, name)
-    check_sizes(config, name)
+    family = checked_family(config, name)
     stored: StoredSource
     if file is not None:
         heads, kv_heads = config.num_attention_heads, family.setting(config, "num_key_value_heads")
@@ -341,14 +350,15 @@ def open_checkpoint(name: str | Path, hashed: bool = False) -> Checkpoint:
     if hashed:
         stored.hash.begin()
     source: TensorSource
-    source, config.tie_word_embeddings = resolve_output(stored, family.embedding, HEAD)
+    named = found_source(config, stored, name) if isinstance(family, FoundFamily) else stored
+    source, config.tie_word_embeddings = resolve_output(named, family.embedding, family.head)
     if described.tied not in (None, config.tie_word_embeddings):
         found = "the embedding" if config.tie_word_embeddings else "a matrix of its own"
         say(
             f"{name}: its configuration has tie_word_embeddings {str(described.tied).lower()}, but by its tensors the "
             f"output matrix is {found}: the tensors count"
         )
-    if (experts := _expert_numbers(config, name)) is not None:
+    if family.has_row and (experts := _expert_numbers(config, name)) is not None:
         source = ordered_source(experts_source(source, family, experts.count, name), family)
     elif file is not None and family.split:
         source = fused_source(source, family)

@@ -39,19 +39,20 @@ _BY_FACTOR = ("linear", "dynamic", "llama3")
 """Rotary types that need `factor`; to others null means that they find their own."""
 
 
-def check_fields(values: Mapping[str, Any], where: str) -> None:
+def check_fields(values: Mapping[str, Any], where: str, has_row: bool = True) -> None:
     """Raise `CheckpointError` for counts, layer types and rotary types that no model here has, and for numbers of a
     rotary embedding that are none. Whatever else has the wrong type, transformers refuses itself.
 
     values -- what a config.json says of a text model
     where  -- what stands before the name of a field: the file, and of a part of a larger model its own field
+    has_row -- whether the model's family has one: layers of any type are taken where it has none
     """
     for field, most in _COUNTS.items():
         value = values.get(field)
         if value is not None and (type(value) is not int or not 0 <= value <= most):
             raise CheckpointError(f"{where}{field} is {_written(value)}; expected a whole number of at most {most:,}")
     kinds, known = values.get("layer_types"), _layer_types(values.get("model_type"))
-    for kind in kinds if isinstance(kinds, list) else ():
+    for kind in kinds if isinstance(kinds, list) and has_row else ():
         if isinstance(kind, str) and kind not in (*known, _OLD_LAYER_TYPE):
             raise CheckpointError(
                 f"{where}layer_types names {_written(kind)}; expected {' or '.join(known)}: no other attention "

@@ -41,8 +41,9 @@ from sparsepack.models.checkpoint.config_files import (
     tell_own_code,
 )
 from sparsepack.models.checkpoint.gguf_config import gguf_config
-from sparsepack.models.families import FAMILIES, TEXT_PARTS, family_of
-from sparsepack.models.family import TextPart
+from sparsepack.models.families import FAMILIES, TEXT_PARTS, check_known, family_of
+from sparsepack.models.family import Family, TextPart
+from sparsepack.models.found import family_of_config, told
 from sparsepack.progress import say
 
 SEGMENTS = "sparsepack-segments"
@@ -162,7 +163,7 @@ def folder_config(path: Path, name: str) -> Described:
         raise CheckpointError(f"{path / 'config.json'}: cannot be read ({error.strerror})") from error
     part = TEXT_PARTS.get(model_type) if isinstance(model_type, str) else None
     if part is None:
-        family_of(model_type, name)
+        (family_of if bases else check_known)(model_type, name)
     inner = stock.get("text_config")
     within = inner.get("quantization_config") if isinstance(inner, dict) else None
     quantised = next(filter(None, (*map(stock.get, QUANTISED), within)), None)
@@ -173,7 +174,8 @@ def folder_config(path: Path, name: str) -> Described:
     of_text, field = (stock, "") if part is None else (stock.get("text_config"), "text_config.")
     for values, within in {id(stock): (stock, ""), id(of_text): (of_text, field)}.values():
         if isinstance(values, dict):
-            check_fields(values, f"{path / 'config.json'}: {within}")
+            has_row = part is not None or model_type in FAMILIES
+            check_fields(values, f"{path / 'config.json'}: {within}", has_row)
     try:
         config = config_of(stock) if bases else AutoConfig.from_pretrained(str(path), **STOCK_ALONE)
     except Exception as error:  # the library checks fields in several ways, each with its own kind
@@ -184,7 +186,8 @@ def folder_config(path: Path, name: str) -> Described:
     for one in (config, getattr(config, "text_config", config)):
         vars(one).pop("quantization_config", None)  # what is made of the model is not quantised so
     if part is None:
-        return Described(config, bases, tied=config.tie_word_embeddings, quantised=quantised)
+        tied = getattr(config, "tie_word_embeddings", None)
+        return Described(config, bases, tied=tied, quantised=quantised)
     text, said = config.text_config, getattr(config, "tie_word_embeddings", None)
     family_of(text.model_type, f"{name}, the text part of a {model_type} model")
     say(f"{name}: the text part of a {model_type} model alone is read; it then knows no images")
@@ -192,20 +195,45 @@ def folder_config(path: Path, name: str) -> Described:
     return Described(text, bases, part, tied, quantised)
 
 
-def check_sizes(config: Any, name: str) -> None:
-    """Raise `CheckpointError` for numbers of a configuration that are none, or too large: others are made with them."""
-    family = FAMILIES[config.model_type]
-    limits = dict.fromkeys((*_SIZES, "max_position_embeddings"), 2**31) | {"num_hidden_layers": _MOST_LAYERS}
+_NO_END = 1 << 20
+
+
+def checked_family(config: Any, name: str) -> Family:
+    """The family of a stock configuration, by its row or as it is found in the model, of which a line on stderr tells.
+
+    A model that names no longest text takes any: its `max_position_embeddings` becomes `_NO_END`. Raises
+    `CheckpointError` for numbers that are none, or too large: others are made with them; and as `find_family`.
+    """
+    if config.model_type in FAMILIES:
+        family = FAMILIES[config.model_type]
+        _check_sizes(config, name, dict.fromkeys((*_SIZES, "max_position_embeddings"), 2**31), family)
+        return family
+    if type(getattr(config, "max_position_embeddings", None)) is not int:
+        config.max_position_embeddings = _NO_END
+    sizes = dict.fromkeys(("hidden_size", "vocab_size", "max_position_embeddings"), 2**31)
+    _check_sizes(config, name, sizes, Family(config.model_type))
+    try:
+        family = family_of_config(config)
+    except CheckpointError as error:
+        raise CheckpointError(f"{name}: {error}; expected one of {', '.join(FAMILIES)}") from error
+    say(f"{name}: {told(family)}")
+    return family
+
+
+def _check_sizes(config: Any, name: str, limits: Mapping[str, int], family: Family) -> None:
+    limits = {**limits, "num_hidden_layers": _MOST_LAYERS}
     for field, limit in limits.items():
         value, own = family.setting(config, field), family.fields.get(field, field)
         if type(value) is not int or not 1 <= value < limit:
             raise CheckpointError(f"{name}: {own} is {str(value)[:60]}; expected a whole number from 1 to {limit - 1}")
-    kinds = {"layer_types": getattr(config, "layer_types", None), "model_type": config.model_type}
-    check_fields(kinds, f"{name}: ")
+    if config.model_type in FAMILIES:
+        kinds = {"layer_types": getattr(config, "layer_types", None), "model_type": config.model_type}
+        check_fields(kinds, f"{name}: ")
     for field, value in family.only.items():
         if (found := getattr(config, field, None)) != value:
             raise CheckpointError(f"{name}: {field} is {str(found)[:60]}; expected {value}, all that is computed here")
-    for field, least in (("head_dim", 1), ("sliding_window", 0)):
+    of_heads = (("head_dim", 1), ("sliding_window", 0)) if config.model_type in FAMILIES else ()
+    for field, least in of_heads:
         value = getattr(config, field, None)
         if value is not None and (type(value) is not int or not least <= value < 2**31):
             raise CheckpointError(

@@ -271,7 +271,7 @@ class StoredSource(TensorSource, Protocol):
         """Read rows of a tensor in its stored dtype."""
 
 
-def resolve_output(source: StoredSource, embedding: str, head: str) -> tuple[TensorSource, bool]:
+def resolve_output(source: StoredSource | MadeSource, embedding: str, head: str) -> tuple[TensorSource, bool]:
     """Decide by the tensors whether the output matrix is the embedding (tied): it is where both are equal or only one
     of them is stored, under either name. Returns the source, which has `head` only where it is a matrix of its own, and
     whether they are tied."""
@@ -286,10 +286,12 @@ def resolve_output(source: StoredSource, embedding: str, head: str) -> tuple[Ten
     return MadeSource(source, entries, lambda name: source.tensor(head if name == embedding else name)), True
 
 
-def _same_rows(source: StoredSource, one: str, other: str) -> bool:
+def _same_rows(source: StoredSource | MadeSource, one: str, other: str) -> bool:
     shape = source.shapes[one]
     if shape != source.shapes[other] or len(shape) != 2:
         return False
+    if isinstance(source, MadeSource):
+        return torch.equal(source.tensor(one), source.tensor(other))
     step = max(_PIECE // shape[1], 1)  # matrices that differ do so in the first piece
     pieces = ((first, min(first + step, shape[0])) for first in range(0, shape[0], step))
     return all(bool((source.rows(one, *piece) == source.rows(other, *piece)).all()) for piece in pieces)

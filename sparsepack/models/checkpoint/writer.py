@@ -5,6 +5,7 @@ import copy
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from sparsepack.files.tensors import (
 )
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
 from sparsepack.models.checkpoint.configuration import QUANTISED, segmented_config, stock_values
+from sparsepack.models.checkpoint.converted import released_source
 from sparsepack.models.checkpoint.experts import apart_source
 from sparsepack.models.checkpoint.sources import changed_source
 from sparsepack.models.families import TEXT_PARTS
@@ -51,7 +53,8 @@ def write_checkpoint(
     shard_bytes -- of tensors in one file at most
     """
     family = checkpoint.family
-    source = apart_source(checkpoint.source, family)
+    apart = apart_source if family.has_row else partial(released_source, checkpoint.config)
+    source = apart(checkpoint.source, family)
     names = sorted(source.shapes, key=lambda name: (_layer_of(family, name), name))
     entries = [TensorEntry(name, source.dtypes[name], source.shapes[name]) for name in names]
     with atomic_folder(output, overwrite) as folder, progress("writing", len(names)) as advance:
@@ -112,7 +115,7 @@ def config_json(checkpoint: Checkpoint) -> str:
     stock = {key: value for key, value in stock.items() if key not in QUANTISED}
     if quantised:
         stock["torch_dtype" if "torch_dtype" in stock else "dtype"] = type_name(checkpoint.dtype)
-    tied = stock.get("tie_word_embeddings", type(checkpoint.config)().tie_word_embeddings)
+    tied = stock.get("tie_word_embeddings", getattr(type(checkpoint.config)(), "tie_word_embeddings", None))
     if tied is not checkpoint.tied:
         stock["tie_word_embeddings"] = checkpoint.tied
     elif not checkpoint.bases and not quantised:

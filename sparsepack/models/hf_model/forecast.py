@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
-from sparsepack.models.family import HEAD, SITES
+from sparsepack.models.family import HEAD
 from sparsepack.models.hf_config import token_weights
 from sparsepack.models.hf_model.blocks import BlockStream
 from sparsepack.models.hf_model.model import BlockSource, parameter_shapes
@@ -57,8 +57,9 @@ def bound_line(stream: BlockStream, seconds: float, saving: float) -> str:
 def weights_of_block(source: BlockSource) -> float:
     """The weights of a block that a token has to do with, the mean over blocks."""
     shapes = parameter_shapes(source.config, source.bases)
-    of_blocks = (token_weights(source.config, shapes, layer, site) for layer in range(source.layers) for site in SITES)
-    return sum(of_blocks) / source.layers
+    layers = range(source.layers)
+    sites = ((layer, site) for layer in layers for site in source.family.projections_of(layer))
+    return sum(token_weights(source.config, shapes, *key) for key in sites) / source.layers
 
 
 def _rate(nbytes: int, seconds: float) -> str:
@@ -193,7 +194,7 @@ def block_parameters(checkpoint: Checkpoint) -> int:
 
 def activation_bytes(checkpoint: Checkpoint, tokens: int) -> int:
     """The bytes of so many tokens at the widest place of a block."""
-    return tokens * max(sum(checkpoint.stacked_shape(site)) for site in SITES) * LIVE * 4
+    return tokens * max(sum(checkpoint.stacked_shape(site, layer)) for layer, site in checkpoint.sites) * LIVE * 4
 
 
 def block_by_block_bytes(checkpoint: Checkpoint, size: int, windows: tuple[int, int], batch: int) -> int:

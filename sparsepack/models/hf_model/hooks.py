@@ -11,11 +11,12 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils.hooks import RemovableHandle
 
 from sparsepack.errors import CheckpointError
 from sparsepack.files.tensors import all_finite
 from sparsepack.models.architecture import clamped_swiglu
-from sparsepack.models.family import MLP_MID, MLP_SITES, SITES, Experts, Family
+from sparsepack.models.family import MLP_MID, MLP_SITES, Experts, Family
 
 ONE_BY_ONE = "eager"
 """transformers' implementation of experts that takes any width, and adds what they give in the order of `_forward`."""
@@ -98,7 +99,8 @@ def _forward(module: Any, hidden: torch.Tensor, chosen: torch.Tensor, weights: t
         if watch.routed is not None:
             watch.routed(chosen)
     middle = hidden.new_zeros(*chosen.shape, module.down_proj.shape[-1])
-    hit = torch.bincount(chosen.flatten()).nonzero().flatten().tolist()
+    # transformers' number of no expert is that behind the last one.
+    hit = [e for e in torch.bincount(chosen.flatten()).nonzero().flatten().tolist() if e < len(module.down_proj)]
     places = {expert: torch.where(chosen == expert) for expert in hit}
 
     def shown(site: str, expert: int, token: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -108,14 +110,17 @@ def _forward(module: Any, hidden: torch.Tensor, chosen: torch.Tensor, weights: t
         return y
 
     def gate(both: torch.Tensor) -> torch.Tensor:
-        first, up = both.chunk(2, dim=-1)
-        return clamped_swiglu(first, up) if module.has_bias else module.act_fn(first) * up
+        if module.has_bias:
+            return clamped_swiglu(*both.chunk(2, dim=-1))
+        made: torch.Tensor = module._apply_gate(both) if module.has_gate else module.act_fn(both)
+        return made
 
     biases = (module.gate_up_proj_bias, module.down_proj_bias) if module.has_bias else None
     into, mid = MLP_SITES
+    matrices = module.gate_up_proj if module.has_gate else module.up_proj
     for expert, (token, slot) in places.items():
         x = hidden[token]
-        both = shown(into, expert, token, x, functional.linear(x, module.gate_up_proj[expert]))
+        both = shown(into, expert, token, x, functional.linear(x, matrices[expert]))
         middle[token, slot] = gate(both if biases is None else both + biases[0][expert])
     late: Any = next((watch.shared for watch in watches if watch.shared is not None), None)
     everyone, count = torch.arange(len(hidden), device=hidden.device), len(module.down_proj)
@@ -178,22 +183,21 @@ def site_hooks(blocks: Sequence[tuple[int, nn.Module]], family: Family, function
     """
     handles, watches = [], []
     for layer, block in blocks:
-        shape: list[int] = []  # B and S, as the first site of a block shows them in each pass
-        for site, names in family.of_block(block).projections.items():
+        shape: list[int] = []  # B and S of each pass
+        handles.append(_shape_hook(layer, block, family, shape))
+        named, experts = family.of_block(block), family.experts_of(layer)
+        for site in named.projections_of(layer):
             memory: dict[str, Any] = {}
-            modules = names
-            if family.experts is not None and site in MLP_SITES:
-                modules = (family.experts.module,) if site != MLP_MID else ()
-            for position, name in enumerate(modules):
-                hook = _hook(layer, site, function, memory, shape, first=position == 0)
+            for position, name in enumerate(named.readers(layer, site)):
+                hook = _hook(layer, site, function, memory, shape, position == 0)
                 handles.append(block.get_submodule(name).register_forward_pre_hook(hook))
-        if family.experts is not None:
-            shared = family.experts.shared
+        if experts is not None:
+            shared = experts.shared
             watch = ExpertsWatch(
                 middle=_middle(layer, function, shape),
                 shared=None if shared is None else block.get_submodule(shared.module),
             )
-            watches.append((block.get_submodule(family.experts.module), watch))
+            watches.append((block.get_submodule(experts.module), watch))
     try:
         with watched_experts(watches):
             yield
@@ -218,9 +222,9 @@ def stream_hooks(block: nn.Module, family: Family, function: Callable[[torch.Ten
 
 
 @contextmanager
-def expert_hooks(block: nn.Module, family: Family, function: ExpertProduct) -> Iterator[None]:
-    """Call `function` with each product of a block's experts; never, for a family without experts."""
-    experts = family.experts
+def expert_hooks(block: nn.Module, family: Family, function: ExpertProduct, layer: int = 0) -> Iterator[None]:
+    """Call `function` with each product of a block's experts; never, for a block without experts."""
+    experts = family.experts_of(layer)
     if experts is None:
         yield
         return
@@ -231,21 +235,36 @@ def expert_hooks(block: nn.Module, family: Family, function: ExpertProduct) -> I
 
 
 @contextmanager
-def routing_hooks(block: nn.Module, family: Family, function: Callable[[torch.Tensor], None]) -> Iterator[None]:
-    """Call `function` with the experts that each token of a block has, int64 [B, S, used]; never, for a family without
+def routing_hooks(
+    block: nn.Module, family: Family, function: Callable[[torch.Tensor], None], layer: int = 0
+) -> Iterator[None]:
+    """Call `function` with the experts that each token of a block has, int64 [B, S, used]; never, for a block without
     experts."""
-    if family.experts is None:
+    experts = family.experts_of(layer)
+    if experts is None:
         yield
         return
     shape: list[int] = []
-    first = block.get_submodule(family.of_block(block).projections[SITES[0]][0])
-    handle = first.register_forward_pre_hook(lambda _, inputs: shape.__setitem__(slice(None), inputs[0].shape[:-1]))
+    handle = _shape_hook(layer, block, family, shape)
     watch = ExpertsWatch(routed=lambda chosen: function(chosen.reshape(*shape, chosen.shape[-1])))
     try:
-        with watched_experts([(block.get_submodule(family.experts.module), watch)]):
+        with watched_experts([(block.get_submodule(experts.module), watch)]):
             yield
     finally:
         handle.remove()
+
+
+def _shape_hook(layer: int, block: nn.Module, family: Family, shape: list[int]) -> RemovableHandle:
+    """Keep B and S of what enters a block in `shape`: as its first site shows them, which a block with a row is given
+    before any code joins rows and positions; else as the block itself is given it."""
+    if family.has_row:
+        first = block.get_submodule(next(iter(family.of_block(block).projections_of(layer).values()))[0])
+        return first.register_forward_pre_hook(lambda _, inputs: shape.__setitem__(slice(None), inputs[0].shape[:-1]))
+
+    def keep(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        shape[:] = (args[0] if args else kwargs["hidden_states"]).shape[:-1]
+
+    return block.register_forward_pre_hook(keep, with_kwargs=True)
 
 
 def _middle(layer: int, function: SiteFunction, shape: list[int]) -> Callable[[torch.Tensor], torch.Tensor | None]:
@@ -258,17 +277,22 @@ def _middle(layer: int, function: SiteFunction, shape: list[int]) -> Callable[[t
     return middle
 
 
-def _hook(layer: int, site: str, function: SiteFunction, memory: dict[str, Any], shape: list[int], first: bool) -> Any:
+def _hook(
+    layer: int,
+    site: str,
+    function: SiteFunction,
+    memory: dict[str, Any],
+    shape: list[int],
+    first: bool,
+) -> Any:
     def pre_forward(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...] | None:
         x = inputs[0]
         if first:
-            if site == SITES[0]:
-                shape[:] = x.shape[:-1]
             if x.device.type == "cpu":
                 check_finite(x, f"block {layer}, {site}")
             answer = function(layer, site, x.reshape(*shape, x.shape[-1]))
-            memory["answer"] = None if answer is None else answer.reshape(x.shape)
+            memory["answer"] = answer
         answer = memory["answer"]
-        return None if answer is None else (answer, *inputs[1:])
+        return None if answer is None else (answer.reshape(x.shape), *inputs[1:])
 
     return pre_forward

@@ -15,6 +15,7 @@ from sparsepack.files.stored import shown
 from sparsepack.models.checkpoint.config_files import STOCK_ALONE
 from sparsepack.models.families import FAMILIES
 from sparsepack.models.family import BASIS, HEAD, Family
+from sparsepack.models.found import family_of_config, meta_model
 from sparsepack.models.hf_config import multipliers
 from sparsepack.models.hf_model.hooks import ONE_BY_ONE, order_experts
 from sparsepack.progress import say
@@ -71,8 +72,11 @@ def parameter_shapes(config: Any, bases: Collection[int] = ()) -> dict[str, tupl
     """
     from transformers import AutoModelForCausalLM
 
+    family = family_of_config(config)
+    if not family.has_row:
+        state = {name: tuple(value.shape) for name, value in meta_model(config).state_dict().items()}
+        return {name: shape for name, shape in state.items() if name != family.head or not config.tie_word_embeddings}
     shapes: dict[str, tuple[int, ...]] = {}
-    family = FAMILIES[config.model_type]
     alike: dict[bool, list[int]] = {}  # layers, by whether they have another mixer than attention
     for layer in range(config.num_hidden_layers):
         alike.setdefault(family.at(config, layer) is not family, []).append(layer)
@@ -283,7 +287,7 @@ def check_stock_model(
 
 def _check_blocks(config: Any, unknown: Collection[str], name: str) -> None:
     """Raise `CheckpointError` where one of the tensors without a place is of a block behind the last one."""
-    number = re.compile(re.escape(FAMILIES[config.model_type].block("")) + r"(\d{1,9})\.")
+    number = re.compile(re.escape(family_of_config(config).block("")) + r"(\d{1,9})\.")
     blocks = {int(found[1]): tensor for tensor in sorted(unknown, reverse=True) if (found := number.match(tensor))}
     last, count = max(blocks, default=-1), config.num_hidden_layers
     if last >= count:
@@ -297,8 +301,8 @@ def _check_activation(config: Any, name: str) -> None:
     """Models with an activation of their own bring code for it, which is not run."""
     from transformers.activations import ACT2FN
 
-    family = FAMILIES[config.model_type]
-    if family.activation:
+    family = family_of_config(config)
+    if family.activation or not family.has_row:
         return
     activation = str(family.setting(config, "hidden_act"))
     if activation not in ACT2FN:

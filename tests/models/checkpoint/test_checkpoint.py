@@ -157,7 +157,7 @@ def test_an_unknown_tensor_name_gives_the_nearest(folders):
         open_checkpoint(folders("llama")).tensor("model.norm.weights")
 
 
-@pytest.mark.parametrize(("model_type", "hint"), [("qwen2_x", "nearest: qwen2"), ("gpt_neox", "expected one of llama")])
+@pytest.mark.parametrize(("model_type", "hint"), [("qwen2_x", "nearest: qwen2"), ("t5", "expected one of llama")])
 def test_another_model_type_is_named_with_the_known_ones(copied, model_type, hint):
     folder = copied()
     edit_config(folder, model_type=model_type)

@@ -231,7 +231,7 @@ def test_a_panic_of_the_library_while_decoding_is_an_error_of_one_line() -> None
 
 def test_a_pattern_of_a_recipe_that_backtracks_is_ended() -> None:
     with pytest.raises(SiteError, match="was ended") as refused:
-        chosen_sites(open_checkpoint("shipped:tiny").layers, ["re:(.|.)*(.|.)*(.|.)*(.|.)*(.|.)*x"], [])
+        chosen_sites(open_checkpoint("shipped:tiny").sites, ["re:(.|.)*(.|.)*(.|.)*(.|.)*(.|.)*x"], [])
     one_line(refused)
 
 
