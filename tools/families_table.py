@@ -49,7 +49,7 @@ MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "HyperCLOVA X": ("hyperclovax", {}),
     "CWM": ("cwm", {}),
     "GLM-4": ("glm", {}),
-    "GLM-4-0414": ("glm4", {}),
+    "GLM-Z1": ("glm4", {}),
     "ERNIE 4.5": ("ernie4_5", {}),
     "Helium": ("helium", {}),
     "Seed-OSS": ("seed_oss", {}),
