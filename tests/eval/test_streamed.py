@@ -12,6 +12,7 @@ from sparsepack.eval.scorer import SparseScorer, StreamedScorer
 from sparsepack.eval.subject import open_subject
 from sparsepack.models.checkpoint.checkpoint import open_checkpoint
 from sparsepack.models.family import SITES
+from sparsepack.models.hf_model.blocks import BlockStream
 from sparsepack.models.hf_model.model import load_model
 from sparsepack.models.sites import SiteRule
 from sparsepack.packing import PackRequest, pack
@@ -87,7 +88,7 @@ def test_padding_changes_no_real_position_and_is_not_counted(scorers):
 
 def test_one_block_waits_as_it_is_stored_and_one_is_held(checkpoint, monkeypatch):
     source, alive, most = type(checkpoint.source), [], []
-    tensor, load = source.tensor, module.BlockStream.load
+    tensor, load = source.tensor, BlockStream.load
 
     def read(self, name):
         value = tensor(self, name)
@@ -101,7 +102,7 @@ def test_one_block_waits_as_it_is_stored_and_one_is_held(checkpoint, monkeypatch
         assert sum(not next(block.parameters()).is_meta for block in blocks) == 1
 
     monkeypatch.setattr(source, "tensor", read)
-    monkeypatch.setattr(module.BlockStream, "load", loaded)
+    monkeypatch.setattr(BlockStream, "load", loaded)
     scorer = StreamedScorer(checkpoint, {}, 64)
     hidden = scorer.hidden(IDS, None, torch.full((5,), 24), 1)
     shapes, block = checkpoint.source.shapes, checkpoint.family.block
