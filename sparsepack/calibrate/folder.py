@@ -162,7 +162,7 @@ class _CalibrationManifest(Stored):
     tokens: _Tokens
     compute: StoredCompute
     statistics_sha256: Name
-    attention: CalibratedHeads | None = None
+    attention: CalibratedHeads | None
     sites: list[list[Name]] | None = None
     residual: StoredResidual | None = None
     parts: list[Name] | None = None

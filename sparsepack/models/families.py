@@ -74,7 +74,8 @@ def check_known(model_type: str, where: str) -> None:
     which `models.found` looks into."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or model_type in _NO_TEXT_MODEL:
+    causal = isinstance(model_type, str) and model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    if not causal or model_type in _NO_TEXT_MODEL:
         family_of(model_type, where)
 
 

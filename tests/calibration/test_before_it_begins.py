@@ -48,7 +48,8 @@ def of_width(hidden: int, layers: int) -> Any:
         rows, columns = shapes[site]
         return rows * hidden, columns * hidden
 
-    return SimpleNamespace(layers=layers, stacked_shape=stacked_shape)
+    sites = [(layer, site) for layer in range(layers) for site in shapes]
+    return SimpleNamespace(sites=sites, stacked_shape=stacked_shape)
 
 
 def test_the_number_of_windows_falls_with_the_models_size_unless_it_is_given() -> None:
