@@ -3,7 +3,7 @@ rotary embedding in the layers that have one alone."""
 
 from types import MappingProxyType
 
-from sparsepack.models.family import GGUF_PARTS, Family, LlamaCpp
+from sparsepack.models.family import POST_NORM_PARTS, POST_NORMS, Family, LlamaCpp
 
 FAMILIES = (
     Family(
@@ -11,24 +11,11 @@ FAMILIES = (
         LlamaCpp(
             "exaone4",
             transformers=False,
-            parts=MappingProxyType(
-                {
-                    **{ours: theirs for ours, theirs in GGUF_PARTS.items() if ours not in ("attn_norm", "ffn_norm")},
-                    "post_attention_norm": "post_attention_layernorm",
-                    "post_ffw_norm": "post_feedforward_layernorm",
-                }
-            ),
+            parts=POST_NORM_PARTS,
             biases=(),
             scalings=("llama3",),
         ),
-        norms=MappingProxyType(
-            {
-                "attn_post_norm": "post_attention_layernorm",
-                "mlp_post_norm": "post_feedforward_layernorm",
-                "q_norm": "self_attn.q_norm",
-                "k_norm": "self_attn.k_norm",
-            }
-        ),
+        norms=MappingProxyType({**POST_NORMS, "q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm"}),
         slides=True,
         rope_in_windows=True,
         residual=None,

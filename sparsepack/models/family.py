@@ -204,6 +204,17 @@ GGUF_PARTS = MappingProxyType(
     }
 )
 """llama.cpp's name of a part of a block -> module, in most families."""
+POST_NORMS = MappingProxyType(
+    {"attn_post_norm": "post_attention_layernorm", "mlp_post_norm": "post_feedforward_layernorm"}
+)
+POST_NORM_PARTS = MappingProxyType(
+    {
+        **{ours: theirs for ours, theirs in GGUF_PARTS.items() if ours not in ("attn_norm", "ffn_norm")},
+        "post_attention_norm": POST_NORMS["attn_post_norm"],
+        "post_ffw_norm": POST_NORMS["mlp_post_norm"],
+    }
+)
+"""Norms and parts where attention and MLP have a norm behind them, and none before."""
 
 
 @dataclass(frozen=True)

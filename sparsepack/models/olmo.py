@@ -5,31 +5,18 @@ together, and in the third windows in three of four layers, whose rotary embeddi
 from dataclasses import replace
 from types import MappingProxyType
 
-from sparsepack.models.family import GGUF_PARTS, Family, LlamaCpp
+from sparsepack.models.family import POST_NORM_PARTS, POST_NORMS, Family, LlamaCpp
 
 _LLAMA_CPP = LlamaCpp(
     "olmo2",
     transformers=False,
-    parts=MappingProxyType(
-        {
-            **{ours: theirs for ours, theirs in GGUF_PARTS.items() if ours not in ("attn_norm", "ffn_norm")},
-            "post_attention_norm": "post_attention_layernorm",
-            "post_ffw_norm": "post_feedforward_layernorm",
-        }
-    ),
+    parts=POST_NORM_PARTS,
     biases=(),
 )
 _OLMO2 = Family(
     "olmo2",
     _LLAMA_CPP,
-    norms=MappingProxyType(
-        {
-            "attn_post_norm": "post_attention_layernorm",
-            "mlp_post_norm": "post_feedforward_layernorm",
-            "q_row_norm": "self_attn.q_norm",
-            "k_row_norm": "self_attn.k_norm",
-        }
-    ),
+    norms=MappingProxyType({**POST_NORMS, "q_row_norm": "self_attn.q_norm", "k_row_norm": "self_attn.k_norm"}),
     residual=None,
     unrotatable="norms stand between its matrices and what they add to",
 )

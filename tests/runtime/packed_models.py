@@ -62,6 +62,22 @@ GRANITE_4: dict[str, Any] = {
     "tie_word_embeddings": True,
 }
 
+GPT_OSS: dict[str, Any] = {
+    "model_type": "gpt_oss",
+    "intermediate_size": 43,
+    "num_local_experts": 6,
+    "num_experts_per_tok": 3,
+    "head_dim": 12,
+    "sliding_window": 5,
+    "pad_token_id": 0,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 8.0,
+        "truncate": False,
+        "original_max_position_embeddings": 8,
+    },
+}
 DELTA_NETS: dict[str, Any] = {
     "num_hidden_layers": 4,
     "head_dim": 16,
@@ -242,22 +258,7 @@ VARIANTS: Mapping[str, dict[str, Any]] = {
     },
     "ernie4_5, neighbours turn": {"model_type": "ernie4_5", "head_dim": 12, "use_bias": True},
     "helium, neighbours turn": {"model_type": "helium", "head_dim": 8},
-    "gpt_oss, sinks": {
-        "model_type": "gpt_oss",
-        "intermediate_size": 43,
-        "num_local_experts": 6,
-        "num_experts_per_tok": 3,
-        "head_dim": 12,
-        "sliding_window": 5,
-        "pad_token_id": 0,
-        "rope_parameters": {
-            "rope_type": "yarn",
-            "rope_theta": 10000.0,
-            "factor": 8.0,
-            "truncate": False,
-            "original_max_position_embeddings": 8,
-        },
-    },
+    "gpt_oss, sinks": GPT_OSS,
     "qwen3.5, states": {"model_type": "qwen3_5_text", **DELTA_NETS, "tie_word_embeddings": True},
     "qwen3.5, states of another shape": {
         "model_type": "qwen3_5_text",

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from backends import SHARE, TOLERANCE, engine_of, every_backend_that, largest_difference
-from packed_models import DELTA_NETS, random_model, stock_logits, stock_model, with_rules, with_sites
+from packed_models import DELTA_NETS, GPT_OSS, random_model, stock_logits, stock_model, with_rules, with_sites
 
 from sparsepack.bench.decode import bytes_per_token, parameters
 from sparsepack.errors import UserError
@@ -69,22 +69,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "num_experts": 6,
         "num_experts_per_tok": 2,
     },
-    "gpt_oss, sinks, windows, yarn": {
-        "model_type": "gpt_oss",
-        "intermediate_size": 43,
-        "num_local_experts": 6,
-        "num_experts_per_tok": 3,
-        "head_dim": 12,
-        "sliding_window": 5,
-        "pad_token_id": 0,
-        "rope_parameters": {
-            "rope_type": "yarn",
-            "rope_theta": 10000.0,
-            "factor": 8.0,
-            "truncate": False,
-            "original_max_position_embeddings": 8,
-        },
-    },
+    "gpt_oss, sinks, windows, yarn": GPT_OSS,
     "gpt_oss, wide, every head with keys of its own": {
         "model_type": "gpt_oss",
         "hidden_size": 320,
