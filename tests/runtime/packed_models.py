@@ -86,6 +86,14 @@ DELTA_NETS: dict[str, Any] = {
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 12,
 }
+DELTA_MIXTURE: dict[str, Any] = {
+    "model_type": "qwen3_5_moe_text",
+    **DELTA_NETS,
+    "moe_intermediate_size": 43,
+    "shared_expert_intermediate_size": 43,
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+}
 
 VARIANTS: Mapping[str, dict[str, Any]] = {
     "llama": {"model_type": "llama"},

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from backends import SHARE, TOLERANCE, engine_of, every_backend_that, largest_difference
-from packed_models import DELTA_NETS, GPT_OSS, random_model, stock_logits, stock_model, with_rules, with_sites
+from packed_models import DELTA_MIXTURE, GPT_OSS, random_model, stock_logits, stock_model, with_rules, with_sites
 
 from sparsepack.bench.decode import bytes_per_token, parameters
 from sparsepack.errors import UserError
@@ -91,14 +91,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 1,
         "norm_topk_prob": True,
     },
-    "qwen3.5_moe, states": {
-        "model_type": "qwen3_5_moe_text",
-        **DELTA_NETS,
-        "moe_intermediate_size": 43,
-        "shared_expert_intermediate_size": 43,
-        "num_experts": 6,
-        "num_experts_per_tok": 2,
-    },
+    "qwen3.5_moe, states": DELTA_MIXTURE,
 }
 
 every_backend = every_backend_that(lambda row: EXPERTS in row.mlps)

